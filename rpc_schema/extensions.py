@@ -21,9 +21,10 @@ from rpc_schema.sampling import (
     TokenLogprobs,
 )
 from rpc_schema.structured import StructuredOutput
+from rpc_schema.token_rules import TokenRule
 
 RequestExtension: TypeAlias = (
-    RandomSampling | StopTokens | StructuredOutput | LogprobsWanted | PoolingParams
+    RandomSampling | StopTokens | StructuredOutput | LogprobsWanted | TokenRule | PoolingParams
 )
 """Extension of a request, from its admission on."""
 

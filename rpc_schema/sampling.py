@@ -1,14 +1,23 @@
-"""Sampling, stop tokens and logprobs of one request: three extensions, and a convenient form of all
-of them together."""
+"""Sampling, stop tokens and logprobs of one request, and a convenient form of these extensions
+together with the rules on tokens (rpc_schema/token_rules.py)."""
 
-from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import Annotated, TypeAlias
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Annotated, Any, TypeAlias
 
 import msgspec
 from msgspec import Meta
 
 from rpc_schema.base import Count, Extension, Fraction, FramedExtension, RawUInt16, Unsigned
+from rpc_schema.token_rules import (
+    AllowedTokens,
+    BadWords,
+    LogitBias,
+    Penalties,
+    TokenRule,
+    pack_token_ids,
+    unpack_token_ids,
+)
 
 MAX_LOGPROBS = 20
 
@@ -77,12 +86,12 @@ class GrammarMasks(FramedExtension, frozen=True, tag=1, kw_only=True):
         return 1
 
 
-SamplingExtension: TypeAlias = RandomSampling | StopTokens | LogprobsWanted
+SamplingExtension: TypeAlias = RandomSampling | StopTokens | LogprobsWanted | TokenRule
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """The three extensions of one request in one value, for callers."""
+    """The extensions of one request that concern sampling in one value, for callers."""
 
     temperature: float = 0.0
     """0 takes the most likely token; top_k, top_p, min_p and seed are then without effect."""
@@ -94,19 +103,24 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     logprobs: int | None = None
     """None reports none."""
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    """Added to the logit of each token id."""
+    allowed_token_ids: tuple[int, ...] | None = None
+    """None allows all."""
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    """Sequences of token ids."""
 
     @classmethod
     def of(cls, extensions: Iterable[Extension]) -> "SamplingParams":
         """Return the parameters of a request's extensions: the inverse of `extensions`."""
-        names = {"token_ids": "stop_token_ids", "count": "logprobs"}
-        return cls(
-            **{
-                names.get(name, name): value
-                for extension in extensions
-                if isinstance(extension, SamplingExtension)
-                for name, value in msgspec.structs.asdict(extension).items()
-            }
-        )
+        values: dict[str, Any] = {}
+        for extension in extensions:
+            if isinstance(extension, SamplingExtension):
+                values |= _params_of(extension)
+        return cls(**values)
 
     def extensions(self) -> tuple[SamplingExtension, ...]:
         """Return the extensions for a request, without those at their defaults."""
@@ -118,6 +132,11 @@ class SamplingParams:
             seed=self.seed,
         )
         stops = StopTokens(token_ids=self.stop_token_ids, min_tokens=self.min_tokens)
+        penalties = Penalties(
+            presence_penalty=self.presence_penalty,
+            frequency_penalty=self.frequency_penalty,
+            repetition_penalty=self.repetition_penalty,
+        )
         wanted: list[SamplingExtension] = []
         if drawn != RandomSampling():
             wanted.append(drawn)
@@ -125,4 +144,30 @@ class SamplingParams:
             wanted.append(stops)
         if self.logprobs is not None:
             wanted.append(LogprobsWanted(count=self.logprobs))
+        if penalties != Penalties():
+            wanted.append(penalties)
+        if self.logit_bias:
+            wanted.append(LogitBias.of(self.logit_bias))
+        if self.allowed_token_ids is not None:
+            wanted.append(AllowedTokens(token_ids=pack_token_ids(self.allowed_token_ids)))
+        if self.bad_words:
+            wanted.append(BadWords.of(self.bad_words))
         return tuple(wanted)
+
+
+def _params_of(extension: SamplingExtension) -> dict[str, Any]:
+    """Return the fields of SamplingParams that an extension stands for."""
+    match extension:
+        case StopTokens():
+            return {"stop_token_ids": extension.token_ids, "min_tokens": extension.min_tokens}
+        case LogprobsWanted():
+            return {"logprobs": extension.count}
+        case LogitBias():
+            token_ids = unpack_token_ids(extension.token_ids)
+            return {"logit_bias": dict(zip(token_ids, extension.values, strict=True))}
+        case AllowedTokens():
+            return {"allowed_token_ids": unpack_token_ids(extension.token_ids)}
+        case BadWords():
+            return {"bad_words": extension.words}
+        case _:
+            return msgspec.structs.asdict(extension)

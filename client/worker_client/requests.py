@@ -1,10 +1,12 @@
 """Requests, for generation or pooling: their fields and bounds, and the parsing of input lines."""
 
+import dataclasses
 import json
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from hashlib import blake2b
+from itertools import chain
 from types import MappingProxyType
 from typing import Any, Final, TypeAlias
 
@@ -22,6 +24,16 @@ from rpc_schema.sampling import (
     SamplingParams,
 )
 from rpc_schema.structured import StructuredOutput
+from rpc_schema.token_rules import (
+    MAX_ALLOWED_TOKENS,
+    MAX_BAD_WORD_TOKENS,
+    MAX_BAD_WORDS,
+    MAX_BIAS,
+    MAX_BIASED_TOKENS,
+    MAX_PENALTY,
+    MAX_REPETITION_PENALTY,
+    MIN_REPETITION_PENALTY,
+)
 from worker_client.errors import RequestError
 from worker_client.structured.options import read_structured_output
 
@@ -57,6 +69,15 @@ class GenerationRequest:
     """The grammar that its tokens keep to."""
     pooling: PoolingParams | None = None
     """With it nothing is sampled: the fields of sampling keep their defaults."""
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: Mapping[int, float] = dataclasses.field(default_factory=dict)
+    """By token id."""
+    allowed_token_ids: tuple[int, ...] | None = None
+    """None allows all."""
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    """Sequences of token ids."""
     features: tuple[RequestExtension, ...] = ()
     """Extensions of features that have no field above."""
 
@@ -89,9 +110,19 @@ class GenerationRequest:
             min_tokens=self.min_tokens,
             stop_token_ids=stop_ids,
             logprobs=self.logprobs,
+            presence_penalty=self.presence_penalty,
+            frequency_penalty=self.frequency_penalty,
+            repetition_penalty=self.repetition_penalty,
+            logit_bias=self.logit_bias,
+            allowed_token_ids=self.allowed_token_ids,
+            bad_words=self.bad_words,
         )
         grammar = () if self.structured_outputs is None else (self.structured_outputs,)
         return (*params.extensions(), *grammar, *self.features)
+
+
+_SIZED: Final = ("id", "prompt_token_ids", "logit_bias", "bad_words")
+"""Fields of which the length is bounded."""
 
 
 def random_seed() -> int:
@@ -137,9 +168,19 @@ def validated(request: GenerationRequest) -> GenerationRequest:
         ("seed", request.seed or 0, 0, MAX_SEED),
         ("min_tokens", request.min_tokens, 0, MAX_COUNT),
         ("logprobs", request.logprobs or 0, 0, MAX_LOGPROBS),
+        ("presence_penalty", request.presence_penalty, -MAX_PENALTY, MAX_PENALTY),
+        ("frequency_penalty", request.frequency_penalty, -MAX_PENALTY, MAX_PENALTY),
+        (
+            "repetition_penalty",
+            request.repetition_penalty,
+            MIN_REPETITION_PENALTY,
+            MAX_REPETITION_PENALTY,
+        ),
+        ("logit_bias", len(request.logit_bias), 0, MAX_BIASED_TOKENS),
+        ("bad_words", len(request.bad_words), 0, MAX_BAD_WORDS),
     ):
         if not low <= value <= high:
-            what = f"the length of {field}" if field in ("id", "prompt_token_ids") else field
+            what = f"the length of {field}" if field in _SIZED else field
             raise RequestError(
                 f"{what} is out of bounds", field=field, value=value, fix=f"use {low} to {high}"
             )
@@ -160,7 +201,37 @@ def validated(request: GenerationRequest) -> GenerationRequest:
     prompt = request.prompt_token_ids
     _check_token_ids("prompt_token_ids", (int(prompt.min()), int(prompt.max())), MAX_COUNT)
     _check_token_ids("stop_token_ids", request.stop_token_ids, MAX_COUNT)
+    _check_token_rules(request)
     return request
+
+
+def _check_token_rules(request: GenerationRequest) -> None:
+    """Check what messages can carry of the rules on tokens, their numbers apart."""
+    _check_token_ids("logit_bias", request.logit_bias, MAX_COUNT)
+    for bias in request.logit_bias.values():
+        if not abs(bias) <= MAX_BIAS:  # not a number, too
+            raise RequestError(
+                "a bias is out of bounds",
+                field="logit_bias",
+                value=bias,
+                fix=f"use biases from {-MAX_BIAS} to {MAX_BIAS}",
+            )
+    if request.allowed_token_ids is not None:
+        _check_length("allowed_token_ids", request.allowed_token_ids, MAX_ALLOWED_TOKENS)
+        _check_token_ids("allowed_token_ids", request.allowed_token_ids, MAX_COUNT)
+    for word in request.bad_words:
+        _check_length("bad_words", word, MAX_BAD_WORD_TOKENS)
+        _check_token_ids("bad_words", word, MAX_COUNT)
+
+
+def _check_length(field: str, token_ids: Sequence[int], most: int) -> None:
+    if not 1 <= len(token_ids) <= most:
+        raise RequestError(
+            f"{field} has too many token ids, or none",
+            field=field,
+            value=f"{len(token_ids)} token ids",
+            fix=f"give 1 to {most}",
+        )
 
 
 def check_fits(request: GenerationRequest, *, max_model_len: int, vocab_size: int | None) -> None:
@@ -194,7 +265,13 @@ def check_fits(request: GenerationRequest, *, max_model_len: int, vocab_size: in
             value=top,
             fix=f"use token ids below {vocab_size}",
         )
-    _check_token_ids("stop_token_ids", request.stop_token_ids, vocab_size - 1)
+    for field, token_ids in (
+        ("stop_token_ids", request.stop_token_ids),
+        ("logit_bias", request.logit_bias),
+        ("allowed_token_ids", request.allowed_token_ids or ()),
+        ("bad_words", chain.from_iterable(request.bad_words)),
+    ):
+        _check_token_ids(field, token_ids, vocab_size - 1)
 
 
 def _check_pooling(request: GenerationRequest, pooling: object) -> None:
@@ -222,11 +299,18 @@ class RequestParser:
     """Parser of input lines. Requests without an id get the line's index, those without a seed get
     one."""
 
-    def __init__(self, encode: Encode | None, seed: int | None = None) -> None:
+    def __init__(
+        self,
+        encode: Encode | None,
+        seed: int | None = None,
+        encode_word: Encode | None = None,
+    ) -> None:
         """encode: turns text into token ids; None if the model has no tokenizer. seed: every
-        request without one gets a seed derived from it and the request's index."""
+        request without one gets a seed derived from it and the request's index. encode_word: as
+        encode, without special tokens."""
         self._encode = encode
         self._seed = seed
+        self._encode_word = encode_word
 
     def parse(self, text: str | bytes, index: int) -> GenerationRequest:
         """Return the request on line index + 1; bytes are UTF-8.
@@ -250,10 +334,30 @@ class RequestParser:
         request = GenerationRequest(
             id=str(values.pop("id", index)),
             prompt_token_ids=prompt,
-            stop_token_ids=tuple(values.pop("stop_token_ids", ())),
-            **{"seed": seed, **values},
+            bad_words=self._bad_words(values.pop("bad_words", ())),
+            **{"seed": seed, **{field: _frozen(value) for field, value in values.items()}},
         )
         return validated(request)
+
+    def _bad_words(self, words: Sequence[str | list[int]]) -> tuple[tuple[int, ...], ...]:
+        """Return the sequences of token ids of bad words: of a text, with a space before it and
+        without, since tokenizers tell words inside a sentence by that."""
+        found: dict[tuple[int, ...], None] = {}
+        for word in words:
+            if not isinstance(word, str):
+                found[tuple(word)] = None
+                continue
+            _check_unicode("bad_words", word)
+            if self._encode_word is None:
+                raise RequestError(
+                    "the model has no tokenizer.json",
+                    field="bad_words",
+                    value=word,
+                    fix="give each word as a list of token ids",
+                )
+            for text in (word, " " + word.lstrip(" ")):
+                found[tuple(self._encode_word(text))] = None
+        return tuple(found)
 
     def _prompt(self, text: str | None, ids: list[int] | None) -> NDArray[np.int32]:
         if ids is not None and text is None:
@@ -305,6 +409,12 @@ _FIELDS: Final[Mapping[str, Any]] = MappingProxyType(
         "stop_token_ids": list[int],
         "logprobs": int,
         "structured_outputs": dict[str, Any],
+        "presence_penalty": float,
+        "frequency_penalty": float,
+        "repetition_penalty": float,
+        "logit_bias": dict[int, float],
+        "allowed_token_ids": list[int],
+        "bad_words": list[str | list[int]],
     }
 )
 """Fields of an input line, and their types."""
@@ -324,10 +434,15 @@ def _typed(fields: Mapping[str, Json]) -> dict[str, Any]:
     for field, value in fields.items():
         try:
             if value is not None:
-                values[field] = msgspec.convert(value, _FIELDS[field])
+                values[field] = msgspec.convert(value, _FIELDS[field], str_keys=True)
         except msgspec.ValidationError as error:
             raise _wrong_type(field, value, error) from None
     return values
+
+
+def _frozen(value: Any) -> Any:
+    """Return a list as a tuple, and anything else as it is."""
+    return tuple(value) if isinstance(value, list) else value
 
 
 def _decoded(text: str | bytes) -> str:

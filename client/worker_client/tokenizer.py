@@ -40,16 +40,24 @@ class Tokenizer:
         Raises:
             RequestError: the tokenizer rejects the text.
         """
+        return self._ids(text, "prompt", add_special_tokens=True)
+
+    def _ids(self, text: str, field: str, *, add_special_tokens: bool) -> list[int]:
         try:
-            ids: list[int] = self._tokenizer.encode(text).ids
+            encoded = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+            ids: list[int] = encoded.ids
         except Exception as error:  # tokenizers raises bare Exception, and TypeError for surrogates
             raise RequestError(
                 f"the tokenizer rejects it: {error}",
-                field="prompt",
+                field=field,
                 value=text,
                 fix="change the text, or give prompt_token_ids",
             ) from None
         return ids
+
+    def encode_word(self, text: str) -> list[int]:
+        """Return the token ids of a text without special tokens. Raises as encode does."""
+        return self._ids(text, "bad_words", add_special_tokens=False)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Return the text of token ids, without special tokens."""

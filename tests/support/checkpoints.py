@@ -115,6 +115,19 @@ class Checkpoint:
             self._greedy[key] = self._generate(ids, max_tokens, biases)
         return self._greedy[key]
 
+    def processed(
+        self,
+        prompt: Sequence[int],
+        max_tokens: int,
+        processor: transformers.LogitsProcessor,
+        eos: Sequence[int] = (),
+    ) -> list[int]:
+        """Tokens of generate with a processor of logits. Raises NearTie as greedy does."""
+        ids = tuple(int(token) for token in prompt)
+        ending = {"eos_token_id": list(eos)} if eos else {}
+        processors = transformers.LogitsProcessorList([processor])
+        return self._generate(ids, max_tokens, {"logits_processor": processors, **ending})
+
     def _generate(
         self, prompt: tuple[int, ...], max_tokens: int, ending: Mapping[str, object]
     ) -> list[int]:

@@ -1,6 +1,6 @@
 """Sampling of tokens from logits, as kernels and plain torch implement it.
 
-Shapes: R rows, V vocabulary, M masks, W = ceil(V / 32) words of a mask.
+Shapes: S request rows, R rows that sample, V vocabulary, M masks, W = ceil(V / 32) words of a mask.
 """
 
 from dataclasses import dataclass
@@ -34,6 +34,17 @@ class SamplingMetadata:
     any_min_p: bool
 
 
+@dataclass(frozen=True, slots=True)
+class PenaltyTables:
+    """Tables of the request rows for penalties, on the device."""
+
+    seen: Tensor
+    """int16 [S, V]: the low 15 bits count a token in a row's output; the sign bit is set if its
+    prompt has it."""
+    weights: Tensor
+    """float32 [S, 3]: presence, frequency and repetition penalty. (0, 0, 1) changes nothing."""
+
+
 class Sampling(Protocol):
     """Chooses tokens. All implementations choose the same, except for the last bit of exp and
     log."""
@@ -55,3 +66,13 @@ class Sampling(Protocol):
         token), and take the largest sum of logit and Gumbel noise. top-k and top-p keep all tokens
         that tie with the last one kept.
         """
+
+    def penalized(self, logits: Tensor, slots: Tensor, tables: PenaltyTables) -> Tensor:
+        """Return float32 [R, V]: logits [R, V], each row contiguous, of the request rows int32 [R]
+        with their penalties. Logits of tokens in prompt or output are divided by the repetition
+        penalty if positive, else multiplied by it; then the frequency penalty is subtracted for
+        each occurrence in the output, and the presence penalty once."""
+
+    def count_tokens(self, slots: Tensor, token_ids: Tensor, tables: PenaltyTables) -> None:
+        """Count a token in the output of each request row: int32 [R], without repeats; int64 [R],
+        negative where there is none. Counts stop at 2^15 - 1."""

@@ -21,7 +21,8 @@ import triton.language as tl
 from triton.language.extra.cuda import libdevice
 
 from worker_daemon.contracts.layer_ops import NO_TOKEN
-from worker_daemon.contracts.sampling import SamplingMetadata
+from worker_daemon.contracts.sampling import PenaltyTables, SamplingMetadata
+from worker_daemon.kernels import penalties
 from worker_daemon.kernels.compile_ahead import launched
 from worker_daemon.kernels.launch import (
     await_previous,
@@ -105,6 +106,18 @@ class TritonSampling:
                 self._pdl,
             )
         return tokens
+
+    def penalized(
+        self, logits: torch.Tensor, slots: torch.Tensor, tables: PenaltyTables
+    ) -> torch.Tensor:
+        """Return float32 [R, V]; see Sampling."""
+        return penalties.penalized(logits, slots, tables)
+
+    def count_tokens(
+        self, slots: torch.Tensor, token_ids: torch.Tensor, tables: PenaltyTables
+    ) -> None:
+        """See Sampling."""
+        penalties.count_tokens(slots, token_ids, tables)
 
 
 class _Columns(NamedTuple):

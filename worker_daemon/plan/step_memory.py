@@ -59,6 +59,8 @@ def estimate_step_bytes(widths: StageWidths, limits: StepLimits) -> int:
     sampling = _sampling_bytes(widths, tokens, rows) if widths.is_last_stage else 0
     peak = max(_layer_bytes(widths, tokens), sampling)
     total = peak + _table_bytes(limits) + _neighbour_bytes(widths, limits, tokens)
+    if widths.is_last_stage:
+        total += (rows + 1) * sum(part.sampling_row_bytes(limits.vocab_size) for part in PARTS)
     total += 2 * _INT64 * tokens * limits.num_groups  # the step's token ids and KV slots
     return total + total // MARGIN_DIVISOR
 
@@ -80,7 +82,8 @@ def _sampling_bytes(widths: StageWidths, tokens: int, rows: int) -> int:
     if widths.tp_size > 1:
         part, logits = logits, logits * widths.tp_size
         gathering = part + logits
-    parts = sum(part.sampling_bytes(rows, widths.vocab_size, widths.itemsize) for part in PARTS)
+    sizes = [part.sampling_bytes(rows, widths.vocab_size, widths.itemsize) for part in PARTS]
+    parts = sum(sorted(sizes)[-2:])  # a part's logits go once the next one's are there
     hidden = (tokens + 2 * rows) * widths.hidden_size * widths.itemsize
     return hidden + logits + max(gathering, parts)
 

@@ -106,7 +106,8 @@ class InputBuilder:
     def build(self, step: ScheduledStep) -> StepInputs:
         """Fill in what changed and what this step is; the rest is gathered on the device."""
         if step.new_requests:
-            self._parts.admit(step.new_requests)
+            known = self._state.known_tokens
+            self._parts.admit(step.new_requests, [known[r.slot] for r in step.new_requests])
         plan = self._ladder.fit(step)
         if self._parts.in_forward:
             plan = self._parts.extended(plan, self._used_by(step) | step.brought.used)

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from worker_daemon.contracts.layer_ops import NO_TOKEN
-from worker_daemon.contracts.sampling import SamplingMetadata
+from worker_daemon.contracts.sampling import PenaltyTables, SamplingMetadata
 from worker_daemon.layers.torch_ops import likeliest
+from worker_daemon.sample import penalties
 from worker_daemon.sample.noise import gumbel_noise
 
 _WEIGHT_ONE = 2.0**40
@@ -40,6 +41,14 @@ class TorchSampling:
             return greedy
         has_token = (metadata.temperature > 0) & (greedy != NO_TOKEN)
         return torch.where(has_token, _sample_random(logits, metadata), greedy)
+
+    def penalized(self, logits: Tensor, slots: Tensor, tables: PenaltyTables) -> Tensor:
+        """See Sampling."""
+        return penalties.penalized(logits, slots, tables)
+
+    def count_tokens(self, slots: Tensor, token_ids: Tensor, tables: PenaltyTables) -> None:
+        """See Sampling."""
+        penalties.count_tokens(slots, token_ids, tables)
 
 
 def _sample_random(logits: Tensor, metadata: SamplingMetadata) -> Tensor:

@@ -260,7 +260,10 @@ def read_inputs(
 ) -> list[InputRequest]:
     """Parse input lines; blank ones are skipped. An invalid line, or one with an id that occurred
     before, becomes an error under the name "line N"."""
-    parser = RequestParser(None if tokenizer is None else tokenizer.encode, seed)
+    encode = encode_word = None
+    if tokenizer is not None:
+        encode, encode_word = tokenizer.encode, tokenizer.encode_word
+    parser = RequestParser(encode, seed, encode_word)
     parsed: list[tuple[int, GenerationRequest | RequestError]] = []
     ids: set[str] = set()
     for index, line in enumerate(lines):

@@ -17,6 +17,12 @@ from worker_client.parts.sampling import (
     StopTokensRequestPart,
 )
 from worker_client.parts.structured import StructuredOutputPart
+from worker_client.parts.token_rules import (
+    AllowedTokensRequestPart,
+    BadWordsRequestPart,
+    LogitBiasRequestPart,
+    PenaltiesRequestPart,
+)
 
 Extensions: TypeAlias = tuple[RequestExtension, ...]
 """Extensions of a request."""
@@ -27,6 +33,10 @@ PARTS: Final[tuple[RequestPart, ...]] = (
     LogprobsPart(),
     StructuredOutputPart(),
     PoolingRequestPart(),
+    AllowedTokensRequestPart(),
+    BadWordsRequestPart(),
+    LogitBiasRequestPart(),
+    PenaltiesRequestPart(),
 )
 
 _OF_REQUEST: Final[Mapping[type, RequestPart]] = MappingProxyType(

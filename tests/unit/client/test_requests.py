@@ -2,11 +2,13 @@
 
 import json
 
+import numpy as np
 import pytest
 
 from worker_client.cli.session import read_inputs
 from worker_client.errors import RequestError
-from worker_client.requests import RequestParser, check_fits, derived_seed
+from worker_client.requests import GenerationRequest, RequestParser, check_fits, derived_seed
+from worker_client.scheduler import Scheduler, SchedulerLimits
 
 
 def parse(fields, **options):
@@ -22,9 +24,13 @@ def test_fields_and_defaults():
     given = {
         "id": "x", "prompt_token_ids": [3, 4], "max_tokens": 5, "temperature": 1, "top_p": 0.5,
         "top_k": 7, "min_p": 0.1, "seed": 8, "min_tokens": 2, "ignore_eos": True,
-        "stop_token_ids": [1], "logprobs": 20,
+        "stop_token_ids": [1], "logprobs": 20, "presence_penalty": -1, "frequency_penalty": 2.0,
+        "repetition_penalty": 1.5,
     }  # fmt: skip
-    request = parse(given)
+    rules = {"logit_bias": {"3": 1, "70": -2.5}, "allowed_token_ids": [5, 3], "bad_words": [[4, 5]]}
+    request = parse({**given, **rules})
+    assert request.logit_bias == {3: 1.0, 70: -2.5}
+    assert request.allowed_token_ids == (5, 3) and request.bad_words == ((4, 5),)
     assert request.prompt_token_ids.tolist() == given.pop("prompt_token_ids")
     assert request.stop_token_ids == tuple(given.pop("stop_token_ids"))
     assert all(getattr(request, field) == value for field, value in given.items())
@@ -57,6 +63,22 @@ def test_requests_without_seeds_differ():
         ({"prompt": "a", "max_tokens": "9"}, "max_tokens"),
         ({"prompt": "a", "max_tokens": 1.5}, "max_tokens"),
         ({"prompt": "a", "temperature": -1}, "temperature"),
+        ({"prompt": "a", "presence_penalty": 2.5}, "presence_penalty"),
+        ({"prompt": "a", "frequency_penalty": float("nan")}, "frequency_penalty"),
+        ({"prompt": "a", "repetition_penalty": 0}, "repetition_penalty"),
+        ({"prompt": "a", "logit_bias": {"x": 1}}, "logit_bias"),
+        ({"prompt": "a", "logit_bias": {"-1": 1}}, "logit_bias"),
+        ({"prompt": "a", "logit_bias": {"1": float("nan")}}, "logit_bias"),
+        ({"prompt": "a", "logit_bias": {"1": 1e300}}, "logit_bias"),
+        ({"prompt": "a", "logit_bias": {str(i): 1 for i in range(1025)}}, "logit_bias"),
+        ({"prompt": "a", "allowed_token_ids": []}, "allowed_token_ids"),
+        ({"prompt": "a", "allowed_token_ids": [2**31]}, "allowed_token_ids"),
+        ({"prompt": "a", "allowed_token_ids": [1] * 4097}, "allowed_token_ids"),
+        ({"prompt": "a", "bad_words": [[]]}, "bad_words"),
+        ({"prompt": "a", "bad_words": [[1] * 17]}, "bad_words"),
+        ({"prompt": "a", "bad_words": [[1]] * 2 + [[n] for n in range(257)]}, "bad_words"),
+        ({"prompt": "a", "bad_words": ["x"]}, "bad_words"),
+        ({"prompt": "a", "bad_words": "x"}, "bad_words"),
         ({"prompt": "a", "temperature": True}, "temperature"),
         ({"prompt": "a", "temperature": float("nan")}, "temperature"),
         ({"prompt": "a", "top_p": 0}, "top_p"),
@@ -86,6 +108,29 @@ def test_lines_that_are_no_json(text):
 def test_text_needs_a_tokenizer():
     with pytest.raises(RequestError, match=r"tokenizer\.json"):
         RequestParser(None).parse('{"prompt": "a"}', 0)
+
+
+def test_bad_words_of_text_are_banned_with_a_space_before_them_too():
+    def encode(text):
+        return [ord(c) for c in text]
+
+    parser = RequestParser(encode, encode_word=encode)
+    line = json.dumps({"prompt": "a", "bad_words": ["ab", " ab", [7, 8]]})
+    assert set(parser.parse(line, 0).bad_words) == {(97, 98), (32, 97, 98), (7, 8)}
+
+
+def test_rules_on_tokens_are_checked_against_the_model():
+    """By what a scheduler asks, naming the field of the line."""
+    limits = SchedulerLimits(4, 32, 64, 64, 4, vocab_size=12)
+    for rules, field in (
+        ({"logit_bias": {12: 1.0}}, "logit_bias"),
+        ({"allowed_token_ids": (3, 12)}, "allowed_token_ids"),
+        ({"bad_words": ((3, 12),)}, "bad_words"),
+    ):
+        request = GenerationRequest("a", np.array([5], np.int32), **rules)
+        with pytest.raises(RequestError) as refused:
+            Scheduler(limits).add_request(request)
+        assert (refused.value.field, bool(refused.value.fix)) == (field, True)
 
 
 def test_requests_are_checked_against_the_model():

@@ -240,6 +240,24 @@ def test_sizes():
     assert sum(map(len, frames)) <= 20 * num
 
 
+def test_a_decode_of_requests_with_rules_has_as_many_bytes_as_any():
+    sizes = []
+    for rules in (
+        {},
+        {"presence_penalty": 1.0, "logit_bias": {5: 1.0}, "allowed_token_ids": (5,)},
+        {"bad_words": ((1, 2),) * 9, "repetition_penalty": 1.2, "logprobs": 3},
+    ):
+        table = SlotTable(8)
+        new = [new_request(f"r{i}", 3, blocks=[i + 1], **rules) for i in range(4)]
+        counts = {request.req_id: 3 for request in new}
+        first = SchedulerOutput(num_scheduled_tokens=counts, scheduled_new_reqs=new)
+        decode = SchedulerOutput(decode_req_ids=tuple(counts))
+        steps = [table.encode(output, seq=n, **IDS) for n, output in enumerate((first, decode), 1)]
+        sizes.append([sum(map(len, step.frames)) for step in steps])
+    assert len({decode for _, decode in sizes}) == 1
+    assert len({admission for admission, _ in sizes}) == 3
+
+
 def test_logprobs_are_cut_to_what_each_request_asked_for():
     table = SlotTable(4)
     start = SchedulerOutput(

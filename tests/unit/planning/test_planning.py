@@ -146,10 +146,10 @@ def test_published_parameter_counts(name, num_parameters):
     assert planned.ranks[0].weights_bytes == 2 * num_parameters
 
 
-@pytest.mark.parametrize(("name", "measured"), [("llama-8b", 1.04e9), ("qwen3-0.6b", 0.69e9)])
+@pytest.mark.parametrize(("name", "measured"), [("llama-8b", 1.12e9), ("qwen3-0.6b", 0.86e9)])
 def test_the_largest_step_comes_close_to_what_was_measured_and_above(name, measured):
-    """Measured on an H200: 8,192 tokens, 256 rows. Of the second 0.08 GB are the masked copy of the
-    logits, which is younger than the measurement."""
+    """8,192 tokens, 256 rows. Measured on an H200 at 1.04 and 0.61 GB, before there were masks and
+    penalties: the rest is computed, for their tables and their copies of the logits."""
     for max_model_len in (8192, 40960):
         planned = plan(BENCHMARK_MODELS / name, H200_BYTES, max_model_len=max_model_len)
         assert measured < planned.ranks[0].step_estimate_bytes < 1.25 * measured

@@ -14,12 +14,18 @@ from torch import Tensor
 from rpc_schema.codec import Frame
 from rpc_schema.extensions import RequestExtension, StepExtension
 from rpc_schema.step import NewRequestData
+from rpc_schema.token_rules import RuleFault
 from worker_daemon.contracts.arrays import Int32s, Int64s
 from worker_daemon.contracts.sampling import Sampling
 from worker_daemon.models.pooler import Pooler
 from worker_daemon.runner.sample_rows import Report as Report
 from worker_daemon.runner.sample_rows import SampleRows
-from worker_daemon.runner.scheduled_step import OutputSize, ScheduledStep, StepLimits
+from worker_daemon.runner.scheduled_step import (
+    OutputSize,
+    ScheduledStep,
+    StepLimits,
+    invalid,
+)
 
 Per: TypeAlias = Literal["token", "sequence", "sample"]
 """Entries of a step's column: one for each of its tokens, of its sequences, or of those that
@@ -73,6 +79,8 @@ class StepPart:
     own."""
     pools: ClassVar[bool] = False
     """A request that has its extension samples nothing: it ends with an output (`pool`)."""
+    follows_tokens: ClassVar[bool] = False
+    """It keeps something of its rows' tokens (`begin`, `gain`)."""
 
     def __init__(self, context: PartContext) -> None:
         """Make what the feature keeps of the rows, all of which are free."""
@@ -102,6 +110,16 @@ class StepPart:
         """Requests begin in their slots. extensions: of each its own of the part, or None. Called
         where one of them has it, or a former request of one of the slots had."""
 
+    def begin(
+        self,
+        requests: Sequence[NewRequestData],
+        extensions: Sequence[Any | None],
+        tokens: Sequence[Int32s],
+    ) -> None:
+        """As admit, and behind it, of a part that follows tokens. tokens: all that each request
+        has. A request that goes on after a failure, a preemption or with another driver begins
+        again, so that nothing else need restore what the part keeps."""
+
     # The forward pass of a step in which a row uses the part. May be captured, but for fill.
 
     def fill(self, columns: Sequence[Int32s], step: ScheduledStep, brought: Any | None) -> None:
@@ -119,7 +137,8 @@ class StepPart:
     # Sampling, on the last stage alone.
 
     def adjust_logits(self, logits: Tensor, rows: SampleRows, brought: Any | None) -> Tensor:
-        """Return logits [R, V] in the model's dtype, those given or others: they stay as they are.
+        """Return logits [R, V], those given or others: they stay as they are. They come in the
+        model's dtype or in float32, and may leave in float32.
         rows: without padding. brought: what judge_step made of the step's extension, if it has
         one. Never waits for the device."""
         return logits
@@ -129,6 +148,10 @@ class StepPart:
         computes its last token again in its next step. The same on every rank of the stage. Called
         where the part may refuse and a row uses it; tokens that are none are never refused."""
         return torch.zeros_like(token_ids, dtype=torch.int32)
+
+    def gain(self, token_ids: Tensor, rows: SampleRows) -> None:
+        """Rows have gained their tokens of int64 [R]; negative: none. Of a part that follows
+        tokens, where a row uses it. Never waits for the device."""
 
     def report(self, logits: Tensor, token_ids: Tensor, rows: SampleRows) -> Report | None:
         """Return what the reply is to tell. logits [R, V] as adjust_logits left them; token_ids
@@ -165,6 +188,11 @@ class StepPart:
         return NO_BYTES
 
     @staticmethod
+    def sampling_row_bytes(vocab_size: int) -> int:
+        """Return what it keeps for each of the S rows on the last stage alone."""
+        return NO_BYTES
+
+    @staticmethod
     def sampling_bytes(num_rows: int, vocab_size: int, itemsize: int) -> int:
         """Return what it takes for a step that samples num_rows rows, beside their logits.
         itemsize: bytes of the model's dtype."""
@@ -177,3 +205,13 @@ class TokenChooser(Protocol):
     def choose(self, logits: Tensor, rows: SampleRows) -> Tensor:
         """Return int64 [R], a token for each row of logits [R, V], NO_TOKEN where there are no
         numbers to choose by. rows: without padding. Never waits for the device."""
+
+
+def refuse_fault(fault: RuleFault | None, request: NewRequestData) -> None:
+    """Refuse a request for what is wrong with one of its extensions.
+
+    Raises:
+        InvalidStepError: something is.
+    """
+    if fault is not None:
+        raise invalid(f"scheduled_new_reqs[{request.req_id}].{fault.field}", fault.value, fault.fix)

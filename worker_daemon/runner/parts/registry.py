@@ -11,8 +11,12 @@ from rpc_schema.extensions import RequestExtension, StepExtension
 from worker_daemon.contracts.arrays import Int64s
 from worker_daemon.contracts.sampling import Sampling
 from worker_daemon.models.pooler import Pooler
+from worker_daemon.runner.parts.allowed_tokens import AllowedTokensPart
+from worker_daemon.runner.parts.bad_words import BadWordsPart
 from worker_daemon.runner.parts.grammar_masks import GrammarMasksPart
 from worker_daemon.runner.parts.interface import PartContext, StepPart
+from worker_daemon.runner.parts.logit_bias import LogitBiasPart
+from worker_daemon.runner.parts.penalties import PenaltiesPart
 from worker_daemon.runner.parts.pooling import PoolingPart
 from worker_daemon.runner.parts.random_sampling import RandomSamplingPart
 from worker_daemon.runner.parts.step_parts import StepParts
@@ -23,7 +27,11 @@ from worker_daemon.runner.scheduled_step import StepLimits
 PARTS: Final[tuple[type[StepPart], ...]] = (
     GrammarMasksPart,
     TokenLogprobsPart,
+    AllowedTokensPart,
+    BadWordsPart,
+    LogitBiasPart,
     StopTokensPart,
+    PenaltiesPart,
     PoolingPart,
     RandomSamplingPart,  # which chooses the tokens
 )

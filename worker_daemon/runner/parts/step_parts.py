@@ -15,7 +15,7 @@ from torch import Tensor
 from rpc_schema.base import Extension
 from rpc_schema.codec import Frame
 from rpc_schema.extensions import RequestExtension, StepExtension, extension_of
-from rpc_schema.step import NewRequestData
+from rpc_schema.step import NO_TOKEN, NewRequestData
 from worker_daemon.contracts.arrays import Int32s, Int64s
 from worker_daemon.runner.parts.interface import (
     PartContext,
@@ -77,6 +77,10 @@ class StepParts:
         self.refusing = sum(m.bit for m in self._members if m.part.may_refuse)
         """Bits of the parts that may refuse tokens."""
         self._pooling = [m for m in self._members if m.part.pools]
+        self._reporting = sum(
+            m.bit for m in self._members if type(m.part).report is not StepPart.report
+        )
+        self._following = sum(m.bit for m in self._members if m.part.follows_tokens)
         around = sum(m.bit for m in self._members if m.part.in_forward)
         self.in_forward = around | self.refusing
         """Bits of the parts that act around the forward pass, those that correct counts for it
@@ -127,8 +131,10 @@ class StepParts:
 
     # Rows.
 
-    def admit(self, requests: Sequence[NewRequestData]) -> None:
-        """Requests begin in their slots."""
+    def admit(
+        self, requests: Sequence[NewRequestData], tokens: Sequence[Int32s] | None = None
+    ) -> None:
+        """Requests begin in their slots, each with its tokens; None if no part follows them."""
         slots = np.fromiter((request.slot for request in requests), np.int64, len(requests))
         has_some = any(request.extensions for request in requests)
         if not (has_some or self._has[slots].any()):
@@ -146,7 +152,11 @@ class StepParts:
         self._uses[slots] = uses
         for kind, (bit, part) in self._of_request.items():
             if ((before | has) & bit).any():
-                part.admit(requests, [extension_of(r.extensions, kind) for r in requests])
+                own = [extension_of(r.extensions, kind) for r in requests]
+                part.admit(requests, own)
+                if part.follows_tokens:
+                    assert tokens is not None, "a part follows them"
+                    part.begin(requests, own, tokens)
         self._has[slots] = has
 
     def used_by(self, slots: Int64s) -> int:
@@ -222,11 +232,21 @@ class StepParts:
         for bit, part in self._members:
             if used & bit:
                 logits = part.adjust_logits(logits, rows, brought.of(bit))
-                acted.append((part, logits))
+                if bit & self._reporting:  # the others' logits need not be kept
+                    acted.append((part, logits))
         token_ids = self.chooser.choose(logits, rows)
         reports = (part.report(left, token_ids, rows) for part, left in acted)
         told = tuple(report for report in reports if report is not None)
-        return SamplerOutput(token_ids, told, self._refuse(token_ids, rows))
+        refused = self._refuse(token_ids, rows)
+        if used & self._following:
+            self._gain(token_ids, refused, rows)
+        return SamplerOutput(token_ids, told, refused)
+
+    def _gain(self, token_ids: Tensor, refused: Tensor | None, rows: SampleRows) -> None:
+        gained = token_ids if refused is None else token_ids.masked_fill(refused > 0, NO_TOKEN)
+        for bit, part in self._members:
+            if rows.used & self._following & bit:
+                part.gain(gained, rows)
 
     def _refuse(self, token_ids: Tensor, rows: SampleRows) -> Tensor | None:
         refused: Tensor | None = None

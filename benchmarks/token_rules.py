@@ -1,0 +1,113 @@
+"""Times the rules on tokens on a CUDA device: `python -m benchmarks.token_rules [--rows 64]`.
+
+Each case chooses a token for every row, all of which have the same rules, from bf16 logits of the
+Llama 8B shape. `us` is the device's time, `host_us` what a call costs the host; `more_us` is what
+the rules add to a greedy choice by its logits. The floor of penalties is what they must move at
+4.5 TB/s: the logits and the counts read, float32 written and read again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from typing import Final
+
+import numpy as np
+import torch
+import triton.testing
+
+from benchmarks.kernels import host_us
+from rpc_schema.sampling import SamplingParams
+from rpc_schema.step import NewRequestData
+from worker_daemon.backend import choose_backend
+from worker_daemon.runner.parts.registry import make_parts
+from worker_daemon.runner.parts.step_parts import StepParts
+from worker_daemon.runner.sample_rows import BY_LOGITS, SampleRows
+from worker_daemon.runner.scheduled_step import NOTHING_BROUGHT, StepLimits
+
+FULL_BYTES_PER_S: Final = 4.5e12
+VOCAB_SIZE: Final = 128_256
+NUM_TOKENS: Final = 512
+
+PENALTIES: Final = {
+    "presence_penalty": 0.5,
+    "frequency_penalty": 0.1,
+    "repetition_penalty": 1.1,
+}
+BIASES: Final = {"logit_bias": {7 * token: 0.5 for token in range(1024)}}
+
+CASES: Final = {
+    "greedy by logits": SamplingParams(),
+    "penalties": SamplingParams(**PENALTIES),  # type: ignore[arg-type]
+    "1 bias": SamplingParams(logit_bias={5: 1.0}),
+    "1,024 biases": SamplingParams(**BIASES),  # type: ignore[arg-type]
+    "penalties and 1,024 biases": SamplingParams(**PENALTIES, **BIASES),  # type: ignore[arg-type]
+    "4,096 allowed tokens": SamplingParams(allowed_token_ids=tuple(range(4096))),
+    "256 bad words": SamplingParams(bad_words=tuple((t, t + 1, t + 2) for t in range(256))),
+}
+
+
+def admitted(params: SamplingParams, num_rows: int, device: torch.device) -> StepParts:
+    """Parts with a request in each row."""
+    limits = StepLimits(num_rows, 8192, 8192, VOCAB_SIZE, 16, 64)
+    parts = make_parts(limits, device, choose_backend(device).sampling)
+    rng = np.random.default_rng(1)
+    tokens = [rng.integers(0, VOCAB_SIZE, NUM_TOKENS).astype(np.int32) for _ in range(num_rows)]
+    requests = [
+        NewRequestData(
+            slot=slot,
+            req_id=f"r{slot}",
+            num_tokens=NUM_TOKENS,
+            num_prompt_tokens=NUM_TOKENS // 2,
+            num_computed_tokens=0,
+            extensions=params.extensions(),
+        )
+        for slot in range(num_rows)
+    ]
+    parts.admit(requests, tokens)
+    return parts
+
+
+def sampled_rows(parts: StepParts, num_rows: int, device: torch.device) -> SampleRows:
+    """All rows, behind their known tokens."""
+    slots = np.arange(num_rows)
+    positions = np.full(num_rows, NUM_TOKENS, np.int32)
+    on_device = torch.from_numpy(slots.astype(np.int32)).to(device)
+    return SampleRows(
+        slots_np=slots,
+        generations=np.ones_like(slots),
+        positions_np=positions,
+        used=parts.used_by(slots) | BY_LOGITS,
+        slots=on_device,
+        token_indices=on_device,
+        positions=torch.from_numpy(positions).to(device),
+        delivery=None,
+    )
+
+
+def main() -> None:
+    """Print a line for each case."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--rows", type=int, default=64)
+    num_rows = parser.parse_args().rows
+    device = torch.device("cuda")
+    logits = torch.randn(num_rows, VOCAB_SIZE, device=device).to(torch.bfloat16)
+    floor = num_rows * VOCAB_SIZE * (2 + 2 + 4 + 4) / FULL_BYTES_PER_S * 1e6
+    base = None
+    sys.stderr.write(f"{torch.cuda.get_device_name(device)}; floor of penalties {floor:.1f} us\n")
+    for name, params in CASES.items():
+        parts = admitted(params, num_rows, device)
+        rows = sampled_rows(parts, num_rows, device)
+
+        def choose(parts: StepParts = parts, rows: SampleRows = rows) -> None:
+            parts.sample(logits, rows, NOTHING_BROUGHT)
+
+        us = 1e3 * float(triton.testing.do_bench_cudagraph(choose))
+        base = us if base is None else base
+        line = {"case": name, "rows": num_rows, "us": us, "more_us": us - base}
+        sys.stdout.write(json.dumps({**line, "host_us": host_us(choose)}) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,112 @@
+"""Sequences of tokens that a row does not sample: the last token of each is banned where the tokens
+before it are the row's newest.
+
+Sequences and each row's newest tokens lie on the device, from a request's admission on.
+
+Shapes: S rows, R rows that sample, V vocabulary, W sequences of a row, L tokens before the last.
+"""
+
+from collections.abc import Sequence
+from typing import Final
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rpc_schema.step import NewRequestData
+from rpc_schema.token_rules import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, BadWords
+from worker_daemon.contracts.arrays import Int32s
+from worker_daemon.device.pinned import upload
+from worker_daemon.runner.parts.interface import PartContext, StepPart, refuse_fault
+from worker_daemon.runner.sample_rows import SampleRows
+from worker_daemon.runner.scheduled_step import StepLimits
+
+_INT32: Final = 4
+_INT64: Final = 8
+_BEFORE: Final = MAX_BAD_WORD_TOKENS - 1
+_ANY: Final = -1
+"""In place of a token before the last: none is needed here."""
+_NEVER: Final = -2
+"""The same: there is no such sequence."""
+_NO_TOKEN: Final = -3
+"""In place of a newest token: the row does not have as many."""
+
+
+class BadWordsPart(StepPart):
+    """Logits of tokens that would end a bad word become -inf."""
+
+    request_extension = BadWords
+    heaviest = BadWords.of(((0,),))
+    follows_tokens = True
+
+    def __init__(self, context: PartContext) -> None:
+        self._samples = context.is_last_stage
+        num_rows = context.num_rows if self._samples else 0
+        device = context.device
+        shape = (num_rows, MAX_BAD_WORDS, _BEFORE)
+        self._before = torch.full(shape, _NEVER, dtype=torch.int32, device=device)
+        """[S, W, L] tokens before the last, from the right."""
+        self._last = torch.zeros(shape[:2], dtype=torch.int64, device=device)
+        """[S, W]"""
+        self._newest = torch.full((num_rows, _BEFORE), _NO_TOKEN, dtype=torch.int32, device=device)
+        """[S, L], from the right."""
+        self._counts = np.zeros(context.num_rows, np.int32)
+        """[S] host"""
+
+    def judge(self, extension: BadWords, request: NewRequestData, limits: StepLimits) -> None:
+        refuse_fault(extension.find_fault(limits.vocab_size), request)
+
+    def uses(self, extension: BadWords) -> bool:
+        return bool(extension.lengths)
+
+    def begin(
+        self,
+        requests: Sequence[NewRequestData],
+        extensions: Sequence[BadWords | None],
+        tokens: Sequence[Int32s],
+    ) -> None:
+        if not self._samples:
+            return
+        count = len(requests)
+        before = np.full((count, MAX_BAD_WORDS, _BEFORE), _NEVER, np.int32)
+        last = np.zeros((count, MAX_BAD_WORDS), np.int64)
+        newest = np.full((count, _BEFORE), _NO_TOKEN, np.int32)
+        for index, (request, own) in enumerate(zip(requests, extensions, strict=True)):
+            words = () if own is None else own.words
+            self._counts[request.slot] = len(words)
+            for place, word in enumerate(words):
+                before[index, place] = _ANY
+                before[index, place, _BEFORE + 1 - len(word) :] = word[:-1]
+                last[index, place] = word[-1]
+            recent = tokens[index][-_BEFORE:]
+            newest[index, _BEFORE - recent.size :] = recent
+        device = self._last.device
+        slots = upload(np.array([request.slot for request in requests], np.int64), device)
+        self._before[slots] = upload(before, device)
+        self._last[slots] = upload(last, device)
+        self._newest[slots] = upload(newest, device)
+
+    def gain(self, token_ids: Tensor, rows: SampleRows) -> None:
+        slots = rows.slots.long()
+        newest, gained = self._newest[slots], token_ids.to(torch.int32).unsqueeze(1)
+        longer = torch.cat((newest[:, 1:], gained), dim=1)
+        self._newest[slots] = torch.where(gained < 0, newest, longer)
+
+    def adjust_logits(self, logits: Tensor, rows: SampleRows, brought: None) -> Tensor:
+        width, slots = int(self._counts[rows.slots_np].max(initial=0)), rows.slots.long()
+        before, last = self._before[slots, :width], self._last[slots, :width]
+        agrees = (before == self._newest[slots].unsqueeze(1)) | (before == _ANY)
+        most = logits.new_full((), torch.inf)
+        bound = torch.where(agrees.all(dim=2), -most, most)
+        # Where two sequences have the same last token, the lower bound holds.
+        return logits.clone().scatter_reduce_(1, last, bound, "amin")
+
+    @staticmethod
+    def sampling_row_bytes(vocab_size: int) -> int:
+        return _INT32 * (MAX_BAD_WORDS + 1) * _BEFORE + _INT64 * MAX_BAD_WORDS
+
+    @staticmethod
+    def sampling_bytes(num_rows: int, vocab_size: int, itemsize: int) -> int:
+        """A copy of the logits, and of the rows' sequences with their comparisons."""
+        words = MAX_BAD_WORDS * (_BEFORE * (_INT32 + 3) + _INT64 + itemsize)
+        return num_rows * (vocab_size * itemsize + words)

@@ -1,0 +1,74 @@
+"""Biases that are added to the logits of some tokens of a row. They lie on the device from the
+request's admission on.
+
+Shapes: S rows, R rows that sample, V vocabulary, K biases of a row.
+"""
+
+from collections.abc import Sequence
+from typing import Final
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rpc_schema.step import NewRequestData
+from rpc_schema.token_rules import MAX_BIASED_TOKENS, LogitBias, unpack_token_ids
+from worker_daemon.device.pinned import upload
+from worker_daemon.runner.parts.interface import PartContext, StepPart, refuse_fault
+from worker_daemon.runner.sample_rows import SampleRows
+from worker_daemon.runner.scheduled_step import StepLimits
+
+_FLOAT32: Final = 4
+_INT64: Final = 8
+
+
+class LogitBiasPart(StepPart):
+    """Adds each row's biases, in float32."""
+
+    request_extension = LogitBias
+    heaviest = LogitBias.of({0: 1.0})
+
+    def __init__(self, context: PartContext) -> None:
+        self._samples = context.is_last_stage
+        shape = (context.num_rows if self._samples else 0, MAX_BIASED_TOKENS)
+        self._token_ids = torch.zeros(shape, dtype=torch.int64, device=context.device)
+        """[S, K]; behind a row's own, token 0 with a bias of 0."""
+        self._biases = torch.zeros(shape, dtype=torch.float32, device=context.device)
+        self._counts = np.zeros(context.num_rows, np.int32)
+        """[S] host"""
+
+    def judge(self, extension: LogitBias, request: NewRequestData, limits: StepLimits) -> None:
+        refuse_fault(extension.find_fault(limits.vocab_size), request)
+
+    def admit(
+        self, requests: Sequence[NewRequestData], extensions: Sequence[LogitBias | None]
+    ) -> None:
+        if not self._samples:
+            return
+        token_ids = np.zeros((len(requests), MAX_BIASED_TOKENS), np.int64)
+        biases = np.zeros((len(requests), MAX_BIASED_TOKENS), np.float32)
+        for index, (request, own) in enumerate(zip(requests, extensions, strict=True)):
+            values = () if own is None else own.values
+            count = self._counts[request.slot] = len(values)
+            if own is not None:
+                token_ids[index, :count] = unpack_token_ids(own.token_ids)
+                biases[index, :count] = values
+        device = self._biases.device
+        slots = upload(np.array([request.slot for request in requests], np.int64), device)
+        self._token_ids[slots] = upload(token_ids, device)
+        self._biases[slots] = upload(biases, device)
+
+    def adjust_logits(self, logits: Tensor, rows: SampleRows, brought: None) -> Tensor:
+        width, slots = int(self._counts[rows.slots_np].max(initial=0)), rows.slots.long()
+        biased = logits.to(torch.float32, copy=True)
+        # A row's tokens are different ones, so that the order of the additions does not matter.
+        return biased.scatter_add_(1, self._token_ids[slots, :width], self._biases[slots, :width])
+
+    @staticmethod
+    def sampling_row_bytes(vocab_size: int) -> int:
+        return (_INT64 + _FLOAT32) * MAX_BIASED_TOKENS
+
+    @staticmethod
+    def sampling_bytes(num_rows: int, vocab_size: int, itemsize: int) -> int:
+        """A copy of the logits, and the rows' biases."""
+        return num_rows * (vocab_size * _FLOAT32 + (_INT64 + _FLOAT32) * MAX_BIASED_TOKENS)

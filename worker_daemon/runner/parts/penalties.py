@@ -1,0 +1,120 @@
+"""Penalties on tokens that a row has already: in its prompt and output (repetition), or in its
+output alone (presence, frequency).
+
+What each row has of which token is a table on the device: built from a request's tokens at its
+admission, and kept up by the tokens that the row samples.
+
+Shapes: S rows, R rows that sample, V vocabulary, Q admissions.
+"""
+
+from collections.abc import Sequence
+from typing import Final
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rpc_schema.step import NewRequestData
+from rpc_schema.token_rules import MAX_TOKEN_COUNT, Penalties
+from worker_daemon.contracts.arrays import Int32s
+from worker_daemon.contracts.sampling import PenaltyTables
+from worker_daemon.device.pinned import upload
+from worker_daemon.runner.parts.interface import PartContext, StepPart, refuse_fault
+from worker_daemon.runner.sample_rows import SampleRows
+from worker_daemon.runner.scheduled_step import StepLimits
+
+_FLOAT32: Final = 4
+_INT16: Final = 2
+_IN_PROMPT: Final = -(2**15)
+"""The sign bit."""
+_NONE: Final = Penalties()
+
+
+class PenaltiesPart(StepPart):
+    """Lowers the logits of tokens that a row has already, in float32."""
+
+    request_extension = Penalties
+    heaviest = Penalties(presence_penalty=0.5, frequency_penalty=0.5, repetition_penalty=1.1)
+    follows_tokens = True
+
+    def __init__(self, context: PartContext) -> None:
+        self._sampling = context.sampling
+        self._tables = _tables(context) if context.is_last_stage else None
+
+    def judge(self, extension: Penalties, request: NewRequestData, limits: StepLimits) -> None:
+        refuse_fault(extension.find_fault(limits.vocab_size), request)
+
+    def uses(self, extension: Penalties) -> bool:
+        return extension != _NONE
+
+    def begin(
+        self,
+        requests: Sequence[NewRequestData],
+        extensions: Sequence[Penalties | None],
+        tokens: Sequence[Int32s],
+    ) -> None:
+        if self._tables is None:
+            return
+        seen, device = self._tables.seen, self._tables.seen.device
+        slots = np.array([request.slot for request in requests], np.int64)
+        weights = np.array([_weights(each or _NONE) for each in extensions], np.float32)
+        self._tables.weights[upload(slots, device)] = upload(weights, device)
+        begun = [
+            (request, own)
+            for request, each, own in zip(requests, extensions, tokens, strict=True)
+            if each is not None
+        ]
+        if not begun:
+            return
+        seen[upload(np.array([request.slot for request, _ in begun], np.int64), device)] = 0
+        entries = [
+            _entries(request.slot, own[: request.num_prompt_tokens], own, seen.shape[1])
+            for request, own in begun
+        ]
+        places, values = (np.concatenate(column) for column in zip(*entries, strict=True))
+        seen.view(-1)[upload(places, device)] = upload(values, device)
+
+    def gain(self, token_ids: Tensor, rows: SampleRows) -> None:
+        assert self._tables is not None, "rows are sampled on the last stage"
+        self._sampling.count_tokens(rows.slots, token_ids, self._tables)
+
+    def adjust_logits(self, logits: Tensor, rows: SampleRows, brought: None) -> Tensor:
+        assert self._tables is not None, "rows are sampled on the last stage"
+        return self._sampling.penalized(logits, rows.slots, self._tables)
+
+    @staticmethod
+    def sampling_row_bytes(vocab_size: int) -> int:
+        return _INT16 * vocab_size + 3 * _FLOAT32
+
+    @staticmethod
+    def sampling_bytes(num_rows: int, vocab_size: int, itemsize: int) -> int:
+        """A copy of the logits."""
+        return num_rows * vocab_size * _FLOAT32
+
+
+def _tables(context: PartContext) -> PenaltyTables:
+    shape, device = (context.num_rows, context.limits.vocab_size), context.device
+    weights = torch.tensor([_weights(_NONE)], dtype=torch.float32, device=device)
+    return PenaltyTables(
+        seen=torch.zeros(shape, dtype=torch.int16, device=device),
+        weights=weights.repeat(context.num_rows, 1),
+    )
+
+
+def _weights(penalties: Penalties) -> tuple[float, float, float]:
+    return (
+        penalties.presence_penalty,
+        penalties.frequency_penalty,
+        penalties.repetition_penalty,
+    )
+
+
+def _entries(
+    slot: int, prompt: Int32s, tokens: Int32s, vocab_size: int
+) -> tuple[np.ndarray[tuple[int], np.dtype[np.int64]], np.ndarray[tuple[int], np.dtype[np.int16]]]:
+    """Return the places in the flat table, int64, and the values, int16, of a row's tokens."""
+    counts = np.bincount(tokens[prompt.size :], minlength=vocab_size)
+    values = np.minimum(counts, MAX_TOKEN_COUNT).astype(np.int16)
+    values[prompt] |= np.int16(_IN_PROMPT)
+    token_ids = np.flatnonzero(values)
+    return slot * vocab_size + token_ids, values[token_ids]
