@@ -239,11 +239,13 @@ class RequestParser:
         """Return the request with these fields. Raises as parse does, without the line."""
         values = _typed(fields)
         prompt = self._prompt(values.pop("prompt", None), values.pop("prompt_token_ids", None))
+        pooling = _read_pooling(values.pop("pooling", None))
         seed = random_seed() if self._seed is None else derived_seed(self._seed, index)
         request = GenerationRequest(
             id=str(values.pop("id", index)),
             prompt_token_ids=prompt,
             stop_token_ids=tuple(values.pop("stop_token_ids", ())),
+            pooling=pooling,
             **{"seed": seed, **values},
         )
         return validated(request)
@@ -297,6 +299,7 @@ _FIELDS: Final[Mapping[str, Any]] = MappingProxyType(
         "ignore_eos": bool,
         "stop_token_ids": list[int],
         "logprobs": int,
+        "pooling": dict[str, Any],
     }
 )
 """Fields of an input line, and their types."""
@@ -320,6 +323,21 @@ def _typed(fields: Mapping[str, Json]) -> dict[str, Any]:
         except msgspec.ValidationError as error:
             raise _wrong_type(field, value, error) from None
     return values
+
+
+def _read_pooling(fields: Mapping[str, Json] | None) -> PoolingParams | None:
+    """Return a request's pooling, whose values `validated` checks."""
+    if fields is None:
+        return None
+    unknown = sorted(fields.keys() - set(PoolingParams.__struct_fields__))
+    if unknown or "task" not in fields:
+        raise RequestError(
+            "pooling has other fields" if unknown else "pooling has no task",
+            field="pooling",
+            value=printable(str(fields)[:80]),
+            fix="use " + ", ".join(PoolingParams.__struct_fields__),
+        )
+    return PoolingParams(**{k: v for k, v in fields.items() if v is not None})  # type: ignore[arg-type]  # checked later
 
 
 def _decoded(text: str | bytes) -> str:

@@ -9,6 +9,7 @@ from types import MappingProxyType
 
 from worker_daemon.errors import ConfigError
 from worker_daemon.layers.attention import HeadSizes
+from worker_daemon.layers.encoder import EncoderEmbeddingSpec
 from worker_daemon.layers.norm import NormSpec
 from worker_daemon.layers.rotary import (
     DefaultRope,
@@ -44,6 +45,8 @@ def decoder_config(
     fields: Fields, layers: Sequence[LayerSpec], *, default_eos_token_ids: tuple[int, ...] = ()
 ) -> DecoderConfig:
     """Return a decoder of these layers (at least one), with what all families have around them."""
+    if fields.text("hidden_act", "silu") != "silu":
+        raise fields.error("hidden_act", "is not supported", "use a checkpoint with silu")
     length = max_length(fields)
     return DecoderConfig(
         architecture=architecture_name(fields),
@@ -56,6 +59,26 @@ def decoder_config(
         tie_word_embeddings=fields.flag("tie_word_embeddings", False),
         dtype=_dtype(fields),
         eos_token_ids=_eos_token_ids(fields, default_eos_token_ids),
+    )
+
+
+def encoder_config(
+    fields: Fields, layers: Sequence[LayerSpec], embedding: EncoderEmbeddingSpec
+) -> DecoderConfig:
+    """Return an encoder of these layers (at least one)."""
+    return DecoderConfig(
+        architecture=architecture_name(fields),
+        vocab_size=fields.integer("vocab_size", maximum=_MAX_VOCAB),
+        hidden_size=fields.integer("hidden_size", maximum=_MAX_WIDTH),
+        layers=tuple(layers),
+        final_norm=None,
+        rope=DefaultRope(layers[0].attention.heads.head_dim, _DEFAULT_THETA),  # nobody reads it
+        max_position_embeddings=embedding.num_positions - embedding.first_position,
+        tie_word_embeddings=False,
+        dtype=_dtype(fields),
+        eos_token_ids=(),
+        generates=False,
+        encoder=embedding,
     )
 
 

@@ -340,6 +340,8 @@ def _build_stage(resolved: ResolvedModel, place: RankPlace, memory: TaggedMemory
 def _choose_attention(
     stage: DecoderStage, decoder: DecoderConfig, dtype: torch.dtype, place: RankPlace
 ) -> ChosenAttention:
+    if not stage.kv_layer_specs:
+        return ChosenAttention("whole", NullAttention())
     heads = HeadSizes(
         decoder.num_attention_heads // place.parallel.tp_size,
         stage.kv_layer_specs[0].num_kv_heads,

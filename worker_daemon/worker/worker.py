@@ -160,7 +160,7 @@ class Worker:
                 fix=f"{world_size} entries",
             )
         plan = configs[self.rank]
-        if plan.block_size != model.config.cache.block_size:
+        if model.stage.kv_layer_specs and plan.block_size != model.config.cache.block_size:
             raise ConfigError(
                 "the model was loaded for another block size",
                 field="kv_cache_config.block_size",
