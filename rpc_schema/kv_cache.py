@@ -24,6 +24,9 @@ NULL_BLOCK = 0
 MAX_GROUPS = 16
 """Each costs a step one more launch, and a request one more row of the block table."""
 
+MAX_BLOCKS_WITHOUT_MEMORY = 1 << 16
+"""Number of slots of a group, and the null block."""
+
 DType = Annotated[str, Meta(max_length=32)]
 
 
@@ -158,9 +161,15 @@ def plan_groups(
     passed. A window that no request outgrows is ignored. block_size: of the kind that keeps the
     most per token.
 
+    Layers without a KV cache are not named. Where no rank has others, there is one group, whose
+    blocks have no memory and hold a whole request.
+
     Raises:
         UnequalPages: pages of different kinds cannot be made equal.
     """
+    if not any(ranks):
+        nothing = LayerKind(None, "none", 0, 0, 0)
+        return (LayerGroup(BlockGroup(max_model_len), nothing, ((),) * len(ranks)),)
     cuts = [
         _cut(
             [_names_by_kind(layers, longest) for layers in ranks],
@@ -249,7 +258,10 @@ def bytes_per_block(groups: Sequence[LayerGroup], rank: int) -> int:
 
 
 def fitting_blocks(available_bytes: int, block_bytes: int) -> int:
-    """Return the blocks that a rank has room for, the null block included; 0 if it lacks memory."""
+    """Return the blocks that a rank has room for, the null block included; 0 if it lacks memory.
+    Blocks without memory: one for each request that a group can have."""
+    if not block_bytes:
+        return MAX_BLOCKS_WITHOUT_MEMORY if available_bytes >= 0 else 0
     return max(0, available_bytes // block_bytes)
 
 

@@ -11,6 +11,7 @@ from rpc_schema.errors import WireError
 from rpc_schema.exit_codes import ExitCode
 from rpc_schema.version import version_line
 from worker_client.cli.control import drain, shutdown, status
+from worker_client.cli.embed import embed
 from worker_client.cli.output_file import print_text
 from worker_client.cli.run import bench, generate
 from worker_client.cli.top import top
@@ -35,6 +36,7 @@ app = typer.Typer(
 for command, summary in (
     (generate, "Generate for prompts or for a file of requests."),
     (bench, "Generate, and measure it."),
+    (embed, "Embed or classify prompts, or the requests of a file."),
     (status, "Show what each daemon is and does."),
     (top, "Watch what daemons do, renewed every second."),
     (trace, "Trace a running group, for Perfetto."),

@@ -328,6 +328,7 @@ class RequestParser:
         """Return the request with these fields. Raises as parse does, without the line."""
         values = _typed(fields)
         prompt = self._prompt(values.pop("prompt", None), values.pop("prompt_token_ids", None))
+        pooling = _read_pooling(values.pop("pooling", None))
         seed = random_seed() if self._seed is None else derived_seed(self._seed, index)
         if "structured_outputs" in values:
             values["structured_outputs"] = read_structured_output(values["structured_outputs"])
@@ -335,6 +336,7 @@ class RequestParser:
             id=str(values.pop("id", index)),
             prompt_token_ids=prompt,
             bad_words=self._bad_words(values.pop("bad_words", ())),
+            pooling=pooling,
             **{"seed": seed, **{field: _frozen(value) for field, value in values.items()}},
         )
         return validated(request)
@@ -415,6 +417,7 @@ _FIELDS: Final[Mapping[str, Any]] = MappingProxyType(
         "logit_bias": dict[int, float],
         "allowed_token_ids": list[int],
         "bad_words": list[str | list[int]],
+        "pooling": dict[str, Any],
     }
 )
 """Fields of an input line, and their types."""
@@ -443,6 +446,21 @@ def _typed(fields: Mapping[str, Json]) -> dict[str, Any]:
 def _frozen(value: Any) -> Any:
     """Return a list as a tuple, and anything else as it is."""
     return tuple(value) if isinstance(value, list) else value
+
+
+def _read_pooling(fields: Mapping[str, Json] | None) -> PoolingParams | None:
+    """Return a request's pooling, whose values `validated` checks."""
+    if fields is None:
+        return None
+    unknown = sorted(fields.keys() - set(PoolingParams.__struct_fields__))
+    if unknown or "task" not in fields:
+        raise RequestError(
+            "pooling has other fields" if unknown else "pooling has no task",
+            field="pooling",
+            value=printable(str(fields)[:80]),
+            fix="use " + ", ".join(PoolingParams.__struct_fields__),
+        )
+    return PoolingParams(**{k: v for k, v in fields.items() if v is not None})  # type: ignore[arg-type]  # checked later
 
 
 def _decoded(text: str | bytes) -> str:

@@ -26,6 +26,8 @@ class Tokenizer:
         """
         try:
             self._tokenizer = _Tokenizer.from_buffer(read_tokenizer_file(path))
+            self._tokenizer.no_padding()
+            self._tokenizer.no_truncation()
         except Exception as error:  # tokenizers raises bare Exception
             raise ClientConfigError(
                 f"cannot read the tokenizer: {error}",

@@ -10,6 +10,7 @@ reference that this project did not write.
 """
 
 import json
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -52,6 +53,9 @@ YARN: Mapping[str, object] = {
 ROPES = {"default": DEFAULT, "linear": LINEAR, "dynamic": DYNAMIC, "llama3": LLAMA3, "yarn": YARN}
 
 ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+
+ENCODERS = ("Bert", "Roberta")
+"""Ends of the names of encoders' families."""
 
 SIZES: Mapping[str, object] = {
     "vocab_size": VOCAB_SIZE,
@@ -171,8 +175,10 @@ def make_checkpoint(
     form: 5 or 4, the release of transformers in whose form config.json is written. overrides:
     fields of the configuration.
     """
-    family = architecture.removesuffix("ForCausalLM")
+    family = re.split("For[A-Z]|Model$", architecture)[0]
     config_class = getattr(transformers, f"{family}Config")
+    if family.endswith(ENCODERS):
+        return _make_encoder(directory, architecture, family, seed, overrides)
     if "hidden_size" in overrides:
         overrides.setdefault("head_dim", None)
     config = config_class(
@@ -188,6 +194,21 @@ def make_checkpoint(
     return Checkpoint(path, model)
 
 
+def _make_encoder(
+    directory: Path, architecture: str, family: str, seed: int, overrides: Mapping[str, object]
+) -> Checkpoint:
+    fields = {
+        name: value for name, value in SIZES.items() if not name.startswith(("num_k", "head"))
+    }
+    config = getattr(transformers, f"{family}Config")(**{**fields, **overrides})
+    torch.manual_seed(seed)
+    model = getattr(transformers, architecture)(config).float().eval()
+    _randomise_vectors(model, seed)
+    path = _new_directory(directory, f"{architecture}-{seed}")
+    model.save_pretrained(path)
+    return Checkpoint(path, model)
+
+
 def edit_config(checkpoint: Checkpoint, **fields: object) -> None:
     """Change fields of config.json; the reference model is left as it is."""
     path = checkpoint.path / "config.json"
@@ -200,7 +221,11 @@ def _randomise_vectors(model: transformers.PreTrainedModel, seed: int) -> None:
     with torch.no_grad():
         for name, tensor in model.named_parameters():
             if tensor.dim() == 1:
-                tensor.normal_(1.0 if "norm" in name else 0.0, 0.2, generator=generator)
+                tensor.normal_(
+                    1.0 if "norm" in name.lower() and "bias" not in name else 0.0,
+                    0.2,
+                    generator=generator,
+                )
 
 
 def _write_transformers_4_form(path: Path) -> None:

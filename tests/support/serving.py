@@ -227,6 +227,8 @@ def scheduler_limits(group: WorkerGroup, loaded: LoadedGroup, **changes: object)
         "groups": loaded.groups,
         "pipeline_parallel_size": group.parallel.pipeline_parallel_size,
         "eos_token_ids": loaded.metadata.eos_token_ids,
+        "generates": loaded.metadata.generates,
+        "pooling": loaded.metadata.pooling,
     }
     return SchedulerLimits(**{**fields, **changes})
 

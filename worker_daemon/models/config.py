@@ -40,7 +40,10 @@ def parse_model_config(hf: Mapping[str, object]) -> DecoderConfig:
     field and fix."""
     fields = Fields(hf)
     describe = find_family(architecture_name(fields))
-    _refuse_unsupported(fields)
+    if fields.optional_object("quantization_config"):
+        raise fields.error(
+            "quantization_config", "is not supported", "use the unquantised checkpoint"
+        )
     return read_architecture(describe(fields), fields)
 
 
@@ -68,12 +71,3 @@ def _read_json(path: Path) -> object:
         problem = f"is not valid JSON: {error}"
         raise broken_file(path, problem, f"replace {path.name}") from error
     return value
-
-
-def _refuse_unsupported(fields: Fields) -> None:
-    if fields.text("hidden_act", "silu") != "silu":
-        raise fields.error("hidden_act", "is not supported", "use a checkpoint with silu")
-    if fields.optional_object("quantization_config"):
-        raise fields.error(
-            "quantization_config", "is not supported", "use the unquantised checkpoint"
-        )

@@ -9,6 +9,7 @@ from types import MappingProxyType
 
 from worker_daemon.errors import config_error
 from worker_daemon.layers.attention import AttentionSpec, HeadSizes
+from worker_daemon.layers.encoder import EncoderEmbeddingSpec
 from worker_daemon.layers.mlp import MLPSpec
 from worker_daemon.layers.norm import NormSpec
 from worker_daemon.layers.rotary import (
@@ -45,6 +46,8 @@ def decoder_config(
     fields: Fields, layers: Sequence[LayerSpec], *, default_eos_token_ids: tuple[int, ...] = ()
 ) -> DecoderConfig:
     """Return a decoder of these layers (at least one), with what all families have around them."""
+    if fields.text("hidden_act", "silu") != "silu":
+        raise fields.error("hidden_act", "is not supported", "use a checkpoint with silu")
     length = max_length(fields)
     return DecoderConfig(
         architecture=architecture_name(fields),
@@ -84,9 +87,29 @@ def dense_layer(
         ),
         MLPSpec(
             norm=NormSpec("post_attention_layernorm", eps),
-            intermediate_size=fields.integer("intermediate_size", maximum=_MAX_WIDTH),
+            intermediate_size=intermediate_size(fields),
             mlp_bias=mlp_bias,
         ),
+    )
+
+
+def encoder_config(
+    fields: Fields, layers: Sequence[LayerSpec], embedding: EncoderEmbeddingSpec
+) -> DecoderConfig:
+    """Return an encoder of these layers (at least one)."""
+    return DecoderConfig(
+        architecture=architecture_name(fields),
+        vocab_size=fields.integer("vocab_size", maximum=_MAX_VOCAB),
+        hidden_size=fields.integer("hidden_size", maximum=_MAX_WIDTH),
+        layers=tuple(layers),
+        final_norm=None,
+        rope=DefaultRope(layers[0].attention.heads.head_dim, _DEFAULT_THETA),  # nobody reads it
+        max_position_embeddings=embedding.num_positions - embedding.first_position,
+        tie_word_embeddings=False,
+        dtype=_dtype(fields),
+        eos_token_ids=(),
+        generates=False,
+        encoder=embedding,
     )
 
 
@@ -105,6 +128,11 @@ def num_layers(fields: Fields) -> int:
 def max_length(fields: Fields) -> int:
     """Return the context length the model was made for, in tokens."""
     return fields.integer("max_position_embeddings", maximum=_MAX_LENGTH)
+
+
+def intermediate_size(fields: Fields) -> int:
+    """Return the width between the two products of an MLP."""
+    return fields.integer("intermediate_size", maximum=_MAX_WIDTH)
 
 
 def _norm_eps(fields: Fields) -> float:

@@ -1,4 +1,4 @@
-"""One pipeline stage of a decoder, built from its description.
+"""One pipeline stage of a decoder or an encoder, built from its description.
 
 Shapes: N tokens in the step, R rows with logits, H hidden size, V vocabulary. The residual stream
 [N, H] is summed and rounded to the model's dtype after every addition, both between layers and
@@ -15,9 +15,20 @@ from torch import Tensor
 from worker_daemon.contracts.attention import AttentionBackend, AttentionMetadata, AttentionStep
 from worker_daemon.contracts.layer_ops import LayerOps
 from worker_daemon.distributed.tp import SingleRank, TensorParallel
-from worker_daemon.layers.attention import AttentionBlock, KVLayerSpec, NullAttention
+from worker_daemon.layers.attention import (
+    AttentionBlock,
+    AttentionSpec,
+    KVLayerSpec,
+    NullAttention,
+)
 from worker_daemon.layers.embedding import LMHead, VocabParallelEmbedding, vocab_parallel_weight
-from worker_daemon.layers.mlp import MLPBlock
+from worker_daemon.layers.encoder import (
+    EncoderAttentionSpec,
+    EncoderEmbedding,
+    EncoderLayer,
+    EncoderMLPSpec,
+)
+from worker_daemon.layers.mlp import MLPBlock, MLPSpec
 from worker_daemon.layers.norm import RMSNorm
 from worker_daemon.layers.parameter import Parameter
 from worker_daemon.layers.rotary import rotary_table
@@ -27,19 +38,19 @@ from worker_daemon.models.description import DecoderConfig, LayerSpec
 from worker_daemon.models.pooler import Pooler
 
 _EMBEDDING = "model.embed_tokens.weight"
+_ENCODER_EMBEDDING = "embeddings.word_embeddings.weight"
 _LM_HEAD = "lm_head.weight"
 
 
 class DecoderLayer:
     """An attention block and an MLP block, each added to the residual stream."""
 
-    spec: LayerSpec
-
-    def __init__(self, index: int, spec: LayerSpec, setup: LayerSetup) -> None:
+    def __init__(
+        self, index: int, attention: AttentionSpec, mlp: MLPSpec, setup: LayerSetup
+    ) -> None:
         prefix = f"model.layers.{index}"
-        self.spec = spec
-        self._attention = AttentionBlock(prefix, spec.attention, setup)
-        self._mlp = MLPBlock(prefix, spec.mlp, setup)
+        self._attention = AttentionBlock(prefix, attention, setup)
+        self._mlp = MLPBlock(prefix, mlp, setup)
 
     @property
     def kv_spec(self) -> KVLayerSpec:
@@ -66,10 +77,18 @@ class DecoderLayer:
         yield from self._mlp.parameters()
 
 
+class StageStart(NamedTuple):
+    """The start of the first stage."""
+
+    embedding: VocabParallelEmbedding
+    encoder: EncoderEmbedding | None
+    """None in a decoder."""
+
+
 class StageEnd(NamedTuple):
     """The end of the last stage."""
 
-    norm: RMSNorm
+    norm: RMSNorm | None
     lm_head: LMHead | None
     """None in a model that does not generate."""
     pooler: Pooler
@@ -84,19 +103,21 @@ class DecoderStage:
 
     def __init__(
         self,
-        layers: Sequence[DecoderLayer],
+        layers: Sequence[DecoderLayer | EncoderLayer],
+        specs: Sequence[LayerSpec],
         rotary: Tensor,
-        embedding: VocabParallelEmbedding | None,
+        start: StageStart | None,
         end: StageEnd | None,
         attention: AttentionBackend,
         setup: LayerSetup,
     ) -> None:
-        """rotary is the result of `rotary_table`; setup is the one that all layers were built
-        with."""
+        """rotary is the result of `rotary_table`; setup is the one that all layers, of these specs,
+        were built with."""
         self._layers = layers
+        self._specs = specs
         self.rotary = rotary
         """The only device tensor that is not a parameter; may be replaced by an equal one."""
-        self._embedding = embedding
+        self._start = start
         self._end = end
         self._attention = attention
         self._setup = setup
@@ -109,13 +130,14 @@ class DecoderStage:
     def compile_subset(self) -> "tuple[DecoderStage, list[int]]":
         """Return a stage of the first two layers of each kind, and their indices. It launches every
         kernel that this one does and shares all tensors; its results are meaningless."""
-        specs = [layer.spec for layer in self._layers]
+        specs = self._specs
         kinds = [[i for i, each in enumerate(specs) if each == kind] for kind in set(specs)]
         kept = sorted(index for indices in kinds for index in indices[:2])
         stage = DecoderStage(
             [self._layers[index] for index in kept],
+            [specs[index] for index in kept],
             self.rotary,
-            self._embedding,
+            self._start,
             self._end,
             self._attention,
             self._setup,
@@ -128,8 +150,8 @@ class DecoderStage:
 
     def embed(self, input_ids: Tensor) -> Tensor:
         """First stage only: input_ids int32 or int64 [N], each below V -> [N, H]."""
-        assert self._embedding is not None, "embed on a stage that is not the first"
-        return self._embedding.forward(input_ids)
+        assert self._start is not None, "embed on a stage that is not the first"
+        return self._start.embedding.forward(input_ids)
 
     def forward(
         self,
@@ -145,6 +167,8 @@ class DecoderStage:
         also holds one per local layer, the same object for layers of one KV group. hidden is not
         changed.
         """
+        if self._start is not None and self._start.encoder is not None:
+            hidden = self._start.encoder.forward(hidden, positions)
         step = AttentionStep(positions, self.rotary, metadata[0])
         caches = kv_caches or [hidden.new_empty(0)] * len(self._layers)
         part: Tensor | None = None
@@ -170,11 +194,14 @@ class DecoderStage:
     def _output(self) -> tuple[RMSNorm, LMHead]:
         assert self._end is not None, "logits of a stage that is not the last"
         assert self._end.lm_head is not None, "logits of a model that does not generate"
+        assert self._end.norm is not None, "a decoder has a final norm"
         return self._end.norm, self._end.lm_head
 
     def parameters(self) -> Iterator[Parameter]:
         """Yield every parameter of this stage and rank once."""
-        embedding = [] if self._embedding is None else list(self._embedding.parameters())
+        embedding: list[Parameter] = []
+        for first in self._start or ():
+            embedding += [] if first is None else first.parameters()
         yield from embedding
         for layer in self._layers:
             yield from layer.parameters()
@@ -193,7 +220,7 @@ class DecoderStage:
     @property
     def is_first(self) -> bool:
         """It embeds tokens."""
-        return self._embedding is not None
+        return self._start is not None
 
     @property
     def is_last(self) -> bool:
@@ -216,8 +243,13 @@ class DecoderStage:
 
     @property
     def kv_layer_specs(self) -> tuple[KVLayerSpec, ...]:
-        """Return one per local layer, in the order of forward's kv_caches."""
-        return tuple(layer.kv_spec for layer in self._layers)
+        """Return one per local layer, in the order of forward's kv_caches; none of an encoder."""
+        return tuple(layer.kv_spec for layer in self._layers if layer.kv_spec is not None)
+
+    @property
+    def num_layers(self) -> int:
+        """Local layers."""
+        return len(self._layers)
 
 
 def build_stage(
@@ -239,13 +271,18 @@ def build_stage(
     generates.
     """
     setup = LayerSetup(config.hidden_size, tp, dtype, device, ops)
-    embedding = None
-    end = None
+    embedding, start, end = None, None, None
     is_tied = config.tie_word_embeddings and config.generates
     if is_first or (is_last and is_tied):
-        embedding = vocab_parallel_weight(_EMBEDDING, config.vocab_size, setup)
+        name = _EMBEDDING if config.encoder is None else _ENCODER_EMBEDDING
+        embedding = vocab_parallel_weight(name, config.vocab_size, setup)
+    if is_first and embedding is not None:
+        spec = config.encoder
+        encoder = None if spec is None else EncoderEmbedding(spec, setup)
+        start = StageStart(VocabParallelEmbedding(embedding, tp), encoder)
     if is_last:
-        final_norm = RMSNorm("model", config.final_norm, setup)
+        norm = config.final_norm
+        final_norm = None if norm is None else RMSNorm("model", norm, setup)
         lm_head = None
         if config.generates:
             tied = embedding if is_tied else None
@@ -253,13 +290,23 @@ def build_stage(
             lm_head = LMHead(weight, config.vocab_size, setup)
         end = StageEnd(final_norm, lm_head, Pooler(final_norm, config.pooler, setup))
     return DecoderStage(
-        [DecoderLayer(index, config.layers[index], setup) for index in layers],
+        [_make_layer(index, config.layers[index], setup) for index in layers],
+        [config.layers[index] for index in layers],
         rotary_table(config.rope, max_model_len, device),
-        VocabParallelEmbedding(embedding, tp) if is_first and embedding else None,
+        start,
         end,
         attention,
         setup,
     )
+
+
+def _make_layer(index: int, spec: LayerSpec, setup: LayerSetup) -> DecoderLayer | EncoderLayer:
+    attention, mlp = spec.attention, spec.mlp
+    if isinstance(attention, EncoderAttentionSpec):
+        assert isinstance(mlp, EncoderMLPSpec), "both blocks are an encoder's"
+        return EncoderLayer(index, attention, mlp, setup)
+    assert isinstance(mlp, MLPSpec), "both blocks are a decoder's"
+    return DecoderLayer(index, attention, mlp, setup)
 
 
 def checkpoint_names(config: DecoderConfig) -> frozenset[str]:

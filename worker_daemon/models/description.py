@@ -1,10 +1,15 @@
-"""The description of a decoder: its layers, and the blocks in them. A family makes it from
-config.json (`families/`), `decoder.py` builds it."""
+"""The description of a decoder or an encoder: its layers, and the blocks in them. A family makes it
+from config.json (`families/`), `decoder.py` builds it."""
 
 from dataclasses import dataclass
 from typing import Literal
 
 from worker_daemon.layers.attention import AttentionSpec
+from worker_daemon.layers.encoder import (
+    EncoderAttentionSpec,
+    EncoderEmbeddingSpec,
+    EncoderMLPSpec,
+)
 from worker_daemon.layers.mlp import MLPSpec
 from worker_daemon.layers.norm import NormSpec
 from worker_daemon.layers.rotary import DynamicRope, Rope
@@ -12,10 +17,11 @@ from worker_daemon.layers.rotary import DynamicRope, Rope
 
 @dataclass(frozen=True, slots=True)
 class LayerSpec:
-    """The blocks of one decoder layer, in order. Identical layers share it."""
+    """The blocks of one layer, in order: both of a decoder, or both of an encoder. Identical layers
+    share it."""
 
-    attention: AttentionSpec
-    mlp: MLPSpec
+    attention: AttentionSpec | EncoderAttentionSpec
+    mlp: MLPSpec | EncoderMLPSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +32,8 @@ class HeadSpec:
     """Its checkpoint name, without .weight or .bias."""
     num_labels: int
     bias: bool
+    dense: str | None
+    """Checkpoint name of a square matrix with a bias and tanh before it; None if there is none."""
     per_token: bool
     """It is made for each token, not for the whole prompt."""
     activation: Literal["softmax", "sigmoid", "none"]
@@ -54,7 +62,8 @@ class DecoderConfig:
     hidden_size: int
     layers: tuple[LayerSpec, ...]
     """At least one. Their heads and inner sizes are equal; all else may differ."""
-    final_norm: NormSpec
+    final_norm: NormSpec | None
+    """None: the layers norm their results themselves."""
     rope: Rope
     max_position_embeddings: int
     """Context length the model was made for, in tokens."""
@@ -65,6 +74,8 @@ class DecoderConfig:
     generates: bool = True
     """It has an output layer for tokens."""
     pooler: PoolerSpec = PoolerSpec()
+    encoder: EncoderEmbeddingSpec | None = None
+    """Of an encoder: it has no KV cache, and tokens see their whole prompt. None: a decoder."""
 
     def __post_init__(self) -> None:
         sizes = {(each.attention.heads, each.mlp.intermediate_size) for each in self.layers}

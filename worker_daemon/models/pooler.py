@@ -13,23 +13,29 @@ from worker_daemon.layers.linear_method import LinearMethod
 from worker_daemon.layers.norm import RMSNorm
 from worker_daemon.layers.parameter import Parameter, Piece, whole_vector
 from worker_daemon.layers.setup import LayerSetup
-from worker_daemon.models.description import HeadSpec, PoolerSpec
+from worker_daemon.models.description import PoolerSpec
 
 
 class Pooler:
     """Owned by the last stage; its head is whole on every rank. It is small, and never waits for
     the device."""
 
-    def __init__(self, norm: RMSNorm, spec: PoolerSpec, setup: LayerSetup) -> None:
-        """norm: the final one, which the output layer may use too."""
+    def __init__(self, norm: RMSNorm | None, spec: PoolerSpec, setup: LayerSetup) -> None:
+        """norm: the final one, which the output layer may use too; None if there is none."""
         self._norm = norm
         self._spec = spec
         self.hidden_size = setup.hidden_size
-        self._head = None if spec.head is None else _matrix(spec.head, setup)
+        self._dense: LinearMethod | None = None
+        self._head: LinearMethod | None = None
+        if spec.head is not None:
+            head, width = spec.head, setup.hidden_size
+            self._head = _matrix(head.prefix, head.num_labels, setup, bias=head.bias)
+            if head.dense is not None:
+                self._dense = _matrix(head.dense, width, setup, bias=True)
 
     def states(self, hidden: Tensor) -> Tensor:
         """Residual stream [N, H] -> the model's last hidden states [N, H], in its dtype."""
-        return self._norm.forward(hidden)
+        return hidden if self._norm is None else self._norm.forward(hidden)
 
     def embed(self, states: Tensor, dimensions: int, use_activation: bool | None) -> Tensor:
         """states [N, H] -> float32 [N, dimensions], or [N, H] where that is 0."""
@@ -43,21 +49,24 @@ class Pooler:
         """states [N, H] -> float32 [N, labels]. Of a model with a head."""
         head = self._spec.head
         assert self._head is not None and head is not None, "the task was checked"
-        dtype = next(self._head.parameters()).data.dtype
-        scores = self._head.forward(states.to(dtype)).float()
+        x = states.to(next(self._head.parameters()).data.dtype)
+        if self._dense is not None:
+            x = torch.tanh(self._dense.forward(x))
+        scores = self._head.forward(x).float()
         if use_activation is False or head.activation == "none":
             return scores
         return scores.softmax(-1) if head.activation == "softmax" else torch.sigmoid(scores)
 
     def parameters(self) -> Iterator[Parameter]:
         """Yield those that are not the norm's."""
-        if self._head is not None:
-            yield from self._head.parameters()
+        for method in (self._dense, self._head):
+            if method is not None:
+                yield from method.parameters()
 
 
-def _matrix(spec: HeadSpec, setup: LayerSetup) -> LinearMethod:
-    shape = (spec.num_labels, setup.hidden_size)
+def _matrix(prefix: str, num_rows: int, setup: LayerSetup, *, bias: bool) -> LinearMethod:
+    shape = (num_rows, setup.hidden_size)
     whole = tuple(slice(0, size) for size in shape)
-    weight = Piece(f"{spec.prefix}.weight", shape, whole, whole)
-    bias = whole_vector(f"{spec.prefix}.bias", spec.num_labels, "bias") if spec.bias else None
-    return setup.linear_method(spec.prefix, shape, (weight,), None if bias is None else (bias,))
+    weight = Piece(f"{prefix}.weight", shape, whole, whole)
+    biases = (whole_vector(f"{prefix}.bias", num_rows, "bias"),) if bias else None
+    return setup.linear_method(prefix, shape, (weight,), biases)

@@ -25,6 +25,9 @@ _POOLING_MODES: Final[Mapping[str, Literal["last", "first", "mean"]]] = MappingP
         "pooling_mode_mean_tokens": "mean",
     }
 )
+_NAMED_MODES: Final[Mapping[str, Literal["last", "first", "mean"]]] = MappingProxyType(
+    {"lasttoken": "last", "cls": "first", "mean": "mean"}
+)
 _ACTIVATIONS: Final[Mapping[str, Literal["softmax", "sigmoid", "none"]]] = MappingProxyType(
     {
         "single_label_classification": "softmax",
@@ -34,22 +37,39 @@ _ACTIVATIONS: Final[Mapping[str, Literal["softmax", "sigmoid", "none"]]] = Mappi
 )
 
 
-def causal_name(architecture: str) -> str:
-    """Return the generating architecture with the same layers."""
+def names_with_same_layers(architecture: str) -> tuple[str, ...]:
+    """Return the architectures of the same family that a table may list."""
     for suffix in (_SEQUENCE, _TOKEN, _BARE):
         if architecture.endswith(suffix):
-            return architecture.removesuffix(suffix) + _CAUSAL
-    return architecture
+            family = architecture.removesuffix(suffix)
+            return family + _CAUSAL, family + _BARE
+    return ()
 
 
 def read_architecture(config: DecoderConfig, fields: Fields) -> DecoderConfig:
     """Return the model with the head of its architecture: for tokens, for labels, or none."""
     name = config.architecture
+    if config.encoder is not None:
+        return config  # its family says it
     if name.endswith((_SEQUENCE, _TOKEN)):
         per_token = name.endswith(_TOKEN)
-        head = HeadSpec("score", num_labels(fields), per_token, per_token, _activation(fields))
+        labels, activation = num_labels(fields), _activation(fields)
+        head = HeadSpec("score", labels, per_token, None, per_token, activation)
         return replace(config, generates=False, pooler=PoolerSpec(head=head))
     return replace(config, generates=name.endswith(_CAUSAL))
+
+
+def encoder_pooler(fields: Fields, classifier: str, dense: str) -> PoolerSpec:
+    """Return the pooling of an encoder's architecture. classifier, dense: checkpoint names of the
+    matrices of its head for whole prompts."""
+    (name, *_) = fields.optional_texts("architectures") or [""]
+    if name.endswith(_SEQUENCE):
+        head = HeadSpec(classifier, num_labels(fields), True, dense, False, _activation(fields))
+        return PoolerSpec("first", head=head)
+    if name.endswith(_TOKEN):
+        head = HeadSpec("classifier", num_labels(fields), True, None, True, _activation(fields))
+        return PoolerSpec("first", head=head)
+    return PoolerSpec("mean")
 
 
 def num_labels(fields: Fields) -> int:
@@ -98,6 +118,9 @@ def read_modules(config: DecoderConfig, modules: object, pooling: Fields) -> Dec
             field, "is not supported here", f"use one of {', '.join(_POOLING_MODES)}"
         )
     mode = _POOLING_MODES[chosen[0]] if chosen else _named_mode(pooling)
+    if mode == "first" and config.encoder is None:
+        fix = "use lasttoken or mean: a decoder's first token does not see the others"
+        raise pooling.error(chosen[0] if chosen else "pooling_mode", "needs an encoder", fix)
     if not pooling.flag("include_prompt", True):
         raise pooling.error("include_prompt", "must be true: prompts are pooled whole")
     spec = PoolerSpec(mode, normalize=kinds[-1] == "Normalize")
@@ -105,13 +128,13 @@ def read_modules(config: DecoderConfig, modules: object, pooling: Fields) -> Dec
 
 
 def _named_mode(pooling: Fields) -> Literal["last", "first", "mean"]:
-    """Newer releases of sentence-transformers write one name."""
-    names = {"lasttoken": "last", "cls": "first", "mean": "mean"}
-    mode = pooling.optional_text("pooling_mode")
-    for name in _POOLING_MODES.values():
-        if mode is not None and names.get(mode) == name:
-            return name
-    raise pooling.error("pooling_mode", "is not supported", "use lasttoken, cls or mean")
+    """Newer releases of sentence-transformers write one name; their default is the mean."""
+    mode = pooling.text("pooling_mode", "mean")
+    found = _NAMED_MODES.get(mode)
+    if found is None:
+        fix = "use " + ", ".join(_NAMED_MODES)
+        raise pooling.error("pooling_mode", "is not supported", fix)
+    return found
 
 
 def _modules(modules: object) -> list[tuple[str, str]]:

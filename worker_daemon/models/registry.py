@@ -5,9 +5,9 @@ from types import MappingProxyType
 
 from worker_daemon.errors import config_error
 from worker_daemon.models.description import DecoderConfig
-from worker_daemon.models.families import llama, mistral, qwen2, qwen3
+from worker_daemon.models.families import bert, llama, mistral, qwen2, qwen3
 from worker_daemon.models.fields import Fields
-from worker_daemon.models.pooling_config import causal_name
+from worker_daemon.models.pooling_config import names_with_same_layers
 
 Describe = Callable[[Fields], DecoderConfig]
 """Turns a config.json into what transformers would make of it. Raises ConfigError, which names
@@ -15,19 +15,23 @@ field and fix."""
 
 FAMILIES: Mapping[str, Describe] = MappingProxyType(
     {
+        "BertModel": bert.describe,
         "LlamaForCausalLM": llama.describe,
         "MistralForCausalLM": mistral.describe,
         "Qwen2ForCausalLM": qwen2.describe,
         "Qwen3ForCausalLM": qwen3.describe,
+        "RobertaModel": bert.describe_roberta,
+        "XLMRobertaModel": bert.describe_roberta,
     }
 )
 """By the name in config.json's `architectures`."""
 
 
 def find_family(architecture: str) -> Describe:
-    """Return the entry of the table: a decoder's serves its classifiers and its bare model too.
+    """Return the entry of the table: it serves the family's classifiers and its bare model too.
     Raises ConfigError with the supported names if there is none."""
-    describe = FAMILIES.get(architecture) or FAMILIES.get(causal_name(architecture))
+    names = (architecture, *names_with_same_layers(architecture))
+    describe = next((FAMILIES[name] for name in names if name in FAMILIES), None)
     if describe is None:
         fix = "use a checkpoint of " + ", ".join(sorted(FAMILIES))
         raise config_error("architectures", architecture, "this architecture is not supported", fix)

@@ -33,6 +33,8 @@ _OTHER_SIZES: Final = MappingProxyType(
 )
 """Bytes per element of dtypes that are not loaded. For others the size is not checked."""
 _BARE_NAMES: Final = ("embed_tokens.", "layers.", "norm.")
+_ENCODERS: Final = ("bert.", "roberta.")
+_OLD_NORMS: Final = MappingProxyType({"gamma": "weight", "beta": "bias"})
 _LENGTH_BYTES: Final = 8
 _MAX_HEADER_BYTES: Final = 16 << 20
 _MAX_ENTRIES: Final = 1 << 16
@@ -61,9 +63,17 @@ class Entry(NamedTuple):
 
 
 def full_name(name: str) -> str:
-    """Return a tensor's name in a checkpoint of a whole model. A bare decoder is saved without the
-    name that it has as part of one."""
-    return f"model.{name}" if name.startswith(_BARE_NAMES) else name
+    """Return the name that a tensor has here. Checkpoints of a bare model leave out the name that
+    it has as part of a larger one: decoders have it here, encoders do not."""
+    if name.startswith(_BARE_NAMES):
+        return f"model.{name}"
+    if not name.startswith((*_ENCODERS, "embeddings.", "encoder.")):
+        return name
+    for prefix in _ENCODERS:
+        name = name.removeprefix(prefix)
+    stem, _, last = name.rpartition(".")
+    old = _OLD_NORMS.get(last) if stem.endswith("LayerNorm") else None
+    return name if old is None else f"{stem}.{old}"
 
 
 class SafetensorsFile:

@@ -360,6 +360,7 @@ def _measure(state: ParallelState, layers: range, resolved: ResolvedModel) -> _R
     specs = describe_layers(stage.kv_layer_specs, resolved.dtype)
     decoder, tp_size = resolved.decoder, state.tp_size
     q_size = decoder.num_attention_heads // tp_size * decoder.head_dim
+    num_kv_heads = max(1, decoder.num_key_value_heads // tp_size)
     return _RankSizes(
         state=state,
         layers=layers,
@@ -367,7 +368,7 @@ def _measure(state: ParallelState, layers: range, resolved: ResolvedModel) -> _R
         kv_specs=specs,
         widths=StageWidths(
             hidden_size=decoder.hidden_size,
-            qkv_size=q_size + 2 * specs[0].num_kv_heads * decoder.head_dim,
+            qkv_size=q_size + 2 * num_kv_heads * decoder.head_dim,
             q_size=q_size,
             inner_size=decoder.intermediate_size // tp_size,
             vocab_size=decoder.vocab_size,

@@ -139,9 +139,9 @@ def _token_history(parts: RunnerParts, state: RequestState) -> TokenHistory:
 
 
 def step_graphs(parts: RunnerParts, runner: ModelRunner, *, enforce_eager: bool) -> StepGraphs:
-    """Return what may be captured of a runner's steps: nothing on the CPU, or if eager is asked
-    for."""
-    if parts.device.type != "cuda" or enforce_eager:
+    """Return what may be captured of a runner's steps: nothing on the CPU, of an encoder, or if
+    eager is asked for."""
+    if parts.device.type != "cuda" or enforce_eager or not parts.stage.kv_layer_specs:
         return StepGraphs()
     limits = runner.state.limits
     num_kv_heads = parts.stage.kv_layer_specs[0].num_kv_heads

@@ -53,6 +53,8 @@ def allocate_kv_caches(
         CapacityError: the device has too little memory.
     """
     _check_plan(config, layers, dtype)
+    if not layers:
+        return []
     num_tensors = max(len(group.layer_names) for group in config.groups)
     sizes = [config.size_bytes // dtype.itemsize // num_tensors] * num_tensors
     try:

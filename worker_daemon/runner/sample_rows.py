@@ -125,8 +125,8 @@ class Unsampled(NamedTuple):
 
     def keep(self, kept: Int64s, used: int, later: StepExtensions) -> "Unsampled":
         """Return a copy of these rows only, without outputs, which no later step overwrites. kept
-        int64 [R'] indexes the rows; used: the bits of the parts that these use; later: extensions of
-        the message that samples them, if it is another."""
+        int64 [R'] indexes the rows; used: the bits of the parts that these use; later: extensions
+        of the message that samples them, if it is another."""
         return Unsampled(
             self.rows.keep(kept, used),
             None if self.chosen is None else self.chosen.keep(kept),

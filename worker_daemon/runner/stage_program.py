@@ -50,7 +50,7 @@ class EagerProgram:
         which get what was sampled."""
         self._kv = kv
         self._kv_caches = [layer.cache for layer in kv]
-        self._layer_groups = [layer.group for layer in kv] or [0] * len(stage.kv_layer_specs)
+        self._layer_groups = [layer.group for layer in kv] or [0] * stage.num_layers
         self._parts = parts
         self._stage = stage
         self._is_first, self._samples = stage.is_first, stage.samples

@@ -19,7 +19,7 @@ from worker_daemon.device.init import supports
 from worker_daemon.distributed.parallel_state import ParallelState
 from worker_daemon.distributed.tp import LinkedTensorParallel
 from worker_daemon.errors import CapacityError, config_error
-from worker_daemon.layers.attention import HeadSizes
+from worker_daemon.layers.attention import HeadSizes, NullAttention
 from worker_daemon.layers.attention_choice import ChosenAttention, choose_attention
 from worker_daemon.layers.rotary import rotary_table
 from worker_daemon.models.decoder import (
@@ -317,6 +317,8 @@ def _build_stage(resolved: ResolvedModel, place: RankPlace, memory: TaggedMemory
 def _choose_attention(
     stage: DecoderStage, decoder: DecoderConfig, dtype: torch.dtype, place: RankPlace
 ) -> ChosenAttention:
+    if not stage.kv_layer_specs:
+        return ChosenAttention("whole", NullAttention())
     heads = HeadSizes(
         decoder.num_attention_heads // place.parallel.tp_size,
         stage.kv_layer_specs[0].num_kv_heads,

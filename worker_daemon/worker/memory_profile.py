@@ -2,14 +2,14 @@
 over a KV cache of two blocks."""
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Final
 
 from msgspec.structs import replace
 
-from rpc_schema.kv_cache import KVCacheConfig, build_kv_cache_config, plan_groups
+from rpc_schema.kv_cache import KVCacheConfig, KVCacheSpec, build_kv_cache_config, plan_groups
 from rpc_schema.operations import StepMessage
 from worker_daemon.device.memory import MemoryProfile, profile
 from worker_daemon.errors import CapacityError, CommError
@@ -132,8 +132,12 @@ def _plan(opened: OpenedDevice, model: LoadedModel) -> KVCacheConfig:
     """Return the KV groups that the driver will find too: those of the whole pipeline."""
     own, windows = model.kv_cache_specs, model.resolved.decoder.layer_windows
     parallel, pp_rank = model.config.parallel, opened.place.parallel.pp_rank
-    stages = [
-        [replace(own[0], layer_name=str(layer), sliding_window=windows[layer]) for layer in layers]
+    stages: list[Sequence[KVCacheSpec]] = [
+        [
+            replace(own[0], layer_name=str(layer), sliding_window=windows[layer])
+            for layer in layers
+            if own
+        ]
         for layers in partition_layers(
             len(windows), parallel.pipeline_parallel_size, parallel.layer_partition
         )

@@ -104,12 +104,12 @@ def pooling_support(decoder: DecoderConfig) -> PoolingSupport:
             PooledTask(task="embed", width=width, states=states),
             PooledTask(task="token_embed", width=width, states="each"),
         )
-        return PoolingSupport(tasks=tasks)
+        return PoolingSupport(tasks=tasks, whole_prompts=decoder.encoder is not None)
     if head.per_token:
         task = PooledTask(task="token_classify", width=head.num_labels, states="each")
     else:
         task = PooledTask(task="classify", width=head.num_labels, states=states)
-    return PoolingSupport(tasks=(task,))
+    return PoolingSupport(tasks=(task,), whole_prompts=decoder.encoder is not None)
 
 
 def check_cache(cache: CacheConfig, scheduler: SchedulerConfig) -> None:

@@ -221,8 +221,8 @@ def build_run_options(
         ),
         model=ModelConfig(
             model=str(model.resolve()),
-            dtype=_one_of("dtype", dtype, Dtype),
-            load_format=_one_of("load_format", load_format, LoadFormat),
+            dtype=one_of("dtype", dtype, Dtype),
+            load_format=one_of("load_format", load_format, LoadFormat),
             max_model_len=None if is_fitted else max_model_len,
             seed=seed or 0,
             enable_sleep_mode=enable_sleep_mode,
@@ -321,7 +321,7 @@ def split_endpoints(text: str) -> tuple[str, ...]:
     return tuple(part.strip() for part in text.split(",") if part.strip())
 
 
-def _one_of(field: str, value: str, kind: Any) -> Any:
+def one_of(field: str, value: str, kind: Any) -> Any:
     """Return the value if it is one of a Literal's."""
     if value not in get_args(kind):
         fix = "use " + ", ".join(get_args(kind))

@@ -194,6 +194,28 @@ def write_whole(path: Path, lines: Iterable[str]) -> None:
         file.finish()
 
 
+def write_bytes(path: Path, data: bytes) -> None:
+    """Write or replace a complete file. Raises OutputError: the old one is unchanged then."""
+    target = path if is_special(path) else _target(path)
+    new = target if is_special(path) else _new_beside(target)
+    try:
+        file = open_special(path) if is_special(path) else _open_new(new, 0o666)
+        try:
+            left = memoryview(data)
+            while left:
+                left = left[_write_some(file, left) :]
+            _sync(file)
+        finally:
+            os.close(file)
+        if new != target:
+            new.replace(target)
+            _sync_directory(target.parent)
+    except OSError as error:
+        if new != target:
+            _remove(new)
+        raise output_error(path, error) from error
+
+
 def check_output(path: Path) -> None:
     """Raise OutputError if an OutputFile cannot be written, as far as can be known in advance."""
     check_writable(path)

@@ -35,8 +35,12 @@ def output_line(
     """Return the object for a request: of its output, or of its error."""
     if isinstance(output, str):
         return {"id": req_id, "error": output}
-    line: JsonObject = {"id": req_id, "token_ids": output.token_ids}
-    if tokenizer is not None:
+    line: JsonObject = {"id": req_id}
+    if output.pooled is not None:
+        line["pooled"] = output.pooled.tolist()
+    else:
+        line["token_ids"] = output.token_ids
+    if output.pooled is None and tokenizer is not None:
         line["text"] = tokenizer.decode(output.token_ids)
     line["finish_reason"] = output.finish_reason
     if output.error:

@@ -47,10 +47,10 @@ def generate(
     """Generate for prompts or for a file of requests."""
     if adopt:
         _check_adoption(run)
-    tokenizer, inputs = _prepare(run, may_be_none=adopt)
+    tokenizer, inputs = read_requests(run, may_be_none=adopt)
     if not adopt:
-        _end_if_all_are_wrong(inputs, run.output)
-    with open_session(run, _print_progress(), keep_requests=adopt) as session:
+        end_if_all_are_wrong(inputs, run.output)
+    with open_session(run, print_progress(), keep_requests=adopt) as session:
         finished = read_finished(run.output) if adopt else {}
         adopted = _adopted(session, finished) if adopt else []
         inputs = with_adopted(inputs, adopted)
@@ -61,7 +61,7 @@ def generate(
             results = collected.finish()
     if run.output is None:
         _print_texts(results)
-    _print_errors(inputs, served.errors)
+    print_errors(inputs, served.errors)
     if results and len(served.errors) == len(results):
         raise typer.Exit(1)
 
@@ -74,14 +74,14 @@ def bench(
     scrape: Scraped = False,
 ) -> None:
     """Generate, and measure it."""
-    tokenizer, inputs = _prepare(run)
-    _end_if_all_are_wrong(inputs, run.output)
-    with open_session(run, _print_progress()) as session:
+    tokenizer, inputs = read_requests(run)
+    end_if_all_are_wrong(inputs, run.output)
+    with open_session(run, print_progress()) as session:
         served, result = _measure(session, inputs, profile, scrape)
     print_text(json.dumps(result, indent=None if as_json else 2) + "\n")
     if run.output is not None:
         write_whole(run.output, map(json.dumps, output_lines(inputs, served, tokenizer)))
-    _print_errors(inputs, served.errors)
+    print_errors(inputs, served.errors)
     if inputs and len(served.errors) == len(inputs):
         raise typer.Exit(1)
 
@@ -101,7 +101,7 @@ def _measure(
     return served, result
 
 
-def _prepare(
+def read_requests(
     run: RunOptions, *, may_be_none: bool = False
 ) -> tuple[Tokenizer | None, list[InputRequest]]:
     """Check, before anything is loaded, all that can be checked then."""
@@ -114,7 +114,7 @@ def _prepare(
     return tokenizer, read_inputs(lines, tokenizer, run.seed)
 
 
-def _end_if_all_are_wrong(inputs: Sequence[InputRequest], output: Path | None) -> None:
+def end_if_all_are_wrong(inputs: Sequence[InputRequest], output: Path | None) -> None:
     """Exit before anything is loaded if no line of the input can be served."""
     if not inputs or any(entry.request is not None for entry in inputs):
         return
@@ -122,7 +122,7 @@ def _end_if_all_are_wrong(inputs: Sequence[InputRequest], output: Path | None) -
     if output is not None:
         lines = [output_line(name, error, None) for name, error in errors.items()]
         write_whole(output, map(json.dumps, lines))
-    _print_errors(inputs, errors)
+    print_errors(inputs, errors)
     raise typer.Exit(1)
 
 
@@ -175,13 +175,14 @@ def _for_terminal(text: str) -> str:
     return "".join(c if c in "\n\t" else printable(c) for c in text)
 
 
-def _print_errors(inputs: Sequence[InputRequest], errors: Mapping[str, str]) -> None:
+def print_errors(inputs: Sequence[InputRequest], errors: Mapping[str, str]) -> None:
+    """Print a line for each request that failed, to standard error."""
     names = {entry.id: entry.shown_as for entry in inputs}
     for req_id, error in errors.items():
         sys.stderr.write(f"{printable(names.get(req_id, req_id))}: {printable(error)}\n")
 
 
-def _print_progress() -> Callable[[RankProgress], None]:
+def print_progress() -> Callable[[RankProgress], None]:
     """Return a function that prints each phase of each rank once, to standard error, except idle
     ones. It omits the operation: a heartbeat may be older than the one that is under way."""
     seen: set[tuple[int, str]] = set()

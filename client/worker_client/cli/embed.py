@@ -1,0 +1,158 @@
+"""`worker-client embed`: outputs made of hidden states, for prompts or a file of requests."""
+
+import io
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from enum import StrEnum
+from typing import Annotated, get_args
+
+import numpy as np
+import typer
+from numpy.typing import NDArray
+
+from rpc_schema.pooling import PoolingParams, PoolingTask
+from worker_client.cli.options import RunOptions, one_of, takes_run_options
+from worker_client.cli.output_file import check_output, print_text, write_bytes
+from worker_client.cli.report import JsonObject
+from worker_client.cli.results import Results
+from worker_client.cli.run import (
+    end_if_all_are_wrong,
+    print_errors,
+    print_progress,
+    read_requests,
+)
+from worker_client.cli.session import InputRequest, Served, open_session
+from worker_client.errors import ClientConfigError, RequestError
+from worker_client.requests import validated
+
+
+class Format(StrEnum):
+    """Forms of the outputs."""
+
+    JSONL = "jsonl"
+    NPY = "npy"
+    RAW = "raw"
+
+
+Task = Annotated[str, typer.Option(help=", ".join(get_args(PoolingTask)))]
+Dimensions = Annotated[
+    int, typer.Option(min=0, help="Leading values to keep of each embedding; 0: all.")
+]
+Activation = Annotated[
+    bool | None,
+    typer.Option(
+        "--activation/--no-activation",
+        help="Normalize embeddings, give scores as probabilities; default: as the model says.",
+    ),
+]
+As = Annotated[
+    Format,
+    typer.Option(
+        "--format", help="jsonl: a line a request; npy, raw: one float32 array in --output."
+    ),
+]
+Bench = Annotated[bool, typer.Option("--bench", help="Print the rate as JSON instead of outputs.")]
+
+
+@takes_run_options
+def embed(
+    run: RunOptions,
+    task: Task = "embed",
+    dimensions: Dimensions = 0,
+    activation: Activation = None,
+    form: As = Format.JSONL,
+    is_bench: Bench = False,
+) -> None:
+    """Embed or classify prompts, or the requests of a file."""
+    params = PoolingParams(
+        task=one_of("task", task, PoolingTask), use_activation=activation, dimensions=dimensions
+    )
+    if form is not Format.JSONL and run.output is None and not is_bench:
+        fix = "give --output, or --format jsonl"
+        raise ClientConfigError("it needs a file", field="format", value=form.value, fix=fix)
+    if run.output is not None:
+        check_output(run.output)
+    tokenizer, lines = read_requests(run)
+    inputs = [_pooling(entry, params) for entry in lines]
+    end_if_all_are_wrong(inputs, run.output if form is Format.JSONL else None)
+    as_lines = run.output if form is Format.JSONL and not is_bench else None
+    names = [entry.id for entry in inputs]
+    with (
+        open_session(run, print_progress()) as session,
+        Results(names, tokenizer, {}, as_lines) as collected,
+    ):
+        served = session.serve(inputs, (), collected.take)
+        results = collected.finish()
+    if is_bench:
+        print_text(json.dumps(_rate(served)) + "\n")
+    elif form is not Format.JSONL and run.output is not None:
+        write_bytes(run.output, _array(inputs, served, form))
+        print_text("".join(f"{json.dumps(_shape(result))}\n" for result in results))
+    elif run.output is None:
+        print_text("".join(f"{json.dumps(result)}\n" for result in results))
+    print_errors(inputs, served.errors)
+    if results and len(served.errors) == len(results):
+        raise typer.Exit(1)
+
+
+def _pooling(entry: InputRequest, params: PoolingParams) -> InputRequest:
+    """Return a line's request, with these parameters unless it has its own."""
+    if entry.request is None or entry.request.pooling is not None:
+        return entry
+    request = replace(entry.request, pooling=params)
+    try:
+        return replace(entry, request=validated(request))
+    except RequestError as error:
+        return InputRequest(entry.id, None, error.reason, entry.line)
+
+
+def _array(inputs: Sequence[InputRequest], served: Served, form: Format) -> bytes:
+    """Return the rows of all outputs, in the order of the input, as one float32 array."""
+    rows = [np.atleast_2d(values) for values in _outputs(inputs, served).values()]
+    widths = {own.shape[1] for own in rows}
+    if len(widths) > 1:
+        raise ClientConfigError(
+            "the outputs differ in width",
+            field="format",
+            value=form.value,
+            fix="give --format jsonl, or all requests the same task and dimensions",
+        )
+    whole = np.concatenate(rows) if rows else np.zeros((0, 0), np.float32)
+    if form is Format.RAW:
+        return whole.astype("<f4").tobytes()
+    file = io.BytesIO()
+    np.save(file, whole.astype("<f4"), allow_pickle=False)
+    return file.getvalue()
+
+
+def _outputs(inputs: Sequence[InputRequest], served: Served) -> Mapping[str, NDArray[np.float32]]:
+    found = {entry.id: served.outputs.get(entry.id) for entry in inputs}
+    return {
+        req_id: output.pooled
+        for req_id, output in found.items()
+        if output is not None and output.pooled is not None
+    }
+
+
+def _shape(result: JsonObject) -> JsonObject:
+    """Return a request's line without its values, which are in the array."""
+    values = result.get("pooled")
+    if not isinstance(values, list):
+        return result
+    is_matrix = isinstance(values[0], list)
+    rows, width = (len(values), len(values[0])) if is_matrix else (1, len(values))
+    return {**{k: v for k, v in result.items() if k != "pooled"}, "rows": rows, "width": width}
+
+
+def _rate(served: Served) -> JsonObject:
+    outputs = [output for output in served.outputs.values() if output.pooled is not None]
+    tokens, seconds = sum(o.num_prompt_tokens for o in outputs), max(served.seconds, 1e-9)
+    return {
+        "requests": len(outputs),
+        "failed": len(served.errors),
+        "tokens": tokens,
+        "seconds": served.seconds,
+        "tok_s": tokens / seconds,
+        "requests_s": len(outputs) / seconds,
+    }

@@ -1,0 +1,182 @@
+"""Blocks of an encoder: tokens see their whole prompt, which is in one step, and nothing is cached.
+A norm follows each addition to the residual stream.
+
+Shapes: N tokens in the step, B prompts, Hq heads of this rank, D head_dim, H hidden size.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.nn.attention.varlen import varlen_attn
+
+from worker_daemon.contracts.attention import AttentionBackend, AttentionMetadata, AttentionStep
+from worker_daemon.layers.attention import HeadSizes
+from worker_daemon.layers.linear import ColumnParallelLinear, RowParallelLinear, even_shard
+from worker_daemon.layers.parameter import Parameter, Piece, whole_vector
+from worker_daemon.layers.setup import LayerSetup
+
+
+@dataclass(frozen=True, slots=True)
+class EncoderEmbeddingSpec:
+    """Additions to the embedding of a token, and the norm behind them."""
+
+    num_positions: int
+    """Rows of the table of positions."""
+    first_position: int
+    """Row of a prompt's first token."""
+    num_token_types: int
+    layer_norm_eps: float
+
+
+@dataclass(frozen=True, slots=True)
+class EncoderAttentionSpec:
+    """Attention of a whole prompt, and the norm behind it."""
+
+    heads: HeadSizes
+    """Of the model."""
+    layer_norm_eps: float
+    sliding_window: ClassVar[int | None] = None
+
+
+@dataclass(frozen=True, slots=True)
+class EncoderMLPSpec:
+    """Two matrices with GELU between them, and the norm behind them."""
+
+    intermediate_size: int
+    layer_norm_eps: float
+
+
+class LayerNorm:
+    """(x - mean) / sqrt(variance + eps) * w + b over the residual stream's width."""
+
+    def __init__(self, name: str, eps: float, setup: LayerSetup) -> None:
+        size = setup.hidden_size
+        weight, bias = f"{name}.weight", f"{name}.bias"
+        self._weight = setup.parameter(weight, (size,), (whole_vector(weight, size, "norm"),))
+        self._bias = setup.parameter(bias, (size,), (whole_vector(bias, size, "bias"),))
+        self._eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [N, H] -> the same shape and dtype."""
+        weight, bias = self._weight.data, self._bias.data
+        return functional.layer_norm(x, weight.shape, weight, bias, self._eps)
+
+    def parameters(self) -> Iterator[Parameter]:
+        yield self._weight
+        yield self._bias
+
+
+class EncoderEmbedding:
+    """Adds positions and the type of a prompt's tokens (the first) to their embeddings. Whole on
+    every rank of the first stage."""
+
+    def __init__(self, spec: EncoderEmbeddingSpec, setup: LayerSetup) -> None:
+        self._first = spec.first_position
+        self._positions = _table("position_embeddings", spec.num_positions, setup)
+        self._types = _table("token_type_embeddings", spec.num_token_types, setup)
+        self._norm = LayerNorm("embeddings.LayerNorm", spec.layer_norm_eps, setup)
+
+    def forward(self, hidden: Tensor, positions: Tensor) -> Tensor:
+        """hidden [N, H], positions int32 or int64 [N] -> [N, H]."""
+        places = functional.embedding(positions + self._first, self._positions.data)
+        return self._norm.forward(hidden + self._types.data[0] + places)
+
+    def parameters(self) -> Iterator[Parameter]:
+        yield self._positions
+        yield self._types
+        yield from self._norm.parameters()
+
+
+class EncoderLayer:
+    """An attention block and an MLP block, each added to the residual stream and normed. It has no
+    KV cache."""
+
+    kv_spec = None
+
+    def __init__(
+        self, index: int, attention: EncoderAttentionSpec, mlp: EncoderMLPSpec, setup: LayerSetup
+    ) -> None:
+        name, hidden, tp = f"encoder.layer.{index}", setup.hidden_size, setup.tp
+        heads, inner = attention.heads, mlp.intermediate_size
+        self._head_dim = heads.head_dim
+        self._tp = tp
+        self._qkv = ColumnParallelLinear(
+            f"{name}.attention.self.qkv",
+            [
+                even_shard(f"{name}.attention.self.{part}", hidden, tp)
+                for part in ("query", "key", "value")
+            ],
+            hidden,
+            setup,
+            bias=True,
+        )
+        self._out = RowParallelLinear(
+            f"{name}.attention.output.dense", hidden, hidden, setup, bias=True
+        )
+        self._attention_norm = LayerNorm(
+            f"{name}.attention.output.LayerNorm", attention.layer_norm_eps, setup
+        )
+        self._up = ColumnParallelLinear(
+            f"{name}.intermediate.dense.merged",
+            [even_shard(f"{name}.intermediate.dense", inner, tp)],
+            hidden,
+            setup,
+            bias=True,
+        )
+        self._down = RowParallelLinear(f"{name}.output.dense", inner, hidden, setup, bias=True)
+        self._mlp_norm = LayerNorm(f"{name}.output.LayerNorm", mlp.layer_norm_eps, setup)
+
+    def forward(
+        self,
+        part: Tensor | None,
+        residual: Tensor,
+        kv_cache: Tensor,
+        step: AttentionStep,
+        backend: AttentionBackend,
+    ) -> tuple[None, Tensor]:
+        """Take and return the residual stream, [N, H], like DecoderLayer.forward; cache and backend
+        are those of layers with a KV cache."""
+        x = residual if part is None else residual + self._tp.all_reduce(part)
+        heads = self._qkv.forward(x).view(x.shape[0], 3, -1, self._head_dim)
+        q, k, v = heads.unbind(1)
+        out = self._out.forward(attend_whole(q, k, v, step.metadata).flatten(1))
+        x = self._attention_norm.forward(x + self._tp.all_reduce(out))
+        out = self._down.forward(functional.gelu(self._up.forward(x)))
+        return None, self._mlp_norm.forward(x + self._tp.all_reduce(out))
+
+    def parameters(self) -> Iterator[Parameter]:
+        for layer in (
+            self._qkv,
+            self._out,
+            self._attention_norm,
+            self._up,
+            self._down,
+            self._mlp_norm,
+        ):
+            yield from layer.parameters()
+
+
+def attend_whole(q: Tensor, k: Tensor, v: Tensor, metadata: AttentionMetadata) -> Tensor:
+    """q, k, v [N, Hq, D] -> [N, Hq, D]: each token sees all tokens of its prompt, which are all in
+    the step. Never waits for the device."""
+    if q.device.type == "cuda" and q.dtype in (torch.bfloat16, torch.float16):
+        starts, longest = metadata.query_start_loc, metadata.max_query_len
+        out = varlen_attn(q, k, v, starts, starts, longest, longest)
+        assert isinstance(out, Tensor), "no statistics were asked for"
+        return out
+    lengths = metadata.query_lens_np.tolist()
+    pieces = []
+    for of_prompt in zip(*(torch.split(rows, lengths) for rows in (q, k, v)), strict=True):
+        heads = (rows.transpose(0, 1).unsqueeze(0) for rows in of_prompt)
+        pieces.append(functional.scaled_dot_product_attention(*heads).squeeze(0).transpose(0, 1))
+    return torch.cat(pieces)
+
+
+def _table(name: str, num_rows: int, setup: LayerSetup) -> Parameter:
+    full_name, shape = f"embeddings.{name}.weight", (num_rows, setup.hidden_size)
+    whole = (slice(0, num_rows), slice(0, setup.hidden_size))
+    return setup.parameter(full_name, shape, (Piece(full_name, shape, whole, whole),))
