@@ -2,8 +2,7 @@
 of them together."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import Annotated, TypeAlias
+from typing import Annotated, Final, TypeAlias
 
 import msgspec
 from msgspec import Meta
@@ -78,10 +77,11 @@ class GrammarMasks(FramedExtension, frozen=True, tag=1, kw_only=True):
 
 
 SamplingExtension: TypeAlias = RandomSampling | StopTokens | LogprobsWanted
+_NOT_RANDOM: Final = RandomSampling()
+_NO_STOPS: Final = StopTokens()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SamplingParams:
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     """The three extensions of one request in one value, for callers."""
 
     temperature: float = 0.0
@@ -119,9 +119,9 @@ class SamplingParams:
         )
         stops = StopTokens(token_ids=self.stop_token_ids, min_tokens=self.min_tokens)
         wanted: list[SamplingExtension] = []
-        if drawn != RandomSampling():
+        if drawn != _NOT_RANDOM:
             wanted.append(drawn)
-        if stops != StopTokens():
+        if stops != _NO_STOPS:
             wanted.append(stops)
         if self.logprobs is not None:
             wanted.append(LogprobsWanted(count=self.logprobs))
