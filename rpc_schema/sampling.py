@@ -2,6 +2,7 @@
 of them together."""
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Annotated, Final, TypeAlias
 
 import msgspec
@@ -81,7 +82,8 @@ _NOT_RANDOM: Final = RandomSampling()
 _NO_STOPS: Final = StopTokens()
 
 
-class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
     """The three extensions of one request in one value, for callers."""
 
     temperature: float = 0.0
