@@ -3,7 +3,7 @@ together with the rules on tokens (rpc_schema/token_rules.py)."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Any, TypeAlias
+from typing import Annotated, Any, Final, TypeAlias
 
 import msgspec
 from msgspec import Meta
@@ -87,6 +87,8 @@ class GrammarMasks(FramedExtension, frozen=True, tag=1, kw_only=True):
 
 
 SamplingExtension: TypeAlias = RandomSampling | StopTokens | LogprobsWanted | TokenRule
+_NOT_RANDOM: Final = RandomSampling()
+_NO_STOPS: Final = StopTokens()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,9 +140,9 @@ class SamplingParams:
             repetition_penalty=self.repetition_penalty,
         )
         wanted: list[SamplingExtension] = []
-        if drawn != RandomSampling():
+        if drawn != _NOT_RANDOM:
             wanted.append(drawn)
-        if stops != StopTokens():
+        if stops != _NO_STOPS:
             wanted.append(stops)
         if self.logprobs is not None:
             wanted.append(LogprobsWanted(count=self.logprobs))

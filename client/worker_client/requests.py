@@ -199,7 +199,8 @@ def validated(request: GenerationRequest) -> GenerationRequest:
             fix="lower it",
         )
     prompt = request.prompt_token_ids
-    _check_token_ids("prompt_token_ids", (int(prompt.min()), int(prompt.max())), MAX_COUNT)
+    if prompt.dtype != np.int32 or int(prompt.view(np.uint32).max()) > MAX_COUNT:  # one is negative
+        _check_token_ids("prompt_token_ids", (int(prompt.min()), int(prompt.max())), MAX_COUNT)
     _check_token_ids("stop_token_ids", request.stop_token_ids, MAX_COUNT)
     _check_token_rules(request)
     return request

@@ -12,6 +12,8 @@ from itertools import chain
 from typing import Literal, NamedTuple
 
 import numpy as np
+from msgspec import Struct
+from msgspec.structs import astuple
 from numpy.typing import NDArray
 
 from rpc_schema.codec import Frame, encode_step
@@ -65,7 +67,7 @@ _NONE_NEW: Mapping[str, int] = {}
 _UINT16 = np.dtype("<u2")
 
 
-class _Blocks(NamedTuple):
+class _Blocks(Struct, frozen=True, gc=False):
     """Blocks that a step gives to requests."""
 
     slots: bytes
@@ -139,10 +141,8 @@ class SlotTable:
         """Requests that pool."""
         self._num_blocks = np.zeros((len(self._groups), max_num_seqs), np.int32)
         """Of each group and slot: places, those of blocks behind a window included."""
-        self._appended = bytearray()
-        """Rows of blocks that are not counted in _num_blocks yet, one each."""
-        self._taken_rows, self._taken_ids = bytearray(), bytearray()
-        """Of those, rows and ids (int32) of blocks that were taken, but not held yet."""
+        self._appended_rows, self._appended_ids = bytearray(), bytearray()
+        """Rows and ids (int32) of blocks that were taken, but are not counted and held yet."""
         self._reporting: Mapping[str, Extensions] = {}
         """Of the requests that replies tell more of than tokens. Replaced, never changed: steps in
         flight share it."""
@@ -179,13 +179,16 @@ class SlotTable:
             InvalidSchedulerOutput: the output breaks a rule; nothing has changed.
         """
         ids = epoch, link, seq
-        known = next((s for s in self._steady if s.req_ids is output.decode_req_ids), None)
         only_decodes = self._only_decodes(output)
-        if known is not None and only_decodes:
-            return self._encode_steady(output, known, ids)
-        check_shape(output)
-        self._flush()
-        steady = known or self._make_steady(output.decode_req_ids)
+        for steady in self._steady:
+            if steady.req_ids is output.decode_req_ids:
+                break
+        else:
+            steady = None
+        if steady is None or not only_decodes:
+            check_shape(output)
+            self._flush()
+            steady = steady or self._make_steady(output.decode_req_ids)
         if steady is not None and only_decodes:
             return self._encode_steady(output, steady, ids)
         counts = output.num_scheduled_tokens
@@ -330,20 +333,18 @@ class SlotTable:
         if corrections:
             self._lower()
         if blocks.slots:
-            self._appended += blocks.rows
-            if self._holders is not None:
-                self._taken_rows += blocks.rows
-                self._taken_ids += blocks.ids
-            if len(self._appended) > MAX_UNCOUNTED_BYTES:
-                self._count_blocks()
+            self._appended_rows += blocks.rows
+            self._appended_ids += blocks.ids
+            if len(self._appended_rows) > MAX_UNCOUNTED_BYTES:
+                self._count_appended()
         return EncodedStep(seq, output, frames, steady, (), (), self._reporting)
 
     def _take_blocks(self, output: SchedulerOutput) -> _Blocks:
         """Return blocks for running requests, judged, and taken from all others. Nearly always it
         is one each, and all are free: no other question is asked."""
-        if not (output.new_block_ids or output.more_new_block_ids):
-            return _NO_BLOCKS
         if not output.more_new_block_ids:
+            if not output.new_block_ids:
+                return _NO_BLOCKS
             return self._take_fast(output.new_block_ids) or self._take_judged(output)
         taken: list[_Blocks] = []
         for group, given in enumerate((output.new_block_ids, *output.more_new_block_ids)):
@@ -362,10 +363,10 @@ class SlotTable:
             return None
         try:
             listed = [block_id for (block_id,) in given.values()]
-            slots = array("H", map(self._slot_of.__getitem__, given))
+            slots = array("H", map(self._slot_of.__getitem__, given)).tobytes()
             ids = array("I", listed).tobytes()  # none is negative
             if holders.take(listed):
-                return self._in_group(group, slots.tobytes(), ids, listed)
+                return self._in_group(group, slots, ids, listed)
         except (*WRONG_TYPE, LookupError):  # what is wrong is found by _take_judged
             pass
         return None
@@ -764,7 +765,8 @@ class SlotTable:
         self._admitted_at[slots] = seq
         if self._holders is not None and slots:
             self._holders.admit(self._holders.rows_of(slots), change.prefixes)
-        self._append(change.blocks, change.written)
+        if change.blocks.rows:
+            self._append(change.blocks.rows, change.written.rows, change.written.ids)
         rows = change.rows
         self._num_computed[rows.slots] = rows.num_computed
         self._num_tokens[rows.slots] = rows.num_tokens
@@ -848,21 +850,19 @@ class SlotTable:
             slots = np.repeat(np.frombuffer(slots, _UINT16), lengths).tobytes()
         return self._in_group(group, slots, raw.tobytes(), listed)
 
-    def _append(self, blocks: _Blocks, written: _Blocks) -> None:
-        """Account for a step's blocks, and for those of them that are written to."""
-        self._appended += blocks.rows
-        if self._holders is not None:
-            self._holders.hold(written.rows, written.ids)
-
-    def _count_blocks(self) -> None:
-        rows = np.frombuffer(bytes(self._appended), self._row_code)
-        counts = np.bincount(rows, minlength=self._num_blocks.size).astype(np.int32)
+    def _append(self, rows: bytes, written_rows: bytes, written_ids: bytes) -> None:
+        """Account for blocks of these rows, and for those of them that are written to."""
+        numbers = np.frombuffer(rows, self._row_code)
+        counts = np.bincount(numbers, minlength=self._num_blocks.size).astype(np.int32)
         self._num_blocks += counts.reshape(self._num_blocks.shape)
-        self._appended.clear()
-        if self._taken_ids and self._holders is not None:
-            self._holders.hold(bytes(self._taken_rows), bytes(self._taken_ids))
-            self._taken_rows.clear()
-            self._taken_ids.clear()
+        if self._holders is not None:
+            self._holders.hold(written_rows, written_ids)
+
+    def _count_appended(self) -> None:
+        rows, ids = bytes(self._appended_rows), bytes(self._appended_ids)
+        self._append(rows, rows, ids)
+        self._appended_rows.clear()
+        self._appended_ids.clear()
 
     def _flush(self) -> None:
         for steady in self._steady:
@@ -870,8 +870,8 @@ class SlotTable:
                 self._num_computed[steady.slots] += steady.num_pending
                 self._num_tokens[steady.slots] += steady.num_pending
                 steady.num_pending = 0
-        if self._appended:
-            self._count_blocks()
+        if self._appended_rows:
+            self._count_appended()
 
     def _resync_rows(self, ended: Sequence[int]) -> bytes:
         is_live = ~self._is_free
@@ -896,14 +896,9 @@ def _joined(by_group: Sequence[_Blocks]) -> _Blocks:
     """The blocks of all groups."""
     if len(by_group) == 1:
         return by_group[0]
-    slots, groups, rows, ids, listed = zip(*by_group, strict=True)
-    return _Blocks(
-        b"".join(slots),
-        b"".join(groups),
-        b"".join(rows),
-        b"".join(ids),
-        list(chain.from_iterable(listed)),
-    )
+    slots, groups, rows, ids, listed = zip(*map(astuple, by_group), strict=True)
+    everything = list(chain.from_iterable(listed))
+    return _Blocks(b"".join(slots), b"".join(groups), b"".join(rows), b"".join(ids), everything)
 
 
 def _as_message(request: NewRequest, slot: int) -> NewRequestData:

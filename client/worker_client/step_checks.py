@@ -6,6 +6,7 @@ from array import array
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import chain
 from typing import Any
 
@@ -62,7 +63,7 @@ Int32s = NDArray[np.int32]
 Int64s = NDArray[np.int64]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class GroupLimits:
     """Limits of a loaded group on a step. The defaults are those of a message."""
 
@@ -84,7 +85,7 @@ class GroupLimits:
         """The model's bounds on extensions."""
         return ModelBounds(self.vocab_size, self.pooling)
 
-    @property
+    @cached_property
     def block_groups(self) -> tuple[BlockGroup, ...]:
         """Block size and window of each group, at least one."""
         return block_groups(self.groups, self.block_size)
@@ -314,8 +315,10 @@ def _check_lengths(request: NewRequest, limits: GroupLimits) -> tuple[int, int]:
     """Check the counts of a new request; return the numbers of its tokens and blocks."""
     req_id = request.req_id
     try:
-        num_tokens = len(request.token_ids)
-        num_blocks = len(request.block_ids) + sum(map(len, request.more_block_ids))
+        num_tokens, num_groups = len(request.token_ids), 1 + len(request.more_block_ids)
+        num_blocks = len(request.block_ids)
+        for own in request.more_block_ids:
+            num_blocks += len(own)
     except TypeError:
         value = (type(request.token_ids).__name__, type(request.block_ids).__name__)
         fix = "give an int32 array and a sequence"
@@ -323,8 +326,8 @@ def _check_lengths(request: NewRequest, limits: GroupLimits) -> tuple[int, int]:
     if not 1 <= num_tokens <= limits.max_model_len:
         fix = f"give 1 to {limits.max_model_len} tokens"
         raise _refused(req_id, "token_ids", f"{num_tokens} tokens", fix)
-    if len(request.more_block_ids) not in (0, len(limits.block_groups) - 1):
-        given = f"of {len(request.more_block_ids)} groups"
+    if num_groups not in (1, len(limits.block_groups)):
+        given = f"of {num_groups - 1} groups"
         fix = f"the layers have {len(limits.block_groups) - 1} groups beside the first"
         raise _refused(req_id, "more_block_ids", given, fix)
     prompt, computed = request.num_prompt_tokens, request.num_computed_tokens
@@ -374,8 +377,11 @@ def extension_fault(extensions: object, bounds: ModelBounds) -> ExtensionFault |
     fault = _kind_fault(extensions)
     if fault is not None or not isinstance(extensions, tuple):
         return fault
-    faults = (_value_fault(extension, bounds) for extension in extensions)
-    return next((fault for fault in faults if fault is not None), None)
+    for extension in extensions:
+        fault = _value_fault(extension, bounds)
+        if fault is not None:
+            return fault
+    return None
 
 
 def _kind_fault(extensions: object) -> ExtensionFault | None:
@@ -466,8 +472,9 @@ def encode_checked(
         raise _too_large(error) from None
     bounds = limits.bounds
     for request in new:
-        if any(find_fault(extension, bounds) is not None for extension in request.extensions):
-            check_values(request, limits)
+        for extension in request.extensions:
+            if find_fault(extension, bounds) is not None:
+                check_values(request, limits)
         if request.extensions or not limits.generates:
             _check_pooling(request, limits)
     return frames

@@ -2,22 +2,11 @@
 
 from collections import OrderedDict
 from collections.abc import Sequence
-from hashlib import blake2b
-
-import numpy as np
-from numpy.typing import NDArray
 
 from rpc_schema.kv_cache import NULL_BLOCK
 
 FIRST_BLOCK_ID = 1
 """Block 0 is the workers' null block."""
-
-
-def chained_hash(parent: bytes, token_ids: NDArray[np.int32]) -> bytes:
-    """Return a full block's hash: of its tokens, int32 [n], and of all blocks before."""
-    return blake2b(
-        token_ids.astype("<i4", copy=False).tobytes(), key=parent, digest_size=16
-    ).digest()
 
 
 class BlockPool:
@@ -43,12 +32,17 @@ class BlockPool:
         return len(self._free)
 
     def allocate(self, count: int) -> list[int]:
-        """Allocate `count` blocks and forget their cached contents. Check num_free first."""
+        """Allocate `count` blocks, none if it is negative, and forget their cached contents. Check
+        num_free first."""
         assert count <= len(self._free), "allocate more blocks than are free"
-        block_ids = [self._free.popitem(last=False)[0] for _ in range(count)]
-        for block_id in block_ids:
-            self._num_refs[block_id] = 1
-            self._forget(block_id)
+        take, num_refs, is_cached = self._free.popitem, self._num_refs, self._hash_of
+        block_ids = []
+        for _ in range(count):
+            block_id = take(last=False)[0]
+            num_refs[block_id] = 1
+            if block_id in is_cached:
+                self._forget(block_id)
+            block_ids.append(block_id)
         return block_ids
 
     def release(self, block_ids: Sequence[int]) -> None:
@@ -67,7 +61,7 @@ class BlockPool:
 
     def num_free_among(self, block_ids: Sequence[int]) -> int:
         """Return how many of these blocks have no reference, null blocks not counted."""
-        return sum(self._num_refs[i] == 0 for i in block_ids if i != NULL_BLOCK)
+        return sum([self._num_refs[i] == 0 for i in block_ids if i != NULL_BLOCK])
 
     def hold(self, block_ids: Sequence[int]) -> None:
         """Take a reference to cached blocks. Null blocks are skipped."""
@@ -99,6 +93,4 @@ class BlockPool:
         self._hash_of.clear()
 
     def _forget(self, block_id: int) -> None:
-        block_hash = self._hash_of.pop(block_id, None)
-        if block_hash is not None:
-            del self._block_of[self._group_of[block_id]][block_hash]
+        del self._block_of[self._group_of[block_id]][self._hash_of.pop(block_id)]

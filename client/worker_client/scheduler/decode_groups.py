@@ -17,7 +17,8 @@ class DecodeGroups:
 
     def join(self, request: Request) -> None:
         """Let a request decode from the next step on."""
-        index = min(range(len(self._groups)), key=lambda i: len(self._groups[i]))
+        sizes = list(map(len, self._groups))
+        index = sizes.index(min(sizes))
         self._groups[index][request.id] = request
         self._ids[index] = None
 

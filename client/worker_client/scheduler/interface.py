@@ -3,13 +3,14 @@ exchange."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal, Protocol, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from rpc_schema.config import WorkerConfig
-from rpc_schema.kv_cache import BlockGroup, block_groups, request_blocks
+from rpc_schema.kv_cache import BlockGroup, block_groups, longest_request
 from rpc_schema.pooling import PoolingSupport
 from worker_client.loading import LoadedGroup
 from worker_client.requests import GenerationRequest
@@ -80,7 +81,7 @@ class SchedulerInterface(Protocol):
         """
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class SchedulerLimits:
     """Limits of a scheduler for a loaded group."""
 
@@ -104,14 +105,17 @@ class SchedulerLimits:
     pooling: PoolingSupport | None = None
     """None leaves requests that pool unchecked."""
 
-    @property
+    @cached_property
     def block_groups(self) -> tuple[BlockGroup, ...]:
         """The groups, one at least."""
         return block_groups(self.groups, self.block_size)
 
-    def most_blocks(self, num_tokens: int) -> int:
-        """Return the most blocks of all groups that a request of num_tokens has at once."""
-        return request_blocks(num_tokens, self.block_groups, self.max_num_batched_tokens)
+    @cached_property
+    def longest_request(self) -> int:
+        """Tokens of the longest request that can have all its blocks, max_model_len at most."""
+        return longest_request(
+            self.num_blocks, self.block_groups, self.max_model_len, self.max_num_batched_tokens
+        )
 
 
 def scheduler_limits(model: LoadedGroup, config: WorkerConfig) -> SchedulerLimits:

@@ -84,15 +84,24 @@ class Step:
             self.decodes = ready
             # Requests whose blocks are full.
             needy = [r for r in ready.values() if r.num_computed % size == 0]
-            if len(needy) * len(self.new_blocks) > self._blocks.num_free:
-                needy.sort(key=lambda request: request.admission)
-            for request in needy:
-                if request.id in self.decodes and not self._extend(request, 1):
-                    del self.decodes[request.id]
+            if needy:
+                self._extend_each(needy)
             if self.decodes:
                 self.group = group
                 self._budget -= len(self.decodes)
                 return
+
+    def _extend_each(self, needy: list[Request]) -> None:
+        """Find a block for the next token of each; those without one do not decode."""
+        given = self._blocks.extend_all(needy)
+        if given is not None:
+            self.new_blocks = given
+            return
+        if len(needy) * len(self.new_blocks) > self._blocks.num_free:
+            needy.sort(key=lambda request: request.admission)
+        for request in needy:
+            if request.id in self.decodes and not self._extend(request, 1):
+                del self.decodes[request.id]
 
     def _plan_prefills(self, chunk: int) -> None:
         for request in list(self._queues.prefilling.values()):
@@ -101,24 +110,26 @@ class Step:
                 self._has_room(count, chunk)
                 and request.is_running
                 and self._fits_output(request, request.num_computed + count)
-                and (not request.unannounced or self._can_announce(request))
+                and (
+                    not request.unannounced or self._can_announce(request, self._num_bytes(request))
+                )
                 and self._extend(request, count)
             ):
                 self._prefill(request, count)
                 if request.unannounced:
-                    self._announce(request)
+                    self._announce(request, self._num_bytes(request))
                     self._drop_new_blocks(request)  # the admission has them all
 
     def _admit(self, chunk: int) -> None:
         """Admit waiting requests in order, as long as blocks, slots and tokens last."""
         while self._queues.waiting and self._budget > 0 and not self._queues.is_full:
             request = self._queues.waiting[0]
-            if request.num_in_flight or request.num_void or not self._can_announce(request):
+            num_bytes = self._num_bytes(request)
+            if request.num_in_flight or request.num_void:
                 return
-            running = self._queues.running.values()
-            if request.extensions and not may_start(
-                request.extensions, (other.extensions for other in running)
-            ):
+            if not self._can_announce(request, num_bytes):
+                return
+            if request.extensions and not self._may_start(request):
                 return
             prefix = self._blocks.find_prefix(request)
             if not self._blocks.can_hold(request, prefix):
@@ -131,8 +142,12 @@ class Step:
                 return
             self._blocks.begin(request, prefix, count)
             self._queues.start(request)
-            self._announce(request)
+            self._announce(request, num_bytes)
             self._prefill(request, count)
+
+    def _may_start(self, request: Request) -> bool:
+        running = self._queues.running.values()
+        return may_start(request.extensions, (other.extensions for other in running))
 
     def _chunk(self, num_stages: int) -> int:
         """Return the tokens that several prompts may share a step with: the budget, or in a
@@ -174,20 +189,20 @@ class Step:
         self._num_prefill_tokens += count
         self._budget -= count
 
-    def _can_announce(self, request: Request) -> bool:
+    def _can_announce(self, request: Request, num_bytes: int) -> bool:
         """Return True if a request, with all its tokens, fits into the step's message."""
         return (
             self._num_admitted_tokens + len(request.tokens) <= MAX_ADMITTED_TOKENS
-            and self._num_admitted_bytes + self._num_bytes(request) <= MAX_ADMITTED_BYTES
+            and self._num_admitted_bytes + num_bytes <= MAX_ADMITTED_BYTES
         )
 
     def _num_bytes(self, request: Request) -> int:
         return request.admission_bytes(len(request.tokens), self._limits.block_groups)
 
-    def _announce(self, request: Request) -> None:
+    def _announce(self, request: Request, num_bytes: int) -> None:
         self.new.append(request)
         self._num_admitted_tokens += len(request.tokens)
-        self._num_admitted_bytes += self._num_bytes(request)
+        self._num_admitted_bytes += num_bytes
 
     def _extend(self, request: Request, count: int) -> bool:
         """Find blocks for `count` more tokens, preempting the latest admitted if need be.

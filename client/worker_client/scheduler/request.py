@@ -82,9 +82,11 @@ class Request:
     arrival: int = -1
     """Place in the order of arrival; the request queues assign it."""
     num_preemptions: int = 0
-    stop_ids: frozenset[int] = field(init=False)
+    stop_ids: frozenset[int] = frozenset()
     extension_bytes: int = field(init=False)
     """Bytes of the extensions in an admission's message."""
+    may_refuse: bool = False
+    """Tokens of it may be refused after a step has counted them."""
     num_tokens: int = field(init=False)
     num_computed: int = 0
     admission: int = -1
@@ -96,20 +98,25 @@ class Request:
     num_void: int = 0
     """Number of tokens in flight that are to be ignored."""
     blocks: HeldBlocks = field(default_factory=HeldBlocks)
-    pools: bool = field(init=False)
+    pools: bool = False
     """It samples nothing: it ends with an output of its last token's step."""
     output_bytes: int = 0
     """Bytes of that output."""
-    logprobs: list[Logprobs] | None = field(init=False)
+    logprobs: list[Logprobs] | None = None
     """Log probabilities of the generated tokens; None if it does not report them."""
 
     def __post_init__(self) -> None:
-        stops = extension_of(self.extensions, StopTokens)
-        self.stop_ids = frozenset() if stops is None else frozenset(stops.token_ids)
         self.num_tokens = len(self.tokens)
-        self.pools = pools(self.extensions)
-        self.logprobs = None if extension_of(self.extensions, LogprobsWanted) is None else []
         self.extension_bytes = extension_bytes(self.extensions)
+        if not self.extensions:
+            return
+        stops = extension_of(self.extensions, StopTokens)
+        if stops is not None:
+            self.stop_ids = frozenset(stops.token_ids)
+        if extension_of(self.extensions, LogprobsWanted) is not None:
+            self.logprobs = []
+        self.pools = pools(self.extensions)
+        self.may_refuse = may_refuse(self.extensions)
         self.blocks.root = prefix_root(self.extensions)
 
     @property
@@ -125,7 +132,7 @@ class Request:
     @property
     def least_computed(self) -> int:
         """Number of positions that are computed whatever steps in flight refuse."""
-        if not may_refuse(self.extensions):
+        if not self.may_refuse:
             return self.num_computed
         return min(self.num_computed, len(self.tokens) - 1)
 
@@ -164,20 +171,23 @@ class Request:
     def admission_bytes(self, num_tokens: int, groups: Sequence[BlockGroup]) -> int:
         """Return the most bytes of a step's message that its admission with so many tokens
         takes."""
-        num_blocks = sum(blocks_for(num_tokens, group.block_size) for group in groups)
+        num_blocks = 0
+        for group in groups:
+            num_blocks += blocks_for(num_tokens, group.block_size)
         own = self.extension_bytes
         return admission_bytes(num_tokens, num_blocks, len(self.id), own, MAX_NOTE_BYTES)
 
     def as_new(self) -> NewRequest:
         """Return its admission for the workers."""
+        first, *more = map(list, self.blocks.by_group)
         note = _Note(self.limit, self.arrival, self.blocks.num_cached_tokens, self.num_preemptions)
         return NewRequest(
             req_id=self.id,
             token_ids=np.array(self.tokens, np.int32),
             num_prompt_tokens=self.num_prompt_tokens,
             num_computed_tokens=self.num_computed,
-            block_ids=list(self.blocks.by_group[0]),
-            more_block_ids=[list(own) for own in self.blocks.by_group[1:]],
+            block_ids=first,
+            more_block_ids=more,
             extensions=self.extensions,
             note=msgspec.msgpack.encode(note),
         )
@@ -210,8 +220,8 @@ def new_request(request: GenerationRequest, limits: SchedulerLimits) -> Request:
     limit = min(num_prompt + request.max_tokens, limits.max_model_len)
     if request.pooling is not None:
         limit = num_prompt
-    usable = limits.num_blocks - NUM_NULL_BLOCKS
-    if limits.most_blocks(limit - (request.pooling is None)) > usable:
+    if limit - (request.pooling is None) > limits.longest_request:
+        usable = limits.num_blocks - NUM_NULL_BLOCKS
         raise RequestError(
             f"{limit} tokens do not fit into {usable} blocks of {limits.block_size}",
             field="max_tokens",
@@ -294,8 +304,7 @@ def adopted_request(request: AdoptedRequest, limits: SchedulerLimits) -> Request
             value=request.note,
             fix="adopt it with that scheduler, or drop it",
         ) from None
-    needed = limits.most_blocks(note.limit - 1)
-    if note.limit > limits.max_model_len or needed > limits.num_blocks - NUM_NULL_BLOCKS:
+    if note.limit - 1 > min(limits.longest_request, limits.max_model_len - 1):
         raise RequestError(
             f"request {request.req_id!r} may have {note.limit} tokens, which is more than fits",
             field="limit",

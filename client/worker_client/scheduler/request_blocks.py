@@ -8,14 +8,17 @@ would have to go back to where they see such a block again.
 """
 
 from collections.abc import Iterable, Sequence
-from itertools import chain
-
-import numpy as np
+from hashlib import blake2b
+from struct import Struct
+from typing import TypeAlias
 
 from rpc_schema.kv_cache import NULL_BLOCK, blocks_behind, most_blocks
-from worker_client.scheduler.block_pool import BlockPool, chained_hash
+from worker_client.scheduler.block_pool import BlockPool
 from worker_client.scheduler.interface import SchedulerLimits
 from worker_client.scheduler.request import Request
+
+Prefix: TypeAlias = Sequence[Sequence[int]]
+"""First blocks of a request in each group."""
 
 
 class RequestBlocks:
@@ -27,9 +30,12 @@ class RequestBlocks:
         """Tokens of a hash, and of the smallest blocks: all larger ones are multiples, also of each
         other."""
         self._sizes = [group.block_size for group in self._groups]
+        self._pack = Struct(f"{self.unit}i").pack
         self._has_windows = any(group.window is not None for group in self._groups)
         self._strides = [group.block_size // self.unit for group in self._groups]
         """Hashes for each block, by group."""
+        self._longest = max(self._strides)
+        self._no_prefix: Prefix = ((),) * len(self._groups)
         self._most_tokens = limits.max_num_batched_tokens
         self._caches_prefixes = limits.enable_prefix_caching
         self._pool = BlockPool(limits.num_blocks, len(self._groups))
@@ -47,20 +53,37 @@ class RequestBlocks:
         held, end = request.blocks.by_group, request.num_computed + count
         missing, total = [], 0
         for size, own in zip(self._sizes, held, strict=True):
-            lacking = max(0, -(-end // size) - len(own))
+            lacking = -(-end // size) - len(own)
             missing.append(lacking)
-            total += lacking
+            if lacking > 0:
+                total += lacking
         if not total:
             return []
         if self._has_windows:
             self._leave_behind(request)
         if total > self._pool.num_free:
             return None
-        given = []
-        for own, lacking in zip(held, missing, strict=True):
-            block_ids = self._pool.allocate(lacking)
+        given = list(map(self._pool.allocate, missing))
+        for own, block_ids in zip(held, given, strict=True):
             own += block_ids
-            given.append(block_ids)
+        return given
+
+    def extend_all(self, requests: Sequence[Request]) -> list[dict[str, list[int]]] | None:
+        """As extend() for the next token of each, by group and request. None, and nothing has
+        changed, if blocks are few or windows may free some: requests are then extended singly."""
+        if self._has_windows or len(requests) * len(self._groups) > self._pool.num_free:
+            return None
+        given: list[dict[str, list[int]]] = []
+        for group, size in enumerate(self._sizes):
+            held = [
+                (request.id, request.blocks.by_group[group])
+                for request in requests
+                if len(request.blocks.by_group[group]) * size <= request.num_computed
+            ]
+            given.append({})
+            for block_id, (req_id, own) in zip(self._pool.allocate(len(held)), held, strict=True):
+                own.append(block_id)
+                given[-1][req_id] = [block_id]
         return given
 
     def _leave_behind(self, request: Request) -> None:
@@ -71,20 +94,22 @@ class RequestBlocks:
                 self._pool.release(own[behind : behind + 1])
                 own[behind] = NULL_BLOCK
 
-    def find_prefix(self, request: Request) -> list[list[int]]:
+    def find_prefix(self, request: Request) -> Prefix:
         """Return the cached blocks of each group that a request can begin with, null blocks for
         those that no later token sees. One token is left to compute."""
         if not self._caches_prefixes or not request.blocks.may_share:
-            return [[] for _ in self._groups]
+            return self._no_prefix
         self._hash(request)
         hashes = request.blocks.hashes
-        longest = max(self._strides)
+        longest = self._longest
         length = (len(request.tokens) - 1) // self.unit // longest * longest
-        fitted = -1
+        fitted = 0
         while fitted != length:  # until every group can serve it
             fitted = length
             for group in range(len(self._groups)):
                 length = self._cached_length(group, hashes, length) // longest * longest
+        if not length:
+            return self._no_prefix
         return [self._prefix(group, hashes, length) for group in range(len(self._groups))]
 
     def _cached_length(self, group: int, hashes: Sequence[bytes], most: int) -> int:
@@ -115,36 +140,36 @@ class RequestBlocks:
     def _find(self, group: int, hashes: Sequence[bytes], index: int) -> int | None:
         return self._pool.find(group, hashes[(index + 1) * self._strides[group] - 1])
 
-    def num_cached(self, prefix: Sequence[Sequence[int]]) -> int:
+    def num_cached(self, prefix: Prefix) -> int:
         """Return the number of tokens of a prefix."""
         return len(prefix[0]) * self._groups[0].block_size
 
-    def can_hold(self, request: Request, prefix: Sequence[Sequence[int]]) -> bool:
+    def can_hold(self, request: Request, prefix: Prefix) -> bool:
         """Return True if there are blocks for all known tokens of a request that begins with
         `prefix`."""
         needed = 0
         for group, own in zip(self._groups, prefix, strict=True):
             most = most_blocks(len(request.tokens), group, self._most_tokens)
-            needed += max(0, most - len(own) + own.count(NULL_BLOCK))
-        found = list(chain.from_iterable(prefix))
-        return needed <= self._pool.num_free - self._pool.num_free_among(found)
+            if own:
+                most = max(0, most - len(own) + own.count(NULL_BLOCK))
+                most += self._pool.num_free_among(own)
+            needed += most
+        return needed <= self._pool.num_free
 
-    def begin(self, request: Request, prefix: Sequence[Sequence[int]], count: int) -> None:
+    def begin(self, request: Request, prefix: Prefix, count: int) -> None:
         """Give a request the cached blocks that it begins with, and those for `count` tokens."""
-        self.resume(request, prefix, self.num_cached(prefix))
-        num_hashes = request.num_computed // self.unit
-        request.blocks.num_remembered = request.blocks.num_shared = num_hashes
-        if request.blocks.num_cached_tokens < 0:
-            request.blocks.num_cached_tokens = request.num_computed
+        num_cached, blocks = self.num_cached(prefix), request.blocks
+        self.resume(request, prefix, num_cached)
+        blocks.num_remembered = blocks.num_shared = num_cached // self.unit
+        if blocks.num_cached_tokens < 0:
+            blocks.num_cached_tokens = num_cached
         self.extend(request, count)
 
-    def resume(
-        self, request: Request, by_group: Sequence[Sequence[int]], num_computed: int
-    ) -> None:
+    def resume(self, request: Request, by_group: Prefix, num_computed: int) -> None:
         """Give a request the blocks of each group that hold its first tokens."""
         for block_ids in by_group:
             self._pool.hold(block_ids)
-        request.blocks.by_group = [list(block_ids) for block_ids in by_group]
+        request.blocks.by_group = list(map(list, by_group))
         request.num_computed = num_computed
 
     def release(self, request: Request) -> None:
@@ -199,8 +224,9 @@ class RequestBlocks:
 
     def _hash(self, request: Request) -> None:
         """Extend a request's block hashes up to its known tokens."""
-        size, hashes = self.unit, request.blocks.hashes
-        for index in range(len(hashes), len(request.tokens) // size):
-            tokens = np.array(request.tokens[index * size : (index + 1) * size], np.int32)
-            parent = hashes[-1] if hashes else request.blocks.root
-            hashes.append(chained_hash(parent, tokens))
+        size, hashes, tokens = self.unit, request.blocks.hashes, request.tokens
+        parent = hashes[-1] if hashes else request.blocks.root
+        for end in range((len(hashes) + 1) * size, len(tokens) + 1, size):
+            own = self._pack(*tokens[end - size : end])
+            parent = blake2b(own, key=parent, digest_size=16).digest()
+            hashes.append(parent)

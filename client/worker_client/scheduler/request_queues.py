@@ -70,6 +70,9 @@ class RequestQueues:
             self.waiting.remove(request)
 
     def _wait(self, request: Request) -> None:
+        if not self.waiting or self.waiting[-1].arrival < request.arrival:
+            self.waiting.append(request)
+            return
         insort(self.waiting, request, key=lambda waiting: waiting.arrival)
 
     def _stop(self, request: Request) -> None:
