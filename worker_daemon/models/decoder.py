@@ -14,6 +14,7 @@ from torch import Tensor
 from worker_daemon.contracts.attention import AttentionBackend, AttentionMetadata, AttentionStep
 from worker_daemon.contracts.layer_ops import LayerOps
 from worker_daemon.distributed.tp import SingleRank, TensorParallel
+from worker_daemon.layers.adapters import AdapterLayout
 from worker_daemon.layers.attention import AttentionBlock, KVLayerSpec, NullAttention
 from worker_daemon.layers.embedding import LMHead, VocabParallelEmbedding, vocab_parallel_weight
 from worker_daemon.layers.mlp import MLPBlock
@@ -205,13 +206,15 @@ def build_stage(
     max_model_len: int,
     attention: AttentionBackend,
     ops: LayerOps,
+    adapters: AdapterLayout | None = None,
 ) -> DecoderStage:
     """Return a stage with zero weights. The partition must have passed `check_partition`.
+    adapters: an empty layout, which takes the matrices that adapters may change.
 
     max_model_len (tokens) is the length of the rotary table: positions must be smaller. With tied
     embeddings a last stage that is not the first holds its own copy of the embedding.
     """
-    setup = LayerSetup(config.hidden_size, tp, dtype, device, ops)
+    setup = LayerSetup(config.hidden_size, tp, dtype, device, ops, adapters)
     embedding = None
     head = None
     if is_first or (is_last and config.tie_word_embeddings):
@@ -246,8 +249,14 @@ def checkpoint_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
     }
 
 
-def whole_model(config: DecoderConfig, tp: TensorParallel, dtype: torch.dtype) -> DecoderStage:
-    """Return all layers of one tensor-parallel rank, without memory: for names and shapes."""
+def whole_model(
+    config: DecoderConfig,
+    tp: TensorParallel,
+    dtype: torch.dtype,
+    adapters: AdapterLayout | None = None,
+) -> DecoderStage:
+    """Return all layers of one tensor-parallel rank, without memory: for names and shapes.
+    adapters: as build_stage has it."""
     return build_stage(
         config,
         range(config.num_hidden_layers),
@@ -259,4 +268,5 @@ def whole_model(config: DecoderConfig, tp: TensorParallel, dtype: torch.dtype) -
         max_model_len=1,
         attention=NullAttention(),
         ops=TorchOps(),
+        adapters=adapters,
     )

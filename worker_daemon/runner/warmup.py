@@ -14,7 +14,6 @@ from rpc_schema.extensions import RequestExtension
 from rpc_schema.operations import StepMessage
 from rpc_schema.step import ExecuteModel, NewRequestData
 from worker_daemon.layers.prompt_attention import PLAN_TOKENS
-from worker_daemon.runner.parts.registry import HEAVIEST
 from worker_daemon.runner.scheduled_step import StepLimits
 
 
@@ -26,13 +25,15 @@ class SyntheticStep:
     arrays: tuple[bytes, ...]
 
 
-def largest_step(request: StepMessage, limits: StepLimits) -> SyntheticStep:
+def largest_step(
+    request: StepMessage, limits: StepLimits, heaviest: tuple[RequestExtension, ...] = ()
+) -> SyntheticStep:
     """Return the step with the most tokens and the most rows that sample, however few blocks there
-    are."""
+    are. heaviest: extensions of its requests."""
     num_seqs = limits.max_num_seqs
     budget = min(limits.max_num_batched_tokens, num_seqs * limits.max_model_len)
     lengths = [budget // num_seqs + (index < budget % num_seqs) for index in range(num_seqs)]
-    return prefill_step(request, limits, lengths, HEAVIEST)
+    return prefill_step(request, limits, lengths, heaviest)
 
 
 def longest_step(request: StepMessage, limits: StepLimits) -> SyntheticStep:
@@ -42,8 +43,11 @@ def longest_step(request: StepMessage, limits: StepLimits) -> SyntheticStep:
     return _admit(request, limits, [limits.max_model_len], [most])
 
 
-def warm_up_steps(request: StepMessage, limits: StepLimits) -> Iterator[SyntheticStep]:
-    """Yield a prefill and a decode of its rows, with no part and then with all of them.
+def warm_up_steps(
+    request: StepMessage, limits: StepLimits, heaviest: tuple[RequestExtension, ...] = ()
+) -> Iterator[SyntheticStep]:
+    """Yield a prefill and a decode of its rows, with no part and then with all of them, by the
+    extensions `heaviest`.
 
     Each prefill frees the rows before it; the caller frees the last ones.
     """
@@ -56,7 +60,7 @@ def warm_up_steps(request: StepMessage, limits: StepLimits) -> Iterator[Syntheti
             limits.max_num_batched_tokens // num_seqs,
         ),
     )
-    for extensions in ((), HEAVIEST):
+    for extensions in ((), heaviest):
         yield prefill_step(request, limits, [length] * num_seqs, extensions)
         if length < limits.block_size and length < limits.max_model_len:
             yield _decode_step(request, num_seqs)

@@ -8,7 +8,13 @@ from pathlib import Path
 
 import torch
 
-from rpc_schema.config import MIN_STEP_DEADLINE_MS, CacheConfig, ModelConfig, SchedulerConfig
+from rpc_schema.config import (
+    MIN_STEP_DEADLINE_MS,
+    CacheConfig,
+    LoraConfig,
+    ModelConfig,
+    SchedulerConfig,
+)
 from worker_daemon.errors import CheckpointError, ConfigError
 from worker_daemon.layers.rotary import max_table_length
 from worker_daemon.models.config import read_model_config
@@ -94,6 +100,17 @@ def check_cache(cache: CacheConfig, scheduler: SchedulerConfig) -> None:
         )
 
 
+def check_lora(config: LoraConfig) -> None:
+    """Raise ConfigError if host memory has room for fewer adapters than device memory."""
+    if config.num_cpu_loras < config.max_loras:
+        raise ConfigError(
+            "adapters in device memory are in host memory too",
+            field="lora.max_cpu_loras",
+            value=config.max_cpu_loras,
+            fix=f"at least max_loras, {config.max_loras}",
+        )
+
+
 def check_deadline(deadline_ms: int, step_s: float, num_stages: int) -> None:
     """Raise ConfigError if a legal step would count as hung. step_s: the longest step's time on
     this stage. num_stages: a stage waits for those before it."""
@@ -107,9 +124,11 @@ def check_deadline(deadline_ms: int, step_s: float, num_stages: int) -> None:
         )
 
 
-def confine_directory(model: str, roots: Sequence[Path]) -> Path:
-    """Return the model's real directory. It and every file that may be read from it must be under a
-    root, symbolic links resolved.
+def confine_directory(
+    name: str, roots: Sequence[Path], field: str = "model", option: str = "--model-root"
+) -> Path:
+    """Return the real directory of a model, or of what else `field` and the daemon's `option` name.
+    It and every file that may be read from it must be under a root, symbolic links resolved.
 
     Raises:
         ConfigError: it, or a file of it, is outside the roots.
@@ -117,32 +136,32 @@ def confine_directory(model: str, roots: Sequence[Path]) -> Path:
     """
     try:
         for root in (root.resolve() for root in roots):
-            directory = (root / model).resolve()
+            directory = (root / name).resolve()
             if directory.is_relative_to(root):
-                _check_directory(model, directory, root)
+                _check_directory(name, directory, root, field)
                 return directory
     except (OSError, ValueError, RuntimeError) as error:  # a loop of links, a null byte
         raise ConfigError(
-            f"this is no path: {error}", field="model", value=model, fix="name a directory"
+            f"this is no path: {error}", field=field, value=name, fix="name a directory"
         ) from None
     raise ConfigError(
-        "the model lies outside this daemon's model roots",
-        field="model",
-        value=model,
-        fix=f"a directory under {[str(root) for root in roots]}, or another --model-root",
+        f"the {field} lies outside this daemon's {field} roots",
+        field=field,
+        value=name,
+        fix=f"a directory under {[str(root) for root in roots]}, or another {option}",
     )
 
 
-def _check_directory(model: str, directory: Path, root: Path) -> None:
+def _check_directory(name: str, directory: Path, root: Path, field: str) -> None:
     if not directory.is_dir():
         raise CheckpointError(
-            "no such directory", field="model", value=model, fix="the directory of config.json"
+            "no such directory", field=field, value=name, fix=f"the directory of the {field}"
         )
     for file in (file for suffix in READ_SUFFIXES for file in directory.glob(f"*{suffix}")):
         if not file.resolve().is_relative_to(root):
             raise ConfigError(
-                "a file of the model is a link to outside this daemon's model roots",
-                field="model",
+                f"a file of the {field} is a link to outside this daemon's {field} roots",
+                field=field,
                 value=str(file),
                 fix=f"keep it under {root}",
             )

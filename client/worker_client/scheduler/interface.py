@@ -3,13 +3,17 @@ exchange."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol, TypeAlias
+from typing import Final, Literal, Protocol, TypeAlias
 
 from rpc_schema.config import WorkerConfig
 from rpc_schema.kv_cache import BlockGroup, block_groups, request_blocks
 from worker_client.loading import LoadedGroup
+from worker_client.parts.interface import ModelBounds
 from worker_client.requests import GenerationRequest
 from worker_client.scheduler_output import Logprobs, SchedulerOutput, StepResult
+
+_UNCHECKED: Final = 1 << 31
+"""A vocabulary of every token id that a message can carry."""
 
 FinishReason: TypeAlias = Literal["stop", "length", "abort", "error"]
 
@@ -89,9 +93,18 @@ class SchedulerLimits:
     enable_prefix_caching: bool = True
     vocab_size: int | None = None
     """None leaves the token ids of requests unchecked."""
+    max_loras: int | None = None
+    """Adapters in a step, at most; None leaves the adapters of requests unchecked."""
     groups: tuple[BlockGroup, ...] = ()
     """Groups of layers; each gives every request blocks of its own. Empty: one of block_size,
     without a window."""
+
+    @property
+    def bounds(self) -> ModelBounds:
+        """Bounds on the extensions of requests."""
+        return ModelBounds(
+            _UNCHECKED if self.vocab_size is None else self.vocab_size, self.max_loras
+        )
 
     @property
     def block_groups(self) -> tuple[BlockGroup, ...]:
@@ -115,4 +128,5 @@ def scheduler_limits(model: LoadedGroup, config: WorkerConfig) -> SchedulerLimit
         eos_token_ids=model.metadata.eos_token_ids,
         vocab_size=model.metadata.vocab_size,
         groups=model.groups,
+        max_loras=config.lora.max_loras,
     )

@@ -111,7 +111,7 @@ class Step:
                 return
             running = self._queues.running.values()
             if request.extensions and not may_start(
-                request.extensions, (other.extensions for other in running)
+                request.extensions, (other.extensions for other in running), self._limits.bounds
             ):
                 return
             prefix = self._blocks.find_prefix(request)

@@ -20,7 +20,6 @@ from worker_client.scheduler_output import Logprobs, NewRequest
 from worker_client.step_checks import (
     MAX_ADMITTED_BYTES,
     MAX_ADMITTED_TOKENS,
-    WIRE_LIMITS,
     admission_bytes,
     extension_bytes,
     extension_fault,
@@ -202,7 +201,7 @@ def new_request(request: GenerationRequest, limits: SchedulerLimits) -> Request:
     size = limits.vocab_size  # a token that the model cannot produce ends nothing
     eos_token_ids = [token for token in limits.eos_token_ids if size is None or token < size]
     extensions = request.extensions(eos_token_ids)
-    fault = extension_fault(extensions, WIRE_LIMITS.vocab_size if size is None else size)
+    fault = extension_fault(extensions, limits.bounds)
     if fault is not None:
         message = "a feature of the request is refused"
         raise RequestError(message, field=fault.field, value=fault.value, fix=fault.fix)

@@ -6,10 +6,11 @@ from typing import Final
 
 import torch
 
-from rpc_schema.extensions import RequestExtension
 from worker_daemon.contracts.sampling import Sampling
+from worker_daemon.lora.adapters import Adapters
 from worker_daemon.runner.parts.grammar_masks import GrammarMasksPart
 from worker_daemon.runner.parts.interface import PartContext, StepPart
+from worker_daemon.runner.parts.lora import LoraPart
 from worker_daemon.runner.parts.random_sampling import RandomSamplingPart
 from worker_daemon.runner.parts.step_parts import StepParts
 from worker_daemon.runner.parts.stop_tokens import StopTokensPart
@@ -17,16 +18,12 @@ from worker_daemon.runner.parts.token_logprobs import TokenLogprobsPart
 from worker_daemon.runner.scheduled_step import StepLimits
 
 PARTS: Final[tuple[type[StepPart], ...]] = (
+    LoraPart,
     GrammarMasksPart,
     TokenLogprobsPart,
     StopTokensPart,
     RandomSamplingPart,  # which chooses the tokens
 )
-
-HEAVIEST: Final[tuple[RequestExtension, ...]] = tuple(
-    part.heaviest for part in PARTS if part.heaviest is not None
-)
-"""Extensions of a request that uses every part."""
 
 
 def make_parts(
@@ -36,9 +33,10 @@ def make_parts(
     *,
     is_first_stage: bool = True,
     is_last_stage: bool = True,
+    adapters: Adapters | None = None,
 ) -> StepParts:
-    """Return the parts of one runner."""
-    context = PartContext(limits, device, is_first_stage, is_last_stage, sampling)
-    *parts, chooser = [part(context) for part in PARTS]
+    """Return the parts of one runner. adapters: those of its model, if it has any."""
+    context = PartContext(limits, device, is_first_stage, is_last_stage, sampling, adapters)
+    *parts, chooser = [part(context) for part in PARTS if part.serves(context)]
     assert isinstance(chooser, RandomSamplingPart)
     return StepParts([*parts, chooser], chooser, context)
