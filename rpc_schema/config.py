@@ -101,6 +101,22 @@ class GraphConfig(Value, frozen=True, kw_only=True):
     enforce_eager: bool = False
 
 
+class LoraConfig(Value, frozen=True, kw_only=True):
+    """Room for LoRA adapters."""
+
+    max_loras: Annotated[int, Meta(ge=0, le=256)] = 0
+    """Most adapters in one step: slots in device memory. 0 refuses adapters, and takes none."""
+    max_lora_rank: Annotated[int, Meta(ge=1, le=512)] = 16
+    """Largest rank of an adapter; every slot has room for it."""
+    max_cpu_loras: Positive | None = None
+    """Most adapters in host memory, at least max_loras; None: as many as max_loras."""
+
+    @property
+    def num_cpu_loras(self) -> int:
+        """Most adapters in host memory."""
+        return self.max_loras if self.max_cpu_loras is None else self.max_cpu_loras
+
+
 class WorkerConfig(Value, frozen=True, kw_only=True):
     """The complete configuration. `attach` compares it, so that a new driver can see whether the
     loaded one is the one it wants."""
@@ -110,6 +126,7 @@ class WorkerConfig(Value, frozen=True, kw_only=True):
     scheduler: SchedulerConfig
     cache: CacheConfig
     graph: GraphConfig
+    lora: LoraConfig = LoraConfig()
 
     def fingerprint(self) -> str:
         """Return a stable hash of the encoded configuration, 32 hex digits."""

@@ -12,6 +12,7 @@ from typing import Annotated, TypeAlias, TypeVar
 from msgspec import Meta
 
 from rpc_schema.base import Extension
+from rpc_schema.lora_request import LoraRequest
 from rpc_schema.pooling import PooledOutputs, PoolingParams
 from rpc_schema.sampling import (
     GrammarMasks,
@@ -24,7 +25,13 @@ from rpc_schema.structured import StructuredOutput
 from rpc_schema.token_rules import TokenRule
 
 RequestExtension: TypeAlias = (
-    RandomSampling | StopTokens | StructuredOutput | LogprobsWanted | TokenRule | PoolingParams
+    RandomSampling
+    | StopTokens
+    | LoraRequest
+    | StructuredOutput
+    | LogprobsWanted
+    | TokenRule
+    | PoolingParams
 )
 """Extension of a request, from its admission on."""
 

@@ -24,6 +24,7 @@ from rpc_schema.base import (
 from rpc_schema.config import (
     CacheConfig,
     GraphConfig,
+    LoraConfig,
     ModelConfig,
     ParallelConfig,
     Rendezvous,
@@ -329,6 +330,7 @@ class LoadModel(StepRequest["LoadModelReply"], frozen=True, tag=13, kw_only=True
     scheduler: SchedulerConfig
     cache: CacheConfig
     graph: GraphConfig
+    lora: LoraConfig = LoraConfig()
 
 
 class LoadModelReply(StepReply, frozen=True, tag=13, kw_only=True):

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Final, Generic, TypeAlias, TypeVar
 
-from rpc_schema import adoption, lease, step, trace, uploads
+from rpc_schema import adoption, lease, lora, step, trace, uploads
 from rpc_schema import lifecycle as lc
 from rpc_schema import weight_transfer as wt
 from rpc_schema.base import Answered, ControlReply, ControlRequest, StepReply, StepRequest
@@ -211,6 +211,12 @@ _STEP_ROWS: Final[tuple[StepOperation[Any], ...]] = (
     StepOperation(lc.Sleep, lc.MemoryTagsReply, _LOADED, deadline_s=600.0, waits_for_peers=True),
     StepOperation(lc.WakeUp, lc.MemoryTagsReply, _LOADED, deadline_s=120.0, waits_for_peers=True),
     StepOperation(lc.Discard, lc.MemoryTagsReply, _LOADED, deadline_s=120.0, waits_for_peers=True),
+    # LoRA adapters. They are read from disk.
+    StepOperation(lora.PrepareLora, lora.PrepareLoraReply, _LOADED),
+    StepOperation(lora.AddLora, lora.AddLoraReply, _LOADED, deadline_s=600.0),
+    StepOperation(lora.RemoveLora, lora.RemoveLoraReply, _LOADED),
+    StepOperation(lora.ListLoras, lora.ListLorasReply, _LOADED),
+    StepOperation(lora.PinLora, step.Done, _LOADED),
     # Adoption.
     StepOperation(adoption.AdoptRequests, adoption.AdoptRequestsReply, Rule(_only("READY"))),
 )

@@ -100,6 +100,10 @@ def serve(
             help="models must lie under one of these; default: the working directory; needed on tcp"
         ),
     ] = None,
+    lora_root: Annotated[
+        list[str] | None,
+        typer.Option(help="LoRA adapters must lie under one of these; default: none are served"),
+    ] = None,
     save_root: Annotated[
         str | None,
         typer.Option(help="weights are saved under it, by name; without it they are not"),

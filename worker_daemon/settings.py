@@ -20,6 +20,7 @@ KEYS: Final = (
     "device",
     "state-dir",
     "model-root",
+    "lora-root",
     "save-root",
     "profile-dir",
     "key-file",
@@ -32,6 +33,8 @@ KEYS: Final = (
     "exit-with-parent-fd",
     "log-level",
 )
+_LISTS: Final = ("model-root", "lora-root")
+"""Options that may be given several times."""
 _DEVICE: Final = re.compile(r"cpu|cuda:\d{1,3}")
 
 Given: TypeAlias = Mapping[str, str | int | bool | list[str] | None]
@@ -78,6 +81,8 @@ class ProcessSettings:
     user's cache directory for kernels."""
     model_roots: tuple[Path, ...]
     """Directories that models must be under."""
+    lora_roots: tuple[Path, ...]
+    """Directories that LoRA adapters must be under; none: they are refused."""
     save_root: Path | None
     """Directory for saved weights, by name; None: saving is refused."""
     profile_dir: Path | None
@@ -242,13 +247,13 @@ def read_file(path: Path) -> Given:
 
 
 def read_environment(environment: Mapping[str, str]) -> Given:
-    """Read the options from environment variables; WORKER_DAEMON_MODEL_ROOT separates paths by
-    colons."""
+    """Read the options from environment variables; WORKER_DAEMON_MODEL_ROOT and
+    WORKER_DAEMON_LORA_ROOT separate paths by colons."""
     given: dict[str, str | int | bool | list[str] | None] = {}
     for key in KEYS:
         value = environment.get(ENV_PREFIX + key.upper().replace("-", "_"))
         if value:
-            given[key] = value.split(os.pathsep) if key == "model-root" else value
+            given[key] = value.split(os.pathsep) if key in _LISTS else value
     return given
 
 
@@ -266,7 +271,8 @@ def build_settings(given: Given) -> ProcessSettings:
         endpoint=endpoint,
         device=_device(given),
         state_dir=_path(given, "state-dir"),
-        model_roots=_roots(given),
+        model_roots=_roots(given, "model-root", "models", (Path.cwd(),)),
+        lora_roots=_roots(given, "lora-root", "LoRA adapters", ()),
         save_root=_own_directory(given, "save-root", "saved weights"),
         profile_dir=_own_directory(given, "profile-dir", "traces"),
         key_file=key_file,
@@ -305,17 +311,17 @@ def _device(given: Given) -> str:
     return device
 
 
-def _roots(given: Given) -> tuple[Path, ...]:
-    value = given.get("model-root")
+def _roots(given: Given, key: str, content: str, default: tuple[Path, ...]) -> tuple[Path, ...]:
+    value = given.get(key)
     roots = [value] if isinstance(value, str) else value
     if roots is None:
-        return (Path.cwd(),)
+        return default
     if not isinstance(roots, list) or not all(isinstance(root, str) for root in roots):
-        raise config_error("model-root", value, "it is not a list of paths")
+        raise config_error(key, value, "it is not a list of paths")
     for root in roots:
         if not Path(root).is_dir():
-            fix = "name a directory that holds models"
-            raise config_error("model-root", root, "there is no such directory", fix)
+            fix = f"name a directory that holds {content}"
+            raise config_error(key, root, "there is no such directory", fix)
     return tuple(Path(root).resolve() for root in roots)
 
 

@@ -57,12 +57,14 @@ class LocalDaemons:
         devices: Sequence[str],
         model_root: Path,
         *,
+        lora_root: Path | None = None,
         ready_timeout_s: float = READY_TIMEOUT_S,
         command: Command | None = None,
     ) -> None:
         """Start a daemon for each device ("cpu", "cuda:0", ...) and wait until all answer.
 
-        model_root: the directory that they may read models under. command: command line to use
+        model_root: the directory that they may read models under; lora_root: that of LoRA adapters.
+        command: command line to use
         instead of `python -m worker_daemon serve` with this interpreter.
 
         Raises:
@@ -74,7 +76,7 @@ class LocalDaemons:
         self._devices = tuple(devices)
         self._daemons: list[_Daemon] = []
         self._reaper, self._reaper_pipe = _start_reaper(self.directory)
-        self._command = command or self._serve_command(model_root)
+        self._command = command or self._serve_command(model_root, lora_root)
         began = time.monotonic()
         try:
             for index, device in enumerate(devices):
@@ -168,12 +170,13 @@ class LocalDaemons:
             stuck = {daemon.process.pid: devices[daemon.endpoint] for daemon in left}
             raise Unkillable(stuck, kill_limit_s)
 
-    def _serve_command(self, model_root: Path) -> Command:
+    def _serve_command(self, model_root: Path, lora_root: Path | None) -> Command:
         def build(endpoint: str, device: str, pipe: int) -> list[str]:
             options = {
                 "--endpoint": endpoint,
                 "--device": device,
                 "--model-root": str(model_root),
+                **({} if lora_root is None else {"--lora-root": str(lora_root)}),
                 "--exit-with-parent-fd": str(pipe),
             }
             words = [word for option in options.items() for word in option]

@@ -69,6 +69,7 @@ class LoadChain:
                 scheduler=config.scheduler,
                 cache=config.cache,
                 graph=config.graph,
+                lora=config.lora,
             )
         )
 

@@ -116,6 +116,7 @@ def group_limits(config: WorkerConfig, model: LoadedGroup) -> GroupLimits:
         groups=model.groups,
         generates=model.metadata.generates,
         pooling=model.metadata.pooling,
+        max_loras=config.lora.max_loras,
     )
 
 

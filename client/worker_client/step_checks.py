@@ -75,6 +75,8 @@ class GroupLimits:
     block_size: int = 1
     groups: tuple[BlockGroup, ...] = ()
     """Groups of layers; empty: one of block_size, without a window."""
+    max_loras: int | None = None
+    """Adapters in a step, at most; None if unknown."""
     generates: bool = True
     """The model has an output layer for tokens."""
     pooling: PoolingSupport | None = None
@@ -83,7 +85,7 @@ class GroupLimits:
     @property
     def bounds(self) -> ModelBounds:
         """The model's bounds on extensions."""
-        return ModelBounds(self.vocab_size, self.pooling)
+        return ModelBounds(self.vocab_size, self.pooling, self.max_loras)
 
     @cached_property
     def block_groups(self) -> tuple[BlockGroup, ...]:

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rpc_schema import lifecycle as lc
+from rpc_schema import lora
 from rpc_schema import uploads as up
 from rpc_schema import weight_transfer as wt
 from rpc_schema.adoption import AdoptRequests
@@ -28,6 +29,7 @@ from worker_client.errors import (
     WorkerDied,
 )
 from worker_client.failure_state import Answer, Change, FailureState, GroupRequest, WeightsGone
+from worker_client.group_adapters import AddTask, GroupAdapter, GroupAdapters
 from worker_client.group_channel import LONG_TIMEOUT_S, GroupChannel
 from worker_client.group_channel import RankProgress as RankProgress
 from worker_client.keys import NO_KEYS, Keys
@@ -95,6 +97,7 @@ class WorkerGroup:
         self._attaching = Attachment(self._channel, self._steps, self._state, terms)
         self.load_chain = LoadChain(self._channel)
         """The operations that prepare() consists of, for callers that want another order."""
+        self._adapters = GroupAdapters(self._channel)
         self.clients = self._channel.daemons.clients
         self._keys = keys
         self._loaded: tuple[WorkerConfig, LoadedGroup] | None = None
@@ -239,6 +242,8 @@ class WorkerGroup:
         place = None if endpoint is None else parse_endpoint(endpoint, self._keys)
         replaced = replacement.run(rank, place, within_s)
         self._state.apply(learned(replaced.statuses, replaced.loaded_ranks))
+        if replaced.loaded_ranks:
+            self._adapters.restore(replaced.loaded_ranks)
         return replaced
 
     def detach(self) -> None:
@@ -307,6 +312,9 @@ class WorkerGroup:
         self._loaded = config, model
         if not model.was_loaded:
             self._state.apply(Change.WEIGHTS_FILLED)
+            self._adapters.forget()
+        elif config.lora.max_loras:
+            self._adapters.learn()
         self._steps.start(config.scheduler.max_num_seqs, group_limits(config, model), deadline_s)
         return model
 
@@ -531,6 +539,51 @@ class WorkerGroup:
         self._drain()
         self._steps.lose_rows("the weights were replaced")
         self._state.apply(given_up(cause))
+
+    # ------------------------------------------------------------------ LoRA adapters
+
+    @property
+    def loras(self) -> Mapping[int, GroupAdapter]:
+        """The adapters that all ranks have, by id."""
+        return self._adapters.known
+
+    def add_lora(
+        self, name: str, lora_id: int | None = None, *, load_inplace: bool = False
+    ) -> GroupAdapter:
+        """Put an adapter below the daemons' --lora-root into every rank's host memory, and return
+        it: requests name it by its `extension`. Daemons run steps meanwhile, but this returns when
+        it is there: a driver that serves uses begin_add_lora.
+
+        lora_id: by default the one that it has, or a free one. An adapter that is there already
+        only counts as used, unless load_inplace replaces it. The one that was used least recently
+        leaves, if there is no room: see `loras`.
+
+        Raises:
+            RemoteConfigError: it is not supported, or exceeds max_lora_rank; the model was loaded
+                without adapters; the id or the name belongs to another one.
+            RemoteCheckpointError: its files are missing or faulty.
+            RemoteCapacityError: all adapters are pinned. Whatever is raised, nothing has changed.
+        """
+        return self.begin_add_lora(name, lora_id, load_inplace=load_inplace).finish()
+
+    def begin_add_lora(
+        self, name: str, lora_id: int | None = None, *, load_inplace: bool = False
+    ) -> AddTask:
+        """Begin to add an adapter: call its proceed() between steps, until that returns False."""
+        return self._adapters.begin(name, lora_id, load_inplace=load_inplace)
+
+    def remove_lora(self, lora_id: int) -> bool:
+        """Remove an adapter from host memory; running requests go on with it. Return False if there
+        was none of that id."""
+        return self._adapters.remove(lora_id)
+
+    def list_loras(self) -> list[lora.ListLorasReply]:
+        """Return every rank's adapters in host memory, the one used least recently first."""
+        return self._adapters.reports()
+
+    def pin_lora(self, lora_id: int) -> None:
+        """Never evict an adapter. Raises RemoteConfigError if there is none of that id."""
+        self._adapters.pin(lora_id)
 
     # ------------------------------------------------------------------ uploads
 

@@ -55,7 +55,7 @@ def test_worker_has_a_method_for_each_operation(row: StepOperation) -> None:
 
 @pytest.mark.parametrize("row", STEP_OPERATIONS.values(), ids=named)
 def test_group_has_a_method_for_each_operation(row: StepOperation) -> None:
-    inside = {"adopt_requests", "finish_sharded_state"}  # of attach and of saves
+    inside = {"adopt_requests", "finish_sharded_state", "prepare_lora"}  # of attach and of saves
     name = operation_name(row.request)
     assert name in inside or hasattr(WorkerGroup, name) or hasattr(LoadChain, name)
 

@@ -24,6 +24,7 @@ import numpy as np
 from rpc_schema.config import (
     CacheConfig,
     GraphConfig,
+    LoraConfig,
     ModelConfig,
     ParallelConfig,
     SchedulerConfig,
@@ -68,6 +69,7 @@ def worker_config(
     step_deadline_ms: int = STEP_DEADLINE_MS,
     block_size: int = 4,
     enable_sleep_mode: bool = False,
+    lora: LoraConfig = LoraConfig(),  # noqa: B008  # a value
 ) -> WorkerConfig:
     """The configuration of a small group."""
     return WorkerConfig(
@@ -89,6 +91,7 @@ def worker_config(
         ),
         cache=CacheConfig(block_size=block_size),
         graph=GraphConfig(),
+        lora=lora,
     )
 
 
@@ -105,7 +108,9 @@ class DaemonPool:
         self._drop_dead()
         have = sum(len(daemons.endpoints) for daemons in self._started)
         if have < count:
-            self._started.append(LocalDaemons(["cpu"] * (count - have), self.model_root))
+            self._started.append(
+                LocalDaemons(["cpu"] * (count - have), self.model_root, lora_root=self.model_root)
+            )
         return [e for daemons in self._started for e in daemons.endpoints][:count]
 
     def log_tails(self, count: int) -> str:
@@ -229,6 +234,7 @@ def scheduler_limits(group: WorkerGroup, loaded: LoadedGroup, **changes: object)
         "eos_token_ids": loaded.metadata.eos_token_ids,
         "generates": loaded.metadata.generates,
         "pooling": loaded.metadata.pooling,
+        "max_loras": loaded_config.lora.max_loras,
     }
     return SchedulerLimits(**{**fields, **changes})
 

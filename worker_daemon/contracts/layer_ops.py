@@ -37,6 +37,18 @@ class NormedSum(NamedTuple):
     eps: float
 
 
+class AdapterWeights(NamedTuple):
+    """LoRA adapters of a matrix that is merged of G ones, in L slots: B (A x) is added to its
+    product. Lower ranks than r end in zeros."""
+
+    a: Tensor
+    """[L, G * r, K]: each slot's own strides but for the first dimension."""
+    b: Tensor
+    """[L, M, r], likewise; scaled."""
+    ends: tuple[int, ...]
+    """Of each of the G matrices, the end of its rows among the M."""
+
+
 class LayerOps(Protocol):
     """One stateless object serves every layer. All tensors are contiguous and of the model's dtype
     unless said otherwise; results are new and arguments unchanged, unless said otherwise. Never
@@ -63,6 +75,13 @@ class LayerOps(Protocol):
         self, source: NormedSum, weight: Tensor, bias: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         """Like norm_linear, with gated_linear instead of linear."""
+
+    def add_adapters(
+        self, y: Tensor, x: Tensor, weights: AdapterWeights, token_slots: Tensor
+    ) -> None:
+        """Add B (A x) to y [N, M] in place, by each row's adapter; sums and A x are in float32.
+        x [N, K]; token_slots int32 [N]: 0 adds nothing, s + 1 the adapter of slot s, and a negative
+        one makes the row NaN."""
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """x / sqrt(mean(x^2) + eps) * weight over H, in float32, rounded once: x [N, H], weight

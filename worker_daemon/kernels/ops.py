@@ -6,18 +6,19 @@ dimension.
 
 import torch
 
-from worker_daemon.contracts.layer_ops import HeadNorms, NormedSum
+from worker_daemon.contracts.layer_ops import AdapterWeights, HeadNorms, NormedSum
 from worker_daemon.kernels.activation import silu_and_mul
 from worker_daemon.kernels.argmax import greedy_tokens
 from worker_daemon.kernels.launch import has_dependent_launch
 from worker_daemon.kernels.linear import ThinLinear
+from worker_daemon.kernels.lora import AdapterProducts
 from worker_daemon.kernels.norm import add_rms_norm, rms_norm
 from worker_daemon.kernels.rope_store import rotate_and_store
 from worker_daemon.kernels.row_linear import RowNorm, launch_row
 
 
 class TritonOps:
-    """LayerOps on one CUDA device, one object for all layers. Owns ThinLinear's counters; step
+    """LayerOps on one CUDA device, one object for all layers. Owns the products' counters; step
     thread only."""
 
     name = "triton"
@@ -26,6 +27,7 @@ class TritonOps:
         """device is that of all tensors."""
         self._pdl = has_dependent_launch(device)
         self._thin = ThinLinear(device)
+        self._adapters = AdapterProducts(device)
 
     def linear(
         self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
@@ -73,6 +75,16 @@ class TritonOps:
         y = x.new_empty(1, weight.shape[0] // 2)
         launch_row(y, x, weight, bias, tile, pdl=self._pdl, norm=norm, gated=True)
         return y, norm.total
+
+    def add_adapters(
+        self,
+        y: torch.Tensor,
+        x: torch.Tensor,
+        weights: AdapterWeights,
+        token_slots: torch.Tensor,
+    ) -> None:
+        """y [N, M], which is changed in place, x [N, K], token_slots int32 [N]."""
+        self._adapters.add(y, x, weights, token_slots)
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         """x [N, H], weight [H] -> [N, H]."""

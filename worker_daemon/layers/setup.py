@@ -8,6 +8,7 @@ import torch
 
 from worker_daemon.contracts.layer_ops import LayerOps
 from worker_daemon.distributed.tp import TensorParallel
+from worker_daemon.layers.adapters import AdaptedLinearMethod, AdapterLayout
 from worker_daemon.layers.linear_method import LinearMethod
 from worker_daemon.layers.parameter import Parameter, Piece
 
@@ -24,6 +25,8 @@ class LayerSetup:
     """The device of the parameters; the meta device if they get memory later."""
     ops: LayerOps
     """The kernels of the device that the layers will run on."""
+    adapters: AdapterLayout | None = None
+    """Takes the matrices that LoRA adapters may change; None without adapters."""
 
     def parameter(self, name: str, shape: tuple[int, ...], pieces: Iterable[Piece]) -> Parameter:
         """Return a parameter of zeros. Owned by the caller."""
@@ -38,8 +41,8 @@ class LayerSetup:
     ) -> LinearMethod:
         """Return the method of a matrix [M, K]. prefix is its name without .weight or .bias; bias
         is None if it has none. Owned by the caller."""
-        return LinearMethod(
-            self.parameter(f"{prefix}.weight", shape, weight),
-            None if bias is None else self.parameter(f"{prefix}.bias", shape[:1], bias),
-            self.ops,
-        )
+        matrix = self.parameter(f"{prefix}.weight", shape, weight)
+        vector = None if bias is None else self.parameter(f"{prefix}.bias", shape[:1], bias)
+        if self.adapters is None:
+            return LinearMethod(matrix, vector, self.ops)
+        return AdaptedLinearMethod(matrix, vector, self.ops, self.adapters)

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from worker_daemon.contracts.layer_ops import NO_TOKEN, HeadNorms, NormedSum
+from worker_daemon.contracts.layer_ops import NO_TOKEN, AdapterWeights, HeadNorms, NormedSum
 from worker_daemon.layers.rotary import rotate
 
 
@@ -34,6 +34,24 @@ class TorchOps:
     ) -> tuple[Tensor, Tensor]:
         gate_up, total = self.norm_linear(source, weight, bias)
         return self.silu_and_mul(gate_up), total
+
+    def add_adapters(
+        self, y: Tensor, x: Tensor, weights: AdapterWeights, token_slots: Tensor
+    ) -> None:
+        rank = weights.b.shape[2]
+        y[token_slots < 0] = torch.nan
+        for slot in range(weights.a.shape[0]):
+            rows = (token_slots == slot + 1).nonzero().squeeze(1)
+            if not rows.numel():
+                continue
+            shrunk = x[rows].float() @ weights.a[slot].float().T
+            b = weights.b[slot].float()
+            starts = (0, *weights.ends[:-1])
+            parts = [
+                shrunk[:, index * rank : (index + 1) * rank] @ b[start:end].T
+                for index, (start, end) in enumerate(zip(starts, weights.ends, strict=True))
+            ]
+            y[rows] = (y[rows].float() + torch.cat(parts, dim=1)).to(y.dtype)
 
     def silu_and_mul(self, gate_up: Tensor) -> Tensor:
         """silu(gate) * up: gate_up [N, 2 I], gate first -> [N, I]."""

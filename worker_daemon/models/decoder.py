@@ -15,6 +15,7 @@ from torch import Tensor
 from worker_daemon.contracts.attention import AttentionBackend, AttentionMetadata, AttentionStep
 from worker_daemon.contracts.layer_ops import LayerOps
 from worker_daemon.distributed.tp import SingleRank, TensorParallel
+from worker_daemon.layers.adapters import AdapterLayout
 from worker_daemon.layers.attention import (
     AttentionBlock,
     AttentionSpec,
@@ -263,14 +264,16 @@ def build_stage(
     max_model_len: int,
     attention: AttentionBackend,
     ops: LayerOps,
+    adapters: AdapterLayout | None = None,
 ) -> DecoderStage:
     """Return a stage with zero weights. The partition must have passed `check_partition`.
+    adapters: an empty layout, which takes the matrices that adapters may change.
 
     max_model_len (tokens) is the length of the rotary table: positions must be smaller. With tied
     embeddings a last stage that is not the first holds its own copy of the embedding, if the model
     generates.
     """
-    setup = LayerSetup(config.hidden_size, tp, dtype, device, ops)
+    setup = LayerSetup(config.hidden_size, tp, dtype, device, ops, adapters)
     embedding, start, end = None, None, None
     is_tied = config.tie_word_embeddings and config.generates
     if is_first or (is_last and is_tied):
@@ -324,8 +327,14 @@ def checkpoint_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
     }
 
 
-def whole_model(config: DecoderConfig, tp: TensorParallel, dtype: torch.dtype) -> DecoderStage:
-    """Return all layers of one tensor-parallel rank, without memory: for names and shapes."""
+def whole_model(
+    config: DecoderConfig,
+    tp: TensorParallel,
+    dtype: torch.dtype,
+    adapters: AdapterLayout | None = None,
+) -> DecoderStage:
+    """Return all layers of one tensor-parallel rank, without memory: for names and shapes.
+    adapters: as build_stage has it."""
     return build_stage(
         config,
         range(config.num_hidden_layers),
@@ -337,4 +346,5 @@ def whole_model(config: DecoderConfig, tp: TensorParallel, dtype: torch.dtype) -
         max_model_len=1,
         attention=NullAttention(),
         ops=TorchOps(),
+        adapters=adapters,
     )

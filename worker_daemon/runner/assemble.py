@@ -14,6 +14,7 @@ from worker_daemon.distributed.pp import HopShape, StageInbound, StageOutbound
 from worker_daemon.distributed.tokens import TokenBroadcast
 from worker_daemon.distributed.tp import TensorParallel
 from worker_daemon.kernels.tiles import DeviceLimits, length_bounds
+from worker_daemon.lora.adapters import Adapters
 from worker_daemon.models.decoder import DecoderStage
 from worker_daemon.runner.cuda_graph import LadderGraphs, StepGraphs
 from worker_daemon.runner.input_batch import InputBuilder, most_seqs, staging_capacity
@@ -52,6 +53,7 @@ class RunnerParts:
     sampling: Sampling
     rows: RowKernels
     open_staging: OpenStaging
+    adapters: Adapters | None = None
 
     @property
     def depth(self) -> int:
@@ -71,6 +73,7 @@ def assemble_runner(
         is_first_stage=parallel.is_first_stage,
         is_last_stage=parallel.is_last_stage,
         pooler=parts.stage.pooler,
+        adapters=parts.adapters,
     )
     state = RequestState(limits, step_parts)
     tables = RowTables(limits, parts.device, parts.rows)

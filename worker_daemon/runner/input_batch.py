@@ -163,12 +163,12 @@ class InputBuilder:
     def _rows_of(self, step: ScheduledStep, on_device: Bools, sampling: Int64s) -> "_StepRows":
         # Counts of a slot's former request must have come before a new one's are set to zero.
         reads = step.slots[on_device] if step.corrections is None else step.slots
-        steady = step.steady
+        steady, in_sampling = step.steady, self._parts.in_sampling
         if steady is not None:
-            slots, generations = steady.slots, steady.generations
-            return _StepRows(sampling, slots, generations, steady.used, reads, steady.reply_bitmap)
+            slots, used = steady.slots, steady.used & in_sampling
+            return _StepRows(sampling, slots, steady.generations, used, reads, steady.reply_bitmap)
         slots = step.slots[sampling]
-        used = self._parts.used_by(slots)
+        used = self._parts.used_by(slots) & in_sampling
         return _StepRows(sampling, slots, self._state.generation[slots], used, reads, b"")
 
     def padding(self, plan: StepPlan) -> StepInputs:

@@ -78,14 +78,14 @@ class EagerProgram:
         gathered = self._tables.gather(columns)
         by_group = inputs.attention(gathered, self._tables)
         hidden = self._stage.embed(gathered.token_ids) if self._is_first else arrived
-        if used:
-            hidden = self._parts.before_forward(used, hidden, columns)
-        hidden = self._stage.forward(
-            hidden,
-            columns.positions,
-            self._kv_caches,
-            [by_group[group] for group in self._layer_groups],
-        )
+        layers = [by_group[group] for group in self._layer_groups]
+        try:
+            if used:
+                hidden = self._parts.before_forward(used, hidden, columns)
+            hidden = self._stage.forward(hidden, columns.positions, self._kv_caches, layers)
+        finally:
+            if used:
+                self._parts.forward_ended(used)
         if used:
             hidden = self._parts.after_forward(used, hidden, columns)
         return StageOutput(hidden, self._choose(hidden, columns, gathered.token_ids))

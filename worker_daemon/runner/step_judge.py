@@ -430,6 +430,7 @@ class StepJudge:
             raise invalid("deferred", f"{len(waiting)} steps", f"sample step {min(waiting)} first")
         batch = self._batches.batch(step)
         slots, rows = batch.slots, batch.rows
+        self._parts.judge_batch(slots, step.scheduled_new_reqs)
         if deferred:
             counts.check_sampled(slots)
         num_tokens = self._batches.num_tokens(step, batch)

@@ -17,7 +17,7 @@ from rpc_schema.operations import StepMessage
 from rpc_schema.pooling import MAX_POOLED_BYTES, VALUE_BYTES, PoolingParams
 from rpc_schema.step import ExecuteModel, NewRequestData
 from worker_daemon.layers.prompt_attention import PLAN_TOKENS
-from worker_daemon.runner.parts.registry import HEAVIEST, heaviest_of_step
+from worker_daemon.runner.parts.registry import heaviest_of_step
 from worker_daemon.runner.scheduled_step import StepLimits
 from worker_daemon.runner.slot_bitmap import read_bitmap
 
@@ -30,14 +30,16 @@ class SyntheticStep:
     arrays: tuple[Frame, ...]
 
 
-def largest_step(request: StepMessage, limits: StepLimits) -> SyntheticStep:
+def largest_step(
+    request: StepMessage, limits: StepLimits, heaviest: tuple[RequestExtension, ...] = ()
+) -> SyntheticStep:
     """Return the step with the most tokens and the most rows that sample, however few blocks there
-    are."""
+    are. heaviest: extensions of its requests."""
     num_seqs = limits.max_num_seqs
     budget = min(_most_tokens(limits), num_seqs * limits.max_model_len)
     lengths = [budget // num_seqs + (index < budget % num_seqs) for index in range(num_seqs)]
-    step = prefill_step(request, limits, lengths, _heaviest(limits))
-    return with_all_parts(step, limits)
+    extensions = heaviest if limits.generates else _lightest(limits)
+    return with_all_parts(prefill_step(request, limits, lengths, extensions), limits)
 
 
 def longest_step(request: StepMessage, limits: StepLimits) -> SyntheticStep:
@@ -48,8 +50,11 @@ def longest_step(request: StepMessage, limits: StepLimits) -> SyntheticStep:
     return _admit(request, limits, [length], [most], _lightest(limits))
 
 
-def warm_up_steps(request: StepMessage, limits: StepLimits) -> Iterator[SyntheticStep]:
-    """Yield a prefill and a decode of its rows, with no part and then with all of them.
+def warm_up_steps(
+    request: StepMessage, limits: StepLimits, heaviest: tuple[RequestExtension, ...] = ()
+) -> Iterator[SyntheticStep]:
+    """Yield a prefill and a decode of its rows, with no part and then with all of them, by the
+    extensions `heaviest`.
 
     Each prefill frees the rows before it; the caller frees the last ones.
     """
@@ -62,7 +67,8 @@ def warm_up_steps(request: StepMessage, limits: StepLimits) -> Iterator[Syntheti
             limits.max_num_batched_tokens // num_seqs,
         ),
     )
-    for extensions in dict.fromkeys((_lightest(limits), _heaviest(limits))):
+    least = _lightest(limits)
+    for extensions in dict.fromkeys((least, heaviest if limits.generates else least)):
         steps = [prefill_step(request, limits, [length] * num_seqs, extensions)]
         if limits.generates and length < limits.block_size and length < limits.max_model_len:
             steps.append(_decode_step(request, num_seqs))
@@ -171,10 +177,6 @@ def _admit(
 def _lightest(limits: StepLimits) -> tuple[RequestExtension, ...]:
     """Extensions that a request needs at least: a model that does not generate pools."""
     return () if limits.generates else (PoolingParams(task=limits.pooling.tasks[0].task),)
-
-
-def _heaviest(limits: StepLimits) -> tuple[RequestExtension, ...]:
-    return HEAVIEST if limits.generates else _lightest(limits)
 
 
 def _most_tokens(limits: StepLimits) -> int:

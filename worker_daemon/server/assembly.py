@@ -34,6 +34,7 @@ def run_daemon(settings: ProcessSettings) -> int:
         settings.model_roots,
         save_root=settings.save_root,
         profile_dir=profile_directory(settings),
+        lora_roots=settings.lora_roots,
     )
     return serve(
         settings,
@@ -51,6 +52,7 @@ def make_worker(
     set_phase: SetPhase,
     save_root: Path | None,
     profile_dir: Path | None = None,
+    lora_roots: Sequence[Path] = (),
 ) -> WorkerLike:
     """Load torch and make the worker; called on the step thread. Raises ConfigError if there is no
     such device."""
@@ -62,7 +64,13 @@ def make_worker(
     gc.freeze()
     find_device(device)
     return Worker(
-        device, model_roots, set_phase, save_root, profile_dir, num_threads=user_threads()
+        device,
+        model_roots,
+        set_phase,
+        save_root,
+        profile_dir,
+        num_threads=user_threads(),
+        lora_roots=lora_roots,
     )
 
 

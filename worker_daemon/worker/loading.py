@@ -10,22 +10,29 @@ import torch
 from msgspec import structs
 
 from rpc_schema import lifecycle as lc
-from rpc_schema.config import ModelConfig, ParallelConfig, WorkerConfig
+from rpc_schema.config import LoraConfig, ModelConfig, ParallelConfig, WorkerConfig
 from rpc_schema.kv_cache import KVCacheConfig, KVCacheSpec
 from rpc_schema.lifecycle import MemoryTag, SleepLevel
 from worker_daemon.backend import Backend
 from worker_daemon.device.failures import FailureKind, drop_scratch, judge, out_of_memory
 from worker_daemon.device.init import supports
 from worker_daemon.distributed.parallel_state import ParallelState
-from worker_daemon.distributed.tp import LinkedTensorParallel
+from worker_daemon.distributed.tp import LinkedTensorParallel, SingleRank
 from worker_daemon.errors import CapacityError, config_error
+from worker_daemon.layers.adapters import AdapterLayout
 from worker_daemon.layers.attention import HeadSizes, NullAttention
 from worker_daemon.layers.attention_choice import ChosenAttention, choose_attention
 from worker_daemon.layers.rotary import rotary_table
+from worker_daemon.lora.adapter_files import AdapterFormat
+from worker_daemon.lora.adapters import Adapters
+from worker_daemon.lora.device_slots import DeviceSlots
+from worker_daemon.lora.host_store import HostStore
+from worker_daemon.lora.reader import AdapterReader
 from worker_daemon.models.decoder import (
     DecoderStage,
     checkpoint_names,
     checkpoint_shapes,
+    whole_model,
 )
 from worker_daemon.models.description import DecoderConfig
 from worker_daemon.models.partition import check_partition, partition_layers
@@ -43,7 +50,13 @@ from worker_daemon.models.weights import (
 )
 from worker_daemon.phases import LONG_OPERATION_S, SetPhase
 from worker_daemon.runner.kv_cache import LayerKV, allocate_kv_caches, describe_layers
-from worker_daemon.worker.resolve import ResolvedModel, check_cache, resolve_model
+from worker_daemon.worker.resolve import (
+    ResolvedModel,
+    check_cache,
+    check_lora,
+    confine_directory,
+    resolve_model,
+)
 from worker_daemon.worker.sleep_memory import TaggedMemory, open_memory
 
 _LOG = logging.getLogger(__name__)
@@ -71,6 +84,8 @@ class Roots:
     model_roots: Sequence[Path]
     save_root: Path | None
     """Saved sets may be there too."""
+    lora_roots: Sequence[Path] = ()
+    """Directories of LoRA adapters; none: adapters are refused."""
 
     def resolve(self, config: ModelConfig) -> ResolvedModel:
         """Find a model. Raises ConfigError and CheckpointError as resolve_model does."""
@@ -94,6 +109,8 @@ class LoadedModel:
     weights: WeightState
     next_load: ModelConfig
     """The configuration that reload_weights reads: as loaded, until update_config changes it."""
+    adapters: Adapters | None = None
+    """None if it was loaded without LoRA adapters."""
 
     def limited_to(self, max_model_len: int) -> "LoadedModel":
         """Return the model with another limit, at most the one that it was loaded with.
@@ -106,6 +123,13 @@ class LoadedModel:
             problem = "the model was loaded for shorter contexts"
             raise config_error("max_model_len", max_model_len, problem, f"at most {longest}")
         return replace(self, max_model_len=max_model_len)
+
+    def require_adapters(self) -> Adapters:
+        """Return the model's LoRA adapters. Raises ConfigError if it was loaded without."""
+        if self.adapters is None:
+            problem = "the model was loaded without LoRA adapters"
+            raise config_error("max_loras", 0, problem, "load it with max_loras of at least 1")
+        return self.adapters
 
     def sleep(self, level: SleepLevel) -> None:
         """Unmap the memory of both tags. Raises: see TaggedMemory.sleep."""
@@ -149,6 +173,7 @@ def load(message: lc.LoadModel, place: RankPlace, roots: Roots, set_phase: SetPh
         CapacityError: it does not fit on the device.
     """
     check_cache(message.cache, message.scheduler)
+    check_lora(message.lora)
     if message.model.load_format == "tensorizer":
         require_tensorizer("load_format", "tensorizer")
     resolved = roots.resolve(message.model)
@@ -159,7 +184,9 @@ def load(message: lc.LoadModel, place: RankPlace, roots: Roots, set_phase: SetPh
         resolved.saved.check(_group_shape(resolved, place), resolved.decoder)
     memory = open_memory(place.device, can_sleep=message.model.enable_sleep_mode)
     try:
-        stage = _build_stage(resolved, place, memory)
+        layout = new_layout(message.lora)
+        stage = _build_stage(resolved, place, memory, layout)
+        adapters = _make_adapters(layout, message.lora, resolved, place, memory, roots)
         _fill(stage, message.model, resolved, place.parallel.rank, set_phase)
     except CapacityError as error:
         memory.close()
@@ -178,6 +205,7 @@ def load(message: lc.LoadModel, place: RankPlace, roots: Roots, set_phase: SetPh
             scheduler=message.scheduler,
             cache=message.cache,
             graph=message.graph,
+            lora=message.lora,
         ),
         resolved=resolved,
         stage=stage,
@@ -186,7 +214,45 @@ def load(message: lc.LoadModel, place: RankPlace, roots: Roots, set_phase: SetPh
         memory=memory,
         weights=WeightState(stage.checkpoint_views()),
         next_load=message.model,
+        adapters=adapters,
     )
+
+
+def new_layout(config: LoraConfig) -> AdapterLayout | None:
+    """Return the empty layout of a stage's adapters; None without."""
+    return AdapterLayout(config.max_loras, config.max_lora_rank) if config.max_loras else None
+
+
+def _make_adapters(
+    layout: AdapterLayout | None,
+    config: LoraConfig,
+    resolved: ResolvedModel,
+    place: RankPlace,
+    memory: TaggedMemory,
+    roots: Roots,
+) -> Adapters | None:
+    """Allocate the device slots of a layout that the stage has filled."""
+    if layout is None:
+        return None
+    whole = AdapterLayout(1, 1)
+    whole_model(resolved.decoder, SingleRank(), resolved.dtype, whole)
+    is_cuda = place.device.type == "cuda"
+    files = AdapterFormat(layout, whole.shapes, resolved.dtype, pinned=is_cuda)
+    slots = memory.make_adapters((layout.max_slots, layout.slot_size), resolved.dtype)
+    layout.bind(slots)
+    return Adapters(
+        layout,
+        HostStore(config.num_cpu_loras),
+        DeviceSlots(slots),
+        AdapterReader(lambda name: files.read(_adapter_directory(name, roots.lora_roots))),
+    )
+
+
+def _adapter_directory(name: str, roots: Sequence[Path]) -> Path:
+    if not roots:
+        problem = "this daemon has no directory of LoRA adapters"
+        raise config_error("adapter", name, problem, "start it with --lora-root")
+    return confine_directory(name, roots, "adapter", "--lora-root")
 
 
 def reload(
@@ -302,13 +368,18 @@ def _group_shape(resolved: ResolvedModel, place: RankPlace) -> GroupShape:
     )
 
 
-def _build_stage(resolved: ResolvedModel, place: RankPlace, memory: TaggedMemory) -> DecoderStage:
+def _build_stage(
+    resolved: ResolvedModel,
+    place: RankPlace,
+    memory: TaggedMemory,
+    adapters: AdapterLayout | None,
+) -> DecoderStage:
     """Build the stage without memory first: then its size is known, and memory is allocated for
     it."""
     decoder, parallel = resolved.decoder, place.parallel
     check_partition(decoder, parallel.pp_size, parallel.tp_size)
-    layers = _partition(decoder, place)[parallel.pp_rank]
-    stage = resolved.build_stage(layers, parallel, place.tp, place.backend.make_ops())
+    layers, ops = _partition(decoder, place)[parallel.pp_rank], place.backend.make_ops()
+    stage = resolved.build_stage(layers, parallel, place.tp, ops, adapters)
     rotary = rotary_table(decoder.rope, resolved.max_model_len, place.device)
     memory.hold_stage(stage, rotary)
     return stage

@@ -13,7 +13,8 @@ CUSHION_BYTES: Final = 150 << 20
 """Bytes to leave free on a card that is filled, for small allocations of the driver and of
 libraries."""
 
-Kind: TypeAlias = Literal["weights", "kv_cache", "graphs"]
+Kind: TypeAlias = Literal["weights", "kv_cache", "graphs", "adapters"]
+"""adapters: the slots of LoRA adapters, which are allocated with the weights."""
 
 _KINDS: Final[tuple[Kind, ...]] = ("weights", "kv_cache", "graphs")
 
@@ -79,7 +80,8 @@ class MemoryLedger:
         """
         now = self._source.snapshot()
         own = self._source.own_bytes(now)
-        exact = {str(kind): sizes.get(kind, self._of(kind).device) for kind in _KINDS}
+        exact = {str(kind): self._of(kind).device for kind in _KINDS}
+        exact |= {str(kind): size for kind, size in sizes.items()}
         activations = self._activations(now)
         kinds: dict[str, int] = {
             **exact,

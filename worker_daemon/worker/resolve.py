@@ -8,12 +8,19 @@ from pathlib import Path
 
 import torch
 
-from rpc_schema.config import MIN_STEP_DEADLINE_MS, CacheConfig, ModelConfig, SchedulerConfig
+from rpc_schema.config import (
+    MIN_STEP_DEADLINE_MS,
+    CacheConfig,
+    LoraConfig,
+    ModelConfig,
+    SchedulerConfig,
+)
 from rpc_schema.pooling import PooledStates, PooledTask, PoolingSupport
 from worker_daemon.contracts.layer_ops import LayerOps
 from worker_daemon.distributed.parallel_state import ParallelState
 from worker_daemon.distributed.tp import TensorParallel
 from worker_daemon.errors import CheckpointError, config_error
+from worker_daemon.layers.adapters import AdapterLayout
 from worker_daemon.layers.attention import NullAttention
 from worker_daemon.layers.rotary import max_table_length
 from worker_daemon.models.config import read_model_config
@@ -52,7 +59,12 @@ class ResolvedModel:
     """Content of CONFIG_FILES, for a save to keep: the directory may be removed by then."""
 
     def build_stage(
-        self, layers: range, place: ParallelState, tp: TensorParallel, ops: LayerOps
+        self,
+        layers: range,
+        place: ParallelState,
+        tp: TensorParallel,
+        ops: LayerOps,
+        adapters: AdapterLayout | None = None,
     ) -> DecoderStage:
         """Return a rank's stage without memory: its parameters have shapes alone."""
         return build_stage(
@@ -66,6 +78,7 @@ class ResolvedModel:
             self.max_model_len,
             NullAttention(),
             ops,
+            adapters,
         )
 
 
@@ -130,6 +143,14 @@ def check_cache(cache: CacheConfig, scheduler: SchedulerConfig) -> None:
         raise config_error("scheduler.step_deadline_ms", scheduler.step_deadline_ms, problem, fix)
 
 
+def check_lora(config: LoraConfig) -> None:
+    """Raise ConfigError if host memory has room for fewer adapters than device memory."""
+    if config.num_cpu_loras < config.max_loras:
+        problem = "adapters in device memory are in host memory too"
+        fix = f"at least max_loras, {config.max_loras}"
+        raise config_error("lora.max_cpu_loras", config.max_cpu_loras, problem, fix)
+
+
 def check_deadline(deadline_ms: int, step_s: float, num_stages: int) -> None:
     """Raise ConfigError if a legal step would count as hung. step_s: the longest step's time on
     this stage. num_stages: a stage waits for those before it."""
@@ -140,9 +161,11 @@ def check_deadline(deadline_ms: int, step_s: float, num_stages: int) -> None:
         raise config_error("scheduler.step_deadline_ms", deadline_ms, problem, fix)
 
 
-def confine_directory(model: str, roots: Sequence[Path]) -> Path:
-    """Return the model's real directory. It and every file that may be read from it must be under a
-    root, symbolic links resolved.
+def confine_directory(
+    name: str, roots: Sequence[Path], field: str = "model", option: str = "--model-root"
+) -> Path:
+    """Return the real directory of a model, or of what else `field` and the daemon's `option` name.
+    It and every file that may be read from it must be under a root, symbolic links resolved.
 
     Raises:
         ConfigError: it, or a file of it, is outside the roots.
@@ -150,27 +173,28 @@ def confine_directory(model: str, roots: Sequence[Path]) -> Path:
     """
     try:
         for root in (root.resolve() for root in roots):
-            directory = (root / model).resolve()
+            directory = (root / name).resolve()
             if directory.is_relative_to(root):
-                _check_directory(model, directory, root)
+                _check_directory(name, directory, root, field)
                 return directory
     except (OSError, ValueError, RuntimeError) as error:  # a loop of links, a null byte
-        fix = "name a directory"
-        raise config_error("model", model, f"this is no path: {error}", fix) from None
-    fix = f"a directory under {[str(root) for root in roots]}, or another --model-root"
-    raise config_error("model", model, "the model lies outside this daemon's model roots", fix)
+        problem = f"this is no path: {error}"
+        raise config_error(field, name, problem, "name a directory") from None
+    problem = f"the {field} lies outside this daemon's {field} roots"
+    fix = f"a directory under {[str(root) for root in roots]}, or another {option}"
+    raise config_error(field, name, problem, fix)
 
 
-def _check_directory(model: str, directory: Path, root: Path) -> None:
+def _check_directory(name: str, directory: Path, root: Path, field: str) -> None:
     if not directory.is_dir():
         raise CheckpointError(
-            "no such directory", field="model", value=model, fix="the directory of config.json"
+            "no such directory", field=field, value=name, fix=f"the directory of the {field}"
         )
     patterns = [*(f"*{suffix}" for suffix in READ_SUFFIXES), "*/config.json"]
     for file in (file for pattern in patterns for file in directory.glob(pattern)):
         if not file.resolve().is_relative_to(root):
-            problem = "a file of the model is a link to outside this daemon's model roots"
-            raise config_error("model", str(file), problem, f"keep it under {root}")
+            problem = f"a file of the {field} is a link to outside this daemon's {field} roots"
+            raise config_error(field, str(file), problem, f"keep it under {root}")
 
 
 def _read_config_files(directory: Path) -> dict[str, bytes]:

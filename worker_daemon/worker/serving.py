@@ -58,6 +58,7 @@ class Serving:
             sampling=opened.place.backend.sampling,
             rows=opened.place.backend.rows,
             open_staging=opened.place.backend.open_staging,
+            adapters=model.adapters,
         )
         self.runner = assemble_runner(self._parts, opened.link, _limits(model, plan), kv)
         self._graphs = StepGraphs()
@@ -80,7 +81,7 @@ class Serving:
             if self._enforce_eager:
                 self._run_all(decode_sweep(message, limits))
             runner.use(runner.eager)
-        self._run_all(warm_up_steps(message, limits))
+        self._run_all(warm_up_steps(message, limits, runner.state.parts.heaviest))
         runner.forget_requests()
         torch.cuda.empty_cache()  # what the allocator keeps for steps, no graph can have
 
@@ -114,7 +115,8 @@ class Serving:
 
     def run_largest_step(self, message: StepMessage) -> None:
         """Run a step as large as any can be."""
-        self._run_all([largest_step(message, self.runner.state.limits)])
+        state = self.runner.state
+        self._run_all([largest_step(message, state.limits, state.parts.heaviest)])
         self.runner.settle()
 
     def time_longest_step(self, message: StepMessage) -> float:

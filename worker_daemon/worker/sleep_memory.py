@@ -56,6 +56,11 @@ class TaggedMemory:
             parameter.data = torch.zeros(meta.shape, dtype=meta.dtype, device=self._device)
         stage.rotary = rotary
 
+    def make_adapters(self, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
+        """Return zeroed adapter slots. They lose their content in any sleep of the weights: the
+        host has it. Raises as hold_stage does."""
+        return torch.zeros(shape, dtype=dtype, device=self._device)
+
     def make_kv_cache(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Return a zeroed [numel], in place of the previous one. Raises as hold_stage does."""
         if self._device.type == "cpu":  # pages that the kernel zeroes on first touch
@@ -159,6 +164,7 @@ class ArenaMemory(TaggedMemory):
         self._weights: _Kept | None = None
         self._buffers: _Kept | None = None
         self._kv_cache: Arena | None = None
+        self._adapters: Arena | None = None
 
     @property
     def states(self) -> Mapping[MemoryTag, TagState]:  # type: ignore[override]  # it changes here
@@ -172,6 +178,11 @@ class ArenaMemory(TaggedMemory):
             parameter.data = self._weights.arena.take(tuple(meta.shape), meta.dtype)
         self._buffers = self._keep([rotary.numel() * rotary.element_size()])
         stage.rotary = self._buffers.arena.take(tuple(rotary.shape), rotary.dtype).copy_(rotary)
+
+    def make_adapters(self, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
+        num_bytes = shape[0] * shape[1] * dtype.itemsize
+        self._adapters = open_arena(num_bytes, self._kv_chunk_bytes, self._device)
+        return self._adapters.take(shape, dtype)
 
     def make_kv_cache(self, numel: int, dtype: torch.dtype) -> Tensor:
         self.drop_kv_cache()
@@ -225,6 +236,7 @@ class ArenaMemory(TaggedMemory):
             "weights": 0 if self._weights is None else self._weights.arena.mapped_bytes,
             "buffers": 0 if self._buffers is None else self._buffers.arena.mapped_bytes,
             "kv_cache": 0 if self._kv_cache is None else self._kv_cache.mapped_bytes,
+            **({} if self._adapters is None else {"adapters": self._adapters.mapped_bytes}),
             "host_backup": sum(kept.backup.held_bytes for kept in self._held),
         }
         if self._device.type == "cuda":
@@ -240,6 +252,9 @@ class ArenaMemory(TaggedMemory):
         self._synchronize()
         for kept in self._held:
             kept.close()
+        if self._adapters is not None:
+            self._adapters.close()
+            self._adapters = None
         self._weights = self._buffers = None
         self.tags = ALL_AWAKE
 
@@ -280,6 +295,8 @@ class ArenaMemory(TaggedMemory):
             else:
                 dropped.append(weights.arena)
             saved.append(buffers)
+            if self._adapters is not None:
+                dropped.append(self._adapters)
         if kv_cache is not None and kv_cache.is_mapped and after.kv_cache in _AWAY:
             dropped.append(kv_cache)
         return saved, dropped
@@ -292,6 +309,8 @@ class ArenaMemory(TaggedMemory):
         if weights and buffers and not weights.arena.is_mapped and after.weights not in _AWAY:
             returning.append((weights.arena, weights if after.weights == "awake" else None))
             returning.append((buffers.arena, buffers))
+            if self._adapters is not None:
+                returning.append((self._adapters, None))
         if kv_cache is not None and not kv_cache.is_mapped and after.kv_cache not in _AWAY:
             returning.append((kv_cache, None))
         return returning

@@ -18,6 +18,7 @@ from pathlib import Path
 import torch
 
 from rpc_schema import lifecycle as lc
+from rpc_schema import lora
 from rpc_schema import weight_transfer as wt
 from rpc_schema.adoption import AdoptRequests, AdoptRequestsReply
 from rpc_schema.codec import Frame
@@ -41,7 +42,7 @@ from worker_daemon.runner.kv_cache import LayerKV
 from worker_daemon.runner.output import PendingOutput
 from worker_daemon.worker.description import WorkerDescription, no_weights
 from worker_daemon.worker.loading import LoadedModel, Roots, load, rank_weights, reload
-from worker_daemon.worker.memory_ledger import memory_line
+from worker_daemon.worker.memory_ledger import Kind, memory_line
 from worker_daemon.worker.memory_profile import check_step_deadline, profile_memory
 from worker_daemon.worker.profiling import PlainTrace, Profiler, ProfileRequest
 from worker_daemon.worker.rank_device import RankDevice
@@ -66,11 +67,12 @@ class Worker:
         open_memory: Callable[[torch.device], MemorySource] = memory_source,
         open_health: Callable[[torch.device], CheckDevice] = open_health,
         num_threads: int | None = None,
+        lora_roots: Sequence[Path] = (),
     ) -> None:
         """Touches no device before init_device. save_root: for saved weights; None: saving is
         refused. profile_dir: for traces; None: traces are refused. num_threads: torch's, if the
-        user set it."""
-        self._roots = Roots(model_roots, save_root)
+        user set it. lora_roots: of LoRA adapters; none: they are refused."""
+        self._roots = Roots(model_roots, save_root, lora_roots)
         self._saver = Saver(save_root)
         self._profiler = Profiler(profile_dir, self._settle_transfers)
         self._set_phase = set_phase
@@ -363,6 +365,8 @@ class Worker:
         change(model)
         if model.memory.tags.kv_cache != "awake":
             self._forget_requests()
+        if model.adapters is not None:
+            model.adapters.slots.forget()  # their memory was unmapped; the host has all of them
         return lc.MemoryTagsReply(
             **self._identity(message),
             memory_tags=dict(model.memory.states),
@@ -451,6 +455,52 @@ class Worker:
         self._model_or_none = replace(model, next_load=changed)
         return Done(**self._identity(message))
 
+    # LoRA adapters.
+
+    def prepare_lora(self, message: lora.PrepareLora) -> lora.PrepareLoraReply:
+        """Begin to read an adapter, or tell whether it is read. Raises: see
+        AdapterReader.prepare."""
+        is_ready = self._model.require_adapters().reader.prepare(message.name, message.version)
+        return lora.PrepareLoraReply(**self._identity(message), is_ready=is_ready)
+
+    def add_lora(self, message: lora.AddLora) -> lora.AddLoraReply:
+        """Put an adapter into host memory. Raises: see Adapters.add."""
+        adapters = self._model.require_adapters()
+        self._set_phase("LOADING ADAPTER", LONG_OPERATION_S)
+        added = adapters.add(
+            message.name, message.lora_id, message.version, load_inplace=message.load_inplace
+        )
+        return lora.AddLoraReply(
+            **self._identity(message), version=added.version, evicted=added.evicted
+        )
+
+    def remove_lora(self, message: lora.RemoveLora) -> lora.RemoveLoraReply:
+        """Remove an adapter from host memory."""
+        removed = self._model.require_adapters().store.remove(message.lora_id)
+        return lora.RemoveLoraReply(**self._identity(message), removed=removed)
+
+    def list_loras(self, message: lora.ListLoras) -> lora.ListLorasReply:
+        """List the adapters in host memory; none of a model without adapters."""
+        adapters = self._model.adapters
+        there = () if adapters is None else adapters.store.adapters()
+        infos = (
+            lora.LoraInfo(
+                name=each.name,
+                lora_id=each.lora_id,
+                version=each.version,
+                rank=each.rank,
+                is_pinned=each.is_pinned,
+                size_bytes=each.weights.nbytes,
+            )
+            for each in there
+        )
+        return lora.ListLorasReply(**self._identity(message), adapters=tuple(infos))
+
+    def pin_lora(self, message: lora.PinLora) -> Done:
+        """Never evict an adapter. Raises: see HostStore.pin."""
+        self._model.require_adapters().store.pin(message.lora_id)
+        return Done(**self._identity(message))
+
     # Profiles.
 
     def profile(self, message: lc.Profile) -> lc.ProfileReply:
@@ -491,6 +541,8 @@ class Worker:
         True if no step was cut off; only the group's seqs show whether every send was received."""
         self._profiler.abandon()
         self._transfer.abandon("its driver was replaced")
+        if self._model_or_none is not None and self._model_or_none.adapters is not None:
+            self._model_or_none.adapters.reader.drop_all()
         if self._serving_or_none is None:
             return True
         clean = not self._serving_or_none.runner.state.has_failed
@@ -638,10 +690,13 @@ class Worker:
         held = dict(model.memory.bytes_by_kind()) if model else {}
         weights = model.stage.num_parameters_bytes if model else 0
         kv_cache = self._serving_or_none.plan.size_bytes if self._serving_or_none else 0
-        kinds = opened.ledger.by_kind(
-            {"weights": held.pop("weights", weights), "kv_cache": held.pop("kv_cache", kv_cache)}
-        )
-        return kinds | held
+        sizes: dict[Kind, int] = {
+            "weights": held.pop("weights", weights),
+            "kv_cache": held.pop("kv_cache", kv_cache),
+        }
+        if model is not None and model.adapters is not None:
+            sizes["adapters"] = held.pop("adapters", model.adapters.slots.size_bytes)
+        return opened.ledger.by_kind(sizes) | held
 
     def _providers(self) -> dict[str, str]:
         model, serving = self._model_or_none, self._serving_or_none

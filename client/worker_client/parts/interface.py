@@ -25,6 +25,8 @@ class ModelBounds:
     vocab_size: int
     pooling: PoolingSupport | None = None
     """None: unknown, and not checked."""
+    max_loras: int | None = None
+    """Adapters in a step, at most; None leaves adapters unchecked."""
 
 
 class RequestPart:
@@ -52,7 +54,7 @@ class RequestPart:
         blocks only if these are equal. Empty: nothing does."""
         return b""
 
-    def may_start(self, extension: Any, running: Sequence[Any]) -> bool:
+    def may_start(self, extension: Any, running: Sequence[Any], bounds: ModelBounds) -> bool:
         """Return True if a request may be scheduled beside those that run. running: their
         extensions of the feature."""
         return True

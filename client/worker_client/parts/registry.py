@@ -10,6 +10,7 @@ from rpc_schema.codec import Frame
 from rpc_schema.errors import BadFrameError
 from rpc_schema.extensions import ReplyExtension, RequestExtension
 from worker_client.parts.interface import ExtensionFault, ModelBounds, RequestPart
+from worker_client.parts.lora import LoraRequestPart
 from worker_client.parts.pooling import PoolingRequestPart
 from worker_client.parts.sampling import (
     LogprobsPart,
@@ -30,6 +31,7 @@ Extensions: TypeAlias = tuple[RequestExtension, ...]
 PARTS: Final[tuple[RequestPart, ...]] = (
     RandomSamplingRequestPart(),
     StopTokensRequestPart(),
+    LoraRequestPart(),
     LogprobsPart(),
     StructuredOutputPart(),
     PoolingRequestPart(),
@@ -83,7 +85,7 @@ def prefix_root(extensions: Extensions) -> bytes:
     return digest.digest()
 
 
-def may_start(extensions: Extensions, running: Iterable[Extensions]) -> bool:
+def may_start(extensions: Extensions, running: Iterable[Extensions], bounds: ModelBounds) -> bool:
     """Return True if a request may be scheduled beside those that run."""
     limiting = [each for each in extensions if _OF_REQUEST[type(each)].limits_running]
     if not limiting:
@@ -91,7 +93,7 @@ def may_start(extensions: Extensions, running: Iterable[Extensions]) -> bool:
     others = list(running)
     return all(
         _OF_REQUEST[type(each)].may_start(
-            each, [own for theirs in others for own in theirs if type(own) is type(each)]
+            each, [own for theirs in others for own in theirs if type(own) is type(each)], bounds
         )
         for each in limiting
     )

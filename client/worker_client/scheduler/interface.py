@@ -4,7 +4,7 @@ exchange."""
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal, Protocol, TypeAlias
+from typing import Final, Literal, Protocol, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,8 +13,12 @@ from rpc_schema.config import WorkerConfig
 from rpc_schema.kv_cache import BlockGroup, block_groups, longest_request
 from rpc_schema.pooling import PoolingSupport
 from worker_client.loading import LoadedGroup
+from worker_client.parts.interface import ModelBounds
 from worker_client.requests import GenerationRequest
 from worker_client.scheduler_output import Logprobs, SchedulerOutput, StepResult
+
+_UNCHECKED: Final = 1 << 31
+"""A vocabulary of every token id that a message can carry."""
 
 FinishReason: TypeAlias = Literal["stop", "length", "abort", "error"]
 
@@ -97,6 +101,8 @@ class SchedulerLimits:
     enable_prefix_caching: bool = True
     vocab_size: int | None = None
     """None leaves the token ids of requests unchecked."""
+    max_loras: int | None = None
+    """Adapters in a step, at most; None leaves the adapters of requests unchecked."""
     groups: tuple[BlockGroup, ...] = ()
     """Groups of layers; each gives every request blocks of its own. Empty: one of block_size,
     without a window."""
@@ -104,6 +110,12 @@ class SchedulerLimits:
     """The model has an output layer for tokens."""
     pooling: PoolingSupport | None = None
     """None leaves requests that pool unchecked."""
+
+    @property
+    def bounds(self) -> ModelBounds:
+        """Bounds on the extensions of requests."""
+        size = _UNCHECKED if self.vocab_size is None else self.vocab_size
+        return ModelBounds(size, self.pooling, self.max_loras)
 
     @cached_property
     def block_groups(self) -> tuple[BlockGroup, ...]:
@@ -132,4 +144,5 @@ def scheduler_limits(model: LoadedGroup, config: WorkerConfig) -> SchedulerLimit
         groups=model.groups,
         generates=model.metadata.generates,
         pooling=model.metadata.pooling,
+        max_loras=config.lora.max_loras,
     )

@@ -147,7 +147,8 @@ class Step:
 
     def _may_start(self, request: Request) -> bool:
         running = self._queues.running.values()
-        return may_start(request.extensions, (other.extensions for other in running))
+        others = (other.extensions for other in running)
+        return may_start(request.extensions, others, self._limits.bounds)
 
     def _chunk(self, num_stages: int) -> int:
         """Return the tokens that several prompts may share a step with: the budget, or in a

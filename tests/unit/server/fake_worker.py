@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rpc_schema import lifecycle as lc
-from rpc_schema import step
+from rpc_schema import lora, step
 from rpc_schema import weight_transfer as wt
 from rpc_schema.adoption import AdoptRequests, AdoptRequestsReply
 from rpc_schema.base import StepReply, StepRequest
@@ -226,6 +226,21 @@ class FakeWorker:
 
     def save_tensorized_model(self, message: lc.SaveTensorizedModel) -> StepReply:
         return lc.SaveTensorizedModelReply(**ids(message, self.rank), size_bytes=2, seconds=0.5)
+
+    def prepare_lora(self, message: lora.PrepareLora) -> StepReply:
+        return lora.PrepareLoraReply(**ids(message, self.rank), is_ready=True)
+
+    def add_lora(self, message: lora.AddLora) -> StepReply:
+        return lora.AddLoraReply(**ids(message, self.rank), version=message.version)
+
+    def remove_lora(self, message: lora.RemoveLora) -> StepReply:
+        return lora.RemoveLoraReply(**ids(message, self.rank), removed=False)
+
+    def list_loras(self, message: lora.ListLoras) -> StepReply:
+        return lora.ListLorasReply(**ids(message, self.rank))
+
+    def pin_lora(self, message: lora.PinLora) -> StepReply:
+        return self._done(message)
 
     def finish_sharded_state(self, message: lc.FinishShardedState) -> StepReply:
         return self._done(message)

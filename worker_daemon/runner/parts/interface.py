@@ -17,6 +17,7 @@ from rpc_schema.step import NewRequestData
 from rpc_schema.token_rules import RuleFault
 from worker_daemon.contracts.arrays import Int32s, Int64s
 from worker_daemon.contracts.sampling import Sampling
+from worker_daemon.lora.adapters import Adapters
 from worker_daemon.models.pooler import Pooler
 from worker_daemon.runner.sample_rows import Report as Report
 from worker_daemon.runner.sample_rows import SampleRows
@@ -46,6 +47,8 @@ class PartContext:
     """Sampling kernels of the device."""
     pooler: Pooler | None = None
     """The model's conversion of hidden states; None on stages but the last."""
+    adapters: Adapters | None = None
+    """The model's LoRA adapters; None if it was loaded without."""
 
     @property
     def num_rows(self) -> int:
@@ -73,6 +76,11 @@ class StepPart:
     """int32 columns that a step brings to the device for the forward pass."""
     in_forward: ClassVar[bool] = False
     """It acts around the forward pass: steps that use it have graphs of their own."""
+    in_sampling: ClassVar[bool] = True
+    """It acts on logits, or reports of them. False: rows that use nothing else take their likeliest
+    token."""
+    judges_batches: ClassVar[bool] = False
+    """It refuses some combinations of rows (`judge_batch`)."""
     may_refuse: ClassVar[bool] = False
     """A request that uses it may not gain every token that a step counts for it (`refuse`): then
     the host has upper bounds of its rows' lengths, and steps that use it have graphs of their
@@ -81,6 +89,12 @@ class StepPart:
     """A request that has its extension samples nothing: it ends with an output (`pool`)."""
     follows_tokens: ClassVar[bool] = False
     """It keeps something of its rows' tokens (`begin`, `gain`)."""
+
+    @classmethod
+    def serves(cls, context: PartContext) -> bool:
+        """Return False if the model was loaded without the feature: then the runner has no such
+        part, and refuses requests that need it."""
+        return True
 
     def __init__(self, context: PartContext) -> None:
         """Make what the feature keeps of the rows, all of which are free."""
@@ -99,6 +113,10 @@ class StepPart:
         """Check what a step has of the feature, and return it as `adjust_logits` wants it. frames:
         as many as the extension has. Raises as judge does."""
         return extension
+
+    def judge_batch(self, slots: Int64s, new: Sequence[NewRequestData]) -> None:
+        """Check the rows of a step together. slots: those of the step; new: its new requests, which
+        admit() has not had. Raises as judge does. Called if `judges_batches`."""
 
     # Rows.
 
@@ -129,6 +147,9 @@ class StepPart:
     def before_forward(self, hidden: Tensor, columns: Sequence[Tensor]) -> Tensor:
         """hidden [N, H], what the first layer of this stage gets -> the same, or another."""
         return hidden
+
+    def forward_ended(self) -> None:
+        """The forward pass has ended, or has failed. Called if `in_forward`."""
 
     def after_forward(self, hidden: Tensor, columns: Sequence[Tensor]) -> Tensor:
         """hidden [N, H], what the last layer of this stage gave away -> the same, or another."""

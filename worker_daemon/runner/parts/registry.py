@@ -7,15 +7,17 @@ from typing import Final
 import torch
 
 from rpc_schema.codec import Frame
-from rpc_schema.extensions import RequestExtension, StepExtension
+from rpc_schema.extensions import StepExtension
 from worker_daemon.contracts.arrays import Int64s
 from worker_daemon.contracts.sampling import Sampling
+from worker_daemon.lora.adapters import Adapters
 from worker_daemon.models.pooler import Pooler
 from worker_daemon.runner.parts.allowed_tokens import AllowedTokensPart
 from worker_daemon.runner.parts.bad_words import BadWordsPart
 from worker_daemon.runner.parts.grammar_masks import GrammarMasksPart
 from worker_daemon.runner.parts.interface import PartContext, StepPart
 from worker_daemon.runner.parts.logit_bias import LogitBiasPart
+from worker_daemon.runner.parts.lora import LoraPart
 from worker_daemon.runner.parts.penalties import PenaltiesPart
 from worker_daemon.runner.parts.pooling import PoolingPart
 from worker_daemon.runner.parts.random_sampling import RandomSamplingPart
@@ -25,6 +27,7 @@ from worker_daemon.runner.parts.token_logprobs import TokenLogprobsPart
 from worker_daemon.runner.scheduled_step import StepLimits
 
 PARTS: Final[tuple[type[StepPart], ...]] = (
+    LoraPart,
     GrammarMasksPart,
     TokenLogprobsPart,
     AllowedTokensPart,
@@ -35,11 +38,6 @@ PARTS: Final[tuple[type[StepPart], ...]] = (
     PoolingPart,
     RandomSamplingPart,  # which chooses the tokens
 )
-
-HEAVIEST: Final[tuple[RequestExtension, ...]] = tuple(
-    part.heaviest for part in PARTS if part.heaviest is not None
-)
-"""Extensions of a request that uses every part."""
 
 
 def heaviest_of_step(
@@ -58,9 +56,10 @@ def make_parts(
     is_first_stage: bool = True,
     is_last_stage: bool = True,
     pooler: Pooler | None = None,
+    adapters: Adapters | None = None,
 ) -> StepParts:
-    """Return the parts of one runner."""
-    context = PartContext(limits, device, is_first_stage, is_last_stage, sampling, pooler)
-    *parts, chooser = [part(context) for part in PARTS]
+    """Return the parts of one runner. adapters: those of its model, if it has any."""
+    context = PartContext(limits, device, is_first_stage, is_last_stage, sampling, pooler, adapters)
+    *parts, chooser = [part(context) for part in PARTS if part.serves(context)]
     assert isinstance(chooser, RandomSamplingPart)
     return StepParts([*parts, chooser], chooser, context)

@@ -85,6 +85,12 @@ class StepParts:
         self.in_forward = around | self.refusing
         """Bits of the parts that act around the forward pass, those that correct counts for it
         among them."""
+        self.in_sampling = sum(m.bit for m in self._members if m.part.in_sampling)
+        """Bits of the parts that act when tokens are sampled."""
+        self._judging = tuple(m.part for m in self._members if m.part.judges_batches)
+        heaviest = (m.part.heaviest for m in self._members)
+        self.heaviest = tuple(extension for extension in heaviest if extension is not None)
+        """Extensions of a request that uses every part."""
 
     # Judging.
 
@@ -93,7 +99,16 @@ class StepParts:
         if request.extensions:
             _check_unique(f"scheduled_new_reqs[{request.req_id}].extensions", request.extensions)
         for extension in request.extensions:
-            self._of_request[type(extension)].part.judge(extension, request, limits)
+            member = self._of_request.get(type(extension))
+            if member is None:
+                field, kind = f"scheduled_new_reqs[{request.req_id}]", type(extension).__name__
+                raise invalid(f"{field}.extensions", kind, "load the model with that feature")
+            member.part.judge(extension, request, limits)
+
+    def judge_batch(self, slots: Int64s, new: Sequence[NewRequestData]) -> None:
+        """Check the rows of a step together. Pure; raises InvalidStepError."""
+        for part in self._judging:
+            part.judge_batch(slots, new)
 
     def may_refuse(self, extensions: Sequence[RequestExtension]) -> bool:
         """Return whether tokens of a request may be refused. Its extensions were judged."""
@@ -207,6 +222,12 @@ class StepParts:
         for _, part, own in self._with_columns(used, columns.extra):
             hidden = part.before_forward(hidden, own)
         return hidden
+
+    def forward_ended(self, used: int) -> None:
+        """Tell them that the forward pass has ended, or has failed."""
+        for bit, part in self._members:
+            if used & bit:
+                part.forward_ended()
 
     def after_forward(self, used: int, hidden: Tensor, columns: StepColumns[Tensor]) -> Tensor:
         """Let them act behind its last layer."""

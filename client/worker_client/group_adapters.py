@@ -1,0 +1,201 @@
+"""LoRA adapters of a group: adds them to all ranks, and remembers which all of them have."""
+
+import contextlib
+import logging
+import os
+import time
+from collections.abc import Callable, Collection, Mapping
+from functools import partial
+from typing import Final, NamedTuple
+
+from rpc_schema import lora
+from rpc_schema.lora_request import LoraRequest
+from rpc_schema.operations import StepMessage
+from worker_client.errors import ClientError, DeadlineExceeded, RemoteError
+from worker_client.group_channel import GroupChannel
+
+ADD_TIMEOUT_S: Final = 600.0
+"""Limit on reading an adapter from disk."""
+_POLL_S: Final = 0.02
+_VERSION_BYTES: Final = 7
+"""A random version: no two contents have the same."""
+
+_LOG = logging.getLogger(__name__)
+
+
+class GroupAdapter(NamedTuple):
+    """An adapter that every rank has in host memory."""
+
+    name: str
+    lora_id: int
+    version: int
+    is_pinned: bool = False
+
+    @property
+    def extension(self) -> LoraRequest:
+        """The extension of requests that use it."""
+        return LoraRequest(name=self.name, lora_id=self.lora_id, version=self.version)
+
+
+class AddTask:
+    """An adapter being added to all ranks. Belongs to the group's thread."""
+
+    def __init__(self, adapters: "GroupAdapters", name: str, lora_id: int, *, load_inplace: bool):
+        self._adapters = adapters
+        self._name = name
+        self._lora_id = lora_id
+        self._load_inplace = load_inplace
+        self._version = 1 + int.from_bytes(os.urandom(_VERSION_BYTES), "little")
+        self.adapter: GroupAdapter | None = None
+        """The adapter, once it is added."""
+
+    def proceed(self) -> bool:
+        """Ask how far the ranks are, and add the adapter once all have read it: steps run
+        meanwhile. Return False once it is added. Raises as WorkerGroup.add_lora does."""
+        if self.adapter is not None:
+            return False
+        must_read = self._load_inplace or not self._adapters.is_there(self._name, self._lora_id)
+        if must_read and not self._adapters.prepare(self._name, self._version):
+            return True
+        self.adapter = self._adapters.commit(
+            self._name, self._lora_id, self._version, load_inplace=self._load_inplace
+        )
+        return False
+
+    def finish(self) -> GroupAdapter:
+        """Wait until it is added. Raises as WorkerGroup.add_lora does."""
+        deadline = time.monotonic() + ADD_TIMEOUT_S
+        while self.proceed():
+            if time.monotonic() >= deadline:
+                raise DeadlineExceeded(f"reading adapter {self._name!r}", ADD_TIMEOUT_S)
+            time.sleep(_POLL_S)
+        assert self.adapter is not None, "it was added"
+        return self.adapter
+
+
+class GroupAdapters:
+    """Owned by the group; used on its thread."""
+
+    def __init__(self, channel: GroupChannel) -> None:
+        self._channel = channel
+        self._known: dict[int, GroupAdapter] = {}
+
+    @property
+    def known(self) -> Mapping[int, GroupAdapter]:
+        """The adapters of all ranks, by id, as far as this driver has added or learned them."""
+        return self._known
+
+    def begin(self, name: str, lora_id: int | None, *, load_inplace: bool) -> AddTask:
+        """See WorkerGroup.begin_add_lora."""
+        return AddTask(self, name, lora_id or self._id_for(name), load_inplace=load_inplace)
+
+    def is_there(self, name: str, lora_id: int) -> bool:
+        """Return True if all ranks have the adapter of this name and id."""
+        known = self._known.get(lora_id)
+        return known is not None and known.name == name
+
+    def prepare(self, name: str, version: int, ranks: Collection[int] | None = None) -> bool:
+        """Have ranks (None: all) read an adapter; return True once all have."""
+        build = partial(lora.PrepareLora, name=name, version=version)
+
+        def build_for(rank: int) -> Callable[..., StepMessage]:
+            return build if ranks is None or rank in ranks else lora.ListLoras
+
+        replies = self._channel.ask_each(build_for)
+        return all(each.is_ready for each in replies if isinstance(each, lora.PrepareLoraReply))
+
+    def commit(
+        self, name: str, lora_id: int, version: int, *, load_inplace: bool = False
+    ) -> GroupAdapter:
+        """Add an adapter to all ranks."""
+        build = partial(
+            lora.AddLora, name=name, lora_id=lora_id, version=version, load_inplace=load_inplace
+        )
+        try:
+            replies = self._channel.ask(build)
+        except RemoteError:
+            self._take_back(version)
+            raise
+        for evicted in {each for reply in replies for each in reply.evicted}:
+            self._known.pop(evicted, None)
+        pinned = lora_id in self._known and self._known[lora_id].is_pinned
+        adapter = GroupAdapter(name, lora_id, replies[0].version, pinned)
+        self._known[lora_id] = adapter
+        return adapter
+
+    def remove(self, lora_id: int) -> bool:
+        """See WorkerGroup.remove_lora."""
+        replies = self._channel.ask(partial(lora.RemoveLora, lora_id=lora_id))
+        self._known.pop(lora_id, None)
+        return any(reply.removed for reply in replies)
+
+    def pin(self, lora_id: int) -> None:
+        """See WorkerGroup.pin_lora."""
+        self._channel.ask(partial(lora.PinLora, lora_id=lora_id))
+        if lora_id in self._known:
+            self._known[lora_id] = self._known[lora_id]._replace(is_pinned=True)
+
+    def reports(self) -> list[lora.ListLorasReply]:
+        """See WorkerGroup.list_loras."""
+        return self._channel.ask(lora.ListLoras)
+
+    def forget(self) -> None:
+        """Forget all: the daemons have dropped theirs."""
+        self._known.clear()
+
+    def learn(self) -> None:
+        """Find the adapters that all ranks have alike, and remove all others: a driver may have
+        died while it added one."""
+        ranks = [
+            {each.lora_id: _known_as(each) for each in reply.adapters} for reply in self.reports()
+        ]
+        first = ranks[0]
+        self._known = {
+            lora_id: adapter
+            for lora_id, adapter in first.items()
+            if all(rank.get(lora_id) == adapter for rank in ranks)
+        }
+        for lora_id in {each for rank in ranks for each in rank} - self._known.keys():
+            self._channel.ask(partial(lora.RemoveLora, lora_id=lora_id))
+
+    def restore(self, newcomers: Collection[int]) -> None:
+        """Give ranks that have loaded anew the adapters that all had. One that cannot be read there
+        is removed from the others too: its requests fail, and no others."""
+        for adapter in list(self._known.values()):
+            name, lora_id, version, is_pinned = adapter
+            try:
+                deadline = time.monotonic() + ADD_TIMEOUT_S
+                while not self.prepare(name, version, newcomers):
+                    if time.monotonic() >= deadline:
+                        raise DeadlineExceeded(f"reading adapter {name!r}", ADD_TIMEOUT_S)
+                    time.sleep(_POLL_S)
+                self.commit(name, lora_id, version)
+                if is_pinned:
+                    self.pin(lora_id)
+            except (RemoteError, DeadlineExceeded) as error:
+                _LOG.warning("adapter %r is removed: %s", name, error)
+                self.remove(lora_id)
+
+    def _id_for(self, name: str) -> int:
+        for lora_id, adapter in self._known.items():
+            if adapter.name == name:
+                return lora_id
+        return next(
+            number for number in range(1, len(self._known) + 2) if number not in self._known
+        )
+
+    def _take_back(self, version: int) -> None:
+        """Remove an adapter that only some ranks have added."""
+        with contextlib.suppress(ClientError):
+            there = {
+                a.lora_id
+                for reply in self.reports()
+                for a in reply.adapters
+                if a.version == version
+            }
+            for lora_id in there:
+                self.remove(lora_id)
+
+
+def _known_as(info: lora.LoraInfo) -> GroupAdapter:
+    return GroupAdapter(info.name, info.lora_id, info.version, info.is_pinned)

@@ -1,0 +1,170 @@
+"""LoRA adapters of a stage's matrices: their places in device memory, and the linear method that
+adds their products. worker_daemon/lora/ fills the places.
+
+An adapter slot is one row of a buffer [L, size], so that an adapter arrives by one copy. Letters:
+L slots, N tokens, K input features, M output features, G matrices merged into one, r largest rank.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final, NamedTuple
+
+from torch import Tensor
+
+from worker_daemon.contracts.layer_ops import AdapterWeights, LayerOps, NormedSum
+from worker_daemon.layers.linear_method import LinearMethod
+from worker_daemon.layers.parameter import Parameter
+
+_ALIGNMENT: Final = 64
+"""Elements: each matrix begins at a multiple, so that kernels may load vectors."""
+_WEIGHT: Final = ".weight"
+
+
+class MatrixShard(NamedTuple):
+    """One matrix of the checkpoint that adapters may change, and this rank's part of it."""
+
+    module: str
+    """Its name in the checkpoint, without .weight."""
+    full_shape: tuple[int, int]
+    """(output features, input features) of the model."""
+    rows: slice
+    """This rank's output features, of the model's."""
+    columns: slice
+    """This rank's input features, of the model's."""
+    target: slice
+    """The place of these rows in the merged matrix."""
+
+
+@dataclass(frozen=True, slots=True)
+class MergedShards:
+    """A merged matrix's places in a slot."""
+
+    shards: tuple[MatrixShard, ...]
+    a_shape: tuple[int, int]
+    """(G * r, K)"""
+    b_shape: tuple[int, int]
+    """(M, r)"""
+    a_offset: int
+    """Of A's first element in a slot."""
+    b_offset: int
+
+    def a_of(self, slots: Tensor) -> Tensor:
+        """slots [L, size] -> A of all of them, [L, G * r, K], a view."""
+        return _matrices(slots, self.a_offset, self.a_shape)
+
+    def b_of(self, slots: Tensor) -> Tensor:
+        """slots [L, size] -> B of all of them, [L, M, r], a view."""
+        return _matrices(slots, self.b_offset, self.b_shape)
+
+
+def _matrices(slots: Tensor, offset: int, shape: tuple[int, int]) -> Tensor:
+    rows, columns = shape
+    return slots[:, offset : offset + rows * columns].view(-1, rows, columns)
+
+
+class AdapterLayout:
+    """The matrices of one stage and rank that adapters may change, with their places in a slot.
+    Filled while the stage is built. Owns the views of the slots, once bound."""
+
+    def __init__(self, max_slots: int, max_rank: int) -> None:
+        self.max_slots = max_slots
+        self.max_rank = max_rank
+        self.merged: list[MergedShards] = []
+        self.token_slots: Tensor | None = None
+        """int32 [N], as LayerOps.add_adapters takes it: while a forward pass runs whose rows use
+        adapters. None: products are the base model's."""
+        self._size = 0
+        self._weights: list[AdapterWeights] = []
+
+    @property
+    def slot_size(self) -> int:
+        """Elements of a slot."""
+        return self._size
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, int]]:
+        """Return each matrix's (output features, input features) in the model, by module."""
+        return {shard.module: shard.full_shape for each in self.merged for shard in each.shards}
+
+    def add(self, weight: Parameter) -> int:
+        """Take a merged matrix [M, K], and return its number."""
+        num_outputs, num_inputs = weight.data.shape
+        shards = tuple(
+            MatrixShard(
+                piece.name.removesuffix(_WEIGHT),
+                (piece.full_shape[0], piece.full_shape[1]),
+                piece.source[0],
+                piece.source[1],
+                piece.target[0],
+            )
+            for piece in weight.pieces
+        )
+        a_shape = (len(shards) * self.max_rank, num_inputs)
+        b_shape = (num_outputs, self.max_rank)
+        a_offset = self._take(a_shape)
+        self.merged.append(MergedShards(shards, a_shape, b_shape, a_offset, self._take(b_shape)))
+        return len(self.merged) - 1
+
+    def bind(self, slots: Tensor) -> None:
+        """Read adapters from these slots [L, slot_size] from now on."""
+        self._weights = [
+            AdapterWeights(
+                each.a_of(slots),
+                each.b_of(slots),
+                tuple(shard.target.stop for shard in each.shards),
+            )
+            for each in self.merged
+        ]
+
+    def weights(self, number: int) -> AdapterWeights:
+        """Return the adapters of a matrix, in all slots."""
+        return self._weights[number]
+
+    def _take(self, shape: Sequence[int]) -> int:
+        offset = self._size
+        size = shape[0] * shape[1]
+        self._size += -(-size // _ALIGNMENT) * _ALIGNMENT
+        return offset
+
+
+class AdaptedLinearMethod(LinearMethod):
+    """A LinearMethod that adds the products of adapters, in forward passes that use any. The norm,
+    the product and the gate are separate kernels then."""
+
+    def __init__(
+        self, weight: Parameter, bias: Parameter | None, ops: LayerOps, adapters: AdapterLayout
+    ) -> None:
+        super().__init__(weight, bias, ops)
+        self._adapters = adapters
+        self._number = adapters.add(weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        token_slots = self._adapters.token_slots
+        if token_slots is not None:
+            weights = self._adapters.weights(self._number)
+            self._ops.add_adapters(y, x, weights, token_slots)
+        return y
+
+    def forward_normed(self, source: NormedSum) -> tuple[Tensor, Tensor]:
+        if self._adapters.token_slots is None:
+            return super().forward_normed(source)
+        normed, total = self._normed(source)
+        return self.forward(normed), total
+
+    def forward_gated(self, x: Tensor) -> Tensor:
+        if self._adapters.token_slots is None:
+            return super().forward_gated(x)
+        return self._ops.silu_and_mul(self.forward(x))
+
+    def forward_normed_gated(self, source: NormedSum) -> tuple[Tensor, Tensor]:
+        if self._adapters.token_slots is None:
+            return super().forward_normed_gated(source)
+        normed, total = self._normed(source)
+        return self.forward_gated(normed), total
+
+    def _normed(self, source: NormedSum) -> tuple[Tensor, Tensor]:
+        part, residual, weight, eps = source
+        if part is None:
+            return self._ops.rms_norm(residual, weight, eps), residual
+        return self._ops.add_rms_norm(part, residual, weight, eps)

@@ -1,0 +1,1 @@
+"""LoRA adapters: their files, the host memory that keeps them, the device slots that run them."""

@@ -1,0 +1,163 @@
+"""Reads an adapter's tensors into one slot's layout. The header is checked in full against the
+model and adapter_config.json before any tensor is read."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, Literal
+
+import torch
+from torch import Tensor
+
+from worker_daemon.errors import CheckpointError, ConfigError
+from worker_daemon.layers.adapters import AdapterLayout, MatrixShard
+from worker_daemon.lora.adapter_config import AdapterConfig, check_targets, read_adapter_config
+from worker_daemon.models.safetensors_file import (
+    FLOAT_DTYPES,
+    Entry,
+    MalformedError,
+    SafetensorsFile,
+)
+from worker_daemon.regular_file import TruncatedError
+
+TENSORS_NAME: Final = "adapter_model.safetensors"
+_TENSOR: Final = re.compile(r"base_model\.model\.(.+)\.lora_([AB])\.weight")
+_Side = Literal["A", "B"]
+_MAX_SHOWN: Final = 200
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterFiles:
+    """An adapter that was read and validated."""
+
+    weights: Tensor
+    """[slot_size] in the model's dtype, on the host; page-locked for a GPU."""
+    rank: int
+    """The largest of its matrices."""
+
+
+class AdapterFormat:
+    """Reads adapters for one rank of a loaded model. Any thread may use it."""
+
+    def __init__(
+        self,
+        layout: AdapterLayout,
+        shapes: Mapping[str, tuple[int, int]],
+        dtype: torch.dtype,
+        *,
+        pinned: bool,
+    ) -> None:
+        """layout: of this rank. shapes: (output, input features) of every module of the whole
+        model that an adapter may change. pinned: page-lock the host memory."""
+        self._layout = layout
+        self._shapes = shapes
+        self._dtype = dtype
+        self._pinned = pinned
+
+    def read(self, directory: Path) -> AdapterFiles:
+        """Read an adapter.
+
+        Raises:
+            ConfigError: its configuration is not supported, or exceeds max_lora_rank.
+            CheckpointError: a file is missing, malformed or truncated, or its tensors are not those
+                of this model and configuration.
+        """
+        config = read_adapter_config(directory)
+        check_targets(config, self._shapes)
+        path = directory / TENSORS_NAME
+        try:
+            with SafetensorsFile(path) as file:
+                ranks = self._check(file.entries, config, directory)
+                return AdapterFiles(self._read(file, config, directory), max(ranks.values()))
+        except OSError as error:
+            reason = f"{path} cannot be read: {error.strerror}"
+        except (MalformedError, TruncatedError) as error:
+            reason = f"{path} is not a whole safetensors file: {error}"
+        raise _refused(reason, directory, f"give the adapter's own {TENSORS_NAME}")
+
+    def _check(
+        self, entries: Mapping[str, Entry], config: AdapterConfig, directory: Path
+    ) -> dict[str, int]:
+        """Return the rank of each module in the file."""
+        found: dict[str, set[str]] = {}
+        for name, entry in entries.items():
+            matched = _TENSOR.fullmatch(name)
+            module = matched[1] if matched else ""
+            if matched is None or module not in self._shapes:
+                what = f"{name[:_MAX_SHOWN]!r} is no LoRA matrix of a linear layer of this model"
+                raise _refused(what, directory, "use an adapter of this model's linear layers")
+            self._check_entry(module, "A" if matched[2] == "A" else "B", entry, config, directory)
+            found.setdefault(module, set()).add(matched[2])
+        if not found:
+            raise _refused("it has no tensors", directory, "use an adapter with LoRA matrices")
+        for module, sides in found.items():
+            if len(sides) < 2:
+                what = f"{module} has only its lora_{sides.pop()}"
+                raise _refused(what, directory, "save the adapter again, with A and B")
+        return {module: config.rank_of(module) for module in found}
+
+    def _check_entry(
+        self, module: str, side: _Side, entry: Entry, config: AdapterConfig, directory: Path
+    ) -> None:
+        rank, (num_outputs, num_inputs) = config.rank_of(module), self._shapes[module]
+        if rank > self._layout.max_rank:
+            raise ConfigError(
+                f"the adapter's matrices of {module} are too large",
+                field="rank",
+                value=rank,
+                fix=f"at most {self._layout.max_rank}, or load the model with a larger "
+                "max_lora_rank",
+            )
+        expected = (rank, num_inputs) if side == "A" else (num_outputs, rank)
+        if entry.shape != expected:
+            raise _refused(
+                f"lora_{side} of {module} is {list(entry.shape)}, not {list(expected)}",
+                directory,
+                "use an adapter of this model, with its own adapter_config.json",
+            )
+        if entry.dtype not in FLOAT_DTYPES:
+            raise _refused(
+                f"lora_{side} of {module} has dtype {entry.dtype[:32]}",
+                directory,
+                f"save the adapter as one of {', '.join(FLOAT_DTYPES)}",
+            )
+
+    def _read(self, file: SafetensorsFile, config: AdapterConfig, directory: Path) -> Tensor:
+        layout = self._layout
+        weights = torch.zeros(layout.slot_size, dtype=self._dtype, pin_memory=self._pinned)
+        slots = weights.unsqueeze(0)
+        for each in layout.merged:
+            a, b = each.a_of(slots)[0], each.b_of(slots)[0]
+            for index, shard in enumerate(each.shards):
+                if _tensor_name(shard.module, "A") in file.entries:
+                    first = index * layout.max_rank
+                    rank = config.rank_of(shard.module)
+                    self._read_a(file, shard, rank, a[first : first + rank])
+                    scale = config.scale_of(shard.module)
+                    self._read_b(file, shard, rank, scale, b[shard.target, :rank])
+        if not bool(weights.isfinite().all()):
+            raise _refused(
+                "it has values that are not finite in the model's dtype",
+                directory,
+                "use another checkpoint of the adapter",
+            )
+        return weights
+
+    def _read_a(self, file: SafetensorsFile, shard: MatrixShard, rank: int, into: Tensor) -> None:
+        file.read_into(_tensor_name(shard.module, "A"), (slice(0, rank), shard.columns), into)
+
+    def _read_b(
+        self, file: SafetensorsFile, shard: MatrixShard, rank: int, scale: float, into: Tensor
+    ) -> None:
+        values = torch.empty(into.shape, dtype=torch.float32)
+        file.read_into(_tensor_name(shard.module, "B"), (shard.rows, slice(0, rank)), values)
+        into.copy_(values.mul_(scale))
+
+
+def _tensor_name(module: str, side: _Side) -> str:
+    return f"base_model.model.{module}.lora_{side}.weight"
+
+
+def _refused(reason: str, directory: Path, fix: str) -> CheckpointError:
+    return CheckpointError(reason, field="adapter", value=str(directory), fix=fix)

@@ -1,0 +1,45 @@
+"""A loaded model's LoRA adapters: layout, host memory, device slots, and the reader of files."""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from worker_daemon.layers.adapters import AdapterLayout
+from worker_daemon.lora.device_slots import DeviceSlots
+from worker_daemon.lora.host_store import HostAdapter, HostStore
+from worker_daemon.lora.reader import AdapterReader
+
+
+class Added(NamedTuple):
+    """Result of adding an adapter."""
+
+    version: int
+    """That is in host memory now."""
+    evicted: tuple[int, ...]
+    """The id that left for it, if any."""
+
+
+@dataclass(frozen=True, slots=True)
+class Adapters:
+    """Owned by the loaded model; used on the step thread."""
+
+    layout: AdapterLayout
+    store: HostStore
+    slots: DeviceSlots
+    reader: AdapterReader
+
+    def add(self, name: str, lora_id: int, version: int, *, load_inplace: bool) -> Added:
+        """Add an adapter, or count it as used if it is there; load_inplace replaces it.
+
+        Raises:
+            ConfigError: the id or the name belongs to another adapter, or it is not supported.
+            CheckpointError: its files are faulty.
+            CapacityError: all adapters are pinned, or the host has no memory for it.
+        """
+        there = self.store.touch(name, lora_id)
+        if there is not None and not load_inplace:
+            self.reader.drop(name)
+            return Added(there.version, ())
+        self.store.check_room(lora_id)
+        files = self.reader.take(name, version)
+        adapter = HostAdapter(name, lora_id, version, files.rank, files.weights)
+        return Added(version, self.store.add(adapter))

@@ -1,0 +1,60 @@
+"""Adapter slots in device memory, which take the adapters that steps use, in place of the least
+recently used ones.
+
+Copies go to the stream that steps run on, in its order: a slot is written after every step before
+it, and before the step that it is for.
+"""
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from worker_daemon.lora.host_store import HostAdapter
+
+
+class DeviceSlots:
+    """Owned by the loaded model; used on the step thread. The memory is the model's."""
+
+    def __init__(self, slots: Tensor) -> None:
+        """slots [L, slot_size]"""
+        self._slots = slots
+        self._held: list[HostAdapter | None] = [None] * slots.shape[0]
+        self._last_uses = [0] * slots.shape[0]
+        self._num_uses = 0
+        self.num_copies = 0
+        """Adapters that were copied to the device so far."""
+
+    @property
+    def size_bytes(self) -> int:
+        return self._slots.numel() * self._slots.element_size()
+
+    def place(self, adapters: Sequence[HostAdapter]) -> list[int]:
+        """Return the slots of different adapters, at most L, once copies are queued for those that
+        had none."""
+        self._num_uses += 1
+        wanted = {adapter.serial for adapter in adapters}
+        there = {held.serial: slot for slot, held in enumerate(self._held) if held is not None}
+        free = [slot for serial, slot in there.items() if serial not in wanted]
+        free += [slot for slot, held in enumerate(self._held) if held is None]
+        free.sort(key=self._worth, reverse=True)
+        placed = []
+        for adapter in adapters:
+            slot = there.get(adapter.serial)
+            if slot is None:
+                slot = free.pop()
+                self._slots[slot].copy_(adapter.weights, non_blocking=True)
+                self._held[slot] = adapter
+                self.num_copies += 1
+            self._last_uses[slot] = self._num_uses
+            placed.append(slot)
+        return placed
+
+    def forget(self) -> None:
+        """Record that the memory has lost its content."""
+        self._held = [None] * len(self._held)
+
+    def _worth(self, slot: int) -> tuple[bool, bool, int]:
+        """Return the order in which slots are given up: empty ones, then those that are not
+        pinned, by last use."""
+        held = self._held[slot]
+        return held is not None, held is not None and held.is_pinned, self._last_uses[slot]

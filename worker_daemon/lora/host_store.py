@@ -1,0 +1,115 @@
+"""Adapters in host memory, by id, with least recently used ones leaving first. Its changes follow
+from the operations and admissions that all ranks have in the same order, so that all have the
+same."""
+
+import itertools
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from worker_daemon.errors import CapacityError, ConfigError
+
+
+@dataclass(slots=True, eq=False)
+class HostAdapter:
+    """An adapter of this rank. Its memory lives as long as a reference to it: requests keep the
+    one that they began with."""
+
+    name: str
+    lora_id: int
+    version: int
+    rank: int
+    weights: Tensor
+    """[slot_size] on the host."""
+    is_pinned: bool = False
+    serial: int = field(init=False, default=0)
+    """Tells it from all others of the process, former versions included; from 1 on."""
+
+
+class HostStore:
+    """Owned by the loaded model; used on the step thread."""
+
+    def __init__(self, max_adapters: int) -> None:
+        self._max_adapters = max_adapters
+        self._adapters: dict[int, HostAdapter] = {}
+        """By id, the one used least recently first."""
+        self._serials = itertools.count(1)
+
+    def find(self, lora_id: int, version: int) -> HostAdapter | None:
+        """Return an adapter, which counts as used, or None if that version is not there."""
+        adapter = self._adapters.get(lora_id)
+        if adapter is None or adapter.version != version:
+            return None
+        self._use(adapter)
+        return adapter
+
+    def touch(self, name: str, lora_id: int) -> HostAdapter | None:
+        """Return the adapter of a name and id, which counts as used, or None if neither is there.
+
+        Raises:
+            ConfigError: the id or the name belongs to another adapter.
+        """
+        for there in self._adapters.values():
+            if (there.name == name) != (there.lora_id == lora_id):
+                raise ConfigError(
+                    f"adapter {there.name!r} has id {there.lora_id}",
+                    field="lora_id" if there.lora_id == lora_id else "name",
+                    value=lora_id if there.lora_id == lora_id else name,
+                    fix="use an id and a name that no other adapter has, or remove that one",
+                )
+        adapter = self._adapters.get(lora_id)
+        if adapter is not None:
+            self._use(adapter)
+        return adapter
+
+    def check_room(self, lora_id: int) -> None:
+        """Raise CapacityError if an adapter cannot be added because all others are pinned."""
+        if lora_id in self._adapters or len(self._adapters) < self._max_adapters:
+            return
+        if all(adapter.is_pinned for adapter in self._adapters.values()):
+            raise CapacityError(
+                f"all {self._max_adapters} adapters in host memory are pinned",
+                field="lora_id",
+                value=lora_id,
+                fix="remove one, or load the model with a larger max_cpu_loras",
+            )
+
+    def add(self, adapter: HostAdapter) -> tuple[int, ...]:
+        """Add or replace an adapter; return the id that left for it, if any. Raises as check_room
+        does, with nothing changed."""
+        self.check_room(adapter.lora_id)
+        former = self._adapters.pop(adapter.lora_id, None)
+        evicted: tuple[int, ...] = ()
+        if former is not None:
+            adapter.is_pinned = former.is_pinned
+        elif len(self._adapters) == self._max_adapters:
+            unpinned = (each for each in self._adapters.values() if not each.is_pinned)
+            evicted = (next(unpinned).lora_id,)
+            del self._adapters[evicted[0]]
+        adapter.serial = next(self._serials)
+        self._adapters[adapter.lora_id] = adapter
+        return evicted
+
+    def remove(self, lora_id: int) -> bool:
+        """Remove an adapter; return False if there is none of that id."""
+        return self._adapters.pop(lora_id, None) is not None
+
+    def pin(self, lora_id: int) -> None:
+        """Never let an adapter leave. Raises ConfigError if there is none of that id."""
+        adapter = self._adapters.get(lora_id)
+        if adapter is None:
+            raise ConfigError(
+                "there is no such adapter",
+                field="lora_id",
+                value=lora_id,
+                fix="add it first",
+            )
+        adapter.is_pinned = True
+        self._use(adapter)
+
+    def adapters(self) -> list[HostAdapter]:
+        """Return all, the one used least recently first."""
+        return list(self._adapters.values())
+
+    def _use(self, adapter: HostAdapter) -> None:
+        self._adapters[adapter.lora_id] = self._adapters.pop(adapter.lora_id)
