@@ -9,8 +9,9 @@ What is timed is what `worker-client bench` reports: `seconds` runs from the fir
 request to the last token of the last one, all requests given at once, client and wire included;
 loading, warm-up and attaching are outside. The figure of a workload is generated tokens over these
 seconds for decode_* and mixed256, prompt tokens over them for prefill_8x8192, and the seconds
-themselves for prefill_1x8192. Meanwhile every daemon is asked for its status ten times a second,
-as a metrics collector would; the reply delay is that of the last 1024 results.
+themselves for prefill_1x8192; prompt tokens also for prefill_512x512 and embed_512x512, which run
+only if they are named. Meanwhile every daemon is asked for its status ten times a second, as a
+metrics collector would; the reply delay is that of the last 1024 results.
 """
 
 import argparse
@@ -47,7 +48,7 @@ def figure(workload: str, result: dict[str, Any]) -> tuple[float, str]:
     """Return the figure by which a workload is judged, and its unit."""
     if workload == "prefill_1x8192":
         return result["seconds"], "s"
-    if workload.startswith("prefill"):
+    if workload.startswith(("prefill", "embed")):
         return result["tokens_in"] / result["seconds"], "tok/s in"
     return result["out_tok_s"], "tok/s out"
 

@@ -15,14 +15,19 @@ FIXED = {  # name: (requests, tokens in, tokens out)
     "prefill_8x8192": (8, 8192, 1),
 }
 NAMES = (*FIXED, "mixed256")
+POOLING = {  # the same prompts, first to sample a token of each, then to embed them
+    "prefill_512x512": (512, 512, 1),
+    "embed_512x512": (512, 512, 0),
+}
 
 Workload = list[tuple[list[int], int]]
-"""Prompt and number of tokens to generate, of each request."""
+"""Prompt and number of tokens to generate, of each request; 0: it is embedded."""
 
 
 def make(name: str, vocab_size: int) -> Workload:
     """Return a workload by name."""
-    return mixed(vocab_size) if name == "mixed256" else fixed(vocab_size, *FIXED[name])
+    sizes = {**FIXED, **POOLING}
+    return mixed(vocab_size) if name == "mixed256" else fixed(vocab_size, *sizes[name])
 
 
 def mixed(vocab_size: int, count: int = 256, seed: int = 0) -> Workload:
@@ -46,16 +51,21 @@ def fixed(vocab_size: int, count: int, num_in: int, num_out: int, seed: int = 1)
 
 
 def json_lines(workload: Workload) -> Iterator[str]:
-    """Yield a line a request: greedy, the end of sequence ignored."""
+    """Yield a line a request: greedy, the end of sequence ignored, or embedded."""
     for i, (prompt, num_out) in enumerate(workload):
-        line = {"id": str(i), "prompt_token_ids": prompt, "max_tokens": num_out, "ignore_eos": True}
+        line: dict[str, object] = {"id": str(i), "prompt_token_ids": prompt}
+        line |= (
+            {"max_tokens": num_out, "ignore_eos": True}
+            if num_out
+            else {"pooling": {"task": "embed"}}
+        )
         yield json.dumps(line, separators=(",", ":")) + "\n"
 
 
 def main() -> None:
     """Write a workload to standard output."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("name", choices=NAMES)
+    parser.add_argument("name", choices=(*NAMES, *POOLING))
     parser.add_argument("--vocab-size", type=int, required=True)
     args = parser.parse_args()
     sys.stdout.writelines(json_lines(make(args.name, args.vocab_size)))

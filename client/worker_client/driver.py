@@ -415,6 +415,7 @@ class Driver:
         now = time.monotonic()
         added = self._added.pop(req_id, now)
         first = self._first_token.pop(req_id, now)
+        self._without_token.discard(req_id)  # one that pools never had any
         self.timings[req_id] = RequestTiming(added, first, now)
         if self._max_history is not None and len(self.timings) > self._max_history:
             del self.timings[next(iter(self.timings))]

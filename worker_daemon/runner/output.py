@@ -54,7 +54,7 @@ class StepReplies:
         """The step samples nothing, or not yet."""
         if not self._is_output_rank:
             return None
-        return NoTokens(identity, status, reports, self._link, self._history)
+        return NoTokens(identity, status, self._link, self._history, reports)
 
     def of_tokens(
         self, identity: ReplyIdentity, rows: SampleRows, sampled: SamplerOutput, status: Tensor
@@ -197,9 +197,9 @@ class NoTokens:
         self,
         identity: ReplyIdentity,
         status: Tensor,
-        reports: Sequence[Report],
         link: Link,
         history: TokenHistory,
+        reports: Sequence[Report] = (),
     ) -> None:
         self._identity = identity
         self._extensions = tuple(report.extension for report in reports)

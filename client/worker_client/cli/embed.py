@@ -52,7 +52,6 @@ As = Annotated[
         "--format", help="jsonl: a line a request; npy, raw: one float32 array in --output."
     ),
 ]
-Bench = Annotated[bool, typer.Option("--bench", help="Print the rate as JSON instead of outputs.")]
 
 
 @takes_run_options
@@ -62,13 +61,12 @@ def embed(
     dimensions: Dimensions = 0,
     activation: Activation = None,
     form: As = Format.JSONL,
-    is_bench: Bench = False,
 ) -> None:
     """Embed or classify prompts, or the requests of a file."""
     params = PoolingParams(
         task=one_of("task", task, PoolingTask), use_activation=activation, dimensions=dimensions
     )
-    if form is not Format.JSONL and run.output is None and not is_bench:
+    if form is not Format.JSONL and run.output is None:
         fix = "give --output, or --format jsonl"
         raise ClientConfigError("it needs a file", field="format", value=form.value, fix=fix)
     if run.output is not None:
@@ -76,7 +74,7 @@ def embed(
     tokenizer, lines = read_requests(run)
     inputs = [_pooling(entry, params) for entry in lines]
     end_if_all_are_wrong(inputs, run.output if form is Format.JSONL else None)
-    as_lines = run.output if form is Format.JSONL and not is_bench else None
+    as_lines = run.output if form is Format.JSONL else None
     names = [entry.id for entry in inputs]
     with (
         open_session(run, print_progress()) as session,
@@ -84,9 +82,7 @@ def embed(
     ):
         served = session.serve(inputs, (), collected.take)
         results = collected.finish()
-    if is_bench:
-        print_text(json.dumps(_rate(served)) + "\n")
-    elif form is not Format.JSONL and run.output is not None:
+    if form is not Format.JSONL and run.output is not None:
         write_bytes(run.output, _array(inputs, served, form))
         print_text("".join(f"{json.dumps(_shape(result))}\n" for result in results))
     elif run.output is None:
@@ -143,16 +139,3 @@ def _shape(result: JsonObject) -> JsonObject:
     is_matrix = isinstance(values[0], list)
     rows, width = (len(values), len(values[0])) if is_matrix else (1, len(values))
     return {**{k: v for k, v in result.items() if k != "pooled"}, "rows": rows, "width": width}
-
-
-def _rate(served: Served) -> JsonObject:
-    outputs = [output for output in served.outputs.values() if output.pooled is not None]
-    tokens, seconds = sum(o.num_prompt_tokens for o in outputs), max(served.seconds, 1e-9)
-    return {
-        "requests": len(outputs),
-        "failed": len(served.errors),
-        "tokens": tokens,
-        "seconds": served.seconds,
-        "tok_s": tokens / seconds,
-        "requests_s": len(outputs) / seconds,
-    }

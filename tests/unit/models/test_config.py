@@ -214,7 +214,7 @@ def test_a_wrong_field_is_named(changes, field):
 
 def test_an_unknown_architecture_lists_the_known_ones():
     with pytest.raises(ConfigError, match=r"LlamaForCausalLM.*Mistral.*Qwen2.*Qwen3"):
-        parse(architectures=["BertModel"])
+        parse(architectures=["BloomForCausalLM"])
 
 
 def test_end_tokens_of_the_generation_config_win(tmp_path):

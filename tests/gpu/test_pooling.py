@@ -1,0 +1,97 @@
+"""Pooling on a GPU in bfloat16: of a decoder beside generation, with graphs, and of an encoder with
+the attention of whole prompts."""
+
+import numpy as np
+import torch
+from torch.nn import functional
+from transformers import AutoModel, BertConfig, BertModel
+
+from rpc_schema.pooling import PoolingParams
+from tests.support.gpu_generation import SCHEDULER, gpu_group, make_requests
+from worker_client.driver import Driver
+from worker_client.requests import GenerationRequest
+from worker_client.scheduler import Scheduler, SchedulerLimits
+
+LENGTHS = (1, 5, 17, 64, 130, 300, 511, 700, 1400)
+"""Of prompts: in graphs, kernel by kernel, and in chunks of 512 tokens."""
+
+
+def pooling_requests(lengths, seed=3):
+    rng = np.random.default_rng(seed)
+    prompts = [rng.integers(3, 8192, length).astype(np.int32) for length in lengths]
+    return [
+        GenerationRequest(f"{task}{i}", prompt, pooling=PoolingParams(task=task, dimensions=64))
+        for i, prompt in enumerate(prompts)
+        for task in ("embed", "token_embed")
+    ]
+
+
+def serve(checkpoint, requests):
+    """Outputs by id."""
+    with gpu_group(checkpoint, 1, 1, "bfloat16") as (_, group, model):
+        limits = SchedulerLimits(
+            max_num_seqs=SCHEDULER.max_num_seqs,
+            max_num_batched_tokens=SCHEDULER.max_num_batched_tokens,
+            max_model_len=model.max_model_len,
+            num_blocks=model.num_blocks,
+            block_size=model.block_size,
+            groups=model.groups,
+            generates=model.metadata.generates,
+            pooling=model.metadata.pooling,
+        )
+        driver = Driver(group, Scheduler(limits))
+        for request in requests:
+            driver.add_request(request)
+        return {output.req_id: output for output in driver.run()}
+
+
+@torch.inference_mode()
+def reference_states(checkpoint, requests):
+    """transformers' last hidden states in float32, by id."""
+    model = AutoModel.from_pretrained(checkpoint, dtype=torch.float32).to("cuda:0").eval()
+    return {
+        request.id: model(
+            torch.from_numpy(request.prompt_token_ids).long().unsqueeze(0).to("cuda:0")
+        )
+        .last_hidden_state[0]
+        .cpu()
+        for request in requests
+    }
+
+
+def check(outputs, requests, states, pooled):
+    for request in requests:
+        own = states[request.id]
+        chosen = own if request.pooling.task == "token_embed" else pooled(own).unsqueeze(0)
+        expected = functional.normalize(chosen[:, :64], dim=-1)
+        found = torch.from_numpy(np.atleast_2d(outputs[request.id].pooled))
+        assert found.shape == expected.shape
+        cosines = (found * expected).sum(-1)
+        assert cosines.min() > 0.999, (request.id, cosines.min())
+
+
+def test_decoder_pools_beside_generation(llama):
+    pooling, generating = pooling_requests(LENGTHS), make_requests(16)
+    mixed = [request for pair in zip(generating, pooling, strict=False) for request in pair]
+    outputs = serve(llama, [*mixed, *pooling[len(generating) :]])
+    check(outputs, pooling, reference_states(llama, pooling), lambda states: states[-1])
+    alone = serve(llama, generating)
+    same = sum(outputs[r.id].token_ids == alone[r.id].token_ids for r in generating)
+    assert same >= len(generating) // 2, "a batch changes near ties alone"
+
+
+def test_encoder_sees_whole_prompts(tmp_path):
+    torch.manual_seed(1)
+    config = BertConfig(
+        vocab_size=8192,
+        hidden_size=768,
+        num_hidden_layers=6,
+        num_attention_heads=12,
+        intermediate_size=3072,
+        initializer_range=0.04,
+    )
+    checkpoint = tmp_path / "models" / "bert"
+    BertModel(config).save_pretrained(checkpoint)
+    pooling = pooling_requests([length for length in LENGTHS if length <= 512])
+    outputs = serve(checkpoint, pooling)
+    check(outputs, pooling, reference_states(checkpoint, pooling), lambda states: states.mean(0))
