@@ -3,7 +3,7 @@
 from rpc_schema.base import Extension, Name, Positive, Unsigned
 
 
-class LoraRequest(Extension, frozen=True, tag=20, kw_only=True):
+class LoraRequest(Extension, frozen=True, tag=5, kw_only=True):
     """A request's tokens are computed with an adapter, which every rank must have (AddLora). On a
     rank without it, or with another version of it, this request alone fails: NO_TOKEN."""
 
