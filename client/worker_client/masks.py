@@ -17,8 +17,8 @@ from worker_client.step_checks import check_mask, wrong_ids
 Masks = Mapping[str, NDArray[np.int32]]
 
 
-class Sampling(NamedTuple):
-    """What a step says of the sampling of its requests."""
+class StepSampling(NamedTuple):
+    """Fields of a step about the sampling of its requests."""
 
     deferred: Mapping[int, str] = NONE_DEFERRED
     """Requests that are sampled later, by slot."""
@@ -31,7 +31,7 @@ class Sampling(NamedTuple):
         return named(self.deferred) if self.deferred else None
 
 
-ALL_AT_ONCE = Sampling()
+ALL_AT_ONCE = StepSampling()
 
 
 def named(slots: Iterable[int]) -> bytes:
@@ -39,7 +39,7 @@ def named(slots: Iterable[int]) -> bytes:
     return bitmap_of(array("H", slots).tobytes())
 
 
-def sampling_of(output: SchedulerOutput, slot_of: Mapping[str, int]) -> Sampling:
+def sampling_of(output: SchedulerOutput, slot_of: Mapping[str, int]) -> StepSampling:
     """Return what a step says of its sampling. slot_of: slots of the requests that it samples.
 
     Raises:
@@ -47,7 +47,7 @@ def sampling_of(output: SchedulerOutput, slot_of: Mapping[str, int]) -> Sampling
     """
     later = {slot_of[r]: r for r in output.deferred_req_ids if r in slot_of}
     now = {req_id: slot for req_id, slot in slot_of.items() if slot not in later}
-    return Sampling(dict(sorted(later.items())), *encoded(output.masks, now))
+    return StepSampling(dict(sorted(later.items())), *encoded(output.masks, now))
 
 
 def encoded(

@@ -29,7 +29,7 @@ from worker_client.encoded_step import (
     pack_bits,
 )
 from worker_client.errors import InvalidSchedulerOutput
-from worker_client.masks import ALL_AT_ONCE, Masks, Sampling, encoded, sampling_of
+from worker_client.masks import ALL_AT_ONCE, Masks, StepSampling, encoded, sampling_of
 from worker_client.parts.registry import NONE_POOLED, Extensions, pools, reports
 from worker_client.scheduler_output import NewRequest, SchedulerOutput, StepResult
 from worker_client.step_checks import (
@@ -115,7 +115,7 @@ class _Change(NamedTuple):
     rows: _Rows
     total: int
     """Scheduled tokens, decodes included."""
-    sampling: Sampling
+    sampling: StepSampling
 
 
 class SlotTable:
@@ -223,7 +223,7 @@ class SlotTable:
 
     def encode_later(
         self, step: EncodedStep, masks: Masks, req_ids: Collection[str] | None
-    ) -> tuple[dict[int, str], Sampling]:
+    ) -> tuple[dict[int, str], StepSampling]:
         """Return the deferred requests of `step` that are to be sampled now, by slot, and what a
         SampleTokens says of them; masks of requests that have left their slots since are left out.
         req_ids: some of those that are left, None for all. None are left once rows were lost.
@@ -241,7 +241,7 @@ class SlotTable:
             if wrong:
                 raise wrong_ids(f"step {step.seq} has not deferred it", field, wrong)
         staying = {name: slot for name, slot in slot_of.items() if self._slot_of.get(name) == slot}
-        return chosen, Sampling(NONE_DEFERRED, *encoded(masks, staying))
+        return chosen, StepSampling(NONE_DEFERRED, *encoded(masks, staying))
 
     def take_later(self, step: EncodedStep, chosen: Iterable[int]) -> None:
         """Note that deferred requests of a step, given by slot, were sampled."""
