@@ -117,7 +117,8 @@ def admission_fault(
     if fault is not None:
         return fault
     found = support.find(params.task)
-    if found is not None and found.states != "last" and num_computed_tokens:
+    needs_all = support.whole_prompts or (found is not None and found.states != "last")
+    if needs_all and num_computed_tokens:
         fix = "give 0: its output needs the hidden states of all tokens"
         return "num_computed_tokens", num_computed_tokens, fix
     if support.whole_prompts and num_tokens > max_num_batched_tokens:

@@ -26,6 +26,7 @@ from tests.support.serving import generate, greedy_request, scheduler_limits, wo
 from worker_client.driver import Driver
 from worker_client.errors import RequestError
 from worker_client.scheduler import Scheduler
+from worker_client.scheduler_output import NewRequest, SchedulerOutput
 from worker_client.worker_group import WorkerGroup
 
 LENGTHS = [3, 7, 40, 90, 1, 150, 33]
@@ -263,6 +264,35 @@ def test_what_cannot_be_served_is_refused_by_name_and_alone(serve, checkpoint):
         with pytest.raises(RequestError, match="max_model_len"):
             driver.add_request(pooling_request("c", too_long, "classify"))
         assert [output.req_id for output in driver.run()] == ["good"]
+
+
+def test_outputs_do_not_wait_for_deferred_sampling(serve, checkpoint):
+    reference = checkpoint("Qwen3ForCausalLM", seed=3)
+    texts = make_prompts(15, [9, 14])
+    requests = [pooling_request("e", texts[0], "embed"), greedy_request("g", texts[1], 1)]
+    new = [
+        NewRequest(
+            req_id=request.id,
+            token_ids=request.prompt_token_ids,
+            num_prompt_tokens=len(request.prompt_token_ids),
+            num_computed_tokens=0,
+            block_ids=range(1 + 8 * index, 5 + 8 * index),
+            extensions=request.extensions(()),
+        )
+        for index, request in enumerate(requests)
+    ]
+    counts = {request.req_id: len(request.token_ids) for request in new}
+    with serve(reference.path, 2, 1, block_size=4) as (group, _):
+        deferred = group.execute_model(
+            SchedulerOutput(counts, scheduled_new_reqs=new, defer_sampling=True)
+        )
+        pooled = deferred.result().pooled
+        sampled = group.sample_tokens(deferred, {}).result()
+        group.execute_model(SchedulerOutput(finished_req_ids=("e", "g"))).result()
+    expected = embedding(last_states(reference, texts[0])[-1])
+    np.testing.assert_allclose(pooled["e"][0], expected, **CLOSE)
+    assert sampled.sampled == {"g": reference.greedy(texts[1].tolist(), 1)[0]}
+    assert not sampled.pooled
 
 
 def test_requests_of_a_killed_driver_end_with_the_next_one(daemons, checkpoint):

@@ -34,6 +34,15 @@ def upload_rows(
     return staged.to(device, non_blocking=True)
 
 
+def download(column: Tensor) -> Tensor:
+    """Copy device values to page-locked host memory without waiting for them; values on the host
+    are returned as they are."""
+    if column.device.type == "cpu":
+        return column
+    pinned = torch.empty(column.shape, dtype=column.dtype, pin_memory=True)
+    return pinned.copy_(column, non_blocking=True)
+
+
 class PinnedBuffer:
     """Host memory that a device reads at full speed: mapped, touched and registered, which takes
     half as long as the driver's own allocation. Page-locked until release()."""

@@ -57,6 +57,10 @@ def _lines(plan: GroupPlan) -> Iterator[str]:
     yield ""
     yield from _table([_row(rank) for rank in ranks])
     yield ""
+    if not plan.layer_groups[0].num_layers:
+        yield "the group: no KV cache, a prompt is computed in one step"
+        yield from _notes()
+        return
     yield (
         f"the group: {plan.num_blocks:,} blocks of {plan.block_size} tokens, one of them the null "
         f"block: {plan.num_tokens:,} tokens, "
@@ -70,6 +74,10 @@ def _lines(plan: GroupPlan) -> Iterator[str]:
         f"kv_cache_memory_bytes for the request: {plan.kv_cache_memory_bytes_request:,}; to fill "
         f"the card, if nothing ran beside: {plan.kv_cache_memory_bytes_card:,}"
     )
+    yield from _notes()
+
+
+def _notes() -> Iterator[str]:
     yield ""
     yield (
         "The largest step is an estimate: the tensors alive at its peak, from their shapes, and "

@@ -360,6 +360,7 @@ def _measure(state: ParallelState, layers: range, resolved: ResolvedModel) -> _R
     specs = describe_layers(stage.kv_layer_specs, resolved.dtype)
     decoder, tp_size = resolved.decoder, state.tp_size
     q_size = decoder.num_attention_heads // tp_size * decoder.head_dim
+    num_logits = decoder.vocab_size if decoder.generates else 0
     num_kv_heads = max(1, decoder.num_key_value_heads // tp_size)
     return _RankSizes(
         state=state,
@@ -371,8 +372,8 @@ def _measure(state: ParallelState, layers: range, resolved: ResolvedModel) -> _R
             qkv_size=q_size + 2 * num_kv_heads * decoder.head_dim,
             q_size=q_size,
             inner_size=decoder.intermediate_size // tp_size,
-            vocab_size=decoder.vocab_size,
-            vocab_rows=padded_vocab_size(decoder.vocab_size, tp_size) // tp_size,
+            vocab_size=num_logits,
+            vocab_rows=padded_vocab_size(num_logits, tp_size) // tp_size,
             itemsize=resolved.dtype.itemsize,
             pp_size=state.pp_size,
             tp_size=tp_size,

@@ -11,6 +11,7 @@ from torch import Tensor
 from rpc_schema.codec import Frame
 from rpc_schema.step import ModelRunnerOutput
 from worker_daemon.device.failures import typed_device_error
+from worker_daemon.device.pinned import download
 from worker_daemon.distributed.link import Link
 from worker_daemon.distributed.pp import STATUS_MISMATCH, STATUS_OK
 from worker_daemon.errors import CommError, UpstreamFailedError
@@ -99,10 +100,8 @@ class StepOutput:
         self._rows = rows
         self._slots = slots
         self._history = history
-        self._extensions = tuple(report.extension for report in sampled.reports)
+        self._reports = sampled.reports
         reported = [column for report in sampled.reports for column in report.columns]
-        self._per_row = [True, *(r.per_row for r in sampled.reports for _ in r.columns)]
-        """Of the tokens and of each reported column."""
         self._may_refuse = sampled.refused is not None
         refused = [] if sampled.refused is None else [sampled.refused]
         self._copies = _HostCopies([status, sampled.token_ids, *refused, *reported], link)
@@ -124,9 +123,10 @@ class StepOutput:
         if self._may_refuse:
             has_gained = columns.pop(1) == 0
             if not has_gained.all():
+                per_row = [True, *(r.per_row for r in self._reports for _ in r.columns)]
                 columns = [
-                    column[has_gained] if per_row else column
-                    for column, per_row in zip(columns, self._per_row, strict=True)
+                    column[has_gained] if is_filtered else column
+                    for column, is_filtered in zip(columns, per_row, strict=True)
                 ]
                 gained = has_gained.numpy().astype(np.uint8).tobytes()
         column, *reported = columns
@@ -138,10 +138,10 @@ class StepOutput:
             rank=self._identity.rank,
             slots=self._slots,
             sampled_token_ids=token_ids,
-            extensions=self._extensions,
+            extensions=tuple(report.extension for report in self._reports),
             num_gained=gained,
         )
-        return reply, [_raw(column) for column in reported]
+        return reply, _frames(self._reports, reported)
 
 
 class DeliveredOutput:
@@ -202,7 +202,7 @@ class NoTokens:
         reports: Sequence[Report] = (),
     ) -> None:
         self._identity = identity
-        self._extensions = tuple(report.extension for report in reports)
+        self._reports = reports
         reported = [column for report in reports for column in report.columns]
         self._copies = _HostCopies([status, *reported], link)
         self._history = history
@@ -221,9 +221,9 @@ class NoTokens:
             epoch=identity.epoch,
             seq=identity.seq,
             rank=identity.rank,
-            extensions=self._extensions,
+            extensions=tuple(report.extension for report in self._reports),
         )
-        return reply, [_raw(column) for column in reported]
+        return reply, _frames(self._reports, reported)
 
 
 class _HostCopies:
@@ -232,7 +232,7 @@ class _HostCopies:
 
     def __init__(self, columns: Sequence[Tensor], link: Link) -> None:
         self._link = link
-        self._columns = [_to_host(column) for column in columns]
+        self._columns = [download(column) for column in columns]
         self._copied = _record_event(columns)
 
     @property
@@ -265,19 +265,23 @@ def _raise_for_status(status: int) -> None:
     raise UpstreamFailedError("an earlier pipeline stage failed in this step")
 
 
-def _to_host(column: Tensor) -> Tensor:
-    if column.device.type == "cpu":
-        return column
-    pinned = torch.empty(column.shape, dtype=column.dtype, pin_memory=True)
-    return pinned.copy_(column, non_blocking=True)
-
-
 def _record_event(columns: Sequence[Tensor]) -> torch.cuda.Event | None:
     if all(column.device.type == "cpu" for column in columns):
         return None
     event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
     event.record()
     return event
+
+
+def _frames(reports: Sequence[Report], columns: Sequence[Tensor]) -> list[Frame]:
+    """Return the reports' frames. columns: all of theirs, on the host."""
+    frames: list[Frame] = []
+    first = 0
+    for report in reports:
+        raw = [_raw(column) for column in columns[first : first + len(report.columns)]]
+        first += len(raw)
+        frames += [b"".join(raw)] if report.is_one_frame else raw
+    return frames
 
 
 def _raw(column: Tensor) -> bytes:

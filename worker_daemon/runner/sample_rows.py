@@ -23,9 +23,11 @@ class Report(NamedTuple):
 
     extension: ReplyExtension
     columns: tuple[Tensor, ...]
-    """On the device; as many as the extension has frames."""
+    """On the device or the host; as many as the extension has frames."""
     per_row: bool = True
     """The columns have an entry for each row that sampled."""
+    is_one_frame: bool = False
+    """The columns, one after the other, make the only frame."""
 
 
 class SampleRows(NamedTuple):

@@ -268,7 +268,7 @@ def _note_pooling(made: Request, limits: SchedulerLimits) -> None:
     if params is None or support is None or found is None:
         return
     made.output_bytes = pooled_bytes(params, len(made.tokens), support)
-    if found.states != "last":
+    if found.states != "last" or support.whole_prompts:
         made.blocks.may_share = False  # its output needs the hidden states of all tokens
 
 

@@ -65,3 +65,21 @@ def test_serve_does_not_wait_for_what_a_plan_needs():
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
     )
     assert done.stdout.strip() == "set()"
+
+
+def test_an_encoder_has_no_kv_cache(tmp_path):
+    config = {
+        "architectures": ["BertModel"],
+        "vocab_size": 1000,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "max_position_embeddings": 128,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    words = ["plan", "--model", str(tmp_path), "--memory-bytes", "1000000000"]
+    shown = CliRunner().invoke(app, words)
+    assert shown.exit_code == 0, shown.output
+    assert "no KV cache" in shown.output
+    assert "blocks of" not in shown.output

@@ -116,7 +116,8 @@ class Steps:
 def outputs(report):
     slots = np.frombuffer(report.extension.slots, "<u2").tolist()
     sizes = np.frombuffer(report.extension.sizes, "<i4").reshape(-1, 2).tolist()
-    (column,) = report.columns
+    assert report.is_one_frame
+    column = torch.cat([piece.flatten() for piece in report.columns])
     values = torch.split(column, [rows * width for rows, width in sizes])
     return {s: v.view(*size) for s, v, size in zip(slots, values, sizes, strict=True)}
 

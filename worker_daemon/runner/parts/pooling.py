@@ -21,7 +21,7 @@ from rpc_schema.pooling import (
 )
 from rpc_schema.step import NewRequestData
 from worker_daemon.contracts.arrays import Bools, Int32s, Int64s
-from worker_daemon.device.pinned import upload
+from worker_daemon.device.pinned import download, upload
 from worker_daemon.models.pooler import Pooler
 from worker_daemon.runner.parts.interface import PartContext, Report, StepPart
 from worker_daemon.runner.scheduled_step import OutputSize, ScheduledStep, StepLimits, invalid
@@ -61,8 +61,8 @@ class _Outputs(NamedTuple):
     """[R]"""
     sizes: Int64s
     """[R, 2]: rows and values of a row."""
-    values: Tensor
-    """float32, the rows of one request after those of another, [n, W]."""
+    pieces: tuple[Tensor, ...]
+    """float32 [n, W], the rows of one request after those of another."""
 
 
 def _tokens_of(rows: _Rows, hidden: Tensor) -> Tensor:
@@ -93,7 +93,8 @@ class PoolingPart(StepPart):
         self._num_tokens = np.zeros(num_rows, np.int32)
         """[S] tokens of the prompts."""
         self._kept: dict[int, list[Tensor]] = {}
-        """By slot, float32 [n, W] of each chunk so far."""
+        """By slot, float32 [n, W] of each chunk so far: page-locked host memory, into which the
+        device may still write."""
         self._sums: Tensor | None = None
         """float32 [S, H]: sums of hidden states, where the model pools their mean."""
         if self._pooler is not None and any(t.states == "mean" for t in self._support.tasks):
@@ -149,8 +150,8 @@ class PoolingPart(StepPart):
             slots=np.concatenate([each.slots for each in outputs]).astype("<u2").tobytes(),
             sizes=np.concatenate([each.sizes for each in outputs]).astype("<i4").tobytes(),
         )
-        frame = torch.cat([each.values.flatten() for each in outputs])
-        return Report(extension, (frame,), per_row=False)
+        columns = tuple(piece for each in outputs for piece in each.pieces)
+        return Report(extension, columns, per_row=False, is_one_frame=True)
 
     def _by_params(self, step: ScheduledStep) -> Mapping[PoolingParams, _Rows]:
         """Return the step's rows that pool, by the extension of their requests."""
@@ -187,7 +188,7 @@ class PoolingPart(StepPart):
             return []
         values = self._finish(params, pooled)
         sizes = np.full((rows.slots.size, 2), (1, values.shape[1]))
-        return [_Outputs(rows.slots, sizes, values)]
+        return [_Outputs(rows.slots, sizes, (values,))]
 
     def _pool_each(self, params: PoolingParams, rows: _Rows, hidden: Tensor) -> "list[_Outputs]":
         values = self._finish(params, self._of_stage.states(_tokens_of(rows, hidden)))
@@ -199,10 +200,11 @@ class PoolingPart(StepPart):
             strict=True,
         ):
             if not is_last:
-                self._kept.setdefault(slot, []).append(chunk.clone())
+                self._kept.setdefault(slot, []).append(download(chunk))
                 continue
-            whole = torch.cat([*self._kept.pop(slot, ()), chunk])
-            done.append(_Outputs(np.array([slot]), np.array([whole.shape]), whole))
+            pieces = (*self._kept.pop(slot, ()), chunk)
+            size = (sum(piece.shape[0] for piece in pieces), chunk.shape[1])
+            done.append(_Outputs(np.array([slot]), np.array([size]), pieces))
         return done
 
     def _mean(self, rows: _Rows, hidden: Tensor) -> Tensor:
