@@ -12,7 +12,8 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from rpc_schema.extensions import RequestExtension
+from rpc_schema.extensions import RequestExtension, extension_of
+from rpc_schema.lora_request import LoraRequest
 from rpc_schema.plain_text import printable
 from rpc_schema.sampling import (
     MAX_LOGPROBS,
@@ -29,6 +30,8 @@ DEFAULT_MAX_TOKENS = 16
 MAX_SEED = 2**63 - 1
 MAX_COUNT = 2**31 - 1
 MAX_ID_LENGTH = 256
+_OF_LENGTH = ("id", "prompt_token_ids", "lora")
+"""Fields whose length is bounded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +52,8 @@ class GenerationRequest:
     ignore_eos: bool = False
     stop_token_ids: tuple[int, ...] = ()
     logprobs: int | None = None
+    lora: str | None = None
+    """Name of the LoRA adapter; with_adapter adds its extension, which has the id and version."""
     features: tuple[RequestExtension, ...] = ()
     """Extensions of features that have no field above."""
 
@@ -70,6 +75,9 @@ class GenerationRequest:
             )
         stop_ids = self.stop_ids(eos_token_ids)
         _check_num_stop_ids(len(stop_ids))
+        if self.lora is not None and extension_of(self.features, LoraRequest) is None:
+            fix = "add the adapter to the group, and use with_adapter(request, adapter.extension)"
+            raise RequestError("the adapter has no id yet", field="lora", value=self.lora, fix=fix)
         params = SamplingParams(
             temperature=self.temperature,
             top_k=self.top_k,
@@ -81,6 +89,11 @@ class GenerationRequest:
             logprobs=self.logprobs,
         )
         return (*params.extensions(), *self.features)
+
+
+def with_adapter(request: GenerationRequest, adapter: LoraRequest) -> GenerationRequest:
+    """Return the request with the extension of its adapter, as GroupAdapter has it."""
+    return replace(request, features=(*request.features, adapter))
 
 
 def random_seed() -> int:
@@ -108,6 +121,7 @@ def validated(request: GenerationRequest) -> GenerationRequest:
         RequestError: a field is out of bounds.
     """
     _check_unicode("id", request.id)
+    _check_unicode("lora", request.lora or "")
     features: object = request.features
     if not isinstance(features, tuple):
         fix = "give a tuple of extensions"
@@ -124,9 +138,10 @@ def validated(request: GenerationRequest) -> GenerationRequest:
         ("seed", request.seed or 0, 0, MAX_SEED),
         ("min_tokens", request.min_tokens, 0, MAX_COUNT),
         ("logprobs", request.logprobs or 0, 0, MAX_LOGPROBS),
+        ("lora", 1 if request.lora is None else len(request.lora), 1, MAX_ID_LENGTH),
     ):
         if not low <= value <= high:
-            what = f"the length of {field}" if field in ("id", "prompt_token_ids") else field
+            what = f"the length of {field}" if field in _OF_LENGTH else field
             raise RequestError(
                 f"{what} is out of bounds", field=field, value=value, fix=f"use {low} to {high}"
             )
@@ -249,6 +264,7 @@ _FIELDS: Final[Mapping[str, Any]] = MappingProxyType(
         "ignore_eos": bool,
         "stop_token_ids": list[int],
         "logprobs": int,
+        "lora": str,
     }
 )
 """Fields of an input line, and their types."""

@@ -4,6 +4,8 @@ recompute. Takes the driver's calls, commits steps and processes their results."
 from collections import deque
 from collections.abc import Sequence
 
+from rpc_schema.extensions import extension_of
+from rpc_schema.lora_request import LoraRequest
 from rpc_schema.step import NO_TOKEN
 from worker_client.adoption import AdoptedRequest
 from worker_client.requests import GenerationRequest, seeded, validated
@@ -193,8 +195,11 @@ class Scheduler:
         wrote. If it began with blocks of another request, the fault may be in those: then it is
         computed again, from its known tokens and by itself."""
         if not self._blocks.distrust(request):
-            place = len(request.tokens) + 1
-            return [self._finish(request, "error", NOT_A_NUMBER.format(place=place))]
+            place, adapter = len(request.tokens) + 1, extension_of(request.extensions, LoraRequest)
+            reason = NOT_A_NUMBER.format(place=place)
+            if adapter is not None:
+                reason += f"; or a daemon lacks its adapter {adapter.name!r}: add it again"
+            return [self._finish(request, "error", reason)]
         request.go_on_from_known(num_void=request.num_in_flight - 1)
         if request.is_running:  # else it has been preempted, and waits already
             self._ended.append(request.id)
