@@ -65,8 +65,8 @@ class AddLora(StepRequest["AddLoraReply"], frozen=True, tag=81, kw_only=True):
 class AddLoraReply(StepReply, frozen=True, tag=81, kw_only=True):
     version: Version
     """The version that is in host memory now."""
-    evicted: Annotated[tuple[Positive, ...], Meta(max_length=1)] = ()
-    """Id of the adapter that left."""
+    evicted: Positive | None = None
+    """Id of the adapter that left for it."""
 
 
 class RemoveLora(StepRequest["RemoveLoraReply"], frozen=True, tag=82, kw_only=True):

@@ -14,6 +14,7 @@ from rpc_schema.config import (
     FIT_MAX_MODEL_LEN,
     CacheConfig,
     GraphConfig,
+    LoraConfig,
     ModelConfig,
     ParallelConfig,
     SchedulerConfig,
@@ -190,6 +191,8 @@ def plan(
     max_num_batched_tokens: Annotated[int, typer.Option(help="tokens in a step")] = 8192,
     block_size: Annotated[int, typer.Option(help="tokens in a KV block")] = 16,
     gpu_memory_utilization: Annotated[float, typer.Option(help="share of the memory")] = 0.9,
+    max_loras: Annotated[int, typer.Option(help="LoRA adapters in a step")] = 0,
+    max_lora_rank: Annotated[int, typer.Option(help="largest rank of an adapter")] = 16,
     device: Annotated[str, typer.Option(help="cuda:N, asked for its memory")] = "cuda:0",
     memory_bytes: Annotated[
         int | None, typer.Option(help="a device's memory; default: asked of --device")
@@ -236,6 +239,7 @@ def plan(
             ),
             cache=CacheConfig(block_size=block_size, gpu_memory_utilization=gpu_memory_utilization),
             graph=GraphConfig(),
+            lora=LoraConfig(max_loras=max_loras, max_lora_rank=max_lora_rank),
         )
         total = memory_bytes
         if total is None:

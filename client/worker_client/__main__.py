@@ -12,6 +12,7 @@ from rpc_schema.exit_codes import ExitCode
 from rpc_schema.version import version_line
 from worker_client.cli.control import drain, shutdown, status
 from worker_client.cli.embed import embed
+from worker_client.cli.lora import lora
 from worker_client.cli.output_file import print_text
 from worker_client.cli.run import bench, generate
 from worker_client.cli.top import top
@@ -44,6 +45,7 @@ for command, summary in (
     (shutdown, "End daemons; a running step is finished first."),
 ):
     app.command(short_help=summary)(command)
+app.add_typer(lora, name="lora", short_help="Add, remove, list or pin LoRA adapters.")
 
 
 def _show_version(is_asked: bool) -> None:

@@ -116,8 +116,9 @@ class GroupAdapters:
         except RemoteError:
             self._take_back(version)
             raise
-        for evicted in {each for reply in replies for each in reply.evicted}:
-            self._known.pop(evicted, None)
+        for reply in replies:
+            if reply.evicted is not None:
+                self._known.pop(reply.evicted, None)
         pinned = lora_id in self._known and self._known[lora_id].is_pinned
         adapter = GroupAdapter(name, lora_id, replies[0].version, pinned)
         self._known[lora_id] = adapter

@@ -14,7 +14,8 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from rpc_schema.extensions import RequestExtension
+from rpc_schema.extensions import RequestExtension, extension_of
+from rpc_schema.lora_request import LoraRequest
 from rpc_schema.plain_text import printable
 from rpc_schema.pooling import PoolingParams
 from rpc_schema.sampling import (
@@ -65,6 +66,8 @@ class GenerationRequest:
     ignore_eos: bool = False
     stop_token_ids: tuple[int, ...] = ()
     logprobs: int | None = None
+    lora: str | None = None
+    """Name of the LoRA adapter; with_adapter adds its extension, which has the id and version."""
     structured_outputs: StructuredOutput | None = None
     """The grammar that its tokens keep to."""
     pooling: PoolingParams | None = None
@@ -101,6 +104,9 @@ class GenerationRequest:
             )
         stop_ids = self.stop_ids(eos_token_ids)
         _check_num_stop_ids(len(stop_ids))
+        if self.lora is not None and extension_of(self.features, LoraRequest) is None:
+            fix = "add the adapter to the group, and use with_adapter(request, adapter.extension)"
+            raise RequestError("the adapter has no id yet", field="lora", value=self.lora, fix=fix)
         params = SamplingParams(
             temperature=self.temperature,
             top_k=self.top_k,
@@ -121,8 +127,13 @@ class GenerationRequest:
         return (*params.extensions(), *grammar, *self.features)
 
 
-_SIZED: Final = ("id", "prompt_token_ids", "logit_bias", "bad_words")
+_SIZED: Final = ("id", "prompt_token_ids", "logit_bias", "bad_words", "lora")
 """Fields of which the length is bounded."""
+
+
+def with_adapter(request: GenerationRequest, adapter: LoraRequest) -> GenerationRequest:
+    """Return the request with the extension of its adapter, as GroupAdapter has it."""
+    return replace(request, features=(*request.features, adapter))
 
 
 def random_seed() -> int:
@@ -150,6 +161,7 @@ def validated(request: GenerationRequest) -> GenerationRequest:
         RequestError: a field is out of bounds.
     """
     _check_unicode("id", request.id)
+    _check_unicode("lora", request.lora or "")
     features: object = request.features
     if not isinstance(features, tuple):
         fix = "give a tuple of extensions"
@@ -178,6 +190,7 @@ def validated(request: GenerationRequest) -> GenerationRequest:
         ),
         ("logit_bias", len(request.logit_bias), 0, MAX_BIASED_TOKENS),
         ("bad_words", len(request.bad_words), 0, MAX_BAD_WORDS),
+        ("lora", 1 if request.lora is None else len(request.lora), 1, MAX_ID_LENGTH),
     ):
         if not low <= value <= high:
             what = f"the length of {field}" if field in _SIZED else field
@@ -411,6 +424,7 @@ _FIELDS: Final[Mapping[str, Any]] = MappingProxyType(
         "ignore_eos": bool,
         "stop_token_ids": list[int],
         "logprobs": int,
+        "lora": str,
         "structured_outputs": dict[str, Any],
         "presence_penalty": float,
         "frequency_penalty": float,

@@ -1,12 +1,29 @@
 """LoRA adapters: the tokens are those of transformers with the adapter merged into its weights,
 whatever runs beside it."""
 
+import json
+import os
+import signal
+
+import numpy as np
 import pytest
 
 from rpc_schema.config import LoraConfig
-from tests.support.lora_adapters import adapted_requests, make_adapter
-from tests.support.serving import generate, scheduler_limits
+from rpc_schema.lora_request import LoraRequest
+from tests.support.command_line import run_client
+from tests.support.lora_adapters import adapted_requests, config_of, make_adapter, write_adapter
+from tests.support.serving import connect, generate, scheduler_limits, worker_config
+from worker_client.driver import Driver
+from worker_client.errors import (
+    RemoteCapacityError,
+    RemoteCheckpointError,
+    RemoteConfigError,
+    StepFailed,
+)
+from worker_client.launcher import LocalDaemons
 from worker_client.scheduler import Scheduler
+from worker_client.scheduler_output import NewRequest, SchedulerOutput
+from worker_client.worker_group import WorkerGroup
 
 ROOM = LoraConfig(max_loras=3, max_lora_rank=16, max_cpu_loras=4)
 
@@ -85,3 +102,198 @@ def test_prefixes_are_shared_within_an_adapter_alone(serve, base, merged):
                 assert run.tokens == {request.id: expected[request.id]}
                 cached.append(run.outputs[request.id].num_cached_tokens)
     assert cached == [0, 0, 0, 36, 36, 36]
+
+
+def test_one_adapter_is_refused_and_the_others_go_on(serve, base, merged):
+    """Bad files, ids and names fail their operation alone; what is unknown fails its request."""
+    write_adapter(base.path.parent / "bad", config_of(4, 8.0, ["q_proj"], use_dora=True), {})
+    (base.path.parent / "link").symlink_to("/etc")
+    with serve(base.path, 2, lora=ROOM) as (group, loaded):
+        models = [(base, None), *added(group, merged, "every")]
+        every = models[1][1]
+        for name, error, words in (
+            ("bad", RemoteConfigError, "use_dora"),
+            ("absent", RemoteCheckpointError, "no such directory"),
+            ("../..", RemoteConfigError, "lies outside this daemon's adapter roots"),
+            ("link", RemoteConfigError, "lies outside this daemon's adapter roots"),
+            ("bad\0", RemoteConfigError, "no path"),
+        ):
+            with pytest.raises(error, match=words):
+                group.add_lora(name)
+        with pytest.raises(RemoteConfigError, match="has id"):
+            group.add_lora("fourth", every.lora_id)
+        with pytest.raises(RemoteConfigError, match="no such adapter"):
+            group.pin_lora(77)
+        assert not group.remove_lora(77)
+        assert [[each.name for each in rank.adapters] for rank in group.list_loras()] == [
+            ["every"],
+            ["every"],
+        ]
+        requests, expected = adapted_requests(models, 7, 4)
+        lost = every._replace(version=every.version + 1)
+        unknown, _ = adapted_requests([(merged["every"], lost)], 8, 1)
+        run = generate(group, loaded, [*requests, *unknown])
+        failed = run.outputs[unknown[0].id]
+        assert failed.finish_reason == "error" and "lacks its adapter" in failed.error
+        assert {name: run.tokens[name] for name in expected} == expected
+
+
+def test_a_version_stays_with_its_requests(serve, checkpoint):
+    """Replaced or removed, an adapter serves the requests that began with it; the group's LRU and
+    pins decide who leaves."""
+    base = checkpoint("LlamaForCausalLM", seed=31)
+    old = make_adapter(base, "changing", seed=11, rank=2)
+    room = LoraConfig(max_loras=2, max_lora_rank=16)
+    with serve(base.path, lora=room) as (group, loaded):
+        before = group.add_lora("changing")
+        assert group.add_lora("changing") == before
+        driver = Driver(group, Scheduler(scheduler_limits(group, loaded)))
+        requests, expected = adapted_requests([(old, before)], 9, 2)
+        outputs = []
+        for request in requests:
+            driver.add_request(request)
+        outputs += driver.step()
+        new = make_adapter(base, "changing", seed=12, rank=5)
+        after = group.add_lora("changing", load_inplace=True)
+        assert after.lora_id == before.lora_id and after.version != before.version
+        more, their_tokens = adapted_requests([(new, after)], 10, 2)
+        for request in more:
+            driver.add_request(request)
+        outputs += [*driver.step(), *driver.step()]
+        assert group.remove_lora(after.lora_id)
+        outputs += driver.run()
+        tokens = {output.req_id: output.token_ids for output in outputs}
+        assert tokens == expected | their_tokens
+        first = group.add_lora("changing")
+        group.pin_lora(first.lora_id)
+        second = group.add_lora("every")
+        third = group.add_lora("fourth")
+        assert second.lora_id not in group.loras and third.lora_id in group.loras
+        group.pin_lora(third.lora_id)
+        with pytest.raises(RemoteCapacityError, match="pinned"):
+            group.add_lora("every")
+        step = SchedulerOutput(
+            num_scheduled_tokens=dict.fromkeys("abc", 1),
+            scheduled_new_reqs=[admission(name, n) for n, name in enumerate("abc", 1)],
+        )
+        with pytest.raises(StepFailed, match="requests of 3 adapters"):
+            group.execute_model(step).result()
+
+
+def admission(req_id, lora_id):
+    extension = LoraRequest(name=req_id, lora_id=lora_id, version=5)
+    return NewRequest(
+        req_id=req_id,
+        token_ids=np.ones(2, np.int32),
+        num_prompt_tokens=2,
+        num_computed_tokens=0,
+        block_ids=[lora_id],
+        extensions=(extension,),
+    )
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_adapters_outlive_sleep_and_new_weights(serve, base, merged, level):
+    with serve(base.path, 2, lora=ROOM, enable_sleep_mode=True) as (group, loaded):
+        models = [(base, None), *added(group, merged, "every", "patterns")]
+        requests, expected = adapted_requests(models, 13, 3)
+        assert generate(group, loaded, requests).tokens == expected
+        awake = [status.memory_bytes["adapters"] for status in group.get_status()]
+        group.sleep(level)
+        asleep = [status.memory_bytes["adapters"] for status in group.get_status()]
+        assert all(awake) and not any(asleep)
+        group.wake_up()
+        if level == 2:
+            group.reload_weights()
+        assert generate(group, loaded, requests).tokens == expected
+
+
+def test_the_next_driver_adopts_requests_with_their_adapters(serve, base, merged):
+    with serve(base.path, 2, lora=ROOM) as (group, loaded):
+        models = [(base, None), *added(group, merged, "every", "attention")]
+        requests, expected = adapted_requests(models, 14, 6, max_tokens=12)
+        driver, outputs = Driver(group, Scheduler(scheduler_limits(group, loaded))), []
+        for request in requests:
+            driver.add_request(request)
+        for _ in range(5):
+            outputs += driver.step()
+        known, config = dict(group.loras), group.get_status()[0].config
+    with WorkerGroup(serve.pool.endpoints(2), config.parallel) as group:
+        group.attach(keep_requests=True)
+        loaded = group.prepare(config)
+        assert group.loras == known
+        adopted = group.adopt_requests()
+        assert any(request.num_computed_tokens for request in adopted)
+        scheduler = Scheduler(scheduler_limits(group, loaded))
+        outputs += scheduler.adopt_requests(adopted)
+        outputs += Driver(group, scheduler).run()
+    tokens = {output.req_id: output.token_ids for output in outputs}
+    assert tokens == expected
+
+
+def test_a_new_rank_gets_the_adapters_of_the_group(base, merged):
+    config = worker_config(base.path, 2, lora=ROOM)
+    root = base.path.parent
+    with (
+        LocalDaemons(["cpu", "cpu"], root, lora_root=root) as local,
+        connect(local.endpoints, config) as (group, loaded),
+    ):
+        models = [(base, None), *added(group, merged, "every", "patterns")]
+        group.pin_lora(models[1][1].lora_id)
+        requests, expected = adapted_requests(models, 15, 6, max_tokens=12)
+
+        def recover(died):
+            local.restart_dead()
+            group.replace(died.rank)
+
+        scheduler = Scheduler(scheduler_limits(group, loaded))
+        driver = Driver(group, scheduler, recover=recover)
+        outputs = []
+        for request in requests:
+            driver.add_request(request)
+        for _ in range(4):
+            outputs += driver.step()
+        os.kill(local.pids[1], signal.SIGKILL)
+        outputs += driver.run()
+        reports = group.list_loras()
+    assert {output.req_id: output.token_ids for output in outputs} == expected
+    known = [{(each.name, each.version, each.is_pinned) for each in r.adapters} for r in reports]
+    assert known[0] == known[1] and len(known[0]) == 2
+
+
+def test_input_lines_name_adapters(serve, base, merged, tmp_path):
+    """The commands: generate adds adapters on demand; lora lists, pins, adds and removes them."""
+    requests, expected = adapted_requests([(base, None), (merged["every"], None)], 16, 4)
+    lines = [
+        {"id": r.id, "prompt_token_ids": r.prompt_token_ids.tolist(), "max_tokens": r.max_tokens}
+        for r in requests
+    ]
+    for line in lines[1::2]:
+        line["lora"] = "every"
+    lines.append({"id": "lost", "prompt_token_ids": [1, 2], "lora": "absent"})
+    (tmp_path / "in").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    endpoints = ",".join(serve.pool.endpoints(1))
+    room = ["--max-loras", "2", "--num-gpu-blocks", "200", "--max-num-seqs", "8"]
+    done = run_client(
+        "generate", "--model", base.path, "--endpoints", endpoints, "--reload", "--force", *room,
+        "--input", tmp_path / "in", "--output", tmp_path / "out",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    results = {each["id"]: each for each in map(json.loads, (tmp_path / "out").open())}
+    assert {name: results[name]["token_ids"] for name in expected} == expected
+    assert "no such directory" in results["lost"]["error"]
+
+    def lora(*words):
+        done = run_client("lora", *words, "--endpoints", endpoints)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    assert "id 9" in lora("add", "attention", "--id", "9")
+    lora("pin", "9")
+    listed = {each["name"]: each for each in json.loads(lora("list", "--json"))}
+    assert {name: each["is_pinned"] for name, each in listed.items()} == {
+        "every": False,
+        "attention": True,
+    }
+    lora("remove", listed["every"]["lora_id"])
+    assert [each["name"] for each in json.loads(lora("list", "--json"))] == ["attention"]

@@ -82,7 +82,8 @@ def run_largest_step(driver, num_blocks):
         num_blocks=num_blocks,
     )
     driver.worker.on_attach()
-    step = largest_step(lifecycle.CompileOrWarmUpModel(**driver.ids()), limits)
+    heaviest = driver.worker._serving.runner.state.parts.heaviest
+    step = largest_step(lifecycle.CompileOrWarmUpModel(**driver.ids()), limits, heaviest)
     wait(driver.worker.execute_model(step.message, step.arrays))
 
 

@@ -82,6 +82,11 @@ class AdapterLayout:
         return self._size
 
     @property
+    def num_elements(self) -> int:
+        """Elements of all slots."""
+        return self.max_slots * self._size
+
+    @property
     def shapes(self) -> dict[str, tuple[int, int]]:
         """Return each matrix's (output features, input features) in the model, by module."""
         return {shard.module: shard.full_shape for each in self.merged for shard in each.shards}
@@ -125,6 +130,11 @@ class AdapterLayout:
         size = shape[0] * shape[1]
         self._size += -(-size // _ALIGNMENT) * _ALIGNMENT
         return offset
+
+
+def new_layout(max_slots: int, max_rank: int) -> AdapterLayout | None:
+    """Return the empty layout of a stage; None without slots."""
+    return AdapterLayout(max_slots, max_rank) if max_slots else None
 
 
 class AdaptedLinearMethod(LinearMethod):

@@ -14,8 +14,8 @@ class Added(NamedTuple):
 
     version: int
     """That is in host memory now."""
-    evicted: tuple[int, ...]
-    """The id that left for it, if any."""
+    evicted: int | None
+    """The id that left for it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class Adapters:
         there = self.store.touch(name, lora_id)
         if there is not None and not load_inplace:
             self.reader.drop(name)
-            return Added(there.version, ())
+            return Added(there.version, None)
         self.store.check_room(lora_id)
         files = self.reader.take(name, version)
         adapter = HostAdapter(name, lora_id, version, files.rank, files.weights)

@@ -74,18 +74,18 @@ class HostStore:
                 fix="remove one, or load the model with a larger max_cpu_loras",
             )
 
-    def add(self, adapter: HostAdapter) -> tuple[int, ...]:
+    def add(self, adapter: HostAdapter) -> int | None:
         """Add or replace an adapter; return the id that left for it, if any. Raises as check_room
         does, with nothing changed."""
         self.check_room(adapter.lora_id)
         former = self._adapters.pop(adapter.lora_id, None)
-        evicted: tuple[int, ...] = ()
+        evicted: int | None = None
         if former is not None:
             adapter.is_pinned = former.is_pinned
         elif len(self._adapters) == self._max_adapters:
             unpinned = (each for each in self._adapters.values() if not each.is_pinned)
-            evicted = (next(unpinned).lora_id,)
-            del self._adapters[evicted[0]]
+            evicted = next(unpinned).lora_id
+            del self._adapters[evicted]
         adapter.serial = next(self._serials)
         self._adapters[adapter.lora_id] = adapter
         return evicted

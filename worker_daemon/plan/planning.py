@@ -15,7 +15,7 @@ from pathlib import Path
 import msgspec
 import torch
 
-from rpc_schema.config import ParallelConfig, WorkerConfig, read_layer_partition
+from rpc_schema.config import LoraConfig, WorkerConfig, read_layer_partition
 from rpc_schema.kv_cache import (
     KVCacheSpec,
     LayerGroup,
@@ -32,13 +32,14 @@ from worker_daemon.device.memory import MemorySnapshot, request_memory
 from worker_daemon.distributed.parallel_state import ParallelState
 from worker_daemon.distributed.tp import tensor_parallel
 from worker_daemon.errors import CapacityError, config_error
+from worker_daemon.layers.adapters import new_layout
 from worker_daemon.layers.embedding import padded_vocab_size
 from worker_daemon.layers.torch_ops import TorchOps
 from worker_daemon.models.partition import check_partition, partition_layers
 from worker_daemon.plan.step_memory import StageWidths, estimate_step_bytes
 from worker_daemon.runner.kv_cache import describe_layers
 from worker_daemon.runner.scheduled_step import StepLimits
-from worker_daemon.worker.resolve import ResolvedModel, check_cache, resolve_model
+from worker_daemon.worker.resolve import ResolvedModel, check_cache, check_lora, resolve_model
 
 _MOST_BYTES = 1 << 50
 
@@ -54,6 +55,8 @@ class RankPlan:
     num_layers: int
     weights_bytes: int
     """Exact."""
+    adapter_bytes: int
+    """Slots of LoRA adapters. Exact."""
     rotary_table_bytes: int
     """Exact."""
     step_estimate_bytes: int
@@ -130,8 +133,9 @@ def plan_memory(config: WorkerConfig, memory_bytes: int, model_roots: Sequence[P
         raise config_error("memory_bytes", memory_bytes, "no device has that much memory", fix)
     _check_values(config)
     check_cache(config.cache, config.scheduler)
+    check_lora(config.lora)
     resolved = resolve_model(config.model, model_roots)
-    ranks = _PlannedRanks(config, resolved, _rank_sizes(config.parallel, resolved))
+    ranks = _PlannedRanks(config, resolved, _rank_sizes(config, resolved))
     requested = request_memory(
         MemorySnapshot(memory_bytes, memory_bytes, 0, 0), config.cache.gpu_memory_utilization
     )
@@ -176,6 +180,7 @@ class _RankSizes:
     state: ParallelState
     layers: range
     weights_bytes: int
+    adapter_bytes: int
     kv_specs: tuple[KVCacheSpec, ...]
     widths: StageWidths
 
@@ -237,6 +242,7 @@ class _PlannedRanks:
             first_layer=sizes.layers.start,
             num_layers=len(sizes.layers),
             weights_bytes=sizes.weights_bytes,
+            adapter_bytes=sizes.adapter_bytes,
             rotary_table_bytes=self._rotary_table_bytes(length),
             step_estimate_bytes=self._step_bytes(sizes, length),
             kv_available_bytes=available,
@@ -292,7 +298,7 @@ class _PlannedRanks:
         return smallest_fitting_blocks(self._layers, available)
 
     def _available(self, sizes: _RankSizes, length: int, budget: int) -> int:
-        taken = sizes.weights_bytes + self._rotary_table_bytes(length)
+        taken = sizes.weights_bytes + sizes.adapter_bytes + self._rotary_table_bytes(length)
         return budget - taken - self._step_bytes(sizes, length)
 
     def _block_bytes(self, sizes: _RankSizes) -> int:
@@ -317,7 +323,8 @@ class _PlannedRanks:
 
     def _nothing_left(self, rank: RankPlan, requested: int) -> CapacityError:
         return CapacityError(
-            f"on rank {rank.rank} weights take {rank.weights_bytes}, the rotary table "
+            f"on rank {rank.rank} weights take {rank.weights_bytes}, LoRA adapters "
+            f"{rank.adapter_bytes}, the rotary table "
             f"{rank.rotary_table_bytes} and a step about {rank.step_estimate_bytes} of {requested} "
             f"bytes: nothing is left for a KV cache",
             field="gpu_memory_utilization",
@@ -339,24 +346,28 @@ def _check_values(config: WorkerConfig) -> None:
                 raise config_error(f"{section}.{entry.name}", value, problem, str(error)) from None
 
 
-def _rank_sizes(parallel: ParallelConfig, resolved: ResolvedModel) -> list[_RankSizes]:
+def _rank_sizes(config: WorkerConfig, resolved: ResolvedModel) -> list[_RankSizes]:
     """Build every rank's stage without memory, and measure it."""
+    parallel = config.parallel
     pp_size, tp_size = parallel.pipeline_parallel_size, parallel.tensor_parallel_size
     decoder = resolved.decoder
     check_partition(decoder, pp_size, tp_size)
     layers = partition_layers(decoder.num_hidden_layers, pp_size, parallel.layer_partition)
     states = [ParallelState(pp_size, tp_size, rank) for rank in range(parallel.world_size)]
     try:
-        return [_measure(state, layers[state.pp_rank], resolved) for state in states]
+        return [_measure(state, layers[state.pp_rank], resolved, config.lora) for state in states]
     except (RuntimeError, TypeError, OverflowError) as error:  # sizes beyond 64 bits
         problem = f"this model's tensor sizes are not possible: {str(error).splitlines()[0]}"
         fix = "correct the sizes in config.json"
         raise config_error("model", str(resolved.directory), problem, fix) from None
 
 
-def _measure(state: ParallelState, layers: range, resolved: ResolvedModel) -> _RankSizes:
+def _measure(
+    state: ParallelState, layers: range, resolved: ResolvedModel, lora: LoraConfig
+) -> _RankSizes:
     tp = tensor_parallel(state.tp_rank, state.tp_size)
-    stage = resolved.build_stage(layers, state, tp, TorchOps())
+    adapters = new_layout(lora.max_loras, lora.max_lora_rank)
+    stage = resolved.build_stage(layers, state, tp, TorchOps(), adapters)
     specs = describe_layers(stage.kv_layer_specs, resolved.dtype)
     decoder, tp_size = resolved.decoder, state.tp_size
     q_size = decoder.num_attention_heads // tp_size * decoder.head_dim
@@ -366,6 +377,7 @@ def _measure(state: ParallelState, layers: range, resolved: ResolvedModel) -> _R
         state=state,
         layers=layers,
         weights_bytes=stage.num_parameters_bytes,
+        adapter_bytes=0 if adapters is None else adapters.num_elements * resolved.dtype.itemsize,
         kv_specs=specs,
         widths=StageWidths(
             hidden_size=decoder.hidden_size,

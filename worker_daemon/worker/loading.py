@@ -19,7 +19,7 @@ from worker_daemon.device.init import supports
 from worker_daemon.distributed.parallel_state import ParallelState
 from worker_daemon.distributed.tp import LinkedTensorParallel, SingleRank
 from worker_daemon.errors import CapacityError, config_error
-from worker_daemon.layers.adapters import AdapterLayout
+from worker_daemon.layers.adapters import AdapterLayout, new_layout
 from worker_daemon.layers.attention import HeadSizes, NullAttention
 from worker_daemon.layers.attention_choice import ChosenAttention, choose_attention
 from worker_daemon.layers.rotary import rotary_table
@@ -184,7 +184,7 @@ def load(message: lc.LoadModel, place: RankPlace, roots: Roots, set_phase: SetPh
         resolved.saved.check(_group_shape(resolved, place), resolved.decoder)
     memory = open_memory(place.device, can_sleep=message.model.enable_sleep_mode)
     try:
-        layout = new_layout(message.lora)
+        layout = new_layout(message.lora.max_loras, message.lora.max_lora_rank)
         stage = _build_stage(resolved, place, memory, layout)
         adapters = _make_adapters(layout, message.lora, resolved, place, memory, roots)
         _fill(stage, message.model, resolved, place.parallel.rank, set_phase)
@@ -216,11 +216,6 @@ def load(message: lc.LoadModel, place: RankPlace, roots: Roots, set_phase: SetPh
         next_load=message.model,
         adapters=adapters,
     )
-
-
-def new_layout(config: LoraConfig) -> AdapterLayout | None:
-    """Return the empty layout of a stage's adapters; None without."""
-    return AdapterLayout(config.max_loras, config.max_lora_rank) if config.max_loras else None
 
 
 def _make_adapters(

@@ -19,6 +19,7 @@ from rpc_schema.config import (
     Dtype,
     GraphConfig,
     LoadFormat,
+    LoraConfig,
     ModelConfig,
     ParallelConfig,
     SchedulerConfig,
@@ -113,6 +114,8 @@ class RunOptions:
     output: Path | None = None
     max_tokens: int = DEFAULT_MAX_TOKENS
     """Applies to each prompt."""
+    lora_root: Path | None = None
+    """Directory of the LoRA adapters of local daemons."""
 
 
 def build_run_options(
@@ -157,6 +160,18 @@ def build_run_options(
         ),
     ] = None,
     enforce_eager: Annotated[bool, typer.Option("--enforce-eager", help="No CUDA graphs.")] = False,
+    lora_root: Annotated[
+        Path | None, typer.Option(help="Directory of LoRA adapters, for local daemons.")
+    ] = None,
+    max_loras: Annotated[
+        int, typer.Option(min=0, max=256, help="LoRA adapters in a step; 0: none at all.")
+    ] = 0,
+    max_lora_rank: Annotated[
+        int, typer.Option(min=1, max=512, help="Largest rank of an adapter.")
+    ] = 16,
+    max_cpu_loras: Annotated[
+        int | None, typer.Option(min=1, help="Adapters in host memory; default: --max-loras.")
+    ] = None,
     enable_sleep_mode: Annotated[
         bool,
         typer.Option(
@@ -236,6 +251,9 @@ def build_run_options(
             kv_cache_memory_bytes=kv_cache_memory_bytes,
         ),
         graph=GraphConfig(enforce_eager=enforce_eager),
+        lora=LoraConfig(
+            max_loras=max_loras, max_lora_rank=max_lora_rank, max_cpu_loras=max_cpu_loras
+        ),
     )
     return RunOptions(
         model=model.resolve(),
@@ -255,6 +273,7 @@ def build_run_options(
         input=input_,
         output=output,
         max_tokens=max_tokens,
+        lora_root=lora_root,
     )
 
 

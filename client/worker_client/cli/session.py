@@ -16,6 +16,8 @@ from rpc_schema.extensions import extension_of
 from rpc_schema.structured import StructuredOutput
 from rpc_schema.version import PROTOCOL_VERSION, SOFTWARE_VERSION
 from worker_client.adoption import AdoptedRequest
+from worker_client.cli.input_adapters import with_adapters
+from worker_client.cli.input_request import InputRequest as InputRequest
 from worker_client.cli.options import Device, RunOptions
 from worker_client.driver import Driver, Recover, give_up
 from worker_client.errors import (
@@ -33,25 +35,6 @@ from worker_client.structured.masked_steps import CompiledGrammars
 from worker_client.structured.opening import open_grammars
 from worker_client.tokenizer import Tokenizer
 from worker_client.worker_group import RankProgress, WorkerGroup
-
-
-@dataclass(frozen=True, slots=True)
-class InputRequest:
-    """One request of the input, in its place: parsed, or its error."""
-
-    id: str
-    request: GenerationRequest | None
-    error: str = ""
-    line: int | None = None
-    """Counted from 1; None: it does not come from the input."""
-
-    @property
-    def shown_as(self) -> str:
-        """Its name in messages."""
-        if self.line is None or self.request is None:
-            return self.id
-        return f"line {self.line}, request {self.id}"
-
 
 OnOutcome: TypeAlias = Callable[[str, RequestOutput | str], None]
 """Function of (request id, its output or its error)."""
@@ -114,6 +97,7 @@ class Session:
         outputs = {output.req_id: output for output in scheduler.adopt_requests(adopted)}
         for output in outputs.values():
             on_outcome(output.req_id, output)
+        inputs = with_adapters(self.group, self.options.config.lora, inputs)
         errors = _add_all(driver, inputs, {request.req_id for request in adopted})
         for req_id, error in errors.items():
             on_outcome(req_id, error)
@@ -243,7 +227,7 @@ def _start_local(options: RunOptions) -> LocalDaemons:
     world_size = options.config.parallel.world_size
     cuda = options.device is Device.CUDA
     devices = [f"cuda:{index}" if cuda else "cpu" for index in range(world_size)]
-    return LocalDaemons(devices, options.model.parent)
+    return LocalDaemons(devices, options.model.parent, lora_root=options.lora_root)
 
 
 @contextlib.contextmanager

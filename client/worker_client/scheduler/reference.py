@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rpc_schema.extensions import extension_of
+from rpc_schema.lora_request import LoraRequest
 from rpc_schema.pooling import PoolingParams
 from rpc_schema.step import NO_TOKEN
 from worker_client.adoption import AdoptedRequest
@@ -221,8 +222,11 @@ class Scheduler:
         wrote. If it began with blocks of another request, the fault may be in those: then it is
         computed again, from its known tokens and by itself."""
         if not self._blocks.distrust(request):
-            place = len(request.tokens) + 1
-            return [self._finish(request, "error", NOT_A_NUMBER.format(place=place))]
+            place, adapter = len(request.tokens) + 1, extension_of(request.extensions, LoraRequest)
+            reason = NOT_A_NUMBER.format(place=place)
+            if adapter is not None:
+                reason += f"; or a daemon lacks its adapter {adapter.name!r}: add it again"
+            return [self._finish(request, "error", reason)]
         request.go_on_from_known(num_void=request.num_in_flight - 1)
         self._begin_again(request)
         return []

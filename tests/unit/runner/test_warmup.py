@@ -45,7 +45,10 @@ def test_warm_up_steps_are_valid_within_any_limits():
     request = CompileOrWarmUpModel(epoch=3, link=2, seq=9)
     for limits in ALL_LIMITS:
         state = request_state(limits)
-        steps = [state.apply(s.message, s.arrays) for s in warm_up_steps(request, limits)]
+        steps = [
+            state.apply(s.message, s.arrays)
+            for s in warm_up_steps(request, limits, state.parts.heaviest)
+        ]
         assert len(steps) >= 2
         assert all(step.samples.all() and step.slots.size for step in steps)
         admitting = [step.new_requests[0] for step in steps if step.new_requests]
@@ -58,7 +61,10 @@ def test_warm_up_decodes_where_a_second_token_fits():
     limits = StepLimits(8, 64, 64, 10, 16, 20)
     state = request_state(limits)
     request = CompileOrWarmUpModel(epoch=1, link=1, seq=1)
-    steps = [state.apply(s.message, s.arrays) for s in warm_up_steps(request, limits)]
+    steps = [
+        state.apply(s.message, s.arrays)
+        for s in warm_up_steps(request, limits, state.parts.heaviest)
+    ]
     assert [bool(step.new_requests) for step in steps] == [True, False, True, False]
 
 
@@ -118,8 +124,9 @@ def test_largest_step_fills_the_batch_and_every_row():
     request = DetermineAvailableMemory(epoch=1, link=1, seq=4)
     for limits in ALL_LIMITS:
         num_seqs = limits.max_num_seqs
-        synthetic = largest_step(request, limits)
-        step = request_state(limits).apply(synthetic.message, synthetic.arrays)
+        state = request_state(limits)
+        synthetic = largest_step(request, limits, state.parts.heaviest)
+        step = state.apply(synthetic.message, synthetic.arrays)
         assert step.slots.size == step.samples.sum() == num_seqs
         assert step.total_num_tokens == min(
             limits.max_num_batched_tokens, num_seqs * limits.max_model_len
@@ -129,8 +136,9 @@ def test_largest_step_fills_the_batch_and_every_row():
 @pytest.mark.parametrize("kind", [CompileOrWarmUpModel, DetermineAvailableMemory])
 def test_synthetic_steps_carry_the_ids_of_their_operation(kind):
     request, limits = kind(epoch=7, link=5, seq=11), StepLimits(4, 16, 8, 10, 4, 20)
+    heaviest = request_state(limits).parts.heaviest
     sweeps = (size_sweep(request, limits), decode_sweep(request, limits))
-    steps = [*warm_up_steps(request, limits), *sweeps[0], *sweeps[1]]
-    for step in (largest_step(request, limits), *steps):
+    steps = [*warm_up_steps(request, limits, heaviest), *sweeps[0], *sweeps[1]]
+    for step in (largest_step(request, limits, heaviest), *steps):
         message = step.message
         assert (message.epoch, message.link, message.seq) == (7, 5, 11)

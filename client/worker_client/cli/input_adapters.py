@@ -1,0 +1,48 @@
+"""Adds the LoRA adapters that an input names to the group, before its requests are served."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from rpc_schema.config import LoraConfig
+from worker_client.cli.input_request import InputRequest
+from worker_client.errors import RemoteError
+from worker_client.group_adapters import GroupAdapter
+from worker_client.requests import with_adapter
+from worker_client.worker_group import WorkerGroup
+
+
+def with_adapters(
+    group: WorkerGroup, config: LoraConfig, inputs: Sequence[InputRequest]
+) -> list[InputRequest]:
+    """Return the requests with their adapters, which the group has now. A request whose adapter it
+    cannot have becomes an error."""
+    wanted = (entry.request.lora for entry in inputs if entry.request is not None)
+    names = list(dict.fromkeys(name for name in wanted if name is not None))
+    found = {name: _add(group, config, name, names) for name in names}
+    return [_resolved(entry, found) for entry in inputs]
+
+
+def _add(
+    group: WorkerGroup, config: LoraConfig, name: str, names: Sequence[str]
+) -> GroupAdapter | str:
+    if not config.max_loras:
+        return f"adapter {name!r}: the model is loaded without adapters; fix: give --max-loras"
+    if len(names) > config.num_cpu_loras:
+        return (
+            f"the input names {len(names)} adapters, and host memory has room for "
+            f"{config.num_cpu_loras}; fix: give --max-cpu-loras {len(names)}, or several inputs"
+        )
+    try:
+        return group.add_lora(name)
+    except RemoteError as error:
+        return f"adapter {name!r}: {error.message}"
+
+
+def _resolved(entry: InputRequest, found: Mapping[str, GroupAdapter | str]) -> InputRequest:
+    request = entry.request
+    if request is None or request.lora is None:
+        return entry
+    adapter = found[request.lora]
+    if isinstance(adapter, str):
+        return replace(entry, request=None, error=adapter)
+    return replace(entry, request=with_adapter(request, adapter.extension))
