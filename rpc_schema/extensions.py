@@ -13,21 +13,27 @@ from msgspec import Meta
 
 from rpc_schema.base import Extension
 from rpc_schema.sampling import (
+    GivenLogprobs,
     GrammarMasks,
     LogprobsWanted,
+    LogprobTokens,
+    PromptLogprobs,
+    PromptLogprobsWanted,
     RandomSampling,
     StopTokens,
     TokenLogprobs,
 )
 from rpc_schema.token_rules import TokenRule
 
-RequestExtension: TypeAlias = RandomSampling | StopTokens | LogprobsWanted | TokenRule
+RequestExtension: TypeAlias = (
+    RandomSampling | StopTokens | LogprobsWanted | TokenRule | LogprobTokens | PromptLogprobsWanted
+)
 """Extension of a request, from its admission on."""
 
 StepExtension: TypeAlias = GrammarMasks
 """Extension of one step, or of the sampling of one."""
 
-ReplyExtension: TypeAlias = TokenLogprobs
+ReplyExtension: TypeAlias = TokenLogprobs | GivenLogprobs | PromptLogprobs
 """Extension of a step's reply."""
 
 RequestExtensions: TypeAlias = Annotated[tuple[RequestExtension, ...], Meta(max_length=16)]

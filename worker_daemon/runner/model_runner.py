@@ -75,22 +75,23 @@ class SoleStage:
         """See Stage."""
         inputs = self._inputs.build(step)
         output = program.run(inputs, self._no_hidden)
-        return Unsampled(inputs.sample_rows, output.chosen, self._ok, step.brought)
+        reports = self._sampler.report_forward(step, output.hidden)
+        return Unsampled(inputs.sample_rows, output.chosen, self._ok, step.brought, reports)
 
     def sample(self, step: Unsampled, identity: ReplyIdentity) -> PendingOutput | None:
         """See Stage. The forward pass has given the rows their likeliest tokens already."""
         rows, count = step.rows, step.rows.slots_np.size
         if not count:
-            return self.replies.without_tokens(identity, step.status)
+            return self.replies.without_tokens(identity, step.status, step.reports)
         is_greedy = not rows.used | step.brought.used
-        if is_greedy and rows.delivery is not None:
+        if is_greedy and rows.delivery is not None and not step.reports:
             return self.replies.of_delivery(identity, rows, rows.delivery)
         sampled = self._sampler.sample(step)
         if sampled.refused is not None:
             self._sampler.refuse(step, sampled, sampled.refused)
         elif not is_greedy:
             self._inputs.tables.last_sampled[rows.slots[:count].long()] = sampled.token_ids
-        return self.replies.of_tokens(identity, rows, sampled, step.status)
+        return self.replies.of_tokens(identity, rows, sampled, step.status, step.reports)
 
     def sample_later(
         self, step: Unsampled, kept: Int64s, brought: StepExtensions, identity: ReplyIdentity
@@ -188,7 +189,9 @@ class ModelRunner:
             computed = self._stage.forward(self._program, step)
             if step.defer_sampling:
                 self._unsampled[step.seq] = computed.clone()
-                reply = self._stage.replies.without_tokens(identity, computed.status)
+                reply = self._stage.replies.without_tokens(
+                    identity, computed.status, computed.reports
+                )
             else:
                 reply = self._stage.sample(computed, identity)
         except Exception as error:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from rpc_schema.codec import Frame
+from rpc_schema.extensions import ReplyExtension
 from rpc_schema.step import ModelRunnerOutput
 from worker_daemon.device.failures import typed_device_error
 from worker_daemon.distributed.link import Link
@@ -16,6 +17,7 @@ from worker_daemon.distributed.pp import STATUS_MISMATCH, STATUS_OK
 from worker_daemon.errors import CommError, UpstreamFailedError
 from worker_daemon.raising import raise_caused
 from worker_daemon.runner.parts.step_parts import SamplerOutput
+from worker_daemon.runner.report import Report
 from worker_daemon.runner.sample_rows import SampleRows
 from worker_daemon.runner.staging import Delivered, Delivery
 from worker_daemon.runner.token_history import ALL_GAIN_ONE, Sampled, TokenHistory
@@ -48,20 +50,29 @@ class StepReplies:
         self._history = history
         self._is_output_rank = is_output_rank
 
-    def without_tokens(self, identity: ReplyIdentity, status: Tensor) -> PendingOutput | None:
-        """The step samples nothing, or not yet."""
+    def without_tokens(
+        self, identity: ReplyIdentity, status: Tensor, reports: Sequence[Report] = ()
+    ) -> PendingOutput | None:
+        """The step samples nothing, or not yet. reports: of its forward pass."""
         if not self._is_output_rank:
             return None
-        return NoTokens(identity, status, self._link, self._history)
+        return NoTokens(identity, status, self._link, self._history, reports)
 
     def of_tokens(
-        self, identity: ReplyIdentity, rows: SampleRows, sampled: SamplerOutput, status: Tensor
+        self,
+        identity: ReplyIdentity,
+        rows: SampleRows,
+        sampled: SamplerOutput,
+        status: Tensor,
+        reports: Sequence[Report] = (),
     ) -> PendingOutput | None:
-        """Start the copies to the host."""
+        """Start the copies to the host. reports: of the forward pass."""
         if not self._is_output_rank:
             return None
         link, history = self._link, self._history
-        return StepOutput(identity, rows.sampled, rows.bitmap, sampled, status, link, history)
+        return StepOutput(
+            identity, rows.sampled, rows.bitmap, sampled, status, link, history, reports
+        )
 
     def of_delivery(
         self, identity: ReplyIdentity, rows: SampleRows, delivery: Delivery
@@ -92,16 +103,20 @@ class StepOutput:
         status: Tensor,
         link: Link,
         history: TokenHistory,
+        reports: Sequence[Report] = (),
     ) -> None:
+        """reports: of the forward pass."""
         self._identity = identity
         self._rows = rows
         self._slots = slots
         self._history = history
-        self._extensions = tuple(report.extension for report in sampled.reports)
-        reported = [column for report in sampled.reports for column in report.columns]
+        self._extensions = _extensions((*sampled.reports, *reports))
+        reported, others = _columns(sampled.reports), _columns(reports)
+        self._num_others = len(others)
         self._may_refuse = sampled.refused is not None
         refused = [] if sampled.refused is None else [sampled.refused]
-        self._copies = _HostCopies([status, sampled.token_ids, *refused, *reported], link)
+        columns = [status, sampled.token_ids, *refused, *reported, *others]
+        self._copies = _HostCopies(columns, link)
 
     @property
     def is_ready(self) -> bool:
@@ -117,6 +132,8 @@ class StepOutput:
             DeviceError: the device is lost.
         """
         columns, gained = self._copies.wait(), ALL_GAIN_ONE
+        end = len(columns) - self._num_others
+        columns, others = columns[:end], columns[end:]
         if self._may_refuse:
             has_gained = columns.pop(1) == 0
             if not has_gained.all():
@@ -134,7 +151,7 @@ class StepOutput:
             extensions=self._extensions,
             num_gained=gained,
         )
-        return reply, [_raw(column) for column in reported]
+        return reply, [_raw(column) for column in (*reported, *others)]
 
 
 class DeliveredOutput:
@@ -187,10 +204,17 @@ class NoTokens:
     """The output of a step of the output rank that samples nothing, or not yet."""
 
     def __init__(
-        self, identity: ReplyIdentity, status: Tensor, link: Link, history: TokenHistory
+        self,
+        identity: ReplyIdentity,
+        status: Tensor,
+        link: Link,
+        history: TokenHistory,
+        reports: Sequence[Report] = (),
     ) -> None:
+        """reports: of the forward pass."""
         self._identity = identity
-        self._copies = _HostCopies([status], link)
+        self._extensions = _extensions(reports)
+        self._copies = _HostCopies([status, *_columns(reports)], link)
         self._history = history
 
     @property
@@ -200,10 +224,15 @@ class NoTokens:
 
     def result(self) -> tuple[ModelRunnerOutput, Sequence[Frame]]:
         """Wait for the step's status. Raises as StepOutput does."""
-        self._copies.wait()
-        identity = self._identity
+        columns, identity = self._copies.wait(), self._identity
         self._history.confirm(identity.epoch, identity.seq)
-        return ModelRunnerOutput(epoch=identity.epoch, seq=identity.seq, rank=identity.rank), []
+        reply = ModelRunnerOutput(
+            epoch=identity.epoch,
+            seq=identity.seq,
+            rank=identity.rank,
+            extensions=self._extensions,
+        )
+        return reply, [_raw(column) for column in columns]
 
 
 class _HostCopies:
@@ -231,6 +260,14 @@ class _HostCopies:
         status, *columns = self._columns
         _raise_for_status(int(status))
         return columns
+
+
+def _extensions(reports: Sequence[Report]) -> tuple[ReplyExtension, ...]:
+    return tuple(report.extension for report in reports)
+
+
+def _columns(reports: Sequence[Report]) -> list[Tensor]:
+    return [column for report in reports for column in report.columns]
 
 
 def _raise_for_status(status: int) -> None:

@@ -99,13 +99,15 @@ class PipelineStage:
             hidden, status = self._receive(due, inputs)
         output = program.run(inputs, hidden)
         self._send(due, output.hidden, self._failed if self._state.has_failed else status)
-        return Unsampled(inputs.sample_rows, output.chosen, status, step.brought)
+        last = self._sampler
+        reports = () if last is None else last.report_forward(step, output.hidden)
+        return Unsampled(inputs.sample_rows, output.chosen, status, step.brought, reports)
 
     def sample(self, step: Unsampled, identity: ReplyIdentity) -> PendingOutput | None:
         """Sample and return the tokens to the other stages, or start to receive them."""
         rows, count = step.rows, step.rows.slots_np.size
         if not count:
-            return self.replies.without_tokens(identity, step.status)
+            return self.replies.without_tokens(identity, step.status, step.reports)
         slots = rows.slots[:count]
         if self._sampler is None:
             self._publish(slots, None, counted=self._state.parts.counts(rows.used))
@@ -116,7 +118,7 @@ class PipelineStage:
         else:
             news = self._sampler.refuse(step, sampled, sampled.refused)
             self._publish(slots, news, counted=True)
-        return self.replies.of_tokens(identity, rows, sampled, step.status)
+        return self.replies.of_tokens(identity, rows, sampled, step.status, step.reports)
 
     def sample_later(
         self, step: Unsampled, kept: Int64s, brought: StepExtensions, identity: ReplyIdentity

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from worker_daemon.contracts.arrays import Int32s, Int64s
 from worker_daemon.device.pinned import upload
+from worker_daemon.runner.report import Report
 from worker_daemon.runner.scheduled_step import StepExtensions
 from worker_daemon.runner.slot_bitmap import slot_bitmap
 from worker_daemon.runner.staging import Delivery
@@ -120,6 +121,8 @@ class Unsampled(NamedTuple):
     status: Tensor
     """int64 [], see distributed/pp.py; on the device where there are other stages."""
     brought: StepExtensions
+    reports: tuple[Report, ...] = ()
+    """Of the forward pass, for the step's own reply."""
 
     def clone(self) -> "Unsampled":
         """Return a copy that no later step overwrites."""

@@ -6,8 +6,10 @@ from torch import Tensor
 
 from worker_daemon.models.decoder import DecoderStage
 from worker_daemon.runner.parts.step_parts import SamplerOutput, StepParts
+from worker_daemon.runner.report import Report
 from worker_daemon.runner.row_tables import RowTables
 from worker_daemon.runner.sample_rows import Unsampled
+from worker_daemon.runner.scheduled_step import ScheduledStep
 
 
 class StepSampler:
@@ -17,6 +19,13 @@ class StepSampler:
         self._stage = stage
         self._parts = parts
         self._tables = tables
+
+    def report_forward(self, step: ScheduledStep, hidden: Tensor) -> tuple[Report, ...]:
+        """Return what parts report of a step's forward pass. hidden [N, H], as the last layer gave
+        it away."""
+        if not self._parts.has_reports_of_forward:
+            return ()
+        return self._parts.report_forward(hidden, step, self._stage.compute_logits)
 
     def sample(self, step: Unsampled) -> SamplerOutput:
         """Choose a token for each row."""

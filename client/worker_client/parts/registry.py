@@ -10,8 +10,12 @@ from rpc_schema.codec import Frame
 from rpc_schema.errors import BadFrameError
 from rpc_schema.extensions import ReplyExtension, RequestExtension
 from worker_client.parts.interface import ExtensionFault, ModelBounds, RequestPart
-from worker_client.parts.sampling import (
+from worker_client.parts.logprobs import (
     LogprobsPart,
+    LogprobTokensRequestPart,
+    PromptLogprobsRequestPart,
+)
+from worker_client.parts.sampling import (
     RandomSamplingRequestPart,
     StopTokensRequestPart,
 )
@@ -29,6 +33,8 @@ PARTS: Final[tuple[RequestPart, ...]] = (
     RandomSamplingRequestPart(),
     StopTokensRequestPart(),
     LogprobsPart(),
+    LogprobTokensRequestPart(),
+    PromptLogprobsRequestPart(),
     AllowedTokensRequestPart(),
     BadWordsRequestPart(),
     LogitBiasRequestPart(),

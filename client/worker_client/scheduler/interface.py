@@ -5,6 +5,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol, TypeAlias
 
+import numpy as np
+from numpy.typing import NDArray
+
 from rpc_schema.config import WorkerConfig
 from rpc_schema.kv_cache import BlockGroup, block_groups, request_blocks
 from worker_client.loading import LoadedGroup
@@ -28,6 +31,10 @@ class RequestOutput:
     num_preemptions: int
     logprobs: list[Logprobs] | None
     """One for each token, if the request asked for them."""
+    token_id_logprobs: list[NDArray[np.float32]] | None = None
+    """For each token the log probabilities of the request's logprob_token_ids, in their order."""
+    prompt_logprobs: list[Logprobs | None] | None = None
+    """One for each token of the prompt, None for the first, if the request asked for them."""
     error: str = ""
     """Reason for the failure if finish_reason is "error"; token_ids are the tokens before it."""
 

@@ -2,8 +2,9 @@
 recompute. Takes the driver's calls, commits steps and processes their results."""
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
+from rpc_schema.sampling import PromptLogprobs
 from rpc_schema.step import NO_TOKEN
 from worker_client.adoption import AdoptedRequest
 from worker_client.requests import GenerationRequest, seeded, validated
@@ -13,7 +14,7 @@ from worker_client.scheduler.planning import Step
 from worker_client.scheduler.request import Request, adopted_request, new_request
 from worker_client.scheduler.request_blocks import RequestBlocks
 from worker_client.scheduler.request_queues import RequestQueues
-from worker_client.scheduler_output import SchedulerOutput, StepResult
+from worker_client.scheduler_output import PromptChunk, SchedulerOutput, StepResult
 
 NOT_A_NUMBER = (
     "the model's output for token {place} is not a number: its weights overflow or are damaged "
@@ -69,7 +70,7 @@ class Scheduler:
             has_kv = request.num_computed_tokens and entry.num_tokens == len(request.token_ids)
             if reason is not None:
                 done.append(self._finish(entry, reason))
-            elif has_kv and not self._queues.is_full:
+            elif has_kv and entry.blocks.may_share and not self._queues.is_full:
                 self._blocks.resume(entry, request.blocks_by_group, request.num_computed_tokens)
                 self._blocks.remember(entry)
                 self._queues.start(entry)
@@ -136,6 +137,8 @@ class Scheduler:
             self._in_flight.popleft()
         done = []
         find, block_size = self._queues.unfinished.get, self._blocks.unit
+        if result.reports:
+            self._take_prompts(result.reports.get(PromptLogprobs, {}))
         for req_id, token in zip(result.req_ids, result.token_ids, strict=True):
             request = find(req_id)
             if request is None:  # stopped meanwhile: sampled past its end
@@ -147,8 +150,8 @@ class Scheduler:
                 done += self._not_a_number(request)
                 continue
             reason = request.take(token)
-            if request.logprobs is not None:
-                request.logprobs.append(result.logprobs[req_id])
+            if request.reported is not None:
+                request.reported.take(req_id, result)
             if reason is not None:
                 done.append(self._finish(request, reason))
             elif len(request.tokens) % block_size == 0 and request.is_running:
@@ -156,6 +159,12 @@ class Scheduler:
         for req_id, count in result.refused.items():
             self._take_back(find(req_id), count)
         return done
+
+    def _take_prompts(self, chunks: Mapping[str, PromptChunk]) -> None:
+        for req_id, chunk in chunks.items():
+            request = self._queues.unfinished.get(req_id)
+            if request is not None and request.reported is not None:
+                request.reported.take_prompt(chunk)
 
     def _take_back(self, request: Request | None, count: int) -> None:
         """Take back tokens that a step had counted for a request, which did not gain them."""

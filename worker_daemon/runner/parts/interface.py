@@ -4,7 +4,7 @@ object. A step that uses none tests a few integers.
 Letters: R rows that sample, V vocabulary, N tokens, H hidden size, S rows.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Final, Literal, Protocol, TypeAlias
 
@@ -12,11 +12,12 @@ import torch
 from torch import Tensor
 
 from rpc_schema.codec import Frame
-from rpc_schema.extensions import ReplyExtension, RequestExtension, StepExtension
+from rpc_schema.extensions import RequestExtension, StepExtension
 from rpc_schema.step import NewRequestData
 from rpc_schema.token_rules import RuleFault
 from worker_daemon.contracts.arrays import Int32s
 from worker_daemon.contracts.sampling import Sampling
+from worker_daemon.runner.report import Report as Report
 from worker_daemon.runner.sample_rows import SampleRows
 from worker_daemon.runner.scheduled_step import ScheduledStep, StepLimits, invalid
 
@@ -24,16 +25,11 @@ Per: TypeAlias = Literal["token", "sequence", "sample"]
 """Entries of a step's column: one for each of its tokens, of its sequences, or of those that
 sample."""
 
+ComputeLogits: TypeAlias = Callable[[Tensor], Tensor]
+"""Returns logits [P, V] in the model's dtype of hidden states [P, H]. Every rank of a stage calls
+it alike."""
+
 NO_BYTES: Final = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Report:
-    """A part's addition to a step's reply."""
-
-    extension: ReplyExtension
-    columns: tuple[Tensor, ...]
-    """On the device; as many as the extension has frames."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +75,8 @@ class StepPart:
     own."""
     follows_tokens: ClassVar[bool] = False
     """It keeps something of its rows' tokens (`begin`, `gain`)."""
+    reports_forward: ClassVar[bool] = False
+    """It reports something of the forward pass (`report_forward`)."""
 
     def __init__(self, context: PartContext) -> None:
         """Make what the feature keeps of the rows, all of which are free."""
@@ -131,6 +129,15 @@ class StepPart:
     def after_forward(self, hidden: Tensor, columns: Sequence[Tensor]) -> Tensor:
         """hidden [N, H], what the last layer of this stage gave away -> the same, or another."""
         return hidden
+
+    def report_forward(
+        self, hidden: Tensor, step: ScheduledStep, compute_logits: ComputeLogits
+    ) -> Report | None:
+        """Return what the reply is to tell of the forward pass itself. hidden [N, H]: what the last
+        layer of the last stage gave away, the step's tokens in their order first. Called on that
+        stage behind the forward pass, of a part that reports it, if a row of the step has the
+        part's extension. Never waits for the device."""
+        return None
 
     # Sampling, on the last stage alone.
 

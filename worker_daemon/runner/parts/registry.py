@@ -13,7 +13,9 @@ from worker_daemon.runner.parts.bad_words import BadWordsPart
 from worker_daemon.runner.parts.grammar_masks import GrammarMasksPart
 from worker_daemon.runner.parts.interface import PartContext, StepPart
 from worker_daemon.runner.parts.logit_bias import LogitBiasPart
+from worker_daemon.runner.parts.logprob_tokens import LogprobTokensPart
 from worker_daemon.runner.parts.penalties import PenaltiesPart
+from worker_daemon.runner.parts.prompt_logprobs import PromptLogprobsPart
 from worker_daemon.runner.parts.random_sampling import RandomSamplingPart
 from worker_daemon.runner.parts.step_parts import StepParts
 from worker_daemon.runner.parts.stop_tokens import StopTokensPart
@@ -23,6 +25,8 @@ from worker_daemon.runner.scheduled_step import StepLimits
 PARTS: Final[tuple[type[StepPart], ...]] = (
     GrammarMasksPart,
     TokenLogprobsPart,
+    LogprobTokensPart,
+    PromptLogprobsPart,
     AllowedTokensPart,
     BadWordsPart,
     LogitBiasPart,
