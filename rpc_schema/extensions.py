@@ -15,8 +15,12 @@ from rpc_schema.base import Extension
 from rpc_schema.lora_request import LoraRequest
 from rpc_schema.pooling import PooledOutputs, PoolingParams
 from rpc_schema.sampling import (
+    GivenLogprobs,
     GrammarMasks,
     LogprobsWanted,
+    LogprobTokens,
+    PromptLogprobs,
+    PromptLogprobsWanted,
     RandomSampling,
     StopTokens,
     TokenLogprobs,
@@ -31,6 +35,8 @@ RequestExtension: TypeAlias = (
     | StructuredOutput
     | LogprobsWanted
     | TokenRule
+    | LogprobTokens
+    | PromptLogprobsWanted
     | PoolingParams
 )
 """Extension of a request, from its admission on."""
@@ -38,7 +44,7 @@ RequestExtension: TypeAlias = (
 StepExtension: TypeAlias = GrammarMasks
 """Extension of one step, or of the sampling of one."""
 
-ReplyExtension: TypeAlias = TokenLogprobs | PooledOutputs
+ReplyExtension: TypeAlias = TokenLogprobs | GivenLogprobs | PromptLogprobs | PooledOutputs
 """Extension of a step's reply."""
 
 RequestExtensions: TypeAlias = Annotated[tuple[RequestExtension, ...], Meta(max_length=16)]

@@ -8,18 +8,35 @@ from typing import Annotated, Any, Final, TypeAlias
 import msgspec
 from msgspec import Meta
 
-from rpc_schema.base import Count, Extension, Fraction, FramedExtension, RawUInt16, Unsigned
+from rpc_schema.base import (
+    Count,
+    Extension,
+    Fraction,
+    FramedExtension,
+    Name,
+    RawInt32,
+    RawUInt16,
+    Unsigned,
+)
 from rpc_schema.token_rules import (
     AllowedTokens,
     BadWords,
     LogitBias,
     Penalties,
+    RuleFault,
     TokenRule,
+    column_fault,
     pack_token_ids,
     unpack_token_ids,
 )
 
 MAX_LOGPROBS = 20
+
+MAX_LOGPROB_TOKEN_IDS = 128
+
+MAX_PROMPT_LOGPROBS_TOKENS = 65_536
+"""Bound on max_num_batched_tokens where requests want log probabilities of their prompts: those of
+a step must fit into its reply."""
 
 MAX_STOP_TOKEN_IDS = 1024
 """Bound for one request, the model's own end-of-sequence tokens included."""
@@ -73,6 +90,56 @@ class TokenLogprobs(FramedExtension, frozen=True, tag=1, kw_only=True):
         return 3
 
 
+class LogprobTokens(Extension, frozen=True, tag=24, kw_only=True):
+    """A request reports the log probabilities of these tokens at each position that it samples."""
+
+    token_ids: Annotated[bytes, Meta(max_length=4 * MAX_LOGPROB_TOKEN_IDS)]
+    """int32, at least one."""
+
+    def find_fault(self, vocab_size: int) -> RuleFault | None:
+        """Return the first fault."""
+        return column_fault("logprob_token_ids", self.token_ids, vocab_size)
+
+
+class GivenLogprobs(FramedExtension, frozen=True, tag=20, kw_only=True):
+    """Log probabilities of the tokens that requests have named (LogprobTokens), of all of a reply's
+    rows. One frame: float32 [rows, width], each row's own first. They are of the same logits as
+    TokenLogprobs."""
+
+    width: Annotated[int, Meta(ge=1, le=MAX_LOGPROB_TOKEN_IDS)]
+    """Width for the row that named the most."""
+
+    @property
+    def num_frames(self) -> int:
+        return 1
+
+
+class PromptLogprobsWanted(Extension, frozen=True, tag=25, kw_only=True):
+    """A request reports the log probability of each token of its prompt but the first, and of the
+    most likely ones there. Its prompt must be computed from the first token on."""
+
+    count: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)]
+    """Most likely tokens to report besides the prompt's."""
+
+
+class PromptLogprobs(FramedExtension, frozen=True, tag=21, kw_only=True):
+    """Log probabilities of prompt tokens: of the chunks that the step has computed. Three frames:
+    int32 token ids [tokens, width + 1] (the prompt's token first), their float32 log probabilities,
+    and the int32 rank [tokens] of the prompt's token. They are of the logits as they are."""
+
+    width: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)]
+    """Width for the request that asked for the most."""
+    req_ids: Annotated[tuple[Name, ...], Meta(max_length=65535)]
+    """Requests with a chunk."""
+    spans: RawInt32
+    """Pairs (first, count) for each of req_ids: positions in the prompt of the tokens that the
+    frames have next."""
+
+    @property
+    def num_frames(self) -> int:
+        return 3
+
+
 class GrammarMasks(FramedExtension, frozen=True, tag=1, kw_only=True):
     """Tokens that some rows of a step may sample. One frame: int32 [slots, ceil(vocab_size / 32)],
     bit 1 = allowed. A slot whose mask allows none gets NO_TOKEN."""
@@ -86,7 +153,9 @@ class GrammarMasks(FramedExtension, frozen=True, tag=1, kw_only=True):
         return 1
 
 
-SamplingExtension: TypeAlias = RandomSampling | StopTokens | LogprobsWanted | TokenRule
+SamplingExtension: TypeAlias = (
+    RandomSampling | StopTokens | LogprobsWanted | TokenRule | LogprobTokens | PromptLogprobsWanted
+)
 _NOT_RANDOM: Final = RandomSampling()
 _NO_STOPS: Final = StopTokens()
 
@@ -114,6 +183,10 @@ class SamplingParams:
     """None allows all."""
     bad_words: tuple[tuple[int, ...], ...] = ()
     """Sequences of token ids."""
+    logprob_token_ids: tuple[int, ...] | None = None
+    """Tokens whose log probabilities are reported at each position; None reports none."""
+    prompt_logprobs: int | None = None
+    """None reports none."""
 
     @classmethod
     def of(cls, extensions: Iterable[Extension]) -> "SamplingParams":
@@ -154,22 +227,32 @@ class SamplingParams:
             wanted.append(AllowedTokens(token_ids=pack_token_ids(self.allowed_token_ids)))
         if self.bad_words:
             wanted.append(BadWords.of(self.bad_words))
+        if self.logprob_token_ids is not None:
+            wanted.append(LogprobTokens(token_ids=pack_token_ids(self.logprob_token_ids)))
+        if self.prompt_logprobs is not None:
+            wanted.append(PromptLogprobsWanted(count=self.prompt_logprobs))
         return tuple(wanted)
 
 
 def _params_of(extension: SamplingExtension) -> dict[str, Any]:
     """Return the fields of SamplingParams that an extension stands for."""
+    params: dict[str, Any]
     match extension:
         case StopTokens():
-            return {"stop_token_ids": extension.token_ids, "min_tokens": extension.min_tokens}
+            params = {"stop_token_ids": extension.token_ids, "min_tokens": extension.min_tokens}
         case LogprobsWanted():
-            return {"logprobs": extension.count}
+            params = {"logprobs": extension.count}
+        case PromptLogprobsWanted():
+            params = {"prompt_logprobs": extension.count}
+        case LogprobTokens():
+            params = {"logprob_token_ids": unpack_token_ids(extension.token_ids)}
         case LogitBias():
             token_ids = unpack_token_ids(extension.token_ids)
-            return {"logit_bias": dict(zip(token_ids, extension.values, strict=True))}
+            params = {"logit_bias": dict(zip(token_ids, extension.values, strict=True))}
         case AllowedTokens():
-            return {"allowed_token_ids": unpack_token_ids(extension.token_ids)}
+            params = {"allowed_token_ids": unpack_token_ids(extension.token_ids)}
         case BadWords():
-            return {"bad_words": extension.words}
+            params = {"bad_words": extension.words}
         case _:
-            return msgspec.structs.asdict(extension)
+            params = msgspec.structs.asdict(extension)
+    return params

@@ -126,8 +126,8 @@ class ModelRunnerOutput(StepReply, frozen=True, tag=1, kw_only=True):
     """One for each slot, slots ascending; NO_TOKEN (-1) if its logits contain NaN or have no finite
     maximum."""
     extensions: ReplyExtensions = ()
-    """Reports of features; the frames are theirs. All but PooledOutputs have an entry for each
-    sampled token."""
+    """Reports of features; the frames are theirs, with an entry for each sampled token unless the
+    report says otherwise."""
     num_gained: RawUInt8 = b""
     """Number of tokens that each slot gained, which follow each other in sampled_token_ids; empty:
     one each. Fewer than the step counted: a feature has refused the others."""

@@ -99,7 +99,7 @@ class LogitBias(Extension, frozen=True, tag=21, kw_only=True):
     def find_fault(self, vocab_size: int) -> RuleFault | None:
         """Return the first fault."""
         field = "logit_bias"
-        fault = _column_fault(field, self.token_ids, vocab_size)
+        fault = column_fault(field, self.token_ids, vocab_size)
         if fault is not None:
             return fault
         if len(self.biases) != len(self.token_ids):
@@ -121,7 +121,7 @@ class AllowedTokens(Extension, frozen=True, tag=22, kw_only=True):
 
     def find_fault(self, vocab_size: int) -> RuleFault | None:
         """Return the first fault."""
-        return _column_fault("allowed_token_ids", self.token_ids, vocab_size)
+        return column_fault("allowed_token_ids", self.token_ids, vocab_size)
 
 
 class BadWords(Extension, frozen=True, tag=23, kw_only=True):
@@ -158,7 +158,7 @@ class BadWords(Extension, frozen=True, tag=23, kw_only=True):
         if len(self.token_ids) != _INT32 * sum(self.lengths):
             fix = f"send {sum(self.lengths)} int32 values, as the lengths say"
             return RuleFault(field, f"{len(self.token_ids)} bytes", fix)
-        return _column_fault(field, self.token_ids, vocab_size)
+        return column_fault(field, self.token_ids, vocab_size)
 
 
 TokenRule = Penalties | LogitBias | AllowedTokens | BadWords
@@ -175,7 +175,8 @@ def unpack_token_ids(column: bytes) -> tuple[int, ...]:
     return struct.unpack(f"<{len(column) // _INT32}i", column)
 
 
-def _column_fault(field: str, column: bytes, vocab_size: int) -> RuleFault | None:
+def column_fault(field: str, column: bytes, vocab_size: int) -> RuleFault | None:
+    """Return what is wrong with a column of token ids, of which there must be one."""
     if not column or len(column) % _INT32:
         return RuleFault(field, f"{len(column)} bytes", "give at least one token id, each as int32")
     token_ids = unpack_token_ids(column)

@@ -19,6 +19,7 @@ from rpc_schema.lora_request import LoraRequest
 from rpc_schema.plain_text import printable
 from rpc_schema.pooling import PoolingParams
 from rpc_schema.sampling import (
+    MAX_LOGPROB_TOKEN_IDS,
     MAX_LOGPROBS,
     MAX_STOP_TOKEN_IDS,
     MIN_TEMPERATURE,
@@ -81,6 +82,10 @@ class GenerationRequest:
     """None allows all."""
     bad_words: tuple[tuple[int, ...], ...] = ()
     """Sequences of token ids."""
+    logprob_token_ids: tuple[int, ...] | None = None
+    """Tokens whose log probabilities are reported with each token."""
+    prompt_logprobs: int | None = None
+    """As logprobs, for each token of the prompt but the first."""
     features: tuple[RequestExtension, ...] = ()
     """Extensions of features that have no field above."""
 
@@ -122,6 +127,8 @@ class GenerationRequest:
             logit_bias=self.logit_bias,
             allowed_token_ids=self.allowed_token_ids,
             bad_words=self.bad_words,
+            logprob_token_ids=self.logprob_token_ids,
+            prompt_logprobs=self.prompt_logprobs,
         )
         grammar = () if self.structured_outputs is None else (self.structured_outputs,)
         return (*params.extensions(), *grammar, *self.features)
@@ -180,6 +187,7 @@ def validated(request: GenerationRequest) -> GenerationRequest:
         ("seed", request.seed or 0, 0, MAX_SEED),
         ("min_tokens", request.min_tokens, 0, MAX_COUNT),
         ("logprobs", request.logprobs or 0, 0, MAX_LOGPROBS),
+        ("prompt_logprobs", request.prompt_logprobs or 0, 0, MAX_LOGPROBS),
         ("presence_penalty", request.presence_penalty, -MAX_PENALTY, MAX_PENALTY),
         ("frequency_penalty", request.frequency_penalty, -MAX_PENALTY, MAX_PENALTY),
         (
@@ -233,6 +241,9 @@ def _check_token_rules(request: GenerationRequest) -> None:
     if request.allowed_token_ids is not None:
         _check_length("allowed_token_ids", request.allowed_token_ids, MAX_ALLOWED_TOKENS)
         _check_token_ids("allowed_token_ids", request.allowed_token_ids, MAX_COUNT)
+    if request.logprob_token_ids is not None:
+        _check_length("logprob_token_ids", request.logprob_token_ids, MAX_LOGPROB_TOKEN_IDS)
+        _check_token_ids("logprob_token_ids", request.logprob_token_ids, MAX_COUNT)
     for word in request.bad_words:
         _check_length("bad_words", word, MAX_BAD_WORD_TOKENS)
         _check_token_ids("bad_words", word, MAX_COUNT)
@@ -283,6 +294,7 @@ def check_fits(request: GenerationRequest, *, max_model_len: int, vocab_size: in
         ("stop_token_ids", request.stop_token_ids),
         ("logit_bias", request.logit_bias),
         ("allowed_token_ids", request.allowed_token_ids or ()),
+        ("logprob_token_ids", request.logprob_token_ids or ()),
         ("bad_words", chain.from_iterable(request.bad_words)),
     ):
         _check_token_ids(field, token_ids, vocab_size - 1)
@@ -433,6 +445,8 @@ _FIELDS: Final[Mapping[str, Any]] = MappingProxyType(
         "allowed_token_ids": list[int],
         "bad_words": list[str | list[int]],
         "pooling": dict[str, Any],
+        "logprob_token_ids": list[int],
+        "prompt_logprobs": int,
     }
 )
 """Fields of an input line, and their types."""

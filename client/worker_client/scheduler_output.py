@@ -97,6 +97,15 @@ class Logprobs:
     """Rank of the sampled token; 1 is the most likely."""
 
 
+@dataclass(frozen=True, slots=True)
+class PromptChunk:
+    """Log probabilities of a prompt's tokens that a step has computed."""
+
+    first: int
+    """Position in the prompt of the first one."""
+    logprobs: Sequence[Logprobs]
+
+
 @dataclass(frozen=True)
 class StepResult:
     """Tokens that a step sampled. Only requests that reached their last known token are in it."""

@@ -4,8 +4,11 @@ import numpy as np
 import pytest
 import torch
 
-from tests.support.checkpoints import prompts
-from tests.support.serving import generate, greedy_request
+from tests.support.checkpoints import VOCAB_SIZE, prompts
+from tests.support.serving import generate, greedy_request, scheduler_limits
+from worker_client.driver import Driver
+from worker_client.scheduler import Scheduler
+from worker_client.worker_group import WorkerGroup
 
 ATOL = 1e-4
 WANTED = [None, 0, 1, 5, 20, None, 5, 0]
@@ -53,6 +56,67 @@ def test_logprobs_equal_transformers(serve, reference, shape):
             ranks.append(ours.rank)
     assert max(ranks) > 1
     assert min(ranks) == 1
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (2, 1), (1, 2)])
+def test_logprobs_of_prompts_and_of_named_tokens(serve, reference, shape):
+    """In chunks, with prefixes that others have computed, and preempted on the way."""
+    rng = np.random.default_rng()
+    stem, requests = rng.integers(0, VOCAB_SIZE, 12).tolist(), []
+    for index, length in enumerate([1, 30, 9, 44, 17, 2, 25, 11]):
+        fields = {
+            "prompt_logprobs": [None, 0, 3][index % 3] if index else 2,
+            "logprob_token_ids": tuple(rng.integers(0, VOCAB_SIZE, 1 + index).tolist()),
+            "logprobs": 1 if index % 2 else None,
+        }
+        prompt = (stem + rng.integers(0, VOCAB_SIZE, length).tolist())[-length:]
+        if index % 2:
+            prompt = stem + prompt
+        requests.append(greedy_request(f"r{index}", prompt, 20, **fields))
+    sizes = {"block_size": 4, "max_num_seqs": 4, "max_num_batched_tokens": 20, "max_model_len": 80}
+    with serve(reference.path, *shape, num_gpu_blocks=26, **sizes) as (group, loaded):
+        outputs = generate(group, loaded, requests).outputs
+    for request in requests:
+        output, prompt = outputs[request.id], request.prompt_token_ids.tolist()
+        exact = reference.logprobs([*prompt, *output.token_ids])
+        if request.prompt_logprobs is None:
+            assert output.prompt_logprobs is None
+        else:
+            first, *others = output.prompt_logprobs
+            assert first is None and len(others) == len(prompt) - 1
+            for row, token, ours in zip(exact, prompt[1:], others, strict=False):
+                check_row(row, token, request.prompt_logprobs, ours)
+            assert output.num_cached_tokens == 0
+        ours, named = np.stack(output.token_id_logprobs), list(request.logprob_token_ids)
+        np.testing.assert_allclose(ours, exact[len(prompt) - 1 : -1, named], atol=ATOL)
+    assert sum(output.num_preemptions for output in outputs.values()) > 0
+
+
+def test_prompt_logprobs_are_reported_again_to_an_adopting_driver(serve, reference):
+    """In the middle of the prompt, and behind it."""
+    prompt = prompts(21, [60])[0]
+    request = greedy_request("long", prompt, 6, prompt_logprobs=1)
+    sizes = {"max_num_seqs": 4, "max_num_batched_tokens": 16, "max_model_len": 80}
+    exact = reference.logprobs(prompt)
+    with serve(reference.path, 2, **sizes) as (group, loaded):
+        limits, config = scheduler_limits(group, loaded), group.get_status()[0].config
+        driver = Driver(group, Scheduler(limits))
+        driver.add_request(request)
+        driver.step()
+    for num_steps in (6, 0):
+        with WorkerGroup(serve.pool.endpoints(2), config.parallel) as group:
+            group.attach(keep_requests=True)
+            group.prepare(config)
+            scheduler = Scheduler(limits)
+            assert not scheduler.adopt_requests(group.adopt_requests())
+            driver = Driver(group, scheduler)
+            outputs = [output for _ in range(num_steps) for output in driver.step()]
+            if not num_steps:
+                outputs += driver.run()
+    (output,) = outputs
+    for row, token, ours in zip(exact, prompt[1:], output.prompt_logprobs[1:], strict=False):
+        check_row(row, token, 1, ours)
+    assert len(output.prompt_logprobs) == len(prompt)
 
 
 def test_logprobs_depend_on_the_batch_by_rounding_alone(serve, reference):

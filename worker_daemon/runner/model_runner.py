@@ -84,19 +84,16 @@ class SoleStage:
         """See Stage."""
         inputs = self._inputs.build(step)
         output = program.run(inputs, self._no_hidden)
-        if step.pooling is not None:
-            rows = inputs.sample_rows._replace(delivery=None)  # a reply with more than tokens
-            pooled = self._sampler.pool(output.hidden, step)
-            return Unsampled(rows, output.chosen, self._ok, step.brought, pooled)
-        return Unsampled(inputs.sample_rows, output.chosen, self._ok, step.brought)
+        reports = self._sampler.report_forward(step, output.hidden)
+        return Unsampled(inputs.sample_rows, output.chosen, self._ok, step.brought, reports)
 
     def sample(self, step: Unsampled, identity: ReplyIdentity) -> PendingOutput | None:
         """See Stage. The forward pass has given the rows their likeliest tokens already."""
         rows, count = step.rows, step.rows.slots_np.size
         if not count:
-            return self.replies.without_tokens(identity, step.status, step.pooled)
+            return self.replies.without_tokens(identity, step.status, step.reports)
         is_greedy = not rows.used | step.brought.used
-        if is_greedy and rows.delivery is not None:
+        if is_greedy and rows.delivery is not None and not step.reports:
             return self.replies.of_delivery(identity, rows, rows.delivery)
         sampled = self._sampler.sample(step)
         if sampled.refused is not None:
@@ -222,7 +219,7 @@ class ModelRunner:
         kept, now = np.flatnonzero(later), np.flatnonzero(~later)
         self._unsampled[seq] = step.keep(kept, parts.used_by(slots[kept]), NOTHING_BROUGHT)
         rest = step.keep(now, parts.used_by(slots[now]), NOTHING_BROUGHT)
-        return rest._replace(pooled=step.pooled)
+        return rest._replace(reports=step.reports)
 
     def sample_tokens(self, request: SampleTokens, arrays: Sequence[Frame]) -> PendingOutput | None:
         """Sample rows that a step has deferred. Requests that have finished in between are left

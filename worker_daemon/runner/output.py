@@ -17,7 +17,8 @@ from worker_daemon.distributed.pp import STATUS_MISMATCH, STATUS_OK
 from worker_daemon.errors import CommError, UpstreamFailedError
 from worker_daemon.raising import raise_caused
 from worker_daemon.runner.parts.step_parts import SamplerOutput
-from worker_daemon.runner.sample_rows import Report, SampleRows
+from worker_daemon.runner.report import Report
+from worker_daemon.runner.sample_rows import SampleRows
 from worker_daemon.runner.staging import Delivered, Delivery
 from worker_daemon.runner.token_history import ALL_GAIN_ONE, Sampled, TokenHistory
 
@@ -52,7 +53,7 @@ class StepReplies:
     def without_tokens(
         self, identity: ReplyIdentity, status: Tensor, reports: Sequence[Report] = ()
     ) -> PendingOutput | None:
-        """The step samples nothing, or not yet."""
+        """The step samples nothing, or not yet. reports: of its forward pass."""
         if not self._is_output_rank:
             return None
         return NoTokens(identity, status, self._link, self._history, reports)

@@ -27,7 +27,7 @@ from worker_daemon.distributed.tokens import TokenBroadcast
 from worker_daemon.runner.input_batch import InputBuilder, StepInputs
 from worker_daemon.runner.output import PendingOutput, ReplyIdentity, StepReplies
 from worker_daemon.runner.request_state import RequestState
-from worker_daemon.runner.sample_rows import Report, Unsampled
+from worker_daemon.runner.sample_rows import Unsampled
 from worker_daemon.runner.scheduled_step import ScheduledStep, StepExtensions
 from worker_daemon.runner.stage_program import StageProgram
 from worker_daemon.runner.step_sampler import StepSampler
@@ -99,16 +99,15 @@ class PipelineStage:
             hidden, status = self._receive(due, inputs)
         output = program.run(inputs, hidden)
         self._send(due, output.hidden, self._failed if self._state.has_failed else status)
-        pooled: tuple[Report, ...] = ()
-        if step.pooling is not None and self._sampler is not None:
-            pooled = self._sampler.pool(output.hidden, step)
-        return Unsampled(inputs.sample_rows, output.chosen, status, step.brought, pooled)
+        last = self._sampler
+        reports = () if last is None else last.report_forward(step, output.hidden)
+        return Unsampled(inputs.sample_rows, output.chosen, status, step.brought, reports)
 
     def sample(self, step: Unsampled, identity: ReplyIdentity) -> PendingOutput | None:
         """Sample and return the tokens to the other stages, or start to receive them."""
         rows, count = step.rows, step.rows.slots_np.size
         if not count:
-            return self.replies.without_tokens(identity, step.status, step.pooled)
+            return self.replies.without_tokens(identity, step.status, step.reports)
         slots = rows.slots[:count]
         if self._sampler is None:
             self._publish(slots, None, counted=self._state.parts.counts(rows.used))

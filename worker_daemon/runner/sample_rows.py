@@ -5,9 +5,9 @@ from typing import Final, NamedTuple
 
 from torch import Tensor
 
-from rpc_schema.extensions import ReplyExtension
 from worker_daemon.contracts.arrays import Int32s, Int64s
 from worker_daemon.device.pinned import upload
+from worker_daemon.runner.report import Report
 from worker_daemon.runner.scheduled_step import StepExtensions
 from worker_daemon.runner.slot_bitmap import slot_bitmap
 from worker_daemon.runner.staging import Delivery
@@ -16,18 +16,6 @@ from worker_daemon.runner.token_history import Sampled
 BY_LOGITS: Final = 1
 """The bit of SampleRows.used that no part has: rows whose likeliest tokens are not known, as of a
 step that failed."""
-
-
-class Report(NamedTuple):
-    """A part's addition to a step's reply."""
-
-    extension: ReplyExtension
-    columns: tuple[Tensor, ...]
-    """On the device or the host; as many as the extension has frames."""
-    per_row: bool = True
-    """The columns have an entry for each row that sampled."""
-    is_one_frame: bool = False
-    """The columns, one after the other, make the only frame."""
 
 
 class SampleRows(NamedTuple):
@@ -122,11 +110,12 @@ class Unsampled(NamedTuple):
     status: Tensor
     """int64 [], see distributed/pp.py; on the device where there are other stages."""
     brought: StepExtensions
-    pooled: tuple[Report, ...] = ()
-    """Outputs of requests that end with the step. They do not wait for its sampling."""
+    reports: tuple[Report, ...] = ()
+    """Of the forward pass, outputs of requests that pool among them. They do not wait for the
+    step's sampling."""
 
     def keep(self, kept: Int64s, used: int, later: StepExtensions) -> "Unsampled":
-        """Return a copy of these rows only, without outputs, which no later step overwrites. kept
+        """Return a copy of these rows only, without reports, which no later step overwrites. kept
         int64 [R'] indexes the rows; used: the bits of the parts that these use; later: extensions
         of the message that samples them, if it is another."""
         return Unsampled(

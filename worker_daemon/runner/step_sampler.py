@@ -8,8 +8,9 @@ from torch import Tensor
 
 from worker_daemon.models.decoder import DecoderStage
 from worker_daemon.runner.parts.step_parts import SamplerOutput, StepParts
+from worker_daemon.runner.report import Report
 from worker_daemon.runner.row_tables import RowTables
-from worker_daemon.runner.sample_rows import Report, Unsampled
+from worker_daemon.runner.sample_rows import Unsampled
 from worker_daemon.runner.scheduled_step import ScheduledStep
 
 
@@ -21,20 +22,24 @@ class StepSampler:
         self._parts = parts
         self._tables = tables
 
+    def report_forward(self, step: ScheduledStep, hidden: Tensor) -> tuple[Report, ...]:
+        """Return what parts report of a step's forward pass, outputs of requests that end with it
+        among them. hidden [N, H], as the last layer gave it away."""
+        reports: tuple[Report, ...] = ()
+        if self._parts.has_reports_of_forward:
+            reports = self._parts.report_forward(hidden, step, self._stage.compute_logits)
+        return reports if step.pooling is None else reports + self._parts.pool(hidden, step)
+
     def sample(self, step: Unsampled) -> SamplerOutput:
         """Choose a token for each row."""
         rows, chosen = step.rows, step.chosen
         assert chosen is not None, "the step has got this far"
         count = rows.slots_np.size
         if not rows.used | step.brought.used:
-            return SamplerOutput(chosen.greedy[:count], step.pooled)
+            return SamplerOutput(chosen.greedy[:count], step.reports)
         logits = self._stage.compute_logits(chosen.hidden[:count])
         sampled = self._parts.sample(logits, rows, step.brought)
-        return replace(sampled, reports=sampled.reports + step.pooled) if step.pooled else sampled
-
-    def pool(self, hidden: Tensor, step: ScheduledStep) -> tuple[Report, ...]:
-        """Return the outputs of requests that end with a step, of its hidden states [N, H]."""
-        return self._parts.pool(hidden, step)
+        return replace(sampled, reports=sampled.reports + step.reports) if step.reports else sampled
 
     def refuse(self, step: Unsampled, sampled: SamplerOutput, refused: Tensor) -> Tensor:
         """Write to this rank's rows what they refuse. Return int64 [2, R]: the tokens that they go

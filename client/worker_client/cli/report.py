@@ -49,6 +49,12 @@ def output_line(
     line["num_cached_tokens"] = output.num_cached_tokens
     if output.logprobs is not None:
         line["logprobs"] = [_logprobs(entry_) for entry_ in output.logprobs]
+    if output.token_id_logprobs is not None:
+        line["token_id_logprobs"] = [own.tolist() for own in output.token_id_logprobs]
+    if output.prompt_logprobs is not None:
+        line["prompt_logprobs"] = [
+            None if entry_ is None else _logprobs(entry_) for entry_ in output.prompt_logprobs
+        ]
     return line
 
 

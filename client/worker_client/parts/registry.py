@@ -10,10 +10,14 @@ from rpc_schema.codec import Frame
 from rpc_schema.errors import BadFrameError
 from rpc_schema.extensions import ReplyExtension, RequestExtension
 from worker_client.parts.interface import ExtensionFault, ModelBounds, RequestPart
+from worker_client.parts.logprobs import (
+    LogprobsPart,
+    LogprobTokensRequestPart,
+    PromptLogprobsRequestPart,
+)
 from worker_client.parts.lora import LoraRequestPart
 from worker_client.parts.pooling import PoolingRequestPart
 from worker_client.parts.sampling import (
-    LogprobsPart,
     RandomSamplingRequestPart,
     StopTokensRequestPart,
 )
@@ -33,6 +37,8 @@ PARTS: Final[tuple[RequestPart, ...]] = (
     StopTokensRequestPart(),
     LoraRequestPart(),
     LogprobsPart(),
+    LogprobTokensRequestPart(),
+    PromptLogprobsRequestPart(),
     StructuredOutputPart(),
     PoolingRequestPart(),
     AllowedTokensRequestPart(),

@@ -37,6 +37,10 @@ class RequestOutput:
     num_preemptions: int
     logprobs: list[Logprobs] | None
     """One for each token, if the request asked for them."""
+    token_id_logprobs: list[NDArray[np.float32]] | None = None
+    """For each token the log probabilities of the request's logprob_token_ids, in their order."""
+    prompt_logprobs: list[Logprobs | None] | None = None
+    """One for each token of the prompt, None for the first, if the request asked for them."""
     pooled: NDArray[np.float32] | None = None
     """Output of a request that pools: float32 [width], or [num_prompt_tokens, width] of a task for
     tokens. It has no token_ids."""

@@ -2,7 +2,7 @@
 recompute. Takes the driver's calls, commits steps and processes their results."""
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from rpc_schema.extensions import extension_of
 from rpc_schema.lora_request import LoraRequest
 from rpc_schema.pooling import PoolingParams
+from rpc_schema.sampling import PromptLogprobs
 from rpc_schema.step import NO_TOKEN
 from worker_client.adoption import AdoptedRequest
 from worker_client.requests import GenerationRequest, seeded, validated
@@ -19,7 +20,7 @@ from worker_client.scheduler.planning import Step
 from worker_client.scheduler.request import Request, adopted_request, new_request
 from worker_client.scheduler.request_blocks import RequestBlocks
 from worker_client.scheduler.request_queues import RequestQueues
-from worker_client.scheduler_output import SchedulerOutput, StepResult
+from worker_client.scheduler_output import PromptChunk, SchedulerOutput, StepResult
 
 NOT_FINITE = (
     "the model's output is not finite: its weights overflow or are damaged for this input; the "
@@ -147,6 +148,8 @@ class Scheduler:
             self._in_flight.popleft()
         done = []
         find, block_size = self._queues.unfinished.get, self._blocks.unit
+        if result.reports:
+            self._take_prompts(result.reports.get(PromptLogprobs, {}))
         for req_id, token in zip(result.req_ids, result.token_ids, strict=True):
             request = find(req_id)
             if request is None:  # stopped meanwhile: sampled past its end
@@ -158,18 +161,30 @@ class Scheduler:
                 done += self._not_a_number(request)
                 continue
             reason = request.take(token)
-            if request.logprobs is not None:
-                request.logprobs.append(result.logprobs[req_id])
+            if request.reported is not None:
+                request.reported.take(req_id, result)
             if reason is not None:
                 done.append(self._finish(request, reason))
             elif len(request.tokens) % block_size == 0 and request.is_running:
                 self._blocks.remember_later(request)
         if result.reports:
-            for req_id, values in result.pooled.items():
-                done += self._take_output(find(req_id), values)
+            done += self._take_outputs(result.pooled)
         for req_id, count in result.refused.items():
             self._take_back(find(req_id), count)
         return done
+
+    def _take_prompts(self, chunks: Mapping[str, PromptChunk]) -> None:
+        for req_id, chunk in chunks.items():
+            request = self._queues.unfinished.get(req_id)
+            if request is not None and request.reported is not None:
+                request.reported.take_prompt(chunk)
+
+    def _take_outputs(self, pooled: Mapping[str, NDArray[np.float32]]) -> list[RequestOutput]:
+        ended = (
+            self._take_output(self._queues.unfinished.get(req_id), values)
+            for req_id, values in pooled.items()
+        )
+        return [output for outputs in ended for output in outputs]
 
     def _take_output(
         self, request: Request | None, values: NDArray[np.float32]

@@ -11,14 +11,21 @@ from numpy.typing import NDArray
 from rpc_schema.extensions import extension_of
 from rpc_schema.kv_cache import NUM_NULL_BLOCKS, BlockGroup, blocks_for
 from rpc_schema.pooling import PoolingParams, pooled_bytes
-from rpc_schema.sampling import LogprobsWanted, StopTokens
+from rpc_schema.sampling import (
+    MAX_PROMPT_LOGPROBS_TOKENS,
+    GivenLogprobs,
+    LogprobsWanted,
+    LogprobTokens,
+    PromptLogprobsWanted,
+    StopTokens,
+)
 from rpc_schema.step import NO_TOKEN
 from worker_client.adoption import AdoptedRequest
 from worker_client.errors import RequestError
 from worker_client.parts.registry import Extensions, may_refuse, pools, prefix_root
 from worker_client.requests import GenerationRequest, check_fits
 from worker_client.scheduler.interface import FinishReason, RequestOutput, SchedulerLimits
-from worker_client.scheduler_output import Logprobs, NewRequest
+from worker_client.scheduler_output import Logprobs, NewRequest, PromptChunk, StepResult
 from worker_client.step_checks import (
     MAX_ADMITTED_BYTES,
     MAX_ADMITTED_TOKENS,
@@ -65,6 +72,41 @@ class HeldBlocks:
     """First parent of the hash chain."""
 
 
+@dataclass(slots=True)
+class Reported:
+    """Reports of a request so far; None of each kind that it did not ask for."""
+
+    logprobs: list[Logprobs] | None
+    token_id_logprobs: list[NDArray[np.float32]] | None
+    prompt_logprobs: list[Logprobs | None] | None
+
+    @classmethod
+    def of(cls, extensions: Extensions, num_prompt_tokens: int) -> "Reported | None":
+        """Return what a request with these extensions has at first; None if it reports nothing."""
+        kinds = {type(each) for each in extensions}
+        if kinds.isdisjoint((LogprobsWanted, LogprobTokens, PromptLogprobsWanted)):
+            return None
+        return cls(
+            [] if LogprobsWanted in kinds else None,
+            [] if LogprobTokens in kinds else None,
+            [None] * num_prompt_tokens if PromptLogprobsWanted in kinds else None,
+        )
+
+    def take(self, req_id: str, result: StepResult) -> None:
+        """Append the reports on a sampled token."""
+        if self.logprobs is not None:
+            self.logprobs.append(result.logprobs[req_id])
+        if self.token_id_logprobs is not None:
+            self.token_id_logprobs.append(result.reports[GivenLogprobs][req_id])
+
+    def take_prompt(self, chunk: PromptChunk) -> None:
+        """Note a chunk of the prompt, perhaps again: after a preemption it is computed anew."""
+        if self.prompt_logprobs is not None:
+            places = range(chunk.first, len(self.prompt_logprobs))
+            for place, entry in zip(places, chunk.logprobs, strict=False):
+                self.prompt_logprobs[place] = entry
+
+
 @dataclass(slots=True, eq=False)
 class Request:
     """A request's progress. Three counts matter, and each is at most the next:
@@ -102,8 +144,8 @@ class Request:
     """It samples nothing: it ends with an output of its last token's step."""
     output_bytes: int = 0
     """Bytes of that output."""
-    logprobs: list[Logprobs] | None = None
-    """Log probabilities of the generated tokens; None if it does not report them."""
+    reported: Reported | None = None
+    """None if it reports nothing."""
 
     def __post_init__(self) -> None:
         self.num_tokens = len(self.tokens)
@@ -113,11 +155,12 @@ class Request:
         stops = extension_of(self.extensions, StopTokens)
         if stops is not None:
             self.stop_ids = frozenset(stops.token_ids)
-        if extension_of(self.extensions, LogprobsWanted) is not None:
-            self.logprobs = []
+        self.reported = Reported.of(self.extensions, self.num_prompt_tokens)
         self.pools = pools(self.extensions)
         self.may_refuse = may_refuse(self.extensions)
         self.blocks.root = prefix_root(self.extensions)
+        # Of a prompt that it found in the cache nothing would be reported.
+        self.blocks.may_share = extension_of(self.extensions, PromptLogprobsWanted) is None
 
     @property
     def is_running(self) -> bool:
@@ -151,12 +194,12 @@ class Request:
 
     def take_again(self) -> FinishReason | None:
         """Append all generated tokens of an adopted request again, up to its end or to a NO_TOKEN;
-        return the reason if it ends. A request that reports logprobs begins again from its prompt:
+        return the reason if it ends. A request that reports anything begins again from its prompt:
         earlier reports are not kept."""
         generated = self.tokens[self.num_prompt_tokens :]
         del self.tokens[self.num_prompt_tokens :]
         reason = None
-        for token in generated if self.logprobs is None else ():
+        for token in generated if self.reported is None else ():
             if token == NO_TOKEN or reason is not None:
                 break
             reason = self.take(token)
@@ -196,6 +239,7 @@ class Request:
         self, reason: FinishReason, error: str = "", pooled: NDArray[np.float32] | None = None
     ) -> RequestOutput:
         """Return its output as it ends."""
+        reported = self.reported or Reported(None, None, None)
         return RequestOutput(
             req_id=self.id,
             token_ids=self.tokens[self.num_prompt_tokens :],
@@ -203,7 +247,9 @@ class Request:
             num_prompt_tokens=self.num_prompt_tokens,
             num_cached_tokens=max(0, self.blocks.num_cached_tokens),
             num_preemptions=self.num_preemptions,
-            logprobs=self.logprobs,
+            logprobs=reported.logprobs,
+            token_id_logprobs=reported.token_id_logprobs,
+            prompt_logprobs=reported.prompt_logprobs,
             pooled=pooled,
             error=error,
         )
@@ -227,6 +273,14 @@ def new_request(request: GenerationRequest, limits: SchedulerLimits) -> Request:
             field="max_tokens",
             value=request.max_tokens,
             fix="ask for less",
+        )
+    most_tokens = limits.max_num_batched_tokens
+    if request.prompt_logprobs is not None and most_tokens > MAX_PROMPT_LOGPROBS_TOKENS:
+        raise RequestError(
+            f"a step may have {most_tokens} tokens, too many for log probabilities of prompts",
+            field="prompt_logprobs",
+            value=request.prompt_logprobs,
+            fix=f"load with max_num_batched_tokens of at most {MAX_PROMPT_LOGPROBS_TOKENS}",
         )
     size = limits.vocab_size  # a token that the model cannot produce ends nothing
     eos_token_ids = [token for token in limits.eos_token_ids if size is None or token < size]

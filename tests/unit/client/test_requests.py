@@ -79,6 +79,10 @@ def test_requests_without_seeds_differ():
         ({"prompt": "a", "bad_words": [[1]] * 2 + [[n] for n in range(257)]}, "bad_words"),
         ({"prompt": "a", "bad_words": ["x"]}, "bad_words"),
         ({"prompt": "a", "bad_words": "x"}, "bad_words"),
+        ({"prompt": "a", "prompt_logprobs": 21}, "prompt_logprobs"),
+        ({"prompt": "a", "logprob_token_ids": []}, "logprob_token_ids"),
+        ({"prompt": "a", "logprob_token_ids": [1] * 129}, "logprob_token_ids"),
+        ({"prompt": "a", "logprob_token_ids": [-1]}, "logprob_token_ids"),
         ({"prompt": "a", "temperature": True}, "temperature"),
         ({"prompt": "a", "temperature": float("nan")}, "temperature"),
         ({"prompt": "a", "top_p": 0}, "top_p"),
@@ -125,6 +129,7 @@ def test_rules_on_tokens_are_checked_against_the_model():
     for rules, field in (
         ({"logit_bias": {12: 1.0}}, "logit_bias"),
         ({"allowed_token_ids": (3, 12)}, "allowed_token_ids"),
+        ({"logprob_token_ids": (3, 12)}, "logprob_token_ids"),
         ({"bad_words": ((3, 12),)}, "bad_words"),
     ):
         request = GenerationRequest("a", np.array([5], np.int32), **rules)

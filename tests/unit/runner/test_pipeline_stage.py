@@ -123,6 +123,10 @@ class Rank:
         chosen = SamplingInputs(torch.zeros(count, HIDDEN), torch.zeros(count, dtype=torch.int64))
         return StageOutput(torch.zeros(inputs.num_tokens, HIDDEN), chosen)
 
+    def report_forward(self, step, hidden):
+        """The sampler's, like sample."""
+        return ()
+
     def sample(self, step):
         """The sampler's."""
         self.others.reach("sample")

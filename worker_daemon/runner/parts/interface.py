@@ -4,7 +4,7 @@ object. A step that uses none tests a few integers.
 Letters: R rows that sample, V vocabulary, N tokens, H hidden size, S rows.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Final, Literal, Protocol, TypeAlias
 
@@ -19,7 +19,7 @@ from worker_daemon.contracts.arrays import Int32s, Int64s
 from worker_daemon.contracts.sampling import Sampling
 from worker_daemon.lora.adapters import Adapters
 from worker_daemon.models.pooler import Pooler
-from worker_daemon.runner.sample_rows import Report as Report
+from worker_daemon.runner.report import Report as Report
 from worker_daemon.runner.sample_rows import SampleRows
 from worker_daemon.runner.scheduled_step import (
     OutputSize,
@@ -31,6 +31,10 @@ from worker_daemon.runner.scheduled_step import (
 Per: TypeAlias = Literal["token", "sequence", "sample"]
 """Entries of a step's column: one for each of its tokens, of its sequences, or of those that
 sample."""
+
+ComputeLogits: TypeAlias = Callable[[Tensor], Tensor]
+"""Returns logits [P, V] in the model's dtype of hidden states [P, H]. Every rank of a stage calls
+it alike."""
 
 NO_BYTES: Final = 0
 
@@ -89,6 +93,8 @@ class StepPart:
     """A request that has its extension samples nothing: it ends with an output (`pool`)."""
     follows_tokens: ClassVar[bool] = False
     """It keeps something of its rows' tokens (`begin`, `gain`)."""
+    reports_forward: ClassVar[bool] = False
+    """It reports something of the forward pass (`report_forward`)."""
 
     @classmethod
     def serves(cls, context: PartContext) -> bool:
@@ -154,6 +160,15 @@ class StepPart:
     def after_forward(self, hidden: Tensor, columns: Sequence[Tensor]) -> Tensor:
         """hidden [N, H], what the last layer of this stage gave away -> the same, or another."""
         return hidden
+
+    def report_forward(
+        self, hidden: Tensor, step: ScheduledStep, compute_logits: ComputeLogits
+    ) -> Report | None:
+        """Return what the reply is to tell of the forward pass itself. hidden [N, H]: what the last
+        layer of the last stage gave away, the step's tokens in their order first. Called on that
+        stage behind the forward pass, of a part that reports it, if a row of the step has the
+        part's extension. Never waits for the device."""
+        return None
 
     # Sampling, on the last stage alone.
 

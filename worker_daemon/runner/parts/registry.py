@@ -17,9 +17,11 @@ from worker_daemon.runner.parts.bad_words import BadWordsPart
 from worker_daemon.runner.parts.grammar_masks import GrammarMasksPart
 from worker_daemon.runner.parts.interface import PartContext, StepPart
 from worker_daemon.runner.parts.logit_bias import LogitBiasPart
+from worker_daemon.runner.parts.logprob_tokens import LogprobTokensPart
 from worker_daemon.runner.parts.lora import LoraPart
 from worker_daemon.runner.parts.penalties import PenaltiesPart
 from worker_daemon.runner.parts.pooling import PoolingPart
+from worker_daemon.runner.parts.prompt_logprobs import PromptLogprobsPart
 from worker_daemon.runner.parts.random_sampling import RandomSamplingPart
 from worker_daemon.runner.parts.step_parts import StepParts
 from worker_daemon.runner.parts.stop_tokens import StopTokensPart
@@ -30,6 +32,8 @@ PARTS: Final[tuple[type[StepPart], ...]] = (
     LoraPart,
     GrammarMasksPart,
     TokenLogprobsPart,
+    LogprobTokensPart,
+    PromptLogprobsPart,
     AllowedTokensPart,
     BadWordsPart,
     LogitBiasPart,

@@ -18,6 +18,7 @@ from rpc_schema.extensions import RequestExtension, StepExtension, extension_of
 from rpc_schema.step import NO_TOKEN, NewRequestData
 from worker_daemon.contracts.arrays import Int32s, Int64s
 from worker_daemon.runner.parts.interface import (
+    ComputeLogits,
     PartContext,
     Per,
     Report,
@@ -80,6 +81,9 @@ class StepParts:
         self._reporting = sum(
             m.bit for m in self._members if type(m.part).report is not StepPart.report
         )
+        self._reporting_forward = sum(m.bit for m in self._members if m.part.reports_forward)
+        self.has_reports_of_forward = False
+        """Some row may have a report of the forward pass."""
         self._following = sum(m.bit for m in self._members if m.part.follows_tokens)
         around = sum(m.bit for m in self._members if m.part.in_forward)
         self.in_forward = around | self.refusing
@@ -173,6 +177,7 @@ class StepParts:
                     assert tokens is not None, "a part follows them"
                     part.begin(requests, own, tokens)
         self._has[slots] = has
+        self.has_reports_of_forward = bool((self._has & self._reporting_forward).any())
 
     def used_by(self, slots: Int64s) -> int:
         """Return the bits of the parts that some of the rows use."""
@@ -234,6 +239,16 @@ class StepParts:
         for _, part, own in self._with_columns(used, columns.extra):
             hidden = part.after_forward(hidden, own)
         return hidden
+
+    def report_forward(
+        self, hidden: Tensor, step: ScheduledStep, compute_logits: ComputeLogits
+    ) -> tuple[Report, ...]:
+        """Return what the reply is to tell of a step's forward pass."""
+        has = int(np.bitwise_or.reduce(self._has[step.slots], initial=0))
+        has &= self._reporting_forward
+        own = (m.part for m in self._members if m.bit & has)
+        found = (part.report_forward(hidden, step, compute_logits) for part in own)
+        return tuple(report for report in found if report is not None)
 
     # Pooling.
 

@@ -1,0 +1,130 @@
+"""The driver's side of log probabilities: of sampled tokens, of tokens that a request names, and of
+its prompt."""
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rpc_schema.codec import Frame
+from rpc_schema.errors import BadFrameError
+from rpc_schema.sampling import (
+    GivenLogprobs,
+    LogprobsWanted,
+    LogprobTokens,
+    PromptLogprobs,
+    PromptLogprobsWanted,
+    TokenLogprobs,
+)
+from worker_client.parts.interface import ExtensionFault, ModelBounds, RequestPart
+from worker_client.scheduler_output import Logprobs, PromptChunk
+
+
+class LogprobsPart(RequestPart):
+    """Log probabilities of sampled tokens, as many for each request as it asked for."""
+
+    extension = LogprobsWanted
+    reply_extension = TokenLogprobs
+
+    def find_fault(self, extension: LogprobsWanted, bounds: ModelBounds) -> ExtensionFault | None:
+        return _count_fault(extension.count, bounds)
+
+    def read_reply(
+        self,
+        extension: TokenLogprobs,
+        frames: Sequence[Frame],
+        req_ids: Sequence[str],
+        asked: Mapping[str, LogprobsWanted],
+    ) -> Mapping[str, Logprobs]:
+        entries = _Entries(frames, len(req_ids), extension.width)
+        return {
+            req_id: entries.at(row, asked[req_id].count)
+            for row, req_id in enumerate(req_ids)
+            if req_id in asked
+        }
+
+
+class LogprobTokensRequestPart(RequestPart):
+    """Log probabilities of the tokens that a request names, in their order."""
+
+    extension = LogprobTokens
+    reply_extension = GivenLogprobs
+
+    def find_fault(self, extension: LogprobTokens, bounds: ModelBounds) -> ExtensionFault | None:
+        fault = extension.find_fault(bounds.vocab_size)
+        return None if fault is None else ExtensionFault(*fault)
+
+    def read_reply(
+        self,
+        extension: GivenLogprobs,
+        frames: Sequence[Frame],
+        req_ids: Sequence[str],
+        asked: Mapping[str, LogprobTokens],
+    ) -> Mapping[str, NDArray[np.float32]]:
+        rows, width = len(req_ids), extension.width
+        counts = {req_id: len(own.token_ids) // 4 for req_id, own in asked.items()}
+        most = max((counts[req_id] for req_id in req_ids if req_id in counts), default=0)
+        if len(frames[0]) != 4 * rows * width or most > width:
+            raise BadFrameError(f"the named tokens of {rows} rows, {width} wide, have other frames")
+        table = np.frombuffer(frames[0], "<f4").reshape(rows, width)
+        return {
+            req_id: table[row, : counts[req_id]]
+            for row, req_id in enumerate(req_ids)
+            if req_id in counts
+        }
+
+
+class PromptLogprobsRequestPart(RequestPart):
+    """Log probabilities of a prompt's tokens, a chunk with each step of the prompt."""
+
+    extension = PromptLogprobsWanted
+    reply_extension = PromptLogprobs
+
+    def find_fault(
+        self, extension: PromptLogprobsWanted, bounds: ModelBounds
+    ) -> ExtensionFault | None:
+        return _count_fault(extension.count, bounds)
+
+    def read_reply(
+        self,
+        extension: PromptLogprobs,
+        frames: Sequence[Frame],
+        req_ids: Sequence[str],
+        asked: Mapping[str, PromptLogprobsWanted],
+    ) -> Mapping[str, PromptChunk]:
+        names, spans = extension.req_ids, np.frombuffer(extension.spans, np.uint8)
+        if spans.size != 8 * len(names) or not asked.keys() >= set(names):
+            raise BadFrameError("prompt logprobs of requests that did not ask for them")
+        pairs: list[list[int]] = spans.view("<i4").reshape(-1, 2).tolist()
+        if any(first < 1 or count < 1 for first, count in pairs):
+            raise BadFrameError("prompt logprobs of positions that there are not")
+        entries = _Entries(frames, sum(count for _, count in pairs), extension.width)
+        chunks, begin = {}, 0
+        for req_id, (first, count) in zip(names, pairs, strict=True):
+            rows = range(begin, begin + count)
+            own = [entries.at(row, asked[req_id].count) for row in rows]
+            chunks[req_id] = PromptChunk(first, own)
+            begin += count
+        return chunks
+
+
+class _Entries:
+    """The entries of three frames: token ids, their log probabilities, and the first one's rank."""
+
+    def __init__(self, frames: Sequence[Frame], rows: int, width: int) -> None:
+        if [len(frame) for frame in frames] != [4 * rows * (width + 1)] * 2 + [4 * rows]:
+            raise BadFrameError(f"the logprobs of {rows} rows, {width} wide, have other frames")
+        self._token_ids = np.frombuffer(frames[0], "<i4").reshape(rows, width + 1)
+        self._logprobs = np.frombuffer(frames[1], "<f4").reshape(rows, width + 1)
+        self._ranks: list[int] = np.frombuffer(frames[2], "<i4").tolist()
+
+    def at(self, row: int, count: int) -> Logprobs:
+        """Return a row with the `count` most likely tokens."""
+        end = count + 1
+        return Logprobs(self._token_ids[row, :end], self._logprobs[row, :end], self._ranks[row])
+
+
+def _count_fault(count: int, bounds: ModelBounds) -> ExtensionFault | None:
+    if count > bounds.vocab_size:
+        return ExtensionFault("count", count, f"use at most {bounds.vocab_size}")
+    return None

@@ -1,0 +1,71 @@
+"""Log probabilities of the tokens that a request names, at each position that it samples: by the
+same logits as those of the likeliest ones.
+
+Shapes: S rows, R rows that sample, V vocabulary, K named tokens of a row.
+"""
+
+from collections.abc import Sequence
+from typing import Final
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rpc_schema.sampling import MAX_LOGPROB_TOKEN_IDS, GivenLogprobs, LogprobTokens
+from rpc_schema.step import NewRequestData
+from rpc_schema.token_rules import pack_token_ids, unpack_token_ids
+from worker_daemon.device.pinned import upload
+from worker_daemon.runner.parts.interface import PartContext, Report, StepPart, refuse_fault
+from worker_daemon.runner.sample_rows import SampleRows
+from worker_daemon.runner.scheduled_step import StepLimits
+
+_FLOAT32: Final = 4
+_INT64: Final = 8
+
+
+class LogprobTokensPart(StepPart):
+    """Reports for all rows of a step as many as the row that names the most."""
+
+    request_extension = LogprobTokens
+    heaviest = LogprobTokens(token_ids=pack_token_ids((0,)))
+
+    def __init__(self, context: PartContext) -> None:
+        self._samples = context.is_last_stage
+        shape = (context.num_rows if self._samples else 0, MAX_LOGPROB_TOKEN_IDS)
+        self._token_ids = torch.zeros(shape, dtype=torch.int64, device=context.device)
+        """[S, K]"""
+        self._counts = np.zeros(context.num_rows, np.int32)
+        """[S] host"""
+
+    def judge(self, extension: LogprobTokens, request: NewRequestData, limits: StepLimits) -> None:
+        refuse_fault(extension.find_fault(limits.vocab_size), request)
+
+    def admit(
+        self, requests: Sequence[NewRequestData], extensions: Sequence[LogprobTokens | None]
+    ) -> None:
+        if not self._samples:
+            return
+        table = np.zeros((len(requests), MAX_LOGPROB_TOKEN_IDS), np.int64)
+        for row, request, named in zip(table, requests, extensions, strict=True):
+            own = () if named is None else unpack_token_ids(named.token_ids)
+            row[: len(own)] = own
+            self._counts[request.slot] = len(own)
+        device = self._token_ids.device
+        slots = upload(np.array([request.slot for request in requests], np.int64), device)
+        self._token_ids[slots] = upload(table, device)
+
+    def report(self, logits: Tensor, token_ids: Tensor, rows: SampleRows) -> Report:
+        width = int(self._counts[rows.slots_np].max(initial=1))
+        named = self._token_ids[rows.slots.long(), :width]
+        total = logits.float().logsumexp(dim=1, keepdim=True)
+        logprobs = logits.gather(1, named).float() - total
+        return Report(GivenLogprobs(width=width), (logprobs,))
+
+    @staticmethod
+    def sampling_row_bytes(vocab_size: int) -> int:
+        return _INT64 * MAX_LOGPROB_TOKEN_IDS
+
+    @staticmethod
+    def sampling_bytes(num_rows: int, vocab_size: int, itemsize: int) -> int:
+        """Float32 copies of the logits, and their exponentials."""
+        return 2 * num_rows * vocab_size * _FLOAT32

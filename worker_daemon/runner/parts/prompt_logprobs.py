@@ -1,0 +1,129 @@
+"""Log probabilities of a prompt's tokens, chunk by chunk: each by the logits of the token before.
+
+The logits of a chunk are computed a few positions at a time, as many as a step may sample, so that
+they take no more memory than the memory profile has seen.
+
+Shapes: S rows, N tokens, H hidden size, V vocabulary, P positions to report.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Final, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rpc_schema.sampling import (
+    MAX_PROMPT_LOGPROBS_TOKENS,
+    PromptLogprobs,
+    PromptLogprobsWanted,
+)
+from rpc_schema.step import NewRequestData
+from worker_daemon.contracts.arrays import Int32s, Int64s
+from worker_daemon.device.pinned import upload
+from worker_daemon.runner.parts.interface import ComputeLogits, PartContext, Report, StepPart
+from worker_daemon.runner.scheduled_step import ScheduledStep, StepLimits, invalid
+from worker_daemon.sample.logprobs import gather_logprobs
+
+_MAX_LOGITS: Final = 1 << 25
+"""Logits that are computed at a time."""
+_NO_TOKENS: Final = np.zeros(0, np.int32)
+
+
+class _PromptSpan(NamedTuple):
+    """The positions of a request that a step reports."""
+
+    slot: int
+    first: int
+    """Position in the prompt of the first token that is reported."""
+    tokens: Int64s
+    """Indices into the step's tokens, whose logits are of the tokens behind."""
+    targets: Int32s
+    """The prompt's tokens there."""
+
+
+class PromptLogprobsPart(StepPart):
+    """Reports for all positions of a step as many as the request that wants the most."""
+
+    request_extension = PromptLogprobsWanted
+    follows_tokens = True
+    reports_forward = True
+
+    def __init__(self, context: PartContext) -> None:
+        num_rows = context.num_rows
+        self._req_ids = [""] * num_rows
+        self._prompts: list[Int32s] = [_NO_TOKENS] * num_rows
+        """Of each row; empty where it wants none."""
+        self._widths = np.zeros(num_rows, np.int32)
+        vocab_size = context.limits.vocab_size
+        self._piece = max(1, min(context.limits.max_num_seqs, _MAX_LOGITS // vocab_size))
+        """Positions whose logits are computed at a time."""
+
+    def judge(
+        self, extension: PromptLogprobsWanted, request: NewRequestData, limits: StepLimits
+    ) -> None:
+        field = f"scheduled_new_reqs[{request.req_id}].prompt_logprobs"
+        if extension.count > limits.vocab_size:
+            raise invalid(field, extension.count, f"at most {limits.vocab_size}")
+        if limits.max_num_batched_tokens > MAX_PROMPT_LOGPROBS_TOKENS:
+            fix = f"load with max_num_batched_tokens of at most {MAX_PROMPT_LOGPROBS_TOKENS}"
+            raise invalid(field, extension.count, fix)
+
+    def uses(self, extension: PromptLogprobsWanted) -> bool:
+        """Sampling does nothing for it."""
+        return False
+
+    def begin(
+        self,
+        requests: Sequence[NewRequestData],
+        extensions: Sequence[PromptLogprobsWanted | None],
+        tokens: Sequence[Int32s],
+    ) -> None:
+        for request, wanted, own in zip(requests, extensions, tokens, strict=True):
+            prompt = _NO_TOKENS if wanted is None else own[: request.num_prompt_tokens]
+            self._prompts[request.slot] = prompt
+            self._req_ids[request.slot] = request.req_id
+            self._widths[request.slot] = 0 if wanted is None else wanted.count
+
+    def report_forward(
+        self, hidden: Tensor, step: ScheduledStep, compute_logits: ComputeLogits
+    ) -> Report | None:
+        chunks = list(self._chunks(step))
+        if not chunks:
+            return None
+        slots, firsts, tokens, targets = zip(*chunks, strict=True)
+        width, device = int(self._widths[list(slots)].max()), hidden.device
+        places = torch.split(upload(np.concatenate(tokens), device), self._piece)
+        wanted = torch.split(upload(np.concatenate(targets).astype(np.int64), device), self._piece)
+        found = [
+            gather_logprobs(compute_logits(hidden[own]).float(), each, width)
+            for own, each in zip(places, wanted, strict=True)
+        ]
+        spans = np.array([firsts, list(map(len, targets))], "<i4").T
+        extension = PromptLogprobs(
+            width=width,
+            req_ids=tuple(self._req_ids[slot] for slot in slots),
+            spans=spans.tobytes(),
+        )
+        columns = (
+            torch.cat([each.token_ids for each in found]),
+            torch.cat([each.logprobs for each in found]),
+            torch.cat([each.ranks for each in found]),
+        )
+        return Report(extension, columns, per_row=False)
+
+    def _chunks(self, step: ScheduledStep) -> Iterator[_PromptSpan]:
+        ends = np.cumsum(step.num_tokens)
+        for slot, start, count, end in zip(
+            step.slots.tolist(),
+            step.starts.tolist(),
+            step.num_tokens.tolist(),
+            ends.tolist(),
+            strict=True,
+        ):
+            prompt = self._prompts[slot]
+            number = min(start + count, prompt.size - 1) - start
+            if number > 0:
+                tokens = end - count + np.arange(number)
+                targets = prompt[start + 1 : start + 1 + number]
+                yield _PromptSpan(slot, start + 1, tokens, targets)

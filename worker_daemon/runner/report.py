@@ -1,0 +1,19 @@
+"""A part's addition to a step's reply. A value alone."""
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+from rpc_schema.extensions import ReplyExtension
+
+
+class Report(NamedTuple):
+    """An extension of a reply, and its frames' columns."""
+
+    extension: ReplyExtension
+    columns: tuple[Tensor, ...]
+    """On the device or the host; as many as the extension has frames."""
+    per_row: bool = True
+    """The columns have an entry for each row that sampled."""
+    is_one_frame: bool = False
+    """The columns, one after the other, make the only frame."""
