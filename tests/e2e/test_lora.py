@@ -274,19 +274,15 @@ def test_input_lines_name_adapters(serve, base, merged, tmp_path):
     (tmp_path / "in").write_text("".join(json.dumps(line) + "\n" for line in lines))
     endpoints = ",".join(serve.pool.endpoints(1))
     room = ["--max-loras", "2", "--num-gpu-blocks", "200", "--max-num-seqs", "8"]
-    done = run_client(
-        "generate", "--model", base.path, "--endpoints", endpoints, "--reload", "--force", *room,
-        "--input", tmp_path / "in", "--output", tmp_path / "out",
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
+    words = ["generate", "--model", base.path, "--endpoints", endpoints, "--reload", "--force"]
+    files = ["--input", tmp_path / "in", "--output", tmp_path / "out"]
+    run_client(tmp_path, *map(str, [*words, *room, *files]))
     results = {each["id"]: each for each in map(json.loads, (tmp_path / "out").open())}
     assert {name: results[name]["token_ids"] for name in expected} == expected
     assert "no such directory" in results["lost"]["error"]
 
     def lora(*words):
-        done = run_client("lora", *words, "--endpoints", endpoints)
-        assert done.returncode == 0, done.stderr
-        return done.stdout
+        return run_client(tmp_path, "lora", *words, "--endpoints", endpoints).stdout
 
     assert "id 9" in lora("add", "attention", "--id", "9")
     lora("pin", "9")
@@ -295,5 +291,5 @@ def test_input_lines_name_adapters(serve, base, merged, tmp_path):
         "every": False,
         "attention": True,
     }
-    lora("remove", listed["every"]["lora_id"])
+    lora("remove", str(listed["every"]["lora_id"]))
     assert [each["name"] for each in json.loads(lora("list", "--json"))] == ["attention"]

@@ -93,11 +93,11 @@ class Session:
         driver = Driver(
             self.group, scheduler, max_history=None, recover=self.recover, grammars=grammars
         )
+        inputs = with_adapters(self.group, self.options.config.lora, inputs)
         start = time.monotonic()
         outputs = {output.req_id: output for output in scheduler.adopt_requests(adopted)}
         for output in outputs.values():
             on_outcome(output.req_id, output)
-        inputs = with_adapters(self.group, self.options.config.lora, inputs)
         errors = _add_all(driver, inputs, {request.req_id for request in adopted})
         for req_id, error in errors.items():
             on_outcome(req_id, error)
