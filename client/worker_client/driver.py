@@ -9,11 +9,18 @@ from typing import Literal, NamedTuple, Protocol, TypeAlias
 from worker_client.errors import (
     DrainingError,
     InvalidSchedulerOutput,
+    RequestError,
     SchedulerStalled,
     StepFailed,
     WorkerDied,
 )
-from worker_client.requests import GenerationRequest, seeded
+from worker_client.requests import (
+    MAX_SAMPLES,
+    GenerationRequest,
+    forked,
+    sample_id,
+    seeded,
+)
 from worker_client.scheduler import RequestOutput, SchedulerInterface
 from worker_client.scheduler_output import SchedulerOutput, StepResult
 
@@ -122,14 +129,27 @@ class Driver:
         self._consecutive_recoveries = 0
 
     def add_request(self, request: GenerationRequest) -> None:
-        """Queue a request, with a random seed if it needs one and has none. Raises RequestError as
-        the scheduler does."""
-        self.scheduler.add_request(seeded(request))
-        self._added[request.id] = time.monotonic()
-        self._without_token.add(request.id)
+        """Queue a request, with a random seed if it needs one and has none; with n > 1 its samples
+        (worker_client.requests.forked). Raises RequestError as the scheduler does; then nothing is
+        queued."""
+        samples = forked(seeded(request))
+        for index, sample in enumerate(samples):
+            try:
+                self.scheduler.add_request(sample)
+            except RequestError:
+                for added in samples[:index]:
+                    self._abort(added.id)
+                raise
+            self._added[sample.id] = time.monotonic()
+            self._without_token.add(sample.id)
 
     def abort_request(self, req_id: str) -> None:
-        """End a request early, without output."""
+        """End a request early, without output: all of its samples, or a single one by its id."""
+        samples = [sample_id(req_id, index) for index in range(MAX_SAMPLES)]
+        for name in (req_id, *(sample for sample in samples if sample in self._added)):
+            self._abort(name)
+
+    def _abort(self, req_id: str) -> None:
         self.scheduler.abort_request(req_id)
         self._added.pop(req_id, None)
         self._first_token.pop(req_id, None)

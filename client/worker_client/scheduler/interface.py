@@ -35,6 +35,10 @@ class RequestOutput:
     """For each token the log probabilities of the request's logprob_token_ids, in their order."""
     prompt_logprobs: list[Logprobs | None] | None = None
     """One for each token of the prompt, None for the first, if the request asked for them."""
+    text: str | None = None
+    """The text that a stop string ended; None: no stop string did."""
+    index: int | None = None
+    """Place among the samples of the request `parent_id(req_id)`; None: it is the only one."""
     error: str = ""
     """Reason for the failure if finish_reason is "error"; token_ids are the tokens before it."""
 
