@@ -18,7 +18,14 @@ from worker_client.errors import (
     StepFailed,
     WorkerDied,
 )
-from worker_client.requests import GenerationRequest, seeded, validated
+from worker_client.requests import (
+    MAX_SAMPLES,
+    GenerationRequest,
+    forked,
+    sample_id,
+    seeded,
+    validated,
+)
 from worker_client.scheduler import RequestOutput, SchedulerInterface
 from worker_client.scheduler_output import SchedulerOutput, StepResult
 from worker_client.structured.masked_steps import (
@@ -152,14 +159,21 @@ class Driver:
         """Requests that have ended outside the scheduler, and were not returned yet."""
 
     def add_request(self, request: GenerationRequest) -> None:
-        """Queue a request, with a random seed if it needs one and has none. One with structured
-        output waits until its grammar is compiled; if that fails it ends with "error". Raises
-        RequestError as the scheduler does."""
-        request = seeded(request)
-        if request.structured_outputs is None or self._is_compiled(request):
-            self.scheduler.add_request(request)
-        self._added[request.id] = time.monotonic()
-        self._without_token.add(request.id)
+        """Queue a request, with a random seed if it needs one and has none; with n > 1 its samples
+        (worker_client.requests.forked). One with structured output waits until its grammar is
+        compiled; if that fails it ends with "error". Raises RequestError as the scheduler does;
+        then nothing is queued."""
+        samples = forked(seeded(request))
+        for index, sample in enumerate(samples):
+            try:
+                if sample.structured_outputs is None or self._is_compiled(sample):
+                    self.scheduler.add_request(sample)
+            except RequestError:
+                for added in samples[:index]:
+                    self._abort(added.id)
+                raise
+            self._added[sample.id] = time.monotonic()
+            self._without_token.add(sample.id)
 
     def _is_compiled(self, request: GenerationRequest) -> bool:
         grammar = request.structured_outputs
@@ -173,7 +187,12 @@ class Driver:
         return self._pending.add(validated(request), grammar)
 
     def abort_request(self, req_id: str) -> None:
-        """End a request early, without output."""
+        """End a request early, without output: all of its samples, or a single one by its id."""
+        samples = [sample_id(req_id, index) for index in range(MAX_SAMPLES)]
+        for name in (req_id, *(sample for sample in samples if sample in self._added)):
+            self._abort(name)
+
+    def _abort(self, req_id: str) -> None:
         self.scheduler.abort_request(req_id)
         if self._masks is not None and self._pending is not None:
             self._masks.forget(req_id)

@@ -37,6 +37,7 @@ from rpc_schema.token_rules import (
     MIN_REPETITION_PENALTY,
 )
 from worker_client.errors import RequestError
+from worker_client.stop_strings import MAX_STOP_BYTES, MAX_STOP_STRINGS
 from worker_client.structured.options import read_structured_output
 
 Json: TypeAlias = "bool | int | float | str | list[Json] | dict[str, Json] | None"
@@ -46,6 +47,8 @@ DEFAULT_MAX_TOKENS = 16
 MAX_SEED = 2**63 - 1
 MAX_COUNT = 2**31 - 1
 MAX_ID_LENGTH = 256
+MAX_SAMPLES = 64
+"""Bound on n."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +89,14 @@ class GenerationRequest:
     """Tokens whose log probabilities are reported with each token."""
     prompt_logprobs: int | None = None
     """As logprobs, for each token of the prompt but the first."""
+    n: int = 1
+    """Samples to generate: see forked."""
+    index: int | None = None
+    """Place among the samples of a request; None: it is the only one."""
+    stop: tuple[str, ...] = ()
+    """Strings that end it, before which its text ends. The scheduler needs a tokenizer for them."""
+    include_stop_str_in_output: bool = False
+    """The text ends behind the stop string."""
     features: tuple[RequestExtension, ...] = ()
     """Extensions of features that have no field above."""
 
@@ -134,7 +145,7 @@ class GenerationRequest:
         return (*params.extensions(), *grammar, *self.features)
 
 
-_SIZED: Final = ("id", "prompt_token_ids", "logit_bias", "bad_words", "lora")
+_SIZED: Final = ("id", "prompt_token_ids", "logit_bias", "bad_words", "lora", "stop")
 """Fields of which the length is bounded."""
 
 
@@ -159,6 +170,47 @@ def derived_seed(seed: int, index: int) -> int:
     """Return the seed of request number `index` under a run's own seed."""
     digest = blake2b(f"{seed}:{index}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") & MAX_SEED
+
+
+def forked(request: GenerationRequest) -> tuple[GenerationRequest, ...]:
+    """Return the samples of a request as requests of their own, called ID#0, ID#1 and so on: of
+    n = 1 itself alone. The first has the request's seed, the others have seeds derived from it and
+    their index; log probabilities of the prompt are reported with the first.
+
+    Raises:
+        RequestError: n is out of bounds, or the request has no seed and needs one.
+    """
+    if request.n == 1:
+        return (request,)
+    if not 1 <= request.n <= MAX_SAMPLES:
+        raise RequestError(
+            "n is out of bounds", field="n", value=request.n, fix=f"use 1 to {MAX_SAMPLES}"
+        )
+    if request.seed is None and request.temperature > 0:
+        raise RequestError(
+            "the request has no seed yet", field="seed", value=None, fix="use seeded(request)"
+        )
+    return tuple(
+        replace(
+            request,
+            id=sample_id(request.id, index),
+            n=1,
+            index=index,
+            seed=derived_seed(request.seed, index) if index and request.seed else request.seed,
+            prompt_logprobs=None if index else request.prompt_logprobs,
+        )
+        for index in range(request.n)
+    )
+
+
+def sample_id(req_id: str, index: int) -> str:
+    """Return the id of a request's sample."""
+    return f"{req_id}#{index}"
+
+
+def parent_id(sample: str) -> str:
+    """Return the id of the request that a sample belongs to."""
+    return sample.rpartition("#")[0]
 
 
 def validated(request: GenerationRequest) -> GenerationRequest:
@@ -188,6 +240,8 @@ def validated(request: GenerationRequest) -> GenerationRequest:
         ("min_tokens", request.min_tokens, 0, MAX_COUNT),
         ("logprobs", request.logprobs or 0, 0, MAX_LOGPROBS),
         ("prompt_logprobs", request.prompt_logprobs or 0, 0, MAX_LOGPROBS),
+        ("n", request.n, 1, MAX_SAMPLES),
+        ("stop", len(request.stop), 0, MAX_STOP_STRINGS),
         ("presence_penalty", request.presence_penalty, -MAX_PENALTY, MAX_PENALTY),
         ("frequency_penalty", request.frequency_penalty, -MAX_PENALTY, MAX_PENALTY),
         (
@@ -224,7 +278,24 @@ def validated(request: GenerationRequest) -> GenerationRequest:
         _check_token_ids("prompt_token_ids", (int(prompt.min()), int(prompt.max())), MAX_COUNT)
     _check_token_ids("stop_token_ids", request.stop_token_ids, MAX_COUNT)
     _check_token_rules(request)
+    _check_stop(request.stop)
     return request
+
+
+def _check_stop(stop: Sequence[str]) -> None:
+    for text in stop:
+        _check_unicode("stop", text)
+        if not text:
+            fix = "leave it out, or name at least a character"
+            raise RequestError("a stop string is empty", field="stop", value=text, fix=fix)
+    size = sum(len(text.encode()) for text in stop)
+    if size > MAX_STOP_BYTES:
+        raise RequestError(
+            "the stop strings are too long",
+            field="stop",
+            value=f"{size} bytes",
+            fix=f"use at most {MAX_STOP_BYTES} bytes of UTF-8 in all",
+        )
 
 
 def _check_token_rules(request: GenerationRequest) -> None:
@@ -353,6 +424,7 @@ class RequestParser:
     def from_fields(self, fields: Mapping[str, Json], index: int) -> GenerationRequest:
         """Return the request with these fields. Raises as parse does, without the line."""
         values = _typed(fields)
+        stop = values.pop("stop", ())
         prompt = self._prompt(values.pop("prompt", None), values.pop("prompt_token_ids", None))
         pooling = _read_pooling(values.pop("pooling", None))
         seed = random_seed() if self._seed is None else derived_seed(self._seed, index)
@@ -363,6 +435,7 @@ class RequestParser:
             prompt_token_ids=prompt,
             bad_words=self._bad_words(values.pop("bad_words", ())),
             pooling=pooling,
+            stop=(stop,) if isinstance(stop, str) else tuple(stop),
             **{"seed": seed, **{field: _frozen(value) for field, value in values.items()}},
         )
         return validated(request)
@@ -447,6 +520,9 @@ _FIELDS: Final[Mapping[str, Any]] = MappingProxyType(
         "pooling": dict[str, Any],
         "logprob_token_ids": list[int],
         "prompt_logprobs": int,
+        "n": int,
+        "stop": str | list[str],
+        "include_stop_str_in_output": bool,
     }
 )
 """Fields of an input line, and their types."""

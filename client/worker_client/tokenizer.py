@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tokenizers import Tokenizer as _Tokenizer
+from tokenizers.decoders import DecodeStream
 
 from worker_client.errors import ClientConfigError, RequestError
 
@@ -61,10 +62,30 @@ class Tokenizer:
         """Return the token ids of a text without special tokens. Raises as encode does."""
         return self._ids(text, "bad_words", add_special_tokens=False)
 
+    def stream(self) -> "TokenStream":
+        """Return a stream of text at its start."""
+        return TokenStream(self._tokenizer)
+
     def decode(self, token_ids: Sequence[int]) -> str:
         """Return the text of token ids, without special tokens."""
         text: str = self._tokenizer.decode(list(token_ids), skip_special_tokens=True)
         return text
+
+
+class TokenStream:
+    """Text of tokens that come one by one, without special tokens."""
+
+    def __init__(self, tokenizer: _Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._decoder = DecodeStream(skip_special_tokens=True)
+
+    def push(self, token_id: int) -> str:
+        """Return the text that a token adds; empty while a character is incomplete."""
+        try:
+            return self._decoder.step(self._tokenizer, token_id) or ""
+        except Exception:  # tokenizers raises bare Exception for bytes that are no text
+            self._decoder = DecodeStream(skip_special_tokens=True)
+            return ""
 
 
 def load_tokenizer(model: Path) -> Tokenizer | None:

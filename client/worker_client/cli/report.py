@@ -10,6 +10,7 @@ import numpy as np
 from rpc_schema.lifecycle import Status
 from worker_client.cli.session import InputRequest, Served, versions
 from worker_client.driver import StepTiming
+from worker_client.requests import parent_id
 from worker_client.scheduler import RequestOutput
 from worker_client.scheduler_output import Logprobs
 from worker_client.tokenizer import Tokenizer
@@ -40,7 +41,11 @@ def output_line(
         line["pooled"] = output.pooled.tolist()
     else:
         line["token_ids"] = output.token_ids
-    if output.pooled is None and tokenizer is not None:
+    if output.index is not None:
+        line |= {"request": parent_id(req_id), "index": output.index}
+    if output.text is not None:
+        line["text"] = output.text
+    elif output.pooled is None and tokenizer is not None:
         line["text"] = tokenizer.decode(output.token_ids)
     line["finish_reason"] = output.finish_reason
     if output.error:

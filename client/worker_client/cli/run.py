@@ -50,7 +50,7 @@ def generate(
     tokenizer, inputs = read_requests(run, may_be_none=adopt)
     if not adopt:
         end_if_all_are_wrong(inputs, run.output)
-    with open_session(run, print_progress(), keep_requests=adopt) as session:
+    with open_session(run, print_progress(), keep_requests=adopt, tokenizer=tokenizer) as session:
         finished = read_finished(run.output) if adopt else {}
         adopted = _adopted(session, finished) if adopt else []
         inputs = with_adopted(inputs, adopted)
@@ -76,7 +76,7 @@ def bench(
     """Generate, and measure it."""
     tokenizer, inputs = read_requests(run)
     end_if_all_are_wrong(inputs, run.output)
-    with open_session(run, print_progress()) as session:
+    with open_session(run, print_progress(), tokenizer=tokenizer) as session:
         served, result = _measure(session, inputs, profile, scrape)
     print_text(json.dumps(result, indent=None if as_json else 2) + "\n")
     if run.output is not None:

@@ -29,7 +29,7 @@ from worker_client.errors import (
 )
 from worker_client.launcher import LocalDaemons
 from worker_client.loading import LoadedGroup
-from worker_client.requests import GenerationRequest, RequestParser
+from worker_client.requests import GenerationRequest, RequestParser, forked, validated
 from worker_client.scheduler import RequestOutput, Scheduler, scheduler_limits
 from worker_client.structured.masked_steps import CompiledGrammars
 from worker_client.structured.opening import open_grammars
@@ -67,6 +67,8 @@ class Session:
     """Time of time.monotonic()."""
     recover: Recover = give_up
     """Reaction to the death of a daemon."""
+    tokenizer: Tokenizer | None = None
+    """Of the model, for stop strings."""
 
     def serve(
         self,
@@ -89,7 +91,7 @@ class Session:
         on_outcome: OnOutcome,
         grammars: CompiledGrammars | None,
     ) -> Served:
-        scheduler = Scheduler(scheduler_limits(self.model, self.options.config))
+        scheduler = Scheduler(scheduler_limits(self.model, self.options.config), self.tokenizer)
         driver = Driver(
             self.group, scheduler, max_history=None, recover=self.recover, grammars=grammars
         )
@@ -164,6 +166,7 @@ def open_session(
     on_progress: Callable[[RankProgress], None] | None = None,
     *,
     keep_requests: bool = False,
+    tokenizer: Tokenizer | None = None,
 ) -> Iterator[Session]:
     """Attach to the given daemons, or start local ones, and load the model. keep_requests: of the
     previous driver, for WorkerGroup.adopt_requests.
@@ -196,7 +199,7 @@ def open_session(
         startup_s |= model.seconds
         ready = time.monotonic()
         recover = _recovery(options, group, daemons)
-        yield Session(group, model, options, startup_s, process_started, ready, recover)
+        yield Session(group, model, options, startup_s, process_started, ready, recover, tokenizer)
         if options.endpoints:
             group.detach()
 
@@ -243,7 +246,8 @@ def read_inputs(
     lines: Sequence[str | bytes], tokenizer: Tokenizer | None, seed: int | None
 ) -> list[InputRequest]:
     """Parse input lines; blank ones are skipped. An invalid line, or one with an id that occurred
-    before, becomes an error under the name "line N"."""
+    before, becomes an error under the name "line N". One of several samples becomes a request for
+    each."""
     encode = encode_word = None
     if tokenizer is not None:
         encode, encode_word = tokenizer.encode, tokenizer.encode_word
@@ -253,9 +257,12 @@ def read_inputs(
     for index, line in enumerate(lines):
         if line.strip():
             outcome = _parse(parser, line, index, ids)
-            parsed.append((index, outcome))
-            if not isinstance(outcome, RequestError):
-                ids.add(outcome.id)
+            if isinstance(outcome, RequestError):
+                parsed.append((index, outcome))
+            else:
+                samples = forked(outcome)
+                parsed += [(index, sample) for sample in samples]
+                ids.update(sample.id for sample in (outcome, *samples))
     return [
         InputRequest(_line_name(index, ids), None, outcome.reason, index + 1)
         if isinstance(outcome, RequestError)
@@ -269,7 +276,7 @@ def _parse(
 ) -> GenerationRequest | RequestError:
     try:
         request = parser.parse(line, index)
-        if request.id in ids:
+        if any(sample.id in ids for sample in (request, *map(validated, forked(request)))):
             raise RequestError(
                 "the id occurs twice", field="id", value=request.id, fix="use each id once"
             )

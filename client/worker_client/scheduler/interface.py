@@ -44,6 +44,10 @@ class RequestOutput:
     pooled: NDArray[np.float32] | None = None
     """Output of a request that pools: float32 [width], or [num_prompt_tokens, width] of a task for
     tokens. It has no token_ids."""
+    text: str | None = None
+    """The text that a stop string ended; None: no stop string did."""
+    index: int | None = None
+    """Place among the samples of the request `parent_id(req_id)`; None: it is the only one."""
     error: str = ""
     """Reason for the failure if finish_reason is "error"; token_ids are the tokens before it."""
 

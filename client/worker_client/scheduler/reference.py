@@ -13,7 +13,7 @@ from rpc_schema.pooling import PoolingParams
 from rpc_schema.sampling import PromptLogprobs
 from rpc_schema.step import NO_TOKEN
 from worker_client.adoption import AdoptedRequest
-from worker_client.requests import GenerationRequest, seeded, validated
+from worker_client.requests import GenerationRequest, parent_id, sample_id, seeded, validated
 from worker_client.scheduler.decode_groups import DecodeGroups
 from worker_client.scheduler.interface import FinishReason, RequestOutput, SchedulerLimits
 from worker_client.scheduler.planning import Step
@@ -21,6 +21,7 @@ from worker_client.scheduler.request import Request, adopted_request, new_reques
 from worker_client.scheduler.request_blocks import RequestBlocks
 from worker_client.scheduler.request_queues import RequestQueues
 from worker_client.scheduler_output import PromptChunk, SchedulerOutput, StepResult
+from worker_client.stop_strings import Texts
 
 NOT_FINITE = (
     "the model's output is not finite: its weights overflow or are damaged for this input; the "
@@ -36,8 +37,10 @@ class Scheduler:
     """The reference scheduler. First come, first served; decodes before prefills. Owns the numbers
     of the steps, and which of them are in flight."""
 
-    def __init__(self, limits: SchedulerLimits) -> None:
+    def __init__(self, limits: SchedulerLimits, texts: Texts | None = None) -> None:
+        """texts: the model's tokenizer, for requests with stop strings."""
         self._limits = limits
+        self._texts = texts
         self._blocks = RequestBlocks(limits)
         self._groups = DecodeGroups(limits.pipeline_parallel_size)
         # A decode group never exceeds the token budget: groups are kept equal within one.
@@ -56,7 +59,9 @@ class Scheduler:
         """
         request = seeded(validated(request))
         self._queues.check_unused(request.id, fix="choose another")
-        self._queues.add(new_request(request, self._limits))
+        made = new_request(request, self._limits, self._texts)
+        first = sample_id(parent_id(request.id), 0) if request.index else ""
+        self._queues.add(made, behind=first)
 
     def adopt_requests(self, requests: Sequence[AdoptedRequest]) -> list[RequestOutput]:
         """Continue requests that another driver's Scheduler has left. To be called before anything
@@ -71,7 +76,9 @@ class Scheduler:
         """
         for request in requests:
             self._queues.check_unused(request.req_id, fix="adopt requests first")
-        adopted = [(adopted_request(request, self._limits), request) for request in requests]
+        adopted = [
+            (adopted_request(request, self._limits, self._texts), request) for request in requests
+        ]
         adopted.sort(key=lambda pair: pair[0].arrival)
         done = []
         for entry, request in adopted:
@@ -127,6 +134,7 @@ class Scheduler:
                 request.num_tokens += not request.pools
                 request.last_step = self._num_steps
                 self._queues.end_prefill(request)
+                self._queues.release(req_id)
         self._in_flight.append(self._num_steps)
         self._num_steps += 1
         ended, self._ended = self._ended, []

@@ -3,6 +3,7 @@ from another driver."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -36,6 +37,7 @@ from worker_client.step_checks import (
     extension_fault,
     pooling_admission_fault,
 )
+from worker_client.stop_strings import StopWatch, Texts
 
 MAX_NOTE_BYTES = 64
 """Bound on an encoded _Note."""
@@ -48,6 +50,9 @@ class _Note(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=
     arrival: int
     num_cached_tokens: int
     num_preemptions: int
+    index: int | None = None
+    stop: tuple[str, ...] = ()
+    includes_stop: bool = False
 
 
 @dataclass(slots=True)
@@ -124,9 +129,16 @@ class Request:
     arrival: int = -1
     """Place in the order of arrival; the request queues assign it."""
     num_preemptions: int = 0
+    index: int | None = None
+    """Place among the samples of a request."""
+    stop: tuple[str, ...] = ()
+    """Stop strings: WatchedRequest has them."""
+    includes_stop: bool = False
     stop_ids: frozenset[int] = frozenset()
     extension_bytes: int = field(init=False)
     """Bytes of the extensions in an admission's message."""
+    stop_bytes: int = field(init=False)
+    """Bytes of the stop strings in its note."""
     may_refuse: bool = False
     """Tokens of it may be refused after a step has counted them."""
     num_tokens: int = field(init=False)
@@ -150,6 +162,7 @@ class Request:
     def __post_init__(self) -> None:
         self.num_tokens = len(self.tokens)
         self.extension_bytes = extension_bytes(self.extensions)
+        self.stop_bytes = len(msgspec.msgpack.encode(self.stop)) if self.stop else 1
         if not self.extensions:
             return
         stops = extension_of(self.extensions, StopTokens)
@@ -166,6 +179,11 @@ class Request:
     def is_running(self) -> bool:
         """True if it has been admitted; else it waits."""
         return self.admission >= 0
+
+    @property
+    def stopped_text(self) -> str | None:
+        """The text that a stop string has ended."""
+        return None
 
     @property
     def most_computed(self) -> int:
@@ -217,13 +235,21 @@ class Request:
         num_blocks = 0
         for group in groups:
             num_blocks += blocks_for(num_tokens, group.block_size)
-        own = self.extension_bytes
-        return admission_bytes(num_tokens, num_blocks, len(self.id), own, MAX_NOTE_BYTES)
+        own, note = self.extension_bytes, MAX_NOTE_BYTES + self.stop_bytes
+        return admission_bytes(num_tokens, num_blocks, len(self.id), own, note)
 
     def as_new(self) -> NewRequest:
         """Return its admission for the workers."""
         first, *more = map(list, self.blocks.by_group)
-        note = _Note(self.limit, self.arrival, self.blocks.num_cached_tokens, self.num_preemptions)
+        note = _Note(
+            self.limit,
+            self.arrival,
+            self.blocks.num_cached_tokens,
+            self.num_preemptions,
+            self.index,
+            self.stop,
+            self.includes_stop,
+        )
         return NewRequest(
             req_id=self.id,
             token_ids=np.array(self.tokens, np.int32),
@@ -251,16 +277,70 @@ class Request:
             token_id_logprobs=reported.token_id_logprobs,
             prompt_logprobs=reported.prompt_logprobs,
             pooled=pooled,
+            text=self.stopped_text if reason == "stop" else None,
+            index=self.index,
             error=error,
         )
 
 
-def new_request(request: GenerationRequest, limits: SchedulerLimits) -> Request:
-    """Return a valid request in its initial state.
+@dataclass(slots=True, eq=False)
+class WatchedRequest(Request):
+    """A request that stop strings may end."""
+
+    watch: StopWatch = field(kw_only=True)
+
+    def take(self, token: int) -> FinishReason | None:
+        """Append a sampled token; return the reason if the request ends with it."""
+        # Both classes are made anew for their slots: super() would name the first one.
+        reason = Request.take(self, token)
+        if reason != "stop" and self.watch.take(token):
+            return "stop"
+        return reason
+
+    @property
+    def stopped_text(self) -> str | None:
+        """The text that a stop string has ended."""
+        return self.watch.stopped_text
+
+
+def _make_request(texts: Texts | None, **fields: Any) -> Request:
+    """Return a request of the class that its stop strings need.
+
+    Raises:
+        RequestError: it has stop strings, and there is no tokenizer.
+    """
+    stop: tuple[str, ...] = fields["stop"]
+    if not stop:
+        return Request(**fields)
+    if texts is None:
+        raise RequestError(
+            "stop strings need the model's tokenizer",
+            field="stop",
+            value=stop[0],
+            fix="give the Scheduler a tokenizer, or use stop_token_ids",
+        )
+    stops = extension_of(fields["extensions"], StopTokens)
+    watch = StopWatch(
+        stop,
+        texts.stream(),
+        min_tokens=0 if stops is None else stops.min_tokens,
+        includes_stop=fields["includes_stop"],
+    )
+    return WatchedRequest(**fields, watch=watch)
+
+
+def new_request(
+    request: GenerationRequest, limits: SchedulerLimits, texts: Texts | None = None
+) -> Request:
+    """Return a valid request in its initial state. texts: makes the text that stop strings are
+    looked for in.
 
     Raises:
         RequestError: it can never be served.
     """
+    if request.n != 1:
+        fix = "add each of worker_client.requests.forked(request), as Driver does"
+        raise RequestError("a request of several samples", field="n", value=request.n, fix=fix)
     check_fits(request, max_model_len=limits.max_model_len, vocab_size=limits.vocab_size)
     num_prompt = len(request.prompt_token_ids)
     limit = min(num_prompt + request.max_tokens, limits.max_model_len)
@@ -292,12 +372,16 @@ def new_request(request: GenerationRequest, limits: SchedulerLimits) -> Request:
     if fault is not None:
         message = "a feature of the request is refused"
         raise RequestError(message, field=fault.field, value=fault.value, fix=fault.fix)
-    made = Request(
+    made = _make_request(
+        texts,
         id=request.id,
         tokens=request.prompt_token_ids.tolist(),
         num_prompt_tokens=num_prompt,
         limit=limit,
         extensions=extensions,
+        index=request.index,
+        stop=request.stop,
+        includes_stop=request.include_stop_str_in_output,
     )
     _note_pooling(made, limits)
     _check_admission(made, limits.block_groups)
@@ -342,9 +426,11 @@ def _check_admission(made: Request, groups: Sequence[BlockGroup]) -> None:
     )
 
 
-def adopted_request(request: AdoptedRequest, limits: SchedulerLimits) -> Request:
+def adopted_request(
+    request: AdoptedRequest, limits: SchedulerLimits, texts: Texts | None = None
+) -> Request:
     """Return a request of another driver in the state from which it continues here, not running
-    yet.
+    yet. texts: as new_request takes it.
 
     Raises:
         RequestError: it was admitted by another kind of scheduler, or does not fit these limits.
@@ -365,7 +451,8 @@ def adopted_request(request: AdoptedRequest, limits: SchedulerLimits) -> Request
             value=note.limit,
             fix="use the limits that it was admitted under",
         )
-    made = Request(
+    made = _make_request(
+        texts,
         id=request.req_id,
         tokens=request.token_ids.tolist(),
         num_prompt_tokens=request.num_prompt_tokens,
@@ -373,6 +460,9 @@ def adopted_request(request: AdoptedRequest, limits: SchedulerLimits) -> Request
         extensions=request.extensions,
         arrival=note.arrival,
         num_preemptions=note.num_preemptions,
+        index=note.index,
+        stop=note.stop,
+        includes_stop=note.includes_stop,
     )
     made.blocks.num_cached_tokens = note.num_cached_tokens
     _note_pooling(made, limits)

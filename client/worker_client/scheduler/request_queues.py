@@ -19,6 +19,8 @@ class RequestQueues:
         self.waiting: deque[Request] = deque()
         self.running: dict[str, Request] = {}
         self.prefilling: dict[str, Request] = {}
+        self._held: dict[str, list[Request]] = {}
+        """Requests that wait behind another one's prompt, by its id."""
         self._blocks = blocks
         self._groups = groups
         self._max_running = max_running
@@ -35,13 +37,23 @@ class RequestQueues:
         if req_id in self.unfinished:
             raise RequestError("the id is in use", field="id", value=req_id, fix=fix)
 
-    def add(self, request: Request) -> None:
-        """Queue a request: at the end, unless it was adopted and has its place already."""
+    def add(self, request: Request, behind: str = "") -> None:
+        """Queue a request: at the end, unless it was adopted and has its place already. behind: the
+        request whose prompt it shares; it waits until that one has computed it."""
         if request.arrival < 0:
             request.arrival = self._num_arrivals
         self._num_arrivals = max(self._num_arrivals, request.arrival + 1)
         self.unfinished[request.id] = request
-        self._wait(request)
+        first = self.unfinished.get(behind)
+        if first is not None and (first.id in self.prefilling or not first.is_running):
+            self._held.setdefault(behind, []).append(request)
+        else:
+            self._wait(request)
+
+    def release(self, req_id: str) -> None:
+        """Let the requests run that wait behind this one's prompt."""
+        for request in self._held.pop(req_id, ()):
+            self._wait(request)
 
     def start(self, request: Request) -> None:
         """Let a waiting request run, with the blocks that it has."""
@@ -64,8 +76,12 @@ class RequestQueues:
     def remove(self, request: Request) -> None:
         """Forget a request that has ended."""
         del self.unfinished[request.id]
+        self.release(request.id)
+        held = [own for own in self._held.values() if request in own]
         if request.is_running:
             self._stop(request)
+        elif held:
+            held[0].remove(request)
         else:
             self.waiting.remove(request)
 

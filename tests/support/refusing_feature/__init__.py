@@ -32,7 +32,7 @@ LINES = [
         "\nRequestExtension",
         "from rpc_schema.random_refusals import RandomRefusals\n",
     ),
-    Line("rpc_schema/extensions.py", " | LogprobsWanted\n", " | RandomRefusals"),
+    Line("rpc_schema/extensions.py", " | LogprobsWanted", " | RandomRefusals"),
     Line(
         "worker_daemon/runner/parts/registry.py",
         "from worker_daemon.runner.parts.token_logprobs",

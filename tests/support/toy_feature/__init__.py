@@ -33,7 +33,7 @@ LINES = [
         "\nRequestExtension",
         "from rpc_schema.token_bias import TokenBias\n",
     ),
-    Line("rpc_schema/extensions.py", " | LogprobsWanted\n", " | TokenBias"),
+    Line("rpc_schema/extensions.py", " | LogprobsWanted", " | TokenBias"),
     Line(
         "worker_daemon/runner/parts/registry.py",
         "from worker_daemon.runner.parts.token_logprobs",

@@ -1,0 +1,65 @@
+"""Stop strings: found in a request's text as its tokens come."""
+
+from collections.abc import Sequence
+from typing import Final, Protocol
+
+MAX_STOP_STRINGS: Final = 16
+MAX_STOP_BYTES: Final = 512
+"""Bound on the UTF-8 of all stop strings of a request: they go with its note to another driver."""
+
+
+class TextStream(Protocol):
+    """Turns tokens into text one by one."""
+
+    def push(self, token_id: int) -> str:
+        """Return the text that a token adds; empty while a character is incomplete."""
+
+
+class Texts(Protocol):
+    """Makes streams: worker_client.tokenizer.Tokenizer."""
+
+    def stream(self) -> TextStream:
+        """Return a stream at the start of a text."""
+
+
+class StopWatch:
+    """Looks for stop strings in the text of one request."""
+
+    def __init__(
+        self, stops: Sequence[str], stream: TextStream, *, min_tokens: int, includes_stop: bool
+    ) -> None:
+        """min_tokens: no stop string ends in the text of so many tokens. includes_stop: the text
+        ends behind the stop string, not before it."""
+        self._stops = tuple(stops)
+        self._stream = stream
+        self._num_banned = min_tokens
+        self._includes_stop = includes_stop
+        self._longest = max(map(len, self._stops))
+        self._text = ""
+        self.stopped_text: str | None = None
+        """The text up to the stop string, once there is one."""
+
+    def take(self, token_id: int) -> bool:
+        """Append a token; return True if the text has a stop string now."""
+        before = len(self._text)
+        self._text += self._stream.push(token_id)
+        if self._num_banned > 0:
+            self._num_banned -= 1
+            return False
+        # One that was there before has ended the request, or came before min_tokens.
+        begin = max(0, before - self._longest + 1)
+        places = (_first_end_behind(self._text, stop, begin, before) for stop in self._stops)
+        found = [place for place in places if place is not None]
+        if not found:
+            return False
+        start, end = min(found)
+        self.stopped_text = self._text[: end if self._includes_stop else start]
+        return True
+
+
+def _first_end_behind(text: str, stop: str, begin: int, before: int) -> tuple[int, int] | None:
+    """Return start and end of the first occurrence from `begin` on that ends behind `before`."""
+    start = text.find(stop, begin)
+    while start >= 0 and start + len(stop) <= before:
+        start = text.find(stop, start + 1)
+    return None if start < 0 else (start, start + len(stop))
