@@ -34,7 +34,13 @@ class Fault:
     """What goes wrong, and where: on entry to a function of the worker."""
 
     where: Literal[
-        "make_worker", "load_model", "forward", "likeliest_tokens", "execute_model", "send"
+        "make_worker",
+        "load_model",
+        "forward",
+        "likeliest_tokens",
+        "execute_model",
+        "sample_tokens",
+        "send",
     ]
     """send: activations to the next stage."""
     what: Literal["raise", "hang", "hold", "kill", "lost", "assert", "skip"]
@@ -243,6 +249,10 @@ class FaultyWorker:
     def execute_model(self, message: object, arrays: Sequence[bytes]) -> object:
         self._faults.strike("execute_model")
         return self._worker.execute_model(message, arrays)
+
+    def sample_tokens(self, message: object, arrays: Sequence[bytes]) -> object:
+        self._faults.strike("sample_tokens")
+        return self._worker.sample_tokens(message, arrays)
 
 
 def faulty(function: Callable[..., object], faults: FaultFile) -> Callable[..., object]:

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 from typing import Literal, NamedTuple
 
 import msgspec
@@ -21,6 +22,8 @@ from worker_client.driver import Driver
 from worker_client.loading import LoadedGroup
 from worker_client.requests import RequestParser
 from worker_client.scheduler import RequestOutput, Scheduler, scheduler_limits
+from worker_client.structured.masked_steps import CompiledGrammars
+from worker_client.structured.opening import open_grammars
 from worker_client.worker_group import WorkerGroup
 
 
@@ -63,13 +66,22 @@ def begin(group: WorkerGroup, loaded: LoadedGroup, plan: Plan) -> Serving:
     scheduler = make_scheduler(plan, loaded)
     adopted = group.adopt_requests() if plan.adopt else []
     done = scheduler.adopt_requests(adopted) if adopted else []
-    driver = Driver(group, scheduler)
+    driver = Driver(group, scheduler, grammars=grammars_of(plan, loaded))
     known = {request.req_id for request in adopted}
     for index, line in enumerate(plan.lines):
         request = RequestParser(None, seed=1).parse(line, index)
         if request.id not in known:
             driver.add_request(request)
     return Serving(driver, adopted, done)
+
+
+def grammars_of(plan: Plan, loaded: LoadedGroup) -> CompiledGrammars | None:
+    """The model's grammars, if a line has one."""
+    if not any("structured_outputs" in line for line in plan.lines):
+        return None
+    metadata = loaded.metadata
+    model = Path(plan.config.model.model)
+    return open_grammars(model, metadata.vocab_size, metadata.eos_token_ids)
 
 
 def live(plan: Plan) -> None:

@@ -1,0 +1,228 @@
+"""Structured output on real daemons: every text is what its grammar allows, by judges that are none
+of ours; other requests notice nothing; and no accident changes a token."""
+
+import json
+import os
+import random
+
+import pytest
+
+from rpc_schema.step import NO_TOKEN
+from tests.support.doomed_driver import Death
+from tests.support.faulty_daemon import Fault, FaultyDaemons
+from tests.support.killed_driver import DriverNursery, Plan, begin
+from tests.support.serving import connect, scheduler_limits, worker_config
+from tests.support.structured import (
+    EOS_TOKEN_ID,
+    VOCAB_SIZE,
+    make_tokenizer,
+    random_case,
+    regex_case,
+    schema_case,
+)
+from worker_client.driver import Driver
+from worker_client.requests import RequestParser
+from worker_client.scheduler import Scheduler
+from worker_client.structured.grammars import GrammarLimits, Grammars
+from worker_client.worker_group import WorkerGroup
+
+NUM_CASES = int(os.environ.get("STRUCTURED_CASES", "60"))
+"""Random grammars that are served; a run by hand takes 2,000."""
+MAX_TOKENS = 120
+
+
+@pytest.fixture(scope="module")
+def model(checkpoint):
+    return checkpoint(vocab_size=VOCAB_SIZE, eos_token_id=EOS_TOKEN_ID)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(model):
+    return make_tokenizer(model.path)
+
+
+@pytest.fixture(scope="module")
+def grammars(model, tokenizer):
+    made = Grammars(model.path, VOCAB_SIZE, [EOS_TOKEN_ID])
+    yield made
+    made.close()
+
+
+def line(rng, name, options=None):
+    """A request as an input line has it: greedy, or sampled by a seed."""
+    fields = {
+        "id": name,
+        "prompt_token_ids": [rng.randrange(4, VOCAB_SIZE) for _ in range(rng.randint(1, 20))],
+        "max_tokens": MAX_TOKENS if options else rng.randint(5, 30),
+    }
+    if rng.random() < 0.8:
+        fields |= {"temperature": rng.choice([0.7, 1.0, 2.0]), "seed": rng.randrange(1 << 40)}
+    return fields | ({"structured_outputs": options} if options else {})
+
+
+def requests_of(lines):
+    parser = RequestParser(None, seed=1)
+    return [parser.from_fields(fields, index) for index, fields in enumerate(lines)]
+
+
+def serve_all(group, loaded, grammars, lines, **limits):
+    """Outputs by id, and the driver."""
+    scheduler = Scheduler(scheduler_limits(group, loaded, **limits))
+    driver = Driver(group, scheduler, grammars=grammars)
+    for request in requests_of(lines):
+        driver.add_request(request)
+    return {output.req_id: output for output in driver.run()}, driver
+
+
+def text_of(tokenizer, output):
+    assert output.token_ids[-1] == EOS_TOKEN_ID, output
+    return tokenizer.decode(output.token_ids, skip_special_tokens=True)
+
+
+@pytest.mark.parametrize("pp", [1, 2])
+def test_texts_are_what_their_grammars_allow(serve, model, tokenizer, grammars, pp):
+    seed = random.randrange(1 << 30)
+    rng = random.Random(seed)
+    cases = {f"r{i}": random_case(rng) for i in range(NUM_CASES // (2 if pp == 2 else 1))}
+    lines = [line(rng, name, case.options) for name, case in cases.items()]
+    with serve(model.path, pp) as (group, loaded):
+        outputs, _ = serve_all(group, loaded, grammars, lines)
+    num_whole = 0
+    for name, case in cases.items():
+        output = outputs[name]
+        assert output.finish_reason in ("stop", "length"), (seed, case.options, output)
+        if output.finish_reason == "stop":
+            num_whole += 1
+            try:
+                case.check(text_of(tokenizer, output))
+            except Exception as error:
+                raise AssertionError(
+                    (seed, name, case.options, text_of(tokenizer, output))
+                ) from error
+    assert num_whole > 0.9 * len(cases), seed
+
+
+@pytest.mark.parametrize("pp", [1, 2])
+def test_mixed_requests_are_each_what_it_is_alone(serve, model, grammars, pp):
+    """In one batch with and without a grammar, with few blocks, so that some are preempted."""
+    seed = random.randrange(1 << 30)
+    rng = random.Random(seed)
+    lines = [line(rng, f"r{i}", random_case(rng).options if i % 2 else None) for i in range(12)]
+    lines += [line(rng, f"long{i}", {"regex": "([ab]{3}-){20}"}) for i in range(3)]
+    with serve(model.path, pp) as (group, loaded):
+        together, _ = serve_all(group, loaded, grammars, lines)
+        short, _ = serve_all(group, loaded, grammars, lines, num_blocks=37)
+        assert sum(output.num_preemptions for output in short.values()) > 0, seed
+        for fields in rng.sample(lines, 8):
+            alone, _ = serve_all(group, loaded, grammars, [fields])
+            for run in (together, short):
+                name = fields["id"]
+                assert run[name].token_ids == alone[name].token_ids, (seed, fields)
+
+
+def test_rows_without_a_mask_are_sampled_with_their_step(serve, model, grammars, monkeypatch):
+    """Their tokens are in the step's own reply; those of the others follow the masks."""
+    rng = random.Random(5)
+    lines = [line(rng, "masked", {"regex": "[ab]{40}"}), line(rng, "free")]
+    seen = []
+    with serve(model.path) as (group, loaded):
+        take = group._steps.take_outcome
+
+        def spy(reply, arrays, **kwargs):
+            future = group._steps._futures.get(reply.seq)
+            take(reply, arrays, **kwargs)
+            if future is not None and future.value is not None and future.value.req_ids:
+                seen.append((tuple(future.value.req_ids), future.step.is_later))
+
+        monkeypatch.setattr(group._steps, "take_outcome", spy)
+        outputs, _ = serve_all(group, loaded, grammars, lines)
+    assert len(outputs["masked"].token_ids) == 41
+    assert seen.count((("free",), False)) >= len(outputs["free"].token_ids) - 1
+    assert seen.count((("masked",), True)) >= 39
+
+
+@pytest.fixture(scope="module")
+def nursery():
+    nursery = DriverNursery()
+    yield nursery
+    nursery.close()
+
+
+@pytest.mark.parametrize("pp", [1, 2])
+def test_killed_driver_costs_no_token(daemons, model, tokenizer, nursery, pp):
+    """The next one has the grammars from the daemons, and its matchers from the tokens."""
+    seed = random.randrange(1 << 30)
+    rng = random.Random(seed)
+    cases = [schema_case({"type": "array", "items": {"enum": [1, "two"]}, "minItems": 20})]
+    cases += [regex_case("([ab]{3}-){12}"), random_case(rng)]
+    lines = [line(rng, f"m{i}", case.options) for i, case in enumerate(cases)]
+    lines += [line(rng, f"f{i}") for i in range(3)]
+    config = worker_config(model.path, pp, step_deadline_ms=1000)
+    plan = Plan(daemons.endpoints(pp), config, [json.dumps(fields) for fields in lines])
+    with WorkerGroup(plan.endpoints, config.parallel) as group:
+        group.attach(force=True)
+        loaded = group.prepare(config, num_gpu_blocks=plan.num_gpu_blocks, reload=True)
+        expected = {o.req_id: o.token_ids for o in begin(group, loaded, plan).driver.run()}
+    ranks = rng.sample(range(pp), rng.randint(0, pp))
+    nursery.live(Plan(**{**_fields(plan), "death": Death(rng.randint(4, 9), ranks, True)}))
+    with WorkerGroup(plan.endpoints, config.parallel) as group:
+        group.attach(keep_requests=True, force=True)
+        loaded = group.prepare(config, num_gpu_blocks=plan.num_gpu_blocks)
+        serving = begin(group, loaded, Plan(**{**_fields(plan), "adopt": True}))
+        assert serving.adopted
+        rest = {o.req_id: o.token_ids for o in [*serving.done, *serving.driver.run()]}
+    assert rest == expected, seed
+
+
+def _fields(plan):
+    return {name: getattr(plan, name) for name in plan.__struct_fields__}
+
+
+def test_failed_steps_cost_no_token(model, tokenizer, grammars, model_root, tmp_path):
+    """Also those that have deferred rows, and the sampling of these."""
+    seed = random.randrange(1 << 30)
+    rng = random.Random(seed)
+    lines = [line(rng, f"m{i}", {"regex": "([ab]{3}-){12}"}) for i in range(3)]
+    lines += [{**line(rng, f"f{i}"), "max_tokens": 30} for i in range(2)]
+    with FaultyDaemons(2, model_root, tmp_path) as daemons:
+        for pp in (1, 2):
+            endpoints = daemons.endpoints[:pp]
+            config = worker_config(model.path, pp, step_deadline_ms=1000)
+            with connect(endpoints, config) as (group, loaded):
+                expected, driver = serve_all(group, loaded, grammars, lines)
+                assert driver.num_failures == 0
+                for where in ("forward", "sample_tokens")[: 3 - pp]:
+                    fault = Fault(where, "raise", calls_before=rng.randint(3, 15))
+                    daemons.faults[rng.randrange(pp)].put(fault)
+                    outputs, driver = serve_all(group, loaded, grammars, lines)
+                    assert driver.num_failures == 1, (seed, where)
+                    for name, output in outputs.items():
+                        assert output.token_ids == expected[name].token_ids, (seed, where, name)
+
+
+def test_a_grammar_that_fails_ends_its_request_alone(serve, model, tokenizer):
+    limits = GrammarLimits(step_max_items=25, max_grammar_size=2000)
+    grammars = Grammars(model.path, VOCAB_SIZE, [EOS_TOKEN_ID], limits)
+    rng = random.Random(7)
+    many = " ".join(f'("{i}" [a-z] | "-")' for i in range(1500))
+    ambiguous = 'root ::= "a" | "b" | root root | "ab" | "ba"'
+    lines = [
+        line(rng, "explodes", {"grammar": ambiguous}),
+        line(rng, "good", {"regex": "[0-9]{5}"}),
+        line(rng, "malformed", {"regex": "(a"}),
+        line(rng, "huge", {"grammar": f"root ::= {many}"}),
+        line(rng, "free"),
+        {**line(rng, "no_end", {"choice": ["a"]}), "min_tokens": 9},
+    ]
+    with serve(model.path) as (group, loaded):
+        outputs, _ = serve_all(group, loaded, grammars, lines)
+    grammars.close()
+    assert outputs["good"].finish_reason == "stop" and len(outputs["good"].token_ids) == 6
+    assert outputs["free"].finish_reason == "length"
+    assert "too complex" in outputs["explodes"].error
+    assert "unclosed group" in outputs["malformed"].error
+    assert "structured_outputs.grammar" in outputs["huge"].error
+    assert "may sample" in outputs["no_end"].error
+    failed = ("explodes", "malformed", "huge", "no_end")
+    assert all(outputs[name].finish_reason == "error" for name in failed)
+    assert NO_TOKEN not in outputs["no_end"].token_ids

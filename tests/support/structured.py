@@ -1,0 +1,158 @@
+"""Random grammars with the judge of what they allow, which is none of ours: jsonschema, re and
+lark; and a tokenizer for the tiny models."""
+
+import json
+import random
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jsonschema
+import lark
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+VOCAB_SIZE = 421
+"""Of the model; the tokenizer has fewer tokens."""
+EOS_TOKEN_ID = 3
+COMPACT = {"whitespace_flexible": False}
+"""Else a random model writes blanks for ever."""
+WORDS = ("red", "green", "a b", "é", 'say "x"', "back\\slash", "long-word")
+TEXTS = [
+    json.dumps({"name": word, "items": [1, 22, 333], "ok": True, "none": None, "x": -1.5e3})
+    for word in WORDS
+] * 4
+
+
+def make_tokenizer(path: Path) -> Tokenizer:
+    """Write a byte-level tokenizer of some 400 tokens to a model's directory."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCAB_SIZE - 16,
+        special_tokens=["<a>", "<b>", "<c>", "<eos>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(TEXTS, trainer)
+    tokenizer.save(str(path / "tokenizer.json"))
+    return tokenizer
+
+
+class Case(NamedTuple):
+    """A grammar, as a request names it, and who judges a text."""
+
+    options: dict[str, Any]
+    check: Callable[[str], None]
+    """Raises where a text is not allowed."""
+
+
+def random_case(rng: random.Random) -> Case:
+    """A grammar of any kind; most are schemas."""
+    kind = rng.choices(["json", "regex", "choice", "grammar", "json_text"], [8, 2, 2, 2, 1])[0]
+    if kind == "regex":
+        return regex_case(random_regex(rng))
+    if kind == "choice":
+        choices = rng.sample([*WORDS, "", "yes", "no", "redder"], rng.randint(1, 6))
+        return Case({"choice": choices}, lambda text: _check_member(text, choices))
+    if kind == "grammar":
+        return grammar_case(rng)
+    return schema_case(random_schema(rng), as_text=kind == "json_text")
+
+
+def schema_case(schema: dict[str, Any], *, as_text: bool = False) -> Case:
+    """A JSON schema, given as an object or as its text."""
+    whole = {**schema, "x-guidance": COMPACT}
+    jsonschema.Draft202012Validator.check_schema(schema)
+
+    def check(text: str) -> None:
+        jsonschema.validate(json.loads(text), schema, jsonschema.Draft202012Validator)
+
+    return Case({"json": json.dumps(whole) if as_text else whole}, check)
+
+
+def random_schema(rng: random.Random, depth: int = 2) -> dict[str, Any]:
+    """A schema whose texts end: all lengths and numbers are bounded."""
+    kinds = ["string", "integer", "number", "boolean", "null", "enum", "const", "pattern"]
+    if depth:
+        kinds += ["object", "object", "object", "array", "array", "anyOf"]
+    return _schema_of(rng.choice(kinds), rng, depth)
+
+
+def _schema_of(kind: str, rng: random.Random, depth: int) -> dict[str, Any]:  # noqa: PLR0911
+    if kind == "string":
+        shortest = rng.randint(0, 3)
+        return {"type": "string", "minLength": shortest, "maxLength": shortest + rng.randint(0, 4)}
+    if kind == "integer":
+        low = rng.randint(-300, 300)
+        return {"type": "integer", "minimum": low, "maximum": low + rng.randint(0, 500)}
+    if kind == "number":
+        return {"type": "number", "multipleOf": 1, "minimum": 0, "maximum": rng.randint(1, 50)}
+    if kind == "enum":
+        return {"enum": rng.sample([*WORDS, 1, -2, True, None], rng.randint(1, 5))}
+    if kind == "const":
+        return {"const": rng.choice([*WORDS, 17, False])}
+    if kind == "pattern":
+        return {"type": "string", "pattern": f"^{random_regex(rng)}$"}
+    if kind == "array":
+        least = rng.randint(0, 2)
+        items = random_schema(rng, depth - 1)
+        most = least + rng.randint(0, 2)
+        return {"type": "array", "items": items, "minItems": least, "maxItems": most}
+    if kind == "anyOf":
+        return {"anyOf": [random_schema(rng, depth - 1) for _ in range(rng.randint(1, 3))]}
+    if kind == "object":
+        names = rng.sample(["a", "name", "x y", "ok", "é"], rng.randint(0, 4))
+        return {
+            "type": "object",
+            "properties": {name: random_schema(rng, depth - 1) for name in names},
+            "required": [name for name in names if rng.random() < 0.6],
+            "additionalProperties": False,
+        }
+    return {"type": kind}
+
+
+def random_regex(rng: random.Random, depth: int = 2) -> str:
+    """A bounded regular expression of a few characters, the same in Python and in Rust."""
+    parts = []
+    for _ in range(rng.randint(1, 3)):
+        atom = rng.choice(["a", "b", "[0-9]", '[^ab\\n"\\\\]', "x.?y", "\\-", "(red|green|r)"])
+        if depth and rng.random() < 0.3:
+            atom = f"({random_regex(rng, depth - 1)}|{random_regex(rng, depth - 1)})"
+        parts.append(atom + rng.choice(["", "", "?", "{1,3}", "{2}"]))
+    return "".join(parts).replace(".", "[a-z]")
+
+
+def regex_case(regex: str) -> Case:
+    """A regular expression."""
+    compiled = re.compile(regex)
+    return Case({"regex": regex}, lambda text: _check(compiled.fullmatch(text) is not None, text))
+
+
+def grammar_case(rng: random.Random) -> Case:
+    """Sums of words with brackets, nested up to a depth, in EBNF; lark has the same in its own."""
+    words = rng.sample(["x", "yz", "foo", "12"], rng.randint(1, 4))
+    depth = rng.randint(1, 3)
+    ebnf = ['root ::= sum0 "\\n"']
+    own = ['start: sum0 "\\n"']
+    for level in range(depth + 1):
+        inner = f' | "(" sum{level + 1} ")"' if level < depth else ""
+        atoms = " | ".join(f'"{word}"' for word in words) + inner
+        ebnf += [f'sum{level} ::= atom{level} ("+" atom{level})?', f"atom{level} ::= {atoms}"]
+        own += [f'sum{level}: atom{level} ("+" atom{level})?', f"atom{level}: {atoms}"]
+    parser = lark.Lark("\n".join(own) + "\n", parser="earley", lexer="dynamic")
+
+    def check(text: str) -> None:
+        parser.parse(text)
+
+    return Case({"grammar": "\n".join(ebnf) + "\n"}, check)
+
+
+def _check_member(text: str, choices: list[str]) -> None:
+    _check(text in choices, text)
+
+
+def _check(is_allowed: bool, text: str) -> None:
+    if not is_allowed:
+        raise ValueError(text)

@@ -1,0 +1,230 @@
+"""Grammars: what compiles and what is refused, by name and in time; masks against xgrammar's own
+matcher, token by token."""
+
+import json
+import random
+import time
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer
+
+from rpc_schema.structured import MAX_GRAMMAR_LENGTH, StructuredOutput
+from tests.support.structured import EOS_TOKEN_ID, VOCAB_SIZE, make_tokenizer, random_regex
+from worker_client.errors import ClientConfigError, RequestError
+from worker_client.requests import RequestParser
+from worker_client.structured.grammars import GrammarLimits, Grammars
+from worker_client.structured.opening import open_grammars
+from worker_client.structured.options import KEYS, read_structured_output
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory):
+    path = tmp_path_factory.mktemp("model")
+    make_tokenizer(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def grammars(directory):
+    made = Grammars(directory, VOCAB_SIZE, [EOS_TOKEN_ID, 9999])
+    yield made
+    made.close()
+
+
+def matcher_of(grammars, **options):
+    return grammars.compile(read_structured_output(options)).result(30).deep_copy()
+
+
+def allowed(grammars, *matchers):
+    words = grammars.fill(matchers)
+    bits = np.unpackbits(np.ascontiguousarray(words).view(np.uint8), axis=1, bitorder="little")
+    return [np.flatnonzero(row).tolist() for row in bits]
+
+
+@pytest.mark.parametrize(
+    ("options", "field"),
+    [
+        ({}, "structured_outputs"),
+        ({"json": {}, "regex": "a"}, "structured_outputs"),
+        ({"structural_tag": "{}"}, "structured_outputs.structural_tag"),
+        ({"disable_fallback": True}, "structured_outputs.disable_fallback"),
+        ({"json": 3}, "structured_outputs.json"),
+        ({"json_object": False}, "structured_outputs.json_object"),
+        ({"choice": []}, "structured_outputs.choice"),
+        ({"choice": ["a", 1]}, "structured_outputs.choice"),
+        ({"choice": "ab"}, "structured_outputs.choice"),
+        ({"regex": ["a"]}, "structured_outputs.regex"),
+        ({"regex": ""}, "structured_outputs.regex"),
+        ({"grammar": "x" * (MAX_GRAMMAR_LENGTH + 1)}, "structured_outputs.grammar"),
+    ],
+)
+def test_options_that_make_no_grammar_are_refused_by_name(options, field):
+    line = json.dumps({"prompt_token_ids": [1], "structured_outputs": options})
+    with pytest.raises(RequestError) as refused:
+        RequestParser(None).parse(line, 0)
+    assert refused.value.field == field
+
+
+def test_options_become_the_grammar_that_a_request_carries():
+    schema = {"type": "integer"}
+    expected = StructuredOutput(kind="json", text='{"type":"integer"}')
+    for given in (schema, '{"type":"integer"}'):
+        assert read_structured_output({"json": given, "regex": None}) == expected
+    assert read_structured_output({"json_object": True}).kind == "json"
+    line = json.dumps({"prompt_token_ids": [1], "structured_outputs": {"json": schema}})
+    request = RequestParser(None, seed=1).parse(line, 0)
+    assert expected in request.extensions(())
+    assert len(KEYS) == 5
+
+
+HOSTILE = {
+    "not JSON": {"json": '{"type":'},
+    "nonsense": {"json": {"type": "nonsense"}},
+    "false": {"json": "false"},
+    "unsatisfiable": {"json": {"enum": []}},
+    "another document": {"json": {"$ref": "http://example.com/x"}},
+    "a file": {"json": {"$ref": "file:///etc/passwd"}},
+    "deep": {"json": '{"type":"array","items":' * 3000 + "{}" + "}" * 3000},
+    "unsupported": {"json": {"type": "array", "uniqueItems": True}},
+    "open regex": {"regex": "(a"},
+    "look-ahead": {"regex": "(?=a)b"},
+    "back-reference": {"regex": r"(a)\1"},
+    "unknown rule": {"grammar": "root ::= nowhere"},
+    "no grammar": {"grammar": ":::="},
+    "deep EBNF": {"grammar": "root ::= " + "(" * 20000 + '"a"' + ")" * 20000},
+    "many symbols": {"grammar": "root ::= " + " ".join(f'("{i}"|[a-z]|"b")' for i in range(3900))},
+    "regex bomb": {"regex": "((a{1,900}b?){1,900}c?){1,900}"},
+    "states": {"regex": "[ab]*a[ab]{20000}(x|[ab]{9000}y)"},
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_hostile_grammars_are_refused_by_name_or_bounded(directory, name):
+    """Compiled or refused in time; and if one compiles, each of its masks is bounded too."""
+    limits = GrammarLimits(num_threads=1, max_grammar_size=20_000, max_lexer_states=2_000)
+    grammars = Grammars(directory, VOCAB_SIZE, [EOS_TOKEN_ID], limits)
+    try:
+        matcher = matcher_of(grammars, **HOSTILE[name])
+    except RequestError as error:
+        assert error.field.startswith("structured_outputs.")
+        assert "\n" not in error.reason and len(error.reason) < 900
+        return
+    finally:
+        grammars.close()
+    assert name in ("regex bomb", "states")
+    rng = random.Random(1)
+    for _ in range(200):
+        (tokens,) = allowed(grammars, matcher)
+        if matcher.is_error() or tokens == [EOS_TOKEN_ID]:
+            break
+        assert grammars.consume([(matcher, rng.choice(tokens))]) == [True]
+
+
+def test_a_grammar_is_compiled_once_and_failures_are_remembered(grammars):
+    good, bad = StructuredOutput(kind="regex", text="a+"), StructuredOutput(kind="regex", text="(")
+    assert grammars.compile(good) is grammars.compile(good)
+    with pytest.raises(RequestError):
+        grammars.compile(bad).result(10)
+    assert grammars.compile(bad) is grammars.compile(bad)
+    few = grammars.limits.max_cached
+    for index in range(few + 5):
+        grammars.compile(StructuredOutput(kind="choice", text=f'["{index}"]'))
+    assert len(grammars._compiled) == few
+
+
+def test_an_ended_text_may_only_end(grammars):
+    matcher = matcher_of(grammars, choice=["a"])
+    (first,) = allowed(grammars, matcher)
+    assert len(first) == 1
+    assert grammars.consume([(matcher, first[0])]) == [True]
+    for _ in range(3):
+        assert allowed(grammars, matcher) == [[EOS_TOKEN_ID]]
+        assert grammars.consume([(matcher, EOS_TOKEN_ID)]) == [True]
+    assert grammars.consume([(matcher, first[0])]) == [False]
+
+
+def test_choices_are_any_texts(grammars, directory):
+    tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
+    choices = ["", 'say "x"', "back\\slash", "é\n\t", "a/b", "{}", "$", "'`"]
+    for choice in choices:
+        matcher = matcher_of(grammars, choice=choices)
+        tokens = tokenizer.encode(choice).ids
+        assert matcher.consume_tokens([*tokens, EOS_TOKEN_ID]), choice
+
+
+def test_a_model_without_a_tokenizer_or_an_end_refuses_each_request(tmp_path, directory):
+    for path, ends in ((tmp_path, [EOS_TOKEN_ID]), (directory, []), (directory, [VOCAB_SIZE])):
+        with pytest.raises(ClientConfigError):
+            Grammars(path, VOCAB_SIZE, ends)
+        compiled = open_grammars(path, VOCAB_SIZE, ends).compile(
+            StructuredOutput(kind="regex", text="a")
+        )
+        with pytest.raises(RequestError, match="structured output is not possible"):
+            compiled.result(0)
+
+
+def test_a_tokenizer_may_have_more_tokens_than_the_model(directory):
+    size = 390
+    grammars = Grammars(directory, size, [EOS_TOKEN_ID])
+    matcher = matcher_of(grammars, regex=".*")
+    (tokens,) = allowed(grammars, matcher)
+    assert grammars.num_words == -(-size // 32) and max(tokens) < 32 * grammars.num_words
+    grammars.close()
+
+
+def reference(directory, seed):
+    """Pairs of our matcher's options and xgrammar's compiled grammar."""
+    xgrammar = pytest.importorskip("xgrammar")
+    tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
+    info = xgrammar.TokenizerInfo(
+        [tokenizer.id_to_token(token) for token in range(tokenizer.get_vocab_size())],
+        xgrammar.VocabType.BYTE_LEVEL,
+        vocab_size=VOCAB_SIZE,
+        stop_token_ids=[EOS_TOKEN_ID],
+    )
+    compiler = xgrammar.GrammarCompiler(info, max_threads=1)
+    rng = random.Random(seed)
+    for _ in range(12):
+        regex = random_regex(rng)
+        yield {"regex": regex}, compiler.compile_regex(regex)
+    ebnf = 'root ::= sum\\nsum ::= atom ("+" atom)*\\natom ::= "x" | "yz" | "(" sum ")"\\n'
+    ebnf = ebnf.replace("\\n", "\n")
+    yield {"grammar": ebnf}, compiler.compile_grammar(ebnf)
+
+
+def test_masks_are_xgrammars_token_by_token(grammars, directory):
+    seed = random.randrange(1 << 30)
+    rng = random.Random(seed)
+    num_compared = 0
+    for options, compiled in reference(directory, seed):
+        import xgrammar
+
+        ours, theirs = matcher_of(grammars, **options), xgrammar.GrammarMatcher(compiled)
+        for _ in range(30):
+            mask = xgrammar.allocate_token_bitmask(1, VOCAB_SIZE)
+            theirs.fill_next_token_bitmask(mask)
+            bits = np.unpackbits(mask.numpy().view(np.uint8), bitorder="little")
+            expected = np.flatnonzero(bits[:VOCAB_SIZE]).tolist()
+            # It takes special tokens for their names.
+            expected = [token for token in expected if token >= EOS_TOKEN_ID]
+            (tokens,) = allowed(grammars, ours)
+            assert tokens == expected, (seed, options)
+            num_compared += 1
+            token = rng.choice(tokens)
+            assert grammars.consume([(ours, token)]) == [True]
+            assert theirs.accept_token(token)
+            if token == EOS_TOKEN_ID:
+                break
+    assert num_compared > 40
+
+
+def test_a_grammar_that_waits_too_long_is_the_error_of_its_request(directory):
+    """Of one thread, which another grammar keeps busy."""
+    limits = GrammarLimits(num_threads=1, compile_s=0.05)
+    grammars = Grammars(directory, VOCAB_SIZE, [EOS_TOKEN_ID], limits)
+    grammars._compiler.submit(time.sleep, 0.5)
+    found = grammars.compile(StructuredOutput(kind="regex", text="abc"))
+    with pytest.raises(TimeoutError):
+        found.result(limits.compile_s)
+    grammars.close()
