@@ -201,11 +201,7 @@ def test_failed_steps_cost_no_token(model, tokenizer, grammars, model_root, tmp_
 
 
 def test_a_grammar_that_fails_ends_its_request_alone(serve, model, tokenizer):
-<<<<<<< HEAD
     limits = GrammarLimits(step_max_items=12, max_grammar_size=2000)
-=======
-    limits = GrammarLimits(step_max_items=25, max_grammar_size=2000)
->>>>>>> wt-mixed
     grammars = Grammars(model.path, VOCAB_SIZE, [EOS_TOKEN_ID], limits)
     rng = random.Random(7)
     many = " ".join(f'("{i}" [a-z] | "-")' for i in range(1500))

@@ -17,10 +17,7 @@ VOCAB_SIZE = 421
 EOS_TOKEN_ID = 3
 COMPACT = {"whitespace_flexible": False}
 """Else a random model writes blanks for ever."""
-<<<<<<< HEAD
 NEGATED = '[^ab\\n"\\\\]'
-=======
->>>>>>> wt-mixed
 WORDS = ("red", "green", "a b", "é", 'say "x"', "back\\slash", "long-word")
 TEXTS = [
     json.dumps({"name": word, "items": [1, 22, 333], "ok": True, "none": None, "x": -1.5e3})
@@ -98,13 +95,9 @@ def _schema_of(kind: str, rng: random.Random, depth: int) -> dict[str, Any]:  # 
     if kind == "const":
         return {"const": rng.choice([*WORDS, 17, False])}
     if kind == "pattern":
-<<<<<<< HEAD
         # llguidance escapes a quote or a backslash that a class of a pattern excludes.
         pattern = random_regex(rng).replace(NEGATED, "[c-z,.]")
         return {"type": "string", "pattern": f"^{pattern}$"}
-=======
-        return {"type": "string", "pattern": f"^{random_regex(rng)}$"}
->>>>>>> wt-mixed
     if kind == "array":
         least = rng.randint(0, 2)
         items = random_schema(rng, depth - 1)
@@ -127,11 +120,7 @@ def random_regex(rng: random.Random, depth: int = 2) -> str:
     """A bounded regular expression of a few characters, the same in Python and in Rust."""
     parts = []
     for _ in range(rng.randint(1, 3)):
-<<<<<<< HEAD
         atom = rng.choice(["a", "b", "[0-9]", NEGATED, "x.?y", "\\-", "(red|green|r)"])
-=======
-        atom = rng.choice(["a", "b", "[0-9]", '[^ab\\n"\\\\]', "x.?y", "\\-", "(red|green|r)"])
->>>>>>> wt-mixed
         if depth and rng.random() < 0.3:
             atom = f"({random_regex(rng, depth - 1)}|{random_regex(rng, depth - 1)})"
         parts.append(atom + rng.choice(["", "", "?", "{1,3}", "{2}"]))
