@@ -1,4 +1,4 @@
-"""Measures LoRA adapters: `python -m benchmarks.lora --model benchmarks/models/llama-8b [--out FILE]`.
+"""Measures LoRA adapters: `python -m benchmarks.lora --model benchmarks/models/llama-8b`.
 
 Products: microseconds a merged matrix that adapters add, as a graph of all layers replays them
 behind the model's own product. Serving: decode_bs64 with dummy weights and random adapters, rows
