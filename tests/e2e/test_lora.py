@@ -277,7 +277,9 @@ def test_input_lines_name_adapters(serve, base, merged, tmp_path):
     words = ["generate", "--model", base.path, "--endpoints", endpoints, "--reload", "--force"]
     files = ["--input", tmp_path / "in", "--output", tmp_path / "out"]
     run_client(tmp_path, *map(str, [*words, *room, *files]))
-    results = {each["id"]: each for each in map(json.loads, (tmp_path / "out").open())}
+    results = {
+        each["id"]: each for each in map(json.loads, (tmp_path / "out").read_text().splitlines())
+    }
     assert {name: results[name]["token_ids"] for name in expected} == expected
     assert "no such directory" in results["lost"]["error"]
 

@@ -318,8 +318,8 @@ def _shrink(
                     weight = tl.load(a_here + start, mask=is_rank & inside[None, :], other=0.0)
                     value = tl.load(x_row + start, mask=is_row & inside[:, None], other=0.0)
                 acc = tl.dot(weight, value, acc, input_precision="ieee")
-            here = parts + (split * BLOCK_M + m)[None, :] * RANKS + rank[:, None]
-            tl.store(here, acc, mask=mine[None, :] & is_rank)
+            share_of = parts + (split * BLOCK_M + m)[None, :] * RANKS + rank[:, None]
+            tl.store(share_of, acc, mask=mine[None, :] & is_rank)
 
 
 @triton.jit

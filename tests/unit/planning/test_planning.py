@@ -338,6 +338,7 @@ def test_the_report_says_all_of_it(write_model):
         )
         figures = (
             rank.weights_bytes,
+            rank.adapter_bytes,
             rank.rotary_table_bytes,
             rank.step_estimate_bytes,
             rank.kv_available_bytes,
