@@ -21,7 +21,7 @@ from rpc_schema.sampling import (
     TokenLogprobs,
 )
 
-RequestExtension: TypeAlias = RandomSampling | StopTokens | LogprobsWanted | PoolingParams
+RequestExtension: TypeAlias = RandomSampling | StopTokens | PoolingParams | LogprobsWanted
 """Extension of a request, from its admission on."""
 
 StepExtension: TypeAlias = GrammarMasks

@@ -12,7 +12,7 @@ from rpc_schema.config import MIN_STEP_DEADLINE_MS, CacheConfig, ModelConfig, Sc
 from rpc_schema.pooling import PooledStates, PooledTask, PoolingSupport
 from worker_daemon.errors import CheckpointError, ConfigError
 from worker_daemon.layers.rotary import max_table_length
-from worker_daemon.models.config import read_model_config
+from worker_daemon.models.config import pooling_files, read_model_config
 from worker_daemon.models.description import DecoderConfig
 from worker_daemon.models.saved_set import (
     CONFIG_FILES,
@@ -44,7 +44,8 @@ class ResolvedModel:
     saved: SavedSet | None
     """The saved set, for load_formats sharded_state and tensorizer; None for the others."""
     config_files: Mapping[str, bytes]
-    """Content of CONFIG_FILES, for a save to keep: the directory may be removed by then."""
+    """Content of CONFIG_FILES and pooling_files, for a save to keep: the directory may be removed
+    by then."""
 
 
 def resolve_model(config: ModelConfig, model_roots: Sequence[Path]) -> ResolvedModel:
@@ -169,9 +170,9 @@ def _check_directory(model: str, directory: Path, root: Path) -> None:
 
 
 def _read_config_files(directory: Path) -> dict[str, bytes]:
-    paths = [directory / name for name in CONFIG_FILES]
+    paths = {name: directory / name for name in CONFIG_FILES} | pooling_files(directory)
     try:
-        return {path.name: read_whole(path) for path in paths if path.exists()}
+        return {name: read_whole(path) for name, path in paths.items() if path.exists()}
     except OSError as error:
         raise CheckpointError(
             f"a file of the model cannot be read: {error}",

@@ -211,12 +211,13 @@ def new_request(request: GenerationRequest, limits: SchedulerLimits) -> Request:
     if request.pooling is not None:
         limit = num_prompt
     usable = limits.num_blocks - NUM_NULL_BLOCKS
-    if limits.most_blocks(limit - (request.pooling is None)) > usable:
+    samples = request.pooling is None
+    if limits.most_blocks(limit - samples) > usable:
         raise RequestError(
             f"{limit} tokens do not fit into {usable} blocks of {limits.block_size}",
-            field="max_tokens",
-            value=request.max_tokens,
-            fix="ask for less",
+            field="max_tokens" if samples else "prompt_token_ids",
+            value=request.max_tokens if samples else num_prompt,
+            fix="ask for less" if samples else "use a shorter prompt",
         )
     size = limits.vocab_size  # a token that the model cannot produce ends nothing
     eos_token_ids = [token for token in limits.eos_token_ids if size is None or token < size]
