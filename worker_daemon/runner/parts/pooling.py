@@ -176,16 +176,18 @@ class PoolingPart(StepPart):
         states = self._states(params)
         if states == "each":
             return self._pool_each(params, rows, hidden)
-        if states == "mean":
-            pooled = self._mean(rows, hidden)
-            rows = rows.take(np.flatnonzero(rows.is_last))
-        else:
-            rows = rows.take(np.flatnonzero(rows.is_last))
-            places = rows.firsts if states == "first" else rows.firsts + rows.num_tokens - 1
-            chosen = hidden.index_select(0, upload(places, hidden.device))
-            pooled = self._of_stage.states(chosen)
-        if not rows.slots.size:
+        sums = self._add_up(rows, hidden) if states == "mean" else None
+        is_last = np.flatnonzero(rows.is_last)
+        if not is_last.size:
             return []
+        if sums is not None:
+            pooled = sums[upload(is_last, hidden.device)]
+            rows = rows.take(is_last)
+            pooled /= upload(rows.ends, hidden.device).unsqueeze(1)
+        else:
+            rows = rows.take(is_last)
+            places = rows.firsts if states == "first" else rows.firsts + rows.num_tokens - 1
+            pooled = self._of_stage.states(hidden.index_select(0, upload(places, hidden.device)))
         values = self._finish(params, pooled)
         sizes = np.full((rows.slots.size, 2), (1, values.shape[1]))
         return [_Outputs(rows.slots, sizes, (values,))]
@@ -209,20 +211,18 @@ class PoolingPart(StepPart):
             done.append(_Outputs(np.array([slot]), np.array([size]), pieces))
         return done
 
-    def _mean(self, rows: _PooledRows, hidden: Tensor) -> Tensor:
-        """Return the means [R', H] of the prompts that are complete; add up those that are not."""
+    def _add_up(self, rows: _PooledRows, hidden: Tensor) -> Tensor:
+        """Return the sums float32 [R, H] of the rows' hidden states since their first token."""
         assert self._sums is not None, "the model pools means"
-        device = hidden.device
         states = self._of_stage.states(_tokens_of(rows, hidden)).float()
-        lengths, slots, goes_on, ends = (
-            upload(column, device)
-            for column in (rows.num_tokens, rows.slots, rows.starts > 0, rows.ends)
+        lengths, slots, goes_on = (
+            upload(column, hidden.device)
+            for column in (rows.num_tokens, rows.slots, rows.starts > 0)
         )
         sums = torch.segment_reduce(states, "sum", lengths=lengths, unsafe=True)
         sums += torch.where(goes_on.unsqueeze(1), self._sums[slots], 0.0)
         self._sums[slots] = sums
-        means = sums / ends.unsqueeze(1)
-        return means[upload(np.flatnonzero(rows.is_last), device)]
+        return sums
 
     def _finish(self, params: PoolingParams, states: Tensor) -> Tensor:
         """states [n, H] -> float32 [n, W]."""
