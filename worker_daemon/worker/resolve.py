@@ -170,7 +170,8 @@ def _check_directory(model: str, directory: Path, root: Path) -> None:
 
 
 def _read_config_files(directory: Path) -> dict[str, bytes]:
-    paths = {name: directory / name for name in CONFIG_FILES} | pooling_files(directory)
+    paths = {name: directory / name for name in CONFIG_FILES}
+    paths.update(pooling_files(directory))
     try:
         return {name: read_whole(path) for name, path in paths.items() if path.exists()}
     except OSError as error:
