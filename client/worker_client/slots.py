@@ -290,11 +290,14 @@ class SlotTable:
         self._must_resync = True
 
     def _make_steady(self, req_ids: tuple[str, ...]) -> SteadyRequests | None:
-        """Return those of decode_req_ids; None where not all of them are at their last token."""
+        """Return those of decode_req_ids; None where not all of them are at their last token and
+        sample."""
         if not req_ids:
             return None
         slots = self._slots(req_ids)
         if np.any(self._num_computed[slots] + 1 != self._num_tokens[slots]):
+            return None
+        if self._num_pooling and self._output_bytes[slots].any():
             return None
         steady = SteadyRequests(req_ids, slots, self.capacity)
         if int(np.count_nonzero(steady.bits)) != len(req_ids):

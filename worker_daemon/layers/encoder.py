@@ -11,7 +11,6 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 from torch.nn import functional
-from torch.nn.attention.varlen import varlen_attn
 
 from worker_daemon.contracts.attention import AttentionBackend, AttentionMetadata, AttentionStep
 from worker_daemon.layers.attention import HeadSizes
@@ -164,6 +163,9 @@ def attend_whole(q: Tensor, k: Tensor, v: Tensor, metadata: AttentionMetadata) -
     """q, k, v [N, Hq, D] -> [N, Hq, D]: each token sees all tokens of its prompt, which are all in
     the step. Never waits for the device."""
     if q.device.type == "cuda" and q.dtype in (torch.bfloat16, torch.float16):
+        # Imports torch's compiler, which takes seconds of a start; the warm-up comes here first.
+        from torch.nn.attention.varlen import varlen_attn
+
         starts, longest = metadata.query_start_loc, metadata.max_query_len
         out = varlen_attn(q, k, v, starts, starts, longest, longest)
         assert isinstance(out, Tensor), "no statistics were asked for"

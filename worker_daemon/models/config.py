@@ -10,6 +10,7 @@ from worker_daemon.models.description import DecoderConfig
 from worker_daemon.models.fields import Fields
 from worker_daemon.models.pooling_config import (
     MODULES_FILE,
+    POOLING_FILE,
     pooling_config_path,
     read_architecture,
     read_modules,
@@ -50,8 +51,23 @@ def parse_model_config(hf: Mapping[str, object]) -> DecoderConfig:
 def _with_modules(config: DecoderConfig, model_dir: Path) -> DecoderConfig:
     """Return the embedding model that sentence-transformers would make of it."""
     modules = _read_json(model_dir / MODULES_FILE)
-    path = pooling_config_path(modules)
-    return read_modules(config, modules, Fields(_read_object(model_dir / path), prefix=f"{path}: "))
+    path = _pooling_path(model_dir, modules)
+    prefix = f"{path.relative_to(model_dir)}: "
+    return read_modules(config, modules, Fields(_read_object(path), prefix=prefix))
+
+
+def pooling_files(model_dir: Path) -> Mapping[str, Path]:
+    """Return the files that say how a model pools, by their names in a saved set; none if there are
+    none."""
+    if not (model_dir / MODULES_FILE).exists():
+        return {}
+    path = _pooling_path(model_dir, _read_json(model_dir / MODULES_FILE))
+    return {MODULES_FILE: model_dir / MODULES_FILE, POOLING_FILE: path}
+
+
+def _pooling_path(model_dir: Path, modules: object) -> Path:
+    in_set = model_dir / POOLING_FILE
+    return in_set if in_set.exists() else model_dir / pooling_config_path(modules)
 
 
 def _read_object(path: Path) -> Mapping[str, object]:

@@ -12,6 +12,8 @@ from worker_daemon.models.description import DecoderConfig, HeadSpec, PoolerSpec
 from worker_daemon.models.fields import Fields
 
 MODULES_FILE: Final = "modules.json"
+POOLING_FILE: Final = "pooling.json"
+"""Configuration of the Pooling module in a saved set, which has no directories of modules."""
 _CAUSAL = "ForCausalLM"
 _SEQUENCE = "ForSequenceClassification"
 _TOKEN = "ForTokenClassification"  # a class's name

@@ -23,7 +23,7 @@ from worker_daemon.errors import CheckpointError, config_error
 from worker_daemon.layers.adapters import AdapterLayout
 from worker_daemon.layers.attention import NullAttention
 from worker_daemon.layers.rotary import max_table_length
-from worker_daemon.models.config import read_model_config
+from worker_daemon.models.config import pooling_files, read_model_config
 from worker_daemon.models.decoder import DecoderStage, build_stage
 from worker_daemon.models.description import DecoderConfig
 from worker_daemon.models.saved_set import (
@@ -56,7 +56,8 @@ class ResolvedModel:
     saved: SavedSet | None
     """The saved set, for load_formats sharded_state and tensorizer; None for the others."""
     config_files: Mapping[str, bytes]
-    """Content of CONFIG_FILES, for a save to keep: the directory may be removed by then."""
+    """Content of CONFIG_FILES and pooling_files, for a save to keep: the directory may be removed
+    by then."""
 
     def build_stage(
         self,
@@ -198,9 +199,10 @@ def _check_directory(name: str, directory: Path, root: Path, field: str) -> None
 
 
 def _read_config_files(directory: Path) -> dict[str, bytes]:
-    paths = [directory / name for name in CONFIG_FILES]
+    paths = {name: directory / name for name in CONFIG_FILES}
+    paths.update(pooling_files(directory))
     try:
-        return {path.name: read_whole(path) for path in paths if path.exists()}
+        return {name: read_whole(path) for name, path in paths.items() if path.exists()}
     except OSError as error:
         raise CheckpointError(
             f"a file of the model cannot be read: {error}",

@@ -79,8 +79,7 @@ class Results:
 
 
 def read_finished(path: Path | None) -> dict[str, JsonObject]:
-    """Return the lines with tokens of an unfinished run's output, by id; a partial line is
-    ignored."""
+    """Return the lines with an output of an unfinished run, by id; a partial line is ignored."""
     if path is None or is_special(path):
         return {}
     part = part_of(path)
@@ -93,7 +92,7 @@ def read_finished(path: Path | None) -> dict[str, JsonObject]:
             line = json.loads(text)
         except ValueError:
             continue
-        if isinstance(line, dict) and isinstance(line.get("token_ids"), list):
+        if isinstance(line, dict) and isinstance(line.get("token_ids", line.get("pooled")), list):
             found[str(line.get("id"))] = line
     return found
 

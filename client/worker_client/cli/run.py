@@ -166,7 +166,7 @@ def _print_texts(results: Sequence[JsonObject]) -> None:
     is_terminal = sys.stdout.isatty()
     for result in results:
         if "error" not in result:
-            text = str(result.get("text", result["token_ids"]))
+            text = str(result.get("text", result.get("token_ids", result.get("pooled"))))
             shown = _for_terminal(text) if is_terminal else text
             print_text(f"{printable(str(result['id']))}: {shown}\n")
 

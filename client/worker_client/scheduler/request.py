@@ -346,13 +346,14 @@ def new_request(
     limit = min(num_prompt + request.max_tokens, limits.max_model_len)
     if request.pooling is not None:
         limit = num_prompt
-    if limit - (request.pooling is None) > limits.longest_request:
+    samples = request.pooling is None
+    if limit - samples > limits.longest_request:
         usable = limits.num_blocks - NUM_NULL_BLOCKS
         raise RequestError(
             f"{limit} tokens do not fit into {usable} blocks of {limits.block_size}",
-            field="max_tokens",
-            value=request.max_tokens,
-            fix="ask for less",
+            field="max_tokens" if samples else "prompt_token_ids",
+            value=request.max_tokens if samples else num_prompt,
+            fix="ask for less" if samples else "use a shorter prompt",
         )
     most_tokens = limits.max_num_batched_tokens
     if request.prompt_logprobs is not None and most_tokens > MAX_PROMPT_LOGPROBS_TOKENS:

@@ -86,6 +86,16 @@ def test_a_reply_that_does_not_fit_is_refused(slots, sizes, count):
         rows.decode(sent, step.ModelRunnerOutput(epoch=3, seq=1, rank=0), [])
 
 
+def test_a_request_that_pools_may_be_named_among_those_that_decode():
+    slots = table()
+    requests = [new("a", 3, PoolingParams(task="embed")), new("b", 3)]
+    admit(slots, *requests, counts={"a": 2, "b": 2})
+    for req_ids in (("a", "b"), ("b",)):
+        sent = slots.encode(SchedulerOutput(decode_req_ids=req_ids), **IDS, seq=2)
+        assert sent.pooled == ({0: "a"} if "a" in req_ids else {})
+        assert sent.sampled()[1] in (["b"], ("b",))
+
+
 def test_a_request_that_has_pooled_is_not_scheduled_again():
     slots = table()
     admit(slots, new("a", 3, PoolingParams(task="embed")), counts={"a": 2})

@@ -4,10 +4,12 @@ import json
 
 import pytest
 
+from rpc_schema.config import ModelConfig
 from tests.support.pooling_reference import write_modules
 from worker_daemon.errors import CheckpointError, ConfigError
 from worker_daemon.models.config import parse_model_config, read_model_config
 from worker_daemon.models.safetensors_file import full_name
+from worker_daemon.worker.resolve import resolve_model
 
 DECODER = {
     "architectures": ["Qwen2ForCausalLM"],
@@ -83,6 +85,20 @@ def test_newer_form_of_the_pooling_mode(tmp_path):
     (tmp_path / "1_Pooling" / "config.json").write_text('{"pooling_mode": "weightedmean"}')
     with pytest.raises(ConfigError, match="pooling_mode"):
         read_model_config(tmp_path)
+
+
+def test_a_saved_set_pools_as_its_model_does(tmp_path):
+    model, saved = tmp_path / "model", tmp_path / "saved"
+    model.mkdir()
+    saved.mkdir()
+    (model / "config.json").write_text(json.dumps(ENCODER))
+    write_modules(model, "cls", 64, normalize=False)
+    resolved = resolve_model(ModelConfig(model=str(model)), [tmp_path])
+    for name, content in resolved.config_files.items():
+        (saved / name).write_bytes(content)
+    assert read_model_config(saved) == resolved.decoder
+    again = resolve_model(ModelConfig(model=str(saved)), [tmp_path])
+    assert again.config_files == resolved.config_files
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ from worker_daemon.runner.parts.interface import PartContext, Report, StepPart
 from worker_daemon.runner.scheduled_step import OutputSize, ScheduledStep, StepLimits, invalid
 
 
-class _Rows(NamedTuple):
+class _PooledRows(NamedTuple):
     """Rows of a step that have one request's extension in common. Host memory, [R] each."""
 
     slots: Int64s
@@ -42,9 +42,9 @@ class _Rows(NamedTuple):
     is_last: Bools
     """The prompt is complete."""
 
-    def take(self, chosen: Sequence[int] | Int64s) -> "_Rows":
+    def take(self, chosen: Sequence[int] | Int64s) -> "_PooledRows":
         """Return the rows with these indices."""
-        return _Rows(
+        return _PooledRows(
             self.slots[chosen],
             self.firsts[chosen],
             self.num_tokens[chosen],
@@ -65,7 +65,7 @@ class _Outputs(NamedTuple):
     """float32 [n, W], the rows of one request after those of another."""
 
 
-def _tokens_of(rows: _Rows, hidden: Tensor) -> Tensor:
+def _tokens_of(rows: _PooledRows, hidden: Tensor) -> Tensor:
     """Return the hidden states of the rows' tokens, [n, H]."""
     first, num = int(rows.firsts[0]), int(rows.num_tokens.sum())
     if int(rows.firsts[-1] + rows.num_tokens[-1]) - first == num:  # no other row is between them
@@ -153,10 +153,10 @@ class PoolingPart(StepPart):
         columns = tuple(piece for each in outputs for piece in each.pieces)
         return Report(extension, columns, per_row=False, is_one_frame=True)
 
-    def _by_params(self, step: ScheduledStep) -> Mapping[PoolingParams, _Rows]:
+    def _by_params(self, step: ScheduledStep) -> Mapping[PoolingParams, _PooledRows]:
         """Return the step's rows that pool, by the extension of their requests."""
         num_tokens = step.num_tokens.astype(np.int64)
-        of_step = _Rows(
+        of_step = _PooledRows(
             step.slots,
             np.cumsum(num_tokens) - num_tokens,
             num_tokens,
@@ -171,26 +171,30 @@ class PoolingPart(StepPart):
                 indices[params].append(index)
         return {params: of_step.take(chosen) for params, chosen in indices.items()}
 
-    def _pool(self, params: PoolingParams, rows: _Rows, hidden: Tensor) -> "list[_Outputs]":
+    def _pool(self, params: PoolingParams, rows: _PooledRows, hidden: Tensor) -> "list[_Outputs]":
         """Return the outputs of those of the rows whose prompt is complete."""
         states = self._states(params)
         if states == "each":
             return self._pool_each(params, rows, hidden)
-        if states == "mean":
-            pooled = self._mean(rows, hidden)
-            rows = rows.take(np.flatnonzero(rows.is_last))
-        else:
-            rows = rows.take(np.flatnonzero(rows.is_last))
-            places = rows.firsts if states == "first" else rows.firsts + rows.num_tokens - 1
-            chosen = hidden.index_select(0, upload(places, hidden.device))
-            pooled = self._of_stage.states(chosen)
-        if not rows.slots.size:
+        sums = self._add_up(rows, hidden) if states == "mean" else None
+        is_last = np.flatnonzero(rows.is_last)
+        if not is_last.size:
             return []
+        if sums is not None:
+            pooled = sums[upload(is_last, hidden.device)]
+            rows = rows.take(is_last)
+            pooled /= upload(rows.ends, hidden.device).unsqueeze(1)
+        else:
+            rows = rows.take(is_last)
+            places = rows.firsts if states == "first" else rows.firsts + rows.num_tokens - 1
+            pooled = self._of_stage.states(hidden.index_select(0, upload(places, hidden.device)))
         values = self._finish(params, pooled)
         sizes = np.full((rows.slots.size, 2), (1, values.shape[1]))
         return [_Outputs(rows.slots, sizes, (values,))]
 
-    def _pool_each(self, params: PoolingParams, rows: _Rows, hidden: Tensor) -> "list[_Outputs]":
+    def _pool_each(
+        self, params: PoolingParams, rows: _PooledRows, hidden: Tensor
+    ) -> "list[_Outputs]":
         values = self._finish(params, self._of_stage.states(_tokens_of(rows, hidden)))
         done = []
         for slot, chunk, is_last in zip(
@@ -207,20 +211,18 @@ class PoolingPart(StepPart):
             done.append(_Outputs(np.array([slot]), np.array([size]), pieces))
         return done
 
-    def _mean(self, rows: _Rows, hidden: Tensor) -> Tensor:
-        """Return the means [R', H] of the prompts that are complete; add up those that are not."""
+    def _add_up(self, rows: _PooledRows, hidden: Tensor) -> Tensor:
+        """Return the sums float32 [R, H] of the rows' hidden states since their first token."""
         assert self._sums is not None, "the model pools means"
-        device = hidden.device
         states = self._of_stage.states(_tokens_of(rows, hidden)).float()
-        lengths, slots, goes_on, ends = (
-            upload(column, device)
-            for column in (rows.num_tokens, rows.slots, rows.starts > 0, rows.ends)
+        lengths, slots, goes_on = (
+            upload(column, hidden.device)
+            for column in (rows.num_tokens, rows.slots, rows.starts > 0)
         )
         sums = torch.segment_reduce(states, "sum", lengths=lengths, unsafe=True)
         sums += torch.where(goes_on.unsqueeze(1), self._sums[slots], 0.0)
         self._sums[slots] = sums
-        means = sums / ends.unsqueeze(1)
-        return means[upload(np.flatnonzero(rows.is_last), device)]
+        return sums
 
     def _finish(self, params: PoolingParams, states: Tensor) -> Tensor:
         """states [n, H] -> float32 [n, W]."""
