@@ -53,7 +53,7 @@ def make_model(source: Path, directory: Path, *, max_vocab_size: int) -> Path:
     size = min(json.loads((source / "config.json").read_text())["vocab_size"], max_vocab_size)
     rng = random.Random(0)
     vocab = {letter: token for token, letter in enumerate(sorted(_letters()))}
-    syllables = ["an", "be", "co", "di", "en", "fo", "ri", "st", "ing", "er", '":', "00", "{", ","]
+    syllables = ["an", "be", "co", "di", "en", "fa", "ri", "st", "ing", "er", '":', "00", "{", ","]
     while len(vocab) < size:
         word = "".join(rng.choices(syllables, k=rng.randint(1, 5)))
         vocab.setdefault(

@@ -256,10 +256,12 @@ class Driver:
                 return
             sent = time.monotonic()
             self._unsent = output
-            if self._masks is not None and self._masks.must_wait(output):
-                return
-            masked = None if self._masks is None else self._masks.plan(output)
+            masked = None
             try:
+                if self._masks is not None:
+                    if self._masks.must_wait(output):
+                        return
+                    masked = self._masks.plan(output)
                 future = self._send(output if masked is None else masked.output)
             except InvalidSchedulerOutput as refusal:
                 self._refusal = refusal

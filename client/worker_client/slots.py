@@ -234,7 +234,7 @@ class SlotTable:
         """
         chosen = {} if self._must_resync else step.left  # then its rows are gone
         if req_ids is not None:
-            chosen = {slot: req_id for slot, req_id in step.left.items() if req_id in req_ids}
+            chosen = {slot: req_id for slot, req_id in chosen.items() if req_id in req_ids}
         slot_of = {req_id: slot for slot, req_id in chosen.items()}
         for field, names in (("masks", masks.keys()), ("req_ids", req_ids or ())):
             wrong = [req_id for req_id in names if req_id not in slot_of]

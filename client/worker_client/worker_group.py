@@ -710,12 +710,12 @@ class WorkerGroup:
             TooLargeError: the masks do not fit into a message; nothing was sent.
         """
         self._channel.check_usable()
-        step = deferred.step
-        if step is None or not step.deferred:
-            raise ClientError(f"step {deferred.seq} did not defer its sampling")
         failure = deferred.failure or self._steps.unreported_failure
         if failure is not None:
             return self._refuse(failure)
+        step = deferred.step
+        if step is None or not step.deferred:
+            raise ClientError(f"step {deferred.seq} did not defer its sampling")
         began_ns, slots = time.monotonic_ns(), self._steps.slots
         chosen, sampling = slots.encode_later(step, masks or {}, req_ids)
         if not chosen:

@@ -536,6 +536,8 @@ class FakeDaemon:
             self._error(request, ErrorCode.INVALID_STEP, str(error))
             return
         self.failed = False
+        if request.resync is not None:
+            self.deferred.clear()
         if request.deferred is not None:
             later = named_slots(request.deferred)
             assert later and {*later} <= {*sampled}
@@ -628,6 +630,9 @@ class FakeDaemon:
         return sampled
 
     def _sample(self, request: step.SampleTokens, ids) -> None:
+        if self.failed:
+            self._error(request, ErrorCode.PRECEDED_BY, "an earlier step failed")
+            return
         waiting = self.deferred[request.step_seq]
         chosen = [*waiting] if request.slots is None else named_slots(request.slots)
         rows = {slot: waiting.pop(slot) for slot in chosen}

@@ -21,6 +21,7 @@ from worker_client.launcher import LocalDaemons
 from worker_client.loading import LoadedGroup
 from worker_client.requests import GenerationRequest
 from worker_client.scheduler import RequestOutput, Scheduler, SchedulerLimits
+from worker_client.structured.masked_steps import CompiledGrammars
 from worker_client.worker_group import WorkerGroup
 
 SCHEDULER = SchedulerConfig(max_num_seqs=64, max_num_batched_tokens=512, step_deadline_ms=20_000)
@@ -95,7 +96,10 @@ def worker_config(
 
 
 def generate(
-    group: WorkerGroup, model: LoadedGroup, requests: Sequence[GenerationRequest]
+    group: WorkerGroup,
+    model: LoadedGroup,
+    requests: Sequence[GenerationRequest],
+    grammars: CompiledGrammars | None = None,
 ) -> Mapping[str, RequestOutput]:
     """Serve the requests with the reference scheduler; outputs by request id."""
     limits = SchedulerLimits(
@@ -108,7 +112,7 @@ def generate(
         pipeline_parallel_size=group.parallel.pipeline_parallel_size,
         eos_token_ids=model.metadata.eos_token_ids,
     )
-    driver = Driver(group, Scheduler(limits))
+    driver = Driver(group, Scheduler(limits), grammars=grammars)
     for request in requests:
         driver.add_request(request)
     return {output.req_id: output for output in driver.run()}

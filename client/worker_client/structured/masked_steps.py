@@ -24,6 +24,7 @@ from rpc_schema.structured import StructuredOutput
 from worker_client.errors import RequestError
 from worker_client.scheduler import RequestOutput
 from worker_client.scheduler_output import NewRequest, SchedulerOutput, StepResult
+from worker_client.step_checks import WIRE_LIMITS, check_admissions, check_shape, read_counts
 
 MAX_STEP_MASK_BYTES: Final = 1 << 20
 """Masks that a step brings itself; it needs the room for admissions. Further rows are deferred."""
@@ -117,7 +118,8 @@ class MaskedSteps:
 
     def must_wait(self, output: SchedulerOutput) -> bool:
         """Return True if a step cannot be sent yet: it continues a request whose last token waits
-        for its mask."""
+        for its mask. Raises InvalidSchedulerOutput as plan does."""
+        check_shape(output)
         waiting = self._waiting.keys()
         return bool(waiting) and not (
             waiting.isdisjoint(output.decode_req_ids)
@@ -126,9 +128,15 @@ class MaskedSteps:
 
     def plan(self, output: SchedulerOutput) -> MaskedStep:
         """Return a step with the masks that are known, and the rows that have to wait for theirs.
-        For the same step the same is returned: it may be sent again."""
+        For the same step the same is returned: it may be sent again.
+
+        Raises:
+            InvalidSchedulerOutput: the step is malformed.
+        """
         if self._planned is not None and self._planned[0] is output:
             return self._planned[1]
+        check_admissions(tuple(output.scheduled_new_reqs), WIRE_LIMITS)
+        read_counts(output.num_scheduled_tokens)
         for req_id in (*output.finished_req_ids, *output.preempted_req_ids):
             self.forget(req_id)
         for new in output.scheduled_new_reqs:

@@ -1,0 +1,240 @@
+"""Masks of a driver's steps, with grammars made by hand: each mask goes out once the tokens before
+it are known, whatever fails meanwhile."""
+
+import contextlib
+import random
+import threading
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import pytest
+
+from examples.static_batches import StaticBatches
+from rpc_schema.errors import ErrorCode
+from rpc_schema.structured import StructuredOutput
+from tests.support.fake_daemon import VOCAB_SIZE, Fault
+from tests.unit.client.conftest import worker_config
+from tests.unit.client.test_driver import spoiling
+from tests.unit.client.test_scheduler import expected, make_limits, random_requests
+from worker_client.driver import Driver
+from worker_client.errors import InvalidSchedulerOutput, RequestError
+from worker_client.scheduler import Scheduler
+from worker_client.structured import masked_steps
+
+
+@dataclass
+class HandMatcher:
+    """Takes any token, up to the one that it is told to reject."""
+
+    text: str
+    tokens: list[int] = field(default_factory=list)
+    rejects_at: int = 10**9
+    fails_at: int = 10**9
+
+    def consume_tokens(self, tokens):
+        self.tokens += tokens
+        return len(self.tokens) <= self.rejects_at
+
+    def is_error(self):
+        return len(self.tokens) >= self.fails_at
+
+    def get_error(self):
+        return "made up"
+
+    def deep_copy(self):
+        return replace(self, tokens=list(self.tokens))
+
+
+class HandGrammars:
+    """A matcher for each request; notes at which token each mask was computed."""
+
+    num_words = -(-VOCAB_SIZE // 32)
+    compile_s = 5.0
+
+    def __init__(self, expected=None, **matchers):
+        self.expected = expected
+        self.matchers = matchers
+        self.masks = set()
+
+    def close(self):
+        return None
+
+    def compile(self, grammar):
+        compiled = Future()
+        compiled.set_result(self.matchers.get(grammar.text, HandMatcher(grammar.text)))
+        return compiled
+
+    def fill(self, matchers):
+        for matcher in matchers:
+            known = len(matcher.tokens)
+            self.masks.add((matcher.text, known))
+            if self.expected is not None:
+                assert matcher.tokens == self.expected[matcher.text][:known]
+        return np.full((len(matchers), self.num_words), -1, np.int32)
+
+    def consume(self, pairs):
+        return [matcher.consume_tokens([token]) for matcher, token in pairs]
+
+
+def with_grammars(requests, rng, share=0.5):
+    """Some of them get one, whose text is their id."""
+    return [
+        replace(request, structured_outputs=StructuredOutput(kind="regex", text=request.id))
+        if rng.random() < share
+        else request
+        for request in requests
+    ]
+
+
+def driver_of(fakes, connect, grammars, kind=Scheduler, pp=1, num_blocks=None):
+    daemons = fakes(pp)
+    group = connect(daemons, pp)
+    group.attach()
+    model = group.prepare(worker_config(pp, max_model_len=128), num_gpu_blocks=num_blocks)
+    limits = make_limits(num_blocks=model.num_blocks, pipeline_parallel_size=pp)
+    return daemons, Driver(group, kind(limits), grammars=grammars)
+
+
+def run_on(driver):
+    """Outputs by id, over refused steps."""
+    outputs = {}
+    while driver.busy:
+        with contextlib.suppress(InvalidSchedulerOutput):
+            outputs.update((output.req_id, output) for output in driver.step())
+    outputs.update((output.req_id, output) for output in driver.run())
+    return outputs
+
+
+@pytest.mark.parametrize("kind", [Scheduler, StaticBatches])
+@pytest.mark.parametrize("pp", [1, 2])
+@pytest.mark.parametrize("trouble", ["none", "few blocks", "failures", "refusals", "both"])
+def test_every_token_of_a_request_has_its_mask(fakes, connect, kind, pp, trouble):
+    seed = random.randrange(1 << 30)
+    rng = random.Random(seed)
+    requests = with_grammars(random_requests(rng, 12), rng)
+    wanted = {request.id: expected(request) for request in requests}
+    grammars = HandGrammars(wanted)
+    made = spoiling(kind) if trouble in ("refusals", "both") else kind
+    num_blocks = 34 if trouble == "few blocks" else None
+    daemons, driver = driver_of(fakes, connect, grammars, made, pp, num_blocks)
+    if trouble in ("failures", "both"):
+        at = sorted(rng.sample(range(2, 25), 3))
+        for daemon in daemons.daemons:
+            daemon.faults = [Fault(n, code=ErrorCode.CAPACITY) for n in at]
+    for request in requests:
+        driver.add_request(request)
+    outputs = run_on(driver)
+    assert {name: output.token_ids for name, output in outputs.items()} == wanted, seed
+    needed = {
+        (request.id, index)
+        for request in requests
+        if request.structured_outputs is not None
+        for index in range(len(wanted[request.id]))
+    }
+    assert needed <= grammars.masks, seed
+    assert not daemons.daemons[-1].rows
+    assert not daemons.daemons[-1].deferred
+
+
+def test_requests_are_ended_by_their_grammars_alone(fakes, connect):
+    rng = random.Random(4)
+    requests = [
+        replace(r, max_tokens=20, ignore_eos=True, stop_token_ids=())
+        for r in with_grammars(random_requests(rng, 6), rng, share=1)
+    ]
+    grammars = HandGrammars(
+        r1=HandMatcher("r1", rejects_at=5),
+        r2=HandMatcher("r2", fails_at=0),
+        r3=HandMatcher("r3", fails_at=7),
+    )
+    _, driver = driver_of(fakes, connect, grammars)
+    for request in requests:
+        driver.add_request(request)
+    outputs = run_on(driver)
+    assert set(outputs) == {request.id for request in requests}
+    for request in requests:
+        output, whole = outputs[request.id], expected(request)
+        if request.id not in ("r1", "r2", "r3"):
+            assert (output.token_ids, output.finish_reason) == (whole, "length")
+            continue
+        assert output.finish_reason == "error" and output.error
+        assert output.token_ids == whole[: {"r1": 5, "r2": 0, "r3": 7}[request.id]]
+    assert "does not allow the sampled token" in outputs["r1"].error
+    assert "too complex: made up" in outputs["r3"].error
+
+
+def test_masks_that_do_not_fit_into_a_message_are_split(fakes, connect, monkeypatch):
+    monkeypatch.setattr(masked_steps, "MAX_STEP_MASK_BYTES", 4 * HandGrammars.num_words)
+    monkeypatch.setattr(masked_steps, "MAX_MASK_BYTES", 8 * HandGrammars.num_words)
+    rng = random.Random(9)
+    requests = with_grammars(random_requests(rng, 7), rng, share=1)
+    wanted = {request.id: expected(request) for request in requests}
+    _, driver = driver_of(fakes, connect, HandGrammars(wanted))
+    sizes = []
+    sample = driver.group.sample_tokens
+
+    def counting(deferred, masks=None, req_ids=None):
+        sizes.append(len(masks))
+        return sample(deferred, masks, req_ids)
+
+    monkeypatch.setattr(driver.group, "sample_tokens", counting)
+    for request in requests:
+        driver.add_request(request)
+    outputs = run_on(driver)
+    assert {name: output.token_ids for name, output in outputs.items()} == wanted
+    assert max(sizes) == 2 and sizes.count(2) > 10
+
+
+class SlowGrammars(HandGrammars):
+    """Compiles when it is told to."""
+
+    compile_s = 0.3
+
+    def __init__(self):
+        super().__init__()
+        self.go = threading.Event()
+        self.pool = ThreadPoolExecutor(1)
+
+    def compile(self, grammar):
+        return self.pool.submit(self._compile, grammar)
+
+    def _compile(self, grammar):
+        self.go.wait()
+        if grammar.text == "r1":
+            raise RequestError("made up", field="structured_outputs", value="r1", fix="none")
+        return HandMatcher(grammar.text)
+
+
+@pytest.mark.parametrize("in_time", [True, False])
+def test_requests_wait_for_their_grammars_and_the_others_do_not(fakes, connect, in_time):
+    rng = random.Random(11)
+    requests = random_requests(rng, 3)
+    requests[1:] = with_grammars(requests[1:], rng, share=1)
+    grammars = SlowGrammars()
+    _, driver = driver_of(fakes, connect, grammars)
+    for request in requests:
+        driver.add_request(request)
+    with pytest.raises(RequestError, match="in use"):
+        driver.add_request(requests[1])
+    first = []
+    while not first:
+        first = driver.step()
+    assert [output.req_id for output in first] == ["r0"]
+    if in_time:
+        grammars.go.set()
+    outputs = run_on(driver)
+    grammars.go.set()
+    grammars.pool.shutdown()
+    assert "made up" in outputs["r1"].error if in_time else "in time" in outputs["r1"].error
+    if in_time:
+        assert outputs["r2"].token_ids == expected(requests[2])
+
+
+def test_a_driver_without_grammars_refuses_such_requests(fakes, connect):
+    _, driver = driver_of(fakes, connect, None)
+    (request,) = with_grammars(random_requests(random.Random(1), 1), random.Random(1), share=1)
+    with pytest.raises(RequestError) as refused:
+        driver.add_request(request)
+    assert refused.value.field == "structured_outputs"
+    assert not driver.busy
