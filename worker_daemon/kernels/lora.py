@@ -137,7 +137,7 @@ class AdapterProducts:
             else "",
             PRECISION="tf32" if is_half else "ieee",
             PDL=self._pdl,
-            num_warps=4,
+            num_warps=8 if block_n > 128 else 4,
             enable_fp_fusion=True,
             **launch_options(self._pdl),
         )

@@ -326,6 +326,7 @@ def make_fake_worker(
     set_phase: SetPhase,
     save_root: Path | None,
     profile_dir: Path | None = None,
+    lora_roots: Sequence[Path] = (),
 ) -> FakeWorker:
     if device == "cuda:9":
         raise errors.ConfigError("no such device", field="device", value=device)
