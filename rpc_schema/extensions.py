@@ -15,6 +15,7 @@ from rpc_schema.base import Extension
 from rpc_schema.sampling import (
     GivenLogprobs,
     GrammarMasks,
+    LogitsProcessors,
     LogprobsWanted,
     LogprobTokens,
     PromptLogprobs,
@@ -26,7 +27,13 @@ from rpc_schema.sampling import (
 from rpc_schema.token_rules import TokenRule
 
 RequestExtension: TypeAlias = (
-    RandomSampling | StopTokens | LogprobsWanted | TokenRule | LogprobTokens | PromptLogprobsWanted
+    RandomSampling
+    | StopTokens
+    | LogprobsWanted
+    | TokenRule
+    | LogprobTokens
+    | PromptLogprobsWanted
+    | LogitsProcessors
 )
 """Extension of a request, from its admission on."""
 

@@ -114,6 +114,7 @@ def group_limits(config: WorkerConfig, model: LoadedGroup) -> GroupLimits:
         num_blocks=model.num_blocks,
         block_size=model.block_size,
         groups=model.groups,
+        logits_processors=config.scheduler.logits_processors,
     )
 
 

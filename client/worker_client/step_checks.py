@@ -67,6 +67,13 @@ class GroupLimits:
     block_size: int = 1
     groups: tuple[BlockGroup, ...] = ()
     """Groups of layers; empty: one of block_size, without a window."""
+    logits_processors: tuple[str, ...] | None = None
+    """Names that requests may ask for; None leaves them unchecked."""
+
+    @property
+    def bounds(self) -> ModelBounds:
+        """Bounds on the extensions of requests."""
+        return ModelBounds(self.vocab_size, self.logits_processors)
 
     @property
     def block_groups(self) -> tuple[BlockGroup, ...]:
@@ -336,7 +343,7 @@ def _check_extensions(request: NewRequest) -> int:
         try:
             return extension_bytes(extensions)
         except WRONG_TYPE:
-            fault = extension_fault(extensions, WIRE_LIMITS.vocab_size)
+            fault = extension_fault(extensions, WIRE_LIMITS.bounds)
             if fault is None:
                 raise
     raise _refused(request.req_id, *fault)
@@ -345,17 +352,17 @@ def _check_extensions(request: NewRequest) -> int:
 def check_values(request: NewRequest, limits: GroupLimits) -> None:
     """Check each value of a new request's extensions against the schema and the model; names the
     first that cannot be sent, or that the daemons would refuse."""
-    fault = extension_fault(request.extensions, limits.vocab_size)
+    fault = extension_fault(request.extensions, limits.bounds)
     if fault is not None:
         raise _refused(request.req_id, *fault)
 
 
-def extension_fault(extensions: object, vocab_size: int) -> ExtensionFault | None:
+def extension_fault(extensions: object, bounds: ModelBounds) -> ExtensionFault | None:
     """Return the first fault for which a request with these extensions would be refused."""
     fault = _kind_fault(extensions)
     if fault is not None or not isinstance(extensions, tuple):
         return fault
-    faults = (_value_fault(extension, vocab_size) for extension in extensions)
+    faults = (_value_fault(extension, bounds) for extension in extensions)
     return next((fault for fault in faults if fault is not None), None)
 
 
@@ -372,7 +379,7 @@ def _kind_fault(extensions: object) -> ExtensionFault | None:
     return None
 
 
-def _value_fault(extension: RequestExtension, vocab_size: int) -> ExtensionFault | None:
+def _value_fault(extension: RequestExtension, bounds: ModelBounds) -> ExtensionFault | None:
     name = type(extension).__name__
     for entry in msgspec.structs.fields(extension):
         own = getattr(extension, entry.name)
@@ -380,7 +387,7 @@ def _value_fault(extension: RequestExtension, vocab_size: int) -> ExtensionFault
             msgspec.convert(own, entry.type)
         except (msgspec.ValidationError, *WRONG_TYPE) as error:
             return ExtensionFault(f"{name}.{entry.name}", own, str(error))
-    fault = find_fault(extension, ModelBounds(vocab_size))
+    fault = find_fault(extension, bounds)
     return None if fault is None else fault._replace(field=f"{name}.{fault.field}")
 
 
@@ -406,7 +413,7 @@ def encode_checked(
         for request in new:
             check_values(request, limits)
         raise _too_large(error) from None
-    bounds = ModelBounds(limits.vocab_size)
+    bounds = limits.bounds
     for request in new:
         if any(find_fault(extension, bounds) is not None for extension in request.extensions):
             check_values(request, limits)

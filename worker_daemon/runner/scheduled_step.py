@@ -33,6 +33,8 @@ class StepLimits:
     num_blocks: int
     groups: tuple[BlockGroup, ...] = ()
     """None named: one of block_size, without a window."""
+    logits_processors: tuple[str, ...] = ()
+    """Names of those that requests may ask for."""
 
     @property
     def block_groups(self) -> tuple[BlockGroup, ...]:

@@ -57,6 +57,7 @@ class Serving:
             sampling=opened.place.backend.sampling,
             rows=opened.place.backend.rows,
             open_staging=opened.place.backend.open_staging,
+            processors=model.processors,
         )
         self.runner = assemble_runner(self._parts, opened.link, _limits(model, plan), kv)
         self._graphs: StepGraphs = NoGraphs()
@@ -193,4 +194,5 @@ def _limits(model: LoadedModel, plan: KVCacheConfig) -> StepLimits:
         block_size=model.config.cache.block_size,
         num_blocks=plan.num_blocks,
         groups=groups_of(plan),
+        logits_processors=scheduler.logits_processors,
     )

@@ -22,6 +22,8 @@ class ModelBounds:
     """Bounds of the loaded model on a request's extensions."""
 
     vocab_size: int
+    logits_processors: tuple[str, ...] | None = None
+    """Names of the configuration; None leaves them unchecked."""
 
 
 class RequestPart:

@@ -16,6 +16,7 @@ from worker_client.parts.logprobs import (
     PromptLogprobsRequestPart,
 )
 from worker_client.parts.sampling import (
+    LogitsProcessorsRequestPart,
     RandomSamplingRequestPart,
     StopTokensRequestPart,
 )
@@ -39,6 +40,7 @@ PARTS: Final[tuple[RequestPart, ...]] = (
     BadWordsRequestPart(),
     LogitBiasRequestPart(),
     PenaltiesRequestPart(),
+    LogitsProcessorsRequestPart(),
 )
 
 _OF_REQUEST: Final[Mapping[type, RequestPart]] = MappingProxyType(

@@ -103,6 +103,8 @@ class SchedulerLimits:
     groups: tuple[BlockGroup, ...] = ()
     """Groups of layers; each gives every request blocks of its own. Empty: one of block_size,
     without a window."""
+    logits_processors: tuple[str, ...] | None = None
+    """Names that requests may ask for; None leaves them unchecked."""
 
     @property
     def block_groups(self) -> tuple[BlockGroup, ...]:
@@ -126,4 +128,5 @@ def scheduler_limits(model: LoadedGroup, config: WorkerConfig) -> SchedulerLimit
         eos_token_ids=model.metadata.eos_token_ids,
         vocab_size=model.metadata.vocab_size,
         groups=model.groups,
+        logits_processors=config.scheduler.logits_processors,
     )

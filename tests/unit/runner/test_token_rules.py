@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import torch
 
-from rpc_schema.sampling import SamplingParams
+from rpc_schema.sampling import LogitsProcessors, LogprobTokens, SamplingParams
 from rpc_schema.step import NO_TOKEN, NewRequestData
 from rpc_schema.token_rules import (
     MAX_BIASED_TOKENS,
@@ -137,6 +137,8 @@ def test_logprobs_are_those_before_all_rules():
         (AllowedTokens(token_ids=b""), "allowed_token_ids"),
         (AllowedTokens(token_ids=b"\1\0\0"), "allowed_token_ids"),
         (AllowedTokens(token_ids=pack_token_ids([3, VOCAB])), "allowed_token_ids"),
+        (LogprobTokens(token_ids=pack_token_ids([VOCAB])), "logprob_token_ids"),
+        (LogitsProcessors(names=("odd",)), "logits_processors"),
         (BadWords.of([[1], []]), "bad_words"),
         (BadWords.of([[1] * 17]), "bad_words"),
         (BadWords.of([[1, VOCAB]]), "bad_words"),

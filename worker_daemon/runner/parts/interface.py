@@ -4,8 +4,8 @@ object. A step that uses none tests a few integers.
 Letters: R rows that sample, V vocabulary, N tokens, H hidden size, S rows.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, Final, Literal, Protocol, TypeAlias
 
 import torch
@@ -16,6 +16,7 @@ from rpc_schema.extensions import RequestExtension, StepExtension
 from rpc_schema.step import NewRequestData
 from rpc_schema.token_rules import RuleFault
 from worker_daemon.contracts.arrays import Int32s
+from worker_daemon.contracts.logits_processor import MakeLogitsProcessor
 from worker_daemon.contracts.sampling import Sampling
 from worker_daemon.runner.report import Report as Report
 from worker_daemon.runner.sample_rows import SampleRows
@@ -42,6 +43,8 @@ class PartContext:
     is_last_stage: bool
     sampling: Sampling
     """Sampling kernels of the device."""
+    processors: Mapping[str, MakeLogitsProcessor] = field(default_factory=dict)
+    """Custom logits processors, in the order of the limits' names."""
 
     @property
     def num_rows(self) -> int:
