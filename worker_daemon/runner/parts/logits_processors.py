@@ -4,7 +4,6 @@ Shapes: S rows, R rows that sample, V vocabulary, P processors.
 """
 
 from collections.abc import Sequence
-from typing import Final
 
 import numpy as np
 import torch
@@ -17,11 +16,10 @@ from worker_daemon.runner.parts.interface import PartContext, StepPart, refuse_f
 from worker_daemon.runner.sample_rows import SampleRows
 from worker_daemon.runner.scheduled_step import StepLimits
 
-_FLOAT32: Final = 4
-
 
 class LogitsProcessorsPart(StepPart):
-    """Lets each processor change the rows that ask for it, in the configuration's order."""
+    """Lets each processor change the rows that ask for it, in the configuration's order. What they
+    take of the device's memory is not known, and in no plan."""
 
     request_extension = LogitsProcessors
 
@@ -56,8 +54,3 @@ class LogitsProcessorsPart(StepPart):
                 chosen = upload(places, logits.device)
                 result[chosen] = processor(result[chosen], rows.positions[chosen])
         return result
-
-    @staticmethod
-    def sampling_bytes(num_rows: int, vocab_size: int, itemsize: int) -> int:
-        """Two copies of the logits, of all rows and of those of one processor."""
-        return 2 * num_rows * vocab_size * _FLOAT32
