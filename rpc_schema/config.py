@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from rpc_schema.base import Count, Positive, Unsigned, Value
+from rpc_schema.base import Count, Name, Positive, Unsigned, Value
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 LoadFormat = Literal["auto", "dummy", "sharded_state", "tensorizer"]
@@ -76,13 +76,16 @@ class ModelConfig(Value, frozen=True, kw_only=True):
 
 
 class SchedulerConfig(Value, frozen=True, kw_only=True):
-    """The largest step that the driver will send."""
+    """The largest step that the driver will send, and what its requests may ask for."""
 
     max_num_seqs: Annotated[int, Meta(ge=1, le=65535)] = 256
     max_num_batched_tokens: Positive = 8192
     step_deadline_ms: Annotated[int, Meta(ge=100, le=3_600_000)] = 60_000
     """A step that takes longer counts as hung; gloo's own timeout is this plus a second. At least
     MIN_STEP_DEADLINE_MS, and as long as the longest step takes."""
+    logits_processors: Annotated[tuple[Name, ...], Meta(max_length=16)] = ()
+    """Names of custom logits processors that requests may ask for; each daemon has them
+    installed."""
 
 
 class CacheConfig(Value, frozen=True, kw_only=True):

@@ -17,6 +17,7 @@ from rpc_schema.pooling import PooledOutputs, PoolingParams
 from rpc_schema.sampling import (
     GivenLogprobs,
     GrammarMasks,
+    LogitsProcessors,
     LogprobsWanted,
     LogprobTokens,
     PromptLogprobs,
@@ -31,12 +32,13 @@ from rpc_schema.token_rules import TokenRule
 RequestExtension: TypeAlias = (
     RandomSampling
     | StopTokens
-    | LoraRequest
-    | StructuredOutput
     | LogprobsWanted
-    | TokenRule
     | LogprobTokens
     | PromptLogprobsWanted
+    | TokenRule
+    | LogitsProcessors
+    | StructuredOutput
+    | LoraRequest
     | PoolingParams
 )
 """Extension of a request, from its admission on."""

@@ -34,6 +34,9 @@ MAX_LOGPROBS = 20
 
 MAX_LOGPROB_TOKEN_IDS = 128
 
+MAX_LOGITS_PROCESSORS = 8
+"""Bound for one request."""
+
 MAX_PROMPT_LOGPROBS_TOKENS = 65_536
 """Bound on max_num_batched_tokens where requests want log probabilities of their prompts: those of
 a step must fit into its reply."""
@@ -101,6 +104,21 @@ class LogprobTokens(Extension, frozen=True, tag=24, kw_only=True):
         return column_fault("logprob_token_ids", self.token_ids, vocab_size)
 
 
+class LogitsProcessors(Extension, frozen=True, tag=26, kw_only=True):
+    """Custom logits processors of a request: names of the configuration, which act in its order.
+    The daemons have their code."""
+
+    names: Annotated[tuple[Name, ...], Meta(min_length=1, max_length=MAX_LOGITS_PROCESSORS)]
+
+    def find_fault(self, known: tuple[str, ...]) -> RuleFault | None:
+        """Return the first fault. known: the names of the configuration."""
+        unknown = [name for name in self.names if name not in known]
+        if unknown:
+            names = ", ".join(known) or "none: load with scheduler.logits_processors"
+            return RuleFault("logits_processors", unknown[0], f"use one of those loaded: {names}")
+        return None
+
+
 class GivenLogprobs(FramedExtension, frozen=True, tag=20, kw_only=True):
     """Log probabilities of the tokens that requests have named (LogprobTokens), of all of a reply's
     rows. One frame: float32 [rows, width], each row's own first. They are of the same logits as
@@ -154,7 +172,13 @@ class GrammarMasks(FramedExtension, frozen=True, tag=1, kw_only=True):
 
 
 SamplingExtension: TypeAlias = (
-    RandomSampling | StopTokens | LogprobsWanted | TokenRule | LogprobTokens | PromptLogprobsWanted
+    RandomSampling
+    | StopTokens
+    | LogprobsWanted
+    | TokenRule
+    | LogprobTokens
+    | PromptLogprobsWanted
+    | LogitsProcessors
 )
 _NOT_RANDOM: Final = RandomSampling()
 _NO_STOPS: Final = StopTokens()
@@ -187,6 +211,7 @@ class SamplingParams:
     """Tokens whose log probabilities are reported at each position; None reports none."""
     prompt_logprobs: int | None = None
     """None reports none."""
+    logits_processors: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, extensions: Iterable[Extension]) -> "SamplingParams":
@@ -231,6 +256,8 @@ class SamplingParams:
             wanted.append(LogprobTokens(token_ids=pack_token_ids(self.logprob_token_ids)))
         if self.prompt_logprobs is not None:
             wanted.append(PromptLogprobsWanted(count=self.prompt_logprobs))
+        if self.logits_processors:
+            wanted.append(LogitsProcessors(names=self.logits_processors))
         return tuple(wanted)
 
 
@@ -244,6 +271,8 @@ def _params_of(extension: SamplingExtension) -> dict[str, Any]:
             params = {"logprobs": extension.count}
         case PromptLogprobsWanted():
             params = {"prompt_logprobs": extension.count}
+        case LogitsProcessors():
+            params = {"logits_processors": extension.names}
         case LogprobTokens():
             params = {"logprob_token_ids": unpack_token_ids(extension.token_ids)}
         case LogitBias():

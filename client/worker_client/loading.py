@@ -117,6 +117,7 @@ def group_limits(config: WorkerConfig, model: LoadedGroup) -> GroupLimits:
         generates=model.metadata.generates,
         pooling=model.metadata.pooling,
         max_loras=config.lora.max_loras,
+        logits_processors=config.scheduler.logits_processors,
     )
 
 

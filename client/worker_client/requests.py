@@ -19,6 +19,7 @@ from rpc_schema.lora_request import LoraRequest
 from rpc_schema.plain_text import printable
 from rpc_schema.pooling import PoolingParams
 from rpc_schema.sampling import (
+    MAX_LOGITS_PROCESSORS,
     MAX_LOGPROB_TOKEN_IDS,
     MAX_LOGPROBS,
     MAX_STOP_TOKEN_IDS,
@@ -89,6 +90,8 @@ class GenerationRequest:
     """Tokens whose log probabilities are reported with each token."""
     prompt_logprobs: int | None = None
     """As logprobs, for each token of the prompt but the first."""
+    logits_processors: tuple[str, ...] = ()
+    """Custom ones, of the configuration's names."""
     n: int = 1
     """Samples to generate: see forked."""
     index: int | None = None
@@ -140,12 +143,21 @@ class GenerationRequest:
             bad_words=self.bad_words,
             logprob_token_ids=self.logprob_token_ids,
             prompt_logprobs=self.prompt_logprobs,
+            logits_processors=self.logits_processors,
         )
         grammar = () if self.structured_outputs is None else (self.structured_outputs,)
         return (*params.extensions(), *grammar, *self.features)
 
 
-_SIZED: Final = ("id", "prompt_token_ids", "logit_bias", "bad_words", "lora", "stop")
+_SIZED: Final = (
+    "id",
+    "prompt_token_ids",
+    "logit_bias",
+    "bad_words",
+    "lora",
+    "stop",
+    "logits_processors",
+)
 """Fields of which the length is bounded."""
 
 
@@ -240,6 +252,7 @@ def validated(request: GenerationRequest) -> GenerationRequest:
         ("min_tokens", request.min_tokens, 0, MAX_COUNT),
         ("logprobs", request.logprobs or 0, 0, MAX_LOGPROBS),
         ("prompt_logprobs", request.prompt_logprobs or 0, 0, MAX_LOGPROBS),
+        ("logits_processors", len(request.logits_processors), 0, MAX_LOGITS_PROCESSORS),
         ("n", request.n, 1, MAX_SAMPLES),
         ("stop", len(request.stop), 0, MAX_STOP_STRINGS),
         ("presence_penalty", request.presence_penalty, -MAX_PENALTY, MAX_PENALTY),
@@ -520,6 +533,7 @@ _FIELDS: Final[Mapping[str, Any]] = MappingProxyType(
         "pooling": dict[str, Any],
         "logprob_token_ids": list[int],
         "prompt_logprobs": int,
+        "logits_processors": list[str],
         "n": int,
         "stop": str | list[str],
         "include_stop_str_in_output": bool,

@@ -81,11 +81,13 @@ class GroupLimits:
     """The model has an output layer for tokens."""
     pooling: PoolingSupport | None = None
     """None: unknown, and not checked."""
+    logits_processors: tuple[str, ...] | None = None
+    """Names that requests may ask for; None leaves them unchecked."""
 
     @property
     def bounds(self) -> ModelBounds:
         """The model's bounds on extensions."""
-        return ModelBounds(self.vocab_size, self.pooling, self.max_loras)
+        return ModelBounds(self.vocab_size, self.pooling, self.max_loras, self.logits_processors)
 
     @cached_property
     def block_groups(self) -> tuple[BlockGroup, ...]:

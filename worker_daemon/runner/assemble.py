@@ -1,11 +1,12 @@
 """Puts a model runner together from its parts: the one place that knows which part serves which
 place in the group."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
+from worker_daemon.contracts.logits_processor import MakeLogitsProcessor
 from worker_daemon.contracts.sampling import Sampling
 from worker_daemon.distributed.bubbles import InputWaits, input_waits
 from worker_daemon.distributed.link import Link
@@ -53,6 +54,7 @@ class RunnerParts:
     sampling: Sampling
     rows: RowKernels
     open_staging: OpenStaging
+    processors: Mapping[str, MakeLogitsProcessor]
     adapters: Adapters | None = None
 
     @property
@@ -74,6 +76,7 @@ def assemble_runner(
         is_last_stage=parallel.is_last_stage,
         pooler=parts.stage.pooler,
         adapters=parts.adapters,
+        processors=parts.processors,
     )
     state = RequestState(limits, step_parts)
     tables = RowTables(limits, parts.device, parts.rows)

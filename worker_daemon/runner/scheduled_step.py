@@ -37,6 +37,8 @@ class StepLimits:
     generates: bool = True
     """The model has an output layer for tokens."""
     pooling: PoolingSupport = NO_POOLING
+    logits_processors: tuple[str, ...] = ()
+    """Names of those that requests may ask for."""
 
     @property
     def block_groups(self) -> tuple[BlockGroup, ...]:

@@ -3,7 +3,7 @@ to the worker."""
 
 import logging
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -14,6 +14,7 @@ from rpc_schema.config import LoraConfig, ModelConfig, ParallelConfig, WorkerCon
 from rpc_schema.kv_cache import KVCacheConfig, KVCacheSpec
 from rpc_schema.lifecycle import MemoryTag, SleepLevel
 from worker_daemon.backend import Backend
+from worker_daemon.contracts.logits_processor import MakeLogitsProcessor
 from worker_daemon.device.failures import FailureKind, drop_scratch, judge, out_of_memory
 from worker_daemon.device.init import supports
 from worker_daemon.distributed.parallel_state import ParallelState
@@ -50,6 +51,7 @@ from worker_daemon.models.weights import (
 )
 from worker_daemon.phases import LONG_OPERATION_S, SetPhase
 from worker_daemon.runner.kv_cache import LayerKV, allocate_kv_caches, describe_layers
+from worker_daemon.worker.logits_processors import find_logits_processors
 from worker_daemon.worker.resolve import (
     ResolvedModel,
     check_cache,
@@ -111,6 +113,8 @@ class LoadedModel:
     """The configuration that reload_weights reads: as loaded, until update_config changes it."""
     adapters: Adapters | None = None
     """None if it was loaded without LoRA adapters."""
+    processors: Mapping[str, MakeLogitsProcessor] = field(default_factory=dict)
+    """Custom logits processors that requests may ask for."""
 
     def limited_to(self, max_model_len: int) -> "LoadedModel":
         """Return the model with another limit, at most the one that it was loaded with.
@@ -168,12 +172,14 @@ def load(message: lc.LoadModel, place: RankPlace, roots: Roots, set_phase: SetPh
     """Build this rank's stage and shard, and fill it.
 
     Raises:
-        ConfigError: the model, its partition or a size is not possible.
+        ConfigError: the model, its partition or a size is not possible, or a logits processor is
+            not installed.
         CheckpointError: its files are missing, truncated or not what config.json says.
         CapacityError: it does not fit on the device.
     """
     check_cache(message.cache, message.scheduler)
     check_lora(message.lora)
+    processors = find_logits_processors(message.scheduler.logits_processors)
     if message.model.load_format == "tensorizer":
         require_tensorizer("load_format", "tensorizer")
     resolved = roots.resolve(message.model)
@@ -215,6 +221,7 @@ def load(message: lc.LoadModel, place: RankPlace, roots: Roots, set_phase: SetPh
         weights=WeightState(stage.checkpoint_views()),
         next_load=message.model,
         adapters=adapters,
+        processors=processors,
     )
 
 

@@ -59,6 +59,7 @@ class Serving:
             rows=opened.place.backend.rows,
             open_staging=opened.place.backend.open_staging,
             adapters=model.adapters,
+            processors=model.processors,
         )
         self.runner = assemble_runner(self._parts, opened.link, _limits(model, plan), kv)
         self._graphs = StepGraphs()
@@ -198,4 +199,5 @@ def _limits(model: LoadedModel, plan: KVCacheConfig) -> StepLimits:
         groups=groups_of(plan),
         generates=model.resolved.decoder.generates,
         pooling=pooling_support(model.resolved.decoder),
+        logits_processors=scheduler.logits_processors,
     )

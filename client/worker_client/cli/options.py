@@ -144,6 +144,9 @@ def build_run_options(
         int, typer.Option(min=1, max=65535, help="Requests running at once.")
     ] = 256,
     max_num_batched_tokens: Annotated[int, typer.Option(min=1, help="Tokens in a step.")] = 8192,
+    logits_processors: Annotated[
+        str, typer.Option(help="Custom ones that requests may ask for: NAME,NAME,...")
+    ] = "",
     block_size: Annotated[int, typer.Option(min=1, max=1024, help="Tokens in a KV block.")] = 16,
     num_gpu_blocks: Annotated[
         int | None, typer.Option(min=2, help="KV blocks; default: what fits.")
@@ -243,7 +246,11 @@ def build_run_options(
             enable_sleep_mode=enable_sleep_mode,
         ),
         scheduler=SchedulerConfig(
-            max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            logits_processors=tuple(
+                name for part in logits_processors.split(",") if (name := part.strip())
+            ),
         ),
         cache=CacheConfig(
             block_size=block_size,

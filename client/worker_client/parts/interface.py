@@ -27,6 +27,8 @@ class ModelBounds:
     """None: unknown, and not checked."""
     max_loras: int | None = None
     """Adapters in a step, at most; None leaves adapters unchecked."""
+    logits_processors: tuple[str, ...] | None = None
+    """Names of the configuration; None leaves them unchecked."""
 
 
 class RequestPart:

@@ -18,6 +18,7 @@ from worker_client.parts.logprobs import (
 from worker_client.parts.lora import LoraRequestPart
 from worker_client.parts.pooling import PoolingRequestPart
 from worker_client.parts.sampling import (
+    LogitsProcessorsRequestPart,
     RandomSamplingRequestPart,
     StopTokensRequestPart,
 )
@@ -45,6 +46,7 @@ PARTS: Final[tuple[RequestPart, ...]] = (
     BadWordsRequestPart(),
     LogitBiasRequestPart(),
     PenaltiesRequestPart(),
+    LogitsProcessorsRequestPart(),
 )
 
 _OF_REQUEST: Final[Mapping[type, RequestPart]] = MappingProxyType(

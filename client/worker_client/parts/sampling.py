@@ -3,6 +3,7 @@
 from rpc_schema.sampling import (
     MAX_STOP_TOKEN_IDS,
     MIN_TEMPERATURE,
+    LogitsProcessors,
     RandomSampling,
     StopTokens,
 )
@@ -38,3 +39,15 @@ class StopTokensRequestPart(RequestPart):
                 "token_ids", unknown[0], f"use token ids below {bounds.vocab_size}"
             )
         return None
+
+
+class LogitsProcessorsRequestPart(RequestPart):
+    """Custom logits processors, by name."""
+
+    extension = LogitsProcessors
+
+    def find_fault(self, extension: LogitsProcessors, bounds: ModelBounds) -> ExtensionFault | None:
+        if bounds.logits_processors is None:
+            return None
+        fault = extension.find_fault(bounds.logits_processors)
+        return None if fault is None else ExtensionFault(*fault)

@@ -118,12 +118,14 @@ class SchedulerLimits:
     """The model has an output layer for tokens."""
     pooling: PoolingSupport | None = None
     """None leaves requests that pool unchecked."""
+    logits_processors: tuple[str, ...] | None = None
+    """Names that requests may ask for; None leaves them unchecked."""
 
     @property
     def bounds(self) -> ModelBounds:
         """Bounds on the extensions of requests."""
         size = _UNCHECKED if self.vocab_size is None else self.vocab_size
-        return ModelBounds(size, self.pooling, self.max_loras)
+        return ModelBounds(size, self.pooling, self.max_loras, self.logits_processors)
 
     @cached_property
     def block_groups(self) -> tuple[BlockGroup, ...]:
@@ -153,4 +155,5 @@ def scheduler_limits(model: LoadedGroup, config: WorkerConfig) -> SchedulerLimit
         generates=model.metadata.generates,
         pooling=model.metadata.pooling,
         max_loras=config.lora.max_loras,
+        logits_processors=config.scheduler.logits_processors,
     )

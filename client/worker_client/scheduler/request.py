@@ -366,10 +366,9 @@ def new_request(
     size = limits.vocab_size  # a token that the model cannot produce ends nothing
     eos_token_ids = [token for token in limits.eos_token_ids if size is None or token < size]
     extensions = request.extensions(eos_token_ids)
-    bounds = group_bounds(limits)
-    fault = extension_fault(extensions, bounds.bounds)
-    if fault is None:
-        fault = pooling_admission_fault(extensions, num_prompt, 0, bounds)
+    fault = extension_fault(extensions, limits.bounds)
+    if fault is None and not (samples and limits.generates):
+        fault = pooling_admission_fault(extensions, num_prompt, 0, group_bounds(limits))
     if fault is not None:
         message = "a feature of the request is refused"
         raise RequestError(message, field=fault.field, value=fault.value, fix=fault.fix)

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import torch
 
-from rpc_schema.sampling import SamplingParams
+from rpc_schema.sampling import LogitsProcessors, LogprobTokens, SamplingParams
 from rpc_schema.step import NO_TOKEN, NewRequestData
 from rpc_schema.token_rules import (
     MAX_BIASED_TOKENS,
@@ -106,6 +106,23 @@ def test_a_small_penalty_is_not_lost_in_half_precision():
     assert rows.step(logits) == {0: 5, 1: 5}
 
 
+def test_rules_of_rows_that_have_ended_are_no_others():
+    """Deferred sampling: what a step uses is more than what its remaining rows do."""
+    rows = Rows()
+    every = SamplingParams(
+        presence_penalty=1.0,
+        logit_bias={1: 9.0},
+        allowed_token_ids=(1,),
+        bad_words=((1,),),
+        logprob_token_ids=(3,),
+    )
+    rows.admit(0, [4], 1, every)
+    rows.admit(1, [4], 1, SamplingParams())
+    used, logits = rows.parts.used_by(np.array([0])), torch.randn(1, VOCAB)
+    output = rows.parts.sample(logits, sample_rows([1], [1], used), NOTHING_BROUGHT)
+    assert output.token_ids.tolist() == logits.argmax(1).tolist()
+
+
 def test_logprobs_are_those_before_all_rules():
     rows = Rows()
     params = SamplingParams(
@@ -137,6 +154,8 @@ def test_logprobs_are_those_before_all_rules():
         (AllowedTokens(token_ids=b""), "allowed_token_ids"),
         (AllowedTokens(token_ids=b"\1\0\0"), "allowed_token_ids"),
         (AllowedTokens(token_ids=pack_token_ids([3, VOCAB])), "allowed_token_ids"),
+        (LogprobTokens(token_ids=pack_token_ids([VOCAB])), "logprob_token_ids"),
+        (LogitsProcessors(names=("odd",)), "logits_processors"),
         (BadWords.of([[1], []]), "bad_words"),
         (BadWords.of([[1] * 17]), "bad_words"),
         (BadWords.of([[1, VOCAB]]), "bad_words"),

@@ -4,8 +4,8 @@ object. A step that uses none tests a few integers.
 Letters: R rows that sample, V vocabulary, N tokens, H hidden size, S rows.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, Final, Literal, Protocol, TypeAlias
 
 import torch
@@ -16,6 +16,7 @@ from rpc_schema.extensions import RequestExtension, StepExtension
 from rpc_schema.step import NewRequestData
 from rpc_schema.token_rules import RuleFault
 from worker_daemon.contracts.arrays import Int32s, Int64s
+from worker_daemon.contracts.logits_processor import MakeLogitsProcessor
 from worker_daemon.contracts.sampling import Sampling
 from worker_daemon.lora.adapters import Adapters
 from worker_daemon.models.pooler import Pooler
@@ -53,6 +54,8 @@ class PartContext:
     """The model's conversion of hidden states; None on stages but the last."""
     adapters: Adapters | None = None
     """The model's LoRA adapters; None if it was loaded without."""
+    processors: Mapping[str, MakeLogitsProcessor] = field(default_factory=dict)
+    """Custom logits processors, in the order of the limits' names."""
 
     @property
     def num_rows(self) -> int:

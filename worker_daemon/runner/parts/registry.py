@@ -2,6 +2,8 @@
 part is its file and its line here; its structs are registered in rpc_schema/extensions.py.
 """
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Final
 
 import torch
@@ -9,6 +11,7 @@ import torch
 from rpc_schema.codec import Frame
 from rpc_schema.extensions import StepExtension
 from worker_daemon.contracts.arrays import Int64s
+from worker_daemon.contracts.logits_processor import MakeLogitsProcessor
 from worker_daemon.contracts.sampling import Sampling
 from worker_daemon.lora.adapters import Adapters
 from worker_daemon.models.pooler import Pooler
@@ -17,6 +20,7 @@ from worker_daemon.runner.parts.bad_words import BadWordsPart
 from worker_daemon.runner.parts.grammar_masks import GrammarMasksPart
 from worker_daemon.runner.parts.interface import PartContext, StepPart
 from worker_daemon.runner.parts.logit_bias import LogitBiasPart
+from worker_daemon.runner.parts.logits_processors import LogitsProcessorsPart
 from worker_daemon.runner.parts.logprob_tokens import LogprobTokensPart
 from worker_daemon.runner.parts.lora import LoraPart
 from worker_daemon.runner.parts.penalties import PenaltiesPart
@@ -37,6 +41,7 @@ PARTS: Final[tuple[type[StepPart], ...]] = (
     AllowedTokensPart,
     BadWordsPart,
     LogitBiasPart,
+    LogitsProcessorsPart,
     StopTokensPart,
     PenaltiesPart,
     PoolingPart,
@@ -61,9 +66,19 @@ def make_parts(
     is_last_stage: bool = True,
     pooler: Pooler | None = None,
     adapters: Adapters | None = None,
+    processors: Mapping[str, MakeLogitsProcessor] = MappingProxyType({}),
 ) -> StepParts:
     """Return the parts of one runner. adapters: those of its model, if it has any."""
-    context = PartContext(limits, device, is_first_stage, is_last_stage, sampling, pooler, adapters)
+    context = PartContext(
+        limits,
+        device,
+        is_first_stage,
+        is_last_stage,
+        sampling,
+        pooler=pooler,
+        adapters=adapters,
+        processors=processors,
+    )
     *parts, chooser = [part(context) for part in PARTS if part.serves(context)]
     assert isinstance(chooser, RandomSamplingPart)
     return StepParts([*parts, chooser], chooser, context)

@@ -1,0 +1,124 @@
+"""Custom logits processors of an installed package: found by their entry points, named by the
+configuration, and switched on by single requests."""
+
+import numpy as np
+import pytest
+import transformers
+
+from rpc_schema.sampling import LogitsProcessors
+from tests.support.serving import connect, generate, greedy_request, worker_config
+from worker_client.errors import InvalidSchedulerOutput, RemoteConfigError, RequestError
+from worker_client.launcher import LocalDaemons
+from worker_client.requests import GenerationRequest
+from worker_client.scheduler import Scheduler, SchedulerLimits, scheduler_limits
+from worker_client.scheduler_output import NewRequest, SchedulerOutput
+
+MODULE = """
+def make_even(vocab_size, device):
+    def process(logits, positions):
+        logits[:, 1::2] = float("-inf")
+        return logits
+    return process
+
+def make_late(vocab_size, device):
+    def process(logits, positions):
+        logits[:, 7] += positions * 4.0
+        return logits
+    return process
+"""
+ENTRIES = """
+[worker_daemon.logits_processors]
+even = wd_test_processors:make_even
+late = wd_test_processors:make_late
+broken = wd_test_processors:nothing
+"""
+
+
+class Reference(transformers.LogitsProcessor):
+    def __init__(self, names):
+        self.names = names
+
+    def __call__(self, input_ids, scores):
+        scores = scores.clone()
+        if "even" in self.names:
+            scores[:, 1::2] = -np.inf
+        if "late" in self.names:
+            scores[:, 7] += input_ids.shape[1] * 4.0
+        return scores
+
+
+@pytest.fixture(scope="module")
+def daemons(tmp_path_factory, model_root):
+    """Two, with a package installed beside them."""
+    site = tmp_path_factory.mktemp("site")
+    (site / "wd_test_processors.py").write_text(MODULE)
+    facts = site / "wd_test_processors-1.0.dist-info"
+    facts.mkdir()
+    (facts / "METADATA").write_text(
+        "Metadata-Version: 2.1\nName: wd-test-processors\nVersion: 1.0\n"
+    )
+    (facts / "entry_points.txt").write_text(ENTRIES)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(site), prepend=":")
+        with LocalDaemons(["cpu", "cpu"], model_root) as started:
+            yield started
+
+
+def configured(path, *names):
+    config = worker_config(path, 2)
+    scheduler = type(config.scheduler)(
+        max_num_seqs=4, max_num_batched_tokens=24, logits_processors=names
+    )
+    return type(config)(
+        parallel=config.parallel,
+        model=config.model,
+        scheduler=scheduler,
+        cache=config.cache,
+        graph=config.graph,
+    )
+
+
+def test_processors_act_on_the_rows_that_ask_for_them(daemons, checkpoint):
+    reference = checkpoint(seed=63)
+    config = configured(reference.path, "late", "even")
+    asked = [(), ("even",), ("late",), ("even", "late"), ()]
+    rng = np.random.default_rng(5)
+    prompts = [rng.integers(0, 331, 5 + index).tolist() for index in range(len(asked))]
+    requests = [
+        greedy_request(f"r{index}", prompt, 8, logits_processors=names)
+        for index, (prompt, names) in enumerate(zip(prompts, asked, strict=True))
+    ]
+    with connect(daemons.endpoints, config) as (group, loaded):
+        limits = scheduler_limits(loaded, config)
+        tokens = generate(group, loaded, requests, Scheduler(limits)).tokens
+        with pytest.raises(RequestError, match="late, even"):
+            Scheduler(limits).add_request(greedy_request("x", [1], 2, logits_processors=("odd",)))
+        new = NewRequest(
+            "x", np.array([1], np.int32), 1, 0, [1], (LogitsProcessors(names=("odd",)),)
+        )
+        with pytest.raises(InvalidSchedulerOutput, match="odd"):
+            group.execute_model(SchedulerOutput({"x": 1}, scheduled_new_reqs=[new]))
+    for request, names in zip(requests, asked, strict=True):
+        prompt = request.prompt_token_ids.tolist()
+        assert tokens[request.id] == reference.processed(prompt, 8, Reference(names)), names
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        (("odd",), "broken, even, late"),
+        (("even", "even"), "occurs twice"),
+        (("broken",), "cannot be imported"),
+    ],
+)
+def test_a_configuration_with_other_processors_is_refused(daemons, checkpoint, names, message):
+    config = configured(checkpoint(seed=63).path, *names)
+    with pytest.raises(RemoteConfigError, match=message), connect(daemons.endpoints, config):
+        pass
+
+
+def test_without_any_configured_none_may_be_asked_for():
+    limits = SchedulerLimits(4, 32, 64, 64, 4, vocab_size=12, logits_processors=())
+    request = GenerationRequest("a", np.array([5], np.int32), logits_processors=("even",))
+    with pytest.raises(RequestError, match="none: load with"):
+        Scheduler(limits).add_request(request)
