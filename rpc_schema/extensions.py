@@ -12,6 +12,7 @@ from typing import Annotated, TypeAlias, TypeVar
 from msgspec import Meta
 
 from rpc_schema.base import Extension
+from rpc_schema.prompt_embeds import PromptEmbeds
 from rpc_schema.sampling import (
     GrammarMasks,
     LogprobsWanted,
@@ -20,7 +21,7 @@ from rpc_schema.sampling import (
     TokenLogprobs,
 )
 
-RequestExtension: TypeAlias = RandomSampling | StopTokens | LogprobsWanted
+RequestExtension: TypeAlias = RandomSampling | StopTokens | PromptEmbeds | LogprobsWanted
 """Extension of a request, from its admission on."""
 
 StepExtension: TypeAlias = GrammarMasks

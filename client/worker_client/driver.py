@@ -3,18 +3,24 @@ reports failures to the scheduler, and measures times."""
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Literal, NamedTuple, Protocol, TypeAlias
 
+from rpc_schema.extensions import extension_of
+from rpc_schema.prompt_embeds import PromptEmbeds
+from worker_client.adoption import AdoptedRequest
 from worker_client.errors import (
     DrainingError,
     InvalidSchedulerOutput,
+    RequestError,
     SchedulerStalled,
     StepFailed,
     WorkerDied,
 )
-from worker_client.requests import GenerationRequest, seeded
-from worker_client.scheduler import RequestOutput, SchedulerInterface
+from worker_client.host_tensor import HostTensor
+from worker_client.request_uploads import RequestUploads, UploadingGroup
+from worker_client.requests import GenerationRequest, hashed, seeded
+from worker_client.scheduler import HoldingScheduler, RequestOutput, SchedulerInterface
 from worker_client.scheduler_output import SchedulerOutput, StepResult
 
 StepKind: TypeAlias = Literal["prefill", "decode", "mixed", "empty"]
@@ -23,6 +29,8 @@ MAX_CONSECUTIVE_FAILURES = 3
 """Failed steps in a row, and recoveries without a successful step between them, after which the
 driver gives up."""
 
+
+EMBEDS_LOST = "the daemons have lost the embeddings of its prompt; fix: send the request again"
 
 MAX_HISTORY = 65_536
 """Default number of steps and requests whose times a driver keeps."""
@@ -35,7 +43,7 @@ class FutureLike(Protocol):
         """Wait for the outcome; raises StepFailed."""
 
 
-class GroupLike(Protocol):
+class GroupLike(UploadingGroup, Protocol):
     """The part of worker_client.worker_group.WorkerGroup that the driver uses."""
 
     max_in_flight: int
@@ -120,17 +128,56 @@ class Driver:
         self._last_result = 0.0
         self._consecutive_failures = 0
         self._consecutive_recoveries = 0
+        self._uploads = RequestUploads(group)
+        self._must_restart_uploads = False
+        """The ranks have lost all uploads."""
+        self._ended: list[RequestOutput] = []
+        """Requests that have ended for want of an upload."""
+        self._num_sent = 0
+        """Steps, and below those of them that are done."""
+        self._num_done = 0
 
     def add_request(self, request: GenerationRequest) -> None:
-        """Queue a request, with a random seed if it needs one and has none. Raises RequestError as
-        the scheduler does."""
-        self.scheduler.add_request(seeded(request))
+        """Queue a request, with a random seed if it needs one and has none. One with embeddings is
+        admitted once they are uploaded, between steps. Raises RequestError as the scheduler
+        does."""
+        request = hashed(seeded(request))
+        tensor = request.prompt_embeds
+        scheduler = self.scheduler
+        if tensor is not None and not isinstance(scheduler, HoldingScheduler):
+            raise RequestError(
+                "the scheduler cannot hold a request until its embeddings are uploaded",
+                field="prompt_embeds",
+                value=list(tensor.shape),
+                fix="add hold_request and release_request (HoldingScheduler), or upload them and "
+                "give PromptEmbeds in features",
+            )
+        scheduler.add_request(request)
+        if isinstance(tensor, HostTensor) and isinstance(scheduler, HoldingScheduler):
+            scheduler.hold_request(request.id)
+            self._uploads.add(request.id, tensor)
         self._added[request.id] = time.monotonic()
         self._without_token.add(request.id)
+
+    def claim_uploads(
+        self, requests: Sequence[AdoptedRequest], tensors: Iterable[HostTensor] = ()
+    ) -> tuple[list[AdoptedRequest], list[RequestOutput]]:
+        """Take over the embeddings of requests that the scheduler is to adopt, which daemons keep
+        for them. Return the requests that can go on, and the outputs of those whose embeddings are
+        neither there nor among `tensors`, with an error. To be called before anything else."""
+        needs = {
+            request.req_id: embeds.content_hash
+            for request in requests
+            if (embeds := extension_of(request.extensions, PromptEmbeds)) is not None
+        }
+        lost = self._uploads.claim(needs, tensors) if needs else set()
+        outputs = [_lost(each.req_id) for each in requests if each.req_id in lost]
+        return [each for each in requests if each.req_id not in lost], outputs
 
     def abort_request(self, req_id: str) -> None:
         """End a request early, without output."""
         self.scheduler.abort_request(req_id)
+        self._uploads.end(req_id, self._num_sent)
         self._added.pop(req_id, None)
         self._first_token.pop(req_id, None)
         self._without_token.discard(req_id)
@@ -168,12 +215,18 @@ class Driver:
         """
         try:
             self._fill()
+            if self._uploads.can_proceed:
+                self._send_uploads()
+                self._fill()
         except DrainingError:
             if not self._in_flight:
                 raise
+        ended, self._ended = self._ended, []
         if self._in_flight:
-            return self._take_oldest()
+            return [*ended, *self._take_oldest()]
         self._raise_refusal()
+        if ended or self._uploads.can_proceed:
+            return ended
         if self.scheduler.has_unfinished_requests():
             raise SchedulerStalled(
                 "the scheduler has unfinished requests, but no step for them, and none is in flight"
@@ -181,6 +234,8 @@ class Driver:
         return []
 
     def _fill(self) -> None:
+        if self._must_restart_uploads:
+            self._restart_uploads()
         while self._refusal is None and len(self._in_flight) < self.group.max_in_flight:
             output = self._unsent or self.scheduler.schedule()
             if output is None:
@@ -194,6 +249,36 @@ class Driver:
                 return
             self._unsent = None
             self._in_flight.append(_InFlight(output, future, _kind(output), sent))
+            self._num_sent += 1
+
+    def _send_uploads(self) -> None:
+        """Send some chunks for held requests, while steps are in flight."""
+        try:
+            progress = self._uploads.proceed()
+        except WorkerDied as died:
+            self._replace(died)
+            return
+        for req_id, reason in progress.refused:
+            self._end(req_id, reason)
+        for req_id in progress.ready:
+            assert isinstance(self.scheduler, HoldingScheduler), "it held the request"
+            self.scheduler.release_request(req_id)
+
+    def _restart_uploads(self) -> None:
+        """Send again what requests need. They have lost their rows too."""
+        try:
+            lost = self._uploads.restart()
+        except WorkerDied as died:
+            self._replace(died)
+            return
+        self._must_restart_uploads = False
+        for req_id in lost:
+            self._end(req_id, EMBEDS_LOST)
+
+    def _end(self, req_id: str, error: str) -> None:
+        """End a request with an error."""
+        self.abort_request(req_id)
+        self._ended.append(_lost(req_id, error))
 
     def _take_oldest(self) -> list[RequestOutput]:
         flight = self._in_flight[0]
@@ -203,6 +288,7 @@ class Driver:
             self._on_failure(error)
             return []
         self._in_flight.popleft()
+        self._num_done += 1
         self._consecutive_failures = self._consecutive_recoveries = 0
         self._record(flight, result)
         if self._on_result is not None:
@@ -210,6 +296,9 @@ class Driver:
         finished = self.scheduler.update_from_output(flight.output, result)
         for output in finished:
             self._record_finish(output.req_id)
+            self._uploads.end(output.req_id, self._num_sent)
+        if self._uploads.to_drop:
+            self._uploads.drop_unused(self._num_done)
         return finished
 
     def _send(self, output: SchedulerOutput) -> FutureLike:
@@ -232,6 +321,7 @@ class Driver:
         if self._consecutive_recoveries >= MAX_CONSECUTIVE_FAILURES:
             raise died
         self._recover(died)
+        self._must_restart_uploads = True
         self._consecutive_recoveries += 1
         self._consecutive_failures = 0
 
@@ -239,6 +329,7 @@ class Driver:
         """Handle the failure of the oldest step, and so of all behind it."""
         outputs = [flight.output for flight in self._in_flight]
         self._in_flight.clear()
+        self._num_done = self._num_sent
         self.num_failures += 1
         self._consecutive_failures += 1
         self._hand_back(outputs, error.lost_req_ids)
@@ -289,6 +380,19 @@ class Driver:
         self.timings[req_id] = RequestTiming(added, first, now)
         if self._max_history is not None and len(self.timings) > self._max_history:
             del self.timings[next(iter(self.timings))]
+
+
+def _lost(req_id: str, error: str = EMBEDS_LOST) -> RequestOutput:
+    return RequestOutput(
+        req_id=req_id,
+        token_ids=[],
+        finish_reason="error",
+        num_prompt_tokens=0,
+        num_cached_tokens=0,
+        num_preemptions=0,
+        logprobs=None,
+        error=error,
+    )
 
 
 def _kind(output: SchedulerOutput) -> StepKind:

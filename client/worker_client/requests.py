@@ -5,6 +5,7 @@ import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from hashlib import blake2b
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final, TypeAlias
 
@@ -20,7 +21,16 @@ from rpc_schema.sampling import (
     MIN_TEMPERATURE,
     SamplingParams,
 )
+from worker_client.embeds_files import EmbedsFiles
 from worker_client.errors import RequestError
+from worker_client.host_tensor import HostTensor
+from worker_client.prompt_embeds import (
+    Embeddings,
+    Ranges,
+    embeds_extension,
+    host_tensor,
+    with_placeholders,
+)
 
 Json: TypeAlias = "bool | int | float | str | list[Json] | dict[str, Json] | None"
 Encode = Callable[[str], Sequence[int]]
@@ -49,6 +59,11 @@ class GenerationRequest:
     ignore_eos: bool = False
     stop_token_ids: tuple[int, ...] = ()
     logprobs: int | None = None
+    prompt_embeds: Embeddings | None = None
+    """[rows, hidden size] of some positions of the prompt, where prompt_token_ids has placeholders
+    (prompt_embeds.with_placeholders)."""
+    prompt_embeds_at: Ranges = ()
+    """Those positions."""
     features: tuple[RequestExtension, ...] = ()
     """Extensions of features that have no field above."""
 
@@ -80,7 +95,12 @@ class GenerationRequest:
             stop_token_ids=stop_ids,
             logprobs=self.logprobs,
         )
-        return (*params.extensions(), *self.features)
+        return (*params.extensions(), *self._embeds_extension(), *self.features)
+
+    def _embeds_extension(self) -> tuple[RequestExtension, ...]:
+        if self.prompt_embeds is None:
+            return ()
+        return (embeds_extension(host_tensor(self.prompt_embeds), self.prompt_embeds_at),)
 
 
 def random_seed() -> int:
@@ -93,6 +113,14 @@ def seeded(request: GenerationRequest) -> GenerationRequest:
     if request.seed is not None or request.temperature == 0:
         return request
     return replace(request, seed=random_seed())
+
+
+def hashed(request: GenerationRequest) -> GenerationRequest:
+    """Return the request with its embeddings as a HostTensor, whose hash is computed here unless it
+    has one. Raises RequestError as host_tensor does."""
+    if request.prompt_embeds is None or isinstance(request.prompt_embeds, HostTensor):
+        return request
+    return replace(request, prompt_embeds=host_tensor(request.prompt_embeds))
 
 
 def derived_seed(seed: int, index: int) -> int:
@@ -181,11 +209,15 @@ class RequestParser:
     """Parser of input lines. Requests without an id get the line's index, those without a seed get
     one."""
 
-    def __init__(self, encode: Encode | None, seed: int | None = None) -> None:
+    def __init__(
+        self, encode: Encode | None, seed: int | None = None, directory: Path | None = None
+    ) -> None:
         """encode: turns text into token ids; None if the model has no tokenizer. seed: every
-        request without one gets a seed derived from it and the request's index."""
+        request without one gets a seed derived from it and the request's index. directory: of the
+        files that requests name; None: they may name none."""
         self._encode = encode
         self._seed = seed
+        self._files = None if directory is None else EmbedsFiles(directory)
 
     def parse(self, text: str | bytes, index: int) -> GenerationRequest:
         """Return the request on line index + 1; bytes are UTF-8.
@@ -202,7 +234,15 @@ class RequestParser:
     def from_fields(self, fields: Mapping[str, Json], index: int) -> GenerationRequest:
         """Return the request with these fields. Raises as parse does, without the line."""
         values = _typed(fields)
-        prompt = self._prompt(values.pop("prompt", None), values.pop("prompt_token_ids", None))
+        at = values.pop("prompt_embeds_at", ())
+        embeds = self._embeds(values.pop("prompt_embeds", None), at)
+        text, ids = values.pop("prompt", None), values.pop("prompt_token_ids", None)
+        if embeds is None:
+            prompt = self._prompt(text, ids)
+        else:
+            given = () if text is None and ids is None else self._prompt(text, ids)
+            prompt = with_placeholders(given, embeds.shape[0], at)
+            values |= {"prompt_embeds": embeds, "prompt_embeds_at": at}
         seed = random_seed() if self._seed is None else derived_seed(self._seed, index)
         request = GenerationRequest(
             id=str(values.pop("id", index)),
@@ -211,6 +251,18 @@ class RequestParser:
             **{"seed": seed, **values},
         )
         return validated(request)
+
+    def _embeds(self, name: str | None, at: Ranges) -> HostTensor | None:
+        if name is not None and self._files is not None:
+            return self._files.read(name)
+        if name is None and not at:
+            return None
+        raise RequestError(
+            "there are no embeddings",
+            field="prompt_embeds",
+            value=name,
+            fix="name a file with it, in an input file (--input) beside it",
+        )
 
     def _prompt(self, text: str | None, ids: list[int] | None) -> NDArray[np.int32]:
         if ids is not None and text is None:
@@ -249,6 +301,8 @@ _FIELDS: Final[Mapping[str, Any]] = MappingProxyType(
         "ignore_eos": bool,
         "stop_token_ids": list[int],
         "logprobs": int,
+        "prompt_embeds": str,
+        "prompt_embeds_at": list[list[int]],
     }
 )
 """Fields of an input line, and their types."""

@@ -62,6 +62,8 @@ class GroupLimits:
     max_num_batched_tokens: int = MAX_COUNT
     max_model_len: int = MAX_COUNT
     vocab_size: int = MAX_COUNT + 1
+    hidden_size: int = 0
+    """0 if unknown: the width of embeddings is not checked then."""
     num_blocks: int = 0
     """Number of blocks, null block included; 0 if unknown: blocks are not checked then."""
     block_size: int = 1
@@ -336,7 +338,7 @@ def _check_extensions(request: NewRequest) -> int:
         try:
             return extension_bytes(extensions)
         except WRONG_TYPE:
-            fault = extension_fault(extensions, WIRE_LIMITS.vocab_size)
+            fault = extension_fault(extensions, ModelBounds(WIRE_LIMITS.vocab_size))
             if fault is None:
                 raise
     raise _refused(request.req_id, *fault)
@@ -345,17 +347,21 @@ def _check_extensions(request: NewRequest) -> int:
 def check_values(request: NewRequest, limits: GroupLimits) -> None:
     """Check each value of a new request's extensions against the schema and the model; names the
     first that cannot be sent, or that the daemons would refuse."""
-    fault = extension_fault(request.extensions, limits.vocab_size)
+    fault = extension_fault(request.extensions, _bounds(request, limits))
     if fault is not None:
         raise _refused(request.req_id, *fault)
 
 
-def extension_fault(extensions: object, vocab_size: int) -> ExtensionFault | None:
+def _bounds(request: NewRequest, limits: GroupLimits) -> ModelBounds:
+    return ModelBounds(limits.vocab_size, limits.hidden_size, request.num_prompt_tokens)
+
+
+def extension_fault(extensions: object, bounds: ModelBounds) -> ExtensionFault | None:
     """Return the first fault for which a request with these extensions would be refused."""
     fault = _kind_fault(extensions)
     if fault is not None or not isinstance(extensions, tuple):
         return fault
-    faults = (_value_fault(extension, vocab_size) for extension in extensions)
+    faults = (_value_fault(extension, bounds) for extension in extensions)
     return next((fault for fault in faults if fault is not None), None)
 
 
@@ -372,7 +378,7 @@ def _kind_fault(extensions: object) -> ExtensionFault | None:
     return None
 
 
-def _value_fault(extension: RequestExtension, vocab_size: int) -> ExtensionFault | None:
+def _value_fault(extension: RequestExtension, bounds: ModelBounds) -> ExtensionFault | None:
     name = type(extension).__name__
     for entry in msgspec.structs.fields(extension):
         own = getattr(extension, entry.name)
@@ -380,7 +386,7 @@ def _value_fault(extension: RequestExtension, vocab_size: int) -> ExtensionFault
             msgspec.convert(own, entry.type)
         except (msgspec.ValidationError, *WRONG_TYPE) as error:
             return ExtensionFault(f"{name}.{entry.name}", own, str(error))
-    fault = find_fault(extension, ModelBounds(vocab_size))
+    fault = find_fault(extension, bounds)
     return None if fault is None else fault._replace(field=f"{name}.{fault.field}")
 
 
@@ -406,9 +412,8 @@ def encode_checked(
         for request in new:
             check_values(request, limits)
         raise _too_large(error) from None
-    bounds = ModelBounds(limits.vocab_size)
     for request in new:
-        if any(find_fault(extension, bounds) is not None for extension in request.extensions):
+        if any(find_fault(each, _bounds(request, limits)) for each in request.extensions):
             check_values(request, limits)
     return frames
 

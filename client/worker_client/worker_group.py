@@ -124,6 +124,11 @@ class WorkerGroup:
         return len(self.clients)
 
     @property
+    def first_stage_ranks(self) -> range:
+        """Ranks that embed prompts."""
+        return range(self.parallel.tensor_parallel_size)
+
+    @property
     def num_in_flight(self) -> int:
         """Number of steps whose outcome is unknown."""
         return len(self._steps.pending)

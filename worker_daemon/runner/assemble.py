@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from worker_daemon.contracts.sampling import Sampling
+from worker_daemon.contracts.uploads import FindUpload
 from worker_daemon.distributed.bubbles import InputWaits, input_waits
 from worker_daemon.distributed.link import Link
 from worker_daemon.distributed.parallel_state import ParallelState
@@ -52,6 +53,7 @@ class RunnerParts:
     sampling: Sampling
     rows: RowKernels
     open_staging: OpenStaging
+    find_upload: FindUpload
 
     @property
     def depth(self) -> int:
@@ -70,6 +72,8 @@ def assemble_runner(
         parts.sampling,
         is_first_stage=parallel.is_first_stage,
         is_last_stage=parallel.is_last_stage,
+        dtype=parts.dtype,
+        find_upload=parts.find_upload,
     )
     state = RequestState(limits, step_parts)
     tables = RowTables(limits, parts.device, parts.rows)

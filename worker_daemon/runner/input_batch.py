@@ -108,7 +108,7 @@ class InputBuilder:
         if step.new_requests:
             self._parts.admit(step.new_requests)
         plan = self._ladder.fit(step)
-        if self._parts.in_forward:
+        if self._parts.around | step.brought.used:
             plan = self._parts.extended(plan, self._used_by(step) | step.brought.used)
         packed = self._staging.open(plan.shape)
         filled, steady = packed.holds, step.steady
@@ -145,7 +145,10 @@ class InputBuilder:
         )
 
     def _used_by(self, step: ScheduledStep) -> int:
-        return self._parts.used_by(step.slots) if step.steady is None else step.steady.used
+        """Steady batches decode, and no part acts by the positions of decoded tokens."""
+        if step.steady is not None:
+            return step.steady.used
+        return self._parts.used_by(step.slots) | self._parts.used_in(step)
 
     def _fill(self, columns: StepColumns[Int32s], step: ScheduledStep) -> "_Filled":
         on_device = step.starts >= self._state.num_known_tokens[step.slots]

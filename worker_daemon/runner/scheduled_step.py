@@ -33,6 +33,8 @@ class StepLimits:
     num_blocks: int
     groups: tuple[BlockGroup, ...] = ()
     """None named: one of block_size, without a window."""
+    hidden_size: int = 0
+    """Width of the embeddings that prompts may have; 0: none may."""
 
     @property
     def block_groups(self) -> tuple[BlockGroup, ...]:

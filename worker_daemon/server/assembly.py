@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
+from worker_daemon.contracts.uploads import FindUpload
 from worker_daemon.device import fault_watch, gauges, nvml
 from worker_daemon.device.fault_watch import FaultWatch
 from worker_daemon.device.gauges import Gauges
@@ -49,6 +50,7 @@ def make_worker(
     device: str,
     model_roots: Sequence[Path],
     set_phase: SetPhase,
+    find_upload: FindUpload,
     save_root: Path | None,
     profile_dir: Path | None = None,
 ) -> WorkerLike:
@@ -62,7 +64,13 @@ def make_worker(
     gc.freeze()
     find_device(device)
     return Worker(
-        device, model_roots, set_phase, save_root, profile_dir, num_threads=user_threads()
+        device,
+        model_roots,
+        set_phase,
+        save_root,
+        profile_dir,
+        num_threads=user_threads(),
+        find_upload=find_upload,
     )
 
 

@@ -189,6 +189,7 @@ class StepThread:
         self._progress = progress
         self._events = events
         self._make_worker = make_worker
+        self._find_upload = uploads.get
         self._make_loop = partial(
             _StepLoop,
             commands=self.commands,
@@ -203,7 +204,7 @@ class StepThread:
     def _run(self) -> None:
         sys.setswitchinterval(SWITCH_INTERVAL_S)
         try:
-            worker = self._make_worker(self._progress.set_phase)
+            worker = self._make_worker(self._progress.set_phase, self._find_upload)
         except Exception as error:
             if not isinstance(error, ConfigError):  # whose message is enough
                 logger.exception("the worker cannot be made")
@@ -459,11 +460,14 @@ class _StepLoop:
 
     def _orphan(self, command: Orphan) -> None:
         self._gate.expire(command.epoch)
+        if command.epoch == self._gate.epoch:  # else another driver has uploads of its own
+            self._uploads.keep_only(self._progress.snapshot.description.uploads_in_use())
         self._leased(command.epoch, "orphan", "the lease expired")
 
     def _drop_requests(self, command: DropRequests) -> None:
         if command.epoch == self._gate.epoch:
             self._leave_requests(keep=False)
+            self._uploads.drop_all()
             logger.info("no driver adopted the requests of epoch %d: dropped", command.epoch)
 
     def _lose_link(self, command: LinkLost) -> None:

@@ -9,6 +9,7 @@ import torch
 
 from rpc_schema.kv_cache import KVCacheConfig, groups_of
 from rpc_schema.operations import StepMessage
+from worker_daemon.contracts.uploads import FindUpload, no_uploads
 from worker_daemon.distributed.link import Link
 from worker_daemon.errors import CapacityError, CommError
 from worker_daemon.phases import LONG_OPERATION_S, SetPhase
@@ -39,6 +40,7 @@ class Serving:
         plan: KVCacheConfig,
         kv: Sequence[LayerKV],
         set_phase: SetPhase,
+        find_upload: FindUpload = no_uploads,
     ) -> None:
         """Starts with empty rows and without graphs. kv: one a local layer, of plan.num_blocks, or
         none for NullAttention."""
@@ -57,6 +59,7 @@ class Serving:
             sampling=opened.place.backend.sampling,
             rows=opened.place.backend.rows,
             open_staging=opened.place.backend.open_staging,
+            find_upload=find_upload,
         )
         self.runner = assemble_runner(self._parts, opened.link, _limits(model, plan), kv)
         self._graphs: StepGraphs = NoGraphs()
@@ -193,4 +196,5 @@ def _limits(model: LoadedModel, plan: KVCacheConfig) -> StepLimits:
         block_size=model.config.cache.block_size,
         num_blocks=plan.num_blocks,
         groups=groups_of(plan),
+        hidden_size=model.resolved.decoder.hidden_size,
     )

@@ -23,6 +23,7 @@ from worker_client.errors import (
     RequestError,
     WorkerDied,
 )
+from worker_client.host_tensor import HostTensor
 from worker_client.launcher import LocalDaemons
 from worker_client.loading import LoadedGroup
 from worker_client.requests import GenerationRequest, RequestParser
@@ -92,7 +93,12 @@ class Session:
         scheduler = Scheduler(scheduler_limits(self.model, self.options.config))
         driver = Driver(self.group, scheduler, max_history=None, recover=self.recover)
         start = time.monotonic()
-        outputs = {output.req_id: output for output in scheduler.adopt_requests(adopted)}
+        embeds = [entry.request.prompt_embeds for entry in inputs if entry.request is not None]
+        kept, lost = driver.claim_uploads(
+            adopted, [tensor for tensor in embeds if isinstance(tensor, HostTensor)]
+        )
+        ended = [*lost, *scheduler.adopt_requests(kept)]
+        outputs = {output.req_id: output for output in ended}
         for output in outputs.values():
             on_outcome(output.req_id, output)
         errors = _add_all(driver, inputs, {request.req_id for request in adopted})
@@ -227,11 +233,14 @@ def _logs_of_the_dead(daemons: LocalDaemons) -> Iterator[None]:
 
 
 def read_inputs(
-    lines: Sequence[str | bytes], tokenizer: Tokenizer | None, seed: int | None
+    lines: Sequence[str | bytes],
+    tokenizer: Tokenizer | None,
+    seed: int | None,
+    directory: Path | None = None,
 ) -> list[InputRequest]:
     """Parse input lines; blank ones are skipped. An invalid line, or one with an id that occurred
-    before, becomes an error under the name "line N"."""
-    parser = RequestParser(None if tokenizer is None else tokenizer.encode, seed)
+    before, becomes an error under the name "line N". directory: of the files that lines name."""
+    parser = RequestParser(None if tokenizer is None else tokenizer.encode, seed, directory)
     parsed: list[tuple[int, GenerationRequest | RequestError]] = []
     ids: set[str] = set()
     for index, line in enumerate(lines):

@@ -3,10 +3,12 @@ step. Requests without extensions use none."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, Final, NamedTuple
 
 from rpc_schema.codec import Frame
 from rpc_schema.extensions import ReplyExtension, RequestExtension
+
+MAX_PROMPT_TOKENS: Final = 2**31 - 1
 
 
 class ExtensionFault(NamedTuple):
@@ -19,9 +21,12 @@ class ExtensionFault(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ModelBounds:
-    """Bounds of the loaded model on a request's extensions."""
+    """Bounds of the loaded model, and of the request, on a request's extensions."""
 
     vocab_size: int
+    hidden_size: int = 0
+    """0 if unknown."""
+    num_prompt_tokens: int = MAX_PROMPT_TOKENS
 
 
 class RequestPart:

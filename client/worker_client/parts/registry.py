@@ -10,6 +10,7 @@ from rpc_schema.codec import Frame
 from rpc_schema.errors import BadFrameError
 from rpc_schema.extensions import ReplyExtension, RequestExtension
 from worker_client.parts.interface import ExtensionFault, ModelBounds, RequestPart
+from worker_client.parts.prompt_embeds import PromptEmbedsRequestPart
 from worker_client.parts.sampling import (
     LogprobsPart,
     RandomSamplingRequestPart,
@@ -23,6 +24,7 @@ PARTS: Final[tuple[RequestPart, ...]] = (
     RandomSamplingRequestPart(),
     StopTokensRequestPart(),
     LogprobsPart(),
+    PromptEmbedsRequestPart(),
 )
 
 _OF_REQUEST: Final[Mapping[type, RequestPart]] = MappingProxyType(

@@ -3,7 +3,7 @@ exchange."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol, TypeAlias
+from typing import Literal, Protocol, TypeAlias, runtime_checkable
 
 from rpc_schema.config import WorkerConfig
 from rpc_schema.kv_cache import BlockGroup, block_groups, request_blocks
@@ -73,6 +73,17 @@ class SchedulerInterface(Protocol):
         """
 
 
+@runtime_checkable
+class HoldingScheduler(SchedulerInterface, Protocol):
+    """A scheduler that can hold a request back, which a driver needs for requests with uploads."""
+
+    def hold_request(self, req_id: str) -> None:
+        """Do not admit a request that was just added until release_request."""
+
+    def release_request(self, req_id: str) -> None:
+        """Admit a held request as any other, in its order of arrival; unknown ids are ignored."""
+
+
 @dataclass(frozen=True, slots=True)
 class SchedulerLimits:
     """Limits of a scheduler for a loaded group."""
@@ -89,6 +100,8 @@ class SchedulerLimits:
     enable_prefix_caching: bool = True
     vocab_size: int | None = None
     """None leaves the token ids of requests unchecked."""
+    hidden_size: int = 0
+    """0 leaves the width of prompt embeddings unchecked."""
     groups: tuple[BlockGroup, ...] = ()
     """Groups of layers; each gives every request blocks of its own. Empty: one of block_size,
     without a window."""
@@ -114,5 +127,6 @@ def scheduler_limits(model: LoadedGroup, config: WorkerConfig) -> SchedulerLimit
         pipeline_parallel_size=config.parallel.pipeline_parallel_size,
         eos_token_ids=model.metadata.eos_token_ids,
         vocab_size=model.metadata.vocab_size,
+        hidden_size=model.metadata.hidden_size,
         groups=model.groups,
     )

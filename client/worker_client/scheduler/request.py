@@ -13,6 +13,7 @@ from rpc_schema.sampling import LogprobsWanted, StopTokens
 from rpc_schema.step import NO_TOKEN
 from worker_client.adoption import AdoptedRequest
 from worker_client.errors import RequestError
+from worker_client.parts.interface import ModelBounds
 from worker_client.parts.registry import Extensions, may_refuse, prefix_root
 from worker_client.requests import GenerationRequest, check_fits
 from worker_client.scheduler.interface import FinishReason, RequestOutput, SchedulerLimits
@@ -202,7 +203,8 @@ def new_request(request: GenerationRequest, limits: SchedulerLimits) -> Request:
     size = limits.vocab_size  # a token that the model cannot produce ends nothing
     eos_token_ids = [token for token in limits.eos_token_ids if size is None or token < size]
     extensions = request.extensions(eos_token_ids)
-    fault = extension_fault(extensions, WIRE_LIMITS.vocab_size if size is None else size)
+    vocab_size = WIRE_LIMITS.vocab_size if size is None else size
+    fault = extension_fault(extensions, ModelBounds(vocab_size, limits.hidden_size, num_prompt))
     if fault is not None:
         message = "a feature of the request is refused"
         raise RequestError(message, field=fault.field, value=fault.value, fix=fault.fix)

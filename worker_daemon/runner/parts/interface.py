@@ -16,6 +16,7 @@ from rpc_schema.extensions import ReplyExtension, RequestExtension, StepExtensio
 from rpc_schema.step import NewRequestData
 from worker_daemon.contracts.arrays import Int32s
 from worker_daemon.contracts.sampling import Sampling
+from worker_daemon.contracts.uploads import FindUpload, no_uploads
 from worker_daemon.runner.sample_rows import SampleRows
 from worker_daemon.runner.scheduled_step import ScheduledStep, StepLimits
 
@@ -45,6 +46,9 @@ class PartContext:
     is_last_stage: bool
     sampling: Sampling
     """Sampling kernels of the device."""
+    dtype: torch.dtype = torch.float32
+    """Of the model."""
+    find_upload: FindUpload = no_uploads
 
     @property
     def num_rows(self) -> int:
@@ -72,6 +76,8 @@ class StepPart:
     """int32 columns that a step brings to the device for the forward pass."""
     in_forward: ClassVar[bool] = False
     """It acts around the forward pass: steps that use it have graphs of their own."""
+    has_graphs: ClassVar[bool] = True
+    """False: steps that use it around the forward pass are launched kernel by kernel."""
     may_refuse: ClassVar[bool] = False
     """A request that uses it may not gain every token that a step counts for it (`refuse`): then
     the host has upper bounds of its rows' lengths, and steps that use it have graphs of their
@@ -98,8 +104,13 @@ class StepPart:
     # Rows.
 
     def uses(self, extension: Any) -> bool:
-        """Return True if steps of a request with this extension use the part."""
+        """Return True if all steps of a request with this extension use the part."""
         return True
+
+    def uses_step(self, step: ScheduledStep) -> bool:
+        """Return True if a step uses a part around the forward pass though no row uses it in all
+        steps: by the positions of its tokens. Decided by the message and the rows alone."""
+        return False
 
     def admit(self, requests: Sequence[NewRequestData], extensions: Sequence[Any | None]) -> None:
         """Requests begin in their slots. extensions: of each its own of the part, or None. Called

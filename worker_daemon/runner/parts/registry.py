@@ -8,8 +8,10 @@ import torch
 
 from rpc_schema.extensions import RequestExtension
 from worker_daemon.contracts.sampling import Sampling
+from worker_daemon.contracts.uploads import FindUpload, no_uploads
 from worker_daemon.runner.parts.grammar_masks import GrammarMasksPart
 from worker_daemon.runner.parts.interface import PartContext, StepPart
+from worker_daemon.runner.parts.prompt_embeds import PromptEmbedsPart
 from worker_daemon.runner.parts.random_sampling import RandomSamplingPart
 from worker_daemon.runner.parts.step_parts import StepParts
 from worker_daemon.runner.parts.stop_tokens import StopTokensPart
@@ -17,6 +19,7 @@ from worker_daemon.runner.parts.token_logprobs import TokenLogprobsPart
 from worker_daemon.runner.scheduled_step import StepLimits
 
 PARTS: Final[tuple[type[StepPart], ...]] = (
+    PromptEmbedsPart,  # before the first layer
     GrammarMasksPart,
     TokenLogprobsPart,
     StopTokensPart,
@@ -36,9 +39,13 @@ def make_parts(
     *,
     is_first_stage: bool = True,
     is_last_stage: bool = True,
+    dtype: torch.dtype = torch.float32,
+    find_upload: FindUpload = no_uploads,
 ) -> StepParts:
     """Return the parts of one runner."""
-    context = PartContext(limits, device, is_first_stage, is_last_stage, sampling)
+    context = PartContext(
+        limits, device, is_first_stage, is_last_stage, sampling, dtype, find_upload
+    )
     *parts, chooser = [part(context) for part in PARTS]
     assert isinstance(chooser, RandomSamplingPart)
     return StepParts([*parts, chooser], chooser, context)
