@@ -21,7 +21,7 @@ _SOLE_TENSOR = "prompt_embeds"
 """Name of the tensor that is read of a file with several."""
 
 
-class _Entry(msgspec.Struct):
+class _TensorEntry(msgspec.Struct):
     dtype: str
     shape: list[int]
     data_offsets: tuple[int, int]
@@ -97,7 +97,7 @@ def _read_safetensors(name: str, file: BinaryIO, num_bytes: int) -> HostTensor:
     wanted = next(iter(raw)) if len(raw) == 1 else _SOLE_TENSOR
     if wanted not in raw:
         raise _refused(name, f"save one tensor, or one that is named {_SOLE_TENSOR}")
-    entry = msgspec.json.decode(raw[wanted], type=_Entry)
+    entry = msgspec.json.decode(raw[wanted], type=_TensorEntry)
     begin, end = entry.data_offsets
     if not 0 <= begin <= end <= num_bytes - 8 - header_bytes or min(entry.shape, default=0) < 1:
         raise _refused(name, "save the tensor again: the file is damaged, or the tensor empty")

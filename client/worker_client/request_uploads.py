@@ -43,7 +43,7 @@ class UploadingGroup(Protocol):
         """Have ranks forget tensors."""
 
 
-class Progress(NamedTuple):
+class UploadProgress(NamedTuple):
     """Requests that need not wait any longer."""
 
     ready: list[str]
@@ -96,10 +96,10 @@ class RequestUploads:
         self._tensors = {name: t for name, t in self._tensors.items() if name not in unused}
         return lacking
 
-    def proceed(self) -> Progress:
+    def proceed(self) -> UploadProgress:
         """Send a few chunks, and wait for their replies. Raises as UploadTask.proceed does, but not
         where that concerns one request alone."""
-        progress = Progress([], [])
+        progress = UploadProgress([], [])
         for _ in range(CHUNKS_AT_ONCE):
             if not self.can_proceed:
                 break

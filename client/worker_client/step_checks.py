@@ -62,13 +62,13 @@ class GroupLimits:
     max_num_batched_tokens: int = MAX_COUNT
     max_model_len: int = MAX_COUNT
     vocab_size: int = MAX_COUNT + 1
-    hidden_size: int = 0
-    """0 if unknown: the width of embeddings is not checked then."""
     num_blocks: int = 0
     """Number of blocks, null block included; 0 if unknown: blocks are not checked then."""
     block_size: int = 1
     groups: tuple[BlockGroup, ...] = ()
     """Groups of layers; empty: one of block_size, without a window."""
+    hidden_size: int = 0
+    """0 if unknown: the width of embeddings is not checked then."""
 
     @property
     def block_groups(self) -> tuple[BlockGroup, ...]:

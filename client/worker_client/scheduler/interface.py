@@ -100,11 +100,11 @@ class SchedulerLimits:
     enable_prefix_caching: bool = True
     vocab_size: int | None = None
     """None leaves the token ids of requests unchecked."""
-    hidden_size: int = 0
-    """0 leaves the width of prompt embeddings unchecked."""
     groups: tuple[BlockGroup, ...] = ()
     """Groups of layers; each gives every request blocks of its own. Empty: one of block_size,
     without a window."""
+    hidden_size: int = 0
+    """0 leaves the width of prompt embeddings unchecked."""
 
     @property
     def block_groups(self) -> tuple[BlockGroup, ...]:

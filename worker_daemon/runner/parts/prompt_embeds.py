@@ -29,7 +29,7 @@ _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch
 
 @dataclass(frozen=True, slots=True)
 class _Embedded:
-    """What a row's request has."""
+    """A request with embeddings, and where they are."""
 
     req_id: str
     embeds: PromptEmbeds
