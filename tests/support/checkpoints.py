@@ -148,7 +148,7 @@ class Checkpoint:
         best = torch.cat(output.scores).float().log_softmax(-1).topk(2).values
         margin = (best[:, 0] - best[:, 1]).min().item()
         if margin < LEAST_MARGIN:
-            raise NearTie(f"{self.name}: margin {margin:.2g} after {prompt[0, :4]}...")
+            raise NearTie(f"{self.name}: margin {margin:.2g} after {prompt.shape[1]} tokens")
         return output.sequences[0, num_given_ids:].tolist()
 
     def logprobs(self, token_ids: Sequence[int]) -> torch.Tensor:

@@ -4,10 +4,12 @@ them."""
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from safetensors.torch import save_file
 
 from tests.support.checkpoints import (
     INITIALIZER_RANGE,
@@ -66,6 +68,22 @@ class EmbeddedPrompt:
         )
 
 
+def save(prompt: EmbeddedPrompt, directory: Path, name: str) -> dict[str, object]:
+    """Save its rows, and return the fields of an input line that names them."""
+    if prompt.rows.dtype is torch.bfloat16:
+        file = f"{name}.safetensors"
+        save_file({"rows": prompt.rows}, directory / file)
+    else:
+        file = f"{name}.npy"
+        np.save(directory / file, prompt.rows.numpy())
+    fields: dict[str, object] = {"id": name, "prompt_embeds": file}
+    if prompt.token_ids:
+        fields["prompt_token_ids"] = prompt.token_ids
+    if prompt.at:
+        fields["prompt_embeds_at"] = prompt.at
+    return fields
+
+
 def random_rows(
     rng: np.random.Generator, count: int, width: int, dtype: torch.dtype = torch.float32
 ) -> torch.Tensor:
@@ -99,25 +117,45 @@ def random_prompts(
         yield EmbeddedPrompt(tokens, random_rows(rng, num_rows, width, dtype), at)
 
 
+def clear_tokens(
+    checkpoint: Checkpoint, prompt: EmbeddedPrompt, max_tokens: int
+) -> list[int] | None:
+    """The tokens of transformers' generate, if they are varied and no near ties."""
+    try:
+        tokens = checkpoint.embedded(prompt.whole(checkpoint), max_tokens)
+    except NearTie:
+        return None
+    return tokens if len(set(tokens)) >= LEAST_DISTINCT else None
+
+
+@dataclass(frozen=True)
+class EmbeddedCases:
+    """Prompts by request id, and the tokens of transformers' generate."""
+
+    prompts: dict[str, EmbeddedPrompt]
+    expected: dict[str, list[int]]
+    max_tokens: int
+
+    @property
+    def requests(self) -> list[GenerationRequest]:
+        """Of all prompts."""
+        return [prompt.request(name, self.max_tokens) for name, prompt in self.prompts.items()]
+
+
 def clear_cases(
     checkpoint: Checkpoint, seed: int, count: int, max_tokens: int, longest: int = 40
-) -> tuple[list[GenerationRequest], dict[str, list[int]]]:
-    """Requests whose outputs are varied and no near ties, one of each kind in turn, and the tokens
-    of transformers' generate."""
-    requests: list[GenerationRequest] = []
-    expected: dict[str, list[int]] = {}
+) -> EmbeddedCases:
+    """Prompts whose outputs are varied and no near ties, one of each kind in turn."""
+    cases = EmbeddedCases({}, {}, max_tokens)
     for index, prompt in enumerate(random_prompts(checkpoint, seed, longest)):
-        if index % 5 != len(requests) % 5:
+        if index % 5 != len(cases.prompts) % 5:
             continue
-        try:
-            tokens = checkpoint.embedded(prompt.whole(checkpoint), max_tokens)
-        except NearTie:
+        tokens = clear_tokens(checkpoint, prompt, max_tokens)
+        if tokens is None:
             continue
-        if len(set(tokens)) < LEAST_DISTINCT:
-            continue
-        name = f"e{len(requests)}"
-        expected[name] = tokens
-        requests.append(prompt.request(name, max_tokens))
-        if len(requests) == count:
-            return requests, expected
+        name = f"e{len(cases.prompts)}"
+        cases.expected[name] = tokens
+        cases.prompts[name] = prompt
+        if len(cases.prompts) == count:
+            return cases
     raise AssertionError("too few prompts have a clear continuation: choose another seed")
