@@ -1,5 +1,6 @@
 """Tensors that do not fit into a message, uploaded into a daemon's host memory: named by the hash
-of their content, in chunks, and dropped with the lease. Defines chunks and hashes for both sides.
+of their content, in chunks, and dropped with the lease, unless kept requests name them. Defines
+chunks and hashes for both sides.
 
 They are sent over the control socket, to a thread that steps do not wait for, outside the order of
 seqs. So a chunk never delays a step and is not kept for resending with the steps, and its size

@@ -546,7 +546,7 @@ class WorkerGroup:
         meanwhile, but this returns when all is there: a driver that serves uses begin_upload.
 
         They stay until drop_uploads(), a reset() or the end of the lease: after attach() and
-        replace(), upload them again.
+        replace(), upload them again. attach(keep_requests=True) keeps those that requests name.
 
         Raises:
             RemoteCapacityError: a daemon has no room. What others have got stays.

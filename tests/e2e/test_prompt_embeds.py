@@ -3,16 +3,25 @@ from inputs_embeds in float32."""
 
 import json
 import random
+import re
 from contextlib import closing
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from rpc_schema.extensions import extension_of
 from rpc_schema.prompt_embeds import EmbeddedRange, PromptEmbeds
 from tests.support.driving import random_cases
-from tests.support.embedded_prompts import clear_cases, clear_tokens, random_rows, save
+from tests.support.embedded_prompts import (
+    EmbeddedPrompt,
+    clear_cases,
+    clear_tokens,
+    random_rows,
+    save,
+)
 from tests.support.killed_driver import DriverNursery, Plan, begin
 from tests.support.serving import connect, generate, greedy_request, scheduler_limits, worker_config
 from worker_client.driver import EMBEDS_LOST, Driver
@@ -94,6 +103,24 @@ def test_uploads_go_to_the_first_stage_while_others_decode(serve, checkpoint):
     found = {output.req_id: output.token_ids for output in outputs}
     assert found == plain.expected | cases.expected
     assert seen == {(True, False), (False, False)}
+
+
+def test_example_of_the_document_runs(serve, checkpoint):
+    text = (Path(__file__).parents[2] / "docs" / "prompt-embeddings.md").read_text()
+    (example,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    model = checkpoint()
+    with serve(model.path) as (group, loaded):
+        driver = Driver(group, Scheduler(scheduler_limits(group, loaded)))
+        hidden_size = loaded.metadata.hidden_size
+        names = {"driver": driver, "hidden_size": hidden_size}
+        exec(example, names)  # noqa: S102  # our own document
+        (output,) = driver.run()
+    assert names["prompt"].tolist() == [0, 0, 0, 11, 12, 13, 0, 0]
+    rows = torch.from_numpy(names["rows"])
+    prompt = EmbeddedPrompt([11, 12, 13], rows, tuple(names["at"]))
+    logits = model.model(inputs_embeds=prompt.whole(model)[None]).logits[0, -1]
+    assert output.num_prompt_tokens == 8 and len(output.token_ids) == 8
+    assert output.token_ids[0] == int(logits.argmax())
 
 
 def test_aborted_request_takes_nobody_with_it(serve, checkpoint):
