@@ -213,6 +213,8 @@ class Driver:
             DrainingError: an operator drains the group, and the steps in flight are settled. It may
                 be called again, and continues once the drain is undone.
         """
+        if self._uploads.to_drop:
+            self._uploads.drop_unused(self._num_done)
         try:
             self._fill()
             if self._uploads.can_proceed:
@@ -234,7 +236,7 @@ class Driver:
         return []
 
     def _fill(self) -> None:
-        if self._must_restart_uploads:
+        while self._must_restart_uploads:
             self._restart_uploads()
         while self._refusal is None and len(self._in_flight) < self.group.max_in_flight:
             output = self._unsent or self.scheduler.schedule()

@@ -6,7 +6,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import NamedTuple, Protocol
 
-from worker_client.errors import RemoteCapacityError, RemoteConfigError, RemoteError, WorkerDied
+from worker_client.errors import (
+    DeadlineExceeded,
+    RemoteCapacityError,
+    RemoteConfigError,
+    RemoteError,
+    WorkerDied,
+)
 from worker_client.host_tensor import HostTensor
 
 CHUNKS_AT_ONCE = 4
@@ -141,7 +147,9 @@ class RequestUploads:
         if unused:
             self._present.difference_update(unused)
             self._lacks_room = False
-            with suppress(RemoteError, WorkerDied):  # they end with the lease at the latest
+            with suppress(
+                RemoteError, DeadlineExceeded, WorkerDied
+            ):  # they end with the lease at the latest
                 self._group.drop_uploads(unused, self._group.first_stage_ranks)
 
     def restart(self) -> set[str]:

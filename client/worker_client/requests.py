@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from rpc_schema.extensions import RequestExtension
 from rpc_schema.plain_text import printable
+from rpc_schema.prompt_embeds import PromptEmbeds
 from rpc_schema.sampling import (
     MAX_LOGPROBS,
     MAX_STOP_TOKEN_IDS,
@@ -95,12 +96,15 @@ class GenerationRequest:
             stop_token_ids=stop_ids,
             logprobs=self.logprobs,
         )
-        return (*params.extensions(), *self._embeds_extension(), *self.features)
+        embeds = self.embeds_extension()
+        return (*params.extensions(), *(() if embeds is None else (embeds,)), *self.features)
 
-    def _embeds_extension(self) -> tuple[RequestExtension, ...]:
+    def embeds_extension(self) -> PromptEmbeds | None:
+        """Return the extension for its embeddings, if it has any. Raises RequestError: they, or
+        their positions, are malformed."""
         if self.prompt_embeds is None:
-            return ()
-        return (embeds_extension(host_tensor(self.prompt_embeds), self.prompt_embeds_at),)
+            return None
+        return embeds_extension(host_tensor(self.prompt_embeds), self.prompt_embeds_at)
 
 
 def random_seed() -> int:
@@ -141,6 +145,13 @@ def validated(request: GenerationRequest) -> GenerationRequest:
         fix = "give a tuple of extensions"
         raise RequestError("the features are malformed", field="features", value=features, fix=fix)
     _check_num_stop_ids(len(set(request.stop_token_ids)))
+    if request.prompt_embeds is None and len(request.prompt_embeds_at):
+        raise RequestError(
+            "there are no embeddings for these positions",
+            field="prompt_embeds_at",
+            value=request.prompt_embeds_at,
+            fix="give prompt_embeds too",
+        )
     for field, value, low, high in (
         ("id", len(request.id), 1, MAX_ID_LENGTH),
         ("prompt_token_ids", len(request.prompt_token_ids), 1, MAX_COUNT),

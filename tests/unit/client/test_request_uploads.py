@@ -160,6 +160,17 @@ def test_request_without_room_waits_for_that_of_others():
     assert not ranks.there
 
 
+def test_room_comes_when_the_only_other_request_is_aborted():
+    own = tensor(8)
+    ranks = Ranks(room=len(own.data))
+    driver = Driver(ranks, Scheduler(LIMITS))
+    driver.add_request(request("first", own))
+    driver.add_request(request("second", tensor(8, 1)))
+    driver.step()
+    driver.abort_request("first")
+    assert [output.req_id for output in driver.run()] == ["second"]
+
+
 @pytest.mark.parametrize("why", ["too large", "wrong hash"])
 def test_refused_upload_ends_its_request_alone(why):
     ranks = Ranks(room=100 if why == "too large" else 1 << 40)
@@ -219,6 +230,7 @@ def wrong(**fields):
         (wrong(prompt_embeds=np.zeros((0, HIDDEN), np.float32)), "prompt_embeds"),
         (wrong(prompt_embeds=[[0.0] * HIDDEN]), "prompt_embeds"),
         (wrong(prompt_embeds=np.zeros((5, HIDDEN + 1), np.float32)), "PromptEmbeds.width"),
+        (wrong(prompt_embeds=None, prompt_embeds_at=[(0, 5)]), "prompt_embeds_at"),
         (wrong(prompt_embeds_at=[(0, 4)]), "prompt_embeds_at"),
         (wrong(prompt_embeds_at=[(0, 4, 1)]), "prompt_embeds_at"),
         (wrong(prompt_embeds_at=[(-1, 5)]), "prompt_embeds_at"),
