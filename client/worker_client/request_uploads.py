@@ -147,9 +147,8 @@ class RequestUploads:
         if unused:
             self._present.difference_update(unused)
             self._lacks_room = False
-            with suppress(
-                RemoteError, DeadlineExceeded, WorkerDied
-            ):  # they end with the lease at the latest
+            # Those that are not dropped here end with the lease.
+            with suppress(RemoteError, DeadlineExceeded, WorkerDied):
                 self._group.drop_uploads(unused, self._group.first_stage_ranks)
 
     def restart(self) -> set[str]:

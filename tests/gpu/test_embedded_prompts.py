@@ -1,5 +1,5 @@
-"""Prompts with embeddings on a GPU: the tokens are transformers', other steps replay the graphs that
-they have without the feature, and a step of embeddings takes no more memory than one of tokens."""
+"""Prompts with embeddings on a GPU: the tokens are transformers', other steps replay their graphs
+as without the feature, and a step of embeddings takes no more memory than one of tokens."""
 
 from types import SimpleNamespace
 
