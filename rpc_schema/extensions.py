@@ -14,6 +14,7 @@ from msgspec import Meta
 from rpc_schema.base import Extension
 from rpc_schema.lora_request import LoraRequest
 from rpc_schema.pooling import PooledOutputs, PoolingParams
+from rpc_schema.prompt_embeds import PromptEmbeds
 from rpc_schema.sampling import (
     GivenLogprobs,
     GrammarMasks,
@@ -32,6 +33,7 @@ RequestExtension: TypeAlias = (
     RandomSampling
     | StopTokens
     | LoraRequest
+    | PromptEmbeds
     | StructuredOutput
     | LogprobsWanted
     | TokenRule

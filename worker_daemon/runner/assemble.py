@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from worker_daemon.contracts.sampling import Sampling
+from worker_daemon.contracts.uploads import FindUpload
 from worker_daemon.distributed.bubbles import InputWaits, input_waits
 from worker_daemon.distributed.link import Link
 from worker_daemon.distributed.parallel_state import ParallelState
@@ -53,6 +54,7 @@ class RunnerParts:
     sampling: Sampling
     rows: RowKernels
     open_staging: OpenStaging
+    find_upload: FindUpload
     adapters: Adapters | None = None
 
     @property
@@ -74,6 +76,8 @@ def assemble_runner(
         is_last_stage=parallel.is_last_stage,
         pooler=parts.stage.pooler,
         adapters=parts.adapters,
+        dtype=parts.dtype,
+        find_upload=parts.find_upload,
     )
     state = RequestState(limits, step_parts)
     tables = RowTables(limits, parts.device, parts.rows)

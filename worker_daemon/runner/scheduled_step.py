@@ -37,6 +37,8 @@ class StepLimits:
     generates: bool = True
     """The model has an output layer for tokens."""
     pooling: PoolingSupport = NO_POOLING
+    hidden_size: int = 0
+    """Width of the embeddings that prompts may have; 0: none may."""
 
     @property
     def block_groups(self) -> tuple[BlockGroup, ...]:

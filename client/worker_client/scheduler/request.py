@@ -286,7 +286,7 @@ def new_request(request: GenerationRequest, limits: SchedulerLimits) -> Request:
     eos_token_ids = [token for token in limits.eos_token_ids if size is None or token < size]
     extensions = request.extensions(eos_token_ids)
     bounds = group_bounds(limits)
-    fault = extension_fault(extensions, bounds.bounds)
+    fault = extension_fault(extensions, bounds.bounds.of_prompt(num_prompt))
     if fault is None:
         fault = pooling_admission_fault(extensions, num_prompt, 0, bounds)
     if fault is not None:
@@ -309,6 +309,8 @@ def group_bounds(limits: SchedulerLimits) -> GroupLimits:
     return GroupLimits(
         max_num_batched_tokens=limits.max_num_batched_tokens,
         vocab_size=WIRE_LIMITS.vocab_size if limits.vocab_size is None else limits.vocab_size,
+        hidden_size=limits.hidden_size,
+        max_loras=limits.max_loras,
         generates=limits.generates,
         pooling=limits.pooling,
     )

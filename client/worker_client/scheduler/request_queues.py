@@ -19,6 +19,8 @@ class RequestQueues:
         self.waiting: deque[Request] = deque()
         self.running: dict[str, Request] = {}
         self.prefilling: dict[str, Request] = {}
+        self.held: dict[str, Request] = {}
+        """Unfinished, and neither waiting nor running."""
         self._blocks = blocks
         self._groups = groups
         self._max_running = max_running
@@ -43,6 +45,17 @@ class RequestQueues:
         self.unfinished[request.id] = request
         self._wait(request)
 
+    def hold(self, request: Request) -> None:
+        """Let a waiting request wait apart, until it is released."""
+        self.waiting.remove(request)
+        self.held[request.id] = request
+
+    def release(self, req_id: str) -> None:
+        """Let a held request wait in its place; ignore others."""
+        request = self.held.pop(req_id, None)
+        if request is not None:
+            self._wait(request)
+
     def start(self, request: Request) -> None:
         """Let a waiting request run, with the blocks that it has."""
         self.waiting.remove(request)
@@ -66,7 +79,7 @@ class RequestQueues:
         del self.unfinished[request.id]
         if request.is_running:
             self._stop(request)
-        else:
+        elif self.held.pop(request.id, None) is None:
             self.waiting.remove(request)
 
     def _wait(self, request: Request) -> None:

@@ -17,6 +17,7 @@ from rpc_schema.step import NewRequestData
 from rpc_schema.token_rules import RuleFault
 from worker_daemon.contracts.arrays import Int32s, Int64s
 from worker_daemon.contracts.sampling import Sampling
+from worker_daemon.contracts.uploads import FindUpload, no_uploads
 from worker_daemon.lora.adapters import Adapters
 from worker_daemon.models.pooler import Pooler
 from worker_daemon.runner.report import Report as Report
@@ -53,6 +54,9 @@ class PartContext:
     """The model's conversion of hidden states; None on stages but the last."""
     adapters: Adapters | None = None
     """The model's LoRA adapters; None if it was loaded without."""
+    dtype: torch.dtype = torch.float32
+    """Of the model."""
+    find_upload: FindUpload = no_uploads
 
     @property
     def num_rows(self) -> int:
@@ -80,6 +84,8 @@ class StepPart:
     """int32 columns that a step brings to the device for the forward pass."""
     in_forward: ClassVar[bool] = False
     """It acts around the forward pass: steps that use it have graphs of their own."""
+    has_graphs: ClassVar[bool] = True
+    """False: steps that use it around the forward pass are launched kernel by kernel."""
     in_sampling: ClassVar[bool] = True
     """It acts on logits, or reports of them. False: rows that use nothing else take their likeliest
     token."""
@@ -127,8 +133,13 @@ class StepPart:
     # Rows.
 
     def uses(self, extension: Any) -> bool:
-        """Return True if steps of a request with this extension use the part."""
+        """Return True if all steps of a request with this extension use the part."""
         return True
+
+    def uses_step(self, step: ScheduledStep) -> bool:
+        """Return True if a step uses a part around the forward pass though no row uses it in all
+        steps: by the positions of its tokens. Decided by the message and the rows alone."""
+        return False
 
     def admit(self, requests: Sequence[NewRequestData], extensions: Sequence[Any | None]) -> None:
         """Requests begin in their slots. extensions: of each its own of the part, or None. Called
