@@ -216,7 +216,7 @@ def run_daemon(endpoint: str, parent_fd: int, key_files: Mapping[str, str]) -> N
     )
     serve(
         settings,
-        lambda set_phase: StateWorker(settings.device),
+        lambda set_phase, find_upload: StateWorker(settings.device),
         _no_rendezvous,
         lambda: None,
         lambda: None,

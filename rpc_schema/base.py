@@ -1,7 +1,7 @@
 """The Struct bases and the bounded field types of all messages; size and GC flags are set here,
 once."""
 
-from typing import Annotated, Generic, TypeVar
+from typing import Annotated, Final, Generic, TypeVar
 
 import msgspec
 from msgspec import Meta
@@ -21,6 +21,11 @@ Name = Annotated[str, Meta(min_length=1, max_length=256)]
 
 Text = Annotated[str, Meta(max_length=65536)]
 """A message or traceback for people; never parsed."""
+
+HASH_BYTES: Final = 32
+
+ContentHash = Annotated[bytes, Meta(min_length=HASH_BYTES, max_length=HASH_BYTES)]
+"""Name of an uploaded tensor: see UploadChunk."""
 
 Uid = Annotated[bytes, Meta(min_length=16, max_length=16)]
 """128 random bits: a worker's or a driver's identity for the life of its process."""
@@ -43,6 +48,11 @@ class Value(
 
 class Extension(Value, frozen=True, kw_only=True):
     """Part of a message for an optional feature: see rpc_schema/extensions.py."""
+
+    @property
+    def uploads(self) -> tuple[bytes, ...]:
+        """Content hashes of the uploads that it names."""
+        return ()
 
 
 class FramedExtension(Extension, frozen=True, kw_only=True):

@@ -14,6 +14,7 @@ from msgspec import Meta
 from rpc_schema.base import Extension
 from rpc_schema.lora_request import LoraRequest
 from rpc_schema.pooling import PooledOutputs, PoolingParams
+from rpc_schema.prompt_embeds import PromptEmbeds
 from rpc_schema.sampling import (
     GivenLogprobs,
     GrammarMasks,
@@ -39,6 +40,7 @@ RequestExtension: TypeAlias = (
     | LogitsProcessors
     | StructuredOutput
     | LoraRequest
+    | PromptEmbeds
     | PoolingParams
 )
 """Extension of a request, from its admission on."""

@@ -1,5 +1,6 @@
 """Tensors that do not fit into a message, uploaded into a daemon's host memory: named by the hash
-of their content, in chunks, and dropped with the lease. Defines chunks and hashes for both sides.
+of their content, in chunks, and dropped with the lease, unless kept requests name them. Defines
+chunks and hashes for both sides.
 
 They are sent over the control socket, to a thread that steps do not wait for, outside the order of
 seqs. So a chunk never delays a step and is not kept for resending with the steps, and its size
@@ -15,7 +16,14 @@ from typing import Annotated, Final, Literal, TypeAlias
 
 from msgspec import Meta
 
-from rpc_schema.base import ControlReply, ControlRequest, Positive, Unsigned
+from rpc_schema.base import (
+    HASH_BYTES,
+    ContentHash,
+    ControlReply,
+    ControlRequest,
+    Positive,
+    Unsigned,
+)
 from rpc_schema.lifecycle import Acknowledged
 
 CHUNK_BYTES: Final = 512 << 10
@@ -24,16 +32,12 @@ MAX_UPLOAD_BYTES: Final = 1 << 30
 MAX_NAMED_UPLOADS: Final = 1024
 """Bound for one request."""
 MAX_DIMENSIONS: Final = 8
-HASH_BYTES: Final = 32
 
 UploadDtype = Literal["float32", "float16", "bfloat16", "int64", "int32", "uint8"]
 ITEM_BYTES: Final[Mapping[UploadDtype, int]] = MappingProxyType(
     {"float32": 4, "float16": 2, "bfloat16": 2, "int64": 8, "int32": 4, "uint8": 1}
 )
 Buffer: TypeAlias = bytes | bytearray | memoryview
-
-ContentHash = Annotated[bytes, Meta(min_length=HASH_BYTES, max_length=HASH_BYTES)]
-"""See UploadChunk."""
 
 ContentHashes = Annotated[tuple[ContentHash, ...], Meta(max_length=MAX_NAMED_UPLOADS)]
 
@@ -47,8 +51,8 @@ class UploadChunk(ControlRequest["UploadChunkReply"], frozen=True, tag=40, kw_on
 
     Refused, with nothing changed: a chunk that does not belong to the tensor or differs from the
     one in its place (CONFIG), and an upload for which there is no room (CAPACITY). Complete chunks
-    that do not match the hash are dropped (CONFIG). All uploads end with the lease, and with a
-    Reset.
+    that do not match the hash are dropped (CONFIG). Uploads end with the lease, but those that kept
+    requests name stay for the driver that adopts these. All end with a Reset.
 
     The hash is BLAKE2b of 32 bytes, personalised `upload`, over the ASCII text `DTYPE N,N,...` with
     a newline (`float32 2,3`), then each chunk's own BLAKE2b of 32 bytes, personalised `upload

@@ -3,13 +3,16 @@ reports failures to the scheduler, and measures times."""
 
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
+from rpc_schema.extensions import extension_of
+from rpc_schema.prompt_embeds import PromptEmbeds
+from worker_client.adoption import AdoptedRequest
 from worker_client.errors import (
     DrainingError,
     InvalidSchedulerOutput,
@@ -18,22 +21,25 @@ from worker_client.errors import (
     StepFailed,
     WorkerDied,
 )
+from worker_client.host_tensor import HostTensor
+from worker_client.request_uploads import RequestUploads, UploadingGroup
 from worker_client.requests import (
     MAX_SAMPLES,
     GenerationRequest,
     forked,
+    hashed,
     sample_id,
     seeded,
     validated,
 )
-from worker_client.scheduler import RequestOutput, SchedulerInterface
-from worker_client.scheduler_output import SchedulerOutput, StepResult
-from worker_client.structured.masked_steps import (
-    CompiledGrammars,
-    MaskedStep,
-    MaskedSteps,
+from worker_client.scheduler import (
+    HoldingScheduler,
+    RequestOutput,
+    SchedulerInterface,
     failed_request,
 )
+from worker_client.scheduler_output import SchedulerOutput, StepResult
+from worker_client.structured.masked_steps import CompiledGrammars, MaskedStep, MaskedSteps
 from worker_client.structured.pending import PendingRequests
 
 StepKind: TypeAlias = Literal["prefill", "decode", "mixed", "empty"]
@@ -42,6 +48,7 @@ MAX_CONSECUTIVE_FAILURES = 3
 """Failed steps in a row, and recoveries without a successful step between them, after which the
 driver gives up."""
 
+EMBEDS_LOST = "the daemons have lost the embeddings of its prompt; fix: send the request again"
 
 MAX_HISTORY = 65_536
 """Default number of steps and requests whose times a driver keeps."""
@@ -54,7 +61,7 @@ class FutureLike(Protocol):
         """Wait for the outcome; raises StepFailed."""
 
 
-class GroupLike(Protocol):
+class GroupLike(UploadingGroup, Protocol):
     """The part of worker_client.worker_group.WorkerGroup that the driver uses."""
 
     max_in_flight: int
@@ -155,25 +162,44 @@ class Driver:
         self._consecutive_recoveries = 0
         self._masks = None if grammars is None else MaskedSteps(grammars)
         self._pending = None if grammars is None else PendingRequests(grammars)
+        self._uploads = RequestUploads(group)
+        self._must_restart_uploads = False
+        """The ranks have lost all uploads."""
+        self._num_sent = 0
+        """Steps, and below those of them that are done."""
+        self._num_done = 0
         self._ended: list[RequestOutput] = []
         """Requests that have ended outside the scheduler, and were not returned yet."""
 
     def add_request(self, request: GenerationRequest) -> None:
         """Queue a request, with a random seed if it needs one and has none; with n > 1 its samples
         (worker_client.requests.forked). One with structured output waits until its grammar is
-        compiled; if that fails it ends with "error". Raises RequestError as the scheduler does;
-        then nothing is queued."""
-        samples = forked(seeded(request))
+        compiled, and one with embeddings until they are uploaded, between steps; if that fails it
+        ends with "error". Raises RequestError as the scheduler does; then nothing is queued."""
+        request = hashed(seeded(request))
+        self._check_holds(request)
+        samples = forked(request)
         for index, sample in enumerate(samples):
             try:
                 if sample.structured_outputs is None or self._is_compiled(sample):
-                    self.scheduler.add_request(sample)
+                    self._queue(sample)
             except RequestError:
                 for added in samples[:index]:
                     self._abort(added.id)
                 raise
             self._added[sample.id] = time.monotonic()
             self._without_token.add(sample.id)
+
+    def _check_holds(self, request: GenerationRequest) -> None:
+        tensor = request.prompt_embeds
+        if tensor is not None and not isinstance(self.scheduler, HoldingScheduler):
+            raise RequestError(
+                "the scheduler cannot hold a request until its embeddings are uploaded",
+                field="prompt_embeds",
+                value=list(tensor.shape),
+                fix="add hold_request and release_request (HoldingScheduler), or upload them and "
+                "give PromptEmbeds in features",
+            )
 
     def _is_compiled(self, request: GenerationRequest) -> bool:
         grammar = request.structured_outputs
@@ -186,6 +212,29 @@ class Driver:
             )
         return self._pending.add(validated(request), grammar)
 
+    def _queue(self, request: GenerationRequest) -> None:
+        """Give the scheduler a request, to be held until its embeddings are uploaded."""
+        self.scheduler.add_request(request)
+        tensor = request.prompt_embeds
+        if isinstance(tensor, HostTensor) and isinstance(self.scheduler, HoldingScheduler):
+            self.scheduler.hold_request(request.id)
+            self._uploads.add(request.id, tensor)
+
+    def claim_uploads(
+        self, requests: Sequence[AdoptedRequest], tensors: Iterable[HostTensor] = ()
+    ) -> tuple[list[AdoptedRequest], list[RequestOutput]]:
+        """Take over the embeddings of requests that the scheduler is to adopt, which daemons keep
+        for them. Return the requests that can go on, and the outputs of those whose embeddings are
+        neither there nor among `tensors`, with an error. To be called before anything else."""
+        needs = {
+            request.req_id: embeds.content_hash
+            for request in requests
+            if (embeds := extension_of(request.extensions, PromptEmbeds)) is not None
+        }
+        lost = self._uploads.claim(needs, tensors) if needs else set()
+        kept = [each for each in requests if each.req_id not in lost]
+        return kept, [failed_request(req_id, EMBEDS_LOST) for req_id in needs if req_id in lost]
+
     def abort_request(self, req_id: str) -> None:
         """End a request early, without output: all of its samples, or a single one by its id."""
         samples = [sample_id(req_id, index) for index in range(MAX_SAMPLES)]
@@ -194,9 +243,9 @@ class Driver:
 
     def _abort(self, req_id: str) -> None:
         self.scheduler.abort_request(req_id)
-        if self._masks is not None and self._pending is not None:
-            self._masks.forget(req_id)
+        if self._pending is not None:
             self._pending.forget(req_id)
+        self._release(req_id)
         self._added.pop(req_id, None)
         self._first_token.pop(req_id, None)
         self._without_token.discard(req_id)
@@ -232,24 +281,32 @@ class Driver:
             DrainingError: an operator drains the group, and the steps in flight are settled. It may
                 be called again, and continues once the drain is undone.
         """
+        self._drop_uploads()
         self._admit_compiled()
         try:
             self._fill()
+            if self._uploads.can_proceed:
+                self._send_uploads()
+                self._fill()
         except DrainingError:
             if not self._in_flight:
                 raise
         if self._in_flight:
             return self._take_oldest() + self._take_ended()
         self._raise_refusal()
-        if self._pending or self._ended:
-            return self._take_ended() or self._await_grammar()
-        if self.scheduler.has_unfinished_requests():
+        if self._ended or self._uploads.can_proceed:
+            return self._take_ended()
+        if self._pending:
+            self._pending.wait()
+        elif self.scheduler.has_unfinished_requests():
             raise SchedulerStalled(
                 "the scheduler has unfinished requests, but no step for them, and none is in flight"
             )
         return []
 
     def _fill(self) -> None:
+        while self._must_restart_uploads:
+            self._restart_uploads()
         while self._refusal is None and len(self._in_flight) < self.group.max_in_flight:
             output = self._unsent or self.scheduler.schedule()
             if output is None:
@@ -268,6 +325,7 @@ class Driver:
                 return
             self._unsent = None
             self._in_flight.append(_InFlight(output, future, _kind(output), sent, masked, []))
+            self._num_sent += 1
             if self._masks is not None and masked is not None:
                 self._masks.sent(masked)
                 self._send_masks(self._masks)
@@ -282,29 +340,57 @@ class Driver:
                 except WorkerDied as died:
                     self._replace(died)
                     return  # taking the steps in flight reports the losses
-        for req_id, output in masks.take_faults().items():
-            self.scheduler.abort_request(req_id)
-            self._record_finish(req_id)
-            self._ended.append(output)
+        for output in masks.take_faults().values():
+            self.scheduler.abort_request(output.req_id)
+            self._end(output)
 
     def _admit_compiled(self) -> None:
         """Queue the requests whose grammars are compiled by now."""
         for request, reason in () if self._pending is None else self._pending.take_done():
             try:
                 if not reason:
-                    self.scheduler.add_request(request)
+                    self._queue(request)
                     continue
             except RequestError as error:
                 reason = error.reason
-            self._record_finish(request.id)
-            self._ended.append(
-                failed_request(request.id, len(request.prompt_token_ids), [], reason)
-            )
+            num_prompt_tokens = len(request.prompt_token_ids)
+            self._end(failed_request(request.id, reason, num_prompt_tokens=num_prompt_tokens))
 
-    def _await_grammar(self) -> list[RequestOutput]:
-        if self._pending is not None:
-            self._pending.wait()
-        return []
+    def _send_uploads(self) -> None:
+        """Send some chunks for held requests, while steps are in flight."""
+        try:
+            progress = self._uploads.proceed()
+        except WorkerDied as died:
+            self._replace(died)
+            return
+        for req_id, reason in progress.refused:
+            self.scheduler.abort_request(req_id)
+            self._end(failed_request(req_id, reason))
+        for req_id in progress.ready:
+            assert isinstance(self.scheduler, HoldingScheduler), "it held the request"
+            self.scheduler.release_request(req_id)
+
+    def _restart_uploads(self) -> None:
+        """Send again what requests need. They have lost their rows too."""
+        try:
+            lost = self._uploads.restart()
+        except WorkerDied as died:
+            self._replace(died)
+            return
+        self._must_restart_uploads = False
+        for req_id in lost:
+            self.scheduler.abort_request(req_id)
+            self._end(failed_request(req_id, EMBEDS_LOST))
+
+    def _drop_uploads(self) -> None:
+        """Drop what no request needs and no step in flight reads."""
+        if self._uploads.to_drop:
+            self._uploads.drop_unused(self._num_done)
+
+    def _end(self, output: RequestOutput) -> None:
+        """End a request that the scheduler does not have, or has no more."""
+        self._record_finish(output.req_id)
+        self._ended.append(output)
 
     def _take_ended(self) -> list[RequestOutput]:
         ended, self._ended = self._ended, []
@@ -325,6 +411,7 @@ class Driver:
     def _settle(self, flight: _InFlight, result: StepResult) -> list[RequestOutput]:
         """Pass the result of the oldest step on."""
         self._in_flight.popleft()
+        self._num_done += 1
         if self._masks is not None and flight.masked is not None:
             self._masks.take(flight.masked, result)
             self._send_masks(self._masks)
@@ -333,6 +420,7 @@ class Driver:
         finished = self.scheduler.update_from_output(flight.output, result)
         for output in finished:
             self._record_finish(output.req_id)
+        self._drop_uploads()
         return finished
 
     def _send(self, output: SchedulerOutput) -> FutureLike:
@@ -355,6 +443,7 @@ class Driver:
         if self._consecutive_recoveries >= MAX_CONSECUTIVE_FAILURES:
             raise died
         self._recover(died)
+        self._must_restart_uploads = True
         self._consecutive_recoveries += 1
         self._consecutive_failures = 0
 
@@ -368,6 +457,7 @@ class Driver:
             finished, lost = self._settle_partly(lost)
         outputs = [flight.output for flight in self._in_flight]
         self._in_flight.clear()
+        self._num_done = self._num_sent
         self.num_failures += 1
         self._consecutive_failures += 1
         self._hand_back(outputs, lost)
@@ -430,9 +520,14 @@ class Driver:
             self._first_token.update(dict.fromkeys(first, now))
             self._without_token -= first
 
-    def _record_finish(self, req_id: str) -> None:
+    def _release(self, req_id: str) -> None:
+        """Give up the matcher and the upload of a request that has ended."""
         if self._masks is not None:
             self._masks.forget(req_id)
+        self._uploads.end(req_id, self._num_sent)
+
+    def _record_finish(self, req_id: str) -> None:
+        self._release(req_id)
         now = time.monotonic()
         added = self._added.pop(req_id, now)
         first = self._first_token.pop(req_id, now)

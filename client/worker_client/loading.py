@@ -111,6 +111,7 @@ def group_limits(config: WorkerConfig, model: LoadedGroup) -> GroupLimits:
         max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
         max_model_len=model.max_model_len,
         vocab_size=model.metadata.vocab_size,
+        hidden_size=model.metadata.hidden_size,
         num_blocks=model.num_blocks,
         block_size=model.block_size,
         groups=model.groups,

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from hashlib import blake2b
 from itertools import chain
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final, TypeAlias
 
@@ -18,6 +19,7 @@ from rpc_schema.extensions import RequestExtension, extension_of
 from rpc_schema.lora_request import LoraRequest
 from rpc_schema.plain_text import printable
 from rpc_schema.pooling import PoolingParams
+from rpc_schema.prompt_embeds import PromptEmbeds
 from rpc_schema.sampling import (
     MAX_LOGITS_PROCESSORS,
     MAX_LOGPROB_TOKEN_IDS,
@@ -37,7 +39,16 @@ from rpc_schema.token_rules import (
     MAX_REPETITION_PENALTY,
     MIN_REPETITION_PENALTY,
 )
+from worker_client.embeds_files import EmbedsFiles
 from worker_client.errors import RequestError
+from worker_client.host_tensor import HostTensor
+from worker_client.prompt_embeds import (
+    Embeddings,
+    Ranges,
+    embeds_extension,
+    host_tensor,
+    with_placeholders,
+)
 from worker_client.stop_strings import MAX_STOP_BYTES, MAX_STOP_STRINGS
 from worker_client.structured.options import read_structured_output
 
@@ -100,6 +111,11 @@ class GenerationRequest:
     """Strings that end it, before which its text ends. The scheduler needs a tokenizer for them."""
     include_stop_str_in_output: bool = False
     """The text ends behind the stop string."""
+    prompt_embeds: Embeddings | None = None
+    """[rows, hidden size] of some positions of the prompt, where prompt_token_ids has placeholders
+    (prompt_embeds.with_placeholders)."""
+    prompt_embeds_at: Ranges = ()
+    """Those positions."""
     features: tuple[RequestExtension, ...] = ()
     """Extensions of features that have no field above."""
 
@@ -112,11 +128,13 @@ class GenerationRequest:
         """Return its extensions for the workers.
 
         Raises:
-            RequestError: it samples and has no seed, which `seeded` would give it, or it has more
-                stop tokens than a request may have.
+            RequestError: it samples and has no seed, which `seeded` would give it, it has more
+                stop tokens than a request may have, or its embeddings are malformed.
         """
+        embeds = self.embeds_extension()
+        others = self.features if embeds is None else (embeds, *self.features)
         if self.pooling is not None:
-            return (self.pooling, *self.features)
+            return (self.pooling, *others)
         if self.seed is None and self.temperature > 0:
             raise RequestError(
                 "the request has no seed yet", field="seed", value=None, fix="use seeded(request)"
@@ -146,7 +164,14 @@ class GenerationRequest:
             logits_processors=self.logits_processors,
         )
         grammar = () if self.structured_outputs is None else (self.structured_outputs,)
-        return (*params.extensions(), *grammar, *self.features)
+        return (*params.extensions(), *grammar, *others)
+
+    def embeds_extension(self) -> PromptEmbeds | None:
+        """Return the extension for its embeddings, if it has any. Raises RequestError: they, or
+        their positions, are malformed."""
+        if self.prompt_embeds is None:
+            return None
+        return embeds_extension(host_tensor(self.prompt_embeds), self.prompt_embeds_at)
 
 
 _SIZED: Final = (
@@ -176,6 +201,14 @@ def seeded(request: GenerationRequest) -> GenerationRequest:
     if request.seed is not None or request.temperature == 0:
         return request
     return replace(request, seed=random_seed())
+
+
+def hashed(request: GenerationRequest) -> GenerationRequest:
+    """Return the request with its embeddings as a HostTensor, whose hash is computed here unless it
+    has one. Raises RequestError as host_tensor does."""
+    if request.prompt_embeds is None or isinstance(request.prompt_embeds, HostTensor):
+        return request
+    return replace(request, prompt_embeds=host_tensor(request.prompt_embeds))
 
 
 def derived_seed(seed: int, index: int) -> int:
@@ -240,6 +273,13 @@ def validated(request: GenerationRequest) -> GenerationRequest:
     if request.pooling is not None:
         _check_pooling(request, request.pooling)
     _check_num_stop_ids(len(set(request.stop_token_ids)))
+    if request.prompt_embeds is None and len(request.prompt_embeds_at):
+        raise RequestError(
+            "there are no embeddings for these positions",
+            field="prompt_embeds_at",
+            value=request.prompt_embeds_at,
+            fix="give prompt_embeds too",
+        )
     for field, value, low, high in (
         ("id", len(request.id), 1, MAX_ID_LENGTH),
         ("prompt_token_ids", len(request.prompt_token_ids), 1, MAX_COUNT),
@@ -413,14 +453,18 @@ class RequestParser:
         self,
         encode: Encode | None,
         seed: int | None = None,
+        *,
         encode_word: Encode | None = None,
+        directory: Path | None = None,
     ) -> None:
         """encode: turns text into token ids; None if the model has no tokenizer. seed: every
         request without one gets a seed derived from it and the request's index. encode_word: as
-        encode, without special tokens."""
+        encode, without special tokens. directory: of the files that requests name; None: they may
+        name none."""
         self._encode = encode
         self._seed = seed
         self._encode_word = encode_word
+        self._files = None if directory is None else EmbedsFiles(directory)
 
     def parse(self, text: str | bytes, index: int) -> GenerationRequest:
         """Return the request on line index + 1; bytes are UTF-8.
@@ -438,8 +482,16 @@ class RequestParser:
         """Return the request with these fields. Raises as parse does, without the line."""
         values = _typed(fields)
         stop = values.pop("stop", ())
-        prompt = self._prompt(values.pop("prompt", None), values.pop("prompt_token_ids", None))
         pooling = _read_pooling(values.pop("pooling", None))
+        at = values.pop("prompt_embeds_at", ())
+        embeds = self._embeds(values.pop("prompt_embeds", None), at)
+        text, ids = values.pop("prompt", None), values.pop("prompt_token_ids", None)
+        if embeds is None:
+            prompt = self._prompt(text, ids)
+        else:
+            given = () if text is None and ids is None else self._prompt(text, ids)
+            prompt = with_placeholders(given, embeds.shape[0], at)
+            values |= {"prompt_embeds": embeds, "prompt_embeds_at": at}
         seed = random_seed() if self._seed is None else derived_seed(self._seed, index)
         if "structured_outputs" in values:
             values["structured_outputs"] = read_structured_output(values["structured_outputs"])
@@ -472,6 +524,18 @@ class RequestParser:
             for text in (word, " " + word.lstrip(" ")):
                 found[tuple(self._encode_word(text))] = None
         return tuple(found)
+
+    def _embeds(self, name: str | None, at: Ranges) -> HostTensor | None:
+        if name is not None and self._files is not None:
+            return self._files.read(name)
+        if name is None and not at:
+            return None
+        raise RequestError(
+            "there are no embeddings",
+            field="prompt_embeds",
+            value=name,
+            fix="name a file with it, in an input file (--input) beside it",
+        )
 
     def _prompt(self, text: str | None, ids: list[int] | None) -> NDArray[np.int32]:
         if ids is not None and text is None:
@@ -537,6 +601,8 @@ _FIELDS: Final[Mapping[str, Any]] = MappingProxyType(
         "n": int,
         "stop": str | list[str],
         "include_stop_str_in_output": bool,
+        "prompt_embeds": str,
+        "prompt_embeds_at": list[list[int]],
     }
 )
 """Fields of an input line, and their types."""

@@ -83,11 +83,19 @@ class GroupLimits:
     """None: unknown, and not checked."""
     logits_processors: tuple[str, ...] | None = None
     """Names that requests may ask for; None leaves them unchecked."""
+    hidden_size: int = 0
+    """0 if unknown: the width of embeddings is not checked then."""
 
     @property
     def bounds(self) -> ModelBounds:
         """The model's bounds on extensions."""
-        return ModelBounds(self.vocab_size, self.pooling, self.max_loras, self.logits_processors)
+        return ModelBounds(
+            self.vocab_size,
+            pooling=self.pooling,
+            max_loras=self.max_loras,
+            logits_processors=self.logits_processors,
+            hidden_size=self.hidden_size,
+        )
 
     @cached_property
     def block_groups(self) -> tuple[BlockGroup, ...]:
@@ -371,9 +379,13 @@ def _check_extensions(request: NewRequest) -> int:
 def check_values(request: NewRequest, limits: GroupLimits) -> None:
     """Check each value of a new request's extensions against the schema and the model; names the
     first that cannot be sent, or that the daemons would refuse."""
-    fault = extension_fault(request.extensions, limits.bounds)
+    fault = extension_fault(request.extensions, _bounds(request, limits))
     if fault is not None:
         raise _refused(request.req_id, *fault)
+
+
+def _bounds(request: NewRequest, limits: GroupLimits) -> ModelBounds:
+    return limits.bounds.of_prompt(request.num_prompt_tokens)
 
 
 def extension_fault(extensions: object, bounds: ModelBounds) -> ExtensionFault | None:
@@ -381,11 +393,8 @@ def extension_fault(extensions: object, bounds: ModelBounds) -> ExtensionFault |
     fault = _kind_fault(extensions)
     if fault is not None or not isinstance(extensions, tuple):
         return fault
-    for extension in extensions:
-        fault = _value_fault(extension, bounds)
-        if fault is not None:
-            return fault
-    return None
+    faults = (_value_fault(extension, bounds) for extension in extensions)
+    return next((fault for fault in faults if fault is not None), None)
 
 
 def _kind_fault(extensions: object) -> ExtensionFault | None:
@@ -474,11 +483,9 @@ def encode_checked(
         for request in new:
             check_values(request, limits)
         raise _too_large(error) from None
-    bounds = limits.bounds
     for request in new:
-        for extension in request.extensions:
-            if find_fault(extension, bounds) is not None:
-                check_values(request, limits)
+        if any(find_fault(each, _bounds(request, limits)) for each in request.extensions):
+            check_values(request, limits)
         if request.extensions or not limits.generates:
             _check_pooling(request, limits)
     return frames

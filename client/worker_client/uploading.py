@@ -4,70 +4,14 @@ a driver can run steps in between."""
 from collections import deque
 from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import Any, NamedTuple, cast
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import NamedTuple
 
 from rpc_schema import uploads as up
+from rpc_schema.base import HASH_BYTES
 from worker_client.errors import ClientConfigError, ClientError
 from worker_client.group_channel import GroupChannel
+from worker_client.host_tensor import HostTensor as HostTensor
 from worker_client.worker_client import WorkerClient
-
-
-class HostTensor(NamedTuple):
-    """A tensor to upload. Making one hashes it (a second for a gigabyte); any thread may."""
-
-    dtype: up.UploadDtype
-    shape: tuple[int, ...]
-    data: memoryview
-    """uint8 [bytes], row-major and little-endian; must not change before it is uploaded."""
-    content_hash: bytes
-
-    @classmethod
-    def from_array(cls, array: NDArray[Any]) -> "HostTensor":
-        """Wrap an array of one of the dtypes, without a copy if it is contiguous.
-
-        Raises:
-            ClientConfigError: the dtype, or the shape, is none that can be uploaded.
-        """
-        _check_dtype(array.dtype.name)
-        plain = np.ascontiguousarray(array, array.dtype.newbyteorder("<"))
-        return cls.from_bytes(plain.dtype.name, array.shape, plain.reshape(-1).view(np.uint8).data)
-
-    @classmethod
-    def from_bytes(cls, dtype: str, shape: Sequence[int], data: up.Buffer) -> "HostTensor":
-        """Wrap the bytes of any of the dtypes: bfloat16 too, which numpy does not have. Raises as
-        from_array does, and ClientConfigError: the number of bytes is not that of the shape."""
-        _check_dtype(dtype)
-        kind, sizes = cast("up.UploadDtype", dtype), tuple(map(int, shape))
-        num_bytes = up.tensor_bytes(kind, sizes)
-        if not 1 <= len(sizes) <= up.MAX_DIMENSIONS or min(sizes) < 1:
-            raise ClientConfigError(
-                "no tensor of this shape is uploaded",
-                field="shape",
-                value=sizes,
-                fix=f"use 1 to {up.MAX_DIMENSIONS} dimensions, none of them empty",
-            )
-        if num_bytes > up.MAX_UPLOAD_BYTES:
-            raise ClientConfigError(
-                f"the tensor has {num_bytes} bytes",
-                field="shape",
-                value=sizes,
-                fix=f"upload parts of at most {up.MAX_UPLOAD_BYTES} bytes",
-            )
-        given = memoryview(data)
-        if given.nbytes != num_bytes or not given.c_contiguous:
-            raise ClientConfigError(
-                f"a tensor of {dtype} {list(sizes)} has {num_bytes} bytes, without gaps",
-                field="data",
-                value=f"{given.nbytes} bytes",
-                fix="give all of its bytes, row-major, and no others",
-            )
-        view = given.cast("B")
-        offsets = range(0, num_bytes, up.CHUNK_BYTES)
-        digests = (up.chunk_digest(view[begin : begin + up.CHUNK_BYTES]) for begin in offsets)
-        return cls(kind, sizes, view, up.content_hash(kind, sizes, digests))
 
 
 class _Planned(NamedTuple):
@@ -173,22 +117,12 @@ def named_parts(content_hashes: Sequence[bytes]) -> Iterator[tuple[bytes, ...]]:
     """Split hashes into parts of the size that a request may name. Raises ClientConfigError: one is
     not a hash."""
     for name in content_hashes:
-        if len(name) != up.HASH_BYTES:
+        if len(name) != HASH_BYTES:
             raise ClientConfigError(
                 "it is not a content hash",
                 field="content_hashes",
                 value=name,
-                fix=f"use the {up.HASH_BYTES} bytes that upload() has returned",
+                fix=f"use the {HASH_BYTES} bytes that upload() has returned",
             )
     for begin in range(0, len(content_hashes), up.MAX_NAMED_UPLOADS):
         yield tuple(content_hashes[begin : begin + up.MAX_NAMED_UPLOADS])
-
-
-def _check_dtype(dtype: str) -> None:
-    if dtype not in up.ITEM_BYTES:
-        raise ClientConfigError(
-            "tensors of this dtype are not uploaded",
-            field="dtype",
-            value=dtype,
-            fix=f"use one of {', '.join(up.ITEM_BYTES)}",
-        )

@@ -128,6 +128,11 @@ class WorkerGroup:
         return len(self.clients)
 
     @property
+    def first_stage_ranks(self) -> range:
+        """Ranks that embed prompts."""
+        return range(self.parallel.tensor_parallel_size)
+
+    @property
     def num_in_flight(self) -> int:
         """Number of steps whose outcome is unknown; the later sampling of one does not count."""
         return sum(f.step is None or not f.step.is_later for f in self._steps.pending)
@@ -595,7 +600,7 @@ class WorkerGroup:
         meanwhile, but this returns when all is there: a driver that serves uses begin_upload.
 
         They stay until drop_uploads(), a reset() or the end of the lease: after attach() and
-        replace(), upload them again.
+        replace(), upload them again. attach(keep_requests=True) keeps those that requests name.
 
         Raises:
             RemoteCapacityError: a daemon has no room. What others have got stays.

@@ -11,6 +11,7 @@ import pytest
 from rpc_schema.lifecycle import Relink
 from tests.support.command_line import ask_status, start_client
 from tests.support.driving import Cases, random_cases
+from tests.support.embedded_prompts import clear_cases
 from tests.support.serving import connect, generate, scheduler_limits, worker_config
 from tests.support.supervised import Supervised
 from tests.support.waiting import wait_until
@@ -115,6 +116,15 @@ def test_killed_rank_is_replaced_under_load(pair, config, cases, detection, pp, 
     assert loads(survivor) == loads(before)
     assert survivor.epoch == after[rank].epoch > before.epoch
     assert survivor.link == after[rank].link > before.link
+
+
+def test_embeddings_are_sent_again_to_a_replaced_rank(pair, config, checkpoint):
+    embedded = clear_cases(checkpoint(), seed=51, count=5, max_tokens=32)
+    with connect(pair.endpoints, config(2)) as (group, loaded):
+        loss = Loss(pair, 0)
+        assert loss.generate(group, loaded, embedded) == embedded.expected
+        assert loss.replaced
+        assert [status.upload_bytes for status in group.get_status()] == [0, 0]
 
 
 def test_survivor_of_killed_ranks_keeps_no_communicator(pair, config, cases):

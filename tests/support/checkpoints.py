@@ -132,14 +132,29 @@ class Checkpoint:
         processors = transformers.LogitsProcessorList([processor])
         return self._generate(ids, max_tokens, {"logits_processor": processors, **ending})
 
+    def embedded(self, embeds: torch.Tensor, max_tokens: int) -> list[int]:
+        """Tokens of generate for a prompt of embeddings [tokens, hidden size]. Raises NearTie as
+        greedy does."""
+        return self._continue({"inputs_embeds": embeds[None]}, 0, max_tokens, {})
+
     def _generate(
         self, prompt: tuple[int, ...], max_tokens: int, ending: Mapping[str, object]
     ) -> list[int]:
         ids = torch.tensor([prompt])
+        return self._continue({"input_ids": ids}, len(prompt), max_tokens, ending)
+
+    def _continue(
+        self,
+        given: Mapping[str, torch.Tensor],
+        num_given_ids: int,
+        max_tokens: int,
+        ending: Mapping[str, object],
+    ) -> list[int]:
+        (prompt,) = given.values()
         with torch.no_grad():
             output = self.model.generate(
-                ids,
-                attention_mask=torch.ones_like(ids),
+                **given,
+                attention_mask=torch.ones(prompt.shape[:2], dtype=torch.int64),
                 do_sample=False,
                 max_new_tokens=max_tokens,
                 pad_token_id=0,
@@ -150,8 +165,8 @@ class Checkpoint:
         best = torch.cat(output.scores).float().log_softmax(-1).topk(2).values
         margin = (best[:, 0] - best[:, 1]).min().item()
         if margin < LEAST_MARGIN:
-            raise NearTie(f"{self.name}: margin {margin:.2g} after {prompt[:4]}...")
-        return output.sequences[0, len(prompt) :].tolist()
+            raise NearTie(f"{self.name}: margin {margin:.2g} after {prompt.shape[1]} tokens")
+        return output.sequences[0, num_given_ids:].tolist()
 
     def logprobs(self, token_ids: Sequence[int]) -> torch.Tensor:
         """Row i: log probabilities, float32 [vocab_size], of the token after token_ids[i]."""

@@ -20,6 +20,7 @@ import pytest
 
 from worker_client.launcher import LocalDaemons
 from worker_daemon.cli import app
+from worker_daemon.contracts.uploads import FindUpload
 from worker_daemon.device.gpu_faults import Fault as GpuFault
 from worker_daemon.device.gpu_faults import fault_of
 from worker_daemon.phases import SetPhase
@@ -276,11 +277,12 @@ def main(patch: pytest.MonkeyPatch) -> None:
         device: str,
         model_roots: Sequence[Path],
         set_phase: SetPhase,
+        find_upload: FindUpload,
         save_root: Path | None,
         profile_dir: Path | None,
     ) -> object:
         faults.strike("make_worker")
-        worker = make_worker(device, model_roots, set_phase, save_root, profile_dir)
+        worker = make_worker(device, model_roots, set_phase, find_upload, save_root, profile_dir)
         from worker_daemon.distributed.pp import StageOutbound  # torch is loaded here, not before
         from worker_daemon.models.decoder import DecoderStage
 

@@ -41,6 +41,8 @@ class Plan(msgspec.Struct, frozen=True):
     num_results: int | None = None
     """Say so after this many steps' results, and go on: somebody kills us then."""
     num_gpu_blocks: int | None = NUM_GPU_BLOCKS
+    directory: str | None = None
+    """Of the files that lines name."""
     detach: bool = False
     """Leave in order after num_results, once no step is in flight any more."""
 
@@ -65,11 +67,14 @@ def begin(group: WorkerGroup, loaded: LoadedGroup, plan: Plan) -> Serving:
     """Adopt what there is, and add the lines that are not running."""
     scheduler = make_scheduler(plan, loaded)
     adopted = group.adopt_requests() if plan.adopt else []
-    done = scheduler.adopt_requests(adopted) if adopted else []
     driver = Driver(group, scheduler, grammars=grammars_of(plan, loaded))
+    kept, lost = driver.claim_uploads(adopted)
+    done = [*lost, *scheduler.adopt_requests(kept)] if adopted else []
     known = {request.req_id for request in adopted}
+    directory = None if plan.directory is None else Path(plan.directory)
+    parser = RequestParser(None, seed=1, directory=directory)
     for index, line in enumerate(plan.lines):
-        request = RequestParser(None, seed=1).parse(line, index)
+        request = parser.parse(line, index)
         if request.id not in known:
             driver.add_request(request)
     return Serving(driver, adopted, done)

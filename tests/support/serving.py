@@ -212,6 +212,9 @@ class CountingGroup:
         self.max_in_flight = group.max_in_flight
         self.most_in_flight = 0
 
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._group, name)
+
     def execute_model(self, output: SchedulerOutput) -> StepFuture:
         """Send a step."""
         future = self._group.execute_model(output)

@@ -8,6 +8,7 @@ import torch
 
 from worker_daemon.contracts.logits_processor import MakeLogitsProcessor
 from worker_daemon.contracts.sampling import Sampling
+from worker_daemon.contracts.uploads import FindUpload
 from worker_daemon.distributed.bubbles import InputWaits, input_waits
 from worker_daemon.distributed.link import Link
 from worker_daemon.distributed.parallel_state import ParallelState
@@ -55,6 +56,7 @@ class RunnerParts:
     rows: RowKernels
     open_staging: OpenStaging
     processors: Mapping[str, MakeLogitsProcessor]
+    find_upload: FindUpload
     adapters: Adapters | None = None
 
     @property
@@ -77,6 +79,8 @@ def assemble_runner(
         pooler=parts.stage.pooler,
         adapters=parts.adapters,
         processors=parts.processors,
+        dtype=parts.dtype,
+        find_upload=parts.find_upload,
     )
     state = RequestState(limits, step_parts)
     tables = RowTables(limits, parts.device, parts.rows)

@@ -109,7 +109,7 @@ class InputBuilder:
             known = self._state.known_tokens
             self._parts.admit(step.new_requests, [known[r.slot] for r in step.new_requests])
         plan = self._ladder.fit(step)
-        if self._parts.in_forward:
+        if self._parts.around | step.brought.used:
             plan = self._parts.extended(plan, self._used_by(step) | step.brought.used)
         packed = self._staging.open(plan.shape)
         filled, steady = packed.holds, step.steady
@@ -146,7 +146,10 @@ class InputBuilder:
         )
 
     def _used_by(self, step: ScheduledStep) -> int:
-        return self._parts.used_by(step.slots) if step.steady is None else step.steady.used
+        """Steady batches decode, and no part acts by the positions of decoded tokens."""
+        if step.steady is not None:
+            return step.steady.used
+        return self._parts.used_by(step.slots) | self._parts.used_in(step)
 
     def _fill(self, columns: StepColumns[Int32s], step: ScheduledStep) -> "_Filled":
         on_device = step.starts >= self._state.num_known_tokens[step.slots]

@@ -93,6 +93,14 @@ class RequestState:
             num_held += int(held[own < FREE_ROW_BLOCKS].sum())
         return num_held
 
+    def uploads_in_use(self) -> frozenset[bytes]:
+        """Return the names of the uploads that the rows' requests name. Any thread may ask, as
+        above."""
+        live = np.flatnonzero(self._counts.live.copy()).tolist()
+        return frozenset(
+            name for slot in live for each in self.extensions[slot] for name in each.uploads
+        )
+
     @property
     def has_failed(self) -> bool:
         """A step failed, and no resynchronisation has come since."""

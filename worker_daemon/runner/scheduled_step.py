@@ -39,6 +39,8 @@ class StepLimits:
     pooling: PoolingSupport = NO_POOLING
     logits_processors: tuple[str, ...] = ()
     """Names of those that requests may ask for."""
+    hidden_size: int = 0
+    """Width of the embeddings that prompts may have; 0: none may."""
 
     @property
     def block_groups(self) -> tuple[BlockGroup, ...]:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
+from worker_daemon.contracts.uploads import FindUpload
 from worker_daemon.device import fault_watch, gauges, nvml
 from worker_daemon.device.fault_watch import FaultWatch
 from worker_daemon.device.gauges import Gauges
@@ -50,6 +51,7 @@ def make_worker(
     device: str,
     model_roots: Sequence[Path],
     set_phase: SetPhase,
+    find_upload: FindUpload,
     save_root: Path | None,
     profile_dir: Path | None = None,
     lora_roots: Sequence[Path] = (),
@@ -71,6 +73,7 @@ def make_worker(
         profile_dir,
         num_threads=user_threads(),
         lora_roots=lora_roots,
+        find_upload=find_upload,
     )
 
 

@@ -8,6 +8,7 @@ from typing import Any, Final, Protocol, TypeAlias
 from rpc_schema import step
 from rpc_schema.codec import Frame, StepReplyMessage
 from rpc_schema.operations import STEP_OPERATIONS, StepMessage, operation_name
+from worker_daemon.contracts.uploads import FindUpload
 from worker_daemon.phases import SetPhase
 from worker_daemon.worker.description import WorkerDescription
 
@@ -106,7 +107,7 @@ class RendezvousServerLike(Protocol):
     def close(self) -> None: ...
 
 
-MakeWorker: TypeAlias = Callable[[SetPhase], WorkerLike]
+MakeWorker: TypeAlias = Callable[[SetPhase, FindUpload], WorkerLike]
 OpenRendezvousServer: TypeAlias = Callable[[str, int], RendezvousServerLike]
 """(host, number of ranks)."""
 

@@ -190,6 +190,7 @@ class StepThread:
         self._progress = progress
         self._events = events
         self._make_worker = make_worker
+        self._find_upload = uploads.get
         self._make_loop = partial(
             _StepLoop,
             commands=self.commands,
@@ -204,7 +205,7 @@ class StepThread:
     def _run(self) -> None:
         sys.setswitchinterval(SWITCH_INTERVAL_S)
         try:
-            worker = self._make_worker(self._progress.set_phase)
+            worker = self._make_worker(self._progress.set_phase, self._find_upload)
         except Exception as error:
             if not isinstance(error, ConfigError):  # whose message is enough
                 logger.exception("the worker cannot be made")
@@ -445,10 +446,10 @@ class _StepLoop:
                 self._gate.detach(epoch)
                 self._leased(epoch, "free", "detached")
             case Orphan(epoch):
-                self._gate.expire(epoch)
-                self._leased(epoch, "orphan", "the lease expired")
+                self._expire(epoch)
             case DropRequests(epoch) if epoch == self._gate.epoch:
                 self._leave_requests(keep=False)
+                self._uploads.drop_all()
                 logger.info("no driver adopted the requests of epoch %d: dropped", epoch)
             case LinkLost(link, cause) if link == self._gate.link:  # else it was replaced since
                 self._link_broke(cause)
@@ -463,6 +464,12 @@ class _StepLoop:
             case Stop():
                 self._lifecycle.serve("CLOSED", "stop")
                 self._running = False
+
+    def _expire(self, epoch: int) -> None:
+        self._gate.expire(epoch)
+        if epoch == self._gate.epoch:  # else another driver has uploads of its own
+            self._uploads.keep_only(self._progress.snapshot.description.uploads_in_use())
+        self._leased(epoch, "orphan", "the lease expired")
 
     def _drain(self, command: StopSteps) -> None:
         self._gate.draining = command.stays

@@ -35,5 +35,7 @@ class WorkerDescription:
     """Returns the state of the weights now; None below MODEL_LOADED."""
     num_kv_blocks_held: Callable[[], int] = int
     """Returns how many KV blocks running requests have now."""
+    uploads_in_use: Callable[[], frozenset[bytes]] = frozenset
+    """Returns the names of the uploads that running requests name now."""
     input_wait_share: Callable[[], float] = float
     """Returns the share of its time for which the stage now waits for its input."""

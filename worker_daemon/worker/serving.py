@@ -9,6 +9,7 @@ import torch
 
 from rpc_schema.kv_cache import KVCacheConfig, groups_of
 from rpc_schema.operations import StepMessage
+from worker_daemon.contracts.uploads import FindUpload, no_uploads
 from worker_daemon.distributed.link import Link
 from worker_daemon.errors import CapacityError, CommError
 from worker_daemon.phases import LONG_OPERATION_S, SetPhase
@@ -40,6 +41,7 @@ class Serving:
         plan: KVCacheConfig,
         kv: Sequence[LayerKV],
         set_phase: SetPhase,
+        find_upload: FindUpload = no_uploads,
     ) -> None:
         """Starts with empty rows and without graphs. kv: one a local layer, of plan.num_blocks, or
         none for NullAttention."""
@@ -60,6 +62,7 @@ class Serving:
             open_staging=opened.place.backend.open_staging,
             adapters=model.adapters,
             processors=model.processors,
+            find_upload=find_upload,
         )
         self.runner = assemble_runner(self._parts, opened.link, _limits(model, plan), kv)
         self._graphs = StepGraphs()
@@ -200,4 +203,5 @@ def _limits(model: LoadedModel, plan: KVCacheConfig) -> StepLimits:
         generates=model.resolved.decoder.generates,
         pooling=pooling_support(model.resolved.decoder),
         logits_processors=scheduler.logits_processors,
+        hidden_size=model.resolved.decoder.hidden_size,
     )

@@ -1,12 +1,13 @@
 """Tensors that a driver has uploaded, in host memory, by the hash of their content. Owns them and
 limits their size.
 
-Written by the control thread, read by the step thread, which also drops all of them at a reset.
+Written by the control thread, read by the step thread, which also drops those that end with a lease
+or a reset.
 """
 
 import mmap
 import threading
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -153,6 +154,16 @@ class Uploads:
             dropped, self._entries = self._entries, {}
             self._num_bytes = 0
         dropped.clear()  # frees their memory here, without the lock
+
+    def keep_only(self, content_hashes: Container[bytes]) -> None:
+        """Drop all uploads but these, and all that are unfinished."""
+        with self._lock:
+            dropped = [
+                name
+                for name, entry in self._entries.items()
+                if entry.whole is None or name not in content_hashes
+            ]
+        self.drop(dropped)
 
     def _begin(self, chunk: UploadChunk, num_bytes: int) -> _Entry:
         needed = _pages(num_bytes)

@@ -25,6 +25,7 @@ from rpc_schema.codec import Frame
 from rpc_schema.kv_cache import KVCacheConfig
 from rpc_schema.operations import StepMessage
 from rpc_schema.step import Done, ExecuteDummyBatch, ExecuteModel, SampleTokens
+from worker_daemon.contracts.uploads import FindUpload, no_uploads
 from worker_daemon.device.failures import FailureKind, drop_scratch, judge, typed_device_error
 from worker_daemon.device.health import CheckDevice, open_health
 from worker_daemon.device.init import device_name
@@ -68,6 +69,7 @@ class Worker:
         open_health: Callable[[torch.device], CheckDevice] = open_health,
         num_threads: int | None = None,
         lora_roots: Sequence[Path] = (),
+        find_upload: FindUpload = no_uploads,
     ) -> None:
         """Touches no device before init_device. save_root: for saved weights; None: saving is
         refused. profile_dir: for traces; None: traces are refused. num_threads: torch's, if the
@@ -76,6 +78,7 @@ class Worker:
         self._saver = Saver(save_root)
         self._profiler = Profiler(profile_dir, self._settle_transfers)
         self._set_phase = set_phase
+        self._find_upload = find_upload
         self._device = RankDevice(device, set_phase, open_memory, open_health, num_threads)
         self._transfer = WeightTransfer(set_phase)
         self._model_or_none: LoadedModel | None = None
@@ -680,6 +683,7 @@ class Worker:
             weights=no_weights if model is None else partial(_weights_report, model.weights),
             # The description outlives a reset: it must hold no device memory.
             num_kv_blocks_held=serving.runner.state.num_held_blocks if serving else int,
+            uploads_in_use=serving.runner.state.uploads_in_use if serving else frozenset,
             input_wait_share=partial(_waiting_share, serving.runner.waits if serving else None),
         )
 
@@ -725,7 +729,9 @@ class Worker:
         return self._serving_or_none
 
     def _serve(self, plan: KVCacheConfig, kv: Sequence[LayerKV]) -> None:
-        self._serving_or_none = Serving(self._device.opened, self._model, plan, kv, self._set_phase)
+        self._serving_or_none = Serving(
+            self._device.opened, self._model, plan, kv, self._set_phase, self._find_upload
+        )
 
     def _identity(self, message: StepMessage) -> dict[str, int]:
         return {"epoch": message.epoch, "seq": message.seq, "rank": self.rank}

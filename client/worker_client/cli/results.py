@@ -5,6 +5,8 @@ import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from rpc_schema.extensions import extension_of
+from rpc_schema.prompt_embeds import PromptEmbeds
 from worker_client.adoption import AdoptedRequest
 from worker_client.cli.output_file import OutputFile, is_special, part_of, write_whole
 from worker_client.cli.report import JsonObject, output_line
@@ -118,7 +120,8 @@ def with_adopted(
 
 def _check_same_prompt(request: GenerationRequest, running: AdoptedRequest) -> None:
     prompt = running.token_ids[: running.num_prompt_tokens].tolist()
-    if request.prompt_token_ids.tolist() != prompt:
+    embeds = extension_of(running.extensions, PromptEmbeds)
+    if request.prompt_token_ids.tolist() != prompt or request.embeds_extension() != embeds:
         raise ClientConfigError(
             "a request of this id is running with another prompt",
             field="id",

@@ -111,7 +111,9 @@ def read_requests(
     if run.output is not None:
         check_output(run.output)
     tokenizer = load_tokenizer(run.model)
-    return tokenizer, read_inputs(lines, tokenizer, run.seed)
+    return tokenizer, read_inputs(
+        lines, tokenizer, run.seed, None if run.input is None else run.input.parent
+    )
 
 
 def end_if_all_are_wrong(inputs: Sequence[InputRequest], output: Path | None) -> None:

@@ -27,6 +27,7 @@ from worker_client.errors import (
     RequestError,
     WorkerDied,
 )
+from worker_client.host_tensor import HostTensor
 from worker_client.launcher import LocalDaemons
 from worker_client.loading import LoadedGroup
 from worker_client.requests import GenerationRequest, RequestParser, forked, validated
@@ -97,7 +98,12 @@ class Session:
         )
         inputs = with_adapters(self.group, self.options.config.lora, inputs)
         start = time.monotonic()
-        outputs = {output.req_id: output for output in scheduler.adopt_requests(adopted)}
+        embeds = [entry.request.prompt_embeds for entry in inputs if entry.request is not None]
+        kept, lost = driver.claim_uploads(
+            adopted, [tensor for tensor in embeds if isinstance(tensor, HostTensor)]
+        )
+        ended = [*lost, *scheduler.adopt_requests(kept)]
+        outputs = {output.req_id: output for output in ended}
         for output in outputs.values():
             on_outcome(output.req_id, output)
         errors = _add_all(driver, inputs, {request.req_id for request in adopted})
@@ -243,15 +249,18 @@ def _logs_of_the_dead(daemons: LocalDaemons) -> Iterator[None]:
 
 
 def read_inputs(
-    lines: Sequence[str | bytes], tokenizer: Tokenizer | None, seed: int | None
+    lines: Sequence[str | bytes],
+    tokenizer: Tokenizer | None,
+    seed: int | None,
+    directory: Path | None = None,
 ) -> list[InputRequest]:
     """Parse input lines; blank ones are skipped. An invalid line, or one with an id that occurred
     before, becomes an error under the name "line N". One of several samples becomes a request for
-    each."""
+    each. directory: of the files that lines name."""
     encode = encode_word = None
     if tokenizer is not None:
         encode, encode_word = tokenizer.encode, tokenizer.encode_word
-    parser = RequestParser(encode, seed, encode_word)
+    parser = RequestParser(encode, seed, encode_word=encode_word, directory=directory)
     parsed: list[tuple[int, GenerationRequest | RequestError]] = []
     ids: set[str] = set()
     for index, line in enumerate(lines):

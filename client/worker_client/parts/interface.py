@@ -2,12 +2,14 @@
 step. Requests without extensions use none."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Final, NamedTuple
 
 from rpc_schema.codec import Frame
 from rpc_schema.extensions import ReplyExtension, RequestExtension
 from rpc_schema.pooling import PoolingSupport
+
+MAX_PROMPT_TOKENS: Final = 2**31 - 1
 
 
 class ExtensionFault(NamedTuple):
@@ -20,7 +22,7 @@ class ExtensionFault(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ModelBounds:
-    """Bounds of the loaded model on a request's extensions."""
+    """Bounds of the loaded model, and of the request, on a request's extensions."""
 
     vocab_size: int
     pooling: PoolingSupport | None = None
@@ -29,6 +31,13 @@ class ModelBounds:
     """Adapters in a step, at most; None leaves adapters unchecked."""
     logits_processors: tuple[str, ...] | None = None
     """Names of the configuration; None leaves them unchecked."""
+    hidden_size: int = 0
+    """0 if unknown."""
+    num_prompt_tokens: int = MAX_PROMPT_TOKENS
+
+    def of_prompt(self, num_tokens: int) -> "ModelBounds":
+        """Return the bounds on a request with a prompt of so many tokens."""
+        return replace(self, num_prompt_tokens=num_tokens)
 
 
 class RequestPart:

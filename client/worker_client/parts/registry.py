@@ -17,6 +17,7 @@ from worker_client.parts.logprobs import (
 )
 from worker_client.parts.lora import LoraRequestPart
 from worker_client.parts.pooling import PoolingRequestPart
+from worker_client.parts.prompt_embeds import PromptEmbedsRequestPart
 from worker_client.parts.sampling import (
     LogitsProcessorsRequestPart,
     RandomSamplingRequestPart,
@@ -47,6 +48,7 @@ PARTS: Final[tuple[RequestPart, ...]] = (
     LogitBiasRequestPart(),
     PenaltiesRequestPart(),
     LogitsProcessorsRequestPart(),
+    PromptEmbedsRequestPart(),
 )
 
 _OF_REQUEST: Final[Mapping[type, RequestPart]] = MappingProxyType(

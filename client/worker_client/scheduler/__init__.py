@@ -10,8 +10,10 @@ request_blocks.py  blocks of requests, and the shared ones; over block_pool.py
 """
 
 from worker_client.scheduler.interface import FinishReason as FinishReason
+from worker_client.scheduler.interface import HoldingScheduler as HoldingScheduler
 from worker_client.scheduler.interface import RequestOutput as RequestOutput
 from worker_client.scheduler.interface import SchedulerInterface as SchedulerInterface
 from worker_client.scheduler.interface import SchedulerLimits as SchedulerLimits
+from worker_client.scheduler.interface import failed_request as failed_request
 from worker_client.scheduler.interface import scheduler_limits as scheduler_limits
 from worker_client.scheduler.reference import Scheduler as Scheduler

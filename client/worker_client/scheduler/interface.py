@@ -4,7 +4,7 @@ exchange."""
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Final, Literal, Protocol, TypeAlias
+from typing import Final, Literal, Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -52,6 +52,22 @@ class RequestOutput:
     """Reason for the failure if finish_reason is "error"; token_ids are the tokens before it."""
 
 
+def failed_request(
+    req_id: str, reason: str, *, num_prompt_tokens: int = 0, token_ids: Sequence[int] = ()
+) -> RequestOutput:
+    """Return the output of a request that has ended with an error outside of its scheduler."""
+    return RequestOutput(
+        req_id=req_id,
+        token_ids=list(token_ids),
+        finish_reason="error",
+        num_prompt_tokens=num_prompt_tokens,
+        num_cached_tokens=0,
+        num_preemptions=0,
+        logprobs=None,
+        error=reason,
+    )
+
+
 class SchedulerInterface(Protocol):
     """Calls of `worker_client.driver.Driver` to a scheduler, all from one thread.
 
@@ -93,6 +109,17 @@ class SchedulerInterface(Protocol):
         """
 
 
+@runtime_checkable
+class HoldingScheduler(SchedulerInterface, Protocol):
+    """A scheduler that can hold a request back, which a driver needs for requests with uploads."""
+
+    def hold_request(self, req_id: str) -> None:
+        """Do not admit a request that was just added until release_request."""
+
+    def release_request(self, req_id: str) -> None:
+        """Admit a held request as any other, in its order of arrival; unknown ids are ignored."""
+
+
 @dataclass(frozen=True)
 class SchedulerLimits:
     """Limits of a scheduler for a loaded group."""
@@ -120,12 +147,20 @@ class SchedulerLimits:
     """None leaves requests that pool unchecked."""
     logits_processors: tuple[str, ...] | None = None
     """Names that requests may ask for; None leaves them unchecked."""
+    hidden_size: int = 0
+    """0 leaves the width of prompt embeddings unchecked."""
 
     @property
     def bounds(self) -> ModelBounds:
         """Bounds on the extensions of requests."""
         size = _UNCHECKED if self.vocab_size is None else self.vocab_size
-        return ModelBounds(size, self.pooling, self.max_loras, self.logits_processors)
+        return ModelBounds(
+            size,
+            pooling=self.pooling,
+            max_loras=self.max_loras,
+            logits_processors=self.logits_processors,
+            hidden_size=self.hidden_size,
+        )
 
     @cached_property
     def block_groups(self) -> tuple[BlockGroup, ...]:
@@ -151,6 +186,7 @@ def scheduler_limits(model: LoadedGroup, config: WorkerConfig) -> SchedulerLimit
         pipeline_parallel_size=config.parallel.pipeline_parallel_size,
         eos_token_ids=model.metadata.eos_token_ids,
         vocab_size=model.metadata.vocab_size,
+        hidden_size=model.metadata.hidden_size,
         groups=model.groups,
         generates=model.metadata.generates,
         pooling=model.metadata.pooling,

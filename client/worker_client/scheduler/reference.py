@@ -101,6 +101,14 @@ class Scheduler:
         if request is not None:
             self._remove(request)
 
+    def hold_request(self, req_id: str) -> None:
+        """Do not admit a request that was just added; see HoldingScheduler."""
+        self._queues.hold(self._queues.unfinished[req_id])
+
+    def release_request(self, req_id: str) -> None:
+        """Admit a held request as any other; see HoldingScheduler."""
+        self._queues.release(req_id)
+
     def has_unfinished_requests(self) -> bool:
         """Return True while a request has not finished."""
         return bool(self._queues.unfinished)
@@ -134,7 +142,7 @@ class Scheduler:
                 request.num_tokens += not request.pools
                 request.last_step = self._num_steps
                 self._queues.end_prefill(request)
-                self._queues.release(req_id)
+                self._queues.release_behind(req_id)
         self._in_flight.append(self._num_steps)
         self._num_steps += 1
         ended, self._ended = self._ended, []

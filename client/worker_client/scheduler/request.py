@@ -366,7 +366,7 @@ def new_request(
     size = limits.vocab_size  # a token that the model cannot produce ends nothing
     eos_token_ids = [token for token in limits.eos_token_ids if size is None or token < size]
     extensions = request.extensions(eos_token_ids)
-    fault = extension_fault(extensions, limits.bounds)
+    fault = extension_fault(extensions, limits.bounds.of_prompt(num_prompt)) if extensions else None
     if fault is None and not (samples and limits.generates):
         fault = pooling_admission_fault(extensions, num_prompt, 0, group_bounds(limits))
     if fault is not None:
@@ -393,6 +393,8 @@ def group_bounds(limits: SchedulerLimits) -> GroupLimits:
     return GroupLimits(
         max_num_batched_tokens=limits.max_num_batched_tokens,
         vocab_size=WIRE_LIMITS.vocab_size if limits.vocab_size is None else limits.vocab_size,
+        hidden_size=limits.hidden_size,
+        max_loras=limits.max_loras,
         generates=limits.generates,
         pooling=limits.pooling,
     )

@@ -19,8 +19,10 @@ class RequestQueues:
         self.waiting: deque[Request] = deque()
         self.running: dict[str, Request] = {}
         self.prefilling: dict[str, Request] = {}
-        self._held: dict[str, list[Request]] = {}
+        self._behind: dict[str, list[Request]] = {}
         """Requests that wait behind another one's prompt, by its id."""
+        self._held: dict[str, Request] = {}
+        """Unfinished, and neither waiting nor running."""
         self._blocks = blocks
         self._groups = groups
         self._max_running = max_running
@@ -46,13 +48,24 @@ class RequestQueues:
         self.unfinished[request.id] = request
         first = self.unfinished.get(behind)
         if first is not None and (first.id in self.prefilling or not first.is_running):
-            self._held.setdefault(behind, []).append(request)
+            self._behind.setdefault(behind, []).append(request)
         else:
             self._wait(request)
 
-    def release(self, req_id: str) -> None:
+    def release_behind(self, req_id: str) -> None:
         """Let the requests run that wait behind this one's prompt."""
-        for request in self._held.pop(req_id, ()):
+        for request in self._behind.pop(req_id, ()):
+            self._wait(request)
+
+    def hold(self, request: Request) -> None:
+        """Let a waiting request wait apart, until it is released."""
+        self._leave_line(request)
+        self._held[request.id] = request
+
+    def release(self, req_id: str) -> None:
+        """Let a held request wait in its place; ignore others."""
+        request = self._held.pop(req_id, None)
+        if request is not None:
             self._wait(request)
 
     def start(self, request: Request) -> None:
@@ -76,12 +89,16 @@ class RequestQueues:
     def remove(self, request: Request) -> None:
         """Forget a request that has ended."""
         del self.unfinished[request.id]
-        self.release(request.id)
-        held = [own for own in self._held.values() if request in own]
+        self.release_behind(request.id)
         if request.is_running:
             self._stop(request)
-        elif held:
-            held[0].remove(request)
+        elif self._held.pop(request.id, None) is None:
+            self._leave_line(request)
+
+    def _leave_line(self, request: Request) -> None:
+        line = next((own for own in self._behind.values() if request in own), None)
+        if line is not None:
+            line.remove(request)
         else:
             self.waiting.remove(request)
 

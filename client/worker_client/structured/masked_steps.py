@@ -22,7 +22,7 @@ from rpc_schema.extensions import extension_of
 from rpc_schema.step import NO_TOKEN
 from rpc_schema.structured import StructuredOutput
 from worker_client.errors import RequestError
-from worker_client.scheduler import RequestOutput
+from worker_client.scheduler import RequestOutput, failed_request
 from worker_client.scheduler_output import NewRequest, SchedulerOutput, StepResult
 from worker_client.step_checks import WIRE_LIMITS, check_admissions, check_shape, read_counts
 
@@ -30,6 +30,8 @@ MAX_STEP_MASK_BYTES: Final = 1 << 20
 """Masks that a step brings itself; it needs the room for admissions. Further rows are deferred."""
 MAX_MASK_BYTES: Final = 8 << 20
 """Masks of one message of sample_tokens."""
+
+TOO_LONG: Final = "its grammar was not compiled in time: simplify it, or send fewer at a time"
 
 Int32s: TypeAlias = NDArray[np.int32]
 
@@ -219,7 +221,7 @@ class MaskedSteps:
         except (RequestError, TimeoutError) as error:
             reason = error.reason if isinstance(error, RequestError) else TOO_LONG
             self._faults[new.req_id] = failed_request(
-                new.req_id, new.num_prompt_tokens, tokens, reason
+                new.req_id, reason, num_prompt_tokens=new.num_prompt_tokens, token_ids=tokens
             )
             return
         row = _Row(
@@ -272,24 +274,6 @@ class MaskedSteps:
 
     def _fail(self, row: _Row, reason: str) -> None:
         self.forget(row.req_id)
-        fault = failed_request(row.req_id, row.num_prompt_tokens, row.tokens, reason)
-        self._faults[row.req_id] = fault
-
-
-TOO_LONG: Final = "its grammar was not compiled in time: simplify it, or send fewer at a time"
-
-
-def failed_request(
-    req_id: str, num_prompt_tokens: int, tokens: list[int], reason: str
-) -> RequestOutput:
-    """Return the output of a request that its grammar has ended."""
-    return RequestOutput(
-        req_id=req_id,
-        token_ids=tokens,
-        finish_reason="error",
-        num_prompt_tokens=num_prompt_tokens,
-        num_cached_tokens=0,
-        num_preemptions=0,
-        logprobs=None,
-        error=reason,
-    )
+        self._faults[row.req_id] = failed_request(
+            row.req_id, reason, num_prompt_tokens=row.num_prompt_tokens, token_ids=row.tokens
+        )

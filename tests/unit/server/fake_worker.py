@@ -20,6 +20,7 @@ from rpc_schema.base import StepReply, StepRequest
 from rpc_schema.codec import Frame
 from rpc_schema.config import WorkerConfig
 from worker_daemon import errors
+from worker_daemon.contracts.uploads import FindUpload
 from worker_daemon.phases import SetPhase
 from worker_daemon.worker.description import WorkerDescription
 
@@ -324,6 +325,7 @@ def make_fake_worker(
     device: str,
     model_roots: Sequence[Path],
     set_phase: SetPhase,
+    find_upload: FindUpload,
     save_root: Path | None,
     profile_dir: Path | None = None,
     lora_roots: Sequence[Path] = (),

@@ -228,6 +228,19 @@ def test_readers_on_another_thread_see_whole_tensors_or_none() -> None:
     assert all(seen)
 
 
+def test_all_but_some_complete_ones_are_dropped() -> None:
+    source, uploads = random.Random(5), Uploads(ROOM)
+    kept, other, unfinished = (bytes_of(source, count) for count in (9, 10, CHUNK_BYTES + 1))
+    for chunk in (*kept, *other, unfinished[0]):
+        uploads.put(chunk)
+    names = frozenset((kept[0].content_hash, unfinished[0].content_hash, bytes(32)))
+    uploads.keep_only(names)
+    assert uploads.get(kept[0].content_hash) is not None
+    assert uploads.get(other[0].content_hash) is None
+    assert uploads.num_bytes == PAGE
+    assert not uploads.put(unfinished[1]), "its other chunk is gone"
+
+
 FULL_HOST = """
 import resource
 import subprocess

@@ -18,6 +18,7 @@ from rpc_schema.token_rules import RuleFault
 from worker_daemon.contracts.arrays import Int32s, Int64s
 from worker_daemon.contracts.logits_processor import MakeLogitsProcessor
 from worker_daemon.contracts.sampling import Sampling
+from worker_daemon.contracts.uploads import FindUpload, no_uploads
 from worker_daemon.lora.adapters import Adapters
 from worker_daemon.models.pooler import Pooler
 from worker_daemon.runner.report import Report as Report
@@ -56,6 +57,9 @@ class PartContext:
     """The model's LoRA adapters; None if it was loaded without."""
     processors: Mapping[str, MakeLogitsProcessor] = field(default_factory=dict)
     """Custom logits processors, in the order of the limits' names."""
+    dtype: torch.dtype = torch.float32
+    """Of the model."""
+    find_upload: FindUpload = no_uploads
 
     @property
     def num_rows(self) -> int:
@@ -83,6 +87,8 @@ class StepPart:
     """int32 columns that a step brings to the device for the forward pass."""
     in_forward: ClassVar[bool] = False
     """It acts around the forward pass: steps that use it have graphs of their own."""
+    has_graphs: ClassVar[bool] = True
+    """False: steps that use it around the forward pass are launched kernel by kernel."""
     in_sampling: ClassVar[bool] = True
     """It acts on logits, or reports of them. False: rows that use nothing else take their likeliest
     token."""
@@ -130,8 +136,13 @@ class StepPart:
     # Rows.
 
     def uses(self, extension: Any) -> bool:
-        """Return True if steps of a request with this extension use the part."""
+        """Return True if all steps of a request with this extension use the part."""
         return True
+
+    def uses_step(self, step: ScheduledStep) -> bool:
+        """Return True if a step uses a part around the forward pass though no row uses it in all
+        steps: by the positions of its tokens. Decided by the message and the rows alone."""
+        return False
 
     def admit(self, requests: Sequence[NewRequestData], extensions: Sequence[Any | None]) -> None:
         """Requests begin in their slots. extensions: of each its own of the part, or None. Called

@@ -13,6 +13,7 @@ from rpc_schema.extensions import StepExtension
 from worker_daemon.contracts.arrays import Int64s
 from worker_daemon.contracts.logits_processor import MakeLogitsProcessor
 from worker_daemon.contracts.sampling import Sampling
+from worker_daemon.contracts.uploads import FindUpload, no_uploads
 from worker_daemon.lora.adapters import Adapters
 from worker_daemon.models.pooler import Pooler
 from worker_daemon.runner.parts.allowed_tokens import AllowedTokensPart
@@ -25,6 +26,7 @@ from worker_daemon.runner.parts.logprob_tokens import LogprobTokensPart
 from worker_daemon.runner.parts.lora import LoraPart
 from worker_daemon.runner.parts.penalties import PenaltiesPart
 from worker_daemon.runner.parts.pooling import PoolingPart
+from worker_daemon.runner.parts.prompt_embeds import PromptEmbedsPart
 from worker_daemon.runner.parts.prompt_logprobs import PromptLogprobsPart
 from worker_daemon.runner.parts.random_sampling import RandomSamplingPart
 from worker_daemon.runner.parts.step_parts import StepParts
@@ -33,6 +35,7 @@ from worker_daemon.runner.parts.token_logprobs import TokenLogprobsPart
 from worker_daemon.runner.scheduled_step import StepLimits
 
 PARTS: Final[tuple[type[StepPart], ...]] = (
+    PromptEmbedsPart,  # before the first layer
     LoraPart,
     GrammarMasksPart,
     TokenLogprobsPart,
@@ -67,6 +70,8 @@ def make_parts(
     pooler: Pooler | None = None,
     adapters: Adapters | None = None,
     processors: Mapping[str, MakeLogitsProcessor] = MappingProxyType({}),
+    dtype: torch.dtype = torch.float32,
+    find_upload: FindUpload = no_uploads,
 ) -> StepParts:
     """Return the parts of one runner. adapters: those of its model, if it has any."""
     context = PartContext(
@@ -78,6 +83,8 @@ def make_parts(
         pooler=pooler,
         adapters=adapters,
         processors=processors,
+        dtype=dtype,
+        find_upload=find_upload,
     )
     *parts, chooser = [part(context) for part in PARTS if part.serves(context)]
     assert isinstance(chooser, RandomSamplingPart)

@@ -89,6 +89,8 @@ class StepParts:
         self.in_forward = around | self.refusing
         """Bits of the parts that act around the forward pass, those that correct counts for it
         among them."""
+        self.around = 0
+        """Those of them of which a row has an extension, or had until it ended."""
         self.in_sampling = sum(m.bit for m in self._members if m.part.in_sampling)
         """Bits of the parts that act when tokens are sampled."""
         self._judging = tuple(m.part for m in self._members if m.part.judges_batches)
@@ -177,11 +179,17 @@ class StepParts:
                     assert tokens is not None, "a part follows them"
                     part.begin(requests, own, tokens)
         self._has[slots] = has
+        self.around = int(np.bitwise_or.reduce(self._has)) & self.in_forward
         self.has_reports_of_forward = bool((self._has & self._reporting_forward).any())
 
     def used_by(self, slots: Int64s) -> int:
         """Return the bits of the parts that some of the rows use."""
         return int(np.bitwise_or.reduce(self._uses[slots], initial=0))
+
+    def used_in(self, step: ScheduledStep) -> int:
+        """Return the bits of the parts around the forward pass that a step uses by the positions of
+        its tokens."""
+        return sum(m.bit for m in self._members if self.around & m.bit and m.part.uses_step(step))
 
     def counts(self, used: int) -> bool:
         """Return whether rows that use these parts may refuse tokens: what they have refused goes
@@ -204,7 +212,8 @@ class StepParts:
     def graph_keys(self) -> list[int]:
         """Return the choices of parts around the forward pass that have graphs of their own: none
         of them, and each alone. Steps that use several are launched kernel by kernel."""
-        return [*(m.bit for m in self._members if m.bit & self.in_forward), 0]
+        own = (m for m in self._members if m.bit & self.in_forward and m.part.has_graphs)
+        return [*(m.bit for m in own), 0]
 
     def largest(self, shape: StepShape) -> StepShape:
         """Return the shape with the columns of all parts."""

@@ -140,7 +140,7 @@ class AttachHandler:
         """Release the lease; also after it has expired, and repeatedly: a late detach does no
         harm."""
         if self._lease.release(message.epoch):
-            self._uploads.drop_all()
+            self._keep_uploads_in_use()
             self._post(EndEpoch(message.epoch))
         elif not self._lease.was_released(message.epoch):
             self.need_attached(message.epoch)
@@ -158,8 +158,7 @@ class AttachHandler:
         expired = self._lease.take_expiry()
         if expired:
             logger.warning("the lease of epoch %d has expired: waiting for a driver", expired)
-            self._uploads.drop_all()
-            self._post(Orphan(expired))
+            self._post(Orphan(expired))  # which drops uploads, once no step can begin to use any
         unclaimed = self._lease.take_kv_end()
         if unclaimed:
             self._post(DropRequests(unclaimed))
@@ -178,6 +177,10 @@ class AttachHandler:
         """Stop waiting for the step thread."""
         if self._taken is not None:
             self._taken[1].cancel()
+
+    def _keep_uploads_in_use(self) -> None:
+        """Drop the uploads of a former driver, but for those of requests that may be adopted."""
+        self._uploads.keep_only(self._progress.snapshot.description.uploads_in_use())
 
     def _need_same_version(self, driver: DriverIdentity) -> None:
         greeted = self._versions.get(driver.owner)
@@ -214,7 +217,8 @@ class AttachHandler:
         meanwhile."""
         epoch, owner = message.epoch, EpochOwner(driver.owner, message.results_route)
         self._lease.grant(driver, epoch, terms)
-        self._uploads.drop_all()
+        if not message.keep_requests:
+            self._uploads.drop_all()
         self._guard.hangs.forgive()
         attached: Future[AttachSnapshot] = Future()  # set on the completion thread
         self._post(Attach(epoch, owner, attached.set_result, message.keep_requests))
@@ -226,6 +230,7 @@ class AttachHandler:
             await asyncio.wait((taken,), timeout=self._progress.step_deadline_s + ATTACH_SLACK_S)
         if taken.done():
             snapshot = taken.result()
+            self._keep_uploads_in_use()
             return replace(snapshot, clean=snapshot.clean and not was_freed)
         self._lease.release(epoch)
         self._post(EndEpoch(epoch))  # should it take the epoch after all

@@ -1,0 +1,116 @@
+"""Prompts with embeddings in the place of token ids: their tensors, and the positions that the rows
+take."""
+
+from collections.abc import Sequence
+from typing import Any, TypeAlias, get_args
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from rpc_schema.prompt_embeds import (
+    MAX_EMBEDDED_RANGES,
+    EmbeddedRange,
+    EmbedsDtype,
+    PromptEmbeds,
+)
+from worker_client.errors import ClientConfigError, RequestError
+from worker_client.host_tensor import HostTensor
+
+Embeddings: TypeAlias = NDArray[Any] | HostTensor
+"""[rows, hidden size]: an array of float32 or float16, or a tensor of bfloat16 too, which is hashed
+already."""
+
+Ranges: TypeAlias = Sequence[Sequence[int]]
+"""Pairs (start, length): positions of the whole prompt that the rows take, in order. Empty: the
+first positions."""
+
+PLACEHOLDER = 0
+"""Token id at embedded positions. Any other would do: it is looked up and not used."""
+
+_DTYPES: tuple[str, ...] = get_args(EmbedsDtype)
+
+
+def host_tensor(embeds: Embeddings) -> HostTensor:
+    """Return embeddings as a tensor with its hash.
+
+    Raises:
+        RequestError: another dtype, no rows, or another number of dimensions.
+    """
+    is_tensor = isinstance(embeds, HostTensor)
+    if not (is_tensor or isinstance(embeds, np.ndarray)):
+        raise _refused("prompt_embeds", type(embeds).__name__, "give an array or a HostTensor")
+    dtype = embeds.dtype if isinstance(embeds, HostTensor) else embeds.dtype.name
+    if dtype not in _DTYPES:
+        raise _refused("prompt_embeds", dtype, f"use one of {', '.join(_DTYPES)}")
+    if len(embeds.shape) != 2 or not all(embeds.shape):
+        raise _refused("prompt_embeds", list(embeds.shape), "give [rows, hidden size]")
+    if isinstance(embeds, HostTensor):
+        return embeds
+    try:
+        return HostTensor.from_array(embeds)
+    except ClientConfigError as error:
+        raise _refused("prompt_embeds", error.value, error.fix) from None
+
+
+def embeds_extension(tensor: HostTensor, ranges: Ranges) -> PromptEmbeds:
+    """Return the extension of a request whose rows take these positions.
+
+    Raises:
+        RequestError: they are malformed, or not as many as the rows.
+    """
+    return PromptEmbeds(
+        content_hash=tensor.content_hash,
+        dtype=tensor.dtype,  # type: ignore[arg-type]  # host_tensor has checked it
+        width=tensor.shape[1],
+        ranges=tuple(
+            EmbeddedRange(start=start, length=length)
+            for start, length in _checked(tensor.shape[0], ranges)
+        ),
+    )
+
+
+def with_placeholders(
+    token_ids: ArrayLike, num_rows: int, ranges: Ranges = ()
+) -> NDArray[np.int32]:
+    """Return the token ids of a whole prompt: those given, in order, with placeholders at the
+    positions of its embeddings.
+
+    Raises:
+        RequestError: the positions are malformed, not as many as the rows, or beyond the prompt.
+    """
+    given = np.asarray(token_ids, np.int32)
+    is_embedded = np.zeros(given.size + num_rows, np.bool_)
+    for start, length in _checked(num_rows, ranges):
+        taken = is_embedded[start : start + length]
+        if taken.size < length or taken.any():
+            fix = f"give ranges within the prompt of {is_embedded.size}, apart from each other"
+            raise _refused("prompt_embeds_at", [start, length], fix)
+        taken[:] = True
+    prompt = np.full(is_embedded.size, PLACEHOLDER, np.int32)
+    prompt[~is_embedded] = given
+    return prompt
+
+
+def _checked(num_rows: int, ranges: Ranges) -> list[tuple[int, int]]:
+    if len(ranges) == 0:
+        return [(0, num_rows)]
+    pairs = []
+    for each in ranges:
+        if len(each) != 2 or not all(isinstance(value, int) for value in each):
+            raise _refused("prompt_embeds_at", each, "give pairs (start, length)")
+        start, length = each
+        if start < 0 or length < 1:
+            raise _refused("prompt_embeds_at", each, "use starts from 0 and lengths from 1")
+        pairs.append((start, length))
+    total = sum(length for _, length in pairs)
+    if len(pairs) > MAX_EMBEDDED_RANGES:
+        fix = f"give at most {MAX_EMBEDDED_RANGES}"
+        raise _refused("prompt_embeds_at", f"{len(pairs)} ranges", fix)
+    if total != num_rows:
+        fix = f"give ranges of {num_rows} positions in all, one for each row"
+        raise _refused("prompt_embeds_at", f"{total} positions", fix)
+    return pairs
+
+
+def _refused(field: str, value: object, fix: str) -> RequestError:
+    return RequestError("the embeddings are refused", field=field, value=value, fix=fix)

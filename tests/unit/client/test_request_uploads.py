@@ -1,0 +1,251 @@
+"""Uploads of requests, before a group that keeps them in a dictionary: who waits for what, what is
+dropped, and what is sent again."""
+
+from collections import Counter
+
+import numpy as np
+import pytest
+
+from rpc_schema.errors import ControlErrorReply, ErrorCode
+from worker_client.driver import EMBEDS_LOST, Driver
+from worker_client.errors import RequestError, WorkerDied, remote_error
+from worker_client.host_tensor import HostTensor
+from worker_client.request_uploads import CHUNKS_AT_ONCE, RequestUploads
+from worker_client.requests import GenerationRequest
+from worker_client.scheduler import Scheduler, SchedulerLimits
+from worker_client.scheduler_output import StepResult
+
+CHUNK_ROWS = 2048
+HIDDEN = 64
+LIMITS = SchedulerLimits(8, 64, 128, 100, 4, hidden_size=HIDDEN)
+
+
+def tensor(num_rows: int, seed: int = 0) -> HostTensor:
+    rows = np.random.default_rng(seed).standard_normal((num_rows, HIDDEN), np.float32)
+    return HostTensor.from_array(rows)
+
+
+class Ranks:
+    """Uploads of the first stage, a few chunks each, in a room for so many bytes. Steps give each
+    scheduled request a token."""
+
+    max_in_flight = 2
+    first_stage_ranks = range(2)
+
+    def __init__(self, room: int = 1 << 40) -> None:
+        self.there: dict[bytes, int] = {}
+        self.room = room
+        self.num_chunks: Counter[bytes] = Counter()
+        self.refuses = False
+        self.steps = []
+        self.dies = False
+
+    def begin_upload(self, tensors, ranks=None):
+        assert ranks == self.first_stage_ranks
+        return Chunks(self, [t for t in tensors if t.content_hash not in self.there])
+
+    def find_uploads(self, names, ranks=None):
+        return [name in self.there for name in names]
+
+    def drop_uploads(self, names, ranks=None):
+        for name in names:
+            self.there.pop(name, None)
+
+    def execute_model(self, output):
+        self.steps.append(output)
+        return Answer(output, self)
+
+    def withdraw(self, output):
+        return frozenset()
+
+
+class Chunks:
+    def __init__(self, ranks, tensors):
+        self.ranks = ranks
+        sizes = {t.content_hash: len(t.data) for t in tensors}
+        self.left = [
+            (t.content_hash, offset)
+            for t in tensors
+            for offset in range(0, len(t.data), CHUNK_ROWS * HIDDEN * 4)
+        ]
+        self.sizes = sizes
+
+    def proceed(self):
+        if not self.left:
+            return False
+        name, _ = self.left[0]
+        if self.ranks.refuses:
+            raise refusal(ErrorCode.CONFIG)
+        if sum(self.ranks.there.values()) + self.sizes[name] > self.ranks.room:
+            raise refusal(ErrorCode.CAPACITY)
+        self.ranks.num_chunks[name] += 1
+        self.left.pop(0)
+        if name not in {other for other, _ in self.left}:
+            self.ranks.there[name] = self.sizes[name]
+        return True
+
+
+class Answer:
+    def __init__(self, output, ranks):
+        self.output, self.ranks = output, ranks
+
+    def result(self, timeout_s=None):
+        if self.ranks.dies:
+            self.ranks.dies = False
+            raise WorkerDied(0, "ipc:///w0", "killed")
+        ids = [*self.output.decode_req_ids, *self.output.num_scheduled_tokens]
+        return StepResult(ids, [7] * len(ids), {})
+
+
+def refusal(code):
+    reply = ControlErrorReply(call=1, code=code, scope="request", message="no")
+    return remote_error(reply, rank=0, endpoint="ipc:///w0")
+
+
+def request(req_id, embeds=None, max_tokens=3, **fields):
+    rows = 5 if embeds is None else embeds.shape[0]
+    ids = np.zeros(min(rows, 100), np.int32)
+    return GenerationRequest(req_id, ids, max_tokens, prompt_embeds=embeds, **fields)
+
+
+def admitted(ranks):
+    return [new.req_id for output in ranks.steps for new in output.scheduled_new_reqs]
+
+
+def test_held_requests_wait_for_their_chunks_and_others_do_not():
+    ranks = Ranks()
+    uploads = RequestUploads(ranks)
+    long, short = tensor(10 * CHUNK_ROWS), tensor(3, 1)
+    for name, each in (("a", long), ("b", short), ("c", long)):
+        uploads.add(name, each)
+    ready = []
+    while uploads.can_proceed:
+        before = ranks.num_chunks.total()
+        ready += uploads.proceed().ready
+        assert ranks.num_chunks.total() - before <= CHUNKS_AT_ONCE
+    assert ready == ["a", "b", "c"]
+    assert ranks.num_chunks == {long.content_hash: 10, short.content_hash: 1}
+    uploads.end("a", 5)
+    assert not uploads.to_drop, "c needs it"
+    uploads.end("c", 7)
+    uploads.drop_unused(6)
+    assert long.content_hash in ranks.there, "a step in flight may read it"
+    uploads.drop_unused(7)
+    assert ranks.there.keys() == {short.content_hash}
+
+
+def test_driver_admits_others_while_it_uploads():
+    ranks = Ranks()
+    driver = Driver(ranks, Scheduler(LIMITS))
+    embeds = tensor(40)
+    driver._uploads.add("elsewhere", tensor(50 * CHUNK_ROWS, 1))  # goes first
+    driver.add_request(request("embedded", embeds))
+    driver.add_request(request("plain"))
+    outputs = [output.req_id for output in driver.run()]
+    assert outputs == ["plain", "embedded"]
+    assert admitted(ranks) == ["plain", "embedded"]
+    assert embeds.content_hash not in ranks.there
+
+
+def test_request_without_room_waits_for_that_of_others():
+    own = tensor(8)
+    ranks = Ranks(room=len(own.data))
+    driver = Driver(ranks, Scheduler(LIMITS))
+    for index in range(3):
+        driver.add_request(request(f"r{index}", tensor(8, index)))
+    outputs = list(driver.run())
+    assert [(output.req_id, output.error) for output in outputs] == [
+        (f"r{index}", "") for index in range(3)
+    ]
+    assert not ranks.there
+
+
+def test_room_comes_when_the_only_other_request_is_aborted():
+    own = tensor(8)
+    ranks = Ranks(room=len(own.data))
+    driver = Driver(ranks, Scheduler(LIMITS))
+    driver.add_request(request("first", own))
+    driver.add_request(request("second", tensor(8, 1)))
+    driver.step()
+    driver.abort_request("first")
+    assert [output.req_id for output in driver.run()] == ["second"]
+
+
+@pytest.mark.parametrize("why", ["too large", "wrong hash"])
+def test_refused_upload_ends_its_request_alone(why):
+    ranks = Ranks(room=100 if why == "too large" else 1 << 40)
+    ranks.refuses = why == "wrong hash"
+    driver = Driver(ranks, Scheduler(LIMITS))
+    driver.add_request(request("embedded", tensor(8)))
+    driver.add_request(request("plain"))
+    outputs = {output.req_id: output for output in driver.run()}
+    assert outputs["plain"].token_ids == [7, 7, 7]
+    assert outputs["embedded"].finish_reason == "error"
+    assert "its upload is refused" in outputs["embedded"].error
+    assert admitted(ranks) == ["plain"]
+
+
+def test_replaced_ranks_get_again_what_is_here_and_the_rest_ends():
+    ranks = Ranks()
+
+    def recover(died):
+        ranks.there.clear()
+
+    uploads_of = {"mine": tensor(8, 1), "adopted": tensor(9, 2)}
+    driver = Driver(ranks, Scheduler(LIMITS), recover=recover)
+    driver.add_request(request("mine", uploads_of["mine"], max_tokens=30))
+    driver.step()
+    driver.step()
+    ranks.there[uploads_of["adopted"].content_hash] = 1
+    claims = {"adopted": uploads_of["adopted"].content_hash, "gone": bytes(32)}
+    assert driver._uploads.claim(claims, []) == {"gone"}
+    assert uploads_of["mine"].content_hash in ranks.there
+    ranks.there.clear()
+    assert driver._uploads.restart() == {"adopted"}
+    assert ranks.there.keys() == {uploads_of["mine"].content_hash}
+    driver._must_restart_uploads = True
+    ended = driver.step()
+    assert [(output.req_id, output.error) for output in ended] == [("adopted", EMBEDS_LOST)]
+
+
+def test_scheduler_that_cannot_hold_a_request_is_told():
+    class Plain:
+        def add_request(self, request):
+            raise AssertionError("not reached")
+
+    with pytest.raises(RequestError, match="hold_request"):
+        Driver(Ranks(), Plain()).add_request(request("r", tensor(4)))
+
+
+def wrong(**fields):
+    return {"prompt_embeds": np.zeros((5, HIDDEN), np.float32), **fields}
+
+
+@pytest.mark.parametrize(
+    ("fields", "field"),
+    [
+        (wrong(prompt_embeds=np.zeros((5, HIDDEN), np.int64)), "prompt_embeds"),
+        (wrong(prompt_embeds=np.zeros((5, HIDDEN), np.float64)), "prompt_embeds"),
+        (wrong(prompt_embeds=np.zeros(5 * HIDDEN, np.float32)), "prompt_embeds"),
+        (wrong(prompt_embeds=np.zeros((0, HIDDEN), np.float32)), "prompt_embeds"),
+        (wrong(prompt_embeds=[[0.0] * HIDDEN]), "prompt_embeds"),
+        (wrong(prompt_embeds=np.zeros((5, HIDDEN + 1), np.float32)), "PromptEmbeds.width"),
+        (wrong(prompt_embeds=None, prompt_embeds_at=[(0, 5)]), "prompt_embeds_at"),
+        (wrong(prompt_embeds_at=[(0, 4)]), "prompt_embeds_at"),
+        (wrong(prompt_embeds_at=[(0, 4, 1)]), "prompt_embeds_at"),
+        (wrong(prompt_embeds_at=[(-1, 5)]), "prompt_embeds_at"),
+        (wrong(prompt_embeds_at=[(0, 3), (2, 2)]), "PromptEmbeds.ranges"),
+        (wrong(prompt_embeds_at=[(4, 5)]), "PromptEmbeds.ranges"),
+        (wrong(prompt_token_ids=np.zeros(200, np.int32)), "prompt_token_ids"),
+    ],
+)
+def test_what_no_daemon_would_take_is_refused_before_anything_is_sent(fields, field):
+    ranks = Ranks()
+    driver = Driver(ranks, Scheduler(LIMITS))
+    with pytest.raises(RequestError) as refused:
+        driver.add_request(
+            GenerationRequest(**{"id": "r", "prompt_token_ids": np.zeros(8, np.int32), **fields})
+        )
+    assert refused.value.field == field
+    assert refused.value.fix
+    assert not driver.busy and not ranks.num_chunks
