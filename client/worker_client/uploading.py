@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rpc_schema import uploads as up
-from worker_client.errors import ClientConfigError, ClientError
+from worker_client.errors import ClientError, config_error
 from worker_client.group_channel import GroupChannel
 from worker_client.worker_client import WorkerClient
 
@@ -43,27 +43,16 @@ class HostTensor(NamedTuple):
         kind, sizes = cast("up.UploadDtype", dtype), tuple(map(int, shape))
         num_bytes = up.tensor_bytes(kind, sizes)
         if not 1 <= len(sizes) <= up.MAX_DIMENSIONS or min(sizes) < 1:
-            raise ClientConfigError(
-                "no tensor of this shape is uploaded",
-                field="shape",
-                value=sizes,
-                fix=f"use 1 to {up.MAX_DIMENSIONS} dimensions, none of them empty",
-            )
+            fix = f"use 1 to {up.MAX_DIMENSIONS} dimensions, none of them empty"
+            raise config_error("shape", sizes, "no tensor of this shape is uploaded", fix)
         if num_bytes > up.MAX_UPLOAD_BYTES:
-            raise ClientConfigError(
-                f"the tensor has {num_bytes} bytes",
-                field="shape",
-                value=sizes,
-                fix=f"upload parts of at most {up.MAX_UPLOAD_BYTES} bytes",
-            )
+            fix = f"upload parts of at most {up.MAX_UPLOAD_BYTES} bytes"
+            raise config_error("shape", sizes, f"the tensor has {num_bytes} bytes", fix)
         given = memoryview(data)
         if given.nbytes != num_bytes or not given.c_contiguous:
-            raise ClientConfigError(
-                f"a tensor of {dtype} {list(sizes)} has {num_bytes} bytes, without gaps",
-                field="data",
-                value=f"{given.nbytes} bytes",
-                fix="give all of its bytes, row-major, and no others",
-            )
+            problem = f"a tensor of {dtype} {list(sizes)} has {num_bytes} bytes, without gaps"
+            fix = "give all of its bytes, row-major, and no others"
+            raise config_error("data", f"{given.nbytes} bytes", problem, fix)
         view = given.cast("B")
         offsets = range(0, num_bytes, up.CHUNK_BYTES)
         digests = (up.chunk_digest(view[begin : begin + up.CHUNK_BYTES]) for begin in offsets)
@@ -151,12 +140,8 @@ def chosen(channel: GroupChannel, ranks: Sequence[int] | None) -> list[WorkerCli
     if ranks is None:
         return list(clients.values())
     if not ranks or not clients.keys() >= set(ranks):
-        raise ClientConfigError(
-            "the group has no such ranks",
-            field="ranks",
-            value=list(ranks),
-            fix=f"use some of {list(clients)}",
-        )
+        fix = f"use some of {list(clients)}"
+        raise config_error("ranks", list(ranks), "the group has no such ranks", fix)
     return [clients[rank] for rank in sorted(set(ranks))]
 
 
@@ -174,21 +159,13 @@ def named_parts(content_hashes: Sequence[bytes]) -> Iterator[tuple[bytes, ...]]:
     not a hash."""
     for name in content_hashes:
         if len(name) != up.HASH_BYTES:
-            raise ClientConfigError(
-                "it is not a content hash",
-                field="content_hashes",
-                value=name,
-                fix=f"use the {up.HASH_BYTES} bytes that upload() has returned",
-            )
+            fix = f"use the {up.HASH_BYTES} bytes that upload() has returned"
+            raise config_error("content_hashes", name, "it is not a content hash", fix)
     for begin in range(0, len(content_hashes), up.MAX_NAMED_UPLOADS):
         yield tuple(content_hashes[begin : begin + up.MAX_NAMED_UPLOADS])
 
 
 def _check_dtype(dtype: str) -> None:
     if dtype not in up.ITEM_BYTES:
-        raise ClientConfigError(
-            "tensors of this dtype are not uploaded",
-            field="dtype",
-            value=dtype,
-            fix=f"use one of {', '.join(up.ITEM_BYTES)}",
-        )
+        fix = f"use one of {', '.join(up.ITEM_BYTES)}"
+        raise config_error("dtype", dtype, "tensors of this dtype are not uploaded", fix)

@@ -23,7 +23,7 @@ from worker_client.cli.run import (
     read_requests,
 )
 from worker_client.cli.session import InputRequest, Served, open_session
-from worker_client.errors import ClientConfigError, RequestError
+from worker_client.errors import RequestError, config_error
 from worker_client.requests import validated
 
 
@@ -70,7 +70,7 @@ def embed(
     )
     if form is not Format.JSONL and run.output is None and not is_bench:
         fix = "give --output, or --format jsonl"
-        raise ClientConfigError("it needs a file", field="format", value=form.value, fix=fix)
+        raise config_error("format", form.value, "it needs a file", fix)
     if run.output is not None:
         check_output(run.output)
     tokenizer, lines = read_requests(run)
@@ -112,12 +112,8 @@ def _array(inputs: Sequence[InputRequest], served: Served, form: Format) -> byte
     rows = [np.atleast_2d(values) for values in _outputs(inputs, served).values()]
     widths = {own.shape[1] for own in rows}
     if len(widths) > 1:
-        raise ClientConfigError(
-            "the outputs differ in width",
-            field="format",
-            value=form.value,
-            fix="give --format jsonl, or all requests the same task and dimensions",
-        )
+        fix = "give --format jsonl, or all requests the same task and dimensions"
+        raise config_error("format", form.value, "the outputs differ in width", fix)
     whole = np.concatenate(rows) if rows else np.zeros((0, 0), np.float32)
     if form is Format.RAW:
         return whole.astype("<f4").tobytes()

@@ -9,7 +9,7 @@ from worker_client.adoption import AdoptedRequest
 from worker_client.cli.output_file import OutputFile, is_special, part_of, write_whole
 from worker_client.cli.report import JsonObject, output_line
 from worker_client.cli.session import InputRequest
-from worker_client.errors import ClientConfigError
+from worker_client.errors import config_error
 from worker_client.requests import GenerationRequest
 from worker_client.scheduler import RequestOutput
 from worker_client.tokenizer import Tokenizer
@@ -120,9 +120,6 @@ def with_adopted(
 def _check_same_prompt(request: GenerationRequest, running: AdoptedRequest) -> None:
     prompt = running.token_ids[: running.num_prompt_tokens].tolist()
     if request.prompt_token_ids.tolist() != prompt:
-        raise ClientConfigError(
-            "a request of this id is running with another prompt",
-            field="id",
-            value=request.id,
-            fix="give the input that it came from, or run without --adopt, which drops it",
-        )
+        problem = "a request of this id is running with another prompt"
+        fix = "give the input that it came from, or run without --adopt, which drops it"
+        raise config_error("id", request.id, problem, fix)

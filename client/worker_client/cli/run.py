@@ -23,7 +23,7 @@ from worker_client.cli.session import (
     read_inputs,
     read_lines,
 )
-from worker_client.errors import ClientConfigError
+from worker_client.errors import config_error
 from worker_client.tokenizer import Tokenizer, load_tokenizer
 from worker_client.worker_group import RankProgress, parse_endpoints
 
@@ -128,12 +128,8 @@ def end_if_all_are_wrong(inputs: Sequence[InputRequest], output: Path | None) ->
 
 def _check_adoption(run: RunOptions) -> None:
     if not run.endpoints or run.reload:
-        raise ClientConfigError(
-            "only running daemons have requests to adopt, and loading again drops them",
-            field="adopt",
-            value=True,
-            fix="give --endpoints, and no --reload",
-        )
+        problem = "only running daemons have requests to adopt, and loading again drops them"
+        raise config_error("adopt", True, problem, "give --endpoints, and no --reload")
 
 
 def _adopted(session: Session, finished: Collection[str]) -> list[AdoptedRequest]:
@@ -147,18 +143,13 @@ def _input_lines(run: RunOptions, *, may_be_none: bool) -> Sequence[str | bytes]
     if may_be_none and not run.prompts and run.input is None:
         return []
     if bool(run.prompts) == (run.input is not None):
-        raise ClientConfigError(
-            "there is nothing to generate for, or two sources of it",
-            field="input",
-            value=None if run.input is None else str(run.input),
-            fix="give either --prompt or --input",
-        )
+        problem = "there is nothing to generate for, or two sources of it"
+        fix = "give either --prompt or --input"
+        raise config_error("input", None if run.input is None else str(run.input), problem, fix)
     if run.input is None:
         return [json.dumps({"prompt": p, "max_tokens": run.max_tokens}) for p in run.prompts]
     if not run.input.exists() or run.input.is_dir():
-        raise ClientConfigError(
-            "no such file", field="input", value=str(run.input), fix="name a JSONL file"
-        )
+        raise config_error("input", str(run.input), "no such file", "name a JSONL file")
     return read_lines(run.input)
 
 
