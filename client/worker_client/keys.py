@@ -54,19 +54,13 @@ class Keys:
         """
         if self.own is None:
             if endpoint.startswith("tcp://"):
-                raise EndpointError(
-                    "tcp needs keys",
-                    endpoint,
-                    "use --key-file and --known-daemons, a driver keys=Keys(...)",
-                )
+                fix = "use --key-file and --known-daemons, a driver keys=Keys(...)"
+                raise EndpointError("tcp needs keys", endpoint, fix)
             return None
         key = self.known.get(endpoint)
         if key is None:
-            raise EndpointError(
-                "the daemon's key is unknown",
-                endpoint,
-                "add it, spelled the same, to the file of --known-daemons",
-            )
+            fix = "add it, spelled the same, to the file of --known-daemons"
+            raise EndpointError("the daemon's key is unknown", endpoint, fix)
         return Lock(self.own, key)
 
 

@@ -299,10 +299,8 @@ def _flooding(watch: ListenerWatch) -> Translation:
     def translate(error: Exception) -> CommError | None:
         if not watch.is_flooded:
             return None
-        return CommError(
-            f"strangers opened too many connections while the ranks met: {error}",
-            fix="see who else uses the data interface, then relink",
-        )
+        problem = f"strangers opened too many connections while the ranks met: {error}"
+        return CommError(problem, fix="see who else uses the data interface, then relink")
 
     return Translation((RuntimeError, ValueError), translate)
 
@@ -360,10 +358,8 @@ def prove_members(secret: bytes, name: str, rank: int, size: int, pairs: Pairs) 
         )
     ]
     if strangers:
-        raise CommError(
-            f"a stranger has connected in the place of members {strangers} of {name}",
-            fix="see who else uses the data interface, then relink",
-        )
+        problem = f"a stranger has connected in the place of members {strangers} of {name}"
+        raise CommError(problem, fix="see who else uses the data interface, then relink")
 
 
 def _waiter(work: dist.Work | None) -> Callable[[], object]:

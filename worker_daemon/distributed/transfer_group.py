@@ -224,10 +224,9 @@ class TransferGroup:
             if self._aborted.is_set():
                 raise TransferError("the wait for the trainer was aborted")
             if time.monotonic() >= deadline:
-                raise TransferError(
-                    f"nothing has come from the trainer for {self.meeting.timeout_s:g} s",
-                    fix="see why the trainer stopped, then init_weight_transfer_engine anew",
-                )
+                problem = f"nothing has come from the trainer for {self.meeting.timeout_s:g} s"
+                fix = "see why the trainer stopped, then init_weight_transfer_engine anew"
+                raise TransferError(problem, fix=fix)
             time.sleep(_SHORT_PAUSE_S if time.monotonic() < patience else _LONG_PAUSE_S)
 
     def _transferring(self, what: str) -> Translation:

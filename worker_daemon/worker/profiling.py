@@ -247,12 +247,8 @@ class Profiler:
             _LOG.warning("no profile runs: there is nothing to stop")
             return None
         if recording.kind != kind:
-            raise StateError(
-                "a profile of another kind runs",
-                field="kind",
-                value=kind,
-                fix=f"stop kind {recording.kind}",
-            )
+            problem = "a profile of another kind runs"
+            raise StateError(problem, field="kind", value=kind, fix=f"stop kind {recording.kind}")
         return self._stop()
 
     def start_observed(self, device: torch.device, parallel: ParallelState) -> None:
@@ -272,10 +268,8 @@ class Profiler:
         """
         observed = self._observed
         if observed is None:
-            raise StateError(
-                "no observer's trace is recorded: a reset of the worker ends it",
-                fix="start one, and stop it before the reset",
-            )
+            problem = "no observer's trace is recorded: a reset of the worker ends it"
+            raise StateError(problem, fix="start one, and stop it before the reset")
         self._settle()
         self.recording = self._observed = None
         if keep:
@@ -323,12 +317,9 @@ class Profiler:
     def _need_no_abandoned(self) -> None:
         self._drop_abandoned()
         if self.abandoned is not None:
-            raise StateError(
-                "the profile of a replaced driver has not ended yet",
-                field="action",
-                value="start",
-                fix="start again once the last transfers of the broken link have timed out",
-            )
+            problem = "the profile of a replaced driver has not ended yet"
+            fix = "start again once the last transfers of the broken link have timed out"
+            raise StateError(problem, field="action", value="start", fix=fix)
 
     def _drop_abandoned(self) -> None:
         if self._disposal is not None:
@@ -363,11 +354,8 @@ class Profiler:
 
     def _claimed_directory(self) -> Path:
         if self._directory is None:
-            raise ConfigError(
-                "there is no directory for traces",
-                field="profile-dir",
-                fix="give the daemon --profile-dir",
-            )
+            problem = "there is no directory for traces"
+            raise ConfigError(problem, field="profile-dir", fix="give the daemon --profile-dir")
         return claim_directory(self._directory, "traces", "profile-dir")
 
 
@@ -393,9 +381,8 @@ def _writing(target: Path) -> Translation:
     def translate(error: Exception) -> CapacityError | ConfigError:
         assert isinstance(error, OSError)
         if error.errno in _DISK_FULL:
-            return CapacityError(
-                f"the disk of {target.parent} is full", fix="free space, or profile fewer steps"
-            )
+            problem = f"the disk of {target.parent} is full"
+            return CapacityError(problem, fix="free space, or profile fewer steps")
         problem = f"the trace cannot be written: {error.strerror}"
         fix = "give --profile-dir with a directory that this user may write"
         return config_error("profile-dir", str(target.parent), problem, fix)

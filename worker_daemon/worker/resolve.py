@@ -163,9 +163,8 @@ def confine_directory(model: str, roots: Sequence[Path]) -> Path:
 
 def _check_directory(model: str, directory: Path, root: Path) -> None:
     if not directory.is_dir():
-        raise CheckpointError(
-            "no such directory", field="model", value=model, fix="the directory of config.json"
-        )
+        fix = "the directory of config.json"
+        raise CheckpointError("no such directory", field="model", value=model, fix=fix)
     patterns = [*(f"*{suffix}" for suffix in READ_SUFFIXES), "*/config.json"]
     for file in (file for pattern in patterns for file in directory.glob(pattern)):
         if not file.resolve().is_relative_to(root):
@@ -178,12 +177,9 @@ def _read_config_files(directory: Path) -> dict[str, bytes]:
     try:
         return {path.name: read_whole(path) for path in paths if path.exists()}
     except OSError as error:
-        raise CheckpointError(
-            f"a file of the model cannot be read: {error}",
-            field="model",
-            value=str(directory),
-            fix="make it a regular file of at most 16 MiB",
-        ) from error
+        problem = f"a file of the model cannot be read: {error}"
+        fix = "make it a regular file of at most 16 MiB"
+        raise CheckpointError(problem, field="model", value=str(directory), fix=fix) from error
 
 
 def _resolve_dtype(asked: str, stated: str) -> torch.dtype:

@@ -157,12 +157,9 @@ class OutputFile:
         except OutputError as error:
             if self._is_special:
                 raise
-            raise OutputError(
-                f"{error.message}; what was finished before is in {self._live}",
-                field=error.field,
-                value=error.value,
-                fix=f"{error.fix}; with --endpoints, --adopt continues from there",
-            ) from error
+            problem = f"{error.message}; what was finished before is in {self._live}"
+            fix = f"{error.fix}; with --endpoints, --adopt continues from there"
+            raise OutputError(problem, field=error.field, value=error.value, fix=fix) from error
 
     def finish(self) -> None:
         """Put all lines on the disk, under the file's own name. Raises OutputError."""
@@ -272,9 +269,8 @@ def print_text(text: str) -> None:
 def output_error(path: Path, error: OSError, field: str = "output") -> OutputError:
     """Return the typed error for a failure to write."""
     fix = _FIXES.get(error.errno or 0, "name another file")
-    return OutputError(
-        f"it cannot be written: {error.strerror}", field=field, value=str(path), fix=fix
-    )
+    problem = f"it cannot be written: {error.strerror}"
+    return OutputError(problem, field=field, value=str(path), fix=fix)
 
 
 def _drop_standard_output() -> None:

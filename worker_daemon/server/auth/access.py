@@ -135,9 +135,6 @@ def _user(frame: zmq.Frame) -> str:
 def forbidden(key: str, role: Role | None, needed: Role, request: str) -> ForbiddenError:
     """Return the error that names the role and the request."""
     has = "is not among the authorized keys any more" if role is None else f"has the role {role}"
-    return ForbiddenError(
-        f"{request} needs the role {needed}; the key {fingerprint(key)} {has}",
-        field="role",
-        value=None if role is None else str(role),
-        fix=f"use a key with the role {needed}, or give this one that role and send SIGHUP",
-    )
+    problem = f"{request} needs the role {needed}; the key {fingerprint(key)} {has}"
+    fix = f"use a key with the role {needed}, or give this one that role and send SIGHUP"
+    return ForbiddenError(problem, field="role", value=None if role is None else str(role), fix=fix)

@@ -85,10 +85,8 @@ class Tracing:
             )
         except TimeoutError:
             self._post(OutOfBandTask("STARTING TRACE", START_LIMIT_S, _drop))
-            raise StateError(
-                "the step thread is busy with something else",
-                fix="try again when its present operation is over",
-            ) from None
+            problem = "the step thread is busy with something else"
+            raise StateError(problem, fix="try again when its present operation is over") from None
         finally:
             if running.expiry is None:
                 self._running = None
@@ -105,9 +103,8 @@ class Tracing:
         running = self._running
         if running is None or running.trace != message.trace or running.expiry is None:
             logger.warning("no such trace runs: there is nothing to stop")
-            raise StateError(
-                "no such trace runs", fix="start one; it ends by itself at its longest duration"
-            )
+            problem = "no such trace runs"
+            raise StateError(problem, fix="start one; it ends by itself at its longest duration")
         running.expiry.cancel()
         running.expiry = None
         try:
@@ -141,9 +138,8 @@ class Tracing:
                 file.seek(message.offset)
                 return tr.ReadTraceReply(call=message.call, data=file.read(tr.TRACE_CHUNK_BYTES))
         except OSError as error:
-            raise StateError(
-                f"the trace's file cannot be read: {error.strerror}", fix="trace anew"
-            ) from (error)
+            problem = f"the trace's file cannot be read: {error.strerror}"
+            raise StateError(problem, fix="trace anew") from (error)
 
     def _ask_driver(self, message: tr.AskDriver) -> ControlReplyMessage:
         self._asked, self._driver_steps = message.trace, None

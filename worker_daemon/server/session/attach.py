@@ -195,9 +195,8 @@ class AttachHandler:
         attempt, however far it is."""
         asked = (message.epoch, DriverIdentity(owner, message.driver_id))
         if message.epoch < self._prepared[0]:
-            raise FencedError(
-                f"epoch {message.epoch} is fenced by {self._prepared[0]}", fix="prepare again"
-            )
+            problem = f"epoch {message.epoch} is fenced by {self._prepared[0]}"
+            raise FencedError(problem, fix="prepare again")
         if asked != self._prepared:
             raise NotAttachedError(f"epoch {message.epoch} was not prepared", fix="prepare first")
         if self._taken is None or self._taken[0] != asked:

@@ -119,10 +119,8 @@ class Draining:
 
     def _stuck(self, outlook: str) -> StateError:
         stamp = self._progress.stamp
-        return StateError(
-            f"{stamp.phase} has run for {stamp.age_ms(time.monotonic())} ms, and {outlook}",
-            fix="ask again later, or shut the daemon down",
-        )
+        problem = f"{stamp.phase} has run for {stamp.age_ms(time.monotonic())} ms, and {outlook}"
+        return StateError(problem, fix="ask again later, or shut the daemon down")
 
     def _is_current(self, idle: asyncio.Event) -> bool:
         return self.is_on and idle is self._idle

@@ -44,10 +44,8 @@ class UploadHandler:
         self._draining.check_takes_drivers()
         load = self._progress.snapshot.state.load
         if load in _WITHOUT_MODEL:
-            raise StateError(
-                f"the state is {load}: uploads are for the steps of a model",
-                fix="load it first, up to MODEL_LOADED",
-            )
+            problem = f"the state is {load}: uploads are for the steps of a model"
+            raise StateError(problem, fix="load it first, up to MODEL_LOADED")
         return up.UploadChunkReply(call=message.call, is_complete=self._uploads.put(message))
 
     def _find_uploads(self, message: up.FindUploads) -> ControlReplyMessage:

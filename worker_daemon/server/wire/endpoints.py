@@ -216,11 +216,10 @@ class EndpointLock:
                 self._file.renew(LOCK_PATIENCE_S)
                 self._file.write_pid()
         except WorkerError as error:
+            problem = f"the endpoint's lock file was removed, and cannot be made again: {error}"
+            fix = "keep other processes from removing files of the endpoint's directory"
             raise EndpointInUseError(
-                f"the endpoint's lock file was removed, and cannot be made again: {error}",
-                field="endpoint",
-                value=str(self._endpoint),
-                fix="keep other processes from removing files of the endpoint's directory",
+                problem, field="endpoint", value=str(self._endpoint), fix=fix
             ) from error
 
     def is_held(self) -> bool:
@@ -233,12 +232,9 @@ class EndpointLock:
 
     def _typed(self, error: Exception) -> WorkerError:
         if isinstance(error, LockHeldError):
-            return EndpointInUseError(
-                f"{error} serves this endpoint",
-                field="endpoint",
-                value=str(self._endpoint),
-                fix="choose another endpoint or stop that daemon",
-            )
+            problem = f"{error} serves this endpoint"
+            fix = "choose another endpoint or stop that daemon"
+            return EndpointInUseError(problem, field="endpoint", value=str(self._endpoint), fix=fix)
         assert isinstance(error, OSError)
         path = self._endpoint.lock_path
         message = f"the endpoint's lock {path} cannot be used: {error.strerror}"
