@@ -17,7 +17,7 @@ from worker_daemon.backend import Backend
 from worker_daemon.device.failures import FailureKind, drop_scratch, judge, out_of_memory
 from worker_daemon.device.init import supports
 from worker_daemon.distributed.parallel_state import ParallelState
-from worker_daemon.distributed.tp import LinkedTensorParallel
+from worker_daemon.distributed.tp import TensorParallel
 from worker_daemon.errors import CapacityError, config_error
 from worker_daemon.layers.attention import HeadSizes, NullAttention
 from worker_daemon.layers.attention_choice import ChosenAttention, choose_attention
@@ -60,7 +60,7 @@ class RankPlace:
     device: torch.device
     config: ParallelConfig
     parallel: ParallelState
-    tp: LinkedTensorParallel
+    tp: TensorParallel
     backend: Backend
 
 
