@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, InvalidStateError
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Final, TypeVar
@@ -37,34 +37,33 @@ class _Running:
     expiry: asyncio.TimerHandle | None = None
 
 
+@dataclass(slots=True, eq=False)
 class Tracing:
     """Answers everything of rpc_schema/trace.py. One trace runs at a time, and one can be read."""
 
-    def __init__(
-        self,
-        post: Callable[[OutOfBandTask], None],
-        need_attached: Callable[[int], None],
-        ask_driver: Callable[[bytes, int, int], None],
-    ) -> None:
-        """post: to the step thread. need_attached(epoch) raises unless the epoch is the attached
-        driver's. ask_driver(trace, begin_ns, end_ns) publishes DriverStepsWanted."""
-        self._post = post
-        self._need_attached = need_attached
-        self._publish_question = ask_driver
-        self._running: _Running | None = None
-        self._file: Path | None = None
-        self._readable = b""
-        self._asked = b""
-        self._driver_steps: tr.DriverSteps | None = None
-        self._tasks: set[asyncio.Task[None]] = set()
-        self.handlers: Mapping[type[ControlMessage], Callable[..., ControlReplyMessage]] = {
+    _post: Callable[[OutOfBandTask], None]
+    """To the step thread."""
+    _need_attached: Callable[[int], None]
+    """Raises unless the epoch is the attached driver's."""
+    _publish_question: Callable[[bytes, int, int], None]
+    """Publishes DriverStepsWanted: trace, begin_ns, end_ns."""
+    _running: _Running | None = field(default=None, init=False)
+    _file: Path | None = field(default=None, init=False)
+    _readable: bytes = field(default=b"", init=False)
+    _asked: bytes = field(default=b"", init=False)
+    _driver_steps: tr.DriverSteps | None = field(default=None, init=False)
+    _tasks: set[asyncio.Task[None]] = field(default_factory=set, init=False)
+
+    @property
+    def handlers(self) -> Mapping[type[ControlMessage], Callable[..., ControlReplyMessage]]:
+        """Requests that are answered at once."""
+        return {
             tr.ReadClock: self._read_clock,
             tr.ReadTrace: self._read_trace,
             tr.AskDriver: self._ask_driver,
             tr.PutDriverSteps: self._put_driver_steps,
             tr.ReadDriverSteps: self._read_driver_steps,
         }
-        """Requests that are answered at once."""
 
     async def start(self, message: tr.StartTrace) -> ControlReplyMessage:
         """Have the step thread record.
