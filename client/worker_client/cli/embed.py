@@ -13,14 +13,14 @@ from numpy.typing import NDArray
 
 from rpc_schema.pooling import PoolingParams, PoolingTask
 from worker_client.cli.options import RunOptions, one_of, takes_run_options
-from worker_client.cli.output_file import check_output, print_text, write_bytes
+from worker_client.cli.output_file import print_text, write_bytes
 from worker_client.cli.report import JsonObject
 from worker_client.cli.results import Results
 from worker_client.cli.run import (
     end_if_all_are_wrong,
-    print_errors,
     print_progress,
     read_requests,
+    report_errors,
 )
 from worker_client.cli.session import InputRequest, Served, open_session
 from worker_client.errors import RequestError, config_error
@@ -71,8 +71,6 @@ def embed(
     if form is not Format.JSONL and run.output is None and not is_bench:
         fix = "give --output, or --format jsonl"
         raise config_error("format", form.value, "it needs a file", fix)
-    if run.output is not None:
-        check_output(run.output)
     tokenizer, lines = read_requests(run)
     inputs = [_pooling(entry, params) for entry in lines]
     end_if_all_are_wrong(inputs, run.output if form is Format.JSONL else None)
@@ -91,9 +89,7 @@ def embed(
         print_text("".join(f"{json.dumps(_shape(result))}\n" for result in results))
     elif run.output is None:
         print_text("".join(f"{json.dumps(result)}\n" for result in results))
-    print_errors(inputs, served.errors)
-    if results and len(served.errors) == len(results):
-        raise typer.Exit(1)
+    report_errors(inputs, served.errors, len(results))
 
 
 def _pooling(entry: InputRequest, params: PoolingParams) -> InputRequest:

@@ -64,17 +64,15 @@ class LineFile:
             OutputError: not all of them fit; those before are complete.
         """
         for line in lines:
-            left = memoryview(f"{line}\n".encode())
-            size = len(left)
+            data = f"{line}\n".encode()
             try:
-                while left:
-                    left = left[_write_some(self.file, left) :]
+                _write_all(self.file, data)
             except OSError as error:
                 if self.is_ours:
                     with contextlib.suppress(OSError):
                         os.ftruncate(self.file, self.size)
                 raise output_error(self.shown, error) from error
-            self.size += size
+            self.size += len(data)
 
     def sync(self) -> None:
         """Wait until all lines are on the disk. Raises OutputError."""
@@ -198,9 +196,7 @@ def write_bytes(path: Path, data: bytes) -> None:
     try:
         file = open_special(path) if is_special(path) else _open_new(new, 0o666)
         try:
-            left = memoryview(data)
-            while left:
-                left = left[_write_some(file, left) :]
+            _write_all(file, data)
             _sync(file)
         finally:
             os.close(file)
@@ -407,11 +403,12 @@ def _target(path: Path) -> Path:
     return Path(os.path.realpath(path))
 
 
-def _write_some(file: int, data: memoryview) -> int:
-    """Write, and wait if the descriptor is non-blocking."""
-    while True:
+def _write_all(file: int, data: bytes) -> None:
+    """Write all of it, and wait if the descriptor is non-blocking."""
+    left = memoryview(data)
+    while left:
         try:
-            return os.write(file, data)
+            left = left[os.write(file, left) :]
         except BlockingIOError:
             poll = select.poll()
             poll.register(file, select.POLLOUT)

@@ -61,9 +61,7 @@ def generate(
             results = collected.finish()
     if run.output is None:
         _print_texts(results)
-    print_errors(inputs, served.errors)
-    if results and len(served.errors) == len(results):
-        raise typer.Exit(1)
+    report_errors(inputs, served.errors, len(results))
 
 
 @takes_run_options
@@ -81,9 +79,7 @@ def bench(
     print_text(json.dumps(result, indent=None if as_json else 2) + "\n")
     if run.output is not None:
         write_whole(run.output, map(json.dumps, output_lines(inputs, served, tokenizer)))
-    print_errors(inputs, served.errors)
-    if inputs and len(served.errors) == len(inputs):
-        raise typer.Exit(1)
+    report_errors(inputs, served.errors, len(inputs))
 
 
 def _measure(
@@ -122,8 +118,7 @@ def end_if_all_are_wrong(inputs: Sequence[InputRequest], output: Path | None) ->
     if output is not None:
         lines = [output_line(name, error, None) for name, error in errors.items()]
         write_whole(output, map(json.dumps, lines))
-    print_errors(inputs, errors)
-    raise typer.Exit(1)
+    report_errors(inputs, errors, len(errors))
 
 
 def _check_adoption(run: RunOptions) -> None:
@@ -166,11 +161,15 @@ def _for_terminal(text: str) -> str:
     return "".join(c if c in "\n\t" else printable(c) for c in text)
 
 
-def print_errors(inputs: Sequence[InputRequest], errors: Mapping[str, str]) -> None:
-    """Print a line for each request that failed, to standard error."""
+def report_errors(
+    inputs: Sequence[InputRequest], errors: Mapping[str, str], num_requests: int
+) -> None:
+    """Print a line for each request that failed, to standard error; exit with 1 if all have."""
     names = {entry.id: entry.shown_as for entry in inputs}
     for req_id, error in errors.items():
         sys.stderr.write(f"{printable(names.get(req_id, req_id))}: {printable(error)}\n")
+    if errors and len(errors) == num_requests:
+        raise typer.Exit(1)
 
 
 def print_progress() -> Callable[[RankProgress], None]:
