@@ -374,11 +374,6 @@ class ControlChannel:
         self._handshakes.connect(rank, endpoint.control, endpoint.lock)
         self._listener = Listener(endpoint.control, rank)
 
-    def call(self, build: Callable[..., Answered[ReplyT]], timeout_s: float) -> ReplyT:
-        """Send build(call=correlation id) and return its reply. Raises as send() and
-        PendingCall.result() do."""
-        return self.send(build, timeout_s).result()
-
     def send(self, build: Callable[..., Answered[ReplyT]], timeout_s: float) -> PendingCall[ReplyT]:
         """Send build(call=correlation id); result() waits for the reply.
 
