@@ -340,16 +340,13 @@ def _fill(
     if config.load_format == "dummy":
         report = load_dummy_weights(parameters, config.seed, progress, observer)
     elif resolved.saved is not None:
-        verify = config.verify_checksums
-        saved = resolved.saved
-        load_file = read_tensorized if config.load_format == "tensorizer" else None
         report = load_saved(
             parameters,
-            saved,
+            resolved.saved,
             rank,
             progress,
-            verify=verify,
-            load_file=load_file,
+            verify=config.verify_checksums,
+            load_file=read_tensorized if config.load_format == "tensorizer" else None,
             observer=observer,
         )
     else:

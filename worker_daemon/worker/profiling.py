@@ -181,17 +181,11 @@ class ProfileRequest:
     """Prefix of the file's name; empty: that of the profile before."""
 
 
-def _settle_nothing() -> None:
-    """Do nothing: there are no transfers."""
-
-
 class Profiler:
     """Owned by the worker and used on the step thread alone; records at most one profile at a time.
     stop() or end() frees the recorded events."""
 
-    def __init__(
-        self, directory: Path | None, settle: Callable[[], None] = _settle_nothing
-    ) -> None:
+    def __init__(self, directory: Path | None, settle: Callable[[], None] = lambda: None) -> None:
         """directory: for traces; made when the first one starts. None: kind torch is refused.
         settle: waits for the transfers in progress, if the neighbours are alive: torch records a
         transfer's end in the recording that it began under, and crashes if that was freed."""
