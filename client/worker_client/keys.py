@@ -9,12 +9,7 @@ from typing import Final
 
 import zmq
 
-from rpc_schema.key_files import (
-    KeyFileError,
-    SecretKey,
-    read_known_daemons,
-    read_secret_key,
-)
+from rpc_schema.key_files import KeyFileError, SecretKey, read_known_daemons, read_secret_key
 from worker_client.errors import EndpointError, config_error
 
 CREDENTIAL_PREFIX: Final = "credential:"

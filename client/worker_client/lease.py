@@ -94,11 +94,7 @@ class LeaseKeeper:
     """
 
     def __init__(
-        self,
-        context: Context,
-        driver_id: bytes,
-        terms: LeaseTerms,
-        group: object,
+        self, context: Context, driver_id: bytes, terms: LeaseTerms, group: object
     ) -> None:
         """group: the keeper stops when it is collected without having been closed."""
         self.lost: RemoteError | LeaseNotRenewed | None = None

@@ -22,11 +22,7 @@ from worker_daemon.errors import CapacityError, config_error
 from worker_daemon.layers.attention import HeadSizes, NullAttention
 from worker_daemon.layers.attention_choice import ChosenAttention, choose_attention
 from worker_daemon.layers.rotary import rotary_table
-from worker_daemon.models.decoder import (
-    DecoderStage,
-    checkpoint_names,
-    checkpoint_shapes,
-)
+from worker_daemon.models.decoder import DecoderStage, checkpoint_names, checkpoint_shapes
 from worker_daemon.models.description import DecoderConfig
 from worker_daemon.models.partition import check_partition, partition_layers
 from worker_daemon.models.saved_set import LOAD_FORMATS, GroupShape, load_saved

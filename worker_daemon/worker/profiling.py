@@ -150,10 +150,7 @@ class PlainTrace:
         packed = self._plain.with_name("trace.json.gz")
         try:
             with _writing(self._target):
-                with (
-                    self._plain.open("rb") as source,
-                    gzip.open(packed, "wb", _GZIP_LEVEL) as sink,
-                ):
+                with self._plain.open("rb") as source, gzip.open(packed, "wb", _GZIP_LEVEL) as sink:
                     shutil.copyfileobj(source, sink, 1 << 20)
                 packed.replace(self._target)
         finally:

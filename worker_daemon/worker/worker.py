@@ -311,9 +311,7 @@ class Worker:
         )
         report = self._save(message, request)
         return lc.SaveTensorizedModelReply(
-            **self._identity(message),
-            size_bytes=report.size_bytes,
-            seconds=report.seconds,
+            **self._identity(message), size_bytes=report.size_bytes, seconds=report.seconds
         )
 
     def _save(self, message: StepMessage, request: SaveRequest) -> SaveReport:

@@ -16,12 +16,7 @@ from worker_client.cli.options import RunOptions, one_of, takes_run_options
 from worker_client.cli.output_file import print_text, write_bytes
 from worker_client.cli.report import JsonObject
 from worker_client.cli.results import Results
-from worker_client.cli.run import (
-    end_if_all_are_wrong,
-    print_progress,
-    read_requests,
-    report_errors,
-)
+from worker_client.cli.run import end_if_all_are_wrong, print_progress, read_requests, report_errors
 from worker_client.cli.session import InputRequest, Served, open_session
 from worker_client.errors import RequestError, config_error
 from worker_client.requests import validated

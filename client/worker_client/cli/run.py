@@ -40,10 +40,7 @@ Adopt = Annotated[
 
 
 @takes_run_options
-def generate(
-    run: RunOptions,
-    adopt: Adopt = False,
-) -> None:
+def generate(run: RunOptions, adopt: Adopt = False) -> None:
     """Generate for prompts or for a file of requests."""
     if adopt:
         _check_adoption(run)
@@ -66,10 +63,7 @@ def generate(
 
 @takes_run_options
 def bench(
-    run: RunOptions,
-    as_json: AsJson = False,
-    profile: Profile = "",
-    scrape: Scraped = False,
+    run: RunOptions, as_json: AsJson = False, profile: Profile = "", scrape: Scraped = False
 ) -> None:
     """Generate, and measure it."""
     tokenizer, inputs = read_requests(run)

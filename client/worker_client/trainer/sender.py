@@ -97,8 +97,7 @@ class WeightSender:
             engine, timeout_s = channel.engine, self._timeout_s
             try:
                 self._beside(
-                    channel.open,
-                    lambda: self._group.init_weight_transfer_engine(engine, timeout_s),
+                    channel.open, lambda: self._group.init_weight_transfer_engine(engine, timeout_s)
                 )
             except BaseException:
                 self.close()
