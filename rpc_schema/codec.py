@@ -163,9 +163,8 @@ def _decode(
     try:
         return decoder.decode(frames[0])
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
-        raise BadFrameError(
-            f"frame 0 ({len(frames[0])} bytes) is not a known message: {error}"
-        ) from None
+        problem = f"frame 0 ({len(frames[0])} bytes) is not a known message: {error}"
+        raise BadFrameError(problem) from None
 
 
 def _check_bounds(frames: Sequence[Frame], max_bytes: int) -> None:

@@ -64,7 +64,7 @@ class KeyFileError(Exception):
     """A key file cannot be used. `field` names the option, `fix` the remedy; it never contains a
     key."""
 
-    def __init__(self, message: str, *, field: str, value: str, fix: str) -> None:
+    def __init__(self, field: str, value: str, message: str, fix: str) -> None:
         super().__init__(f"{message}; field {field} = {value!r}; fix: {fix}")
         self.message = message
         self.field = field
@@ -99,7 +99,7 @@ def read_authorized_keys(path: Path, field: str) -> tuple[AuthorizedKey, ...]:
     fix = 'write [{"key": "...", "role": "driver", "name": "..."}]'
     entries = _decode(data, tuple[AuthorizedKey, ...], path, field, fix)
     if len({entry.key for entry in entries}) != len(entries):
-        raise KeyFileError("a key is named twice", field=field, value=str(path), fix="keep one")
+        raise KeyFileError(field, str(path), "a key is named twice", "keep one")
     return entries
 
 
@@ -126,30 +126,21 @@ def _read(path: Path, field: str, *, forbidden: int, private: bool) -> bytes:
             facts = os.fstat(file.fileno())
             data = file.read(MAX_FILE_BYTES + 1)
     except OSError as error:
-        raise KeyFileError(
-            f"the file cannot be read: {error.strerror}",
-            field=field,
-            value=shown,
-            fix="name a file that this user may read; keys are never given themselves",
-        ) from None
+        problem = f"the file cannot be read: {error.strerror}"
+        fix = "name a file that this user may read; keys are never given themselves"
+        raise KeyFileError(field, shown, problem, fix) from None
     if not stat.S_ISREG(facts.st_mode) or len(data) > MAX_FILE_BYTES:
-        raise KeyFileError("it is no key file", field=field, value=shown, fix="name a JSON file")
+        raise KeyFileError(field, shown, "it is no key file", "name a JSON file")
     if facts.st_uid not in (os.geteuid(), 0):
-        raise KeyFileError(
-            f"the file belongs to user {facts.st_uid}",
-            field=field,
-            value=shown,
-            fix=f"give it to user {os.geteuid()} or to root",
-        )
+        fix = f"give it to user {os.geteuid()} or to root"
+        raise KeyFileError(field, shown, f"the file belongs to user {facts.st_uid}", fix)
     mode = stat.S_IMODE(facts.st_mode)
     if mode & forbidden:
-        raise KeyFileError(
-            f"the file has mode {mode:04o}: others may {'read' if private else 'change'} it",
-            field=field,
-            value=shown,
-            fix=f"chmod {'0400' if private else 'go-w'} {shown}"
-            + (", and make a new key if somebody may have read it" if private else ""),
+        problem = f"the file has mode {mode:04o}: others may {'read' if private else 'change'} it"
+        fix = f"chmod {'0400' if private else 'go-w'} {shown}" + (
+            ", and make a new key if somebody may have read it" if private else ""
         )
+        raise KeyFileError(field, shown, problem, fix)
     return data
 
 
@@ -158,9 +149,7 @@ def _decode(data: bytes, kind: type[FileT], path: Path, field: str, fix: str) ->
         return msgspec.json.decode(data, type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         # The message contains the expected type and its place only, nothing of a secret file.
-        raise KeyFileError(
-            f"the file is malformed: {error}", field=field, value=_shown(path), fix=fix
-        ) from None
+        raise KeyFileError(field, _shown(path), f"the file is malformed: {error}", fix) from None
 
 
 def _shown(path: Path) -> str:

@@ -275,10 +275,7 @@ def smallest_fitting_blocks(groups: Sequence[LayerGroup], available_bytes: Seque
 
 
 def usable_tokens(
-    num_blocks: int,
-    groups: Sequence[BlockGroup],
-    max_model_len: int,
-    max_num_batched_tokens: int,
+    num_blocks: int, groups: Sequence[BlockGroup], max_model_len: int, max_num_batched_tokens: int
 ) -> int:
     """Return the number of tokens that num_blocks hold, without the null block. If a window makes
     that depend on the length of requests, they have max_model_len tokens."""

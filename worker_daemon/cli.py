@@ -42,10 +42,8 @@ def _check_worker_extra() -> None:
     """Raise ConfigError if a package of the extra is missing. Imports none."""
     missing = [name for name in _WORKER_MODULES if find_spec(name) is None]
     if missing:
-        raise ConfigError(
-            f"the extra `worker` is not installed: no module {', '.join(missing)}",
-            fix='pip install "worker-daemon[worker]"',
-        )
+        problem = f"the extra `worker` is not installed: no module {', '.join(missing)}"
+        raise ConfigError(problem, fix='pip install "worker-daemon[worker]"')
 
 
 @contextmanager

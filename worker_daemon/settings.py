@@ -176,11 +176,8 @@ def kernel_cache(state_dir: Path | None, environment: Mapping[str, str]) -> Path
     """
     home = state_home(state_dir, environment)
     if home is None:
-        raise ConfigError(
-            "this user has no home directory for compiled kernels",
-            field="state-dir",
-            fix="give --state-dir, or set XDG_CACHE_HOME",
-        )
+        problem = "this user has no home directory for compiled kernels"
+        raise ConfigError(problem, field="state-dir", fix="give --state-dir, or set XDG_CACHE_HOME")
     for directory in (home, home / "kernels"):
         claim_directory(directory, "compiled kernels", "state-dir")
     return home / "kernels"
@@ -240,9 +237,8 @@ def read_file(path: Path) -> Given:
         raise config_error("config", str(path), f"the file cannot be read: {error}", fix) from error
     for key in given:
         if key not in KEYS:
-            raise ConfigError(
-                f"{path} has an unknown key", field=key, fix=f"use one of {', '.join(KEYS)}"
-            )
+            problem = f"{path} has an unknown key"
+            raise ConfigError(problem, field=key, fix=f"use one of {', '.join(KEYS)}")
     return given
 
 
@@ -411,9 +407,8 @@ def _bytes(given: Given, key: str, default: int) -> int:
         return default
     number = _integer(value)
     if not 0 < number < 1 << 62:
-        raise config_error(
-            key, value, "it is no number of bytes", f"use 1 or more; default: {default}"
-        )
+        problem = "it is no number of bytes"
+        raise config_error(key, value, problem, f"use 1 or more; default: {default}")
     return number
 
 

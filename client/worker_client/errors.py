@@ -80,6 +80,11 @@ class ClientConfigError(ClientError):
         self.fix = fix
 
 
+def config_error(field: str, value: object, problem: str, fix: str) -> ClientConfigError:
+    """Return the error of one setting."""
+    return ClientConfigError(problem, field=field, value=value, fix=fix)
+
+
 class EndpointError(ClientConfigError):
     """An endpoint that this version cannot use."""
 
@@ -136,6 +141,11 @@ class RequestError(ClientConfigError):
         return RequestError(
             self.message, field=self.field, value=self.value, fix=self.fix, line=line
         )
+
+
+def request_error(field: str, value: object, problem: str, fix: str) -> RequestError:
+    """Return the error of one field of a request."""
+    return RequestError(problem, field=field, value=value, fix=fix)
 
 
 class OutputError(ClientConfigError):

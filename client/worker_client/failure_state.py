@@ -543,11 +543,10 @@ class FailureState:
 
 def _draining_error(ranks: frozenset[int], endpoints: Sequence[str]) -> RemoteError:
     rank = min(ranks)
-    return local_error(
-        ErrorCode.DRAINING,
+    problem = (
         f"ranks {sorted(ranks)} drain: no step was sent, what is loaded stays; fix: continue "
-        "elsewhere, or here after worker-client drain --undo",
-        rank=rank,
-        endpoint=endpoints[rank],
-        scope=ErrorScope.GROUP,
+        "elsewhere, or here after worker-client drain --undo"
+    )
+    return local_error(
+        ErrorCode.DRAINING, problem, rank=rank, endpoint=endpoints[rank], scope=ErrorScope.GROUP
     )

@@ -9,13 +9,8 @@ from typing import Final
 
 import zmq
 
-from rpc_schema.key_files import (
-    KeyFileError,
-    SecretKey,
-    read_known_daemons,
-    read_secret_key,
-)
-from worker_client.errors import ClientConfigError, EndpointError
+from rpc_schema.key_files import KeyFileError, SecretKey, read_known_daemons, read_secret_key
+from worker_client.errors import EndpointError, config_error
 
 CREDENTIAL_PREFIX: Final = "credential:"
 HANDSHAKE_MS: Final = 700
@@ -54,19 +49,13 @@ class Keys:
         """
         if self.own is None:
             if endpoint.startswith("tcp://"):
-                raise EndpointError(
-                    "tcp needs keys",
-                    endpoint,
-                    "use --key-file and --known-daemons, a driver keys=Keys(...)",
-                )
+                fix = "use --key-file and --known-daemons, a driver keys=Keys(...)"
+                raise EndpointError("tcp needs keys", endpoint, fix)
             return None
         key = self.known.get(endpoint)
         if key is None:
-            raise EndpointError(
-                "the daemon's key is unknown",
-                endpoint,
-                "add it, spelled the same, to the file of --known-daemons",
-            )
+            fix = "add it, spelled the same, to the file of --known-daemons"
+            raise EndpointError("the daemon's key is unknown", endpoint, fix)
         return Lock(self.own, key)
 
 
@@ -83,19 +72,14 @@ def read_keys(key_file: str, known_daemons: Path | None) -> Keys:
     if not key_file and known_daemons is None:
         return NO_KEYS
     if not key_file or known_daemons is None:
-        raise ClientConfigError(
-            "one is useless without the other",
-            field="known_daemons" if key_file else "key_file",
-            value=None,
-            fix="give both --key-file and --known-daemons",
-        )
+        problem = "one is useless without the other"
+        fix = "give both --key-file and --known-daemons"
+        raise config_error("known_daemons" if key_file else "key_file", None, problem, fix)
     try:
         own = _read_own(key_file)
         return Keys(own, read_known_daemons(known_daemons, "known_daemons"))
     except KeyFileError as error:
-        raise ClientConfigError(
-            error.message, field=error.field, value=error.value, fix=error.fix
-        ) from None
+        raise config_error(error.field, error.value, error.message, error.fix) from None
 
 
 def _read_own(key_file: str) -> SecretKey:
@@ -105,19 +89,11 @@ def _read_own(key_file: str) -> SecretKey:
     if is_credential:
         directory = os.environ.get("CREDENTIALS_DIRECTORY", "")
         if not directory or name != Path(name).name:
-            raise KeyFileError(
-                "there is no such credential",
-                field="key_file",
-                value=key_file,
-                fix="use LoadCredential=NAME:FILE in the systemd unit",
-            )
+            fix = "use LoadCredential=NAME:FILE in the systemd unit"
+            raise KeyFileError("key_file", key_file, "there is no such credential", fix)
         path = Path(directory) / name
     key = read_secret_key(path, "key_file", group_may_read=is_credential)
     if zmq.curve_public(key.secret_key.encode()).decode() != key.public_key:
-        raise KeyFileError(
-            "its two keys are not a pair",
-            field="key_file",
-            value=str(path),
-            fix="make a new one by worker-daemon keygen",
-        )
+        fix = "make a new one by worker-daemon keygen"
+        raise KeyFileError("key_file", str(path), "its two keys are not a pair", fix)
     return key

@@ -26,12 +26,9 @@ def choose_num_blocks(fitting: int, asked: int | None) -> int:
     if asked is None:
         return fitting
     if asked > fitting:
-        raise KVPlanError(
-            f"only {fitting} KV blocks fit into the memory of the smallest rank",
-            field="num_gpu_blocks",
-            value=asked,
-            fix=f"ask for at most {fitting}, or leave it out",
-        )
+        problem = f"only {fitting} KV blocks fit into the memory of the smallest rank"
+        fix = f"ask for at most {fitting}, or leave it out"
+        raise KVPlanError(problem, field="num_gpu_blocks", value=asked, fix=fix)
     return asked
 
 
@@ -55,13 +52,12 @@ def fit_max_model_len(
         return longest
     needed = request_blocks(max_model_len, groups, max_num_batched_tokens) + NUM_NULL_BLOCKS
     sizes = " or ".join(map(str, sorted({group.block_size for group in groups})))
-    raise KVPlanError(
+    problem = (
         f"one request of max_model_len = {max_model_len} tokens needs {needed} KV blocks of "
-        f"{sizes} tokens, and there are {max(num_blocks, 0)}",
-        field="max_model_len",
-        value=max_model_len,
-        fix="lower it (or let it be fitted), raise gpu_memory_utilization, or use more ranks",
+        f"{sizes} tokens, and there are {max(num_blocks, 0)}"
     )
+    fix = "lower it (or let it be fitted), raise gpu_memory_utilization, or use more ranks"
+    raise KVPlanError(problem, field="max_model_len", value=max_model_len, fix=fix)
 
 
 def choose_groups(
@@ -76,9 +72,7 @@ def choose_groups(
     try:
         return plan_groups(ranks, block_size, max_model_len, step)
     except UnequalPages as error:
-        raise KVPlanError(
-            f"layers keep {sorted(set(error.sizes))} bytes per token, which have no common page",
-            field="cache.block_size",
-            value=block_size,
-            fix="use a block size whose bytes they all divide",
-        ) from None
+        sizes = sorted(set(error.sizes))
+        problem = f"layers keep {sizes} bytes per token, which have no common page"
+        fix = "use a block size whose bytes they all divide"
+        raise KVPlanError(problem, field="cache.block_size", value=block_size, fix=fix) from None

@@ -229,9 +229,8 @@ class LocalDaemons:
     def _launch_error(self, message: str, daemon: _Daemon) -> LaunchError:
         code = daemon.process.poll()
         ending = "" if code is None else f" ({describe_exit(code)})"
-        return LaunchError(
-            f"{daemon.endpoint}: {message}{ending}", exit_code=code, log_tail=_tail(daemon.log)
-        )
+        problem = f"{daemon.endpoint}: {message}{ending}"
+        return LaunchError(problem, exit_code=code, log_tail=_tail(daemon.log))
 
 
 def _try(

@@ -23,13 +23,13 @@ from rpc_schema.lease import (
 )
 from worker_client.errors import (
     AuthenticationError,
-    ClientConfigError,
     DeadlineExceeded,
     LeaseHeldError,
     LeaseNotRenewed,
     OutOfThreads,
     RemoteError,
     WorkerDied,
+    config_error,
 )
 from worker_client.transport import Context, ControlChannel, Endpoint, PendingCall
 
@@ -76,12 +76,8 @@ class LeaseTerms:
             ("heartbeat_timeout_s", self.heartbeat_timeout_s or 1.0, 0.0, float("inf")),
         ):
             if not low <= value <= high:
-                raise ClientConfigError(
-                    "the time is out of bounds",
-                    field=field,
-                    value=value,
-                    fix=f"use {low:g} to {high:g} seconds",
-                )
+                fix = f"use {low:g} to {high:g} seconds"
+                raise config_error(field, value, "the time is out of bounds", fix)
 
 
 def holder_name() -> str:
@@ -98,11 +94,7 @@ class LeaseKeeper:
     """
 
     def __init__(
-        self,
-        context: Context,
-        driver_id: bytes,
-        terms: LeaseTerms,
-        group: object,
+        self, context: Context, driver_id: bytes, terms: LeaseTerms, group: object
     ) -> None:
         """group: the keeper stops when it is collected without having been closed."""
         self.lost: RemoteError | LeaseNotRenewed | None = None

@@ -21,7 +21,7 @@ from rpc_schema.kv_cache import (
 )
 from rpc_schema.lifecycle import GetModelMetadataReply, Status
 from rpc_schema.weight_transfer import ReloadWeightsReply
-from worker_client.errors import ClientConfigError, ConfigMismatchError
+from worker_client.errors import ConfigMismatchError, config_error
 from worker_client.kv_planning import choose_groups, choose_num_blocks, fit_max_model_len
 from worker_client.load_chain import LoadChain
 from worker_client.step_checks import GroupLimits
@@ -89,20 +89,13 @@ def check_config(config: WorkerConfig) -> None:
             try:
                 msgspec.convert(value, entry.type)
             except msgspec.ValidationError as error:
-                raise ClientConfigError(
-                    "the value is not allowed",
-                    field=f"{section}.{entry.name}",
-                    value=value,
-                    fix=str(error),
-                ) from None
+                problem = "the value is not allowed"
+                raise config_error(f"{section}.{entry.name}", value, problem, str(error)) from None
     deadline_ms = config.scheduler.step_deadline_ms
     if deadline_ms < MIN_STEP_DEADLINE_MS:
-        raise ClientConfigError(
-            "slow steps would count as hung",
-            field="scheduler.step_deadline_ms",
-            value=deadline_ms,
-            fix=f"use at least {MIN_STEP_DEADLINE_MS}",
-        )
+        problem = "slow steps would count as hung"
+        fix = f"use at least {MIN_STEP_DEADLINE_MS}"
+        raise config_error("scheduler.step_deadline_ms", deadline_ms, problem, fix)
 
 
 def group_limits(config: WorkerConfig, model: LoadedGroup) -> GroupLimits:

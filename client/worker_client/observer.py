@@ -22,7 +22,7 @@ from rpc_schema.trace import (
     StopTraceReply,
 )
 from worker_client.clocks import ClockMap, measure
-from worker_client.errors import ClientConfigError, ClientError
+from worker_client.errors import ClientError, config_error
 from worker_client.trace_merge import DriverTrace, RankTrace
 from worker_client.transport import PendingCall
 from worker_client.worker_client import AskingClient
@@ -98,12 +98,8 @@ def record(
 def _checked_ms(seconds: float) -> int:
     longest_s = MAX_TRACE_MS / 1000 - MARGIN_S
     if not 0 < seconds <= longest_s:
-        raise ClientConfigError(
-            "out of bounds",
-            field="seconds",
-            value=seconds,
-            fix=f"use more than 0, at most {longest_s:g}; traces grow by the second",
-        )
+        fix = f"use more than 0, at most {longest_s:g}; traces grow by the second"
+        raise config_error("seconds", seconds, "out of bounds", fix)
     return round((seconds + MARGIN_S) * 1000)
 
 
@@ -113,12 +109,8 @@ def _group_of(clients: Sequence[AskingClient]) -> list[lc.Status]:
     statuses = [client.get_status() for client in clients]
     ranks = sorted(status.rank for status in statuses)
     if ranks != list(range(len(clients))):
-        raise ClientConfigError(
-            "they are not the ranks of one group",
-            field="endpoints",
-            value=ranks,
-            fix="name each daemon of one group once, ranks 0 to N - 1",
-        )
+        fix = "name each daemon of one group once, ranks 0 to N - 1"
+        raise config_error("endpoints", ranks, "they are not the ranks of one group", fix)
     return statuses
 
 

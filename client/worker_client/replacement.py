@@ -2,10 +2,11 @@
 the new one, relink all, and load the new one. `outcomes.py` reports what was lost."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from functools import partial
+from typing import TypeAlias
 
 from rpc_schema import lifecycle as lc
 from rpc_schema.config import WorkerConfig
@@ -30,7 +31,6 @@ from worker_client.failure_state import Change, FailureState, RankLost
 from worker_client.group_channel import GroupChannel
 from worker_client.load_chain import LoadChain, init_device
 from worker_client.loading import LoadedGroup, Stopwatch
-from worker_client.memory_of_group import Tags, common_tags, is_away, way_back
 from worker_client.outcomes import StepsInFlight
 from worker_client.transport import Endpoint
 from worker_client.worker_client import WorkerClient
@@ -46,6 +46,10 @@ MEMORY_PAUSE_S = 1.0
 
 _ASK_S = 0.25
 _PAUSE_S = 0.02
+_AWAY = ("asleep", "discarded")
+
+_Tags: TypeAlias = Mapping[lc.MemoryTag, lc.TagState]
+_Build: TypeAlias = partial[lc.Sleep] | partial[lc.WakeUp] | partial[lc.Discard]
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +95,7 @@ class Replacement:
     """Served by the group, under `config`."""
     clock: Stopwatch = field(default_factory=Stopwatch)
     vacant: dict[int, Endpoint] = field(default_factory=dict)
-    memory: Tags | None = None
+    memory: _Tags | None = None
     """Memory of the ranks that stayed, as the first attempt found it."""
 
     def run(self, rank: int, endpoint: Endpoint | None, within_s: float) -> ReplacementReport:
@@ -210,7 +214,7 @@ class Replacement:
         leaves them awake."""
         others = [status for rank, status in enumerate(statuses) if rank not in newcomers]
         if self.memory is None and others:
-            self.memory = common_tags(others)
+            self.memory = _common_tags(others)
 
     def _clear_the_way(self, newcomers: Sequence[int], statuses: Sequence[lc.Status]) -> None:
         """Reset newcomers that have something else loaded, and wake the others: links, graphs and
@@ -219,7 +223,7 @@ class Replacement:
         asleep = [
             rank
             for rank, status in enumerate(statuses)
-            if rank not in newcomers and is_away(status.memory_tags)
+            if rank not in newcomers and _is_away(status.memory_tags)
         ]
         if not occupied and not asleep:
             return
@@ -235,7 +239,7 @@ class Replacement:
 
     def _put_memory_back(self) -> None:
         """Bring all ranks back to the tags of those that stayed."""
-        for operation, build in way_back(self.memory or {}):
+        for operation, build in _way_back(self.memory or {}):
             with self.clock.phase(operation):
                 self.channel.ask(build)
 
@@ -273,3 +277,27 @@ def _answers(client: WorkerClient) -> bool:
     except (DeadlineExceeded, WorkerDied):
         return False
     return True
+
+
+def _is_away(tags: _Tags) -> bool:
+    """Return True if some memory is not mapped: steps, warm-up and graphs need all of it."""
+    return any(state in _AWAY for state in tags.values())
+
+
+def _common_tags(statuses: Sequence[lc.Status]) -> _Tags:
+    """Return the tags of all these ranks; nothing if they differ, or there are none. Ranks that
+    differ were not brought there by an operation that succeeded."""
+    tags = [status.memory_tags for status in statuses]
+    return tags[0] if tags and all(each == tags[0] for each in tags) else {}
+
+
+def _way_back(tags: _Tags) -> list[tuple[str, _Build]]:
+    """Return the operations, by name, that bring ranks from awake to these tags. A KV cache that
+    was asleep is discarded: it had no content."""
+    if tags.get("weights") == "asleep":
+        operations: list[tuple[str, _Build]] = [("sleep", partial(lc.Sleep, level=1))]
+        if tags["kv_cache"] not in _AWAY:
+            operations.append(("wake_up", partial(lc.WakeUp, tags=("kv_cache",))))
+        return operations
+    gone = tuple(tag for tag, state in tags.items() if state in _AWAY)
+    return [("discard", partial(lc.Discard, tags=gone))] if gone else []

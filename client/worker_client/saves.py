@@ -19,10 +19,7 @@ SHARD_MAX_SIZE_BYTES = 5 << 30
 ReplyT = TypeVar("ReplyT", bound=StepReply)
 
 
-def save_weights(
-    channel: GroupChannel,
-    build: Callable[..., StepRequest[ReplyT]],
-) -> list[ReplyT]:
+def save_weights(channel: GroupChannel, build: Callable[..., StepRequest[ReplyT]]) -> list[ReplyT]:
     """Have each rank write, and keep the files if all have succeeded; else remove them, as far as
     ranks can be reached. build: returns the request, with the save's id as `save`. Raises what
     GroupChannel.ask does."""

@@ -73,18 +73,14 @@ class StepHistory:
             clock_offset_ns=clock.ahead_ns,
             clock_bound_ns=clock.bound_ns,
             clock_at_ns=clock.at_ns,
-            seqs=_int64([times.seq for times in chosen]),
-            began_ns=_int64([times.began_ns for times in chosen]),
-            sent_ns=_int64([times.sent_ns for times in chosen]),
-            settled_ns=_int64([times.settled_ns for times in chosen]),
-            context_tokens=_int32([times.context for times in chosen]),
-            generation_tokens=_int32([times.generation for times in chosen]),
+            seqs=_column("<i8", [times.seq for times in chosen]),
+            began_ns=_column("<i8", [times.began_ns for times in chosen]),
+            sent_ns=_column("<i8", [times.sent_ns for times in chosen]),
+            settled_ns=_column("<i8", [times.settled_ns for times in chosen]),
+            context_tokens=_column("<i4", [times.context for times in chosen]),
+            generation_tokens=_column("<i4", [times.generation for times in chosen]),
         )
 
 
-def _int64(values: list[int]) -> bytes:
-    return np.array(values, "<i8").tobytes()
-
-
-def _int32(values: list[int]) -> bytes:
-    return np.array(values, "<i4").tobytes()
+def _column(dtype: str, values: list[int]) -> bytes:
+    return np.array(values, dtype).tobytes()

@@ -9,7 +9,7 @@ from pathlib import Path
 from tokenizers import Tokenizer as _Tokenizer
 from tokenizers.decoders import DecodeStream
 
-from worker_client.errors import ClientConfigError, RequestError
+from worker_client.errors import config_error, request_error
 
 FILE_NAME = "tokenizer.json"
 MAX_BYTES = 256 << 20
@@ -30,12 +30,9 @@ class Tokenizer:
             self._tokenizer.no_padding()
             self._tokenizer.no_truncation()
         except Exception as error:  # tokenizers raises bare Exception
-            raise ClientConfigError(
-                f"cannot read the tokenizer: {error}",
-                field="model",
-                value=str(path),
-                fix="repair the file, or remove it and use prompt_token_ids",
-            ) from None
+            problem = f"cannot read the tokenizer: {error}"
+            fix = "repair the file, or remove it and use prompt_token_ids"
+            raise config_error("model", str(path), problem, fix) from None
 
     def encode(self, text: str) -> list[int]:
         """Return the token ids of a text, with the special tokens that its template adds.
@@ -50,12 +47,8 @@ class Tokenizer:
             encoded = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
             ids: list[int] = encoded.ids
         except Exception as error:  # tokenizers raises bare Exception, and TypeError for surrogates
-            raise RequestError(
-                f"the tokenizer rejects it: {error}",
-                field=field,
-                value=text,
-                fix="change the text, or give prompt_token_ids",
-            ) from None
+            fix = "change the text, or give prompt_token_ids"
+            raise request_error(field, text, f"the tokenizer rejects it: {error}", fix) from None
         return ids
 
     def encode_word(self, text: str) -> list[int]:

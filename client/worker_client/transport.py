@@ -101,15 +101,11 @@ def parse_endpoint(text: str, keys: Keys = NO_KEYS) -> Endpoint:
         return _parse_tcp(text, lock)
     path = text.removeprefix("ipc://")
     if path == text or not Path(path).is_absolute() or path.endswith("/"):
-        raise EndpointError(
-            "not an endpoint", text, "use ipc:///DIRECTORY/NAME or, with keys, tcp://HOST:PORT"
-        )
+        fix = "use ipc:///DIRECTORY/NAME or, with keys, tcp://HOST:PORT"
+        raise EndpointError("not an endpoint", text, fix)
     if len(os.fsencode(path + ".results")) > MAX_SOCKET_PATH_BYTES:
-        raise EndpointError(
-            f"the socket's path is longer than {MAX_SOCKET_PATH_BYTES} bytes with its suffix",
-            text,
-            "use a directory with a shorter path",
-        )
+        problem = f"the socket's path is longer than {MAX_SOCKET_PATH_BYTES} bytes with its suffix"
+        raise EndpointError(problem, text, "use a directory with a shorter path")
     _check_owner(text, lock)
     return Endpoint(text, f"{text}.step", f"{text}.results", f"{text}.events", lock)
 
@@ -118,18 +114,12 @@ def _parse_tcp(text: str, lock: Lock | None) -> Endpoint:
     host, colon, port = text.rpartition(":")
     is_number = port.isascii() and port.isdecimal()
     if not colon or not is_number or not _is_host(host.removeprefix("tcp://")):
-        raise EndpointError(
-            "not an endpoint",
-            text,
-            "use tcp://HOST:PORT, an IPv6 address in brackets: tcp://[ADDRESS]:PORT",
-        )
+        fix = "use tcp://HOST:PORT, an IPv6 address in brackets: tcp://[ADDRESS]:PORT"
+        raise EndpointError("not an endpoint", text, fix)
     first = int(port)
     if not 1 <= first <= MAX_PORT - 3:
-        raise EndpointError(
-            "the sockets use four ports from this one on",
-            text,
-            f"use a port from 1 to {MAX_PORT - 3}",
-        )
+        problem = "the sockets use four ports from this one on"
+        raise EndpointError(problem, text, f"use a port from 1 to {MAX_PORT - 3}")
     step, results, events = (f"{host}:{first + offset}" for offset in (1, 2, 3))
     return Endpoint(text, step, results, events, lock)
 
@@ -383,11 +373,6 @@ class ControlChannel:
         self._handshakes = _Handshakes(self._socket)
         self._handshakes.connect(rank, endpoint.control, endpoint.lock)
         self._listener = Listener(endpoint.control, rank)
-
-    def call(self, build: Callable[..., Answered[ReplyT]], timeout_s: float) -> ReplyT:
-        """Send build(call=correlation id) and return its reply. Raises as send() and
-        PendingCall.result() do."""
-        return self.send(build, timeout_s).result()
 
     def send(self, build: Callable[..., Answered[ReplyT]], timeout_s: float) -> PendingCall[ReplyT]:
         """Send build(call=correlation id); result() waits for the reply.

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from rpc_schema import uploads as up
 from rpc_schema.base import HASH_BYTES
-from worker_client.errors import ClientConfigError, ClientError
+from worker_client.errors import ClientError, config_error
 from worker_client.group_channel import GroupChannel
 from worker_client.host_tensor import HostTensor as HostTensor
 from worker_client.worker_client import WorkerClient
@@ -95,12 +95,8 @@ def chosen(channel: GroupChannel, ranks: Sequence[int] | None) -> list[WorkerCli
     if ranks is None:
         return list(clients.values())
     if not ranks or not clients.keys() >= set(ranks):
-        raise ClientConfigError(
-            "the group has no such ranks",
-            field="ranks",
-            value=list(ranks),
-            fix=f"use some of {list(clients)}",
-        )
+        fix = f"use some of {list(clients)}"
+        raise config_error("ranks", list(ranks), "the group has no such ranks", fix)
     return [clients[rank] for rank in sorted(set(ranks))]
 
 
@@ -118,11 +114,7 @@ def named_parts(content_hashes: Sequence[bytes]) -> Iterator[tuple[bytes, ...]]:
     not a hash."""
     for name in content_hashes:
         if len(name) != HASH_BYTES:
-            raise ClientConfigError(
-                "it is not a content hash",
-                field="content_hashes",
-                value=name,
-                fix=f"use the {HASH_BYTES} bytes that upload() has returned",
-            )
+            fix = f"use the {HASH_BYTES} bytes that upload() has returned"
+            raise config_error("content_hashes", name, "it is not a content hash", fix)
     for begin in range(0, len(content_hashes), up.MAX_NAMED_UPLOADS):
         yield tuple(content_hashes[begin : begin + up.MAX_NAMED_UPLOADS])

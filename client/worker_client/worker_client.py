@@ -97,7 +97,7 @@ class AskingClient:
     ) -> ReplyT:
         """Send a control request and wait for its reply. build: its class, or a partial of it that
         lacks only `call`."""
-        return self._control.call(build, timeout_s)
+        return self.begin(build, timeout_s).result()
 
     def begin(
         self, build: Callable[..., Answered[ReplyT]], timeout_s: float = CONTROL_TIMEOUT_S

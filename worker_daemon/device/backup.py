@@ -28,10 +28,7 @@ class HostBackup:
     thread of its own."""
 
     def __init__(
-        self,
-        sizes: Sequence[int],
-        device: torch.device,
-        host_room: Callable[[], int] | None = None,
+        self, sizes: Sequence[int], device: torch.device, host_room: Callable[[], int] | None = None
     ) -> None:
         """Allocates nothing yet. sizes: bytes; host_room: returns the free bytes of host memory, by
         default host_room_bytes."""

@@ -141,10 +141,8 @@ def _call(function: Callable[..., Any], *arguments: Any) -> tuple[Any, ...]:
         return tuple(values)
     what = f"{function.__name__}: CUDA error {int(code)}"
     if int(code) == _OUT_OF_MEMORY:
-        raise CapacityError(
-            f"the device has too little memory left ({what})",
-            fix="free memory that other processes hold, or plan a smaller KV cache",
-        )
+        fix = "free memory that other processes hold, or plan a smaller KV cache"
+        raise CapacityError(f"the device has too little memory left ({what})", fix=fix)
     if int(code) == _NOT_SUPPORTED:
         raise _unusable(what)
     raise DeviceError(what)

@@ -111,9 +111,8 @@ def out_of_memory(error: Exception, fix: str, what: str = "out of memory") -> Ou
     if free is None and not _is_of_cuda(error):
         free = _free_host_bytes()
     detail = f": {_first_line(error)}" if text else ""
-    return OutOfMemoryError(
-        f"{what}{detail}", needed_bytes=_bytes(_ASKED, text), free_bytes=free, fix=fix
-    )
+    problem = f"{what}{detail}"
+    return OutOfMemoryError(problem, needed_bytes=_bytes(_ASKED, text), free_bytes=free, fix=fix)
 
 
 def drop_scratch(error: BaseException) -> None:

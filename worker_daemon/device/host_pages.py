@@ -96,7 +96,5 @@ class _HostArray:
 
 def _no_memory(num_bytes: int) -> CapacityError:
     why = os.strerror(ctypes.get_errno())
-    return CapacityError(
-        f"{num_bytes} bytes of host memory cannot be allocated ({why})",
-        fix="free memory, or ask for less",
-    )
+    problem = f"{num_bytes} bytes of host memory cannot be allocated ({why})"
+    return CapacityError(problem, fix="free memory, or ask for less")

@@ -43,11 +43,8 @@ class ImportedMemory:
             library = ctypes.CDLL(_LIBRARY)
             self._functions = {name: library[name] for name in _SIGNATURES}
         except (OSError, AttributeError) as error:
-            raise TransferError(
-                f"no memory of other processes can be mapped: {error}",
-                field="engine",
-                fix="use gloo, nccl or disk",
-            ) from error
+            problem = f"no memory of other processes can be mapped: {error}"
+            raise TransferError(problem, field="engine", fix="use gloo, nccl or disk") from error
         for name, arguments in _SIGNATURES.items():
             self._functions[name].argtypes = arguments
         self._device = device
@@ -66,12 +63,9 @@ class ImportedMemory:
         for extent in shape:
             num_bytes *= extent
         if offset + num_bytes > size or offset % dtype.itemsize:
-            raise TransferError(
-                f"a tensor of {num_bytes} bytes is outside the trainer's block of {size}",
-                field="offsets",
-                value=offset,
-                fix="offsets count from the start of the allocation",
-            )
+            problem = f"a tensor of {num_bytes} bytes is outside the trainer's block of {size}"
+            fix = "offsets count from the start of the allocation"
+            raise TransferError(problem, field="offsets", value=offset, fix=fix)
         raw = torch.as_tensor(CudaArray(address + offset, num_bytes), device=self._device)
         return raw.view(dtype).view(shape)
 
@@ -94,8 +88,5 @@ class ImportedMemory:
     def _call(self, name: str, *arguments: object) -> None:
         code = self._functions[name](*arguments)
         if code:
-            raise TransferError(
-                f"{name}: CUDA error {code}",
-                field="handles",
-                fix="trainer and worker must be on one host and see each other's GPU",
-            )
+            fix = "trainer and worker must be on one host and see each other's GPU"
+            raise TransferError(f"{name}: CUDA error {code}", field="handles", fix=fix)

@@ -89,13 +89,12 @@ def request_memory(baseline: MemorySnapshot, utilization: float) -> int:
     requested = math.ceil(baseline.total * utilization)
     if baseline.free < requested:
         share = math.floor(baseline.free / baseline.total * 100) / 100
-        raise CapacityError(
+        problem = (
             f"{baseline.free} of {baseline.total} bytes are free, {requested} are asked for"
-            f"{_name_holders(baseline.others or {})}",
-            field="gpu_memory_utilization",
-            value=utilization,
-            fix=f"at most {share}, or free memory that other processes hold",
+            f"{_name_holders(baseline.others or {})}"
         )
+        fix = f"at most {share}, or free memory that other processes hold"
+        raise CapacityError(problem, field="gpu_memory_utilization", value=utilization, fix=fix)
     return requested
 
 

@@ -73,10 +73,8 @@ class PinnedBuffer:
 def _register(data: Tensor) -> None:
     code = int(_cuda_runtime().cudaHostRegister(data.data_ptr(), data.numel(), 0))
     if code:
-        raise CapacityError(
-            f"{data.numel()} bytes of host memory cannot be page-locked (CUDA error {code})",
-            fix="raise the limit of locked memory (ulimit -l)",
-        )
+        problem = f"{data.numel()} bytes of host memory cannot be page-locked (CUDA error {code})"
+        raise CapacityError(problem, fix="raise the limit of locked memory (ulimit -l)")
 
 
 def _cuda_runtime() -> Any:

@@ -9,7 +9,6 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -299,10 +298,8 @@ def _flooding(watch: ListenerWatch) -> Translation:
     def translate(error: Exception) -> CommError | None:
         if not watch.is_flooded:
             return None
-        return CommError(
-            f"strangers opened too many connections while the ranks met: {error}",
-            fix="see who else uses the data interface, then relink",
-        )
+        problem = f"strangers opened too many connections while the ranks met: {error}"
+        return CommError(problem, fix="see who else uses the data interface, then relink")
 
     return Translation((RuntimeError, ValueError), translate)
 
@@ -317,41 +314,24 @@ def _prove(groups: LinkGroups, secret: bytes) -> None:
     for group in (groups.stage, groups.from_previous, groups.to_next, groups.column):
         if group is not None:
             name = f"link ranks {dist.get_process_group_ranks(group)}"
-            prove_members(secret, name, group.rank(), group.size(), _GroupPairs(group))
+            prove_members(secret, name, group)
 
 
-class Pairs(Protocol):
-    """Messages between two members of a group; neither waits for them to arrive."""
-
-    def send(self, message: torch.Tensor, peer: int) -> Callable[[], object]: ...
-    def receive(self, message: torch.Tensor, peer: int) -> Callable[[], object]: ...
-
-
-class _GroupPairs:
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self._group = group
-
-    def send(self, message: torch.Tensor, peer: int) -> Callable[[], object]:
-        return _waiter(dist.isend(message, group=self._group, group_dst=peer))
-
-    def receive(self, message: torch.Tensor, peer: int) -> Callable[[], object]:
-        return _waiter(dist.irecv(message, group=self._group, group_src=peer))
-
-
-def prove_members(secret: bytes, name: str, rank: int, size: int, pairs: Pairs) -> None:
-    """Exchange proofs with every other member of a group.
+def prove_members(secret: bytes, name: str, group: dist.ProcessGroup) -> None:
+    """Exchange proofs with every other member of a group, or of a backend by itself.
 
     Raises:
         CommError: a member does not hold the secret.
     """
-    peers = [peer for peer in range(size) if peer != rank]
+    rank = group.rank()
+    peers = [peer for peer in range(group.size()) if peer != rank]
     received = {peer: torch.zeros(32, dtype=torch.uint8) for peer in peers}
     codes = [member_proof(secret, name, rank, peer) for peer in peers]
     sent = [torch.frombuffer(bytearray(code), dtype=torch.uint8) for code in codes]
-    waits = [pairs.receive(received[peer], peer) for peer in peers]
-    waits += [pairs.send(message, peer) for message, peer in zip(sent, peers, strict=True)]
-    for wait in waits:
-        wait()
+    works = [group.recv([received[peer]], peer, 0) for peer in peers]
+    works += [group.send([message], peer, 0) for message, peer in zip(sent, peers, strict=True)]
+    for work in works:
+        work.wait()
     strangers = [
         peer
         for peer in peers
@@ -360,10 +340,8 @@ def prove_members(secret: bytes, name: str, rank: int, size: int, pairs: Pairs) 
         )
     ]
     if strangers:
-        raise CommError(
-            f"a stranger has connected in the place of members {strangers} of {name}",
-            fix="see who else uses the data interface, then relink",
-        )
+        problem = f"a stranger has connected in the place of members {strangers} of {name}"
+        raise CommError(problem, fix="see who else uses the data interface, then relink")
 
 
 def _waiter(work: dist.Work | None) -> Callable[[], object]:

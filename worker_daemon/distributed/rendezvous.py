@@ -36,12 +36,9 @@ def _check_reachable(host: str) -> None:
         with socket.create_server((host, 0), family=family) as listener:
             socket.create_connection((host, listener.getsockname()[1]), REACHABLE_S).close()
     except OSError as error:
-        raise CommError(
-            f"this host cannot reach its own data interface: {error}",
-            field="data-interface",
-            value=host,
-            fix="see to the interface, then relink",
-        ) from error
+        problem = f"this host cannot reach its own data interface: {error}"
+        fix = "see to the interface, then relink"
+        raise CommError(problem, field="data-interface", value=host, fix=fix) from error
 
 
 class RendezvousStore(Store):
@@ -105,9 +102,6 @@ def connect_store(host: str, port: int, secret: bytes, timeout_s: float) -> Rend
     try:
         return RendezvousStore(Member(host, port, secret, timeout_s), timeout_s)
     except RendezvousError as error:
-        raise CommError(
-            f"no rendezvous answers: {error}",
-            field="rendezvous",
-            value=f"{host}:{port}",
-            fix="open a new rendezvous and relink",
-        ) from error
+        problem = f"no rendezvous answers: {error}"
+        fix = "open a new rendezvous and relink"
+        raise CommError(problem, field="rendezvous", value=f"{host}:{port}", fix=fix) from error

@@ -46,8 +46,8 @@ MakeReducer = Callable[[Window], Reducer]
 
 
 class TensorParallel(Protocol):
-    """One rank's view of its tensor-parallel group. Every rank makes the same calls in the same
-    order."""
+    """One rank's view of its tensor-parallel group, whose process group and windows come with a
+    link, and go with it. Every rank makes the same calls in the same order."""
 
     @property
     def rank(self) -> int:
@@ -68,10 +68,6 @@ class TensorParallel(Protocol):
 
     def all_gather_last_dim(self, x: Tensor) -> Tensor:
         """[..., n] of each rank, concatenated in rank order to [..., n * size]."""
-
-
-class LinkedTensorParallel(TensorParallel, Protocol):
-    """A group whose process group and windows come with a link, and go with it."""
 
     @property
     def all_reduce_name(self) -> str:
@@ -181,7 +177,7 @@ def all_gather(gathered: Tensor, own: Tensor, group: dist.ProcessGroup | None) -
 
 def tensor_parallel(
     rank: int, size: int, make_reducer: MakeReducer | None = None
-) -> LinkedTensorParallel:
+) -> TensorParallel:
     """Return the rank's view of a tensor-parallel group of this size, not bound to a link yet."""
     return SingleRank() if size == 1 else GroupTensorParallel(rank, size, make_reducer)
 

@@ -11,7 +11,7 @@ import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Literal, Protocol, TypeAlias, TypeVar, cast
+from typing import Literal, TypeAlias, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -39,20 +39,6 @@ _ABORT_LIMIT_S = 2.0
 _WATCHDOG_GRACE = timedelta(minutes=10)
 _MEETING_GRACE_S = 1.0
 """The meeting's own timeout says more than ours."""
-
-
-class _Group(Protocol):
-    """Collectives that are used of a backend."""
-
-    def broadcast(
-        self, tensors: list[Tensor], opts: distributed_c10d.BroadcastOptions, /
-    ) -> dist.Work: ...
-
-    def send(self, tensors: list[Tensor], peer: int, tag: int, /) -> dist.Work: ...
-
-    def recv(self, tensors: list[Tensor], peer: int, tag: int, /) -> dist.Work: ...
-
-    def abort(self) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +72,7 @@ class TransferGroup:
         self._device = device
         self._aborted = threading.Event()
         self._store: RendezvousStore | None = None
-        self._group: _Group | None = None
+        self._group: dist.ProcessGroup | None = None
         self._works: dict[IncomingBroadcast, dist.Work] = {}
         """Those under way. gloo's threads live as long as a work does: so nobody else holds one, as
         the frames in an error's traceback would."""
@@ -103,7 +89,7 @@ class TransferGroup:
                 self._store, self._group = self._beside(self._meet)
                 if self._group is None:
                     # On this thread: NCCL's communicator belongs to the device that is current.
-                    self._group = _nccl_group(self._prefixed(self._store), meeting)
+                    self._group = _nccl_group(PrefixStore("transfer", self._store), meeting)
                 byte = torch.zeros(1, dtype=torch.uint8, device=self._device)
                 self.wait(self.receive(byte))
         except BaseException:
@@ -177,10 +163,7 @@ class TransferGroup:
         aborting.start()
         aborting.join(_ABORT_LIMIT_S)
 
-    def _prefixed(self, store: Store) -> Store:
-        return PrefixStore("transfer", store)
-
-    def _meet(self) -> tuple[RendezvousStore, _Group | None]:
+    def _meet(self) -> tuple[RendezvousStore, dist.ProcessGroup | None]:
         """Off the step thread: what blocks in here cannot be aborted, only left behind."""
         meeting = self.meeting
         store = connect_store(meeting.host, meeting.port, meeting.secret, meeting.timeout_s)
@@ -189,10 +172,8 @@ class TransferGroup:
         if meeting.backend == "nccl":
             return store, None
         with ListenerWatch():
-            group = _gloo_group(self._prefixed(store), meeting)
-        prove_members(
-            meeting.secret, "the transfer", meeting.rank, meeting.size, _BackendPairs(group)
-        )
+            group = _gloo_group(PrefixStore("transfer", store), meeting)
+        prove_members(meeting.secret, "the transfer", group)
         return store, group
 
     def _beside(self, work: Callable[[], _T]) -> _T:
@@ -224,10 +205,9 @@ class TransferGroup:
             if self._aborted.is_set():
                 raise TransferError("the wait for the trainer was aborted")
             if time.monotonic() >= deadline:
-                raise TransferError(
-                    f"nothing has come from the trainer for {self.meeting.timeout_s:g} s",
-                    fix="see why the trainer stopped, then init_weight_transfer_engine anew",
-                )
+                problem = f"nothing has come from the trainer for {self.meeting.timeout_s:g} s"
+                fix = "see why the trainer stopped, then init_weight_transfer_engine anew"
+                raise TransferError(problem, fix=fix)
             time.sleep(_SHORT_PAUSE_S if time.monotonic() < patience else _LONG_PAUSE_S)
 
     def _transferring(self, what: str) -> Translation:
@@ -246,28 +226,14 @@ class TransferGroup:
         return Translation((RuntimeError, ValueError, CommError), translate)
 
 
-class _BackendPairs:
-    def __init__(self, group: _Group) -> None:
-        self._group = group
-
-    def send(self, message: Tensor, peer: int) -> Callable[[], object]:
-        return self._group.send([message], peer, 0).wait
-
-    def receive(self, message: Tensor, peer: int) -> Callable[[], object]:
-        return self._group.recv([message], peer, 0).wait
-
-
-def _gloo_group(store: Store, meeting: TrainerRendezvous) -> _Group:
+def _gloo_group(store: Store, meeting: TrainerRendezvous) -> dist.ProcessGroup:
     timeout = timedelta(seconds=meeting.timeout_s)
-    return _as_group(dist.ProcessGroupGloo(store, meeting.rank, meeting.size, timeout))
+    backend = dist.ProcessGroupGloo(store, meeting.rank, meeting.size, timeout)
+    return cast(dist.ProcessGroup, backend)  # the stubs leave out what torch's backends can do
 
 
-def _nccl_group(store: Store, meeting: TrainerRendezvous) -> _Group:
+def _nccl_group(store: Store, meeting: TrainerRendezvous) -> dist.ProcessGroup:
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = timedelta(seconds=meeting.timeout_s) + _WATCHDOG_GRACE  # ours comes first
-    return _as_group(dist.ProcessGroupNCCL(store, meeting.rank, meeting.size, options))
-
-
-def _as_group(backend: object) -> _Group:
-    """torch's stubs leave out what its backends can do."""
-    return cast(_Group, backend)
+    backend = dist.ProcessGroupNCCL(store, meeting.rank, meeting.size, options)
+    return cast(dist.ProcessGroup, backend)

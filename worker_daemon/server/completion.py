@@ -49,10 +49,7 @@ class Completion:
     """
 
     def __init__(
-        self,
-        results: "zmq.Socket[bytes]",
-        progress: Progress,
-        on_failure: OnFailure,
+        self, results: "zmq.Socket[bytes]", progress: Progress, on_failure: OnFailure
     ) -> None:
         """on_failure(reply, link) is called for a step whose result failed after the step itself
         had succeeded, on the thread that took the result."""

@@ -86,13 +86,12 @@ class GpuLock:
                 return fd
 
     def _in_use(self, error: LockHeldError) -> GpuInUseError:
-        return GpuInUseError(
-            f"{error} has the GPU {self._uuid} ({self._path})",
-            field="device",
-            value=self._uuid,
-            fix="stop that process, choose another device, share it on purpose by --share-gpu, or "
-            "give --gpu-lock-dir with a directory that no other users may write",
+        problem = f"{error} has the GPU {self._uuid} ({self._path})"
+        fix = (
+            "stop that process, choose another device, share it on purpose by --share-gpu, or "
+            "give --gpu-lock-dir with a directory that no other users may write"
         )
+        return GpuInUseError(problem, field="device", value=self._uuid, fix=fix)
 
 
 def _regular(fd: int) -> int:

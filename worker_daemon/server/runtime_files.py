@@ -82,12 +82,11 @@ class RuntimeFiles:
             self._gpu_lock.keep()
         missing = self.sockets.missing()
         if missing:
-            raise EndpointInUseError(
-                f"{missing[0]} was removed or replaced: no peer can connect to this daemon now",
-                field="endpoint",
-                value=str(self.endpoint),
-                fix="keep other processes from removing files of the endpoint's directory",
+            problem = (
+                f"{missing[0]} was removed or replaced: no peer can connect to this daemon now"
             )
+            fix = "keep other processes from removing files of the endpoint's directory"
+            raise EndpointInUseError(problem, field="endpoint", value=str(self.endpoint), fix=fix)
         self._lock.keep()
 
     def leave(self) -> None:
@@ -175,13 +174,11 @@ def raise_file_limit() -> int:
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard < LEAST_FILES and hard != resource.RLIM_INFINITY:
-        raise config_error(
-            "RLIMIT_NOFILE",
-            hard,
-            "too few files and connections may be open",
+        fix = (
             f"raise the hard limit (LimitNOFILE, ulimit -Hn) to {LEAST_FILES} at least, better "
-            "65536",
+            "65536"
         )
+        raise config_error("RLIMIT_NOFILE", hard, "too few files and connections may be open", fix)
     if soft != hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     if hard <= LOW_FILES and hard != resource.RLIM_INFINITY:

@@ -116,14 +116,11 @@ class StepGate:
         if verdict is Verdict.GAP:
             return GapError(self.last_seq + 1, message.seq)
         if verdict is Verdict.NOT_ATTACHED:
-            return NotAttachedError(
-                f"epoch {message.epoch} is not attached; the last one granted is {self.epoch}",
-                fix="attach",
-            )
+            problem = f"epoch {message.epoch} is not attached; the last one granted is {self.epoch}"
+            return NotAttachedError(problem, fix="attach")
         if verdict is Verdict.EXPIRED:
-            return LeaseExpiredError(
-                f"the lease of epoch {self.epoch} has expired", fix="attach again"
-            )
+            problem = f"the lease of epoch {self.epoch} has expired"
+            return LeaseExpiredError(problem, fix="attach again")
         if verdict is Verdict.DRAINING:
             return drained()
         if verdict is Verdict.FENCED:
@@ -136,17 +133,15 @@ class StepGate:
 
     def _stale(self, seq: int) -> StaleError:
         """Return the error for a seq whose reply is no longer kept."""
-        return StaleError(
-            f"the reply to seq {seq} is no longer kept; the last accepted is {self.last_seq}"
-        )
+        problem = f"the reply to seq {seq} is no longer kept; the last accepted is {self.last_seq}"
+        return StaleError(problem)
 
 
 def drained() -> DrainingError:
     """Return the error for a driver of a draining daemon."""
-    return DrainingError(
-        "the daemon is draining: it takes no steps and no drivers, and keeps its model",
-        fix="use another daemon, or this one after worker-client drain --undo",
-    )
+    problem = "the daemon is draining: it takes no steps and no drivers, and keeps its model"
+    fix = "use another daemon, or this one after worker-client drain --undo"
+    return DrainingError(problem, fix=fix)
 
 
 def closes_gap(message: StepMessage | StepHead) -> bool:

@@ -547,12 +547,9 @@ class _StepLoop:
 
 
 def _not_its_epoch(epoch: int) -> ForbiddenError:
-    return ForbiddenError(
-        "the epoch was granted to another key or user",
-        field="epoch",
-        value=epoch,
-        fix="attach, and use the epoch that was granted",
-    )
+    problem = "the epoch was granted to another key or user"
+    fix = "attach, and use the epoch that was granted"
+    return ForbiddenError(problem, field="epoch", value=epoch, fix=fix)
 
 
 def link_failure(reply: ErrorReply, link: int) -> LinkLost | None:

@@ -9,11 +9,6 @@ from rpc_schema.lifecycle import KVCacheAdvice, MemoryTag, TagState
 from worker_daemon.models.weight_state import WeightReport
 
 
-def no_weights() -> None:
-    """Return None: no model is loaded."""
-    return
-
-
 @dataclass(frozen=True, slots=True)
 class WorkerDescription:
     """Made on the step thread after every lifecycle operation and published by reference."""
@@ -31,7 +26,7 @@ class WorkerDescription:
     """Empty if memory cannot sleep."""
     providers: Mapping[str, str] = field(default_factory=dict)
     """The implementation of each part of a step."""
-    weights: Callable[[], WeightReport | None] = no_weights
+    weights: Callable[[], WeightReport | None] = lambda: None
     """Returns the state of the weights now; None below MODEL_LOADED."""
     num_kv_blocks_held: Callable[[], int] = int
     """Returns how many KV blocks running requests have now."""

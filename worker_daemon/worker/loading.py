@@ -18,7 +18,7 @@ from worker_daemon.contracts.logits_processor import MakeLogitsProcessor
 from worker_daemon.device.failures import FailureKind, drop_scratch, judge, out_of_memory
 from worker_daemon.device.init import supports
 from worker_daemon.distributed.parallel_state import ParallelState
-from worker_daemon.distributed.tp import LinkedTensorParallel, SingleRank
+from worker_daemon.distributed.tp import SingleRank, TensorParallel
 from worker_daemon.errors import CapacityError, config_error
 from worker_daemon.layers.adapters import AdapterLayout, new_layout
 from worker_daemon.layers.attention import HeadSizes, NullAttention
@@ -75,7 +75,7 @@ class RankPlace:
     device: torch.device
     config: ParallelConfig
     parallel: ParallelState
-    tp: LinkedTensorParallel
+    tp: TensorParallel
     backend: Backend
 
 
@@ -413,16 +413,13 @@ def _fill(
     if config.load_format == "dummy":
         report = load_dummy_weights(parameters, config.seed, progress, observer)
     elif resolved.saved is not None:
-        verify = config.verify_checksums
-        saved = resolved.saved
-        load_file = read_tensorized if config.load_format == "tensorizer" else None
         report = load_saved(
             parameters,
-            saved,
+            resolved.saved,
             rank,
             progress,
-            verify=verify,
-            load_file=load_file,
+            verify=config.verify_checksums,
+            load_file=read_tensorized if config.load_format == "tensorizer" else None,
             observer=observer,
         )
     else:

@@ -85,11 +85,10 @@ def check_step_deadline(
         with _profiling_runner(opened, model, set_phase, is_timed=True) as serving:
             step_s = serving.time_longest_step(message)
     except CommError as error:  # the communicators' own timeout is hardly longer
+        problem = "a rank is lost, or takes longer for the longest step than its deadline"
+        fix = "a longer deadline, or a lower max_num_batched_tokens"
         raise CommError(
-            "a rank is lost, or takes longer for the longest step than its deadline",
-            field="scheduler.step_deadline_ms",
-            value=deadline_ms,
-            fix="a longer deadline, or a lower max_num_batched_tokens",
+            problem, field="scheduler.step_deadline_ms", value=deadline_ms, fix=fix
         ) from error
     check_deadline(deadline_ms, step_s, opened.place.parallel.pp_size)
 
@@ -165,10 +164,9 @@ def _log(profile: MemoryProfile, graphs: int) -> None:
 
 
 def _nothing_left(profile: MemoryProfile, graphs: int, utilization: float) -> CapacityError:
-    return CapacityError(
+    problem = (
         f"{profile.consumed} bytes were taken since the baseline, a step takes {profile.transient} "
-        f"and graphs about {graphs}, and {profile.free} are free: nothing is left",
-        field="gpu_memory_utilization",
-        value=utilization,
-        fix="a larger share, smaller steps, or more ranks",
+        f"and graphs about {graphs}, and {profile.free} are free: nothing is left"
     )
+    fix = "a larger share, smaller steps, or more ranks"
+    return CapacityError(problem, field="gpu_memory_utilization", value=utilization, fix=fix)

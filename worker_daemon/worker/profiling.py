@@ -150,10 +150,7 @@ class PlainTrace:
         packed = self._plain.with_name("trace.json.gz")
         try:
             with _writing(self._target):
-                with (
-                    self._plain.open("rb") as source,
-                    gzip.open(packed, "wb", _GZIP_LEVEL) as sink,
-                ):
+                with self._plain.open("rb") as source, gzip.open(packed, "wb", _GZIP_LEVEL) as sink:
                     shutil.copyfileobj(source, sink, 1 << 20)
                 packed.replace(self._target)
         finally:
@@ -181,17 +178,11 @@ class ProfileRequest:
     """Prefix of the file's name; empty: that of the profile before."""
 
 
-def _settle_nothing() -> None:
-    """Do nothing: there are no transfers."""
-
-
 class Profiler:
     """Owned by the worker and used on the step thread alone; records at most one profile at a time.
     stop() or end() frees the recorded events."""
 
-    def __init__(
-        self, directory: Path | None, settle: Callable[[], None] = _settle_nothing
-    ) -> None:
+    def __init__(self, directory: Path | None, settle: Callable[[], None] = lambda: None) -> None:
         """directory: for traces; made when the first one starts. None: kind torch is refused.
         settle: waits for the transfers in progress, if the neighbours are alive: torch records a
         transfer's end in the recording that it began under, and crashes if that was freed."""
@@ -247,12 +238,8 @@ class Profiler:
             _LOG.warning("no profile runs: there is nothing to stop")
             return None
         if recording.kind != kind:
-            raise StateError(
-                "a profile of another kind runs",
-                field="kind",
-                value=kind,
-                fix=f"stop kind {recording.kind}",
-            )
+            problem = "a profile of another kind runs"
+            raise StateError(problem, field="kind", value=kind, fix=f"stop kind {recording.kind}")
         return self._stop()
 
     def start_observed(self, device: torch.device, parallel: ParallelState) -> None:
@@ -272,10 +259,8 @@ class Profiler:
         """
         observed = self._observed
         if observed is None:
-            raise StateError(
-                "no observer's trace is recorded: a reset of the worker ends it",
-                fix="start one, and stop it before the reset",
-            )
+            problem = "no observer's trace is recorded: a reset of the worker ends it"
+            raise StateError(problem, fix="start one, and stop it before the reset")
         self._settle()
         self.recording = self._observed = None
         if keep:
@@ -323,12 +308,9 @@ class Profiler:
     def _need_no_abandoned(self) -> None:
         self._drop_abandoned()
         if self.abandoned is not None:
-            raise StateError(
-                "the profile of a replaced driver has not ended yet",
-                field="action",
-                value="start",
-                fix="start again once the last transfers of the broken link have timed out",
-            )
+            problem = "the profile of a replaced driver has not ended yet"
+            fix = "start again once the last transfers of the broken link have timed out"
+            raise StateError(problem, field="action", value="start", fix=fix)
 
     def _drop_abandoned(self) -> None:
         if self._disposal is not None:
@@ -363,11 +345,8 @@ class Profiler:
 
     def _claimed_directory(self) -> Path:
         if self._directory is None:
-            raise ConfigError(
-                "there is no directory for traces",
-                field="profile-dir",
-                fix="give the daemon --profile-dir",
-            )
+            problem = "there is no directory for traces"
+            raise ConfigError(problem, field="profile-dir", fix="give the daemon --profile-dir")
         return claim_directory(self._directory, "traces", "profile-dir")
 
 
@@ -393,9 +372,8 @@ def _writing(target: Path) -> Translation:
     def translate(error: Exception) -> CapacityError | ConfigError:
         assert isinstance(error, OSError)
         if error.errno in _DISK_FULL:
-            return CapacityError(
-                f"the disk of {target.parent} is full", fix="free space, or profile fewer steps"
-            )
+            problem = f"the disk of {target.parent} is full"
+            return CapacityError(problem, fix="free space, or profile fewer steps")
         problem = f"the trace cannot be written: {error.strerror}"
         fix = "give --profile-dir with a directory that this user may write"
         return config_error("profile-dir", str(target.parent), problem, fix)

@@ -6,7 +6,7 @@ Used on the step thread; abort, dump and check are called by the guard thread.
 import logging
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -54,31 +54,24 @@ class OpenedDevice:
             torch.cuda.synchronize(self.place.device)
 
 
+@dataclass(slots=True, eq=False)
 class RankDevice:
-    """A worker's device, open or not."""
+    """A worker's device, open or not. Touches no device before open()."""
 
-    def __init__(
-        self,
-        name: str,
-        set_phase: SetPhase,
-        open_memory: Callable[[torch.device], MemorySource],
-        open_health: Callable[[torch.device], CheckDevice],
-        num_threads: int | None = None,
-    ) -> None:
-        """Touches no device before open(). num_threads: torch's on the CPU, if the user set it."""
-        self.name = name
-        self.opened_or_none: OpenedDevice | None = None
-        self._set_phase = set_phase
-        self._open_memory = open_memory
-        self._open_health = open_health
-        self.check: CheckDevice = no_check
-        """The device's health check, for the guard thread."""
-        self._num_threads = num_threads
-        self._max_threads = torch.get_num_threads()
-        self._newest_link: Link | None = None
-        """The newest link, also while it is being opened: abort() reads it."""
-        self._capture_stream: torch.cuda.Stream | None = None
-        """Outlives a reset: cuBLAS keeps a stream's workspace until the process ends."""
+    name: str
+    _set_phase: SetPhase
+    _open_memory: Callable[[torch.device], MemorySource]
+    _open_health: Callable[[torch.device], CheckDevice]
+    _num_threads: int | None
+    """torch's on the CPU, if the user set it."""
+    opened_or_none: OpenedDevice | None = field(default=None, init=False)
+    check: CheckDevice = field(default=no_check, init=False)
+    """The device's health check, for the guard thread."""
+    _max_threads: int = field(default_factory=torch.get_num_threads, init=False)
+    _newest_link: Link | None = field(default=None, init=False)
+    """The newest link, also while it is being opened: abort() reads it."""
+    _capture_stream: torch.cuda.Stream | None = field(default=None, init=False)
+    """Outlives a reset: cuBLAS keeps a stream's workspace until the process ends."""
 
     @property
     def opened(self) -> OpenedDevice:

@@ -188,9 +188,8 @@ def confine_directory(
 
 def _check_directory(name: str, directory: Path, root: Path, field: str) -> None:
     if not directory.is_dir():
-        raise CheckpointError(
-            "no such directory", field=field, value=name, fix=f"the directory of the {field}"
-        )
+        fix = f"the directory of the {field}"
+        raise CheckpointError("no such directory", field=field, value=name, fix=fix)
     patterns = [*(f"*{suffix}" for suffix in READ_SUFFIXES), "*/config.json"]
     for file in (file for pattern in patterns for file in directory.glob(pattern)):
         if not file.resolve().is_relative_to(root):
@@ -204,12 +203,9 @@ def _read_config_files(directory: Path) -> dict[str, bytes]:
     try:
         return {name: read_whole(path) for name, path in paths.items() if path.exists()}
     except OSError as error:
-        raise CheckpointError(
-            f"a file of the model cannot be read: {error}",
-            field="model",
-            value=str(directory),
-            fix="make it a regular file of at most 16 MiB",
-        ) from error
+        problem = f"a file of the model cannot be read: {error}"
+        fix = "make it a regular file of at most 16 MiB"
+        raise CheckpointError(problem, field="model", value=str(directory), fix=fix) from error
 
 
 def _resolve_dtype(asked: str, stated: str) -> torch.dtype:

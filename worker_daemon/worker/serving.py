@@ -184,10 +184,8 @@ def _too_large_graphs(error: Exception) -> CapacityError | None:
     # The driver's own memory for a graph is no allocator's.
     if "out of memory" not in str(error):
         return None
-    return CapacityError(
-        f"the graphs do not fit: {error}",
-        fix="a smaller kv_cache_memory_bytes or max_num_seqs, or enforce_eager",
-    )
+    fix = "a smaller kv_cache_memory_bytes or max_num_seqs, or enforce_eager"
+    return CapacityError(f"the graphs do not fit: {error}", fix=fix)
 
 
 def _limits(model: LoadedModel, plan: KVCacheConfig) -> StepLimits:

@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 
@@ -41,7 +41,7 @@ from worker_daemon.models.weight_state import WeightReport, WeightState
 from worker_daemon.phases import LONG_OPERATION_S, SetPhase
 from worker_daemon.runner.kv_cache import LayerKV
 from worker_daemon.runner.output import PendingOutput
-from worker_daemon.worker.description import WorkerDescription, no_weights
+from worker_daemon.worker.description import WorkerDescription
 from worker_daemon.worker.loading import LoadedModel, Roots, load, rank_weights, reload
 from worker_daemon.worker.memory_ledger import Kind, memory_line
 from worker_daemon.worker.memory_profile import check_step_deadline, profile_memory
@@ -303,12 +303,7 @@ class Worker:
             message.save.hex(), message.name, message.pattern, message.max_size_bytes
         )
         report = self._save(message, request)
-        return lc.SaveShardedStateReply(
-            **self._identity(message),
-            num_files=report.num_files,
-            size_bytes=report.size_bytes,
-            seconds=report.seconds,
-        )
+        return lc.SaveShardedStateReply(**self._identity(message), **asdict(report))
 
     def save_tensorized_model(self, message: lc.SaveTensorizedModel) -> lc.SaveTensorizedModelReply:
         """Write this rank's weights through the tensorizer library, in one file.
@@ -321,9 +316,7 @@ class Worker:
         )
         report = self._save(message, request)
         return lc.SaveTensorizedModelReply(
-            **self._identity(message),
-            size_bytes=report.size_bytes,
-            seconds=report.seconds,
+            **self._identity(message), size_bytes=report.size_bytes, seconds=report.seconds
         )
 
     def _save(self, message: StepMessage, request: SaveRequest) -> SaveReport:
@@ -402,12 +395,7 @@ class Worker:
         Raises: see WeightTransfer.update.
         """
         report = self._transfer.update(message)
-        return wt.UpdateWeightsReply(
-            **self._identity(message),
-            num_tensors=report.num_tensors,
-            size_bytes=report.size_bytes,
-            seconds=report.seconds,
-        )
+        return wt.UpdateWeightsReply(**self._identity(message), **asdict(report))
 
     def finish_weight_update(self, message: wt.FinishWeightUpdate) -> wt.FinishWeightUpdateReply:
         """Close the update.
@@ -680,7 +668,7 @@ class Worker:
             kv_cache_advice=opened.ledger.advice if opened else None,
             providers=self._providers(),
             memory_tags=model.memory.states if model else {},
-            weights=no_weights if model is None else partial(_weights_report, model.weights),
+            weights=partial(_weights_report, model.weights if model else None),
             # The description outlives a reset: it must hold no device memory.
             num_kv_blocks_held=serving.runner.state.num_held_blocks if serving else int,
             uploads_in_use=serving.runner.state.uploads_in_use if serving else frozenset,
@@ -737,8 +725,8 @@ class Worker:
         return {"epoch": message.epoch, "seq": message.seq, "rank": self.rank}
 
 
-def _weights_report(weights: WeightState) -> WeightReport:
-    return weights.report
+def _weights_report(weights: WeightState | None) -> WeightReport | None:
+    return weights.report if weights is not None else None
 
 
 def _waiting_share(waits: InputWaits | None) -> float:

@@ -18,7 +18,7 @@ from worker_client.cli.daemons import connect
 from worker_client.cli.options import KeyFile, KnownDaemons, Wait, split_endpoints
 from worker_client.cli.output_file import print_text
 from worker_client.cli.top_frame import held_blocks, leased
-from worker_client.errors import ClientConfigError
+from worker_client.errors import config_error
 from worker_client.keys import read_keys
 from worker_client.worker_client import AskingClient
 
@@ -52,9 +52,7 @@ def status(
 ) -> None:
     """Show what each daemon is and does."""
     if as_json and probe is not None:
-        raise ClientConfigError(
-            "a probe prints no status", field="probe", value=probe.value, fix="leave out --json"
-        )
+        raise config_error("probe", probe.value, "a probe prints no status", "leave out --json")
     keys = read_keys(key_file, known_daemons)
     with connect(named_daemons(endpoints), keys, wait) as clients:
         for client in clients:
@@ -108,9 +106,7 @@ def named_daemons(endpoints: str) -> tuple[str, ...]:
     """Return the endpoints of "EP,EP,...". Raises ClientConfigError if there are none."""
     names = split_endpoints(endpoints)
     if not names:
-        raise ClientConfigError(
-            "no daemon is named", field="endpoints", value=endpoints, fix="give EP,EP,..."
-        )
+        raise config_error("endpoints", endpoints, "no daemon is named", "give EP,EP,...")
     return names
 
 

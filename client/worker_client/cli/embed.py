@@ -13,17 +13,12 @@ from numpy.typing import NDArray
 
 from rpc_schema.pooling import PoolingParams, PoolingTask
 from worker_client.cli.options import RunOptions, one_of, takes_run_options
-from worker_client.cli.output_file import check_output, print_text, write_bytes
+from worker_client.cli.output_file import print_text, write_bytes
 from worker_client.cli.report import JsonObject
 from worker_client.cli.results import Results
-from worker_client.cli.run import (
-    end_if_all_are_wrong,
-    print_errors,
-    print_progress,
-    read_requests,
-)
+from worker_client.cli.run import end_if_all_are_wrong, print_progress, read_requests, report_errors
 from worker_client.cli.session import InputRequest, Served, open_session
-from worker_client.errors import ClientConfigError, RequestError
+from worker_client.errors import RequestError, config_error
 from worker_client.requests import validated
 
 
@@ -68,9 +63,7 @@ def embed(
     )
     if form is not Format.JSONL and run.output is None:
         fix = "give --output, or --format jsonl"
-        raise ClientConfigError("it needs a file", field="format", value=form.value, fix=fix)
-    if run.output is not None:
-        check_output(run.output)
+        raise config_error("format", form.value, "it needs a file", fix)
     tokenizer, lines = read_requests(run)
     inputs = [_pooling(entry, params) for entry in lines]
     end_if_all_are_wrong(inputs, run.output if form is Format.JSONL else None)
@@ -87,9 +80,7 @@ def embed(
         print_text("".join(f"{json.dumps(_shape(result))}\n" for result in results))
     elif run.output is None:
         print_text("".join(f"{json.dumps(result)}\n" for result in results))
-    print_errors(inputs, served.errors)
-    if results and len(served.errors) == len(results):
-        raise typer.Exit(1)
+    report_errors(inputs, served.errors, len(results))
 
 
 def _pooling(entry: InputRequest, params: PoolingParams) -> InputRequest:
@@ -108,12 +99,8 @@ def _array(inputs: Sequence[InputRequest], served: Served, form: Format) -> byte
     rows = [np.atleast_2d(values) for values in _outputs(inputs, served).values()]
     widths = {own.shape[1] for own in rows}
     if len(widths) > 1:
-        raise ClientConfigError(
-            "the outputs differ in width",
-            field="format",
-            value=form.value,
-            fix="give --format jsonl, or all requests the same task and dimensions",
-        )
+        fix = "give --format jsonl, or all requests the same task and dimensions"
+        raise config_error("format", form.value, "the outputs differ in width", fix)
     whole = np.concatenate(rows) if rows else np.zeros((0, 0), np.float32)
     if form is Format.RAW:
         return whole.astype("<f4").tobytes()

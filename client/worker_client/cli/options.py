@@ -26,7 +26,7 @@ from rpc_schema.config import (
     WorkerConfig,
     read_layer_partition,
 )
-from worker_client.errors import ClientConfigError
+from worker_client.errors import config_error
 from worker_client.keys import NO_KEYS, Keys, read_keys
 from worker_client.replacement import REPLACE_WITHIN_S
 
@@ -286,20 +286,12 @@ def build_run_options(
 
 def _check_bounds(model: Path, gpu_memory_utilization: float, max_model_len: int | None) -> None:
     if not model.is_dir():
-        raise ClientConfigError(
-            "no such directory", field="model", value=str(model), fix="name a checkpoint directory"
-        )
+        raise config_error("model", str(model), "no such directory", "name a checkpoint directory")
     if not 0.0 < gpu_memory_utilization <= 1.0:
-        raise ClientConfigError(
-            "out of bounds",
-            field="gpu_memory_utilization",
-            value=gpu_memory_utilization,
-            fix="use more than 0, at most 1",
-        )
+        fix = "use more than 0, at most 1"
+        raise config_error("gpu_memory_utilization", gpu_memory_utilization, "out of bounds", fix)
     if max_model_len == 0:
-        raise ClientConfigError(
-            "out of bounds", field="max_model_len", value=0, fix="use at least 1, or -1 to fit it"
-        )
+        raise config_error("max_model_len", 0, "out of bounds", "use at least 1, or -1 to fit it")
 
 
 def _counts(text: str) -> tuple[int, ...]:
@@ -307,12 +299,8 @@ def _counts(text: str) -> tuple[int, ...]:
     try:
         return read_layer_partition(text)
     except ValueError as error:
-        raise ClientConfigError(
-            str(error),
-            field="layer_partition",
-            value=text,
-            fix="give each stage's number of layers, as in 17,15",
-        ) from None
+        fix = "give each stage's number of layers, as in 17,15"
+        raise config_error("layer_partition", text, str(error), fix) from None
 
 
 def takes_run_options(command: Callable[..., None]) -> Callable[..., None]:
@@ -351,5 +339,5 @@ def one_of(field: str, value: str, kind: Any) -> Any:
     """Return the value if it is one of a Literal's."""
     if value not in get_args(kind):
         fix = "use " + ", ".join(get_args(kind))
-        raise ClientConfigError("unknown value", field=field, value=value, fix=fix)
+        raise config_error(field, value, "unknown value", fix)
     return value

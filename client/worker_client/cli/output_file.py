@@ -64,17 +64,15 @@ class LineFile:
             OutputError: not all of them fit; those before are complete.
         """
         for line in lines:
-            left = memoryview(f"{line}\n".encode())
-            size = len(left)
+            data = f"{line}\n".encode()
             try:
-                while left:
-                    left = left[_write_some(self.file, left) :]
+                _write_all(self.file, data)
             except OSError as error:
                 if self.is_ours:
                     with contextlib.suppress(OSError):
                         os.ftruncate(self.file, self.size)
                 raise output_error(self.shown, error) from error
-            self.size += size
+            self.size += len(data)
 
     def sync(self) -> None:
         """Wait until all lines are on the disk. Raises OutputError."""
@@ -157,12 +155,9 @@ class OutputFile:
         except OutputError as error:
             if self._is_special:
                 raise
-            raise OutputError(
-                f"{error.message}; what was finished before is in {self._live}",
-                field=error.field,
-                value=error.value,
-                fix=f"{error.fix}; with --endpoints, --adopt continues from there",
-            ) from error
+            problem = f"{error.message}; what was finished before is in {self._live}"
+            fix = f"{error.fix}; with --endpoints, --adopt continues from there"
+            raise OutputError(problem, field=error.field, value=error.value, fix=fix) from error
 
     def finish(self) -> None:
         """Put all lines on the disk, under the file's own name. Raises OutputError."""
@@ -201,9 +196,7 @@ def write_bytes(path: Path, data: bytes) -> None:
     try:
         file = open_special(path) if is_special(path) else _open_new(new, 0o666)
         try:
-            left = memoryview(data)
-            while left:
-                left = left[_write_some(file, left) :]
+            _write_all(file, data)
             _sync(file)
         finally:
             os.close(file)
@@ -272,9 +265,8 @@ def print_text(text: str) -> None:
 def output_error(path: Path, error: OSError, field: str = "output") -> OutputError:
     """Return the typed error for a failure to write."""
     fix = _FIXES.get(error.errno or 0, "name another file")
-    return OutputError(
-        f"it cannot be written: {error.strerror}", field=field, value=str(path), fix=fix
-    )
+    problem = f"it cannot be written: {error.strerror}"
+    return OutputError(problem, field=field, value=str(path), fix=fix)
 
 
 def _drop_standard_output() -> None:
@@ -411,11 +403,12 @@ def _target(path: Path) -> Path:
     return Path(os.path.realpath(path))
 
 
-def _write_some(file: int, data: memoryview) -> int:
-    """Write, and wait if the descriptor is non-blocking."""
-    while True:
+def _write_all(file: int, data: bytes) -> None:
+    """Write all of it, and wait if the descriptor is non-blocking."""
+    left = memoryview(data)
+    while left:
         try:
-            return os.write(file, data)
+            left = left[os.write(file, left) :]
         except BlockingIOError:
             poll = select.poll()
             poll.register(file, select.POLLOUT)

@@ -11,7 +11,7 @@ from worker_client.adoption import AdoptedRequest
 from worker_client.cli.output_file import OutputFile, is_special, part_of, write_whole
 from worker_client.cli.report import JsonObject, output_line
 from worker_client.cli.session import InputRequest
-from worker_client.errors import ClientConfigError
+from worker_client.errors import config_error
 from worker_client.requests import GenerationRequest
 from worker_client.scheduler import RequestOutput
 from worker_client.tokenizer import Tokenizer
@@ -122,9 +122,6 @@ def _check_same_prompt(request: GenerationRequest, running: AdoptedRequest) -> N
     prompt = running.token_ids[: running.num_prompt_tokens].tolist()
     embeds = extension_of(running.extensions, PromptEmbeds)
     if request.prompt_token_ids.tolist() != prompt or request.embeds_extension() != embeds:
-        raise ClientConfigError(
-            "a request of this id is running with another prompt",
-            field="id",
-            value=request.id,
-            fix="give the input that it came from, or run without --adopt, which drops it",
-        )
+        problem = "a request of this id is running with another prompt"
+        fix = "give the input that it came from, or run without --adopt, which drops it"
+        raise config_error("id", request.id, problem, fix)

@@ -23,7 +23,7 @@ from worker_client.cli.session import (
     read_inputs,
     read_lines,
 )
-from worker_client.errors import ClientConfigError
+from worker_client.errors import config_error
 from worker_client.tokenizer import Tokenizer, load_tokenizer
 from worker_client.worker_group import RankProgress, parse_endpoints
 
@@ -40,10 +40,7 @@ Adopt = Annotated[
 
 
 @takes_run_options
-def generate(
-    run: RunOptions,
-    adopt: Adopt = False,
-) -> None:
+def generate(run: RunOptions, adopt: Adopt = False) -> None:
     """Generate for prompts or for a file of requests."""
     if adopt:
         _check_adoption(run)
@@ -61,17 +58,12 @@ def generate(
             results = collected.finish()
     if run.output is None:
         _print_texts(results)
-    print_errors(inputs, served.errors)
-    if results and len(served.errors) == len(results):
-        raise typer.Exit(1)
+    report_errors(inputs, served.errors, len(results))
 
 
 @takes_run_options
 def bench(
-    run: RunOptions,
-    as_json: AsJson = False,
-    profile: Profile = "",
-    scrape: Scraped = False,
+    run: RunOptions, as_json: AsJson = False, profile: Profile = "", scrape: Scraped = False
 ) -> None:
     """Generate, and measure it."""
     tokenizer, inputs = read_requests(run)
@@ -81,9 +73,7 @@ def bench(
     print_text(json.dumps(result, indent=None if as_json else 2) + "\n")
     if run.output is not None:
         write_whole(run.output, map(json.dumps, output_lines(inputs, served, tokenizer)))
-    print_errors(inputs, served.errors)
-    if inputs and len(served.errors) == len(inputs):
-        raise typer.Exit(1)
+    report_errors(inputs, served.errors, len(inputs))
 
 
 def _measure(
@@ -124,18 +114,13 @@ def end_if_all_are_wrong(inputs: Sequence[InputRequest], output: Path | None) ->
     if output is not None:
         lines = [output_line(name, error, None) for name, error in errors.items()]
         write_whole(output, map(json.dumps, lines))
-    print_errors(inputs, errors)
-    raise typer.Exit(1)
+    report_errors(inputs, errors, len(errors))
 
 
 def _check_adoption(run: RunOptions) -> None:
     if not run.endpoints or run.reload:
-        raise ClientConfigError(
-            "only running daemons have requests to adopt, and loading again drops them",
-            field="adopt",
-            value=True,
-            fix="give --endpoints, and no --reload",
-        )
+        problem = "only running daemons have requests to adopt, and loading again drops them"
+        raise config_error("adopt", True, problem, "give --endpoints, and no --reload")
 
 
 def _adopted(session: Session, finished: Collection[str]) -> list[AdoptedRequest]:
@@ -149,18 +134,13 @@ def _input_lines(run: RunOptions, *, may_be_none: bool) -> Sequence[str | bytes]
     if may_be_none and not run.prompts and run.input is None:
         return []
     if bool(run.prompts) == (run.input is not None):
-        raise ClientConfigError(
-            "there is nothing to generate for, or two sources of it",
-            field="input",
-            value=None if run.input is None else str(run.input),
-            fix="give either --prompt or --input",
-        )
+        problem = "there is nothing to generate for, or two sources of it"
+        fix = "give either --prompt or --input"
+        raise config_error("input", None if run.input is None else str(run.input), problem, fix)
     if run.input is None:
         return [json.dumps({"prompt": p, "max_tokens": run.max_tokens}) for p in run.prompts]
     if not run.input.exists() or run.input.is_dir():
-        raise ClientConfigError(
-            "no such file", field="input", value=str(run.input), fix="name a JSONL file"
-        )
+        raise config_error("input", str(run.input), "no such file", "name a JSONL file")
     return read_lines(run.input)
 
 
@@ -177,11 +157,15 @@ def _for_terminal(text: str) -> str:
     return "".join(c if c in "\n\t" else printable(c) for c in text)
 
 
-def print_errors(inputs: Sequence[InputRequest], errors: Mapping[str, str]) -> None:
-    """Print a line for each request that failed, to standard error."""
+def report_errors(
+    inputs: Sequence[InputRequest], errors: Mapping[str, str], num_requests: int
+) -> None:
+    """Print a line for each request that failed, to standard error; exit with 1 if all have."""
     names = {entry.id: entry.shown_as for entry in inputs}
     for req_id, error in errors.items():
         sys.stderr.write(f"{printable(names.get(req_id, req_id))}: {printable(error)}\n")
+    if errors and len(errors) == num_requests:
+        raise typer.Exit(1)
 
 
 def print_progress() -> Callable[[RankProgress], None]:

@@ -21,11 +21,12 @@ from worker_client.cli.input_request import InputRequest as InputRequest
 from worker_client.cli.options import Device, RunOptions
 from worker_client.driver import Driver, Recover, give_up
 from worker_client.errors import (
-    ClientConfigError,
     ClientError,
     IllegalStateError,
     RequestError,
     WorkerDied,
+    config_error,
+    request_error,
 )
 from worker_client.host_tensor import HostTensor
 from worker_client.launcher import LocalDaemons
@@ -286,9 +287,7 @@ def _parse(
     try:
         request = parser.parse(line, index)
         if any(sample.id in ids for sample in (request, *map(validated, forked(request)))):
-            raise RequestError(
-                "the id occurs twice", field="id", value=request.id, fix="use each id once"
-            )
+            raise request_error("id", request.id, "the id occurs twice", "use each id once")
     except RequestError as error:
         return error
     return request
@@ -308,12 +307,9 @@ def read_lines(path: Path) -> list[bytes]:
     try:
         return path.read_bytes().split(b"\n")
     except OSError as error:
-        raise ClientConfigError(
-            f"it cannot be read: {error.strerror}",
-            field="input",
-            value=str(path),
-            fix="name a JSONL file that you may read",
-        ) from error
+        problem = f"it cannot be read: {error.strerror}"
+        fix = "name a JSONL file that you may read"
+        raise config_error("input", str(path), problem, fix) from error
 
 
 def versions() -> dict[str, str]:

@@ -28,7 +28,7 @@ from rpc_schema.config import RendezvousAddress
 from rpc_schema.listeners import ListenerWatch
 from rpc_schema.rendezvous import RendezvousError, StoreServer, member_proof
 from rpc_schema.weight_packing import Transfer, plan_transfers
-from worker_client.errors import ClientConfigError, ClientError
+from worker_client.errors import ClientError, config_error
 
 Backend: TypeAlias = Literal["gloo", "nccl"]
 DTYPE_NAMES: dict[torch.dtype, wt.TensorDtype] = {
@@ -81,9 +81,7 @@ class BroadcastChannel:
         if self._device == torch.device("cuda"):
             self._device = torch.device("cuda", torch.cuda.current_device())
         if backend == "nccl" and self._device.type != "cuda":
-            raise ClientConfigError(
-                "NCCL sends from a GPU", field="device", value=str(device), fix="cuda:0, or gloo"
-            )
+            raise config_error("device", str(device), "NCCL sends from a GPU", "cuda:0, or gloo")
         self._backend = backend
         self._buffer_device = self._device if backend == "nccl" else torch.device("cpu")
         self._size = num_workers + 1

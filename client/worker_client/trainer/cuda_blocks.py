@@ -8,7 +8,7 @@ from ctypes import byref, c_size_t, c_ubyte, c_uint64, c_void_p
 from torch import Tensor
 
 from rpc_schema import weight_transfer as wt
-from worker_client.errors import ClientConfigError
+from worker_client.errors import config_error
 
 _LIBRARY = "libcuda.so.1"
 
@@ -31,12 +31,9 @@ def locate(tensors: Sequence[Tensor]) -> wt.IpcSource:
     places: list[tuple[int, int]] = []
     for tensor in tensors:
         if tensor.device.type != "cuda" or not tensor.is_contiguous():
-            raise ClientConfigError(
-                "only contiguous tensors on a GPU can be shared",
-                field="tensors",
-                value=f"{list(tensor.shape)} on {tensor.device}",
-                fix="tensor.cuda().contiguous()",
-            )
+            problem = "only contiguous tensors on a GPU can be shared"
+            fix = "tensor.cuda().contiguous()"
+            raise config_error("tensors", f"{list(tensor.shape)} on {tensor.device}", problem, fix)
         base, size = c_uint64(), c_size_t()
         _call(driver, "cuMemGetAddressRange_v2", byref(base), byref(size), tensor.data_ptr())
         if base.value not in handles:
@@ -56,9 +53,7 @@ def _driver() -> ctypes.CDLL:
     try:
         driver = ctypes.CDLL(_LIBRARY)
     except OSError as error:
-        raise ClientConfigError(
-            f"there is no CUDA driver: {error}", field="backend", value="ipc", fix="gloo"
-        ) from None
+        raise config_error("backend", "ipc", f"there is no CUDA driver: {error}", "gloo") from None
     driver.cuMemGetAddressRange_v2.argtypes = (c_void_p, c_void_p, c_uint64)
     driver.cuIpcGetMemHandle.argtypes = (c_void_p, c_uint64)
     return driver
@@ -67,9 +62,5 @@ def _driver() -> ctypes.CDLL:
 def _call(driver: ctypes.CDLL, name: str, *arguments: object) -> None:
     code = getattr(driver, name)(*arguments)  # indexing would return a function without argtypes
     if code:
-        raise ClientConfigError(
-            f"{name}: CUDA error {code}",
-            field="tensors",
-            value=name,
-            fix="allocate them without expandable_segments, or use nccl",
-        )
+        fix = "allocate them without expandable_segments, or use nccl"
+        raise config_error("tensors", name, f"{name}: CUDA error {code}", fix)

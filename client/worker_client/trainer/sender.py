@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from rpc_schema import weight_transfer as wt
-from worker_client.errors import ClientConfigError, RemoteConfigError
+from worker_client.errors import RemoteConfigError, config_error
 from worker_client.trainer.broadcast import DTYPE_NAMES, BroadcastChannel, TransferStopped
 from worker_client.trainer.cuda_blocks import locate
 from worker_client.worker_client import TensorList
@@ -97,8 +97,7 @@ class WeightSender:
             engine, timeout_s = channel.engine, self._timeout_s
             try:
                 self._beside(
-                    channel.open,
-                    lambda: self._group.init_weight_transfer_engine(engine, timeout_s),
+                    channel.open, lambda: self._group.init_weight_transfer_engine(engine, timeout_s)
                 )
             except BaseException:
                 self.close()
@@ -202,12 +201,9 @@ def _without_aliases(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def _list(tensors: Mapping[str, Tensor]) -> TensorList:
     for name, tensor in tensors.items():
         if tensor.dtype not in DTYPE_NAMES:
-            raise ClientConfigError(
-                f"{name} has an unsupported dtype",
-                field="tensors",
-                value=str(tensor.dtype),
-                fix=f"one of {sorted(DTYPE_NAMES.values())}",
-            )
+            problem = f"{name} has an unsupported dtype"
+            fix = f"one of {sorted(DTYPE_NAMES.values())}"
+            raise config_error("tensors", str(tensor.dtype), problem, fix)
     return TensorList(
         tuple(tensors),
         tuple(DTYPE_NAMES[tensor.dtype] for tensor in tensors.values()),

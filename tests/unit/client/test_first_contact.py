@@ -45,7 +45,7 @@ def call(address: str, timeout_s: float) -> None:
     with zmq.Context() as context:
         channel = ControlChannel(context, Endpoint(address, "", "", ""), 0)
         with closing(channel):
-            channel.call(lambda call: lc.GetStatus(call=call), timeout_s)
+            channel.send(lambda call: lc.GetStatus(call=call), timeout_s).result()
 
 
 FIRST_WORDS = pytest.mark.parametrize("say", [attach, ask])

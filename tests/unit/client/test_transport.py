@@ -40,7 +40,7 @@ def test_daemon_that_does_not_answer_has_not_refused(context, directory):
         silent.listen()
         channel = ControlChannel(context, parse_endpoint(f"ipc://{directory}/w0"), 0)
         with pytest.raises(DeadlineExceeded):
-            channel.call(lambda call: lc.GetStatus(call=call), 2.2)
+            channel.send(lambda call: lc.GetStatus(call=call), 2.2).result()
         channel.close()
 
 
@@ -83,7 +83,7 @@ def test_daemon_that_hangs_up_in_every_handshake_has_refused(context, directory)
         thread.start()
         channel = ControlChannel(context, parse_endpoint(f"ipc://{directory}/w0"), 0)
         with pytest.raises(AuthenticationError, match="requires keys"):
-            channel.call(lambda call: lc.GetStatus(call=call), 5.0)
+            channel.send(lambda call: lc.GetStatus(call=call), 5.0).result()
         channel.close()
         ended.set()
         thread.join()

@@ -7,12 +7,7 @@ import zmq
 
 from rpc_schema import lifecycle as lc
 from rpc_schema.key_files import Role, fingerprint
-from rpc_schema.operations import (
-    CONTROL_OPERATIONS,
-    STEP_OPERATIONS,
-    ControlMessage,
-    StepMessage,
-)
+from rpc_schema.operations import CONTROL_OPERATIONS, STEP_OPERATIONS, ControlMessage, StepMessage
 from worker_daemon.errors import ForbiddenError
 from worker_daemon.server.auth.bad_peers import Peer
 from worker_daemon.server.auth.keys import AuthorizedKeys
@@ -135,9 +130,6 @@ def _user(frame: zmq.Frame) -> str:
 def forbidden(key: str, role: Role | None, needed: Role, request: str) -> ForbiddenError:
     """Return the error that names the role and the request."""
     has = "is not among the authorized keys any more" if role is None else f"has the role {role}"
-    return ForbiddenError(
-        f"{request} needs the role {needed}; the key {fingerprint(key)} {has}",
-        field="role",
-        value=None if role is None else str(role),
-        fix=f"use a key with the role {needed}, or give this one that role and send SIGHUP",
-    )
+    problem = f"{request} needs the role {needed}; the key {fingerprint(key)} {has}"
+    fix = f"use a key with the role {needed}, or give this one that role and send SIGHUP"
+    return ForbiddenError(problem, field="role", value=None if role is None else str(role), fix=fix)

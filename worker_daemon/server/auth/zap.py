@@ -15,6 +15,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Final
 
 import zmq
@@ -51,40 +52,34 @@ _MAX_EVENTS: Final = 32
 logger = logging.getLogger(__name__)
 
 
+@dataclass(slots=True, eq=False)
 class AuditLog:
     """Writes at most `burst` lines in `window_s` seconds; the next line reports the number of those
     left out."""
 
-    def __init__(
-        self,
-        write: Callable[[str], None],
-        burst: int = 10,
-        window_s: float = 10.0,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self.num_refused = 0
-        """Since the start."""
-        self._write = write
-        self._burst = burst
-        self._window_s = window_s
-        self._clock = clock
-        self._window_ends = 0.0
-        self._in_window = 0
-        self._withheld = 0
+    write: Callable[[str], None]
+    burst: int = 10
+    window_s: float = 10.0
+    clock: Callable[[], float] = time.monotonic
+    num_refused: int = field(default=0, init=False)
+    """Since the start."""
+    _window_ends: float = field(default=0.0, init=False)
+    _in_window: int = field(default=0, init=False)
+    _withheld: int = field(default=0, init=False)
 
     def refused(self, where: str, who: str, why: str) -> None:
         """Record that a peer was refused."""
         self.num_refused += 1
-        now = self._clock()
+        now = self.clock()
         if now >= self._window_ends:
-            self._window_ends, self._in_window = now + self._window_s, 0
+            self._window_ends, self._in_window = now + self.window_s, 0
         self._in_window += 1
-        if self._in_window > self._burst:
+        if self._in_window > self.burst:
             self._withheld += 1
             return
         others = f" ({self._withheld} such lines were left out)" if self._withheld else ""
         self._withheld = 0
-        self._write(f"refused at the {where} socket: {who}: {why}{others}")
+        self.write(f"refused at the {where} socket: {who}: {why}{others}")
 
 
 class ZapHandler:

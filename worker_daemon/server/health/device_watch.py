@@ -24,10 +24,7 @@ class DeviceWatch:
     """Made and started by the daemon. Its thread ends at once if there is nothing to watch."""
 
     def __init__(
-        self,
-        open_watch: OpenFaultWatch,
-        on_fault: Callable[[Fault], None],
-        open_gauges: OpenGauges,
+        self, open_watch: OpenFaultWatch, on_fault: Callable[[Fault], None], open_gauges: OpenGauges
     ) -> None:
         """open_watch and open_gauges are called on the thread, because opening NVML is slow.
         on_fault(fault) is called there for each fault."""

@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, InvalidStateError
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Final, TypeVar
@@ -37,34 +37,33 @@ class _Running:
     expiry: asyncio.TimerHandle | None = None
 
 
+@dataclass(slots=True, eq=False)
 class Tracing:
     """Answers everything of rpc_schema/trace.py. One trace runs at a time, and one can be read."""
 
-    def __init__(
-        self,
-        post: Callable[[OutOfBandTask], None],
-        need_attached: Callable[[int], None],
-        ask_driver: Callable[[bytes, int, int], None],
-    ) -> None:
-        """post: to the step thread. need_attached(epoch) raises unless the epoch is the attached
-        driver's. ask_driver(trace, begin_ns, end_ns) publishes DriverStepsWanted."""
-        self._post = post
-        self._need_attached = need_attached
-        self._publish_question = ask_driver
-        self._running: _Running | None = None
-        self._file: Path | None = None
-        self._readable = b""
-        self._asked = b""
-        self._driver_steps: tr.DriverSteps | None = None
-        self._tasks: set[asyncio.Task[None]] = set()
-        self.handlers: Mapping[type[ControlMessage], Callable[..., ControlReplyMessage]] = {
+    _post: Callable[[OutOfBandTask], None]
+    """To the step thread."""
+    _need_attached: Callable[[int], None]
+    """Raises unless the epoch is the attached driver's."""
+    _publish_question: Callable[[bytes, int, int], None]
+    """Publishes DriverStepsWanted: trace, begin_ns, end_ns."""
+    _running: _Running | None = field(default=None, init=False)
+    _file: Path | None = field(default=None, init=False)
+    _readable: bytes = field(default=b"", init=False)
+    _asked: bytes = field(default=b"", init=False)
+    _driver_steps: tr.DriverSteps | None = field(default=None, init=False)
+    _tasks: set[asyncio.Task[None]] = field(default_factory=set, init=False)
+
+    @property
+    def handlers(self) -> Mapping[type[ControlMessage], Callable[..., ControlReplyMessage]]:
+        """Requests that are answered at once."""
+        return {
             tr.ReadClock: self._read_clock,
             tr.ReadTrace: self._read_trace,
             tr.AskDriver: self._ask_driver,
             tr.PutDriverSteps: self._put_driver_steps,
             tr.ReadDriverSteps: self._read_driver_steps,
         }
-        """Requests that are answered at once."""
 
     async def start(self, message: tr.StartTrace) -> ControlReplyMessage:
         """Have the step thread record.
@@ -85,10 +84,8 @@ class Tracing:
             )
         except TimeoutError:
             self._post(OutOfBandTask("STARTING TRACE", START_LIMIT_S, _drop))
-            raise StateError(
-                "the step thread is busy with something else",
-                fix="try again when its present operation is over",
-            ) from None
+            problem = "the step thread is busy with something else"
+            raise StateError(problem, fix="try again when its present operation is over") from None
         finally:
             if running.expiry is None:
                 self._running = None
@@ -105,9 +102,8 @@ class Tracing:
         running = self._running
         if running is None or running.trace != message.trace or running.expiry is None:
             logger.warning("no such trace runs: there is nothing to stop")
-            raise StateError(
-                "no such trace runs", fix="start one; it ends by itself at its longest duration"
-            )
+            problem = "no such trace runs"
+            raise StateError(problem, fix="start one; it ends by itself at its longest duration")
         running.expiry.cancel()
         running.expiry = None
         try:
@@ -141,9 +137,8 @@ class Tracing:
                 file.seek(message.offset)
                 return tr.ReadTraceReply(call=message.call, data=file.read(tr.TRACE_CHUNK_BYTES))
         except OSError as error:
-            raise StateError(
-                f"the trace's file cannot be read: {error.strerror}", fix="trace anew"
-            ) from (error)
+            problem = f"the trace's file cannot be read: {error.strerror}"
+            raise StateError(problem, fix="trace anew") from (error)
 
     def _ask_driver(self, message: tr.AskDriver) -> ControlReplyMessage:
         self._asked, self._driver_steps = message.trace, None

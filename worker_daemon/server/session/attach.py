@@ -9,7 +9,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from importlib import metadata
 from typing import Final, TypeAlias
 
@@ -51,38 +51,28 @@ _Claim: TypeAlias = tuple[int, DriverIdentity]
 logger = logging.getLogger(__name__)
 
 
+@dataclass(slots=True, eq=False)
 class AttachHandler:
     """Epochs increase: prepared for one driver, granted on disk, taken by the step thread, and held
     by the lease. Of two drivers the one with the higher epoch has the daemon."""
 
-    def __init__(
-        self,
-        epochs: EpochFile,
-        lease: Lease,
-        draining: Draining,
-        progress: Progress,
-        guard: Guard,
-        report: StatusReport,
-        uploads: Uploads,
-        post: Callable[[Command], None],
-    ) -> None:
-        """uploads: dropped with the lease. post: to the step thread."""
-        self._epochs = epochs
-        self._lease = lease
-        self._draining = draining
-        self._progress = progress
-        self._guard = guard
-        self._report = report
-        self._uploads = uploads
-        self._post = post
-        self._software = f"worker-daemon {SOFTWARE_VERSION}"
-        self._link_software = link_software()
-        self._versions: dict[str, OrderedDict[bytes, int]] = {}
-        """By owner and driver id. Only drivers are remembered: there are no more owners than
-        authorized driver keys."""
-        self._prepared: _Claim = (0, DriverIdentity("", b""))
-        self._taken: tuple[_Claim, asyncio.Task[AttachSnapshot]] | None = None
-        """The driver that took the daemon over last, or is about to."""
+    _epochs: EpochFile
+    _lease: Lease
+    _draining: Draining
+    _progress: Progress
+    _guard: Guard
+    _report: StatusReport
+    _uploads: Uploads
+    """Dropped with the lease."""
+    _post: Callable[[Command], None]
+    """To the step thread."""
+    _link_software: str = field(default_factory=lambda: link_software(), init=False)
+    _versions: dict[str, OrderedDict[bytes, int]] = field(default_factory=dict, init=False)
+    """By owner and driver id. Only drivers are remembered: there are no more owners than authorized
+    driver keys."""
+    _prepared: _Claim = field(default=(0, DriverIdentity("", b"")), init=False)
+    _taken: tuple[_Claim, asyncio.Task[AttachSnapshot]] | None = field(default=None, init=False)
+    """The driver that took the daemon over last, or is about to."""
 
     def hello(self, message: lc.Hello, sender: Sender) -> ControlReplyMessage:
         """Answer any version, and remember it if the sender may drive and has a valid driver id."""
@@ -96,7 +86,7 @@ class AttachHandler:
             call=message.call,
             protocol_version=PROTOCOL_VERSION,
             worker_uid=self._report.worker_uid,
-            software=self._software,
+            software=f"worker-daemon {SOFTWARE_VERSION}",
             link_software=self._link_software,
         )
 
@@ -198,9 +188,8 @@ class AttachHandler:
         attempt, however far it is."""
         asked = (message.epoch, DriverIdentity(owner, message.driver_id))
         if message.epoch < self._prepared[0]:
-            raise FencedError(
-                f"epoch {message.epoch} is fenced by {self._prepared[0]}", fix="prepare again"
-            )
+            problem = f"epoch {message.epoch} is fenced by {self._prepared[0]}"
+            raise FencedError(problem, fix="prepare again")
         if asked != self._prepared:
             raise NotAttachedError(f"epoch {message.epoch} was not prepared", fix="prepare first")
         if self._taken is None or self._taken[0] != asked:

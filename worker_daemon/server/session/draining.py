@@ -5,6 +5,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Final
 
 from rpc_schema import lifecycle as lc
@@ -23,26 +24,23 @@ IDLE_SLACK_S: Final = 3.0
 """Limit of the wait for the running step, beyond the step deadline."""
 
 
+@dataclass(slots=True, eq=False)
 class Draining:
     """Drains and undoes it, any number of times."""
 
-    def __init__(
-        self,
-        post: Callable[[Command], None],
-        tell: Callable[[], None],
-        lease: Lease,
-        progress: Progress,
-    ) -> None:
-        """post: to the step thread. tell: sends a heartbeat, because is_on has changed."""
-        self.is_on = False
-        self.ends = False
-        """True once the daemon is about to end."""
-        self._post = post
-        self._tell = tell
-        self._lease = lease
-        self._progress = progress
-        self._idle = asyncio.Event()
-        self._serving = asyncio.Event()
+    _post: Callable[[Command], None]
+    """To the step thread."""
+    _tell: Callable[[], None]
+    """Sends a heartbeat, because is_on has changed."""
+    _lease: Lease
+    _progress: Progress
+    is_on: bool = field(default=False, init=False)
+    ends: bool = field(default=False, init=False)
+    """True once the daemon is about to end."""
+    _idle: asyncio.Event = field(default_factory=asyncio.Event, init=False)
+    _serving: asyncio.Event = field(default_factory=asyncio.Event, init=False)
+
+    def __post_init__(self) -> None:
         self._serving.set()
 
     @property
@@ -119,10 +117,8 @@ class Draining:
 
     def _stuck(self, outlook: str) -> StateError:
         stamp = self._progress.stamp
-        return StateError(
-            f"{stamp.phase} has run for {stamp.age_ms(time.monotonic())} ms, and {outlook}",
-            fix="ask again later, or shut the daemon down",
-        )
+        problem = f"{stamp.phase} has run for {stamp.age_ms(time.monotonic())} ms, and {outlook}"
+        return StateError(problem, fix="ask again later, or shut the daemon down")
 
     def _is_current(self, idle: asyncio.Event) -> bool:
         return self.is_on and idle is self._idle

@@ -130,12 +130,9 @@ class Lease:
         ended."""
         holder = self._holder
         if holder is not None and holder.epoch == epoch and holder.driver.owner != owner:
-            raise ForbiddenError(
-                f"{holder} attached with another key, or as another user",
-                field="epoch",
-                value=epoch,
-                fix="attach: an epoch is for the key that it was granted to",
-            )
+            problem = f"{holder} attached with another key, or as another user"
+            fix = "attach: an epoch is for the key that it was granted to"
+            raise ForbiddenError(problem, field="epoch", value=epoch, fix=fix)
 
     def renew(self, driver: DriverIdentity, epoch: int) -> float:
         """Renew the lease for its full time from now on; return that time in seconds. Raises as

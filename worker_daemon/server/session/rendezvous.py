@@ -38,10 +38,8 @@ class LinkRendezvous:
         other link, and the errors of need_attached."""
         self._need_attached(message.epoch)
         if message.link <= self._progress.link:
-            raise FencedError(
-                f"link {message.link} is not above link {self._progress.link}",
-                fix="use a higher link",
-            )
+            problem = f"link {message.link} is not above link {self._progress.link}"
+            raise FencedError(problem, fix="use a higher link")
         while len(self._servers) > 1:
             self._servers.popleft().close()
         server = self._open_rendezvous(self._host, message.num_ranks)

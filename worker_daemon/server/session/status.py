@@ -12,8 +12,6 @@ from rpc_schema import lifecycle as lc
 from rpc_schema.codec import MAX_CONTROL_BYTES, ControlReplyMessage
 from rpc_schema.plain_text import one_line
 from rpc_schema.weight_transfer import WeightsStatus
-from worker_daemon.device.gauges import GaugeReading
-from worker_daemon.models.weight_state import WeightReport
 from worker_daemon.server.auth.security import Security
 from worker_daemon.server.completion import Completion
 from worker_daemon.server.health.device_watch import DeviceWatch
@@ -76,6 +74,7 @@ class StatusReport:
     def _whole_status(self) -> lc.Status:
         progress, replied = self.progress, self.completion.channel.counts
         stamp, snapshot = progress.stamp, progress.snapshot
+        load, weights = self.device_watch.load, snapshot.description.weights()
         return lc.Status(
             worker_uid=self.worker_uid,
             pid=os.getpid(),
@@ -101,14 +100,14 @@ class StatusReport:
             degraded=one_line(self.guard.device.problem, MAX_FAILURE_BYTES),
             kv_cache_advice=snapshot.description.kv_cache_advice,
             memory_tags=dict(snapshot.description.memory_tags),
-            weights=_weights_status(snapshot.description.weights()),
+            weights=None if weights is None else WeightsStatus(**asdict(weights)),
             lease=self.lease.status(),
             num_bad_frames=self.security.bad_peers.num_bad_frames,
             num_refused=self.security.num_refused,
             num_tokens=replied.num_tokens,
             num_requests=replied.num_requests,
             usual_step_us=min(int(progress.step_times.usual_s * 1e6), 2**31 - 1),
-            gpu_load=_gpu_load(self.device_watch.load),
+            gpu_load=None if load is None else lc.GpuLoad(**asdict(load)),
             num_kv_blocks_held=snapshot.description.num_kv_blocks_held(),
             upload_bytes=self.uploads.num_bytes,
         )
@@ -133,11 +132,3 @@ class StatusReport:
             lease=lease.state,
             lease_remaining_ms=lease.remaining_ms,
         )
-
-
-def _gpu_load(load: GaugeReading | None) -> lc.GpuLoad | None:
-    return None if load is None else lc.GpuLoad(**asdict(load))
-
-
-def _weights_status(report: WeightReport | None) -> WeightsStatus | None:
-    return None if report is None else WeightsStatus(**asdict(report))

@@ -3,6 +3,7 @@ tensors. A chunk takes the main thread about a millisecond, most of it without t
 lock."""
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Final
 
 from rpc_schema import lifecycle as lc
@@ -16,22 +17,20 @@ from worker_daemon.worker.uploads import Uploads
 _WITHOUT_MODEL: Final = ("CREATED", "DEVICE_READY")
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class UploadHandler:
     """Answers every request of rpc_schema/uploads.py, for the holder of the lease alone."""
 
-    def __init__(
-        self,
-        uploads: Uploads,
-        need_attached: Callable[[int], None],
-        draining: Draining,
-        progress: Progress,
-    ) -> None:
-        """need_attached(epoch) raises unless the epoch is the attached driver's."""
-        self._uploads = uploads
-        self._need_attached = need_attached
-        self._draining = draining
-        self._progress = progress
-        self.handlers: Mapping[type[ControlMessage], Callable[..., ControlReplyMessage]] = {
+    _uploads: Uploads
+    _need_attached: Callable[[int], None]
+    """Raises unless the epoch is the attached driver's."""
+    _draining: Draining
+    _progress: Progress
+
+    @property
+    def handlers(self) -> Mapping[type[ControlMessage], Callable[..., ControlReplyMessage]]:
+        """The method for each request."""
+        return {
             up.UploadChunk: self._upload_chunk,
             up.FindUploads: self._find_uploads,
             up.DropUploads: self._drop_uploads,
@@ -44,10 +43,8 @@ class UploadHandler:
         self._draining.check_takes_drivers()
         load = self._progress.snapshot.state.load
         if load in _WITHOUT_MODEL:
-            raise StateError(
-                f"the state is {load}: uploads are for the steps of a model",
-                fix="load it first, up to MODEL_LOADED",
-            )
+            problem = f"the state is {load}: uploads are for the steps of a model"
+            raise StateError(problem, fix="load it first, up to MODEL_LOADED")
         return up.UploadChunkReply(call=message.call, is_complete=self._uploads.put(message))
 
     def _find_uploads(self, message: up.FindUploads) -> ControlReplyMessage:

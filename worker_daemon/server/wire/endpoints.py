@@ -77,11 +77,8 @@ class IpcEndpoint(_Endpoint):
         """
         path = Path(text.removeprefix("ipc://"))
         if not text.startswith("ipc:///") or not path.name or "\0" in text:
-            raise _invalid(
-                text,
-                "an endpoint is ipc:// and an absolute path",
-                "use ipc:///DIR/NAME or, with keys, tcp://ADDRESS:PORT",
-            )
+            problem = "an endpoint is ipc:// and an absolute path"
+            raise _invalid(text, problem, "use ipc:///DIR/NAME or, with keys, tcp://ADDRESS:PORT")
         if path.name.endswith(RESERVED_SUFFIXES):
             raise _invalid(
                 text,
@@ -91,11 +88,8 @@ class IpcEndpoint(_Endpoint):
         endpoint = cls(path)
         longest = max(len(os.fsencode(endpoint.socket_path(name))) for name in SOCKETS)
         if longest > MAX_PATH_BYTES:
-            raise _invalid(
-                text,
-                f"its longest socket path has {longest} bytes; the limit is {MAX_PATH_BYTES}",
-                "use a shorter directory or name",
-            )
+            problem = f"its longest socket path has {longest} bytes; the limit is {MAX_PATH_BYTES}"
+            raise _invalid(text, problem, "use a shorter directory or name")
         return endpoint
 
     def socket_path(self, socket: str) -> Path:
@@ -138,24 +132,15 @@ class TcpEndpoint(_Endpoint):
             with contextlib.suppress(ValueError):
                 address = ipaddress.ip_address(found[1] or found[2])
         if found is None or address is None or (address.version == 6) != bool(found[1]):
-            raise _invalid(
-                text,
-                "a tcp endpoint is tcp:// and a numeric address and port",
-                "use tcp://ADDRESS:PORT with an address of this host, [...] around IPv6",
-            )
+            fix = "use tcp://ADDRESS:PORT with an address of this host, [...] around IPv6"
+            raise _invalid(text, "a tcp endpoint is tcp:// and a numeric address and port", fix)
         if address.is_unspecified:
-            raise _invalid(
-                text,
-                "it would listen on every interface of this host",
-                "name the address of one interface",
-            )
+            problem = "it would listen on every interface of this host"
+            raise _invalid(text, problem, "name the address of one interface")
         port = int(found[3])
         if not 1 <= port <= MAX_PORT - (len(SOCKETS) - 1):
-            raise _invalid(
-                text,
-                "the sockets take four ports from this one on",
-                f"use a port from 1 to {MAX_PORT - (len(SOCKETS) - 1)}",
-            )
+            problem = "the sockets take four ports from this one on"
+            raise _invalid(text, problem, f"use a port from 1 to {MAX_PORT - (len(SOCKETS) - 1)}")
         host = f"[{address}]" if address.version == 6 else str(address)
         return cls(
             host, port, state_dir / TCP_DIRECTORY / f"{str(address).replace(':', '.')}-{port}"
@@ -216,11 +201,10 @@ class EndpointLock:
                 self._file.renew(LOCK_PATIENCE_S)
                 self._file.write_pid()
         except WorkerError as error:
+            problem = f"the endpoint's lock file was removed, and cannot be made again: {error}"
+            fix = "keep other processes from removing files of the endpoint's directory"
             raise EndpointInUseError(
-                f"the endpoint's lock file was removed, and cannot be made again: {error}",
-                field="endpoint",
-                value=str(self._endpoint),
-                fix="keep other processes from removing files of the endpoint's directory",
+                problem, field="endpoint", value=str(self._endpoint), fix=fix
             ) from error
 
     def is_held(self) -> bool:
@@ -233,12 +217,9 @@ class EndpointLock:
 
     def _typed(self, error: Exception) -> WorkerError:
         if isinstance(error, LockHeldError):
-            return EndpointInUseError(
-                f"{error} serves this endpoint",
-                field="endpoint",
-                value=str(self._endpoint),
-                fix="choose another endpoint or stop that daemon",
-            )
+            problem = f"{error} serves this endpoint"
+            fix = "choose another endpoint or stop that daemon"
+            return EndpointInUseError(problem, field="endpoint", value=str(self._endpoint), fix=fix)
         assert isinstance(error, OSError)
         path = self._endpoint.lock_path
         message = f"the endpoint's lock {path} cannot be used: {error.strerror}"

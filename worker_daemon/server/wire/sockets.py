@@ -103,11 +103,10 @@ def _bind(socket: AnySocket, endpoint: AnyEndpoint, name: str) -> None:
         socket.bind(address)
     except zmq.ZMQError as error:
         if error.errno == errno.EADDRINUSE:
+            problem = f"another process listens at {address}"
+            fix = "choose another port, four of which are free, or stop that process"
             raise EndpointInUseError(
-                f"another process listens at {address}",
-                field="endpoint",
-                value=str(endpoint),
-                fix="choose another port, four of which are free, or stop that process",
+                problem, field="endpoint", value=str(endpoint), fix=fix
             ) from None
         raise unusable(
             OSError(error.errno, error.strerror),

@@ -46,12 +46,9 @@ def refusal(head: StepHead, frames: Sequence[Frame], error: WireError) -> Except
         path = [int(index) for index in re.findall(r"\d+", match[2])]
         whole = _decoded(frames[0])
         message, field, value = match[1], _name(kind, path, whole), _value(whole, path)
-    return InvalidStepError(
-        f"the step is refused, nothing of it was applied: {message}",
-        field=field,
-        value=value,
-        fix="keep to the bounds in docs/protocol.md",
-    )
+    problem = f"the step is refused, nothing of it was applied: {message}"
+    fix = "keep to the bounds in docs/protocol.md"
+    return InvalidStepError(problem, field=field, value=value, fix=fix)
 
 
 def _name(kind: type[msgspec.Struct], path: Sequence[int], whole: Any) -> str:

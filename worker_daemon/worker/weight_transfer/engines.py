@@ -180,11 +180,9 @@ class BroadcastReceiver(TransferEngine):
                 for _ in range(count)
             ]
         except torch.OutOfMemoryError as error:
-            raise CapacityError(
-                f"no memory for {count} buffers of {num_bytes} bytes: {error}",
-                field="packed_bytes",
-                fix="pack into smaller buffers, which also cut large tensors",
-            ) from None
+            problem = f"no memory for {count} buffers of {num_bytes} bytes: {error}"
+            fix = "pack into smaller buffers, which also cut large tensors"
+            raise CapacityError(problem, field="packed_bytes", fix=fix) from None
 
 
 class IpcReader(TransferEngine):
