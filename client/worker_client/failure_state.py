@@ -42,7 +42,7 @@ class Ownership(enum.Enum):
 
     NEW = "never attached"
     SERVING = "attached: it takes steps"
-    ENDED = "fenced, the lease lost, drained in a step, or a reply could not be read"
+    ENDED = "fenced, lease lost, drained during a step, or an unreadable reply"
     LINK_GIVEN_UP = "links failed too often in a row, though all daemons live"
     LOST = "a daemon is dead"
     REPLACING = "another daemon is taking a lost one's place"
