@@ -1,5 +1,4 @@
-"""Puts a model runner together from its parts: the one place that knows which part serves which
-place in the group."""
+"""Assembles a model runner from its parts, by the rank's place in the group."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -39,7 +38,7 @@ from worker_daemon.runner.token_history import NoHistory, SampledTokens, TokenHi
 
 @dataclass(frozen=True, slots=True)
 class RunnerParts:
-    """Parts of a runner that outlive it."""
+    """Objects that a runner uses and that outlive it."""
 
     parallel: ParallelState
     tp: TensorParallel
@@ -48,21 +47,23 @@ class RunnerParts:
     dtype: torch.dtype
     device: torch.device
     capture_stream: torch.cuda.Stream | None
-    """Stream that graphs are captured on; None on the CPU."""
+    """Stream on which graphs are captured; None on the CPU."""
     sampling: Sampling
     rows: RowKernels
     open_staging: OpenStaging
 
     @property
     def depth(self) -> int:
-        """Steps whose buffers must not be overwritten: those in flight, and the one being built."""
+        """Number of steps whose buffers must not be overwritten: those in flight, and the one being
+        built."""
         return self.parallel.pp_size + 2
 
 
 def assemble_runner(
     parts: RunnerParts, link: Link, limits: StepLimits, kv: Sequence[LayerKV]
 ) -> ModelRunner:
-    """Return a runner with empty rows. kv: one a local layer, or none for NullAttention."""
+    """Return a runner with empty rows. kv: one LayerKV per local layer, or none for
+    NullAttention."""
     parallel = parts.parallel
     step_parts = make_parts(
         limits,
@@ -138,8 +139,7 @@ def _token_history(parts: RunnerParts, state: RequestState) -> TokenHistory:
 
 
 def step_graphs(parts: RunnerParts, runner: ModelRunner, *, enforce_eager: bool) -> StepGraphs:
-    """Return what may be captured of a runner's steps: nothing on the CPU, or if eager is asked
-    for."""
+    """Return the graphs that may be captured: none on the CPU or with --enforce-eager."""
     if parts.device.type != "cuda" or enforce_eager:
         return NoGraphs()
     limits = runner.state.limits

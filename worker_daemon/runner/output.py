@@ -1,5 +1,5 @@
-"""A step's result on its way to the host: copied asynchronously, waited for on the completion
-thread, then encoded."""
+"""Brings a step's result to the host: copies it asynchronously, waits on the completion thread,
+then encodes it."""
 
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
@@ -41,7 +41,7 @@ class PendingOutput(Protocol):
 
 
 class StepReplies:
-    """Makes a rank's replies; a rank that sends none gets None."""
+    """Builds a rank's replies; returns None on a rank that sends none."""
 
     def __init__(self, link: Link, history: TokenHistory, *, is_output_rank: bool) -> None:
         self._link = link
@@ -66,7 +66,7 @@ class StepReplies:
     def of_delivery(
         self, identity: ReplyIdentity, rows: SampleRows, delivery: Delivery
     ) -> PendingOutput | None:
-        """The step itself brings its tokens to the host."""
+        """Return the output of a step that writes its tokens to the host itself."""
         if not self._is_output_rank:
             return None
         delivered = delivery.expect(rows.slots_np.size)
@@ -138,8 +138,8 @@ class StepOutput:
 
 
 class DeliveredOutput:
-    """The output of a step whose tokens the device writes to the host itself: the only stage's, and
-    so of no other's status. As StepOutput otherwise."""
+    """The output of a step whose tokens the device writes to the host itself. Only a sole stage has
+    it, so there is no other stage's status. Otherwise like StepOutput."""
 
     is_ready = False
 
@@ -207,8 +207,8 @@ class NoTokens:
 
 
 class _HostCopies:
-    """A step's status and result columns on their way to the host. On CUDA pinned, and complete
-    once an event behind the copies is."""
+    """A step's status and result columns on their way to the host. On CUDA the host memory is
+    pinned, and the copies are complete once the event recorded after them is."""
 
     def __init__(self, columns: Sequence[Tensor], link: Link) -> None:
         self._link = link
@@ -217,7 +217,7 @@ class _HostCopies:
 
     @property
     def on_host(self) -> bool:
-        """The device is the host: there is nothing to wait for."""
+        """An event for the CPU: the device is the host, so there is nothing to wait for."""
         return self._copied is None
 
     def wait(self) -> list[Tensor]:

@@ -1,7 +1,7 @@
-"""Grammar masks: which tokens a structured output allows next, as the driver's matcher says. Knows
-no grammar.
+"""Grammar masks: the tokens that a structured output allows next. The driver's matcher computes
+them.
 
-Shapes: R rows that sample, M masks, V vocabulary, W = ceil(V / 32) words a mask.
+Shapes: R rows that sample, M masks, V vocabulary, W = ceil(V / 32) words per mask.
 """
 
 from collections.abc import Sequence
@@ -45,7 +45,7 @@ class Masks:
 
 
 class GrammarMasksPart(StepPart):
-    """Logits of tokens that a row's mask does not allow become -inf."""
+    """Sets the logits of tokens that a row's mask does not allow to -inf."""
 
     step_extension = GrammarMasks
 
@@ -55,7 +55,7 @@ class GrammarMasksPart(StepPart):
         """Unpack int32 words [M, W]: bit t % 32 (lowest first) of word t // 32 allows token t.
 
         Raises:
-            InvalidStepError: slots and words do not fit each other, or a mask allows no token.
+            InvalidStepError: slots and words do not match, or a mask allows no token.
         """
         raw_slots, vocab_size = extension.slots, limits.vocab_size
         if len(raw_slots) % 2:
