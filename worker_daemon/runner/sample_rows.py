@@ -1,5 +1,5 @@
-"""The sequences of a step that sample, on the host and on the device, and what is sampled of them.
-Values alone."""
+"""Values: the sequences of a step that sample, on the host and on the device, and the inputs of
+their sampling."""
 
 from typing import Final, NamedTuple
 
@@ -13,8 +13,8 @@ from worker_daemon.runner.staging import Delivery
 from worker_daemon.runner.token_history import Sampled
 
 BY_LOGITS: Final = 1
-"""The bit of SampleRows.used that no part has: rows whose likeliest tokens are not known, as of a
-step that failed."""
+"""A bit of SampleRows.used that belongs to no part: the rows' most likely tokens are unknown,
+because the step failed."""
 
 
 class SampleRows(NamedTuple):
@@ -24,11 +24,11 @@ class SampleRows(NamedTuple):
     slots_np: Int64s
     """[R]"""
     generations: Int64s
-    """[R] of the rows, when the step was accepted."""
+    """[R] generations of the rows when the step was accepted."""
     positions_np: Int32s
     """[R] position of the token that is sampled: an upper bound where `are_bounds`."""
     used: int
-    """The bits of the parts that some row uses; 0: every row takes its likeliest token and reports
+    """The bits of the parts that any row uses; 0: every row takes its most likely token and reports
     nothing else."""
     slots: Tensor
     """int32 [>= R], device"""
@@ -37,15 +37,15 @@ class SampleRows(NamedTuple):
     positions: Tensor
     """int32 [>= R], device"""
     delivery: Delivery | None
-    """The place that the device writes the likeliest tokens to; None if they are copied."""
+    """The place to which the device writes the most likely tokens; None if they are copied."""
     are_bounds: bool = False
-    """Some row's tokens may have been refused: the device alone has all positions."""
+    """True if a row's tokens may have been refused: then only the device has all positions."""
     known_bitmap: bytes = b""
-    """slots_np as a reply names them, where somebody has packed them before."""
+    """slots_np as the bitmap of a reply, if it was packed before."""
 
     @property
     def bitmap(self) -> bytes:
-        """Return slots_np as a reply names them."""
+        """Return slots_np as the bitmap of a reply."""
         return self.known_bitmap or slot_bitmap(self.slots_np)
 
     @property
@@ -63,7 +63,7 @@ class SampleRows(NamedTuple):
         )
 
     def keep(self, chosen: Int64s) -> "SampleRows":
-        """Return these rows only. chosen [R'] int64: indices into the rows."""
+        """Return only these rows. chosen: int64 [R'], indices into the rows."""
         on_device = upload(chosen, self.slots.device)
         return SampleRows(
             self.slots_np[chosen],
@@ -78,7 +78,7 @@ class SampleRows(NamedTuple):
         )
 
     def without_padding(self) -> "SampleRows":
-        """Return the same rows, whose columns on the device are [R]."""
+        """Return the same rows, with device columns cut to [R]."""
         count = self.slots_np.size
         return self._replace(
             slots=self.slots[:count],
@@ -93,12 +93,12 @@ class SamplingInputs(NamedTuple):
     hidden: Tensor
     """[R, H] residual stream of each sequence's last token."""
     greedy: Tensor
-    """int64 [R] the likeliest token."""
+    """int64 [R] the most likely token."""
     inputs: Tensor | None = None
-    """int64 [R] each sequence's last token, where it may be computed again; else None."""
+    """int64 [R] each sequence's last token, if it may have to be computed again; else None."""
 
     def keep(self, kept: Int64s) -> "SamplingInputs":
-        """Return these rows only: kept int64 [R'] indexes the rows."""
+        """Return only these rows. kept: int64 [R'], indices into the rows."""
         if not self.hidden.shape[0]:
             return self
         on_device = upload(kept, self.hidden.device)
@@ -112,13 +112,13 @@ class SamplingInputs(NamedTuple):
 
 
 class Unsampled(NamedTuple):
-    """A step after its forward pass. Valid until the next step runs, a clone for longer."""
+    """A step after its forward pass. Valid until the next step runs; a clone stays valid."""
 
     rows: SampleRows
     chosen: SamplingInputs | None
-    """None: the step failed on this rank before it had any."""
+    """None if the step failed on this rank before it was known."""
     status: Tensor
-    """int64 [], see distributed/pp.py; on the device where there are other stages."""
+    """int64 [], see distributed/pp.py; on the device if there are other stages."""
     brought: StepExtensions
 
     def clone(self) -> "Unsampled":
@@ -127,8 +127,8 @@ class Unsampled(NamedTuple):
         return self._replace(rows=self.rows.clone(), chosen=chosen)
 
     def keep(self, kept: Int64s, later: StepExtensions) -> "Unsampled":
-        """Return these rows only, with the extensions of the message that samples them. kept int64
-        [R'] indexes the rows."""
+        """Return only these rows, with the extensions of the message that samples them. kept: int64
+        [R'], indices into the rows."""
         return Unsampled(
             self.rows.keep(kept),
             None if self.chosen is None else self.chosen.keep(kept),
