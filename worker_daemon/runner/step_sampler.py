@@ -1,5 +1,5 @@
-"""Sampling: from a step's last hidden states to the tokens that its rows go on with. On stages with
-the output layer."""
+"""Samples: turns a step's last hidden states into its rows' next tokens. Runs on stages with the
+output layer."""
 
 import torch
 from torch import Tensor
@@ -11,7 +11,7 @@ from worker_daemon.runner.sample_rows import Unsampled
 
 
 class StepSampler:
-    """Owned by the stage that samples."""
+    """Samples a step's rows. Owned by the stage that samples."""
 
     def __init__(self, stage: DecoderStage, parts: StepParts, tables: RowTables) -> None:
         self._stage = stage
@@ -29,8 +29,8 @@ class StepSampler:
         return self._parts.sample(logits, rows, step.brought)
 
     def refuse(self, step: Unsampled, sampled: SamplerOutput, refused: Tensor) -> Tensor:
-        """Write to this rank's rows what they refuse. Return int64 [2, R]: the tokens that they go
-        on with, where one was refused the one before it, and what each has refused in all."""
+        """Write the refusals to this rank's rows. Return int64 [2, R]: the token from which each
+        row continues (after a refusal the one before it), and each row's total refusals."""
         assert step.chosen is not None, "the step has got this far"
         assert step.chosen.inputs is not None, "steps that may refuse keep their last tokens"
         count = step.rows.slots_np.size

@@ -101,7 +101,7 @@ class StepParts:
         expected = sum(extension.num_frames for extension in extensions)
         if len(frames) != expected:
             fix = f"send {expected}: one of new requests' tokens, and those of extensions"
-            raise invalid("arrays", f"{len(frames)} frames beside the step's own", fix)
+            raise invalid("arrays", f"{len(frames)} frames besides the step's own", fix)
         if not extensions:
             return NOTHING_BROUGHT
         _check_unique("extensions", extensions)

@@ -47,7 +47,7 @@ def refusal(head: StepHead, frames: Sequence[Frame], error: WireError) -> Except
         whole = _decoded(frames[0])
         message, field, value = match[1], _name(kind, path, whole), _value(whole, path)
     return InvalidStepError(
-        f"the step is refused, nothing of it was applied: {message}",
+        f"the step is refused; nothing was applied: {message}",
         field=field,
         value=value,
         fix="keep to the bounds in docs/protocol.md",
