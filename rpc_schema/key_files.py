@@ -1,5 +1,5 @@
-"""The key files of drivers and daemons: their JSON formats, and reading them with checks that
-nobody else can have read or changed them."""
+"""The key files of drivers and daemons: their JSON formats, and functions that read them, after
+checks that no other user can have read or changed them."""
 
 import enum
 import os
@@ -61,8 +61,8 @@ class AuthorizedKey(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class KeyFileError(Exception):
-    """A key file cannot be used. `field` names the option, `fix` the remedy; it never contains a
-    key."""
+    """A key file cannot be used. `field` names the option, `fix` the remedy. The error never
+    contains a key."""
 
     def __init__(self, message: str, *, field: str, value: str, fix: str) -> None:
         super().__init__(f"{message}; field {field} = {value!r}; fix: {fix}")
@@ -78,11 +78,12 @@ def fingerprint(public_key: str) -> str:
 
 
 def read_secret_key(path: Path, field: str, *, group_may_read: bool = False) -> SecretKey:
-    """Read a secret file. group_may_read: for systemd's credentials, whose directory is closed and
-    whose access lists appear as rights of the group.
+    """Read a secret file. group_may_read: for systemd's credentials, whose directory is closed to
+    others, and whose access lists appear as group permissions.
 
     Raises:
-        KeyFileError: it is missing, malformed, of somebody else, or others may read or write it.
+        KeyFileError: it is missing, malformed or owned by another user, or others may read or write
+        it.
     """
     allowed = 0o440 if group_may_read else 0o400
     data = _read(path, field, forbidden=0o777 & ~allowed & ~0o200, private=True)
@@ -130,10 +131,10 @@ def _read(path: Path, field: str, *, forbidden: int, private: bool) -> bytes:
             f"the file cannot be read: {error.strerror}",
             field=field,
             value=shown,
-            fix="name a file that this user may read; keys are never given themselves",
+            fix="name a file that this user may read; never pass the key itself",
         ) from None
     if not stat.S_ISREG(facts.st_mode) or len(data) > MAX_FILE_BYTES:
-        raise KeyFileError("it is no key file", field=field, value=shown, fix="name a JSON file")
+        raise KeyFileError("it is not a key file", field=field, value=shown, fix="name a JSON file")
     if facts.st_uid not in (os.geteuid(), 0):
         raise KeyFileError(
             f"the file belongs to user {facts.st_uid}",
@@ -148,7 +149,7 @@ def _read(path: Path, field: str, *, forbidden: int, private: bool) -> bytes:
             field=field,
             value=shown,
             fix=f"chmod {'0400' if private else 'go-w'} {shown}"
-            + (", and make a new key if somebody may have read it" if private else ""),
+            + (", and make a new key if another user may have read it" if private else ""),
         )
     return data
 

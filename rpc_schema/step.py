@@ -1,9 +1,9 @@
-"""Steps: they name slots, and only what changed. A driver's `client/worker_client/slots.py` writes
-these messages, `runner/` reads them.
+"""Step messages. They name slots, and only the changes since the last step. A driver's
+`client/worker_client/slots.py` writes these messages, `runner/` reads them.
 
 A request gets a slot at admission and keeps it until it finishes. Preemption is a finish;
 resumption is a new admission with all tokens so far. Integer columns travel as raw little-endian
-bytes; prompt tokens as one frame of int32 beside the message.
+bytes; prompt tokens as one int32 frame after the message.
 """
 
 from typing import Annotated, Final
@@ -70,7 +70,7 @@ class ExecuteModel(StepRequest["ModelRunnerOutput"], frozen=True, tag=1, kw_only
     """
 
     total_num_scheduled_tokens: Count
-    """A checksum: the sum over the scheduled slots."""
+    """The sum over the scheduled slots, as a checksum."""
     scheduled: Bitmap = b""
     """The slots that take part; each has one token unless num_scheduled_tokens says otherwise."""
     num_scheduled_tokens: RawInt32 = b""
@@ -86,13 +86,13 @@ class ExecuteModel(StepRequest["ModelRunnerOutput"], frozen=True, tag=1, kw_only
     resync: RawInt32 | None = None
     """A full resynchronization: rows (slot, num_computed_tokens, num_tokens, num_blocks of each
     group), slots ascending, of all slots that stay; blocks that a window has passed count too.
-    Slots not named are freed; a named one whose counts differ makes the step refused. It clears an
-    earlier failure, and closes a gap: its seq need only be new."""
+    Slots not named are freed. The step is refused if a named slot's counts differ. A
+    resynchronization clears an earlier failure, and closes a gap: its seq need only be new."""
     defer_sampling: bool = False
     """Sampling waits for a SampleTokens that names this seq."""
     extensions: StepExtensions = ()
-    """With defer_sampling, those that concern the sampling may come with the SampleTokens instead;
-    of a kind that is in both, the later one counts."""
+    """With defer_sampling, extensions that concern sampling may come with the SampleTokens instead.
+    If both messages have one of a kind, the later one counts."""
     new_block_groups: RawUInt8 = b""
     """For each of new_block_ids, the group of layers of its table; empty: the first."""
     corrections: RawInt32 = b""
@@ -127,4 +127,4 @@ class ModelRunnerOutput(StepReply, frozen=True, tag=1, kw_only=True):
 
 
 class Done(StepReply, frozen=True, tag=2, kw_only=True):
-    """Completion of an operation without a result of its own."""
+    """Completion of an operation that has no other result."""

@@ -1,10 +1,10 @@
 """Tensors that do not fit into a message, uploaded into a daemon's host memory: named by the hash
 of their content, in chunks, and dropped with the lease. Defines chunks and hashes for both sides.
 
-They are sent over the control socket, to a thread that steps do not wait for, outside the order of
-seqs. So a chunk never delays a step and is not kept for resending with the steps, and its size
-bounds the delay of other control requests and heartbeats. For the same reason ranks may differ for
-a while in their uploads: a step that names a missing one is not refused, but fails.
+They are sent over the control socket, outside the order of seqs, to a thread for which steps do not
+wait. So a chunk never delays a step, and is not kept for resending with the steps. Its size bounds
+the delay of other control requests and heartbeats. For the same reason, ranks may differ for a
+while in their uploads: a step that names a missing one is not refused, but fails.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -68,7 +68,7 @@ class UploadChunk(ControlRequest["UploadChunkReply"], frozen=True, tag=40, kw_on
 
 class UploadChunkReply(ControlReply, frozen=True, tag=40, kw_only=True):
     is_complete: bool
-    """The complete tensor is there, and matches its hash."""
+    """True if the tensor is complete and matches its hash."""
 
 
 class FindUploads(ControlRequest["FindUploadsReply"], frozen=True, tag=41, kw_only=True):
@@ -105,8 +105,8 @@ def content_hash(dtype: UploadDtype, shape: Sequence[int], digests: Iterable[byt
     """Return the hash that names a tensor, as defined by UploadChunk, from its chunk digests in
     order.
 
-    It is made of digests, so that chunks can be hashed as they come, in any order, and nobody has
-    to hash a complete tensor at once.
+    It is computed from digests, so that chunks can be hashed as they arrive, in any order, and
+    never all at once.
     """
     whole = blake2b(digest_size=HASH_BYTES, person=b"upload")
     whole.update(f"{dtype} {','.join(map(str, shape))}\n".encode("ascii"))

@@ -4,11 +4,11 @@ SOFTWARE_VERSION = "0.1.0"
 """The build reads it from here, so that a source tree that is not installed has it too."""
 
 PROTOCOL_VERSION = 8
-"""Rises with every change of bytes. Driver and daemon must have the same number, or attach is
-refused with both named.
+"""Increases with every change of bytes on the wire. Driver and daemon must have the same number;
+otherwise attach is refused, with an error that names both.
 
-Hello and HelloReply alone never change (fields may be appended, never moved), so that two versions
-can tell each other.
+Only Hello and HelloReply never change (fields may be appended, never moved), so that two versions
+can tell each other apart.
 """
 
 

@@ -39,7 +39,7 @@ class Process:
         """Return what the kernel shows of the likely cause of its end, for an error's text."""
         if not self.pid or _num_oom_kills(self._memory_events) <= self._oom_kills:
             return ""
-        return "; the kernel has killed for want of memory in its cgroup (oom_kill has risen)"
+        return "; the kernel has killed for lack of memory in its cgroup (oom_kill has risen)"
 
     def copy(self) -> "Process":
         """Return the same process, to be closed on its own."""
@@ -154,7 +154,7 @@ def _memory_events(pid: int) -> Path:
 
 
 def _num_oom_kills(events: Path) -> int:
-    """Read how many of a cgroup's processes were killed for want of memory; 0 if unknown. A rise
+    """Read how many of a cgroup's processes were killed for lack of memory; 0 if unknown. A rise
     while one of them was killed names the likely cause, and no more."""
     with contextlib.suppress(OSError, ValueError):
         for line in events.read_text().splitlines():
