@@ -53,7 +53,7 @@ Recover: TypeAlias = Callable[[WorkerDied], object]
 
 
 def give_up(died: WorkerDied) -> None:
-    """Raise the error: nobody replaces a lost daemon."""
+    """Raise the error: the default, which does not replace a lost daemon."""
     raise died
 
 
@@ -113,7 +113,7 @@ class Driver:
         self._unsent: SchedulerOutput | None = None
         """Scheduler output that was not sent; it goes first once the group takes steps."""
         self._refusal: InvalidSchedulerOutput | None = None
-        """Reason for which the group refused _unsent; raised once no step is in flight."""
+        """The error with which the group refused _unsent; raised once no step is in flight."""
         self._added: dict[str, float] = {}
         self._first_token: dict[str, float] = {}
         self._without_token: set[str] = set()
@@ -159,8 +159,8 @@ class Driver:
                 recovery between them.
             SchedulerStalled: the scheduler has requests, no step, and no result to wait for.
             WorkerDied: a daemon is lost, and `recover` does not replace it, or has done so
-                MAX_CONSECUTIVE_FAILURES times since a step ended well.
-            InvalidSchedulerOutput: the scheduler gave a step that breaks a rule. The steps before
+            MAX_CONSECUTIVE_FAILURES times since the last successful step. InvalidSchedulerOutput:
+            the scheduler gave a step that breaks a rule. The steps before
                 it are settled, and step_failed has returned it to the scheduler. It may be called
                 again.
             DrainingError: an operator drains the group, and the steps in flight are settled. It may

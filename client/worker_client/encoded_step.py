@@ -1,4 +1,4 @@
-"""A step as sent: its frames and the steady requests in it, and its reply turned back into request
+"""Holds a step as sent: its frames and its steady requests. Translates its reply back into request
 ids."""
 
 from array import array
@@ -78,9 +78,11 @@ class EncodedStep:
         """Slots of other requests that sample in this step."""
         self.extra_req_ids = extra_req_ids
         self.reporting = reporting
-        """Extensions of the requests whose replies have more than tokens, as of this step."""
+        """Extensions of the requests whose replies contain more than tokens, at the time of this
+        step."""
         self.resync = resync
-        """Sent in full: if this one fails, the rows it names cannot be trusted either."""
+        """True if it was sent in full: if it fails, the rows that it names cannot be trusted
+        either."""
 
     def sampled_bitmap(self) -> tuple[bytes, Sequence[str]]:
         """Return the slots that sample as a bitmap, and their request ids, slots ascending."""
@@ -134,7 +136,8 @@ def decode_reply(
 
 
 def _those_left(slots: bytes, req_ids: Sequence[str], named: bytes) -> tuple[bytes, Sequence[str]]:
-    """Those of a step's slots that the bitmap names, as a bitmap too, and their requests."""
+    """Return those of a step's slots that the bitmap names, also as a bitmap, and their
+    requests."""
     pairs = zip(np.frombuffer(slots, "<u2").tolist(), req_ids, strict=True)
     left = [
         (slot, req_id)
@@ -145,7 +148,7 @@ def _those_left(slots: bytes, req_ids: Sequence[str], named: bytes) -> tuple[byt
 
 
 def _bitmap(slots: bytes) -> bytes:
-    """Slots, as little-endian uint16, to a bitmap without zero bytes at its end."""
+    """Convert slots, as little-endian uint16, to a bitmap without trailing zero bytes."""
     numbers = np.frombuffer(slots, "<u2")
     if not numbers.size:
         return b""
@@ -155,5 +158,5 @@ def _bitmap(slots: bytes) -> bytes:
 
 
 def pack_bits(bits: NDArray[np.bool_]) -> bytes:
-    """Slots to a bitmap without its trailing zero bytes."""
+    """Convert slots to a bitmap without trailing zero bytes."""
     return np.packbits(bits, bitorder="little").tobytes().rstrip(b"\0")

@@ -30,8 +30,8 @@ ENDS_OWNERSHIP: Final = (
     NotAttachedError,
     WorkerDied,
 )
-"""Errors after which the group takes no steps: another driver has the daemons, or nobody, or they
-cannot reach each other."""
+"""Errors after which the group takes no steps: another driver has the daemons, or no driver has
+them, or they cannot reach each other."""
 
 MAX_LINK_FAILURES: Final = 3
 """In a row: steps that break the link, and failed attempts to relink."""
@@ -356,8 +356,8 @@ def announces_end(reply: ErrorReply) -> bool:
 
 
 class LinkTries:
-    """Count of a group's link failures in a row. Relinking for ever helps nobody if the network
-    between two ranks is cut. Owned by the FailureState."""
+    """Counts a group's consecutive link failures, so that the driver does not relink forever if the
+    network between two ranks is cut. Owned by the FailureState."""
 
     def __init__(self) -> None:
         self._failures: list[tuple[int, ClientError]] = []
@@ -392,7 +392,7 @@ class FailureState:
         self.state = GroupState(link=LinkState.WHOLE if world_size > 1 else LinkState.NONE)
         self._answers = answers(self.state)
         self.cause: ClientError | None = None
-        """Reason for which the group takes no steps any more; None if it does."""
+        """The error because of which the group takes no more steps; None if it takes steps."""
         self.suspect: Suspect | None = None
         """Set while a cause is awaited."""
         self.weights_cause = ""

@@ -1,5 +1,5 @@
-"""A driver's choice of the number of KV blocks and the context length, from the ranks' reports.
-Pure. The arithmetic of blocks is in rpc_schema/kv_cache.py."""
+"""Chooses the number of KV blocks and the context length from the ranks' reports. Pure. The
+arithmetic of blocks is in rpc_schema/kv_cache.py."""
 
 from collections.abc import Sequence
 
@@ -18,10 +18,8 @@ from worker_client.errors import KVPlanError
 
 
 def choose_num_blocks(fitting: int, asked: int | None) -> int:
-    """Return the number of blocks asked for, or else all that fit.
-
-    Raises:
-        KVPlanError: more was asked for than fits.
+    """Return the requested number of blocks, or else all that fit. Raises: KVPlanError: more were
+    requested than fit.
     """
     if asked is None:
         return fitting
@@ -30,7 +28,7 @@ def choose_num_blocks(fitting: int, asked: int | None) -> int:
             f"only {fitting} KV blocks fit into the memory of the smallest rank",
             field="num_gpu_blocks",
             value=asked,
-            fix=f"ask for at most {fitting}, or leave it out",
+            fix=f"request at most {fitting}, or leave it out",
         )
     return asked
 
@@ -70,7 +68,8 @@ def choose_groups(
     """Return the groups of all ranks' layers.
 
     Raises:
-        KVPlanError: layers keep so different amounts per token that no block sizes suit them all.
+        KVPlanError: the layers keep such different amounts per token that no block sizes fit them
+        all.
     """
     block_size, step = config.cache.block_size, config.scheduler.max_num_batched_tokens
     try:

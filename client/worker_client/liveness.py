@@ -24,8 +24,8 @@ SILENCE_LIMIT_S = 9.9
 announced a longer one. Ten seconds are guaranteed."""
 
 BLIND_AFTER_S = 0.5
-"""Time without reading events that does not count as silence: heartbeats may have been lost in
-it."""
+"""After this long without reading events, the time does not count as silence: heartbeats may have
+been lost."""
 
 _FENCE_AFTER_CUT_S = FENCE_AFTER_S - 1.0
 """Time since the end of a connection, which itself comes after about a second of silence."""

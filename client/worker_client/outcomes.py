@@ -64,7 +64,7 @@ class Failure:
     code: ErrorCode
     traceback: str = ""
     is_mended: bool = False
-    """The daemon whose death this was has been replaced."""
+    """True if the dead daemon has been replaced."""
     lost: set[str] = field(default_factory=set)
     futures: "list[StepFuture]" = field(default_factory=list)
 
@@ -125,7 +125,7 @@ class StepFuture:
     samples: bool = False
     """False for steps whose reply names no request."""
     replayed: bool = False
-    """The reply was a daemon's second sending of it."""
+    """True if the reply was a replay."""
     value: StepResult | None = None
     failure: Failure | None = None
 
@@ -161,7 +161,7 @@ class StepFuture:
 
 
 class StepsInFlight:
-    """Settles the futures of a group's steps, by replies and by failures. Belongs to one thread."""
+    """Settles the futures of a group's steps, from replies and failures. Belongs to one thread."""
 
     def __init__(self, state: FailureState, output_rank: int) -> None:
         """Without rows until start(). state: the group's; every failure is applied to it."""
@@ -321,7 +321,7 @@ class StepsInFlight:
         self._fail_from(seq, self._new_failure(cause, reply.rank, reply.code, reply.traceback))
 
     def _fail_all_rows(self, reply: ErrorReply, error: RemoteError) -> None:
-        """Handle the failure of a rank in a step whose result is out already: its rows are behind
+        """Handle the failure of a rank in a step whose result is out already: its rows lag behind
         all others."""
         self._state.apply(Change.LINK_BROKEN)
         failure = self._new_failure(error, reply.rank, reply.code, reply.traceback)

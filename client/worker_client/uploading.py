@@ -29,7 +29,7 @@ class HostTensor(NamedTuple):
         """Wrap an array of one of the dtypes, without a copy if it is contiguous.
 
         Raises:
-            ClientConfigError: the dtype, or the shape, is none that can be uploaded.
+            ClientConfigError: tensors of this dtype or shape cannot be uploaded.
         """
         _check_dtype(array.dtype.name)
         plain = np.ascontiguousarray(array, array.dtype.newbyteorder("<"))
@@ -89,7 +89,8 @@ class UploadTask:
     def __init__(
         self, channel: GroupChannel, tensors: Sequence[HostTensor], ranks: Sequence[int] | None
     ) -> None:
-        """Ask the ranks (None: all) what they have already. Raises as WorkerGroup.upload does."""
+        """Ask the ranks (None: all) which tensors they have already. Raises as WorkerGroup.upload
+        does."""
         self._channel = channel
         self._epoch = attached_epoch(channel)
         self.content_hashes = [tensor.content_hash for tensor in tensors]

@@ -55,7 +55,7 @@ from worker_client.worker_client import TensorList
 CLOSE_WAIT_S = 0.5
 """Wait of close() for steps in flight, so that all ranks are left at the same one."""
 NO_MORE_SLOTS = 65535
-"""No row has this number."""
+"""A row number that does not exist."""
 
 TRANSFER_SLACK_S = 30.0
 """Time between a rank's timeout for a trainer and ours."""
@@ -106,7 +106,7 @@ class WorkerGroup:
         self.close()
 
     def close(self) -> None:
-        """Leave in order and close all sockets. The daemons keep what they have loaded, and the
+        """Detach and close all sockets. The daemons keep what they have loaded, and the
         next driver need not wait."""
         try:
             self._leave()
@@ -149,11 +149,11 @@ class WorkerGroup:
         Requests of earlier drivers are dropped, unless they are to be kept for adopt_requests(). If
         this group was attached before, its own requests are dropped and its steps in flight fail.
         timeout_s bounds all of it; the default is ATTACH_TIMEOUT_S for agreeing, and then the time
-        in which daemons that hang in a step let go.
+        that daemons need to abandon a hanging step.
 
-        Another driver's lease is waited for, at most wait_for_lease_s and no longer than it takes
-        to see that the other driver lives. force takes it at once: the other driver's steps are
-        refused from then on.
+        If another driver has the lease, this waits for it, at most wait_for_lease_s and only until
+        it is certain that the other driver lives. force takes it at once: the other driver's steps
+        are refused from then on.
 
         wait_s: how long to wait first for daemons that are not started yet.
 
@@ -209,9 +209,8 @@ class WorkerGroup:
     def replace(
         self, rank: int, endpoint: str | None = None, within_s: float = REPLACE_WITHIN_S
     ) -> ReplacementReport:
-        """Put a daemon in the place of a lost one, and continue: the one that answers at `endpoint`
-        within the time. The default is the lost one's own endpoint, for a supervisor that restarts
-        it.
+        """Replace a lost rank's daemon by the one that answers at `endpoint` within the time, and
+        continue. The default is the lost one's own endpoint, for a supervisor that restarts it.
 
         The new daemon loads its own shard only. The others keep their weights, the memory of the KV
         cache, and graphs without communication. Ranks that are asleep are woken first, for which
@@ -220,10 +219,9 @@ class WorkerGroup:
         die meanwhile are waited for at their own endpoints, REPLACE_ATTEMPTS times in a row.
 
         Raises:
-            ReplacementFailed: no daemon came, or attempts failed by another death or for want of
-                memory. It may be tried again.
-            RemoteError: the new daemon refuses the model or the device.
-            ClientError: nothing was loaded that a new daemon could load.
+            ReplacementFailed: no daemon answered, or attempts failed because of another death or
+            lack of memory. It may be tried again. RemoteError: the new daemon refuses the model or
+            the device. ClientError: nothing was loaded that a new daemon could load.
         """
         if self._loaded is None:
             raise ClientError(
@@ -241,7 +239,7 @@ class WorkerGroup:
         return replaced
 
     def detach(self) -> None:
-        """Leave in order; models stay loaded."""
+        """Detach; models stay loaded."""
         self._attaching.detach()
 
     def shutdown(self) -> None:
@@ -317,8 +315,8 @@ class WorkerGroup:
         one; blocks keep their contents until they are assigned.
 
         Raises:
-            AdoptionMismatch: ranks disagree about what a request is.
-            RemoteError: a rank cannot say; names the first that cannot.
+            AdoptionMismatch: ranks report different data for a request. RemoteError: a rank cannot
+            report; names the first one.
         """
         rows = _read_rows(self._channel)
         kv_cache = self.clients[0].get_status().kv_cache
@@ -337,8 +335,8 @@ class WorkerGroup:
         lost: the next step fails and names them.
 
         Raises:
-            WorkerDied: a daemon is dead: its neighbours may know that before its own connection
-                ends, hence a moment's patience.
+            WorkerDied: a daemon is dead: its neighbors may notice that before its own connection
+            ends, so this waits a moment.
         """
         self._channel.check_deaths()
         self._drain()
@@ -385,8 +383,8 @@ class WorkerGroup:
         )
 
     def save_tensorized_model(self, name: str) -> list[lc.SaveTensorizedModelReply]:
-        """save_sharded_state through the tensorizer library, which the daemons must have (`pip
-        install "worker-daemon[tensorizer]"`): one file a rank, for load_format="tensorizer".
+        """Save like save_sharded_state, through the tensorizer library, which the daemons must have
+        (`pip install "worker-daemon[tensorizer]"`): one file a rank, for load_format="tensorizer".
 
         Raises: as save_sharded_state does, and
             RemoteConfigError: a daemon does not have the library.
@@ -417,9 +415,9 @@ class WorkerGroup:
         are refused until both are awake. Repeating it changes nothing.
 
         Raises:
-            RemoteCapacityError: a device has not that much left. That rank sleeps on as it did;
-            others may be awake: call it again once there is memory, or sleep.
-            RemoteConfigError: as sleep() does.
+            RemoteCapacityError: a device has not that much left. That rank stays asleep; others may
+            be awake: call it again once there is memory, or sleep. RemoteConfigError: as sleep()
+            does.
         """
         wanted = None if tags is None else tuple(tags)
         return self._channel.ask(partial(lc.WakeUp, tags=wanted))
@@ -447,8 +445,8 @@ class WorkerGroup:
         timeout_s: how long a rank waits for the trainer here, and later for its next data.
 
         Raises:
-            WeightTransferError: the trainer has not come. RemoteConfigError: the engine is not for
-            this group. The daemons serve on, without an engine.
+            WeightTransferError: the trainer has not connected. RemoteConfigError: the engine is not
+            for this group. The daemons continue to serve, without an engine.
         """
         return self._channel.ask(
             partial(
@@ -489,7 +487,7 @@ class WorkerGroup:
         """Close the update on every rank: steps can be sent again.
 
         Raises:
-            RemoteConfigError: tensors have not come; the update is still open.
+            RemoteConfigError: tensors are missing; the update is still open.
         """
         replies = self._channel.ask(wt.FinishWeightUpdate)
         self._state.apply(Change.WEIGHTS_FILLED)
@@ -509,7 +507,7 @@ class WorkerGroup:
             replies = self._channel.ask(partial(wt.ReloadWeights, model=model))
         except RemoteError:
             self._state.apply(WeightsGone(before) if before else Change.WEIGHTS_FILLED)
-            if not before:  # refused before the first byte, mostly
+            if not before:  # usually refused before the first byte
                 self._state.apply(learned(self.get_status()))
             raise
         self._state.apply(Change.WEIGHTS_FILLED)
@@ -544,7 +542,7 @@ class WorkerGroup:
         replace(), upload them again.
 
         Raises:
-            RemoteCapacityError: a daemon has no room. What others have got stays.
+            RemoteCapacityError: a daemon has no room. Tensors that others have received stay.
             IllegalStateError: no model is loaded.
             ClientError: uploads were dropped meanwhile, by a reset.
         """
@@ -584,7 +582,7 @@ class WorkerGroup:
         kind: Literal["torch", "cuda"] = "torch",
     ) -> list[lc.ProfileReply]:
         """Begin or end a profile of every rank; ending one of kind torch writes a trace for each
-        rank. After an error some ranks may record: stop ends that, and is no error for the others.
+        rank. After an error some ranks may record: stop ends that, and does not fail on the others.
 
         prefix names the traces; without one they have the previous names, and replace those files.
 
@@ -605,8 +603,8 @@ class WorkerGroup:
         need be.
 
         If a failure has not been reported by any result(), the returned future fails with it, and
-        the requests of `output` are lost too: a scheduler that does not know of the failure cannot
-        have meant this step. The same holds if relinking fails.
+        the requests of `output` are lost too: the scheduler planned the step before it knew of the
+        failure. The same holds if relinking fails.
 
         Raises:
             TooManyStepsInFlight: pipeline size + 1 steps are in flight.
@@ -704,8 +702,8 @@ class WorkerGroup:
     # ------------------------------------------------------------------ inside
 
     def _unreported_failure(self) -> Failure | None:
-        """Return the failure that no result() has reported yet, if any: also one that occurs only
-        now, as a broken link is replaced before the next step.
+        """Return the failure that no result() has reported yet, if there is one. It may occur only
+        now, when a broken link is replaced before the next step.
 
         Raises:
             WorkerDied: the group is unusable.

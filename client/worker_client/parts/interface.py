@@ -47,7 +47,7 @@ class RequestPart:
         return b""
 
     def may_start(self, extension: Any, running: Sequence[Any]) -> bool:
-        """Return True if a request may be scheduled beside those that run. running: their
+        """Return True if a request may be scheduled together with the running ones. running: their
         extensions of the feature."""
         return True
 

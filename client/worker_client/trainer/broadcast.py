@@ -17,7 +17,7 @@ from typing import Literal, NamedTuple, TypeAlias, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import (  # type: ignore[attr-defined]  # public all the same
+from torch.distributed import (  # type: ignore[attr-defined]  # public nevertheless
     PrefixStore,
     Store,
     distributed_c10d,
@@ -106,10 +106,10 @@ class BroadcastChannel:
         )
 
     def open(self) -> None:
-        """Meet all workers, which must get `engine` at the same time.
+        """Connect to all workers, which must receive `engine` at the same time.
 
         Raises:
-            TransferStopped: they have not come in time, or stop() was called.
+            TransferStopped: they did not connect in time, or stop() was called.
         """
         self._place.set("member/0", b"here")
         self._until_set([f"member/{rank}" for rank in range(1, self._size)])
@@ -152,7 +152,7 @@ class BroadcastChannel:
         self._stopped.set()
 
     def close(self) -> None:
-        """Leave the workers, whether they live or not."""
+        """Leave the workers, even if they have died."""
         self._stopped.set()
         self._place.close()
         group, self._group = self._group, None
