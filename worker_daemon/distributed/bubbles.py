@@ -1,7 +1,7 @@
-"""Bubbles: the share of its time for which a stage waits for its input, sampled.
+"""Samples bubbles: the share of its time that a stage waits for its input.
 
-Every n-th step is measured, from before its wait to before the next step's: on a device by events
-on the stream that waits, on the CPU by the clock. Measuring never waits.
+Measures every n-th step, from before its wait to before the next step's wait: on a device by events
+on the waiting stream, on the CPU by the clock. Measuring never blocks.
 """
 
 import time
@@ -22,9 +22,9 @@ class Bubbles(NamedTuple):
     """A measurement."""
 
     waiting_share: float
-    """Of the samples' time, from 0 to 1; 0 without samples."""
+    """Share of the sampled time, from 0 to 1; 0 without samples."""
     num_samples: int
-    """At most the last 64 are taken into account."""
+    """Number of samples that count: at most the last 64."""
 
 
 class InputWaits(Protocol):
@@ -35,17 +35,17 @@ class InputWaits(Protocol):
         """Result of the newest samples."""
 
     def waiting(self) -> AbstractContextManager[None]:
-        """Around a step's wait for its input, once a step."""
+        """Enter around a step's wait for its input, once per step."""
 
 
 class _Clock(Protocol[T]):
-    """Marks points of the work that is done in order."""
+    """Marks points in a sequence of work."""
 
     def mark(self) -> T:
-        """This point."""
+        """Return a mark of the present point."""
 
     def seconds(self, first: T, last: T) -> float | None:
-        """Between two marks; None as long as the last has not been reached."""
+        """Return the seconds between two marks; None until the last one is reached."""
 
 
 class _HostClock:
@@ -86,7 +86,7 @@ class SampledWaits(Generic[T]):
         self._every = every
         self._steps = 0
         self._open: tuple[T, T] | None = None
-        """Marks around the wait of the step before, where that is a sample."""
+        """Marks around the previous step's wait, if that step is sampled."""
         self._unread: deque[tuple[T, T, T]] = deque()
         self._samples: deque[_Sample] = deque(maxlen=_SAMPLES)
         self._bubbles = Bubbles(0.0, 0)
@@ -98,7 +98,7 @@ class SampledWaits(Generic[T]):
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """Around a step's wait for its input, once a step."""
+        """Enter around a step's wait for its input, once per step."""
         self._close_sample()
         is_sample = self._steps % self._every == 0
         self._steps += 1
@@ -131,7 +131,8 @@ class SampledWaits(Generic[T]):
 def input_waits(
     device: torch.device, *, every: int = _EVERY, now: Callable[[], float] = time.perf_counter
 ) -> InputWaits:
-    """Return what measures the waits of a stage on this device; now counts seconds on the CPU."""
+    """Return the measuring object for a stage on this device; now: a clock in seconds, used on the
+    CPU."""
     if device.type == "cuda":
         return SampledWaits(_StreamClock(), every)
     return SampledWaits(_HostClock(now), every)

@@ -1,5 +1,5 @@
-"""The memory of one hop's messages. On NCCL it is registered with the communicator: messages go
-straight from the sender's memory into the receiver's, not through NCCL's own buffers.
+"""Allocates the memory of one hop's messages. On NCCL it is registered with the communicator, so
+that messages go directly from the sender's memory into the receiver's, without NCCL's own buffers.
 """
 
 from typing import cast
@@ -10,9 +10,9 @@ from torch import Tensor
 
 
 class MessageBuffers:
-    """`count` buffers of num_bytes uint8 each, zero at first, taken in turn.
+    """`count` buffers of num_bytes uint8 each, initially zero, used in turn.
 
-    They may outlive the communicator: one that is aborted forgets them.
+    They may outlive the communicator: an aborted one no longer refers to them.
     """
 
     def __init__(
@@ -23,12 +23,12 @@ class MessageBuffers:
         def allocate() -> list[Tensor]:
             return [torch.zeros(num_bytes, dtype=torch.uint8, device=device) for _ in range(count)]
 
-        # Held for as long as the buffers, whose memory is its.
+        # Kept as long as the buffers, whose memory it owns.
         self._pool: torch.cuda.MemPool | None = None
         if group is None or device.type != "cuda":
             self._buffers = allocate()
         else:
-            # Typed as any backend; on CUDA link.py makes NCCL's alone.
+            # Typed as any backend; on CUDA link.py creates only NCCL's.
             backend = cast("dist.ProcessGroupNCCL", group._get_backend(device))
             self._pool = torch.cuda.MemPool(backend.mem_allocator)
             with torch.cuda.use_mem_pool(self._pool):

@@ -112,7 +112,7 @@ def test_host_that_does_not_resolve_is_told_at_once(host):
     endpoint = f"tcp://{host}:5555"
 
     def say_it() -> None:
-        with pytest.raises(NothingListens, match="its host does not resolve") as caught:
+        with pytest.raises(NothingListens, match="its host name does not resolve") as caught:
             call(endpoint, 10 * AT_ONCE_S)
         assert "fix: name a host that resolves here" in str(caught.value)
 
