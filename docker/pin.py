@@ -55,7 +55,7 @@ def resolve(wanted: list[str]) -> list[dict[str, Any]]:
 
 
 def name(found: dict[str, Any]) -> str:
-    """Return a distribution's normalised name."""
+    """Return a distribution's normalized name."""
     return str(found["metadata"]["name"]).lower().replace("_", "-").replace(".", "-")
 
 

@@ -50,8 +50,8 @@ class UploadChunk(ControlRequest["UploadChunkReply"], frozen=True, tag=40, kw_on
     that do not match the hash are dropped (CONFIG). All uploads end with the lease, and with a
     Reset.
 
-    The hash is BLAKE2b of 32 bytes, personalised `upload`, over the ASCII text `DTYPE N,N,...` with
-    a newline (`float32 2,3`), then each chunk's own BLAKE2b of 32 bytes, personalised `upload
+    The hash is BLAKE2b of 32 bytes, personalized `upload`, over the ASCII text `DTYPE N,N,...` with
+    a newline (`float32 2,3`), then each chunk's own BLAKE2b of 32 bytes, personalized `upload
     chunk`, in the order of the chunks.
     """
 

@@ -121,7 +121,7 @@ def replace_own_file(path: Path, content: bytes) -> None:
     writer at a time.
 
     Raises:
-        OSError: it cannot be written; what was there stays.
+        OSError: it cannot be written; an existing file stays as it was.
     """
     scratch = path.with_name(f"{path.name}.tmp")
     scratch.unlink(missing_ok=True)  # of a process that was killed

@@ -1,6 +1,6 @@
-"""Reads files that another process may have made, or may change meanwhile: only regular ones,
-and by position, never through a memory map (a file that shrinks under one ends the process by
-SIGBUS)."""
+"""Reads files that another process may have made or may change meanwhile: only regular files, and
+by position. A memory map is never used, because SIGBUS ends the process if a mapped file
+shrinks."""
 
 import errno
 import os

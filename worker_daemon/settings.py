@@ -83,7 +83,8 @@ class ProcessSettings:
     profile_dir: Path | None
     """Directory for traces, if set; see profile_directory."""
     key_file: Path | None
-    """The daemon's secret file; None, for ipc only: whoever can open the sockets has all rights."""
+    """The daemon's secret file; None, for ipc only: any process that can open the sockets has all
+    rights."""
     key_is_credential: bool
     """True if it is in systemd's directory of credentials."""
     authorized_keys: Path | None

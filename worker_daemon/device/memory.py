@@ -90,7 +90,7 @@ def request_memory(baseline: MemorySnapshot, utilization: float) -> int:
     if baseline.free < requested:
         share = math.floor(baseline.free / baseline.total * 100) / 100
         raise CapacityError(
-            f"{baseline.free} of {baseline.total} bytes are free, {requested} are asked for"
+            f"{baseline.free} of {baseline.total} bytes are free, {requested} are requested"
             f"{_name_holders(baseline.others or {})}",
             field="gpu_memory_utilization",
             value=utilization,
@@ -107,7 +107,7 @@ def _name_holders(others: Mapping[int, int]) -> str:
 def device_bytes_taken(before: MemorySnapshot, now: MemorySnapshot) -> int:
     """Return the device memory that this process allocated in between.
 
-    That is the decrease of the free memory, less the growth of the other processes. It is at least
+    That is the decrease of the free memory minus the growth of the other processes. It is at least
     the growth of this process's allocator, which holds even if another process freed memory
     unnoticed, or if the driver's figures lag behind.
     """
@@ -155,8 +155,8 @@ class MemoryProfile:
     """Changes of other processes during the step."""
 
     def available(self, budget: int, graphs: int) -> int:
-        """Return the bytes left for a KV cache, within a budget and the device's free memory,
-        beside the largest step and graphs of so many bytes; negative if there are none."""
+        """Return the bytes left for a KV cache, within a budget and the device's free memory, after
+        the largest step and graphs of this many bytes; negative if nothing is left."""
         return min(budget - self.consumed, self.free) - self.transient - graphs
 
 

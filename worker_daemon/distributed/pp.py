@@ -171,7 +171,7 @@ class StageOutbound:
         overwritten at once.
 
         Raises:
-            CommError: the neighbour is gone.
+            CommError: the neighbor is gone.
         """
         layout = self._layout
         if len(self._in_flight) == len(self._buffers):
@@ -193,7 +193,7 @@ class StageOutbound:
         """Wait until everything is sent: freeing a buffer earlier would lose its message.
 
         Raises:
-            CommError: the neighbour is gone.
+            CommError: the neighbor is gone.
         """
         while self._in_flight:
             self._await_oldest()

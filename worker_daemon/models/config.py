@@ -29,8 +29,8 @@ def read_model_config(model_dir: Path) -> DecoderConfig:
 
 
 def parse_model_config(hf: Mapping[str, object]) -> DecoderConfig:
-    """Return what transformers would make of this config.json. Raises ConfigError, which names
-    field and fix."""
+    """Return the decoder that transformers would build from this config.json. Raises ConfigError,
+    which names field and fix."""
     fields = Fields(hf)
     describe = find_family(architecture_name(fields))
     _refuse_unsupported(fields)
@@ -69,5 +69,5 @@ def _refuse_unsupported(fields: Fields) -> None:
         raise fields.error("hidden_act", "is not supported", "use a checkpoint with silu")
     if fields.optional_object("quantization_config"):
         raise fields.error(
-            "quantization_config", "is not supported", "use the unquantised checkpoint"
+            "quantization_config", "is not supported", "use the unquantized checkpoint"
         )

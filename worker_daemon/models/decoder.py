@@ -176,12 +176,12 @@ class DecoderStage:
 
     @property
     def is_first(self) -> bool:
-        """It embeds tokens."""
+        """True if it embeds tokens."""
         return self._embedding is not None
 
     @property
     def is_last(self) -> bool:
-        """It has the output layer."""
+        """True if it has the output layer."""
         return self._head is not None
 
     @property

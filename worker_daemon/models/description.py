@@ -30,7 +30,7 @@ class DecoderConfig:
     final_norm: NormSpec
     rope: Rope
     max_position_embeddings: int
-    """Context length the model was made for, in tokens."""
+    """Context length for which the model was made, in tokens."""
     tie_word_embeddings: bool
     dtype: str | None
     """float32, float16 or bfloat16, as the checkpoint states it; None if it does not."""

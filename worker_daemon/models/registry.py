@@ -9,8 +9,8 @@ from worker_daemon.models.families import llama, mistral, qwen2, qwen3
 from worker_daemon.models.fields import Fields
 
 Describe = Callable[[Fields], DecoderConfig]
-"""Turns a config.json into what transformers would make of it. Raises ConfigError, which names
-field and fix."""
+"""Turns a config.json into the decoder that transformers would build. Raises ConfigError, which
+names field and fix."""
 
 FAMILIES: Mapping[str, Describe] = MappingProxyType(
     {

@@ -73,7 +73,7 @@ class WriteObserver(Protocol):
 
 
 class NoObserver:
-    """Ignores them: for a first load, which overwrites nothing."""
+    """Ignores the names: for a first load, which overwrites nothing."""
 
     def writing(self, names: Iterable[str]) -> None:
         return None

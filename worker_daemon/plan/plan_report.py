@@ -13,8 +13,8 @@ NOT_COUNTED: Final = (
     "the CUDA context",
     "NCCL's buffers",
     "CUDA graphs",
-    "what libraries and the allocator keep beside tensors",
-    "what other processes use",
+    "memory that libraries and the allocator keep besides tensors",
+    "memory of other processes",
 )
 _HEADINGS: Final = (
     ("rank",),
@@ -68,7 +68,7 @@ def _lines(plan: GroupPlan) -> Iterator[str]:
     yield f"max_model_len {length:,} {verdict}; the longest that would: {plan.longest_model_len:,}"
     yield (
         f"kv_cache_memory_bytes for the request: {plan.kv_cache_memory_bytes_request:,}; to fill "
-        f"the card, if nothing ran beside: {plan.kv_cache_memory_bytes_card:,}"
+        f"the card, if nothing else ran on it: {plan.kv_cache_memory_bytes_card:,}"
     )
     yield ""
     yield (

@@ -133,7 +133,7 @@ class PipelineStage:
         has begun and not ended: the ranks are out of step.
 
         Raises:
-            CommError: a neighbour is gone.
+            CommError: a neighbor is gone.
         """
         due = self._due
         if due.is_torn:
@@ -153,10 +153,10 @@ class PipelineStage:
         return True
 
     def settle(self) -> None:
-        """Wait for what is on its way from and to the neighbours, before buffers are given up.
+        """Wait for transfers from and to the neighbors, before buffers are freed.
 
         Raises:
-            CommError: a neighbour is gone.
+            CommError: a neighbor is gone.
         """
         if self._neighbours.outbound is not None:
             self._neighbours.outbound.settle()

@@ -294,7 +294,7 @@ class RequestState:
 
 
 class StepRecord:
-    """Steps since the last full resynchronisation. Owned by RequestState."""
+    """Steps since the last full resynchronization. Owned by RequestState."""
 
     def __init__(self, groups: Sequence[BlockGroup]) -> None:
         self._groups = groups

@@ -110,7 +110,7 @@ def _correct(raw: bytes, counts: RowCounts, num_known: Int32s) -> None:
 
 
 def _free_others(resync: bytes, counts: RowCounts) -> None:
-    """Free the rows that a resynchronisation does not name."""
+    """Free the rows that a resynchronization does not name."""
     values = _read("resync", resync, _INT32)
     held = counts.blocks_by_group
     width = 3 + len(held)

@@ -1,5 +1,5 @@
-"""One daemon a GPU: a lock file named by the GPU's UUID, in a directory that all daemons of the
-host share, whichever user runs them."""
+"""Ensures one daemon per GPU, by a lock file named by the GPU's UUID. All daemons of the host share
+its directory, even if different users run them."""
 
 import contextlib
 import errno
@@ -30,7 +30,7 @@ class GpuLock:
 
         Raises:
             GpuInUseError: another process holds it; the message names that process if possible.
-            ConfigError: no file can be made or locked there, or the path is no regular file.
+            ConfigError: no file can be made or locked there, or the path is not a regular file.
         """
         self._path = directory / f"worker-daemon-{uuid}.lock"
         self._uuid = uuid
@@ -43,7 +43,8 @@ class GpuLock:
                 f"the GPU's lock {self._path} cannot be used: {error.strerror}",
                 field="gpu-lock-dir",
                 value=str(directory),
-                fix="remove the file if it is no daemon's, name a directory that only the users of "
+                fix="remove the file if it belongs to no daemon, name a directory that only the "
+                "users of "
                 "this host's daemons may write, or --share-gpu",
             ) from error
         self._write_pid()
@@ -58,7 +59,7 @@ class GpuLock:
         except LockHeldError as error:
             raise self._in_use(error) from None
         except OSError:
-            return  # out of reach, for other daemons too: the next call tries again
+            return  # not accessible, for other daemons either: the next call tries again
         self._write_pid()
 
     def release(self) -> None:
@@ -90,7 +91,8 @@ class GpuLock:
             f"{error} has the GPU {self._uuid} ({self._path})",
             field="device",
             value=self._uuid,
-            fix="stop that process, choose another device, share it on purpose by --share-gpu, or "
+            fix="stop that process, choose another device, share it on purpose with --share-gpu, "
+            "or "
             "give --gpu-lock-dir with a directory that no other users may write",
         )
 

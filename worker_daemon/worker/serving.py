@@ -40,8 +40,8 @@ class Serving:
         kv: Sequence[LayerKV],
         set_phase: SetPhase,
     ) -> None:
-        """Starts with empty rows and without graphs. kv: one a local layer, of plan.num_blocks, or
-        none for NullAttention."""
+        """Starts with empty rows and without graphs. kv: one per local layer, of plan.num_blocks,
+        or none for NullAttention."""
         self.plan = plan
         self.kv = kv
         self._set_phase = set_phase
@@ -73,7 +73,7 @@ class Serving:
         self._set_phase("COMPILING", LONG_OPERATION_S)
         runner = self.runner
         limits = runner.state.limits
-        if self._parts.device.type == "cuda":  # elsewhere there is nothing to compile
+        if self._parts.device.type == "cuda":  # on other devices there is nothing to compile
             runner.use(runner.eager.compile_subset())
             self._run_all(size_sweep(message, limits))
             if self._enforce_eager:
@@ -81,7 +81,7 @@ class Serving:
             runner.use(runner.eager)
         self._run_all(warm_up_steps(message, limits))
         runner.forget_requests()
-        torch.cuda.empty_cache()  # what the allocator keeps for steps, no graph can have
+        torch.cuda.empty_cache()  # graphs cannot use the memory that the allocator keeps for steps
 
     def capture_graphs(self) -> None:
         """Capture the graphs that steps replay, at the end of the first warm-up.
@@ -92,7 +92,7 @@ class Serving:
         graphs = self._step_graphs()
         with self._capturing():
             graphs.capture(self.runner)
-        torch.cuda.empty_cache()  # of the steps that ran before each capture: no part of the graphs
+        torch.cuda.empty_cache()  # from the steps before each capture; not part of the graphs
         self._graphs = graphs
         self.is_warm = True
 
@@ -105,14 +105,14 @@ class Serving:
         self.take_memory_of_steps(message)
 
     def take_memory_of_steps(self, message: StepMessage) -> None:
-        """Have the allocator cache the memory of the largest step once all else is allocated:
-        between the blocks of smaller steps it needs more than by itself."""
-        if self._parts.device.type == "cuda":  # elsewhere no allocator caches it
+        """Make the allocator cache the memory of the largest step, after everything else is
+        allocated. Between the blocks of smaller steps, the largest step would need more memory."""
+        if self._parts.device.type == "cuda":  # on other devices no allocator caches it
             self.run_largest_step(message)
             self.runner.forget_requests()
 
     def run_largest_step(self, message: StepMessage) -> None:
-        """Run a step as large as any can be."""
+        """Run the largest possible step."""
         self._run_all([largest_step(message, self.runner.state.limits)])
         self.runner.settle()
 
@@ -148,7 +148,7 @@ class Serving:
             self._restore_graphs()
 
     def settle_if_sound(self) -> None:
-        """Wait for the transfers from and to the neighbours; after a failure the relink handles
+        """Wait for the transfers from and to the neighbors; after a failure the relink handles
         them."""
         if not self.runner.state.has_failed:
             with suppress(CommError):
@@ -174,7 +174,7 @@ class Serving:
 
 
 def _too_large_graphs(error: Exception) -> CapacityError | None:
-    # The driver's own memory for a graph is no allocator's.
+    # The GPU driver's own memory for a graph belongs to no allocator.
     if "out of memory" not in str(error):
         return None
     return CapacityError(

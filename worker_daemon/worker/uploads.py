@@ -123,7 +123,8 @@ class Uploads:
         """Write a chunk, and begin its upload if needed; return True if the upload is complete.
 
         Raises:
-            ConfigError: it is no chunk of that tensor, differs from an earlier one, or completes a
+            ConfigError: it is not a chunk of that tensor, differs from an earlier one, or completes
+            a
                 tensor
                 of another hash, which is dropped.
             CapacityError: there is no room for the tensor.

@@ -222,7 +222,7 @@ class Worker:
             with self._device.opened.ledger.taking("graphs"):
                 serving.capture_graphs()
             serving.take_memory_of_steps(message)
-            # The objects of start-up stay: the collector need not visit them again.
+            # The start-up objects stay alive, so the garbage collector need not visit them again.
             gc.collect()
             gc.freeze()
             self._model.memory.prepare()
@@ -263,7 +263,7 @@ class Worker:
             return self._serving.runner.execute_dummy_batch(message)
 
     def refuse_step(self, seq: int) -> None:
-        """Have the steps after `seq`, which could not be read, fail until a resynchronisation."""
+        """Have the steps after `seq`, which could not be read, fail until a resynchronization."""
         if self._serving_or_none is not None:
             self._serving_or_none.runner.state.mark_failed(seq)
 
@@ -539,7 +539,7 @@ class Worker:
         """Drop the KV cache, then the model, then the device, as far down as asked; then end a
         profile."""
         if self._serving_or_none is not None and message.to != "CREATED":
-            with suppress(CommError):  # a lost neighbour no longer needs the messages
+            with suppress(CommError):  # a lost neighbor no longer needs the messages
                 self._serving_or_none.runner.settle()
         self._serving_or_none = None
         self._transfer.interrupt("the group was reset")

@@ -78,7 +78,8 @@ class Access(Protocol):
 
 
 class OpenAccess:
-    """Without keys: whoever can open the sockets in their directory may send any request."""
+    """Without keys: any process that can open the sockets in their directory may send any
+    request."""
 
     proves_owners = False
 

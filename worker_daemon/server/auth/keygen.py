@@ -57,7 +57,7 @@ def make_key_files(out: Path) -> KeyFiles:
             f"the key cannot be written: {error.strerror}",
             field="out",
             value=str(error.filename or out),
-            fix="name a file that is not there, in a directory that this user may write; keys are "
-            "never overwritten",
+            fix="name a file that does not exist, in a directory that this user may write; keys "
+            "are never overwritten",
         ) from None
     return KeyFiles(secret, public, public_key)

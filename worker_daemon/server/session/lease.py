@@ -85,7 +85,8 @@ def lease_terms(ttl_ms: int, orphan_kv_ttl_ms: int, holder_name: str) -> LeaseRe
 
 
 def suspended_s() -> float:
-    """Return for how long this host has been suspended since its start, by Linux's two clocks."""
+    """Return the time for which this host has been suspended since its start, from Linux's two
+    clocks."""
     return time.clock_gettime(time.CLOCK_BOOTTIME) - time.monotonic()
 
 

@@ -16,10 +16,10 @@ from worker_daemon.raising import Translation
 from worker_daemon.server.lock_file import LockFile, LockHeldError
 
 MAX_PATH_BYTES: Final = 107
-"""sockaddr_un's 108 bytes less the final zero."""
+"""sockaddr_un's 108 bytes minus the final zero."""
 
 LOCK_PATIENCE_S: Final = 0.1
-"""A lock that is held for no longer belongs to a daemon that looks for dead daemons' files."""
+"""A lock held for a shorter time belongs to a daemon that looks for dead daemons' files."""
 
 SOCKETS: Final = ("control", "step", "results", "events")
 RESERVED_SUFFIXES: Final = (
@@ -260,7 +260,7 @@ class SocketFiles:
             facts = _facts(path)
             if facts is not None and not stat.S_ISSOCK(facts.st_mode):
                 raise ConfigError(
-                    f"{path} exists already, and is no socket",
+                    f"{path} exists already, and is not a socket",
                     field="endpoint",
                     value=str(endpoint),
                     fix=f"remove {path}, or choose another endpoint",
