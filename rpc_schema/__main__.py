@@ -39,7 +39,7 @@ _DIRECTIONS = (
     ("Control socket, daemon to driver", codec.CONTROL_REPLIES),
     ("Step socket, driver to daemon", codec.STEP_REQUESTS),
     ("Results socket, daemon to driver", codec.STEP_REPLIES),
-    ("Events socket, daemon to everybody", codec.EVENTS),
+    ("Events socket, daemon to all subscribers", codec.EVENTS),
 )
 _MODULES = (
     config,

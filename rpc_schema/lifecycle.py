@@ -482,8 +482,8 @@ class ComputeWeightChecksums(
 
 class ComputeWeightChecksumsReply(StepReply, frozen=True, tag=24, kw_only=True):
     checksums: dict[Name, Annotated[bytes, Meta(min_length=16, max_length=16)]]
-    """For each tensor of which this rank holds all or a part, by checkpoint name: BLAKE2b-128 of
-    that part's elements in row-major order, little-endian."""
+    """BLAKE2b-128 by checkpoint name, for each tensor that this rank holds completely or in part:
+    the hash of its elements in row-major order, little-endian."""
 
 
 class Profile(StepRequest["ProfileReply"], frozen=True, tag=25, kw_only=True):

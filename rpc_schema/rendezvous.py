@@ -412,7 +412,7 @@ class Member:
         self._connection.close()
 
     def _connect(self, host: str, port: int, secret: bytes, timeout_s: float) -> None:
-        # As bytes: a name would have Python load a codec first.
+        # Passed as bytes: for a name, Python would load a codec first.
         address = (host.encode(), port)
         connection = socket.create_connection(
             address,  # type: ignore[arg-type]  # typeshed leaves bytes out

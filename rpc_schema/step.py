@@ -78,8 +78,8 @@ class ExecuteModel(StepRequest["ModelRunnerOutput"], frozen=True, tag=1, kw_only
     new_block_slots: RawUInt16 = b""
     """For each of new_block_ids, the slot whose block table it is appended to."""
     new_block_ids: RawInt32 = b""
-    """In order of position. The null block (0) replaces those that no token from a new request's
-    num_computed_tokens on sees, in a group with a window."""
+    """In order of position. In a group with a window, the null block (0) replaces blocks that no
+    token from a new request's num_computed_tokens on sees."""
     finished: RawUInt16 = b""
     """Slots to free before anything else."""
     scheduled_new_reqs: tuple[NewRequestData, ...] = ()

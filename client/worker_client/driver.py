@@ -227,7 +227,7 @@ class Driver:
         return future.result()  # raises StepFailed with the losses
 
     def _replace(self, died: WorkerDied) -> None:
-        """Recover, and reset the count of failed steps: the fault may have gone with the process.
+        """Recover, and reset the count of failed steps: the fault may have ended with the process.
         Recoveries are limited too, for a request that kills each successor."""
         if self._consecutive_recoveries >= MAX_CONSECUTIVE_FAILURES:
             raise died

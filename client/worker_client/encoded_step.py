@@ -45,7 +45,7 @@ class SteadyRequests:
 
 
 class EncodedStep:
-    """A step as sent: its frames, and what is needed to read its reply or to undo it."""
+    """A step as sent: its frames, and the data needed to read its reply or to undo it."""
 
     __slots__ = (
         "extra_req_ids",

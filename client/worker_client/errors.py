@@ -109,13 +109,13 @@ class ConfigMismatchError(ClientConfigError):
             "the daemons hold another configuration (asked for != loaded)",
             field="config",
             value=differences,
-            fix="ask for what is loaded, or load again with reload=True (--reload)",
+            fix="ask for the loaded configuration, or load again with reload=True (--reload)",
         )
         self.differences = tuple(differences)
 
 
 class KVPlanError(ClientConfigError):
-    """The KV cache cannot hold what was asked for."""
+    """The KV cache cannot hold the requested blocks or context."""
 
 
 class RequestError(ClientConfigError):

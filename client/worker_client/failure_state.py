@@ -125,7 +125,7 @@ class Change(enum.Enum):
     LINK_MADE = "all ranks have joined a new link, or have given up the one that they had"
     END_ANNOUNCED = "a rank has announced its exit, or may exit as the link is given up"
     END_AWAITED = "the wait for the announced exit begins; it is done once"
-    PREPARED = "prepare() has ended: the scheduler begins anew"
+    PREPARED = "prepare() has ended: the scheduler starts from an empty state"
     ATTACH_BEGUN = "all daemons have announced an epoch to this driver: failures are dropped"
     GROUP_ATTACHED = "all present daemons have attached; LINK_BROKEN follows if they must relink"
     REPLACE_BEGUN = "an attempt to put another daemon in a lost one's place"
@@ -367,8 +367,8 @@ class LinkTries:
         self._failures.clear()
 
     def worked(self, seq: int) -> None:
-        """Record that step `seq` succeeded, whatever has failed since: the link worked after all
-        earlier failures."""
+        """Record that step `seq` succeeded, even if later steps have failed: the link worked after
+        all earlier failures."""
         if self._failures:
             self._failures = [entry for entry in self._failures if entry[0] > seq]
 
@@ -545,7 +545,7 @@ def _draining_error(ranks: frozenset[int], endpoints: Sequence[str]) -> RemoteEr
     rank = min(ranks)
     return local_error(
         ErrorCode.DRAINING,
-        f"ranks {sorted(ranks)} drain: no step was sent, what is loaded stays; fix: continue "
+        f"ranks {sorted(ranks)} drain: no step was sent, the loaded model stays; fix: continue "
         "elsewhere, or here after worker-client drain --undo",
         rank=rank,
         endpoint=endpoints[rank],

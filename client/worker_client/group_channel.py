@@ -144,7 +144,7 @@ class GroupChannel:
         """Events still to be handled; the watch has them already."""
 
     def close(self) -> None:
-        """Close all sockets. The daemons keep what they have loaded, and the lease until it
+        """Close all sockets. The daemons keep their loaded model, and the lease until it
         expires."""
         self.lease.stop()
         self.daemons.close()

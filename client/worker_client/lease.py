@@ -189,7 +189,7 @@ class LeaseKeeper:
             _close(channels)
 
     def _renew_until(self, ended: threading.Event, channels: Sequence[ControlChannel]) -> None:
-        """Renew at even intervals, however long a daemon takes to answer."""
+        """Renew at even intervals, even if a daemon takes long to answer."""
         interval_s = self._terms.ttl_s / RENEWALS_PER_TTL
         due = time.monotonic() + interval_s
         while not ended.wait(max(0.0, due - time.monotonic())) and self._group() is not None:

@@ -17,7 +17,7 @@ SUSPECT_AFTER_S = 0.95
 noticing takes up to 50 ms more."""
 
 FENCE_AFTER_S = 5.0
-"""Silence after which the group goes on without a rank whose connection is lost."""
+"""Silence after which the group gives up a rank whose connection is lost."""
 
 SILENCE_LIMIT_S = 9.9
 """Silence after which a process with a live connection counts as dead, unless its phase has
@@ -138,8 +138,8 @@ class Watch:
             self._suspect(rank, "transport", "it does not answer, though it has not ended")
 
     def refused(self, rank: int) -> None:
-        """Record that a new connection could not be made: nobody listens any more, or the network
-        between us is down."""
+        """Record that a new connection could not be made: no process listens any more, or the
+        network between us is down."""
         entry = self._ranks[rank]
         if entry.cut_since is not None and nobody_listens(entry.address):
             self._die(rank, "transport", "the connection ended, and another was refused")
@@ -155,13 +155,13 @@ class Watch:
         self._come_back(rank)
 
     def begin_steps(self) -> None:
-        """Withdraw announced silences: no operation is under way any more."""
+        """Withdraw announced silences: no operation is running any more."""
         for entry in self._ranks:
             entry.allowed_s = SILENCE_LIMIT_S
 
     def heard(self, beat: Heartbeat, *, operating: bool) -> None:
-        """Record a heartbeat. operating: an operation is under way, which may have announced a long
-        silence; heartbeats of an earlier one may come late."""
+        """Record a heartbeat. operating: an operation is running, which may have announced a long
+        silence; heartbeats of an earlier one may arrive late."""
         rank = self._rank_of(beat.worker_uid)
         if rank is None:
             return

@@ -142,7 +142,7 @@ class Loader:
 
         Raises:
             ConfigMismatchError: another configuration is loaded, and `reload` is False.
-            KVPlanError: the KV cache cannot hold what was asked for.
+            KVPlanError: the KV cache cannot hold the requested blocks or context.
         """
         ready = [status for status in statuses if status.load == "READY"]
         if not self.reload:

@@ -186,7 +186,7 @@ class StepsInFlight:
 
     def abandon(self) -> None:
         """Fail all steps in flight, and forget everything else of the previous epoch."""
-        error = ClientError("the group was attached anew: requests of before are dropped")
+        error = ClientError("the group was attached again: earlier requests are dropped")
         failure = self._new_failure(error, self.output_rank, ErrorCode.FENCED)
         failure.lost |= self.slots.drop_all()
         self._fail_from(0, failure)

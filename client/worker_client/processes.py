@@ -36,7 +36,7 @@ class Process:
         return bool(self.pid and self._poll.poll(0))
 
     def cause_of_end(self) -> str:
-        """Return what the kernel shows of the likely cause of its end, for an error's text."""
+        """Return the likely cause of its end as the kernel shows it, for an error's text."""
         if not self.pid or _num_oom_kills(self._memory_events) <= self._oom_kills:
             return ""
         return "; the kernel has killed for lack of memory in its cgroup (oom_kill has risen)"
@@ -46,7 +46,7 @@ class Process:
         return Process(self.pid, os.dup(self._fd)) if self.pid else self
 
     def close(self) -> None:
-        """Close the descriptor; the process goes on."""
+        """Close the descriptor; the process continues."""
         if self.pid:
             os.close(self._fd)
 

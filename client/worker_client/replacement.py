@@ -1,5 +1,5 @@
 """Replaces a lost rank by another daemon: fences the survivors off from the lost one, waits for the
-new one, relinks all, and loads the new one. `outcomes.py` reports what was lost."""
+new one, relinks all, and loads the new one. `outcomes.py` reports the lost requests."""
 
 import time
 from collections.abc import Callable, Sequence

@@ -172,7 +172,7 @@ def read_counts(counts: Mapping[str, int]) -> Int64s:
 def wrong_count(req_id: str, count: object, fix: str) -> InvalidSchedulerOutput:
     """Return the refusal of a request's number of tokens."""
     return InvalidSchedulerOutput(
-        "it cannot have so many tokens in this step",
+        "it cannot have this many tokens in this step",
         field="num_scheduled_tokens",
         value=count,
         fix=fix,

@@ -180,9 +180,9 @@ def _connect(socket: Socket, address: str, lock: Lock | None, *, is_watched: boo
     if lock is not None:
         lock.prepare(socket)
     socket.setsockopt(zmq.IPV6, int(address.startswith("tcp://[")))
-    # On one host a connection ends with its daemon: there heartbeats would only cut off one that is
-    # starved of CPU, with the messages under way. libzmq 4.3.5 aborts a process, on either side, if
-    # a heartbeat finds a full queue from a peer that has exited: events may fill theirs.
+    # On one host a connection ends with its daemon: there heartbeats would only cut off a daemon
+    # that is starved of CPU, with the messages in transit. libzmq 4.3.5 aborts a process, on either
+    # side, if a heartbeat finds a full queue from a peer that has exited: events may fill theirs.
     crosses_network = address.startswith("tcp://") and socket.type != zmq.SUB
     interval_ms = HEARTBEAT_INTERVAL_MS if is_watched or crosses_network else 0
     socket.setsockopt(zmq.HEARTBEAT_IVL, interval_ms)
@@ -207,7 +207,7 @@ class _News(NamedTuple):
 
 class _Handshakes:
     """Watches the handshakes of a socket's connections: libzmq reports a daemon's refusal in no
-    other way, and would retry for ever."""
+    other way, and would retry forever."""
 
     def __init__(self, socket: Socket, events: int = 0) -> None:
         """events: of the socket monitor, to report in addition. To be made before the first

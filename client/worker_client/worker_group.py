@@ -106,8 +106,8 @@ class WorkerGroup:
         self.close()
 
     def close(self) -> None:
-        """Detach and close all sockets. The daemons keep what they have loaded, and the
-        next driver need not wait."""
+        """Detach and close all sockets. The daemons keep their loaded model, and the next driver
+        need not wait."""
         try:
             self._leave()
         finally:
@@ -331,8 +331,8 @@ class WorkerGroup:
     def relink(self) -> None:
         """Build new communicators on all ranks; weights and KV cache stay, requests do not.
 
-        Tokens may have been under way between ranks, so no row can be trusted. Running requests are
-        lost: the next step fails and names them.
+        Tokens may have been in transit between ranks, so no row can be trusted. Running requests
+        are lost: the next step fails and names them.
 
         Raises:
             WorkerDied: a daemon is dead: its neighbors may notice that before its own connection
@@ -368,9 +368,9 @@ class WorkerGroup:
         """Save the group's weights as the set `name` under the daemons' save root, which they must
         share; load it with load_format="sharded_state".
 
-        All ranks write at once, beside an existing set of the name; rank 0 then replaces that in
-        one step. After a rank's error only the old set is left; files of a dead rank are removed by
-        the next save. No group may load the set meanwhile. pattern names the files, by {rank} and
+        All ranks write at once, next to an existing set of that name; rank 0 then replaces it in
+        one step. After a rank's error only the old set is left; the next save removes files of a
+        dead rank. No group may load the set meanwhile. pattern names the files, by {rank} and
         {part}; max_size_bytes bounds each.
 
         Raises:
@@ -384,7 +384,8 @@ class WorkerGroup:
 
     def save_tensorized_model(self, name: str) -> list[lc.SaveTensorizedModelReply]:
         """Save like save_sharded_state, through the tensorizer library, which the daemons must have
-        (`pip install "worker-daemon[tensorizer]"`): one file a rank, for load_format="tensorizer".
+        (`pip install "worker-daemon[tensorizer]"`): one file per rank, for
+        load_format="tensorizer".
 
         Raises: as save_sharded_state does, and
             RemoteConfigError: a daemon does not have the library.

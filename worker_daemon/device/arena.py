@@ -26,7 +26,7 @@ class Pages(Protocol):
     granularity: int
     """Bytes."""
     size_bytes: int
-    """Of the whole range."""
+    """Size of the whole range."""
 
     def map(self, offset: int, num_bytes: int) -> None:
         """Map a part, with undefined content. Raises CapacityError if there is no memory; the part

@@ -113,7 +113,7 @@ WORKFLOWS: Final[Mapping[int, tuple[str, Action]]] = MappingProxyType(
         48: ("double-bit ECC error", Action.RESET_GPU),
         74: ("NVLink error", Action.NONE),
         **dict.fromkeys(range(144, 151), ("NVLink error", Action.NONE)),
-        154: ("what the GPU needs to recover has changed", Action.NONE),
+        154: ("the action that the GPU needs to recover has changed", Action.NONE),
     }
 )
 """XIDs whose action depends on more; these actions are the fallback."""

@@ -24,9 +24,9 @@ class MemorySnapshot:
 
     total: int
     free: int
-    """Of the device, counting all processes."""
+    """Free memory of the device, counting all processes."""
     allocated: int
-    """By this process's tensors."""
+    """Memory of this process's tensors."""
     peak: int
     """Highest allocated since the last reset."""
     reserved: int = 0
@@ -58,7 +58,7 @@ class MemorySource(Protocol):
         """Measure now."""
 
     def reset_peak(self) -> None:
-        """Reset the peak to what is allocated now, with caches emptied."""
+        """Reset the peak to the memory allocated now, with caches emptied."""
 
     def budget(self, baseline: MemorySnapshot, utilization: float) -> int:
         """Return the bytes that this worker may use. Raises CapacityError if they are not free."""

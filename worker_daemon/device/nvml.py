@@ -33,7 +33,7 @@ class CudaDevice(NamedTuple):
 
 def load_nvml() -> Nvml:
     """Return nvidia-ml-py. To be called for GPUs only."""
-    import pynvml  # a daemon on the CPU does without
+    import pynvml  # a daemon on the CPU does not need it
 
     return pynvml
 

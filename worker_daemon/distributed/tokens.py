@@ -21,7 +21,7 @@ class _Publication:
     work: dist.Work
     rows: Tensor
     news: Tensor
-    """As in TokenBroadcast.publish."""
+    """The number of the publication; see TokenBroadcast.publish."""
 
 
 class TokenBroadcast:

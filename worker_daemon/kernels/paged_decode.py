@@ -489,7 +489,7 @@ def _decode_kernel(
     token = token.to(tl.int64)
     heads = q + token * q_token_stride
     if ROTATES:
-        # The last split has the fewest keys of the cache, so it takes the newest one beside them.
+        # The last split has the fewest keys of the cache, so it also takes the newest one.
         has_newest = split == num_splits - 1
         queries, key, value = _turn_and_store(
             heads, head, inside, NUM_Q_HEADS + kv_head, q_head_stride, turning, eps,

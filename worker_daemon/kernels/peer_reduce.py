@@ -89,8 +89,8 @@ class PeerReduce:
     ) -> None:
         """Window as it was made, all words blank on all ranks; pdl as in launch.py; limit_bytes
         overrides the measured one; max_programs of one launch, all of which must fit on the device
-        at once. Both are alike on all ranks. polls_per_stop: polls of a missing word between two
-        checks of the stop word."""
+        at once. Both must be equal on all ranks. polls_per_stop: polls of a missing word between
+        two checks of the stop word."""
         self._rank = window.rank
         self._size = len(window.addresses)
         self._blank = window.blank

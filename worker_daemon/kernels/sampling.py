@@ -636,7 +636,7 @@ def _enclose(row_sums, reach, top_k, top_p):
 
     Returns:
         The first key and the end between which top-k's threshold lies, or reach and its successor
-        where it drops nothing; the same of top-p, whose end may lie behind top-k's threshold; the
+        if it drops nothing; the same of top-p, whose end may lie behind top-k's threshold; the
         first key and the end of those to list; the number and the weight of the tokens before that
         first key.
     """

@@ -18,7 +18,8 @@ _MAX_CONFIG_BYTES = 1 << 20
 def read_model_config(model_dir: Path) -> DecoderConfig:
     """Read config.json, and the end tokens of generation_config.json if it has any.
 
-    Raises CheckpointError for a missing file or invalid JSON, ConfigError for what the fields say.
+    Raises CheckpointError for a missing file or invalid JSON, ConfigError for invalid or
+    unsupported fields.
     """
     config = parse_model_config(_read_object(model_dir / "config.json"))
     generation_path = model_dir / "generation_config.json"

@@ -137,7 +137,7 @@ class RowSpan(NamedTuple):
     """The position of a region's rows in a tensor's bytes."""
 
     offset: int
-    """Of the first row."""
+    """Offset of the first row."""
     width: int
     stride: int
 

@@ -51,7 +51,7 @@ def _lines(plan: GroupPlan) -> Iterator[str]:
         f"{plan.max_num_seqs:,}, max_num_batched_tokens {plan.max_num_batched_tokens:,}"
     )
     yield (
-        f"a device has {plan.memory_bytes:,} bytes, of which a daemon may use "
+        f"a device has {plan.memory_bytes:,} bytes; a daemon may use at most "
         f"{plan.requested_bytes:,}"
     )
     yield ""

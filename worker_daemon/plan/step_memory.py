@@ -33,15 +33,15 @@ class StageWidths:
     elements of the model's dtype, unless stated otherwise."""
 
     hidden_size: int
-    """Of the whole model."""
+    """Hidden size of the whole model."""
     qkv_size: int
     """Query, key and value heads of a token."""
     q_size: int
     """Query heads of a token."""
     inner_size: int
-    """Of the MLP."""
+    """Inner size of the MLP."""
     vocab_size: int
-    """Of the whole model."""
+    """Vocabulary of the whole model."""
     vocab_rows: int
     """Rows of the LM head, padding included."""
     itemsize: int

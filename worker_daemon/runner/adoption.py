@@ -36,7 +36,7 @@ class Page(NamedTuple):
     token_ids: bytes
     """int32 little-endian, all rows concatenated."""
     block_ids: bytes
-    """The same."""
+    """int32 little-endian, the rows' block ids, concatenated."""
 
 
 def describe_requests(

@@ -303,15 +303,15 @@ class _StepRows(NamedTuple):
     sampling: Int64s
     """Indices of the sequences that sample."""
     slots: Int64s
-    """Theirs."""
+    """Slots of the sequences that sample."""
     generations: Int64s
-    """Theirs."""
+    """Generations of the sequences that sample."""
     used: int
-    """As SampleRows has it."""
+    """The value of SampleRows.used."""
     reads: Int64s
-    """As StepInputs has it."""
+    """The value of StepInputs.reads."""
     bitmap: bytes
-    """As SampleRows.known_bitmap."""
+    """The value of SampleRows.known_bitmap."""
 
 
 class _Filled:

@@ -173,7 +173,7 @@ class ModelRunner:
         Returns the reply on the output rank, None elsewhere.
 
         Raises:
-            InvalidStepError: refused, on every rank alike; nothing was applied.
+            InvalidStepError: refused on every rank; nothing was applied.
             PrecededByError: an earlier step failed; this one ran only to keep the ranks in step.
             CommError: the link is broken.
         """

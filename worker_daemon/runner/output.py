@@ -37,7 +37,7 @@ class PendingOutput(Protocol):
         """result() returns at once."""
 
     def result(self) -> tuple[ModelRunnerOutput, Sequence[Frame]]:
-        """Wait for it. Raises UpstreamFailedError where the step failed before this stage."""
+        """Wait for it. Raises UpstreamFailedError if the step failed on an earlier stage."""
 
 
 class StepReplies:
@@ -77,9 +77,9 @@ class StepReplies:
 
 class StepOutput:
     """Made on the step thread; result() is called once: on the completion thread, or on the step
-    thread where it is ready.
+    thread if it is ready.
 
-    The copies are enqueued behind the step and before the next one, which may overwrite their
+    The copies are enqueued after the step and before the next one, which may overwrite their
     sources. slots: of the rows, as a bitmap.
     """
 

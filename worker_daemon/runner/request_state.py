@@ -39,7 +39,7 @@ _NO_TOKENS = np.zeros(0, np.int32)
 
 
 class RequestState:
-    """All rows of one rank. Owned by the model runner, used on the step thread only, but for
+    """All rows of one rank. Owned by the model runner, used on the step thread only, except
     num_held_blocks."""
 
     def __init__(self, limits: StepLimits, parts: StepParts) -> None:

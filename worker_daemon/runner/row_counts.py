@@ -59,7 +59,7 @@ class RowCounts:
 
     def capacity(self, rows: slice | Int64s, block_sizes: Int32s) -> Int32s:
         """Return the number of tokens for which each of these rows [B] has blocks, in the group
-        that has the fewest. block_sizes: [G, 1], or [] where there is one group."""
+        that has the fewest. block_sizes: [G, 1], or [] if there is one group."""
         if not block_sizes.ndim:
             return self.num_blocks[rows] * block_sizes
         fewest: Int32s = (self.blocks_by_group[:, rows] * block_sizes).min(axis=0)

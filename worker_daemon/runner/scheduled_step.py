@@ -44,7 +44,7 @@ class StepLimits:
 
     @property
     def max_blocks_per_seq(self) -> int:
-        """Of one group."""
+        """Largest number of blocks of a request in one group."""
         return -(-self.max_model_len // self.block_size)
 
 
@@ -52,7 +52,7 @@ class BlockUpdates(NamedTuple):
     """The block-table entries that a step writes. Aligned columns [U]."""
 
     rows: Int64s
-    """Of the block table."""
+    """Rows of the block table."""
     indices: Int32s
     block_ids: Int32s
 

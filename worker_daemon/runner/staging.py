@@ -62,7 +62,7 @@ class TokenStore(Protocol):
 
     def store(self, last_sampled: Tensor, rows: Tensor, token_ids: Tensor) -> None:
         """last_sampled[rows] = token_ids: int64 [S], int32 [R], int64 [R]; and deliver them to the
-        host, where the step has a delivery."""
+        host if the step has a delivery."""
 
 
 class Staging(Protocol):

@@ -266,7 +266,7 @@ class BlockReader:
         self._max_blocks = limits.max_blocks_per_seq
         self._groups = limits.block_groups
         self._num_rows = limits.max_num_seqs + 1
-        """Of one group."""
+        """Number of block-table rows of one group."""
         self._columns: dict[tuple[bytes, bytes], tuple[Int64s, Int32s | None]] = {}
         """For two raw columns, their rows and each row's number of earlier occurrences; None if no
         row occurs twice."""

@@ -23,11 +23,11 @@ class _Taken:
     """Bytes that one kind allocated."""
 
     device: int = 0
-    """Of the device, by any allocator."""
+    """Device memory, from any allocator."""
     allocated: int = 0
-    """Of these, in tensors of the allocator."""
+    """The part in tensors of the allocator."""
     reserved: int = 0
-    """Of these, by the allocator."""
+    """The part that the allocator reserved."""
 
 
 _NOTHING: Final = _Taken()

@@ -123,7 +123,7 @@ def confine_directory(model: str, roots: Sequence[Path]) -> Path:
                 return directory
     except (OSError, ValueError, RuntimeError) as error:  # a loop of links, a null byte
         raise ConfigError(
-            f"this is no path: {error}", field="model", value=model, fix="name a directory"
+            f"this is not a path: {error}", field="model", value=model, fix="name a directory"
         ) from None
     raise ConfigError(
         "the model lies outside this daemon's model roots",

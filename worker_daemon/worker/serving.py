@@ -87,7 +87,7 @@ class Serving:
         """Capture the graphs that steps replay, at the end of the first warm-up.
 
         Raises:
-            CapacityError: they do not fit beside weights and KV cache.
+            CapacityError: they do not fit in addition to weights and KV cache.
         """
         graphs = self._step_graphs()
         with self._capturing():

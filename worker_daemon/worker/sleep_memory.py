@@ -42,7 +42,7 @@ class TaggedMemory:
     tags = ALL_AWAKE
     """The state of each tag."""
     states: Mapping[MemoryTag, TagState] = MappingProxyType({})
-    """The same by tag; empty if the memory cannot sleep."""
+    """The states by tag; empty if the memory cannot sleep."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

@@ -114,7 +114,7 @@ class Uploads:
         return self._num_bytes
 
     def get(self, content_hash: bytes) -> Upload | None:
-        """Return a complete upload; None if there is none of that hash."""
+        """Return a complete upload; None if no upload has that hash."""
         with self._lock:
             entry = self._entries.get(content_hash)
             return None if entry is None else entry.whole
@@ -206,7 +206,7 @@ class Uploads:
 
 
 def _check_place(chunk: UploadChunk) -> int:
-    """Return the tensor's size. Raises ConfigError if it is too large, or the chunk is none of
+    """Return the tensor's size. Raises ConfigError if it is too large, or the chunk is not part of
     it."""
     num_bytes = tensor_bytes(chunk.dtype, chunk.shape)
     if num_bytes > MAX_UPLOAD_BYTES:

@@ -211,7 +211,7 @@ class Worker:
         the existing graphs are kept.
 
         Raises:
-            CapacityError: the graphs do not fit beside weights and KV cache.
+            CapacityError: the graphs do not fit in addition to weights and KV cache.
         """
         began = time.monotonic()
         serving = self._serving
@@ -243,7 +243,7 @@ class Worker:
     # Serving.
 
     def execute_model(self, message: ExecuteModel, arrays: Sequence[Frame]) -> PendingOutput | None:
-        """See ModelRunner.execute_model. Raises StateError, alike on every rank, while a weight
+        """See ModelRunner.execute_model. Raises StateError, on every rank, while a weight
         update is open or has failed."""
         if not self._model.weights.is_whole:
             self._model.weights.require_whole("ExecuteModel")
@@ -299,7 +299,7 @@ class Worker:
         return lc.ComputeWeightChecksumsReply(**self._identity(message), checksums=checksums)
 
     def save_sharded_state(self, message: lc.SaveShardedState) -> lc.SaveShardedStateReply:
-        """Write this rank's weights beside the set of that name, which stays in use.
+        """Write this rank's weights next to the set of that name, which stays in use.
 
         Raises: see Saver.write; StateError while the weights are not complete.
         """
@@ -623,7 +623,7 @@ class Worker:
         self._device.close()
 
     def describe(self) -> WorkerDescription:
-        """Describe what is on the device now, and the memory by use."""
+        """Describe the loaded objects on the device, and the memory by use."""
         opened, model = self._device.opened_or_none, self._model_or_none
         serving = self._serving_or_none
         return WorkerDescription(

@@ -20,7 +20,7 @@ from worker_client.errors import OutputError
 _NO_ROOM: Final = "make room, or name a file on another disk"
 _NOT_ALLOWED: Final = (
     "name a file that you may read and write, in a directory that you may write: a new file is "
-    "made beside the old one"
+    "made next to the old one"
 )
 _NO_DIRECTORY: Final = "name a file in a directory that exists"
 _FIXES: Final = {
@@ -158,7 +158,7 @@ class OutputFile:
             if self._is_special:
                 raise
             raise OutputError(
-                f"{error.message}; what was finished before is in {self._live}",
+                f"{error.message}; the lines finished before are in {self._live}",
                 field=error.field,
                 value=error.value,
                 fix=f"{error.fix}; with --endpoints, --adopt continues from there",

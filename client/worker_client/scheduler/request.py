@@ -110,7 +110,7 @@ class Request:
 
     @property
     def least_computed(self) -> int:
-        """Number of positions that are computed whatever steps in flight refuse."""
+        """Number of positions that stay computed even if steps in flight refuse tokens."""
         if not may_refuse(self.extensions):
             return self.num_computed
         return min(self.num_computed, len(self.tokens) - 1)
@@ -148,8 +148,8 @@ class Request:
         self.num_void = num_void
 
     def admission_bytes(self, num_tokens: int, groups: Sequence[BlockGroup]) -> int:
-        """Return the most bytes of a step's message that its admission with so many tokens
-        takes."""
+        """Return the largest number of bytes that its admission with this many tokens takes in a
+        step's message."""
         num_blocks = sum(blocks_for(num_tokens, group.block_size) for group in groups)
         own = self.extension_bytes
         return admission_bytes(num_tokens, num_blocks, len(self.id), own, MAX_NOTE_BYTES)

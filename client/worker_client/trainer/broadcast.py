@@ -1,7 +1,7 @@
 """A trainer's communicator with its workers: the rendezvous at which it begins, and broadcasts of
 tensors to all workers. Independent of RPCs: it may be in another process than the driver.
 
-It uses torch.distributed's backends directly, so that it can exist beside the trainer's process
+It uses torch.distributed's backends directly, so that it can exist next to the trainer's process
 groups. No object is pickled: raw bytes are sent.
 """
 
@@ -71,7 +71,7 @@ class BroadcastChannel:
     ) -> None:
         """Open a rendezvous on a free port of `host`, without waiting for workers.
 
-        device: the GPU whose NCCL communicator it is; gloo sends host memory, whatever is given.
+        device: the GPU whose NCCL communicator it is; gloo sends host memory for any device.
         timeout_s: the longest wait for the workers.
 
         Raises:

@@ -80,8 +80,8 @@ class WeightSender:
         """Create the communicator; send() does so by itself if there is none.
 
         Raises:
-            WeightTransferError, TransferStopped: not all have come. RemoteConfigError: the engine
-            is not for this group.
+            WeightTransferError, TransferStopped: not all workers have connected. RemoteConfigError:
+            the engine is not for this group.
         """
         self.close()
         if self._backend == "ipc":

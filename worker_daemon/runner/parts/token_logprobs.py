@@ -48,7 +48,7 @@ class TokenLogprobsPart(StepPart):
 
     @staticmethod
     def sampling_bytes(num_rows: int, vocab_size: int, itemsize: int) -> int:
-        """Float32 copies where the model's dtype is another, a comparison and its sum."""
+        """Count float32 copies if the model's dtype is another, a comparison and its sum."""
         num_logits = num_rows * vocab_size
         copy = 0 if itemsize == _FLOAT32 else num_logits * _FLOAT32
         return copy + num_logits * (_FLOAT32 + 1 + _INT32)

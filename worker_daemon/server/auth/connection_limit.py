@@ -122,7 +122,7 @@ class ConnectionLimit:
 
 
 def _with_listener(descriptor: int, use: "Callable[[socket.socket], object]") -> object:
-    """Call `use` with a listening internet socket; None if the descriptor is none."""
+    """Call `use` with a listening internet socket; None if the descriptor is not such a socket."""
     with suppress(OSError), borrowed(descriptor) as listener:
         if listener.family in _SOURCE and listener.getsockopt(
             socket.SOL_SOCKET, socket.SO_ACCEPTCONN
@@ -139,7 +139,7 @@ def _attach(listener: socket.socket, trusted: Sequence[Address]) -> None:
 
 
 def _detach(listener: socket.socket) -> None:
-    with suppress(OSError):  # there is none
+    with suppress(OSError):  # the socket has no filter
         listener.setsockopt(socket.SOL_SOCKET, _SO_DETACH_FILTER, 0)
 
 

@@ -142,7 +142,7 @@ class Tracing:
                 return tr.ReadTraceReply(call=message.call, data=file.read(tr.TRACE_CHUNK_BYTES))
         except OSError as error:
             raise StateError(
-                f"the trace's file cannot be read: {error.strerror}", fix="trace anew"
+                f"the trace's file cannot be read: {error.strerror}", fix="trace again"
             ) from (error)
 
     def _ask_driver(self, message: tr.AskDriver) -> ControlReplyMessage:
@@ -179,8 +179,8 @@ class Tracing:
     async def _on_step_thread(
         self, phase: str, work: Callable[[WorkerLike], _T], limit_s: float
     ) -> _T:
-        """Run `work` on the step thread; return or raise what it does, or TimeoutError after the
-        limit."""
+        """Run `work` on the step thread; return its result or raise its error, or TimeoutError
+        after the limit."""
         future: Future[_T] = Future()
         self._post(
             OutOfBandTask(phase, limit_s, lambda worker: _settle(future, partial(work, worker)))

@@ -246,8 +246,8 @@ class AttachHandler:
 
 
 def link_software() -> str:
-    """Return HelloReply.link_software: the packages that the ranks of a link must have alike.
-    Imports none."""
+    """Return HelloReply.link_software: the packages that must have the same versions on all ranks
+    of a link. Imports none."""
     found = []
     for package in _LINK_PACKAGES:
         with contextlib.suppress(metadata.PackageNotFoundError):

@@ -123,7 +123,8 @@ class Lease:
         )
 
     def grant(self, driver: DriverIdentity, epoch: int, terms: LeaseRequest) -> None:
-        """Grant the lease to a driver, whoever held it. epoch: above all before it."""
+        """Grant the lease to a driver, even if another one holds it. epoch: above all earlier
+        ones."""
         now = self._look()
         self._holder = _Holder(driver, epoch, terms)
         self._state = "held"

@@ -25,7 +25,7 @@ SOCKETS: Final = ("control", "step", "results", "events")
 RESERVED_SUFFIXES: Final = (
     *(".step", ".results", ".events", ".lock", ".epoch", ".stacks", ".flight.json", ".tmp"),
 )
-"""Suffixes of the files beside a control socket: another endpoint's name must not end in one."""
+"""Suffixes of the files next to a control socket: another endpoint's name must not end in one."""
 MAX_PORT: Final = 65535
 
 
