@@ -152,9 +152,8 @@ class LadderGraphs:
             runner.inputs.pad_by(self._ladder, ())  # their views are kept
             runner.use(self._program)
             return
-        # Dropped graphs leave their pool's memory behind; these graphs get another pool. It cannot
-        # be freed earlier: freeing waits for kernels, which may wait for a peer until the link
-        # ends.
+        # Free the pool of the dropped graphs, because the new ones get another pool. It cannot be
+        # freed earlier: freeing waits for kernels, which may wait for a peer until the link ends.
         torch.cuda.empty_cache()
         self.capture(runner)
 

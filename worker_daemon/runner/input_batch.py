@@ -225,7 +225,8 @@ class InputBuilder:
         return Unsampled(rows, None, none, step.brought)
 
     def _fill_decode(self, columns: StepColumns[Int32s], step: ScheduledStep) -> None:
-        """Every sequence has one token; padding is sequences of one token on the spare row."""
+        """Fill a decode: every sequence has one token. Padding consists of sequences of one token
+        on the spare row."""
         spare, used = self._state.spare_slot, step.slots.size
         for rows in (columns.token_rows, columns.seq_rows):
             rows[:used] = step.slots
@@ -237,7 +238,8 @@ class InputBuilder:
         columns.query_start_loc[:] = self._count[: columns.query_start_loc.size]
 
     def _fill_mixed(self, columns: StepColumns[Int32s], step: ScheduledStep) -> None:
-        """Padding is tokens of the spare row behind the last sequence, and sequences of none."""
+        """Fill a mixed step. Padding consists of tokens on the spare row after the last sequence,
+        and of empty sequences."""
         spare, used, seqs = self._state.spare_slot, step.total_num_tokens, step.slots.size
         columns.query_start_loc[0] = 0
         np.cumsum(step.num_tokens, out=columns.query_start_loc[1 : seqs + 1])

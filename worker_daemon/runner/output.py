@@ -34,10 +34,11 @@ class PendingOutput(Protocol):
 
     @property
     def is_ready(self) -> bool:
-        """result() returns at once."""
+        """True if result() returns at once."""
 
     def result(self) -> tuple[ModelRunnerOutput, Sequence[Frame]]:
-        """Wait for it. Raises UpstreamFailedError if the step failed on an earlier stage."""
+        """Wait for the reply and return it. Raises UpstreamFailedError if the step failed on an
+        earlier stage."""
 
 
 class StepReplies:
@@ -49,7 +50,7 @@ class StepReplies:
         self._is_output_rank = is_output_rank
 
     def without_tokens(self, identity: ReplyIdentity, status: Tensor) -> PendingOutput | None:
-        """The step samples nothing, or not yet."""
+        """Return the output of a step that samples nothing, or not yet."""
         if not self._is_output_rank:
             return None
         return NoTokens(identity, status, self._link, self._history)

@@ -163,7 +163,7 @@ class PipelineStage:
         self._neighbours.tokens.settle()
 
     def _begin(self, step: ScheduledStep) -> _Due:
-        """Note a step's exchanges, and start to receive before anything else of it is done."""
+        """Record a step's exchanges, and start to receive before any other work of the step."""
         slots = _NO_SLOTS if step.defer_sampling else step.slots[step.samples]
         sends = self._neighbours.outbound is not None
         self._due = due = _Due(slots, step.seq, step.total_num_tokens, sends)

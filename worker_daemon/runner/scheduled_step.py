@@ -22,14 +22,14 @@ MAX_BLOCK_UPDATES: Final = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class StepLimits:
-    """The sizes that every step must keep to."""
+    """The limits of every step."""
 
     max_num_seqs: int
     max_num_batched_tokens: int
     max_model_len: int
     vocab_size: int
     block_size: int
-    """In the group with the smallest blocks."""
+    """Tokens of a block, in the group with the smallest blocks."""
     num_blocks: int
     groups: tuple[BlockGroup, ...] = ()
     """If empty: one group of block_size, without a window."""
@@ -66,7 +66,7 @@ class StepExtensions(NamedTuple):
     """Extensions of a message for one step's parts (runner/parts/)."""
 
     used: int
-    """Their bits."""
+    """Bits of those parts."""
     data: tuple[tuple[int, Any], ...]
     """A part's bit, and the value that it made from its extension."""
 

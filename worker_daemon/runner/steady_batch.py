@@ -31,7 +31,7 @@ class SteadyBatch:
     one_each: Int32s
     all_sample: Bools
     used: int
-    """Bits of the parts that some row uses."""
+    """Bits of the parts that any row uses."""
     max_model_len: int
     ends: Int32s
     """Computed tokens of each row, including the newest step's: only the batch has them until they

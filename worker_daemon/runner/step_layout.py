@@ -225,8 +225,8 @@ def decode_sizes(max_num_seqs: int) -> list[int]:
 
 
 def largest_shape(limits: StepLimits) -> StepShape:
-    """Return the shape of the largest step, padding included: tokens, sequences and block-table
-    entries."""
+    """Return the shape of the largest step: tokens, sequences and block-table entries, each
+    including padding."""
     seqs = max(limits.max_num_seqs + 1, *decode_sizes(limits.max_num_seqs))
     tokens, groups = limits.max_num_batched_tokens + seqs, limits.num_groups
     entries = groups * seqs * limits.max_blocks_per_seq
