@@ -227,7 +227,7 @@ def read_file(path: Path) -> Given:
     """Read a TOML file with the keys of the command line's options.
 
     Raises:
-        ConfigError: it cannot be read, is no TOML, or has a key that no option has.
+        ConfigError: it cannot be read, is not valid TOML, or has a key that no option has.
     """
     try:
         given = tomllib.loads(read_whole(path, _MAX_FILE_BYTES).decode())
@@ -374,7 +374,7 @@ def _key_path(given: Given, key: str) -> Path | None:
 def _interface(name: str) -> str:
     if name and not _INTERFACE.fullmatch(name):
         raise ConfigError(
-            "it is no name of an interface",
+            "it is not a name of an interface",
             field="data-interface",
             value=name,
             fix="name one of this host's interfaces, as in eth0; addresses and all interfaces at "
@@ -420,7 +420,10 @@ def _bytes(given: Given, key: str, default: int) -> int:
     if isinstance(value, int) and not isinstance(value, bool) and 0 < value < 1 << 62:
         return value
     raise ConfigError(
-        "it is no number of bytes", field=key, value=value, fix=f"use 1 or more; default: {default}"
+        "it is not a number of bytes",
+        field=key,
+        value=value,
+        fix=f"use 1 or more; default: {default}",
     )
 
 

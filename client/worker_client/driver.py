@@ -236,7 +236,7 @@ class Driver:
         self._consecutive_failures = 0
 
     def _on_failure(self, error: StepFailed) -> None:
-        """Handle the failure of the oldest step, and so of all behind it."""
+        """Handle the failure of the oldest step, and thus of all later ones."""
         outputs = [flight.output for flight in self._in_flight]
         self._in_flight.clear()
         self.num_failures += 1

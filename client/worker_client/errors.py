@@ -22,7 +22,7 @@ ClientError
  +- LinkGivenUp               links between the ranks failed too often in a row
  +- LaunchError               a local daemon did not become ready
  +- Unkillable                a local daemon's process does not end by SIGKILL
- +- TraceError                a trace cannot be read, or is no trace
+ +- TraceError                a trace cannot be read, or is not a trace
  +- SchedulerStalled          a scheduler has requests, but no step, and no result is pending
  +- WeightsNotWhole           a weight update is open or has failed: no step can be sent
  +- AdoptionMismatch          ranks disagree about a request that was to be adopted

@@ -187,7 +187,7 @@ class Watch:
 
     def listened(self) -> None:
         """Judge silence, after all events that are here have been read: a heartbeat that waits to
-        be read is no silence."""
+        be read does not count as silence."""
         now = self._clock()
         blind_s = now - self._listened_at
         if blind_s > BLIND_AFTER_S:

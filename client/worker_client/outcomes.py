@@ -244,7 +244,7 @@ class StepsInFlight:
         self._recently_done.append(reply.seq)
 
     def take_error(self, reply: ErrorReply, error: RemoteError) -> None:
-        """Fail the step that the reply is for, and those behind it; `error` is the reply as an
+        """Fail the step that the reply is for, and the later ones; `error` is the reply as an
         exception. An UPSTREAM_FAILED may wait for its cause."""
         if reply.seq in self._recently_done:
             self._fail_all_rows(reply, error)
@@ -335,7 +335,7 @@ class StepsInFlight:
         return Failure(self._state, self._num_failures, error, rank, code, traceback)
 
     def _fail_from(self, seq: int, failure: Failure) -> None:
-        """Fail step `seq` and every step behind it; and all requests if the link is broken, since
+        """Fail step `seq` and every later step; and all requests if the link is broken, since
         no row survives a relink."""
         failed = [future for number, future in self._futures.items() if number >= seq]
         steps = [future.step for future in failed if future.step is not None]

@@ -98,7 +98,7 @@ def connection_error(address: str) -> OSError | None:
     except OSError as error:
         return error
     except UnicodeError:  # from Python: no such name resolves
-        return socket.gaierror(socket.EAI_NONAME, "it is no host's name")
+        return socket.gaierror(socket.EAI_NONAME, "it is not a host's name")
     return None
 
 

@@ -80,7 +80,7 @@ class Resending:
             self._sent.heard(rank, beat.last_seq, is_busy=is_busy, outstanding=outstanding)
 
     def send_overdue(self, seq: int, answered: Collection[int], *, is_step: bool) -> None:
-        """Send request `seq` and those behind it again, to the ranks that may not have them, or
+        """Send request `seq` and the later ones again, to the ranks that may not have them, or
         whose reply is missing: for a step the output rank's alone, for an operation those of all
         but `answered`. A rank that runs something is skipped: it is not silent."""
         self._patience_s *= 2
@@ -90,7 +90,7 @@ class Resending:
                 self.send_lost(rank, seq, is_step=is_step)
 
     def send_lost(self, rank: int, seq: int, *, is_step: bool) -> None:
-        """Send one rank request `seq` and those behind it again, as far as they, or a reply that it
+        """Send one rank request `seq` and the later ones again, as far as they, or a reply that it
         owes, may be lost: for send_overdue(), and for a rank whose connection came back."""
         if not is_step and not self.knows_ranks:
             return
@@ -100,8 +100,8 @@ class Resending:
             self._clients[rank].send_again(step.frames)
 
     def mend_gap(self, rank: int, expected: int) -> bool:
-        """Send a rank the requests that it misses, from seq `expected` on. Return True if nothing
-        else is to be done."""
+        """Send a rank the requests that it misses, from seq `expected` on. Return True if no
+        further action is needed."""
         if rank >= len(self._clients) or not self.knows_ranks:
             return False
         if self._sent.last_seq(rank) >= expected:

@@ -589,7 +589,7 @@ class WorkerGroup:
 
         Raises:
             IllegalStateError: a profile runs already, or one of the other kind.
-            RemoteConfigError: the prefix is no plain name, or traces cannot be written.
+            RemoteConfigError: the prefix is not a plain name, or traces cannot be written.
             RemoteCapacityError: the disk is full.
         """
         return self._channel.ask(

@@ -66,7 +66,7 @@ class SafetensorsFile:
         """Open the file and check its header against its size.
 
         Raises:
-            OSError: it cannot be read, or is no regular file.
+            OSError: it cannot be read, or is not a regular file.
             MalformedError: it is truncated or not a safetensors file.
         """
         self.path = path

@@ -163,7 +163,7 @@ def resolve_directory(model: Path) -> Path:
         return model.resolve()
     except (OSError, RuntimeError, ValueError) as error:  # a loop of links
         raise ConfigError(
-            f"this is no path: {error}", field="model", value=str(model), fix="name a directory"
+            f"this is not a path: {error}", field="model", value=str(model), fix="name a directory"
         ) from None
 
 

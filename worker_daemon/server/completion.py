@@ -34,7 +34,7 @@ class _Outcome(NamedTuple):
 
 
 class _Stop(Exception):
-    """The thread is to end."""
+    """The request to end the thread."""
 
 
 def _stop() -> None:

@@ -58,7 +58,7 @@ class WorkerLike(Protocol):
     def execute_dummy_batch(self, message: step.ExecuteDummyBatch) -> PendingReply | None: ...
 
     def refuse_step(self, seq: int) -> None:
-        """Record a step that could not be read, on any rank: the steps behind it fail as after any
+        """Record a step that could not be read, on any rank: the steps after it fail as after any
         failed step."""
 
     def start_trace(self) -> None:

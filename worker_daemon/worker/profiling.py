@@ -217,8 +217,8 @@ class Profiler:
 
         Raises:
             StateError: a profile runs already.
-            ConfigError: the prefix is no plain name, there is no directory for traces or it cannot
-                be used, or the device has no profiler of this kind.
+            ConfigError: the prefix is not a plain name, there is no usable directory for traces, or
+                the device has no profiler of this kind.
         """
         self._refuse_second()
         prefix = _checked_prefix(request.prefix or self._prefix)
@@ -226,7 +226,7 @@ class Profiler:
         if request.kind == "cuda":
             if device.type != "cuda":
                 raise ConfigError(
-                    "the device is no CUDA device", field="kind", value="cuda", fix="use torch"
+                    "the device is not a CUDA device", field="kind", value="cuda", fix="use torch"
                 )
             self.recording = _CudaMarks()
         else:

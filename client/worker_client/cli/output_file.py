@@ -293,7 +293,7 @@ def _check_special(path: Path) -> None:
 
 def _descriptor(path: Path) -> tuple[int, int] | None:
     """Return process and number of the descriptor that a path names, as /dev/stdout does. A file
-    may be open there, but the path is no name of it."""
+    may be open there, but the path is not a name of it."""
     for _ in range(_MAX_LINKS):
         parent = Path(os.path.realpath(path.parent))
         found = re.fullmatch(r"/proc/(\d+)(?:/task/\d+)?/fd/(\d+)", str(parent / path.name))

@@ -46,7 +46,7 @@ class TrustedAddresses:
         self._known: OrderedDict[Address, None] = OrderedDict()
 
     def add(self, text: str) -> None:
-        """Add an address; text that is no IP address (of ipc, say) is ignored."""
+        """Add an address; text that is not an IP address (that of an ipc peer, say) is ignored."""
         with suppress(ValueError):
             address = ipaddress.ip_address(text)
             self._known[address] = None

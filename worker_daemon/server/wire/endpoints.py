@@ -184,7 +184,7 @@ class EndpointLock:
         Raises:
             EndpointInUseError: another process holds it; the message names that process if
                 possible.
-            ConfigError: the lock file cannot be opened, or is no regular file of ours.
+            ConfigError: the lock file cannot be opened, or is not a regular file of ours.
             StartLaterError: there is no room for the file now.
         """
         self._endpoint = endpoint
@@ -239,7 +239,7 @@ class EndpointLock:
         assert isinstance(error, OSError)
         path = self._endpoint.lock_path
         message = f"the endpoint's lock {path} cannot be used: {error.strerror}"
-        fix = f"remove {path} if it is no daemon's, or choose another endpoint"
+        fix = f"remove {path} if it is not a daemon's, or choose another endpoint"
         return unusable(error, message, "endpoint", path, fix)
 
 
