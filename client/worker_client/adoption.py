@@ -87,7 +87,8 @@ class RankRow:
 def read_page(reply: AdoptRequestsReply) -> Iterator[RankRow]:
     """Split a reply's columns into its rows.
 
-    Raises: BadFrameError: the columns do not match the rows.
+    Raises:
+        BadFrameError: the columns do not match the rows.
     """
     if len(reply.token_ids) % 4 or len(reply.block_ids) % 4:
         raise BadFrameError("a column of AdoptRequestsReply is not a sequence of int32")

@@ -18,8 +18,10 @@ from worker_client.errors import KVPlanError
 
 
 def choose_num_blocks(fitting: int, asked: int | None) -> int:
-    """Return the requested number of blocks, or else all that fit. Raises: KVPlanError: more were
-    requested than fit.
+    """Return the requested number of blocks, or else all that fit.
+
+    Raises:
+        KVPlanError: more were requested than fit.
     """
     if asked is None:
         return fitting

@@ -236,7 +236,9 @@ class SlotTable:
 
     def fail(self, outputs: Iterable[SchedulerOutput]) -> frozenset[str]:
         """Undo failed steps: forget every request that took part in them or was to end in them, and
-        send the next step in full. Return the ids of those that took part.
+        send the next step in full.
+
+        Return the ids of those that took part.
         """
         self._flush()
         lost: set[str] = set()

@@ -135,7 +135,10 @@ class StageArrival:
 
     def wait(self) -> tuple[Tensor, Tensor]:
         """Return (hidden [N, H], status int64 [], on the device). On CUDA only the stream waits,
-        not this thread. Raises: CommError: the neighbor is gone.
+        not this thread.
+
+        Raises:
+            CommError: the neighbor is gone.
         """
         with communication("receiving from the previous stage"):
             self._work.wait()

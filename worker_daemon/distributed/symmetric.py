@@ -195,6 +195,7 @@ def share(
     store: Store, rank: int, size: int, meeting: BlockExchange | None, timeout_s: float
 ) -> list[Block]:
     """Return every rank's block, by rank, or nothing on all ranks if one has none. Collective.
+
     meeting: None on a rank without a block. Takes ownership of meeting.own.
     """
     blocks = {} if meeting is None else {rank: meeting.own}

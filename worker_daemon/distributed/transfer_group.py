@@ -93,8 +93,10 @@ class TransferGroup:
         list may hold one, and not the frames in an error's traceback."""
 
     def open(self) -> None:
-        """Connect to the trainer and all other workers, and pass one byte to each. Raises:
-        TransferError: not all have connected within the timeout, or it was aborted.
+        """Connect to the trainer and all other workers, and pass one byte to each.
+
+        Raises:
+            TransferError: not all have connected within the timeout, or it was aborted.
         """
         meeting = self.meeting
         try:
@@ -136,7 +138,9 @@ class TransferGroup:
 
     def wait(self, arrival: IncomingBroadcast) -> Tensor:
         """Wait until a broadcast has arrived. Return its buffer: the current stream may read it.
-        Raises: TransferError: it failed, did not arrive within the timeout, or was aborted.
+
+        Raises:
+            TransferError: it failed, did not arrive within the timeout, or was aborted.
         """
         with self._transferring("receiving"):
             self._until(lambda: self._works[arrival].is_completed())

@@ -87,8 +87,10 @@ class Places:
                 )
 
     def check_complete(self, received: Collection[str]) -> None:
-        """Check that every tensor that the model needs has arrived; the same on every rank. Raises:
-        ConfigError: some have not; names the first that are missing.
+        """Check that every tensor that the model needs has arrived; the same on every rank.
+
+        Raises:
+            ConfigError: some have not; names the first that are missing.
         """
         missing = [names[0] for names in self.required if not set(names) & set(received)]
         if missing:
