@@ -83,7 +83,7 @@ def read_secret_key(path: Path, field: str, *, group_may_read: bool = False) -> 
 
     Raises:
         KeyFileError: it is missing, malformed or owned by another user, or others may read or write
-        it.
+            it.
     """
     allowed = 0o440 if group_may_read else 0o400
     data = _read(path, field, forbidden=0o777 & ~allowed & ~0o200, private=True)

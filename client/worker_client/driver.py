@@ -159,8 +159,8 @@ class Driver:
                 recovery between them.
             SchedulerStalled: the scheduler has requests, no step, and no result to wait for.
             WorkerDied: a daemon is lost, and `recover` does not replace it, or has done so
-            MAX_CONSECUTIVE_FAILURES times since the last successful step. InvalidSchedulerOutput:
-            the scheduler gave a step that breaks a rule. The steps before
+                MAX_CONSECUTIVE_FAILURES times since the last successful step.
+            InvalidSchedulerOutput: the scheduler gave a step that breaks a rule. The steps before
                 it are settled, and step_failed has returned it to the scheduler. It may be called
                 again.
             DrainingError: an operator drains the group, and the steps in flight are settled. It may

@@ -199,8 +199,8 @@ class GroupChannel:
         waiting or idle.
 
         Raises:
-            WorkerDied: one of them is dead. The steps in flight are not failed by this: lose()
-            does that.
+            WorkerDied: one of them is dead. The steps in flight are not failed by this: lose() does
+                that.
             RemoteError, LeaseNotRenewed: the lease is lost.
             AuthenticationError: a daemon refused us.
         """

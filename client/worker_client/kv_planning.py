@@ -48,7 +48,7 @@ def fit_max_model_len(
 
     Raises:
         KVPlanError: not one request of max_model_len tokens fits, and it may not be lowered, or
-        nothing fits at all.
+            nothing fits at all.
     """
     longest = longest_request(num_blocks, groups, max_model_len, max_num_batched_tokens)
     if longest == max_model_len or (may_lower and longest > 0):
@@ -71,7 +71,7 @@ def choose_groups(
 
     Raises:
         KVPlanError: the layers keep such different amounts per token that no block sizes fit them
-        all.
+            all.
     """
     block_size, step = config.cache.block_size, config.scheduler.max_num_batched_tokens
     try:

@@ -394,7 +394,8 @@ class ControlChannel:
 
         Raises:
             DeadlineExceeded: no daemon took the request.
-            WorkerDied: the daemon is known to have ended; NothingListens: it never listened.
+            WorkerDied: the daemon is known to have ended
+            NothingListens: it never listened.
             AuthenticationError: the daemon refused us.
             UntrustedEndpointError: another user's process may listen there.
         """

@@ -80,7 +80,7 @@ class WorkerGroup:
 
         Raises:
             ClientConfigError: the number of endpoints is not the group's size, or one of them is
-            unusable.
+                unusable.
         """
         parsed = parse_endpoints(endpoints, parallel, keys)
         self.parallel = parallel
@@ -220,8 +220,9 @@ class WorkerGroup:
 
         Raises:
             ReplacementFailed: no daemon answered, or attempts failed because of another death or
-            lack of memory. It may be tried again. RemoteError: the new daemon refuses the model or
-            the device. ClientError: nothing was loaded that a new daemon could load.
+                lack of memory. It may be tried again.
+            RemoteError: the new daemon refuses the model or the device.
+            ClientError: nothing was loaded that a new daemon could load.
         """
         if self._loaded is None:
             raise ClientError(
@@ -272,7 +273,8 @@ class WorkerGroup:
         Raises:
             ConfigMismatchError: something else is loaded, and reload is False; names the fields.
             KVPlanError: not one request of max_model_len fits, or more blocks were asked for than
-            fit. RemoteError: an operation failed; names the first rank that did.
+                fit.
+            RemoteError: an operation failed; names the first rank that did.
         """
         self._channel.check_usable()
         check_config(config)
@@ -315,8 +317,8 @@ class WorkerGroup:
         one; blocks keep their contents until they are assigned.
 
         Raises:
-            AdoptionMismatch: ranks report different data for a request. RemoteError: a rank cannot
-            report; names the first one.
+            AdoptionMismatch: ranks report different data for a request.
+            RemoteError: a rank cannot report; names the first one.
         """
         rows = _read_rows(self._channel)
         kv_cache = self.clients[0].get_status().kv_cache
@@ -336,7 +338,7 @@ class WorkerGroup:
 
         Raises:
             WorkerDied: a daemon is dead: its neighbors may notice that before its own connection
-            ends, so this waits a moment.
+                ends, so this waits a moment.
         """
         self._channel.check_deaths()
         self._drain()
@@ -375,7 +377,8 @@ class WorkerGroup:
 
         Raises:
             RemoteConfigError: no daemon option --save-root, or not the same one, or the name or the
-            pattern is not allowed. RemoteCapacityError: the disk is full.
+                pattern is not allowed.
+            RemoteCapacityError: the disk is full.
         """
         return save_weights(
             self._channel,
@@ -404,7 +407,7 @@ class WorkerGroup:
 
         Raises:
             RemoteCapacityError: a host has no room for the weights. That rank is as it was; others
-            may sleep: call wake_up, or sleep again.
+                may sleep: call wake_up, or sleep again.
             RemoteConfigError: the model was loaded without enable_sleep_mode.
         """
         self._drain()
@@ -417,8 +420,8 @@ class WorkerGroup:
 
         Raises:
             RemoteCapacityError: a device has not that much left. That rank stays asleep; others may
-            be awake: call it again once there is memory, or sleep. RemoteConfigError: as sleep()
-            does.
+                be awake: call it again once there is memory, or sleep.
+            RemoteConfigError: as sleep() does.
         """
         wanted = None if tags is None else tuple(tags)
         return self._channel.ask(partial(lc.WakeUp, tags=wanted))
@@ -446,8 +449,9 @@ class WorkerGroup:
         timeout_s: how long a rank waits for the trainer here, and later for its next data.
 
         Raises:
-            WeightTransferError: the trainer has not connected. RemoteConfigError: the engine is not
-            for this group. The daemons continue to serve, without an engine.
+            WeightTransferError: the trainer has not connected.
+            RemoteConfigError: the engine is not for this group. The daemons continue to serve,
+                without an engine.
         """
         return self._channel.ask(
             partial(
@@ -500,7 +504,8 @@ class WorkerGroup:
 
         Raises:
             RemoteConfigError: the directory lies outside the daemons' roots, or holds another
-                model. RemoteCheckpointError: a file is missing, truncated or not of this model.
+                model.
+            RemoteCheckpointError: a file is missing, truncated or not of this model.
         """
         before = self._state.weights_cause
         self._give_up_weights("reload_weights has failed on some rank")

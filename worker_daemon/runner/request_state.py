@@ -144,7 +144,7 @@ class RequestState:
 
         Raises:
             InvalidStepError: a value is out of range or contradicts the rows. Nothing is applied,
-            but later steps fail as after any failed step.
+                but later steps fail as after any failed step.
         """
         try:
             scheduled = self._go_on(step, arrays)

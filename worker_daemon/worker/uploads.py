@@ -124,9 +124,7 @@ class Uploads:
 
         Raises:
             ConfigError: it is not a chunk of that tensor, differs from an earlier one, or completes
-            a
-                tensor
-                of another hash, which is dropped.
+                a tensor of another hash, which is dropped.
             CapacityError: there is no room for the tensor.
             StateError: a reset dropped the upload meanwhile.
         """

@@ -26,8 +26,9 @@ def connect(
     daemons that are not started yet.
 
     Raises:
-        EndpointError: one is not an endpoint. NothingListens: no daemon listens at one after
-        wait_s; without wait_s the first request raises it.
+        EndpointError: one is not an endpoint.
+        NothingListens: no daemon listens at one after wait_s; without wait_s the first request
+            raises it.
     """
     parsed = [parse_endpoint(endpoint, keys) for endpoint in endpoints]
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
