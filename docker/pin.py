@@ -1,6 +1,6 @@
-"""Write docker/requirements.txt: what the image installs, with the hash of each wheel, as pip would
-choose it from the package index for the image's Python. Downloads metadata alone. Run it after a
-change of constraints.txt or of a dependency, from the repository's root:
+"""Writes docker/requirements.txt: the packages of the image with the hash of each wheel, as pip
+would choose them from the package index for the image's Python. Downloads only metadata. Run it
+after a change of constraints.txt or of a dependency, from the repository's root:
 
     python3 docker/pin.py
 """
@@ -18,7 +18,7 @@ ROOT: Final = Path(__file__).resolve().parents[1]
 TARGET: Final = ROOT / "docker" / "requirements.txt"
 PYTHON: Final = "3.12"
 MAX_GLIBC_MINOR: Final = 36
-"""Of the base image's Debian 12."""
+"""The platform tag of the base image, Debian 12."""
 BUILD_NEEDS: Final = ("setuptools", "wheel")
 HEADER: Final = """\
 # What the image installs, by version and content: Linux on x86_64, CPython 3.12, torch for CUDA.
@@ -35,7 +35,7 @@ def main() -> None:
 
 
 def resolve(wanted: list[str]) -> list[dict[str, Any]]:
-    """Return pip's report of what it would install."""
+    """Return pip's report on the packages that it would install."""
     tags = [f"manylinux_2_{minor}_x86_64" for minor in range(MAX_GLIBC_MINOR, 4, -1)]
     tags += ["manylinux2014_x86_64", "manylinux2010_x86_64", "manylinux1_x86_64", "linux_x86_64"]
     platforms = [word for tag in tags for word in ("--platform", tag)]
@@ -47,7 +47,7 @@ def resolve(wanted: list[str]) -> list[dict[str, Any]]:
         where = ("--report", str(report), "--target", scratch, "--python-version", PYTHON)
         command = (sys.executable, "-m", "pip", "install", "--isolated", *how, *where)
         limits = ("--constraint", str(ROOT / "constraints.txt"))
-        # Of the package index alone: this machine's settings may name other places.
+        # Only from the package index: this machine's settings may name other sources.
         environment = {**os.environ, "PIP_CONFIG_FILE": os.devnull}
         words = [*command, *platforms, *abis, *limits, *wanted]
         subprocess.run(words, check=True, env=environment)
@@ -55,7 +55,7 @@ def resolve(wanted: list[str]) -> list[dict[str, Any]]:
 
 
 def name(found: dict[str, Any]) -> str:
-    """Return a distribution's normalised name."""
+    """Return a distribution's normalized name."""
     return str(found["metadata"]["name"]).lower().replace("_", "-").replace(".", "-")
 
 

@@ -2,7 +2,7 @@
 
 A random little model is served by two pipeline stages; this process trains the same model. Each
 round: sample completions from the workers, reward those with many even tokens, let the workers
-sleep while one REINFORCE step (Williams, 1992) has the memory, and send them the new weights as
+sleep while one REINFORCE step (Williams, 1992) has the memory, and send them the new weights when
 they wake. The reward rises.
 """
 
@@ -40,7 +40,7 @@ LEARNING_RATE = 3e-3
 
 @dataclass
 class Serving:
-    """What serves the policy."""
+    """Return the configuration of the workers that serve the policy."""
 
     group: WorkerGroup
     driver: Driver
@@ -92,24 +92,24 @@ def make_policy(directory: Path) -> PreTrainedModel:
 
 
 def train(serving: Serving, policy: PreTrainedModel, iterations: int) -> list[float]:
-    """Train the policy, and keep the workers' weights equal to it; the mean reward of each round.
-    gloo carries host memory and suits any machine: nccl and ipc are for GPUs."""
+    """Train the policy, and keep the workers' weights equal to it; return the mean reward of each
+    round. gloo sends host memory and works on any machine; nccl and ipc are for GPUs."""
     optimizer = torch.optim.Adam(policy.parameters(), lr=LEARNING_RATE)
     rewards = []
     with WeightSender(serving.group, "gloo") as sender:
         for number in range(iterations):
             samples = sample(serving.driver, seed=number)
-            serving.group.sleep(2)  # new weights come: the old ones need not be kept
+            serving.group.sleep(2)  # new weights follow, so the old ones need not be kept
             rewards.append(step(policy, optimizer, samples))
             serving.group.wake_up(["weights"])
             sender.send(policy.state_dict())
             serving.group.wake_up(["kv_cache"])
-            serving.scheduler.forget_prefixes()  # they are of the old weights
+            serving.scheduler.forget_prefixes()  # they belong to the old weights
     return rewards
 
 
 def sample(driver: Driver, seed: int) -> Tensor:
-    """Completions of the prompt: int64 [NUM_SAMPLES, NUM_TOKENS]."""
+    """Return completions of the prompt: int64 [NUM_SAMPLES, NUM_TOKENS]."""
     for number in range(NUM_SAMPLES):
         driver.add_request(
             GenerationRequest(
@@ -125,12 +125,12 @@ def sample(driver: Driver, seed: int) -> Tensor:
 
 
 def reward_of(samples: Tensor) -> Tensor:
-    """The share of even tokens: float32 [NUM_SAMPLES]."""
+    """Return the share of even tokens: float32 [NUM_SAMPLES]."""
     return (samples % 2 == 0).float().mean(dim=1)
 
 
 def step(policy: PreTrainedModel, optimizer: torch.optim.Optimizer, samples: Tensor) -> float:
-    """One step of REINFORCE against the mean as a baseline; the mean reward of the samples."""
+    """Take one REINFORCE step with the mean reward as baseline; return the samples' mean reward."""
     rewards = reward_of(samples)
     sequences = torch.cat([torch.tensor([PROMPT] * len(samples)), samples], dim=1)
     logits = policy(sequences[:, :-1]).logits[:, len(PROMPT) - 1 :]
@@ -143,7 +143,7 @@ def step(policy: PreTrainedModel, optimizer: torch.optim.Optimizer, samples: Ten
 
 
 def greedy(driver: Driver, prompt: Sequence[int], count: int) -> list[int]:
-    """The workers' likeliest continuation."""
+    """Return the workers' most likely continuation."""
     request = GenerationRequest(
         id="greedy", prompt_token_ids=np.array(prompt, np.int32), max_tokens=count, ignore_eos=True
     )

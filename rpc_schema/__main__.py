@@ -39,7 +39,7 @@ _DIRECTIONS = (
     ("Control socket, daemon to driver", codec.CONTROL_REPLIES),
     ("Step socket, driver to daemon", codec.STEP_REQUESTS),
     ("Results socket, daemon to driver", codec.STEP_REPLIES),
-    ("Events socket, daemon to everybody", codec.EVENTS),
+    ("Events socket, daemon to all subscribers", codec.EVENTS),
 )
 _MODULES = (
     config,
@@ -79,15 +79,15 @@ def _introduction() -> str:
         A message is one msgpack frame, `[tag, field, field, ...]` in the order below, followed by
         raw little-endian array frames where the message says so. At most {codec.MAX_FRAMES} frames;
         at most {codec.MAX_STEP_BYTES} bytes on the step and results sockets and
-        {codec.MAX_CONTROL_BYTES} on the others. Unknown tags, missing and extra fields and values
-        out of bounds are refused before anything is done; Hello and HelloReply alone tolerate extra
-        fields. A step reply that is sent again (its seq was repeated) has the same frames behind
-        an empty one. A control request that may be sent again, with the same `call` where its
-        connection ends before the reply, does no more than once.
+        {codec.MAX_CONTROL_BYTES} on the others. Unknown tags, missing or extra fields, and values
+        out of bounds are refused before they have any effect. Only Hello and HelloReply tolerate
+        extra fields. A step reply that is sent again, because its seq was repeated, has the same
+        frames after an empty one. Some control requests may be sent again, with the same `call`, if
+        the connection ends before the reply. They take effect only once.
 
-        A step request is legal in the states that it names, and only while the daemon serves; else
-        it is refused, and nothing changes. The daemon reports it as hung when it has been silent
-        for longer than it is allowed.
+        A step request is legal in the states listed with it, and only while the daemon serves.
+        Otherwise it is refused, and nothing changes. The daemon reports a request as hung when it
+        makes no progress for longer than the allowed silence.
         """
     )
 

@@ -1,7 +1,7 @@
 """Requests that an earlier driver has left running, as reported to a new one.
 
-Nothing in here makes a request run again: a driver that continues one admits it anew
-(`rpc_schema.step.NewRequestData`) with its tokens, its block ids and the count of tokens whose KV
+These messages only report. To continue a request, a driver admits it again
+(`rpc_schema.step.NewRequestData`) with its tokens, its block ids and the number of tokens whose KV
 is in these blocks.
 """
 
@@ -18,7 +18,7 @@ MAX_PAGE_BYTES = 2 << 20
 """Bound on a reply, without its first row."""
 
 MAX_ROW_TOKENS = 3 << 20
-"""Bound on the tokens of a row; of a longer request the first ones are reported."""
+"""Bound on the tokens of a row; for a longer request, only the first ones are reported."""
 
 MAX_ROW_BLOCKS = 1 << 18
 """A request with more is reported without blocks: its KV must be computed again."""
@@ -27,15 +27,15 @@ RowColumn = Annotated[bytes, Meta(max_length=MAX_PAGE_BYTES + 4 * MAX_ROW_TOKENS
 
 
 class RequestRow(Value, frozen=True, kw_only=True):
-    """A request with a row, as far as the rank guarantees it: up to the last step that it knows to
-    have succeeded."""
+    """A request with a row, in its state after the last step that the rank knows to have
+    succeeded."""
 
     slot: Slot
     req_id: Name
     num_prompt_tokens: Positive
     num_tokens: Count
-    """Number of its tokens in the reply. The output rank has all of them, others those of the
-    request's admission."""
+    """Number of its tokens in the reply. The output rank has all of them; other ranks have those of
+    the request's admission."""
     num_computed_tokens: Count
     """Leading tokens whose KV this rank has in the blocks; 0 if it guarantees none. An upper bound
     if a feature of the request may refuse tokens."""
@@ -49,7 +49,7 @@ class RequestRow(Value, frozen=True, kw_only=True):
 
 
 class AdoptRequests(StepRequest["AdoptRequestsReply"], frozen=True, tag=70, kw_only=True):
-    """Report the requests from first_slot on. Steps that failed, or never had a result, are taken
+    """Report the requests from first_slot on. Steps that failed, or never had a result, are rolled
     back first. For a driver that attached with keep_requests, before its first step."""
 
     first_slot: Count = 0
@@ -62,7 +62,8 @@ class AdoptRequestsReply(StepReply, frozen=True, tag=70, kw_only=True):
     next_slot: Count
     """First slot for the next AdoptRequests; 0 if no row follows."""
     token_ids: RowColumn = b""
-    """Little-endian int32: the tokens of all rows, one after the other."""
+    """Little-endian int32: the tokens of all rows, concatenated."""
     block_ids: RowColumn = b""
-    """Little-endian int32: the blocks of all rows, those of a row group after group. The null block
-    (0) replaces a block that a window has passed, which others may have by now."""
+    """Little-endian int32: the blocks of all rows, concatenated; those of a row are ordered by
+    group. The null block (0) replaces a block that a window has passed, since another request may
+    use it by now."""

@@ -20,7 +20,7 @@ Name = Annotated[str, Meta(min_length=1, max_length=256)]
 """A request id, layer name or architecture."""
 
 Text = Annotated[str, Meta(max_length=65536)]
-"""A message or traceback for people; never parsed."""
+"""A message or traceback for people to read; never parsed."""
 
 HASH_BYTES: Final = 32
 
@@ -68,8 +68,8 @@ ReplyT = TypeVar("ReplyT")
 
 
 class Answered(Generic[ReplyT]):
-    """A request that is answered with a ReplyT, or refused. Without fields: it is for type
-    checkers, and rpc_schema/operations.py must agree with it."""
+    """A request that is answered with a ReplyT, or refused. It has no fields: type checkers use it,
+    and rpc_schema/operations.py must agree with it."""
 
     __slots__ = ()
 
@@ -91,7 +91,7 @@ class StepRequest(Value, Answered[ReplyT], frozen=True, kw_only=True):
     """A request that touches device state, run in seq order.
 
     epoch is the fencing token that attach granted, link the generation of the communicators (0:
-    none), and seq rises by one with each request of the epoch, beginning with 1.
+    none), and seq increases by one with each request of the epoch, starting at 1.
     """
 
     epoch: Unsigned

@@ -1,4 +1,4 @@
-"""Sockets of another thread, used by file descriptor for a moment."""
+"""Uses a socket of another thread for a moment, by its file descriptor."""
 
 import contextlib
 import errno
@@ -29,6 +29,6 @@ def _copy(descriptor: int) -> int:
     except OSError as error:
         if error.errno not in (errno.EMFILE, errno.ENFILE):
             raise
-        # None is free, the case in which strangers matter most. Race: the owner may close the
-        # descriptor, and use it again, between two calls here.
+        # No descriptor is free, which is when strangers do the most harm. Race: the owner may close
+        # and reuse the descriptor between two calls here.
         return descriptor

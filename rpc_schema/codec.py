@@ -1,7 +1,7 @@
 """Encoding and decoding of messages, with every bound checked before a byte is decoded.
 
-A message is one msgpack frame, then raw little-endian array frames. There is one closed union, and
-one decoder, a direction.
+A message is one msgpack frame, then raw little-endian array frames. Each direction has one closed
+union and one decoder.
 """
 
 from collections.abc import Mapping, Sequence
@@ -56,8 +56,8 @@ def _unique(
 
 
 def _decoder(messages: tuple[type[Any], ...]) -> "msgspec.msgpack.Decoder[Any]":
-    """Return the decoder of one closed union. It is made of the table, so that a request without a
-    row is unknown."""
+    """Return the decoder of one closed union. The union comes from the table, so a request without
+    a row is unknown."""
     return msgspec.msgpack.Decoder(Union[messages])  # noqa: UP007  # made while running
 
 

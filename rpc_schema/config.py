@@ -13,12 +13,12 @@ Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 LoadFormat = Literal["auto", "dummy", "sharded_state", "tensorizer"]
 
 FIT_MAX_MODEL_LEN = -1
-"""On command lines, a max_model_len that the driver fits to the KV cache. It is never sent: the
-model is loaded for its own limit, which UpdateMaxModelLen lowers."""
+"""On command lines, stands for a max_model_len that the driver fits to the KV cache. It is never
+sent: the model is loaded for its own limit, then UpdateMaxModelLen lowers it."""
 
 MIN_STEP_DEADLINE_MS = 1000
-"""A busy host stops a process for tenths of a second: a shorter deadline would take that for a
-hang, and end daemons."""
+"""A busy host can stop a process for tenths of a second. A shorter deadline would mistake that for
+a hang, and end daemons."""
 
 _MOST_DIGITS = 9
 
@@ -29,8 +29,8 @@ class ParallelConfig(Value, frozen=True, kw_only=True):
     pipeline_parallel_size: Positive = 1
     tensor_parallel_size: Positive = 1
     layer_partition: tuple[Positive, ...] | None = None
-    """Layers of each stage; None splits them evenly, the remainder away from the first and the last
-    stage."""
+    """Layers of each stage; None splits them evenly; stages other than the first and the last get
+    the remainder."""
 
     @property
     def world_size(self) -> int:
@@ -43,7 +43,7 @@ def read_layer_partition(text: str) -> tuple[int, ...]:
     not checked here.
 
     Raises:
-        ValueError: it is no list of counts.
+        ValueError: it is not a list of counts.
     """
     words = [word.strip() for word in text.split(",")]
     for word in words:
@@ -121,8 +121,8 @@ class LoraConfig(Value, frozen=True, kw_only=True):
 
 
 class WorkerConfig(Value, frozen=True, kw_only=True):
-    """The complete configuration. `attach` compares it, so that a new driver can see whether the
-    loaded one is the one it wants."""
+    """The complete configuration. `attach` compares it, so that a new driver can tell whether the
+    configuration that it wants is loaded."""
 
     parallel: ParallelConfig
     model: ModelConfig
@@ -166,7 +166,7 @@ class Rendezvous(Value, frozen=True, kw_only=True):
 
     link: Annotated[int, Meta(ge=1, le=2**63 - 1)]
     place: RendezvousAddress | None
-    """Served by one of the group's daemons; None for a group of one, which meets nobody."""
+    """Served by one of the group's daemons; None for a group of one, which needs no rendezvous."""
     rank: Count
     local_world_size: Positive
     """Daemons of the group on this host: they share its CPU cores."""

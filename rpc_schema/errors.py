@@ -7,7 +7,7 @@ from rpc_schema.lease import LeaseStatus
 
 
 class ErrorCode(enum.StrEnum):
-    """Every code that a daemon may answer with. Both sides map all of them, which a test checks."""
+    """Every error code of a daemon. Both sides map all of them; a test checks it."""
 
     PROTOCOL = "PROTOCOL"
     BAD_FRAME = "BAD_FRAME"
@@ -45,7 +45,8 @@ class ErrorScope(enum.StrEnum):
 
 
 class ErrorReply(StepReply, frozen=True, tag=0, kw_only=True):
-    """A StepRequest failed on this rank. Bound to its seq: a failure is an outcome, never a gap."""
+    """A StepRequest failed on this rank. It belongs to its seq: a failure is an outcome, never a
+    gap."""
 
     code: ErrorCode
     scope: ErrorScope

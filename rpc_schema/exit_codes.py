@@ -14,7 +14,7 @@ class ExitCode(IntEnum):
     meaning: str
 
     def __new__(cls, code: int, meaning: str) -> Self:
-        """Keep the meaning beside the number."""
+        """Store the meaning with the number."""
         member = int.__new__(cls, code)
         member._value_, member.meaning = code, meaning
         return member
@@ -24,13 +24,13 @@ class ExitCode(IntEnum):
     BAD_DATA = 65, "a checkpoint is missing, truncated or inconsistent with its config.json"
     """A checkpoint is missing, truncated or inconsistent with its config.json."""
     INTERNAL = 70, "an invariant of the daemon is broken"
-    """An invariant of ours is broken."""
+    """An invariant of the daemon is broken."""
     IN_USE = 73, "another daemon has the endpoint or the GPU, or its files are gone"
     """Another daemon has the endpoint or the GPU, or the endpoint's files were removed."""
     OUTPUT = 74, "output could not be written, or not all of it"
     """`worker-client` alone: output could not be written, or only partly."""
     RETRY_LATER = 75, "there is not enough memory, disk or open files now"
-    """A resource is exhausted now (memory, disk, open files); later it may not be."""
+    """A resource (memory, disk, open files) is exhausted now, but may be available later."""
     KEY_REFUSED = 77, "a key is not accepted"
     """A key is not accepted."""
     CONFIG = 78, "a setting is wrong"
@@ -38,15 +38,15 @@ class ExitCode(IntEnum):
     CONTEXT_LOST = 86, "the CUDA context is lost"
     """The CUDA context is lost; a new process has a new one."""
     GPU_LOST = 87, "the GPU is lost or needs a reset"
-    """The GPU is lost or needs a reset: do not restart the daemon on it before."""
+    """The GPU is lost or needs a reset: do not restart the daemon on it before that."""
     LINK_UNUSABLE = 88, "a communicator hung again soon after a relink"
     """A communicator hung again soon after a relink."""
     INTERRUPTED_TWICE = 130, "a second SIGINT came"
     """A second signal came before the first was handled, this one SIGINT."""
     ABORTED = 134, "it was aborted (SIGABRT)"
     """SIGABRT: from C++ libraries, or from systemd's watchdog."""
-    KILLED = 137, "it was killed (SIGKILL), perhaps by the kernel for want of memory"
-    """SIGKILL: by somebody, or by the kernel for want of memory."""
+    KILLED = 137, "it was killed (SIGKILL), perhaps by the kernel for lack of memory"
+    """SIGKILL: from a user or a process, or from the kernel for lack of memory."""
     TERMINATED_TWICE = 143, "a second SIGTERM came"
     """A second signal came before the first was handled, this one SIGTERM."""
 

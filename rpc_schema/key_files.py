@@ -1,5 +1,5 @@
-"""The key files of drivers and daemons: their JSON formats, and reading them with checks that
-nobody else can have read or changed them."""
+"""The key files of drivers and daemons: their JSON formats, and functions that read them, after
+checks that no other user can have read or changed them."""
 
 import enum
 import os
@@ -61,8 +61,8 @@ class AuthorizedKey(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class KeyFileError(Exception):
-    """A key file cannot be used. `field` names the option, `fix` the remedy; it never contains a
-    key."""
+    """A key file cannot be used. `field` names the option, `fix` the remedy. The error never
+    contains a key."""
 
     def __init__(self, field: str, value: str, message: str, fix: str) -> None:
         super().__init__(f"{message}; field {field} = {value!r}; fix: {fix}")
@@ -78,11 +78,12 @@ def fingerprint(public_key: str) -> str:
 
 
 def read_secret_key(path: Path, field: str, *, group_may_read: bool = False) -> SecretKey:
-    """Read a secret file. group_may_read: for systemd's credentials, whose directory is closed and
-    whose access lists appear as rights of the group.
+    """Read a secret file. group_may_read: for systemd's credentials, whose directory is closed to
+    others, and whose access lists appear as group permissions.
 
     Raises:
-        KeyFileError: it is missing, malformed, of somebody else, or others may read or write it.
+        KeyFileError: it is missing, malformed or owned by another user, or others may read or write
+            it.
     """
     allowed = 0o440 if group_may_read else 0o400
     data = _read(path, field, forbidden=0o777 & ~allowed & ~0o200, private=True)

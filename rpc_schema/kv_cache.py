@@ -1,10 +1,11 @@
-"""The KV cache in the ranks' reports and in the driver's plan, and the arithmetic of its blocks,
-for drivers and for `worker-daemon plan`.
+"""Structs for the KV cache in the ranks' reports and in the driver's plan, and block arithmetic for
+drivers and `worker-daemon plan`.
 
 A rank's memory for the KV cache is divided into equal pages, num_blocks in each of a few tensors. A
-block is the pages with one number, one of every tensor; its id is that number. A group is layers
-that share one block table: its first layer has its K and V in the first tensor, its second one in
-the second, and so on. Any block can serve any group, so that groups share the free ones.
+block consists of the pages with the same number, one from each tensor; that number is its id. A
+group consists of layers that share one block table: its first layer uses the first tensor, its
+second layer the second, and so on. Any block can serve any group, so all groups share the free
+blocks.
 """
 
 from bisect import bisect_right
@@ -19,10 +20,10 @@ NUM_NULL_BLOCKS = 1
 """Block 0 is never given to a request."""
 
 NULL_BLOCK = 0
-"""Its id: it replaces a block that a sliding window has passed."""
+"""Id of the null block, which replaces a block that a sliding window has passed."""
 
 MAX_GROUPS = 16
-"""Each costs a step one more launch, and a request one more row of the block table."""
+"""Limit on groups: each adds one launch to a step, and one block-table row to a request."""
 
 MAX_BLOCKS_WITHOUT_MEMORY = 1 << 16
 """Number of slots of a group, and the null block."""
@@ -50,7 +51,7 @@ class KVCacheGroup(Value, frozen=True, kw_only=True):
     block_size: Positive
     """Tokens of a block."""
     sliding_window: Positive | None
-    """Number of tokens that a token sees, itself included; None: all before it."""
+    """Number of tokens that a token sees, itself included; None: itself and all before it."""
     dtype: DType
     layout: Literal["NHD"] = "NHD"
     """Layout of a layer's tensor: [num_blocks, 2, block_size, kv_heads, head_dim]; 0 of dim 1 is
@@ -78,7 +79,7 @@ class BlockGroup(NamedTuple):
 
 
 class LayerKind(NamedTuple):
-    """Properties that layers must share to share a block table."""
+    """Properties that must be equal for layers to share a block table."""
 
     window: int | None
     dtype: str
@@ -97,7 +98,8 @@ class LayerGroup(NamedTuple):
 
 
 class UnequalPages(ValueError):
-    """Layers keep such different amounts per token that no block sizes make their pages equal."""
+    """No block sizes make the pages equal, because the layers keep too different amounts per
+    token."""
 
     def __init__(self, sizes: Sequence[int], block_size: int) -> None:
         super().__init__(f"pages of {block_size} tokens cannot be equal for layers of {sizes}")
@@ -122,16 +124,16 @@ def blocks_for(num_tokens: int, block_size: int) -> int:
 
 
 def blocks_behind(num_computed: int, group: BlockGroup) -> int:
-    """Return the number of a request's first blocks that no token from position num_computed on
-    sees."""
+    """Return the number of leading blocks of a request that no token at position num_computed or
+    later sees."""
     if group.window is None:
         return 0
     return max(0, num_computed - group.window + 1) // group.block_size
 
 
 def most_blocks(num_tokens: int, group: BlockGroup, max_num_batched_tokens: int) -> int:
-    """Return the most blocks of one group that a request of num_tokens tokens has at once: all, or
-    those of a window and of a step's tokens, with the partial blocks at both ends."""
+    """Return the largest number of blocks of one group that a request of num_tokens tokens has at
+    once: all, or those of a window plus a step's tokens, with the partial blocks at both ends."""
     needed = blocks_for(num_tokens, group.block_size)
     if group.window is None:
         return needed
@@ -142,7 +144,8 @@ def most_blocks(num_tokens: int, group: BlockGroup, max_num_batched_tokens: int)
 def request_blocks(
     num_tokens: int, groups: Iterable[BlockGroup], max_num_batched_tokens: int
 ) -> int:
-    """Return the most blocks of all groups that a request of num_tokens has at once."""
+    """Return the largest number of blocks of all groups that a request of num_tokens has at
+    once."""
     return sum(most_blocks(num_tokens, group, max_num_batched_tokens) for group in groups)
 
 
@@ -154,12 +157,12 @@ def plan_groups(
 ) -> tuple[LayerGroup, ...]:
     """Divide the layers of all ranks into groups, full attention first. The plan minimizes the
     memory of a request of max_model_len tokens on the rank where it takes the most, then the number
-    of groups. Layers of one kind are one group.
+    of groups. If all layers are of one kind, they form one group.
 
-    A block takes as much of a rank as the largest group has layers there, whichever it serves. So
-    if stages have layers of different kinds, it may be best to keep all blocks that windows have
-    passed. A window that no request outgrows is ignored. block_size: of the kind that keeps the
-    most per token.
+    On each rank, a block takes as much memory as the rank's largest group needs, even if it serves
+    a smaller group. So if stages have layers of different kinds, it may be best to ignore windows
+    and keep all blocks. A window that no request outgrows is ignored. block_size: that of the kind
+    that keeps the most per token.
 
     Layers without a KV cache are not named. Where no rank has others, there is one group, whose
     blocks have no memory and hold a whole request.
@@ -185,7 +188,7 @@ def plan_groups(
 class _Cut(NamedTuple):
     groups: tuple[LayerGroup, ...]
     cost: int
-    """Bytes of the longest request, on the rank where it takes the most."""
+    """Return the bytes of the longest request, on the rank where it takes the most."""
 
 
 def _cut(
@@ -240,14 +243,14 @@ def _block_sizes(bytes_per_token: Sequence[int], block_size: int) -> list[int]:
     if any(page % size for size in bytes_per_token):
         raise UnequalPages(bytes_per_token, block_size)
     sizes = [page // size for size in bytes_per_token]
-    if any(max(sizes) % size for size in sizes):  # prefixes end where blocks of all groups do
+    if any(max(sizes) % size for size in sizes):  # a prefix ends at a block boundary of all groups
         raise UnequalPages(bytes_per_token, block_size)
     return sizes
 
 
 def _part(names: Sequence[str], index: int, number: int) -> tuple[str, ...]:
-    """Return the index-th of `number` even parts: neighbors, which share what attention prepares
-    for a step."""
+    """Return the index-th of `number` even parts. Neighboring layers stay together, since they
+    share the values that attention prepares for a step."""
     return tuple(names[len(names) * index // number : len(names) * (index + 1) // number])
 
 
@@ -277,8 +280,8 @@ def smallest_fitting_blocks(groups: Sequence[LayerGroup], available_bytes: Seque
 def usable_tokens(
     num_blocks: int, groups: Sequence[BlockGroup], max_model_len: int, max_num_batched_tokens: int
 ) -> int:
-    """Return the number of tokens that num_blocks hold, without the null block. If a window makes
-    that depend on the length of requests, they have max_model_len tokens."""
+    """Return the number of tokens that num_blocks hold, without the null block. If windows make
+    that depend on the requests' lengths, assume max_model_len tokens each."""
     usable = max(0, num_blocks - NUM_NULL_BLOCKS)
     if len(groups) == 1 and groups[0].window is None:
         return usable * groups[0].block_size
@@ -297,7 +300,7 @@ def longest_requests(
 def longest_request(
     num_blocks: int, groups: Sequence[BlockGroup], most: int, max_num_batched_tokens: int
 ) -> int:
-    """Return the tokens of the longest request that can have all its blocks, `most` at most."""
+    """Return the length of the longest request that can have all its blocks, at most `most`."""
     return bisect_right(
         range(1, most + 1),
         num_blocks - NUM_NULL_BLOCKS,

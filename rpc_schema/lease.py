@@ -1,5 +1,5 @@
-"""The lease that attach grants, which allows one driver to step a daemon; its renewal, and its
-state for others."""
+"""The lease that attach grants, which allows one driver to run steps on a daemon; its renewal, and
+its state as others see it."""
 
 import hashlib
 from typing import Annotated, Final, Literal
@@ -19,7 +19,7 @@ MAX_ORPHAN_KV_TTL_MS = 3_600_000
 DEFAULT_ORPHAN_KV_TTL_MS = 60_000
 
 HolderName = Annotated[str, Meta(max_length=128)]
-"""HOST:PID of a driver, for people; not authenticated."""
+"""HOST:PID of a driver, for people to read; not authenticated."""
 
 
 class LeaseStatus(Value, frozen=True, kw_only=True):
@@ -50,8 +50,8 @@ def driver_digest(driver_id: bytes) -> bytes:
 
 
 class RenewLease(ControlRequest["RenewLeaseReply"], frozen=True, tag=9, kw_only=True):
-    """Renew the lease of its holder: it lasts its full time from now on. Only the holder can renew
-    it, and not after it has expired."""
+    """Renew the holder's lease for its full time from now on. Only the holder can renew it, and
+    only before it has expired."""
 
     driver_id: Uid
     epoch: Unsigned

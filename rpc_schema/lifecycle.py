@@ -59,7 +59,7 @@ SleepLevel = Literal[1, 2]
 class Hello(
     msgspec.Struct, Answered["HelloReply"], array_like=True, frozen=True, tag=1, kw_only=True
 ):
-    """The first message on a control socket. Frozen for ever; fields may only be appended."""
+    """The first message on a control socket. Never changes; fields may only be appended."""
 
     call: Unsigned
     protocol_version: Unsigned
@@ -67,7 +67,7 @@ class Hello(
 
 
 class HelloReply(msgspec.Struct, array_like=True, frozen=True, tag=1, kw_only=True):
-    """The answer to Hello, in any version. Frozen for ever; fields may only be appended."""
+    """The answer to Hello, in any version. Never changes; fields may only be appended."""
 
     call: Unsigned
     protocol_version: Unsigned
@@ -79,8 +79,8 @@ class HelloReply(msgspec.Struct, array_like=True, frozen=True, tag=1, kw_only=Tr
 
 
 MAX_EPOCH_STEP = 1 << 20
-"""Limit on the step from a daemon's last epoch to the next one. If another daemon of the group is
-further ahead, a driver needs several steps."""
+"""Limit on the difference between a daemon's last epoch and the next one. If another daemon of the
+group is further ahead, a driver sends several requests."""
 
 
 class PrepareAttach(ControlRequest["PrepareAttachReply"], frozen=True, tag=2, kw_only=True):
@@ -91,7 +91,7 @@ class PrepareAttach(ControlRequest["PrepareAttachReply"], frozen=True, tag=2, kw
     driver_id: Uid
     epoch: Annotated[int, Meta(ge=1, le=2**63 - 1)]
     force: bool = False
-    """Take the lease from its holder; for the role admin alone."""
+    """Take the lease from its holder; only for the role admin."""
 
 
 class PrepareAttachReply(ControlReply, frozen=True, tag=2, kw_only=True):
@@ -118,13 +118,13 @@ class CommitAttach(ControlRequest["CommitAttachReply"], frozen=True, tag=3, kw_o
     """1000 to 60000: duration of the lease after each renewal."""
     orphan_kv_ttl_ms: Unsigned = DEFAULT_ORPHAN_KV_TTL_MS
     """0 to 3600000: time for which requests stay on the daemon after the lease has expired. Weights
-    stay for ever."""
+    stay."""
     holder_name: HolderName = ""
 
 
 class ReplyDelay(Value, frozen=True, kw_only=True):
-    """Time from the moment at which a step's result is known to be on the host to the end of the
-    sending of its reply, over the last results of the attached driver's steps (at most 1024)."""
+    """Time from when a step's result is known to be on the host until its reply is sent, over the
+    last results of the attached driver's steps (at most 1024)."""
 
     num_replies: Count
     """0 if this rank has sent none: both times are 0 then."""
@@ -198,7 +198,7 @@ class Status(Value, frozen=True, kw_only=True):
     num_refused: Count = 0
     """Number of refused handshakes; 0 without keys."""
     degraded: Text = ""
-    """Fault of the device with which it serves on, such as the loss of NVML. Empty: none."""
+    """Fault of the device that does not stop the daemon, such as the loss of NVML. Empty: none."""
     num_tokens: Unsigned = 0
     """Tokens sampled since the daemon's start; 0 on ranks that do not answer steps."""
     num_requests: Count = 0
@@ -207,14 +207,14 @@ class Status(Value, frozen=True, kw_only=True):
     """Moving average of the time from step to step, without idle times."""
     gpu_load: GpuLoad | None = None
     num_kv_blocks_held: Count = 0
-    """KV blocks of running requests; a shared one is counted for each."""
+    """KV blocks of running requests; a shared block counts once per request."""
     upload_bytes: Unsigned = 0
     """Host memory for the attached driver's uploads; unfinished ones count in full."""
 
 
 class CommitAttachReply(ControlReply, frozen=True, tag=3, kw_only=True):
-    """Attached. The previous_* fields describe the daemon's position before: ranks that differ need
-    a new link."""
+    """Attached. The previous_* fields describe the daemon's position before the attach; if ranks
+    differ in them, they need a new link."""
 
     previous_epoch: Unsigned
     previous_seq: Unsigned
@@ -224,7 +224,7 @@ class CommitAttachReply(ControlReply, frozen=True, tag=3, kw_only=True):
 
 
 class Detach(ControlRequest["Acknowledged"], frozen=True, tag=4, kw_only=True):
-    """End the attachment in order. The model stays loaded; its requests are dropped at the next
+    """Detach and free the lease. The model stays loaded; its requests are dropped at the next
     attach."""
 
     epoch: Unsigned
@@ -276,7 +276,7 @@ class Shutdown(ControlRequest["Acknowledged"], frozen=True, tag=8, kw_only=True)
 class Drain(ControlRequest["Acknowledged"], frozen=True, tag=31, kw_only=True):
     """Take no more steps and no more drivers, and stay: weights, KV cache, link and lease are kept.
     The heartbeat informs the lease's holder, which has a second to stop by itself; the running step
-    is finished. Answered once no step runs or will. Repeating it changes nothing."""
+    is finished. Answered once no step runs and none can start. Repeating it changes nothing."""
 
     undo: bool = False
     """Take steps and drivers again."""
@@ -313,8 +313,8 @@ class Relink(StepRequest[Done], frozen=True, tag=11, kw_only=True):
 
     rendezvous: Rendezvous
     warm_up_follows: bool = False
-    """A CompileOrWarmUpModel of all ranks comes before the next step, since one of them is new: it
-    captures the graphs that were dropped with the link."""
+    """A rank is new, so all ranks receive a CompileOrWarmUpModel before the next step; it captures
+    the graphs that were dropped with the link."""
 
 
 class Reset(StepRequest[Done], frozen=True, tag=12, kw_only=True):
@@ -351,8 +351,8 @@ class GetKVCacheSpecReply(StepReply, frozen=True, tag=14, kw_only=True):
 class DetermineAvailableMemory(
     StepRequest["DetermineAvailableMemoryReply"], frozen=True, tag=15, kw_only=True
 ):
-    """Run the largest step once, capture some of the graphs, and return the bytes that the KV cache
-    may take beside them. All ranks take part; it may be repeated."""
+    """Run the largest step once, capture some of the graphs, and return the bytes that remain for
+    the KV cache. All ranks take part; it may be repeated."""
 
 
 class MemoryChange(Value, frozen=True, kw_only=True):
@@ -372,8 +372,8 @@ class DetermineAvailableMemoryReply(StepReply, frozen=True, tag=15, kw_only=True
     graph_bytes: Unsigned = 0
     """Estimated memory of the CUDA graphs."""
     changes: tuple[MemoryChange, ...] = ()
-    """Memory changes by other processes during the profile. They are taken into account as far as
-    they are known; the driver does better to ask all ranks again."""
+    """Memory changes by other processes during the profile. The profile takes them into account as
+    far as they are known; a driver should ask all ranks again."""
 
 
 class InitializeFromConfig(StepRequest[Done], frozen=True, tag=16, kw_only=True):
@@ -399,8 +399,8 @@ class CompileOrWarmUpModel(
     StepRequest["CompileOrWarmUpModelReply"], frozen=True, tag=19, kw_only=True
 ):
     """Run synthetic steps through the normal entry, so that nothing is compiled or allocated while
-    serving. All ranks take part, also those that are READY when another one is new. They keep their
-    graphs."""
+    serving. All ranks take part, including those that are READY when another one is new; these keep
+    their graphs."""
 
 
 class CompileOrWarmUpModelReply(StepReply, frozen=True, tag=19, kw_only=True):
@@ -435,8 +435,8 @@ class GetModelMetadataReply(StepReply, frozen=True, tag=21, kw_only=True):
 
 
 class SaveShardedState(StepRequest["SaveShardedStateReply"], frozen=True, tag=22, kw_only=True):
-    """Write this rank's weights under the daemon's save root, beside the set of that name that is
-    in use. Nothing changes for readers before FinishShardedState."""
+    """Write this rank's weights under the daemon's save root, next to an existing set of that name.
+    Readers see no change before FinishShardedState."""
 
     save: Uid
     """128 random bits, the same on all ranks: they link the files of one save."""
@@ -455,7 +455,7 @@ class SaveShardedStateReply(StepReply, frozen=True, tag=22, kw_only=True):
 
 
 class FinishShardedState(StepRequest[Done], frozen=True, tag=23, kw_only=True):
-    """End a save: make the files of all ranks the set of its name, or remove them."""
+    """End a save: put the files of all ranks in place under the set's name, or remove them."""
 
     save: Uid
     keep: bool
@@ -488,13 +488,13 @@ class ComputeWeightChecksums(
 
 class ComputeWeightChecksumsReply(StepReply, frozen=True, tag=24, kw_only=True):
     checksums: dict[Name, Annotated[bytes, Meta(min_length=16, max_length=16)]]
-    """By checkpoint name of each tensor that this rank holds all or a part of: BLAKE2b-128 of that
-    part's elements in row-major order, little-endian."""
+    """BLAKE2b-128 by checkpoint name, for each tensor that this rank holds completely or in part:
+    the hash of its elements in row-major order, little-endian."""
 
 
 class Profile(StepRequest["ProfileReply"], frozen=True, tag=25, kw_only=True):
-    """Begin or end a profile of this rank's steps; one runs at a time. Ending none is no error: the
-    daemon logs a warning."""
+    """Begin or end a profile of this rank's steps; one runs at a time. If none runs, ending it only
+    logs a warning."""
 
     action: Literal["start", "stop"]
     kind: Literal["torch", "cuda"]
@@ -512,7 +512,7 @@ class ProfileReply(StepReply, frozen=True, tag=25, kw_only=True):
 
 class Sleep(StepRequest["MemoryTagsReply"], frozen=True, tag=40, kw_only=True):
     """Release the memory of weights and KV cache; addresses stay. All requests are dropped. Level 1
-    keeps the weights in host memory, level 2 nothing. Repeating it changes nothing."""
+    keeps the weights in host memory; level 2 keeps nothing. Repeating it changes nothing."""
 
     level: SleepLevel = 1
 
@@ -524,8 +524,8 @@ class WakeUp(StepRequest["MemoryTagsReply"], frozen=True, tag=41, kw_only=True):
 
 
 class Discard(StepRequest["MemoryTagsReply"], frozen=True, tag=42, kw_only=True):
-    """Release the tags' memory and keep nothing of it, host copies included. Without the KV cache
-    all requests are dropped."""
+    """Release the tags' memory and keep none of its content, not even host copies. Discarding the
+    KV cache drops all requests."""
 
     tags: tuple[MemoryTag, ...]
 
@@ -553,7 +553,7 @@ class Heartbeat(Event, frozen=True, tag=1, kw_only=True):
     phase_limit_ms: Count = 0
     """Time that the phase may last without progress; 0 while it waits for a request."""
     drains: bool = False
-    """The daemon drains: the holder of the lease should send no more steps."""
+    """True if the daemon drains: the lease's holder should send no more steps."""
 
 
 class Hung(Event, frozen=True, tag=3, kw_only=True):

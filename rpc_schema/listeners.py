@@ -1,6 +1,6 @@
-"""Listening TCP sockets that gloo opened in this process: found, and closed to everybody by a
-packet filter, since gloo itself neither closes them nor authenticates peers. Also the filter
-itself, for other listening sockets.
+"""Finds the listening TCP sockets that gloo opened in this process, and closes them to all peers
+with a packet filter: gloo itself neither closes them nor authenticates peers. Also provides the
+filter for other listening sockets.
 
 The filter is classic BPF, which needs no privilege (socket(7), SO_ATTACH_FILTER). It drops packets
 for the listening socket; connections that were accepted before are sockets of their own.
@@ -63,7 +63,7 @@ def inheritable_listeners() -> Listeners:
 
 
 def shut(listeners: Listeners) -> None:
-    """Let nobody connect to these any more. Sockets that are closed already are skipped."""
+    """Stop new connections to these sockets. Sockets that are already closed are skipped."""
     for descriptor, inode in listeners:
         with contextlib.suppress(OSError):
             if os.fstat(descriptor).st_ino == inode:
@@ -85,9 +85,10 @@ def _is_listener(descriptor: int) -> bool:
 
 
 class ListenerWatch:
-    """Context in which gloo connects the members of its groups: at its end the listeners that it
-    opened are shut. gloo keeps a descriptor for each connection from a stranger, and aborts the
-    process when it runs out of them: so they are shut before that too, and the rendezvous fails."""
+    """Context in which gloo connects the members of its groups. At its end, the listeners that gloo
+    opened are shut. gloo keeps a descriptor for each stranger's connection, and aborts the process
+    when none is left. So the listeners are shut before that happens too, and the rendezvous
+    fails."""
 
     def __init__(self, max_strays: int = MAX_STRAYS) -> None:
         self.is_flooded = False
@@ -108,7 +109,9 @@ class ListenerWatch:
         self._over.set()
         self._watch.join()
         if not self._shut() and kind is None:
-            _LOG.error("gloo's listening sockets were not found, and stay open to everybody")
+            _LOG.error(
+                "gloo's listening sockets were not found; any host can still connect to them"
+            )
 
     def _look(self) -> None:
         while not self._over.wait(_LOOK_S):

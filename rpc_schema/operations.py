@@ -1,7 +1,7 @@
-"""The table of operations: every request to a daemon, once. A row has the request, its reply, the
-role that it needs, the states in which it is legal and its deadline. The codec, the daemon's
+"""The table of operations: lists every request to a daemon once. A row has the request, its reply,
+the role that it needs, the states in which it is legal and its deadline. The codec, the daemon's
 dispatch, its access and lifecycle rules, the driver's library and docs/protocol.md read it. A
-request that is not in it does not decode."""
+request that is not in the table does not decode."""
 
 import re
 from collections.abc import Mapping
@@ -64,7 +64,7 @@ class Rule:
     weights: frozenset[TagState] = _ANY_TAG
     kv_cache: frozenset[TagState] = _ANY_TAG
     fills_weights: bool = False
-    """Its success has written every weight."""
+    """True if its success has written every weight."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,9 +79,9 @@ class StepOperation(Generic[StepReplyT]):
     """Limit on a rank's silence, without a rendezvous with the other ranks; a worker may set finer
     phases. None: a step's deadline."""
     meets: bool = False
-    """The ranks meet in it, for which they may have to wait until an old link is left."""
+    """True if the ranks meet in it; they may have to wait until an old link ends."""
     waits_for_peers: bool = False
-    """Its wait ends if the link, or a trainer's communicator, is aborted."""
+    """True if aborting the link, or a trainer's communicator, ends its wait."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +141,7 @@ _STEP_ROWS: Final[tuple[StepOperation[Any], ...]] = (
     StepOperation(
         lc.CompileOrWarmUpModel,
         lc.CompileOrWarmUpModelReply,
-        # In READY if another rank is new; the content of the weights does not matter.
+        # In READY if another rank is new; the contents of the weights do not matter.
         Rule(_only("KV_READY", "READY"), _UP, "READY", weights=THERE, kv_cache=_AWAKE),
         deadline_s=1800.0,
         waits_for_peers=True,
@@ -151,7 +151,7 @@ _STEP_ROWS: Final[tuple[StepOperation[Any], ...]] = (
     StepOperation(
         lc.Relink,
         step.Done,
-        # May capture graphs again, which run on weights and KV cache.
+        # May capture graphs again; they run on the weights and the KV cache.
         Rule(_from("DEVICE_READY"), _MADE, link_after="up", weights=THERE, kv_cache=_AWAKE),
         deadline_s=30.0,
         meets=True,
@@ -187,7 +187,7 @@ _STEP_ROWS: Final[tuple[StepOperation[Any], ...]] = (
         _WEIGHTS_AWAKE,
         deadline_s=1800.0,
     ),
-    StepOperation(  # waits for a trainer as long as the driver allows, and so does UpdateWeights
+    StepOperation(  # waits for a trainer as long as the driver allows, as UpdateWeights does
         wt.InitWeightTransferEngine,
         wt.InitWeightTransferEngineReply,
         Rule(_from("DEVICE_READY")),
@@ -233,14 +233,15 @@ _CONTROL_ROWS: Final[tuple[ControlOperation[Any], ...]] = (
     # Links.
     ControlOperation(lc.OpenRendezvous, lc.OpenRendezvousReply, Role.DRIVER),
     ControlOperation(lc.AbortLink, lc.Acknowledged, Role.DRIVER),
-    # Uploads. A late repetition of DropUploads could drop what was uploaded again since.
+    # Uploads. A late repetition of DropUploads could drop tensors that were uploaded again in the
+    # meantime.
     ControlOperation(uploads.UploadChunk, uploads.UploadChunkReply, Role.DRIVER, repeatable=True),
     ControlOperation(uploads.FindUploads, uploads.FindUploadsReply, Role.DRIVER, repeatable=True),
     ControlOperation(uploads.DropUploads, lc.Acknowledged, Role.DRIVER),
     # The daemon's end.
     ControlOperation(lc.Drain, lc.Acknowledged, Role.ADMIN, repeatable=True),
     ControlOperation(lc.Shutdown, lc.Acknowledged, Role.ADMIN),
-    # Traces. Recording delays the steps of a group that somebody else may drive.
+    # Traces. Recording delays the steps of a group that another client may drive.
     ControlOperation(trace.ReadClock, trace.ReadClockReply, Role.OBSERVER),
     ControlOperation(trace.StartTrace, lc.Acknowledged, Role.ADMIN),
     ControlOperation(trace.StopTrace, trace.StopTraceReply, Role.ADMIN),

@@ -1,4 +1,4 @@
-"""Text from a peer, made safe to store and to show: bounded in bytes, one line, without characters
+"""Makes text from a peer safe to store and to show: bounded in bytes, one line, without characters
 that could mislead a terminal or a reader of logs."""
 
 _CUT = "..."
@@ -13,7 +13,7 @@ def printable(text: str) -> str:
 
 
 def bounded(text: str, max_bytes: int) -> str:
-    """Return text cut to so many bytes of UTF-8, with "..." at its end if it was cut."""
+    """Return text cut to a number of UTF-8 bytes, with "..." at its end if it was cut."""
     encoded = text.encode(errors="replace")
     if len(encoded) <= max_bytes:
         return encoded.decode()

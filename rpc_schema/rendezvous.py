@@ -1,9 +1,9 @@
 """A rendezvous: a small key-value store over TCP at which the ranks of a link, or a trainer and its
-workers, exchange addresses. It serves only peers that prove that they hold its secret: nobody else
-can read it, write it, or make it grow.
+workers, exchange addresses. It serves only peers that prove that they hold its secret: other peers
+cannot read it, write it, or make it grow.
 
-A connection starts with a nonce from each side and a proof from each side; after that each frame
-carries a code that only a holder of the secret can make. Nothing is encrypted.
+A connection starts with a nonce and a proof from each side. After that, each frame carries a code
+that only a holder of the secret can make. Nothing is encrypted.
 """
 
 import contextlib
@@ -22,7 +22,7 @@ MAX_KEY_BYTES: Final = 512
 MAX_VALUE_BYTES: Final = 1 << 16
 MAX_STORED_BYTES: Final = 16 << 20
 MAX_UNPROVEN: Final = 16
-"""Limit on connections without a proof: a further one closes the oldest."""
+"""Limit on connections without a proof: one more closes the oldest."""
 PROOF_S: Final = 2.0
 """Limit on the time of a connection without a proof."""
 
@@ -42,7 +42,7 @@ class RendezvousError(Exception):
 
 
 class ImpostorError(RendezvousError):
-    """The listener there does not hold the secret."""
+    """The listener at that address does not hold the secret."""
 
 
 def new_secret() -> bytes:
@@ -86,7 +86,7 @@ class _Store:
         self._closed = False
 
     def set(self, key: str, value: bytes) -> None:
-        """Raises RendezvousError: it would be too large."""
+        """Raise RendezvousError if it would be too large."""
         with self._changed:
             size = len(key) + len(value)
             if len(value) > MAX_VALUE_BYTES or self._num_bytes + size > MAX_STORED_BYTES:
@@ -215,16 +215,16 @@ class _Visitor:
 
 
 class StoreServer:
-    """Serves one rendezvous on a thread of its own: accepts connections until all members are there
-    and have proved themselves, then stops listening, and ends once they have left. Any thread may
-    use it."""
+    """Serves one rendezvous on a thread of its own: accepts connections until all members have
+    connected and proved that they hold the secret, then stops listening, and ends once they have
+    left. Any thread may use it."""
 
     def __init__(self, host: str, num_members: int, secret: bytes | None = None) -> None:
         """Listen on a free port of host, an IPv4 or IPv6 address. num_members: number of
         connections with a proof that completes the rendezvous.
 
         Raises:
-            OSError: the address is none of this host's.
+            OSError: the address is not one of this host's.
         """
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self.host = host
@@ -374,13 +374,13 @@ class StoreServer:
 
 
 class Member:
-    """A connection to a rendezvous elsewhere. Any thread may ask; one waits for the other."""
+    """A connection to a rendezvous server. Any thread may use it, one at a time."""
 
     def __init__(self, host: str, port: int, secret: bytes, timeout_s: float) -> None:
         """Connect and exchange proofs; if the server is too busy with others, try again.
 
         Raises:
-            MeetingError: nobody who holds the secret answers there within timeout_s.
+            MeetingError: no holder of the secret answers there within timeout_s.
         """
         self._asking = threading.Lock()
         deadline = time.monotonic() + timeout_s
@@ -404,7 +404,7 @@ class Member:
 
     def get(self, key: str, timeout_s: float) -> bytes:
         """Wait for a value. Raises RendezvousError: it was not set in time, or the rendezvous is
-        closed; after that the connection is of no use."""
+        closed; after that the connection is unusable."""
         return self._ask(_GET, key, b"", timeout_s)
 
     def close(self) -> None:
@@ -412,7 +412,7 @@ class Member:
         self._connection.close()
 
     def _connect(self, host: str, port: int, secret: bytes, timeout_s: float) -> None:
-        # As bytes: a name would have Python load a codec first.
+        # Passed as bytes: for a name, Python would load a codec first.
         address = (host.encode(), port)
         connection = socket.create_connection(
             address,  # type: ignore[arg-type]  # typeshed leaves bytes out

@@ -1,5 +1,5 @@
-"""Check of the users who can change a path: the rule that daemons and drivers share for directories
-and sockets on this host. Reads only metadata."""
+"""Checks which users can change a path. Daemons and drivers share this rule for directories and
+sockets on this host. Reads only metadata."""
 
 import grp
 import os
@@ -31,7 +31,7 @@ def why_unsafe(directory: Path, *, forbidden: int = WRITABLE_BY_OTHERS) -> str:
 
 
 def trusted_users() -> frozenset[int]:
-    """Return the users with full control of this process: itself, and root, who owns / (under
+    """Return the users with full control of this process: its own user, and root, who owns / (under
     another number in some user namespaces)."""
     return frozenset((os.geteuid(), 0, Path("/").lstat().st_uid))
 
@@ -47,7 +47,7 @@ def _unsafe_parents(directory: Path) -> Iterator[str]:
         if not stat.S_ISDIR(facts.st_mode) or facts.st_mode & stat.S_ISVTX:
             continue  # in a sticky directory users rename only what is theirs
         if facts.st_mode & stat.S_IWOTH:
-            yield f"lies below {path}, in which everybody may rename files"
+            yield f"lies below {path}, in which every user may rename files"
         if facts.st_mode & stat.S_IWGRP and not _is_private(facts.st_gid):
             yield f"lies below {path}, in which group {facts.st_gid} may rename files"
 

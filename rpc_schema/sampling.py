@@ -49,8 +49,8 @@ MIN_TEMPERATURE = 1e-5
 
 
 class RandomSampling(Extension, frozen=True, tag=1, kw_only=True):
-    """Random sampling of a request's tokens; without it the most likely ones are taken. The same
-    (seed, position, logits) gives the same token in any batch and any parallel shape."""
+    """Random sampling of a request's tokens; without it, workers take the most likely ones. The
+    same (seed, position, logits) gives the same token in any batch and any parallel shape."""
 
     temperature: Annotated[float, Meta(ge=0.0, le=1e6)] = 0.0
     """At least MIN_TEMPERATURE, or 0, which also takes the most likely token."""
@@ -189,7 +189,7 @@ class SamplingParams:
     """The extensions of one request that concern sampling in one value, for callers."""
 
     temperature: float = 0.0
-    """0 takes the most likely token; top_k, top_p, min_p and seed are then without effect."""
+    """0 takes the most likely token; top_k, top_p, min_p and seed then have no effect."""
     top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0

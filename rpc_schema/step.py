@@ -1,9 +1,9 @@
-"""Steps: they name slots, and only what changed. A driver's `client/worker_client/slots.py` writes
-these messages, `runner/` reads them.
+"""Step messages. They name slots, and only the changes since the last step. A driver's
+`client/worker_client/slots.py` writes these messages, `runner/` reads them.
 
 A request gets a slot at admission and keeps it until it finishes. Preemption is a finish;
 resumption is a new admission with all tokens so far. Integer columns travel as raw little-endian
-bytes; prompt tokens as one frame of int32 beside the message.
+bytes; prompt tokens as one int32 frame after the message.
 """
 
 from typing import Annotated, Final
@@ -72,7 +72,7 @@ class ExecuteModel(StepRequest["ModelRunnerOutput"], frozen=True, tag=1, kw_only
     """
 
     total_num_scheduled_tokens: Count
-    """A checksum: the sum over the scheduled slots."""
+    """The sum over the scheduled slots, as a checksum."""
     scheduled: Bitmap = b""
     """The slots that take part; each has one token unless num_scheduled_tokens says otherwise."""
     num_scheduled_tokens: RawInt32 = b""
@@ -80,8 +80,8 @@ class ExecuteModel(StepRequest["ModelRunnerOutput"], frozen=True, tag=1, kw_only
     new_block_slots: RawUInt16 = b""
     """For each of new_block_ids, the slot whose block table it is appended to."""
     new_block_ids: RawInt32 = b""
-    """In order of position. The null block (0) replaces those that no token from a new request's
-    num_computed_tokens on sees, in a group with a window."""
+    """In order of position. In a group with a window, the null block (0) replaces blocks that no
+    token from a new request's num_computed_tokens on sees."""
     finished: RawUInt16 = b""
     """Slots to free before anything else."""
     scheduled_new_reqs: tuple[NewRequestData, ...] = ()
@@ -134,4 +134,4 @@ class ModelRunnerOutput(StepReply, frozen=True, tag=1, kw_only=True):
 
 
 class Done(StepReply, frozen=True, tag=2, kw_only=True):
-    """Completion of an operation without a result of its own."""
+    """Completion of an operation that has no other result."""

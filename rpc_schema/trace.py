@@ -1,5 +1,5 @@
-"""Traces of a running group for an observer: recorded beside the steps, read back over the control
-socket, with the clocks that put all of them on one axis."""
+"""Traces of a running group for an observer: recorded while steps run, read over the control
+socket, with the clock readings that put them on one time axis."""
 
 from typing import Annotated
 

@@ -2,10 +2,10 @@
 of their content, in chunks, and dropped with the lease, unless kept requests name them. Defines
 chunks and hashes for both sides.
 
-They are sent over the control socket, to a thread that steps do not wait for, outside the order of
-seqs. So a chunk never delays a step and is not kept for resending with the steps, and its size
-bounds the delay of other control requests and heartbeats. For the same reason ranks may differ for
-a while in their uploads: a step that names a missing one is not refused, but fails.
+They are sent over the control socket, outside the order of seqs, to a thread for which steps do not
+wait. So a chunk never delays a step, and is not kept for resending with the steps. Its size bounds
+the delay of other control requests and heartbeats. For the same reason, ranks may differ for a
+while in their uploads: a step that names a missing one is not refused, but fails.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -54,8 +54,8 @@ class UploadChunk(ControlRequest["UploadChunkReply"], frozen=True, tag=40, kw_on
     that do not match the hash are dropped (CONFIG). Uploads end with the lease, but those that kept
     requests name stay for the driver that adopts these. All end with a Reset.
 
-    The hash is BLAKE2b of 32 bytes, personalised `upload`, over the ASCII text `DTYPE N,N,...` with
-    a newline (`float32 2,3`), then each chunk's own BLAKE2b of 32 bytes, personalised `upload
+    The hash is BLAKE2b of 32 bytes, personalized `upload`, over the ASCII text `DTYPE N,N,...` with
+    a newline (`float32 2,3`), then each chunk's own BLAKE2b of 32 bytes, personalized `upload
     chunk`, in the order of the chunks.
     """
 
@@ -72,7 +72,7 @@ class UploadChunk(ControlRequest["UploadChunkReply"], frozen=True, tag=40, kw_on
 
 class UploadChunkReply(ControlReply, frozen=True, tag=40, kw_only=True):
     is_complete: bool
-    """The complete tensor is there, and matches its hash."""
+    """True if the tensor is complete and matches its hash."""
 
 
 class FindUploads(ControlRequest["FindUploadsReply"], frozen=True, tag=41, kw_only=True):
@@ -109,8 +109,8 @@ def content_hash(dtype: UploadDtype, shape: Sequence[int], digests: Iterable[byt
     """Return the hash that names a tensor, as defined by UploadChunk, from its chunk digests in
     order.
 
-    It is made of digests, so that chunks can be hashed as they come, in any order, and nobody has
-    to hash a complete tensor at once.
+    It is computed from digests, so that chunks can be hashed as they arrive, in any order, and
+    never all at once.
     """
     whole = blake2b(digest_size=HASH_BYTES, person=b"upload")
     whole.update(f"{dtype} {','.join(map(str, shape))}\n".encode("ascii"))

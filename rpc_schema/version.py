@@ -7,8 +7,8 @@ PROTOCOL_VERSION = 9
 """Rises with every change of bytes. Driver and daemon must have the same number, or attach is
 refused with both named.
 
-Hello and HelloReply alone never change (fields may be appended, never moved), so that two versions
-can tell each other.
+Only Hello and HelloReply never change (fields may be appended, never moved), so that two versions
+can tell each other apart.
 """
 
 

@@ -1,4 +1,4 @@
-"""Division of tensors into transfers: both sides of a broadcast follow the same plan. Pure."""
+"""Divides tensors into transfers: both sides of a broadcast follow the same plan. Pure."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -22,7 +22,7 @@ class Part:
     """Bytes from the start of the transfer."""
     num_bytes: int
     is_last: bool
-    """No later part holds rows of this tensor."""
+    """True if no later part holds rows of this tensor."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -64,11 +64,11 @@ class StartWeightUpdate(StepRequest[Done], frozen=True, tag=51, kw_only=True):
     """Begin an update: no step is run until it is finished, or the weights are loaded again."""
 
     format: WeightFormat
-    """checkpoint: names and shapes of the checkpoint, of which each rank takes its part. kernel:
+    """checkpoint: names and shapes as in the checkpoint; each rank takes its part. kernel:
     names, shapes and dtypes of the rank's own parameters, which are copied as they are; NAME@tpN is
     for tensor-parallel rank N alone."""
     partial: bool = False
-    """Tensors that are not sent keep their content. False: all must be sent."""
+    """True: tensors that are not sent keep their content. False: all must be sent."""
 
 
 class BroadcastSource(Value, frozen=True, tag=1, kw_only=True):
@@ -76,7 +76,8 @@ class BroadcastSource(Value, frozen=True, tag=1, kw_only=True):
     row-major, in the transfers of `weight_packing.plan_transfers`."""
 
     packed_bytes: Unsigned = 0
-    """0: one transfer for each tensor. Else tensors share transfers of at most so many bytes."""
+    """0: one transfer for each tensor. Otherwise tensors share transfers of at most this many
+    bytes."""
     round: Unsigned = 0
     """Before it receives, each rank writes `ready` (or `refused`) under `round/ROUND/TRANSFER_RANK`
     in the trainer's store: a trainer that waits for all of them never sends without receivers."""
@@ -91,14 +92,14 @@ class IpcSource(Value, frozen=True, tag=2, kw_only=True):
     ]
     """CUDA IPC memory handles of whole allocations."""
     blocks: Annotated[tuple[Count, ...], Meta(max_length=MAX_TENSORS)]
-    """For each tensor: which handle."""
+    """For each tensor: the index of its handle."""
     offsets: Annotated[tuple[Unsigned, ...], Meta(max_length=MAX_TENSORS)]
     """For each tensor: bytes from the start of that allocation."""
 
 
 class DiskSource(Value, frozen=True, tag=3, kw_only=True):
-    """The tensors are in a checkpoint's files. Names choose some of them; without names all that
-    the model has are read. dtypes and shapes stay empty: the files have them."""
+    """The tensors are in a checkpoint's files. Names select tensors; without names, all tensors of
+    the model are read. dtypes and shapes stay empty, since the files have them."""
 
     model: Directory
 
@@ -140,8 +141,8 @@ class ReloadWeights(StepRequest["ReloadWeightsReply"], frozen=True, tag=54, kw_o
     first byte is written."""
 
     model: Annotated[str, Meta(max_length=4096)] = ""
-    """Another directory under the model roots, of a model of the same shape; empty: the one that
-    was loaded, or that UpdateConfig named since."""
+    """Another directory under the model roots, with a model of the same shape. Empty: the directory
+    that was loaded, or that UpdateConfig has named since."""
 
 
 class ReloadWeightsReply(StepReply, frozen=True, tag=54, kw_only=True):

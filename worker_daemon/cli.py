@@ -30,7 +30,8 @@ from worker_daemon.server.gpu_lock import GpuInUseError
 from worker_daemon.server.wire.endpoints import EndpointInUseError
 from worker_daemon.settings import load_settings, prepare_environment, prepare_kernel_cache
 
-# Without rich, help and errors are plain text: no name of an option is cut, no error wrapped.
+# Without rich, help and errors are plain text: option names are not truncated and errors not
+# wrapped.
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 
 _WORKER_MODULES: Final = ("torch", "safetensors", "uvloop", "pynvml")
@@ -96,7 +97,7 @@ def serve(
     model_root: Annotated[
         list[str] | None,
         typer.Option(
-            help="models must lie under one of these; default: the working directory; needed on tcp"
+            help="models must be under one of these; default: the working directory; needed on tcp"
         ),
     ] = None,
     lora_root: Annotated[
@@ -105,11 +106,13 @@ def serve(
     ] = None,
     save_root: Annotated[
         str | None,
-        typer.Option(help="weights are saved under it, by name; without it they are not"),
+        typer.Option(help="directory for saved weights, by name; without it, saving is refused"),
     ] = None,
     profile_dir: Annotated[
         str | None,
-        typer.Option(help="traces go there; default: profiles/ in the state directory or cache"),
+        typer.Option(
+            help="directory for traces; default: profiles/ in the state directory or cache"
+        ),
     ] = None,
     key_file: Annotated[
         str | None,
@@ -117,7 +120,7 @@ def serve(
     ] = None,
     authorized_keys: Annotated[
         str | None,
-        typer.Option(help="JSON file of the keys that are let in, and their roles"),
+        typer.Option(help="JSON file of the authorized keys and their roles"),
     ] = None,
     data_interface: Annotated[
         str | None,
@@ -125,7 +128,7 @@ def serve(
     ] = None,
     gpu_lock_dir: Annotated[
         str | None,
-        typer.Option(help="locks of this host's GPUs lie there; default: /run/lock, or /tmp"),
+        typer.Option(help="directory of this host's GPU locks; default: /run/lock, or /tmp"),
     ] = None,
     share_gpu: Annotated[
         bool, typer.Option("--share-gpu", help="another daemon may have the same GPU")
@@ -204,12 +207,12 @@ def plan(
         str | None, typer.Option(envvar="CUDA_VISIBLE_DEVICES", hidden=True)
     ] = None,
 ) -> None:
-    """Print the memory plan that a group of daemons would arrive at; loads no weights."""
+    """Print the memory plan of a group of daemons; loads no weights."""
     configure_logs("info")
     with _exit_codes():
         _check_worker_extra()
     prepare_environment()
-    # Seconds of torch, which `serve` does not wait for either.
+    # Importing torch takes seconds; `serve` does not wait for it either.
     from worker_daemon.plan.plan_report import plan_json, plan_text
     from worker_daemon.plan.planning import (
         plan_fitted_memory,

@@ -101,7 +101,7 @@ def open_own_file(path: Path, flags: int, mode: int = 0o600) -> int:
     waits for the other end of a FIFO.
 
     Raises:
-        OSError: as open(2); EPERM if it is no regular file, or another user's.
+        OSError: as open(2); EPERM if it is not a regular file, or another user's.
     """
     always = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY
     fd = os.open(path, flags | always, mode)
@@ -109,7 +109,7 @@ def open_own_file(path: Path, flags: int, mode: int = 0o600) -> int:
     if stat.S_ISREG(facts.st_mode) and facts.st_uid == os.geteuid():
         return fd
     os.close(fd)
-    raise OSError(errno.EPERM, "it is no regular file of this user", str(path))
+    raise OSError(errno.EPERM, "it is not a regular file of this user", str(path))
 
 
 def replace_own_file(path: Path, content: bytes) -> None:
@@ -117,7 +117,7 @@ def replace_own_file(path: Path, content: bytes) -> None:
     writer at a time.
 
     Raises:
-        OSError: it cannot be written; what was there stays.
+        OSError: it cannot be written; an existing file stays as it was.
     """
     scratch = path.with_name(f"{path.name}.tmp")
     scratch.unlink(missing_ok=True)  # of a process that was killed

@@ -1,13 +1,13 @@
-"""Every error that the daemon raises on purpose, as one tree. `code` and `scope` are the wire's
-words.
+"""Defines every error that the daemon raises on purpose, as one tree. `code` and `scope` are those
+of the wire.
 
 WorkerError
  +- ProtocolError        the peer broke a rule of the wire: frames, versions, ids, order
  |   +- BadFrameError        does not decode, or exceeds a bound
  |   +- IncompatibleError    protocol versions differ
  |   +- FencedError          the epoch or link is an old one
- |   +- NotAttachedError     the epoch is one that was never granted
- |   +- LeaseHeldError       another driver may step this daemon
+ |   +- NotAttachedError     the epoch was never granted
+ |   +- LeaseHeldError       another driver holds this daemon's lease
  |   +- LeaseExpiredError    the driver did not renew its lease in time
  |   +- DrainingError        an operator drains the daemon: it takes no steps
  |   +- ForbiddenError       the peer lacks the role that the request needs
@@ -16,14 +16,14 @@ WorkerError
  +- StateError           the request is not legal in this state
  +- ConfigError          a setting is wrong: names field, value and fix
  |   `- CheckpointError      a model's files are missing, truncated or not what config.json says
- +- InvalidStepError     a step holds a value that no kernel may see; nothing of it was applied
+ +- InvalidStepError     a step holds a value that no kernel may see; nothing was applied
  +- CapacityError        not enough device memory, KV blocks, rows or disk space
  |   +- OutOfMemoryError     an allocation failed: with the bytes needed and free
  |   `- StartLaterError      the host has no room for another daemon now: exit code 75
  +- CommError            a peer or a link is lost
  |   `- UpstreamFailedError  an earlier pipeline stage failed in this step
  +- TransferError        a trainer is lost, or its data is invalid; the link still works
- +- PrecededByError      a step before this one failed, and the driver has not resynchronised since
+ +- PrecededByError      a step before this one failed, and the driver has not resynchronized since
  `- DeviceError          the device is unusable: the process ends
 """
 

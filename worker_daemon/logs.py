@@ -1,4 +1,4 @@
-"""Logging to stderr: one line a record, with time, process and rank; text from a peer cannot forge
+"""Logs to stderr: one line per record, with time, process and rank; text from a peer cannot forge
 a line. Prompts and tokens are never logged."""
 
 import logging

@@ -1,6 +1,6 @@
-"""Reads files that another process may have made, or may change meanwhile: only regular ones,
-and by position, never through a memory map (a file that shrinks under one ends the process by
-SIGBUS)."""
+"""Reads files that another process may have made or may change meanwhile: only regular files, and
+by position. A memory map is never used, because SIGBUS ends the process if a mapped file
+shrinks."""
 
 import errno
 import os
@@ -29,8 +29,8 @@ class RegularFile:
         """Open the file without waiting, even for a FIFO's other end.
 
         Raises:
-            OSError: it cannot be opened, or is no regular file (EINVAL, also for a path with a null
-                character).
+            OSError: it cannot be opened, or is not a regular file (EINVAL; also for a path with a
+                null character).
         """
         self.path = path
         if "\0" in str(path):
@@ -41,7 +41,7 @@ class RegularFile:
         self.num_bytes = facts.st_size
         if not stat.S_ISREG(facts.st_mode):
             self.close()
-            raise OSError(errno.EINVAL, "it is no regular file")
+            raise OSError(errno.EINVAL, "it is not a regular file")
 
     def __enter__(self) -> "RegularFile":
         return self
@@ -87,7 +87,7 @@ def read_whole(path: Path, max_bytes: int = MAX_TEXT_BYTES) -> bytes:
     """Return the content of a small regular file.
 
     Raises:
-        OSError: it cannot be read, is no regular file, or is larger than that (EFBIG).
+        OSError: it cannot be read, is not a regular file, or is larger than that (EFBIG).
     """
     with RegularFile(path) as file:
         if file.num_bytes > max_bytes:

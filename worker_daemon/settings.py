@@ -88,7 +88,8 @@ class ProcessSettings:
     profile_dir: Path | None
     """Directory for traces, if set; see profile_directory."""
     key_file: Path | None
-    """The daemon's secret file; None, for ipc only: whoever can open the sockets has all rights."""
+    """The daemon's secret file; None, for ipc only: any process that can open the sockets has all
+    rights."""
     key_is_credential: bool
     """True if it is in systemd's directory of credentials."""
     authorized_keys: Path | None
@@ -228,7 +229,7 @@ def read_file(path: Path) -> Given:
     """Read a TOML file with the keys of the command line's options.
 
     Raises:
-        ConfigError: it cannot be read, is no TOML, or has a key that no option has.
+        ConfigError: it cannot be read, is not valid TOML, or has a key that no option has.
     """
     try:
         given = tomllib.loads(read_whole(path, _MAX_FILE_BYTES).decode())

@@ -27,7 +27,8 @@ from worker_client.errors import (
 
 _NOT_ALLOWED: Final = (AuthenticationError, ForbiddenError)
 
-# Without rich, help and errors are plain text: no name of an option is cut, no error wrapped.
+# Without rich, help and errors are plain text: option names are not truncated and errors not
+# wrapped.
 app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
@@ -39,9 +40,9 @@ for command, summary in (
     (bench, "Generate, and measure it."),
     (embed, "Embed or classify prompts, or the requests of a file."),
     (status, "Show what each daemon is and does."),
-    (top, "Watch what daemons do, renewed every second."),
+    (top, "Watch the daemons' activity, refreshed every second."),
     (trace, "Trace a running group, for Perfetto."),
-    (drain, "Have daemons take no more steps and no more drivers."),
+    (drain, "Make daemons refuse new steps and new drivers."),
     (shutdown, "End daemons; a running step is finished first."),
 ):
     app.command(short_help=summary)(command)

@@ -1,9 +1,9 @@
-"""Requests that an earlier driver has left in a group: the ranks' reports, merged into what all
-ranks have. Pure.
+"""Merges the ranks' reports on the requests that an earlier driver has left in a group. Pure.
 
 Ranks may be at different steps: the driver may have died between two sends, or a step may have
-failed. Each rank guarantees its own KV up to its last good step; all of them have the shortest.
-Sampling depends on seed, position and logits alone, so tokens that are given up are sampled again.
+failed. Each rank guarantees its own KV up to its last successful step; the merge keeps the KV that
+all of them guarantee. Sampling depends only on seed, position and logits, so dropped tokens are
+sampled again with the same result.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -88,7 +88,7 @@ def read_page(reply: AdoptRequestsReply) -> Iterator[RankRow]:
     """Split a reply's columns into its rows.
 
     Raises:
-        BadFrameError: they do not fit.
+        BadFrameError: the columns do not match the rows.
     """
     if len(reply.token_ids) % 4 or len(reply.block_ids) % 4:
         raise BadFrameError("a column of AdoptRequestsReply is not a sequence of int32")
@@ -120,12 +120,12 @@ def merge(
     come last.
 
     A request is computed again from its tokens if a rank lacks it, has it in other blocks, or has
-    let go of blocks behind a window that another rank still needs: the driver died while it sent
-    the start or the end of that request. Slots may differ, if the driver died while it adopted: no
-    rank gives a request's blocks away while it has the request.
+    released blocks behind a window that another rank still needs. This happens if the driver died
+    while it sent the start or the end of that request. Slots may differ, if the driver died while
+    it adopted. A rank never reassigns the blocks of a request that it still has.
 
     Raises:
-        AdoptionMismatch: ranks that both have a request disagree about what it is.
+        AdoptionMismatch: two ranks report different data for the same request.
     """
     by_request: dict[str, dict[int, RankRow]] = {}
     for rows in (ranks[output_rank], *ranks):
@@ -177,8 +177,8 @@ def _common_blocks(
 
 
 def _common_kv(rows: Sequence[RankRow], longest: RankRow) -> int:
-    """Return the number of tokens whose KV all ranks have. One is always left to compute; it
-    samples the next."""
+    """Return the number of tokens whose KV all ranks have. At least one token is left to compute;
+    its step samples the next token."""
     return max(0, min(longest.token_ids.size - 1, *(row.row.num_computed_tokens for row in rows)))
 
 

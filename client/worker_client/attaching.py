@@ -1,5 +1,5 @@
-"""Attaching to a group's daemons and leaving them: versions, an epoch agreed on in two phases, and
-the wait for an earlier driver's lease."""
+"""Attaches to a group's daemons and detaches from them: compares versions, agrees on an epoch in
+two phases, and waits for an earlier driver's lease."""
 
 import contextlib
 import time
@@ -19,7 +19,8 @@ from worker_client.worker_client import WorkerClient
 
 ATTACH_TIMEOUT_S = 30.0
 ATTACH_ATTEMPTS = 5
-"""Attempts after which attach gives up if other drivers that attach at the same time come first."""
+"""Number of attempts after which attach gives up, if other drivers that attach at the same time
+win."""
 LEASE_WAIT_S = MAX_LEASE_TTL_MS / 1000 + 5.0
 """Longest wait for a dead driver's lease: any lease has expired by then."""
 ATTACH_SLACK_S = 15.0
@@ -74,8 +75,7 @@ class Attachment:
                     raise
 
     def attach_present(self) -> list[lc.Status]:
-        """Attach to the daemons that are present, under a new epoch that fences the lost ones
-        off."""
+        """Attach to the daemons that are present, under a new epoch that fences the lost ones."""
         deadline = time.monotonic() + ATTACH_TIMEOUT_S
         self._hello(deadline)
         epoch = self._agree_on_epoch(deadline)
@@ -148,7 +148,7 @@ class Attachment:
         self, epoch: int, deadline: float, timeout_s: float, *, keep_requests: bool = False
     ) -> list[lc.Status]:
         """Begin an epoch and return the daemons' states. All requests are sent before any reply is
-        waited for: gloo has no abort, so a rank that hangs in a step is only freed by its peers.
+        waited for: gloo has no abort, so only its peers can release a rank that hangs in a step.
         After an error no reachable daemon is attached."""
         channel = self.channel
         channel.begin_epoch(epoch)

@@ -1,11 +1,11 @@
-"""Write access to KV blocks: no two requests write to one block, and nobody writes to a block that
-others read.
+"""Tracks write access to KV blocks: no two requests write to one block, and no request writes to a
+block that another one reads.
 
 A block belongs to the request that was given it for writing, until the request ends or a window
-passes the block. Blocks that a request begins with (a cached prefix) are read only, and counted.
-Most steps give a few blocks to running requests: these are taken one by one, and assigned to their
-rows later, for many steps at once. Blocks that windows have passed are freed only when a requested
-block seems to be taken.
+passes the block. Blocks with which a request begins (a cached prefix) are read-only; their readers
+are counted. Most steps give a few blocks to running requests: these are taken one by one, and
+assigned to their rows later, for many steps at once. Blocks that windows have passed are freed only
+when a requested block seems to be taken.
 
 A row is one request in one group of layers: group * num_slots + slot. Columns of rows have the type
 `row_code` (of array.array).
@@ -36,10 +36,10 @@ _FEW: Final = 100
 
 class BlockTaken(Exception):
     """A block cannot be written to. `index` is its place among the requested ones, `row` the row of
-    the request that writes to it; None if others read it or nobody may write to it."""
+    the request that writes to it; None if others read it, or if no request may write to it."""
 
     def __init__(self, index: int, row: int | None) -> None:
-        super().__init__(f"block number {index} of those asked for is taken")
+        super().__init__(f"block number {index} of those requested is taken")
         self.index = index
         self.row = row
 
@@ -59,12 +59,12 @@ class BlockHolders:
         """View of the same memory."""
         self._num_readers = np.zeros(num_blocks, np.int32)
         self._written = [array("i") for _ in range(len(groups) * num_slots)]
-        """Blocks that each row's request writes to, as far as they were assigned."""
+        """Blocks to which each row's request writes, as far as they are assigned."""
         self._prefixes: dict[int, Int32s] = {}
-        """Blocks that a row's request began with."""
+        """Blocks with which a row's request began."""
         self._num_behind = array("i", bytes(4 * len(self._written)))
-        """Number of each row's first blocks that a window has passed: the row holds them no
-        more."""
+        """Number of each row's leading blocks that a window has passed: the row no longer holds
+        them."""
         self._behind_column = np.frombuffer(self._num_behind, np.int32)
         """View of the same memory."""
 
@@ -82,7 +82,7 @@ class BlockHolders:
         """Take blocks for the requests that asked for them, if all exist, are free and differ; else
         change nothing. hold() or give_back() follows.
 
-        block_ids: none is negative. Raises IndexError: one is not there.
+        block_ids: none is negative. Raises IndexError: one does not exist.
         """
         flags, num_taken = self._flags, 0
         try:
@@ -184,7 +184,7 @@ class BlockHolders:
             (self._read if held else self._unread)(prefix)
 
     def _read_by(self, row: int) -> Int32s | None:
-        """Return the blocks that a row's request began with and still sees."""
+        """Return the blocks with which a row's request began and that it still sees."""
         prefix = self._prefixes.get(row)
         if prefix is None or self._groups[row // self._num_slots].window is None:
             return prefix
@@ -232,5 +232,5 @@ class BlockHolders:
         return BlockTaken(index, next(r for r in rows if block_ids[index] in self._written_by(r)))
 
     def _flags_of(self, block_id: int) -> int:
-        """Return a block's flags. Nobody may write to a block that does not exist."""
+        """Return a block's flags. A block that does not exist is not writable."""
         return self._flags[block_id] if 0 <= block_id < len(self._flags) else _NULL

@@ -1,10 +1,10 @@
 """Clocks of other processes, measured by round trips: the offset of each from ours, with a bound on
 its error. Pure.
 
-A reply carries the other clock's time at some moment between request and reply. With the middle as
-that moment, the offset is wrong by at most half the round trip, however the two ways differ. Of
-several round trips the fastest has the smallest bound (the minimum filter of NTP, RFC 5905 section
-10).
+A reply carries the other clock's time at some moment between request and reply. If that moment is
+taken as the middle, the offset is wrong by at most half the round trip, even if the two directions
+take different times. Of several round trips the fastest has the smallest bound (the minimum filter
+of NTP, RFC 5905 section 10).
 """
 
 import time

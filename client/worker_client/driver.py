@@ -87,7 +87,7 @@ Recover: TypeAlias = Callable[[WorkerDied], object]
 
 
 def give_up(died: WorkerDied) -> None:
-    """Raise the error: nobody replaces a lost daemon."""
+    """Raise the error: the default, which does not replace a lost daemon."""
     raise died
 
 
@@ -153,7 +153,7 @@ class Driver:
         self._unsent: SchedulerOutput | None = None
         """Scheduler output that was not sent; it goes first once the group takes steps."""
         self._refusal: InvalidSchedulerOutput | None = None
-        """Reason for which the group refused _unsent; raised once no step is in flight."""
+        """The error with which the group refused _unsent; raised once no step is in flight."""
         self._added: dict[str, float] = {}
         self._first_token: dict[str, float] = {}
         self._without_token: set[str] = set()
@@ -274,7 +274,7 @@ class Driver:
                 recovery between them.
             SchedulerStalled: the scheduler has requests, no step, and no result to wait for.
             WorkerDied: a daemon is lost, and `recover` does not replace it, or has done so
-                MAX_CONSECUTIVE_FAILURES times since a step ended well.
+                MAX_CONSECUTIVE_FAILURES times since the last successful step.
             InvalidSchedulerOutput: the scheduler gave a step that breaks a rule. The steps before
                 it are settled, and step_failed has returned it to the scheduler. It may be called
                 again.
@@ -438,7 +438,7 @@ class Driver:
         return future.result()  # raises StepFailed with the losses
 
     def _replace(self, died: WorkerDied) -> None:
-        """Recover, and reset the count of failed steps: the fault may have gone with the process.
+        """Recover, and reset the count of failed steps: the fault may have ended with the process.
         Recoveries are limited too, for a request that kills each successor."""
         if self._consecutive_recoveries >= MAX_CONSECUTIVE_FAILURES:
             raise died

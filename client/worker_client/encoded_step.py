@@ -1,4 +1,4 @@
-"""A step as sent: its frames and the steady requests in it, and its reply turned back into request
+"""Holds a step as sent: its frames and its steady requests. Translates its reply back into request
 ids."""
 
 from array import array
@@ -49,7 +49,7 @@ class SteadyRequests:
 
 
 class EncodedStep:
-    """A step as sent: its frames, and what is needed to read its reply or to undo it."""
+    """A step as sent: its frames, and the data needed to read its reply or to undo it."""
 
     __slots__ = (
         "deferred",
@@ -173,7 +173,8 @@ def decode_reply(
 
 
 def _those_left(slots: bytes, req_ids: Sequence[str], named: bytes) -> tuple[bytes, Sequence[str]]:
-    """Those of a step's slots that the bitmap names, as a bitmap too, and their requests."""
+    """Return those of a step's slots that the bitmap names, also as a bitmap, and their
+    requests."""
     pairs = zip(np.frombuffer(slots, "<u2").tolist(), req_ids, strict=True)
     left = [
         (slot, req_id)
@@ -194,5 +195,5 @@ def bitmap_of(slots: bytes) -> bytes:
 
 
 def pack_bits(bits: NDArray[np.bool_]) -> bytes:
-    """Slots to a bitmap without its trailing zero bytes."""
+    """Convert slots to a bitmap without trailing zero bytes."""
     return np.packbits(bits, bitorder="little").tobytes().rstrip(b"\0")

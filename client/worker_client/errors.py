@@ -1,5 +1,5 @@
-"""Every error that the driver library raises on purpose, as one tree, and the total mapping from
-the wire's codes to it.
+"""Defines every error that the driver library raises on purpose, as one tree, and maps each wire
+code to a class.
 
 ClientError
  +- ClientConfigError         a setting of the driver is wrong: names field, value and fix
@@ -22,7 +22,7 @@ ClientError
  +- LinkGivenUp               links between the ranks failed too often in a row
  +- LaunchError               a local daemon did not become ready
  +- Unkillable                a local daemon's process does not end by SIGKILL
- +- TraceError                a trace cannot be read, or is no trace
+ +- TraceError                a trace cannot be read, or is not a trace
  +- SchedulerStalled          a scheduler has requests, but no step, and no result is pending
  +- WeightsNotWhole           a weight update is open or has failed: no step can be sent
  +- AdoptionMismatch          ranks disagree about a request that was to be adopted
@@ -114,13 +114,13 @@ class ConfigMismatchError(ClientConfigError):
             "the daemons hold another configuration (asked for != loaded)",
             field="config",
             value=differences,
-            fix="ask for what is loaded, or load again with reload=True (--reload)",
+            fix="ask for the loaded configuration, or load again with reload=True (--reload)",
         )
         self.differences = tuple(differences)
 
 
 class KVPlanError(ClientConfigError):
-    """The KV cache cannot hold what was asked for."""
+    """The KV cache cannot hold the requested blocks or context."""
 
 
 class RequestError(ClientConfigError):
@@ -253,9 +253,9 @@ class NothingListens(WorkerDied):
 
 
 class LinkGivenUp(ClientError):
-    """Links failed in a row without a successful step between them, though all daemons live.
-    `ranks` are those that reported it; each is next to a broken connection. Nothing more is sent;
-    attach() begins again."""
+    """Links failed several times in a row without a successful step in between, though all daemons
+    live. `ranks` are those that reported it; each is next to a broken connection. Nothing more is
+    sent; attach() begins again."""
 
     def __init__(self, ranks: tuple[int, ...], num_failures: int, last: str) -> None:
         who = ", ".join(map(str, ranks)) or "none"
@@ -276,8 +276,8 @@ class ReplacementFailed(ClientError):
 
 
 class AuthenticationError(ClientError):
-    """A connection was refused during its handshake. There is no retry: the next attempt would end
-    alike."""
+    """A connection was refused during its handshake. There is no retry: the next attempt would fail
+    the same way."""
 
     def __init__(self, rank: int, address: str, why: str) -> None:
         super().__init__(f"rank {rank} at {address}: {why}")
@@ -416,8 +416,8 @@ class LeaseExpiredError(RemoteProtocolError, code=ErrorCode.LEASE_EXPIRED):
 
 
 class DrainingError(RemoteProtocolError, code=ErrorCode.DRAINING):
-    """An operator drains the daemon: it takes no more steps and no more drivers. What is loaded
-    stays; once the drain is undone a driver can continue."""
+    """An operator drains the daemon: it takes no more steps and no more drivers. Everything that is
+    loaded stays; once the drain is undone, a driver can continue."""
 
 
 class ForbiddenError(RemoteProtocolError, code=ErrorCode.FORBIDDEN):
@@ -445,7 +445,7 @@ class RemoteCheckpointError(RemoteConfigError, code=ErrorCode.CHECKPOINT):
 
 
 class InvalidStepError(RemoteError, code=ErrorCode.INVALID_STEP):
-    """The step had a value that the kernels must not get."""
+    """The step had a value that must not reach the kernels."""
 
 
 class RemoteCapacityError(RemoteError, code=ErrorCode.CAPACITY):
@@ -466,8 +466,8 @@ class UpstreamFailedError(CommError, code=ErrorCode.UPSTREAM_FAILED):
 
 
 class WeightTransferError(RemoteError, code=ErrorCode.TRANSFER):
-    """A trainer did not come, died, or its memory cannot be reached. The daemon serves on as its
-    state allows."""
+    """A trainer did not connect, died, or its memory cannot be reached. The daemon continues to
+    serve as its state allows."""
 
 
 class PrecededByError(RemoteError, code=ErrorCode.PRECEDED_BY):
@@ -491,7 +491,7 @@ def _with_code(kind: type[RemoteError]) -> Iterator[type[RemoteError]]:
 REMOTE_ERRORS: Mapping[ErrorCode, type[RemoteError]] = MappingProxyType(
     {kind.of_code: kind for kind in _with_code(RemoteError)}
 )
-"""Total over ErrorCode, which a test checks."""
+"""Maps every ErrorCode; a test checks that."""
 
 
 def remote_error(reply: ErrorReply | ControlErrorReply, *, rank: int, endpoint: str) -> RemoteError:

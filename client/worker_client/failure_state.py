@@ -30,8 +30,8 @@ ENDS_OWNERSHIP: Final = (
     NotAttachedError,
     WorkerDied,
 )
-"""Errors after which the group takes no steps: another driver has the daemons, or nobody, or they
-cannot reach each other."""
+"""Errors after which the group takes no steps: another driver has the daemons, or no driver has
+them, or they cannot reach each other."""
 
 MAX_LINK_FAILURES: Final = 3
 """In a row: steps that break the link, and failed attempts to relink."""
@@ -42,7 +42,7 @@ class Ownership(enum.Enum):
 
     NEW = "never attached"
     SERVING = "attached: it takes steps"
-    ENDED = "fenced, the lease lost, drained in a step, or a reply could not be read"
+    ENDED = "fenced, lease lost, drained during a step, or an unreadable reply"
     LINK_GIVEN_UP = "links failed too often in a row, though all daemons live"
     LOST = "a daemon is dead"
     REPLACING = "another daemon is taking a lost one's place"
@@ -125,7 +125,7 @@ class Change(enum.Enum):
     LINK_MADE = "all ranks have joined a new link, or have given up the one that they had"
     END_ANNOUNCED = "a rank has announced its exit, or may exit as the link is given up"
     END_AWAITED = "the wait for the announced exit begins; it is done once"
-    PREPARED = "prepare() has ended: the scheduler begins anew"
+    PREPARED = "prepare() has ended: the scheduler starts from an empty state"
     ATTACH_BEGUN = "all daemons have announced an epoch to this driver: failures are dropped"
     GROUP_ATTACHED = "all present daemons have attached; LINK_BROKEN follows if they must relink"
     REPLACE_BEGUN = "an attempt to put another daemon in a lost one's place"
@@ -356,8 +356,8 @@ def announces_end(reply: ErrorReply) -> bool:
 
 
 class LinkTries:
-    """Count of a group's link failures in a row. Relinking for ever helps nobody if the network
-    between two ranks is cut. Owned by the FailureState."""
+    """Counts a group's consecutive link failures, so that the driver does not relink forever if the
+    network between two ranks is cut. Owned by the FailureState."""
 
     def __init__(self) -> None:
         self._failures: list[tuple[int, ClientError]] = []
@@ -367,8 +367,8 @@ class LinkTries:
         self._failures.clear()
 
     def worked(self, seq: int) -> None:
-        """Record that step `seq` succeeded, whatever has failed since: the link worked after all
-        earlier failures."""
+        """Record that step `seq` succeeded, even if later steps have failed: the link worked after
+        all earlier failures."""
         if self._failures:
             self._failures = [entry for entry in self._failures if entry[0] > seq]
 
@@ -392,7 +392,7 @@ class FailureState:
         self.state = GroupState(link=LinkState.WHOLE if world_size > 1 else LinkState.NONE)
         self._answers = answers(self.state)
         self.cause: ClientError | None = None
-        """Reason for which the group takes no steps any more; None if it does."""
+        """The error because of which the group takes no more steps; None if it takes steps."""
         self.suspect: Suspect | None = None
         """Set while a cause is awaited."""
         self.weights_cause = ""

@@ -1,5 +1,5 @@
-"""Requests to a group's daemons and their replies: the epoch, link and seqs of requests, operations
-sent to all ranks, replies passed on, and messages that were lost sent again."""
+"""Sends requests to a group's daemons and receives their replies: assigns epoch, link and seqs,
+sends operations to all ranks, dispatches replies, and resends lost messages."""
 
 import contextlib
 import logging
@@ -88,7 +88,7 @@ def link_timeout_s(step_deadline_s: float) -> float:
     """Return the limit on leaving one link and joining the next.
 
     Ranks wait for each other for up to twice the communicators' own timeout (the step deadline and
-    a second) and 5 s; their error is to come before ours.
+    a second) and 5 s; their error must arrive before ours.
     """
     return 2 * (step_deadline_s + 1.0) + 5.0 + LINK_SLACK_S
 
@@ -144,7 +144,7 @@ class GroupChannel:
         """Events still to be handled; the watch has them already."""
 
     def close(self) -> None:
-        """Close all sockets. The daemons keep what they have loaded, and the lease until it
+        """Close all sockets. The daemons keep their loaded model, and the lease until it
         expires."""
         self.lease.stop()
         self.daemons.close()
@@ -185,8 +185,8 @@ class GroupChannel:
             self.check_deaths()
 
     def check_given_up_link(self) -> None:
-        """Wait, once, before LinkGivenUp is raised: a rank that hangs on one link after the other
-        exits, and its successor may do better.
+        """Wait, once, before LinkGivenUp is raised: a rank that hangs on two links in a row exits,
+        and its successor may recover.
 
         Raises:
             WorkerDied: a rank has ended.
@@ -199,8 +199,8 @@ class GroupChannel:
         waiting or idle.
 
         Raises:
-            WorkerDied: one of them is dead. The steps in flight are not failed by this: lose()
-            does that.
+            WorkerDied: one of them is dead. The steps in flight are not failed by this: lose() does
+                that.
             RemoteError, LeaseNotRenewed: the lease is lost.
             AuthenticationError: a daemon refused us.
         """
@@ -428,7 +428,7 @@ class GroupChannel:
             if self._mends_gap(reply):
                 return
             if reply.code is ErrorCode.DRAINING:
-                self.abort_links("a rank drains")  # others may wait for it in the same step
+                self.abort_links("a rank drains")  # other ranks may wait for it in the same step
         if isinstance(reply, ErrorReply) and reply.seq == 0:
             if reply.code in _UNREAD:
                 _LOG.warning("a rank could not read a message: %s", self._to_error(reply))

@@ -1,4 +1,4 @@
-"""Check of the owner of an ipc endpoint, before anything is sent to a daemon without a key."""
+"""Checks the owner of an ipc endpoint, before anything is sent to a daemon without a key."""
 
 from pathlib import Path
 

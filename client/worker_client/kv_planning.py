@@ -1,5 +1,5 @@
-"""A driver's choice of the number of KV blocks and the context length, from the ranks' reports.
-Pure. The arithmetic of blocks is in rpc_schema/kv_cache.py."""
+"""Chooses the number of KV blocks and the context length from the ranks' reports. Pure. The
+arithmetic of blocks is in rpc_schema/kv_cache.py."""
 
 from collections.abc import Sequence
 
@@ -18,10 +18,10 @@ from worker_client.errors import KVPlanError
 
 
 def choose_num_blocks(fitting: int, asked: int | None) -> int:
-    """Return the number of blocks asked for, or else all that fit.
+    """Return the requested number of blocks, or else all that fit.
 
     Raises:
-        KVPlanError: more was asked for than fits.
+        KVPlanError: more were requested than fit.
     """
     if asked is None:
         return fitting
@@ -45,7 +45,7 @@ def fit_max_model_len(
 
     Raises:
         KVPlanError: not one request of max_model_len tokens fits, and it may not be lowered, or
-        nothing fits at all.
+            nothing fits at all.
     """
     longest = longest_request(num_blocks, groups, max_model_len, max_num_batched_tokens)
     if longest == max_model_len or (may_lower and longest > 0):
@@ -66,7 +66,8 @@ def choose_groups(
     """Return the groups of all ranks' layers.
 
     Raises:
-        KVPlanError: layers keep so different amounts per token that no block sizes suit them all.
+        KVPlanError: the layers keep such different amounts per token that no block sizes fit them
+            all.
     """
     block_size, step = config.cache.block_size, config.scheduler.max_num_batched_tokens
     try:

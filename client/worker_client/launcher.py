@@ -1,5 +1,5 @@
-"""Local daemons for one driver: started together, ready within a deadline, and stopped with it
-however it ends."""
+"""Runs local daemons for one driver: starts them together, waits until they are ready, and stops
+them when the driver ends, even if it is killed."""
 
 import contextlib
 import os
@@ -27,8 +27,8 @@ EXIT_WAIT_S = 0.2
 """Time between the end of a killed process's connections and its own."""
 TERMINATE_TIMEOUT_S = 5.0
 KILL_LIMIT_S = 30.0
-"""Time after SIGKILL from which a process counts as stuck in the kernel, usually in a device,
-beyond any signal."""
+"""Time after SIGKILL from which a process counts as stuck in the kernel, usually in a device
+driver."""
 LOG_TAIL_BYTES = 4096
 
 Command = Callable[[str, str, int], Sequence[str]]
@@ -252,7 +252,8 @@ def _try(
 def _start_reaper(directory: Path) -> tuple["subprocess.Popen[bytes]", int]:
     """Start a shell that removes the directory once we and all daemons have exited.
 
-    We and they hold the other end of its standard input, which is returned; nobody writes to it.
+    We and they hold the other end of its standard input, which is returned; nothing is written to
+    it.
     """
     theirs, ours = os.pipe()
     try:

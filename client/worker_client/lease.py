@@ -47,8 +47,8 @@ RENEWAL_SLACK_S = 0.02
 shrinks by less than the time that passed, that is no sign of one: a daemon does not count time in
 which it could not check the lease."""
 RENEWALS_OF_THE_LIVING = 2
-"""Renewals that show that the holder lives: the first may have been under way when its sender
-died."""
+"""Number of renewals that prove that the holder lives: the first may have been in transit when its
+sender died."""
 
 
 _ASK_AGAIN = (DeadlineExceeded, WireError, AuthenticationError, WorkerDied)
@@ -63,7 +63,7 @@ class LeaseTerms:
     ttl_s: float = DEFAULT_LEASE_TTL_MS / 1000
     """Time without a renewal after which daemons accept another driver, 1 to 60."""
     orphan_kv_ttl_s: float = DEFAULT_ORPHAN_KV_TTL_MS / 1000
-    """Time for which daemons keep the requests after that, 0 to 3600. Weights stay for ever."""
+    """Time for which daemons keep the requests after that, 0 to 3600. Weights stay."""
     heartbeat_timeout_s: float | None = None
     """None: the lease is renewed as long as the group is open and the thread that attached it
     lives. Otherwise the application must also call `WorkerGroup.heartbeat` within this time."""
@@ -167,7 +167,7 @@ class LeaseKeeper:
             self._thread = None
 
     def drop(self) -> None:
-        """Stop renewing and forget how the lease ended: no daemon is left that has granted it."""
+        """Stop renewing and forget how the lease ended: no remaining daemon has granted it."""
         self.stop()
         self.lost = None
 
@@ -181,7 +181,7 @@ class LeaseKeeper:
             _close(channels)
 
     def _renew_until(self, ended: threading.Event, channels: Sequence[ControlChannel]) -> None:
-        """Renew at even intervals, however long a daemon takes to answer."""
+        """Renew at even intervals, even if a daemon takes long to answer."""
         interval_s = self._terms.ttl_s / RENEWALS_PER_TTL
         due = time.monotonic() + interval_s
         while not ended.wait(max(0.0, due - time.monotonic())) and self._group() is not None:

@@ -1,5 +1,5 @@
-"""Detection of an endpoint without a daemon while a request waits for a connection: ZeroMQ itself
-would wait for ever."""
+"""Detects an endpoint without a daemon while a request waits for a connection: ZeroMQ itself would
+wait forever."""
 
 import socket
 import time
@@ -53,9 +53,9 @@ class Listener:
         if self._was_there:
             return
         if isinstance(error, socket.gaierror):
-            why, fix = "its host does not resolve", "name a host that resolves here"
+            why, fix = "its host name does not resolve", "name a host that resolves here"
         elif self._is_local and isinstance(error, PermissionError):
-            why, fix = "nothing that this user may connect to", "run as the daemon's user"
+            why, fix = "no permission to connect", "run as the daemon's user"
         else:
             return
         raise NothingListens(self._rank, self._address, f"{why} ({error.strerror})", fix)

@@ -17,15 +17,15 @@ SUSPECT_AFTER_S = 0.95
 noticing takes up to 50 ms more."""
 
 FENCE_AFTER_S = 5.0
-"""Silence after which the group goes on without a rank whose connection is lost."""
+"""Silence after which the group gives up a rank whose connection is lost."""
 
 SILENCE_LIMIT_S = 9.9
 """Silence after which a process with a live connection counts as dead, unless its phase has
 announced a longer one. Ten seconds are guaranteed."""
 
 BLIND_AFTER_S = 0.5
-"""Time without reading events that does not count as silence: heartbeats may have been lost in
-it."""
+"""After this long without reading events, the time does not count as silence: heartbeats may have
+been lost."""
 
 _FENCE_AFTER_CUT_S = FENCE_AFTER_S - 1.0
 """Time since the end of a connection, which itself comes after about a second of silence."""
@@ -138,8 +138,8 @@ class Watch:
             self._suspect(rank, "transport", "it does not answer, though it has not ended")
 
     def refused(self, rank: int) -> None:
-        """Record that a new connection could not be made: nobody listens any more, or the network
-        between us is down."""
+        """Record that a new connection could not be made: no process listens any more, or the
+        network between us is down."""
         entry = self._ranks[rank]
         if entry.cut_since is not None and nobody_listens(entry.address):
             self._die(rank, "transport", "the connection ended, and another was refused")
@@ -155,13 +155,13 @@ class Watch:
         self._come_back(rank)
 
     def begin_steps(self) -> None:
-        """Withdraw announced silences: no operation is under way any more."""
+        """Withdraw announced silences: no operation is running any more."""
         for entry in self._ranks:
             entry.allowed_s = SILENCE_LIMIT_S
 
     def heard(self, beat: Heartbeat, *, operating: bool) -> None:
-        """Record a heartbeat. operating: an operation is under way, which may have announced a long
-        silence; heartbeats of an earlier one may come late."""
+        """Record a heartbeat. operating: an operation is running, which may have announced a long
+        silence; heartbeats of an earlier one may arrive late."""
         rank = self._rank_of(beat.worker_uid)
         if rank is None:
             return
@@ -187,7 +187,7 @@ class Watch:
 
     def listened(self) -> None:
         """Judge silence, after all events that are here have been read: a heartbeat that waits to
-        be read is no silence."""
+        be read does not count as silence."""
         now = self._clock()
         blind_s = now - self._listened_at
         if blind_s > BLIND_AFTER_S:

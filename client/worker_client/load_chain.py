@@ -1,5 +1,5 @@
-"""The operations that move a group along the load chain, and those that describe what is loaded.
-Each is sent to all ranks, or to some while the others only keep their seqs in step."""
+"""The operations that move a group along the load chain, and those that describe the loaded model.
+Each is sent to all ranks, or to some while the others only advance their seqs."""
 
 from collections.abc import Callable, Collection, Sequence
 from functools import partial

@@ -1,5 +1,5 @@
-"""The way from daemons in any state to a loaded model: keep what is loaded, refuse or reset what is
-not wanted, and go through the load chain with a plan of the KV cache."""
+"""Brings daemons from any state to a loaded model: keeps an equal configuration, refuses or resets
+another one, and runs the load chain with a plan of the KV cache."""
 
 import logging
 import time
@@ -125,7 +125,7 @@ class Loader:
     fit_max_model_len: bool
     """Lower max_model_len to the longest request that the KV cache can hold."""
     reload: bool
-    """Load again, whatever is loaded."""
+    """Load again, even if an equal configuration is loaded."""
     load_chain: LoadChain
     output_rank: int
     needs_relink: bool
@@ -140,7 +140,7 @@ class Loader:
 
         Raises:
             ConfigMismatchError: another configuration is loaded, and `reload` is False.
-            KVPlanError: the KV cache cannot hold what was asked for.
+            KVPlanError: the KV cache cannot hold the requested blocks or context.
         """
         ready = [status for status in statuses if status.load == "READY"]
         if not self.reload:
@@ -240,7 +240,7 @@ class Loader:
 
 def _needs_weights(status: Status) -> bool:
     """Return True if another driver has left an update open, or weights that were woken without
-    content. Whoever puts weights to sleep wakes them."""
+    content. A driver that puts weights to sleep must wake them itself."""
     is_there = status.memory_tags.get("weights", "awake") in ("awake", "lost")
     return is_there and status.weights is not None and status.weights.state != "whole"
 
@@ -249,7 +249,7 @@ def _profile_memory(load_chain: LoadChain) -> list[int]:
     """Return the bytes that each rank has for its KV cache.
 
     All ranks profile again, since they compute together, until no other process takes or frees
-    memory meanwhile. If that does not happen, the least that each of them found is used.
+    memory meanwhile. If that fails, the smallest result of each rank is used.
     """
     found: list[list[int]] = []
     for _ in range(PROFILE_ATTEMPTS):

@@ -64,7 +64,7 @@ class Failure:
     code: ErrorCode
     traceback: str = ""
     is_mended: bool = False
-    """The daemon whose death this was has been replaced."""
+    """True if the dead daemon has been replaced."""
     lost: set[str] = field(default_factory=set)
     futures: "list[StepFuture]" = field(default_factory=list)
 
@@ -123,7 +123,7 @@ class StepFuture:
     step: EncodedStep | None
     deadline: float
     replayed: bool = False
-    """The reply was a daemon's second sending of it."""
+    """True if the reply was a replay."""
     value: StepResult | None = None
     failure: Failure | None = None
 
@@ -159,7 +159,7 @@ class StepFuture:
 
 
 class StepsInFlight:
-    """Settles the futures of a group's steps, by replies and by failures. Belongs to one thread."""
+    """Settles the futures of a group's steps, from replies and failures. Belongs to one thread."""
 
     def __init__(self, state: FailureState, output_rank: int) -> None:
         """Without rows until start(). state: the group's; every failure is applied to it."""
@@ -184,7 +184,7 @@ class StepsInFlight:
 
     def abandon(self) -> None:
         """Fail all steps in flight, and forget everything else of the previous epoch."""
-        error = ClientError("the group was attached anew: requests of before are dropped")
+        error = ClientError("the group was attached again: earlier requests are dropped")
         failure = self._new_failure(error, self.output_rank, ErrorCode.FENCED)
         failure.lost |= self.slots.drop_all()
         self._fail_from(0, failure)
@@ -240,7 +240,7 @@ class StepsInFlight:
         self._recently_done.append(reply.seq)
 
     def take_error(self, reply: ErrorReply, error: RemoteError) -> None:
-        """Fail the step that the reply is for, and those behind it; `error` is the reply as an
+        """Fail the step that the reply is for, and the later ones; `error` is the reply as an
         exception. An UPSTREAM_FAILED may wait for its cause."""
         if reply.seq in self._recently_done:
             self._fail_all_rows(reply, error)
@@ -317,7 +317,7 @@ class StepsInFlight:
         self._fail_from(seq, self._new_failure(cause, reply.rank, reply.code, reply.traceback))
 
     def _fail_all_rows(self, reply: ErrorReply, error: RemoteError) -> None:
-        """Handle the failure of a rank in a step whose result is out already: its rows are behind
+        """Handle the failure of a rank in a step whose result is out already: its rows lag behind
         all others."""
         self._state.apply(Change.LINK_BROKEN)
         failure = self._new_failure(error, reply.rank, reply.code, reply.traceback)
@@ -331,7 +331,7 @@ class StepsInFlight:
         return Failure(self._state, self._num_failures, error, rank, code, traceback)
 
     def _fail_from(self, seq: int, failure: Failure) -> None:
-        """Fail step `seq` and every step behind it; and all requests if the link is broken, since
+        """Fail step `seq` and every later step; and all requests if the link is broken, since
         no row survives a relink."""
         failed = [future for number, future in self._futures.items() if number >= seq]
         steps = [future.step for future in failed if future.step is not None]

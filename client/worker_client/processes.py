@@ -1,5 +1,5 @@
-"""Processes of this host as the kernel shows them: a daemon's own, by its connection, and the
-question whether anything listens at an address."""
+"""Finds processes of this host through the kernel: a daemon's own, by its connection. Also checks
+whether any process listens at an address."""
 
 import contextlib
 import os
@@ -18,9 +18,9 @@ _PROBE_S: Final = 0.2
 
 
 class Process:
-    """A daemon's process on this host, by a descriptor that no other process can inherit the number
-    of. Freed by close(). With pid 0 it is on another host, or hidden from this kernel or container,
-    and counts as alive."""
+    """A daemon's process on this host, identified by a descriptor (pidfd), so that a reused process
+    id cannot stand for another process. Freed by close(). With pid 0 it is on another host, or
+    hidden from this kernel or container, and counts as alive."""
 
     def __init__(self, pid: int = 0, fd: int = -1) -> None:
         self.pid = pid
@@ -36,17 +36,17 @@ class Process:
         return bool(self.pid and self._poll.poll(0))
 
     def cause_of_end(self) -> str:
-        """Return what the kernel shows of the likely cause of its end, for an error's text."""
+        """Return the likely cause of its end as the kernel shows it, for an error's text."""
         if not self.pid or _num_oom_kills(self._memory_events) <= self._oom_kills:
             return ""
-        return "; the kernel has killed for want of memory in its cgroup (oom_kill has risen)"
+        return "; the kernel has killed for lack of memory in its cgroup (oom_kill has risen)"
 
     def copy(self) -> "Process":
         """Return the same process, to be closed on its own."""
         return Process(self.pid, os.dup(self._fd)) if self.pid else self
 
     def close(self) -> None:
-        """Close the descriptor; the process goes on."""
+        """Close the descriptor; the process continues."""
         if self.pid:
             os.close(self._fd)
 
@@ -86,8 +86,8 @@ def nobody_listens(address: str) -> bool:
 
 def connection_error(address: str) -> OSError | None:
     """Return the error of a connection to an address; None without one. A stopped process does not
-    refuse, and one beyond a broken network does not answer. On ipc the daemon does not notice: the
-    probe is a socket of another type, which Linux refuses only after it has found a listener
+    refuse, and one beyond a broken network does not answer. On ipc the daemon does not notice the
+    probe: it uses a socket of another type, which Linux refuses only after it has found a listener
     (unix(7), EPROTOTYPE)."""
     try:
         if address.startswith("tcp://"):
@@ -98,7 +98,7 @@ def connection_error(address: str) -> OSError | None:
     except OSError as error:
         return error
     except UnicodeError:  # from Python: no such name resolves
-        return socket.gaierror(socket.EAI_NONAME, "it is no host's name")
+        return socket.gaierror(socket.EAI_NONAME, "it is not a host's name")
     return None
 
 
@@ -115,8 +115,8 @@ def _connected(address: str, kind: int = socket.SOCK_STREAM) -> socket.socket:
 
 class PeerProcesses:
     """Processes behind one socket's ipc connections, by address. For daemons with keys: another
-    connection would be refused there, and logged, while this one has proved by its handshake who
-    answers. Belongs to the socket's thread."""
+    connection would be refused there, and logged, while this connection's handshake has proved the
+    daemon's identity. Belongs to the socket's thread."""
 
     def __init__(self) -> None:
         self._found: dict[str, Process] = {}
@@ -154,8 +154,8 @@ def _memory_events(pid: int) -> Path:
 
 
 def _num_oom_kills(events: Path) -> int:
-    """Read how many of a cgroup's processes were killed for want of memory; 0 if unknown. A rise
-    while one of them was killed names the likely cause, and no more."""
+    """Read how many of a cgroup's processes were killed for lack of memory; 0 if unknown. If it has
+    risen when a process was killed, lack of memory is the likely cause, but not certain."""
     with contextlib.suppress(OSError, ValueError):
         for line in events.read_text().splitlines():
             name, _, value = line.partition(" ")

@@ -1,5 +1,5 @@
-"""Replacement of a lost rank by another daemon: fence the survivors off from the lost one, wait for
-the new one, relink all, and load the new one. `outcomes.py` reports what was lost."""
+"""Replaces a lost rank by another daemon: fences the survivors off from the lost one, waits for the
+new one, relinks all, and loads the new one. `outcomes.py` reports the lost requests."""
 
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -36,7 +36,8 @@ from worker_client.transport import Endpoint
 from worker_client.worker_client import WorkerClient
 
 REPLACE_WITHIN_S = 60.0
-"""A supervisor restarts a daemon, and the daemon loads torch, in far less."""
+"""Default wait for a successor. A supervisor restarts a daemon, and the daemon loads torch, in far
+less time."""
 
 REPLACE_ATTEMPTS = 3
 """Attempts, each ended by the loss of a rank, after which replace() gives up."""

@@ -1,6 +1,6 @@
-"""Recovery of lost requests and replies: detects that a group has been silent for too long, and
-sends requests again. A daemon runs a repeated request once, and answers it as before. Belongs to
-the group's thread."""
+"""Recovers lost requests and replies: detects that a group has been silent for too long, and sends
+requests again. A daemon runs a repeated request once, and answers it as before. Belongs to the
+group's thread."""
 
 import time
 from collections.abc import Collection, Sequence
@@ -13,10 +13,10 @@ from worker_client.worker_client import WorkerClient
 RESEND_AFTER_S = 1.0
 """Silence after which outstanding requests are sent again; then twice as long, and so on."""
 MEND_AGAIN_S = 0.1
-"""Time after mending a gap in which further refusals count as already under way: a rank refuses
-each request behind the gap."""
+"""Time after closing a gap in which further refusals count as late: a rank refuses each request
+after the gap."""
 MAX_MENDS = 5
-"""Attempts to mend one gap before it counts as a failure."""
+"""Attempts to close one gap before it counts as a failure."""
 
 IDLE = "IDLE"
 """Phase of a daemon that runs nothing."""
@@ -36,7 +36,7 @@ class Resending:
         self._uids: dict[bytes, int] = {}
         self._patience_s = RESEND_AFTER_S
         self._mended: dict[tuple[int, int], tuple[int, float]] = {}
-        """By rank and missed seq: number of attempts to mend it, and the time of the last."""
+        """By rank and missed seq: number of attempts to close the gap, and the time of the last."""
 
     def begin_epoch(self) -> None:
         """Forget the requests sent before, and the daemons' identities: another may be in a
@@ -47,7 +47,7 @@ class Resending:
         self.restart()
 
     def begin_anew(self, seq: int) -> None:
-        """Begin with request `seq`, which depends on none before it."""
+        """Begin with request `seq`, which does not depend on earlier ones."""
         self._sent.begin_anew(seq)
         self._mended.clear()
 
@@ -80,7 +80,7 @@ class Resending:
             self._sent.heard(rank, beat.last_seq, is_busy=is_busy, outstanding=outstanding)
 
     def send_overdue(self, seq: int, answered: Collection[int], *, is_step: bool) -> None:
-        """Send request `seq` and those behind it again, to the ranks that may not have them, or
+        """Send request `seq` and the later ones again, to the ranks that may not have them, or
         whose reply is missing: for a step the output rank's alone, for an operation those of all
         but `answered`. A rank that runs something is skipped: it is not silent."""
         self._patience_s *= 2
@@ -90,7 +90,7 @@ class Resending:
                 self.send_lost(rank, seq, is_step=is_step)
 
     def send_lost(self, rank: int, seq: int, *, is_step: bool) -> None:
-        """Send one rank request `seq` and those behind it again, as far as they, or a reply that it
+        """Send one rank request `seq` and the later ones again, as far as they, or a reply that it
         owes, may be lost: for send_overdue(), and for a rank whose connection came back."""
         if not is_step and not self.knows_ranks:
             return
@@ -100,8 +100,8 @@ class Resending:
             self._clients[rank].send_again(step.frames)
 
     def mend_gap(self, rank: int, expected: int) -> bool:
-        """Send a rank the requests that it misses, from seq `expected` on. Return True if nothing
-        else is to be done."""
+        """Send a rank the requests that it misses, from seq `expected` on. Return True if no
+        further action is needed."""
         if rank >= len(self._clients) or not self.knows_ranks:
             return False
         if self._sent.last_seq(rank) >= expected:

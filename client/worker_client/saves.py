@@ -1,4 +1,4 @@
-"""Save of a group's weights: all ranks write at once, then rank 0 puts the files in place, or all
+"""Saves a group's weights: all ranks write at once, then rank 0 puts the files in place, or all
 remove them."""
 
 import contextlib

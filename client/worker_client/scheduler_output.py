@@ -111,7 +111,7 @@ class StepResult:
     """Tokens that a step sampled. Only requests that reached their last known token are in it."""
 
     req_ids: Sequence[str]
-    """Each request as often as it gained tokens: once, unless a feature says otherwise."""
+    """Each request once per token that it gained: once, unless a feature says otherwise."""
     token_ids: Sequence[int]
     """Aligned with req_ids. rpc_schema.step.NO_TOKEN (-1) for a request whose logits contain NaN or
     have no finite maximum: it has failed, and the blocks that it wrote must not be shared."""

@@ -1,6 +1,5 @@
-"""The bytes of steps that were sent to each rank, kept as long as they may have to be sent again:
-until that rank is known to be past a step and its outcome is known. Belongs to the group's
-thread."""
+"""Keeps the bytes of steps sent to each rank as long as they may have to be sent again: until the
+rank is known to have passed a step, and its outcome is known. Belongs to the group's thread."""
 
 from collections import deque
 from collections.abc import Sequence
@@ -9,19 +8,19 @@ from typing import NamedTuple
 from rpc_schema.codec import Frame
 
 MAX_KEPT_BYTES = 64 << 20
-"""Of one rank. Frames that are the same for all ranks are shared among them."""
+"""Bound on the bytes kept for one rank. Ranks share frames that are the same for all of them."""
 MAX_KEPT_STEPS = 4096
 
 
 class SentStep(NamedTuple):
-    """A request as it was encoded."""
+    """An encoded request."""
 
     seq: int
     frames: Sequence[Frame]
 
 
 class _Rank:
-    """Steps that one rank was sent, oldest first, and its last report."""
+    """The steps sent to one rank, oldest first, and the rank's last report."""
 
     def __init__(self) -> None:
         self.steps: deque[SentStep] = deque()
@@ -34,7 +33,7 @@ class _Rank:
 
 
 class SentSteps:
-    """Of one epoch at a time."""
+    """The sent steps of one epoch."""
 
     def __init__(self, world_size: int) -> None:
         self._ranks = [_Rank() for _ in range(world_size)]
@@ -46,14 +45,15 @@ class SentSteps:
         self._first_alone = 1
 
     def begin_anew(self, seq: int) -> None:
-        """Request `seq` stands on none before it: those need never be sent again."""
+        """Record that request `seq` does not depend on earlier ones: these need never be sent
+        again."""
         for rank in self._ranks:
             rank.steps.clear()
             rank.num_bytes = 0
         self._first_alone = seq
 
     def keep(self, rank: int, seq: int, frames: Sequence[Frame]) -> None:
-        """Keep what was sent to a rank; the oldest makes room."""
+        """Keep a request that was sent to a rank; the oldest make room."""
         kept = self._ranks[rank]
         step = SentStep(seq, frames)
         kept.steps.append(step)
@@ -62,15 +62,15 @@ class SentSteps:
             kept.drop_oldest()
 
     def heard(self, rank: int, last_seq: int, *, is_busy: bool, outstanding: int) -> None:
-        """A rank says that it is done with `last_seq`; the outcomes of requests below `outstanding`
-        are known."""
+        """Record a rank's report that it is done with `last_seq`; the outcomes of requests below
+        `outstanding` are known."""
         kept = self._ranks[rank]
         kept.last_seq, kept.is_busy = max(kept.last_seq, last_seq), is_busy
         while kept.steps and kept.steps[0].seq <= last_seq and kept.steps[0].seq < outstanding:
             kept.drop_oldest()
 
     def last_seq(self, rank: int) -> int:
-        """The last request that a rank is known to be done with."""
+        """Return the last request with which a rank is known to be done."""
         return self._ranks[rank].last_seq
 
     def is_busy(self, rank: int) -> bool:
@@ -78,8 +78,8 @@ class SentSteps:
         return self._ranks[rank].is_busy
 
     def since(self, rank: int, seq: int) -> list[SentStep]:
-        """Return what a rank was sent from `seq` on; nothing if the first of it is not kept any
-        more."""
+        """Return the requests sent to a rank from `seq` on; nothing if the first of them is no
+        longer kept."""
         steps = [step for step in self._ranks[rank].steps if step.seq >= seq]
         return steps if steps and steps[0].seq in (seq, self._first_alone) else []
 

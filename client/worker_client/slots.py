@@ -1,5 +1,6 @@
-"""Request ids <-> slots: SchedulerOutput to rpc_schema.step.ExecuteModel and ModelRunnerOutput
-back. Mirrors the counts of the workers' rows, so that it can send a step in full.
+"""Translates between request ids and slots: from SchedulerOutput to rpc_schema.step.ExecuteModel,
+and back from ModelRunnerOutput. Mirrors the counts of the workers' rows, so that it can send a step
+in full.
 
 A pure decode step with an unchanged set costs nothing per request: bitmap, slots and the ids of the
 reply are kept in SteadyRequests, whose rows' counts are brought up to date only when they are read.
@@ -56,10 +57,11 @@ from worker_client.step_checks import (
 from worker_client.step_checks import MAX_ADMITTED_TOKENS as MAX_ADMITTED_TOKENS
 
 MAX_STEADY = 16
-"""Sets of requests that are remembered: more than micro-batches of a pipeline."""
+"""Number of steady sets that are kept: more than a pipeline has micro-batches."""
 
 MAX_UNCOUNTED_BYTES = 1 << 16
-"""Of appended blocks, two bytes each, before they are counted; their counting is vectorised."""
+"""Bytes of appended blocks, two each, that are collected before they are counted at once with
+numpy."""
 
 Int32s = NDArray[np.int32]
 _NO_PREFIX = np.zeros(0, np.int32)
@@ -75,7 +77,7 @@ class _Blocks(Struct, frozen=True, gc=False):
     groups: bytes
     """A column of uint8: for which group of layers; empty: for the first."""
     rows: bytes
-    """Both: a column of rows (block_holders.py)."""
+    """Request and group together: a column of rows (block_holders.py)."""
     ids: bytes
     """A column of int32."""
     listed: Sequence[int]
@@ -85,7 +87,7 @@ _NO_BLOCKS = _Blocks(b"", b"", b"", b"", ())
 
 
 class _Rows(NamedTuple):
-    """Scheduled rows, slots ascending, as the step leaves them."""
+    """Scheduled rows, slots ascending, with their counts after the step."""
 
     slots: Int32s
     num_scheduled: Int32s
@@ -103,15 +105,15 @@ class _Change(NamedTuple):
 
     ended_ids: Sequence[str]
     ended: Sequence[int]
-    """Their slots, ascending."""
+    """Slots of the new requests, ascending."""
     slot_of_new: Mapping[str, int]
     admitted: Sequence[NewRequest]
     prefixes: Sequence[Int32s]
-    """Of each row of each of them, the blocks that it reads only; none where nobody looks after
-    blocks."""
+    """For each row of each new request, the blocks that it only reads; empty if blocks are not
+    checked."""
     blocks: _Blocks
     written: _Blocks
-    """Those of them that will be written to."""
+    """The blocks among them that the step's requests write to."""
     rows: _Rows
     total: int
     """Scheduled tokens, decodes included."""
@@ -119,11 +121,11 @@ class _Change(NamedTuple):
 
 
 class SlotTable:
-    """Who has which slot, and how far each row is. One thread; `max_num_seqs` slots, the lowest
-    free one first."""
+    """Maps requests to slots, and tracks the progress of each row. Belongs to one thread. Has
+    `max_num_seqs` slots; the lowest free one is assigned first."""
 
     def __init__(self, max_num_seqs: int, limits: GroupLimits = WIRE_LIMITS) -> None:
-        """limits: what the group takes, where that is less than a message can carry."""
+        """limits: the group's limits, if they are lower than a message's."""
         self.capacity = max_num_seqs
         self._limits = limits
         self._groups = limits.block_groups
@@ -144,13 +146,13 @@ class SlotTable:
         self._appended_rows, self._appended_ids = bytearray(), bytearray()
         """Rows and ids (int32) of blocks that were taken, but are not counted and held yet."""
         self._reporting: Mapping[str, Extensions] = {}
-        """Of the requests that replies tell more of than tokens. Replaced, never changed: steps in
-        flight share it."""
+        """Extensions of the requests whose replies contain more than tokens. Replaced, never
+        changed: steps in flight share it."""
         self._steady: list[SteadyRequests] = []
-        """Of the last values of decode_req_ids."""
+        """The steady sets of the last values of decode_req_ids."""
         self._must_resync = False
         self._admitted_at = np.zeros(max_num_seqs, np.int64)
-        """Of each slot, the seq of the step that admitted its request."""
+        """For each slot, the seq of the step that admitted its request."""
         self._refused: dict[int, int] = {}
         """Of slots, tokens that were refused and that the workers' counts still hold."""
         self._unsampled: set[int] = set()
@@ -172,8 +174,8 @@ class SlotTable:
         return self._slot_of[req_id]
 
     def encode(self, output: SchedulerOutput, *, epoch: int, link: int, seq: int) -> EncodedStep:
-        """Encode a step and account for it as applied. It is judged and encoded first: the table
-        changes only once nothing can fail any more.
+        """Encode a step and account for it as applied. The table changes only after the step is
+        checked and encoded, when nothing can fail any more.
 
         Raises:
             InvalidSchedulerOutput: the output breaks a rule; nothing has changed.
@@ -218,7 +220,7 @@ class SlotTable:
                 or output.preempted_req_ids
                 or output.scheduled_new_reqs
             )
-        except ValueError:  # an array in the place of a sequence
+        except ValueError:  # an array in place of a sequence
             return False
 
     def encode_later(
@@ -281,8 +283,8 @@ class SlotTable:
         return dropped
 
     def withdraw(self, output: SchedulerOutput) -> frozenset[str]:
-        """Drop every request, for a step that was not sent. Return their ids, and those that the
-        step names, whose fields may be of any kind."""
+        """Drop every request, because a step was not sent. Return their ids, and those in the step,
+        whose fields may have any type."""
         return self.drop_all() | named_ids(output)
 
     def require_resync(self) -> None:
@@ -381,7 +383,7 @@ class SlotTable:
         return _Blocks(slots, bytes((group,)) * len(listed), rows.tobytes(), ids, listed)
 
     def _take_judged(self, output: SchedulerOutput) -> _Blocks:
-        """As _take_blocks, block by block; raises where one cannot be had."""
+        """Take blocks as _take_blocks does, one by one; raise if one cannot be taken."""
         blocks = self._read_blocks((output.new_block_ids, *output.more_new_block_ids))
         if self._holders is not None:
             self._flush()
@@ -421,7 +423,7 @@ class SlotTable:
     def _judge(
         self, output: SchedulerOutput, steady: SteadyRequests | None, counts: Mapping[str, int]
     ) -> _Change:
-        """Check a step whole, and return what it does. Nothing changes."""
+        """Check a whole step, and return its changes. Nothing changes yet."""
         new = tuple(output.scheduled_new_reqs)
         ended_ids = self._known(output.finished_req_ids, output.preempted_req_ids)
         ended = sorted(self._slot_of[req_id] for req_id in ended_ids)
@@ -511,7 +513,7 @@ class SlotTable:
     def _judge_rows(
         self, counts: Mapping[str, int], new: Sequence[NewRequest], slot_of_new: Mapping[str, int]
     ) -> _Rows:
-        """Check the scheduled tokens of requests; return their rows as the step leaves them."""
+        """Check the scheduled tokens of requests; return their rows' counts after the step."""
         req_ids = list(counts)
         num_scheduled = read_counts(counts)
         slots = self._slots(req_ids, slot_of_new)
@@ -585,7 +587,8 @@ class SlotTable:
     def _check_standing(
         self, given: Mapping[str, object], gone: set[str], slot_of_new: Mapping[str, int]
     ) -> None:
-        """Check that blocks are appended to requests that run on; new ones bring their own."""
+        """Check that blocks are appended only to requests that continue; new requests bring their
+        own."""
         for req_id in given:
             if req_id in slot_of_new or req_id in gone or req_id not in self._slot_of:
                 raise not_running(req_id, given[req_id])
@@ -597,9 +600,9 @@ class SlotTable:
         ended: Sequence[int],
         slot_of_new: Mapping[str, int],
     ) -> tuple[_Blocks, _Blocks, Sequence[Int32s]]:
-        """Check the blocks that a step gives to requests. Return all of them, those that will be
-        written to, and those that each row of the new requests reads only. appended: of each
-        group, to running requests."""
+        """Check the blocks that a step gives to requests. Return all of them, those that are
+        written to, and those that each row of the new requests only reads. appended: for each
+        group, the blocks of running requests."""
         given = [
             {request.req_id: _of_group(request, group) for request in new}
             for group in range(len(self._groups))
@@ -640,8 +643,8 @@ class SlotTable:
     def _split(
         self, group: int, blocks: _Blocks, new: Sequence[NewRequest]
     ) -> tuple[list[Int32s], _Blocks]:
-        """Return the blocks of a group that each new request reads only, those that are full of
-        computed tokens; and all others, which the step's requests write to."""
+        """Return the blocks of a group that each new request only reads (those full of computed
+        tokens), and all others, to which the step's requests write."""
         if not any(request.num_computed_tokens for request in new):
             return [_NO_PREFIX] * len(new), blocks
         ids = np.frombuffer(blocks.ids, "<i4")
@@ -664,8 +667,8 @@ class SlotTable:
         prefixes: Sequence[Int32s],
         filled: frozenset[int],
     ) -> None:
-        """Check blocks that a request reads only, of each group; `filled` are those that this step
-        writes to."""
+        """Check the blocks of each group that a request only reads; `filled` are those that this
+        step writes to."""
         for group, prefix in zip(self._groups, prefixes, strict=True):
             try:
                 holders.check_prefix(prefix, blocks_behind(request.num_computed_tokens, group))
@@ -684,7 +687,7 @@ class SlotTable:
     def _check_written(
         self, holders: BlockHolders, blocks: _Blocks, slot_of_new: Mapping[str, int] = _NONE_NEW
     ) -> None:
-        """Check that the blocks are there, and that nobody else has them."""
+        """Check that the blocks exist, and that no other request has them."""
         try:
             holders.check(blocks.rows, blocks.listed)
         except BlockTaken as taken:
@@ -696,7 +699,7 @@ class SlotTable:
                 raise self._outside(names[slot], block_id) from None
             if taken.row is not None:
                 who = f"request {names[taken.row % self.capacity]!r} writes to it"
-            fix = f"give a block that nobody holds: {who} until it is finished"
+            fix = f"give a block that no request holds: {who} until it is finished"
             raise wrong_block(names[slot], block_id, fix) from None
 
     def _outside(self, req_id: str, block_id: object) -> InvalidSchedulerOutput:
@@ -711,7 +714,7 @@ class SlotTable:
         resync: bytes | None,
         ids: tuple[int, int, int],
     ) -> list[Frame]:
-        """Encode a step that was judged."""
+        """Encode a checked step."""
         rows, new = change.rows, change.admitted
         bits = np.zeros(self.capacity, np.bool_) if steady is None else steady.bits.copy()
         bits[rows.slots] = True
@@ -741,8 +744,8 @@ class SlotTable:
         return encode_checked(message, [*tokens, *change.sampling.frames], new, self._limits)
 
     def count_refused(self, step: EncodedStep, refused: Mapping[str, int]) -> None:
-        """Take in tokens that a step counted for requests, and that these did not gain: a later
-        step tells the workers."""
+        """Record tokens that a step counted for requests, but that they did not gain: a later step
+        corrects the workers."""
         for req_id, count in refused.items():
             slot = self._slot_of.get(req_id)
             if slot is not None and self._admitted_at[slot] <= step.seq:
@@ -753,14 +756,14 @@ class SlotTable:
         return np.array(pairs, "<i4").tobytes()
 
     def _lower(self) -> None:
-        """The workers hear of all that was refused with the step that was encoded."""
+        """Clear the recorded refusals: the encoded step carries them to the workers."""
         slots, by = list(self._refused), np.array(list(self._refused.values()), np.int32)
         self._num_computed[slots] -= by
         self._num_tokens[slots] -= by
         self._refused.clear()
 
     def _apply(self, change: _Change, seq: int) -> None:
-        """Account for a step that was judged and encoded; nothing here can fail."""
+        """Account for a checked and encoded step; nothing here can fail."""
         self._release(change.ended_ids)
         slots = list(change.slot_of_new.values())
         for request, slot in zip(change.admitted, slots, strict=True):
@@ -796,8 +799,9 @@ class SlotTable:
             raise wrong_ids("request ids are strings", "finished_req_ids", wrong) from None
 
     def _release(self, req_ids: Sequence[str]) -> None:
-        """Free the slots of known requests, and drop the steady sets that name them. _flush() comes
-        first: rows and blocks that these count would be lost, or those of the slots' next."""
+        """Free the slots of known requests, and drop the steady sets that name them. Call _flush()
+        first: otherwise pending counts of rows and blocks would be lost, or would go to the slots'
+        next requests."""
         if not req_ids:
             return
         slots = [self._slot_of.pop(req_id) for req_id in req_ids]
@@ -828,7 +832,7 @@ class SlotTable:
             self._reporting = {**self._reporting, request.req_id: request.extensions}
 
     def _read_blocks(self, given: Sequence[Mapping[str, Sequence[int]]]) -> _Blocks:
-        """Return blocks of each group for running requests as columns, not judged yet."""
+        """Return blocks of each group for running requests as columns, not checked yet."""
         return _joined([self._read_group(group, own) for group, own in enumerate(given)])
 
     def _read_group(
@@ -837,7 +841,7 @@ class SlotTable:
         given: Mapping[str, Sequence[int]],
         slot_of_new: Mapping[str, int] = _NONE_NEW,
     ) -> _Blocks:
-        """Return blocks of one group for requests as columns, not judged yet."""
+        """Return blocks of one group for requests as columns, not checked yet."""
         if not given:
             return _NO_BLOCKS
         listed, raw, lengths = read_blocks(given)
@@ -890,13 +894,13 @@ class SlotTable:
 
 
 def _of_group(request: NewRequest, group: int) -> Sequence[int]:
-    """A new request's blocks of a group; it may have none of further groups."""
+    """Return a new request's blocks of a group; it may have none of further groups."""
     by_group = request.blocks_by_group
     return by_group[group] if group < len(by_group) else ()
 
 
 def _joined(by_group: Sequence[_Blocks]) -> _Blocks:
-    """The blocks of all groups."""
+    """Return the blocks of all groups."""
     if len(by_group) == 1:
         return by_group[0]
     slots, groups, rows, ids, listed = zip(*map(astuple, by_group), strict=True)

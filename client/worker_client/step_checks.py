@@ -111,8 +111,8 @@ def admission_bytes(
 ) -> int:
     """Return the bytes of a step's message that a new request counts for: four a token, four a
     character of its id. A block counts for more than its six bytes, so that the bound on all bytes
-    keeps the blocks below MAX_STEP_BLOCKS too. extension_bytes: result of that function for its
-    extensions."""
+    also keeps the number of blocks below MAX_STEP_BLOCKS. extension_bytes: result of that function
+    for its extensions."""
     columns = 4 * num_tokens + _BLOCK_BYTES * num_blocks + extension_bytes
     return columns + 4 * id_length + note_bytes + _ADMISSION_BYTES
 
@@ -132,7 +132,7 @@ def check_shape(output: SchedulerOutput) -> None:
         value = getattr(output, field)
         if not isinstance(value, Iterable) or isinstance(value, str | bytes):
             raise _wrong(field, value, "give a sequence")
-    if type(output.decode_req_ids) is not tuple:  # a list could change behind its plan
+    if type(output.decode_req_ids) is not tuple:  # a list could change after it was planned
         raise _wrong("decode_req_ids", output.decode_req_ids, "give a tuple of request ids")
     deferred: object = output.deferred_req_ids
     if not isinstance(deferred, Collection) or isinstance(deferred, str | bytes):
@@ -204,7 +204,7 @@ def read_counts(counts: Mapping[str, int]) -> Int64s:
 def wrong_count(req_id: str, count: object, fix: str) -> InvalidSchedulerOutput:
     """Return the refusal of a request's number of tokens."""
     return InvalidSchedulerOutput(
-        "it cannot have so many tokens in this step",
+        "it cannot have this many tokens in this step",
         field="num_scheduled_tokens",
         value=count,
         fix=fix,
@@ -239,7 +239,7 @@ def read_blocks(blocks: Mapping[str, Sequence[int]]) -> tuple[list[int], "array[
 def _wrong_blocks(blocks: Mapping[str, Any]) -> InvalidSchedulerOutput:
     for req_id, own in blocks.items() if isinstance(blocks, Mapping) else ():
         if type(own) not in BLOCK_KINDS or (type(own) is np.ndarray and own.ndim != 1):
-            fix = "give a list, a tuple, a range or a row of integers"
+            fix = "give a list, a tuple, a range or a one-dimensional array of integers"
             return wrong_block(req_id, own, fix)
         for block_id in own:
             if not _is_integer(block_id, -MAX_COUNT - 1, MAX_COUNT):
@@ -471,7 +471,7 @@ def encode_checked(
     bounds of the schema itself: the other columns are built here, of values that were checked.
 
     Raises:
-        InvalidSchedulerOutput: it cannot travel; names the request whose value that is.
+        InvalidSchedulerOutput: no message can carry it; names the request with that value.
     """
     try:
         frames = encode_step(message, tokens)
@@ -531,7 +531,7 @@ def _int32(request: NewRequest) -> Int32s:
         given = np.zeros(0)
     if given.dtype.kind not in "iu" or given.ndim != 1:
         value = f"{given.dtype} {list(given.shape)}"
-        raise _refused(request.req_id, "token_ids", value, "give a row of int32")
+        raise _refused(request.req_id, "token_ids", value, "give a one-dimensional int32 array")
     low, high = int(given.min()), int(given.max())
     if low < 0 or high > MAX_COUNT:
         raise _wrong_token(request, low if low < 0 else high, MAX_COUNT)

@@ -1,4 +1,4 @@
-"""Merge of several ranks' traces and the driver's steps into one Chrome trace on one clock (the
+"""Merges several ranks' traces and the driver's steps into one Chrome trace on one clock (the
 "Trace Event Format", which Perfetto reads). Pure.
 
 A rank's own timestamps are the profiler's. Marks in its trace relate them to its daemon's monotonic
@@ -42,7 +42,7 @@ class RankTrace:
 
     rank: int
     place: str
-    """Its stage and shard, for people."""
+    """Its stage and shard, for display."""
     pid: int
     packed: bytes
     """Chrome trace JSON, compressed by gzip."""
@@ -271,11 +271,11 @@ def _offset(marks: Sequence[tuple[int, int, int]]) -> Offset:
     two by the profiler's clock."""
     most = min(begin - time for time, begin, _ in marks)
     least = max(end - later for (_, _, end), (later, _, _) in itertools.pairwise(marks))
-    # The bounds cross where the clock's resolution, of about a microsecond, is coarser than they.
+    # The bounds cross if the clock's resolution, about a microsecond, is coarser than the bounds.
     return Offset(marks[0][1], (most + least) // 2, abs(most - least) // 2 + 1)
 
 
-# What is common.
+# The interval that all marks allow.
 
 
 def _names(pid: int, name: str, order: int) -> Iterator[Event]:

@@ -63,8 +63,8 @@ _HANDSHAKE_ENDED = int(
     | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
 )
 _CUT_OFF = (errno.EPIPE, errno.ECONNRESET)
-"""Errors with which a handshake ends if the daemon hangs up: usually for want of the right keys,
-but also if it exits, or has too many handshakes in progress."""
+"""Errors with which a handshake ends if the daemon hangs up: usually because keys are missing or
+wrong, but also if it exits, or has too many handshakes in progress."""
 CUT_OFF_S = 1.5
 """Time for which a daemon hangs up in each handshake before that counts as a refusal. libzmq tries
 about every 0.15 s."""
@@ -170,9 +170,9 @@ def _connect(socket: Socket, address: str, lock: Lock | None, *, is_watched: boo
     if lock is not None:
         lock.prepare(socket)
     socket.setsockopt(zmq.IPV6, int(address.startswith("tcp://[")))
-    # On one host a connection ends with its daemon: there heartbeats would only cut off one that is
-    # starved of CPU, with the messages under way. libzmq 4.3.5 aborts a process, on either side, if
-    # a heartbeat finds a full queue from a peer that has exited: events may fill theirs.
+    # On one host a connection ends with its daemon: there heartbeats would only cut off a daemon
+    # that is starved of CPU, with the messages in transit. libzmq 4.3.5 aborts a process, on either
+    # side, if a heartbeat finds a full queue from a peer that has exited: events may fill theirs.
     crosses_network = address.startswith("tcp://") and socket.type != zmq.SUB
     interval_ms = HEARTBEAT_INTERVAL_MS if is_watched or crosses_network else 0
     socket.setsockopt(zmq.HEARTBEAT_IVL, interval_ms)
@@ -197,7 +197,7 @@ class _News(NamedTuple):
 
 class _Handshakes:
     """Watches the handshakes of a socket's connections: libzmq reports a daemon's refusal in no
-    other way, and would retry for ever."""
+    other way, and would retry forever."""
 
     def __init__(self, socket: Socket, events: int = 0) -> None:
         """events: of the socket monitor, to report in addition. To be made before the first
@@ -379,7 +379,8 @@ class ControlChannel:
 
         Raises:
             DeadlineExceeded: no daemon took the request.
-            WorkerDied: the daemon is known to be gone; NothingListens: it was never there.
+            WorkerDied: the daemon is known to have ended
+            NothingListens: it never listened.
             AuthenticationError: the daemon refused us.
             UntrustedEndpointError: another user's process may listen there.
         """
@@ -507,7 +508,9 @@ class StepChannel:
             self._handshakes.check()
             self._check_deaths()
             if time.monotonic() >= deadline:
-                raise WorkerDied(self.rank, self.endpoint.step, "the step socket takes nothing")
+                raise WorkerDied(
+                    self.rank, self.endpoint.step, "the step socket accepts no message"
+                )
         self._socket.send_multipart(frames, zmq.NOBLOCK)
 
     def close(self) -> None:
@@ -550,9 +553,9 @@ class ResultsChannel:
     def receive(self, deadline: float) -> list[bytes] | None:
         """Return the next reply's frames, or None once `deadline` (of time.monotonic) has passed.
 
-        It is one blocking receive, which returns now and then to check whether a daemon has died:
-        cheaper than polling two sockets before each. Replies are returned before a death is raised,
-        so that what a daemon sent before it died counts.
+        It blocks in one receive, which returns now and then to check whether a daemon has died:
+        cheaper than polling two sockets before each receive. Replies are returned before a death is
+        raised, so that what a daemon sent before it died counts.
 
         Raises:
             WorkerDied: a daemon is dead.
@@ -614,8 +617,8 @@ class ResultsChannel:
 
 
 class EventsChannel:
-    """Heartbeats and state changes of all daemons of a group. If nobody reads, the queue fills and
-    then the newest are lost."""
+    """Heartbeats and state changes of all daemons of a group. If they are not read, the queue fills
+    up and the newest are lost."""
 
     def __init__(self, context: Context, endpoints: Sequence[Endpoint]) -> None:
         self._socket = _open_socket(context, zmq.SUB, MAX_CONTROL_BYTES)

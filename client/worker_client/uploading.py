@@ -33,7 +33,8 @@ class UploadTask:
     def __init__(
         self, channel: GroupChannel, tensors: Sequence[HostTensor], ranks: Sequence[int] | None
     ) -> None:
-        """Ask the ranks (None: all) what they have already. Raises as WorkerGroup.upload does."""
+        """Ask the ranks (None: all) which tensors they have already. Raises as WorkerGroup.upload
+        does."""
         self._channel = channel
         self._epoch = attached_epoch(channel)
         self.content_hashes = [tensor.content_hash for tensor in tensors]

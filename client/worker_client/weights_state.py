@@ -19,7 +19,7 @@ def learned(
     statuses: Sequence[Status], newcomers: Sequence[int] = ()
 ) -> WeightsGone | Literal[Change.WEIGHTS_FILLED]:
     """Return the event for the daemons' states. newcomers: ranks that have loaded the checkpoint
-    beside others that had weights already."""
+    while others already had weights."""
     cause = _updated_beside(statuses, newcomers) or _not_whole(statuses)
     return WeightsGone(cause) if cause else Change.WEIGHTS_FILLED
 

@@ -58,7 +58,7 @@ from worker_client.worker_client import TensorList
 CLOSE_WAIT_S = 0.5
 """Wait of close() for steps in flight, so that all ranks are left at the same one."""
 NO_MORE_SLOTS = 65535
-"""No row has this number."""
+"""A row number that does not exist."""
 
 TRANSFER_SLACK_S = 30.0
 """Time between a rank's timeout for a trainer and ours."""
@@ -83,7 +83,7 @@ class WorkerGroup:
 
         Raises:
             ClientConfigError: the number of endpoints is not the group's size, or one of them is
-            unusable.
+                unusable.
         """
         parsed = parse_endpoints(endpoints, parallel, keys)
         self.parallel = parallel
@@ -110,8 +110,8 @@ class WorkerGroup:
         self.close()
 
     def close(self) -> None:
-        """Leave in order and close all sockets. The daemons keep what they have loaded, and the
-        next driver need not wait."""
+        """Detach and close all sockets. The daemons keep their loaded model, and the next driver
+        need not wait."""
         try:
             self._leave()
         finally:
@@ -158,11 +158,11 @@ class WorkerGroup:
         Requests of earlier drivers are dropped, unless they are to be kept for adopt_requests(). If
         this group was attached before, its own requests are dropped and its steps in flight fail.
         timeout_s bounds all of it; the default is ATTACH_TIMEOUT_S for agreeing, and then the time
-        in which daemons that hang in a step let go.
+        that daemons need to abandon a hanging step.
 
-        Another driver's lease is waited for, at most wait_for_lease_s and no longer than it takes
-        to see that the other driver lives. force takes it at once: the other driver's steps are
-        refused from then on.
+        If another driver has the lease, this waits for it, at most wait_for_lease_s and only until
+        it is certain that the other driver lives. force takes it at once: the other driver's steps
+        are refused from then on.
 
         wait_s: how long to wait first for daemons that are not started yet.
 
@@ -218,9 +218,8 @@ class WorkerGroup:
     def replace(
         self, rank: int, endpoint: str | None = None, within_s: float = REPLACE_WITHIN_S
     ) -> ReplacementReport:
-        """Put a daemon in the place of a lost one, and continue: the one that answers at `endpoint`
-        within the time. The default is the lost one's own endpoint, for a supervisor that restarts
-        it.
+        """Replace a lost rank's daemon by the one that answers at `endpoint` within the time, and
+        continue. The default is the lost one's own endpoint, for a supervisor that restarts it.
 
         The new daemon loads its own shard only. The others keep their weights, the memory of the KV
         cache, and graphs without communication. Ranks that are asleep are woken first, for which
@@ -229,8 +228,8 @@ class WorkerGroup:
         die meanwhile are waited for at their own endpoints, REPLACE_ATTEMPTS times in a row.
 
         Raises:
-            ReplacementFailed: no daemon came, or attempts failed by another death or for want of
-                memory. It may be tried again.
+            ReplacementFailed: no daemon answered, or attempts failed because of another death or
+                lack of memory. It may be tried again.
             RemoteError: the new daemon refuses the model or the device.
             ClientError: nothing was loaded that a new daemon could load.
         """
@@ -252,7 +251,7 @@ class WorkerGroup:
         return replaced
 
     def detach(self) -> None:
-        """Leave in order; models stay loaded."""
+        """Detach; models stay loaded."""
         self._attaching.detach()
 
     def shutdown(self) -> None:
@@ -285,7 +284,8 @@ class WorkerGroup:
         Raises:
             ConfigMismatchError: something else is loaded, and reload is False; names the fields.
             KVPlanError: not one request of max_model_len fits, or more blocks were asked for than
-            fit. RemoteError: an operation failed; names the first rank that did.
+                fit.
+            RemoteError: an operation failed; names the first rank that did.
         """
         self._channel.check_usable()
         check_config(config)
@@ -331,8 +331,8 @@ class WorkerGroup:
         one; blocks keep their contents until they are assigned.
 
         Raises:
-            AdoptionMismatch: ranks disagree about what a request is.
-            RemoteError: a rank cannot say; names the first that cannot.
+            AdoptionMismatch: ranks report different data for a request.
+            RemoteError: a rank cannot report; names the first one.
         """
         rows = _read_rows(self._channel)
         kv_cache = self.clients[0].get_status().kv_cache
@@ -347,12 +347,12 @@ class WorkerGroup:
     def relink(self) -> None:
         """Build new communicators on all ranks; weights and KV cache stay, requests do not.
 
-        Tokens may have been under way between ranks, so no row can be trusted. Running requests are
-        lost: the next step fails and names them.
+        Tokens may have been in transit between ranks, so no row can be trusted. Running requests
+        are lost: the next step fails and names them.
 
         Raises:
-            WorkerDied: a daemon is dead: its neighbours may know that before its own connection
-                ends, hence a moment's patience.
+            WorkerDied: a daemon is dead: its neighbors may notice that before its own connection
+                ends, so this waits a moment.
         """
         self._channel.check_deaths()
         self._drain()
@@ -384,14 +384,15 @@ class WorkerGroup:
         """Save the group's weights as the set `name` under the daemons' save root, which they must
         share; load it with load_format="sharded_state".
 
-        All ranks write at once, beside an existing set of the name; rank 0 then replaces that in
-        one step. After a rank's error only the old set is left; files of a dead rank are removed by
-        the next save. No group may load the set meanwhile. pattern names the files, by {rank} and
+        All ranks write at once, next to an existing set of that name; rank 0 then replaces it in
+        one step. After a rank's error only the old set is left; the next save removes files of a
+        dead rank. No group may load the set meanwhile. pattern names the files, by {rank} and
         {part}; max_size_bytes bounds each.
 
         Raises:
             RemoteConfigError: no daemon option --save-root, or not the same one, or the name or the
-            pattern is not allowed. RemoteCapacityError: the disk is full.
+                pattern is not allowed.
+            RemoteCapacityError: the disk is full.
         """
         return save_weights(
             self._channel,
@@ -399,8 +400,9 @@ class WorkerGroup:
         )
 
     def save_tensorized_model(self, name: str) -> list[lc.SaveTensorizedModelReply]:
-        """save_sharded_state through the tensorizer library, which the daemons must have (`pip
-        install "worker-daemon[tensorizer]"`): one file a rank, for load_format="tensorizer".
+        """Save like save_sharded_state, through the tensorizer library, which the daemons must have
+        (`pip install "worker-daemon[tensorizer]"`): one file per rank, for
+        load_format="tensorizer".
 
         Raises: as save_sharded_state does, and
             RemoteConfigError: a daemon does not have the library.
@@ -419,7 +421,7 @@ class WorkerGroup:
 
         Raises:
             RemoteCapacityError: a host has no room for the weights. That rank is as it was; others
-            may sleep: call wake_up, or sleep again.
+                may sleep: call wake_up, or sleep again.
             RemoteConfigError: the model was loaded without enable_sleep_mode.
         """
         self._drain()
@@ -431,8 +433,8 @@ class WorkerGroup:
         are refused until both are awake. Repeating it changes nothing.
 
         Raises:
-            RemoteCapacityError: a device has not that much left. That rank sleeps on as it did;
-            others may be awake: call it again once there is memory, or sleep.
+            RemoteCapacityError: a device has not that much left. That rank stays asleep; others may
+                be awake: call it again once there is memory, or sleep.
             RemoteConfigError: as sleep() does.
         """
         wanted = None if tags is None else tuple(tags)
@@ -461,8 +463,9 @@ class WorkerGroup:
         timeout_s: how long a rank waits for the trainer here, and later for its next data.
 
         Raises:
-            WeightTransferError: the trainer has not come. RemoteConfigError: the engine is not for
-            this group. The daemons serve on, without an engine.
+            WeightTransferError: the trainer has not connected.
+            RemoteConfigError: the engine is not for this group. The daemons continue to serve,
+                without an engine.
         """
         return self._channel.ask(
             partial(
@@ -503,7 +506,7 @@ class WorkerGroup:
         """Close the update on every rank: steps can be sent again.
 
         Raises:
-            RemoteConfigError: tensors have not come; the update is still open.
+            RemoteConfigError: tensors are missing; the update is still open.
         """
         replies = self._channel.ask(wt.FinishWeightUpdate)
         self._state.apply(Change.WEIGHTS_FILLED)
@@ -515,7 +518,8 @@ class WorkerGroup:
 
         Raises:
             RemoteConfigError: the directory lies outside the daemons' roots, or holds another
-                model. RemoteCheckpointError: a file is missing, truncated or not of this model.
+                model.
+            RemoteCheckpointError: a file is missing, truncated or not of this model.
         """
         before = self._state.weights_cause
         self._give_up_weights("reload_weights has failed on some rank")
@@ -523,7 +527,7 @@ class WorkerGroup:
             replies = self._channel.ask(partial(wt.ReloadWeights, model=model))
         except RemoteError:
             self._state.apply(WeightsGone(before) if before else Change.WEIGHTS_FILLED)
-            if not before:  # refused before the first byte, mostly
+            if not before:  # usually refused before the first byte
                 self._state.apply(learned(self.get_status()))
             raise
         self._state.apply(Change.WEIGHTS_FILLED)
@@ -603,7 +607,7 @@ class WorkerGroup:
         replace(), upload them again. attach(keep_requests=True) keeps those that requests name.
 
         Raises:
-            RemoteCapacityError: a daemon has no room. What others have got stays.
+            RemoteCapacityError: a daemon has no room. Tensors that others have received stay.
             IllegalStateError: no model is loaded.
             ClientError: uploads were dropped meanwhile, by a reset.
         """
@@ -643,13 +647,13 @@ class WorkerGroup:
         kind: Literal["torch", "cuda"] = "torch",
     ) -> list[lc.ProfileReply]:
         """Begin or end a profile of every rank; ending one of kind torch writes a trace for each
-        rank. After an error some ranks may record: stop ends that, and is no error for the others.
+        rank. After an error some ranks may record: stop ends that, and does not fail on the others.
 
         prefix names the traces; without one they have the previous names, and replace those files.
 
         Raises:
             IllegalStateError: a profile runs already, or one of the other kind.
-            RemoteConfigError: the prefix is no plain name, or traces cannot be written.
+            RemoteConfigError: the prefix is not a plain name, or traces cannot be written.
             RemoteCapacityError: the disk is full.
         """
         return self._channel.ask(
@@ -664,8 +668,8 @@ class WorkerGroup:
         need be.
 
         If a failure has not been reported by any result(), the returned future fails with it, and
-        the requests of `output` are lost too: a scheduler that does not know of the failure cannot
-        have meant this step. The same holds if relinking fails.
+        the requests of `output` are lost too: the scheduler planned the step before it knew of the
+        failure. The same holds if relinking fails.
 
         Raises:
             TooManyStepsInFlight: pipeline size + 1 steps are in flight.
@@ -775,8 +779,8 @@ class WorkerGroup:
     # ------------------------------------------------------------------ inside
 
     def _unreported_failure(self) -> Failure | None:
-        """Return the failure that no result() has reported yet, if any: also one that occurs only
-        now, as a broken link is replaced before the next step.
+        """Return the failure that no result() has reported yet, if there is one. It may occur only
+        now, when a broken link is replaced before the next step.
 
         Raises:
             WorkerDied: the group is unusable.

@@ -17,7 +17,9 @@ DOCUMENTS = [ROOT / "README.md", ROOT / "ARCHITECTURE.md", ROOT / "CONTRIBUTING.
 DOCUMENTS += sorted((ROOT / "docs").rglob("*.md"))
 GIVEN_UP = {
     "doorkeeper": "ZAP handler",
+    "ended well": "succeeded",
     "heir": "the driver that adopts",
+    "likeliest token": "most likely token",
     "meeting place": "rendezvous",
     "obituary": "death report",
     "omen": "announced exit",
@@ -25,8 +27,10 @@ GIVEN_UP = {
     "roster": "request queues",
     "standings": "liveness",
     "turnstile": "connection limit",
+    "under way": "in flight, running",
+    "whoever": "any driver, process or thread",
 }
-OPENERS = ("What", "Whether", "How", "Where", "When", "Which")
+OPENERS = ("What", "Whether", "How", "Where", "When", "Which", "Of", "As", "Theirs.")
 """A docstring begins with a verb or with the noun that it describes."""
 ERRORS = ("worker_daemon/errors.py", "rpc_schema/errors.py", "client/worker_client/errors.py")
 """Their classes come in pairs: an error, and what the other side makes of its code."""

@@ -1,5 +1,5 @@
 """Rows 13, 19, 34 and 35 of the fault matrix, which nobody can induce on a borrowed machine: the
-kernel kills for want of memory, a process that no signal ends, clocks that jump, a host that was
+kernel kills for lack of memory, a process that no signal ends, clocks that jump, a host that was
 suspended. Their sources are replaced; all else is real."""
 
 import subprocess
@@ -66,10 +66,10 @@ def test_row_13_kill_for_want_of_memory_is_named(
             noticed_s = time.monotonic() - killed_at
     finally:
         daemon.stop()
-    assert ("the kernel has killed for want of memory" in died.value.detail) == killed_by_kernel
+    assert ("the kernel has killed for lack of memory" in died.value.detail) == killed_by_kernel
     if killed_by_kernel:
         signal = "connection, then memory.events"
-        detection(13, "killed for want of memory: named", 0.1, noticed_s, signal, injected=True)
+        detection(13, "killed for lack of memory: named", 0.1, noticed_s, signal, injected=True)
 
 
 class Stuck:

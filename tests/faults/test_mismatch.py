@@ -63,7 +63,7 @@ def test_row_42_neighbours_with_different_dtypes_are_refused(pair, copies, check
         pass  # the first step is the profile's
     took_s = time.monotonic() - began
     assert refused.value.rank == 1
-    detection(42, "neighbours with different dtypes", 2.0, took_s, "the hop's trailer")
+    detection(42, "neighbors with different dtypes", 2.0, took_s, "the hop's trailer")
     cases = random_cases(checkpoint(), seed=90, count=3, max_tokens=8)
     with connect(pair.endpoints, worker_config("m", 2)) as (group, loaded):
         assert generate(group, loaded, cases.requests).tokens == cases.expected

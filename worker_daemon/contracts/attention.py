@@ -106,6 +106,7 @@ class AttentionBackend(Protocol):
         """Call layer.rotate_and_store, then attend with its result, or do both in one kernel: qkv
         [N, (Hq + 2 Hkv) D], which may be overwritten -> [N, Hq, D].
 
-        No sequence may see in its blocks what another one stores in the same step. Behind its
-        window, its row may name any block. The content of block 0 is unspecified afterwards.
+        The blocks of a sequence must not contain tokens that another one stores in the same step.
+        Behind its window, its row may name any block. The content of block 0 is unspecified
+        afterwards.
         """

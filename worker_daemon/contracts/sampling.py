@@ -1,4 +1,4 @@
-"""Sampling of tokens from logits, as kernels and plain torch implement it.
+"""The interface of sampling tokens from logits, which kernels and plain torch implement.
 
 Shapes: S request rows, R rows that sample, V vocabulary, M masks, W = ceil(V / 32) words of a mask.
 """

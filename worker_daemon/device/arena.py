@@ -1,5 +1,5 @@
-"""Arenas: ranges of addresses that stay, over memory that is mapped and unmapped in chunks. The
-tensors of an arena lie one behind the other and keep their addresses while the memory is unmapped.
+"""Arenas: fixed ranges of addresses, whose memory is mapped and unmapped in chunks. The tensors of
+an arena are adjacent and keep their addresses while the memory is unmapped.
 
 The memory comes from a `Pages`: the device's (cuda_pages.py) or the host's (host_pages.py). Used on
 the step thread only.

@@ -1,9 +1,9 @@
 """Faults of a GPU, which its driver reports as XIDs, and the action that each needs.
 
-Actions are the column "Resolution Bucket (Immediate Action)" of NVIDIA's catalogue for A100 and
+Actions are the column "Resolution Bucket (Immediate Action)" of NVIDIA's catalog for A100 and
 later, as of October 2025 (https://docs.nvidia.com/deploy/xid-errors/analyzing-xid-catalog.html):
 RESTART_APP, RESET_GPU, and RESTART_BM or RESTART_VM, which are REBOOT here. IGNORE and
-CONTACT_SUPPORT (for XIDs that the catalogue calls unused) are NONE. If the catalogue names a
+CONTACT_SUPPORT (for XIDs that the catalog calls unused) are NONE. If the catalog names a
 workflow instead, the action depends on more than the XID: then NVML's recovery action decides.
 Without one the table's fallback applies: a reset for 48, as in NVIDIA's health checks
 (https://docs.nvidia.com/health-validation/reference/checks/xid.md), and nothing for the others,
@@ -113,7 +113,7 @@ WORKFLOWS: Final[Mapping[int, tuple[str, Action]]] = MappingProxyType(
         48: ("double-bit ECC error", Action.RESET_GPU),
         74: ("NVLink error", Action.NONE),
         **dict.fromkeys(range(144, 151), ("NVLink error", Action.NONE)),
-        154: ("what the GPU needs to recover has changed", Action.NONE),
+        154: ("the action that the GPU needs to recover has changed", Action.NONE),
     }
 )
 """XIDs whose action depends on more; these actions are the fallback."""
@@ -123,4 +123,4 @@ def fault_of(xid: int) -> Fault:
     """Return the fault of an XID. An unknown one is reported and ends nothing."""
     if xid in WORKFLOWS:
         return Fault(xid, *WORKFLOWS[xid], depends=True)
-    return Fault(xid, *XIDS.get(xid, ("see NVIDIA's catalogue", Action.NONE)))
+    return Fault(xid, *XIDS.get(xid, ("see NVIDIA's catalog", Action.NONE)))

@@ -24,9 +24,9 @@ class MemorySnapshot:
 
     total: int
     free: int
-    """Of the device, counting all processes."""
+    """Free memory of the device, counting all processes."""
     allocated: int
-    """By this process's tensors."""
+    """Memory of this process's tensors."""
     peak: int
     """Highest allocated since the last reset."""
     reserved: int = 0
@@ -58,7 +58,7 @@ class MemorySource(Protocol):
         """Measure now."""
 
     def reset_peak(self) -> None:
-        """Reset the peak to what is allocated now, with caches emptied."""
+        """Reset the peak to the memory allocated now, with caches emptied."""
 
     def budget(self, baseline: MemorySnapshot, utilization: float) -> int:
         """Return the bytes that this worker may use. Raises CapacityError if they are not free."""
@@ -106,7 +106,7 @@ def _name_holders(others: Mapping[int, int]) -> str:
 def device_bytes_taken(before: MemorySnapshot, now: MemorySnapshot) -> int:
     """Return the device memory that this process allocated in between.
 
-    That is the decrease of the free memory, less the growth of the other processes. It is at least
+    That is the decrease of the free memory minus the growth of the other processes. It is at least
     the growth of this process's allocator, which holds even if another process freed memory
     unnoticed, or if the driver's figures lag behind.
     """
@@ -154,8 +154,8 @@ class MemoryProfile:
     """Changes of other processes during the step."""
 
     def available(self, budget: int, graphs: int) -> int:
-        """Return the bytes left for a KV cache, within a budget and the device's free memory,
-        beside the largest step and graphs of so many bytes; negative if there are none."""
+        """Return the bytes left for a KV cache, within a budget and the device's free memory, after
+        the largest step and graphs of this many bytes; negative if nothing is left."""
         return min(budget - self.consumed, self.free) - self.transient - graphs
 
 

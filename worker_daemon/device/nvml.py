@@ -33,7 +33,7 @@ class CudaDevice(NamedTuple):
 
 def load_nvml() -> Nvml:
     """Return nvidia-ml-py. To be called for GPUs only."""
-    import pynvml  # a daemon on the CPU does without
+    import pynvml  # a daemon on the CPU does not need it
 
     return pynvml
 
@@ -42,7 +42,7 @@ def open_device(nvml: Nvml, device: CudaDevice) -> object:
     """Open NVML and return the device's handle.
 
     Raises:
-        ValueError: the device is no GPU, or not visible.
+        ValueError: the device is not a GPU, or not visible.
         NVMLError: NVML is missing or lost, or does not list the device.
     """
     name = _nvml_name(device)

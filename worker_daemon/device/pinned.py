@@ -1,5 +1,5 @@
-"""Page-locked host memory, and copies between it and a device beside the device's other work. On
-the CPU both are plain memory and plain copies."""
+"""Page-locked host memory, and copies between it and a device, concurrent with the device's other
+work. On the CPU both are plain memory and plain copies."""
 
 import contextlib
 import mmap

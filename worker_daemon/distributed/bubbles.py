@@ -1,7 +1,7 @@
-"""Bubbles: the share of its time for which a stage waits for its input, sampled.
+"""Samples bubbles: the share of its time that a stage waits for its input.
 
-Every n-th step is measured, from before its wait to before the next step's: on a device by events
-on the stream that waits, on the CPU by the clock. Measuring never waits.
+Measures every n-th step, from before its wait to before the next step's wait: on a device by events
+on the waiting stream, on the CPU by the clock. Measuring never blocks.
 """
 
 import time
@@ -20,9 +20,9 @@ class Bubbles(NamedTuple):
     """A measurement."""
 
     waiting_share: float
-    """Of the samples' time, from 0 to 1; 0 without samples."""
+    """Share of the sampled time, from 0 to 1; 0 without samples."""
     num_samples: int
-    """At most the last 64 are taken into account."""
+    """Number of samples that count: at most the last 64."""
 
 
 class _Clock:
@@ -75,7 +75,7 @@ class InputWaits:
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """Around a step's wait for its input, once a step."""
+        """Enter around a step's wait for its input, once per step."""
         self._close_sample()
         is_sample = self._steps % self._every == 0
         self._steps += 1

@@ -1,4 +1,4 @@
-"""A link: one generation of communicators between the daemons of a group. The only place that makes
+"""A link: one generation of communicators between the daemons of a group. Only this module creates
 process groups.
 
 Transfers over the groups are in tp.py, pp.py and tokens.py.
@@ -27,34 +27,34 @@ from worker_daemon.raising import Translation
 
 @dataclass(frozen=True, slots=True)
 class LinkGroups:
-    """The process groups that this rank is a member of; None where the group would have one
+    """The process groups of which this rank is a member; None if the group would have one
     member."""
 
     stage: dist.ProcessGroup | None
     """All tensor-parallel ranks of this pipeline stage."""
     from_previous: dist.ProcessGroup | None
-    """The same tensor-parallel rank of the stage before (group rank 0), and this rank (1)."""
+    """The same tensor-parallel rank of the previous stage (group rank 0), and this rank (1)."""
     to_next: dist.ProcessGroup | None
-    """This rank (0), and the same tensor-parallel rank of the stage after (1)."""
+    """This rank (0), and the same tensor-parallel rank of the next stage (1)."""
     column: dist.ProcessGroup | None
-    """This tensor-parallel rank of every stage, first to last: sampled tokens go back over it."""
+    """This tensor-parallel rank of every stage, first to last. Sampled tokens return over it."""
 
 
 ABORT_LIMIT_S = 2.0
-"""An abort takes half a second where the device answers. It unblocks at once, and ends only when no
-graph holds the communicator's kernels: no longer is waited for that, or for one that hangs."""
+"""Limit on the wait for an abort. With a working device an abort takes half a second. It unblocks
+waits at once, but ends only when no graph holds the communicator's kernels, and it may hang."""
 
 RENDEZVOUS_SLACK_S = 5.0
 
 _NCCL_NEVER = timedelta(days=30)
-"""NCCL's own timeout, which must never pass. The guard aborts what hangs, by the deadline of its
-phase: a peer may compile kernels for longer than a step may take. A communicator whose watchdog has
-timed out blocks whoever uses it next, for good."""
+"""NCCL's own timeout, which must never expire: a communicator whose watchdog has timed out blocks
+its next user forever. Instead, the guard aborts a hanging link at the deadline of its phase. A peer
+may compile kernels for longer than a step may take."""
 
 
 @dataclass(frozen=True, slots=True)
 class RendezvousPoint:
-    """Rendezvous of a link's ranks, and the secret that proves that they are its ranks."""
+    """A rendezvous of a link's ranks, and the secret by which they prove their identity."""
 
     host: str
     port: int
@@ -69,7 +69,7 @@ class Link:
     guard thread."""
 
     def __init__(self, generation: int, device: torch.device) -> None:
-        """Make a link that has no groups yet, so that it can be aborted while it is opened."""
+        """Create a link without groups, so that it can be aborted while it is opened."""
         self.generation = generation
         self.backend = "nccl" if device.type == "cuda" else "gloo"
         self.groups = NO_GROUPS
@@ -80,18 +80,19 @@ class Link:
         self._aborted = False
 
     def open(self, state: ParallelState, place: RendezvousPoint | None, timeout_s: float) -> None:
-        """Meet the other ranks, make every group, and pass one message over each pair.
+        """Connect to the other ranks, create every group, and pass one message over each pair.
 
-        place: None for a world of one, which meets nobody and listens nowhere.
+        place: None for a world of one, which needs no rendezvous and does not listen.
 
-        gloo lets anybody in who connects while groups are made: so that begins once all ranks are
-        here, its listeners are shut when it ends, and each pair proves that it has the secret. NCCL
-        creates a collective's communicator at its first message, which blocks and takes memory:
-        hence the warm-up, here, before any memory baseline. Blocks until all ranks have come.
-        timeout_s bounds every later wait on gloo; on NCCL only abort() ends one.
+        gloo accepts every connection while groups are created. So creation begins only once all
+        ranks have connected, gloo's listeners are shut when it ends, and each pair proves that it
+        holds the secret. NCCL creates a collective's communicator at its first message, which
+        blocks and takes memory, so the first messages are sent here, before any memory baseline.
+        Blocks until all ranks have connected. timeout_s bounds every later wait on gloo; on NCCL
+        only abort() ends a wait.
 
         Raises:
-            CommError: they have not come within rendezvous_limit_s(timeout_s), or a stranger has.
+            CommError: they did not connect within rendezvous_limit_s(timeout_s), or a stranger did.
         """
         if state.world_size == 1:
             return
@@ -102,7 +103,7 @@ class Link:
             )
             store = distributed_c10d.PrefixStore(f"link{self.generation}", self._store)
             _await_all(self._store, state)
-            with communication("making the process groups"):
+            with communication("creating the process groups"):
                 self._make_groups(store, state, timeout_s)
                 if self.backend == "gloo":
                     _prove(self.groups, place.secret)
@@ -123,7 +124,8 @@ class Link:
     def _make_groups(
         self, store: distributed_c10d.PrefixStore, state: ParallelState, timeout_s: float
     ) -> None:
-        """Have gloo's listeners shut when its groups are made, or when strangers take too much."""
+        """Return a context that shuts gloo's listeners once its groups exist, or when strangers
+        open too many connections."""
         if self.backend != "gloo":
             self._make_open_groups(store, state, timeout_s)
             return
@@ -148,16 +150,16 @@ class Link:
         return _NCCL_NEVER if self.backend == "nccl" else timedelta(seconds=timeout_s)
 
     def raise_if_aborted(self) -> None:
-        """Raises CommError once the link was aborted: what its kernels left means nothing."""
+        """Raise CommError if the link was aborted: the output of its kernels is then invalid."""
         if self._aborted:
             raise CommError("the link was aborted", fix="relink the group")
 
     def abort(self) -> bool:
-        """Unblock whoever waits in an NCCL call or for a peer's memory, now; tell whether there was
-        a link to abort. gloo has no such thing: there the timeout ends a wait.
+        """Unblock at once all waits in NCCL calls and for peers' memory; return True if there was a
+        link to abort. gloo has no abort: there the timeout ends a wait.
 
-        All groups at once: an abort frees memory, for which CUDA waits until the kernels of the
-        other groups have ended too, so that one abort after another would wait for each other.
+        All groups are aborted at once: an abort frees memory, and CUDA delays that until the
+        kernels of the other groups have ended too. Sequential aborts would wait for each other.
         """
         members = [group for group in self._members() if group is not None]
         if self.backend != "nccl" or not members:
@@ -172,8 +174,8 @@ class Link:
         return True
 
     def dump(self) -> bytes:
-        """Return what NCCL's communicators last did, as JSON of torch's flight recorder; empty
-        where there is none. May be called from any thread, also while another waits inside a
+        """Return the last operations of NCCL's communicators, as JSON from torch's flight recorder;
+        empty if there is none. Any thread may call it, even while another one waits inside a
         communicator."""
         dump_json = getattr(_distributed_c10d, "_dump_nccl_trace_json", None)
         if self.backend != "nccl" or dump_json is None:
@@ -182,9 +184,9 @@ class Link:
         return record if isinstance(record, bytes) else record.encode()
 
     def leave(self) -> threading.Thread | None:
-        """Give the groups up without asking any peer, dead or alive.
+        """Abandon the groups without contacting any peer.
 
-        Returns the thread that disposes of them, which may take until their timeout.
+        Returns the thread that disposes of them; it may take until their timeout.
         """
         self.abort()
         if self._store is not None:
@@ -196,8 +198,8 @@ class Link:
         self.peers = Peers()
         if not _forget_groups(self.backend):
             return None
-        # Dropping gloo groups joins their threads, which wait for dead peers until the timeout:
-        # not on this thread.
+        # Dropping gloo groups joins their threads, which wait for dead peers until the timeout: so
+        # another thread drops them.
         disposal = threading.Thread(target=left_behind.clear, name="link-disposal", daemon=True)
         disposal.start()
         return disposal
@@ -208,22 +210,22 @@ class Link:
 
 
 def rendezvous_limit_s(timeout_s: float) -> float:
-    """Return how long ranks wait for each other at a rendezvous: long enough for a peer to notice
-    first, within timeout_s, that its old link is broken."""
+    """Return the limit of a rendezvous: long enough for a peer to notice within timeout_s that its
+    old link is broken."""
     return 2 * timeout_s + RENDEZVOUS_SLACK_S
 
 
 def _await_all(store: RendezvousStore, state: ParallelState) -> None:
-    """Wait until every rank has come."""
+    """Wait until every rank has connected."""
     store.set(f"here/{state.rank}", b"1")
     store.wait([f"here/{rank}" for rank in range(state.world_size)])
 
 
 def _forget_groups(backend: str) -> bool:
-    """Make torch forget every group, so that the next link's begin anew; tell whether it had any.
+    """Make torch forget every group, so that the next link starts fresh; return True if it had any.
 
-    torch names groups by a counter that all ranks must agree on, and a start that failed leaves it
-    where it was.
+    torch names groups by a counter that must be equal on all ranks, and a failed start does not
+    reset it.
     """
     had_groups = dist.is_initialized()
     if had_groups and backend == "nccl":
@@ -235,7 +237,7 @@ def _forget_groups(backend: str) -> bool:
 
 
 def _make_groups(state: ParallelState, timeout: timedelta, device: torch.device) -> LinkGroups:
-    """Every rank makes every group, in the same order, and keeps those that it is in.
+    """Create every group, on every rank in the same order; return those that include this rank.
 
     On CUDA the pairs' communicators are made at once. One that NCCL makes at a pair's first message
     is none that memory can be registered with (pp.py).
@@ -292,7 +294,7 @@ def _warm_up(groups: LinkGroups, state: ParallelState, device: torch.device) -> 
 
 
 def _flooding(watch: ListenerWatch) -> Translation:
-    """Return a context that raises CommError where strangers took too much, so that the ranks
+    """Return a context that raises CommError if strangers opened so many connections that the ranks
     could not connect."""
 
     def translate(error: Exception) -> CommError | None:
@@ -305,11 +307,11 @@ def _flooding(watch: ListenerWatch) -> Translation:
 
 
 def _prove(groups: LinkGroups, secret: bytes) -> None:
-    """Exchange a proof over each pair of this rank: a stranger who had connected in a rank's place
-    has none.
+    """Exchange proofs over each pair of this rank: a stranger that connected in a rank's place has
+    none.
 
     Raises:
-        CommError: there is one.
+        CommError: a peer has no proof.
     """
     for group in (groups.stage, groups.from_previous, groups.to_next, groups.column):
         if group is not None:

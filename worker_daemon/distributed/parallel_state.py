@@ -41,7 +41,7 @@ class ParallelState:
 
     @property
     def is_output_rank(self) -> bool:
-        """The one rank that answers steps: tensor-parallel first of the last stage."""
+        """The one rank that answers steps: tensor-parallel rank 0 of the last stage."""
         return self.is_last_stage and self.tp_rank == 0
 
     def rank_of(self, pp_rank: int, tp_rank: int) -> int:

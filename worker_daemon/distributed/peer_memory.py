@@ -1,8 +1,7 @@
-"""Device memory that other processes can map: one block each way through CUDA's driver, by file
-descriptor.
+"""Shares device memory with other processes, by file descriptors of CUDA's driver.
 
-The physical memory lives until the last process that mapped it lets go, so a peer that was killed
-takes nothing away from under a kernel (CUDA driver API, "Virtual Memory Management").
+The physical memory exists until the last process unmaps it, so the death of a peer does not remove
+memory that a kernel uses (CUDA driver API, "Virtual Memory Management").
 """
 
 import ctypes
@@ -16,7 +15,7 @@ _RECOMMENDED_GRANULARITY = 1
 
 
 class PeerMemoryError(Exception):
-    """The driver cannot share memory here: not a fault of the device."""
+    """The driver cannot share memory here; the device is not at fault."""
 
 
 class _Location(ctypes.Structure):
@@ -62,10 +61,11 @@ _SIGNATURES: Final[Mapping[str, Sequence[_Scalar]]] = {
 
 
 class CudaDriver:
-    """The part of CUDA's driver that is used here. The calling thread has a current context."""
+    """The functions of CUDA's driver that this module uses. The calling thread has a current
+    context."""
 
     def __init__(self) -> None:
-        """Raises PeerMemoryError where there is no such driver."""
+        """Raise PeerMemoryError if there is no such driver."""
         try:
             library = ctypes.CDLL(_LIBRARY)
             self._functions = {name: library[name] for name in _SIGNATURES}
@@ -75,7 +75,7 @@ class CudaDriver:
             self._functions[name].argtypes = arguments
 
     def call(self, name: str, *arguments: object) -> None:
-        """Raises PeerMemoryError with the function and its error code."""
+        """Call the function; raise PeerMemoryError with its name and error code on failure."""
         code = self._functions[name](*arguments)
         if code:
             raise PeerMemoryError(f"{name}: CUDA error {code}")
@@ -85,7 +85,7 @@ class MappedBlock:
     """One block of physical memory, of this process or a peer's, mapped here until `release`."""
 
     def __init__(self, driver: CudaDriver, handle: int, num_bytes: int, device: int) -> None:
-        """Takes the handle over. device: the ordinal of the one that is to read and write."""
+        """Take ownership of the handle. device: ordinal of the device that will read and write."""
         self._driver = driver
         self._handle = handle
         self.num_bytes = num_bytes
@@ -107,7 +107,7 @@ class MappedBlock:
         self._driver.call("cuMemSetAccess", self.address, self.num_bytes, byref(access), 1)
 
     def fill(self, word: int) -> None:
-        """Set every word of 4 bytes; enqueued on the default stream."""
+        """Set every 4-byte word; enqueued on the default stream."""
         self._driver.call("cuMemsetD32_v2", self.address, word, self.num_bytes // 4)
 
     def export(self) -> int:
@@ -119,7 +119,8 @@ class MappedBlock:
         return descriptor.value
 
     def release(self) -> None:
-        """Unmap and let go. Nothing on the device may use the address any more. Idempotent."""
+        """Unmap and release the memory. Nothing on the device may use the address any more.
+        Idempotent."""
         if self._is_mapped:
             self._is_mapped = False
             self._driver.call("cuMemUnmap", self.address, self.num_bytes)
@@ -135,7 +136,7 @@ def allocate(driver: CudaDriver, num_bytes: int, device: int) -> MappedBlock:
     """Map at least num_bytes of new memory of a device, which can be exported.
 
     Raises:
-        PeerMemoryError: it cannot be had.
+        PeerMemoryError: it cannot be allocated.
     """
     properties = _Properties()
     properties.type = _PINNED
@@ -154,8 +155,7 @@ def allocate(driver: CudaDriver, num_bytes: int, device: int) -> MappedBlock:
 
 
 def adopt(driver: CudaDriver, descriptor: int, num_bytes: int, device: int) -> MappedBlock:
-    """Map what a peer exported: num_bytes as its own block has them. The caller closes the
-    descriptor.
+    """Map a peer's exported block, of the same num_bytes. The caller closes the descriptor.
 
     Raises:
         PeerMemoryError: device cannot reach it.

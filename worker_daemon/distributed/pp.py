@@ -1,11 +1,11 @@
-"""Activations between neighbouring pipeline stages: receives posted early, sends not waited for, no
-metadata.
+"""Sends activations between neighboring pipeline stages: receives are posted early, sends do not
+block, and messages carry no metadata.
 
 Shapes: N tokens, H hidden size. Both ends know N from the step message. With tensor parallelism
-each rank sends its 1/tp of the [N, H] residual stream and the receiving stage gathers the whole. A
-message ends in a trailer of one int64, which says what it is (link, seq, a hash of shape and dtype)
-over its status, and which the receiver checks on the device: a rank that failed upstream still
-sends, so that nobody hangs, and its status travels on to the last stage.
+each rank sends its 1/tp of the [N, H] residual stream, and the receiving stage gathers the whole. A
+message ends in a trailer of one int64: its status in the low bits, and above that its identity
+(link, seq, a hash of shape and dtype). The receiver checks the identity on the device. A rank that
+failed still sends, so that no other rank hangs, and its status reaches the last stage.
 """
 
 import zlib
@@ -22,33 +22,34 @@ from worker_daemon.distributed.tp import TensorParallel, communication
 
 STATUS_OK = 0
 STATUS_FAILED = 1
-"""A stage before this one failed in this step; the activations mean nothing."""
+"""An earlier stage failed in this step; the activations are invalid."""
 STATUS_MISMATCH = 2
-"""The neighbour sent another step than the one expected, or another shape or dtype."""
+"""The neighbor sent another step than expected, or another shape or dtype."""
 
 _TRAILER_BYTES = 16
-"""One int64 and its alignment."""
+"""Bytes of the trailer, one int64, and its alignment."""
 _STATUS_BITS = 2
 _SHAPE_BITS, _SEQ_BITS, _LINK_BITS = 16, 32, 12
-"""Of the trailer, from the status up: together fewer than 63, so that it is never negative. What
-does not fit is left out: a message is never so old that its seq or link could come again."""
+"""Bits of the trailer's fields, from the status up: fewer than 63 in total, so that it is never
+negative. Higher bits of seq and link are cut off; no message is old enough for these values to
+repeat."""
 _TAG_RANGE = 1 << 30
 
 
 class HopShape(NamedTuple):
-    """Sizes that both ends of a hop agree on."""
+    """Sizes on which both ends of a hop agree."""
 
     hidden_size: int
     dtype: torch.dtype
     device: torch.device
     max_num_tokens: int
-    """Of the largest step."""
+    """Tokens of the largest step."""
     depth: int
-    """Steps in flight, and the one being built."""
+    """Number of steps in flight, plus the one being built."""
 
 
 class _Layout:
-    """Layout of a message for any number of tokens: hidden states, then the trailer."""
+    """The layout of a message for any number of tokens: hidden states, then the trailer."""
 
     def __init__(self, hidden_size: int, dtype: torch.dtype, tp: TensorParallel) -> None:
         self.hidden_size = hidden_size
@@ -58,16 +59,16 @@ class _Layout:
         self._hash = zlib.crc32(f"{hidden_size} {dtype} {self.num_slices}".encode())
 
     def shape_hash(self, num_tokens: int) -> int:
-        """Of what is sent for that many tokens. Neighbours whose models differ by mistake (float16
-        and bfloat16, say) may send as many bytes as are expected."""
+        """Return the hash of shape and dtype for that many tokens. Neighbors whose models differ by
+        mistake (float16 and bfloat16, say) may send the expected number of bytes."""
         return (self._hash + num_tokens) % (1 << _SHAPE_BITS)
 
     def slice_numel(self, num_tokens: int) -> int:
-        """Elements of [N, H] that one rank sends."""
+        """Return the elements of [N, H] that one rank sends."""
         return num_tokens * self.hidden_size // self.num_slices
 
     def trailer_start(self, num_tokens: int) -> int:
-        """Byte offset of the trailer, aligned to its size."""
+        """Return the byte offset of the trailer, aligned to its size."""
         size = self.slice_numel(num_tokens) * self.dtype.itemsize
         return -(-size // _TRAILER_BYTES) * _TRAILER_BYTES
 
@@ -75,18 +76,18 @@ class _Layout:
         return self.trailer_start(num_tokens) + _TRAILER_BYTES
 
     def slice_of(self, message: Tensor, num_tokens: int) -> Tensor:
-        """View of a message's activations: [slice_numel]."""
+        """Return a view of a message's activations: [slice_numel]."""
         size = self.slice_numel(num_tokens) * self.dtype.itemsize
         return message[:size].view(self.dtype)
 
     def trailer_of(self, message: Tensor, num_tokens: int) -> Tensor:
-        """View of a message's trailer: int64 []."""
+        """Return a view of a message's trailer: int64 []."""
         start = self.trailer_start(num_tokens)
         return message[start : start + _TRAILER_BYTES].view(torch.int64)[0]
 
 
 def _identity(generation: int, seq: int, shape_hash: int) -> int:
-    """The trailer of a step with status 0."""
+    """Return the trailer of a step with status 0."""
     link = generation % (1 << _LINK_BITS)
     step = link << _SEQ_BITS | seq % (1 << _SEQ_BITS)
     return (step << _SHAPE_BITS | shape_hash) << _STATUS_BITS
@@ -132,7 +133,7 @@ class _MessageBuffers:
 
 
 class StageInbound:
-    """Receives into `depth` rotating buffers, one a step in flight. Used on the step thread
+    """Receives into `depth` rotating buffers, one per step in flight. Used on the step thread
     only."""
 
     def __init__(self, link: Link, tp: TensorParallel, hop: HopShape) -> None:
@@ -155,8 +156,7 @@ class StageInbound:
 
 @dataclass(slots=True, eq=False)
 class StageArrival:
-    """Activations on their way in. Valid until as many further receives have been posted as the hop
-    is deep."""
+    """Activations being received. Valid until `depth` further receives have been posted."""
 
     _message: Tensor
     _work: dist.Work
@@ -170,7 +170,7 @@ class StageArrival:
         not this thread.
 
         Raises:
-            CommError: the neighbour is gone.
+            CommError: the neighbor is gone.
         """
         with communication("receiving from the previous stage"):
             self._work.wait()
@@ -184,14 +184,14 @@ class StageArrival:
         return layout.tp.all_gather_last_dim(own).view(shape)
 
     def _status(self) -> Tensor:
-        """The trailer's status, or STATUS_MISMATCH, the largest, if any other bit differs."""
+        """Return the trailer's status, or STATUS_MISMATCH, the largest status, if any other bit
+        differs."""
         trailer = self._layout.trailer_of(self._message, self._num_tokens)
         return torch.bitwise_xor(trailer, self._expected).clamp_(max=STATUS_MISMATCH)
 
 
 class StageOutbound:
-    """Sends from `depth` rotating buffers; a buffer's send is waited for only before its next
-    use."""
+    """Sends from `depth` rotating buffers; waits for a buffer's send only before its next use."""
 
     def __init__(self, link: Link, tp: TensorParallel, hop: HopShape) -> None:
         self._group = link.groups.to_next
@@ -206,7 +206,7 @@ class StageOutbound:
         overwritten at once.
 
         Raises:
-            CommError: the neighbour is gone.
+            CommError: the neighbor is gone.
         """
         layout = self._layout
         if len(self._in_flight) == len(self._buffers):
@@ -225,10 +225,10 @@ class StageOutbound:
         self._in_flight.append(work)
 
     def settle(self) -> None:
-        """Wait until everything is sent: a buffer that is freed earlier takes its message with it.
+        """Wait until everything is sent: freeing a buffer earlier would lose its message.
 
         Raises:
-            CommError: the neighbour is gone.
+            CommError: the neighbor is gone.
         """
         while self._in_flight:
             self._await_oldest()

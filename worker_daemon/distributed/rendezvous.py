@@ -1,12 +1,12 @@
-"""Rendezvous of a link's ranks as a torch store. One of the group's daemons serves it on its data
-interface, to ranks only."""
+"""Wraps a link's rendezvous as a torch store. One of the group's daemons serves it on its data
+interface, only to ranks."""
 
 import socket
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Final
 
-from torch.distributed import Store  # type: ignore[attr-defined]  # public all the same
+from torch.distributed import Store  # type: ignore[attr-defined]  # public nevertheless
 
 from rpc_schema.rendezvous import Member, RendezvousError, StoreServer
 from worker_daemon.errors import CommError
@@ -16,8 +16,8 @@ REACHABLE_S: Final = 0.2
 
 
 class RendezvousServer(StoreServer):
-    """Serves one link's meeting. Owned by the control thread; ends by itself once all ranks have
-    met and left, or when it is closed."""
+    """Serves one link's rendezvous. Owned by the control thread; ends by itself once all ranks have
+    connected and left, or when it is closed."""
 
     def __init__(self, host: str, num_ranks: int) -> None:
         """Serve on a free port of host, an IPv4 or IPv6 address.
@@ -30,7 +30,7 @@ class RendezvousServer(StoreServer):
 
 
 def _check_reachable(host: str) -> None:
-    """A host whose interface is down would have its ranks wait for minutes."""
+    """Check the interface: if it is down, the ranks would wait for minutes."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         with socket.create_server((host, 0), family=family) as listener:
@@ -42,8 +42,9 @@ def _check_reachable(host: str) -> None:
 
 
 class RendezvousStore(Store):
-    """torch's view of a meeting. What torch asks after the meeting is over finds nothing: groups
-    that are up need it no more. To be kept for as long as they live, since torch does not."""
+    """Presents a rendezvous to torch as a store. After the rendezvous has ended, torch's queries
+    find nothing, since existing groups no longer need it. Keep it as long as the groups exist,
+    because torch does not."""
 
     def __init__(self, board: Member, timeout_s: float) -> None:
         """timeout_s: the longest wait for a value, whatever torch would wait."""
@@ -62,7 +63,7 @@ class RendezvousStore(Store):
         return self._get(key, self._timeout_s)
 
     def check(self, keys: Sequence[str]) -> bool:
-        """Nobody waits by looking again and again, so there is nothing to tell."""
+        """Report nothing: no caller polls this store."""
         return False
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
@@ -75,20 +76,24 @@ class RendezvousStore(Store):
         return self
 
     def end(self) -> None:
-        """Leave the meeting. Idempotent."""
+        """Leave the rendezvous. Idempotent."""
         self._is_over = True
         self._board.close()
 
     def _get(self, key: str, timeout_s: float) -> bytes:
         if self._is_over:
-            raise CommError("the meeting is over", field="key", value=key, fix="relink the group")
+            raise CommError(
+                "the rendezvous is over", field="key", value=key, fix="relink the group"
+            )
         with _meeting():
             return self._board.get(key, timeout_s)
 
 
 def _meeting() -> Translation:
     def translate(error: Exception) -> CommError:
-        return CommError(f"the ranks did not meet: {error}", fix="open a new rendezvous and relink")
+        return CommError(
+            f"the rendezvous of the ranks failed: {error}", fix="open a new rendezvous and relink"
+        )
 
     return Translation((RendezvousError,), translate)
 
@@ -97,7 +102,7 @@ def connect_store(host: str, port: int, secret: bytes, timeout_s: float) -> Rend
     """Connect to another daemon's RendezvousServer.
 
     Raises:
-        CommError: nobody who holds the secret answers there within timeout_s.
+        CommError: no holder of the secret answers there within timeout_s.
     """
     try:
         return RendezvousStore(Member(host, port, secret, timeout_s), timeout_s)

@@ -1,10 +1,10 @@
-"""Windows: memory of each rank of a tensor-parallel group that all of its ranks can write, opened
-with a link and given up with it.
+"""Opens windows: memory of each rank of a tensor-parallel group that all its ranks can write.
+Windows are opened and closed with the link.
 
-Descriptors are passed over Unix sockets of our own, whose names and a secret come over the link's
-store. torch's own symmetric memory is not used: its rendezvous counts meetings for the life of a
-process, so that a survivor and a fresh peer never meet again; its kernels cannot be aborted; and it
-waits for the whole device when it frees.
+Descriptors are passed over our own Unix sockets; their names and a secret come from the link's
+store. torch's own symmetric memory is not used, for three reasons. Its rendezvous keeps a counter
+for the life of the process, so a survivor and a new peer never match. Its kernels cannot be
+aborted. And freeing it waits for the whole device.
 """
 
 import contextlib
@@ -18,7 +18,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
-from torch.distributed import Store  # type: ignore[attr-defined]  # public all the same
+from torch.distributed import Store  # type: ignore[attr-defined]  # public nevertheless
 
 from worker_daemon.contracts.window import Window
 from worker_daemon.distributed.peer_memory import (
@@ -30,20 +30,20 @@ from worker_daemon.distributed.peer_memory import (
 )
 
 BLANK = -0x7FFF8000
-"""int32 that every word of a window holds at first: a pair of negative zeros of 16 bits."""
+"""The initial int32 of every word of a window: a pair of 16-bit negative zeros."""
 
 BYTES_PER_RANK = 8 << 20
-"""A window has so many bytes for each rank: two messages of 4 MiB."""
+"""Bytes of a window for each rank: two messages of 4 MiB."""
 
 _LOG = logging.getLogger(__name__)
 _SECRET_BYTES = 16
 _HEADER = struct.Struct(f"<{_SECRET_BYTES}sII")
-"""Secret, rank, and size of the block in MiB."""
+"""The message that goes with a descriptor: secret, rank, and size of the block in MiB."""
 _MIB = 1 << 20
 _ABSENT = b"-"
 _POLL_S = 0.001
 _END_S = 5.0
-"""Longest wait for the device to finish with a window before it is left."""
+"""Longest wait for the device to finish with a window before the window is abandoned."""
 
 
 class Peers:
@@ -54,8 +54,7 @@ class Peers:
     """This rank's view of the windows; None where there are none, on every rank alike."""
 
     def stop(self) -> None:
-        """Let whatever waits for a peer on the device go on, now, and wait for none again. Any
-        thread may call it."""
+        """Stop all waits for peers on the device, now and in the future. Any thread may call it."""
 
     def leave(self) -> None:
         """Stop, and unmap all windows once the device is done with them."""
@@ -68,7 +67,7 @@ class MappedPeers(Peers):
         """Takes the blocks over: one a rank, in order."""
         self._blocks = list(blocks)
         self._pinned = torch.zeros(1, dtype=torch.int32, pin_memory=True)
-        # Plain memory to whoever stops: a thread that may be in any of torch's modes.
+        # A plain view for stop(), whose thread may be in any of torch's modes.
         self._stop = self._pinned.numpy()
         self._device = device
         self.window = Window(
@@ -96,10 +95,11 @@ class MappedPeers(Peers):
 def open_peers(store: Store, rank: int, size: int, device: torch.device, timeout_s: float) -> Peers:
     """Map the windows of all ranks of a group, or none on any rank. Collective.
 
-    store is this group's alone, and new with each link; its timeout bounds the wait for the others.
+    store: used only by this group, and new for each link; its timeout bounds the wait for the
+    others.
 
     Raises:
-        RuntimeError: they did not come (torch's DistStoreError).
+        RuntimeError: they did not connect (torch's DistStoreError).
     """
     if size == 1 or device.type != "cuda":
         return Peers()
@@ -142,7 +142,7 @@ def share(
 ) -> list[MappedBlock]:
     """Return everybody's block by rank, or nothing on all ranks if one has none. Collective.
 
-    meeting: None on a rank that has no block. Takes meeting.own over.
+    meeting: None on a rank without a block. Takes ownership of meeting.own.
     """
     blocks = {} if meeting is None else {rank: meeting.own}
     try:
@@ -177,8 +177,8 @@ def _trade(
     meeting: BlockExchange,
     blocks: dict[int, MappedBlock],
 ) -> None:
-    """Give this rank's block to all others and take theirs, as far as that goes. A peer that gave
-    up is no reason to keep the others waiting."""
+    """Send this rank's block to all others and receive theirs, as far as possible. Continue if one
+    peer gives up, so that the others need not wait."""
     (rank,) = blocks
     for peer, address in enumerate(everyone):
         if peer != rank:
@@ -198,7 +198,7 @@ def _warning_that(what: str) -> Iterator[None]:
 
 
 def _exchange(store: Store, key: str, rank: int, size: int, value: bytes) -> list[bytes]:
-    """Every rank's value, by rank."""
+    """Return every rank's value, by rank."""
     store.set(f"{key}/{rank}", value.hex())
     return [bytes.fromhex(store.get(f"{key}/{peer}").decode()) for peer in range(size)]
 
@@ -235,7 +235,7 @@ def _take(
     meeting: BlockExchange,
     blocks: dict[int, MappedBlock],
 ) -> None:
-    """Accept one peer's block; what somebody else sends is dropped."""
+    """Accept one peer's block; data from any other sender is dropped."""
     connection, _ = listener.accept()
     with connection:
         connection.settimeout(listener.gettimeout())

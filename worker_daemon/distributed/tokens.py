@@ -1,4 +1,4 @@
-"""Return of sampled tokens from the last stage to the others, without the driver.
+"""Returns sampled tokens from the last stage to the others, without the driver.
 
 Every rank starts the broadcast of a step at the same point of the same step. A stage waits for the
 tokens only when a later step is about to read them. The last of several stages reads none.
@@ -21,13 +21,13 @@ class _Publication:
     work: dist.Work
     rows: Tensor
     news: Tensor
-    """As in TokenBroadcast.publish."""
+    """The number of the publication; see TokenBroadcast.publish."""
 
 
 class TokenBroadcast:
-    """Brings each step's sampled tokens from the last stage into last_sampled int64 [rows] of all
-    others, and where tokens may be refused, how many a row has refused into refused int32 [rows]:
-    over the column group, on that group's stream."""
+    """Brings each step's sampled tokens from the last stage into last_sampled, int64 [rows], of all
+    other stages. If tokens may be refused, it also brings each row's number of refusals into
+    refused, int32 [rows]. It uses the column group, and that group's stream."""
 
     def __init__(
         self, link: Link, last_sampled: Tensor, refused: Tensor, *, num_stages: int, depth: int
@@ -40,11 +40,12 @@ class TokenBroadcast:
         self._on_their_way: deque[_Publication] = deque()
 
     def publish(self, step: int, rows: Tensor, news: Tensor | None, *, counted: bool) -> None:
-        """Start the return of news, of rows int32 [R]: int64 [R], the tokens that these go on with,
-        or where counted int64 [2, R], below them what each row has refused in all. None on stages
-        that do not sample; counted is the same on all. news and rows may be overwritten at once.
+        """Start the return of news for rows int32 [R]. news: int64 [R], the tokens from which the
+        rows continue; if counted, int64 [2, R], with each row's total refusals below. None on
+        stages that do not sample; counted is the same on all stages. news and rows may be
+        overwritten at once.
 
-        step is a count that rises with each publication.
+        step: a number that increases with each publication.
 
         Raises:
             CommError: a peer is gone.
@@ -66,13 +67,13 @@ class TokenBroadcast:
             self._apply(self._on_their_way.popleft())
 
     def collect(self, step: int) -> None:
-        """Make last_sampled hold the tokens of all publications up to step. On CUDA only the stream
+        """Bring last_sampled up to date with all publications up to step. On CUDA only the stream
         waits."""
         while self._on_their_way and self._on_their_way[0].step <= step:
             self._apply(self._on_their_way.popleft())
 
     def settle(self) -> None:
-        """Collect everything that was published."""
+        """Wait for everything that was published."""
         while self._on_their_way:
             self._apply(self._on_their_way.popleft())
 

@@ -1,5 +1,6 @@
-"""Collectives of a layer's tensor-parallel group. A group of several uses windows of shared memory
-for short messages and torch.distributed for the others; the reduction over windows is passed in.
+"""The collectives of a layer's tensor-parallel group. A group of several ranks uses windows of
+shared memory for short messages and torch.distributed for the others; the caller passes in the
+reduction over windows.
 """
 
 import logging
@@ -28,18 +29,19 @@ class Reducer(Protocol):
     """Reduces short messages over the windows of a link."""
 
     limit_bytes: int
-    """The longest that it takes."""
+    """The longest message that it accepts."""
 
     def takes(self, x: Tensor) -> bool:
-        """Return True if x [..., H] is to be reduced here. Alike on every rank."""
+        """Return True if x [..., H] is to be reduced here; the same on every rank."""
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """Sum of contiguous x over the ranks, a new tensor, the same bits on every rank."""
+        """Return the sum of contiguous x over the ranks: a new tensor, with the same bits on every
+        rank."""
 
     def all_reduce_add_rms_norm(
         self, x: Tensor, residual: Tensor, weight: Tensor, eps: float
     ) -> tuple[Tensor, Tensor]:
-        """AddNorm of the sum of x over the ranks."""
+        """Return AddNorm of the sum of x over the ranks."""
 
 
 MakeReducer = Callable[[Window], Reducer]
@@ -58,16 +60,17 @@ class TensorParallel(Protocol):
         """Number of ranks in the group."""
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """Sum of x over the ranks, same shape and dtype; may overwrite x and return it."""
+        """Return the sum of x over the ranks, same shape and dtype; may overwrite x and return
+        it."""
 
     def all_reduce_add_rms_norm(
         self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, add_norm: AddNorm
     ) -> tuple[Tensor, Tensor]:
-        """add_norm(all_reduce(x), residual, weight, eps), in one kernel where that is faster; may
-        overwrite x."""
+        """Return add_norm(all_reduce(x), residual, weight, eps), in one kernel if that is faster;
+        may overwrite x."""
 
     def all_gather_last_dim(self, x: Tensor) -> Tensor:
-        """[..., n] of each rank, concatenated in rank order to [..., n * size]."""
+        """Return [..., n] of each rank, concatenated in rank order to [..., n * size]."""
 
     @property
     def all_reduce_name(self) -> str:
@@ -82,7 +85,7 @@ class TensorParallel(Protocol):
 
 
 class SingleRank:
-    """The group of one: no communication at all."""
+    """The group of one rank: no communication."""
 
     rank = 0
     size = 1
@@ -104,11 +107,11 @@ class SingleRank:
 
 
 class GroupTensorParallel:
-    """The ranks of one stage. Layers keep this object for life; a new link gives it a new process
-    group."""
+    """The ranks of one stage. Layers keep this object as long as they exist; a new link gives it a
+    new process group."""
 
     def __init__(self, rank: int, size: int, make_reducer: MakeReducer | None = None) -> None:
-        """make_reducer: None where only torch.distributed is to serve, on every rank alike."""
+        """make_reducer: None to use only torch.distributed; the same on every rank."""
         self.rank = rank
         self.size = size
         self._make_reducer = make_reducer
@@ -131,7 +134,7 @@ class GroupTensorParallel:
             return
         reducer = _tried(self._make_reducer, peers.window)
         if reducer is None:
-            peers.stop()  # what this rank's kernels wait for may never come
+            peers.stop()  # this rank's kernels may wait forever for a peer
         limit_bytes = 0 if reducer is None else reducer.limit_bytes
         limit_bytes = self._smallest(limit_bytes, peers.window.device)
         if limit_bytes and reducer is not None:
@@ -139,7 +142,7 @@ class GroupTensorParallel:
             self._reducer = reducer
 
     def _smallest(self, value: int, device: torch.device) -> int:
-        """The smallest value of all ranks, which must choose alike."""
+        """Return the smallest value of all ranks, so that all of them choose alike."""
         smallest = torch.tensor(value, dtype=torch.int64, device=device)
         with communication("agreeing on how to reduce"):
             dist.all_reduce(smallest, op=dist.ReduceOp.MIN, group=self._group)
@@ -183,17 +186,17 @@ def tensor_parallel(
 
 
 def _tried(make_reducer: MakeReducer, window: Window) -> Reducer | None:
-    """A reducer that has reduced in fact, or None. Collective."""
+    """Return a reducer that has passed a trial, or None. Collective."""
     try:
         reducer = make_reducer(window)
         return reducer if _reduces(reducer, window) else None
-    except Exception:  # whatever is amiss with it, torch.distributed serves instead
+    except Exception:  # after any failure, torch.distributed is used instead
         _LOG.warning("short messages are not reduced over peer memory", exc_info=True)
         return None
 
 
 def _reduces(reducer: Reducer, window: Window) -> bool:
-    """Return True if sums over the ranks arrive and are right, in first and in reused slots."""
+    """Return True if sums over the ranks arrive and are correct, in first and in reused slots."""
     size = len(window.addresses)
     x = torch.full((2, 16), window.rank + 1, dtype=torch.bfloat16, device=window.device)
     sums = [reducer.all_reduce(x) for _ in range(_TRIALS)]
@@ -204,16 +207,16 @@ def _reduces(reducer: Reducer, window: Window) -> bool:
 
 
 def communication(what: str) -> Translation:
-    """Return a context that turns torch.distributed's errors into ours: whatever fails in it has
-    broken the link.
+    """Return a context that turns torch.distributed's errors into ours: any failure in it breaks
+    the link.
 
     The context raises:
-        CommError: a peer is gone, or did not come within the group's timeout.
+        CommError: a peer is gone, or did not respond within the group's timeout.
     """
 
     def translate(error: Exception) -> CommError | None:
         if isinstance(error, (torch.AcceleratorError, torch.OutOfMemoryError)):
-            return None  # the device's trouble, not a peer's
+            return None  # a fault of the device, not of a peer
         return CommError(f"{what} failed: {error}", fix="relink the group")
 
     return Translation((RuntimeError, ValueError), translate)

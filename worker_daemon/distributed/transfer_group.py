@@ -1,8 +1,8 @@
-"""A communicator with a trainer, who is rank 0: made, used and left apart from this worker's own
-link, which a trainer's death must not touch.
+"""A communicator with a trainer, which is rank 0. It is independent of this worker's own link,
+which must survive a trainer's death.
 
-The groups are torch.distributed's backends by themselves: a process group that torch registers
-would be forgotten with the link (`link.py`), and no two of one process could differ in members.
+It uses torch.distributed's backends directly: torch would forget a registered process group with
+the link (`link.py`), and all registered groups of a process would have the same members.
 """
 
 import threading
@@ -16,7 +16,7 @@ from typing import Literal, TypeAlias, TypeVar, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import (  # type: ignore[attr-defined]  # public all the same
+from torch.distributed import (  # type: ignore[attr-defined]  # public nevertheless
     PrefixStore,
     Store,
     distributed_c10d,
@@ -34,16 +34,17 @@ _MEMBERS = "member/{}"
 _SHORT_WAIT_S = 0.05
 _SHORT_PAUSE_S = 50e-6
 _LONG_PAUSE_S = 2e-3
-"""Between looks at what is waited for: short ones at first, as the next transfer is close."""
+"""Pauses between checks while waiting: short ones at first, since the next transfer may be
+close."""
 _ABORT_LIMIT_S = 2.0
 _WATCHDOG_GRACE = timedelta(minutes=10)
 _MEETING_GRACE_S = 1.0
-"""The meeting's own timeout says more than ours."""
+"""Margin beyond the rendezvous's own timeout, whose error says more than ours."""
 
 
 @dataclass(frozen=True, slots=True)
 class TrainerRendezvous:
-    """Rendezvous of a trainer and its workers."""
+    """The rendezvous of a trainer and its workers."""
 
     backend: TransferBackend
     host: str
@@ -51,37 +52,37 @@ class TrainerRendezvous:
     secret: bytes
     rank: int
     size: int
-    """Members, the trainer included."""
+    """Number of members, the trainer included."""
     timeout_s: float
-    """Of every wait for the trainer or another member."""
+    """Limit on every wait for the trainer or another member."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class IncomingBroadcast:
-    """A broadcast that is under way into `buffer`."""
+    """A broadcast in progress into `buffer`."""
 
     buffer: Tensor
 
 
 class TransferGroup:
-    """Made and used on the step thread; only abort() may be called from another."""
+    """Created and used on the step thread; only abort() may be called from another."""
 
     def __init__(self, meeting: TrainerRendezvous, device: torch.device) -> None:
-        """Make a group that has met nobody yet, so that it can be aborted while it opens."""
+        """Create a group without connections, so that it can be aborted while it opens."""
         self.meeting = meeting
         self._device = device
         self._aborted = threading.Event()
         self._store: RendezvousStore | None = None
         self._group: dist.ProcessGroup | None = None
         self._works: dict[IncomingBroadcast, dist.Work] = {}
-        """Those under way. gloo's threads live as long as a work does: so nobody else holds one, as
-        the frames in an error's traceback would."""
+        """The broadcasts in progress. gloo's threads live as long as a work object, so only this
+        list may hold one, and not the frames in an error's traceback."""
 
     def open(self) -> None:
-        """Meet the trainer and all other workers, and pass one byte to each.
+        """Connect to the trainer and all other workers, and pass one byte to each.
 
         Raises:
-            TransferError: they have not all come within the timeout, or it was aborted.
+            TransferError: not all have connected within the timeout, or it was aborted.
         """
         meeting = self.meeting
         try:
@@ -107,7 +108,7 @@ class TransferGroup:
             self._store.set(key, value.encode())
 
     def receive(self, buffer: Tensor) -> IncomingBroadcast:
-        """Have the trainer's next broadcast, uint8 [n], come into buffer; returns at once.
+        """Start to receive the trainer's next broadcast, uint8 [n], into buffer; return at once.
 
         Raises:
             TransferError: the communicator is broken.
@@ -122,10 +123,10 @@ class TransferGroup:
         return arrival
 
     def wait(self, arrival: IncomingBroadcast) -> Tensor:
-        """Wait until a broadcast has come. Return its buffer: the current stream may read it.
+        """Wait until a broadcast has arrived. Return its buffer: the current stream may read it.
 
         Raises:
-            TransferError: it failed, did not come within the timeout, or was aborted.
+            TransferError: it failed, did not arrive within the timeout, or was aborted.
         """
         with self._transferring("receiving"):
             self._until(lambda: self._works[arrival].is_completed())
@@ -134,14 +135,14 @@ class TransferGroup:
         return arrival.buffer
 
     def abort(self) -> None:
-        """End the step thread's wait, or its next one: the group is of no use from here on. NCCL's
-        kernels end at once; gloo's threads by the timeout."""
+        """End the step thread's wait, or its next one; the group is unusable from here on. NCCL's
+        kernels end at once, gloo's threads at the timeout."""
         self._aborted.set()
         self._abort_group()
 
     def leave(self) -> threading.Thread | None:
-        """Give the communicator up without asking anybody, dead or alive. Returns the thread that
-        disposes of it, which may take until gloo's timeout."""
+        """Abandon the communicator without contacting any member. Returns the thread that disposes
+        of it; it may take until gloo's timeout."""
         self._aborted.set()
         self._abort_group()
         if self._store is not None:
@@ -215,12 +216,12 @@ class TransferGroup:
 
         def translate(error: Exception) -> TransferError | None:
             if isinstance(error, (torch.AcceleratorError, torch.OutOfMemoryError)):
-                return None  # the device's trouble, not the trainer's
+                return None  # a fault of the device, not of the trainer
             return TransferError(
                 f"{what} failed: {error}",
                 field="trainer",
                 value=f"{meeting.host}:{meeting.port}, rank {meeting.rank} of {meeting.size}",
-                fix="see whether the trainer runs, then init_weight_transfer_engine anew",
+                fix="check that the trainer runs, then call init_weight_transfer_engine again",
             )
 
         return Translation((RuntimeError, ValueError, CommError), translate)

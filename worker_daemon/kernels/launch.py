@@ -49,7 +49,7 @@ def start_next(PDL: tl.constexpr):
 
     The next kernel's await_previous still waits for all of this kernel, so the call is safe
     anywhere. If it comes first, the next kernel's programs load what does not depend on the step
-    (weights) as soon as there is room beside this kernel's.
+    (weights) as soon as there is room next to this kernel's.
     """
     if PDL:
         gdc_launch_dependents()

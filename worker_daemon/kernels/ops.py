@@ -66,7 +66,7 @@ class TritonOps:
     def norm_gated_linear(
         self, source: NormedSum, weight: torch.Tensor, bias: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """As norm_linear, weight [2 I, H], gate first -> [N, I] and [N, H]."""
+        """Like norm_linear, with weight [2 I, H], gate first -> [N, I] and [N, H]."""
         tile = self._thin.row_tile(source.residual, weight)
         if tile is None:
             gate_up, total = self.norm_linear(source, weight, bias)

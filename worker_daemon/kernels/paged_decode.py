@@ -61,12 +61,12 @@ def rotate_and_attend(
     num_splits: int | None = None,
     pdl: bool = False,
 ) -> torch.Tensor:
-    """Do what rope_store.rotate_and_store and paged_attention do one after the other, for a batch
-    of decodes: no sequence has more than one query token.
+    """Combine rope_store.rotate_and_store and paged_attention for a batch of decodes: no sequence
+    has more than one query token.
 
     Equal to them up to rounding. A program attends to the newest key of its sequence without the
-    cache, so no sequence may have in its blocks what another one stores in the same batch. Tokens
-    past the last real one are not stored.
+    cache, so the blocks of a sequence must not contain tokens that another one stores in the same
+    batch. Tokens past the last real one are not stored.
 
     Args:
         qkv: [N, (Hq + 2 Hkv) D] contiguous, bf16, fp16 or fp32; stays as it is.
@@ -489,7 +489,7 @@ def _decode_kernel(
     token = token.to(tl.int64)
     heads = q + token * q_token_stride
     if ROTATES:
-        # The last split has the fewest keys of the cache, so it takes the newest one beside them.
+        # The last split has the fewest keys of the cache, so it also takes the newest one.
         has_newest = split == num_splits - 1
         queries, key, value = _turn_and_store(
             heads, head, inside, NUM_Q_HEADS + kv_head, q_head_stride, turning, eps,

@@ -22,7 +22,8 @@ from worker_daemon.kernels.compile_ahead import launched
 from worker_daemon.kernels.launch import await_previous, launch_options, row_warps, start_next
 
 PROGRAMS = 128
-"""Maximum number of programs: all of them fit on the device at one time beside other kernels."""
+"""Maximum number of programs: all of them fit on the device at one time, together with other
+kernels."""
 SLOTS = 2
 
 _STOPPED = tl.constexpr(-1)
@@ -59,9 +60,9 @@ class PeerReduce:
         polls_per_stop: int = _POLLS_PER_STOP,
     ) -> None:
         """Window as it was made, all words blank on all ranks; pdl as in launch.py; limit_bytes
-        where the measured one is not wanted; max_programs of one launch, all of which must fit on
-        the device at once. Both are alike on all ranks. polls_per_stop: polls of a word that does
-        not come between two looks at the stop word."""
+        overrides the measured one; max_programs of one launch, all of which must fit on the device
+        at once. Both must be equal on all ranks. polls_per_stop: polls of a missing word between
+        two checks of the stop word."""
         self._rank = window.rank
         self._size = len(window.addresses)
         self._blank = window.blank

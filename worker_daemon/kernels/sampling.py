@@ -5,7 +5,7 @@ the device's own exp and log. Sums over the vocabulary are of integers and every
 a maximum, so a row's token depends on that row alone, however rows are batched and split.
 
 Tokens are compared by their distance: (the row's largest logit - logit) / temperature. The
-distance's float32 bits, read as an integer, are the token's key: smaller keys are likelier.
+distance's float32 bits, read as an integer, are the token's key: smaller keys are more likely.
 
 Letters: R rows, V vocabulary, S splits of a row.
 """
@@ -633,7 +633,7 @@ def _reach(min_p):
 
 @triton.jit
 def _weight(distance, NATIVE: tl.constexpr):
-    """int64 fixed point, 2^40 for the likeliest."""
+    """int64 fixed point, 2^40 for the most likely token."""
     exponential = libdevice.exp(-distance) if NATIVE else tl.exp(-distance)
     return (exponential * _WEIGHT_ONE).to(tl.int64)
 
@@ -656,7 +656,7 @@ def _enclose(row_sums, reach, top_k, top_p):
 
     Returns:
         The first key and the end between which top-k's threshold lies, or reach and its successor
-        where it drops nothing; the same of top-p, whose end may lie behind top-k's threshold; the
+        if it drops nothing; the same of top-p, whose end may lie behind top-k's threshold; the
         first key and the end of those to list; the number and the weight of the tokens before that
         first key.
     """

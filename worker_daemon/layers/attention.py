@@ -70,9 +70,9 @@ class AttentionSpec:
     """Sizes and switches of an attention block, before tensor parallelism splits it."""
 
     norm: NormSpec
-    """Of the residual stream, before the projections."""
+    """The norm of the residual stream, before the projections."""
     heads: HeadSizes
-    """Of the model."""
+    """The heads of the whole model."""
     qkv_bias: bool
     o_bias: bool
     head_norm_eps: float | None = None

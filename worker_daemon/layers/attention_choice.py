@@ -25,7 +25,7 @@ MAX_HEAD_DIM = 256
 _MAX_CUDNN_HEAD_DIM = 128
 
 _MAX_RELATIVE_ERROR = 2e-2
-"""bf16 has a quarter of it, a wrong mask or scale far more."""
+"""Bound on the relative error: bf16 causes a quarter of it, a wrong mask or scale far more."""
 
 _LOG = logging.getLogger(__name__)
 

@@ -44,7 +44,7 @@ def vocab_parallel_weight(name: str, vocab_size: int, setup: LayerSetup) -> Para
 
 
 class VocabParallelEmbedding:
-    """ids -> rows of the embedding. The LM head may share its weight."""
+    """Maps ids to rows of the embedding. The LM head may share its weight."""
 
     def __init__(self, weight: Parameter, tp: TensorParallel) -> None:
         self._weight = weight
@@ -65,7 +65,7 @@ class VocabParallelEmbedding:
 
 
 class LMHead:
-    """Hidden states -> logits over the unpadded vocabulary, gathered from all ranks."""
+    """Computes logits over the unpadded vocabulary from hidden states, gathered from all ranks."""
 
     def __init__(self, weight: Parameter, vocab_size: int, setup: LayerSetup) -> None:
         """weight: of `vocab_parallel_weight`; an embedding's may be shared."""

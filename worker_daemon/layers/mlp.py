@@ -19,10 +19,10 @@ class MLPSpec:
     """Sizes and switches of an MLP block, before tensor parallelism splits it."""
 
     norm: NormSpec
-    """Of the residual stream, before gate and up."""
+    """The norm of the residual stream, before gate and up."""
     intermediate_size: int
     mlp_bias: bool
-    """Of gate, up and down."""
+    """True if gate, up and down have biases."""
 
 
 class MLPBlock:

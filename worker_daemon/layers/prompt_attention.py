@@ -8,7 +8,7 @@ few lengths are served (PLAN_TOKENS). A prompt slightly shorter than a plan is p
 causal query never sees later rows. If it is longer, the plan serves its first tokens, the head, and
 the rest is an ordinary chunk. Heads read keys and values back from the cache, so that other steps
 need not keep rotated keys. At 8,192 tokens of Llama 8B's heads this moves 67 MB, about 16 us on an
-H200 beside 1 ms of attention.
+H200, compared with 1 ms of attention.
 """
 
 from collections.abc import Callable
@@ -32,9 +32,9 @@ from worker_daemon.contracts.attention import (
 from worker_daemon.device.pinned import upload
 
 PLAN_TOKENS = (1024, 2048, 4096, 8192, 16384)
-"""Ascending powers of two, all of which the warm-up's sweep of sizes reaches, so that it makes
-every plan that a step may need. Shorter prompts are bound by their launches, of which the paged
-kernel has fewer."""
+"""Ascending powers of two. The warm-up's sweep of sizes reaches all of them, so it makes every plan
+that a step may need. Shorter prompts are bound by their launches, and the paged kernel has
+fewer."""
 
 _PADDED_EIGHTHS = 7
 """Eighths of a plan's length that a prompt must have. Padding then costs up to 1.3 times the

@@ -24,7 +24,8 @@ _MAX_CONFIG_BYTES = 1 << 20
 def read_model_config(model_dir: Path) -> DecoderConfig:
     """Read config.json, and the end tokens of generation_config.json if it has any.
 
-    Raises CheckpointError for a missing file or invalid JSON, ConfigError for what the fields say.
+    Raises CheckpointError for a missing file or invalid JSON, ConfigError for invalid or
+    unsupported fields.
     """
     config = parse_model_config(_read_object(model_dir / "config.json"))
     if (model_dir / MODULES_FILE).exists() and config.pooler.head is None:
@@ -37,13 +38,13 @@ def read_model_config(model_dir: Path) -> DecoderConfig:
 
 
 def parse_model_config(hf: Mapping[str, object]) -> DecoderConfig:
-    """Return what transformers would make of this config.json. Raises ConfigError, which names
-    field and fix."""
+    """Return the decoder that transformers would build from this config.json. Raises ConfigError,
+    which names field and fix."""
     fields = Fields(hf)
     describe = find_family(architecture_name(fields))
     if fields.optional_object("quantization_config"):
         raise fields.error(
-            "quantization_config", "is not supported", "use the unquantised checkpoint"
+            "quantization_config", "is not supported", "use the unquantized checkpoint"
         )
     return read_architecture(describe(fields), fields)
 

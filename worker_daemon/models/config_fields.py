@@ -35,8 +35,7 @@ _MAX_WIDTH = 1 << 20
 _MAX_LAYERS = 1024
 _MAX_HEADS = 4096
 _MAX_HEAD_DIM = 4096
-"""Bounds on what config.json can make a daemon build: larger than any model, too small to do
-harm."""
+"""Bounds on the sizes in config.json: larger than any model's, too small to do harm."""
 _MAX_LENGTH = 1 << 128
 """Stands for "no limit". The real limit of a context is applied when the configuration is
 resolved."""

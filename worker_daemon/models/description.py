@@ -66,7 +66,7 @@ class DecoderConfig:
     """None: the layers norm their results themselves."""
     rope: Rope
     max_position_embeddings: int
-    """Context length the model was made for, in tokens."""
+    """Context length for which the model was made, in tokens."""
     tie_word_embeddings: bool
     dtype: str | None
     """float32, float16 or bfloat16, as the checkpoint states it; None if it does not."""
@@ -89,22 +89,22 @@ class DecoderConfig:
 
     @property
     def num_attention_heads(self) -> int:
-        """Of every layer."""
+        """Query heads of every layer."""
         return self.layers[0].attention.heads.num_attention_heads
 
     @property
     def num_key_value_heads(self) -> int:
-        """Of every layer."""
+        """KV heads of every layer."""
         return self.layers[0].attention.heads.num_key_value_heads
 
     @property
     def head_dim(self) -> int:
-        """Of every layer."""
+        """Head size of every layer."""
         return self.layers[0].attention.heads.head_dim
 
     @property
     def intermediate_size(self) -> int:
-        """Of every layer."""
+        """Inner size of every layer's MLP."""
         return self.layers[0].mlp.intermediate_size
 
     @property

@@ -10,8 +10,8 @@ from worker_daemon.models.fields import Fields
 from worker_daemon.models.pooling_config import names_with_same_layers
 
 Describe = Callable[[Fields], DecoderConfig]
-"""Turns a config.json into what transformers would make of it. Raises ConfigError, which names
-field and fix."""
+"""Turns a config.json into the decoder that transformers would build. Raises ConfigError, which
+names field and fix."""
 
 FAMILIES: Mapping[str, Describe] = MappingProxyType(
     {

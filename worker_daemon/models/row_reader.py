@@ -1,4 +1,4 @@
-"""Reads a matrix's rows, or a rank's columns of them, out of a file."""
+"""Reads a matrix's rows, or a rank's columns of them, from a file."""
 
 from typing import Final
 

@@ -83,7 +83,7 @@ class SafetensorsFile:
         """Open the file and check its header against its size.
 
         Raises:
-            OSError: it cannot be read, or is no regular file.
+            OSError: it cannot be read, or is not a regular file.
             MalformedError: it is truncated or not a safetensors file.
         """
         self.path = path
@@ -155,7 +155,7 @@ class RowSpan(NamedTuple):
     """The position of a region's rows in a tensor's bytes."""
 
     offset: int
-    """Of the first row."""
+    """Offset of the first row."""
     width: int
     stride: int
 

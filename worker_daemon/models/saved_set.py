@@ -57,7 +57,7 @@ class FileKind:
 
 SAFETENSORS = FileKind("safetensors", ".safetensors", write_safetensors)
 TENSORS_SUFFIX = ".tensors"
-"""Of the files of tensorizer."""
+"""Suffix of tensorizer's files."""
 LOAD_FORMATS = {"safetensors": "sharded_state", "tensorizer": "tensorizer"}
 """The load_format that reads a set's files, by their name in the index."""
 

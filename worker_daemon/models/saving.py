@@ -1,10 +1,10 @@
 """Writes this rank's part of a saved set, in the layout of `saved_set.py`, and puts the set in
 place.
 
-The ranks of a group write side by side into one new directory beside the save in use. Once all have
+The ranks of a group write in parallel into one new directory next to the save in use. Once all have
 written, rank 0 renames its index over the set's: readers see the old set or the new one. Until then
 every rank holds a lock on the directory, which ends with its process. A directory without a lock is
-left over from a dead save, and the next save removes it.
+left over from an interrupted save, and the next save removes it.
 """
 
 import contextlib
@@ -51,7 +51,7 @@ class SaveRequest:
     """32 hex digits, the same on all ranks."""
     name: str
     pattern: str
-    """Of the file names, with {rank} and {part}."""
+    """Pattern of the file names, with {rank} and {part}."""
     max_size_bytes: int
     """Maximum bytes of tensors per file; a larger tensor has a file of its own."""
     files: FileKind = SAFETENSORS
@@ -90,9 +90,9 @@ class Saver:
     def write(
         self, request: SaveRequest, weights: RankWeights, before_file: Callable[[], None]
     ) -> SaveReport:
-        """Write this rank's files beside the set in use; every byte is on disk on return.
+        """Write this rank's files next to the set in use; every byte is on disk on return.
 
-        A save of before that is not in use is thrown away first. before_file is called before each
+        An earlier save that is not in use is deleted first. before_file is called before each
         file.
 
         Raises:
@@ -119,7 +119,7 @@ class Saver:
         Raises:
             ConfigError: keep, and the save is not one that waits for its end here, or another
                 rank's files are not under this root.
-            CapacityError: the disk is full; the set of before is in place.
+            CapacityError: the disk is full; the previous set stays in place.
         """
         pending = self._pending
         if pending is None or pending.save != save:
@@ -310,7 +310,7 @@ def _save_in_use(home: Path) -> str:
 
 
 def _remove_dead(home: Path, keep: Collection[str]) -> None:
-    """Remove all saves that nobody holds, except those to keep."""
+    """Remove all saves that no rank has locked, except those to keep."""
     for directory in home.iterdir():
         if is_save_id(directory.name) and directory.name not in keep:
             with contextlib.suppress(OSError):  # BlockingIOError: it is alive

@@ -32,12 +32,12 @@ class Extent:
     """Rows of equal length in a file, and the tensor that they fill."""
 
     offset: int
-    """Of the first row, from the start of the file."""
+    """Offset of the first row from the start of the file."""
     row_bytes: int
     row_stride: int
     """Bytes from one row's start to the next one's."""
     dtype: torch.dtype
-    """Of the bytes in the file."""
+    """Dtype of the bytes in the file."""
     target: Tensor
     """[rows] or [rows, columns], on the device, of any floating-point dtype."""
 
@@ -89,7 +89,7 @@ def read_staged(
     Raises:
         OSError: a file cannot be read.
         TruncatedError: a file ends too early.
-        CapacityError: no buffers can be had.
+        CapacityError: no buffers can be allocated.
     """
     longest = max((e.row_bytes for extents in files.values() for e in extents), default=0)
     size = max(buffer_bytes, longest)

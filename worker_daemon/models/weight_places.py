@@ -50,7 +50,7 @@ class Places:
     dtype: torch.dtype | None
     """The required dtype; None accepts any and converts it."""
     required: Sequence[tuple[str, ...]]
-    """Alternatives: the model is complete once at least one name of each has come."""
+    """Alternatives: the model is complete once at least one name of each has arrived."""
 
     def check(self, manifest: Manifest) -> None:
         """Check the incoming tensors before any byte arrives; the same on every rank.
@@ -75,7 +75,7 @@ class Places:
                 raise config_error("dtypes", str(dtype), problem, f"send it as {self.dtype}")
 
     def check_complete(self, received: Collection[str]) -> None:
-        """Check that every tensor that the model needs has come; the same on every rank.
+        """Check that every tensor that the model needs has arrived; the same on every rank.
 
         Raises:
             ConfigError: some have not; names the first that are missing.

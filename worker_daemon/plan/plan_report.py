@@ -13,8 +13,8 @@ NOT_COUNTED: Final = (
     "the CUDA context",
     "NCCL's buffers",
     "CUDA graphs",
-    "what libraries and the allocator keep beside tensors",
-    "what other processes use",
+    "memory that libraries and the allocator keep besides tensors",
+    "memory of other processes",
 )
 _HEADINGS: Final = (
     ("rank",),
@@ -52,7 +52,7 @@ def _lines(plan: GroupPlan) -> Iterator[str]:
         f"{plan.max_num_seqs:,}, max_num_batched_tokens {plan.max_num_batched_tokens:,}"
     )
     yield (
-        f"a device has {plan.memory_bytes:,} bytes, of which a daemon may use "
+        f"a device has {plan.memory_bytes:,} bytes; a daemon may use at most "
         f"{plan.requested_bytes:,}"
     )
     yield ""
@@ -73,7 +73,7 @@ def _lines(plan: GroupPlan) -> Iterator[str]:
     yield f"max_model_len {length:,} {verdict}; the longest that would: {plan.longest_model_len:,}"
     yield (
         f"kv_cache_memory_bytes for the request: {plan.kv_cache_memory_bytes_request:,}; to fill "
-        f"the card, if nothing ran beside: {plan.kv_cache_memory_bytes_card:,}"
+        f"the card, if nothing else ran on it: {plan.kv_cache_memory_bytes_card:,}"
     )
     yield from _notes()
 

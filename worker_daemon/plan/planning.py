@@ -78,7 +78,7 @@ class LayersPlan:
     """A group of layers, which share a block table."""
 
     num_layers: int
-    """Of all stages."""
+    """Number of layers on all stages."""
     block_size: int
     sliding_window: int | None
     num_blocks_longest_request: int
@@ -93,7 +93,7 @@ class GroupPlan:
     architecture: str
     dtype: str
     memory_bytes: int
-    """Of each device."""
+    """Memory of each device."""
     requested_bytes: int
     """Memory that a daemon may use of it by gpu_memory_utilization, from its baseline on."""
     max_model_len: int
@@ -155,7 +155,7 @@ def plan_fitted_memory(
 
 
 def resolve_directory(model: Path) -> Path:
-    """Return the model's directory with symbolic links resolved. Raises ConfigError if it is no
+    """Return the model's directory with symbolic links resolved. Raises ConfigError if it is not a
     path."""
     try:
         return model.resolve()
@@ -289,8 +289,8 @@ class _PlannedRanks:
         return not longest_requests(num_blocks, self._groups, length, self._max_num_batched_tokens)
 
     def _kv_cache_memory_bytes(self, num_blocks: int) -> int:
-        """Return one value for all ranks, of which each uses what its blocks need: the rank with
-        the largest blocks decides."""
+        """Return one value for all ranks. Each rank uses only as much of it as its blocks need, so
+        the rank with the largest blocks decides."""
         return num_blocks * max(map(self._block_bytes, self._sizes))
 
     def _num_blocks(self, length: int, budget: int) -> int:

@@ -1,4 +1,5 @@
-"""Estimates the memory of the largest step on a GPU, beside weights and KV cache. Pure arithmetic.
+"""Estimates the memory of the largest step on a GPU, in addition to weights and KV cache. Pure
+arithmetic.
 
 Adds up the tensors that are alive together at the peak of a step: in a layer's attention or MLP, or
 where the last stage samples tokens and reports logprobs. The kernels' own memory is covered by the
@@ -32,15 +33,15 @@ class StageWidths:
     elements of the model's dtype, unless stated otherwise."""
 
     hidden_size: int
-    """Of the whole model."""
+    """Hidden size of the whole model."""
     qkv_size: int
     """Query, key and value heads of a token."""
     q_size: int
     """Query heads of a token."""
     inner_size: int
-    """Of the MLP."""
+    """Inner size of the MLP."""
     vocab_size: int
-    """Of the whole model."""
+    """Vocabulary of the whole model."""
     vocab_rows: int
     """Rows of the LM head, padding included."""
     itemsize: int
@@ -69,7 +70,8 @@ def _layer_bytes(widths: StageWidths, tokens: int) -> int:
     """Return the larger of a layer's two halves, each before its output is added."""
     hidden = widths.hidden_size
     attention = widths.qkv_size + widths.q_size + hidden
-    # Attention's output lives on beside the MLP, whose inner size comes twice and then once more.
+    # Attention's output stays alive during the MLP, whose inner size counts twice and then once
+    # more.
     mlp = hidden + max(3 * widths.inner_size, widths.inner_size + hidden)
     return tokens * (_ALIVE_IN_LAYER * hidden + max(attention, mlp)) * widths.itemsize
 
@@ -99,7 +101,7 @@ def _table_bytes(limits: StepLimits) -> int:
 
 
 def _neighbour_bytes(widths: StageWidths, limits: StepLimits, tokens: int) -> int:
-    """Return the bytes of messages from and to the neighbouring stages: a buffer for each step in
+    """Return the bytes of messages from and to the neighboring stages: a buffer for each step in
     flight and two more, and the hidden states that a stage's ranks gather from theirs."""
     if widths.pp_size == 1:
         return 0

@@ -1,8 +1,8 @@
-"""Rows as another driver wants to hear of them. Reads host state and the device's block table;
-changes nothing.
+"""Describes the request rows to a driver that adopts them. Reads host state and the device's block
+table; changes nothing.
 
-A row's tokens are those of its admission and, on the output rank, those that were sampled since, as
-far as they have reached the host. Page sizes are bounded by rpc_schema/adoption.py.
+A row's tokens are those of its admission and, on the output rank, those sampled since then that
+have reached the host. rpc_schema/adoption.py bounds the size of a reply.
 """
 
 from collections.abc import Sequence
@@ -24,25 +24,25 @@ from worker_daemon.runner.request_state import RequestState
 from worker_daemon.runner.token_history import TokenHistory
 
 _ROW_BYTES = 128
-"""Of a row without its id, note, extensions and columns; at most."""
+"""Upper bound on a row's encoded size without its id, note, extensions and columns."""
 
 
 class Page(NamedTuple):
-    """Some rows, by ascending slot."""
+    """One reply's rows, by ascending slot."""
 
     rows: tuple[RequestRow, ...]
     next_slot: int
-    """0: no row follows."""
+    """The first slot of the next reply; 0 if no row follows."""
     token_ids: bytes
-    """int32 little-endian, of all rows one after the other."""
+    """int32 little-endian, all rows concatenated."""
     block_ids: bytes
-    """The same."""
+    """int32 little-endian, the rows' block ids, concatenated."""
 
 
 def describe_requests(
     state: RequestState, inputs: InputBuilder, history: TokenHistory, first_slot: int
 ) -> Page:
-    """Return rows from first_slot on, as many as a reply holds, at least one. Waits for the
+    """Return rows from first_slot on: as many as fit into a reply, at least one. Waits for the
     device."""
     rows: list[RequestRow] = []
     tokens: list[Int32s] = []
@@ -71,8 +71,8 @@ def _tokens(state: RequestState, history: TokenHistory, slot: int) -> Int32s:
 
 
 def _blocks(state: RequestState, inputs: InputBuilder, slot: int) -> list[Int32s]:
-    """The row's blocks of each group, the null block in the place of those behind a window; none
-    where there are too many to be told."""
+    """Return the row's blocks in each group, with the null block in place of those behind a window;
+    none if there are too many to report."""
     num_blocks: list[int] = state.counts.blocks_by_group[:, slot].tolist()
     if sum(num_blocks) > MAX_ROW_BLOCKS:
         num_blocks = [0] * len(num_blocks)

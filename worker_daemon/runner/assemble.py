@@ -1,5 +1,4 @@
-"""Puts a model runner together from its parts: the one place that knows which part serves which
-place in the group."""
+"""Assembles a model runner from its parts, by the rank's place in the group."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -42,7 +41,7 @@ from worker_daemon.runner.token_history import SampledTokens, TokenHistory
 
 @dataclass(frozen=True, slots=True)
 class RunnerParts:
-    """Parts of a runner that outlive it."""
+    """Objects that a runner uses and that outlive it."""
 
     parallel: ParallelState
     tp: TensorParallel
@@ -51,7 +50,7 @@ class RunnerParts:
     dtype: torch.dtype
     device: torch.device
     capture_stream: torch.cuda.Stream | None
-    """Stream that graphs are captured on; None on the CPU."""
+    """Stream on which graphs are captured; None on the CPU."""
     sampling: Sampling
     rows: RowKernels
     open_staging: OpenStaging
@@ -61,14 +60,16 @@ class RunnerParts:
 
     @property
     def depth(self) -> int:
-        """Steps whose buffers must not be overwritten: those in flight, and the one being built."""
+        """Number of steps whose buffers must not be overwritten: those in flight, and the one being
+        built."""
         return self.parallel.pp_size + 2
 
 
 def assemble_runner(
     parts: RunnerParts, link: Link, limits: StepLimits, kv: Sequence[LayerKV]
 ) -> ModelRunner:
-    """Return a runner with empty rows. kv: one a local layer, or none for NullAttention."""
+    """Return a runner with empty rows. kv: one LayerKV per local layer, or none for
+    NullAttention."""
     parallel = parts.parallel
     step_parts = make_parts(
         limits,

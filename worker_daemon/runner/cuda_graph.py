@@ -19,7 +19,7 @@ from worker_daemon.runner.stage_program import EagerProgram, StageOutput
 from worker_daemon.runner.step_layout import ExactShapes, StepLadder, StepPlan
 
 SAMPLED_GRAPHS: Final = 4
-"""One graph of so many is captured to see what the others take."""
+"""One of this many graphs is captured, to measure the memory of the others."""
 
 
 class StepGraphs:
@@ -30,28 +30,28 @@ class StepGraphs:
     """Number of graphs."""
 
     def compile(self, runner: ModelRunner) -> None:
-        """Compile the kernels of what will be captured, many at once; nothing runs."""
+        """Compile the kernels of the steps to be captured, many at once; nothing runs."""
 
     def capture(self, runner: ModelRunner) -> None:
-        """Capture what there is to capture, and let the runner replay it."""
+        """Capture all graphs, and let the runner replay them."""
 
     def estimate_bytes(self, runner: ModelRunner, used_bytes: Callable[[], int]) -> int:
-        """Return about how many bytes capture would take, and leave everything as it was.
+        """Estimate the bytes that capture would take, and leave everything as it was.
 
-        used_bytes() tells what this process has of the device, apart from what its allocator could
-        give back. Every rank of a tensor-parallel stage takes part.
+        used_bytes() returns the device memory of this process, without what its allocator could
+        free. Every rank of a tensor-parallel stage takes part.
         """
         return 0
 
     def before_relink(self, runner: ModelRunner) -> None:
-        """The communicators are about to go: drop what holds them."""
+        """Drop the graphs that hold the communicators, which are about to end."""
 
     def set_aside(self, runner: ModelRunner) -> None:
         """Run the next steps kernel by kernel and unpadded, until restore()."""
 
     def restore(self, runner: ModelRunner) -> None:
-        """Replay again what is there, and capture again what was dropped: the communicators are
-        new."""
+        """Replay the remaining graphs again, and recapture the dropped ones with the new
+        communicators."""
 
 
 class LadderGraphs(StepGraphs):
@@ -67,7 +67,7 @@ class LadderGraphs(StepGraphs):
         *,
         holds_communication: bool,
     ) -> None:
-        """arrived, stream: see GraphedProgram; holds_communication: the program makes
+        """arrived, stream: see GraphedProgram; holds_communication: the program calls
         collectives."""
         self._ladder = ladder
         self._stream = stream
@@ -91,8 +91,8 @@ class LadderGraphs(StepGraphs):
         self.count = len(plans)
 
     def estimate_bytes(self, runner: ModelRunner, used_bytes: Callable[[], int]) -> int:
-        """The largest graph of either kind makes the pool that all others fit into; what each of
-        the others takes beside it (its kernels' arguments, its outputs) a sample of them tells."""
+        """The largest graph of either kind allocates the pool that all others share. A sample of
+        the others shows how much each takes in addition (its kernels' arguments, its outputs)."""
         program = GraphedProgram(self._eager, self._arrived, self._stream)
         largest, others = _split_plans(self._plans(runner))
         before = used_bytes()
@@ -124,8 +124,8 @@ class LadderGraphs(StepGraphs):
             runner.inputs.pad_by(self._ladder, ())  # their views are kept
             runner.use(self._program)
             return
-        # The memory of those that were dropped is a pool's, and these get another pool. Not
-        # before: freeing waits for kernels, which may wait for a peer until the link is left.
+        # Free the pool of the dropped graphs, because the new ones get another pool. It cannot be
+        # freed earlier: freeing waits for kernels, which may wait for a peer until the link ends.
         torch.cuda.empty_cache()
         self.capture(runner)
 
@@ -141,8 +141,8 @@ class GraphedProgram:
     def __init__(
         self, eager: EagerProgram, arrived: Tensor, stream: torch.cuda.Stream | None
     ) -> None:
-        """arrived: [N, H], N the tokens of the largest plan: where graphs read what the stage
-        before sent; [0, H] on the first stage. stream: where they are captured."""
+        """arrived: [N, H], N the tokens of the largest plan: the buffer from which graphs read the
+        previous stage's output; [0, H] on the first stage. stream: on which graphs are captured."""
         self._eager = eager
         self._arrived = arrived
         self._graphs: dict[StepPlan, _Captured] = {}
@@ -162,10 +162,10 @@ class GraphedProgram:
     @torch.inference_mode()
     def compile(self, plans: Sequence[StepPlan], padding: Callable[[StepPlan], StepInputs]) -> None:
         """Compile the kernels of each plan, and keep no graph."""
-        # Imports Triton, which a CPU daemon does without.
+        # Imports Triton, which a CPU daemon does not need.
         from worker_daemon.kernels.compile_ahead import compiling_ahead
 
-        dropped = []  # together, at the end: the pool must not be without a graph before
+        dropped = []  # together, at the end: the pool must always have a graph
         with compiling_ahead():
             for plan in plans:
                 arrived = self._arrived[: plan.shape.num_tokens]
@@ -176,9 +176,9 @@ class GraphedProgram:
     def capture(self, plans: Sequence[StepPlan], padding: Callable[[StepPlan], StepInputs]) -> None:
         """Capture a graph of each plan, the largest first: smaller ones then fit into its memory.
 
-        padding(plan) builds inputs that touch no request. Of each plan a few layers run before, so
-        that all of its kernels are compiled and loaded, and the whole once as a graph, which brings
-        it to the device: no step is the first to wait for that or to take memory for it. In a
+        padding(plan) builds inputs that touch no request. Before capture, a few layers of each plan
+        run, so that all of its kernels are compiled and loaded. The captured graph then runs once,
+        which uploads it to the device: no later step waits for that or takes memory for it. In a
         tensor-parallel group every rank captures the same plans in the same order.
         """
         thin = self._eager.compile_subset()
@@ -202,7 +202,7 @@ class GraphedProgram:
                 inputs.packed.take()
                 output = self._eager.compute(inputs, arrived)
             except BaseException:
-                with suppress(RuntimeError):  # it is the first error that says what is wrong
+                with suppress(RuntimeError):  # the first error names the cause
                     graph.capture_end()
                 raise
             graph.capture_end()

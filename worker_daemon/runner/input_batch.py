@@ -1,7 +1,7 @@
-"""A step's columns, filled from the request rows for the device to take.
+"""Fills a step's columns from the request rows, for the device to take.
 
-Shapes: N tokens, B sequences, R sequences that sample (step_layout.py). Nothing in here waits for
-the device, unless it is as many steps behind as there are buffers.
+Shapes: N tokens, B sequences, R sequences that sample (step_layout.py). Nothing in this module
+waits for the device, unless all buffers are in use.
 """
 
 from collections.abc import Sequence
@@ -33,7 +33,7 @@ class StepInputs(NamedTuple):
 
     plan: StepPlan
     packed: Packed
-    """The columns, to be taken to the device."""
+    """The buffer with the columns that the device takes."""
     num_tokens: int
     """Tokens of the step; the columns may be padded to more."""
     query_lens_np: Int32s
@@ -42,16 +42,16 @@ class StepInputs(NamedTuple):
     """[B] host"""
     sample_rows: SampleRows
     reads: Int64s
-    """Slots whose newest sampled token the step reads, or where counts may be corrected, all of its
-    slots."""
+    """Slots whose newest sampled token the step reads; all of its slots if counts may be
+    corrected."""
 
     @property
     def columns(self) -> StepColumns[Tensor]:
-        """On the device, valid once taken, until the next step's are."""
+        """On the device; valid from when they are taken until the next step's are taken."""
         return self.packed.columns
 
     def attention(self, gathered: Gathered, tables: RowTables) -> list[AttentionMetadata]:
-        """Return what attention reads of the step, in layers of each group."""
+        """Return the step's attention metadata for the layers of each group."""
         columns = self.packed.columns
         return [
             AttentionMetadata(
@@ -92,8 +92,8 @@ class InputBuilder:
         self._count = np.arange(most_seqs(state) + 1, dtype=np.int32)
 
     def with_parts(self, plans: Sequence[StepPlan]) -> list[StepPlan]:
-        """Return each plan for every choice of parts around the forward pass that has graphs; that
-        for none of them, the plan itself, comes last."""
+        """Return each plan for every choice of parts around the forward pass that has graphs. The
+        plan without such parts comes last."""
         keys = self._parts.graph_keys()
         return [self._parts.extended(plan, key) for plan in plans for key in keys]
 
@@ -104,7 +104,7 @@ class InputBuilder:
         self._staging.keep(plan.shape for plan in plans)
 
     def build(self, step: ScheduledStep) -> StepInputs:
-        """Fill in what changed and what this step is; the rest is gathered on the device."""
+        """Fill in the changes and the step's own values; the device gathers the rest."""
         if step.new_requests:
             known = self._state.known_tokens
             self._parts.admit(step.new_requests, [known[r.slot] for r in step.new_requests])
@@ -123,7 +123,8 @@ class InputBuilder:
         if plan.parts:
             self._parts.fill(plan.parts, packed.host, step)
         columns, rows = packed.columns, filled.rows
-        # By position, in the order of the fields: names would cost as much as all the rest here.
+        # By position, in the order of the fields: keyword arguments would cost as much as all the
+        # rest here.
         return StepInputs(
             plan,
             packed,
@@ -164,7 +165,8 @@ class InputBuilder:
         return _Filled(step.steady, columns, self._rows_of(step, on_device, sampling))
 
     def _rows_of(self, step: ScheduledStep, on_device: Bools, sampling: Int64s) -> "_StepRows":
-        # Counts of a slot's former request must have come before a new one's are set to zero.
+        # Counts of a slot's former request must have arrived before a new request's are set to
+        # zero.
         reads = step.slots[on_device] if step.corrections is None else step.slots
         steady, in_sampling = step.steady, self._parts.in_sampling
         if steady is not None:
@@ -175,7 +177,7 @@ class InputBuilder:
         return _StepRows(sampling, slots, self._state.generation[slots], used, reads, b"")
 
     def padding(self, plan: StepPlan) -> StepInputs:
-        """Return inputs that are padding alone: for warm-up and capture, without a request."""
+        """Return inputs that consist of padding: for warm-up and capture, without a request."""
         packed = self._staging.open(plan.shape)
         packed.holds = None
         columns = packed.host
@@ -229,7 +231,8 @@ class InputBuilder:
         return Unsampled(rows, None, none, step.brought)
 
     def _fill_decode(self, columns: StepColumns[Int32s], step: ScheduledStep) -> None:
-        """Every sequence has one token; padding is sequences of one token on the spare row."""
+        """Fill a decode: every sequence has one token. Padding consists of sequences of one token
+        on the spare row."""
         spare, used = self._state.spare_slot, step.slots.size
         for rows in (columns.token_rows, columns.seq_rows):
             rows[:used] = step.slots
@@ -241,7 +244,8 @@ class InputBuilder:
         columns.query_start_loc[:] = self._count[: columns.query_start_loc.size]
 
     def _fill_mixed(self, columns: StepColumns[Int32s], step: ScheduledStep) -> None:
-        """Padding is tokens of the spare row behind the last sequence, and sequences of none."""
+        """Fill a mixed step. Padding consists of tokens on the spare row after the last sequence,
+        and of empty sequences."""
         spare, used, seqs = self._state.spare_slot, step.total_num_tokens, step.slots.size
         columns.query_start_loc[0] = 0
         np.cumsum(step.num_tokens, out=columns.query_start_loc[1 : seqs + 1])
@@ -289,7 +293,7 @@ class InputBuilder:
     def _fill_updates(
         self, columns: StepColumns[Int32s], updates: BlockUpdates, num_filled: int
     ) -> None:
-        """num_filled: how many entries may hold something else than padding."""
+        """num_filled: number of leading entries that may hold values other than padding."""
         used = updates.rows.size
         if used:
             columns.update_rows[:used] = updates.rows
@@ -307,19 +311,19 @@ class _StepRows(NamedTuple):
     sampling: Int64s
     """Indices of the sequences that sample."""
     slots: Int64s
-    """Theirs."""
+    """Slots of the sequences that sample."""
     generations: Int64s
-    """Theirs."""
+    """Generations of the sequences that sample."""
     used: int
-    """As SampleRows has it."""
+    """The value of SampleRows.used."""
     reads: Int64s
-    """As StepInputs has it."""
+    """The value of StepInputs.reads."""
     bitmap: bytes
-    """As SampleRows.known_bitmap."""
+    """The value of SampleRows.known_bitmap."""
 
 
 class _Filled:
-    """Columns that were filled for a step, and for the steps behind it of the same steady batch."""
+    """Columns that were filled for a step and for later steps of the same steady batch."""
 
     def __init__(
         self, steady: SteadyBatch | None, columns: StepColumns[Int32s], rows: _StepRows
@@ -327,14 +331,15 @@ class _Filled:
         self.steady = steady
         self.rows = rows
         self.num_updates: int = columns.update_rows.size
-        """Entries of the block table that may be no padding: before the first step, all."""
+        """Entries of the block-table columns that may hold values other than padding: all of them
+        before the first step."""
         used = 0 if steady is None else steady.slots.size
         self._positions = columns.positions[:used]
         self._seq_lens = columns.seq_lens[:used]
         self._sample_positions = columns.sample_positions[:used]
 
     def advance(self, step: ScheduledStep) -> None:
-        """Bring the columns up to a later step of the same batch."""
+        """Advance the columns to a later step of the same batch."""
         np.copyto(self._positions, step.starts)
         np.copyto(self._seq_lens, step.ends)
         np.copyto(self._sample_positions, step.ends)
@@ -346,5 +351,5 @@ def staging_capacity(state: RequestState) -> int:
 
 
 def most_seqs(state: RequestState) -> int:
-    """Sequences of the largest step, padding included."""
+    """Number of sequences in the largest step, padding included."""
     return largest_shape(state.limits).num_seqs

@@ -20,11 +20,11 @@ class LayerKV(NamedTuple):
     """[num_blocks, 2, block_size, num_kv_heads, head_dim]. A layer of another group may use other
     blocks of the same memory."""
     group: int
-    """The KV group, whose block table lists the layer's blocks."""
+    """The layer's KV group; its block table lists the layer's blocks."""
 
 
 def describe_layers(layers: Sequence[KVLayerSpec], dtype: torch.dtype) -> tuple[KVCacheSpec, ...]:
-    """Return one KVCacheSpec a local layer: K and V of every local KV head."""
+    """Return one KVCacheSpec per local layer: K and V of every local KV head."""
     return tuple(
         KVCacheSpec(
             layer_name=layer.name,
@@ -44,7 +44,7 @@ def allocate_kv_caches(
     dtype: torch.dtype,
     make_zeros: Callable[[int, torch.dtype], Tensor],
 ) -> list[LayerKV]:
-    """Return zeroed caches, one a layer, in the memory of make_zeros(number of elements, dtype).
+    """Return zeroed caches, one per layer, in memory from make_zeros(number of elements, dtype).
 
     Zeroed: a kernel may read past the end of a sequence, and NaN times a zero weight is NaN.
 

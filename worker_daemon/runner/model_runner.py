@@ -1,5 +1,5 @@
-"""THE hot path: one step from the driver's message to sampled tokens. Everything optional is a part
-chosen once, elsewhere.
+"""The hot path: one step from the driver's message to sampled tokens. Optional features are parts,
+chosen once in assemble.py.
 
 Dummy, profile and warm-up steps come through the same entry (see warmup.py). Used on the step
 thread only.
@@ -40,10 +40,11 @@ class Stage(Protocol):
     """A place in the pipeline: SoleStage, or PipelineStage (pipeline_stage.py)."""
 
     replies: StepReplies
-    """Makes the replies of this rank."""
+    """Builds this rank's replies."""
 
     def forward(self, program: StageProgram, step: ScheduledStep) -> Unsampled:
-        """Run a step's forward pass, and pass its hidden states on where they go."""
+        """Run a step's forward pass, and send its hidden states to the next stage, if there is
+        one."""
 
     def sample(self, step: Unsampled, identity: ReplyIdentity) -> PendingOutput | None:
         """Sample a step's rows. Return the reply on the output rank, None elsewhere."""
@@ -60,20 +61,20 @@ class Stage(Protocol):
         the parts that these use; brought: extensions of the message that samples them."""
 
     def give_up(self) -> bool:
-        """Do for the request at hand, which has failed, what other ranks still wait for. Return
-        False where that is not known: the ranks are out of step."""
+        """Make the exchanges that other ranks still expect for the current request, which has
+        failed. Return False if they are not known: the ranks are out of step."""
 
     def settle(self) -> None:
-        """Wait for what is on its way from and to other stages."""
+        """Wait for transfers from and to other stages."""
 
 
 class SoleStage:
-    """All layers: nothing is received or sent."""
+    """The stage of a model that is not split: it receives and sends nothing."""
 
     def __init__(
         self, inputs: InputBuilder, sampler: StepSampler, replies: StepReplies, no_hidden: Tensor
     ) -> None:
-        """no_hidden: [0, H], the hidden states that arrive from no stage."""
+        """no_hidden: [0, H], passed in place of received hidden states."""
         self._inputs = inputs
         self._sampler = sampler
         self.replies = replies
@@ -88,7 +89,7 @@ class SoleStage:
         return Unsampled(inputs.sample_rows, output.chosen, self._ok, step.brought, reports)
 
     def sample(self, step: Unsampled, identity: ReplyIdentity) -> PendingOutput | None:
-        """See Stage. The forward pass has given the rows their likeliest tokens already."""
+        """See Stage. The forward pass has already given the rows their most likely tokens."""
         rows, count = step.rows, step.rows.slots_np.size
         if not count:
             return self.replies.without_tokens(identity, step.status, step.reports)
@@ -124,7 +125,8 @@ class SoleStage:
 
 
 class ModelRunner:
-    """Runs steps on one stage and shard. Owned by the worker; freed by reset."""
+    """Runs the steps of one rank (a stage and a tensor-parallel shard). Owned by the worker; freed
+    by reset."""
 
     def __init__(
         self,
@@ -146,7 +148,7 @@ class ModelRunner:
         self.eager = eager
         self.waits = waits
         self.history = history
-        """Of results; outlives a link."""
+        """Creates results; outlives a link."""
         self._program: StageProgram = eager
         self._stage = stage
         self._rank = rank
@@ -156,7 +158,7 @@ class ModelRunner:
         """Rows that steps have deferred, by the step's seq."""
 
     def use(self, program: StageProgram) -> None:
-        """Run steps by another program from here on, as once graphs are captured."""
+        """Run steps by another program from here on, such as captured graphs."""
         self._program = program
 
     def tie(self, stage: Stage) -> None:
@@ -164,30 +166,31 @@ class ModelRunner:
         self._stage = stage
 
     def settle(self) -> None:
-        """Wait for what is on its way from and to the neighbours, before buffers are given up.
+        """Wait for transfers from and to the neighbors, before buffers are freed.
 
         Raises:
-            CommError: a neighbour is gone.
+            CommError: a neighbor is gone.
         """
         self._stage.settle()
 
     def forget_requests(self) -> None:
-        """Free every row, and whatever waits to be sampled."""
+        """Free every row, and drop steps that wait to be sampled."""
         self.state.drop_all()
         self._unsampled.clear()
 
     def adopt_requests(self, first_slot: int) -> Page:
-        """Take back what is not known to have ended well, and describe rows from first_slot on."""
+        """Roll back steps that are not known to have succeeded, and describe rows from first_slot
+        on."""
         self.inputs.tables.restore(self.state.take_back(self.history.has_confirmed))
         return describe_requests(self.state, self.inputs, self.history, first_slot)
 
     def execute_model(self, request: ExecuteModel, arrays: Sequence[Frame]) -> PendingOutput | None:
-        """Run one step: apply the scheduler's difference, then receive, forward, send, sample.
+        """Run one step: apply the scheduler's changes, then receive, forward, send, sample.
 
         Returns the reply on the output rank, None elsewhere.
 
         Raises:
-            InvalidStepError: refused, on every rank alike; nothing was applied.
+            InvalidStepError: refused on every rank; nothing was applied.
             PrecededByError: an earlier step failed; this one ran only to keep the ranks in step.
             CommError: the link is broken.
         """
@@ -197,7 +200,7 @@ class ModelRunner:
         return self._run(step, self._identify(request))
 
     def execute_dummy_batch(self, request: ExecuteDummyBatch) -> PendingOutput | None:
-        """Run one token through the stage, on behalf of no request."""
+        """Run one token through the stage, without a request."""
         return self._run(self.state.dummy_step(request.seq), self._identify(request))
 
     def _run(self, step: ScheduledStep, identity: ReplyIdentity) -> PendingOutput | None:
@@ -242,12 +245,12 @@ class ModelRunner:
         return reply
 
     def _failure(self, seq: int, error: Exception) -> Exception:
-        """Return what is raised for a request that failed, once the other ranks have what they wait
-        for.
+        """Send the other ranks what they wait for, and return the error to raise for a failed
+        request.
 
-        A rank of several in a tensor-parallel stage that fails has left a collective that the
-        others are in, and one that fails in an exchange is out of step: either breaks the link. A
-        lost device can do nothing for anybody: the process ends.
+        Two failures break the link: that of one rank of a tensor-parallel stage, whose peers are
+        still in a collective, and that of a rank within an exchange. If the device is lost, nothing
+        can be sent: the process ends.
         """
         self.state.mark_failed(seq)
         failure = typed_device_error(error)

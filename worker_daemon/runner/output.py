@@ -1,5 +1,5 @@
-"""A step's result on its way to the host: copied asynchronously, waited for on the completion
-thread, then encoded."""
+"""Brings a step's result to the host: copies it asynchronously, waits on the completion thread,
+then encodes it."""
 
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
@@ -36,14 +36,15 @@ class PendingOutput(Protocol):
 
     @property
     def is_ready(self) -> bool:
-        """result() returns at once."""
+        """True if result() returns at once."""
 
     def result(self) -> tuple[ModelRunnerOutput, Sequence[Frame]]:
-        """Wait for it. Raises UpstreamFailedError where the step failed before this stage."""
+        """Wait for the reply and return it. Raises UpstreamFailedError if the step failed on an
+        earlier stage."""
 
 
 class StepReplies:
-    """Makes a rank's replies; a rank that sends none gets None."""
+    """Builds a rank's replies; returns None on a rank that sends none."""
 
     def __init__(self, link: Link, history: TokenHistory, *, is_output_rank: bool) -> None:
         self._link = link
@@ -70,7 +71,7 @@ class StepReplies:
     def of_delivery(
         self, identity: ReplyIdentity, rows: SampleRows, delivery: Delivery
     ) -> PendingOutput | None:
-        """The step itself brings its tokens to the host."""
+        """Return the output of a step that writes its tokens to the host itself."""
         if not self._is_output_rank:
             return None
         delivered = delivery.expect(rows.slots_np.size)
@@ -81,9 +82,9 @@ class StepReplies:
 
 class StepOutput:
     """Made on the step thread; result() is called once: on the completion thread, or on the step
-    thread where it is ready.
+    thread if it is ready.
 
-    The copies are enqueued behind the step and before the next one, which may overwrite their
+    The copies are enqueued after the step and before the next one, which may overwrite their
     sources. slots: of the rows, as a bitmap.
     """
 
@@ -146,8 +147,8 @@ class StepOutput:
 
 
 class DeliveredOutput:
-    """The output of a step whose tokens the device writes to the host itself: the only stage's, and
-    so of no other's status. As StepOutput otherwise."""
+    """The output of a step whose tokens the device writes to the host itself. Only a sole stage has
+    it, so there is no other stage's status. Otherwise like StepOutput."""
 
     is_ready = False
 
@@ -228,8 +229,8 @@ class NoTokens:
 
 
 class _HostCopies:
-    """A step's status and result columns on their way to the host. On CUDA pinned, and complete
-    once an event behind the copies is."""
+    """A step's status and result columns on their way to the host. On CUDA the host memory is
+    pinned, and the copies are complete once the event recorded after them is."""
 
     def __init__(self, columns: Sequence[Tensor], link: Link) -> None:
         self._link = link
@@ -238,7 +239,7 @@ class _HostCopies:
 
     @property
     def on_host(self) -> bool:
-        """The device is the host: there is nothing to wait for."""
+        """An event for the CPU: the device is the host, so there is nothing to wait for."""
         return self._copied is None
 
     def wait(self) -> list[Tensor]:

@@ -1,6 +1,6 @@
-"""One stage of several: receives hidden states from the stage before, sends its own to the stage
-after, and takes part in the return of sampled tokens. Every rank makes the same exchanges in the
-same order, also where the step fails on one of them.
+"""Runs one of several pipeline stages: receives hidden states from the previous stage, sends its
+own to the next one, and takes part in the return of sampled tokens. Every rank makes the same
+exchanges in the same order, even if the step fails on one of them.
 
 Shapes: N tokens, H hidden size, R sequences that sample. Status is an int64 scalar on the device
 (distributed/pp.py).
@@ -37,7 +37,7 @@ _NO_SLOTS: Final = np.zeros(0, np.int64)
 
 @dataclass(frozen=True, slots=True)
 class Neighbours:
-    """A stage's side of its exchanges over one link."""
+    """The exchanges of one stage over one link."""
 
     inbound: StageInbound | None
     """None on the first stage."""
@@ -48,18 +48,18 @@ class Neighbours:
 
 @dataclass(slots=True)
 class _Due:
-    """Exchanges of the request at hand that the other stages still expect."""
+    """The exchanges of the current request that the other stages still expect."""
 
     slots: Int64s
     """Rows whose tokens are to be returned."""
     seq: int = 0
     num_tokens: int = 0
     sends: bool = False
-    """Hidden states are to be sent."""
+    """True if hidden states are to be sent."""
     arrival: StageArrival | None = None
-    """To be received."""
+    """True if hidden states are to be received."""
     is_torn: bool = False
-    """An exchange has begun and not ended."""
+    """True if an exchange has begun and not ended."""
 
 
 class PipelineStage:
@@ -76,7 +76,7 @@ class PipelineStage:
         no_hidden: Tensor,
     ) -> None:
         """sampler: None on stages but the last. no_hidden: zeros [1, H] in the model's dtype, sent
-        on in place of what a failed step computed."""
+        in place of a failed step's output."""
         self._state = state
         self._inputs = inputs
         self._neighbours = neighbours
@@ -88,7 +88,7 @@ class PipelineStage:
         self._failed = torch.full_like(self._ok, STATUS_FAILED)
         self._num_published = 0
         self._published = np.full(state.limits.max_num_seqs + 1, -1, np.int64)
-        """The publication (tokens.py) that brings each row's newest token."""
+        """For each row, the publication (tokens.py) that brings its newest token."""
         self._due = _Due(_NO_SLOTS)
 
     def forward(self, program: StageProgram, step: ScheduledStep) -> Unsampled:
@@ -136,11 +136,11 @@ class PipelineStage:
         return self.sample(step.keep(kept, used, brought), identity)
 
     def give_up(self) -> bool:
-        """Make the exchanges that are left of a request that has failed, without any result. Return
-        False where one has begun and not ended: the ranks are out of step.
+        """Make the remaining exchanges of a failed request, without a result. Return False if one
+        has begun and not ended: the ranks are out of step.
 
         Raises:
-            CommError: a neighbour is gone.
+            CommError: a neighbor is gone.
         """
         due = self._due
         if due.is_torn:
@@ -160,10 +160,10 @@ class PipelineStage:
         return True
 
     def settle(self) -> None:
-        """Wait for what is on its way from and to the neighbours, before buffers are given up.
+        """Wait for transfers from and to the neighbors, before buffers are freed.
 
         Raises:
-            CommError: a neighbour is gone.
+            CommError: a neighbor is gone.
         """
         if self._neighbours.outbound is not None:
             self._neighbours.outbound.settle()

@@ -1,10 +1,10 @@
-"""The request rows: what every rank knows of every request, and the last steps, so that they can be
-taken back.
+"""The request rows: the state of every request on every rank, and the last steps, so that they can
+be rolled back.
 
-A row is a slot of the wire. A step is checked whole before any of it is applied, by its bytes and
-by these rows alone, so that all ranks accept or refuse alike: step_judge.py checks it against the
-rows' counts (row_counts.py); a step that continues a steady batch (steady_batch.py) takes a short
-cut. Host memory is the source of truth; input_batch.py makes the device copies.
+A row is a slot of the wire. A whole step is checked before any of it is applied. The check uses
+only its bytes and these rows, so that all ranks accept or refuse alike. step_judge.py checks it
+against the rows' counts (row_counts.py); a step that continues a steady batch (steady_batch.py)
+takes a shorter path. Host memory is the source of truth; input_batch.py makes the device copies.
 """
 
 from collections import deque
@@ -34,35 +34,37 @@ from worker_daemon.runner.steady_batch import SteadyBatch
 from worker_daemon.runner.step_judge import Batch, JudgedStep, StepJudge
 
 MAX_TAKEN_BACK = 64
-"""Steps that can be taken back: more than a driver may have under way."""
+"""Number of steps that can be rolled back: more than a driver may have in flight."""
 _NO_TOKENS = np.zeros(0, np.int32)
 
 
 class RequestState:
-    """All rows of one rank. Owned by the model runner, used on the step thread only, but for
+    """All rows of one rank. Owned by the model runner, used on the step thread only, except
     num_held_blocks."""
 
     def __init__(self, limits: StepLimits, parts: StepParts) -> None:
         num_rows = limits.max_num_seqs + 1
         self.limits = limits
         self.parts = parts
-        """The optional features; they judge what requests and steps have of them."""
+        """The optional features; they check the extensions of requests and steps."""
         self.known_tokens: list[Int32s] = [_NO_TOKENS] * num_rows
-        """Of each row, the tokens that came with its admission."""
+        """For each row, the tokens that came with its admission."""
         self.num_known_tokens = np.zeros(num_rows, np.int32)
-        """Of each row, how many of its tokens came with its admission; later ones were sampled."""
+        """For each row, the number of tokens that came with its admission; later ones were
+        sampled."""
         self.num_prompt_tokens = np.zeros(num_rows, np.int32)
         self.generation = np.zeros(num_rows, np.int64)
-        """Of each row, how often it was admitted: tells a request from its slot's former ones."""
+        """For each row, the number of admissions so far; distinguishes a request from earlier ones
+        of its slot."""
         self.req_ids = [""] * num_rows
-        """Of each row, the request's id, and below the features that it uses and what its
-        scheduler noted with it."""
+        """For each row, the request's id; the next two columns hold its extensions and its
+        scheduler's note."""
         self.extensions: list[tuple[RequestExtension, ...]] = [()] * num_rows
         self.notes = [b""] * num_rows
         self._counts = RowCounts.of_free_rows(num_rows, limits.num_groups)
         self._steady: dict[bytes, SteadyBatch] = {}
-        """Batches that may go on, no row in two of them, by bitmap: one, or one for each
-        micro-batch of a pipeline. Replaced, never changed: any thread may read it."""
+        """Steady batches that may continue, by bitmap; no row is in two of them. There is one, or
+        one for each micro-batch of a pipeline. Replaced, never changed: any thread may read it."""
         self._deferred: dict[int, tuple[Int64s, Int64s]] = {}
         """Slots and generations that each step has still to sample."""
         self._record = StepRecord(limits.block_groups)
@@ -70,7 +72,7 @@ class RequestState:
 
     @property
     def spare_slot(self) -> int:
-        """A row that no request ever has; its block table is the null block's."""
+        """A row that no request uses; its block table holds only the null block."""
         return self.limits.max_num_seqs
 
     @property
@@ -81,8 +83,8 @@ class RequestState:
         return self._counts
 
     def num_held_blocks(self) -> int:
-        """Return how many blocks the rows have, one that several share counted for each, and those
-        behind a window not. Any thread may ask: it sees some moment of a step."""
+        """Return the number of blocks of all rows. A shared block counts once per row, blocks
+        behind a window do not count. Any thread may call it; it may see a step half applied."""
         num_blocks, steady = self._counts.blocks_by_group.copy(), self._steady
         num_computed = self._counts.num_computed.copy()
         for batch in steady.values():
@@ -103,29 +105,27 @@ class RequestState:
 
     @property
     def has_failed(self) -> bool:
-        """A step failed, and no resynchronisation has come since."""
+        """True if a step failed and no resynchronization has followed."""
         return self._record.failed_seq is not None
 
     def are_current(self, slots: Int64s, generations: Int64s) -> Bools:
-        """Return for each slot [R] whether it still holds the request that it held in that
-        generation."""
+        """Return [R]: True where a slot still holds the request of that generation."""
         current: Bools = self._counts.live[slots] & (self.generation[slots] == generations)
         return current
 
     def drop_all(self) -> None:
-        """Free every row, and forget a failure: a new driver, or a new purpose, begins."""
+        """Free every row, and forget a failure: before a new driver, or another use of the rows."""
         self._counts.clear(slice(None))
         self._steady = {}
         self._deferred.clear()
         self._record.restart()
 
     def mark_failed(self, seq: int) -> None:
-        """A step failed after it was accepted: those behind it fail too, until a
-        resynchronisation."""
+        """Record that an accepted step failed: later steps fail too, until a resynchronization."""
         self._record.fail(seq)
 
     def raise_if_failed(self) -> None:
-        """Raises PrecededByError while an earlier step's failure stands."""
+        """Raise PrecededByError if an earlier step failed and no resynchronization has followed."""
         if self._record.failed_seq is not None:
             raise PrecededByError(
                 f"step {self._record.failed_seq} failed before this one",
@@ -133,25 +133,26 @@ class RequestState:
             )
 
     def take_back(self, has_ended_well: Callable[[int, int], bool]) -> BlockUpdates:
-        """Undo what failed steps, and all from the first one that is not known to have ended well
-        (by epoch and seq) on, did to rows that are still there: what they computed is not counted,
-        what they appended is not theirs. Their tokens, and requests that ended, stay as they are.
+        """Roll back failed steps, and all steps from the first one that is not known to have
+        succeeded (by epoch and seq). In rows that still exist, tokens that these steps computed no
+        longer count, and blocks that they appended are removed. Sampled tokens, and requests that
+        ended, stay as they are.
 
-        Return blocks of rows that came with the first of these steps and with KV: theirs still, but
-        the step may not have written them to the device.
+        Return the blocks of rows that the first of these steps admitted with KV. The rows keep
+        them, but the step may not have written them to the device's block table.
 
-        A failure stands, as before, until a resynchronisation.
+        A recorded failure stays until a resynchronization.
         """
         kept = self._record.take_back(self.counts, has_ended_well)
         self._steady = {}
         return kept
 
     def apply(self, step: ExecuteModel, arrays: Sequence[Frame]) -> ScheduledStep:
-        """Check a step whole, then apply it to the rows.
+        """Check a whole step, then apply it to the rows.
 
         Raises:
-            InvalidStepError: some value is out of range or disagrees with the rows. Nothing is
-            applied, but the steps behind it fail as after any failed step.
+            InvalidStepError: a value is out of range or contradicts the rows. Nothing is applied,
+                but later steps fail as after any failed step.
         """
         try:
             scheduled = self._go_on(step, arrays)
@@ -166,8 +167,8 @@ class RequestState:
         return scheduled
 
     def _go_on(self, step: ExecuteModel, arrays: Sequence[Frame]) -> ScheduledStep | None:
-        """Apply a step that gives one more token to each row of a steady batch, and does nothing
-        else but append blocks. Return None, and do nothing, with any other."""
+        """Apply a step that only gives one more token to each row of a steady batch, and appends
+        blocks. For any other step do nothing, and return None."""
         batch = self._steady.get(step.scheduled)
         if (
             batch is None
@@ -190,14 +191,15 @@ class RequestState:
         if not batch.advance(capacity):
             self._counts.remove(updates)
             return None
-        # By position, in the order of the fields: names would cost as much as the checks above.
+        # By position, in the order of the fields: keyword arguments would cost as much as the
+        # checks above.
         return ScheduledStep(
             step.seq, batch.slots, batch.one_each, starts, batch.ends, batch.slots.size,
             batch.longest, batch.all_sample, (), updates, None, NOTHING_BROUGHT, None, batch,
         )  # fmt: skip
 
     def _accept(self, step: ExecuteModel, judged: JudgedStep) -> ScheduledStep:
-        """Apply a step that was checked."""
+        """Apply a checked step."""
         scheduled, batch, counts, capacity, tokens = judged
         self._counts = counts
         self._remember(scheduled.new_requests, tokens)
@@ -225,8 +227,8 @@ class RequestState:
     def _steady_batch(
         self, step: ScheduledStep, batch: Batch, capacity: Int32s
     ) -> SteadyBatch | None:
-        """Return the steady batch that begins with a step: one token for each row, sampled before,
-        and each row samples the next."""
+        """Return the steady batch that begins with a step, if the step has one token for each row,
+        which was sampled before, and each row samples the next one."""
         slots = batch.slots
         if (
             not 0 < slots.size == step.total_num_tokens
@@ -253,8 +255,8 @@ class RequestState:
         )
 
     def _still_steady(self, step: ExecuteModel) -> dict[bytes, SteadyBatch]:
-        """Return the steady batches that a judged step leaves alone: those without a row of it, if
-        it does nothing but schedule."""
+        """Return the steady batches that a judged step does not touch: those that share no row with
+        it, if the step only schedules."""
         changes_rows = step.finished or step.corrections or step.scheduled_new_reqs
         if not self._steady or changes_rows or step.resync is not None:
             return {}
@@ -314,26 +316,27 @@ class RequestState:
 
 
 class StepRecord:
-    """Steps since the last full resynchronisation. Owned by RequestState."""
+    """Steps since the last full resynchronization. Owned by RequestState."""
 
     def __init__(self, groups: Sequence[BlockGroup]) -> None:
         self._groups = groups
         self.failed_seq: int | None = None
-        """Of the first step that failed since."""
+        """Seq of the first step that failed since then."""
         self._num_before = 0
-        """Steps accepted before that one; meaningless without a failure."""
+        """Number of steps accepted before that one; meaningless without a failure."""
         self._num_accepted = 0
-        """Over all epochs."""
+        """Number of accepted steps, over all epochs."""
         self._steps: deque[tuple[int, ScheduledStep]] = deque(maxlen=MAX_TAKEN_BACK)
-        """The newest, with their epochs."""
+        """The newest steps, with their epochs."""
 
     def add(self, epoch: int, step: ScheduledStep) -> None:
-        """Note a step that was accepted."""
+        """Record an accepted step."""
         self._num_accepted += 1
         self._steps.append((epoch, step))
 
     def fail(self, seq: int) -> None:
-        """Note a failure, unless one stands: of the newest step, or of what is behind it."""
+        """Record a failure of the newest step, or of an operation after it, unless one is recorded
+        already."""
         if self.failed_seq is None:
             self.failed_seq = seq
             is_newest = bool(self._steps) and self._steps[-1][1].seq == seq
@@ -347,8 +350,8 @@ class StepRecord:
     def take_back(
         self, counts: RowCounts, has_ended_well: Callable[[int, int], bool]
     ) -> BlockUpdates:
-        """Forget all steps, but not the failure; undo those from the first one on that failed or is
-        not known to have ended well (by epoch and seq). See RequestState.take_back."""
+        """Forget all steps, but not the failure; undo the steps from the first one that failed or
+        is not known to have succeeded (by epoch and seq). See RequestState.take_back."""
         steps = list(self._steps)
         self._steps.clear()
         most = len(steps)
@@ -361,7 +364,7 @@ class StepRecord:
         released_to = counts.num_computed.copy()
         if undone:
             released_to[undone[-1].slots] = undone[-1].starts
-        # Steps before these may be forgotten: who knows then where the rows were?
+        # Earlier steps may be forgotten; then the rows' former state is unknown.
         all_unknown = good == 0 and len(steps) == MAX_TAKEN_BACK
         unknown = np.full(counts.live.size, all_unknown)
         for step in reversed(undone):
@@ -371,7 +374,7 @@ class StepRecord:
         counts.num_computed[unknown] = 0
         counts.blocks_by_group[:, unknown] = 0
         kept = NO_UPDATES
-        # Behind a step that was refused, and so is not among these, nothing is sure.
+        # A refused step is not among these; nothing after it is certain.
         is_first = bool(undone) and (self.failed_seq is None or undone[0].seq <= self.failed_seq)
         if is_first and not all_unknown:
             kept = self._admit_again(undone, counts)
@@ -380,9 +383,9 @@ class StepRecord:
         return kept
 
     def _drop_overwritten(self, counts: RowCounts, released_to: Int32s) -> None:
-        """Vouch for nothing of rows that see blocks again which their windows had left behind
-        before the last step: these may have gone to other rows, which have written to them.
-        released_to [S + 1]: where each row was then."""
+        """Give up the KV of rows whose windows cover blocks again that they had left behind before
+        the last step: other rows may have taken and overwritten these blocks. released_to: [S + 1],
+        each row's position at that time."""
         for group in self._groups:
             released, seen = (places_behind(at, group) for at in (released_to, counts.num_computed))
             lost = released > seen
@@ -390,9 +393,9 @@ class StepRecord:
             counts.blocks_by_group[:, lost] = 0
 
     def _admit_again(self, undone: Sequence[ScheduledStep], counts: RowCounts) -> BlockUpdates:
-        """Give the rows that the first undone step admitted the KV that they came with: good steps
-        have computed it, or an earlier driver's. What later ones admitted may rest on KV that was
-        never computed. Return those rows' blocks."""
+        """Restore the KV of rows that the first undone step admitted: successful steps, or an
+        earlier driver's, had computed it. Rows that later steps admitted may depend on KV that was
+        never computed. Return the restored rows' blocks."""
         computed = np.zeros(counts.live.size, np.int32)
         computed[_admitted(undone[0])] = [r.num_computed_tokens for r in undone[0].new_requests]
         for later in undone[1:]:

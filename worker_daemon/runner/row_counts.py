@@ -1,8 +1,8 @@
-"""Counts of each request row: its computed and known tokens, and its blocks.
+"""Keeps the counts of each request row: its computed and known tokens, and its blocks.
 
-Computed and known tokens are upper bounds in rows whose steps may refuse tokens: the device has the
-true counts (row_tables.py), a later message's corrections lower these. Both fall alike, so that
-whether a row samples follows from the bounds.
+In rows whose steps may refuse tokens, computed and known tokens are upper bounds. The device has
+the true counts (row_tables.py), and corrections in a later message lower the bounds. Both bounds
+fall by the same number, so they still decide whether a row samples.
 
 Shapes: S rows (plus one spare row, which no request ever has), G groups of layers.
 """
@@ -17,8 +17,8 @@ from worker_daemon.runner.scheduled_step import BlockUpdates, OutputSize, invali
 from worker_daemon.runner.steady_batch import SteadyBatch
 
 FREE_ROW_BLOCKS = 1 << 30
-"""The block count of a row without a request: no request reaches it, so that one comparison refuses
-blocks for such a row and blocks beyond a request's last."""
+"""The block count of a row without a request. It is higher than any request's, so that one
+comparison refuses both blocks for a free row and blocks beyond a request's last."""
 EXACT = -2
 NOT_SAMPLED = -1
 _ONE = np.array(1, np.int32)
@@ -26,15 +26,15 @@ _ONE = np.array(1, np.int32)
 
 @dataclass(slots=True)
 class RowCounts:
-    """Columns, [S + 1] each but for num_blocks. Owned by RequestState, which has steps that change
-    which rows hold a request judged on a copy."""
+    """Columns, [S + 1] each except num_blocks. Owned by RequestState. A step that starts or ends
+    requests is judged on a copy."""
 
     live: Bools
     num_computed: Int32s
     num_tokens: Int32s
     num_blocks: Int32s
-    """[G * (S + 1)], of each row of the block table (scheduled_step.py): places, those of blocks
-    that a window has left behind included. FREE_ROW_BLOCKS where no request is."""
+    """[G * (S + 1)], for each row of the block table (scheduled_step.py), the number of places,
+    including those behind a window. FREE_ROW_BLOCKS in rows without a request."""
     unsampled: Bools
     """The row's newest token waits for SampleTokens."""
     output_bytes: Int32s
@@ -66,8 +66,8 @@ class RowCounts:
         return self.num_blocks.reshape(-1, self.live.size)
 
     def capacity(self, rows: slice | Int64s, block_sizes: Int32s) -> Int32s:
-        """Return the tokens that each of these rows [B] has blocks for: in the group that has the
-        fewest. block_sizes: [G, 1], or [] where there is one group."""
+        """Return the number of tokens for which each of these rows [B] has blocks, in the group
+        that has the fewest. block_sizes: [G, 1], or [] if there is one group."""
         if not block_sizes.ndim:
             return self.num_blocks[rows] * block_sizes
         fewest: Int32s = (self.blocks_by_group[:, rows] * block_sizes).min(axis=0)
@@ -110,21 +110,21 @@ class RowCounts:
         self.corrected[slots] += by
 
     def write(self, batch: SteadyBatch) -> None:
-        """Write how far a steady batch is."""
+        """Write the counts of a steady batch to the rows."""
         self.num_computed[batch.rows] = batch.ends
         self.num_tokens[batch.rows] = batch.ends + _ONE
 
     def append(self, updates: BlockUpdates) -> None:
-        """Count a step's blocks."""
+        """Count the blocks that a step appends."""
         if updates.rows.size:
             self.num_blocks[updates.rows] = updates.indices + _ONE
 
     def remove(self, updates: BlockUpdates) -> None:
-        """Undo append: a row's first index in the updates is what it had before."""
+        """Undo append: a row's first index in the updates is its former count."""
         np.minimum.at(self.num_blocks, updates.rows, updates.indices)
 
     def check_live(self, field: str, slots: Int64s) -> None:
-        """Raises InvalidStepError where a slot, none of them negative, holds no request."""
+        """Raise InvalidStepError if a slot holds no request. The slots are not negative."""
         try:
             live = self.live[slots]
         except IndexError:
@@ -134,12 +134,12 @@ class RowCounts:
             raise invalid(field, slot, "admit a request to the slot first")
 
     def check_sampled(self, slots: Int64s) -> None:
-        """Raises InvalidStepError where a scheduled slot waits for SampleTokens."""
+        """Raise InvalidStepError if a scheduled slot waits for SampleTokens."""
         unsampled = self.unsampled[slots]
         if unsampled.any():
             slot = int(slots[int(unsampled.argmax())])
             raise invalid("scheduled", slot, "send SampleTokens for its last step first")
 
     def unknown(self, field: str, slot: int) -> InvalidStepError:
-        """Return the refusal of a slot that there is not."""
+        """Return the refusal of a slot that does not exist."""
         return invalid(field, slot, f"slots from 0 to {self.live.size - 2}")

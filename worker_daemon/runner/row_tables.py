@@ -1,5 +1,5 @@
-"""The request rows' device copies: block table, newest sampled tokens. Host truth is
-request_state.py's.
+"""The request rows' tables on the device: block table, newest sampled tokens. request_state.py
+holds the host's rows, which are the source of truth.
 
 Shapes: S rows (plus the spare row), N tokens, U updates (step_layout.py), G groups of layers.
 """
@@ -35,9 +35,9 @@ class RowKernels(Protocol):
     ) -> tuple[Tensor, Tensor]:
         """Columns int32 [N] -> (token_ids, slot_mapping), both int64 [N].
 
-        A token is the host's, or where that is -1 its row's newest sampled one (0 where that is
-        NO_TOKEN: the request has failed, and its driver does not know yet); its KV slot is
-        block_id * block_size + offset of its position in its row's block table.
+        A token is the host's value or, if that is -1, its row's newest sampled token (0 if that is
+        NO_TOKEN: the request has failed, and its driver does not know it yet). Its KV slot is
+        block_id * block_size + offset, for its position in its row's block table.
         """
 
     def correct_lengths(
@@ -99,12 +99,12 @@ class TorchRowKernels:
 
 
 class Gathered(NamedTuple):
-    """Tokens and KV slots that a forward pass reads."""
+    """The tokens and KV slots that a forward pass reads."""
 
     token_ids: Tensor
     """int64 [N]"""
     slot_mappings: tuple[Tensor, ...]
-    """Of each group int64 [N]."""
+    """int64 [N] for each group."""
 
 
 class RowTables:
@@ -122,13 +122,13 @@ class RowTables:
         )
         """int32 [G * (S + 1), max_blocks]"""
         self.group_tables: tuple[Tensor, ...] = torch.split(self.block_table, num_rows)
-        """Of each group int32 [S + 1, max_blocks]: parts of it."""
+        """int32 [S + 1, max_blocks] for each group: views of it."""
         self.last_sampled = torch.zeros(num_rows, dtype=torch.int64, device=device)
-        """int64 [S + 1]: the newest sampled token of each row, or where that was refused the one
-        that the row goes on with."""
+        """int64 [S + 1]: the newest sampled token of each row or, if that was refused, the token
+        from which the row continues."""
         self.refused = torch.zeros(num_rows, dtype=torch.int32, device=device)
-        """int32 [S + 1]: of each row with a feature that may refuse tokens, how many were refused
-        since it first sampled. True counts: the host's bounds + its corrections - these."""
+        """int32 [S + 1]: for each row with a feature that may refuse tokens, the number refused
+        since it first sampled. The true counts are the host's bounds + its corrections - these."""
         self._shift = torch.zeros_like(self.refused)
 
     def update(self, columns: StepColumns[Tensor]) -> None:
@@ -142,8 +142,8 @@ class RowTables:
             )
 
     def correct(self, columns: StepColumns[Tensor]) -> None:
-        """Make a step's positions and lengths the true ones, where the host has bounds alone. Comes
-        before everything that reads them."""
+        """Correct a step's positions and lengths if the host has only bounds. Must run before
+        anything reads them."""
         if not columns.corrections.shape[0]:
             return
         kernels, shift = self._kernels, self._shift
@@ -155,8 +155,8 @@ class RowTables:
             kernels.correct_positions(columns.sample_positions, columns.sample_rows, shift)
 
     def refuse(self, rows: Tensor, token_ids: Tensor, refused: Tensor) -> Tensor:
-        """Note what rows int32 [R] have just refused, int32 [R], and the tokens int64 [R] that they
-        go on with; return how much each has refused in all, int32 [R]."""
+        """Record the refusals int32 [R] of rows int32 [R], and the tokens int64 [R] from which they
+        continue; return each row's total refusals, int32 [R]."""
         places = rows.long()
         total = self.refused[places] + refused
         self.refused[places] = total
@@ -170,7 +170,8 @@ class RowTables:
         self.block_table[rows, indices] = torch.from_numpy(updates.block_ids).to(self.device)
 
     def gather(self, columns: StepColumns[Tensor]) -> Gathered:
-        """Return the step's tokens and their KV slots. The step's updates are written."""
+        """Return the step's tokens and their KV slots. The step's updates must have been
+        written."""
         by_group = [
             self._kernels.gather_tokens(
                 columns.host_token_ids,
@@ -182,5 +183,6 @@ class RowTables:
             )
             for block_table, block_size in zip(self.group_tables, self._block_sizes, strict=True)
         ]
-        # Each brings the same tokens: a kernel for slots alone would save next to nothing.
+        # Each call gathers the same tokens again: a kernel for slots only would save almost
+        # nothing.
         return Gathered(by_group[0][0], tuple(slots for _, slots in by_group))

@@ -14,8 +14,8 @@ from worker_daemon.runner.staging import Delivery
 from worker_daemon.runner.token_history import Sampled
 
 BY_LOGITS: Final = 1
-"""The bit of SampleRows.used that no part has: rows whose likeliest tokens are not known, as of a
-step that failed."""
+"""A bit of SampleRows.used that belongs to no part: the rows' most likely tokens are unknown,
+because the step failed."""
 
 
 class SampleRows(NamedTuple):
@@ -25,11 +25,11 @@ class SampleRows(NamedTuple):
     slots_np: Int64s
     """[R]"""
     generations: Int64s
-    """[R] of the rows, when the step was accepted."""
+    """[R] generations of the rows when the step was accepted."""
     positions_np: Int32s
     """[R] position of the token that is sampled: an upper bound where `are_bounds`."""
     used: int
-    """The bits of the parts that some row uses; 0: every row takes its likeliest token and reports
+    """The bits of the parts that any row uses; 0: every row takes its most likely token and reports
     nothing else."""
     slots: Tensor
     """int32 [>= R], device"""
@@ -38,15 +38,15 @@ class SampleRows(NamedTuple):
     positions: Tensor
     """int32 [>= R], device"""
     delivery: Delivery | None
-    """The place that the device writes the likeliest tokens to; None if they are copied."""
+    """The place to which the device writes the most likely tokens; None if they are copied."""
     are_bounds: bool = False
-    """Some row's tokens may have been refused: the device alone has all positions."""
+    """True if a row's tokens may have been refused: then only the device has all positions."""
     known_bitmap: bytes = b""
-    """slots_np as a reply names them, where somebody has packed them before."""
+    """slots_np as the bitmap of a reply, if it was packed before."""
 
     @property
     def bitmap(self) -> bytes:
-        """Return slots_np as a reply names them."""
+        """Return slots_np as the bitmap of a reply."""
         return self.known_bitmap or slot_bitmap(self.slots_np)
 
     @property
@@ -72,7 +72,7 @@ class SampleRows(NamedTuple):
         )
 
     def without_padding(self) -> "SampleRows":
-        """Return the same rows, whose columns on the device are [R]."""
+        """Return the same rows, with device columns cut to [R]."""
         count = self.slots_np.size
         return self._replace(
             slots=self.slots[:count],
@@ -87,9 +87,9 @@ class SamplingInputs(NamedTuple):
     hidden: Tensor
     """[R, H] residual stream of each sequence's last token."""
     greedy: Tensor
-    """int64 [R] the likeliest token."""
+    """int64 [R] the most likely token."""
     inputs: Tensor | None = None
-    """int64 [R] each sequence's last token, where it may be computed again; else None."""
+    """int64 [R] each sequence's last token, if it may have to be computed again; else None."""
 
     def keep(self, kept: Int64s) -> "SamplingInputs":
         """Return a copy of these rows only: kept int64 [R'] indexes the rows."""
@@ -106,9 +106,9 @@ class Unsampled(NamedTuple):
 
     rows: SampleRows
     chosen: SamplingInputs | None
-    """None: the step failed on this rank before it had any."""
+    """None if the step failed on this rank before it was known."""
     status: Tensor
-    """int64 [], see distributed/pp.py; on the device where there are other stages."""
+    """int64 [], see distributed/pp.py; on the device if there are other stages."""
     brought: StepExtensions
     reports: tuple[Report, ...] = ()
     """Of the forward pass, outputs of requests that pool among them. They do not wait for the

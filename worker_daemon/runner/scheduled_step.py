@@ -1,8 +1,8 @@
-"""An accepted step, the limits of every step, and the refusal of an invalid one. Values only.
+"""Values: an accepted step, the limits of every step, and the refusal of an invalid one.
 
 Shapes: B scheduled requests, U block-table updates, G groups of layers, S rows and the spare one.
-Of the block table, row g * (S + 1) + s is what request row s has of group g: with one group, the
-request rows themselves.
+Row g * (S + 1) + s of the block table holds the blocks of request row s in group g: with one group,
+it is row s.
 """
 
 from dataclasses import dataclass
@@ -18,19 +18,19 @@ from worker_daemon.errors import InvalidStepError
 from worker_daemon.runner.steady_batch import SteadyBatch
 
 MAX_BLOCK_UPDATES: Final = 1 << 20
-"""Entries of the block table that one step may write: they have a place in its packed buffer."""
+"""Number of block-table entries that one step may write; each has a place in its packed buffer."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepLimits:
-    """The sizes that every step must keep to."""
+    """The limits of every step."""
 
     max_num_seqs: int
     max_num_batched_tokens: int
     max_model_len: int
     vocab_size: int
     block_size: int
-    """Of the smallest blocks."""
+    """Tokens of a block, in the group with the smallest blocks."""
     num_blocks: int
     groups: tuple[BlockGroup, ...] = ()
     """None named: one of block_size, without a window."""
@@ -52,15 +52,15 @@ class StepLimits:
 
     @property
     def max_blocks_per_seq(self) -> int:
-        """Of one group."""
+        """Largest number of blocks of a request in one group."""
         return -(-self.max_model_len // self.block_size)
 
 
 class BlockUpdates(NamedTuple):
-    """Entries of the block table that a step writes. Aligned columns [U]."""
+    """The block-table entries that a step writes. Aligned columns [U]."""
 
     rows: Int64s
-    """Of the block table."""
+    """Rows of the block table."""
     indices: Int32s
     block_ids: Int32s
 
@@ -83,16 +83,16 @@ class StepExtensions(NamedTuple):
     """Extensions of a message for one step's parts (runner/parts/)."""
 
     used: int
-    """Their bits."""
+    """Bits of those parts."""
     data: tuple[tuple[int, Any], ...]
-    """A part's bit, and what it made of its extension."""
+    """A part's bit, and the value that it made from its extension."""
 
     def of(self, bit: int) -> Any | None:
-        """Return what is there for the part with that bit, if anything."""
+        """Return the value for the part with that bit, if there is one."""
         return next((data for own, data in self.data if own == bit), None)
 
     def with_those_of(self, later: "StepExtensions") -> "StepExtensions":
-        """Return both; where a part has something in either, the later one's."""
+        """Return both; if both have a value for a part, the later one's counts."""
         # The first one is found.
         return StepExtensions(self.used | later.used, (*later.data, *self.data))
 
@@ -101,7 +101,7 @@ NOTHING_BROUGHT: Final = StepExtensions(0, ())
 
 
 class ScheduledStep(NamedTuple):
-    """An accepted step: what to run. Arrays are host memory; batch order is ascending slots."""
+    """An accepted step, ready to run. Arrays are host memory; batch order is ascending slots."""
 
     seq: int
     slots: Int64s
@@ -116,16 +116,16 @@ class ScheduledStep(NamedTuple):
     longest: int
     """Tokens of the longest context, this step's included; 0 without requests."""
     samples: Bools
-    """[B] whether the request's last token of this step samples a new one."""
+    """[B] True if the request's last token of this step samples a new one."""
     new_requests: tuple[NewRequestData, ...]
     block_updates: BlockUpdates
     deferred: Bools | None
     """[B] whether the request's token is sampled later, by SampleTokens; None: none is."""
     brought: StepExtensions
     corrections: Int32s | None = None
-    """[B] tokens by which the row's bounds were lowered since its admission; -1 where none of its
-    tokens can have been refused. starts and ends are upper bounds then: the device's counts hold.
-    None: all rows are exact."""
+    """[B] tokens by which the row's bounds were lowered since its admission; -1 if none of its
+    tokens can have been refused. If not None, starts and ends are upper bounds and the device has
+    the true counts. None: all rows are exact."""
     steady: SteadyBatch | None = None
     """The batch of which this step is the first or goes on; None for any other."""
     pooling: Int64s | None = None
@@ -133,7 +133,7 @@ class ScheduledStep(NamedTuple):
 
 
 def places_behind(num_computed: Int32s, group: BlockGroup) -> Int32s:
-    """rpc_schema.kv_cache.blocks_behind of many rows: [n] -> [n]."""
+    """Return rpc_schema.kv_cache.blocks_behind for many rows: [n] -> [n]."""
     if group.window is None:
         return np.zeros_like(num_computed)
     return np.maximum(num_computed - group.window + 1, 0) // group.block_size
@@ -142,5 +142,5 @@ def places_behind(num_computed: Int32s, group: BlockGroup) -> Int32s:
 def invalid(field: str, value: object, fix: str) -> InvalidStepError:
     """Return the refusal of a step."""
     return InvalidStepError(
-        "the step is refused, nothing of it was applied", field=field, value=value, fix=fix
+        "the step is refused; nothing was applied", field=field, value=value, fix=fix
     )

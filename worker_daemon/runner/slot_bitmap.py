@@ -6,7 +6,7 @@ from worker_daemon.contracts.arrays import Int64s
 
 
 def slot_bitmap(slots: Int64s) -> bytes:
-    """Return ModelRunnerOutput.slots of slots [R], ascending."""
+    """Return the bitmap ModelRunnerOutput.slots for slots [R], ascending."""
     if not slots.size:
         return b""
     bits = np.zeros(int(slots[-1]) + 1, np.bool_)

@@ -1,4 +1,4 @@
-"""The forward pass of a stage: the part of a step that a CUDA graph can hold as a whole.
+"""Runs the forward pass of a stage: the part of a step that one CUDA graph can hold.
 
 Shapes: N tokens, H hidden size, R sequences that sample; N and R with padding.
 """
@@ -28,7 +28,7 @@ class StageOutput(NamedTuple):
 
 
 class StageProgram(Protocol):
-    """Runs a stage on a step's inputs: takes them to the device, then computes."""
+    """Runs a stage on a step's inputs: brings them to the device, then computes."""
 
     def run(self, inputs: StepInputs, arrived: Tensor) -> StageOutput:
         """arrived: [num_tokens, H] from the stage before; [0, H] on the first stage."""
@@ -45,9 +45,9 @@ class EagerProgram:
         parts: StepParts,
         tokens: Staging | None,
     ) -> None:
-        """kv: one for each local layer, or none under NullAttention. tokens: where the likeliest
-        tokens go at once, if this stage embeds them in the next step; None where other stages do,
-        which get what was sampled."""
+        """kv: one for each local layer, or none under NullAttention. tokens: receives the most
+        likely tokens at once, if this stage embeds them in the next step; None if other stages do,
+        which receive the sampled tokens."""
         self._kv = kv
         self._kv_caches = [layer.cache for layer in kv]
         self._layer_groups = [layer.group for layer in kv] or [0] * stage.num_layers
@@ -58,8 +58,8 @@ class EagerProgram:
         self._tokens = tokens
 
     def compile_subset(self) -> "EagerProgram":
-        """Return a program that launches the same kernels for a few of the layers alone: to have
-        them compiled and loaded."""
+        """Return a program that launches the same kernels for a few layers only, to compile and
+        load them."""
         stage, kept = self._stage.compile_subset()
         kv = [self._kv[index] for index in kept] if self._kv else ()
         return EagerProgram(stage, self._tables, kv, self._parts, self._tokens)
@@ -71,7 +71,7 @@ class EagerProgram:
 
     @torch.inference_mode()
     def compute(self, inputs: StepInputs, arrived: Tensor) -> StageOutput:
-        """As run, from columns that are on the device."""
+        """Compute as run does, from columns that are already on the device."""
         columns, used = inputs.packed.columns, inputs.plan.parts
         self._tables.correct(columns)
         self._tables.update(columns)

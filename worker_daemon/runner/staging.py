@@ -1,9 +1,8 @@
-"""Host values on their way to the device and sampled tokens on their way back, without a call of
-the device's for either: both sides lie in page-locked memory that kernels of the step itself read
-and write.
+"""Stages host values for the device, and sampled tokens for the host, without a copy call: both are
+in page-locked memory, which the step's own kernels read and write.
 
-Slots are used in turn. The host counts the steps that it launched, the device those that it took;
-a slot is filled again once the device has taken what it held and the host has read what came back.
+Slots are used in turn. The host counts the steps that it launched, the device those that it took. A
+slot is filled again once the device has taken its values and the host has read its tokens.
 """
 
 import threading
@@ -22,11 +21,11 @@ _POLL_S: Final = 50e-6
 
 
 class Delivery(Protocol):
-    """The place where the host finds a step's tokens."""
+    """Delivers a step's tokens to the host."""
 
     def expect(self, count: int) -> "Delivered":
-        """The first count tokens that the step stores will be read. Called once, when the step is
-        launched."""
+        """Announce that the first `count` tokens that the step stores will be read. Called once,
+        when the step is launched."""
 
 
 class Packed:
@@ -47,11 +46,12 @@ class Packed:
         """The device's columns: valid once taken, until the next step's are."""
 
     def take(self) -> None:
-        """Launch what brings the columns of the step whose turn it is. May be captured."""
+        """Launch the kernel that copies the current step's columns to the device. May be
+        captured."""
 
     def taken(self) -> None:
-        """Note that a take was launched for this step: by itself, or in a graph. Until then the
-        next step gets the same buffer."""
+        """Record that a take was launched for this step, alone or in a graph. Until then the next
+        step gets the same buffer."""
 
 
 class HostStaging:
@@ -71,7 +71,7 @@ class HostStaging:
         return self._last
 
     def keep(self, shapes: Iterable[StepShape]) -> None:
-        """Make the views of these shapes ahead: they will come back again and again."""
+        """Create the views of these shapes in advance, because they recur."""
 
     def store(self, last_sampled: Tensor, rows: Tensor, token_ids: Tensor) -> None:
         """last_sampled[rows] = token_ids: int64 [S], int32 [R], int64 [R]; and deliver them to the
@@ -80,21 +80,22 @@ class HostStaging:
 
 
 class CudaStaging:
-    """Rings of page-locked slots, and one device buffer at a fixed address, which captured graphs
-    read.
+    """The staging for CUDA: rings of page-locked slots, and one device buffer at a fixed address,
+    which captured graphs read.
 
-    Steps run on one stream, so the device buffer is overwritten only behind the step that read it.
+    Steps run on one stream, so the device buffer is overwritten only after the step that read it.
     """
 
     def __init__(
         self, device: torch.device, capacity: int, width: int, depth: int, *, delivers: bool
     ) -> None:
-        """capacity: int32 values of the largest step; width: the most tokens that a step stores;
-        depth: steps in flight, and the one being built; delivers: steps store their tokens.
+        """capacity: int32 values of the largest step; width: the largest number of tokens that a
+        step stores; depth: steps in flight, and the one being built; delivers: True if steps store
+        their tokens.
 
-        On the CPU it works too, by Triton's interpreter: for tests.
+        Tests use it on the CPU too, with Triton's interpreter.
         """
-        # Imports Triton, which a CPU daemon does without.
+        # Imports Triton, which a CPU daemon does not need.
         from worker_daemon.kernels import step_buffers
 
         self._kernels = step_buffers
@@ -106,7 +107,7 @@ class CudaStaging:
         self._results = torch.zeros((depth, width), dtype=torch.int64, pin_memory=locked)
         self._taken_by_device = torch.zeros(1, dtype=torch.int64, pin_memory=locked)
         taken: Int64s = self._taken_by_device.numpy()
-        self._num_taken = taken.data  # whose elements are Python's numbers
+        self._num_taken = taken.data  # whose elements are Python numbers
         self._num_launched = 0
         tokens: Int64s = self._results.numpy()
         make_event = _StreamEvent if locked else _HostEvent
@@ -114,7 +115,8 @@ class CudaStaging:
         self.delivers = delivers
 
     def open(self, shape: StepShape) -> Packed:
-        """Return the next slot's views; waits until the device has taken what it held."""
+        """Return the next slot's views; waits until the device has taken the slot's former
+        values."""
         depth = len(self._slots)
         if self._num_taken[0] <= self._num_launched - depth:
             self._await_taken(self._num_launched - depth)
@@ -198,19 +200,19 @@ class _Slot:
         self._last: _CudaPacked | None = None
 
     def open(self, shape: StepShape) -> Packed:
-        """Return the views for a shape, once what came back here is read."""
+        """Return the views for a shape, once the slot's delivered tokens are read."""
         if self._expected is not None:
             self._expected.wait()
             self._expected = None
         packed = self._kept.get(shape) or _CudaPacked(self, shape)
         if self._last is not packed:
             if self._last is not None:
-                self._last.holds = None  # its columns are about to be overwritten
+                self._last.holds = None  # its columns will be overwritten
             self._last = packed
         return packed
 
     def keep(self, shape: StepShape) -> None:
-        """Make a shape's views now."""
+        """Create a shape's views now."""
         self._kept[shape] = _CudaPacked(self, shape)
 
     def expect(self, count: int) -> "Delivered":
@@ -221,8 +223,8 @@ class _Slot:
 
 
 class Delivered:
-    """Tokens that the device writes to the host. Whoever is first reads them: the thread that wants
-    them, or the one that is about to use their place again."""
+    """Tokens that the device writes to the host. The first of two threads reads them: the one that
+    wants them, or the one that reuses their place."""
 
     def __init__(self, tokens: Int64s, stored: _HostEvent) -> None:
         self._tokens = tokens
@@ -231,7 +233,7 @@ class Delivered:
         self._raw: bytes | None = None
 
     def wait(self) -> bytes:
-        """Return the tokens, int32 little-endian, once they are there.
+        """Wait for the tokens and return them, int32 little-endian.
 
         Raises:
             RuntimeError: the device is lost.

@@ -1,7 +1,8 @@
-"""The batch whose steps only go on decoding: what they have in common, and how far they are.
+"""A batch whose steps only continue decoding: the values that these steps share, and their
+progress.
 
-Each step that belongs to such a batch carries it (ScheduledStep.steady). Whoever prepares a step
-keys what it keeps from one step to the next by this object: the same object, the same rows.
+Each of these steps carries the batch (ScheduledStep.steady). Code that keeps values from one step
+to the next compares this object: the same object means the same rows.
 """
 
 from dataclasses import dataclass
@@ -15,14 +16,14 @@ _ONE = np.array(1, np.int32)
 
 @dataclass(slots=True, eq=False)
 class SteadyBatch:
-    """Rows that decode one token a step, the one that the step before sampled, and refuse none.
-    Owned by RequestState, which ends it with any other step of one of its rows. Aligned columns
-    [B], by ascending slot; all but ends, longest and capacity stay as they are."""
+    """Rows that decode one token per step, which the step before sampled, and refuse none. Owned by
+    RequestState; any other step that touches one of the rows ends the batch. Aligned columns [B],
+    by ascending slot; only ends, longest and capacity change."""
 
     bitmap: bytes
-    """The rows as messages name them."""
+    """The rows as a bitmap of step messages."""
     reply_bitmap: bytes
-    """The same as replies name them."""
+    """The rows as a bitmap of replies."""
     slots: Int64s
     rows: slice | Int64s
     """The fastest index of the slots."""
@@ -30,25 +31,25 @@ class SteadyBatch:
     one_each: Int32s
     all_sample: Bools
     used: int
-    """Bits of the parts that some row uses."""
+    """Bits of the parts that any row uses."""
     max_model_len: int
     ends: Int32s
-    """Computed tokens of each row, with the newest step's: known here alone until it is written to
-    the rows."""
+    """Computed tokens of each row, including the newest step's: only the batch has them until they
+    are written to the rows."""
     longest: int
     """The largest of the ends."""
     capacity: Int32s
-    """Tokens that each row's blocks have room for."""
+    """Number of tokens for which each row has blocks."""
 
     def advance(self, capacity: Int32s | None) -> bool:
-        """Go on by a token for each row; return False, and do nothing, where one has no room.
-        capacity: a new one, where the step brings blocks.
+        """Advance each row by a token; return False and do nothing if a row has no room. capacity:
+        the new capacity, if the step brings blocks.
 
-        The rows are live and at their last token, and as many as a batch holds, because the step
-        before left them so: what remains to check is blocks and lengths.
+        The step before has ensured that the rows are live, at their last token, and not too many.
+        Only blocks and lengths remain to be checked.
         """
         ends, room = self.ends + _ONE, self.capacity if capacity is None else capacity
-        # For the few and the small a search in bytes takes a third of numpy's own.
+        # For few and small values, a search in bytes takes a third of numpy's time.
         if self.longest == self.max_model_len or 1 in (ends > room).tobytes():
             return False
         self.ends, self.longest, self.capacity = ends, self.longest + 1, room

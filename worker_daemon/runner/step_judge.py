@@ -1,6 +1,6 @@
-"""The one judge of a step: reads the message's columns and checks the whole step against its limits
-and the rows' counts, before any of it is applied. What is not valid raises InvalidStepError with
-field, value and fix. Alike on every rank.
+"""Judges a step: reads the message's columns and checks the whole step against the limits and the
+rows' counts, before any of it is applied. An invalid step raises InvalidStepError with field, value
+and fix. Every rank reaches the same verdict.
 
 Shapes: B scheduled requests.
 """
@@ -35,13 +35,14 @@ _UINT8 = np.dtype("u1")
 _UINT16 = np.dtype("<u2")
 
 MAX_UNSAMPLED_STEPS = 16
-"""Steps whose sampling may be deferred at a time: each keeps its hidden states on the device."""
+"""Largest number of steps whose sampling is deferred at a time: each keeps its hidden states on the
+device."""
 
 MAX_BLOCK_COLUMNS = 64
-"""Decoded columns of block updates that are remembered. Rows that decode side by side fill their
-blocks together, so the same columns come back every block_size steps."""
+"""Number of decoded block-update columns that are cached. Rows that decode together fill their
+blocks together, so the same columns recur every block_size steps."""
 _FEW = 64
-"""Values that Python's min and max look through faster than numpy's."""
+"""Up to this many values, Python's min and max are faster than numpy's."""
 
 _NO_TOKENS = np.zeros(0, np.int32)
 
@@ -66,9 +67,9 @@ def _change_requests(
     limits: StepLimits,
     parts: StepParts,
 ) -> Int32s:
-    """Free, correct and admit rows in the counts, which are of no use after a refusal; return the
-    tokens of all new requests, [sum of num_tokens]. arrays: the frame of these tokens, if there is
-    one; num_known [S + 1]: tokens that came with each row's admission."""
+    """Free, correct and admit rows in the counts, and return the tokens of all new requests, [sum
+    of num_tokens]. After a refusal the counts must be discarded. arrays: the frame of these tokens,
+    if there is one; num_known: [S + 1], tokens that came with each row's admission."""
     if step.finished:
         slots = _read("finished", step.finished, _UINT16).astype(np.int64)
         counts.check_live("finished", slots)
@@ -93,7 +94,7 @@ def _change_requests(
 
 
 def _correct(raw: bytes, counts: RowCounts, num_known: Int32s) -> None:
-    """Lower the bounds of rows as a message says."""
+    """Lower the bounds of rows by a message's corrections."""
     field = "corrections"
     pairs = _read(field, raw, _INT32)
     if pairs.size % 2:
@@ -108,15 +109,15 @@ def _correct(raw: bytes, counts: RowCounts, num_known: Int32s) -> None:
     wrong = np.flatnonzero((by < 1) | (by > most))
     if wrong.size:
         at = int(wrong[0])
-        fix = f"1 to {most[at]}: tokens that it sampled and may refuse"
+        fix = f"use 1 to {most[at]}, the number of tokens that it sampled and may refuse"
         if counts.corrected[slots[at]] == EXACT:
-            fix = "leave it out: no feature of its request refuses tokens"
+            fix = "leave the slot out: no feature of its request refuses tokens"
         raise invalid(field, f"slot {int(slots[at])}: {int(by[at])}", fix)
     counts.lower(slots, by)
 
 
 def _free_others(resync: bytes, counts: RowCounts) -> None:
-    """Free the rows that a resynchronisation does not name."""
+    """Free the rows that a resynchronization does not name."""
     values = _read("resync", resync, _INT32)
     held = counts.blocks_by_group
     width = 3 + len(held)
@@ -177,7 +178,7 @@ def _admit(request: NewRequestData, counts: RowCounts) -> None:
 
 
 def _check_admitted(request: NewRequestData, limits: StepLimits) -> None:
-    """Judge what a new request says of itself."""
+    """Check a new request's own fields."""
     name = f"scheduled_new_reqs[{request.req_id}]"
     num_tokens, num_computed = request.num_tokens, request.num_computed_tokens
     if not (limits.generates or any(isinstance(e, PoolingParams) for e in request.extensions)):
@@ -195,7 +196,7 @@ def _check_admitted(request: NewRequestData, limits: StepLimits) -> None:
 
 
 class Batch(NamedTuple):
-    """The rows that one bitmap names."""
+    """The rows of one bitmap."""
 
     bitmap: bytes
     slots: Int64s
@@ -203,12 +204,12 @@ class Batch(NamedTuple):
     rows: slice | Int64s
     """The fastest index of the slots: a slice if they have no gap."""
     one_each: Int32s
-    """[B] a token for each."""
+    """[B] one token for each."""
 
 
 class BatchReader:
-    """Reads the slots that a step schedules, and their tokens. The same bitmap as in the last step
-    gives the same arrays."""
+    """Reads the slots that a step schedules, and their tokens. If the bitmap is the same as in the
+    last step, it returns the same arrays."""
 
     def __init__(self, limits: StepLimits) -> None:
         self._limits = limits
@@ -240,7 +241,8 @@ class BatchReader:
         return num_tokens
 
     def _read_exceptions(self, raw: bytes, slots: Int64s) -> Int32s:
-        """Return the tokens of each slot: one, but for the (slot, tokens) pairs of raw."""
+        """Return the number of tokens of each slot: one, except for the (slot, tokens) pairs in
+        raw."""
         field, most = "num_scheduled_tokens", self._limits.max_model_len
         pairs = _read(field, raw, _INT32)
         if pairs.size % 2:
@@ -266,20 +268,20 @@ def _as_rows(slots: Int64s) -> slice | Int64s:
 
 
 class BlockReader:
-    """Reads the blocks that a step appends to rows of the block table, and their places."""
+    """Reads the blocks that a step appends to rows of the block table, and finds their places."""
 
     def __init__(self, limits: StepLimits) -> None:
         self._max_block_id = limits.num_blocks - 1
         self._max_blocks = limits.max_blocks_per_seq
         self._groups = limits.block_groups
         self._num_rows = limits.max_num_seqs + 1
-        """Of one group."""
+        """Number of block-table rows of one group."""
         self._columns: dict[tuple[bytes, bytes], tuple[Int64s, Int32s | None]] = {}
-        """Of two raw columns their rows, and how often each was named before in it; None: no row is
-        named twice."""
+        """For two raw columns, their rows and each row's number of earlier occurrences; None if no
+        row occurs twice."""
 
     def updates(self, step: ExecuteModel, counts: RowCounts) -> BlockUpdates:
-        """Return the step's blocks, each behind those that its row has."""
+        """Return the step's blocks, each placed after the row's existing ones."""
         if not (step.new_block_slots or step.new_block_ids or step.new_block_groups):
             return NO_UPDATES
         columns = step.new_block_slots, step.new_block_groups
@@ -316,7 +318,7 @@ class BlockReader:
             rows += groups.astype(np.int64) * self._num_rows
         if len(self._groups) > 1:
             self._check_slots(raw_slots)
-        rows.flags.writeable = False  # every step with these columns shares it
+        rows.flags.writeable = False  # all steps with these columns share it
         occurrences = _occurrences(rows)
         if len(self._columns) == MAX_BLOCK_COLUMNS:
             self._columns.clear()
@@ -325,7 +327,7 @@ class BlockReader:
         return found
 
     def _check_slots(self, raw: bytes) -> None:
-        """A slot that is not there would be another group's row."""
+        """Check the slots: one that does not exist would be another group's row."""
         highest = int(_read("new_block_slots", raw, _UINT16).max(initial=0))
         if highest >= self._num_rows - 1:
             raise invalid("new_block_slots", highest, f"slots from 0 to {self._num_rows - 2}")
@@ -333,7 +335,8 @@ class BlockReader:
     def _check_places(
         self, rows: Int64s, block_ids: Int32s, indices: Int32s, counts: RowCounts
     ) -> None:
-        """Check blocks of which some are outside, or the null block, and the rows' lengths."""
+        """Check block ids, some of which are out of range or the null block, and the rows'
+        lengths."""
         groups, slots = rows // self._num_rows, rows % self._num_rows
         computed = counts.num_computed[slots]
         behind = np.zeros(rows.size, np.int32)
@@ -366,7 +369,8 @@ def _within(values: Int32s, low: int, high: int) -> bool:
 
 
 def _occurrences(slots: Int64s) -> Int32s:
-    """Return how often each element's value has come before it: [7, 3, 7, 7] -> [0, 0, 1, 2]."""
+    """Return for each element the number of earlier equal elements: [7, 3, 7, 7] -> [0, 0, 1,
+    2]."""
     if np.count_nonzero(slots[1:] <= slots[:-1]) == 0:
         return np.zeros(slots.size, np.int32)
     order = np.argsort(slots, kind="stable")
@@ -379,16 +383,16 @@ def _occurrences(slots: Int64s) -> Int32s:
 
 
 class JudgedStep(NamedTuple):
-    """A valid step, and what it makes of the rows."""
+    """A valid step, and the counts after it."""
 
     scheduled: ScheduledStep
     batch: Batch
     counts: RowCounts
-    """With the step's requests and blocks, without its tokens."""
+    """The counts with the step's requests and blocks, without its tokens."""
     capacity: Int32s
-    """[B] tokens that each row has room for."""
+    """[B] number of tokens for which each row has blocks."""
     new_tokens: Int32s
-    """Of its new requests."""
+    """The tokens of its new requests."""
 
 
 class StepJudge:
@@ -400,7 +404,7 @@ class StepJudge:
         self._batches = BatchReader(limits)
         self.blocks = BlockReader(limits)
         self.block_sizes = _block_sizes(limits)
-        """As RowCounts.capacity takes them."""
+        """In the form that RowCounts.capacity takes."""
 
     def judge(
         self,
@@ -410,12 +414,12 @@ class StepJudge:
         num_known: Int32s,
         deferred: Collection[int],
     ) -> JudgedStep:
-        """Check a step whole. Rows stay as they are: what becomes of requests is noted in a copy of
-        their counts, blocks that are appended to them go again with a refusal. num_known [S + 1]:
-        tokens that came with each row's admission; deferred: steps that wait for SampleTokens.
+        """Check a whole step. A refusal leaves the rows as they are: requests start and end in a
+        copy of the counts, and appended blocks are removed again. num_known: [S + 1], tokens that
+        came with each row's admission; deferred: steps that wait for SampleTokens.
 
         Raises:
-            InvalidStepError: some value is out of range or disagrees with the rows.
+            InvalidStepError: a value is out of range or contradicts the rows.
         """
         tokens = _NO_TOKENS
         num_own = 1 if step.scheduled_new_reqs else 0
@@ -507,7 +511,7 @@ class StepJudge:
         return is_last & ~pools, np.flatnonzero(counts.output_bytes)
 
     def _corrections(self, counts: RowCounts, rows: slice | Int64s) -> Int32s | None:
-        """As ScheduledStep has them, of these rows."""
+        """Return ScheduledStep.corrections for these rows."""
         if not self._parts.refusing:
             return None
         corrected = counts.corrected[rows]
@@ -527,8 +531,8 @@ def _deferred(named: bytes, slots: Int64s, samples: Bools) -> Bools:
 
 
 def _block_sizes(limits: StepLimits) -> Int32s:
-    """Return the argument of RowCounts.capacity: numpy multiplies faster by arrays than by its
-    scalars and Python's."""
+    """Return the argument of RowCounts.capacity as an array: numpy multiplies faster by arrays than
+    by numpy or Python scalars."""
     if limits.num_groups == 1:
         return np.array(limits.block_groups[0].block_size, np.int32)
     return np.array([[group.block_size] for group in limits.block_groups], np.int32)

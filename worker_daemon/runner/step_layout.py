@@ -1,7 +1,8 @@
-"""Layout of a step's columns in its one packed buffer, and the sizes that they are padded to. Pure.
+"""Lays out a step's columns in one packed buffer, and chooses the sizes to which they are padded.
+Pure.
 
-The host fills the columns, one copy takes them to the device, kernels read them there. A captured
-graph reads at fixed addresses, so that a layout is a function of its sizes alone.
+The host fills the columns, one copy brings them to the device, kernels read them there. A captured
+graph reads at fixed addresses, so the layout depends only on the sizes.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,8 +14,8 @@ MAX_GRAPH_SEQS = 512
 """Larger decodes are launched kernel by kernel."""
 
 MIXED_SIZES = (16, 32, 64, *range(128, 513, 64))
-"""Tokens to which a step of prompts, or of prompts and decodes, is padded. With more of them the
-device takes longer than the launches do one by one."""
+"""Token counts to which a step with prompts is padded. With more tokens, the device takes longer
+than launching kernel by kernel does."""
 
 _ALIGNMENT = 4
 """Columns start at multiples of 16 bytes: kernels are compiled once for all layouts."""
@@ -35,20 +36,20 @@ class StepShape(NamedTuple):
     num_updates: int
     """U, entries of the block table that the step writes."""
     extra: tuple[int, ...] = ()
-    """Of the columns of parts that act around the forward pass (runner/parts/)."""
+    """Sizes of the columns of parts that act around the forward pass (runner/parts/)."""
     num_corrected: int = 0
-    """B where the rows' counts are taken from the device, else 0."""
+    """B if the rows' counts are taken from the device, else 0."""
 
 
 class StepPlan(NamedTuple):
-    """All that a step's launches depend on. It follows from the step message, so that every rank
-    chooses alike."""
+    """Everything that a step's launches depend on. It follows from the step message, so all ranks
+    choose the same plan."""
 
     shape: StepShape
     max_query_len: int
     """An upper bound."""
     max_seq_len: int
-    """An upper bound of the context lengths."""
+    """Upper bound of the context lengths."""
     parts: int = 0
     """Bits of the parts that act around the forward pass."""
 
@@ -57,7 +58,7 @@ class StepColumns(NamedTuple, Generic[_Column]):
     """int32 columns of one step, on the host or on the device."""
 
     host_token_ids: _Column
-    """[N]; -1 where the token was sampled and is on the device only."""
+    """[N]; -1 if the token was sampled and is only on the device."""
     token_rows: _Column
     """[N] request row of each token; the spare row for padding."""
     positions: _Column
@@ -69,7 +70,7 @@ class StepColumns(NamedTuple, Generic[_Column]):
     seq_lens: _Column
     """[B] context lengths, this step's tokens included."""
     seq_order: _Column
-    """[B] the sequences, longest context first."""
+    """[B] indices of the sequences, longest context first."""
     sample_rows: _Column
     """[R] request row of each sequence that samples; the spare row for padding."""
     sample_tokens: _Column
@@ -77,20 +78,20 @@ class StepColumns(NamedTuple, Generic[_Column]):
     sample_positions: _Column
     """[R] position of the token that is sampled."""
     update_rows: _Column
-    """[U]; the spare row for padding, whose every block is the null block."""
+    """[U]; for padding the spare row, whose blocks are all the null block."""
     update_indices: _Column
     """[U]"""
     update_block_ids: _Column
     """[U]"""
     corrections: _Column
-    """[B] as in ScheduledStep; 0 for padding. [0] where positions and lengths are exact: else these
-    are corrected on the device."""
+    """[B] as in ScheduledStep; 0 for padding. [0] if positions and lengths are exact; otherwise the
+    device corrects them."""
     extra: tuple[_Column, ...]
-    """Those of parts, as the shape has them."""
+    """The parts' columns, in the order of the shape."""
 
     @property
     def every(self) -> tuple[_Column, ...]:
-        """All of them, those of parts last."""
+        """All columns, the parts' columns last."""
         own: Any = self[:-1]
         return (*own, *self.extra)
 
@@ -99,7 +100,7 @@ _NUM_OWN_COLUMNS = len(StepColumns._fields) - 1
 
 
 def column_sizes(shape: StepShape) -> tuple[int, ...]:
-    """Return how many int32 values each column holds, those of parts last."""
+    """Return the number of int32 values of each column, the parts' columns last."""
     tokens, seqs, samples, updates, extra, corrected = shape
     return (
         tokens, tokens, tokens,
@@ -154,8 +155,8 @@ class StepLadder(ExactShapes):
         num_groups: int = 1,
     ) -> None:
         """decode_sizes: numbers of sequences, ascending. length_bounds(size): ascending bounds of
-        the context length, the last of them the longest possible, between which launches are
-        alike. mixed_plans: ascending by tokens (`mixed_plans`). num_groups: of layers; a sequence
+        the context length, the last one the longest possible; launches are the same between two
+        bounds. mixed_plans: ascending by tokens (`mixed_plans`). num_groups: KV groups; a sequence
         may get a block of each in a step."""
         self._decodes = [
             [_decode_plan(size, bound, num_groups) for bound in length_bounds(size)]
@@ -167,13 +168,13 @@ class StepLadder(ExactShapes):
 
     @property
     def plans(self) -> list[StepPlan]:
-        """Every padded plan; of the mixed ones and of the decodes the largest first."""
+        """All padded plans: the mixed ones, then the decodes, each with the largest first."""
         decodes = [plan for plans in reversed(self._decodes) for plan in reversed(plans)]
         return [*reversed(self._mixed), *decodes]
 
     def fit(self, step: ScheduledStep) -> StepPlan:
-        """A step with more block updates than its padding has is exact: one that admits many cached
-        blocks, say."""
+        """Return the padded plan. A step with more block updates than the padding allows is not
+        padded: one that admits many cached blocks, say."""
         count, num_updates = step.total_num_tokens, step.block_updates.rows.size
         is_decode = 0 < count == step.slots.size and not step.new_requests
         if is_decode and count <= len(self._decodes_by_count):
@@ -190,7 +191,7 @@ class StepLadder(ExactShapes):
 
 
 def _by_count(sizes: Sequence[int], entries: Sequence[_Entry]) -> list[_Entry]:
-    """Entry count - 1 is that of the smallest size that is count or more."""
+    """Return a table: entry count - 1 is for the smallest size of at least count."""
     steps = zip(entries, sizes, (0, *sizes), strict=False)
     return [entry for entry, size, smaller in steps for _ in range(size - smaller)]
 
@@ -198,8 +199,8 @@ def _by_count(sizes: Sequence[int], entries: Sequence[_Entry]) -> list[_Entry]:
 def mixed_plans(
     max_num_seqs: int, max_num_tokens: int, longest: int, num_groups: int = 1
 ) -> list[StepPlan]:
-    """Return the plans of steps that are no decodes, ascending; max_num_tokens and max_num_seqs are
-    the largest step's, longest its longest context."""
+    """Return the plans of steps that are not decodes, ascending; max_num_tokens and max_num_seqs
+    are the largest step's, longest its longest context."""
     sizes = [size for size in MIXED_SIZES if size <= max_num_tokens]
     seqs = [min(size, max_num_seqs) for size in sizes]
     return [
@@ -209,16 +210,16 @@ def mixed_plans(
 
 
 def decode_sizes(max_num_seqs: int) -> list[int]:
-    """Return the ladder's sizes: 1, 2, 4, then multiples of 8 up to 256 and of 32 beyond, the last
-    one max_num_seqs or more."""
+    """Return the ladder's sizes: 1, 2, 4, then multiples of 8 up to 256 and of 32 beyond; the last
+    one is at least max_num_seqs."""
     sizes = [1, 2, 4, *range(8, 256, 8), *range(256, MAX_GRAPH_SEQS + 1, 32)]
     fitting = [size for size in sizes if size < max_num_seqs]
     return [*fitting, *sizes[len(fitting) : len(fitting) + 1]]
 
 
 def largest_shape(limits: StepLimits) -> StepShape:
-    """Return the shape of the largest step: tokens, sequences and every block table entry, or
-    padding in place of them."""
+    """Return the shape of the largest step: tokens, sequences and block-table entries, each
+    including padding."""
     seqs = max(limits.max_num_seqs + 1, *decode_sizes(limits.max_num_seqs))
     tokens, groups = limits.max_num_batched_tokens + seqs, limits.num_groups
     entries = groups * seqs * limits.max_blocks_per_seq
@@ -231,5 +232,5 @@ def _decode_plan(size: int, longest: int, num_groups: int) -> StepPlan:
 
 
 def aligned(size: int) -> int:
-    """Return what a column of so many values takes of the packed buffer."""
+    """Return the space that a column of this many values takes in the packed buffer."""
     return -(-size // _ALIGNMENT) * _ALIGNMENT

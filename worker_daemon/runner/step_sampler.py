@@ -15,7 +15,7 @@ from worker_daemon.runner.scheduled_step import ScheduledStep
 
 
 class StepSampler:
-    """Owned by the stage that samples."""
+    """Samples a step's rows. Owned by the stage that samples."""
 
     def __init__(self, stage: DecoderStage, parts: StepParts, tables: RowTables) -> None:
         self._stage = stage
@@ -42,8 +42,8 @@ class StepSampler:
         return replace(sampled, reports=sampled.reports + step.reports) if step.reports else sampled
 
     def refuse(self, step: Unsampled, sampled: SamplerOutput, refused: Tensor) -> Tensor:
-        """Write to this rank's rows what they refuse. Return int64 [2, R]: the tokens that they go
-        on with, where one was refused the one before it, and what each has refused in all."""
+        """Write the refusals to this rank's rows. Return int64 [2, R]: the token from which each
+        row continues (after a refusal the one before it), and each row's total refusals."""
         assert step.chosen is not None, "the step has got this far"
         assert step.chosen.inputs is not None, "steps that may refuse keep their last tokens"
         count = step.rows.slots_np.size

@@ -1,7 +1,7 @@
-"""The tokens that each row has sampled, and the steps that are known to have ended well, as results
-reach the host. Kept for a driver that adopts another one's requests.
+"""Records the tokens that each row has sampled, and the steps known to have succeeded, as results
+reach the host. A driver that adopts another one's requests receives them.
 
-The thread that takes a result writes it; the step thread reads.
+The thread that takes a result writes the history; the step thread reads it.
 """
 
 import mmap
@@ -14,30 +14,31 @@ import numpy as np
 from worker_daemon.contracts.arrays import Int32s, Int64s
 
 MAX_CONFIRMED = 256
-"""Steps that are remembered to have ended well: more than are ever under way."""
+"""Number of successful steps to remember: more than are ever in flight."""
 
 _MAP_NORESERVE: Final = 0x4000
-"""Linux's; Python names it only on some builds."""
+"""Linux's value; Python defines the name only on some builds."""
 _UNRESERVED: Final = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
-"""Nearly all of it is never touched."""
+"""Almost none of this memory is ever touched."""
 
 _FOLD_AT = 128
-"""Results between two writes to the table."""
+"""Number of results between two writes to the table."""
 
 
 class Sampled(NamedTuple):
-    """Rows that a step has sampled. Aligned columns [R]."""
+    """A step's result: the rows that it has sampled. Aligned columns [R]."""
 
     slots: Int64s
     generations: Int64s
     positions: Int32s
-    """Of the sampled tokens."""
+    """Positions of the sampled tokens."""
     are_bounds: bool = False
-    """Rows may have refused tokens: positions are upper bounds, a row's first one excepted."""
+    """True if rows may have refused tokens: positions are then upper bounds, except a row's first
+    one."""
 
 
 ALL_GAIN_ONE: Final = b""
-"""Each row of a step has gained one token."""
+"""Value of `gained` when each row of a step has gained one token."""
 
 
 class TokenHistory:
@@ -45,20 +46,21 @@ class TokenHistory:
     that it ran."""
 
     def confirm(self, epoch: int, seq: int) -> None:
-        """A step ended well, on every rank that took part, and sampled nothing."""
+        """Record a step that succeeded on every rank that took part, and sampled nothing."""
 
     def note(
         self, epoch: int, seq: int, sampled: Sampled, token_ids: bytes, gained: bytes = ALL_GAIN_ONE
     ) -> None:
-        """A step ended well. gained: uint8 [R], how many tokens each row gained, or ALL_GAIN_ONE;
-        token_ids: int32 little-endian, so many of each row, one row after the other."""
+        """Record a step that succeeded. gained: uint8 [R], the number of tokens that each row
+        gained, or ALL_GAIN_ONE; token_ids: int32 little-endian, that many for each row,
+        concatenated."""
 
     def has_confirmed(self, epoch: int, seq: int) -> bool:
         """Return True if the step ended well, as far as this rank can know."""
         return True
 
     def known_to(self, slot: int, generation: int, default: int) -> int:
-        """Return how many tokens of a row are known, those of its admission included; default: if
+        """Return the number of a row's known tokens, including those of its admission; `default` if
         it has sampled none."""
         return default
 
@@ -118,7 +120,7 @@ class SampledTokens(TokenHistory):
             return self._tokens[slot, first:last].copy()
 
     def _append(self, sampled: Sampled, token_ids: bytes, gained: bytes) -> None:
-        """Write a result behind what its rows have sampled before."""
+        """Append a result to its rows' earlier tokens."""
         self._fold()
         slots = sampled.slots
         is_current = self._generations[slots] == sampled.generations
@@ -131,8 +133,8 @@ class SampledTokens(TokenHistory):
         self._known_to[slots] = firsts + counts
 
     def _fold(self) -> None:
-        """Write the noted results into the table. Of a place that is named twice the last value
-        stays: results come in the order of the steps, so a slot's present request wins."""
+        """Write the collected results into the table. If two results name the same place, the later
+        one stays: results arrive in step order, so a slot's present request wins."""
         if not self._results:
             return
         columns, raw = zip(*self._results, strict=True)

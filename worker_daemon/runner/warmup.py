@@ -1,8 +1,7 @@
-"""Synthetic steps through the normal entry: for the memory profile and for warm-up. Pure: builds
-messages, runs nothing.
+"""Builds synthetic steps for the memory profile and the warm-up; they go through the normal entry.
+Pure: runs nothing.
 
-They are the driver's messages, made here; epoch, link and seq are those of the operation that runs
-them.
+They are messages like a driver's; epoch, link and seq are those of the operation that runs them.
 """
 
 from collections.abc import Iterator
@@ -24,7 +23,7 @@ from worker_daemon.runner.slot_bitmap import read_bitmap
 
 @dataclass(frozen=True, slots=True)
 class SyntheticStep:
-    """A step and the frames that go with it."""
+    """A step and its array frames."""
 
     message: ExecuteModel
     arrays: tuple[Frame, ...]
@@ -87,9 +86,9 @@ def with_all_parts(step: SyntheticStep, limits: StepLimits) -> SyntheticStep:
 
 
 def size_sweep(request: StepMessage, limits: StepLimits) -> Iterator[SyntheticStep]:
-    """Yield prefills of every order of magnitude, as one prompt and as many: whatever a kernel
-    chooses by size is chosen here once, so that no step of a request is the first to compile it.
-    The largest first: what the allocator takes for them serves the smaller ones too.
+    """Yield prefills of every order of magnitude, as one prompt and as many. Every kernel variant
+    that is chosen by size is used here once, so that no request's step has to compile it. The
+    largest comes first, because the smaller ones can reuse its memory.
 
     Each frees the rows before it; the caller frees the last ones.
     """
@@ -105,7 +104,7 @@ def size_sweep(request: StepMessage, limits: StepLimits) -> Iterator[SyntheticSt
 
 def decode_sweep(request: StepMessage, limits: StepLimits) -> Iterator[SyntheticStep]:
     """Yield decodes of every order of magnitude, by sequences and by context length, for daemons
-    that capture no graphs: what else they run is chosen by the length at hand.
+    that capture no graphs: these choose kernels by the actual length.
 
     Each frees the rows before it; the caller frees the last ones.
     """
@@ -118,7 +117,8 @@ def decode_sweep(request: StepMessage, limits: StepLimits) -> Iterator[Synthetic
 
 
 _MAX_SWEPT_KEYS = 1 << 20
-"""Beyond that many sequences x length a launch fills any device, however it is cut."""
+"""Above this product of sequences and length, a launch fills any device, however the work is
+split."""
 
 _SHARED_LENGTH = PLAN_TOKENS[0] - 1
 """Longer prompts may be computed one by one (layers/prompt_attention.py)."""
@@ -130,7 +130,7 @@ def prefill_step(
     lengths: list[int],
     extensions: tuple[RequestExtension, ...] = (),
 ) -> SyntheticStep:
-    """Return a step that admits one request a length and computes all of it."""
+    """Return a step that admits one request per length and computes all of its tokens."""
     return _admit(request, limits, lengths, lengths, extensions)
 
 
@@ -141,8 +141,8 @@ def _admit(
     num_scheduled: list[int],
     extensions: tuple[RequestExtension, ...] = (),
 ) -> SyntheticStep:
-    """Return a step that admits one request a length and computes its last num_scheduled tokens, as
-    if the others had been found in the cache. Blocks may be shared: nobody reads the output."""
+    """Return a step that admits one request per length and computes its last num_scheduled tokens,
+    as if the others were cached. Requests may share blocks, because nothing reads the output."""
     slots = np.arange(len(lengths))
     needed = [[-(-n // group.block_size) for n in lengths] for group in limits.block_groups]
     block_slots = np.concatenate([np.repeat(slots, own) for own in needed])
@@ -193,14 +193,13 @@ def _may_begin_later(limits: StepLimits) -> bool:
 
 
 def _powers_up_to(largest: int) -> list[int]:
-    """Return the powers of two below `largest`, and itself."""
+    """Return the powers of two below `largest`, then `largest`."""
     return [*(1 << power for power in range((largest - 1).bit_length())), largest]
 
 
 def _ladder_up_to(largest: int) -> list[int]:
-    """Return the powers of two below `largest`, what lies half-way between them, and itself: of two
-    numbers, one half more than the other, one above the smaller is among them, or `largest` is
-    below it."""
+    """Return the powers of two below `largest`, the numbers half-way between them, and `largest`.
+    So for each number n, one of them lies between n and 1.5 n, unless `largest` is smaller."""
     rungs = {size for power in _powers_up_to(largest) for size in (power, power + power // 2)}
     return sorted(size for size in rungs if size <= largest)
 

@@ -1,1 +1,1 @@
-"""Tokens from logits, as a pure function of seed, position and logits."""
+"""Sampling: chooses tokens by a pure function of seed, position and logits."""

@@ -1,4 +1,4 @@
-"""Log probabilities of logits as they are given."""
+"""Computes log probabilities of the given logits."""
 
 from dataclasses import dataclass
 
@@ -8,7 +8,8 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class LogprobTensors:
-    """Of R rows; column 0 is the sampled token, columns 1 to n the likeliest in order."""
+    """The log probabilities of R rows; column 0 is the sampled token, columns 1 to n the most
+    likely in order."""
 
     token_ids: Tensor
     """int32 [R, n + 1]"""
@@ -19,8 +20,8 @@ class LogprobTensors:
 
 
 def gather_logprobs(logits: Tensor, sampled: Tensor, num_logprobs: int) -> LogprobTensors:
-    """logits float32 [R, V], sampled int64 [R], 0 <= num_logprobs <= V. Rows whose sampled token is
-    NO_TOKEN are meaningless."""
+    """Return them for logits float32 [R, V], sampled int64 [R], 0 <= num_logprobs <= V. Rows whose
+    sampled token is NO_TOKEN are meaningless."""
     logprobs = torch.log_softmax(logits, dim=-1)
     chosen = logprobs.gather(1, sampled.clamp(min=0).unsqueeze(1))
     top, top_ids = logprobs.topk(num_logprobs, dim=-1)

@@ -1,5 +1,5 @@
-"""Gumbel noise as a pure function of (seed, position, token id), for sampling by the Gumbel-max
-trick.
+"""Computes Gumbel noise as a pure function of (seed, position, token id), for sampling by the
+Gumbel-max trick.
 
 argmax(logits + noise) samples from softmax(logits). Since the noise is stateless, a replay, another
 batch or another split of the model gives the same token.

@@ -1,7 +1,7 @@
-"""Logits to tokens. A row's token depends on that row alone, not on the rest of the batch.
+"""Chooses tokens from logits. A row's token depends only on that row, not on the rest of the batch.
 
-So every reduction over the vocabulary is exact in any order: maxima, sorts and sums of integers.
-`TorchSampling` is the reference implementation. Shapes: R rows, V vocabulary.
+To ensure this, every reduction over the vocabulary is exact in any order: maxima, sorts and sums of
+integers. `TorchSampling` is the reference implementation. Shapes: R rows, V vocabulary.
 """
 
 from dataclasses import replace
@@ -87,13 +87,14 @@ def _sample_chunk(logits: Tensor, metadata: SamplingMetadata) -> Tensor:
 
 
 def _scale(logits: Tensor, temperature: Tensor) -> Tensor:
-    """Return (logit - largest) / temperature. The likeliest is 0, so no temperature overflows."""
+    """Return (logit - largest) / temperature. The most likely token's is 0, so no temperature
+    overflows."""
     divisor = torch.where(temperature == 0, 1.0, temperature).unsqueeze(1)
     return (logits - logits.amax(dim=-1, keepdim=True)) / divisor
 
 
 def _filter_min_p(scaled: Tensor, min_p: Tensor) -> Tensor:
-    """Drop tokens less likely than min_p times the likeliest, whose scaled logit is 0."""
+    """Drop tokens less likely than min_p times the most likely one, whose scaled logit is 0."""
     least = min_p.to(torch.float64).log().to(torch.float32)
     return scaled.masked_fill(scaled < least.unsqueeze(1), -torch.inf)
 
@@ -113,9 +114,9 @@ def _filter_top_k_top_p(scaled: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
 
 
 def _weights(scaled: Tensor) -> Tensor:
-    """exp as a fixed-point integer, int64: sums stay below 2^63 for vocabularies under 2^23.
+    """Return exp as a fixed-point integer, int64: sums stay below 2^63 for vocabularies under 2^23.
 
-    A token under 2^-40 of the likeliest has weight zero and is dropped even for top_p = 1. Its
-    logit is 27.7 lower, and Gumbel noise, which spans 25.8, could never make it the largest.
+    A token under 2^-40 of the most likely one has weight zero and is dropped even for top_p = 1.
+    Its logit is 27.7 lower, and Gumbel noise, which spans 25.8, could never make it the largest.
     """
     return scaled.exp().mul_(_WEIGHT_ONE).to(torch.int64)

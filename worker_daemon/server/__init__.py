@@ -1,2 +1,2 @@
-"""The daemon process around a worker: threads, sockets, lifecycle, order of steps. Imports no
+"""The daemon process around a worker: threads, sockets, lifecycle, order of steps. Does not import
 torch."""

@@ -58,7 +58,7 @@ def make_worker(
 ) -> WorkerLike:
     """Load torch and make the worker; called on the step thread. Raises ConfigError if there is no
     such device."""
-    from worker_daemon.device.init import find_device  # seconds of torch, while sockets are bound
+    from worker_daemon.device.init import find_device  # torch takes seconds; sockets are bound
     from worker_daemon.worker.worker import Worker
 
     # A full collection over the objects of torch's modules takes a tenth of a second.

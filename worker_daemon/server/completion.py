@@ -1,6 +1,6 @@
 """Sends the outcomes of steps to the driver, in the order of the steps: from the step thread at
-once where there is nothing to wait for, otherwise from the completion thread, which waits for
-results. Owns that thread."""
+once if there is nothing to wait for, otherwise from the completion thread, which waits for results.
+Owns that thread."""
 
 import logging
 import queue
@@ -34,7 +34,7 @@ class _Outcome(NamedTuple):
 
 
 class _Stop(Exception):
-    """The thread is to end."""
+    """The request to end the thread."""
 
 
 def _stop() -> None:

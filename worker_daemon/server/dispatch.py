@@ -58,7 +58,7 @@ class WorkerLike(Protocol):
     def execute_dummy_batch(self, message: step.ExecuteDummyBatch) -> PendingReply | None: ...
 
     def refuse_step(self, seq: int) -> None:
-        """Record a step that could not be read, on any rank: the steps behind it fail as after any
+        """Record a step that could not be read, on any rank: the steps after it fail as after any
         failed step."""
 
     def start_trace(self) -> None:
@@ -72,7 +72,7 @@ class WorkerLike(Protocol):
         sends were received."""
 
     def describe(self) -> WorkerDescription:
-        """Describe what is on the device now."""
+        """Describe the worker's present state."""
 
     def abort_link(self) -> bool:
         """End every wait for other ranks; return True if there was a link to abort. Called from the
@@ -92,7 +92,7 @@ class WorkerLike(Protocol):
         """Return the typed error for an unexpected failure of a step."""
 
     def close(self) -> None:
-        """Free what the end of the process would not."""
+        """Free the resources that the end of the process would not free."""
 
 
 class RendezvousServerLike(Protocol):

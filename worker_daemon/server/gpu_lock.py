@@ -1,5 +1,5 @@
-"""One daemon a GPU: a lock file named by the GPU's UUID, in a directory that all daemons of the
-host share, whichever user runs them."""
+"""Ensures one daemon per GPU, by a lock file named by the GPU's UUID. All daemons of the host share
+its directory, even if different users run them."""
 
 import contextlib
 import errno
@@ -30,7 +30,7 @@ class GpuLock:
 
         Raises:
             GpuInUseError: another process holds it; the message names that process if possible.
-            ConfigError: no file can be made or locked there, or the path is no regular file.
+            ConfigError: no file can be made or locked there, or the path is not a regular file.
         """
         self._path = directory / f"worker-daemon-{uuid}.lock"
         self._uuid = uuid
@@ -58,7 +58,7 @@ class GpuLock:
         except LockHeldError as error:
             raise self._in_use(error) from None
         except OSError:
-            return  # out of reach, for other daemons too: the next call tries again
+            return  # not accessible, for other daemons either: the next call tries again
         self._write_pid()
 
     def release(self) -> None:
@@ -99,7 +99,7 @@ def _regular(fd: int) -> int:
     if stat.S_ISREG(os.fstat(fd).st_mode):
         return fd
     os.close(fd)
-    raise OSError(errno.EINVAL, "it is no regular file")
+    raise OSError(errno.EINVAL, "it is not a regular file")
 
 
 def lock_directory(chosen: Path | None) -> Path:

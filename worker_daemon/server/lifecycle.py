@@ -150,7 +150,7 @@ class Lifecycle:
 
     def serve(self, to: ServingState, cause: str) -> bool:
         """Move to DRAINING, CLOSED or FAILED, or back from DRAINING; return True if the state
-        changed. A move that the axis lacks is ignored."""
+        changed. A move that the axis does not have is ignored."""
         if to not in _SERVING_MOVES[self.state.serving]:
             return False
         return self._move(replace(self.state, serving=to), cause)

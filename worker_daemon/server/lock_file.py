@@ -103,7 +103,7 @@ def describe_holder(fd: int) -> str:
     if written in holders:
         return f"the daemon with pid {written}"
     if len(holders) == 1:
-        return f"the process with pid {min(holders)}, which is no daemon that wrote its pid there,"
+        return f"the process with pid {min(holders)}, whose pid is not in the file,"
     return "another process"
 
 

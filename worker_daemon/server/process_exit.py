@@ -32,7 +32,7 @@ class ProcessExit:
         return self._code
 
     def finish(self, exit_code: int) -> None:
-        """End the daemon in good order with this code, unless it ends already."""
+        """Shut the daemon down in order with this code, unless it is already ending."""
         if self._code is not None and not self._code.done():
             self._code.set_result(exit_code)
 

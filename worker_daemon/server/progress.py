@@ -97,7 +97,8 @@ class Progress:
     def __init__(self, device: str) -> None:
         self.stamp = Stamp("STARTING", time.monotonic(), math.inf, False)
         self.result = NO_RESULT
-        """The result that the completion thread waits for: a device that hangs, hangs there."""
+        """The result that the completion thread waits for: if the device hangs, this phase
+        hangs."""
         self.snapshot = Snapshot(DaemonState(), 0, (), WorkerDescription(device))
         self.epoch = 0
         self.link = 0

@@ -1,7 +1,7 @@
 """The daemon's runtime files: directory, locks of the endpoint and of the GPU, socket files, epoch
 file and hang reports; and the limit of open files. Main thread only.
 
-A lock file that nobody locks belongs to a dead daemon: the kernel unlocks it with its process.
+A lock file without a lock belongs to a dead daemon: the kernel unlocks it when its process ends.
 Shared memory is never left behind: what ranks share has no names, and ends with its last user.
 """
 

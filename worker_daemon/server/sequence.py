@@ -76,11 +76,11 @@ class StepGate:
     def judge(self, message: StepMessage | StepHead) -> Verdict:
         """Judge a request. Only a request with the verdict RUN may be passed to `accept`.
 
-        The next seq runs. Relink, Reset and an ExecuteModel with a resynchronisation close a gap:
+        The next seq runs. Relink, Reset and an ExecuteModel with a resynchronization close a gap:
         their seq need only be new. InitDevice and Relink name a link above the current one in
         `rendezvous`; all others name the current one. A repeated seq is replayed whatever its link,
-        also after the lease has expired: a replay changes nothing. A request of which only the head
-        could be read is judged by that; it closes no gap.
+        also after the lease has expired: a replay changes nothing. A request with a readable head
+        but an unreadable body is judged by its head; it closes no gap.
         """
         if message.epoch != self.epoch or not self.attached:
             return Verdict.FENCED if message.epoch < self.epoch else Verdict.NOT_ATTACHED

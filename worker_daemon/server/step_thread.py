@@ -52,7 +52,7 @@ SWITCH_INTERVAL_S: Final = 0.0002
 """The interpreter's switch interval: how long the step thread may keep the completion thread
 waiting."""
 MAX_FAILURE_BYTES: Final = 4096
-"""Of the stored cause of a failure."""
+"""Limit on the stored cause of a failure."""
 UID_BYTES: Final = 16
 _LOADING: Final = (lc.InitDevice, lc.LoadModel)
 _FATAL: Final = {"DEVICE": ExitCode.CONTEXT_LOST, "INTERNAL": ExitCode.INTERNAL}

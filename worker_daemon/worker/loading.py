@@ -64,7 +64,7 @@ from worker_daemon.worker.sleep_memory import TaggedMemory, open_memory
 _LOG = logging.getLogger(__name__)
 _PROGRESS_EVERY_S = 1.0
 _MAX_NAMES = 16
-"""Tensor names in a log line, at most."""
+"""Limit on tensor names in a log line."""
 _FIT = "more pipeline stages or tensor ranks, or free memory and load again"
 
 
@@ -326,8 +326,8 @@ def _check_same_model(found: DecoderConfig, loaded: DecoderConfig) -> None:
 
 
 def _values(decoder: DecoderConfig) -> Iterator[tuple[str, object]]:
-    """Yield every value that shapes a decoder, by its name; decoders of as many layers yield as
-    many."""
+    """Yield every value that shapes a decoder, by its name; decoders with the same number of layers
+    yield the same number of values."""
     values = asdict(decoder) | {"rope": decoder.rope}
     layers = values.pop("layers")
     yield "num_hidden_layers", decoder.num_hidden_layers

@@ -24,11 +24,11 @@ class _Taken:
     """Bytes that one kind allocated."""
 
     device: int = 0
-    """Of the device, by any allocator."""
+    """Device memory, from any allocator."""
     allocated: int = 0
-    """Of these, in tensors of the allocator."""
+    """The part in tensors of the allocator."""
     reserved: int = 0
-    """Of these, by the allocator."""
+    """The part that the allocator reserved."""
 
 
 _NOTHING: Final = _Taken()
@@ -74,8 +74,8 @@ class MemoryLedger:
         The kinds: weights, kv_cache, graphs; activations: the allocator's other memory, for steps
         and between them; context: the rest of this process's memory, that is the device's context,
         communicators, library handles and code, plus other processes' memory if NVML does not
-        report it; others: other processes, if NVML reports them. Their sum is total less free on a
-        GPU; on the CPU the pages of a cache exist only once used. Besides: activations_peak, free,
+        report it; others: other processes, if NVML reports them. Their sum is total minus free on a
+        GPU; on the CPU the pages of a cache exist only once used. Also: activations_peak, free,
         total.
         """
         now = self._source.snapshot()

@@ -76,7 +76,7 @@ def check_step_deadline(
 
     Raises:
         ConfigError: a legal step would count as hung.
-        CommError: it took so long that a neighbour did not wait for it.
+        CommError: it took so long that a neighbor did not wait for it.
     """
     deadline_ms, device = model.config.scheduler.step_deadline_ms, opened.place.device
     if deadline_ms >= SHORT_DEADLINE_MS or device.type != "cpu":

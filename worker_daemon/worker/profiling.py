@@ -32,8 +32,8 @@ Step: TypeAlias = ExecuteModel | SampleTokens | ExecuteDummyBatch
 DEFAULT_PREFIX: Final = "trace"
 OBSERVED_PREFIX: Final = "observed"
 CLOCK_MARK: Final = "clock_"
-"""Prefix of the name of an empty range; the rest is time.monotonic_ns() just before it began. Some
-are at either end of a trace: they relate its timestamps to that clock."""
+"""Prefix of the name of an empty range; the rest is time.monotonic_ns() just before it began. A
+trace has some at its begin and at its end; they relate its timestamps to that clock."""
 _NUM_CLOCK_MARKS: Final = 16
 DISPOSAL_LIMIT_S: Final = 0.5
 """Limit of the wait for the transfers of a link that was left, at the end of a profile."""
@@ -184,7 +184,7 @@ class Profiler:
 
     def __init__(self, directory: Path | None, settle: Callable[[], None] = lambda: None) -> None:
         """directory: for traces; made when the first one starts. None: kind torch is refused.
-        settle: waits for the transfers in progress, if the neighbours are alive: torch records a
+        settle: waits for the transfers in progress, if the neighbors are alive: torch records a
         transfer's end in the recording that it began under, and crashes if that was freed."""
         self._directory = directory
         self._prefix = DEFAULT_PREFIX
@@ -208,8 +208,8 @@ class Profiler:
 
         Raises:
             StateError: a profile runs already.
-            ConfigError: the prefix is no plain name, there is no directory for traces or it cannot
-                be used, or the device has no profiler of this kind.
+            ConfigError: the prefix is not a plain name, there is no usable directory for traces, or
+                the device has no profiler of this kind.
         """
         self._refuse_second()
         prefix = _checked_prefix(request.prefix or self._prefix)

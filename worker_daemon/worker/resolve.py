@@ -1,5 +1,5 @@
 """Resolves the driver's configuration, with the checkpoint and the device, to the values that the
-worker runs with. Pure. "auto" ends here."""
+worker runs with. Pure. This is where "auto" is replaced by a value."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -46,7 +46,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 @dataclass(frozen=True, slots=True)
 class ResolvedModel:
-    """The model's values that were open until LoadModel."""
+    """The model's values that LoadModel resolves."""
 
     directory: Path
     """The directory of config.json and the weights; in a saved set that of the current save."""

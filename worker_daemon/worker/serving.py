@@ -43,8 +43,8 @@ class Serving:
         set_phase: SetPhase,
         find_upload: FindUpload = no_uploads,
     ) -> None:
-        """Starts with empty rows and without graphs. kv: one a local layer, of plan.num_blocks, or
-        none for NullAttention."""
+        """Starts with empty rows and without graphs. kv: one per local layer, of plan.num_blocks,
+        or none for NullAttention."""
         self.plan = plan
         self.kv = kv
         self._set_phase = set_phase
@@ -79,7 +79,7 @@ class Serving:
         self._set_phase("COMPILING", LONG_OPERATION_S)
         runner = self.runner
         limits = runner.state.limits
-        if self._parts.device.type == "cuda":  # elsewhere there is nothing to compile
+        if self._parts.device.type == "cuda":  # on other devices there is nothing to compile
             runner.use(runner.eager.compile_subset())
             self._run_all(size_sweep(message, limits))
             if self._enforce_eager:
@@ -87,18 +87,18 @@ class Serving:
             runner.use(runner.eager)
         self._run_all(warm_up_steps(message, limits, runner.state.parts.heaviest))
         runner.forget_requests()
-        torch.cuda.empty_cache()  # what the allocator keeps for steps, no graph can have
+        torch.cuda.empty_cache()  # graphs cannot use the memory that the allocator keeps for steps
 
     def capture_graphs(self) -> None:
         """Capture the graphs that steps replay, at the end of the first warm-up.
 
         Raises:
-            CapacityError: they do not fit beside weights and KV cache.
+            CapacityError: they do not fit in addition to weights and KV cache.
         """
         graphs = self._step_graphs()
         with self._capturing():
             graphs.capture(self.runner)
-        torch.cuda.empty_cache()  # of the steps that ran before each capture: no part of the graphs
+        torch.cuda.empty_cache()  # from the steps before each capture; not part of the graphs
         self._graphs = graphs
         self.is_warm = True
 
@@ -111,9 +111,9 @@ class Serving:
         self.take_memory_of_steps(message)
 
     def take_memory_of_steps(self, message: StepMessage) -> None:
-        """Have the allocator cache the memory of the largest step once all else is allocated:
-        between the blocks of smaller steps it needs more than by itself."""
-        if self._parts.device.type == "cuda":  # elsewhere no allocator caches it
+        """Make the allocator cache the memory of the largest step, after everything else is
+        allocated. Between the blocks of smaller steps, the largest step would need more memory."""
+        if self._parts.device.type == "cuda":  # on other devices no allocator caches it
             self.run_largest_step(message)
             self.runner.forget_requests()
 
@@ -155,7 +155,7 @@ class Serving:
             self._restore_graphs()
 
     def settle_if_sound(self) -> None:
-        """Wait for the transfers from and to the neighbours; after a failure the relink handles
+        """Wait for the transfers from and to the neighbors; after a failure the relink handles
         them."""
         if not self.runner.state.has_failed:
             with suppress(CommError):
@@ -181,7 +181,7 @@ class Serving:
 
 
 def _too_large_graphs(error: Exception) -> CapacityError | None:
-    # The driver's own memory for a graph is no allocator's.
+    # The GPU driver's own memory for a graph belongs to no allocator.
     if "out of memory" not in str(error):
         return None
     fix = "a smaller kv_cache_memory_bytes or max_num_seqs, or enforce_eager"

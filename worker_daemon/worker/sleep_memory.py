@@ -27,7 +27,7 @@ WEIGHT_CHUNK_BYTES: Final = 128 << 20
 """Small enough that memory is freed while the rest is copied, large enough that mapping costs
 little."""
 KV_CHUNK_BYTES: Final = 4 << 30
-"""Of memory that is never copied, only mapped and zeroed."""
+"""Chunk size of memory that is never copied, only mapped and zeroed."""
 
 _AWAY: Final[frozenset[TagState]] = frozenset(("asleep", "discarded"))
 """States without mapped memory."""
@@ -42,7 +42,7 @@ class TaggedMemory:
     tags = ALL_AWAKE
     """The state of each tag."""
     states: Mapping[MemoryTag, TagState] = MappingProxyType({})
-    """The same by tag; empty if the memory cannot sleep."""
+    """The states by tag; empty if the memory cannot sleep."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -228,7 +228,7 @@ class ArenaMemory(TaggedMemory):
         self._change(after, began)
 
     def weights_filled(self) -> None:
-        assert self.tags.weights in ("awake", "lost"), "nobody can write what has no memory"
+        assert self.tags.weights in ("awake", "lost"), "unmapped memory cannot be written"
         self.tags = self.tags.after_filling()
 
     def bytes_by_kind(self) -> Mapping[str, int]:

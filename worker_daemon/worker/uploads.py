@@ -115,7 +115,7 @@ class Uploads:
         return self._num_bytes
 
     def get(self, content_hash: bytes) -> Upload | None:
-        """Return a complete upload; None if there is none of that hash."""
+        """Return a complete upload; None if no upload has that hash."""
         with self._lock:
             entry = self._entries.get(content_hash)
             return None if entry is None else entry.whole
@@ -124,9 +124,8 @@ class Uploads:
         """Write a chunk, and begin its upload if needed; return True if the upload is complete.
 
         Raises:
-            ConfigError: it is no chunk of that tensor, differs from an earlier one, or completes a
-                tensor
-                of another hash, which is dropped.
+            ConfigError: it is not a chunk of that tensor, differs from an earlier one, or completes
+                a tensor of another hash, which is dropped.
             CapacityError: there is no room for the tensor.
             StateError: a reset dropped the upload meanwhile.
         """
@@ -209,7 +208,7 @@ def _no_room(field: str, value: object, problem: str, or_else: str = "") -> Capa
 
 
 def _check_place(chunk: UploadChunk) -> int:
-    """Return the tensor's size. Raises ConfigError if it is too large, or the chunk is none of
+    """Return the tensor's size. Raises ConfigError if it is too large, or the chunk is not part of
     it."""
     num_bytes = tensor_bytes(chunk.dtype, chunk.shape)
     if num_bytes > MAX_UPLOAD_BYTES:

@@ -202,7 +202,7 @@ class Worker:
         the existing graphs are kept.
 
         Raises:
-            CapacityError: the graphs do not fit beside weights and KV cache.
+            CapacityError: the graphs do not fit in addition to weights and KV cache.
         """
         began = time.monotonic()
         serving = self._serving
@@ -213,7 +213,7 @@ class Worker:
             with self._device.opened.ledger.taking("graphs"):
                 serving.capture_graphs()
             serving.take_memory_of_steps(message)
-            # The objects of start-up stay: the collector need not visit them again.
+            # The start-up objects stay alive, so the garbage collector need not visit them again.
             gc.collect()
             gc.freeze()
             self._model.memory.prepare()
@@ -234,7 +234,7 @@ class Worker:
     # Serving.
 
     def execute_model(self, message: ExecuteModel, arrays: Sequence[Frame]) -> PendingOutput | None:
-        """See ModelRunner.execute_model. Raises StateError, alike on every rank, while a weight
+        """See ModelRunner.execute_model. Raises StateError, on every rank, while a weight
         update is open or has failed."""
         if not self._model.weights.is_whole:
             self._model.weights.require_whole("ExecuteModel")
@@ -254,7 +254,7 @@ class Worker:
             return self._serving.runner.execute_dummy_batch(message)
 
     def refuse_step(self, seq: int) -> None:
-        """Have the steps after `seq`, which could not be read, fail until a resynchronisation."""
+        """Have the steps after `seq`, which could not be read, fail until a resynchronization."""
         if self._serving_or_none is not None:
             self._serving_or_none.runner.state.mark_failed(seq)
 
@@ -295,7 +295,7 @@ class Worker:
         return lc.ComputeWeightChecksumsReply(**self._identity(message), checksums=checksums)
 
     def save_sharded_state(self, message: lc.SaveShardedState) -> lc.SaveShardedStateReply:
-        """Write this rank's weights beside the set of that name, which stays in use.
+        """Write this rank's weights next to the set of that name, which stays in use.
 
         Raises: see Saver.write; StateError while the weights are not complete.
         """
@@ -573,7 +573,7 @@ class Worker:
         """Drop the KV cache, then the model, then the device, as far down as asked; then end a
         profile."""
         if self._serving_or_none is not None and message.to != "CREATED":
-            with suppress(CommError):  # a lost neighbour no longer needs the messages
+            with suppress(CommError):  # a lost neighbor no longer needs the messages
                 self._serving_or_none.runner.settle()
         self._serving_or_none = None
         self._transfer.interrupt("the group was reset")
@@ -657,7 +657,7 @@ class Worker:
         self._device.close()
 
     def describe(self) -> WorkerDescription:
-        """Describe what is on the device now, and the memory by use."""
+        """Describe the loaded objects on the device, and the memory by use."""
         opened, model = self._device.opened_or_none, self._model_or_none
         serving = self._serving_or_none
         return WorkerDescription(

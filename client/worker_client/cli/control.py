@@ -50,7 +50,7 @@ def status(
     known_daemons: KnownDaemons = None,
     wait: Wait = 0.0,
 ) -> None:
-    """Show what each daemon is and does."""
+    """Show the state of each daemon."""
     if as_json and probe is not None:
         raise config_error("probe", probe.value, "a probe prints no status", "leave out --json")
     keys = read_keys(key_file, known_daemons)
@@ -77,8 +77,8 @@ def drain(
     known_daemons: KnownDaemons = None,
     wait: Wait = 0.0,
 ) -> None:
-    """Have daemons take no more steps and no more drivers; what they have loaded stays. Waits for
-    the running steps. Needs the role admin, if there are keys."""
+    """Make daemons refuse new steps and new drivers; everything that they have loaded stays. Waits
+    for the running steps. Needs the role admin, if there are keys."""
     keys = read_keys(key_file, known_daemons)
     with connect(named_daemons(endpoints), keys, wait) as clients:
         for client in clients:

@@ -1,4 +1,4 @@
-"""Connections to daemons without attaching, and a scrape of their status beside a run."""
+"""Connections to daemons without attaching, and a scrape of their status during a run."""
 
 import contextlib
 import threading
@@ -26,8 +26,9 @@ def connect(
     daemons that are not started yet.
 
     Raises:
-        EndpointError: one is no endpoint.
-        NothingListens: no daemon is at one after wait_s; without wait_s the first request says so.
+        EndpointError: one is not an endpoint.
+        NothingListens: no daemon listens at one after wait_s; without wait_s the first request
+            raises it.
     """
     parsed = [parse_endpoint(endpoint, keys) for endpoint in endpoints]
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()

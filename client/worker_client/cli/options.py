@@ -134,7 +134,7 @@ def build_run_options(
         int | None,
         typer.Option(
             min=FIT_MAX_MODEL_LEN,
-            help="Default: the model's own limit; -1: as much of it as the cache holds.",
+            help="Default: the model's own limit; -1: up to what the KV cache holds.",
         ),
     ] = None,
     fit_max_model_len: Annotated[
@@ -186,7 +186,7 @@ def build_run_options(
         int | None, typer.Option(min=0, help="Seeds dummy weights and requests without one.")
     ] = None,
     reload: Annotated[
-        bool, typer.Option("--reload", help="Load again, whatever is loaded.")
+        bool, typer.Option("--reload", help="Load again, even if a configuration is loaded.")
     ] = False,
     force: Annotated[
         bool, typer.Option("--force", help="Take daemons from a live driver (role admin).")

@@ -20,7 +20,7 @@ from worker_client.errors import OutputError
 _NO_ROOM: Final = "make room, or name a file on another disk"
 _NOT_ALLOWED: Final = (
     "name a file that you may read and write, in a directory that you may write: a new file is "
-    "made beside the old one"
+    "made next to the old one"
 )
 _NO_DIRECTORY: Final = "name a file in a directory that exists"
 _FIXES: Final = {
@@ -47,14 +47,14 @@ _MAX_LINKS: Final = 40
 
 @dataclass(slots=True)
 class LineFile:
-    """A file that grows by complete lines: a partial line of a failed write is cut off."""
+    """A file that grows by complete lines: after a failed write, a partial line is removed."""
 
     file: int
     """Its descriptor, closed by close()."""
     shown: Path
     """For error messages."""
     is_ours: bool
-    """Nobody else writes to it, and it was empty; otherwise nothing is cut off."""
+    """True if no other process writes to it, and it was empty; otherwise nothing is removed."""
     size: int = 0
 
     def write(self, lines: Iterable[str]) -> None:
@@ -87,10 +87,10 @@ class LineFile:
 
 
 class OutputFile:
-    """The output file of one run. If there was no file, or the run continues one that was cut off,
-    it gets the run's lines as they come. Otherwise they go to NAME.part beside the old file until
-    `finish` replaces that. The growing file is locked against other runs. A pipe, a device or a
-    descriptor is written to directly."""
+    """The output file of one run. If there was no file, or the run continues an interrupted one,
+    lines are written to it as they come. Otherwise they go to NAME.part next to the old file, until
+    `finish` replaces the old file. The growing file is locked against other runs. A pipe, a device
+    or a descriptor is written to directly."""
 
     def __init__(self, path: Path, kept: Iterable[str] = ()) -> None:
         """kept: lines of the run that is continued.
@@ -222,7 +222,8 @@ def check_output(path: Path) -> None:
 
 def check_writable(path: Path, field: str = "output") -> None:
     """Raise OutputError if a file cannot be written, as far as can be known in advance, by writing
-    a byte beside it. The file itself stays as it is. field: the option that names it."""
+    a byte to a new file next to it. The file itself stays as it is. field: the option that names
+    it."""
     try:
         if path.is_dir():
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
@@ -249,7 +250,7 @@ def _try_beside(path: Path) -> None:
 
 def print_text(text: str) -> None:
     """Write to standard output and flush; characters that its encoding lacks are escaped. Raises
-    OutputError for a full disk, and BrokenPipeError if nobody reads any more."""
+    OutputError for a full disk, and BrokenPipeError if the reader has closed the pipe."""
     encoding = sys.stdout.encoding or "utf-8"
     try:
         sys.stdout.write(text.encode(encoding, "backslashreplace").decode(encoding))
@@ -306,7 +307,7 @@ def _check_special(path: Path) -> None:
 
 def _descriptor(path: Path) -> tuple[int, int] | None:
     """Return process and number of the descriptor that a path names, as /dev/stdout does. A file
-    may be open there, but the path is no name of it."""
+    may be open there, but the path is not a name of it."""
     for _ in range(_MAX_LINKS):
         parent = Path(os.path.realpath(path.parent))
         found = re.fullmatch(r"/proc/(\d+)(?:/task/\d+)?/fd/(\d+)", str(parent / path.name))

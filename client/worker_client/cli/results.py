@@ -1,5 +1,5 @@
 """The result lines of `worker-client generate`: in input order, each in a file as soon as all
-before it are there, so that --adopt need not repeat the work of a run that was cut off."""
+before it are there, so that --adopt need not repeat the work of an interrupted run."""
 
 import json
 from collections.abc import Mapping, Sequence

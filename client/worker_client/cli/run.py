@@ -94,7 +94,7 @@ def _measure(
 def read_requests(
     run: RunOptions, *, may_be_none: bool = False
 ) -> tuple[Tokenizer | None, list[InputRequest]]:
-    """Check, before anything is loaded, all that can be checked then."""
+    """Check everything that can be checked before anything is loaded."""
     lines = _input_lines(run, may_be_none=may_be_none)
     if run.endpoints:
         parse_endpoints(run.endpoints, run.config.parallel, run.keys)
@@ -170,7 +170,7 @@ def report_errors(
 
 def print_progress() -> Callable[[RankProgress], None]:
     """Return a function that prints each phase of each rank once, to standard error, except idle
-    ones. It omits the operation: a heartbeat may be older than the one that is under way."""
+    ones. It omits the operation's name: a heartbeat may be older than the current operation."""
     seen: set[tuple[int, str]] = set()
 
     def show(progress: RankProgress) -> None:

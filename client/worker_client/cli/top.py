@@ -46,7 +46,7 @@ class Feed:
         self.seen = Seen(endpoint.control)
         """Replaced as a whole by the thread; any thread may read it."""
         self.refusal: AuthenticationError | None = None
-        """Refusal by the daemon: nothing more is asked."""
+        """The daemon's refusal, after which it is not asked again."""
         self._endpoint = endpoint
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="top", daemon=True)

@@ -58,7 +58,7 @@ class Rates(NamedTuple):
 
 
 def rates(seen: Seen) -> Rates:
-    """Return the recent rates of a daemon. Another process, or another driver, begins anew."""
+    """Return the recent rates of a daemon. Another process, or another driver, resets them."""
     last, before = seen.last, seen.before
     if last is None or before is None or last.at <= before.at:
         return Rates(None, None)

@@ -1,5 +1,5 @@
-"""The list of features, and a driver's questions to all of them together. A new feature is its file
-and its line here; its structs are registered in rpc_schema/extensions.py."""
+"""Lists the features, and asks all of them on the driver's behalf. A new feature needs its file and
+a line here; its structs are registered in rpc_schema/extensions.py."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from hashlib import blake2b
@@ -83,8 +83,8 @@ def pools(extensions: Extensions) -> bool:
 
 
 def prefix_root(extensions: Extensions) -> bytes:
-    """Return the root of a request's block hashes: empty if its extensions do not change what its
-    tokens mean."""
+    """Return the root of a request's block hashes: empty if its extensions do not change the
+    meaning of its tokens."""
     salts = [(each, _OF_REQUEST[type(each)].prefix_salt(each)) for each in extensions]
     named = [type(each).__name__.encode() + b"\0" + salt for each, salt in salts if salt]
     if not named:

@@ -101,7 +101,7 @@ class SchedulerInterface(Protocol):
         """
 
     def step_failed(self, outputs: Sequence[SchedulerOutput], lost_req_ids: frozenset[str]) -> None:
-        """Take back steps that failed, or that the group refused; none will have a result.
+        """Roll back steps that failed, or that the group refused; none will have a result.
 
         The workers have dropped the requests of lost_req_ids: those that are to continue must be
         admitted again, from their known tokens. Blocks written by the failed steps have no valid

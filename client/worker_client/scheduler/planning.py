@@ -58,7 +58,7 @@ class Step:
 
     @property
     def is_empty(self) -> bool:
-        """True if there is nothing to compute, and nobody is preempted."""
+        """True if there is nothing to compute and no request is preempted."""
         return not (self.decodes or self.prefills or self.preempted)
 
     def plan(self, number: int, oldest: int) -> None:

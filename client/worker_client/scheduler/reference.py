@@ -237,7 +237,7 @@ class Scheduler:
         self._blocks.forget_all()
 
     def step_failed(self, outputs: Sequence[SchedulerOutput], lost_req_ids: frozenset[str]) -> None:
-        """Take back steps that failed: lost requests wait again, in order of arrival."""
+        """Roll back failed steps: lost requests wait again, in order of arrival."""
         for _ in outputs:
             self._in_flight.pop()
         running = self._queues.running
@@ -249,8 +249,8 @@ class Scheduler:
             request.go_on_from_known()
 
     def _not_a_number(self, request: Request) -> list[RequestOutput]:
-        """Handle a request whose logits are NaN or infinite: nobody may share the blocks that it
-        wrote. If it began with blocks of another request, the fault may be in those: then it is
+        """Handle a request whose logits are NaN or infinite: no request may share the blocks that
+        it wrote. If it began with blocks of another request, the fault may be in those: then it is
         computed again, from its known tokens and by itself."""
         if not self._blocks.distrust(request):
             place, adapter = len(request.tokens) + 1, extension_of(request.extensions, LoraRequest)

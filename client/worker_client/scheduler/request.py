@@ -144,7 +144,7 @@ class Request:
     num_tokens: int = field(init=False)
     num_computed: int = 0
     admission: int = -1
-    """Rises with each admission; -1 while waiting."""
+    """Increases with each admission; -1 while waiting."""
     unannounced: bool = False
     """It runs by adoption, and is not yet in a step of this driver."""
     last_step: int = -1

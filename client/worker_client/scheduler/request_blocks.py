@@ -3,8 +3,8 @@
 In a group with a window a request frees the blocks that the window has passed, before it takes new
 ones. Steps in flight may still read them. That is safe: the step being planned is the first that
 can reassign them, every rank runs it after those in flight, and no token from num_computed on, this
-step's own included, sees them. It is safe after a failure too: the workers do not keep rows that
-would have to go back to where they see such a block again.
+step's own included, sees them. It is safe after a failure too: the workers drop rows that would
+have to return to a position at which they see such a block.
 """
 
 from collections.abc import Iterable, Sequence
@@ -208,8 +208,8 @@ class RequestBlocks:
                 self.remember(request)
 
     def distrust(self, request: Request) -> bool:
-        """Let nobody begin with the blocks of a request whose logits are not finite. Return True if
-        it had begun with blocks of others, which it will do no more."""
+        """Stop other requests from beginning with the blocks of a request whose logits are not
+        finite. Return True if it had begun with blocks of others; it will not do so again."""
         self._pool.forget(request.blocks.hashes)
         num_shared, request.blocks.num_shared = request.blocks.num_shared, 0
         request.blocks.may_share = False

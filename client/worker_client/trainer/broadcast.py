@@ -1,7 +1,7 @@
 """A trainer's communicator with its workers: the rendezvous at which it begins, and broadcasts of
 tensors to all workers. Independent of RPCs: it may be in another process than the driver.
 
-It uses torch.distributed's backends directly, so that it can exist beside the trainer's process
+It uses torch.distributed's backends directly, so that it can exist next to the trainer's process
 groups. No object is pickled: raw bytes are sent.
 """
 
@@ -17,7 +17,7 @@ from typing import Literal, NamedTuple, TypeAlias, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import (  # type: ignore[attr-defined]  # public all the same
+from torch.distributed import (  # type: ignore[attr-defined]  # public nevertheless
     PrefixStore,
     Store,
     distributed_c10d,
@@ -71,7 +71,7 @@ class BroadcastChannel:
     ) -> None:
         """Open a rendezvous on a free port of `host`, without waiting for workers.
 
-        device: the GPU whose NCCL communicator it is; gloo sends host memory, whatever is given.
+        device: the GPU whose NCCL communicator it is; gloo sends host memory for any device.
         timeout_s: the longest wait for the workers.
 
         Raises:
@@ -104,10 +104,10 @@ class BroadcastChannel:
         )
 
     def open(self) -> None:
-        """Meet all workers, which must get `engine` at the same time.
+        """Connect to all workers, which must receive `engine` at the same time.
 
         Raises:
-            TransferStopped: they have not come in time, or stop() was called.
+            TransferStopped: they did not connect in time, or stop() was called.
         """
         self._place.set("member/0", b"here")
         self._until_set([f"member/{rank}" for rank in range(1, self._size)])
@@ -150,7 +150,7 @@ class BroadcastChannel:
         self._stopped.set()
 
     def close(self) -> None:
-        """Leave the workers, whether they live or not."""
+        """Leave the workers, even if they have died."""
         self._stopped.set()
         self._place.close()
         group, self._group = self._group, None

@@ -24,7 +24,7 @@ def locate(tensors: Sequence[Tensor]) -> wt.IpcSource:
     and complete there (synchronize first). They must live, unchanged, until update_weights returns.
 
     Raises:
-        ClientConfigError: a tensor is none of that, or its memory cannot be shared.
+        ClientConfigError: a tensor does not meet these conditions, or its memory cannot be shared.
     """
     driver = _driver()
     handles: dict[int, bytes] = {}

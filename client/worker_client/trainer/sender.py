@@ -80,8 +80,8 @@ class WeightSender:
         """Create the communicator; send() does so by itself if there is none.
 
         Raises:
-            WeightTransferError, TransferStopped: not all have come. RemoteConfigError: the engine
-            is not for this group.
+            WeightTransferError, TransferStopped: not all workers have connected.
+            RemoteConfigError: the engine is not for this group.
         """
         self.close()
         if self._backend == "ipc":
@@ -120,9 +120,10 @@ class WeightSender:
         sent. packed_bytes: size of the buffers that small tensors share; 0 sends each by itself.
 
         Raises:
-            RemoteConfigError: the model has no such tensors, or misses some; a corrected send()
-                mends that. WeightTransferError, TransferStopped, WorkerDied: a transfer broke off;
-                the weights are dirty until another send() or reload_weights() succeeds.
+            RemoteConfigError: the model has no such tensors, or some are missing; a corrected
+                send() fixes that.
+            WeightTransferError, TransferStopped, WorkerDied: a transfer was interrupted; the
+                weights are dirty until another send() or reload_weights() succeeds.
         """
         unique = _without_aliases(tensors)
         listed = _list(unique)

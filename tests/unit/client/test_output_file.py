@@ -73,7 +73,7 @@ def test_new_output_has_whole_lines_as_they_come(directory, run, words):
     with file_size_limit(300):
         code, _, errors = run("generate", *words, "--output", target)
     assert code == ExitCode.OUTPUT
-    assert f"what was finished before is in {target}" in errors
+    assert f"the lines finished before are in {target}" in errors
     assert [json.loads(line)["id"] for line in target.read_text().split("\n")[:-1]] == ["r0", "r1"]
 
 

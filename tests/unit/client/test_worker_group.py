@@ -715,7 +715,7 @@ def test_attaching_again_starts_from_nothing(fakes, connect):
     hanging = group.execute_model(admit("b"))
     group.attach()
     assert (group.num_in_flight, group.slots.req_ids) == (0, [])
-    with pytest.raises(StepFailed, match="attached anew") as caught:
+    with pytest.raises(StepFailed, match="attached again") as caught:
         hanging.result()
     assert caught.value.lost_req_ids == {"b"}
     serve(group, group.prepare(worker_config(step_deadline_ms=60_000)))

@@ -228,4 +228,4 @@ def listener_since(before):
 def test_meeting_whose_listeners_are_not_found_is_told(caplog):
     with ListenerWatch():
         pass
-    assert "stay open to everybody" in caplog.text
+    assert "any host can still connect" in caplog.text

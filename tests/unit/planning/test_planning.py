@@ -350,7 +350,7 @@ def test_the_report_says_all_of_it(write_model):
         assert row[4:] == [f"{figure:,}" for figure in figures]
     assert f"does not fit; the longest that would: {planned.longest_model_len:,}" in text
     assert f"for the request: {planned.kv_cache_memory_bytes_request:,}" in text
-    assert f"beside: {planned.kv_cache_memory_bytes_card:,}" in text
+    assert f"nothing else ran on it: {planned.kv_cache_memory_bytes_card:,}" in text
     assert "estimate" in text
     assert "Not counted: the CUDA context" in text
 

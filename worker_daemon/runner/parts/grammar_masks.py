@@ -1,7 +1,7 @@
-"""Grammar masks: which tokens a structured output allows next, as the driver's matcher says. Knows
-no grammar.
+"""Grammar masks: the tokens that a structured output allows next. The driver's matcher computes
+them.
 
-Shapes: R rows that sample, M masks, V vocabulary, W = ceil(V / 32) words a mask.
+Shapes: R rows that sample, M masks, V vocabulary, W = ceil(V / 32) words per mask.
 """
 
 from collections.abc import Sequence

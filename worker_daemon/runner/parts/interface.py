@@ -1,5 +1,5 @@
-"""A part of a step: one optional feature, with everything that it adds to a step in one
-object. A step that uses none tests a few integers.
+"""The interface of a part: one optional feature of a step, in one object. A step that uses no part
+only tests a few integers.
 
 Letters: R rows that sample, V vocabulary, N tokens, H hidden size, S rows.
 """
@@ -31,8 +31,7 @@ from worker_daemon.runner.scheduled_step import (
 )
 
 Per: TypeAlias = Literal["token", "sequence", "sample"]
-"""Entries of a step's column: one for each of its tokens, of its sequences, or of those that
-sample."""
+"""The number of entries in a column: one per token, per sequence, or per sequence that samples."""
 
 ComputeLogits: TypeAlias = Callable[[Tensor], Tensor]
 """Returns logits [P, V] in the model's dtype of hidden states [P, H]. Every rank of a stage calls
@@ -43,7 +42,7 @@ NO_BYTES: Final = 0
 
 @dataclass(frozen=True, slots=True)
 class PartContext:
-    """Sizes and device that a part is made for."""
+    """Sizes and device for which a part is made."""
 
     limits: StepLimits
     device: torch.device
@@ -68,12 +67,12 @@ class PartContext:
 
 
 class StepPart:
-    """One feature. Here it does nothing: a part overrides what it is about.
+    """One feature. These methods do nothing; a part overrides those that it needs.
 
     One object serves a runner, on the step thread alone; it owns the feature's state of the S rows.
-    Whatever judges is pure and told nothing that differs between ranks, so that all ranks accept or
-    refuse alike. What a request has of the feature is kept with its row, and told to a driver that
-    adopts the request, as it was admitted.
+    The judging methods are pure and see no value that differs between ranks, so that all ranks
+    accept or refuse alike. A request's extension is kept with its row, and reported unchanged to a
+    driver that adopts the request.
     """
 
     request_extension: ClassVar[type[RequestExtension] | None] = None
@@ -112,21 +111,21 @@ class StepPart:
         return True
 
     def __init__(self, context: PartContext) -> None:
-        """Make what the feature keeps of the rows, all of which are free."""
+        """Create the feature's state of the rows, all of which are free."""
 
     # Judging.
 
     def judge(self, extension: Any, request: NewRequestData, limits: StepLimits) -> None:
-        """Check what a new request has of the feature, by the message and the limits alone. What
-        ranks may differ in (an upload that has not come) is no refusal: it fails the step.
+        """Check a new request's extension, using only the message and the limits. Do not refuse for
+        a reason that may differ between ranks (a missing upload): let the step fail.
 
         Raises:
             InvalidStepError: names field, value and fix. Nothing was applied.
         """
 
     def judge_step(self, extension: Any, frames: Sequence[Frame], limits: StepLimits) -> Any:
-        """Check what a step has of the feature, and return it as `adjust_logits` wants it. frames:
-        as many as the extension has. Raises as judge does."""
+        """Check a step's extension, and return the value that `adjust_logits` receives. frames: the
+        extension's array frames. Raises as judge does."""
         return extension
 
     def judge_batch(self, slots: Int64s, new: Sequence[NewRequestData]) -> None:
@@ -145,8 +144,9 @@ class StepPart:
         return False
 
     def admit(self, requests: Sequence[NewRequestData], extensions: Sequence[Any | None]) -> None:
-        """Requests begin in their slots. extensions: of each its own of the part, or None. Called
-        where one of them has it, or a former request of one of the slots had."""
+        """Start requests in their slots. extensions: each request's extension of this part, or
+        None. Called if one of them has an extension, or a former request of one of the slots had
+        one."""
 
     def begin(
         self,
@@ -161,18 +161,18 @@ class StepPart:
     # The forward pass of a step in which a row uses the part. May be captured, but for fill.
 
     def fill(self, columns: Sequence[Int32s], step: ScheduledStep, brought: Any | None) -> None:
-        """Fill the step's columns, which hold zeros; what is behind the step's own entries is
-        padding, and stays zero. brought: as adjust_logits has it."""
+        """Fill the step's columns, which hold zeros. Entries after the step's own are padding and
+        stay zero. brought: see adjust_logits."""
 
     def before_forward(self, hidden: Tensor, columns: Sequence[Tensor]) -> Tensor:
-        """hidden [N, H], what the first layer of this stage gets -> the same, or another."""
+        """Return the input of this stage's first layer: hidden [N, H] itself, or another tensor."""
         return hidden
 
     def forward_ended(self) -> None:
         """The forward pass has ended, or has failed. Called if `in_forward`."""
 
     def after_forward(self, hidden: Tensor, columns: Sequence[Tensor]) -> Tensor:
-        """hidden [N, H], what the last layer of this stage gave away -> the same, or another."""
+        """Return the output of this stage's last layer: hidden [N, H] itself, or another tensor."""
         return hidden
 
     def report_forward(
@@ -194,9 +194,9 @@ class StepPart:
         return logits
 
     def refuse(self, token_ids: Tensor, rows: SampleRows) -> Tensor:
-        """Return int32 [R]: 1 where a row is not to gain its token of int64 [R], else 0. Such a row
-        computes its last token again in its next step. The same on every rank of the stage. Called
-        where the part may refuse and a row uses it; tokens that are none are never refused."""
+        """Return int32 [R]: 1 if the row's token is refused, else 0; the tokens are int64 [R]. Such
+        a row computes its last token again in its next step. Every rank of the stage must return
+        the same. Called if the part may refuse and a row uses it; NO_TOKEN is never refused."""
         return torch.zeros_like(token_ids, dtype=torch.int32)
 
     def gain(self, token_ids: Tensor, rows: SampleRows) -> None:
@@ -204,8 +204,8 @@ class StepPart:
         tokens, where a row uses it. Never waits for the device."""
 
     def report(self, logits: Tensor, token_ids: Tensor, rows: SampleRows) -> Report | None:
-        """Return what the reply is to tell. logits [R, V] as adjust_logits left them; token_ids
-        int64 [R], NO_TOKEN where there was none to choose."""
+        """Return the part's addition to the reply. logits [R, V]: as adjust_logits returned them;
+        token_ids int64 [R]: NO_TOKEN if no token could be chosen."""
         return None
 
     # Pooling.
@@ -234,7 +234,7 @@ class StepPart:
 
     @staticmethod
     def row_bytes() -> int:
-        """Return what the part keeps on the device for each of the S rows."""
+        """Return the bytes that the part keeps on the device for each of the S rows."""
         return NO_BYTES
 
     @staticmethod
@@ -244,8 +244,8 @@ class StepPart:
 
     @staticmethod
     def sampling_bytes(num_rows: int, vocab_size: int, itemsize: int) -> int:
-        """Return what it takes for a step that samples num_rows rows, beside their logits.
-        itemsize: bytes of the model's dtype."""
+        """Return the bytes that a step with num_rows sampled rows takes, in addition to their
+        logits. itemsize: bytes of the model's dtype."""
         return NO_BYTES
 
 

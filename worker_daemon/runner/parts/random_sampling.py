@@ -1,5 +1,5 @@
-"""Random sampling: each row's temperature, filters and seed, on the device; and the choice of
-tokens, which greedy rows take part in at a temperature of 0.
+"""Random sampling: keeps each row's temperature, filters and seed on the device, and chooses
+tokens. Greedy rows take part with a temperature of 0.
 
 Shapes: S rows, R rows that sample, V vocabulary, Q admissions.
 """
@@ -40,7 +40,7 @@ class RandomSamplingPart(StepPart):
         self._table = torch.empty(shape, dtype=torch.int32, device=context.device)
         self._table[:] = torch.from_numpy(_table_row(_GREEDY)).to(context.device)
         self._features = np.zeros((context.num_rows, 4), np.bool_)
-        """[S]: draws, and of those that do: has a top_k, a top_p, a min_p."""
+        """[S] flags: the row samples randomly; and if so, it has a top_k, a top_p, a min_p."""
 
     def judge(self, extension: RandomSampling, request: NewRequestData, limits: StepLimits) -> None:
         if 0 < extension.temperature < MIN_TEMPERATURE:
@@ -75,7 +75,7 @@ class RandomSamplingPart(StepPart):
         return self._sampling.tokens(logits, self.metadata(rows))
 
     def metadata(self, rows: SampleRows) -> SamplingMetadata:
-        """Gather how each of the rows, without padding, is sampled."""
+        """Gather the sampling parameters of the rows, without padding."""
         features: list[bool] = np.any(self._features[rows.slots_np], axis=0).tolist()
         table = self._table[rows.slots.long()]
         floats, seeds = table[:, :3].contiguous().view(torch.float32), table[:, 4:6].long()

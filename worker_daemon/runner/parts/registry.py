@@ -1,5 +1,5 @@
-"""All parts, in the order in which they act on logits; tokens are chosen last. A new
-part is its file and its line here; its structs are registered in rpc_schema/extensions.py.
+"""Lists all parts, in the order in which they act on logits; tokens are chosen last. A new part
+needs its file and a line here; its structs are registered in rpc_schema/extensions.py.
 """
 
 from collections.abc import Mapping

@@ -1,7 +1,7 @@
-"""A runner's parts, held together: which part an extension belongs to, which rows use which, and
-when each of them acts.
+"""Holds a runner's parts: maps extensions to parts, tracks which rows use which, and calls each
+part at its point in the step.
 
-A part has a bit; what a row, a step or a graph uses of parts is an integer of such bits.
+Each part has a bit; an integer of such bits names the parts that a row, a step or a graph uses.
 """
 
 from collections.abc import Iterator, Sequence
@@ -42,10 +42,10 @@ class SamplerOutput:
     """Device tensors; nothing has been waited for."""
 
     token_ids: Tensor
-    """int64 [R]; NO_TOKEN in rows without numbers to choose by."""
+    """int64 [R]; NO_TOKEN in rows whose logits are NaN or infinite."""
     reports: tuple[Report, ...] = ()
     refused: Tensor | None = None
-    """int32 [R], 1 where the row does not gain its token; None: all gain theirs."""
+    """int32 [R], 1 if the row's token is refused; None if no token is."""
 
 
 class _Member(NamedTuple):
@@ -59,7 +59,7 @@ class StepParts:
     def __init__(
         self, parts: Sequence[StepPart], chooser: TokenChooser, context: PartContext
     ) -> None:
-        """parts: in the order in which they act, the chooser among them if it is one."""
+        """parts: in the order in which they act, including the chooser if it is a part."""
         num_rows = context.num_rows
         self._members = [
             _Member(BY_LOGITS << (index + 1), part) for index, part in enumerate(parts)
@@ -72,9 +72,9 @@ class StepParts:
         }
         self.chooser = chooser
         self._has = np.zeros(num_rows, np.int64)
-        """Bits of the parts of which the row's request has an extension."""
+        """Bits of the parts for which the row's request has an extension."""
         self._uses = np.zeros(num_rows, np.int64)
-        """Of those, the ones that its steps use."""
+        """Bits of the parts among those that the request's steps use."""
         self.refusing = sum(m.bit for m in self._members if m.part.may_refuse)
         """Bits of the parts that may refuse tokens."""
         self._pooling = [m for m in self._members if m.part.pools]
@@ -117,7 +117,7 @@ class StepParts:
             part.judge_batch(slots, new)
 
     def may_refuse(self, extensions: Sequence[RequestExtension]) -> bool:
-        """Return whether tokens of a request may be refused. Its extensions were judged."""
+        """Return True if tokens of the request may be refused. Its extensions have been judged."""
         members = ((self._of_request[type(each)].part, each) for each in extensions)
         return any(part.may_refuse and part.uses(each) for part, each in members)
 
@@ -136,8 +136,8 @@ class StepParts:
         """Check a step's extensions with their frames. Pure; raises InvalidStepError."""
         expected = sum(extension.num_frames for extension in extensions)
         if len(frames) != expected:
-            fix = f"send {expected}: one of tokens with new requests, and those of extensions"
-            raise invalid("arrays", f"{len(frames)} frames beside the step's own", fix)
+            fix = f"send {expected}: one of new requests' tokens, and those of extensions"
+            raise invalid("arrays", f"{len(frames)} frames besides the step's own", fix)
         if not extensions:
             return NOTHING_BROUGHT
         _check_unique("extensions", extensions)
@@ -167,8 +167,8 @@ class StepParts:
                 bit, part = self._of_request[type(extension)]
                 has[index] |= bit
                 uses[index] |= bit if part.uses(extension) else 0
-        # Where a part fails, those before it keep state of a request that never runs: whoever is
-        # next in its slot must find the bit.
+        # If a part fails, the parts before it keep state of a request that never runs. The slot's
+        # next request must find their bits set.
         self._has[slots] = before | has
         self._uses[slots] = uses
         for kind, (bit, part) in self._of_request.items():
@@ -183,7 +183,7 @@ class StepParts:
         self.has_reports_of_forward = bool((self._has & self._reporting_forward).any())
 
     def used_by(self, slots: Int64s) -> int:
-        """Return the bits of the parts that some of the rows use."""
+        """Return the bits of the parts that any of the rows uses."""
         return int(np.bitwise_or.reduce(self._uses[slots], initial=0))
 
     def used_in(self, step: ScheduledStep) -> int:
@@ -192,14 +192,14 @@ class StepParts:
         return sum(m.bit for m in self._members if self.around & m.bit and m.part.uses_step(step))
 
     def counts(self, used: int) -> bool:
-        """Return whether rows that use these parts may refuse tokens: what they have refused goes
-        with their tokens then."""
+        """Return True if rows that use these parts may refuse tokens; their refusals are then sent
+        with their tokens."""
         return bool(used & self.refusing)
 
     # The forward pass.
 
     def extended(self, plan: StepPlan, used: int) -> StepPlan:
-        """Return a plan for steps that use these parts too."""
+        """Return the plan for steps that also use these parts."""
         used &= self.in_forward
         if not used:
             return plan
@@ -232,7 +232,7 @@ class StepParts:
             part.fill(own, step, step.brought.of(bit))
 
     def before_forward(self, used: int, hidden: Tensor, columns: StepColumns[Tensor]) -> Tensor:
-        """Let the parts that a step's plan names act before its first layer."""
+        """Call the parts of the step's plan before the first layer."""
         for _, part, own in self._with_columns(used, columns.extra):
             hidden = part.before_forward(hidden, own)
         return hidden
@@ -244,7 +244,7 @@ class StepParts:
                 part.forward_ended()
 
     def after_forward(self, used: int, hidden: Tensor, columns: StepColumns[Tensor]) -> Tensor:
-        """Let them act behind its last layer."""
+        """Call them after the last layer."""
         for _, part, own in self._with_columns(used, columns.extra):
             hidden = part.after_forward(hidden, own)
         return hidden
@@ -269,8 +269,8 @@ class StepParts:
     # Sampling.
 
     def sample(self, logits: Tensor, rows: SampleRows, brought: StepExtensions) -> SamplerOutput:
-        """Choose a token for each of the rows: logits [R, V] in the model's dtype, which stay as
-        they are; a row is contiguous. Nothing waits for the device."""
+        """Choose a token for each row. logits [R, V]: in the model's dtype, not modified; each row
+        is contiguous. Never waits for the device."""
         rows = rows.without_padding()
         used = rows.used | brought.used
         acted = []

@@ -1,5 +1,4 @@
-"""Bans of stop tokens in rows that are below their min_tokens. Ending a request is the driver's
-business.
+"""Bans stop tokens in rows that are below their min_tokens. The driver ends requests.
 
 Shapes: S rows, R rows that sample, V vocabulary, K banned (row, token) pairs.
 """
@@ -20,7 +19,7 @@ from worker_daemon.runner.scheduled_step import StepLimits, invalid
 
 
 class StopTokensPart(StepPart):
-    """No stop token of a row is sampled before its min_tokens."""
+    """Prevents a row from sampling a stop token before its min_tokens."""
 
     request_extension = StopTokens
     heaviest = StopTokens(token_ids=(0,), min_tokens=1)
@@ -54,7 +53,7 @@ class StopTokensPart(StepPart):
 
     def adjust_logits(self, logits: Tensor, rows: SampleRows, brought: None) -> Tensor:
         first = self._first[rows.slots_np]
-        # Where positions are upper bounds, the device decides of each row that ever had a ban.
+        # If positions are upper bounds, the device decides for each row that ever had a ban.
         may_be_below = (first > 0) if rows.are_bounds else rows.positions_np < first
         below = np.flatnonzero(may_be_below)
         if not below.size:
@@ -64,7 +63,7 @@ class StopTokensPart(StepPart):
         device = logits.device
         allowed = logits.clone()
         places = upload(ban_rows, device), upload(ban_token_ids, device)
-        left = logits.new_full((), -torch.inf)  # a plain scalar would synchronise
+        left = logits.new_full((), -torch.inf)  # a plain scalar would synchronize
         if rows.are_bounds:
             is_below = rows.positions[places[0]] < upload(first[ban_rows], device)
             left = torch.where(is_below, left, logits[places])
@@ -80,7 +79,7 @@ class StopTokensPart(StepPart):
 def ban_pairs(
     rows: Sequence[int], token_ids: Sequence[Sequence[int]]
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """Return rows and token ids, each [K]: every row with each of its tokens."""
+    """Return rows and token ids, each [K]: one pair per row and banned token."""
     pairs = [(row, token) for row, own in zip(rows, token_ids, strict=True) for token in own]
     ban_rows, ban_token_ids = np.array(pairs, dtype=np.int64).reshape(-1, 2).T
     return ban_rows.copy(), ban_token_ids.copy()

@@ -1,5 +1,5 @@
-"""Log probabilities of sampled tokens and of the most likely ones: of the logits after grammar
-masks, before bans, temperature and filters.
+"""Reports log probabilities of sampled tokens and of the most likely ones, from the logits after
+grammar masks and before bans, temperature and filters.
 
 Shapes: S rows, R rows that sample, V vocabulary.
 """
@@ -21,14 +21,14 @@ _INT32 = 4
 
 
 class TokenLogprobsPart(StepPart):
-    """Reports for all rows of a step as many as the row that wants the most."""
+    """Reports the same number for all rows of a step: that of the row that wants the most."""
 
     request_extension = LogprobsWanted
     heaviest = LogprobsWanted(count=1)
 
     def __init__(self, context: PartContext) -> None:
         self._counts = np.zeros(context.num_rows, np.int32)
-        """[S]; 0 for rows that want none, too."""
+        """[S]; also 0 for rows that want none."""
 
     def judge(self, extension: LogprobsWanted, request: NewRequestData, limits: StepLimits) -> None:
         if extension.count > limits.vocab_size:
@@ -48,7 +48,7 @@ class TokenLogprobsPart(StepPart):
 
     @staticmethod
     def sampling_bytes(num_rows: int, vocab_size: int, itemsize: int) -> int:
-        """Float32 copies where the model's dtype is another, a comparison and its sum."""
+        """Count float32 copies if the model's dtype is another, a comparison and its sum."""
         num_logits = num_rows * vocab_size
         copy = 0 if itemsize == _FLOAT32 else num_logits * _FLOAT32
         return copy + num_logits * (_FLOAT32 + 1 + _INT32)

@@ -46,7 +46,7 @@ class TrustedAddresses:
         self._known: OrderedDict[Address, None] = OrderedDict()
 
     def add(self, text: str) -> None:
-        """Add an address; text that is no IP address (of ipc, say) is ignored."""
+        """Add an address; text that is not an IP address (that of an ipc peer, say) is ignored."""
         with suppress(ValueError):
             address = ipaddress.ip_address(text)
             self._known[address] = None
@@ -122,7 +122,7 @@ class ConnectionLimit:
 
 
 def _with_listener(descriptor: int, use: "Callable[[socket.socket], object]") -> object:
-    """Call `use` with a listening internet socket; None if the descriptor is none."""
+    """Call `use` with a listening internet socket; None if the descriptor is not such a socket."""
     with suppress(OSError), borrowed(descriptor) as listener:
         if listener.family in _SOURCE and listener.getsockopt(
             socket.SOL_SOCKET, socket.SO_ACCEPTCONN
@@ -139,7 +139,7 @@ def _attach(listener: socket.socket, trusted: Sequence[Address]) -> None:
 
 
 def _detach(listener: socket.socket) -> None:
-    with suppress(OSError):  # there is none
+    with suppress(OSError):  # the socket has no filter
         listener.setsockopt(socket.SOL_SOCKET, _SO_DETACH_FILTER, 0)
 
 

@@ -128,7 +128,7 @@ class Handshakes:
 
     def came_in(self, host: str, key: str) -> None:
         """Record that an authorized key connected from this address: on one of the connections
-        whose handshake is that far."""
+        whose handshake has reached that point."""
         for descriptor, connection in self._unfinished.items():
             if connection.name[0] == host:
                 traffic = self._measure(descriptor, connection.name)
@@ -194,7 +194,7 @@ def _with_connection(
     descriptor: int, name: PeerName, use: "Callable[[socket.socket], object]"
 ) -> object:
     """Call `use` with the connection to this peer; None if the descriptor, which another thread
-    owns, belongs to something else by now."""
+    owns, no longer belongs to that connection."""
     with suppress(OSError), borrowed(descriptor) as connection:
         if connection.getpeername()[:2] == name:
             return use(connection)

@@ -60,7 +60,7 @@ class Security:
         return False
 
     def stop(self, timeout_s: float) -> bool:
-        """Let no more peers connect; return True if that ended in time."""
+        """Stop accepting peers; return True if that ended in time."""
         return True
 
 

@@ -54,7 +54,7 @@ class DeviceWatch:
             if not watch.is_on:
                 watch.close()
                 watch = None
-                logger.warning("NVML is lost: faults of the GPU are no longer watched for")
+                logger.warning("NVML is lost: GPU faults are no longer watched")
         if watch is not None:
             watch.close()
 

@@ -1,4 +1,4 @@
-"""The guard thread: frees a step thread that cannot free itself. Aborts links, reports phases past
+"""The guard thread: releases a step thread that hangs. Aborts links, reports phases past
 their deadline and steps far slower than others, and keeps a stack dump armed in case the
 interpreter itself is stuck."""
 
@@ -198,7 +198,7 @@ class Guard:
                 self._end_hang(stamp, now)
 
     def _watch_result(self, stamp: Stamp, now: float) -> None:
-        """Free the completion thread from a result that hangs on the device, once."""
+        """Release the completion thread, once, from a result that hangs on the device."""
         if now >= stamp.deadline and stamp is not self._hung_result:
             self._hung_result = stamp
             self._report_hang(stamp, now, f"{stamp.phase} has not come")

@@ -27,7 +27,7 @@ class HangReports:
     """
 
     def __init__(self, path: Path) -> None:
-        """path: of the stacks; the communicators' operations go beside it, as NAME.flight.json.
+        """path: of the stacks; the communicators' operations go next to it, as NAME.flight.json.
 
         Raises:
             ConfigError: the file cannot be made.

@@ -174,8 +174,8 @@ class Tracing:
     async def _on_step_thread(
         self, phase: str, work: Callable[[WorkerLike], _T], limit_s: float
     ) -> _T:
-        """Run `work` on the step thread; return or raise what it does, or TimeoutError after the
-        limit."""
+        """Run `work` on the step thread; return its result or raise its error, or TimeoutError
+        after the limit."""
         future: Future[_T] = Future()
         self._post(
             OutOfBandTask(phase, limit_s, lambda worker: _settle(future, partial(work, worker)))

@@ -184,8 +184,8 @@ class AttachHandler:
         )
 
     def _taking(self, message: lc.CommitAttach, owner: str) -> "asyncio.Task[AttachSnapshot]":
-        """Start to take the prepared epoch; a repeated request of the same driver joins the
-        attempt, however far it is."""
+        """Start to take the prepared epoch; a repeated request of the same driver joins the running
+        attempt."""
         asked = (message.epoch, DriverIdentity(owner, message.driver_id))
         if message.epoch < self._prepared[0]:
             problem = f"epoch {message.epoch} is fenced by {self._prepared[0]}"
@@ -222,7 +222,7 @@ class AttachHandler:
             self._keep_uploads_in_use()
             return replace(snapshot, clean=snapshot.clean and not was_freed)
         self._lease.release(epoch)
-        self._post(EndEpoch(epoch))  # should it take the epoch after all
+        self._post(EndEpoch(epoch))  # in case it takes the epoch after all
         stamp = self._progress.stamp
         raise StateError(
             f"the step thread has been in {stamp.phase} for {stamp.age_ms(time.monotonic())} ms",
@@ -231,7 +231,7 @@ class AttachHandler:
 
     def _free_from_peers(self, cause: str) -> bool:
         """Abort the link if the step or a result may be waiting for other ranks; return True if so.
-        Otherwise a thread of this daemon is late, and nothing is cut off."""
+        Otherwise a thread of this daemon is late, and nothing is interrupted."""
         for stamp in (self._progress.stamp, self._progress.result):
             if stamp.on_link:
                 self._guard.request_abort(f"{cause} while {stamp.phase} is waited for")
@@ -240,8 +240,8 @@ class AttachHandler:
 
 
 def link_software() -> str:
-    """Return HelloReply.link_software: the packages that the ranks of a link must have alike.
-    Imports none."""
+    """Return HelloReply.link_software: the packages that must have the same versions on all ranks
+    of a link. Imports none."""
     found = []
     for package in _LINK_PACKAGES:
         with contextlib.suppress(metadata.PackageNotFoundError):

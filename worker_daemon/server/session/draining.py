@@ -66,7 +66,7 @@ class Draining:
         return lc.Acknowledged(call=message.call)
 
     async def undo(self) -> None:
-        """Take steps and drivers again; return once that is so.
+        """Take steps and drivers again; return once they are accepted.
 
         Raises:
             StateError: the running step has not ended in time.

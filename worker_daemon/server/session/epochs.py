@@ -16,8 +16,8 @@ MAX_EPOCH: Final = 1 << 62
 """The largest epoch that is granted. A larger number means that the file is damaged, or that an
 older release accepted any epoch. In steps of MAX_EPOCH_STEP it is out of reach."""
 MAX_COUNTED: Final = 1 << 32
-"""Drivers that each ask for the next epoch do not reach this number: one a second takes 136 years.
-A smaller number is never reset."""
+"""Drivers that each ask for the next epoch do not reach this number: one per second takes 136
+years. A smaller number is never reset."""
 _MAX_BYTES: Final = 32
 """Limit of the file; no epoch has as many digits."""
 

@@ -81,7 +81,8 @@ def lease_terms(ttl_ms: int, orphan_kv_ttl_ms: int, holder_name: str) -> LeaseRe
 
 
 def suspended_s() -> float:
-    """Return for how long this host has been suspended since its start, by Linux's two clocks."""
+    """Return the time for which this host has been suspended since its start, from Linux's two
+    clocks."""
     return time.clock_gettime(time.CLOCK_BOOTTIME) - time.monotonic()
 
 
@@ -118,7 +119,8 @@ class Lease:
         )
 
     def grant(self, driver: DriverIdentity, epoch: int, terms: LeaseRequest) -> None:
-        """Grant the lease to a driver, whoever held it. epoch: above all before it."""
+        """Grant the lease to a driver, even if another one holds it. epoch: above all earlier
+        ones."""
         now = self._look()
         self._holder = _Holder(driver, epoch, terms)
         self._state = "held"

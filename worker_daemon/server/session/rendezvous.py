@@ -1,6 +1,6 @@
-"""Opens rendezvous servers, where the ranks of a link meet, and aborts links and rendezvous that a
-rank waits in. Owns the servers. Main thread only: the guard thread aborts links, the step thread
-receives commands."""
+"""Opens rendezvous servers, where the ranks of a link meet, and aborts links and rendezvous in
+which a rank waits. Owns the servers. Main thread only: the guard thread aborts links, the step
+thread receives commands."""
 
 from collections import deque
 from collections.abc import Callable

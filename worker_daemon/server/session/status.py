@@ -61,7 +61,7 @@ class StatusReport:
 
     def status(self) -> lc.Status:
         """Return the status. The driver's configuration is left out if it would not fit into a
-        reply: a driver that attaches needs a status, if only to reset."""
+        reply: a driver that attaches needs a status, even if only to reset."""
         status = self._whole_status()
         num_bytes = len(_ENCODER.encode(status))
         if num_bytes <= MAX_STATUS_BYTES:

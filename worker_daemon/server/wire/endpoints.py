@@ -16,16 +16,16 @@ from worker_daemon.raising import Translation
 from worker_daemon.server.lock_file import LockFile, LockHeldError
 
 MAX_PATH_BYTES: Final = 107
-"""sockaddr_un's 108 bytes less the final zero."""
+"""sockaddr_un's 108 bytes minus the final zero."""
 
 LOCK_PATIENCE_S: Final = 0.1
-"""A lock that is held for no longer belongs to a daemon that looks for dead daemons' files."""
+"""A lock held for a shorter time belongs to a daemon that looks for dead daemons' files."""
 
 SOCKETS: Final = ("control", "step", "results", "events")
 RESERVED_SUFFIXES: Final = (
     *(".step", ".results", ".events", ".lock", ".epoch", ".stacks", ".flight.json", ".tmp"),
 )
-"""Suffixes of the files beside a control socket: another endpoint's name must not end in one."""
+"""Suffixes of the files next to a control socket: another endpoint's name must not end in one."""
 MAX_PORT: Final = 65535
 
 
@@ -172,7 +172,7 @@ class EndpointLock:
         Raises:
             EndpointInUseError: another process holds it; the message names that process if
                 possible.
-            ConfigError: the lock file cannot be opened, or is no regular file of ours.
+            ConfigError: the lock file cannot be opened, or is not a regular file of ours.
             StartLaterError: there is no room for the file now.
         """
         self._endpoint = endpoint
@@ -223,7 +223,7 @@ class EndpointLock:
         assert isinstance(error, OSError)
         path = self._endpoint.lock_path
         message = f"the endpoint's lock {path} cannot be used: {error.strerror}"
-        fix = f"remove {path} if it is no daemon's, or choose another endpoint"
+        fix = f"remove {path} if it is not a daemon's, or choose another endpoint"
         return unusable(error, message, "endpoint", path, fix)
 
 

@@ -1,4 +1,4 @@
-"""Makes error replies of exceptions: maps the daemon's error tree to the wire's codes."""
+"""Turns exceptions into error replies: maps the daemon's error tree to the wire's codes."""
 
 import traceback
 from typing import Final

@@ -121,7 +121,7 @@ class ReplyChannel:
     def __init__(self, results: "zmq.Socket[bytes]") -> None:
         """Take over the socket: no other object uses or closes it from here on."""
         self._results = results
-        # pyzmq's compiled send: the Python around it takes longer when it ran last 5 ms ago.
+        # pyzmq's compiled send: pyzmq's Python layer takes longer if it last ran 5 ms ago.
         self._send_part = super(zmq.Socket, results).send
         self.delays = ReplyDelays()
         """Delays of the attached driver's results, from the host to the socket."""

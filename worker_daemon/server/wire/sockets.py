@@ -19,11 +19,11 @@ MAX_SILENT_BYTES: Final = 512
 """Limit of a frame on the sockets that only send: the largest handshake (about 320 bytes), or one
 subscription."""
 EVENTS_RECEIVE_BYTES: Final = 16 << 10
-"""The kernel's receive buffer for each subscriber, which limits what it can send before the socket
-is checked."""
+"""The kernel's receive buffer for each subscriber, which limits the bytes that it can send before
+the socket is checked."""
 DOORBELL: Final = "inproc://step-commands"
 """A second address of the step socket, so that the step thread waits for requests and commands in
-one blocking receive. An empty message only makes it look for commands, whoever sends it."""
+one blocking receive. An empty message from any sender only makes it look for commands."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ _STEPS: Final[Mapping[object, type[msgspec.Struct]]] = {
     for kind in (step.ExecuteModel, step.SampleTokens, step.ExecuteDummyBatch)
 }
 _PLACE: Final = re.compile(r"[^:]*: (.*) - at `\$((?:\[\d+\])+)`")
-"""The codec's error: its own words, then msgspec's message with the place."""
+"""Matches the codec's error: its own words, then msgspec's message with the place."""
 
 
 def head_of(frames: Sequence[Frame]) -> StepHead | None:
@@ -70,7 +70,7 @@ def _name(kind: type[msgspec.Struct], path: Sequence[int], whole: Any) -> str:
 
 
 def _member(union: inspect.UnionType, value: Any) -> inspect.Type:
-    """Return the struct of a union that a value is, by its tag."""
+    """Return the struct of a union that matches a value's tag."""
     tag = value[0] if isinstance(value, list) and value else None
     structs = (each for each in union.types if isinstance(each, inspect.StructType))
     return next((each for each in structs if each.tag == tag), union)

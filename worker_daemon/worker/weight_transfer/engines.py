@@ -27,7 +27,7 @@ from worker_daemon.models.weights import read_headers, read_tensor
 from worker_daemon.worker.resolve import confine_directory
 
 NUM_BUFFERS: Final = 2
-"""One receives while the other is copied from."""
+"""Number of buffers: one receives while the other one is copied."""
 MAX_BUFFER_BYTES: Final = 64 << 30
 DTYPES: Final = {
     "float64": torch.float64,
@@ -46,7 +46,7 @@ class Rows(NamedTuple):
     values: Tensor
     """[rows, ...], whole rows; in the tensor's own shape if it was received in one piece."""
     is_last: bool
-    """True if the tensor is complete with these."""
+    """True if these rows complete the tensor."""
 
 
 Place = Callable[[Sequence[Rows]], None]
@@ -107,7 +107,7 @@ class BroadcastReceiver(TransferEngine):
         self.transfer_rank = meeting.rank
         self._transfers: list[Transfer] = []
         self._buffers: list[Tensor] = []
-        """Of the round that was reserved last."""
+        """The transfers of the last reserved round."""
         self._device = device
 
     def open(self) -> None:
@@ -212,7 +212,7 @@ class IpcReader(TransferEngine):
 
     def receive(self, manifest: Manifest, source: wt.Source, place: Place) -> int:
         assert isinstance(source, wt.IpcSource), "described before"
-        views = [  # all of them first: a wrong offset leaves the weights whole
+        views = [  # check all of them first: a wrong offset then leaves the weights intact
             self._memory.view(source.handles[block], offset, shape, dtype)
             for block, offset, shape, dtype in zip(
                 source.blocks, source.offsets, manifest.shapes, manifest.dtypes, strict=True
