@@ -9,6 +9,9 @@ import signal
 import subprocess
 import sys
 import time
+from collections import deque
+from collections.abc import Iterator
+from operator import itemgetter
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -18,9 +21,9 @@ from rpc_schema.config import WorkerConfig
 from tests.support.doomed_driver import NUM_GPU_BLOCKS, Death, Executioner
 from tests.support.mock_schedulers import RandomScheduler
 from worker_client.adoption import AdoptedRequest
-from worker_client.driver import Driver
+from worker_client.driver import Driver, Recover, give_up
 from worker_client.loading import LoadedGroup
-from worker_client.requests import RequestParser
+from worker_client.requests import GenerationRequest, RequestParser
 from worker_client.scheduler import RequestOutput, Scheduler, scheduler_limits
 from worker_client.structured.masked_steps import CompiledGrammars
 from worker_client.structured.opening import open_grammars
@@ -34,6 +37,8 @@ class Plan(msgspec.Struct, frozen=True):
     config: WorkerConfig
     lines: list[str]
     """Requests, as `worker-client generate --input` has them."""
+    arrivals: list[int] = []
+    """After how many results each line comes; empty: all come at once."""
     adopt: bool = False
     scheduler: Literal["reference", "random"] = "reference"
     death: Death | None = None
@@ -61,23 +66,42 @@ class Serving(NamedTuple):
     adopted: list[AdoptedRequest]
     done: list[RequestOutput]
     """What had all its tokens already."""
+    later: deque[tuple[int, GenerationRequest]]
+    """After how many results a request comes; the next one first."""
+
+    def run(self) -> Iterator[list[RequestOutput]]:
+        """Step until all is done; yield what each step finishes."""
+        num_results = 0
+        while self.later or self.driver.busy:
+            while self.later and (self.later[0][0] <= num_results or not self.driver.busy):
+                self.driver.add_request(self.later.popleft()[1])
+            yield self.driver.step()
+            num_results += 1
 
 
-def begin(group: WorkerGroup, loaded: LoadedGroup, plan: Plan) -> Serving:
+def begin(
+    group: WorkerGroup, loaded: LoadedGroup, plan: Plan, recover: Recover = give_up
+) -> Serving:
     """Adopt what there is, and add the lines that are not running."""
     scheduler = make_scheduler(plan, loaded)
     adopted = group.adopt_requests() if plan.adopt else []
-    driver = Driver(group, scheduler, grammars=grammars_of(plan, loaded))
+    driver = Driver(group, scheduler, recover=recover, grammars=grammars_of(plan, loaded))
     kept, lost = driver.claim_uploads(adopted)
     done = [*lost, *scheduler.adopt_requests(kept)] if adopted else []
     known = {request.req_id for request in adopted}
     directory = None if plan.directory is None else Path(plan.directory)
     parser = RequestParser(None, seed=1, directory=directory)
+    later: list[tuple[int, GenerationRequest]] = []
     for index, line in enumerate(plan.lines):
         request = parser.parse(line, index)
-        if request.id not in known:
+        if request.id in known:
+            continue
+        if plan.arrivals:
+            later.append((plan.arrivals[index], request))
+        else:
             driver.add_request(request)
-    return Serving(driver, adopted, done)
+    later.sort(key=itemgetter(0))
+    return Serving(driver, adopted, done, deque(later))
 
 
 def grammars_of(plan: Plan, loaded: LoadedGroup) -> CompiledGrammars | None:
@@ -94,15 +118,12 @@ def live(plan: Plan) -> None:
     with WorkerGroup(plan.endpoints, plan.config.parallel) as group:
         group.attach(keep_requests=plan.adopt)
         loaded = group.prepare(plan.config, num_gpu_blocks=plan.num_gpu_blocks)
-        driver = begin(group, loaded, plan).driver
+        serving = begin(group, loaded, plan)
         if plan.death is not None:
             executioner = Executioner(group.clients, plan.death)
             for client in group.clients:
                 executioner.attend(client)
-        num_results = 0
-        while driver.busy:
-            driver.step()
-            num_results += 1
+        for num_results, _ in enumerate(serving.run(), 1):
             if num_results == plan.num_results:
                 if plan.detach:
                     for future in group._steps.pending:
