@@ -34,7 +34,7 @@ MAX_ROW_TILES: Final = 1024
 _MAX_DECODE_ROWS: Final = 64
 """Up to these, all rows are one tile, and each slot has programs of its own."""
 _MAX_RANK_TILE: Final = 64
-_MAX_SPLITS: Final = 8
+_MAX_SPLITS: Final = 16
 """Each expanding program adds as many partial sums."""
 _SHRINK_PROGRAMS: Final = 128
 """About as many as a large device has multiprocessors."""
