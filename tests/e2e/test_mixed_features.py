@@ -30,8 +30,8 @@ SHAPES = ((2, 1), (1, 2), (2, 2))
 COUNT = 18
 TASKS = ("embed", "token_embed")
 """That a model for generation serves."""
-NUM_BLOCKS = 26
-"""Too few for the requests that may run."""
+NUM_BLOCKS = 20
+"""Too few for two long requests."""
 MAX_MODEL_LEN = 64
 SIZES = {"max_num_seqs": 8, "max_num_batched_tokens": 24, "max_model_len": MAX_MODEL_LEN}
 

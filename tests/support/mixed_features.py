@@ -33,7 +33,8 @@ NUM_COMMON = 12
 FIRST_TOKEN = 4
 MAX_TOKENS = 22
 LONGEST_PROMPT = 38
-MOST_ARRIVALS = 30
+NUM_LONG = 2
+MOST_ARRIVALS = 20
 """Requests come after so many results at most."""
 
 Fields = dict[str, Any]
@@ -148,7 +149,16 @@ def random_mix(rng: random.Random, tasks: Sequence[str], count: int) -> Mix:
         lines.append({"id": f"r{index}", "prompt_token_ids": stem + tail, **own})
     rng.shuffle(lines)
     arrivals = [max(0, rng.randint(-MOST_ARRIVALS, MOST_ARRIVALS)) for _ in lines]
-    return Mix(lines, arrivals)
+    return Mix([*_long(rng), *lines], [0] * NUM_LONG + arrivals)
+
+
+def _long(rng: random.Random) -> list[Fields]:
+    """Requests that come first, and do not fit beside each other to their ends."""
+    fields = {"max_tokens": MAX_TOKENS, "ignore_eos": True}
+    return [
+        {"id": f"long{index}", "prompt_token_ids": _tokens(rng, 24), **fields, **_penalties(rng)}
+        for index in range(NUM_LONG)
+    ]
 
 
 def _generating(rng: random.Random, forced: str) -> Fields:
