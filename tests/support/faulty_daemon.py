@@ -280,9 +280,12 @@ def main(patch: pytest.MonkeyPatch) -> None:
         find_upload: FindUpload,
         save_root: Path | None,
         profile_dir: Path | None,
+        lora_roots: Sequence[Path],
     ) -> object:
         faults.strike("make_worker")
-        worker = make_worker(device, model_roots, set_phase, find_upload, save_root, profile_dir)
+        worker = make_worker(
+            device, model_roots, set_phase, find_upload, save_root, profile_dir, lora_roots
+        )
         from worker_daemon.distributed.pp import StageOutbound  # torch is loaded here, not before
         from worker_daemon.models.decoder import DecoderStage
 

@@ -175,7 +175,7 @@ daemon._thread.join()
 
 
 def test_a_local_daemon_that_dies_leaves_its_last_words(directory, run, monkeypatch):
-    def start(devices, model_root):
+    def start(devices, model_root, lora_root):
         return LocalDaemons(devices, model_root, command=lambda *words: (*command, words[0]))
 
     command = (sys.executable, "-c", DYING)
