@@ -119,13 +119,16 @@ class MaskedSteps:
         self._faults: dict[str, RequestOutput] = {}
 
     def must_wait(self, output: SchedulerOutput) -> bool:
-        """Return True if a step cannot be sent yet: it continues a request whose last token waits
-        for its mask. Raises InvalidSchedulerOutput as plan does."""
+        """Return True if a step cannot be sent yet: it continues or preempts a request whose last
+        token waits for its mask. The result of a sampling leaves out requests that have lost their
+        row, and the scheduler expects a token of those that it preempts. Raises
+        InvalidSchedulerOutput as plan does."""
         check_shape(output)
         waiting = self._waiting.keys()
         return bool(waiting) and not (
             waiting.isdisjoint(output.decode_req_ids)
             and waiting.isdisjoint(output.num_scheduled_tokens)
+            and waiting.isdisjoint(output.preempted_req_ids)
         )
 
     def plan(self, output: SchedulerOutput) -> MaskedStep:
