@@ -284,7 +284,7 @@ def test_outputs_do_not_wait_for_deferred_sampling(serve, checkpoint):
     counts = {request.req_id: len(request.token_ids) for request in new}
     with serve(reference.path, 2, 1, block_size=4) as (group, _):
         deferred = group.execute_model(
-            SchedulerOutput(counts, scheduled_new_reqs=new, defer_sampling=True)
+            SchedulerOutput(counts, scheduled_new_reqs=new, deferred_req_ids=["g"])
         )
         pooled = deferred.result().pooled
         sampled = group.sample_tokens(deferred, {}).result()
