@@ -27,7 +27,7 @@ class LoraInfo(Value, frozen=True, kw_only=True):
     """The largest rank of its matrices."""
     is_pinned: bool
     size_bytes: Unsigned
-    """Of its shard on this rank."""
+    """Size of its shard on this rank."""
 
 
 class PrepareLora(StepRequest["PrepareLoraReply"], frozen=True, tag=80, kw_only=True):

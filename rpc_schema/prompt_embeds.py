@@ -29,7 +29,7 @@ class PromptEmbeds(Extension, frozen=True, tag=12, kw_only=True):
     content_hash: ContentHash
     """Name of the upload. Rows are converted to the model's dtype."""
     dtype: EmbedsDtype
-    """Of the upload."""
+    """Dtype of the uploaded rows."""
     width: Positive
     """The model's hidden size."""
     ranges: Annotated[tuple[EmbeddedRange, ...], Meta(min_length=1, max_length=MAX_EMBEDDED_RANGES)]

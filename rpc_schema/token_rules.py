@@ -41,7 +41,7 @@ class RuleFault(NamedTuple):
     """A reason to refuse an extension."""
 
     field: str
-    """Of an input line."""
+    """Name of the field in an input line."""
     value: object
     fix: str
 
