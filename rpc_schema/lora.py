@@ -1,8 +1,8 @@
-"""LoRA adapters: the operations that put them into a group's host memory. A request uses one by the
-extension of rpc_schema/lora_request.py.
+"""LoRA adapters: the operations that put them into a group's host memory. A request uses one
+through the extension in rpc_schema/lora_request.py.
 
-An adapter is a directory in PEFT's format below one of a daemon's --lora-root directories, and its
-name is the path of that directory from the root. Every rank keeps its own shard of it.
+An adapter is a directory in PEFT's format, below one of a daemon's --lora-root directories. Its
+name is its path relative to that root. Every rank keeps its own shard of it.
 """
 
 from typing import Annotated
@@ -13,8 +13,8 @@ from rpc_schema.base import Name, Positive, StepReply, StepRequest, Unsigned, Va
 from rpc_schema.step import Done
 
 Version = Annotated[int, Meta(ge=1, le=2**63 - 1)]
-"""Chosen by the driver, another for each content: requests share prefixes only if theirs is the
-same."""
+"""Chosen by the driver, different for each content. Requests share prefixes only if their adapters
+have the same version."""
 
 
 class LoraInfo(Value, frozen=True, kw_only=True):
@@ -24,19 +24,19 @@ class LoraInfo(Value, frozen=True, kw_only=True):
     lora_id: Positive
     version: Version
     rank: Positive
-    """The largest rank of its matrices."""
+    """The largest LoRA rank of its matrices."""
     is_pinned: bool
     size_bytes: Unsigned
-    """Of its shard on this rank."""
+    """Size of its shard on this rank."""
 
 
 class PrepareLora(StepRequest["PrepareLoraReply"], frozen=True, tag=80, kw_only=True):
     """Begin to read an adapter from disk on another thread, while steps run, or report that this is
-    done. The adapter is not used before AddLora. A fault of its files is reported here, once."""
+    done. The adapter is not used before AddLora. Faulty files are reported here, once."""
 
     name: Name
     version: Version
-    """That AddLora will have; another one reads the files again."""
+    """The version that AddLora will have. With a different one the files are read again."""
 
 
 class PrepareLoraReply(StepReply, frozen=True, tag=80, kw_only=True):
@@ -45,20 +45,20 @@ class PrepareLoraReply(StepReply, frozen=True, tag=80, kw_only=True):
 
 
 class AddLora(StepRequest["AddLoraReply"], frozen=True, tag=81, kw_only=True):
-    """Put an adapter into host memory under an id. If it is there under this name and id, it only
-    counts as used, unless load_inplace replaces it. Running requests go on with the adapter that
-    they began with.
+    """Put an adapter into host memory under an id. If it is already there under this name and id,
+    it only counts as used, unless load_inplace replaces it. Running requests continue with the
+    adapter that they began with.
 
-    It is read and validated whole first, by PrepareLora or here. Then the one that was used least
-    recently leaves, if max_cpu_loras are there. Refused, with nothing changed: an id or name that
-    is in use for another adapter, faulty files (CONFIG, CHECKPOINT), and an adapter more than
-    max_cpu_loras when all are pinned (CAPACITY).
+    It is first read and validated completely, by PrepareLora or here. Then, if host memory has
+    max_cpu_loras adapters, the least recently used one is evicted. Refused, with nothing changed:
+    an id or name that another adapter has, faulty files (CONFIG, CHECKPOINT), and a new adapter
+    when max_cpu_loras adapters are pinned (CAPACITY).
     """
 
     name: Name
     lora_id: Positive
     version: Version
-    """Without effect if the adapter is there already."""
+    """Ignored if the adapter is already there and load_inplace is not set."""
     load_inplace: bool = False
 
 
@@ -66,18 +66,18 @@ class AddLoraReply(StepReply, frozen=True, tag=81, kw_only=True):
     version: Version
     """The version that is in host memory now."""
     evicted: Positive | None = None
-    """Id of the adapter that left for it."""
+    """Id of the adapter that was evicted for it."""
 
 
 class RemoveLora(StepRequest["RemoveLoraReply"], frozen=True, tag=82, kw_only=True):
-    """Remove an adapter from host memory, pinned or not. Running requests go on with it."""
+    """Remove an adapter from host memory, pinned or not. Running requests continue with it."""
 
     lora_id: Positive
 
 
 class RemoveLoraReply(StepReply, frozen=True, tag=82, kw_only=True):
     removed: bool
-    """False if there was none of that id."""
+    """False if no adapter had that id."""
 
 
 class ListLoras(StepRequest["ListLorasReply"], frozen=True, tag=83, kw_only=True):
@@ -86,11 +86,11 @@ class ListLoras(StepRequest["ListLorasReply"], frozen=True, tag=83, kw_only=True
 
 class ListLorasReply(StepReply, frozen=True, tag=83, kw_only=True):
     adapters: Annotated[tuple[LoraInfo, ...], Meta(max_length=65536)] = ()
-    """The one used least recently first."""
+    """Adapters, the least recently used first."""
 
 
 class PinLora(StepRequest[Done], frozen=True, tag=84, kw_only=True):
-    """Never evict an adapter from host memory, and from its device slot only for a step that needs
-    the slots of pinned adapters too. An unknown id is refused (CONFIG)."""
+    """Pin an adapter: it is never evicted from host memory, and leaves its device slot only for a
+    step that needs the slots of pinned adapters too. An unknown id is refused (CONFIG)."""
 
     lora_id: Positive

@@ -1,4 +1,4 @@
-"""Pooling: requests that end with values of the model's hidden states instead of tokens."""
+"""Pooling: requests that return values of the model's hidden states instead of tokens."""
 
 from collections.abc import Iterable
 from typing import Annotated, Final, Literal, TypeAlias
@@ -9,43 +9,43 @@ from rpc_schema.base import Count, Extension, FramedExtension, Positive, RawInt3
 from rpc_schema.sampling import SamplingExtension
 
 PoolingTask: TypeAlias = Literal["embed", "classify", "token_embed", "token_classify"]
-"""embed: one vector of a prompt; classify: its scores, one for each label. The token_ tasks give
-one row for each token of the prompt."""
+"""embed: one vector for a prompt; classify: its scores, one per label. The token_ tasks give one
+row per token of the prompt."""
 
 PooledStates: TypeAlias = Literal["last", "first", "mean", "each"]
-"""Hidden states that an output is made of: that of the prompt's last or first token, the mean of
-all, or each by itself."""
+"""Hidden states that an output is computed from: that of the prompt's last or first token, the mean
+of all, or each one separately."""
 
 MAX_POOLED_BYTES: Final = 12 << 20
-"""Bound on the outputs of one step: they are part of its reply."""
+"""Bound on the outputs of one step, which are part of its reply."""
 
 MAX_KEPT_BYTES: Final = 64 << 20
-"""Bound on the rows that chunks of prompts have given so far, of all requests of a rank."""
+"""Bound on the outputs that a rank keeps for the computed chunks of unfinished prompts."""
 
 VALUE_BYTES: Final = 4
 """Bytes of a float32."""
 
 
 class PoolingParams(Extension, frozen=True, tag=9, kw_only=True):
-    """A request for values of the hidden states of its prompt: it samples nothing, and ends with
-    the step that computes its last token."""
+    """A request for values of its prompt's hidden states. It samples nothing, and ends with the
+    step that computes the prompt's last token."""
 
     task: PoolingTask
     use_activation: bool | None = None
-    """Normalize an embedding to length 1, or give the scores of a classification as probabilities;
-    None: as the model's files say."""
+    """Normalize an embedding to length 1, or turn the scores of a classification into
+    probabilities. None: as the model's files say."""
     dimensions: Count = 0
-    """Number of leading values to keep of an embedding, before it is normalized; 0: all."""
+    """Number of leading values of an embedding to keep, before it is normalized; 0: all."""
 
 
 class PooledOutputs(FramedExtension, frozen=True, tag=9, kw_only=True):
-    """Outputs of the requests that ended with a step. One frame: float32, the rows of one request
-    after those of another."""
+    """Outputs of the requests that ended with a step. One frame of float32: the rows of each
+    request, one request after the other."""
 
     slots: RawUInt16
     """Slots of these requests, in the order of the frame."""
     sizes: RawInt32
-    """Pairs (rows, values of a row), one for each slot."""
+    """Pairs (rows, values per row), one for each slot."""
 
     @property
     def num_frames(self) -> int:
@@ -57,9 +57,9 @@ class PooledTask(Value, frozen=True, kw_only=True):
 
     task: PoolingTask
     width: Positive
-    """Values of a row of output."""
+    """Values in an output row."""
     states: PooledStates
-    """All but "last" need every token of the prompt computed: no prefix hit."""
+    """Any but "last" needs every token of the prompt computed, so it reuses no cached prefix."""
 
 
 class PoolingSupport(Value, frozen=True, kw_only=True):
@@ -67,7 +67,8 @@ class PoolingSupport(Value, frozen=True, kw_only=True):
 
     tasks: Annotated[tuple[PooledTask, ...], Meta(max_length=4)] = ()
     whole_prompts: bool = False
-    """A prompt is computed in one step: its tokens see each other."""
+    """True if a prompt must be computed in one step, because all its tokens attend to each
+    other."""
 
     def find(self, task: PoolingTask) -> PooledTask | None:
         """Return a task, if the model can do it."""
@@ -83,8 +84,8 @@ NO_POOLING: Final = PoolingSupport()
 
 
 def sampling_kind(extensions: Iterable[Extension]) -> str | None:
-    """Return the name of an extension that is about sampling, if there is one: pooling excludes
-    it."""
+    """Return the name of the first sampling extension, if there is one. A request that pools may
+    have none."""
     found = (each for each in extensions if isinstance(each, SamplingExtension))
     return next((type(each).__name__ for each in found), None)
 

@@ -1,5 +1,5 @@
-"""Prompts with embeddings in the place of token ids. The embeddings themselves are an upload
-(uploads.py): here is which positions of a prompt they take."""
+"""Prompts with embeddings in place of token ids. The embeddings themselves are an upload
+(uploads.py). The extension says which positions of the prompt they fill."""
 
 from typing import Annotated, Final, Literal, NamedTuple
 
@@ -8,7 +8,7 @@ from msgspec import Meta
 from rpc_schema.base import ContentHash, Count, Extension, Positive, Value
 
 MAX_EMBEDDED_RANGES: Final = 256
-"""Bound for one request."""
+"""Bound on the ranges of one request."""
 
 EmbedsDtype = Literal["float32", "float16", "bfloat16"]
 
@@ -21,20 +21,20 @@ class EmbeddedRange(Value, frozen=True, kw_only=True):
 
 
 class PromptEmbeds(Extension, frozen=True, tag=12, kw_only=True):
-    """Positions of a request's prompt are embeddings, the rows of an uploaded tensor [rows, width].
-    They replace the embeddings of the token ids at these positions, which are placeholders. Every
-    rank of the first stage has the upload until the request has ended: a step that needs a missing
-    one fails."""
+    """Embeddings at positions of a request's prompt: the rows of an uploaded tensor [rows, width].
+    The token ids at these positions are placeholders, and their own embeddings are not used. Every
+    rank of the first stage must keep the upload until the request ends. A step that needs a missing
+    upload fails."""
 
     content_hash: ContentHash
     """Name of the upload. Rows are converted to the model's dtype."""
     dtype: EmbedsDtype
-    """Of the upload."""
+    """Dtype of the uploaded rows."""
     width: Positive
     """The model's hidden size."""
     ranges: Annotated[tuple[EmbeddedRange, ...], Meta(min_length=1, max_length=MAX_EMBEDDED_RANGES)]
-    """In ascending order, apart from each other, within the prompt. The rows fill them in order,
-    and there are exactly as many."""
+    """Ascending, without overlap, within the prompt. The rows fill them in order, exactly one row
+    per position."""
 
     @property
     def num_rows(self) -> int:

@@ -1,5 +1,5 @@
-"""Rules on single tokens that a request may have: penalties, biases, and which it may sample. Four
-extensions, each with what makes it invalid for a vocabulary.
+"""A request's rules on tokens: penalties, biases, allowed tokens and bad words. Four extensions,
+each with a check against the vocabulary.
 
 Token ids travel as raw little-endian int32. Rules act in this order: allowed tokens, bad words,
 biases, penalties; the ban of stop tokens before min_tokens lies between the last two.
@@ -15,14 +15,14 @@ from msgspec import Meta
 from rpc_schema.base import Extension
 
 MAX_PENALTY: Final = 2.0
-"""Bound on presence and frequency penalties, and by its negative."""
+"""Largest presence or frequency penalty; the smallest is its negative."""
 
 MIN_REPETITION_PENALTY: Final = 0.01
 MAX_REPETITION_PENALTY: Final = 100.0
 
 MAX_BIASED_TOKENS: Final = 1024
 MAX_BIAS: Final = 100.0
-"""Bound on a bias, and by its negative."""
+"""Largest bias; the smallest is its negative."""
 
 MAX_ALLOWED_TOKENS: Final = 4096
 MAX_BAD_WORDS: Final = 256
@@ -30,7 +30,7 @@ MAX_BAD_WORD_TOKENS: Final = 16
 """Tokens of one bad word."""
 
 MAX_TOKEN_COUNT: Final = 2**15 - 1
-"""Occurrences of a token beyond this many add nothing to its frequency penalty."""
+"""Most occurrences of a token that its frequency penalty counts."""
 
 _INT32: Final = 4
 
@@ -41,23 +41,23 @@ class RuleFault(NamedTuple):
     """A reason to refuse an extension."""
 
     field: str
-    """Of an input line."""
+    """Name of the field in an input line."""
     value: object
     fix: str
 
 
 class Penalties(Extension, frozen=True, tag=20, kw_only=True):
-    """Penalties on tokens that the request has already."""
+    """Penalties on tokens that the request already has."""
 
     presence_penalty: Penalty = 0.0
-    """Subtracted from the logit of each token that the output has."""
+    """Subtracted from the logit of each token that is in the output."""
     frequency_penalty: Penalty = 0.0
-    """Subtracted once for each time that the output has it."""
+    """Subtracted once for each occurrence of the token in the output."""
     repetition_penalty: Annotated[
         float, Meta(ge=MIN_REPETITION_PENALTY, le=MAX_REPETITION_PENALTY)
     ] = 1.0
-    """Divides positive logits, and multiplies negative ones, of tokens in the prompt or the output.
-    It acts before the other two."""
+    """For tokens in the prompt or the output: divides positive logits and multiplies negative ones.
+    Applied before the other two."""
 
     def find_fault(self, vocab_size: int) -> RuleFault | None:
         """Return the first fault."""
@@ -87,7 +87,7 @@ class LogitBias(Extension, frozen=True, tag=21, kw_only=True):
 
     @classmethod
     def of(cls, biases: Mapping[int, float]) -> "LogitBias":
-        """Return the extension of biases by token id."""
+        """Return the extension for biases, given by token id."""
         values = struct.pack(f"<{len(biases)}f", *biases.values())
         return cls(token_ids=pack_token_ids(biases), biases=values)
 
@@ -125,17 +125,17 @@ class AllowedTokens(Extension, frozen=True, tag=22, kw_only=True):
 
 
 class BadWords(Extension, frozen=True, tag=23, kw_only=True):
-    """Sequences of tokens that the request does not sample: the last token of each is banned where
-    the tokens before it are the newest ones, those of the prompt included."""
+    """Sequences of tokens that the request never completes: the last token of each is banned when
+    the request's newest tokens, prompt included, are the ones before it."""
 
     lengths: Annotated[bytes, Meta(max_length=MAX_BAD_WORDS)]
-    """uint8, tokens of each sequence."""
+    """uint8, the length of each sequence in tokens."""
     token_ids: Annotated[bytes, Meta(max_length=_INT32 * MAX_BAD_WORDS * MAX_BAD_WORD_TOKENS)]
-    """int32, of all sequences one after the other."""
+    """int32, all sequences one after the other."""
 
     @classmethod
     def of(cls, words: Sequence[Sequence[int]]) -> "BadWords":
-        """Return the extension of such sequences."""
+        """Return the extension for these sequences."""
         token_ids = pack_token_ids([token for word in words for token in word])
         return cls(lengths=bytes(map(len, words)), token_ids=token_ids)
 
@@ -176,7 +176,7 @@ def unpack_token_ids(column: bytes) -> tuple[int, ...]:
 
 
 def column_fault(field: str, column: bytes, vocab_size: int) -> RuleFault | None:
-    """Return what is wrong with a column of token ids, of which there must be one."""
+    """Return what is wrong with a column of token ids, which must have at least one."""
     if not column or len(column) % _INT32:
         return RuleFault(field, f"{len(column)} bytes", "give at least one token id, each as int32")
     token_ids = unpack_token_ids(column)

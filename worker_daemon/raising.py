@@ -14,7 +14,7 @@ class Translation:
     """A context that replaces exceptions. May be used once."""
 
     kinds: tuple[type[Exception], ...]
-    """Of the exceptions to translate."""
+    """Types of the exceptions to translate."""
     translate: Callable[[Exception], Exception | None]
     """Returns the exception to raise instead; None lets the original pass."""
 

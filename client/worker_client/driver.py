@@ -118,7 +118,7 @@ class _InFlight(NamedTuple):
     sent: float
     masked: MaskedStep | None
     later: list[FutureLike]
-    """Of the sampling of its deferred requests."""
+    """Replies to the messages that sample its deferred requests."""
 
 
 class Driver:

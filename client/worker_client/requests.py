@@ -100,7 +100,7 @@ class GenerationRequest:
     logprob_token_ids: tuple[int, ...] | None = None
     """Tokens whose log probabilities are reported with each token."""
     prompt_logprobs: int | None = None
-    """As logprobs, for each token of the prompt but the first."""
+    """Like logprobs, for each token of the prompt except the first."""
     logits_processors: tuple[str, ...] = ()
     """Custom ones, of the configuration's names."""
     n: int = 1

@@ -138,11 +138,11 @@ class SlotTable:
         self._num_computed = np.zeros(max_num_seqs, np.int32)
         self._num_tokens = np.zeros(max_num_seqs, np.int32)
         self._output_bytes = np.zeros(max_num_seqs, np.int32)
-        """Of each slot: bytes of its request's output if it pools, else 0."""
+        """For each slot, bytes of its request's output if it pools, else 0."""
         self._num_pooling = 0
         """Requests that pool."""
         self._num_blocks = np.zeros((len(self._groups), max_num_seqs), np.int32)
-        """Of each group and slot: places, those of blocks behind a window included."""
+        """For each group and slot, entries of its block table, including those behind a window."""
         self._appended_rows, self._appended_ids = bytearray(), bytearray()
         """Rows and ids (int32) of blocks that were taken, but are not counted and held yet."""
         self._reporting: Mapping[str, Extensions] = {}
@@ -154,7 +154,7 @@ class SlotTable:
         self._admitted_at = np.zeros(max_num_seqs, np.int64)
         """For each slot, the seq of the step that admitted its request."""
         self._refused: dict[int, int] = {}
-        """Of slots, tokens that were refused and that the workers' counts still hold."""
+        """By slot, the number of refused tokens that the workers' counts still include."""
         self._unsampled: set[int] = set()
         """Slots whose last token waits for sample_tokens."""
 

@@ -46,7 +46,7 @@ class AdapterWeights(NamedTuple):
     b: Tensor
     """[L, M, r], likewise; scaled."""
     ends: tuple[int, ...]
-    """Of each of the G matrices, the end of its rows among the M."""
+    """For each of the G matrices, the end of its rows among the M."""
 
 
 class LayerOps(Protocol):

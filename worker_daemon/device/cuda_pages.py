@@ -21,7 +21,7 @@ _NOT_SUPPORTED: Final = 801
 
 
 class CudaPages:
-    """As HostPages, of a GPU's memory. Every map() is one physical allocation."""
+    """A GPU's counterpart of HostPages. Every map() is one physical allocation."""
 
     def __init__(self, num_bytes: int, device: torch.device, driver: Any = None) -> None:
         """Reserve addresses, rounded up to the driver's granularity. driver: the module of the

@@ -45,7 +45,7 @@ class MergedShards:
     b_shape: tuple[int, int]
     """(M, r)"""
     a_offset: int
-    """Of A's first element in a slot."""
+    """Index of A's first element in a slot."""
     b_offset: int
 
     def a_of(self, slots: Tensor) -> Tensor:

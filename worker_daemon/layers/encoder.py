@@ -36,7 +36,7 @@ class EncoderAttentionSpec:
     """Attention of a whole prompt, and the norm behind it."""
 
     heads: HeadSizes
-    """Of the model."""
+    """The model's heads."""
     layer_norm_eps: float
     sliding_window: ClassVar[int | None] = None
 

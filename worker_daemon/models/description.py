@@ -75,7 +75,8 @@ class DecoderConfig:
     """It has an output layer for tokens."""
     pooler: PoolerSpec = PoolerSpec()
     encoder: EncoderEmbeddingSpec | None = None
-    """Of an encoder: it has no KV cache, and tokens see their whole prompt. None: a decoder."""
+    """Embeddings of an encoder: it has no KV cache, and tokens attend to the whole prompt. None: a
+    decoder."""
 
     def __post_init__(self) -> None:
         sizes = {(each.attention.heads, each.mlp.intermediate_size) for each in self.layers}

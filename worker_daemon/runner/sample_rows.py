@@ -111,8 +111,8 @@ class Unsampled(NamedTuple):
     """int64 [], see distributed/pp.py; on the device if there are other stages."""
     brought: StepExtensions
     reports: tuple[Report, ...] = ()
-    """Of the forward pass, outputs of requests that pool among them. They do not wait for the
-    step's sampling."""
+    """Reports of the forward pass, such as the outputs of requests that pool. They do not wait for
+    the step's sampling."""
 
     def keep(self, kept: Int64s, used: int, later: StepExtensions) -> "Unsampled":
         """Return a copy of these rows only, without reports, which no later step overwrites. kept

@@ -76,7 +76,7 @@ class OutputSize(NamedTuple):
     total_bytes: int
     """At least 1."""
     token_bytes: int
-    """As RowCounts.token_bytes."""
+    """Bytes for each token of the prompt, see RowCounts.token_bytes."""
 
 
 class StepExtensions(NamedTuple):

@@ -93,7 +93,7 @@ class EagerProgram:
     def _choose(
         self, hidden: Tensor, columns: StepColumns[Tensor], token_ids: Tensor
     ) -> SamplingInputs:
-        """Return each sequence's last hidden state and its likeliest token."""
+        """Return each sequence's last hidden state and its most likely token."""
         if not self._samples:
             return SamplingInputs(hidden[:0], columns.sample_rows[:0])
         rows = hidden.index_select(0, columns.sample_tokens)

@@ -58,7 +58,7 @@ class HostStaging:
     """Gives out one packed buffer a step, on a device that is the host."""
 
     _last: Packed
-    """Of the last shape, if there was one."""
+    """The newest buffer, reused while the shape stays the same. Unset before the first."""
 
     def __init__(self) -> None:
         self._shape: StepShape | None = None

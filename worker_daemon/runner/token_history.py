@@ -56,7 +56,7 @@ class TokenHistory:
         concatenated."""
 
     def has_confirmed(self, epoch: int, seq: int) -> bool:
-        """Return True if the step ended well, as far as this rank can know."""
+        """Return True if the step succeeded, as far as this rank can know."""
         return True
 
     def known_to(self, slot: int, generation: int, default: int) -> int:

@@ -70,7 +70,7 @@ class Session:
     recover: Recover = give_up
     """Reaction to the death of a daemon."""
     tokenizer: Tokenizer | None = None
-    """Of the model, for stop strings."""
+    """The model's tokenizer, for stop strings."""
 
     def serve(
         self,

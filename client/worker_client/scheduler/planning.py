@@ -52,7 +52,7 @@ class Step:
         self._num_admitted_tokens = 0
         self._num_admitted_bytes = 0
         self._num_output_bytes = 0
-        """Of the outputs of requests that end with the step."""
+        """Bytes of the outputs that the step completes."""
         support = limits.pooling
         self._whole_prompts = support is not None and support.whole_prompts
 

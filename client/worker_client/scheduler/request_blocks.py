@@ -69,8 +69,9 @@ class RequestBlocks:
         return given
 
     def extend_all(self, requests: Sequence[Request]) -> list[dict[str, list[int]]] | None:
-        """As extend() for the next token of each, by group and request. None, and nothing has
-        changed, if blocks are few or windows may free some: requests are then extended singly."""
+        """Extend every request by its next token, as extend() does for one. Return the new block
+        ids by group and request. Return None and change nothing if blocks are short or windows
+        may free some: the caller then extends requests one at a time."""
         if self._has_windows or len(requests) * len(self._groups) > self._pool.num_free:
             return None
         given: list[dict[str, list[int]]] = []

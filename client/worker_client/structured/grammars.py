@@ -43,7 +43,7 @@ class GrammarLimits:
     max_grammar_size: int = 200_000
     """Symbols in all rules."""
     max_lexer_states: int = 50_000
-    """Of up to 2 KB each."""
+    """Bound on the states of a lexer, which take up to 2 KB each."""
     initial_lexer_fuel: int = 1_000_000
     """Work for the regular expressions of a grammar; about 20 ms."""
     step_lexer_fuel: int = 200_000

@@ -97,9 +97,9 @@ class MaskedStep:
     output: SchedulerOutput
     sampled: list[_Row] = field(default_factory=list)
     deferred: list[_Row] = field(default_factory=list)
-    """Of these, the ones whose sampling waits."""
+    """Rows whose sampling waits for a mask."""
     is_waiting: bool = False
-    """They wait for their masks still."""
+    """True until their masks are sent."""
 
 
 SampleLater: TypeAlias = Callable[[Mapping[str, Int32s], Sequence[str] | None], None]

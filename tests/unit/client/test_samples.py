@@ -127,11 +127,11 @@ def test_lines_of_several_samples_become_requests():
 @pytest.mark.parametrize(
     ("stop", "fields", "num_tokens", "text"),
     [
-        (("lo",), {}, 5, "hel"),
+        (("o ",), {}, 6, "hell"),
         (("lo", "el"), {}, 3, "h"),
         (("lo", "ello"), {}, 5, "h"),
         (("o w",), {"include_stop_str_in_output": True}, 7, "hello w"),
-        (("l",), {"min_tokens": 3}, 4, "hel"),
+        (("o",), {"min_tokens": 5}, 8, "hello w"),
         (("h",), {"min_tokens": 1}, 11, None),
         (("xyz",), {}, 11, None),
     ],

@@ -57,7 +57,7 @@ class PartContext:
     processors: Mapping[str, MakeLogitsProcessor] = field(default_factory=dict)
     """Custom logits processors, in the order of the limits' names."""
     dtype: torch.dtype = torch.float32
-    """Of the model."""
+    """The model's dtype."""
     find_upload: FindUpload = no_uploads
 
     @property
@@ -154,9 +154,9 @@ class StepPart:
         extensions: Sequence[Any | None],
         tokens: Sequence[Int32s],
     ) -> None:
-        """As admit, and behind it, of a part that follows tokens. tokens: all that each request
-        has. A request that goes on after a failure, a preemption or with another driver begins
-        again, so that nothing else need restore what the part keeps."""
+        """Begin to follow the tokens of new requests; called after admit. tokens: all that each
+        request has so far. A request that resumes after a failure, a preemption or under another
+        driver is admitted again, so the part's state is rebuilt here and nowhere else."""
 
     # The forward pass of a step in which a row uses the part. May be captured, but for fill.
 

@@ -23,8 +23,9 @@ _INT64: Final = 8
 
 
 class LogprobTokensPart(StepPart):
-    """Reports for all rows of a step as many as the row that names the most. Takes less memory than
-    the report of the likeliest tokens, and not at the same time."""
+    """Reports log probabilities of the tokens that requests name. All rows of a step report as many
+    as the row that names the most. Takes less memory than the report of the most likely tokens,
+    and not at the same time."""
 
     request_extension = LogprobTokens
     heaviest = LogprobTokens(token_ids=pack_token_ids((0,)))

@@ -55,7 +55,7 @@ class PromptEmbedsPart(StepPart):
         self._ends = np.zeros(context.num_rows, np.int32)
         """[S] the position behind the last embedded one."""
         self._taken: tuple[Tensor, Tensor] | None = None
-        """Of the step at hand: int64 [E] indices of its embedded tokens, and [E, H]."""
+        """The current step's embedded tokens: their indices, int64 [E], and their rows, [E, H]."""
 
     def judge(self, extension: PromptEmbeds, request: NewRequestData, limits: StepLimits) -> None:
         fault = embeds_fault(extension, limits.hidden_size, request.num_prompt_tokens)

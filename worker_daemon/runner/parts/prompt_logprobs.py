@@ -53,7 +53,7 @@ class PromptLogprobsPart(StepPart):
         num_rows = context.num_rows
         self._req_ids = [""] * num_rows
         self._prompts: list[Int32s] = [_NO_TOKENS] * num_rows
-        """Of each row; empty where it wants none."""
+        """Each row's prompt; empty if its request wants no log probabilities of it."""
         self._widths = np.zeros(num_rows, np.int32)
         vocab_size = context.limits.vocab_size
         self._piece = max(1, min(context.limits.max_num_seqs, _MAX_LOGITS // vocab_size))

@@ -55,7 +55,7 @@ def needed_role(message: Request) -> Role:
 
 class Access:
     """Identifies senders and checks their rights. Any thread may call it. This one is for sockets
-    without keys: whoever can open them in their directory may send any request."""
+    without keys: any process that can open them in their directory may send any request."""
 
     proves_owners = False
     """True if each owner has a key of its own; otherwise all peers may have the same owner."""

@@ -24,7 +24,7 @@ class LinkRendezvous:
 
     _open_rendezvous: OpenRendezvousServer
     _host: str
-    """Of the servers."""
+    """Host that the servers listen on."""
     _need_attached: Callable[[int], None]
     """Raises unless the epoch is the attached driver's."""
     _progress: Progress
