@@ -1,5 +1,5 @@
-"""Files of embeddings, .npy or .safetensors, beside an input file. Follows no link out of its
-directory, and runs nothing of a file."""
+"""Reads files of embeddings, .npy or .safetensors, in an input file's directory or below it.
+Follows no link out of that directory, and executes nothing from a file."""
 
 import os
 import stat
@@ -18,7 +18,7 @@ from worker_client.prompt_embeds import host_tensor
 MAX_HEADER_BYTES: Final = 1 << 20
 _SAFETENSORS_DTYPES: Final = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 _SOLE_TENSOR = "prompt_embeds"
-"""Name of the tensor that is read of a file with several."""
+"""Name of the tensor to read from a file with several."""
 
 
 class _TensorEntry(msgspec.Struct):
@@ -28,8 +28,8 @@ class _TensorEntry(msgspec.Struct):
 
 
 class EmbedsFiles:
-    """Reader of the files in one directory and below. A file that several requests name is read
-    once, and kept."""
+    """Reader of the files in one directory and below. Each file is read once and kept, for all
+    requests that name it."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -39,8 +39,8 @@ class EmbedsFiles:
         """Return the embeddings of a file.
 
         Raises:
-            RequestError: it is not below the directory, cannot be read, is larger than an upload,
-                or holds no tensor that can be a prompt's embeddings.
+            RequestError: it is not below the directory, cannot be read, is larger than an upload
+                may be, or has no tensor that can be a prompt's embeddings.
         """
         if name not in self._read:
             try:

@@ -1,4 +1,4 @@
-"""LoRA adapters of a group: adds them to all ranks, and remembers which all of them have."""
+"""LoRA adapters of a group: adds them to all ranks, and tracks which adapters all ranks have."""
 
 import contextlib
 import logging
@@ -18,7 +18,7 @@ ADD_TIMEOUT_S: Final = 600.0
 """Limit on reading an adapter from disk."""
 _POLL_S: Final = 0.02
 _VERSION_BYTES: Final = 7
-"""A random version: no two contents have the same."""
+"""Bytes of a random version, enough that no two contents have the same."""
 
 _LOG = logging.getLogger(__name__)
 
@@ -50,7 +50,7 @@ class AddTask:
         """The adapter, once it is added."""
 
     def proceed(self) -> bool:
-        """Ask how far the ranks are, and add the adapter once all have read it: steps run
+        """Ask whether the ranks have read the adapter, and add it once all have. Steps may run
         meanwhile. Return False once it is added. Raises as WorkerGroup.add_lora does."""
         if self.adapter is not None:
             return False
@@ -74,7 +74,7 @@ class AddTask:
 
 
 class GroupAdapters:
-    """Owned by the group; used on its thread."""
+    """Adapters that all ranks have. Owned by the group; used on its thread."""
 
     def __init__(self, channel: GroupChannel) -> None:
         self._channel = channel
@@ -82,7 +82,7 @@ class GroupAdapters:
 
     @property
     def known(self) -> Mapping[int, GroupAdapter]:
-        """The adapters of all ranks, by id, as far as this driver has added or learned them."""
+        """The adapters that all ranks have, by id, if this driver has added or found them."""
         return self._known
 
     def begin(self, name: str, lora_id: int | None, *, load_inplace: bool) -> AddTask:
@@ -90,12 +90,12 @@ class GroupAdapters:
         return AddTask(self, name, lora_id or self._id_for(name), load_inplace=load_inplace)
 
     def is_there(self, name: str, lora_id: int) -> bool:
-        """Return True if all ranks have the adapter of this name and id."""
+        """Return True if all ranks have the adapter with this name and id."""
         known = self._known.get(lora_id)
         return known is not None and known.name == name
 
     def prepare(self, name: str, version: int, ranks: Collection[int] | None = None) -> bool:
-        """Have ranks (None: all) read an adapter; return True once all have."""
+        """Make ranks (None: all) read an adapter; return True once all of them have."""
         build = partial(lora.PrepareLora, name=name, version=version)
 
         def build_for(rank: int) -> Callable[..., StepMessage]:
@@ -141,12 +141,12 @@ class GroupAdapters:
         return self._channel.ask(lora.ListLoras)
 
     def forget(self) -> None:
-        """Forget all: the daemons have dropped theirs."""
+        """Forget all adapters, which the daemons have dropped."""
         self._known.clear()
 
     def learn(self) -> None:
-        """Find the adapters that all ranks have alike, and remove all others: a driver may have
-        died while it added one."""
+        """Find the adapters that are the same on all ranks, and remove all others: a driver may
+        have died while it added one."""
         ranks = [
             {each.lora_id: _known_as(each) for each in reply.adapters} for reply in self.reports()
         ]
@@ -160,8 +160,8 @@ class GroupAdapters:
             self._channel.ask(partial(lora.RemoveLora, lora_id=lora_id))
 
     def restore(self, newcomers: Collection[int]) -> None:
-        """Give ranks that have loaded anew the adapters that all had. One that cannot be read there
-        is removed from the others too: its requests fail, and no others."""
+        """Give newly loaded ranks the adapters that all ranks had. One that cannot be read there is
+        removed from the other ranks too; only its requests fail."""
         for adapter in list(self._known.values()):
             name, lora_id, version, is_pinned = adapter
             try:

@@ -1,4 +1,4 @@
-"""Grammar masks and deferred sampling of a step: by request id, to the wire's slots."""
+"""Grammar masks and deferred sampling of a step, translated from request ids to slots."""
 
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
@@ -18,7 +18,7 @@ Masks = Mapping[str, NDArray[np.int32]]
 
 
 class StepSampling(NamedTuple):
-    """Fields of a step about the sampling of its requests."""
+    """The fields of a step that concern the sampling of its requests."""
 
     deferred: Mapping[int, str] = NONE_DEFERRED
     """Requests that are sampled later, by slot."""
@@ -27,7 +27,7 @@ class StepSampling(NamedTuple):
 
     @property
     def bitmap(self) -> bytes | None:
-        """The deferred slots as a step names them."""
+        """The deferred slots as a bitmap; None if there are none."""
         return named(self.deferred) if self.deferred else None
 
 
@@ -40,7 +40,7 @@ def named(slots: Iterable[int]) -> bytes:
 
 
 def sampling_of(output: SchedulerOutput, slot_of: Mapping[str, int]) -> StepSampling:
-    """Return what a step says of its sampling. slot_of: slots of the requests that it samples.
+    """Return a step's fields about sampling. slot_of: slots of the requests that it samples.
 
     Raises:
         InvalidSchedulerOutput: masks are malformed, or differ in length.
@@ -53,7 +53,7 @@ def sampling_of(output: SchedulerOutput, slot_of: Mapping[str, int]) -> StepSamp
 def encoded(
     masks: Masks, slot_of: Mapping[str, int]
 ) -> tuple[tuple[StepExtension, ...], list[Frame]]:
-    """Return the extension of masks, and its frame: of those requests that have a slot here.
+    """Return the extension for masks and its frame, for the requests that have a slot here.
 
     Raises:
         InvalidSchedulerOutput: masks are malformed, or differ in length.

@@ -1,5 +1,5 @@
-"""Prompts with embeddings in the place of token ids: their tensors, and the positions that the rows
-take."""
+"""Prompts with embeddings in place of token ids: their tensors, and the positions that the rows
+fill."""
 
 from collections.abc import Sequence
 from typing import Any, TypeAlias, get_args
@@ -17,15 +17,15 @@ from worker_client.errors import ClientConfigError, RequestError
 from worker_client.host_tensor import HostTensor
 
 Embeddings: TypeAlias = NDArray[Any] | HostTensor
-"""[rows, hidden size]: an array of float32 or float16, or a tensor of bfloat16 too, which is hashed
-already."""
+"""[rows, hidden size]: an array of float32 or float16, or a HostTensor, which may also be bfloat16
+and is already hashed."""
 
 Ranges: TypeAlias = Sequence[Sequence[int]]
-"""Pairs (start, length): positions of the whole prompt that the rows take, in order. Empty: the
+"""Pairs (start, length): positions in the whole prompt that the rows fill, in order. Empty: the
 first positions."""
 
 PLACEHOLDER = 0
-"""Token id at embedded positions. Any other would do: it is looked up and not used."""
+"""Token id at embedded positions. Any valid id would do: its embedding is not used."""
 
 _DTYPES: tuple[str, ...] = get_args(EmbedsDtype)
 
@@ -34,7 +34,8 @@ def host_tensor(embeds: Embeddings) -> HostTensor:
     """Return embeddings as a tensor with its hash.
 
     Raises:
-        RequestError: another dtype, no rows, or another number of dimensions.
+        RequestError: the dtype is not supported, there are no rows, or the shape is not
+            [rows, hidden size].
     """
     is_tensor = isinstance(embeds, HostTensor)
     if not (is_tensor or isinstance(embeds, np.ndarray)):
@@ -53,10 +54,10 @@ def host_tensor(embeds: Embeddings) -> HostTensor:
 
 
 def embeds_extension(tensor: HostTensor, ranges: Ranges) -> PromptEmbeds:
-    """Return the extension of a request whose rows take these positions.
+    """Return the extension of a request whose rows fill these positions.
 
     Raises:
-        RequestError: they are malformed, or not as many as the rows.
+        RequestError: they are malformed, or their number is not that of the rows.
     """
     return PromptEmbeds(
         content_hash=tensor.content_hash,
@@ -76,7 +77,8 @@ def with_placeholders(
     positions of its embeddings.
 
     Raises:
-        RequestError: the positions are malformed, not as many as the rows, or beyond the prompt.
+        RequestError: the positions are malformed or beyond the prompt, or their number is not that
+            of the rows.
     """
     given = np.asarray(token_ids, np.int32)
     is_embedded = np.zeros(given.size + num_rows, np.bool_)

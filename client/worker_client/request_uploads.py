@@ -1,5 +1,5 @@
-"""Uploads of a driver's requests: sent before their requests are admitted, between steps, and
-dropped once no request needs them."""
+"""Uploads of a driver's requests. They are sent between steps, before their requests are admitted,
+and dropped once no request needs them."""
 
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
@@ -16,7 +16,7 @@ from worker_client.errors import (
 from worker_client.host_tensor import HostTensor
 
 CHUNKS_AT_ONCE = 4
-"""Chunks, of half a MiB each, that are sent between two steps."""
+"""Chunks of half a MiB that are sent between two steps."""
 
 
 class UploadingLike(Protocol):
@@ -41,12 +41,12 @@ class UploadingGroup(Protocol):
     def find_uploads(
         self, content_hashes: Sequence[bytes], ranks: Sequence[int] | None = None
     ) -> list[bool]:
-        """Return which tensors all ranks have."""
+        """Return for each tensor whether all ranks have it."""
 
     def drop_uploads(
         self, content_hashes: Sequence[bytes], ranks: Sequence[int] | None = None
     ) -> None:
-        """Have ranks forget tensors."""
+        """Make ranks drop tensors."""
 
 
 class UploadProgress(NamedTuple):
@@ -58,24 +58,24 @@ class UploadProgress(NamedTuple):
 
 
 class RequestUploads:
-    """Owned by a driver, for one group. Knows the uploads that unfinished requests need."""
+    """Uploads that unfinished requests need. Owned by a driver, for one group."""
 
     def __init__(self, group: UploadingGroup) -> None:
         self._group = group
         self._needs: dict[str, bytes] = {}
-        """Content hash, by request."""
+        """Content hash that each request needs."""
         self._tensors: dict[bytes, HostTensor] = {}
-        """Those that can be sent again; uploads of adopted requests cannot."""
+        """Tensors that can be sent again; those of adopted requests may be missing."""
         self._present: set[bytes] = set()
         """Hashes that all ranks of the first stage have."""
         self._queue: deque[str] = deque()
         """Held requests, in the order in which their tensors are sent."""
         self._task: UploadingLike | None = None
-        """Upload of the first of them."""
+        """The upload of the first request in the queue."""
         self._lacks_room = False
         self.to_drop: deque[tuple[int, bytes]] = deque()
-        """Hashes that no request needs, each with the number of steps that had been sent by then:
-        steps in flight may read it."""
+        """Hashes that no request needs, each with the number of steps sent by then: steps in flight
+        may still read the tensor."""
 
     @property
     def can_proceed(self) -> bool:
@@ -83,15 +83,15 @@ class RequestUploads:
         return bool(self._queue) and not self._lacks_room
 
     def add(self, req_id: str, tensor: HostTensor) -> None:
-        """Send a tensor for a held request."""
+        """Queue a tensor for a held request."""
         self._needs[req_id] = tensor.content_hash
         self._tensors[tensor.content_hash] = tensor
         self._queue.append(req_id)
 
     def claim(self, needs: Mapping[str, bytes], tensors: Iterable[HostTensor]) -> set[str]:
-        """Take over the uploads that adopted requests need, and send again what is missing as far
-        as it is among `tensors`. Return the requests that lack theirs. Before the first step: it
-        waits."""
+        """Take over the uploads that adopted requests need. Send missing ones again if they are
+        among `tensors`. Return the requests whose upload is still missing. Waits, so call it before
+        the first step."""
         self._tensors |= {each.content_hash: each for each in tensors}
         hashes = list(dict.fromkeys(needs.values()))
         missing = self._send_missing(hashes)
@@ -103,8 +103,8 @@ class RequestUploads:
         return lacking
 
     def proceed(self) -> UploadProgress:
-        """Send a few chunks, and wait for their replies. Raises as UploadTask.proceed does, but not
-        where that concerns one request alone."""
+        """Send a few chunks, and wait for their replies. Raises as UploadTask.proceed does, except
+        for errors of a single request."""
         progress = UploadProgress([], [])
         for _ in range(CHUNKS_AT_ONCE):
             if not self.can_proceed:
@@ -125,7 +125,7 @@ class RequestUploads:
         return progress
 
     def end(self, req_id: str, num_sent: int) -> None:
-        """A request has ended, after so many steps had been sent."""
+        """Note that a request has ended. num_sent: the number of steps sent by then."""
         name = self._needs.pop(req_id, None)
         if name is None:
             return
@@ -138,7 +138,8 @@ class RequestUploads:
             self.to_drop.append((num_sent, name))
 
     def drop_unused(self, num_done: int) -> None:
-        """Drop what ended requests needed, as far as no step reads it: so many steps are done."""
+        """Drop the uploads of ended requests that no step can read any more. num_done: the number
+        of steps that are done."""
         unused = []
         while self.to_drop and self.to_drop[0][0] <= num_done:
             name = self.to_drop.popleft()[1]
@@ -152,8 +153,8 @@ class RequestUploads:
                 self._group.drop_uploads(unused, self._group.first_stage_ranks)
 
     def restart(self) -> set[str]:
-        """Send everything again that running requests need: the ranks have lost all uploads. Return
-        the requests whose tensors are not here. Waits."""
+        """Send everything again that running requests need, after the ranks have lost all uploads.
+        Return the requests whose tensors the driver does not have. Waits."""
         self._present.clear()
         self.to_drop.clear()
         self._task = None
@@ -166,7 +167,7 @@ class RequestUploads:
         return {req_id for req_id, name in running.items() if name in missing}
 
     def _send_missing(self, hashes: Sequence[bytes]) -> set[bytes]:
-        """Send those of the tensors that are here; return those that then are missing."""
+        """Send the tensors that the driver has; return the hashes that ranks then still lack."""
         ranks = self._group.first_stage_ranks
         here = [self._tensors[name] for name in hashes if name in self._tensors]
         if here:
@@ -190,5 +191,5 @@ class RequestUploads:
         return True
 
     def _others_end(self) -> bool:
-        """Return True if room will come: uploads are there that requests will not need for ever."""
+        """Return True if room will become free, because other uploads are there that will end."""
         return bool(self._present or self.to_drop)

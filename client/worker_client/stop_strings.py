@@ -1,11 +1,11 @@
-"""Stop strings: found in a request's text as its tokens come."""
+"""Stop strings: found in a request's text as its tokens arrive."""
 
 from collections.abc import Sequence
 from typing import Final, Protocol
 
 MAX_STOP_STRINGS: Final = 16
 MAX_STOP_BYTES: Final = 512
-"""Bound on the UTF-8 of all stop strings of a request: they go with its note to another driver."""
+"""Bound on the UTF-8 bytes of all stop strings of a request, which are stored in its note."""
 
 
 class TextStream(Protocol):
@@ -16,7 +16,7 @@ class TextStream(Protocol):
 
 
 class Texts(Protocol):
-    """Makes streams: worker_client.tokenizer.Tokenizer."""
+    """Makes streams, as worker_client.tokenizer.Tokenizer does."""
 
     def stream(self) -> TextStream:
         """Return a stream at the start of a text."""
@@ -28,8 +28,8 @@ class StopWatch:
     def __init__(
         self, stops: Sequence[str], stream: TextStream, *, min_tokens: int, includes_stop: bool
     ) -> None:
-        """min_tokens: no stop string ends in the text of so many tokens. includes_stop: the text
-        ends behind the stop string, not before it."""
+        """min_tokens: stop strings that end within this many tokens are ignored. includes_stop: the
+        text ends after the stop string, not before it."""
         self._stops = tuple(stops)
         self._stream = stream
         self._num_banned = min_tokens
@@ -40,7 +40,7 @@ class StopWatch:
         """The text up to the stop string, once there is one."""
 
     def take(self, token_id: int) -> bool:
-        """Append a token; return True if the text has a stop string now."""
+        """Append a token; return True if the text now has a stop string."""
         before = len(self._text)
         self._text += self._stream.push(token_id)
         if self._num_banned > 0:
@@ -58,7 +58,7 @@ class StopWatch:
 
 
 def _first_end_behind(text: str, stop: str, begin: int, before: int) -> tuple[int, int] | None:
-    """Return start and end of the first occurrence from `begin` on that ends behind `before`."""
+    """Return start and end of the first occurrence from `begin` on that ends after `before`."""
     start = text.find(stop, begin)
     while start >= 0 and start + len(stop) <= before:
         start = text.find(stop, start + 1)

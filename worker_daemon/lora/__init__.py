@@ -1,1 +1,2 @@
-"""LoRA adapters: their files, the host memory that keeps them, the device slots that run them."""
+"""LoRA adapters: their files, the host memory that stores them, and the device slots that steps
+use."""

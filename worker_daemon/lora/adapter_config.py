@@ -1,4 +1,5 @@
-"""adapter_config.json of PEFT -> AdapterConfig; refuses what this daemon does not compute."""
+"""Reads PEFT's adapter_config.json into an AdapterConfig, and refuses what this daemon cannot
+compute."""
 
 import json
 import math
@@ -19,7 +20,7 @@ _MAX_RANK: Final = 1 << 16
 _MAX_PATTERNS: Final = 4096
 _PLAIN: Final = re.compile(r"[A-Za-z0-9_]+(\.[A-Za-z0-9_]+)*")
 _CHANGES_BASE: Final = ("pissa", "olora", "corda", "loftq", "lora_ga")
-"""Beginnings of init_lora_weights that also change the base model's weights."""
+"""Prefixes of init_lora_weights values that also change the base model's weights."""
 
 _UNSUPPORTED: Final[Mapping[str, str]] = MappingProxyType(
     {
@@ -48,14 +49,15 @@ class AdapterConfig:
     rank_pattern: Mapping[str, int]
     alpha_pattern: Mapping[str, float]
     target_modules: tuple[str, ...] | None
-    """None: a regular expression or "all-linear"; the tensors tell."""
+    """None if the file has a regular expression or "all-linear"; the tensors then show the
+    modules."""
 
     def rank_of(self, module: str) -> int:
         """Return the rank of a module's matrices."""
         return _first_match(self.rank_pattern, module, self.rank)
 
     def scale_of(self, module: str) -> float:
-        """Return the factor of a module's product."""
+        """Return the factor by which a module's product is multiplied."""
         alpha, rank = _first_match(self.alpha_pattern, module, self.alpha), self.rank_of(module)
         return alpha / math.sqrt(rank) if self.use_rslora else alpha / rank
 
@@ -71,8 +73,8 @@ def read_adapter_config(directory: Path) -> AdapterConfig:
 
 
 def parse_adapter_config(values: Mapping[str, object]) -> AdapterConfig:
-    """Return what PEFT would make of these fields. Raises ConfigError, which names field and
-    fix."""
+    """Return the configuration as PEFT reads these fields. Raises ConfigError, which names field
+    and fix."""
     fields = _AdapterFields(values)
     _refuse_unsupported(fields)
     return AdapterConfig(
@@ -86,7 +88,7 @@ def parse_adapter_config(values: Mapping[str, object]) -> AdapterConfig:
 
 
 def check_targets(config: AdapterConfig, modules: Collection[str]) -> None:
-    """Raise ConfigError if a target module is none of the model's, by its suffix."""
+    """Raise ConfigError if a target module is not a suffix of any of the model's modules."""
     for target in config.target_modules or ():
         if not any(_is_suffix(target, module) for module in modules):
             known = sorted({module.rpartition(".")[2] for module in modules})

@@ -29,12 +29,12 @@ _MAX_SHOWN: Final = 200
 
 @dataclass(frozen=True, slots=True)
 class AdapterFiles:
-    """An adapter that was read and validated."""
+    """An adapter after it was read and validated."""
 
     weights: Tensor
     """[slot_size] in the model's dtype, on the host; page-locked for a GPU."""
     rank: int
-    """The largest of its matrices."""
+    """The largest LoRA rank of its matrices."""
 
 
 class AdapterFormat:
@@ -48,8 +48,8 @@ class AdapterFormat:
         *,
         pinned: bool,
     ) -> None:
-        """layout: of this rank. shapes: (output, input features) of every module of the whole
-        model that an adapter may change. pinned: page-lock the host memory."""
+        """layout: this rank's. shapes: (output, input features) of every module of the whole model
+        that an adapter may change. pinned: page-lock the host memory."""
         self._layout = layout
         self._shapes = shapes
         self._dtype = dtype

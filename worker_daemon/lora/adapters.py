@@ -1,4 +1,4 @@
-"""A loaded model's LoRA adapters: layout, host memory, device slots, and the reader of files."""
+"""A loaded model's LoRA adapters: layout, host memory, device slots and file reader."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -13,9 +13,9 @@ class Added(NamedTuple):
     """Result of adding an adapter."""
 
     version: int
-    """That is in host memory now."""
+    """The version that is in host memory now."""
     evicted: int | None
-    """The id that left for it."""
+    """Id of the adapter that was evicted for it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +28,7 @@ class Adapters:
     reader: AdapterReader
 
     def add(self, name: str, lora_id: int, version: int, *, load_inplace: bool) -> Added:
-        """Add an adapter, or count it as used if it is there; load_inplace replaces it.
+        """Add an adapter, or count it as used if it is already there; load_inplace replaces it.
 
         Raises:
             ConfigError: the id or the name belongs to another adapter, or it is not supported.

@@ -1,8 +1,7 @@
-"""Adapter slots in device memory, which take the adapters that steps use, in place of the least
-recently used ones.
+"""Adapter slots in device memory. Adapters that a step needs replace the least recently used ones.
 
-Copies go to the stream that steps run on, in its order: a slot is written after every step before
-it, and before the step that it is for.
+Copies are queued on the stream that steps run on: a slot is written after all earlier steps, and
+before the step that needs it.
 """
 
 from collections.abc import Sequence
@@ -22,15 +21,15 @@ class DeviceSlots:
         self._last_uses = [0] * slots.shape[0]
         self._num_uses = 0
         self.num_copies = 0
-        """Adapters that were copied to the device so far."""
+        """Adapters copied to the device so far."""
 
     @property
     def size_bytes(self) -> int:
         return self._slots.numel() * self._slots.element_size()
 
     def place(self, adapters: Sequence[HostAdapter]) -> list[int]:
-        """Return the slots of different adapters, at most L, once copies are queued for those that
-        had none."""
+        """Return the slots of these adapters: at most L, all different. Queues copies for those
+        that have no slot yet."""
         self._num_uses += 1
         wanted = {adapter.serial for adapter in adapters}
         there = {held.serial: slot for slot, held in enumerate(self._held) if held is not None}
@@ -50,11 +49,11 @@ class DeviceSlots:
         return placed
 
     def forget(self) -> None:
-        """Record that the memory has lost its content."""
+        """Note that the memory has lost its content."""
         self._held = [None] * len(self._held)
 
     def _worth(self, slot: int) -> tuple[bool, bool, int]:
-        """Return the order in which slots are given up: empty ones, then those that are not
-        pinned, by last use."""
+        """Return a sort key, lowest for the slot to give up first: empty ones, then unpinned ones,
+        then pinned ones, each by last use."""
         held = self._held[slot]
         return held is not None, held is not None and held.is_pinned, self._last_uses[slot]

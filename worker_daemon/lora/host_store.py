@@ -1,6 +1,6 @@
-"""Adapters in host memory, by id, with least recently used ones leaving first. Its changes follow
-from the operations and admissions that all ranks have in the same order, so that all have the
-same."""
+"""Adapters in host memory, by id. The least recently used one is evicted first. Changes follow only
+from operations and admissions, which all ranks see in the same order. So all ranks hold the same
+adapters."""
 
 import itertools
 from dataclasses import dataclass, field
@@ -12,8 +12,8 @@ from worker_daemon.errors import CapacityError, ConfigError
 
 @dataclass(slots=True, eq=False)
 class HostAdapter:
-    """An adapter of this rank. Its memory lives as long as a reference to it: requests keep the
-    one that they began with."""
+    """This rank's shard of an adapter. Its memory lives as long as there is a reference to it:
+    requests keep the one that they began with."""
 
     name: str
     lora_id: int
@@ -23,7 +23,7 @@ class HostAdapter:
     """[slot_size] on the host."""
     is_pinned: bool = False
     serial: int = field(init=False, default=0)
-    """Tells it from all others of the process, former versions included; from 1 on."""
+    """Unique number in this process, also among versions of an adapter; from 1 on."""
 
 
 class HostStore:
@@ -32,11 +32,11 @@ class HostStore:
     def __init__(self, max_adapters: int) -> None:
         self._max_adapters = max_adapters
         self._adapters: dict[int, HostAdapter] = {}
-        """By id, the one used least recently first."""
+        """Adapters by id, the least recently used first."""
         self._serials = itertools.count(1)
 
     def find(self, lora_id: int, version: int) -> HostAdapter | None:
-        """Return an adapter, which counts as used, or None if that version is not there."""
+        """Return an adapter and count it as used, or None if that version is not there."""
         adapter = self._adapters.get(lora_id)
         if adapter is None or adapter.version != version:
             return None
@@ -44,7 +44,7 @@ class HostStore:
         return adapter
 
     def touch(self, name: str, lora_id: int) -> HostAdapter | None:
-        """Return the adapter of a name and id, which counts as used, or None if neither is there.
+        """Return the adapter with a name and id and count it as used, or None if neither is there.
 
         Raises:
             ConfigError: the id or the name belongs to another adapter.
@@ -75,8 +75,8 @@ class HostStore:
             )
 
     def add(self, adapter: HostAdapter) -> int | None:
-        """Add or replace an adapter; return the id that left for it, if any. Raises as check_room
-        does, with nothing changed."""
+        """Add or replace an adapter; return the id of the one that was evicted, if any. Raises as
+        check_room does, with nothing changed."""
         self.check_room(adapter.lora_id)
         former = self._adapters.pop(adapter.lora_id, None)
         evicted: int | None = None
@@ -91,11 +91,11 @@ class HostStore:
         return evicted
 
     def remove(self, lora_id: int) -> bool:
-        """Remove an adapter; return False if there is none of that id."""
+        """Remove an adapter; return False if no adapter has that id."""
         return self._adapters.pop(lora_id, None) is not None
 
     def pin(self, lora_id: int) -> None:
-        """Never let an adapter leave. Raises ConfigError if there is none of that id."""
+        """Pin an adapter, so that it is never evicted. Raises ConfigError if none has that id."""
         adapter = self._adapters.get(lora_id)
         if adapter is None:
             raise ConfigError(
@@ -108,7 +108,7 @@ class HostStore:
         self._use(adapter)
 
     def adapters(self) -> list[HostAdapter]:
-        """Return all, the one used least recently first."""
+        """Return all adapters, the least recently used first."""
         return list(self._adapters.values())
 
     def _use(self, adapter: HostAdapter) -> None:

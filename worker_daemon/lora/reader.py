@@ -1,5 +1,5 @@
-"""Reads adapters from disk ahead of their use, each on a thread of its own: steps do not wait for
-disks."""
+"""Reads adapters from disk ahead of their use, each on a thread of its own, so that steps do not
+wait for disks."""
 
 import threading
 from collections.abc import Callable
@@ -9,10 +9,11 @@ from worker_daemon.errors import CapacityError
 from worker_daemon.lora.adapter_files import AdapterFiles
 
 MAX_PREPARED: Final = 4
-"""Adapters being read, or read and not taken: each has host memory."""
+"""Bound on adapters being read, or read but not taken yet. Each takes host memory."""
 
 Read = Callable[[str], AdapterFiles]
-"""Returns the adapter of a name, or raises what its files deserve."""
+"""Returns the adapter with a name. Raises ConfigError or CheckpointError if its files are
+faulty."""
 
 
 class _Reading:
@@ -54,7 +55,7 @@ class AdapterReader:
         self._readings: dict[str, _Reading] = {}
 
     def prepare(self, name: str, version: int) -> bool:
-        """Begin to read an adapter, for a version; return True once it is read.
+        """Begin to read a version of an adapter; return True once it is read.
 
         Raises:
             CapacityError: MAX_PREPARED others are being read.
@@ -76,8 +77,8 @@ class AdapterReader:
         return True
 
     def take(self, name: str, version: int) -> AdapterFiles:
-        """Return an adapter, and forget it; one that was not prepared for this version is read now.
-        Raises as prepare does."""
+        """Return an adapter and forget it. If this version was not prepared, read it now. Raises as
+        prepare does."""
         reading = self._readings.pop(name, None)
         if reading is None or reading.version != version:
             return self._read(name)

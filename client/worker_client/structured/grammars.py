@@ -1,8 +1,8 @@
-"""Grammars of one model, compiled by llguidance: the only user of it. Compilation runs on a few
-threads, within limits of time and size, once for each grammar.
+"""Grammars of one model, compiled by llguidance, which only this module uses. Each grammar is
+compiled once, on one of a few threads, within limits of time and size.
 
 llguidance itself bounds the work of a grammar: the size of its rules, the states of its lexer, and
-the work for one mask. What exceeds them fails, when it is compiled or when it is used.
+the work for one mask. A grammar that exceeds a bound fails when it is compiled or used.
 """
 
 import json
@@ -30,31 +30,31 @@ MAX_ERROR_LENGTH: Final = 300
 
 @dataclass(frozen=True, slots=True)
 class GrammarLimits:
-    """Bounds of compilation, and of a grammar's use."""
+    """Bounds on compiling and using a grammar."""
 
     num_threads: int = 2
-    """Grammars that are compiled at a time."""
+    """Threads that compile, and so grammars that are compiled at a time."""
     compile_s: float = 10.0
-    """Time in which a grammar must be compiled, waiting for a thread included."""
+    """Seconds in which a grammar must be compiled, including the wait for a thread."""
     max_cached: int = 256
-    """Compiled grammars that are kept for requests to come."""
+    """Compiled grammars that are kept for later requests."""
     num_mask_threads: int | None = None
     """Threads that compute masks; None: 80 % of the processors, 32 at most."""
     max_grammar_size: int = 200_000
-    """Symbols in all rules."""
+    """Bound on the symbols in all rules of a grammar."""
     max_lexer_states: int = 50_000
     """Bound on the states of a lexer, which take up to 2 KB each."""
     initial_lexer_fuel: int = 1_000_000
-    """Work for the regular expressions of a grammar; about 20 ms."""
+    """Bound on the work to compile a grammar's regular expressions; about 20 ms."""
     step_lexer_fuel: int = 200_000
-    """Work of the lexer for one mask; about 15 ms."""
+    """Bound on the lexer's work for one mask; about 15 ms."""
     step_max_items: int = 50_000
-    """Work of the parser for one mask; about 3 ms."""
+    """Bound on the parser's work for one mask; about 3 ms."""
 
 
 class Grammars:
-    """Owns the tokenizer, the compiled grammars and the threads. Any thread may call compile; the
-    other methods belong to the driver's."""
+    """Owns the tokenizer, the compiled grammars and the threads. Any thread may call compile; only
+    the driver's thread may call the other methods."""
 
     def __init__(
         self,
@@ -67,8 +67,8 @@ class Grammars:
         model's.
 
         Raises:
-            ClientConfigError: there is no usable tokenizer, or the model has no token that ends a
-                text.
+            ClientConfigError: there is no usable tokenizer, or the model has no end-of-sequence
+                token.
         """
         self.limits = GrammarLimits() if limits is None else limits
         ends = [token for token in eos_token_ids if token < vocab_size]
@@ -91,7 +91,7 @@ class Grammars:
         self._buffer = np.zeros((0, self._num_own_words), np.int32)
         self._lock = threading.Lock()
         self._compiled: OrderedDict[StructuredOutput, Future[LLMatcher]] = OrderedDict()
-        """Least recently used first."""
+        """Futures of matchers, the least recently used first."""
 
     @property
     def compile_s(self) -> float:
@@ -99,12 +99,12 @@ class Grammars:
         return self.limits.compile_s
 
     def close(self) -> None:
-        """Stop the threads; grammars that wait are not compiled any more."""
+        """Stop the threads. Grammars in the queue are not compiled."""
         self._compiler.shutdown(wait=False, cancel_futures=True)
 
     def compile(self, grammar: StructuredOutput) -> "Future[LLMatcher]":
-        """Return a matcher in its first state, to be copied: compiled here or before. The future
-        raises RequestError for a grammar that does not compile or exceeds the limits."""
+        """Return a matcher in its first state, to be copied. It may have been compiled before. The
+        future raises RequestError for a grammar that does not compile or exceeds the limits."""
         with self._lock:
             found = self._compiled.pop(grammar, None)
             if found is None or found.cancelled():
@@ -116,7 +116,7 @@ class Grammars:
 
     def fill(self, matchers: Sequence[LLMatcher]) -> NDArray[np.int32]:
         """Return the tokens that each matcher allows next, int32 [matchers, num_words]. Valid until
-        the next call. A matcher that fails says so from then on (`get_error`)."""
+        the next call. A matcher that fails reports it from then on (`is_error`)."""
         if len(matchers) > len(self._buffer):
             self._buffer = np.zeros((2 * len(matchers), self._num_own_words), np.int32)
         rows = [(matcher, index) for index, matcher in enumerate(matchers)]
@@ -149,7 +149,7 @@ def refused(grammar: StructuredOutput, reason: str) -> RequestError:
 
 
 def shortened(reason: str) -> str:
-    """Return a reason of llguidance on one line, without the state that may follow."""
+    """Return llguidance's reason on one line, without the state dump that may follow."""
     line = " ".join(reason.partition("<")[0].split()) or "it is invalid"
     return line if len(line) <= MAX_ERROR_LENGTH else f"{line[: MAX_ERROR_LENGTH - 3]}..."
 

@@ -1,10 +1,10 @@
-"""The masks of a driver's steps: a matcher for each request with a grammar, and when each of its
-masks goes out.
+"""The masks of a driver's steps: a matcher for each request with a grammar, and the time at which
+each of its masks is sent.
 
-A step is sent before the last one's tokens are known, and a mask depends on the last token. So a
-step defers the sampling of such requests (SchedulerOutput.deferred_req_ids); once the token is
-here, WorkerGroup.sample_tokens sends the mask, while the step's forward pass runs. Where the token
-is known already, the step brings the mask itself.
+A step is sent before the previous step's tokens are known, but a mask depends on the previous
+token. So a step defers the sampling of such requests (SchedulerOutput.deferred_req_ids). Once the
+token arrives, WorkerGroup.sample_tokens sends the mask, while the step's forward pass runs. If the
+token is known in time, the step itself carries the mask.
 
 Matchers are made from the admissions in steps: from the grammar that a request carries and the
 tokens that it has so far. That serves new, resumed, recovered and adopted requests alike.
@@ -27,9 +27,10 @@ from worker_client.scheduler_output import NewRequest, SchedulerOutput, StepResu
 from worker_client.step_checks import WIRE_LIMITS, check_admissions, check_shape, read_counts
 
 MAX_STEP_MASK_BYTES: Final = 1 << 20
-"""Masks that a step brings itself; it needs the room for admissions. Further rows are deferred."""
+"""Bound on the masks that a step itself carries, since admissions need room too. Further rows are
+deferred."""
 MAX_MASK_BYTES: Final = 8 << 20
-"""Masks of one message of sample_tokens."""
+"""Bound on the masks in one message of sample_tokens."""
 
 TOO_LONG: Final = "its grammar was not compiled in time: simplify it, or send fewer at a time"
 
@@ -40,13 +41,13 @@ class Matcher(Protocol):
     """Follows one request through its grammar: llguidance's LLMatcher."""
 
     def consume_tokens(self, tokens: list[int]) -> bool:
-        """Take tokens, all or none; return whether they keep to the grammar."""
+        """Take tokens, all or none; return whether the grammar allows them."""
 
     def is_error(self) -> bool:
-        """Return True once the matcher has failed, for good."""
+        """Return True if the matcher has failed. It stays failed."""
 
     def get_error(self) -> str:
-        """Return the reason."""
+        """Return why the matcher failed."""
 
     def deep_copy(self) -> "Matcher":
         """Return a matcher in the same state."""
@@ -83,16 +84,16 @@ class _Row:
     matcher: Matcher
     num_prompt_tokens: int
     tokens: list[int]
-    """Those that the matcher has taken: the known generated ones."""
+    """Generated tokens that are known and that the matcher has taken."""
     num_left: int
-    """Known tokens that no step has computed yet; the step that computes the last one samples."""
+    """Known tokens that no step has computed yet. The step that computes the last one samples."""
     num_unknown: int = 0
-    """Tokens that sent steps sample, and that are not known yet."""
+    """Tokens that steps in flight sample, and that are not known yet."""
 
 
 @dataclass(slots=True, eq=False)
 class MaskedStep:
-    """A step as it is sent, and its rows with a grammar."""
+    """A step in the form that is sent, and its rows with a grammar."""
 
     output: SchedulerOutput
     sampled: list[_Row] = field(default_factory=list)
@@ -103,7 +104,8 @@ class MaskedStep:
 
 
 SampleLater: TypeAlias = Callable[[Mapping[str, Int32s], Sequence[str] | None], None]
-"""Sends masks, and which deferred requests to sample: WorkerGroup.sample_tokens for one step."""
+"""Sends masks and the ids of the deferred requests to sample; None: all that are left. It is
+WorkerGroup.sample_tokens for one step."""
 
 
 class MaskedSteps:
@@ -132,8 +134,8 @@ class MaskedSteps:
         )
 
     def plan(self, output: SchedulerOutput) -> MaskedStep:
-        """Return a step with the masks that are known, and the rows that have to wait for theirs.
-        For the same step the same is returned: it may be sent again.
+        """Return a step with the masks that are known, and the rows that must wait for theirs. The
+        same step gives the same result, because it may be sent again.
 
         Raises:
             InvalidSchedulerOutput: the step is malformed.
@@ -162,8 +164,8 @@ class MaskedSteps:
         self._waiting.update((row.req_id, step) for row in step.deferred)
 
     def sample_ready(self, step: MaskedStep, sample: SampleLater) -> None:
-        """Send the masks of a step's deferred rows if the tokens before them are known, over
-        several messages if they are many. Rows that have ended since are sampled without one."""
+        """Send the masks of a step's deferred rows if the tokens before them are known, in several
+        messages if there are many. Rows that have ended since are sampled without a mask."""
         if not step.is_waiting:
             return
         rows = [row for row in step.deferred if self._rows.get(row.req_id) is row]
@@ -181,8 +183,8 @@ class MaskedSteps:
             del self._waiting[row.req_id]
 
     def take(self, step: MaskedStep, result: StepResult) -> None:
-        """Let the matchers take what a step sampled. A token that a grammar rejects is the end of
-        its request (`take_faults`)."""
+        """Let the matchers take what a step sampled. A token that its grammar rejects ends the
+        request (`take_faults`)."""
         taken: list[tuple[_Row, int]] = []
         for row in step.sampled:
             row.num_unknown -= 1
@@ -204,18 +206,19 @@ class MaskedSteps:
         return faults
 
     def forget(self, req_id: str) -> None:
-        """A request has ended, or has lost its row."""
+        """Drop a request that has ended or has lost its row."""
         self._rows.pop(req_id, None)
 
     def forget_steps(self) -> None:
-        """Steps in flight have failed: the requests in them are lost, or admitted again."""
+        """Drop the steps in flight, which have failed. Their requests are lost or admitted
+        again."""
         self._planned = None
         for step in self._waiting.values():
             step.is_waiting = False
         self._waiting.clear()
 
     def _begin(self, new: NewRequest, grammar: StructuredOutput) -> None:
-        """Make the matcher of a request, and let it take the tokens that the request has."""
+        """Make a request's matcher, and let it take the tokens that the request has."""
         tokens = [int(token) for token in new.token_ids[new.num_prompt_tokens :]]
         num_left = len(new.token_ids) - new.num_computed_tokens
         try:
@@ -235,7 +238,7 @@ class MaskedSteps:
             self._fail(row, "its grammar does not allow the tokens that it has")
 
     def _plan_rows(self, step: MaskedStep) -> None:
-        """Find the rows that sample, and which of them have their masks at once."""
+        """Find the rows that sample, and those of them whose masks can be computed now."""
         output = step.output
         decodes, counts = frozenset(output.decode_req_ids), output.num_scheduled_tokens
         known: list[_Row] = []
@@ -263,7 +266,7 @@ class MaskedSteps:
             )
 
     def _fill(self, rows: Sequence[_Row]) -> dict[str, Int32s]:
-        """Return the masks of rows, but of those whose matcher fails."""
+        """Return the masks of rows, except those whose matcher fails."""
         if not rows:
             return {}
         filled = self._grammars.fill([row.matcher for row in rows])

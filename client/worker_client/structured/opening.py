@@ -1,4 +1,4 @@
-"""Opens a model's grammars, or says to each request that wants one why there are none."""
+"""Opens a model's grammars. If there can be none, each request with a grammar is told why."""
 
 from collections.abc import Sequence
 from concurrent.futures import Future
@@ -16,7 +16,7 @@ from worker_client.structured.options import FIELD
 
 def open_grammars(model: Path, vocab_size: int, eos_token_ids: Sequence[int]) -> CompiledGrammars:
     """Return the grammars of a model (grammars.py). Without llguidance, or with a model that has no
-    usable tokenizer, each request that has one is refused with the reason."""
+    usable tokenizer, each request with a grammar is refused, with the reason."""
     try:
         from worker_client.structured.grammars import Grammars
 
@@ -48,9 +48,9 @@ class NoGrammars:
         return refused
 
     def fill(self, matchers: Sequence[Any]) -> NDArray[np.int32]:
-        """Never called with a matcher."""
+        """Return no masks: there is never a matcher."""
         return np.zeros((len(matchers), self.num_words), np.int32)
 
     def consume(self, pairs: Sequence[tuple[Any, int]]) -> list[bool]:
-        """Never called with a matcher."""
+        """Accept nothing: there is never a matcher."""
         return [False for _ in pairs]

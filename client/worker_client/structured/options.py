@@ -1,4 +1,4 @@
-"""The option `structured_outputs` of a request, with the keys of vLLM. Pure."""
+"""Reads the option `structured_outputs` of a request, with vLLM's keys. Pure."""
 
 import json
 from collections.abc import Mapping
@@ -16,7 +16,7 @@ def read_structured_output(options: Mapping[str, Any]) -> StructuredOutput:
     """Return the grammar that the options ask for. Keys with null count as absent.
 
     Raises:
-        RequestError: there is not exactly one key of KEYS, its value is of another type, or the
+        RequestError: there is not exactly one key of KEYS, its value has the wrong type, or the
             grammar is too long.
     """
     given = {key: value for key, value in options.items() if value is not None}

@@ -1,4 +1,4 @@
-"""Requests whose grammars are being compiled: they have not reached the scheduler yet."""
+"""Requests whose grammars are being compiled. The scheduler does not have them yet."""
 
 import time
 from collections.abc import Iterator
@@ -20,7 +20,7 @@ class _Pending(NamedTuple):
 
 
 class PendingRequests:
-    """In order of arrival. Belongs to the driver's thread."""
+    """Requests in order of arrival. Belongs to the driver's thread."""
 
     def __init__(self, grammars: CompiledGrammars) -> None:
         self._grammars = grammars
@@ -30,8 +30,8 @@ class PendingRequests:
         return len(self._pending)
 
     def add(self, request: GenerationRequest, grammar: StructuredOutput) -> bool:
-        """Have a request's grammar compiled; return True if it is already, and the request need not
-        wait.
+        """Start to compile a request's grammar. Return True if it is compiled already, so that the
+        request need not wait.
 
         Raises:
             RequestError: its id is in use, or the grammar is known not to compile.
@@ -52,12 +52,12 @@ class PendingRequests:
         self._pending.pop(req_id, None)
 
     def wait(self) -> None:
-        """Wait a little for a grammar."""
+        """Wait until a grammar is compiled, at most POLL_S."""
         futures = [pending.compiled for pending in self._pending.values()]
         wait(futures, POLL_S, FIRST_COMPLETED)
 
     def take_done(self) -> Iterator[tuple[GenerationRequest, str]]:
-        """Yield the requests that need not wait any longer, with the reason if they have failed."""
+        """Yield the requests that need not wait any longer, each with the reason if it failed."""
         now = time.monotonic()
         for req_id, pending in list(self._pending.items()):
             is_overdue = now > pending.until

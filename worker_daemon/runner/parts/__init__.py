@@ -1,2 +1,2 @@
-"""Optional features of a step: the interface (interface.py), a runner's parts together
+"""Optional features of a step: their interface (interface.py), all parts of a runner
 (step_parts.py), the list of parts (registry.py), and one file per part."""

@@ -1,4 +1,4 @@
-"""The only tokens that a row may sample. They lie on the device from a request's admission on.
+"""The only tokens that a row may sample. They are stored on the device when a request is admitted.
 
 Shapes: S rows, R rows that sample, V vocabulary, K allowed tokens of a row.
 """
@@ -25,11 +25,11 @@ from worker_daemon.runner.scheduled_step import StepLimits
 _INT32: Final = 4
 _INT64: Final = 8
 _ALL: Final = -1
-"""In place of a token: the row allows all."""
+"""Entry of a row that allows all tokens."""
 
 
 class AllowedTokensPart(StepPart):
-    """Logits of all other tokens become -inf."""
+    """Sets the logits of all other tokens to -inf."""
 
     request_extension = AllowedTokens
     heaviest = AllowedTokens(token_ids=pack_token_ids((0,)))
@@ -38,7 +38,7 @@ class AllowedTokensPart(StepPart):
         self._samples = context.is_last_stage
         shape = (context.num_rows if self._samples else 0, MAX_ALLOWED_TOKENS)
         self._token_ids = torch.full(shape, _ALL, dtype=torch.int32, device=context.device)
-        """[S, K]; behind a row's own, its first one again."""
+        """[S, K]; padded with the row's first token."""
         self._counts = np.zeros(context.num_rows, np.int32)
         """[S] host"""
 
@@ -76,6 +76,6 @@ class AllowedTokensPart(StepPart):
 
     @staticmethod
     def sampling_bytes(num_rows: int, vocab_size: int, itemsize: int) -> int:
-        """Two copies of the logits, and of the rows' tokens two with their logits."""
+        """Count two copies of the logits, and two of the rows' tokens with their logits."""
         tokens = (_INT32 + _INT64 + itemsize) * MAX_ALLOWED_TOKENS
         return num_rows * (2 * vocab_size * itemsize + tokens)

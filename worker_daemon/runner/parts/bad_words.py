@@ -1,7 +1,7 @@
-"""Sequences of tokens that a row does not sample: the last token of each is banned where the tokens
-before it are the row's newest.
+"""Sequences of tokens that a row must not complete: the last token of each is banned when the
+tokens before it are the row's newest.
 
-Sequences and each row's newest tokens lie on the device, from a request's admission on.
+The sequences and each row's newest tokens are stored on the device when a request is admitted.
 
 Shapes: S rows, R rows that sample, V vocabulary, W sequences of a row, L tokens before the last.
 """
@@ -25,15 +25,15 @@ _INT32: Final = 4
 _INT64: Final = 8
 _BEFORE: Final = MAX_BAD_WORD_TOKENS - 1
 _ANY: Final = -1
-"""In place of a token before the last: none is needed here."""
+"""Entry that any token matches: the sequence is shorter."""
 _NEVER: Final = -2
-"""The same: there is no such sequence."""
+"""Entry that no token matches: the row has no such sequence."""
 _NO_TOKEN: Final = -3
-"""In place of a newest token: the row does not have as many."""
+"""Entry of a newest token that a short row does not have."""
 
 
 class BadWordsPart(StepPart):
-    """Logits of tokens that would end a bad word become -inf."""
+    """Sets the logits of tokens that would complete a bad word to -inf."""
 
     request_extension = BadWords
     heaviest = BadWords.of(((0,),))
@@ -45,11 +45,11 @@ class BadWordsPart(StepPart):
         device = context.device
         shape = (num_rows, MAX_BAD_WORDS, _BEFORE)
         self._before = torch.full(shape, _NEVER, dtype=torch.int32, device=device)
-        """[S, W, L] tokens before the last, from the right."""
+        """[S, W, L] the tokens before the last, right-aligned."""
         self._last = torch.zeros(shape[:2], dtype=torch.int64, device=device)
         """[S, W]"""
         self._newest = torch.full((num_rows, _BEFORE), _NO_TOKEN, dtype=torch.int32, device=device)
-        """[S, L], from the right."""
+        """[S, L], right-aligned."""
         self._counts = np.zeros(context.num_rows, np.int32)
         """[S] host"""
 
@@ -107,6 +107,6 @@ class BadWordsPart(StepPart):
 
     @staticmethod
     def sampling_bytes(num_rows: int, vocab_size: int, itemsize: int) -> int:
-        """A copy of the logits, and of the rows' sequences with their comparisons."""
+        """Count a copy of the logits, and of the rows' sequences with their comparisons."""
         words = MAX_BAD_WORDS * (_BEFORE * (_INT32 + 3) + _INT64 + itemsize)
         return num_rows * (vocab_size * itemsize + words)

@@ -1,5 +1,4 @@
-"""Grammar masks: the tokens that a structured output allows next. The driver's matcher computes
-them.
+"""Grammar masks: the tokens that a structured output allows next. The driver computes them.
 
 Shapes: R rows that sample, M masks, V vocabulary, W = ceil(V / 32) words per mask.
 """
@@ -27,7 +26,7 @@ _INT32 = 4
 
 @dataclass(frozen=True, slots=True)
 class Masks:
-    """Host memory; aligned."""
+    """Masks in host memory, aligned."""
 
     slots: Int64s
     """[M], ascending or not"""
@@ -36,8 +35,8 @@ class Masks:
 
 
 class GrammarMasksPart(StepPart):
-    """Logits of tokens that a row's mask does not allow become -inf. A row whose mask allows no
-    token gets none (NO_TOKEN): its request alone fails."""
+    """Sets the logits of tokens that a row's mask does not allow to -inf. A row whose mask allows
+    no token samples NO_TOKEN, and only its request fails."""
 
     request_extension = StructuredOutput
     step_extension = GrammarMasks
@@ -46,7 +45,7 @@ class GrammarMasksPart(StepPart):
         self._sampling = context.sampling
 
     def uses(self, extension: StructuredOutput) -> bool:
-        """Return False: the driver reads the grammar, steps bring masks."""
+        """Return False: the driver uses the grammar, and steps carry masks."""
         return False
 
     def judge_step(
@@ -93,12 +92,12 @@ class GrammarMasksPart(StepPart):
 
     @staticmethod
     def sampling_bytes(num_rows: int, vocab_size: int, itemsize: int) -> int:
-        """A copy of the logits, and the words."""
+        """Count a copy of the logits, and the words."""
         return num_rows * (vocab_size * itemsize + num_mask_words(vocab_size) * _INT32)
 
 
 def num_mask_words(vocab_size: int) -> int:
-    """Return W."""
+    """Return W, the words per mask."""
     return -(-vocab_size // 32)
 
 

@@ -34,8 +34,8 @@ Per: TypeAlias = Literal["token", "sequence", "sample"]
 """The number of entries in a column: one per token, per sequence, or per sequence that samples."""
 
 ComputeLogits: TypeAlias = Callable[[Tensor], Tensor]
-"""Returns logits [P, V] in the model's dtype of hidden states [P, H]. Every rank of a stage calls
-it alike."""
+"""Computes logits [P, V] in the model's dtype from hidden states [P, H]. Every rank of a stage must
+make the same calls."""
 
 NO_BYTES: Final = 0
 
@@ -51,7 +51,7 @@ class PartContext:
     sampling: Sampling
     """Sampling kernels of the device."""
     pooler: Pooler | None = None
-    """The model's conversion of hidden states; None on stages but the last."""
+    """Turns hidden states into the model's outputs; None except on the last stage."""
     adapters: Adapters | None = None
     """The model's LoRA adapters; None if it was loaded without."""
     processors: Mapping[str, MakeLogitsProcessor] = field(default_factory=dict)
@@ -85,33 +85,34 @@ class StepPart:
     columns: ClassVar[tuple[Per, ...]] = ()
     """int32 columns that a step brings to the device for the forward pass."""
     in_forward: ClassVar[bool] = False
-    """It acts around the forward pass: steps that use it have graphs of their own."""
+    """True if the part acts around the forward pass. Steps that use it have graphs of their own."""
     has_graphs: ClassVar[bool] = True
-    """False: steps that use it around the forward pass are launched kernel by kernel."""
+    """False if steps that use the part around the forward pass run without graphs."""
     in_sampling: ClassVar[bool] = True
-    """It acts on logits, or reports of them. False: rows that use nothing else take their likeliest
-    token."""
+    """True if the part changes logits or reports on them. Rows that use only parts with False take
+    their most likely token."""
     judges_batches: ClassVar[bool] = False
-    """It refuses some combinations of rows (`judge_batch`)."""
+    """True if the part may refuse a combination of rows (`judge_batch`)."""
     may_refuse: ClassVar[bool] = False
-    """A request that uses it may not gain every token that a step counts for it (`refuse`): then
-    the host has upper bounds of its rows' lengths, and steps that use it have graphs of their
-    own."""
+    """True if a step may count a token for a request that the request does not keep (`refuse`). The
+    host then has only upper bounds of the lengths of such rows, and steps that use the part have
+    graphs of their own."""
     pools: ClassVar[bool] = False
-    """A request that has its extension samples nothing: it ends with an output (`pool`)."""
+    """True if a request with the part's extension samples nothing and ends with an output
+    (`pool`)."""
     follows_tokens: ClassVar[bool] = False
-    """It keeps something of its rows' tokens (`begin`, `gain`)."""
+    """True if the part keeps state that depends on its rows' tokens (`begin`, `gain`)."""
     reports_forward: ClassVar[bool] = False
-    """It reports something of the forward pass (`report_forward`)."""
+    """True if the part reports on the forward pass (`report_forward`)."""
 
     @classmethod
     def serves(cls, context: PartContext) -> bool:
-        """Return False if the model was loaded without the feature: then the runner has no such
+        """Return False if the model was loaded without the feature. The runner then has no such
         part, and refuses requests that need it."""
         return True
 
     def __init__(self, context: PartContext) -> None:
-        """Create the feature's state of the rows, all of which are free."""
+        """Create the feature's state for the rows, all of which are free."""
 
     # Judging.
 
@@ -129,8 +130,8 @@ class StepPart:
         return extension
 
     def judge_batch(self, slots: Int64s, new: Sequence[NewRequestData]) -> None:
-        """Check the rows of a step together. slots: those of the step; new: its new requests, which
-        admit() has not had. Raises as judge does. Called if `judges_batches`."""
+        """Check the rows of a step together. slots: the step's; new: its new requests, before
+        admit(). Raises as judge does. Called if `judges_batches`."""
 
     # Rows.
 
@@ -139,8 +140,9 @@ class StepPart:
         return True
 
     def uses_step(self, step: ScheduledStep) -> bool:
-        """Return True if a step uses a part around the forward pass though no row uses it in all
-        steps: by the positions of its tokens. Decided by the message and the rows alone."""
+        """Return True if a step uses the part around the forward pass because of the positions of
+        its tokens, although `uses` is False for its rows. Depends only on the message and the
+        rows."""
         return False
 
     def admit(self, requests: Sequence[NewRequestData], extensions: Sequence[Any | None]) -> None:
@@ -169,7 +171,8 @@ class StepPart:
         return hidden
 
     def forward_ended(self) -> None:
-        """The forward pass has ended, or has failed. Called if `in_forward`."""
+        """Clean up after the forward pass, whether it succeeded or failed. Called if
+        `in_forward`."""
 
     def after_forward(self, hidden: Tensor, columns: Sequence[Tensor]) -> Tensor:
         """Return the output of this stage's last layer: hidden [N, H] itself, or another tensor."""
@@ -178,30 +181,31 @@ class StepPart:
     def report_forward(
         self, hidden: Tensor, step: ScheduledStep, compute_logits: ComputeLogits
     ) -> Report | None:
-        """Return what the reply is to tell of the forward pass itself. hidden [N, H]: what the last
-        layer of the last stage gave away, the step's tokens in their order first. Called on that
-        stage behind the forward pass, of a part that reports it, if a row of the step has the
-        part's extension. Never waits for the device."""
+        """Return what the reply reports about the forward pass itself. hidden [N, H]: the output of
+        the last stage's last layer, with the step's tokens first, in order. Called on that stage
+        after the forward pass if `reports_forward` and a row of the step has the part's extension.
+        Never waits for the device."""
         return None
 
     # Sampling, on the last stage alone.
 
     def adjust_logits(self, logits: Tensor, rows: SampleRows, brought: Any | None) -> Tensor:
-        """Return logits [R, V], those given or others: they stay as they are. They come in the
-        model's dtype or in float32, and may leave in float32.
-        rows: without padding. brought: what judge_step made of the step's extension, if it has
-        one. Never waits for the device."""
+        """Return logits [R, V]: the given ones, or new ones. Must not modify the given ones. They
+        are in the model's dtype or in float32; new ones may be in float32.
+        rows: without padding. brought: what judge_step returned for the step's extension, if it
+        has one. Never waits for the device."""
         return logits
 
     def refuse(self, token_ids: Tensor, rows: SampleRows) -> Tensor:
-        """Return int32 [R]: 1 if the row's token is refused, else 0; the tokens are int64 [R]. Such
-        a row computes its last token again in its next step. Every rank of the stage must return
-        the same. Called if the part may refuse and a row uses it; NO_TOKEN is never refused."""
+        """Return int32 [R]: 1 if the row's token of int64 [R] is refused, else 0. A row with a
+        refused token computes its last token again in its next step. Every rank of the stage must
+        return the same. Called if `may_refuse` and a row uses the part; NO_TOKEN is never
+        refused."""
         return torch.zeros_like(token_ids, dtype=torch.int32)
 
     def gain(self, token_ids: Tensor, rows: SampleRows) -> None:
-        """Rows have gained their tokens of int64 [R]; negative: none. Of a part that follows
-        tokens, where a row uses it. Never waits for the device."""
+        """Take in the rows' new tokens, int64 [R]; negative: none. Called if `follows_tokens` and a
+        row uses the part. Never waits for the device."""
 
     def report(self, logits: Tensor, token_ids: Tensor, rows: SampleRows) -> Report | None:
         """Return the part's addition to the reply. logits [R, V]: as adjust_logits returned them;
@@ -212,14 +216,14 @@ class StepPart:
 
     def output_size(self, extension: Any, num_tokens: int, limits: StepLimits) -> OutputSize:
         """Return the size of the output of a request of num_tokens, whose extension was judged.
-        Called where the part pools."""
+        Called if `pools`."""
         raise NotImplementedError
 
     def pool(self, hidden: Tensor, step: ScheduledStep) -> Report | None:
-        """Take in a step's hidden states [N, H], padding behind them, and return the outputs of
-        requests that end with it, if any. Called on the last stage, behind the forward pass and
-        outside of graphs, where the part pools and such a request has tokens in the step. Never
-        waits for the device."""
+        """Take in a step's hidden states [N, H], which end in padding, and return the outputs of
+        requests that end with the step, if any. Called on the last stage, after the forward pass
+        and outside of graphs, if `pools` and such a request has tokens in the step. Never waits
+        for the device."""
         return None
 
     # Memory.
@@ -239,7 +243,7 @@ class StepPart:
 
     @staticmethod
     def sampling_row_bytes(vocab_size: int) -> int:
-        """Return what it keeps for each of the S rows on the last stage alone."""
+        """Return the bytes that the part keeps for each of the S rows on the last stage only."""
         return NO_BYTES
 
     @staticmethod
@@ -253,15 +257,15 @@ class TokenChooser(Protocol):
     """Chooses tokens once all parts have adjusted the logits."""
 
     def choose(self, logits: Tensor, rows: SampleRows) -> Tensor:
-        """Return int64 [R], a token for each row of logits [R, V], NO_TOKEN where there are no
-        numbers to choose by. rows: without padding. Never waits for the device."""
+        """Return int64 [R], a token for each row of logits [R, V], NO_TOKEN where the
+        logits are NaN or infinite. rows: without padding. Never waits for the device."""
 
 
 def refuse_fault(fault: RuleFault | None, request: NewRequestData) -> None:
-    """Refuse a request for what is wrong with one of its extensions.
+    """Refuse a request if one of its extensions has a fault.
 
     Raises:
-        InvalidStepError: something is.
+        InvalidStepError: there is a fault.
     """
     if fault is not None:
         raise invalid(f"scheduled_new_reqs[{request.req_id}].{fault.field}", fault.value, fault.fix)

@@ -1,5 +1,5 @@
-"""Biases that are added to the logits of some tokens of a row. They lie on the device from the
-request's admission on.
+"""Biases that are added to the logits of some tokens of a row. They are stored on the device when a
+request is admitted.
 
 Shapes: S rows, R rows that sample, V vocabulary, K biases of a row.
 """
@@ -32,7 +32,7 @@ class LogitBiasPart(StepPart):
         self._samples = context.is_last_stage
         shape = (context.num_rows if self._samples else 0, MAX_BIASED_TOKENS)
         self._token_ids = torch.zeros(shape, dtype=torch.int64, device=context.device)
-        """[S, K]; behind a row's own, token 0 with a bias of 0."""
+        """[S, K]; padded with token 0, whose bias is then 0."""
         self._biases = torch.zeros(shape, dtype=torch.float32, device=context.device)
         self._counts = np.zeros(context.num_rows, np.int32)
         """[S] host"""
@@ -70,5 +70,5 @@ class LogitBiasPart(StepPart):
 
     @staticmethod
     def sampling_bytes(num_rows: int, vocab_size: int, itemsize: int) -> int:
-        """A copy of the logits, and the rows' biases."""
+        """Count a copy of the logits, and the rows' biases."""
         return num_rows * (vocab_size * _FLOAT32 + (_INT64 + _FLOAT32) * MAX_BIASED_TOKENS)

@@ -1,4 +1,4 @@
-"""Custom logits processors that rows ask for by name; the configuration has loaded their code.
+"""Custom logits processors, which requests enable by name. The configuration lists those to load.
 
 Shapes: S rows, R rows that sample, V vocabulary, P processors.
 """
@@ -18,8 +18,8 @@ from worker_daemon.runner.scheduled_step import StepLimits
 
 
 class LogitsProcessorsPart(StepPart):
-    """Lets each processor change the rows that ask for it, in the configuration's order. What they
-    take of the device's memory is not known, and in no plan."""
+    """Lets each processor change the rows that enable it, in the configuration's order. The device
+    memory that processors take is unknown, and no plan includes it."""
 
     request_extension = LogitsProcessors
 

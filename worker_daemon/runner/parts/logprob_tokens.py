@@ -1,5 +1,5 @@
-"""Log probabilities of the tokens that a request names, at each position that it samples: by the
-same logits as those of the likeliest ones.
+"""Log probabilities of the tokens that a request names, at each position that it samples. They come
+from the same logits as those of the most likely tokens.
 
 Shapes: S rows, R rows that sample, V vocabulary, K named tokens of a row.
 """

@@ -1,4 +1,4 @@
-"""LoRA adapters of requests: brings those of a step to device slots, and tells the linear layers
+"""LoRA adapters of requests: copies those of a step to device slots, and gives the linear layers
 each token's slot.
 
 Shapes: S rows, B scheduled requests, N tokens.
@@ -21,7 +21,7 @@ from worker_daemon.runner.scheduled_step import ScheduledStep, invalid
 _NONE: Final = 0
 _MISSING: Final = -1
 _ZEROS: Final = 0
-"""Version of an adapter of zeros."""
+"""Version that stands for an adapter of zeros."""
 
 _Wanted: TypeAlias = tuple[int, int]
 """An adapter's id and version."""
@@ -29,8 +29,8 @@ _NO_ADAPTER: Final[_Wanted] = (0, 0)
 
 
 class LoraPart(StepPart):
-    """An adapter a row. A row whose adapter this rank lacks gets hidden states that are NaN: ranks
-    may differ in their adapters, and all of them go on alike."""
+    """Gives each row its adapter. If this rank lacks a row's adapter, the row's hidden states
+    become NaN. So the step goes on, even if only some ranks lack the adapter."""
 
     request_extension = LoraRequest
     heaviest = LoraRequest(name="warm-up", lora_id=1, version=_ZEROS)
@@ -47,11 +47,11 @@ class LoraPart(StepPart):
         assert context.adapters is not None, "see serves"
         self._adapters = context.adapters
         self._wanted: list[_Wanted] = [_NO_ADAPTER] * context.num_rows
-        """[S] the rows' adapters, as all ranks have them."""
+        """[S] the adapters that the rows want; the same on all ranks."""
         self._serials = np.zeros(context.num_rows, np.int64)
-        """[S] serials of the rows' adapters on this rank."""
+        """[S] serials of the adapters that the rows have on this rank."""
         self._used: dict[int, HostAdapter] = {}
-        """The adapters of these serials."""
+        """The adapters by serial."""
 
     def judge_batch(self, slots: Int64s, new: Sequence[NewRequestData]) -> None:
         by_slot = {slot: self._wanted[slot] for slot in slots.tolist()}

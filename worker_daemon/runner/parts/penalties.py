@@ -1,8 +1,8 @@
-"""Penalties on tokens that a row has already: in its prompt and output (repetition), or in its
-output alone (presence, frequency).
+"""Penalties on tokens that a row already has: in its prompt and output (repetition), or only in its
+output (presence, frequency).
 
-What each row has of which token is a table on the device: built from a request's tokens at its
-admission, and kept up by the tokens that the row samples.
+A table on the device counts each row's tokens. It is built from a request's tokens when the request
+is admitted, and updated with each token that the row samples.
 
 Shapes: S rows, R rows that sample, V vocabulary, Q admissions.
 """
@@ -26,12 +26,12 @@ from worker_daemon.runner.scheduled_step import StepLimits
 _FLOAT32: Final = 4
 _INT16: Final = 2
 _IN_PROMPT: Final = -(2**15)
-"""The sign bit."""
+"""Sign bit of a count: the token is in the prompt."""
 _NONE: Final = Penalties()
 
 
 class PenaltiesPart(StepPart):
-    """Lowers the logits of tokens that a row has already, in float32."""
+    """Penalizes the logits of tokens that a row already has, in float32."""
 
     request_extension = Penalties
     heaviest = Penalties(presence_penalty=0.5, frequency_penalty=0.5, repetition_penalty=1.1)
@@ -88,7 +88,7 @@ class PenaltiesPart(StepPart):
 
     @staticmethod
     def sampling_bytes(num_rows: int, vocab_size: int, itemsize: int) -> int:
-        """A copy of the logits."""
+        """Count a copy of the logits."""
         return num_rows * vocab_size * _FLOAT32
 
 

@@ -1,4 +1,4 @@
-"""Pooling: outputs made of a prompt's hidden states, which end its request.
+"""Pooling: outputs computed from a prompt's hidden states. The request ends with them.
 
 Shapes: N tokens of a step, H hidden size, S rows, R rows of one kind, W values of an output.
 """
@@ -28,7 +28,7 @@ from worker_daemon.runner.scheduled_step import OutputSize, ScheduledStep, StepL
 
 
 class _PooledRows(NamedTuple):
-    """Rows of a step that have one request's extension in common. Host memory, [R] each."""
+    """Rows of a step whose requests have the same extension. Host memory, [R] each."""
 
     slots: Int64s
     firsts: Int64s
@@ -36,7 +36,7 @@ class _PooledRows(NamedTuple):
     num_tokens: Int64s
     """Tokens in the step."""
     starts: Int32s
-    """Their first position."""
+    """Position of the first of these tokens."""
     ends: Int32s
     """Length of the prompt so far."""
     is_last: Bools
@@ -62,7 +62,7 @@ class _Outputs(NamedTuple):
     sizes: Int64s
     """[R, 2]: rows and values of a row."""
     pieces: tuple[Tensor, ...]
-    """float32 [n, W], the rows of one request after those of another."""
+    """float32 [n, W], the rows of one request after the other."""
 
 
 def _tokens_of(rows: _PooledRows, hidden: Tensor) -> Tensor:
@@ -78,9 +78,9 @@ def _tokens_of(rows: _PooledRows, hidden: Tensor) -> Tensor:
 
 
 class PoolingPart(StepPart):
-    """Keeps, between the chunks of a prompt, the sum of its hidden states or the outputs of its
-    tokens, on the last stage alone. What requests that were ended early have left is freed by the
-    next step that pools."""
+    """Pools on the last stage. Between the chunks of a prompt it keeps the sum of hidden states or
+    the outputs of tokens. What an aborted request leaves behind is freed by the next step that
+    pools."""
 
     request_extension = PoolingParams
     pools = True
@@ -93,10 +93,10 @@ class PoolingPart(StepPart):
         self._num_tokens = np.zeros(num_rows, np.int32)
         """[S] tokens of the prompts."""
         self._kept: dict[int, list[Tensor]] = {}
-        """By slot, float32 [n, W] of each chunk so far: page-locked host memory, into which the
-        device may still write."""
+        """By slot, the outputs float32 [n, W] of each chunk so far: page-locked host memory that
+        the device may still be writing."""
         self._sums: Tensor | None = None
-        """float32 [S, H]: sums of hidden states, where the model pools their mean."""
+        """float32 [S, H]: sums of hidden states, if the model pools means."""
         if self._pooler is not None and any(t.states == "mean" for t in self._support.tasks):
             shape = (num_rows, self._pooler.hidden_size)
             self._sums = torch.zeros(shape, dtype=torch.float32, device=context.device)
@@ -118,7 +118,7 @@ class PoolingPart(StepPart):
             raise invalid(f"{name}.{field}", value, fix)
 
     def uses(self, extension: PoolingParams) -> bool:
-        """It does nothing where others sample."""
+        """Return False: the part does nothing when rows are sampled."""
         return False
 
     def admit(
@@ -172,7 +172,7 @@ class PoolingPart(StepPart):
         return {params: of_step.take(chosen) for params, chosen in indices.items()}
 
     def _pool(self, params: PoolingParams, rows: _PooledRows, hidden: Tensor) -> "list[_Outputs]":
-        """Return the outputs of those of the rows whose prompt is complete."""
+        """Return the outputs of the rows whose prompt is complete."""
         states = self._states(params)
         if states == "each":
             return self._pool_each(params, rows, hidden)

@@ -1,9 +1,9 @@
 """Prompt embeddings: on the first stage, uploaded rows replace the embeddings of the placeholder
 tokens at some positions of a prompt. Only steps with such positions use the part.
 
-The uploads stay in host memory. A step copies the rows that it needs, so that the feature holds no
-device memory between steps, and within a step no more than the hidden states take, before the
-layers take theirs.
+The uploads stay in host memory, and a step copies the rows that it needs. So the feature holds no
+device memory between steps. Within a step its rows take no more than the hidden states do, and only
+until the layers run.
 
 Shapes: S rows, N tokens, H hidden size, P rows of an upload, E embedded tokens of a step.
 """
@@ -34,16 +34,16 @@ class _Embedded:
     req_id: str
     embeds: PromptEmbeds
     source: Int32s
-    """[end of the last range] the row of the upload at each position; -1 where a token is."""
+    """[end of the last range] the upload's row for each position; -1 for a token."""
 
     def of(self, start: int, count: int) -> Int32s:
-        """Return the entries of `count` positions from start on, as far as there are any."""
+        """Return the entries of `count` positions from start on; fewer where source ends."""
         return self.source[start : start + count]
 
 
 class PromptEmbedsPart(StepPart):
-    """Replaces hidden states before the first layer. Launched kernel by kernel: graphs of prompts
-    with embeddings would take as much memory and time as those of all other prompts."""
+    """Replaces hidden states before the first layer. Runs without graphs: they would take as much
+    memory and warm-up time again as those of all other prompts."""
 
     request_extension = PromptEmbeds
     in_forward = True
@@ -53,7 +53,7 @@ class PromptEmbedsPart(StepPart):
         self._context = context
         self._rows: list[_Embedded | None] = [None] * context.num_rows
         self._ends = np.zeros(context.num_rows, np.int32)
-        """[S] the position behind the last embedded one."""
+        """[S] the position after the last embedded one."""
         self._taken: tuple[Tensor, Tensor] | None = None
         """The current step's embedded tokens: their indices, int64 [E], and their rows, [E, H]."""
 
@@ -102,8 +102,8 @@ class PromptEmbedsPart(StepPart):
         return hidden.index_copy_(0, places, rows)
 
     def _among(self, step: ScheduledStep) -> list[tuple[_Embedded, int, int, int]]:
-        """Return of each sequence that may have embedded tokens in the step: its row, its first
-        position, its number of tokens, and the index of the first in the step."""
+        """Return, for each sequence that may have embedded tokens in the step: its row, its first
+        position, its number of tokens, and the index of the first token in the step."""
         (indices,) = np.nonzero(step.starts < self._ends[step.slots])
         firsts = np.cumsum(step.num_tokens) - step.num_tokens
         among = []

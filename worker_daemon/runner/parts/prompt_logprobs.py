@@ -1,7 +1,8 @@
-"""Log probabilities of a prompt's tokens, chunk by chunk: each by the logits of the token before.
+"""Log probabilities of a prompt's tokens, chunk by chunk. Each comes from the logits of the token
+before.
 
-The logits of a chunk are computed a few positions at a time, as many as a step may sample, so that
-they take no more memory than the memory profile has seen.
+The logits of a chunk are computed a few positions at a time, at most as many as a step may sample.
+So they take no more memory than the memory profile has measured.
 
 Shapes: S rows, N tokens, H hidden size, V vocabulary, P positions to report.
 """
@@ -26,7 +27,7 @@ from worker_daemon.runner.scheduled_step import ScheduledStep, StepLimits, inval
 from worker_daemon.sample.logprobs import gather_logprobs
 
 _MAX_LOGITS: Final = 1 << 25
-"""Logits that are computed at a time."""
+"""Bound on the logits that are computed at a time."""
 _NO_TOKENS: Final = np.zeros(0, np.int32)
 
 
@@ -35,15 +36,16 @@ class _PromptSpan(NamedTuple):
 
     slot: int
     first: int
-    """Position in the prompt of the first token that is reported."""
+    """Position in the prompt of the first reported token."""
     tokens: Int64s
-    """Indices into the step's tokens, whose logits are of the tokens behind."""
+    """Indices into the step's tokens. The logits of each predict the token after it."""
     targets: Int32s
-    """The prompt's tokens there."""
+    """The prompt's tokens that are reported."""
 
 
 class PromptLogprobsPart(StepPart):
-    """Reports for all positions of a step as many as the request that wants the most."""
+    """Reports log probabilities of prompt tokens. All positions of a step report as many as the
+    request that wants the most."""
 
     request_extension = PromptLogprobsWanted
     follows_tokens = True
@@ -70,7 +72,7 @@ class PromptLogprobsPart(StepPart):
             raise invalid(field, extension.count, fix)
 
     def uses(self, extension: PromptLogprobsWanted) -> bool:
-        """Sampling does nothing for it."""
+        """Return False: the part does nothing when rows are sampled."""
         return False
 
     def begin(

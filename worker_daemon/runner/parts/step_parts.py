@@ -74,7 +74,7 @@ class StepParts:
         self._has = np.zeros(num_rows, np.int64)
         """Bits of the parts for which the row's request has an extension."""
         self._uses = np.zeros(num_rows, np.int64)
-        """Bits of the parts among those that the request's steps use."""
+        """Bits of those of these parts that all steps of the request use."""
         self.refusing = sum(m.bit for m in self._members if m.part.may_refuse)
         """Bits of the parts that may refuse tokens."""
         self._pooling = [m for m in self._members if m.part.pools]
@@ -83,14 +83,14 @@ class StepParts:
         )
         self._reporting_forward = sum(m.bit for m in self._members if m.part.reports_forward)
         self.has_reports_of_forward = False
-        """Some row may have a report of the forward pass."""
+        """True if a row may have a report of the forward pass."""
         self._following = sum(m.bit for m in self._members if m.part.follows_tokens)
         around = sum(m.bit for m in self._members if m.part.in_forward)
         self.in_forward = around | self.refusing
-        """Bits of the parts that act around the forward pass, those that correct counts for it
-        among them."""
+        """Bits of the parts that act around the forward pass, including those that may refuse
+        tokens, because counts are corrected before it."""
         self.around = 0
-        """Those of them of which a row has an extension, or had until it ended."""
+        """Bits of those of them for which a row has an extension, or had one until it ended."""
         self.in_sampling = sum(m.bit for m in self._members if m.part.in_sampling)
         """Bits of the parts that act when tokens are sampled."""
         self._judging = tuple(m.part for m in self._members if m.part.judges_batches)
@@ -122,8 +122,8 @@ class StepParts:
         return any(part.may_refuse and part.uses(each) for part, each in members)
 
     def output_size(self, request: NewRequestData, limits: StepLimits) -> OutputSize | None:
-        """Return the size of the output of a new request that pools; None of one that samples. Its
-        extensions were judged."""
+        """Return the size of a new request's output if it pools; None if it samples. Its extensions
+        were judged."""
         for extension in request.extensions:
             part = self._of_request[type(extension)].part
             if part.pools:
@@ -155,7 +155,7 @@ class StepParts:
     def admit(
         self, requests: Sequence[NewRequestData], tokens: Sequence[Int32s] | None = None
     ) -> None:
-        """Requests begin in their slots, each with its tokens; None if no part follows them."""
+        """Start requests in their slots, each with its tokens; None if no part follows tokens."""
         slots = np.fromiter((request.slot for request in requests), np.int64, len(requests))
         has_some = any(request.extensions for request in requests)
         if not (has_some or self._has[slots].any()):
@@ -187,8 +187,8 @@ class StepParts:
         return int(np.bitwise_or.reduce(self._uses[slots], initial=0))
 
     def used_in(self, step: ScheduledStep) -> int:
-        """Return the bits of the parts around the forward pass that a step uses by the positions of
-        its tokens."""
+        """Return the bits of the parts around the forward pass that a step uses because of the
+        positions of its tokens."""
         return sum(m.bit for m in self._members if self.around & m.bit and m.part.uses_step(step))
 
     def counts(self, used: int) -> bool:
@@ -238,13 +238,13 @@ class StepParts:
         return hidden
 
     def forward_ended(self, used: int) -> None:
-        """Tell them that the forward pass has ended, or has failed."""
+        """Tell the parts that the forward pass has ended or failed."""
         for bit, part in self._members:
             if used & bit:
                 part.forward_ended()
 
     def after_forward(self, used: int, hidden: Tensor, columns: StepColumns[Tensor]) -> Tensor:
-        """Call them after the last layer."""
+        """Call the parts of the step's plan after the last layer."""
         for _, part, own in self._with_columns(used, columns.extra):
             hidden = part.after_forward(hidden, own)
         return hidden
@@ -252,7 +252,7 @@ class StepParts:
     def report_forward(
         self, hidden: Tensor, step: ScheduledStep, compute_logits: ComputeLogits
     ) -> tuple[Report, ...]:
-        """Return what the reply is to tell of a step's forward pass."""
+        """Return what the reply reports about a step's forward pass."""
         has = int(np.bitwise_or.reduce(self._has[step.slots], initial=0))
         has &= self._reporting_forward
         own = (m.part for m in self._members if m.bit & has)

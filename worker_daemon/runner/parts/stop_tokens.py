@@ -72,7 +72,7 @@ class StopTokensPart(StepPart):
 
     @staticmethod
     def sampling_bytes(num_rows: int, vocab_size: int, itemsize: int) -> int:
-        """A copy of the logits."""
+        """Count a copy of the logits."""
         return num_rows * vocab_size * itemsize
 
 

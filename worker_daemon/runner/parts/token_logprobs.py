@@ -21,7 +21,8 @@ _INT32 = 4
 
 
 class TokenLogprobsPart(StepPart):
-    """Reports the same number for all rows of a step: that of the row that wants the most."""
+    """Reports log probabilities. All rows of a step report as many as the row that wants the
+    most."""
 
     request_extension = LogprobsWanted
     heaviest = LogprobsWanted(count=1)
