@@ -128,7 +128,7 @@ def _read(path: Path, field: str, *, forbidden: int, private: bool) -> bytes:
             data = file.read(MAX_FILE_BYTES + 1)
     except OSError as error:
         problem = f"the file cannot be read: {error.strerror}"
-        fix = "name a file that this user may read; keys are never given themselves"
+        fix = "name a file that this user may read; never pass the key itself"
         raise KeyFileError(field, shown, problem, fix) from None
     if not stat.S_ISREG(facts.st_mode) or len(data) > MAX_FILE_BYTES:
         raise KeyFileError(field, shown, "it is no key file", "name a JSON file")

@@ -15,8 +15,6 @@ import torch
 
 from benchmarks.stage_driver import (
     BLOCK_SIZE,
-    MAX_NUM_BATCHED_TOKENS,
-    MAX_NUM_SEQS,
     StageDriver,
     wait,
 )
@@ -24,7 +22,6 @@ from rpc_schema import lifecycle
 from rpc_schema.config import CacheConfig
 from worker_daemon.device.memory_sources import memory_source
 from worker_daemon.errors import CapacityError
-from worker_daemon.runner.scheduled_step import StepLimits
 from worker_daemon.runner.warmup import largest_step
 from worker_daemon.worker.memory_ledger import CUSHION_BYTES
 from worker_daemon.worker.serving import Serving
@@ -73,17 +70,11 @@ def begin(models):
 
 
 def run_largest_step(driver, num_blocks):
-    limits = StepLimits(
-        max_num_seqs=MAX_NUM_SEQS,
-        max_num_batched_tokens=MAX_NUM_BATCHED_TOKENS,
-        max_model_len=MAX_LEN,
-        vocab_size=1,
-        block_size=BLOCK_SIZE,
-        num_blocks=num_blocks,
-    )
     driver.worker.on_attach()
-    heaviest = driver.worker._serving.runner.state.parts.heaviest
-    step = largest_step(lifecycle.CompileOrWarmUpModel(**driver.ids()), limits, heaviest)
+    state = driver.worker._serving.runner.state
+    message = lifecycle.CompileOrWarmUpModel(**driver.ids())
+    step = largest_step(message, state.limits, state.parts.heaviest)
+    assert state.limits.num_blocks == num_blocks
     wait(driver.worker.execute_model(step.message, step.arrays))
 
 

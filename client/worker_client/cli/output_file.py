@@ -155,7 +155,7 @@ class OutputFile:
         except OutputError as error:
             if self._is_special:
                 raise
-            problem = f"{error.message}; what was finished before is in {self._live}"
+            problem = f"{error.message}; the lines finished before are in {self._live}"
             fix = f"{error.fix}; with --endpoints, --adopt continues from there"
             raise OutputError(problem, field=error.field, value=error.value, fix=fix) from error
 

@@ -72,7 +72,7 @@ def test_no_report_means_no_frames():
         IDENTITY, *columns(np.array([2])), sampled, status(STATUS_OK), LINK, HISTORY
     ).result()
     assert (reply.extensions, frames) == ((), [])
-    reply, frames = NoTokens(IDENTITY, status(STATUS_OK), (), LINK, HISTORY).result()
+    reply, frames = NoTokens(IDENTITY, status(STATUS_OK), LINK, HISTORY).result()
     assert (reply.slots, reply.sampled_token_ids, reply.extensions, frames) == (b"", b"", (), [])
 
 
@@ -83,7 +83,7 @@ def test_failure_upstream_is_raised_when_the_reply_is_taken(value, message):
     sampled = SamplerOutput(torch.tensor([5]))
     for output in (
         StepOutput(IDENTITY, *columns(np.array([2])), sampled, status(value), LINK, HISTORY),
-        NoTokens(IDENTITY, status(value), (), LINK, HISTORY),
+        NoTokens(IDENTITY, status(value), LINK, HISTORY),
     ):
         with pytest.raises(CommError, match=message):
             output.result()

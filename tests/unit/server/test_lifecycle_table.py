@@ -7,7 +7,7 @@ from typing import get_args
 import pytest
 
 from rpc_schema import lifecycle as lc
-from rpc_schema import step
+from rpc_schema import lora, step
 from rpc_schema import weight_transfer as wt
 from rpc_schema.adoption import AdoptRequests
 from rpc_schema.operations import LINK_STATES, LOAD_CHAIN, STEP_OPERATIONS, StepMessage
@@ -53,6 +53,11 @@ EXPECTED = {
     wt.FinishWeightUpdate: ({MODEL, KV, READY}, ANY_LINK),
     wt.ReloadWeights: ({MODEL, KV, READY}, ANY_LINK),
     wt.UpdateConfig: ({MODEL, KV, READY}, ANY_LINK),
+    lora.PrepareLora: ({MODEL, KV, READY}, ANY_LINK),
+    lora.AddLora: ({MODEL, KV, READY}, ANY_LINK),
+    lora.RemoveLora: ({MODEL, KV, READY}, ANY_LINK),
+    lora.ListLoras: ({MODEL, KV, READY}, ANY_LINK),
+    lora.PinLora: ({MODEL, KV, READY}, ANY_LINK),
     AdoptRequests: ({READY}, ANY_LINK),
     step.ExecuteModel: ({READY}, {"up"}),
     step.SampleTokens: ({READY}, {"up"}),

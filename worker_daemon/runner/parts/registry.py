@@ -3,7 +3,6 @@ needs its file and a line here; its structs are registered in rpc_schema/extensi
 """
 
 from collections.abc import Mapping
-from types import MappingProxyType
 from typing import Final
 
 import torch
@@ -69,7 +68,7 @@ def make_parts(
     is_last_stage: bool = True,
     pooler: Pooler | None = None,
     adapters: Adapters | None = None,
-    processors: Mapping[str, MakeLogitsProcessor] = MappingProxyType({}),
+    processors: Mapping[str, MakeLogitsProcessor] | None = None,
     dtype: torch.dtype = torch.float32,
     find_upload: FindUpload = no_uploads,
 ) -> StepParts:
@@ -82,7 +81,7 @@ def make_parts(
         sampling,
         pooler=pooler,
         adapters=adapters,
-        processors=processors,
+        processors=processors or {},
         dtype=dtype,
         find_upload=find_upload,
     )
