@@ -5,7 +5,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,6 +32,7 @@ from worker_client.requests import (
     seeded,
     validated,
 )
+from worker_client.run_times import RequestTiming, RunTimes, StepTiming
 from worker_client.scheduler import (
     HoldingScheduler,
     RequestOutput,
@@ -41,8 +42,6 @@ from worker_client.scheduler import (
 from worker_client.scheduler_output import SchedulerOutput, StepResult
 from worker_client.structured.masked_steps import CompiledGrammars, MaskedStep, MaskedSteps
 from worker_client.structured.pending import PendingRequests
-
-StepKind: TypeAlias = Literal["prefill", "decode", "mixed", "empty"]
 
 MAX_CONSECUTIVE_FAILURES = 3
 """Failed steps in a row, and recoveries without a successful step between them, after which the
@@ -91,30 +90,9 @@ def give_up(died: WorkerDied) -> None:
     raise died
 
 
-class StepTiming(NamedTuple):
-    """Duration of a step, in seconds."""
-
-    kind: StepKind
-    num_tokens: int
-    num_requests: int
-    seconds: float
-    """Time from sending to the result."""
-    interval_s: float
-    """Time from the previous result (or its own sending, if that was later) to its own."""
-
-
-class RequestTiming(NamedTuple):
-    """Moments of a request, by time.monotonic()."""
-
-    added: float
-    first_token: float
-    finished: float
-
-
 class _InFlight(NamedTuple):
     output: SchedulerOutput
     future: FutureLike
-    kind: StepKind
     sent: float
     masked: MaskedStep | None
     later: list[FutureLike]
@@ -143,21 +121,15 @@ class Driver:
         stays the caller's."""
         self.group = group
         self.scheduler = scheduler
-        self.records: deque[StepTiming] = deque(maxlen=max_history)
-        self.timings: dict[str, RequestTiming] = {}
+        self._times = RunTimes(max_history)
         self.num_failures = 0
         self._on_result = on_result
         self._recover = recover
-        self._max_history = max_history
         self._in_flight: deque[_InFlight] = deque()
         self._unsent: SchedulerOutput | None = None
         """Scheduler output that was not sent; it goes first once the group takes steps."""
         self._refusal: InvalidSchedulerOutput | None = None
         """The error with which the group refused _unsent; raised once no step is in flight."""
-        self._added: dict[str, float] = {}
-        self._first_token: dict[str, float] = {}
-        self._without_token: set[str] = set()
-        self._last_result = 0.0
         self._consecutive_failures = 0
         self._consecutive_recoveries = 0
         self._masks = None if grammars is None else MaskedSteps(grammars)
@@ -166,8 +138,7 @@ class Driver:
         self._must_restart_uploads = False
         """The ranks have lost all uploads."""
         self._num_sent = 0
-        """Steps, and below those of them that are done."""
-        self._num_done = 0
+        """Number of steps sent."""
         self._ended: list[RequestOutput] = []
         """Requests that have ended outside the scheduler, and were not returned yet."""
 
@@ -187,8 +158,7 @@ class Driver:
                 for added in samples[:index]:
                     self._abort(added.id)
                 raise
-            self._added[sample.id] = time.monotonic()
-            self._without_token.add(sample.id)
+            self._times.added(sample.id)
 
     def _check_holds(self, request: GenerationRequest) -> None:
         tensor = request.prompt_embeds
@@ -238,7 +208,7 @@ class Driver:
     def abort_request(self, req_id: str) -> None:
         """End a request early, without output: all of its samples, or a single one by its id."""
         samples = [sample_id(req_id, index) for index in range(MAX_SAMPLES)]
-        for name in (req_id, *(sample for sample in samples if sample in self._added)):
+        for name in (req_id, *(sample for sample in samples if self._times.has(sample))):
             self._abort(name)
 
     def _abort(self, req_id: str) -> None:
@@ -246,9 +216,17 @@ class Driver:
         if self._pending is not None:
             self._pending.forget(req_id)
         self._release(req_id)
-        self._added.pop(req_id, None)
-        self._first_token.pop(req_id, None)
-        self._without_token.discard(req_id)
+        self._times.forget(req_id)
+
+    @property
+    def records(self) -> deque[StepTiming]:
+        """Times of the last steps."""
+        return self._times.steps
+
+    @property
+    def timings(self) -> dict[str, RequestTiming]:
+        """Times of the last requests that have ended, by id."""
+        return self._times.requests
 
     @property
     def busy(self) -> bool:
@@ -324,7 +302,7 @@ class Driver:
                 self._refusal = refusal
                 return
             self._unsent = None
-            self._in_flight.append(_InFlight(output, future, _kind(output), sent, masked, []))
+            self._in_flight.append(_InFlight(output, future, sent, masked, []))
             self._num_sent += 1
             if self._masks is not None and masked is not None:
                 self._masks.sent(masked)
@@ -385,7 +363,7 @@ class Driver:
     def _drop_uploads(self) -> None:
         """Drop what no request needs and no step in flight reads."""
         if self._uploads.to_drop:
-            self._uploads.drop_unused(self._num_done)
+            self._uploads.drop_unused(self._num_sent - len(self._in_flight))
 
     def _end(self, output: RequestOutput) -> None:
         """End a request that the scheduler does not have, or has no more."""
@@ -405,13 +383,12 @@ class Driver:
         except StepFailed as error:
             return self._on_failure(error)
         self._consecutive_failures = self._consecutive_recoveries = 0
-        self._record(flight, result)
+        self._times.step_done(flight.output, flight.sent, result)
         return self._settle(flight, result)
 
     def _settle(self, flight: _InFlight, result: StepResult) -> list[RequestOutput]:
         """Pass the result of the oldest step on."""
         self._in_flight.popleft()
-        self._num_done += 1
         if self._masks is not None and flight.masked is not None:
             self._masks.take(flight.masked, result)
             self._send_masks(self._masks)
@@ -457,7 +434,6 @@ class Driver:
             finished, lost = self._settle_partly(lost)
         outputs = [flight.output for flight in self._in_flight]
         self._in_flight.clear()
-        self._num_done = self._num_sent
         self.num_failures += 1
         self._consecutive_failures += 1
         self._hand_back(outputs, lost)
@@ -502,24 +478,6 @@ class Driver:
             lost_req_ids |= self.group.withdraw(unsent)
         self.scheduler.step_failed(outputs, lost_req_ids)
 
-    def _record(self, flight: _InFlight, result: StepResult) -> None:
-        now = time.monotonic()
-        output = flight.output
-        self.records.append(
-            StepTiming(
-                kind=flight.kind,
-                num_tokens=output.total_num_scheduled_tokens,
-                num_requests=len(output.decode_req_ids) + len(output.num_scheduled_tokens),
-                seconds=now - flight.sent,
-                interval_s=now - max(flight.sent, self._last_result),
-            )
-        )
-        self._last_result = now
-        if self._without_token:
-            first = self._without_token.intersection(result.req_ids)
-            self._first_token.update(dict.fromkeys(first, now))
-            self._without_token -= first
-
     def _release(self, req_id: str) -> None:
         """Give up the matcher and the upload of a request that has ended."""
         if self._masks is not None:
@@ -528,13 +486,7 @@ class Driver:
 
     def _record_finish(self, req_id: str) -> None:
         self._release(req_id)
-        now = time.monotonic()
-        added = self._added.pop(req_id, now)
-        first = self._first_token.pop(req_id, now)
-        self._without_token.discard(req_id)  # one that pools never had any
-        self.timings[req_id] = RequestTiming(added, first, now)
-        if self._max_history is not None and len(self.timings) > self._max_history:
-            del self.timings[next(iter(self.timings))]
+        self._times.finished(req_id)
 
 
 def _sample(
@@ -544,13 +496,3 @@ def _sample(
     req_ids: Collection[str] | None,
 ) -> None:
     flight.later.append(group.sample_tokens(flight.future, masks, req_ids))
-
-
-def _kind(output: SchedulerOutput) -> StepKind:
-    decodes = bool(output.decode_req_ids)
-    others = bool(output.num_scheduled_tokens)
-    if decodes and others:
-        return "mixed"
-    if not decodes and not others:
-        return "empty"
-    return "decode" if decodes else "prefill"

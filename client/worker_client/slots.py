@@ -128,20 +128,17 @@ class SlotTable:
         """limits: the group's limits, if they are lower than a message's."""
         self.capacity = max_num_seqs
         self._limits = limits
-        self._groups = limits.block_groups
-        self._row_code: Literal["H", "I"] = "H" if len(self._groups) == 1 else "I"
+        groups = limits.block_groups
         self._holders: BlockHolders | None = None
         if limits.num_blocks:
-            self._holders = BlockHolders(max_num_seqs, limits.num_blocks, self._groups)
+            self._holders = BlockHolders(max_num_seqs, limits.num_blocks, groups)
         self._slot_of: dict[str, int] = {}
         self._is_free = np.ones(max_num_seqs, np.bool_)
         self._num_computed = np.zeros(max_num_seqs, np.int32)
         self._num_tokens = np.zeros(max_num_seqs, np.int32)
         self._output_bytes = np.zeros(max_num_seqs, np.int32)
         """For each slot, bytes of its request's output if it pools, else 0."""
-        self._num_pooling = 0
-        """Requests that pool."""
-        self._num_blocks = np.zeros((len(self._groups), max_num_seqs), np.int32)
+        self._num_blocks = np.zeros((len(groups), max_num_seqs), np.int32)
         """For each group and slot, entries of its block table, including those behind a window."""
         self._appended_rows, self._appended_ids = bytearray(), bytearray()
         """Rows and ids (int32) of blocks that were taken, but are not counted and held yet."""
@@ -157,6 +154,10 @@ class SlotTable:
         """By slot, the number of refused tokens that the workers' counts still include."""
         self._unsampled: set[int] = set()
         """Slots whose last token waits for sample_tokens."""
+
+    @property
+    def _row_code(self) -> Literal["H", "I"]:
+        return "H" if len(self._limits.block_groups) == 1 else "I"
 
     def __len__(self) -> int:
         return len(self._slot_of)
@@ -208,7 +209,7 @@ class SlotTable:
         if type(blocks) is not dict and not isinstance(blocks, Mapping):
             return False
         if type(output.more_new_block_ids) is not tuple or output.more_new_block_ids:
-            check_more_blocks(output.more_new_block_ids, len(self._groups))
+            check_more_blocks(output.more_new_block_ids, len(self._limits.block_groups))
         try:
             return not (
                 self._must_resync
@@ -299,7 +300,7 @@ class SlotTable:
         slots = self._slots(req_ids)
         if np.any(self._num_computed[slots] + 1 != self._num_tokens[slots]):
             return None
-        if self._num_pooling and self._output_bytes[slots].any():
+        if self._output_bytes[slots].any():
             return None
         steady = SteadyRequests(req_ids, slots, self.capacity)
         if int(np.count_nonzero(steady.bits)) != len(req_ids):
@@ -534,7 +535,7 @@ class SlotTable:
         num_computed, num_tokens = num_computed[order] + scheduled, num_tokens[order]
         samples: NDArray[np.bool_] = num_computed == num_tokens
         pooled = NONE_POOLED
-        if self._num_pooling or any(pools(request.extensions) for request in new):
+        if self._output_bytes.any() or any(pools(request.extensions) for request in new):
             sizes = self._judge_outputs(slots[order], new, slot_of_new, scheduled, samples)
             ends = samples & (sizes > 0)
             samples &= sizes == 0
@@ -605,7 +606,7 @@ class SlotTable:
         group, the blocks of running requests."""
         given = [
             {request.req_id: _of_group(request, group) for request in new}
-            for group in range(len(self._groups))
+            for group in range(len(self._limits.block_groups))
         ]
         for own, added in zip(given, appended, strict=False):
             own.update(added)
@@ -634,7 +635,7 @@ class SlotTable:
     ) -> None:
         if not any(prefix.size for prefix in prefixes):
             return
-        filled, count = frozenset(written.listed), len(self._groups)
+        filled, count = frozenset(written.listed), len(self._limits.block_groups)
         for index, request in enumerate(new):
             own = prefixes[count * index : count * (index + 1)]
             if any(prefix.size for prefix in own):
@@ -651,7 +652,7 @@ class SlotTable:
         is_written = np.ones(ids.size, np.bool_)
         prefixes, first = [], 0
         for request in new:
-            num_full = request.num_computed_tokens // self._groups[group].block_size
+            num_full = request.num_computed_tokens // self._limits.block_groups[group].block_size
             end = first + len(_of_group(request, group))
             prefix = slice(first, min(end, first + num_full))
             prefixes.append(ids[prefix])
@@ -669,7 +670,7 @@ class SlotTable:
     ) -> None:
         """Check the blocks of each group that a request only reads; `filled` are those that this
         step writes to."""
-        for group, prefix in zip(self._groups, prefixes, strict=True):
+        for group, prefix in zip(self._limits.block_groups, prefixes, strict=True):
             try:
                 holders.check_prefix(prefix, blocks_behind(request.num_computed_tokens, group))
             except BlockTaken as taken:
@@ -809,9 +810,7 @@ class SlotTable:
             gone = set(req_ids)
             self._reporting = {k: v for k, v in self._reporting.items() if k not in gone}
         self._is_free[slots] = True
-        if self._num_pooling:
-            self._output_bytes[slots] = 0
-            self._num_pooling = int(np.count_nonzero(self._output_bytes))
+        self._output_bytes[slots] = 0
         for slot in slots if self._refused else ():
             self._refused.pop(slot, None)
         self._unsampled.difference_update(slots)
@@ -827,7 +826,6 @@ class SlotTable:
         self._num_blocks[:, slot] = 0
         if request.extensions and pools(request.extensions):
             self._output_bytes[slot] = output_bytes(request, self._limits)
-            self._num_pooling += 1
         elif request.extensions and reports(request.extensions):
             self._reporting = {**self._reporting, request.req_id: request.extensions}
 

@@ -9,8 +9,8 @@ import numpy as np
 
 from rpc_schema.lifecycle import Status
 from worker_client.cli.session import InputRequest, Served, versions
-from worker_client.driver import StepTiming
 from worker_client.requests import parent_id
+from worker_client.run_times import StepTiming
 from worker_client.scheduler import RequestOutput
 from worker_client.scheduler_output import Logprobs
 from worker_client.tokenizer import Tokenizer

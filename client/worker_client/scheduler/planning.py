@@ -179,13 +179,13 @@ class Step:
     def _fits_output(self, request: Request, end: int) -> bool:
         """Return True if the step's reply has room for the output of a request that is computed up
         to its token `end`."""
-        if end < request.num_tokens or not request.output_bytes:
+        if end < request.num_tokens or not request.traits.output_bytes:
             return True
-        return self._num_output_bytes + request.output_bytes <= MAX_POOLED_BYTES
+        return self._num_output_bytes + request.traits.output_bytes <= MAX_POOLED_BYTES
 
     def _prefill(self, request: Request, count: int) -> None:
         if request.num_computed + count == request.num_tokens:
-            self._num_output_bytes += request.output_bytes
+            self._num_output_bytes += request.traits.output_bytes
         self.prefills[request.id] = count
         self._num_prefill_tokens += count
         self._budget -= count

@@ -2,8 +2,8 @@
 from another driver."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, Final, NamedTuple
 
 import msgspec
 import numpy as np
@@ -112,6 +112,48 @@ class Reported:
                 self.prompt_logprobs[place] = entry
 
 
+class SampleIdentity(NamedTuple):
+    """A request's place among the samples of one prompt, and the strings that end it."""
+
+    place: int | None = None
+    """None: it is the only sample."""
+    stop: tuple[str, ...] = ()
+    """Stop strings: WatchedRequest looks for them."""
+    includes_stop: bool = False
+
+
+ONLY_SAMPLE: Final = SampleIdentity()
+
+
+@dataclass(frozen=True, slots=True)
+class Traits:
+    """Consequences of a request's extensions for its steps."""
+
+    stop_ids: frozenset[int] = frozenset()
+    may_refuse: bool = False
+    """Its tokens may be refused after a step has counted them."""
+    pools: bool = False
+    output_bytes: int = 0
+    """Bytes of the output of a request that pools."""
+    fixed_bytes: int = 0
+    """Bytes of the extensions and the stop strings in an admission's message."""
+
+    @classmethod
+    def of(cls, extensions: Extensions, sample: SampleIdentity) -> "Traits":
+        """Return the traits of a request; its output's bytes are set where they are known."""
+        fixed_bytes = extension_bytes(extensions)
+        fixed_bytes += len(msgspec.msgpack.encode(sample.stop)) if sample.stop else 1
+        if not extensions:
+            return cls(fixed_bytes=fixed_bytes)
+        stops = extension_of(extensions, StopTokens)
+        return cls(
+            stop_ids=frozenset() if stops is None else frozenset(stops.token_ids),
+            may_refuse=may_refuse(extensions),
+            pools=pools(extensions),
+            fixed_bytes=fixed_bytes,
+        )
+
+
 @dataclass(slots=True, eq=False)
 class Request:
     """A request's progress. Three counts matter, and each is at most the next:
@@ -129,18 +171,8 @@ class Request:
     arrival: int = -1
     """Place in the order of arrival; the request queues assign it."""
     num_preemptions: int = 0
-    index: int | None = None
-    """Place among the samples of a request."""
-    stop: tuple[str, ...] = ()
-    """Stop strings: WatchedRequest has them."""
-    includes_stop: bool = False
-    stop_ids: frozenset[int] = frozenset()
-    extension_bytes: int = field(init=False)
-    """Bytes of the extensions in an admission's message."""
-    stop_bytes: int = field(init=False)
-    """Bytes of the stop strings in its note."""
-    may_refuse: bool = False
-    """Tokens of it may be refused after a step has counted them."""
+    sample: SampleIdentity = ONLY_SAMPLE
+    traits: Traits = field(init=False)
     num_tokens: int = field(init=False)
     num_computed: int = 0
     admission: int = -1
@@ -152,28 +184,23 @@ class Request:
     num_void: int = 0
     """Number of tokens in flight that are to be ignored."""
     blocks: HeldBlocks = field(default_factory=HeldBlocks)
-    pools: bool = False
-    """It samples nothing: it ends with an output of its last token's step."""
-    output_bytes: int = 0
-    """Bytes of that output."""
     reported: Reported | None = None
     """None if it reports nothing."""
 
     def __post_init__(self) -> None:
         self.num_tokens = len(self.tokens)
-        self.extension_bytes = extension_bytes(self.extensions)
-        self.stop_bytes = len(msgspec.msgpack.encode(self.stop)) if self.stop else 1
+        self.traits = Traits.of(self.extensions, self.sample)
         if not self.extensions:
             return
-        stops = extension_of(self.extensions, StopTokens)
-        if stops is not None:
-            self.stop_ids = frozenset(stops.token_ids)
         self.reported = Reported.of(self.extensions, self.num_prompt_tokens)
-        self.pools = pools(self.extensions)
-        self.may_refuse = may_refuse(self.extensions)
         self.blocks.root = prefix_root(self.extensions)
         # Of a prompt that it found in the cache nothing would be reported.
         self.blocks.may_share = extension_of(self.extensions, PromptLogprobsWanted) is None
+
+    @property
+    def pools(self) -> bool:
+        """It samples nothing: it ends with an output of its last token's step."""
+        return self.traits.pools
 
     @property
     def is_running(self) -> bool:
@@ -193,7 +220,7 @@ class Request:
     @property
     def least_computed(self) -> int:
         """Number of positions that are computed whatever steps in flight refuse."""
-        if not self.may_refuse:
+        if not self.traits.may_refuse:
             return self.num_computed
         return min(self.num_computed, len(self.tokens) - 1)
 
@@ -206,7 +233,7 @@ class Request:
         """Append a sampled token; return the reason if the request ends with it."""
         tokens = self.tokens
         tokens.append(token)
-        if token in self.stop_ids:
+        if token in self.traits.stop_ids:
             return "stop"
         return "length" if len(tokens) == self.limit else None
 
@@ -235,8 +262,8 @@ class Request:
         num_blocks = 0
         for group in groups:
             num_blocks += blocks_for(num_tokens, group.block_size)
-        own, note = self.extension_bytes, MAX_NOTE_BYTES + self.stop_bytes
-        return admission_bytes(num_tokens, num_blocks, len(self.id), own, note)
+        own = self.traits.fixed_bytes
+        return admission_bytes(num_tokens, num_blocks, len(self.id), own, MAX_NOTE_BYTES)
 
     def as_new(self) -> NewRequest:
         """Return its admission for the workers."""
@@ -246,9 +273,7 @@ class Request:
             self.arrival,
             self.blocks.num_cached_tokens,
             self.num_preemptions,
-            self.index,
-            self.stop,
-            self.includes_stop,
+            *self.sample,
         )
         return NewRequest(
             req_id=self.id,
@@ -278,7 +303,7 @@ class Request:
             prompt_logprobs=reported.prompt_logprobs,
             pooled=pooled,
             text=self.stopped_text if reason == "stop" else None,
-            index=self.index,
+            index=self.sample.place,
             error=error,
         )
 
@@ -309,22 +334,22 @@ def _make_request(texts: Texts | None, **fields: Any) -> Request:
     Raises:
         RequestError: it has stop strings, and there is no tokenizer.
     """
-    stop: tuple[str, ...] = fields["stop"]
-    if not stop:
+    sample: SampleIdentity = fields["sample"]
+    if not sample.stop:
         return Request(**fields)
     if texts is None:
         raise RequestError(
             "stop strings need the model's tokenizer",
             field="stop",
-            value=stop[0],
+            value=sample.stop[0],
             fix="give the Scheduler a tokenizer, or use stop_token_ids",
         )
     stops = extension_of(fields["extensions"], StopTokens)
     watch = StopWatch(
-        stop,
+        sample.stop,
         texts.stream(),
         min_tokens=0 if stops is None else stops.min_tokens,
-        includes_stop=fields["includes_stop"],
+        includes_stop=sample.includes_stop,
     )
     return WatchedRequest(**fields, watch=watch)
 
@@ -379,9 +404,7 @@ def new_request(
         num_prompt_tokens=num_prompt,
         limit=limit,
         extensions=extensions,
-        index=request.index,
-        stop=request.stop,
-        includes_stop=request.include_stop_str_in_output,
+        sample=SampleIdentity(request.index, request.stop, request.include_stop_str_in_output),
     )
     _note_pooling(made, limits)
     _check_admission(made, limits.block_groups)
@@ -407,7 +430,8 @@ def _note_pooling(made: Request, limits: SchedulerLimits) -> None:
     found = None if params is None or support is None else support.find(params.task)
     if params is None or support is None or found is None:
         return
-    made.output_bytes = pooled_bytes(params, len(made.tokens), support)
+    output_bytes = pooled_bytes(params, len(made.tokens), support)
+    made.traits = replace(made.traits, output_bytes=output_bytes)
     if found.states != "last" or support.whole_prompts:
         made.blocks.may_share = False  # its output needs the hidden states of all tokens
 
@@ -462,9 +486,7 @@ def adopted_request(
         extensions=request.extensions,
         arrival=note.arrival,
         num_preemptions=note.num_preemptions,
-        index=note.index,
-        stop=note.stop,
-        includes_stop=note.includes_stop,
+        sample=SampleIdentity(note.index, note.stop, note.includes_stop),
     )
     made.blocks.num_cached_tokens = note.num_cached_tokens
     _note_pooling(made, limits)
