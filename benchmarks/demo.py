@@ -29,7 +29,7 @@ MODEL = Path("build/demo-model")
 PROMPTS = ("The driver", "A worker daemon", "When the driver dies", "Each stage", "The")
 SAMPLES_PER_PROMPT = 3
 NEXT = f"""
-What to try next (README.md, "Running it", has more, and daemons that stay up):
+What to try next (README.md, "Run", has more, and daemons that stay up):
 .venv/bin/worker-client generate --model {MODEL} --prompt "The driver"
 .venv/bin/worker-client bench --model {MODEL} --prompt "A request"
 """
