@@ -1,14 +1,14 @@
-"""Random LoRA adapters in PEFT's format, and transformers' model with one merged into its weights:
-W + scale * B A in float32."""
+"""Random LoRA adapters that PEFT makes and saves, and transformers' model with one merged into its
+weights by PEFT."""
 
 import copy
 import json
-import math
 import random
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
+from peft import LoraConfig, get_peft_model
 from safetensors.torch import save_file
 
 from tests.support.checkpoints import Checkpoint, NearTie, prompts
@@ -59,31 +59,30 @@ def make_adapter(
     use_rslora: bool = False,
     dtype: torch.dtype = torch.float32,
 ) -> Checkpoint:
-    """Write an adapter `name` beside the checkpoint; return the merged model."""
+    """Write an adapter `name` of random matrices beside the checkpoint; return the merged model.
+    PEFT makes, saves and merges it."""
     generator = torch.Generator().manual_seed(seed)
-    merged = copy.deepcopy(checkpoint.model)
-    tensors: dict[str, torch.Tensor] = {}
-    for module, layer in merged.named_modules():
-        own = module.rpartition(".")[2]
-        if own not in targets:
-            continue
-        r, scaled = (rank_pattern or {}).get(own, rank), (alpha_pattern or {}).get(own, alpha)
-        outputs, inputs = layer.weight.shape
-        a = (torch.randn(r, inputs, generator=generator) / inputs**0.5).to(dtype)
-        b = (0.1 * torch.randn(outputs, r, generator=generator)).to(dtype)
-        prefix = f"base_model.model.{module}"
-        tensors |= {f"{prefix}.lora_A.weight": a, f"{prefix}.lora_B.weight": b}
-        scale = scaled / math.sqrt(r) if use_rslora else scaled / r
-        with torch.no_grad():
-            layer.weight += scale * (b.float() @ a.float())
-    fields = {"use_rslora": use_rslora}
-    if rank_pattern:
-        fields["rank_pattern"] = dict(rank_pattern)
-    if alpha_pattern:
-        fields["alpha_pattern"] = dict(alpha_pattern)
+    config = LoraConfig(
+        task_type="CAUSAL_LM",
+        r=rank,
+        lora_alpha=alpha,
+        lora_dropout=0.05,
+        target_modules=list(targets),
+        rank_pattern=dict(rank_pattern or {}),
+        alpha_pattern=dict(alpha_pattern or {}),
+        use_rslora=use_rslora,
+    )
+    adapted = get_peft_model(copy.deepcopy(checkpoint.model), config).eval()
+    with torch.no_grad():
+        for matrix, values in adapted.named_parameters():
+            if ".lora_A." in matrix or ".lora_B." in matrix:
+                deviation = 0.1 if ".lora_B." in matrix else values.shape[1] ** -0.5
+                drawn = torch.randn(values.shape, generator=generator) * deviation
+                values.copy_(drawn.to(dtype))
     path = checkpoint.path.parent / name
-    write_adapter(path, config_of(rank, alpha, targets, **fields), tensors)
-    return Checkpoint(path, merged)
+    saved = {matrix: values.to(dtype) for matrix, values in adapted.state_dict().items()}
+    adapted.save_pretrained(path, state_dict=saved)
+    return Checkpoint(path, adapted.merge_and_unload())
 
 
 def adapted_requests(
