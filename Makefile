@@ -8,7 +8,7 @@ SPREAD := -n 3 --dist loadfile --no-loadscope-reorder
 # Dozens of daemons and commands are started: each would compile its modules anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup run test faults soak check fmt type bench fuzz matrix test-gpu test-multi-gpu golden clean
+.PHONY: help setup run test faults soak check fmt type bench fuzz schemas matrix test-gpu test-multi-gpu golden clean
 
 help:            ## list the targets
 	@grep -E '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
@@ -52,6 +52,10 @@ bench: $(STAMP)  ## measure the wire and, on a GPU, all else; update docs/perfor
 
 fuzz: $(STAMP)   ## hostile frames on every socket, with and without keys: make fuzz ARGS="--frames 10000000"
 	$(BIN)/python -m tests.support.fuzz $(ARGS)
+
+schemas: $(STAMP)         ## the public JSON schema suite against our grammars: make schemas ARGS="--outputs 100 --seed 7"
+	$(BIN)/python -m pip download -q --no-deps --no-binary jsonschema -c constraints.txt -d build/schemas jsonschema
+	$(BIN)/python -m tests.support.schema_suite build/schemas/jsonschema-*.tar.gz $(ARGS)
 
 matrix:          ## run the tests on each Python and torch: make matrix ARGS=tests/contract PYTHONS=3.13 TORCHES=newest
 	.ci/matrix $(ARGS)
