@@ -432,6 +432,8 @@ class GetModelMetadataReply(StepReply, frozen=True, tag=21, kw_only=True):
     generates: bool = True
     """It has an output layer for tokens."""
     pooling: PoolingSupport = NO_POOLING
+    checkpoint_changed: bool = False
+    """The files that this rank's weights are from have been replaced since they were read."""
 
 
 class SaveShardedState(StepRequest["SaveShardedStateReply"], frozen=True, tag=22, kw_only=True):

@@ -139,7 +139,8 @@ class Loader:
         """Load the group. statuses: of its daemons, by rank.
 
         Raises:
-            ConfigMismatchError: another configuration is loaded, and `reload` is False.
+            ConfigMismatchError: another configuration, or an earlier version of the checkpoint's
+                files, is loaded, and `reload` is False.
             KVPlanError: the KV cache cannot hold the requested blocks or context.
         """
         ready = [status for status in statuses if status.load == "READY"]
@@ -182,7 +183,10 @@ class Loader:
         if any(map(_needs_weights, statuses)):
             with self.clock.phase("reload_weights"):
                 self.reload_weights()
-        metadata = self.load_chain.get_model_metadata()[self.output_rank]
+        replies = self.load_chain.get_model_metadata()
+        if any(reply.checkpoint_changed for reply in replies):
+            raise ConfigMismatchError([f"files of {self.config.model.model}: newer != loaded"])
+        metadata = replies[self.output_rank]
         plans = [status.kv_cache for status in statuses if status.kv_cache is not None]
         if len(plans) < len(statuses):
             without = next(status.endpoint for status in statuses if status.kv_cache is None)

@@ -11,6 +11,7 @@ import pytest
 from rpc_schema.config import ParallelConfig
 from rpc_schema.exit_codes import ExitCode
 from rpc_schema.version import PROTOCOL_VERSION
+from rpc_schema.weight_transfer import DiskEngine, DiskSource
 from tests.support.checkpoints import DYNAMIC
 from tests.support.driving import assert_serves
 from tests.support.faulty_daemon import INJECTED, Fault, FaultyDaemons
@@ -28,6 +29,7 @@ from worker_client.errors import (
     RequestError,
 )
 from worker_client.launcher import LocalDaemons
+from worker_client.worker_client import TensorList
 from worker_client.worker_group import WorkerGroup
 
 
@@ -271,6 +273,46 @@ def test_another_configuration_names_every_field_that_differs(daemons, checkpoin
         checkpoint().greedy([5, 6, 7], 4),
         checkpoint(seed=1).greedy([5, 6, 7], 4),
     )
+
+
+def test_a_checkpoint_replaced_in_place_is_not_taken_for_the_loaded_one(
+    daemons, checkpoint, model_root
+):
+    old, new = checkpoint(), checkpoint(seed=1)
+    path = model_root / "replaced"
+    shutil.copytree(old.path, path)
+    endpoints, config, request = daemons.endpoints(2), worker_config(path, 2), [5, 6, 7]
+
+    def serves(reference, reload):
+        with connect(endpoints, config, reload=reload) as (group, model):
+            tokens = generate(group, model, [greedy_request("a", request, 4)]).tokens["a"]
+            assert tokens == reference.greedy(request, 4)
+            return model.was_loaded
+
+    assert not serves(old, reload=True)
+    assert serves(old, reload=False)
+    shutil.copy2(new.path / "model.safetensors", path)
+    with (
+        pytest.raises(ConfigMismatchError, match=f"files of {path}: newer != loaded") as raised,
+        connect(endpoints, config, reload=False),
+    ):
+        pass
+    assert "reload" in raised.value.fix
+    assert not serves(new, reload=True)
+    shutil.copy2(old.path / "model.safetensors", path)
+    with connect(endpoints, worker_config(path, 2), reload=True) as (group, _):
+        shutil.copy2(new.path / "model.safetensors", path)
+        group.reload_weights()
+    assert serves(new, reload=False), "reloaded from the files as they are"
+    with connect(endpoints, config, reload=False) as (group, _):
+        group.init_weight_transfer_engine(DiskEngine())
+        group.start_weight_update()
+        group.update_weights(TensorList(), DiskSource(model=str(old.path)))
+        group.finish_weight_update()
+    shutil.copy2(old.path / "model.safetensors", path)
+    assert serves(old, reload=False), "the weights are a trainer's, not the files'"
+    shutil.rmtree(path)
+    assert serves(old, reload=False)
 
 
 def test_prompt_longer_than_the_context(serve, checkpoint):

@@ -36,7 +36,11 @@ class WeightReport:
 class WeightState:
     """The state of the weights, complete once a load has ended. Belongs to the loaded model."""
 
-    def __init__(self, names: Iterable[str]) -> None:
+    def __init__(self, names: Iterable[str], source: str = "") -> None:
+        """source: identity of the checkpoint that they were read from."""
+        self.source = source
+        """Identity of the checkpoint that the weights are from; empty once a trainer has sent
+        some."""
         self._names = frozenset(names)
         self._dirty: set[str] = set()
         self._missing: set[str] = set()
@@ -67,8 +71,9 @@ class WeightState:
         """Record that these tensors are complete."""
         self._missing.difference_update(names)
 
-    def finish(self) -> int:
-        """Close the update: the weights are complete. Return the number of updates so far.
+    def finish(self, source: str = "") -> int:
+        """Close the update: the weights are complete. Return the number of updates so far. source:
+        identity of the checkpoint that was read; empty: a trainer sent the weights.
 
         Raises:
             StateError: tensors are missing; the update stays open.
@@ -80,6 +85,7 @@ class WeightState:
                 fix="send them, then finish again",
             )
         self._dirty.clear()
+        self.source = source
         self._num_updates += 1
         self._move("whole")
         return self._num_updates

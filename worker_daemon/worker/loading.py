@@ -19,7 +19,7 @@ from worker_daemon.device.failures import FailureKind, drop_scratch, judge, out_
 from worker_daemon.device.init import supports
 from worker_daemon.distributed.parallel_state import ParallelState
 from worker_daemon.distributed.tp import SingleRank, TensorParallel
-from worker_daemon.errors import CapacityError, config_error
+from worker_daemon.errors import CapacityError, WorkerError, config_error
 from worker_daemon.layers.adapters import AdapterLayout, new_layout
 from worker_daemon.layers.attention import HeadSizes, NullAttention
 from worker_daemon.layers.attention_choice import ChosenAttention, choose_attention
@@ -29,6 +29,7 @@ from worker_daemon.lora.adapters import Adapters
 from worker_daemon.lora.device_slots import DeviceSlots
 from worker_daemon.lora.host_store import HostStore
 from worker_daemon.lora.reader import AdapterReader
+from worker_daemon.models.checkpoint_identity import checkpoint_identity
 from worker_daemon.models.decoder import (
     DecoderStage,
     checkpoint_names,
@@ -149,10 +150,10 @@ class LoadedModel:
         if self.memory.tags.weights == "discarded" and not had_gone:
             self.weights.discard(f"{cause} kept nothing of them")
 
-    def finish_update(self) -> int:
-        """Record that all weights were written: they are complete, and no longer lost. Raises and
-        returns as WeightState.finish does."""
-        number = self.weights.finish()
+    def finish_update(self, source: str = "") -> int:
+        """Record that all weights were written: they are complete, and no longer lost. Takes,
+        raises and returns as WeightState.finish does."""
+        number = self.weights.finish(source)
         self.memory.weights_filled()
         return number
 
@@ -188,6 +189,7 @@ def load(message: lc.LoadModel, place: RankPlace, roots: Roots, set_phase: SetPh
         raise config_error("dtype", str(resolved.dtype), problem, "float16")
     if resolved.saved is not None:
         resolved.saved.check(_group_shape(resolved, place), resolved.decoder)
+    source = checkpoint_identity(resolved.directory)
     memory = open_memory(place.device, can_sleep=message.model.enable_sleep_mode)
     try:
         layout = new_layout(message.lora.max_loras, message.lora.max_lora_rank)
@@ -218,7 +220,7 @@ def load(message: lc.LoadModel, place: RankPlace, roots: Roots, set_phase: SetPh
         attention=_choose_attention(stage, resolved.decoder, resolved.dtype, place),
         max_model_len=resolved.max_model_len,
         memory=memory,
-        weights=WeightState(stage.checkpoint_views()),
+        weights=WeightState(stage.checkpoint_views(), source),
         next_load=message.model,
         adapters=adapters,
         processors=processors,
@@ -276,10 +278,11 @@ def reload(
         resolved.saved.check(_group_shape(model.resolved, place), resolved.decoder)
     elif config.load_format == "auto":
         check_checkpoint(resolved.directory, checkpoint_shapes(resolved.decoder))
+    source = checkpoint_identity(resolved.directory)
     overwriting = _Overwriting(model.weights)
     try:
         report = _fill(model.stage, config, resolved, place.parallel.rank, set_phase, overwriting)
-        number = model.finish_update()
+        number = model.finish_update(source)
     except BaseException as error:
         overwriting.failed(f"{type(error).__name__} in reload_weights: {error}")
         raise
@@ -293,6 +296,18 @@ def reload(
         next_load=config,
     )
     return renewed, report.bytes_loaded, number
+
+
+def checkpoint_changed(model: LoadedModel, roots: Roots) -> bool:
+    """Return True if the files that the weights were read from have been replaced since. Files that
+    are gone, or that no longer are a model, do not count: nothing else could be loaded."""
+    if not model.weights.source:
+        return False
+    try:
+        directory = roots.resolve(model.config.model).directory
+        return checkpoint_identity(directory) != model.weights.source
+    except (WorkerError, OSError):
+        return False
 
 
 class _Overwriting(WriteObserver):

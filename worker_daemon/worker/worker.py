@@ -42,7 +42,14 @@ from worker_daemon.phases import LONG_OPERATION_S, SetPhase
 from worker_daemon.runner.kv_cache import LayerKV
 from worker_daemon.runner.output import PendingOutput
 from worker_daemon.worker.description import WorkerDescription
-from worker_daemon.worker.loading import LoadedModel, Roots, load, rank_weights, reload
+from worker_daemon.worker.loading import (
+    LoadedModel,
+    Roots,
+    checkpoint_changed,
+    load,
+    rank_weights,
+    reload,
+)
 from worker_daemon.worker.memory_ledger import Kind, memory_line
 from worker_daemon.worker.memory_profile import check_step_deadline, profile_memory
 from worker_daemon.worker.profiling import PlainTrace, Profiler, ProfileRequest
@@ -281,6 +288,7 @@ class Worker:
             attention_backend=model.attention.name,
             generates=decoder.generates,
             pooling=pooling_support(decoder),
+            checkpoint_changed=checkpoint_changed(model, self._roots),
         )
 
     # Weights.
