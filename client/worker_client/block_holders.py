@@ -67,6 +67,9 @@ class BlockHolders:
         them."""
         self._behind_column = np.frombuffer(self._num_behind, np.int32)
         """View of the same memory."""
+        self._emptied: NDArray[np.bool_] | None = None
+        """Blocks that no request was given since the workers' cache lost its contents; None: it has
+        not lost them."""
 
     def check(self, rows: bytes, block_ids: Sequence[int]) -> None:
         """Raise BlockTaken unless each block exists, is free and occurs once. rows: of the requests
@@ -112,13 +115,27 @@ class BlockHolders:
         if wrong.any():
             raise BlockTaken(int(wrong.argmax()), None)
 
+    def lose_contents(self) -> None:
+        """Record that the workers' cache has lost the contents of all blocks."""
+        self._emptied = np.ones(len(self._flags), np.bool_)
+        self._emptied[NULL_BLOCK] = False
+
+    def first_emptied(self, block_ids: Sequence[int]) -> int | None:
+        """Return the first of these blocks that has no contents. They exist."""
+        if self._emptied is None:
+            return None
+        return next((i for i in block_ids if self._emptied[i]), None)
+
     def hold(self, rows: bytes, ids: bytes) -> None:
         """Assign blocks (a column of int32) to their requests' rows: blocks that were taken, or
         that passed check()."""
         blocks = array("i", ids)
         for row, block_id in zip(array(self.row_code, rows), blocks, strict=True):
             self._written[row].append(block_id)
-        self._flag_column[np.frombuffer(blocks, np.int32)] = _WRITTEN
+        column = np.frombuffer(blocks, np.int32)
+        self._flag_column[column] = _WRITTEN
+        if self._emptied is not None:
+            self._emptied[column] = False
 
     def admit(self, rows: Sequence[int], prefixes: Sequence[Int32s]) -> None:
         """Begin requests in free slots, with the blocks that each row reads."""

@@ -275,6 +275,11 @@ class StepsInFlight:
             rank, code, traceback = error.rank, error.code, error.remote_traceback
         self._fail_from(0, self._new_failure(_as_client(cause), rank, code, traceback))
 
+    def lose_cache(self, reason: str) -> None:
+        """Forget all requests as lose_rows does, and the contents of all KV blocks."""
+        self.lose_rows(reason)
+        self.slots.lose_contents()
+
     def lose_rows(self, reason: str) -> None:
         """Forget all requests, and have the next step fail so that the scheduler learns of it."""
         lost = self.slots.drop_all()

@@ -283,6 +283,12 @@ class SlotTable:
         self._must_resync = True
         return dropped
 
+    def lose_contents(self) -> None:
+        """Record that the workers' KV cache has lost its contents: requests cannot begin with
+        blocks that were filled before."""
+        if self._holders is not None:
+            self._holders.lose_contents()
+
     def withdraw(self, output: SchedulerOutput) -> frozenset[str]:
         """Drop every request, because a step was not sent. Return their ids, and those in the step,
         whose fields may have any type."""
@@ -624,6 +630,9 @@ class SlotTable:
         with self._holders.without(ended) if ended else nullcontext():
             self._check_prefixes(self._holders, new, prefixes, written)
             self._check_written(self._holders, written, slot_of_new)
+        for request in new:
+            if request.num_computed_tokens:
+                self._check_contents(self._holders, request)
         return blocks, written, prefixes
 
     def _check_prefixes(
@@ -640,6 +649,15 @@ class SlotTable:
             own = prefixes[count * index : count * (index + 1)]
             if any(prefix.size for prefix in own):
                 self._check_prefix(holders, request, own, filled)
+
+    def _check_contents(self, holders: BlockHolders, request: NewRequest) -> None:
+        """Check that the blocks of a new request's computed tokens have contents."""
+        for number, group in enumerate(self._limits.block_groups):
+            num_filled = -(-request.num_computed_tokens // group.block_size)
+            emptied = holders.first_emptied(_of_group(request, number)[:num_filled])
+            if emptied is not None:
+                fix = "begin at num_computed_tokens = 0: the KV cache has lost its contents since"
+                raise wrong_block(request.req_id, emptied, fix)
 
     def _split(
         self, group: int, blocks: _Blocks, new: Sequence[NewRequest]

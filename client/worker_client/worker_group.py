@@ -425,7 +425,7 @@ class WorkerGroup:
             RemoteConfigError: the model was loaded without enable_sleep_mode.
         """
         self._drain()
-        self._steps.lose_rows("the group was put to sleep")
+        self._steps.lose_cache("the group was put to sleep")
         return self._channel.ask(partial(lc.Sleep, level=level))
 
     def wake_up(self, tags: Sequence[lc.MemoryTag] | None = None) -> list[lc.MemoryTagsReply]:
@@ -449,7 +449,7 @@ class WorkerGroup:
         """
         self._drain()
         if "kv_cache" in tags:
-            self._steps.lose_rows("the group's KV cache was discarded")
+            self._steps.lose_cache("the group's KV cache was discarded")
         return self._channel.ask(partial(lc.Discard, tags=tuple(tags)))
 
     # ------------------------------------------------------------------ weights
@@ -546,7 +546,7 @@ class WorkerGroup:
         """Mark the weights incomplete and drop all rows: no step may run on weights that are being
         replaced, nor on their KV cache."""
         self._drain()
-        self._steps.lose_rows("the weights were replaced")
+        self._steps.lose_cache("the weights were replaced")
         self._state.apply(given_up(cause))
 
     # ------------------------------------------------------------------ LoRA adapters

@@ -10,14 +10,18 @@ import pytest
 from rpc_schema.errors import ErrorCode
 from tests.support.checkpoints import decisive_prompts
 from tests.support.command_line import run_client
-from tests.support.serving import assert_greedy, generate, greedy_request
+from tests.support.serving import assert_greedy, generate, greedy_request, scheduler_limits
+from worker_client.driver import Driver
 from worker_client.errors import (
     IllegalStateError,
+    InvalidSchedulerOutput,
     RemoteCapacityError,
     RemoteConfigError,
     StepFailed,
 )
+from worker_client.scheduler import Scheduler
 from worker_client.scheduler_output import NewRequest, SchedulerOutput
+from worker_client.worker_group import WorkerGroup
 
 AWAKE = {"weights": "awake", "kv_cache": "awake"}
 ASLEEP = {"weights": "asleep", "kv_cache": "asleep"}
@@ -166,6 +170,37 @@ def test_running_requests_are_lost_by_name(serve, model, requests):
         assert raised.value.lost_req_ids == {"a", "b"}
     with serve(model.path, enable_sleep_mode=True) as (group, loaded):
         assert_greedy(generate(group, loaded, requests), model, requests)
+
+
+@pytest.mark.parametrize("forgets", [True, False])
+def test_adopted_requests_whose_cache_is_lost_before_their_first_step(
+    serve, model, requests, forgets
+):
+    """A scheduler that is told begins them again; one that is not is refused."""
+    with serve(model.path, 2, enable_sleep_mode=True) as (group, loaded):
+        config, limits = group.get_status()[0].config, scheduler_limits(group, loaded)
+        driver = Driver(group, Scheduler(limits))
+        for request in requests:
+            driver.add_request(request)
+        for _ in range(5):
+            assert not driver.step()
+    with WorkerGroup(serve.pool.endpoints(2), config.parallel) as group:
+        group.attach(keep_requests=True)
+        group.prepare(config)
+        scheduler = Scheduler(limits)
+        adopted = group.adopt_requests()
+        assert any(request.num_computed_tokens for request in adopted)
+        scheduler.adopt_requests(adopted)
+        group.sleep(1)
+        group.wake_up()
+        driver = Driver(group, scheduler)
+        if forgets:
+            scheduler.forget_prefixes()
+            outputs = {output.req_id: output.token_ids for output in driver.run()}
+            assert outputs == {r.id: model.greedy(r.prompt_token_ids, 8) for r in requests}
+        else:
+            with pytest.raises(InvalidSchedulerOutput, match="has lost its contents"):
+                list(driver.run())
 
 
 def test_a_new_driver_finds_a_group_asleep_and_wakes_it(serve, model, requests, tmp_path):

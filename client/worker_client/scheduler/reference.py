@@ -232,8 +232,11 @@ class Scheduler:
                 self._groups.join(request)
 
     def forget_prefixes(self) -> None:
-        """Drop the prefix cache after a change of weights. To be called while no step is in
-        flight."""
+        """Drop the prefix cache after the group has lost its KV cache: by a sleep, a discard or a
+        change of weights. Adopted requests that no step has announced begin again from their
+        tokens; the next step's failure names the others."""
+        for request in [each for each in self._queues.running.values() if each.unannounced]:
+            self._queues.requeue(request)
         self._blocks.forget_all()
 
     def step_failed(self, outputs: Sequence[SchedulerOutput], lost_req_ids: frozenset[str]) -> None:
