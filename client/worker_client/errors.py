@@ -23,6 +23,7 @@ ClientError
  +- LaunchError               a local daemon did not become ready
  +- Unkillable                a local daemon's process does not end by SIGKILL
  +- TraceError                a trace cannot be read, or is not a trace
+ +- DriverClosed              an AsyncDriver was closed, with its requests
  +- SchedulerStalled          a scheduler has requests, but no step, and no result is pending
  +- WeightsNotWhole           a weight update is open or has failed: no step can be sent
  +- AdoptionMismatch          ranks disagree about a request that was to be adopted
@@ -176,6 +177,10 @@ class InvalidSchedulerOutput(ClientError):
         self.field = field
         self.value = value
         self.fix = fix
+
+
+class DriverClosed(ClientError):
+    """An AsyncDriver was closed, and its unfinished requests were aborted."""
 
 
 class SchedulerStalled(ClientError):

@@ -109,6 +109,11 @@ class Scheduler:
         """Admit a held request as any other; see HoldingScheduler."""
         self._queues.release(req_id)
 
+    def generated_tokens(self, req_id: str, first: int) -> list[int]:
+        """Return the generated tokens of an unfinished request from number `first` on."""
+        request = self._queues.unfinished.get(req_id)
+        return [] if request is None else request.tokens[request.num_prompt_tokens + first :]
+
     def has_unfinished_requests(self) -> bool:
         """Return True while a request has not finished."""
         return bool(self._queues.unfinished)

@@ -1,0 +1,319 @@
+"""Serves the requests of an asyncio program. A thread of its own opens the group and runs the
+driver's loop; requests and their tokens cross between it and the event loop.
+
+    async with AsyncDriver(open_driver) as driver:
+        async for progress in driver.generate(request):
+            ...
+
+`open_driver` is a function without arguments that returns a context with a Driver: it attaches and
+prepares a group, makes scheduler and driver, and closes the group when the context ends. It runs on
+the thread, since a group belongs to the thread that attached it.
+"""
+
+import asyncio
+import contextlib
+import itertools
+import queue
+import threading
+import time
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from typing import Final, NamedTuple, Protocol, TypeAlias, runtime_checkable
+
+from rpc_schema.errors import WireError
+from worker_client.driver import Driver
+from worker_client.errors import ClientError, DrainingError, DriverClosed, RequestError
+from worker_client.requests import GenerationRequest, forked, seeded
+from worker_client.scheduler import RequestOutput
+
+MAX_REQUESTS: Final = 4096
+"""Default bound on unfinished requests."""
+MAX_UNIQUE_ID: Final = 240
+"""Characters of the id by which the daemons know a request, without that of a sample."""
+DRAIN_CHECK_S: Final = 0.2
+"""Time between two attempts to send a step while an operator drains the group."""
+
+OpenDriver: TypeAlias = Callable[[], AbstractContextManager[Driver]]
+
+
+@runtime_checkable
+class StreamingScheduler(Protocol):
+    """A scheduler that shows the tokens of unfinished requests, as the reference scheduler does.
+    With another one, tokens come when the request ends."""
+
+    def generated_tokens(self, req_id: str, first: int) -> list[int]:
+        """Return a request's generated tokens from number `first` on, counted from 0; they stay as
+        they are. Empty for an unknown request."""
+
+
+class RequestProgress(NamedTuple):
+    """New tokens of a request, or of one of its samples."""
+
+    req_id: str
+    """Id of the request; of the sample if n > 1."""
+    token_ids: list[int]
+    """Tokens since the last RequestProgress of this id."""
+    output: RequestOutput | None
+    """The whole output, once it has ended."""
+
+
+class AsyncDriver:
+    """Owns the thread. All methods belong to the event loop on which it was entered."""
+
+    def __init__(self, open_driver: OpenDriver, *, max_requests: int = MAX_REQUESTS) -> None:
+        """max_requests: generate waits while so many requests are unfinished."""
+        self._room = asyncio.Semaphore(max_requests)
+        self._loop = _DriverLoop(open_driver, self._end)
+        self._streams: set[_Stream] = set()
+        self._serials = itertools.count()
+        self._ready: asyncio.Future[None] | None = None
+        self._error: Exception | None = None
+
+    async def __aenter__(self) -> "AsyncDriver":
+        """Start the thread, and wait until it can serve. Raises what open_driver raises."""
+        loop = asyncio.get_running_loop()
+        self._ready = loop.create_future()
+        self._loop.start(loop, self._ready)
+        await self._ready
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        """Abort all requests, and wait until the group is closed."""
+        self._end(DriverClosed("the driver was closed"))
+        await asyncio.to_thread(self._loop.stop)
+
+    @property
+    def error(self) -> Exception | None:
+        """The error with which the driver has ended; None while it serves."""
+        return self._error
+
+    async def generate(self, request: GenerationRequest) -> AsyncGenerator[RequestProgress, None]:
+        """Serve a request; yield its tokens as they come. The last value of each sample has its
+        output. A reader that is slower than the model gets more tokens at a time. Closing the
+        generator, or canceling its task, aborts the request.
+
+        Raises:
+            RequestError: the request is wrong.
+            DriverClosed: the driver was closed.
+            ClientError: the driver has ended, as Driver.step says, and so has every request.
+        """
+        request = seeded(request)
+        # Results of an aborted request may still come: its id is not used again.
+        unique = replace(request, id=f"{next(self._serials)}:{request.id}"[:MAX_UNIQUE_ID])
+        names = [sample.id for sample in forked(request)]
+        samples = [sample.id for sample in forked(unique)]
+        async with self._room:
+            if self._error is not None:
+                raise self._error
+            stream = _Stream(dict(zip(samples, names, strict=True)))
+            self._streams.add(stream)
+            self._loop.add(unique, stream)
+            try:
+                while stream.left:
+                    for progress in await stream.take():
+                        yield progress
+            finally:
+                self._streams.remove(stream)
+                if stream.left:
+                    self._loop.abort(unique.id, stream)
+
+    def _end(self, error: Exception) -> None:
+        """Fail every request, and those to come."""
+        if self._error is None:
+            self._error = error
+        for stream in self._streams:
+            stream.fail(self._error)
+
+
+class _Stream:
+    """Results of one request that its reader has not taken yet. Belongs to the event loop; the
+    thread only passes it on."""
+
+    def __init__(self, names: Mapping[str, str]) -> None:
+        """names: of the samples, by the ids that the driver knows them by."""
+        self.names = names
+        self.left = set(names.values())
+        """Samples that have not ended."""
+        self._waiting: dict[str, RequestProgress] = {}
+        self._changed = asyncio.Event()
+        self._error: Exception | None = None
+
+    def put(self, news: RequestProgress) -> None:
+        """Add what a step has brought."""
+        before = self._waiting.get(news.req_id)
+        if before is not None:
+            news = news._replace(token_ids=before.token_ids + news.token_ids)
+        self._waiting[news.req_id] = news
+        self._changed.set()
+
+    def fail(self, error: Exception) -> None:
+        """End the request with an error, after what was put before."""
+        self._error = error
+        self._changed.set()
+
+    async def take(self) -> list[RequestProgress]:
+        """Wait for news, and return them. Raises the error if there are none before it."""
+        await self._changed.wait()
+        waiting, self._waiting = self._waiting, {}
+        if not waiting and self._error is not None:
+            self.left.clear()
+            raise self._error
+        if self._error is None:
+            self._changed.clear()
+        self.left.difference_update(name for name, news in waiting.items() if news.output)
+        return list(waiting.values())
+
+
+_News: TypeAlias = tuple[_Stream, RequestProgress | RequestError]
+
+
+def _deliver(news: Sequence[_News]) -> None:
+    for stream, item in news:
+        if isinstance(item, RequestError):
+            stream.fail(item)
+        else:
+            stream.put(item)
+
+
+class _Add(NamedTuple):
+    request: GenerationRequest
+    stream: _Stream
+
+
+class _Abort(NamedTuple):
+    req_id: str
+    stream: _Stream
+
+
+class _DriverLoop:
+    """The thread: takes commands between steps, and reports after each."""
+
+    def __init__(self, open_driver: OpenDriver, on_end: Callable[[Exception], None]) -> None:
+        """on_end is called on the event loop with the error with which the thread ends."""
+        self._open_driver = open_driver
+        self._on_end = on_end
+        self._commands: queue.SimpleQueue[_Add | _Abort | None] = queue.SimpleQueue()
+        """None: stop."""
+        self._thread: threading.Thread | None = None
+        self._streams: dict[str, _Stream] = {}
+        """By the id of an unfinished sample."""
+        self._num_reported: dict[str, int] = {}
+        """Likewise, the number of tokens that were reported."""
+        self._refused: list[_News] = []
+        """Requests that were refused, to be reported after the next step."""
+
+    # On the event loop.
+
+    def start(self, loop: asyncio.AbstractEventLoop, ready: "asyncio.Future[None]") -> None:
+        """Start the thread; `ready` is resolved once it serves."""
+        self._thread = threading.Thread(target=self._run, args=(loop, ready), name="driver")
+        self._thread.start()
+
+    def add(self, request: GenerationRequest, stream: _Stream) -> None:
+        """Serve a request."""
+        self._commands.put(_Add(request, stream))
+
+    def abort(self, req_id: str, stream: _Stream) -> None:
+        """End a request early."""
+        self._commands.put(_Abort(req_id, stream))
+
+    def stop(self) -> None:
+        """Abort all requests, close the group, and wait for the thread. Not on the event loop."""
+        self._commands.put(None)
+        if self._thread is not None:
+            self._thread.join()
+
+    # On the thread.
+
+    def _run(self, loop: asyncio.AbstractEventLoop, ready: "asyncio.Future[None]") -> None:
+        try:
+            with self._open_driver() as driver:
+                loop.call_soon_threadsafe(_resolve, ready, None)
+                while self._take_commands(driver):
+                    news = self._step(driver)
+                    if news:
+                        loop.call_soon_threadsafe(_deliver, news)
+                self._abort_all(driver)
+        except Exception as error:  # every request ends with it
+            with contextlib.suppress(RuntimeError):  # the event loop is closed
+                loop.call_soon_threadsafe(_resolve, ready, error)
+                loop.call_soon_threadsafe(self._on_end, error)
+
+    def _take_commands(self, driver: Driver) -> bool:
+        """Obey the commands that are here; wait for one if there is nothing else to do. Return
+        False if one of them is to stop."""
+        is_idle = not driver.busy
+        with contextlib.suppress(queue.Empty):
+            while True:
+                command = self._commands.get(block=is_idle)
+                is_idle = False
+                if command is None:
+                    return False
+                if isinstance(command, _Abort):
+                    driver.abort_request(command.req_id)
+                    self._forget(command.stream.names)
+                else:
+                    self._add(driver, command)
+        return True
+
+    def _add(self, driver: Driver, command: _Add) -> None:
+        try:
+            driver.add_request(command.request)
+        except RequestError as error:
+            self._refused.append((command.stream, error))
+            return
+        for sample in command.stream.names:
+            self._streams[sample] = command.stream
+            self._num_reported[sample] = 0
+
+    def _forget(self, samples: Iterable[str]) -> None:
+        for sample in samples:
+            self._streams.pop(sample, None)
+            self._num_reported.pop(sample, None)
+
+    def _step(self, driver: Driver) -> list[_News]:
+        """Run a step, if there is one; return what it has brought."""
+        news, self._refused = self._refused, []
+        if not driver.busy:
+            return news
+        try:
+            outputs = driver.step()
+        except DrainingError:
+            time.sleep(DRAIN_CHECK_S)
+            return news
+        for output in outputs:
+            stream = self._streams.pop(output.req_id, None)
+            if stream is not None:  # else it was aborted
+                first, name = self._num_reported.pop(output.req_id), stream.names[output.req_id]
+                named = replace(output, req_id=name)
+                news.append((stream, RequestProgress(name, output.token_ids[first:], named)))
+        if isinstance(driver.scheduler, StreamingScheduler):
+            news += self._new_tokens(driver.scheduler)
+        return news
+
+    def _new_tokens(self, scheduler: StreamingScheduler) -> Iterator[_News]:
+        """Yield the tokens of unfinished requests that were not reported yet."""
+        for sample, first in self._num_reported.items():
+            tokens = scheduler.generated_tokens(sample, first)
+            if tokens:
+                self._num_reported[sample] = first + len(tokens)
+                stream = self._streams[sample]
+                yield stream, RequestProgress(stream.names[sample], tokens, None)
+
+    def _abort_all(self, driver: Driver) -> None:
+        """End what is unfinished, and let the daemons drop its rows."""
+        for sample in self._streams:
+            driver.abort_request(sample)
+        with contextlib.suppress(ClientError, WireError):
+            for _ in driver.run():
+                pass
+
+
+def _resolve(ready: "asyncio.Future[None]", error: Exception | None) -> None:
+    if ready.done():
+        return
+    if error is None:
+        ready.set_result(None)
+    else:
+        ready.set_exception(error)

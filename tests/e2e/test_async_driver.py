@@ -1,0 +1,213 @@
+"""Requests of an asyncio program: streamed, aborted, bounded, refused; served through faults."""
+
+import asyncio
+import contextlib
+import os
+import signal
+
+import pytest
+
+from tests.support.checkpoints import decisive_prompts
+from tests.support.serving import connect, greedy_request, worker_config
+from worker_client.async_driver import AsyncDriver
+from worker_client.driver import Driver, give_up
+from worker_client.errors import DriverClosed, NothingListens, RequestError, WorkerDied
+from worker_client.launcher import LocalDaemons
+from worker_client.requests import GenerationRequest
+from worker_client.scheduler import Scheduler, scheduler_limits
+
+MAX_TOKENS = 12
+LONG = 120
+"""Tokens of requests that something happens to before their end."""
+
+
+@pytest.fixture(scope="module")
+def model(checkpoint):
+    return checkpoint("Qwen3ForCausalLM", seed=67)
+
+
+@pytest.fixture(scope="module")
+def prompts(model):
+    return decisive_prompts(model, 68, [5, 9, 17, 4, 11, 7], MAX_TOKENS)
+
+
+class Opened:
+    """Opens drivers, and keeps the newest for inspection."""
+
+    def __init__(self, endpoints, config, recover=lambda group, died: give_up(died)):
+        self.endpoints = endpoints
+        self.config = config
+        self.recover = recover
+        self.driver = None
+
+    @contextlib.contextmanager
+    def __call__(self):
+        with connect(self.endpoints, self.config, reload=False) as (group, loaded):
+            scheduler = Scheduler(scheduler_limits(loaded, self.config))
+            recover = lambda died: self.recover(group, died)  # noqa: E731
+            self.driver = Driver(group, scheduler, recover=recover)
+            yield self.driver
+
+
+@pytest.fixture
+def opened(daemons, model):
+    endpoints, config = daemons.endpoints(2), worker_config(model.path, 2)
+    with connect(endpoints, config):
+        pass
+    return Opened(endpoints, config)
+
+
+async def collect(driver, request):
+    """The request's outputs by id, and the tokens of each RequestProgress."""
+    outputs, pieces = {}, {}
+    async for progress in driver.generate(request):
+        pieces.setdefault(progress.req_id, []).append(progress.token_ids)
+        if progress.output is not None:
+            outputs[progress.req_id] = progress.output
+    for name, output in outputs.items():
+        assert [token for piece in pieces[name] for token in piece] == output.token_ids
+    return outputs, pieces
+
+
+def greedy(prompts, max_tokens=MAX_TOKENS):
+    return [greedy_request(f"r{n}", prompt, max_tokens) for n, prompt in enumerate(prompts)]
+
+
+def test_tokens_come_one_after_the_other_and_are_those_of_transformers(opened, model, prompts):
+    samples = GenerationRequest("many", prompts[0], MAX_TOKENS, temperature=1.0, seed=5, n=3)
+
+    async def main():
+        async with AsyncDriver(opened) as driver:
+            return await asyncio.gather(
+                *(collect(driver, request) for request in [*greedy(prompts), samples])
+            )
+
+    *found, (many, _) = asyncio.run(main())
+    for number, (prompt, (outputs, pieces)) in enumerate(zip(prompts, found, strict=True)):
+        assert outputs[f"r{number}"].token_ids == model.greedy(prompt, MAX_TOKENS)
+        assert len(pieces[f"r{number}"]) > MAX_TOKENS // 2, "they were not streamed"
+    assert [many[f"many#{index}"].index for index in range(3)] == [0, 1, 2]
+
+
+def test_a_reader_that_leaves_aborts_its_request_alone(opened, model, prompts):
+    async def leave(driver, request):
+        async with contextlib.aclosing(driver.generate(request)) as stream:
+            async for progress in stream:
+                assert progress.output is None
+                return
+
+    async def main():
+        long, *others = greedy(prompts, LONG)[:1] + greedy(prompts)[1:]
+        async with AsyncDriver(opened) as driver:
+            neighbors = [asyncio.create_task(collect(driver, each)) for each in others]
+            await leave(driver, long)
+            stopped = asyncio.create_task(collect(driver, greedy_request("c", prompts[0], LONG)))
+            await asyncio.sleep(0.05)
+            stopped.cancel()
+            again = await collect(driver, greedy([prompts[0]])[0])  # by the same id
+            found = await asyncio.gather(*neighbors)
+            assert not opened.driver.scheduler.has_unfinished_requests()
+            return [again, *found]
+
+    for number, (outputs, _) in enumerate(asyncio.run(main())):
+        assert outputs[f"r{number}"].token_ids == model.greedy(prompts[number], MAX_TOKENS)
+
+
+def test_wrong_requests_are_refused_beside_others(opened, model, prompts):
+    async def main():
+        async with AsyncDriver(opened) as driver:
+            good = asyncio.create_task(collect(driver, greedy(prompts)[0]))
+            await asyncio.sleep(0)
+            for wrong, match in [
+                (greedy_request("w", prompts[0], 0), "max_tokens"),
+                (greedy_request("w", [10**6], 3), "prompt_token_ids"),
+            ]:
+                with pytest.raises(RequestError, match=match):
+                    await collect(driver, wrong)
+            same = await collect(driver, greedy(prompts)[0])
+            assert same[0]["r0"].token_ids == model.greedy(prompts[0], MAX_TOKENS)
+            name = "x" * 400
+            longest, _ = await collect(driver, greedy_request(name, prompts[0], 2))
+            assert longest[name].req_id == name
+            return await good
+
+    outputs, _ = asyncio.run(main())
+    assert outputs["r0"].token_ids == model.greedy(prompts[0], MAX_TOKENS)
+
+
+def test_requests_beyond_the_bound_wait(opened, prompts):
+    async def main():
+        async with AsyncDriver(opened, max_requests=2) as driver:
+            await asyncio.gather(*(collect(driver, request) for request in greedy(prompts)))
+
+    asyncio.run(main())
+    assert len(opened.driver.timings) == len(prompts)
+    assert max(record.num_requests for record in opened.driver.records) == 2
+
+
+def test_closing_ends_what_is_unfinished(opened, model, prompts):
+    async def main():
+        async with AsyncDriver(opened) as driver:
+            unfinished = asyncio.create_task(collect(driver, greedy(prompts, LONG)[0]))
+            await asyncio.sleep(0.1)
+        with pytest.raises(DriverClosed):
+            await unfinished
+        with pytest.raises(DriverClosed):
+            await collect(driver, greedy(prompts)[1])
+
+    asyncio.run(main())
+    with connect(opened.endpoints, opened.config, reload=False) as (group, _):
+        assert [status.num_kv_blocks_held for status in group.get_status()] == [0, 0]
+
+
+def test_a_group_that_cannot_be_opened(opened, tmp_path):
+    async def main():
+        missing = Opened([f"ipc://{tmp_path}/w{rank}" for rank in range(2)], opened.config)
+        with pytest.raises(NothingListens):
+            async with AsyncDriver(missing):
+                pass
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("replaces", [True, False])
+def test_a_daemon_that_is_killed(model_root, model, prompts, replaces):
+    """Replaced: no request notices. Else all of them end with the reason, and later ones too."""
+    with LocalDaemons(["cpu", "cpu"], model_root) as daemons:
+
+        def recover(group, died):
+            daemons.restart_dead()
+            group.replace(died.rank)
+
+        config = worker_config(model.path, 2)
+        options = (recover,) if replaces else ()
+        opened = Opened(daemons.endpoints, config, *options)
+
+        async def kill(driver):
+            async for progress in driver.generate(greedy_request("first", prompts[0], LONG)):
+                if progress.token_ids:
+                    os.kill(opened.driver.group.get_status()[1].pid, signal.SIGKILL)
+                    return
+
+        async def main():
+            async with AsyncDriver(opened) as driver:
+                tasks = [asyncio.create_task(collect(driver, each)) for each in greedy(prompts)]
+                await kill(driver)
+                results = await asyncio.gather(*tasks, return_exceptions=True)
+                assert (driver.error is None) == replaces
+                return [
+                    *results,
+                    *await asyncio.gather(
+                        collect(driver, greedy_request("last", prompts[0], MAX_TOKENS)),
+                        return_exceptions=True,
+                    ),
+                ]
+
+        *found, last = asyncio.run(main())
+        if replaces:
+            for number, (outputs, _) in enumerate(found):
+                assert outputs[f"r{number}"].token_ids == model.greedy(prompts[number], MAX_TOKENS)
+            assert last[0]["last"].finish_reason == "length"
+        else:
+            assert all(isinstance(each, (WorkerDied, tuple)) for each in [*found, last])
+            assert isinstance(last, WorkerDied)
