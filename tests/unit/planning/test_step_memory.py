@@ -24,7 +24,7 @@ class OutputsOnly(TorchOps):
     """Allocates what the fused kernels of a GPU do, a result for each operation, and computes
     nothing."""
 
-    def linear(self, x, weight, bias):
+    def linear(self, x, weight, bias, out=None):
         return x.new_empty(x.shape[0], weight.shape[0])
 
     def rms_norm(self, x, weight, eps):

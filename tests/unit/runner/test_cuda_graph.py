@@ -34,6 +34,7 @@ from worker_daemon.runner.step_layout import (
     ExactShapes,
     StepLadder,
     decode_sizes,
+    largest_shape,
     mixed_plans,
     packed_size,
     split_columns,
@@ -193,6 +194,7 @@ class Rank:
             caches,
             self.state.parts,
             HostStaging() if keeps else None,
+            stage.new_logits(largest_shape(LIMITS).num_samples) if is_last else None,
         )
         if graphs is not None:
             self.capture(graphs, is_first)
