@@ -54,7 +54,9 @@ def profile_memory(
     memory, cache = opened.memory, model.config.cache
     with _profiling_runner(opened, model, set_phase) as serving:
         serving.compile_graphs()
-    # `serving` stays until the end: its rows take the memory that those of steps will.
+    # `serving` stays until the end: its rows and its buffer of logits take the memory that those of
+    # steps will. The largest step's own count once more: that of its logits stands for the rows of
+    # them that wait for their sampling.
     with profile(memory, opened.baseline) as result:
         _run_largest_step(opened, model, message, set_phase)
     opened.ledger.activations_peak = result.transient

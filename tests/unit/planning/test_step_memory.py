@@ -141,6 +141,20 @@ def widths(**changes):
     return StageWidths(**{**fields, **changes})
 
 
+def test_the_buffer_of_logits_counts_and_the_rows_of_it_that_wait_to_be_sampled():
+    """Of this rank's share of the vocabulary, with its padding."""
+    rows, more = 32, 640
+    small, large = (
+        estimate_step_bytes(widths(vocab_rows=size), limits(max_num_seqs=rows))
+        for size in (1024, 1024 + more)
+    )
+    least = 2 * rows * more * 2
+    assert least < large - small < 1.1 * least
+    inner = widths(vocab_rows=1024 + more, is_last_stage=False)
+    outer = widths(vocab_rows=1024, is_last_stage=False)
+    assert estimate_step_bytes(inner, limits()) == estimate_step_bytes(outer, limits())
+
+
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "head_dim", "inner_size"),
     [(4, 2, 16, 256), (4, 4, 16, 128), (4, 1, 16, 16), (16, 16, 32, 64), (2, 1, 128, 32)],
