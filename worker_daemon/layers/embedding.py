@@ -3,6 +3,8 @@
 The vocabulary V is padded up to the next multiple of 64 * tp, so that every rank holds the same
 number of rows, a multiple of 64 (whole tiles for a matrix multiplication). Padding rows are zero,
 and their logits are dropped.
+
+Shapes: R rows with logits, H hidden size, v a rank's share of V, padding included.
 """
 
 from collections.abc import Iterator
@@ -80,7 +82,7 @@ class LMHead:
         return self.gather(self._method.forward(hidden))
 
     def new_logits(self, num_rows: int) -> Tensor:
-        """Return memory for the logits [num_rows, v] of this rank, padding included."""
+        """Return memory for this rank's logits [num_rows, v]."""
         return self._method.new_output(num_rows)
 
     def multiply(self, hidden: Tensor, out: Tensor) -> Tensor:

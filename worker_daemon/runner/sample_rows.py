@@ -86,8 +86,8 @@ class SamplingInputs(NamedTuple):
 
     logits: Tensor
     """[R, v] this rank's share of the logits of each sequence's last token, in the model's dtype
-    and with the vocabulary's padding. The stage's buffer: nothing but the next step writes to
-    it."""
+    and with the vocabulary's padding. Of a step, a view of the stage's buffer, to which only the
+    next step writes."""
     greedy: Tensor
     """int64 [R] the most likely token."""
     inputs: Tensor | None = None

@@ -1,5 +1,5 @@
-"""Sampling: from a step's logits to the tokens that its rows go on with, or to the
-outputs of those that pool. On the last stage."""
+"""Sampling: from a step's logits to the tokens that its rows go on with, or to the outputs of those
+that pool. On the last stage."""
 
 from dataclasses import replace
 
