@@ -67,6 +67,20 @@ def test_repeated_runs_are_bit_equal(num_rows: int) -> None:
             assert torch.equal(kernel.linear(x, weight), first)
 
 
+@pytest.mark.parametrize("num_rows", [1, 16, 64, 65, 200])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_product_into_memory_that_is_given(num_rows: int, dtype: torch.dtype) -> None:
+    """The same bits, by every kernel and by torch."""
+    x, weight, _ = draw(num_rows, (4096, 4096), dtype)
+    tuned = kernels((4096, 4096), num_rows) if num_rows <= 64 else []
+    for kernel in [*tuned, ThinLinear(torch.device("cuda"))]:
+        memory = torch.full((num_rows + 3, 4096), 7, dtype=dtype, device="cuda")
+        y = kernel.linear(x, weight, None, memory[:num_rows])
+        assert y.data_ptr() == memory.data_ptr()
+        assert torch.equal(y, kernel.linear(x, weight))
+        assert (memory[num_rows:] == 7).all()
+
+
 @pytest.mark.parametrize("num_rows", [16, 64])
 def test_rows_do_not_depend_on_each_other(num_rows: int) -> None:
     x, weight, _ = draw(num_rows, (4096, 4096), torch.bfloat16)

@@ -143,39 +143,71 @@ def test_a_thousand_mixed_steps_neither_wait_nor_allocate_nor_compile(driver, mo
     assert len(graphed) > 50
 
 
+EVERY_WAY = (
+    SamplingParams(),
+    SamplingParams(temperature=1.0, top_p=0.9, seed=1),
+    SamplingParams(temperature=0.7, top_k=20, seed=2),
+    SamplingParams(temperature=1.0, min_p=0.05, logprobs=3, seed=3),
+    SamplingParams(min_tokens=30, stop_token_ids=(5, 6)),
+    SamplingParams(presence_penalty=0.5, logit_bias={7: 1.0}, allowed_token_ids=tuple(range(999))),
+)
+
+
 def test_every_way_of_sampling_works_beside_padding(driver):
-    sampling = (
-        SamplingParams(),
-        SamplingParams(temperature=1.0, top_p=0.9, seed=1),
-        SamplingParams(temperature=0.7, top_k=20, seed=2),
-        SamplingParams(temperature=1.0, min_p=0.05, logprobs=3, seed=3),
-        SamplingParams(min_tokens=30, stop_token_ids=(5, 6)),
-    )
     driver.worker.on_attach()
-    RandomServing(driver, seed=7, sampling=sampling).run(150)
+    RandomServing(driver, seed=7, sampling=EVERY_WAY).run(150)
     torch.cuda.synchronize()
+
+
+def test_a_replay_leaves_the_logits_of_its_hidden_states_for_the_sampler(driver, monkeypatch):
+    """For every padded size, and until the next step: no part changes them in place."""
+    program, stage = driver.worker._serving.runner._program, driver.worker._model.stage
+    run, sizes, last = program.run, set(), []
+
+    def checking(inputs, arrived):
+        for logits, expected in last:
+            assert torch.equal(logits, expected)
+        output = run(inputs, arrived)
+        logits = stage.gather_logits(output.chosen.logits)
+        rows = output.hidden.index_select(0, inputs.columns.sample_tokens)
+        last[:] = [(logits, stage.compute_logits(rows))]
+        assert torch.equal(*last[0])
+        if inputs.plan in program._graphs:
+            sizes.add((inputs.plan.max_query_len > 1, logits.shape[0]))
+        return output
+
+    monkeypatch.setattr(program, "run", checking)
+    driver.worker.on_attach()
+    RandomServing(driver, seed=8, sampling=EVERY_WAY).run(150)
+    for num_requests in (1, 3, 5, 33, 64):
+        prefill_and_decode(driver, num_requests, 4)
+    buffers = {each.output.chosen.logits.data_ptr() for each in program._graphs.values()}
+    assert len(buffers) == 1
+    assert sizes > {(False, size) for size in (1, 4, 8, 40, 64)}
+    assert any(is_mixed for is_mixed, _ in sizes)
 
 
 @pytest.mark.parametrize("num_requests", [1, 4, 5, 33, 64])
 def test_graphs_give_the_tokens_of_the_same_kernels_launched_one_by_one(
     driver, num_requests, monkeypatch
 ):
-    def generate():
-        driver.worker.on_attach()
-        slots = np.arange(num_requests)
-        message, _ = driver.prefill(slots, 100, 80)
-        tokens = np.random.default_rng(num_requests).integers(3, 1000, 100 * num_requests)
-        replies = [driver.worker.execute_model(message, [tokens.astype("<i4").tobytes()])]
-        bits = np.packbits(np.ones(num_requests, np.bool_), bitorder="little").tobytes()
-        for _ in range(60):
-            decode = ExecuteModel(
-                **driver.ids(), total_num_scheduled_tokens=num_requests, scheduled=bits
-            )
-            replies.append(driver.worker.execute_model(decode, []))
-        return [reply.result()[0].sampled_token_ids for reply in replies]
-
-    replayed = generate()
+    replayed = prefill_and_decode(driver, num_requests, 60)
     program = driver.worker._serving.runner._program
     assert isinstance(program, GraphedProgram)
     monkeypatch.setattr(program, "_graphs", {})  # plans stay padded, nothing is replayed
-    assert generate() == replayed
+    assert prefill_and_decode(driver, num_requests, 60) == replayed
+
+
+def prefill_and_decode(driver, num_requests, num_decodes):
+    """The tokens of each step of greedy requests."""
+    driver.worker.on_attach()
+    message, _ = driver.prefill(np.arange(num_requests), 100, 80)
+    tokens = np.random.default_rng(num_requests).integers(3, 1000, 100 * num_requests)
+    replies = [driver.worker.execute_model(message, [tokens.astype("<i4").tobytes()])]
+    bits = np.packbits(np.ones(num_requests, np.bool_), bitorder="little").tobytes()
+    for _ in range(num_decodes):
+        decode = ExecuteModel(
+            **driver.ids(), total_num_scheduled_tokens=num_requests, scheduled=bits
+        )
+        replies.append(driver.worker.execute_model(decode, []))
+    return [reply.result()[0].sampled_token_ids for reply in replies]

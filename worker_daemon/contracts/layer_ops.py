@@ -58,8 +58,11 @@ class LayerOps(Protocol):
     def name(self) -> str:
         """The name that a daemon reports."""
 
-    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """x W^T + b: x [N, K], weight [M, K], bias [M] -> [N, M]."""
+    def linear(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None = None
+    ) -> Tensor:
+        """x W^T + b: x [N, K], weight [M, K], bias [M] -> [N, M]. out [N, M] receives and is the
+        result; given only without a bias."""
 
     def gated_linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """silu(gate) * up, (gate, up) = linear(x, weight, bias): weight [2 I, K], the gate's rows

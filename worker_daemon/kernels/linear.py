@@ -46,16 +46,21 @@ class ThinLinear:
         x: torch.Tensor,
         weight: torch.Tensor,
         bias: torch.Tensor | None = None,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """y [M, O], contiguous, of x [M, I], weight [O, I] and bias [O], all of one dtype.
+        """y [M, O], contiguous, of x [M, I], weight [O, I] and bias [O], all of one dtype. out,
+        contiguous, becomes y; given only without a bias.
 
         Sums are kept in fp32 and rounded once. A row of y depends on its row of x and on the bucket
         of M alone. torch computes fp32, more than 64 rows, and weights that are not contiguous.
         """
         tile = self._choose(x, weight)
+        assert out is None or bias is None
         if tile is None:
-            return functional.linear(x, weight, bias)
-        y = x.new_empty(x.shape[0], weight.shape[0])
+            if out is None:
+                return functional.linear(x, weight, bias)
+            return torch.mm(x, weight.t(), out=out)
+        y = x.new_empty(x.shape[0], weight.shape[0]) if out is None else out
         if isinstance(tile, VectorTile):
             launch_row(y, x, weight, bias, tile, pdl=self._pdl)
         else:

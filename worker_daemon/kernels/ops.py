@@ -30,10 +30,14 @@ class TritonOps:
         self._adapters = AdapterProducts(device)
 
     def linear(
-        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """x [N, K] times weight [M, K] transposed, plus bias [M] -> [N, M]."""
-        return self._thin.linear(x, weight, bias)
+        """x [N, K] times weight [M, K] transposed, plus bias [M] -> [N, M]; out: see LayerOps."""
+        return self._thin.linear(x, weight, bias, out)
 
     def gated_linear(
         self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None

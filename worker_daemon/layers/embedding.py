@@ -3,6 +3,8 @@
 The vocabulary V is padded up to the next multiple of 64 * tp, so that every rank holds the same
 number of rows, a multiple of 64 (whole tiles for a matrix multiplication). Padding rows are zero,
 and their logits are dropped.
+
+Shapes: R rows with logits, H hidden size, v a rank's share of V, padding included.
 """
 
 from collections.abc import Iterator
@@ -76,21 +78,31 @@ class LMHead:
         self._tp = setup.tp
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """hidden [R, H] -> [R, V] in the model's dtype, equal on every rank; each row is
-        contiguous, with possible padding between rows."""
-        local = self._method.forward(hidden)
+        """hidden [R, H] -> [R, V] as gather returns it."""
+        return self.gather(self._method.forward(hidden))
+
+    def new_logits(self, num_rows: int) -> Tensor:
+        """Return memory for this rank's logits [num_rows, v]."""
+        return self._method.new_output(num_rows)
+
+    def multiply(self, hidden: Tensor, out: Tensor) -> Tensor:
+        """hidden [R, H] -> this rank's logits [R, v], in out."""
+        return self._method.forward_into(hidden, out)
+
+    def gather(self, local: Tensor) -> Tensor:
+        """Each rank's logits [R, v] -> [R, V] in the model's dtype, equal on every rank: a view of
+        local if there is only one. Each row is contiguous, with possible padding between rows."""
         return self._tp.all_gather_last_dim(local)[:, : self._vocab_size]
 
-    def likeliest(self, hidden: Tensor) -> Tensor:
-        """hidden [R, H] -> int64 [R]: each row's token with the largest logit, the lowest id among
-        equals; NO_TOKEN as in LayerOps.greedy_tokens. With several ranks each sends only its best
-        token, not its logits."""
-        local = self._method.forward(hidden)
+    def likeliest(self, local: Tensor) -> Tensor:
+        """Each rank's logits [R, v] -> int64 [R]: each row's token with the largest logit, the
+        lowest id among equals; NO_TOKEN as in LayerOps.greedy_tokens. With several ranks each sends
+        only its best token, not its logits."""
         if self._tp.size == 1:
             return self._ops.greedy_tokens(local, self._vocab_size)
         first = self._tp.rank * self._rows
         present = min(self._vocab_size - first, self._rows)
-        best = local.new_full((hidden.shape[0], 2), -torch.inf, dtype=torch.float32)
+        best = local.new_full((local.shape[0], 2), -torch.inf, dtype=torch.float32)
         if present > 0:
             token_ids = self._ops.greedy_tokens(local, present)
             is_none = token_ids == NO_TOKEN

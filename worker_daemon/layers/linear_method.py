@@ -29,6 +29,14 @@ class LinearMethod:
         """x [N, K] -> [N, M]."""
         return self._ops.linear(x, *self._matrix)
 
+    def new_output(self, num_rows: int) -> Tensor:
+        """Return memory [num_rows, M] for forward_into."""
+        return self._weight.data.new_empty((num_rows, self._weight.data.shape[0]))
+
+    def forward_into(self, x: Tensor, out: Tensor) -> Tensor:
+        """Return forward(x) in out [N, M]. Only without a bias."""
+        return self._ops.linear(x, *self._matrix, out)
+
     def forward_normed(self, source: NormedSum) -> tuple[Tensor, Tensor]:
         """Return (forward(n), s) with the norm n and the sum s of source, like
         LayerOps.norm_linear."""

@@ -13,8 +13,13 @@ class TorchOps:
 
     name = "torch"
 
-    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        return functional.linear(x, weight, bias)
+    def linear(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None = None
+    ) -> Tensor:
+        if out is None:
+            return functional.linear(x, weight, bias)
+        assert bias is None
+        return torch.mm(x, weight.t(), out=out)
 
     def gated_linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return self.silu_and_mul(self.linear(x, weight, bias))

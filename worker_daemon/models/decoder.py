@@ -1,8 +1,9 @@
 """One pipeline stage of a decoder or an encoder, built from its description.
 
-Shapes: N tokens in the step, R rows with logits, H hidden size, V vocabulary. The residual stream
-[N, H] is summed and rounded to the model's dtype after every addition, both between layers and
-between stages, so that a split model computes the same bits.
+Shapes: N tokens in the step, R rows with logits, H hidden size, V vocabulary, v a rank's share of
+V with its padding. The residual stream [N, H] is summed and rounded to the model's dtype after
+every addition, both between layers and between stages, so that a split model computes the same
+bits.
 """
 
 from collections.abc import Iterator, Sequence
@@ -185,11 +186,25 @@ class DecoderStage:
         norm, lm_head = self._output
         return lm_head.forward(norm.forward(hidden))
 
-    def likeliest_tokens(self, hidden: Tensor) -> Tensor:
-        """Last stage only: residual stream [R, H] -> int64 [R], the token with each row's largest
-        logit, the lowest id among equals."""
+    def new_logits(self, num_rows: int) -> Tensor:
+        """Last stage only: return memory for the rank_logits of as many rows."""
+        return self._output[1].new_logits(num_rows)
+
+    def rank_logits(self, hidden: Tensor, out: Tensor) -> Tensor:
+        """Last stage only: residual stream [R, H] -> [R, v] in out, this rank's share of the logits
+        in the model's dtype, padding included."""
         norm, lm_head = self._output
-        return lm_head.likeliest(norm.forward(hidden))
+        return lm_head.multiply(norm.forward(hidden), out)
+
+    def likeliest_tokens(self, logits: Tensor) -> Tensor:
+        """Last stage only: each rank's logits [R, v] -> int64 [R], the token with each row's
+        largest logit, the lowest id among equals."""
+        return self._output[1].likeliest(logits)
+
+    def gather_logits(self, logits: Tensor) -> Tensor:
+        """Last stage only: each rank's logits [R, v] -> [R, V] as compute_logits returns it: a view
+        if there is one rank."""
+        return self._output[1].gather(logits)
 
     @property
     def _output(self) -> tuple[RMSNorm, LMHead]:

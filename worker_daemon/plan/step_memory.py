@@ -61,6 +61,7 @@ def estimate_step_bytes(widths: StageWidths, limits: StepLimits) -> int:
     peak = max(_layer_bytes(widths, tokens), sampling)
     total = peak + _table_bytes(limits) + _neighbour_bytes(widths, limits, tokens)
     if widths.is_last_stage:
+        total += _logits_bytes(widths, limits)
         total += (rows + 1) * sum(part.sampling_row_bytes(limits.vocab_size) for part in PARTS)
     total += 2 * _INT64 * tokens * limits.num_groups  # the step's token ids and KV slots
     return total + total // MARGIN_DIVISOR
@@ -76,18 +77,23 @@ def _layer_bytes(widths: StageWidths, tokens: int) -> int:
     return tokens * (_ALIVE_IN_LAYER * hidden + max(attention, mlp)) * widths.itemsize
 
 
+def _logits_bytes(widths: StageWidths, limits: StepLimits) -> int:
+    """Return the bytes of the buffer for a step's logits on this rank (runner/stage_program.py),
+    and of the rows of it that wait for their sampling, of which each request has at most one."""
+    rows = largest_shape(limits).num_samples + limits.max_num_seqs
+    return rows * widths.vocab_rows * widths.itemsize
+
+
 def _sampling_bytes(widths: StageWidths, tokens: int, rows: int) -> int:
-    """Return the bytes of all rows' logits, and of the larger of their gathering from the ranks and
-    the parts of a step."""
-    logits = rows * widths.vocab_rows * widths.itemsize
-    gathering = 0
-    if widths.tp_size > 1:
-        part, logits = logits, logits * widths.tp_size
-        gathering = part + logits
+    """Return the bytes that sampling takes beside the buffer of logits: all rows' logits, if ranks
+    share them, and the larger of their gathering and the parts of a step."""
+    gathered = rows * widths.vocab_rows * widths.tp_size * widths.itemsize
+    if widths.tp_size == 1:
+        gathered = 0  # they are the buffer's
     sizes = [part.sampling_bytes(rows, widths.vocab_size, widths.itemsize) for part in PARTS]
     parts = sum(sorted(sizes)[-2:])  # a part's logits go once the next one's are there
     hidden = (tokens + 2 * rows) * widths.hidden_size * widths.itemsize
-    return hidden + logits + max(gathering, parts)
+    return hidden + gathered + max(gathered, parts)
 
 
 def _table_bytes(limits: StepLimits) -> int:

@@ -33,6 +33,7 @@ from worker_daemon.runner.step_layout import (
     ExactShapes,
     StepLadder,
     decode_sizes,
+    largest_shape,
     mixed_plans,
 )
 from worker_daemon.runner.step_sampler import StepSampler
@@ -92,8 +93,10 @@ def assemble_runner(
     inputs = InputBuilder(state, tables, buffers, ExactShapes())
     history = _token_history(parts, state)
     waits = None if is_sole else input_waits(parts.device)
+    most_samples = largest_shape(limits).num_samples
+    logits = parts.stage.new_logits(most_samples) if parts.stage.samples else None
     return ModelRunner(
-        EagerProgram(parts.stage, tables, kv, step_parts, buffers if is_sole else None),
+        EagerProgram(parts.stage, tables, kv, step_parts, buffers if is_sole else None, logits),
         state,
         inputs,
         tie_stage(parts, link, state, inputs, waits, history),

@@ -114,7 +114,7 @@ class SoleStage:
         """See Stage."""
         if step.chosen is None:
             return None
-        return self.sample(step.keep(kept, used, brought), identity)
+        return self.sample(step.take(kept, used, brought), identity)
 
     def give_up(self) -> bool:
         """See Stage: there is no other."""
@@ -220,8 +220,8 @@ class ModelRunner:
         """Keep rows of a step for SampleTokens, and return the others. later [R]: which."""
         parts, slots = self.state.parts, step.rows.slots_np
         kept, now = np.flatnonzero(later), np.flatnonzero(~later)
-        self._unsampled[seq] = step.keep(kept, parts.used_by(slots[kept]), NOTHING_BROUGHT)
-        rest = step.keep(now, parts.used_by(slots[now]), NOTHING_BROUGHT)
+        self._unsampled[seq] = step.keep(kept, parts.used_by(slots[kept]))
+        rest = step.take(now, parts.used_by(slots[now]), NOTHING_BROUGHT)
         return rest._replace(reports=step.reports)
 
     def sample_tokens(self, request: SampleTokens, arrays: Sequence[Frame]) -> PendingOutput | None:

@@ -133,7 +133,7 @@ class PipelineStage:
         if step.chosen is None:
             self.give_up()
             return None
-        return self.sample(step.keep(kept, used, brought), identity)
+        return self.sample(step.take(kept, used, brought), identity)
 
     def give_up(self) -> bool:
         """Make the remaining exchanges of a failed request, without a result. Return False if one

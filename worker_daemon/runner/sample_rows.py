@@ -82,26 +82,30 @@ class SampleRows(NamedTuple):
 
 
 class SamplingInputs(NamedTuple):
-    """Hidden states and tokens to sample from: empty tensors on a stage that does not sample."""
+    """Logits and tokens to sample from: empty tensors on a stage that does not sample."""
 
-    hidden: Tensor
-    """[R, H] residual stream of each sequence's last token."""
+    logits: Tensor
+    """[R, v] this rank's share of the logits of each sequence's last token, in the model's dtype
+    and with the vocabulary's padding. Of a step, a view of the stage's buffer, to which only the
+    next step writes."""
     greedy: Tensor
     """int64 [R] the most likely token."""
     inputs: Tensor | None = None
     """int64 [R] each sequence's last token, if it may have to be computed again; else None."""
 
-    def keep(self, kept: Int64s) -> "SamplingInputs":
-        """Return a copy of these rows only: kept int64 [R'] indexes the rows."""
-        if not self.hidden.shape[0]:
+    def keep(self, kept: Int64s, *, by_logits: bool = True) -> "SamplingInputs":
+        """Return a copy of these rows only: kept int64 [R'] indexes the rows. by_logits: False
+        leaves the logits out, which are large."""
+        if not self.greedy.shape[0]:
             return self
-        on_device = upload(kept, self.hidden.device)
+        on_device = upload(kept, self.greedy.device)
+        logits = self.logits[on_device] if by_logits else self.logits[:0]
         inputs = None if self.inputs is None else self.inputs[on_device]
-        return SamplingInputs(self.hidden[on_device], self.greedy[on_device], inputs)
+        return SamplingInputs(logits, self.greedy[on_device], inputs)
 
 
 class Unsampled(NamedTuple):
-    """A step after its forward pass. Valid until the next step runs, what is kept of it for
+    """A step after its forward pass. Valid until the next step runs, what is deferred of it for
     longer."""
 
     rows: SampleRows
@@ -114,13 +118,18 @@ class Unsampled(NamedTuple):
     """Reports of the forward pass, such as the outputs of requests that pool. They do not wait for
     the step's sampling."""
 
-    def keep(self, kept: Int64s, used: int, later: StepExtensions) -> "Unsampled":
+    def keep(self, kept: Int64s, used: int) -> "Unsampled":
         """Return a copy of these rows only, without reports, which no later step overwrites. kept
-        int64 [R'] indexes the rows; used: the bits of the parts that these use; later: extensions
-        of the message that samples them, if it is another."""
-        return Unsampled(
-            self.rows.keep(kept, used),
-            None if self.chosen is None else self.chosen.keep(kept),
-            self.status,
-            self.brought.with_those_of(later),
-        )
+        int64 [R'] indexes the rows; used: the bits of the parts that these use."""
+        chosen = None if self.chosen is None else self.chosen.keep(kept)
+        return Unsampled(self.rows.keep(kept, used), chosen, self.status, self.brought)
+
+    def take(self, taken: Int64s, used: int, later: StepExtensions) -> "Unsampled":
+        """Return these rows only, without reports, to be sampled now. taken int64 [R'] indexes the
+        rows; used: as for keep; later: extensions of the message that samples them, if it is
+        another."""
+        rows, brought = self.rows.keep(taken, used), self.brought.with_those_of(later)
+        chosen = self.chosen
+        if chosen is not None and taken.size < self.rows.slots_np.size:
+            chosen = chosen.keep(taken, by_logits=bool(rows.used | brought.used))
+        return Unsampled(rows, chosen, self.status, brought)

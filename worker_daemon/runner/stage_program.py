@@ -44,25 +44,28 @@ class EagerProgram:
         kv: Sequence[LayerKV],
         parts: StepParts,
         tokens: Staging | None,
+        logits: Tensor | None,
     ) -> None:
         """kv: one for each local layer, or none under NullAttention. tokens: receives the most
         likely tokens at once, if this stage embeds them in the next step; None if other stages do,
-        which receive the sampled tokens."""
+        which receive the sampled tokens. logits: receives those of each step (SamplingInputs), of
+        as many rows as can sample; None on a stage that does not sample."""
         self._kv = kv
         self._kv_caches = [layer.cache for layer in kv]
         self._layer_groups = [layer.group for layer in kv] or [0] * stage.num_layers
         self._parts = parts
         self._stage = stage
-        self._is_first, self._samples = stage.is_first, stage.samples
+        self._is_first = stage.is_first
         self._tables = tables
         self._tokens = tokens
+        self._logits = logits
 
     def compile_subset(self) -> "EagerProgram":
         """Return a program that launches the same kernels for a few layers only, to compile and
         load them."""
         stage, kept = self._stage.compile_subset()
         kv = [self._kv[index] for index in kept] if self._kv else ()
-        return EagerProgram(stage, self._tables, kv, self._parts, self._tokens)
+        return EagerProgram(stage, self._tables, kv, self._parts, self._tokens, self._logits)
 
     def run(self, inputs: StepInputs, arrived: Tensor) -> StageOutput:
         inputs.packed.take()
@@ -93,13 +96,14 @@ class EagerProgram:
     def _choose(
         self, hidden: Tensor, columns: StepColumns[Tensor], token_ids: Tensor
     ) -> SamplingInputs:
-        """Return each sequence's last hidden state and its most likely token."""
-        if not self._samples:
+        """Return the logits of each sequence's last token, and the most likely token."""
+        if self._logits is None:
             return SamplingInputs(hidden[:0], columns.sample_rows[:0])
         rows = hidden.index_select(0, columns.sample_tokens)
-        likeliest = self._stage.likeliest_tokens(rows)
+        logits = self._stage.rank_logits(rows, self._logits[: rows.shape[0]])
+        likeliest = self._stage.likeliest_tokens(logits)
         if self._tokens is not None and likeliest.shape[0]:
             self._tokens.store(self._tables.last_sampled, columns.sample_rows, likeliest)
         if not columns.corrections.shape[0]:
-            return SamplingInputs(rows, likeliest)
-        return SamplingInputs(rows, likeliest, token_ids.index_select(0, columns.sample_tokens))
+            return SamplingInputs(logits, likeliest)
+        return SamplingInputs(logits, likeliest, token_ids.index_select(0, columns.sample_tokens))

@@ -35,7 +35,7 @@ _UINT8 = np.dtype("u1")
 _UINT16 = np.dtype("<u2")
 
 MAX_UNSAMPLED_STEPS = 16
-"""Largest number of steps whose sampling is deferred at a time: each keeps its hidden states on the
+"""Largest number of steps whose sampling is deferred at a time: each keeps its logits on the
 device."""
 
 MAX_BLOCK_COLUMNS = 64

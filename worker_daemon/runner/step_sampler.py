@@ -1,5 +1,5 @@
-"""Sampling: from a step's last hidden states to the tokens that its rows go on with, or to the
-outputs of those that pool. On the last stage."""
+"""Sampling: from a step's logits to the tokens that its rows go on with, or to the outputs of those
+that pool. On the last stage."""
 
 from dataclasses import replace
 
@@ -37,7 +37,7 @@ class StepSampler:
         count = rows.slots_np.size
         if not rows.used | step.brought.used:
             return SamplerOutput(chosen.greedy[:count], step.reports)
-        logits = self._stage.compute_logits(chosen.hidden[:count])
+        logits = self._stage.gather_logits(chosen.logits[:count])
         sampled = self._parts.sample(logits, rows, step.brought)
         return replace(sampled, reports=sampled.reports + step.reports) if step.reports else sampled
 

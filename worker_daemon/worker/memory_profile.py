@@ -54,7 +54,9 @@ def profile_memory(
     memory, cache = opened.memory, model.config.cache
     with _profiling_runner(opened, model, set_phase) as serving:
         serving.compile_graphs()
-    # `serving` stays until the end: its rows take the memory that those of steps will.
+    # `serving` stays until the end: its rows and its buffer of logits take the memory that those of
+    # steps will. The profile has a runner of its own, whose buffer stands for the logits that
+    # deferred rows keep.
     with profile(memory, opened.baseline) as result:
         _run_largest_step(opened, model, message, set_phase)
     opened.ledger.activations_peak = result.transient

@@ -109,6 +109,20 @@ def test_what_is_not_tuned_is_right_too(num_rows: int, dtype: torch.dtype) -> No
     torch.testing.assert_close(y, torch.nn.functional.linear(x, weight, bias))
 
 
+@pytest.mark.parametrize("num_rows", [0, 1, 5, 65])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+def test_a_product_into_memory_that_is_given(num_rows: int, dtype: torch.dtype) -> None:
+    """The same bits, by every kernel and by torch."""
+    x, weight, _ = draw(num_rows, 32, 64, dtype, False)
+    tile = MatrixTile(16, 32, 2, 4, 2, prefetch=0)
+    linear = ThinLinear(torch.device("cpu"), Tuning({(32, 64, 16): tile})).linear
+    memory = torch.full((70, 32), 7, dtype=dtype)
+    y = linear(x, weight, None, memory[:num_rows])
+    assert y.data_ptr() == memory.data_ptr() or not num_rows
+    assert torch.equal(y, linear(x, weight))
+    assert (memory[num_rows:] == 7).all()
+
+
 def test_weights_that_are_not_contiguous() -> None:
     x, weight, _ = draw(1, 24, 40, torch.float16, False)
     transposed = weight.T.contiguous().T

@@ -24,7 +24,7 @@ class OutputsOnly(TorchOps):
     """Allocates what the fused kernels of a GPU do, a result for each operation, and computes
     nothing."""
 
-    def linear(self, x, weight, bias):
+    def linear(self, x, weight, bias, out=None):
         return x.new_empty(x.shape[0], weight.shape[0])
 
     def rms_norm(self, x, weight, eps):
@@ -139,6 +139,20 @@ def widths(**changes):
         "is_last_stage": True,
     }
     return StageWidths(**{**fields, **changes})
+
+
+def test_the_buffer_of_logits_counts_and_the_rows_of_it_that_wait_to_be_sampled():
+    """Of this rank's share of the vocabulary, with its padding."""
+    rows, more = 32, 640
+    small, large = (
+        estimate_step_bytes(widths(vocab_rows=size), limits(max_num_seqs=rows))
+        for size in (1024, 1024 + more)
+    )
+    least = 2 * rows * more * 2
+    assert least < large - small < 1.1 * least
+    inner = widths(vocab_rows=1024 + more, is_last_stage=False)
+    outer = widths(vocab_rows=1024, is_last_stage=False)
+    assert estimate_step_bytes(inner, limits()) == estimate_step_bytes(outer, limits())
 
 
 @pytest.mark.parametrize(

@@ -34,6 +34,7 @@ from worker_daemon.runner.step_layout import (
     ExactShapes,
     StepLadder,
     decode_sizes,
+    largest_shape,
     mixed_plans,
     packed_size,
     split_columns,
@@ -177,6 +178,7 @@ class Rank:
             LayerKV(torch.zeros(*size, spec.num_kv_heads, spec.head_dim), 0)
             for spec in stage.kv_layer_specs
         ]
+        self.stage = stage
         self.state = request_state(LIMITS)
         if parts:
             context = PartContext(LIMITS, CPU, is_first, is_last, TorchSampling())
@@ -193,6 +195,7 @@ class Rank:
             caches,
             self.state.parts,
             HostStaging() if keeps else None,
+            stage.new_logits(largest_shape(LIMITS).num_samples) if is_last else None,
         )
         if graphs is not None:
             self.capture(graphs, is_first)
@@ -222,6 +225,9 @@ def run_step(ranks, message, arrays):
         inputs, hidden, chosen = rank.run(message, arrays, hidden)
     rows = inputs.sample_rows
     tokens = chosen.greedy[: rows.slots_np.size].clone()
+    last = hidden[rows.token_indices[: rows.slots_np.size].long()]
+    logits = ranks[-1].stage.gather_logits(chosen.logits[: rows.slots_np.size])
+    torch.testing.assert_close(logits, ranks[-1].stage.compute_logits(last))
     for rank in ranks[:-1]:
         rank.tables.last_sampled[rows.slots[: rows.slots_np.size].long()] = tokens
     return dict(zip(rows.slots_np.tolist(), tokens.tolist(), strict=True))
@@ -282,6 +288,8 @@ def test_replayed_stages_sample_the_tokens_of_one_eager_stage(tmp_path, graphs, 
     replays = sum(rank.program.run.replays for rank in pipeline)
     assert replays > 80 * num_stages
     assert all(rank.program.run.mixed > 20 for rank in pipeline)
+    outputs = [captured.output for captured in pipeline[-1].program._graphs.values()]
+    assert len({output.chosen.logits.data_ptr() for output in outputs}) == 1 < len(outputs)
     assert len(seen) > 5
 
 

@@ -56,7 +56,10 @@ class Rows:
         slots = sorted(self.rows)
         positions = [len(self.rows[slot][0]) for slot in slots]
         rows = sample_rows(slots, positions, self.parts.used_by(np.array(slots)))
-        tokens = self.parts.sample(logits[slots], rows, NOTHING_BROUGHT).token_ids.tolist()
+        given = logits[slots]
+        tokens = self.parts.sample(given, rows, NOTHING_BROUGHT).token_ids.tolist()
+        # Rows that are sampled later still need them.
+        assert torch.equal(given.nan_to_num(), logits[slots].nan_to_num())
         for slot, token in zip(slots, tokens, strict=True):
             if token != NO_TOKEN:
                 self.rows[slot][0].append(token)

@@ -8,6 +8,7 @@ from worker_driver import GREEDY, SCHEDULER, WorkerDriver
 from rpc_schema import lifecycle, step
 from rpc_schema.sampling import SamplingParams
 from worker_daemon.errors import InvalidStepError
+from worker_daemon.layers.torch_ops import TorchOps
 
 NOISY = SamplingParams(temperature=1.1, top_k=40, top_p=0.95, min_p=0.01, seed=2**63 - 5)
 
@@ -128,6 +129,71 @@ def test_deferred_sampling_obeys_its_masks(serving, llama, prompts):
         if slot in masks:
             logits[~torch.from_numpy(masks[slot])] = -torch.inf
         assert sampled[slot].token == logits.argmax()
+
+
+LOGIT_USERS = (
+    NOISY,
+    SamplingParams(logprobs=4),
+    SamplingParams(temperature=0.9, seed=3, presence_penalty=0.6, repetition_penalty=1.3),
+    SamplingParams(logit_bias={7: 2.5, 90: -1.0}, allowed_token_ids=tuple(range(0, 151, 2))),
+    GREEDY,
+    SamplingParams(temperature=1.2, seed=8, bad_words=((5,), (6, 7)), logprobs=2),
+)
+"""Parameters of the slots from 0 on."""
+
+
+def asked_for(slot, sampled):
+    """Without what is reported because another row of the message asks for it."""
+    wanted = LOGIT_USERS[slot].logprobs
+    return sampled.token, [] if wanted is None else (sampled.logprobs[: 1 + wanted], sampled.rank)
+
+
+def test_rows_sampled_later_see_the_logits_of_their_step(serving, prompts):
+    """In two messages, behind the step's other rows and another step: to the last bit, as all at
+    once. No part changes them in place for those that come after it."""
+    texts = prompts([9, 14, 3, 7, 11, 5], seed=20)
+    lengths = {slot: len(text) for slot, text in enumerate(texts)}
+    rng = np.random.default_rng()
+
+    def run(later):
+        serving.worker.on_attach()
+        driver = WorkerDriver(serving.worker)
+        new = [(slot, text, LOGIT_USERS[slot]) for slot, text in enumerate(texts)]
+        sampled = [driver.execute(lengths, new)]
+        for _ in range(4):
+            rows = driver.execute(dict.fromkeys(lengths, 1), defer=later)
+            seq = driver.seq
+            between = driver.execute(dict.fromkeys((1, 4), 1))
+            if later:
+                rows |= driver.sample(seq, slots=later[:2])
+                rows |= driver.sample(seq)
+            sampled += [rows, between]
+        return [{slot: asked_for(slot, own) for slot, own in rows.items()} for rows in sampled]
+
+    later = rng.permutation([0, 2, 3, 5]).tolist()
+    assert run(later) == run(())
+
+
+def test_a_step_reads_the_output_layer_once(serving, prompts, monkeypatch):
+    reads, linear = [], TorchOps.linear
+
+    def counting(ops, x, weight, *rest):
+        if weight.shape[0] == 192:  # 151 tokens, padded
+            reads.append(x.shape[0])
+        return linear(ops, x, weight, *rest)
+
+    monkeypatch.setattr(TorchOps, "linear", counting)
+    texts = prompts([9, 14, 3, 7, 11, 5], seed=21)
+    new = [(slot, text, LOGIT_USERS[slot]) for slot, text in enumerate(texts)]
+    serving.execute({slot: len(text) for slot, text in enumerate(texts)}, new)
+    assert reads == [6]
+    serving.execute(dict.fromkeys(range(3), 1))
+    assert reads == [6, 3]
+    serving.execute(dict.fromkeys(range(6), 1), defer=(1, 4, 5))
+    step_seq, masks = serving.seq, dict.fromkeys((4, 1), np.arange(151) % 3 == 0)
+    assert len(serving.sample(step_seq, masks, slots=(4, 1))) == 2
+    assert len(serving.sample(step_seq)) == 1
+    assert reads == [6, 3, 6]
 
 
 def test_request_that_finished_while_it_waited_is_left_out(serving, prompts):

@@ -173,12 +173,15 @@ class WorkerDriver:
         self.free_blocks += self.blocks.pop(slot)
         del self.computed[slot]
 
-    def sample(self, step_seq, masks=None):
-        """Samples a deferred step. masks: {slot: bool [V]}."""
+    def sample(self, step_seq, masks=None, slots=None):
+        """Samples a deferred step. masks: {slot: bool [V]}; slots: some of those that are left."""
         masks = masks or {}
         frames = [pack_masks(list(masks.values()))] if masks else []
         extensions = (sampling.GrammarMasks(slots=uint16s(masks)),) if masks else ()
-        message = step.SampleTokens(**self.ids(), step_seq=step_seq, extensions=extensions)
+        named = None if slots is None else bytes([sum(1 << slot for slot in slots)])
+        message = step.SampleTokens(
+            **self.ids(), step_seq=step_seq, slots=named, extensions=extensions
+        )
         return self.read(self.worker.sample_tokens(message, frames))
 
     def read(self, pending):

@@ -66,9 +66,8 @@ class AllowedTokensPart(StepPart):
         token_ids = self._token_ids[rows.slots.long(), :width].long()
         allows_all = token_ids[:, :1] < 0
         token_ids.clamp_(min=0)
-        left = torch.full_like(logits, -torch.inf)
-        left.scatter_(1, token_ids, logits.gather(1, token_ids))
-        return torch.where(allows_all, logits, left)
+        left = torch.where(allows_all, logits, logits.new_full((), -torch.inf))
+        return left.scatter_(1, token_ids, logits.gather(1, token_ids))
 
     @staticmethod
     def sampling_row_bytes(vocab_size: int) -> int:
@@ -76,6 +75,6 @@ class AllowedTokensPart(StepPart):
 
     @staticmethod
     def sampling_bytes(num_rows: int, vocab_size: int, itemsize: int) -> int:
-        """Count two copies of the logits, and two of the rows' tokens with their logits."""
+        """Count a copy of the logits, and two of the rows' tokens with their logits."""
         tokens = (_INT32 + _INT64 + itemsize) * MAX_ALLOWED_TOKENS
-        return num_rows * (2 * vocab_size * itemsize + tokens)
+        return num_rows * (vocab_size * itemsize + tokens)

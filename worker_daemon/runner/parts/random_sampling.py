@@ -21,8 +21,8 @@ from worker_daemon.runner.sample_rows import SampleRows
 from worker_daemon.runner.scheduled_step import StepLimits, invalid
 
 _TABLE_COLUMNS: Final = 6
-"""int32 values of a row: temperature, top_p and min_p as float32 bits, top_k, then the seed's low
-and high half."""
+"""int32 values of a row: temperature, top_p and min_p as float32 bits, top_k, then the two of the
+int64 seed."""
 _INT32: Final = 4
 _GREEDY: Final = RandomSampling()
 
@@ -77,14 +77,14 @@ class RandomSamplingPart(StepPart):
     def metadata(self, rows: SampleRows) -> SamplingMetadata:
         """Gather the sampling parameters of the rows, without padding."""
         features: list[bool] = np.any(self._features[rows.slots_np], axis=0).tolist()
-        table = self._table[rows.slots.long()]
-        floats, seeds = table[:, :3].contiguous().view(torch.float32), table[:, 4:6].long()
+        table = self._table.index_select(0, rows.slots)
+        floats = table.view(torch.float32)
         return SamplingMetadata(
             temperature=floats[:, 0],
             top_p=floats[:, 1],
             min_p=floats[:, 2],
             top_k=table[:, 3],
-            seeds=(seeds[:, 1] << 32) | (seeds[:, 0] & 0xFFFFFFFF),
+            seeds=table.view(torch.int64)[:, 2],
             positions=rows.positions.long(),
             any_random=features[0],
             any_top_k=features[1],
