@@ -35,11 +35,13 @@ from worker_client.requests import (
 from worker_client.run_times import RequestTiming, RunTimes, StepTiming
 from worker_client.scheduler import (
     HoldingScheduler,
+    JumpingScheduler,
     RequestOutput,
     SchedulerInterface,
     failed_request,
 )
 from worker_client.scheduler_output import SchedulerOutput, StepResult
+from worker_client.structured.jump_forward import JumpForward
 from worker_client.structured.masked_steps import CompiledGrammars, MaskedStep, MaskedSteps
 from worker_client.structured.pending import PendingRequests
 
@@ -113,12 +115,13 @@ class Driver:
         grammars: CompiledGrammars | None = None,
     ) -> None:
         """on_result is called with every step's tokens as they come, including those past a
-        request's end. recover is called when a daemon has died: after it (WorkerGroup.replace, say)
-        the requests that were running begin again from their known tokens. It is called no more
-        after MAX_CONSECUTIVE_FAILURES recoveries without a successful step. max_history bounds
+        request's end, and with those that requests gain without a step. recover is called when a
+        daemon has died: after it (WorkerGroup.replace, say) the requests that were running begin
+        again from their known tokens. It is called no more after MAX_CONSECUTIVE_FAILURES
+        recoveries without a successful step. max_history bounds
         `records` and `timings`, the oldest of which are dropped first; None keeps all. grammars
-        (worker_client.structured.grammars.Grammars) serves requests with structured output; it
-        stays the caller's."""
+        (worker_client.structured.grammars.Grammars) serves requests with structured output, which
+        jump forward if the scheduler can (JumpingScheduler); it stays the caller's."""
         self.group = group
         self.scheduler = scheduler
         self._times = RunTimes(max_history)
@@ -134,6 +137,9 @@ class Driver:
         self._consecutive_recoveries = 0
         self._masks = None if grammars is None else MaskedSteps(grammars)
         self._pending = None if grammars is None else PendingRequests(grammars)
+        self._jumps: JumpForward | None = None
+        if self._masks is not None and isinstance(scheduler, JumpingScheduler):
+            self._jumps = JumpForward(self._masks, scheduler)
         self._uploads = RequestUploads(group)
         self._must_restart_uploads = False
         """The ranks have lost all uploads."""
@@ -189,6 +195,8 @@ class Driver:
         if isinstance(tensor, HostTensor) and isinstance(self.scheduler, HoldingScheduler):
             self.scheduler.hold_request(request.id)
             self._uploads.add(request.id, tensor)
+        if self._jumps is not None:
+            self._jumps.add(request)
 
     def claim_uploads(
         self, requests: Sequence[AdoptedRequest], tensors: Iterable[HostTensor] = ()
@@ -261,6 +269,7 @@ class Driver:
         """
         self._drop_uploads()
         self._admit_compiled()
+        self._ended += self._jump_forward()
         try:
             self._fill()
             if self._uploads.can_proceed:
@@ -334,6 +343,17 @@ class Driver:
             num_prompt_tokens = len(request.prompt_token_ids)
             self._end(failed_request(request.id, reason, num_prompt_tokens=num_prompt_tokens))
 
+    def _jump_forward(self) -> list[RequestOutput]:
+        """Let requests gain the tokens that their grammars force; return those that end by it."""
+        if self._jumps is None:
+            return []
+        gained, finished = self._jumps.proceed()
+        if gained.req_ids and self._on_result is not None:
+            self._on_result(gained)
+        for output in finished:
+            self._record_finish(output.req_id)
+        return finished
+
     def _send_uploads(self) -> None:
         """Send some chunks for held requests, while steps are in flight."""
         try:
@@ -389,14 +409,17 @@ class Driver:
     def _settle(self, flight: _InFlight, result: StepResult) -> list[RequestOutput]:
         """Pass the result of the oldest step on."""
         self._in_flight.popleft()
+        repeated: Collection[str] = ()
         if self._masks is not None and flight.masked is not None:
-            self._masks.take(flight.masked, result)
+            repeated = self._masks.take(flight.masked, result)
             self._send_masks(self._masks)
         if self._on_result is not None:
-            self._on_result(result)
+            self._on_result(result.without(repeated) if repeated else result)
         finished = self.scheduler.update_from_output(flight.output, result)
         for output in finished:
             self._record_finish(output.req_id)
+        if self._jumps is not None:
+            finished = [*finished, *self._jump_forward()]
         self._drop_uploads()
         return finished
 
@@ -482,6 +505,8 @@ class Driver:
         """Give up the matcher and the upload of a request that has ended."""
         if self._masks is not None:
             self._masks.forget(req_id)
+        if self._jumps is not None:
+            self._jumps.forget(req_id)
         self._uploads.end(req_id, self._num_sent)
 
     def _record_finish(self, req_id: str) -> None:

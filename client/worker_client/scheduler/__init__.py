@@ -11,6 +11,8 @@ request_blocks.py  blocks of requests, and the shared ones; over block_pool.py
 
 from worker_client.scheduler.interface import FinishReason as FinishReason
 from worker_client.scheduler.interface import HoldingScheduler as HoldingScheduler
+from worker_client.scheduler.interface import Jump as Jump
+from worker_client.scheduler.interface import JumpingScheduler as JumpingScheduler
 from worker_client.scheduler.interface import RequestOutput as RequestOutput
 from worker_client.scheduler.interface import SchedulerInterface as SchedulerInterface
 from worker_client.scheduler.interface import SchedulerLimits as SchedulerLimits

@@ -52,8 +52,10 @@ class HandGrammars:
     num_words = -(-VOCAB_SIZE // 32)
     compile_s = 5.0
 
-    def __init__(self, expected=None, **matchers):
+    def __init__(self, expected=None, jumps=None, **matchers):
+        """jumps: draws how many of the expected tokens a matcher forces."""
         self.expected = expected
+        self.jumps = jumps
         self.matchers = matchers
         self.masks = set()
 
@@ -75,6 +77,12 @@ class HandGrammars:
 
     def consume(self, pairs):
         return [matcher.consume_tokens([token]) for matcher, token in pairs]
+
+    def forced(self, matcher):
+        if self.jumps is None:
+            return []
+        known = len(matcher.tokens)
+        return self.expected[matcher.text][known : known + self.jumps()]
 
 
 def with_grammars(requests, rng, share=0.5):
