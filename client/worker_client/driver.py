@@ -118,8 +118,8 @@ class Driver:
         request's end, and with those that requests gain without a step. recover is called when a
         daemon has died: after it (WorkerGroup.replace, say) the requests that were running begin
         again from their known tokens. It is called no more after MAX_CONSECUTIVE_FAILURES
-        recoveries without a successful step. max_history bounds
-        `records` and `timings`, the oldest of which are dropped first; None keeps all. grammars
+        recoveries without a successful step. max_history bounds `records` and `timings`, the oldest
+        of which are dropped first; None keeps all. grammars
         (worker_client.structured.grammars.Grammars) serves requests with structured output, which
         jump forward if the scheduler can (JumpingScheduler); it stays the caller's."""
         self.group = group
@@ -285,7 +285,8 @@ class Driver:
         """
         self._drop_uploads()
         self._admit_compiled()
-        self._ended += self._jump_forward()
+        if self._jumps is not None and self._jumps.has_new:
+            self._ended += self._jump_forward(self._jumps)
         try:
             self._fill()
             if self._uploads.can_proceed:
@@ -361,11 +362,9 @@ class Driver:
             num_prompt_tokens = len(request.prompt_token_ids)
             self._end(failed_request(request.id, reason, num_prompt_tokens=num_prompt_tokens))
 
-    def _jump_forward(self) -> list[RequestOutput]:
+    def _jump_forward(self, jumps: JumpForward) -> list[RequestOutput]:
         """Let requests gain the tokens that their grammars force; return those that end by it."""
-        if self._jumps is None:
-            return []
-        gained, finished = self._jumps.proceed()
+        gained, finished = jumps.proceed()
         if gained.req_ids and self._on_result is not None:
             self._on_result(gained)
         for output in finished:
@@ -437,8 +436,8 @@ class Driver:
         finished = self.scheduler.update_from_output(flight.output, result)
         for output in finished:
             self._record_finish(output.req_id)
-        if self._jumps is not None:
-            finished = [*finished, *self._jump_forward()]
+        if self._jumps is not None and flight.masked is not None and flight.masked.sampled:
+            finished = [*finished, *self._jump_forward(self._jumps)]
         self._drop_uploads()
         return finished
 

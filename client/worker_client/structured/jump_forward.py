@@ -41,6 +41,11 @@ class JumpForward:
         self._new: dict[str, StructuredOutput] = {}
         """Grammars of requests that were queued since the last jumps."""
 
+    @property
+    def has_new(self) -> bool:
+        """True if a request was queued since the last jumps."""
+        return bool(self._new)
+
     def add(self, request: GenerationRequest) -> None:
         """Note a request that was queued."""
         grammar = request.structured_outputs
