@@ -131,8 +131,8 @@ def test_a_request_jumps_only_if_its_output_stays_the_same(fakes, connect):
 
 @pytest.mark.parametrize("pp", [1, 2])
 def test_a_token_that_is_none_ends_a_request_where_it_would_without_a_jump(fakes, connect, pp):
-    """A jump is taken while the token in flight is none, which is known later. A request that
-    shares blocks is computed again, by itself: it keeps the tokens that it gained."""
+    """A jump is taken while the token in flight is none, which is known later. A request keeps what
+    it gained if it shares blocks, and is computed again by itself; or if none was in flight."""
     seed = random.randrange(1 << 30)
     rng = random.Random(seed)
     requests = [
@@ -160,6 +160,6 @@ def test_a_token_that_is_none_ends_a_request_where_it_would_without_a_jump(fakes
         output = outputs[name]
         assert output.finish_reason == reason, (seed, name)
         assert output.token_ids[: len(tokens)] == tokens, (seed, name)
-        if not output.num_cached_tokens:
+        if pp == 1 and not output.num_cached_tokens:
             assert len(output.token_ids) == len(tokens), (seed, name)
         assert NO_TOKEN not in output.token_ids
