@@ -9,6 +9,7 @@ request.py         one request: its counts, its end, its start or adoption
 request_blocks.py  blocks of requests, and the shared ones; over block_pool.py
 """
 
+from worker_client.scheduler.interface import NO_JUMP as NO_JUMP
 from worker_client.scheduler.interface import FinishReason as FinishReason
 from worker_client.scheduler.interface import HoldingScheduler as HoldingScheduler
 from worker_client.scheduler.interface import Jump as Jump

@@ -4,6 +4,7 @@ tokens without sampling them get the same ones in fewer steps, whatever fails me
 import random
 from collections import defaultdict
 from dataclasses import replace
+from itertools import takewhile
 
 import pytest
 
@@ -11,11 +12,12 @@ from examples.static_batches import StaticBatches
 from rpc_schema.errors import ErrorCode
 from rpc_schema.step import NO_TOKEN
 from tests.support.fake_daemon import Fault
+from tests.support.mock_schedulers import RandomScheduler
 from tests.unit.client.test_driver import spoiling
 from tests.unit.client.test_masked_steps import HandGrammars, driver_of, run_on, with_grammars
 from tests.unit.client.test_scheduler import POISON, expected, random_requests, until_poison
 from worker_client.parts.registry import may_jump
-from worker_client.scheduler import Scheduler
+from worker_client.scheduler import NO_JUMP, Jump, Scheduler
 
 
 class Heard:
@@ -95,6 +97,73 @@ def test_a_scheduler_that_cannot_jump_is_not_asked(fakes, connect):
     outputs, heard, _ = serve(fakes, connect, requests, grammars, StaticBatches)
     assert {name: output.token_ids for name, output in outputs.items()} == wanted
     assert all(heard[name][: len(tokens)] == tokens for name, tokens in wanted.items())
+
+
+class JumpingRandomly(RandomScheduler):
+    """Another scheduler with the optional method, by what docs/scheduler.md says alone."""
+
+    def __init__(self, limits):
+        super().__init__(limits, seed=1)
+        self.void = defaultdict(int)
+        self.again = set()
+        self.num_jumps = 0
+
+    def jump_forward(self, req_id, token_ids):
+        mock = self.requests.get(req_id)
+        if mock is None or self.void[req_id]:
+            return NO_JUMP
+        room = self.limit(mock) - 1 - len(mock.tokens)
+        stops = mock.request.stop_ids(self.limits.eos_token_ids)
+        taken = list(takewhile(lambda token: token not in stops, token_ids[:room]))
+        in_flight = mock.num_tokens - len(mock.tokens)
+        if len(taken) <= in_flight:
+            return NO_JUMP
+        self.num_jumps += 1
+        mock.tokens += taken
+        mock.num_tokens = len(mock.tokens)
+        self.void[req_id] = in_flight
+        if mock.running:
+            self.again.add(req_id)
+        return Jump(len(taken))
+
+    def compose(self, counts, preempted):
+        self.again.difference_update(preempted)
+        again = [req_id for req_id in counts if req_id in self.again]
+        self.again.difference_update(again)
+        for req_id in again:
+            self.requests[req_id].running = False  # admit it, with the blocks that it has
+        output = super().compose(counts, preempted)
+        return replace(output, preempted_req_ids=[*output.preempted_req_ids, *again])
+
+    def update_from_output(self, output, result):
+        repeated = {req_id for req_id in result.sampled if self.void[req_id]}
+        for req_id in repeated:
+            self.void[req_id] -= 1
+        return super().update_from_output(output, result.without(repeated))
+
+    def end(self, mock, reason):
+        self.again.discard(mock.request.id)
+        return super().end(mock, reason)
+
+    def step_failed(self, outputs, lost_req_ids):
+        self.again.difference_update(lost_req_ids)
+        self.void.clear()
+        super().step_failed(outputs, lost_req_ids)
+
+
+@pytest.mark.parametrize("pp", [1, 2])
+@pytest.mark.parametrize("faults", [[], [4, 20, 40]])
+def test_any_scheduler_can_jump(fakes, connect, pp, faults):
+    seed = random.randrange(1 << 30)
+    rng = random.Random(seed)
+    requests = with_grammars(random_requests(rng, 10), rng, share=0.8)
+    wanted = {request.id: expected(request) for request in requests}
+    grammars = HandGrammars(wanted, lambda: rng.choice([0, 2, 5, 9]))
+    outputs, heard, driver = serve(fakes, connect, requests, grammars, JumpingRandomly, pp, faults)
+    for name, tokens in wanted.items():
+        assert outputs[name].token_ids == tokens, (seed, name)
+        assert heard[name][: len(tokens)] == tokens, (seed, name)
+    assert driver.scheduler.num_jumps > 0, seed
 
 
 def test_a_request_jumps_only_if_its_output_stays_the_same(fakes, connect):
