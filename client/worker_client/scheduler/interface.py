@@ -121,7 +121,7 @@ class HoldingScheduler(SchedulerInterface, Protocol):
 
 
 class Jump(NamedTuple):
-    """What a scheduler has made of forced tokens."""
+    """The outcome of a scheduler's jump_forward."""
 
     num_tokens: int
     """How many of them the request has gained."""

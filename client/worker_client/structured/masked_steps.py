@@ -7,11 +7,7 @@ token arrives, WorkerGroup.sample_tokens sends the mask, while the step's forwar
 token is known in time, the step itself carries the mask.
 
 Matchers are made from the admissions in steps: from the grammar that a request carries and the
-tokens that it has so far. That serves new, resumed, recovered and adopted requests alike.
-
-A request may also gain tokens that its grammar forces (jump_forward.py). Its matcher is ahead of
-the steps in flight then, which sample the first of these tokens nevertheless, until a step admits
-the request again.
+tokens that it has so far. After a jump (jump_forward.py) a matcher is ahead of the steps in flight.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
