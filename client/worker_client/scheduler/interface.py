@@ -124,7 +124,7 @@ class Jump(NamedTuple):
     """The outcome of a scheduler's jump_forward."""
 
     num_tokens: int
-    """How many of them the request has gained."""
+    """Number of forced tokens that the request has gained."""
     finished: RequestOutput | None = None
     """The request, if the last of these tokens has ended it by a stop string."""
 
