@@ -35,11 +35,13 @@ from worker_client.requests import (
 from worker_client.run_times import RequestTiming, RunTimes, StepTiming
 from worker_client.scheduler import (
     HoldingScheduler,
+    JumpingScheduler,
     RequestOutput,
     SchedulerInterface,
     failed_request,
 )
 from worker_client.scheduler_output import SchedulerOutput, StepResult
+from worker_client.structured.jump_forward import JumpForward
 from worker_client.structured.masked_steps import CompiledGrammars, MaskedStep, MaskedSteps
 from worker_client.structured.pending import PendingRequests
 
@@ -113,12 +115,13 @@ class Driver:
         grammars: CompiledGrammars | None = None,
     ) -> None:
         """on_result is called with every step's tokens as they come, including those past a
-        request's end. recover is called when a daemon has died: after it (WorkerGroup.replace, say)
-        the requests that were running begin again from their known tokens. It is called no more
-        after MAX_CONSECUTIVE_FAILURES recoveries without a successful step. max_history bounds
-        `records` and `timings`, the oldest of which are dropped first; None keeps all. grammars
-        (worker_client.structured.grammars.Grammars) serves requests with structured output; it
-        stays the caller's."""
+        request's end, and with those that requests gain without a step. recover is called when a
+        daemon has died: after it (WorkerGroup.replace, say) the requests that were running begin
+        again from their known tokens. It is called no more after MAX_CONSECUTIVE_FAILURES
+        recoveries without a successful step. max_history bounds `records` and `timings`, the oldest
+        of which are dropped first; None keeps all. grammars
+        (worker_client.structured.grammars.Grammars) serves requests with structured output, which
+        jump forward if the scheduler can (JumpingScheduler); it stays the caller's."""
         self.group = group
         self.scheduler = scheduler
         self._times = RunTimes(max_history)
@@ -128,12 +131,16 @@ class Driver:
         self._in_flight: deque[_InFlight] = deque()
         self._unsent: SchedulerOutput | None = None
         """Scheduler output that was not sent; it goes first once the group takes steps."""
-        self._refusal: InvalidSchedulerOutput | None = None
-        """The error with which the group refused _unsent; raised once no step is in flight."""
+        self._error: InvalidSchedulerOutput | StepFailed | None = None
+        """The error with which the group refused _unsent, or a failure that is given up; raised
+        once no step is in flight, and no request that has finished is left to return."""
         self._consecutive_failures = 0
         self._consecutive_recoveries = 0
         self._masks = None if grammars is None else MaskedSteps(grammars)
         self._pending = None if grammars is None else PendingRequests(grammars)
+        self._jumps: JumpForward | None = None
+        if self._masks is not None and isinstance(scheduler, JumpingScheduler):
+            self._jumps = JumpForward(self._masks, scheduler)
         self._uploads = RequestUploads(group)
         self._must_restart_uploads = False
         """The ranks have lost all uploads."""
@@ -152,6 +159,8 @@ class Driver:
         samples = forked(request)
         for index, sample in enumerate(samples):
             try:
+                if self._pending:
+                    self._pending.check_unused(sample.id)
                 if sample.structured_outputs is None or self._is_compiled(sample):
                     self._queue(sample)
             except RequestError:
@@ -180,7 +189,19 @@ class Driver:
                 value=grammar,
                 fix="give it Driver(grammars=...)",
             )
-        return self._pending.add(validated(request), grammar)
+        if self._pending.add(validated(request), grammar):
+            return True
+        try:
+            self._probe(request)
+        except RequestError:
+            self._pending.forget(request.id)
+            raise
+        return False
+
+    def _probe(self, request: GenerationRequest) -> None:
+        """Raise RequestError if the scheduler refuses a request that it gets later."""
+        self.scheduler.add_request(request)
+        self.scheduler.abort_request(request.id)
 
     def _queue(self, request: GenerationRequest) -> None:
         """Give the scheduler a request, to be held until its embeddings are uploaded."""
@@ -189,6 +210,8 @@ class Driver:
         if isinstance(tensor, HostTensor) and isinstance(self.scheduler, HoldingScheduler):
             self.scheduler.hold_request(request.id)
             self._uploads.add(request.id, tensor)
+        if self._jumps is not None:
+            self._jumps.add(request)
 
     def claim_uploads(
         self, requests: Sequence[AdoptedRequest], tensors: Iterable[HostTensor] = ()
@@ -230,9 +253,9 @@ class Driver:
 
     @property
     def busy(self) -> bool:
-        """True while a step is in flight, a refusal has not been raised, or a request is
+        """True while a step is in flight, an error has not been raised, or a request is
         unfinished."""
-        pending = self._in_flight or self._refusal is not None or self._ended or self._pending
+        pending = self._in_flight or self._error is not None or self._ended or self._pending
         return bool(pending) or self.scheduler.has_unfinished_requests()
 
     def run(self) -> Iterator[RequestOutput]:
@@ -242,14 +265,15 @@ class Driver:
         self._fill()
         while self._in_flight:
             yield from self._take_oldest()
-        self._raise_refusal()
+        self._raise_error()
 
     def step(self) -> list[RequestOutput]:
         """Fill the pipeline, then take the oldest result; return the requests that it finished.
 
         Raises:
             StepFailed: steps have failed MAX_CONSECUTIVE_FAILURES times in a row, without a
-                recovery between them.
+                recovery between them. Requests that have finished before are returned first, and
+                the next call raises it.
             SchedulerStalled: the scheduler has requests, no step, and no result to wait for.
             WorkerDied: a daemon is lost, and `recover` does not replace it, or has done so
                 MAX_CONSECUTIVE_FAILURES times since the last successful step.
@@ -261,6 +285,8 @@ class Driver:
         """
         self._drop_uploads()
         self._admit_compiled()
+        if self._jumps is not None and self._jumps.has_new:
+            self._ended += self._jump_forward(self._jumps)
         try:
             self._fill()
             if self._uploads.can_proceed:
@@ -271,9 +297,11 @@ class Driver:
                 raise
         if self._in_flight:
             return self._take_oldest() + self._take_ended()
-        self._raise_refusal()
-        if self._ended or self._uploads.can_proceed:
+        if self._ended:
             return self._take_ended()
+        self._raise_error()
+        if self._uploads.can_proceed:
+            return []
         if self._pending:
             self._pending.wait()
         elif self.scheduler.has_unfinished_requests():
@@ -285,7 +313,7 @@ class Driver:
     def _fill(self) -> None:
         while self._must_restart_uploads:
             self._restart_uploads()
-        while self._refusal is None and len(self._in_flight) < self.group.max_in_flight:
+        while self._error is None and len(self._in_flight) < self.group.max_in_flight:
             output = self._unsent or self.scheduler.schedule()
             if output is None:
                 return
@@ -299,7 +327,7 @@ class Driver:
                     masked = self._masks.plan(output)
                 future = self._send(output if masked is None else masked.output)
             except InvalidSchedulerOutput as refusal:
-                self._refusal = refusal
+                self._error = refusal
                 return
             self._unsent = None
             self._in_flight.append(_InFlight(output, future, sent, masked, []))
@@ -333,6 +361,15 @@ class Driver:
                 reason = error.reason
             num_prompt_tokens = len(request.prompt_token_ids)
             self._end(failed_request(request.id, reason, num_prompt_tokens=num_prompt_tokens))
+
+    def _jump_forward(self, jumps: JumpForward) -> list[RequestOutput]:
+        """Let requests gain the tokens that their grammars force; return those that end by it."""
+        gained, finished = jumps.proceed()
+        if gained.req_ids and self._on_result is not None:
+            self._on_result(gained)
+        for output in finished:
+            self._record_finish(output.req_id)
+        return finished
 
     def _send_uploads(self) -> None:
         """Send some chunks for held requests, while steps are in flight."""
@@ -381,7 +418,8 @@ class Driver:
             for future in flight.later:
                 result = result.joined(self._result(future))
         except StepFailed as error:
-            return self._on_failure(error)
+            self._on_failure(error)
+            return self._take_ended()
         self._consecutive_failures = self._consecutive_recoveries = 0
         self._times.step_done(flight.output, flight.sent, result)
         return self._settle(flight, result)
@@ -389,14 +427,17 @@ class Driver:
     def _settle(self, flight: _InFlight, result: StepResult) -> list[RequestOutput]:
         """Pass the result of the oldest step on."""
         self._in_flight.popleft()
+        repeated: Collection[str] = ()
         if self._masks is not None and flight.masked is not None:
-            self._masks.take(flight.masked, result)
+            repeated = self._masks.take(flight.masked, result)
             self._send_masks(self._masks)
         if self._on_result is not None:
-            self._on_result(result)
+            self._on_result(result.without(repeated) if repeated else result)
         finished = self.scheduler.update_from_output(flight.output, result)
         for output in finished:
             self._record_finish(output.req_id)
+        if self._jumps is not None and flight.masked is not None and flight.masked.sampled:
+            finished = [*finished, *self._jump_forward(self._jumps)]
         self._drop_uploads()
         return finished
 
@@ -424,50 +465,49 @@ class Driver:
         self._consecutive_recoveries += 1
         self._consecutive_failures = 0
 
-    def _on_failure(self, error: StepFailed) -> list[RequestOutput]:
-        """Handle the failure of the oldest step, and so of all behind it; return the requests that
-        have finished nevertheless."""
+    def _on_failure(self, error: StepFailed) -> None:
+        """Handle the failure of the oldest step, and so of all behind it. Requests that have
+        finished nevertheless are returned before the error is raised, if it is."""
         lost = error.lost_req_ids
-        finished: list[RequestOutput] = []
         if self._masks is not None:
             self._masks.forget_steps()
-            finished, lost = self._settle_partly(lost)
+            lost = self._settle_partly(lost)
         outputs = [flight.output for flight in self._in_flight]
         self._in_flight.clear()
         self.num_failures += 1
         self._consecutive_failures += 1
         self._hand_back(outputs, lost)
         if self._consecutive_failures >= MAX_CONSECUTIVE_FAILURES:
-            raise error
-        return finished
+            if self._error is not None or not self._ended:
+                raise error
+            self._error = error
 
-    def _settle_partly(self, lost: frozenset[str]) -> tuple[list[RequestOutput], frozenset[str]]:
+    def _settle_partly(self, lost: frozenset[str]) -> frozenset[str]:
         """Pass on what steps have sampled before the failure, which may be that of deferred
-        requests alone; return the requests that finish by it, and all that are lost."""
-        finished: list[RequestOutput] = []
+        requests alone; return all requests that are lost."""
         while self._in_flight:
             flight = self._in_flight[0]
             try:
                 result = self._result(flight.future)
             except StepFailed as failed:
-                return finished, lost | failed.lost_req_ids
+                return lost | failed.lost_req_ids
             for future in flight.later:
                 try:
                     result = result.joined(self._result(future))
                 except StepFailed as failed:
                     lost |= failed.lost_req_ids
-            finished += self._settle(flight, result)
-        return finished, lost
+            self._ended += self._settle(flight, result)
+        return lost
 
-    def _raise_refusal(self) -> None:
-        """Raise the reason for a refused step, if there is one, once the scheduler has the step
-        back. No step may be in flight: its result must not come after that."""
-        if self._refusal is None:
+    def _raise_error(self) -> None:
+        """Raise the error, if there is one, once the scheduler has a refused step back. No step may
+        be in flight: its result must not come after that."""
+        if self._error is None:
             return
         if self._unsent is not None:  # else it was returned with steps that failed
             self._hand_back([], frozenset())
-        refusal, self._refusal = self._refusal, None
-        raise refusal
+        error, self._error = self._error, None
+        raise error
 
     def _hand_back(self, outputs: list[SchedulerOutput], lost_req_ids: frozenset[str]) -> None:
         """Return steps without a result to the scheduler, and with them the one that was not sent:
@@ -482,6 +522,8 @@ class Driver:
         """Give up the matcher and the upload of a request that has ended."""
         if self._masks is not None:
             self._masks.forget(req_id)
+        if self._jumps is not None:
+            self._jumps.forget(req_id)
         self._uploads.end(req_id, self._num_sent)
 
     def _record_finish(self, req_id: str) -> None:

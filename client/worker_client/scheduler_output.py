@@ -2,7 +2,7 @@
 converts it to the wire's."""
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -120,6 +120,15 @@ class StepResult:
     refused: Mapping[str, int] = field(default_factory=dict)
     """Number of tokens that a request did not gain although the step counted them. They are to be
     computed again: lower the request's computed and known tokens by this."""
+
+    def without(self, req_ids: Collection[str]) -> "StepResult":
+        """Return the result without the tokens of some requests."""
+        kept = [
+            pair
+            for pair in zip(self.req_ids, self.token_ids, strict=True)
+            if pair[0] not in req_ids
+        ]
+        return replace(self, req_ids=[pair[0] for pair in kept], token_ids=[p[1] for p in kept])
 
     def joined(self, later: "StepResult") -> "StepResult":
         """Return the result with that of the step's later sampling."""

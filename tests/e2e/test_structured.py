@@ -15,6 +15,7 @@ from tests.support.serving import connect, scheduler_limits, worker_config
 from tests.support.structured import (
     EOS_TOKEN_ID,
     VOCAB_SIZE,
+    forced_schema,
     make_tokenizer,
     random_case,
     regex_case,
@@ -44,6 +45,14 @@ def tokenizer(model):
 @pytest.fixture(scope="module")
 def grammars(model, tokenizer):
     made = Grammars(model.path, VOCAB_SIZE, [EOS_TOKEN_ID])
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def sampling(model, tokenizer):
+    """Every token is sampled."""
+    made = Grammars(model.path, VOCAB_SIZE, [EOS_TOKEN_ID], GrammarLimits(max_jump=0))
     yield made
     made.close()
 
@@ -149,12 +158,14 @@ def nursery():
 
 
 @pytest.mark.parametrize("pp", [1, 2])
-def test_killed_driver_costs_no_token(daemons, model, tokenizer, nursery, pp):
-    """The next one has the grammars from the daemons, and its matchers from the tokens."""
+def test_killed_driver_costs_no_token(daemons, model, sampling, nursery, pp):
+    """The next one has the grammars from the daemons, and its matchers from the tokens, some of
+    which were not sampled."""
     seed = random.randrange(1 << 30)
     rng = random.Random(seed)
     cases = [schema_case({"type": "array", "items": {"enum": [1, "two"]}, "minItems": 20})]
     cases += [regex_case("([ab]{3}-){12}"), random_case(rng)]
+    cases += [schema_case(forced_schema(rng)) for _ in range(3)]
     lines = [line(rng, f"m{i}", case.options) for i, case in enumerate(cases)]
     lines += [line(rng, f"f{i}") for i in range(3)]
     config = worker_config(model.path, pp, step_deadline_ms=1000)
@@ -162,7 +173,8 @@ def test_killed_driver_costs_no_token(daemons, model, tokenizer, nursery, pp):
     with WorkerGroup(plan.endpoints, config.parallel) as group:
         group.attach(force=True)
         loaded = group.prepare(config, num_gpu_blocks=plan.num_gpu_blocks, reload=True)
-        expected = {o.req_id: o.token_ids for o in begin(group, loaded, plan).driver.run()}
+        outputs, _ = serve_all(group, loaded, sampling, lines)
+        expected = {name: output.token_ids for name, output in outputs.items()}
     ranks = rng.sample(range(pp), rng.randint(0, pp))
     nursery.live(Plan(**{**_fields(plan), "death": Death(rng.randint(4, 9), ranks, True)}))
     with WorkerGroup(plan.endpoints, config.parallel) as group:
@@ -178,18 +190,19 @@ def _fields(plan):
     return {name: getattr(plan, name) for name in plan.__struct_fields__}
 
 
-def test_failed_steps_cost_no_token(model, tokenizer, grammars, model_root, tmp_path):
+def test_failed_steps_cost_no_token(model, grammars, sampling, model_root, tmp_path):
     """Also those that have deferred rows, and the sampling of these."""
     seed = random.randrange(1 << 30)
     rng = random.Random(seed)
-    lines = [line(rng, f"m{i}", {"regex": "([ab]{3}-){12}"}) for i in range(3)]
+    lines = [line(rng, f"m{i}", {"regex": "([ab]{3}-){12}"}) for i in range(2)]
+    lines += [line(rng, f"j{i}", schema_case(forced_schema(rng)).options) for i in range(3)]
     lines += [{**line(rng, f"f{i}"), "max_tokens": 30} for i in range(2)]
     with FaultyDaemons(2, model_root, tmp_path) as daemons:
         for pp in (1, 2):
             endpoints = daemons.endpoints[:pp]
             config = worker_config(model.path, pp, step_deadline_ms=1000)
             with connect(endpoints, config) as (group, loaded):
-                expected, driver = serve_all(group, loaded, grammars, lines)
+                expected, driver = serve_all(group, loaded, sampling, lines)
                 assert driver.num_failures == 0
                 for where in ("forward", "sample_tokens")[: 3 - pp]:
                     fault = Fault(where, "raise", calls_before=rng.randint(3, 15))

@@ -81,6 +81,26 @@ def random_schema(rng: random.Random, depth: int = 2) -> dict[str, Any]:
     return _schema_of(rng.choice(kinds), rng, depth)
 
 
+LONG_NAMES = ("first_measurement", "the name of it", "größe in Metern", "is_repeated", "x" * 30)
+
+
+def forced_schema(rng: random.Random, depth: int = 1) -> dict[str, Any]:
+    """An object whose text is mostly forced: long names that are required, constants, and short
+    values between them."""
+    names = rng.sample(LONG_NAMES, rng.randint(2, 4))
+    values: list[dict[str, Any]] = [{"const": rng.choice(LONG_NAMES)}, {"enum": ["redder", "red"]}]
+    values += [{"type": "boolean"}, {"type": "string", "maxLength": 3}]
+    values += [{"type": "integer", "minimum": 0, "maximum": 99}]
+    if depth:
+        values += [forced_schema(rng, depth - 1)] * 2
+    return {
+        "type": "object",
+        "properties": {name: rng.choice(values) for name in names},
+        "required": names,
+        "additionalProperties": False,
+    }
+
+
 def _schema_of(kind: str, rng: random.Random, depth: int) -> dict[str, Any]:  # noqa: PLR0911
     if kind == "string":
         shortest = rng.randint(0, 3)

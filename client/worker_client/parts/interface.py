@@ -55,6 +55,10 @@ class RequestPart:
     may_refuse: ClassVar[bool] = False
     """A request that has it may gain fewer tokens than its steps counted (StepResult.refused)."""
 
+    may_jump: ClassVar[bool] = False
+    """A request that has it gets the same output if tokens that its grammar forces are not sampled:
+    the part reports nothing of them, and forbids no token."""
+
     def find_fault(self, extension: Any, bounds: ModelBounds) -> ExtensionFault | None:
         """Return the first fault that a daemon would refuse in an extension whose fields are within
         their bounds; None if there is none."""

@@ -11,6 +11,7 @@ class LoraRequestPart(RequestPart):
 
     extension = LoraRequest
     limits_running = True
+    may_jump = True
 
     def find_fault(self, extension: LoraRequest, bounds: ModelBounds) -> ExtensionFault | None:
         if bounds.max_loras == 0:

@@ -77,6 +77,11 @@ def may_refuse(extensions: Extensions) -> bool:
     return any(_OF_REQUEST[type(each)].may_refuse for each in extensions)
 
 
+def may_jump(extensions: Extensions) -> bool:
+    """Return True if a request's output is the same where forced tokens are not sampled."""
+    return all(_OF_REQUEST[type(each)].may_jump for each in extensions)
+
+
 def pools(extensions: Extensions) -> bool:
     """Return True if a request samples nothing, and ends with an output."""
     return any(_OF_REQUEST[type(each)].pools for each in extensions)

@@ -14,6 +14,7 @@ class RandomSamplingRequestPart(RequestPart):
     """Random sampling; the KV of a request does not depend on it."""
 
     extension = RandomSampling
+    may_jump = True
 
     def find_fault(self, extension: RandomSampling, bounds: ModelBounds) -> ExtensionFault | None:
         if 0 < extension.temperature < MIN_TEMPERATURE:
@@ -26,6 +27,7 @@ class StopTokensRequestPart(RequestPart):
     """Tokens that end a request, and are not sampled before its min_tokens."""
 
     extension = StopTokens
+    may_jump = True
 
     def find_fault(self, extension: StopTokens, bounds: ModelBounds) -> ExtensionFault | None:
         token_ids = extension.token_ids

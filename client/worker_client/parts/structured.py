@@ -9,3 +9,4 @@ class StructuredOutputPart(RequestPart):
     """A grammar; the KV of a request does not depend on it."""
 
     extension = StructuredOutput
+    may_jump = True

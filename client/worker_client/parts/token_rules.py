@@ -17,12 +17,14 @@ class PenaltiesRequestPart(_RuleRequestPart):
     """Penalties on tokens that the request has already."""
 
     extension = Penalties
+    may_jump = True
 
 
 class LogitBiasRequestPart(_RuleRequestPart):
     """Biases of single tokens."""
 
     extension = LogitBias
+    may_jump = True
 
 
 class AllowedTokensRequestPart(_RuleRequestPart):

@@ -9,8 +9,11 @@ request.py         one request: its counts, its end, its start or adoption
 request_blocks.py  blocks of requests, and the shared ones; over block_pool.py
 """
 
+from worker_client.scheduler.interface import NO_JUMP as NO_JUMP
 from worker_client.scheduler.interface import FinishReason as FinishReason
 from worker_client.scheduler.interface import HoldingScheduler as HoldingScheduler
+from worker_client.scheduler.interface import Jump as Jump
+from worker_client.scheduler.interface import JumpingScheduler as JumpingScheduler
 from worker_client.scheduler.interface import RequestOutput as RequestOutput
 from worker_client.scheduler.interface import SchedulerInterface as SchedulerInterface
 from worker_client.scheduler.interface import SchedulerLimits as SchedulerLimits

@@ -4,7 +4,7 @@ exchange."""
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Final, Literal, Protocol, TypeAlias, runtime_checkable
+from typing import Final, Literal, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -118,6 +118,34 @@ class HoldingScheduler(SchedulerInterface, Protocol):
 
     def release_request(self, req_id: str) -> None:
         """Admit a held request as any other, in its order of arrival; unknown ids are ignored."""
+
+
+class Jump(NamedTuple):
+    """The outcome of a scheduler's jump_forward."""
+
+    num_tokens: int
+    """Number of forced tokens that the request has gained."""
+    finished: RequestOutput | None = None
+    """The request, if the last of these tokens has ended it by a stop string."""
+
+
+NO_JUMP: Final = Jump(0)
+
+
+@runtime_checkable
+class JumpingScheduler(SchedulerInterface, Protocol):
+    """A scheduler whose requests can gain tokens that no step samples, because their grammars leave
+    no choice."""
+
+    def jump_forward(self, req_id: str, token_ids: Sequence[int]) -> Jump:
+        """Append tokens to the known ones of a request, and admit it again in the next step that
+        names it: it is preempted there and new, with these tokens, the blocks that it has, and the
+        computed tokens that it has, those of steps in flight included.
+
+        The tokens that steps in flight sample for it are the first of these. They still arrive, and
+        are to be ignored, but for a NO_TOKEN. Return NO_JUMP for an unknown request, and where not
+        more tokens are left than are in flight: none may be a stop token, nor reach its limit.
+        """
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,13 @@ from rpc_schema.step import NO_TOKEN
 from worker_client.adoption import AdoptedRequest
 from worker_client.requests import GenerationRequest, parent_id, sample_id, seeded, validated
 from worker_client.scheduler.decode_groups import DecodeGroups
-from worker_client.scheduler.interface import FinishReason, RequestOutput, SchedulerLimits
+from worker_client.scheduler.interface import (
+    NO_JUMP,
+    FinishReason,
+    Jump,
+    RequestOutput,
+    SchedulerLimits,
+)
 from worker_client.scheduler.planning import Step
 from worker_client.scheduler.request import Request, adopted_request, new_request
 from worker_client.scheduler.request_blocks import RequestBlocks
@@ -136,8 +142,11 @@ class Scheduler:
 
     def _commit(self, step: Step) -> SchedulerOutput:
         new = [request.as_new() for request in step.new]
+        preempted = step.preempted
         for request in step.new:
-            request.unannounced = False
+            if request.unannounced:  # an adopted one is unknown yet, which does no harm
+                preempted = [*preempted, request.id]
+                request.unannounced = False
         decode_req_ids = self._groups.commit(self._num_steps, step.group, step.decodes)
         for req_id, count in step.prefills.items():
             request = self._queues.unfinished[req_id]
@@ -158,7 +167,7 @@ class Scheduler:
             new_block_ids=step.new_blocks[0],
             more_new_block_ids=tuple(step.new_blocks[1:]) if any(step.new_blocks[1:]) else (),
             finished_req_ids=ended,
-            preempted_req_ids=step.preempted,
+            preempted_req_ids=preempted,
         )
 
     def update_from_output(
@@ -176,10 +185,11 @@ class Scheduler:
             if request is None:  # stopped meanwhile: sampled past its end
                 continue
             if request.num_void:
-                request.num_void -= 1
+                done += self._take_void(request, token)
                 continue
             if token == NO_TOKEN:
-                done += self._not_a_number(request)
+                place, num_left = len(request.tokens), request.num_in_flight - 1
+                done += self._not_a_number(request, place, num_left)
                 continue
             reason = request.take(token)
             if request.reported is not None:
@@ -193,6 +203,28 @@ class Scheduler:
         for req_id, count in result.refused.items():
             self._take_back(find(req_id), count)
         return done
+
+    def jump_forward(self, req_id: str, token_ids: Sequence[int]) -> Jump:
+        """Let a request gain tokens that its grammar forces; see JumpingScheduler."""
+        request = self._queues.unfinished.get(req_id)
+        count = 0 if request is None else request.num_jumped(token_ids)
+        if request is None or not count:
+            return NO_JUMP
+        count, reason = request.jump(token_ids[:count])
+        if reason is not None:
+            return Jump(count, self._finish(request, reason))
+        self._queues.jump(request)
+        return Jump(count)
+
+    def _take_void(self, request: Request, token: int) -> list[RequestOutput]:
+        """Ignore a token, unless it shows that one which the request has by a jump is none."""
+        request.num_void -= 1
+        if not request.repeated:
+            return []
+        place, request.repeated = request.repeated[0], request.repeated[1:]
+        if token != NO_TOKEN:
+            return []
+        return self._not_a_number(request, place, request.num_void + request.num_in_flight)
 
     def _take_prompts(self, chunks: Mapping[str, PromptChunk]) -> None:
         for req_id, chunk in chunks.items():
@@ -256,17 +288,19 @@ class Scheduler:
         for request in self._queues.unfinished.values():
             request.go_on_from_known()
 
-    def _not_a_number(self, request: Request) -> list[RequestOutput]:
-        """Handle a request whose logits are NaN or infinite: no request may share the blocks that
-        it wrote. If it began with blocks of another request, the fault may be in those: then it is
-        computed again, from its known tokens and by itself."""
+    def _not_a_number(self, request: Request, place: int, num_left: int) -> list[RequestOutput]:
+        """Handle a request whose logits for the token at a place are NaN or infinite: no request
+        may share the blocks that it wrote. If it began with blocks of another request, the fault
+        may be in those: then it is computed again, from its known tokens and by itself. num_left:
+        tokens of it that still arrive."""
         if not self._blocks.distrust(request):
-            place, adapter = len(request.tokens) + 1, extension_of(request.extensions, LoraRequest)
-            reason = NOT_A_NUMBER.format(place=place)
+            adapter = extension_of(request.extensions, LoraRequest)
+            reason = NOT_A_NUMBER.format(place=place + 1)
+            del request.tokens[place:]
             if adapter is not None:
                 reason += f"; or a daemon lacks its adapter {adapter.name!r}: add it again"
             return [self._finish(request, "error", reason)]
-        request.go_on_from_known(num_void=request.num_in_flight - 1)
+        request.go_on_from_known(num_void=num_left)
         self._begin_again(request)
         return []
 

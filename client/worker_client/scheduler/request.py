@@ -178,11 +178,13 @@ class Request:
     admission: int = -1
     """Increases with each admission; -1 while waiting."""
     unannounced: bool = False
-    """It runs by adoption, and is not yet in a step of this driver."""
+    """It runs, and its next step admits it: it was adopted, or has jumped forward."""
     last_step: int = -1
     """Step that samples its last token; -1 for none."""
     num_void: int = 0
     """Number of tokens in flight that are to be ignored."""
+    repeated: range = range(0)
+    """Places of tokens that it has by a jump and that still arrive: the first of num_void."""
     blocks: HeldBlocks = field(default_factory=HeldBlocks)
     reported: Reported | None = None
     """None if it reports nothing."""
@@ -255,6 +257,27 @@ class Request:
         """Give up the tokens in flight. num_void: how many of them still arrive, to be ignored."""
         self.num_tokens = len(self.tokens)
         self.num_void = num_void
+        self.repeated = range(0)
+
+    def num_jumped(self, tokens: Sequence[int]) -> int:
+        """Return how many of these forced tokens it may gain at once: up to the next one that could
+        end it, and more than are in flight, else 0."""
+        room = self.limit - 1 - len(self.tokens)
+        stops = self.traits.stop_ids
+        count = next((i for i, token in enumerate(tokens[:room]) if token in stops), None)
+        count = min(len(tokens), room) if count is None else count
+        return count if count > self.num_in_flight and not self.num_void else 0
+
+    def jump(self, tokens: Sequence[int]) -> tuple[int, FinishReason | None]:
+        """Gain forced tokens, up to one that ends it; return how many, and the reason."""
+        first, end = len(self.tokens), self.num_tokens
+        for count, token in enumerate(tokens, 1):
+            reason = self.take(token)
+            if reason is not None:
+                return count, reason
+        self.go_on_from_known(num_void=end - first)
+        self.repeated = range(first, end)
+        return len(tokens), None
 
     def admission_bytes(self, num_tokens: int, groups: Sequence[BlockGroup]) -> int:
         """Return the most bytes of a step's message that its admission with so many tokens

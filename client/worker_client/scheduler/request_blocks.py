@@ -163,7 +163,7 @@ class RequestBlocks:
         self.resume(request, prefix, num_cached)
         blocks.num_remembered = blocks.num_shared = num_cached // self.unit
         if blocks.num_cached_tokens < 0:
-            blocks.num_cached_tokens = num_cached
+            blocks.num_cached_tokens = min(num_cached, request.num_prompt_tokens)
         self.extend(request, count)
 
     def resume(self, request: Request, by_group: Prefix, num_computed: int) -> None:

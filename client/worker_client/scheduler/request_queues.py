@@ -81,6 +81,14 @@ class RequestQueues:
         if request.num_tokens < request.limit:
             self._groups.join(request)
 
+    def jump(self, request: Request) -> None:
+        """Let a request that has jumped forward be admitted again by its next step, if it runs. It
+        goes before all prompts, as decodes do."""
+        if request.is_running:
+            self._groups.leave(request)
+            self.prefilling = {request.id: request, **self.prefilling}
+            request.unannounced = True
+
     def requeue(self, request: Request) -> None:
         """Let a running request wait again, without blocks."""
         self._stop(request)

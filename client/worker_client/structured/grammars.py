@@ -5,6 +5,7 @@ llguidance itself bounds the work of a grammar: the size of its rules, the state
 the work for one mask. A grammar that exceeds a bound fails when it is compiled or used.
 """
 
+import itertools
 import json
 import threading
 from collections import OrderedDict
@@ -50,6 +51,8 @@ class GrammarLimits:
     """Bound on the lexer's work for one mask; about 15 ms."""
     step_max_items: int = 50_000
     """Bound on the parser's work for one mask; about 3 ms."""
+    max_jump: int = 1024
+    """Tokens that a request may gain at once without sampling them; 0: none."""
 
 
 class Grammars:
@@ -75,6 +78,7 @@ class Grammars:
         if not ends:
             raise _unusable(model, "the model names no end-of-sequence token")
         self._tokenizer = _load(model, vocab_size, ends)
+        self._vocab_size = vocab_size
         self.num_words = -(-vocab_size // 32)
         """int32 words of a mask."""
         self._num_own_words = -(-self._tokenizer.vocab_size // 32)
@@ -126,6 +130,15 @@ class Grammars:
     def consume(self, pairs: "Sequence[tuple[LLMatcher, int]]") -> list[bool]:
         """Let each matcher take a token; return whether it did."""
         return consume_token_par(self._masks, list(pairs))
+
+    def forced(self, matcher: LLMatcher) -> list[int]:
+        """Return the tokens that a matcher forces next: each is the only one that its mask would
+        allow after those before it. The matcher takes none of them. An end-of-sequence token is
+        never among them."""
+        most = self.limits.max_jump
+        tokens = matcher.compute_ff_tokens()[:most] if most else []
+        # The tokenizer may have tokens that the model lacks.
+        return list(itertools.takewhile(self._vocab_size.__gt__, tokens))
 
     def _compile(self, grammar: StructuredOutput) -> LLMatcher:
         try:

@@ -7,10 +7,10 @@ token arrives, WorkerGroup.sample_tokens sends the mask, while the step's forwar
 token is known in time, the step itself carries the mask.
 
 Matchers are made from the admissions in steps: from the grammar that a request carries and the
-tokens that it has so far. That serves new, resumed, recovered and adopted requests alike.
+tokens that it has so far. After a jump (jump_forward.py) a matcher is ahead of the steps in flight.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import Any, Final, Protocol, TypeAlias
@@ -22,6 +22,7 @@ from rpc_schema.extensions import extension_of
 from rpc_schema.step import NO_TOKEN
 from rpc_schema.structured import StructuredOutput
 from worker_client.errors import RequestError
+from worker_client.parts.registry import may_jump
 from worker_client.scheduler import RequestOutput, failed_request
 from worker_client.scheduler_output import NewRequest, SchedulerOutput, StepResult
 from worker_client.step_checks import WIRE_LIMITS, check_admissions, check_shape, read_counts
@@ -31,6 +32,9 @@ MAX_STEP_MASK_BYTES: Final = 1 << 20
 deferred."""
 MAX_MASK_BYTES: Final = 8 << 20
 """Bound on the masks in one message of sample_tokens."""
+MIN_STEPS_SAVED: Final = 2
+"""Fewest steps that a jump must save its request. The step that admits it again is a mixed one: it
+takes up to half as long again as a step of decodes, for all requests. One step saved is no gain."""
 
 TOO_LONG: Final = "its grammar was not compiled in time: simplify it, or send fewer at a time"
 
@@ -74,6 +78,9 @@ class CompiledGrammars(Protocol):
     def consume(self, pairs: Sequence[tuple[Any, int]]) -> list[bool]:
         """Let each matcher take a token; return whether it did."""
 
+    def forced(self, matcher: Any) -> list[int]:
+        """Return the tokens that a matcher forces next, without taking them."""
+
 
 @dataclass(slots=True, eq=False)
 class _Row:
@@ -87,8 +94,13 @@ class _Row:
     """Generated tokens that are known and that the matcher has taken."""
     num_left: int
     """Known tokens that no step has computed yet. The step that computes the last one samples."""
+    may_jump: bool
+    """Its output is the same if forced tokens are not sampled."""
     num_unknown: int = 0
-    """Tokens that steps in flight sample, and that are not known yet."""
+    """Tokens that steps in flight sample, and whose results are not here yet."""
+    jumped: list[int] = field(default_factory=list)
+    """Tokens that it has gained by a jump, without those whose results are here: the steps in
+    flight sample the first ones. The next admission replaces the row."""
 
 
 @dataclass(slots=True, eq=False)
@@ -112,13 +124,15 @@ class MaskedSteps:
     """Owns the matchers of a driver's requests. Used on the driver's thread only."""
 
     def __init__(self, grammars: CompiledGrammars) -> None:
-        self._grammars = grammars
+        self.grammars = grammars
         self._rows: dict[str, _Row] = {}
         self._planned: tuple[SchedulerOutput, MaskedStep] | None = None
         """The step that is being sent, as it came from the scheduler and as it is sent."""
         self._waiting: dict[str, MaskedStep] = {}
         """Requests whose sampling waits for a mask, and their steps."""
         self._faults: dict[str, RequestOutput] = {}
+        self._advanced: list[_Row] = []
+        """Rows whose matchers have taken a token of the newest result."""
 
     def must_wait(self, output: SchedulerOutput) -> bool:
         """Return True if a step cannot be sent yet: it continues or preempts a request whose last
@@ -144,13 +158,13 @@ class MaskedSteps:
             return self._planned[1]
         check_admissions(tuple(output.scheduled_new_reqs), WIRE_LIMITS)
         read_counts(output.num_scheduled_tokens)
-        for req_id in (*output.finished_req_ids, *output.preempted_req_ids):
-            self.forget(req_id)
+        admitted = [new.req_id for new in output.scheduled_new_reqs]
+        leaving = (*output.finished_req_ids, *output.preempted_req_ids, *admitted)
+        former = {req_id: self._rows.pop(req_id) for req_id in leaving if req_id in self._rows}
         for new in output.scheduled_new_reqs:
-            self.forget(new.req_id)
             grammar = extension_of(new.extensions, StructuredOutput)
             if grammar is not None:
-                self._begin(new, grammar)
+                self._begin(new, grammar, former.get(new.req_id))
         step = MaskedStep(output)
         if self._rows:
             self._plan_rows(step)
@@ -169,10 +183,10 @@ class MaskedSteps:
         if not step.is_waiting:
             return
         rows = [row for row in step.deferred if self._rows.get(row.req_id) is row]
-        if any(row.num_unknown > 1 for row in rows):
+        if any(row.num_unknown > 1 and not row.jumped for row in rows):
             return
         masks = self._fill(rows)
-        most = max(1, MAX_MASK_BYTES // (4 * self._grammars.num_words))
+        most = max(1, MAX_MASK_BYTES // (4 * self.grammars.num_words))
         names = list(masks)
         while len(names) > most:
             now, names = names[:most], names[most:]
@@ -182,23 +196,49 @@ class MaskedSteps:
         for row in step.deferred:
             del self._waiting[row.req_id]
 
-    def take(self, step: MaskedStep, result: StepResult) -> None:
+    def take(self, step: MaskedStep, result: StepResult) -> Collection[str]:
         """Let the matchers take what a step sampled. A token that its grammar rejects ends the
-        request (`take_faults`)."""
+        request (`take_faults`). Return the requests that had their token before, by a jump."""
+        self._advanced.clear()
         taken: list[tuple[_Row, int]] = []
+        repeated: list[str] = []
         for row in step.sampled:
             row.num_unknown -= 1
             token = result.sampled.get(row.req_id, NO_TOKEN)
-            if token != NO_TOKEN and self._rows.get(row.req_id) is row:
+            if row.jumped:
+                del row.jumped[0]
+                repeated.append(row.req_id)
+            elif token != NO_TOKEN and self._rows.get(row.req_id) is row:
                 taken.append((row, token))
         if not taken:
-            return
-        accepted = self._grammars.consume([(row.matcher, token) for row, token in taken])
+            return repeated
+        accepted = self.grammars.consume([(row.matcher, token) for row, token in taken])
         for (row, token), is_accepted in zip(taken, accepted, strict=True):
             if is_accepted:
                 row.tokens.append(token)
+                self._advanced.append(row)
             else:
                 self._fail(row, f"its grammar does not allow the sampled token {token}")
+        return repeated
+
+    def find_jumps(self) -> Iterator[tuple[str, list[int]]]:
+        """Yield the requests that have taken a token of the newest result and can jump from it,
+        with the tokens that their grammars force next."""
+        advanced, self._advanced = self._advanced, []
+        for row in advanced:
+            if row.may_jump and self._rows.get(row.req_id) is row:
+                tokens = self.grammars.forced(row.matcher)
+                if len(tokens) >= row.num_unknown + MIN_STEPS_SAVED:
+                    yield row.req_id, tokens
+
+    def jump(self, req_id: str, tokens: Sequence[int]) -> None:
+        """Let a request's matcher take forced tokens, which its scheduler has taken: more than are
+        in flight."""
+        row = self._rows.get(req_id)
+        if row is not None:
+            row.jumped = list(tokens)
+            row.tokens += tokens
+            row.matcher.consume_tokens(row.jumped)
 
     def take_faults(self) -> Mapping[str, RequestOutput]:
         """Return the requests that their grammars have ended, by id, and forget them."""
@@ -217,13 +257,17 @@ class MaskedSteps:
             step.is_waiting = False
         self._waiting.clear()
 
-    def _begin(self, new: NewRequest, grammar: StructuredOutput) -> None:
-        """Make a request's matcher, and let it take the tokens that the request has."""
+    def _begin(self, new: NewRequest, grammar: StructuredOutput, former: _Row | None) -> None:
+        """Make a request's matcher, and let it take the tokens that the request has. former: its
+        row until now, whose matcher goes on if it has taken these."""
         tokens = [int(token) for token in new.token_ids[new.num_prompt_tokens :]]
         num_left = len(new.token_ids) - new.num_computed_tokens
+        if former is not None and (former.grammar, former.tokens) == (grammar, tokens):
+            self._rows[new.req_id] = replace(former, num_left=num_left, num_unknown=0, jumped=[])
+            return
         try:
             # Compiled already, but for an adopted request.
-            compiled: Matcher = self._grammars.compile(grammar).result(self._grammars.compile_s)
+            compiled: Matcher = self.grammars.compile(grammar).result(self.grammars.compile_s)
         except (RequestError, TimeoutError) as error:
             reason = error.reason if isinstance(error, RequestError) else TOO_LONG
             self._faults[new.req_id] = failed_request(
@@ -231,7 +275,13 @@ class MaskedSteps:
             )
             return
         row = _Row(
-            new.req_id, grammar, compiled.deep_copy(), new.num_prompt_tokens, tokens, num_left
+            new.req_id,
+            grammar,
+            compiled.deep_copy(),
+            new.num_prompt_tokens,
+            tokens,
+            num_left,
+            may_jump(new.extensions),
         )
         self._rows[new.req_id] = row
         if tokens and not row.matcher.consume_tokens(tokens):
@@ -252,10 +302,11 @@ class MaskedSteps:
             if row.num_left:
                 continue  # a chunk of a prompt
             row.num_left = 1
-            (step.deferred if row.num_unknown else known).append(row)
+            must_wait = row.num_unknown and not row.jumped
+            (step.deferred if must_wait else known).append(row)
             row.num_unknown += 1
             step.sampled.append(row)
-        most = MAX_STEP_MASK_BYTES // (4 * self._grammars.num_words)
+        most = MAX_STEP_MASK_BYTES // (4 * self.grammars.num_words)
         step.deferred += known[most:]
         if step.sampled:
             masks = self._fill(known[:most])
@@ -266,17 +317,27 @@ class MaskedSteps:
             )
 
     def _fill(self, rows: Sequence[_Row]) -> dict[str, Int32s]:
-        """Return the masks of rows, except those whose matcher fails."""
+        """Return the masks of rows, except those whose matcher fails. Each row's newest token is
+        the one to be sampled."""
+        masks = {
+            row.req_id: self._only(row.jumped[row.num_unknown - 1]) for row in rows if row.jumped
+        }
+        rows = [row for row in rows if not row.jumped] if masks else rows
         if not rows:
-            return {}
-        filled = self._grammars.fill([row.matcher for row in rows])
-        masks = {}
+            return masks
+        filled = self.grammars.fill([row.matcher for row in rows])
         for row, mask in zip(rows, filled, strict=True):
             if row.matcher.is_error():
                 self._fail(row, f"its grammar is too complex: {row.matcher.get_error()}")
             else:
                 masks[row.req_id] = mask
         return masks
+
+    def _only(self, token: int) -> Int32s:
+        """Return the mask that allows one token."""
+        words = np.zeros(self.grammars.num_words, np.uint32)
+        words[token // 32] = 1 << token % 32
+        return words.view(np.int32)
 
     def _fail(self, row: _Row, reason: str) -> None:
         self.forget(row.req_id)

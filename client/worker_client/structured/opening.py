@@ -54,3 +54,7 @@ class NoGrammars:
     def consume(self, pairs: Sequence[tuple[Any, int]]) -> list[bool]:
         """Accept nothing: there is never a matcher."""
         return [False for _ in pairs]
+
+    def forced(self, matcher: Any) -> list[int]:
+        """Return no tokens: there is never a matcher."""
+        return []

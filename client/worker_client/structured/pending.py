@@ -29,16 +29,19 @@ class PendingRequests:
     def __len__(self) -> int:
         return len(self._pending)
 
+    def check_unused(self, req_id: str) -> None:
+        """Raise RequestError if a request here has this id."""
+        if req_id in self._pending:
+            fix = "choose another"
+            raise RequestError("the id is in use", field="id", value=req_id, fix=fix)
+
     def add(self, request: GenerationRequest, grammar: StructuredOutput) -> bool:
-        """Start to compile a request's grammar. Return True if it is compiled already, so that the
-        request need not wait.
+        """Start to compile the grammar of a request whose id is not in use. Return True if it is
+        compiled already, so that the request need not wait.
 
         Raises:
-            RequestError: its id is in use, or the grammar is known not to compile.
+            RequestError: the grammar is known not to compile.
         """
-        if request.id in self._pending:
-            fix = "choose another"
-            raise RequestError("the id is in use", field="id", value=request.id, fix=fix)
         compiled = self._grammars.compile(grammar)
         if compiled.done():
             compiled.result()

@@ -10,7 +10,15 @@ import pytest
 from tokenizers import Tokenizer
 
 from rpc_schema.structured import MAX_GRAMMAR_LENGTH, StructuredOutput
-from tests.support.structured import EOS_TOKEN_ID, VOCAB_SIZE, make_tokenizer, random_regex
+from tests.support.structured import (
+    EOS_TOKEN_ID,
+    VOCAB_SIZE,
+    forced_schema,
+    make_tokenizer,
+    random_case,
+    random_regex,
+    schema_case,
+)
 from worker_client.errors import ClientConfigError, RequestError
 from worker_client.requests import RequestParser
 from worker_client.structured.grammars import GrammarLimits, Grammars
@@ -236,3 +244,53 @@ def test_a_grammar_that_waits_too_long_is_the_error_of_its_request(directory):
     with pytest.raises(TimeoutError):
         found.result(limits.compile_s)
     grammars.close()
+
+
+def test_forced_tokens_are_those_that_masks_leave_alone(grammars):
+    """Each is the only one of the mask after those before it, and the mask after the last leaves a
+    choice. A matcher that is asked stays as it is: one that is never asked has the same masks."""
+    seed = random.randrange(1 << 30)
+    rng = random.Random(seed)
+    num_forced = 0
+    for number in range(60):
+        case = schema_case(forced_schema(rng)) if number % 2 else random_case(rng)
+        asked, other = (matcher_of(grammars, **case.options) for _ in range(2))
+        for _ in range(60):
+            forced = grammars.forced(asked)
+            ahead = other.deep_copy()
+            for token in forced:
+                assert allowed(grammars, ahead) == [[token]], (seed, case.options)
+                assert ahead.consume_token(token)
+            (choice,) = allowed(grammars, ahead)
+            assert len(choice) > 1 or choice == [EOS_TOKEN_ID], (seed, case.options)
+            num_forced += len(forced)
+            mine, theirs = allowed(grammars, asked, other)
+            assert mine == theirs, (seed, case.options)
+            token = rng.choice(mine)
+            if token == EOS_TOKEN_ID:
+                break
+            assert asked.consume_token(token) and other.consume_token(token)
+    assert num_forced > 1000, seed
+
+
+def test_forced_tokens_are_bounded(directory):
+    options = {"choice": ["x" * 40 + "a"]}
+    lengths = {}
+    for most in (0, 5, 1000):
+        made = Grammars(directory, VOCAB_SIZE, [EOS_TOKEN_ID], GrammarLimits(max_jump=most))
+        lengths[most] = len(made.forced(matcher_of(made, **options)))
+        made.close()
+    assert lengths[0] == 0 and lengths[5] == 5 and lengths[1000] > 5
+
+
+def test_forced_tokens_that_the_model_lacks_are_not_named(directory):
+    """The tokenizer has more tokens than the model: the mask of such a token allows none."""
+    grammars = Grammars(directory, 60, [EOS_TOKEN_ID])
+    matcher = matcher_of(grammars, choice=["a\u00e9b"])
+    forced = grammars.forced(matcher)
+    assert all(token < 60 for token in forced)
+    whole = Grammars(directory, VOCAB_SIZE, [EOS_TOKEN_ID])
+    everything = whole.forced(matcher_of(whole, choice=["a\u00e9b"]))
+    assert max(everything) >= 60 and everything[: len(forced)] == forced
+    for made in (grammars, whole):
+        made.close()

@@ -15,11 +15,17 @@ from rpc_schema.errors import ErrorCode
 from rpc_schema.structured import StructuredOutput
 from tests.support.fake_daemon import VOCAB_SIZE, Fault
 from tests.unit.client.conftest import worker_config
-from tests.unit.client.test_driver import spoiling
+from tests.unit.client.test_driver import (
+    EndlessScheduler,
+    ScriptedFuture,
+    ScriptedGroup,
+    spoiling,
+)
 from tests.unit.client.test_scheduler import expected, make_limits, random_requests
-from worker_client.driver import Driver
-from worker_client.errors import InvalidSchedulerOutput, RequestError
-from worker_client.scheduler import Scheduler
+from worker_client.driver import MAX_CONSECUTIVE_FAILURES, Driver
+from worker_client.errors import InvalidSchedulerOutput, RequestError, StepFailed
+from worker_client.requests import sample_id
+from worker_client.scheduler import Scheduler, failed_request
 from worker_client.structured import masked_steps
 
 
@@ -52,8 +58,10 @@ class HandGrammars:
     num_words = -(-VOCAB_SIZE // 32)
     compile_s = 5.0
 
-    def __init__(self, expected=None, **matchers):
+    def __init__(self, expected=None, jumps=None, **matchers):
+        """jumps: draws how many of the expected tokens a matcher forces."""
         self.expected = expected
+        self.jumps = jumps
         self.matchers = matchers
         self.masks = set()
 
@@ -75,6 +83,12 @@ class HandGrammars:
 
     def consume(self, pairs):
         return [matcher.consume_tokens([token]) for matcher, token in pairs]
+
+    def forced(self, matcher):
+        if self.jumps is None:
+            return []
+        known = len(matcher.tokens)
+        return self.expected[matcher.text][known : known + self.jumps()]
 
 
 def with_grammars(requests, rng, share=0.5):
@@ -230,6 +244,69 @@ def test_requests_wait_for_their_grammars_and_the_others_do_not(fakes, connect, 
     assert "made up" in outputs["r1"].error if in_time else "in time" in outputs["r1"].error
     if in_time:
         assert outputs["r2"].token_ids == expected(requests[2])
+
+
+@pytest.mark.parametrize("kind", [Scheduler, StaticBatches])
+def test_an_id_in_use_is_refused_at_once(fakes, connect, kind, request):
+    """Whichever of the two waits for its grammar; and so is what the scheduler would refuse."""
+    rng = random.Random(12)
+    first, second, third = (replace(each, max_tokens=9) for each in random_requests(rng, 3))
+    grammars = SlowGrammars()
+    grammars.compile_s = 60.0
+    request.addfinalizer(grammars.go.set)
+    _, driver = driver_of(fakes, connect, grammars, kind)
+    driver.add_request(first)
+    driver.step()
+    with_grammar = replace(first, structured_outputs=StructuredOutput(kind="regex", text="x"))
+    with pytest.raises(RequestError, match="in use"):
+        driver.add_request(with_grammar)
+    waiting = replace(with_grammar, id=second.id)
+    driver.add_request(waiting)
+    for clashing in (second, waiting):
+        with pytest.raises(RequestError, match="in use"):
+            driver.add_request(clashing)
+    driver.add_request(replace(third, id=sample_id(third.id, 1)))
+    with pytest.raises(RequestError, match="in use"):
+        driver.add_request(replace(with_grammar, id=third.id, n=2))
+    driver.abort_request(sample_id(third.id, 1))
+    too_long = replace(with_grammar, id="long", prompt_token_ids=np.zeros(500, np.int32))
+    with pytest.raises(RequestError) as refused:
+        driver.add_request(too_long)
+    assert refused.value.field == "prompt_token_ids"
+    driver.abort_request(second.id)
+    driver.add_request(second)
+    grammars.go.set()
+    outputs = run_on(driver)
+    grammars.pool.shutdown()
+    assert {name: output.token_ids for name, output in outputs.items()} == {
+        each.id: expected(each) for each in (first, second)
+    }
+
+
+class LastWords(EndlessScheduler):
+    """One request, which ends with the first result."""
+
+    output = failed_request("a", "made up")
+
+    def update_from_output(self, output, result):
+        return [self.output]
+
+    def step_failed(self, outputs, lost_req_ids):
+        return None
+
+
+def test_what_ends_before_a_failure_that_is_given_up_is_returned_first():
+    """A step has sampled, and the sampling that it deferred fails."""
+    group = ScriptedGroup(["fails"] * (MAX_CONSECUTIVE_FAILURES - 1) + ["works"])
+    driver = Driver(group, LastWords(), grammars=HandGrammars())
+    for _ in range(MAX_CONSECUTIVE_FAILURES - 1):
+        assert driver.step() == []
+    driver._fill()
+    driver._in_flight[0].later.append(ScriptedFuture("fails"))
+    run = driver.run()
+    assert next(run) is LastWords.output
+    with pytest.raises(StepFailed, match="scripted"):
+        next(run)
 
 
 def test_a_driver_without_grammars_refuses_such_requests(fakes, connect):
