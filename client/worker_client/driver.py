@@ -4,6 +4,7 @@ reports failures to the scheduler, and measures times."""
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
@@ -101,6 +102,15 @@ class _InFlight(NamedTuple):
     """Replies to the messages that sample its deferred requests."""
 
 
+@dataclass(slots=True)
+class _InARow:
+    """What has happened since the last successful step."""
+
+    failures: int = 0
+    """Failed steps since the last recovery."""
+    recoveries: int = 0
+
+
 class Driver:
     """Runs one group with one scheduler. Belongs to one thread."""
 
@@ -134,8 +144,7 @@ class Driver:
         self._error: InvalidSchedulerOutput | StepFailed | None = None
         """The error with which the group refused _unsent, or a failure that is given up; raised
         once no step is in flight, and no request that has finished is left to return."""
-        self._consecutive_failures = 0
-        self._consecutive_recoveries = 0
+        self._in_a_row = _InARow()
         self._masks = None if grammars is None else MaskedSteps(grammars)
         self._pending = None if grammars is None else PendingRequests(grammars)
         self._jumps: JumpForward | None = None
@@ -420,7 +429,7 @@ class Driver:
         except StepFailed as error:
             self._on_failure(error)
             return self._take_ended()
-        self._consecutive_failures = self._consecutive_recoveries = 0
+        self._in_a_row = _InARow()
         self._times.step_done(flight.output, flight.sent, result)
         return self._settle(flight, result)
 
@@ -458,12 +467,12 @@ class Driver:
     def _replace(self, died: WorkerDied) -> None:
         """Recover, and reset the count of failed steps: the fault may have ended with the process.
         Recoveries are limited too, for a request that kills each successor."""
-        if self._consecutive_recoveries >= MAX_CONSECUTIVE_FAILURES:
+        if self._in_a_row.recoveries >= MAX_CONSECUTIVE_FAILURES:
             raise died
         self._recover(died)
         self._must_restart_uploads = True
-        self._consecutive_recoveries += 1
-        self._consecutive_failures = 0
+        self._in_a_row.recoveries += 1
+        self._in_a_row.failures = 0
 
     def _on_failure(self, error: StepFailed) -> None:
         """Handle the failure of the oldest step, and so of all behind it. Requests that have
@@ -475,9 +484,9 @@ class Driver:
         outputs = [flight.output for flight in self._in_flight]
         self._in_flight.clear()
         self.num_failures += 1
-        self._consecutive_failures += 1
+        self._in_a_row.failures += 1
         self._hand_back(outputs, lost)
-        if self._consecutive_failures >= MAX_CONSECUTIVE_FAILURES:
+        if self._in_a_row.failures >= MAX_CONSECUTIVE_FAILURES:
             if self._error is not None or not self._ended:
                 raise error
             self._error = error
