@@ -7,18 +7,16 @@ A few seeds are fixed. MIXED_SEED=n runs that one, MIXED_RUNS=n so many new ones
 
 import os
 import random
-import shutil
 
 import pytest
 from msgspec.structs import replace
 
-from tests.support.command_line import short_directory
 from tests.support.doomed_driver import Death
-from tests.support.killed_driver import DriverNursery, Plan, begin
-from tests.support.mixed_features import Judge, assert_same, random_mix
+from tests.support.installed_processors import NAMES
+from tests.support.killed_driver import DriverNursery, Plan, adapted, begin
+from tests.support.mixed_features import ROOM, Judge, assert_same, make_adapters, random_mix
 from tests.support.serving import connect, scheduler_limits, worker_config
 from tests.support.structured import EOS_TOKEN_ID, VOCAB_SIZE, make_tokenizer
-from tests.support.supervised import Supervised
 from worker_client.driver import Driver
 from worker_client.scheduler import Scheduler
 from worker_client.structured.grammars import Grammars
@@ -33,6 +31,7 @@ TASKS = ("embed", "token_embed")
 NUM_BLOCKS = 20
 """Too few for two long requests."""
 MAX_MODEL_LEN = 64
+FEATURES = {"lora": ROOM, "logits_processors": NAMES}
 SIZES = {"max_num_seqs": 8, "max_num_batched_tokens": 24, "max_model_len": MAX_MODEL_LEN}
 
 
@@ -59,21 +58,6 @@ def grammars(model):
 
 
 @pytest.fixture(scope="module")
-def judge(model, grammars):
-    return Judge(model, grammars)
-
-
-@pytest.fixture(scope="module")
-def mortals(model_root):
-    """Two daemons, which may be killed."""
-    directory = short_directory()
-    daemons = Supervised(2, model_root, directory)
-    yield daemons
-    daemons.close()
-    shutil.rmtree(directory)
-
-
-@pytest.fixture(scope="module")
 def nursery():
     nursery = DriverNursery()
     yield nursery
@@ -86,19 +70,26 @@ def seed(request):
 
 
 @pytest.fixture(scope="module")
-def mix(seed):
-    return random_mix(random.Random(seed), TASKS, COUNT)
+def judge(seed, model, grammars):
+    return Judge(model, make_adapters(model, seed), grammars)
 
 
 @pytest.fixture(scope="module")
-def alone(serve, model, grammars, mix):
+def mix(seed, model, tmp_path_factory):
+    directory = tmp_path_factory.mktemp("embeds")
+    hidden_size = model.model.config.hidden_size
+    return random_mix(random.Random(seed), TASKS, COUNT, directory, hidden_size)
+
+
+@pytest.fixture(scope="module")
+def alone(serve, model, grammars, judge, mix):
     """Each request's output by itself."""
     outputs = {}
-    with serve(model.path, max_model_len=MAX_MODEL_LEN) as (group, loaded):
+    with serve(model.path, max_model_len=MAX_MODEL_LEN, **FEATURES) as (group, loaded):
         for request in mix.requests.values():
             scheduler = Scheduler(scheduler_limits(group, loaded))
             driver = Driver(group, scheduler, grammars=grammars)
-            driver.add_request(request)
+            driver.add_request(adapted(group, request))
             outputs |= by_id(driver.run())
     return outputs
 
@@ -109,13 +100,13 @@ def by_id(outputs):
 
 @pytest.fixture
 def make_plan(daemons, model, mix):
-    """make_plan(shape, endpoints) -> a plan to serve the mix."""
+    """make_plan(shape) -> a plan to serve the mix."""
 
-    def make(shape, endpoints=None):
-        config = worker_config(model.path, *shape, **SIZES, step_deadline_ms=2000)
-        endpoints = endpoints or daemons.endpoints(shape[0] * shape[1])
+    def make(shape):
+        config = worker_config(model.path, *shape, **SIZES, **FEATURES, step_deadline_ms=2000)
+        endpoints = daemons.endpoints(shape[0] * shape[1])
         served = {"arrivals": mix.arrivals, "num_gpu_blocks": NUM_BLOCKS}
-        return Plan(endpoints, config, mix.texts, **served)
+        return Plan(endpoints, config, mix.texts, directory=str(mix.directory), **served)
 
     return make
 
@@ -158,15 +149,14 @@ def test_killed_driver_costs_no_token(make_plan, nursery, seed, mix, alone, judg
     assert_all_same(judge, mix, alone, outputs)
 
 
-def test_killed_rank_costs_no_token(make_plan, mortals, seed, mix, alone, judge):
+def test_killed_rank_costs_no_token(make_plan, daemons, seed, mix, alone, judge):
     rng = random.Random(seed + 2)
     rank, at = rng.randrange(2), rng.randint(2, 40)
-    mortals.revive()
-    plan = make_plan(rng.choice(SHAPES[:2]), mortals.endpoints)
+    plan = make_plan(rng.choice(SHAPES[:2]))
     outputs, replaced = {}, []
 
     def recover(died):
-        mortals.restart(died.rank)
+        daemons.restart_dead()
         replaced.append(group.replace(died.rank))
 
     with connect(plan.endpoints, plan.config, num_gpu_blocks=NUM_BLOCKS) as (group, loaded):
@@ -174,7 +164,7 @@ def test_killed_rank_costs_no_token(make_plan, mortals, seed, mix, alone, judge)
         for num_results, done in enumerate(serving.run()):
             outputs |= by_id(done)
             if num_results == at:
-                mortals.kill(rank)
+                daemons.kill(rank)
     assert replaced
     assert_all_same(judge, mix, alone, outputs)
 
