@@ -265,8 +265,8 @@ class Judge:
     def check(
         self, request: GenerationRequest, output: RequestOutput, before: "Past | None" = None
     ) -> None:
-        """Check every token of an output, its pooled values and its log probabilities. before: whose
-        weights its first tokens came from.
+        """Check every token of an output, its pooled values and its log probabilities. before:
+        where its first tokens came from, if not from these weights.
 
         A token is right if the reference could choose it were its logits other by TIE: so ties and
         the borders of top-k, top-p and min-p are decided by numbers, and no further.
