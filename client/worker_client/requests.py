@@ -128,11 +128,15 @@ class GenerationRequest:
         """Return its extensions for the workers.
 
         Raises:
-            RequestError: it samples and has no seed, which `seeded` would give it, it has more
-                stop tokens than a request may have, or its embeddings are malformed.
+            RequestError: it samples and has no seed, which `seeded` would give it, its adapter has
+                no id, it has more stop tokens than a request may have, or its embeddings are
+                malformed.
         """
         embeds = self.embeds_extension()
         others = self.features if embeds is None else (embeds, *self.features)
+        if self.lora is not None and extension_of(self.features, LoraRequest) is None:
+            fix = "add the adapter to the group, and use with_adapter(request, adapter.extension)"
+            raise RequestError("the adapter has no id yet", field="lora", value=self.lora, fix=fix)
         if self.pooling is not None:
             return (self.pooling, *others)
         if self.seed is None and self.temperature > 0:
@@ -141,9 +145,6 @@ class GenerationRequest:
             )
         stop_ids = self.stop_ids(eos_token_ids)
         _check_num_stop_ids(len(stop_ids))
-        if self.lora is not None and extension_of(self.features, LoraRequest) is None:
-            fix = "add the adapter to the group, and use with_adapter(request, adapter.extension)"
-            raise RequestError("the adapter has no id yet", field="lora", value=self.lora, fix=fix)
         params = SamplingParams(
             temperature=self.temperature,
             top_k=self.top_k,
@@ -435,8 +436,9 @@ def _check_pooling(request: GenerationRequest, pooling: object) -> None:
             "pooling is malformed", field="pooling", value=pooling, fix=str(error)
         ) from None
     for field in _SAMPLING_FIELDS:
-        value, default = getattr(request, field), GenerationRequest.__dataclass_fields__[field]
-        if value != default.default:
+        value, own = getattr(request, field), GenerationRequest.__dataclass_fields__[field]
+        default = {} if own.default is dataclasses.MISSING else own.default
+        if value != default:
             raise RequestError(
                 "a request either samples or pools",
                 field=field,
@@ -568,6 +570,19 @@ _SAMPLING_FIELDS: Final = (
     "ignore_eos",
     "stop_token_ids",
     "logprobs",
+    "structured_outputs",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "logit_bias",
+    "allowed_token_ids",
+    "bad_words",
+    "logprob_token_ids",
+    "prompt_logprobs",
+    "logits_processors",
+    "n",
+    "stop",
+    "include_stop_str_in_output",
 )
 """Fields that pooling excludes. max_tokens and seed are ignored."""
 

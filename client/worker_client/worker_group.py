@@ -416,8 +416,8 @@ class WorkerGroup:
         the weights in host memory, level 2 keeps nothing: they must be loaded again after wake_up.
         Repeating it changes nothing.
 
-        Requests are lost as in relink(), and blocks have no contents any more: finish requests
-        first, and start with a new scheduler.
+        Requests are lost as in relink(), and blocks have no contents any more: a scheduler must
+        forget its cached prefixes.
 
         Raises:
             RemoteCapacityError: a host has no room for the weights. That rank is as it was; others

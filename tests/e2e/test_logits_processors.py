@@ -3,35 +3,18 @@ configuration, and switched on by single requests."""
 
 import numpy as np
 import pytest
+import torch
 import transformers
 
 from rpc_schema.sampling import LogitsProcessors
+from tests.support.installed_processors import apply_processors
 from tests.support.serving import connect, generate, greedy_request, worker_config
 from worker_client.errors import InvalidSchedulerOutput, RemoteConfigError, RequestError
-from worker_client.launcher import LocalDaemons
 from worker_client.requests import GenerationRequest
 from worker_client.scheduler import Scheduler, SchedulerLimits, scheduler_limits
 from worker_client.scheduler_output import NewRequest, SchedulerOutput
 
-MODULE = """
-def make_even(vocab_size, device):
-    def process(logits, positions):
-        logits[:, 1::2] = float("-inf")
-        return logits
-    return process
-
-def make_late(vocab_size, device):
-    def process(logits, positions):
-        logits[:, 7] += positions * 4.0
-        return logits
-    return process
-"""
-ENTRIES = """
-[worker_daemon.logits_processors]
-even = wd_test_processors:make_even
-late = wd_test_processors:make_late
-broken = wd_test_processors:nothing
-"""
+SIZES = {"max_num_seqs": 4, "max_num_batched_tokens": 24}
 
 
 class Reference(transformers.LogitsProcessor):
@@ -39,43 +22,13 @@ class Reference(transformers.LogitsProcessor):
         self.names = names
 
     def __call__(self, input_ids, scores):
-        scores = scores.clone()
-        if "even" in self.names:
-            scores[:, 1::2] = -np.inf
-        if "late" in self.names:
-            scores[:, 7] += input_ids.shape[1] * 4.0
-        return scores
-
-
-@pytest.fixture(scope="module")
-def daemons(tmp_path_factory, model_root):
-    """Two, with a package installed beside them."""
-    site = tmp_path_factory.mktemp("site")
-    (site / "wd_test_processors.py").write_text(MODULE)
-    facts = site / "wd_test_processors-1.0.dist-info"
-    facts.mkdir()
-    (facts / "METADATA").write_text(
-        "Metadata-Version: 2.1\nName: wd-test-processors\nVersion: 1.0\n"
-    )
-    (facts / "entry_points.txt").write_text(ENTRIES)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", str(site), prepend=":")
-        with LocalDaemons(["cpu", "cpu"], model_root) as started:
-            yield started
+        changed = scores[0].numpy().copy()
+        apply_processors(self.names, changed, input_ids.shape[1])
+        return torch.from_numpy(changed)[None]
 
 
 def configured(path, *names):
-    config = worker_config(path, 2)
-    scheduler = type(config.scheduler)(
-        max_num_seqs=4, max_num_batched_tokens=24, logits_processors=names
-    )
-    return type(config)(
-        parallel=config.parallel,
-        model=config.model,
-        scheduler=scheduler,
-        cache=config.cache,
-        graph=config.graph,
-    )
+    return worker_config(path, 2, **SIZES, logits_processors=names)
 
 
 def test_processors_act_on_the_rows_that_ask_for_them(daemons, checkpoint):
@@ -88,7 +41,7 @@ def test_processors_act_on_the_rows_that_ask_for_them(daemons, checkpoint):
         greedy_request(f"r{index}", prompt, 8, logits_processors=names)
         for index, (prompt, names) in enumerate(zip(prompts, asked, strict=True))
     ]
-    with connect(daemons.endpoints, config) as (group, loaded):
+    with connect(daemons.endpoints(2), config) as (group, loaded):
         limits = scheduler_limits(loaded, config)
         tokens = generate(group, loaded, requests, Scheduler(limits)).tokens
         with pytest.raises(RequestError, match="late, even"):
@@ -113,7 +66,7 @@ def test_processors_act_on_the_rows_that_ask_for_them(daemons, checkpoint):
 )
 def test_a_configuration_with_other_processors_is_refused(daemons, checkpoint, names, message):
     config = configured(checkpoint(seed=63).path, *names)
-    with pytest.raises(RemoteConfigError, match=message), connect(daemons.endpoints, config):
+    with pytest.raises(RemoteConfigError, match=message), connect(daemons.endpoints(2), config):
         pass
 
 

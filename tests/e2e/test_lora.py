@@ -2,8 +2,6 @@
 whatever runs beside it."""
 
 import json
-import os
-import signal
 
 import numpy as np
 import pytest
@@ -20,7 +18,6 @@ from worker_client.errors import (
     RemoteConfigError,
     StepFailed,
 )
-from worker_client.launcher import LocalDaemons
 from worker_client.scheduler import Scheduler
 from worker_client.scheduler_output import NewRequest, SchedulerOutput
 from worker_client.worker_group import WorkerGroup
@@ -231,19 +228,15 @@ def test_the_next_driver_adopts_requests_with_their_adapters(serve, base, merged
     assert tokens == expected
 
 
-def test_a_new_rank_gets_the_adapters_of_the_group(base, merged):
+def test_a_new_rank_gets_the_adapters_of_the_group(daemons, base, merged):
     config = worker_config(base.path, 2, lora=ROOM)
-    root = base.path.parent
-    with (
-        LocalDaemons(["cpu", "cpu"], root, lora_root=root) as local,
-        connect(local.endpoints, config) as (group, loaded),
-    ):
+    with connect(daemons.endpoints(2), config) as (group, loaded):
         models = [(base, None), *added(group, merged, "every", "patterns")]
         group.pin_lora(models[1][1].lora_id)
         requests, expected = adapted_requests(models, 15, 6, max_tokens=12)
 
         def recover(died):
-            local.restart_dead()
+            daemons.restart_dead()
             group.replace(died.rank)
 
         scheduler = Scheduler(scheduler_limits(group, loaded))
@@ -253,7 +246,7 @@ def test_a_new_rank_gets_the_adapters_of_the_group(base, merged):
             driver.add_request(request)
         for _ in range(4):
             outputs += driver.step()
-        os.kill(local.pids[1], signal.SIGKILL)
+        daemons.kill(1)
         outputs += driver.run()
         reports = group.list_loras()
     assert {output.req_id: output.token_ids for output in outputs} == expected

@@ -5,23 +5,24 @@ alone; in every parallel shape, and whatever becomes of drivers and ranks.
 A few seeds are fixed. MIXED_SEED=n runs that one, MIXED_RUNS=n so many new ones.
 """
 
+import contextlib
 import os
 import random
-import shutil
 
 import pytest
 from msgspec.structs import replace
 
-from tests.support.command_line import short_directory
+from rpc_schema.weight_transfer import DiskEngine, DiskSource
 from tests.support.doomed_driver import Death
-from tests.support.killed_driver import DriverNursery, Plan, begin
-from tests.support.mixed_features import Judge, assert_same, random_mix
+from tests.support.installed_processors import NAMES
+from tests.support.killed_driver import DriverNursery, Plan, adapted, begin
+from tests.support.mixed_features import ROOM, Judge, Past, assert_same, make_adapters, random_mix
 from tests.support.serving import connect, scheduler_limits, worker_config
 from tests.support.structured import EOS_TOKEN_ID, VOCAB_SIZE, make_tokenizer
-from tests.support.supervised import Supervised
-from worker_client.driver import Driver
+from worker_client.driver import Driver, give_up
 from worker_client.scheduler import Scheduler
 from worker_client.structured.grammars import Grammars
+from worker_client.worker_client import TensorList
 from worker_client.worker_group import WorkerGroup
 
 pytestmark = pytest.mark.slow
@@ -33,6 +34,11 @@ TASKS = ("embed", "token_embed")
 NUM_BLOCKS = 20
 """Too few for two long requests."""
 MAX_MODEL_LEN = 64
+ARCHITECTURE = "Qwen3ForCausalLM"
+MODEL = {"vocab_size": VOCAB_SIZE, "eos_token_id": EOS_TOKEN_ID, "seed": 41}
+FEATURES = {"lora": ROOM, "logits_processors": NAMES}
+CROWDED = {"max_num_seqs": 16}
+CROWDED_BLOCKS = 130
 SIZES = {"max_num_seqs": 8, "max_num_batched_tokens": 24, "max_model_len": MAX_MODEL_LEN}
 
 
@@ -46,7 +52,7 @@ def chosen_seeds():
 
 @pytest.fixture(scope="module")
 def model(checkpoint):
-    made = checkpoint("Qwen3ForCausalLM", vocab_size=VOCAB_SIZE, eos_token_id=EOS_TOKEN_ID, seed=41)
+    made = checkpoint(ARCHITECTURE, **MODEL)
     make_tokenizer(made.path)
     return made
 
@@ -56,21 +62,6 @@ def grammars(model):
     made = Grammars(model.path, VOCAB_SIZE, [EOS_TOKEN_ID])
     yield made
     made.close()
-
-
-@pytest.fixture(scope="module")
-def judge(model, grammars):
-    return Judge(model, grammars)
-
-
-@pytest.fixture(scope="module")
-def mortals(model_root):
-    """Two daemons, which may be killed."""
-    directory = short_directory()
-    daemons = Supervised(2, model_root, directory)
-    yield daemons
-    daemons.close()
-    shutil.rmtree(directory)
 
 
 @pytest.fixture(scope="module")
@@ -86,19 +77,26 @@ def seed(request):
 
 
 @pytest.fixture(scope="module")
-def mix(seed):
-    return random_mix(random.Random(seed), TASKS, COUNT)
+def judge(seed, model, grammars):
+    return Judge(model, make_adapters(model, seed), grammars)
 
 
 @pytest.fixture(scope="module")
-def alone(serve, model, grammars, mix):
+def mix(seed, model, tmp_path_factory):
+    directory = tmp_path_factory.mktemp("embeds")
+    hidden_size = model.model.config.hidden_size
+    return random_mix(random.Random(seed), TASKS, COUNT, directory, hidden_size)
+
+
+@pytest.fixture(scope="module")
+def alone(serve, model, grammars, judge, mix):
     """Each request's output by itself."""
     outputs = {}
-    with serve(model.path, max_model_len=MAX_MODEL_LEN) as (group, loaded):
+    with serve(model.path, max_model_len=MAX_MODEL_LEN, **FEATURES) as (group, loaded):
         for request in mix.requests.values():
             scheduler = Scheduler(scheduler_limits(group, loaded))
             driver = Driver(group, scheduler, grammars=grammars)
-            driver.add_request(request)
+            driver.add_request(adapted(group, request))
             outputs |= by_id(driver.run())
     return outputs
 
@@ -109,15 +107,28 @@ def by_id(outputs):
 
 @pytest.fixture
 def make_plan(daemons, model, mix):
-    """make_plan(shape, endpoints) -> a plan to serve the mix."""
+    """make_plan(shape, ...) -> a plan to serve the mix; with fields of worker_config. crowded: many
+    requests run at once, and all come at the start."""
 
-    def make(shape, endpoints=None):
-        config = worker_config(model.path, *shape, **SIZES, step_deadline_ms=2000)
-        endpoints = endpoints or daemons.endpoints(shape[0] * shape[1])
-        served = {"arrivals": mix.arrivals, "num_gpu_blocks": NUM_BLOCKS}
-        return Plan(endpoints, config, mix.texts, **served)
+    def make(shape, *, crowded=False, **fields):
+        sizes = SIZES | FEATURES | (CROWDED if crowded else {})
+        return Plan(
+            daemons.endpoints(shape[0] * shape[1]),
+            worker_config(model.path, *shape, **sizes, **fields, step_deadline_ms=2000),
+            mix.texts,
+            arrivals=[] if crowded else mix.arrivals,
+            num_gpu_blocks=CROWDED_BLOCKS if crowded else NUM_BLOCKS,
+            directory=str(mix.directory),
+        )
 
     return make
+
+
+@contextlib.contextmanager
+def started(plan, recover=give_up):
+    """The plan's group, loaded anew, and the driver that is to serve it."""
+    with connect(plan.endpoints, plan.config, num_gpu_blocks=plan.num_gpu_blocks) as served:
+        yield served.group, begin(*served, plan, recover)
 
 
 def test_each_alone_is_what_its_request_asks_for(mix, alone, judge):
@@ -127,9 +138,7 @@ def test_each_alone_is_what_its_request_asks_for(mix, alone, judge):
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_mixed_requests_are_each_what_it_is_alone(make_plan, mix, alone, judge, shape):
-    plan = make_plan(shape)
-    with connect(plan.endpoints, plan.config, num_gpu_blocks=NUM_BLOCKS) as (group, loaded):
-        serving = begin(group, loaded, plan)
+    with started(make_plan(shape)) as (_, serving):
         outputs = by_id(output for done in serving.run() for output in done)
     assert sum(output.num_preemptions for output in outputs.values()) > 0
     assert_all_same(judge, mix, alone, outputs)
@@ -140,7 +149,7 @@ def test_killed_driver_costs_no_token(make_plan, nursery, seed, mix, alone, judg
     rng = random.Random(seed + 1)
     shape = rng.choice(SHAPES)
     plan = make_plan(shape)
-    with connect(plan.endpoints, plan.config, num_gpu_blocks=NUM_BLOCKS):
+    with started(plan):
         pass
     ranks = range(shape[0] * shape[1])
     if rng.random() < 0.5:
@@ -158,25 +167,84 @@ def test_killed_driver_costs_no_token(make_plan, nursery, seed, mix, alone, judg
     assert_all_same(judge, mix, alone, outputs)
 
 
-def test_killed_rank_costs_no_token(make_plan, mortals, seed, mix, alone, judge):
+def test_killed_rank_costs_no_token(make_plan, daemons, seed, mix, alone, judge):
     rng = random.Random(seed + 2)
-    rank, at = rng.randrange(2), rng.randint(2, 40)
-    mortals.revive()
-    plan = make_plan(rng.choice(SHAPES[:2]), mortals.endpoints)
+    rank, at = rng.randrange(2), rng.randint(4, 25)
     outputs, replaced = {}, []
 
     def recover(died):
-        mortals.restart(died.rank)
+        daemons.restart_dead()
         replaced.append(group.replace(died.rank))
 
-    with connect(plan.endpoints, plan.config, num_gpu_blocks=NUM_BLOCKS) as (group, loaded):
-        serving = begin(group, loaded, plan, recover)
+    plan = make_plan(rng.choice(SHAPES[:2]), crowded=True)
+    with started(plan, recover) as (group, serving):
         for num_results, done in enumerate(serving.run()):
             outputs |= by_id(done)
             if num_results == at:
-                mortals.kill(rank)
+                assert_crowded(group)
+                daemons.kill(rank)
     assert replaced
     assert_all_same(judge, mix, alone, outputs)
+
+
+def test_sleep_costs_no_token(make_plan, seed, mix, alone, judge):
+    """Of either level, with steps in flight: what ran begins again from its known tokens."""
+    rng = random.Random(seed + 3)
+    levels, outputs = rng.sample([1, 2], 2), {}
+    moments = {rng.randint(5, 12): levels[0], rng.randint(16, 24): levels[1]}
+    plan = make_plan(rng.choice(SHAPES[:2]), crowded=True, enable_sleep_mode=True)
+    with started(plan) as (group, serving):
+        for num_results, done in enumerate(serving.run()):
+            outputs |= by_id(done)
+            level = moments.get(num_results)
+            if level is not None:
+                assert_crowded(group)
+                group.sleep(level)
+                group.wake_up()
+            if level == 2:
+                group.reload_weights()
+    assert serving.driver.num_failures == len(moments)
+    assert_all_same(judge, mix, alone, outputs)
+
+
+def test_requests_go_on_with_new_weights(
+    make_plan, seed, mix, alone, judge, checkpoint, grammars, monkeypatch
+):
+    """What ran at the update, with steps in flight, keeps its tokens: the new weights choose the
+    next ones."""
+    rng = random.Random(seed + 4)
+    new = checkpoint(ARCHITECTURE, **(MODEL | {"seed": 42}))
+    new_judge = Judge(new, make_adapters(new, seed), grammars)
+    at, outputs, known = rng.randint(6, 16), {}, {}
+    with started(make_plan(rng.choice(SHAPES[:2]), crowded=True)) as (group, serving):
+        scheduler = serving.driver.scheduler
+        step_failed = scheduler.step_failed
+
+        def note(steps, lost_req_ids):
+            unfinished = scheduler._queues.unfinished.values()
+            known.update({r.id: len(r.tokens) - r.num_prompt_tokens for r in unfinished})
+            step_failed(steps, lost_req_ids)
+
+        monkeypatch.setattr(scheduler, "step_failed", note)
+        for num_results, done in enumerate(serving.run()):
+            outputs |= by_id(done)
+            if num_results == at:
+                assert_crowded(group)
+                group.init_weight_transfer_engine(DiskEngine())
+                group.start_weight_update()
+                group.update_weights(TensorList(), DiskSource(model=str(new.path)))
+                group.finish_weight_update()
+    assert serving.driver.num_failures == 1 and any(known.values())
+    for name, request in mix.requests.items():
+        if name in known:
+            new_judge.check(request, outputs[name], Past(judge, known[name]))
+        else:
+            assert_same(judge, request, alone[name], outputs[name])
+
+
+def assert_crowded(group):
+    """Several rows, and steps in flight."""
+    assert len(group.slots) > 1 and group.num_in_flight
 
 
 def assert_all_same(judge, mix, alone, outputs):

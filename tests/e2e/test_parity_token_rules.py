@@ -1,8 +1,7 @@
 """Rules on tokens over real daemons: every greedy token is that of transformers with the same
-processors, and every seeded one that of the request alone, whatever becomes of steps and
-drivers."""
+processors, whatever becomes of steps and drivers. test_mixed_features.py has seeded ones."""
 
-from dataclasses import asdict, replace
+from dataclasses import asdict
 
 import numpy as np
 import pytest
@@ -74,18 +73,6 @@ def test_tokens_are_those_of_transformers(serve, reference, greedy, shape):
         run = generate(group, loaded, requests)
     assert [run.tokens[request.id] for request in requests] == list(expected)
     assert sum(output.num_preemptions for output in run.outputs.values()) > 0
-
-
-def test_seeded_tokens_are_those_of_each_request_alone(serve, reference, greedy):
-    seeded = [
-        replace(request, temperature=1.2, seed=index, logprobs=1 if index % 2 else None)
-        for index, (request, _) in enumerate(greedy)
-    ]
-    with serve(reference.path, num_gpu_blocks=NUM_BLOCKS, **SIZES) as (group, loaded):
-        alone = {}
-        for request in seeded:
-            alone |= generate(group, loaded, [request]).tokens
-        assert generate(group, loaded, seeded).tokens == alone
 
 
 def test_failed_steps_and_another_driver_change_no_token(model_root, tmp_path, reference, greedy):

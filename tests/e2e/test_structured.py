@@ -1,5 +1,5 @@
 """Structured output on real daemons: every text is what its grammar allows, by judges that are none
-of ours; other requests notice nothing; and no accident changes a token."""
+of ours, and no accident changes a token. test_mixed_features.py has them beside other requests."""
 
 import json
 import os
@@ -109,24 +109,6 @@ def test_texts_are_what_their_grammars_allow(serve, model, tokenizer, grammars, 
                     (seed, name, case.options, text_of(tokenizer, output))
                 ) from error
     assert num_whole > 0.9 * len(cases), seed
-
-
-@pytest.mark.parametrize("pp", [1, 2])
-def test_mixed_requests_are_each_what_it_is_alone(serve, model, grammars, pp):
-    """In one batch with and without a grammar, with few blocks, so that some are preempted."""
-    seed = random.randrange(1 << 30)
-    rng = random.Random(seed)
-    lines = [line(rng, f"r{i}", random_case(rng).options if i % 2 else None) for i in range(12)]
-    lines += [line(rng, f"long{i}", {"regex": "([ab]{3}-){20}"}) for i in range(3)]
-    with serve(model.path, pp) as (group, loaded):
-        together, _ = serve_all(group, loaded, grammars, lines)
-        short, _ = serve_all(group, loaded, grammars, lines, num_blocks=37)
-        assert sum(output.num_preemptions for output in short.values()) > 0, seed
-        for fields in rng.sample(lines, 8):
-            alone, _ = serve_all(group, loaded, grammars, [fields])
-            for run in (together, short):
-                name = fields["id"]
-                assert run[name].token_ids == alone[name].token_ids, (seed, fields)
 
 
 def test_rows_without_a_mask_are_sampled_with_their_step(serve, model, grammars, monkeypatch):

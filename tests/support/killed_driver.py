@@ -23,7 +23,7 @@ from tests.support.mock_schedulers import RandomScheduler
 from worker_client.adoption import AdoptedRequest
 from worker_client.driver import Driver, Recover, give_up
 from worker_client.loading import LoadedGroup
-from worker_client.requests import GenerationRequest, RequestParser
+from worker_client.requests import GenerationRequest, RequestParser, forked, with_adapter
 from worker_client.scheduler import RequestOutput, Scheduler, scheduler_limits
 from worker_client.structured.masked_steps import CompiledGrammars
 from worker_client.structured.opening import open_grammars
@@ -82,7 +82,8 @@ class Serving(NamedTuple):
 def begin(
     group: WorkerGroup, loaded: LoadedGroup, plan: Plan, recover: Recover = give_up
 ) -> Serving:
-    """Adopt what there is, and add the lines that are not running."""
+    """Adopt what there is, and add the requests of the lines that are not running, each sample by
+    itself."""
     scheduler = make_scheduler(plan, loaded)
     adopted = group.adopt_requests() if plan.adopt else []
     driver = Driver(group, scheduler, recover=recover, grammars=grammars_of(plan, loaded))
@@ -93,15 +94,22 @@ def begin(
     parser = RequestParser(None, seed=1, directory=directory)
     later: list[tuple[int, GenerationRequest]] = []
     for index, line in enumerate(plan.lines):
-        request = parser.parse(line, index)
-        if request.id in known:
-            continue
-        if plan.arrivals:
-            later.append((plan.arrivals[index], request))
-        else:
-            driver.add_request(request)
+        for request in forked(parser.parse(line, index)):
+            if request.id in known:
+                continue
+            if plan.arrivals:
+                later.append((plan.arrivals[index], adapted(group, request)))
+            else:
+                driver.add_request(adapted(group, request))
     later.sort(key=itemgetter(0))
     return Serving(driver, adopted, done, deque(later))
+
+
+def adapted(group: WorkerGroup, request: GenerationRequest) -> GenerationRequest:
+    """The request with its adapter, if it has one, which the group has from now on."""
+    if request.lora is None:
+        return request
+    return with_adapter(request, group.add_lora(request.lora).extension)
 
 
 def grammars_of(plan: Plan, loaded: LoadedGroup) -> CompiledGrammars | None:

@@ -1,25 +1,33 @@
-"""Random requests with random subsets of all features, and a judge of their tokens that is none of
+"""Random requests with random subsets of all features, and a judge of their outputs that is none of
 ours: transformers' model in float64, with the rules written once more.
 
-A feature that is new has a line in GENERATING (or a task of its own in _pooling), and a line in
-Judge._scores.
+A feature that is new has a line in GENERATING (in COMMON, if requests that pool have it too, or a
+task of its own in _pooling), and a line in Judge._scores.
 """
 
 import copy
 import json
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+import transformers
 
+from rpc_schema.config import LoraConfig
 from rpc_schema.pooling import PoolingParams
 from tests.support.checkpoints import Checkpoint
-from tests.support.pooling_reference import embedding, last_states
+from tests.support.embedded_prompts import EmbeddedPrompt, random_rows, save
+from tests.support.installed_processors import NAMES, apply_processors
+from tests.support.lora_adapters import ALL, make_adapter
+from tests.support.pooling_reference import embedding
 from tests.support.structured import EOS_TOKEN_ID, VOCAB_SIZE, random_case
-from worker_client.requests import GenerationRequest, RequestParser
+from worker_client.host_tensor import HostTensor
+from worker_client.requests import GenerationRequest, RequestParser, forked
 from worker_client.scheduler import RequestOutput
+from worker_client.scheduler_output import Logprobs
 from worker_client.structured.grammars import Grammars
 from worker_daemon.sample.noise import gumbel_noise
 
@@ -36,6 +44,12 @@ LONGEST_PROMPT = 38
 NUM_LONG = 2
 MOST_ARRIVALS = 20
 """Requests come after so many results at most."""
+ADAPTERS = tuple(f"mixed{index}" for index in range(4))
+ROOM = LoraConfig(max_loras=2, max_lora_rank=16, max_cpu_loras=len(ADAPTERS))
+"""Fewer slots than adapters."""
+EMBEDS = {"whole": 9, "soft": 4, "softer": 6}
+"""Rows of embeddings that requests name, by the file's name."""
+EMBEDDED_SHARE = 0.3
 
 Fields = dict[str, Any]
 Draw = Callable[[random.Random], Fields]
@@ -46,7 +60,7 @@ class Feature(NamedTuple):
 
     name: str
     share: float
-    """Of the requests that generate."""
+    """Of the requests."""
     draw: Draw
 
 
@@ -90,9 +104,21 @@ def _bad_words(rng: random.Random) -> Fields:
     return {"bad_words": [_tokens(rng, rng.randint(1, 3)) for _ in range(rng.randint(1, 60))]}
 
 
+def _given_logprobs(rng: random.Random) -> Fields:
+    return {"logprob_token_ids": rng.sample(range(VOCAB_SIZE), rng.randint(1, 5))}
+
+
+COMMON = (Feature("adapter", 0.4, lambda rng: {"lora": rng.choice(ADAPTERS)}),)
+"""Of requests that generate, and of those that pool."""
+
 GENERATING = (
+    *COMMON,
     Feature("random sampling", 0.6, _random_sampling),
     Feature("logprobs", 0.3, lambda rng: {"logprobs": rng.randint(0, 5)}),
+    Feature("logprobs of tokens", 0.15, _given_logprobs),
+    Feature("prompt logprobs", 0.2, lambda rng: {"prompt_logprobs": rng.randint(0, 3)}),
+    Feature("samples", 0.1, lambda rng: {"n": rng.randint(2, 3)}),
+    Feature("processors", 0.2, lambda rng: {"logits_processors": [rng.choice(NAMES)]}),
     Feature("stop tokens", 0.4, _stops),
     Feature("penalties", 0.35, _penalties),
     Feature("bias", 0.3, _bias),
@@ -108,7 +134,7 @@ def _pooling(rng: random.Random, task: str) -> Fields:
         pooling["use_activation"] = rng.random() < 0.5
     if rng.random() < 0.4:
         pooling["dimensions"] = rng.randint(1, 64)
-    return {"pooling": pooling}
+    return {"pooling": pooling} | _drawn(rng, COMMON, "")
 
 
 class Mix(NamedTuple):
@@ -118,6 +144,8 @@ class Mix(NamedTuple):
     """As input lines have them."""
     arrivals: list[int]
     """After how many results each comes."""
+    directory: Path
+    """Of the files that lines name."""
 
     @property
     def texts(self) -> list[str]:
@@ -126,30 +154,75 @@ class Mix(NamedTuple):
 
     @property
     def requests(self) -> dict[str, GenerationRequest]:
-        """By id."""
-        parser = RequestParser(None, seed=1)
+        """By id; each sample of several by itself."""
+        parser = RequestParser(None, seed=1, directory=self.directory)
         made = [parser.from_fields(line, index) for index, line in enumerate(self.lines)]
-        return {request.id: request for request in made}
+        return {sample.id: sample for request in made for sample in forked(request)}
 
 
-def random_mix(rng: random.Random, tasks: Sequence[str], count: int) -> Mix:
+def make_adapters(checkpoint: Checkpoint, seed: int) -> dict[str, Checkpoint]:
+    """Write ADAPTERS of random ranks, modules and scales, the same for each seed; return the merged
+    models."""
+    rng, made = random.Random(seed), {}
+    for name in ADAPTERS:
+        options: Fields = {"seed": rng.randrange(1 << 30), "rank": rng.randint(1, 16)}
+        options |= {"alpha": rng.uniform(2, 16), "use_rslora": rng.random() < 0.3}
+        targets = rng.sample(ALL, rng.randint(1, len(ALL)))
+        pattern = {target: rng.randint(1, 16) for target in targets if rng.random() < 0.3}
+        made[name] = make_adapter(
+            checkpoint, name, targets=targets, rank_pattern=pattern, **options
+        )
+    return made
+
+
+def random_mix(
+    rng: random.Random, tasks: Sequence[str], count: int, directory: Path, hidden_size: int
+) -> Mix:
     """Requests that have each feature and each task of pooling at least once. Half of them begin
-    alike."""
+    alike. directory: for the embeddings of some, which are written there."""
+    files = _write_embeds(rng, directory, hidden_size)
     stems = [_tokens(rng, rng.randint(5, 14)) for _ in range(2)]
-    forced: list[str] = [*(feature.name for feature in GENERATING), *tasks]
+    forced = iter([*(feature.name for feature in GENERATING), *tasks])
     lines = []
     for index in range(count):
-        stem = rng.choice(stems) if rng.random() < 0.5 else []
-        tail = _tokens(rng, rng.randint(1, LONGEST_PROMPT - len(stem)))
-        name = forced[index] if index < len(forced) else ""
+        name = next(forced, "")
         if name in tasks or (not name and rng.random() < 0.3):
             own = _pooling(rng, name or rng.choice(tasks))
         else:
             own = _generating(rng, name)
-        lines.append({"id": f"r{index}", "prompt_token_ids": stem + tail, **own})
+        lines.append({"id": f"r{index}", **_prompt(rng, stems, files), **own})
     rng.shuffle(lines)
     arrivals = [max(0, rng.randint(-MOST_ARRIVALS, MOST_ARRIVALS)) for _ in lines]
-    return Mix([*_long(rng), *lines], [0] * NUM_LONG + arrivals)
+    return Mix([*_long(rng), *lines], [0] * NUM_LONG + arrivals, directory)
+
+
+def _write_embeds(rng: random.Random, directory: Path, hidden_size: int) -> dict[str, str]:
+    """Write EMBEDS; return their files' names."""
+    values, files = np.random.default_rng(rng.randrange(1 << 60)), {}
+    for name, count in EMBEDS.items():
+        dtype = rng.choice([torch.float32, torch.float16, torch.bfloat16])
+        rows = random_rows(values, count, hidden_size, dtype)
+        files[name] = save(EmbeddedPrompt([], rows, ()), directory, name)["prompt_embeds"]
+    return files
+
+
+def _prompt(rng: random.Random, stems: list[list[int]], files: Mapping[str, str]) -> Fields:
+    """A prompt of tokens, of embeddings, or of both."""
+    stem = rng.choice(stems) if rng.random() < 0.5 else []
+    if rng.random() >= EMBEDDED_SHARE:
+        return {"prompt_token_ids": stem + _tokens(rng, rng.randint(1, LONGEST_PROMPT - len(stem)))}
+    name = rng.choice(list(EMBEDS))
+    fields: Fields = {"prompt_embeds": files[name]}
+    if name == "whole":
+        return fields
+    rows = EMBEDS[name]
+    tokens = stem + _tokens(rng, rng.randint(1, LONGEST_PROMPT - len(stem) - rows))
+    fields["prompt_token_ids"] = tokens
+    if rng.random() < 0.6:
+        first, second = sorted(rng.choices(range(len(tokens) + 1), k=2))
+        cut = rng.randint(1, rows - 1)
+        fields["prompt_embeds_at"] = [[first, cut], [second + cut, rows - cut]]
+    return fields
 
 
 def _long(rng: random.Random) -> list[Fields]:
@@ -163,7 +236,12 @@ def _long(rng: random.Random) -> list[Fields]:
 
 def _generating(rng: random.Random, forced: str) -> Fields:
     fields: Fields = {"max_tokens": rng.randint(6, MAX_TOKENS), "seed": rng.randrange(1 << 60)}
-    for feature in GENERATING:
+    return fields | _drawn(rng, GENERATING, forced)
+
+
+def _drawn(rng: random.Random, features: Sequence[Feature], forced: str) -> Fields:
+    fields: Fields = {}
+    for feature in features:
         if feature.name == forced or rng.random() < feature.share:
             fields |= feature.draw(rng)
     return fields
@@ -176,13 +254,19 @@ class Disagreement(AssertionError):
 class Judge:
     """Says whether an output is what its request asks for."""
 
-    def __init__(self, checkpoint: Checkpoint, grammars: Grammars) -> None:
-        self._checkpoint = checkpoint
-        self._exact = copy.deepcopy(checkpoint.model).double()
+    def __init__(
+        self, checkpoint: Checkpoint, adapters: Mapping[str, Checkpoint], grammars: Grammars
+    ) -> None:
+        """adapters: the merged models, by adapter."""
+        models = {None: checkpoint} | {name: adapters[name] for name in adapters}
+        self._exact = {name: copy.deepcopy(own.model).double() for name, own in models.items()}
         self._grammars = grammars
 
-    def check(self, request: GenerationRequest, output: RequestOutput) -> None:
-        """Check every token of an output, or its pooled values.
+    def check(
+        self, request: GenerationRequest, output: RequestOutput, before: "Past | None" = None
+    ) -> None:
+        """Check every token of an output, its pooled values and its log probabilities. before:
+        where its first tokens came from, if not from these weights.
 
         A token is right if the reference could choose it were its logits other by TIE: so ties and
         the borders of top-k, top-p and min-p are decided by numbers, and no further.
@@ -204,14 +288,26 @@ class Judge:
         else:
             _expect(output.finish_reason == expected_end, request, output.finish_reason)
             _expect(bool(ended) or len(tokens) == request.max_tokens, request, "length")
-        self._check_tokens(request, output)
+        logits = self._logits(request, tokens)
+        _check_prompt_logprobs(request, logits, output)
+        own = logits[len(request.prompt_token_ids) - 1 :]
+        if before is not None:
+            count, num_prompt = before.num_tokens, len(request.prompt_token_ids)
+            earlier = before.judge._logits(request, tokens)[num_prompt - 1 :]
+            own[:count] = earlier[:count]
+        self._check_tokens(request, output, own)
 
-    def _check_tokens(self, request: GenerationRequest, output: RequestOutput) -> None:
-        prompt, tokens = request.prompt_token_ids.tolist(), output.token_ids
+    def _logits(self, request: GenerationRequest, tokens: list[int]) -> np.ndarray:
+        """float64 [prompt and tokens, V]."""
+        model = self._exact[request.lora]
         with torch.no_grad():
-            ids = torch.tensor([[*prompt, *tokens]])
-            logits = self._exact(ids).logits[0, len(prompt) - 1 :].numpy()
-        matcher = None
+            return model(inputs_embeds=_inputs(model, request, tokens)).logits[0].numpy()
+
+    def _check_tokens(
+        self, request: GenerationRequest, output: RequestOutput, logits: np.ndarray
+    ) -> None:
+        """logits: float64 [tokens + 1, V]."""
+        tokens, matcher = output.token_ids, None
         if request.structured_outputs is not None:
             matcher = self._grammars.compile(request.structured_outputs).result().deep_copy()
         for index in range(len(tokens) + (output.finish_reason == "error")):
@@ -223,8 +319,8 @@ class Judge:
                     return
                 bits = np.unpackbits(words.view(np.uint8), bitorder="little")[: row.size]
                 row[bits == 0] = -np.inf
-            if output.logprobs is not None and index < len(tokens):
-                _check_logprobs(request, row, index, output)
+            if index < len(tokens):
+                _check_reported(request, row, index, output)
             slack = TIE * max(1.0, np.abs(logits[index]).max(), request.repetition_penalty)
             scores = _scores(request, row, tokens[:index])
             if index == len(tokens):
@@ -237,9 +333,35 @@ class Judge:
                 _expect(matcher.consume_token(tokens[index]), request, f"{index}: grammar")
 
     def _pooled(self, request: GenerationRequest, pooling: PoolingParams) -> np.ndarray:
-        states = last_states(self._checkpoint, request.prompt_token_ids.tolist())
+        model = self._exact[request.lora]
+        with torch.no_grad():
+            inputs = _inputs(model, request, [])
+            states = model.base_model(inputs_embeds=inputs).last_hidden_state[0]
         chosen = states if pooling.task == "token_embed" else states[-1]
         return embedding(chosen, pooling.dimensions, pooling.use_activation is not False)
+
+
+class Past(NamedTuple):
+    """Where an output's first tokens came from."""
+
+    judge: Judge
+    num_tokens: int
+
+
+def _inputs(
+    model: transformers.PreTrainedModel, request: GenerationRequest, tokens: list[int]
+) -> torch.Tensor:
+    """float64 [1, prompt and tokens, hidden size]: embeddings in the places of placeholders."""
+    ids = torch.tensor([*request.prompt_token_ids.tolist(), *tokens])
+    whole = model.get_input_embeddings()(ids).detach().clone()
+    tensor = request.prompt_embeds
+    if tensor is not None:
+        assert isinstance(tensor, HostTensor), "the parser has read it"
+        rows = torch.frombuffer(bytearray(tensor.data), dtype=getattr(torch, tensor.dtype))
+        at = request.prompt_embeds_at or [(0, tensor.shape[0])]
+        places = [place for start, length in at for place in range(start, start + length)]
+        whole[places] = rows.view(tensor.shape).to(whole.dtype)
+    return whole[None]
 
 
 def _scores(request: GenerationRequest, row: np.ndarray, output: list[int]) -> np.ndarray:
@@ -257,6 +379,7 @@ def _scores(request: GenerationRequest, row: np.ndarray, output: list[int]) -> n
             scores[last] = -np.inf
     for token, bias in request.logit_bias.items():
         scores[token] += bias
+    apply_processors(request.logits_processors, scores, len(known))
     if len(output) < request.min_tokens:
         scores[list(request.stop_ids([EOS_TOKEN_ID]))] = -np.inf
     seen = list({*known})
@@ -312,21 +435,57 @@ def _kept(request: GenerationRequest, scaled: np.ndarray, slack: float) -> np.nd
     return kept
 
 
-def _check_logprobs(
+def _check_prompt_logprobs(
+    request: GenerationRequest, logits: np.ndarray, output: RequestOutput
+) -> None:
+    """logits: float64 [prompt and more, V]."""
+    _expect(
+        (output.prompt_logprobs is None) == (request.prompt_logprobs is None),
+        request,
+        "log probabilities of the prompt",
+    )
+    if output.prompt_logprobs is None:
+        return
+    first, *others = output.prompt_logprobs
+    tokens = request.prompt_token_ids.tolist()
+    _expect(first is None and len(others) == len(tokens) - 1, request, "prompt logprobs")
+    for place, given in enumerate(others):
+        assert given is not None, request
+        exact = _log_softmax(logits[place])
+        _check_logprobs(request, exact, tokens[place + 1], given, request.prompt_logprobs)
+
+
+def _check_reported(
     request: GenerationRequest, row: np.ndarray, index: int, output: RequestOutput
 ) -> None:
     """row: float64 [V] logits after the grammar."""
+    exact, token = _log_softmax(row), output.token_ids[index]
+    if request.logprobs is not None:
+        assert output.logprobs is not None, request
+        _check_logprobs(request, exact, token, output.logprobs[index], request.logprobs)
+    if request.logprob_token_ids is not None:
+        assert output.token_id_logprobs is not None, request
+        wanted = exact[list(request.logprob_token_ids)]
+        np.testing.assert_allclose(output.token_id_logprobs[index], wanted, **CLOSE)
+
+
+def _log_softmax(row: np.ndarray) -> np.ndarray:
     top = row.max()
-    exact = row - top - np.log(np.exp(row - top).sum())
-    given = output.logprobs[index]
-    _expect(int(given.token_ids[0]) == output.token_ids[index], request, "its own logprob")
+    return row - top - np.log(np.exp(row - top).sum())
+
+
+def _check_logprobs(
+    request: GenerationRequest, exact: np.ndarray, token: int, given: Logprobs, count: int | None
+) -> None:
+    """exact: float64 [V]; token: the first that is reported."""
+    _expect(len(given.token_ids) == len(given.logprobs) == 1 + (count or 0), request, "logprobs")
+    _expect(int(given.token_ids[0]) == token, request, "its own logprob")
     np.testing.assert_allclose(given.logprobs, exact[given.token_ids], **CLOSE)
     best = np.sort(exact)[::-1][: len(given.logprobs) - 1]
     np.testing.assert_allclose(given.logprobs[1:], best, **CLOSE)
     slack = 1e-3
-    own = exact[given.token_ids[0]]
-    least, most = (exact > own + slack).sum() + 1, (exact >= own - slack).sum()
-    _expect(least <= given.rank <= max(most, least), request, f"{index}: rank {given.rank}")
+    least, most = (exact > exact[token] + slack).sum() + 1, (exact >= exact[token] - slack).sum()
+    _expect(least <= given.rank <= max(most, least), request, f"rank {given.rank}")
 
 
 def _expect(holds: bool, request: GenerationRequest, what: str) -> None:
@@ -345,11 +504,20 @@ def assert_same(judge: Judge, request: GenerationRequest, alone: RequestOutput, 
     assert (alone.pooled is None) == (other.pooled is None), request
     if alone.pooled is not None:
         np.testing.assert_allclose(other.pooled, alone.pooled, **CLOSE)
-    assert (alone.logprobs is None) == (other.logprobs is None), request
-    for ours, theirs in zip(alone.logprobs or (), other.logprobs or (), strict=True):
+    for ours, theirs in zip(_all_logprobs(alone), _all_logprobs(other), strict=True):
         np.testing.assert_allclose(theirs.logprobs, ours.logprobs, **CLOSE)
         clear = _apart(ours.logprobs)
         np.testing.assert_array_equal(theirs.token_ids[clear], ours.token_ids[clear])
+    assert (alone.token_id_logprobs is None) == (other.token_id_logprobs is None), request
+    if alone.token_id_logprobs:
+        np.testing.assert_allclose(other.token_id_logprobs, alone.token_id_logprobs, **CLOSE)
+
+
+def _all_logprobs(output: RequestOutput) -> Iterator[Logprobs]:
+    """Of the prompt and of the tokens."""
+    for entry in (*(output.prompt_logprobs or ()), *(output.logprobs or ())):
+        if entry is not None:
+            yield entry
 
 
 def _apart(logprobs: np.ndarray) -> np.ndarray:

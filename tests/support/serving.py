@@ -14,12 +14,15 @@ connect().
 """
 
 import contextlib
+import os
+import signal
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+import pytest
 
 from rpc_schema.config import (
     CacheConfig,
@@ -31,6 +34,7 @@ from rpc_schema.config import (
     WorkerConfig,
 )
 from tests.support.checkpoints import Checkpoint
+from tests.support.installed_processors import install_processors
 from worker_client.driver import Driver
 from worker_client.errors import LaunchError
 from worker_client.launcher import LocalDaemons
@@ -70,6 +74,7 @@ def worker_config(
     block_size: int = 4,
     enable_sleep_mode: bool = False,
     lora: LoraConfig = LoraConfig(),  # noqa: B008  # a value
+    logits_processors: tuple[str, ...] = (),
 ) -> WorkerConfig:
     """The configuration of a small group."""
     return WorkerConfig(
@@ -88,6 +93,7 @@ def worker_config(
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
             step_deadline_ms=step_deadline_ms,
+            logits_processors=logits_processors,
         ),
         cache=CacheConfig(block_size=block_size),
         graph=GraphConfig(),
@@ -96,10 +102,14 @@ def worker_config(
 
 
 class DaemonPool:
-    """Daemons that outlive a test: started when first needed, stopped by stop()."""
+    """Daemons that outlive a test: started when first needed, stopped by stop(). Models and
+    adapters are below `model_root`, and the logits processors of installed_processors beside
+    them."""
 
     def __init__(self, model_root: Path) -> None:
         self.model_root = model_root
+        self._site = model_root / "site"
+        install_processors(self._site)
         self._started: list[LocalDaemons] = []
 
     def endpoints(self, count: int) -> list[str]:
@@ -108,10 +118,27 @@ class DaemonPool:
         self._drop_dead()
         have = sum(len(daemons.endpoints) for daemons in self._started)
         if have < count:
-            self._started.append(
-                LocalDaemons(["cpu"] * (count - have), self.model_root, lora_root=self.model_root)
-            )
+            devices, root = ["cpu"] * (count - have), self.model_root
+            with self._installed():
+                self._started.append(LocalDaemons(devices, root, lora_root=root))
         return [e for daemons in self._started for e in daemons.endpoints][:count]
+
+    def kill(self, index: int) -> None:
+        """Kill -9 a daemon, in the order of endpoints()."""
+        pids = [pid for daemons in self._started for pid in daemons.pids]
+        os.kill(pids[index], signal.SIGKILL)
+
+    def restart_dead(self) -> None:
+        """Start successors of the dead, at their endpoints; return before they answer."""
+        with self._installed():
+            for daemons in self._started:
+                daemons.restart_dead()
+
+    @contextlib.contextmanager
+    def _installed(self) -> Iterator[None]:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("PYTHONPATH", str(self._site), prepend=os.pathsep)
+            yield
 
     def log_tails(self, count: int) -> str:
         """The ends of the logs of the first `count` daemons."""

@@ -14,6 +14,7 @@ from rpc_schema.pooling import (
     PoolingSupport,
 )
 from rpc_schema.sampling import RandomSampling
+from rpc_schema.structured import StructuredOutput
 from worker_client.errors import InvalidSchedulerOutput, RequestError
 from worker_client.requests import GenerationRequest, RequestParser, validated
 from worker_client.scheduler_output import NewRequest, SchedulerOutput
@@ -139,10 +140,24 @@ def test_requests_with_pooling_are_checked():
     prompt = np.array([1, 2], np.int32)
     good = GenerationRequest("a", prompt, pooling=PoolingParams(task="embed"))
     assert validated(good).extensions((5,)) == (good.pooling,)
-    for fields in ({"temperature": 0.5}, {"logprobs": 2}, {"stop_token_ids": (1,)}):
+    for fields in (
+        {"temperature": 0.5},
+        {"logprobs": 2},
+        {"stop_token_ids": (1,)},
+        {"frequency_penalty": 0.5},
+        {"logit_bias": {1: 2.0}},
+        {"bad_words": ((1,),)},
+        {"prompt_logprobs": 0},
+        {"logits_processors": ("even",)},
+        {"structured_outputs": StructuredOutput(kind="regex", text="a")},
+        {"n": 2},
+        {"stop": ("a",)},
+    ):
         with pytest.raises(RequestError) as caught:
             validated(GenerationRequest("a", prompt, pooling=good.pooling, **fields))
         assert caught.value.field == next(iter(fields))
+    with pytest.raises(RequestError, match="no id yet"):
+        validated(GenerationRequest("a", prompt, pooling=good.pooling, lora="b")).extensions(())
     parse = RequestParser(None).parse
     line = '{"prompt_token_ids": [1], "pooling": %s}'
     parsed = parse(line % '{"task": "classify", "use_activation": false}', 0)
