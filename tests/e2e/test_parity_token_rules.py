@@ -2,10 +2,11 @@
 processors, and every seeded one that of the request alone, whatever becomes of steps and
 drivers."""
 
-from dataclasses import asdict, replace
+from dataclasses import replace
 
 import numpy as np
 import pytest
+from msgspec.structs import asdict
 
 from rpc_schema.sampling import SamplingParams
 from tests.support.checkpoints import VOCAB_SIZE, NearTie

@@ -13,7 +13,7 @@ from rpc_schema.pooling import PoolingParams
 from rpc_schema.sampling import PromptLogprobs
 from rpc_schema.step import NO_TOKEN
 from worker_client.adoption import AdoptedRequest
-from worker_client.requests import GenerationRequest, parent_id, sample_id, seeded, validated
+from worker_client.requests import GenerationRequest, parent_id, sample_id, seeded
 from worker_client.scheduler.decode_groups import DecodeGroups
 from worker_client.scheduler.interface import FinishReason, RequestOutput, SchedulerLimits
 from worker_client.scheduler.planning import Step
@@ -57,9 +57,8 @@ class Scheduler:
         Raises:
             RequestError: a field is out of bounds, its id is in use, or it can never be served.
         """
-        request = seeded(validated(request))
         self._queues.check_unused(request.id, fix="choose another")
-        made = new_request(request, self._limits, self._texts)
+        made = new_request(seeded(request), self._limits, self._texts)
         first = sample_id(parent_id(request.id), 0) if request.index else ""
         self._queues.add(made, behind=first)
 
