@@ -128,6 +128,7 @@ class StateWorker:
     sleep = wake_up = discard = _no_model
     init_weight_transfer_engine = start_weight_update = update_weights = _no_model
     finish_weight_update = reload_weights = update_config = _no_model
+    prepare_lora = add_lora = remove_lora = list_loras = pin_lora = _no_model
 
     def start_trace(self) -> None:
         raise ConfigError("this worker has no profiler")

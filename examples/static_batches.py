@@ -28,7 +28,7 @@ from worker_client.adoption import AdoptedRequest
 from worker_client.driver import Driver
 from worker_client.errors import ClientConfigError, RequestError
 from worker_client.launcher import LocalDaemons
-from worker_client.requests import GenerationRequest, check_fits, validated
+from worker_client.requests import GenerationRequest, check_fits
 from worker_client.scheduler import FinishReason, RequestOutput, SchedulerLimits, scheduler_limits
 from worker_client.scheduler_output import Logprobs, NewRequest, SchedulerOutput, StepResult
 from worker_client.step_checks import (
@@ -113,7 +113,6 @@ class StaticBatches:
     def add_request(self, request: GenerationRequest) -> None:
         """Queue a request, or raise RequestError and change nothing."""
         limits = self._limits
-        validated(request)
         check_fits(request, max_model_len=limits.max_model_len, vocab_size=limits.vocab_size)
         num_prompt = len(request.prompt_token_ids)
         limit = min(num_prompt + request.max_tokens, limits.max_model_len)

@@ -97,7 +97,9 @@ def _values(messages: list[type[msgspec.Struct]]) -> list[type[msgspec.Struct]]:
         member
         for module in _MODULES
         for _, member in inspect.getmembers(module, inspect.isclass)
-        if issubclass(member, msgspec.Struct) and member.__module__ == module.__name__
+        if issubclass(member, msgspec.Struct)
+        and member.__module__ == module.__name__
+        and member.__struct_config__.array_like  # others are no part of a message
     ]
     return [member for member in found if member not in messages]
 

@@ -61,4 +61,7 @@ KindT = TypeVar("KindT", bound=Extension)
 
 def extension_of(extensions: Iterable[Extension], kind: type[KindT]) -> KindT | None:
     """Return the extension of a type, if there is one."""
-    return next((each for each in extensions if isinstance(each, kind)), None)
+    for each in extensions:
+        if isinstance(each, kind):
+            return each
+    return None

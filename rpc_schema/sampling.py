@@ -2,8 +2,7 @@
 together with the rules on tokens (rpc_schema/token_rules.py)."""
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
-from typing import Annotated, Any, Final, TypeAlias
+from typing import Annotated, Any, TypeAlias
 
 import msgspec
 from msgspec import Meta
@@ -180,12 +179,9 @@ SamplingExtension: TypeAlias = (
     | PromptLogprobsWanted
     | LogitsProcessors
 )
-_NOT_RANDOM: Final = RandomSampling()
-_NO_STOPS: Final = StopTokens()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SamplingParams:
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     """The extensions of one request that concern sampling in one value, for callers."""
 
     temperature: float = 0.0
@@ -201,7 +197,7 @@ class SamplingParams:
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
-    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    logit_bias: Mapping[int, float] = {}
     """Added to the logit of each token id."""
     allowed_token_ids: tuple[int, ...] | None = None
     """None allows all."""
@@ -224,28 +220,29 @@ class SamplingParams:
 
     def extensions(self) -> tuple[SamplingExtension, ...]:
         """Return the extensions for a request, without those at their defaults."""
-        drawn = RandomSampling(
-            temperature=self.temperature,
-            top_k=self.top_k,
-            top_p=self.top_p,
-            min_p=self.min_p,
-            seed=self.seed,
-        )
-        stops = StopTokens(token_ids=self.stop_token_ids, min_tokens=self.min_tokens)
-        penalties = Penalties(
-            presence_penalty=self.presence_penalty,
-            frequency_penalty=self.frequency_penalty,
-            repetition_penalty=self.repetition_penalty,
-        )
         wanted: list[SamplingExtension] = []
-        if drawn != _NOT_RANDOM:
-            wanted.append(drawn)
-        if stops != _NO_STOPS:
-            wanted.append(stops)
+        drawn = self.temperature, self.top_k, self.top_p, self.min_p, self.seed
+        if drawn != (0.0, 0, 1.0, 0.0, 0):
+            temperature, top_k, top_p, min_p, seed = drawn
+            wanted.append(
+                RandomSampling(
+                    temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed
+                )
+            )
+        if (self.stop_token_ids, self.min_tokens) != ((), 0):
+            wanted.append(StopTokens(token_ids=self.stop_token_ids, min_tokens=self.min_tokens))
         if self.logprobs is not None:
             wanted.append(LogprobsWanted(count=self.logprobs))
-        if penalties != Penalties():
-            wanted.append(penalties)
+        penalties = self.presence_penalty, self.frequency_penalty, self.repetition_penalty
+        if penalties != (0.0, 0.0, 1.0):
+            presence, frequency, repetition = penalties
+            wanted.append(
+                Penalties(
+                    presence_penalty=presence,
+                    frequency_penalty=frequency,
+                    repetition_penalty=repetition,
+                )
+            )
         if self.logit_bias:
             wanted.append(LogitBias.of(self.logit_bias))
         if self.allowed_token_ids is not None:

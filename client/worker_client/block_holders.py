@@ -74,7 +74,11 @@ class BlockHolders:
     def check(self, rows: bytes, block_ids: Sequence[int]) -> None:
         """Raise BlockTaken unless each block exists, is free and occurs once. rows: of the requests
         that ask for them."""
-        if any(map(self._flags_of, block_ids)):
+        if not block_ids:
+            return
+        flags = self._flags
+        exist = min(block_ids) >= 0 and max(block_ids) < len(flags)
+        if not exist or any(map(flags.__getitem__, block_ids)):
             raise self._taken(block_ids)
         if len({*block_ids}) < len(block_ids):
             first = {block_id: index for index, block_id in reversed([*enumerate(block_ids)])}
@@ -138,9 +142,10 @@ class BlockHolders:
             self._emptied[column] = False
 
     def admit(self, rows: Sequence[int], prefixes: Sequence[Int32s]) -> None:
-        """Begin requests in free slots, with the blocks that each row reads."""
-        for row, prefix in zip(rows, prefixes, strict=True):
+        """Begin requests in free slots, with the blocks that each row reads; empty: none does."""
+        for row in rows:
             self._num_behind[row] = 0
+        for row, prefix in zip(rows, prefixes, strict=False):
             if prefix.size:
                 self._prefixes[row] = prefix
                 self._read(prefix[prefix != NULL_BLOCK])

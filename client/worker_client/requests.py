@@ -6,10 +6,10 @@ import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from hashlib import blake2b
-from itertools import chain
+from operator import attrgetter
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, NoReturn, TypeAlias
 
 import msgspec
 import numpy as np
@@ -27,6 +27,7 @@ from rpc_schema.sampling import (
     MAX_STOP_TOKEN_IDS,
     MIN_TEMPERATURE,
     SamplingParams,
+    StopTokens,
 )
 from rpc_schema.structured import StructuredOutput
 from rpc_schema.token_rules import (
@@ -119,6 +120,15 @@ class GenerationRequest:
     features: tuple[RequestExtension, ...] = ()
     """Extensions of features that have no field above."""
 
+    @property
+    def has_options(self) -> bool:
+        """True if it was given more than an id, a prompt, max_tokens, a seed or ignore_eos: most
+        requests have nothing else to check or to send."""
+        try:
+            return bool(_options_of(self) != _DEFAULTS)
+        except ValueError:  # an array in place of a tuple
+            return True
+
     def stop_ids(self, eos_token_ids: Sequence[int]) -> tuple[int, ...]:
         """Return the tokens that end this request."""
         eos = () if self.ignore_eos else tuple(eos_token_ids)
@@ -132,6 +142,10 @@ class GenerationRequest:
                 no id, it has more stop tokens than a request may have, or its embeddings are
                 malformed.
         """
+        stop_ids = self.stop_ids(eos_token_ids)
+        _check_num_stop_ids(len(stop_ids))
+        if not self.has_options:
+            return (StopTokens(token_ids=stop_ids),) if stop_ids else ()
         embeds = self.embeds_extension()
         others = self.features if embeds is None else (embeds, *self.features)
         if self.lora is not None and extension_of(self.features, LoraRequest) is None:
@@ -143,14 +157,12 @@ class GenerationRequest:
             raise RequestError(
                 "the request has no seed yet", field="seed", value=None, fix="use seeded(request)"
             )
-        stop_ids = self.stop_ids(eos_token_ids)
-        _check_num_stop_ids(len(stop_ids))
         params = SamplingParams(
             temperature=self.temperature,
             top_k=self.top_k,
             top_p=self.top_p,
             min_p=self.min_p,
-            seed=self.seed or 0,
+            seed=(self.seed or 0) if self.temperature else 0,
             min_tokens=self.min_tokens,
             stop_token_ids=stop_ids,
             logprobs=self.logprobs,
@@ -174,6 +186,18 @@ class GenerationRequest:
             return None
         return embeds_extension(host_tensor(self.prompt_embeds), self.prompt_embeds_at)
 
+
+_INT32: Final = np.dtype(np.int32)
+
+_OPTIONS: Final = tuple(
+    field
+    for field in dataclasses.fields(GenerationRequest)
+    if field.name not in ("id", "prompt_token_ids", "max_tokens", "seed", "ignore_eos")
+)
+_options_of: Final = attrgetter(*[field.name for field in _OPTIONS])
+_DEFAULTS: Final = tuple(
+    {} if field.default is dataclasses.MISSING else field.default for field in _OPTIONS
+)
 
 _SIZED: Final = (
     "id",
@@ -260,12 +284,44 @@ def parent_id(sample: str) -> str:
 
 
 def validated(request: GenerationRequest) -> GenerationRequest:
-    """Return the request unchanged.
+    """Return the request unchanged. check_fits checks the same.
 
     Raises:
         RequestError: a field is out of bounds.
     """
+    _check_fields(request, None)
+    return request
+
+
+def _check_fields(request: GenerationRequest, vocab_size: int | None) -> None:
+    """Check every field. vocab_size: the model's; None: token ids that a message can carry."""
+    prompt, num_tokens = request.prompt_token_ids, len(request.prompt_token_ids)
+    top = MAX_COUNT if vocab_size is None else vocab_size - 1
     _check_unicode("id", request.id)
+    for field, value, low, high in (
+        ("id", len(request.id), 1, MAX_ID_LENGTH),
+        ("prompt_token_ids", num_tokens, 1, MAX_COUNT),
+        ("max_tokens", request.max_tokens, 1, MAX_COUNT),
+        ("seed", request.seed or 0, 0, MAX_SEED),
+    ):
+        if not low <= value <= high:
+            _refuse_range(field, value, low, high)
+    if request.has_options:
+        _check_options(request, top)
+    # Negative ids are the largest as uint32.
+    if prompt.dtype != _INT32 or int(np.maximum.reduce(prompt.view(np.uint32))) > top:
+        _check_token_ids("prompt_token_ids", (int(prompt.min()), int(prompt.max())), top)
+
+
+def _refuse_range(field: str, value: float, low: float, high: float) -> NoReturn:
+    what = f"the length of {field}" if field in _SIZED else field
+    raise RequestError(
+        f"{what} is out of bounds", field=field, value=value, fix=f"use {low} to {high}"
+    )
+
+
+def _check_options(request: GenerationRequest, top: int) -> None:
+    """Check the fields that few requests have; top: the largest token id."""
     _check_unicode("lora", request.lora or "")
     features: object = request.features
     if not isinstance(features, tuple):
@@ -282,14 +338,10 @@ def validated(request: GenerationRequest) -> GenerationRequest:
             fix="give prompt_embeds too",
         )
     for field, value, low, high in (
-        ("id", len(request.id), 1, MAX_ID_LENGTH),
-        ("prompt_token_ids", len(request.prompt_token_ids), 1, MAX_COUNT),
-        ("max_tokens", request.max_tokens, 1, MAX_COUNT),
         ("temperature", request.temperature, 0.0, 1e6),
         ("top_p", request.top_p, 1e-6, 1.0),
         ("top_k", request.top_k, 0, MAX_COUNT),
         ("min_p", request.min_p, 0.0, 1.0),
-        ("seed", request.seed or 0, 0, MAX_SEED),
         ("min_tokens", request.min_tokens, 0, MAX_COUNT),
         ("logprobs", request.logprobs or 0, 0, MAX_LOGPROBS),
         ("prompt_logprobs", request.prompt_logprobs or 0, 0, MAX_LOGPROBS),
@@ -309,10 +361,7 @@ def validated(request: GenerationRequest) -> GenerationRequest:
         ("lora", 1 if request.lora is None else len(request.lora), 1, MAX_ID_LENGTH),
     ):
         if not low <= value <= high:
-            what = f"the length of {field}" if field in _SIZED else field
-            raise RequestError(
-                f"{what} is out of bounds", field=field, value=value, fix=f"use {low} to {high}"
-            )
+            _refuse_range(field, value, low, high)
     if 0 < request.temperature < MIN_TEMPERATURE:
         raise RequestError(
             "the temperature is too small to divide by",
@@ -327,13 +376,9 @@ def validated(request: GenerationRequest) -> GenerationRequest:
             value=request.min_tokens,
             fix="lower it",
         )
-    prompt = request.prompt_token_ids
-    if prompt.dtype != np.int32 or int(prompt.view(np.uint32).max()) > MAX_COUNT:  # one is negative
-        _check_token_ids("prompt_token_ids", (int(prompt.min()), int(prompt.max())), MAX_COUNT)
-    _check_token_ids("stop_token_ids", request.stop_token_ids, MAX_COUNT)
-    _check_token_rules(request)
+    _check_token_ids("stop_token_ids", request.stop_token_ids, top)
+    _check_token_rules(request, top)
     _check_stop(request.stop)
-    return request
 
 
 def _check_stop(stop: Sequence[str]) -> None:
@@ -352,9 +397,9 @@ def _check_stop(stop: Sequence[str]) -> None:
         )
 
 
-def _check_token_rules(request: GenerationRequest) -> None:
-    """Check what messages can carry of the rules on tokens, their numbers apart."""
-    _check_token_ids("logit_bias", request.logit_bias, MAX_COUNT)
+def _check_token_rules(request: GenerationRequest, top: int) -> None:
+    """Check the rules on tokens, their numbers apart."""
+    _check_token_ids("logit_bias", request.logit_bias, top)
     for bias in request.logit_bias.values():
         if not abs(bias) <= MAX_BIAS:  # not a number, too
             raise RequestError(
@@ -365,13 +410,13 @@ def _check_token_rules(request: GenerationRequest) -> None:
             )
     if request.allowed_token_ids is not None:
         _check_length("allowed_token_ids", request.allowed_token_ids, MAX_ALLOWED_TOKENS)
-        _check_token_ids("allowed_token_ids", request.allowed_token_ids, MAX_COUNT)
+        _check_token_ids("allowed_token_ids", request.allowed_token_ids, top)
     if request.logprob_token_ids is not None:
         _check_length("logprob_token_ids", request.logprob_token_ids, MAX_LOGPROB_TOKEN_IDS)
-        _check_token_ids("logprob_token_ids", request.logprob_token_ids, MAX_COUNT)
+        _check_token_ids("logprob_token_ids", request.logprob_token_ids, top)
     for word in request.bad_words:
         _check_length("bad_words", word, MAX_BAD_WORD_TOKENS)
-        _check_token_ids("bad_words", word, MAX_COUNT)
+        _check_token_ids("bad_words", word, top)
 
 
 def _check_length(field: str, token_ids: Sequence[int], most: int) -> None:
@@ -385,11 +430,13 @@ def _check_length(field: str, token_ids: Sequence[int], most: int) -> None:
 
 
 def check_fits(request: GenerationRequest, *, max_model_len: int, vocab_size: int | None) -> None:
-    """Check a valid request against the loaded model; vocab_size None leaves its tokens unchecked.
+    """Check a request, by itself and against the loaded model; vocab_size None: unknown.
 
     Raises:
-        RequestError: the prompt leaves no room for a token, or names tokens that do not exist.
+        RequestError: a field is out of bounds, the prompt leaves no room for a token, or names
+            tokens that do not exist.
     """
+    _check_fields(request, vocab_size)
     length = len(request.prompt_token_ids)
     if request.pooling is not None and length > max_model_len:
         raise RequestError(
@@ -405,24 +452,6 @@ def check_fits(request: GenerationRequest, *, max_model_len: int, vocab_size: in
             value=length,
             fix=f"use a prompt of at most {max_model_len - 1} tokens, or a longer max_model_len",
         )
-    if vocab_size is None:
-        return
-    top = int(request.prompt_token_ids.max())
-    if top >= vocab_size:
-        raise RequestError(
-            f"the vocabulary has {vocab_size} tokens",
-            field="prompt_token_ids",
-            value=top,
-            fix=f"use token ids below {vocab_size}",
-        )
-    for field, token_ids in (
-        ("stop_token_ids", request.stop_token_ids),
-        ("logit_bias", request.logit_bias),
-        ("allowed_token_ids", request.allowed_token_ids or ()),
-        ("logprob_token_ids", request.logprob_token_ids or ()),
-        ("bad_words", chain.from_iterable(request.bad_words)),
-    ):
-        _check_token_ids(field, token_ids, vocab_size - 1)
 
 
 def _check_pooling(request: GenerationRequest, pooling: object) -> None:

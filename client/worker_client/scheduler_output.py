@@ -7,6 +7,7 @@ from functools import cached_property
 from typing import Any
 
 import numpy as np
+from msgspec import Struct
 from numpy.typing import NDArray
 
 from rpc_schema.extensions import ReplyExtension, RequestExtension
@@ -14,8 +15,7 @@ from rpc_schema.pooling import PooledOutputs
 from rpc_schema.sampling import TokenLogprobs
 
 
-@dataclass(frozen=True, slots=True)
-class NewRequest:
+class NewRequest(Struct, frozen=True, gc=False):
     """An admission: a request that the workers do not have, or have dropped.
 
     A preempted request, and one that was lost with a failed step, comes back as a NewRequest with

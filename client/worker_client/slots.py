@@ -64,7 +64,7 @@ MAX_UNCOUNTED_BYTES = 1 << 16
 numpy."""
 
 Int32s = NDArray[np.int32]
-_NO_PREFIX = np.zeros(0, np.int32)
+_NO_PREFIXES: Sequence[Int32s] = ()
 _NONE_NEW: Mapping[str, int] = {}
 _UINT16 = np.dtype("<u2")
 
@@ -109,8 +109,8 @@ class _Change(NamedTuple):
     slot_of_new: Mapping[str, int]
     admitted: Sequence[NewRequest]
     prefixes: Sequence[Int32s]
-    """For each row of each new request, the blocks that it only reads; empty if blocks are not
-    checked."""
+    """For each row of each new request, the blocks that it only reads; empty if there are none, or
+    if blocks are not checked."""
     blocks: _Blocks
     written: _Blocks
     """The blocks among them that the step's requests write to."""
@@ -527,11 +527,10 @@ class SlotTable:
         num_computed, num_tokens = self._num_computed[slots], self._num_tokens[slots]
         if new:
             place = {req_id: index for index, req_id in enumerate(req_ids)}
-            for request in new:
-                at = place.get(request.req_id, -1)
-                if at >= 0:
-                    num_computed[at] = request.num_computed_tokens
-                    num_tokens[at] = len(request.token_ids)
+            begun = [request for request in new if request.req_id in place]
+            at = [place[request.req_id] for request in begun]
+            num_computed[at] = [request.num_computed_tokens for request in begun]
+            num_tokens[at] = [len(request.token_ids) for request in begun]
         left = num_tokens - num_computed
         for at in np.flatnonzero((num_scheduled < 1) | (num_scheduled > left))[:1].tolist():
             fix = f"give 1 to {left[at]}: it has {left[at]} tokens left to compute"
@@ -541,7 +540,7 @@ class SlotTable:
         num_computed, num_tokens = num_computed[order] + scheduled, num_tokens[order]
         samples: NDArray[np.bool_] = num_computed == num_tokens
         pooled = NONE_POOLED
-        if self._output_bytes.any() or any(pools(request.extensions) for request in new):
+        if self._output_bytes.any() or any(r.extensions and pools(r.extensions) for r in new):
             sizes = self._judge_outputs(slots[order], new, slot_of_new, scheduled, samples)
             ends = samples & (sizes > 0)
             samples &= sizes == 0
@@ -610,10 +609,9 @@ class SlotTable:
         """Check the blocks that a step gives to requests. Return all of them, those that are
         written to, and those that each row of the new requests only reads. appended: for each
         group, the blocks of running requests."""
-        given = [
-            {request.req_id: _of_group(request, group) for request in new}
-            for group in range(len(self._limits.block_groups))
-        ]
+        given: list[dict[str, Sequence[int]]] = [{each.req_id: each.block_ids for each in new}]
+        for group in range(1, len(self._limits.block_groups)):
+            given.append({each.req_id: _of_group(each, group) for each in new})
         for own, added in zip(given, appended, strict=False):
             own.update(added)
         if not any(given):
@@ -622,13 +620,13 @@ class SlotTable:
         blocks = _joined(by_group)
         if self._holders is None:
             return blocks, blocks, ()
-        split = [self._split(group, own, new) for group, own in enumerate(by_group)]
-        written = _joined([own for _, own in split])
-        # A slot's rows come one after the other, as BlockHolders.rows_of has them.
-        prefixes = list(chain.from_iterable(zip(*(own for own, _ in split), strict=True)))
+        written, prefixes = blocks, _NO_PREFIXES
+        if any(request.num_computed_tokens for request in new):
+            written, prefixes = self._split(by_group, new)
         self._holders.leave_behind(self._num_computed)
         with self._holders.without(ended) if ended else nullcontext():
-            self._check_prefixes(self._holders, new, prefixes, written)
+            if prefixes:
+                self._check_prefixes(self._holders, new, prefixes, frozenset(written.listed))
             self._check_written(self._holders, written, slot_of_new)
         for request in new:
             if request.num_computed_tokens:
@@ -640,11 +638,9 @@ class SlotTable:
         holders: BlockHolders,
         new: Sequence[NewRequest],
         prefixes: Sequence[Int32s],
-        written: _Blocks,
+        filled: frozenset[int],
     ) -> None:
-        if not any(prefix.size for prefix in prefixes):
-            return
-        filled, count = frozenset(written.listed), len(self._limits.block_groups)
+        count = len(self._limits.block_groups)
         for index, request in enumerate(new):
             own = prefixes[count * index : count * (index + 1)]
             if any(prefix.size for prefix in own):
@@ -660,12 +656,20 @@ class SlotTable:
                 raise wrong_block(request.req_id, emptied, fix)
 
     def _split(
+        self, by_group: Sequence[_Blocks], new: Sequence[NewRequest]
+    ) -> tuple[_Blocks, Sequence[Int32s]]:
+        """Return the blocks to which the step's requests write, and for each row of the new ones
+        those that it only reads."""
+        split = [self._split_group(group, own, new) for group, own in enumerate(by_group)]
+        # A slot's rows come one after the other, as BlockHolders.rows_of has them.
+        prefixes = list(chain.from_iterable(zip(*(own for own, _ in split), strict=True)))
+        return _joined([own for _, own in split]), prefixes
+
+    def _split_group(
         self, group: int, blocks: _Blocks, new: Sequence[NewRequest]
     ) -> tuple[list[Int32s], _Blocks]:
         """Return the blocks of a group that each new request only reads (those full of computed
         tokens), and all others, to which the step's requests write."""
-        if not any(request.num_computed_tokens for request in new):
-            return [_NO_PREFIX] * len(new), blocks
         ids = np.frombuffer(blocks.ids, "<i4")
         is_written = np.ones(ids.size, np.bool_)
         prefixes, first = [], 0
@@ -784,12 +788,8 @@ class SlotTable:
     def _apply(self, change: _Change, seq: int) -> None:
         """Account for a checked and encoded step; nothing here can fail."""
         self._release(change.ended_ids)
-        slots = list(change.slot_of_new.values())
-        for request, slot in zip(change.admitted, slots, strict=True):
-            self._admit(request, slot)
-        self._admitted_at[slots] = seq
-        if self._holders is not None and slots:
-            self._holders.admit(self._holders.rows_of(slots), change.prefixes)
+        if change.admitted:
+            self._admit(change, seq)
         if change.blocks.rows:
             self._append(change.blocks.rows, change.written.rows, change.written.ids)
         rows = change.rows
@@ -836,16 +836,21 @@ class SlotTable:
             self._holders.release(slots)
         self._steady = [steady for steady in self._steady if not steady.bits[slots].any()]
 
-    def _admit(self, request: NewRequest, slot: int) -> None:
-        self._slot_of[request.req_id] = slot
-        self._is_free[slot] = False
-        self._num_computed[slot] = request.num_computed_tokens
-        self._num_tokens[slot] = len(request.token_ids)
-        self._num_blocks[:, slot] = 0
-        if request.extensions and pools(request.extensions):
-            self._output_bytes[slot] = output_bytes(request, self._limits)
-        elif request.extensions and reports(request.extensions):
-            self._reporting = {**self._reporting, request.req_id: request.extensions}
+    def _admit(self, change: _Change, seq: int) -> None:
+        self._slot_of.update(change.slot_of_new)
+        slots = list(change.slot_of_new.values())
+        self._is_free[slots] = False
+        self._num_computed[slots] = [new.num_computed_tokens for new in change.admitted]
+        self._num_tokens[slots] = [len(new.token_ids) for new in change.admitted]
+        self._num_blocks[:, slots] = 0
+        self._admitted_at[slots] = seq
+        for new in change.admitted:
+            if new.extensions and pools(new.extensions):
+                self._output_bytes[self._slot_of[new.req_id]] = output_bytes(new, self._limits)
+            elif new.extensions and reports(new.extensions):
+                self._reporting = {**self._reporting, new.req_id: new.extensions}
+        if self._holders is not None:
+            self._holders.admit(self._holders.rows_of(slots), change.prefixes)
 
     def _read_blocks(self, given: Sequence[Mapping[str, Sequence[int]]]) -> _Blocks:
         """Return blocks of each group for running requests as columns, not checked yet."""

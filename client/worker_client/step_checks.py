@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 import numpy as np
@@ -28,7 +28,7 @@ from rpc_schema.pooling import (
 from rpc_schema.step import ExecuteModel
 from worker_client.errors import InvalidSchedulerOutput
 from worker_client.parts.interface import ExtensionFault, ModelBounds
-from worker_client.parts.registry import KINDS, find_fault
+from worker_client.parts.registry import KINDS, find_fault, pools
 from worker_client.scheduler_output import NewRequest, SchedulerOutput
 
 MAX_COUNT = 2**31 - 1
@@ -59,6 +59,9 @@ BLOCK_KINDS = frozenset((list, tuple, range, array, np.ndarray))
 
 _MASK_DTYPES = (np.int32, np.uint32)
 
+_KINDS: Final = frozenset(KINDS)
+_EXTENSIONS: Final = msgspec.msgpack.Decoder(tuple[RequestExtension, ...])
+
 Int32s = NDArray[np.int32]
 Int64s = NDArray[np.int64]
 
@@ -86,7 +89,7 @@ class GroupLimits:
     hidden_size: int = 0
     """0 if unknown: the width of embeddings is not checked then."""
 
-    @property
+    @cached_property
     def bounds(self) -> ModelBounds:
         """The model's bounds on extensions."""
         return ModelBounds(
@@ -370,7 +373,7 @@ def _check_extensions(request: NewRequest) -> int:
         try:
             return extension_bytes(extensions)
         except WRONG_TYPE:
-            fault = extension_fault(extensions, WIRE_LIMITS.bounds)
+            fault = extension_fault(extensions, WIRE_LIMITS.bounds, request.num_prompt_tokens)
             if fault is None:
                 raise
     raise _refused(request.req_id, *fault)
@@ -379,30 +382,39 @@ def _check_extensions(request: NewRequest) -> int:
 def check_values(request: NewRequest, limits: GroupLimits) -> None:
     """Check each value of a new request's extensions against the schema and the model; names the
     first that cannot be sent, or that the daemons would refuse."""
-    fault = extension_fault(request.extensions, _bounds(request, limits))
+    fault = extension_fault(request.extensions, limits.bounds, request.num_prompt_tokens)
     if fault is not None:
         raise _refused(request.req_id, *fault)
 
 
-def _bounds(request: NewRequest, limits: GroupLimits) -> ModelBounds:
-    return limits.bounds.of_prompt(request.num_prompt_tokens)
-
-
-def extension_fault(extensions: object, bounds: ModelBounds) -> ExtensionFault | None:
+def extension_fault(
+    extensions: object, bounds: ModelBounds, num_prompt_tokens: int
+) -> ExtensionFault | None:
     """Return the first fault for which a request with these extensions would be refused."""
     fault = _kind_fault(extensions)
     if fault is not None or not isinstance(extensions, tuple):
         return fault
-    faults = (_value_fault(extension, bounds) for extension in extensions)
-    return next((fault for fault in faults if fault is not None), None)
+    try:
+        _EXTENSIONS.decode(msgspec.msgpack.encode(extensions))
+    except (msgspec.DecodeError, *WRONG_TYPE):
+        fault = next((f for f in map(_field_fault, extensions) if f is not None), None)
+        if fault is not None:
+            return fault
+    for extension in extensions:
+        fault = find_fault(extension, bounds, num_prompt_tokens)
+        if fault is not None:
+            return fault._replace(field=f"{type(extension).__name__}.{fault.field}")
+    return None
 
 
 def _kind_fault(extensions: object) -> ExtensionFault | None:
     if not isinstance(extensions, tuple):
         return ExtensionFault("extensions", extensions, "give a tuple of extensions")
     kinds = [type(extension) for extension in extensions]
+    if _KINDS.issuperset(kinds) and len({*kinds}) == len(kinds):
+        return None
     for kind in kinds:
-        if kind not in KINDS:
+        if kind not in _KINDS:
             names = ", ".join(each.__name__ for each in KINDS)
             return ExtensionFault("extensions", kind.__name__, f"give extensions of {names}")
         if kinds.count(kind) > 1:
@@ -449,16 +461,15 @@ def output_bytes(request: NewRequest, limits: GroupLimits) -> int:
     return max(1, min(MAX_COUNT, num_bytes))
 
 
-def _value_fault(extension: RequestExtension, bounds: ModelBounds) -> ExtensionFault | None:
-    name = type(extension).__name__
+def _field_fault(extension: RequestExtension) -> ExtensionFault | None:
+    """Return the first field that is out of its bounds in the schema."""
     for entry in msgspec.structs.fields(extension):
         own = getattr(extension, entry.name)
         try:
             msgspec.convert(own, entry.type)
         except (msgspec.ValidationError, *WRONG_TYPE) as error:
-            return ExtensionFault(f"{name}.{entry.name}", own, str(error))
-    fault = find_fault(extension, bounds)
-    return None if fault is None else fault._replace(field=f"{name}.{fault.field}")
+            return ExtensionFault(f"{type(extension).__name__}.{entry.name}", own, str(error))
+    return None
 
 
 def encode_checked(
@@ -484,9 +495,10 @@ def encode_checked(
             check_values(request, limits)
         raise _too_large(error) from None
     for request in new:
-        if any(find_fault(each, _bounds(request, limits)) for each in request.extensions):
-            check_values(request, limits)
-        if request.extensions or not limits.generates:
+        for extension in request.extensions:
+            if find_fault(extension, limits.bounds, request.num_prompt_tokens) is not None:
+                check_values(request, limits)
+        if pools(request.extensions) or not limits.generates:
             _check_pooling(request, limits)
     return frames
 

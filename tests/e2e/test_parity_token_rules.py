@@ -1,10 +1,9 @@
 """Rules on tokens over real daemons: every greedy token is that of transformers with the same
 processors, whatever becomes of steps and drivers. test_mixed_features.py has seeded ones."""
 
-from dataclasses import asdict
-
 import numpy as np
 import pytest
+from msgspec.structs import asdict
 
 from rpc_schema.sampling import SamplingParams
 from tests.support.checkpoints import VOCAB_SIZE, NearTie

@@ -34,6 +34,7 @@ class ModelBounds:
     hidden_size: int = 0
     """0 if unknown."""
     num_prompt_tokens: int = MAX_PROMPT_TOKENS
+    """Length of the request's prompt, for parts that ask for it (RequestPart.judges_prompt)."""
 
     def of_prompt(self, num_tokens: int) -> "ModelBounds":
         """Return the bounds on a request with a prompt of so many tokens."""
@@ -47,6 +48,8 @@ class RequestPart:
     """Extension of a request that uses it."""
     reply_extension: ClassVar[type[ReplyExtension] | None] = None
     """Its extension of a step's reply; None if it reports nothing."""
+    judges_prompt: ClassVar[bool] = False
+    """True if `find_fault` needs ModelBounds.num_prompt_tokens."""
     limits_running: ClassVar[bool] = False
     """True if `may_start` can return False."""
     pools: ClassVar[bool] = False

@@ -10,6 +10,7 @@ class PromptEmbedsRequestPart(RequestPart):
     """Requests share a prefix only if they have the same embeddings at the same positions."""
 
     extension = PromptEmbeds
+    judges_prompt = True
     may_jump = True
 
     def find_fault(self, extension: PromptEmbeds, bounds: ModelBounds) -> ExtensionFault | None:

@@ -57,24 +57,33 @@ _OF_REQUEST: Final[Mapping[type, RequestPart]] = MappingProxyType(
 _OF_REPLY: Final[Mapping[type, RequestPart]] = MappingProxyType(
     {part.reply_extension: part for part in PARTS if part.reply_extension is not None}
 )
+_REPORTING: Final = frozenset(p.extension for p in PARTS if p.reply_extension is not None)
+_REFUSING: Final = frozenset(p.extension for p in PARTS if p.may_refuse)
+_POOLING: Final = frozenset(p.extension for p in PARTS if p.pools)
+_LIMITING: Final = frozenset(p.extension for p in PARTS if p.limits_running)
 NONE_POOLED: Final[Mapping[int, str]] = MappingProxyType({})
 KINDS: Final = tuple(_OF_REQUEST)
 """Types of extensions that a request may have."""
 
 
-def find_fault(extension: RequestExtension, bounds: ModelBounds) -> ExtensionFault | None:
+def find_fault(
+    extension: RequestExtension, bounds: ModelBounds, num_prompt_tokens: int
+) -> ExtensionFault | None:
     """Return the fault of an extension whose fields are within their bounds, if any."""
-    return _OF_REQUEST[type(extension)].find_fault(extension, bounds)
+    part = _OF_REQUEST[type(extension)]
+    if part.judges_prompt:
+        bounds = bounds.of_prompt(num_prompt_tokens)
+    return part.find_fault(extension, bounds)
 
 
 def reports(extensions: Extensions) -> bool:
     """Return True if replies report anything of a request besides its tokens."""
-    return any(_OF_REQUEST[type(each)].reply_extension is not None for each in extensions)
+    return not _REPORTING.isdisjoint(map(type, extensions))
 
 
 def may_refuse(extensions: Extensions) -> bool:
     """Return True if tokens of a request may be refused after a step has counted them."""
-    return any(_OF_REQUEST[type(each)].may_refuse for each in extensions)
+    return not _REFUSING.isdisjoint(map(type, extensions))
 
 
 def may_jump(extensions: Extensions) -> bool:
@@ -84,14 +93,17 @@ def may_jump(extensions: Extensions) -> bool:
 
 def pools(extensions: Extensions) -> bool:
     """Return True if a request samples nothing, and ends with an output."""
-    return any(_OF_REQUEST[type(each)].pools for each in extensions)
+    return not _POOLING.isdisjoint(map(type, extensions))
 
 
 def prefix_root(extensions: Extensions) -> bytes:
     """Return the root of a request's block hashes: empty if its extensions do not change the
     meaning of its tokens."""
-    salts = [(each, _OF_REQUEST[type(each)].prefix_salt(each)) for each in extensions]
-    named = [type(each).__name__.encode() + b"\0" + salt for each, salt in salts if salt]
+    named = []
+    for each in extensions:
+        salt = _OF_REQUEST[type(each)].prefix_salt(each)
+        if salt:
+            named.append(type(each).__name__.encode() + b"\0" + salt)
     if not named:
         return b""
     digest = blake2b(digest_size=16)
@@ -102,9 +114,9 @@ def prefix_root(extensions: Extensions) -> bytes:
 
 def may_start(extensions: Extensions, running: Iterable[Extensions], bounds: ModelBounds) -> bool:
     """Return True if a request may be scheduled beside those that run."""
-    limiting = [each for each in extensions if _OF_REQUEST[type(each)].limits_running]
-    if not limiting:
+    if _LIMITING.isdisjoint(map(type, extensions)):
         return True
+    limiting = [each for each in extensions if type(each) in _LIMITING]
     others = list(running)
     return all(
         _OF_REQUEST[type(each)].may_start(

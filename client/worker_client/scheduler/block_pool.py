@@ -1,7 +1,7 @@
 """KV blocks: references, free blocks, and blocks whose contents another request may share."""
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from rpc_schema.kv_cache import NULL_BLOCK
 
@@ -54,6 +54,10 @@ class BlockPool:
             self._num_refs[block_id] -= 1
             if self._num_refs[block_id] == 0:
                 self._free[block_id] = None
+
+    def contents(self, group: int) -> Mapping[bytes, int]:
+        """The cached blocks of a group, by hash."""
+        return self._block_of[group]
 
     def find(self, group: int, block_hash: bytes) -> int | None:
         """Return the cached block of a group with this hash, without taking a reference."""

@@ -178,7 +178,7 @@ class SchedulerLimits:
     hidden_size: int = 0
     """0 leaves the width of prompt embeddings unchecked."""
 
-    @property
+    @cached_property
     def bounds(self) -> ModelBounds:
         """Bounds on the extensions of requests."""
         size = _UNCHECKED if self.vocab_size is None else self.vocab_size
@@ -189,6 +189,12 @@ class SchedulerLimits:
             logits_processors=self.logits_processors,
             hidden_size=self.hidden_size,
         )
+
+    @cached_property
+    def end_ids(self) -> tuple[int, ...]:
+        """Those of eos_token_ids that the model can produce: others end nothing."""
+        size = self.vocab_size
+        return tuple(token for token in self.eos_token_ids if size is None or token < size)
 
     @cached_property
     def block_groups(self) -> tuple[BlockGroup, ...]:

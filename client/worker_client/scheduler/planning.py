@@ -232,6 +232,5 @@ class Step:
         self._drop_new_blocks(victim)
         self.new = [request for request in self.new if request is not victim]
         self.preempted.append(victim.id)
-        self._blocks.remember(victim)
-        victim.num_preemptions += 1
+        self._blocks.preempt(victim)
         self._queues.requeue(victim)

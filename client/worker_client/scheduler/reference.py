@@ -13,7 +13,7 @@ from rpc_schema.pooling import PoolingParams
 from rpc_schema.sampling import PromptLogprobs
 from rpc_schema.step import NO_TOKEN
 from worker_client.adoption import AdoptedRequest
-from worker_client.requests import GenerationRequest, parent_id, sample_id, seeded, validated
+from worker_client.requests import GenerationRequest, parent_id, sample_id, seeded
 from worker_client.scheduler.decode_groups import DecodeGroups
 from worker_client.scheduler.interface import (
     NO_JUMP,
@@ -63,9 +63,8 @@ class Scheduler:
         Raises:
             RequestError: a field is out of bounds, its id is in use, or it can never be served.
         """
-        request = seeded(validated(request))
         self._queues.check_unused(request.id, fix="choose another")
-        made = new_request(request, self._limits, self._texts)
+        made = new_request(seeded(request), self._limits, self._texts)
         first = sample_id(parent_id(request.id), 0) if request.index else ""
         self._queues.add(made, behind=first)
 
@@ -118,7 +117,7 @@ class Scheduler:
     def generated_tokens(self, req_id: str, first: int) -> list[int]:
         """Return the generated tokens of an unfinished request from number `first` on."""
         request = self._queues.unfinished.get(req_id)
-        return [] if request is None else request.tokens[request.num_prompt_tokens + first :]
+        return [] if request is None else list(request.tokens[request.num_prompt_tokens + first :])
 
     def has_unfinished_requests(self) -> bool:
         """Return True while a request has not finished."""

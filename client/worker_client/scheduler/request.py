@@ -1,9 +1,11 @@
 """One request of the reference scheduler: its counts, its end, and its start, here or by adoption
 from another driver."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, Final, NamedTuple
+from array import array
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Final, NamedTuple
 
 import msgspec
 import numpy as np
@@ -33,7 +35,6 @@ from worker_client.step_checks import (
     WIRE_LIMITS,
     GroupLimits,
     admission_bytes,
-    extension_bytes,
     extension_fault,
     pooling_admission_fault,
 )
@@ -59,7 +60,7 @@ class _Note(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=
 class HeldBlocks:
     """A request's blocks; RequestBlocks alone writes here."""
 
-    by_group: list[list[int]] = field(default_factory=list)
+    by_group: tuple[list[int], ...] = ()
     """Blocks of each group of layers, by position; 0 replaces a block that a window has passed.
     Empty while it waits."""
     hashes: list[bytes] = field(default_factory=list)
@@ -75,6 +76,11 @@ class HeldBlocks:
     """It may begin with blocks that others filled."""
     root: bytes = b""
     """First parent of the hash chain."""
+    num_preemptions: int = 0
+    """Number of times that other requests needed them."""
+
+
+_REPORTED: Final = frozenset((LogprobsWanted, LogprobTokens, PromptLogprobsWanted))
 
 
 @dataclass(slots=True)
@@ -88,9 +94,9 @@ class Reported:
     @classmethod
     def of(cls, extensions: Extensions, num_prompt_tokens: int) -> "Reported | None":
         """Return what a request with these extensions has at first; None if it reports nothing."""
-        kinds = {type(each) for each in extensions}
-        if kinds.isdisjoint((LogprobsWanted, LogprobTokens, PromptLogprobsWanted)):
+        if _REPORTED.isdisjoint(map(type, extensions)):
             return None
+        kinds = {type(each) for each in extensions}
         return cls(
             [] if LogprobsWanted in kinds else None,
             [] if LogprobTokens in kinds else None,
@@ -125,8 +131,7 @@ class SampleIdentity(NamedTuple):
 ONLY_SAMPLE: Final = SampleIdentity()
 
 
-@dataclass(frozen=True, slots=True)
-class Traits:
+class Traits(msgspec.Struct, frozen=True, gc=False):
     """Consequences of a request's extensions for its steps."""
 
     stop_ids: frozenset[int] = frozenset()
@@ -141,10 +146,9 @@ class Traits:
     @classmethod
     def of(cls, extensions: Extensions, sample: SampleIdentity) -> "Traits":
         """Return the traits of a request; its output's bytes are set where they are known."""
-        fixed_bytes = extension_bytes(extensions)
-        fixed_bytes += len(msgspec.msgpack.encode(sample.stop)) if sample.stop else 1
-        if not extensions:
-            return cls(fixed_bytes=fixed_bytes)
+        if not (extensions or sample.stop):
+            return PLAIN
+        fixed_bytes = len(msgspec.msgpack.encode((extensions, sample.stop)))
         stops = extension_of(extensions, StopTokens)
         return cls(
             stop_ids=frozenset() if stops is None else frozenset(stops.token_ids),
@@ -152,6 +156,10 @@ class Traits:
             pools=pools(extensions),
             fixed_bytes=fixed_bytes,
         )
+
+
+PLAIN: Final = Traits(fixed_bytes=2)
+"""Traits of a request without extensions and stop strings."""
 
 
 @dataclass(slots=True, eq=False)
@@ -162,17 +170,16 @@ class Request:
     """
 
     id: str
-    tokens: list[int]
-    """Known tokens: the prompt, then the generated ones."""
+    tokens: "array[int]"
+    """Known tokens, as int32: the prompt, then the generated ones."""
     num_prompt_tokens: int
     limit: int
     """Number of tokens at which max_tokens or max_model_len ends it."""
     extensions: Extensions
     arrival: int = -1
     """Place in the order of arrival; the request queues assign it."""
-    num_preemptions: int = 0
     sample: SampleIdentity = ONLY_SAMPLE
-    traits: Traits = field(init=False)
+    traits: Traits = PLAIN
     num_tokens: int = field(init=False)
     num_computed: int = 0
     admission: int = -1
@@ -191,13 +198,15 @@ class Request:
 
     def __post_init__(self) -> None:
         self.num_tokens = len(self.tokens)
+        if self.sample is not ONLY_SAMPLE or self.extensions:
+            self._note_features()
+
+    def _note_features(self) -> None:
         self.traits = Traits.of(self.extensions, self.sample)
-        if not self.extensions:
-            return
         self.reported = Reported.of(self.extensions, self.num_prompt_tokens)
         self.blocks.root = prefix_root(self.extensions)
         # Of a prompt that it found in the cache nothing would be reported.
-        self.blocks.may_share = extension_of(self.extensions, PromptLogprobsWanted) is None
+        self.blocks.may_share = self.reported is None or self.reported.prompt_logprobs is None
 
     @property
     def pools(self) -> bool:
@@ -290,21 +299,21 @@ class Request:
 
     def as_new(self) -> NewRequest:
         """Return its admission for the workers."""
-        first, *more = map(list, self.blocks.by_group)
+        by_group = self.blocks.by_group  # their lists grow later
         note = _Note(
             self.limit,
             self.arrival,
             self.blocks.num_cached_tokens,
-            self.num_preemptions,
+            self.blocks.num_preemptions,
             *self.sample,
         )
         return NewRequest(
             req_id=self.id,
-            token_ids=np.array(self.tokens, np.int32),
+            token_ids=np.array(self.tokens),
             num_prompt_tokens=self.num_prompt_tokens,
             num_computed_tokens=self.num_computed,
-            block_ids=first,
-            more_block_ids=more,
+            block_ids=by_group[0].copy(),
+            more_block_ids=[own.copy() for own in by_group[1:]] if len(by_group) > 1 else (),
             extensions=self.extensions,
             note=msgspec.msgpack.encode(note),
         )
@@ -316,11 +325,11 @@ class Request:
         reported = self.reported or Reported(None, None, None)
         return RequestOutput(
             req_id=self.id,
-            token_ids=self.tokens[self.num_prompt_tokens :],
+            token_ids=self.tokens[self.num_prompt_tokens :].tolist(),
             finish_reason=reason,
             num_prompt_tokens=self.num_prompt_tokens,
             num_cached_tokens=max(0, self.blocks.num_cached_tokens),
-            num_preemptions=self.num_preemptions,
+            num_preemptions=self.blocks.num_preemptions,
             logprobs=reported.logprobs,
             token_id_logprobs=reported.token_id_logprobs,
             prompt_logprobs=reported.prompt_logprobs,
@@ -351,15 +360,16 @@ class WatchedRequest(Request):
         return self.watch.stopped_text
 
 
-def _make_request(texts: Texts | None, **fields: Any) -> Request:
-    """Return a request of the class that its stop strings need.
+def _request_class(
+    sample: SampleIdentity, extensions: Extensions, texts: Texts | None
+) -> Callable[..., Request]:
+    """Return the class that a request's stop strings need, with their watch.
 
     Raises:
         RequestError: it has stop strings, and there is no tokenizer.
     """
-    sample: SampleIdentity = fields["sample"]
     if not sample.stop:
-        return Request(**fields)
+        return Request
     if texts is None:
         raise RequestError(
             "stop strings need the model's tokenizer",
@@ -367,29 +377,29 @@ def _make_request(texts: Texts | None, **fields: Any) -> Request:
             value=sample.stop[0],
             fix="give the Scheduler a tokenizer, or use stop_token_ids",
         )
-    stops = extension_of(fields["extensions"], StopTokens)
+    stops = extension_of(extensions, StopTokens)
     watch = StopWatch(
         sample.stop,
         texts.stream(),
         min_tokens=0 if stops is None else stops.min_tokens,
         includes_stop=sample.includes_stop,
     )
-    return WatchedRequest(**fields, watch=watch)
+    return partial(WatchedRequest, watch=watch)
 
 
 def new_request(
     request: GenerationRequest, limits: SchedulerLimits, texts: Texts | None = None
 ) -> Request:
-    """Return a valid request in its initial state. texts: makes the text that stop strings are
+    """Return a request in its initial state. texts: makes the text that stop strings are
     looked for in.
 
     Raises:
-        RequestError: it can never be served.
+        RequestError: a field is out of bounds, or it can never be served.
     """
+    check_fits(request, max_model_len=limits.max_model_len, vocab_size=limits.vocab_size)
     if request.n != 1:
         fix = "add each of worker_client.requests.forked(request), as Driver does"
         raise RequestError("a request of several samples", field="n", value=request.n, fix=fix)
-    check_fits(request, max_model_len=limits.max_model_len, vocab_size=limits.vocab_size)
     num_prompt = len(request.prompt_token_ids)
     limit = min(num_prompt + request.max_tokens, limits.max_model_len)
     if request.pooling is not None:
@@ -411,27 +421,34 @@ def new_request(
             value=request.prompt_logprobs,
             fix=f"load with max_num_batched_tokens of at most {MAX_PROMPT_LOGPROBS_TOKENS}",
         )
-    size = limits.vocab_size  # a token that the model cannot produce ends nothing
-    eos_token_ids = [token for token in limits.eos_token_ids if size is None or token < size]
-    extensions = request.extensions(eos_token_ids)
-    fault = extension_fault(extensions, limits.bounds.of_prompt(num_prompt)) if extensions else None
+    extensions = request.extensions(limits.end_ids)
+    fault = None
+    if extensions and request.has_options:
+        fault = extension_fault(extensions, limits.bounds, num_prompt)
     if fault is None and not (samples and limits.generates):
         fault = pooling_admission_fault(extensions, num_prompt, 0, group_bounds(limits))
     if fault is not None:
         message = "a feature of the request is refused"
         raise RequestError(message, field=fault.field, value=fault.value, fix=fault.fix)
-    made = _make_request(
-        texts,
+    sample = ONLY_SAMPLE
+    if request.stop or request.index is not None:
+        sample = SampleIdentity(request.index, request.stop, request.include_stop_str_in_output)
+    made = _request_class(sample, extensions, texts)(
         id=request.id,
-        tokens=request.prompt_token_ids.tolist(),
+        tokens=_int32s(request.prompt_token_ids),
         num_prompt_tokens=num_prompt,
         limit=limit,
         extensions=extensions,
-        sample=SampleIdentity(request.index, request.stop, request.include_stop_str_in_output),
+        sample=sample,
     )
-    _note_pooling(made, limits)
+    if made.pools:
+        _note_pooling(made, limits)
     _check_admission(made, limits.block_groups)
     return made
+
+
+def _int32s(token_ids: NDArray[np.int32]) -> "array[int]":
+    return array("i", token_ids.astype(np.int32, copy=False).tobytes())
 
 
 def group_bounds(limits: SchedulerLimits) -> GroupLimits:
@@ -454,7 +471,7 @@ def _note_pooling(made: Request, limits: SchedulerLimits) -> None:
     if params is None or support is None or found is None:
         return
     output_bytes = pooled_bytes(params, len(made.tokens), support)
-    made.traits = replace(made.traits, output_bytes=output_bytes)
+    made.traits = msgspec.structs.replace(made.traits, output_bytes=output_bytes)
     if found.states != "last" or support.whole_prompts:
         made.blocks.may_share = False  # its output needs the hidden states of all tokens
 
@@ -500,18 +517,19 @@ def adopted_request(
             value=note.limit,
             fix="use the limits that it was admitted under",
         )
-    made = _make_request(
-        texts,
+    sample = SampleIdentity(note.index, note.stop, note.includes_stop)
+    made = _request_class(sample, request.extensions, texts)(
         id=request.req_id,
-        tokens=request.token_ids.tolist(),
+        tokens=_int32s(request.token_ids),
         num_prompt_tokens=request.num_prompt_tokens,
         limit=note.limit,
         extensions=request.extensions,
         arrival=note.arrival,
-        num_preemptions=note.num_preemptions,
-        sample=SampleIdentity(note.index, note.stop, note.includes_stop),
+        sample=sample,
     )
     made.blocks.num_cached_tokens = note.num_cached_tokens
-    _note_pooling(made, limits)
+    made.blocks.num_preemptions = note.num_preemptions
+    if made.pools:
+        _note_pooling(made, limits)
     _check_admission(made, limits.block_groups)
     return made

@@ -9,13 +9,14 @@ have to return to a position at which they see such a block.
 
 from collections.abc import Iterable, Sequence
 from hashlib import blake2b
-from struct import Struct
-from typing import TypeAlias
+from typing import Final, TypeAlias
 
-from rpc_schema.kv_cache import NULL_BLOCK, blocks_behind, most_blocks
+from rpc_schema.kv_cache import NULL_BLOCK, blocks_behind, blocks_for, most_blocks
 from worker_client.scheduler.block_pool import BlockPool
 from worker_client.scheduler.interface import SchedulerLimits
 from worker_client.scheduler.request import Request
+
+_TOKEN_BYTES: Final = 4
 
 Prefix: TypeAlias = Sequence[Sequence[int]]
 """First blocks of a request in each group."""
@@ -30,7 +31,6 @@ class RequestBlocks:
         """Tokens of a hash, and of the smallest blocks: all larger ones are multiples, also of each
         other."""
         self._sizes = [group.block_size for group in self._groups]
-        self._pack = Struct(f"{self.unit}i").pack
         self._has_windows = any(group.window is not None for group in self._groups)
         self._strides = [group.block_size // self.unit for group in self._groups]
         """Hashes for each block, by group."""
@@ -102,9 +102,8 @@ class RequestBlocks:
             return self._no_prefix
         self._hash(request)
         hashes = request.blocks.hashes
-        longest = self._longest
+        longest, fitted = self._longest, 0
         length = (len(request.tokens) - 1) // self.unit // longest * longest
-        fitted = 0
         while fitted != length:  # until every group can serve it
             fitted = length
             for group in range(len(self._groups)):
@@ -117,12 +116,13 @@ class RequestBlocks:
         """Return the longest length, in hashes and `most` at most, that a group can serve: it has
         all blocks that the next token sees. It is a multiple of the group's blocks."""
         stride, blocks = self._strides[group], self._groups[group]
-        end = most // stride
         if blocks.window is None:
-            for index in range(end):
-                if self._find(group, hashes, index) is None:
-                    return index * stride
-            return end * stride
+            cached = self._pool.contents(group)
+            for end in range(stride, most + 1, stride):
+                if hashes[end - 1] not in cached:
+                    return end - stride
+            return most // stride * stride
+        end = most // stride
         index = end
         while index > blocks_behind(end * blocks.block_size, blocks):
             index -= 1
@@ -148,6 +148,9 @@ class RequestBlocks:
     def can_hold(self, request: Request, prefix: Prefix) -> bool:
         """Return True if there are blocks for all known tokens of a request that begins with
         `prefix`."""
+        most, num_free = blocks_for(len(request.tokens), self.unit), self._pool.num_free
+        if most * len(self._groups) <= num_free:
+            return True
         needed = 0
         for group, own in zip(self._groups, prefix, strict=True):
             most = most_blocks(len(request.tokens), group, self._most_tokens)
@@ -155,22 +158,27 @@ class RequestBlocks:
                 most = max(0, most - len(own) + own.count(NULL_BLOCK))
                 most += self._pool.num_free_among(own)
             needed += most
-        return needed <= self._pool.num_free
+        return needed <= num_free
 
     def begin(self, request: Request, prefix: Prefix, count: int) -> None:
         """Give a request the cached blocks that it begins with, and those for `count` tokens."""
         num_cached, blocks = self.num_cached(prefix), request.blocks
-        self.resume(request, prefix, num_cached)
-        blocks.num_remembered = blocks.num_shared = num_cached // self.unit
+        if num_cached:
+            self.resume(request, prefix, num_cached)
+            blocks.num_remembered = blocks.num_shared = num_cached // self.unit
+            self.extend(request, count)
+        else:
+            needed = [-(-count // size) for size in self._sizes]
+            blocks.by_group = tuple(map(self._pool.allocate, needed))
+            blocks.num_shared = 0
         if blocks.num_cached_tokens < 0:
             blocks.num_cached_tokens = min(num_cached, request.num_prompt_tokens)
-        self.extend(request, count)
 
     def resume(self, request: Request, by_group: Prefix, num_computed: int) -> None:
         """Give a request the blocks of each group that hold its first tokens."""
         for block_ids in by_group:
             self._pool.hold(block_ids)
-        request.blocks.by_group = list(map(list, by_group))
+        request.blocks.by_group = tuple(map(list, by_group))
         request.num_computed = num_computed
 
     def release(self, request: Request) -> None:
@@ -178,7 +186,7 @@ class RequestBlocks:
         runs after those."""
         for block_ids in request.blocks.by_group:
             self._pool.release(block_ids)
-        request.blocks.by_group = []
+        request.blocks.by_group = ()
         request.blocks.num_remembered = 0
         request.num_computed = 0
 
@@ -195,6 +203,11 @@ class RequestBlocks:
                 if own[index] != NULL_BLOCK:
                     self._pool.remember(group, own[index], blocks.hashes[(index + 1) * stride - 1])
         blocks.num_remembered = max(num_full, blocks.num_remembered)
+
+    def preempt(self, request: Request) -> None:
+        """Remember a request's blocks, which it is about to lose to others."""
+        self.remember(request)
+        request.blocks.num_preemptions += 1
 
     def remember_later(self, request: Request) -> None:
         """Remember a request from the next step on: blocks may be shared from the step after the
@@ -225,9 +238,12 @@ class RequestBlocks:
 
     def _hash(self, request: Request) -> None:
         """Extend a request's block hashes up to its known tokens."""
-        size, hashes, tokens = self.unit, request.blocks.hashes, request.tokens
+        hashes, num_bytes = request.blocks.hashes, _TOKEN_BYTES * self.unit
+        num_new = len(request.tokens) // self.unit - len(hashes)
+        if num_new <= 0:
+            return
+        raw = request.tokens[len(hashes) * self.unit :].tobytes()
         parent = hashes[-1] if hashes else request.blocks.root
-        for end in range((len(hashes) + 1) * size, len(tokens) + 1, size):
-            own = self._pack(*tokens[end - size : end])
-            parent = blake2b(own, key=parent, digest_size=16).digest()
+        for start in range(0, num_new * num_bytes, num_bytes):
+            parent = blake2b(parent + raw[start : start + num_bytes], digest_size=16).digest()
             hashes.append(parent)

@@ -44,9 +44,10 @@ class RequestQueues:
         request whose prompt it shares; it waits until that one has computed it."""
         if request.arrival < 0:
             request.arrival = self._num_arrivals
-        self._num_arrivals = max(self._num_arrivals, request.arrival + 1)
+        if request.arrival >= self._num_arrivals:
+            self._num_arrivals = request.arrival + 1
         self.unfinished[request.id] = request
-        first = self.unfinished.get(behind)
+        first = self.unfinished.get(behind) if behind else None
         if first is not None and (first.id in self.prefilling or not first.is_running):
             self._behind.setdefault(behind, []).append(request)
         else:

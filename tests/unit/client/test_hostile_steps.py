@@ -3,12 +3,12 @@ refused by name, and costs nobody anything: requests that run go on with the rig
 
 import math
 import time
-from dataclasses import replace
 
 import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from rpc_schema.sampling import (
     MAX_STOP_TOKEN_IDS,

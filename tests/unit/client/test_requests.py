@@ -143,7 +143,7 @@ def test_requests_are_checked_against_the_model():
     check_fits(request, max_model_len=11, vocab_size=12)
     with pytest.raises(RequestError, match="max_model_len = 10"):
         check_fits(request, max_model_len=10, vocab_size=12)
-    with pytest.raises(RequestError, match="vocabulary has 5"):
+    with pytest.raises(RequestError, match="from 0 to 4"):
         check_fits(request, max_model_len=11, vocab_size=5)
     with pytest.raises(RequestError, match="stop_token_ids"):
         check_fits(request, max_model_len=11, vocab_size=6)

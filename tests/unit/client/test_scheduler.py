@@ -45,6 +45,7 @@ def random_requests(rng: random.Random, count: int, longest: int = 60) -> list[G
     for index in range(count):
         prompt = rng.choice(stems)[: rng.randrange(41)]
         prompt = prompt + [rng.randrange(VOCAB_SIZE) for _ in range(rng.randrange(1, 20))]
+        seed = rng.randrange(4)
         requests.append(
             GenerationRequest(
                 id=f"r{index}",
@@ -52,7 +53,8 @@ def random_requests(rng: random.Random, count: int, longest: int = 60) -> list[G
                 max_tokens=rng.randrange(1, 40),
                 ignore_eos=rng.random() < 0.5,
                 stop_token_ids=tuple(rng.sample(range(VOCAB_SIZE), rng.choice([0, 20]))),
-                seed=rng.randrange(4),
+                temperature=float(seed > 0),
+                seed=seed,
             )
         )
     return requests
