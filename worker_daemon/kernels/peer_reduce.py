@@ -38,7 +38,7 @@ _LIMITS_BYTES = {("NVIDIA H200", 2): 4 << 20}
 _UNMEASURED_LIMIT_BYTES = 256 << 10
 """For other devices, with two ranks; what a rank sends grows with their number."""
 _POLLS_PER_STOP = 1 << 14
-"""Polls between two checks of the stop word, about 10 ms. Host memory is slow: a check by a
+"""Polls between two checks of the stop flag, about 10 ms. Host memory is slow: a check by a
 thousand warps takes half a millisecond. With more frequent checks, one late rank would delay the
 others, and they would delay it."""
 
@@ -62,7 +62,7 @@ class PeerReduce:
         """Window as it was made, all words blank on all ranks; pdl as in launch.py; limit_bytes
         overrides the measured one; max_programs of one launch, all of which must fit on the device
         at once. Both must be equal on all ranks. polls_per_stop: polls of a missing word between
-        two checks of the stop word."""
+        two checks of the stop flag."""
         self._rank = window.rank
         self._size = len(window.addresses)
         self._blank = window.blank
@@ -284,5 +284,5 @@ def _peer_reduce_kernel(
             tl.store(normed + element, _pack(low, high, DTYPE), mask=inside)
         else:
             tl.store(total + element, _pack(low, high, DTYPE), mask=inside)
-    # After a program saw the stop word, later ones do not check again.
+    # After a program saw the stop flag, later ones do not check again.
     tl.store(turns + program, tl.where(is_stopped != 0, _STOPPED, (turn + 1) & _TURN_MASK))
