@@ -1,11 +1,11 @@
-"""The package's version, and the protocol's with its one compatibility rule."""
+"""The package's version, and the protocol's version with its compatibility rule."""
 
 SOFTWARE_VERSION = "0.1.0"
-"""The build reads it from here, so that a source tree that is not installed has it too."""
+"""The build reads it from here, so that an uninstalled source tree has it too."""
 
 PROTOCOL_VERSION = 9
-"""Rises with every change of bytes. Driver and daemon must have the same number, or attach is
-refused with both named.
+"""Increases with every change of the wire bytes. Driver and daemon must have the same number;
+otherwise attach is refused with an error that names both.
 
 Only Hello and HelloReply never change (fields may be appended, never moved), so that two versions
 can tell each other apart.
