@@ -1,5 +1,5 @@
-"""Steps that fail on one rank, and steps that never reach one: the driver is told who and why, goes
-on, and every request ends with the tokens that it would have had."""
+"""Steps that fail on one rank or never reach it: the driver learns rank and cause, continues, and
+every request ends with the tokens of an undisturbed run."""
 
 import shutil
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ from worker_client.scheduler_output import SchedulerOutput
 from worker_client.worker_group import WorkerGroup
 
 STEP_DEADLINE_MS = 2000
-"""gloo ends a wait for a peer that never comes a second after this."""
+"""gloo ends a wait for a missing peer one second after this."""
 
 
 @pytest.fixture(scope="module")

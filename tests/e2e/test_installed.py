@@ -1,5 +1,5 @@
-"""The wheel in clean environments, a driver's side without torch and a daemon's side, used from the
-directory of an application that has a client.py of its own."""
+"""The wheel in clean environments, for drivers without torch and for daemons, used from an
+application's directory with its own client.py."""
 
 import importlib.util
 import json

@@ -1,5 +1,5 @@
-"""Models whose layers see different parts of a context: greedy tokens are transformers' own while
-blocks behind windows go to others, prefixes are shared, requests are preempted, adopted and lost.
+"""Models whose layers see different parts of a context: greedy tokens equal transformers' while
+blocks behind windows are reused, prefixes are shared, and requests are preempted, adopted and lost.
 Contexts are several windows long."""
 
 from dataclasses import replace
@@ -116,7 +116,7 @@ def test_blocks_behind_windows_serve_others_while_the_first_goes_on(
 
 
 class Forgetful(Scheduler):
-    """Now and then forgets to send blocks: daemons refuse such a step, and those behind it fail."""
+    """Sometimes omits blocks: daemons refuse such a step, and the following ones fail."""
 
     def __init__(self, limits):
         super().__init__(limits)

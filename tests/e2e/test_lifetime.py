@@ -1,5 +1,5 @@
-"""What `worker-client generate` starts ends with it, however it ends: no process, no socket file
-and no directory is left behind."""
+"""Everything that `worker-client generate` starts ends with it, however it ends: no process, socket
+file or directory is left."""
 
 import json
 import shutil

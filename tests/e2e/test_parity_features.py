@@ -1,4 +1,4 @@
-"""Greedy tokens are transformers' own while blocks are shared, taken away and fought over."""
+"""Greedy tokens equal transformers' while blocks are shared, preempted and scarce."""
 
 from dataclasses import replace
 

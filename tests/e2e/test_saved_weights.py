@@ -1,4 +1,4 @@
-"""A group's weights out and in again over the wire: pipeline and tensor parallel on gloo, one set
+"""Saving and loading a group's weights over the wire: pipeline and tensor parallel on gloo, one set
 for all ranks or none."""
 
 import json

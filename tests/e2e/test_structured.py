@@ -1,5 +1,5 @@
-"""Structured output on real daemons: every text is what its grammar allows, by judges that are none
-of ours; other requests notice nothing; and no accident changes a token."""
+"""Structured output on real daemons: independent judges accept every text; other requests are not
+affected; and no fault changes a token."""
 
 import json
 import os

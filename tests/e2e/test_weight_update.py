@@ -1,5 +1,5 @@
-"""New weights in a running group: over gloo and from disk, in the checkpoint's names and in the
-ranks' own, equal to a fresh load; and what is left when an update cannot be or breaks off."""
+"""Weight updates of a running group: over gloo and from disk, in checkpoint and kernel names, equal
+to a fresh load; and the state after refused or interrupted updates."""
 
 import contextlib
 import os
@@ -259,7 +259,7 @@ def test_engine_that_cannot_be_leaves_the_group_serving(served, old, old_request
 
 
 def test_workers_and_trainer_that_have_met_let_nobody_in(served, old):
-    """Nor does anybody read their meeting, or add to it."""
+    """Check that strangers cannot read or write the rendezvous."""
     group, _ = served
     pids = [os.getpid(), *(status.pid for status in group.get_status())]
     before = {address for pid in pids for address in listening(pid)}
@@ -456,7 +456,7 @@ def settled_states(group):
 
 
 def test_fifty_cycles_of_sleep_and_update_leak_nothing(serve, old, new, old_requests, new_requests):
-    """Nothing is kept of the weights, and what came last is what serves: as a fresh load has it."""
+    """Check that no old weights are kept, and that the newest serve like a fresh load."""
     figures = []
     with serve(old.path, enable_sleep_mode=True) as (group, loaded):
         with WeightSender(group, "gloo") as sender:

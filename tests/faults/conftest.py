@@ -1,6 +1,6 @@
-"""What the fault tests share: checkpoints, daemons that a test may kill and start again, and the
-record of how long each fault took to be noticed. `--fault-report FILE` writes that record as JSON;
-the table is printed at the end of every run of these tests."""
+"""Shared by the fault tests: checkpoints, daemons that a test may kill and restart, and the record
+of detection times. `--fault-report FILE` writes that record as JSON; the table is printed at the
+end of every run of these tests."""
 
 import json
 import os
@@ -29,7 +29,7 @@ _DETECTIONS = pytest.StashKey[list["Detection"]]()
 
 
 class Detection(NamedTuple):
-    """How long a fault took to be noticed, and by what."""
+    """Detection time and signal of a fault."""
 
     row: int
     fault: str
@@ -37,7 +37,7 @@ class Detection(NamedTuple):
     measured_s: float
     signal: str
     injected: bool
-    """The fault cannot be induced here: its source was replaced."""
+    """True if the fault's source was replaced, because it cannot be induced here."""
 
 
 class Recorder:

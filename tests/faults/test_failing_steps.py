@@ -1,5 +1,5 @@
-"""Steps that fail, and what they leave behind: memory that is not there (rows 11 and 12 of the
-fault matrix), a lost device (row 14), and logits that are no numbers (row 41)."""
+"""Failing steps and their effects: out of memory (rows 11 and 12 of the fault matrix), a lost
+device (row 14), and NaN logits (row 41)."""
 
 import resource
 import time
@@ -156,7 +156,7 @@ POISON = 7
 
 @pytest.fixture(scope="module")
 def poisoned(checkpoint) -> Checkpoint:
-    """A model to which one token is not a number. The reference does not know of it."""
+    """A model in which one token's embedding is NaN; not so in the reference."""
     model = checkpoint(seed=99)
     for path in model.path.glob("*.safetensors"):
         tensors = load_file(path)

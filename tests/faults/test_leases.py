@@ -1,5 +1,5 @@
-"""Rows 1, 5, 25, 26 and 27 of the fault matrix: drivers that die, stop, come twice, or are repeated
-by somebody else. On a real daemon process with the fake worker, which counts its steps."""
+"""Rows 1, 5, 25, 26 and 27 of the fault matrix: drivers that die, stop, attach twice, or are
+replayed. On a real daemon process with the fake worker, which counts its steps."""
 
 import os
 import random
@@ -42,7 +42,7 @@ PARALLEL = ParallelConfig()
 
 @pytest.fixture(scope="module")
 def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
-    """One for all: whoever attaches brings it up anew."""
+    """One daemon for all tests; each driver that attaches makes it ready again."""
     process = DaemonProcess(tmp_path_factory.mktemp("leases") / "d", "--log-level", "info")
     yield process
     process.stop()

@@ -1,6 +1,5 @@
-"""Rows 36 to 39 of the fault matrix: peers that take more than their share. Connections until no
-file descriptor is left, connections without end, events and replies that nobody reads. The driver's
-own steps go on."""
+"""Rows 36 to 39 of the fault matrix, peers that exhaust resources: connections until no file
+descriptor is left, endless connections, unread events and replies. The driver's steps continue."""
 
 import resource
 import shutil
@@ -207,7 +206,8 @@ def test_row_39_driver_that_takes_no_result_gets_no_further(secured, group):
 
 
 def test_row_39_replies_that_nobody_reads_are_dropped_and_kept_for_asking(plain):
-    """A driver without credits, which never reads: the daemon waits for nobody."""
+    """A driver that ignores the limit of steps in flight and never reads: the daemon does not wait
+    for it."""
     driver, observer = Driver(plain.endpoint), Driver(plain.endpoint)
     driver.attach()
     driver.make_ready()

@@ -1,5 +1,5 @@
-"""Daemons that live and do not answer, hang, or are slow: what the driver hears, how soon, and that
-every request ends with the tokens of an undisturbed run."""
+"""Daemons that live but do not answer, hang, or are slow: what the driver learns, how soon, and
+that every request ends with the tokens of an undisturbed run."""
 
 import os
 import signal
@@ -103,7 +103,7 @@ class Stopper:
 
 
 def test_stopped_rank_is_suspect_and_comes_back(faulty, serving, cases, detection):
-    """Nothing fails: what was under way is sent again, and run once."""
+    """Nothing fails: steps in flight are sent again, and run once."""
     stopper = Stopper(faulty.pids[1], 2.0)
     with serving(20_000) as (group, loaded):
         tokens = disturbed(group, loaded, cases, stopper)

@@ -1,6 +1,5 @@
-"""Rows 23 and 42 of the fault matrix: daemons that do not belong together. Their protocol version
-is another one, their places in the group are exchanged, or their models differ though they are
-called the same."""
+"""Rows 23 and 42 of the fault matrix, daemons that do not match: different protocol versions,
+exchanged places in the group, or different models under one name."""
 
 import json
 import shutil

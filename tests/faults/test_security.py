@@ -1,5 +1,5 @@
-"""Daemons that want keys, and whoever comes without the right one: rows 20 to 25 and 28 of the
-fault matrix, on real sockets around the fake worker. The daemon on ipc runs without assertions."""
+"""Daemons that require keys, and peers without the right one: rows 20 to 25 and 28 of the fault
+matrix, on real sockets around the fake worker. The daemon on ipc runs without assertions."""
 
 import json
 import os

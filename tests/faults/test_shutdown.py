@@ -1,5 +1,5 @@
 """However a daemon ends, nothing of it is left: no process, socket, lock or shared memory (rows 28,
-32 and 33 of the fault matrix, promise P12)."""
+32 and 33 of the fault matrix)."""
 
 import itertools
 import os

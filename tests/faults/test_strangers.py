@@ -1,5 +1,5 @@
 """Another user of the host, who may connect to anything on the loopback interface: the ranks of a
-group let nobody in once they have met, and no number of connections ends one."""
+group accept no strangers after the rendezvous, and no number of connections ends one."""
 
 import pytest
 

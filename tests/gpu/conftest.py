@@ -1,4 +1,4 @@
-"""What the tests of one GPU share: checkpoints that they only read, and one cache of compiled
+"""Shared by the tests on one GPU: checkpoints that they only read, and one cache of compiled
 kernels for this process and for the daemons that tests start."""
 
 import os

@@ -1,5 +1,5 @@
-"""Steps that fail on a GPU: memory that is not there, with eager steps and with graphs, logits that
-are no numbers, and a device that is lost for good."""
+"""Failing steps on a GPU: out of memory, with eager steps and with graphs, NaN logits, and a lost
+device."""
 
 import gc
 import shutil

@@ -1,6 +1,6 @@
-"""What determine_available_memory promises on a real device: the number can be had, it depends on
-nothing that came before the baseline, and on everything that came after it in this process. What
-others do there is told apart where NVML tells it."""
+"""Properties of determine_available_memory on a real device: the number can be allocated, it does
+not depend on allocations before the baseline, and it includes this process's later ones. Other
+processes are distinguished if NVML reports them."""
 
 import json
 import shutil

@@ -1,4 +1,4 @@
-"""The benchmark of sleep runs through a worker and says what it measured."""
+"""The sleep benchmark runs with a worker and prints its figures."""
 
 import json
 import sys

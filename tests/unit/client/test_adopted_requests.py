@@ -1,5 +1,5 @@
-"""Requests that change drivers: what ranks tell is put together, and the reference scheduler goes
-on with it, block by block."""
+"""Requests that change drivers: the ranks' reports are merged, and the reference scheduler
+continues from them, block by block."""
 
 import copy
 import random

@@ -1,5 +1,5 @@
-"""The failure state of a group: its table, alone and against a model of plain flags, and what
-docs/reliability.md says of it."""
+"""The failure state of a group: its table, alone and against a model of plain flags, and its
+description in docs/reliability.md."""
 
 import itertools
 import math

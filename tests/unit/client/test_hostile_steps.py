@@ -1,5 +1,5 @@
 """Steps that a scheduler must not send: one field of a valid step is given a hostile value. Each is
-refused by name, and costs nobody anything: requests that run go on with the right tokens."""
+refused by name without side effects: running requests continue with the right tokens."""
 
 import math
 import time

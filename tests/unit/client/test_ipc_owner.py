@@ -1,4 +1,4 @@
-"""A driver says nothing to a daemon that another user may have put there."""
+"""A driver sends nothing to a daemon that another user could have started."""
 
 import os
 import socket

@@ -1,4 +1,5 @@
-"""Futures of steps in flight under every failure, in any order: who hears of what, how often."""
+"""Futures of steps in flight under every failure, in any order: which future reports what, and how
+often."""
 
 from unittest import mock
 
@@ -266,7 +267,7 @@ class Futures(RuleBasedStateMachine):
         assert self.admitted <= rows | self.told_lost | to_tell | self.given_up
 
     def teardown(self):
-        """Whoever asks at last hears."""
+        """A caller that asks last is told."""
         while self.steps.pending:
             self.steps.fail_hung(self.steps.pending[0])
         for future in self.held:

@@ -1,4 +1,4 @@
-"""Blocks of shared device memory: what the driver gave is given back, wherever it refuses."""
+"""Blocks of shared device memory: everything allocated is released, wherever the driver fails."""
 
 import ctypes
 

@@ -1,5 +1,5 @@
-"""Checkpoints that somebody made to take a daemon's memory, time or other files: each a typed error
-that names a field and a fix, at once."""
+"""Checkpoints made to exhaust a daemon's memory or time, or to read other files: each immediately
+gives a typed error that names field and fix."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Loading: whole and sharded files, every way a checkpoint can be broken, and made-up weights."""
+"""Loading: whole and sharded files, every way a checkpoint can be broken, and dummy weights."""
 
 import contextlib
 import json

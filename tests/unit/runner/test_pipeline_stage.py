@@ -1,5 +1,5 @@
-"""Exchanges of a pipeline stage, whatever fails in a step: each once and in order, or the link is
-broken."""
+"""Exchanges of a pipeline stage under any failure in a step: each happens once and in order, or the
+link is broken."""
 
 import numpy as np
 import pytest

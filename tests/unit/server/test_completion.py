@@ -1,5 +1,5 @@
-"""The way of outcomes to a driver: in order whichever thread sends them, at once where nothing is
-waited for, and none lost."""
+"""Outcomes on their way to a driver: in order from either thread, at once if no result is awaited,
+and none lost."""
 
 import os
 import threading

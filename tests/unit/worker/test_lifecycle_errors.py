@@ -1,4 +1,4 @@
-"""What a worker refuses, and that it goes on serving: models, plans, sizes, failing steps."""
+"""A worker's refusals, after which it keeps serving: models, plans, sizes, failing steps."""
 
 import json
 
