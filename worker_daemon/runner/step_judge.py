@@ -35,7 +35,7 @@ _UINT8 = np.dtype("u1")
 _UINT16 = np.dtype("<u2")
 
 MAX_UNSAMPLED_STEPS = 16
-"""Largest number of steps whose sampling is deferred at a time: each keeps its hidden states on the
+"""Maximum number of steps with deferred sampling at a time, since each keeps hidden states on the
 device."""
 
 MAX_BLOCK_COLUMNS = 64
@@ -404,7 +404,7 @@ class StepJudge:
         self._batches = BatchReader(limits)
         self.blocks = BlockReader(limits)
         self.block_sizes = _block_sizes(limits)
-        """In the form that RowCounts.capacity takes."""
+        """Block sizes in the form that RowCounts.capacity takes."""
 
     def judge(
         self,
@@ -414,9 +414,9 @@ class StepJudge:
         num_known: Int32s,
         deferred: Collection[int],
     ) -> JudgedStep:
-        """Check a whole step. A refusal leaves the rows as they are: requests start and end in a
-        copy of the counts, and appended blocks are removed again. num_known: [S + 1], tokens that
-        came with each row's admission; deferred: steps that wait for SampleTokens.
+        """Check a whole step. A refusal does not change the rows: requests start and end in a copy
+        of the counts, and appended blocks are removed again. num_known: [S + 1], tokens that came
+        with each row's admission; deferred: steps that wait for SampleTokens.
 
         Raises:
             InvalidStepError: a value is out of range or contradicts the rows.

@@ -1,5 +1,5 @@
-"""Sampling: from a step's last hidden states to the tokens that its rows go on with, or to the
-outputs of those that pool. On the last stage."""
+"""Sampling on the last stage: from a step's last hidden states to its rows' next tokens, or to the
+outputs of pooling requests."""
 
 from dataclasses import replace
 
@@ -23,8 +23,8 @@ class StepSampler:
         self._tables = tables
 
     def report_forward(self, step: ScheduledStep, hidden: Tensor) -> tuple[Report, ...]:
-        """Return what parts report of a step's forward pass, outputs of requests that end with it
-        among them. hidden [N, H], as the last layer gave it away."""
+        """Return the parts' reports of a step's forward pass, including pooled outputs. hidden [N,
+        H]: the last layer's output."""
         reports: tuple[Report, ...] = ()
         if self._parts.has_reports_of_forward:
             reports = self._parts.report_forward(hidden, step, self._stage.compute_logits)
