@@ -113,12 +113,12 @@ class Driver:
         grammars: CompiledGrammars | None = None,
     ) -> None:
         """on_result is called with every step's tokens as they come, including those past a
-        request's end. recover is called when a daemon has died: after it (WorkerGroup.replace, say)
-        the requests that were running begin again from their known tokens. It is called no more
-        after MAX_CONSECUTIVE_FAILURES recoveries without a successful step. max_history bounds
-        `records` and `timings`, the oldest of which are dropped first; None keeps all. grammars
-        (worker_client.structured.grammars.Grammars) serves requests with structured output; it
-        stays the caller's."""
+        request's end. recover (for instance WorkerGroup.replace) is called when a daemon has died:
+        after it the requests that were running begin again from their known tokens. It is no longer
+        called after MAX_CONSECUTIVE_FAILURES recoveries without a successful step. max_history
+        bounds `records` and `timings`, the oldest of which are dropped first; None keeps all.
+        grammars (worker_client.structured.grammars.Grammars) serves requests with structured
+        output; it stays the caller's."""
         self.group = group
         self.scheduler = scheduler
         self._times = RunTimes(max_history)
@@ -194,8 +194,8 @@ class Driver:
         self, requests: Sequence[AdoptedRequest], tensors: Iterable[HostTensor] = ()
     ) -> tuple[list[AdoptedRequest], list[RequestOutput]]:
         """Take over the embeddings of requests that the scheduler is to adopt, which daemons keep
-        for them. Return the requests that can go on, and the outputs of those whose embeddings are
-        neither there nor among `tensors`, with an error. To be called before anything else."""
+        for them. Return the requests that can continue, and the outputs of those whose embeddings
+        are neither there nor among `tensors`, with an error. Call this before anything else."""
         needs = {
             request.req_id: embeds.content_hash
             for request in requests
@@ -464,7 +464,7 @@ class Driver:
         back. No step may be in flight: its result must not come after that."""
         if self._refusal is None:
             return
-        if self._unsent is not None:  # else it was returned with steps that failed
+        if self._unsent is not None:  # otherwise it was returned with failed steps
             self._hand_back([], frozenset())
         refusal, self._refusal = self._refusal, None
         raise refusal
