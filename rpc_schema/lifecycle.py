@@ -244,7 +244,7 @@ class OpenRendezvousReply(ControlReply, frozen=True, tag=5, kw_only=True):
 
 
 class AbortLink(ControlRequest["Acknowledged"], frozen=True, tag=30, kw_only=True):
-    """Leave the link, since a rank is lost. Waits for other ranks end, and steps are refused until
+    """Leave the link, since a rank is lost. Stop waiting for other ranks, and refuse steps until
     a Relink; weights, KV cache and graphs stay."""
 
     epoch: Unsigned

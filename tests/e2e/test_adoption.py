@@ -84,7 +84,7 @@ def make_plan(two_daemons, checkpoint):
 
 
 def undisturbed(plan):
-    """The tokens of its requests; loads the daemons where they hold something else."""
+    """Return the tokens of its requests; load the daemons if they hold something else."""
     with WorkerGroup(plan.endpoints, plan.config.parallel) as group:
         group.attach()
         try:
@@ -134,7 +134,7 @@ def test_drivers_killed_one_after_the_other_cost_no_token(make_plan, nursery, pp
 
 @pytest.mark.parametrize("told", [[0], [1]])
 def test_adopting_driver_that_dies_in_its_first_step_costs_no_kv(make_plan, nursery, told):
-    """Rows that it admitted on one rank, in slots of its own, keep the KV that they came with."""
+    """Rows that it admitted on one rank, in its own slots, keep the KV that they came with."""
     seed = random.randrange(1 << 30)
     plan = make_plan(random.Random(seed), 2)
     expected = undisturbed(plan)

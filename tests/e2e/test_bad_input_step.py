@@ -244,7 +244,7 @@ def test_frames_that_do_not_decode_on_the_control_socket(raw, frames, code):
 def test_frame_over_a_socket_s_bound_costs_its_sender_the_connection(
     raw, daemons, checkpoint, suffix, size
 ):
-    """libzmq drops the connection; nobody else notices."""
+    """libzmq drops the connection; no other peer is affected."""
     socket = raw.context.socket(zmq.DEALER)
     monitor = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
     socket.connect(daemons.endpoints(1)[0] + suffix)

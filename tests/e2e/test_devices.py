@@ -1,4 +1,4 @@
-"""The device that a daemon is told, and the threads that it computes with on the CPU."""
+"""A daemon's device option, and its number of CPU threads."""
 
 import re
 import shutil

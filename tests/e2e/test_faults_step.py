@@ -174,7 +174,7 @@ def test_lost_step_is_repaired_by_a_full_resynchronisation(
 
 
 def test_lost_last_step_is_noticed_by_its_deadline(serving, checkpoint):
-    """No step comes behind it that would show the gap."""
+    """No later step reveals the gap."""
     cases = random_cases(checkpoint(), seed=20, count=1, max_tokens=1)
     with serving(1) as (group, loaded):
         loss = drop_call(group, 0, 1)

@@ -58,7 +58,7 @@ def daemon_side(wheel, tmp_path_factory):
 
 @pytest.fixture
 def application():
-    """The directory of an application whose client.py nobody but itself may import."""
+    """The directory of an application with its own client.py, which only it may import."""
     path = short_directory()
     (path / "client.py").write_text("raise SystemExit('this client.py is the application\\'s')\n")
     yield path

@@ -43,7 +43,7 @@ def endless_input(tmp_path):
 
 @pytest.fixture
 def generating(directory, endless_input, checkpoint):
-    """A `generate` with daemons of its own, just started."""
+    """A `generate` that has just started its own daemons."""
     options = ["--model", str(checkpoint().path), "--device", "cpu", "--input", str(endless_input)]
     sizes = ["--pipeline-parallel-size", str(NUM_DAEMONS), "--num-gpu-blocks", "256"]
     with endless_input.with_name("stderr").open("w") as stderr:

@@ -116,7 +116,7 @@ def test_one_adapter_is_refused_and_the_others_go_on(serve, base, merged):
             ("absent", RemoteCheckpointError, "no such directory"),
             ("../..", RemoteConfigError, "lies outside this daemon's adapter roots"),
             ("link", RemoteConfigError, "lies outside this daemon's adapter roots"),
-            ("bad\0", RemoteConfigError, "no path"),
+            ("bad\0", RemoteConfigError, "not a path"),
         ):
             with pytest.raises(error, match=words):
                 group.add_lora(name)

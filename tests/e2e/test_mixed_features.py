@@ -1,6 +1,6 @@
 """All features in one batch: requests with random subsets of them, which come at random times,
 share prefixes, are computed in chunks and preempted, each give the tokens of the same request
-alone; in every parallel shape, and whatever becomes of drivers and ranks.
+alone; in every parallel shape, and with drivers and ranks killed.
 
 A few seeds are fixed. MIXED_SEED=n runs that one, MIXED_RUNS=n so many new ones.
 """
@@ -92,7 +92,7 @@ def mix(seed):
 
 @pytest.fixture(scope="module")
 def alone(serve, model, grammars, mix):
-    """Each request's output by itself."""
+    """Each request's output when run alone."""
     outputs = {}
     with serve(model.path, max_model_len=MAX_MODEL_LEN) as (group, loaded):
         for request in mix.requests.values():

@@ -1,6 +1,5 @@
 """Rules on tokens over real daemons: every greedy token is that of transformers with the same
-processors, and every seeded one that of the request alone, whatever becomes of steps and
-drivers."""
+processors, and every seeded one that of the request alone, even if steps fail and drivers die."""
 
 from dataclasses import asdict, replace
 

@@ -132,7 +132,7 @@ def short_of_memory(pid, spare_bytes):
 
 @pytest.mark.parametrize("kept", [ASLEEP, {"weights": "awake", "kv_cache": "asleep"}])
 def test_waking_without_memory_leaves_all_asleep(serve, model, requests, kept):
-    """The weights would still fit, the KV cache of 128 MiB behind them does not."""
+    """The weights would still fit, but not the KV cache of 128 MiB after them."""
     blocks = 32768
     with serve(model.path, enable_sleep_mode=True, num_gpu_blocks=blocks) as (group, loaded):
         (status,) = group.get_status()

@@ -70,7 +70,7 @@ def directory():
 
 @contextmanager
 def driven(endpoints, model):
-    """A driver at work, on a thread of its own, until the end; yields what it has generated."""
+    """Runs a driver on its own thread until the end; yields what it has generated."""
     ended = threading.Event()
     ready = threading.Event()
     runs, errors = [], []

@@ -333,7 +333,7 @@ def test_killed_trainer_leaves_dirty_weights_that_name_themselves(served, new, o
 
 
 def test_new_driver_is_not_kept_waiting_by_a_trainer_that_never_sends(served, old, new):
-    """The wait of update_weights is aborted; what the update has left is loaded anew."""
+    """Abort the wait in update_weights; the partly updated weights are reloaded."""
     group, _ = served
     config = worker_config(old.path, 2)
     with trainer(2, new.path, -1) as (_, engine):
@@ -485,7 +485,7 @@ def test_fifty_cycles_of_sleep_and_update_leak_nothing(serve, old, new, old_requ
 
 
 def test_toy_reinforcement_learning_keeps_workers_and_trainer_equal(serve, model_root):
-    """The example's own loop; at the end a greedy prompt tells whose weights the workers have."""
+    """The example's own loop; at the end a greedy prompt shows which weights the workers have."""
     policy = rl_loop.make_policy(model_root / "policy")
     before = Checkpoint(model_root / "policy", policy).greedy([5, 6, 7], 8)
     options = {"max_num_seqs": rl_loop.NUM_SAMPLES, "enable_sleep_mode": True}

@@ -20,7 +20,8 @@ from tests.support.supervised import Supervised
 __all__ = ["checkpoint", "model_root"]
 
 GENEROUS = 5.0
-"""Detections are recorded, not timed: only one that took so many times its target fails a test."""
+"""Multiple of its target that a detection time must exceed to fail a test; others are only
+recorded."""
 STALL_S = 3.0
 """For which a busy host may keep any process from running; what notices a fault where the fastest
 signal fails takes longer than that (FENCE_AFTER_S)."""

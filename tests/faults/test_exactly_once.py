@@ -37,7 +37,7 @@ from worker_daemon.server.wire.reply_channel import ReplyRing
 NUM_OPERATIONS = int(os.environ.get("FAULTS", "10000"))
 RULES_A_HISTORY = 80
 NUM_HISTORIES = 40
-"""A round; rounds go on until there were enough operations."""
+"""Histories of one round; rounds are repeated until there were enough operations."""
 NUM_REQUESTS = 50
 """Over the faulty network."""
 HISTORIES_TO_FIND = 300
@@ -137,7 +137,7 @@ class AcceptsWhileJudging(StepGate):
 
 
 RANK = 3
-"""Its place in a reply, behind tag, epoch and seq."""
+"""Its offset in a reply, after tag, epoch and seq."""
 
 
 class OtherBytes(ReplyRing):
@@ -245,7 +245,7 @@ class FaultyNetworkDaemon(FakeDaemon):
             super()._depart(passed_epoch, passed, delay_s)
 
     def _mangled(self, way, message):
-        """What passes now: a message that is held back comes behind the next one, if any."""
+        """Return the messages that pass now: a held-back message follows the next one, if any."""
         late, self._held[way] = self._held[way], []
         if self.randomness.random() >= self.share:
             return [message, *late]

@@ -134,7 +134,7 @@ def port_of(daemon, socket_name):
 
 
 def greet(port):
-    """A stranger's connection, behind its greeting."""
+    """A stranger's connection after its greeting."""
     made = socket.socket()
     made.settimeout(LIMIT_S)
     made.bind((STRANGER, 0))
@@ -199,8 +199,7 @@ def test_long_handshakes_of_strangers_take_no_memory_and_a_driver_comes_in(daemo
 
 
 def recorded_hello(ring):
-    """What a driver's socket sends first: a greeting and HELLO, from whoever knows the public
-    key."""
+    """A socket's first bytes: a greeting and HELLO, which anyone with the public key can send."""
     with (
         socket.create_server(("127.0.0.1", 0)) as server,
         zmq.Context() as context,

@@ -76,8 +76,7 @@ def group_on(daemon: DaemonProcess, ttl_s: float = LONG_TTL_S) -> WorkerGroup:
 
 
 def settled(status: lc.Status) -> lc.Status:
-    """A status without what time alone changes, nor what is reckoned now and then of the steps that
-    have run."""
+    """Return a status without fields that change over time, such as averages over past steps."""
     lease = msgspec.structs.replace(status.lease, remaining_ms=0, orphan_kv_remaining_ms=0)
     reckoned = {"usual_step_us": 0, "reply_delay": None}
     return msgspec.structs.replace(status, phase_ms=0, lease=lease, **reckoned)

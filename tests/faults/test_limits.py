@@ -85,7 +85,7 @@ def steps_on(group, count):
 
 
 def knock(secured):
-    """Begin a connection to the daemon's control socket, of somebody who never says a word."""
+    """Open a connection to the daemon's control socket and never send anything."""
     host, port = secured.endpoint.removeprefix("tcp://").split(":")
     made = socket.socket()
     made.setblocking(False)
@@ -179,7 +179,7 @@ def test_row_38_slow_reader_of_events_misses_some_and_costs_nobody_else(director
 
 
 def take_all(reader):
-    """Take what is there; return how much that was."""
+    """Receive all available data; return its size."""
     num = 0
     while reader.poll(50 if num else 0):
         reader.recv_multipart()

@@ -145,8 +145,8 @@ class Interrupted(Exception):
 
 
 def test_survivor_is_not_lost_while_its_neighbour_is_replaced(faulty, serving, cases, monkeypatch):
-    """It hangs in a step, so its reply to the attach is waited for longer than it may be silent;
-    its control thread goes on sending heartbeats."""
+    """It hangs in a step, so its reply to the attach takes longer than the silence limit; its
+    control thread keeps sending heartbeats."""
     monkeypatch.setattr("worker_client.liveness.SILENCE_LIMIT_S", 3.0)
     monkeypatch.setattr("worker_client.replacement.REPLACE_ATTEMPTS", 1)
     stopper = Stopper(faulty.pids[1])

@@ -128,7 +128,7 @@ def test_embeddings_are_sent_again_to_a_replaced_rank(pair, config, checkpoint):
 
 
 def test_survivor_of_killed_ranks_keeps_no_communicator(pair, config, cases):
-    """Neither threads nor descriptors, whatever the failed step has held."""
+    """A failed step leaks neither threads nor descriptors."""
     with connect(pair.endpoints, config(2)) as (group, loaded):
         survivor = psutil.Process(group.get_status()[0].pid)
         counts = []

@@ -41,7 +41,7 @@ def daemons(directory, ring, model_root):
 
 
 def is_lost(group: WorkerGroup, rank: int) -> bool:
-    """Whether the group knows that this rank is dead."""
+    """Return True if the group knows that this rank is dead."""
     try:
         group.look()
     except WorkerDied as died:

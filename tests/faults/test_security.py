@@ -310,7 +310,7 @@ def test_observer_cannot_open_the_sockets_of_steps(daemon, ring, sockets):
 
 
 def turned_away(opened):
-    """Whether the daemon refuses a socket's key; it tries again by itself."""
+    """Return True if the daemon refuses a socket's key; the socket reconnects automatically."""
     monitor = opened.get_monitor_socket(zmq.EVENT_HANDSHAKE_FAILED_AUTH)
     refused = monitor.poll(5000)
     opened.disable_monitor()

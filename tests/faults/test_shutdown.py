@@ -47,7 +47,7 @@ class Home:
         self._read_end, self.parent = os.pipe()
 
     def start(self, *options: str) -> DaemonProcess:
-        """A daemon that was told to start."""
+        """A daemon that is starting."""
         daemon = DaemonProcess(
             self.sockets,
             *("--state-dir", str(self.state), "--exit-with-parent-fd", str(self._read_end)),

@@ -9,7 +9,7 @@ from tests.support.strangers import flood, gets_in, listening, num_descriptors
 
 ATTEMPTS = 24_000
 SLACK = 8
-"""Descriptors that a daemon may open meanwhile for reasons of its own."""
+"""Descriptors that a daemon may open itself in the meantime."""
 
 
 @pytest.fixture(scope="module")

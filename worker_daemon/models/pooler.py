@@ -17,8 +17,8 @@ from worker_daemon.models.description import PoolerSpec
 
 
 class Pooler:
-    """Owned by the last stage; its head, which is small, is replicated on every rank. Never waits
-    for the device."""
+    """Computes pooled outputs on the last stage. Its small head is replicated on every rank. Never
+    waits for the device."""
 
     def __init__(self, norm: RMSNorm | None, spec: PoolerSpec, setup: LayerSetup) -> None:
         """norm: the final norm, which the LM head may share; None if there is none."""

@@ -4,7 +4,7 @@ In rows whose steps may refuse tokens, computed and known tokens are upper bound
 the true counts (row_tables.py), and corrections in a later message lower the bounds. Both bounds
 fall by the same number, so they still decide whether a row samples.
 
-Shapes: S rows (plus one spare row, which no request uses), G groups of layers.
+Shapes: S rows (plus one spare row, which no request uses), G KV groups.
 """
 
 from dataclasses import dataclass

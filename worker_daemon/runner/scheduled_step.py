@@ -1,6 +1,6 @@
 """Values: an accepted step, the limits of every step, and the refusal of an invalid one.
 
-Shapes: B scheduled requests, U block-table updates, G groups of layers, S rows and the spare one.
+Shapes: B scheduled requests, U block-table updates, G KV groups, S rows and the spare one.
 Row g * (S + 1) + s of the block table holds the blocks of request row s in group g: with one group,
 it is row s.
 """

@@ -326,7 +326,7 @@ class Histories(RuleBasedStateMachine):
         self.needs_relink = False
         self.has_doomed = False
         self.to_tell = None
-        """Number of the failure that no future has told."""
+        """Number of the failure that no future has reported."""
         self.newest = 0
         self.weights = ""
         self.draining = set()

@@ -300,7 +300,7 @@ def test_request_that_ends_begins_and_decodes_in_one_step_is_named():
 
 
 def table_state(table):
-    """Everything that later steps are judged by."""
+    """All state that later steps are validated against."""
     names = sorted(table.req_ids)
     return names, [table.slot_of(name) for name in names], table._resync_rows(())
 

@@ -29,7 +29,7 @@ def listening(path: Path) -> socket.socket:
 
 
 def heard(listener: socket.socket) -> bytes:
-    """What somebody who connected has said."""
+    """Return the bytes that a peer sent."""
     said = b""
     while True:
         try:

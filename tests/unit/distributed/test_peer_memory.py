@@ -1,4 +1,5 @@
-"""Blocks of shared device memory: everything allocated is released, wherever the driver fails."""
+"""Blocks of shared device memory: everything allocated is released, at whichever call the CUDA
+driver fails."""
 
 import ctypes
 

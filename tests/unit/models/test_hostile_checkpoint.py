@@ -127,7 +127,7 @@ STRANGE = [
 
 
 def model(path: Path, without: str = "") -> Path:
-    """A directory whose files are all right but one, which is missing."""
+    """A directory of valid files of which one is missing."""
     path.mkdir()
     contents = {"config.json": BASE, "generation_config.json": {}}
     for name, content in contents.items():
