@@ -110,7 +110,7 @@ class GenerationRequest:
     stop: tuple[str, ...] = ()
     """Strings that end the request. The scheduler needs a tokenizer for them."""
     include_stop_str_in_output: bool = False
-    """Whether the text includes the stop string."""
+    """True if the text includes the stop string."""
     prompt_embeds: Embeddings | None = None
     """[rows, hidden size] of some positions of the prompt, where prompt_token_ids has placeholders
     (prompt_embeds.with_placeholders)."""

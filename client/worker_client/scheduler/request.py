@@ -72,7 +72,7 @@ class HeldBlocks:
     num_cached_tokens: int = -1
     """Prompt tokens found in the prefix cache at the first admission; -1 before that."""
     may_share: bool = True
-    """Whether it may reuse cached blocks of other requests."""
+    """True if it may reuse cached blocks of other requests."""
     root: bytes = b""
     """First parent of the hash chain."""
 
