@@ -1,4 +1,4 @@
-# The front door: each target is one line of what it does. `make run` and `make test` need nothing but Python >= 3.11.
+# Common tasks. `make run` and `make test` need only Python >= 3.11.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin

@@ -1,14 +1,14 @@
 """`make bench`: every benchmark that this machine can run, one table at the end, and the figures in
-build/bench.json. Runs each in a process of its own; measures nothing itself. Figures of whole
+build/bench.json. Runs each in a separate process; measures nothing itself. Figures of whole
 workloads, start-up and sleep also go into docs/performance.json and the table of
 docs/performance.md (benchmarks/records.py), unless --quick or --no-records says otherwise.
 
 Sections: `wire` (codec, transport and control plane, on any machine), and with a CUDA device
-`ceilings`, `kernels`, `loading`, `weights` (new weights into a running daemon), `startup`, `sleep`,
-`step` (a step's time by kernel and by phase) and `e2e` (every workload on every model, on one
-device and, with two, as two pipeline stages and as two tensor ranks). `--only` chooses sections. A
-row's floor comes from the ceilings measured in the same run, or kept from the last run that
-measured them; the fraction says how much of what the floor allows was reached.
+`ceilings`, `kernels`, `loading`, `weights` (weight updates of a running daemon), `startup`,
+`sleep`, `step` (a step's time by kernel and by phase) and `e2e` (every workload on every model, on
+one device and, with two, as two pipeline stages and as two tensor ranks). `--only` chooses
+sections. A row's floor comes from the ceilings measured in the same run, or from the last run that
+measured them; the fraction is the share of that floor's speed that was reached.
 """
 
 import argparse
@@ -34,12 +34,12 @@ MODELS = Path(__file__).parent / "models"
 BUILD = Path("build")
 CEILINGS = BUILD / "ceilings.json"
 LARGE_MODEL = "llama-8b"
-"""The model of the sections that take one."""
+"""Model of the sections that use only one."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """One line of the table; None where there is no such thing."""
+    """One line of the table; None for values that do not apply."""
 
     part: str
     name: str
@@ -49,11 +49,11 @@ class Row:
     met: bool | None = None
     floor: float | None = None
     fraction: float | None = None
-    """Of the floor: 1 is as fast as the device allows."""
+    """Fraction of the floor's speed: 1 is as fast as the device allows."""
 
 
 class Parts:
-    """The results of a run: its rows, and what failed or was left out."""
+    """The results of a run: its rows, and the parts that failed or were skipped."""
 
     def __init__(self, scratch: Path) -> None:
         self.rows: list[Row] = []
@@ -94,7 +94,7 @@ def control_plane_rows(figures: list[dict[str, Any]]) -> list[Row]:
 
 
 def figure_rows(part: str, figures: list[dict[str, Any]]) -> list[Row]:
-    """Figures of (name, value, unit) and perhaps a floor."""
+    """Return rows for figures of (name, value, unit) and an optional floor."""
     rows = []
     for figure in figures:
         floor, unit = figure.get("floor"), figure["unit"]
@@ -103,13 +103,13 @@ def figure_rows(part: str, figures: list[dict[str, Any]]) -> list[Row]:
 
 
 def sleep_rows(model: str, figures: list[dict[str, Any]]) -> list[Row]:
-    """Each figure against its floor and target."""
+    """Return each figure with its floor and target."""
     rows = figure_rows(f"sleep {model}", figures)
     return [with_target(row, targets.SLEEP.get((model, row.name))) for row in rows]
 
 
 def with_floor(row: Row, floor: float | None) -> Row:
-    """Add a floor, and what was reached of it: times are to be short, rates to be high."""
+    """Add a floor and the fraction reached: times should be short, rates high."""
     if floor is None or not row.value:
         return row
     is_time = row.unit in ("s", "ms", "us")
@@ -118,14 +118,14 @@ def with_floor(row: Row, floor: float | None) -> Row:
 
 
 def with_target(row: Row, target: Target | None) -> Row:
-    """Add a target, and whether it is met."""
+    """Add a target and its verdict."""
     if target is None:
         return row
     return Row(**(asdict(row) | {"target": target.value, "met": target.met_by(row.value)}))
 
 
 def kernel_rows(timings: list[dict[str, Any]]) -> list[Row]:
-    """One row a case: its first timing, which is the launcher's own choice."""
+    """Return one row per case: its first timing, the launcher's choice."""
     first: dict[str, dict[str, Any]] = {}
     for timing in timings:
         first.setdefault(timing["case"], timing)
@@ -137,7 +137,7 @@ def kernel_rows(timings: list[dict[str, Any]]) -> list[Row]:
 
 
 def weight_rows(figures: list[dict[str, Any]]) -> list[Row]:
-    """Rates beside what the link allows, of which an update is to reach its share."""
+    """Return rates with the link's rate, of which an update should reach its target share."""
     rows = []
     for row in figure_rows("weights", figures):
         bound = None if row.floor is None else targets.WEIGHT_UPDATE_SHARE * row.floor
@@ -146,7 +146,7 @@ def weight_rows(figures: list[dict[str, Any]]) -> list[Row]:
 
 
 def startup_rows(starts: list[dict[str, Any]]) -> list[Row]:
-    """Each phase, and the whole against its target."""
+    """Return each phase, and the total with its target."""
     rows = []
     for start in starts:
         part = f"startup {start['model']} {start['shape']} {start['kind']}"
@@ -158,7 +158,7 @@ def startup_rows(starts: list[dict[str, Any]]) -> list[Row]:
 
 
 def step_rows(content: dict[str, Any]) -> list[Row]:
-    """Time by kind of kernel, and the host's time by phase."""
+    """Return time by kind of kernel, and the host's time by phase."""
     rows = []
     for case in content["cases"]:
         part = f"step {content['model']} {case['name']}"
@@ -172,7 +172,7 @@ def step_rows(content: dict[str, Any]) -> list[Row]:
 
 
 def e2e_rows(ceilings: Ceilings | None, runs: list[dict[str, Any]]) -> list[Row]:
-    """One row a workload, with floor and target; latencies are in the file only."""
+    """Return one row per workload, with floor and target; latencies are only in the file."""
     rows = []
     for run in runs:
         model, shape, name = run["model"], run["shape"], run["workload"]
@@ -184,7 +184,8 @@ def e2e_rows(ceilings: Ceilings | None, runs: list[dict[str, Any]]) -> list[Row]
 
 
 def workload_floor(ceilings: Ceilings, model: str, shape: str, name: str, unit: str) -> float:
-    """The least seconds, or the most tokens a second, in the unit of the workload's figure."""
+    """Return the fewest seconds or the most tokens per second, in the unit of the workload's
+    figure."""
     sizes = ModelShape.read(MODELS / model)
     requests = [(len(p), out) for p, out in workloads.make(name, sizes.vocab_size)]
     pp, tp = map(int, shape.split("x"))
@@ -207,7 +208,7 @@ def read_ceilings() -> Ceilings | None:
 
 
 def keep_ceilings(figures: list[dict[str, Any]]) -> None:
-    """Write them for this run's floors and for later runs."""
+    """Write the ceilings for this run's floors and for later runs."""
     from benchmarks.ceilings import Figure, ceilings_of  # Triton, which a CPU may lack
 
     ceilings = ceilings_of([Figure(**figure) for figure in figures])
@@ -217,13 +218,13 @@ def keep_ceilings(figures: list[dict[str, Any]]) -> None:
 
 
 def run_wire(parts: Parts, options: argparse.Namespace) -> None:
-    """Codec, transport and control plane."""
+    """Measure codec, transport and control plane."""
     command = ["benchmarks.control_plane", *quick(options), "--json", "{}"]
     parts.run("control plane", command, control_plane_rows)
 
 
 def run_ceilings(parts: Parts, options: argparse.Namespace) -> None:
-    """The device's own limits, which floors need."""
+    """Measure the device's limits, which floors need."""
     command = ["benchmarks.ceilings", "--out", "{}"]
     figures = parts.run("ceilings", command, partial(figure_rows, "ceilings"))
     if figures is not None:
@@ -231,30 +232,30 @@ def run_ceilings(parts: Parts, options: argparse.Namespace) -> None:
 
 
 def run_kernels(parts: Parts, options: argparse.Namespace) -> None:
-    """Our kernels one by one."""
+    """Measure our kernels one by one."""
     parts.run("kernels", ["benchmarks.kernels", "--out", "{}"], kernel_rows)
 
 
 def run_loading(parts: Parts, options: argparse.Namespace) -> None:
-    """A large checkpoint from disk to the device."""
+    """Measure loading a large checkpoint from disk to the device."""
     command = ["benchmarks.loading", "--model", str(MODELS / LARGE_MODEL), "--out", "{}"]
     parts.run("loading", command, partial(figure_rows, "loading"))
 
 
 def run_sleep(parts: Parts, options: argparse.Namespace) -> None:
-    """To sleep and back, at both levels."""
+    """Measure sleep and wake-up at both levels."""
     command = ["benchmarks.sleep", "--model", str(MODELS / LARGE_MODEL), "--out", "{}"]
     parts.run("sleep", command, partial(sleep_rows, LARGE_MODEL))
 
 
 def run_weights(parts: Parts, options: argparse.Namespace) -> None:
-    """New weights into a running daemon: from its own GPU, from another one, from disk."""
+    """Measure weight updates of a running daemon: from its GPU, from another one, from disk."""
     command = ["benchmarks.weight_update", "--model", str(MODELS / LARGE_MODEL), "--out", "{}"]
     parts.run("weights", command, weight_rows)
 
 
 def run_startups(parts: Parts, options: argparse.Namespace) -> None:
-    """Process start to first token."""
+    """Measure process start to first token."""
     for pp, tp in shapes(options):
         command = ["benchmarks.startup", "--model", str(MODELS / LARGE_MODEL), "--out", "{}"]
         command += ["--pp", str(pp), "--tp", str(tp)]
@@ -262,7 +263,7 @@ def run_startups(parts: Parts, options: argparse.Namespace) -> None:
 
 
 def run_steps(parts: Parts, options: argparse.Namespace) -> None:
-    """A step's time, of every chosen model; traces stay in build/."""
+    """Measure a step's time for every chosen model; traces stay in build/."""
     for model in options.models:
         out = BUILD / "step_trace" / model
         command = ["benchmarks.step_trace", "--model", str(MODELS / model), "--out", str(out)]
@@ -270,7 +271,7 @@ def run_steps(parts: Parts, options: argparse.Namespace) -> None:
 
 
 def run_workloads(parts: Parts, options: argparse.Namespace) -> None:
-    """The chosen workloads of every chosen model and shape: one group of daemons each."""
+    """Run the chosen workloads on every chosen model and shape: one group of daemons each."""
     ceilings = read_ceilings()
     for pp, tp in shapes(options):
         for model in options.models:
@@ -314,7 +315,7 @@ def device_name() -> str:
 
 
 def quick(options: argparse.Namespace) -> list[str]:
-    """Return the option for the benchmarks that are started."""
+    """Return the --quick option for the benchmarks, if set."""
     return ["--quick"] if options.quick else []
 
 
@@ -327,7 +328,7 @@ def shapes(options: argparse.Namespace) -> list[tuple[int, int]]:
 
 
 def report(parts: Parts, out: Path, run: records.BenchRun) -> dict[str, Any]:
-    """Print the table, write the file and return what is in it."""
+    """Print the table, write the file and return its content."""
     print(f"\n{'part':<30} {'figure':<52} {'value':>12} {'unit':<10} {'floor':>10} of floor")
     for row in parts.rows:
         floor = " " * 10 if row.floor is None else f"{row.floor:>10.4g}"
@@ -353,13 +354,13 @@ def report(parts: Parts, out: Path, run: records.BenchRun) -> dict[str, Any]:
 
 
 def listed(allowed: Sequence[str]) -> Callable[[str], list[str]]:
-    """A parser of A,B,... of allowed words."""
+    """Return a parser of A,B,... that accepts only allowed words."""
 
     def parse(text: str) -> list[str]:
         words = text.split(",")
         for word in words:
             if word not in allowed:
-                raise argparse.ArgumentTypeError(f"{word!r} is none of {', '.join(allowed)}")
+                raise argparse.ArgumentTypeError(f"{word!r} is not one of {', '.join(allowed)}")
         return words
 
     return parse
@@ -374,18 +375,20 @@ def parse_options(words: Sequence[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--models", type=listed(models), default=models)
     parser.add_argument("--workloads", type=listed(workloads.NAMES), default=list(workloads.NAMES))
-    parser.add_argument("--pp", type=int, default=1, help="this many pipeline stages only")
-    parser.add_argument("--tp", type=int, default=1, help="this many tensor ranks only")
+    parser.add_argument("--pp", type=int, default=1, help="only this number of pipeline stages")
+    parser.add_argument("--tp", type=int, default=1, help="only this many tensor ranks")
     parser.add_argument("--quick", action="store_true", help="fewer rounds; figures are rough")
     parser.add_argument("--out", type=Path, default=BUILD / "bench.json")
-    parser.add_argument("--commit", default="", help="what runs, where git cannot tell")
-    parser.add_argument("--no-records", action="store_true", help="leave docs/performance.* alone")
+    parser.add_argument("--commit", default="", help="commit that runs, outside a git checkout")
+    parser.add_argument(
+        "--no-records", action="store_true", help="leave docs/performance.* unchanged"
+    )
     return parser.parse_args(words)
 
 
 def main() -> int:
-    """Run the sections; return 1 if a benchmark failed. A missed target is shown and is no error.
-    After an interruption the figures so far are reported."""
+    """Run the sections; return 1 if a benchmark failed. A missed target is shown, but is not an
+    error. After an interruption the figures so far are reported."""
     options = parse_options()
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     with tempfile.TemporaryDirectory() as directory:

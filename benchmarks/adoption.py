@@ -1,8 +1,8 @@
-"""From a killed driver to the next one's tokens: `python -m benchmarks.adoption --model DIR
-[--device cuda|cpu] [--pp P] [--tp T] [--requests N] [--prompt-len N]
-[--cycles N] [--out FILE]`.
+"""Measures the time from a killed driver to the next one's tokens: `python -m benchmarks.adoption
+--model DIR [--device cuda|cpu] [--pp P] [--tp T] [--requests N] [--prompt-len N] [--cycles N]
+[--out FILE]`.
 
-Local daemons with made-up weights of the shapes in the model's config.json. A driver with N
+Local daemons with dummy weights of the shapes in the model's config.json. A driver with N
 requests is killed (SIGKILL) while they decode; another process attaches, adopts them and takes one
 step's tokens. Prints the medians of times from the kill, and from the new process's start.
 """
@@ -42,9 +42,9 @@ from worker_client.worker_group import WorkerGroup
 MAX_MODEL_LEN = 4096
 WARM_TOKENS = 20
 LINES_TOLD = 20
-"""Of what a driver has said last, where it ends too early."""
+"""Last lines of a driver's output to show if it ends too early."""
 ATTACH_TRIES_S = 10.0
-"""So long is the dead driver's lease waited for."""
+"""Limit on the wait for the dead driver's lease."""
 
 
 class Plan(msgspec.Struct, frozen=True):
@@ -58,7 +58,7 @@ class Plan(msgspec.Struct, frozen=True):
 
 
 class Report(msgspec.Struct, frozen=True):
-    """Moments of time.monotonic() in the second driver."""
+    """Times of time.monotonic() in the second driver."""
 
     started: float
     attached: float
@@ -70,7 +70,7 @@ class Report(msgspec.Struct, frozen=True):
 
 
 def drive(plan: Plan, started: float) -> None:
-    """Be a driver: the first serves until it is killed, the second reports and ends."""
+    """Run a driver: the first serves until it is killed, the second reports and ends."""
     with WorkerGroup(plan.endpoints, plan.config.parallel) as group:
         attach(group, plan)
         attached = time.monotonic()
@@ -102,7 +102,7 @@ def drive(plan: Plan, started: float) -> None:
 
 
 def attach(group: WorkerGroup, plan: Plan) -> None:
-    """Attach, as soon as the daemons let us."""
+    """Attach as soon as the daemons allow it."""
     deadline = time.monotonic() + ATTACH_TRIES_S
     while True:
         try:
@@ -116,8 +116,8 @@ def attach(group: WorkerGroup, plan: Plan) -> None:
 
 
 class Warmth:
-    """Says when every request has decoded for a while. Their steps are not looked at: several
-    stages decode a part of the requests in each."""
+    """Detects when every request has decoded for a while, by tokens instead of steps, since in a
+    pipeline each step decodes only part of the requests."""
 
     def __init__(self, num_requests: int) -> None:
         self._missing = {str(index): WARM_TOKENS for index in range(num_requests)}
@@ -135,7 +135,7 @@ class Warmth:
 
 
 def serve(driver: Driver, plan: Plan) -> None:
-    """Decode until somebody kills us."""
+    """Decode until this process is killed."""
     rng = np.random.default_rng()
     for index in range(plan.num_requests):
         prompt = rng.integers(3, 1000, plan.prompt_len).astype(np.int32)
@@ -145,11 +145,11 @@ def serve(driver: Driver, plan: Plan) -> None:
         )
     while driver.busy:
         driver.step()
-    raise SystemExit("all requests have ended, and nobody has killed this driver")
+    raise SystemExit("all requests have ended, and this driver was not killed")
 
 
 def start(plan: Plan, errors: IO[str]) -> "subprocess.Popen[str]":
-    """Start a driver's process, which writes what goes wrong to `errors`."""
+    """Start a driver's process, which writes its errors to `errors`."""
     words = [
         sys.executable,
         "-m",
@@ -164,7 +164,7 @@ def first_line(which: str, driver: "subprocess.Popen[str]", errors: IO[str]) -> 
     """Return the first line that a driver prints.
 
     Raises:
-        RuntimeError: it ended before; has its exit status and its last words.
+        RuntimeError: it ended before; the text has its exit status and last output.
     """
     assert driver.stdout is not None
     if line := driver.stdout.readline():
@@ -203,7 +203,7 @@ def cycle(plan: Plan) -> dict[str, float]:
 
 
 def main() -> None:
-    """Read the command line, run, print."""
+    """Read the command line, run, and print."""
     started = time.monotonic()
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--drive")

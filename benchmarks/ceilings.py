@@ -1,11 +1,10 @@
-"""Measures what the device reaches at its simplest tasks: `python -m benchmarks.ceilings [--out
+"""Measures the limits that a device reaches in simple tasks: `python -m benchmarks.ceilings [--out
 FILE.json]`.
 
 Medians of CUDA-event times over random data larger than the cache: reads (a reduction that keeps
-its input in device memory), copies (bytes read plus bytes written), bfloat16 products of the
-Llama-8B shapes, causal attention of 8,192 tokens by torch's own backends, copies from and to
-page-locked host memory; with two devices, NCCL's one-way sends and its all-reduces. Knows none of
-our kernels.
+its input in device memory), copies (bytes read plus bytes written), bfloat16 GEMMs of the Llama-8B
+shapes, causal attention of 8,192 tokens by torch's own backends, copies from and to page-locked
+host memory; with two devices, NCCL's one-way sends and all-reduces. Uses none of our kernels.
 """
 
 import argparse
@@ -37,10 +36,10 @@ COPY_BYTES = 4 << 30
 HOST_BYTES = 1 << 30
 REPEATS = 20
 HEAT_S = 0.7
-"""Products are timed once the device has worked this long: it then has the clock that its power
-limit leaves it."""
+"""GEMMs are timed after the device has worked this long, at the clock that its power limit
+allows."""
 LAYER_SHAPES = ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336))
-"""(outputs, inputs) of the four products of a Llama-8B layer."""
+"""(outputs, inputs) of the four GEMMs of a Llama-8B layer."""
 ROWS = (2048, 4096, 8192)
 ATTENTION_TOKENS = 8192
 SEND_BYTES = (8 << 10, 1 << 20, 16 << 20, 256 << 20)
@@ -76,7 +75,7 @@ def measure() -> Iterator[Figure]:
 
 
 def ceilings_of(figures: list[Figure]) -> Ceilings:
-    """Return what floors are computed from: the best of each kind."""
+    """Return the ceilings for floors: the best of each kind."""
     best: dict[str, float] = {}
     for figure in figures:
         kind = figure.name.split(",")[0]
@@ -116,7 +115,7 @@ def heat(work: Callable[[], object]) -> None:
 
 @triton.jit
 def _sum_blocks(source, target, num_blocks, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Each program sums every num_programs-th block of int32 values."""
+    """Sum every num_programs-th block of int32 values in each program."""
     total = tl.zeros((BLOCK,), tl.int32)
     lane = tl.arange(0, BLOCK)
     for block in tl.range(tl.program_id(0), num_blocks, tl.num_programs(0), num_stages=4):
@@ -125,7 +124,7 @@ def _sum_blocks(source, target, num_blocks, BLOCK: tl.constexpr):  # type: ignor
 
 
 def read_rates() -> Iterator[float]:
-    """Bytes a second of torch's own reduction, and of a plain one at several grid sizes."""
+    """Yield bytes per second of torch's reduction, and of a plain one at several grid sizes."""
     source = torch.randint(
         -(2**31), 2**31 - 1, (READ_BYTES // 4,), dtype=torch.int32, device="cuda"
     )
@@ -143,15 +142,15 @@ def read_rates() -> Iterator[float]:
 
 
 def copy_rate() -> float:
-    """Bytes read plus bytes written a second."""
+    """Return bytes read plus bytes written per second."""
     source = torch.empty(COPY_BYTES, dtype=torch.uint8, device="cuda").random_()
     target = torch.empty_like(source)
     return 2 * COPY_BYTES / median_s(lambda: target.copy_(source))
 
 
 def layer_flop_rate(rows: int) -> float:
-    """Operations a second of the four products of a layer, one after the other, with the weights of
-    four layers in turn."""
+    """Return operations per second of the four GEMMs of a layer in sequence, rotating over the
+    weights of four layers."""
     layers = [
         [torch.randn(shape, dtype=torch.bfloat16, device="cuda") for shape in LAYER_SHAPES]
         for _ in range(4)
@@ -172,8 +171,8 @@ def layer_flop_rate(rows: int) -> float:
 
 
 def attention_flop_rate(backend: SDPBackend) -> float | None:
-    """Operations a second on visible pairs only, with Llama-8B's heads (keys and values repeated to
-    32 heads); None where torch has no such backend here."""
+    """Return operations per second, counting only visible pairs, with Llama-8B's heads (keys and
+    values repeated to 32 heads); None if torch lacks this backend here."""
     shape = (1, 32, ATTENTION_TOKENS, 128)
     q, k, v = (torch.randn(shape, dtype=torch.bfloat16, device="cuda") for _ in range(3))
     try:
@@ -187,7 +186,7 @@ def attention_flop_rate(backend: SDPBackend) -> float | None:
 
 
 def host_rate(to_device: bool) -> float:
-    """Bytes a second between a device and page-locked memory."""
+    """Return bytes per second between a device and page-locked memory."""
     host = torch.empty(HOST_BYTES, dtype=torch.uint8, pin_memory=True).fill_(1)
     device = torch.ones(HOST_BYTES, dtype=torch.uint8, device="cuda")
     target, source = (device, host) if to_device else (host, device)
@@ -195,7 +194,7 @@ def host_rate(to_device: bool) -> float:
 
 
 def link_figures() -> list[Figure]:
-    """Run two processes of this module, one a device; rank 0 prints its figures."""
+    """Run two processes of this module, one per device; rank 0 prints its figures."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -213,7 +212,7 @@ def link_figures() -> list[Figure]:
 
 
 def link_rank(rank: int, port: int) -> list[Figure]:
-    """One process of two: the same sequence of transfers on both sides."""
+    """Run one of the two processes; both make the same sequence of transfers."""
     torch.cuda.set_device(rank)
     store = TCPStore("127.0.0.1", port, 2, rank == 0, timedelta(seconds=60))
     dist.init_process_group("nccl", store=store, rank=rank, world_size=2)
@@ -243,7 +242,7 @@ def ping_pong(data: torch.Tensor, rank: int) -> None:
 
 
 def graph_reduce_s(values: torch.Tensor, count: int = 50) -> float:
-    """Seconds of one of count all-reduces in a graph."""
+    """Return the seconds per all-reduce in a graph of count."""
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         for _ in range(count):
@@ -252,7 +251,7 @@ def graph_reduce_s(values: torch.Tensor, count: int = 50) -> float:
 
 
 def wall_median_s(work: Callable[[], None]) -> float:
-    """The median by the host's clock of work that waits for its own end."""
+    """Return the median time, by the host's clock, of work that waits for its completion."""
     times = []
     for _ in range(REPEATS + 3):
         start = time.perf_counter()

@@ -1,10 +1,11 @@
-"""Times what the ranks of a group send each other, on two devices and more: all-reduces in CUDA
-graphs, by every way there is, and a hop between two pipeline stages with its tokens' way back.
+"""Times communication between the ranks of a group, on two or more devices: all-reduces in CUDA
+graphs by every available method, and a hop between two pipeline stages with the return of the
+tokens.
 
     python -m benchmarks.collectives --out FILE.json
 
-One process a device; rank 1 writes. torch's own symmetric-memory reductions are timed for
-comparison where NVLink multicast is switched off (TORCH_SYMM_MEM_DISABLE_MULTICAST=1).
+One process per device; rank 1 writes. torch's symmetric-memory all-reduces are timed for comparison
+if NVLink multicast is off (TORCH_SYMM_MEM_DISABLE_MULTICAST=1).
 """
 
 import argparse
@@ -65,12 +66,12 @@ def main() -> None:
         start_ranks(options.out)
         return
     figures = list(measure(options.rank, torch.cuda.device_count(), options.places))
-    if options.rank == 1:  # the second of two stages sees the waits
+    if options.rank == 1:  # the second of two stages measures the waits
         report(figures, options.out)
 
 
 def start_ranks(out: Path | None) -> None:
-    """Run this module once a device."""
+    """Run this module once per device."""
     count = torch.cuda.device_count()
     servers = [RendezvousServer(HOST, size) for size in (count, 2)]
     command = [sys.executable, "-m", "benchmarks.collectives", "--places"]
@@ -83,7 +84,7 @@ def start_ranks(out: Path | None) -> None:
 
 
 def measure(rank: int, size: int, places: list[str]) -> Iterator[Figure]:
-    """Every figure, on every rank alike."""
+    """Yield every figure; every rank makes the same calls."""
     device = torch.device("cuda", rank)
     torch.cuda.set_device(device)
     with torch.inference_mode():
@@ -104,7 +105,8 @@ def open_link(generation: int, place: str, state: ParallelState, device: torch.d
 
 
 def reductions(link: Link, device: torch.device) -> Iterator[Figure]:
-    """All-reduces of bf16 [rows, HIDDEN], alone and with what follows them in a layer."""
+    """Measure all-reduces of bf16 [rows, HIDDEN], alone and with the operations that follow in a
+    layer."""
     assert link.peers.window is not None, "the ranks share no memory"
     reduce = PeerReduce(
         link.peers.window, device, pdl=has_dependent_launch(device), limit_bytes=1 << 40
@@ -117,7 +119,7 @@ def reductions(link: Link, device: torch.device) -> Iterator[Figure]:
 
 
 def ways_to_reduce(link: Link, reduce: PeerReduce, x: Tensor) -> dict[str, Callable[[], object]]:
-    """Name -> one reduction of x."""
+    """Return name -> one all-reduce of x."""
     group, pdl = link.groups.stage, has_dependent_launch(x.device)
     assert group is not None, "more than one rank"
     residual, weight = torch.randn_like(x), torch.randn_like(x[0])
@@ -144,7 +146,7 @@ def ways_to_reduce(link: Link, reduce: PeerReduce, x: Tensor) -> dict[str, Calla
 
 
 def torchs_ways(group: dist.ProcessGroup, x: Tensor) -> dict[str, Callable[[], object]]:
-    """torch's kernels over its own symmetric memory."""
+    """Return torch's kernels over its symmetric memory."""
     name = group.group_name
     buffer = symm_mem.empty(x.numel(), dtype=x.dtype, device=x.device).zero_()
     symm_mem.rendezvous(buffer, name)
@@ -155,7 +157,7 @@ def torchs_ways(group: dist.ProcessGroup, x: Tensor) -> dict[str, Callable[[], o
 
 
 def time_in_graph(work: Callable[[], object]) -> float:
-    """Microseconds of one of many calls in a graph, the median of its replays."""
+    """Return the microseconds per call in a graph of many, the median of its replays."""
     for _ in range(2):
         work()
     torch.cuda.synchronize()
@@ -166,7 +168,7 @@ def time_in_graph(work: Callable[[], object]) -> float:
     times = []
     for _ in range(REPLAYS):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        graph.replay()  # the ranks meet in it
+        graph.replay()  # the ranks synchronize in it
         start.record()
         graph.replay()
         end.record()
@@ -196,7 +198,7 @@ def hops(link: Link, rank: int, device: torch.device) -> Iterator[Figure]:
 
 
 class Ends:
-    """One of two stages."""
+    """One stage of two."""
 
     def __init__(self, link: Link, rank: int, device: torch.device) -> None:
         hop = HopShape(HIDDEN, torch.bfloat16, device, max(HOP_TOKENS), DEPTH)
@@ -212,7 +214,7 @@ class Ends:
         self.seq = 0
 
     def round_trip(self, hidden: Tensor) -> None:
-        """One step: activations one way, 256 tokens the other."""
+        """Run one step: activations one way, 256 tokens the other."""
         self.seq += 1
         if self.outbound is not None:
             self.outbound.send(hidden, hidden.shape[0], self.ok, self.seq)
@@ -223,7 +225,7 @@ class Ends:
             self.tokens.publish(self.seq, self.rows, self.last_sampled, counted=False)
 
     def wait_after_other_work(self, hidden: Tensor) -> float:
-        """Microseconds for which the second stage waits for a step that was sent while it was busy
+        """Return the microseconds that the second stage waits for a step sent while it was busy
         with another; 0 on the first."""
         self.seq += 1
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -247,7 +249,7 @@ class Ends:
 
 
 def report(figures: list[Figure], out: Path | None) -> None:
-    """A table to read, and the figures for programs."""
+    """Print a table, and write the figures as JSON."""
     for figure in figures:
         print(f"{figure.num_bytes >> 10:8} KiB  {figure.microseconds:9.1f} us  {figure.name}")
     if out is not None:

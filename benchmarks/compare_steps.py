@@ -1,6 +1,6 @@
-"""`python -m benchmarks.compare_steps BEFORE AFTER [--requests N] [--rounds N]`: what a whole step
-of one daemon costs in two checkouts, taking turns every 300 steps. Rounds of a busy host differ by
-more than a change does; the ratio inside a pair does not."""
+"""`python -m benchmarks.compare_steps BEFORE AFTER [--requests N] [--rounds N]`: compares the cost
+of a whole step of one daemon in two checkouts, alternating every 300 steps. On a busy host, rounds
+differ more than a change does; the ratio within a pair does not."""
 
 import argparse
 import json
@@ -19,13 +19,13 @@ COUNT = 300
 
 
 def cpu_us(pid: int) -> float:
-    """CPU time of all threads of a process."""
+    """Return the CPU time of all threads of a process."""
     tasks = Path(f"/proc/{pid}/task").iterdir()
     return sum(int((task / "schedstat").read_text().split()[0]) for task in tasks) / 1e3
 
 
 def take_turns(num_requests: int) -> None:
-    """For each line of standard input, run COUNT steps and write what one took, in us."""
+    """For each line of standard input, run COUNT steps and write the time per step, in us."""
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as directory:
         group = DaemonGroup(1, directory)
         group.start(num_requests, all_ranks=False)
@@ -46,7 +46,7 @@ def take_turns(num_requests: int) -> None:
 
 
 class Side:
-    """One checkout, in a process of its own."""
+    """One checkout, in a separate process."""
 
     def __init__(self, tree: Path, num_requests: int) -> None:
         command = [sys.executable, str(Path(__file__).resolve()), "--turns", str(num_requests)]
@@ -61,7 +61,7 @@ class Side:
         assert self._read() == "ready", f"{tree} does not start"
 
     def turn(self) -> dict[str, float]:
-        """Have it run its steps."""
+        """Make it run its steps."""
         assert self._process.stdin is not None
         self._process.stdin.write("\n")
         self._process.stdin.flush()
@@ -69,7 +69,7 @@ class Side:
         return figures
 
     def close(self) -> None:
-        """End it."""
+        """End the process."""
         self._process.communicate()
 
     def _read(self) -> str:
@@ -89,7 +89,7 @@ def main() -> None:
         take_turns(options.turns)
         return
     before, after = (Side(tree.resolve(), options.requests) for tree in options.trees)
-    before.turn(), after.turn()  # the first finds nothing warm
+    before.turn(), after.turn()  # the first pair runs cold
     pairs = [(before.turn(), after.turn()) for _ in range(options.rounds)]
     for name in pairs[0][0]:
         old, new = ([pair[side][name] for pair in pairs] for side in (0, 1))

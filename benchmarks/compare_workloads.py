@@ -1,6 +1,6 @@
 """`python -m benchmarks.compare_workloads BEFORE AFTER --model DIR [--workloads A,B] [--rounds N]
-[--out FILE.json]`: whole workloads on one GPU, by the daemons of two checkouts that share it and
-take turns. Servers and clocks differ from run to run by more than a change does; the ratio inside
+[--out FILE.json]`: compares whole workloads on one GPU, with daemons of two checkouts that share it
+and take turns. Servers and clocks differ more from run to run than a change does; the ratio within
 a pair does not.
 
 A pass of each workload on each side is thrown away. Figures are those of benchmarks/e2e.py.
@@ -23,12 +23,12 @@ from worker_client.launcher import LocalDaemons
 
 DECODES = ("decode_bs1", "decode_bs64", "decode_bs256", "mixed256")
 SHARE = ("--gpu-memory-utilization", "0.4")
-"""Each side's."""
+"""Options of each side."""
 
 
 @contextlib.contextmanager
 def daemon_of(tree: Path, device: str, model_root: Path) -> Iterator[LocalDaemons]:
-    """One daemon of a checkout, beside another one's."""
+    """Start a daemon of a checkout; it shares the GPU with the other checkout's."""
     paths = f"{tree}{os.pathsep}{tree / 'client'}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
 
     def command(endpoint: str, device: str, pipe: int) -> list[str]:
@@ -79,7 +79,7 @@ def main() -> None:
 
 
 def one_pass(tree: Path, model: Path, daemons: LocalDaemons, requests: Path, name: str) -> float:
-    """Run a workload by a checkout's own client; return its figure."""
+    """Run a workload with a checkout's own client; return its figure."""
     former = os.environ.get("PYTHONPATH", "")
     paths = os.pathsep.join([str(tree), str(tree / "client"), former])
     os.environ["PYTHONPATH"] = paths

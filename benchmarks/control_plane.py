@@ -1,5 +1,5 @@
-"""`python -m benchmarks.control_plane [--quick] [--json FILE]`: what a step costs apart from the
-model, against a bare ping-pong and against a pickled payload, all in one run with interleaved
+"""`python -m benchmarks.control_plane [--quick] [--json FILE]`: measures the cost of a step without
+the model, compared with a bare ping-pong and with a pickled payload, in one run with interleaved
 rounds."""
 
 import argparse
@@ -60,7 +60,7 @@ WARM_UP = 20
 SPACING_S = 0.005
 LEASE = LeaseTerms(ttl_s=60.0)
 LIMITS = GroupLimits(num_blocks=1 << 22, block_size=BLOCK_SIZE)
-"""More blocks than all rounds of one table take."""
+"""More blocks than all rounds of one table use."""
 Spawn = multiprocessing.get_context("spawn")
 
 
@@ -76,14 +76,14 @@ class Figure:
 
     @property
     def met(self) -> bool | None:
-        """None where there is no target."""
+        """True if the target is met; None without a target."""
         if self.target is None:
             return None
         return self.value >= self.target if self.at_least else self.value <= self.target
 
 
 class Requests:
-    """A batch of requests that decode for ever: the scheduler's output of each step, with a new
+    """A batch of requests that decode forever: the scheduler's output of each step, with a new
     block for every BLOCK_SIZE-th request."""
 
     def __init__(self, size: int, prompt_len: int = 17) -> None:
@@ -94,7 +94,8 @@ class Requests:
         self._step = 0
 
     def admission(self) -> SchedulerOutput:
-        """Prefill of all, at staggered lengths so that block appends are spread over the steps."""
+        """Return a prefill of all, with staggered lengths so that block appends are spread over the
+        steps."""
         new = [self._new_request(index, req_id) for index, req_id in enumerate(self.req_ids)]
         counts = {request.req_id: len(request.token_ids) for request in new}
         return SchedulerOutput(num_scheduled_tokens=counts, scheduled_new_reqs=new)
@@ -110,14 +111,14 @@ class Requests:
         )
 
     def decode(self) -> SchedulerOutput:
-        """One token each; the requests whose block is full get the next."""
+        """Return a step of one token each; requests whose block is full get another."""
         self._step += 1
         first = (-self._step) % BLOCK_SIZE
         blocks = {req_id: (self._block(),) for req_id in self.req_ids[first::BLOCK_SIZE]}
         return SchedulerOutput(decode_req_ids=self.req_ids, new_block_ids=blocks)
 
     def turnover(self, count: int) -> Iterator[SchedulerOutput]:
-        """Steps in each of which one more request is admitted and the one of the step before ends,
+        """Yield steps that each admit one request and end the one that the previous step admitted,
         while all others decode."""
         ended: tuple[str, ...] = ()
         for number in range(count):
@@ -150,7 +151,7 @@ class Echo:
         self._peers: list[bytes] = sorted(self._socket.recv_multipart()[0] for _ in range(size))
 
     def exchange(self, frames: Sequence[Frame]) -> list[bytes]:
-        """Send to all, receive from the output rank."""
+        """Send to all; receive from the output rank."""
         for peer in self._peers:
             self._socket.send_multipart([peer, *frames])
         return self._socket.recv_multipart()[1:]
@@ -164,7 +165,7 @@ class Echo:
 
 
 class KeyPairs:
-    """A driver's key and one for all daemons, in a directory."""
+    """A driver's key and a key for all daemons, in a directory."""
 
     def __init__(self, directory: str) -> None:
         root = Path(directory)
@@ -176,7 +177,7 @@ class KeyPairs:
         self.daemon_files = {"key-file": str(daemon.secret), "authorized-keys": str(authorized)}
 
     def driver_keys(self, endpoints: Sequence[str]) -> Keys:
-        """The driver's side."""
+        """Return the driver's keys."""
         known = dict.fromkeys(endpoints, self._daemon_key)
         return Keys(read_secret_key(self._driver.secret, "key_file"), known)
 
@@ -185,7 +186,7 @@ class DaemonGroup:
     """N daemons and the driver's side of them."""
 
     def __init__(self, size: int, directory: str, keys: KeyPairs | None = None) -> None:
-        """keys: of both sides; None: they have none."""
+        """keys: both sides' keys; None: no keys."""
         self.size = size
         self._read_end, self._write_end = os.pipe()
         os.set_inheritable(self._read_end, True)
@@ -215,7 +216,7 @@ class DaemonGroup:
         self._receive(size)
 
     def start(self, max_num_seqs: int, *, all_ranks: bool) -> None:
-        """Bring the group to READY with empty rows; every rank answers steps, or the last only."""
+        """Bring the group to READY with empty rows; every rank answers steps, or only the last."""
         self._all(lambda _: partial(lc.Reset, to="CREATED"))
         link = self._link + 1
         parallel = ParallelConfig(pipeline_parallel_size=self.size)
@@ -298,7 +299,7 @@ def _spawn_daemon(endpoint: str, parent_fd: int, key_files: Mapping[str, str]) -
 
 
 def median_us(work: Callable[[], object], count: int) -> float:
-    """Median duration of `work` in microseconds."""
+    """Return the median duration of `work` in microseconds."""
     durations = []
     for _ in range(count):
         began = time.perf_counter()
@@ -331,7 +332,7 @@ class Prepared:
 def measure_group(
     size: int, num_requests: int, group: DaemonGroup, rounds: int, count: int, directory: str
 ) -> dict[str, list[float]]:
-    """Return the medians (us) of each way, one entry a round; the ways take turns."""
+    """Return the medians (us) of each variant, one entry per round; the variants take turns."""
     prepared = Prepared(num_requests)
     columns = bytes(4 * num_requests + num_requests // 8)
     floor = Echo(run_echo, size, prepared.reply_frame, directory)
@@ -371,7 +372,8 @@ def measure_group(
 
 
 def measure_daemons(group: DaemonGroup, num_requests: int, count: int, num_replies: int) -> float:
-    """Median us of a whole step through the daemons, answered by the last rank or by all."""
+    """Return the median us of a whole step through the daemons, answered by the last rank or by
+    all."""
     group.start(num_requests, all_ranks=num_replies > 1)
     table, requests = SlotTable(num_requests, LIMITS), Requests(num_requests)
     group.step(table, requests.admission(), num_replies)
@@ -382,7 +384,7 @@ def measure_daemons(group: DaemonGroup, num_requests: int, count: int, num_repli
 
 
 def measure_curve(quick: bool) -> list[Figure]:
-    """Whole steps through a daemon with keys and through one without, taking turns."""
+    """Measure whole steps through a daemon with keys and one without, taking turns."""
     rounds, count = (3, 100) if quick else (10, 300)
     speed = cipher_mb_s()
     figures = [Figure("cipher", speed or 0.0, "MB/s", SLOW_CIPHER_MB_S, at_least=True)]
@@ -408,13 +410,13 @@ def measure_curve(quick: bool) -> list[Figure]:
 
 
 def ratio(results: dict[str, list[float]], over: str, under: str) -> float:
-    """Median over the rounds of the ratios formed inside each."""
+    """Return the median over the rounds of the ratios within each round."""
     pairs = zip(results[over], results[under], strict=True)
     return statistics.median(upper / lower for upper, lower in pairs)
 
 
 def measure_steps(quick: bool) -> list[Figure]:
-    """Whole steps in every group shape and size."""
+    """Measure whole steps in every group shape and size."""
     rounds, count = (3, 60) if quick else (10, 300)
     figures = []
     for size in GROUPS:
@@ -430,7 +432,7 @@ def measure_steps(quick: bool) -> list[Figure]:
 
 
 def step_figures(size: int, num_requests: int, results: dict[str, list[float]]) -> list[Figure]:
-    """Ratios against their targets, and the medians themselves."""
+    """Return ratios with their targets, and the medians."""
     at = f"N={size}, {num_requests} requests"
     medians = [
         Figure(f"{way}, {at}", statistics.median(values), "us") for way, values in results.items()
@@ -452,7 +454,7 @@ def step_figures(size: int, num_requests: int, results: dict[str, list[float]]) 
 
 
 def measure_cpu(group: DaemonGroup, quick: bool) -> list[Figure]:
-    """CPU of one daemon at one step every SPACING_S, and when idle."""
+    """Measure the CPU use of one daemon at one step every SPACING_S, and when idle."""
     count, idle_s = (100, 2.0) if quick else (600, 10.0)
     group.start(256, all_ranks=False)
     table, requests = SlotTable(256, LIMITS), Requests(256)
@@ -472,13 +474,13 @@ def measure_cpu(group: DaemonGroup, quick: bool) -> list[Figure]:
 
 
 def cpu_s(pid: int) -> float:
-    """CPU seconds of all threads of a process, from the scheduler's own nanoseconds."""
+    """Return the CPU seconds of all threads of a process, from the Linux scheduler's accounting."""
     tasks = Path(f"/proc/{pid}/task").iterdir()
     return sum(int((task / "schedstat").read_text().split()[0]) for task in tasks) / 1e9
 
 
 def measure_codec(quick: bool) -> list[Figure]:
-    """Bytes and encode + decode times of steady steps, resynchronisation and prompts."""
+    """Measure bytes and encode + decode times of steady steps, resynchronization and prompts."""
     count = 200 if quick else 2000
     figures = []
     for size in SIZES:
@@ -503,7 +505,8 @@ def measure_codec(quick: bool) -> list[Figure]:
 
 
 def turnover_us(size: int, count: int) -> float:
-    """Median us of the driver's part of a step that admits a request and ends another."""
+    """Return the median us of the driver's part of a step that admits a request and ends
+    another."""
     requests, table = Requests(size), SlotTable(size + 1, LIMITS)
     table.encode(requests.admission(), epoch=1, link=1, seq=1)
     steps = iter(list(requests.turnover(count)))
@@ -511,7 +514,7 @@ def turnover_us(size: int, count: int) -> float:
 
 
 def resync_bytes(size: int) -> float:
-    """Bytes a request of a step that is sent in full."""
+    """Return the bytes per request of a resynchronization."""
     requests, table = Requests(size), SlotTable(size, LIMITS)
     table.encode(requests.admission(), epoch=1, link=1, seq=1)
     table.require_resync()
@@ -520,7 +523,7 @@ def resync_bytes(size: int) -> float:
 
 
 def prompt_bytes(num_tokens: int) -> float:
-    """Bytes a token of an admission."""
+    """Return the bytes per token of an admission."""
     request = NewRequest(
         req_id="cmpl-0",
         token_ids=np.arange(num_tokens, dtype=np.int32),
@@ -537,7 +540,7 @@ def prompt_bytes(num_tokens: int) -> float:
 
 
 def print_table(figures: Sequence[Figure]) -> None:
-    """One line a figure: name, value, target, met."""
+    """Print one line per figure: name, value, target, met."""
     for figure in figures:
         target = ""
         if figure.target is not None:
@@ -550,7 +553,7 @@ def main() -> None:
     """Measure and print; with --json also write the figures to a file."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="fewer rounds; figures are rough")
-    parser.add_argument("--json", type=Path, help="write the figures there too")
+    parser.add_argument("--json", type=Path, help="also write the figures there")
     options = parser.parse_args()
     figures = measure_codec(options.quick) + measure_steps(options.quick)
     figures += measure_curve(options.quick)

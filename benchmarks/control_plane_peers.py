@@ -1,14 +1,14 @@
-"""The processes that the control-plane benchmark talks to: bare echo, echo with our codec, vLLM's
-payload in pickle, and our daemon. Each runs until it is killed or its sockets' owner says so.
+"""The peer processes of the control-plane benchmark: bare echo, echo with our codec, vLLM's payload
+in pickle, and our daemon. Each runs until it is killed or told to end.
 
-The pickled peer does on both sides what vLLM's way costs for the same step, and nothing that has no
-counterpart in ours. Its scheduler states the step anew each time, as vLLM's `schedule` and
-`_make_cached_request_data` do: a dictionary of token counts by request id, lists with one entry a
-request, and new dataclasses around them (ours: `SlotTable.encode`). Its worker finds the requests
-that left the batch, and takes over counts and blocks request by request, as `_update_states` does
-(ours: `RequestState.apply`, which also checks the step; this does not), and answers with ids, an
-index of ids and a list of tokens for each request. Not in it, because ours does it elsewhere or not
-at all: choosing what to run, preparing the inputs, keeping sampled tokens.
+The pickling peer does on both sides the work of vLLM's method for the same step, and nothing
+without a counterpart in ours. Its scheduler builds the step from scratch each time, as vLLM's
+`schedule` and `_make_cached_request_data` do: a dictionary of token counts by request id, lists
+with one entry per request, and new dataclasses around them (ours: `SlotTable.encode`). Its worker
+finds the requests that left the batch, and applies counts and blocks request by request, as
+`_update_states` does (ours: `RequestState.apply`, which also checks the step; this does not). It
+answers with ids, an index of ids and a list of tokens for each request. It leaves out work that
+ours does elsewhere or not at all: choosing requests, preparing inputs, keeping sampled tokens.
 """
 
 import pickle  # noqa: TID251  # measured as a peer's format, never used by us
@@ -27,7 +27,7 @@ from worker_daemon.settings import build_settings
 
 STOP = b"stop"
 PEER_BLOCK_COLUMNS = 2048
-"""The width of the peer's block table; longer rows begin again at its left end."""
+"""Width of the peer's block table; longer rows wrap around."""
 
 
 @dataclass
@@ -60,7 +60,7 @@ class PeerSchedulerOutput:
 
 @dataclass
 class PeerModelRunnerOutput:
-    """Its answer."""
+    """The peer worker's reply."""
 
     req_ids: list[str]
     req_id_to_index: dict[str, int]
@@ -71,7 +71,7 @@ class PeerModelRunnerOutput:
 
 @dataclass
 class PeerRequest:
-    """A running request as the peer's scheduler knows it."""
+    """A running request in the peer's scheduler."""
 
     request_id: str
     num_computed_tokens: int
@@ -79,7 +79,7 @@ class PeerRequest:
 
 
 class PeerScheduler:
-    """The running requests, and the message that states a decode step of all of them."""
+    """The running requests, and the message for a decode step of all of them."""
 
     def __init__(self, req_ids: Sequence[str]) -> None:
         self._running = [PeerRequest(req_id, 1, 1) for req_id in req_ids]
@@ -110,7 +110,7 @@ class PeerScheduler:
 
 @dataclass
 class PeerRow:
-    """A request as the peer's worker knows it, beside its row of the arrays."""
+    """A request in the peer's worker, in addition to its row of the arrays."""
 
     num_computed_tokens: int
     block_ids: tuple[list[int], ...]
@@ -127,7 +127,7 @@ class PeerRows:
         self._blocks = np.zeros((capacity, PEER_BLOCK_COLUMNS), np.int32)
 
     def update(self, output: PeerSchedulerOutput) -> None:
-        """Take over a step."""
+        """Apply a step."""
         cached = output.scheduled_cached_reqs
         staying = output.num_scheduled_tokens.keys() - cached.resumed_req_ids
         for req_id in self._index.keys() - staying:
@@ -172,7 +172,8 @@ def run_echo(address: str, rank: int, answers: bool, reply: bytes) -> None:
 
 
 def run_codec(address: str, rank: int, answers: bool, reply: bytes) -> None:
-    """The same with our codec at both ends; `reply` is decoded once and encoded for each answer."""
+    """Answer like run_echo, with our codec at both ends; `reply` is decoded once and encoded for
+    each answer."""
     socket = _connect(address, rank)
     columns = ModelRunnerOutput(epoch=1, seq=1, rank=rank, sampled_token_ids=reply)
     while (frame := socket.recv()) != STOP:
@@ -190,8 +191,8 @@ def run_codec(address: str, rank: int, answers: bool, reply: bytes) -> None:
 
 
 def run_pickle(address: str, rank: int, answers: bool, reply: bytes) -> None:
-    """vLLM's payload: unpickle, apply by string ids, pickle the answer. `reply` has one byte a
-    request."""
+    """Answer with vLLM's payload: unpickle, apply by string ids, pickle the answer. `reply` has one
+    byte per request."""
     socket = _connect(address, rank)
     rows = PeerRows(len(reply))
     while (frame := socket.recv()) != STOP:
@@ -209,7 +210,7 @@ def run_pickle(address: str, rank: int, answers: bool, reply: bytes) -> None:
 
 
 def run_daemon(endpoint: str, parent_fd: int, key_files: Mapping[str, str]) -> None:
-    """Our daemon, with the worker that validates and applies. key_files: options, if it has
+    """Run our daemon, with a worker that validates and applies steps. key_files: options, if it has
     keys."""
     settings = build_settings(
         {"endpoint": endpoint, "device": "cpu", "exit-with-parent-fd": parent_fd, **key_files}

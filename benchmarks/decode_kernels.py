@@ -1,8 +1,8 @@
 """Times decodes between two projections: `python -m benchmarks.decode_kernels [--out FILE]`.
 
-Two kernels, one that turns and stores the heads and one that attends, against the one that does
-both; on a CUDA device, in a graph of 24 layers with caches of their own, launched as dependents of
-each other. A time is the median over replays, divided by the layers.
+Compares two kernels, one that rotates and stores the heads and one for attention, with the fused
+kernel; on a CUDA device, in a graph of 24 layers with separate caches, with dependent launch. A
+time is the median over replays, divided by the layers.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Layer:
 
 @dataclass(frozen=True)
 class Timing:
-    """Microseconds of one layer by two kernels and by one; the relative error between them."""
+    """Microseconds of one layer with two kernels and fused, and the relative error between them."""
 
     model: str
     num_seqs: int
@@ -59,7 +59,7 @@ class Timing:
 
 
 def make_layer(shape: Shape, num_seqs: int, num_keys: int, is_normed: bool, seed: int) -> Layer:
-    """Random, at the last position of each sequence."""
+    """Return a random layer step at the last position of each sequence."""
     lengths = [(1, num_keys)] * num_seqs
     batch = make_batch(shape, lengths, dtype=DTYPE, device="cuda", seed=seed)
     random = torch.Generator("cuda").manual_seed(seed)
@@ -74,7 +74,7 @@ def make_layer(shape: Shape, num_seqs: int, num_keys: int, is_normed: bool, seed
 
 
 def run_apart(layer: Layer, pdl: bool) -> torch.Tensor:
-    """Turns the queries in their place."""
+    """Run the two kernels; rotates the queries in place."""
     batch, step = layer.batch, layer.step
     q = rotate_and_store(
         layer.qkv,
@@ -112,7 +112,7 @@ def run_fused(layer: Layer, pdl: bool) -> torch.Tensor:
 def layer_us(
     run: Callable[[Layer, bool], torch.Tensor], layers: Sequence[Layer], pdl: bool
 ) -> float:
-    """The median time of one layer in microseconds."""
+    """Return the median time of one layer in microseconds."""
     run(layers[0], pdl)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()

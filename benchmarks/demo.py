@@ -67,13 +67,13 @@ def main() -> None:
 
 
 def pick_devices() -> list[str]:
-    """Two GPUs where there are two, one where there is one, else the CPU twice."""
+    """Return two GPUs, or one if there is only one, or the CPU twice."""
     num_gpus = torch.cuda.device_count()
     return [f"cuda:{index}" for index in range(min(2, num_gpus))] or ["cpu", "cpu"]
 
 
 def generate(driver: Driver) -> None:
-    """Continue each prompt greedily and by sampling; print texts, then figures."""
+    """Continue each prompt with greedy and random sampling; print texts, then figures."""
     tokenizer = Tokenizer.from_file(str(MODEL / "tokenizer.json"))
     for prompt in PROMPTS:
         for sample in range(SAMPLES_PER_PROMPT):
@@ -99,7 +99,7 @@ def generate(driver: Driver) -> None:
 
 
 def show_figures(driver: Driver, outputs: Sequence[RequestOutput], seconds: float) -> None:
-    """Print what the generation took."""
+    """Print the figures of the generation."""
     num_tokens = sum(len(output.token_ids) for output in outputs)
     first = [1e3 * (t.first_token - t.added) for t in driver.timings.values()]
     say(

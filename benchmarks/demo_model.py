@@ -1,12 +1,12 @@
 """Makes a small checkpoint in Hugging Face format: deterministic, in seconds, without downloading
 or training anything.
 
-The weights are written down, not learned, and know nothing but the sentences below. In the first
-layer attention copies the token before the newest one, by the rotary embedding alone, and each MLP
-unit stands for a pair of tokens that follow each other in the sentences: it votes for what comes
-next there. For other pairs the LM head votes by the newest token alone. So a prompt that begins
-like a sentence is continued like it, which takes every layer, and a KV cache that is right. The
-other layers' weights are random and small: they compute, and disturb nothing.
+The weights are constructed, not trained, and contain only the sentences below. In the first layer,
+attention copies the token before the newest one, only by the rotary embedding. Each MLP unit stands
+for a pair of consecutive tokens in the sentences, and votes for the token that follows there. For
+other pairs the LM head votes by the newest token alone. So a prompt that begins like a sentence is
+continued like it, which needs every layer and a correct KV cache. The other layers' weights are
+random and too small to change the result.
 """
 
 import argparse
@@ -44,16 +44,16 @@ MAX_POSITIONS = 1024
 EOS_TOKEN_ID = 0
 ROPE_THETA = 10_000.0
 SHARPNESS = 96.0
-"""Of the attention to the token before: how far its score is above its neighbours'."""
+"""How far the attention score of the previous token is above its neighbors'."""
 ACTIVATION = 16.0
-"""Of an MLP unit that is on."""
+"""Activation of an MLP unit that is on."""
 VOTE_LENGTH = 3.0
-"""By how much a vote outweighs the tokens' own codes in the residual stream."""
+"""Factor by which a vote outweighs the tokens' own codes in the residual stream."""
 VOTE = 20.0
-"""By how much a vote outweighs the newest token's own, in the logits."""
+"""Factor by which a vote outweighs the newest token's own, in the logits."""
 
 Pair: TypeAlias = tuple[int, int]
-"""Of tokens: one, and the newest."""
+"""Two tokens: the previous one and the newest."""
 
 
 def make_demo_model(directory: Path) -> None:
@@ -70,7 +70,7 @@ def _train_tokenizer() -> Tokenizer:
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    printable = [chr(code) for code in range(33, 127)] + ["Ġ", "Ċ"]  # ByteLevel's own letters
+    printable = [chr(code) for code in range(33, 127)] + ["Ġ", "Ċ"]  # the alphabet of ByteLevel
     trainer = trainers.BpeTrainer(
         vocab_size=VOCAB_SIZE,
         special_tokens=["<eos>"],
@@ -166,13 +166,13 @@ def _weights(tokenizer: Tokenizer) -> dict[str, torch.Tensor]:
 
 def _copying_attention(codes: Codes, names: torch.Tensor) -> dict[str, torch.Tensor]:
     """Return layer 0's attention: one query head of each group looks one position back. names:
-    float32 [VOCAB_SIZE, kv_size], by which a value tells its token."""
+    float32 [VOCAB_SIZE, kv_size], the code of each token in a value."""
     head_size = HIDDEN_SIZE // NUM_HEADS
     group = NUM_HEADS // NUM_KV_HEADS
-    # Of a normed embedding, which has two parts of equal length.
+    # Length of a normed embedding's parts, which are two of equal length.
     constant = codes.constant / (HIDDEN_SIZE / 2) ** 0.5
     angles = ROPE_THETA ** (-torch.arange(0, head_size, 2) / head_size)
-    # A query turned back by one position meets the key before it at angle 0 in every pair.
+    # A query rotated back by one position has angle 0 to the previous key in every pair.
     query = SHARPNESS * torch.cat([angles.cos(), -angles.sin()])
     key = torch.cat([torch.ones(head_size // 2), torch.zeros(head_size // 2)])
     first_of_group = (torch.arange(NUM_HEADS) % group == 0).float()
@@ -192,8 +192,8 @@ def _copying_attention(codes: Codes, names: torch.Tensor) -> dict[str, torch.Ten
 
 
 def _voting_mlp(codes: Codes, pairs: Mapping[Pair, Counter[int]]) -> dict[str, torch.Tensor]:
-    """Return layer 0's MLP: unit i is on where the newest tokens are pair i, and votes for what
-    follows it."""
+    """Return layer 0's MLP: unit i is on if the newest tokens are pair i, and votes for the next
+    token."""
     gate = torch.zeros(INTERMEDIATE_SIZE, HIDDEN_SIZE)
     down = torch.zeros(HIDDEN_SIZE, INTERMEDIATE_SIZE)
     assert len(pairs) <= INTERMEDIATE_SIZE, "the sentences are too long for the model"
@@ -217,8 +217,8 @@ def _voting_mlp(codes: Codes, pairs: Mapping[Pair, Counter[int]]) -> dict[str, t
 
 
 def _followers(tokenizer: Tokenizer) -> Followers:
-    """Count what follows each token, and each pair of tokens, in the sentences. A first token has
-    itself before it, since attention finds nothing else there."""
+    """Count the tokens that follow each token and each pair of tokens in the sentences. A first
+    token counts as its own predecessor, since attention finds nothing else."""
     singles = torch.full((VOCAB_SIZE, VOCAB_SIZE), 1e-5)
     pairs: dict[Pair, Counter[int]] = defaultdict(Counter)
     sentences = [tokenizer.encode(sentence).ids for sentence in SENTENCES.splitlines()]

@@ -1,17 +1,17 @@
-"""Whole workloads on real daemons: `python -m benchmarks.e2e --model DIR [--pp P] [--tp T]
+"""Measures whole workloads on real daemons: `python -m benchmarks.e2e --model DIR [--pp P] [--tp T]
 [--layer-partition N,N] [--workloads A,B] [--quick] [--out FILE.json]`.
 
 Starts P x T daemons once; every workload is one `worker-client bench --endpoints` process that
-attaches to them, so that only the first one loads the model. A pass of each workload is thrown away
-before the one that counts (mixed256 and --quick excepted).
+attaches to them, so that only the first one loads the model. A first pass of each workload is
+discarded (except mixed256 and --quick).
 
-What is timed is what `worker-client bench` reports: `seconds` runs from the first submission of a
-request to the last token of the last one, all requests given at once, client and wire included;
-loading, warm-up and attaching are outside. The figure of a workload is generated tokens over these
+Times are those of `worker-client bench`: `seconds` runs from the first submission of a request to
+the last token of the last one, with all requests submitted at once. It includes client and wire,
+but not loading, warm-up and attaching. The figure of a workload is generated tokens over these
 seconds for decode_* and mixed256, prompt tokens over them for prefill_8x8192, and the seconds
 themselves for prefill_1x8192; prompt tokens also for prefill_512x512 and embed_512x512, which run
-only if they are named. Meanwhile every daemon is asked for its status ten times a second, as a
-metrics collector would; the reply delay is that of the last 1024 results.
+only if named. During a run, every daemon's status is polled ten times a second, as a metrics
+collector would; the reply delay is that of the last 1024 results.
 """
 
 import argparse
@@ -45,7 +45,7 @@ class Run:
 
 
 def figure(workload: str, result: dict[str, Any]) -> tuple[float, str]:
-    """Return the figure by which a workload is judged, and its unit."""
+    """Return a workload's figure and its unit."""
     if workload == "prefill_1x8192":
         return result["seconds"], "s"
     if workload.startswith(("prefill", "embed")):
@@ -54,8 +54,8 @@ def figure(workload: str, result: dict[str, Any]) -> tuple[float, str]:
 
 
 def slowest_reply_us(result: dict[str, Any]) -> float:
-    """Return the highest p99 of the delays between a result on the host and its reply sent; ranks
-    that sent none have 0."""
+    """Return the highest p99 of the delays from a result on the host to its sent reply; ranks that
+    sent none have 0."""
     return max(delay["p99_us"] for delay in result["reply_delay"])
 
 
@@ -90,7 +90,7 @@ def run_group(
     quick: bool,
     layer_partition: str = "",
 ) -> list[Run]:
-    """Serve the workloads one after the other on one group, and print each."""
+    """Serve the workloads one at a time on one group, and print each."""
     vocab_size = json.loads((model / "config.json").read_text())["vocab_size"]
     devices = [device if device == "cpu" else f"cuda:{index}" for index in range(pp * tp)]
     options = [*OPTIONS, "--pipeline-parallel-size", str(pp), "--tensor-parallel-size", str(tp)]
@@ -134,7 +134,7 @@ def main() -> None:
     parser.add_argument("--tp", type=int, default=1)
     parser.add_argument("--layer-partition", default="", help="layers of each stage; default: even")
     parser.add_argument("--workloads", default=",".join(workloads.NAMES))
-    parser.add_argument("--quick", action="store_true", help="no pass before the one that counts")
+    parser.add_argument("--quick", action="store_true", help="no discarded first pass")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     names = options.workloads.split(",")

@@ -1,11 +1,11 @@
-"""The least time that a workload can take on a device: bytes and operations counted off the model's
-config.json, over ceilings that were measured. Pure: measures nothing.
+"""Computes the minimum time of a workload on a device: bytes and operations from the model's
+config.json, divided by measured ceilings. Pure: measures nothing.
 
-A step's matrix products take the longer of reading the weights once and computing all rows; its
-attention reads every key and value of a decode once, and computes every visible pair of a prefill.
-The parts of a step follow one another, because each needs the one before, and so do the steps: only
-an implementation that overlaps one request's products with another's attention could be faster.
-Activations, norms, sampling and launches are counted as nothing.
+A step's GEMMs take the longer of reading the weights once and computing all rows. Its attention
+reads every key and value of a decode once, and computes every visible pair of a prefill. The parts
+of a step run in sequence, because each needs the previous one, and so do the steps: only an
+implementation that overlaps one request's GEMMs with another's attention could be faster.
+Activations, norms, sampling and launches count as zero.
 """
 
 import json
@@ -67,7 +67,7 @@ class ModelShape:
 
     @property
     def head_weights(self) -> int:
-        """Values in the matrix that makes logits."""
+        """Values in the LM head."""
         return self.vocab_size * self.hidden_size
 
     @property
@@ -82,7 +82,7 @@ class ModelShape:
 
     @property
     def flop_per_pair(self) -> int:
-        """Operations for one visible pair of query and key in all layers and heads."""
+        """Operations for one visible query-key pair in all layers and heads."""
         return 4 * self.num_layers * self.num_heads * self.head_dim
 
 
@@ -91,17 +91,17 @@ class StepWork:
     """The work of one step."""
 
     rows: int
-    """Tokens that go through the layers."""
+    """Tokens that pass through the layers."""
     sampled: int
     """Rows that need logits."""
     decode_keys: int
-    """Keys that decoding requests read, each for itself."""
+    """Keys that decoding requests read, summed over the requests."""
     prefill_pairs: int
     """Visible pairs of query and key in prompts."""
 
 
 def step_floor_s(shape: ModelShape, ceilings: Ceilings, work: StepWork, tp: int = 1) -> float:
-    """Return the least seconds of a step on tp devices that each hold a tp-th of every matrix."""
+    """Return the minimum seconds of a step on tp devices that each hold 1/tp of every matrix."""
     layers = _products_s(ceilings, shape.layer_weights, work.rows)
     head = _products_s(ceilings, shape.head_weights, work.sampled)
     keys = work.decode_keys * shape.kv_bytes_per_token / ceilings.read_bytes
@@ -119,12 +119,11 @@ def _products_s(ceilings: Ceilings, weights: int, rows: int) -> float:
 def workload_floor_s(
     shape: ModelShape, ceilings: Ceilings, requests: Sequence[Request], pp: int = 1, tp: int = 1
 ) -> float:
-    """Return the least seconds from the first submission to the last token, all requests given at
-    once.
+    """Return the minimum seconds from the first submission to the last token, with all requests
+    submitted at once.
 
-    A pipeline of pp stages does best with the requests in pp groups that take turns: each group
-    then takes as long as it would on one stage that held the whole model, and none waits for
-    another.
+    A pipeline of pp stages is fastest with the requests in pp groups that take turns: each group
+    then takes as long as on one stage with the whole model, and none waits for another.
     """
     groups = [group for index in range(pp) if (group := requests[index::pp])]
     return max(
@@ -177,5 +176,5 @@ def schedule(
 
 
 def _visible_pairs(computed: int, count: int) -> int:
-    """Pairs of count new tokens with themselves, each other and computed ones before them."""
+    """Return the visible pairs of count new tokens with themselves and all earlier tokens."""
     return count * computed + count * (count + 1) // 2

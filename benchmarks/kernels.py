@@ -1,8 +1,8 @@
 """Times the attention kernels on a CUDA device: `python -m benchmarks.kernels [--out FILE.json]`.
 
-Checks every case against a dense fp64 softmax, times it with the launcher's own choice of tile and
-splits, then sweeps a handful of others. Times are medians over replays of a CUDA graph, L2 cold.
-With --first-use it times instead what the first launch of each kernel costs, compilation included.
+Checks every case against a dense fp64 softmax, times it with the launcher's choice of tile and
+splits, then sweeps a few others. Times are medians over replays of a CUDA graph with a cold L2.
+With --first-use it times only the first launch of each kernel, compilation included.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ FIRST_USES = {
 
 @dataclass(frozen=True)
 class Timing:
-    """One measured launch: error is None where nothing was compared, ms where it did not fit."""
+    """One measured launch. error is None if nothing was compared, ms if it did not fit."""
 
     case: str
     tile: str
@@ -89,7 +89,7 @@ class Timing:
 
     @property
     def fraction(self) -> float:
-        """The floor, by bytes or by operations, whichever is longer, over the time taken."""
+        """The floor (the longer of bytes and operations) divided by the time taken."""
         if self.ms is None:
             return 0.0
         floor_s = max(
@@ -110,13 +110,13 @@ class Case:
         return all(query_len == 1 for query_len, _ in self.lengths)
 
     def gigabytes(self) -> float:
-        """Each key and value read once, each query read and output written once."""
+        """Bytes with each key and value read once, each query read and output written once."""
         keys = sum(seq_len for _, seq_len in self.lengths) * LLAMA_8B.num_kv_heads
         queries = sum(query_len for query_len, _ in self.lengths) * LLAMA_8B.num_q_heads
         return 2 * (keys + queries) * LLAMA_8B.head_dim * DTYPE.itemsize / 1e9
 
     def teraflops(self) -> float:
-        """Two products of two operations for every visible pair of a query and a key."""
+        """Two products of two operations for every visible query-key pair."""
         pairs = sum(n * (2 * length - n + 1) // 2 for n, length in self.lengths)
         return 4 * pairs * LLAMA_8B.num_q_heads * LLAMA_8B.head_dim / 1e12
 
@@ -159,7 +159,7 @@ def attend(
 
 
 def graph_ms(launch: Callable[[], object]) -> float:
-    """The median time of a launch in ms, replayed from a CUDA graph."""
+    """Return the median time of a launch in ms, replayed from a CUDA graph."""
     launch()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
@@ -182,7 +182,7 @@ def host_us(launch: Callable[[], object]) -> float:
 def measure(
     case: Case, batch: PagedBatch, tile: Tile, num_splits: int, expected: torch.Tensor | None = None
 ) -> Timing:
-    """Time one configuration, into an output full of NaN; compare it where expected is given."""
+    """Time one configuration, with an output full of NaN; compare it if expected is given."""
     out = torch.full(batch.q.shape, float("nan"), dtype=DTYPE, device="cuda")
     error = None
     ms = None
@@ -198,7 +198,7 @@ def measure(
 
 
 def run_case(case: Case, limits: DeviceLimits) -> list[Timing]:
-    """The launcher's own choice first, checked, then the other tiles, then other splits."""
+    """Time and check the launcher's choice, then time other tiles, then other splits."""
     batch = make_batch(LLAMA_8B, case.lengths, dtype=DTYPE, device="cuda", seed=1)
     batch.store()
     group_size = LLAMA_8B.num_q_heads // LLAMA_8B.num_kv_heads
@@ -236,9 +236,10 @@ def ceilings() -> str:
 
 
 def report_first_uses() -> None:
-    """Run every kernel a model of these heads needs once, and print what each first run took.
+    """Run every kernel that a model with these heads needs once, and print the time of each first
+    run.
 
-    Cold or warm is the caller's choice: point TRITON_CACHE_DIR at an empty or a filled directory.
+    For a cold or warm start, point TRITON_CACHE_DIR at an empty or a filled directory.
     """
     torch.zeros(1, device="cuda").add_(1)
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
@@ -256,7 +257,7 @@ def report_first_uses() -> None:
 
 
 def first_ms(launch: Callable[[], object]) -> float:
-    """The time of one launch in ms, until the device has finished it."""
+    """Return the time of one launch in ms, until the device has finished it."""
     torch.cuda.synchronize()
     start = time.perf_counter()
     launch()
@@ -297,7 +298,7 @@ def report(chosen: list[Timing], best: list[Timing]) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, help="where to write every measurement as JSON")
-    parser.add_argument("--first-use", action="store_true", help="time first launches instead")
+    parser.add_argument("--first-use", action="store_true", help="time only first launches")
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         print("this benchmark needs a CUDA device", file=sys.stderr)

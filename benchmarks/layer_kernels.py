@@ -1,7 +1,7 @@
 """Times the layer operations on a CUDA device: `python -m benchmarks.layer_kernels [--out FILE]`.
 
-A graph launches one operation several times, over input sets in turn; a time is the median over
-replays, divided by the launches: what the operation adds to a captured step. At decode sizes the
+A graph launches one operation several times, rotating over input sets. A time is the median over
+replays, divided by the launches: the operation's share of a captured step. At decode sizes the
 inputs lie in the L2 cache, as those of a step do; at 8,192 rows they do not fit. The floor is each
 byte read and written once at 4.5 TB/s.
 """
@@ -149,7 +149,8 @@ def cases() -> Iterator[Case]:
 
 
 def launch_us(launches: Sequence[Launch], ops: LayerOps, num_rounds: int) -> float:
-    """The median time of one launch in microseconds, in a graph of num_rounds over all sets."""
+    """Return the median time of one launch in microseconds, in a graph of num_rounds over all
+    sets."""
     for launch in launches:
         launch(ops)
     torch.cuda.synchronize()

@@ -33,7 +33,7 @@ class Heads:
 
 
 class RandomNorms(NamedTuple):
-    """HeadNorms of weights that no parameter holds."""
+    """HeadNorms with plain tensors as weights."""
 
     weight: torch.Tensor  # [2, D]
     eps: float
@@ -55,7 +55,7 @@ class ProjectedStep:
 def make_rows(
     num_rows: int, size: int, dtype: torch.dtype, generator: torch.Generator
 ) -> torch.Tensor:
-    """[num_rows, size], normally distributed, each row on a scale of its own."""
+    """Return [num_rows, size], normally distributed, each row with a different scale."""
     device = generator.device
     scales = torch.rand(num_rows, 1, generator=generator, device=device) * 4 + 0.1
     rows = torch.randn(num_rows, size, generator=generator, device=device)
@@ -71,7 +71,8 @@ def make_projected(
     pads: bool = False,
     max_position: int = 500,
 ) -> ProjectedStep:
-    """num_tokens tokens at random positions and slots; pads: every seventh slot is negative."""
+    """Return num_tokens tokens at random positions and slots; pads: every seventh slot is
+    negative."""
     device = generator.device
     half = heads.head_dim // 2
     angles = torch.rand(max_position, half, generator=generator, device=device) * 6.3
@@ -94,7 +95,7 @@ def make_projected(
 
 
 def normed(x: torch.Tensor, weight: torch.Tensor, eps: float = EPS) -> torch.Tensor:
-    """fp64: the root-mean-square norm of the last dimension."""
+    """Return the root-mean-square norm of the last dimension, fp64."""
     return functional.rms_norm(x.double(), weight.shape, weight.double(), eps)
 
 
@@ -105,7 +106,8 @@ def activated(gate_up: torch.Tensor) -> torch.Tensor:
 
 
 def turned(step: ProjectedStep) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """q [N, Hq, D] and k [N, Hkv, D] fp64 after norm and rotation; v [N, Hkv, D] as it is."""
+    """Return q [N, Hq, D] and k [N, Hkv, D] in fp64 after norm and rotation, and v [N, Hkv, D]
+    unchanged."""
     heads = step.heads
     counts = [heads.num_q_heads, heads.num_kv_heads, heads.num_kv_heads]
     q, k, v = step.qkv.view(len(step.qkv), -1, heads.head_dim).split(counts, dim=1)
@@ -115,7 +117,7 @@ def turned(step: ProjectedStep) -> tuple[torch.Tensor, torch.Tensor, torch.Tenso
         exact = part.double()
         if step.head_norms is not None:
             exact = normed(part, step.head_norms.weight[row], step.head_norms.eps)
-        # Element i and element i + D / 2 are the two parts of a number in the complex plane.
+        # Elements i and i + D / 2 are the real and imaginary part of a complex number.
         number = torch.complex(*exact.chunk(2, dim=-1)) * angle
         results.append(torch.cat((number.real, number.imag), dim=-1))
     return results[0], results[1], v

@@ -1,8 +1,8 @@
-"""Times the thin matrix products on a CUDA device: `python -m benchmarks.linear_kernels`.
+"""Times the skinny GEMMs on a CUDA device: `python -m benchmarks.linear_kernels`.
 
-Every product runs in a CUDA graph over weights that together exceed the L2 cache, with a small
-kernel between two products that hands the output of one to the next, as layers do. With --tune all
-candidate tiles are tried and the best written to the file that ships for this device.
+Every GEMM runs in a CUDA graph over weights that together exceed the L2 cache, with a small kernel
+(a relay) between two GEMMs that passes on the output, as in layers. With --tune, tries all
+candidate tiles and writes the best to the file that ships for this device.
 """
 
 from __future__ import annotations
@@ -54,12 +54,12 @@ from worker_daemon.kernels.tuning import (
 DTYPE = torch.bfloat16
 FULL_BYTES_PER_S = 4.51e12
 COLD_BYTES = 300_000_000
-"""Weights a timed graph reads at least: several times the L2 cache."""
+"""Minimum bytes of weights that a timed graph reads: several times the L2 cache."""
 LAYERS_BYTES = 1_200_000_000
-"""Weights of the layers that are timed one behind the other."""
+"""Bytes of weights of the layers that are timed in sequence."""
 MAX_ERROR = 6e-3
 KEPT_CANDIDATES = 8
-"""Tiles of each shape that a layer is tried with."""
+"""Number of tiles of each shape to try in a layer."""
 TIMED_ROWS = (1, 2, 8, 16, 32, 64)
 
 
@@ -77,7 +77,7 @@ class Model:
     norms_heads: bool
 
     def shapes(self, tp_size: int) -> dict[str, tuple[int, int]]:
-        """(O, I) of each product on one of tp_size ranks."""
+        """Return (O, I) of each product on one of tp_size ranks."""
         return {
             "qkv": ((self.q_size + 2 * self.kv_size) // tp_size, self.hidden_size),
             "o": (self.hidden_size, self.q_size // tp_size),
@@ -94,11 +94,11 @@ TUNED = ((LLAMA_8B, 1), (LLAMA_8B, 2), (QWEN3_600M, 1))
 
 HEAD_DIM = 128
 CONTEXT = 160
-"""Keys of the request that a layer of one row attends to."""
+"""Keys that a layer of one row attends to."""
 GATED = 2
-"""Place of the gated product in a layer."""
+"""Index of the gated product in a layer."""
 THREAD_WEIGHTS = (16, 64)
-"""The fewest and the most weights of a tile that a thread holds, for one row."""
+"""Minimum and maximum of a tile's weights per thread, for one row."""
 
 MATRIX_TILES = [
     MatrixTile(block_o, block_i, 1, num_warps, num_stages, 0)
@@ -125,7 +125,8 @@ def _relay_kernel(  # type: ignore[no-untyped-def]
 
 
 def relay(target: torch.Tensor, source: torch.Tensor, pdl: bool) -> None:
-    """Copies as many elements as both have: a kernel that must wait, and be waited for."""
+    """Copy elements from source to target: a kernel between two GEMMs, which it depends on and
+    delays."""
     count = min(target.numel(), source.numel())
     grid = (triton.cdiv(count, 1024),)
     _relay_kernel[grid](
@@ -134,7 +135,7 @@ def relay(target: torch.Tensor, source: torch.Tensor, pdl: bool) -> None:
 
 
 class Device:
-    """The device's products by tile, on weights drawn once."""
+    """Runs products with given tiles, on weights drawn once."""
 
     def __init__(self, weight_elements: int) -> None:
         self.name = torch.cuda.get_device_name()
@@ -146,13 +147,13 @@ class Device:
             chunk.normal_(0, 0.015)
 
     def weights(self, shapes: Sequence[tuple[int, int]]) -> list[torch.Tensor]:
-        """Matrices [O, I] of these shapes, one behind the other."""
+        """Return matrices [O, I] of these shapes, contiguous in memory."""
         sizes = [num_outputs * num_inputs for num_outputs, num_inputs in shapes]
         parts = self._pool[: sum(sizes)].split(sizes)
         return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
 
     def cold_weights(self, shape: tuple[int, int]) -> list[torch.Tensor]:
-        """Enough matrices of one shape to flush the L2 cache between two uses of one."""
+        """Return enough matrices of one shape to flush the L2 cache between two uses of one."""
         one = shape[0] * shape[1] * DTYPE.itemsize
         return self.weights([shape] * max(2, -(-COLD_BYTES // one)))
 
@@ -168,7 +169,7 @@ class Device:
 
 
 def graph_us(launch: Callable[[], None], repeats: int) -> float:
-    """The median time of a launch, replayed from a CUDA graph."""
+    """Return the median time of a launch, replayed from a CUDA graph."""
     launch()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
@@ -189,7 +190,7 @@ def graph_us(launch: Callable[[], None], repeats: int) -> float:
 def product_us(
     device: Device, shape: tuple[int, int], num_rows: int, tile: Tile | None, repeats: int
 ) -> float:
-    """One product and the relay behind it, in microseconds."""
+    """Time one product and its relay, in microseconds."""
     weights = device.cold_weights(shape)
     x = torch.randn(num_rows, shape[1], dtype=DTYPE, device="cuda")
     y = torch.empty(num_rows, shape[0], dtype=DTYPE, device="cuda")
@@ -210,7 +211,8 @@ def layer_us(
     pdl: bool,
     relays: bool,
 ) -> float:
-    """A layer's products, each (O, I) with its tile, in microseconds: the mean of many layers."""
+    """Time a layer's products, each (O, I) with its tile, in microseconds: the mean of many
+    layers."""
     layer_bytes = sum(o * i for o, i in shapes) * DTYPE.itemsize
     num_layers = -(-LAYERS_BYTES // layer_bytes)
     weights = device.weights(list(shapes) * num_layers)
@@ -232,7 +234,7 @@ def floor_us(shape: tuple[int, int]) -> float:
 
 
 def candidates(shape: tuple[int, int], bucket: int, num_sms: int) -> Iterator[Tile]:
-    """The tiles to try; those of several rows only where they divide the shape."""
+    """Yield the tiles to try; tiles for several rows must divide the shape."""
     num_outputs, num_inputs = shape
     if bucket == 1:
         yield from row_candidates(num_inputs, 0)
@@ -249,7 +251,7 @@ def candidates(shape: tuple[int, int], bucket: int, num_sms: int) -> Iterator[Ti
 
 
 def row_candidates(num_inputs: int, position: int) -> Iterator[VectorTile]:
-    """The tiles to try for one row, at a place of a layer."""
+    """Yield the tiles to try for one row, at a position in a layer."""
     widest = max(1024, triton.next_power_of_2(num_inputs))
     fewest, most = THREAD_WEIGHTS
     sizes = (1024, 2048, 4096, 8192, 16384)
@@ -262,7 +264,7 @@ def row_candidates(num_inputs: int, position: int) -> Iterator[VectorTile]:
 
 
 def compile_tiles(work: list[tuple[Tile, int]]) -> list[tuple[Tile, int]]:
-    """In a process of its own: compiles each tile for its bucket; returns those that fail."""
+    """Compile each tile for its bucket, in a separate process; return those that fail."""
     arrivals = torch.zeros(MAX_TILES, dtype=torch.int32, device="cuda")
     return [(tile, bucket) for tile, bucket in work if not _works(arrivals, tile, bucket)]
 
@@ -298,7 +300,8 @@ def relative_error(y: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def compile_all(wanted: set[tuple[Tile, int]], num_processes: int) -> set[tuple[Tile, int]]:
-    """Fills Triton's cache from many processes; returns what does not fit or is wrong."""
+    """Fill Triton's cache from many processes; return the tiles that do not fit or give wrong
+    results."""
     work = sorted(wanted, key=repr)
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(num_processes, mp_context=context) as pool:
@@ -318,11 +321,11 @@ def tuned_shapes() -> list[tuple[int, int]]:
 
 
 Ranking = dict[tuple[tuple[int, int], int], dict[Tile | None, float]]
-"""By shape and bucket: what each tile took in microseconds, the fastest first."""
+"""Microseconds of each tile by shape and bucket, fastest first."""
 
 
 def rank(device: Device, num_processes: int) -> Ranking:
-    """Times every candidate on its own, the best of them twice."""
+    """Time every candidate alone, the best ones twice."""
     work = {
         (shape, bucket): list(candidates(shape, bucket, device.num_sms))
         for shape in tuned_shapes()
@@ -352,8 +355,8 @@ def refine(
 ) -> list[Tile | None]:
     """The tiles with which a layer is fastest: one product after the other is varied, twice.
 
-    A tile's place in a layer matters: its programs start beside those of the kernel before it, and
-    where they find room decides how evenly the multiprocessors are loaded.
+    A tile's position in a layer matters: its programs start while the previous kernel's still run,
+    and the free SMs determine how evenly the load is spread.
     """
     kept = [list(ranking[shape, bucket])[:KEPT_CANDIDATES] for shape in shapes]
     best = [tiles[0] for tiles in kept]
@@ -372,8 +375,8 @@ def refine(
 def row_layers(
     device: Device, model: Model, tp_size: int, tiles: Sequence[VectorTile], num_layers: int
 ) -> Callable[[], None]:
-    """One row's layers as they are launched, attention over CONTEXT keys included; relays are in
-    place of reductions."""
+    """Return a launch of one row's layers, including attention over CONTEXT keys; relays replace
+    all-reduces."""
     shapes = layer_shapes(model, tp_size)
     weights = device.weights(shapes * num_layers)
     heads = Heads(
@@ -410,7 +413,8 @@ def row_layers(
     )
 
     def normed(residual: torch.Tensor) -> tuple[torch.Tensor, RowNorm | None]:
-        """The row of the next product, and its norm; a reduction of several ranks has it done."""
+        """Return the row of the next product, and its norm, which an all-reduce of several ranks
+        has done already."""
         if tp_size > 1:
             relay(hidden, part, device.pdl)
             return hidden, None
@@ -443,7 +447,7 @@ def row_layers(
 
 
 def row_layer_us(device: Device, model: Model, tp_size: int, tiles: Sequence[VectorTile]) -> float:
-    """One of these layers, in microseconds: the mean of many."""
+    """Time one of these layers, in microseconds: the mean of many."""
     layer_bytes = sum(o * i for o, i in layer_shapes(model, tp_size)) * DTYPE.itemsize
     num_layers = min(model.num_layers, 3 * LAYERS_BYTES // layer_bytes)
     return graph_us(row_layers(device, model, tp_size, tiles, num_layers), 7) / num_layers
@@ -475,7 +479,7 @@ def refine_rows(device: Device, model: Model, tp_size: int) -> list[VectorTile]:
 
 
 def tune(device: Device, ranking: Ranking) -> Tuning:
-    """Each shape's best tile on its own, those of layers the best together."""
+    """Return the best tile of each shape alone; for layers, the best combination."""
     tiles = {(*shape, bucket): next(iter(ranked)) for (shape, bucket), ranked in ranking.items()}
     for model, tp_size in TUNED:
         shapes = layer_shapes(model, tp_size)
@@ -496,7 +500,7 @@ def ranking_records(ranking: Ranking) -> list[dict[str, object]]:
 
 
 def report_products(device: Device, tuning: Tuning) -> list[dict[str, object]]:
-    """Each product with the relay behind it, with these tiles and with torch."""
+    """Time each product with its relay, with these tiles and with torch."""
     records: list[dict[str, object]] = []
     for model in (LLAMA_8B, QWEN3_600M):
         for name, shape in model.shapes(1).items():
@@ -510,7 +514,7 @@ def report_products(device: Device, tuning: Tuning) -> list[dict[str, object]]:
 
 
 def report_layers(device: Device, tuning: Tuning) -> list[dict[str, object]]:
-    """Whole layers with these tiles, with and without dependent launch, and with torch."""
+    """Time whole layers with these tiles, with and without dependent launch, and with torch."""
     records: list[dict[str, object]] = []
     cases = [
         (m, r, relays) for m in (LLAMA_8B, QWEN3_600M) for r in TIMED_ROWS for relays in (0, 1)
@@ -536,7 +540,7 @@ def report_layers(device: Device, tuning: Tuning) -> list[dict[str, object]]:
 
 
 def report_greedy(device: Device) -> list[dict[str, object]]:
-    """The choice of the likeliest tokens, over logits that together exceed the L2 cache."""
+    """Time the argmax over logits that together exceed the L2 cache."""
     records: list[dict[str, object]] = []
     for num_rows, vocab_size in ((1, 128256), (1, 151936), (64, 128256), (256, 128256)):
         copies = max(2, COLD_BYTES // (num_rows * vocab_size * DTYPE.itemsize))
@@ -560,7 +564,7 @@ def report_greedy(device: Device) -> list[dict[str, object]]:
 
 
 def check(device: Device, tuning: Tuning) -> None:
-    """Every tuned tile against fp32 on fresh inputs at its real size."""
+    """Check every tuned tile against fp32, on fresh inputs at its real size."""
     linear = ThinLinear(torch.device("cuda"), tuning)
     for num_outputs, num_inputs, bucket in tuning.tiles:
         (weight,) = device.weights([(num_outputs, num_inputs)])
@@ -572,7 +576,7 @@ def check(device: Device, tuning: Tuning) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--tune", action="store_true", help="try all tiles, write the best")
+    parser.add_argument("--tune", action="store_true", help="try all tiles and write the best")
     parser.add_argument("--tuned", type=Path, help="where --tune writes [the package]")
     parser.add_argument("--out", type=Path, help="write all figures as JSON")
     parser.add_argument("--processes", type=int, default=14, help="that compile [14]")

@@ -3,9 +3,9 @@
 
 Writes a sharded bfloat16 checkpoint of the shapes in the model's config.json (16 GB for Llama-8B)
 to a scratch directory, then measures the disk (O_DIRECT), the page cache, page-locked copies, and
-`load_weights` itself. Its floor is the slowest of those that it has to pass: page cache and copies,
-as the files were left by writing them, and the disk with --cold, which asks the kernel to forget
-these files (and nothing else) first. Then made-up weights. Runs in one process, no daemon.
+`load_weights` itself. Its floor is the slowest stage: page cache and copies (the files were just
+written), and also the disk with --cold, which first drops these files from the page cache. Then it
+times dummy weights. Runs in one process, without a daemon.
 """
 
 import argparse
@@ -38,7 +38,7 @@ DISK_BYTES = 6 << 30
 
 @dataclass(frozen=True)
 class Figure:
-    """One measurement; floor is None where it is a ceiling itself, or has none."""
+    """One measurement; floor is None if it is itself a ceiling, or has none."""
 
     name: str
     value: float
@@ -49,7 +49,7 @@ class Figure:
 def report(
     measure: Callable[[argparse.Namespace, Path], Iterator[Figure]], options: argparse.Namespace
 ) -> None:
-    """Print each figure as it comes, measured in a scratch directory; write all to options.out."""
+    """Print each figure as it is measured, in a scratch directory; write all to options.out."""
     figures = []
     with tempfile.TemporaryDirectory(dir=options.directory) as directory:
         for figure in measure(options, Path(directory)):
@@ -88,11 +88,11 @@ def measure(options: argparse.Namespace, directory: Path) -> Iterator[Figure]:
     start = time.monotonic()
     load_dummy_weights(stage.parameters(), 0, lambda progress: None)
     synchronize(device)
-    yield Figure("made-up weights", time.monotonic() - start, "s", 1.0)
+    yield Figure("dummy weights", time.monotonic() - start, "s", 1.0)
 
 
 def make_stage(model: Path, device: torch.device) -> DecoderStage:
-    """The whole model on one device, unfilled."""
+    """Return the whole model on one device, without weights."""
     config = read_model_config(model)
     layers = range(config.num_hidden_layers)
     dtype, attention = torch.bfloat16, NullAttention()
@@ -144,7 +144,7 @@ def num_bytes(*shapes: tuple[int, ...]) -> int:
 
 
 def read_rate(files: Sequence[Path], *, direct: bool) -> float:
-    """Bytes a second of THREADS readers, each into a buffer of its own."""
+    """Return bytes per second of THREADS readers, each with its own buffer."""
     blocks = [
         (file, offset)
         for file in files
@@ -182,7 +182,7 @@ def forget(files: Sequence[Path]) -> None:
 
 
 def load_rate(model: Path, directory: Path) -> float:
-    """GB a second of load_weights, from its call until the device has all of it."""
+    """Return GB per second of load_weights, from its call until all weights are on the device."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     stage = make_stage(model, device)
     names = checkpoint_names(read_model_config(model))
@@ -202,10 +202,10 @@ def main() -> None:
     """Measure, print, and with --out write a list of figures."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", type=Path, required=True)
-    parser.add_argument("--directory", type=Path, help="where the scratch directory is made")
+    parser.add_argument("--directory", type=Path, help="parent of the scratch directory")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--shard-gb", type=float, default=4.0)
-    parser.add_argument("--cold", action="store_true", help="also load what is only on disk")
+    parser.add_argument("--cold", action="store_true", help="also load uncached files")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     report(measure, options)

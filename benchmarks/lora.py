@@ -1,8 +1,8 @@
 """Measures LoRA adapters: `python -m benchmarks.lora --model DIR [--out FILE]`.
 
-Products: microseconds a merged matrix that adapters add, as a graph of all layers replays them
-behind the model's own product. Serving: decode_bs64 with dummy weights and random adapters, rows
-round robin, against the same group without adapters. Target: 0.85 of its rate.
+Products: microseconds that adapters add per merged matrix, in a graph of all layers, after the base
+model's product. Serving: decode_bs64 with dummy weights and random adapters, assigned to rows
+round-robin, compared with the same group without adapters. Target: 0.85 of its rate.
 """
 
 import argparse
@@ -66,7 +66,7 @@ def time_products(
     shape: ModelShape, name: str, num_rows: int, num_slots: int, rank: int
 ) -> list[Figure]:
     """Time a matrix's product alone and with adapters, in graphs of the model's layers, each with
-    memory of its own."""
+    separate memory."""
     outputs, num_inputs = merged_of(shape)[name]
     ops = TritonOps(torch.device("cuda"))
     layers = min(shape.num_layers, 24)
@@ -141,7 +141,7 @@ def serve(model: Path, shape: ModelShape, count: int, rank: int) -> list[Figure]
             for name, own in (("base", lines), ("adapters", adapted)):
                 requests = root / f"{name}.jsonl"
                 requests.write_text("".join(own))
-                bench(model, daemons.endpoints, requests, room)  # a pass before the one that counts
+                bench(model, daemons.endpoints, requests, room)  # a discarded first pass
                 result = bench(model, daemons.endpoints, requests, room)
                 figures.append(Figure(f"{WORKLOAD} {name}", result["out_tok_s"], "token/s"))
     figures.append(Figure("share of the base rate", figures[1].value / figures[0].value, ""))

@@ -1,9 +1,8 @@
-"""Prints a GPU's memory after start-up by kind, beside the profile's prediction, as one JSON
-object.
+"""Prints a GPU's memory after start-up by kind, with the profile's prediction, as one JSON object.
 
     python -m benchmarks.memory [--model DIR] [--max-model-len N] [--utilization F]
 
-Made-up weights; the KV cache is as large as the profile says.
+Uses dummy weights; the KV cache has the size that the profile returns.
 """
 
 import argparse
@@ -20,7 +19,7 @@ _MODEL = Path(__file__).parent / "models" / "llama-8b"
 
 
 def measure(model: Path, max_model_len: int, utilization: float) -> dict[str, object]:
-    """Start a worker, and return what was foreseen and what came."""
+    """Start a worker, and return the predicted and the actual memory."""
     cache = CacheConfig(block_size=BLOCK_SIZE, gpu_memory_utilization=utilization)
     driver = StageDriver(model, "cuda:0", max_model_len=max_model_len, cache=cache)
     driver.load()
@@ -52,7 +51,7 @@ def measure(model: Path, max_model_len: int, utilization: float) -> dict[str, ob
 
 
 def main() -> None:
-    """Measure, and print it."""
+    """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", type=Path, default=_MODEL)
     parser.add_argument("--max-model-len", type=int, default=4096)

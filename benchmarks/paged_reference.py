@@ -33,7 +33,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class PagedBatch:
-    """One step's inputs as a provider of attention gets them, and the K and V they stand for."""
+    """One step's inputs for an attention backend, and the K and V that they represent."""
 
     shape: Shape
     q: torch.Tensor  # [N, Hq, D], a slice of one projection, like k and v
@@ -90,7 +90,7 @@ def make_batch(
     seed: int,
     num_padding: int = 0,
 ) -> PagedBatch:
-    """A batch of sequences of (query_len, seq_len) in random blocks, then num_padding rows.
+    """Return a batch of sequences of (query_len, seq_len) in random blocks, then num_padding rows.
 
     The cache holds what earlier steps wrote; every other slot, the null block's too, is NaN.
     """
@@ -161,7 +161,8 @@ def make_batch(
 def _random_tables(
     seq_lens: list[int], block_size: int, generator: torch.Generator, device: str
 ) -> torch.Tensor:
-    """[B, max_blocks] int32: distinct blocks >= 1 in random order, rows filled up with block 0."""
+    """Return [B, max_blocks] int32: distinct blocks >= 1 in random order, rows padded with block
+    0."""
     counts = [-(-seq_len // block_size) for seq_len in seq_lens]
     blocks = 1 + torch.randperm(sum(counts) + 3, generator=generator, device=device)
     tables = torch.zeros(len(seq_lens), max(counts, default=1), dtype=torch.int32, device=device)
@@ -173,7 +174,7 @@ def _random_tables(
 
 
 def dense_attention(batch: PagedBatch, window: int | None) -> torch.Tensor:
-    """[N, Hq, D] fp64: a plain softmax over each sequence's keys; 0 in the rows of padding."""
+    """Return [N, Hq, D] fp64: a plain softmax over each sequence's keys; 0 in padding rows."""
     out = torch.zeros(batch.q.shape, dtype=torch.float64, device=batch.q.device)
     first = 0
     for query_len, (keys, values) in zip(batch.query_lens, batch.history, strict=True):
@@ -195,7 +196,8 @@ def _dense_rows(
     window: int | None,
     scale: float,
 ) -> torch.Tensor:
-    """[n, Hq, D] fp64 for n queries from position first_pos on over keys and values [L, Hkv, D]."""
+    """Return [n, Hq, D] fp64 for n queries from position first_pos on over keys and values [L, Hkv,
+    D]."""
     grouped = queries.double().unflatten(1, (keys.shape[1], -1)).permute(1, 2, 0, 3)  # Hkv G n D
     key_pos = torch.arange(len(keys), device=keys.device)
     query_pos = first_pos + torch.arange(len(queries), device=keys.device)[:, None]
@@ -209,6 +211,6 @@ def _dense_rows(
 
 
 def relative_error(got: torch.Tensor, expected: torch.Tensor) -> float:
-    """||got - expected|| / ||expected||; NaN if got has one."""
+    """Return ||got - expected|| / ||expected||; NaN if got has one."""
     difference = torch.linalg.vector_norm(got.double() - expected.double())
     return float(difference / torch.linalg.vector_norm(expected.double()))

@@ -1,4 +1,4 @@
-"""Keeps the figures of docs/performance.md: one record a figure in docs/performance.json, from
+"""Keeps the figures of docs/performance.md: one record per figure in docs/performance.json, from
 which the page's table is rendered.
 
 `make bench` adds what it measures on a GPU. `python -m benchmarks.records [BENCH.json ...]` adds
@@ -27,10 +27,10 @@ RECORDED_PARTS = ("e2e ", "sleep ", "startup ")
 
 @dataclass(frozen=True)
 class Record:
-    """One figure, and what it takes to measure it again."""
+    """One figure, and the information needed to measure it again."""
 
     part: str
-    """As `make bench` names it: section, model, pp x tp."""
+    """Part of `make bench`: section, model, pp x tp."""
     name: str
     value: float
     unit: str
@@ -43,7 +43,7 @@ class Record:
 
     @property
     def key(self) -> tuple[str, str, str]:
-        """A newer figure replaces an older one that has the same key."""
+        """Key of a figure; a newer figure replaces an older one with the same key."""
         return self.part, self.name, self.device
 
 
@@ -58,7 +58,7 @@ class BenchRun:
 
 
 def current_run(device: str, words: Sequence[str], commit: str = "") -> BenchRun:
-    """Describe this run, by its command line's words and, by default, the commit checked out."""
+    """Describe this run, by its command line and, by default, the checked-out commit."""
     command = " ".join(["python -m benchmarks", *words])
     today = datetime.now(UTC).date().isoformat()
     return BenchRun(today, device, commit or current_commit(), command)
@@ -82,7 +82,7 @@ def _git(*words: str) -> str:
 
 
 def records_of(rows: Iterable[Mapping[str, Any]], run: BenchRun) -> list[Record]:
-    """Select the rows of a run that are kept: whole workloads, and what has a target."""
+    """Select the rows of a run to keep: whole workloads, and figures with a target."""
     records = []
     for row in rows:
         is_kept = row["part"].startswith("e2e ") or row["target"] is not None
@@ -112,7 +112,7 @@ def rendered(records: Iterable[Record]) -> str:
 
 
 def _cells(record: Record) -> tuple[str, ...]:
-    """One figure as a line of the table."""
+    """Return a figure's cells in the table."""
     target = ""
     if record.target is not None:
         target = f"{_number(record.target)}, {'met' if record.met else 'missed'}"
@@ -122,12 +122,12 @@ def _cells(record: Record) -> tuple[str, ...]:
 
 
 def _number(value: float) -> str:
-    """Whole numbers from a thousand on, else four digits that count."""
+    """Format a number: whole from a thousand on, otherwise four significant digits."""
     return f"{value:,.0f}" if value >= 1000 else f"{value:.4g}"
 
 
 def with_table(page: str, table: str) -> str:
-    """Return the page with another table between its two marks."""
+    """Return the page with the table between its two marks replaced."""
     before, rest = page.split(BEGIN)
     _, after = rest.split(END)
     return f"{before}{BEGIN}\n\n{table}\n{END}{after}"
@@ -143,7 +143,7 @@ def write(records: Sequence[Record], docs: Path = DOCS) -> None:
 
 def keep(content: Mapping[str, Any], docs: Path = DOCS) -> int:
     """Add the figures of a file that `make bench` has written; return their number. Figures without
-    a commit are not added, since nobody could measure them again."""
+    a commit are not added, since they could not be measured again."""
     if content["run"]["commit"] == UNKNOWN:
         return 0
     new = records_of(content["rows"], BenchRun(**content["run"]))

@@ -1,14 +1,14 @@
-"""A rank killed under load: `python -m benchmarks.recovery --model benchmarks/models/llama-8b
-[--shape pp|tp ...] [--rank 0|1] [--page-cache DIR] [--device cuda|cpu] [--rounds N] [--out FILE]`.
+"""Measures recovery from a rank killed under load: `python -m benchmarks.recovery --model
+benchmarks/models/llama-8b [--shape pp|tp ...] [--rank 0|1] [--page-cache DIR] [--device cuda|cpu]
+[--rounds N] [--out FILE]`.
 
-Two daemons serve the shape in the model's config.json with made-up weights. With --page-cache the
-weights are saved to DIR first (a file system in memory is best) and loaded from there, as those of
-a checkpoint that the host has read before; DIR must be empty. Under load one rank gets kill -9, and
-its successor is started at once. Prints, from the kill on: until the driver knows, until the
-survivor is free of its link, until the successor answers, until the group serves again, and the
-parts of that; and that the survivor kept its process, its weights and its graphs (those without
-communication). Then, on GPUs, the abort of a link while the survivor's step thread waits inside
-CUDA for a rank that is stopped.
+Two daemons serve the shape in the model's config.json with dummy weights. With --page-cache the
+weights are first saved to DIR (best on tmpfs) and loaded from there, like a checkpoint in the page
+cache; DIR must be empty. Under load one rank gets kill -9, and its successor is started at once.
+Prints the times from the kill until the driver knows, the survivor has left its link, the successor
+answers and the group serves again, and the parts of the last. Checks that the survivor kept its
+process, its weights and its graphs (those without communication). Then, on GPUs, the abort of a
+link while the survivor's step thread waits inside CUDA for a rank that is stopped.
 """
 
 import argparse
@@ -71,7 +71,7 @@ class Figure:
 def configuration(
     model: Path, shape: str, load_format: Literal["dummy", "sharded_state"]
 ) -> WorkerConfig:
-    """Two ranks."""
+    """Return a configuration of two ranks."""
     parallel = ParallelConfig(
         pipeline_parallel_size=2 if shape == "pp" else 1,
         tensor_parallel_size=2 if shape == "tp" else 1,
@@ -88,7 +88,8 @@ def configuration(
 
 
 def start(options: argparse.Namespace) -> LocalDaemons:
-    """Two daemons that may read the model, and save to and read from the page cache's directory."""
+    """Start two daemons that may read the model, and save to and read from the page-cache
+    directory."""
     roots = [options.model.parent, *([options.page_cache] if options.page_cache else [])]
     saving = ["--save-root", str(options.page_cache)] if options.page_cache else []
 
@@ -102,7 +103,7 @@ def start(options: argparse.Namespace) -> LocalDaemons:
 
 
 def prepare(group: WorkerGroup, options: argparse.Namespace, shape: str) -> LoadedGroup:
-    """Load; by way of the page cache, if that is asked for."""
+    """Load the model, through the page-cache directory if requested."""
     group.attach()
     blocks = options.num_blocks or None
     loaded = group.prepare(configuration(options.model, shape, "dummy"), num_gpu_blocks=blocks)
@@ -114,7 +115,7 @@ def prepare(group: WorkerGroup, options: argparse.Namespace, shape: str) -> Load
 
 
 class Load:
-    """Requests on their way, with something that happens to them."""
+    """A load of requests, with a fault injected during it."""
 
     def __init__(
         self,
@@ -123,10 +124,10 @@ class Load:
         act: Callable[[], None],
         recover: Callable[[WorkerDied], object],
     ) -> None:
-        """act is called once STEPS_BEFORE steps are over."""
+        """act: called after STEPS_BEFORE steps."""
         self._act = act
         self.results: list[float] = []
-        """When each step's result came."""
+        """Arrival times of the steps' results."""
         status = group.get_status()[0]
         assert status.config is not None, "it is loaded"
         self.driver = Driver(
@@ -143,7 +144,8 @@ class Load:
             )
 
     def run(self) -> None:
-        """Serve all of it. Raises RuntimeError if a request did not end with all of its tokens."""
+        """Serve all requests. Raises RuntimeError if a request did not end with all of its
+        tokens."""
         outputs = list(self.driver.run())
         short = [o.req_id for o in outputs if len(o.token_ids) != NUM_TOKENS]
         if len(outputs) != NUM_REQUESTS or short:
@@ -214,8 +216,8 @@ def kill_and_replace(
 def abort_inside_cuda(
     daemons: LocalDaemons, group: WorkerGroup, loaded: LoadedGroup, shape: str
 ) -> Iterator[Figure]:
-    """Stop rank 1, let rank 0's step thread wait for the device, and have its link aborted. The
-    group is of no use afterwards."""
+    """Stop rank 1, let rank 0's step thread wait for the device, and abort its link. The group is
+    unusable afterwards."""
     waiting = group.clients[0]
     seconds: list[float] = []
 
@@ -224,7 +226,7 @@ def abort_inside_cuda(
             return
         status = waiting.get_status()  # its device waits for rank 1 by now
         ids = StepIds(status.epoch, status.link, status.last_seq + 1)
-        # It begins with torch.cuda.synchronize.
+        # The operation starts with torch.cuda.synchronize.
         waiting.send(Profile(**ids._asdict(), action="start", kind="cuda", prefix=""))
         time.sleep(SETTLE_S)
         stuck = waiting.get_status()
@@ -234,7 +236,7 @@ def abort_inside_cuda(
         seconds.append(time.monotonic() - began)
         print(f"  rank 0 had been in {stuck.phase} for {stuck.phase_ms} ms")
         if stuck.phase != "Profile":
-            print("  it did not wait inside CUDA: the figure means nothing")
+            print("  it did not wait inside CUDA: the figure is meaningless")
         os.kill(daemons.pids[1], signal.SIGCONT)
 
     group.on_liveness(abort)

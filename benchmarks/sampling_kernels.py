@@ -1,9 +1,9 @@
 """Times sampling on a CUDA device: `python -m benchmarks.sampling_kernels [--kernels]`.
 
-Each case is compared with plain torch, then replayed from a graph over logits that do not fit the
-L2 cache where the batch is large; host us is what an eager call costs the host. The floor is what
-the method must read at 4.5 TB/s: the logits twice for a temperature, four times for a top-k or
-top-p. --kernels also lists what each kernel of the largest batch takes.
+Each case is compared with plain torch, then replayed from a graph over logits that, for large
+batches, do not fit the L2 cache. "host us" is the host time of an eager call. The floor is the
+method's reads at 4.5 TB/s: the logits twice for a temperature, four times for a top-k or top-p.
+--kernels also lists the time of each kernel for the largest batch.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def metadata(filters: Filters, num_rows: int) -> SamplingMetadata:
 
 @dataclass(frozen=True)
 class Timing:
-    """Microseconds of one call; wrong counts the rows that differ from plain torch's."""
+    """Microseconds of one call; wrong: number of rows that differ from plain torch."""
 
     case: str
     num_rows: int
@@ -119,7 +119,7 @@ def cases() -> Iterator[Case]:
 
 
 def graph_us(launch: Callable[[], object]) -> float:
-    """The median time of a call in microseconds, replayed from a CUDA graph."""
+    """Return the median time of a call in microseconds, replayed from a CUDA graph."""
     launch()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
@@ -130,7 +130,7 @@ def graph_us(launch: Callable[[], object]) -> float:
 
 
 def eager_us(launch: Callable[[], object]) -> float:
-    """The median time of a call in microseconds, launched anew each time."""
+    """Return the median time of an eager call in microseconds."""
     return float(triton.testing.do_bench(launch, warmup=5, rep=30, return_mode="median")) * 1e3
 
 
@@ -151,7 +151,7 @@ def measure(case: Case, sampling: Sampling) -> Timing:
 
 
 def print_kernels(sampling: Sampling) -> None:
-    """The mean time of each kernel at 256 rows."""
+    """Print the mean time of each kernel at 256 rows."""
     for spread in SPREADS:
         for filters in FILTERS:
             case = Case(filters, 256, VOCAB_SIZES[0], spread, torch.bfloat16)
@@ -188,7 +188,7 @@ def line(timing: Timing) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, help="where to write every measurement as JSON")
-    parser.add_argument("--kernels", action="store_true", help="time each kernel, too")
+    parser.add_argument("--kernels", action="store_true", help="also time each kernel")
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         print("this benchmark needs a CUDA device", file=sys.stderr)

@@ -1,11 +1,11 @@
-"""To sleep and back: `python -m benchmarks.sleep --model DIR [--level 1|2] [--device cuda|cpu]
-[--num-blocks N] [--cycles N] [--chunks] [--out FILE.json]`.
+"""Measures sleep and wake-up: `python -m benchmarks.sleep --model DIR [--level 1|2] [--device
+cuda|cpu] [--num-blocks N] [--cycles N] [--chunks] [--out FILE.json]`.
 
-One worker in this process with made-up weights of the shapes in the model's config.json and a KV
+One worker in this process with dummy weights of the shapes in the model's config.json and a KV
 cache that fills the device. Times Sleep and WakeUp at both levels (medians, and the first of each),
-prints what the device holds by kind before, asleep and after, and checks that greedy tokens after
-level 1 are those of before. A floor is the weights' bytes over the measured link. `--chunks` times
-the mapping of an arena by the size of its chunks first.
+prints the device memory by kind before, asleep and after, and checks that greedy tokens after level
+1 are the same as before. A floor is the weights' bytes divided by the measured link rate.
+`--chunks` first times mapping an arena by chunk size.
 """
 
 import argparse
@@ -30,17 +30,17 @@ NUM_REQUESTS = 4
 PROMPT_LEN = 100
 NUM_TOKENS = 24
 KINDS = ("weights", "buffers", "kv_cache", "torch_reserved")
-"""On the device; the rest of what is taken is the context, libraries and other processes."""
+"""Kinds of device memory; the rest is the context, libraries and other processes."""
 ARENA_BYTES = 16 << 30
 CHUNKS_MIB = (2, 32, 128, 512, 1024, 4096)
 PAUSE_S = 1.0
-"""Between sleep and wake."""
+"""Pause between sleep and wake-up."""
 BACKUP_TIMEOUT_S = 300.0
 
 
 @dataclass(frozen=True)
 class Figure:
-    """One measurement; floor is None where none is known."""
+    """One measurement; floor is None if unknown."""
 
     name: str
     value: float
@@ -50,20 +50,20 @@ class Figure:
 
 @dataclass(frozen=True)
 class Links:
-    """Bytes a second between device and page-locked memory; None without a device."""
+    """Bytes per second between device and page-locked memory; None without a device."""
 
     to_host: float | None = None
     to_device: float | None = None
 
     @classmethod
     def measure(cls, device: str) -> "Links":
-        """Copy a while."""
+        """Measure both directions by copying."""
         if device == "cpu":
             return cls()
         from benchmarks.ceilings import host_rate  # needs Triton
 
         rates = host_rate(to_device=False), host_rate(to_device=True)
-        torch.cuda.empty_cache()  # else part of what the worker takes lies in these buffers' place
+        torch.cuda.empty_cache()  # otherwise part of the worker's memory would reuse these buffers
         return cls(*rates)
 
 
@@ -95,15 +95,15 @@ def measure(options: argparse.Namespace) -> Iterator[Figure]:
         if level == 1 and generate(driver, tokens) != expected:
             raise RuntimeError("greedy tokens after level 1 differ from those before")
         if level == 1:
-            print(f"{NUM_REQUESTS} x {NUM_TOKENS} greedy tokens after level 1 are those of before")
+            print(f"{NUM_REQUESTS} x {NUM_TOKENS} greedy tokens equal those before level 1")
     driver.worker.close()
 
 
 def cycle(
     driver: StageDriver, level: SleepLevel, cycles: int, weights_bytes: int, links: Links
 ) -> Iterator[Figure]:
-    """Go to sleep and wake so many times, and then once without a pause between the two: for a
-    while after memory was given back the device clears it, and a wake is slower meanwhile."""
+    """Sleep and wake up this many times, and then once without a pause in between: the driver
+    clears freed memory for a while, which slows a wake-up."""
     asleep_s, awake_s = [], []
     asleep: Mapping[str, int] = {}
     for index in range(cycles):
@@ -126,7 +126,7 @@ def cycle(
 
 
 def timed(driver: StageDriver, message: Sleep | WakeUp) -> float:
-    """Seconds that the worker takes, device included."""
+    """Return the worker's seconds, including the device's work."""
     driver.synchronize()
     start = time.perf_counter()
     if isinstance(message, Sleep):
@@ -138,13 +138,13 @@ def timed(driver: StageDriver, message: Sleep | WakeUp) -> float:
 
 
 def held(driver: StageDriver) -> Mapping[str, int]:
-    """Bytes by kind, as status reports them, and all that is taken of the device."""
+    """Return bytes by kind, as in the status, and the total memory in use on the device."""
     memory = driver.worker.describe().memory_bytes
     return {**memory, "used": memory["total"] - memory["free"]}
 
 
 def memory_figures(when: str, memory: Mapping[str, int]) -> Iterator[Figure]:
-    """Print what the device holds by kind; yield the whole."""
+    """Print device memory by kind; yield the total."""
     parts = {kind: memory[kind] for kind in KINDS if kind in memory}
     parts["context, libraries, others"] = memory["used"] - sum(parts.values())
     shown = ", ".join(f"{kind} {size / (1 << 30):.3f}" for kind, size in parts.items())
@@ -153,7 +153,7 @@ def memory_figures(when: str, memory: Mapping[str, int]) -> Iterator[Figure]:
 
 
 def wait_for_backup(driver: StageDriver) -> float:
-    """Seconds until the host memory for level 1 is there."""
+    """Return the seconds until the host memory for level 1 is ready."""
     start = time.monotonic()
     while time.monotonic() - start < BACKUP_TIMEOUT_S:
         memory = driver.worker.describe().memory_bytes
@@ -166,7 +166,7 @@ def wait_for_backup(driver: StageDriver) -> float:
 def generate(
     driver: StageDriver, tokens: "np.ndarray[tuple[int], np.dtype[np.int64]]"
 ) -> list[bytes]:
-    """Greedy tokens of NUM_REQUESTS prompts, step by step; requests of before are dropped."""
+    """Return greedy tokens of NUM_REQUESTS prompts, step by step; drops earlier requests."""
     driver.worker.on_attach()
     slots = np.arange(NUM_REQUESTS)
     assert tokens.size <= MAX_NUM_BATCHED_TOKENS, "one step takes all prompts"
@@ -181,7 +181,7 @@ def generate(
 
 
 def chunk_figures(device: torch.device) -> Iterator[Figure]:
-    """Seconds to map and to unmap an arena, by the size of its chunks."""
+    """Yield the seconds to map and to unmap an arena, by chunk size."""
     for mib in CHUNKS_MIB:
         arena = open_arena(ARENA_BYTES, mib << 20, device)
         torch.cuda.synchronize(device)

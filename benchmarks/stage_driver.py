@@ -1,5 +1,5 @@
-"""One worker in this process, driven by the messages that a daemon would pass on: for measurements
-that must see inside. No socket, no scheduler; every request is greedy and has its blocks from the
+"""A worker in this process, driven by the messages that a daemon would pass on, for measurements
+inside the worker. No socket, no scheduler; every request is greedy and has all its blocks from the
 start."""
 
 from collections.abc import Callable
@@ -36,7 +36,7 @@ Frames = list[bytes]
 
 
 class Ids(TypedDict):
-    """Keyword arguments that every message to the worker has."""
+    """Keyword arguments of every message to the worker."""
 
     epoch: int
     link: int
@@ -52,7 +52,7 @@ class StageDriver:
     max_model_len: int
     dtype: config.Dtype = "bfloat16"
     num_blocks: int = 8192
-    """Of the KV cache; 0: as many as fit."""
+    """Blocks of the KV cache; 0: as many as fit."""
     enable_sleep_mode: bool = False
     profile_dir: Path | None = None
     cache: config.CacheConfig = field(
@@ -62,19 +62,19 @@ class StageDriver:
     seq: int = 0
 
     def start(self) -> None:
-        """From nothing to READY, with made-up weights."""
+        """Go from nothing to READY, with dummy weights."""
         self.load()
         available = self.profile().available_bytes
         self.num_blocks = self.num_blocks or fitting_blocks(available, self.block_bytes())
         self.serve(self.num_blocks)
 
     def load(self) -> None:
-        """From nothing to MODEL_LOADED."""
+        """Go from nothing to MODEL_LOADED."""
         self.init_device()
         self.load_model()
 
     def init_device(self) -> None:
-        """From nothing to DEVICE_READY."""
+        """Go from nothing to DEVICE_READY."""
         self.worker = Worker(
             self.device,
             [self.model.parent],
@@ -92,7 +92,7 @@ class StageDriver:
         )
 
     def load_model(self) -> None:
-        """From DEVICE_READY to MODEL_LOADED."""
+        """Go from DEVICE_READY to MODEL_LOADED."""
         self.worker.load_model(
             lifecycle.LoadModel(
                 **self.ids(),
@@ -119,7 +119,7 @@ class StageDriver:
         return bytes_per_block(self._groups(), 0)
 
     def serve(self, num_blocks: int) -> None:
-        """From MODEL_LOADED to READY, with so many KV blocks."""
+        """Go from MODEL_LOADED to READY, with this number of KV blocks."""
         plan = build_kv_cache_config(self._groups(), 0, num_blocks)
         worker = self.worker
         worker.initialize_from_config(
@@ -129,7 +129,7 @@ class StageDriver:
         worker.compile_or_warm_up_model(lifecycle.CompileOrWarmUpModel(**self.ids()))
 
     def leave(self) -> None:
-        """Back to CREATED: the device's memory is given back."""
+        """Go back to CREATED and free the device's memory."""
         self.worker.reset(lifecycle.Reset(**self.ids(), to="CREATED"))
         self.worker.close()
 
@@ -156,7 +156,8 @@ class StageDriver:
     def prefill(
         self, slots: "np.ndarray[tuple[int], np.dtype[np.int64]]", prompt_len: int, num_more: int
     ) -> tuple[ExecuteModel, bytes]:
-        """A step that admits and computes one random prompt a slot; blocks are the slots' own."""
+        """Return a step that admits and computes one random prompt per slot, each with its own
+        blocks."""
         rng = np.random.default_rng()
         blocks = blocks_for(prompt_len + num_more, BLOCK_SIZE)
         last = 1 + (int(slots.max()) + 1) * blocks
@@ -186,7 +187,7 @@ class StageDriver:
         return message, tokens
 
     def decode_frames(self, num_requests: int) -> Frames:
-        """Encode a decode of the first num_requests slots, as a driver sends it."""
+        """Encode a decode of the first num_requests slots, as a driver does."""
         message = ExecuteModel(
             **self.ids(),
             total_num_scheduled_tokens=num_requests,
@@ -201,7 +202,7 @@ class StageDriver:
 
 
 def bitmap(slots: "np.ndarray[tuple[int], np.dtype[np.int64]]") -> bytes:
-    """The slots as a message names them."""
+    """Return the slots as a bitmap."""
     bits = np.zeros(int(slots.max()) + 1, np.bool_)
     bits[slots] = True
     return np.packbits(bits, bitorder="little").tobytes()

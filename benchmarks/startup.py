@@ -1,9 +1,9 @@
-"""From a process's start to its first token: `python -m benchmarks.startup --model DIR [--pp P]
-[--tp T] [--out FILE.json]`.
+"""Measures the time from process start to the first token: `python -m benchmarks.startup --model
+DIR [--pp P] [--tp T] [--out FILE.json]`.
 
-Runs `worker-client bench` twice with one short request, daemons and all: first with an empty cache
-of compiled kernels (cold), then with what that run left (warm). Each result is its `startup_s` by
-phase and the number of files that the run added to the cache; a warm start adds none.
+Runs `worker-client bench` twice with one short request, including the daemons: first with an empty
+kernel cache (cold), then with the cache of that run (warm). Each result is its `startup_s` by phase
+and the number of files that the run added to the cache; a warm start adds none.
 """
 
 import argparse
@@ -58,7 +58,7 @@ def start(model: Path, cache: Path, kind: str, device: str, pp: int, tp: int) ->
 
 
 def count_files(directory: Path) -> int:
-    """Files below a directory."""
+    """Count the files below a directory."""
     return sum(path.is_file() for path in directory.rglob("*"))
 
 

@@ -1,5 +1,5 @@
-"""A worker without a model for the control-plane benchmark: real validation and application of
-every step, and a reply of the real size."""
+"""A worker without a model for the control-plane benchmark: it really validates and applies every
+step, and replies with the real size."""
 
 from collections.abc import Sequence
 
@@ -22,13 +22,13 @@ from worker_daemon.sample.sampler import TorchSampling
 from worker_daemon.worker.description import WorkerDescription
 
 ALL_RANKS = "all-ranks"
-"""Loaded as a model of this name, every rank answers every step, not the output rank alone."""
+"""Model name with which every rank answers every step, not only the output rank."""
 MAX_MODEL_LEN = 1 << 20
 BLOCK_SIZE = 16
 
 
 class _Ready:
-    """A result that is on the host already."""
+    """A result that is already on the host."""
 
     __slots__ = ("_reply", "is_ready")
 
@@ -52,14 +52,14 @@ class StateWorker:
         self._samples: Bools = np.zeros(0, np.bool_)
         self._slots = b""
         self._tokens = b""
-        """The slots of _samples, as they are sent, and as many tokens."""
+        """Encoded slots of _samples, and a token for each."""
 
     def execute_model(self, message: step.ExecuteModel, arrays: Sequence[Frame]) -> _Ready | None:
         assert self._state is not None
         scheduled = self._state.apply(message, arrays)
         if not self._answers:
             return None
-        if scheduled.samples is not self._samples:  # the state hands the same out for the same rows
+        if scheduled.samples is not self._samples:  # equal rows: same object
             self._samples = scheduled.samples
             slots = scheduled.slots[scheduled.samples]
             self._slots, self._tokens = slot_bitmap(slots), bytes(4 * slots.size)

@@ -1,15 +1,15 @@
-"""Measures where a step's time goes: `python -m benchmarks.step_trace --model DIR [--out DIRECTORY]
-[--json FILE]`.
+"""Measures the parts of a step's time: `python -m benchmarks.step_trace --model DIR [--out
+DIRECTORY] [--json FILE]`.
 
 Device side: torch's profiler around a few decodes of 1, 64 and 256 requests and prefills of 8,192
 tokens of a worker in this process (two steps in flight, as a driver keeps them); a table by kind of
-kernel, and a Chrome trace for each case. Beside it the time of a step without the profiler.
+kernel, and a Chrome trace for each case. Also the time of a step without the profiler.
 
 Host side: the step thread's time at 256 running requests by phase: decode (the message's bytes),
-apply (checked against the rows), build (the inputs), launch (forward pass or graph, everything not
-named here), publish (sampling and the result's copies), hand-over (to the thread that waits for the
-result). The clock is read around public methods, which this process alone replaces by timed ones;
-nothing in the daemon measures itself.
+apply (checked against the rows), build (the inputs), launch (forward pass or graph, and everything
+else), publish (sampling and the result's copies), hand-over (to the thread that waits for the
+result). The clock is read around public methods, which this script replaces with timed ones; the
+daemon's code does not measure itself.
 """
 
 import argparse
@@ -59,7 +59,7 @@ class Case:
 
     name: str
     wall_us: float
-    """Of a step without the profiler, host and device together."""
+    """Time of a step without the profiler, host and device together."""
     table: StepTable | None
     """None without a device."""
 
@@ -131,7 +131,7 @@ def write_trace(profiler: profile, path: Path) -> dict[str, Any]:
 
 
 class Clock:
-    """Adds up the time of a step by phase; a step's sums are taken out together."""
+    """Adds up the time of a step by phase."""
 
     def __init__(self) -> None:
         self.steps: defaultdict[str, list[float]] = defaultdict(list)
@@ -144,7 +144,7 @@ class Clock:
         self._current[name] += time.perf_counter() - start
 
     def end_step(self) -> None:
-        """Keep this step's times; what `execute` has beside its parts is `launch`."""
+        """Keep this step's times; the rest of `execute` is `launch`."""
         parts = sum(self._current[name] for name, _, _ in TIMED_METHODS)
         self._current["launch"] = self._current.pop("execute") - parts
         for name, seconds in self._current.items():
@@ -163,7 +163,7 @@ class Clock:
 
 @contextmanager
 def timed_methods(clock: Clock) -> Iterator[None]:
-    """Replace the methods by timed ones, for as long as the block runs."""
+    """Replace the methods with timed ones while the block runs."""
     originals = [(kind, method, getattr(kind, method)) for _, kind, method in TIMED_METHODS]
 
     def timed(name: str, original: Callable[..., object]) -> Callable[..., object]:
@@ -183,8 +183,8 @@ def timed_methods(clock: Clock) -> Iterator[None]:
 
 
 class Results:
-    """Another thread that waits for results and encodes them, as the daemon's completion thread
-    does; at most two steps are ahead of it."""
+    """A thread that waits for results and encodes them, like the daemon's completion thread; at
+    most two steps are ahead of it."""
 
     def __init__(self) -> None:
         self._queue: queue.SimpleQueue[PendingOutput | None] = queue.SimpleQueue()

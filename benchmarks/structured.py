@@ -1,10 +1,10 @@
-"""Decoding with a JSON schema on some of 64 rows, as a share of decoding without:
+"""Measures decoding with a JSON schema on some of 64 rows, relative to decoding without:
 `python -m benchmarks.structured [--model DIR] [--device cuda|cpu] [--pp P] [--tp T] [--tokens N]`.
 
-Serves 64 requests with 0, 8 and 64 masked rows, each twice, in one group with dummy weights; the
-second pass counts. Tokens per second over the whole run, as in benchmarks/e2e.py. The schema has no
-end within the run. The tokenizer is made here: random words, as many as the model's vocabulary has.
-It also times one filling of 64 masks on this host, which must be well below a step's time.
+Serves 64 requests with 0, 8 and 64 masked rows, each twice, in one group with dummy weights, and
+uses the second pass. Tokens per second over the whole run, as in benchmarks/e2e.py. The schema has
+no end within the run. The tokenizer is generated: random words, as many as the model's vocabulary
+size. Also times filling 64 masks on this host, which must be well below a step's time.
 """
 
 import argparse
@@ -87,8 +87,7 @@ def lines(vocab_size: int, num_masked: int, num_tokens: int) -> Iterator[str]:
 
 
 def fill_ms(model: Path, vocab_size: int, eos_token_id: int) -> tuple[float, float]:
-    """Return the time of filling all rows' masks, along random texts: the median and the
-    longest."""
+    """Return the median and the longest time to fill all rows' masks, for random texts."""
     grammars = Grammars(model, vocab_size, [eos_token_id])
     first = grammars.compile(StructuredOutput(kind="json", text=json.dumps(SCHEMA))).result()
     matchers, rng = [first.deep_copy() for _ in range(NUM_ROWS)], random.Random(2)

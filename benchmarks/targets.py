@@ -1,19 +1,19 @@
 """The project's targets for whole workloads on NVIDIA H200s (source: targets). Numbers only.
 
-Keys are (model, pp x tp, workload); values are tokens a second to reach, or seconds to stay under.
+Keys are (model, pp x tp, workload); values are minimum tokens per second, or maximum seconds.
 """
 
 from typing import NamedTuple
 
 
 class Target(NamedTuple):
-    """A bound; at_most tells which side of it is good."""
+    """A bound; at_most: an upper one."""
 
     value: float
     at_most: bool = False
 
     def met_by(self, value: float) -> bool:
-        """Tell whether a measured value is on the good side."""
+        """Return True if a measured value meets the target."""
         return value <= self.value if self.at_most else value >= self.value
 
 
@@ -24,7 +24,7 @@ SLEEP = {
     ("llama-8b", "wake 2"): Target(0.3, at_most=True),
     ("llama-8b", "device memory asleep 2"): Target(2 * 1.073741824, at_most=True),
 }
-"""Seconds, and gigabytes of the device that are taken, context included."""
+"""Seconds, and gigabytes of device memory in use, context included."""
 
 STARTUP = {
     ("llama-8b", "1x1", "cold"): Target(30.0, at_most=True),
@@ -32,10 +32,10 @@ STARTUP = {
     ("llama-8b", "2x1", "cold"): Target(30.0, at_most=True),
     ("llama-8b", "1x2", "cold"): Target(30.0, at_most=True),
 }
-"""Process start to first token; cold: with no kernel compiled yet."""
+"""Seconds from process start to first token; cold: with an empty kernel cache."""
 
 WEIGHT_UPDATE_SHARE = 0.6
-"""Of the measured link, that a weight update is to reach."""
+"""Share of the measured link rate that a weight update should reach."""
 
 WORKLOADS = {
     ("llama-8b", "1x1", "decode_bs1"): Target(262),

@@ -1,13 +1,13 @@
 """Draws a stretch of Chrome traces of torch's profiler as an SVG; time runs to the right.
 
 `python -m benchmarks.timeline TRACE.json.gz OUT.svg [--start US] [--length US]`: one trace, one row
-a group of kernels. Kernels started by dependent launch overlap their predecessors.
+per group of kernels. Kernels started by dependent launch overlap their predecessors.
 
 `python -m benchmarks.timeline RANK0.json.gz RANK1.json.gz ... OUT.svg`: the traces of a group on
 one host (`worker-client bench --profile NAME`), in pipeline order, one row each on one axis:
 computation, transfers (from their launch, so with the wait for the other rank), both at once, gaps.
 
-A trace without a device's events is drawn from the host's operations. Pure but for the files.
+A trace without device events is drawn from the host's operations.
 """
 
 import argparse
@@ -22,7 +22,7 @@ from benchmarks.trace_table import group_of
 
 WIDTH, ROW, BAR, TOP = 1000, 22, 16, 34
 FINEST = 0.2
-"""Pixels: gaps narrower than this are not drawn."""
+"""Pixels; narrower gaps are not drawn."""
 TRANSFER = "communication"
 COLOURS = {
     "gemm": "#4e79a7",
@@ -51,8 +51,8 @@ class Bar(NamedTuple):
 
 
 class Layer(NamedTuple):
-    """Bars of one colour in a row; later layers cover earlier ones. top: of the row's height, the
-    share left free above them."""
+    """Bars of one color in a row; later layers cover earlier ones. top: share of the row's height
+    left free above them."""
 
     colour: str
     spans: Sequence[Span]
@@ -65,8 +65,8 @@ class Row(NamedTuple):
 
 
 def read_bars(trace: dict[str, Any], base_ns: int) -> list[Bar]:
-    """Kernels and copies or, where there are none, the host's operations and gloo's transfers; in
-    order of their start, in us from base_ns."""
+    """Return kernels and copies or, if there are none, the host's operations and gloo's transfers;
+    ordered by start, in us from base_ns."""
     events = [e for e in trace["traceEvents"] if e.get("cat") in _DEVICE]
     events = events or [e for e in trace["traceEvents"] if _is_host_work(e)]
     shift = (trace.get("baseTimeNanoseconds", base_ns) - base_ns) / 1000
@@ -81,7 +81,7 @@ def _is_host_work(event: dict[str, Any]) -> bool:
 
 
 def merge(spans: Iterable[Span], slack: float = 0.0) -> list[Span]:
-    """The union of sorted spans, with gaps of up to `slack` closed."""
+    """Return the union of sorted spans, with gaps of up to `slack` closed."""
     merged: list[Span] = []
     for start, end in spans:
         if merged and start <= merged[-1][1] + slack:
@@ -92,13 +92,14 @@ def merge(spans: Iterable[Span], slack: float = 0.0) -> list[Span]:
 
 
 def group_rows(bars: Sequence[Bar]) -> list[Row]:
-    """One row a group that occurs."""
+    """Return one row per group that occurs."""
     spans = {name: [bar.span for bar in bars if bar.group == name] for name in COLOURS}
     return [Row(name, [Layer(COLOURS[name], found)]) for name, found in spans.items() if found]
 
 
 def rank_row(label: str, bars: Sequence[Bar], window: Span) -> Row:
-    """One row for a rank: gaps below, transfers in the lower half where both go on at once."""
+    """Return one row for a rank: gaps below; transfers in the lower half if they overlap
+    computation."""
     transfers = [bar.span for bar in bars if bar.group == TRANSFER]
     computation = [bar.span for bar in bars if bar.group != TRANSFER]
     return Row(
@@ -113,7 +114,8 @@ def rank_row(label: str, bars: Sequence[Bar], window: Span) -> Row:
 
 
 def draw(rows: Sequence[Row], window: Span, title: str, legend: dict[str, str]) -> str:
-    """SVG of the rows within the window (us), scaled to the width; the axis counts from 0."""
+    """Return an SVG of the rows within the window (us), scaled to the width; the axis starts at
+    0."""
     left = 12 + 7 * max(len(row.label) for row in rows)
     scale, height = (WIDTH - left) / (window[1] - window[0]), TOP + ROW * len(rows) + 30
     lines = [
@@ -161,10 +163,10 @@ def _axis(window: Span, left: float, scale: float, height: int) -> list[str]:
 def timeline(
     traces: Sequence[tuple[str, dict[str, Any]]], start: float, length: float, title: str = ""
 ) -> str:
-    """SVG of (label, trace); start and length in us, from the first one's first event.
+    """Return an SVG of (label, trace); start and length in us, from the first trace's first event.
 
     Raises:
-        ValueError: nothing happens within.
+        ValueError: there are no events in the window.
     """
     base_ns = traces[0][1].get("baseTimeNanoseconds", 0)
     ranks = [(label, read_bars(trace, base_ns)) for label, trace in traces]

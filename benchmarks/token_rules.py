@@ -1,13 +1,13 @@
 """Times the rules on tokens on a CUDA device: `python -m benchmarks.token_rules [--rows 64]
 [--model DIR]`.
 
-Each case chooses a token for every row, all of which have the same rules, from bf16 logits of the
-Llama 8B shape. `us` is the device's time, `host_us` what a call costs the host; `more_us` is what
-the rules add to a greedy choice by its logits. The floor of penalties is what they must move at
-4.5 TB/s: the logits and the counts read, float32 written and read again.
+Each case samples a token for every row, with the same rules in all rows, from bf16 logits of the
+Llama 8B shape. `us` is device time, `host_us` the host time of a call, and `more_us` the time that
+the rules add to greedy sampling from logits. The floor of penalties is what they must move at 4.5
+TB/s: the logits and the counts read, float32 written and read again.
 
 With --model, decode_bs64 with dummy weights follows: without rules, and with penalties and biases
-on every row, each the better of two passes in one group. Target: 0.97 of the rate without.
+on every row, the better of two passes each, in one group. Target: 0.97 of the rate without.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ CASES: Final = {
 
 
 def admitted(params: SamplingParams, num_rows: int, device: torch.device) -> StepParts:
-    """Parts with a request in each row."""
+    """Return parts with a request in each row."""
     limits = StepLimits(num_rows, 8192, 8192, VOCAB_SIZE, 16, 64)
     parts = make_parts(limits, device, choose_backend(device).sampling)
     rng = np.random.default_rng(1)
@@ -80,7 +80,7 @@ def admitted(params: SamplingParams, num_rows: int, device: torch.device) -> Ste
 
 
 def sampled_rows(parts: StepParts, num_rows: int, device: torch.device) -> SampleRows:
-    """All rows, behind their known tokens."""
+    """Return all rows, at the position after their known tokens."""
     slots = np.arange(num_rows)
     positions = np.full(num_rows, NUM_TOKENS, np.int32)
     on_device = torch.from_numpy(slots.astype(np.int32)).to(device)

@@ -1,4 +1,4 @@
-"""From a Chrome trace of torch's profiler to a table of device time by kind of kernel. Pure."""
+"""Converts a Chrome trace of torch's profiler to a table of device time by kind of kernel. Pure."""
 
 import re
 from collections import defaultdict
@@ -18,30 +18,31 @@ GROUPS = (
     ("sampling", r"_scan_kernel|_merge_kernel"),
     ("inputs", r"gather|embedding|index|scatter|_update_blocks|_take_columns"),
 )
-"""(name, pattern): the first that is found in a kernel's name names its group; else `other`."""
+"""(name, pattern): the first pattern found in a kernel's name determines its group; otherwise
+`other`."""
 OTHER, GAPS = "other", "gaps"
 _DEVICE_EVENTS = frozenset({"kernel", "gpu_memcpy", "gpu_memset"})
 
 
 @dataclass(frozen=True)
 class StepTable:
-    """Device time of one step, on average over those traced, in us."""
+    """Mean device time of the traced steps, in us."""
 
     step_us: float
-    """From the first kernel's start to the last one's end, over the number of steps."""
+    """Time from the first kernel's start to the last one's end, divided by the number of steps."""
     groups: Mapping[str, float]
-    """By kind; kernels that overlap count whole, gaps are when none runs."""
+    """Time by kind; overlapping kernels count in full, and gaps are times without a kernel."""
     kernels: Mapping[str, float]
-    """By the kernels' own names."""
+    """Time by kernel name."""
     kernels_per_step: float
 
     def share(self, group: str) -> float:
-        """A group's part of the step."""
+        """Return a group's share of the step."""
         return self.groups[group] / self.step_us if self.step_us else 0.0
 
 
 def group_of(kernel: str) -> str:
-    """Name a kernel's kind."""
+    """Return a kernel's kind."""
     for group, pattern in GROUPS:
         if re.search(pattern, kernel, re.IGNORECASE):
             return group
@@ -64,7 +65,8 @@ def tabulate(trace: Mapping[str, Any], num_steps: int) -> StepTable:
 
 
 def _span_and_busy(intervals: Iterable[tuple[float, float]]) -> tuple[float, float]:
-    """From the first start to the last end, and the length of the intervals' union."""
+    """Return the time from the first start to the last end, and the length of the intervals'
+    union."""
     busy, first, last = 0.0, None, 0.0
     for start, end in sorted(intervals):
         if first is None:

@@ -1,13 +1,13 @@
-"""Measures how fast a running daemon is updated with new weights: `python -m
+"""Measures the speed of weight updates of a running daemon: `python -m
 benchmarks.weight_update --model DIR [--ways ipc,nccl,reload] [--directory DIR] [--out FILE.json]`.
 
-One daemon on the first GPU holds made-up weights of the shapes in the model's config.json, in
+One daemon on the first GPU holds dummy weights of the shapes in the model's config.json, in
 bfloat16 (16 GB for Llama-8B); this process is driver and trainer. `ipc`: tensors on the same GPU,
 copied once; its floor is a copy between two buffers of that GPU. `nccl`: tensors on the second GPU,
 broadcast; its floor is a peer copy between the two. `reload`: a checkpoint on disk, in the page
 cache; its floor is the slower of page cache and page-locked copies. `gloo`: host memory over
-loopback, no floor. A rate is bytes by the seconds that update_weights took on the rank; `whole`
-counts everything from send() to the next step being legal.
+loopback, no floor. A rate is bytes divided by the seconds of update_weights on the rank; `whole` is
+the time from send() until the next step is legal.
 """
 
 import argparse
@@ -53,7 +53,7 @@ def measure(options: argparse.Namespace, scratch: Path) -> Iterator[Figure]:
 
 
 def measure_sends(options: argparse.Namespace, scratch: Path, way: SendBackend) -> Iterator[Figure]:
-    """A whole state dict, ROUNDS times over one communicator, packed and one by one."""
+    """Send a whole state dict ROUNDS times over one communicator, packed and tensor by tensor."""
     model = scratch / "config-only"
     model.mkdir(exist_ok=True)
     shutil.copy(options.model / "config.json", model)
@@ -86,7 +86,7 @@ def measure_sends(options: argparse.Namespace, scratch: Path, way: SendBackend) 
 
 
 def measure_reload(options: argparse.Namespace, scratch: Path) -> Iterator[Figure]:
-    """reload_weights of what a daemon has loaded."""
+    """Measure reload_weights of a loaded model."""
     directory = scratch / "checkpoint"
     directory.mkdir()
     stage = make_stage(options.model, torch.device("meta"))
@@ -108,13 +108,13 @@ def measure_reload(options: argparse.Namespace, scratch: Path) -> Iterator[Figur
 
 @contextmanager
 def daemon(device: str, model: Path, load_format: LoadFormat) -> Iterator[WorkerGroup]:
-    """A daemon with a loaded model, and the driver's end of it."""
+    """Start a daemon, load a model, and yield the driver's group."""
     parallel = ParallelConfig()
     config = WorkerConfig(
         parallel=parallel,
         model=ModelConfig(model=str(model), dtype="bfloat16", load_format=load_format),
         scheduler=SchedulerConfig(),
-        cache=CacheConfig(gpu_memory_utilization=0.4),  # the trainer has its own share
+        cache=CacheConfig(gpu_memory_utilization=0.4),  # leave memory for the trainer
         graph=GraphConfig(),
     )
     with (
@@ -132,7 +132,7 @@ def daemon(device: str, model: Path, load_format: LoadFormat) -> Iterator[Worker
 
 
 def make_tensors(model: Path, device: torch.device) -> dict[str, Tensor]:
-    """Every tensor of the checkpoint, of random values."""
+    """Return every tensor of the checkpoint, with random values."""
     generator = torch.Generator(device).manual_seed(0)
     return {
         name: torch.empty(shape, dtype=torch.bfloat16, device=device).normal_(
@@ -143,7 +143,7 @@ def make_tensors(model: Path, device: torch.device) -> dict[str, Tensor]:
 
 
 def copy_rate(source: torch.device, target: torch.device) -> float:
-    """GB a second of large copies, of bytes that arrive."""
+    """Return GB per second of large copies, counting bytes that arrive."""
     here = torch.ones(COPY_BYTES, dtype=torch.uint8, device=source)
     there = torch.empty(COPY_BYTES, dtype=torch.uint8, device=target)
     there.copy_(here)
@@ -169,11 +169,11 @@ def possible_ways(device: str) -> list[str]:
 
 def main() -> None:
     """Measure, print, and with --out write a list of figures."""
-    # Where NCCL meets: the daemons listen on loopback alone.
+    # NCCL's rendezvous: the daemons listen only on loopback.
     os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", type=Path, required=True)
-    parser.add_argument("--directory", type=Path, help="where the scratch directory is made")
+    parser.add_argument("--directory", type=Path, help="parent of the scratch directory")
     parser.add_argument("--device", default="cuda:0" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--ways", type=lambda text: text.split(","))
     parser.add_argument("--out", type=Path)

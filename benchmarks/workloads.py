@@ -15,13 +15,13 @@ FIXED = {  # name: (requests, tokens in, tokens out)
     "prefill_8x8192": (8, 8192, 1),
 }
 NAMES = (*FIXED, "mixed256")
-POOLING = {  # the same prompts, first to sample a token of each, then to embed them
+POOLING = {  # the same prompts, first to sample a token each, then to embed them
     "prefill_512x512": (512, 512, 1),
     "embed_512x512": (512, 512, 0),
 }
 
 Workload = list[tuple[list[int], int]]
-"""Prompt and number of tokens to generate, of each request; 0: it is embedded."""
+"""Prompt and number of tokens to generate for each request; 0: embed."""
 
 
 def make(name: str, vocab_size: int) -> Workload:
@@ -31,7 +31,7 @@ def make(name: str, vocab_size: int) -> Workload:
 
 
 def mixed(vocab_size: int, count: int = 256, seed: int = 0) -> Workload:
-    """count requests of 100-1024 tokens in and 100-1024 out."""
+    """Return count requests of 100-1024 tokens in and 100-1024 out."""
     rng = random.Random(seed)
     return [
         (
@@ -43,7 +43,7 @@ def mixed(vocab_size: int, count: int = 256, seed: int = 0) -> Workload:
 
 
 def fixed(vocab_size: int, count: int, num_in: int, num_out: int, seed: int = 1) -> Workload:
-    """count requests of the same lengths."""
+    """Return count requests of the same lengths."""
     rng = random.Random(seed)
     return [
         ([rng.randrange(0, vocab_size - 1) for _ in range(num_in)], num_out) for _ in range(count)
@@ -51,7 +51,7 @@ def fixed(vocab_size: int, count: int, num_in: int, num_out: int, seed: int = 1)
 
 
 def json_lines(workload: Workload) -> Iterator[str]:
-    """Yield a line a request: greedy, the end of sequence ignored, or embedded."""
+    """Yield one line per request: greedy and ignoring end of sequence, or embedded."""
     for i, (prompt, num_out) in enumerate(workload):
         line: dict[str, object] = {"id": str(i), "prompt_token_ids": prompt}
         line |= (

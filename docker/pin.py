@@ -22,7 +22,7 @@ MAX_GLIBC_MINOR: Final = 36
 BUILD_NEEDS: Final = ("setuptools", "wheel")
 HEADER: Final = """\
 # What the image installs, by version and content: Linux on x86_64, CPython 3.12, torch for CUDA.
-# docker/pin.py writes this file; tests/arch/test_pins.py holds it against constraints.txt.
+# docker/pin.py writes this file; tests/arch/test_pins.py checks it against constraints.txt.
 """
 
 

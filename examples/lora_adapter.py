@@ -1,5 +1,5 @@
 """Writes a random LoRA adapter for a checkpoint, in PEFT's format: `python -m examples.lora_adapter
-MODEL DIRECTORY`. It stands for one that was trained, by PEFT for example; docs/lora.md uses it."""
+MODEL DIRECTORY`. It replaces a trained adapter; docs/lora.md uses it."""
 
 import argparse
 import json

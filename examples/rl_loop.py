@@ -1,8 +1,8 @@
 """A toy reinforcement-learning loop: `python -m examples.rl_loop [ITERATIONS]`, on CPUs or GPUs.
 
 A random little model is served by two pipeline stages; this process trains the same model. Each
-round: sample completions from the workers, reward those with many even tokens, let the workers
-sleep while one REINFORCE step (Williams, 1992) has the memory, and send them the new weights when
+round samples completions from the workers, rewards those with many even tokens, lets the workers
+sleep while one REINFORCE step (Williams, 1992) uses the memory, and sends them the new weights when
 they wake. The reward rises.
 """
 
@@ -74,7 +74,7 @@ def main() -> None:
 
 
 def make_policy(directory: Path) -> PreTrainedModel:
-    """A random model, and its checkpoint for the workers."""
+    """Return a random model, and write its checkpoint for the workers."""
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=64,
@@ -104,7 +104,7 @@ def train(serving: Serving, policy: PreTrainedModel, iterations: int) -> list[fl
             serving.group.wake_up(["weights"])
             sender.send(policy.state_dict())
             serving.group.wake_up(["kv_cache"])
-            serving.scheduler.forget_prefixes()  # they belong to the old weights
+            serving.scheduler.forget_prefixes()  # the cached prefixes belong to the old weights
     return rewards
 
 
@@ -143,7 +143,7 @@ def step(policy: PreTrainedModel, optimizer: torch.optim.Optimizer, samples: Ten
 
 
 def greedy(driver: Driver, prompt: Sequence[int], count: int) -> list[int]:
-    """Return the workers' most likely continuation."""
+    """Return the workers' greedy continuation."""
     request = GenerationRequest(
         id="greedy", prompt_token_ids=np.array(prompt, np.int32), max_tokens=count, ignore_eos=True
     )

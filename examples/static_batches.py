@@ -96,7 +96,7 @@ class StaticBatches:
     def __init__(self, limits: SchedulerLimits) -> None:
         if len(limits.block_groups) > 1:
             raise ClientConfigError(
-                "it gives requests blocks of one group of layers",
+                "it gives requests blocks of one KV group",
                 field="limits.groups",
                 value=limits.groups,
                 fix="use worker_client.scheduler.Scheduler",

@@ -159,7 +159,7 @@ def _default(field: msgspec.structs.FieldInfo) -> str:
 
 
 def _type_name(annotation: object) -> str:
-    """Return a readable type: bounds in words, unions with |."""
+    """Return a readable type, with bounds in words and unions with |."""
     if typing.get_origin(annotation) is typing.Annotated:
         base, *metas = typing.get_args(annotation)
         return " ".join([_type_name(base), *map(_bounds, metas)])

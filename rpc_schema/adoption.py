@@ -27,8 +27,7 @@ RowColumn = Annotated[bytes, Meta(max_length=MAX_PAGE_BYTES + 4 * MAX_ROW_TOKENS
 
 
 class RequestRow(Value, frozen=True, kw_only=True):
-    """A request with a row, in its state after the last step that the rank knows to have
-    succeeded."""
+    """A request with a row, in its state after the last step known to have succeeded."""
 
     slot: Slot
     req_id: Name
@@ -65,5 +64,5 @@ class AdoptRequestsReply(StepReply, frozen=True, tag=70, kw_only=True):
     """Little-endian int32: the tokens of all rows, concatenated."""
     block_ids: RowColumn = b""
     """Little-endian int32: the blocks of all rows, concatenated; those of a row are ordered by
-    group. The null block (0) replaces a block that a window has passed, since another request may
-    use it by now."""
+    group. The null block (0) replaces a block behind a window, which another request may use by
+    now."""

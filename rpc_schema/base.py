@@ -1,5 +1,4 @@
-"""The Struct bases and the bounded field types of all messages; size and GC flags are set here,
-once."""
+"""The Struct bases and bounded field types of all messages. Size and GC flags are set only here."""
 
 from typing import Annotated, Final, Generic, TypeVar
 
@@ -7,7 +6,7 @@ import msgspec
 from msgspec import Meta
 
 Count = Annotated[int, Meta(ge=0, le=2**31 - 1)]
-"""A non-negative 32-bit number: tokens, blocks, rows, ranks."""
+"""A non-negative 31-bit number: tokens, blocks, rows, ranks."""
 
 Positive = Annotated[int, Meta(ge=1, le=2**31 - 1)]
 
@@ -51,7 +50,7 @@ class Extension(Value, frozen=True, kw_only=True):
 
     @property
     def uploads(self) -> tuple[bytes, ...]:
-        """Content hashes of the uploads that it names."""
+        """Content hashes of the uploads that the extension names."""
         return ()
 
 

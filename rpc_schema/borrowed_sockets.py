@@ -29,6 +29,6 @@ def _copy(descriptor: int) -> int:
     except OSError as error:
         if error.errno not in (errno.EMFILE, errno.ENFILE):
             raise
-        # No descriptor is free, which is when strangers do the most harm. Race: the owner may close
+        # No descriptor is free, as in a flood of connections. Race: the owner may close
         # and reuse the descriptor between two calls here.
         return descriptor

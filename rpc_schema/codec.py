@@ -27,7 +27,7 @@ MAX_STEP_BYTES = 16 << 20
 MAX_CONTROL_BYTES = 1 << 20
 CURVE_BYTES = 33
 """Growth of an encrypted frame (ZeroMQ RFC 26: name 8, nonce 8, flags 1, code 16). A receiver's
-bound applies to the encrypted size."""
+bound applies to the encrypted frame."""
 
 MessageT = TypeVar("MessageT")
 Frame: TypeAlias = bytes | memoryview | bytearray
@@ -122,8 +122,8 @@ def decode_step_head(frames: Sequence[Frame]) -> StepHead:
 
 
 def mark_replayed(frames: Sequence[Frame]) -> list[Frame]:
-    """Return a step reply's frames, unchanged, behind an empty frame that marks a repetition. No
-    message begins with an empty frame."""
+    """Return a step reply's frames, unchanged, after an empty frame that marks a replay. No message
+    begins with an empty frame."""
     return [b"", *frames]
 
 

@@ -13,12 +13,12 @@ Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 LoadFormat = Literal["auto", "dummy", "sharded_state", "tensorizer"]
 
 FIT_MAX_MODEL_LEN = -1
-"""On command lines, stands for a max_model_len that the driver fits to the KV cache. It is never
-sent: the model is loaded for its own limit, then UpdateMaxModelLen lowers it."""
+"""On command lines, means a max_model_len that the driver fits to the KV cache. It is never sent:
+the model is loaded with its own limit, then UpdateMaxModelLen lowers it."""
 
 MIN_STEP_DEADLINE_MS = 1000
-"""A busy host can stop a process for tenths of a second. A shorter deadline would mistake that for
-a hang, and end daemons."""
+"""A busy host can stop a process for tenths of a second. A shorter deadline would treat that as a
+hang and end daemons."""
 
 _MOST_DIGITS = 9
 
@@ -29,8 +29,7 @@ class ParallelConfig(Value, frozen=True, kw_only=True):
     pipeline_parallel_size: Positive = 1
     tensor_parallel_size: Positive = 1
     layer_partition: tuple[Positive, ...] | None = None
-    """Layers of each stage; None splits them evenly; stages other than the first and the last get
-    the remainder."""
+    """Layers of each stage; None splits them evenly; middle stages get the remainder."""
 
     @property
     def world_size(self) -> int:
@@ -39,8 +38,8 @@ class ParallelConfig(Value, frozen=True, kw_only=True):
 
 
 def read_layer_partition(text: str) -> tuple[int, ...]:
-    """Return the layer_partition that "N,N,..." spells: each stage's number of layers. The model is
-    not checked here.
+    """Parse a layer_partition "N,N,...": each stage's number of layers. Does not check it against
+    the model.
 
     Raises:
         ValueError: it is not a list of counts.
@@ -71,8 +70,8 @@ class ModelConfig(Value, frozen=True, kw_only=True):
     seed: Unsigned = 0
     """Seed of dummy weights; sampling seeds belong to requests."""
     enable_sleep_mode: bool = False
-    """Lay weights and KV cache out so that Sleep can release their memory. After warm-up the daemon
-    then allocates as much page-locked host memory as its weights take, if the host has it."""
+    """Lay out weights and KV cache so that Sleep can release their memory. After warm-up the daemon
+    then allocates page-locked host memory for its weights, if the host has enough."""
 
 
 class SchedulerConfig(Value, frozen=True, kw_only=True):
@@ -108,21 +107,22 @@ class LoraConfig(Value, frozen=True, kw_only=True):
     """Room for LoRA adapters."""
 
     max_loras: Annotated[int, Meta(ge=0, le=256)] = 0
-    """Most adapters in one step: slots in device memory. 0 refuses adapters, and takes none."""
+    """Maximum number of adapters in one step: slots in device memory. 0 refuses adapters and
+    allocates nothing."""
     max_lora_rank: Annotated[int, Meta(ge=1, le=512)] = 16
     """Largest rank of an adapter; every slot has room for it."""
     max_cpu_loras: Positive | None = None
-    """Most adapters in host memory, at least max_loras; None: as many as max_loras."""
+    """Maximum number of adapters in host memory, at least max_loras; None: max_loras."""
 
     @property
     def num_cpu_loras(self) -> int:
-        """Most adapters in host memory."""
+        """Maximum number of adapters in host memory."""
         return self.max_loras if self.max_cpu_loras is None else self.max_cpu_loras
 
 
 class WorkerConfig(Value, frozen=True, kw_only=True):
-    """The complete configuration. `attach` compares it, so that a new driver can tell whether the
-    configuration that it wants is loaded."""
+    """The complete configuration. `attach` compares it, so that a new driver knows if its
+    configuration is already loaded."""
 
     parallel: ParallelConfig
     model: ModelConfig
@@ -150,8 +150,8 @@ class WorkerConfig(Value, frozen=True, kw_only=True):
 
 
 class RendezvousAddress(Value, frozen=True, kw_only=True):
-    """Address of a rendezvous: a key-value store that serves only members that prove that they hold
-    its secret (rpc_schema/rendezvous.py)."""
+    """Address of a rendezvous: a key-value store that serves only members that prove its secret
+    (rpc_schema/rendezvous.py)."""
 
     host: Annotated[str, Meta(min_length=1, max_length=256)]
     port: Annotated[int, Meta(ge=1, le=65535)]

@@ -1,4 +1,4 @@
-"""Errors on the wire: a stable code, a scope, text for people. Also the exceptions of the codec."""
+"""Errors on the wire: a stable code, a scope, and text for people. Also the codec's exceptions."""
 
 import enum
 
@@ -53,7 +53,7 @@ class ErrorReply(StepReply, frozen=True, tag=0, kw_only=True):
     message: Text
     traceback: Text = ""
     expected_seq: Unsigned = 0
-    """The seq that the daemon wants next; with GAP, the missing one."""
+    """The seq that the daemon expects next; with GAP, the missing one."""
 
 
 class ControlErrorReply(ControlReply, frozen=True, tag=0, kw_only=True):
@@ -64,7 +64,7 @@ class ControlErrorReply(ControlReply, frozen=True, tag=0, kw_only=True):
     message: Text
     traceback: Text = ""
     lease: LeaseStatus | None = None
-    """With LEASE_HELD: its holder, and the time to wait."""
+    """With LEASE_HELD: the holder, and the time to wait."""
 
 
 class WireError(Exception):

@@ -1,7 +1,7 @@
 """The exit codes of a daemon, for supervisors and operators.
 
-64 to 78 are those of BSD's sysexits.h. Above 128 a signal ended the process, or requested its end
-twice.
+64 to 78 are those of BSD's sysexits.h. Above 128, a signal ended the process, or a second signal
+came.
 """
 
 from enum import IntEnum
@@ -46,7 +46,7 @@ class ExitCode(IntEnum):
     ABORTED = 134, "it was aborted (SIGABRT)"
     """SIGABRT: from C++ libraries, or from systemd's watchdog."""
     KILLED = 137, "it was killed (SIGKILL), perhaps by the kernel for lack of memory"
-    """SIGKILL: from a user or a process, or from the kernel for lack of memory."""
+    """SIGKILL: from a user, a process, or the OOM killer."""
     TERMINATED_TWICE = 143, "a second SIGTERM came"
     """A second signal came before the first was handled, this one SIGTERM."""
 

@@ -1,6 +1,6 @@
 """Optional features in messages: closed unions of structs, one struct for each feature, absent if
-it is not used. A new feature is a struct in a module of its own and a line in each union here that
-it belongs to.
+it is not used. A new feature is a struct in its own module, and a line in each union here that it
+belongs to.
 
 Extensions of a step or a reply may have array frames (`num_frames`): they follow the message's own,
 in the order of its extensions.

@@ -1,5 +1,5 @@
-"""The key files of drivers and daemons: their JSON formats, and functions that read them, after
-checks that no other user can have read or changed them."""
+"""The key files of drivers and daemons: their JSON formats, and functions that read them after
+checking that no other user could read or change them."""
 
 import enum
 import os
@@ -57,11 +57,11 @@ class AuthorizedKey(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     key: Z85Key
     role: Role
     name: Annotated[str, Meta(max_length=128)]
-    """For people; not part of any decision."""
+    """For people; never used in a decision."""
 
 
 class KeyFileError(Exception):
-    """A key file cannot be used. `field` names the option, `fix` the remedy. The error never
+    """A key file cannot be used. `field` names the option, `fix` says what to do. The error never
     contains a key."""
 
     def __init__(self, field: str, value: str, message: str, fix: str) -> None:
@@ -131,7 +131,7 @@ def _read(path: Path, field: str, *, forbidden: int, private: bool) -> bytes:
         fix = "name a file that this user may read; never pass the key itself"
         raise KeyFileError(field, shown, problem, fix) from None
     if not stat.S_ISREG(facts.st_mode) or len(data) > MAX_FILE_BYTES:
-        raise KeyFileError(field, shown, "it is no key file", "name a JSON file")
+        raise KeyFileError(field, shown, "it is not a key file", "name a JSON file")
     if facts.st_uid not in (os.geteuid(), 0):
         fix = f"give it to user {os.geteuid()} or to root"
         raise KeyFileError(field, shown, f"the file belongs to user {facts.st_uid}", fix)
@@ -149,7 +149,7 @@ def _decode(data: bytes, kind: type[FileT], path: Path, field: str, fix: str) ->
     try:
         return msgspec.json.decode(data, type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        # The message contains the expected type and its place only, nothing of a secret file.
+        # The message contains only the expected type and its place, nothing of a secret file.
         raise KeyFileError(field, _shown(path), f"the file is malformed: {error}", fix) from None
 
 

@@ -47,7 +47,7 @@ class KVCacheGroup(Value, frozen=True, kw_only=True):
     may have no layer of one."""
 
     layer_names: tuple[Name, ...]
-    """Layers of this rank. The first has its pages in the first tensor, and so on."""
+    """Layers of this rank. The first layer's pages are in the first tensor, and so on."""
     block_size: Positive
     """Tokens of a block."""
     sliding_window: Positive | None
@@ -64,7 +64,7 @@ class KVCacheConfig(Value, frozen=True, kw_only=True):
 
     num_blocks: Annotated[int, Meta(ge=2, le=2**31 - 1)]
     block_size: Positive
-    """Configured block size: that of the groups whose layers keep the most per token."""
+    """Configured block size, used by the groups with the most bytes per token."""
     groups: Annotated[tuple[KVCacheGroup, ...], Meta(max_length=MAX_GROUPS)]
     size_bytes: Unsigned
     """Size of all tensors: num_blocks * the bytes of a page * the layers of the largest group."""
@@ -98,8 +98,8 @@ class LayerGroup(NamedTuple):
 
 
 class UnequalPages(ValueError):
-    """No block sizes make the pages equal, because the layers keep too different amounts per
-    token."""
+    """No block sizes make the pages equal, because the bytes per token of the layers differ too
+    much."""
 
     def __init__(self, sizes: Sequence[int], block_size: int) -> None:
         super().__init__(f"pages of {block_size} tokens cannot be equal for layers of {sizes}")
@@ -161,10 +161,10 @@ def plan_groups(
 
     On each rank, a block takes as much memory as the rank's largest group needs, even if it serves
     a smaller group. So if stages have layers of different kinds, it may be best to ignore windows
-    and keep all blocks. A window that no request outgrows is ignored. block_size: that of the kind
-    that keeps the most per token.
+    and keep all blocks. A window that no request outgrows is ignored. block_size: for the kind with
+    the most bytes per token.
 
-    Layers without a KV cache are not named. Where no rank has others, there is one group, whose
+    Layers without a KV cache are left out. If no rank has other layers, there is one group, whose
     blocks have no memory and hold a whole request.
 
     Raises:
@@ -261,8 +261,8 @@ def bytes_per_block(groups: Sequence[LayerGroup], rank: int) -> int:
 
 
 def fitting_blocks(available_bytes: int, block_bytes: int) -> int:
-    """Return the blocks that a rank has room for, the null block included; 0 if it lacks memory.
-    Blocks without memory: one for each request that a group can have."""
+    """Return the number of blocks that fit a rank's memory, the null block included; 0 if it lacks
+    memory. If blocks have no memory: one per request that a group can have."""
     if not block_bytes:
         return MAX_BLOCKS_WITHOUT_MEMORY if available_bytes >= 0 else 0
     return max(0, available_bytes // block_bytes)

@@ -1,5 +1,5 @@
-"""The lease that attach grants, which allows one driver to run steps on a daemon; its renewal, and
-its state as others see it."""
+"""The lease, by which attach allows one driver to run steps on a daemon: its renewal, and its
+public state."""
 
 import hashlib
 from typing import Annotated, Final, Literal
@@ -27,8 +27,8 @@ class LeaseStatus(Value, frozen=True, kw_only=True):
 
     state: LeaseState
     holder: Annotated[bytes, Meta(max_length=16)] = b""
-    """driver_digest of the driver that holds it, or held it before it expired; empty if it is free.
-    Never the driver's id itself."""
+    """driver_digest of the driver that holds the lease, or held it before it expired; empty if
+    free. Never the driver's id itself."""
     holder_name: HolderName = ""
     epoch: Unsigned = 0
     """Epoch of the holder."""
@@ -45,7 +45,7 @@ DIGEST_BYTES: Final = 8
 
 
 def driver_digest(driver_id: bytes) -> bytes:
-    """Return the digest by which others see a driver's id."""
+    """Return the digest of a driver's id, which others may see."""
     return hashlib.sha256(driver_id).digest()[:DIGEST_BYTES]
 
 

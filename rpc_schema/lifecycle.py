@@ -85,8 +85,8 @@ group is further ahead, a driver sends several requests."""
 
 class PrepareAttach(ControlRequest["PrepareAttachReply"], frozen=True, tag=2, kw_only=True):
     """First phase of attach: announce an epoch higher than any that this daemon has seen, by at
-    most 2^20 (else CONFIG). Refused to a driver that has not sent Hello with this daemon's protocol
-    version, and, with LEASE_HELD, while another driver holds the lease."""
+    most 2^20 (otherwise CONFIG). Refused to a driver that has not sent Hello with this daemon's
+    protocol version, and, with LEASE_HELD, while another driver holds the lease."""
 
     driver_id: Uid
     epoch: Annotated[int, Meta(ge=1, le=2**63 - 1)]
@@ -102,9 +102,9 @@ class PrepareAttachReply(ControlReply, frozen=True, tag=2, kw_only=True):
 
 
 class CommitAttach(ControlRequest["CommitAttachReply"], frozen=True, tag=3, kw_only=True):
-    """Second phase: this driver owns the daemon's steps from here on, and all requests of earlier
-    ones are dropped. Its lease begins. Only the sender's key (on ipc without keys: its user) may
-    use the epoch from here on; others are FORBIDDEN."""
+    """Second phase: this driver owns the daemon's steps from now on, and all requests of earlier
+    drivers are dropped. Its lease begins. Only the sender's key (on ipc without keys: its user) may
+    use the epoch from now on; others are FORBIDDEN."""
 
     driver_id: Uid
     epoch: Annotated[int, Meta(ge=1, le=2**63 - 1)]
@@ -112,8 +112,8 @@ class CommitAttach(ControlRequest["CommitAttachReply"], frozen=True, tag=3, kw_o
     """Routing id of the driver's results socket. A secret: a connection with this id receives the
     results."""
     keep_requests: bool = False
-    """Keep those requests for AdoptRequests; the first ExecuteModel drops the ones that it does not
-    name."""
+    """Keep the earlier drivers' requests for AdoptRequests; the first ExecuteModel drops those that
+    it does not name."""
     lease_ttl_ms: Unsigned = DEFAULT_LEASE_TTL_MS
     """1000 to 60000: duration of the lease after each renewal."""
     orphan_kv_ttl_ms: Unsigned = DEFAULT_ORPHAN_KV_TTL_MS
@@ -137,9 +137,9 @@ class KVCacheAdvice(Value, frozen=True, kw_only=True):
     warm-up."""
 
     request_bytes: Unsigned
-    """Keeps this rank within the share that gpu_memory_utilization names."""
+    """Value that keeps this rank within its gpu_memory_utilization."""
     card_bytes: Unsigned
-    """Fills the part of the device that other processes leave."""
+    """Value that fills the memory that other processes leave."""
 
 
 class GpuLoad(Value, frozen=True, kw_only=True):
@@ -174,13 +174,14 @@ class Status(Value, frozen=True, kw_only=True):
     """Device (or host) memory by use: weights, kv_cache, graphs, activations (with the allocator's
     cache for them), context (with communicators, library handles and code), others (other
     processes; absent if they cannot be distinguished from context); activations_peak, free, total.
-    With enable_sleep_mode weights and kv_cache are their present memory, and there are buffers (of
-    the model, in context), torch_reserved (memory of torch's allocator) and host_backup (host
-    memory for sleep)."""
+    With enable_sleep_mode, weights and kv_cache are their current memory, and there are also
+    buffers (of the model, in context), torch_reserved (memory of torch's allocator) and host_backup
+    (host memory for sleep)."""
     providers: dict[str, str]
-    """Provider of each part of a step: attention, layers, all_reduce, graphs (their number)."""
+    """Implementation of each part of a step: attention, layers, all_reduce; and the number of
+    graphs."""
     input_wait_share: float
-    """Share of its time, 0 to 1, that this stage waits for its input, over the last sampled steps;
+    """Share of time, 0 to 1, in which this stage waits for its input, over the last sampled steps;
     0 in a pipeline of one stage."""
     reply_delay: ReplyDelay
     transitions: tuple[str, ...]
@@ -202,7 +203,7 @@ class Status(Value, frozen=True, kw_only=True):
     num_tokens: Unsigned = 0
     """Tokens sampled since the daemon's start; 0 on ranks that do not answer steps."""
     num_requests: Count = 0
-    """Requests of the last step with a sample; likewise."""
+    """Requests of the last step with a sample; 0 on ranks that do not answer steps."""
     usual_step_us: Count = 0
     """Moving average of the time from step to step, without idle times."""
     gpu_load: GpuLoad | None = None
@@ -243,7 +244,7 @@ class OpenRendezvousReply(ControlReply, frozen=True, tag=5, kw_only=True):
 
 
 class AbortLink(ControlRequest["Acknowledged"], frozen=True, tag=30, kw_only=True):
-    """Leave the link, since a rank is lost. Waits for other ranks end, and steps are refused until
+    """Leave the link, since a rank is lost. Stop waiting for other ranks, and refuse steps until
     a Relink; weights, KV cache and graphs stay."""
 
     epoch: Unsigned
@@ -274,9 +275,9 @@ class Shutdown(ControlRequest["Acknowledged"], frozen=True, tag=8, kw_only=True)
 
 
 class Drain(ControlRequest["Acknowledged"], frozen=True, tag=31, kw_only=True):
-    """Take no more steps and no more drivers, and stay: weights, KV cache, link and lease are kept.
-    The heartbeat informs the lease's holder, which has a second to stop by itself; the running step
-    is finished. Answered once no step runs and none can start. Repeating it changes nothing."""
+    """Take no more steps or drivers, but keep weights, KV cache, link and lease. The heartbeat
+    informs the lease holder, which has a second to stop; the running step is finished. Answered
+    once no step runs and none can start. Repeating it changes nothing."""
 
     undo: bool = False
     """Take steps and drivers again."""
@@ -359,7 +360,7 @@ class MemoryChange(Value, frozen=True, kw_only=True):
     """Memory taken or freed by another process."""
 
     pid: Count
-    """Process id from NVML, which sees a container from outside; 0 if unknown."""
+    """Process id from NVML; for a container, the host's. 0 if unknown."""
     num_bytes: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
     """Negative: freed."""
 
@@ -377,7 +378,7 @@ class DetermineAvailableMemoryReply(StepReply, frozen=True, tag=15, kw_only=True
 
 
 class InitializeFromConfig(StepRequest[Done], frozen=True, tag=16, kw_only=True):
-    """Allocate the KV cache. One entry for each rank, in rank order; each rank uses its own."""
+    """Allocate the KV cache. There is one entry per rank, in rank order."""
 
     kv_cache_configs: Annotated[tuple[KVCacheConfig, ...], Meta(min_length=1, max_length=4096)]
 
@@ -399,8 +400,8 @@ class CompileOrWarmUpModel(
     StepRequest["CompileOrWarmUpModelReply"], frozen=True, tag=19, kw_only=True
 ):
     """Run synthetic steps through the normal entry, so that nothing is compiled or allocated while
-    serving. All ranks take part, including those that are READY when another one is new; these keep
-    their graphs."""
+    serving. All ranks take part, including those that are READY when another one is new; READY
+    ranks keep their graphs."""
 
 
 class CompileOrWarmUpModelReply(StepReply, frozen=True, tag=19, kw_only=True):
@@ -428,9 +429,9 @@ class GetModelMetadataReply(StepReply, frozen=True, tag=21, kw_only=True):
     dtype: Name
     eos_token_ids: tuple[Count, ...]
     attention_backend: Name
-    """Provider that the start-up probe chose."""
+    """Implementation chosen at start-up."""
     generates: bool = True
-    """It has an output layer for tokens."""
+    """True if the model has an LM head."""
     pooling: PoolingSupport = NO_POOLING
     checkpoint_changed: bool = False
     """The files that this rank's weights are from have been replaced since they were read."""
@@ -485,7 +486,7 @@ class SaveTensorizedModelReply(StepReply, frozen=True, tag=60, kw_only=True):
 class ComputeWeightChecksums(
     StepRequest["ComputeWeightChecksumsReply"], frozen=True, tag=24, kw_only=True
 ):
-    """Hash this rank's present weights."""
+    """Hash this rank's current weights."""
 
 
 class ComputeWeightChecksumsReply(StepReply, frozen=True, tag=24, kw_only=True):
@@ -495,8 +496,8 @@ class ComputeWeightChecksumsReply(StepReply, frozen=True, tag=24, kw_only=True):
 
 
 class Profile(StepRequest["ProfileReply"], frozen=True, tag=25, kw_only=True):
-    """Begin or end a profile of this rank's steps; one runs at a time. If none runs, ending it only
-    logs a warning."""
+    """Begin or end a profile of this rank's steps; one runs at a time. Without a running profile,
+    ending only logs a warning."""
 
     action: Literal["start", "stop"]
     kind: Literal["torch", "cuda"]
@@ -555,7 +556,7 @@ class Heartbeat(Event, frozen=True, tag=1, kw_only=True):
     phase_limit_ms: Count = 0
     """Time that the phase may last without progress; 0 while it waits for a request."""
     drains: bool = False
-    """True if the daemon drains: the lease's holder should send no more steps."""
+    """True if the daemon drains: the lease holder should send no more steps."""
 
 
 class Hung(Event, frozen=True, tag=3, kw_only=True):

@@ -3,7 +3,7 @@ with a packet filter: gloo itself neither closes them nor authenticates peers. A
 filter for other listening sockets.
 
 The filter is classic BPF, which needs no privilege (socket(7), SO_ATTACH_FILTER). It drops packets
-for the listening socket; connections that were accepted before are sockets of their own.
+for the listening socket; accepted connections are separate sockets and are not affected.
 """
 
 import contextlib
@@ -85,10 +85,10 @@ def _is_listener(descriptor: int) -> bool:
 
 
 class ListenerWatch:
-    """Context in which gloo connects the members of its groups. At its end, the listeners that gloo
-    opened are shut. gloo keeps a descriptor for each stranger's connection, and aborts the process
-    when none is left. So the listeners are shut before that happens too, and the rendezvous
-    fails."""
+    """Context in which gloo connects the members of its groups. On exit, it shuts the listeners
+    that gloo opened. gloo keeps a descriptor for each stranger's connection, and aborts the process
+    when none is left. So this context also shuts the listeners before that happens, and the
+    rendezvous fails."""
 
     def __init__(self, max_strays: int = MAX_STRAYS) -> None:
         self.is_flooded = False
@@ -128,7 +128,8 @@ class ListenerWatch:
 
 
 def _next_descriptor() -> int:
-    """Return the lowest free number: an estimate of the open descriptors for two system calls."""
+    """Return the lowest free descriptor: an estimate of the number of open ones, in two system
+    calls."""
     try:
         descriptor = os.open(os.devnull, os.O_RDONLY)
     except OSError:  # none is free

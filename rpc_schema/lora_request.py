@@ -10,4 +10,4 @@ class LoraRequest(Extension, frozen=True, tag=5, kw_only=True):
     name: Name
     lora_id: Positive
     version: Unsigned
-    """The version that AddLora returned. 0 stands for an adapter of zeros, as in warm-up."""
+    """The version that AddLora returned. 0 means an adapter of zeros, for warm-up."""

@@ -1,7 +1,6 @@
-"""The table of operations: lists every request to a daemon once. A row has the request, its reply,
-the role that it needs, the states in which it is legal and its deadline. The codec, the daemon's
-dispatch, its access and lifecycle rules, the driver's library and docs/protocol.md read it. A
-request that is not in the table does not decode."""
+"""The table of operations: every request to a daemon, with its reply, required role, legal states
+and deadline. The codec, the daemon's dispatch, its access and lifecycle rules, the driver library
+and docs/protocol.md are derived from it. The decoder rejects a request that is not in the table."""
 
 import re
 from collections.abc import Mapping
@@ -76,10 +75,11 @@ class StepOperation(Generic[StepReplyT]):
     rule: Rule
     role: Role = Role.DRIVER
     deadline_s: float | None = None
-    """Limit on a rank's silence, without a rendezvous with the other ranks; a worker may set finer
-    phases. None: a step's deadline."""
+    """Limit on a rank's silence, without a rendezvous with the other ranks; a worker may set
+    shorter phases. None: a step's deadline."""
     meets: bool = False
-    """True if the ranks meet in it; they may have to wait until an old link ends."""
+    """True if it includes a rendezvous of the ranks; they may have to wait until an old link
+    ends."""
     waits_for_peers: bool = False
     """True if aborting the link, or a trainer's communicator, ends its wait."""
 
@@ -141,7 +141,7 @@ _STEP_ROWS: Final[tuple[StepOperation[Any], ...]] = (
     StepOperation(
         lc.CompileOrWarmUpModel,
         lc.CompileOrWarmUpModelReply,
-        # In READY if another rank is new; the contents of the weights do not matter.
+        # In READY if another rank is new; the weights need no content.
         Rule(_only("KV_READY", "READY"), _UP, "READY", weights=THERE, kv_cache=_AWAKE),
         deadline_s=1800.0,
         waits_for_peers=True,
@@ -157,7 +157,7 @@ _STEP_ROWS: Final[tuple[StepOperation[Any], ...]] = (
         meets=True,
         waits_for_peers=True,
     ),
-    StepOperation(  # its target must not be above the present state
+    StepOperation(  # its target must not be above the current state
         lc.Reset,
         step.Done,
         Rule(_from("CREATED")),
@@ -178,7 +178,7 @@ _STEP_ROWS: Final[tuple[StepOperation[Any], ...]] = (
         lc.ProfileReply,
         Rule(_from("DEVICE_READY")),
         Role.ADMIN,
-        waits_for_peers=True,  # for the steps before it, on the device
+        waits_for_peers=True,  # waits for earlier steps on the device
     ),
     # Weights.
     StepOperation(
@@ -187,7 +187,7 @@ _STEP_ROWS: Final[tuple[StepOperation[Any], ...]] = (
         _WEIGHTS_AWAKE,
         deadline_s=1800.0,
     ),
-    StepOperation(  # waits for a trainer as long as the driver allows, as UpdateWeights does
+    StepOperation(  # waits for a trainer as long as the driver allows, like UpdateWeights
         wt.InitWeightTransferEngine,
         wt.InitWeightTransferEngineReply,
         Rule(_from("DEVICE_READY")),

@@ -1,4 +1,4 @@
-"""Pooling: requests that return values of the model's hidden states instead of tokens."""
+"""Pooling: requests that return values computed from hidden states instead of tokens."""
 
 from collections.abc import Iterable
 from typing import Annotated, Final, Literal, TypeAlias
@@ -27,13 +27,13 @@ VALUE_BYTES: Final = 4
 
 
 class PoolingParams(Extension, frozen=True, tag=9, kw_only=True):
-    """A request for values of its prompt's hidden states. It samples nothing, and ends with the
-    step that computes the prompt's last token."""
+    """Pooling of a prompt's hidden states. The request samples nothing, and ends with the step that
+    computes the prompt's last token."""
 
     task: PoolingTask
     use_activation: bool | None = None
     """Normalize an embedding to length 1, or turn the scores of a classification into
-    probabilities. None: as the model's files say."""
+    probabilities. None: the model's files decide."""
     dimensions: Count = 0
     """Number of leading values of an embedding to keep, before it is normalized; 0: all."""
 
@@ -53,17 +53,17 @@ class PooledOutputs(FramedExtension, frozen=True, tag=9, kw_only=True):
 
 
 class PooledTask(Value, frozen=True, kw_only=True):
-    """A task that the loaded model can do."""
+    """A task that the loaded model supports."""
 
     task: PoolingTask
     width: Positive
     """Values in an output row."""
     states: PooledStates
-    """Any but "last" needs every token of the prompt computed, so it reuses no cached prefix."""
+    """Any except "last" needs every token of the prompt computed, so it reuses no cached prefix."""
 
 
 class PoolingSupport(Value, frozen=True, kw_only=True):
-    """The pooling that the loaded model can do."""
+    """The pooling that the loaded model supports."""
 
     tasks: Annotated[tuple[PooledTask, ...], Meta(max_length=4)] = ()
     whole_prompts: bool = False
@@ -71,12 +71,12 @@ class PoolingSupport(Value, frozen=True, kw_only=True):
     other."""
 
     def find(self, task: PoolingTask) -> PooledTask | None:
-        """Return a task, if the model can do it."""
+        """Return a task, if the model supports it."""
         return next((each for each in self.tasks if each.task == task), None)
 
     @property
     def names(self) -> str:
-        """The tasks, for messages."""
+        """Names of the tasks, for messages."""
         return ", ".join(each.task for each in self.tasks) or "none"
 
 
@@ -84,15 +84,15 @@ NO_POOLING: Final = PoolingSupport()
 
 
 def sampling_kind(extensions: Iterable[Extension]) -> str | None:
-    """Return the name of the first sampling extension, if there is one. A request that pools may
-    have none."""
+    """Return the name of the first sampling extension, if there is one. A pooling request may have
+    none."""
     found = (each for each in extensions if isinstance(each, SamplingExtension))
     return next((type(each).__name__ for each in found), None)
 
 
 def pooling_fault(params: PoolingParams, support: PoolingSupport) -> tuple[str, object, str] | None:
-    """Return field, value and fix of the first thing that the loaded model cannot do; None if it
-    can do all."""
+    """Return field, value and fix of the first unsupported setting; None if the model supports
+    all."""
     found = support.find(params.task)
     if found is None:
         return "task", params.task, f"ask for one of the model's tasks: {support.names}"
@@ -135,7 +135,7 @@ def admission_fault(
 
 
 def pooled_bytes(params: PoolingParams, num_tokens: int, support: PoolingSupport) -> int:
-    """Return the bytes of a request's output. The model can do the task."""
+    """Return the bytes of a request's output. The model must support the task."""
     found = support.find(params.task)
     assert found is not None, "the task was checked"
     rows = num_tokens if found.states == "each" else 1

@@ -47,7 +47,7 @@ class PromptEmbeds(Extension, frozen=True, tag=12, kw_only=True):
 
 
 class EmbedsFault(NamedTuple):
-    """Why no request can have some embeddings, in the form of an error's field, value and fix."""
+    """The reason to refuse embeddings, as an error's field, value and fix."""
 
     field: str
     value: object

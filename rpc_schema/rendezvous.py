@@ -2,8 +2,8 @@
 workers, exchange addresses. It serves only peers that prove that they hold its secret: other peers
 cannot read it, write it, or make it grow.
 
-A connection starts with a nonce and a proof from each side. After that, each frame carries a code
-that only a holder of the secret can make. Nothing is encrypted.
+A connection starts with a nonce and a proof from each side. After that, each frame carries a MAC
+that only a holder of the secret can compute. Nothing is encrypted.
 """
 
 import contextlib
@@ -22,7 +22,7 @@ MAX_KEY_BYTES: Final = 512
 MAX_VALUE_BYTES: Final = 1 << 16
 MAX_STORED_BYTES: Final = 16 << 20
 MAX_UNPROVEN: Final = 16
-"""Limit on connections without a proof: one more closes the oldest."""
+"""Limit on connections without a proof; above it, the oldest is closed."""
 PROOF_S: Final = 2.0
 """Limit on the time of a connection without a proof."""
 
@@ -51,18 +51,18 @@ def new_secret() -> bytes:
 
 
 def proof(secret: bytes, *parts: bytes) -> bytes:
-    """Return the code over `parts` that only a holder of the secret can make: 32 bytes."""
+    """Return the 32-byte MAC of `parts`, which only a holder of the secret can compute."""
     framed = b"".join(_LENGTH.pack(len(part)) + part for part in parts)
     return hmac.digest(secret, framed, "sha256")
 
 
 def member_proof(secret: bytes, group: str, sender: int, receiver: int) -> bytes:
-    """Return the proof that a member of a group sends to another one of its identity."""
+    """Return a member's proof of identity for another member of its group."""
     return proof(secret, f"{group} {sender} {receiver}".encode())
 
 
 class _Codes:
-    """The codes of one direction of a connection, in order."""
+    """The MACs of one direction of a connection, in order."""
 
     def __init__(self, secret: bytes, direction: bytes, nonces: bytes) -> None:
         self._key = proof(secret, direction, nonces)
@@ -86,7 +86,7 @@ class _Store:
         self._closed = False
 
     def set(self, key: str, value: bytes) -> None:
-        """Raise RendezvousError if it would be too large."""
+        """Set a value. Raises RendezvousError if the store would be too large."""
         with self._changed:
             size = len(key) + len(value)
             if len(value) > MAX_VALUE_BYTES or self._num_bytes + size > MAX_STORED_BYTES:
@@ -145,7 +145,7 @@ class _Visitor:
         self._send(self._nonce)
 
     def read(self, store: _Store) -> None:
-        """Process received data. Raises OSError or RendezvousError: the connection is to be
+        """Process received data. Raises OSError or RendezvousError if the connection must be
         closed."""
         data = self.connection.recv(_READ_BYTES if self.is_proven else _NONCE + _CODE)
         if not data:
@@ -157,7 +157,7 @@ class _Visitor:
             self._answer(body, store)
 
     def look(self, store: _Store) -> None:
-        """Answer a waiting request, if its value is there."""
+        """Answer a waiting request if its value has been set."""
         if self.awaited is not None and (value := store.find(self.awaited)) is not None:
             self.awaited = None
             self._send(self._down.frame(_OK + value))
@@ -208,14 +208,14 @@ class _Visitor:
             self._send(self._down.frame(_OK))
 
     def _send(self, data: bytes) -> None:
-        """Send a reply: it is shorter than the socket's buffer, and a member reads each before it
-        asks again."""
+        """Send a reply. It fits the socket's buffer, since a member reads each reply before its
+        next request."""
         if self.connection.send(data) != len(data):
             raise RendezvousError("it does not read")
 
 
 class StoreServer:
-    """Serves one rendezvous on a thread of its own: accepts connections until all members have
+    """Serves one rendezvous on a separate thread: accepts connections until all members have
     connected and proved that they hold the secret, then stops listening, and ends once they have
     left. Any thread may use it."""
 
@@ -258,11 +258,11 @@ class StoreServer:
         return self._store.get(key, timeout_s)
 
     def has(self, keys: Iterable[str]) -> bool:
-        """Return True if all these were set."""
+        """Return True if all these keys are set."""
         return self._store.has(keys)
 
     def forget(self, keys: Iterable[str]) -> None:
-        """Remove these."""
+        """Remove these keys."""
         self._store.forget(keys)
 
     def close(self) -> None:
@@ -297,7 +297,7 @@ class StoreServer:
                 self._accept()
             elif connection is self._wakeup_end:
                 connection.recv(_READ_BYTES)
-            elif connection in self._visitors:  # not closed in this turn
+            elif connection in self._visitors:  # not closed in this iteration
                 self._read(connection)
         self._answer_waiting()
         self._close_late()
@@ -377,10 +377,10 @@ class Member:
     """A connection to a rendezvous server. Any thread may use it, one at a time."""
 
     def __init__(self, host: str, port: int, secret: bytes, timeout_s: float) -> None:
-        """Connect and exchange proofs; if the server is too busy with others, try again.
+        """Connect and exchange proofs; try again if the server is too busy.
 
         Raises:
-            MeetingError: no holder of the secret answers there within timeout_s.
+            RendezvousError: no holder of the secret answers there within timeout_s.
         """
         self._asking = threading.Lock()
         deadline = time.monotonic() + timeout_s
@@ -399,7 +399,7 @@ class Member:
                 return
 
     def set(self, key: str, value: bytes) -> None:
-        """Raises RendezvousError: the value is too long, or the rendezvous is closed."""
+        """Set a value. Raises RendezvousError: it is too long, or the rendezvous is closed."""
         self._ask(_SET, key, value, PROOF_S)
 
     def get(self, key: str, timeout_s: float) -> bytes:
@@ -412,7 +412,7 @@ class Member:
         self._connection.close()
 
     def _connect(self, host: str, port: int, secret: bytes, timeout_s: float) -> None:
-        # Passed as bytes: for a name, Python would load a codec first.
+        # bytes: for a str, Python would first load a codec.
         address = (host.encode(), port)
         connection = socket.create_connection(
             address,  # type: ignore[arg-type]  # typeshed leaves bytes out

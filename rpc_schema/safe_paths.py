@@ -31,21 +31,21 @@ def why_unsafe(directory: Path, *, forbidden: int = WRITABLE_BY_OTHERS) -> str:
 
 
 def trusted_users() -> frozenset[int]:
-    """Return the users with full control of this process: its own user, and root, who owns / (under
-    another number in some user namespaces)."""
+    """Return the users with full control of this process: its user, and root, who owns / (with
+    another uid in some user namespaces)."""
     return frozenset((os.geteuid(), 0, Path("/").lstat().st_uid))
 
 
 def _unsafe_parents(directory: Path) -> Iterator[str]:
-    """Yield the faults above the directory: a parent or a link that another user owns, or a parent
-    in which others may rename files that are not theirs."""
+    """Yield faults above the directory: a parent or link that another user owns, or a parent in
+    which others may rename files that they do not own."""
     trusted = trusted_users()
     for path in dict.fromkeys((*directory.parents, *directory.resolve().parents)):
         facts = path.lstat()
         if facts.st_uid not in trusted:
             yield f"lies below {path}, which belongs to user {facts.st_uid}"
         if not stat.S_ISDIR(facts.st_mode) or facts.st_mode & stat.S_ISVTX:
-            continue  # in a sticky directory users rename only what is theirs
+            continue  # in a sticky directory users rename only their own files
         if facts.st_mode & stat.S_IWOTH:
             yield f"lies below {path}, in which every user may rename files"
         if facts.st_mode & stat.S_IWGRP and not _is_private(facts.st_gid):
@@ -53,8 +53,8 @@ def _unsafe_parents(directory: Path) -> Iterator[str]:
 
 
 def _is_private(group: int) -> bool:
-    """Return True if a group is this user's alone (user private groups, used with umask 002): its
-    primary group, of its name, without other members."""
+    """Return True if a group is private to this user (user private groups, used with umask 002):
+    the primary group, named like the user, without other members."""
     try:
         user, entry = pwd.getpwuid(os.geteuid()), grp.getgrgid(group)
     except KeyError:

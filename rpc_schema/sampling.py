@@ -1,5 +1,5 @@
-"""Sampling, stop tokens and logprobs of one request, and a convenient form of these extensions
-together with the rules on tokens (rpc_schema/token_rules.py)."""
+"""Sampling, stop tokens and logprobs of one request, and SamplingParams, which combines these
+extensions with the rules on tokens (rpc_schema/token_rules.py)."""
 
 from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, TypeAlias
@@ -37,11 +37,11 @@ MAX_LOGITS_PROCESSORS = 8
 """Bound for one request."""
 
 MAX_PROMPT_LOGPROBS_TOKENS = 65_536
-"""Bound on max_num_batched_tokens where requests want log probabilities of their prompts: those of
-a step must fit into its reply."""
+"""Bound on max_num_batched_tokens if requests want log probabilities of their prompts: a step's
+must fit into its reply."""
 
 MAX_STOP_TOKEN_IDS = 1024
-"""Bound for one request, the model's own end-of-sequence tokens included."""
+"""Bound for one request, including the model's end-of-sequence tokens."""
 
 MIN_TEMPERATURE = 1e-5
 """Logits divided by less than this may exceed float32."""
@@ -75,17 +75,17 @@ class LogprobsWanted(Extension, frozen=True, tag=3, kw_only=True):
     """A request reports the log probability of each sampled token and of the most likely ones."""
 
     count: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)]
-    """Most likely tokens to report besides the sampled one."""
+    """Most likely tokens to report in addition to the sampled one."""
 
 
 class TokenLogprobs(FramedExtension, frozen=True, tag=1, kw_only=True):
     """Log probabilities of all of a reply's rows. Three frames: int32 token ids [rows, width + 1]
     (the sampled token first), their float32 log probabilities, and the int32 rank [rows] of the
-    sampled token (1 = most likely). They are of the logits after grammar masks, before bans,
+    sampled token (1 = most likely). Computed from the logits after grammar masks, before bans,
     temperature and filters."""
 
     width: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)]
-    """Width for the row that asked for the most."""
+    """Largest width that a row asked for."""
 
     @property
     def num_frames(self) -> int:
@@ -104,7 +104,7 @@ class LogprobTokens(Extension, frozen=True, tag=24, kw_only=True):
 
 
 class LogitsProcessors(Extension, frozen=True, tag=26, kw_only=True):
-    """Custom logits processors of a request: names of the configuration, which act in its order.
+    """Custom logits processors of a request: names from the configuration, which act in its order.
     The daemons have their code."""
 
     names: Annotated[tuple[Name, ...], Meta(min_length=1, max_length=MAX_LOGITS_PROCESSORS)]
@@ -120,11 +120,11 @@ class LogitsProcessors(Extension, frozen=True, tag=26, kw_only=True):
 
 class GivenLogprobs(FramedExtension, frozen=True, tag=20, kw_only=True):
     """Log probabilities of the tokens that requests have named (LogprobTokens), of all of a reply's
-    rows. One frame: float32 [rows, width], each row's own first. They are of the same logits as
+    rows. One frame: float32 [rows, width], each row's own first. Computed from the same logits as
     TokenLogprobs."""
 
     width: Annotated[int, Meta(ge=1, le=MAX_LOGPROB_TOKEN_IDS)]
-    """Width for the row that named the most."""
+    """Largest number of tokens that a row named."""
 
     @property
     def num_frames(self) -> int:
@@ -132,25 +132,26 @@ class GivenLogprobs(FramedExtension, frozen=True, tag=20, kw_only=True):
 
 
 class PromptLogprobsWanted(Extension, frozen=True, tag=25, kw_only=True):
-    """A request reports the log probability of each token of its prompt but the first, and of the
-    most likely ones there. Its prompt must be computed from the first token on."""
+    """A request reports the log probability of each token of its prompt except the first, and of
+    the most likely tokens at the same position. Its prompt must be computed from the first token
+    on."""
 
     count: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)]
-    """Most likely tokens to report besides the prompt's."""
+    """Most likely tokens to report in addition to the prompt's."""
 
 
 class PromptLogprobs(FramedExtension, frozen=True, tag=21, kw_only=True):
-    """Log probabilities of prompt tokens: of the chunks that the step has computed. Three frames:
+    """Log probabilities of prompt tokens, for the chunks that the step computed. Three frames:
     int32 token ids [tokens, width + 1] (the prompt's token first), their float32 log probabilities,
-    and the int32 rank [tokens] of the prompt's token. They are of the logits as they are."""
+    and the int32 rank [tokens] of the prompt's token. Computed from the unmodified logits."""
 
     width: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)]
-    """Width for the request that asked for the most."""
+    """Largest width that a request asked for."""
     req_ids: Annotated[tuple[Name, ...], Meta(max_length=65535)]
     """Requests with a chunk."""
     spans: RawInt32
-    """Pairs (first, count) for each of req_ids: positions in the prompt of the tokens that the
-    frames have next."""
+    """Pairs (first, count), one for each of req_ids: prompt positions of its tokens in the
+    frames."""
 
     @property
     def num_frames(self) -> int:

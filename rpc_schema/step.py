@@ -1,4 +1,4 @@
-"""Step messages. They name slots, and only the changes since the last step. A driver's
+"""Step messages, which name slots and only the changes since the last step. A driver's
 `client/worker_client/slots.py` writes these messages, `runner/` reads them.
 
 A request gets a slot at admission and keeps it until it finishes. Preemption is a finish;
@@ -25,9 +25,8 @@ from rpc_schema.base import (
 from rpc_schema.extensions import ReplyExtensions, RequestExtensions, StepExtensions
 
 NO_TOKEN: Final = -1
-"""Returned for a slot whose logits contain NaN or have no finite maximum. Only its request has
-failed: the other slots of the step have their tokens, and the KV that the request wrote must not be
-shared."""
+"""Returned for a slot whose logits contain NaN or have no finite maximum. Only its request fails:
+the other slots of the step have their tokens. The KV that the request wrote must not be shared."""
 
 Bitmap = Annotated[bytes, Meta(max_length=8192)]
 """Bit s % 8 (least significant first) of byte s // 8 represents slot s."""
@@ -52,8 +51,8 @@ class NewRequestData(Value, frozen=True, kw_only=True):
     num_computed_tokens: Count
     """Leading tokens whose KV is in the cache already: a prefix hit. Less than num_tokens."""
     extensions: RequestExtensions = ()
-    """The optional features that it uses; without any its tokens are the most likely ones. With
-    PoolingParams it samples none."""
+    """The optional features that it uses; without any, sampling is greedy. With PoolingParams it
+    samples nothing."""
     note: SchedulerNote = b""
 
 
@@ -61,10 +60,9 @@ class ExecuteModel(StepRequest["ModelRunnerOutput"], frozen=True, tag=1, kw_only
     """One step: the scheduler's output, as a difference to the previous step (seq - 1), or in full.
 
     Order of application: finished, resync, corrections, scheduled_new_reqs, new blocks, then the
-    scheduled tokens. A slot whose scheduled tokens reach its last known token samples one token, or
-    has its output in the reply if its request pools.
-    Frame 0 holds the tokens of scheduled_new_reqs, in their order, if there are any; the frames of
-    extensions follow.
+    scheduled tokens. A slot whose scheduled tokens reach its last known token samples one token,
+    or, for a pooling request, has its output in the reply. Frame 0 holds the tokens of
+    scheduled_new_reqs, in their order, if there are any; the frames of extensions follow.
 
     If a feature may refuse tokens that a step has counted, a slot's counts of computed and of known
     tokens are upper bounds: the device has the true ones, from which a step continues. Replies
@@ -88,16 +86,16 @@ class ExecuteModel(StepRequest["ModelRunnerOutput"], frozen=True, tag=1, kw_only
     resync: RawInt32 | None = None
     """A full resynchronization: rows (slot, num_computed_tokens, num_tokens, num_blocks of each
     group), slots ascending, of all slots that stay; blocks that a window has passed count too.
-    Slots not named are freed; a named one whose counts differ makes the step refused. It clears an
-    earlier failure, and closes a gap: its seq need only be new."""
+    Slots not named are freed; if a named slot's counts differ, the step is refused. A
+    resynchronization clears an earlier failure, and closes a gap: its seq only needs to be new."""
     deferred: Bitmap | None = None
     """Slots whose sampling waits for a SampleTokens that names this seq: each must sample in this
     step. The others are sampled at once. None: all are."""
     extensions: StepExtensions = ()
-    """Those that concern the sampling of deferred slots may come with the SampleTokens instead; of
-    a kind that is in both, the later one counts."""
+    """Extensions for the sampling of deferred slots may come with the SampleTokens instead; if a
+    kind is in both, the later one counts."""
     new_block_groups: RawUInt8 = b""
-    """For each of new_block_ids, the group of layers of its table; empty: the first."""
+    """For each of new_block_ids, the KV group of its block table; empty: the first."""
     corrections: RawInt32 = b""
     """Pairs (slot, tokens): reduction of a slot's counts for tokens that earlier steps have
     refused. A slot occurs once, and only if a feature of its request may refuse."""
@@ -109,7 +107,7 @@ class SampleTokens(StepRequest["ModelRunnerOutput"], frozen=True, tag=2, kw_only
     step_seq: Unsigned
     extensions: StepExtensions = ()
     slots: Bitmap | None = None
-    """Those to sample now, for masks that take several messages. None: all that are left. Slots
+    """Slots to sample now, if the masks take several messages. None: all remaining ones. Slots
     whose request has finished since are skipped."""
 
 
@@ -121,16 +119,16 @@ class ModelRunnerOutput(StepReply, frozen=True, tag=1, kw_only=True):
     """Result of a step or a SampleTokens."""
 
     slots: Bitmap = b""
-    """Slots that sampled; without zero bytes at the end."""
+    """Slots that sampled, without trailing zero bytes."""
     sampled_token_ids: RawInt32 = b""
     """One for each slot, slots ascending; NO_TOKEN (-1) if its logits contain NaN or have no finite
     maximum."""
     extensions: ReplyExtensions = ()
-    """Reports of features; the frames are theirs, with an entry for each sampled token unless the
-    report says otherwise."""
+    """Reports of features, which own the frames; one entry for each sampled token unless the report
+    says otherwise."""
     num_gained: RawUInt8 = b""
-    """Number of tokens that each slot gained, which follow each other in sampled_token_ids; empty:
-    one each. Fewer than the step counted: a feature has refused the others."""
+    """Number of tokens that each slot gained, consecutive in sampled_token_ids; empty: one each. If
+    fewer than the step counted, a feature has refused the others."""
 
 
 class Done(StepReply, frozen=True, tag=2, kw_only=True):

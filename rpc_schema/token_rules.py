@@ -2,7 +2,7 @@
 each with a check against the vocabulary.
 
 Token ids travel as raw little-endian int32. Rules act in this order: allowed tokens, bad words,
-biases, penalties; the ban of stop tokens before min_tokens lies between the last two.
+biases, penalties; the ban of stop tokens before min_tokens comes between the last two.
 """
 
 import struct
@@ -30,7 +30,7 @@ MAX_BAD_WORD_TOKENS: Final = 16
 """Tokens of one bad word."""
 
 MAX_TOKEN_COUNT: Final = 2**15 - 1
-"""Most occurrences of a token that its frequency penalty counts."""
+"""Maximum occurrences of a token that its frequency penalty counts."""
 
 _INT32: Final = 4
 
@@ -72,7 +72,7 @@ class Penalties(Extension, frozen=True, tag=20, kw_only=True):
             ),
         )
         for field, value, low, high in bounds:
-            if not low <= value <= high:  # not a number, too
+            if not low <= value <= high:  # also rejects NaN
                 return RuleFault(field, value, f"use {low} to {high}")
         return None
 
@@ -93,7 +93,7 @@ class LogitBias(Extension, frozen=True, tag=21, kw_only=True):
 
     @property
     def values(self) -> tuple[float, ...]:
-        """The biases."""
+        """Return the biases."""
         return struct.unpack(f"<{len(self.biases) // _INT32}f", self.biases)
 
     def find_fault(self, vocab_size: int) -> RuleFault | None:
@@ -131,7 +131,7 @@ class BadWords(Extension, frozen=True, tag=23, kw_only=True):
     lengths: Annotated[bytes, Meta(max_length=MAX_BAD_WORDS)]
     """uint8, the length of each sequence in tokens."""
     token_ids: Annotated[bytes, Meta(max_length=_INT32 * MAX_BAD_WORDS * MAX_BAD_WORD_TOKENS)]
-    """int32, all sequences one after the other."""
+    """int32, all sequences concatenated."""
 
     @classmethod
     def of(cls, words: Sequence[Sequence[int]]) -> "BadWords":
@@ -141,7 +141,7 @@ class BadWords(Extension, frozen=True, tag=23, kw_only=True):
 
     @property
     def words(self) -> tuple[tuple[int, ...], ...]:
-        """The sequences."""
+        """Return the sequences."""
         token_ids, words, first = unpack_token_ids(self.token_ids), [], 0
         for length in self.lengths:
             words.append(token_ids[first : first + length])

@@ -1,5 +1,5 @@
 """Traces of a running group for an observer: recorded while steps run, read over the control
-socket, with the clock readings that put them on one time axis."""
+socket, with clock readings that align them."""
 
 from typing import Annotated
 
@@ -39,11 +39,11 @@ class DriverSteps(Value, frozen=True, kw_only=True):
     began_ns: RawInt64
     """Start of the step's encoding."""
     sent_ns: RawInt64
-    """Time at which all ranks' sockets had it."""
+    """Time at which it was in all ranks' sockets."""
     settled_ns: RawInt64
     """Arrival of its outcome; 0: none yet, or a failure."""
     context_tokens: RawCounts
-    """Tokens of requests with other than one token: prompts, and parts of them."""
+    """Tokens of requests with more than one token: prompts and chunks."""
     generation_tokens: RawCounts
     """Tokens of the other requests."""
 
@@ -98,7 +98,7 @@ class AskDriver(ControlRequest[Acknowledged], frozen=True, tag=24, kw_only=True)
 
     trace: Uid
     begin_ns: Unsigned
-    """By the daemon's clock, like end_ns."""
+    """On the daemon's clock, like end_ns."""
     end_ns: Unsigned
 
 
@@ -127,5 +127,5 @@ class DriverStepsWanted(Event, frozen=True, tag=20, kw_only=True):
 
     trace: Uid
     begin_ns: Unsigned
-    """By this daemon's clock, like end_ns."""
+    """On this daemon's clock, like end_ns."""
     end_ns: Unsigned

@@ -1,11 +1,11 @@
-"""Tensors that do not fit into a message, uploaded into a daemon's host memory: named by the hash
-of their content, in chunks, and dropped with the lease, unless kept requests name them. Defines
-chunks and hashes for both sides.
+"""Tensors that do not fit into a message, uploaded into a daemon's host memory in chunks, and named
+by the hash of their content. They are dropped with the lease, unless kept requests name them.
+Defines chunks and hashes for both sides.
 
-They are sent over the control socket, outside the order of seqs, to a thread for which steps do not
-wait. So a chunk never delays a step, and is not kept for resending with the steps. Its size bounds
-the delay of other control requests and heartbeats. For the same reason, ranks may differ for a
-while in their uploads: a step that names a missing one is not refused, but fails.
+They are sent over the control socket, outside the order of seqs, to a thread that steps do not wait
+for. So a chunk never delays a step, and is not kept for resending. Its size bounds the delay of
+other control requests and heartbeats. For the same reason, ranks may temporarily differ in their
+uploads: a step that names a missing one is not refused, but fails.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -49,10 +49,11 @@ class UploadChunk(ControlRequest["UploadChunkReply"], frozen=True, tag=40, kw_on
     chunk begins the upload, and reserves its memory; the others may come in any order, and
     repeatedly.
 
-    Refused, with nothing changed: a chunk that does not belong to the tensor or differs from the
-    one in its place (CONFIG), and an upload for which there is no room (CAPACITY). Complete chunks
-    that do not match the hash are dropped (CONFIG). Uploads end with the lease, but those that kept
-    requests name stay for the driver that adopts these. All end with a Reset.
+    Refused, with nothing changed: a chunk that does not belong to the tensor or differs from an
+    earlier one at its offset (CONFIG), and an upload for which there is no room (CAPACITY).
+    Complete chunks that do not match the hash are dropped (CONFIG). Uploads are dropped with the
+    lease, except those of kept requests, which stay for the driver that adopts these. A Reset drops
+    all.
 
     The hash is BLAKE2b of 32 bytes, personalized `upload`, over the ASCII text `DTYPE N,N,...` with
     a newline (`float32 2,3`), then each chunk's own BLAKE2b of 32 bytes, personalized `upload
@@ -63,11 +64,11 @@ class UploadChunk(ControlRequest["UploadChunkReply"], frozen=True, tag=40, kw_on
     content_hash: ContentHash
     dtype: UploadDtype
     shape: UploadShape
-    """Its bytes, row-major and little-endian, are at most 1 GiB."""
+    """Its data, row-major and little-endian, is at most 1 GiB."""
     offset: Unsigned
     """A multiple of 524288."""
     data: Annotated[bytes, Meta(min_length=1, max_length=CHUNK_BYTES)]
-    """524288 bytes, or the rest at the tensor's end."""
+    """524288 bytes, or the remainder at the tensor's end."""
 
 
 class UploadChunkReply(ControlReply, frozen=True, tag=40, kw_only=True):
@@ -76,7 +77,7 @@ class UploadChunkReply(ControlReply, frozen=True, tag=40, kw_only=True):
 
 
 class FindUploads(ControlRequest["FindUploadsReply"], frozen=True, tag=41, kw_only=True):
-    """Return which tensors are there already."""
+    """Return which tensors have been uploaded already."""
 
     epoch: Unsigned
     content_hashes: ContentHashes
@@ -88,8 +89,8 @@ class FindUploadsReply(ControlReply, frozen=True, tag=41, kw_only=True):
 
 
 class DropUploads(ControlRequest[Acknowledged], frozen=True, tag=42, kw_only=True):
-    """Forget these, complete or not; missing ones are no error. Nothing but a Reset drops other
-    uploads while the lease lasts."""
+    """Drop these uploads, complete or not; missing ones are no error. While the lease lasts, only a
+    Reset drops other uploads."""
 
     epoch: Unsigned
     content_hashes: ContentHashes

@@ -1,7 +1,7 @@
-"""The package's version, and the protocol's with its one compatibility rule."""
+"""The package's version, and the protocol's version with its compatibility rule."""
 
 SOFTWARE_VERSION = "0.1.0"
-"""The build reads it from here, so that a source tree that is not installed has it too."""
+"""The build reads it from here, so that an uninstalled source tree has it too."""
 
 PROTOCOL_VERSION = 10
 """Rises with every change of bytes. Driver and daemon must have the same number, or attach is

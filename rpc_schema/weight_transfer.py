@@ -61,7 +61,7 @@ class InitWeightTransferEngineReply(StepReply, frozen=True, tag=50, kw_only=True
 
 
 class StartWeightUpdate(StepRequest[Done], frozen=True, tag=51, kw_only=True):
-    """Begin an update: no step is run until it is finished, or the weights are loaded again."""
+    """Begin an update: no step runs until it is finished, or the weights are loaded again."""
 
     format: WeightFormat
     """checkpoint: names and shapes as in the checkpoint; each rank takes its part. kernel:
@@ -80,11 +80,11 @@ class BroadcastSource(Value, frozen=True, tag=1, kw_only=True):
     bytes."""
     round: Unsigned = 0
     """Before it receives, each rank writes `ready` (or `refused`) under `round/ROUND/TRANSFER_RANK`
-    in the trainer's store: a trainer that waits for all of them never sends without receivers."""
+    in the trainer's store, so that the trainer can wait for all receivers."""
 
 
 class IpcSource(Value, frozen=True, tag=2, kw_only=True):
-    """The tensors are in the trainer's CUDA memory, row-major, and stay as they are until the
+    """The tensors are in the trainer's CUDA memory, row-major, and must not change until the
     reply."""
 
     handles: Annotated[
@@ -121,9 +121,9 @@ class UpdateWeights(StepRequest["UpdateWeightsReply"], frozen=True, tag=52, kw_o
 
 class UpdateWeightsReply(StepReply, frozen=True, tag=52, kw_only=True):
     num_tensors: Count
-    """Number of tensors that this rank holds all or a part of."""
+    """Number of tensors that this rank holds completely or in part."""
     size_bytes: Unsigned
-    """Bytes received, whether this rank holds the tensors or not."""
+    """Bytes received, including tensors that this rank does not hold."""
     seconds: float
 
 
@@ -163,15 +163,14 @@ class WeightsStatus(Value, frozen=True, kw_only=True):
     """State of this rank's weights."""
 
     state: WeightsState
-    """updating and dirty: some tensors are new, some are not, and no step is run; with dirty the
-    update has failed. discarded: the memory has no content."""
+    """updating and dirty: some tensors are new, some are not, and no step runs; dirty means that
+    the update has failed. discarded: the memory has no content."""
     num_tensors: Count
     num_updates: Unsigned
     num_dirty: Count
-    """Tensors written since the weights were last complete, including the one at the moment of a
-    failure."""
+    """Tensors written since the weights were last complete, including one whose write failed."""
     dirty: Annotated[tuple[Name, ...], Meta(max_length=MAX_STATUS_NAMES)]
-    """The first of them, by name."""
+    """Names of the first of these tensors."""
     num_missing: Count
     """Tensors still to be written before the weights are complete again."""
     missing: Annotated[tuple[Name, ...], Meta(max_length=MAX_STATUS_NAMES)]

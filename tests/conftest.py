@@ -1,5 +1,5 @@
-"""What every test gets: one thread a process for torch, little garbage to look through, and a
-check that no process is left. Decides which files are run first."""
+"""Applies to every test: one torch thread per process, little garbage to collect, and a check that
+no process is left. Decides which files run first."""
 
 import gc
 import os
@@ -24,7 +24,7 @@ _LEFT_TIMEOUT_S = 10.0
 
 
 def pytest_collection_finish() -> None:
-    """What the tests import stays: workers in this process collect garbage, and often."""
+    """Freeze imported objects: workers in this process collect garbage often."""
     gc.collect()
     gc.freeze()
 
@@ -37,7 +37,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_unconfigure() -> None:
-    """At the end extension modules look for what is left of their objects."""
+    """At exit, extension modules check for leaked objects."""
     gc.unfreeze()
 
 

@@ -48,8 +48,8 @@ def choose_backend(device: torch.device) -> Backend:
 
 
 def triton_backend(device: torch.device) -> Backend:
-    """Return our Triton kernels; tests use them on the CPU too, by Triton's interpreter."""
-    # Importing Triton takes longer than everything else that a CPU daemon imports of ours.
+    """Return our Triton kernels; tests also use them on the CPU, with Triton's interpreter."""
+    # Importing Triton takes longer than all our other imports of a CPU daemon.
     from worker_daemon.kernels.launch import has_dependent_launch
     from worker_daemon.kernels.ops import TritonOps
     from worker_daemon.kernels.paged_attention import TritonAttention

@@ -35,8 +35,7 @@ from worker_daemon.settings import load_settings, prepare_environment, prepare_k
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 
 _WORKER_MODULES: Final = ("torch", "safetensors", "uvloop", "pynvml")
-"""The extra `worker` for every device, without which the package is only a driver's side. Triton's
-kernels need CUDA."""
+"""Packages of the extra `worker` that every device needs. Triton's kernels need CUDA."""
 
 
 def _check_worker_extra() -> None:

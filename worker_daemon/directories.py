@@ -1,4 +1,4 @@
-"""Directories that belong to this user alone, and the files in them: the only module that claims
+"""Directories that belong only to this user, and the files in them. Only this module claims
 directories and opens files there."""
 
 import contextlib
@@ -55,7 +55,7 @@ def claim_directory(
     except OSError as error:
         what = f"{directory}, for {purpose}, cannot be made: {error.strerror}"
         raise unusable(error, what, field, directory) from error
-    if owner != os.geteuid():  # not even root's: we could not keep it safe
+    if owner != os.geteuid():  # not even root's: we could not protect it
         why = f"belongs to user {owner}"
     if why:
         fix = _fix(directory, why, field, forbidden)
@@ -75,7 +75,7 @@ def unusable(
     error: OSError, message: str, field: str, place: Path, fix: str = ""
 ) -> ConfigError | StartLaterError:
     """Return the error for a file or directory that the system refuses: StartLaterError if the same
-    start may succeed later, else ConfigError."""
+    start may succeed later, otherwise ConfigError."""
     if error.errno in _TRANSIENT:
         return StartLaterError(
             message,
@@ -113,14 +113,14 @@ def open_own_file(path: Path, flags: int, mode: int = 0o600) -> int:
 
 
 def replace_own_file(path: Path, content: bytes) -> None:
-    """Write `content` to `path`, all of it or nothing; it is on disk when this returns. For one
-    writer at a time.
+    """Write `content` to `path` atomically; it is on disk when this returns. For one writer at a
+    time.
 
     Raises:
         OSError: it cannot be written; an existing file stays as it was.
     """
     scratch = path.with_name(f"{path.name}.tmp")
-    scratch.unlink(missing_ok=True)  # of a process that was killed
+    scratch.unlink(missing_ok=True)  # left by a killed process
     fd = open_own_file(scratch, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
     try:
         with os.fdopen(fd, "wb") as file:

@@ -45,8 +45,8 @@ def interface_address(name: str) -> str:
 
 
 def ipv6_address(name: str, lines: Sequence[str]) -> str:
-    """Return the interface's first IPv6 address beyond its link; empty if there is none. lines: of
-    /proc/net/if_inet6: address, index, prefix length, scope, flags, name."""
+    """Return the interface's first IPv6 address that is not link-local; empty if there is none.
+    lines: of /proc/net/if_inet6: address, index, prefix length, scope, flags, name."""
     for line in lines:
         address, _, _, scope, flags, owner = line.split()
         usable = int(scope, 16) != _LINK_LOCAL and not int(flags, 16) & _UNUSABLE
@@ -58,5 +58,5 @@ def ipv6_address(name: str, lines: Sequence[str]) -> str:
 def _ipv6_lines() -> list[str]:
     try:
         return _IPV6_ADDRESSES.read_text().splitlines()
-    except OSError:  # this kernel has no IPv6
+    except OSError:  # the kernel has no IPv6
         return []

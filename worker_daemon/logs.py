@@ -24,16 +24,16 @@ def configure_logs(level: str) -> None:
 
 
 def set_rank(rank: int) -> None:
-    """Show the global rank in every line from here on, once a driver has set it."""
+    """Show the global rank in every line from now on. Called once a driver has set it."""
     for handler in logging.getLogger().handlers:
         handler.setFormatter(_formatter(str(rank)))
 
 
 class _Lines(logging.Formatter):
-    """Escapes unprintable characters; the lines of a traceback, which follow, are indented."""
+    """Escapes unprintable characters, and indents the traceback after the line."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # logging's name
-        """Return the record's one line."""
+        """Return the record's line."""
         return printable(super().formatMessage(record))
 
     def formatException(self, ei: "logging._SysExcInfoType") -> str:  # likewise

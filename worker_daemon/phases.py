@@ -1,4 +1,5 @@
-"""The callback by which work reports its current phase and that phase's watchdog deadline."""
+"""The callback by which an operation reports its current phase and the phase's watchdog
+deadline."""
 
 from collections.abc import Callable
 from typing import Final, TypeAlias

@@ -1,7 +1,7 @@
 """Raises a typed error in place of another, without a reference cycle. A cycle keeps every frame of
 the failure and its locals (works, groups, tensors) until the garbage collector runs, on any thread.
-This is a class and no generator, because from Python 3.12 on a @contextmanager that raises another
-exception leaves a cycle, through its generator's frame."""
+It is a class, not a generator, because since Python 3.12 a @contextmanager that raises another
+exception leaves a cycle through its generator's frame."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

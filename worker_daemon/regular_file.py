@@ -1,6 +1,5 @@
-"""Reads files that another process may have made or may change meanwhile: only regular files, and
-by position. A memory map is never used, because SIGBUS ends the process if a mapped file
-shrinks."""
+"""Reads files that another process may have made or may change during the read: only regular files,
+by position. Never maps them, because a mapped file that shrinks causes SIGBUS."""
 
 import errno
 import os

@@ -52,16 +52,16 @@ _FIXED: Final = {
     "TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING": "0",
     "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",
 }
-"""torch must not end the process by itself: the guard thread aborts communicators. Its warning
-about the serial messages of a pair is not needed: they are meant to be serial. And on import it
-must not search installed packages for devices and run their code."""
+"""torch must not end the process: the guard thread aborts communicators. Its warning about serial
+messages of a pair does not apply: they are meant to be serial. And it must not load device backends
+of installed packages on import."""
 _FLIGHT_RECORDER: Final = {"TORCH_FR_BUFFER_SIZE": "2000", "TORCH_NCCL_TRACE_BUFFER_SIZE": "2000"}
-"""Number of operations that torch records of each communicator, by its newer and its older name."""
+"""Number of operations that torch records per communicator, under its newer and older name."""
 _FLIGHT_DUMPS: Final = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
 _SWITCHES: Final = {"true": True, "false": False, "1": True, "0": False}
 _PASSIVE_WAITING: Final = {"OMP_WAIT_POLICY": "PASSIVE", "KMP_BLOCKTIME": "0"}
-"""For GNU's OpenMP and LLVM's: an idle thread sleeps. By default it spins for milliseconds, which
-takes the core from the driver and from the step's next part."""
+"""For GNU's and LLVM's OpenMP: idle threads sleep. By default they spin for milliseconds, on cores
+that the driver and the step need."""
 _NUM_THREADS: Final = "OMP_NUM_THREADS"
 _KERNEL_CACHE: Final = "TRITON_CACHE_DIR"
 _MAX_FILE_BYTES: Final = 1 << 20
@@ -82,13 +82,13 @@ class ProcessSettings:
     model_roots: tuple[Path, ...]
     """Directories that models must be under."""
     lora_roots: tuple[Path, ...]
-    """Directories that LoRA adapters must be under; none: they are refused."""
+    """Directories that LoRA adapters must be under; empty: adapters are refused."""
     save_root: Path | None
     """Directory for saved weights, by name; None: saving is refused."""
     profile_dir: Path | None
     """Directory for traces, if set; see profile_directory."""
     key_file: Path | None
-    """The daemon's secret file; None, for ipc only: any process that can open the sockets has all
+    """The daemon's secret file; None (ipc only): any process that can open the sockets has all
     rights."""
     key_is_credential: bool
     """True if it is in systemd's directory of credentials."""
@@ -102,9 +102,9 @@ class ProcessSettings:
     gpu_lock_dir: Path | None
     """Directory of the locks of this host's GPUs; None: the default."""
     share_gpu: bool
-    """Another daemon may have the same GPU."""
+    """True if another daemon may have the same GPU."""
     upload_memory_bytes: int
-    """Host memory for a driver's uploads, at most."""
+    """Limit on host memory for a driver's uploads."""
     reset_epoch: bool
     """True: replace a stored epoch that cannot be used; see epochs.py."""
     log_level: str
@@ -139,8 +139,8 @@ def prepare_environment(data_interface: str | None = None) -> None:
 
 
 def prepare_flight_recorder(settings: ProcessSettings) -> None:
-    """Have torch record the communicators' operations, and write its own dumps of them to our
-    directory. Called before torch is imported; does nothing for a daemon on the CPU."""
+    """Make torch record the communicators' operations, and write its dumps to our directory. Called
+    before torch is imported; does nothing for a daemon on the CPU."""
     if settings.device == "cpu":
         return
     for name, value in _FLIGHT_RECORDER.items():
@@ -185,7 +185,7 @@ def kernel_cache(state_dir: Path | None, environment: Mapping[str, str]) -> Path
 
 
 def prepare_waiting(settings: ProcessSettings) -> None:
-    """Have torch's idle threads sleep, unless the environment sets otherwise. Called before torch
+    """Make torch's idle threads sleep, unless the environment sets otherwise. Called before torch
     is imported; does nothing for a daemon on a GPU."""
     if settings.device == "cpu":
         for name, value in _PASSIVE_WAITING.items():
@@ -205,7 +205,8 @@ def visible_devices() -> str | None:
 
 def profile_directory(settings: ProcessSettings) -> Path | None:
     """Return the directory for traces: profiles/ in the state directory or, without one, in the
-    user's cache directory, unless another is set. None if this user has no home. Makes nothing."""
+    user's cache directory, unless another is set. None if this user has no home. Creates
+    nothing."""
     if settings.profile_dir is not None:
         return settings.profile_dir
     home = state_home(settings.state_dir, os.environ)
@@ -337,12 +338,12 @@ def _check_tcp(given: Given, endpoint: str) -> None:
 
 
 def _keys(given: Given) -> tuple[Path | None, Path | None]:
-    """The two files of keys: both or neither."""
+    """Return the two key files: both or neither."""
     key_file, authorized = (_key_path(given, key) for key in ("key-file", "authorized-keys"))
     if (key_file is None) != (authorized is None):
         missing = "authorized-keys" if authorized is None else "key-file"
         fix = "give both --key-file and --authorized-keys"
-        raise config_error(missing, None, "both files of keys are needed", fix)
+        raise config_error(missing, None, "both key files are needed", fix)
     return key_file, authorized
 
 
@@ -364,7 +365,7 @@ def _interface(given: Given) -> str:
             "name one of this host's interfaces, as in eth0; addresses and all interfaces at once "
             "are refused"
         )
-        raise config_error("data-interface", name, "it is no name of an interface", fix)
+        raise config_error("data-interface", name, "it is not the name of an interface", fix)
     return name
 
 
@@ -384,7 +385,7 @@ def _switch(given: Given, key: str) -> bool:
         return _SWITCHES[value.lower()]
     if value is None or isinstance(value, bool):
         return bool(value)
-    raise config_error(key, value, "it is neither on nor off", f"use one of {', '.join(_SWITCHES)}")
+    raise config_error(key, value, "it must be on or off", f"use one of {', '.join(_SWITCHES)}")
 
 
 def _integer(value: object) -> int:

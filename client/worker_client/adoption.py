@@ -33,7 +33,7 @@ class AdoptedRequest:
     """Leading tokens whose KV is in block_ids on every rank; less than len(token_ids). 0: it must
     be computed again, and holds no block."""
     block_ids: tuple[int, ...]
-    """Blocks of the computed tokens in the first group of layers. Several requests may share one.
+    """Blocks of the computed tokens in the first KV group. Several requests may share one.
     In a group with a window, 0 replaces blocks that no token from num_computed_tokens on sees."""
     extensions: tuple[RequestExtension, ...]
     """Extensions of its admission (NewRequest.extensions)."""

@@ -7,7 +7,7 @@ are counted. Most steps give a few blocks to running requests: these are taken o
 assigned to their rows later, for many steps at once. Blocks that windows have passed are freed only
 when a requested block seems to be taken.
 
-A row is one request in one group of layers: group * num_slots + slot. Columns of rows have the type
+A row is one request in one KV group: group * num_slots + slot. Columns of rows have the type
 `row_code` (of array.array).
 """
 
@@ -35,8 +35,8 @@ _FEW: Final = 100
 
 
 class BlockTaken(Exception):
-    """A block cannot be written to. `index` is its place among the requested ones, `row` the row of
-    the request that writes to it; None if others read it, or if no request may write to it."""
+    """A block cannot be written to. `index` is its index among the requested blocks, `row` the row
+    of the request that writes to it; None if others read it, or if no request may write to it."""
 
     def __init__(self, index: int, row: int | None) -> None:
         super().__init__(f"block number {index} of those requested is taken")

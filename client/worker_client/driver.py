@@ -226,8 +226,8 @@ class Driver:
         self, requests: Sequence[AdoptedRequest], tensors: Iterable[HostTensor] = ()
     ) -> tuple[list[AdoptedRequest], list[RequestOutput]]:
         """Take over the embeddings of requests that the scheduler is to adopt, which daemons keep
-        for them. Return the requests that can go on, and the outputs of those whose embeddings are
-        neither there nor among `tensors`, with an error. To be called before anything else."""
+        for them. Return the requests that can continue, and the outputs of those whose embeddings
+        are neither there nor among `tensors`, with an error. Call this before anything else."""
         needs = {
             request.req_id: embeds.content_hash
             for request in requests
@@ -513,7 +513,7 @@ class Driver:
         be in flight: its result must not come after that."""
         if self._error is None:
             return
-        if self._unsent is not None:  # else it was returned with steps that failed
+        if self._unsent is not None:  # otherwise it was returned with failed steps
             self._hand_back([], frozenset())
         error, self._error = self._error, None
         raise error

@@ -1,5 +1,5 @@
-"""The failure state of a driver's group: a product of named axes, the events that change it, and
-the answer of each state to each request. The single owner of these facts. Pure, without I/O."""
+"""The failure state of a driver's group: its fields, the events that change it,
+and the answer of each state to each request. The only owner of these facts. Pure, without I/O."""
 
 import enum
 import math

@@ -24,7 +24,7 @@ class HostTensor(NamedTuple):
         """Wrap an array of one of the dtypes, without a copy if it is contiguous.
 
         Raises:
-            ClientConfigError: the dtype, or the shape, is none that can be uploaded.
+            ClientConfigError: the dtype or the shape cannot be uploaded.
         """
         _check_dtype(array.dtype.name)
         plain = np.ascontiguousarray(array, array.dtype.newbyteorder("<"))

@@ -64,8 +64,8 @@ class LocalDaemons:
         """Start a daemon for each device ("cpu", "cuda:0", ...) and wait until all answer.
 
         model_root: the directory that they may read models under; lora_root: that of LoRA adapters.
-        command: command line to use
-        instead of `python -m worker_daemon serve` with this interpreter.
+        command: command line to use instead of `python -m worker_daemon serve` with this
+            interpreter.
 
         Raises:
             LaunchError: one exited, or did not answer in time; none is left behind.

@@ -86,10 +86,10 @@ def holder_name() -> str:
 
 
 class LeaseKeeper:
-    """Renews one epoch's lease on all daemons of a group, from `start` to `stop`, on a thread and
-    sockets of its own.
+    """Renews one epoch's lease on all daemons of a group, from `start` to `stop`, on its own thread
+    and sockets.
 
-    It does so only while the application is alive: the group is open and referenced, the thread
+    It renews only while the application is alive: the group is open and referenced, the thread
     that started the keeper lives, and a heartbeat came in time, if one is required.
     """
 

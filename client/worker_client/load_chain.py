@@ -29,8 +29,7 @@ class LoadChain:
     """Replies are in rank order. Each method raises what GroupChannel.ask does."""
 
     def __init__(self, channel: GroupChannel, ranks: Collection[int] | None = None) -> None:
-        """ranks: those that take part; None for all. The others do next to nothing under the same
-        seqs."""
+        """ranks: those that take part; None for all. The others only advance their seqs."""
         self._channel = channel
         self._ranks = ranks
 

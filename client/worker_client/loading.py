@@ -53,12 +53,12 @@ class LoadedGroup:
 
     @property
     def block_size(self) -> int:
-        """Tokens of a block, as configured."""
+        """Tokens per block, as configured."""
         return self.kv_cache[0].block_size
 
     @property
     def groups(self) -> tuple[BlockGroup, ...]:
-        """Block size and window of each group of layers; the same on all ranks."""
+        """Block size and window of each KV group; the same on all ranks."""
         return groups_of(self.kv_cache[0])
 
 

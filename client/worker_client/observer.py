@@ -146,8 +146,7 @@ def _stop(
 
 
 def _driver_steps(client: AskingClient, trace: bytes, until: float) -> DriverSteps | None:
-    """Return the driver's steps; None if it does not answer, as one that waits for nothing does
-    not."""
+    """Return the driver's steps; None if it does not answer; an idle driver does not."""
     request = partial(ReadDriverSteps, trace=trace)
     while (steps := client.ask(request).steps) is None and time.monotonic() < until:
         time.sleep(DRIVER_POLL_S)

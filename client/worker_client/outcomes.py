@@ -310,7 +310,7 @@ class StepsInFlight:
         self._num_failures += 1
         left = failure.mended(self._num_failures)
         left.lost |= lost
-        if left.lost or left.futures:  # else there is nothing to report
+        if left.lost or left.futures:  # otherwise there is nothing to report
             self._tell_next(left)
 
     def _fail_by_reply(self, reply: ErrorReply, error: RemoteError) -> None:

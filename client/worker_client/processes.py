@@ -42,7 +42,7 @@ class Process:
         return "; the kernel has killed for lack of memory in its cgroup (oom_kill has risen)"
 
     def copy(self) -> "Process":
-        """Return the same process, to be closed on its own."""
+        """Duplicate the handle; the copy is closed separately."""
         return Process(self.pid, os.dup(self._fd)) if self.pid else self
 
     def close(self) -> None:

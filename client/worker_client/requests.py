@@ -86,9 +86,9 @@ class GenerationRequest:
     lora: str | None = None
     """Name of the LoRA adapter; with_adapter adds its extension, which has the id and version."""
     structured_outputs: StructuredOutput | None = None
-    """The grammar that its tokens keep to."""
+    """The grammar that its tokens follow."""
     pooling: PoolingParams | None = None
-    """With it nothing is sampled: the fields of sampling keep their defaults."""
+    """Makes it a pooling request: nothing is sampled, and sampling fields keep their defaults."""
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
@@ -103,15 +103,15 @@ class GenerationRequest:
     prompt_logprobs: int | None = None
     """Like logprobs, for each token of the prompt except the first."""
     logits_processors: tuple[str, ...] = ()
-    """Custom ones, of the configuration's names."""
+    """Names of custom logits processors in the configuration."""
     n: int = 1
     """Samples to generate: see forked."""
     index: int | None = None
-    """Place among the samples of a request; None: it is the only one."""
+    """Index among the samples of a request; None: it is the only one."""
     stop: tuple[str, ...] = ()
-    """Strings that end it, before which its text ends. The scheduler needs a tokenizer for them."""
+    """Strings that end the request. The scheduler needs a tokenizer for them."""
     include_stop_str_in_output: bool = False
-    """The text ends behind the stop string."""
+    """True if the text includes the stop string."""
     prompt_embeds: Embeddings | None = None
     """[rows, hidden size] of some positions of the prompt, where prompt_token_ids has placeholders
     (prompt_embeds.with_placeholders)."""
@@ -401,7 +401,7 @@ def _check_token_rules(request: GenerationRequest, top: int) -> None:
     """Check the rules on tokens, their numbers apart."""
     _check_token_ids("logit_bias", request.logit_bias, top)
     for bias in request.logit_bias.values():
-        if not abs(bias) <= MAX_BIAS:  # not a number, too
+        if not abs(bias) <= MAX_BIAS:  # also true of NaN
             raise RequestError(
                 "a bias is out of bounds",
                 field="logit_bias",

@@ -39,8 +39,8 @@ class Resending:
         """By rank and missed seq: number of attempts to close the gap, and the time of the last."""
 
     def begin_epoch(self) -> None:
-        """Forget the requests sent before, and the daemons' identities: another may be in a
-        place."""
+        """Forget the requests sent before and the daemons' identities: a daemon may have been
+        replaced."""
         self.knows_ranks = len(self._clients) == 1
         self._sent.begin_epoch()
         self._mended.clear()

@@ -40,7 +40,7 @@ def save_weights(channel: GroupChannel, build: Callable[..., StepRequest[ReplyT]
     try:
         finish(keep=True)
     except RemoteError as error:
-        if error.rank == 0:  # else rank 0 may be about to put those files in place
+        if error.rank == 0:  # otherwise rank 0 may be about to move those files into place
             discard()
         raise
     return replies

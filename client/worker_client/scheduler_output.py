@@ -29,11 +29,11 @@ class NewRequest(Struct, frozen=True, gc=False):
     num_computed_tokens: int
     """Leading tokens whose KV is in block_ids already; less than len(token_ids)."""
     block_ids: Sequence[int]
-    """All its blocks so far in the first group of layers: those of the computed tokens, and those
+    """All its blocks so far in the first KV group: those of the computed tokens, and those
     that this step writes."""
     extensions: tuple[RequestExtension, ...] = ()
     """Its optional features, at most one of each kind: rpc_schema.sampling.SamplingParams makes
-    those of sampling. Without any its tokens are the most likely ones."""
+    those of sampling. Without any, decoding is greedy."""
     note: bytes = b""
     """At most 1024 bytes for the scheduler of another driver that continues the request: see
     adoption.py."""

@@ -40,7 +40,7 @@ class SentSteps:
         self._first_alone = 1
 
     def begin_epoch(self) -> None:
-        """Forget everything."""
+        """Forget all steps."""
         self._ranks = [_Rank() for _ in self._ranks]
         self._first_alone = 1
 

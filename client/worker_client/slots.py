@@ -75,7 +75,7 @@ class _Blocks(Struct, frozen=True, gc=False):
     slots: bytes
     """A column of uint16: the request that gets each block."""
     groups: bytes
-    """A column of uint8: for which group of layers; empty: for the first."""
+    """A column of uint8: the KV group of each block; empty: the first group."""
     rows: bytes
     """Request and group together: a column of rows (block_holders.py)."""
     ids: bytes
@@ -137,7 +137,7 @@ class SlotTable:
         self._num_computed = np.zeros(max_num_seqs, np.int32)
         self._num_tokens = np.zeros(max_num_seqs, np.int32)
         self._output_bytes = np.zeros(max_num_seqs, np.int32)
-        """For each slot, bytes of its request's output if it pools, else 0."""
+        """Bytes of each slot's output; 0 unless its request pools."""
         self._num_blocks = np.zeros((len(groups), max_num_seqs), np.int32)
         """For each group and slot, entries of its block table, including those behind a window."""
         self._appended_rows, self._appended_ids = bytearray(), bytearray()
@@ -352,8 +352,8 @@ class SlotTable:
         return EncodedStep(seq, output, frames, steady, (), (), self._reporting)
 
     def _take_blocks(self, output: SchedulerOutput) -> _Blocks:
-        """Return blocks for running requests, judged, and taken from all others. Nearly always it
-        is one each, and all are free: no other question is asked."""
+        """Check and take the blocks of running requests. Nearly always each request gets one block,
+        and all of them are free: the fast path."""
         if not output.more_new_block_ids:
             if not output.new_block_ids:
                 return _NO_BLOCKS

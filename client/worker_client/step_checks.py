@@ -35,7 +35,7 @@ MAX_COUNT = 2**31 - 1
 MAX_ID_LENGTH = 256
 MAX_NOTE_BYTES = 1024
 MAX_STEP_BLOCKS = 1 << 20
-"""Bound on the new blocks of one step, which have a column with a bound of its own."""
+"""Bound on the new blocks of one step, set by their column of the message."""
 
 MESSAGE_RESERVE_BYTES = 4 << 20
 """Share of a step's bound for columns other than prompts."""
@@ -77,11 +77,11 @@ class GroupLimits:
     """Number of blocks, null block included; 0 if unknown: blocks are not checked then."""
     block_size: int = 1
     groups: tuple[BlockGroup, ...] = ()
-    """Groups of layers; empty: one of block_size, without a window."""
+    """KV groups; empty: one group of block_size, without a window."""
     max_loras: int | None = None
-    """Adapters in a step, at most; None if unknown."""
+    """Maximum number of adapters in a step; None if unknown."""
     generates: bool = True
-    """The model has an output layer for tokens."""
+    """The model has an LM head."""
     pooling: PoolingSupport | None = None
     """None: unknown, and not checked."""
     logits_processors: tuple[str, ...] | None = None
@@ -112,10 +112,10 @@ WIRE_LIMITS = GroupLimits()
 def admission_bytes(
     num_tokens: int, num_blocks: int, id_length: int, extension_bytes: int, note_bytes: int
 ) -> int:
-    """Return the bytes of a step's message that a new request counts for: four a token, four a
-    character of its id. A block counts for more than its six bytes, so that the bound on all bytes
-    also keeps the number of blocks below MAX_STEP_BLOCKS. extension_bytes: result of that function
-    for its extensions."""
+    """Return the bytes of a step's message that a new request counts for: four per token and four
+    per character of its id. A block counts for more than its six bytes, so that the bound on all
+    bytes also keeps the number of blocks below MAX_STEP_BLOCKS. extension_bytes: result of that
+    function for its extensions."""
     columns = 4 * num_tokens + _BLOCK_BYTES * num_blocks + extension_bytes
     return columns + 4 * id_length + note_bytes + _ADMISSION_BYTES
 

@@ -53,7 +53,7 @@ class StepHistory:
         self._unsettled.pop(seq, None)
 
     def clear(self) -> None:
-        """Forget all: seqs begin again."""
+        """Forget all steps: seqs start over."""
         self._times.clear()
         self._unsettled.clear()
 

@@ -13,7 +13,7 @@ from worker_client.errors import config_error, request_error
 
 FILE_NAME = "tokenizer.json"
 MAX_BYTES = 256 << 20
-"""The largest known ones have about 30 MB."""
+"""The largest known files have about 30 MB."""
 
 
 class Tokenizer:
@@ -66,7 +66,7 @@ class Tokenizer:
 
 
 class TokenStream:
-    """Text of tokens that come one by one, without special tokens."""
+    """Detokenizes a stream of tokens, without special tokens."""
 
     def __init__(self, tokenizer: _Tokenizer) -> None:
         self._tokenizer = tokenizer

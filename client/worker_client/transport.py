@@ -214,7 +214,7 @@ class _Handshakes:
             with _telling_limit():
                 self.monitor: Socket = socket.get_monitor_socket(_HANDSHAKE_ENDED | events)
         except BaseException:
-            socket.close(linger=0)  # else its context could not terminate
+            socket.close(linger=0)  # otherwise its context could not terminate
             raise
 
     def connect(
@@ -273,7 +273,7 @@ class _Handshakes:
             raise AuthenticationError(rank, address, why)
 
     def _of_connection(self, kind: int, address: str, value: int) -> _News | None:
-        """Return the change of a connection, apart from its handshake."""
+        """Return the change of a connection, ignoring its handshake."""
         if kind == zmq.EVENT_CONNECTED:
             return _News("opened", address, value)
         if kind == zmq.EVENT_DISCONNECTED:

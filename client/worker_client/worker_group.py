@@ -372,7 +372,7 @@ class WorkerGroup:
     # ------------------------------------------------------------------ weights
 
     def compute_weight_checksums(self) -> list[lc.ComputeWeightChecksumsReply]:
-        """Hash every rank's present weights, tensor by tensor."""
+        """Hash every rank's current weights, tensor by tensor."""
         return self._channel.ask(lc.ComputeWeightChecksums)
 
     def save_sharded_state(
@@ -560,12 +560,12 @@ class WorkerGroup:
         self, name: str, lora_id: int | None = None, *, load_inplace: bool = False
     ) -> GroupAdapter:
         """Put an adapter below the daemons' --lora-root into every rank's host memory, and return
-        it: requests name it by its `extension`. Daemons run steps meanwhile, but this returns when
-        it is there: a driver that serves uses begin_add_lora.
+        it: requests name it by its `extension`. Daemons keep running steps, but this call blocks
+        until it is loaded: a serving driver uses begin_add_lora.
 
-        lora_id: by default the one that it has, or a free one. An adapter that is there already
-        only counts as used, unless load_inplace replaces it. The one that was used least recently
-        leaves, if there is no room: see `loras`.
+        lora_id: by default its current ID, or a free one. An adapter that is already in host memory
+        only counts as used, unless load_inplace replaces it. The least recently used adapter is
+        evicted if there is no room: see `loras`.
 
         Raises:
             RemoteConfigError: it is not supported, or exceeds max_lora_rank; the model was loaded
@@ -582,16 +582,17 @@ class WorkerGroup:
         return self._adapters.begin(name, lora_id, load_inplace=load_inplace)
 
     def remove_lora(self, lora_id: int) -> bool:
-        """Remove an adapter from host memory; running requests go on with it. Return False if there
+        """Remove an adapter from host memory; running requests keep using it. Return False if there
         was none of that id."""
         return self._adapters.remove(lora_id)
 
     def list_loras(self) -> list[lora.ListLorasReply]:
-        """Return every rank's adapters in host memory, the one used least recently first."""
+        """Return every rank's adapters in host memory, least recently used first."""
         return self._adapters.reports()
 
     def pin_lora(self, lora_id: int) -> None:
-        """Never evict an adapter. Raises RemoteConfigError if there is none of that id."""
+        """Pin an adapter: it is never evicted. Raises RemoteConfigError if there is none of that
+        id."""
         self._adapters.pin(lora_id)
 
     # ------------------------------------------------------------------ uploads

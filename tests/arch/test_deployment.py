@@ -1,5 +1,5 @@
-"""What docker/ has against the daemon that it starts, and against systemd's own judgement of the
-unit's sandbox. tests/faults/test_systemd_units.py runs the unit."""
+"""Checks docker/ against the daemon that it starts, and the unit's sandbox against systemd's
+assessment. tests/faults/test_systemd_units.py runs the unit."""
 
 import shutil
 import subprocess
@@ -17,7 +17,7 @@ UNIT = DOCKER / "systemd" / "worker-daemon@.service"
 
 @pytest.fixture(scope="module")
 def values():
-    """{directive: its values, in order}, for GPU 3."""
+    """Return {directive: its values, in order}, for GPU 3."""
     found: dict[str, list[str]] = {}
     for line in UNIT.read_text().splitlines():
         if "=" in line and not line.startswith("#"):
@@ -27,7 +27,7 @@ def values():
 
 
 def settings_of(environment):
-    """What a daemon makes of an environment whose directory of models is there."""
+    """Return a daemon's settings for an environment whose model directory exists."""
     ours = {name for name in environment if name.startswith(ENV_PREFIX)}
     assert ours <= {ENV_PREFIX + key.upper().replace("-", "_") for key in KEYS}
     return build_settings(read_environment(environment) | {"model-root": ["/"]})

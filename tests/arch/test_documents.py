@@ -8,7 +8,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")]
 LIVING = [path for path in DOCUMENTS if path.name != "CHANGELOG.md"]
-"""Those that describe the tree as it is."""
+"""Documents that describe the current tree."""
 BASES = (ROOT, ROOT / "worker_daemon", ROOT / "client" / "worker_client")
 SOURCES = ("worker_daemon", "client", "rpc_schema", "tests", "docker")
 MAX_ARCHITECTURE_WORDS = 1000
@@ -18,7 +18,8 @@ SOURCE = re.compile(r"([\w./@-]+\.(?:py|toml|yaml|txt|service))(?::([\w.]+))?")
 DIRECTORY = re.compile(r"[a-z_]+/(?:\w+/)*")
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 GIVEN_NAMES = {"models/families/seed_oss.py", "registry.py", "utils.py"}
-"""A file that a reader is told to write, one that the sentence locates, one that must not exist."""
+"""Exceptions: a file for the reader to write, one located by its sentence, one that must not
+exist."""
 
 
 def ids(path):
@@ -34,7 +35,7 @@ def find(name):
 
 
 def anchors(path):
-    """Return the anchors that GitHub makes of a document's headings."""
+    """Return GitHub's anchors for a document's headings."""
     headings = re.findall(r"^#+ (.*)$", path.read_text(), re.MULTILINE)
     plain = [re.sub(r"[^\w\s-]", "", heading.lower()) for heading in headings]
     return {heading.replace(" ", "-") for heading in plain}

@@ -1,5 +1,5 @@
 """No import circle between the packages' modules, and no late import without a reason that is
-written down here. Read off the syntax trees."""
+written down here. Read from the syntax trees."""
 
 import ast
 from collections.abc import Iterable, Iterator
@@ -37,7 +37,7 @@ LATE_IMPORTS = {
     ("worker_daemon.models.tensorized", "tensorizer"): "an extra that few install",
     ("worker_daemon.layers.encoder", "torch.nn.attention.varlen"): "for encoders on GPUs: compiler",
 }
-"""(who, whom): why it waits until it is called."""
+"""(importer, imported): the reason for the late import."""
 
 When = Literal["at load", "late", "for types"]
 
@@ -52,7 +52,7 @@ class Import(NamedTuple):
 
 
 def modules_below(root: Path) -> dict[str, ast.Module]:
-    """The trees of a package's modules by their dotted names."""
+    """Return the syntax trees of a package's modules by dotted name."""
     found = {}
     for path in sorted(root.rglob("*.py")):
         parts = path.relative_to(root.parent).with_suffix("").parts
@@ -85,7 +85,7 @@ def imports_of(trees: dict[str, ast.Module]) -> set[Import]:
 
 
 def circles(imports: Iterable[Import]) -> list[tuple[str, ...]]:
-    """The modules of each circle, each circle once: those that reach themselves."""
+    """Return each import circle once: the modules that reach themselves."""
     direct: dict[str, set[str]] = {}
     for importer, imported, _ in imports:
         direct.setdefault(importer, set()).add(imported)

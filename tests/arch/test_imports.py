@@ -1,4 +1,4 @@
-"""What importing a package brings with it: fresh interpreters, because this one has everything."""
+"""Checks which modules importing a package loads, in fresh interpreters."""
 
 import json
 import subprocess
@@ -6,7 +6,7 @@ import sys
 
 
 def loaded_by(statement, *suspects):
-    """Which of the suspects a fresh interpreter has loaded after the statement."""
+    """Return the suspects that a fresh interpreter has loaded after the statement."""
     code = f"import sys\n{statement}\nprint(*[m for m in {suspects!r} if m in sys.modules])"
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
@@ -15,7 +15,7 @@ def loaded_by(statement, *suspects):
 
 
 def import_all(package, leave_out="no such module"):
-    """A statement that imports every module of a package, its __main__ apart."""
+    """Return a statement that imports every module of a package except __main__."""
     return (
         "import importlib, pkgutil\n"
         f"import {package}\n"
@@ -76,7 +76,7 @@ driver.admit(num_requests=2, prompt_len=9, num_more=4)
 
 
 def test_a_worker_that_serves_on_the_cpu_has_loaded_neither_torchs_compiler_nor_triton(tmp_path):
-    """Either takes seconds of every start. A single operation on the meta device brings the
+    """Either takes seconds of every start. A single operation on the meta device imports the
     compiler."""
     config = {
         "architectures": ["Qwen3ForCausalLM"],

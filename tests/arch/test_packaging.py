@@ -41,7 +41,7 @@ def test_metadata_names_licence_and_no_address(wheel: tuple[list[str], Message])
 
 
 def test_claimed_versions_are_those_of_the_matrix():
-    """So that no classifier names what nobody can test."""
+    """Check that no classifier names a version that cannot be tested."""
     matrix = (ROOT / ".ci" / "matrix").read_text()
     (pythons,) = re.findall(r"^PYTHONS=\$\{PYTHONS:-(.*)\}$", matrix, re.MULTILINE)
     (torches,) = re.findall(r"^TORCHES=\$\{TORCHES:-(.*)\}$", matrix, re.MULTILINE)

@@ -96,8 +96,8 @@ def test_process_groups_are_made_in_one_place():
 
 
 def test_no_name_from_the_wire_becomes_an_attribute():
-    """getattr with a computed name appears nowhere in the daemon, but for names that are made of
-    the table of operations."""
+    """getattr with a computed name appears nowhere in the daemon, except for names derived from the
+    table of operations."""
     for name, tree in TREES.items():
         if name.startswith("worker_daemon"):
             computed = [
@@ -163,5 +163,5 @@ def test_no_two_test_files_share_a_name():
 
 
 def test_the_devices_word_for_no_token_is_the_wires():
-    """Two definitions, since neither package may know the other's."""
+    """Two definitions, since neither package may import the other."""
     assert layer_ops.NO_TOKEN == step.NO_TOKEN

@@ -1,5 +1,5 @@
-"""A serving worker never unpickles, unmarshals, compiles or executes anything: seen by an audit
-hook in a process of its own."""
+"""A serving worker never unpickles, unmarshals, compiles or executes anything: checked by an audit
+hook in a separate process."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""Words of the source: one name for one thing, and none that the project has given up."""
+"""The source uses one name per thing, and no name that the project has dropped."""
 
 import ast
 import re
@@ -41,7 +41,7 @@ def relative(path):
 
 
 def docstrings(tree):
-    """Strings that stand alone: docstrings, and those of attributes."""
+    """Strings that are statements: docstrings, including those of attributes."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
             value = node.value.value

@@ -1,5 +1,5 @@
-"""`python -m tests.contract.make_golden`: write the golden bytes of every message anew, for a
-change that is meant. It wants a PROTOCOL_VERSION that no other bytes have had: golden/versions.json
+"""`python -m tests.contract.make_golden`: regenerate the golden bytes of every message after an
+intended change. Requires a PROTOCOL_VERSION that no other bytes have had: golden/versions.json
 keeps a digest for each."""
 
 import hashlib
@@ -17,7 +17,7 @@ VERSIONS = GOLDEN / "versions.json"
 
 
 def golden(direction: str) -> dict[str, object]:
-    """The content of a direction's golden file."""
+    """Return the content of a direction's golden file."""
     encoded = {
         kind.__name__: msgspec.msgpack.encode(fixed_example(kind)).hex()
         for kind in messages(direction)
@@ -26,7 +26,7 @@ def golden(direction: str) -> dict[str, object]:
 
 
 def digest_of_bytes() -> str:
-    """A digest of the fixed example of every message, as it is encoded now."""
+    """Return a digest of the fixed example of every message in its current encoding."""
     encoded = {direction: golden(direction)["messages"] for direction in DIRECTIONS}
     return hashlib.sha256(json.dumps(encoded, sort_keys=True).encode()).hexdigest()
 

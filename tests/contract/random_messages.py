@@ -25,12 +25,12 @@ def messages(direction: str) -> list[type[msgspec.Struct]]:
 
 
 def fixed_example(kind: type[msgspec.Struct]) -> msgspec.Struct:
-    """The same value for ever, as long as the fields stay."""
+    """Return a value that never changes as long as the fields do not."""
     return build(mi.type_info(kind), random.Random(kind.__name__))
 
 
 def build(info: mi.Type, randomness: random.Random) -> Any:  # noqa: PLR0911  # one a type
-    """A pseudo-random value of a type, within its bounds."""
+    """Return a pseudo-random value of a type, within its bounds."""
     match info:
         case mi.StructType():
             fields = {f.name: build(f.type, randomness) for f in info.fields}

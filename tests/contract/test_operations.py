@@ -1,5 +1,5 @@
-"""The table of operations against what reads it: the declared replies, the worker's methods, the
-group's, and what is refused without a row."""
+"""Checks the table of operations against its users: declared replies, the worker's and the group's
+methods, and refusals of requests without a row."""
 
 import inspect
 import typing

@@ -1,4 +1,4 @@
-"""docs/protocol.md is what the schema says."""
+"""docs/protocol.md matches the schema."""
 
 from pathlib import Path
 

@@ -1,5 +1,5 @@
-"""Drivers that are killed in the middle of serving: the next one goes on with their requests, and
-every token is that of a run that nobody disturbed."""
+"""Drivers that are killed while serving: the next one continues their requests, and every token
+equals that of an undisturbed run."""
 
 import json
 import random
@@ -31,16 +31,16 @@ from worker_client.launcher import LocalDaemons
 from worker_client.worker_group import WorkerGroup
 
 STEP_DEADLINE_MS = 1000
-"""gloo ends a wait for a peer that never comes a second after this."""
+"""gloo ends a wait for a missing peer one second after this."""
 
 MAX_TOKENS = 24
 LONG = 90
-"""Tokens of the command line's requests: enough to be killed among them."""
+"""Tokens of the command line's requests: enough to kill it in between."""
 
 
 @pytest.fixture(scope="module")
 def two_daemons(model_root):
-    """Daemons that no other module uses."""
+    """Daemons for this module only."""
     with LocalDaemons(["cpu", "cpu"], model_root) as daemons:
         yield daemons
 
@@ -84,7 +84,7 @@ def make_plan(two_daemons, checkpoint):
 
 
 def undisturbed(plan):
-    """The tokens of its requests; loads the daemons where they hold something else."""
+    """Return the tokens of its requests; load the daemons if they hold something else."""
     with WorkerGroup(plan.endpoints, plan.config.parallel) as group:
         group.attach()
         try:
@@ -134,7 +134,7 @@ def test_drivers_killed_one_after_the_other_cost_no_token(make_plan, nursery, pp
 
 @pytest.mark.parametrize("told", [[0], [1]])
 def test_adopting_driver_that_dies_in_its_first_step_costs_no_kv(make_plan, nursery, told):
-    """Rows that it admitted on one rank, in slots of its own, keep the KV that they came with."""
+    """Rows that it admitted on one rank, in its own slots, keep the KV that they came with."""
     seed = random.randrange(1 << 30)
     plan = make_plan(random.Random(seed), 2)
     expected = undisturbed(plan)
@@ -310,7 +310,7 @@ def test_killed_run_is_finished_by_the_next(directory, tmp_path, options, input_
 def test_run_that_a_full_disk_ended_is_finished_by_the_next(
     directory, tmp_path, options, input_file
 ):
-    """A file's limit stands for the disk: the second line fits in part."""
+    """A file size limit simulates a full disk: the second line fits in part."""
     source, expected = input_file
     options, output = (*options, "--input", str(source)), tmp_path / "out.jsonl"
     output.write_text("of another run\n")

@@ -1,5 +1,5 @@
-"""Models, shapes and endpoints that cannot be: each a typed error that names field, value and fix,
-and the daemons go on serving."""
+"""Invalid models, shapes and endpoints: each gives a typed error that names field, value and fix,
+and the daemons keep serving."""
 
 import json
 import shutil

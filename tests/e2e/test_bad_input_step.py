@@ -1,5 +1,5 @@
-"""Steps and frames that break a rule: refused whole, by name, and the daemon goes on serving, also
-the driver that it serves at the moment."""
+"""Steps and frames that break a rule: refused completely, by name, and the daemon keeps serving,
+including the current driver."""
 
 import contextlib
 import random
@@ -74,8 +74,7 @@ def admission(token_ids=(1, 2, 3), block_ids=(1,), num_computed=0):
 
 
 def is_left_to_daemons(output):
-    """Whether blocks and tokens do not fit each other, which the driver library does not look
-    at."""
+    """Return True if blocks and tokens do not match, which the driver library does not check."""
     (request,) = output.scheduled_new_reqs
     return request.block_ids in ((3,), range(1, 25))
 
@@ -245,7 +244,7 @@ def test_frames_that_do_not_decode_on_the_control_socket(raw, frames, code):
 def test_frame_over_a_socket_s_bound_costs_its_sender_the_connection(
     raw, daemons, checkpoint, suffix, size
 ):
-    """libzmq drops the connection; nobody else notices."""
+    """libzmq drops the connection; no other peer is affected."""
     socket = raw.context.socket(zmq.DEALER)
     monitor = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
     socket.connect(daemons.endpoints(1)[0] + suffix)
@@ -260,7 +259,7 @@ def test_frame_over_a_socket_s_bound_costs_its_sender_the_connection(
 
 
 def bombard(endpoint: str, stop: threading.Event, seed: int) -> None:
-    """Send rubbish, and requests of an epoch that nobody granted, to all sockets of a daemon."""
+    """Send garbage, and requests of an epoch that was never granted, to all sockets of a daemon."""
     randomness = random.Random(seed)
     valid = bytes(encode_step(ExecuteDummyBatch(epoch=1 << 40, link=0, seq=1))[0])
     with zmq.Context() as context, contextlib.ExitStack() as stack:
@@ -306,10 +305,10 @@ SEQ, ADMISSIONS, EXTENSIONS = 3, 10, 5
 
 
 class HostileWire:
-    """Spoils admissions behind the driver library's back: what its checks would have refused."""
+    """Corrupts admissions after the driver library's checks."""
 
     def __init__(self, monkeypatch, *spoiled: int) -> None:
-        """spoiled: which of the steps with admissions, counted from 0."""
+        """spoiled: index of the step with admissions to corrupt, from 0."""
         self.spoiled = spoiled
         self.seqs: dict[int, int] = {}
         send = WorkerClient.execute_model

@@ -1,4 +1,4 @@
-"""The command lines from end to end, each command a process of its own."""
+"""The command lines end to end, each command in a separate process."""
 
 import json
 import re

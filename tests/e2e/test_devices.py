@@ -1,4 +1,4 @@
-"""The device that a daemon is told, and the threads that it computes with on the CPU."""
+"""A daemon's device option, and its number of CPU threads."""
 
 import re
 import shutil
@@ -39,7 +39,7 @@ def test_device_that_is_not_here_ends_the_start_and_names_those_that_are(directo
 
 @pytest.fixture
 def unset_threads(monkeypatch):
-    """As a user's environment is; the tests' own sets both."""
+    """Like a user's environment; the tests' environment sets both."""
     for name in ("OMP_NUM_THREADS", "OMP_WAIT_POLICY"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("OMP_DISPLAY_ENV", "VERBOSE")

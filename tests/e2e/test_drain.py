@@ -1,5 +1,5 @@
-"""`worker-client drain`: daemons that stay as they are and take no steps, and what their driver
-makes of it."""
+"""`worker-client drain`: daemons that keep their state but take no steps, and their driver's
+reaction."""
 
 import json
 import shutil
@@ -43,7 +43,7 @@ def fake(directory):
 
 @pytest.fixture
 def bare(fake):
-    """A driver of that, which listens to no heartbeat."""
+    """A driver of that daemon, which ignores heartbeats."""
     driver = BareDriver(fake.endpoint)
     driver.attach()
     driver.make_ready()

@@ -1,5 +1,5 @@
-"""Drivers that are killed or stopped: the daemons keep what is loaded, and the next driver goes on
-at once, whatever the dead one had sent to whom."""
+"""Drivers that are killed or stopped: the daemons keep what is loaded, and the next driver
+continues at once, regardless of what the dead one had sent."""
 
 import os
 import random
@@ -17,7 +17,7 @@ from worker_client.launcher import LocalDaemons
 from worker_client.worker_group import WorkerGroup
 
 STEP_DEADLINE_MS = 2000
-"""gloo ends a wait for a peer that never comes a second after this."""
+"""gloo ends a wait for a missing peer one second after this."""
 
 NUM_POINTS = 20
 
@@ -34,7 +34,7 @@ def plan_for(endpoints: list[str], config: WorkerConfig, cases: Cases) -> Plan:
 
 @pytest.fixture(scope="module")
 def two_daemons(model_root):
-    """Daemons that no other module uses."""
+    """Daemons for this module only."""
     with LocalDaemons(["cpu", "cpu"], model_root) as daemons:
         yield daemons
 

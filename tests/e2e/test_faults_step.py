@@ -1,5 +1,5 @@
-"""Steps that fail on one rank, and steps that never reach one: the driver is told who and why, goes
-on, and every request ends with the tokens that it would have had."""
+"""Steps that fail on one rank or never reach it: the driver learns rank and cause, continues, and
+every request ends with the tokens of an undisturbed run."""
 
 import shutil
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ from worker_client.scheduler_output import SchedulerOutput
 from worker_client.worker_group import WorkerGroup
 
 STEP_DEADLINE_MS = 2000
-"""gloo ends a wait for a peer that never comes a second after this."""
+"""gloo ends a wait for a missing peer one second after this."""
 
 
 @pytest.fixture(scope="module")
@@ -174,7 +174,7 @@ def test_lost_step_is_repaired_by_a_full_resynchronisation(
 
 
 def test_lost_last_step_is_noticed_by_its_deadline(serving, checkpoint):
-    """No step comes behind it that would show the gap."""
+    """No later step reveals the gap."""
     cases = random_cases(checkpoint(), seed=20, count=1, max_tokens=1)
     with serving(1) as (group, loaded):
         loss = drop_call(group, 0, 1)

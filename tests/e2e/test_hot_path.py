@@ -1,4 +1,4 @@
-"""The way of a steady decode through the daemon: in how few files a reader finds all of it."""
+"""The path of a steady decode through the daemon stays within few files."""
 
 import json
 import sys

@@ -1,5 +1,5 @@
-"""The wheel in clean environments, a driver's side without torch and a daemon's side, used from the
-directory of an application that has a client.py of its own."""
+"""The wheel in clean environments, for drivers without torch and for daemons, used from an
+application's directory with its own client.py."""
 
 import importlib.util
 import json
@@ -58,7 +58,7 @@ def daemon_side(wheel, tmp_path_factory):
 
 @pytest.fixture
 def application():
-    """The directory of an application whose client.py nobody but itself may import."""
+    """The directory of an application with its own client.py, which only it may import."""
     path = short_directory()
     (path / "client.py").write_text("raise SystemExit('this client.py is the application\\'s')\n")
     yield path

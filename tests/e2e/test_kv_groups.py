@@ -1,5 +1,5 @@
-"""Models whose layers see different parts of a context: greedy tokens are transformers' own while
-blocks behind windows go to others, prefixes are shared, requests are preempted, adopted and lost.
+"""Models whose layers see different parts of a context: greedy tokens equal transformers' while
+blocks behind windows are reused, prefixes are shared, and requests are preempted, adopted and lost.
 Contexts are several windows long."""
 
 from dataclasses import replace
@@ -43,7 +43,7 @@ CASES = [
 
 
 class Holding:
-    """A group that notes how many blocks requests have, as the scheduler that drives it knows."""
+    """A group that records how many blocks requests have, according to its scheduler."""
 
     def __init__(self, group, scheduler, groups, max_num_batched_tokens):
         self._group = group
@@ -81,7 +81,7 @@ class Holding:
 def test_blocks_behind_windows_serve_others_while_the_first_goes_on(
     serve, models, name, pp, partition, num_groups
 ):
-    """Few blocks, so that what windows let go is written by others at once: preemption, too."""
+    """Few blocks, so that blocks freed by windows are reused immediately; also preemption."""
     reference: Checkpoint = models[name]
     requests = make_requests(reference, 3, [61, 9, 40, 22, 5, 33, 14, 70], 40)
     config = {
@@ -116,7 +116,7 @@ def test_blocks_behind_windows_serve_others_while_the_first_goes_on(
 
 
 class Forgetful(Scheduler):
-    """Now and then forgets to send blocks: daemons refuse such a step, and those behind it fail."""
+    """Sometimes omits blocks: daemons refuse such a step, and the following ones fail."""
 
     def __init__(self, limits):
         super().__init__(limits)

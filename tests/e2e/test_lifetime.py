@@ -1,5 +1,5 @@
-"""What `worker-client generate` starts ends with it, however it ends: no process, no socket file
-and no directory is left behind."""
+"""Everything that `worker-client generate` starts ends with it, however it ends: no process, socket
+file or directory is left."""
 
 import json
 import shutil
@@ -43,7 +43,7 @@ def endless_input(tmp_path):
 
 @pytest.fixture
 def generating(directory, endless_input, checkpoint):
-    """A `generate` with daemons of its own, just started."""
+    """A `generate` that has just started its own daemons."""
     options = ["--model", str(checkpoint().path), "--device", "cpu", "--input", str(endless_input)]
     sizes = ["--pipeline-parallel-size", str(NUM_DAEMONS), "--num-gpu-blocks", "256"]
     with endless_input.with_name("stderr").open("w") as stderr:

@@ -1,5 +1,5 @@
 """Custom logits processors of an installed package: found by their entry points, named by the
-configuration, and switched on by single requests."""
+configuration, and enabled by single requests."""
 
 import numpy as np
 import pytest

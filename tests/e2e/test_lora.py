@@ -1,5 +1,5 @@
-"""LoRA adapters: the tokens are those of transformers with the adapter merged into its weights,
-whatever runs beside it."""
+"""LoRA adapters: tokens equal those of transformers with the adapter merged into its weights,
+regardless of the other requests."""
 
 import json
 
@@ -102,7 +102,7 @@ def test_prefixes_are_shared_within_an_adapter_alone(serve, base, merged):
 
 
 def test_one_adapter_is_refused_and_the_others_go_on(serve, base, merged):
-    """Bad files, ids and names fail their operation alone; what is unknown fails its request."""
+    """Bad files, ids and names fail only their operation; an unknown adapter fails its request."""
     write_adapter(base.path.parent / "bad", config_of(4, 8.0, ["q_proj"], use_dora=True), {})
     (base.path.parent / "link").symlink_to("/etc")
     with serve(base.path, 2, lora=ROOM) as (group, loaded):
@@ -113,7 +113,7 @@ def test_one_adapter_is_refused_and_the_others_go_on(serve, base, merged):
             ("absent", RemoteCheckpointError, "no such directory"),
             ("../..", RemoteConfigError, "lies outside this daemon's adapter roots"),
             ("link", RemoteConfigError, "lies outside this daemon's adapter roots"),
-            ("bad\0", RemoteConfigError, "no path"),
+            ("bad\0", RemoteConfigError, "not a path"),
         ):
             with pytest.raises(error, match=words):
                 group.add_lora(name)
@@ -136,8 +136,8 @@ def test_one_adapter_is_refused_and_the_others_go_on(serve, base, merged):
 
 
 def test_a_version_stays_with_its_requests(serve, checkpoint):
-    """Replaced or removed, an adapter serves the requests that began with it; the group's LRU and
-    pins decide who leaves."""
+    """Replaced or removed, an adapter serves the requests that began with it; the group's LRU order
+    and pins decide which adapter is evicted."""
     base = checkpoint("LlamaForCausalLM", seed=31)
     old = make_adapter(base, "changing", seed=11, rank=2)
     room = LoraConfig(max_loras=2, max_lora_rank=16)

@@ -1,6 +1,6 @@
 """All features in one batch: requests with random subsets of them, which come at random times,
 share prefixes, are computed in chunks and preempted, each give the tokens of the same request
-alone; in every parallel shape, and whatever becomes of drivers and ranks.
+alone; in every parallel shape, and with drivers and ranks killed.
 
 A few seeds are fixed. MIXED_SEED=n runs that one, MIXED_RUNS=n so many new ones.
 """

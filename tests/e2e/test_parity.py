@@ -1,5 +1,5 @@
-"""Greedy tokens are transformers' own, whatever the architecture, the position embedding, the form
-of config.json and the shape of the group."""
+"""Greedy tokens equal transformers' for every architecture, position embedding, form of config.json
+and shape of the group."""
 
 import itertools
 

@@ -1,4 +1,4 @@
-"""Greedy tokens are transformers' own while blocks are shared, taken away and fought over."""
+"""Greedy tokens equal transformers' while blocks are shared, preempted and scarce."""
 
 from dataclasses import replace
 
@@ -109,7 +109,7 @@ def test_recorded_trace(serve, reference, shape):
 
 
 def test_static_batches(serve, reference):
-    """The example's scheduler, and another one that goes on with what it left."""
+    """The example's scheduler, and a second one that continues its requests."""
     requests = make_requests(reference, 3, [9, 22, 5, 31, 14, 18, 27, 11], 24)
     requests += [replace(request, id=f"{request.id}+", logprobs=2) for request in requests[:2]]
     config = {"block_size": BLOCK_SIZE, "num_gpu_blocks": 60, "max_num_seqs": 5}

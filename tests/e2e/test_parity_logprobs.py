@@ -20,7 +20,7 @@ def reference(checkpoint):
 
 
 def make_requests():
-    """Every second one at temperature 2, so that ranks other than 1 occur."""
+    """Every second request has temperature 2, so that ranks other than 1 occur."""
     return [
         greedy_request(
             f"r{index}",
@@ -59,7 +59,7 @@ def test_logprobs_equal_transformers(serve, reference, shape):
 
 @pytest.mark.parametrize("shape", [(1, 1), (2, 1), (1, 2)])
 def test_logprobs_of_prompts_and_of_named_tokens(serve, reference, shape):
-    """In chunks, with prefixes that others have computed, and preempted on the way."""
+    """In chunks, with prefixes cached by other requests, and with preemption."""
     rng = np.random.default_rng()
     stem, requests = rng.integers(0, VOCAB_SIZE, 12).tolist(), []
     for index, length in enumerate([1, 30, 9, 44, 17, 2, 25, 11]):
@@ -92,7 +92,7 @@ def test_logprobs_of_prompts_and_of_named_tokens(serve, reference, shape):
 
 
 def test_prompt_logprobs_are_reported_again_to_an_adopting_driver(serve, reference):
-    """In the middle of the prompt, and behind it."""
+    """In the middle of the prompt, and after it."""
     prompt = prompts(21, [60])[0]
     request = greedy_request("long", prompt, 6, prompt_logprobs=1)
     sizes = {"max_num_seqs": 4, "max_num_batched_tokens": 16, "max_model_len": 80}

@@ -102,7 +102,7 @@ class DeferredLoop:
         )
 
     def decode(self) -> StepFuture:
-        """One more token for each."""
+        """Decode one more token for each request."""
         return self.group.execute_model(
             SchedulerOutput(decode_req_ids=tuple(self.tokens), deferred_req_ids=self.tokens)
         )
@@ -118,7 +118,7 @@ class DeferredLoop:
             self.tokens[req_id].append(token)
 
     def finish(self) -> None:
-        """Let the workers forget them."""
+        """Free the requests' rows."""
         self.group.execute_model(SchedulerOutput(finished_req_ids=tuple(self.tokens))).result()
 
     def _take_blocks(self, num_tokens: int) -> list[int]:

@@ -1,5 +1,5 @@
-"""Pooling on real daemons: outputs are those of transformers and sentence-transformers for each
-prompt alone, whatever shares its steps."""
+"""Pooling on real daemons: outputs equal those of transformers and sentence-transformers for each
+prompt alone, regardless of the other requests."""
 
 import json
 import random

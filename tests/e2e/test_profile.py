@@ -1,5 +1,5 @@
-"""Profiles of a pipeline over the wire: a trace a rank, what is refused, and the picture that the
-traces give together."""
+"""Profiles of a pipeline over the wire: one trace per rank, refusals, and the picture drawn from
+the traces."""
 
 import gzip
 import json

@@ -1,7 +1,6 @@
-"""Counts that are corrected: a feature, added to a copy of the tree, refuses tokens at random that
-steps have counted, over a pipeline, through preemption and the death of a driver; in models of
-several groups of layers too, and where sampling is a request of its own. Tokens are those of
-transformers, as without it."""
+"""Corrected token counts: a feature, added to a copy of the tree, refuses counted tokens at random.
+Covered: a pipeline, preemption, death of the driver, models with several KV groups, and sampling in
+separate requests. Tokens equal those of transformers, as without the feature."""
 
 import pytest
 
@@ -20,8 +19,8 @@ WINDOWED = Load(
     num_blocks=56,
     dies_after=25,
 )
-"""Contexts of ten windows. With short requests that wait nearly no block is ever free: one that a
-window lets go is written by another request at once."""
+"""Contexts of ten windows. Waiting short requests keep nearly all blocks in use: a block freed by a
+window is reused immediately."""
 
 
 @pytest.fixture(scope="module")

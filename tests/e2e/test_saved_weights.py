@@ -1,4 +1,4 @@
-"""A group's weights out and in again over the wire: pipeline and tensor parallel on gloo, one set
+"""Saving and loading a group's weights over the wire: pipeline and tensor parallel on gloo, one set
 for all ranks or none."""
 
 import json
@@ -98,7 +98,7 @@ def test_round_trip_of_a_group(pair, save_root, model, requests, pp, tp):
 
 
 def test_command_line_generates_from_a_saved_set(pair, save_root, model, requests, tmp_path):
-    """By daemons that have no save root of their own."""
+    """Read by daemons without a save root."""
     with connect(pair.endpoints, worker_config(model.path, 2)) as (group, _):
         group.save_sharded_state("by-command")
     (tmp_path / "input.jsonl").write_text(

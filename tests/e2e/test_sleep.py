@@ -1,4 +1,4 @@
-"""Sleep over the wire: real daemons whose weights and KV cache go and come back, or not."""
+"""Sleep over the wire: real daemons that release and restore, or lose, weights and KV cache."""
 
 import contextlib
 import resource
@@ -44,7 +44,7 @@ def tags(group):
 
 
 def memory(group):
-    """By rank, what is there by kind."""
+    """Return each rank's memory by kind."""
     return [[status.memory_bytes[kind] for kind in KINDS] for status in group.get_status()]
 
 
@@ -123,7 +123,7 @@ def test_fifty_cycles_leave_every_byte_where_it_was(serve, model, requests):
 
 @contextlib.contextmanager
 def short_of_memory(pid, spare_bytes):
-    """The process can have so many more bytes of memory, as its kernel counts them."""
+    """Limit the process to that many more bytes of memory, as counted by Linux."""
     lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     taken = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmData"))
     before = resource.prlimit(pid, resource.RLIMIT_DATA)
@@ -136,7 +136,7 @@ def short_of_memory(pid, spare_bytes):
 
 @pytest.mark.parametrize("kept", [ASLEEP, {"weights": "awake", "kv_cache": "asleep"}])
 def test_waking_without_memory_leaves_all_asleep(serve, model, requests, kept):
-    """The weights would still fit, the KV cache of 128 MiB behind them does not."""
+    """The weights would still fit, but not the KV cache of 128 MiB after them."""
     blocks = 32768
     with serve(model.path, enable_sleep_mode=True, num_gpu_blocks=blocks) as (group, loaded):
         (status,) = group.get_status()

@@ -112,7 +112,7 @@ def test_texts_are_what_their_grammars_allow(serve, model, tokenizer, grammars, 
 
 
 def test_rows_without_a_mask_are_sampled_with_their_step(serve, model, grammars, monkeypatch):
-    """Their tokens are in the step's own reply; those of the others follow the masks."""
+    """Their tokens are in the step's reply; tokens of the other requests follow the masks."""
     rng = random.Random(5)
     lines = [line(rng, "masked", {"regex": "[ab]{40}"}), line(rng, "free")]
     seen = []

@@ -1,5 +1,5 @@
-"""`worker-client trace` beside a driver at work: one file of all ranks and the driver, on one
-clock, whatever the clocks of the daemons say."""
+"""`worker-client trace` with a running driver: one file of all ranks and the driver, on one clock,
+even if the daemons' clocks differ."""
 
 import gzip
 import json
@@ -70,7 +70,7 @@ def directory():
 
 @contextmanager
 def driven(endpoints, model):
-    """A driver at work, on a thread of its own, until the end; yields what it has generated."""
+    """Runs a driver on its own thread until the end; yields what it has generated."""
     ended = threading.Event()
     ready = threading.Event()
     runs, errors = [], []
@@ -142,7 +142,7 @@ def driver_steps(trace):
 
 
 def check_form(trace):
-    """What every reader of the format relies on."""
+    """Check properties that readers of the format rely on."""
     open_flights = []
     names = named_processes(trace)
     for event in trace["traceEvents"]:

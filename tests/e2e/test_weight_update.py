@@ -1,5 +1,5 @@
-"""New weights in a running group: over gloo and from disk, in the checkpoint's names and in the
-ranks' own, equal to a fresh load; and what is left when an update cannot be or breaks off."""
+"""Weight updates of a running group: over gloo and from disk, in checkpoint and kernel names, equal
+to a fresh load; and the state after refused or interrupted updates."""
 
 import contextlib
 import os
@@ -225,7 +225,7 @@ def test_names_of_the_former_round_are_meant_where_none_are_sent(served, old, ne
     with WeightSender(group, "gloo", timeout_s=TIMEOUT_S) as sender:
         sender.connect()
         group.start_weight_update()
-        with pytest.raises(RemoteConfigError, match="now or in a former round"):
+        with pytest.raises(RemoteConfigError, match="no names were given, now or before"):
             sender._update(TensorList(), [], 0)
         with pytest.raises(RemoteConfigError, match="different lengths"):
             sender._update(listed(tensors_of(new))._replace(shapes=()), [], 0)
@@ -259,7 +259,7 @@ def test_engine_that_cannot_be_leaves_the_group_serving(served, old, old_request
 
 
 def test_workers_and_trainer_that_have_met_let_nobody_in(served, old):
-    """Nor does anybody read their meeting, or add to it."""
+    """Check that strangers cannot read or write the rendezvous."""
     group, _ = served
     pids = [os.getpid(), *(status.pid for status in group.get_status())]
     before = {address for pid in pids for address in listening(pid)}
@@ -333,7 +333,7 @@ def test_killed_trainer_leaves_dirty_weights_that_name_themselves(served, new, o
 
 
 def test_new_driver_is_not_kept_waiting_by_a_trainer_that_never_sends(served, old, new):
-    """The wait of update_weights is aborted; what the update has left is loaded anew."""
+    """Abort the wait in update_weights; the partly updated weights are reloaded."""
     group, _ = served
     config = worker_config(old.path, 2)
     with trainer(2, new.path, -1) as (_, engine):
@@ -456,7 +456,7 @@ def settled_states(group):
 
 
 def test_fifty_cycles_of_sleep_and_update_leak_nothing(serve, old, new, old_requests, new_requests):
-    """Nothing is kept of the weights, and what came last is what serves: as a fresh load has it."""
+    """Check that no old weights are kept, and that the newest serve like a fresh load."""
     figures = []
     with serve(old.path, enable_sleep_mode=True) as (group, loaded):
         with WeightSender(group, "gloo") as sender:
@@ -485,7 +485,7 @@ def test_fifty_cycles_of_sleep_and_update_leak_nothing(serve, old, new, old_requ
 
 
 def test_toy_reinforcement_learning_keeps_workers_and_trainer_equal(serve, model_root):
-    """The example's own loop; at the end a greedy prompt tells whose weights the workers have."""
+    """The example's own loop; at the end a greedy prompt shows which weights the workers have."""
     policy = rl_loop.make_policy(model_root / "policy")
     before = Checkpoint(model_root / "policy", policy).greedy([5, 6, 7], 8)
     options = {"max_num_seqs": rl_loop.NUM_SAMPLES, "enable_sleep_mode": True}

@@ -1,6 +1,6 @@
-"""What the fault tests share: checkpoints, daemons that a test may kill and start again, and the
-record of how long each fault took to be noticed. `--fault-report FILE` writes that record as JSON;
-the table is printed at the end of every run of these tests."""
+"""Shared by the fault tests: checkpoints, daemons that a test may kill and restart, and the record
+of detection times. `--fault-report FILE` writes that record as JSON; the table is printed at the
+end of every run of these tests."""
 
 import json
 import os
@@ -20,7 +20,8 @@ from tests.support.supervised import Supervised
 __all__ = ["checkpoint", "model_root"]
 
 GENEROUS = 5.0
-"""Detections are recorded, not timed: only one that took so many times its target fails a test."""
+"""Multiple of its target that a detection time must exceed to fail a test; others are only
+recorded."""
 STALL_S = 3.0
 """For which a busy host may keep any process from running; what notices a fault where the fastest
 signal fails takes longer than that (FENCE_AFTER_S)."""
@@ -29,7 +30,7 @@ _DETECTIONS = pytest.StashKey[list["Detection"]]()
 
 
 class Detection(NamedTuple):
-    """How long a fault took to be noticed, and by what."""
+    """Detection time and signal of a fault."""
 
     row: int
     fault: str
@@ -37,7 +38,7 @@ class Detection(NamedTuple):
     measured_s: float
     signal: str
     injected: bool
-    """The fault cannot be induced here: its source was replaced."""
+    """True if the fault's source was replaced, because it cannot be induced here."""
 
 
 class Recorder:

@@ -1,5 +1,5 @@
-"""A daemon that is stopped for so long that over tcp its driver's connections are cut, and goes on:
-what it was asked meanwhile is answered, and done once. Over ipc the connections stay."""
+"""A daemon that is stopped so long that its driver's tcp connections are cut, and then continued:
+requests sent in the meantime are answered, and executed once. Over ipc the connections stay."""
 
 import os
 import shutil

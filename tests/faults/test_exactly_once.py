@@ -1,5 +1,5 @@
-"""Promises P5 and P6 under random faults: requests and replies that are dropped, doubled, delayed
-and overtaken, drivers that come, go, stop and are repeated, daemons that are killed.
+"""Exactly-once execution under random faults: requests and replies that are dropped, doubled,
+delayed and overtaken, drivers that come, go, stop and are repeated, daemons that are killed.
 
 First on the pure parts, by the hundred thousand (FAULTS=100000, as `make faults` asks for), as a
 state machine whose failures shrink, with broken parts to show that it finds them; then with a real
@@ -37,11 +37,11 @@ from worker_daemon.server.wire.reply_channel import ReplyRing
 NUM_OPERATIONS = int(os.environ.get("FAULTS", "10000"))
 RULES_A_HISTORY = 80
 NUM_HISTORIES = 40
-"""A round; rounds go on until there were enough operations."""
+"""Histories of one round; rounds are repeated until there were enough operations."""
 NUM_REQUESTS = 50
 """Over the faulty network."""
 HISTORIES_TO_FIND = 300
-"""In so many at most a broken part is found."""
+"""Maximum number of operations until a broken component is found."""
 
 
 def histories(parts: Parts, count: int, phases: Sequence[Phase]) -> Counts:
@@ -77,7 +77,7 @@ def test_random_histories_apply_each_step_once():
 
 
 def has_seen_all(counts: Counts) -> bool:
-    """Whether everything happened that may."""
+    """Check that every kind of event happened."""
     events = (counts.replayed, counts.mended, counts.attached, counts.links, counts.kills)
     refusals = {"stale", "gap", "fenced", "not attached", "expired"}
     return min(events) > 10 and counts.refused.keys() >= refusals
@@ -95,21 +95,21 @@ class RunsTwice(StepGate):
 
 
 class SkipsEpochs(StepGate):
-    """Does not ask whose step it is."""
+    """Does not check the driver of a step."""
 
     def judge(self, message: StepMessage) -> Verdict:
         return super().judge(_with(message, epoch=self.epoch))
 
 
 class SkipsLinks(StepGate):
-    """Does not ask what link a step was meant for."""
+    """Does not check the link of a step."""
 
     def judge(self, message: StepMessage) -> Verdict:
         return super().judge(_with(message, link=self.link))
 
 
 class SkipsGaps(StepGate):
-    """Runs what comes, though something before it has not come."""
+    """Runs a step although an earlier one is missing."""
 
     def judge(self, message: StepMessage) -> Verdict:
         verdict = super().judge(message)
@@ -137,11 +137,11 @@ class AcceptsWhileJudging(StepGate):
 
 
 RANK = 3
-"""Its place in a reply, behind tag, epoch and seq."""
+"""Its offset in a reply, after tag, epoch and seq."""
 
 
 class OtherBytes(ReplyRing):
-    """A replay is made anew."""
+    """Encodes a replay again."""
 
     def get(self, seq: int) -> Sequence[Frame] | None:
         kept = super().get(seq)
@@ -163,7 +163,7 @@ class NeverEnds(Lease):
 
 
 class AnybodyRenews(Lease):
-    """Renews the lease for whoever asks."""
+    """Renews the lease for any driver."""
 
     def renew(self, driver: DriverIdentity, epoch: int) -> float:
         if self._holder is None:
@@ -172,7 +172,7 @@ class AnybodyRenews(Lease):
 
 
 class ForgetsEpochs(EpochFile):
-    """Grants after a restart what it granted before."""
+    """Grants an epoch again after a restart."""
 
     def record(self, epoch: int) -> None:
         self.last = epoch
@@ -184,7 +184,7 @@ class NeverSendsAgain(Resending):
 
 
 class BelievesMended(Resending):
-    """Says that a gap is mended, and sends nothing."""
+    """Reports a gap as closed, but sends nothing."""
 
     def mend_gap(self, rank: int, expected: int) -> bool:
         return True
@@ -245,7 +245,7 @@ class FaultyNetworkDaemon(FakeDaemon):
             super()._depart(passed_epoch, passed, delay_s)
 
     def _mangled(self, way, message):
-        """What passes now: a message that is held back comes behind the next one, if any."""
+        """Return the messages that pass now: a held-back message follows the next one, if any."""
         late, self._held[way] = self._held[way], []
         if self.randomness.random() >= self.share:
             return [message, *late]

@@ -1,5 +1,5 @@
-"""Steps that fail, and what they leave behind: memory that is not there (rows 11 and 12 of the
-fault matrix), a lost device (row 14), and logits that are no numbers (row 41)."""
+"""Failing steps and their effects: out of memory (rows 11 and 12 of the fault matrix), a lost
+device (row 14), and NaN logits (row 41)."""
 
 import resource
 import time
@@ -39,8 +39,7 @@ LONG = 1100
 SHORT = 9
 INNER = 8192
 MLP_BYTES = (LONG + SHORT) * 2 * INNER * 4
-"""The largest intermediate result of a step of both prompts: large enough to be mapped by
-itself."""
+"""The largest intermediate result of a step of both prompts: large enough for its own mapping."""
 SPARE_BYTES = 24 << 20
 
 
@@ -53,7 +52,7 @@ def pair(model_root) -> Iterator[LocalDaemons]:
 
 @contextmanager
 def starved(pid: int, spare_bytes: int = SPARE_BYTES) -> Iterator[None]:
-    """A process that gets no more than that of memory for the moment."""
+    """Limits a process's memory for a while."""
     before = resource.prlimit(pid, resource.RLIMIT_DATA)
     taken = int(_status(pid, "VmData"))
     resource.prlimit(pid, resource.RLIMIT_DATA, (taken + spare_bytes, before[1]))
@@ -76,7 +75,7 @@ def wide(checkpoint: Callable[..., Checkpoint]) -> Checkpoint:
 
 
 def fail_once(group: WorkerGroup, scheduler: Scheduler) -> StepFailed:
-    """Send as many steps as may be in flight; all of them fail, and the scheduler is told."""
+    """Send as many steps as may be in flight; all fail, and the scheduler receives the failures."""
     outputs, futures = [], []
     while len(outputs) < group.max_in_flight and (output := scheduler.schedule()) is not None:
         outputs.append(output)
@@ -156,7 +155,7 @@ POISON = 7
 
 @pytest.fixture(scope="module")
 def poisoned(checkpoint) -> Checkpoint:
-    """A model to which one token is not a number. The reference does not know of it."""
+    """A model in which one token's embedding is NaN; not so in the reference."""
     model = checkpoint(seed=99)
     for path in model.path.glob("*.safetensors"):
         tensors = load_file(path)

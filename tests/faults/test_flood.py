@@ -1,6 +1,6 @@
 """Strangers on tcp (row 37 of the fault matrix): connections beyond a rate are dropped by the
 kernel before anybody reads a byte, and handshakes that are too many, too long or too slow are shut
-down. A driver comes in all the same. And an observer that subscribes to too much."""
+down. A driver still connects. Also an observer that subscribes to too much."""
 
 import errno
 import ipaddress
@@ -105,7 +105,7 @@ class Flood:
 
 
 def connects(port: int, within_s: float, source: str = STRANGER) -> bool:
-    """Whether somebody gets a connection."""
+    """Return True if a connection succeeds."""
     with socket.socket() as stranger:
         stranger.settimeout(within_s)
         stranger.bind((source, 0))
@@ -134,7 +134,7 @@ def port_of(daemon, socket_name):
 
 
 def greet(port):
-    """A stranger's connection, behind its greeting."""
+    """A stranger's connection after its greeting."""
     made = socket.socket()
     made.settimeout(LIMIT_S)
     made.bind((STRANGER, 0))
@@ -199,8 +199,7 @@ def test_long_handshakes_of_strangers_take_no_memory_and_a_driver_comes_in(daemo
 
 
 def recorded_hello(ring):
-    """What a driver's socket sends first: a greeting and HELLO, from whoever knows the public
-    key."""
+    """A socket's first bytes: a greeting and HELLO, which anyone with the public key can send."""
     with (
         socket.create_server(("127.0.0.1", 0)) as server,
         zmq.Context() as context,
@@ -216,8 +215,8 @@ def recorded_hello(ring):
 
 
 class Replay:
-    """Keeps as many handshakes as it can at the daemon's WELCOME, at a rate that the turnstile lets
-    pass."""
+    """Keeps as many handshakes as it can at the daemon's WELCOME, at a rate below the connection
+    limit."""
 
     def __init__(self, hello: bytes, port: int, source: str) -> None:
         self.num_sent = 0
@@ -279,7 +278,7 @@ def test_results_socket_takes_no_long_frame_of_a_driver_either(daemon, ring, soc
 
 
 def is_shut(stranger):
-    """Whether the daemon has hung up."""
+    """Return True if the daemon has closed the connection."""
     stranger.setblocking(False)
     try:
         stranger.recv(4096)
@@ -384,7 +383,7 @@ def test_flood_is_kept_out_and_a_driver_comes_in(daemon, ring, detection):
 def is_kept_out(counts: tuple[int, int]) -> bool:
     """Whether in some second few strangers came in, and others did not.
 
-    The door's thread hears of a connection a moment after it was accepted, which on a busy host is
+    The ZAP thread learns of a connection a moment after it was accepted, which on a busy host is
     many more connections later: not in every second.
     """
     accepted, refused = counts

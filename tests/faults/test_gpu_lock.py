@@ -1,5 +1,5 @@
-"""Two daemons on one GPU: the second refuses to start, unless it is told to share (row 28 of the
-fault matrix). The GPU's UUID is injected."""
+"""Two daemons on one GPU: the second refuses to start, unless it is started with --share-gpu (row
+28 of the fault matrix). The GPU's UUID is injected."""
 
 import os
 import shutil

@@ -1,6 +1,6 @@
-"""Rows 13, 19, 34 and 35 of the fault matrix, which nobody can induce on a borrowed machine: the
-kernel kills for lack of memory, a process that no signal ends, clocks that jump, a host that was
-suspended. Their sources are replaced; all else is real."""
+"""Rows 13, 19, 34 and 35 of the fault matrix, which most machines cannot induce: the OOM killer, a
+process that no signal ends, clock jumps, a suspended host. Their sources are replaced; everything
+else is real."""
 
 import subprocess
 import sys

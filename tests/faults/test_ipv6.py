@@ -1,4 +1,4 @@
-"""IPv6: endpoints in brackets, on loopback, and the address at which ranks meet."""
+"""IPv6: endpoints in brackets, on loopback, and the address of the ranks' rendezvous."""
 
 import os
 import shutil

@@ -1,5 +1,5 @@
-"""Rows 1, 5, 25, 26 and 27 of the fault matrix: drivers that die, stop, come twice, or are repeated
-by somebody else. On a real daemon process with the fake worker, which counts its steps."""
+"""Rows 1, 5, 25, 26 and 27 of the fault matrix: drivers that die, stop, attach twice, or are
+replayed. On a real daemon process with the fake worker, which counts its steps."""
 
 import os
 import random
@@ -42,7 +42,7 @@ PARALLEL = ParallelConfig()
 
 @pytest.fixture(scope="module")
 def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
-    """One for all: whoever attaches brings it up anew."""
+    """One daemon for all tests; each driver that attaches makes it ready again."""
     process = DaemonProcess(tmp_path_factory.mktemp("leases") / "d", "--log-level", "info")
     yield process
     process.stop()
@@ -76,8 +76,7 @@ def group_on(daemon: DaemonProcess, ttl_s: float = LONG_TTL_S) -> WorkerGroup:
 
 
 def settled(status: lc.Status) -> lc.Status:
-    """A status without what time alone changes, nor what is reckoned now and then of the steps that
-    have run."""
+    """Return a status without fields that change over time, such as averages over past steps."""
     lease = msgspec.structs.replace(status.lease, remaining_ms=0, orphan_kv_remaining_ms=0)
     reckoned = {"usual_step_us": 0, "reply_delay": None}
     return msgspec.structs.replace(status, phase_ms=0, lease=lease, **reckoned)

@@ -1,6 +1,5 @@
-"""Rows 36 to 39 of the fault matrix: peers that take more than their share. Connections until no
-file descriptor is left, connections without end, events and replies that nobody reads. The driver's
-own steps go on."""
+"""Rows 36 to 39 of the fault matrix, peers that exhaust resources: connections until no file
+descriptor is left, endless connections, unread events and replies. The driver's steps continue."""
 
 import resource
 import shutil
@@ -86,7 +85,7 @@ def steps_on(group, count):
 
 
 def knock(secured):
-    """Begin a connection to the daemon's control socket, of somebody who never says a word."""
+    """Open a connection to the daemon's control socket and never send anything."""
     host, port = secured.endpoint.removeprefix("tcp://").split(":")
     made = socket.socket()
     made.setblocking(False)
@@ -180,7 +179,7 @@ def test_row_38_slow_reader_of_events_misses_some_and_costs_nobody_else(director
 
 
 def take_all(reader):
-    """Take what is there; return how much that was."""
+    """Receive all available data; return its size."""
     num = 0
     while reader.poll(50 if num else 0):
         reader.recv_multipart()
@@ -207,7 +206,8 @@ def test_row_39_driver_that_takes_no_result_gets_no_further(secured, group):
 
 
 def test_row_39_replies_that_nobody_reads_are_dropped_and_kept_for_asking(plain):
-    """A driver without credits, which never reads: the daemon waits for nobody."""
+    """A driver that ignores the limit of steps in flight and never reads: the daemon does not wait
+    for it."""
     driver, observer = Driver(plain.endpoint), Driver(plain.endpoint)
     driver.attach()
     driver.make_ready()

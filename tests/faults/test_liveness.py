@@ -1,5 +1,5 @@
-"""Daemons that live and do not answer, hang, or are slow: what the driver hears, how soon, and that
-every request ends with the tokens of an undisturbed run."""
+"""Daemons that live but do not answer, hang, or are slow: what the driver learns, how soon, and
+that every request ends with the tokens of an undisturbed run."""
 
 import os
 import signal
@@ -103,7 +103,7 @@ class Stopper:
 
 
 def test_stopped_rank_is_suspect_and_comes_back(faulty, serving, cases, detection):
-    """Nothing fails: what was under way is sent again, and run once."""
+    """Nothing fails: steps in flight are sent again, and run once."""
     stopper = Stopper(faulty.pids[1], 2.0)
     with serving(20_000) as (group, loaded):
         tokens = disturbed(group, loaded, cases, stopper)
@@ -145,8 +145,8 @@ class Interrupted(Exception):
 
 
 def test_survivor_is_not_lost_while_its_neighbour_is_replaced(faulty, serving, cases, monkeypatch):
-    """It hangs in a step, so its reply to the attach is waited for longer than it may be silent;
-    its control thread goes on sending heartbeats."""
+    """It hangs in a step, so its reply to the attach takes longer than the silence limit; its
+    control thread keeps sending heartbeats."""
     monkeypatch.setattr("worker_client.liveness.SILENCE_LIMIT_S", 3.0)
     monkeypatch.setattr("worker_client.replacement.REPLACE_ATTEMPTS", 1)
     stopper = Stopper(faulty.pids[1])

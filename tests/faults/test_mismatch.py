@@ -1,6 +1,5 @@
-"""Rows 23 and 42 of the fault matrix: daemons that do not belong together. Their protocol version
-is another one, their places in the group are exchanged, or their models differ though they are
-called the same."""
+"""Rows 23 and 42 of the fault matrix, daemons that do not match: different protocol versions,
+exchanged places in the group, or different models under one name."""
 
 import json
 import shutil
@@ -54,7 +53,7 @@ def set_dtype(root, dtype):
 
 
 def test_row_42_neighbours_with_different_dtypes_are_refused(pair, copies, checkpoint, detection):
-    """As many bytes cross the hop as are expected, and mean something else."""
+    """The hop carries the expected number of bytes, with another meaning."""
     mixed = worker_config("m", 2, dtype="auto", step_deadline_ms=5000)
     for root, dtype in zip(copies, ("float16", "bfloat16"), strict=True):
         set_dtype(root, dtype)
@@ -89,7 +88,7 @@ OTHER_LINK = "torch 9.9.9, nvidia-nccl-cu99 1.2.3"
 
 @pytest.fixture(params=[f"protocol={OTHER_VERSION}"])
 def releases(tmp_path, request):
-    """A daemon of this release, and one that is another in some way."""
+    """A daemon of this release, and one that differs in some way."""
     module = ("-m", "tests.support.versioned_serve", request.param, "serve", "--device", "cpu")
     own = DaemonProcess(tmp_path / "own")
     other = DaemonProcess(tmp_path / "other", serve=(sys.executable, *module))

@@ -1,5 +1,5 @@
-"""The network between ranks fails while that to the driver works: the daemons live in a network of
-their own, whose one device is taken down, and the driver's Unix sockets are untouched."""
+"""The network between ranks fails while that to the driver works: the daemons run in a separate
+network namespace whose only device is taken down; the driver's Unix sockets are not affected."""
 
 import shutil
 import subprocess

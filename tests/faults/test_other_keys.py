@@ -93,7 +93,7 @@ def count(reply):
 
 
 def results_socket(daemon, ring, name, context, routing_id):
-    """A results socket whose connection is made."""
+    """A connected results socket."""
     address = parse_endpoint(daemon.endpoint, ring.keys(name)).results
     made = unconnected(context, ring, name, routing_id=routing_id)
     monitor = made.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
@@ -131,7 +131,8 @@ def test_epoch_of_another_key_is_forbidden(holder, rival):
 
 
 def test_step_under_the_epoch_of_another_key_does_not_run(holder, rival):
-    """Nor does the driver hear of it: a refusal would be the outcome of a step of its own."""
+    """The driver is not notified either: it would take a refusal for the outcome of its own
+    step."""
     first = count(holder.fault())
     rival.seq = holder.seq
     rival.send(lc.Reset, to="CREATED")

@@ -1,6 +1,6 @@
 """Rows 7 and 8 of the fault matrix: the network between a driver and its daemons breaks, in both
-directions or in one. They live on two hosts (network namespaces) and talk over tcp with keys; what
-is sent into the break is lost without a word."""
+directions or in one. They live on two hosts (network namespaces) and talk over tcp with keys;
+packets sent into the break are silently lost."""
 
 import json
 import shutil

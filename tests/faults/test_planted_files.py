@@ -1,6 +1,5 @@
-"""Files that others have planted, or that somebody removes, where a daemon keeps its own: in its
-endpoint's, state, cache and lock directories. Real processes around the fake worker, real links,
-FIFOs, locks and mounts."""
+"""Files that other users planted or removed in a daemon's directories: endpoint, state, cache and
+locks. Real processes around the fake worker, real links, FIFOs, locks and mounts."""
 
 import fcntl
 import os

@@ -1,6 +1,5 @@
-"""Row 18 of the fault matrix: ranks that live, and wait for each other for ever, because one of
-them does not send what another expects. The link is made anew; where that hangs too, new processes
-take the places of those that waited."""
+"""Row 18 of the fault matrix: living ranks that wait forever, because one does not send what
+another expects. The link is replaced; if that hangs too, new processes replace the waiting ones."""
 
 import time
 

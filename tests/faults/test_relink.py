@@ -1,5 +1,5 @@
-"""Ranks that die: the driver knows who, the survivors are free and keep what they have, another
-daemon takes the place, and every request ends with the tokens of an undisturbed run."""
+"""Ranks that die: the driver identifies them, the survivors are released and keep their state,
+another daemon takes the place, and every request ends with the tokens of an undisturbed run."""
 
 import json
 import time
@@ -128,7 +128,7 @@ def test_embeddings_are_sent_again_to_a_replaced_rank(pair, config, checkpoint):
 
 
 def test_survivor_of_killed_ranks_keeps_no_communicator(pair, config, cases):
-    """Neither threads nor descriptors, whatever the failed step has held."""
+    """A failed step leaks neither threads nor descriptors."""
     with connect(pair.endpoints, config(2)) as (group, loaded):
         survivor = psutil.Process(group.get_status()[0].pid)
         counts = []
@@ -181,8 +181,8 @@ def test_killed_idle_rank_is_known_by_a_look(pair, config, cases, detection):
 
 @pytest.mark.long_fault
 def test_second_death_during_the_replacement(pair, config, cases):
-    """Both ranks are lost in the end, the survivor of the first death while it waits at the meeting
-    place or before."""
+    """Both ranks are lost in the end, the survivor of the first death while it waits at the
+    rendezvous or before."""
 
     def recover(group: WorkerGroup, died: WorkerDied) -> ReplacementReport:
         pair.restart(1)
@@ -198,7 +198,7 @@ def test_second_death_during_the_replacement(pair, config, cases):
 
 
 def test_new_rank_killed_while_it_is_linked(pair, config, cases):
-    """The survivor waits for it at the meeting place, and must not wait there for long."""
+    """The survivor waits for it at the rendezvous, and must not wait long."""
     killed = []
 
     def recover(group: WorkerGroup, died: WorkerDied) -> ReplacementReport:

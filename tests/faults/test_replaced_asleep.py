@@ -1,5 +1,5 @@
 """A rank that dies while its group sleeps, updates its weights, or has been reset: it is replaced
-from there, and the group serves again by the way that its state asks for."""
+in that state, and the group serves again as its state requires."""
 
 import pytest
 

@@ -1,6 +1,6 @@
-"""A pipeline of two real daemons on tcp, with keys: it generates what it should, its ranks' own
-data stays on the interface that was named, nothing is unpickled, no name leads out of the models'
-directory, and a daemon that was killed is replaced by its successor."""
+"""A pipeline of two real daemons on tcp, with keys: it generates the right tokens, data between
+ranks stays on the chosen interface, nothing is unpickled, no name leads out of the model directory,
+and a killed daemon is replaced by its successor."""
 
 import shutil
 import tempfile
@@ -41,7 +41,7 @@ def daemons(directory, ring, model_root):
 
 
 def is_lost(group: WorkerGroup, rank: int) -> bool:
-    """Whether the group knows that this rank is dead."""
+    """Return True if the group knows that this rank is dead."""
     try:
         group.look()
     except WorkerDied as died:

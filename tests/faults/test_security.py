@@ -1,5 +1,5 @@
-"""Daemons that want keys, and whoever comes without the right one: rows 20 to 25 and 28 of the
-fault matrix, on real sockets around the fake worker. The daemon on ipc runs without assertions."""
+"""Daemons that require keys, and peers without the right one: rows 20 to 25 and 28 of the fault
+matrix, on real sockets around the fake worker. The daemon on ipc runs without assertions."""
 
 import json
 import os
@@ -310,7 +310,7 @@ def test_observer_cannot_open_the_sockets_of_steps(daemon, ring, sockets):
 
 
 def turned_away(opened):
-    """Whether the daemon refuses a socket's key; it tries again by itself."""
+    """Return True if the daemon refuses a socket's key; the socket reconnects automatically."""
     monitor = opened.get_monitor_socket(zmq.EVENT_HANDSHAKE_FAILED_AUTH)
     refused = monitor.poll(5000)
     opened.disable_monitor()

@@ -1,5 +1,5 @@
 """However a daemon ends, nothing of it is left: no process, socket, lock or shared memory (rows 28,
-32 and 33 of the fault matrix, promise P12)."""
+32 and 33 of the fault matrix)."""
 
 import itertools
 import os
@@ -47,7 +47,7 @@ class Home:
         self._read_end, self.parent = os.pipe()
 
     def start(self, *options: str) -> DaemonProcess:
-        """A daemon that was told to start."""
+        """A daemon that is starting."""
         daemon = DaemonProcess(
             self.sockets,
             *("--state-dir", str(self.state), "--exit-with-parent-fd", str(self._read_end)),

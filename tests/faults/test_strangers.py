@@ -1,5 +1,5 @@
 """Another user of the host, who may connect to anything on the loopback interface: the ranks of a
-group let nobody in once they have met, and no number of connections ends one."""
+group accept no strangers after the rendezvous, and no number of connections ends one."""
 
 import pytest
 
@@ -9,7 +9,7 @@ from tests.support.strangers import flood, gets_in, listening, num_descriptors
 
 ATTEMPTS = 24_000
 SLACK = 8
-"""Descriptors that a daemon may open meanwhile for reasons of its own."""
+"""Descriptors that a daemon may open itself in the meantime."""
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""The units of docker/systemd, run by systemd itself: what its supervision gives a group."""
+"""The units of docker/systemd under a real systemd: supervision of a group."""
 
 import time
 from pathlib import Path

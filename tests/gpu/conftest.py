@@ -1,4 +1,4 @@
-"""What the tests of one GPU share: checkpoints that they only read, and one cache of compiled
+"""Shared by the tests on one GPU: checkpoints that they only read, and one cache of compiled
 kernels for this process and for the daemons that tests start."""
 
 import os
@@ -15,7 +15,7 @@ KERNEL_CACHE = ROOT / "build" / "test-kernels"
 
 
 def pytest_configure() -> None:
-    """Daemons of tests get cache directories of their own, and would compile every kernel anew."""
+    """Tests' daemons have their own cache directories, and would recompile every kernel."""
     if "TRITON_CACHE_DIR" not in os.environ:
         KERNEL_CACHE.mkdir(mode=0o700, parents=True, exist_ok=True)
         os.environ["TRITON_CACHE_DIR"] = str(KERNEL_CACHE)

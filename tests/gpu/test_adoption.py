@@ -1,8 +1,8 @@
-"""Adoption on a GPU: rows go on from the KV cache as it is, in graphs that were captured before,
+"""Adoption on a GPU: rows continue from the existing KV cache, in graphs that were captured before,
 and a killed driver's requests are finished by the next one.
 
 Inputs are fixed, and float32: the step that admits rows again computes as a step of prompts, whose
-roundings differ from a decode's, so that a near tie could fall otherwise.
+roundings differ from a decode's, so that a near tie could turn out differently.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""What a real GPU's NVML says of the device's health, by the calls that tests elsewhere replace."""
+"""Device health from a real GPU's NVML, with the calls that other tests replace."""
 
 import pytest
 import torch

@@ -46,7 +46,7 @@ def embedded_prompts(seed, dtype):
 
 @torch.inference_mode()
 def expected_tokens(checkpoint, prompt, generated):
-    """What transformers takes for the likeliest after each token, in float32."""
+    """Return transformers' most likely token after each token, in float32."""
     model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
     whole = prompt.whole(SimpleNamespace(model=model))
     model.to("cuda:0")

@@ -1,5 +1,5 @@
-"""Steps that fail on a GPU: memory that is not there, with eager steps and with graphs, logits that
-are no numbers, and a device that is lost for good."""
+"""Failing steps on a GPU: out of memory, with eager steps and with graphs, NaN logits, and a lost
+device."""
 
 import gc
 import shutil
@@ -41,7 +41,7 @@ pytestmark = [
 ]
 NUM_SLOTS = 8
 PROMPT_LEN = 1000
-"""So many tokens at once that the step is no graph's, and takes more than SPARE_BYTES."""
+"""Enough tokens that the step runs without a graph and takes more than SPARE_BYTES."""
 NUM_TOKENS = 12
 ROUNDS = 100
 SPARE_BYTES = 48 << 20
@@ -62,7 +62,7 @@ def driver(qwen3):
 
 @contextmanager
 def starved(spare_bytes: int) -> Iterator[None]:
-    """This process's tensors get no more than that for the moment."""
+    """Limits the memory of this process's tensors for a while."""
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
     total = torch.cuda.get_device_properties(0).total_memory
@@ -96,7 +96,7 @@ def serve(driver, prompt):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("num_rows", [8, 700])
 def test_kernels_choose_no_token_where_logits_are_no_numbers(dtype, num_rows):
-    """Rows that are split over programs, and so many that they are not."""
+    """Few rows, split over programs, and many rows, not split."""
     rng = np.random.default_rng()
     vocab_size = 20_011
     logits = random_logits("flat", num_rows, vocab_size, rng).to("cuda", dtype)
@@ -130,7 +130,7 @@ def test_hundred_steps_without_memory_leave_it_as_it_was(driver):
 
 
 def test_graphs_need_no_memory(driver):
-    """Rows that are there go on while a prompt fails: their decodes are replayed graphs."""
+    """Existing rows continue while a prompt fails: their decodes replay graphs."""
     rng = np.random.default_rng()
     prompt = rng.integers(3, 1000, NUM_SLOTS * PROMPT_LEN).astype("<i4").tobytes()
     expected = serve(driver, prompt)

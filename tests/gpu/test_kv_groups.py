@@ -1,4 +1,4 @@
-"""Several groups of layers on a GPU, each with its window and its part of the block table, in CUDA
+"""Several KV groups on a GPU, each with its window and its part of the block table, in CUDA
 graphs: tokens are those of transformers, and graphs give those of the same kernels launched one by
 one."""
 
@@ -63,7 +63,7 @@ def seed():
 
 
 def test_windows_keep_what_a_refused_token_sees(tmp_path, model_root, seed):
-    """Nearly no block is free: one that a window lets go is written by another request at once.
+    """Nearly no block is free: a block freed by a window is reused immediately.
     Comes before `endpoint`, since a second daemon would not get the GPU."""
     reference = window_models.make_model(model_root, "mixed", seed, window=5)
     load = Load(
@@ -122,8 +122,8 @@ class Row:
 
 
 class GroupServing:
-    """Greedy requests on one worker in this process. With rings a request writes, where its window
-    has left a block behind, to that block again: its row names it at both places."""
+    """Greedy requests on one worker in this process. With rings, a request reuses a block that its
+    window has passed: its row names the block at both positions."""
 
     def __init__(self, driver: StageDriver, groups: tuple[BlockGroup, ...], *, rings: bool) -> None:
         self._driver = driver
@@ -275,7 +275,7 @@ def test_graphs_give_the_bits_of_the_same_kernels_launched_one_by_one(
 
 @pytest.mark.parametrize("count", [1, 5, 33])
 def test_blocks_that_are_written_again_change_nothing(driver, groups, count):
-    """Against requests whose blocks are all their own."""
+    """Compared with requests that share no blocks."""
     in_rings = serve(driver, groups, count, TELLING, rings=True)
     assert in_rings == serve(driver, groups, count, TELLING, rings=False)
 

@@ -1,4 +1,4 @@
-"""Thin matrix products and greedy tokens on a GPU at real sizes, against fp64 and torch."""
+"""Skinny GEMMs and greedy tokens on a GPU at real sizes, against fp64 and torch."""
 
 import pytest
 import torch

@@ -1,6 +1,6 @@
-"""What determine_available_memory promises on a real device: the number can be had, it depends on
-nothing that came before the baseline, and on everything that came after it in this process. What
-others do there is told apart where NVML tells it."""
+"""Properties of determine_available_memory on a real device: the number can be allocated, it does
+not depend on allocations before the baseline, and it includes this process's later ones. Other
+processes are distinguished if NVML reports them."""
 
 import json
 import shutil
@@ -36,7 +36,7 @@ MAX_LEN = 4096
 MIB = 1 << 20
 GIB = 1 << 30
 TOLERANCE = 48 * MIB
-"""The driver gives memory out in pieces of 2 MiB and more, for code and for graphs' arguments."""
+"""The CUDA driver allocates at least 2 MiB at a time, for code and graph arguments."""
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +50,7 @@ def models(tmp_path_factory):
 @pytest.fixture(scope="module")
 def begin(models):
     """(model, utilization) -> a context with a StageDriver whose model is loaded. Libraries and
-    kernels are loaded before the first: what they take is this process's for good."""
+    kernels are loaded before the first: their memory is never freed."""
 
     @contextmanager
     def loaded(model="qwen3-0.6b", utilization=0.5):
@@ -90,8 +90,8 @@ def ballast(num_bytes):
 
 @pytest.mark.parametrize("model", ["qwen3-0.6b", "llama-8b"])
 def test_the_number_can_be_had_on_a_device_that_has_no_more(begin, model, record_property):
-    """The device is filled until the request is all that is free, and a reserve. The share is
-    kept, graphs and code that is loaded late included."""
+    """Fill the device until only the request and a reserve are free. The
+    utilization share holds, including graphs and code that is loaded late."""
     total = torch.cuda.mem_get_info()[1]
     requested = total // 2
     filling = ballast(free_bytes() - requested - CUSHION_BYTES)
@@ -153,7 +153,7 @@ def test_what_is_taken_after_the_baseline_is_missing(begin):
 
 
 def test_a_profile_pins_nothing(begin):
-    """No small tensor of the largest step, or of the graphs, keeps a large block of it."""
+    """No small tensor of the largest step or of the graphs pins a large allocator block."""
     with begin() as driver:
         torch.cuda.empty_cache()
         before = torch.cuda.memory_reserved()
@@ -196,7 +196,7 @@ for line in sys.stdin:
 
 @pytest.fixture
 def other():
-    """(bytes): another process then has so many of the device."""
+    """(bytes): makes another process hold this much device memory."""
     process = subprocess.Popen(
         [sys.executable, "-c", OTHER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
@@ -233,7 +233,7 @@ def test_a_process_that_moves_meanwhile_is_seen_and_not_counted(begin, other, mo
         assert [change.num_bytes for change in freed.changes] == [
             pytest.approx(-6 * GIB, abs=TOLERANCE)
         ]
-        # What is freed is no room, whether or not somebody says by whom.
+        # Memory that another process freed adds no room, even if NVML names it.
         assert freed.available_bytes <= expected + TOLERANCE
         if not names_others:
             return

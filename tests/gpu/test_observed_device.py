@@ -1,5 +1,5 @@
 """What a daemon on a GPU holds and shows before and while it serves: the lock on the GPU, no memory
-of it while idle, its gauges, its steps' counts, and the driver's word on what the GPU needs."""
+of it while idle, its gauges, its steps' counts, and the GPU driver's recovery action."""
 
 import os
 import subprocess

@@ -75,8 +75,8 @@ def test_traces_hold_the_same_device_work_each_time(driver):
 
 
 def test_observer_s_trace_lies_on_our_clock(driver):
-    """Merged as `worker-client trace` does it: a step's kernels after its launch, and all of it
-    between the moments at which it was run."""
+    """Merge like `worker-client trace`: a step's kernels come after its launch, and both
+    lie between the times before and after the run."""
     driver.admit(REQUESTS, 40, 4 * STEPS)
     decode(driver)
     driver.worker.start_trace()
@@ -94,7 +94,7 @@ def test_observer_s_trace_lies_on_our_clock(driver):
     events = json.loads(gzip.decompress(target.getvalue()))["traceEvents"]
     kernels = [e for e in events if e.get("cat") == "kernel"]
     steps = [e for e in events if e.get("cat") == "user_annotation" and "_seq_" in e["name"]]
-    slack = summary.clock_bound_ns / 1000 + 50  # the profiler's own between host and device
+    slack = summary.clock_bound_ns / 1000 + 50  # the profiler's own clock error
     first = min(step["ts"] for step in steps)
     assert kernels
     assert all(first - slack <= kernel["ts"] for kernel in kernels)

@@ -55,7 +55,7 @@ def attend(backend: AttentionBackend, batch: PagedBatch, window: int | None) -> 
 
 
 def check(backend: AttentionBackend, batch: PagedBatch, window: int | None = None) -> None:
-    """Each sequence by itself: a wrong short one would not show among long ones."""
+    """Compare each sequence separately: errors in a short one would be hidden by long ones."""
     out = attend(backend, batch, window)
     assert out.shape == batch.q.shape
     assert out.isfinite().all()

@@ -1,5 +1,5 @@
-"""A feature that refuses tokens (tests/support/refusing_feature) on a GPU: in graphs of its own,
-through preemption and the death of a driver."""
+"""A feature that refuses tokens (tests/support/refusing_feature) on a GPU: in separate graphs, with
+preemption and the death of a driver."""
 
 import shutil
 import tempfile

@@ -1,5 +1,5 @@
-"""The sampling kernels on a GPU: against plain torch there and on the CPU, and what they never
-do."""
+"""The sampling kernels on a GPU: against plain torch there and on the CPU, without waiting for the
+device."""
 
 import numpy as np
 import pytest

@@ -52,7 +52,7 @@ def test_counts(sampling, vocab_size):
 
 
 def few(params):
-    """Params within the bounds of a request, whose random ones are for smaller vocabularies."""
+    """Params within a request's bounds; random params are for smaller vocabularies."""
     allowed = params.allowed_token_ids
     return {
         **{name: getattr(params, name) for name in RULES[:3]},

@@ -1,5 +1,5 @@
-"""What the step path never does once it is warm: wait for the device, allocate on it, compile or
-capture. And what graphs must not change: the tokens."""
+"""A warm step path never waits for the device, allocates on it, compiles or captures; and graphs do
+not change tokens."""
 
 import shutil
 from pathlib import Path

@@ -67,7 +67,7 @@ MOVING = ("free", "context", "activations", "others")
 
 
 def figures_by_kind(group):
-    """Bytes of what is the worker's alone."""
+    """Return the bytes of the worker's own memory."""
     kinds = group.get_status()[0].memory_bytes
     return {name: kinds[name] for name in kinds if name not in MOVING}
 

@@ -47,7 +47,7 @@ class Group:
 
 
 class Case:
-    """Inputs of one reduction, on the device; every rank knows everybody's."""
+    """Inputs of one reduction on the device; every rank can compute all ranks' inputs."""
 
     def __init__(self, group, seed):
         rng = random.Random(seed)
@@ -94,7 +94,7 @@ def digest_of(results, digest):
 
 
 def pause(rng):
-    """Lets the device of this rank fall behind."""
+    """Delay this rank's device."""
     torch.cuda._sleep(rng.choice([0, 0, 1000, 200_000]))
 
 
@@ -165,7 +165,7 @@ def relink(group, seed, places):
 
 
 def die(group, seed, places):
-    """Ends by a signal between two reductions, while the other ranks go on."""
+    """Kill this rank between two reductions, while the other ranks continue."""
     group.open(1, places[0])
     graph, _ = capture([Case(group, f"{seed}/{call}") for call in range(9)])
     for _ in range(20):
@@ -175,7 +175,7 @@ def die(group, seed, places):
 
 
 def survive(group, seed, places):
-    """Waits for a killed peer in a graph, is freed by an abort, and links anew with a fresh one."""
+    """Wait for a killed peer in a graph until an abort, then link with a new process."""
     group.open(1, places[0])
     graph, _ = capture([Case(group, f"{seed}/{call}") for call in range(9)])
     for _ in range(25):

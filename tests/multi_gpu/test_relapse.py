@@ -30,7 +30,7 @@ that is lost, and its trailer tells. Only where all in flight are lost does the 
 
 @pytest.mark.parametrize("case", SKIPPED)
 def test_sends_that_are_left_out(tmp_path, case):
-    """The group goes on: with the processes that it has, and after a relapse with new ones."""
+    """The group continues, with the same processes, and after a relapse with new ones."""
     checkpoint = make_checkpoint(tmp_path / "models" / "llama")
     parallel = ParallelConfig(pipeline_parallel_size=PP)
     config = worker_config(checkpoint, parallel, "float32")

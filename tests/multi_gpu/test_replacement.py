@@ -1,5 +1,5 @@
 """A rank that is killed on real GPUs, over NCCL: the survivor keeps what it has, another daemon
-takes the place, and the tokens are those of before."""
+takes the place, and the tokens do not change."""
 
 import os
 import signal

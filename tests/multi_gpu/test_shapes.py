@@ -1,5 +1,5 @@
 """Every parallel shape on real GPUs over NCCL gives the tokens of one GPU; a link can be left and
-made anew."""
+rebuilt."""
 
 import signal
 import subprocess

@@ -1,4 +1,4 @@
-"""New weights over NCCL from a trainer on a GPU of its own, and what its death leaves."""
+"""New weights over NCCL from a trainer on a separate GPU, and the state after its death."""
 
 import subprocess
 import sys

@@ -1,1 +1,1 @@
-"""What several test suites share."""
+"""Support code that several test suites share."""

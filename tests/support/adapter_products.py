@@ -31,8 +31,8 @@ def draw(
     device: str,
     seed: int,
 ) -> Case:
-    """Draw rows of all slots, base rows and a missing adapter among them. The slots are rows of one
-    buffer, as daemons have them."""
+    """Draw rows of all slots, including base rows and a missing adapter. The slots are rows of one
+    buffer, as in daemons."""
     generator = torch.Generator(device).manual_seed(seed)
 
     def normal(*shape: int) -> Tensor:
@@ -65,7 +65,8 @@ def draw(
 
 
 def check(products: AdapterProducts, case: Case) -> None:
-    """Rows without an adapter keep their bits; a missing one's are NaN."""
+    """Check products; rows without an adapter keep their bits, and those of a missing one are
+    NaN."""
     y = case.y.clone()
     products.add(y, case.x, case.weights, case.token_slots)
     base, missing = case.token_slots == 0, case.token_slots < 0

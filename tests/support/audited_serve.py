@@ -1,6 +1,6 @@
 """`python -m tests.support.audited_serve FILE ARGS`: the daemon's real command line under an audit
 hook that writes to FILE every class that is unpickled, from before the daemon is imported. This
-module unpickles the first itself, so that a hook that sees nothing is noticed."""
+module unpickles one first, to detect a hook that does not work."""
 
 import os
 import pickle  # noqa: TID251  # to see that the hook sees it

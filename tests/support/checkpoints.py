@@ -1,5 +1,5 @@
-"""Random tiny checkpoints in Hugging Face format, and what transformers computes with them: the
-reference that this project did not write.
+"""Random tiny checkpoints in Hugging Face format, and transformers' results for them: the
+independent reference.
 
     checkpoint = make_checkpoint(directory, "Qwen3ForCausalLM", rope=YARN, form=4, seed=3)
     checkpoint.path                       # pass it to serve()
@@ -20,15 +20,15 @@ import torch
 import transformers
 
 VOCAB_SIZE = 331
-"""Odd, so that no shard of it is a round number."""
+"""Odd, so that no shard has a round size."""
 
 MAX_LEN = 192
 INITIALIZER_RANGE = 0.16
-"""Eight times the usual one: logits are decisive and outputs wander."""
+"""Eight times the usual value, for decisive logits and varied outputs."""
 
 MAX_TRIES = 40
 LEAST_DISTINCT = 4
-"""Tokens in an output: random models like to repeat themselves."""
+"""Minimum of different tokens in an output: random models tend to repeat themselves."""
 
 LEAST_MARGIN = 1e-3
 """In nats, between a greedy token and the next best: far above the rounding of float32."""
@@ -55,7 +55,7 @@ ROPES = {"default": DEFAULT, "linear": LINEAR, "dynamic": DYNAMIC, "llama3": LLA
 ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 
 ENCODERS = ("Bert", "Roberta")
-"""Ends of the names of encoders' families."""
+"""Suffixes of encoder family names."""
 
 SIZES: Mapping[str, object] = {
     "vocab_size": VOCAB_SIZE,
@@ -77,7 +77,7 @@ class NearTie(Exception):
 
 @dataclass
 class Checkpoint:
-    """A directory, and the model that was written to it."""
+    """A checkpoint directory and its model."""
 
     path: Path
     model: transformers.PreTrainedModel
@@ -96,7 +96,7 @@ class Checkpoint:
         eos: Sequence[int] = (),
         min_tokens: int = 0,
     ) -> list[int]:
-        """Tokens of transformers' generate, which ends at one of `eos`; remembered.
+        """Return the tokens of transformers' generate, which ends at one of `eos`; cached.
 
         Raises:
             NearTie: rounding could change them.
@@ -111,7 +111,8 @@ class Checkpoint:
     def biased(
         self, prompt: Sequence[int], max_tokens: int, token_id: int, bias: float
     ) -> list[int]:
-        """Tokens of generate with a bias on one token's logit. Raises NearTie as greedy does."""
+        """Return the tokens of generate with a bias on one token's logit. Raises NearTie as greedy
+        does."""
         ids = tuple(int(token) for token in prompt)
         key = (ids, max_tokens, token_id, bias)
         if key not in self._greedy:
@@ -126,15 +127,15 @@ class Checkpoint:
         processor: transformers.LogitsProcessor,
         eos: Sequence[int] = (),
     ) -> list[int]:
-        """Tokens of generate with a processor of logits. Raises NearTie as greedy does."""
+        """Return the tokens of generate with a logits processor. Raises NearTie as greedy does."""
         ids = tuple(int(token) for token in prompt)
         ending = {"eos_token_id": list(eos)} if eos else {}
         processors = transformers.LogitsProcessorList([processor])
         return self._generate(ids, max_tokens, {"logits_processor": processors, **ending})
 
     def embedded(self, embeds: torch.Tensor, max_tokens: int) -> list[int]:
-        """Tokens of generate for a prompt of embeddings [tokens, hidden size]. Raises NearTie as
-        greedy does."""
+        """Return the tokens of generate for a prompt of embeddings [tokens, hidden size]. Raises
+        NearTie as greedy does."""
         return self._continue({"inputs_embeds": embeds[None]}, 0, max_tokens, {})
 
     def _generate(
@@ -169,7 +170,8 @@ class Checkpoint:
         return output.sequences[0, num_given_ids:].tolist()
 
     def logprobs(self, token_ids: Sequence[int]) -> torch.Tensor:
-        """Row i: log probabilities, float32 [vocab_size], of the token after token_ids[i]."""
+        """Return in row i the log probabilities, float32 [vocab_size], of the token after
+        token_ids[i]."""
         with torch.no_grad():
             logits = self.model(torch.tensor([list(token_ids)])).logits[0]
         return logits.float().log_softmax(-1)
@@ -187,8 +189,8 @@ def make_checkpoint(
 ) -> Checkpoint:
     """Make a float32 checkpoint in a new directory under `directory`.
 
-    form: 5 or 4, the release of transformers in whose form config.json is written. overrides:
-    fields of the configuration.
+    form: 5 or 4, the transformers release whose config.json format to write. overrides: fields of
+    the configuration.
     """
     family = re.split("For[A-Z]|Model$", architecture)[0]
     config_class = getattr(transformers, f"{family}Config")
@@ -225,13 +227,13 @@ def _make_encoder(
 
 
 def edit_config(checkpoint: Checkpoint, **fields: object) -> None:
-    """Change fields of config.json; the reference model is left as it is."""
+    """Change fields of config.json; the reference model does not change."""
     path = checkpoint.path / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), **fields}))
 
 
 def _randomise_vectors(model: transformers.PreTrainedModel, seed: int) -> None:
-    """Biases are made as zeros and norms as ones, which would hide that one is left out."""
+    """Randomize biases and norms: their defaults of zeros and ones would hide a missing one."""
     generator = torch.Generator().manual_seed(seed + 1)
     with torch.no_grad():
         for name, tensor in model.named_parameters():
@@ -260,7 +262,7 @@ def _new_directory(parent: Path, name: str) -> Path:
 
 
 def prompts(seed: int, lengths: Iterable[int], vocab_size: int = VOCAB_SIZE) -> list[np.ndarray]:
-    """Random token ids, int32, one array for each length."""
+    """Return random token ids, int32, one array for each length."""
     rng = np.random.default_rng(seed)
     return [rng.integers(0, vocab_size, length).astype(np.int32) for length in lengths]
 
@@ -273,8 +275,8 @@ def decisive_prompts(
     *,
     prefix: Sequence[int] = (),
 ) -> list[np.ndarray]:
-    """Random token ids after `prefix`, one array for each total length, such that
-    greedy(prompt, max_tokens) is no NearTie and no short loop."""
+    """Return random token ids after `prefix`, one array for each total length, such that
+    greedy(prompt, max_tokens) has no near tie and no short loop."""
     rng = np.random.default_rng(seed)
 
     def draw(length: int) -> np.ndarray:

@@ -1,6 +1,6 @@
 """`python -m tests.support.clocked_serve FILE ARGS`: the daemon's real command line around the fake
-worker, on a host whose clocks a test sets: FILE holds two numbers, by how many seconds the wall
-clock is wrong, and for how many the host has been suspended."""
+worker, on a host whose clocks a test sets: FILE holds two numbers: the seconds by which the wall
+clock is wrong, and those for which the host has been suspended."""
 
 import sys
 import time

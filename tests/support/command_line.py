@@ -1,5 +1,4 @@
-"""The commands as a user runs them: processes of their own, in a temporary directory of their
-own."""
+"""Runs the commands as a user does: as separate processes, in a separate temporary directory."""
 
 import os
 import subprocess
@@ -23,20 +22,20 @@ COMMAND_LIMIT_S = 60.0
 
 
 def environment(directory: Path, **variables: str) -> dict[str, str]:
-    """Our own environment, with temporary files in `directory`, and with these variables."""
+    """Return our environment, with temporary files in `directory`, and with these variables."""
     own = {"TMPDIR": str(directory), "XDG_CACHE_HOME": str(directory), "OMP_NUM_THREADS": "1"}
     return {**os.environ, **own, **variables}
 
 
 def short_directory() -> Path:
-    """A new directory whose path leaves room for a socket's name."""
+    """Make a directory with a path short enough for a socket's name."""
     return Path(tempfile.mkdtemp(prefix="cl-"))
 
 
 def run_client(
     directory: Path, *words: str, check: bool = True, **variables: str
 ) -> "subprocess.CompletedProcess[str]":
-    """Run `worker-client WORDS` to its end. check: it must succeed."""
+    """Run `worker-client WORDS` to its end. check: require success."""
     done = subprocess.run(
         [*CLIENT, *words],
         capture_output=True,
@@ -50,7 +49,7 @@ def run_client(
 
 
 def probe(directory: Path, endpoint: str, what: str) -> "subprocess.CompletedProcess[str]":
-    """Ask as a supervisor does whether a daemon is live or ready."""
+    """Probe a daemon for liveness or readiness, as a supervisor does."""
     return run_client(directory, "status", "--endpoints", endpoint, "--probe", what, check=False)
 
 
@@ -68,7 +67,7 @@ def start_client(directory: Path, *words: object, **variables: str) -> "subproce
 def start_daemon(
     directory: Path, *words: str, within: Sequence[str] = (), **variables: str
 ) -> "subprocess.Popen[bytes]":
-    """Start `worker-daemon serve WORDS`, by way of the command `within`, which becomes it."""
+    """Start `worker-daemon serve WORDS` through the command `within`, which execs it."""
     with (directory / "daemon.log").open("ab") as log:
         return subprocess.Popen(
             [*within, *DAEMON, "serve", *words],
@@ -79,7 +78,7 @@ def start_daemon(
 
 
 def ask_status(endpoint: str, timeout_s: float = 0.5) -> Status | None:
-    """A daemon's status; None where none answers."""
+    """Return a daemon's status; None if it does not answer."""
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     client = WorkerClient(context, parse_endpoint(endpoint), 0, new_driver_id())
     try:
@@ -92,7 +91,7 @@ def ask_status(endpoint: str, timeout_s: float = 0.5) -> Status | None:
 
 
 def status_of(endpoint: str) -> Status:
-    """The status of a daemon that lives, however busy the tests' host is."""
+    """Return the status of a living daemon, with a limit for a busy host."""
     status = ask_status(endpoint, COMMAND_LIMIT_S)
     assert status is not None, f"{endpoint} does not answer"
     return status
@@ -101,7 +100,7 @@ def status_of(endpoint: str) -> Status:
 def wait_for_daemons(
     endpoints: Sequence[str], processes: Sequence["subprocess.Popen[bytes]"]
 ) -> None:
-    """Wait until all answer."""
+    """Wait until all daemons answer."""
     deadline = time.monotonic() + COMMAND_LIMIT_S
     for endpoint, process in zip(endpoints, processes, strict=True):
         while ask_status(endpoint) is None:
@@ -111,7 +110,7 @@ def wait_for_daemons(
 
 
 def processes_of(directory: Path) -> list[psutil.Process]:
-    """Processes that name the directory on their command line or have it as TMPDIR."""
+    """Return processes with the directory on their command line or as TMPDIR."""
     found = []
     for process in psutil.process_iter():
         try:

@@ -1,6 +1,7 @@
 """`python -m tests.support.counted_serve FILE BANS ARGS`: the daemon's real command line around the
-fake worker, which counts in FILE what reached its decoders: two numbers of 8 bytes, of the control
-and of the step socket. BANS: `on`, or `off` for a daemon that is to see all that a fuzzer sends."""
+fake worker, which counts in FILE the calls of its decoders: two numbers of 8 bytes, for the control
+and the step socket. BANS: `on`, or `off` for a daemon that must read everything that a fuzzer
+sends."""
 
 import mmap
 import struct
@@ -20,12 +21,12 @@ CONTROL, STEP = range(2)
 
 
 def decoder_calls(file: Path) -> tuple[int, int]:
-    """Of the control and of the step socket, so far."""
+    """Return the calls so far, of the control and of the step socket."""
     return struct.unpack("<2q", file.read_bytes())
 
 
 def counting(decode: Callable, counters: mmap.mmap, index: int) -> Callable:
-    """The decoder, counted: each counter has one thread."""
+    """Return a counting decoder; each counter has one thread."""
 
     def counted(frames):
         (calls,) = struct.unpack_from("<q", counters, 8 * index)

@@ -1,5 +1,5 @@
 """`python -m tests.support.delayed_daemon JOURNAL SEED OPTIONS`: the real daemon, whose worker
-waits at random before and after every step, and notes when it was at which."""
+waits randomly before and after every step, and records its times in a journal."""
 
 import json
 import random
@@ -28,7 +28,7 @@ class Stay(NamedTuple):
 
 
 class DelayedDaemons(LocalDaemons):
-    """Local daemons on the CPU that take their time."""
+    """Local daemons on the CPU with delayed steps."""
 
     def __init__(self, count: int, model_root: Path, journals: Path) -> None:
         """journals: an empty directory."""
@@ -59,7 +59,7 @@ def read_journal(journal: Path) -> list[Stay]:
 
 
 def most_steps_at_once(stays: Sequence[Sequence[Stay]]) -> int:
-    """Return how many different steps were at work on some rank at the same moment."""
+    """Return the maximum number of different steps that ranks executed at the same time."""
     everywhere = [stay for of_rank in stays for stay in of_rank]
     return max(
         len({other.seq for other in everywhere if other.begin <= stay.begin < other.end})
@@ -68,7 +68,7 @@ def most_steps_at_once(stays: Sequence[Sequence[Stay]]) -> int:
 
 
 class DelayedWorker:
-    """A worker whose steps take longer; everything else is the real one's."""
+    """A worker with delayed steps; otherwise the real one."""
 
     def __init__(self, worker: WorkerLike, journal: Path, seed: int) -> None:
         self._worker = worker

@@ -1,8 +1,8 @@
-"""`python -m tests.support.doomed_driver PLAN`: a driver that attaches, goes on with what is
-loaded, proves that by generating, reports in one JSON line, and then dies in the middle of a step,
-or serves until it is killed. Without a PLAN: forks a driver for each plan that it reads, a line
-each, and says how it ended; DriverNursery is the other end. A driver costs no start of an
-interpreter so."""
+"""`python -m tests.support.doomed_driver PLAN`: a driver that attaches, uses the loaded model,
+generates to prove it, reports in one JSON line, and then dies in the middle of a step, or serves
+until it is killed. Without a PLAN: forks a driver for each plan that it reads, one per line, and
+reports its exit; DriverNursery is the other end. Forking saves starting an interpreter per
+driver."""
 
 import os
 import signal
@@ -30,13 +30,13 @@ NUM_GPU_BLOCKS = 256
 
 
 class Death(msgspec.Struct, frozen=True):
-    """Where the driver dies: after it sent a step to some of the ranks."""
+    """The point of the driver's death: after it sent a step to some of the ranks."""
 
     step: int
     """Counted from 1."""
     ranks: list[int]
     after_receipt: bool
-    """Not before the daemons have it."""
+    """Wait until the daemons have received it."""
 
 
 class Plan(msgspec.Struct, frozen=True):
@@ -49,18 +49,18 @@ class Plan(msgspec.Struct, frozen=True):
     """Serve until killed."""
     lease_ttl_s: float = 2.0
     force: bool = False
-    """Do not wait for the lease of whoever died before."""
+    """Do not wait for a dead driver's lease."""
 
 
 class Report(msgspec.Struct, frozen=True):
     was_loaded: bool
     phases: list[str]
-    """What prepare() did."""
+    """Phases of prepare()."""
     tokens: list[list[int]]
 
 
 def start(plan: Plan) -> "subprocess.Popen[str]":
-    """Start a driver of its own process."""
+    """Start a driver in a separate process."""
     return subprocess.Popen(
         [sys.executable, "-m", "tests.support.doomed_driver", msgspec.json.encode(plan).decode()],
         stdout=subprocess.PIPE,
@@ -78,7 +78,7 @@ def read_report(process: "subprocess.Popen[str]") -> Report:
 
 
 class DriverNursery:
-    """Starts drivers one after the other, each to its death."""
+    """Runs drivers one at a time until each dies."""
 
     def __init__(self) -> None:
         self._process = subprocess.Popen(
@@ -89,7 +89,7 @@ class DriverNursery:
         )
 
     def live(self, plan: Plan) -> tuple[Report, int]:
-        """Have a driver live until it ends; return its report and its exit code."""
+        """Run a driver until it ends; return its report and exit code."""
         assert self._process.stdin is not None and self._process.stdout is not None
         self._process.stdin.write(msgspec.json.encode(plan).decode() + "\n")
         self._process.stdin.flush()
@@ -104,7 +104,7 @@ class DriverNursery:
 
 
 def fork_drivers() -> None:
-    """Fork a driver for each plan on stdin; write its exit code behind its report."""
+    """Fork a driver for each plan on stdin; write its exit code after its report."""
     for line in sys.stdin:
         child = os.fork()
         if child == 0:
@@ -117,16 +117,16 @@ def fork_drivers() -> None:
 
 @dataclass
 class Executioner:
-    """Counts the steps on their way to the daemons, and ends the process at the last one."""
+    """Counts the steps sent to the daemons, and ends the process at the last one."""
 
     clients: Sequence[WorkerClient]
     death: Death
     step: int = 0
     last_seq: int = 0
-    """Of the last step that was sent to any of them."""
+    """seq of the last step sent to any of them."""
 
     def attend(self, client: WorkerClient) -> None:
-        """Stand between a client and its daemon."""
+        """Wrap a client's sending."""
         send = client.execute_model
 
         def execute_model(frames: Sequence[bytes]) -> None:
@@ -145,7 +145,7 @@ class Executioner:
         os.kill(os.getpid(), signal.SIGKILL)
 
     def _has_it(self, rank: int) -> bool:
-        """Whether the rank is through with the last step, or stuck in it."""
+        """Return True if the rank has finished the last step, or is stuck in it."""
         status = self.clients[rank].get_status()
         if status.last_seq >= self.last_seq:
             return True
@@ -154,7 +154,7 @@ class Executioner:
 
 
 def run(plan: Plan) -> None:
-    """Live and die by the plan."""
+    """Run a plan."""
     terms = LeaseTerms(ttl_s=plan.lease_ttl_s)
     with WorkerGroup(plan.endpoints, plan.config.parallel, lease=terms) as group:
         group.attach(force=plan.force, wait_s=30.0)

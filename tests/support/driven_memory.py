@@ -1,4 +1,4 @@
-"""A device's memory that the test drives: every byte is where the test put it."""
+"""A simulated device memory that the test controls byte by byte."""
 
 from worker_daemon.device.memory import (
     MemorySnapshot,
@@ -12,10 +12,10 @@ GIB = 1 << 30
 
 
 class DrivenMemory:
-    """A MemorySource over figures of the test's."""
+    """A MemorySource with the test's figures."""
 
     def __init__(self, total=80 * GIB, *, names_others=True):
-        """names_others: somebody knows which process has what."""
+        """names_others: memory of other processes is known."""
         self.total = total
         self.names_others = names_others
         self.others = {}
@@ -24,14 +24,14 @@ class DrivenMemory:
         self.cached = 0
         self.pinned = 0
         self.lag = 0
-        """Bytes that the driver's figure of free memory does not know of yet."""
+        """Bytes by which the driver's figure of free memory lags."""
         self.peak = self.reserved_peak = 0
         self.num_resets = 0
 
     # What the test does.
 
     def take(self, num_bytes):
-        """Have so many more bytes in tensors, out of the cache as far as it goes."""
+        """Allocate this many bytes in tensors, from the cache first."""
         self.tensors += num_bytes
         self.cached = max(0, self.cached - num_bytes)
         self._note_peak()
@@ -40,7 +40,7 @@ class DrivenMemory:
         self.tensors -= num_bytes
 
     def step(self, num_bytes, gaps=0):
-        """Have so many bytes for a while; the allocator keeps them, and gaps besides."""
+        """Allocate this many bytes temporarily; the allocator keeps them, plus gaps."""
         self.take(num_bytes)
         self.cached += gaps
         self._note_peak()

@@ -1,5 +1,5 @@
-"""What the fault tests have in common: requests with the tokens that transformers gives for them, a
-group that remembers its failures, and the proof that daemons still serve."""
+"""Shared by the fault tests: requests with transformers' tokens, a group that records its failures,
+and a check that daemons still serve."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from worker_client.worker_group import WorkerGroup
 
 @dataclass(frozen=True)
 class Cases:
-    """Greedy requests and what must come of them."""
+    """Greedy requests and their expected tokens."""
 
     requests: list[GenerationRequest]
     expected: dict[str, list[int]]
@@ -51,7 +51,7 @@ class RecordingFuture:
 
 
 class RecordingGroup:
-    """A group that remembers the failures which it handed out."""
+    """A group that records the failures that it raised."""
 
     def __init__(self, group: WorkerGroup) -> None:
         self._group = group
@@ -67,7 +67,8 @@ class RecordingGroup:
 def assert_serves(
     endpoints: Sequence[str], checkpoint: Checkpoint, pp: int = 1, tp: int = 1
 ) -> None:
-    """A new driver loads the model, whatever was there before, and gets the right tokens."""
+    """Check that a new driver can load the model, regardless of earlier state, and gets the right
+    tokens."""
     cases = random_cases(checkpoint, seed=77, count=2, max_tokens=6)
     config = worker_config(checkpoint.path, pp, tp)
     with connect(endpoints, config) as (group, loaded):

@@ -1,6 +1,6 @@
-"""A trainer in a process of its own, which the test means to lose. argv: backend, number of
-workers, directory of the weights, after how many broadcasts it kills itself (-1: it sends nothing
-at all), round. Prints its port and secret; a line on stdin lets it send."""
+"""A trainer in a separate process that dies. argv: backend, number of workers, directory of the
+weights, number of broadcasts before it kills itself (-1: it sends nothing), round. Prints its port
+and secret; a line on stdin lets it send."""
 
 import os
 import signal
@@ -30,7 +30,7 @@ def main(backend, num_workers, directory, lifetime, number):
     channel = DyingChannel(backend, int(num_workers), device=device, timeout_s=60)
     place = channel.engine.place
     print(place.port, place.secret.hex(), flush=True)
-    channel.left = 1  # the byte of the meeting
+    channel.left = 1  # the first byte after the rendezvous
     channel.open()
     tensors = {name: tensor.to(device) for name, tensor in tensors.items()}
     channel.left = int(lifetime)

@@ -1,5 +1,4 @@
-"""Random prompts with embeddings in the place of some token ids, and what transformers makes of
-them."""
+"""Random prompts with embeddings in place of some token ids, and transformers' tokens for them."""
 
 import random
 from collections.abc import Iterator
@@ -29,24 +28,25 @@ class EmbeddedPrompt:
 
     token_ids: list[int]
     rows: torch.Tensor
-    """[rows, hidden size], of the dtype in which they are uploaded."""
+    """[rows, hidden size], in the dtype of the upload."""
     at: tuple[tuple[int, int], ...]
 
     @property
     def ids(self) -> NDArray[np.int32]:
-        """All positions, with placeholders."""
+        """Return token ids for all positions, with placeholders."""
         return with_placeholders(self.token_ids, self.rows.shape[0], self.at)
 
     @property
     def embeds(self) -> NDArray[np.float32] | HostTensor:
-        """As a request has them."""
+        """Return the embeddings in a request's form."""
         if self.rows.dtype is torch.bfloat16:
             data = self.rows.view(torch.uint8).numpy().tobytes()
             return HostTensor.from_bytes("bfloat16", self.rows.shape, data)
         return self.rows.numpy()
 
     def whole(self, checkpoint: Checkpoint) -> torch.Tensor:
-        """[tokens, hidden size], float32: the rows in their places among those of the tokens."""
+        """Return [tokens, hidden size], float32: the rows at their positions among the token
+        embeddings."""
         ids = torch.from_numpy(self.ids).long()
         with torch.no_grad():
             whole = checkpoint.model.get_input_embeddings()(ids).clone()
@@ -57,7 +57,7 @@ class EmbeddedPrompt:
         return whole
 
     def request(self, req_id: str, max_tokens: int, **fields: object) -> GenerationRequest:
-        """Its request."""
+        """Return its request."""
         return GenerationRequest(
             id=req_id,
             prompt_token_ids=self.ids,
@@ -87,7 +87,7 @@ def save(prompt: EmbeddedPrompt, directory: Path, name: str) -> dict[str, object
 def random_rows(
     rng: np.random.Generator, count: int, width: int, dtype: torch.dtype = torch.float32
 ) -> torch.Tensor:
-    """Rows as large as those of a checkpoint's tokens."""
+    """Return random rows with the scale of a checkpoint's token embeddings."""
     values = rng.standard_normal((count, width), np.float32) * INITIALIZER_RANGE
     return torch.from_numpy(values).to(dtype)
 
@@ -95,7 +95,8 @@ def random_rows(
 def random_prompts(
     checkpoint: Checkpoint, seed: int, longest: int = 40
 ) -> Iterator[EmbeddedPrompt]:
-    """All embeddings, embeddings first, in the middle, last, and in several places, in turn."""
+    """Yield prompts in turn: only embeddings, embeddings first, in the middle, last, and in several
+    places."""
     chance, rng = random.Random(seed), np.random.default_rng(seed)
     width = checkpoint.model.config.hidden_size
     for index in range(1000):
@@ -120,7 +121,7 @@ def random_prompts(
 def clear_tokens(
     checkpoint: Checkpoint, prompt: EmbeddedPrompt, max_tokens: int
 ) -> list[int] | None:
-    """The tokens of transformers' generate, if they are varied and no near ties."""
+    """Return the tokens of transformers' generate, or None if they repeat or are near ties."""
     try:
         tokens = checkpoint.embedded(prompt.whole(checkpoint), max_tokens)
     except NearTie:
@@ -138,14 +139,14 @@ class EmbeddedCases:
 
     @property
     def requests(self) -> list[GenerationRequest]:
-        """Of all prompts."""
+        """Return the requests of all prompts."""
         return [prompt.request(name, self.max_tokens) for name, prompt in self.prompts.items()]
 
 
 def clear_cases(
     checkpoint: Checkpoint, seed: int, count: int, max_tokens: int, longest: int = 40
 ) -> EmbeddedCases:
-    """Prompts whose outputs are varied and no near ties, one of each kind in turn."""
+    """Return prompts with varied outputs and without near ties, one of each kind in turn."""
     cases = EmbeddedCases({}, {}, max_tokens)
     for index, prompt in enumerate(random_prompts(checkpoint, seed, longest)):
         if index % 5 != len(cases.prompts) % 5:

@@ -1,9 +1,9 @@
-"""Promises P5 and P6 as a model that hypothesis drives: drivers that attach, step, link anew, come
-too late and are killed; daemons that are killed and start again; leases that expire; a network that
-loses, doubles and reorders. The gate, the reply ring, the lease, the epoch file and the driver's
-resending are the real ones; sockets, threads and computing are not there.
+"""A state machine for hypothesis that checks exactly-once execution: drivers that attach, step,
+relink, are late and are killed; daemons that are killed and restart; leases that expire; a network
+that loses, duplicates and reorders. The gate, the reply ring, the lease, the epoch file and the
+driver's resending are real; there are no sockets, threads or computation.
 
-What must hold is checked as it happens, so that a failure shrinks to a short history:
+Invariants are checked after each event, so that a failure shrinks to a short history:
 
 - a rank applies each (epoch, seq) once, in order, with the bytes that its driver meant, and leaves
   none out but where a driver says that it stands on none before;
@@ -43,7 +43,7 @@ RANKS = 2
 CREDITS = 3
 TERMS = LeaseRequest(3.0, 60.0)
 MAX_DRIVERS = 4
-"""Older ones are forgotten, with what is under way to and from them."""
+"""Older drivers are forgotten, with their messages in flight."""
 HEALING_ROUNDS = 40
 
 T = TypeVar("T")
@@ -53,7 +53,7 @@ UNSEATING = (ErrorCode.FENCED, ErrorCode.LEASE_EXPIRED, ErrorCode.NOT_ATTACHED)
 
 
 class Clock:
-    """Seconds, as told; stands in for the time module too."""
+    """A clock that the test sets; also replaces the time module."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -64,7 +64,7 @@ class Clock:
 
 @dataclass(frozen=True)
 class Parts:
-    """What is under test, so that it can be shown that a broken one is found."""
+    """The components under test, replaceable to show that a broken one is detected."""
 
     gate: Callable[[], StepGate] = StepGate
     ring: Callable[[], ReplyRing] = ReplyRing
@@ -75,7 +75,7 @@ class Parts:
 
 @dataclass
 class Counts:
-    """How much was done, over all histories."""
+    """Counts over all histories."""
 
     operations: int = 0
     applied: int = 0
@@ -94,19 +94,19 @@ class Counts:
 
 @dataclass
 class Holding:
-    """What the model knows of a rank: who may step, by the rules alone."""
+    """The model's state of a rank: who may step according to the rules."""
 
     epoch: int = 0
-    """The last one that was granted."""
+    """The last granted epoch."""
     link: int = 0
     until: float = 0.0
-    """The end of the lease, which renewals put off; 0 once it was given back."""
+    """End of the lease, which renewals extend; 0 once released."""
     last_seq: int = 0
 
 
 class Daemon:
-    """One rank: the real parts around a list of what was applied. What a kill takes is made anew by
-    start(); the list and the model stay."""
+    """One rank: the real components around a list of applied steps. start() recreates the state
+    that a kill loses; the list and the model stay."""
 
     def __init__(self, rank: int, directory: Path, parts: Parts, clock: Clock) -> None:
         self.rank = rank
@@ -130,7 +130,7 @@ class Daemon:
         self.model = Holding(epoch=self.model.epoch)
 
     def prepare(self, driver: DriverIdentity, epoch: int, *, force: bool) -> bool:
-        """Promise an epoch, unless one as high was promised before; tell whether."""
+        """Prepare an epoch unless one at least as high was prepared; return True on success."""
         self.lease.check_free_for(driver, force=force)
         if epoch <= self.epochs.last:
             return False
@@ -139,7 +139,7 @@ class Daemon:
         return True
 
     def commit(self, driver: DriverIdentity, epoch: int) -> bool:
-        """Grant it, if nobody has come between; tell whether."""
+        """Grant it unless another driver has prepared since; return True on success."""
         if self.prepared != (epoch, driver) or epoch <= self.gate.epoch:
             return False
         self.lease.grant(driver, epoch, TERMS)
@@ -171,8 +171,8 @@ class Daemon:
             self.model.until = 0.0
 
     def take(self, frames: Frames, sent: dict[tuple[int, int], Frames], counts: Counts) -> Frames:
-        """Do with a request what the step thread does; return the reply. sent: what drivers meant
-        by (epoch, seq)."""
+        """Handle a request like the step thread; return the reply. sent: the drivers' frames by
+        (epoch, seq)."""
         message = codec.decode_step(frames)
         before = self._state()
         verdict = self.gate.judge(message)
@@ -216,7 +216,7 @@ class Daemon:
             self.model.link = message.rendezvous.link
             kept = codec.encode_step(step.Done(**ids))
         else:
-            tokens = random.randbytes(8)  # two runs of one step are never the same
+            tokens = random.randbytes(8)  # each run of a step gives different bytes
             kept = codec.encode_step(step.ModelRunnerOutput(**ids, sampled_token_ids=tokens))
         self.ring.keep(message.seq, kept)
         return kept
@@ -242,7 +242,7 @@ class Daemon:
 
 
 class Wire:
-    """The way from one driver to one rank, in the place of a WorkerClient."""
+    """The connection from one driver to one rank, in place of a WorkerClient."""
 
     def __init__(self, requests: list[tuple[int, Frames]], rank: int) -> None:
         self._requests = requests
@@ -253,7 +253,7 @@ class Wire:
 
 
 class SimulatedDriver:
-    """What a driver knows, around the real bookkeeping of what it may have to send again."""
+    """A driver's state around the real bookkeeping for resending."""
 
     def __init__(self, identity: DriverIdentity, parts: Parts) -> None:
         self.identity = identity
@@ -261,21 +261,21 @@ class SimulatedDriver:
         self.link = 0
         self.seq = 0
         self.requests: list[tuple[int, Frames]] = []
-        """Under way: (rank, frames)."""
+        """In flight: (rank, frames)."""
         self.replies: list[Frames] = []
         wires = [Wire(self.requests, rank) for rank in range(RANKS)]
         self.resending = parts.resending(wires, RANKS - 1)
         self.pending: dict[int, set[int]] = {}
-        """By seq, the ranks whose answer is waited for."""
+        """Ranks whose answer is awaited, by seq."""
         self.outcomes: dict[tuple[int, int], bytes] = {}
-        """By (rank, seq)."""
+        """Reply bytes by (rank, seq)."""
         self.last_given_up = 0
         self.link_seq = 0
-        """Of the last Relink."""
+        """seq of the last Relink."""
         self.must_resync = False
         self.unseated = True
         self.daemons: Sequence[Daemon] = ()
-        """To tell what a refusal is worth; the driver itself does not look."""
+        """For checking refusals; the driver itself does not use it."""
 
     def begin(self, epoch: int, daemons: Sequence[Daemon]) -> None:
         self.epoch, self.seq, self.unseated = epoch, 0, False
@@ -283,7 +283,7 @@ class SimulatedDriver:
         self.link = max(daemon.gate.link for daemon in daemons)
         self.must_resync = False
         self.resending.begin_epoch()
-        self.resending.meet(range(RANKS), daemons)  # a status has more, which is not looked at
+        self.resending.meet(range(RANKS), daemons)  # other fields of a status are not read
 
     def send(self, message: StepMessage, awaited: set[int], sent: dict) -> None:
         frames = [bytes(frame) for frame in codec.encode_step(message)]
@@ -296,22 +296,22 @@ class SimulatedDriver:
 
     @property
     def oldest(self) -> int:
-        """The first request without an outcome; 0 for none."""
+        """Return the first request without an outcome; 0 if none."""
         return min(self.pending, default=0)
 
     @property
     def links(self) -> bool:
-        """Whether it waits for the ranks to meet on a new link: it sends no step before."""
+        """Return True while it waits for a new link, before which it sends no step."""
         return self.link_seq in self.pending
 
     def give_up(self) -> None:
-        """Fail all that is in flight: the next step stands on none of it."""
+        """Fail all requests in flight: the next step does not depend on them."""
         self.last_given_up = max([self.last_given_up, *self.pending])
         self.pending.clear()
         self.must_resync = True
 
     def hear(self, frames: Frames, counts: Counts) -> None:
-        """Take a reply in."""
+        """Process a reply."""
         _, own = codec.split_replayed(frames)
         reply = codec.decode_step_reply(own)
         if reply.epoch != self.epoch:
@@ -342,7 +342,8 @@ class SimulatedDriver:
 
 
 class ExactlyOnce(RuleBasedStateMachine):
-    """The histories. Index draws are wide and wrap around: what is there changes as they shrink."""
+    """The state machine. Drawn indices are large and wrap around, because sizes change as a history
+    shrinks."""
 
     parts = Parts()
     counts = Counts()
@@ -377,7 +378,8 @@ class ExactlyOnce(RuleBasedStateMachine):
         how=st.sampled_from(("wait", "force", "try")),
     )
     def upheaval(self, kind: str, which: int, rank: int, how: str) -> None:
-        """One rule for what ends a driver's time: otherwise little else would happen."""
+        """Apply an event that ends a driver. One rule for all of them, so that they are not too
+        frequent."""
         self.counts.operations += 1
         if kind == "kill":
             self._kill(rank)
@@ -391,7 +393,7 @@ class ExactlyOnce(RuleBasedStateMachine):
             self._attach(how, set(range(RANKS)))
 
     def _attach(self, how: str, ranks: set[int]) -> None:
-        """A new driver attaches, as far as it comes."""
+        """Attach a new driver, perhaps only in part."""
         self.num_drivers += 1
         identity = DriverIdentity("", self.num_drivers.to_bytes(16, "big"))
         driver = SimulatedDriver(identity, self.parts)
@@ -420,8 +422,8 @@ class ExactlyOnce(RuleBasedStateMachine):
 
     @rule(which=st.integers(0, 99), count=st.integers(1, 9), arrive=st.booleans())
     def step(self, which: int, count: int, arrive: bool) -> None:
-        """A driver sends its next steps, whoever has the daemons by now; arrive: they and their
-        replies get there in order. Where the newest one knows that it has them no more, another
+        """Let a driver send its next steps, even if it has lost the daemons. arrive: they and their
+        replies arrive in order. If the newest driver knows that it has lost the daemons, another
         attaches."""
         if self.drivers[-1].unseated:
             self._attach("wait", set(range(RANKS)))
@@ -451,13 +453,13 @@ class ExactlyOnce(RuleBasedStateMachine):
 
     @rule(which=st.integers(0, 99))
     def give_up(self, which: int) -> None:
-        """A deadline passes: what is in flight counts as failed."""
+        """Let a deadline pass: requests in flight fail."""
         self.counts.operations += 1
         self._driver(which).give_up()
 
     @rule(which=st.integers(0, 99))
     def relink(self, which: int) -> None:
-        """A driver has the ranks meet on a new link."""
+        """Let a driver relink the ranks."""
         self.counts.operations += 1
         driver = self._driver(which)
         if driver.unseated:
@@ -473,27 +475,27 @@ class ExactlyOnce(RuleBasedStateMachine):
 
     @rule(which=st.integers(0, 99), seconds=st.sampled_from((0.05, 0.2, 0.9)))
     def resend(self, which: int, seconds: float) -> None:
-        """A driver has waited, and sends again what has had no answer."""
+        """Let a driver wait, and resend unanswered requests."""
         self.counts.operations += 1
         driver = self._driver(which)
         self._let_time_pass(seconds)
         self._send_overdue(driver)
 
     def _detach(self, driver: SimulatedDriver) -> None:
-        """A driver gives the lease back, also one that has it no more; a confused one goes on."""
+        """Let a driver release the lease, even if it has lost it; a confused one continues."""
         for daemon in self.daemons:
             daemon.release(driver.epoch)
 
     # ------------------------------------------------------------------ daemons and time
 
     def _kill(self, rank: int) -> None:
-        """A daemon is killed; its successor knows what is on disk."""
+        """Kill a daemon; its successor has only the state on disk."""
         self.counts.kills += 1
         self.daemons[rank].start()
 
     @rule(rank=st.integers(0, RANKS - 1), which=st.integers(0, 99))
     def beat(self, rank: int, which: int) -> None:
-        """A driver hears how far a rank is."""
+        """Deliver a rank's heartbeat to a driver."""
         self.counts.operations += 1
         driver, beat = self._driver(which), self.daemons[rank].heartbeat()
         if beat.epoch == driver.epoch:
@@ -501,7 +503,7 @@ class ExactlyOnce(RuleBasedStateMachine):
 
     @rule(seconds=st.sampled_from((0.1, 0.5, 0.9)), which=st.integers(0, 99))
     def renew(self, seconds: float, which: int) -> None:
-        """Time passes, and a driver renews its lease."""
+        """Let time pass, and a driver renew its lease."""
         self.counts.operations += 1
         self._let_time_pass(seconds)
         driver = self._driver(which)
@@ -509,7 +511,7 @@ class ExactlyOnce(RuleBasedStateMachine):
             daemon.renew(driver.identity, driver.epoch)
 
     def _expire(self) -> None:
-        """Nobody renews for as long as a lease lasts."""
+        """Let a lease expire."""
         for _ in range(4):
             self._let_time_pass(0.9)
 
@@ -522,7 +524,7 @@ class ExactlyOnce(RuleBasedStateMachine):
 
     @rule(which=st.integers(0, 99), index=st.integers(0, 7), count=st.integers(1, 9))
     def deliver_requests(self, which: int, index: int, count: int) -> None:
-        """Requests arrive: the oldest, or one that overtakes."""
+        """Deliver requests: the oldest, or one that overtakes."""
         driver = self._driver(which)
         for _ in range(count):
             self.counts.operations += 1
@@ -530,7 +532,7 @@ class ExactlyOnce(RuleBasedStateMachine):
 
     @rule(which=st.integers(0, 99), index=st.integers(0, 7), count=st.integers(1, 9))
     def deliver_replies(self, which: int, index: int, count: int) -> None:
-        """Replies arrive: the oldest, or one that overtakes."""
+        """Deliver replies: the oldest, or one that overtakes."""
         driver = self._driver(which)
         for _ in range(count):
             self.counts.operations += 1
@@ -539,7 +541,7 @@ class ExactlyOnce(RuleBasedStateMachine):
 
     @rule(which=st.integers(0, 99), index=st.integers(0, 7), reply=st.booleans())
     def drop(self, which: int, index: int, reply: bool) -> None:
-        """A message is lost."""
+        """Lose a message."""
         self.counts.operations += 1
         driver = self._driver(which)
         messages: list = driver.replies if reply else driver.requests
@@ -548,7 +550,7 @@ class ExactlyOnce(RuleBasedStateMachine):
 
     @rule(which=st.integers(0, 99), index=st.integers(0, 7), reply=st.booleans())
     def duplicate(self, which: int, index: int, reply: bool) -> None:
-        """A message comes twice, the second time behind all others."""
+        """Duplicate a message; the copy arrives after all others."""
         self.counts.operations += 1
         driver = self._driver(which)
         messages: list = driver.replies if reply else driver.requests
@@ -563,7 +565,7 @@ class ExactlyOnce(RuleBasedStateMachine):
         resync=st.booleans(),
     )
     def stranger(self, rank: int, epoch: int, link: int, seq: int, resync: bool) -> None:
-        """A step that nobody meant, near what the rank expects."""
+        """Deliver a forged step, close to the expected one."""
         self.counts.operations += 1
         gate = self.daemons[rank].gate
         message = step.ExecuteModel(
@@ -575,7 +577,7 @@ class ExactlyOnce(RuleBasedStateMachine):
         )
         is_current = (message.epoch, message.link) == (gate.epoch, gate.link)
         if is_current and (seq == 1 or (resync and seq > 0)):
-            return  # as good as its driver's own
+            return  # indistinguishable from its driver's
         frames = [bytes(frame) for frame in codec.encode_step(message)]
         self._take(self.daemons[rank], frames)
 
@@ -584,7 +586,7 @@ class ExactlyOnce(RuleBasedStateMachine):
     @precondition(lambda self: self.drivers)
     @rule()
     def heal(self) -> None:
-        """The network heals: the newest driver hears of everything, or of why not."""
+        """Heal the network: the newest driver gets every outcome or error."""
         self.counts.operations += 1
         driver = self.drivers[-1] if self.drivers else None
         if driver is None:
@@ -605,12 +607,12 @@ class ExactlyOnce(RuleBasedStateMachine):
     # ------------------------------------------------------------------ inside
 
     def _driver(self, which: int) -> SimulatedDriver:
-        """Mostly the newest, which shrinking prefers; else one that was replaced."""
+        """Return usually the newest driver, which shrinking prefers, or a replaced one."""
         newest_first = self.drivers[::-1]
         return newest_first[which % len(newest_first) if which % 3 == 0 else 0]
 
     def _let_arrive(self, driver: SimulatedDriver) -> None:
-        """All that is under way, in order; not what is sent meanwhile, which might not end."""
+        """Deliver all messages in flight, in order, but not those sent during this."""
         for _ in range(len(driver.requests)):
             self._deliver_request(driver, 0)
         for _ in range(len(driver.replies)):

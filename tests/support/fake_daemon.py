@@ -38,24 +38,24 @@ CHAIN = ("CREATED", "DEVICE_READY", "MODEL_LOADED", "KV_READY", "READY")
 
 
 def next_token(tokens: Sequence[int], seed: int = 0) -> int:
-    """The token after `tokens`: what every reply must be equal to."""
+    """Return the token after `tokens`, which every reply must equal."""
     data = np.array(tokens, "<i4").tobytes() + seed.to_bytes(8, "little")
     return int.from_bytes(blake2b(data, digest_size=4).digest(), "little") % VOCAB_SIZE
 
 
 def bitmap(slots: Sequence[int]) -> bytes:
-    """Slots as a reply names them."""
+    """Return slots as a reply's bitmap."""
     named = sum(1 << slot for slot in slots)
     return named.to_bytes((named.bit_length() + 7) // 8, "little")
 
 
 def named_slots(named: bytes) -> list[int]:
-    """The other way round, ascending."""
+    """Return the slots of a bitmap, ascending."""
     return [8 * i + bit for i, byte in enumerate(named) for bit in range(8) if byte >> bit & 1]
 
 
 def reference_tokens(prompt: Sequence[int], num: int, stop: frozenset[int], seed: int = 0) -> list:
-    """What a request must give, computed without any of the machinery."""
+    """Return a request's expected tokens, computed independently."""
     tokens = list(prompt)
     for _ in range(num):
         tokens.append(next_token(tokens, seed))
@@ -66,18 +66,18 @@ def reference_tokens(prompt: Sequence[int], num: int, stop: frozenset[int], seed
 
 @dataclass
 class Fault:
-    """What happens at the execute-th ExecuteModel (from 0) that this daemon gets."""
+    """A fault at the execute-th ExecuteModel (from 0) that this daemon receives."""
 
     execute: int
     kind: str = "error"
-    """error: answer with `code`; hang: never answer; die: close everything; swallow: as if it had
-    never come."""
+    """error: answer with `code`; hang: never answer; die: close everything; swallow: ignore the
+    message."""
     code: ErrorCode = ErrorCode.INTERNAL
     scope: ErrorScope = ErrorScope.STEP
     message: str = "scripted"
     traceback: str = "Traceback: scripted"
     delay_s: float = 0.0
-    """HELD: the answer, and those behind it, leave once the daemon's `let_go` is set."""
+    """HELD: this answer and later ones are sent once the daemon's `let_go` is set."""
 
 
 @dataclass
@@ -97,12 +97,12 @@ class Refused(Exception):
 
 
 def _driver(request) -> DriverIdentity:
-    """All peers of a fake daemon are one user's."""
+    """Return the driver of a request; all peers of a fake daemon are one user's."""
     return DriverIdentity("", request.driver_id)
 
 
 class FakeDaemon:
-    """One daemon; start() binds and runs, stop() ends it, kill() ends it without a word."""
+    """One daemon; start() binds and runs, stop() ends it, kill() ends it silently."""
 
     def __init__(
         self, endpoint: str, *, available_bytes: int = 1 << 20, version: int | None = None
@@ -110,11 +110,11 @@ class FakeDaemon:
         self.endpoint = endpoint
         self.available_bytes = available_bytes
         self.profiles: list[tuple[int, tuple[lc.MemoryChange, ...]]] = []
-        """What the next memory profiles find: available_bytes, and what other processes did."""
+        """Results of the next memory profiles: available_bytes, and changes by other processes."""
         self.version = PROTOCOL_VERSION if version is None else version
         self.model_max_len = 512
         self.poison: frozenset[int] = frozenset()
-        """Tokens whose keys and values are NaN, as are all that are written together with them."""
+        """Tokens whose keys and values are NaN, like all that are written together with them."""
         self.faults: list[Fault] = []
         self.uid = uuid.uuid4().bytes
         self.operations: list[str] = []
@@ -135,9 +135,9 @@ class FakeDaemon:
         self.failed = False
         self.deferred: dict[int, dict[int, Row]] = {}
         self.relink_faults: list[Fault] = []
-        """One for each Relink to come, as long as there are any."""
+        """Faults of the next Relinks."""
         self.warm_up_faults: list[Fault] = []
-        """One for each CompileOrWarmUpModel to come, likewise."""
+        """Faults of the next CompileOrWarmUpModels."""
         self.attach_gate = threading.Event()
         """CommitAttach is answered once it is set."""
         self.attach_gate.set()
@@ -230,11 +230,11 @@ class FakeDaemon:
             self._outbox.popleft()
 
     def _arrive(self, frames) -> None:
-        """A step request is here; a faulty network may do otherwise."""
+        """Receive a step request; a faulty network may override this."""
         self._on_step(frames)
 
     def _depart(self, epoch: int, frames, delay_s: float = 0.0) -> None:
-        """A step reply is to leave; a faulty network may do otherwise."""
+        """Send a step reply; a faulty network may override this."""
         self._outbox.append((time.monotonic() + delay_s, epoch, frames))
         self._flush()
 

@@ -1,7 +1,6 @@
-"""`python -m tests.support.far_driver PLAN`: a driver of a group that does as it is told, one word
-a line: `attach`, `load` (the same, and load anew), `generate` (all of the plan's requests),
-`close`. Says in lines of JSON what came of it, and at once what it hears of its daemons. For
-drivers that live on a host of their own."""
+"""`python -m tests.support.far_driver PLAN`: a driver that obeys commands, one word per line:
+`attach`, `load` (attach and load again), `generate` (all of the plan's requests), `close`. Prints
+results and liveness events as lines of JSON. For drivers on a separate host."""
 
 import json
 import queue
@@ -33,7 +32,7 @@ WAIT_S = 60.0
 
 
 class Plan(msgspec.Struct, frozen=True):
-    """Whom to drive, and what to generate."""
+    """The daemons to drive, and the requests to generate."""
 
     endpoints: list[str]
     key_file: str
@@ -45,12 +44,12 @@ class Plan(msgspec.Struct, frozen=True):
 
 
 class Said(NamedTuple):
-    """A line of the driver's: `ready`, `attached`, `step`, `suspect`, `back`, `dead`, `generated`,
-    or the name of an error."""
+    """A line that the driver printed: `ready`, `attached`, `step`, `suspect`, `back`, `dead`,
+    `generated`, or the name of an error."""
 
     what: str
     at: float
-    """Of time.monotonic(), which all processes of a host share."""
+    """time.monotonic(), which all processes of a host share."""
     rank: int = 0
     detail: str = ""
     tokens: dict[str, list[int]] = {}  # noqa: RUF012  # never changed
@@ -58,7 +57,7 @@ class Said(NamedTuple):
 
 
 class FarDriver:
-    """Such a process, as a test sees it."""
+    """A test's handle of such a process."""
 
     def __init__(self, plan: Plan, within: Sequence[str], log: Path) -> None:
         with log.open("ab") as errors:
@@ -75,7 +74,7 @@ class FarDriver:
         self.tell(msgspec.json.encode(plan).decode())
 
     def tell(self, word: str) -> None:
-        """Have it do something."""
+        """Send a command."""
         assert self._process.stdin is not None
         self._process.stdin.write(word + "\n")
         self._process.stdin.flush()
@@ -93,7 +92,7 @@ class FarDriver:
                 return said
 
     def close(self) -> None:
-        """End it, whatever it does."""
+        """Kill it."""
         self._process.kill()
         self._process.wait()
         self._thread.join()
@@ -109,7 +108,7 @@ class FarDriver:
 
 
 UNEXPECTED = ("dead", "WorkerDied", "LeaseExpiredError", "FencedError", "LeaseHeldError")
-"""Lines that fail a test which does not wait for them."""
+"""Lines that fail a test unless it waits for them."""
 
 
 def say(what: str, **fields: object) -> None:
@@ -120,7 +119,7 @@ def say(what: str, **fields: object) -> None:
 
 
 class ReplayCounter:
-    """A group whose steps remember whether their replies were replays."""
+    """A group that counts replayed replies."""
 
     def __init__(self, group: WorkerGroup) -> None:
         self._group = group
@@ -147,7 +146,7 @@ def generate(group: WorkerGroup, loaded: LoadedGroup, plan: Plan) -> None:
 
 
 def main() -> None:
-    """Do as told."""
+    """Run the driver."""
     plan = msgspec.json.decode(sys.stdin.readline(), type=Plan)
     keys = read_keys(plan.key_file, Path(plan.known_daemons))
     terms = LeaseTerms(ttl_s=plan.lease_ttl_s)

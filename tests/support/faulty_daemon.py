@@ -1,5 +1,5 @@
 """`python -m tests.support.faulty_daemon FAULT_FILE serve ...`: the real daemon, whose worker fails
-where and when a file tells it to. Without a fault it is the daemon as shipped."""
+as a file tells it. Without a fault it is the unmodified daemon."""
 
 import ctypes
 import json
@@ -32,7 +32,7 @@ INJECTED = "an injected fault"
 
 @dataclass(frozen=True)
 class Fault:
-    """What goes wrong, and where: on entry to a function of the worker."""
+    """A fault, on entry to a function of the worker."""
 
     where: Literal[
         "make_worker",
@@ -45,19 +45,19 @@ class Fault:
     ]
     """send: activations to the next stage."""
     what: Literal["raise", "hang", "hold", "kill", "lost", "assert", "skip"]
-    """hold: hang with the interpreter's lock held, so that no thread of the daemon runs; lost: as
-    torch says that the device is; assert: a GPU's own, which is found out later; skip: it is not
-    done."""
+    """hold: hang with the GIL held, so that no thread of the daemon runs; lost: torch's error for a
+    lost device; assert: a real device-side assert, which appears later; skip: the call is
+    skipped."""
     calls_before: int = 0
-    """Calls that go well first."""
+    """Successful calls before the fault."""
     seconds: float = HANG_S
-    """How long a hang takes."""
+    """Duration of a hang."""
     times: int = 1
-    """How often it strikes."""
+    """Number of times that it strikes."""
 
 
 class InjectedError(Exception):
-    """Nothing that the daemon could have foreseen."""
+    """An exception that the daemon does not expect."""
 
 
 class FaultFile:
@@ -67,7 +67,7 @@ class FaultFile:
         self.path = path
         self.nvml_lost = path.with_suffix(".nvml-lost")
         self.throttle = path.with_suffix(".throttle")
-        """NVML's reasons, a number; none while it is not there."""
+        """NVML's throttle reasons, as a number; none if the file is missing."""
 
     def put(self, fault: Fault) -> None:
         """Arm a fault."""
@@ -75,31 +75,31 @@ class FaultFile:
 
     @property
     def xids(self) -> Path:
-        """Where the daemon looks for XIDs of its GPU."""
+        """File in which the daemon looks for its GPU's XIDs."""
         return self.path.with_suffix(".xid")
 
     def put_xid(self, xid: int) -> None:
-        """Have the GPU report this; the daemon takes it away."""
+        """Make the GPU report this XID; the daemon removes the file."""
         self._write(self.xids, str(xid))
 
     def put_throttle(self, reasons: int) -> None:
-        """Have NVML name these reasons."""
+        """Make NVML report these reasons."""
         self._write(self.throttle, str(reasons))
 
     def _write(self, path: Path, text: str) -> None:
-        """At once: the daemon reads whatever is there."""
+        """Write atomically, since the daemon may read at any time."""
         draft = path.with_suffix(f"{path.suffix}-draft")
         draft.write_text(text)
         draft.rename(path)
 
     @property
     def armed(self) -> bool:
-        """Whether a fault still waits for its call."""
+        """Return True if a fault still waits for its call."""
         return self.path.exists()
 
     def strike(self, where: str) -> bool:
-        """Fail, if a fault is armed for a call of `where` and this is the one; tell whether the
-        call is to be left out."""
+        """Fail if a fault is armed for this call of `where`; return True if the call must be
+        skipped."""
         if not self.path.exists():
             return False
         fault = Fault(**json.loads(self.path.read_text()))
@@ -133,7 +133,7 @@ class FaultFile:
 
 
 class LosableNvml:
-    """NVML, until a file says that it is lost, or that the device is throttled."""
+    """Real NVML, unless a file says that it is lost or that the device is throttled."""
 
     class NVMLError(Exception):
         pass
@@ -168,7 +168,7 @@ class FaultyDaemons(LocalDaemons):
         ready_timeout_s: float = 60.0,
         device: str | Sequence[str] = "cpu",
     ) -> None:
-        """Start them on a device, or on one each. first_fault is armed for all of them before they
+        """Start them on one device, or on one each. first_fault is armed for all before they
         start."""
         self.faults = [FaultFile(faults_dir / f"{rank}.fault") for rank in range(num_daemons)]
         if first_fault is not None:
@@ -187,8 +187,7 @@ class FaultyDaemons(LocalDaemons):
 
     @contextmanager
     def kept_alive(self) -> "Iterator[list[subprocess.Popen[bytes]]]":
-        """Start those again that end, as a supervisor does; yields the processes that were there
-        first."""
+        """Restart daemons that exit, as a supervisor does; yield the first processes."""
         over = threading.Event()
 
         def keep() -> None:
@@ -206,7 +205,7 @@ class FaultyDaemons(LocalDaemons):
 
 
 class FileWatch:
-    """A GPU's faults, out of a file with an XID in it."""
+    """A fault watch that reads XIDs from a file."""
 
     is_on = True
 
@@ -242,8 +241,8 @@ class FaultyWorker:
         return self._worker.load_model(message)
 
     def check_device(self) -> str:
-        """As on a GPU whose NVML is lost as soon as there is a file that says so."""
-        from worker_daemon.device.health import check_nvml_device  # torch is loaded by now
+        """Report as on a GPU whose NVML is lost, once a file says so."""
+        from worker_daemon.device.health import check_nvml_device  # torch is loaded now
 
         return check_nvml_device(LosableNvml(self._faults), "GPU-0")
 
@@ -257,7 +256,7 @@ class FaultyWorker:
 
 
 def faulty(function: Callable[..., object], faults: FaultFile) -> Callable[..., object]:
-    """Return `function`, with a fault to strike before it."""
+    """Return `function` with faults striking before it."""
 
     @wraps(function)
     def wrapper(*args: object, **kwargs: object) -> object:

@@ -1,5 +1,5 @@
 """Random and structured frames for every socket of a daemon: `python -m tests.support.fuzz` starts
-one with keys and one without, sends each --frames of them, and prints what became of them."""
+one with keys and one without, sends each --frames of them, and prints the results."""
 
 import argparse
 import contextlib
@@ -27,19 +27,19 @@ from worker_client.transport import Endpoint, parse_endpoint
 MAX_GROWTH_BYTES = 64 << 20
 QUIET_S = 0.3
 BURST = 200
-"""Frames between two looks at what was answered."""
+"""Frames between two checks of the replies."""
 SHUTDOWN = encode_control(Shutdown(call=1))[:2]
-"""What asks the daemon to end: it may, without keys. So this is left out."""
+"""Shutdown request, which is never sent: without keys, it would end the daemon."""
 
 
 def valid_messages() -> list[bytes]:
-    """One of every request, as on the wire."""
+    """Return one encoded message of every request."""
     kinds = [kind for name in ("control", "step") for kind in messages(name)]
     return [msgspec.msgpack.encode(fixed_example(kind)) for kind in kinds]
 
 
 def hostile_messages(seed: int) -> Iterator[list[bytes]]:
-    """Messages without end."""
+    """Yield an endless sequence of hostile messages."""
     source = random.Random(seed)
     valid = valid_messages()
     while True:
@@ -71,7 +71,7 @@ def _frame(source: random.Random, valid: list[bytes]) -> bytes:
 
 
 class Sent:
-    """What a fuzzer did."""
+    """Counts of a fuzzer."""
 
     frames = 0
     answers = 0
@@ -114,8 +114,8 @@ HELLO = b"\x04\xc8\x05HELLO\x01\x00"
 
 
 def fuzz_as_stranger(addresses: Endpoint, num_frames: int, seconds: float, seed: int) -> Sent:
-    """Send bytes to all four sockets of an ipc endpoint as one that has no key, and does not wait
-    to be let in: messages behind greetings of every kind, and bytes that are none."""
+    """Send bytes to all four sockets of an ipc endpoint without a key and without waiting for the
+    handshake: messages after greetings of every kind, and random bytes."""
     sent, source, ends = Sent(), random.Random(seed), time.monotonic() + seconds
     for number, frames in enumerate(hostile_messages(seed)):
         greeting = source.choice((*GREETINGS, b"", source.randbytes(64)))
@@ -134,7 +134,7 @@ def fuzz_as_stranger(addresses: Endpoint, num_frames: int, seconds: float, seed:
 
 
 def settled(daemon: SecuredDaemon) -> tuple[int, int]:
-    """What was decoded, once all that was sent has been looked at."""
+    """Return the decoder counts once everything sent has been processed."""
     seen, since = daemon.decoded, time.monotonic()
     while time.monotonic() - since < QUIET_S:
         time.sleep(QUIET_S / 10)
@@ -146,10 +146,10 @@ def settled(daemon: SecuredDaemon) -> tuple[int, int]:
 def fuzz_daemon(
     directory: Path, with_keys: bool, num_frames: int, seconds: float, seed: int
 ) -> dict[str, object]:
-    """Start a daemon that bans nobody, fuzz it, and return what is to be said of it.
+    """Start a daemon that bans no peer, fuzz it, and return the results.
 
-    Raises AssertionError if it died, does not answer, grew too much, or decoded anything of a
-    stranger's."""
+    Raises AssertionError if it died, does not answer, grew too much, or decoded a stranger's
+    message."""
     ring = KeyRing(directory / f"keys-{with_keys}")
     endpoint = f"ipc://{directory}/f{int(with_keys)}/w0"
     ring.trust({endpoint: ring.public["daemon"]})

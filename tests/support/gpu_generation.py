@@ -1,4 +1,5 @@
-"""Generation on GPUs through real daemons, and transformers' own figures for the same tokens."""
+"""Generation on GPUs through real daemons, and transformers' log probabilities of the same
+tokens."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -28,7 +29,7 @@ SCHEDULER = SchedulerConfig(max_num_seqs=64, max_num_batched_tokens=512, step_de
 
 
 def make_checkpoint(directory: Path, seed: int = 0) -> Path:
-    """A random Llama that is large enough for real kernel shapes; saved in float32."""
+    """Make a random Llama large enough for real kernel shapes, saved in float32."""
     torch.manual_seed(seed)
     config = LlamaConfig(
         vocab_size=8192,
@@ -46,7 +47,7 @@ def make_checkpoint(directory: Path, seed: int = 0) -> Path:
 
 
 def make_requests(count: int, seed: int = 0, **fields: object) -> list[GenerationRequest]:
-    """Requests of 5 to 200 random tokens in and 64 out."""
+    """Return requests of 5 to 200 random tokens in and 64 out."""
     rng = np.random.default_rng(seed)
     return [
         GenerationRequest(
@@ -64,7 +65,7 @@ def make_requests(count: int, seed: int = 0, **fields: object) -> list[Generatio
 def gpu_group(
     checkpoint: Path, pp: int, tp: int, dtype: str, **model_options: bool
 ) -> Iterator[tuple[LocalDaemons, WorkerGroup, LoadedGroup]]:
-    """pp x tp daemons on as many GPUs, loaded."""
+    """Start and load pp x tp daemons, one per GPU."""
     parallel = ParallelConfig(pipeline_parallel_size=pp, tensor_parallel_size=tp)
     devices = [f"cuda:{index}" for index in range(pp * tp)]
     with (
@@ -84,12 +85,12 @@ def gpu_group(
 def worker_config(
     checkpoint: Path, parallel: ParallelConfig, dtype: str, **model_options: bool
 ) -> WorkerConfig:
-    """What the group is loaded with."""
+    """Return the group's configuration."""
     return WorkerConfig(
         parallel=parallel,
         model=ModelConfig(model=str(checkpoint), dtype=dtype, **model_options),
         scheduler=SCHEDULER,
-        # The test's own process has some of the device's memory too.
+        # The test's process also uses device memory.
         cache=CacheConfig(gpu_memory_utilization=0.5, kv_cache_memory_bytes=2 << 30),
         graph=GraphConfig(),
     )
@@ -101,7 +102,7 @@ def generate(
     requests: Sequence[GenerationRequest],
     grammars: CompiledGrammars | None = None,
 ) -> Mapping[str, RequestOutput]:
-    """Serve the requests with the reference scheduler; outputs by request id."""
+    """Serve the requests with the reference scheduler; return outputs by request id."""
     limits = SchedulerLimits(
         max_num_seqs=SCHEDULER.max_num_seqs,
         max_num_batched_tokens=SCHEDULER.max_num_batched_tokens,
@@ -125,8 +126,8 @@ def reference_logprobs(
     requests: Sequence[GenerationRequest],
     outputs: Mapping[str, RequestOutput],
 ) -> dict[str, torch.Tensor]:
-    """transformers' log probabilities of the generated positions: float32 [tokens, vocabulary] a
-    request."""
+    """Return transformers' log probabilities of the generated positions: float32 [tokens,
+    vocabulary] per request."""
     model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=dtype).to("cuda:0").eval()
     rows = {}
     for request in requests:

@@ -1,6 +1,5 @@
-"""Clean environments with the package's wheel, made without a network: third-party packages are
-links to those of the environment that runs the tests, and only to what the wheel's metadata ask
-for."""
+"""Clean environments with the package's wheel, made without network: third-party packages are links
+to those of the test environment, only as the wheel's metadata requires."""
 
 import os
 import subprocess
@@ -19,10 +18,10 @@ COMMAND_LIMIT_S = 60.0
 
 
 class Installed:
-    """An environment of its own that the wheel is installed into."""
+    """A virtual environment with the wheel installed."""
 
     def __init__(self, directory: Path, wheel: Path, extra: str = "") -> None:
-        """Make it in `directory`, with what the wheel needs for an extra, or for none."""
+        """Make it in `directory`, with the wheel's requirements for an extra, or none."""
         self.programs = directory / "bin"
         command = [sys.executable, "-m", "venv", "--without-pip", str(directory)]
         subprocess.run(command, check=True)
@@ -50,20 +49,21 @@ class Installed:
 
 
 def clean_environment() -> dict[str, str]:
-    """Our own environment, without what would let an interpreter find other packages."""
+    """Return our environment variables without those that let an interpreter find other
+    packages."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
     return {**kept, "PYTHONNOUSERSITE": "1", "OMP_NUM_THREADS": "1"}
 
 
 def _requirements(wheel: Path) -> list[str]:
-    """What a wheel's metadata ask for."""
+    """Return the requirements in a wheel's metadata."""
     with ZipFile(wheel) as archive:
         (name,) = (name for name in archive.namelist() if name.endswith("/METADATA"))
         return message_from_bytes(archive.read(name)).get_all("Requires-Dist", [])
 
 
 def _needed(requirements: list[str], extra: str) -> Iterator[metadata.Distribution]:
-    """The distributions here that satisfy the requirements, and what those require in turn."""
+    """Yield the installed distributions that satisfy the requirements, recursively."""
     waiting = [(requirements, frozenset((extra,)))]
     seen: set[tuple[str, frozenset[str]]] = set()
     while waiting:
@@ -82,7 +82,7 @@ def _needed(requirements: list[str], extra: str) -> Iterator[metadata.Distributi
 
 
 def _link(distribution: metadata.Distribution, packages: Path) -> None:
-    """Link a distribution's modules and metadata; its commands are left out."""
+    """Link a distribution's modules and metadata, without its commands."""
     tops = {file.parts[0] for file in distribution.files or ()} - {"..", "__pycache__"}
     assert tops, f"{distribution.name} has no list of files"
     for top in tops:

@@ -1,8 +1,8 @@
-"""Triton's interpreter, less slow: for the processes that run kernels under it.
+"""Speeds up Triton's interpreter, for processes that run kernels under it.
 
-At each call of one jit function by another, Triton 3.9 looks through all of triton.language again
-for builtins to replace, though the launch that is under way has replaced them already: a third of
-the run time. Other versions may have no such function; they are left as they are.
+At each call of one jit function by another, Triton 3.9 searches all of triton.language again for
+builtins to replace, although the running launch has replaced them already. That takes a third of
+the run time. Other versions may lack this function and are not changed.
 """
 
 import inspect
@@ -14,13 +14,13 @@ from triton.runtime import interpreter
 
 
 class Scope(Protocol):
-    """What Triton returns from a replacement; None in versions that keep no scope."""
+    """Return value of Triton's replacement; None in versions without scopes."""
 
     def restore(self) -> None: ...
 
 
 class PatchOnce:
-    """Stands in for the interpreter's `_patch_lang(fn)`."""
+    """Replaces the interpreter's `_patch_lang(fn)`."""
 
     def __init__(self, patch_lang: Callable[[object], Scope]) -> None:
         self._patch_lang = patch_lang
@@ -28,8 +28,8 @@ class PatchOnce:
         self._launch: Scope | None = None
 
     def __call__(self, fn: object) -> Scope | None:
-        """Replace what no function of this launch has had replaced; a launch's first call makes the
-        scope that ends it."""
+        """Replace builtins that this launch has not replaced yet; its first call returns the scope
+        that ends it."""
         langs = {
             value.__name__
             for value in fn.__globals__.values()
@@ -45,13 +45,13 @@ class PatchOnce:
         return None
 
     def restore(self) -> None:
-        """The launch has ended."""
+        """End the launch."""
         launch, self._launch = self._launch, None
         self._patched = set()
         launch.restore()
 
 
 def speed_up(patch: pytest.MonkeyPatch) -> None:
-    """Do so until `patch` is undone, where this Triton is the one that we know."""
+    """Apply the speed-up until `patch` is undone, if this Triton has the known function."""
     if hasattr(interpreter, "_LangPatchScope") and hasattr(interpreter, "_patch_lang"):
         patch.setattr(interpreter, "_patch_lang", PatchOnce(interpreter._patch_lang))

@@ -1,5 +1,5 @@
-"""The parameters of a model as its tensor-parallel ranks hold them, cut out of a checkpoint by
-hand: what a trainer that knows the layout would send under kernel names."""
+"""The parameters of a model's tensor-parallel ranks, cut from a checkpoint by hand: the tensors
+that a trainer would send under kernel names."""
 
 import json
 import re
@@ -12,7 +12,7 @@ ROW_MULTIPLE = 64
 
 
 def kernel_tensors(path: Path, tp: int) -> dict[str, torch.Tensor]:
-    """Kernel name, with @tpN where ranks hold different parts -> tensor."""
+    """Return tensors by kernel name, with @tpN if ranks hold different parts."""
     tensors: dict[str, torch.Tensor] = {}
     for file in sorted(path.glob("*.safetensors")):
         tensors |= load_file(file)

@@ -1,7 +1,7 @@
 """Drivers that are killed in the middle of serving, so that others can adopt their requests.
 
-`python -m tests.support.killed_driver` reads one Plan a line, forks a driver for each and says what
-became of it: a driver costs no start of an interpreter. DriverNursery is the other end.
+`python -m tests.support.killed_driver` reads one Plan per line, forks a driver for each and reports
+its exit. Forking saves starting an interpreter per driver. DriverNursery is the other end.
 """
 
 import os
@@ -31,25 +31,25 @@ from worker_client.worker_group import WorkerGroup
 
 
 class Plan(msgspec.Struct, frozen=True):
-    """A driver's life."""
+    """A driver's plan."""
 
     endpoints: list[str]
     config: WorkerConfig
     lines: list[str]
     """Requests, as `worker-client generate --input` has them."""
     arrivals: list[int] = []
-    """After how many results each line comes; empty: all come at once."""
+    """Number of results before each line arrives; empty: all arrive at once."""
     adopt: bool = False
     scheduler: Literal["reference", "random"] = "reference"
     death: Death | None = None
     """Counted from the first step of the new epoch on."""
     num_results: int | None = None
-    """Say so after this many steps' results, and go on: somebody kills us then."""
+    """Report after this many steps' results and continue, to be killed."""
     num_gpu_blocks: int | None = NUM_GPU_BLOCKS
     directory: str | None = None
-    """Of the files that lines name."""
+    """Directory of the files that lines name."""
     detach: bool = False
-    """Leave in order after num_results, once no step is in flight any more."""
+    """Detach after num_results, once no step is in flight."""
 
 
 def make_scheduler(plan: Plan, loaded: LoadedGroup) -> "Scheduler | RandomScheduler":
@@ -65,12 +65,12 @@ class Serving(NamedTuple):
     driver: Driver
     adopted: list[AdoptedRequest]
     done: list[RequestOutput]
-    """What had all its tokens already."""
+    """Outputs of requests that had all their tokens already."""
     later: deque[tuple[int, GenerationRequest]]
-    """After how many results a request comes; the next one first."""
+    """(number of results before a request arrives, request), next one first."""
 
     def run(self) -> Iterator[list[RequestOutput]]:
-        """Step until all is done; yield what each step finishes."""
+        """Step until all requests are done; yield the outputs of each step."""
         num_results = 0
         while self.later or self.driver.busy:
             while self.later and (self.later[0][0] <= num_results or not self.driver.busy):
@@ -113,7 +113,7 @@ def adapted(group: WorkerGroup, request: GenerationRequest) -> GenerationRequest
 
 
 def grammars_of(plan: Plan, loaded: LoadedGroup) -> CompiledGrammars | None:
-    """The model's grammars, if a line has one."""
+    """Return the model's grammars, if a line has one."""
     if not any("structured_outputs" in line for line in plan.lines):
         return None
     metadata = loaded.metadata
@@ -122,7 +122,7 @@ def grammars_of(plan: Plan, loaded: LoadedGroup) -> CompiledGrammars | None:
 
 
 def live(plan: Plan) -> None:
-    """Live and die by the plan; 0 where nobody had to kill us."""
+    """Run a plan; exit with 0 if it ends without being killed."""
     with WorkerGroup(plan.endpoints, plan.config.parallel) as group:
         group.attach(keep_requests=plan.adopt)
         loaded = group.prepare(plan.config, num_gpu_blocks=plan.num_gpu_blocks)
@@ -158,7 +158,7 @@ def main() -> None:
 
 
 class DriverNursery:
-    """Starts drivers one after the other."""
+    """Runs drivers one at a time."""
 
     def __init__(self) -> None:
         self._process = subprocess.Popen(
@@ -175,7 +175,7 @@ class DriverNursery:
         self._process.stdout.close()
 
     def live(self, plan: Plan, kill_after_s: float = 0.0) -> None:
-        """Have a driver live. One with num_results is killed `kill_after_s` after they came."""
+        """Run a driver. If it has num_results, kill it `kill_after_s` after they arrive."""
         process = self._process
         process.stdin.write(msgspec.json.encode(plan).decode() + "\n")
         process.stdin.flush()

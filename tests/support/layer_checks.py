@@ -1,5 +1,5 @@
-"""What the layer kernels must compute, checked on any device and at any size: used by the tests
-under Triton's interpreter and by those on a GPU."""
+"""Checks of the layer kernels on any device and at any size, used by the tests under Triton's
+interpreter and on a GPU."""
 
 from collections.abc import Callable
 
@@ -36,9 +36,9 @@ def check_norms(
     *,
     bound: float | None = None,
 ) -> None:
-    """Both norms. The arguments stay as they were.
+    """Check both norms, which must not change their arguments.
 
-    The sum has to be torch's, to the bit, except where a bound takes the place of BOUNDS.
+    The sum must equal torch's bit for bit, unless a bound replaces BOUNDS.
     """
     random = generator(device, seed)
     x, residual = (make_rows(num_rows, size, dtype, random) for _ in range(2))
@@ -67,7 +67,7 @@ def check_activation(
     seed: int,
     bound: float | None = None,
 ) -> None:
-    """silu_and_mul, gates far from 0 included."""
+    """Check silu_and_mul, including gates far from 0."""
     gate_up = make_rows(num_rows, 2 * size, dtype, generator(device, seed)) * 4
     out = activate(gate_up)
     assert out.shape == (num_rows, size)
@@ -86,8 +86,8 @@ def check_products(
     *,
     bound: float,
 ) -> None:
-    """The products with a norm before them, a gate behind them, or both, with a bias and without:
-    against fp64. num_outputs is even."""
+    """Check products with a norm before, a gate after, or both, with and without bias, against
+    fp64. num_outputs is even."""
     random = generator(device, seed)
     part, residual = (make_rows(num_rows, num_inputs, dtype, random) for _ in range(2))
     norm_weight = make_rows(1, num_inputs, dtype, random)[0]
@@ -127,7 +127,7 @@ def check_projection(
     integers: torch.dtype = torch.int64,
     bound: float | None = None,
 ) -> None:
-    """rotate_and_store: queries, the slots that are written, and those that are not."""
+    """Check rotate_and_store: queries, and the written and unwritten slots."""
     step = make_projected(heads, num_tokens, dtype, generator(device, seed), pads=pads)
     q, k, v = turned(step)
     before = step.kv_cache.clone()
@@ -152,7 +152,7 @@ def run_projection(
     kv_cache: torch.Tensor,
     integers: torch.dtype = torch.int64,
 ) -> torch.Tensor:
-    """The queries; step.qkv is consumed. integers: type of the positions and slots."""
+    """Return the queries; step.qkv is overwritten. integers: dtype of positions and slots."""
     return ops.rotate_and_store(
         step.qkv,
         step.positions.to(integers),

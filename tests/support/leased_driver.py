@@ -1,6 +1,6 @@
 """`python -m tests.support.leased_driver ENDPOINT TTL_S`: a driver of one daemon with the fake
-worker, in a process of its own, so that it can be stopped and killed. Attaches, brings the daemon
-up, and sends step after step; writes a line for each, then the name of the error that ended it."""
+worker, in a separate process, so that it can be stopped and killed. Attaches, makes the daemon
+ready, and sends steps; writes a line for each, then the name of the error that ended it."""
 
 import subprocess
 import sys
@@ -34,7 +34,7 @@ CONFIG = WorkerConfig(
 
 
 def make_ready(group: WorkerGroup) -> None:
-    """Bring a daemon up from wherever it stands."""
+    """Make a daemon ready, from any state."""
     group.reset("CREATED")
     group.load_chain.init_device(CONFIG)
     group.load_chain.load_model(CONFIG)
@@ -44,14 +44,14 @@ def make_ready(group: WorkerGroup) -> None:
 
 
 def admit(group: WorkerGroup) -> int:
-    """Run the first step of a request; return how many steps the daemon has run by then."""
+    """Run the first step of a request; return the number of steps that the daemon has run."""
     prompt = np.zeros(1, np.int32)
     request = NewRequest("none", prompt, 1, 0, [1])
     return run(group, SchedulerOutput({"none": 1}, scheduled_new_reqs=[request]))
 
 
 def decode(group: WorkerGroup) -> int:
-    """Run its next one."""
+    """Run the request's next step."""
     return run(group, SchedulerOutput({"none": 1}))
 
 
@@ -75,7 +75,7 @@ def main(endpoint: str, ttl_s: float) -> None:
 
 @contextmanager
 def living_driver(endpoint: str, ttl_s: float) -> Iterator["subprocess.Popen[str]"]:
-    """Start a driver, let it come to its first steps, and see that it is gone at the end."""
+    """Start a driver, wait for its first steps, and end it on exit."""
     words = [sys.executable, "-m", "tests.support.leased_driver", endpoint, str(ttl_s)]
     with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as process:
         try:

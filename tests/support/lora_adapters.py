@@ -23,7 +23,7 @@ ALL = (*ATTENTION, *MLP)
 def config_of(
     rank: int, alpha: float, targets: Sequence[str], **fields: object
 ) -> dict[str, object]:
-    """PEFT's fields, with those that daemons read."""
+    """Return PEFT's fields, including those that daemons read."""
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -94,8 +94,8 @@ def adapted_requests(
     max_tokens: int = 10,
     same_prompt: Sequence[int] | None = None,
 ) -> tuple[list[GenerationRequest], dict[str, list[int]]]:
-    """Requests of each model in turn, and the tokens that each must get. same_prompt: of all; else
-    each has its own, whose continuation is clear."""
+    """Return requests of each model in turn, and their expected tokens. same_prompt: all share one
+    prompt; otherwise each has its own, without near ties."""
     source = random.Random(seed)
     requests: list[GenerationRequest] = []
     expected: dict[str, list[int]] = {}

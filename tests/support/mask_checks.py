@@ -1,4 +1,4 @@
-"""Masks of tokens against loops over bits, for a kernel and its torch twin."""
+"""Checks token masks against loops over bits, for a kernel and its torch implementation."""
 
 from collections.abc import Callable
 
@@ -13,8 +13,8 @@ Masked = Callable[[Tensor, Tensor, Tensor], Tensor]
 def check_masks(
     masked: Masked, rng: np.random.Generator, device: torch.device, vocab_size: int
 ) -> None:
-    """Rows with and without masks, masks of no row, padded rows of logits, NaN and infinities, bits
-    behind the vocabulary."""
+    """Check rows with and without masks, unused masks, padded rows of logits, NaN and infinities,
+    and bits past the vocabulary."""
     num_rows, num_masks = int(rng.integers(1, 7)), int(rng.integers(1, 6))
     dtype = [torch.float32, torch.bfloat16, torch.float16][int(rng.integers(3))]
     wide = torch.from_numpy(rng.standard_normal((num_rows, vocab_size + 5)).astype(np.float32))
@@ -36,7 +36,7 @@ def check_masks(
 
 
 def packed(allowed: NDArray[np.bool_], rng: np.random.Generator) -> NDArray[np.int32]:
-    """bool [M, V] -> int32 words, with random bits behind the vocabulary."""
+    """Return bool [M, V] as int32 words, with random bits past the vocabulary."""
     num_masks, vocab_size = allowed.shape
     bits = rng.random((num_masks, -(-vocab_size // 32) * 32)) < 0.5
     bits[:, :vocab_size] = allowed

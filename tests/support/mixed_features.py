@@ -32,12 +32,12 @@ from worker_client.structured.grammars import Grammars
 from worker_daemon.sample.noise import gumbel_noise
 
 TIE = 1e-5
-"""Nearer than this, in units of the largest logit, float32 does not tell two numbers apart that
-were added up in another order."""
+"""Difference, in units of the largest logit, below which float32 sums in different orders cannot be
+distinguished."""
 CLOSE = {"rtol": 1e-3, "atol": 1e-4}
-"""Of values that are reported in float32."""
+"""Tolerances for values that are reported in float32."""
 NUM_COMMON = 12
-"""Tokens of which prompts and bad words are often made, so that rules meet what they are about."""
+"""Tokens that prompts and bad words often use, so that rules take effect."""
 FIRST_TOKEN = 4
 MAX_TOKENS = 22
 LONGEST_PROMPT = 38
@@ -56,7 +56,7 @@ Draw = Callable[[random.Random], Fields]
 
 
 class Feature(NamedTuple):
-    """Something that a request may have."""
+    """A feature that a request may use."""
 
     name: str
     share: float
@@ -141,7 +141,7 @@ class Mix(NamedTuple):
     """Requests of one run."""
 
     lines: list[Fields]
-    """As input lines have them."""
+    """Fields of the input lines."""
     arrivals: list[int]
     """After how many results each comes."""
     directory: Path
@@ -149,7 +149,7 @@ class Mix(NamedTuple):
 
     @property
     def texts(self) -> list[str]:
-        """The lines."""
+        """Return the lines."""
         return [json.dumps(line) for line in self.lines]
 
     @property
@@ -226,7 +226,7 @@ def _prompt(rng: random.Random, stems: list[list[int]], files: Mapping[str, str]
 
 
 def _long(rng: random.Random) -> list[Fields]:
-    """Requests that come first, and do not fit beside each other to their ends."""
+    """Return requests that come first and cannot all stay in the cache until their ends."""
     fields = {"max_tokens": MAX_TOKENS, "ignore_eos": True}
     return [
         {"id": f"long{index}", "prompt_token_ids": _tokens(rng, 24), **fields, **_penalties(rng)}
@@ -248,11 +248,11 @@ def _drawn(rng: random.Random, features: Sequence[Feature], forced: str) -> Fiel
 
 
 class Disagreement(AssertionError):
-    """An output that the reference could not have."""
+    """An output that the reference cannot produce."""
 
 
 class Judge:
-    """Says whether an output is what its request asks for."""
+    """Checks outputs against their requests."""
 
     def __init__(
         self, checkpoint: Checkpoint, adapters: Mapping[str, Checkpoint], grammars: Grammars
@@ -268,8 +268,8 @@ class Judge:
         """Check every token of an output, its pooled values and its log probabilities. before:
         where its first tokens came from, if not from these weights.
 
-        A token is right if the reference could choose it were its logits other by TIE: so ties and
-        the borders of top-k, top-p and min-p are decided by numbers, and no further.
+        A token is right if the reference could choose it with logits changed by up to TIE, which
+        covers ties and the borders of top-k, top-p and min-p.
 
         Raises:
             Disagreement: one is not.
@@ -365,8 +365,8 @@ def _inputs(
 
 
 def _scores(request: GenerationRequest, row: np.ndarray, output: list[int]) -> np.ndarray:
-    """float64 [V], after the grammar: what docs/sampling.md says, but for temperature and
-    filters."""
+    """Return float64 [V] after the grammar mask, by the rules of docs/sampling.md, without
+    temperature and filters."""
     scores, prompt = row.copy(), request.prompt_token_ids.tolist()
     if request.allowed_token_ids is not None:
         banned = np.ones(scores.size, bool)
@@ -410,7 +410,7 @@ def _check_choice(
 
 
 def _kept(request: GenerationRequest, scaled: np.ndarray, slack: float) -> np.ndarray:
-    """bool [V]: tokens that min-p, top-k and top-p may keep, or surely keep if slack is
+    """Return bool [V]: tokens that min-p, top-k and top-p may keep, or certainly keep if slack is
     negative."""
     kept = np.isfinite(scaled)
     if request.min_p:
@@ -426,7 +426,7 @@ def _kept(request: GenerationRequest, scaled: np.ndarray, slack: float) -> np.nd
         order = np.argsort(-scaled, kind="stable")
         before = np.empty_like(weights)
         before[order] = np.cumsum(weights[order]) - weights[order]
-        # Tokens that are as likely as this one may come before or behind it.
+        # Equally likely tokens may come before or after this one.
         likely = np.maximum(scaled, -1e9)
         tied = np.abs(likely[:, None] - likely) <= 2 * abs(slack)
         own = (tied * weights).sum(1) - weights
@@ -494,8 +494,8 @@ def _expect(holds: bool, request: GenerationRequest, what: str) -> None:
 
 
 def assert_same(judge: Judge, request: GenerationRequest, alone: RequestOutput, other) -> None:
-    """Two outputs of a request are equal, or part at a tie or a border: then each of them is one
-    that the judge could give, to its last token."""
+    """Assert that two outputs of a request are equal, or diverge at a tie or a border, where the
+    judge accepts both completely."""
     if alone.token_ids != other.token_ids or alone.finish_reason != other.finish_reason:
         judge.check(request, alone)
         judge.check(request, other)
@@ -521,8 +521,8 @@ def _all_logprobs(output: RequestOutput) -> Iterator[Logprobs]:
 
 
 def _apart(logprobs: np.ndarray) -> np.ndarray:
-    """bool [n]: the first, and those whose neighbors are not nearly as likely. The neighbor of the
-    last one is not reported."""
+    """Return bool [n]: the first, and those whose neighbors are clearly less likely. The neighbor
+    of the last one is not reported."""
     likely = np.maximum(logprobs[1:], -1e9)
     gaps = np.diff(likely, prepend=np.inf) < -1e-3
     return np.concatenate(([True], gaps & np.append(gaps[1:], False)))

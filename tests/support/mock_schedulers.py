@@ -1,5 +1,5 @@
 """Two schedulers written against worker_client.scheduler.SchedulerInterface alone: one replays a
-recorded trace, one is random within the rules. Neither knows slots or the wire."""
+recorded trace, one is random within the rules. Neither uses slots or the wire."""
 
 import json
 import random
@@ -21,7 +21,7 @@ TRACES = Path(__file__).parent / "traces"
 
 @dataclass
 class MockRequest:
-    """A request as far as it has come."""
+    """A request and its progress."""
 
     request: GenerationRequest
     tokens: list[int]
@@ -43,7 +43,7 @@ class MockRequest:
 
 
 class MockScheduler:
-    """The bookkeeping that both need: tokens, blocks, ends. Subclasses decide what runs."""
+    """Common bookkeeping: tokens, blocks, ends. Subclasses decide which requests run."""
 
     def __init__(self, limits: SchedulerLimits) -> None:
         self.limits = limits
@@ -57,7 +57,7 @@ class MockScheduler:
         self.requests[request.id] = MockRequest(request, tokens, len(tokens))
 
     def adopt_requests(self, requests: Sequence[AdoptedRequest]) -> list[RequestOutput]:
-        """Go on with what another MockScheduler has begun."""
+        """Continue the requests of another MockScheduler."""
         return [output for request in requests for output in self.adopt(request)]
 
     def adopt(self, adopted: AdoptedRequest) -> list[RequestOutput]:
@@ -111,7 +111,7 @@ class MockScheduler:
         mock.blocks, mock.running, mock.num_computed = [], False, 0
 
     def compose(self, counts: dict[str, int], preempted: Sequence[str]) -> SchedulerOutput:
-        """Preempt, admit whoever is not running, find blocks, and account for a step."""
+        """Preempt, admit requests that are not running, allocate blocks, and account for a step."""
         for req_id in preempted:
             self.stop_running(self.requests[req_id])
         new, blocks = [], {}
@@ -213,16 +213,17 @@ class RandomScheduler(MockScheduler):
         return self.compose(counts, [mock.request.id for mock in preempted])
 
     def unblock(self, running: list[MockRequest]) -> SchedulerOutput | None:
-        """Nothing was drawn: wait for a result; with none to come, preempt or let go."""
+        """Handle an empty draw: wait for a result or, if none is pending, preempt or finish."""
         if self.in_flight or not (self.requests or self.finished):
             return None
         return self.compose({}, [mock.request.id for mock in running[:1]])
 
 
 class TraceScheduler(MockScheduler):
-    """Replays {"steps": [{"counts": {id: n}, "preempted": [id]}]}: who runs, how many tokens.
+    """Replays {"steps": [{"counts": {id: n}, "preempted": [id]}]}: the requests and token counts of
+    each step.
 
-    Waits for results only where a resumption needs tokens in flight; ends when the trace does.
+    Waits for results only if a resumption needs tokens in flight; ends with the trace.
     """
 
     def __init__(self, limits: SchedulerLimits, trace: Path) -> None:
@@ -241,7 +242,7 @@ class TraceScheduler(MockScheduler):
 
 
 def trace_requests(trace: Path, vocab_size: int) -> list[GenerationRequest]:
-    """The requests that a trace is about: {"requests": [{id, num_prompt_tokens, max_tokens}]}."""
+    """Return the requests of a trace: {"requests": [{id, num_prompt_tokens, max_tokens}]}."""
     return [
         GenerationRequest(
             id=entry["id"],

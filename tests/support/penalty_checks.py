@@ -1,4 +1,4 @@
-"""Kernels of penalties against plain torch, on any device."""
+"""Checks of penalty kernels against plain torch, on any device."""
 
 import numpy as np
 import torch
@@ -10,8 +10,8 @@ NUM_SLOTS = 9
 
 
 def random_tables(vocab_size: int, rng: np.random.Generator, device: str) -> PenaltyTables:
-    """A third of the tokens seen: in the prompt, in the output, or in both; a row without
-    penalties."""
+    """Return tables with a third of the tokens seen, in the prompt, the output, or both, and one
+    row without penalties."""
     counts = rng.choice([0, 0, 0, 0, 1, 2, 7, 2**15 - 1], (NUM_SLOTS, vocab_size))
     in_prompt = rng.random((NUM_SLOTS, vocab_size)) < 0.2
     entries = np.where(in_prompt, counts - 2**15, counts).astype(np.int16)
@@ -23,7 +23,7 @@ def random_tables(vocab_size: int, rng: np.random.Generator, device: str) -> Pen
 def check_penalized(
     sampling: Sampling, device: str, num_rows: int, vocab_size: int, dtype: torch.dtype, seed: int
 ) -> None:
-    """The same floats as plain torch, from rows of a larger tensor."""
+    """Check for the same floats as plain torch, from rows of a larger tensor."""
     rng = np.random.default_rng(seed)
     tables = random_tables(vocab_size, rng, device)
     whole = torch.from_numpy(rng.standard_normal((num_rows, vocab_size + 3)) * 5).to(device, dtype)
@@ -43,7 +43,8 @@ def check_penalized(
 
 
 def check_counts(sampling: Sampling, device: str, vocab_size: int, seed: int) -> None:
-    """Tokens are counted once in their rows, none where there is none, and not beyond the most."""
+    """Check that tokens are counted once in their rows, missing tokens not at all, and up to the
+    maximum."""
     rng = np.random.default_rng(seed)
     tables = random_tables(vocab_size, rng, device)
     slots = rng.permutation(NUM_SLOTS)[: NUM_SLOTS - 2]

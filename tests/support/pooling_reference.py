@@ -18,32 +18,32 @@ MODES = ("lasttoken", "cls", "mean")
 def pooling_request(
     req_id: str, prompt: Sequence[int], task: str, **params: object
 ) -> GenerationRequest:
-    """A request that pools."""
+    """Return a pooling request."""
     tokens = np.asarray(prompt, np.int32)
     return GenerationRequest(req_id, tokens, pooling=PoolingParams(task=task, **params))
 
 
 def last_states(checkpoint: Checkpoint, prompt: Sequence[int]) -> torch.Tensor:
-    """Last hidden states of the bare model, float32 [len(prompt), H]."""
+    """Return the last hidden states of the bare model, float32 [len(prompt), H]."""
     model = checkpoint.model
     with torch.no_grad():
         return model.base_model(torch.tensor([list(prompt)])).last_hidden_state[0]
 
 
 def scores(checkpoint: Checkpoint, prompt: Sequence[int]) -> torch.Tensor:
-    """Logits of a classifier, float32 [labels] or [len(prompt), labels]."""
+    """Return a classifier's logits, float32 [labels] or [len(prompt), labels]."""
     with torch.no_grad():
         return checkpoint.model(torch.tensor([list(prompt)])).logits[0]
 
 
 def embedding(states: torch.Tensor, dimensions: int = 0, normalize: bool = True) -> np.ndarray:
-    """states [..., H] -> what an embedding must be."""
+    """Return the expected embedding of states [..., H]."""
     kept = states[..., : dimensions or states.shape[-1]]
     return (functional.normalize(kept, dim=-1) if normalize else kept).numpy()
 
 
 def write_modules(path: Path, mode: str, hidden_size: int, *, normalize: bool) -> None:
-    """Make a checkpoint one of sentence-transformers: by its own files, in their older form."""
+    """Turn a checkpoint into one of sentence-transformers, with files in the older form."""
     kinds = ["Transformer", "Pooling", *(["Normalize"] if normalize else [])]
     modules = [
         {
@@ -70,8 +70,8 @@ def write_modules(path: Path, mode: str, hidden_size: int, *, normalize: bool) -
 
 
 def sentence_vectors(path: Path, prompts: Sequence[Sequence[int]]) -> list[np.ndarray]:
-    """Vectors that sentence-transformers makes of token ids with a checkpoint's modules."""
-    from sentence_transformers import SentenceTransformer  # slow to import, and of few tests
+    """Return sentence-transformers' vectors for token ids, with a checkpoint's modules."""
+    from sentence_transformers import SentenceTransformer  # slow to import, and used by few tests
 
     model = SentenceTransformer(str(path), device="cpu", local_files_only=True)
     vectors = []

@@ -1,5 +1,5 @@
-"""Steps of decodes whose projection is still to be turned and stored, what attention must make of
-them in fp64, and the checks of the kernel that does all of it; on any device, at any size."""
+"""Decode steps whose projections are not yet rotated and stored, their attention in fp64, and
+checks of the fused kernel; on any device, at any size."""
 
 from dataclasses import dataclass, replace
 
@@ -18,14 +18,14 @@ from worker_daemon.contracts.layer_ops import LayerOps
 from worker_daemon.kernels.paged_attention import TritonAttention
 from worker_daemon.kernels.paged_decode import rotate_and_attend
 
-# Against fp64: keys and queries are rounded once more than in the tests of attention alone, and
-# gains make scores larger, and with them their errors. TF32 would show as 3e-4.
+# Relative to fp64: keys and queries are rounded once more than in the tests of attention alone, and
+# norm weights increase scores and their errors. TF32 would give 3e-4.
 BOUNDS = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
 
 
 @dataclass(frozen=True)
 class RotatedDecode:
-    """One step, and what its layer knows."""
+    """One step, and its layer's settings."""
 
     batch: PagedBatch
     qkv: torch.Tensor  # [N, (Hq + 2 Hkv) D]
@@ -42,12 +42,13 @@ class RotatedDecode:
         return AttentionLayer(ops, shape.num_kv_heads, shape.scale, window, self.head_norms)
 
     def on_copies(self) -> "RotatedDecode":
-        """The same step with a projection and a cache of its own."""
+        """Return the same step with copies of projection and cache."""
         batch = replace(self.batch, kv_cache=self.batch.kv_cache.clone())
         return replace(self, batch=batch, qkv=self.qkv.clone())
 
     def expected(self, window: int | None) -> tuple[torch.Tensor, torch.Tensor]:
-        """The output [N, Hq, D] fp64 and the keys of the real tokens [n, Hkv, D], rounded."""
+        """Return the output [N, Hq, D] fp64, and the keys of the real tokens [n, Hkv, D],
+        rounded."""
         shape, dtype = self.batch.shape, self.qkv.dtype
         step = ProjectedStep(
             Heads(shape.num_q_heads, shape.num_kv_heads, shape.head_dim),
@@ -83,8 +84,8 @@ def make_decode(
     num_padding: int = 0,
     num_idle: int = 0,
 ) -> RotatedDecode:
-    """One token each of sequences of these lengths; num_idle more have none, num_padding rows
-    follow."""
+    """Return a step with one token for each sequence of these lengths, num_idle sequences without a
+    token, and num_padding rows."""
     lengths = [(1, seq_len) for seq_len in seq_lens] + [(0, 7)] * num_idle
     batch = make_batch(
         shape, lengths, dtype=dtype, device=device, seed=seed, num_padding=num_padding
@@ -104,7 +105,7 @@ def make_decode(
 
 
 def run_fused(step: RotatedDecode, window: int | None, **overrides: object) -> torch.Tensor:
-    """Into an output full of NaN."""
+    """Run the fused kernel into an output full of NaN."""
     batch = step.batch
     out = torch.full(batch.q.shape, float("nan"), dtype=batch.q.dtype, device=batch.q.device)
     result = rotate_and_attend(
@@ -124,14 +125,14 @@ def run_fused(step: RotatedDecode, window: int | None, **overrides: object) -> t
 def run_apart(
     step: RotatedDecode, backend: TritonAttention, ops: LayerOps, window: int | None
 ) -> torch.Tensor:
-    """By two kernels; the step is consumed."""
+    """Run the two separate kernels; the step is overwritten."""
     layer, kv_cache = step.layer(ops, window), step.batch.kv_cache
     q = layer.rotate_and_store(step.qkv, kv_cache, step.step)
     return backend.attend(q, kv_cache, layer, step.batch.metadata)
 
 
 def check_output(step: RotatedDecode, out: torch.Tensor, window: int | None) -> None:
-    """Against fp64; padding rows are 0."""
+    """Compare the output with fp64; padding rows must be 0."""
     num_real = step.batch.num_real_tokens
     expected, _ = step.expected(window)
     assert relative_error(out[:num_real], expected[:num_real]) < BOUNDS[out.dtype]
@@ -139,7 +140,7 @@ def check_output(step: RotatedDecode, out: torch.Tensor, window: int | None) -> 
 
 
 def check_cache(step: RotatedDecode, before: torch.Tensor) -> None:
-    """The newest keys and values lie in their slots, and nothing else has changed."""
+    """Check that the newest keys and values are in their slots, and nothing else has changed."""
     num_real = step.batch.num_real_tokens
     cache, size = step.batch.kv_cache.clone(), step.batch.shape.block_size
     slots = step.batch.slot_mapping[:num_real]
@@ -155,7 +156,7 @@ def check_cache(step: RotatedDecode, before: torch.Tensor) -> None:
 
 
 def check_fused(step: RotatedDecode, window: int | None, **overrides: object) -> None:
-    """The fused kernel's output and what it leaves in the cache; the projection stays."""
+    """Check the fused kernel's output and cache; the projection must not change."""
     before, qkv = step.batch.kv_cache.clone(), step.qkv.clone()
     out = run_fused(step, window, **overrides)
     check_output(step, out, window)

@@ -1,5 +1,5 @@
-"""Row kernels on random columns, compared with plain Python lists. Serves the interpreter's tests
-and a GPU's."""
+"""Row kernels on random columns, compared with plain Python lists. For the interpreter's tests and
+for a GPU."""
 
 import numpy as np
 import torch
@@ -16,7 +16,8 @@ def _columns(device, *values):
 
 
 def check_gather(device, num_tokens, block_size, seed):
-    """Tokens come from the host or from their row, KV slots from the row's block table."""
+    """Check that tokens come from the host or from their row, and KV slots from the row's block
+    table."""
     rng = np.random.default_rng(seed)
     num_rows, num_blocks = int(rng.integers(1, 40)), int(rng.integers(1, 30))
     table = rng.integers(0, 1 << 30, (num_rows, num_blocks)) // block_size
@@ -43,7 +44,7 @@ def check_gather(device, num_tokens, block_size, seed):
 
 
 def check_writes(device, num_values, seed):
-    """Updates reach their places and no other; padding repeats one place."""
+    """Check that updates reach only their places; padding repeats one place."""
     rng = np.random.default_rng(seed)
     table = rng.integers(0, 99, (num_values + 3, 7)).astype(np.int32)
     rows = rng.permutation(num_values + 2)[:num_values]
@@ -59,8 +60,8 @@ def check_writes(device, num_values, seed):
 
 
 def check_corrections(device, num_seqs, seed):
-    """Lengths and positions move by what a row was corrected less what it has refused; rows without
-    a correction have refused nothing any more."""
+    """Check that lengths and positions move by a row's correction minus its refusals, and that rows
+    without a correction have no refusals left."""
     rng = np.random.default_rng(seed)
     num_rows = num_seqs + 4
     seq_rows = rng.permutation(num_rows - 1)[:num_seqs]

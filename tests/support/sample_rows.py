@@ -1,4 +1,4 @@
-"""Rows that sample, made by hand: what parts of a step are given."""
+"""Hand-made sampled rows, as the parts of a step receive them."""
 
 import numpy as np
 import torch
@@ -7,7 +7,7 @@ from worker_daemon.runner.sample_rows import SampleRows
 
 
 def sample_rows(slots, positions=None, used=0):
-    """Rows with these slots on the CPU, without padding."""
+    """Return rows with these slots on the CPU, without padding."""
     slots = np.asarray(slots, np.int64)
     positions = np.asarray(np.ones_like(slots) if positions is None else positions, np.int32)
     on_device = torch.from_numpy(slots.astype(np.int32))

@@ -1,5 +1,5 @@
-"""Random batches of every kind of row, and what must hold of any implementation of sampling. Serves
-the CPU's tests, the interpreter's and a GPU's."""
+"""Random batches with every kind of row, and checks for any implementation of sampling: for tests
+on the CPU, the interpreter and a GPU."""
 
 from dataclasses import replace
 
@@ -49,7 +49,7 @@ def make_metadata(
 
 
 def random_metadata(num_rows, rng):
-    """Every mixture of greedy rows, temperatures and filters, the extremes among them."""
+    """Return random mixtures of greedy rows, temperatures and filters, extremes included."""
     return make_metadata(
         num_rows,
         temperature=torch.from_numpy(rng.choice([0.0, 1e-30, 0.5, 1.0, 1.9, 1e6], num_rows)),
@@ -62,7 +62,7 @@ def random_metadata(num_rows, rng):
 
 
 def random_logits(kind, num_rows, vocab_size, rng):
-    """float32 [R, V] on the CPU."""
+    """Return float32 [R, V] on the CPU."""
     normal = torch.from_numpy(rng.standard_normal((num_rows, vocab_size), np.float32))
     if kind == "equal":
         return torch.full_like(normal, float(normal[0, 0]))
@@ -79,7 +79,7 @@ def random_logits(kind, num_rows, vocab_size, rng):
 
 
 def on(device, metadata):
-    """Metadata with its tensors on a device."""
+    """Return metadata with its tensors on a device."""
     columns = {name: getattr(metadata, name) for name in metadata.__slots__}
     return replace(
         metadata, **{n: c.to(device) for n, c in columns.items() if isinstance(c, torch.Tensor)}
@@ -87,7 +87,7 @@ def on(device, metadata):
 
 
 def pick(metadata, rows):
-    """The metadata of some rows, with flags that are no truer than needed."""
+    """Return the metadata of some rows, with flags set only if needed."""
     columns = ("temperature", "top_k", "top_p", "min_p", "seeds", "positions")
     part = replace(metadata, **{name: getattr(metadata, name)[rows] for name in columns})
     random = part.temperature > 0
@@ -101,13 +101,13 @@ def pick(metadata, rows):
 
 
 def described(metadata, row):
-    """A row's parameters, for a message."""
+    """Return a row's parameters, for a message."""
     names = ("temperature", "top_k", "top_p", "min_p", "seeds", "positions")
     return {name: getattr(metadata, name)[row].item() for name in names}
 
 
 def check_against_torch(sampling, logits, metadata):
-    """The tokens are those of plain torch on the same device, in every row."""
+    """Check that every row has the token of plain torch on the same device."""
     tokens = sampling.tokens(logits, metadata)
     expected = TorchSampling().tokens(logits, metadata)
     assert tokens.dtype == torch.int64
@@ -118,10 +118,10 @@ def check_against_torch(sampling, logits, metadata):
 
 
 def boundary_seeds(row, position, num_tried, **settings):
-    """int64 [2]: seeds under which the draw from logits [V] is among the least likely tokens that
-    the filters keep, and is among the likeliest that they drop, were they not there.
+    """Return int64 [2]: a seed whose draw from logits [V] is among the least likely kept tokens,
+    and one whose unfiltered draw is among the most likely dropped tokens.
 
-    A threshold that is off by a few tokens gives another token under one of the two.
+    A threshold that is off by a few tokens gives a different token for one of the two.
     """
     plain = TorchSampling()
     seeds = torch.from_numpy(np.random.default_rng().integers(1 << 62, size=num_tried))
@@ -139,7 +139,7 @@ def boundary_seeds(row, position, num_tried, **settings):
 
 
 def check_boundary(sampling, row, num_tried=600, **settings):
-    """Filters that drop something draw the line where plain torch draws it: row is logits [V]."""
+    """Check that filters have the same threshold as in plain torch. row: logits [V]."""
     metadata = make_metadata(
         2,
         seeds=boundary_seeds(row, 5, num_tried, **settings),
@@ -150,7 +150,8 @@ def check_boundary(sampling, row, num_tried=600, **settings):
 
 
 def check_rows_are_independent(sampling, logits, metadata):
-    """Alone, permuted, or in part of the batch, a row gets the token it gets in the whole."""
+    """Check that a row gets the same token alone, permuted, in part of the batch, and in the whole
+    batch."""
     num_rows = logits.shape[0]
     together = sampling.tokens(logits, metadata)
     for row in range(0, num_rows, max(1, num_rows // 6)):
@@ -163,7 +164,7 @@ def check_rows_are_independent(sampling, logits, metadata):
 
 
 def reference_probs(logits, temperature, top_k, top_p, min_p):
-    """Exact probabilities [V] by transformers' processors, in float64."""
+    """Return exact probabilities [V] by transformers' processors, in float64."""
     scores = TemperatureLogitsWarper(temperature)(None, logits.double().unsqueeze(0))
     if min_p > 0:
         scores = MinPLogitsWarper(min_p)(None, scores)
@@ -175,14 +176,15 @@ def reference_probs(logits, temperature, top_k, top_p, min_p):
 
 
 def draw(sampling, logits, num_draws, device="cpu", **settings):
-    """Tokens int64 [num_draws] on the CPU, all from the same logits [V]."""
+    """Return tokens int64 [num_draws] on the CPU, all from the same logits [V]."""
     rows = logits.expand(num_draws, -1).contiguous().to(device)
     metadata = on(device, make_metadata(num_draws, **settings))
     return sampling.tokens(rows, metadata).cpu()
 
 
 def check_distribution(sampling, device, settings, vary):
-    """Draws with varied seeds or positions pass a chi-square test against transformers."""
+    """Check that draws with varied seeds or positions pass a chi-square test against
+    transformers."""
     num_draws, vocab_size = 40_000, 16
     logits = torch.randn(vocab_size, generator=torch.Generator().manual_seed(3)) * 1.2
     filters = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, **settings}

@@ -1,4 +1,4 @@
-"""Keys, and daemons that want them: around the fake worker, or real ones."""
+"""Keys, and daemons that require them: around the fake worker, or real ones."""
 
 import json
 import os
@@ -25,7 +25,7 @@ ROLES = ("driver", "observer", "admin")
 
 
 def free_port(count: int = 4) -> int:
-    """The first of `count` free ports in a row."""
+    """Return the first of `count` consecutive free ports."""
     while True:
         with socket.create_server(("127.0.0.1", 0)) as first:
             port = first.getsockname()[1]
@@ -38,7 +38,8 @@ def free_port(count: int = 4) -> int:
 
 
 class KeyRing:
-    """A directory of keys: `daemon`, one of each role, and `stranger`, which nobody lets in."""
+    """A directory of keys: `daemon`, one for each role, and `stranger`, which is never
+    authorized."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -50,7 +51,7 @@ class KeyRing:
         self.trust({})
 
     def authorize(self, *roles: str) -> None:
-        """Let the keys of these roles in."""
+        """Authorize the keys of these roles."""
         entries = [{"key": self.public[role], "role": role, "name": role} for role in roles]
         self.authorized.write_text(json.dumps(entries))
 
@@ -59,20 +60,20 @@ class KeyRing:
         self.known.write_text(json.dumps(known))
 
     def keys(self, name: str) -> Keys:
-        """A driver's keys with this one of its own."""
+        """Return a driver's keys, with this key pair."""
         return read_keys(str(self.directory / f"{name}.key"), self.known)
 
     def secret(self, name: str) -> SecretKey:
-        """A key pair."""
+        """Return a key pair."""
         return read_secret_key(self.directory / f"{name}.key", "test")
 
     def options(self, name: str) -> tuple[str, ...]:
-        """What a client's command line gets."""
+        """Return the key options of a client's command line."""
         key_file = str(self.directory / f"{name}.key")
         return "--key-file", key_file, "--known-daemons", str(self.known)
 
     def serve_options(self) -> tuple[str, ...]:
-        """What a daemon's command line gets."""
+        """Return the key options of a daemon's command line."""
         own, allowed = self.directory / "daemon.key", self.authorized
         return "--key-file", str(own), "--authorized-keys", str(allowed)
 
@@ -89,7 +90,7 @@ class SecuredDaemon:
         interpreter: tuple[str, ...] = (),
         keys: Keys = NO_KEYS,
     ) -> None:
-        """keys: of somebody that may ask whether it is there."""
+        """keys: a client's, to check that it is up."""
         self.endpoint = endpoint
         self.log = directory / f"{free_port(1)}.log"
         self._counters = self.log.with_suffix(".counters")
@@ -110,7 +111,7 @@ class SecuredDaemon:
 
     @property
     def decoded(self) -> tuple[int, int]:
-        """Calls of the control's and the step socket's decoder."""
+        """Return the decoder calls of the control and the step socket."""
         return decoder_calls(self._counters)
 
     @property
@@ -123,7 +124,7 @@ class SecuredDaemon:
 
 
 class RealDaemons:
-    """Real daemons on tcp with keys, each under an audit hook that writes what is unpickled."""
+    """Real daemons on tcp with keys, each under an audit hook that records unpickling."""
 
     def __init__(
         self, directory: Path, ring: KeyRing, devices: Sequence[str], model_root: Path
@@ -159,11 +160,11 @@ class RealDaemons:
         self.processes[rank].wait(10)
 
     def restart(self, rank: int) -> None:
-        """Start one that has ended again, as a supervisor would."""
+        """Restart an ended daemon, as a supervisor would."""
         self.processes[rank] = self._start(rank)
 
     def listening(self, rank: int) -> tuple[set[str], set[int]]:
-        """Addresses and ports at which a daemon listens, its own four ports left out."""
+        """Return the addresses and ports at which a daemon listens, except its four ports."""
         first = int(self.endpoints[rank].rsplit(":")[-1])
         process = psutil.Process(self.processes[rank].pid)
         found = [entry for entry in process.net_connections("inet") if entry.status == "LISTEN"]
@@ -178,7 +179,7 @@ class RealDaemons:
 
 
 def answers(endpoint: str, keys: Keys) -> bool:
-    """Whether a daemon answers there."""
+    """Return True if a daemon answers there."""
     try:
         return ask(endpoint, keys, lambda client: bool(client.hello(0.5)))
     except ClientError:
@@ -186,7 +187,7 @@ def answers(endpoint: str, keys: Keys) -> bool:
 
 
 def ask(endpoint: str, keys: Keys, question: Callable[[WorkerClient], object]) -> object:
-    """Ask a daemon over a connection of its own."""
+    """Send a request to a daemon over a new connection."""
     with zmq.Context() as context:
         client = AskingClient(context, parse_endpoint(endpoint, keys), 0, new_driver_id())
         try:
@@ -203,7 +204,7 @@ def dealer(
     kind: int = zmq.DEALER,
     routing_id: bytes = b"",
 ) -> zmq.Socket:
-    """A bare socket with a key of the ring, or without any."""
+    """Return a connected bare socket with a key of the ring, or without one."""
     made = unconnected(context, ring, name, kind, routing_id)
     made.connect(address)
     return made
@@ -216,7 +217,7 @@ def unconnected(
     kind: int = zmq.DEALER,
     routing_id: bytes = b"",
 ) -> zmq.Socket:
-    """The same before it connects."""
+    """Return such a socket before it connects."""
     made = context.socket(kind)
     made.setsockopt(zmq.LINGER, 0)
     if kind == zmq.SUB:
@@ -251,4 +252,4 @@ class BareSockets:
         return self._made[-1]
 
     def close(self) -> None:
-        self._context.destroy(linger=0)  # monitors of a test that failed, too
+        self._context.destroy(linger=0)  # also monitors of a failed test

@@ -1,4 +1,4 @@
-"""Real daemons for tests, and the two verbs that most tests need. By way of the fixtures in
+"""Real daemons for tests, and the two functions that most tests need, through the fixtures in
 tests/e2e/conftest.py:
 
     daemons                                   # session-wide DaemonPool, CPU, at most 4
@@ -8,8 +8,8 @@ tests/e2e/conftest.py:
         run.outputs["a"]                      # worker_client.scheduler.RequestOutput
         run.driver.records                    # one for each step
 
-serve() attaches to the pool's first pp * tp daemons and loads anew, whatever they had loaded; dead
-ones are replaced first. For daemons that a test means to damage: LocalDaemons of its own, and
+serve() attaches to the pool's first pp * tp daemons and loads again, regardless of what is loaded;
+dead daemons are replaced first. For daemons that a test will damage, use separate LocalDaemons and
 connect().
 """
 
@@ -55,7 +55,7 @@ MAX_DAEMONS = 4
 STEP_DEADLINE_MS = 20_000
 LOG_TAIL_CHARS = 1500
 LONG_LEASE = LeaseTerms(ttl_s=20.0)
-"""However busy the tests' host is."""
+"""A lease that survives a busy host."""
 
 
 def worker_config(
@@ -76,7 +76,7 @@ def worker_config(
     lora: LoraConfig = LoraConfig(),  # noqa: B008  # a value
     logits_processors: tuple[str, ...] = (),
 ) -> WorkerConfig:
-    """The configuration of a small group."""
+    """Return the configuration of a small group."""
     return WorkerConfig(
         parallel=ParallelConfig(
             pipeline_parallel_size=pp, tensor_parallel_size=tp, layer_partition=layer_partition
@@ -113,7 +113,7 @@ class DaemonPool:
         self._started: list[LocalDaemons] = []
 
     def endpoints(self, count: int) -> list[str]:
-        """Of `count` living daemons, always the same ones first."""
+        """Return the endpoints of `count` living daemons, always the same first ones."""
         assert count <= MAX_DAEMONS, f"the pool has at most {MAX_DAEMONS} daemons"
         self._drop_dead()
         have = sum(len(daemons.endpoints) for daemons in self._started)
@@ -141,7 +141,7 @@ class DaemonPool:
             yield
 
     def log_tails(self, count: int) -> str:
-        """The ends of the logs of the first `count` daemons."""
+        """Return the ends of the logs of the first `count` daemons."""
         tails = [
             f"--- {endpoint}\n{daemons.log_tail(index)[-LOG_TAIL_CHARS:]}"
             for daemons in self._started
@@ -180,8 +180,8 @@ def connect(
     reload: bool = True,
     force: bool = True,
 ) -> Iterator[Served]:
-    """Attach to these daemons and prepare them; leaves them in order at the end. force: whoever
-    else has them, as a fixture of a wider scope may."""
+    """Attach to these daemons and prepare them; detach at the end. force: even if another driver,
+    such as a fixture of a wider scope, has them."""
     with WorkerGroup(endpoints, config.parallel, lease=LONG_LEASE) as group:
         group.attach(force=force)
         loaded = group.prepare(config, num_gpu_blocks=num_gpu_blocks, reload=reload)
@@ -205,7 +205,7 @@ class Serve:
         reload: bool = True,
         **config: object,
     ) -> Iterator[Served]:
-        """config: fields of worker_config. A failure carries the ends of the daemons' logs."""
+        """config: fields of worker_config. A failure includes the ends of the daemons' logs."""
         wanted = worker_config(model, pp, tp, **config)
         endpoints = self.pool.endpoints(pp * tp)
         try:
@@ -218,21 +218,21 @@ class Serve:
 
 @dataclass
 class Run:
-    """What generate() did."""
+    """Result of generate()."""
 
     outputs: dict[str, RequestOutput]
     driver: Driver
     most_in_flight: int
-    """Steps that were sent and not answered, at the same time."""
+    """Maximum of steps in flight."""
 
     @property
     def tokens(self) -> dict[str, list[int]]:
-        """The generated tokens by request."""
+        """Return the generated tokens by request."""
         return {req_id: output.token_ids for req_id, output in self.outputs.items()}
 
 
 class CountingGroup:
-    """A group that remembers how many steps were in flight."""
+    """A group that records the number of steps in flight."""
 
     def __init__(self, group: WorkerGroup) -> None:
         self._group = group
@@ -250,7 +250,7 @@ class CountingGroup:
 
 
 def scheduler_limits(group: WorkerGroup, loaded: LoadedGroup, **changes: object) -> SchedulerLimits:
-    """What a scheduler may use of a loaded group; `changes` override fields."""
+    """Return a scheduler's limits for a loaded group; `changes` override fields."""
     loaded_config = group.get_status()[0].config
     assert loaded_config is not None, "prepare() comes first"
     fields = {
@@ -291,7 +291,7 @@ def generate(
 def greedy_request(
     req_id: str, prompt: Sequence[int], max_tokens: int, **fields: object
 ) -> GenerationRequest:
-    """A request at temperature 0; `fields` of GenerationRequest."""
+    """Return a request at temperature 0; `fields` of GenerationRequest."""
     return GenerationRequest(
         id=req_id,
         prompt_token_ids=np.asarray(prompt, np.int32),
@@ -301,7 +301,7 @@ def greedy_request(
 
 
 def assert_greedy(run: Run, checkpoint: Checkpoint, requests: Sequence[GenerationRequest]) -> None:
-    """Every request ended with the tokens of transformers' generate."""
+    """Assert that every request ended with the tokens of transformers' generate."""
     expected = {
         request.id: checkpoint.greedy(request.prompt_token_ids.tolist(), request.max_tokens)
         for request in requests

@@ -1,5 +1,5 @@
 """`python -m tests.support.skewed_daemon SECONDS OPTIONS`: the real daemon, with a monotonic clock
-that is so far ahead of everybody else's, as on another host."""
+SECONDS ahead of all others, as on another host."""
 
 import json
 import sys
@@ -10,7 +10,7 @@ from worker_daemon.settings import load_settings
 
 
 def main(seconds: str, options: str) -> int:
-    """Serve; whatever asks for nanoseconds is told another time."""
+    """Serve, with shifted time.monotonic_ns."""
     true_clock, ahead_ns = time.monotonic_ns, int(seconds) * 10**9
     time.monotonic_ns = lambda: true_clock() + ahead_ns
     return run_daemon(load_settings(json.loads(options), None))

@@ -1,5 +1,5 @@
-"""The staging of a device over random steps, compared with what the host put in and expects back.
-Serves the interpreter's tests and a GPU's."""
+"""Checks a device's staging over random steps against the host's data, for the interpreter's tests
+and for a GPU."""
 
 import numpy as np
 import torch
@@ -28,8 +28,8 @@ def fill(packed, rng):
 
 
 def check_turns(device, depth, num_steps, seed):
-    """Each step's columns reach the device, whichever shapes come behind each other, and its tokens
-    the host, however late they are read and by whom."""
+    """Check that each step's columns reach the device in any order of shapes, and its tokens the
+    host, even if another thread reads them late."""
     rng = np.random.default_rng(seed)
     shapes = [random_shape(rng) for _ in range(4)]
     staging = make_staging(device, depth, shapes)
@@ -40,9 +40,7 @@ def check_turns(device, depth, num_steps, seed):
     for _ in range(num_steps):
         packed = staging.open(shapes[int(rng.integers(0, 4))])
         fill(packed, rng)
-        if (
-            rng.random() < 0.2
-        ):  # a step that fails before it is launched leaves its turn to the next
+        if rng.random() < 0.2:  # a step that fails before its launch leaves its turn to the next
             packed = staging.open(shapes[int(rng.integers(0, 4))])
         values = fill(packed, rng)
         packed.take()
@@ -69,7 +67,7 @@ def check_turns(device, depth, num_steps, seed):
 
 
 def check_holds(device):
-    """A buffer says what it was filled for until another shape has overwritten its memory."""
+    """Check that a buffer reports its shape until another shape has overwritten its memory."""
     shapes = [StepShape(8, 8, 8, 8), StepShape(16, 4, 4, 4)]
     staging = make_staging(device, 2, shapes)
     staging.keep(shapes)

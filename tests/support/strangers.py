@@ -1,4 +1,5 @@
-"""A stranger on the loopback interface: finds where a process listens, and tries to get in."""
+"""A stranger on the loopback interface: finds a process's listening sockets, and tries to
+connect."""
 
 import contextlib
 import re
@@ -11,19 +12,19 @@ _LISTEN = "0A"
 
 
 def listening(pid: int) -> list[Address]:
-    """Where a process listens on TCP, over IPv4."""
+    """Return the TCP addresses at which a process listens, IPv4 only."""
     own = {link.readlink().name for link in _descriptors(pid)}
     rows = [row.split() for row in Path("/proc/net/tcp").read_text().splitlines()[1:]]
     return [_address(row[1]) for row in rows if row[3] == _LISTEN and f"socket:[{row[9]}]" in own]
 
 
 def num_descriptors(pid: int) -> int:
-    """How many files and connections a process has open."""
+    """Return the number of open descriptors of a process."""
     return len(_descriptors(pid))
 
 
 def gets_in(address: Address, within_s: float = 0.1) -> bool:
-    """Tell whether a connection comes about."""
+    """Return True if a connection is established."""
     try:
         socket.create_connection(address, within_s).close()
     except OSError:
@@ -32,7 +33,7 @@ def gets_in(address: Address, within_s: float = 0.1) -> bool:
 
 
 def flood(address: Address, count: int) -> int:
-    """Open and close so many connections, a hundred at a time; return how many came about."""
+    """Open and close `count` connections, a hundred at a time; return the number established."""
     num_open = 0
     for _ in range(count // 100):
         with contextlib.ExitStack() as stack:
@@ -50,7 +51,7 @@ def flood(address: Address, count: int) -> int:
 def _descriptors(pid: int) -> list[Path]:
     found = []
     for entry in Path(f"/proc/{pid}/fd").iterdir():
-        with contextlib.suppress(OSError):  # closed meanwhile
+        with contextlib.suppress(OSError):  # closed in the meantime
             entry.readlink()
             found.append(entry)
     return found

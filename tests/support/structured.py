@@ -1,5 +1,5 @@
-"""Random grammars with the judge of what they allow, which is none of ours: jsonschema, re and
-lark; and a tokenizer for the tiny models."""
+"""Random grammars with independent judges of their texts (jsonschema, re and lark), and a tokenizer
+for the tiny models."""
 
 import json
 import random
@@ -13,10 +13,10 @@ import lark
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 VOCAB_SIZE = 421
-"""Of the model; the tokenizer has fewer tokens."""
+"""Vocabulary size of the model; the tokenizer has fewer tokens."""
 EOS_TOKEN_ID = 3
 COMPACT = {"whitespace_flexible": False}
-"""Else a random model writes blanks for ever."""
+"""Without this, a random model writes blanks forever."""
 NEGATED = '[^ab\\n"\\\\]'
 WORDS = ("red", "green", "a b", "é", 'say "x"', "back\\slash", "long-word")
 TEXTS = [
@@ -42,15 +42,15 @@ def make_tokenizer(path: Path) -> Tokenizer:
 
 
 class Case(NamedTuple):
-    """A grammar, as a request names it, and who judges a text."""
+    """A request's grammar, and a check of its texts."""
 
     options: dict[str, Any]
     check: Callable[[str], None]
-    """Raises where a text is not allowed."""
+    """Raises if a text is not allowed."""
 
 
 def random_case(rng: random.Random) -> Case:
-    """A grammar of any kind; most are schemas."""
+    """Return a grammar of any kind; most are schemas."""
     kind = rng.choices(["json", "regex", "choice", "grammar", "json_text"], [8, 2, 2, 2, 1])[0]
     if kind == "regex":
         return regex_case(random_regex(rng))
@@ -63,7 +63,7 @@ def random_case(rng: random.Random) -> Case:
 
 
 def schema_case(schema: dict[str, Any], *, as_text: bool = False) -> Case:
-    """A JSON schema, given as an object or as its text."""
+    """Return a JSON schema, as an object or as text."""
     whole = {**schema, "x-guidance": COMPACT}
     jsonschema.Draft202012Validator.check_schema(schema)
 
@@ -74,7 +74,7 @@ def schema_case(schema: dict[str, Any], *, as_text: bool = False) -> Case:
 
 
 def random_schema(rng: random.Random, depth: int = 2) -> dict[str, Any]:
-    """A schema whose texts end: all lengths and numbers are bounded."""
+    """Return a schema with bounded texts: all lengths and numbers are bounded."""
     kinds = ["string", "integer", "number", "boolean", "null", "enum", "const", "pattern"]
     if depth:
         kinds += ["object", "object", "object", "array", "array", "anyOf"]
@@ -115,7 +115,7 @@ def _schema_of(kind: str, rng: random.Random, depth: int) -> dict[str, Any]:  # 
     if kind == "const":
         return {"const": rng.choice([*WORDS, 17, False])}
     if kind == "pattern":
-        # llguidance escapes a quote or a backslash that a class of a pattern excludes.
+        # llguidance escapes a quote or a backslash that a pattern's character class excludes.
         pattern = random_regex(rng).replace(NEGATED, "[c-z,.]")
         return {"type": "string", "pattern": f"^{pattern}$"}
     if kind == "array":
@@ -137,7 +137,7 @@ def _schema_of(kind: str, rng: random.Random, depth: int) -> dict[str, Any]:  # 
 
 
 def random_regex(rng: random.Random, depth: int = 2) -> str:
-    """A bounded regular expression of a few characters, the same in Python and in Rust."""
+    """Return a bounded regular expression of a few characters, valid in Python and in Rust."""
     parts = []
     for _ in range(rng.randint(1, 3)):
         atom = rng.choice(["a", "b", "[0-9]", NEGATED, "x.?y", "\\-", "(red|green|r)"])
@@ -148,13 +148,13 @@ def random_regex(rng: random.Random, depth: int = 2) -> str:
 
 
 def regex_case(regex: str) -> Case:
-    """A regular expression."""
+    """Return a regular expression."""
     compiled = re.compile(regex)
     return Case({"regex": regex}, lambda text: _check(compiled.fullmatch(text) is not None, text))
 
 
 def grammar_case(rng: random.Random) -> Case:
-    """Sums of words with brackets, nested up to a depth, in EBNF; lark has the same in its own."""
+    """Return sums of words with nested brackets in EBNF, with the same grammar in lark's syntax."""
     words = rng.sample(["x", "yz", "foo", "12"], rng.randint(1, 4))
     depth = rng.randint(1, 3)
     ebnf = ['root ::= sum0 "\\n"']

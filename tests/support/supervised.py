@@ -1,5 +1,5 @@
-"""Daemons as a supervisor keeps them: each a process of its own at an endpoint of its own, to be
-killed, stopped, continued and started again."""
+"""Daemons under a supervisor: separate processes with separate endpoints, to be killed, stopped,
+continued and restarted."""
 
 import os
 import signal
@@ -18,8 +18,7 @@ class Supervised:
     def __init__(
         self, count: int, model_root: Path, directory: Path, within: Sequence[str] = ()
     ) -> None:
-        """Start them and wait until they answer. within: the command that starts each, if need
-        be."""
+        """Start them and wait until they answer. within: a command that starts each, if any."""
         self.directory = directory
         self.endpoints = [f"ipc://{directory}/{rank}/w" for rank in range(count)]
         self._model_root = model_root
@@ -29,19 +28,19 @@ class Supervised:
         wait_for_daemons(self.endpoints, self.processes)
 
     def kill(self, rank: int) -> float:
-        """kill -9; return when (time.monotonic)."""
+        """Send SIGKILL; return the time (time.monotonic)."""
         at = time.monotonic()
         self.processes[rank].kill()
         return at
 
     def stop(self, rank: int) -> float:
-        """SIGSTOP; return when."""
+        """Send SIGSTOP; return the time."""
         at = time.monotonic()
         self.processes[rank].send_signal(signal.SIGSTOP)
         return at
 
     def go_on(self, rank: int) -> None:
-        """SIGCONT."""
+        """Send SIGCONT."""
         self.processes[rank].send_signal(signal.SIGCONT)
 
     def restart(self, rank: int) -> None:
@@ -50,11 +49,11 @@ class Supervised:
         self.processes[rank] = self._start(rank)
 
     def restart_later(self, rank: int, seconds: float = 0.0) -> None:
-        """The same from another thread, once the daemon is dead."""
+        """Restart it from another thread, once the daemon is dead."""
         self._later(seconds, lambda: self.restart(rank))
 
     def revive(self) -> None:
-        """Wait for what was to happen later, and start whoever is dead."""
+        """Wait for later restarts, and start dead daemons."""
         self._join()
         for rank, process in enumerate(self.processes):
             self.go_on(rank)
@@ -63,7 +62,7 @@ class Supervised:
         wait_for_daemons(self.endpoints, self.processes)
 
     def log(self) -> str:
-        """What all of them have written."""
+        """Return the logs of all daemons."""
         return (self.directory / "daemon.log").read_text(errors="replace")
 
     def close(self) -> None:

@@ -15,7 +15,7 @@ from typing import Final
 REPOSITORY: Final = Path(__file__).resolve().parents[2]
 UNITS: Final = REPOSITORY / "docker" / "systemd"
 PREFIX: Final = "/opt/worker-daemon"
-"""Where the units look for the programs."""
+"""Prefix of the programs in the units."""
 
 _BOOT: Final = """
 set -e
@@ -44,7 +44,7 @@ exec /opt/python/bin/{python} -m {module} "$@"
 
 
 class SystemdHost:
-    """Boots on entry, is gone on exit. The package is installed as docs/deployment.md says."""
+    """Boots on entry, and is gone on exit. The package is installed as in docs/deployment.md."""
 
     def __init__(self, scratch: Path) -> None:
         """scratch: an empty directory."""
@@ -54,14 +54,14 @@ class SystemdHost:
 
     @staticmethod
     def lacks() -> str:
-        """What this machine has not got for it; empty where all is there."""
+        """Return what this machine lacks for it; empty if nothing."""
         if os.geteuid() != 0:
             return "root"
         tools = ("unshare", "nsenter", "pivot_root", "setpriv", "/lib/systemd/systemd")
         return next((tool for tool in tools if not shutil.which(tool)), "")
 
     def __enter__(self) -> "SystemdHost":
-        # --kill-child: who kills the child instead reads of "sigprocmask", whatever went wrong.
+        # --kill-child: killing the child directly gives a misleading error about "sigprocmask".
         namespaces = ("--pid", "--fork", "--kill-child", "--mount", "--uts", "--ipc", "--cgroup")
         command = ("unshare", *namespaces, "--propagation", "private", "bash", "-c", _BOOT, "boot")
         self._process = subprocess.Popen([*command, str(self._scratch)])
@@ -91,7 +91,7 @@ class SystemdHost:
     def run(
         self, script: str, *, check: bool = True, timeout_s: float = 120
     ) -> "subprocess.CompletedProcess[str]":
-        """Run a script of bash's as root of that host."""
+        """Run a bash script as root on that host."""
         done = subprocess.run(
             ["nsenter", "--target", str(self._init), "--all", "bash", "-s"],
             input=script,
@@ -109,7 +109,7 @@ class SystemdHost:
         return self.run(f"cd /tmp && HOME=/tmp {user} {PREFIX}/bin/worker-client {words}").stdout
 
     def show(self, unit: str, field: str) -> str:
-        """Return what systemd says of a unit."""
+        """Return a property of a unit from systemctl show."""
         return self.run(f"systemctl show {unit} --property {field} --value").stdout.strip()
 
     def write(self, path: str, text: str) -> None:
@@ -117,7 +117,7 @@ class SystemdHost:
         self.run(f"mkdir -p $(dirname {path})\ncat > {path} <<'END'\n{text}\nEND")
 
     def copy(self, source: Path, target: str) -> None:
-        """Copy a directory of this machine's there, for all to read."""
+        """Copy a directory of this machine there, readable by all users."""
         files = subprocess.run(["tar", "-c", "-C", source, "."], capture_output=True, check=True)
         unpack = f"mkdir -p {target} && tar -x -C {target} && chmod -R a+rX {target}"
         command = ("nsenter", "--target", str(self._init), "--all", "bash", "-c", unpack)
@@ -126,7 +126,7 @@ class SystemdHost:
     def _install(self) -> None:
         base, python = sys.base_prefix, Path(sys.executable).resolve().name
         self.run(f"mkdir -p /opt/python {PREFIX}/bin && mount --bind {base} /opt/python")
-        # An environment may have its packages from another one: what this process finds them in.
+        # An environment may take packages from another one, so use this process's path.
         packages = os.pathsep.join(path for path in sys.path if path.endswith("-packages"))
         for name, module in (
             ("worker-daemon", "worker_daemon"),

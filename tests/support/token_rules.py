@@ -1,4 +1,4 @@
-"""Random rules on tokens, and what transformers makes of them."""
+"""Random token rules, and their implementation with transformers."""
 
 import numpy as np
 import torch
@@ -12,11 +12,11 @@ from transformers import (
 from rpc_schema.sampling import SamplingParams
 
 NUM_COMMON = 12
-"""The first tokens of the vocabulary, of which bad words are made."""
+"""Number of first tokens of the vocabulary that bad words use."""
 
 
 def random_params(rng: np.random.Generator, vocab_size: int) -> SamplingParams:
-    """Rules that leave tokens to choose from."""
+    """Return rules that leave tokens to sample."""
     params: dict[str, object] = {}
     if rng.random() < 0.7:
         params |= {
@@ -39,7 +39,7 @@ def random_params(rng: np.random.Generator, vocab_size: int) -> SamplingParams:
 
 
 class RuleProcessor(transformers.LogitsProcessor):
-    """The rules of one request: transformers' processors where it has one."""
+    """The rules of one request, with transformers' processors if available."""
 
     def __init__(self, params: SamplingParams, num_prompt_tokens: int) -> None:
         self.params = params

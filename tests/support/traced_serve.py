@@ -1,6 +1,6 @@
-"""`python -m tests.support.traced_serve FILE ARGS`: the daemon's real command line, which writes to
-FILE the way of each steady decode as JSON: the project's calls, as [file, function], from the step
-message to the first operation of the model."""
+"""`python -m tests.support.traced_serve FILE ARGS`: the daemon's real command line, which writes
+the call trace of each steady decode to FILE as JSON: the project's calls, as [file, function], from
+the step message to the first operation of the model."""
 
 import json
 import sys
@@ -20,7 +20,7 @@ MODEL = "worker_daemon/models/"
 
 
 class StepTracer:
-    """Traces from where the step loop has a message to decode."""
+    """Traces from the point where the step loop decodes a message."""
 
     def __init__(self, file: Path) -> None:
         self._file = file
@@ -30,7 +30,7 @@ class StepTracer:
         self._is_steady = False
 
     def __call__(self, frames):
-        """Take the place of decode_step."""
+        """Replace decode_step."""
         self._calls, self._is_steady = [(LOOP, "_take")], False
         sys.setprofile(self._called)
         message = self._decode(frames)

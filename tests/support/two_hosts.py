@@ -1,5 +1,5 @@
-"""Two hosts as network namespaces of an unprivileged user, and the cable between them, which loses
-what it is told to lose: silently, as a broken switch or a firewall does."""
+"""Two hosts as network namespaces of an unprivileged user, and a cable between them that drops
+packets on request: silently, like a broken switch or a firewall."""
 
 import shutil
 import subprocess
@@ -17,11 +17,11 @@ Side = Literal["near", "far"]
 
 
 class TwoHosts:
-    """`near` and `far`, each with a loopback device and one end of the cable. Processes in them are
-    the caller's; close() ends the namespaces once these are gone."""
+    """`near` and `far`, each with a loopback device and one end of the cable. The caller ends the
+    processes in them; close() then ends the namespaces."""
 
     def __init__(self) -> None:
-        """Make them; skips the test where that cannot be done."""
+        """Make them; skip the test if that is impossible."""
         if not all(map(shutil.which, _COMMANDS)):
             pytest.skip(f"needs {', '.join(_COMMANDS)}")
         self._holders: list[subprocess.Popen[str]] = []
@@ -35,24 +35,24 @@ class TwoHosts:
             self._run(side, "ip", "link", "set", f"veth-{side}", "up")
 
     def within(self, side: Side) -> list[str]:
-        """The command that starts another one on that host."""
+        """Return the command prefix that runs another command on that host."""
         pid = str(self._holders[side == "far"].pid)
         return ["nsenter", "-t", pid, "-U", "-n", "--preserve-credentials"]
 
     def lose(self, *senders: Side) -> None:
-        """Lose all that these hosts send to the other one, from now on."""
+        """Drop all packets that these hosts send to the other one, from now on."""
         for side in senders:
             self._run(side, "tc", "qdisc", "replace", "dev", f"veth-{side}", "root", *_NO_ROOM)
 
     def heal(self) -> None:
-        """Lose nothing any more."""
+        """Stop dropping packets."""
         for side in ("near", "far"):
             queue = self._run(side, "tc", "qdisc", "show", "dev", f"veth-{side}")
             if "pfifo" in queue:
                 self._run(side, "tc", "qdisc", "del", "dev", f"veth-{side}", "root")
 
     def connected_ports(self) -> set[int]:
-        """The ports of `far` to which `near` holds a TCP connection."""
+        """Return the ports of `far` to which `near` has a TCP connection."""
         lines = self._run("near", "ss", "-tnH", "state", "established", "dst", FAR_ADDRESS)
         return {int(line.split()[3].rpartition(":")[2]) for line in lines.splitlines()}
 
@@ -63,7 +63,7 @@ class TwoHosts:
             holder.communicate()
 
     def _hold(self, command: Sequence[str]) -> None:
-        """Start the process that a namespace lives by."""
+        """Start the process that keeps a namespace alive."""
         script = f"ip link set lo up && echo up && exec sleep {LIFETIME_S}"
         holder = subprocess.Popen(
             [*command, "sh", "-c", script],
@@ -89,4 +89,4 @@ class TwoHosts:
 
 
 _NO_ROOM = ("pfifo", "limit", "0")
-"""A queue that drops all that it is given."""
+"""A queue that drops everything."""

@@ -1,6 +1,5 @@
 """`python -m tests.support.uploading_driver NUM_BYTES NUM_CHUNKS TTL_S ENDPOINT ...`: a driver of a
-pipeline that is loaded already. It sends so many chunks of a tensor, says `ready`, and waits to be
-killed."""
+loaded pipeline. It sends NUM_CHUNKS chunks of a tensor, prints `ready`, and waits to be killed."""
 
 import subprocess
 import sys
@@ -14,12 +13,12 @@ from worker_client.worker_group import WorkerGroup
 
 
 def tensor(num_bytes: int) -> HostTensor:
-    """The one that it sends."""
+    """Return the tensor that it sends."""
     return HostTensor.from_bytes("uint8", (num_bytes,), b"\x5a" * num_bytes)
 
 
 def kill_halfway(num_bytes: int, num_chunks: int, ttl_s: float, endpoints: Sequence[str]) -> None:
-    """Start one, and kill it once it is ready."""
+    """Start the driver, and kill it once it is ready."""
     words = [str(num_bytes), str(num_chunks), str(ttl_s), *endpoints]
     command = [sys.executable, "-m", "tests.support.uploading_driver", *words]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
@@ -31,7 +30,7 @@ def kill_halfway(num_bytes: int, num_chunks: int, ttl_s: float, endpoints: Seque
 
 
 def main(num_bytes: int, num_chunks: int, ttl_s: float, endpoints: Sequence[str]) -> None:
-    """Be one."""
+    """Run the driver."""
     parallel = ParallelConfig(pipeline_parallel_size=len(endpoints))
     with WorkerGroup(endpoints, parallel, lease=LeaseTerms(ttl_s=ttl_s)) as group:
         group.attach()

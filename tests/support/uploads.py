@@ -1,4 +1,4 @@
-"""Chunks of a tensor, with its hash as docs/protocol.md has it, written anew."""
+"""Chunks of a tensor, with an independent implementation of the hash in docs/protocol.md."""
 
 from hashlib import blake2b
 
@@ -8,7 +8,7 @@ CUT = 524288
 
 
 def reference_hash(dtype: str, shape: tuple[int, ...], data: bytes) -> bytes:
-    """The hash of a tensor."""
+    """Return the hash of a tensor."""
     whole = f"{dtype} {str(list(shape))[1:-1].replace(' ', '')}\n".encode()
     for begin in range(0, len(data), CUT):
         whole += blake2b(data[begin : begin + CUT], digest_size=32, person=b"upload chunk").digest()
@@ -18,7 +18,7 @@ def reference_hash(dtype: str, shape: tuple[int, ...], data: bytes) -> bytes:
 def chunks_of(
     dtype: str, shape: tuple[int, ...], data: bytes, name: bytes | None = None
 ) -> list[UploadChunk]:
-    """All chunks, in order. name: where it is not to be the hash."""
+    """Return all chunks, in order. name: used instead of the hash."""
     content_hash = reference_hash(dtype, shape, data) if name is None else name
     return [
         UploadChunk(

@@ -1,5 +1,5 @@
 """`python -m tests.support.versioned_serve NAME=VALUE ARGS`: the daemon's real command line around
-the fake worker, of another release (protocol=VERSION) or beside another torch (link=TEXT)."""
+the fake worker, with another protocol version (protocol=VERSION) or another torch (link=TEXT)."""
 
 import sys
 

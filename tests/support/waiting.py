@@ -1,11 +1,11 @@
-"""Waits for what a test expects, instead of sleeping."""
+"""Polls for a condition, instead of sleeping."""
 
 import time
 from collections.abc import Callable
 
 
 def wait_until(condition: Callable[[], object], what: str, timeout_s: float = 20.0) -> None:
-    """Poll until condition() returns a true value; fail with `what` when it does not in time."""
+    """Poll until condition() returns a true value; fail with `what` after the time limit."""
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline, f"not within {timeout_s} s: {what}"

@@ -1,5 +1,5 @@
-"""The package's wheel, built from a copy of the sources by the build backend that is installed
-here: no network, and nothing is left in the checkout."""
+"""Builds the package's wheel from a copy of the sources with the installed build backend: without
+network, and without changing the checkout."""
 
 import shutil
 import subprocess
@@ -9,11 +9,11 @@ from typing import Final
 
 ROOT: Final = Path(__file__).resolve().parents[2]
 PACKAGES: Final = ("rpc_schema", "worker_client", "worker_daemon")
-"""What the wheel holds, by import name."""
+"""Packages in the wheel, by import name."""
 
 _FILES: Final = ("pyproject.toml", "README.md", "LICENSE")
 _DIRECTORIES: Final = ("rpc_schema", "client", "worker_daemon", "examples")
-"""The examples belong to no package: they must not get in."""
+"""Source directories; examples must not be in the wheel."""
 _BUILD: Final = "import sys; from setuptools import build_meta; build_meta.build_wheel(sys.argv[1])"
 
 

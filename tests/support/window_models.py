@@ -28,8 +28,8 @@ from worker_client.scheduler import Scheduler
 
 BLOCK_SIZE = 4
 WINDOW = 10
-"""Two tokens more than two blocks hold: a scheduler whose window is one token too short gives
-away a block that the next token sees."""
+"""Two tokens more than two blocks: a scheduler with a window one token too short frees a block that
+the next token sees."""
 MAX_MODEL_LEN = 150
 MAX_TOKENS = 40
 STEP_TOKENS = 32
@@ -53,9 +53,9 @@ MODELS: Mapping[str, Mapping[str, object]] = {
         "use_sliding_window": True,
     },
 }
-"""All layers slide; one in four sees everything; the upper ones slide."""
+"""All layers slide; one in four attends to everything; only the upper ones slide."""
 NUM_GROUPS = {"mistral": (1,), "mixed": (4,), "upper": (2, 5)}
-"""Of all layers on one rank: how many there may be."""
+"""Allowed numbers of KV groups if one rank has all layers."""
 
 
 def make_model(directory: Path, name: str, seed: int, window: int = WINDOW) -> Checkpoint:
@@ -70,7 +70,7 @@ def make_requests(
     max_tokens: int = MAX_TOKENS,
     prefix: Sequence[int] = (),
 ) -> list[GenerationRequest]:
-    """Greedy requests whose continuations are clear, one for each prompt's length."""
+    """Return greedy requests without near ties, one for each prompt length."""
     prompts = decisive_prompts(reference, seed, lengths, max_tokens, prefix=prefix)
     return [
         greedy_request(f"{seed}-{index}", prompt, max_tokens)
@@ -79,7 +79,8 @@ def make_requests(
 
 
 def config_of(reference: Checkpoint) -> WorkerConfig:
-    """What the daemon is loaded with; its steps hold a prompt's chunk beside decodes."""
+    """Return the daemon's configuration; its steps hold a chunk of a prompt together with
+    decodes."""
     return worker_config(
         reference.path,
         max_num_seqs=6,
@@ -90,9 +91,9 @@ def config_of(reference: Checkpoint) -> WorkerConfig:
 
 
 def check_few_blocks(endpoint: str, reference: Checkpoint, name: str, seed: int) -> dict[str, str]:
-    """Blocks for little more than the longest request: they are written by others as soon as a
-    window lets them go, and requests are preempted, unless all layers slide. Return what serves the
-    model."""
+    """Serve with few blocks, slightly more than the longest request needs: blocks behind a window
+    are reused at once and, unless all layers slide, requests are preempted. Return the served
+    group."""
     requests = make_requests(reference, seed, [61, 9, 40, 22, 5, 33, 14, 70])
     config = config_of(reference)
     with connect([endpoint], config) as (_, loaded):
@@ -112,7 +113,8 @@ def check_few_blocks(endpoint: str, reference: Checkpoint, name: str, seed: int)
 
 
 def check_prefix_hits(served: Served, reference: Checkpoint, seed: int) -> None:
-    """Several windows are shared; the first request comes again when its first blocks are gone."""
+    """Share prefixes of several windows; repeat the first request after its first blocks were
+    freed."""
     shared = np.random.default_rng(seed).integers(0, 331, 50).tolist()
     first = make_requests(reference, seed, [53], prefix=shared)
     others = make_requests(reference, seed + 1, [55, 56, 62, 80], prefix=shared)
@@ -129,7 +131,7 @@ def check_prefix_hits(served: Served, reference: Checkpoint, seed: int) -> None:
 
 
 def check_adoption(served: Served, reference: Checkpoint, seed: int) -> None:
-    """Another driver goes on every few steps, with the KV that is there."""
+    """Let a new driver continue every few steps with the existing KV."""
     requests = make_requests(reference, seed, [61, 9, 40, 22])
     group, loaded = served
     config = group.get_status()[0].config
@@ -165,7 +167,7 @@ def check_adoption(served: Served, reference: Checkpoint, seed: int) -> None:
 
 
 def assert_null_where_windows_are(request: AdoptedRequest, groups: Sequence[BlockGroup]) -> None:
-    """The null block takes the place of exactly those that no later token sees."""
+    """Assert that the null block replaces exactly the blocks that no later token sees."""
     for of_group, group in zip(request.blocks_by_group, groups, strict=True):
         seen = 0
         if group.window is not None:

@@ -1,5 +1,4 @@
-"""What both commands say of themselves: help on a terminal of 80 columns, and versions, installed
-or not."""
+"""The help of both commands on a terminal of 80 columns, and their versions, installed or not."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""The host's columns: names for the numpy arrays that steps are described by."""
+"""Type names for the numpy arrays that describe a step on the host."""
 
 from typing import TypeAlias
 

@@ -22,12 +22,11 @@ class AttentionMetadata:
     different KV groups differ only in block_table and slot_mapping."""
 
     query_start_loc: Tensor
-    """int32 [B + 1], device: sequence b has the tokens from entry b up to entry b + 1; it may have
-    none."""
+    """int32 [B + 1], device: sequence b has tokens [entry b, entry b + 1), possibly none."""
     seq_lens: Tensor
     """int32 [B], device: context length, this step's tokens included."""
     seq_order: Tensor
-    """int32 [B], device: the sequences in the order in which to start them."""
+    """int32 [B], device: the order in which to start the sequences."""
     block_table: Tensor
     """int32 [rows, max_blocks], device, rows contiguous: block ids of each request row in order."""
     seq_rows: Tensor
@@ -38,7 +37,7 @@ class AttentionMetadata:
     max_query_len: int
     """An upper bound on a sequence's query tokens."""
     max_seq_len: int
-    """An upper bound on seq_lens; the choice of launches may depend on it."""
+    """An upper bound on seq_lens, which may affect the choice of launches."""
     query_lens_np: npt.NDArray[np.int32]
     """int32 [B], host: this step's tokens of each sequence."""
     seq_lens_np: npt.NDArray[np.int32]
@@ -66,7 +65,7 @@ class AttentionLayer:
     scale: float
     """Factor of the scores, above 0."""
     window: int | None
-    """Keys that a query sees, its own included; None sees all up to its own."""
+    """Number of keys that a query sees, its own included; None for all up to its own."""
     norms: HeadNorms | None
     """Applied before the rotation."""
 
@@ -107,6 +106,6 @@ class AttentionBackend(Protocol):
         [N, (Hq + 2 Hkv) D], which may be overwritten -> [N, Hq, D].
 
         The blocks of a sequence must not contain tokens that another one stores in the same step.
-        Behind its window, its row may name any block. The content of block 0 is unspecified
-        afterwards.
+        Behind a sequence's window, its block table row may name any block. The content of block 0
+        is unspecified afterwards.
         """

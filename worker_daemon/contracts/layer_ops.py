@@ -17,7 +17,7 @@ class HeadNorms(Protocol):
 
     @property
     def weight(self) -> Tensor:
-        """[2, D], contiguous: the queries' weights, then the keys'."""
+        """Weights [2, D], contiguous: the queries', then the keys'."""
 
     @property
     def eps(self) -> float:
@@ -38,21 +38,21 @@ class NormedSum(NamedTuple):
 
 
 class AdapterWeights(NamedTuple):
-    """LoRA adapters of a matrix that is merged of G ones, in L slots: B (A x) is added to its
-    product. Lower ranks than r end in zeros."""
+    """LoRA adapters in L slots for a matrix merged from G matrices: B (A x) is added to its
+    product. Ranks below r are zero-padded."""
 
     a: Tensor
-    """[L, G * r, K]: each slot's own strides but for the first dimension."""
+    """[L, G * r, K], contiguous except in the first dimension."""
     b: Tensor
-    """[L, M, r], likewise; scaled."""
+    """[L, M, r], scaled; contiguous like a."""
     ends: tuple[int, ...]
     """For each of the G matrices, the end of its rows among the M."""
 
 
 class LayerOps(Protocol):
-    """One stateless object serves every layer. All tensors are contiguous and of the model's dtype
-    unless said otherwise; results are new and arguments unchanged, unless said otherwise. Never
-    waits for the device."""
+    """One stateless object serves every layer. All tensors are contiguous and of the model's dtype,
+    results are new, and arguments are unchanged, unless stated otherwise. Never waits for the
+    device."""
 
     @property
     def name(self) -> str:
@@ -118,7 +118,7 @@ class LayerOps(Protocol):
         v, and return q [N, Hq, D].
 
         qkv [N, (Hq + 2 Hkv) D] may be overwritten, and q may be a view of it. positions [N] is
-        integer, rotary_table float32 [P, 2, D / 2]. kv_cache [num_blocks, 2, block_size, Hkv, D]
-        is empty where there is none yet: then nothing is stored. slot_mapping [N] is integer:
-        block_id * block_size + offset.
+        integer, rotary_table float32 [P, 2, D / 2]. kv_cache [num_blocks, 2, block_size, Hkv, D] is
+        empty if there is none yet; then nothing is stored. slot_mapping [N] is integer: block_id *
+        block_size + offset.
         """

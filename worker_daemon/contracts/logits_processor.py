@@ -1,7 +1,7 @@
-"""Custom logits processors: what a package that provides one implements.
+"""The interface of custom logits processors, for packages that provide one.
 
-It names a factory in the entry point group `worker_daemon.logits_processors`, and is installed with
-every daemon of a group.
+Such a package names a factory in the entry point group `worker_daemon.logits_processors`, and is
+installed with every daemon of a group.
 """
 
 from typing import Final, Protocol
@@ -17,9 +17,9 @@ class LogitsProcessor(Protocol):
     values on all of them."""
 
     def __call__(self, logits: Tensor, positions: Tensor) -> Tensor:
-        """Return float32 [R, V] for the rows that asked for it. logits float32 [R, V], which may be
-        changed in place; positions int32 [R] of the tokens that are sampled. A row must not depend
-        on other rows. Never waits for the device."""
+        """Return float32 [R, V] for the rows that enable it. logits: float32 [R, V], may be changed
+        in place. positions: int32 [R], of the tokens to sample. A row must not depend on other
+        rows. Never waits for the device."""
 
 
 class MakeLogitsProcessor(Protocol):

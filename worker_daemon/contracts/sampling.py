@@ -11,8 +11,8 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class SamplingMetadata:
-    """Sampling parameters of each row, on the device. The any_ flags only save work: a flag that is
-    true without need is harmless."""
+    """Sampling parameters of each row, on the device. The any_ flags only save work: a flag may be
+    true without need."""
 
     temperature: Tensor
     """float32 [R]; 0 means greedy."""
@@ -58,20 +58,20 @@ class Sampling(Protocol):
 
     def tokens(self, logits: Tensor, metadata: SamplingMetadata) -> Tensor:
         """Return int64 [R], one token for each row of logits [R, V]. Logits are float32, bf16 or
-        fp16, which does not matter for equal values; each row is contiguous. They are not changed.
+        fp16, with the same result for equal values; each row is contiguous. They are not changed.
         A row gives NO_TOKEN if one of its logits is NaN, or the largest is infinite.
 
         Greedy rows take the largest logit, the lowest id among equals. Other rows apply
-        temperature, then min-p, top-k and top-p, each to what the one before left (at least one
-        token), and take the largest sum of logit and Gumbel noise. top-k and top-p keep all tokens
-        that tie with the last one kept.
+        temperature, then min-p, top-k and top-p, each to the tokens that the previous filter kept
+        (at least one), and take the largest sum of logit and Gumbel noise. top-k and top-p keep all
+        tokens that tie with the last one kept.
         """
 
     def penalized(self, logits: Tensor, slots: Tensor, tables: PenaltyTables) -> Tensor:
-        """Return float32 [R, V]: logits [R, V], each row contiguous, of the request rows int32 [R]
-        with their penalties. Logits of tokens in prompt or output are divided by the repetition
-        penalty if positive, else multiplied by it; then the frequency penalty is subtracted for
-        each occurrence in the output, and the presence penalty once."""
+        """Return float32 [R, V]: logits [R, V], each row contiguous, of the request rows int32 [R],
+        with their penalties applied. Logits of tokens in prompt or output are divided by the
+        repetition penalty if positive, otherwise multiplied by it; then the frequency penalty is
+        subtracted for each occurrence in the output, and the presence penalty once."""
 
     def count_tokens(self, slots: Tensor, token_ids: Tensor, tables: PenaltyTables) -> None:
         """Count a token in the output of each request row: int32 [R], without repeats; int64 [R],

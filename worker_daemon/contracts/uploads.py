@@ -20,9 +20,9 @@ class UploadedTensor(Protocol):
 
 
 FindUpload: TypeAlias = Callable[[bytes], UploadedTensor | None]
-"""Function of a content hash; None if there is no complete upload of that name."""
+"""Function of a content hash; None if no complete upload has that hash."""
 
 
 def no_uploads(content_hash: bytes) -> None:
-    """Find nothing: a FindUpload where nobody uploads."""
+    """Find nothing: a FindUpload for runners without uploads."""
     return

@@ -1,4 +1,4 @@
-"""Memory of every rank of a tensor-parallel group, as one of them sees it."""
+"""Memory that the ranks of a tensor-parallel group share, as seen by one rank."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,4 +20,4 @@ class Window:
     blank: int
     """The initial int32 of every word of every window: a pair of negative zeros."""
     stop_address: int
-    """Address of an int32 in page-locked memory; once it is not 0, nothing is waited for."""
+    """Address of an int32 in page-locked memory, the stop flag; once it is not 0, all waits end."""

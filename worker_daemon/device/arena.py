@@ -71,10 +71,10 @@ class Arena:
         return sum(span.num_bytes for span in self._mapped)
 
     def take(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Return the next tensor, a view of the arena; it is zero unless it was written.
+        """Return the next tensor, a view of the arena; it is zero until written.
 
         Raises:
-            ValueError: the arena was made for less.
+            ValueError: the arena is too small.
         """
         start = _round_up(self._taken, ALIGNMENT_BYTES)
         stop = start + math.prod(shape) * dtype.itemsize
@@ -121,7 +121,7 @@ class Arena:
 
 
 def arena_bytes(sizes: Iterable[int]) -> int:
-    """Return the bytes that tensors of these sizes take in one arena, in any order."""
+    """Return the bytes of an arena for tensors of these sizes, in any order."""
     return sum(_round_up(size, ALIGNMENT_BYTES) for size in sizes)
 
 

@@ -1,8 +1,8 @@
 """Host memory that keeps an arena's content while the arena sleeps: page-locked once, ahead of the
 first sleep, and reused by every later one.
 
-Page-locking takes seconds for a large model, so a thread of its own does it; that thread touches no
-device memory. It stops when the host would be left with too little.
+Page-locking a large model takes seconds, so a separate thread does it, without touching device
+memory. It stops before the host runs out of memory.
 """
 
 import logging
@@ -24,8 +24,8 @@ logger = logging.getLogger(__name__)
 
 
 class HostBackup:
-    """Owns one buffer for each chunk of an arena. Used on the step thread; prepare_ahead() starts a
-    thread of its own."""
+    """Owns one buffer for each chunk of an arena. Used on the step thread; prepare_ahead() starts
+    another thread."""
 
     def __init__(
         self, sizes: Sequence[int], device: torch.device, host_room: Callable[[], int] | None = None
@@ -80,7 +80,7 @@ class HostBackup:
 
     def _try_ahead(self) -> None:
         try:
-            if self._device.type == "cuda":  # the current device is a thread's own
+            if self._device.type == "cuda":  # the current device is per thread
                 torch.cuda.set_device(self._device)
             self._take_all()
         except CapacityError as error:

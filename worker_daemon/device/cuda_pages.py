@@ -24,8 +24,8 @@ class CudaPages:
     """A GPU's counterpart of HostPages. Every map() is one physical allocation."""
 
     def __init__(self, num_bytes: int, device: torch.device, driver: Any = None) -> None:
-        """Reserve addresses, rounded up to the driver's granularity. driver: the module of the
-        bindings, if not the installed one.
+        """Reserve addresses, rounded up to the driver's granularity. driver: the bindings to use
+        instead of the installed module.
 
         Raises:
             ConfigError: there are no bindings here, or the device does not support this.
@@ -45,7 +45,7 @@ class CudaPages:
         self.granularity = int(granularity)
         self.size_bytes = max(1, -(-num_bytes // self.granularity)) * self.granularity
         self._blocks: dict[int, tuple[int, Any]] = {}
-        """Offset -> (size, physical allocation) of what is mapped."""
+        """Offset -> (size, physical allocation) of each mapping."""
         self._address = 0
         (address,) = _call(self._driver.cuMemAddressReserve, self.size_bytes, 0, 0, 0)
         self._address = int(address)
@@ -77,7 +77,8 @@ class CudaPages:
             _call(self._driver.cuMemRelease, block)
 
     def tensor(self) -> Tensor:
-        """See HostPages. All of it must be mapped: torch asks the driver whose memory it is."""
+        """See HostPages. All of it must be mapped: torch looks up the memory's owner in the
+        driver."""
         memory = CudaArray(self._address, self.size_bytes, owner=self)
         return torch.as_tensor(memory, device=self._device)
 

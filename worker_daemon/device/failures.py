@@ -1,5 +1,5 @@
-"""Classifies the exceptions that torch, Triton and the host raise about memory and devices, and
-makes the daemon's typed errors of them.
+"""Classifies exceptions of torch, Triton and the host about memory and devices, and converts them
+to the daemon's typed errors.
 
 An error of the device itself is sticky: every later call fails too, and only the end of the process
 frees the device. A lack of memory is not sticky.
@@ -48,7 +48,7 @@ _LOST: Final = (
     "CUBLAS_STATUS_EXECUTION_FAILED",
     "CUDNN_STATUS_EXECUTION_FAILED",
 )
-"""Sticky errors in the words of CUDA's runtime (cudaGetErrorString) and of its libraries."""
+"""Messages of sticky errors, from CUDA's runtime (cudaGetErrorString) and its libraries."""
 
 _ASKED: Final = re.compile(r"ried to allocate ([\d.]+) (bytes|[KMGT]iB)")
 _FREE: Final = re.compile(r"of which ([\d.]+) (bytes|[KMGT]iB) is free")
@@ -73,14 +73,14 @@ def judge(error: BaseException) -> FailureKind:
 
 
 def _judge_text(error: RuntimeError) -> FailureKind:
-    """Classify an exception of torch or Triton that has no class of its own."""
+    """Classify an exception of torch or Triton by its text, as it has no specific class."""
     text = str(error)
     code = _cuda_code(error)
     if code == _OUT_OF_MEMORY_CODE or any(words in text for words in _OUT_OF_MEMORY):
         return FailureKind.OUT_OF_MEMORY
     if any(words in text for words in _LOST):
         return FailureKind.LOST
-    # torch's own class: an error that is not known to be harmless counts as sticky.
+    # torch's class for device errors: unless known to be harmless, the error counts as sticky.
     if isinstance(error, torch.AcceleratorError) and code not in _HARMLESS_CODES:
         return FailureKind.LOST
     return FailureKind.OTHER

@@ -3,11 +3,11 @@
 Actions are the column "Resolution Bucket (Immediate Action)" of NVIDIA's catalog for A100 and
 later, as of October 2025 (https://docs.nvidia.com/deploy/xid-errors/analyzing-xid-catalog.html):
 RESTART_APP, RESET_GPU, and RESTART_BM or RESTART_VM, which are REBOOT here. IGNORE and
-CONTACT_SUPPORT (for XIDs that the catalog calls unused) are NONE. If the catalog names a
-workflow instead, the action depends on more than the XID: then NVML's recovery action decides.
-Without one the table's fallback applies: a reset for 48, as in NVIDIA's health checks
+CONTACT_SUPPORT (for XIDs that the catalog calls unused) are NONE. If the catalog names a workflow
+instead, the action depends on more than the XID: then NVML's recovery action decides. Without one
+the table's fallback applies: a reset for 48, as in NVIDIA's health checks
 (https://docs.nvidia.com/health-validation/reference/checks/xid.md), and nothing for the others,
-since a fault of theirs that concerns us also fails our own calls.
+since a fault that affects us also fails our calls.
 """
 
 from collections.abc import Mapping

@@ -15,11 +15,11 @@ SLOWDOWNS: Final = {
     0x40: "it is too hot (hardware)",
     0x80: "the power supply asks for less (power brake)",
 }
-"""nvml.h's nvmlClocksEventReason bits, in words. The power cap (0x04) is left out: large GPUs reach
-it whenever they are busy."""
+"""Descriptions of nvml.h's nvmlClocksEventReason bits. The power cap (0x04) is left out: large GPUs
+reach it whenever they are busy."""
 
 CheckDevice: TypeAlias = Callable[[], str]
-"""Returns the device's problem, empty if it has none. Called by the guard thread now and then."""
+"""Returns the device's problem; empty if none. Called by the guard thread at intervals."""
 
 
 def check_nvml_device(nvml: Nvml, uuid: str) -> str:
@@ -35,7 +35,7 @@ def check_nvml_device(nvml: Nvml, uuid: str) -> str:
         return f"NVML is lost: {error}"
     try:
         reasons = nvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle)
-    except nvml.NVMLError:  # a MIG slice has no clocks of its own
+    except nvml.NVMLError:  # a MIG slice has no separate clocks
         return ""
     words = [word for bit, word in SLOWDOWNS.items() if reasons & bit]
     return f"the device is throttled: {', '.join(words)}" if words else ""
@@ -48,7 +48,7 @@ def no_check() -> str:
 
 def open_health(device: torch.device) -> CheckDevice:
     """Return the health check of a device: no_check for the CPU, or if NVML does not list the
-    device to begin with."""
+    device at start."""
     if device.type != "cuda":
         return no_check
     nvml = load_nvml()

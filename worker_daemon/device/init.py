@@ -42,8 +42,7 @@ def find_device(name: str) -> torch.device:
 
 
 def _create_library_handles(device: torch.device) -> None:
-    """Have cuBLAS allocate its workspace now, so that the baseline includes it and the KV cache
-    does not lose it."""
+    """Make cuBLAS allocate its workspace now, so that the memory baseline includes it."""
     for dtype in (torch.float32, torch.bfloat16):
         square = torch.ones((16, 16), dtype=dtype, device=device)
         torch.mm(square, square)
@@ -53,7 +52,7 @@ def _create_library_handles(device: torch.device) -> None:
 def open_capture_stream(device: torch.device) -> torch.cuda.Stream | None:
     """Return the stream on which all graphs are captured; None on the CPU.
 
-    Open it once a process: cuBLAS keeps a workspace for each stream until the process ends. The
+    Open it once per process: cuBLAS keeps a workspace for each stream until the process ends. The
     workspace is allocated here; otherwise the first capture would allocate it in the graphs' memory
     pool, which could then not be freed with the graphs.
     """

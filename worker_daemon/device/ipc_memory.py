@@ -1,4 +1,4 @@
-"""CUDA memory of another process, opened by a handle of 64 bytes and mapped here until closed.
+"""CUDA memory of another process, opened by a 64-byte handle and mapped here until closed.
 
 Uses CUDA's driver (CUDA driver API, "Interprocess communication"): the handle is plain bytes, made
 by cuIpcGetMemHandle in the other process.

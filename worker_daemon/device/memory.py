@@ -34,7 +34,7 @@ class MemorySnapshot:
     reserved_peak: int = 0
     """Highest reserved since the last reset."""
     others: Mapping[int, int] | None = field(default=None, hash=False)
-    """Memory of other processes by pid, as far as they are known; None if unknown."""
+    """Memory of other processes by pid; None if unknown."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,8 +67,8 @@ class MemorySource(Protocol):
         """Return the share of the available bytes that a KV cache may take."""
 
     def own_bytes(self, now: MemorySnapshot) -> int:
-        """Return the device memory of this process; including other processes' if theirs is not
-        known."""
+        """Return the device memory of this process, or of all processes if this one's is
+        unknown."""
 
     def taken_since(self, before: MemorySnapshot, now: MemorySnapshot) -> int:
         """Return the memory that this process allocated in between; negative if it freed more."""
@@ -108,7 +108,7 @@ def device_bytes_taken(before: MemorySnapshot, now: MemorySnapshot) -> int:
 
     That is the decrease of the free memory minus the growth of the other processes. It is at least
     the growth of this process's allocator, which holds even if another process freed memory
-    unnoticed, or if the driver's figures lag behind.
+    unnoticed, or if the driver's figures lag.
     """
     taken = before.free - now.free
     if before.others is not None and now.others is not None:
@@ -120,8 +120,8 @@ def foreign_changes(before: MemorySnapshot, now: MemorySnapshot) -> tuple[Foreig
     """Return the device memory that other processes allocated or freed in between, the largest
     first.
 
-    Without figures by process only this is visible: more memory became free than this process
-    freed.
+    Without per-process figures, the only visible change is that more memory became free than this
+    process freed.
     """
     if before.others is None or now.others is None:
         freed = (now.free - before.free) - (before.reserved - now.reserved)
@@ -142,7 +142,7 @@ class MemoryProfile:
     """The memory that the largest step takes. Filled when profile() ends."""
 
     consumed: int = 0
-    """Growth since the baseline that stays: weights, library workspaces."""
+    """Permanent growth since the baseline: weights, library workspaces."""
     transient: int = 0
     """Memory that the step allocates on top of that at its peak, the allocator's overhead
     included."""
@@ -161,7 +161,7 @@ class MemoryProfile:
 
 @contextmanager
 def profile(source: MemorySource, baseline: MemorySnapshot) -> Iterator[MemoryProfile]:
-    """Measure the body of the block: run the largest step there.
+    """Measure the body of the with statement, which runs the largest step.
 
     The allocator's peak counts, not that of the tensors: rounding and gaps add to what it
     allocates.

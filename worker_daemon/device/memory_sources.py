@@ -1,5 +1,5 @@
-"""Sources of memory figures: for a GPU its driver, torch's allocator and NVML; for the CPU
-Linux."""
+"""Sources of memory figures: the driver, torch's allocator and NVML for a GPU; Linux for the
+CPU."""
 
 import gc
 import math
@@ -24,7 +24,7 @@ from worker_daemon.device.nvml import load_nvml
 from worker_daemon.device.processes import find_own, open_processes
 
 HOST_KV_CACHE_LIMIT_BYTES = 4 << 30
-"""The most that a CPU daemon offers for KV unless configured: host memory is shared."""
+"""Default limit on a CPU daemon's KV cache, since host memory is shared."""
 
 _CONSISTENT_READS: Final = 4
 
@@ -127,8 +127,8 @@ class CudaMemory:
         return foreign_changes(before, now)
 
     def _read(self) -> tuple[tuple[int, int], Mapping[int, int] | None]:
-        """Return the free and total memory, and other processes' memory at the same moment: repeat
-        until the processes' figures are the same before and after."""
+        """Return the free and total memory, and other processes' memory at the same moment: read
+        again until the processes' figures do not change in between."""
         others = self._others()
         for _ in range(_CONSISTENT_READS):
             info, again = torch.cuda.mem_get_info(self._device), self._others()
@@ -147,7 +147,7 @@ class CudaMemory:
 
     @contextmanager
     def _probing(self, num_bytes: int) -> Iterator[None]:
-        """Hold that much more device memory in the block, if it is free."""
+        """Allocate that much device memory for the duration of the block, if it is free."""
         torch.cuda.empty_cache()
         probe: torch.Tensor | None = None
         with suppress(torch.OutOfMemoryError):

@@ -1,8 +1,8 @@
 """NVIDIA's management library (NVML): loads it, finds a device in it, and answers one-off queries.
 Creates no CUDA context.
 
-NVML counts its users in a process. The watchers of a device (gauges, faults, processes, health)
-open it and leave it open as long as the process lives; a one-off query closes it again.
+NVML is reference-counted in a process. The watchers of a device (gauges, faults, processes, health)
+open it for the life of the process; a one-off query closes it again.
 """
 
 import logging
@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 
 Nvml: TypeAlias = Any
-"""The module of nvidia-ml-py, which is untyped. Every call of it may raise NVMLError."""
+"""The module of nvidia-ml-py, which is untyped. Every call may raise NVMLError."""
 
 
 class CudaDevice(NamedTuple):
@@ -32,7 +32,7 @@ class CudaDevice(NamedTuple):
 
 
 def load_nvml() -> Nvml:
-    """Return nvidia-ml-py. To be called for GPUs only."""
+    """Import and return nvidia-ml-py. Call it only for GPUs."""
     import pynvml  # a daemon on the CPU does not need it
 
     return pynvml

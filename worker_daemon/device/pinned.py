@@ -45,7 +45,7 @@ def download(column: Tensor) -> Tensor:
 
 class PinnedBuffer:
     """Host memory that a device reads at full speed: mapped, touched and registered, which takes
-    half as long as the driver's own allocation. Page-locked until release()."""
+    half as long as allocating it by the driver. Page-locked until release()."""
 
     def __init__(self, num_bytes: int, device: torch.device) -> None:
         """Raises CapacityError if the host cannot lock that much memory."""
@@ -53,7 +53,7 @@ class PinnedBuffer:
             self._map = mmap.mmap(-1, num_bytes)
         except OSError as error:
             raise CapacityError(f"{num_bytes} bytes of host memory cannot be allocated") from error
-        with contextlib.suppress(OSError):  # a kernel without huge pages takes small ones
+        with contextlib.suppress(OSError):  # a Linux kernel without huge pages uses small ones
             self._map.madvise(mmap.MADV_HUGEPAGE)
         self.view = memoryview(self._map)
         """The bytes, writable, for readers of files."""
@@ -83,8 +83,8 @@ def _cuda_runtime() -> Any:
 
 
 class DeviceCopier:
-    """Copies between host memory and a device's tensors, in the order of the calls. On the CPU, as
-    here, a copy is done when the call returns."""
+    """Copies between host memory and a device's tensors, in the order of the calls. In this class,
+    for the CPU, a copy is done when the call returns."""
 
     def copy(self, source: Tensor, target: Tensor) -> None:
         """Copy host memory [...] to a device's target [...], converting, or a device's source to
@@ -101,7 +101,7 @@ class DeviceCopier:
 
 
 class CudaCopier(DeviceCopier):
-    """Copies on a stream of their own, ordered after the current stream's work at construction."""
+    """Copies on a separate stream, after the work queued on the current stream at construction."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]

@@ -29,7 +29,7 @@ class DeviceProcesses:
                 used[entry.pid] = max(used.get(entry.pid, 0), entry.usedGpuMemory)
         except nvml.NVMLError:
             return None
-        with suppress(nvml.NVMLError):  # not every device draws
+        with suppress(nvml.NVMLError):  # not every device reports graphics processes
             for entry in nvml.nvmlDeviceGetGraphicsRunningProcesses(self._handle):
                 used[entry.pid] = max(used.get(entry.pid, 0), entry.usedGpuMemory or 0)
         return used
@@ -57,8 +57,8 @@ def find_own(
     """Return the pid under which NVML lists this process; None if it cannot be found.
 
     pid: the process's own, which NVML lists under another number if the process lives in a
-    container; own_bytes: the device memory that it has at least. If its own pid is not listed, the
-    process is the one that grows by PROBE_BYTES inside probe(PROBE_BYTES), which allocates them.
+    container; own_bytes: a lower bound on its device memory. If that pid is not listed, it is the
+    process that grows by PROBE_BYTES inside probe(PROBE_BYTES), which allocates them.
     """
     before = used_bytes()
     if before is None:

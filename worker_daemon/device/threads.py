@@ -17,12 +17,12 @@ class Threads(NamedTuple):
 
 
 def choose_threads(wanted: int | None, local_world_size: int, most: int) -> Threads:
-    """Choose how many threads a daemon computes with.
+    """Choose the number of a daemon's compute threads.
 
     Args:
         wanted: the user's number (OMP_NUM_THREADS), which wins.
         local_world_size: the number of daemons that share this host's cores.
-        most: torch's own number, which other variables may have lowered.
+        most: torch's default, which other variables may have lowered.
     """
     if wanted is not None:
         return Threads(wanted, f"OMP_NUM_THREADS={wanted}")
@@ -33,7 +33,7 @@ def choose_threads(wanted: int | None, local_world_size: int, most: int) -> Thre
 
 
 def usable_cores(cgroups: Path = CGROUPS, own_cgroup: Path = OWN_CGROUP) -> int:
-    """Return how many cores this process may keep busy: those of its affinity, limited by the CPU
+    """Return the number of cores this process may use: those of its affinity, limited by the CPU
     quotas of its control group (version 2) and of that group's ancestors."""
     limits = [float(len(os.sched_getaffinity(0)))]
     for group in own_cgroups(cgroups, own_cgroup):

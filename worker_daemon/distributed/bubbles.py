@@ -1,4 +1,4 @@
-"""Samples bubbles: the share of its time that a stage waits for its input.
+"""Samples bubbles: the share of time in which a stage waits for its input.
 
 Measures every n-th step, from before its wait to before the next step's wait: on a device by events
 on the waiting stream, on the CPU by the clock. Measuring never blocks.
@@ -26,17 +26,17 @@ class Bubbles(NamedTuple):
 
 
 class _Clock:
-    """Marks points of the host's work, which is done in order."""
+    """Marks points in the host's work by the clock."""
 
     def __init__(self, now: Callable[[], float]) -> None:
         self._now = now
 
     def mark(self) -> Any:
-        """This point."""
+        """Return a mark for this point."""
         return self._now()
 
     def seconds(self, first: Any, last: Any) -> float | None:
-        """Between two marks; None as long as the last has not been reached."""
+        """Return the time between two marks; None until the last has been reached."""
         return float(last - first)
 
 
@@ -67,11 +67,11 @@ class InputWaits:
         self._every = every
         self._steps = 0
         self._open: tuple[Any, Any] | None = None
-        """Marks around the wait of the step before, where that is a sample."""
+        """Marks around the previous step's wait, if that step is a sample."""
         self._unread: deque[tuple[Any, Any, Any]] = deque()
         self._samples: deque[_Sample] = deque(maxlen=_SAMPLES)
         self.bubbles = Bubbles(0.0, 0)
-        """Result of the newest samples."""
+        """Result of the latest samples."""
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
@@ -108,5 +108,6 @@ class InputWaits:
 def input_waits(
     device: torch.device, *, every: int = _EVERY, now: Callable[[], float] = time.perf_counter
 ) -> InputWaits:
-    """Return what measures the waits of a stage on this device; now counts seconds on the CPU."""
+    """Return the meter for a stage's waits on this device. now: the clock for the CPU, in
+    seconds."""
     return InputWaits((_StreamClock if device.type == "cuda" else _Clock)(now), every)

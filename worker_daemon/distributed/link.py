@@ -47,9 +47,9 @@ waits at once, but ends only when no graph holds the communicator's kernels, and
 RENDEZVOUS_SLACK_S = 5.0
 
 _NCCL_NEVER = timedelta(days=30)
-"""NCCL's own timeout, which must never expire: a communicator whose watchdog has timed out blocks
-its next user forever. Instead, the guard aborts a hanging link at the deadline of its phase. A peer
-may compile kernels for longer than a step may take."""
+"""NCCL's own timeout, which must never expire: if its watchdog times out, the communicator's next
+user blocks forever. Instead, the guard aborts a hanging link at the deadline of its phase. A peer
+may compile kernels for longer than a step's deadline."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,8 +155,8 @@ class Link:
             raise CommError("the link was aborted", fix="relink the group")
 
     def abort(self) -> bool:
-        """Unblock at once all waits in NCCL calls and for peers' memory; return True if there was a
-        link to abort. gloo has no abort: there the timeout ends a wait.
+        """Unblock all waits in NCCL calls and on peer memory at once; return True if there was a
+        link to abort. gloo has no abort, so only the timeout ends its waits.
 
         All groups are aborted at once: an abort frees memory, and CUDA delays that until the
         kernels of the other groups have ended too. Sequential aborts would wait for each other.
@@ -198,7 +198,7 @@ class Link:
         self.peers = Peers()
         if not _forget_groups(self.backend):
             return None
-        # Dropping gloo groups joins their threads, which wait for dead peers until the timeout: so
+        # Dropping gloo groups joins their threads, which wait for dead peers until the timeout. So
         # another thread drops them.
         disposal = threading.Thread(target=left_behind.clear, name="link-disposal", daemon=True)
         disposal.start()
@@ -239,8 +239,8 @@ def _forget_groups(backend: str) -> bool:
 def _make_groups(state: ParallelState, timeout: timedelta, device: torch.device) -> LinkGroups:
     """Create every group, on every rank in the same order; return those that include this rank.
 
-    On CUDA the pairs' communicators are made at once. One that NCCL makes at a pair's first message
-    is none that memory can be registered with (pp.py).
+    On CUDA the pairs' communicators are created eagerly: memory cannot be registered with a
+    communicator that NCCL creates at a pair's first message (pp.py).
     """
     device_of_hops = device if device.type == "cuda" else None
 
@@ -271,8 +271,7 @@ def _make_groups(state: ParallelState, timeout: timedelta, device: torch.device)
 
 
 def _warm_up(groups: LinkGroups, state: ParallelState, device: torch.device) -> None:
-    """Pass one byte over every pair and one over every collective, and wait until it has
-    arrived."""
+    """Pass one byte over every pair and every collective group, and wait for their arrival."""
     byte = torch.zeros(1, dtype=torch.uint8, device=device)
     waits: list[Callable[[], object]] = []
     if groups.from_previous is not None:
@@ -320,7 +319,7 @@ def _prove(groups: LinkGroups, secret: bytes) -> None:
 
 
 def prove_members(secret: bytes, name: str, group: dist.ProcessGroup) -> None:
-    """Exchange proofs with every other member of a group, or of a backend by itself.
+    """Exchange proofs with every other member of a group, or of a backend without a group.
 
     Raises:
         CommError: a member does not hold the secret.

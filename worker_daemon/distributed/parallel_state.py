@@ -41,7 +41,7 @@ class ParallelState:
 
     @property
     def is_output_rank(self) -> bool:
-        """The one rank that answers steps: tensor-parallel rank 0 of the last stage."""
+        """True for the only rank that answers steps: tensor-parallel rank 0 of the last stage."""
         return self.is_last_stage and self.tp_rank == 0
 
     def rank_of(self, pp_rank: int, tp_rank: int) -> int:
@@ -49,9 +49,9 @@ class ParallelState:
         return pp_rank * self.tp_size + tp_rank
 
     def stage_ranks(self, pp_rank: int) -> list[int]:
-        """Global ranks of one stage: a tensor-parallel group."""
+        """Return the global ranks of one stage: a tensor-parallel group."""
         return [self.rank_of(pp_rank, tp_rank) for tp_rank in range(self.tp_size)]
 
     def column_ranks(self, tp_rank: int) -> list[int]:
-        """Global ranks with this tensor-parallel rank, first stage to last."""
+        """Return the global ranks with this tensor-parallel rank, first stage to last."""
         return [self.rank_of(pp_rank, tp_rank) for pp_rank in range(self.pp_size)]

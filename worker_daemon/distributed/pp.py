@@ -4,8 +4,8 @@ block, and messages carry no metadata.
 Shapes: N tokens, H hidden size. Both ends know N from the step message. With tensor parallelism
 each rank sends its 1/tp of the [N, H] residual stream, and the receiving stage gathers the whole. A
 message ends in a trailer of one int64: its status in the low bits, and above that its identity
-(link, seq, a hash of shape and dtype). The receiver checks the identity on the device. A rank that
-failed still sends, so that no other rank hangs, and its status reaches the last stage.
+(link, seq, a hash of shape and dtype). The receiver checks the identity on the device. A failed
+rank still sends, so that no other rank hangs, and its status reaches the last stage.
 """
 
 import zlib
@@ -94,27 +94,27 @@ def _identity(generation: int, seq: int, shape_hash: int) -> int:
 
 
 class _MessageBuffers:
-    """`count` buffers of num_bytes uint8 each, zero at first, taken in turn: one hop's messages. On
-    NCCL they are registered with the communicator: messages go straight from the sender's memory
-    into the receiver's, not through NCCL's own buffers.
+    """`count` buffers of num_bytes uint8 each, zero at first, used in rotation for one hop's
+    messages. With NCCL they are registered with the communicator, so messages go directly from the
+    sender's memory to the receiver's, without NCCL's buffers.
 
-    They may outlive the communicator: one that is aborted forgets them.
+    They may outlive the communicator: an aborted one drops its registrations.
     """
 
     def __init__(
         self, group: dist.ProcessGroup | None, num_bytes: int, count: int, device: torch.device
     ) -> None:
-        """group: of the two ranks; on CUDA it has its communicator already (link.py)."""
+        """group: the two ranks; on CUDA its communicator exists already (link.py)."""
 
         def allocate() -> list[Tensor]:
             return [torch.zeros(num_bytes, dtype=torch.uint8, device=device) for _ in range(count)]
 
-        # Held for as long as the buffers, whose memory is its.
+        # Keep the pool as long as the buffers, which use its memory.
         self._pool: torch.cuda.MemPool | None = None
         if group is None or device.type != "cuda":
             self._buffers = allocate()
         else:
-            # Typed as any backend; on CUDA link.py makes NCCL's alone.
+            # Typed as any backend; on CUDA link.py creates only NCCL's.
             backend = cast("dist.ProcessGroupNCCL", group._get_backend(device))
             self._pool = torch.cuda.MemPool(backend.mem_allocator)
             with torch.cuda.use_mem_pool(self._pool):
@@ -126,7 +126,7 @@ class _MessageBuffers:
         return len(self._buffers)
 
     def take(self) -> Tensor:
-        """Return the buffer that was taken longest ago."""
+        """Return the least recently used buffer."""
         buffer = self._buffers[self._next]
         self._next = (self._next + 1) % len(self._buffers)
         return buffer
@@ -163,7 +163,7 @@ class StageArrival:
     _layout: _Layout
     _num_tokens: int
     _expected: int
-    """The trailer if all is well."""
+    """The trailer of a correct message."""
 
     def wait(self) -> tuple[Tensor, Tensor]:
         """Return (hidden [N, H], status int64 [], on the device). On CUDA only the stream waits,

@@ -47,7 +47,7 @@ class RendezvousStore(Store):
     because torch does not."""
 
     def __init__(self, board: Member, timeout_s: float) -> None:
-        """timeout_s: the longest wait for a value, whatever torch would wait."""
+        """timeout_s: the longest wait for a value, which overrides torch's."""
         super().__init__()
         self._board = board
         self._timeout_s = timeout_s

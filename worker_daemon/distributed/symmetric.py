@@ -3,7 +3,7 @@ Windows are opened and closed with the link.
 
 Descriptors are passed over our own Unix sockets; their names and a secret come from the link's
 store. torch's own symmetric memory is not used, for three reasons. Its rendezvous keeps a counter
-for the life of the process, so a survivor and a new peer never match. Its kernels cannot be
+for the life of the process, so a surviving rank never matches a new one. Its kernels cannot be
 aborted. And freeing it waits for the whole device.
 """
 
@@ -38,7 +38,7 @@ BYTES_PER_RANK = 8 << 20
 _LOG = logging.getLogger(__name__)
 _SECRET_BYTES = 16
 _HEADER = struct.Struct(f"<{_SECRET_BYTES}sII")
-"""The message that goes with a descriptor: secret, rank, and size of the block in MiB."""
+"""The message sent with a descriptor: secret, rank, and size of the block in MiB."""
 _MIB = 1 << 20
 _ABSENT = b"-"
 _POLL_S = 0.001
@@ -47,11 +47,11 @@ _END_S = 5.0
 
 
 class Peers:
-    """Windows of a link's group. This one has none: on the CPU, between hosts, or where the driver
-    refuses."""
+    """Windows of a link's group. This class has none: on the CPU, between hosts, or if the driver
+    does not support them."""
 
     window: Window | None = None
-    """This rank's view of the windows; None where there are none, on every rank alike."""
+    """This rank's view of the windows; None on every rank if there are none."""
 
     def stop(self) -> None:
         """Stop all waits for peers on the device, now and in the future. Any thread may call it."""
@@ -64,7 +64,7 @@ class MappedPeers(Peers):
     """The windows of a group, all mapped here. Owned by the link; made on the step thread."""
 
     def __init__(self, rank: int, device: torch.device, blocks: Sequence[MappedBlock]) -> None:
-        """Takes the blocks over: one a rank, in order."""
+        """Takes ownership of the blocks: one per rank, in order."""
         self._blocks = list(blocks)
         self._pinned = torch.zeros(1, dtype=torch.int32, pin_memory=True)
         # A plain view for stop(), whose thread may be in any of torch's modes.
@@ -86,8 +86,8 @@ class MappedPeers(Peers):
         self.stop()
         blocks, self._blocks = self._blocks, []
         if blocks and not is_device_done(self._device, _END_S):
-            # Memory that a kernel may still write must stay; the process's end takes it.
-            _LOG.warning("the device is not done with the windows: they stay mapped")
+            # Memory that a kernel may still write must stay mapped until the process exits.
+            _LOG.warning("the device still uses the windows: they stay mapped")
             return
         _release(blocks)
 
@@ -120,7 +120,7 @@ def _new_block(device: torch.device, size: int) -> "BlockExchange | None":
 
 
 class BlockExchange:
-    """A rank's contribution to an exchange of blocks: a new one of its device, blank."""
+    """A rank's contribution to an exchange of blocks: a new, blank block of its device."""
 
     def __init__(self, device: int, size: int) -> None:
         self._driver, self._device = CudaDriver(), device
@@ -140,7 +140,7 @@ class BlockExchange:
 def share(
     store: Store, rank: int, size: int, meeting: BlockExchange | None, timeout_s: float
 ) -> list[MappedBlock]:
-    """Return everybody's block by rank, or nothing on all ranks if one has none. Collective.
+    """Return every rank's block by rank, or an empty list on all ranks if one has none. Collective.
 
     meeting: None on a rank without a block. Takes ownership of meeting.own.
     """
@@ -177,8 +177,8 @@ def _trade(
     meeting: BlockExchange,
     blocks: dict[int, MappedBlock],
 ) -> None:
-    """Send this rank's block to all others and receive theirs, as far as possible. Continue if one
-    peer gives up, so that the others need not wait."""
+    """Send this rank's block to all others and receive theirs. If one peer gives up, continue, so
+    that the others need not wait."""
     (rank,) = blocks
     for peer, address in enumerate(everyone):
         if peer != rank:
@@ -205,7 +205,7 @@ def _exchange(store: Store, key: str, rank: int, size: int, value: bytes) -> lis
 
 @contextlib.contextmanager
 def _listener(timeout_s: float) -> Iterator[tuple[socket.socket, bytes]]:
-    """A listening Unix socket without a file, and its name."""
+    """Open a listening Unix socket without a file; yield it and its name."""
     name = b"\0" + secrets.token_bytes(_SECRET_BYTES).hex().encode()
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
         listener.settimeout(timeout_s)
@@ -215,7 +215,7 @@ def _listener(timeout_s: float) -> Iterator[tuple[socket.socket, bytes]]:
 
 
 def _give(address: bytes, rank: int, block: MappedBlock, timeout_s: float | None) -> None:
-    """Send a peer this rank's block; it need not have accepted yet."""
+    """Send this rank's block to a peer, which need not have accepted yet."""
     name, secret = address[:-_SECRET_BYTES], address[-_SECRET_BYTES:]
     descriptor = block.export()
     try:
@@ -252,7 +252,7 @@ def _take(
 
 def _release(blocks: Sequence[MappedBlock]) -> None:
     for block in blocks:
-        with contextlib.suppress(PeerMemoryError):  # a broken context: the process's end frees it
+        with contextlib.suppress(PeerMemoryError):  # a broken context: freed when the process exits
             block.release()
 
 

@@ -32,7 +32,7 @@ class Reducer(Protocol):
     """The longest message that it accepts."""
 
     def takes(self, x: Tensor) -> bool:
-        """Return True if x [..., H] is to be reduced here; the same on every rank."""
+        """Return True if this reducer accepts x [..., H]; the same on every rank."""
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """Return the sum of contiguous x over the ranks: a new tensor, with the same bits on every
@@ -77,7 +77,7 @@ class TensorParallel(Protocol):
         """Name of the all-reduce implementation, as a daemon reports it."""
 
     def bind(self, group: dist.ProcessGroup | None, peers: Peers | None = None) -> None:
-        """Use another link's process group and windows from here on. Collective.
+        """Use another link's process group and windows from now on. Collective.
 
         Raises:
             CommError: another rank is gone.
@@ -126,7 +126,7 @@ class GroupTensorParallel:
         return f"peer memory to {self._reducer.limit_bytes >> 10} KiB, {library}"
 
     def bind(self, group: dist.ProcessGroup | None, peers: Peers | None = None) -> None:
-        """Use another link's process group and windows from here on, the windows only once every
+        """Use another link's process group and windows from now on; use the windows only once every
         rank has reduced over them."""
         self._group = group
         self._reducer = None
@@ -142,7 +142,7 @@ class GroupTensorParallel:
             self._reducer = reducer
 
     def _smallest(self, value: int, device: torch.device) -> int:
-        """Return the smallest value of all ranks, so that all of them choose alike."""
+        """Return the smallest value of all ranks, so that all ranks make the same choice."""
         smallest = torch.tensor(value, dtype=torch.int64, device=device)
         with communication("agreeing on how to reduce"):
             dist.all_reduce(smallest, op=dist.ReduceOp.MIN, group=self._group)

@@ -39,7 +39,7 @@ close."""
 _ABORT_LIMIT_S = 2.0
 _WATCHDOG_GRACE = timedelta(minutes=10)
 _MEETING_GRACE_S = 1.0
-"""Margin beyond the rendezvous's own timeout, whose error says more than ours."""
+"""Margin beyond the rendezvous's timeout, whose error is more specific than ours."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +135,7 @@ class TransferGroup:
         return arrival.buffer
 
     def abort(self) -> None:
-        """End the step thread's wait, or its next one; the group is unusable from here on. NCCL's
+        """End the step thread's wait, or its next one; the group is unusable afterwards. NCCL's
         kernels end at once, gloo's threads at the timeout."""
         self._aborted.set()
         self._abort_group()
@@ -165,7 +165,7 @@ class TransferGroup:
         aborting.join(_ABORT_LIMIT_S)
 
     def _meet(self) -> tuple[RendezvousStore, dist.ProcessGroup | None]:
-        """Off the step thread: what blocks in here cannot be aborted, only left behind."""
+        """Connect, on another thread: a call that blocks here cannot be aborted, only abandoned."""
         meeting = self.meeting
         store = connect_store(meeting.host, meeting.port, meeting.secret, meeting.timeout_s)
         store.set(_MEMBERS.format(meeting.rank), b"here")
@@ -178,7 +178,7 @@ class TransferGroup:
         return store, group
 
     def _beside(self, work: Callable[[], _T]) -> _T:
-        """Run `work` in a thread; return what it returns, unless the wait for it ends before."""
+        """Run `work` in a thread and return its result, unless the wait is ended first."""
         done: list[_T] = []
         failed: list[BaseException] = []
 
@@ -230,11 +230,11 @@ class TransferGroup:
 def _gloo_group(store: Store, meeting: TrainerRendezvous) -> dist.ProcessGroup:
     timeout = timedelta(seconds=meeting.timeout_s)
     backend = dist.ProcessGroupGloo(store, meeting.rank, meeting.size, timeout)
-    return cast(dist.ProcessGroup, backend)  # the stubs leave out what torch's backends can do
+    return cast(dist.ProcessGroup, backend)  # torch's stubs lack these methods of backends
 
 
 def _nccl_group(store: Store, meeting: TrainerRendezvous) -> dist.ProcessGroup:
     options = dist.ProcessGroupNCCL.Options()
-    options._timeout = timedelta(seconds=meeting.timeout_s) + _WATCHDOG_GRACE  # ours comes first
+    options._timeout = timedelta(seconds=meeting.timeout_s) + _WATCHDOG_GRACE  # ours first
     backend = dist.ProcessGroupNCCL(store, meeting.rank, meeting.size, options)
     return cast(dist.ProcessGroup, backend)

@@ -49,7 +49,7 @@ def silu_and_mul(gate_up: torch.Tensor, *, pdl: bool = False) -> torch.Tensor:
 @triton.jit
 def _silu_and_mul_kernel(out, gate_up, SIZE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
     start_next(PDL)
-    # One grid axis for rows and chunks of them: only the first axis may exceed 65535.
+    # One grid axis for rows and their chunks: only the first axis may exceed 65535.
     CHUNKS: tl.constexpr = (SIZE + BLOCK - 1) // BLOCK
     program = tl.program_id(0)
     row = (program // CHUNKS).to(tl.int64)

@@ -26,13 +26,14 @@ ENOUGH_PROGRAMS = 1024
 """With this many programs a launch reads as fast as memory allows; rows are not split further."""
 
 _BEYOND = tl.constexpr(2**31 - 1)
-"""More than any token's id."""
+"""Greater than any token id."""
 _NO_TOKEN = tl.constexpr(NO_TOKEN)
 _INFINITY = tl.constexpr(float("inf"))
 
 
 def greedy_tokens(logits: torch.Tensor, vocab_size: int, *, pdl: bool = False) -> torch.Tensor:
-    """int64 [R]: the id below vocab_size of each row's largest logit, the lowest among equals.
+    """Return int64 [R]: the id below vocab_size of each row's largest logit, the lowest among
+    equals.
 
     A row gives NO_TOKEN if one of its logits is NaN or the largest is infinite. Never waits for the
     device.
@@ -148,5 +149,5 @@ def _merge_kernel(tokens, best, ids, num_splits, BLOCK: tl.constexpr, PDL: tl.co
 
 @triton.jit
 def _chosen(token, top):
-    """int64: the token whose logit is top, if that is finite."""
+    """Return the token whose logit is top, int64, or NO_TOKEN if top is not finite."""
     return tl.where(tl.abs(top) < _INFINITY, token, _NO_TOKEN).to(tl.int64)

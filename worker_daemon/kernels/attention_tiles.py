@@ -13,17 +13,17 @@ Letters: D head dimension; a tile is BLOCK_M rows against BLOCK_N keys, BLOCK_D 
 import triton
 import triton.language as tl
 
-# Arguments that change from step to step must not each bring a compilation of their own.
+# Arguments that change from step to step must not trigger recompilation.
 STEP_SIZES = ("num_seqs", "num_tokens", "window", "table_stride")
 STEP_TENSORS = ("block_table", "seq_rows", "query_start_loc", "seq_lens", "seq_order")
 
-# Below every real score yet finite: two of them differ by 0, where two infinities differ by NaN.
+# Below every real score, but finite: the difference of two is 0, that of two infinities is NaN.
 NO_SCORE = tl.constexpr(-1.0e30)
 
 
 @triton.jit
 def attend_to_none(BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr):
-    """A running softmax before its first key. See attend."""
+    """Return a running softmax before its first key. See attend."""
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     row_sum = tl.zeros([BLOCK_M], tl.float32)
     return acc, row_sum, tl.full([BLOCK_M], NO_SCORE, tl.float32)
@@ -43,7 +43,8 @@ def load_keys(
     MASKED: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """K and V [BLOCK_N, BLOCK_D] of the keys key_pos; if MASKED, 0 from `end` on. See attend."""
+    """Load K and V [BLOCK_N, BLOCK_D] of the keys key_pos; if MASKED, 0 from `end` on. See
+    attend."""
     dim = tl.arange(0, BLOCK_D)
     if MASKED:
         block = tl.load(table + key_pos // BLOCK_SIZE, mask=key_pos < end, other=0)
@@ -91,7 +92,7 @@ def fold(
             # Blocks behind the window may be another sequence's, which may hold NaN.
             v = tl.where((tl.max(visible.to(tl.int32), 0) > 0)[:, None], v, 0.0)
         scores = tl.where(visible, scores, float("-inf"))
-    # Scaling after the maximum makes one fused multiply-add a score; it needs a scale > 0.
+    # Scaling after the maximum takes one fused multiply-add per score; the scale must be > 0.
     new_max = tl.maximum(row_max, tl.max(scores, 1) * score_scale)
     weights = tl.exp2(scores * score_scale - new_max[:, None])
     rescale = tl.exp2(row_max - new_max)

@@ -1,9 +1,9 @@
 """Compiles many kernels in parallel, before any of them runs.
 
-Triton compiles a kernel at its first launch, one after the other, half a second each. Inside
-`compiling_ahead()`, launching a kernel that is marked `launched` only requests its compilation,
-which threads do meanwhile. When the block ends, all kernels are in Triton's caches, in memory and
-on disk. Nothing is computed, so results are undefined: capture a graph and drop it.
+Triton compiles kernels one at a time, each at its first launch, for half a second each. Inside
+`compiling_ahead()`, launching a kernel that is marked `launched` only requests its compilation, by
+threads in the background. When the block ends, all kernels are in Triton's caches, in memory and on
+disk. Nothing is computed, so results are undefined: capture a graph and drop it.
 """
 
 import os
@@ -16,7 +16,7 @@ from typing import Any, Final, TypeVar
 from triton.runtime._async_compile import AsyncCompileMode, active_mode
 
 MAX_THREADS: Final = 16
-"""A kernel's compiler passes release the interpreter's lock; its code generator does not."""
+"""The compiler passes of a kernel release the GIL; its code generator does not."""
 
 _Grid = TypeVar("_Grid")
 
@@ -25,7 +25,7 @@ class Launched:
     """A Triton kernel that the host launches: `kernel[grid](...)`."""
 
     def __init__(self, kernel: Any) -> None:
-        """kernel: what triton.jit returns, compiled or interpreted."""
+        """kernel: the result of triton.jit, compiled or interpreted."""
         self._kernel = kernel
 
     def __getitem__(self, grid: _Grid) -> Callable[..., object]:
@@ -36,13 +36,13 @@ class Launched:
 
 
 def launched(kernel: Any) -> Launched:
-    """Mark a kernel; goes above triton.jit."""
+    """Mark a kernel; use it as a decorator above triton.jit."""
     return Launched(kernel)
 
 
 @contextmanager
 def compiling_ahead() -> Iterator[None]:
-    """Let launches only compile; all kernels are compiled when this ends. One at a time.
+    """Make launches only compile; all kernels are compiled when the block ends. Not reentrant.
 
     Raises:
         triton.CompilationError: a kernel cannot be compiled.

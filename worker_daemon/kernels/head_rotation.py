@@ -21,7 +21,7 @@ def load_angles(
     multiplication with the partner. rotary_table is [P, 2, HEAD_DIM / 2] fp32: cos, then sin."""
     HALF: tl.constexpr = HEAD_DIM // 2
     dim = tl.arange(0, BLOCK_D)
-    # Loaded for every row alike: a row shared by all would pass through shared memory.
+    # Loaded for every row: a row shared by all rows would pass through shared memory.
     angle = rotary_table + position.to(tl.int64) * HEAD_DIM + dim % HALF
     angle = tl.broadcast_to(angle[None, :], [ROWS, BLOCK_D])
     in_head = (dim < HEAD_DIM)[None, :]
@@ -49,7 +49,7 @@ def load_gains(
     BLOCK_D: tl.constexpr,
     NORMED: tl.constexpr,
 ):
-    """Return a norm's weights [HEAD_DIM] for turn, equal for every row; ones if not NORMED."""
+    """Return a norm's weights [HEAD_DIM] for turn, the same in every row; ones if not NORMED."""
     if NORMED:
         in_head = tl.broadcast_to((tl.arange(0, BLOCK_D) < HEAD_DIM)[None, :], [ROWS, BLOCK_D])
         row = tl.zeros([ROWS], tl.int32)

@@ -2,9 +2,9 @@
 
 A participating kernel has a constexpr `PDL`, calls `start_next(PDL)` first and
 `await_previous(PDL)` before it reads or writes anything that another kernel of the step touches,
-and is launched with `**launch_options(pdl)`, where pdl is `has_dependent_launch(device)`, asked
-once by the object that owns the launches. Source: CUDA C++ Programming Guide, "Programmatic
-Dependent Launch and Synchronization".
+and is launched with `**launch_options(pdl)`. The object that owns the launches sets pdl once, to
+`has_dependent_launch(device)`. Source: CUDA C++ Programming Guide, "Programmatic Dependent Launch
+and Synchronization".
 """
 
 # Parameters of a Triton kernel are pointers and scalars that Python's types cannot name:
@@ -34,7 +34,7 @@ def has_dependent_launch(device: torch.device) -> bool:
 
 
 def launch_options(pdl: bool) -> LaunchOptions:
-    """Return the launch options that go with the PDL constexpr, so that the two always agree."""
+    """Return the launch options that match the PDL constexpr."""
     return {"launch_pdl": True} if pdl else {}
 
 
@@ -45,11 +45,11 @@ def row_warps(block: int) -> int:
 
 @triton.jit
 def start_next(PDL: tl.constexpr):
-    """Let the next kernel start once every program of this one has called this or ended.
+    """Let the next kernel start once every program of this kernel has called this or ended.
 
     The next kernel's await_previous still waits for all of this kernel, so the call is safe
-    anywhere. If it comes first, the next kernel's programs load what does not depend on the step
-    (weights) as soon as there is room next to this kernel's.
+    anywhere. If called first, it lets the next kernel's programs load data that does not depend on
+    the step (weights) as soon as the device has room for them.
     """
     if PDL:
         gdc_launch_dependents()
@@ -59,9 +59,9 @@ def start_next(PDL: tl.constexpr):
 def await_previous(PDL: tl.constexpr):
     """Wait until the previous kernels have ended and their writes are visible.
 
-    Every program of a kernel launched with dependent launch calls this, even one that has nothing
-    to do: the next kernel relies on this kernel's end implying its predecessors' ends. Write only
-    after it too, since an earlier kernel may still read the buffer.
+    Every program of a kernel with dependent launch must call this, even if it has no work: the next
+    kernel relies on this kernel's end implying its predecessors' ends. Writes must come after it
+    too, since an earlier kernel may still read the buffer.
 
     Before it, a kernel may read only weights, a step's columns, the block table, and keys and
     values cached by earlier steps. The launches that copy the columns, write the table and gather

@@ -1,7 +1,8 @@
-"""Products of few rows with a weight matrix, bound by reading the weights once.
+"""Matrix products of few rows (skinny GEMMs), bound by reading the weights once.
 
-One row uses dot products (row_linear.py), up to 64 rows matrix instructions; torch does everything
-else. Sums that several programs share are added in a fixed order, so equal inputs give equal bits.
+One row uses dot products (row_linear.py), up to 64 rows use matrix instructions, and torch computes
+the rest. Partial sums of several programs are added in a fixed order, so equal inputs give equal
+bits.
 
 Letters: y[M, O] = x[M, I] W[O, I]^T + bias.
 """
@@ -30,7 +31,7 @@ MAX_TILES = 16384
 
 
 class ThinLinear:
-    """The products of all layers; one object per daemon, on one stream.
+    """The linear products of all layers; one object per daemon, on one stream.
 
     Owns MAX_TILES int32 counters on the device, which are zero between launches.
     """
@@ -51,8 +52,8 @@ class ThinLinear:
         """y [M, O], contiguous, of x [M, I], weight [O, I] and bias [O], all of one dtype. out,
         contiguous, becomes y; given only without a bias.
 
-        Sums are kept in fp32 and rounded once. A row of y depends on its row of x and on the bucket
-        of M alone. torch computes fp32, more than 64 rows, and weights that are not contiguous.
+        Sums are kept in fp32 and rounded once. A row of y depends only on its row of x and on the
+        bucket of M. torch computes fp32, more than 64 rows, and weights that are not contiguous.
         """
         tile = self._choose(x, weight)
         assert out is None or bias is None
@@ -94,7 +95,7 @@ def launch_matrix(
     pdl: bool,
     arrivals: torch.Tensor,
 ) -> None:
-    """y [M, O] = x [M, I] weight [O, I]^T + bias [O], each row contiguous.
+    """Compute y [M, O] = x [M, I] weight [O, I]^T + bias [O], each row contiguous.
 
     arrivals is int32, zero, with an entry for each of O / block_o tiles; it is zero again at the
     end. One stream at a time may use it.
@@ -167,8 +168,8 @@ def _matrix_kernel(
     LANES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Each of a tile's SPLITS programs sums over its share of the columns; the last to finish adds
-    the sums."""
+    """Sum over this program's share of the columns, one of SPLITS; a tile's last program to finish
+    adds the sums."""
     start_next(PDL)
     tile = tl.program_id(0)
     split = tl.program_id(1)

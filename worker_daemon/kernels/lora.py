@@ -1,10 +1,9 @@
-"""Products of rows with LoRA adapters, each row with its own: y += B (A x), in one launch a merged
-matrix.
+"""Products of rows with their LoRA adapters: y += B (A x), in one launch per merged matrix.
 
 The first programs of a launch shrink: they compute A x of a tile of rows over a share of the
 columns, for one adapter if there are few rows. The others expand: each waits until its rows are
-shrunk, and adds B's product to a tile of y. A device starts programs in the order of their numbers,
-so those that wait never keep the others from starting. Sums are in float32 and in a fixed order.
+shrunk, and adds B's product to a tile of y. A device starts programs in the order of their ids, so
+waiting programs never keep the others from starting. Sums are in float32 and in a fixed order.
 
 Letters: y[M, O], x[M, I], L slots, G matrices merged into one, r ranks of each: A[L, G * r, I],
 B[L, O, r].
@@ -32,18 +31,18 @@ from worker_daemon.kernels.prefetch import prefetch
 MAX_ROW_TILES: Final = 1024
 """Tiles of rows that one launch can count."""
 _MAX_DECODE_ROWS: Final = 64
-"""Up to these, all rows are one tile, and each slot has programs of its own."""
+"""Up to this number, all rows are one tile, and each slot has its own programs."""
 _MAX_RANK_TILE: Final = 64
 _MAX_SPLITS: Final = 16
-"""Each expanding program adds as many partial sums."""
+"""Partial sums that each expanding program adds, at most."""
 _SHRINK_PROGRAMS: Final = 128
-"""About as many as a large device has multiprocessors."""
+"""About the number of SMs of a large device."""
 _MANY_OUTPUTS: Final = 8192
 _MAX_MERGED: Final = 3
 
 
 class AdapterProducts:
-    """The products of all layers; one object per daemon, on one stream.
+    """The adapter products of all layers; one object per daemon, on one stream.
 
     Owns 2 * MAX_ROW_TILES int32 counters on the device, which are zero between launches.
     """
@@ -60,7 +59,7 @@ class AdapterProducts:
         weights: AdapterWeights,
         token_slots: torch.Tensor,
     ) -> None:
-        """y [M, O] += B (A x [M, I]) by each row's slot: see LayerOps.add_adapters."""
+        """Compute y [M, O] += B (A x [M, I]) with each row's slot: see LayerOps.add_adapters."""
         most = MAX_ROW_TILES * _MAX_DECODE_ROWS
         for first in range(0, x.shape[0], most):
             rows = slice(first, first + most)
@@ -144,7 +143,7 @@ class AdapterProducts:
 
 
 def _num_splits(num_programs: int, num_steps: int, is_decode: bool) -> int:
-    """Return the shares into which the columns of a tile are cut."""
+    """Return the number of shares into which a tile's columns are divided."""
     if not is_decode:
         return 1
     return max(1, min(_MAX_SPLITS, num_steps, _SHRINK_PROGRAMS // num_programs))
@@ -188,8 +187,8 @@ def _adapter_kernel(
     PRECISION: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """counters: of each tile of rows, the programs that have shrunk it, then those that have
-    expanded it. parts [tiles, SPLITS, BLOCK_M, RANKS]."""
+    """counters: for each tile of rows, the number of programs that have shrunk it, then of those
+    that have expanded it. parts [tiles, SPLITS, BLOCK_M, RANKS]."""
     start_next(PDL)
     SHRINKS: tl.constexpr = SLOTS // SLOTS_EACH * RANK_TILES * SPLITS
     program = tl.program_id(0)
@@ -282,7 +281,7 @@ def _shrink(
     A_LANES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Write A x over a share of the columns, of the rows whose slots this program has."""
+    """Write A x over a share of the columns, for the rows in this program's slots."""
     split = share % SPLITS
     rank = share // SPLITS % RANK_TILES * BLOCK_R + tl.arange(0, BLOCK_R)
     first_slot = share // (SPLITS * RANK_TILES) * SLOTS_EACH
@@ -369,7 +368,7 @@ def _expand(
         here = b + lane.to(tl.int64) * slot_stride + first.to(tl.int64) * RANK
         prefetch(here, is_used * num_bytes, B_LANES)
     await_previous(PDL)
-    # Loaded before the wait, so that it is there when that ends.
+    # Loaded before the wait, so that it is complete when the wait ends.
     y_here = y + row.to(tl.int64)[None, :] * y_stride + output[:, None]
     changes = (slot != -1)[None, :] & (output < end)[:, None]
     acc = tl.load(y_here, mask=changes, other=0.0).to(tl.float32)

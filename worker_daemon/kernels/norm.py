@@ -15,7 +15,7 @@ from worker_daemon.kernels.compile_ahead import launched
 from worker_daemon.kernels.launch import await_previous, launch_options, row_warps, start_next
 
 MAX_SIZE = 16384
-"""A row of this many elements still fits the registers of one program."""
+"""Elements of a row that still fit the registers of one program."""
 
 
 def rms_norm(
@@ -46,9 +46,9 @@ def add_rms_norm(
     Args:
         x: [N, H] contiguous.
         residual: like x.
-        weight: as for rms_norm, like eps and pdl.
-        eps: likewise.
-        pdl: likewise.
+        weight: see rms_norm.
+        eps: see rms_norm.
+        pdl: see rms_norm.
 
     Returns:
         Two tensors [N, H], dtype of x.

@@ -18,8 +18,8 @@ from worker_daemon.kernels.row_linear import RowNorm, launch_row
 
 
 class TritonOps:
-    """LayerOps on one CUDA device, one object for all layers. Owns the products' counters; step
-    thread only."""
+    """LayerOps on one CUDA device, one object for all layers. Owns the counters of the linear
+    products; step thread only."""
 
     name = "triton"
 
@@ -53,7 +53,8 @@ class TritonOps:
     def norm_linear(
         self, source: NormedSum, weight: torch.Tensor, bias: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """weight [M, H], bias [M] -> the product of source's norm [N, M], and its sum [N, H]."""
+        """weight [M, H], bias [M] -> the product with source's norm [N, M], and source's sum [N,
+        H]."""
         part, residual, norm_weight, eps = source
         tile = self._thin.row_tile(residual, weight)
         if tile is None:

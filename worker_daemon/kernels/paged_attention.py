@@ -48,7 +48,7 @@ class TritonAttention:
         layer: AttentionLayer,
         step: AttentionStep,
     ) -> torch.Tensor:
-        """See AttentionBackend. A step of decodes alone that is not too large uses one kernel,
+        """See AttentionBackend. A step with only decodes that is not too large uses one kernel,
         which stores nothing for padding."""
         metadata = step.metadata
         num_programs = metadata.num_seqs * kv_cache.shape[3]
@@ -81,7 +81,7 @@ def paged_attention(
     workspace: torch.Tensor | None = None,
     pdl: bool = False,
 ) -> torch.Tensor:
-    """Causal softmax(scale * q k^T) v of every query token over its sequence's cached keys.
+    """Compute causal softmax(scale * q k^T) v of every query token over its sequence's cached keys.
 
     Query token i of a sequence stands at p = seq_len - query_len + i and sees the keys max(0, p -
     window + 1) .. p, which must already be in the cache. Sums are kept in fp32; fp32 inputs are

@@ -1,8 +1,8 @@
 """Paged attention of one query token per sequence, in Triton.
 
-Long decodes are split along the keys and merged by log-sum-exp (Flash-Decoding, Dao et al. 2023).
-Decodes may come directly from the projection: their program then rotates the heads, stores key and
-value, and starts its softmax with them.
+Long decodes are split along the keys and merged by log-sum-exp (Flash-Decoding, Dao et al. 2023). q
+may be the projection itself: a program then rotates its heads, stores key and value, and starts its
+softmax with them.
 
 Letters: N tokens, B sequences, Hq / Hkv query and KV heads, G = Hq / Hkv, D head dimension;
 a tile is BLOCK_M rows (one token x G heads) against BLOCK_N keys.
@@ -64,12 +64,12 @@ def rotate_and_attend(
     """Combine rope_store.rotate_and_store and paged_attention for a batch of decodes: no sequence
     has more than one query token.
 
-    Equal to them up to rounding. A program attends to the newest key of its sequence without the
-    cache, so the blocks of a sequence must not contain tokens that another one stores in the same
-    batch. Tokens past the last real one are not stored.
+    Equal to them up to rounding. A program reads the newest key of its sequence from the
+    projection, not the cache, so the blocks of a sequence must not contain tokens that another
+    sequence stores in the same batch. Tokens past the last real one are not stored.
 
     Args:
-        qkv: [N, (Hq + 2 Hkv) D] contiguous, bf16, fp16 or fp32; stays as it is.
+        qkv: [N, (Hq + 2 Hkv) D] contiguous, bf16, fp16 or fp32; unchanged.
         kv_cache: as in paged_attention, not empty.
         step: a slot below 0 is not stored.
         head_norms: as in rope_store.rotate_and_store.
@@ -98,8 +98,8 @@ def rotate_and_attend(
 
 
 def workspace_elements(num_tokens: int, num_q_heads: int, head_dim: int, num_splits: int) -> int:
-    """Return the fp32 elements that a split decode needs: a row and its log-sum-exp for each head
-    and split."""
+    """Return the number of fp32 elements that a split decode needs: a row and its log-sum-exp for
+    each head and split."""
     return num_tokens * num_q_heads * num_splits * (head_dim + 1)
 
 
@@ -122,7 +122,7 @@ def plan_decode(
     tile: Tile | None,
     num_splits: int | None,
 ) -> DecodePlan:
-    """Choose the arguments that are None, by the batch's sizes alone."""
+    """Choose the arguments that are None, only by the batch's sizes."""
     _, num_q_heads, head_dim = q.shape
     num_kv_heads = kv_cache.shape[3]
     group_size = num_q_heads // num_kv_heads
@@ -152,7 +152,7 @@ def launch_decode(
     workspace: torch.Tensor | None,
     pdl: bool,
 ) -> None:
-    """One program per (KV head, sequence, split); a second kernel merges several splits.
+    """Launch one program per (KV head, sequence, split); a second kernel merges splits.
 
     step: q is the start of a projection that must still be rotated and stored, with head_norms;
     None = already rotated and stored."""
@@ -242,8 +242,8 @@ def _clear(pointers, inside):
 def _keys_of_split(
     num_keys, window, split, num_splits, HAS_WINDOW: tl.constexpr, BLOCK_N: tl.constexpr
 ):
-    """Return the keys start .. end - 1 of a split, in whole tiles, of those that a query at the
-    last key sees. end <= start if earlier splits have all of them."""
+    """Return the split's range (start, end) of the keys that a query at the last key sees, in whole
+    tiles. end <= start if earlier splits have all of them."""
     first_tile = 0
     if HAS_WINDOW:
         first_tile = tl.maximum(num_keys - window, 0) // BLOCK_N
@@ -290,8 +290,8 @@ def _load_turning(
     BLOCK_M: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Return what rotates a token's heads, all known before the projection: cos, sin, then the
-    gains of queries and their partners, and of the key and its partners."""
+    """Return the factors that rotate a token's heads, known before the projection: cos, sin, then
+    the norm weights of queries and their partners, and of the key and its partners."""
     position = tl.load(positions + token, mask=token < num_tokens, other=0)
     cos, sin = load_angles(rotary_table, position, BLOCK_M, HEAD_DIM, BLOCK_D)
     q_gain, q_partner = load_gains(norm_weights, BLOCK_M, HEAD_DIM, BLOCK_D, NORMED)
@@ -373,9 +373,9 @@ def _store_partial(
 
 @triton.jit
 def _find_decode(place, num_seqs, query_start_loc, seq_rows, seq_lens, seq_order):
-    """Return the place-th sequence in the order of decodes: its index, its query token and the next
-    one's, its row of the block table and its keys. Padding from num_seqs on has no query and no
-    key."""
+    """Return the place-th sequence in the order of decodes: its index, its query token, the next
+    sequence's query token, its block table row and its number of keys. Padding from num_seqs on has
+    no query and no key."""
     is_seq = place < num_seqs
     seq = tl.load(seq_order + place, mask=is_seq, other=place)
     token = tl.load(query_start_loc + tl.minimum(seq, num_seqs))
@@ -434,11 +434,11 @@ def _decode_kernel(
     NORMED: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """LANES: BLOCK_N if a program prefetches its first keys and values before it waits; with HOLDS,
-    which ROTATES allows, it loads these and prefetches the next.
+    """LANES: BLOCK_N if a program prefetches its first keys and values before it waits. With HOLDS,
+    which needs ROTATES, it loads these and prefetches the next.
 
-    ROTATES: q is the projection, of which the key heads and the value heads follow, and the newest
-    key is not in the cache yet. Only then are positions .. slot_mapping read.
+    ROTATES: q is the projection, with key and value heads after it, and the newest key is not in
+    the cache yet. Only then are positions .. slot_mapping read.
     """
     start_next(PDL)
     # Heads vary fastest: those of one sequence run together and share its blocks' pages.
@@ -454,13 +454,13 @@ def _decode_kernel(
     table = block_table + table_row * table_stride
     keys = kv_cache + kv_head * cache_head_stride
     if ROTATES:
-        # For the cached keys, the query acts as if it stood at the last of them.
+        # For the cached keys, treat the query as if at the position of the last one.
         num_keys -= 1
         window -= 1
     start, end = _keys_of_split(num_keys, window, split, num_splits, HAS_WINDOW, BLOCK_N)
     unheld = start
     if HOLDS:
-        # No kernel of this step writes them: the newest one is not among them.
+        # No kernel of this step writes these keys: they do not include the newest one.
         held_pos = start + tl.arange(0, BLOCK_N)
         held_k, held_v = load_keys(
             keys, table, held_pos, end, cache_block_stride, cache_value_stride, cache_token_stride,
@@ -545,7 +545,8 @@ def _merge_splits_kernel(
     BLOCK_D: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """out[token, head] = the mean of its partial rows, weighted by exp2 of their log-sum-exps."""
+    """Set out[token, head] to the mean of its partial rows, weighted by exp2 of their
+    log-sum-exps."""
     start_next(PDL)
     seq = tl.program_id(0)
     head = tl.program_id(1)

@@ -35,10 +35,11 @@ def launch_prefill(
     tile: Tile,
     pdl: bool,
 ) -> None:
-    """One program per (block of query tokens, KV head).
+    """Launch one program per (block of query tokens, KV head).
 
-    Sequence s owns the blocks from query_start_loc[s] // BLOCK_Q + s on: never fewer than it needs,
-    and N // BLOCK_Q + B + 1 in all, so that the host knows the grid; the + 1 is for padding rows.
+    Sequence s owns the blocks from query_start_loc[s] // BLOCK_Q + s on, which are at least as many
+    as it needs. There are N // BLOCK_Q + B + 1 blocks in total (the last for padding rows), so the
+    host knows the grid.
     """
     num_tokens, num_q_heads, head_dim = q.shape
     group_size = num_q_heads // kv_cache.shape[3]
@@ -129,7 +130,7 @@ def _prefill_kernel(
 ):
     start_next(PDL)
     await_previous(PDL)
-    # The last blocks of a sequence have the most keys: they start first, and short ones fill up.
+    # The last blocks of a sequence have the most keys: they start first, short ones fill the gaps.
     q_block = tl.num_programs(0) - 1 - tl.program_id(0)
     kv_head = tl.program_id(1)
     seq = _find_sequence(query_start_loc, q_block, num_seqs, BLOCK_Q)

@@ -2,11 +2,11 @@
 alone or fused with the residual addition and the norm that follow.
 
 Each program stores its rows into every peer's window and then polls its own window, whose words are
-`blank` until they arrive. This needs no flag and no fence, since a word is its own flag (the idea
-of Lamport's one-word channel, as NCCL's and TensorRT-LLM's low-latency protocols have it). Words
-are made blank again after they were read. Two slots per program suffice: a peer stores into a slot
-again two calls later. By then this rank's call in between has sent, so the call that made the slot
-blank has ended.
+`blank` until they arrive. This needs no flag and no fence, since each word is its own flag
+(Lamport's one-word channel, as in NCCL's and TensorRT-LLM's low-latency protocols). Words are reset
+to blank after they are read. Two slots per program suffice: a peer stores into a slot again two
+calls later. By then it has received this rank's next call, so the call that reset the slot has
+ended.
 """
 
 # Parameters of a Triton kernel are pointers and scalars that Python's types cannot name:
@@ -36,11 +36,11 @@ _ALIGNED = 4
 _LIMITS_BYTES = {("NVIDIA H200", 2): 4 << 20}
 """(device, ranks): bytes up to which a one-shot reduction was measured to be faster than NCCL."""
 _UNMEASURED_LIMIT_BYTES = 256 << 10
-"""For other devices, with two ranks; what a rank sends grows with their number."""
+"""Limit for other devices, with two ranks; a rank sends more with more ranks."""
 _POLLS_PER_STOP = 1 << 14
-"""Polls between two checks of the stop word, about 10 ms. Host memory is slow: a check by a
-thousand warps takes half a millisecond. With more frequent checks, one late rank would delay the
-others, and they would delay it."""
+"""Polls between two checks of the stop flag, about 10 ms. Host memory is slow: a check by a
+thousand warps takes half a millisecond. With more frequent checks, a late rank and the ranks that
+wait for it would slow each other."""
 
 
 class PeerReduce:
@@ -59,10 +59,10 @@ class PeerReduce:
         max_programs: int = PROGRAMS,
         polls_per_stop: int = _POLLS_PER_STOP,
     ) -> None:
-        """Window as it was made, all words blank on all ranks; pdl as in launch.py; limit_bytes
-        overrides the measured one; max_programs of one launch, all of which must fit on the device
-        at once. Both must be equal on all ranks. polls_per_stop: polls of a missing word between
-        two checks of the stop word."""
+        """window: new, all words blank on all ranks. pdl: see launch.py. limit_bytes overrides the
+        measured limit. max_programs: programs of one launch, which must all fit on the device at
+        once. Both must be equal on all ranks. polls_per_stop: polls of a missing word between two
+        checks of the stop flag."""
         self._rank = window.rank
         self._size = len(window.addresses)
         self._blank = window.blank
@@ -77,7 +77,7 @@ class PeerReduce:
         self._polls_per_stop = polls_per_stop
         most = max_programs * self._region_words * _WORD_BYTES
         self.limit_bytes = min(most, limit_bytes or _limit_bytes(device, self._size))
-        """The largest message for which this is worthwhile."""
+        """Largest message for which this is worthwhile."""
 
     def takes(self, x: Tensor) -> bool:
         """Return True if x [..., H] can be reduced here and is short enough to be worthwhile."""
@@ -148,7 +148,7 @@ class PeerReduce:
         )
 
     def _rows_per_program(self, num_rows: int) -> int:
-        """Return a power of two, so that few variants of the kernel are compiled."""
+        """Return the rows of a program, a power of two so that few variants are compiled."""
         return int(triton.next_power_of_2(-(-num_rows // self._max_programs)))
 
 
@@ -191,8 +191,8 @@ def _window(address):
 
 @triton.jit
 def _await_words(address, inside, stop, is_stopped, BLANK: tl.constexpr, POLLS: tl.constexpr):
-    """Return the words at address once none of them is blank, or at once if stopped; and whether it
-    is stopped."""
+    """Return the words at address once none of them is blank, or immediately if stopped; and the
+    stopped state."""
     words = tl.load(address, mask=inside, other=0, volatile=True)
     missing = tl.max((words == BLANK).to(tl.int32), axis=0)
     polls = 0
@@ -284,5 +284,5 @@ def _peer_reduce_kernel(
             tl.store(normed + element, _pack(low, high, DTYPE), mask=inside)
         else:
             tl.store(total + element, _pack(low, high, DTYPE), mask=inside)
-    # After a program saw the stop word, later ones do not check again.
+    # Once a program has seen the stop flag, later ones do not check again.
     tl.store(turns + program, tl.where(is_stopped != 0, _STOPPED, (turn + 1) & _TURN_MASK))

@@ -1,5 +1,5 @@
-"""Penalties on tokens that a request has already, in one pass over the logits; and the counts that
-they rest on. The results equal those of worker_daemon/sample/penalties.py, bit for bit.
+"""Penalties on tokens that a request already has, in one pass over the logits; and the token counts
+that they use. The results equal those of worker_daemon/sample/penalties.py, bit for bit.
 
 Letters: S request rows, R rows that sample, V vocabulary.
 """
@@ -34,7 +34,7 @@ def penalized(logits: torch.Tensor, slots: torch.Tensor, tables: PenaltyTables) 
         logits.stride(0),
         BLOCK=BLOCK,
         num_warps=8,
-        # A product and a sum are rounded each, as torch does.
+        # The product and the sum are each rounded, as in torch.
         enable_fp_fusion=False,
     )
     return result

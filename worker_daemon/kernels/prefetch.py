@@ -11,7 +11,7 @@ import triton.language as tl
 def prefetch(pointers, num_bytes, LANES: tl.constexpr):
     """Prefetch num_bytes at each of LANES pointers into L2; both are multiples of 16.
 
-    Only a hint: the threads from LANES on hold copies of the pointers and prefetch nothing. L2 is
+    Only a hint. Threads from LANES on hold copies of the pointers and prefetch nothing. L2 is
     coherent, so weights that a previous kernel still writes are read again.
     """
     tl.inline_asm_elementwise(

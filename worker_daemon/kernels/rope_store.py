@@ -34,9 +34,10 @@ def rotate_and_store(
     *,
     pdl: bool = False,
 ) -> torch.Tensor:
-    """Norm the q and k heads if asked, rotate them, store k and v. Each value is rounded once.
+    """Normalize the q and k heads if given norms, rotate them, and store k and v. Each value is
+    rounded once.
 
-    The queries are written over their place in qkv. The rotation pairs element i of a head with
+    The queries are overwritten in qkv. The rotation pairs element i of a head with
     element i + D / 2 (the form of Su et al., 2021, that checkpoints of the Llama family use).
 
     Args:
@@ -115,8 +116,8 @@ def _store(
     NUM_KV_HEADS: tl.constexpr,
     HALF: tl.constexpr,
 ):
-    """Write halves of heads to a slot: heads 0 up to NUM_KV_HEADS are the keys, the next ones the
-    values; others are left out."""
+    """Write halves of heads to a slot: the first NUM_KV_HEADS heads are keys, the next as many
+    values; others are skipped."""
     if slot >= 0:
         row = head // NUM_KV_HEADS * VALUE_STRIDE + head % NUM_KV_HEADS * HEAD_STRIDE
         place = kv_cache + (slot // BLOCK_SIZE) * BLOCK_STRIDE + (slot % BLOCK_SIZE) * TOKEN_STRIDE

@@ -1,8 +1,8 @@
-"""The product of one row with a weight matrix, bound by reading the weights once, fused with the
-norm before it and the gate after it.
+"""Matrix-vector products (GEMV), bound by reading the weights once, fused with the norm before and
+the gate after.
 
 A program prefetches its first weights before it waits for the previous kernel, so that memory is
-busy until the row arrives. Each fused part saves one launch and one wait.
+busy until the row arrives. Each fusion saves one launch and one wait.
 
 Letters: y[1, O] = x[1, I] W[O, I]^T + bias.
 """
@@ -47,11 +47,11 @@ def launch_row(
     norm: RowNorm | None = None,
     gated: bool = False,
 ) -> None:
-    """y [1, O] = x [1, I] weight [O, I]^T + bias [O], each row contiguous; one dtype.
+    """Compute y [1, O] = x [1, I] weight [O, I]^T + bias [O], each row contiguous; one dtype.
 
-    With norm, its result replaces x and is not rounded before the multiplication. gated: the upper
-    half of the product is multiplied by silu of the lower half, both rounded before, and y is [1, O
-    / 2]; a tile of one row then takes two.
+    norm: its result replaces x, and is not rounded before the multiplication. gated: the upper half
+    of the product is multiplied by silu of the lower half, both rounded first, and y is [1, O / 2];
+    a tile of one row then covers two.
     """
     num_outputs, num_inputs = weight.shape
     assert x.shape[0] == 1

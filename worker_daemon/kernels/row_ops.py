@@ -26,7 +26,7 @@ class TritonRowKernels:
         indices: torch.Tensor,
         block_ids: torch.Tensor,
     ) -> None:
-        """block_table[rows, indices] = block_ids: int32 [S, max_blocks]; int32 [U] each."""
+        """Set block_table[rows, indices] = block_ids: int32 [S, max_blocks]; int32 [U] each."""
         num_updates = rows.shape[0]
         _update_blocks_kernel[(triton.cdiv(num_updates, _BLOCK),)](
             block_table, rows, indices, block_ids, num_updates, block_table.stride(0), BLOCK=_BLOCK

@@ -57,7 +57,7 @@ _WEIGHT_ONE = tl.constexpr(2.0**40)
 _WEIGHTLESS = tl.constexpr(28.0)
 """Beyond this distance a token has no weight: exp(-28) is below 2^-40."""
 _NOISE_SPAN = tl.constexpr(26.0)
-"""Beyond this distance no noise makes a token the largest: noise is between -2.9 and 22.9."""
+"""Beyond this distance no noise can make a token the largest: noise is between -2.9 and 22.9."""
 _LARGEST_BELOW_ONE = tl.constexpr(1.0 - 2.0**-24)
 _UNIFORM_STEP = tl.constexpr(2.0**-32)
 _LAST_KEY = tl.constexpr(2**31 - 1)
@@ -68,7 +68,8 @@ _HEAVIEST = tl.constexpr(2**62)
 
 class TritonSampling:
     """Triton kernels; stateless. Scratch memory comes from the caching allocator: 4 bytes per
-    logit, at most MAX_LISTED logits, if a row has a top-k or top-p, else a few bytes per row."""
+    logit, at most MAX_LISTED logits, if a row has a top-k or top-p, otherwise a few bytes per
+    row."""
 
     name = "triton"
 
@@ -79,12 +80,12 @@ class TritonSampling:
     def masked(
         self, logits: torch.Tensor, words: torch.Tensor, mask_of_row: torch.Tensor
     ) -> torch.Tensor:
-        """Return [R, V], the torch path's: see token_masks.py."""
+        """Return [R, V], as the torch path does: see token_masks.py."""
         return masked(logits, words, mask_of_row)
 
     def tokens(self, logits: torch.Tensor, metadata: SamplingMetadata) -> torch.Tensor:
-        """Return int64 [R], the torch path's tokens; -1 in rows with a NaN or an infinite maximum.
-        Never waits for the device.
+        """Return int64 [R], the same tokens as the torch path; -1 in rows with a NaN or an infinite
+        maximum. Never waits for the device.
 
         Args:
             logits: [R, V], bf16, fp16 or fp32, each row contiguous; R may be 0, V is below 2^23.
@@ -141,7 +142,7 @@ def _columns(rows: SamplingMetadata) -> _Columns:
 
 
 class _Grid(NamedTuple):
-    """The division of rows over programs."""
+    """The division of rows among programs."""
 
     num_splits: int
     num_blocks: int
@@ -232,7 +233,7 @@ def _sample(
 def _largest_kernel(
     largest, logits, vocab_size, row_stride, num_blocks, BLOCK: tl.constexpr, PDL: tl.constexpr
 ):
-    """largest [R, S]: the largest logit of each split; infinity if one is NaN."""
+    """Write largest [R, S]: the largest logit of each split; infinity if one is NaN."""
     start_next(PDL)
     row = tl.program_id(0)
     split = tl.program_id(1)
@@ -268,7 +269,7 @@ def _spread_kernel(
     NATIVE: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Add to sums, for rows with a top-k or top-p: the number and the weight of the tokens below
+    """For rows with a top-k or top-p, add to sums the number and the weight of the tokens below
     each fixed distance, and of all within reach."""
     start_next(PDL)
     row = tl.program_id(0)
@@ -326,8 +327,8 @@ def _collect_kernel(
     NATIVE: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """listed [R, V]: the keys between the distances that enclose the row's threshold, in any order,
-    and their number."""
+    """Write listed [R, V]: the keys between the distances that enclose the row's threshold, in any
+    order, and their number."""
     start_next(PDL)
     row = tl.program_id(0)
     column = tl.program_id(1) * num_blocks * BLOCK + tl.arange(0, BLOCK)
@@ -370,10 +371,10 @@ def _select_kernel(
     NATIVE: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """thresholds [R]: the last key that a row's min-p, top-k and top-p keep.
+    """Write thresholds [R]: the last key that a row's min-p, top-k and top-p keep.
 
     For top-k it is the last key below which there are fewer than k tokens. For top-p it is the last
-    key below which there is less than top_p of the mass that top-k left. Both searches keep a first
+    key below which there is less than top_p of the mass that top-k kept. Both searches keep a first
     key for which this holds and an end for which it does not, and test three keys between them.
     """
     start_next(PDL)
@@ -393,7 +394,7 @@ def _select_kernel(
 
         last = _last_in_count(row_list, num_listed, below, top_k, last, last_end, BLOCK)
         if top_p < 1:
-            # If the threshold is the reach, top-k drops nothing and all the mass is left.
+            # If the threshold is the reach, top-k drops nothing and keeps all the mass.
             left = tl.load(row_sums + 2 * _NUM_SUMS - 1)
             if last < reach:
                 left = mass + _mass_through(row_list, num_listed, last, BLOCK, NATIVE)
@@ -431,9 +432,9 @@ def _draw_kernel(
     NATIVE: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """best and ids [R, S]: the largest noise - distance of each split among the kept tokens, and
-    the first token that has it. A greedy row keeps distance 0 and has no noise. A row whose largest
-    logit is infinite has _NO_TOKEN in every split."""
+    """Write best and ids [R, S]: the largest noise - distance of each split among the kept tokens,
+    and the first token that has it. A greedy row keeps distance 0 and has no noise. A row whose
+    largest logit is infinite has _NO_TOKEN in every split."""
     start_next(PDL)
     row = tl.program_id(0)
     split = tl.program_id(1)
@@ -548,7 +549,7 @@ def _last_in_mass(
         fits3 = mass3.to(tl.float64) < limit
         last, end = _narrow(last, end, q1, q2, q3, fits1, fits2, fits3)
         if num_listed > BLOCK:
-            # Later rounds read a shorter and shorter list: the keys between last and end.
+            # Each round reads a shorter list: the keys between last and end.
             mass = tl.where(fits1, mass1, mass)
             mass = tl.where(fits2, mass2, mass)
             mass = tl.where(fits3, mass3, mass)
@@ -565,7 +566,7 @@ def _keep(row_list, num_listed, first, end, BLOCK: tl.constexpr):
         key = _load_keys(row_list, start + lane, num_listed)
         inside = ((key >= first) & (key < end)).to(tl.int32)
         place = num_kept + tl.cumsum(inside, 0) - 1
-        tl.debug_barrier()  # all threads have read the block that is written next
+        tl.debug_barrier()  # wait until all threads have read the block that is written next
         tl.store(row_list + place, key, mask=inside > 0)
         num_kept += tl.sum(inside, 0)
     tl.debug_barrier()
@@ -574,20 +575,20 @@ def _keep(row_list, num_listed, first, end, BLOCK: tl.constexpr):
 
 @triton.jit
 def _add(sum, value):
-    """Return the previous sum. It orders nothing; the kernel's end does."""
+    """Add atomically and return the previous sum. Relaxed order: the kernel's end is the fence."""
     return tl.atomic_add(sum, value, sem="relaxed")
 
 
 @triton.jit
 def _load_logits(logits, row, row_stride, column, vocab_size):
-    """float32 [BLOCK]; -inf beyond the vocabulary."""
+    """Return float32 [BLOCK]; -inf beyond the vocabulary."""
     start = logits + row.to(tl.int64) * row_stride
     return tl.load(start + column, mask=column < vocab_size, other=float("-inf")).to(tl.float32)
 
 
 @triton.jit
 def _row_largest(largest, row, num_splits):
-    """Return the row's largest logit, infinite if nothing can be chosen. Then every distance is
+    """Return the row's largest logit, or infinity if no token can be chosen. Then every distance is
     infinite, except those of infinite logits."""
     split = tl.arange(0, _MAX_SPLITS)
     parts = tl.load(
@@ -633,7 +634,7 @@ def _reach(min_p):
 
 @triton.jit
 def _weight(distance, NATIVE: tl.constexpr):
-    """int64 fixed point, 2^40 for the most likely token."""
+    """Return int64 fixed point, 2^40 for the most likely token."""
     exponential = libdevice.exp(-distance) if NATIVE else tl.exp(-distance)
     return (exponential * _WEIGHT_ONE).to(tl.int64)
 

@@ -26,7 +26,7 @@ def take_columns(
     num_taken: torch.Tensor,
     size: int,
 ) -> None:
-    """columns[:size] = ring[turn % depth, :size]; then turn and num_taken become turn + 1.
+    """Copy ring[turn % depth, :size] to columns[:size], then set turn and num_taken to turn + 1.
 
     columns int32 [capacity] on the device; ring int32 [depth, capacity] and num_taken int64 [1] in
     page-locked host memory; turn int64 [1] on the device. size and capacity are multiples of 4.
@@ -52,7 +52,7 @@ def store_tokens(
     ring: torch.Tensor,
     turn: torch.Tensor,
 ) -> None:
-    """last_sampled[rows] = token_ids, and ring[(turn - 1) % depth, :R] = token_ids.
+    """Copy token_ids to last_sampled[rows] and to ring[(turn - 1) % depth, :R].
 
     last_sampled int64 [S], rows int32 [R], token_ids int64 [R], turn int64 [1]: on the device; ring
     int64 [depth, width >= R] in page-locked host memory.
@@ -83,7 +83,7 @@ def _take_columns_kernel(
     DEPTH: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One program: all its threads' loads complete before any of them counts the turn."""
+    """Copy in one program: all loads complete before a thread counts the turn."""
     now = tl.load(turn)
     source = ring + (now % DEPTH) * quads_a_slot * 4
     for start in range(0, num_quads * 4, BLOCK * 4):

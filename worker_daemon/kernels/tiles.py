@@ -17,7 +17,7 @@ MIN_KEYS_PER_SPLIT = 64
 """Shorter splits cost more in the reduction than they gain in parallelism."""
 
 MAX_KEYS_UNPIPELINED = 512
-"""Keys of a program up to which a software pipeline takes longer to start than it saves."""
+"""Keys per program up to which software pipelining costs more than it saves."""
 
 MAX_SPLITS = 64
 
@@ -25,13 +25,13 @@ SHORT_CONTEXT = 256
 """Keys up to which many decodes use shorter tiles; longer ones would be half empty."""
 
 MANY_PROGRAMS = 1024
-"""Sequences x KV heads from which on this is worth separate graphs."""
+"""Sequences x KV heads from which shorter tiles are worth separate graphs."""
 
 SMALL_TILES_RESIDENT, LARGE_TILES_RESIDENT = 4, 3
-"""Decode programs that a multiprocessor holds at a time, with tiles of 64 and of 128 keys."""
+"""Resident decode programs per SM, with tiles of 64 and of 128 keys."""
 
 HELD_ELEMENTS_PER_THREAD = 128
-"""Elements of a tile's keys, and the same of its values; more would leave a thread too few
+"""Elements of a tile's keys per thread, and as many of its values; more would leave too few
 registers."""
 
 FEW_ROWS_PER_SEQ = 512
@@ -48,7 +48,7 @@ RESERVED_SHARED_BYTES = 8 * 1024
 
 @dataclass(frozen=True)
 class DeviceLimits:
-    """Limits of a launch: multiprocessors, and shared memory of one program in bytes."""
+    """Limits of a launch: SMs, and shared memory of one program in bytes."""
 
     num_sms: int
     shared_memory_bytes: int
@@ -100,11 +100,10 @@ def prefill_tile(
     dtype: torch.dtype,
     limits: DeviceLimits,
 ) -> Tile:
-    """Return the tile for num_seqs sequences of num_tokens query tokens in all.
+    """Return the tile for num_seqs sequences with num_tokens query tokens in total.
 
     Large tiles read keys less often. But they would be mostly empty if sequences have few tokens on
-    average, and leave multiprocessors idle if the batch is small. group_size is query heads per KV
-    head.
+    average, and leave SMs idle if the batch is small. group_size is query heads per KV head.
     """
     rows = max(MIN_DOT_ROWS, next_power_of_two(group_size))
     large_tiles = num_tokens * group_size * num_kv_heads // LARGE_TILE_ROWS
@@ -157,14 +156,13 @@ def _decode_tile_sizes(
 
 
 def _waves_cost(num_programs: int, residents: int, limits: DeviceLimits) -> int:
-    """Return the time of equal programs, in units of one program alone on its multiprocessor.
-    Programs on one multiprocessor share its bandwidth, and the last wave takes as long as a full
-    one."""
+    """Return the time of equal programs, in units of one program alone on its SM. Programs on one
+    SM share its bandwidth, and the last wave takes as long as a full one."""
     return residents * -(-num_programs // (residents * limits.num_sms))
 
 
 def run_at_once(num_programs: int, limits: DeviceLimits) -> bool:
-    """Return True if decode programs are so few that all start together. They then load their first
+    """Return True if all decode programs fit on the device at once. They then load their first
     keys and values before the projection is ready, and rotate its heads themselves. With more
     programs the registers for this cost more than the saved launch."""
     return num_programs <= 2 * limits.num_sms
@@ -178,15 +176,15 @@ def can_hold(tile: Tile, head_dim: int) -> bool:
 
 
 def _exact_tile(rows: int) -> Tile:
-    """Return a tile for exact fp32 products. They run unrolled on the ordinary cores, where larger
-    tiles spill registers."""
+    """Return a tile for exact fp32 products. They run unrolled on CUDA cores, where larger tiles
+    spill registers."""
     return Tile(rows, 32, num_warps=8, num_stages=3)
 
 
 def fit_tile(
     tile: Tile, min_rows: int, head_dim: int, dtype: torch.dtype, limits: DeviceLimits
 ) -> Tile:
-    """Shrink a tile until it fits shared memory: first long tiles, then the last stages."""
+    """Shrink a tile until it fits shared memory: first its keys, then its stages."""
     budget = limits.shared_memory_bytes - RESERVED_SHARED_BYTES
     while shared_bytes(tile, head_dim, dtype) > budget:
         if tile.num_stages > 3:
@@ -215,8 +213,8 @@ def shared_bytes(tile: Tile, head_dim: int, dtype: torch.dtype) -> int:
 def length_bounds(
     num_seqs: int, num_kv_heads: int, longest: int, limits: DeviceLimits
 ) -> list[int]:
-    """Return ascending bounds of a decode's context length, the last one `longest`: a launch made
-    for a bound serves every length up to it well.
+    """Return ascending bounds of a decode's context length, ending with `longest`: a launch made
+    for a bound is fast for every length up to it.
 
     Between two bounds the number of splits and the tile are equal, or differ too little to matter.
     """
@@ -236,9 +234,8 @@ def choose_num_splits(
 ) -> int:
     """Return the number of parts into which a pure-decode batch divides each sequence's keys.
 
-    It is one if sequences x KV heads give every multiprocessor two programs; otherwise as many as
-    that needs, with at least MIN_KEYS_PER_SPLIT keys per part. Deterministic: a function of its
-    arguments alone.
+    It is one if sequences x KV heads give every SM two programs; otherwise enough for that, with at
+    least MIN_KEYS_PER_SPLIT keys per part. Deterministic: a function of its arguments alone.
     """
     keys = max_seq_len if window is None else min(max_seq_len, window)
     wanted = 2 * limits.num_sms // max(1, num_seqs * num_kv_heads)

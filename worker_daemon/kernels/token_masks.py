@@ -1,4 +1,4 @@
-"""Applies masks of allowed tokens, 32 tokens a word, to rows of logits.
+"""Applies masks of allowed tokens, 32 tokens per word, to rows of logits.
 
 Letters: R rows, V vocabulary, M masks, W words of a mask.
 """
@@ -23,7 +23,7 @@ def masked(logits: torch.Tensor, words: torch.Tensor, mask_of_row: torch.Tensor)
     Args:
         logits: [R, V], bf16, fp16 or fp32, each row contiguous; R is at least 1.
         words: int32 [M, W], W = ceil(V / 32): bit t % 32 (lowest first) of word t // 32 allows t.
-        mask_of_row: int32 [R], each row's mask, or -1: the row stays as it is.
+        mask_of_row: int32 [R], each row's mask, or -1 for none.
     """
     num_rows, vocab_size = logits.shape
     out = torch.empty_like(logits, memory_format=torch.contiguous_format)

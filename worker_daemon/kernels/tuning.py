@@ -1,4 +1,4 @@
-"""The kernel and tile of thin matrix products, read from files that ship with the package.
+"""Kernels and tiles of skinny GEMMs, read from files that ship with the package.
 
 One file per device, written by `python -m benchmarks.linear_kernels --tune`, so that nothing is
 tuned when a daemon starts.
@@ -15,12 +15,12 @@ from dataclasses import asdict, dataclass
 from importlib.resources import files
 
 ROW_BUCKETS = (1, 16, 32, 64)
-"""The values of M that have tiles; a product uses the smallest bucket that holds its M."""
+"""Values of M that have tiles; a product uses the smallest bucket that is at least its M."""
 
 
 @dataclass(frozen=True, slots=True)
 class VectorTile:
-    """One program's share of a product of one row: block_o rows of W, block_i columns at a time.
+    """One program's share of a GEMV: block_o rows of W, block_i columns at a time.
 
     Both are powers of two.
     """
@@ -32,7 +32,7 @@ class VectorTile:
 
 @dataclass(frozen=True, slots=True)
 class MatrixTile:
-    """One program's share of a product of several rows: block_o rows of W, x whole in M.
+    """One program's share of a skinny GEMM: block_o rows of W, all rows of x.
 
     It takes block_i columns at a time; both are powers of two >= 16. The columns are divided among
     num_splits programs. num_stages is the depth of the software pipeline. Each program prefetches
@@ -53,7 +53,7 @@ Tile = VectorTile | MatrixTile
 def default_vector_tile(num_inputs: int) -> VectorTile:
     """The tile for one row of a shape without an entry: 64 weights per thread.
 
-    On an H200 it is the best tile for products that norm their row, which lose most by a bad tile.
+    On an H200 it is the best tile for products fused with a norm, which lose most with a bad tile.
     """
     block_i = min(4096, max(16, 1 << (num_inputs - 1).bit_length()))
     if block_i <= 1024:
@@ -63,7 +63,7 @@ def default_vector_tile(num_inputs: int) -> VectorTile:
 
 @dataclass(frozen=True, slots=True)
 class Tuning:
-    """The tiles of one device, by (O, I, bucket of M); None if torch is faster.
+    """Tiles of one device, by (O, I, bucket of M); None if torch is faster.
 
     torch also computes buckets without an entry, unless M = 1.
     """
@@ -94,7 +94,7 @@ def load_tuning(device_name: str) -> Tuning:
 
 
 def file_name(device_name: str) -> str:
-    """NVIDIA H200 -> nvidia_h200.json"""
+    """Return a device's file name: NVIDIA H200 -> nvidia_h200.json"""
     return re.sub(r"[^a-z0-9]+", "_", device_name.lower()).strip("_") + ".json"
 
 

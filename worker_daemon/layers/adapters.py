@@ -1,5 +1,5 @@
-"""LoRA adapters of a stage's matrices: their places in device memory, and the linear method that
-adds their products. worker_daemon/lora/ fills the places.
+"""LoRA adapters of a stage's matrices: their layout in device memory, and the linear method that
+adds their products. worker_daemon/lora/ fills the memory.
 
 An adapter slot is one row of a buffer [L, size], so that an adapter arrives by one copy. Letters:
 L slots, N tokens, K input features, M output features, G matrices merged into one, r largest rank.
@@ -21,23 +21,23 @@ _WEIGHT: Final = ".weight"
 
 
 class MatrixShard(NamedTuple):
-    """One matrix of the checkpoint that adapters may change, and this rank's part of it."""
+    """A matrix of the checkpoint that adapters may change, and this rank's part of it."""
 
     module: str
     """Its name in the checkpoint, without .weight."""
     full_shape: tuple[int, int]
     """(output features, input features) of the model."""
     rows: slice
-    """This rank's output features, of the model's."""
+    """This rank's part of the output features."""
     columns: slice
-    """This rank's input features, of the model's."""
+    """This rank's part of the input features."""
     target: slice
     """The place of these rows in the merged matrix."""
 
 
 @dataclass(frozen=True, slots=True)
 class MergedShards:
-    """A merged matrix's places in a slot."""
+    """Offsets of a merged matrix in a slot."""
 
     shards: tuple[MatrixShard, ...]
     a_shape: tuple[int, int]
@@ -64,15 +64,15 @@ def _matrices(slots: Tensor, offset: int, shape: tuple[int, int]) -> Tensor:
 
 class AdapterLayout:
     """The matrices of one stage and rank that adapters may change, with their places in a slot.
-    Filled while the stage is built. Owns the views of the slots, once bound."""
+    Filled while the stage is built. Once bound, owns the views of the slots."""
 
     def __init__(self, max_slots: int, max_rank: int) -> None:
         self.max_slots = max_slots
         self.max_rank = max_rank
         self.merged: list[MergedShards] = []
         self.token_slots: Tensor | None = None
-        """int32 [N], as LayerOps.add_adapters takes it: while a forward pass runs whose rows use
-        adapters. None: products are the base model's."""
+        """int32 [N], for LayerOps.add_adapters: set during a forward pass whose rows use adapters.
+        None: only the base model."""
         self._size = 0
         self._weights: list[AdapterWeights] = []
 
@@ -92,7 +92,7 @@ class AdapterLayout:
         return {shard.module: shard.full_shape for each in self.merged for shard in each.shards}
 
     def add(self, weight: Parameter) -> int:
-        """Take a merged matrix [M, K], and return its number."""
+        """Register a merged matrix [M, K], and return its number."""
         num_outputs, num_inputs = weight.data.shape
         shards = tuple(
             MatrixShard(
@@ -138,8 +138,8 @@ def new_layout(max_slots: int, max_rank: int) -> AdapterLayout | None:
 
 
 class AdaptedLinearMethod(LinearMethod):
-    """A LinearMethod that adds the products of adapters, in forward passes that use any. The norm,
-    the product and the gate are separate kernels then."""
+    """A LinearMethod that adds the products of adapters, in forward passes that use any. Norm,
+    product and gate are then separate kernels."""
 
     def __init__(
         self, weight: Parameter, bias: Parameter | None, ops: LayerOps, adapters: AdapterLayout

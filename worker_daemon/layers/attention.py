@@ -82,11 +82,11 @@ class AttentionSpec:
 
 
 class AttentionBlock:
-    """Norm of the residual stream, projections, optional head norms, rotation, attention by the
-    backend, output projection.
+    """Computes the norm of the residual stream, projections, optional head norms, rotation,
+    attention by the backend, and output projection.
 
-    Query heads are split evenly. KV heads are split where the group's size divides their number; a
-    larger group holds each KV head on size / num_key_value_heads consecutive ranks.
+    Query heads are split evenly. KV heads are split if the group's size divides their number; a
+    larger group replicates each KV head on size / num_key_value_heads consecutive ranks.
     """
 
     kv_spec: KVLayerSpec
@@ -130,7 +130,7 @@ class AttentionBlock:
     ) -> tuple[Tensor, Tensor]:
         """Take and return the residual stream as (part, residual) [N, H], like
         DecoderLayer.forward; write k and v into kv_cache, unless that is empty."""
-        # Reuse one name, so that each result is freed once the next exists.
+        # Reuse one name, so that each tensor is freed once the next exists.
         x, residual = self._norm.project(self._qkv, part, residual)
         x = backend.rotate_and_attend(x, kv_cache, self._layer, step)
         return self._out.forward(x.flatten(1)), residual

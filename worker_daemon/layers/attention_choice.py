@@ -1,5 +1,5 @@
-"""Chooses a model's attention: the device's own, and cuDNN for whole prompts if a trial shows that
-it computes them correctly."""
+"""Chooses a model's attention: the device's kernels, and cuDNN for whole prompts if it passes a
+trial."""
 
 import logging
 import warnings
@@ -25,7 +25,7 @@ MAX_HEAD_DIM = 256
 _MAX_CUDNN_HEAD_DIM = 128
 
 _MAX_RELATIVE_ERROR = 2e-2
-"""Bound on the relative error: bf16 causes a quarter of it, a wrong mask or scale far more."""
+"""Bound on the relative error: bf16 causes a quarter of it, a wrong mask or scale much more."""
 
 _LOG = logging.getLogger(__name__)
 
@@ -41,18 +41,17 @@ class ChosenAttention:
 def choose_attention(
     paged: ChosenAttention, device: torch.device, heads: HeadSizes, dtype: torch.dtype
 ) -> ChosenAttention:
-    """Return the device's own paged attention, with cuDNN for whole prompts if that computes them
-    correctly for this rank's heads. Wait for the device. Call this on the thread that runs the
-    steps.
+    """Return the device's paged attention, with cuDNN for whole prompts if cuDNN is correct for
+    this rank's heads. Waits for the device. Call this on the step thread.
 
     Raises:
-        ConfigError: no implementation has heads of this size.
+        ConfigError: no implementation supports heads of this size.
     """
     if device.type != "cuda":
         return paged
     if heads.head_dim % 8 or heads.head_dim > MAX_HEAD_DIM:
         raise ConfigError(
-            "no attention kernel has heads of this size",
+            "no attention kernel supports heads of this size",
             field="head_dim",
             value=heads.head_dim,
             fix=f"a multiple of 8, at most {MAX_HEAD_DIM}",
@@ -72,7 +71,7 @@ def is_accurate(
 ) -> bool:
     """Return True if a random prompt has the same result as in plain torch and float32, in a step
     laid out like a model's. An implementation that raises is logged and counts as inaccurate."""
-    num_tokens = PLAN_TOKENS[0] + 40  # a head and a chunk after it
+    num_tokens = PLAN_TOKENS[0] + 40  # a prompt's head (prompt_attention.py) and a chunk after it
     random = torch.Generator(device).manual_seed(0)
     num_q_heads, num_kv_heads = heads.num_attention_heads, heads.num_key_value_heads
     shape = (num_tokens, num_q_heads + 2 * num_kv_heads, heads.head_dim)
@@ -83,17 +82,17 @@ def is_accurate(
     layer = AttentionLayer(TorchOps(), num_kv_heads, heads.head_dim**-0.5, window=None, norms=None)
     expected = plain.attend(q.float(), kv_cache.float(), layer, metadata)
     try:
-        with warnings.catch_warnings():  # torch warns about the reason why it has no kernel
+        with warnings.catch_warnings():  # torch warns why it has no kernel
             warnings.simplefilter("ignore")
             out = PromptAttention(plain, whole).attend(q, kv_cache, layer, metadata)
         error = torch.linalg.vector_norm(out - expected) / torch.linalg.vector_norm(expected)
         relative_error = float(error)
     except RuntimeError as failure:
-        _LOG.warning("whole prompts stay with the paged kernel: %s", failure)
+        _LOG.warning("whole prompts use the paged kernel: %s", failure)
         return False
     if relative_error < _MAX_RELATIVE_ERROR:
         return True
-    _LOG.warning("whole prompts stay with the paged kernel: relative error %.2g", relative_error)
+    _LOG.warning("whole prompts use the paged kernel: relative error %.2g", relative_error)
     return False
 
 

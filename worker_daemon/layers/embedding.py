@@ -23,13 +23,13 @@ _ROW_MULTIPLE = 64
 
 
 def padded_vocab_size(vocab_size: int, tp_size: int) -> int:
-    """Smallest multiple of 64 * tp_size that is at least vocab_size."""
+    """Return the smallest multiple of 64 * tp_size that is at least vocab_size."""
     multiple = _ROW_MULTIPLE * tp_size
     return -(-vocab_size // multiple) * multiple
 
 
 def vocab_parallel_weight(name: str, vocab_size: int, setup: LayerSetup) -> Parameter:
-    """This rank's rows of checkpoint tensor `name` [V, H]; zeros beyond the vocabulary."""
+    """Return this rank's rows of checkpoint tensor `name` [V, H]; zeros beyond the vocabulary."""
     tp, hidden_size = setup.tp, setup.hidden_size
     rows = padded_vocab_size(vocab_size, tp.size) // tp.size
     start = tp.rank * rows
@@ -70,7 +70,7 @@ class LMHead:
     """Computes logits over the unpadded vocabulary from hidden states, gathered from all ranks."""
 
     def __init__(self, weight: Parameter, vocab_size: int, setup: LayerSetup) -> None:
-        """weight: of `vocab_parallel_weight`; an embedding's may be shared."""
+        """weight: from `vocab_parallel_weight`; may be shared with the embedding."""
         self._rows = weight.data.shape[0]
         self._method = LinearMethod(weight, None, setup.ops)
         self._vocab_size = vocab_size

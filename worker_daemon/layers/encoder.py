@@ -1,5 +1,5 @@
-"""Blocks of an encoder: tokens see their whole prompt, which is in one step, and nothing is cached.
-A norm follows each addition to the residual stream.
+"""Blocks of an encoder: tokens attend to their whole prompt, which is in one step; nothing is
+cached. A norm follows each addition to the residual stream.
 
 Shapes: N tokens in the step, B prompts, Hq heads of this rank, D head_dim, H hidden size.
 """
@@ -21,7 +21,7 @@ from worker_daemon.layers.setup import LayerSetup
 
 @dataclass(frozen=True, slots=True)
 class EncoderEmbeddingSpec:
-    """Additions to the embedding of a token, and the norm behind them."""
+    """Additions to a token's embedding, and the norm after them."""
 
     num_positions: int
     """Rows of the table of positions."""
@@ -33,7 +33,7 @@ class EncoderEmbeddingSpec:
 
 @dataclass(frozen=True, slots=True)
 class EncoderAttentionSpec:
-    """Attention of a whole prompt, and the norm behind it."""
+    """Attention of a whole prompt, and the norm after it."""
 
     heads: HeadSizes
     """The model's heads."""
@@ -43,7 +43,7 @@ class EncoderAttentionSpec:
 
 @dataclass(frozen=True, slots=True)
 class EncoderMLPSpec:
-    """Two matrices with GELU between them, and the norm behind them."""
+    """Two matrices with GELU between them, and the norm after them."""
 
     intermediate_size: int
     layer_norm_eps: float
@@ -70,8 +70,8 @@ class LayerNorm:
 
 
 class EncoderEmbedding:
-    """Adds positions and the type of a prompt's tokens (the first) to their embeddings. Whole on
-    every rank of the first stage."""
+    """Adds positions and the first token type to token embeddings. Replicated on every rank of the
+    first stage."""
 
     def __init__(self, spec: EncoderEmbeddingSpec, setup: LayerSetup) -> None:
         self._first = spec.first_position
@@ -137,8 +137,8 @@ class EncoderLayer:
         step: AttentionStep,
         backend: AttentionBackend,
     ) -> tuple[None, Tensor]:
-        """Take and return the residual stream, [N, H], like DecoderLayer.forward; cache and backend
-        are those of layers with a KV cache."""
+        """Take and return the residual stream, [N, H], like DecoderLayer.forward; ignores cache and
+        backend, which layers with a KV cache use."""
         x = residual if part is None else residual + self._tp.all_reduce(part)
         heads = self._qkv.forward(x).view(x.shape[0], 3, -1, self._head_dim)
         q, k, v = heads.unbind(1)
@@ -160,10 +160,10 @@ class EncoderLayer:
 
 
 def attend_whole(q: Tensor, k: Tensor, v: Tensor, metadata: AttentionMetadata) -> Tensor:
-    """q, k, v [N, Hq, D] -> [N, Hq, D]: each token sees all tokens of its prompt, which are all in
-    the step. Never waits for the device."""
+    """q, k, v [N, Hq, D] -> [N, Hq, D]: each token attends to all tokens of its prompt, which are
+    all in the step. Never waits for the device."""
     if q.device.type == "cuda" and q.dtype in (torch.bfloat16, torch.float16):
-        # Imports torch's compiler, which takes seconds of a start; the warm-up comes here first.
+        # Imports torch's compiler, which takes seconds; the warm-up is the first caller.
         from torch.nn.attention.varlen import varlen_attn
 
         starts, longest = metadata.query_start_loc, metadata.max_query_len

@@ -18,7 +18,7 @@ from worker_daemon.layers.setup import LayerSetup
 
 @dataclass(frozen=True, slots=True)
 class RowShard:
-    """The rows of one checkpoint matrix that this rank holds: [start, start + rows)."""
+    """The rows of a checkpoint matrix that this rank holds: [start, start + rows)."""
 
     prefix: str
     """Checkpoint name without its .weight or .bias."""
@@ -28,13 +28,13 @@ class RowShard:
 
 
 def even_shard(prefix: str, total: int, tp: TensorParallel) -> RowShard:
-    """This rank's equal part of a matrix whose rows the group's size divides."""
+    """Return this rank's equal part of a matrix; the group's size must divide its rows."""
     rows = total // tp.size
     return RowShard(prefix, total, tp.rank * rows, rows)
 
 
 class Projection(Protocol):
-    """A linear layer that can compute the norm of its input together with its product."""
+    """A linear layer that can fuse the norm of its input with its product."""
 
     def forward(self, x: Tensor) -> Tensor:
         """x [N, I] -> [N, O]."""
@@ -118,7 +118,7 @@ class GatedColumnParallelLinear:
 class RowParallelLinear:
     """y = x W^T + b with the input split over the group: each rank multiplies its columns.
 
-    The reader of the output, mostly a norm, sums over the ranks and can do both in one call.
+    The consumer of the output, usually a norm, sums over the ranks and can do both in one call.
 
     Only rank 0 holds the bias, so that the sum contains it once.
     """

@@ -1,5 +1,4 @@
-"""The multiplication of a linear layer: the parameters of its matrix, and the device's kernels for
-them.
+"""The multiplication in a linear layer: its parameters, and the device's kernels for them.
 
 Shapes: N tokens, K input features, M output features of this rank.
 """
@@ -13,7 +12,7 @@ from worker_daemon.layers.parameter import Parameter
 
 
 class LinearMethod:
-    """Products with a matrix in the model's dtype: x W^T + b.
+    """Multiplies by a matrix in the model's dtype: x W^T + b.
 
     Owned by one layer. Parameters are read at each use, since their data may move to other memory
     later.

@@ -1,4 +1,5 @@
-"""Root-mean-square norms (Zhang and Sennrich, 2019): of the residual stream, of attention heads."""
+"""Root-mean-square norms (Zhang and Sennrich, 2019) of the residual stream and of attention
+heads."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ class NormSpec:
     """A norm of the residual stream."""
 
     name: str
-    """In the checkpoint, without its parent's name and without .weight."""
+    """Name in the checkpoint, without its parent's name and without .weight."""
     rms_norm_eps: float
 
 

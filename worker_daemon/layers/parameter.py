@@ -23,7 +23,7 @@ class Piece:
     target: tuple[slice, ...]
     """Its place in the parameter; one slice with explicit bounds per dimension."""
     kind: Kind = "matrix"
-    """The tensor's purpose, which decides its values in dummy weights."""
+    """The tensor's role, which determines its values in dummy weights."""
 
     @property
     def is_whole(self) -> bool:
@@ -43,7 +43,7 @@ class Parameter:
     """
 
     name: str
-    """Its own name; equal to the checkpoint tensor's if one tensor fills it."""
+    """Its name; that of the checkpoint tensor if one tensor fills it."""
     data: Tensor
     pieces: tuple[Piece, ...]
 
@@ -66,5 +66,5 @@ class Parameter:
 
 
 def whole_vector(name: str, size: int, kind: Kind) -> Piece:
-    """A vector [size] that every rank holds completely."""
+    """Return the piece for a vector [size] that every rank holds completely."""
     return Piece(name, (size,), (slice(0, size),), (slice(0, size),), kind)

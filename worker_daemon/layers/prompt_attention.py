@@ -3,12 +3,12 @@ one step. All other tokens go to a paged backend.
 
 Shapes: N tokens in the step, Hq query and Hkv KV heads, D head_dim, P the tokens of a plan.
 
-An unpaged kernel needs a plan for each length, which takes cuDNN some tenths of a second, so only a
-few lengths are served (PLAN_TOKENS). A prompt slightly shorter than a plan is padded, since a
-causal query never sees later rows. If it is longer, the plan serves its first tokens, the head, and
-the rest is an ordinary chunk. Heads read keys and values back from the cache, so that other steps
-need not keep rotated keys. At 8,192 tokens of Llama 8B's heads this moves 67 MB, about 16 us on an
-H200, compared with 1 ms of attention.
+An unpaged kernel needs a plan for each length, and cuDNN takes tenths of a second to make one, so
+only a few lengths are served (PLAN_TOKENS). A prompt slightly shorter than a plan is padded, since
+a causal query never sees later rows. If it is longer, the plan serves its first tokens, the head,
+and the rest is an ordinary chunk. Heads read keys and values back from the cache, so that other
+steps need not keep rotated keys. At 8,192 tokens of Llama 8B's heads this moves 67 MB, about 16 us
+on an H200, compared with 1 ms of attention.
 """
 
 from collections.abc import Callable
@@ -32,14 +32,13 @@ from worker_daemon.contracts.attention import (
 from worker_daemon.device.pinned import upload
 
 PLAN_TOKENS = (1024, 2048, 4096, 8192, 16384)
-"""Ascending powers of two. The warm-up's sweep of sizes reaches all of them, so it makes every plan
-that a step may need. Shorter prompts are bound by their launches, and the paged kernel has
-fewer."""
+"""Ascending powers of two. The warm-up runs all of these sizes, so it makes every plan that a step
+may need. Shorter prompts are bound by launches, and the paged kernel needs fewer."""
 
 _PADDED_EIGHTHS = 7
-"""Eighths of a plan's length that a prompt must have. Padding then costs up to 1.3 times the
-prompt's attention, while cuDNN is 1.4 times as fast as the paged kernel (560 and 400 TFLOP/s on an
-H200)."""
+"""A prompt must have at least this many eighths of a plan's length. Padding then costs up to 1.3
+times the prompt's attention, while cuDNN is 1.4 times as fast as the paged kernel (560 and 400
+TFLOP/s on an H200)."""
 
 WholeAttention = Callable[[Tensor, Tensor, Tensor, float], Tensor]
 """(q [1, Hq, P, D], k and v [1, Hkv, P, D], scale) -> [1, Hq, P, D], causal; the last dimension is
@@ -47,7 +46,7 @@ contiguous, the others have any strides."""
 
 
 def cudnn_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-    """WholeAttention by cuDNN. A plan belongs to the thread that made it.
+    """WholeAttention by cuDNN. A plan is usable only on the thread that made it.
 
     Raises:
         RuntimeError: cuDNN has no kernel for these tensors.
@@ -59,12 +58,12 @@ def cudnn_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
 
 
 class PromptAttention:
-    """AttentionBackend that computes heads of whole prompts by a WholeAttention, one after the
-    other, and all other tokens of the step by one call of a paged backend, which also serves layers
-    with a window.
+    """AttentionBackend that computes heads of whole prompts by a WholeAttention, one at a time, and
+    all other tokens of the step by one call to a paged backend, which also serves layers with a
+    window.
 
     One object serves all layers, on the step thread only. It keeps the last step's split, which the
-    layers share, and so that step's metadata.
+    layers share, and with it that step's metadata.
     """
 
     def __init__(self, paged: AttentionBackend, whole: WholeAttention) -> None:
@@ -103,7 +102,7 @@ class PromptAttention:
         return self._last[1]
 
     def _attend_head(self, q: Tensor, kv_cache: Tensor, head: "_Head", scale: float) -> Tensor:
-        """Return [length, Hq, D]."""
+        """Return the attention output of a head, [length, Hq, D]."""
         keys, values = _gather(kv_cache, head)
         queries = _queries(q, head)
         out = self._whole(_one_batch(queries), _one_batch(keys), _one_batch(values), scale)
@@ -146,7 +145,7 @@ class _Head:
     """See _HeadRange."""
     pages: Tensor
     """int64 [2, P / block_size, rounded up], device: twice the id of each block of its context,
-    then the same plus one. After its end come the null block's."""
+    then the same plus one. Entries past its end are the null block's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,7 +234,7 @@ def _select(metadata: AttentionMetadata, query_lens: npt.NDArray[np.int32]) -> A
 def _gather(kv_cache: Tensor, head: _Head) -> tuple[Tensor, Tensor]:
     """Return keys and values [P, Hkv, D] of a head, zero after its end.
 
-    A kernel multiplies these rows by weights of zero, and the rest of a sequence's last block may
+    The kernel multiplies rows past the end by zero, but the rest of a sequence's last block may
     hold NaN.
     """
     block_size, num_kv_heads, head_dim = kv_cache.shape[2:]

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 MAX_TABLE_BYTES = 4 << 30
-"""Eight million positions of heads of 128."""
+"""Eight million positions with heads of 128."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ class LinearRope:
 
 @dataclass(frozen=True, slots=True)
 class DynamicRope:
-    """NTK scaling by the length of the sequence, without effect up to max_position_embeddings.
+    """NTK scaling by sequence length, without effect up to max_position_embeddings.
 
     Beyond that, each token would change the rotation of every cached key. Such lengths are refused
     when the configuration is resolved (`DecoderConfig.max_supported_len`), so `factor` never takes
@@ -72,7 +72,8 @@ class DynamicRope:
 
 @dataclass(frozen=True, slots=True)
 class Llama3Rope:
-    """Llama 3.1: divides low frequencies by `factor`, keeps high ones, and interpolates between."""
+    """Llama 3.1: divides low frequencies by `factor`, keeps high ones, and interpolates in
+    between."""
 
     head_dim: int
     theta: float
@@ -148,7 +149,7 @@ class YarnRope:
         return ((steps - low) / (high - low)).clamp(0, 1)
 
     def _turning_dim(self, num_rotations: float) -> float:
-        """The dimension that turns num_rotations times over the original context."""
+        """Return the dimension that rotates num_rotations times over the original context."""
         turns = self.original_max_position_embeddings / (num_rotations * 2 * math.pi)
         return self.head_dim * math.log(turns) / (2 * math.log(self.theta))
 
@@ -164,15 +165,15 @@ def max_table_length(head_dim: int) -> int:
 def is_finite(rope: Rope, length: int) -> bool:
     """Return True if a table of that many positions has only finite values."""
     try:
-        fastest = float(rope.inv_freq().abs().max())  # NaN if any is
+        fastest = float(rope.inv_freq().abs().max())  # NaN if any element is
         largest = max(fastest, fastest * length, abs(rope.attention_scaling))
-    except (ArithmeticError, ValueError):  # factors beyond what a float holds
+    except (ArithmeticError, ValueError):  # factors beyond the range of a float
         return False
     return math.isfinite(fastest) and largest <= torch.finfo(torch.float32).max
 
 
 def rotary_table(rope: Rope, max_model_len: int, device: torch.device) -> Tensor:
-    """float32 [max_model_len, 2, head_dim / 2]: cos and sin of every position's angles."""
+    """Return float32 [max_model_len, 2, head_dim / 2]: cos and sin of every position's angles."""
     inv_freq = rope.inv_freq()
     if (
         device.type == "meta"
@@ -185,8 +186,8 @@ def rotary_table(rope: Rope, max_model_len: int, device: torch.device) -> Tensor
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate x [N, heads, D] by cos and sin, float32 [N, 1, D / 2]; halves are paired, rounded
-    once."""
+    """Rotate x [N, heads, D] by cos and sin, float32 [N, 1, D / 2]. Pairs element i with i + D / 2;
+    rounds once."""
     first, second = x.chunk(2, dim=-1)
     turned = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
     return turned.to(x.dtype)

@@ -1,5 +1,4 @@
-"""Shared inputs for building the layers of a stage. Chooses the format in which matrices are
-stored."""
+"""Shared inputs for building the layers of a stage. Chooses the storage format of matrices."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -22,7 +21,7 @@ class LayerSetup:
     tp: TensorParallel
     dtype: torch.dtype
     device: torch.device
-    """The device of the parameters; the meta device if they get memory later."""
+    """Device of the parameters; the meta device if they get memory later."""
     ops: LayerOps
     """The kernels of the device that the layers will run on."""
     adapters: AdapterLayout | None = None

@@ -12,8 +12,8 @@ from worker_daemon.contracts.attention import AttentionLayer, AttentionMetadata,
 
 
 class TorchPagedAttention:
-    """AttentionBackend on any device. Host work grows with the number of sequences, and it waits
-    for their lengths."""
+    """AttentionBackend on any device. Host work grows with the number of sequences, and the host
+    waits for the device to read their lengths."""
 
     def attend(
         self, q: Tensor, kv_cache: Tensor, layer: AttentionLayer, metadata: AttentionMetadata
@@ -72,7 +72,7 @@ def _attend(
 
 
 def _visible(query_len: int, num_keys: int, window: int | None, device: torch.device) -> Tensor:
-    """bool [L, S]: query i sees key j; the last query is at the last key."""
+    """Return bool [L, S]: True if query i sees key j; the last query is at the last key."""
     queries = torch.arange(num_keys - query_len, num_keys, device=device).unsqueeze(1)
     keys = torch.arange(num_keys, device=device)
     visible = keys <= queries

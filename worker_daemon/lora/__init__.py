@@ -1,2 +1,1 @@
-"""LoRA adapters: their files, the host memory that stores them, and the device slots that steps
-use."""
+"""LoRA adapters: files, host memory, and the device slots that steps use."""

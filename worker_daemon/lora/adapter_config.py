@@ -1,5 +1,4 @@
-"""Reads PEFT's adapter_config.json into an AdapterConfig, and refuses what this daemon cannot
-compute."""
+"""Reads PEFT's adapter_config.json into an AdapterConfig, and refuses unsupported settings."""
 
 import json
 import math
@@ -66,15 +65,15 @@ def read_adapter_config(directory: Path) -> AdapterConfig:
     """Read a directory's adapter_config.json.
 
     Raises:
-        CheckpointError: the file is missing or no JSON object.
+        CheckpointError: the file is missing or not a JSON object.
         ConfigError: a field is malformed, or asks for something that is not supported.
     """
     return parse_adapter_config(_read_object(directory / CONFIG_NAME))
 
 
 def parse_adapter_config(values: Mapping[str, object]) -> AdapterConfig:
-    """Return the configuration as PEFT reads these fields. Raises ConfigError, which names field
-    and fix."""
+    """Return the configuration, with PEFT's meaning of these fields. Raises ConfigError, which
+    names field and fix."""
     fields = _AdapterFields(values)
     _refuse_unsupported(fields)
     return AdapterConfig(
@@ -93,7 +92,7 @@ def check_targets(config: AdapterConfig, modules: Collection[str]) -> None:
         if not any(_is_suffix(target, module) for module in modules):
             known = sorted({module.rpartition(".")[2] for module in modules})
             raise ConfigError(
-                "the model has no such module for an adapter",
+                "the model has no such module that an adapter can change",
                 field="target_modules",
                 value=target[:256],
                 fix=f"use an adapter of {', '.join(known)}",
@@ -115,12 +114,12 @@ class _AdapterFields(Fields):
         return bool(self._values.get(name))
 
     def ranks(self, name: str) -> dict[str, int]:
-        """Return an object of module suffixes and ranks."""
+        """Return ranks by module suffix."""
         patterns = self._patterns(name)
         return {key: patterns.integer(key, maximum=_MAX_RANK) for key in self._keys(name)}
 
     def alphas(self, name: str) -> dict[str, float]:
-        """Return an object of module suffixes and alphas."""
+        """Return alphas by module suffix."""
         patterns = self._patterns(name)
         return {key: patterns.number(key) for key in self._keys(name)}
 

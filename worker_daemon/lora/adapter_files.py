@@ -29,7 +29,7 @@ _MAX_SHOWN: Final = 200
 
 @dataclass(frozen=True, slots=True)
 class AdapterFiles:
-    """An adapter after it was read and validated."""
+    """An adapter that was read and validated."""
 
     weights: Tensor
     """[slot_size] in the model's dtype, on the host; page-locked for a GPU."""
@@ -60,8 +60,8 @@ class AdapterFormat:
 
         Raises:
             ConfigError: its configuration is not supported, or exceeds max_lora_rank.
-            CheckpointError: a file is missing, malformed or truncated, or its tensors are not those
-                of this model and configuration.
+            CheckpointError: a file is missing, malformed or truncated, or its tensors do not match
+                this model and configuration.
         """
         config = read_adapter_config(directory)
         check_targets(config, self._shapes)

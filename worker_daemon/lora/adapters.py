@@ -13,9 +13,9 @@ class Added(NamedTuple):
     """Result of adding an adapter."""
 
     version: int
-    """The version that is in host memory now."""
+    """The version in host memory now."""
     evicted: int | None
-    """Id of the adapter that was evicted for it."""
+    """Id of the adapter that was evicted to make room."""
 
 
 @dataclass(frozen=True, slots=True)

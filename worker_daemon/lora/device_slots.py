@@ -49,11 +49,11 @@ class DeviceSlots:
         return placed
 
     def forget(self) -> None:
-        """Note that the memory has lost its content."""
+        """Mark all slots as empty, because the memory has lost its content."""
         self._held = [None] * len(self._held)
 
     def _worth(self, slot: int) -> tuple[bool, bool, int]:
-        """Return a sort key, lowest for the slot to give up first: empty ones, then unpinned ones,
-        then pinned ones, each by last use."""
+        """Return a sort key for eviction: empty slots first, then unpinned ones, then pinned ones,
+        each by last use."""
         held = self._held[slot]
         return held is not None, held is not None and held.is_pinned, self._last_uses[slot]

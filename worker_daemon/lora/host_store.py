@@ -1,6 +1,5 @@
-"""Adapters in host memory, by id. The least recently used one is evicted first. Changes follow only
-from operations and admissions, which all ranks see in the same order. So all ranks hold the same
-adapters."""
+"""Adapters in host memory, by id. The least recently used one is evicted first. Only operations and
+admissions change it, which all ranks see in the same order, so all ranks hold the same adapters."""
 
 import itertools
 from dataclasses import dataclass, field
@@ -13,7 +12,7 @@ from worker_daemon.errors import CapacityError, ConfigError
 @dataclass(slots=True, eq=False)
 class HostAdapter:
     """This rank's shard of an adapter. Its memory lives as long as there is a reference to it:
-    requests keep the one that they began with."""
+    requests keep the adapter that they started with."""
 
     name: str
     lora_id: int
@@ -23,7 +22,7 @@ class HostAdapter:
     """[slot_size] on the host."""
     is_pinned: bool = False
     serial: int = field(init=False, default=0)
-    """Unique number in this process, also among versions of an adapter; from 1 on."""
+    """Unique number in this process, different for each version of an adapter; from 1 on."""
 
 
 class HostStore:
@@ -36,7 +35,7 @@ class HostStore:
         self._serials = itertools.count(1)
 
     def find(self, lora_id: int, version: int) -> HostAdapter | None:
-        """Return an adapter and count it as used, or None if that version is not there."""
+        """Return an adapter and mark it as used, or None if that version is not there."""
         adapter = self._adapters.get(lora_id)
         if adapter is None or adapter.version != version:
             return None
@@ -44,7 +43,7 @@ class HostStore:
         return adapter
 
     def touch(self, name: str, lora_id: int) -> HostAdapter | None:
-        """Return the adapter with a name and id and count it as used, or None if neither is there.
+        """Return the adapter with a name and id and mark it as used, or None if neither is there.
 
         Raises:
             ConfigError: the id or the name belongs to another adapter.
@@ -75,7 +74,7 @@ class HostStore:
             )
 
     def add(self, adapter: HostAdapter) -> int | None:
-        """Add or replace an adapter; return the id of the one that was evicted, if any. Raises as
+        """Add or replace an adapter; return the id of the evicted one, if any. Raises as
         check_room does, with nothing changed."""
         self.check_room(adapter.lora_id)
         former = self._adapters.pop(adapter.lora_id, None)

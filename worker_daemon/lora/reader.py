@@ -1,5 +1,5 @@
-"""Reads adapters from disk ahead of their use, each on a thread of its own, so that steps do not
-wait for disks."""
+"""Reads adapters from disk before their use, each on its own thread, so that steps do not wait for
+disks."""
 
 import threading
 from collections.abc import Callable
@@ -85,7 +85,7 @@ class AdapterReader:
         return reading.result()
 
     def drop(self, name: str) -> None:
-        """Forget what was prepared under a name."""
+        """Forget the adapters prepared under a name."""
         self._readings.pop(name, None)
 
     def drop_all(self) -> None:

@@ -1,4 +1,4 @@
-"""config.json -> DecoderConfig, by the family that it names, with the pooling of modules.json."""
+"""Reads config.json into a DecoderConfig, by its model family, with the pooling of modules.json."""
 
 import json
 from collections.abc import Mapping
@@ -50,7 +50,8 @@ def parse_model_config(hf: Mapping[str, object]) -> DecoderConfig:
 
 
 def _with_modules(config: DecoderConfig, model_dir: Path) -> DecoderConfig:
-    """Return the embedding model that sentence-transformers would make of it."""
+    """Return the embedding model that sentence-transformers would build from the model
+    directory."""
     modules = _read_json(model_dir / MODULES_FILE)
     path = _pooling_path(model_dir, modules)
     prefix = f"{path.relative_to(model_dir)}: "
@@ -58,8 +59,8 @@ def _with_modules(config: DecoderConfig, model_dir: Path) -> DecoderConfig:
 
 
 def pooling_files(model_dir: Path) -> Mapping[str, Path]:
-    """Return the files that say how a model pools, by their names in a saved set; none if there are
-    none."""
+    """Return the files that configure a model's pooling, by their names in a saved set; may be
+    empty."""
     if not (model_dir / MODULES_FILE).exists():
         return {}
     path = _pooling_path(model_dir, _read_json(model_dir / MODULES_FILE))

@@ -35,7 +35,7 @@ _MAX_WIDTH = 1 << 20
 _MAX_LAYERS = 1024
 _MAX_HEADS = 4096
 _MAX_HEAD_DIM = 4096
-"""Bounds on the sizes in config.json: larger than any model's, too small to do harm."""
+"""Bounds on the sizes in config.json: larger than any model needs, small enough to be safe."""
 _MAX_LENGTH = 1 << 128
 """Stands for "no limit". The real limit of a context is applied when the configuration is
 resolved."""
@@ -44,7 +44,7 @@ resolved."""
 def decoder_config(
     fields: Fields, layers: Sequence[LayerSpec], *, default_eos_token_ids: tuple[int, ...] = ()
 ) -> DecoderConfig:
-    """Return a decoder of these layers (at least one), with what all families have around them."""
+    """Return a decoder with these layers (at least one) and the parts that all families share."""
     if fields.text("hidden_act", "silu") != "silu":
         raise fields.error("hidden_act", "is not supported", "use a checkpoint with silu")
     length = max_length(fields)
@@ -102,7 +102,7 @@ def encoder_config(
         hidden_size=fields.integer("hidden_size", maximum=_MAX_WIDTH),
         layers=tuple(layers),
         final_norm=None,
-        rope=DefaultRope(layers[0].attention.heads.head_dim, _DEFAULT_THETA),  # nobody reads it
+        rope=DefaultRope(layers[0].attention.heads.head_dim, _DEFAULT_THETA),  # unused in encoders
         max_position_embeddings=embedding.num_positions - embedding.first_position,
         tie_word_embeddings=False,
         dtype=_dtype(fields),
@@ -130,7 +130,7 @@ def max_length(fields: Fields) -> int:
 
 
 def intermediate_size(fields: Fields) -> int:
-    """Return the width between the two products of an MLP."""
+    """Return the inner width of an MLP."""
     return fields.integer("intermediate_size", maximum=_MAX_WIDTH)
 
 

@@ -113,12 +113,11 @@ class DecoderStage:
         attention: AttentionBackend,
         setup: LayerSetup,
     ) -> None:
-        """rotary is the result of `rotary_table`; setup is the one that all layers, of these specs,
-        were built with."""
+        """rotary: the result of `rotary_table`. setup: the one with which all layers were built."""
         self._layers = layers
         self._specs = specs
         self.rotary = rotary
-        """The only device tensor that is not a parameter; may be replaced by an equal one."""
+        """The only device tensor that is not a parameter; may be replaced with an equal one."""
         self._start = start
         self._end = end
         self._attention = attention
@@ -126,12 +125,12 @@ class DecoderStage:
 
     @property
     def ops_name(self) -> str:
-        """The name of the layer operations' implementation."""
+        """Name of the layer operations' implementation."""
         return self._setup.ops.name
 
     def compile_subset(self) -> "tuple[DecoderStage, list[int]]":
-        """Return a stage of the first two layers of each kind, and their indices. It launches every
-        kernel that this one does and shares all tensors; its results are meaningless."""
+        """Return a stage of the first two layers of each kind, and their indices. It launches the
+        same kernels as this stage and shares all tensors; its results are meaningless."""
         specs = self._specs
         kinds = [[i for i, each in enumerate(specs) if each == kind] for kind in set(specs)]
         kept = sorted(index for indices in kinds for index in indices[:2])
@@ -235,22 +234,23 @@ class DecoderStage:
 
     @property
     def is_first(self) -> bool:
-        """It embeds tokens."""
+        """True if the stage embeds tokens."""
         return self._start is not None
 
     @property
     def is_last(self) -> bool:
-        """It has the end of the model."""
+        """True if the stage has the end of the model."""
         return self._end is not None
 
     @property
     def samples(self) -> bool:
-        """It has the output layer for tokens."""
+        """True if the stage has the LM head."""
         return self._end is not None and self._end.lm_head is not None
 
     @property
     def pooler(self) -> Pooler | None:
-        """The last stage's conversion of hidden states for requests that pool; else None."""
+        """The last stage's pooler of hidden states; None on other stages, or if the model cannot
+        pool."""
         return None if self._end is None else self._end.pooler
 
     @property
@@ -259,7 +259,8 @@ class DecoderStage:
 
     @property
     def kv_layer_specs(self) -> tuple[KVLayerSpec, ...]:
-        """Return one per local layer, in the order of forward's kv_caches; none of an encoder."""
+        """Return one spec per local layer, in the order of forward's kv_caches; none for an
+        encoder."""
         return tuple(layer.kv_spec for layer in self._layers if layer.kv_spec is not None)
 
     @property
@@ -328,7 +329,7 @@ def _make_layer(index: int, spec: LayerSpec, setup: LayerSetup) -> DecoderLayer 
 
 
 def checkpoint_names(config: DecoderConfig) -> frozenset[str]:
-    """Return the names of all tensors that the model reads. Builds it without memory to find
+    """Return the names of all tensors that the model reads. Builds the model without memory to find
     them."""
     return frozenset(checkpoint_shapes(config))
 
@@ -349,7 +350,7 @@ def whole_model(
     adapters: AdapterLayout | None = None,
 ) -> DecoderStage:
     """Return all layers of one tensor-parallel rank, without memory: for names and shapes.
-    adapters: as build_stage has it."""
+    adapters: see build_stage."""
     return build_stage(
         config,
         range(config.num_hidden_layers),

@@ -1,5 +1,5 @@
-"""The description of a decoder or an encoder: its layers, and the blocks in them. A family makes it
-from config.json (`families/`), `decoder.py` builds it."""
+"""The description of a decoder or an encoder: its layers, and the blocks in them. `families/` make
+it from config.json, `decoder.py` builds it."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -29,27 +29,27 @@ class HeadSpec:
     """A classifier of hidden states."""
 
     prefix: str
-    """Its checkpoint name, without .weight or .bias."""
+    """Checkpoint name, without .weight or .bias."""
     num_labels: int
     bias: bool
     dense: str | None
     """Checkpoint name of a square matrix with a bias and tanh before it; None if there is none."""
     per_token: bool
-    """It is made for each token, not for the whole prompt."""
+    """True if it applies to each token, not to the whole prompt."""
     activation: Literal["softmax", "sigmoid", "none"]
-    """Turns its scores into probabilities."""
+    """Function that turns its scores into probabilities."""
 
 
 @dataclass(frozen=True, slots=True)
 class PoolerSpec:
-    """Conversion of hidden states, behind the final norm, into outputs of requests that pool."""
+    """Conversion of hidden states, after the final norm, into outputs of pooling requests."""
 
     states: Literal["last", "first", "mean"] = "last"
-    """Those that a prompt's one output is made of."""
+    """Token states that a prompt's single output is computed from."""
     normalize: bool = True
-    """Embeddings have length 1, unless a request says otherwise."""
+    """True: embeddings have length 1, unless a request overrides it."""
     head: HeadSpec | None = None
-    """None: embeddings alone."""
+    """None: only embeddings."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,21 +61,21 @@ class DecoderConfig:
     vocab_size: int
     hidden_size: int
     layers: tuple[LayerSpec, ...]
-    """At least one. Their heads and inner sizes are equal; all else may differ."""
+    """At least one. All have equal heads and inner sizes; other settings may differ."""
     final_norm: NormSpec | None
-    """None: the layers norm their results themselves."""
+    """None: the layers normalize their results themselves."""
     rope: Rope
     max_position_embeddings: int
-    """Context length for which the model was made, in tokens."""
+    """Context length that the model was trained for, in tokens."""
     tie_word_embeddings: bool
     dtype: str | None
     """float32, float16 or bfloat16, as the checkpoint states it; None if it does not."""
     eos_token_ids: tuple[int, ...]
     generates: bool = True
-    """It has an output layer for tokens."""
+    """True if it has an LM head."""
     pooler: PoolerSpec = PoolerSpec()
     encoder: EncoderEmbeddingSpec | None = None
-    """Embeddings of an encoder: it has no KV cache, and tokens attend to the whole prompt. None: a
+    """Embeddings of an encoder, which has no KV cache and attends to the whole prompt. None: a
     decoder."""
 
     def __post_init__(self) -> None:

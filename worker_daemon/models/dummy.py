@@ -1,9 +1,9 @@
-"""Dummy weights: a pure function of (tensor name, full shape, index, seed), so equal for every
+"""Dummy weights: a pure function of (tensor name, full shape, index, seed), so the same for every
 split and device.
 
-Every element is an integer hash of its own row and column. Nothing is drawn in sequence, so each
-rank makes only its shard. The hash is the two-round 32-bit mix "lowbias32" of Wellons (2018), in
-wrapping int32 arithmetic.
+Every element is an integer hash of its own row and column. There is no sequential generator, so
+each rank makes only its shard. The hash is the two-round 32-bit mix "lowbias32" of Wellons (2018),
+in wrapping int32 arithmetic.
 """
 
 import hashlib
@@ -64,7 +64,7 @@ def _mix(x: Tensor) -> Tensor:
 
 
 def _keys(piece: Piece, seed: int) -> tuple[int, int]:
-    """Two signed 32-bit keys."""
+    """Return two signed 32-bit keys."""
     text = f"{piece.name}\0{piece.full_shape}\0{seed}".encode()
     digest = hashlib.blake2b(text, digest_size=8).digest()
     return (

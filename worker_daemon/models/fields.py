@@ -7,7 +7,7 @@ from rpc_schema.plain_text import printable
 from worker_daemon.errors import ConfigError, config_error
 
 MAX_INTEGER: Final = (1 << 31) - 1
-"""Unless a field has a smaller bound."""
+"""Upper bound on integers, unless a field has a smaller one."""
 _MAX_NUMBER: Final = 1e30
 _MAX_CHARS: Final = 1024
 _MAX_ITEMS: Final = 4096
@@ -89,7 +89,7 @@ class Fields:
         return value
 
     def optional_texts(self, name: str) -> list[str] | None:
-        """A list of strings."""
+        """Return a list of strings."""
         value = self._values.get(name)
         if value is None:
             return None
@@ -101,7 +101,7 @@ class Fields:
         return texts
 
     def optional_integers(self, name: str) -> tuple[int, ...] | None:
-        """One non-negative integer, or a list of them."""
+        """Return the integers of a field: one non-negative integer, or a list of them."""
         value = self._values.get(name)
         if value is None:
             return None
@@ -143,5 +143,5 @@ class Fields:
 
 
 def _shown(text: str) -> str:
-    """Return the beginning of a text that may hold anything."""
+    """Return the beginning of an untrusted text."""
     return printable(text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}...")

@@ -30,9 +30,9 @@ def partition_layers(
     """Return the layers of each stage, in order.
 
     Without an explicit list of layer counts the split is even. Remaining layers go to the middle
-    stages first, then to the first, because the first stage also has the embedding, and the last
-    the LM head and the sampler. Raises ConfigError for more stages than layers and for a list that
-    does not fit.
+    stages, then to the first, because the first stage also has the embedding, and the last has the
+    LM head and the sampler. Raises ConfigError for more stages than layers and for a list that does
+    not fit.
     """
     _require_positive("pipeline_parallel_size", pp_size)
     _check_stage_count(num_layers, pp_size)

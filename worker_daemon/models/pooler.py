@@ -1,4 +1,4 @@
-"""From hidden states to the outputs of requests that pool: final norm, head, activation.
+"""Converts hidden states to the outputs of pooling requests: final norm, head, activation.
 
 Shapes: N rows, H hidden size, W values of an output.
 """
@@ -17,11 +17,11 @@ from worker_daemon.models.description import PoolerSpec
 
 
 class Pooler:
-    """Owned by the last stage; its head is whole on every rank. It is small, and never waits for
-    the device."""
+    """Computes pooled outputs on the last stage. Its small head is replicated on every rank. Never
+    waits for the device."""
 
     def __init__(self, norm: RMSNorm | None, spec: PoolerSpec, setup: LayerSetup) -> None:
-        """norm: the final one, which the output layer may use too; None if there is none."""
+        """norm: the final norm, which the LM head may share; None if there is none."""
         self._norm = norm
         self._spec = spec
         self.hidden_size = setup.hidden_size
@@ -38,7 +38,7 @@ class Pooler:
         return hidden if self._norm is None else self._norm.forward(hidden)
 
     def embed(self, states: Tensor, dimensions: int, use_activation: bool | None) -> Tensor:
-        """states [N, H] -> float32 [N, dimensions], or [N, H] where that is 0."""
+        """states [N, H] -> float32 [N, dimensions], or [N, H] if dimensions is 0."""
         values = states.float()
         if dimensions:
             values = values[:, :dimensions]
@@ -46,7 +46,7 @@ class Pooler:
         return functional.normalize(values, dim=-1) if normalize else values
 
     def classify(self, states: Tensor, use_activation: bool | None) -> Tensor:
-        """states [N, H] -> float32 [N, labels]. Of a model with a head."""
+        """states [N, H] -> float32 [N, labels], for a model with a head."""
         head = self._spec.head
         assert self._head is not None and head is not None, "the task was checked"
         x = states.to(next(self._head.parameters()).data.dtype)
@@ -58,7 +58,7 @@ class Pooler:
         return scores.softmax(-1) if head.activation == "softmax" else torch.sigmoid(scores)
 
     def parameters(self) -> Iterator[Parameter]:
-        """Yield those that are not the norm's."""
+        """Yield all parameters except the norm's."""
         for method in (self._dense, self._head):
             if method is not None:
                 yield from method.parameters()

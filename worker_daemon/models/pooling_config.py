@@ -1,4 +1,4 @@
-"""Pooling in a model's files: what its architecture in config.json says, and modules.json of
+"""Reads pooling from a model's files: the architecture in config.json, and modules.json of
 sentence-transformers. Pure; raises ConfigError, which names field and fix."""
 
 from collections.abc import Mapping
@@ -52,7 +52,7 @@ def read_architecture(config: DecoderConfig, fields: Fields) -> DecoderConfig:
     """Return the model with the head of its architecture: for tokens, for labels, or none."""
     name = config.architecture
     if config.encoder is not None:
-        return config  # its family says it
+        return config  # set by its family
     if name.endswith((_SEQUENCE, _TOKEN)):
         per_token = name.endswith(_TOKEN)
         labels, activation = num_labels(fields), _activation(fields)
@@ -63,7 +63,7 @@ def read_architecture(config: DecoderConfig, fields: Fields) -> DecoderConfig:
 
 def encoder_pooler(fields: Fields, classifier: str, dense: str) -> PoolerSpec:
     """Return the pooling of an encoder's architecture. classifier, dense: checkpoint names of the
-    matrices of its head for whole prompts."""
+    matrices of its per-prompt head."""
     (name, *_) = fields.optional_texts("architectures") or [""]
     if name.endswith(_SEQUENCE):
         head = HeadSpec(classifier, num_labels(fields), True, dense, False, _activation(fields))
@@ -75,7 +75,7 @@ def encoder_pooler(fields: Fields, classifier: str, dense: str) -> PoolerSpec:
 
 
 def num_labels(fields: Fields) -> int:
-    """Return the number of a classifier's outputs."""
+    """Return a classifier's number of outputs."""
     names = fields.optional_object("id2label")
     if names is None:
         return fields.integer("num_labels", _DEFAULT_LABELS, maximum=_MAX_LABELS)
@@ -94,7 +94,7 @@ def _activation(fields: Fields) -> Literal["softmax", "sigmoid", "none"]:
 
 
 def pooling_config_path(modules: object) -> str:
-    """Return the path, in the model's directory, of the pooling module's configuration."""
+    """Return the path of the pooling module's configuration in the model's directory."""
     for kind, path in _modules(modules):
         if kind == "Pooling":
             return f"{path}/config.json"
@@ -102,8 +102,8 @@ def pooling_config_path(modules: object) -> str:
 
 
 def read_modules(config: DecoderConfig, modules: object, pooling: Fields) -> DecoderConfig:
-    """Return the embedding model that these modules make of a model. pooling: the configuration of
-    the Pooling module."""
+    """Return the embedding model that these modules define. pooling: the Pooling module's
+    configuration."""
     kinds = [kind for kind, _ in _modules(modules)]
     if kinds[:2] != ["Transformer", "Pooling"] or kinds[2:] not in ([], ["Normalize"]):
         chain = "Transformer, Pooling and, if wanted, Normalize"
@@ -130,7 +130,7 @@ def read_modules(config: DecoderConfig, modules: object, pooling: Fields) -> Dec
 
 
 def _named_mode(pooling: Fields) -> Literal["last", "first", "mean"]:
-    """Newer releases of sentence-transformers write one name; their default is the mean."""
+    """Read the single name that newer releases of sentence-transformers write; default mean."""
     mode = pooling.text("pooling_mode", "mean")
     found = _NAMED_MODES.get(mode)
     if found is None:

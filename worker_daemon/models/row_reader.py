@@ -1,4 +1,4 @@
-"""Reads a matrix's rows, or a rank's columns of them, from a file."""
+"""Reads rows of a matrix, or a rank's columns of these rows, from a file."""
 
 from typing import Final
 
@@ -7,7 +7,7 @@ import numpy as np
 from worker_daemon.regular_file import RegularFile
 
 _SPAN_BYTES: Final = 1 << 20
-"""Bytes to read at a time if only columns are needed; they stay in the processor's cache."""
+"""Bytes to read at a time if only columns are needed; small enough for the CPU cache."""
 _MIN_SINGLE_BYTES: Final = 4096
 _MIN_SINGLE_RATIO: Final = 4
 """From this ratio on, a system call per row costs less than copying the bytes between rows."""

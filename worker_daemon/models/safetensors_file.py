@@ -2,8 +2,8 @@
 read, and the tensors' bytes.
 
 The format: eight bytes with the length of the header (little-endian), the header (a JSON object:
-name -> dtype, shape, data_offsets; `__metadata__` is for people), then the tensors' bytes without
-gaps, at offsets that count from there.
+name -> dtype, shape, data_offsets; `__metadata__` is free text), then the tensors' bytes without
+gaps; offsets count from their start.
 """
 
 import json
@@ -41,11 +41,11 @@ _MAX_ENTRIES: Final = 1 << 16
 """Entries of the header, and of its metadata."""
 _MAX_VALUES: Final = 16 * _MAX_ENTRIES
 """Values of the header's JSON, counted by brackets and commas; a tensor of eight dimensions has 14.
-They are counted before parsing, which holds the interpreter's lock."""
+They are counted before parsing, which holds the GIL."""
 _METADATA: Final = "__metadata__"
 _MAX_NAME_CHARS: Final = 4096
 _BLOCK_BYTES: Final = 1 << 20
-"""Bytes to convert at a time; they stay in the processor's cache."""
+"""Bytes to convert at a time; small enough for the CPU cache."""
 
 
 class MalformedError(Exception):
@@ -58,13 +58,13 @@ class Entry(NamedTuple):
     dtype: str
     shape: tuple[int, ...]
     begin: int
-    """From the start of the file."""
+    """Offset from the start of the file."""
     end: int
 
 
 def full_name(name: str) -> str:
-    """Return the name that a tensor has here. Checkpoints of a bare model leave out the name that
-    it has as part of a larger one: decoders have it here, encoders do not."""
+    """Return a tensor's canonical name. Checkpoints of a bare model leave out the base model's
+    prefix: canonical names of decoders have it, those of encoders do not."""
     if name.startswith(_BARE_NAMES):
         return f"model.{name}"
     if not name.startswith((*_ENCODERS, "embeddings.", "encoder.")):
@@ -108,7 +108,7 @@ class SafetensorsFile:
         self._file.close()
 
     def check_whole(self, name: str) -> None:
-        """Raise TruncatedError if the file has become too short for its tensors."""
+        """Raise TruncatedError if the file is now too short for its tensors."""
         self._file.check_reaches(self.entries[name].end)
 
     def read(self, name: str) -> Tensor:
@@ -205,11 +205,11 @@ def _parse(text: bytearray) -> dict[str, object]:
 
 
 def _check_metadata(metadata: object) -> None:
-    """Raise MalformedError unless it maps names to texts, or is null."""
+    """Raise MalformedError unless metadata maps names to strings, or is null."""
     if metadata is None:
         return
     if not isinstance(metadata, dict) or not all(type(text) is str for text in metadata.values()):
-        raise MalformedError(f"its {_METADATA} maps names to something other than texts")
+        raise MalformedError(f"its {_METADATA} maps names to values that are not strings")
     _check_number(metadata)
 
 

@@ -1,11 +1,10 @@
 """A saved set: the weights of a group on disk, as each rank holds them. Its layout, and reading it.
 
     NAME/index.json            the group's shape, and which save is in use: replacing it is what
-                               replaces the set
-    NAME/SAVE/config.json      the model's, as it was when the model was loaded
-    NAME/SAVE/rank-N.json      file, shape and checksum of each tensor of rank N
-    NAME/SAVE/*.safetensors    the parts of tensors that a rank holds, by their checkpoint names;
-                               or *.tensors, by the index's word on its files
+        replaces the set NAME/SAVE/config.json the model's config.json when it was loaded
+        NAME/SAVE/rank-N.json      file, shape and checksum of each tensor of rank N
+        NAME/SAVE/*.safetensors    the parts of tensors that a rank holds, by their checkpoint
+        names; or *.tensors, by the index's word on its files
 
 `saving.py` writes sets.
 """
@@ -64,8 +63,8 @@ LOAD_FORMATS = {"safetensors": "sharded_state", "tensorizer": "tensorizer"}
 
 @dataclass(frozen=True, slots=True)
 class GroupShape:
-    """The properties that a group must share with the one that saved; otherwise its ranks hold
-    other parts."""
+    """The properties in which a group must match the one that saved; otherwise its ranks hold
+    different parts."""
 
     pipeline_parallel_size: int
     tensor_parallel_size: int
@@ -94,7 +93,7 @@ class SavedSet:
     model: Mapping[str, object]
     """See model_fields."""
     files: str = SAFETENSORS.name
-    """The name of their FileKind."""
+    """Name of the FileKind of the set's files."""
 
     def check_files(self, load_format: str) -> None:
         """Raise ConfigError unless this format reads the set."""
@@ -108,7 +107,7 @@ class SavedSet:
 
         Raises:
             ConfigError: the group has another shape or dtype.
-            CheckpointError: config.json is not the one that the weights belong to.
+            CheckpointError: config.json does not match the weights.
         """
         saved = asdict(self.shape)
         for name, wanted in asdict(group).items():
@@ -137,7 +136,7 @@ def rank_index_name(rank: int) -> str:
 
 
 def model_fields(decoder: DecoderConfig) -> dict[str, object]:
-    """Return the fields of a model that shape its weights."""
+    """Return the fields of a model that determine the shapes of its weights."""
     return {
         "architecture": decoder.architecture,
         "vocab_size": decoder.vocab_size,
@@ -176,7 +175,7 @@ def read_saved_set(home: Path) -> SavedSet:
     """Read a set's index.
 
     Raises:
-        CheckpointError: it is missing or not what `saving.py` writes.
+        CheckpointError: the index is missing or malformed.
     """
     path = home / INDEX_FILE
     values = _read_object(path)
@@ -208,13 +207,13 @@ def load_saved(
     """Fill the parameters of this rank from its own files, which are read straight into place.
 
     Checks all headers before the first byte is written; observer as in load_weights. load_file
-    reads a file that is not of safetensors, and checks it.
+    reads and checks files of other formats than safetensors.
 
     verify: compare the loaded tensors with the checksums taken at the save.
 
     Raises:
-        CheckpointError: a file is missing or truncated, or a tensor is missing or not of the shape
-            or content that was saved; what is loaded must be discarded.
+        CheckpointError: a file is missing or truncated, or a tensor is missing, or differs in shape
+            or content from the saved one. The loaded tensors must be discarded.
     """
     path = saved.directory / rank_index_name(rank)
     tensors = _read_rank_index(path)

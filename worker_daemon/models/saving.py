@@ -65,14 +65,14 @@ class RankWeights:
     shape: GroupShape
     decoder: DecoderConfig
     config_files: Mapping[str, bytes]
-    """Rank 0 writes them."""
+    """Files that rank 0 writes."""
     tensors: Mapping[str, Tensor]
     """Checkpoint name -> this rank's part; any strides, any device."""
 
 
 @dataclass(frozen=True, slots=True)
 class SaveReport:
-    """The files that a rank has written."""
+    """Files that a rank has written."""
 
     num_files: int
     size_bytes: int
@@ -98,7 +98,7 @@ class Saver:
         Raises:
             ConfigError: there is no root, the name or pattern is not allowed, or the root cannot be
                 written.
-            CapacityError: the disk is full. Either way nothing is left of this rank's files.
+            CapacityError: the disk is full. After either error, none of this rank's files are left.
         """
         home = self._home(request.name)
         _check_pattern(request.pattern, request.files.suffix)
@@ -117,8 +117,8 @@ class Saver:
         """End a save: put it in place (on rank 0, after all ranks have written), or remove it.
 
         Raises:
-            ConfigError: keep, and the save is not one that waits for its end here, or another
-                rank's files are not under this root.
+            ConfigError: keep is set but this rank has no such open save, or another rank's files
+                are not under this root.
             CapacityError: the disk is full; the previous set stays in place.
         """
         pending = self._pending
@@ -128,7 +128,7 @@ class Saver:
         elif keep:
             with _writing(pending.home):
                 pending.publish()
-            pending.release()  # still known: if rank 0 fails, all ranks are asked to remove it
+            pending.release()  # kept open: if rank 0 fails, all ranks are asked to remove it
         else:
             self._discard()
 
@@ -181,7 +181,7 @@ class _PendingSave:
         return SaveReport(len(parts), size_bytes, time.monotonic() - began)
 
     def publish(self) -> None:
-        """Rank 0: make this the set of that name."""
+        """Make this save the set's current one (rank 0 only)."""
         if self._rank != 0:
             return
         self._check_complete()
@@ -194,8 +194,8 @@ class _PendingSave:
         _remove_dead(self.home, keep=(self.save,))
 
     def discard(self) -> None:
-        """Remove what this rank has written, and rank 0 also what the others have left; never the
-        set in use."""
+        """Remove this rank's files and, on rank 0, those that other ranks left; never the set in
+        use."""
         if _save_in_use(self.home) != self.save:
             for file in self._files:
                 with contextlib.suppress(OSError):
@@ -280,8 +280,8 @@ def _parts(tensors: Mapping[str, Tensor], max_size_bytes: int) -> list[dict[str,
 
 
 def _open_locked(directory: Path) -> int:
-    """Make the directory, and return a descriptor with a shared lock on the directory that exists
-    now, not on one that was removed meanwhile."""
+    """Make the directory, and return a descriptor that holds a shared lock on it, never on one that
+    was removed in the meantime."""
     while True:
         directory.parent.mkdir(mode=0o700, exist_ok=True)
         with contextlib.suppress(FileNotFoundError):  # another rank gave up and removed it
@@ -313,7 +313,7 @@ def _remove_dead(home: Path, keep: Collection[str]) -> None:
     """Remove all saves that no rank has locked, except those to keep."""
     for directory in home.iterdir():
         if is_save_id(directory.name) and directory.name not in keep:
-            with contextlib.suppress(OSError):  # BlockingIOError: it is alive
+            with contextlib.suppress(OSError):  # BlockingIOError: a live rank holds the lock
                 _remove_unlocked(directory)
 
 

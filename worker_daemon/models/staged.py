@@ -20,7 +20,7 @@ from worker_daemon.models.row_reader import read_rows
 from worker_daemon.regular_file import RegularFile
 
 BUFFER_BYTES = 8 << 20
-"""Large enough for a disk, small enough to be page-locked quickly."""
+"""Large enough for disk throughput, small enough to page-lock quickly."""
 MAX_READERS = 12
 _SPARE_BUFFERS = 2
 """In addition to one buffer per reader: their copies may still be running."""
@@ -35,7 +35,7 @@ class Extent:
     """Offset of the first row from the start of the file."""
     row_bytes: int
     row_stride: int
-    """Bytes from one row's start to the next one's."""
+    """Bytes from the start of one row to the next."""
     dtype: torch.dtype
     """Dtype of the bytes in the file."""
     target: Tensor
@@ -126,7 +126,7 @@ def read_staged(
 def _chunks(
     files: Mapping[Path, Sequence[Extent]], size: int, opened: ExitStack
 ) -> Iterator[_Chunk]:
-    """Yield what fits a buffer each, in file order; `opened` closes the files."""
+    """Yield one chunk per buffer, in file order; `opened` closes the files."""
     for path, extents in sorted(files.items()):
         file = opened.enter_context(RegularFile(path))
         for parts in _packed(_split(extents, size), size):

@@ -1,7 +1,7 @@
 """Tensors as bytes on the host, a chunk at a time: their checksums, and safetensors files of them.
 
-Elements come in row-major order and little-endian, which is how safetensors keeps them: a file and
-a checksum of the same tensor see the same bytes.
+Elements are row-major and little-endian, as in safetensors, so a tensor's file and checksum use the
+same bytes.
 """
 
 import hashlib
@@ -69,7 +69,7 @@ def _header(tensors: Mapping[str, Tensor]) -> bytes:
 
 
 def _host_chunks(tensor: Tensor) -> Iterator[memoryview]:
-    """Yield the rows in order: as many at a time as fit a chunk, at least one."""
+    """Yield the rows in order, as many as fit a chunk, but at least one at a time."""
     step = max(1, _CHUNK_BYTES * tensor.shape[0] // max(1, num_bytes(tensor)))
     for start in range(0, tensor.shape[0], step):
         rows = tensor[start : start + step].contiguous().cpu()

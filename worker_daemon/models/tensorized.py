@@ -1,8 +1,8 @@
 """Reads and writes files of the tensorizer library, an optional extra, a tensor at a time.
 
-Of the library only plain local files are used: its format keeps names, dtypes, shapes, hashes and
-bytes, in structs of its own. Its other features (URIs, encryption, torch.save) are not used: it is
-given an open file, never a name.
+Only the library's plain local files are used, whose format stores names, dtypes, shapes, hashes and
+bytes in its own structs. Its other features (URIs, encryption, torch.save) are not used: it gets an
+open file, never a name.
 """
 
 import contextlib
@@ -34,10 +34,10 @@ def require_tensorizer(field: str, value: object) -> Any:
     """Return the library.
 
     Raises:
-        ConfigError: it is not installed; field and value are what asked for it.
+        ConfigError: it is not installed. field, value: the setting that needs it.
     """
     try:
-        import tensorizer  # two seconds and optional
+        import tensorizer  # optional, and takes two seconds to import
     except ImportError as error:
         problem = f"the tensorizer library cannot be loaded ({error})"
         fix = 'pip install "worker-daemon[tensorizer]", or use sharded_state'
@@ -50,7 +50,7 @@ def tensorizer_files(field: str, value: object) -> FileKind:
     library = require_tensorizer(field, value)
 
     def write(file: BinaryIO, tensors: Mapping[str, Tensor]) -> dict[str, bytes]:
-        # The library closes the file that it is given, but it must still be synced to disk.
+        # The library closes its file, which must still be synced to disk.
         with open(os.dup(file.fileno()), "wb+", buffering=0) as own:  # noqa: PTH123  # a number
             serializer = library.TensorSerializer(own, limit_cpu_concurrency=_num_threads())
             try:
@@ -79,8 +79,8 @@ def read_tensorized(path: Path, items: Iterable[Item], advance: Callable[[int], 
 
     Raises:
         ConfigError: the library is not installed.
-        CheckpointError: the file is missing or damaged, or a tensor is missing or not of the shape
-            and dtype that was saved; what is loaded must be discarded.
+        CheckpointError: the file is missing or damaged, or a tensor is missing, or differs in shape
+            or dtype from the saved one. The loaded tensors must be discarded.
     """
     library = require_tensorizer("load_format", "tensorizer")
     wanted: defaultdict[str, list[Item]] = defaultdict(list)

@@ -1,7 +1,7 @@
 """Maps incoming tensors to their places in a stage's parameters, by the checkpoint's names or by
 the parameters' own.
 
-All ranks expect the same tensors of the whole model, so that they refuse the same ones.
+All ranks expect the same tensors of the whole model, so they refuse the same ones.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -44,7 +44,7 @@ class Places:
     places: Mapping[str, Sequence[_WeightPlace]]
     """By incoming name; empty for names that only other ranks use."""
     tensors: Mapping[str, tuple[str, ...]]
-    """Incoming name -> checkpoint names of what it fills on this rank."""
+    """Incoming name -> checkpoint names of the tensors that it fills on this rank."""
     shapes: Mapping[str, tuple[int, ...]]
     """Every incoming name that the group knows."""
     dtype: torch.dtype | None
@@ -56,7 +56,7 @@ class Places:
         """Check the incoming tensors before any byte arrives; the same on every rank.
 
         Raises:
-            ConfigError: a name is unknown or comes twice, or a shape or dtype is another one.
+            ConfigError: a name is unknown or occurs twice, or a shape or dtype is wrong.
         """
         if len(set(manifest.names)) != len(manifest.names):
             twice = next(n for n in manifest.names if manifest.names.count(n) > 1)
@@ -78,7 +78,7 @@ class Places:
         """Check that every tensor that the model needs has arrived; the same on every rank.
 
         Raises:
-            ConfigError: some have not; names the first that are missing.
+            ConfigError: some are missing; names the first of them.
         """
         missing = [names[0] for names in self.required if not set(names) & set(received)]
         if missing:
@@ -87,7 +87,7 @@ class Places:
             raise config_error("names", sorted(missing)[:_MAX_NAMED], problem, fix)
 
     def fill(self, name: str, first_row: int, values: Tensor) -> None:
-        """Copy rows of an incoming tensor, from first_row on, into this rank's part of them.
+        """Copy rows of an incoming tensor, from first_row on, into this rank's parameters.
         values: [rows, ...] of any floating-point dtype, on any device."""
         for place in self.places.get(name, ()):
             rows = place.source[0]
@@ -97,7 +97,8 @@ class Places:
                 target = place.target[0].start + start - rows.start
                 into = (slice(target, target + stop - start), *place.target[1:])
                 of = (slice(start - first_row, stop - first_row), *place.source[1:])
-                # Host memory may change once this returns; on a device the stream keeps the order.
+                # The caller may change host memory afterwards, so wait; on a device the stream
+                # keeps the order.
                 on_device = values.device.type == "cuda"
                 place.parameter.data[into].copy_(values[of], non_blocking=on_device)
 
@@ -132,8 +133,8 @@ def checkpoint_places(stage: DecoderStage, config: DecoderConfig) -> Places:
 def kernel_places(
     stage: DecoderStage, config: DecoderConfig, tp_rank: int, tp_size: int, dtype: torch.dtype
 ) -> Places:
-    """Return places by the parameters' own names. NAME is for every rank that has such a parameter,
-    NAME@tpN for tensor-parallel rank N alone."""
+    """Return places by the parameters' own names. NAME is for every rank that has the parameter,
+    NAME@tpN only for tensor-parallel rank N."""
     places: dict[str, list[_WeightPlace]] = {}
     tensors: dict[str, tuple[str, ...]] = {}
     for parameter in stage.parameters():
@@ -143,7 +144,7 @@ def kernel_places(
     shapes: dict[str, tuple[int, ...]] = {}
     required: dict[str, tuple[str, ...]] = {}
     for rank in range(tp_size):
-        # Ranks hold different biases: only rank 0 has all of them.
+        # Biases differ between ranks: only rank 0 has all of them.
         for parameter in _parameters(config, rank, tp_size, dtype):
             ranked = f"{parameter.name}@tp{rank}"
             shapes[parameter.name] = shapes[ranked] = tuple(parameter.data.shape)

@@ -22,11 +22,11 @@ class WeightReport:
     state: State
     num_tensors: int
     num_updates: int
-    """Finished since the model was loaded."""
+    """Finished updates since the model was loaded."""
     num_dirty: int
     """Tensors written since the weights were last complete."""
     dirty: tuple[str, ...]
-    """The first MAX_NAMES of them."""
+    """Names of the first MAX_NAMES dirty tensors."""
     num_missing: int
     """Tensors still to be written before the weights are complete again."""
     missing: tuple[str, ...]
@@ -53,8 +53,8 @@ class WeightState:
 
     def begin(self, *, partial: bool) -> None:
         """Open an update and drop one that is open. Unless it is partial, every tensor must be
-        written before it can end. A partial one must write the tensors that are incomplete at its
-        start."""
+        written before it can end. A partial update must write the tensors that are incomplete at
+        its start."""
         self._close_open()
         self._is_complete = not partial
         if not partial:
@@ -117,7 +117,8 @@ class WeightState:
             )
 
     def _close_open(self) -> None:
-        """Tensors that an unfinished update has touched must be written by the next one."""
+        """Close the open update: the tensors that it has touched must be written by the next
+        one."""
         if self.state == "updating":
             self._missing |= self._names if self._is_complete else self._dirty
 

@@ -1,8 +1,8 @@
 """Fills the parameters of a stage from safetensors files, or with dummy values.
 
 Each parameter names the regions of checkpoint tensors that it needs; only those are kept. On the
-CPU they are read directly into place, on a device through page-locked buffers (`staged.py`), in
-both cases by position, so that a file that shrinks meanwhile is an error and not a signal. They are
+CPU they are read directly into place, on a device through page-locked buffers (`staged.py`). Both
+read by position, so a file that shrinks in the meantime causes an error, not a signal. They are
 converted to the parameter's dtype. An error leaves the stage half filled: discard it.
 """
 
@@ -47,7 +47,7 @@ class LoadProgress:
     bytes_done: int
     bytes_total: int
     seconds: float
-    """Since the load began."""
+    """Seconds since the load began."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,18 +62,18 @@ class LoadReport:
 
 OnProgress = Callable[[LoadProgress], None]
 LoadFile = Callable[[Path, Sequence[Item], Callable[[int], None]], None]
-"""(file, the items that it fills, a callback with the number of parameter bytes)."""
+"""Loads a file: (file, the items that it fills, a callback for the number of parameter bytes)."""
 
 
 class WriteObserver:
-    """Receives the names of checkpoint tensors that are being overwritten on a rank. This one
-    ignores them: for a first load, which overwrites nothing."""
+    """Receives the names of checkpoint tensors that are being overwritten on a rank. This base
+    class ignores them, for a first load, which overwrites nothing."""
 
     def writing(self, names: Iterable[str]) -> None:
-        """These tensors hold neither old nor new values."""
+        """Receive names of tensors that now hold neither old nor new values."""
 
     def written(self, names: Iterable[str]) -> None:
-        """These tensors are complete."""
+        """Receive names of tensors that are complete."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +129,7 @@ def load_items(
             _load_file(path, items, meter, observer)
     else:
         names = {piece.name for items in wanted.values() for _, piece in items}
-        observer.writing(names)  # copies of all of them may be running at one time
+        observer.writing(names)  # copies of all of them may be running at the same time
         load_through_buffers(wanted, device, meter.advance)
         observer.written(names)
     return meter.report(ignored_tensors)
@@ -153,7 +153,7 @@ def load_through_buffers(
 
 def check_checkpoint(model_dir: Path, shapes: Mapping[str, tuple[int, ...]]) -> None:
     """Check the headers of a complete checkpoint: every tensor of the model, on any rank, exists
-    with its shape and a type that is loaded, and no file is truncated. Reads no weights.
+    with its shape and a supported dtype, and no file is truncated. Reads no weights.
 
     Raises:
         CheckpointError: a check failed; names file and tensor.
@@ -179,7 +179,7 @@ def read_headers(model_dir: Path, names: Iterable[str] = ()) -> dict[str, Tensor
     tensors, sorted.
 
     Raises:
-        CheckpointError: a tensor or file is missing or truncated, or of a type that is not loaded.
+        CheckpointError: a tensor or file is missing or truncated, or of an unsupported dtype.
     """
     files = _tensor_files(model_dir)
     wanted = list(names) or sorted(files)

@@ -1,5 +1,5 @@
-"""Works out the memory plan of a group of daemons from config.json and sizes: the report of
-`worker-daemon plan`. Reads the model's configuration, no weights; uses no device.
+"""Computes the memory plan of a group of daemons from config.json and sizes: the report of
+`worker-daemon plan`. Reads no weights and uses no device.
 
 Weights are exact: those of the stages that the daemons would build, built without memory. The
 largest step is an estimate (plan/step_memory.py). Blocks are counted as the driver counts them
@@ -62,9 +62,10 @@ class RankPlan:
     step_estimate_bytes: int
     """Memory of the largest step: an estimate."""
     kv_available_bytes: int
-    """The rest of the group's requested_bytes."""
+    """Rest of the group's requested_bytes."""
     kv_block_bytes: int
-    """Bytes of a page for each layer of the group that has the most layers here."""
+    """Bytes of a block: one page for each layer of the KV group with the most layers on this
+    rank."""
     num_blocks: int
     """Blocks that fit here; one of them is the null block."""
     num_tokens: int
@@ -75,7 +76,7 @@ class RankPlan:
 
 @dataclass(frozen=True, slots=True)
 class LayersPlan:
-    """A group of layers, which share a block table."""
+    """A KV group: layers that share a block table."""
 
     num_layers: int
     """Number of layers on all stages."""
@@ -87,15 +88,16 @@ class LayersPlan:
 
 @dataclass(frozen=True, slots=True)
 class GroupPlan:
-    """The report that `worker-daemon plan --json` prints, field by field: the plan of a group, as
-    its smallest rank allows."""
+    """The plan of a group, limited by its smallest rank. `worker-daemon plan --json` prints these
+    fields."""
 
     architecture: str
     dtype: str
     memory_bytes: int
     """Memory of each device."""
     requested_bytes: int
-    """Memory that a daemon may use of it by gpu_memory_utilization, from its baseline on."""
+    """Memory that a daemon may use from its baseline on: memory_bytes times
+    gpu_memory_utilization."""
     max_model_len: int
     block_size: int
     max_num_seqs: int
@@ -145,8 +147,8 @@ def plan_memory(config: WorkerConfig, memory_bytes: int, model_roots: Sequence[P
 def plan_fitted_memory(
     config: WorkerConfig, memory_bytes: int, model_roots: Sequence[Path]
 ) -> GroupPlan:
-    """Plan for the longest max_model_len that fits, as a driver does that asks for the longest.
-    Raises as plan_memory does."""
+    """Plan for the longest max_model_len that fits, like a driver with max_model_len -1. Raises as
+    plan_memory does."""
     plan = plan_memory(config, memory_bytes, model_roots)
     if plan.max_model_len_fits:
         return plan
@@ -159,9 +161,9 @@ def resolve_directory(model: Path) -> Path:
     path."""
     try:
         return model.resolve()
-    except (OSError, RuntimeError, ValueError) as error:  # a loop of links
+    except (OSError, RuntimeError, ValueError) as error:  # a symlink loop
         fix = "name a directory"
-        raise config_error("model", str(model), f"this is no path: {error}", fix) from None
+        raise config_error("model", str(model), f"this is not a path: {error}", fix) from None
 
 
 def read_partition(text: str) -> tuple[int, ...]:
@@ -260,7 +262,7 @@ class _PlannedRanks:
 
     def _plan_layers(self, group: LayerGroup) -> LayersPlan:
         length = self._resolved.max_model_len
-        # Tensor ranks have the same layers.
+        # The tensor-parallel ranks of a stage have the same layers.
         stages = group.layer_names[:: self._config.parallel.tensor_parallel_size]
         return LayersPlan(
             num_layers=sum(map(len, stages)),

@@ -1,9 +1,8 @@
 """Estimates the memory of the largest step on a GPU, in addition to weights and KV cache. Pure
 arithmetic.
 
-Adds up the tensors that are alive together at the peak of a step: in a layer's attention or MLP, or
-where the last stage samples tokens and reports logprobs. The kernels' own memory is covered by the
-share of MARGIN_DIVISOR.
+Adds up the live tensors at the peak of a step: in a layer's attention or MLP, or when the last
+stage samples tokens and reports logprobs. MARGIN_DIVISOR adds a share for the kernels' workspaces.
 
 Letters: N tokens, H hidden size, R rows that sample, V vocabulary.
 """
@@ -29,7 +28,7 @@ _INT64: Final = 8
 
 @dataclass(frozen=True, slots=True)
 class StageWidths:
-    """The sizes of one rank's stage that determine a step's memory. They are this rank's, in
+    """The sizes of one rank's stage that determine a step's memory. Sizes are this rank's, in
     elements of the model's dtype, unless stated otherwise."""
 
     hidden_size: int
@@ -68,7 +67,8 @@ def estimate_step_bytes(widths: StageWidths, limits: StepLimits) -> int:
 
 
 def _layer_bytes(widths: StageWidths, tokens: int) -> int:
-    """Return the larger of a layer's two halves, each before its output is added."""
+    """Return the peak of a layer: the larger of attention and MLP, each before its output is
+    added."""
     hidden = widths.hidden_size
     attention = widths.qkv_size + widths.q_size + hidden
     # Attention's output stays alive during the MLP, whose inner size counts twice and then once
@@ -91,13 +91,13 @@ def _sampling_bytes(widths: StageWidths, tokens: int, rows: int) -> int:
     if widths.tp_size == 1:
         gathered = 0  # they are the buffer's
     sizes = [part.sampling_bytes(rows, widths.vocab_size, widths.itemsize) for part in PARTS]
-    parts = sum(sorted(sizes)[-2:])  # a part's logits go once the next one's are there
+    parts = sum(sorted(sizes)[-2:])  # a part's logits are freed once the next part's exist
     hidden = (tokens + 2 * rows) * widths.hidden_size * widths.itemsize
     return hidden + gathered + max(gathered, parts)
 
 
 def _table_bytes(limits: StepLimits) -> int:
-    """Return the bytes of the rows' tables, and of the buffer for a step's columns
+    """Return the bytes of the row tables, and of the buffer for a step's columns
     (runner/input_batch.py:staging_capacity)."""
     num_rows = limits.max_num_seqs + 1
     own = sum(part.row_bytes() for part in PARTS)

@@ -153,8 +153,8 @@ def _token_history(parts: RunnerParts, state: RequestState) -> TokenHistory:
 
 
 def step_graphs(parts: RunnerParts, runner: ModelRunner, *, enforce_eager: bool) -> StepGraphs:
-    """Return what may be captured of a runner's steps: nothing on the CPU, of an encoder, or if
-    eager is asked for."""
+    """Return the graphs of a runner's steps: none on the CPU, for an encoder, or if eager is
+    requested."""
     if parts.device.type != "cuda" or enforce_eager or not parts.stage.kv_layer_specs:
         return StepGraphs()
     limits = runner.state.limits

@@ -23,8 +23,8 @@ SAMPLED_GRAPHS: Final = 4
 
 
 class StepGraphs:
-    """Whether, and which, steps of a runner are replayed. Here none: every step is launched kernel
-    by kernel, on the CPU, or as --enforce-eager asks."""
+    """Decides which steps of a runner are replayed. This class replays none: every step is launched
+    kernel by kernel, on the CPU or with --enforce-eager."""
 
     count = 0
     """Number of graphs."""
@@ -55,8 +55,7 @@ class StepGraphs:
 
 
 class LadderGraphs(StepGraphs):
-    """Graphs of the steps of a ladder, captured. Kept by the worker beside the runner they
-    serve."""
+    """Captured graphs for the steps of a ladder. Kept by the worker together with the runner."""
 
     def __init__(
         self,
@@ -91,8 +90,9 @@ class LadderGraphs(StepGraphs):
         self.count = len(plans)
 
     def estimate_bytes(self, runner: ModelRunner, used_bytes: Callable[[], int]) -> int:
-        """The largest graph of either kind allocates the pool that all others share. A sample of
-        the others shows how much each takes in addition (its kernels' arguments, its outputs)."""
+        """Estimate from samples: the largest graph of either kind allocates the pool that all
+        others share, and a few others show how much each adds (its kernels' arguments, its
+        outputs)."""
         program = GraphedProgram(self._eager, self._arrived, self._stream)
         largest, others = _split_plans(self._plans(runner))
         before = used_bytes()
@@ -169,7 +169,7 @@ class GraphedProgram:
         with compiling_ahead():
             for plan in plans:
                 arrived = self._arrived[: plan.shape.num_tokens]
-                # Libraries load their own kernels at their first use, which is here.
+                # Libraries load their kernels at their first use, which is here.
                 dropped.append(self._record(padding(plan), arrived, "relaxed"))
 
     @torch.inference_mode()

@@ -98,8 +98,7 @@ class InputBuilder:
         return [self._parts.extended(plan, key) for plan in plans for key in keys]
 
     def pad_by(self, ladder: ExactShapes, plans: Sequence[StepPlan]) -> None:
-        """Pad steps by another ladder from here on. plans: those of it that come again and
-        again."""
+        """Pad steps by another ladder from now on. plans: its recurring plans."""
         self._ladder = ladder
         self._staging.keep(plan.shape for plan in plans)
 
@@ -147,7 +146,8 @@ class InputBuilder:
         )
 
     def _used_by(self, step: ScheduledStep) -> int:
-        """Steady batches decode, and no part acts by the positions of decoded tokens."""
+        """Return the bits of the parts that a step uses. In a steady batch, none depends on token
+        positions."""
         if step.steady is not None:
             return step.steady.used
         return self._parts.used_by(step.slots) | self._parts.used_in(step)
@@ -177,7 +177,7 @@ class InputBuilder:
         return _StepRows(sampling, slots, self._state.generation[slots], used, reads, b"")
 
     def padding(self, plan: StepPlan) -> StepInputs:
-        """Return inputs that consist of padding: for warm-up and capture, without a request."""
+        """Return inputs that consist only of padding, for warm-up and capture."""
         packed = self._staging.open(plan.shape)
         packed.holds = None
         columns = packed.host
@@ -215,8 +215,8 @@ class InputBuilder:
         )
 
     def lost(self, step: ScheduledStep, later: Bools) -> Unsampled:
-        """Return what a step has deferred that failed before there was anything to sample. later
-        [B]: which of its rows."""
+        """Return the deferred rows of a step that failed before sampling was possible. later [B]:
+        True for these rows."""
         slots, none = step.slots[later], self._no_column
         rows = SampleRows(
             slots_np=slots,

@@ -37,7 +37,7 @@ from worker_daemon.runner.token_history import TokenHistory
 
 
 class Stage(Protocol):
-    """A place in the pipeline: SoleStage, or PipelineStage (pipeline_stage.py)."""
+    """A stage of the pipeline: SoleStage, or PipelineStage (pipeline_stage.py)."""
 
     replies: StepReplies
     """Builds this rank's replies."""
@@ -79,7 +79,7 @@ class SoleStage:
         self._sampler = sampler
         self.replies = replies
         self._no_hidden = no_hidden
-        self._ok = torch.full((), STATUS_OK, dtype=torch.int64)  # read by the host alone
+        self._ok = torch.full((), STATUS_OK, dtype=torch.int64)  # read only by the host
 
     def forward(self, program: StageProgram, step: ScheduledStep) -> Unsampled:
         """See Stage."""
@@ -117,11 +117,11 @@ class SoleStage:
         return self.sample(step.take(kept, used, brought), identity)
 
     def give_up(self) -> bool:
-        """See Stage: there is no other."""
+        """See Stage: there are no other stages."""
         return True
 
     def settle(self) -> None:
-        """See Stage: there is no other."""
+        """See Stage: there are no other stages."""
 
 
 class ModelRunner:
@@ -158,11 +158,11 @@ class ModelRunner:
         """Rows that steps have deferred, by the step's seq."""
 
     def use(self, program: StageProgram) -> None:
-        """Run steps by another program from here on, such as captured graphs."""
+        """Run steps with another program from now on, such as captured graphs."""
         self._program = program
 
     def tie(self, stage: Stage) -> None:
-        """Use a new link's stage from here on."""
+        """Use a new link's stage from now on."""
         self._stage = stage
 
     def settle(self) -> None:
@@ -217,7 +217,8 @@ class ModelRunner:
         return reply
 
     def _defer(self, seq: int, step: Unsampled, later: Bools) -> Unsampled:
-        """Keep rows of a step for SampleTokens, and return the others. later [R]: which."""
+        """Keep rows of a step for SampleTokens, and return the others. later [R]: True for rows to
+        keep."""
         parts, slots = self.state.parts, step.rows.slots_np
         kept, now = np.flatnonzero(later), np.flatnonzero(~later)
         self._unsampled[seq] = step.keep(kept, parts.used_by(slots[kept]))
@@ -226,7 +227,7 @@ class ModelRunner:
 
     def sample_tokens(self, request: SampleTokens, arrays: Sequence[Frame]) -> PendingOutput | None:
         """Sample rows that a step has deferred. Requests that have finished in between are left
-        out. Where a feature has an extension here and in the step, this one counts.
+        out. If a feature has an extension here and in the step, this one counts.
 
         Raises:
             InvalidStepError: no such rows wait, or an extension does not fit.

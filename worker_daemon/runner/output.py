@@ -54,7 +54,8 @@ class StepReplies:
     def without_tokens(
         self, identity: ReplyIdentity, status: Tensor, reports: Sequence[Report] = ()
     ) -> PendingOutput | None:
-        """The step samples nothing, or not yet. reports: of its forward pass."""
+        """Return the output of a step that samples nothing, or not yet. reports: its forward
+        pass's."""
         if not self._is_output_rank:
             return None
         return NoTokens(identity, status, self._link, self._history, reports)
@@ -193,7 +194,7 @@ class DeliveredOutput:
 
 
 class NoTokens:
-    """The output of a step of the output rank that samples nothing, or not yet."""
+    """The output rank's output for a step that samples nothing, or not yet."""
 
     def __init__(
         self,

@@ -57,7 +57,7 @@ class _Due:
     sends: bool = False
     """True if hidden states are to be sent."""
     arrival: StageArrival | None = None
-    """True if hidden states are to be received."""
+    """Hidden states being received, if any."""
     is_torn: bool = False
     """True if an exchange has begun and not ended."""
 
@@ -92,7 +92,7 @@ class PipelineStage:
         self._due = _Due(_NO_SLOTS)
 
     def forward(self, program: StageProgram, step: ScheduledStep) -> Unsampled:
-        """Receive, compute, send."""
+        """Receive, compute and send."""
         due = self._begin(step)
         inputs = self._inputs.build(step)
         with self._waits.waiting():
@@ -170,7 +170,7 @@ class PipelineStage:
         self._neighbours.tokens.settle()
 
     def _begin(self, step: ScheduledStep) -> _Due:
-        """Note a step's exchanges, and start to receive before anything else of it is done."""
+        """Record a step's exchanges, and start to receive before anything else."""
         samples = step.samples if step.deferred is None else step.samples & ~step.deferred
         sends = self._neighbours.outbound is not None
         self._due = due = _Due(step.slots[samples], step.seq, step.total_num_tokens, sends)

@@ -1,4 +1,4 @@
-"""A part's addition to a step's reply. A value alone."""
+"""A part's addition to a step's reply. Only a value."""
 
 from typing import NamedTuple
 
@@ -14,6 +14,6 @@ class Report(NamedTuple):
     columns: tuple[Tensor, ...]
     """On the device or the host; as many as the extension has frames."""
     per_row: bool = True
-    """The columns have an entry for each row that sampled."""
+    """True if the columns have an entry for each row that sampled."""
     is_one_frame: bool = False
-    """The columns, one after the other, make the only frame."""
+    """True if the concatenated columns are the only frame."""

@@ -66,7 +66,7 @@ class RequestState:
         """Steady batches that may continue, by bitmap; no row is in two of them. There is one, or
         one for each micro-batch of a pipeline. Replaced, never changed: any thread may read it."""
         self._deferred: dict[int, tuple[Int64s, Int64s]] = {}
-        """Slots and generations that each step has still to sample."""
+        """Slots and generations that each step still has to sample."""
         self._record = StepRecord(limits.block_groups)
         self._judge = StepJudge(limits, parts)
 
@@ -96,8 +96,8 @@ class RequestState:
         return num_held
 
     def uploads_in_use(self) -> frozenset[bytes]:
-        """Return the names of the uploads that the rows' requests name. Any thread may ask, as
-        above."""
+        """Return the hashes of the uploads that the rows' requests use. Any thread may call it,
+        like num_held_blocks."""
         live = np.flatnonzero(self._counts.live.copy()).tolist()
         return frozenset(
             name for slot in live for each in self.extensions[slot] for name in each.uploads

@@ -4,7 +4,7 @@ In rows whose steps may refuse tokens, computed and known tokens are upper bound
 the true counts (row_tables.py), and corrections in a later message lower the bounds. Both bounds
 fall by the same number, so they still decide whether a row samples.
 
-Shapes: S rows (plus one spare row, which no request ever has), G groups of layers.
+Shapes: S rows (plus one spare row, which no request uses), G KV groups.
 """
 
 from dataclasses import dataclass
@@ -36,16 +36,16 @@ class RowCounts:
     """[G * (S + 1)], for each row of the block table (scheduled_step.py), the number of places,
     including those behind a window. FREE_ROW_BLOCKS in rows without a request."""
     unsampled: Bools
-    """The row's newest token waits for SampleTokens."""
+    """True if the row's newest token waits for SampleTokens."""
     output_bytes: Int32s
-    """Bytes of the output of a request that pools, which samples nothing; 0 of one that samples."""
+    """Output bytes of a pooling request; 0 for a request that samples."""
     token_bytes: Int32s
-    """The part of these that each token of the prompt gives; 0 where all give one output."""
+    """Output bytes per prompt token; 0 if the prompt has a single output."""
     corrected: Int32s
     """Tokens by which messages have lowered the row's bounds since its admission. NOT_SAMPLED: none
     of its tokens can have been refused yet; EXACT: none ever is."""
     num_pooling: int = 0
-    """Requests that pool."""
+    """Number of pooling requests."""
 
     @classmethod
     def of_free_rows(cls, num_rows: int, num_groups: int) -> "RowCounts":
@@ -98,7 +98,7 @@ class RowCounts:
             self.num_pooling = int(np.count_nonzero(self.output_bytes))
 
     def pool(self, slot: int, size: OutputSize) -> None:
-        """Note that a new request pools."""
+        """Record that a new request pools."""
         self.output_bytes[slot] = size.total_bytes
         self.token_bytes[slot] = size.token_bytes
         self.num_pooling += 1

@@ -1,7 +1,7 @@
 """The request rows' tables on the device: block table, newest sampled tokens. request_state.py
 holds the host's rows, which are the source of truth.
 
-Shapes: S rows (plus the spare row), N tokens, U updates (step_layout.py), G groups of layers.
+Shapes: S rows (plus the spare row), N tokens, U updates (step_layout.py), G KV groups.
 """
 
 from typing import NamedTuple, Protocol

@@ -1,5 +1,5 @@
-"""The sequences of a step that sample, on the host and on the device, and what is sampled or
-reported of them. Values alone."""
+"""Values for the sequences of a step that sample, on the host and on the device, and for their
+results."""
 
 from typing import Final, NamedTuple
 
@@ -58,7 +58,7 @@ class SampleRows(NamedTuple):
         """Return these rows only, in columns of their own. chosen [R'] int64: indices into the
         rows; used: the bits of the parts that these use."""
         columns = (self.slots, self.token_indices, self.positions)
-        if self.slots.shape[0]:  # else the step failed before it had any
+        if self.slots.shape[0]:  # otherwise the step failed before it had any
             on_device = upload(chosen, self.slots.device)
             columns = (columns[0][on_device], columns[1][on_device], columns[2][on_device])
         return SampleRows(
@@ -91,7 +91,7 @@ class SamplingInputs(NamedTuple):
     greedy: Tensor
     """int64 [R] the most likely token."""
     inputs: Tensor | None = None
-    """int64 [R] each sequence's last token, if it may have to be computed again; else None."""
+    """int64 [R] each sequence's last token, if it may have to be computed again; otherwise None."""
 
     def keep(self, kept: Int64s, *, by_logits: bool = True) -> "SamplingInputs":
         """Return a copy of these rows only: kept int64 [R'] indexes the rows. by_logits: False

@@ -1,6 +1,6 @@
 """Values: an accepted step, the limits of every step, and the refusal of an invalid one.
 
-Shapes: B scheduled requests, U block-table updates, G groups of layers, S rows and the spare one.
+Shapes: B scheduled requests, U block-table updates, G KV groups, S rows and the spare one.
 Row g * (S + 1) + s of the block table holds the blocks of request row s in group g: with one group,
 it is row s.
 """
@@ -33,14 +33,14 @@ class StepLimits:
     """Tokens of a block, in the group with the smallest blocks."""
     num_blocks: int
     groups: tuple[BlockGroup, ...] = ()
-    """None named: one of block_size, without a window."""
+    """Empty: one group of block_size, without a window."""
     generates: bool = True
-    """The model has an output layer for tokens."""
+    """True if the model has an LM head."""
     pooling: PoolingSupport = NO_POOLING
     logits_processors: tuple[str, ...] = ()
-    """Names of those that requests may ask for."""
+    """Names of the logits processors that requests may ask for."""
     hidden_size: int = 0
-    """Width of the embeddings that prompts may have; 0: none may."""
+    """Width of prompt embeddings; 0: prompts may have none."""
 
     @property
     def block_groups(self) -> tuple[BlockGroup, ...]:
@@ -71,7 +71,7 @@ NO_UPDATES: Final = BlockUpdates(
 
 
 class OutputSize(NamedTuple):
-    """Size of the output of a request that pools."""
+    """Size of a pooling request's output."""
 
     total_bytes: int
     """At least 1."""
@@ -83,7 +83,7 @@ class StepExtensions(NamedTuple):
     """Extensions of a message for one step's parts (runner/parts/)."""
 
     used: int
-    """Bits of those parts."""
+    """Bits of the parts that have a value."""
     data: tuple[tuple[int, Any], ...]
     """A part's bit, and the value that it made from its extension."""
 
@@ -93,7 +93,7 @@ class StepExtensions(NamedTuple):
 
     def with_those_of(self, later: "StepExtensions") -> "StepExtensions":
         """Return both; if both have a value for a part, the later one's counts."""
-        # The first one is found.
+        # The first match counts.
         return StepExtensions(self.used | later.used, (*later.data, *self.data))
 
 
@@ -120,16 +120,16 @@ class ScheduledStep(NamedTuple):
     new_requests: tuple[NewRequestData, ...]
     block_updates: BlockUpdates
     deferred: Bools | None
-    """[B] whether the request's token is sampled later, by SampleTokens; None: none is."""
+    """[B] True if the request's token is sampled later, by SampleTokens; None: none is."""
     brought: StepExtensions
     corrections: Int32s | None = None
     """[B] tokens by which the row's bounds were lowered since its admission; -1 if none of its
     tokens can have been refused. If not None, starts and ends are upper bounds and the device has
     the true counts. None: all rows are exact."""
     steady: SteadyBatch | None = None
-    """The batch of which this step is the first or goes on; None for any other."""
+    """The steady batch that this step starts or continues; None for any other step."""
     pooling: Int64s | None = None
-    """Slots of all requests that pool; None where none of them has tokens in this step."""
+    """Slots of all pooling requests; None if none of them has tokens in this step."""
 
 
 def places_behind(num_computed: Int32s, group: BlockGroup) -> Int32s:

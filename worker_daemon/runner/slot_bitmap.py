@@ -1,4 +1,4 @@
-"""Slots as messages name them: a bit each, an eighth of a byte where a number takes two."""
+"""Bitmaps of slots, as in messages: one bit per slot, where a number would take two bytes."""
 
 import numpy as np
 

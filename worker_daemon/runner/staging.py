@@ -29,8 +29,8 @@ class Delivery(Protocol):
 
 
 class Packed:
-    """One step's buffer: fill the host's columns, then take them over. This one is of a device that
-    is the host: the buffer is the copy."""
+    """One step's buffer: fill the host's columns, then take them over. This class is for the CPU,
+    where the host's buffer is also the device's."""
 
     delivery: Delivery | None = None
     """The place that `store` writes the step's tokens to; None if they are copied."""
@@ -38,8 +38,8 @@ class Packed:
     def __init__(self, shape: StepShape, values: Int32s, on_device: Tensor) -> None:
         """values, on_device: int32 buffers on either side, of the packed size or more."""
         self.holds: object = None
-        """A note of its user: the step that the columns were last filled for with these sizes; None
-        if they hold nothing of use."""
+        """Set by its user: the step for which the columns were last filled with these sizes; None
+        if their content is unknown."""
         self.host: StepColumns[Int32s] = split_columns(shape, lambda a, b: values[a:b])
         """Columns to fill: all of them, unless `holds` says what they hold already."""
         self.columns: StepColumns[Tensor] = split_columns(shape, lambda a, b: on_device[a:b])
@@ -55,7 +55,7 @@ class Packed:
 
 
 class HostStaging:
-    """Gives out one packed buffer a step, on a device that is the host."""
+    """Provides one packed buffer per step, on the CPU."""
 
     _last: Packed
     """The newest buffer, reused while the shape stays the same. Unset before the first."""

@@ -404,7 +404,7 @@ class StepJudge:
         self._batches = BatchReader(limits)
         self.blocks = BlockReader(limits)
         self.block_sizes = _block_sizes(limits)
-        """In the form that RowCounts.capacity takes."""
+        """Block sizes in the form that RowCounts.capacity takes."""
 
     def judge(
         self,
@@ -414,9 +414,9 @@ class StepJudge:
         num_known: Int32s,
         deferred: Collection[int],
     ) -> JudgedStep:
-        """Check a whole step. A refusal leaves the rows as they are: requests start and end in a
-        copy of the counts, and appended blocks are removed again. num_known: [S + 1], tokens that
-        came with each row's admission; deferred: steps that wait for SampleTokens.
+        """Check a whole step. A refusal does not change the rows: requests start and end in a copy
+        of the counts, and appended blocks are removed again. num_known: [S + 1], tokens that came
+        with each row's admission; deferred: steps that wait for SampleTokens.
 
         Raises:
             InvalidStepError: a value is out of range or contradicts the rows.

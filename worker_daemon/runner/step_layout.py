@@ -129,11 +129,11 @@ def split_columns(shape: StepShape, take: Callable[[int, int], _Column]) -> Step
 
 
 class ExactShapes:
-    """To what size a step is padded: a function of the step message, so that all ranks pad alike.
-    Here without padding."""
+    """Chooses the size to which a step is padded, from the step message, so that all ranks pad
+    alike. This class does not pad."""
 
     def fit(self, step: ScheduledStep) -> StepPlan:
-        """Return the plan that a step runs by."""
+        """Return the plan of a step."""
         shape = StepShape(
             num_tokens=step.total_num_tokens,
             num_seqs=step.slots.size,
@@ -173,8 +173,8 @@ class StepLadder(ExactShapes):
         return [*reversed(self._mixed), *decodes]
 
     def fit(self, step: ScheduledStep) -> StepPlan:
-        """Return the padded plan. A step with more block updates than the padding allows is not
-        padded: one that admits many cached blocks, say."""
+        """Return the padded plan. A step with more block updates than the padding allows, such as
+        one that admits many cached blocks, is not padded."""
         count, num_updates = step.total_num_tokens, step.block_updates.rows.size
         is_decode = 0 < count == step.slots.size and not step.new_requests
         if is_decode and count <= len(self._decodes_by_count):

@@ -23,8 +23,8 @@ class StepSampler:
         self._tables = tables
 
     def report_forward(self, step: ScheduledStep, hidden: Tensor) -> tuple[Report, ...]:
-        """Return what parts report of a step's forward pass, outputs of requests that end with it
-        among them. hidden [N, H], as the last layer gave it away."""
+        """Return the parts' reports of a step's forward pass, including pooled outputs. hidden [N,
+        H]: the last layer's output."""
         reports: tuple[Report, ...] = ()
         if self._parts.has_reports_of_forward:
             reports = self._parts.report_forward(hidden, step, self._stage.compute_logits)

@@ -42,11 +42,11 @@ ALL_GAIN_ONE: Final = b""
 
 
 class TokenHistory:
-    """A rank's memory of results. This one is of a rank that gets none: it vouches for every step
-    that it ran."""
+    """A rank's record of results. This class is for ranks that get none, which count every step
+    that they ran as successful."""
 
     def confirm(self, epoch: int, seq: int) -> None:
-        """Record a step that succeeded on every rank that took part, and sampled nothing."""
+        """Record a step that sampled nothing and succeeded on every participating rank."""
 
     def note(
         self, epoch: int, seq: int, sampled: Sampled, token_ids: bytes, gained: bytes = ALL_GAIN_ONE
@@ -70,8 +70,8 @@ class TokenHistory:
 
 
 class SampledTokens(TokenHistory):
-    """The output rank's history: a table by slot and position, of which memory is taken only where
-    tokens were sampled."""
+    """The output rank's history: a table by slot and position, whose memory is allocated as tokens
+    are sampled."""
 
     def __init__(self, num_rows: int, max_model_len: int) -> None:
         width = max_model_len + 1
@@ -134,7 +134,7 @@ class SampledTokens(TokenHistory):
 
     def _fold(self) -> None:
         """Write the collected results into the table. If two results name the same place, the later
-        one stays: results arrive in step order, so a slot's present request wins."""
+        one stays: results arrive in step order, so a slot's current request wins."""
         if not self._results:
             return
         columns, raw = zip(*self._results, strict=True)

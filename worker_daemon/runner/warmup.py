@@ -32,8 +32,8 @@ class SyntheticStep:
 def largest_step(
     request: StepMessage, limits: StepLimits, heaviest: tuple[RequestExtension, ...] = ()
 ) -> SyntheticStep:
-    """Return the step with the most tokens and the most rows that sample, however few blocks there
-    are. heaviest: extensions of its requests."""
+    """Return the step with the most tokens and the most sampling rows, even with few blocks.
+    heaviest: extensions of its requests."""
     num_seqs = limits.max_num_seqs
     budget = min(_most_tokens(limits), num_seqs * limits.max_model_len)
     lengths = [budget // num_seqs + (index < budget % num_seqs) for index in range(num_seqs)]
@@ -42,8 +42,8 @@ def largest_step(
 
 
 def longest_step(request: StepMessage, limits: StepLimits) -> SyntheticStep:
-    """Return the step that takes longest: as many tokens of one prompt as a step may have, behind
-    all the context that there can be."""
+    """Return the slowest step: as many tokens of one prompt as a step may have, after the longest
+    possible context."""
     most = min(_most_tokens(limits), limits.max_model_len)
     length = limits.max_model_len if _may_begin_later(limits) else most
     return _admit(request, limits, [length], [most], _lightest(limits))
@@ -55,7 +55,7 @@ def warm_up_steps(
     """Yield a prefill and a decode of its rows, with no part and then with all of them, by the
     extensions `heaviest`.
 
-    Each prefill frees the rows before it; the caller frees the last ones.
+    Each prefill frees the previous one's rows; the caller frees the last ones.
     """
     num_seqs = min(limits.max_num_seqs, 8, limits.num_blocks - 1)
     length = max(
@@ -75,8 +75,8 @@ def warm_up_steps(
 
 
 def with_all_parts(step: SyntheticStep, limits: StepLimits) -> SyntheticStep:
-    """Return a step, all of whose rows sample, with what steps bring for every part. A model that
-    does not generate has no such rows: its step stays as it is."""
+    """Return the step with an extension for every part that takes one per step. All its rows must
+    sample; the step of a model that does not generate is returned unchanged."""
     if not limits.generates:
         return step
     slots = read_bitmap(step.message.scheduled)
@@ -90,11 +90,11 @@ def size_sweep(request: StepMessage, limits: StepLimits) -> Iterator[SyntheticSt
     that is chosen by size is used here once, so that no request's step has to compile it. The
     largest comes first, because the smaller ones can reuse its memory.
 
-    Each frees the rows before it; the caller frees the last ones.
+    Each frees the previous one's rows; the caller frees the last ones.
     """
     most_seqs = min(limits.max_num_seqs, limits.num_blocks - 1)
     for total in reversed(_powers_up_to(_most_tokens(limits))):
-        # As one prompt, as prompts just too short for a kernel of their own, and as short ones.
+        # As one prompt, as prompts just too short for a separate kernel, and as short ones.
         wanted = (1, -(-total // _SHARED_LENGTH), -(-total // 16), total)
         for num_seqs in sorted({min(most_seqs, count) for count in wanted}):
             tokens = min(total, num_seqs * limits.max_model_len)
@@ -106,7 +106,7 @@ def decode_sweep(request: StepMessage, limits: StepLimits) -> Iterator[Synthetic
     """Yield decodes of every order of magnitude, by sequences and by context length, for daemons
     that capture no graphs: these choose kernels by the actual length.
 
-    Each frees the rows before it; the caller frees the last ones.
+    Each frees the previous one's rows; the caller frees the last ones.
     """
     if not _may_begin_later(limits):
         return
@@ -175,7 +175,8 @@ def _admit(
 
 
 def _lightest(limits: StepLimits) -> tuple[RequestExtension, ...]:
-    """Extensions that a request needs at least: a model that does not generate pools."""
+    """Return the extensions that every request needs: PoolingParams if the model does not
+    generate."""
     return () if limits.generates else (PoolingParams(task=limits.pooling.tasks[0].task),)
 
 

@@ -20,8 +20,8 @@ class LogprobTensors:
 
 
 def gather_logprobs(logits: Tensor, sampled: Tensor, num_logprobs: int) -> LogprobTensors:
-    """Return them for logits float32 [R, V], sampled int64 [R], 0 <= num_logprobs <= V. Rows whose
-    sampled token is NO_TOKEN are meaningless."""
+    """Return the log probabilities for logits float32 [R, V], sampled int64 [R], 0 <= num_logprobs
+    <= V. Rows whose sampled token is NO_TOKEN are meaningless."""
     logprobs = torch.log_softmax(logits, dim=-1)
     chosen = logprobs.gather(1, sampled.clamp(min=0).unsqueeze(1))
     top, top_ids = logprobs.topk(num_logprobs, dim=-1)

@@ -41,8 +41,8 @@ def gumbel_noise(seeds: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
 
 
 def philox4x32(counter: Words, key: tuple[Tensor, Tensor]) -> Words:
-    """Four random 32-bit words for each counter, by Philox4x32-10: Salmon et al., "Parallel random
-    numbers: as easy as 1, 2, 3" (SC 2011). The same on every device and for every batch.
+    """Return four random 32-bit words for each counter, by Philox4x32-10: Salmon et al., "Parallel
+    random numbers: as easy as 1, 2, 3" (SC 2011). The same on every device and for every batch.
 
     All tensors are int64 with values in [0, 2^32) and broadcast against each other; so are the
     results.

@@ -1,4 +1,4 @@
-"""Penalties on tokens that a request has already, in plain torch: for the CPU, and as the reference
+"""Penalties on tokens that a request already has, in plain torch: for the CPU, and as the reference
 of the Triton kernels.
 
 Shapes: S request rows, R rows that sample, V vocabulary.
@@ -12,7 +12,7 @@ from torch import Tensor
 from worker_daemon.contracts.sampling import PenaltyTables
 
 MOST: Final = 2**15 - 1
-"""The largest count, and the bits of a table's entry that hold it."""
+"""The largest count, and the bit mask of the count in a table entry."""
 
 
 def penalized(logits: Tensor, slots: Tensor, tables: PenaltyTables) -> Tensor:

@@ -35,7 +35,7 @@ class TorchSampling:
         return out
 
     def tokens(self, logits: Tensor, metadata: SamplingMetadata) -> Tensor:
-        """int64 [R] for logits [R, V]; nothing waits for the device."""
+        """Return int64 [R] for logits [R, V]. Never waits for the device."""
         greedy = likeliest(logits)
         if not metadata.any_random:
             return greedy
@@ -52,7 +52,7 @@ class TorchSampling:
 
 
 def _sample_random(logits: Tensor, metadata: SamplingMetadata) -> Tensor:
-    """int64 [R]; a few rows at a time, to bound the memory of sorting and noise."""
+    """Return int64 [R]. Works on a few rows at a time, to bound the memory of sorting and noise."""
     num_rows, vocab_size = logits.shape
     step = max(1, _CHUNK_ELEMENTS // vocab_size)
     chunks = [
@@ -116,7 +116,7 @@ def _filter_top_k_top_p(scaled: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
 def _weights(scaled: Tensor) -> Tensor:
     """Return exp as a fixed-point integer, int64: sums stay below 2^63 for vocabularies under 2^23.
 
-    A token under 2^-40 of the most likely one has weight zero and is dropped even for top_p = 1.
+    A token below 2^-40 of the most likely one has weight zero and is dropped even for top_p = 1.
     Its logit is 27.7 lower, and Gumbel noise, which spans 25.8, could never make it the largest.
     """
     return scaled.exp().mul_(_WEIGHT_ONE).to(torch.int64)

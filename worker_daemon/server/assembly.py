@@ -1,5 +1,5 @@
-"""The daemon with its real worker: the only module where server and torch meet. Modules that load
-torch are imported on the step thread, after the sockets are bound."""
+"""Assembles the daemon with its real worker. The only module that connects the server and torch.
+Modules that load torch are imported on the step thread, after the sockets are bound."""
 
 import gc
 from collections.abc import Sequence

@@ -42,7 +42,7 @@ def _stop() -> None:
 
 
 class Completion:
-    """Takes the outcomes of the step thread, which alone calls the public methods (stop apart).
+    """Takes the outcomes of the step thread, the only caller of the public methods except stop.
 
     While no outcome is queued or awaited, an outcome that is ready is sent at once: queueing it
     would cost more than sending it. Otherwise it is queued, so that outcomes leave in order.
@@ -60,7 +60,7 @@ class Completion:
         self._queue: queue.SimpleQueue[_Outcome] = queue.SimpleQueue()
         self._num_queued = 0
         self._num_finished = 0
-        """Outcomes that need the completion thread no more; written by it alone, after their last
+        """Outcomes that the completion thread has finished; written only by it, after their last
         use of the channel."""
         self.thread = ServerThread("completion", self._run)
 
@@ -104,7 +104,7 @@ class Completion:
 
     def attached(self, route: bytes, reply: Attached, on_greeting: Callable[[], None]) -> None:
         """Forget the former driver and greet this one. `on_greeting` is called on the completion
-        thread, once it waits for no result of the former driver."""
+        thread once no result of the former driver is awaited."""
 
         def attach() -> None:
             self.channel.attach(route, reply)
@@ -162,7 +162,7 @@ class Completion:
         failure. Called by the step thread too, while that thread is idle.
 
         link: the link of the step; known_ns: time since which the result is known to be on the
-        host, None if that is not known yet; began_s: the begin of the step.
+        host, None if not known yet; began_s: the start of the step.
         """
         try:
             reply, arrays = pending.result()

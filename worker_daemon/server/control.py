@@ -1,6 +1,6 @@
-"""The control thread's requests: receives each, checks its sender, calls the part that answers it,
-and sends the reply. Owns the control socket; runs on the main thread's event loop and never waits
-for the device without a limit."""
+"""Handles control requests: receives each, checks its sender, calls the object that answers it, and
+sends the reply. Owns the control socket; runs on the main thread's event loop and never waits for
+the device without a limit."""
 
 import asyncio
 import logging
@@ -31,7 +31,7 @@ Handler: TypeAlias = Callable[..., ControlReplyMessage]
 LateHandler: TypeAlias = Callable[..., Awaitable[ControlReplyMessage]]
 
 _ATTACHING: Final = (lc.PrepareAttach, lc.CommitAttach)
-"""Their epoch is not granted yet."""
+"""Requests whose epoch is not granted yet."""
 
 _TAKEN_OUT: Final = ForbiddenError("the key is no longer authorized")
 
@@ -39,8 +39,8 @@ logger = logging.getLogger(__name__)
 
 
 class Control:
-    """Answers one request after the other; a request that waits for the step thread runs as a task
-    of its own, so that the others are answered meanwhile."""
+    """Answers requests one at a time; a request that waits for the step thread runs as a separate
+    task, so that others are still answered."""
 
     def __init__(
         self,
@@ -78,7 +78,7 @@ class Control:
             lc.PrepareAttach: attaching.prepare,
             ls.RenewLease: attaching.renew_lease,
         }
-        """These receive the sender too, as CommitAttach does."""
+        """Handlers that also receive the sender, as CommitAttach's does."""
         self._commit = attaching.commit
         self._late_handlers: Mapping[type[ControlMessage], LateHandler] = {
             lc.Drain: draining.drain_or_undo,

@@ -1,4 +1,4 @@
-"""The daemon as a process: start, loop, shutdown. Connects the threads and decides the exit
+"""The daemon as a process: start, loop, shutdown. Connects the threads and determines the exit
 code."""
 
 import asyncio
@@ -59,8 +59,8 @@ STOP_LIMIT_S: Final = 0.8
 """Limit of an orderly shutdown after the drain; a thread that is stuck for longer ends with the
 process."""
 LAST_WORDS_S: Final = 0.3
-"""From the loss of the device to the end of the process: time for the failure to reach the driver,
-and for NVML to report more."""
+"""Time from the loss of the device to process exit, for the failure to reach the driver and for
+NVML to report more."""
 
 logger = logging.getLogger(__name__)
 
@@ -82,7 +82,7 @@ def serve(
         EndpointInUseError: another daemon has the endpoint.
         StartLaterError: the host has no room for the daemon's files now.
     """
-    signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGHUP,))  # kept for its handler
+    signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGHUP,))  # keep a reference for its handler
     _check_parent_fd(settings.exit_with_parent_fd)
     raise_file_limit()
     files = RuntimeFiles(settings, find_gpu)
@@ -126,8 +126,8 @@ class _Threads:
             self.doorbell.send(b"", zmq.NOBLOCK)
 
     def stop(self, deadline: float) -> bool:
-        """Stop them all; return True if they ended by the deadline, of time.monotonic. The end of
-        the process ends a stuck thread."""
+        """Stop them all; return True if they ended by the deadline, of time.monotonic. Process exit
+        ends a stuck thread."""
         self.watch.stop()
         self.post(Stop())
         joined = self.step.thread.join_within(deadline - time.monotonic())
@@ -238,8 +238,8 @@ class Daemon:
         self._threads.start()
 
     async def _loop_until_end(self) -> int:
-        """Answer control once the worker is ready: a driver takes an answered Hello as a working
-        daemon."""
+        """Answer control requests once the worker is ready: to a driver, an answered Hello means a
+        working daemon."""
         await asyncio.wait((self._ready, self._end), return_when=asyncio.FIRST_COMPLETED)
         if self._end.done():
             return self._end.result()
@@ -284,7 +284,7 @@ class Daemon:
         self._control.close()
         self._events.close()
         joined &= self._security.stop(_left(deadline))
-        left = threading.active_count() > 1  # a link's disposal, say, which waits for dead peers
+        left = threading.active_count() > 1  # such as a link's disposal, which waits for dead peers
         if not joined or left or exit_code != 0:
             self._exit.now(exit_code)
         self._threads.close()
@@ -304,7 +304,7 @@ class Daemon:
 
     def _reload_keys(self) -> None:
         """Read the authorized keys again. Messages on open connections are checked against them
-        from here on; subscribers of events are disconnected, so that they authenticate again."""
+        from now on; subscribers of events are disconnected, so that they authenticate again."""
         if self._settings.authorized_keys is None:
             logger.info("SIGHUP: this daemon has no authorized keys, so there is nothing to reload")
             return
@@ -383,7 +383,7 @@ class Daemon:
 
     def _gpu_fault(self, fault: Fault) -> None:
         """Handle a fault that the GPU's driver reports, perhaps of another process; called on the
-        watch thread. A fault of our own shows up as an error of our own calls too."""
+        watch thread. A fault of this process also fails its own calls."""
         if fault.action.ends_gpu:
             self.fatal(ExitCode.GPU_LOST, str(fault))
         else:
@@ -398,7 +398,7 @@ class Daemon:
         self._to_loop(lambda: self._events.publish_slow(phase, phase_ms, usual_ms))
 
     def relapsed(self, cause: str) -> None:
-        """See GuardListener. The service manager restarts this daemon, and each rank in the same
+        """See GuardListener. The service manager restarts this daemon and every rank in the same
         hang."""
         self.fatal(ExitCode.LINK_UNUSABLE, cause)
 

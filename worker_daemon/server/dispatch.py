@@ -62,7 +62,7 @@ class WorkerLike(Protocol):
         failed step."""
 
     def start_trace(self) -> None:
-        """Record the steps to come for an observer, whichever driver sends them."""
+        """Record later steps for an observer, from any driver."""
 
     def stop_trace(self, *, keep: bool) -> "PlainTraceLike | None":
         """End the trace; return it if it is to be kept."""
@@ -72,18 +72,18 @@ class WorkerLike(Protocol):
         sends were received."""
 
     def describe(self) -> WorkerDescription:
-        """Describe the worker's present state."""
+        """Describe the worker's current state."""
 
     def abort_link(self) -> bool:
         """End every wait for other ranks; return True if there was a link to abort. Called from the
         guard thread."""
 
     def dump_link(self) -> bytes:
-        """Return the communicators' last operations, for people; empty if they are not recorded.
+        """Return the communicators' last operations, as text; empty if they are not recorded.
         Called from the guard thread."""
 
     def check_device(self) -> str:
-        """Return the device's present problem; empty if none. Called from the guard thread."""
+        """Return the device's current problem; empty if none. Called from the guard thread."""
 
     def typed_error(self, error: Exception) -> Exception:
         """Return the typed error for an exception of an operation or a step, with its traceback."""
@@ -92,7 +92,7 @@ class WorkerLike(Protocol):
         """Return the typed error for an unexpected failure of a step."""
 
     def close(self) -> None:
-        """Free the resources that the end of the process would not free."""
+        """Free the resources that process exit would not free."""
 
 
 class RendezvousServerLike(Protocol):
@@ -109,7 +109,7 @@ class RendezvousServerLike(Protocol):
 
 MakeWorker: TypeAlias = Callable[[SetPhase, FindUpload], WorkerLike]
 OpenRendezvousServer: TypeAlias = Callable[[str, int], RendezvousServerLike]
-"""(host, number of ranks)."""
+"""Opens a server: (host, number of ranks)."""
 
 STEPS_WITH_ARRAYS: Final = (step.ExecuteModel, step.SampleTokens)
 """Requests whose handler takes (message, arrays)."""
@@ -127,10 +127,10 @@ def request_handlers(worker: WorkerLike) -> Mapping[type[StepMessage], Callable[
 
 def legal_silence_s(kind: type[StepMessage], step_deadline_s: float) -> float:
     """Return the seconds without progress after which a request of this kind counts as hung; a
-    worker may set finer phases. Steps have the driver's step deadline.
+    worker may set shorter phases. Steps have the driver's step deadline.
 
     A rendezvous of the ranks takes at most 2 * (step deadline + 1) + 5 seconds: enough for a peer
-    to notice that its old link is broken. Requests with a rendezvous are allowed more.
+    to notice that its old link is broken. Requests with a rendezvous have a longer limit.
     """
     row = STEP_OPERATIONS[kind]
     own_s = step_deadline_s if row.deadline_s is None else row.deadline_s

@@ -50,7 +50,7 @@ class Events:
         self._publish(lc.Hung(**self._origin, phase=phase, phase_ms=phase_ms, stacks=stacks))
 
     def publish_slow(self, phase: str, phase_ms: int, usual_ms: int) -> None:
-        """Publish that a step takes far longer than others did."""
+        """Publish that a step takes much longer than recent steps."""
         self._publish(lc.Slow(**self._origin, phase=phase, phase_ms=phase_ms, usual_ms=usual_ms))
 
     def ask_driver(self, trace: bytes, begin_ns: int, end_ns: int) -> None:

@@ -12,9 +12,10 @@ from worker_daemon.errors import ConfigError, config_error
 from worker_daemon.server.lock_file import LockFile, LockHeldError
 
 PATIENCE_S: Final = 1.0
-"""A daemon that was just killed holds its GPU until the kernel has freed its memory."""
+"""Time to wait for the lock: a daemon that was just killed holds its GPU until the kernel has freed
+its memory."""
 _READ_BY_ALL: Final = 0o644
-"""Other users read the pid there; the lock itself needs no permission to write."""
+"""Other users read the pid there; locking needs no write permission."""
 
 
 class GpuInUseError(ConfigError):
@@ -30,7 +31,7 @@ class GpuLock:
 
         Raises:
             GpuInUseError: another process holds it; the message names that process if possible.
-            ConfigError: no file can be made or locked there, or the path is not a regular file.
+            ConfigError: the file cannot be created or locked, or is not a regular file.
         """
         self._path = directory / f"worker-daemon-{uuid}.lock"
         self._uuid = uuid
@@ -43,8 +44,8 @@ class GpuLock:
                 "gpu-lock-dir",
                 str(directory),
                 f"the GPU's lock {self._path} cannot be used: {error.strerror}",
-                "remove the file if it is no daemon's, name a directory that only the users of "
-                "this host's daemons may write, or --share-gpu",
+                "remove the file if no daemon owns it, choose a directory that only the users of "
+                "this host's daemons may write, or use --share-gpu",
             ) from error
         self._write_pid()
 
@@ -58,7 +59,7 @@ class GpuLock:
         except LockHeldError as error:
             raise self._in_use(error) from None
         except OSError:
-            return  # not accessible, for other daemons either: the next call tries again
+            return  # other daemons cannot access it either: the next call tries again
         self._write_pid()
 
     def release(self) -> None:
@@ -66,7 +67,7 @@ class GpuLock:
         self._file.release()
 
     def _write_pid(self) -> None:
-        with contextlib.suppress(OSError):  # another user's file: its pid is an old one
+        with contextlib.suppress(OSError):  # another user's file: its pid is stale
             self._file.write_pid()
 
     def _open(self) -> int:
@@ -103,11 +104,11 @@ def _regular(fd: int) -> int:
 
 
 def lock_directory(chosen: Path | None) -> Path:
-    """Return the directory of the locks of all daemons of this host: the chosen one, else /run/lock
-    if every user may write there, else /tmp.
+    """Return the directory of the locks of all daemons of this host: the chosen one, otherwise
+    /run/lock if every user may write there, otherwise /tmp.
 
     Raises:
-        ConfigError: the chosen one is no directory.
+        ConfigError: the chosen path is not a directory.
     """
     if chosen is not None:
         if not chosen.is_dir():

@@ -1,7 +1,7 @@
 """The lifecycle: the legal requests of each state and the transitions, by the rules of
 rpc_schema/operations.py. Pure: no torch, no sockets, no event loop, no clock.
 
-The state is a product of axes. An operation names what it needs of each axis; a new axis is a field
+The state has several axes. An operation states its requirement on each axis; a new axis is a field
 of DaemonState and a column of Rule.
 """
 
@@ -22,7 +22,7 @@ from worker_daemon.worker.memory_tags import ALL_AWAKE, MemoryTags
 SERVING_STATES: Final[tuple[ServingState, ...]] = ("SERVING", "DRAINING", "CLOSED", "FAILED")
 HISTORY: Final = 20
 MAX_CAUSE_BYTES: Final = 1024
-"""Limit of a cause, which a driver may have written; a status has HISTORY of them."""
+"""Limit on the length of a cause, which a driver may have written; a status has HISTORY of them."""
 TOLD: Final = 3
 """Transitions that a refusal lists."""
 
@@ -38,8 +38,8 @@ _SERVING_MOVES: Final[Mapping[ServingState, frozenset[ServingState]]] = MappingP
 
 @dataclass(frozen=True, slots=True)
 class DaemonState:
-    """The state of a daemon: one value an axis. The rules ignore `lease`: the gate (sequence.py)
-    has refused all requests but the holder's before."""
+    """The state of a daemon: one value per axis. The rules ignore `lease`, because the gate
+    (sequence.py) refuses all requests except the holder's."""
 
     load: LoadState = "CREATED"
     link: LinkState = "none"
@@ -92,8 +92,7 @@ def after(state: DaemonState, message: StepMessage) -> DaemonState:
 
 
 def _after_reset(state: DaemonState, message: lc.Reset) -> DaemonState:
-    """Return the state after a Reset: memory that is freed with the model or the KV cache sleeps no
-    more."""
+    """Return the state after a Reset: freed memory no longer sleeps."""
     memory = state.memory.after_dropping_kv_cache()
     return replace(
         state,
@@ -150,7 +149,7 @@ class Lifecycle:
 
     def serve(self, to: ServingState, cause: str) -> bool:
         """Move to DRAINING, CLOSED or FAILED, or back from DRAINING; return True if the state
-        changed. A move that the axis does not have is ignored."""
+        changed. Transitions that do not exist are ignored."""
         if to not in _SERVING_MOVES[self.state.serving]:
             return False
         return self._move(replace(self.state, serving=to), cause)
@@ -170,7 +169,7 @@ class Lifecycle:
 
     def _refuse(self, message: StepMessage) -> None:
         names = ", ".join(sorted(kind.__name__ for kind in self.legal)) or "none"
-        told = list(self._history)[-TOLD:]  # a status has all
+        told = list(self._history)[-TOLD:]  # the status has all of them
         wanted = type(message).__name__
         if isinstance(message, lc.Reset):
             wanted += f"(to={message.to})"
@@ -183,7 +182,7 @@ class Lifecycle:
 
 
 def _way_to_wake(state: DaemonState, message: StepMessage) -> str | None:
-    """Return the fix that makes `message` legal, if only sleep forbids it."""
+    """Return the fix that makes `message` legal, if sleep is the only obstacle."""
     rule = STEP_OPERATIONS[type(message)].rule
     if not allows(rule, replace(state, memory=ALL_AWAKE)):
         return None

@@ -41,7 +41,7 @@ class LockFile:
         return is_at(self._fd, self._path)
 
     def renew(self, patience_s: float) -> None:
-        """Replace the lock, whose file was removed, by one on a new file. Raises as the
+        """Replace the lock, whose file was removed, with one on a new file. Raises as the
         constructor does."""
         renewed = self._lock(patience_s)
         os.close(self._fd)
@@ -57,7 +57,7 @@ class LockFile:
         """Remove the file if it is ours, then unlock it: in this order no process locks a file that
         is about to be removed."""
         if self.is_held():
-            with contextlib.suppress(OSError):  # another user's file stays
+            with contextlib.suppress(OSError):  # leave another user's file
                 self._path.unlink()
         os.close(self._fd)
 

@@ -1,4 +1,4 @@
-"""The end of the process: its exit code, and the ways to reach it."""
+"""Process exit: the exit code, in order or at once."""
 
 import asyncio
 import logging
@@ -32,7 +32,7 @@ class ProcessExit:
         return self._code
 
     def finish(self, exit_code: int) -> None:
-        """Shut the daemon down in order with this code, unless it is already ending."""
+        """Start an orderly shutdown with this code, unless the daemon is already ending."""
         if self._code is not None and not self._code.done():
             self._code.set_result(exit_code)
 

@@ -1,5 +1,5 @@
-"""The state of the step thread, written by it alone and read by every thread without a lock: each
-field is one reference that is replaced as a whole."""
+"""The state of the step thread, written only by it and read by every thread without a lock: each
+field is one reference, replaced as a whole."""
 
 import math
 import time
@@ -16,8 +16,8 @@ MAX_STEPS: Final = 64
 
 
 class Stamp(msgspec.Struct, frozen=True, gc=False):
-    """One phase. Times are of time.monotonic, in seconds. A Struct for its fast constructor, which
-    every step calls twice."""
+    """One phase. Times are of time.monotonic, in seconds. A Struct for its fast constructor, called
+    twice per step."""
 
     phase: str
     since: float
@@ -69,9 +69,9 @@ class StepTimes:
         self._last_s = 0.0
 
     def add(self, began_s: float, ended_s: float) -> None:
-        """Record a step, in seconds of time.monotonic. Steps overlap: a step counts from its begin
-        or from the end of the one before it, whichever is later, so that idle time never counts."""
-        # Plain comparisons: this runs once a step.
+        """Record a step, in seconds of time.monotonic. Steps overlap: a step counts from its start
+        or the end of the previous step, whichever is later, so that idle time never counts."""
+        # Plain comparisons: this runs once per step.
         begin_s = self._last_s if self._last_s > began_s else began_s
         took_s = ended_s - begin_s if ended_s > begin_s else 0.0
         self._last_s = ended_s
@@ -97,13 +97,13 @@ class Progress:
     def __init__(self, device: str) -> None:
         self.stamp = Stamp("STARTING", time.monotonic(), math.inf, False)
         self.result = NO_RESULT
-        """The result that the completion thread waits for: if the device hangs, this phase
-        hangs."""
+        """The phase in which the completion thread waits for a result; a hanging device shows
+        here."""
         self.snapshot = Snapshot(DaemonState(), 0, (), WorkerDescription(device))
         self.epoch = 0
         self.link = 0
         self.last_seq = 0
-        """The last request whose outcome was, or is about to be, passed to the completion
+        """The last request whose outcome has been, or is about to be, passed to the completion
         thread."""
         self.step_deadline_s = 60.0
         self.step_times = StepTimes()

@@ -2,7 +2,7 @@
 file and hang reports; and the limit of open files. Main thread only.
 
 A lock file without a lock belongs to a dead daemon: the kernel unlocks it when its process ends.
-Shared memory is never left behind: what ranks share has no names, and ends with its last user.
+Shared memory is never left behind: it has no names, and is freed with its last user.
 """
 
 import contextlib
@@ -33,7 +33,7 @@ from worker_daemon.server.wire.endpoints import (
 from worker_daemon.settings import ProcessSettings, endpoint_home
 
 LEAST_FILES: Final = 64
-"""Files that an idle daemon and one driver need, and some to spare."""
+"""Files that an idle daemon and one driver need, with a margin."""
 LOW_FILES: Final = 1024
 """A hard limit of at most this is logged."""
 _LOCK_SUFFIX: Final = ".lock"
@@ -72,7 +72,7 @@ class RuntimeFiles:
             raise
 
     def keep(self) -> None:
-        """Check that all of it is still ours; called now and then.
+        """Check that all of them are still ours; called at intervals.
 
         Raises:
             GpuInUseError: another daemon has locked the GPU.
@@ -133,8 +133,8 @@ def remove_stale(directory: Path) -> list[str]:
 def _remove_if_dead(lock: Path, endpoint: IpcEndpoint) -> bool:
     fd = open_own_file(lock, os.O_RDWR)
     try:
-        # Checked before the lock is tried, which would keep its owner from it for that moment. A
-        # pid that was reused meanwhile counts as the holder: the files wait for a restart.
+        # Checked before the lock is tried, which would briefly keep its owner from taking it. A
+        # reused pid counts as the holder: the files then stay until a restart.
         pid = read_pid(fd)
         if pid is not None and _is_alive(pid):
             return False
@@ -166,8 +166,8 @@ def _remove_if_empty(directory: Path) -> None:
 
 
 def raise_file_limit() -> int:
-    """Raise the soft limit of open files to the hard one; return it. Each peer takes some files,
-    and when none are left libzmq refuses new peers on tcp and aborts the process on ipc.
+    """Raise the soft limit of open files to the hard one; return it. Each peer takes some files.
+    When none are left, libzmq refuses new peers on tcp and aborts the process on ipc.
 
     Raises:
         ConfigError: it is too low for a daemon.

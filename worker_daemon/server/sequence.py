@@ -1,4 +1,4 @@
-"""The gate of step requests: judges each by its (epoch, link, seq) alone. Pure: no socket, no
+"""The gate of step requests: checks only their (epoch, link, seq). Pure: no socket, no
 torch, no reply bytes."""
 
 import enum
@@ -29,7 +29,7 @@ class Verdict(enum.Enum):
 
     RUN = "run"
     REPLAY = "replay"
-    """It was accepted before: its reply is sent again, if it is still kept."""
+    """Accepted before: its reply is sent again if it is still kept."""
     STALE = "stale"
     GAP = "gap"
     FENCED = "fenced"
@@ -74,13 +74,14 @@ class StepGate:
             self.expired = True
 
     def judge(self, message: StepMessage | StepHead) -> Verdict:
-        """Judge a request. Only a request with the verdict RUN may be passed to `accept`.
+        """Return the verdict on a request. Only a request with the verdict RUN may be passed to
+        `accept`.
 
         The next seq runs. Relink, Reset and an ExecuteModel with a resynchronization close a gap:
-        their seq need only be new. InitDevice and Relink name a link above the current one in
-        `rendezvous`; all others name the current one. A repeated seq is replayed whatever its link,
-        also after the lease has expired: a replay changes nothing. A request with a readable head
-        but an unreadable body is judged by its head; it closes no gap.
+        their seq only needs to be new. InitDevice and Relink name a link above the current one in
+        `rendezvous`; all others name the current one. A repeated seq is replayed regardless of its
+        link, even after the lease has expired: a replay changes nothing. A request with a readable
+        head but an unreadable body is judged by its head; it closes no gap.
         """
         if message.epoch != self.epoch or not self.attached:
             return Verdict.FENCED if message.epoch < self.epoch else Verdict.NOT_ATTACHED
@@ -103,12 +104,12 @@ class StepGate:
         return Verdict.RUN
 
     def accept(self, message: StepMessage | StepHead) -> None:
-        """Accept a request that may run: its seq is used up, whatever its outcome."""
+        """Accept a request that may run: its seq is used up, regardless of the outcome."""
         self.last_seq = message.seq
 
     def begin_link(self, message: lc.InitDevice | lc.Relink) -> None:
-        """Move to a new link. The attempt alone uses up its generation, so that ranks agree on it
-        whether it succeeds or not."""
+        """Move to a new link. Even a failed attempt uses up its generation, so that ranks agree on
+        it."""
         self.link = message.rendezvous.link
 
     def refusal(self, verdict: Verdict, message: StepMessage | StepHead) -> ProtocolError:

@@ -1,11 +1,11 @@
-"""The daemon's threads, as the main thread starts and joins them."""
+"""The base of the daemon's threads, which the main thread starts and joins."""
 
 import threading
 from collections.abc import Callable
 
 
 class ServerThread(threading.Thread):
-    """A thread that never keeps the process alive, and that is joined with a limit."""
+    """A daemon thread that is joined with a time limit."""
 
     def __init__(self, name: str, work: Callable[[], None]) -> None:
         super().__init__(target=work, name=name, daemon=True)

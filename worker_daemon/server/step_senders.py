@@ -24,8 +24,7 @@ class EpochOwner:
 
 
 class StepSenders:
-    """The attributes are read by every step; the step loop sets `driver` when it accepts a
-    request."""
+    """Every step reads the attributes; the step loop sets `driver` when it accepts a request."""
 
     __slots__ = ("access", "bad_peers", "driver", "known", "owners")
 
@@ -38,11 +37,11 @@ class StepSenders:
         self.known: dict[bytes, Peer] = {}
         """Peers by routing id, if ZeroMQ chose the id."""
         self.owners: dict[int, EpochOwner] = {}
-        """By epoch."""
+        """Owners by epoch."""
 
     def identify(self, sender: bytes, frame: zmq.Frame) -> Peer:
-        """Return the peer of a step socket. It is remembered if ZeroMQ chose the routing id: such
-        an id is a counter that starts at 32 random bits, and no other peer learns it."""
+        """Return the peer of a step socket. It is cached if ZeroMQ chose the routing id: a counter
+        with a random 32-bit start, which no other peer learns."""
         peer = self.access.peer("step", sender, frame)
         if sender[:1] == b"\0":
             if len(self.known) == MAX_KNOWN_PEERS:

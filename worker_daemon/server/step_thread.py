@@ -1,6 +1,6 @@
-"""The step thread: takes requests in order, checks that each is legal and the next one, runs it,
-and passes the outcome to the completion thread. Owns the step socket and the worker; the only
-thread that may touch the device."""
+"""The step thread: receives requests, checks that each is legal and next in order, runs it, and
+passes the outcome to the completion thread. Owns the step socket and the worker; the only thread
+that may touch the device."""
 
 import logging
 import queue
@@ -49,8 +49,8 @@ from worker_daemon.server.wire.unreadable import head_of, is_step, refusal
 from worker_daemon.worker.uploads import Uploads
 
 SWITCH_INTERVAL_S: Final = 0.0002
-"""The interpreter's switch interval: how long the step thread may keep the completion thread
-waiting."""
+"""The interpreter's switch interval, which limits how long the step thread can block the completion
+thread."""
 MAX_FAILURE_BYTES: Final = 4096
 """Limit on the stored cause of a failure."""
 UID_BYTES: Final = 16
@@ -120,7 +120,8 @@ class StopSteps:
 
 @dataclass(frozen=True, slots=True)
 class Resume:
-    """Take steps again after a StopSteps that stays; `on_serving` is called once that is so."""
+    """Take steps again after a StopSteps with `stays`; `on_serving` is called once they are
+    taken."""
 
     on_serving: Callable[[], None]
 
@@ -171,8 +172,8 @@ class StepEvents(Protocol):
 
 
 class StepThread:
-    """Started by the daemon with a socket that it alone uses from then on. Commands come by
-    `commands` and an empty message on the step socket's inner address."""
+    """Started by the daemon with a socket that only it uses from then on. Commands arrive in
+    `commands`, with an empty message on the step socket's inproc address."""
 
     def __init__(
         self,
@@ -207,7 +208,7 @@ class StepThread:
         try:
             worker = self._make_worker(self._progress.set_phase, self._find_upload)
         except Exception as error:
-            if not isinstance(error, ConfigError):  # whose message is enough
+            if not isinstance(error, ConfigError):  # the message is enough
                 logger.exception("the worker cannot be made")
             self._events.fatal(_start_exit_code(error), str(error))
             return
@@ -232,7 +233,7 @@ def _start_exit_code(error: Exception) -> ExitCode:
 
 
 class _StepLoop:
-    """Judges and runs requests and commands. Used by the step thread alone."""
+    """Checks and runs requests and commands. Used only by the step thread."""
 
     def __init__(
         self,
@@ -257,7 +258,7 @@ class _StepLoop:
         self._running = True
         self._failed = False
         self._left_clean = True
-        """False once a step was cut off in the current epoch."""
+        """False once a step was aborted in the current epoch."""
         self._handlers = request_handlers(worker)
 
     def serve(self, step: "zmq.Socket[bytes]") -> None:
@@ -282,7 +283,7 @@ class _StepLoop:
                 self._take(sender, known.get(sender) or senders.identify(sender, first), frames)
 
     def _take(self, sender: bytes, peer: Peer, frames: list[bytes]) -> None:
-        """Decode and judge one request. The sender may be any peer."""
+        """Decode and check one request. The sender may be any peer."""
         senders = self._senders
         if sender != senders.driver and peer in senders.bad_peers:
             return
@@ -299,7 +300,7 @@ class _StepLoop:
         owner = senders.owners.get(message.epoch)
         if owner is not None and owner.owner != senders.access.owner(peer):
             senders.bad_peers.note(peer, "step", _not_its_epoch(message.epoch))
-            return  # no reply: replies of the epoch are for its driver
+            return  # no reply: the epoch's replies go to its driver
         verdict = self._gate.judge(message)
         if verdict is Verdict.RUN:
             self._gate.accept(message)
@@ -312,12 +313,12 @@ class _StepLoop:
             self._refuse(message, self._gate.refusal(verdict, message))
 
     def _run(self, message: StepMessage, arrays: Sequence[Frame], peer: Peer) -> None:
-        """Run an accepted request. Exactly one outcome goes to the completion thread, and not
-        before `progress` shows it: a driver that has the reply may ask for the status."""
+        """Run an accepted request. Exactly one outcome goes to the completion thread, after
+        `progress` shows it: a driver that has the reply may ask for the status."""
         kind = type(message)
         try:
             self._senders.access.check(peer, message)
-            if kind not in self._lifecycle.legal or kind is lc.Reset:  # which names a target, too
+            if kind not in self._lifecycle.legal or kind is lc.Reset:  # a Reset also names a target
                 self._lifecycle.check(message)
             self._begin(message)
             if kind in STEPS_WITH_ARRAYS:
@@ -393,7 +394,7 @@ class _StepLoop:
             self._publish(self._lifecycle.transitions[-1])
 
     def _refuse(self, message: StepMessage | StepHead, error: ProtocolError) -> None:
-        """Answer a request that was not accepted, if its epoch is a driver's."""
+        """Answer a request that was not accepted, if its epoch has a driver."""
         owner = self._senders.owners.get(message.epoch)
         if owner is not None:
             reply = error_reply(error, epoch=message.epoch, seq=message.seq, rank=self._worker.rank)
@@ -422,7 +423,7 @@ class _StepLoop:
             self._refuse(head, self._gate.refusal(verdict, head))
 
     def _fail_unread(self, head: StepHead, error: Exception) -> None:
-        """Report the failure of a request that was accepted by its head alone."""
+        """Report the failure of a request that was accepted only by its head."""
         if is_step(head):
             self._worker.refuse_step(head.seq)
         reply = error_reply(error, epoch=head.epoch, seq=head.seq, rank=self._worker.rank)
@@ -451,7 +452,7 @@ class _StepLoop:
                 self._leave_requests(keep=False)
                 self._uploads.drop_all()
                 logger.info("no driver adopted the requests of epoch %d: dropped", epoch)
-            case LinkLost(link, cause) if link == self._gate.link:  # else it was replaced since
+            case LinkLost(link, cause) if link == self._gate.link:  # else a later link exists
                 self._link_broke(cause)
             case StopSteps():
                 self._drain(command)
@@ -467,7 +468,7 @@ class _StepLoop:
 
     def _expire(self, epoch: int) -> None:
         self._gate.expire(epoch)
-        if epoch == self._gate.epoch:  # else another driver has uploads of its own
+        if epoch == self._gate.epoch:  # otherwise another driver has uploads
             self._uploads.keep_only(self._progress.snapshot.description.uploads_in_use())
         self._leased(epoch, "orphan", "the lease expired")
 
@@ -484,7 +485,7 @@ class _StepLoop:
         command.on_serving()
 
     def _run_out_of_band(self, command: OutOfBandTask) -> None:
-        # Not on_link: a driver that attaches meanwhile waits, and aborts no link.
+        # Not on_link: a driver that attaches now waits, and does not abort the link.
         self._progress.begin(command.phase, command.legal_silence_s, False)
         command.work(self._worker)
         self._progress.idle()
@@ -492,7 +493,7 @@ class _StepLoop:
     def _attach(self, command: Attach) -> None:
         gate = self._gate
         if command.epoch <= gate.epoch:
-            return  # overtaken: a later driver was attached first
+            return  # a later driver was attached first
         clean = self._leave_requests(keep=command.keep_requests)
         self._left_clean = True
         snapshot = AttachSnapshot(gate.epoch, gate.last_seq, clean)
@@ -509,7 +510,7 @@ class _StepLoop:
         self._progress.idle()
 
     def _leave_requests(self, *, keep: bool) -> bool:
-        """Have the worker drop all requests unless `keep`; return True if no step was cut off since
+        """Make the worker drop all requests unless `keep`; return True if no step was aborted since
         the last attach."""
         try:
             clean = self._worker.on_attach(keep_requests=keep)
@@ -524,8 +525,8 @@ class _StepLoop:
             self._publish(self._lifecycle.transitions[-1])
 
     def _describe(self) -> None:
-        """Publish the worker's description. After lifecycle operations only: it waits for the
-        device, which a failed step may have left hanging."""
+        """Publish the worker's description. Only after lifecycle operations: it waits for the
+        device, which may hang after a failed step."""
         try:
             description = self._worker.describe()
         except Exception:
@@ -534,7 +535,7 @@ class _StepLoop:
         self._progress.snapshot = replace(self._progress.snapshot, description=description)
 
     def _publish(self, transition: str) -> None:
-        """Publish the state for other threads, after anything but a step."""
+        """Publish the state for other threads, after everything except a step."""
         self._progress.snapshot = replace(
             self._progress.snapshot,
             state=self._lifecycle.state,

@@ -1,1 +1,1 @@
-"""The worker: one method per operation, which calls the parts that it is composed of."""
+"""The worker: one method per operation, over its device, model and runner."""

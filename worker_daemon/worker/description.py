@@ -1,4 +1,4 @@
-"""The worker's description between operations: a value that any thread may read."""
+"""The worker's state between operations: a value that any thread may read."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -29,8 +29,8 @@ class WorkerDescription:
     weights: Callable[[], WeightReport | None] = lambda: None
     """Returns the state of the weights now; None below MODEL_LOADED."""
     num_kv_blocks_held: Callable[[], int] = int
-    """Returns how many KV blocks running requests have now."""
+    """Returns the number of KV blocks that running requests hold now."""
     uploads_in_use: Callable[[], frozenset[bytes]] = frozenset
-    """Returns the names of the uploads that running requests name now."""
+    """Returns the hashes of the uploads that running requests use now."""
     input_wait_share: Callable[[], float] = float
-    """Returns the share of its time for which the stage now waits for its input."""
+    """Returns the share of recent time in which the stage waited for its input."""

@@ -1,5 +1,4 @@
-"""Loading: builds and fills this rank's stage, as a LoadModel request asks for. The stage belongs
-to the worker."""
+"""Builds and fills this rank's stage for a LoadModel request. The stage belongs to the worker."""
 
 import logging
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -99,7 +98,7 @@ class Roots:
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """The model that load_model makes and reset(DEVICE_READY) drops."""
+    """A loaded model, from load_model until reset(DEVICE_READY)."""
 
     config: WorkerConfig
     resolved: ResolvedModel
@@ -118,7 +117,7 @@ class LoadedModel:
     """Custom logits processors that requests may ask for."""
 
     def limited_to(self, max_model_len: int) -> "LoadedModel":
-        """Return the model with another limit, at most the one that it was loaded with.
+        """Return the model with another length limit, at most the one that it was loaded with.
 
         Raises:
             ConfigError: it is longer than that.
@@ -175,7 +174,7 @@ def load(message: lc.LoadModel, place: RankPlace, roots: Roots, set_phase: SetPh
     Raises:
         ConfigError: the model, its partition or a size is not possible, or a logits processor is
             not installed.
-        CheckpointError: its files are missing, truncated or not what config.json says.
+        CheckpointError: its files are missing, truncated, or do not match config.json says.
         CapacityError: it does not fit on the device.
     """
     check_cache(message.cache, message.scheduler)
@@ -270,7 +269,7 @@ def reload(
 
     Raises:
         ConfigError: the directory lies outside the roots, or holds another model.
-        CheckpointError: its files are missing, truncated or not what config.json says.
+        CheckpointError: its files are missing, truncated, or do not match config.json says.
     """
     resolved = roots.resolve(config)
     _check_same_model(resolved.decoder, model.resolved.decoder)
@@ -341,8 +340,8 @@ def _check_same_model(found: DecoderConfig, loaded: DecoderConfig) -> None:
 
 
 def _values(decoder: DecoderConfig) -> Iterator[tuple[str, object]]:
-    """Yield every value that shapes a decoder, by its name; decoders with the same number of layers
-    yield the same number of values."""
+    """Yield every value that defines a decoder, with its name; decoders with the same number of
+    layers yield the same number of values."""
     values = asdict(decoder) | {"rope": decoder.rope}
     layers = values.pop("layers")
     yield "num_hidden_layers", decoder.num_hidden_layers
@@ -391,8 +390,7 @@ def _build_stage(
     memory: TaggedMemory,
     adapters: AdapterLayout | None,
 ) -> DecoderStage:
-    """Build the stage without memory first: then its size is known, and memory is allocated for
-    it."""
+    """Build the stage on the meta device first to learn its size, then allocate its memory."""
     decoder, parallel = resolved.decoder, place.parallel
     check_partition(decoder, parallel.pp_size, parallel.tp_size)
     layers, ops = _partition(decoder, place)[parallel.pp_rank], place.backend.make_ops()

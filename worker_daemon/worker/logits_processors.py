@@ -13,8 +13,7 @@ def find_logits_processors(names: Sequence[str]) -> Mapping[str, MakeLogitsProce
     """Return the factories of these names, in their order.
 
     Raises:
-        ConfigError: there is none of a name, a name occurs twice, or its package cannot be
-            imported.
+        ConfigError: a name is not installed or occurs twice, or its package cannot be imported.
     """
     if not names:
         return {}
@@ -26,7 +25,7 @@ def find_logits_processors(names: Sequence[str]) -> Mapping[str, MakeLogitsProce
                 "no such logits processor is installed",
                 field=FIELD,
                 value=name,
-                fix=f"install its package with each daemon, or use one of those there: {there}",
+                fix=f"install its package with each daemon, or use an installed one: {there}",
             )
         if names.count(name) > 1:
             fix = "name each processor once"
@@ -37,11 +36,11 @@ def find_logits_processors(names: Sequence[str]) -> Mapping[str, MakeLogitsProce
 def _load(entry: EntryPoint) -> MakeLogitsProcessor:
     try:
         factory: MakeLogitsProcessor = entry.load()
-    except Exception as error:  # whatever the package's own code raises
+    except Exception as error:  # the package's code may raise anything
         raise ConfigError(
             f"the logits processor cannot be imported: {type(error).__name__}: {error}",
             field=FIELD,
             value=entry.name,
-            fix="repair its package, or leave it out",
+            fix="fix its package, or remove the name",
         ) from error
     return factory

@@ -51,8 +51,8 @@ class MemoryLedger:
 
     @contextmanager
     def taking(self, kind: Kind) -> Iterator[None]:
-        """Measure the memory that the block allocates for a kind, in place of the kind's former
-        memory; nothing is recorded if the block fails."""
+        """Record the memory that the block allocates as the kind's, replacing its previous record;
+        record nothing if the block fails."""
         before = self._source.snapshot()
         yield
         now = self._source.snapshot()

@@ -45,7 +45,7 @@ def profile_memory(
     opened: OpenedDevice, model: LoadedModel, message: StepMessage, set_phase: SetPhase
 ) -> ProfiledMemory:
     """Run the largest step over a KV cache of two blocks, capture some of the graphs, and return
-    what that leaves of the budget and of the device.
+    the memory left in the budget and on the device.
 
     Raises:
         CapacityError: nothing is left, though no other process allocated any.
@@ -73,8 +73,8 @@ def profile_memory(
 def check_step_deadline(
     opened: OpenedDevice, model: LoadedModel, message: StepMessage, set_phase: SetPhase
 ) -> None:
-    """Time the longest step if its deadline is short. Depends on the configuration alone, so that
-    all ranks take part. Only on the CPU, where steps take long and this thread's time is theirs.
+    """Time the longest step if its deadline is short. Depends only on the configuration, so all
+    ranks take part. Only for the CPU, where steps are slow and run on this thread.
 
     Raises:
         ConfigError: a legal step would count as hung.
@@ -86,7 +86,7 @@ def check_step_deadline(
     try:
         with _profiling_runner(opened, model, set_phase, is_timed=True) as serving:
             step_s = serving.time_longest_step(message)
-    except CommError as error:  # the communicators' own timeout is hardly longer
+    except CommError as error:  # the communicators' timeout is only slightly longer
         problem = "a rank is lost, or takes longer for the longest step than its deadline"
         fix = "a longer deadline, or a lower max_num_batched_tokens"
         raise CommError(
@@ -98,7 +98,8 @@ def check_step_deadline(
 def _run_largest_step(
     opened: OpenedDevice, model: LoadedModel, message: StepMessage, set_phase: SetPhase
 ) -> None:
-    """Run it and free everything on return, so that the profile measures the step alone."""
+    """Run the longest step and free everything on return, so that the profile measures only its own
+    step."""
     with _profiling_runner(opened, model, set_phase) as serving:
         serving.run_largest_step(message)
 
@@ -130,7 +131,7 @@ def _profiling_runner(
 
 
 def _plan(opened: OpenedDevice, model: LoadedModel) -> KVCacheConfig:
-    """Return the KV groups that the driver will find too: those of the whole pipeline."""
+    """Return the KV groups of the whole pipeline, which the driver will plan in the same way."""
     own, windows = model.kv_cache_specs, model.resolved.decoder.layer_windows
     parallel, pp_rank = model.config.parallel, opened.place.parallel.pp_rank
     stages: list[Sequence[KVCacheSpec]] = [

@@ -34,7 +34,7 @@ class MemoryTags:
     kv_cache: TagState = "awake"
 
     def __str__(self) -> str:
-        """Only the tags that are not awake: `weights asleep/kv_cache asleep`."""
+        """Return the tags that are not awake: `weights asleep/kv_cache asleep`."""
         return "/".join(f"{tag} {state}" for tag, state in self.states.items() if state != "awake")
 
     @property
@@ -42,12 +42,13 @@ class MemoryTags:
         return {"weights": self.weights, "kv_cache": self.kv_cache}
 
     def after_sleep(self, level: SleepLevel) -> "MemoryTags":
-        """At level 2 the weights are discarded, even if they sleep at level 1."""
+        """Return the state after a sleep. Level 2 discards the weights, even if they sleep at level
+        1."""
         weights = _TO_SLEEP if level == KEEPING else _TO_NOTHING
         return MemoryTags(_move(self.weights, weights), _move(self.kv_cache, _TO_SLEEP))
 
     def after_wake_up(self, tags: Collection[MemoryTag] | None) -> "MemoryTags":
-        """tags: None for all. Discarded weights become lost; a KV cache has no content to lose."""
+        """Return the state after a wake-up. tags: None for all. Discarded weights become lost."""
         woken = TAGS if tags is None else tags
         return MemoryTags(
             _move(self.weights, _WAKING) if "weights" in woken else self.weights,
@@ -55,18 +56,18 @@ class MemoryTags:
         )
 
     def after_discard(self, tags: Collection[MemoryTag]) -> "MemoryTags":
-        """The content of the tags is lost, host copies included."""
+        """Return the state after a discard, which loses the tags' content, host copies included."""
         return MemoryTags(
             "discarded" if "weights" in tags else self.weights,
             "discarded" if "kv_cache" in tags else self.kv_cache,
         )
 
     def after_filling(self) -> "MemoryTags":
-        """All weights were written again."""
+        """Return the state after all weights were written again."""
         return replace(self, weights="awake")
 
     def after_dropping_kv_cache(self) -> "MemoryTags":
-        """The KV cache was dropped."""
+        """Return the state after the KV cache was dropped."""
         return replace(self, kv_cache="awake")
 
 

@@ -1,5 +1,5 @@
-"""Profiles of a worker's steps, for a driver or an observer: torch's profiler, whose trace is
-written to a file, or marks for an external CUDA profiler. Owns the running recording."""
+"""Profiles of a worker's steps, for a driver or an observer: a trace of torch's profiler in a file,
+or marks for an external CUDA profiler. Owns the running recording."""
 
 import contextlib
 import errno
@@ -32,11 +32,11 @@ Step: TypeAlias = ExecuteModel | SampleTokens | ExecuteDummyBatch
 DEFAULT_PREFIX: Final = "trace"
 OBSERVED_PREFIX: Final = "observed"
 CLOCK_MARK: Final = "clock_"
-"""Prefix of the name of an empty range; the rest is time.monotonic_ns() just before it began. A
-trace has some at its begin and at its end; they relate its timestamps to that clock."""
+"""Prefix of the name of an empty range; the rest is time.monotonic_ns() just before its start. A
+trace has some at its start and end, which relate its timestamps to that clock."""
 _NUM_CLOCK_MARKS: Final = 16
 DISPOSAL_LIMIT_S: Final = 0.5
-"""Limit of the wait for the transfers of a link that was left, at the end of a profile."""
+"""Limit on the wait, at the end of a profile, for the transfers of an abandoned link."""
 _PREFIX: Final = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,63}")
 _DISK_FULL: Final = (errno.ENOSPC, errno.EDQUOT)
 _GZIP_LEVEL: Final = 1
@@ -53,9 +53,8 @@ def trace_name(prefix: str, parallel: ParallelState) -> str:
 
 
 def step_label(message: Step) -> str:
-    """Return a step's label: its requests, tokens and seq. `context` counts requests with other
-    than one token, which are prompts and parts of them, `generation` the others. Never fails,
-    whatever the message holds."""
+    """Return a step's label: its requests, tokens and seq. `context` counts requests with more than
+    one token (prompts and chunks), `generation` the others. Never fails, for any message."""
     if isinstance(message, SampleTokens):
         return f"sample_tokens_of_{message.step_seq}_seq_{message.seq}"
     if isinstance(message, ExecuteDummyBatch):
@@ -71,8 +70,8 @@ def step_label(message: Step) -> str:
 
 
 class _CudaMarks:
-    """cudaProfilerStart to cudaProfilerStop: an external profiler (nsys, ncu) records between them,
-    and writes the trace."""
+    """Calls cudaProfilerStart and cudaProfilerStop: an external profiler (nsys, ncu) records in
+    between, and writes the trace."""
 
     kind: Kind = "cuda"
 
@@ -136,7 +135,7 @@ class PlainTrace:
     """A trace that was written but not compressed. Call pack() or discard() once, on any thread."""
 
     def __init__(self, plain: Path, target: Path) -> None:
-        """plain: in a directory of its own."""
+        """plain: a file in its own directory."""
         self._plain = plain
         self._target = target
 
@@ -184,19 +183,19 @@ class Profiler:
 
     def __init__(self, directory: Path | None, settle: Callable[[], None] = lambda: None) -> None:
         """directory: for traces; made when the first one starts. None: kind torch is refused.
-        settle: waits for the transfers in progress, if the neighbors are alive: torch records a
-        transfer's end in the recording that it began under, and crashes if that was freed."""
+        settle: waits for the transfers in progress, if the neighbors are alive. torch writes a
+        transfer's end into the recording in which it began, and crashes if that was freed."""
         self._directory = directory
         self._prefix = DEFAULT_PREFIX
         self.recording: _Recording | None = None
-        """The profile or trace that runs."""
+        """The running profile or trace."""
         self.abandoned: _Recording | None = None
         """The recording of a driver that was replaced."""
         self._observed: _TorchTrace | None = None
         """The running recording, if it is an observer's."""
         self._settle = settle
         self._disposal: threading.Thread | None = None
-        """Ends with the last transfers of a link that was left."""
+        """Thread that ends with the last transfers of an abandoned link."""
 
     @property
     def is_recording(self) -> bool:
@@ -216,7 +215,7 @@ class Profiler:
         self._need_no_abandoned()
         if request.kind == "cuda":
             if device.type != "cuda":
-                raise config_error("kind", "cuda", "the device is no CUDA device", "use torch")
+                raise config_error("kind", "cuda", "the device is not a CUDA device", "use torch")
             self.recording = _CudaMarks()
         else:
             target = self._claimed_directory() / trace_name(prefix, parallel)
@@ -228,9 +227,9 @@ class Profiler:
         profile: warns, and returns None.
 
         Raises:
-            StateError: one of the other kind runs.
+            StateError: a profile of the other kind runs.
             CapacityError: the disk is full.
-            ConfigError: the file cannot be written. After these two the profile is over, and its
+            ConfigError: the file cannot be written. After the last two, the profile is over and its
                 trace lost.
         """
         recording = self.recording
@@ -288,9 +287,9 @@ class Profiler:
                 _LOG.info("ended the profile that was running: %s", written or kind)
 
     def abandon(self) -> None:
-        """Mark a replaced driver's recording to be dropped before the next step or profile. Not
-        at once: that waits for the device, whose kernels may wait for a peer until the link is
-        left."""
+        """Mark a replaced driver's recording to be dropped before the next step or profile.
+        Dropping it now would wait for the device, whose kernels may wait for a peer until the link
+        is left."""
         if self.recording is not None and self._observed is None:
             self.abandoned, self.recording = self.recording, None
 
@@ -301,8 +300,8 @@ class Profiler:
         return _NOTHING if self.recording is None else self.recording.step(message)
 
     def link_left(self, disposal: threading.Thread | None) -> None:
-        """Record that a link was left, whose last transfers end with `disposal`: a recording that
-        they began under must outlive them."""
+        """Record that a link was left, whose last transfers end with `disposal`: the recording in
+        which they began must outlive them."""
         self._disposal = disposal
 
     def _need_no_abandoned(self) -> None:

@@ -29,8 +29,8 @@ logger = logging.getLogger(__name__)
 
 _DISPOSAL_S = 0.5
 _PEER_GRACE_S = 0.9
-"""Time that gloo waits for peers beyond a step's deadline: a rank that waits for them reports
-within a second of the deadline."""
+"""Time that gloo waits for peers beyond a step's deadline, so that a waiting rank reports within a
+second of the deadline."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,7 @@ class RankDevice:
     _open_memory: Callable[[torch.device], MemorySource]
     _open_health: Callable[[torch.device], CheckDevice]
     _num_threads: int | None
-    """torch's on the CPU, if the user set it."""
+    """Number of torch's CPU threads, if the user set it."""
     opened_or_none: OpenedDevice | None = field(default=None, init=False)
     check: CheckDevice = field(default=no_check, init=False)
     """The device's health check, for the guard thread."""
@@ -80,8 +80,8 @@ class RankDevice:
         return self.opened_or_none
 
     def open(self, message: InitDevice) -> OpenedDevice:
-        """Open the device context, then the link, then take the baseline: the memory of the first
-        two does not count as the KV cache's.
+        """Open the device context, then the link, then take the memory baseline, which includes
+        both.
 
         Raises:
             ConfigError: no such device, or no such rank.
@@ -139,7 +139,7 @@ class RankDevice:
         return link
 
     def leave_link(self) -> threading.Thread | None:
-        """Leave the link without asking any peer. Returns as Link.leave does."""
+        """Leave the link without contacting any peer. Returns as Link.leave does."""
         return None if self.opened_or_none is None else self.opened_or_none.link.leave()
 
     def give_up(self) -> threading.Thread | None:
@@ -149,7 +149,7 @@ class RankDevice:
         return disposal
 
     def close(self) -> None:
-        """Leave the link, with the peers' help if they respond; the end of the process frees the
+        """Leave the link, after settling transfers if the peers respond; process exit frees the
         rest."""
         disposal = self.leave_link()
         if disposal is not None:
@@ -178,7 +178,8 @@ class RankDevice:
 
 
 def _resolved(address: RendezvousAddress | None, parallel: ParallelState) -> RendezvousPoint | None:
-    """Resolve the address of the rendezvous. Raises ConfigError if a rank of several has none."""
+    """Resolve the address of the rendezvous. Raises ConfigError if a group of several ranks has
+    none."""
     if address is not None:
         return RendezvousPoint(address.host, address.port, address.secret)
     if parallel.world_size > 1:

@@ -49,15 +49,15 @@ class ResolvedModel:
     """The model's values that LoadModel resolves."""
 
     directory: Path
-    """The directory of config.json and the weights; in a saved set that of the current save."""
+    """The directory of config.json and the weights; for a saved set, that of the current save."""
     decoder: DecoderConfig
     dtype: torch.dtype
     max_model_len: int
     saved: SavedSet | None
     """The saved set, for load_formats sharded_state and tensorizer; None for the others."""
     config_files: Mapping[str, bytes]
-    """Content of CONFIG_FILES and pooling_files, for a save to keep: the directory may be removed
-    by then."""
+    """Content of CONFIG_FILES and pooling_files, for later saves: the directory may be removed by
+    then."""
 
     def build_stage(
         self,
@@ -67,7 +67,7 @@ class ResolvedModel:
         ops: LayerOps,
         adapters: AdapterLayout | None = None,
     ) -> DecoderStage:
-        """Return a rank's stage without memory: its parameters have shapes alone."""
+        """Return a rank's stage without memory: its parameters have only shapes."""
         return build_stage(
             self.decoder,
             layers,
@@ -109,7 +109,7 @@ def resolve_model(config: ModelConfig, model_roots: Sequence[Path]) -> ResolvedM
 
 
 def pooling_support(decoder: DecoderConfig) -> PoolingSupport:
-    """Return the pooling that a model can do, in wire types."""
+    """Return the pooling that a model supports, in wire types."""
     spec, head = decoder.pooler, decoder.pooler.head
     states: PooledStates = spec.states
     if head is None:
@@ -127,7 +127,7 @@ def pooling_support(decoder: DecoderConfig) -> PoolingSupport:
 
 
 def check_cache(cache: CacheConfig, scheduler: SchedulerConfig) -> None:
-    """Raise ConfigError for cache and scheduler settings that no step could run with."""
+    """Raise ConfigError for cache and scheduler settings with which no step could run."""
     size = cache.block_size
     if size & (size - 1):
         raise config_error("cache.block_size", size, "the block size must be a power of two", "16")
@@ -135,7 +135,7 @@ def check_cache(cache: CacheConfig, scheduler: SchedulerConfig) -> None:
         raise config_error(
             "scheduler.max_num_batched_tokens",
             scheduler.max_num_batched_tokens,
-            "a step must have room for a token of each sequence",
+            "a step must have room for one token per sequence",
             f"at least max_num_seqs, {scheduler.max_num_seqs}",
         )
     if scheduler.step_deadline_ms < MIN_STEP_DEADLINE_MS:
@@ -165,11 +165,12 @@ def check_deadline(deadline_ms: int, step_s: float, num_stages: int) -> None:
 def confine_directory(
     name: str, roots: Sequence[Path], field: str = "model", option: str = "--model-root"
 ) -> Path:
-    """Return the real directory of a model, or of what else `field` and the daemon's `option` name.
-    It and every file that may be read from it must be under a root, symbolic links resolved.
+    """Return the real directory of a model (or adapter: `field` and the daemon's `option` name it).
+    The directory and every file that may be read from it must be under a root, with symbolic links
+    resolved.
 
     Raises:
-        ConfigError: it, or a file of it, is outside the roots.
+        ConfigError: the directory, or a file in it, is outside the roots.
         CheckpointError: there is no such directory.
     """
     try:
@@ -178,8 +179,8 @@ def confine_directory(
             if directory.is_relative_to(root):
                 _check_directory(name, directory, root, field)
                 return directory
-    except (OSError, ValueError, RuntimeError) as error:  # a loop of links, a null byte
-        problem = f"this is no path: {error}"
+    except (OSError, ValueError, RuntimeError) as error:  # a symlink loop, a null byte
+        problem = f"this is not a path: {error}"
         raise config_error(field, name, problem, "name a directory") from None
     problem = f"the {field} lies outside this daemon's {field} roots"
     fix = f"a directory under {[str(root) for root in roots]}, or another {option}"

@@ -1,5 +1,5 @@
-"""The runner over its KV cache, and its graphs. Made by initialize_from_config, and in a small form
-by the memory profile (worker/memory_profile.py)."""
+"""The runner over its KV cache, and its graphs. Made by initialize_from_config and, with a small
+cache, by the memory profile (worker/memory_profile.py)."""
 
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -87,7 +87,7 @@ class Serving:
             runner.use(runner.eager)
         self._run_all(warm_up_steps(message, limits, runner.state.parts.heaviest))
         runner.forget_requests()
-        torch.cuda.empty_cache()  # graphs cannot use the memory that the allocator keeps for steps
+        torch.cuda.empty_cache()  # graphs cannot use memory cached for steps
 
     def capture_graphs(self) -> None:
         """Capture the graphs that steps replay, at the end of the first warm-up.
@@ -112,20 +112,21 @@ class Serving:
 
     def take_memory_of_steps(self, message: StepMessage) -> None:
         """Make the allocator cache the memory of the largest step, after everything else is
-        allocated. Between the blocks of smaller steps, the largest step would need more memory."""
+        allocated. If smaller steps ran first, fragmentation would make the largest step need more
+        memory."""
         if self._parts.device.type == "cuda":  # on other devices no allocator caches it
             self.run_largest_step(message)
             self.runner.forget_requests()
 
     def run_largest_step(self, message: StepMessage) -> None:
-        """Run a step as large as any can be."""
+        """Run the largest possible step."""
         state = self.runner.state
         self._run_all([largest_step(message, state.limits, state.parts.heaviest)])
         self.runner.settle()
 
     def time_longest_step(self, message: StepMessage) -> float:
-        """Return the processor time that this thread spends on the longest step: on the CPU that is
-        the computation, without waits for other ranks and processes."""
+        """Return the CPU time of this thread in the longest step: on the CPU, its computation
+        without waits for other ranks and processes."""
         began = time.thread_time()
         self._run_all([longest_step(message, self.runner.state.limits)])
         self.runner.settle()
@@ -181,7 +182,7 @@ class Serving:
 
 
 def _too_large_graphs(error: Exception) -> CapacityError | None:
-    # The GPU driver's own memory for a graph belongs to no allocator.
+    # The GPU driver allocates memory for graphs outside of torch's allocator.
     if "out of memory" not in str(error):
         return None
     fix = "a smaller kv_cache_memory_bytes or max_num_seqs, or enforce_eager"

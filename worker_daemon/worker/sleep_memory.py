@@ -1,8 +1,9 @@
 """The memory of a rank's weights, model buffers and KV cache, and its sleep and wake-up. Owns that
 memory and the state of its tags.
 
-`ArenaMemory` can sleep: each tag's tensors lie in arenas, whose addresses stay. `TaggedMemory`, its
-base, is torch's own memory and cannot. Used on the step thread, with no request's rows alive.
+`ArenaMemory` can sleep: each tag's tensors lie in arenas, whose addresses do not change. Its base,
+`TaggedMemory`, is memory of torch's allocator and cannot sleep. Used on the step thread, with no
+request's rows alive.
 """
 
 import logging
@@ -36,8 +37,8 @@ _LOG = logging.getLogger(__name__)
 
 
 class TaggedMemory:
-    """A loaded model's memory: torch's own, which stays until it is freed. Refuses to sleep; see
-    ArenaMemory for memory that can."""
+    """A loaded model's memory, from torch's allocator. Refuses to sleep; see ArenaMemory for memory
+    that can."""
 
     tags = ALL_AWAKE
     """The state of each tag."""
@@ -57,13 +58,13 @@ class TaggedMemory:
         stage.rotary = rotary
 
     def make_adapters(self, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
-        """Return zeroed adapter slots. They lose their content in any sleep of the weights: the
-        host has it. Raises as hold_stage does."""
+        """Return zeroed adapter slots. They lose their content whenever the weights sleep: the host
+        has a copy. Raises as hold_stage does."""
         return torch.zeros(shape, dtype=dtype, device=self._device)
 
     def make_kv_cache(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Return a zeroed [numel], in place of the previous one. Raises as hold_stage does."""
-        if self._device.type == "cpu":  # pages that the kernel zeroes on first touch
+        if self._device.type == "cpu":  # Linux zeroes the pages on first touch
             return torch.from_numpy(np.zeros(numel * dtype.itemsize, np.uint8)).view(dtype)
         return torch.zeros(numel, dtype=dtype, device=self._device)
 
@@ -71,7 +72,7 @@ class TaggedMemory:
         """Free the KV cache; its tensors must not be used any more. Idempotent."""
 
     def prepare(self) -> None:
-        """Get ready for the first sleep: the model serves from now on."""
+        """Prepare for the first sleep, now that the model serves."""
 
     def sleep(self, level: SleepLevel) -> None:
         """Unmap both tags; the content of the weights goes to the host at level 1.
@@ -266,12 +267,12 @@ class ArenaMemory(TaggedMemory):
         return _Kept(arena_bytes(sizes), self._device, self._weight_chunk_bytes, self._host_room)
 
     def _leave(self, after: MemoryTags) -> None:
-        """Unmap what is not mapped in `after`. The KV cache is unmapped while copies run, each
-        chunk of the others once its own copy is done."""
+        """Unmap the memory that is not mapped in `after`. The KV cache is unmapped while copies
+        run, other chunks once each is copied."""
         began = time.monotonic()
         saved, dropped = self._leaving(after)
         for kept in saved:
-            kept.backup.buffers()  # may raise: nothing has changed yet
+            kept.backup.buffers()  # may raise; nothing has changed yet
         self._synchronize()
         copies = open_uploads(self._device)
         saving = [(kept.arena, kept.save(copies)) for kept in saved]
@@ -285,7 +286,8 @@ class ArenaMemory(TaggedMemory):
         self._change(after, began)
 
     def _leaving(self, after: MemoryTags) -> tuple[list[_Kept], list[Arena]]:
-        """Return the mapped memory to unmap: what the host keeps, and what is dropped."""
+        """Return the mapped memory to unmap: arenas that the host keeps, and those that are
+        dropped."""
         saved: list[_Kept] = []
         dropped: list[Arena] = []
         weights, buffers, kv_cache = self._weights, self._buffers, self._kv_cache

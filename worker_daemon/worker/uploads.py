@@ -42,12 +42,11 @@ class Upload:
 
 
 class _Pages(mmap.mmap):
-    """Private memory: untouched pages cost nothing, and all are freed at its end. Freeing takes 0.1
-    s for a gigabyte, under the interpreter's lock: so it is done in pieces, between which other
-    threads run."""
+    """Private memory: untouched pages cost nothing, and all are freed at its end. Freeing a
+    gigabyte takes 0.1 s under the GIL, so it is done in pieces to let other threads run."""
 
     def __del__(self) -> None:
-        if self.closed:  # its construction failed
+        if self.closed:  # the constructor failed
             return
         for begin in range(0, len(self), _PIECE_BYTES):
             self.madvise(mmap.MADV_DONTNEED, begin, _PIECE_BYTES)
@@ -103,7 +102,8 @@ class Uploads:
     """Owned by the daemon. Any thread may call its methods; `put` is for one thread alone."""
 
     def __init__(self, max_bytes: int) -> None:
-        """max_bytes: of all uploads together, unfinished ones in full, in whole pages."""
+        """max_bytes: limit on all uploads together, in whole pages; unfinished ones count in
+        full."""
         self._max_bytes = max_bytes
         self._lock = threading.Lock()
         self._entries: dict[bytes, _Entry] = {}
@@ -152,7 +152,7 @@ class Uploads:
         with self._lock:
             dropped, self._entries = self._entries, {}
             self._num_bytes = 0
-        dropped.clear()  # frees their memory here, without the lock
+        dropped.clear()  # frees their memory here, outside the lock
 
     def keep_only(self, content_hashes: Container[bytes]) -> None:
         """Drop all uploads but these, and all that are unfinished."""

@@ -78,9 +78,10 @@ class Worker:
         lora_roots: Sequence[Path] = (),
         find_upload: FindUpload = no_uploads,
     ) -> None:
-        """Touches no device before init_device. save_root: for saved weights; None: saving is
-        refused. profile_dir: for traces; None: traces are refused. num_threads: torch's, if the
-        user set it. lora_roots: of LoRA adapters; none: they are refused."""
+        """Touches no device before init_device. save_root: directory of saved weights; None: saving
+        is refused. profile_dir: directory of traces; None: traces are refused. num_threads:
+        torch's, if the user set it. lora_roots: directories of LoRA adapters; empty: adapters are
+        refused."""
         self._roots = Roots(model_roots, save_root, lora_roots)
         self._saver = Saver(save_root)
         self._profiler = Profiler(profile_dir, self._settle_transfers)
@@ -155,7 +156,7 @@ class Worker:
         )
 
     def initialize_from_config(self, message: lc.InitializeFromConfig) -> Done:
-        """Allocate the KV cache by this rank's entry, and attach attention to it.
+        """Allocate the KV cache that this rank's entry describes, and attach attention to it.
 
         Raises:
             ConfigError: there is no entry for this rank, or it does not fit its layers.
@@ -194,7 +195,7 @@ class Worker:
         return Done(**self._identity(message))
 
     def update_max_model_len(self, message: lc.UpdateMaxModelLen) -> Done:
-        """Set another limit. Raises: see LoadedModel.limited_to."""
+        """Set another length limit. Raises: see LoadedModel.limited_to."""
         self._model_or_none = self._model.limited_to(message.max_model_len)
         serving = self._serving_or_none
         if serving is not None:
@@ -261,7 +262,7 @@ class Worker:
             return self._serving.runner.execute_dummy_batch(message)
 
     def refuse_step(self, seq: int) -> None:
-        """Have the steps after `seq`, which could not be read, fail until a resynchronization."""
+        """Make the steps after `seq`, which could not be read, fail until a resynchronization."""
         if self._serving_or_none is not None:
             self._serving_or_none.runner.state.mark_failed(seq)
 
@@ -370,7 +371,7 @@ class Worker:
         if model.memory.tags.kv_cache != "awake":
             self._forget_requests()
         if model.adapters is not None:
-            model.adapters.slots.forget()  # their memory was unmapped; the host has all of them
+            model.adapters.slots.forget()  # their device memory was unmapped; the host has copies
         return lc.MemoryTagsReply(
             **self._identity(message),
             memory_tags=dict(model.memory.states),
@@ -457,7 +458,7 @@ class Worker:
     # LoRA adapters.
 
     def prepare_lora(self, message: lora.PrepareLora) -> lora.PrepareLoraReply:
-        """Begin to read an adapter, or tell whether it is read. Raises: see
+        """Start to read an adapter; report whether it has been read. Raises: see
         AdapterReader.prepare."""
         is_ready = self._model.require_adapters().reader.prepare(message.name, message.version)
         return lora.PrepareLoraReply(**self._identity(message), is_ready=is_ready)
@@ -479,7 +480,7 @@ class Worker:
         return lora.RemoveLoraReply(**self._identity(message), removed=removed)
 
     def list_loras(self, message: lora.ListLoras) -> lora.ListLorasReply:
-        """List the adapters in host memory; none of a model without adapters."""
+        """List the adapters in host memory; none for a model without adapters."""
         adapters = self._model.adapters
         there = () if adapters is None else adapters.store.adapters()
         infos = (
@@ -565,8 +566,7 @@ class Worker:
 
         Raises:
             CommError: the other ranks did not connect. This rank then has no link; another relink
-                may
-                follow.
+                may follow.
         """
         serving = self._serving_or_none
         if serving is not None:
@@ -654,11 +654,11 @@ class Worker:
         return broken.with_traceback(error.__traceback__)
 
     def close(self) -> None:
-        """Leave the link, with the peers' help if they respond; the end of the process frees the
+        """Leave the link, after settling transfers if the peers respond; process exit frees the
         rest."""
         self._profiler.end()
         self._transfer.close_engine()
-        # Graphs first: NCCL gives a communicator up only once no graph holds its kernels.
+        # Graphs first: NCCL releases a communicator only once no graph holds its kernels.
         self._serving_or_none = None
         if self._model_or_none is not None:
             self._model_or_none.memory.stop()

@@ -37,7 +37,7 @@ class Probe(StrEnum):
     LIVE = "live"
     """The daemon answers, and nothing is past its deadline."""
     READY = "ready"
-    """It also has a model that is ready, and accepts drivers."""
+    """LIVE, and the daemon has a model that is ready and accepts drivers."""
 
 
 def status(
@@ -77,8 +77,8 @@ def drain(
     known_daemons: KnownDaemons = None,
     wait: Wait = 0.0,
 ) -> None:
-    """Make daemons refuse new steps and new drivers; everything that they have loaded stays. Waits
-    for the running steps. Needs the role admin, if there are keys."""
+    """Make daemons refuse new steps and new drivers; they keep everything loaded. Waits for the
+    running steps. Needs the role admin, if there are keys."""
     keys = read_keys(key_file, known_daemons)
     with connect(named_daemons(endpoints), keys, wait) as clients:
         for client in clients:

@@ -22,8 +22,8 @@ SCRAPE_TIMEOUT_S: Final = 1.0
 def connect(
     endpoints: Sequence[str], keys: Keys = NO_KEYS, wait_s: float = 0.0
 ) -> Iterator[list[AskingClient]]:
-    """Open a client for each daemon, for control requests only; closed at the end. wait_s: for
-    daemons that are not started yet.
+    """Open a client for each daemon, for control requests only; closed at the end. wait_s: seconds
+    to wait for daemons that are not started yet.
 
     Raises:
         EndpointError: one is not an endpoint.
@@ -48,9 +48,9 @@ def connect(
 
 
 class Scrape:
-    """Asks each daemon for its status every SCRAPE_INTERVAL_S on a thread of its own, as a metrics
-    collector would, for the duration of a `with`, and at least once. One that does not answer is
-    asked again."""
+    """Polls each daemon's status every SCRAPE_INTERVAL_S on its own thread, as a metrics collector
+    would, for the duration of a `with`, and at least once. Retries a daemon that does not
+    answer."""
 
     def __init__(self, endpoints: Sequence[str], keys: Keys = NO_KEYS) -> None:
         self.num_statuses = 0

@@ -1,4 +1,4 @@
-"""`worker-client embed`: outputs made of hidden states, for prompts or a file of requests."""
+"""`worker-client embed`: outputs computed from hidden states, for prompts or a file of requests."""
 
 import io
 import json

@@ -14,8 +14,8 @@ from worker_client.worker_group import WorkerGroup
 def with_adapters(
     group: WorkerGroup, config: LoraConfig, inputs: Sequence[InputRequest]
 ) -> list[InputRequest]:
-    """Return the requests with their adapters, which the group has now. A request whose adapter it
-    cannot have becomes an error."""
+    """Add the adapters to the group; return the requests with them. A request whose adapter cannot
+    be added becomes an error."""
     wanted = (entry.request.lora for entry in inputs if entry.request is not None)
     names = list(dict.fromkeys(name for name in wanted if name is not None))
     found = {name: _add(group, config, name, names) for name in names}

@@ -35,7 +35,7 @@ def add_lora(
     known_daemons: KnownDaemons = None,
     wait: Wait = 0.0,
 ) -> None:
-    """Put an adapter into the host memory of a group that no driver has now."""
+    """Put an adapter into the host memory of a group that no driver holds."""
     with _group(endpoints, key_file, known_daemons, wait) as group:
         adapter = group.add_lora(name, lora_id, load_inplace=replace)
         print_text(f"{printable(adapter.name)}: id {adapter.lora_id}\n")
@@ -49,7 +49,7 @@ def remove_lora(
     known_daemons: KnownDaemons = None,
     wait: Wait = 0.0,
 ) -> None:
-    """Remove an adapter from the host memory of a group that no driver has now."""
+    """Remove an adapter from the host memory of a group that no driver holds."""
     with _group(endpoints, key_file, known_daemons, wait) as group:
         if not group.remove_lora(lora_id):
             print_text(f"no adapter has id {lora_id}\n")
@@ -65,8 +65,8 @@ def list_loras(
     known_daemons: KnownDaemons = None,
     wait: Wait = 0.0,
 ) -> None:
-    """List the adapters in the host memory of a group that no driver has now, the one used least
-    recently first."""
+    """List the adapters in the host memory of a group that no driver holds, least recently used
+    first."""
     with _group(endpoints, key_file, known_daemons, wait) as group:
         adapters = group.list_loras()[0].adapters
     if as_json:
@@ -90,7 +90,7 @@ def pin_lora(
     known_daemons: KnownDaemons = None,
     wait: Wait = 0.0,
 ) -> None:
-    """Never evict an adapter from the host memory of a group that no driver has now."""
+    """Pin an adapter in the host memory of a group that no driver holds: it is never evicted."""
     with _group(endpoints, key_file, known_daemons, wait) as group:
         group.pin_lora(lora_id)
 

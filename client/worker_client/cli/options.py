@@ -304,8 +304,8 @@ def _counts(text: str) -> tuple[int, ...]:
 
 
 def takes_run_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Return a command for the command line that has the parameters of build_run_options and its
-    own. The command is called with one RunOptions first."""
+    """Return a command with the parameters of build_run_options and its own. The wrapped function
+    gets a RunOptions as its first argument."""
     shared = list(map(_from_environment, inspect.signature(build_run_options).parameters.values()))
     own = list(inspect.signature(command).parameters.values())[1:]
 

@@ -39,7 +39,7 @@ _FIXES: Final = {
     errno.ETXTBSY: "wait until that run has ended, or name another file",
 }
 _RESULT: Final = b'{"id": '
-"""Beginning of every line of a run."""
+"""Start of every line of a run."""
 _CANNOT_SYNC: Final = (errno.EINVAL, errno.ENOTSUP)
 """Errors of fsync for pipes, terminals and devices."""
 _MAX_LINKS: Final = 40
@@ -58,7 +58,7 @@ class LineFile:
     size: int = 0
 
     def write(self, lines: Iterable[str]) -> None:
-        """Append lines, given without their line ends, and pass them to the system.
+        """Append lines, given without line ends, and flush them to the kernel.
 
         Raises:
             OutputError: not all of them fit; those before are complete.
@@ -88,9 +88,9 @@ class LineFile:
 
 class OutputFile:
     """The output file of one run. If there was no file, or the run continues an interrupted one,
-    lines are written to it as they come. Otherwise they go to NAME.part next to the old file, until
-    `finish` replaces the old file. The growing file is locked against other runs. A pipe, a device
-    or a descriptor is written to directly."""
+    lines are written to it as they arrive. Otherwise they go to NAME.part next to the old file,
+    until `finish` replaces the old file. The file being written is locked against other runs.
+    Pipes, devices and descriptors are written directly."""
 
     def __init__(self, path: Path, kept: Iterable[str] = ()) -> None:
         """kept: lines of the run that is continued.
@@ -135,7 +135,7 @@ class OutputFile:
         """Return a new, locked file with the permissions of the old one."""
         try:
             file = _open_new(path, 0o600 if has_old else 0o666)
-        except FileExistsError:  # since it was claimed
+        except FileExistsError:  # appeared since it was claimed
             raise _another_run() from None
         try:
             _lock(file)
@@ -160,7 +160,7 @@ class OutputFile:
             raise OutputError(problem, field=error.field, value=error.value, fix=fix) from error
 
     def finish(self) -> None:
-        """Put all lines on the disk, under the file's own name. Raises OutputError."""
+        """Sync all lines to disk under the file's name. Raises OutputError."""
         self._file.sync()
         if self._live == self._final:
             return
@@ -177,20 +177,20 @@ class OutputFile:
 
 
 def part_of(path: Path) -> Path:
-    """Return the path for the lines of an unfinished run that is to replace the file."""
+    """Return the path for the lines of an unfinished run that will replace the file."""
     target = _target(path)
     return target.parent / f"{target.name}.part"
 
 
 def write_whole(path: Path, lines: Iterable[str]) -> None:
-    """Write or replace a complete file. Raises OutputError: the old one is unchanged then."""
+    """Write or replace a file atomically. Raises OutputError and leaves the old one unchanged."""
     with contextlib.closing(OutputFile(path)) as file:
         file.write(lines)
         file.finish()
 
 
 def write_bytes(path: Path, data: bytes) -> None:
-    """Write or replace a complete file. Raises OutputError: the old one is unchanged then."""
+    """Write or replace a file atomically. Raises OutputError and leaves the old one unchanged."""
     target = path if is_special(path) else _target(path)
     new = target if is_special(path) else _new_beside(target)
     try:
@@ -222,7 +222,7 @@ def check_output(path: Path) -> None:
 
 def check_writable(path: Path, field: str = "output") -> None:
     """Raise OutputError if a file cannot be written, as far as can be known in advance, by writing
-    a byte to a new file next to it. The file itself stays as it is. field: the option that names
+    a byte to a new file next to it. The file itself is not changed. field: the option that names
     it."""
     try:
         if path.is_dir():
@@ -289,7 +289,8 @@ def is_special(path: Path) -> bool:
 
 
 def open_special(path: Path) -> int:
-    """Open it for writing; a descriptor of this process is shared, with its position."""
+    """Open a special path for writing; a descriptor of this process is duplicated and shares its
+    position."""
     match _descriptor(path):
         case (pid, number) if pid == os.getpid():
             return fcntl.fcntl(number, fcntl.F_DUPFD_CLOEXEC, 0)
@@ -306,8 +307,7 @@ def _check_special(path: Path) -> None:
 
 
 def _descriptor(path: Path) -> tuple[int, int] | None:
-    """Return process and number of the descriptor that a path names, as /dev/stdout does. A file
-    may be open there, but the path is not a name of it."""
+    """Return the process and number of the descriptor that a path such as /dev/stdout names."""
     for _ in range(_MAX_LINKS):
         parent = Path(os.path.realpath(path.parent))
         found = re.fullmatch(r"/proc/(\d+)(?:/task/\d+)?/fd/(\d+)", str(parent / path.name))
@@ -321,9 +321,9 @@ def _descriptor(path: Path) -> tuple[int, int] | None:
 
 @contextlib.contextmanager
 def _claimed(path: Path) -> Iterator[tuple[bool, bool]]:
-    """Hold the locks of the old file and of the one that an unfinished run left; yield which of the
-    two exist. A file that appears meanwhile belongs to another run. Raises OSError: another run has
-    one, or NAME.part is a file of something else."""
+    """Hold the locks of the old file and of NAME.part; yield which of the two exist. A file that
+    appears in the meantime belongs to another run. Raises OSError if another run has one, or
+    NAME.part is not the output of a run."""
     with contextlib.ExitStack() as stack:
         old, part = _claim(_target(path), stack), part_of(path)
         left = _claim(part, stack)
@@ -344,7 +344,7 @@ def _claim(path: Path, stack: contextlib.ExitStack) -> int | None:
             raise _in_the_way(path) if error.errno == errno.ELOOP else error from None
         stack.callback(os.close, file)
         _lock(file)
-        if _is_at(file, path):  # not replaced before it was locked
+        if _is_at(file, path):  # check that it was not replaced before it was locked
             return file
 
 
@@ -400,12 +400,12 @@ def _new_beside(path: Path) -> Path:
 
 
 def _target(path: Path) -> Path:
-    """Return the file itself if the path is a link to it: the link stays."""
+    """Return the target if the path is a link, so that the link stays."""
     return Path(os.path.realpath(path))
 
 
 def _write_all(file: int, data: bytes) -> None:
-    """Write all of it, and wait if the descriptor is non-blocking."""
+    """Write all data; wait if the descriptor is non-blocking."""
     left = memoryview(data)
     while left:
         try:

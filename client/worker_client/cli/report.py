@@ -33,7 +33,7 @@ def output_lines(
 def output_line(
     req_id: str, output: RequestOutput | str, tokenizer: Tokenizer | None
 ) -> JsonObject:
-    """Return the object for a request: of its output, or of its error."""
+    """Return the object for a request's output or error."""
     if isinstance(output, str):
         return {"id": req_id, "error": output}
     line: JsonObject = {"id": req_id}
@@ -112,7 +112,8 @@ def percentiles(values: Sequence[float]) -> JsonObject:
 
 
 def step_times(records: Sequence[StepTiming]) -> dict[str, JsonObject]:
-    """Return count, mean and percentiles in ms of the steps, by kind, from result to result."""
+    """Return count, mean and percentiles of step times in ms, by kind of step, from result to
+    result."""
     by_kind: dict[str, list[float]] = {}
     for record in sorted(records, key=lambda record: record.kind):
         by_kind.setdefault(record.kind, []).append(record.interval_s * 1e3)

@@ -1,5 +1,5 @@
-"""The result lines of `worker-client generate`: in input order, each in a file as soon as all
-before it are there, so that --adopt need not repeat the work of an interrupted run."""
+"""The result lines of `worker-client generate`, in input order. Each is written as soon as all
+earlier ones are, so that --adopt need not repeat the work of an interrupted run."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -18,7 +18,7 @@ from worker_client.tokenizer import Tokenizer
 
 
 class Results:
-    """Results of the requests so far. To be used by `with`, which closes the file."""
+    """Results of the requests so far. A context manager, which closes the file."""
 
     def __init__(
         self,
@@ -30,8 +30,8 @@ class Results:
         """kept: lines of the run that is continued. path: None writes no file."""
         self._req_ids = list(req_ids)
         self._order = [*kept, *(req_id for req_id in req_ids if req_id not in kept)]
-        """Order of the file until the end: kept lines come first, so that they are there at any
-        time."""
+        """Order of the file until the end: kept lines come first, so that they are always in the
+        file."""
         self._tokenizer = tokenizer
         self._lines = dict(kept)
         self._path = path
@@ -54,8 +54,8 @@ class Results:
             self._file.write(self._next_lines())
 
     def finish(self) -> list[JsonObject]:
-        """Return all lines, which are in the file then; a request without a result gets an error
-        line. Raises OutputError."""
+        """Write and return all lines; a request without a result gets an error line. Raises
+        OutputError."""
         for req_id in self._req_ids:
             if req_id not in self._lines:
                 self.take(req_id, "was not finished")
@@ -69,7 +69,7 @@ class Results:
         return lines
 
     def _next_lines(self) -> list[str]:
-        """Return the lines not returned before for which all earlier ones are there."""
+        """Return the lines that are new and have all earlier ones."""
         texts: list[str] = []
         while self._num_written < len(self._order):
             line = self._lines.get(self._order[self._num_written])
@@ -102,10 +102,10 @@ def read_finished(path: Path | None) -> dict[str, JsonObject]:
 def with_adopted(
     inputs: Sequence[InputRequest], adopted: Sequence[AdoptedRequest]
 ) -> list[InputRequest]:
-    """Return the input's requests, then those that run without being in it.
+    """Return the input's requests, then running requests that are not in the input.
 
     Raises:
-        ClientConfigError: a request runs under the id of another one of the input.
+        ClientConfigError: a running request has the id of a different request in the input.
     """
     running = {request.req_id: request for request in adopted}
     for entry in inputs:

@@ -65,7 +65,7 @@ def generate(run: RunOptions, adopt: Adopt = False) -> None:
 def bench(
     run: RunOptions, as_json: AsJson = False, profile: Profile = "", scrape: Scraped = False
 ) -> None:
-    """Generate, and measure it."""
+    """Generate and measure."""
     tokenizer, inputs = read_requests(run)
     end_if_all_are_wrong(inputs, run.output)
     with open_session(run, print_progress(), tokenizer=tokenizer) as session:
@@ -124,7 +124,7 @@ def _check_adoption(run: RunOptions) -> None:
 
 
 def _adopted(session: Session, finished: Collection[str]) -> list[AdoptedRequest]:
-    """Return the running requests, without those whose results are there."""
+    """Return the running requests, without those that have results."""
     adopted = session.group.adopt_requests()
     sys.stderr.write(f"{len(adopted)} requests are running\n")
     return [request for request in adopted if request.req_id not in finished]

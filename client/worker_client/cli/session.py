@@ -51,7 +51,7 @@ class Served:
     seconds: float
     driver: Driver
     startup_s: dict[str, float] = field(default_factory=dict)
-    """Durations of phases, from the process's start to the first token; `total` is their sum."""
+    """Durations of phases, from process start to the first token; `total` is their sum."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,11 +62,11 @@ class Session:
     model: LoadedGroup
     options: RunOptions
     startup_s: dict[str, float]
-    """Durations of phases, from the process's start until all was ready."""
+    """Durations of phases, from process start until ready."""
     process_started: float
-    """Time of time.monotonic()."""
+    """time.monotonic() at that moment."""
     ready: float
-    """Time of time.monotonic()."""
+    """time.monotonic() at that moment."""
     recover: Recover = give_up
     """Reaction to the death of a daemon."""
     tokenizer: Tokenizer | None = None
@@ -123,7 +123,7 @@ class Session:
         try:
             self.group.profile("start", name)
             served = self.serve(inputs)
-        except BaseException as error:  # an interruption too: else the daemons would keep recording
+        except BaseException as error:  # else the daemons would keep recording
             if not isinstance(error, IllegalStateError):  # another driver's profile runs
                 with contextlib.suppress(ClientError, WireError):
                     self.group.profile("stop")
@@ -175,11 +175,11 @@ def open_session(
     keep_requests: bool = False,
     tokenizer: Tokenizer | None = None,
 ) -> Iterator[Session]:
-    """Attach to the given daemons, or start local ones, and load the model. keep_requests: of the
-    previous driver, for WorkerGroup.adopt_requests.
+    """Attach to the given daemons, or start local ones, and load the model. keep_requests: keep the
+    previous driver's requests for WorkerGroup.adopt_requests.
 
-    At the end given daemons are left running and loaded, and local ones are stopped. The WorkerDied
-    of a local one includes the end of its log, which is removed with it.
+    On exit, given daemons stay running and loaded, and local ones are stopped. The WorkerDied of a
+    local daemon includes the end of its log, which is deleted.
     """
     with contextlib.ExitStack() as stack:
         began = time.monotonic()
@@ -256,8 +256,8 @@ def read_inputs(
     directory: Path | None = None,
 ) -> list[InputRequest]:
     """Parse input lines; blank ones are skipped. An invalid line, or one with an id that occurred
-    before, becomes an error under the name "line N". One of several samples becomes a request for
-    each. directory: of the files that lines name."""
+    before, becomes an error under the name "line N". A line with several samples becomes one
+    request per sample. directory: of the files that lines name."""
     encode = encode_word = None
     if tokenizer is not None:
         encode, encode_word = tokenizer.encode, tokenizer.encode_word
@@ -294,7 +294,7 @@ def _parse(
 
 
 def _line_name(index: int, ids: Collection[str]) -> str:
-    """Return "line N", or with more words if a request has that as its id."""
+    """Return "line N", or "line N of the input" if a request has that id."""
     name = f"line {index + 1}"
     more = (f"{name} of the input ({number})" for number in itertools.count(2))
     return next(

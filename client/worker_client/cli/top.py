@@ -39,24 +39,24 @@ PLAIN_WIDTH: Final = 160
 
 
 class Feed:
-    """Asks one daemon for its status every INTERVAL_S and reads its events, on a thread and
-    connections of its own, from start() to stop()."""
+    """Polls one daemon's status every INTERVAL_S and reads its events, on its own thread and
+    connections, from start() to stop()."""
 
     def __init__(self, endpoint: Endpoint) -> None:
         self.seen = Seen(endpoint.control)
-        """Replaced as a whole by the thread; any thread may read it."""
+        """The daemon's state. The thread replaces it as a whole; any thread may read it."""
         self.refusal: AuthenticationError | None = None
-        """The daemon's refusal, after which it is not asked again."""
+        """The daemon's refusal, after which polling stops."""
         self._endpoint = endpoint
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="top", daemon=True)
 
     def start(self) -> None:
-        """Begin."""
+        """Start the thread."""
         self._thread.start()
 
     def stop(self) -> None:
-        """End, within ANSWER_WITHIN_S."""
+        """Stop the thread within ANSWER_WITHIN_S."""
         self._ended.set()
         self._thread.join()
 
@@ -149,8 +149,8 @@ def _feeds(endpoints: Sequence[str], keys: Keys) -> Iterator[list[Feed]]:
 
 
 def _wait_for_two_samples(feeds: Sequence[Feed], until: float) -> None:
-    """Wait for two samples of each daemon, which rates need. A daemon that does not answer is
-    waited for until then."""
+    """Wait for two samples of each daemon, which rates need. until: limit on the wait for a daemon
+    that does not answer."""
     while any(
         feed.seen.before is None and (not feed.seen.error or time.monotonic() < until)
         for feed in feeds
@@ -174,8 +174,8 @@ def _print(feeds: Sequence[Feed]) -> None:
 
 
 def _show(feeds: Sequence[Feed]) -> None:
-    """Show frames on the terminal's alternate screen until a key ends it; restores the terminal in
-    any case."""
+    """Show frames on the terminal's alternate screen until a key ends it; always restores the
+    terminal."""
     console = Console()
     with (
         _single_keys() as keys,

@@ -18,7 +18,7 @@ _HEADING: Final = (
 )
 _INDENT: Final = " " * 5
 _MAX_WRAPPED: Final = 4
-"""Most lines that one text takes; `status` has all of it."""
+"""Maximum lines of one text; `status` shows all of it."""
 _NOT_SHOWN: Final = ("free", "total")
 """Memory uses that are named after the others."""
 

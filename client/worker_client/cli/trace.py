@@ -45,7 +45,7 @@ def trace(
 
 
 def _write(recorded: Recorded, out: Path) -> Summary:
-    """Write the complete file or none; a pipe or a device is written to directly."""
+    """Write the file atomically; write directly to a pipe or a device."""
     try:
         if is_special(out):
             with os.fdopen(open_special(out), "wb") as file:

@@ -28,7 +28,7 @@ class ModelBounds:
     pooling: PoolingSupport | None = None
     """None: unknown, and not checked."""
     max_loras: int | None = None
-    """Adapters in a step, at most; None leaves adapters unchecked."""
+    """Maximum number of adapters in a step; None leaves adapters unchecked."""
     logits_processors: tuple[str, ...] | None = None
     """Names of the configuration; None leaves them unchecked."""
     hidden_size: int = 0

@@ -10,7 +10,7 @@ FIRST_BLOCK_ID = 1
 
 
 class BlockPool:
-    """Reference-counted blocks 1 to num_blocks - 1 for all groups of layers, and the hashes of the
+    """Reference-counted blocks 1 to num_blocks - 1 for all KV groups, and the hashes of the
     full ones; a block's contents belong to one group.
 
     A block without references keeps its contents until it is allocated again; the least recently

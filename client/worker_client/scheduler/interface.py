@@ -36,18 +36,18 @@ class RequestOutput:
     """Prompt tokens found in the prefix cache at the first admission."""
     num_preemptions: int
     logprobs: list[Logprobs] | None
-    """One for each token, if the request asked for them."""
+    """One per token, if the request asked for them."""
     token_id_logprobs: list[NDArray[np.float32]] | None = None
     """For each token the log probabilities of the request's logprob_token_ids, in their order."""
     prompt_logprobs: list[Logprobs | None] | None = None
-    """One for each token of the prompt, None for the first, if the request asked for them."""
+    """One per prompt token (None for the first), if the request asked for them."""
     pooled: NDArray[np.float32] | None = None
-    """Output of a request that pools: float32 [width], or [num_prompt_tokens, width] of a task for
+    """Output of a pooling request: float32 [width], or [num_prompt_tokens, width] for a task on
     tokens. It has no token_ids."""
     text: str | None = None
-    """The text that a stop string ended; None: no stop string did."""
+    """The text up to the stop string that ended it; None if no stop string did."""
     index: int | None = None
-    """Place among the samples of the request `parent_id(req_id)`; None: it is the only one."""
+    """Index among the samples of the request `parent_id(req_id)`; None: it is the only one."""
     error: str = ""
     """Reason for the failure if finish_reason is "error"; token_ids are the tokens before it."""
 
@@ -165,7 +165,7 @@ class SchedulerLimits:
     vocab_size: int | None = None
     """None leaves the token ids of requests unchecked."""
     max_loras: int | None = None
-    """Adapters in a step, at most; None leaves the adapters of requests unchecked."""
+    """Maximum number of adapters in a step; None leaves the adapters of requests unchecked."""
     groups: tuple[BlockGroup, ...] = ()
     """Groups of layers; each gives every request blocks of its own. Empty: one of block_size,
     without a window."""

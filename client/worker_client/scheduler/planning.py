@@ -41,7 +41,7 @@ class Step:
         self.prefills: dict[str, int] = {}
         self.new: list[Request] = []
         self.new_blocks: list[dict[str, list[int]]] = [{} for _ in limits.block_groups]
-        """New blocks of each group of layers, by request."""
+        """New blocks of each KV group, by request."""
         self.preempted: list[str] = []
         self._limits = limits
         self._queues = queues

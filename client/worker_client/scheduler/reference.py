@@ -304,7 +304,7 @@ class Scheduler:
         return []
 
     def _begin_again(self, request: Request) -> None:
-        if request.is_running:  # else it has been preempted, and waits already
+        if request.is_running:  # otherwise it was preempted and already waits
             self._ended.append(request.id)
             self._queues.requeue(request)
 

@@ -65,15 +65,15 @@ class HeldBlocks:
     Empty while it waits."""
     hashes: list[bytes] = field(default_factory=list)
     """Hashes of its full blocks, in units of the smallest block size of all groups, as far as
-    tokens are known. They depend on tokens alone, and stay."""
+    tokens are known. They depend on tokens alone, and outlive a preemption."""
     num_remembered: int = 0
-    """Number of these whose contents the pool has recorded."""
+    """Number of leading hashes that the pool has recorded."""
     num_shared: int = 0
-    """Number of these that other requests had filled, since its admission."""
+    """Number of leading blocks that other requests had filled, since its admission."""
     num_cached_tokens: int = -1
     """Prompt tokens found in the prefix cache at the first admission; -1 before that."""
     may_share: bool = True
-    """It may begin with blocks that others filled."""
+    """True if it may reuse cached blocks of other requests."""
     root: bytes = b""
     """First parent of the hash chain."""
     num_preemptions: int = 0

@@ -157,7 +157,7 @@ def refused(grammar: StructuredOutput, reason: str) -> RequestError:
         f"the grammar cannot be used: {shortened(reason)}",
         field=f"{FIELD}.{grammar.kind}",
         value=grammar.text,
-        fix="mend or simplify it",
+        fix="fix or simplify it",
     )
 
 

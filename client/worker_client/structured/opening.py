@@ -1,4 +1,4 @@
-"""Opens a model's grammars. If there can be none, each request with a grammar is told why."""
+"""Opens a model's grammars. If it cannot, each request with a grammar fails with the reason."""
 
 from collections.abc import Sequence
 from concurrent.futures import Future

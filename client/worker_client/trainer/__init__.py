@@ -1,5 +1,5 @@
-"""A trainer's side of weight updates. The only part of the client that needs torch; nothing else of
-the client imports this package."""
+"""A trainer's side of weight updates. The only part of the client that needs torch; no other module
+of the client imports it."""
 
 from importlib.util import find_spec
 

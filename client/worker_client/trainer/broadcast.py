@@ -1,5 +1,5 @@
-"""A trainer's communicator with its workers: the rendezvous at which it begins, and broadcasts of
-tensors to all workers. Independent of RPCs: it may be in another process than the driver.
+"""A trainer's communicator with its workers: their rendezvous, and broadcasts of tensors to all
+workers. Independent of RPCs: it may run in a different process than the driver.
 
 It uses torch.distributed's backends directly, so that it can exist next to the trainer's process
 groups. No object is pickled: raw bytes are sent.
@@ -46,7 +46,7 @@ _LONG_PAUSE_S = 2e-3
 
 
 class TransferStopped(ClientError):
-    """A transfer was not completed: workers refused it, did not come, or are lost."""
+    """A transfer was not completed: workers refused it, did not connect, or were lost."""
 
 
 class _Sending(NamedTuple):
@@ -57,7 +57,7 @@ class _Sending(NamedTuple):
 
 
 class BroadcastChannel:
-    """The trainer's end: rank 0. open() and send() block, and belong to one thread at a time;
+    """The trainer's side: rank 0. open() and send() block, and belong to one thread at a time;
     stop() may be called from any other."""
 
     def __init__(
@@ -71,7 +71,7 @@ class BroadcastChannel:
     ) -> None:
         """Open a rendezvous on a free port of `host`, without waiting for workers.
 
-        device: the GPU whose NCCL communicator it is; gloo sends host memory for any device.
+        device: the GPU of the NCCL communicator; gloo sends from host memory for any device.
         timeout_s: the longest wait for the workers.
 
         Raises:
@@ -117,11 +117,11 @@ class BroadcastChannel:
             self._finish(self._start(byte))
 
     def send(self, tensors: Sequence[Tensor], *, packed_bytes: int = 0, round: int = 0) -> None:
-        """Broadcast tensors in order, once every worker awaits them: update_weights must run at the
+        """Broadcast tensors in order, once every worker is ready: update_weights must run at the
         same time, with their names and BroadcastSource(packed_bytes, round).
 
-        tensors: of any strides, on any device; they must not change meanwhile. round: a number that
-        was not used on this channel before.
+        tensors: any strides, on any device; they must not change during the send. round: a number
+        not used on this channel before.
 
         Raises:
             TransferStopped: a worker refused, is lost or too slow, or stop() was called.
@@ -156,7 +156,7 @@ class BroadcastChannel:
         group, self._group = self._group, None
         if group is not None and self._backend == "nccl":
             group.abort()
-        # gloo's threads wait for a lost worker until the timeout: not on this one.
+        # gloo's threads wait for a lost worker until the timeout, so use another thread.
         left_behind: list[object] = [group]
         del group
         threading.Thread(target=left_behind.clear, name="channel-disposal", daemon=True).start()
@@ -167,7 +167,7 @@ class BroadcastChannel:
         if self._backend == "nccl":
             torch.cuda.set_device(self._device)
             options = dist.ProcessGroupNCCL.Options()
-            # Our timeout comes first: NCCL's own would end the process.
+            # Our timeout fires first: NCCL's would end the process.
             options._timeout = timeout + _WATCHDOG_GRACE
             return cast(dist.ProcessGroup, dist.ProcessGroupNCCL(store, 0, self._size, options))
         gloo = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # it has
@@ -191,7 +191,7 @@ class BroadcastChannel:
         for rank, code in zip(ranks, received, strict=True):
             own = member_proof(secret, "the transfer", rank, 0)
             if not hmac.compare_digest(code.numpy().tobytes(), own):
-                raise TransferStopped(f"a stranger has connected in the place of worker {rank - 1}")
+                raise TransferStopped(f"a stranger connected in the place of worker {rank - 1}")
 
     def _buffers(self, transfers: Sequence[Transfer]) -> list[Tensor]:
         longest = max((transfer.num_bytes for transfer in transfers), default=0)
@@ -212,7 +212,7 @@ class BroadcastChannel:
         sending.work.wait()
 
     def _until_awaited(self, round: int) -> None:
-        """Wait until every worker is ready to receive: nothing is sent before."""
+        """Wait until every worker is ready to receive."""
         keys = {rank: f"round/{round}/{rank}" for rank in range(1, self._size)}
         self._until_set(list(keys.values()))
         answers = {rank: self._place.get(key, 0.0) for rank, key in keys.items()}
@@ -231,12 +231,12 @@ class BroadcastChannel:
             if self._stopped.is_set():
                 raise TransferStopped(f"stopped while waiting for {what}")
             if time.monotonic() >= deadline:
-                raise TransferStopped(f"{what} did not come within {self._timeout_s:g} s")
+                raise TransferStopped(f"{what} did not arrive within {self._timeout_s:g} s")
             time.sleep(_SHORT_PAUSE_S if time.monotonic() < patience else _LONG_PAUSE_S)
 
 
 class _TrainerStore(Store):
-    """torch's view of the rendezvous. The channel keeps it, since torch does not."""
+    """The rendezvous as a torch store. The channel keeps a reference, since torch does not."""
 
     def __init__(self, place: StoreServer, timeout_s: float) -> None:
         super().__init__()
@@ -273,8 +273,8 @@ def _raw(tensor: Tensor) -> Tensor:
 
 
 class _Failures:
-    """Context that raises TransferStopped if torch or the rendezvous fails. Not a generator: from
-    Python 3.12 on that would leave a reference cycle, which keeps the group alive."""
+    """Context that raises TransferStopped if torch or the rendezvous fails. Not a generator, which
+    since Python 3.12 would leave a reference cycle that keeps the group alive."""
 
     def __init__(self, what: str) -> None:
         self._what = what

@@ -24,7 +24,7 @@ from worker_client.worker_group import WorkerGroup
 SendBackend: TypeAlias = Literal["gloo", "nccl", "ipc"]
 PACKED_BYTES = 256 << 20
 REFUSAL_S = 2.0
-"""Longest time between a worker's refusal of the RPC and that at the communicator."""
+"""Maximum time between a worker's refusal of the RPC and its refusal at the communicator."""
 _T = TypeVar("_T")
 
 
@@ -41,7 +41,7 @@ class SendReport:
 
 
 class WeightSender:
-    """Belongs to the thread that the group belongs to. The group is attached, and has a model."""
+    """Used on the group's thread. The group must be attached and have a model."""
 
     def __init__(
         self,
@@ -52,8 +52,8 @@ class WeightSender:
         host: str = "127.0.0.1",
         timeout_s: float = 60.0,
     ) -> None:
-        """Nothing is sent yet. device: where NCCL sends from. host: the address of this process for
-        the workers. timeout_s: the longest silence between the two."""
+        """Sends nothing. device: the GPU that NCCL sends from. host: this process's address for the
+        workers. timeout_s: the longest silence on either side."""
         self._group = group
         self._backend = backend
         self._device = torch.device(device)
@@ -70,14 +70,14 @@ class WeightSender:
         self.close()
 
     def close(self) -> None:
-        """Leave the workers; their weights stay as they are."""
+        """Leave the workers; their weights do not change."""
         self._has_engine = False
         channel, self._channel = self._channel, None
         if channel is not None:
             channel.close()
 
     def connect(self) -> None:
-        """Create the communicator; send() does so by itself if there is none.
+        """Create the communicator; send() does this if there is none.
 
         Raises:
             WeightTransferError, TransferStopped: not all workers have connected.
@@ -133,7 +133,7 @@ class WeightSender:
         try:
             replies = self._update(listed, list(unique.values()), packed_bytes)
         except RemoteConfigError:
-            raise  # refused by all before the first byte: the communicator is intact
+            raise  # all refused before the first byte: the communicator is intact
         except BaseException:
             self.close()
             raise
@@ -161,8 +161,8 @@ class WeightSender:
         )
 
     def _beside(self, communicate: Callable[[], None], call: Callable[[], _T]) -> _T:
-        """Run the RPC here and the communicator's part in a thread: each waits for the other. If
-        both fail, the RPC's error has the reason."""
+        """Run the RPC here and the broadcast in a thread, since each waits for the other. If both
+        fail, the RPC's error has the reason."""
         channel = self._channel
         assert channel is not None, "made before"
         with ThreadPoolExecutor(1, thread_name_prefix="weights") as pool:

@@ -15,11 +15,11 @@ FILES = {
     "run.py": "run.py",
     "plans.py": "plans.py",
 }
-"""Where each of them goes."""
+"""Target path of each file."""
 
 
 class Line(NamedTuple):
-    """A registration: what is put in front of the first place of a text."""
+    """A registration: a line inserted before the first occurrence of a text."""
 
     path: str
     before: str

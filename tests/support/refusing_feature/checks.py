@@ -1,5 +1,5 @@
-"""Drivers of the copy with the refusing feature: requests with and without it are short of blocks,
-lose their driver, and every token is transformers'."""
+"""Checks with drivers of the copy: requests with and without the refusing feature run out of blocks
+and lose their driver, and every token must equal transformers'."""
 
 import os
 import random
@@ -18,19 +18,19 @@ from tests.support.toy_feature.checks import path_of
 
 
 class Load(NamedTuple):
-    """What is asked of a group."""
+    """The requests for a group."""
 
     num_requests: int = 6
     prompt_lens: tuple[int, int] = (5, 13)
-    """From, to."""
+    """Lower and upper bound."""
     max_tokens: tuple[int, int] = (14, 18)
-    """From, to."""
+    """Lower and upper bound."""
     max_model_len: int = 40
     max_num_batched_tokens: int = 32
     num_blocks: int = 15
-    """Of four tokens: too few for all requests at once."""
+    """Blocks of four tokens: too few for all requests at once."""
     dies_after: int = 12
-    """Plan has these two."""
+    """See Plan, like the next field."""
     defers: bool = False
 
 
@@ -44,8 +44,8 @@ def check_serving(
     load: Load = SHORT,
     layer_partition: tuple[int, ...] | None = None,
 ) -> Outcome:
-    """Over a pipeline of all the daemons: a whole run, and one whose driver dies. Return the
-    former's outcome."""
+    """Run on a pipeline of all the daemons, once to the end and once with a dying driver. Return
+    the first run's outcome."""
     seed = random.randrange(1 << 30)
     wanted, expected = refusing_requests(checkpoint, random.Random(seed), load)
     config = worker_config(
@@ -72,14 +72,14 @@ def check_serving(
     live(tree, msgspec.structs.replace(plan, dies_after=load.dies_after), code=9)
     rest = live(tree, msgspec.structs.replace(plan, adopt=True))
     assert rest is not None and rest.num_adopted > 0, seed
-    # A window that has left a block behind for a token that was refused leaves its row without KV.
+    # If a window freed a block because of a token that was then refused, the row has no KV.
     assert rest.num_warm > 0 or rest.num_groups > 1, seed
     assert rest.tokens == expected, seed
     return whole
 
 
 def live(tree: Path, plan: Plan, code: int = 0) -> Outcome | None:
-    """Run a driver of the copy; what it printed, where it ends as it should."""
+    """Run a driver of the copy; return its output if it exits with the expected code."""
     driver = subprocess.run(
         [sys.executable, "run.py", msgspec.json.encode(plan).decode()],
         cwd=tree,
@@ -96,7 +96,7 @@ def live(tree: Path, plan: Plan, code: int = 0) -> Outcome | None:
 def refusing_requests(
     checkpoint: Checkpoint, rng: random.Random, load: Load
 ) -> tuple[list[Wanted], dict[str, list[int]]]:
-    """Requests with their expected tokens; a third of them refuses nothing."""
+    """Return requests with their expected tokens; a third of them refuses nothing."""
     wanted: list[Wanted] = []
     expected: dict[str, list[int]] = {}
     lengths = [_cycle(load.prompt_lens, index) for index in range(60)]

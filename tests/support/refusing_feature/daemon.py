@@ -1,4 +1,4 @@
-"""Refuses tokens at random: by the row, and how often it has sampled.
+"""Refuses tokens pseudo-randomly, by row and number of samples.
 
 Shapes: S rows, R rows that sample.
 """
@@ -17,7 +17,7 @@ from worker_daemon.runner.sample_rows import SampleRows
 
 
 class RandomRefusalsPart(StepPart):
-    """A share of tries a row."""
+    """A share of refusals per row."""
 
     request_extension = RandomRefusals
     may_refuse = True

@@ -1,4 +1,4 @@
-"""Tokens refused at random, as a driver sees them: what is computed does not depend on it."""
+"""The driver side of random refusals, which do not change the results."""
 
 from rpc_schema.random_refusals import RandomRefusals
 
@@ -6,7 +6,7 @@ from worker_client.parts.interface import RequestPart
 
 
 class RandomRefusalsPart(RequestPart):
-    """A share of tries a request."""
+    """A share of refusals per request."""
 
     extension = RandomRefusals
     may_refuse = True

@@ -1,4 +1,4 @@
-"""What a test tells a driver of the copy, and what it hears of it."""
+"""Messages between a test and a driver of the copy."""
 
 import msgspec
 
@@ -12,11 +12,11 @@ class Wanted(msgspec.Struct):
     prompt: list[int]
     max_tokens: int
     percent: int
-    """Of its tokens, refused; 0: it goes without the feature."""
+    """Percentage of its tokens to refuse; 0: without the feature."""
 
 
 class Plan(msgspec.Struct):
-    """A driver's life."""
+    """A driver's plan."""
 
     endpoints: list[str]
     config: WorkerConfig
@@ -24,19 +24,19 @@ class Plan(msgspec.Struct):
     num_gpu_blocks: int
     adopt: bool
     dies_after: int | None
-    """Results; with defers, steps of which the last one is not sampled."""
+    """Results before it dies; with defers, steps, whose last one is not sampled."""
     defers: bool = False
-    """Steps are sampled by a request of their own."""
+    """True: a separate request samples each step."""
 
 
 class Outcome(msgspec.Struct):
-    """What it prints."""
+    """The driver's output."""
 
     num_adopted: int
     num_warm: int
-    """Of these, how many go on from KV that is there."""
+    """Number of adopted requests that continue from existing KV."""
     num_groups: int
-    """Of layers, each with its window."""
+    """Number of KV groups."""
     num_preemptions: int
     num_refused: int
     tokens: dict[str, list[int]]

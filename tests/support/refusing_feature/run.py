@@ -1,5 +1,5 @@
-"""A driver of the copy: serves the requests of a plan (JSON, the first argument), or goes on with
-those that a driver before it left, and prints what came of them. Dies where the plan says so."""
+"""A driver of the copy: serves the requests of a plan (JSON, the first argument), or continues
+those of an earlier driver, and prints the results. Dies as the plan says."""
 
 import os
 import sys
@@ -21,13 +21,13 @@ from worker_client.worker_group import WorkerGroup
 
 @dataclass
 class TwoFutures:
-    """Of a step that defers its sampling, and of the request that samples it."""
+    """The futures of a step that defers its sampling, and of the request that samples it."""
 
     deferred: StepFuture
     sampled: StepFuture
 
     def result(self) -> StepResult:
-        """Return what was sampled."""
+        """Return the sampled tokens."""
         assert not self.deferred.result().req_ids
         return self.sampled.result()
 
@@ -42,7 +42,7 @@ class DeferringGroup:
         self._num_steps = 0
 
     def execute_model(self, output: SchedulerOutput) -> TwoFutures:
-        """Send a step, and at once the request that samples it."""
+        """Send a step, and immediately the request that samples it."""
         req_ids = (*output.decode_req_ids, *output.num_scheduled_tokens)
         deferred = self._group.execute_model(replace(output, deferred_req_ids=req_ids))
         self._num_steps += 1
@@ -54,12 +54,12 @@ class DeferringGroup:
         return TwoFutures(deferred, sampled)
 
     def withdraw(self, output: SchedulerOutput) -> frozenset[str]:
-        """As the group does."""
+        """Withdraw like the group."""
         return self._group.withdraw(output)
 
 
 def as_request(wanted: Wanted) -> GenerationRequest:
-    """Return a request as a driver takes it."""
+    """Return a driver's request."""
     percent = wanted.percent
     return GenerationRequest(
         id=wanted.id,

@@ -1,5 +1,5 @@
-"""`python -m tests.support.soak --minutes 30 --seed 7`: see the package's description. Prints a
-line a fault, and what came of it all."""
+"""`python -m tests.support.soak --minutes 30 --seed 7`: see the package's description. Prints one
+line per fault, and the results."""
 
 import argparse
 import json
@@ -42,7 +42,7 @@ NUM_GPU_BLOCKS = 700
 STEP_DEADLINE_MS = 2000
 TICK_S = 0.02
 STUCK_AFTER_S = 90.0
-"""Without a token, once nothing more arrives and no fault is to come."""
+"""Seconds without a token that count as stuck, once no more requests or faults are planned."""
 MAX_GROWTH_MIB = 64.0
 NUM_REFERENCES = 12
 """Greedy requests whose tokens are compared with transformers'."""
@@ -58,12 +58,12 @@ def soak(
     tp: bool = False,
     say: Callable[[str], None] = print,
 ) -> dict[str, object]:
-    """Run one; return what is to be said of it.
+    """Run a soak; return its results.
 
     checkpoint: poisoned() has been called with it, and its directory's parent is the model root.
 
-    Raises AssertionError if a request ended never, twice, or with wrong tokens, if a driver met
-    what no driver should, if a daemon grew too much, or if anything is left.
+    Raises AssertionError if a request never ended, ended twice or with wrong tokens, if a driver
+    failed unexpectedly, if a daemon grew too much, or if anything is left.
     """
     say(f"seed {seed}: {seconds:g} s, a fault every {every_s:g} s")
     shared_before = shared_memory()
@@ -127,7 +127,7 @@ def soak(
 def undisturbed(
     scene: Scene, config: WorkerConfig, requests: list[PlannedRequest]
 ) -> dict[str, Expected]:
-    """What the same daemons give before the first fault."""
+    """Return the results of the same daemons before the first fault."""
     endpoints = [daemon.endpoint for daemon in scene.daemons]
     with WorkerGroup(endpoints, config.parallel) as group:
         group.attach()
@@ -139,7 +139,7 @@ def undisturbed(
 def check_reference(
     checkpoint: Checkpoint, requests: list[PlannedRequest], expected: dict[str, Expected]
 ) -> None:
-    """Some of those tokens are transformers'."""
+    """Check some of these tokens against transformers."""
     num_compared = 0
     for request in requests:
         if request.sampling or expected[request.req_id].reason == "error":
@@ -206,12 +206,12 @@ def disturb(
 
 
 def planned(config: WorkerConfig, seed: int, seconds: float, every_s: float) -> list[Fault]:
-    """The faults of a run."""
+    """Return the faults of a run."""
     return plan_faults(seed, seconds, every_s, config.parallel.world_size)
 
 
 def _say_fault(scene: Scene, done: str, began: float, say: Callable[[str], None]) -> None:
-    """What the last fault came to, as the next one begins."""
+    """Report the last fault's effect when the next one begins."""
     if done:
         now = time.monotonic() - began
         say(f"{now:7.1f} s  {done}: {scene.num_tokens} tokens, longest gap {scene.gap_s:.1f} s")
@@ -219,7 +219,7 @@ def _say_fault(scene: Scene, done: str, began: float, say: Callable[[str], None]
 
 
 def poisoned(checkpoint: Checkpoint) -> Checkpoint:
-    """Make one token's embedding no number; transformers' model stays whole."""
+    """Set one token's embedding to NaN in the files; transformers' model does not change."""
     import torch
     from safetensors.torch import load_file, save_file
 

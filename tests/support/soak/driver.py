@@ -1,6 +1,6 @@
-"""`python -m tests.support.soak.driver LIFE`: one driver of a soak. It adopts what the one before
-has left, takes requests as they arrive, delivers them to the ledger, and obeys lines on its
-standard input: `sleep SECONDS` and `leave`. How it ended is its exit code, and its traceback is on
+"""`python -m tests.support.soak.driver LIFE`: one driver of a soak. It adopts its predecessor's
+requests, accepts requests as they arrive, delivers results to the ledger, and obeys lines on
+standard input: `sleep SECONDS` and `leave`. Its exit code says how it ended; tracebacks go to
 stderr."""
 
 import os
@@ -41,24 +41,24 @@ IDLE_S = 0.005
 DONE = 0
 """Every request has ended."""
 BROKEN = 1
-"""Something that no driver should meet: Python's own code for an exception."""
+"""An unexpected exception: Python's exit code."""
 UNSEATED = 3
-"""Another driver has the daemons, or nobody has."""
+"""Another driver has the daemons, or the lease expired."""
 GAVE_UP = 4
-"""The group could not be made to work."""
+"""The group could not recover."""
 NEVER_SERVED = 6
-"""It could not attach, or not load what had to be loaded: the next one may."""
+"""It could not attach or load; the next driver may."""
 LEFT = 5
-"""It was asked to."""
+"""It was asked to leave."""
 
 SEATLESS = (FencedError, LeaseExpiredError, NotAttachedError, LeaseHeldError)
 
 PROGRESS = struct.Struct("=qqd")
-"""Steps, tokens, when the last token came (time.monotonic())."""
+"""Steps, tokens, time of the last token (time.monotonic())."""
 
 
 class Life(msgspec.Struct, frozen=True):
-    """What a driver needs to know."""
+    """A driver's parameters."""
 
     endpoints: list[str]
     config: WorkerConfig
@@ -69,11 +69,11 @@ class Life(msgspec.Struct, frozen=True):
     progress: str
     """The file for PROGRESS."""
     began: float
-    """Of time.monotonic(): arrivals count from then."""
+    """Start of the soak (time.monotonic()); arrivals count from it."""
 
 
 class ProgressFile:
-    """How far this driver is, for whoever looks."""
+    """This driver's progress, in a file for the supervisor."""
 
     def __init__(self, path: str) -> None:
         self._fd = os.open(path, os.O_WRONLY | os.O_CREAT, 0o600)
@@ -88,7 +88,7 @@ class ProgressFile:
 
 @dataclass
 class Application:
-    """What stands around the driver: arrivals, cancellations, deliveries."""
+    """The application around the driver: arrivals, cancellations, deliveries."""
 
     life: Life
     group: WorkerGroup
@@ -96,14 +96,14 @@ class Application:
     driver: Driver
     ledger: Ledger
     arrivals: list[PlannedRequest]
-    """Not accepted yet, the next one last."""
+    """Requests not accepted yet, next one last."""
     cancellations: list[tuple[float, str]]
-    """(when, request), the next one last."""
+    """(time, request), next one last."""
     open: set[str]
-    """Accepted, and neither ended nor cancelled."""
+    """Requests accepted, and neither ended nor cancelled."""
 
     def run(self) -> int:
-        """Serve until all is done, or until asked to leave."""
+        """Serve until all requests are done, or until asked to leave."""
         while self.arrivals or self.driver.busy:
             command = read_command()
             if command == "leave":
@@ -164,19 +164,19 @@ class Application:
 
 
 def recover(group: WorkerGroup, died: WorkerDied) -> None:
-    """Wait for whoever is started in the lost one's place."""
+    """Wait for the lost daemon's successor."""
     group.replace(died.rank, within_s=REPLACE_WITHIN_S)
 
 
 def wake(group: WorkerGroup) -> None:
-    """The driver before may have died while the group slept."""
+    """Wake the group: the previous driver may have died while it slept."""
     tags = [status.memory_tags for status in group.get_status()]
     if all(tags) and any("asleep" in of_rank.values() for of_rank in tags):
         group.wake_up()
 
 
 def read_command() -> str:
-    """A line of standard input, if one is there."""
+    """Return a line of standard input if there is one."""
     if not select.select([sys.stdin], [], [], 0)[0]:
         return ""
     return os.read(0, 4096).decode().strip()
@@ -187,7 +187,7 @@ def read_requests(path: Path) -> list[PlannedRequest]:
 
 
 def serve(life: Life) -> int:
-    """Live."""
+    """Run a driver; return its exit code."""
     terms = LeaseTerms(ttl_s=LEASE_TTL_S)
     progress = ProgressFile(life.progress)
     with WorkerGroup(life.endpoints, life.config.parallel, lease=terms) as group:
@@ -229,7 +229,7 @@ def make_application(
     ledger: Ledger,
     before: list[Entry],
 ) -> Application:
-    """Go on where the ledger ends."""
+    """Return the application in the state that the ledger records."""
     accepted = {entry.req_id for entry in before if entry.what == "accepted"}
     ended = {entry.req_id for entry in before if entry.what in ("ended", "cancelled")}
     requests = read_requests(Path(life.requests))
@@ -251,7 +251,7 @@ def make_application(
 
 
 def main(path: Path) -> int:
-    """Live by the file."""
+    """Run the driver that a file describes."""
     life = msgspec.json.decode(path.read_bytes(), type=Life)
     try:
         return serve(life)

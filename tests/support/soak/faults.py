@@ -1,4 +1,4 @@
-"""How each fault of a plan is done to the processes of a soak."""
+"""Injects each fault of a plan into the processes of a soak."""
 
 import os
 import random
@@ -21,7 +21,7 @@ STRANGE_MESSAGES = 60
 
 
 class Injector:
-    """Does faults to a scene, and says what it did."""
+    """Injects faults into a scene, and describes them."""
 
     def __init__(self, scene: Scene, parallel: ParallelConfig) -> None:
         self._scene = scene
@@ -46,7 +46,7 @@ class Injector:
         }
 
     def strike(self, fault: Fault) -> str:
-        """Do it; return what was done, in words."""
+        """Inject a fault; return its description."""
         return self._ways[fault.kind](fault)
 
     def _kill_rank(self, fault: Fault) -> str:
@@ -67,7 +67,7 @@ class Injector:
     def _arm(self, fault: Fault, what: str) -> str:
         where = fault.where
         if where == "likeliest_tokens" and fault.rank != len(self._scene.daemons) - 1:
-            where = "forward"  # the last stage alone chooses tokens
+            where = "forward"  # only the last stage samples tokens
         self._scene.daemons[fault.rank].faults.put(
             InjectedFault(where, what, fault.calls_before, fault.seconds, fault.times)  # type: ignore[arg-type]
         )
@@ -103,7 +103,7 @@ class Injector:
         return f"weights and KV cache asleep for {fault.seconds:.1f} s"
 
     def _send_strange_frames(self, fault: Fault) -> str:
-        """Bytes that are no message, and steps of epochs that are over or never were."""
+        """Send malformed messages, and steps of past and unknown epochs."""
         source = random.Random(fault.calls_before)
         address = parse_endpoint(self._scene.daemons[fault.rank].endpoint).step
         sockets = BareSockets()

@@ -1,9 +1,9 @@
-"""The record of what was promised and what was delivered: one file that all drivers append to, each
-entry on disk before the driver goes on. Knows no group and no scheduler.
+"""The record of accepted requests and delivered results: one file to which all drivers append, each
+entry on disk before the driver continues.
 
-A driver that has been replaced may still hold results, and not know yet that it was. So entries
-are taken from the newest driver alone, by its epoch: the place where results are delivered fences
-as the daemons do. Nothing else is filtered: a request that ends twice is two entries.
+A replaced driver may still hold results before it notices. So the ledger accepts entries only from
+the newest driver, by its epoch: it fences as the daemons do. It filters nothing else: a request
+that ends twice is two entries.
 """
 
 import fcntl
@@ -17,13 +17,13 @@ import msgspec
 
 
 class Entry(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One line."""
+    """One line of the file."""
 
     what: Literal["driver", "accepted", "ended", "cancelled"]
     epoch: int
-    """Of the driver, as it was attached first."""
+    """The driver's epoch at its first attach."""
     at: float
-    """Of time.monotonic(), which all processes of a host share."""
+    """time.monotonic(), which all processes of a host share."""
     req_id: str = ""
     token_ids: list[int] = []
     reason: str = ""
@@ -35,7 +35,7 @@ class LedgerFenced(Exception):
 
 
 def read(path: Path) -> list[Entry]:
-    """All entries, oldest first; a last line that is not whole was never promised."""
+    """Return all entries, oldest first; an incomplete last line does not count."""
     if not path.exists():
         return []
     lines = path.read_bytes().split(b"\n")[:-1]
@@ -43,7 +43,7 @@ def read(path: Path) -> list[Entry]:
 
 
 class Ledger:
-    """One driver's pen. `begin` comes first."""
+    """One driver's access to the ledger. Call `begin` first."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -53,10 +53,10 @@ class Ledger:
         self._epoch = 0
 
     def begin(self, epoch: int) -> list[Entry]:
-        """Become the driver that writes; return what was written before.
+        """Become the writing driver; return the earlier entries.
 
         Raises:
-            LedgerFenced: a newer one is at it already.
+            LedgerFenced: a newer driver writes already.
         """
         fcntl.flock(self._fd, fcntl.LOCK_EX)
         try:
@@ -71,15 +71,15 @@ class Ledger:
         return before
 
     def accept(self, req_ids: Iterable[str]) -> None:
-        """Promise an end to each of these requests."""
+        """Record these requests as accepted."""
         self._append([self._entry("accepted", req_id) for req_id in req_ids])
 
     def end(self, ends: Iterable[tuple[str, list[int], str]]) -> None:
-        """Deliver: (request, tokens, finish reason)."""
+        """Record deliveries: (request, tokens, finish reason)."""
         self._append([self._entry("ended", name, tokens, reason) for name, tokens, reason in ends])
 
     def cancel(self, req_id: str) -> None:
-        """Whoever asked for it does not want it any more."""
+        """Record that its sender cancelled a request."""
         self._append([self._entry("cancelled", req_id)])
 
     def _entry(
@@ -100,7 +100,7 @@ class Ledger:
             fcntl.flock(self._fd, fcntl.LOCK_UN)
 
     def _mend(self) -> list[Entry]:
-        """Cut off what a killed driver has written of its last line."""
+        """Remove a killed driver's incomplete last line."""
         whole = self._path.read_bytes().rfind(b"\n") + 1
         os.ftruncate(self._fd, whole)
         return read(self._path)

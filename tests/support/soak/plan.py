@@ -1,5 +1,5 @@
-"""What happens in a soak, all of it from one seed: the requests with their arrivals, and the
-faults. Pure: starts nothing and reads no clock."""
+"""The plan of a soak, from one seed: requests with their arrivals, and faults. Pure: starts nothing
+and reads no clock."""
 
 import random
 from typing import Literal, TypeAlias
@@ -10,12 +10,12 @@ import numpy as np
 from worker_client.requests import GenerationRequest
 
 POISON = 7
-"""The checkpoint's embedding of this token is not a number."""
+"""Token whose embedding in the checkpoint is NaN."""
 
 MAX_PROMPT = 60
 MAX_TOKENS = 100
 FIRST_TOKEN_ID = 8
-"""Of ordinary prompts: above POISON."""
+"""Lowest token of ordinary prompts: above POISON."""
 
 FaultKind: TypeAlias = Literal[
     "kill_rank",
@@ -57,30 +57,30 @@ WEIGHTS: dict[FaultKind, int] = {
 
 
 class Fault(msgspec.Struct, frozen=True):
-    """Something that goes wrong."""
+    """A fault to inject."""
 
     at_s: float
-    """Since the beginning."""
+    """Seconds since the start."""
     kind: FaultKind
     rank: int
-    """Whose, where the kind has one."""
+    """Rank, if the kind has one."""
     seconds: float
-    """How long, where it lasts."""
+    """Duration, if it has one."""
     calls_before: int
-    """Of the worker's functions, where it strikes in a step."""
+    """Calls of the worker's function before it strikes in a step."""
     where: Literal["forward", "likeliest_tokens", "execute_model"]
     times: int
 
 
 def is_lasting(fault: Fault) -> bool:
-    """Whether it strikes again what is done about it, warm-up included: a driver may give up then,
-    as its documented number of attempts is used up, and the next one must go on."""
+    """Return True if it also strikes the recovery, warm-up included: a driver may then give up
+    after its documented number of attempts, and the next one must continue."""
     in_step = ("raise_in_step", "hang_in_step", "lose_device", "die_in_step")
     return fault.times > 1 and fault.kind in in_step
 
 
 class PlannedRequest(msgspec.Struct, frozen=True):
-    """A request, and when it is made."""
+    """A request and its arrival."""
 
     req_id: str
     at_s: float
@@ -109,8 +109,8 @@ SAMPLINGS: tuple[dict[str, float | int], ...] = (
 
 
 def plan_requests(seed: int, seconds: float, per_s: float, vocab_size: int) -> list[PlannedRequest]:
-    """Return the requests of a run, in the order of their arrival: single ones, and bursts of which
-    many begin alike; some hold POISON, some are cancelled."""
+    """Return the requests of a run, in the order of their arrival: single ones, and bursts that
+    often share a prefix; some contain POISON, some are cancelled."""
     source = random.Random(seed)
     requests: list[PlannedRequest] = []
     at_s = 0.0
@@ -172,7 +172,7 @@ def plan_faults(seed: int, seconds: float, every_s: float, num_ranks: int) -> li
 
 
 def _deck(source: random.Random) -> list[FaultKind]:
-    """All kinds as often as they weigh, each once at the top."""
+    """Return all kinds as often as their weights, each once at the top."""
     once = list(WEIGHTS)
     again = [kind for kind, weight in WEIGHTS.items() for _ in range(weight - 1)]
     source.shuffle(once)

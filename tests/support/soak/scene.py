@@ -1,5 +1,5 @@
-"""The processes of a soak: daemons that a supervisor starts again, drivers of which the next one
-starts as soon as one is gone. Decides no fault and judges nothing; `tick` is called often."""
+"""The processes of a soak: daemons that a supervisor restarts, and drivers, each started when its
+predecessor exits. Chooses no faults and checks no results; `tick` is called often."""
 
 import os
 import signal
@@ -37,11 +37,11 @@ EXITS = {
 }
 SAMPLE_S = 2.0
 SETTLED_S = 60.0
-"""A daemon's memory is looked at once it is older, and has what it serves with."""
+"""A daemon's memory is measured once it is this old and has loaded."""
 
 
 class Weight(NamedTuple):
-    """What a process has of this machine."""
+    """Resources of a process."""
 
     rss_mib: float
     files: int
@@ -53,7 +53,7 @@ class Weight(NamedTuple):
 
 
 def weigh(pid: int) -> Weight | None:
-    """None where the process is gone."""
+    """Return a process's resources; None if it is gone."""
     try:
         process = psutil.Process(pid)
         rss_mib = process.memory_info().rss / (1 << 20)
@@ -64,7 +64,7 @@ def weigh(pid: int) -> Weight | None:
 
 @dataclass
 class Daemon:
-    """One rank's place, and the process that is in it."""
+    """One rank, and its current process."""
 
     rank: int
     endpoint: str
@@ -73,7 +73,7 @@ class Daemon:
     began: float
     exits: Counter[int] = field(default_factory=Counter)
     first: "Weight | None" = None
-    """Once it had settled."""
+    """Resources once it had settled."""
     last: "Weight | None" = None
 
 
@@ -93,9 +93,9 @@ class Scene:
         self.driver: subprocess.Popen[bytes] | None = None
         self.driver_exits: Counter[str] = Counter()
         self.growths: list[Weight] = []
-        """Of daemons, from when they had settled to their end."""
+        """Growth of daemons from when they settled until their exit."""
         self.longest_gap_s = self.gap_s = 0.0
-        """Without a token, while requests waited; `gap_s` since it was reset last."""
+        """Longest time without a token while requests waited; `gap_s` since its last reset."""
         self.num_steps = self.num_tokens = 0
         self._life: Path | None = None
         self._progress: Path | None = None
@@ -115,7 +115,7 @@ class Scene:
                 time.sleep(0.05)
 
     def start_drivers(self, life: Life) -> None:
-        """Begin to serve."""
+        """Start the first driver."""
         self._life = self.directory / "life.json"
         self._life.write_bytes(msgspec.json.encode(life))
         self._progress = Path(life.progress)
@@ -123,7 +123,7 @@ class Scene:
         self.start_driver()
 
     def start_driver(self) -> None:
-        """Start the next driver. The one before is expected to end by itself, if it lives."""
+        """Start the next driver. A predecessor that still lives is expected to exit."""
         if self.driver is not None:
             self._former.append(self.driver)
         with (self.directory / "driver.log").open("ab") as log:
@@ -136,7 +136,7 @@ class Scene:
             )
 
     def tell_driver(self, command: str) -> None:
-        """Give the driver a line."""
+        """Send the driver a line."""
         assert self.driver is not None and self.driver.stdin is not None
         try:
             self.driver.stdin.write(command.encode() + b"\n")
@@ -145,20 +145,20 @@ class Scene:
             pass  # it is gone
 
     def later(self, seconds: float, act: Callable[[], None]) -> None:
-        """Act then."""
+        """Call act after some seconds."""
         self._later.append((time.monotonic() + seconds, act))
 
     @property
     def is_done(self) -> bool:
-        """Whether a driver has said that every request has ended."""
+        """Return True if a driver reported that every request has ended."""
         return self.driver_exits["done"] > 0
 
     def is_stuck(self, after_s: float) -> bool:
-        """Whether there has been no token for so long."""
+        """Return True if there has been no token for that long."""
         return time.monotonic() - self._last_token > after_s
 
     def tick(self) -> None:
-        """Start whoever is gone, do what is due, look at progress and memory."""
+        """Restart exited processes, run due actions, check progress and memory."""
         now = time.monotonic()
         due = [act for at, act in self._later if at <= now]
         self._later = [(at, act) for at, act in self._later if at > now]
@@ -174,13 +174,13 @@ class Scene:
                 self._weigh(daemon, now)
 
     def log(self, of: str) -> str:
-        """What the daemons, or the drivers, have written."""
+        """Return the log of the daemons or the drivers."""
         path = self.directory / f"{of}.log"
         return path.read_text(errors="replace") if path.exists() else ""
 
     def stop_daemons(self) -> list[int]:
-        """SIGTERM to all, once they serve: the last fault may have struck with the last request's
-        end. Return their exit codes."""
+        """Send SIGTERM to all daemons once they serve (the last fault may have come with the last
+        request's end). Return their exit codes."""
         for daemon in self.daemons:
             daemon.process.send_signal(signal.SIGCONT)
             self._supervise(daemon)
@@ -191,7 +191,7 @@ class Scene:
         return [daemon.process.wait(30) for daemon in self.daemons]
 
     def close(self) -> None:
-        """Kill what is left, and do what is due later: sockets are closed so."""
+        """Kill remaining processes, and run actions that are due later, which close sockets."""
         for _, act in self._later:
             act()
         self._later.clear()

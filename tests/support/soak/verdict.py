@@ -1,5 +1,5 @@
-"""What a soak must have come to: each accepted request ended once, with the tokens that it would
-have had without any fault; and nothing is left of the processes."""
+"""The checks of a soak's result: each accepted request ended once, with the same tokens as without
+faults, and nothing is left of the processes."""
 
 import time
 from collections import Counter
@@ -21,12 +21,12 @@ from worker_daemon.sample.sampler import TorchSampling
 SHARED_MEMORY = Path("/dev/shm")
 OTHERS_TAKE_S = 5.0
 NOISE = 3e-5
-"""Of logits in float32, whose largest here are near 30."""
+"""Rounding noise of float32 logits, whose largest here are near 30."""
 NUM_NOISY = 400
 
 
 class Expected(NamedTuple):
-    """What an undisturbed run gives."""
+    """Results of an undisturbed run."""
 
     token_ids: list[int]
     reason: str
@@ -37,11 +37,11 @@ def expectations(outputs: Mapping[str, RequestOutput]) -> dict[str, Expected]:
 
 
 class Judgement(NamedTuple):
-    """What the ledger shows."""
+    """Findings from the ledger."""
 
     violations: list[str]
     ends: Counter[str]
-    """Requests by how they ended."""
+    """Number of requests by finish reason."""
     num_tokens: int
     num_near_ties: int
     """Requests in which the rounding of float32 chose another token."""
@@ -53,7 +53,7 @@ def judge(
     expected: Mapping[str, Expected],
     model: Checkpoint,
 ) -> Judgement:
-    """Read the ledger."""
+    """Check the ledger against the expected results."""
     violations = []
     by_request: dict[str, list[Entry]] = {request.req_id: [] for request in requests}
     for entry in entries:
@@ -89,8 +89,8 @@ def judge(
 def is_near_tie(
     model: Checkpoint, request: PlannedRequest, expected: Sequence[int], found: Sequence[int]
 ) -> bool:
-    """Whether the first token that differs could be either, by the rounding of float32: under noise
-    of that size transformers' logits give both. Tokens behind it may be any."""
+    """Return True if float32 rounding explains the first token that differs: with noise of that
+    size, transformers' logits give both. Later tokens are not compared."""
     place = next((i for i, pair in enumerate(zip(expected, found)) if pair[0] != pair[1]), None)  # noqa: B905  # they may differ in length
     if place is None:
         return False
@@ -110,7 +110,7 @@ def is_near_tie(
 
 
 def leftovers(directory: Path) -> list[str]:
-    """Processes, sockets, locks and drafts that are left of daemons that have ended."""
+    """Return processes, sockets, locks and temporary files left by daemons that have ended."""
     left = [f"process {process}" for process in processes_of(directory)]
     for path in directory.rglob("*"):
         if path.is_socket() or path.name.endswith((".lock", ".tmp", ".draft")):
@@ -119,7 +119,7 @@ def leftovers(directory: Path) -> list[str]:
 
 
 def lasting_shared_memory(before: set[str]) -> list[str]:
-    """What is new there, and stays: others use it meanwhile."""
+    """Return new names in shared memory that stay: other processes also use it."""
     until = time.monotonic() + OTHERS_TAKE_S
     while (left := shared_memory() - before) and time.monotonic() < until:
         time.sleep(0.2)
@@ -127,7 +127,7 @@ def lasting_shared_memory(before: set[str]) -> list[str]:
 
 
 def shared_memory() -> set[str]:
-    """Names in shared memory that no living process has mapped."""
+    """Return names in shared memory that no living process has mapped."""
     names = {path.name for path in SHARED_MEMORY.iterdir()}
     for process in psutil.process_iter():
         try:

@@ -1,6 +1,6 @@
-"""A feature that nobody needs, added to a copy of the tree: a bias on the logit of one token, for
-requests that ask for it. Three files (wire.py, daemon.py, driver.py) and the lines that register
-them; `run.py` drives daemons of the copy."""
+"""An example feature, added to a copy of the tree: a bias on the logit of one token, for requests
+that ask for it. Three files (wire.py, daemon.py, driver.py) and the lines that register them;
+`run.py` drives daemons of the copy."""
 
 import shutil
 from pathlib import Path
@@ -16,11 +16,11 @@ FILES = {
     "run.py": "run.py",
     "plans.py": "plans.py",
 }
-"""Where each of them goes."""
+"""Target path of each file."""
 
 
 class Line(NamedTuple):
-    """A registration: what is put in front of the first place of a text."""
+    """A registration: a line inserted before the first occurrence of a text."""
 
     path: str
     before: str

@@ -1,5 +1,5 @@
-"""Drivers of the copy with the toy feature: its daemons serve requests with and without a bias, are
-short of blocks, lose their driver, and every token is transformers'."""
+"""Checks with drivers of the copy: its daemons serve requests with and without a bias, run out of
+blocks and lose their driver, and every token must equal transformers'."""
 
 import os
 import random
@@ -16,11 +16,11 @@ from tests.support.toy_feature.plans import Outcome, Plan, Wanted
 from worker_client.launcher import LocalDaemons
 
 NUM_BLOCKS = 26
-"""Of four tokens: too few for all requests at once."""
+"""Blocks of four tokens: too few for all requests at once."""
 
 
 def start_daemons(tree: Path, devices: Sequence[str], model_root: Path) -> LocalDaemons:
-    """Daemons of the copy, which the copy's drivers can use."""
+    """Start daemons of the copy, for the copy's drivers."""
 
     def command(endpoint: str, device: str, pipe: int) -> list[str]:
         there = ["env", "-C", str(tree), f"PYTHONPATH={path_of(tree)}"]
@@ -32,7 +32,7 @@ def start_daemons(tree: Path, devices: Sequence[str], model_root: Path) -> Local
 
 
 def check_serving(tree: Path, endpoints: Sequence[str], checkpoint: Checkpoint) -> None:
-    """Over a pipeline of all the daemons: a whole run, and one whose driver dies."""
+    """Run on a pipeline of all the daemons, once to the end and once with a dying driver."""
     seed = random.randrange(1 << 30)
     wanted, expected = biased_requests(checkpoint, random.Random(seed))
     config = worker_config(
@@ -49,13 +49,13 @@ def check_serving(tree: Path, endpoints: Sequence[str], checkpoint: Checkpoint) 
 
 
 def path_of(tree: Path) -> str:
-    """PYTHONPATH of what runs in a copy of the tree."""
+    """Return the PYTHONPATH for a copy of the tree."""
     former = os.environ.get("PYTHONPATH")
     return os.pathsep.join([str(tree), str(tree / "client"), *([former] if former else [])])
 
 
 def live(tree: Path, plan: Plan, code: int = 0) -> Outcome | None:
-    """Run a driver of the copy; what it printed, where it ends as it should."""
+    """Run a driver of the copy; return its output if it exits with the expected code."""
     driver = subprocess.run(
         [sys.executable, "run.py", msgspec.json.encode(plan).decode()],
         cwd=tree,
@@ -72,7 +72,7 @@ def live(tree: Path, plan: Plan, code: int = 0) -> Outcome | None:
 def biased_requests(
     checkpoint: Checkpoint, rng: random.Random, count: int = 6
 ) -> tuple[list[Wanted], dict[str, list[int]]]:
-    """Requests with their expected tokens; a third of them has no bias."""
+    """Return requests with their expected tokens; a third of them has no bias."""
     wanted: list[Wanted] = []
     expected: dict[str, list[int]] = {}
     for index, prompt in enumerate(prompts(rng.randrange(1 << 20), [5 + i % 9 for i in range(60)])):
@@ -83,7 +83,7 @@ def biased_requests(
         except NearTie:
             continue
         if bias is not None and tokens == checkpoint.biased(prompt.tolist(), length, token_id, 0.0):
-            token_id, bias = tokens[1], -6.0  # a token that it would have sampled
+            token_id, bias = tokens[1], -6.0  # a token that it would sample without a bias
             try:
                 tokens = checkpoint.biased(prompt.tolist(), length, token_id, bias)
             except NearTie:

@@ -17,7 +17,7 @@ from worker_daemon.runner.scheduled_step import StepLimits, invalid
 
 
 class TokenBiasPart(StepPart):
-    """One token a row."""
+    """One biased token per row."""
 
     request_extension = TokenBias
 

@@ -1,5 +1,5 @@
-"""A bias on the logit of one token, as a driver judges it. What is computed does not depend on it,
-so that requests share their prefixes as ever."""
+"""The driver side of a bias on one token's logit. The KV does not depend on it, so requests still
+share prefixes."""
 
 from rpc_schema.token_bias import TokenBias
 
@@ -7,7 +7,7 @@ from worker_client.parts.interface import ExtensionFault, ModelBounds, RequestPa
 
 
 class TokenBiasPart(RequestPart):
-    """One token a request."""
+    """One biased token per request."""
 
     extension = TokenBias
 

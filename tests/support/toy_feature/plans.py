@@ -1,4 +1,4 @@
-"""What a test tells a driver of the copy, and what it hears of it."""
+"""Messages between a test and a driver of the copy."""
 
 import msgspec
 
@@ -13,11 +13,11 @@ class Wanted(msgspec.Struct):
     max_tokens: int
     token_id: int
     bias: float | None
-    """None: it goes without the feature."""
+    """None: without the feature."""
 
 
 class Plan(msgspec.Struct):
-    """A driver's life."""
+    """A driver's plan."""
 
     endpoints: list[str]
     config: WorkerConfig
@@ -29,7 +29,7 @@ class Plan(msgspec.Struct):
 
 
 class Outcome(msgspec.Struct):
-    """What it prints."""
+    """The driver's output."""
 
     num_adopted: int
     num_preemptions: int

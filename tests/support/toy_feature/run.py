@@ -1,5 +1,5 @@
-"""A driver of the copy: serves the requests of a plan (JSON, the first argument), or goes on with
-those that a driver before it left, and prints what came of them. Dies where the plan says so."""
+"""A driver of the copy: serves the requests of a plan (JSON, the first argument), or continues
+those of an earlier driver, and prints the results. Dies as the plan says."""
 
 import os
 import sys
@@ -17,7 +17,7 @@ from worker_client.worker_group import WorkerGroup
 
 
 def as_request(wanted: Wanted) -> GenerationRequest:
-    """Return a request as a driver takes it."""
+    """Return a driver's request."""
     bias = wanted.bias
     return GenerationRequest(
         id=wanted.id,

@@ -1,4 +1,4 @@
-"""The drivers of the adoption benchmark: when the first one is warm, and what is said of one that
+"""The drivers of the adoption benchmark: when the first one is warm, and the error for one that
 ends too early."""
 
 import subprocess
@@ -12,7 +12,7 @@ from worker_client.scheduler_output import StepResult
 
 
 def test_driver_is_warm_though_no_step_holds_all_requests(capsys):
-    """As with two stages, whose steps take turns."""
+    """Alternating steps, as with two stages."""
     warmth = Warmth(4)
     halves = [StepResult(["0", "1"], [5, 6]), StepResult(["2", "3"], [7, 8])]
     for result in halves * WARM_TOKENS:

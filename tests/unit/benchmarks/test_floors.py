@@ -1,5 +1,5 @@
-"""Floors: against sums written out by hand, against the schedule of the reference scheduler, and
-against what must hold for any workload."""
+"""Floors compared with sums written out by hand, with the reference scheduler's schedule, and with
+properties of any workload."""
 
 from pathlib import Path
 

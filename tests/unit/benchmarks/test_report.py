@@ -91,7 +91,7 @@ def test_an_interruption_ends_what_a_part_has_started(tmp_path):
 def test_a_wrong_choice_is_refused(words, capsys):
     with pytest.raises(SystemExit):
         bench.parse_options(words)
-    assert "is none of" in capsys.readouterr().err
+    assert "is not one of" in capsys.readouterr().err
 
 
 def test_startup_ends_with_its_target_and_what_was_compiled():

@@ -1,4 +1,4 @@
-"""The benchmark of sleep runs through a worker and says what it measured."""
+"""The sleep benchmark runs with a worker and prints its figures."""
 
 import json
 import sys
@@ -26,5 +26,5 @@ def test_figures_of_each_level(tmp_path, monkeypatch, capsys):
     for level in (1, 2):
         assert {f"sleep {level}", f"wake {level}", f"device memory asleep {level}"} <= set(names)
     shown = capsys.readouterr().out
-    assert "tokens after level 1 are those of before" in shown
+    assert "greedy tokens equal those before level 1" in shown
     assert "asleep 2   GiB: weights 0.000, buffers 0.000, kv_cache 0.000" in shown

@@ -1,5 +1,5 @@
-"""Requests that change drivers: what ranks tell is put together, and the reference scheduler goes
-on with it, block by block."""
+"""Requests that change drivers: the ranks' reports are merged, and the reference scheduler
+continues from them, block by block."""
 
 import copy
 import random
@@ -60,7 +60,7 @@ class TwoRanks(Model):
             yield position, digest, (row["blocks"][position // size], position % size)
 
     def serve(self, num_steps, outputs):
-        """At most so many steps; the last ones have no result."""
+        """Maximum number of steps; the last ones have no result."""
         while num_steps and (self.scheduler.has_unfinished_requests() or self.in_flight):
             output = self.scheduler.schedule() if len(self.in_flight) < self.latency else None
             if output is not None:
@@ -230,7 +230,7 @@ def test_pages_are_split_by_row_and_refused_where_they_do_not_fit():
 
 
 def served(limits, request, tokens):
-    """What a scheduler's request looks like once it has `tokens`, as another driver learns it."""
+    """Return a scheduler's request with `tokens` as another driver receives it."""
     scheduler = Scheduler(limits)
     scheduler.add_request(request)
     (new,) = scheduler.schedule().scheduled_new_reqs

@@ -11,7 +11,7 @@ NS = st.integers(0, 10**7)
 
 
 class Pair:
-    """Two clocks, the other one ahead and of another rate, and ways between them that take time."""
+    """Two clocks with offset and drift, and network delays between them."""
 
     def __init__(self, ahead: int, delays: list[tuple[int, int]], rate: float = 1.0) -> None:
         self.now = 10**12

@@ -1,4 +1,5 @@
-"""When a driver goes on after failures, deaths and steps that are refused, and when it gives up."""
+"""Conditions under which a driver continues after failures, deaths and refused steps, or gives
+up."""
 
 import random
 from collections import deque

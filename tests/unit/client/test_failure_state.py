@@ -1,5 +1,5 @@
-"""The failure state of a group: its table, alone and against a model of plain flags, and what
-docs/reliability.md says of it."""
+"""The failure state of a group: its table, alone and against a model of plain flags, and its
+description in docs/reliability.md."""
 
 import itertools
 import math
@@ -326,7 +326,7 @@ class Histories(RuleBasedStateMachine):
         self.needs_relink = False
         self.has_doomed = False
         self.to_tell = None
-        """Number of the failure that no future has told."""
+        """Number of the failure that no future has reported."""
         self.newest = 0
         self.weights = ""
         self.draining = set()

@@ -1,4 +1,4 @@
-"""The first word with a daemon that is not there, ends before it answers, or is started later: on
+"""First contact with a daemon that is missing, ends before it answers, or starts later: on
 real sockets, of processes that are stopped and killed."""
 
 import os

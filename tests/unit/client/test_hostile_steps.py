@@ -1,5 +1,5 @@
 """Steps that a scheduler must not send: one field of a valid step is given a hostile value. Each is
-refused by name, and costs nobody anything: requests that run go on with the right tokens."""
+refused by name without side effects: running requests continue with the right tokens."""
 
 import math
 import time
@@ -300,7 +300,7 @@ def test_request_that_ends_begins_and_decodes_in_one_step_is_named():
 
 
 def table_state(table):
-    """Everything that later steps are judged by."""
+    """All state that later steps are validated against."""
     names = sorted(table.req_ids)
     return names, [table.slot_of(name) for name in names], table._resync_rows(())
 

@@ -1,4 +1,4 @@
-"""One line of input that cannot be served costs no other line anything."""
+"""An input line that cannot be served does not affect other lines."""
 
 import io
 import json

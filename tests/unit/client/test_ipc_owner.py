@@ -1,4 +1,4 @@
-"""A driver says nothing to a daemon that another user may have put there."""
+"""A driver sends nothing to a daemon that another user could have started."""
 
 import os
 import socket
@@ -29,7 +29,7 @@ def listening(path: Path) -> socket.socket:
 
 
 def heard(listener: socket.socket) -> bytes:
-    """What somebody who connected has said."""
+    """Return the bytes that a peer sent."""
     said = b""
     while True:
         try:

@@ -33,7 +33,7 @@ def random_cases():
 
 
 def test_the_smallest_rank_decides_and_its_blocks_fit_where_one_more_does_not():
-    """Edge 9: stages differ."""
+    """Stages differ in their layers."""
     for block_size, size, specs, available in random_cases():
         groups = kv_cache.plan_groups(specs, block_size, 100, 10)
         count = kv_cache.smallest_fitting_blocks(groups, available)
@@ -69,7 +69,7 @@ def test_a_rank_that_lacks_bytes_has_no_blocks():
 
 
 def test_a_length_is_kept_lowered_or_refused():
-    """Edge 4: not one request of the longest length fits."""
+    """Not even one request of the longest length fits."""
     groups = [kv_cache.BlockGroup(4)]
     assert fit_max_model_len(11, groups, 40, 8, may_lower=False) == 40
     assert fit_max_model_len(11, groups, 41, 8, may_lower=True) == 40

@@ -1,4 +1,5 @@
-"""Local daemons: ready or refused in time, and nothing left however they or their driver end."""
+"""Local daemons: ready or refused in time, and nothing is left, however they or their driver
+end."""
 
 import os
 import signal

@@ -1,5 +1,5 @@
-"""Groups of layers on the driver's side, over random models and requests: the cut that a plan
-makes, what requests hold, and who may have which block."""
+"""KV groups in the driver, with random models and requests: the planned groups, the blocks that
+requests hold, and which blocks they may take."""
 
 import random
 from dataclasses import dataclass, field
@@ -180,7 +180,7 @@ class Workers:
                 entry[offset] = number, tuple(tokens[: position + 1])
 
     def check_reads(self, req_id: str, computed: int, count: int) -> None:
-        """Behind all writes of the step: nobody may have overwritten what is seen."""
+        """After all writes of the step: no visible block may have been overwritten."""
         tokens, _, blocks = self.rows[req_id]
         for number, group in enumerate(self.limits.block_groups):
             first = 0 if group.window is None else max(0, computed - group.window + 1)
@@ -226,7 +226,7 @@ def random_limits(rng):
 
 @pytest.mark.parametrize("seed", range(60))
 def test_nobody_reads_what_another_wrote_and_no_block_is_lost(seed):
-    """Random requests that share prefixes, in few blocks; steps fail, drivers go on with others'
+    """Random requests that share prefixes, in few blocks; steps fail, drivers adopt other drivers'
     requests."""
     rng = random.Random(seed)
     limits = random_limits(rng)

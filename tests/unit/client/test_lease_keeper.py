@@ -1,5 +1,5 @@
-"""The lease from the driver's side, on fake daemons with the real lease: who waits, who is refused,
-who notices, and what is sent again."""
+"""The lease from the driver's side, on fake daemons with the real lease: waiting, refusal,
+detection of a loss, and resending."""
 
 import gc
 import os

@@ -1,4 +1,4 @@
-"""When a link that fails is given up, by what came in which order."""
+"""Conditions for giving up a failing link, for different orders of events."""
 
 from worker_client.errors import ClientError, LinkGivenUp
 from worker_client.failure_state import LinkTries

@@ -1,5 +1,5 @@
-"""The judge of a group's daemons, with signals and time made up; and the two facts about processes
-that it asks the system for."""
+"""Liveness of a group's daemons, with fake signals and time; and the two facts about processes that
+it reads from the system."""
 
 import socket
 import subprocess

@@ -1,5 +1,5 @@
-"""Masks of a driver's steps, with grammars made by hand: each mask goes out once the tokens before
-it are known, whatever fails meanwhile."""
+"""Masks of a driver's steps, with hand-made grammars: each mask is sent once the tokens before it
+are known, even after failures."""
 
 import contextlib
 import random
@@ -31,7 +31,7 @@ from worker_client.structured import masked_steps
 
 @dataclass
 class HandMatcher:
-    """Takes any token, up to the one that it is told to reject."""
+    """Accepts every token before the one that it must reject."""
 
     text: str
     tokens: list[int] = field(default_factory=list)
@@ -92,7 +92,7 @@ class HandGrammars:
 
 
 def with_grammars(requests, rng, share=0.5):
-    """Some of them get one, whose text is their id."""
+    """Some requests get a grammar, whose text is their id."""
     return [
         replace(request, structured_outputs=StructuredOutput(kind="regex", text=request.id))
         if rng.random() < share
@@ -202,7 +202,7 @@ def test_masks_that_do_not_fit_into_a_message_are_split(fakes, connect, monkeypa
 
 
 class SlowGrammars(HandGrammars):
-    """Compiles when it is told to."""
+    """Compiles on request."""
 
     compile_s = 0.3
 

@@ -1,4 +1,4 @@
-"""Somebody else's schedulers fit: the mock ones serve fake daemons, failures included."""
+"""Independent schedulers work: the mock ones serve fake daemons, with failures."""
 
 import random
 

@@ -1,4 +1,4 @@
-"""For how long a driver waits for another one's lease, by what its daemon tells of that."""
+"""A driver's wait for another driver's lease, depending on the daemon's reports."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""A lost rank's place taken by another daemon, on fake ones: what may go wrong meanwhile. Real ones
+"""Replacement of a lost rank, on fake daemons: failures during it. Real ones
 are killed in tests/faults/test_relink.py."""
 
 import threading

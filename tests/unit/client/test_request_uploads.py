@@ -1,5 +1,5 @@
-"""Uploads of requests, before a group that keeps them in a dictionary: who waits for what, what is
-dropped, and what is sent again."""
+"""Uploads of requests, with a group that keeps them in a dictionary: waiting, dropping and
+resending."""
 
 from collections import Counter
 
@@ -26,7 +26,7 @@ def tensor(num_rows: int, seed: int = 0) -> HostTensor:
 
 
 class Ranks:
-    """Uploads of the first stage, a few chunks each, in a room for so many bytes. Steps give each
+    """Uploads of the first stage, a few chunks each, within a limit in bytes. Steps give each
     scheduled request a token."""
 
     max_in_flight = 2

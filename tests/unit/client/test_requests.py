@@ -1,4 +1,4 @@
-"""Input lines: what they become, and what is said of wrong ones."""
+"""Input lines: parsing, and the errors of wrong ones."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""What is done about refusals that come late. What gets lost and mended: tests/faults."""
+"""Handling of late refusals; tests/faults has lost messages."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""What a run's output file holds, whenever that run ends."""
+"""The content of a run's output file, whenever the run ends."""
 
 import json
 

@@ -1,5 +1,4 @@
-"""Several samples of a request, and stop strings: what a driver and the reference scheduler make of
-them."""
+"""Several samples of a request, and stop strings, in a driver and the reference scheduler."""
 
 import json
 import random

@@ -93,7 +93,7 @@ def test_every_request_gets_its_tokens(fakes, connect, pp, failing):
 
 
 def documented(beginning: str):
-    """The class whose code in the document contains this."""
+    """Return the class whose code in the document contains this text."""
     (code,) = (code for code in CODE if beginning in code)
     names: dict[str, type] = {}
     exec(code, names)  # noqa: S102  # our own document's

@@ -1,4 +1,5 @@
-"""Futures of steps in flight under every failure, in any order: who hears of what, how often."""
+"""Futures of steps in flight under every failure, in any order: which future reports what, and how
+often."""
 
 from unittest import mock
 
@@ -71,7 +72,7 @@ class Futures(RuleBasedStateMachine):
         return self.is_usable and self.state.answer(GroupRequest.SEND) is what
 
     def reply(self, seq, code, scope):
-        """A gap is that of the oldest step in flight."""
+        """A gap concerns the oldest step in flight."""
         return ErrorReply(
             epoch=1,
             seq=seq,
@@ -104,7 +105,7 @@ class Futures(RuleBasedStateMachine):
     @precondition(lambda self: self.comes_next(Answer.FAIL))
     @rule()
     def refuse(self):
-        """What was to be sent fails with the failure that nobody has told."""
+        """The unsent step fails with the unreported failure."""
         refused = StepFuture(self.waiter, 0, None, 0.0)
         self.steps.unreported_failure.settle(refused)
         self.held.append(refused)
@@ -149,14 +150,14 @@ class Futures(RuleBasedStateMachine):
             assert all(other.failure is future.failure is not None for other in behind)
 
     def fail_seq(self, seq, code, scope):
-        """One step, for tests of their own."""
+        """One step, for separate tests."""
         self.told(self.reply(seq, code, scope))
 
     @precondition(lambda self: self.steps.pending)
     @rule(is_convicted=st.booleans(), failure=FAILURES)
     def fail_upstream(self, is_convicted, failure):
-        """The rank that tells first is not at fault; the one that is tells of a step behind that,
-        or never does."""
+        """The first rank to report is not at fault; the faulty one reports a later step, or never
+        reports."""
         future, *_, last = *self.steps.pending, self.steps.pending[-1]
         if self.state.suspect is None:
             self.told(self.reply(future.seq, ErrorCode.UPSTREAM_FAILED, ErrorScope.STEP))
@@ -216,7 +217,7 @@ class Futures(RuleBasedStateMachine):
     @precondition(lambda self: any(future.failure is not None for future in self.held))
     @rule(data=st.data())
     def ask(self, data):
-        """A caller asks a failed future: it hears of its failure, as often as it asks."""
+        """A failed future reports its failure each time it is asked."""
         failed = [future for future in self.held if future.failure is not None]
         future = data.draw(st.sampled_from(failed))
         failure = future.failure
@@ -266,7 +267,7 @@ class Futures(RuleBasedStateMachine):
         assert self.admitted <= rows | self.told_lost | to_tell | self.given_up
 
     def teardown(self):
-        """Whoever asks at last hears."""
+        """The last caller is told too."""
         while self.steps.pending:
             self.steps.fail_hung(self.steps.pending[0])
         for future in self.held:

@@ -1,4 +1,4 @@
-"""What top's frame says, and that it fits."""
+"""The content of top's frame, and that it fits the terminal."""
 
 import msgspec
 import pytest

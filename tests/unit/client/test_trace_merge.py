@@ -1,4 +1,4 @@
-"""Made-up ranks with clocks of their own, merged: every event comes to lie where it happened."""
+"""Merged traces of simulated ranks with different clocks: every event has its true time."""
 
 import gzip
 import io

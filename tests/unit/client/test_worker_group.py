@@ -1,4 +1,4 @@
-"""A group on fake daemons: attach, load, steps, and each way in which a step or a daemon fails."""
+"""A group on fake daemons: attach, load, steps, and each failure of a step or a daemon."""
 
 import threading
 import time

@@ -26,7 +26,7 @@ def resident_bytes():
 
 
 class FewPages(HostPages):
-    """Has memory for so many bytes at a time."""
+    """Has a limited number of bytes at a time."""
 
     def __init__(self, num_bytes, limit):
         super().__init__(num_bytes)
@@ -85,7 +85,7 @@ def test_addresses_stay_while_memory_goes_back_to_the_system_and_comes_again():
 
 
 def test_a_view_keeps_the_addresses_when_the_arena_is_gone():
-    """Nobody else may be given them: a late view would read a stranger's memory."""
+    """They must not be reused: a late view would read another owner's memory."""
     arena = open_arena(PAGE, PAGE, CPU)
     view = arena.take((4,), torch.float32)
     first, last = view.data_ptr(), view.data_ptr() + PAGE
@@ -119,7 +119,7 @@ def test_more_than_the_host_has_is_an_error_of_ours():
 
 
 class FakeDriver:
-    """Grants every call but the n-th, and checks that what is given up had been given."""
+    """Succeeds on every call except the n-th, and checks that only allocated memory is freed."""
 
     def __init__(self, refuses_at=-1, code=2):
         self.refuses_at, self.code = refuses_at, code

@@ -1,4 +1,4 @@
-"""What exceptions say about memory and the device."""
+"""Classification of exceptions about memory and the device."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""The watch for XIDs, over an NVML that tells what it is told to."""
+"""The watch for XIDs, over a scripted NVML."""
 
 from collections import deque
 from types import SimpleNamespace

@@ -1,4 +1,4 @@
-"""A GPU's gauges, over an NVML that gives what it is told to, and the thread that reads them."""
+"""A GPU's gauges, over a scripted NVML, and the thread that reads them."""
 
 import time
 from types import SimpleNamespace

@@ -1,4 +1,4 @@
-"""Which device NVML is asked for, and what becomes of its answer. NVML itself is played."""
+"""The device that NVML is asked for, and the use of its answer, with a fake NVML."""
 
 import re
 import types

@@ -1,4 +1,4 @@
-"""Who has a device's memory: NVML is played, and so is the process that asks."""
+"""Device memory by process, with a fake NVML and a fake own process."""
 
 import subprocess
 import sys
@@ -54,7 +54,6 @@ class PlayedNvml:
 @pytest.mark.parametrize("name", ["GPU-aa", "MIG-aa"])
 @pytest.mark.parametrize("uuid", ["aa", "GPU-aa", "MIG-aa"])
 def test_a_device_or_a_slice_of_one_is_found_by_what_cuda_calls_it(name, uuid):
-    """Edge 10."""
     processes = open_processes(PlayedNvml(name, {1: 5, 2: 7}, {2: 6, 3: 1}), uuid)
     assert processes.used_bytes() == {1: 5, 2: 7, 3: 1}
 
@@ -100,7 +99,7 @@ def test_a_process_finds_itself_by_its_pid():
 
 
 def test_a_process_in_a_container_finds_itself_by_what_it_takes():
-    """Edge 10: NVML counts pids outside the container."""
+    """NVML reports pids outside of the container."""
     card = Card({31337: 400 * MIB, 7: GIB}, prober=31337)
     assert find(card) == 31337
     assert card.used[31337] == 400 * MIB

@@ -10,7 +10,7 @@ ANSWER_S = 60.0
 
 
 def serve(pipe):
-    """A pool process's life: run what is asked until the pipe ends."""
+    """Run requested functions in a pool process until the pipe closes."""
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     import link_scenarios  # imports torch, which reads the environment
 

@@ -74,7 +74,7 @@ def open_member(rank, pp_size, tp_size, generation, address, timeout_s=20.0):
 
 
 def open_without_the_secret(rank, stranger, *args):
-    """Opens a link like open_member; the stranger's messages to the others prove nothing."""
+    """Open a link like open_member; the stranger's messages to the others do not authenticate."""
     with pytest.MonkeyPatch.context() as patch:
         if rank == stranger:
             patch.setattr(link, "member_proof", lambda secret, *names: bytes(32))
@@ -82,7 +82,7 @@ def open_without_the_secret(rank, stranger, *args):
 
 
 def limit_descriptors(rank, count):
-    """Lets this process have so many open."""
+    """Limit this process's open descriptors."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (count, hard))
 

@@ -1,4 +1,4 @@
-"""Links between real processes over gloo: hops, token return, failures, links anew."""
+"""Links between real processes over gloo: hops, token return, failures, new links."""
 
 import contextlib
 import socket
@@ -185,7 +185,7 @@ def test_flood_while_ranks_meet_ends_none_of_them(connected, pool):
 
 
 class Flood:
-    """Opens connections to wherever some processes listen, until end()."""
+    """Opens connections to the listening sockets of some processes, until end()."""
 
     def __init__(self, pids):
         self._pids = pids

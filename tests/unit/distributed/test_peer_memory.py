@@ -1,4 +1,5 @@
-"""Blocks of shared device memory: what the driver gave is given back, wherever it refuses."""
+"""Blocks of shared device memory: everything allocated is released, at whichever call the CUDA
+driver fails."""
 
 import ctypes
 

@@ -1,6 +1,6 @@
 """Reductions over shared windows, by processes that run the kernel under Triton's interpreter.
 
-Triton reads TRITON_INTERPRET when it is imported, hence the processes of their own.
+Triton reads TRITON_INTERPRET when it is imported, so they are separate processes.
 """
 
 import os

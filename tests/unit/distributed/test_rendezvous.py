@@ -1,4 +1,4 @@
-"""A meeting place and the listeners beside it, on real sockets: members get what they set, and a
+"""A rendezvous and gloo's listeners, on real sockets: members read each other's values, and a
 stranger gets nothing, whatever it sends or opens."""
 
 import contextlib

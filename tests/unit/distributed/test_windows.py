@@ -21,7 +21,7 @@ TIMEOUT_S = 5.0
 
 
 class FileBlock:
-    """A block of memory that a file descriptor stands for."""
+    """A block of memory behind a file descriptor."""
 
     num_bytes = BLOCK_BYTES
 
@@ -103,7 +103,7 @@ def test_one_rank_that_cannot_map_leaves_all_without():
 
 
 class IntrudedStore:
-    """A store through which a stranger learns where to send messages of its own."""
+    """A store through which a stranger learns where to send its messages."""
 
     def __init__(self):
         self.store = HashStore()

@@ -147,7 +147,7 @@ def test_random_batches(seed: int) -> None:
 
 @pytest.mark.parametrize("lengths", [MIXED, DECODES])
 def test_blocks_behind_the_window_are_not_seen(lengths: list[tuple[int, int]]) -> None:
-    """They are another sequence's by now, or the null block: whatever is in there."""
+    """They now belong to another sequence or are the null block: their content must not matter."""
     window, shape = 21, Shape(8, 2, 64, 8)
     batch = build(shape, lengths, seed=10)
     batch.store()

@@ -1,4 +1,4 @@
-"""Thin matrix products under Triton's interpreter against fp64; run by test_interpreted.
+"""Skinny GEMMs under Triton's interpreter against fp64; run by test_interpreted.
 
 The interpreter multiplies bf16 tiles wrongly (it holds them as integers), so matrix tiles run in
 fp16 here and in bf16 in tests/gpu/test_linear_kernels.py. It also cuts a bf16 result off where a

@@ -1,4 +1,4 @@
-"""Runs the kernels on the CPU under Triton's interpreter, in a process of its own.
+"""Runs the kernels on the CPU under Triton's interpreter, in a separate process.
 
 Triton reads TRITON_INTERPRET when it is imported; set in this process it would reach every other
 test and every daemon they start.
@@ -18,7 +18,7 @@ ROOT = HERE.parents[2]
 @pytest.mark.slow
 @pytest.mark.timeout(800)
 def test_interpreted() -> None:
-    """All modules in one process: each would load torch, Triton and transformers anew."""
+    """All modules in one process: otherwise each would reload torch, Triton and transformers."""
     modules = sorted(str(path) for path in HERE.glob("interpreted_*.py"))
     assert modules
     environment = {key: value for key, value in os.environ.items() if "PYTEST" not in key}

@@ -1,5 +1,6 @@
-"""Whole prompts apart from the rest of a step, against the plain paged path: how a step is split,
-and that no sequence notices. torch's attention on the CPU stands in for the GPU's."""
+"""Whole prompts computed separately from the rest of a step, against the plain paged path: the
+split of a step, and equal results for every sequence. torch's attention on the CPU stands in for
+the GPU's."""
 
 import random
 from collections.abc import Callable
@@ -207,7 +208,7 @@ def test_heads_and_blocks_of_other_sizes(shape: Shape) -> None:
 
 @pytest.mark.parametrize("position", [0, 1])
 def test_a_neighbour_that_is_not_finite_is_not_noticed(position: int) -> None:
-    """Not even by a padded prompt, behind whose end the neighbour's queries lie."""
+    """Not even by a padded prompt that is followed by the neighbour's queries."""
     lengths = [(1900, 1900), (1900, 1900)]
     batch = build(lengths)
     expected, _ = run(batch)

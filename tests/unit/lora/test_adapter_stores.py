@@ -1,4 +1,4 @@
-"""Host memory and device slots: who leaves for whom, and what a step finds in its slots."""
+"""Host memory and device slots: eviction, and the adapters that a step finds in its slots."""
 
 import threading
 
@@ -85,7 +85,7 @@ def test_steps_find_their_adapters_in_different_slots():
 
 
 class Disk:
-    """Reads what it is told to, once it may."""
+    """Reads scripted adapters once it is allowed to."""
 
     def __init__(self):
         self.may_read = threading.Event()

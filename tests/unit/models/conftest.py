@@ -41,7 +41,7 @@ class Checkpoint:
 
 
 def write_transformers_4_form(config_path):
-    """Rewrites config.json as releases before 5 wrote it."""
+    """Rewrite config.json in the format of transformers before 5."""
     config = json.loads(config_path.read_text())
     rope = config.pop("rope_parameters")
     config["rope_theta"] = rope.pop("rope_theta")

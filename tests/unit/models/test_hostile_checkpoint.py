@@ -1,5 +1,5 @@
-"""Checkpoints that somebody made to take a daemon's memory, time or other files: each a typed error
-that names a field and a fix, at once."""
+"""Checkpoints made to exhaust a daemon's memory or time, or to read other files: each immediately
+gives a typed error that names field and fix."""
 
 import json
 import os
@@ -127,7 +127,7 @@ STRANGE = [
 
 
 def model(path: Path, without: str = "") -> Path:
-    """A directory whose files are all right but one, which is missing."""
+    """A directory of valid files of which one is missing."""
     path.mkdir()
     contents = {"config.json": BASE, "generation_config.json": {}}
     for name, content in contents.items():

@@ -1,4 +1,4 @@
-"""What a stage asks of its device: on a GPU each of these operations is a kernel or two."""
+"""The operations that a stage calls: on a GPU each is one or two kernels."""
 
 from itertools import chain
 
@@ -34,7 +34,7 @@ class RecordedOps:
 
 @pytest.fixture
 def asked_by(paged_run, random_sequences):
-    """(tp) -> the operations of one prefill, and those of the likeliest tokens."""
+    """(tp) -> the operations of one prefill, and those of the argmax."""
 
     def run(tp):
         config = parse_model_config(

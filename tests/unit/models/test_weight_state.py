@@ -1,4 +1,4 @@
-"""Whole, updating, dirty, discarded: what each way out of an update leaves."""
+"""Whole, updating, dirty, discarded: the state after each end of an update."""
 
 import pytest
 

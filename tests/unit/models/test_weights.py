@@ -1,4 +1,4 @@
-"""Loading: whole and sharded files, every way a checkpoint can be broken, and made-up weights."""
+"""Loading: whole and sharded files, every way a checkpoint can be broken, and dummy weights."""
 
 import contextlib
 import json
@@ -151,7 +151,7 @@ def test_a_file_that_shrinks_while_it_is_loaded_is_an_error_and_no_signal(make_c
 
 @contextlib.contextmanager
 def as_nobody():
-    """Where we are root, who may read every file."""
+    """Run as another user if the tests run as root, which may read every file."""
     user = os.geteuid()
     if user == 0:
         os.seteuid(65534)

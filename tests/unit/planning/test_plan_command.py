@@ -15,7 +15,7 @@ H200_BYTES = 150_109_880_320
 
 
 def run_plan(directory, *words):
-    """In a process of its own."""
+    """In a separate process."""
     return subprocess.run(
         [*DAEMON, "plan", *words],
         capture_output=True,
@@ -38,7 +38,7 @@ def test_json_names_every_rank(tmp_path):
 
 
 def test_a_length_of_minus_one_is_the_longest_that_fits(monkeypatch):
-    """In this process, whose logs and environment stay as they are."""
+    """In this process, without changing its logs and environment."""
     monkeypatch.setattr("worker_daemon.cli.configure_logs", lambda _: None)
     monkeypatch.setattr("worker_daemon.cli.prepare_environment", lambda: None)
     small = ("--memory-bytes", str(22 * 10**9), "--json")

@@ -15,13 +15,13 @@ from worker_daemon.sample.sampler import TorchSampling
 
 
 def request_state(limits):
-    """Rows without a request, and the parts that judge with them."""
+    """Empty rows, and the parts that validate requests against them."""
     return RequestState(limits, make_parts(limits, torch.device("cpu"), TorchSampling()))
 
 
 @dataclass
 class Request:
-    """One request as a driver thinks of it."""
+    """A request as the driver sees it."""
 
     known: list[int]
     num_prompt: int
@@ -51,9 +51,9 @@ class Plan:
     blocks: list[tuple[int, int]] = field(default_factory=list)
     scheduled: dict[int, int] = field(default_factory=dict)
     sampling: list[int] = field(default_factory=list)
-    """Of those, the ones that reach their last token."""
+    """Scheduled requests that reach their last token."""
     deferred: list[int] = field(default_factory=list)
-    """Of those, the ones that are sampled later."""
+    """Scheduled requests whose sampling is deferred."""
 
 
 class NaiveRows:

@@ -1,5 +1,5 @@
-"""What rows tell a driver that adopts them, against requests kept by hand: results arrive late, and
-steps whose result has not come, or that failed, do not count."""
+"""What rows report to an adopting driver, against hand-kept requests: results arrive late, and
+failed or unfinished steps do not count."""
 
 import copy
 from collections import deque

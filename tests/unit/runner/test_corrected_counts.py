@@ -23,7 +23,7 @@ class Refusing(StepPart):
 
 
 def rows():
-    """Slot 0 may refuse, slot 1 not; both have sampled once behind three known tokens."""
+    """Slot 0 may refuse, slot 1 not; both have sampled once after three known tokens."""
     state = RequestState(
         LIMITS, StepParts([Refusing(None)], None, PartContext(LIMITS, *[None] * 4))
     )

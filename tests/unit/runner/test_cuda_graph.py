@@ -1,5 +1,5 @@
-"""Graphed programs, with a graph that runs its program again on whatever its addresses hold now:
-what padding, fixed addresses and kept outputs must not change is the tokens."""
+"""Graphed programs, with a fake graph that reruns its program on the current content of its
+addresses: padding, fixed addresses and kept outputs must not change the tokens."""
 
 import json
 from contextlib import nullcontext
@@ -62,7 +62,7 @@ CONFIG = {
 
 
 class TensorAttention:
-    """Attention that knows of a step only what its device tensors say, as a kernel does."""
+    """Attention that reads a step only from its device tensors, as a kernel does."""
 
     def attend(self, q, kv_cache, layer, metadata):
         out = torch.zeros_like(q)
@@ -161,7 +161,7 @@ def graphs(monkeypatch):
 
 
 class Rank:
-    """One stage with rows of its own."""
+    """One stage with its own rows."""
 
     def __init__(self, config, layers, index, num_stages, graphs=None, parts=()):
         """parts: types of further ones."""
@@ -334,7 +334,7 @@ class LeaningPart(StepPart):
 
 
 class IdlePart(StepPart):
-    """Has graphs like the other, and no step that uses it."""
+    """Has graphs like the other part, but no step uses it."""
 
     in_forward = True
 
@@ -498,7 +498,7 @@ def test_estimate_is_what_all_graphs_take_and_leaves_none(
 
 
 class TracedRunner:
-    """What a runner is told about its program and its padding."""
+    """The program and padding given to a runner."""
 
     def __init__(self):
         self.program = self.ladder = None

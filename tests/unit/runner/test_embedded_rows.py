@@ -1,4 +1,4 @@
-"""The part for prompt embeddings by itself: what it refuses, which steps use it, and the rows that
+"""The part for prompt embeddings alone: what it refuses, which steps use it, and the rows that
 it writes."""
 
 from dataclasses import replace

@@ -1,5 +1,5 @@
-"""Rows of several groups of layers: which blocks a step may name, where they go on the device, and
-what a rank vouches for once steps are taken back."""
+"""Rows of several KV groups: which blocks a step may name, where they go on the device, and what a
+rank reports once steps are taken back."""
 
 import numpy as np
 import pytest

@@ -1,5 +1,5 @@
-"""Exchanges of a pipeline stage, whatever fails in a step: each once and in order, or the link is
-broken."""
+"""Exchanges of a pipeline stage under any failure in a step: each happens once and in order, or the
+link is broken."""
 
 import numpy as np
 import pytest
@@ -38,7 +38,7 @@ class Injected(Exception):
 
 
 class Others:
-    """The stages around one: notes what is exchanged with them, and fails where it is told to."""
+    """The stages around one: records what is exchanged with them, and fails on request."""
 
     def __init__(self):
         self.log, self.fails_at, self.collected = [], "", []
@@ -167,7 +167,7 @@ class Steps:
         return due + self.publication(ran, later=False)
 
     def publication(self, ran, *, later):
-        """later: of the rows that the step has deferred, else of the others."""
+        """later: of the step's deferred rows, otherwise of the others."""
         sampling = [
             slot
             for slot, (_, _, samples) in ran.items()

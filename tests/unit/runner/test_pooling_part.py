@@ -214,7 +214,7 @@ def test_model_without_an_output_layer_takes_no_request_that_samples():
 
 
 def test_outputs_of_a_step_must_fit_into_its_reply():
-    """Each by itself would fit."""
+    """Each alone would fit."""
     width = MAX_POOLED_BYTES // 4 // 40
     tasks = (PooledTask(task="token_embed", width=width, states="each"),)
     steps = Steps(make_rows(PoolingSupport(tasks=tasks)))

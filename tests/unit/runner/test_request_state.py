@@ -1,5 +1,5 @@
-"""The judge of steps against a plain dict: every valid step gives the same rows, every broken one
-is refused by name and leaves no trace."""
+"""Validation of steps against a plain dict: every valid step gives the same rows, and every broken
+one is refused with the field's name and changes nothing."""
 
 import copy
 from dataclasses import fields, is_dataclass
@@ -256,7 +256,7 @@ def resync_not_live(rng, message, arrays, rows):
 
 
 def resync_negative_slot(rng, message, arrays, rows):
-    """A negative slot must not stand for a row counted from the end."""
+    """A negative slot must not index rows from the end."""
     slot = int(rng.integers(1, rows.limits.max_num_seqs + 3))
     aliased = rows.limits.max_num_seqs + 1 - slot
     counts = rows.resync_rows([aliased])[0][1:] if aliased in rows.requests else (0, 0, 0)
@@ -627,7 +627,7 @@ def decode_all(rng, rows, slots):
 
 def broken_decodes(rng, message, rows):
     """(broken message, the field that must be named) for everything that can be wrong with a step
-    that only goes on."""
+    that only continues decoding."""
     limits, slots, ids = rows.limits, message.new_block_slots, message.new_block_ids
     free = [s for s in range(limits.max_num_seqs) if s not in rows.requests]
     live, most = pick(rng, rows.requests), limits.max_blocks_per_seq

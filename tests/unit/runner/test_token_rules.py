@@ -67,8 +67,8 @@ class Rows:
 
 
 def test_generations_are_those_of_the_processors():
-    """Slots get new requests on the way, with some of their tokens generated before; now and then a
-    row has no numbers, and gains nothing."""
+    """Slots get new requests over time, some with generated tokens; sometimes a row has NaN logits
+    and gains nothing."""
     seed = int(np.random.default_rng().integers(1 << 30))
     rng = np.random.default_rng(seed)
     rows, checked = Rows(), 0

@@ -1,5 +1,4 @@
-"""Synthetic steps: the judge accepts every one of them, within any limits, and the largest is as
-large as it gets."""
+"""Synthetic steps: each is valid within any limits, and the largest has the maximum size."""
 
 import numpy as np
 import pytest

@@ -46,7 +46,7 @@ SERVE = (
 
 
 class DaemonProcess:
-    """A daemon with the fake worker, in a directory of its own."""
+    """A daemon with the fake worker, in its own directory."""
 
     def __init__(
         self,
@@ -218,7 +218,7 @@ class Driver:
         )
 
     def make_ready(self, step_deadline_ms: int = STEP_DEADLINE_MS) -> None:
-        """Reset whatever is there and go up to READY."""
+        """Reset any loaded state and continue to READY."""
         self.run(lc.Reset, to="CREATED")
         self.init_device()
         self.load(step_deadline_ms=step_deadline_ms)
@@ -236,7 +236,7 @@ class Driver:
         )
 
     def send_step_until(self, file: Path) -> None:
-        """Send a step that runs until there is such a file; return once it runs."""
+        """Send a step that runs until this file exists; return once it runs."""
         self.send_fault(f"held:{file}")
         wait_for(lambda: self.status().phase == "ExecuteModel")
 

@@ -1,5 +1,5 @@
-"""The way of outcomes to a driver: in order whichever thread sends them, at once where nothing is
-waited for, and none lost."""
+"""Outcomes on their way to a driver: in order from either thread, immediately if no result is
+awaited, and without loss."""
 
 import os
 import threading
@@ -56,7 +56,7 @@ class Result:
 
 
 class Attachment:
-    """A completion whose step thread is the test's own, and the driver at the other end."""
+    """A completion with the test as its step thread, and the driver at the other end."""
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]]) -> None:
         self.failures: list[tuple[ErrorReply, int]] = []

@@ -160,7 +160,7 @@ def test_lower_epoch_is_not_granted_and_commit_needs_prepare(driver: Driver) -> 
 
 
 def test_repeated_commit_is_answered_as_the_first(driver: Driver) -> None:
-    """Its first answer may have been lost with the connection; nobody attaches anew."""
+    """Its first answer may have been lost with the connection; no driver attaches again."""
     epoch, before = driver.epoch, driver.seq
     driver.attach()
     assert driver.epoch == epoch + 1

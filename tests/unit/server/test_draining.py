@@ -1,4 +1,4 @@
-"""When a drain is over, and when it never will be."""
+"""Conditions under which a drain ends, or fails."""
 
 import asyncio
 import time

@@ -65,7 +65,7 @@ def claim(directory: Path) -> Path:
 
 @pytest.mark.parametrize("suffix", RESERVED_SUFFIXES)
 def test_name_that_a_file_of_another_endpoint_may_have_is_refused(suffix: str) -> None:
-    with pytest.raises(ConfigError, match=r"files of another endpoint.*w0.*does not end in"):
+    with pytest.raises(ConfigError, match=r"files of other endpoints.*w0.*does not end in"):
         IpcEndpoint.parse(f"ipc:///run/x/w0{suffix}")
 
 

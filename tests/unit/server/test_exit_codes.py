@@ -1,4 +1,4 @@
-"""Exit codes: one definition, one table for people, and words for whoever sees one."""
+"""Exit codes: one definition, one table in the documents, and a description of each."""
 
 import re
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""How long silence is legal, and what the guard does about silence that is not."""
+"""Deadlines of silence, and the guard's action when they pass."""
 
 import math
 import threading

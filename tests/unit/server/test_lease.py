@@ -1,4 +1,4 @@
-"""The lease's states as a table: what each event makes of each, with a clock of the test's own."""
+"""The lease's states as a table: the effect of each event in each state, with a simulated clock."""
 
 import pytest
 

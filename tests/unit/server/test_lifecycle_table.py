@@ -1,4 +1,4 @@
-"""Every operation in every state, against the states written out once more by hand."""
+"""Every operation in every state, compared with a hand-written table of states."""
 
 from dataclasses import replace
 from itertools import product

@@ -1,4 +1,4 @@
-"""What peers write, as it is kept, logged and shown."""
+"""Texts from peers: stored, logged and displayed."""
 
 import io
 import logging

@@ -1,4 +1,4 @@
-"""Where traces go: where the option says, else beside what a daemon keeps anyway."""
+"""The directory of traces: the option's, otherwise next to a daemon's other files."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""What is said of the last replies' delays."""
+"""The summary of the last replies' delays."""
 
 from rpc_schema.lifecycle import ReplyDelay
 from worker_daemon.server.wire.reply_channel import MAX_DELAYS, ReplyDelays

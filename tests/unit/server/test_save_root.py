@@ -1,4 +1,4 @@
-"""Where saved weights go: never where others may write, and nowhere without the option."""
+"""The directory of saved weights: never one that others may write, and none without the option."""
 
 import os
 from pathlib import Path

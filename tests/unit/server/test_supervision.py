@@ -1,4 +1,4 @@
-"""What a service manager is told, what is left behind of a hang, and when a step counts as slow."""
+"""Messages to a service manager, hang reports, and slow steps."""
 
 import socket
 

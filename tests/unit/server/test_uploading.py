@@ -1,5 +1,5 @@
-"""Uploads through a real daemon process around the fake worker: who may put them, in which states,
-what ends them, and a group that sends them."""
+"""Uploads through a real daemon process around the fake worker: roles, states, what drops them, and
+a group that sends them."""
 
 import os
 import random

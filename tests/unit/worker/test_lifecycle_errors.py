@@ -1,4 +1,4 @@
-"""What a worker refuses, and that it goes on serving: models, plans, sizes, failing steps."""
+"""A worker's refusals, after which it keeps serving: models, plans, sizes, failing steps."""
 
 import json
 
@@ -20,7 +20,7 @@ from worker_daemon.errors import (
 
 @pytest.fixture
 def loading(make_worker, llama):
-    """A driver whose worker has a device and no model."""
+    """A driver whose worker has a device but no model."""
     driver = WorkerDriver(make_worker())
     driver.init_device()
     return driver

@@ -80,7 +80,7 @@ def test_what_is_given_back_is_nobodys(place):
 @pytest.mark.parametrize("others", [{}, {7: 5 * GIB}])
 @pytest.mark.parametrize("is_cached", [True, False], ids=["kept", "given back"])
 def test_advice_is_what_could_be_had_after_all(place, others, is_cached):
-    """With that much KV in place of what is there, a largest step fits, and no more."""
+    """With a KV cache of that size, a largest step just fits."""
     memory = DrivenMemory()
     memory.others = others
     ledger = warm(memory, place)

@@ -1,5 +1,5 @@
-"""What a KV cache may take, on a device whose every byte the test drives: the number, and the cases
-in which it goes wrong elsewhere."""
+"""The profiled memory for a KV cache on a simulated device, and cases that are easy to get
+wrong."""
 
 import contextlib
 import logging
@@ -132,7 +132,6 @@ def test_what_the_process_takes_after_the_baseline_is_missing_to_the_byte(start)
 
 @pytest.mark.parametrize("change", [-6 * GIB, 6 * GIB])
 def test_a_process_that_moves_while_it_is_measured_is_named_and_not_counted(start, change):
-    """Edge 1."""
     memory = DrivenMemory()
     memory.others = {12: 6 * GIB, 13: MIB}
     begun = start(memory, gpu_memory_utilization=0.6).load()
@@ -160,7 +159,6 @@ def test_a_process_that_moves_while_it_is_measured_is_named_and_not_counted(star
 
 
 def test_where_nobody_names_processes_memory_freed_is_no_room_for_the_request(start):
-    """Edge 1, without NVML."""
     memory = DrivenMemory(names_others=False)
     memory.others = {12: 6 * GIB}
     begun = start(memory, gpu_memory_utilization=0.6).load()
@@ -177,7 +175,7 @@ def test_where_nobody_names_processes_memory_freed_is_no_room_for_the_request(st
 
 
 def test_what_others_took_is_not_promised_twice(start):
-    """Edge 1: the request stands, but the device has less."""
+    """The requested share stays, but the device has less."""
     memory = DrivenMemory()
     begun = start(memory).load()
     memory.others = {12: 30 * GIB}
@@ -187,8 +185,7 @@ def test_what_others_took_is_not_promised_twice(start):
 
 
 def test_others_that_leave_nothing_are_the_drivers_to_wait_for(start):
-    """Edge 1: a number of 0 with the reason, as long as somebody moves; an error when nobody
-    does."""
+    """Return 0 with the reason while other processes change memory; raise an error if none does."""
     memory = DrivenMemory()
     begun = start(memory).load()
 
@@ -207,7 +204,7 @@ def test_others_that_leave_nothing_are_the_drivers_to_wait_for(start):
 
 
 def test_two_workers_on_one_device_get_their_shares_in_any_order(start):
-    """Edge 2: two sources over one device, each the other's `others`."""
+    """Use two sources over one device, each the other's `others`."""
 
     class Shared(DrivenMemory):
         neighbour = None
@@ -243,7 +240,6 @@ def test_two_workers_on_one_device_get_their_shares_in_any_order(start):
 
 
 def test_an_override_is_returned_untouched_after_the_profile_has_run(start):
-    """Edge 3."""
     begun = start(DrivenMemory(), kv_cache_memory_bytes=123 * GIB)
     begun.driver.init_device()
     begun.driver.load_model("llama", cache=begun.driver.cache)
@@ -257,7 +253,6 @@ def test_an_override_is_returned_untouched_after_the_profile_has_run(start):
 
 
 def test_nothing_left_is_an_error_that_says_what_took_it(start):
-    """Edge 4."""
     memory = DrivenMemory()
     begun = start(memory).load()
     memory.take(REQUEST - WEIGHTS - STEP - 1)
@@ -295,7 +290,6 @@ class DrivenGraphs(StepGraphs):
 
 
 def test_what_graphs_will_take_is_subtracted_once(start, monkeypatch):
-    """Edge 5."""
     memory = DrivenMemory()
     graphs = DrivenGraphs(memory, GIB, kept=100 * MIB)
     monkeypatch.setattr("worker_daemon.worker.serving.step_graphs", lambda *_, **__: graphs)
@@ -340,7 +334,7 @@ def test_graphs_that_do_not_fit_are_a_typed_error(start, monkeypatch, raised, ex
 
 
 def test_memory_that_the_allocator_cannot_give_back_is_counted_and_said(start, caplog):
-    """Edge 6: a small tensor keeps a large block."""
+    """A small tensor keeps a large block."""
     memory = DrivenMemory()
     begun = start(memory).load()
 
@@ -356,7 +350,7 @@ def test_memory_that_the_allocator_cannot_give_back_is_counted_and_said(start, c
 
 
 def test_gaps_between_tensors_count_to_the_step(start):
-    """Edge 6: while it runs, the allocator has more than the tensors."""
+    """During the step, the allocator holds more than the tensors."""
     memory = DrivenMemory()
     begun = start(memory).load()
     begun.during_step = lambda: memory.step(STEP, gaps=GIB)
@@ -366,7 +360,6 @@ def test_gaps_between_tensors_count_to_the_step(start):
 
 
 def test_a_driver_that_reports_late_is_overruled_by_the_allocator(start):
-    """Edge 7."""
     memory = DrivenMemory()
     begun = start(memory).load()
     memory.lag = WEIGHTS
@@ -374,7 +367,7 @@ def test_a_driver_that_reports_late_is_overruled_by_the_allocator(start):
 
 
 def test_logits_of_all_rows_are_in_the_profile(make_worker, copy_config):
-    """Edge 8, in the host's memory: more than one float32 a row and word of the vocabulary. They
+    """Measured in host memory: more than one float32 per row and vocabulary token. They
     are larger than what the C library keeps for later."""
     num_rows, vocab_size = 64, 150_000
     copy_config("wide", vocab_size=vocab_size, hidden_size=16, head_dim=8)

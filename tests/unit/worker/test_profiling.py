@@ -1,5 +1,5 @@
-"""Profiles of one worker in this process: what is written where, what is refused, and that steps go
-on whatever becomes of a profile."""
+"""Profiles of one worker in this process: the files written, refusals, and that steps continue when
+a profile fails."""
 
 import gzip
 import json

@@ -1,5 +1,5 @@
-"""Weights out and in again, one worker in this process: what is on disk, what is refused, and that
-a save that fails costs nothing."""
+"""Saving and loading weights with one worker in this process: files, refusals, and failed saves,
+which change nothing."""
 
 import errno
 import json

@@ -1,4 +1,4 @@
-"""A stage's memory going to sleep, tag by tag: what stays, what comes back, what does not."""
+"""Sleep of a stage's memory by tag: kept, restored and lost content."""
 
 import pytest
 import torch

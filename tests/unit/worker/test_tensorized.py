@@ -1,6 +1,6 @@
-"""Weights out and in again through the tensorizer library, one worker in this process: what is on
-disk, what is refused, and that a save that fails costs nothing. Without the library, an optional
-extra, only what is said then."""
+"""Saving and loading weights through the tensorizer library with one worker in this process: files,
+refusals, and failed saves, which change nothing. Without the library, an optional extra, only its
+error is tested."""
 
 import errno
 import json

@@ -1,5 +1,4 @@
-"""The store of uploads: chunks in any order, as often as they like, what is refused, and what is
-held when."""
+"""The upload store: chunks in any order, repeated chunks, refusals, and the memory it holds."""
 
 import random
 import resource
@@ -26,7 +25,7 @@ def changed(chunk: UploadChunk, **fields: object) -> UploadChunk:
 
 
 def bytes_of(source: random.Random, count: int) -> list[UploadChunk]:
-    """A random tensor of so many bytes."""
+    """A random tensor of this many bytes."""
     return chunks_of("uint8", (count,), source.randbytes(count))
 
 
@@ -160,7 +159,7 @@ def test_numbers_are_bounded() -> None:
         uploads.put(chunks_of("int32", (1,), number.to_bytes(4, "little"))[0])
     with pytest.raises(CapacityError, match=f"{MAX_UPLOADS} uploads are there"):
         uploads.put(bytes_of(source, 2)[0])
-    assert uploads.put(begun[0][0]), "what is there is no new one"
+    assert uploads.put(begun[0][0]), "a known upload needs no new slot"
 
 
 def resident_bytes() -> int:
@@ -189,7 +188,7 @@ def test_claims_alone_take_no_memory_and_all_of_it_goes_back() -> None:
     assert held is not None
     filled = resident_bytes()
     uploads.drop_all()
-    assert filled - resident_bytes() < 24 << 20, "who has the tensor keeps it"
+    assert filled - resident_bytes() < 24 << 20, "holders keep a dropped tensor"
     assert held.array.tobytes() == b"".join(chunk.data for chunk in whole)
     held = None
     assert filled - resident_bytes() > 32 << 20

@@ -1,5 +1,5 @@
-"""A worker's weights replaced under it: where they lie, what a half-way failure leaves, and what a
-step is told. In this process, from disk; broadcasts are in tests/e2e."""
+"""Replacing a worker's weights: addresses, the state after a partial failure, and a step's error.
+In this process, from disk; broadcasts are in tests/e2e."""
 
 import os
 import shutil

@@ -1,4 +1,4 @@
-"""A scheduler's part against one Worker in this process: the start-up chain, then steps by slot."""
+"""Drives one Worker in this process like a scheduler: the start-up chain, then steps by slot."""
 
 from dataclasses import dataclass, field
 

@@ -1,5 +1,5 @@
-"""BERT (Devlin et al., 2018), and RoBERTa (Liu et al., 2019) with XLM-RoBERTa (Conneau et al.,
-2019), which differ from it in positions and heads."""
+"""BERT (Devlin et al., 2018), and RoBERTa (Liu et al., 2019) and XLM-RoBERTa (Conneau et al.,
+2019), which differ from BERT in positions and heads."""
 
 from dataclasses import replace
 
@@ -22,13 +22,14 @@ from worker_daemon.models.pooling_config import encoder_pooler
 
 
 def describe(fields: Fields) -> DecoderConfig:
-    """Positions from 0 on; a classifier reads the pooled first token."""
+    """Return BERT: positions start at 0, and a classifier reads the pooled first token."""
     config = _encoder(fields, first_position=0)
     return replace(config, pooler=encoder_pooler(fields, "classifier", "pooler.dense"))
 
 
 def describe_roberta(fields: Fields) -> DecoderConfig:
-    """Positions begin behind that of the padding token; a classifier reads the first token."""
+    """Return RoBERTa: positions start after the padding token's, and a classifier reads the first
+    token."""
     config = _encoder(fields, first_position=fields.integer("pad_token_id", 1, minimum=0) + 1)
     return replace(config, pooler=encoder_pooler(fields, "classifier.out_proj", "classifier.dense"))
 

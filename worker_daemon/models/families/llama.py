@@ -6,7 +6,7 @@ from worker_daemon.models.fields import Fields
 
 
 def describe(fields: Fields) -> DecoderConfig:
-    """Identical layers; one switch for the biases of attention, one for those of the MLP."""
+    """Return identical layers; one switch for attention biases, one for MLP biases."""
     bias = fields.flag("attention_bias", False)
     mlp_bias = fields.flag("mlp_bias", False)
     layer = dense_layer(fields, head_sizes(fields), qkv_bias=bias, o_bias=bias, mlp_bias=mlp_bias)

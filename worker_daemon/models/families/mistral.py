@@ -12,7 +12,7 @@ from worker_daemon.models.fields import Fields
 
 
 def describe(fields: Fields) -> DecoderConfig:
-    """Identical layers without biases; all have the window."""
+    """Return identical layers without biases; all have the window."""
     heads = head_sizes(fields, default_num_kv_heads=8)
     layer = dense_layer(fields, heads, window=sliding_window(fields))
     return decoder_config(fields, [layer] * num_layers(fields), default_eos_token_ids=(2,))

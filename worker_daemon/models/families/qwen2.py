@@ -11,7 +11,8 @@ from worker_daemon.models.fields import Fields
 
 
 def describe(fields: Fields) -> DecoderConfig:
-    """Biases only of the query, key and value projections; some layers may have a window."""
+    """Return layers with biases only on the query, key and value projections; some may have a
+    window."""
     heads, windows = head_sizes(fields, default_num_kv_heads=32), upper_layer_windows(fields)
     layers = [dense_layer(fields, heads, qkv_bias=True, window=window) for window in windows]
     return decoder_config(fields, layers)

@@ -98,7 +98,7 @@ class BadWordsPart(StepPart):
         agrees = (before == self._newest[slots].unsqueeze(1)) | (before == _ANY)
         most = logits.new_full((), torch.inf)
         bound = torch.where(agrees.all(dim=2), -most, most)
-        # Where two sequences have the same last token, the lower bound holds.
+        # If two sequences have the same last token, the lower bound applies.
         return logits.clone().scatter_reduce_(1, last, bound, "amin")
 
     @staticmethod

@@ -112,7 +112,7 @@ class StepPart:
         return True
 
     def __init__(self, context: PartContext) -> None:
-        """Create the feature's state for the rows, all of which are free."""
+        """Create the feature's state for the rows, which are all free."""
 
     # Judging.
 
@@ -160,7 +160,7 @@ class StepPart:
         request has so far. A request that resumes after a failure, a preemption or under another
         driver is admitted again, so the part's state is rebuilt here and nowhere else."""
 
-    # The forward pass of a step in which a row uses the part. May be captured, but for fill.
+    # The forward pass of a step in which a row uses the part. May be captured, except fill.
 
     def fill(self, columns: Sequence[Int32s], step: ScheduledStep, brought: Any | None) -> None:
         """Fill the step's columns, which hold zeros. Entries after the step's own are padding and
@@ -187,7 +187,7 @@ class StepPart:
         Never waits for the device."""
         return None
 
-    # Sampling, on the last stage alone.
+    # Sampling, only on the last stage.
 
     def adjust_logits(self, logits: Tensor, rows: SampleRows, brought: Any | None) -> Tensor:
         """Return logits [R, V]: the given ones, or new ones. Must not modify the given ones. They
@@ -197,14 +197,14 @@ class StepPart:
         return logits
 
     def refuse(self, token_ids: Tensor, rows: SampleRows) -> Tensor:
-        """Return int32 [R]: 1 if the row's token of int64 [R] is refused, else 0. A row with a
+        """Return int32 [R]: 1 if the row's token of int64 [R] is refused, otherwise 0. A row with a
         refused token computes its last token again in its next step. Every rank of the stage must
         return the same. Called if `may_refuse` and a row uses the part; NO_TOKEN is never
         refused."""
         return torch.zeros_like(token_ids, dtype=torch.int32)
 
     def gain(self, token_ids: Tensor, rows: SampleRows) -> None:
-        """Take in the rows' new tokens, int64 [R]; negative: none. Called if `follows_tokens` and a
+        """Process the rows' new tokens, int64 [R]; negative: none. Called if `follows_tokens` and a
         row uses the part. Never waits for the device."""
 
     def report(self, logits: Tensor, token_ids: Tensor, rows: SampleRows) -> Report | None:
@@ -220,10 +220,10 @@ class StepPart:
         raise NotImplementedError
 
     def pool(self, hidden: Tensor, step: ScheduledStep) -> Report | None:
-        """Take in a step's hidden states [N, H], which end in padding, and return the outputs of
+        """Process a step's hidden states [N, H], which end in padding, and return the outputs of
         requests that end with the step, if any. Called on the last stage, after the forward pass
-        and outside of graphs, if `pools` and such a request has tokens in the step. Never waits
-        for the device."""
+        and outside of graphs, if `pools` and such a request has tokens in the step. Never waits for
+        the device."""
         return None
 
     # Memory.

@@ -30,7 +30,7 @@ _NO_ADAPTER: Final[_Wanted] = (0, 0)
 
 class LoraPart(StepPart):
     """Gives each row its adapter. If this rank lacks a row's adapter, the row's hidden states
-    become NaN. So the step goes on, even if only some ranks lack the adapter."""
+    become NaN. So the step continues, even if only some ranks lack the adapter."""
 
     request_extension = LoraRequest
     heaviest = LoraRequest(name="warm-up", lora_id=1, version=_ZEROS)
@@ -68,7 +68,7 @@ class LoraPart(StepPart):
         for request, wanted in zip(requests, extensions, strict=True):
             self._wanted[request.slot] = _wanted(request)
             self._serials[request.slot] = _NONE if wanted is None else self._find(wanted)
-        # What no row names any more need not stay in host memory.
+        # Adapters that no row uses any more need not stay in host memory.
         named = set(self._serials.tolist())
         for serial in [serial for serial in self._used if serial not in named]:
             del self._used[serial]

@@ -40,7 +40,7 @@ class _PooledRows(NamedTuple):
     ends: Int32s
     """Length of the prompt so far."""
     is_last: Bools
-    """The prompt is complete."""
+    """True if the prompt is complete."""
 
     def take(self, chosen: Sequence[int] | Int64s) -> "_PooledRows":
         """Return the rows with these indices."""
@@ -79,8 +79,7 @@ def _tokens_of(rows: _PooledRows, hidden: Tensor) -> Tensor:
 
 class PoolingPart(StepPart):
     """Pools on the last stage. Between the chunks of a prompt it keeps the sum of hidden states or
-    the outputs of tokens. What an aborted request leaves behind is freed by the next step that
-    pools."""
+    per-token outputs. The next step that pools frees those of aborted requests."""
 
     request_extension = PoolingParams
     pools = True

@@ -29,7 +29,7 @@ _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch
 
 @dataclass(frozen=True, slots=True)
 class _Embedded:
-    """A request with embeddings, and where they are."""
+    """A request with embeddings, and their positions."""
 
     req_id: str
     embeds: PromptEmbeds
@@ -64,7 +64,7 @@ class PromptEmbedsPart(StepPart):
             raise invalid(field, fault.value, fault.fix)
 
     def uses(self, extension: PromptEmbeds) -> bool:
-        return False  # but uses_step says in which steps
+        return False  # uses_step tells in which steps
 
     def admit(
         self, requests: Sequence[NewRequestData], extensions: Sequence[PromptEmbeds | None]

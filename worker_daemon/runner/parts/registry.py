@@ -47,7 +47,7 @@ PARTS: Final[tuple[type[StepPart], ...]] = (
     StopTokensPart,
     PenaltiesPart,
     PoolingPart,
-    RandomSamplingPart,  # which chooses the tokens
+    RandomSamplingPart,  # the part that chooses the tokens
 )
 
 

@@ -74,7 +74,7 @@ class StepParts:
         self._has = np.zeros(num_rows, np.int64)
         """Bits of the parts for which the row's request has an extension."""
         self._uses = np.zeros(num_rows, np.int64)
-        """Bits of those of these parts that all steps of the request use."""
+        """Bits of the parts in _has that all steps of the request use."""
         self.refusing = sum(m.bit for m in self._members if m.part.may_refuse)
         """Bits of the parts that may refuse tokens."""
         self._pooling = [m for m in self._members if m.part.pools]
@@ -90,7 +90,8 @@ class StepParts:
         """Bits of the parts that act around the forward pass, including those that may refuse
         tokens, because counts are corrected before it."""
         self.around = 0
-        """Bits of those of them for which a row has an extension, or had one until it ended."""
+        """Bits of the parts in in_forward for which a row has an extension, or had one until it
+        ended."""
         self.in_sampling = sum(m.bit for m in self._members if m.part.in_sampling)
         """Bits of the parts that act when tokens are sampled."""
         self._judging = tuple(m.part for m in self._members if m.part.judges_batches)
@@ -262,7 +263,7 @@ class StepParts:
     # Pooling.
 
     def pool(self, hidden: Tensor, step: ScheduledStep) -> tuple[Report, ...]:
-        """Let the parts that pool take in a step's hidden states [N, H]; return the outputs."""
+        """Pass a step's hidden states [N, H] to the parts that pool; return the outputs."""
         reports = (part.pool(hidden, step) for _, part in self._pooling)
         return tuple(report for report in reports if report is not None)
 

@@ -35,7 +35,7 @@ SOCKET_ROLES: Final[Mapping[str, Role]] = {
     "step": Role.DRIVER,
     "results": Role.DRIVER,
 }
-"""The role that a peer needs to use each socket at all."""
+"""The role that a peer needs to use each socket."""
 
 
 def needed_role(message: Request) -> Role:
@@ -54,20 +54,20 @@ def needed_role(message: Request) -> Role:
 
 
 class Access:
-    """Identifies senders and checks their rights. Any thread may call it. This one is for sockets
-    without keys: any process that can open them in their directory may send any request."""
+    """Identifies senders and checks their rights. Any thread may call it. This class is for sockets
+    without keys: any process that can open them may send any request."""
 
     proves_owners = False
-    """True if each owner has a key of its own; otherwise all peers may have the same owner."""
+    """True if each owner has its own key; otherwise all peers may have the same owner."""
 
     def peer(self, socket: str, route: bytes, frame: zmq.Frame) -> Peer:
-        """Identify a sender: `frame` is the first of a message that came from `route`. Without
-        keys: by routing id, with the user that the kernel reports for the connection."""
+        """Identify a sender. frame: the first of a message from `route`. Without keys, the peer is
+        its routing id and the user that the kernel reports for the connection."""
         return socket, route, _user(frame)
 
     def owner(self, peer: Peer) -> str:
-        """Return the owner of a peer, without keys a user: epochs and driver ids belong to
-        owners."""
+        """Return the owner of a peer, to whom epochs and driver ids belong; without keys, a
+        user."""
         return peer[2]
 
     def opens(self, peer: Peer, socket: str) -> bool:
@@ -75,7 +75,7 @@ class Access:
         return True
 
     def check(self, peer: Peer, message: Request) -> None:
-        """Raise ForbiddenError unless the peer may send this request: without keys, unless it is in
+        """Raise ForbiddenError unless the peer may send this request; without keys, any request in
         the table of operations."""
         if type(message) not in _NEEDED:
             needed_role(message)
@@ -91,7 +91,7 @@ class KeyedAccess(Access):
         self._roles = roles
 
     def peer(self, socket: str, route: bytes, frame: zmq.Frame) -> Peer:
-        """See Access: by public key, which our reply to the handshake made the user id."""
+        """See Access: by public key, which our ZAP reply set as the user id."""
         return str(frame.get("User-Id"))
 
     def owner(self, peer: Peer) -> str:
@@ -119,7 +119,7 @@ def sender(access: Access, peer: Peer) -> Sender:
 def _user(frame: zmq.Frame) -> str:
     """Return the user of an ipc connection, which libzmq describes as localhost:UID:GID:PID; empty
     if the system does not report it."""
-    # Runs once a step: plain statements, no context manager.
+    # Runs once per step: plain statements, no context manager.
     try:
         parts = str(frame.get("Peer-Address")).split(":")
     except zmq.ZMQError:

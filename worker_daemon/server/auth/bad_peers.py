@@ -16,7 +16,7 @@ MAX_BAD_FRAMES: Final = 5
 WINDOW_S: Final = 10.0
 BAN_S: Final = 30.0
 MAX_REMEMBERED: Final = 1024
-"""Without keys every new connection has a new routing id: the oldest are forgotten."""
+"""Without keys, every new connection has a new routing id, so the oldest are forgotten."""
 
 _LOG = logging.getLogger(__name__)
 
@@ -26,7 +26,7 @@ class BadPeers:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.num_bad_frames = 0
-        """Since the start, of all peers."""
+        """Bad frames of all peers since the start."""
         self._clock = clock
         self._lock = threading.Lock()
         self._seen: OrderedDict[Peer, deque[float]] = OrderedDict()
@@ -35,7 +35,7 @@ class BadPeers:
 
     def __contains__(self, peer: object) -> bool:
         """Return True if messages of the peer are dropped now."""
-        if not self._banned:  # nearly always: this runs once a step
+        if not self._banned:  # the usual case: this runs once per step
             return False
         with self._lock:
             until = self._banned.get(peer)  # type: ignore[call-overload]  # any object may be asked for
@@ -55,7 +55,7 @@ class BadPeers:
             _LOG.warning("%s is banned for %.0f s", shown(peer), BAN_S)
 
     def count(self, peer: Peer) -> bool:
-        """Count a bad frame; return True if its sender is banned from here on."""
+        """Count a bad frame; return True if its sender is banned from now on."""
         now = self._clock()
         with self._lock:
             self.num_bad_frames += 1

@@ -4,8 +4,8 @@ authorized key has connected are never limited, so that a flood from elsewhere d
 driver out. Used by the ZAP thread.
 
 libzmq accepts every connection of its listening socket, so the limit is a filter on that socket
-(classic BPF, which needs no privilege: socket(7), SO_ATTACH_FILTER). Open connections are sockets
-of their own and are not affected.
+(classic BPF, which needs no privilege: socket(7), SO_ATTACH_FILTER). Open connections are separate
+sockets and are not affected.
 """
 
 import ipaddress
@@ -21,7 +21,7 @@ from rpc_schema.borrowed_sockets import borrowed
 from rpc_schema.listeners import NOBODY, RETURN, Instruction, attach_filter
 
 RATE_PER_S: Final = 20.0
-"""Connections from unknown addresses that each socket accepts on average."""
+"""Connections from unknown addresses that each socket accepts per second on average."""
 BURST: Final = 100
 """Connections from unknown addresses that each socket accepts at once."""
 SHUT_S: Final = 1.0
@@ -65,8 +65,7 @@ class TrustedAddresses:
 
 
 class ConnectionLimit:
-    """The limit of one listening socket; the filter is attached and detached as long as a flood
-    lasts."""
+    """The limit of one listening socket; the filter is attached only during a flood."""
 
     def __init__(
         self,
@@ -74,7 +73,7 @@ class ConnectionLimit:
         trusted: TrustedAddresses,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """descriptor: of the listening socket, which another thread owns."""
+        """descriptor: the listening socket's, which another thread owns."""
         self.is_shut = False
         self._descriptor = descriptor
         self._trusted = trusted
@@ -85,8 +84,7 @@ class ConnectionLimit:
         self._reopens_at = 0.0
 
     def entered(self, address: str) -> bool:
-        """Count an accepted connection from this address; return True if the limit is reached with
-        it."""
+        """Count an accepted connection from this address; return True if it reaches the limit."""
         if address in self._trusted or self.is_shut:
             return False
         now = self._clock()
@@ -99,7 +97,7 @@ class ConnectionLimit:
         return self.is_shut
 
     def look(self) -> None:
-        """Detach the filter if its time is over."""
+        """Detach the filter if it has expired."""
         if self.is_shut and self._clock() >= self._reopens_at:
             self.is_shut = False
             self._apply(_detach)
@@ -144,14 +142,14 @@ def _detach(listener: socket.socket) -> None:
 
 
 def program(trusted: Sequence[bytes], offset: int) -> list[Instruction]:
-    """Return the filter that accepts packets from these addresses alone. offset: of the sender's
-    address in the IP header. Each address is compared word by word; the next address is tried on a
-    mismatch."""
+    """Return the filter that accepts packets only from these addresses. offset: the sender
+    address's, in the IP header. Each address is compared word by word; the next address is tried on
+    a mismatch."""
     made: list[Instruction] = []
     for address in trusted:
         words = struct.unpack(f"!{len(address) // 4}I", address)
         for index, word in enumerate(words):
-            rest = 2 * (len(words) - 1 - index) + 1  # to the end of this address's instructions
+            rest = 2 * (len(words) - 1 - index) + 1  # skip the rest of this address's instructions
             made.append((_LOAD, 0, 0, (_NETWORK_HEADER + offset + 4 * index) & 0xFFFFFFFF))
             made.append((_JUMP_IF_EQUAL, 0, rest, word))
         made.append((RETURN, 0, 0, _KEEP))

@@ -1,9 +1,9 @@
 """Limits unfinished handshakes at one tcp socket: their number, and the bytes of each. A connection
 over a limit is shut down. Used by the ZAP thread.
 
-libzmq limits the frames of a handshake only by ZMQ_MAXMSGSIZE, which has to allow the largest
+libzmq limits the frames of a handshake only by ZMQ_MAXMSGSIZE, which must allow the largest
 message, and does not report the end of a handshake. TCP_INFO reports the bytes in each direction: a
-peer without an authorized key receives a greeting, WELCOME and an error, and no more.
+peer without an authorized key receives only a greeting, WELCOME and an error.
 """
 
 import socket
@@ -24,7 +24,7 @@ MAX_TRUSTED: Final = 64
 MAX_HANDSHAKE_BYTES: Final = 4096
 """Limit of a handshake's bytes; a driver's has about 600 (ZeroMQ RFC 26)."""
 MAX_LISTENER_BYTES: Final = 4096
-"""Bytes that a peer of the events socket may send in all: a handshake and some subscriptions."""
+"""Total bytes that a peer of the events socket may send: a handshake and some subscriptions."""
 
 LOOK_S: Final = 0.005
 """Interval of the checks of unfinished handshakes."""
@@ -34,7 +34,7 @@ expected."""
 YOUNG_S: Final = 3.0
 """For this time after a handshake, a peer of the events socket is checked as often as during it."""
 _HAS_WELCOME: Final = 64 + 170
-"""Bytes of greeting and WELCOME: a peer that has received them knows the daemon's public key."""
+"""Bytes of greeting and WELCOME: a peer that has received them had the daemon's public key."""
 _SENT_INITIATE: Final = 64 + 202 + 259
 """Greeting, HELLO and the shortest INITIATE: libzmq may ask for authentication of a peer that has
 sent these."""
@@ -59,8 +59,7 @@ class Traffic(NamedTuple):
 class _Connection:
     name: PeerName
     keys: set[str] = field(default_factory=set)
-    """Public keys that connected from its address during its handshake: one of them is the
-    peer's."""
+    """Public keys that connected from its address during its handshake; one is the peer's."""
     young_until: float = 0.0
 
 
@@ -78,9 +77,9 @@ class Handshakes:
         hang_up: "Callable[[int, PeerName], None] | None" = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """listens: peers of this socket send nothing after their handshake. is_trusted(address):
-        True if an authorized key has connected from there; ban(key) is called for a subscriber that
-        was shut down."""
+        """listens: True if peers of this socket send nothing after their handshake.
+        is_trusted(address): True if an authorized key has connected from there; ban(key) is called
+        for a subscriber that was shut down."""
         self._listens = listens
         self._is_trusted = is_trusted
         self._ban = ban
@@ -104,8 +103,8 @@ class Handshakes:
 
     def began(self, descriptor: int, name: PeerName) -> None:
         """Record an accepted connection. If there are too many, shut down the oldest from the
-        address that has the most. A peer that knows the daemon's public key is not spared, since a
-        recorded HELLO proves as much; an honest handshake ends long before it is the oldest."""
+        address that has the most. A peer that has the daemon's public key gets no preference, since
+        a replayed HELLO proves as much; a genuine handshake ends long before it is the oldest."""
         self.ended(descriptor)
         self._unfinished[descriptor] = _Connection(name)
         is_trusted = self._is_trusted(name[0])
@@ -118,8 +117,8 @@ class Handshakes:
                 self._cut_off(victim, "too many handshakes are unfinished")
 
     def _alike(self, is_trusted: bool) -> dict[int, _Connection]:
-        """Return the unfinished handshakes of trusted addresses, or of unknown ones, as known
-        now."""
+        """Return the unfinished handshakes of addresses that are now trusted, or of unknown
+        ones."""
         return {
             descriptor: connection
             for descriptor, connection in self._unfinished.items()
@@ -173,7 +172,7 @@ class Handshakes:
         """Check an unfinished handshake."""
         traffic = self._measure(descriptor, connection.name)
         if traffic is None:
-            del self._unfinished[descriptor]  # it has ended, or the kernel lacks TCP_INFO
+            del self._unfinished[descriptor]  # ended, or no TCP_INFO
             return
         if traffic.sent >= _HAS_READY:
             del self._unfinished[descriptor]
@@ -193,8 +192,8 @@ class Handshakes:
 def _with_connection(
     descriptor: int, name: PeerName, use: "Callable[[socket.socket], object]"
 ) -> object:
-    """Call `use` with the connection to this peer; None if the descriptor, which another thread
-    owns, no longer belongs to that connection."""
+    """Call `use` with the connection to this peer and return its result; None if the descriptor,
+    which another thread owns, no longer belongs to that connection."""
     with suppress(OSError), borrowed(descriptor) as connection:
         if connection.getpeername()[:2] == name:
             return use(connection)

@@ -57,7 +57,6 @@ def make_key_files(out: Path) -> KeyFiles:
             "out",
             str(error.filename or out),
             f"the key cannot be written: {error.strerror}",
-            "name a file that is not there, in a directory that this user may write; keys are "
-            "never overwritten",
+            "name a new file, in a directory that this user may write; keys are never overwritten",
         ) from None
     return KeyFiles(secret, public, public_key)

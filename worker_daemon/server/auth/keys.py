@@ -64,8 +64,8 @@ class AuthorizedKeys:
         return None if entry is None else entry.role
 
     def reload(self) -> bool:
-        """Read the file again; return True if some key may now do less. A file that cannot be read
-        changes nothing."""
+        """Read the file again; return True if a key lost rights. A file that cannot be read changes
+        nothing."""
         before = self._by_key
         try:
             self._by_key = _read(self._path)

@@ -1,4 +1,4 @@
-"""The protection of the daemon's sockets: by their directory alone, or by keys. Chosen once, on the
+"""The protection of the daemon's sockets: only by their directory, or by keys. Chosen once, on the
 main thread."""
 
 import logging
@@ -20,7 +20,7 @@ HANDSHAKE_MS: Final = 1000
 """Limit of a handshake with keys; handshakes.py has the other limits. Must exceed the driver's
 limit in client/worker_client/keys.py."""
 LOCAL_HANDSHAKE_MS: Final = 3000
-"""Limit of a handshake where only this user can connect."""
+"""Limit of a handshake if only this user can connect."""
 SLOW_CIPHER_MB_S: Final = 300
 _TEST_BYTES: Final = 1 << 20
 _TEST_ROUNDS: Final = 2
@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 
 class Security:
-    """Protects the sockets of an ipc endpoint without keys: its directory is closed to other users.
+    """Protects the sockets of an ipc endpoint without keys, by a directory closed to other users.
     KeySecurity protects by keys. Owned by the main thread; any thread may use `access` and
     `bad_peers`."""
 
@@ -56,7 +56,7 @@ class Security:
         """Let peers connect; called after protect() and before the sockets are bound."""
 
     def reload(self) -> bool:
-        """Read the authorized keys again; return True if some key may do less than before."""
+        """Read the authorized keys again; return True if a key lost rights."""
         return False
 
     def stop(self, timeout_s: float) -> bool:
@@ -65,8 +65,8 @@ class Security:
 
 
 class KeySecurity(Security):
-    """CURVE on all four sockets: a peer proves that it has an authorized key before anything that
-    it sends is read, and the daemon proves its own."""
+    """CURVE on all four sockets: a peer proves an authorized key before any of its data is read,
+    and the daemon proves its own."""
 
     frame_bytes = CURVE_BYTES
 
@@ -139,8 +139,8 @@ def _report_cipher() -> None:
 
 
 def cipher_mb_s() -> float | None:
-    """Return the speed of encryption, which is that of decryption too, in 10^6 bytes a second: a
-    large message is sent to ourselves, under fresh keys. None if it did not arrive."""
+    """Return the speed of encryption (and decryption) in 10^6 bytes per second, measured by sending
+    ourselves a large message under fresh keys. None if it did not arrive."""
     public, secret = zmq.curve_keypair()
     address = f"ipc://@worker-daemon-{os.getpid()}-{os.urandom(8).hex()}"
     message = bytes(_TEST_BYTES)
@@ -158,7 +158,7 @@ def cipher_mb_s() -> float | None:
         pull.bind(address)
         push.connect(address)
         best_s = float("inf")
-        for content in (b"", *[message] * _TEST_ROUNDS):  # the first waits for the handshake
+        for content in (b"", *[message] * _TEST_ROUNDS):  # the first: handshake
             began = time.perf_counter()
             push.send(content)
             if not pull.poll(_TEST_LIMIT_MS):

@@ -3,9 +3,9 @@ unknown addresses (connection_limit.py) and shuts down handshakes that are too l
 Owns the ZAP socket and the monitors of the four sockets; never waits for another thread, so that
 handshakes end while the main thread is busy.
 
-libzmq calls ZAP only for peers that have proved to have their key. It refuses peers without a key,
-and those with another daemon's public key, by itself and reports them to the monitors; none of
-their bytes go further.
+libzmq calls ZAP only for peers that have proved their key. It refuses peers without a key, or with
+another daemon's public key, itself, and reports them to the monitors; none of their bytes go
+further.
 """
 
 import errno
@@ -54,15 +54,15 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True, eq=False)
 class AuditLog:
-    """Writes at most `burst` lines in `window_s` seconds; the next line reports the number of those
-    left out."""
+    """Writes at most `burst` lines in `window_s` seconds; the next line reports the number of
+    omitted ones."""
 
     write: Callable[[str], None]
     burst: int = 10
     window_s: float = 10.0
     clock: Callable[[], float] = time.monotonic
     num_refused: int = field(default=0, init=False)
-    """Since the start."""
+    """Refusals since the start."""
     _window_ends: float = field(default=0.0, init=False)
     _in_window: int = field(default=0, init=False)
     _withheld: int = field(default=0, init=False)
@@ -104,7 +104,7 @@ class ZapHandler:
         self._to_watch: queue.SimpleQueue[tuple[zmq.Socket[bytes], _Watch]] = queue.SimpleQueue()
         self._num_watched = 0
         self._monitors: dict[zmq.Socket[bytes], _Watch] = {}
-        """Used by the ZAP thread alone."""
+        """Used only by the ZAP thread."""
         self._thread = threading.Thread(target=self._run, name="zap", daemon=True)
 
     @property
@@ -162,7 +162,7 @@ class ZapHandler:
             self._close()
 
     def _patience_ms(self) -> int | None:
-        """Check all sockets; return the time until the next check, None for no limit."""
+        """Check all sockets; return the milliseconds until the next check, None for no limit."""
         patience = [watch.look() for watch in self._monitors.values()]
         return min((each for each in patience if each is not None), default=None)
 
@@ -173,7 +173,7 @@ class ZapHandler:
             poller.register(monitor, zmq.POLLIN)
 
     def _take_events(self, monitor: "zmq.Socket[bytes]", poller: zmq.Poller) -> None:
-        """Handle the events of one socket, up to a limit: the other sockets wait."""
+        """Handle the events of one socket, up to a limit, so that other sockets need not wait."""
         for _ in range(_MAX_EVENTS):
             if not monitor.poll(0):
                 return
@@ -189,8 +189,8 @@ class ZapHandler:
         version, number = [*request, b"", b""][:2]
         try:
             why = self._refusal(request)
-        except Exception as error:  # a request that libzmq does not send
-            logger.exception("a handshake could not be judged")
+        except Exception as error:  # not a request of libzmq
+            logger.exception("a handshake could not be checked")
             why = repr(error)
         if why:
             return [version, number, b"400", why.encode(), b"", b""]
@@ -231,8 +231,8 @@ class ZapHandler:
 
 
 class _Watch:
-    """The events of one socket. A monitor reports the address of a failed handshake only with the
-    end of its connection, which follows."""
+    """The events of one socket. A monitor reports the address of a failed handshake only when its
+    connection ends, which follows."""
 
     def __init__(
         self,

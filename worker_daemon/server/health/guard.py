@@ -1,6 +1,5 @@
-"""The guard thread: releases a step thread that hangs. Aborts links, reports phases past
-their deadline and steps far slower than others, and keeps a stack dump armed in case the
-interpreter itself is stuck."""
+"""The guard thread: releases a step thread that hangs. Aborts links, reports phases past their
+deadline and unusually slow steps, and keeps a stack dump armed in case the interpreter is stuck."""
 
 import logging
 import math
@@ -16,13 +15,12 @@ from worker_daemon.server.server_thread import ServerThread
 
 TICK_S: Final = 0.25
 LOCK_LIMIT_S: Final = 10.0
-"""The limit for holding the interpreter's lock, except in phases that announced a longer
-silence."""
+"""Limit on holding the GIL, except in phases that announced a longer silence."""
 DEVICE_CHECK_S: Final = 5.0
 SLOW_FACTOR: Final = 8.0
 SLOW_AT_LEAST_S: Final = 1.0
 RELAPSE_S: Final = 60.0
-"""A link that hangs within this time of the link before it is a relapse."""
+"""A link that hangs within this time after the previous link's hang is a relapse."""
 _ROUNDING_S: Final = 0.001
 
 logger = logging.getLogger(__name__)
@@ -32,17 +30,17 @@ class GuardListener(Protocol):
     """Receives hangs and slow steps, on the guard thread; its methods return at once."""
 
     def hung(self, phase: str, phase_ms: int, stacks: str) -> None:
-        """A phase is past its deadline; stacks: path of the evidence."""
+        """Report a phase past its deadline; stacks: path of the stack file."""
 
     def slow(self, phase: str, phase_ms: int, usual_ms: int) -> None:
-        """A step takes far longer than recent steps did."""
+        """Report a step that takes much longer than recent steps."""
 
     def relapsed(self, cause: str) -> None:
-        """Communicators hang again, soon after a relink."""
+        """Report communicators that hang again soon after a relink."""
 
 
 class Pace:
-    """Detects slow steps by the times of the steps before; reports each once."""
+    """Detects slow steps by comparing with earlier step times; reports each once."""
 
     def __init__(self, times: StepTimes) -> None:
         self._times = times
@@ -57,7 +55,7 @@ class Pace:
         return stamp.since + max(SLOW_AT_LEAST_S, SLOW_FACTOR * usual_s)
 
     def is_slow(self, stamp: Stamp, now: float) -> bool:
-        """Return True, once a step, if the step takes far longer than the others did."""
+        """Return True, once per step, if the step takes much longer than earlier ones."""
         if now < self.slow_at(stamp):
             return False
         self._reported = stamp
@@ -88,11 +86,11 @@ class HangHistory:
 
 
 class DeviceCheck:
-    """Runs the worker's device check now and then. Used by the guard thread."""
+    """Runs the worker's device check at intervals. Used by the guard thread."""
 
     def __init__(self) -> None:
         self.problem = ""
-        """The device's present problem; empty if none. Any thread may read it."""
+        """The device's current problem; empty if none. Any thread may read it."""
         self._checked_at = 0.0
 
     def run(self, check: Callable[[], str], now: float) -> None:
@@ -128,7 +126,7 @@ class Guard:
         self.hangs = HangHistory()
         self.device = DeviceCheck()
         self.last_hang = ""
-        """The last phase past its deadline, and its evidence; any thread may read it."""
+        """The last phase past its deadline, and its stack file; any thread may read it."""
         self._requests: queue.SimpleQueue[tuple[int, str]] = queue.SimpleQueue()
         """Links to abort, and the causes; an empty cause only wakes the thread."""
         self._worker: WorkerLike | None = None
@@ -142,8 +140,8 @@ class Guard:
         self._worker = worker
 
     def request_abort(self, cause: str) -> None:
-        """Have the current link aborted soon, on the guard thread; does nothing if another link has
-        replaced it by then."""
+        """Request an abort of the current link on the guard thread; does nothing if another link
+        has replaced it by then."""
         self._requests.put((self._progress.link, cause))
 
     def stop(self) -> None:
@@ -222,8 +220,8 @@ class Guard:
         self._listener.hung(stamp.phase, stamp.age_ms(now), stacks)
 
     def _watch_pace(self, now: float) -> None:
-        """Report a step, or its result, that takes far longer than others did."""
-        if self._has_announced(self._progress.stamp):  # a load, say
+        """Report a step or result that takes much longer than earlier ones."""
+        if self._has_announced(self._progress.stamp):  # such as a load
             return
         waited_for = self._waited_for()
         if self._pace.is_slow(waited_for, now):
@@ -236,11 +234,11 @@ class Guard:
         return self._progress.result if stamp.idle else stamp
 
     def _arm(self, stamp: Stamp, now: float) -> None:
-        """Arm the stack dump for a stuck interpreter: it fires unless this thread runs before."""
+        """Arm the stack dump for a stuck interpreter: it fires unless this thread runs first."""
         announced_s = stamp.deadline - now if self._has_announced(stamp) else 0.0
         self._reports.keep_armed(max(LOCK_LIMIT_S, announced_s), now)
 
     def _has_announced(self, stamp: Stamp) -> bool:
-        """Return True if the phase may be silent for longer than a step may."""
+        """Return True if the phase may be silent for longer than a step."""
         step_s = self._progress.step_deadline_s + _ROUNDING_S
         return step_s < stamp.deadline - stamp.since < math.inf

@@ -20,14 +20,15 @@ logger = logging.getLogger(__name__)
 
 
 class HangReports:
-    """Writes the evidence of hangs. Used by the guard thread, made and closed by the daemon.
+    """Writes reports of hangs. Used by the guard thread, made and closed by the daemon.
 
-    The file of stacks exists from the start, because the stack dump under a held interpreter lock
-    cannot open one; close() removes it if it is empty.
+    The file of stacks exists from the start, because the stack dump while the GIL is held cannot
+    open one; close() removes it if it is empty.
     """
 
     def __init__(self, path: Path) -> None:
-        """path: of the stacks; the communicators' operations go next to it, as NAME.flight.json.
+        """path: the file of stacks; the communicators' operations go next to it, as
+        NAME.flight.json.
 
         Raises:
             ConfigError: the file cannot be made.
@@ -59,8 +60,8 @@ class HangReports:
         return str(self.path)
 
     def keep_armed(self, limit_s: float, now: float) -> None:
-        """Have the stacks written in limit_s seconds unless called again before. The dump is done
-        at the C level, without the interpreter's lock. now: time.monotonic."""
+        """Arm a dump of the stacks in limit_s seconds, unless called again before. faulthandler
+        dumps without the GIL. now: time.monotonic."""
         if now - self._armed_at < REARM_S and self._armed_until <= now + limit_s:
             return
         self._armed_at, self._armed_until = now, now + limit_s
@@ -72,8 +73,8 @@ class HangReports:
         faulthandler.cancel_dump_traceback_later()
 
     def close(self, *, keep: bool = False) -> None:
-        """Close the file, and remove it if it is empty; keep: do not remove it, because it is
-        another daemon's by now. Idempotent."""
+        """Close the file, and remove it if it is empty; keep: do not remove it, because it now
+        belongs to another daemon. Idempotent."""
         faulthandler.cancel_dump_traceback_later()
         self._file.close()
         if not keep and self.path.is_file() and not self.path.stat().st_size:

@@ -7,11 +7,11 @@ logger = logging.getLogger(__name__)
 
 
 class ServiceManager:
-    """The listener on NOTIFY_SOCKET: systemd, as a rule."""
+    """The listener on NOTIFY_SOCKET, usually systemd."""
 
     def __init__(self, address: str) -> None:
-        """address: of NOTIFY_SOCKET; a leading @ means an abstract one. Empty: no service
-        manager."""
+        """address: the value of NOTIFY_SOCKET; a leading @ means an abstract socket. Empty: no
+        service manager."""
         self._address = "\0" + address[1:] if address.startswith("@") else address
 
     def notify(self, message: str) -> None:

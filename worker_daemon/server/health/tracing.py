@@ -1,6 +1,6 @@
-"""Traces for an observer: their control requests. Owns the running trace, the file of the last one
-and the driver's report of its steps. Runs on the event loop; the step thread records, between two
-requests, and a thread of its own compresses."""
+"""Handles control requests for an observer's traces. Owns the running trace, the file of the last
+one and the driver's report of its steps. Runs on the event loop; the step thread starts and stops
+recording between requests, and another thread compresses."""
 
 import asyncio
 import contextlib
@@ -22,7 +22,7 @@ from worker_daemon.server.dispatch import PlainTraceLike, WorkerLike
 from worker_daemon.server.step_thread import OutOfBandTask
 
 START_LIMIT_S: Final = 60.0
-"""Limit of the wait for the step thread; a running step comes first."""
+"""Limit on the wait for the step thread, which finishes its running step first."""
 WRITE_LIMIT_S: Final = 1800.0
 
 _T = TypeVar("_T")
@@ -42,7 +42,7 @@ class Tracing:
     """Answers everything of rpc_schema/trace.py. One trace runs at a time, and one can be read."""
 
     _post: Callable[[OutOfBandTask], None]
-    """To the step thread."""
+    """Sends to the step thread."""
     _need_attached: Callable[[int], None]
     """Raises unless the epoch is the attached driver's."""
     _publish_question: Callable[[bytes, int, int], None]
@@ -56,7 +56,7 @@ class Tracing:
 
     @property
     def handlers(self) -> Mapping[type[ControlMessage], Callable[..., ControlReplyMessage]]:
-        """Requests that are answered at once."""
+        """Return the methods of requests that are answered at once."""
         return {
             tr.ReadClock: self._read_clock,
             tr.ReadTrace: self._read_trace,
@@ -66,7 +66,7 @@ class Tracing:
         }
 
     async def start(self, message: tr.StartTrace) -> ControlReplyMessage:
-        """Have the step thread record.
+        """Make the step thread record.
 
         Raises:
             StateError: a trace or a profile runs, there is no device yet, or the step thread is
@@ -85,19 +85,20 @@ class Tracing:
         except TimeoutError:
             self._post(OutOfBandTask("STARTING TRACE", START_LIMIT_S, _drop))
             problem = "the step thread is busy with something else"
-            raise StateError(problem, fix="try again when its present operation is over") from None
+            raise StateError(problem, fix="try again when its current operation is over") from None
         finally:
             if running.expiry is None:
                 self._running = None
         return lc.Acknowledged(call=message.call)
 
     async def stop(self, message: tr.StopTrace) -> ControlReplyMessage:
-        """Have the step thread stop, then compress the trace.
+        """Make the step thread stop, then compress the trace.
 
         Raises:
             StateError: no such trace runs.
             CapacityError: the disk is full.
-            ConfigError: the file cannot be written. After either of these two the trace is lost.
+            ConfigError: the file cannot be written. After either of the last two, the trace is
+                lost.
         """
         running = self._running
         if running is None or running.trace != message.trace or running.expiry is None:
@@ -184,7 +185,7 @@ class Tracing:
 
 
 async def _on_a_thread(work: Callable[[], _T]) -> _T:
-    """Run `work` on a thread of its own; the process's end would wait for an executor's thread."""
+    """Run `work` on a new thread, because process exit would wait for an executor's thread."""
     future: Future[_T] = Future()
     threading.Thread(target=_settle, args=(future, work), name="trace", daemon=True).start()
     return await asyncio.wrap_future(future)
@@ -192,7 +193,7 @@ async def _on_a_thread(work: Callable[[], _T]) -> _T:
 
 def _settle(future: Future[_T], work: Callable[[], _T]) -> None:
     """Run `work` on this thread, and settle the future with its result or exception."""
-    with contextlib.suppress(InvalidStateError):  # the wait is over
+    with contextlib.suppress(InvalidStateError):  # the waiter is gone
         try:
             future.set_result(work())
         except Exception as error:
@@ -200,7 +201,7 @@ def _settle(future: Future[_T], work: Callable[[], _T]) -> None:
 
 
 def _start(due: float, worker: WorkerLike) -> None:
-    if time.monotonic() < due:  # else the wait is over
+    if time.monotonic() < due:  # otherwise the waiter is gone
         worker.start_trace()
 
 

@@ -53,8 +53,9 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True, eq=False)
 class AttachHandler:
-    """Epochs increase: prepared for one driver, granted on disk, taken by the step thread, and held
-    by the lease. Of two drivers the one with the higher epoch has the daemon."""
+    """Attaches drivers. An epoch is prepared for one driver, recorded on disk, taken by the step
+    thread, and held by the lease. Epochs increase; of two drivers, the one with the higher epoch
+    has the daemon."""
 
     _epochs: EpochFile
     _lease: Lease
@@ -65,11 +66,11 @@ class AttachHandler:
     _uploads: Uploads
     """Dropped with the lease."""
     _post: Callable[[Command], None]
-    """To the step thread."""
+    """Sends to the step thread."""
     _link_software: str = field(default_factory=lambda: link_software(), init=False)
     _versions: dict[str, OrderedDict[bytes, int]] = field(default_factory=dict, init=False)
-    """By owner and driver id. Only drivers are remembered: there are no more owners than authorized
-    driver keys."""
+    """Versions by owner and driver id. Only drivers are remembered, so there are at most as many
+    owners as authorized driver keys."""
     _prepared: _Claim = field(default=(0, DriverIdentity("", b"")), init=False)
     _taken: tuple[_Claim, asyncio.Task[AttachSnapshot]] | None = field(default=None, init=False)
     """The driver that took the daemon over last, or is about to."""
@@ -91,7 +92,7 @@ class AttachHandler:
         )
 
     def prepare(self, message: lc.PrepareAttach, sender: Sender) -> ControlReplyMessage:
-        """Grant an epoch above all before it; it is on disk when this returns. Raises
+        """Grant an epoch above all earlier ones; it is on disk when this returns. Raises
         IncompatibleError, and the errors of the draining, the lease and the epoch file."""
         driver = DriverIdentity(sender.owner, message.driver_id)
         self._draining.check_takes_drivers()
@@ -127,8 +128,7 @@ class AttachHandler:
         self._lease.check_owner(sender.owner, epoch)
 
     def detach(self, message: lc.Detach) -> ControlReplyMessage:
-        """Release the lease; also after it has expired, and repeatedly: a late detach does no
-        harm."""
+        """Release the lease, even if it has expired. Idempotent: a late detach does no harm."""
         if self._lease.release(message.epoch):
             self._keep_uploads_in_use()
             self._post(EndEpoch(message.epoch))
@@ -148,7 +148,7 @@ class AttachHandler:
         expired = self._lease.take_expiry()
         if expired:
             logger.warning("the lease of epoch %d has expired: waiting for a driver", expired)
-            self._post(Orphan(expired))  # which drops uploads, once no step can begin to use any
+            self._post(Orphan(expired))  # drops uploads once no step can start to use them
         unclaimed = self._lease.take_kv_end()
         if unclaimed:
             self._post(DropRequests(unclaimed))
@@ -169,7 +169,7 @@ class AttachHandler:
             self._taken[1].cancel()
 
     def _keep_uploads_in_use(self) -> None:
-        """Drop the uploads of a former driver, but for those of requests that may be adopted."""
+        """Drop a former driver's uploads, except those of requests that may be adopted."""
         self._uploads.keep_only(self._progress.snapshot.description.uploads_in_use())
 
     def _need_same_version(self, driver: DriverIdentity) -> None:
@@ -201,9 +201,8 @@ class AttachHandler:
     async def _take_epoch(
         self, message: lc.CommitAttach, driver: DriverIdentity, terms: LeaseRequest
     ) -> AttachSnapshot:
-        """Have the step thread take the prepared epoch; abort the link if a step hangs on its
-        peers. The lease begins at once: a driver that waits for a hanging step renews it
-        meanwhile."""
+        """Make the step thread take the prepared epoch; abort the link if a step hangs on its
+        peers. The lease starts at once: a driver that waits for a hanging step renews it."""
         epoch, owner = message.epoch, EpochOwner(driver.owner, message.results_route)
         self._lease.grant(driver, epoch, terms)
         if not message.keep_requests:
@@ -222,7 +221,7 @@ class AttachHandler:
             self._keep_uploads_in_use()
             return replace(snapshot, clean=snapshot.clean and not was_freed)
         self._lease.release(epoch)
-        self._post(EndEpoch(epoch))  # in case it takes the epoch after all
+        self._post(EndEpoch(epoch))  # it may still take the epoch
         stamp = self._progress.stamp
         raise StateError(
             f"the step thread has been in {stamp.phase} for {stamp.age_ms(time.monotonic())} ms",
@@ -231,7 +230,7 @@ class AttachHandler:
 
     def _free_from_peers(self, cause: str) -> bool:
         """Abort the link if the step or a result may be waiting for other ranks; return True if so.
-        Otherwise a thread of this daemon is late, and nothing is interrupted."""
+        Otherwise only this daemon's threads are late, and nothing is interrupted."""
         for stamp in (self._progress.stamp, self._progress.result):
             if stamp.on_link:
                 self._guard.request_abort(f"{cause} while {stamp.phase} is waited for")

@@ -1,5 +1,5 @@
-"""Drains the daemon: no steps and no drivers while an operator asks for it, or once the daemon is
-about to end. Owned by the control thread; the step thread receives commands."""
+"""Drains the daemon: it takes no steps and no drivers, at an operator's request or because it is
+about to exit. Owned by the control thread; the step thread receives commands."""
 
 import asyncio
 import contextlib
@@ -17,8 +17,8 @@ from worker_daemon.server.session.lease import Lease
 from worker_daemon.server.step_thread import Command, Resume, StopSteps
 
 NOTICE_S: Final = 1.0
-"""Time for the lease's holder to stop by itself, so that no rank of a group refuses a step that the
-others run."""
+"""Time for the lease holder to stop, so that no rank of a group refuses a step that the others
+run."""
 _POLL_S: Final = 0.05
 IDLE_SLACK_S: Final = 3.0
 """Limit of the wait for the running step, beyond the step deadline."""
@@ -26,7 +26,7 @@ IDLE_SLACK_S: Final = 3.0
 
 @dataclass(slots=True, eq=False)
 class Draining:
-    """Drains and undoes it, any number of times."""
+    """Drains and undoes drains, any number of times."""
 
     _post: Callable[[Command], None]
     """To the step thread."""
@@ -51,14 +51,14 @@ class Draining:
         return "DRAINING" if (self.ends or self.is_on) and serving == "SERVING" else serving
 
     def check_takes_drivers(self) -> None:
-        """Raise StateError or DrainingError where no driver may attach."""
+        """Raise StateError or DrainingError if no driver may attach."""
         if self.ends:
             raise StateError("the daemon is shutting down", fix="attach to another one")
         if self.is_on:
             raise drained()
 
     async def drain_or_undo(self, message: lc.Drain) -> ControlReplyMessage:
-        """Drain or undo, and answer once that is done. Raises StateError, as `drain` and `undo`
+        """Drain or undo, and answer when done. Raises StateError, as `drain` and `undo`
         do."""
         if self.ends:
             raise StateError("the daemon is shutting down")

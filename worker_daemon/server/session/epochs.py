@@ -14,12 +14,12 @@ from worker_daemon.server.wire.endpoints import AnyEndpoint
 
 MAX_EPOCH: Final = 1 << 62
 """The largest epoch that is granted. A larger number means that the file is damaged, or that an
-older release accepted any epoch. In steps of MAX_EPOCH_STEP it is out of reach."""
+older release accepted any epoch. Steps of MAX_EPOCH_STEP never reach it."""
 MAX_COUNTED: Final = 1 << 32
-"""Drivers that each ask for the next epoch do not reach this number: one per second takes 136
-years. A smaller number is never reset."""
+"""Counting does not reach this number: one epoch per second takes 136 years. A smaller number is
+never reset."""
 _MAX_BYTES: Final = 32
-"""Limit of the file; no epoch has as many digits."""
+"""Limit on the file's size; no epoch has as many digits."""
 
 logger = logging.getLogger(__name__)
 
@@ -29,7 +29,7 @@ class EpochFile:
 
     def __init__(self, state_dir: Path, endpoint: AnyEndpoint, *, reset: bool = False) -> None:
         """Read the file in `state_dir` (claimed: see claim_directory) that belongs to `endpoint`.
-        reset: replace a number that cannot be used, or that is too large to have been counted.
+        reset: replace a number that is unusable or too large to be a count.
 
         Raises:
             ConfigError: the directory or the file cannot be used, or others can change them.
@@ -98,9 +98,9 @@ class EpochFile:
             logger.warning("%s", error)
         else:
             if last <= MAX_COUNTED:
-                logger.warning("epoch %d is usable: --reset-epoch leaves it as it is", last)
+                logger.warning("epoch %d is usable: --reset-epoch does not change it", last)
                 return last
-            logger.warning("epoch %d is too large to have been counted", last)
+            logger.warning("epoch %d is too large to be a count", last)
         minutes = int(time.time() / 60)
         replace_own_file(self.path, f"{minutes}\n".encode("ascii"))
         logger.warning("the last epoch is %d from now on", minutes)

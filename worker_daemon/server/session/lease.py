@@ -20,9 +20,9 @@ from worker_daemon.errors import (
 MAX_SILENCE_S: Final = 1.0
 """The owner checks the lease four times a second. After a longer gap the daemon did not run and
 could not receive renewals: that time does not count. Time in which the whole host was suspended
-does count: its driver, on another host, has run on."""
+does count: its driver, on another host, kept running."""
 MIN_SUSPENSION_S: Final = 0.1
-"""A smaller difference only means that the two clocks were not read at the same moment."""
+"""A smaller difference can result from reading the two clocks at different moments."""
 
 
 MAX_NAME_BYTES: Final = 128
@@ -48,7 +48,7 @@ class DriverIdentity(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _Holder:
-    """A driver with its lease."""
+    """A driver and its lease."""
 
     driver: DriverIdentity
     epoch: int
@@ -56,7 +56,7 @@ class _Holder:
 
     @property
     def digest(self) -> bytes:
-        """The digest of its id, which other drivers may see."""
+        """Digest of its id, which other drivers may see."""
         return ls.driver_digest(self.driver.driver_id)
 
     def __str__(self) -> str:
@@ -87,12 +87,12 @@ def suspended_s() -> float:
 
 
 class Lease:
-    """FREE -> HELD (grant) -> ORPHAN (expired) or FREE (release); a grant leads from any state to
-    HELD. Every method first applies the time that has passed."""
+    """The state machine: FREE -> HELD (grant) -> ORPHAN (expired) or FREE (release); a grant leads
+    from any state to HELD. Every method first applies the time that has passed."""
 
     def __init__(self, clock: Callable[[], float], suspended: Callable[[], float] = float) -> None:
-        """clock: monotonic seconds, as time.monotonic. suspended: for how many seconds the host has
-        been suspended so far, which the clock leaves out."""
+        """clock: monotonic seconds, as time.monotonic. suspended: seconds for which the host has
+        been suspended so far, which the clock does not count."""
         self._clock = clock
         self._suspended = suspended
         self._suspended_s = suspended()

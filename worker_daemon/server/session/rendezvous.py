@@ -1,6 +1,6 @@
-"""Opens rendezvous servers, where the ranks of a link meet, and aborts links and rendezvous in
-which a rank waits. Owns the servers. Main thread only: the guard thread aborts links, the step
-thread receives commands."""
+"""Opens rendezvous servers, where the ranks of a link find each other, and aborts links and
+rendezvous that a rank waits in. Owns the servers. Main thread only: the guard thread aborts links,
+the step thread receives commands."""
 
 from collections import deque
 from collections.abc import Callable
@@ -30,7 +30,7 @@ class LinkRendezvous:
     _progress: Progress
     _guard: Guard
     _post: Callable[[Command], None]
-    """To the step thread."""
+    """Sends to the step thread."""
     _servers: deque[RendezvousServerLike] = field(default_factory=deque, init=False)
 
     def open(self, message: lc.OpenRendezvous) -> ControlReplyMessage:
@@ -48,8 +48,8 @@ class LinkRendezvous:
         return lc.OpenRendezvousReply(call=message.call, place=place)
 
     def abort_link(self, message: lc.AbortLink) -> ControlReplyMessage:
-        """Abort waits for other ranks: NCCL is aborted and the rendezvous server closed; on gloo
-        the connections to a lost peer have ended by themselves. Raises as need_attached does."""
+        """Abort waits for other ranks: NCCL is aborted and the rendezvous server closed; with gloo,
+        the connections to a lost peer have ended already. Raises as need_attached does."""
         self._need_attached(message.epoch)
         link, cause = self._progress.link, one_line(message.cause, MAX_CAUSE_BYTES)
         self._guard.hangs.forgive()

@@ -1,5 +1,5 @@
-"""The daemon's reports: status, health, heartbeat. Reads the state that the other threads publish
-and that of the main thread's parts; owns the daemon's uid."""
+"""Composes the daemon's reports: status, health, heartbeat. Reads the state that other threads
+publish and that of the main thread's objects; owns the daemon's uid."""
 
 import os
 import time
@@ -29,7 +29,7 @@ _ENCODER: Final = msgpack.Encoder()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StatusReport:
-    """Composes each report from the present state. Main thread only, as lease and draining are."""
+    """Composes each report from the current state. Main thread only, like lease and draining."""
 
     endpoint: AnyEndpoint
     progress: Progress
@@ -41,7 +41,7 @@ class StatusReport:
     device_watch: DeviceWatch
     uploads: Uploads
     worker_uid: bytes = field(default_factory=lambda: os.urandom(UID_BYTES))
-    """Distinguishes this process from any other of the endpoint."""
+    """Random id that distinguishes this process from others on the endpoint."""
 
     def get_status(self, message: lc.GetStatus) -> ControlReplyMessage:
         """Answer with the status."""

@@ -1,6 +1,5 @@
-"""Control requests for uploads: checks the sender and the state. worker/uploads.py keeps the
-tensors. A chunk takes the main thread about a millisecond, most of it without the interpreter's
-lock."""
+"""Handles control requests for uploads: checks sender and state; worker/uploads.py keeps the
+tensors. A chunk takes the main thread about a millisecond, mostly without the GIL."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -19,7 +18,7 @@ _WITHOUT_MODEL: Final = ("CREATED", "DEVICE_READY")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class UploadHandler:
-    """Answers every request of rpc_schema/uploads.py, for the holder of the lease alone."""
+    """Answers every request of rpc_schema/uploads.py, only for the lease holder."""
 
     _uploads: Uploads
     _need_attached: Callable[[int], None]
@@ -29,7 +28,7 @@ class UploadHandler:
 
     @property
     def handlers(self) -> Mapping[type[ControlMessage], Callable[..., ControlReplyMessage]]:
-        """The method for each request."""
+        """Return the method for each request."""
         return {
             up.UploadChunk: self._upload_chunk,
             up.FindUploads: self._find_uploads,

@@ -19,7 +19,7 @@ MAX_PATH_BYTES: Final = 107
 """sockaddr_un's 108 bytes minus the final zero."""
 
 LOCK_PATIENCE_S: Final = 0.1
-"""A lock held for a shorter time belongs to a daemon that looks for dead daemons' files."""
+"""Time to wait for the lock, which a daemon may hold briefly to look for dead daemons' files."""
 
 SOCKETS: Final = ("control", "step", "results", "events")
 RESERVED_SUFFIXES: Final = (
@@ -63,7 +63,8 @@ class _Endpoint:
 
 @dataclass(frozen=True, slots=True)
 class IpcEndpoint(_Endpoint):
-    """An `ipc://DIR/NAME` address: the control socket's; the other sockets' paths append to it."""
+    """An `ipc://DIR/NAME` address: the control socket's; the other sockets' paths append a
+    suffix."""
 
     path: Path
 
@@ -82,7 +83,7 @@ class IpcEndpoint(_Endpoint):
         if path.name.endswith(RESERVED_SUFFIXES):
             raise _invalid(
                 text,
-                f"its name ends in {path.suffix}, which is reserved for files of another endpoint",
+                f"its name ends in {path.suffix}, which is reserved for files of other endpoints",
                 f"use a name that does not end in {', '.join(RESERVED_SUFFIXES)}",
             )
         endpoint = cls(path)
@@ -117,7 +118,7 @@ class TcpEndpoint(_Endpoint):
     """An address of this host; IPv6 in brackets."""
     port: int
     path: Path
-    """Base name of the endpoint's files; no file itself."""
+    """Base path of the endpoint's files; not a file itself."""
 
     @classmethod
     def parse(cls, text: str, state_dir: Path) -> "TcpEndpoint":

@@ -18,7 +18,7 @@ from worker_daemon.errors import (
 MAX_MESSAGE: Final = 8192
 MAX_TRACEBACK: Final = 32768
 _REFUSALS: Final = (ProtocolError, StateError, ConfigError, InvalidStepError)
-"""The peer's mistakes; the message explains them, so no traceback is sent."""
+"""Errors of the peer, which the message explains; no traceback is sent."""
 
 
 def error_reply(error: Exception, *, epoch: int, seq: int, rank: int) -> ErrorReply:

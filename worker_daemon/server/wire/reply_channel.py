@@ -1,8 +1,8 @@
 """Sends replies to the driver: encodes them, and keeps the last ones for replays. Owns the results
 socket and the reply ring.
 
-Two threads use it, one at a time behind its lock, which is the full fence that libzmq asks for when
-a socket moves between threads. completion.py decides which of them sends.
+Two threads use it, one at a time behind its lock, which is the full fence that libzmq requires when
+a socket moves between threads. completion.py decides which thread sends.
 """
 
 import logging
@@ -30,7 +30,7 @@ ATTACH_LIMIT_S: Final = 5.0
 STOP_LINGER_MS: Final = 200
 _NOBLOCK: Final = int(zmq.NOBLOCK)
 _ADDRESS: Final = int(zmq.SNDMORE | zmq.NOBLOCK)
-# As plain numbers: pyzmq's flag enumerations cost a microsecond each time two are combined.
+# Plain integers: combining two of pyzmq's flag enums takes a microsecond.
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +42,7 @@ _NOTHING_KEPT: Final[_Kept] = (-1, (), 0)
 
 class ReplyRing:
     """The encoded replies of the last REPLAYABLE steps, at most MAX_RING_BYTES, so that a repeated
-    seq gets the same bytes. A step that owes no reply is kept as no frames."""
+    seq gets the same bytes. A step without a reply is kept as no frames."""
 
     __slots__ = ("_bytes", "_kept")
 
@@ -119,7 +119,7 @@ class ReplyChannel:
     """Every method may be called from any thread and returns without waiting for a peer."""
 
     def __init__(self, results: "zmq.Socket[bytes]") -> None:
-        """Take over the socket: no other object uses or closes it from here on."""
+        """Take over the socket: no other object uses or closes it from now on."""
         self._results = results
         # pyzmq's compiled send: pyzmq's Python layer takes longer if it last ran 5 ms ago.
         self._send_part = super(zmq.Socket, results).send
@@ -202,8 +202,7 @@ class ReplyChannel:
         self.greet()
 
     def greet(self) -> None:
-        """Send Attached if the driver's results socket is connected by now; give up at the
-        limit."""
+        """Send Attached if the driver's results socket is connected; give up at the limit."""
         with self._lock:
             if self._send(self._route, self._greeting):
                 self._greeting = ()
@@ -217,7 +216,7 @@ class ReplyChannel:
             self._results.close(STOP_LINGER_MS)
 
     def _send(self, route: bytes, frames: Sequence[Frame]) -> bool:
-        """Send without waiting, the lock held: a driver that does not read asks for the seq
+        """Send without waiting, with the lock held; a driver that missed a reply asks for the seq
         again."""
         try:
             self._send_part(route, _ADDRESS)
@@ -231,5 +230,5 @@ class ReplyChannel:
 
 
 def _at_rank(ordered: list[int], percent: int) -> int:
-    """Return the smallest value that `percent` of all do not exceed."""
+    """Return the smallest value that at least `percent` of all values do not exceed."""
     return ordered[-(-len(ordered) * percent // 100) - 1]

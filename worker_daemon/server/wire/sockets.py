@@ -1,6 +1,6 @@
 """Makes the daemon's sockets with their limits and binds them, all on the main thread before the
-other threads start: the start of a thread is the memory barrier that libzmq asks for when a socket
-moves to another thread."""
+other threads start: starting a thread is the memory barrier that libzmq requires when a socket
+moves between threads."""
 
 import errno
 from dataclasses import dataclass
@@ -23,12 +23,12 @@ EVENTS_RECEIVE_BYTES: Final = 16 << 10
 the socket is checked."""
 DOORBELL: Final = "inproc://step-commands"
 """A second address of the step socket, so that the step thread waits for requests and commands in
-one blocking receive. An empty message from any sender only makes it look for commands."""
+one blocking receive. An empty message, from any sender, only makes it check for commands."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sockets:
-    """The sockets; each is used and closed by its owner thread alone."""
+    """The sockets; each is used and closed only by its owner thread."""
 
     control: zmq.asyncio.Socket
     events: zmq.Socket[bytes]
@@ -68,7 +68,7 @@ def bind_sockets(
         _bound(socket, max_bytes + security.frame_bytes)
         security.protect(socket, name)
     # The driver may connect again before its former connection has ended. No other peer knows the
-    # routing id of its results socket; the other sockets' are given by libzmq.
+    # routing id of its results socket; libzmq chooses the other sockets' ids.
     sockets.results.setsockopt(zmq.ROUTER_HANDOVER, 1)
     security.start()
     with private_umask():

@@ -1,5 +1,5 @@
-"""Requests of the lease's holder that do not decode: reads their head, and makes the error reply. A
-pure function of the bytes, so that all ranks refuse a request alike."""
+"""Handles requests of the lease holder that do not decode: reads their head, and makes the error
+reply. A pure function of the bytes, so that all ranks refuse a request in the same way."""
 
 import re
 import reprlib
@@ -19,7 +19,7 @@ _STEPS: Final[Mapping[object, type[msgspec.Struct]]] = {
     for kind in (step.ExecuteModel, step.SampleTokens, step.ExecuteDummyBatch)
 }
 _PLACE: Final = re.compile(r"[^:]*: (.*) - at `\$((?:\[\d+\])+)`")
-"""Matches the codec's error: its own words, then msgspec's message with the place."""
+"""Matches the codec's error: our prefix, then msgspec's message with the path."""
 
 
 def head_of(frames: Sequence[Frame]) -> StepHead | None:
@@ -52,7 +52,7 @@ def refusal(head: StepHead, frames: Sequence[Frame], error: WireError) -> Except
 
 
 def _name(kind: type[msgspec.Struct], path: Sequence[int], whole: Any) -> str:
-    """Return the name of a place in a message; a struct's tag, if any, comes first."""
+    """Return the field name at a path in a message; a struct's tag, if any, comes first."""
     where: inspect.Type = inspect.type_info(kind)
     name = ""
     for depth, index in enumerate(path):
@@ -85,7 +85,7 @@ def _decoded(frame: Frame) -> Any:
 
 
 def _value_at(whole: Any, path: Sequence[int]) -> Any:
-    """Return the value at a place in a message. Raises LookupError or TypeError if there is
+    """Return the value at a path in a message. Raises LookupError or TypeError if there is
     none."""
     for index in path:
         whole = whole[index]
@@ -93,7 +93,7 @@ def _value_at(whole: Any, path: Sequence[int]) -> Any:
 
 
 def _value(whole: Any, path: Sequence[int]) -> Any:
-    """Return the value at a place in a message, shortened."""
+    """Return the value at a path in a message, shortened."""
     try:
         value = _value_at(whole, path)
     except (LookupError, TypeError):

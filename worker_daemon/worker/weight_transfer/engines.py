@@ -1,7 +1,7 @@
 """Transfer engines: receive the weights of an update from a trainer's broadcasts, from its CUDA
 memory, or from files, and pass them to a callback.
 
-Used on the step thread, abort() apart.
+Used on the step thread, except abort().
 """
 
 import threading
@@ -54,11 +54,11 @@ Place = Callable[[Sequence[Rows]], None]
 
 
 class TransferEngine:
-    """A source of weights. The base of the three below: it needs no memory, no trainer and no
+    """A source of weights. Base of the three engines below, for one without buffers, trainer or
     background thread."""
 
     transfer_rank = 0
-    """In the trainer's communicator; 0 if there is none."""
+    """Rank in the trainer's communicator; 0 if there is none."""
 
     def describe(self, message: wt.UpdateWeights, former: Manifest | None) -> Manifest:
         """Return the tensors of a request, before any byte of them is received. former: used if the
@@ -66,7 +66,7 @@ class TransferEngine:
 
         Raises:
             ConfigError: the request is for another engine, or names too little.
-            CheckpointError: its files are missing, truncated or no safetensors files.
+            CheckpointError: its files are missing, truncated or not safetensors files.
         """
         raise NotImplementedError
 
@@ -89,10 +89,10 @@ class TransferEngine:
         """Report to the trainer that its tensors are not awaited; never fails."""
 
     def abort(self) -> None:
-        """End the operation of the step thread, if it waits for a trainer. From any thread."""
+        """End the step thread's operation if it waits for a trainer. Any thread may call it."""
 
     def close(self) -> threading.Thread | None:
-        """Free what the engine holds; return the thread that does so, if it takes time."""
+        """Free the engine's resources; return the thread that does so, if it takes time."""
         return None
 
 
@@ -100,7 +100,7 @@ class BroadcastReceiver(TransferEngine):
     """Receives a trainer's broadcasts."""
 
     def __init__(self, meeting: TrainerRendezvous, device: torch.device) -> None:
-        """Does not connect yet: open() does, and may be aborted meanwhile. gloo's buffers are in
+        """Does not connect: open() does, and can be aborted. gloo's buffers are in
         host memory, even for weights on a GPU."""
         self._buffer_device = device if meeting.backend == "nccl" else torch.device("cpu")
         self._group = TransferGroup(meeting, self._buffer_device)
@@ -266,11 +266,11 @@ class DiskReader(TransferEngine):
 
 
 def _named(message: wt.UpdateWeights, former: Manifest | None) -> Manifest:
-    """Return the tensors that a request names, or those of the request before."""
+    """Return the tensors that a request names, or those of the previous request."""
     if not (message.names or message.dtypes or message.shapes):
         if former is None:
             fix = "send names, dtypes and shapes once"
-            raise config_error("names", [], "no names were given, now or in a former round", fix)
+            raise config_error("names", [], "no names were given, now or before", fix)
         return former
     if not len(message.names) == len(message.dtypes) == len(message.shapes):
         raise config_error(

@@ -27,7 +27,8 @@ from worker_daemon.worker.weight_transfer.engines import (
 
 _LOG = logging.getLogger(__name__)
 _SLACK_S: Final = 30.0
-"""A wait for the trainer ends by itself; a phase that lasts this much longer hangs elsewhere."""
+"""Waits for the trainer have their own limit; a phase that exceeds it by this much hangs
+elsewhere."""
 _DISPOSAL_S: Final = 0.5
 _PHASE_EVERY_S: Final = 0.25
 
@@ -114,7 +115,7 @@ class WeightTransfer:
 
         Raises:
             StateError: no update is open.
-            ConfigError: the tensors are not the model's, or the engine is another one.
+            ConfigError: the tensors are not the model's, or the request is for another engine.
             CheckpointError: files are missing, truncated or not the model's.
             CapacityError: there is no memory for the buffers.
             TransferError: the transfer failed, and the update with it: the weights are dirty, and
@@ -150,8 +151,8 @@ class WeightTransfer:
         """Close the update; return how many updates the model has had.
 
         Raises:
-            StateError: none is open, or this rank misses tensors.
-            ConfigError: the model misses tensors. The update stays open.
+            StateError: no update is open, or tensors of this rank are missing.
+            ConfigError: tensors of the model are missing. The update stays open.
         """
         update = self._open_update()
         if not update.partial:
@@ -248,7 +249,7 @@ class _Writer:
 def _meeting(engine: wt.BroadcastEngine, timeout_s: float, place: RankPlace) -> TrainerRendezvous:
     rank = engine.rank_offset + place.parallel.rank
     needed = engine.rank_offset + place.parallel.world_size
-    if engine.world_size < needed:  # all ranks refuse, even those that it has room for
+    if engine.world_size < needed:  # all ranks refuse, even those with room for it
         problem = "the communicator has no such rank"
         fix = f"a world_size of {needed} at least"
         raise config_error("rank_offset", engine.rank_offset, problem, fix)
