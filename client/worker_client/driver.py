@@ -104,7 +104,7 @@ class _InFlight(NamedTuple):
 
 @dataclass(slots=True)
 class _InARow:
-    """What has happened since the last successful step."""
+    """Counts since the last successful step."""
 
     failures: int = 0
     """Failed steps since the last recovery."""
