@@ -13,6 +13,7 @@ tokens that it has so far. After a jump (jump_forward.py) a matcher is ahead of 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
+from hashlib import blake2b
 from typing import Any, Final, Protocol, TypeAlias
 
 import numpy as np
@@ -90,17 +91,26 @@ class _Row:
     grammar: StructuredOutput
     matcher: Matcher
     num_prompt_tokens: int
-    tokens: list[int]
+    tokens: list[int] = field(default_factory=list)
     """Generated tokens that are known and that the matcher has taken."""
-    num_left: int
+    digest: bytes = b""
+    """Digest of these: rows of one grammar and one digest have the same mask."""
+    num_left: int = field(kw_only=True)
     """Known tokens that no step has computed yet. The step that computes the last one samples."""
-    may_jump: bool
+    may_jump: bool = field(kw_only=True)
     """Its output is the same if forced tokens are not sampled."""
     num_unknown: int = 0
     """Tokens that steps in flight sample, and whose results are not here yet."""
     jumped: list[int] = field(default_factory=list)
     """Tokens that it has gained by a jump, without those whose results are here: the steps in
     flight sample the first ones. The next admission replaces the row."""
+
+    def note(self, tokens: Sequence[int]) -> None:
+        """Append tokens that the matcher has taken."""
+        self.tokens += tokens
+        for token in tokens:  # one by one: equal however they came
+            content = token.to_bytes(4, "little")
+            self.digest = blake2b(content, key=self.digest, digest_size=16).digest()
 
 
 @dataclass(slots=True, eq=False)
@@ -215,7 +225,7 @@ class MaskedSteps:
         accepted = self.grammars.consume([(row.matcher, token) for row, token in taken])
         for (row, token), is_accepted in zip(taken, accepted, strict=True):
             if is_accepted:
-                row.tokens.append(token)
+                row.note([token])
                 self._advanced.append(row)
             else:
                 self._fail(row, f"its grammar does not allow the sampled token {token}")
@@ -237,7 +247,7 @@ class MaskedSteps:
         row = self._rows.get(req_id)
         if row is not None:
             row.jumped = list(tokens)
-            row.tokens += tokens
+            row.note(tokens)
             row.matcher.consume_tokens(row.jumped)
 
     def take_faults(self) -> Mapping[str, RequestOutput]:
@@ -279,10 +289,10 @@ class MaskedSteps:
             grammar,
             compiled.deep_copy(),
             new.num_prompt_tokens,
-            tokens,
-            num_left,
-            may_jump(new.extensions),
+            num_left=num_left,
+            may_jump=may_jump(new.extensions),
         )
+        row.note(tokens)
         self._rows[new.req_id] = row
         if tokens and not row.matcher.consume_tokens(tokens):
             self._fail(row, "its grammar does not allow the tokens that it has")
@@ -318,19 +328,25 @@ class MaskedSteps:
 
     def _fill(self, rows: Sequence[_Row]) -> dict[str, Int32s]:
         """Return the masks of rows, except those whose matcher fails. Each row's newest token is
-        the one to be sampled."""
+        the one to be sampled. Rows in the same state have their mask computed once, and share
+        it."""
         masks = {
             row.req_id: self._only(row.jumped[row.num_unknown - 1]) for row in rows if row.jumped
         }
         rows = [row for row in rows if not row.jumped] if masks else rows
         if not rows:
             return masks
-        filled = self.grammars.fill([row.matcher for row in rows])
-        for row, mask in zip(rows, filled, strict=True):
-            if row.matcher.is_error():
-                self._fail(row, f"its grammar is too complex: {row.matcher.get_error()}")
+        states = [(row.grammar, row.digest) for row in rows]
+        first: dict[tuple[StructuredOutput, bytes], Matcher] = {}
+        for row, state in zip(rows, states, strict=True):
+            first.setdefault(state, row.matcher)
+        filled = dict(zip(first, self.grammars.fill(list(first.values())), strict=True))
+        for row, state in zip(rows, states, strict=True):
+            matcher = first[state]
+            if matcher.is_error():
+                self._fail(row, f"its grammar is too complex: {matcher.get_error()}")
             else:
-                masks[row.req_id] = mask
+                masks[row.req_id] = filled[state]
         return masks
 
     def _only(self, token: int) -> Int32s:

@@ -64,6 +64,7 @@ class HandGrammars:
         self.jumps = jumps
         self.matchers = matchers
         self.masks = set()
+        self.num_filled = 0
 
     def close(self):
         return None
@@ -74,6 +75,9 @@ class HandGrammars:
         return compiled
 
     def fill(self, matchers):
+        states = {(matcher.text, *matcher.tokens) for matcher in matchers}
+        assert len(states) == len(matchers), "a mask is computed twice"
+        self.num_filled += len(matchers)
         for matcher in matchers:
             known = len(matcher.tokens)
             self.masks.add((matcher.text, known))
@@ -150,6 +154,29 @@ def test_every_token_of_a_request_has_its_mask(fakes, connect, kind, pp, trouble
     assert needed <= grammars.masks, seed
     assert not daemons.daemons[-1].rows
     assert not daemons.daemons[-1].deferred
+
+
+def test_requests_in_one_state_share_a_mask(fakes, connect):
+    """Those of one grammar with the same output so far."""
+    rng = random.Random(random.randrange(1 << 30))
+    first, *others = random_requests(rng, 5)
+    first = replace(first, prompt_token_ids=first.prompt_token_ids[:1], max_tokens=9)
+    alike = [replace(first, id=f"alike{n}", ignore_eos=True) for n in range(4)]
+    numbers = []
+    for text in ("one", None):
+        requests = [
+            replace(each, structured_outputs=StructuredOutput(kind="regex", text=text or each.id))
+            for each in [*alike, *others]
+        ]
+        grammars = HandGrammars()
+        _, driver = driver_of(fakes, connect, grammars)
+        for request in requests:
+            driver.add_request(request)
+        outputs = run_on(driver)
+        for request in requests:
+            assert outputs[request.id].token_ids == expected(request)
+        numbers.append(grammars.num_filled)
+    assert numbers[0] < numbers[1]
 
 
 def test_requests_are_ended_by_their_grammars_alone(fakes, connect):
