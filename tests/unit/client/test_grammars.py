@@ -181,6 +181,11 @@ def test_a_tokenizer_may_have_more_tokens_than_the_model(directory):
     grammars.close()
 
 
+NARROW_LEADS = ("\u00e0", "\u00ed", "\u00f0", "\u00f4")
+"""First bytes of UTF-8 characters that few second bytes may follow, as the tokenizer writes them.
+xgrammar allows the second bytes of surrogates."""
+
+
 def reference(directory, seed):
     """Pairs of our matcher's options and xgrammar's compiled grammar."""
     xgrammar = pytest.importorskip("xgrammar")
@@ -230,7 +235,7 @@ def test_masks_are_xgrammars_token_by_token(grammars, directory):
             token = rng.choice(tokens)
             assert grammars.consume([(ours, token)]) == [True]
             assert theirs.accept_token(token)
-            if token == EOS_TOKEN_ID:
+            if token == EOS_TOKEN_ID or text_of[token].endswith(NARROW_LEADS):
                 break
     assert num_compared > 40
 
