@@ -43,8 +43,9 @@ class StreamingScheduler(Protocol):
     With another one, tokens come when the request ends."""
 
     def generated_tokens(self, req_id: str, first: int) -> list[int]:
-        """Return a request's generated tokens from number `first` on, counted from 0; they stay as
-        they are. Empty for an unknown request."""
+        """Return a request's generated tokens from number `first` on, counted from 0. They stay as
+        they are, but for the last ones of a request that ends with an error. Empty for an unknown
+        request."""
 
 
 class RequestProgress(NamedTuple):
@@ -67,21 +68,25 @@ class AsyncDriver:
         self._loop = _DriverLoop(open_driver, self._end)
         self._streams: set[_Stream] = set()
         self._serials = itertools.count()
-        self._ready: asyncio.Future[None] | None = None
         self._error: Exception | None = None
 
     async def __aenter__(self) -> "AsyncDriver":
         """Start the thread, and wait until it can serve. Raises what open_driver raises."""
         loop = asyncio.get_running_loop()
-        self._ready = loop.create_future()
-        self._loop.start(loop, self._ready)
-        await self._ready
+        ready: asyncio.Future[None] = loop.create_future()
+        self._loop.start(loop, ready)
+        try:
+            await ready
+        except BaseException:  # canceled, too: the thread ends once the group is open
+            self._loop.stop()
+            raise
         return self
 
     async def __aexit__(self, *_: object) -> None:
         """Abort all requests, and wait until the group is closed."""
         self._end(DriverClosed("the driver was closed"))
-        await asyncio.to_thread(self._loop.stop)
+        self._loop.stop()
+        await asyncio.to_thread(self._loop.join)
 
     @property
     def error(self) -> Exception | None:
@@ -219,8 +224,11 @@ class _DriverLoop:
         self._commands.put(_Abort(req_id, stream))
 
     def stop(self) -> None:
-        """Abort all requests, close the group, and wait for the thread. Not on the event loop."""
+        """Abort all requests, close the group and end the thread."""
         self._commands.put(None)
+
+    def join(self) -> None:
+        """Wait until the thread has ended. Not on the event loop."""
         if self._thread is not None:
             self._thread.join()
 

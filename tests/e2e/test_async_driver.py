@@ -4,6 +4,8 @@ import asyncio
 import contextlib
 import os
 import signal
+import threading
+import time
 
 import pytest
 
@@ -161,13 +163,26 @@ def test_closing_ends_what_is_unfinished(opened, model, prompts):
 
 
 def test_a_group_that_cannot_be_opened(opened, tmp_path):
+    @contextlib.contextmanager
+    def slow():
+        time.sleep(0.3)
+        with opened() as driver:
+            yield driver
+
     async def main():
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.05), AsyncDriver(slow):
+                pass
         missing = Opened([f"ipc://{tmp_path}/w{rank}" for rank in range(2)], opened.config)
         with pytest.raises(NothingListens):
             async with AsyncDriver(missing):
                 pass
 
     asyncio.run(main())
+    for thread in threading.enumerate():
+        if thread.name == "driver":
+            thread.join(60)
+            assert not thread.is_alive(), "a driver that was given up goes on"
 
 
 @pytest.mark.parametrize("replaces", [True, False])

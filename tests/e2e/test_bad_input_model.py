@@ -281,6 +281,7 @@ def test_a_checkpoint_replaced_in_place_is_not_taken_for_the_loaded_one(
     old, new = checkpoint(), checkpoint(seed=1)
     path = model_root / "replaced"
     shutil.copytree(old.path, path)
+    (path / "other.safetensors").symlink_to("nowhere")
     endpoints, config, request = daemons.endpoints(2), worker_config(path, 2), [5, 6, 7]
 
     def serves(reference, reload):

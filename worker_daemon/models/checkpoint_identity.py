@@ -9,14 +9,18 @@ _SUFFIXES: Final = (".safetensors", ".safetensors.index.json", ".tensors")
 
 
 def checkpoint_identity(directory: Path) -> str:
-    """Return a digest of names, sizes and modification times of the files that a load may read.
-
-    Raises:
-        OSError: the directory cannot be read.
-    """
+    """Return a digest of names, sizes and modification times of the files that a load may read, as
+    far as they exist; empty if the directory cannot be listed."""
     digest = hashlib.sha256()
-    for path in sorted(directory.iterdir()):
+    try:
+        paths = sorted(directory.iterdir())
+    except OSError:
+        return ""
+    for path in paths:
         if path.name in _CONFIG_FILES or path.name.endswith(_SUFFIXES):
-            facts = path.stat()
+            try:
+                facts = path.stat()
+            except OSError:  # a link to nowhere
+                continue
             digest.update(f"{path.name}\0{facts.st_size}\0{facts.st_mtime_ns}\0".encode())
     return digest.hexdigest()

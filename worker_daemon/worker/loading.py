@@ -304,9 +304,9 @@ def checkpoint_changed(model: LoadedModel, roots: Roots) -> bool:
         return False
     try:
         directory = roots.resolve(model.config.model).directory
-        return checkpoint_identity(directory) != model.weights.source
-    except (WorkerError, OSError):
+    except WorkerError:
         return False
+    return checkpoint_identity(directory) not in ("", model.weights.source)
 
 
 class _Overwriting(WriteObserver):
