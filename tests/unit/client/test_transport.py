@@ -9,8 +9,10 @@ import pytest
 import zmq
 
 from rpc_schema import lifecycle as lc
+from rpc_schema.codec import decode_control, encode_control
 from worker_client.errors import AuthenticationError, DeadlineExceeded, WorkerDied
 from worker_client.transport import ControlChannel, StepChannel, parse_endpoint
+from worker_client.worker_client import AskingClient
 
 
 @pytest.fixture
@@ -109,3 +111,29 @@ def test_connection_that_ends_while_a_request_is_about_to_leave(context, directo
     assert successors[0].poll(5000)
     channel.close()
     successors[0].close(linger=0)
+
+
+@pytest.mark.parametrize("replies", [True, False], ids=["replies", "does not reply"])
+def test_daemon_that_ends_before_its_reply_is_read_has_shut_down(context, directory, replies):
+    """As on a busy host, between a look for the reply and a look for the daemon's end."""
+    daemon, path = context.socket(zmq.ROUTER), Path(f"{directory}/w0")
+    daemon.bind(f"ipc://{path}")
+
+    def end() -> None:
+        if daemon.closed or not daemon.poll(0):
+            return
+        route, request = daemon.recv_multipart()
+        reply = lc.Acknowledged(call=decode_control([request]).call)
+        if replies:
+            daemon.send_multipart([route, encode_control(reply)])
+        daemon.close(linger=1000)
+        while client._control._socket.poll(0, zmq.POLLOUT):
+            pass
+        path.unlink(missing_ok=True)
+
+    client = AskingClient(context, parse_endpoint(f"ipc://{path}"), 0, bytes(16), end)
+    client.shutdown()
+    assert daemon.closed
+    with pytest.raises(WorkerDied):
+        client.get_status()
+    client.close()
