@@ -743,6 +743,13 @@ class WorkerGroup:
         self._steps.times.sent(ids.seq, began_ns, None)
         return future
 
+    def await_credit(self) -> None:
+        """Wait until another step may be sent. Steps that fail meanwhile report it by their
+        futures. Raises as wait_for() does."""
+        while self.num_in_flight >= self.max_in_flight:
+            oldest = self._steps.pending[0]
+            self.wait_for(oldest, oldest.deadline)
+
     def execute_dummy_batch(self) -> StepFuture:
         """Run a one-token forward pass without effect on any request; its result is empty. Fails
         and raises as execute_model does."""

@@ -26,7 +26,9 @@ import importlib, importlib.util, pkgutil, sys
 import rpc_schema, worker_client
 for package in (rpc_schema, worker_client):
     for module in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
-        if "trainer" in module.name or module.name.endswith(("__main__", "structured.grammars")):
+        if ".trainer" in module.name or ".vllm.hooks" in module.name:
+            continue
+        if module.name.endswith(("__main__", "structured.grammars")):
             continue
         importlib.import_module(module.name)
 import worker_client.driver, worker_client.worker_group, worker_client.scheduler

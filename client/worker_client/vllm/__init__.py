@@ -1,0 +1,7 @@
+"""vLLM's scheduler and server in front of worker daemons; docs/vllm.md has the user's side.
+
+`hooks/` has the classes that vLLM loads: the platform (where WORKER_DAEMON_ENDPOINTS is set),
+executor and scheduler. The rest translates, and is tested without vLLM: `settings.py`,
+`configuration.py`, `requests.py` (a request's fields), `steps.py` (a step), `outputs.py` (its
+result), `operations.py` (calls by name), `workers.py` (the group, and what becomes of a lost step).
+"""

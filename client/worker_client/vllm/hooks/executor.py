@@ -1,0 +1,266 @@
+"""vLLM's executor whose workers are daemons that outlive it."""
+
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from functools import partial
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+import torch
+from huggingface_hub import snapshot_download
+from vllm.platforms import current_platform
+from vllm.v1.executor.abstract import Executor
+from vllm.v1.outputs import (
+    EMPTY_MODEL_RUNNER_OUTPUT,
+    LogprobsLists,
+    LogprobsTensors,
+    ModelRunnerOutput,
+)
+
+from rpc_schema.extensions import RequestExtension
+from worker_client.errors import config_error
+from worker_client.loading import group_limits
+from worker_client.vllm.configuration import (
+    fits_max_model_len,
+    parallel_config,
+    worker_config,
+)
+from worker_client.vllm.hooks.kv_cache import available_bytes, specs_of
+from worker_client.vllm.hooks.platform import WorkerDaemonPlatform
+from worker_client.vllm.hooks.scheduler import DaemonsOutput, WorkerDaemonScheduler
+from worker_client.vllm.operations import Operations
+from worker_client.vllm.outputs import LogprobRows, OutputReader, ResultColumns
+from worker_client.vllm.requests import Requests, wire_id
+from worker_client.vllm.settings import ENDPOINTS_VARIABLE, read_endpoints, settings_of
+from worker_client.vllm.steps import StepWriter, fitted_mask
+from worker_client.vllm.workers import LostStep, PendingStep, Workers
+from worker_client.worker_group import WorkerGroup
+
+_LAYOUT: Final = "LBNHC"
+"""A name that vLLM wants for the KV cache's layout. The daemons have their own."""
+
+
+class _VllmStep(NamedTuple):
+    """A step of vLLM's whose outcome is pending."""
+
+    req_ids: tuple[str, ...]
+    sent: list[PendingStep]
+
+
+class _Output(Future[ModelRunnerOutput]):
+    """A step's output, waited for by the thread that asks for it: the group belongs to it."""
+
+    def __init__(self, wait: Callable[[], ModelRunnerOutput]) -> None:
+        super().__init__()
+        self._wait = wait
+
+    def result(self, timeout: float | None = None) -> ModelRunnerOutput:
+        if not self.done():
+            try:
+                self.set_result(self._wait())
+            except Exception as error:
+                self.set_exception(error)
+        return super().result()
+
+
+class WorkerDaemonExecutor(Executor):  # type: ignore[misc]
+    """Sends vLLM's steps to a group of daemons. All methods run on the thread that made it."""
+
+    supports_pp = True
+
+    @classmethod
+    def supports_async_scheduling(cls) -> bool:
+        """Steps are sent before the results of earlier ones are known."""
+        return True
+
+    # ------------------------------------------------------------------ start
+
+    def _init_executor(self) -> None:
+        if not isinstance(current_platform, WorkerDaemonPlatform):
+            fix = f"set {ENDPOINTS_VARIABLE} before vLLM is imported: its platform plugin reads it"
+            problem = "vLLM runs on another platform, which would use this process's devices"
+            raise config_error("platform", type(current_platform).__name__, problem, fix)
+        config, settings = self.vllm_config, settings_of(self.vllm_config)
+        endpoints = read_endpoints()
+        if not endpoints:
+            fix = "name the daemons in rank order: EP,EP,..."
+            raise config_error(ENDPOINTS_VARIABLE, "", "there are no daemons", fix)
+        parallel = parallel_config(config)
+        group = WorkerGroup(endpoints, parallel, settings.keys(), lease=settings.lease)
+        ours = worker_config(config, settings, _local_directory(config.model_config.model))
+        num_blocks = config.cache_config.num_gpu_blocks_override
+        fits = fits_max_model_len(config)
+        self._workers = Workers(group, ours, settings, num_blocks, fits)
+        try:
+            self._model = self._workers.open()
+        except BaseException:
+            group.close()
+            raise
+        config.model_config.max_model_len = self._model.max_model_len
+        self._operations = Operations(self._workers, self._model, self._flush)
+        limits = group_limits(ours, self._model)
+        self._requests = Requests(limits.bounds, self._operations.ensure_lora)
+        sizes = [each.block_size for each in self._model.groups]
+        slots = lambda req_id: req_id in group.slots  # noqa: E731
+        self._writer = StepWriter(self._requests, self._adapter_of, slots, sizes)
+        self._reader = OutputReader(self._requests)
+        self._num_words = -(-self._model.metadata.vocab_size // 32)
+        self._is_pooling = config.model_config.runner_type == "pooling"
+        self._unsampled: _VllmStep | None = None
+        """The step for which vLLM calls sample_tokens next."""
+        config.scheduler_config.scheduler_cls = partial(
+            WorkerDaemonScheduler, translated=self._requests
+        )
+
+    def get_kv_cache_specs(self) -> list[dict[str, Any]]:
+        """Return one layer for each KV group of the daemons."""
+        return [specs_of(self._model)]
+
+    def get_supported_kv_cache_layouts(self) -> list[list[str]]:
+        """Return a name that vLLM accepts."""
+        return [[_LAYOUT]]
+
+    def set_kv_cache_layout(self, layout_name: str, cp_kv_cache_interleave_size: int) -> None:
+        """Ignore vLLM's choice: the daemons' cache is there already."""
+
+    def determine_available_memory(self) -> list[int]:
+        """Return the memory of which vLLM plans the daemons' number of blocks."""
+        return [available_bytes(self._model)]
+
+    def initialize_from_config(self, kv_cache_configs: list[Any]) -> None:
+        """Check that vLLM has planned the cache that there is."""
+        (planned,) = kv_cache_configs
+        there = self._model.num_blocks, len(self._model.groups)
+        wanted = planned.num_blocks, len(planned.kv_cache_groups)
+        if wanted != there:
+            fix = "leave num_gpu_blocks_override out, or start the daemons anew"
+            problem = f"the daemons have (blocks, groups) {there}"
+            raise config_error("kv_cache_config", wanted, problem, fix)
+
+    def compile_or_warm_up_model(self) -> None:
+        """Do nothing: the daemons are ready."""
+
+    # ------------------------------------------------------------------ steps
+
+    def execute_model(self, scheduler_output: Any, non_block: bool = False) -> Any:
+        """Send a step. The result is None, and sample_tokens follows, except for a step without
+        tokens and for models that pool."""
+        if scheduler_output.total_num_scheduled_tokens == 0:
+            self._writer.end_of(scheduler_output)
+            return _at_once(EMPTY_MODEL_RUNNER_OUTPUT, non_block)
+        steps = self._writer.write(scheduler_output)
+        sent = [self._workers.send(step) for step in steps]
+        pending = _VllmStep(tuple(scheduler_output.num_scheduled_tokens), sent)
+        if self._is_pooling:
+            return self._output(pending, non_block)
+        self._unsampled = pending
+        return _at_once(None, non_block)
+
+    def sample_tokens(self, grammar_output: Any, non_block: bool = False) -> Any:
+        """Sample the requests of the last step that wait for their masks, and return its result."""
+        pending, self._unsampled = self._unsampled, None
+        assert pending is not None, "vLLM calls it after each execute_model with tokens"
+        masks: dict[str, Any] = {}
+        if grammar_output is not None:
+            ids = grammar_output.structured_output_request_ids
+            rows = grammar_output.grammar_bitmask
+            masks = {
+                wire_id(r): fitted_mask(row, self._num_words)
+                for r, row in zip(ids, rows, strict=False)
+            }
+        later = [part for each in pending.sent for part in self._workers.sample(each, masks)]
+        return self._output(_VllmStep(pending.req_ids, pending.sent + later), non_block)
+
+    def _output(self, pending: _VllmStep, non_block: bool) -> Any:
+        output = _Output(partial(self._take, pending))
+        return output if non_block else output.result()
+
+    def _take(self, pending: _VllmStep) -> ModelRunnerOutput:
+        """Wait for a step's result."""
+        outcome = self._workers.outcome(pending.sent)
+        if not isinstance(outcome, LostStep):
+            return _as_vllm(self._reader.read(pending.req_ids, outcome))
+        if not outcome.is_known:
+            gone = self._workers.group.slots.req_ids
+            self._writer.end(gone)
+            self._reader.forget(gone)
+        columns = ResultColumns(list(pending.req_ids), [[] for _ in pending.req_ids])
+        output = _as_vllm(columns)
+        output.begins_again = not outcome.is_known
+        return output
+
+    def _flush(self) -> None:
+        """End requests on the workers that vLLM has ended since the last step."""
+        step = self._writer.take_ended()
+        if step is not None:
+            self._workers.outcome([self._workers.send(step)])
+
+    def _adapter_of(self, lora_id: int) -> RequestExtension:
+        return self._workers.group.loras[lora_id].extension
+
+    # ------------------------------------------------------------------ other operations
+
+    def collective_rpc(
+        self,
+        method: str | Callable[..., Any],
+        timeout: float | None = None,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        non_block: bool = False,
+    ) -> Any:
+        """Run an operation by its name on all daemons.
+
+        Raises:
+            NotImplementedError: the daemons have no such operation, or `method` is code, which does
+                not travel to them.
+        """
+        if not isinstance(method, str):
+            raise NotImplementedError("code does not travel to worker daemons: name an operation")
+        return _at_once(self._operations.run(method, *args, **(kwargs or {})), non_block)
+
+    def check_health(self) -> None:
+        """Raise RuntimeError if a daemon is not healthy."""
+        for reply in self._workers.group.check_health():
+            if not reply.healthy:
+                raise RuntimeError(f"a worker daemon is not healthy: {reply}")
+
+    def shutdown(self) -> None:
+        """Give the daemons back. They keep model, KV cache and graphs for the next server."""
+        self._workers.close()
+        if isinstance(current_platform, WorkerDaemonPlatform):
+            current_platform.end()
+
+
+def _local_directory(model: str) -> str:
+    """Return the directory of a checkpoint: a path, or a repository in the local cache of
+    huggingface_hub."""
+    path = model if Path(model).is_dir() else snapshot_download(model, local_files_only=True)
+    return str(Path(path).resolve())
+
+
+def _at_once(value: Any, non_block: bool) -> Any:
+    if not non_block:
+        return value
+    future: Future[Any] = Future()
+    future.set_result(value)
+    return future
+
+
+def _as_vllm(columns: ResultColumns) -> DaemonsOutput:
+    """Return a result as vLLM's scheduler takes it."""
+    sampled, pooled = columns.logprobs, columns.pooled
+    return DaemonsOutput(
+        req_ids=columns.req_ids,
+        req_id_to_index={req_id: index for index, req_id in enumerate(columns.req_ids)},
+        sampled_token_ids=columns.sampled,
+        logprobs=None if sampled is None else LogprobsLists(*sampled),
+        prompt_logprobs_dict={r: _tensors(rows) for r, rows in columns.prompt_logprobs.items()},
+        pooler_output=None
+        if pooled is None
+        else [None if each is None else torch.from_numpy(each.copy()) for each in pooled],
+        failed_req_ids=columns.failed,
+    )
+
+
+def _tensors(rows: LogprobRows) -> LogprobsTensors:
+    return LogprobsTensors(*map(torch.from_numpy, rows))

@@ -1,0 +1,166 @@
+"""vLLM's calls of its workers by name (collective_rpc), as operations of the group."""
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import PurePath
+from types import MappingProxyType
+from typing import Any
+
+from worker_client.loading import LoadedGroup
+from worker_client.vllm.settings import relative_name
+from worker_client.vllm.workers import Workers
+from worker_client.worker_group import WorkerGroup
+
+_Operation = Callable[..., list[Any]]
+
+
+class Operations:
+    """Runs operations by name. Each returns a list, as vLLM expects one result of each worker."""
+
+    def __init__(self, workers: Workers, model: LoadedGroup, flush: Callable[[], None]) -> None:
+        """flush ends requests on the workers that vLLM has ended; what drops rows would otherwise
+        count them as lost."""
+        self._workers = workers
+        self._model = model
+        self._flush = flush
+        self._by_name: Mapping[str, _Operation] = MappingProxyType(
+            {
+                "add_lora": self._add_lora,
+                "compute_weight_checksums": self._compute_weight_checksums,
+                "discard": self._discard,
+                "get_supported_tasks": self._get_supported_tasks,
+                "list_loras": self._list_loras,
+                "pin_lora": self._pin_lora,
+                "profile": self._profile,
+                "reload_weights": self._reload_weights,
+                "remove_lora": self._remove_lora,
+                "reset_encoder_cache": _nothing,
+                "reset_mm_cache": _nothing,
+                "save_sharded_state": self._save_sharded_state,
+                "sleep": self._sleep,
+                "supports_draft_weight_updates": _refused,
+                "synchronize_device": _nothing,
+                "update_max_model_len": self._update_max_model_len,
+                "wake_up": self._wake_up,
+            }
+        )
+
+    def run(self, method: str, /, *args: Any, **kwargs: Any) -> list[Any]:
+        """Run an operation.
+
+        Raises:
+            NotImplementedError: the daemons do not have it.
+            ClientError: it is refused, or has failed.
+        """
+        operation = self._by_name.get(method)
+        if operation is None:
+            known = ", ".join(sorted(self._by_name))
+            raise NotImplementedError(
+                f"worker daemons have no operation {method!r}; they have {known}"
+            )
+        return operation(*args, **kwargs)
+
+    @property
+    def _group(self) -> WorkerGroup:
+        return self._workers.group
+
+    # ------------------------------------------------------------------ adapters
+
+    def ensure_lora(self, request: Any) -> None:
+        """Make all daemons have the adapter of a LoRARequest.
+
+        Raises:
+            ClientConfigError: it lies outside the daemons' directory of adapters.
+            RemoteError: a daemon refuses it.
+        """
+        self._load_lora(request, load_inplace=False)
+
+    def _load_lora(self, request: Any, *, load_inplace: bool) -> None:
+        field = "additional_config.worker_daemon.lora_root"
+        name = relative_name(request.lora_path, self._workers.settings.lora_root, field)
+        lora_id = request.lora_int_id
+        for other, known in list(self._group.loras.items()):
+            if (other == lora_id) != (known.name == name):  # an earlier server's
+                self._group.remove_lora(other)
+        if load_inplace or lora_id not in self._group.loras:
+            self._group.add_lora(name, lora_id, load_inplace=load_inplace)
+
+    def _add_lora(self, request: Any) -> list[bool]:
+        self._load_lora(request, load_inplace=request.load_inplace)
+        return [True]
+
+    def _remove_lora(self, lora_id: int) -> list[bool]:
+        return [self._group.remove_lora(lora_id)]
+
+    def _pin_lora(self, lora_id: int) -> list[bool]:
+        self._group.pin_lora(lora_id)
+        return [True]
+
+    def _list_loras(self) -> list[set[int]]:
+        return [set(self._group.loras)]
+
+    # ------------------------------------------------------------------ memory and weights
+
+    def _sleep(self, level: Any = 1) -> list[None]:
+        self._flush()
+        self._group.sleep(level)
+        return [None]
+
+    def _wake_up(self, tags: Sequence[Any] | None = None) -> list[None]:
+        self._group.wake_up(tags)
+        return [None]
+
+    def _discard(self, tags: Sequence[Any]) -> list[None]:
+        self._flush()
+        self._group.discard(tags)
+        return [None]
+
+    def _reload_weights(self, weights_path: str = "", **unknown: Any) -> list[None]:
+        if unknown:
+            raise NotImplementedError(f"reload_weights takes weights_path alone, not {[*unknown]}")
+        self._flush()
+        self._group.reload_weights(weights_path)
+        return [None]
+
+    def _compute_weight_checksums(self) -> list[dict[str, str]]:
+        return [
+            {name: value.hex() for name, value in each.checksums.items()}
+            for each in self._group.compute_weight_checksums()
+        ]
+
+    def _save_sharded_state(
+        self, path: str, pattern: str | None = None, max_size: int | None = None
+    ) -> list[None]:
+        field = "additional_config.worker_daemon.save_root"
+        name = relative_name(path, self._workers.settings.save_root, field)
+        options: dict[str, Any] = {"pattern": pattern, "max_size_bytes": max_size}
+        given = {key: value for key, value in options.items() if value is not None}
+        self._flush()
+        self._group.save_sharded_state(name, **given)
+        return [None]
+
+    # ------------------------------------------------------------------ the rest
+
+    def _get_supported_tasks(self) -> list[tuple[str, ...]]:
+        pooling = self._model.metadata.pooling
+        tasks = tuple(each.task for each in pooling.tasks) if pooling is not None else ()
+        generates = ("generate",) if self._model.metadata.generates else ()
+        return [generates + tasks]
+
+    def _update_max_model_len(self, max_model_len: int) -> list[None]:
+        """Accept a shorter context: steps beyond it never come."""
+        assert max_model_len <= self._model.max_model_len, "vLLM was given the daemons' limit"
+        return [None]
+
+    def _profile(self, is_start: bool = True, profile_prefix: str | None = None) -> list[None]:
+        prefix = PurePath(profile_prefix or "").name
+        self._group.profile("start" if is_start else "stop", prefix)
+        return [None]
+
+
+def _nothing(*_: Any) -> list[None]:
+    """The daemons keep nothing of this kind, and each operation waits for the steps before it."""
+    return [None]
+
+
+def _refused(*_: Any) -> list[bool]:
+    return [False]

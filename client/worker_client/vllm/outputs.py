@@ -1,0 +1,141 @@
+"""Results of steps as the columns of vLLM's ModelRunnerOutput, which are numpy arrays here."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rpc_schema.sampling import GivenLogprobs, PromptLogprobs, TokenLogprobs
+from rpc_schema.step import NO_TOKEN
+from worker_client.scheduler_output import Logprobs, PromptChunk, StepResult
+from worker_client.vllm.requests import Requests, wire_id
+
+
+class LogprobRows(NamedTuple):
+    """Log probabilities of several positions, of equal width: shorter rows end with token 0 of
+    probability 0."""
+
+    token_ids: NDArray[np.int32]
+    """int32 [rows, width]: the sampled or given token first."""
+    logprobs: NDArray[np.float32]
+    """float32 [rows, width]."""
+    ranks: NDArray[np.int32]
+    """int32 [rows]: rank of the first token; 1 is the most likely."""
+
+    @classmethod
+    def of(cls, num_rows: int, entries: Mapping[int, Logprobs]) -> "LogprobRows":
+        """Return the rows, given the entries of some of them."""
+        width = max((len(each.token_ids) for each in entries.values()), default=1)
+        rows = cls(
+            np.zeros((num_rows, width), np.int32),
+            np.full((num_rows, width), -np.inf, np.float32),
+            np.ones(num_rows, np.int32),
+        )
+        for row, each in entries.items():
+            rows.token_ids[row, : len(each.token_ids)] = each.token_ids
+            rows.logprobs[row, : len(each.logprobs)] = each.logprobs
+            rows.ranks[row] = each.rank
+        return rows
+
+
+@dataclass(slots=True)
+class ResultColumns:
+    """The result of a step, by vLLM's ids."""
+
+    req_ids: list[str]
+    """All requests of the step."""
+    sampled: list[list[int]]
+    """Token of each; empty: it has none."""
+    logprobs: LogprobRows | None = None
+    """A row for each request; None: none asked."""
+    prompt_logprobs: dict[str, LogprobRows] = field(default_factory=dict)
+    """Requests whose prompt this step has completed, with a row for each of its tokens but the
+    first."""
+    pooled: list[NDArray[np.float32] | None] | None = None
+    """Output of each request, float32 [width] or [tokens, width]; None: none has one."""
+    failed: tuple[str, ...] = ()
+    """Requests whose logits were no numbers."""
+
+
+class OutputReader:
+    """Translates the results of one scheduler's steps, in order."""
+
+    def __init__(self, requests: Requests) -> None:
+        self._requests = requests
+        self._prompts: dict[str, dict[int, Logprobs]] = {}
+        """Log probabilities of prompts that are not complete, by position."""
+
+    def read(self, req_ids: Sequence[str], result: StepResult) -> ResultColumns:
+        """Translate a result. req_ids: all requests of the step, by vLLM's ids."""
+        names = list(req_ids)
+        tokens = result.sampled
+        wire = list(map(wire_id, names))
+        sampled = [[] if (t := tokens.get(w, NO_TOKEN)) == NO_TOKEN else [t] for w in wire]
+        columns = ResultColumns(names, sampled)
+        if NO_TOKEN in tokens.values():
+            failed = [
+                name for name, w in zip(names, wire, strict=True) if tokens.get(w) == NO_TOKEN
+            ]
+            columns.failed = tuple(failed)
+        if result.reports:
+            self._add_reports(columns, wire, result)
+        return columns
+
+    def forget(self, wire_ids: Sequence[str]) -> None:
+        """Forget the prompts of requests that have lost their rows."""
+        for each in wire_ids:
+            self._prompts.pop(each, None)
+
+    def _add_reports(self, columns: ResultColumns, wire: list[str], result: StepResult) -> None:
+        row_of = {each: row for row, each in enumerate(wire)}
+        entries = self._sampled_entries(result)
+        if entries:
+            by_row = {row_of[each]: entry for each, entry in entries.items()}
+            columns.logprobs = LogprobRows.of(len(wire), by_row)
+        self._collect(result.reports.get(PromptLogprobs, {}))
+        for name, each, own in zip(columns.req_ids, wire, columns.sampled, strict=True):
+            if own and each in self._prompts:
+                columns.prompt_logprobs[name] = _joined(self._prompts.pop(each))
+        if result.pooled:
+            pooled = result.pooled
+            columns.pooled = [self._shaped(each, pooled.get(each)) for each in wire]
+
+    def _sampled_entries(self, result: StepResult) -> dict[str, Logprobs]:
+        """Return the entry of each request that asked, with the tokens that it named behind the
+        sampled one."""
+        entries: dict[str, Logprobs] = dict(result.reports.get(TokenLogprobs, {}))
+        for each, values in result.reports.get(GivenLogprobs, {}).items():
+            known = self._requests.find(each)
+            if known is None:
+                continue  # it has ended, and its output is dropped
+            own, named = entries[each], known.logprob_token_ids
+            entries[each] = Logprobs(
+                np.concatenate((own.token_ids[:1], np.array(named, np.int32))),
+                np.concatenate((own.logprobs[:1], values)),
+                own.rank,
+            )
+        return entries
+
+    def _collect(self, chunks: Mapping[str, PromptChunk]) -> None:
+        for each, chunk in chunks.items():
+            if self._requests.find(each) is None:
+                continue
+            if chunk.first == 1:
+                self._prompts[each] = {}
+            known = self._prompts.setdefault(each, {})
+            known.update(enumerate(chunk.logprobs, chunk.first))
+
+    def _shaped(self, each: str, rows: NDArray[np.float32] | None) -> NDArray[np.float32] | None:
+        """Return an output in vLLM's shape: one vector, or one for each token."""
+        known = self._requests.find(each)
+        if rows is None or known is None:
+            return None
+        return rows if known.params.task.startswith("token_") else rows[0]
+
+
+def _joined(positions: Mapping[int, Logprobs]) -> LogprobRows:
+    """Return the rows of a prompt, position 1 first."""
+    last = max(positions)
+    return LogprobRows.of(last, {position - 1: each for position, each in positions.items()})

@@ -1,0 +1,270 @@
+"""Fields of vLLM's requests: each is served by vLLM itself, translated to extensions of ours, or
+refused by name. Fields that a later vLLM adds are refused as soon as they are set."""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import Any, Final
+
+import msgspec
+
+from rpc_schema.extensions import RequestExtension
+from rpc_schema.pooling import PoolingParams
+from rpc_schema.sampling import SamplingParams
+from worker_client.errors import ClientError, RequestError, request_error
+from worker_client.parts.interface import ModelBounds
+from worker_client.requests import MAX_SEED, random_seed
+from worker_client.step_checks import MAX_ADMITTED_TOKENS, MAX_ID_LENGTH, extension_fault
+
+PROCESSORS_KEY: Final = "logits_processors"
+"""Key of extra_args (vllm_xargs in HTTP requests) with the names of custom logits processors."""
+
+MIN_TOP_P: Final = 1e-6
+
+_SERVED_BY_VLLM: Final = frozenset(
+    (
+        "_all_stop_token_ids",
+        "_bad_words_token_ids",
+        "_eos_token_id",
+        "_watermarking_skipped",
+        "bad_words",  # as the token ids of _bad_words_token_ids
+        "detokenize",
+        "flat_logprobs",
+        "ignore_eos",
+        "include_stop_str_in_output",
+        "max_tokens",
+        "n",
+        "output_kind",
+        "output_text_buffer_length",
+        "repetition_detection",
+        "skip_clone",
+        "skip_reading_prefix_cache",
+        "skip_special_tokens",
+        "spaces_between_special_tokens",
+        "stop",
+        "stop_token_ids",
+        "stream_interval",
+        "structured_outputs",
+    )
+)
+_TRANSLATED: Final = frozenset(
+    (
+        "allowed_token_ids",
+        "extra_args",
+        "frequency_penalty",
+        "logit_bias",
+        "logprob_token_ids",
+        "logprobs",
+        "min_p",
+        "min_tokens",
+        "presence_penalty",
+        "prompt_logprobs",
+        "repetition_penalty",
+        "seed",
+        "temperature",
+        "top_k",
+        "top_p",
+    )
+)
+SAMPLING_FIELDS: Final = _SERVED_BY_VLLM | _TRANSLATED
+"""Fields of vLLM's SamplingParams that a request may set."""
+
+POOLING_FIELDS: Final = frozenset(
+    (
+        "dimensions",
+        "output_kind",
+        "requires_token_ids",
+        "skip_reading_prefix_cache",
+        "task",
+        "use_activation",
+    )
+)
+"""Fields of vLLM's PoolingParams that a request may set."""
+
+
+def check_fields(params: Any, served: frozenset[str]) -> None:
+    """Raise RequestError if a request sets a field that is not served. params: vLLM's
+    SamplingParams or PoolingParams, structs of msgspec."""
+    for entry in msgspec.structs.fields(params):
+        if entry.name in served:
+            continue
+        value = getattr(params, entry.name)
+        if value not in (None, False, _default(entry)):
+            fix = "leave it out: worker daemons do not have it"
+            raise request_error(entry.name, value, "the field is not supported", fix)
+
+
+def _default(entry: msgspec.structs.FieldInfo) -> object:
+    if entry.default_factory is not msgspec.NODEFAULT:
+        return entry.default_factory()
+    return entry.default
+
+
+def sampling_params(params: Any, seed: int) -> SamplingParams:
+    """Translate vLLM's SamplingParams. seed: for a request that names none.
+
+    Raises:
+        RequestError: a field is not served.
+    """
+    check_fields(params, SAMPLING_FIELDS)
+    is_random = params.temperature > 0.0
+    return SamplingParams(
+        temperature=params.temperature,
+        top_k=max(params.top_k, 0) if is_random else 0,
+        top_p=max(params.top_p, MIN_TOP_P) if is_random else 1.0,
+        min_p=params.min_p if is_random else 0.0,
+        seed=(seed if params.seed is None else params.seed & MAX_SEED) if is_random else 0,
+        min_tokens=params.min_tokens,
+        stop_token_ids=tuple(sorted(params.all_stop_token_ids)) if params.min_tokens else (),
+        logprobs=_sampled_logprobs(params),
+        prompt_logprobs=params.prompt_logprobs,
+        logprob_token_ids=tuple(params.logprob_token_ids) if params.logprob_token_ids else None,
+        presence_penalty=params.presence_penalty,
+        frequency_penalty=params.frequency_penalty,
+        repetition_penalty=params.repetition_penalty,
+        logit_bias=params.logit_bias or {},
+        allowed_token_ids=_tuple_or_none(params.allowed_token_ids),
+        bad_words=tuple(tuple(word) for word in params.bad_words_token_ids or ()),
+        logits_processors=_processors(params.extra_args or {}),
+    )
+
+
+def _sampled_logprobs(params: Any) -> int | None:
+    """Return how many of the most likely tokens to report. A request that names tokens reports the
+    sampled one besides them."""
+    if params.logprob_token_ids:
+        return 0
+    count: int | None = params.logprobs
+    if count == -1:
+        fix = "ask for at most 20, or name tokens in logprob_token_ids"
+        raise request_error("logprobs", count, "the whole vocabulary is not reported", fix)
+    return count
+
+
+def _tuple_or_none(values: Iterable[int] | None) -> tuple[int, ...] | None:
+    return None if values is None else tuple(values)
+
+
+def _processors(extra: Mapping[str, Any]) -> tuple[str, ...]:
+    unknown = next((key for key in extra if key != PROCESSORS_KEY), None)
+    if unknown is not None:
+        fix = f"leave it out, or give {PROCESSORS_KEY}"
+        raise request_error(f"extra_args.{unknown}", extra[unknown], "the key is unknown", fix)
+    names = extra.get(PROCESSORS_KEY, ())
+    if isinstance(names, str):
+        names = [names]
+    if not all(isinstance(name, str) for name in names):
+        fix = "give names of processors that the daemons have"
+        raise request_error(f"extra_args.{PROCESSORS_KEY}", names, "the names are no strings", fix)
+    return tuple(names)
+
+
+def pooling_params(params: Any) -> PoolingParams:
+    """Translate vLLM's PoolingParams.
+
+    Raises:
+        RequestError: a field is not served.
+    """
+    check_fields(params, POOLING_FIELDS)
+    return PoolingParams(
+        task=params.task, use_activation=params.use_activation, dimensions=params.dimensions or 0
+    )
+
+
+def wire_id(req_id: str) -> str:
+    """Return the id of a request on the wire: its own, or a digest of one that is too long, as a
+    client's X-Request-Id may be, or that is no text."""
+    if len(req_id) <= MAX_ID_LENGTH and req_id.isprintable():
+        return req_id
+    return blake2b(req_id.encode(errors="surrogatepass"), digest_size=16).hexdigest()
+
+
+@dataclass(frozen=True, slots=True)
+class KnownRequest:
+    """A request that vLLM's scheduler may schedule."""
+
+    params: Any
+    """vLLM's own parameters. A streaming session replaces them."""
+    wire_id: str
+    extensions: tuple[RequestExtension, ...]
+    """Without its adapter's."""
+    lora_id: int = 0
+    """Id of its adapter; 0: none."""
+    prompt_logprobs: int | None = None
+    """Number of the most likely tokens to report at each position of its prompt."""
+    logprob_token_ids: tuple[int, ...] | None = None
+
+
+Adapters = Callable[[Any], None]
+"""Makes the adapter of a vLLM LoRARequest known to all daemons. Raises ClientError."""
+
+
+class Requests:
+    """The requests of vLLM's scheduler. Shared by scheduler and executor, on one thread."""
+
+    def __init__(self, bounds: ModelBounds, load_adapter: Adapters) -> None:
+        self._bounds = bounds
+        self._load_adapter = load_adapter
+        self._known: dict[str, KnownRequest] = {}
+        self._renamed: dict[str, str] = {}
+        """vLLM's ids of requests that have others on the wire."""
+
+    def find_refusal(self, request: Any) -> str:
+        """Return why a waiting request of vLLM's scheduler cannot be scheduled; empty: it can. Its
+        adapter is loaded first, if it has one that the daemons lack."""
+        try:
+            self._accept(request)
+        except RequestError as error:
+            return error.reason
+        except ClientError as error:
+            return str(error)
+        return ""
+
+    def _accept(self, request: Any) -> None:
+        params = request.sampling_params or request.pooling_params
+        adapter = request.lora_request
+        known = self._known.get(request.request_id)
+        if known is None or known.params is not params:
+            num_prompt_tokens = request.num_prompt_tokens
+            known = self._translate(request.request_id, params, num_prompt_tokens, adapter)
+            self._known[request.request_id] = known
+            if known.wire_id != request.request_id:
+                self._renamed[known.wire_id] = request.request_id
+        if adapter is not None:
+            self._load_adapter(adapter)
+
+    def _translate(
+        self, req_id: str, params: Any, num_prompt_tokens: int, adapter: Any
+    ) -> KnownRequest:
+        if num_prompt_tokens > MAX_ADMITTED_TOKENS:
+            fix = f"use at most {MAX_ADMITTED_TOKENS} tokens"
+            raise request_error("prompt", num_prompt_tokens, "the prompt is too long", fix)
+        extensions: tuple[RequestExtension, ...]
+        prompt_logprobs = named = None
+        if hasattr(params, "task"):
+            extensions = (pooling_params(params),)
+        else:
+            sampling = sampling_params(params, random_seed())
+            extensions = sampling.extensions()
+            prompt_logprobs, named = sampling.prompt_logprobs, sampling.logprob_token_ids
+        fault = extension_fault(extensions, self._bounds, num_prompt_tokens)
+        if fault is not None:
+            raise request_error(fault.field, fault.value, "the value is not supported", fault.fix)
+        lora_id = 0 if adapter is None else adapter.lora_int_id
+        name = wire_id(req_id)
+        return KnownRequest(params, name, extensions, lora_id, prompt_logprobs, named)
+
+    def __getitem__(self, req_id: str) -> KnownRequest:
+        """Return a request by vLLM's id."""
+        return self._known[req_id]
+
+    def find(self, wire_id: str) -> KnownRequest | None:
+        """Return a request by its id on the wire; None if it has ended."""
+        return self._known.get(self._renamed.get(wire_id, wire_id))
+
+    def forget(self, req_ids: Iterable[str]) -> None:
+        """Forget requests that have ended."""
+        for req_id in req_ids:
+            known = self._known.pop(req_id, None)
+            if known is not None:
+                self._renamed.pop(known.wire_id, None)

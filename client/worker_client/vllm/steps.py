@@ -1,0 +1,213 @@
+"""vLLM's SchedulerOutput as steps of ours, usually one."""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rpc_schema.extensions import RequestExtension
+from rpc_schema.sampling import PromptLogprobsWanted
+from worker_client.scheduler_output import NewRequest, SchedulerOutput
+from worker_client.step_checks import MAX_ADMITTED_TOKENS
+from worker_client.vllm.requests import KnownRequest, Requests, wire_id
+
+ADMITTED_AT_ONCE: Final = MAX_ADMITTED_TOKENS // 2
+"""Tokens of new requests above which a step is preceded by one that only admits: half of the bound,
+since blocks and extensions count too."""
+
+AdapterOf = Callable[[int], RequestExtension]
+"""Returns the extension of an adapter's requests, by its id."""
+
+
+class StepWriter:
+    """Translates the steps of one scheduler, in order."""
+
+    def __init__(
+        self,
+        requests: Requests,
+        adapter_of: AdapterOf,
+        has_row: Callable[[str], bool],
+        block_sizes: Sequence[int],
+    ) -> None:
+        """has_row: whether the workers have a request, by its id on the wire. block_sizes: of each
+        KV group."""
+        self._requests = requests
+        self._adapter_of = adapter_of
+        self._has_row = has_row
+        self._block_sizes = tuple(block_sizes)
+        self._unsent: dict[str, None] = {}
+        """Requests that have ended, but in no step that was sent; a dict keeps their order."""
+        self._decodes: tuple[str, ...] = ()
+        """vLLM's ids of the last step's decodes, and theirs on the wire: the same objects for as
+        long as the batch goes on."""
+        self._wire_decodes: tuple[str, ...] = ()
+
+    def end(self, wire_ids: Iterable[str]) -> None:
+        """End requests with the next step, by their ids on the wire."""
+        self._unsent.update(dict.fromkeys(wire_ids))
+
+    def end_of(self, output: Any) -> None:
+        """End the requests that a vLLM step ends, with the next step: this one has no tokens, and
+        is not sent."""
+        self.end(map(wire_id, sorted(output.finished_req_ids)))
+        self.end(map(wire_id, sorted(output.preempted_req_ids or ())))
+        self._requests.forget(output.finished_req_ids)
+
+    def take_ended(self) -> SchedulerOutput | None:
+        """Return a step that ends what is still to be ended; None: nothing is."""
+        if not self._unsent:
+            return None
+        return SchedulerOutput(finished_req_ids=self._take_unsent())
+
+    def write(self, output: Any) -> list[SchedulerOutput]:
+        """Translate a step with tokens. Steps before the last sample nothing, except where a
+        request may not share its step (see _apart)."""
+        self._requests.forget(output.finished_req_ids)
+        new = [self._admission(each) for each in output.scheduled_new_reqs]
+        self.end(map(wire_id, sorted(output.finished_req_ids)))
+        self.end(each.req_id for each in new if self._has_row(each.req_id))
+        finished = self._take_unsent()
+        preempted = [r for r in map(wire_id, output.preempted_req_ids or ()) if r not in finished]
+        step = SchedulerOutput(
+            decode_req_ids=self._decode_ids(output),
+            scheduled_new_reqs=new,
+            finished_req_ids=finished,
+            preempted_req_ids=preempted,
+            deferred_req_ids=self._deferred(output),
+        )
+        self._add_counts(step, output)
+        self._add_blocks(step, output.scheduled_cached_reqs)
+        return [*self._admitted_first(step), *self._apart(step, output)]
+
+    def _take_unsent(self) -> list[str]:
+        unsent, self._unsent = list(self._unsent), {}
+        return unsent
+
+    def _admission(self, data: Any) -> NewRequest:
+        known = self._requests[data.req_id]
+        prompt = data.prompt_token_ids
+        tokens = np.array(data.prefill_token_ids or prompt, np.int32)
+        first, *more = data.block_ids
+        return NewRequest(
+            known.wire_id,
+            tokens,
+            len(prompt),
+            data.num_computed_tokens,
+            first,
+            self._extensions(known, has_output=len(tokens) > len(prompt)),
+            more_block_ids=tuple(more),
+        )
+
+    def _extensions(self, known: KnownRequest, *, has_output: bool) -> tuple[RequestExtension, ...]:
+        """Return a request's extensions. Where it has output, the scheduler has its prompt's log
+        probabilities too."""
+        own = known.extensions
+        if has_output and known.prompt_logprobs is not None:
+            own = tuple(each for each in own if not isinstance(each, PromptLogprobsWanted))
+        return (*own, self._adapter_of(known.lora_id)) if known.lora_id else own
+
+    def _decode_ids(self, output: Any) -> tuple[str, ...]:
+        counts = output.num_scheduled_tokens
+        if output.total_num_scheduled_tokens == len(counts) and not output.scheduled_new_reqs:
+            decodes = tuple(counts)
+        else:
+            new = {each.req_id for each in output.scheduled_new_reqs}
+            decodes = tuple(r for r, count in counts.items() if count == 1 and r not in new)
+        if decodes != self._decodes:
+            self._decodes, self._wire_decodes = decodes, tuple(map(wire_id, decodes))
+        return self._wire_decodes
+
+    def _deferred(self, output: Any) -> Sequence[str]:
+        """Return the requests with a grammar: their masks come after the step."""
+        if not output.has_structured_output_requests:
+            return ()
+        known = (self._requests[req_id] for req_id in output.num_scheduled_tokens)
+        return [
+            each.wire_id
+            for each in known
+            if getattr(each.params, "structured_outputs", None) is not None
+        ]
+
+    def _add_counts(self, step: SchedulerOutput, output: Any) -> None:
+        decodes = set(self._decodes)
+        step.num_scheduled_tokens = {
+            wire_id(req_id): count
+            for req_id, count in output.num_scheduled_tokens.items()
+            if req_id not in decodes
+        }
+
+    def _add_blocks(self, step: SchedulerOutput, cached: Any) -> None:
+        by_group: list[dict[str, Sequence[int]]] = [{} for _ in self._block_sizes]
+        for req_id, blocks in zip(cached.req_ids, cached.new_block_ids, strict=True):
+            for group, own in enumerate(blocks or ()):
+                if own:
+                    by_group[group][wire_id(req_id)] = own
+        step.new_block_ids, *more = by_group
+        step.more_new_block_ids = more
+
+    def _admitted_first(self, step: SchedulerOutput) -> list[SchedulerOutput]:
+        """Take new requests out of a step that would not fit into a message; return the steps that
+        admit them, without tokens."""
+        earlier: list[SchedulerOutput] = []
+        while sum(len(each.token_ids) for each in step.scheduled_new_reqs) > ADMITTED_AT_ONCE:
+            some, left = _first_that_fit(step.scheduled_new_reqs)
+            if not left and not earlier:
+                break  # a single one
+            earlier.append(SchedulerOutput(scheduled_new_reqs=some))
+            step.scheduled_new_reqs = left
+        if earlier:
+            earlier[0].finished_req_ids, step.finished_req_ids = step.finished_req_ids, ()
+            earlier[0].preempted_req_ids, step.preempted_req_ids = step.preempted_req_ids, ()
+        return earlier
+
+    def _apart(self, step: SchedulerOutput, output: Any) -> list[SchedulerOutput]:
+        """Put new requests with one token into a step of their own, if they may begin with a block
+        that this step fills. vLLM counts a block as cached once the step that fills it is planned;
+        rule 4 of docs/scheduler.md allows it from the next step on. Steps with longer rows write
+        all rows' KV before any row reads."""
+        readers = [each for each in step.scheduled_new_reqs if each.num_computed_tokens]
+        if not readers or output.total_num_scheduled_tokens != len(output.num_scheduled_tokens):
+            return [step]
+        cached = output.scheduled_cached_reqs
+        fills = any(
+            (count + 1) % size == 0
+            for count in cached.num_computed_tokens
+            for size in self._block_sizes
+        )
+        if not fills:
+            return [step]
+        own = {each.req_id: 1 for each in step.scheduled_new_reqs}
+        second = SchedulerOutput(
+            num_scheduled_tokens=own,
+            scheduled_new_reqs=step.scheduled_new_reqs,
+            deferred_req_ids=[r for r in step.deferred_req_ids if r in own],
+        )
+        step.scheduled_new_reqs = ()
+        step.num_scheduled_tokens = {
+            r: n for r, n in step.num_scheduled_tokens.items() if r not in own
+        }
+        step.deferred_req_ids = [r for r in step.deferred_req_ids if r not in own]
+        return [step, second]
+
+
+def _first_that_fit(
+    requests: Sequence[NewRequest],
+) -> tuple[Sequence[NewRequest], Sequence[NewRequest]]:
+    """Split requests after the last that fits into a message with those before it."""
+    num_tokens = 0
+    for index, each in enumerate(requests):
+        num_tokens += len(each.token_ids)
+        if index and num_tokens > ADMITTED_AT_ONCE:
+            return requests[:index], requests[index:]
+    return requests, ()
+
+
+def fitted_mask(mask: NDArray[np.int32], num_words: int) -> NDArray[np.int32]:
+    """Return a row of vLLM's grammar bitmask with the model's number of words. Its own follows the
+    tokenizer's vocabulary; tokens beyond that are not allowed."""
+    if len(mask) == num_words:
+        return mask
+    fitted = np.zeros(num_words, np.int32)
+    fitted[: len(mask)] = mask[:num_words]
+    return fitted

@@ -1,0 +1,232 @@
+"""A group of daemons for a scheduler that cannot lose a step's outcome: dead daemons are replaced,
+an expired lease is taken again, and a step that is lost nevertheless is reported, not raised."""
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Final, NamedTuple, TypeVar
+
+from rpc_schema.codec import MAX_STEP_BYTES
+from rpc_schema.config import WorkerConfig
+from worker_client.errors import (
+    ClientError,
+    DrainingError,
+    InvalidSchedulerOutput,
+    LeaseExpiredError,
+    NotAttachedError,
+    ReplacementFailed,
+    StepFailed,
+    WorkerDied,
+)
+from worker_client.loading import LoadedGroup
+from worker_client.masks import Masks
+from worker_client.outcomes import StepFuture
+from worker_client.scheduler_output import SchedulerOutput, StepResult
+from worker_client.vllm.settings import LOGGER, Settings
+from worker_client.worker_group import WorkerGroup
+
+MAX_IN_A_ROW: Final = 3
+"""Lost steps, and recoveries, without a successful step between them, after which the server
+ends."""
+
+MAX_MASK_BYTES: Final = MAX_STEP_BYTES - (1 << 20)
+"""Masks of one message; the rest is for its other fields."""
+
+_DRAIN_POLL_S: Final = 0.2
+_LOG = logging.getLogger(LOGGER)
+_T = TypeVar("_T")
+
+
+class LostStep(NamedTuple):
+    """The outcome of a step whose requests begin again: the workers have no row of any request, and
+    no block keeps its contents."""
+
+    reason: str
+    is_known: bool
+    """The scheduler planned the step before it learned of an earlier loss, which covers it."""
+
+
+class PendingStep(NamedTuple):
+    """A step whose outcome is pending."""
+
+    number: int
+    future: StepFuture | None
+    """None: it was not sent."""
+    reason: str = ""
+    """Why it was not sent."""
+
+
+class _Unsent(ClientError):
+    """A step was not sent."""
+
+
+class _Reattached(ClientError):
+    """This driver attached again: its steps and requests are gone."""
+
+
+@dataclass(slots=True)
+class _SinceSuccess:
+    """Counts since the last successful step."""
+
+    losses: int = 0
+    recoveries: int = 0
+
+
+@dataclass(slots=True)
+class Workers:
+    """Owns a group. Belongs to the thread that opens it."""
+
+    group: WorkerGroup
+    config: WorkerConfig
+    settings: Settings
+    num_gpu_blocks: int | None = None
+    """None: all that fit."""
+    fit_max_model_len: bool = False
+    _since_success: _SinceSuccess = field(default_factory=_SinceSuccess)
+    _num_sent: int = 0
+    _lost_before: int = 0
+    """Steps below this number are covered by a loss that the scheduler knows of."""
+
+    def open(self) -> LoadedGroup:
+        """Attach to the daemons, and load what they lack. Raises what attach() and prepare()
+        raise."""
+        settings = self.settings
+        self.group.attach(wait_s=settings.wait_s, force=settings.force)
+        return self._prepare(reload=settings.reload)
+
+    def close(self) -> None:
+        """Give the daemons back. They keep the model."""
+        self.group.close()
+
+    def send(self, step: SchedulerOutput) -> PendingStep:
+        """Send a step, once there is credit for it.
+
+        Raises:
+            ClientError: the daemons cannot be used any more.
+        """
+        number, self._num_sent = self._num_sent, self._num_sent + 1
+        try:
+            self._recovering(self.group.await_credit)
+            return PendingStep(number, self._recovering(lambda: self.group.execute_model(step)))
+        except InvalidSchedulerOutput as invalid:
+            self.group.withdraw(step)
+            return PendingStep(number, None, str(invalid))
+        except _Reattached as again:
+            return PendingStep(number, None, str(again))
+
+    def sample(self, sent: PendingStep, masks: Masks) -> list[PendingStep]:
+        """Sample what a step has deferred, with masks for some of it, in as many messages as the
+        masks need. Raises as send() does."""
+        future = sent.future
+        if future is None or future.failure is not None or future.step is None:
+            return []
+        left = list(future.step.left.values())
+        width = max((mask.nbytes for mask in masks.values()), default=1)
+        some = max(1, MAX_MASK_BYTES // width)
+        parts = [left[start : start + some] for start in range(0, len(left), some)]
+        return [self._sample(sent.number, future, part, masks) for part in parts]
+
+    def _sample(
+        self,
+        number: int,
+        future: StepFuture,
+        req_ids: Sequence[str],
+        masks: Masks,
+    ) -> PendingStep:
+        own = {req_id: masks[req_id] for req_id in req_ids if req_id in masks}
+        try:
+            sample = partial(self.group.sample_tokens, future, own, req_ids)
+            return PendingStep(number, self._recovering(sample))
+        except _Reattached as again:
+            return PendingStep(number, None, str(again))
+
+    def outcome(self, steps: Sequence[PendingStep]) -> StepResult | LostStep:
+        """Wait for the outcome of steps that count as one.
+
+        Raises:
+            ClientError: the daemons cannot be used any more, or steps were lost MAX_IN_A_ROW times
+                in a row.
+        """
+        try:
+            results = [self._result(each) for each in steps]
+        except (StepFailed, _Unsent, _Reattached) as error:
+            return self._lost(steps[0].number, error)
+        self._since_success = _SinceSuccess()
+        result, *others = results
+        for other in others:
+            result = result.joined(other)
+        return result
+
+    def _result(self, sent: PendingStep) -> StepResult:
+        if sent.future is None:
+            raise _Unsent(sent.reason)
+        return self._recovering(partial(_result_of, sent.future))
+
+    def _lost(self, number: int, error: ClientError) -> LostStep:
+        reason = error.message if isinstance(error, StepFailed) else str(error)
+        if number < self._lost_before:
+            return LostStep(reason, is_known=True)
+        self._lost_before = self._num_sent
+        self._since_success.losses += 1
+        if self._since_success.losses >= MAX_IN_A_ROW:
+            raise error
+        _LOG.warning("a step was lost, its requests begin again: %s", error)
+        return LostStep(reason, is_known=False)
+
+    def _recovering(self, use: Callable[[], _T]) -> _T:
+        """Use the group; recover and use it again as often as may help.
+
+        Raises:
+            _Reattached: this driver had to attach again, so all that was sent before is lost.
+        """
+        drained_until: float | None = None
+        while True:
+            try:
+                return use()
+            except DrainingError:
+                now = time.monotonic()
+                if drained_until is None:
+                    drained_until = now + self.settings.drained_for_s
+                    _LOG.warning("the daemons are drained: waiting until that is undone")
+                elif now >= drained_until:
+                    raise
+                time.sleep(_DRAIN_POLL_S)
+            except WorkerDied as died:
+                self._count_recovery(died)
+                self._replace(died)
+            except (LeaseExpiredError, NotAttachedError) as expired:
+                self._count_recovery(expired)
+                _LOG.warning("attaching again: %s", expired)
+                self.group.attach()
+                self._prepare(reload=False)
+                raise _Reattached(str(expired)) from expired
+
+    def _replace(self, died: WorkerDied) -> None:
+        _LOG.warning("waiting for the successor of a daemon: %s", died)
+        try:
+            report = self.group.replace(died.rank, within_s=self.settings.replace_within_s)
+        except ReplacementFailed as failed:
+            raise failed from died
+        _LOG.warning("replaced ranks %s in %.1f s", report.ranks, sum(report.seconds.values()))
+
+    def _count_recovery(self, error: ClientError) -> None:
+        if self._since_success.recoveries >= MAX_IN_A_ROW:
+            raise error
+        self._since_success.recoveries += 1
+
+    def _prepare(self, *, reload: bool) -> LoadedGroup:
+        return self.group.prepare(
+            self.config,
+            num_gpu_blocks=self.num_gpu_blocks,
+            fit_max_model_len=self.fit_max_model_len,
+            reload=reload,
+        )
+
+
+def _result_of(future: StepFuture) -> StepResult:
+    try:
+        return future.result()
+    except DrainingError as error:  # for good: a drain that is undone does not send the step again
+        raise _Unsent(str(error)) from error
