@@ -17,6 +17,7 @@ from worker_client.cli.output_file import print_text
 from worker_client.cli.run import bench, generate
 from worker_client.cli.top import top
 from worker_client.cli.trace import trace
+from worker_client.cli.up_vllm import up_vllm
 from worker_client.errors import (
     AuthenticationError,
     ClientError,
@@ -42,6 +43,7 @@ for command, summary in (
     (status, "Show what each daemon is and does."),
     (top, "Watch the daemons' activity, refreshed every second."),
     (trace, "Trace a running group, for Perfetto."),
+    (up_vllm, "Start daemons, and vLLM's server in front of them."),
     (drain, "Make daemons refuse new steps and new drivers."),
     (shutdown, "End daemons; a running step is finished first."),
 ):

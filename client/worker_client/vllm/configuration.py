@@ -1,6 +1,8 @@
 """vLLM's configuration as ours, and what of it is refused at start."""
 
 import dataclasses
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any, Final
 
 from rpc_schema.config import (
@@ -12,6 +14,7 @@ from rpc_schema.config import (
     SchedulerConfig,
     WorkerConfig,
 )
+from rpc_schema.sampling import MAX_LOGPROBS
 from worker_client.errors import config_error
 from worker_client.vllm.settings import Settings
 
@@ -25,6 +28,80 @@ _ABSENT: Final = (
     "watermark_config",
 )
 """Sections of vLLM's configuration that must not be there."""
+
+_SERVED: Final[Mapping[str, frozenset[str]]] = MappingProxyType(
+    {
+        "cache_config": frozenset(
+            (
+                "block_size",
+                "enable_prefix_caching",
+                "gpu_memory_utilization",
+                "is_attention_free",
+                "kv_cache_memory_bytes",
+                "num_gpu_blocks_override",
+                "prefix_caching_hash_algo",
+                "sliding_window",
+            )
+        ),
+        "load_config": frozenset(("download_dir", "load_format", "use_tqdm_on_load")),
+        "lora_config": frozenset(("lora_dtype", "max_cpu_loras", "max_lora_rank", "max_loras")),
+        "model_config": frozenset(
+            (
+                "code_revision",
+                "config_format",
+                "convert",
+                "disable_cascade_attn",
+                "dtype",
+                "enable_sleep_mode",
+                "enforce_eager",
+                "generation_config",
+                "hf_config_path",
+                "hf_token",
+                "io_processor_plugin",
+                "language_model_only",
+                "max_logprobs",
+                "max_model_len",
+                "model",
+                "model_weights",
+                "multimodal_config",
+                "override_generation_config",
+                "pooler_config",
+                "renderer_num_workers",
+                "revision",
+                "runner",
+                "seed",
+                "served_model_name",
+                "skip_tokenizer_init",
+                "tokenizer",
+                "tokenizer_mode",
+                "tokenizer_revision",
+                "trust_remote_code",
+            )
+        ),
+        "parallel_config": frozenset(
+            (
+                "data_parallel_master_ip",  # vLLM sets these itself
+                "data_parallel_master_port",
+                "data_parallel_rank_local",
+                "data_parallel_rpc_port",
+                "dcp_comm_backend",
+                "dcp_q_replicate",
+                "disable_custom_all_reduce",
+                "disable_nccl_for_dp_synchronization",
+                "distributed_executor_backend",
+                "elastic_ep_max_dp_size",
+                "is_moe_model",
+                "master_addr",
+                "master_port",
+                "pipeline_parallel_size",
+                "tensor_parallel_size",
+                "worker_cls",
+            )
+        ),
+    }
+)
+"""Fields that may differ from vLLM's defaults, by section: they are translated, or vLLM serves or
+sets them itself. scheduler_config is vLLM's own."""
 
 _LOAD_FORMATS: Final = {
     "auto": "auto",
@@ -95,52 +172,60 @@ def check_config(vllm_config: Any) -> None:
     Raises:
         ClientConfigError: a setting is not served.
     """
+    for section, served in _SERVED.items():
+        _check_section(getattr(vllm_config, section), served)
     for section in _ABSENT:
         if getattr(vllm_config, section, None) is not None:
             _refuse(section, getattr(vllm_config, section), "leave it out")
-    parallel = vllm_config.parallel_config
-    for field in (
-        "data_parallel_size",
-        "decode_context_parallel_size",
-        "nnodes",
-        "prefill_context_parallel_size",
-    ):
-        if getattr(parallel, field, 1) != 1:
-            _refuse(field, getattr(parallel, field), "leave it out: start one server per group")
-    if parallel.enable_expert_parallel:
-        _refuse("enable_expert_parallel", True, "leave it out")
-    model = vllm_config.model_config
-    if model is not None:
-        _check_model(model)
+    if vllm_config.model_config is not None:
+        _check_model(vllm_config.model_config)
     load_format = str(vllm_config.load_config.load_format)
     if load_format not in _LOAD_FORMATS:
         _refuse("load_format", load_format, f"use one of {', '.join(_LOAD_FORMATS)}")
-    cache = vllm_config.cache_config
-    if cache.cache_dtype != "auto":
-        _refuse("kv_cache_dtype", cache.cache_dtype, "use auto: the cache has the model's dtype")
     if vllm_config.scheduler_config.async_scheduling is False:
         _refuse("async_scheduling", False, "leave it out: steps are sent ahead of their results")
 
 
+def _check_section(section: Any, served: frozenset[str]) -> None:
+    """Refuse a field of a section that is not at its default, unless it is served."""
+    if section is None:
+        return
+    for entry in dataclasses.fields(section):
+        if not entry.init or entry.name in served or entry.name.startswith("_"):
+            continue
+        value = getattr(section, entry.name)
+        if value not in (None, False, _default(entry)):
+            _refuse(entry.name, value, _FIXES.get(entry.name, "leave it out"))
+
+
+def _default(entry: "dataclasses.Field[Any]") -> object:
+    """Return the default of a field of a dataclass of pydantic."""
+    default: Any = entry.default
+    if hasattr(default, "get_default"):  # its FieldInfo
+        return default.get_default(call_default_factory=True)
+    if entry.default_factory is not dataclasses.MISSING:
+        return entry.default_factory()
+    return default
+
+
+_FIXES: Final[Mapping[str, str]] = MappingProxyType(
+    {
+        "cache_dtype": "leave it out: the cache has the model's dtype",
+        "data_parallel_size": "start one server for each group of daemons",
+        "logits_processors": "name them in additional_config.worker_daemon.logits_processors: the "
+        "daemons have their code",
+        "quantization": "use a checkpoint that is not quantized",
+    }
+)
+
+
 def _check_model(model: Any) -> None:
-    if model.quantization is not None:
-        _refuse("quantization", model.quantization, "use a checkpoint that is not quantized")
     if model.is_encoder_decoder:
         _refuse("model", model.model, "use a decoder-only model")
     if model.is_multimodal_model and not model.multimodal_config.language_model_only:
         _refuse("model", model.model, "use a text model, or --language-model-only")
-    for field in ("logits_processors", "enable_prompt_embeds", "enable_return_routed_experts"):
-        value = getattr(model, field, None)
-        if value:
-            _refuse(field, value, _FIXES.get(field, "leave it out"))
-    if model.logprobs_mode != "raw_logprobs":
-        _refuse("logprobs_mode", model.logprobs_mode, "use raw_logprobs")
-
-
-_FIXES: Final = {
-    "logits_processors": "name them in additional_config.worker_daemon.logits_processors: "
-    "the daemons have their code"
-}
+    if not 0 <= model.max_logprobs <= MAX_LOGPROBS:
+        _refuse("max_logprobs", model.max_logprobs, f"use at most {MAX_LOGPROBS}")
 
 
 def _refuse(field: str, value: object, fix: str) -> None:

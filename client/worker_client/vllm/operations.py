@@ -3,13 +3,19 @@
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import PurePath
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Final, TypeVar
 
+import msgspec
+
+from rpc_schema import weight_transfer as wt
+from worker_client.errors import config_error
 from worker_client.loading import LoadedGroup
 from worker_client.vllm.settings import relative_name
 from worker_client.vllm.workers import Workers
+from worker_client.worker_client import TensorList
 from worker_client.worker_group import WorkerGroup
 
+_T = TypeVar("_T")
 _Operation = Callable[..., list[Any]]
 
 
@@ -27,7 +33,9 @@ class Operations:
                 "add_lora": self._add_lora,
                 "compute_weight_checksums": self._compute_weight_checksums,
                 "discard": self._discard,
+                "finish_weight_update": self._finish_weight_update,
                 "get_supported_tasks": self._get_supported_tasks,
+                "init_weight_transfer_engine": self._init_weight_transfer_engine,
                 "list_loras": self._list_loras,
                 "pin_lora": self._pin_lora,
                 "profile": self._profile,
@@ -37,9 +45,11 @@ class Operations:
                 "reset_mm_cache": _nothing,
                 "save_sharded_state": self._save_sharded_state,
                 "sleep": self._sleep,
+                "start_weight_update": self._start_weight_update,
                 "supports_draft_weight_updates": _refused,
                 "synchronize_device": _nothing,
                 "update_max_model_len": self._update_max_model_len,
+                "update_weights": self._update_weights,
                 "wake_up": self._wake_up,
             }
         )
@@ -121,6 +131,34 @@ class Operations:
         self._group.reload_weights(weights_path)
         return [None]
 
+    def _init_weight_transfer_engine(self, init_info: Mapping[str, Any]) -> list[None]:
+        """Choose the source of updates. init_info: {"engine": "broadcast", "disk" or "ipc"} and the
+        fields of that engine (rpc_schema/weight_transfer.py), bytes in base64."""
+        engine = _chosen("init_info", init_info, _ENGINES)
+        self._group.init_weight_transfer_engine(engine)
+        return [None]
+
+    def _start_weight_update(self) -> list[None]:
+        """Open a complete update in the checkpoint's format."""
+        self._flush()
+        self._group.start_weight_update()
+        return [None]
+
+    def _update_weights(self, update_info: Mapping[str, Any]) -> list[None]:
+        """Update some tensors. update_info: {"names": [...], "dtypes": [...], "shapes": [...],
+        "source": {"engine": ..., and that source's fields}}."""
+        source = _chosen("update_info.source", update_info.get("source", {}), _SOURCES)
+        lists = {key: value for key, value in update_info.items() if key != "source"}
+        tensors = _converted("update_info", lists, _Tensors)
+        self._group.update_weights(
+            TensorList(tensors.names, tensors.dtypes, tensors.shapes), source
+        )
+        return [None]
+
+    def _finish_weight_update(self) -> list[None]:
+        self._group.finish_weight_update()
+        return [None]
+
     def _compute_weight_checksums(self) -> list[dict[str, str]]:
         return [
             {name: value.hex() for name, value in each.checksums.items()}
@@ -155,6 +193,36 @@ class Operations:
         prefix = PurePath(profile_prefix or "").name
         self._group.profile("start" if is_start else "stop", prefix)
         return [None]
+
+
+class _Tensors(msgspec.Struct, forbid_unknown_fields=True):
+    names: tuple[str, ...] = ()
+    dtypes: tuple[wt.TensorDtype, ...] = ()
+    shapes: tuple[tuple[int, ...], ...] = ()
+
+
+_ENGINES: Final = MappingProxyType(
+    {"broadcast": wt.BroadcastEngine, "disk": wt.DiskEngine, "ipc": wt.IpcEngine}
+)
+_SOURCES: Final = MappingProxyType(
+    {"broadcast": wt.BroadcastSource, "disk": wt.DiskSource, "ipc": wt.IpcSource}
+)
+
+
+def _chosen(field: str, value: Mapping[str, Any], kinds: Mapping[str, Any]) -> Any:
+    """Return the engine or source that a caller describes."""
+    kind = kinds.get(value.get("engine", ""))
+    if kind is None:
+        fix = f"use one of {', '.join(kinds)}"
+        raise config_error(f"{field}.engine", value.get("engine"), "it is unknown", fix)
+    return _converted(field, {k: v for k, v in value.items() if k != "engine"}, kind)
+
+
+def _converted(field: str, value: Mapping[str, Any], kind: type[_T]) -> _T:
+    try:
+        return msgspec.convert(value, kind)
+    except msgspec.ValidationError as error:
+        raise config_error(field, dict(value), str(error), "see docs/vllm.md") from None
 
 
 def _nothing(*_: Any) -> list[None]:

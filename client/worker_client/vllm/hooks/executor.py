@@ -30,6 +30,7 @@ from worker_client.vllm.hooks.platform import WorkerDaemonPlatform
 from worker_client.vllm.hooks.scheduler import DaemonsOutput, WorkerDaemonScheduler
 from worker_client.vllm.operations import Operations
 from worker_client.vllm.outputs import LogprobRows, OutputReader, ResultColumns
+from worker_client.vllm.parent_watch import end_with_parent
 from worker_client.vllm.requests import Requests, wire_id
 from worker_client.vllm.settings import ENDPOINTS_VARIABLE, read_endpoints, settings_of
 from worker_client.vllm.steps import StepWriter, fitted_mask
@@ -91,6 +92,7 @@ class WorkerDaemonExecutor(Executor):  # type: ignore[misc]
         num_blocks = config.cache_config.num_gpu_blocks_override
         fits = fits_max_model_len(config)
         self._workers = Workers(group, ours, settings, num_blocks, fits)
+        end_with_parent()
         try:
             self._model = self._workers.open()
         except BaseException:

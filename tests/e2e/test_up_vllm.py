@@ -1,0 +1,100 @@
+"""`worker-client up-vllm` with a stand-in for vLLM's program: what it is given, and who is started
+again when it or a daemon dies."""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.waiting import wait_until
+
+SERVER = """#!{python}
+import json, os, signal, sys, time
+with open({log!r}, "a") as log:
+    words = {{"pid": os.getpid(), "argv": sys.argv[1:], "endpoints": os.environ["WORKER_DAEMON_ENDPOINTS"]}}
+    log.write(json.dumps(words) + "\\n")
+if "--fail" in sys.argv:
+    sys.exit(3)
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+while not os.path.exists({log!r} + ".end"):
+    time.sleep(0.05)
+"""
+
+
+@pytest.fixture
+def up(tmp_path, checkpoint):
+    """Return a function that runs the command, and the file in which its server writes."""
+    log, program = tmp_path / "log", tmp_path / "vllm"
+    program.write_text(SERVER.format(python=sys.executable, log=str(log)))
+    program.chmod(0o755)
+    started = []
+
+    def run(*options):
+        words = [sys.executable, "-m", "worker_client", "up-vllm", str(checkpoint().path)]
+        words += ["--device", "cpu", "--vllm", str(program), *options]
+        started.append(subprocess.Popen(words, stderr=subprocess.PIPE, text=True))
+        return started[-1]
+
+    yield run, log
+    for each in started:
+        each.terminate()
+        each.wait(60.0)
+        each.stderr.close()
+
+
+def starts(log: Path) -> list[dict]:
+    """Return what each start of the server has written."""
+    return [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
+
+
+def daemons_of(pid: int) -> dict[int, str]:
+    """Return the endpoints of a process's daemons, by their ids."""
+    found = {}
+    for entry in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError, ValueError):
+            words = (entry / "cmdline").read_text().split("\0")
+            parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+            if parent == pid and "--endpoint" in words:
+                found[int(entry.name)] = words[words.index("--endpoint") + 1]
+    return found
+
+
+def test_a_killed_server_and_a_killed_daemon_are_started_again(up, checkpoint):
+    run, log = up
+    command = run("--pipeline-parallel-size", "2", "--", "--port", "8000")
+    wait_until(lambda: starts(log), "the server starts", 60.0)
+    (first,) = starts(log)
+    daemons = daemons_of(command.pid)
+    model = str(checkpoint().path.resolve())
+    shape = ["--pipeline-parallel-size", "2", "--tensor-parallel-size", "1"]
+    assert first["argv"] == ["serve", model, *shape, "--port", "8000"]
+    assert set(first["endpoints"].split(",")) == set(daemons.values()) and len(daemons) == 2
+
+    os.kill(first["pid"], signal.SIGKILL)
+    wait_until(lambda: len(starts(log)) == 2, "the server starts again")
+    assert starts(log)[1]["endpoints"] == first["endpoints"]
+    assert daemons_of(command.pid) == daemons
+
+    victim, survivor = daemons
+    os.kill(victim, signal.SIGKILL)
+    wait_until(lambda: len(daemons_of(command.pid).keys() - {victim}) == 2, "a successor")
+    after = daemons_of(command.pid)
+    assert survivor in after and set(after.values()) == set(daemons.values())
+    assert len(starts(log)) == 2
+
+    Path(f"{log}.end").touch()
+    assert command.wait(60.0) == 0
+    assert not daemons_of(command.pid)
+
+
+def test_a_server_that_cannot_start_is_given_up(up):
+    run, log = up
+    command = run("--", "--fail")
+    assert command.wait(120.0) == 3
+    assert len(starts(log)) == 3
+    assert "has ended 3 times" in command.stderr.read()
