@@ -1,6 +1,7 @@
 """`worker-client up-vllm` with a stand-in for vLLM's program: what it is given, and who is started
 again when it or a daemon dies."""
 
+import asyncio
 import contextlib
 import json
 import os
@@ -12,11 +13,13 @@ from pathlib import Path
 import pytest
 
 from tests.support.waiting import wait_until
+from worker_client.vllm.health import DaemonsHealth
 
 SERVER = """#!{python}
 import json, os, signal, sys, time
+endpoints = os.environ["WORKER_DAEMON_ENDPOINTS"]
 with open({log!r}, "a") as log:
-    words = {{"pid": os.getpid(), "argv": sys.argv[1:], "endpoints": os.environ["WORKER_DAEMON_ENDPOINTS"]}}
+    words = {{"pid": os.getpid(), "argv": sys.argv[1:], "endpoints": endpoints}}
     log.write(json.dumps(words) + "\\n")
 if "--fail" in sys.argv:
     sys.exit(3)
@@ -72,7 +75,8 @@ def test_a_killed_server_and_a_killed_daemon_are_started_again(up, checkpoint):
     daemons = daemons_of(command.pid)
     model = str(checkpoint().path.resolve())
     shape = ["--pipeline-parallel-size", "2", "--tensor-parallel-size", "1"]
-    assert first["argv"] == ["serve", model, *shape, "--port", "8000"]
+    health = ["--middleware", "worker_client.vllm.health.DaemonsHealth"]
+    assert first["argv"] == ["serve", model, *shape, *health, "--port", "8000"]
     assert set(first["endpoints"].split(",")) == set(daemons.values()) and len(daemons) == 2
 
     os.kill(first["pid"], signal.SIGKILL)
@@ -90,6 +94,35 @@ def test_a_killed_server_and_a_killed_daemon_are_started_again(up, checkpoint):
     Path(f"{log}.end").touch()
     assert command.wait(60.0) == 0
     assert not daemons_of(command.pid)
+
+
+def test_health_has_the_state_of_each_daemon(daemons, monkeypatch):
+    (endpoint,) = daemons.endpoints(1)
+    missing = f"{endpoint}-missing"
+    for endpoints, expected in (([endpoint], 200), ([endpoint, missing], 503)):
+        monkeypatch.setenv("WORKER_DAEMON_ENDPOINTS", ",".join(endpoints))
+        status, headers = asyncio.run(ask_health())
+        assert status == expected
+        reports = json.loads(headers[b"worker-daemons"])
+        assert [each["endpoint"] for each in reports] == endpoints
+        assert reports[0]["healthy"] and reports[0]["serving"] == "SERVING"
+        assert all("nothing listens" in each["why"] for each in reports[1:])
+
+
+async def ask_health():
+    """Return status and headers of /health, from a server that answers 200 to all."""
+
+    async def server(scope, receive, send):
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"a", b"b")]})
+        await send({"type": "http.response.body", "body": b""})
+
+    sent = []
+
+    async def send(message):
+        sent.append(message)
+
+    await DaemonsHealth(server)({"type": "http", "path": "/health"}, None, send)
+    return sent[0]["status"], dict(sent[0]["headers"])
 
 
 def test_a_server_that_cannot_start_is_given_up(up):

@@ -15,6 +15,7 @@ from worker_client.errors import LaunchError
 from worker_client.launcher import LocalDaemons
 from worker_client.vllm.settings import ENDPOINTS_VARIABLE
 
+HEALTH: Final = "worker_client.vllm.health.DaemonsHealth"
 POLL_S: Final = 0.2
 STOP_S: Final = 30.0
 """Time for the server to end after SIGTERM."""
@@ -43,7 +44,8 @@ def up_vllm(
     devices = [f"cuda:{i}" if kind is Device.CUDA else "cpu" for i in range(size)]
     words = [vllm, "serve", str(model.resolve())]
     words += ["--pipeline-parallel-size", str(pipeline_parallel_size)]
-    words += ["--tensor-parallel-size", str(tensor_parallel_size), *(options or ())]
+    words += ["--tensor-parallel-size", str(tensor_parallel_size), "--middleware", HEALTH]
+    words += options or ()
     with LocalDaemons(devices, model.resolve(), lora_root=lora_root) as daemons:
         _supervise(words, daemons)
 
