@@ -1,36 +1,97 @@
-"""Products with LoRA adapters under Triton's interpreter against fp64; run by test_interpreted.
+"""Matrix products with LoRA adapters under Triton's interpreter against fp64; run by
+test_interpreted.
 
-The interpreter multiplies bf16 tiles wrongly, so they run in bf16 in tests/gpu/test_adapters.py.
+The interpreter holds bf16 as integers and multiplies those; here it multiplies their values.
 """
 
+from typing import Any
+
+import numpy as np
 import pytest
 import torch
+import triton.language as tl
+from triton.runtime import interpreter
 
 from tests.support.adapter_products import check, draw
+from worker_daemon.kernels.linear import ThinLinear
 from worker_daemon.kernels.lora import AdapterProducts
+from worker_daemon.kernels.lora_fused import FusedShrink
+from worker_daemon.kernels.tuning import MatrixTile, Tuning
 
-PRODUCTS = AdapterProducts(torch.device("cpu"))
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
-@pytest.mark.parametrize(
+CPU = torch.device("cpu")
+TILES = (
+    MatrixTile(16, 32, num_splits=1, num_warps=4, num_stages=2, prefetch=0),
+    MatrixTile(32, 16, num_splits=2, num_warps=4, num_stages=2, prefetch=0),
+)
+CASES = pytest.mark.parametrize(
     ("num_rows", "num_slots", "rank", "outputs", "num_inputs"),
     [
         (5, 3, 8, (40, 24, 24), 200),
-        (1, 1, 16, (64,), 128),
+        (2, 1, 16, (64,), 128),
         (64, 8, 4, (130, 130), 72),
-        (150, 4, 20, (48, 16, 16), 96),
-        (130, 2, 80, (33,), 260),
+        (17, 9, 24, (48, 16, 16), 96),
+        (21, 3, 80, (33,), 260),
+        (16, 5, 64, (48, 48), 64),
     ],
 )
-def test_rows_get_the_product_of_their_adapter(
+
+
+@pytest.fixture(autouse=True)
+def products_of_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
+    create = interpreter.InterpreterBuilder.create_dot
+
+    def values(handle: Any) -> Any:
+        if handle.dtype.scalar != tl.bfloat16:
+            return handle
+        bits = handle.data.astype(np.uint32) << 16
+        return interpreter.TensorHandle(bits.view(np.float32), tl.float32)
+
+    def create_dot(self: Any, a: Any, b: Any, *rest: Any) -> Any:
+        return create(self, values(a), values(b), *rest)
+
+    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", create_dot)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("group_ranks", [0, 64], ids=["single", "grouped"])
+@pytest.mark.parametrize(
+    ("num_rows", "num_slots", "rank", "outputs", "num_inputs"),
+    [(1, 1, 16, (64,), 128), (64, 8, 4, (70, 20), 72), (130, 2, 80, (33,), 200)],
+)
+def test_a_product_that_is_added(
     num_rows: int,
     num_slots: int,
     rank: int,
     outputs: tuple[int, ...],
     num_inputs: int,
     dtype: torch.dtype,
+    group_ranks: int,
 ) -> None:
     case = draw(num_rows, num_slots, rank, outputs, num_inputs, dtype, "cpu", seed=num_rows)
+    base = torch.nn.functional.linear(case.x, case.weight, case.bias)
+    products = AdapterProducts(CPU, group_ranks)
     for _ in range(2):  # the counters are zero again
-        check(PRODUCTS, case)
+        y = base.clone()
+        products.add(y, case.x, case.adapters, case.token_slots)
+        check(y, base, case)
+
+
+@pytest.mark.parametrize("tile", TILES, ids=["one share", "two shares"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@CASES
+def test_fused(
+    num_rows: int,
+    num_slots: int,
+    rank: int,
+    outputs: tuple[int, ...],
+    num_inputs: int,
+    dtype: torch.dtype,
+    tile: MatrixTile,
+) -> None:
+    case = draw(num_rows, num_slots, rank, outputs, num_inputs, dtype, "cpu", seed=num_rows)
+    shape = (*case.weight.shape, 1 << max(4, (num_rows - 1).bit_length()))
+    base = ThinLinear(CPU, Tuning({shape: tile})).linear(case.x, case.weight, case.bias)
+    fused = FusedShrink(CPU)
+    for _ in range(2):
+        y = fused.linear(case.x, case.weight, case.bias, case.adapters, case.token_slots, tile)
+        check(y, base, case)
