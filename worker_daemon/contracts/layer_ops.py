@@ -91,6 +91,16 @@ class LayerOps(Protocol):
         token_slots int32 [N]: 0 adds nothing and leaves the row's bits, s + 1 adds the adapter of
         slot s, and a negative one makes the row NaN."""
 
+    def adapted_gated_linear(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        adapters: AdapterWeights,
+        token_slots: Tensor,
+    ) -> Tensor:
+        """silu(gate) * up, (gate, up) = adapted_linear(...): see gated_linear."""
+
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """x / sqrt(mean(x^2) + eps) * weight over H, in float32, rounded once: x [N, H], weight
         [H] -> [N, H]."""

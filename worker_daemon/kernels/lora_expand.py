@@ -27,6 +27,7 @@ _MAX_RANK_TILE: Final = 64
 _GROUP_RANKS: Final = 128
 """Ranks, of several slots, that are multiplied at once."""
 _MANY_OUTPUTS: Final = 8192
+_GATE_TILE: Final = 64
 
 
 def add_expanded(
@@ -41,44 +42,83 @@ def add_expanded(
     shrunk: s, float32 [M, L * G * r], contiguous: A x of every row in every slot that a row uses,
     anything in the others. token_slots: int32 [M], see LayerOps.adapted_linear.
     """
-    b, ends = adapters.b, adapters.ends
-    num_rows, num_outputs = y.shape
-    num_slots, _, rank = b.shape
-    assert num_rows <= MAX_ROWS
+    ends = adapters.ends
+    num_outputs = y.shape[1]
     assert len(ends) <= _MAX_MERGED
-    assert b.dtype == y.dtype != torch.float32
-    assert y.stride(1) == b.stride(2) == 1
-    assert b.stride(1) == rank
-    assert shrunk.shape == (num_rows, adapters.a.shape[0] * adapters.a.shape[1])
-    assert shrunk.is_contiguous()
     block_n = 128 if num_outputs > _MANY_OUTPUTS else 64
     starts = (0, *ends[:-1])
     tiles = sum(triton.cdiv(end - start, block_n) for start, end in zip(starts, ends, strict=True))
     end0, end1, end2 = (*ends, *[num_outputs] * (_MAX_MERGED - len(ends)))
-    block_rank = max(16, min(_MAX_RANK_TILE, triton.next_power_of_2(rank)))
     _expand_kernel[(tiles,)](
         y,
         shrunk,
-        b,
+        adapters.b,
         token_slots,
-        num_rows,
+        y.shape[0],
         end0,
         end1,
         end2,
         y.stride(0),
-        b.stride(0),
-        SLOTS=num_slots,
-        RANKS=len(ends) * rank,
-        RANK=rank,
-        BLOCK_M=max(16, triton.next_power_of_2(num_rows)),
+        adapters.b.stride(0),
         BLOCK_N=block_n,
-        BLOCK_RANK=block_rank,
-        GROUP=slots_of_group(num_slots, block_rank, _GROUP_RANKS),
-        PDL=pdl,
         num_warps=8 if block_n > 64 else 4,
-        enable_fp_fusion=True,
-        **launch_options(pdl),
+        **_options(y, shrunk, adapters, pdl),
     )
+
+
+def gate_expanded(
+    gate_up: torch.Tensor,
+    shrunk: torch.Tensor,
+    adapters: AdapterWeights,
+    token_slots: torch.Tensor,
+    pdl: bool,
+) -> torch.Tensor:
+    """gate_up [M, 2 I], contiguous -> silu(gate) * up [M, I] of gate_up + B s, which is rounded
+    first; gate_up is unchanged. The rest is as for add_expanded."""
+    num_rows, size = gate_up.shape[0], gate_up.shape[1] // 2
+    assert adapters.ends == (size, 2 * size)
+    assert gate_up.is_contiguous()
+    out = gate_up.new_empty(num_rows, size)
+    _gate_kernel[(triton.cdiv(size, _GATE_TILE),)](
+        out,
+        gate_up,
+        shrunk,
+        adapters.b,
+        token_slots,
+        num_rows,
+        size,
+        adapters.b.stride(0),
+        BLOCK_N=_GATE_TILE,
+        num_warps=8,
+        **_options(gate_up, shrunk, adapters, pdl),
+    )
+    return out
+
+
+def _options(
+    y: torch.Tensor, shrunk: torch.Tensor, adapters: AdapterWeights, pdl: bool
+) -> dict[str, object]:
+    a, b, ends = adapters
+    num_rows = y.shape[0]
+    num_slots, _, rank = b.shape
+    assert num_rows <= MAX_ROWS
+    assert b.dtype == y.dtype != torch.float32
+    assert y.stride(1) == b.stride(2) == 1
+    assert b.stride(1) == rank
+    assert shrunk.shape == (num_rows, a.shape[0] * a.shape[1])
+    assert shrunk.is_contiguous()
+    block_rank = max(16, min(_MAX_RANK_TILE, triton.next_power_of_2(rank)))
+    return {
+        "SLOTS": num_slots,
+        "RANKS": len(ends) * rank,
+        "RANK": rank,
+        "BLOCK_M": max(16, triton.next_power_of_2(num_rows)),
+        "BLOCK_RANK": block_rank,
+        "GROUP": slots_of_group(num_slots, block_rank, _GROUP_RANKS),
+        "PDL": pdl,
+        "enable_fp_fusion": True,
+        **launch_options(pdl),
+    }
 
 
 def slots_of_group(num_slots: int, block_rank: int, group_ranks: int) -> int:
@@ -122,12 +162,100 @@ def _expand_kernel(
     y_here = y + m.to(tl.int64)[None, :] * y_stride + output[:, None]
     changes = (slot != -1)[None, :] & is_output[:, None]
     base = tl.load(y_here, mask=changes, other=0.0)
-    s_row = shrunk + (m * (SLOTS * RANKS) + slot * RANKS + matrix * RANK)[None, :]
-    acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    own_row = shrunk + m * (SLOTS * RANKS) + slot * RANKS + matrix * RANK
+    total = _expand(
+        base, weight, own_row, b_row, slot, is_output, slot_stride, SLOTS, RANK, BLOCK_RANK, GROUP
+    )
+    tl.store(y_here, total, mask=changes)
+
+
+@launched
+@triton.jit(do_not_specialize=["num_rows"])
+def _gate_kernel(
+    out,
+    gate_up,
+    shrunk,
+    b,
+    token_slots,
+    num_rows,
+    size,
+    slot_stride,
+    SLOTS: tl.constexpr,
+    RANKS: tl.constexpr,
+    RANK: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_RANK: tl.constexpr,
+    GROUP: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    start_next(PDL)
+    output = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    is_output = output < size
+    m = tl.arange(0, BLOCK_M)
+    slot = tl.load(token_slots + m, mask=m < num_rows, other=0) - 1
+    gate_b = b + output.to(tl.int64) * RANK
+    up_b = gate_b + size.to(tl.int64) * RANK
+    gate_weight = load_group(gate_b, slot, 0, 0, is_output, slot_stride, RANK, BLOCK_RANK, GROUP)
+    up_weight = load_group(up_b, slot, 0, 0, is_output, slot_stride, RANK, BLOCK_RANK, GROUP)
+    await_previous(PDL)
+    row = m.to(tl.int64)[None, :]
+    stored = (m < num_rows)[None, :] & is_output[:, None]
+    here = gate_up + row * (2 * size) + output[:, None]
+    gate = tl.load(here, mask=stored, other=0.0)
+    up = tl.load(here + size, mask=stored, other=0.0)
+    own_row = shrunk + m * (SLOTS * RANKS) + slot * RANKS
+    gate = _expand(
+        gate,
+        gate_weight,
+        own_row,
+        gate_b,
+        slot,
+        is_output,
+        slot_stride,
+        SLOTS,
+        RANK,
+        BLOCK_RANK,
+        GROUP,
+    ).to(tl.float32)
+    up = _expand(
+        up,
+        up_weight,
+        own_row + RANK,
+        up_b,
+        slot,
+        is_output,
+        slot_stride,
+        SLOTS,
+        RANK,
+        BLOCK_RANK,
+        GROUP,
+    ).to(tl.float32)
+    result = gate * tl.sigmoid(gate) * up
+    tl.store(out + row * size + output[:, None], result.to(out.dtype.element_ty), mask=stored)
+
+
+@triton.jit
+def _expand(
+    base,
+    weight,
+    own_row,
+    b_row,
+    slot,
+    is_output,
+    slot_stride,
+    SLOTS: tl.constexpr,
+    RANK: tl.constexpr,
+    BLOCK_RANK: tl.constexpr,
+    GROUP: tl.constexpr,
+):
+    """Return base [BLOCK_N, BLOCK_M] plus B's product, rounded to base's type. weight: B of the
+    first GROUP slots and BLOCK_RANK ranks. own_row: each row's first value of s."""
+    acc = tl.zeros(base.shape, tl.float32)
     for start in tl.static_range(0, RANK, BLOCK_RANK):
         rank = start + tl.arange(0, BLOCK_RANK)
         is_own = (slot >= 0)[None, :] & (rank < RANK)[:, None]
-        own = tl.load(s_row + rank[:, None], mask=is_own, other=0.0)
+        own = tl.load(own_row[None, :] + rank[:, None], mask=is_own, other=0.0)
         if start > 0:
             weight = load_group(
                 b_row, slot, 0, start, is_output, slot_stride, RANK, BLOCK_RANK, GROUP
@@ -140,9 +268,8 @@ def _expand_kernel(
                     b_row, slot, other, start, is_output, slot_stride, RANK, BLOCK_RANK, GROUP
                 )
                 acc = multiply_group(more, own, slot, other, acc, GROUP)
-    total = base.to(tl.float32) + acc
-    total = tl.where((slot < -1)[None, :], float("nan"), total)
-    tl.store(y_here, total.to(y.dtype.element_ty), mask=changes)
+    total = tl.where((slot < -1)[None, :], float("nan"), base.to(tl.float32) + acc)
+    return tl.where((slot == -1)[None, :], base, total.to(base.dtype))
 
 
 @triton.jit

@@ -23,7 +23,7 @@ from worker_daemon.kernels.launch import (
     start_next,
 )
 from worker_daemon.kernels.linear import MAX_TILES, add_columns, has_aligned_rows, store_tile
-from worker_daemon.kernels.lora_expand import add_expanded
+from worker_daemon.kernels.lora_expand import add_expanded, gate_expanded
 from worker_daemon.kernels.prefetch import prefetch
 from worker_daemon.kernels.tuning import MatrixTile
 
@@ -50,30 +50,42 @@ class FusedShrink:
     ) -> torch.Tensor:
         """See LayerOps.adapted_linear. tile: that of x and W alone, so that rows without an adapter
         get the base model's bits."""
-        y = x.new_empty(x.shape[0], weight.shape[0])
-        shrunk = shrunk_of(x, adapters)
-        self._launch(y, shrunk, x, weight, bias, adapters, token_slots, tile)
+        y, shrunk = self._multiply(x, weight, bias, adapters, token_slots, tile)
         add_expanded(y, shrunk, adapters, token_slots, self._pdl)
         return y
 
-    def _launch(
+    def gated_linear(
         self,
-        y: torch.Tensor,
-        shrunk: torch.Tensor,
         x: torch.Tensor,
         weight: torch.Tensor,
         bias: torch.Tensor | None,
         adapters: AdapterWeights,
         token_slots: torch.Tensor,
         tile: MatrixTile,
-    ) -> None:
+    ) -> torch.Tensor:
+        """See LayerOps.adapted_gated_linear; tile: as for linear."""
+        gate_up, shrunk = self._multiply(x, weight, bias, adapters, token_slots, tile)
+        return gate_expanded(gate_up, shrunk, adapters, token_slots, self._pdl)
+
+    def _multiply(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        adapters: AdapterWeights,
+        token_slots: torch.Tensor,
+        tile: MatrixTile,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return x W^T + bias and A x of all slots."""
         a = adapters.a
         num_rows, num_inputs = x.shape
         num_outputs = weight.shape[0]
+        num_slots, num_ranks = a.shape[:2]
+        y = x.new_empty(num_rows, num_outputs)
+        shrunk = x.new_empty(num_rows, num_slots * num_ranks, dtype=torch.float32)
         assert a.dtype == x.dtype == weight.dtype
         assert x.stride(1) == weight.stride(1) == y.stride(1) == a.stride(2) == 1
         assert a.stride(1) == num_inputs
-        num_slots, num_ranks = a.shape[:2]
         splits, block_o = tile.num_splits, tile.block_o
         num_tiles = triton.cdiv(num_slots * num_ranks, block_o) + triton.cdiv(num_outputs, block_o)
         assert splits == 1 or num_tiles <= MAX_TILES
@@ -113,12 +125,7 @@ class FusedShrink:
             enable_fp_fusion=True,
             **launch_options(self._pdl),
         )
-
-
-def shrunk_of(x: torch.Tensor, adapters: AdapterWeights) -> torch.Tensor:
-    """Return memory for A x of all slots: float32 [M, L * G * r]."""
-    num_slots, num_ranks = adapters.a.shape[:2]
-    return torch.empty(x.shape[0], num_slots * num_ranks, dtype=torch.float32, device=x.device)
+        return y, shrunk
 
 
 @launched

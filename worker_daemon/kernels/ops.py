@@ -92,6 +92,17 @@ class TritonOps:
         """x [N, K], weight [M, K], bias [M], token_slots int32 [N] -> [N, M]."""
         return self._adapted.linear(x, weight, bias, adapters, token_slots)
 
+    def adapted_gated_linear(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        adapters: AdapterWeights,
+        token_slots: torch.Tensor,
+    ) -> torch.Tensor:
+        """x [N, K], weight [2 I, K], gate first, bias [2 I], token_slots int32 [N] -> [N, I]."""
+        return self._adapted.gated_linear(x, weight, bias, adapters, token_slots)
+
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         """x [N, H], weight [H] -> [N, H]."""
         return rms_norm(x, weight, eps, pdl=self._pdl)

@@ -162,9 +162,11 @@ class AdaptedLinearMethod(LinearMethod):
         return self.forward(normed), total
 
     def forward_gated(self, x: Tensor) -> Tensor:
-        if self._adapters.token_slots is None:
+        token_slots = self._adapters.token_slots
+        if token_slots is None:
             return super().forward_gated(x)
-        return self._ops.silu_and_mul(self.forward(x))
+        weights = self._adapters.weights(self._number)
+        return self._ops.adapted_gated_linear(x, *self._matrix, weights, token_slots)
 
     def forward_normed_gated(self, source: NormedSum) -> tuple[Tensor, Tensor]:
         if self._adapters.token_slots is None:

@@ -65,6 +65,16 @@ class TorchOps:
             y[rows] = (y[rows].float() + torch.cat(parts, dim=1)).to(y.dtype)
         return y
 
+    def adapted_gated_linear(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        adapters: AdapterWeights,
+        token_slots: Tensor,
+    ) -> Tensor:
+        return self.silu_and_mul(self.adapted_linear(x, weight, bias, adapters, token_slots))
+
     def silu_and_mul(self, gate_up: Tensor) -> Tensor:
         """silu(gate) * up: gate_up [N, 2 I], gate first -> [N, I]."""
         gate, up = gate_up.chunk(2, dim=-1)

@@ -13,6 +13,7 @@ import triton.language as tl
 from triton.runtime import interpreter
 
 from tests.support.adapter_products import check, draw
+from worker_daemon.kernels.activation import silu_and_mul
 from worker_daemon.kernels.linear import ThinLinear
 from worker_daemon.kernels.lora import AdapterProducts
 from worker_daemon.kernels.lora_fused import FusedShrink
@@ -93,5 +94,23 @@ def test_fused(
     base = ThinLinear(CPU, Tuning({shape: tile})).linear(case.x, case.weight, case.bias)
     fused = FusedShrink(CPU)
     for _ in range(2):
-        y = fused.linear(case.x, case.weight, case.bias, case.adapters, case.token_slots, tile)
+        y = fused.linear(*case[:-1], tile)
         check(y, base, case)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("num_rows", "num_slots", "rank", "size", "num_inputs"),
+    [(5, 3, 8, 40, 200), (64, 9, 16, 70, 72), (17, 2, 80, 33, 64)],
+)
+def test_a_fused_product_with_gate(
+    num_rows: int, num_slots: int, rank: int, size: int, num_inputs: int, dtype: torch.dtype
+) -> None:
+    """The same bits as of two kernels."""
+    case = draw(num_rows, num_slots, rank, (size, size), num_inputs, dtype, "cpu", seed=num_rows)
+    fused = FusedShrink(CPU)
+    y = fused.linear(*case[:-1], TILES[0])
+    gated = fused.gated_linear(*case[:-1], TILES[0])
+    missing = case.token_slots < 0
+    assert bool(gated[missing].isnan().all())
+    assert torch.equal(gated[~missing], silu_and_mul(y)[~missing])
