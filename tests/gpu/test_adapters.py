@@ -4,7 +4,8 @@ fp64. Tiles are those of the H200, on any GPU."""
 import pytest
 import torch
 
-from tests.support.adapter_products import check, draw
+from benchmarks.paged_reference import relative_error
+from tests.support.adapter_products import BOUNDS, check, draw
 from worker_daemon.contracts.layer_ops import AdapterWeights
 from worker_daemon.kernels.adapted_linear import VARIANTS
 from worker_daemon.kernels.linear import ThinLinear
@@ -47,6 +48,25 @@ def test_decodes(
     adapted = VARIANTS[variant](torch.device("cuda"), linear)
     for _ in range(3):
         check(adapted.linear(*case[:-1]), base, case)
+
+
+@EACH
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(("num_rows", "num_slots", "rank"), [(64, 8, 16), (9, 20, 64)])
+def test_gated_decodes(
+    num_rows: int, num_slots: int, rank: int, dtype: torch.dtype, variant: str
+) -> None:
+    case = draw(num_rows, num_slots, rank, *GATE_UP, dtype, "cuda", seed=num_rows)
+    adapted = VARIANTS[variant](torch.device("cuda"), thin())
+    y = adapted.gated_linear(*case[:-1])
+    gate, up = case.expected.chunk(2, dim=1)
+    expected = torch.nn.functional.silu(gate) * up
+    there = case.token_slots >= 0
+    assert bool(y[~there].isnan().all())
+    assert relative_error(y[there], expected[there]) < BOUNDS[dtype]
+    base = adapted.gated_linear(*case[:-2], torch.zeros_like(case.token_slots))
+    is_base = case.token_slots == 0
+    assert torch.equal(y[is_base], base[is_base])
 
 
 @EACH

@@ -12,29 +12,18 @@ import torch
 import triton.language as tl
 from triton.runtime import interpreter
 
+from benchmarks.lora import compare_variants, dry_setting
 from tests.support.adapter_products import check, draw
 from worker_daemon.kernels.activation import silu_and_mul
+from worker_daemon.kernels.adapted_linear import VARIANTS
 from worker_daemon.kernels.linear import ThinLinear
 from worker_daemon.kernels.lora import AdapterProducts
 from worker_daemon.kernels.lora_fused import FusedShrink
 from worker_daemon.kernels.tuning import MatrixTile, Tuning
 
 CPU = torch.device("cpu")
-TILES = (
-    MatrixTile(16, 32, num_splits=1, num_warps=4, num_stages=2, prefetch=0),
-    MatrixTile(32, 16, num_splits=2, num_warps=4, num_stages=2, prefetch=0),
-)
-CASES = pytest.mark.parametrize(
-    ("num_rows", "num_slots", "rank", "outputs", "num_inputs"),
-    [
-        (5, 3, 8, (40, 24, 24), 200),
-        (2, 1, 16, (64,), 128),
-        (64, 8, 4, (130, 130), 72),
-        (17, 9, 24, (48, 16, 16), 96),
-        (21, 3, 80, (33,), 260),
-        (16, 5, 64, (48, 48), 64),
-    ],
-)
+ONE_SHARE = MatrixTile(16, 32, num_splits=1, num_warps=4, num_stages=2, prefetch=0)
+TWO_SHARES = MatrixTile(32, 16, num_splits=2, num_warps=4, num_stages=2, prefetch=0)
 
 
 @pytest.fixture(autouse=True)
@@ -53,11 +42,19 @@ def products_of_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", create_dot)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize("group_ranks", [0, 64], ids=["single", "grouped"])
+@pytest.mark.parametrize(
+    ("dtype", "group_ranks"),
+    [(torch.float16, 0), (torch.float32, 0), (torch.float16, 64), (torch.bfloat16, 64)],
+    ids=["fp16", "fp32", "fp16 grouped", "bf16 grouped"],
+)
 @pytest.mark.parametrize(
     ("num_rows", "num_slots", "rank", "outputs", "num_inputs"),
-    [(1, 1, 16, (64,), 128), (64, 8, 4, (70, 20), 72), (130, 2, 80, (33,), 200)],
+    [
+        (1, 1, 16, (64,), 128),
+        (5, 3, 8, (40, 24, 24), 200),
+        (64, 8, 4, (70, 20), 72),
+        (130, 2, 80, (33,), 200),
+    ],
 )
 def test_a_product_that_is_added(
     num_rows: int,
@@ -77,9 +74,17 @@ def test_a_product_that_is_added(
         check(y, base, case)
 
 
-@pytest.mark.parametrize("tile", TILES, ids=["one share", "two shares"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-@CASES
+@pytest.mark.parametrize(
+    ("num_rows", "num_slots", "rank", "outputs", "num_inputs", "tile"),
+    [
+        (5, 3, 8, (40, 24, 24), 200, TWO_SHARES),
+        (2, 1, 16, (64,), 128, ONE_SHARE),
+        (64, 8, 4, (70, 20), 72, ONE_SHARE),
+        (17, 9, 24, (48, 16, 16), 96, TWO_SHARES),
+        (21, 3, 80, (33,), 72, ONE_SHARE),
+    ],
+)
 def test_fused(
     num_rows: int,
     num_slots: int,
@@ -98,10 +103,13 @@ def test_fused(
         check(y, base, case)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(
-    ("num_rows", "num_slots", "rank", "size", "num_inputs"),
-    [(5, 3, 8, 40, 200), (64, 9, 16, 70, 72), (17, 2, 80, 33, 64)],
+    ("num_rows", "num_slots", "rank", "size", "num_inputs", "dtype"),
+    [
+        (5, 3, 8, 40, 200, torch.bfloat16),
+        (17, 9, 16, 70, 72, torch.float16),
+        (16, 2, 80, 33, 64, torch.bfloat16),
+    ],
 )
 def test_a_fused_product_with_gate(
     num_rows: int, num_slots: int, rank: int, size: int, num_inputs: int, dtype: torch.dtype
@@ -109,8 +117,15 @@ def test_a_fused_product_with_gate(
     """The same bits as of two kernels."""
     case = draw(num_rows, num_slots, rank, (size, size), num_inputs, dtype, "cpu", seed=num_rows)
     fused = FusedShrink(CPU)
-    y = fused.linear(*case[:-1], TILES[0])
-    gated = fused.gated_linear(*case[:-1], TILES[0])
+    y = fused.linear(*case[:-1], ONE_SHARE)
+    gated = fused.gated_linear(*case[:-1], ONE_SHARE)
     missing = case.token_slots < 0
     assert bool(gated[missing].isnan().all())
     assert torch.equal(gated[~missing], silu_and_mul(y)[~missing])
+
+
+def test_the_benchmark_runs() -> None:
+    """It compares each result with fp64."""
+    figures = compare_variants(dry_setting(), list(VARIANTS))
+    names = {figure.name for figure in figures}
+    assert {f"layer {column}" for column in ("alone", *VARIANTS, "floor")} <= names
