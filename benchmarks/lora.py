@@ -142,12 +142,13 @@ def expected_of(products: Products, gated: bool) -> torch.Tensor:
     """Return the result of the first layer in fp64."""
     x, (a, b, ends) = products.x.double(), products.adapters[0]
     rank, own = b.shape[2], products.token_slots.long() - 1
-    shrunk = torch.einsum("nk,lrk->lnr", x, a.double())[own, torch.arange(len(x))]
+    row = torch.arange(len(x), device=x.device)
+    shrunk = torch.einsum("nk,lrk->lnr", x, a.double())[own, row]
     added = []
     for index, (start, end) in enumerate(zip((0, *ends), ends, strict=False)):
         part = shrunk[:, index * rank : (index + 1) * rank]
         every = torch.einsum("nr,lor->lno", part, b[:, start:end].double())
-        added.append(every[own, torch.arange(len(x))])
+        added.append(every[own, row])
     y = x @ products.weights[0].double().T + torch.cat(added, dim=1)
     if not gated:
         return y

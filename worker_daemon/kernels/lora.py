@@ -26,12 +26,7 @@ from worker_daemon.kernels.launch import (
     launch_options,
     start_next,
 )
-from worker_daemon.kernels.lora_expand import (
-    load_group,
-    merged_tile,
-    multiply_group,
-    slots_of_group,
-)
+from worker_daemon.kernels.lora_expand import add_slots, load_group, merged_tile, slots_of_group
 from worker_daemon.kernels.prefetch import prefetch
 
 MAX_ROW_TILES: Final = 1024
@@ -408,16 +403,24 @@ def _expand(
                 weight = load_group(
                     b_row, slot, 0, start, is_output, slot_stride, RANK, BLOCK_RANK, GROUP
                 )
-            acc = multiply_group(weight, shrunk, slot, 0, acc, GROUP)
-        for index in range(0 if GROUP == 1 else GROUP, SLOTS, GROUP):
-            mine = (slot >= index) & (slot < index + GROUP)
-            if tl.max(mine.to(tl.int32), axis=0) > 0:
-                if GROUP > 1:
-                    more = load_group(
-                        b_row, slot, index, start, is_output, slot_stride, RANK, BLOCK_RANK, GROUP
-                    )
-                    acc = multiply_group(more, shrunk, slot, index, acc, GROUP)
-                else:
+            acc = add_slots(
+                acc,
+                weight,
+                shrunk,
+                b_row,
+                slot,
+                start,
+                is_output,
+                slot_stride,
+                SLOTS,
+                RANK,
+                BLOCK_RANK,
+                GROUP,
+            )
+        else:
+            for index in range(SLOTS):
+                mine = slot == index
+                if tl.max(mine.to(tl.int32), axis=0) > 0:
                     b_here = b_row[:, None] + slot_stride.to(tl.int64) * index
                     one = tl.load(
                         b_here + rank[None, :],

@@ -260,14 +260,20 @@ def _expand(
             weight = load_group(
                 b_row, slot, 0, start, is_output, slot_stride, RANK, BLOCK_RANK, GROUP
             )
-        acc = multiply_group(weight, own, slot, 0, acc, GROUP)
-        for other in range(GROUP, SLOTS, GROUP):
-            is_mine = (slot >= other) & (slot < other + GROUP)
-            if tl.max(is_mine.to(tl.int32), axis=0) > 0:
-                more = load_group(
-                    b_row, slot, other, start, is_output, slot_stride, RANK, BLOCK_RANK, GROUP
-                )
-                acc = multiply_group(more, own, slot, other, acc, GROUP)
+        acc = add_slots(
+            acc,
+            weight,
+            own,
+            b_row,
+            slot,
+            start,
+            is_output,
+            slot_stride,
+            SLOTS,
+            RANK,
+            BLOCK_RANK,
+            GROUP,
+        )
     total = tl.where((slot < -1)[None, :], float("nan"), base.to(tl.float32) + acc)
     return tl.where((slot == -1)[None, :], base, total.to(base.dtype))
 
@@ -313,7 +319,35 @@ def load_group(
 
 
 @triton.jit
-def multiply_group(weight, own, slot, first_slot, acc, GROUP: tl.constexpr):
+def add_slots(
+    acc,
+    weight,
+    own,
+    b_row,
+    slot,
+    first_rank,
+    is_output,
+    slot_stride,
+    SLOTS: tl.constexpr,
+    RANK: tl.constexpr,
+    BLOCK_RANK: tl.constexpr,
+    GROUP: tl.constexpr,
+):
+    """Add B's product with own [BLOCK_RANK, BLOCK_M], float32, in the slots of the rows. weight: B
+    of the first GROUP slots; it is loaded here for the others."""
+    acc = _multiply_group(weight, own, slot, 0, acc, GROUP)
+    for other in range(GROUP, SLOTS, GROUP):
+        is_mine = (slot >= other) & (slot < other + GROUP)
+        if tl.max(is_mine.to(tl.int32), axis=0) > 0:
+            more = load_group(
+                b_row, slot, other, first_rank, is_output, slot_stride, RANK, BLOCK_RANK, GROUP
+            )
+            acc = _multiply_group(more, own, slot, other, acc, GROUP)
+    return acc
+
+
+@triton.jit
+def _multiply_group(weight, own, slot, first_slot, acc, GROUP: tl.constexpr):
     """Add B's product with own [BLOCK_RANK, BLOCK_M], float32, each row's values in its slot.
 
     bf16 weights are multiplied by own's leading bits and by what they leave, 16 bits in all; others
