@@ -26,12 +26,20 @@ def thin() -> ThinLinear:
 
 
 @EACH
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize(
     ("outputs", "num_inputs"), [QKV, GATE_UP, DOWN], ids=["qkv", "mlp", "down"]
 )
 @pytest.mark.parametrize(
-    ("num_rows", "num_slots", "rank"), [(64, 8, 16), (1, 8, 16), (33, 3, 64), (20, 5, 24)]
+    ("dtype", "num_rows", "num_slots", "rank"),
+    [
+        (torch.bfloat16, 64, 8, 16),
+        (torch.bfloat16, 1, 8, 16),
+        (torch.bfloat16, 33, 3, 64),
+        (torch.bfloat16, 12, 20, 24),
+        (torch.float16, 64, 8, 16),
+        (torch.float32, 33, 3, 64),
+    ],
+    ids=str,
 )
 def test_decodes(
     num_rows: int,
