@@ -1,15 +1,22 @@
 """Measures LoRA adapters: `python -m benchmarks.lora --model DIR [--out FILE]`.
 
-Products: microseconds that adapters add per merged matrix, in a graph of all layers, after the base
-model's product. Serving: decode_bs64 with dummy weights and random adapters, assigned to rows
-round-robin, compared with the same group without adapters. Target: 0.85 of its rate.
+Products: microseconds that adapters add per merged matrix (with the gate behind gate and up), in a
+graph of all layers, and their sum; with --variants, for other ways of computing them. Results are
+compared with fp64 first. The floor is the time to read A and B of all slots. Serving: decode_bs64
+with dummy weights and random adapters, assigned to rows round-robin, compared with the same group
+without adapters. Target: 0.85 of its rate.
+
+With --dry-run, tiny products run once each on the CPU, for which TRITON_INTERPRET=1 must be set.
 """
 
 import argparse
 import json
 import tempfile
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 import triton.testing
@@ -18,11 +25,21 @@ from safetensors.torch import save_file
 from benchmarks import workloads
 from benchmarks.e2e import OPTIONS, bench
 from benchmarks.floors import ModelShape
+from benchmarks.paged_reference import relative_error
 from worker_client.launcher import LocalDaemons
 from worker_daemon.contracts.layer_ops import AdapterWeights
-from worker_daemon.kernels.ops import TritonOps
+from worker_daemon.kernels.activation import silu_and_mul
+from worker_daemon.kernels.adapted_linear import DEFAULT, VARIANTS, AdaptedLinear
+from worker_daemon.kernels.launch import has_dependent_launch
+from worker_daemon.kernels.linear import ThinLinear
+from worker_daemon.kernels.tuning import MatrixTile, Tuning, load_tuning
 
 DTYPE = torch.bfloat16
+MAX_ERROR = 1e-2
+READ_BYTES_PER_S = 4.5e12
+TUNED = "NVIDIA H200"
+"""Whose tiles are used on devices that have none."""
+MOST_LAYERS = 24
 WORKLOAD = "decode_bs64"
 
 
@@ -62,22 +79,48 @@ def merged_of(shape: ModelShape) -> dict[str, tuple[tuple[int, ...], int]]:
     }
 
 
-def time_products(
-    shape: ModelShape, name: str, num_rows: int, num_slots: int, rank: int
-) -> list[Figure]:
-    """Time a matrix's product alone and with adapters, in graphs of the model's layers, each with
-    separate memory."""
-    outputs, num_inputs = merged_of(shape)[name]
-    ops = TritonOps(torch.device("cuda"))
-    layers = min(shape.num_layers, 24)
-    x = torch.randn(num_rows, num_inputs, device="cuda").to(DTYPE)
+class Setting(NamedTuple):
+    """What the products are measured with."""
+
+    shape: ModelShape
+    device: torch.device
+    dtype: torch.dtype
+    tuning: Tuning
+    num_rows: int
+    num_slots: int
+    rank: int
+    num_layers: int
+
+
+class Products(NamedTuple):
+    """The operands of one merged matrix in all layers, each with separate memory."""
+
+    x: torch.Tensor
+    weights: torch.Tensor
+    """[layers, M, K]"""
+    adapters: list[AdapterWeights]
+    token_slots: torch.Tensor
+
+    @property
+    def adapter_bytes(self) -> int:
+        """Bytes of A and B of one layer."""
+        return sum(each.numel() * each.itemsize for each in self.adapters[0][:2])
+
+
+def draw_products(setting: Setting, name: str) -> Products:
+    """Draw random operands; rows have the slots' adapters in turn."""
+    outputs, num_inputs = merged_of(setting.shape)[name]
+    layers, num_slots, rank = setting.num_layers, setting.num_slots, setting.rank
+    options: dict[str, Any] = {"device": setting.device, "dtype": setting.dtype}
     num_outputs, num_ranks = sum(outputs), len(outputs) * rank
-    weight = torch.randn(layers, num_outputs, num_inputs, device="cuda", dtype=DTYPE) / 64
     ends = tuple(sum(outputs[: index + 1]) for index in range(len(outputs)))
     a_size = num_ranks * num_inputs
-    slots = torch.randn(layers, num_slots, a_size + num_outputs * rank, device="cuda", dtype=DTYPE)
-    slots /= 64
-    token_slots = 1 + torch.arange(num_rows, dtype=torch.int32, device="cuda") % num_slots
+    weights = torch.randn(layers, num_outputs, num_inputs, **options)
+    weights /= num_inputs**0.5
+    slots = torch.randn(layers, num_slots, a_size + num_outputs * rank, **options)
+    slots[:, :, :a_size] /= num_inputs**0.5
+    slots[:, :, a_size:] /= rank**0.5
+    rows = torch.arange(setting.num_rows, dtype=torch.int32, device=setting.device)
     adapters = [
         AdapterWeights(
             each[:, :a_size].view(num_slots, num_ranks, num_inputs),
@@ -86,22 +129,88 @@ def time_products(
         )
         for each in slots
     ]
+    x = torch.randn(setting.num_rows, num_inputs, **options)
+    return Products(x, weights, adapters, 1 + rows % num_slots)
+
+
+def is_gated(name: str) -> bool:
+    """Return True for the matrix whose product is gated."""
+    return name == "gate_up"
+
+
+def expected_of(products: Products, gated: bool) -> torch.Tensor:
+    """Return the result of the first layer in fp64."""
+    x, (a, b, ends) = products.x.double(), products.adapters[0]
+    rank, own = b.shape[2], products.token_slots.long() - 1
+    row = torch.arange(len(x), device=x.device)
+    shrunk = torch.einsum("nk,lrk->lnr", x, a.double())[own, row]
+    added = []
+    for index, (start, end) in enumerate(zip((0, *ends), ends, strict=False)):
+        part = shrunk[:, index * rank : (index + 1) * rank]
+        every = torch.einsum("nr,lor->lno", part, b[:, start:end].double())
+        added.append(every[own, row])
+    y = x @ products.weights[0].double().T + torch.cat(added, dim=1)
+    if not gated:
+        return y
+    gate, up = y.chunk(2, dim=1)
+    return torch.nn.functional.silu(gate) * up
+
+
+def time_us(run: Callable[[], None], device: torch.device) -> float:
+    """Return the median time of a call in a CUDA graph; on the CPU, that of one call."""
+    if device.type == "cuda":
+        return 1e3 * float(triton.testing.do_bench_cudagraph(run, rep=50, return_mode="median"))
+    start = time.perf_counter()
+    run()
+    return 1e6 * (time.perf_counter() - start)
+
+
+def time_products(setting: Setting, name: str, variants: Sequence[str]) -> list[Figure]:
+    """Time a matrix's product alone, and what adapters add to it with each variant, per layer."""
+    products = draw_products(setting, name)
+    thin = ThinLinear(setting.device, setting.tuning)
+    gated = is_gated(name)
+    expected = expected_of(products, gated)
+    layers = range(setting.num_layers)
+    pdl = has_dependent_launch(setting.device)
 
     def alone() -> None:
-        for layer in range(layers):
-            ops.linear(x, weight[layer], None)
+        for layer in layers:
+            y = thin.linear(products.x, products.weights[layer])
+            if gated:
+                silu_and_mul(y, pdl=pdl)
 
-    def adapted() -> None:
-        for layer in range(layers):
-            y = ops.linear(x, weight[layer], None)
-            ops.add_adapters(y, x, adapters[layer], token_slots)
+    base_us = time_us(alone, setting.device) / len(layers)
+    figures = [Figure(f"{name} alone", base_us, "us")]
+    for variant in variants:
+        adapted = VARIANTS[variant](setting.device, thin)
 
-    times = [
-        1e3 * triton.testing.do_bench_cudagraph(run, rep=50) / layers for run in (alone, adapted)
-    ]
-    return [
-        Figure(f"{name} alone", times[0], "us"),
-        Figure(f"{name} adapters", times[1] - times[0], "us"),
+        def compute(layer: int, adapted: AdaptedLinear = adapted) -> torch.Tensor:
+            x, weights, adapters, token_slots = products
+            multiply = adapted.gated_linear if gated else adapted.linear
+            return multiply(x, weights[layer], None, adapters[layer], token_slots)
+
+        def run(compute: Callable[[int], torch.Tensor] = compute) -> None:
+            for layer in layers:
+                compute(layer)
+
+        error = relative_error(compute(0), expected)
+        if not error < MAX_ERROR:
+            raise SystemExit(f"{name}, {variant}: relative error {error:.2e}")
+        us = time_us(run, setting.device) / len(layers)
+        figures.append(Figure(f"{name} {variant}", us - base_us, "us"))
+    figures.append(Figure(f"{name} floor", products.adapter_bytes / READ_BYTES_PER_S * 1e6, "us"))
+    return figures
+
+
+def compare_variants(setting: Setting, variants: Sequence[str]) -> list[Figure]:
+    """Time all matrices; the last figures are the sums of a layer."""
+    names = list(merged_of(setting.shape))
+    figures = [figure for name in names for figure in time_products(setting, name, variants)]
+    by_name = {figure.name: figure.value for figure in figures}
+    return figures + [
+        Figure(f"layer {column}", sum(by_name[f"{name} {column}"] for name in names), "us")
+        for column in ("alone", *variants, "floor")
     ]
 
 
@@ -148,21 +257,48 @@ def serve(model: Path, shape: ModelShape, count: int, rank: int) -> list[Figure]
     return figures
 
 
-def main() -> None:
+def tuning_of(device: torch.device) -> Tuning:
+    """Return the tiles of the base model's products on a device."""
+    name = torch.cuda.get_device_name(device)
+    tuning = load_tuning(name)
+    print(f"device: {name}; tiles: {name if tuning.tiles else TUNED}", flush=True)
+    return tuning if tuning.tiles else load_tuning(TUNED)
+
+
+def setting_of(shape: ModelShape, options: argparse.Namespace) -> Setting:
+    """Return what a GPU's products are measured with."""
+    device = torch.device("cuda")
+    layers = min(shape.num_layers, MOST_LAYERS)
+    sizes = (options.rows, options.adapters, options.rank, layers)
+    return Setting(shape, device, DTYPE, tuning_of(device), *sizes)
+
+
+def dry_setting() -> Setting:
+    """Return a tiny setting for the CPU, in fp16: Triton's interpreter multiplies bf16 wrongly."""
+    shape = ModelShape(64, 2, 4, 2, 16, 96, 128)
+    tile = MatrixTile(32, 32, num_splits=2, num_warps=4, num_stages=2, prefetch=0)
+    sizes = [(sum(outputs), inputs) for outputs, inputs in merged_of(shape).values()]
+    tuning = Tuning({(*size, 16): tile for size in sizes})
+    return Setting(shape, torch.device("cpu"), torch.float16, tuning, 9, 3, 8, 1)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
     """Measure and print; with --out write a list of figures."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--rows", type=int, default=64)
     parser.add_argument("--adapters", type=int, default=8)
     parser.add_argument("--rank", type=int, default=16)
+    parser.add_argument("--variants", default=DEFAULT, help="names between commas, or all")
     parser.add_argument("--kernels-only", action="store_true")
+    parser.add_argument("--dry-run", action="store_true")
     parser.add_argument("--out", type=Path)
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     shape = ModelShape.read(options.model)
-    figures = []
-    for name in merged_of(shape):
-        figures += time_products(shape, name, options.rows, options.adapters, options.rank)
-    if not options.kernels_only:
+    variants = [*VARIANTS] if options.variants == "all" else options.variants.split(",")
+    setting = dry_setting() if options.dry_run else setting_of(shape, options)
+    figures = compare_variants(setting, variants)
+    if not (options.kernels_only or options.dry_run):
         figures += serve(options.model.resolve(), shape, options.adapters, options.rank)
     for figure in figures:
         print(f"{figure.name:<28} {figure.value:>12.3f} {figure.unit}", flush=True)

@@ -1,10 +1,15 @@
-"""Products with LoRA adapters on a GPU at real sizes, against fp64."""
+"""Matrix products with LoRA adapters on a GPU at real sizes, every way of computing them, against
+fp64. Tiles are those of the H200, on any GPU."""
 
 import pytest
 import torch
 
-from tests.support.adapter_products import check, draw
-from worker_daemon.kernels.lora import AdapterProducts
+from benchmarks.paged_reference import relative_error
+from tests.support.adapter_products import BOUNDS, check, draw
+from worker_daemon.contracts.layer_ops import AdapterWeights
+from worker_daemon.kernels.adapted_linear import VARIANTS
+from worker_daemon.kernels.linear import ThinLinear
+from worker_daemon.kernels.tuning import load_tuning
 
 pytestmark = [
     pytest.mark.gpu,
@@ -13,13 +18,29 @@ pytestmark = [
 ]
 
 QKV, GATE_UP, DOWN = ((4096, 1024, 1024), 4096), ((14336, 14336), 4096), ((4096,), 14336)
+EACH = pytest.mark.parametrize("variant", VARIANTS)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def thin() -> ThinLinear:
+    return ThinLinear(torch.device("cuda"), load_tuning("NVIDIA H200"))
+
+
+@EACH
 @pytest.mark.parametrize(
     ("outputs", "num_inputs"), [QKV, GATE_UP, DOWN], ids=["qkv", "mlp", "down"]
 )
-@pytest.mark.parametrize(("num_rows", "num_slots", "rank"), [(64, 8, 16), (1, 8, 16), (33, 3, 64)])
+@pytest.mark.parametrize(
+    ("dtype", "num_rows", "num_slots", "rank"),
+    [
+        (torch.bfloat16, 64, 8, 16),
+        (torch.bfloat16, 1, 8, 16),
+        (torch.bfloat16, 33, 3, 64),
+        (torch.bfloat16, 12, 20, 24),
+        (torch.float16, 64, 8, 16),
+        (torch.float32, 33, 3, 64),
+    ],
+    ids=str,
+)
 def test_decodes(
     num_rows: int,
     num_slots: int,
@@ -27,28 +48,81 @@ def test_decodes(
     outputs: tuple[int, ...],
     num_inputs: int,
     dtype: torch.dtype,
+    variant: str,
 ) -> None:
-    products = AdapterProducts(torch.device("cuda"))
     case = draw(num_rows, num_slots, rank, outputs, num_inputs, dtype, "cuda", seed=num_rows)
+    linear = thin()
+    base = linear.linear(case.x, case.weight, case.bias)
+    adapted = VARIANTS[variant](torch.device("cuda"), linear)
     for _ in range(3):
-        check(products, case)
+        check(adapted.linear(*case[:-1]), base, case)
 
 
+@EACH
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(("num_rows", "num_slots", "rank"), [(64, 8, 16), (9, 20, 64)])
+def test_gated_decodes(
+    num_rows: int, num_slots: int, rank: int, dtype: torch.dtype, variant: str
+) -> None:
+    case = draw(num_rows, num_slots, rank, *GATE_UP, dtype, "cuda", seed=num_rows)
+    adapted = VARIANTS[variant](torch.device("cuda"), thin())
+    y = adapted.gated_linear(*case[:-1])
+    gate, up = case.expected.chunk(2, dim=1)
+    expected = torch.nn.functional.silu(gate) * up
+    there = case.token_slots >= 0
+    assert bool(y[~there].isnan().all())
+    assert relative_error(y[there], expected[there]) < BOUNDS[dtype]
+    base = adapted.gated_linear(*case[:-2], torch.zeros_like(case.token_slots))
+    is_base = case.token_slots == 0
+    assert torch.equal(y[is_base], base[is_base])
+
+
+@EACH
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("num_rows", [65, 700, 8192])
-def test_prompts(num_rows: int, dtype: torch.dtype) -> None:
-    products = AdapterProducts(torch.device("cuda"))
+def test_prompts(num_rows: int, dtype: torch.dtype, variant: str) -> None:
     case = draw(num_rows, 4, 16, (1024, 256, 256), 1024, dtype, "cuda", seed=num_rows)
+    linear = thin()
+    base = linear.linear(case.x, case.weight, case.bias)
+    adapted = VARIANTS[variant](torch.device("cuda"), linear)
     for _ in range(3):
-        check(products, case)
+        check(adapted.linear(*case[:-1]), base, case)
 
 
-def test_equal_inputs_give_equal_bits() -> None:
-    products = AdapterProducts(torch.device("cuda"))
-    case = draw(64, 8, 16, *QKV, torch.bfloat16, "cuda", seed=9)
-    results = []
-    for _ in range(20):
-        y = case.y.clone()
-        products.add(y, case.x, case.weights, case.token_slots)
-        results.append(y)
+@EACH
+@pytest.mark.parametrize(
+    ("outputs", "num_inputs"), [QKV, GATE_UP, DOWN], ids=["qkv", "mlp", "down"]
+)
+def test_equal_inputs_give_equal_bits(
+    outputs: tuple[int, ...], num_inputs: int, variant: str
+) -> None:
+    """In graphs too, which replay while the previous replay's last kernels still run."""
+    case = draw(64, 8, 16, outputs, num_inputs, torch.bfloat16, "cuda", seed=9)
+    adapted = VARIANTS[variant](torch.device("cuda"), thin())
+    results = [adapted.linear(*case[:-1]) for _ in range(10)]
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = [adapted.linear(*case[:-1]) for _ in range(4)]
+    for _ in range(5):
+        graph.replay()
+        results += [y.clone() for y in captured]
     assert all(torch.equal(y.nan_to_num(), results[0].nan_to_num()) for y in results)
+
+
+@EACH
+def test_rows_do_not_depend_on_other_rows_or_on_their_slot(variant: str) -> None:
+    case = draw(64, 8, 16, *QKV, torch.bfloat16, "cuda", seed=10)
+    adapted = VARIANTS[variant](torch.device("cuda"), thin())
+    together = adapted.linear(*case[:-1])
+    slots = case.token_slots.tolist()
+    row = next(index for index, slot in enumerate(slots) if slot > 0)
+    a, b, ends = case.adapters
+    turned = torch.cat((a.flatten(1), b.flatten(1)), dim=1).nan_to_num().roll(1, dims=0)
+    moved_a, moved_b = turned[:, : a[0].numel()], turned[:, a[0].numel() :]
+    moved = AdapterWeights(moved_a.view(a.shape), moved_b.view(b.shape), ends)
+    alone = torch.zeros_like(case.token_slots)
+    alone[row] = slots[row] % 8 + 1
+    others = torch.randn_like(case.x)
+    others[row] = case.x[row]
+    again = adapted.linear(others, case.weight, case.bias, moved, alone)
+    assert torch.equal(again[row], together[row])

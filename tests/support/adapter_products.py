@@ -1,4 +1,4 @@
-"""Random LoRA adapters in slots, and a check of their products against fp64."""
+"""Random LoRA adapters in slots, and a check of matrix products with them against fp64."""
 
 from typing import NamedTuple
 
@@ -6,17 +6,17 @@ import torch
 from torch import Tensor
 
 from worker_daemon.contracts.layer_ops import AdapterWeights
-from worker_daemon.kernels.lora import AdapterProducts
 
 BOUNDS = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.2e-2}
 
 
 class Case(NamedTuple):
-    """One call, and its expected result."""
+    """One call of LayerOps.adapted_linear, and its expected result."""
 
-    y: Tensor
     x: Tensor
-    weights: AdapterWeights
+    weight: Tensor
+    bias: Tensor | None
+    adapters: AdapterWeights
     token_slots: Tensor
     expected: Tensor
 
@@ -31,8 +31,8 @@ def draw(
     device: str,
     seed: int,
 ) -> Case:
-    """Draw rows of all slots, including base rows and a missing adapter. The slots are rows of one
-    buffer, as in daemons."""
+    """Draw rows of some of the slots, including base rows and a missing adapter, and a bias if the
+    seed is odd. The slots are rows of one buffer, as in daemons; unused ones hold NaN."""
     generator = torch.Generator(device).manual_seed(seed)
 
     def normal(*shape: int) -> Tensor:
@@ -47,30 +47,36 @@ def draw(
     a.copy_(normal(*a.shape) / num_inputs**0.5)
     b.copy_(normal(*b.shape) / rank**0.5)
     ends = tuple(sum(outputs[: index + 1]) for index in range(len(outputs)))
-    x, y = normal(num_rows, num_inputs).to(dtype), normal(num_rows, num_outputs).to(dtype)
+    x = normal(num_rows, num_inputs).to(dtype)
+    weight = (normal(num_outputs, num_inputs) / num_inputs**0.5).to(dtype)
+    bias = normal(num_outputs).to(dtype) if seed % 2 else None
     slots = torch.randint(
         0, num_slots + 1, (num_rows,), generator=generator, device=device, dtype=torch.int32
     )
+    slots[slots == num_slots // 2 + 1] = 0 if num_slots > 1 else 1
     if num_rows > 2:
         slots[num_rows // 2] = -1
         slots[0] = 0
-    expected = y.double()
+    for slot in set(range(1, num_slots + 1)) - set(slots.tolist()):
+        buffer[slot - 1] = torch.nan
+    expected = x.double() @ weight.double().T
+    if bias is not None:
+        expected += bias.double()
     for row, slot in enumerate(slots.tolist()):
         if slot > 0:
             shrunk = a[slot - 1].double() @ x[row].double()
             for index, (begin, end) in enumerate(zip((0, *ends), ends, strict=False)):
                 own = shrunk[index * rank : (index + 1) * rank]
                 expected[row, begin:end] += b[slot - 1, begin:end].double() @ own
-    return Case(y, x, AdapterWeights(a, b, ends), slots, expected)
+    return Case(x, weight, bias, AdapterWeights(a, b, ends), slots, expected)
 
 
-def check(products: AdapterProducts, case: Case) -> None:
-    """Check products; rows without an adapter keep their bits, and those of a missing one are
-    NaN."""
-    y = case.y.clone()
-    products.add(y, case.x, case.weights, case.token_slots)
-    base, missing = case.token_slots == 0, case.token_slots < 0
-    assert torch.equal(y[base], case.y[base])
+def check(y: Tensor, base: Tensor, case: Case) -> None:
+    """Check a result; rows without an adapter have the bits of the base model's product, and those
+    of a missing one are NaN."""
+    is_base, missing = case.token_slots == 0, case.token_slots < 0
+    assert y.dtype == base.dtype
+    assert torch.equal(y[is_base], base[is_base])
     assert bool(y[missing].isnan().all())
     own = case.token_slots > 0
     error = (y[own].double() - case.expected[own]).norm() / case.expected[own].norm()

@@ -79,12 +79,27 @@ class LayerOps(Protocol):
     ) -> tuple[Tensor, Tensor]:
         """Like norm_linear, with gated_linear instead of linear."""
 
-    def add_adapters(
-        self, y: Tensor, x: Tensor, weights: AdapterWeights, token_slots: Tensor
-    ) -> None:
-        """Add B (A x) to y [N, M] in place, by each row's adapter; sums and A x are in float32.
-        x [N, K]; token_slots int32 [N]: 0 adds nothing, s + 1 the adapter of slot s, and a negative
-        one makes the row NaN."""
+    def adapted_linear(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        adapters: AdapterWeights,
+        token_slots: Tensor,
+    ) -> Tensor:
+        """linear(x, weight, bias) + B (A x), by each row's adapter; sums and A x are in float32.
+        token_slots int32 [N]: 0 adds nothing and leaves the row's bits, s + 1 adds the adapter of
+        slot s, and a negative one makes the row NaN."""
+
+    def adapted_gated_linear(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        adapters: AdapterWeights,
+        token_slots: Tensor,
+    ) -> Tensor:
+        """silu(gate) * up, (gate, up) = adapted_linear(...): see gated_linear."""
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """x / sqrt(mean(x^2) + eps) * weight over H, in float32, rounded once: x [N, H], weight

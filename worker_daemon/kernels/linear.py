@@ -74,6 +74,12 @@ class ThinLinear:
         tile = self._choose(x, weight)
         return tile if isinstance(tile, VectorTile) else None
 
+    def matrix_tile(self, x: torch.Tensor, weight: torch.Tensor) -> MatrixTile | None:
+        """Return the tile of a product of several rows x [M, I]; None for one row, or if torch
+        computes it."""
+        tile = self._choose(x, weight)
+        return tile if isinstance(tile, MatrixTile) else None
+
     def _choose(self, x: torch.Tensor, weight: torch.Tensor) -> Tile | None:
         num_rows, num_inputs = x.shape
         if weight.dtype == torch.float32 or num_rows == 0 or not weight.is_contiguous():
@@ -129,7 +135,7 @@ def launch_matrix(
         BLOCK_O=tile.block_o,
         BLOCK_I=tile.block_i,
         STAGES=tile.num_stages,
-        PREFETCH=tile.prefetch if pdl and _has_aligned_rows(weight) else 0,
+        PREFETCH=tile.prefetch if pdl and has_aligned_rows(weight) else 0,
         LANES=str(tile.block_o),
         PDL=pdl,
         num_warps=tile.num_warps,
@@ -138,7 +144,8 @@ def launch_matrix(
     )
 
 
-def _has_aligned_rows(weight: torch.Tensor) -> bool:
+def has_aligned_rows(weight: torch.Tensor) -> bool:
+    """Return True if vectors of 16 bytes can be read from each row."""
     return weight.data_ptr() % 16 == 0 and weight.stride(0) * weight.itemsize % 16 == 0
 
 
@@ -183,10 +190,62 @@ def _matrix_kernel(
         prefetch(weight_row + first, tl.where(row < num_outputs, num_bytes, 0), LANES)
     await_previous(PDL)
     m = tl.arange(0, BLOCK_M)
+    acc = add_columns(
+        weight_row,
+        x,
+        row < num_outputs,
+        num_rows,
+        num_inputs,
+        x_stride,
+        first,
+        last,
+        EVEN,
+        BLOCK_M,
+        BLOCK_O,
+        BLOCK_I,
+        STAGES,
+    )
+    if SPLITS > 1:
+        element = tl.arange(0, BLOCK_O)[:, None] * BLOCK_M + m[None, :]
+        here = parts + tile * (SPLITS * BLOCK_O * BLOCK_M) + element
+        tl.store(here + split * (BLOCK_O * BLOCK_M), acc)
+        # All threads write their parts before the count, and read other programs' parts after it.
+        tl.debug_barrier()
+        before = tl.atomic_add(arrivals + tile, 1, sem="acq_rel")
+        tl.debug_barrier()
+        if before == SPLITS - 1:
+            total = tl.zeros([BLOCK_O, BLOCK_M], tl.float32)
+            for part in tl.static_range(SPLITS):
+                total += tl.load(here + part * (BLOCK_O * BLOCK_M), cache_modifier=".cg")
+            store_tile(total, y, bias, tile, num_rows, num_outputs, y_stride, HAS_BIAS)
+            tl.store(arrivals + tile, 0)
+    else:
+        store_tile(acc, y, bias, tile, num_rows, num_outputs, y_stride, HAS_BIAS)
+
+
+@triton.jit
+def add_columns(
+    weight_row,
+    x,
+    is_output,
+    num_rows,
+    num_inputs,
+    x_stride,
+    first,
+    last,
+    EVEN: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_O: tl.constexpr,
+    BLOCK_I: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """Return the product [BLOCK_O, BLOCK_M] of the columns from first to last. weight_row: each
+    row's first weight. EVEN: all columns and rows of the tile exist."""
+    m = tl.arange(0, BLOCK_M)
     column = tl.arange(0, BLOCK_I)[None, :]
     weight_here = weight_row[:, None] + column
     x_here = x + m[:, None] * x_stride + column
-    is_output = (row < num_outputs)[:, None]
+    is_output = is_output[:, None]
     is_row = (m < num_rows)[:, None]
     acc = tl.zeros([BLOCK_O, BLOCK_M], tl.float32)
     for start in tl.range(first, last, BLOCK_I, num_stages=STAGES):
@@ -203,26 +262,11 @@ def _matrix_kernel(
             )
             value = tl.load(x_here + start, mask=is_row & inside, other=0.0)
         acc = tl.dot(w, tl.trans(value), acc)
-    if SPLITS > 1:
-        element = tl.arange(0, BLOCK_O)[:, None] * BLOCK_M + m[None, :]
-        here = parts + tile * (SPLITS * BLOCK_O * BLOCK_M) + element
-        tl.store(here + split * (BLOCK_O * BLOCK_M), acc)
-        # All threads write their parts before the count, and read other programs' parts after it.
-        tl.debug_barrier()
-        before = tl.atomic_add(arrivals + tile, 1, sem="acq_rel")
-        tl.debug_barrier()
-        if before == SPLITS - 1:
-            total = tl.zeros([BLOCK_O, BLOCK_M], tl.float32)
-            for part in tl.static_range(SPLITS):
-                total += tl.load(here + part * (BLOCK_O * BLOCK_M), cache_modifier=".cg")
-            _store_tile(total, y, bias, tile, num_rows, num_outputs, y_stride, HAS_BIAS)
-            tl.store(arrivals + tile, 0)
-    else:
-        _store_tile(acc, y, bias, tile, num_rows, num_outputs, y_stride, HAS_BIAS)
+    return acc
 
 
 @triton.jit
-def _store_tile(acc, y, bias, tile, num_rows, num_outputs, y_stride, HAS_BIAS: tl.constexpr):
+def store_tile(acc, y, bias, tile, num_rows, num_outputs, y_stride, HAS_BIAS: tl.constexpr):
     """Round acc [BLOCK_O, BLOCK_M] plus the bias into its place in y."""
     row = tile * acc.shape[0] + tl.arange(0, acc.shape[0])
     m = tl.arange(0, acc.shape[1])

@@ -26,6 +26,7 @@ from worker_daemon.kernels.launch import (
     launch_options,
     start_next,
 )
+from worker_daemon.kernels.lora_expand import add_slots, load_group, merged_tile, slots_of_group
 from worker_daemon.kernels.prefetch import prefetch
 
 MAX_ROW_TILES: Final = 1024
@@ -47,8 +48,10 @@ class AdapterProducts:
     Owns 2 * MAX_ROW_TILES int32 counters on the device, which are zero between launches.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        """device is that of all tensors."""
+    def __init__(self, device: torch.device, group_ranks: int = 0) -> None:
+        """device is that of all tensors. group_ranks: decodes in 16 bits multiply B of several
+        slots at once, up to this number of ranks (lora_expand.py)."""
+        self._group_ranks = group_ranks
         self._pdl = has_dependent_launch(device)
         self._counters = torch.zeros(2 * MAX_ROW_TILES, dtype=torch.int32, device=device)
 
@@ -59,7 +62,7 @@ class AdapterProducts:
         weights: AdapterWeights,
         token_slots: torch.Tensor,
     ) -> None:
-        """Compute y [M, O] += B (A x [M, I]) with each row's slot: see LayerOps.add_adapters."""
+        """Compute y [M, O] += B (A x [M, I]) with each row's slot: see LayerOps.adapted_linear."""
         most = MAX_ROW_TILES * _MAX_DECODE_ROWS
         for first in range(0, x.shape[0], most):
             rows = slice(first, first + most)
@@ -85,6 +88,10 @@ class AdapterProducts:
         block_k = 128 if is_half else 32
         block_n = 256 if is_half and y.shape[1] > _MANY_OUTPUTS else 128
         rank = b.shape[2]
+        block_rank = max(16, min(_MAX_RANK_TILE, triton.next_power_of_2(rank)))
+        group = 1
+        if is_decode and is_half:
+            group = slots_of_group(num_slots, block_rank, self._group_ranks)
         num_tiles = triton.cdiv(num_rows, block_m)
         groups = num_slots if is_decode else 1
         rank_tiles = triton.cdiv(num_ranks, block_r)
@@ -127,12 +134,13 @@ class AdapterProducts:
             BLOCK_R=block_r,
             BLOCK_K=block_k,
             BLOCK_N=block_n,
-            BLOCK_RANK=max(16, min(_MAX_RANK_TILE, triton.next_power_of_2(rank))),
+            BLOCK_RANK=block_rank,
+            GROUP=group,
             SLOT_LANES=triton.next_power_of_2(num_slots),
             EVEN=num_inputs % block_k == 0,
             A_LANES=str(block_r) if self._pdl and is_decode and has_aligned_rows else "",
             B_LANES=str(triton.next_power_of_2(num_slots))
-            if self._pdl and is_decode and has_aligned_tiles
+            if self._pdl and is_decode and has_aligned_tiles and group == 1
             else "",
             PRECISION="tf32" if is_half else "ieee",
             PDL=self._pdl,
@@ -180,6 +188,7 @@ def _adapter_kernel(
     BLOCK_K: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_RANK: tl.constexpr,
+    GROUP: tl.constexpr,
     SLOT_LANES: tl.constexpr,
     EVEN: tl.constexpr,
     A_LANES: tl.constexpr,
@@ -246,6 +255,7 @@ def _adapter_kernel(
             BLOCK_M,
             BLOCK_N,
             BLOCK_RANK,
+            GROUP,
             SLOT_LANES,
             B_LANES,
             PRECISION,
@@ -344,19 +354,14 @@ def _expand(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_RANK: tl.constexpr,
+    GROUP: tl.constexpr,
     SLOT_LANES: tl.constexpr,
     B_LANES: tl.constexpr,
     PRECISION: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Add B's product to a tile of y, once its rows are shrunk."""
-    tiles0 = tl.cdiv(end0, BLOCK_N)
-    tiles1 = tiles0 + tl.cdiv(end1 - end0, BLOCK_N)
-    matrix = (share >= tiles0).to(tl.int32) + (share >= tiles1).to(tl.int32)
-    begin = tl.where(matrix == 0, 0, tl.where(matrix == 1, end0, end1))
-    end = tl.where(matrix == 0, end0, tl.where(matrix == 1, end1, end2))
-    before = tl.where(matrix == 0, 0, tl.where(matrix == 1, tiles0, tiles1))
-    first = begin + (share - before) * BLOCK_N
+    matrix, first, end = merged_tile(share, end0, end1, end2, BLOCK_N)
     output = first + tl.arange(0, BLOCK_N)
     m = tl.arange(0, BLOCK_M)
     row = tile * BLOCK_M + m
@@ -367,6 +372,10 @@ def _expand(
         num_bytes = tl.minimum(end - first, BLOCK_N) * (RANK * 2)
         here = b + lane.to(tl.int64) * slot_stride + first.to(tl.int64) * RANK
         prefetch(here, is_used * num_bytes, B_LANES)
+    b_row = b + output.to(tl.int64) * RANK
+    if GROUP > 1:
+        is_output = output < end
+        weight = load_group(b_row, slot, 0, 0, is_output, slot_stride, RANK, BLOCK_RANK, GROUP)
     await_previous(PDL)
     # Loaded before the wait, so that it is complete when the wait ends.
     y_here = y + row.to(tl.int64)[None, :] * y_stride + output[:, None]
@@ -389,16 +398,36 @@ def _expand(
                 other=0.0,
                 cache_modifier=".cg",
             )
-        for index in range(SLOTS):
-            mine = slot == index
-            if tl.max(mine.to(tl.int32), axis=0) > 0:
-                b_here = b + slot_stride.to(tl.int64) * index + output.to(tl.int64)[:, None] * RANK
-                weight = tl.load(
-                    b_here + rank[None, :],
-                    mask=(output < end)[:, None] & is_rank[None, :],
-                    other=0.0,
+        if GROUP > 1:
+            if start > 0:
+                weight = load_group(
+                    b_row, slot, 0, start, is_output, slot_stride, RANK, BLOCK_RANK, GROUP
                 )
-                own = tl.where(mine[None, :], shrunk, 0.0)
-                acc = tl.dot(weight.to(tl.float32), own, acc, input_precision=PRECISION)
+            acc = add_slots(
+                acc,
+                weight,
+                shrunk,
+                b_row,
+                slot,
+                start,
+                is_output,
+                slot_stride,
+                SLOTS,
+                RANK,
+                BLOCK_RANK,
+                GROUP,
+            )
+        else:
+            for index in range(SLOTS):
+                mine = slot == index
+                if tl.max(mine.to(tl.int32), axis=0) > 0:
+                    b_here = b_row[:, None] + slot_stride.to(tl.int64) * index
+                    one = tl.load(
+                        b_here + rank[None, :],
+                        mask=(output < end)[:, None] & is_rank[None, :],
+                        other=0.0,
+                    )
+                    own = tl.where(mine[None, :], shrunk, 0.0)
+                    acc = tl.dot(one.to(tl.float32), own, acc, input_precision=PRECISION)
     acc = tl.where((slot < -1)[None, :], float("nan"), acc)
     tl.store(y_here, acc.to(y.dtype.element_ty), mask=changes)

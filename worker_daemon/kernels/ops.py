@@ -8,10 +8,10 @@ import torch
 
 from worker_daemon.contracts.layer_ops import AdapterWeights, HeadNorms, NormedSum
 from worker_daemon.kernels.activation import silu_and_mul
+from worker_daemon.kernels.adapted_linear import DEFAULT, VARIANTS
 from worker_daemon.kernels.argmax import greedy_tokens
 from worker_daemon.kernels.launch import has_dependent_launch
 from worker_daemon.kernels.linear import ThinLinear
-from worker_daemon.kernels.lora import AdapterProducts
 from worker_daemon.kernels.norm import add_rms_norm, rms_norm
 from worker_daemon.kernels.rope_store import rotate_and_store
 from worker_daemon.kernels.row_linear import RowNorm, launch_row
@@ -27,7 +27,7 @@ class TritonOps:
         """device is that of all tensors."""
         self._pdl = has_dependent_launch(device)
         self._thin = ThinLinear(device)
-        self._adapters = AdapterProducts(device)
+        self._adapted = VARIANTS[DEFAULT](device, self._thin)
 
     def linear(
         self,
@@ -81,15 +81,27 @@ class TritonOps:
         launch_row(y, x, weight, bias, tile, pdl=self._pdl, norm=norm, gated=True)
         return y, norm.total
 
-    def add_adapters(
+    def adapted_linear(
         self,
-        y: torch.Tensor,
         x: torch.Tensor,
-        weights: AdapterWeights,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        adapters: AdapterWeights,
         token_slots: torch.Tensor,
-    ) -> None:
-        """y [N, M], which is changed in place, x [N, K], token_slots int32 [N]."""
-        self._adapters.add(y, x, weights, token_slots)
+    ) -> torch.Tensor:
+        """x [N, K], weight [M, K], bias [M], token_slots int32 [N] -> [N, M]."""
+        return self._adapted.linear(x, weight, bias, adapters, token_slots)
+
+    def adapted_gated_linear(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        adapters: AdapterWeights,
+        token_slots: torch.Tensor,
+    ) -> torch.Tensor:
+        """x [N, K], weight [2 I, K], gate first, bias [2 I], token_slots int32 [N] -> [N, I]."""
+        return self._adapted.gated_linear(x, weight, bias, adapters, token_slots)
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         """x [N, H], weight [H] -> [N, H]."""

@@ -71,8 +71,8 @@ class AdapterLayout:
         self.max_rank = max_rank
         self.merged: list[MergedShards] = []
         self.token_slots: Tensor | None = None
-        """int32 [N], for LayerOps.add_adapters: set during a forward pass whose rows use adapters.
-        None: only the base model."""
+        """int32 [N], see LayerOps.adapted_linear: set during a forward pass whose rows use
+        adapters. None: only the base model."""
         self._size = 0
         self._weights: list[AdapterWeights] = []
 
@@ -149,12 +149,11 @@ class AdaptedLinearMethod(LinearMethod):
         self._number = adapters.add(weight)
 
     def forward(self, x: Tensor) -> Tensor:
-        y = super().forward(x)
         token_slots = self._adapters.token_slots
-        if token_slots is not None:
-            weights = self._adapters.weights(self._number)
-            self._ops.add_adapters(y, x, weights, token_slots)
-        return y
+        if token_slots is None:
+            return super().forward(x)
+        weights = self._adapters.weights(self._number)
+        return self._ops.adapted_linear(x, *self._matrix, weights, token_slots)
 
     def forward_normed(self, source: NormedSum) -> tuple[Tensor, Tensor]:
         if self._adapters.token_slots is None:
@@ -163,9 +162,11 @@ class AdaptedLinearMethod(LinearMethod):
         return self.forward(normed), total
 
     def forward_gated(self, x: Tensor) -> Tensor:
-        if self._adapters.token_slots is None:
+        token_slots = self._adapters.token_slots
+        if token_slots is None:
             return super().forward_gated(x)
-        return self._ops.silu_and_mul(self.forward(x))
+        weights = self._adapters.weights(self._number)
+        return self._ops.adapted_gated_linear(x, *self._matrix, weights, token_slots)
 
     def forward_normed_gated(self, source: NormedSum) -> tuple[Tensor, Tensor]:
         if self._adapters.token_slots is None:

@@ -40,23 +40,40 @@ class TorchOps:
         gate_up, total = self.norm_linear(source, weight, bias)
         return self.silu_and_mul(gate_up), total
 
-    def add_adapters(
-        self, y: Tensor, x: Tensor, weights: AdapterWeights, token_slots: Tensor
-    ) -> None:
-        rank = weights.b.shape[2]
+    def adapted_linear(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        adapters: AdapterWeights,
+        token_slots: Tensor,
+    ) -> Tensor:
+        y = self.linear(x, weight, bias)
+        a, b, ends = adapters
+        rank = b.shape[2]
         y[token_slots < 0] = torch.nan
-        for slot in range(weights.a.shape[0]):
+        for slot in range(a.shape[0]):
             rows = (token_slots == slot + 1).nonzero().squeeze(1)
             if not rows.numel():
                 continue
-            shrunk = x[rows].float() @ weights.a[slot].float().T
-            b = weights.b[slot].float()
-            starts = (0, *weights.ends[:-1])
+            shrunk = x[rows].float() @ a[slot].float().T
+            starts = (0, *ends[:-1])
             parts = [
-                shrunk[:, index * rank : (index + 1) * rank] @ b[start:end].T
-                for index, (start, end) in enumerate(zip(starts, weights.ends, strict=True))
+                shrunk[:, index * rank : (index + 1) * rank] @ b[slot, start:end].float().T
+                for index, (start, end) in enumerate(zip(starts, ends, strict=True))
             ]
             y[rows] = (y[rows].float() + torch.cat(parts, dim=1)).to(y.dtype)
+        return y
+
+    def adapted_gated_linear(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        adapters: AdapterWeights,
+        token_slots: Tensor,
+    ) -> Tensor:
+        return self.silu_and_mul(self.adapted_linear(x, weight, bias, adapters, token_slots))
 
     def silu_and_mul(self, gate_up: Tensor) -> Tensor:
         """silu(gate) * up: gate_up [N, 2 I], gate first -> [N, I]."""

@@ -1,36 +1,131 @@
-"""Products with LoRA adapters under Triton's interpreter against fp64; run by test_interpreted.
+"""Matrix products with LoRA adapters under Triton's interpreter against fp64; run by
+test_interpreted.
 
-The interpreter multiplies bf16 tiles wrongly, so they run in bf16 in tests/gpu/test_adapters.py.
+The interpreter holds bf16 as integers and multiplies those; here it multiplies their values.
 """
 
+from typing import Any
+
+import numpy as np
 import pytest
 import torch
+import triton.language as tl
+from triton.runtime import interpreter
 
+from benchmarks.lora import compare_variants, dry_setting
 from tests.support.adapter_products import check, draw
+from worker_daemon.kernels.activation import silu_and_mul
+from worker_daemon.kernels.adapted_linear import VARIANTS
+from worker_daemon.kernels.linear import ThinLinear
 from worker_daemon.kernels.lora import AdapterProducts
+from worker_daemon.kernels.lora_fused import FusedShrink
+from worker_daemon.kernels.tuning import MatrixTile, Tuning
 
-PRODUCTS = AdapterProducts(torch.device("cpu"))
+CPU = torch.device("cpu")
+ONE_SHARE = MatrixTile(16, 32, num_splits=1, num_warps=4, num_stages=2, prefetch=0)
+TWO_SHARES = MatrixTile(32, 16, num_splits=2, num_warps=4, num_stages=2, prefetch=0)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+@pytest.fixture(autouse=True)
+def products_of_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
+    create = interpreter.InterpreterBuilder.create_dot
+
+    def values(handle: Any) -> Any:
+        if handle.dtype.scalar != tl.bfloat16:
+            return handle
+        bits = handle.data.astype(np.uint32) << 16
+        return interpreter.TensorHandle(bits.view(np.float32), tl.float32)
+
+    def create_dot(self: Any, a: Any, b: Any, *rest: Any) -> Any:
+        return create(self, values(a), values(b), *rest)
+
+    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", create_dot)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "group_ranks"),
+    [(torch.float16, 0), (torch.float32, 0), (torch.float16, 64), (torch.bfloat16, 64)],
+    ids=["fp16", "fp32", "fp16 grouped", "bf16 grouped"],
+)
 @pytest.mark.parametrize(
     ("num_rows", "num_slots", "rank", "outputs", "num_inputs"),
     [
-        (5, 3, 8, (40, 24, 24), 200),
         (1, 1, 16, (64,), 128),
-        (64, 8, 4, (130, 130), 72),
-        (150, 4, 20, (48, 16, 16), 96),
-        (130, 2, 80, (33,), 260),
+        (5, 3, 8, (40, 24, 24), 200),
+        (64, 8, 4, (70, 20), 72),
+        (130, 2, 80, (33,), 200),
     ],
 )
-def test_rows_get_the_product_of_their_adapter(
+def test_a_product_that_is_added(
     num_rows: int,
     num_slots: int,
     rank: int,
     outputs: tuple[int, ...],
     num_inputs: int,
     dtype: torch.dtype,
+    group_ranks: int,
 ) -> None:
     case = draw(num_rows, num_slots, rank, outputs, num_inputs, dtype, "cpu", seed=num_rows)
+    base = torch.nn.functional.linear(case.x, case.weight, case.bias)
+    products = AdapterProducts(CPU, group_ranks)
     for _ in range(2):  # the counters are zero again
-        check(PRODUCTS, case)
+        y = base.clone()
+        products.add(y, case.x, case.adapters, case.token_slots)
+        check(y, base, case)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("num_rows", "num_slots", "rank", "outputs", "num_inputs", "tile"),
+    [
+        (5, 3, 8, (40, 24, 24), 200, TWO_SHARES),
+        (2, 1, 16, (64,), 128, ONE_SHARE),
+        (64, 8, 4, (70, 20), 72, ONE_SHARE),
+        (17, 9, 24, (48, 16, 16), 96, TWO_SHARES),
+        (21, 3, 80, (33,), 72, ONE_SHARE),
+    ],
+)
+def test_fused(
+    num_rows: int,
+    num_slots: int,
+    rank: int,
+    outputs: tuple[int, ...],
+    num_inputs: int,
+    dtype: torch.dtype,
+    tile: MatrixTile,
+) -> None:
+    case = draw(num_rows, num_slots, rank, outputs, num_inputs, dtype, "cpu", seed=num_rows)
+    shape = (*case.weight.shape, 1 << max(4, (num_rows - 1).bit_length()))
+    base = ThinLinear(CPU, Tuning({shape: tile})).linear(case.x, case.weight, case.bias)
+    fused = FusedShrink(CPU)
+    for _ in range(2):
+        y = fused.linear(*case[:-1], tile)
+        check(y, base, case)
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "num_slots", "rank", "size", "num_inputs", "dtype"),
+    [
+        (5, 3, 8, 40, 200, torch.bfloat16),
+        (17, 9, 16, 70, 72, torch.float16),
+        (16, 2, 80, 33, 64, torch.bfloat16),
+    ],
+)
+def test_a_fused_product_with_gate(
+    num_rows: int, num_slots: int, rank: int, size: int, num_inputs: int, dtype: torch.dtype
+) -> None:
+    """The same bits as of two kernels."""
+    case = draw(num_rows, num_slots, rank, (size, size), num_inputs, dtype, "cpu", seed=num_rows)
+    fused = FusedShrink(CPU)
+    y = fused.linear(*case[:-1], ONE_SHARE)
+    gated = fused.gated_linear(*case[:-1], ONE_SHARE)
+    missing = case.token_slots < 0
+    assert bool(gated[missing].isnan().all())
+    assert torch.equal(gated[~missing], silu_and_mul(y)[~missing])
+
+
+def test_the_benchmark_runs() -> None:
+    """It compares each result with fp64."""
+    figures = compare_variants(dry_setting(), list(VARIANTS))
+    names = {figure.name for figure in figures}
+    assert {f"layer {column}" for column in ("alone", *VARIANTS, "floor")} <= names
