@@ -1,5 +1,6 @@
 """vLLM's executor whose workers are daemons that outlive it."""
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
@@ -7,6 +8,7 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 import torch
+import vllm
 from huggingface_hub import snapshot_download
 from vllm.platforms import current_platform
 from vllm.v1.executor.abstract import Executor
@@ -28,6 +30,7 @@ from worker_client.vllm.configuration import (
 from worker_client.vllm.hooks.kv_cache import available_bytes, specs_of
 from worker_client.vllm.hooks.platform import WorkerDaemonPlatform
 from worker_client.vllm.hooks.scheduler import DaemonsOutput, WorkerDaemonScheduler
+from worker_client.vllm.noted_blocks import NotedBlocks, tag_of
 from worker_client.vllm.operations import Operations
 from worker_client.vllm.outputs import LogprobRows, OutputReader, ResultColumns
 from worker_client.vllm.parent_watch import end_with_parent
@@ -110,9 +113,20 @@ class WorkerDaemonExecutor(Executor):  # type: ignore[misc]
         self._is_pooling = config.model_config.runner_type == "pooling"
         self._unsampled: _VllmStep | None = None
         """The step for which vLLM calls sample_tokens next."""
+        self._noted = self._noted_blocks()
         config.scheduler_config.scheduler_cls = partial(
-            WorkerDaemonScheduler, translated=self._requests
+            WorkerDaemonScheduler, translated=self._requests, noted=self._noted
         )
+
+    def _noted_blocks(self) -> NotedBlocks | None:
+        """Return what keeps the prefix cache for the next server. None without one, and with
+        adapters: vLLM hashes their names, which another server may give to others."""
+        cache = self.vllm_config.cache_config
+        if not cache.enable_prefix_caching or self.vllm_config.lora_config is not None:
+            return None
+        hashing = cache.prefix_caching_hash_algo, os.environ.get("PYTHONHASHSEED")
+        tag = tag_of("vllm", vllm.__version__, *hashing, self._model.groups)
+        return NotedBlocks(self._workers.group, tag)
 
     def get_kv_cache_specs(self) -> list[dict[str, Any]]:
         """Return one layer for each KV group of the daemons."""
@@ -149,9 +163,14 @@ class WorkerDaemonExecutor(Executor):  # type: ignore[misc]
         tokens and for models that pool."""
         if scheduler_output.total_num_scheduled_tokens == 0:
             self._writer.end_of(scheduler_output)
+            if self._noted is not None:
+                self._noted.finish_round()
             return _at_once(EMPTY_MODEL_RUNNER_OUTPUT, non_block)
         steps = self._writer.write(scheduler_output)
         sent = [self._workers.send(step) for step in steps]
+        newest = sent[-1].future
+        if self._noted is not None and newest is not None:
+            self._noted.proceed(newest)
         pending = _VllmStep(tuple(scheduler_output.num_scheduled_tokens), sent)
         if self._is_pooling:
             return self._output(pending, non_block)
@@ -186,16 +205,23 @@ class WorkerDaemonExecutor(Executor):  # type: ignore[misc]
             gone = self._workers.group.slots.req_ids
             self._writer.end(gone)
             self._reader.forget(gone)
+            self._forget_notes()
         columns = ResultColumns(list(pending.req_ids), [[] for _ in pending.req_ids])
         output = _as_vllm(columns)
         output.begins_again = not outcome.is_known
         return output
 
     def _flush(self) -> None:
-        """End requests on the workers that vLLM has ended since the last step."""
+        """End requests on the workers that vLLM has ended since the last step, before an operation
+        that empties the KV cache."""
+        self._forget_notes()
         step = self._writer.take_ended()
         if step is not None:
             self._workers.outcome([self._workers.send(step)])
+
+    def _forget_notes(self) -> None:
+        if self._noted is not None:
+            self._noted.forget()
 
     def _adapter_of(self, lora_id: int) -> RequestExtension:
         return self._workers.group.loras[lora_id].extension

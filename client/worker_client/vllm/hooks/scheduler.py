@@ -12,6 +12,7 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
 
 from rpc_schema.kv_cache import NULL_BLOCK
+from worker_client.vllm.noted_blocks import NotedBlocks
 from worker_client.vllm.requests import Requests
 from worker_client.vllm.settings import LOGGER
 
@@ -35,10 +36,16 @@ class WorkerDaemonScheduler(AsyncScheduler):  # type: ignore[misc]
     """Schedules as vLLM does. A lost step preempts all running requests; a request that the daemons
     would refuse, or whose logits are no numbers, fails alone."""
 
-    def __init__(self, *args: Any, translated: Requests, **kwargs: Any) -> None:
-        """translated: the requests as the executor sends them."""
+    def __init__(
+        self, *args: Any, translated: Requests, noted: NotedBlocks | None, **kwargs: Any
+    ) -> None:
+        """translated: the requests as the executor sends them. noted: what the daemons know of the
+        prefix cache; None if it is not to be kept."""
         super().__init__(*args, **kwargs)
         self._translated = translated
+        self._noted = noted
+        if noted is not None:
+            noted.restore(self.kv_cache_manager.block_pool)
 
     def _handle_blocked_waiting_request(self, request: Request) -> bool:
         """Return True if a waiting request may be scheduled; vLLM asks before it schedules one. A
@@ -75,4 +82,6 @@ class WorkerDaemonScheduler(AsyncScheduler):  # type: ignore[misc]
                 by_group = self.kv_cache_manager.get_block_ids(req_id)
                 held = {block_id for own in by_group for block_id in own}
                 self.kv_cache_manager.evict_blocks(held - {NULL_BLOCK})
+                if self._noted is not None:
+                    self._noted.distrust(held - {NULL_BLOCK})
                 self.grammar_compile_error_reqs[req_id] = _NOT_FINITE

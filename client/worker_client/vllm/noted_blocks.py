@@ -1,0 +1,133 @@
+"""vLLM's prefix cache outlives the server: the hashes of its cached blocks are noted on the daemons,
+and the next server begins with them."""
+
+import logging
+import time
+from collections.abc import Iterable, Sequence
+from hashlib import blake2b
+from typing import Any, Final, Protocol
+
+from worker_client.cached_blocks import CachedBlocks
+from worker_client.errors import ClientError
+from worker_client.outcomes import StepFuture
+from worker_client.vllm.settings import LOGGER
+
+SWEPT_AT_ONCE: Final = 256
+"""Blocks looked at after each step. A step thus costs the same, whatever the cache's size."""
+SENT_AT_ONCE: Final = 4096
+"""Changed blocks that are sent before all blocks were looked at."""
+
+ROUND_S: Final = 1.0
+"""Shortest time between two rounds over all blocks at once, which takes milliseconds."""
+
+_LOG = logging.getLogger(LOGGER)
+
+
+class GroupOfNotes(Protocol):
+    """The part of WorkerGroup that is used here."""
+
+    def note_cached_blocks(
+        self, tag: bytes, blocks: CachedBlocks, after: Any, *, distrusted: Sequence[int] = ()
+    ) -> bool:
+        """Note blocks; return False to be called again later."""
+
+    def cached_blocks(self, tag: bytes) -> CachedBlocks:
+        """Return the noted blocks."""
+
+
+def tag_of(*parts: object) -> bytes:
+    """Return the name of a way to hash: what makes equal hashes of equal contents."""
+    return blake2b(repr(parts).encode(), digest_size=32).digest()
+
+
+class NotedBlocks:
+    """For one scheduler and one group; used on their thread."""
+
+    def __init__(self, group: GroupOfNotes, tag: bytes) -> None:
+        self._group = group
+        self._tag = tag
+        self._blocks: Sequence[Any] = ()
+        """vLLM's KVCacheBlock of each id."""
+        self._noted: list[bytes | None] = []
+        """The hash that was noted of each block."""
+        self._changed: dict[int, bytes] = {}
+        self._distrusted: set[int] = set()
+        self._next = 0
+        """The block to look at next."""
+        self._newest: StepFuture | None = None
+        self._next_round = 0.0
+
+    def restore(self, pool: Any) -> int:
+        """Take the blocks that an earlier server has noted into vLLM's BlockPool, whose blocks are
+        all free; return their number. If the daemons cannot tell, the cache begins empty."""
+        self._blocks = pool.blocks
+        self._noted = [None] * len(self._blocks)
+        try:
+            known = self._group.cached_blocks(self._tag)
+        except ClientError as error:
+            _LOG.warning("the prefix cache of earlier servers is not restored: %s", error)
+            return 0
+        for block_id, row in zip(known.block_ids.tolist(), known.hashes, strict=True):
+            block, block_hash = self._blocks[block_id], row.tobytes()
+            block.set_block_hash(block_hash)
+            pool.cached_block_hash_to_block.insert(block_hash, block)
+            self._noted[block_id] = block_hash
+        if len(known.block_ids):
+            _LOG.info("restored %d cached blocks of earlier servers", len(known.block_ids))
+        return len(known.block_ids)
+
+    def proceed(self, newest: StepFuture) -> None:
+        """Look at some blocks, and note what has changed. newest: the last step that was sent; it
+        and those before it fill all blocks that have a hash."""
+        self._newest = newest
+        if self._look(self._next + SWEPT_AT_ONCE) or len(self._changed) >= SENT_AT_ONCE:
+            self._send(newest)
+
+    def finish_round(self) -> None:
+        """Look at the rest of the blocks: there is nothing to compute at the moment. Does so at
+        most once in ROUND_S."""
+        now = time.monotonic()
+        if self._newest is None or now < self._next_round:
+            return
+        self._next_round = now + ROUND_S
+        self._look(len(self._blocks))
+        self._send(self._newest)
+
+    def _look(self, end: int) -> bool:
+        """Look at the blocks up to `end`; return True if these are the last ones."""
+        first, self._next = self._next, end
+        for block_id, block in enumerate(self._blocks[first:end], first):
+            block_hash = block.block_hash
+            if block_hash is not None and block_hash != self._noted[block_id]:
+                self._changed[block_id] = block_hash
+        if end < len(self._blocks):
+            return False
+        self._next = 0
+        return True
+
+    def distrust(self, block_ids: Iterable[int]) -> None:
+        """Drop the notes of blocks whose contents nobody may share."""
+        self._distrusted.update(block_ids)
+
+    def forget(self) -> None:
+        """Note all blocks anew: the daemons have dropped their notes, or may have."""
+        self._noted = [None] * len(self._blocks)
+        self._changed.clear()
+
+    def _send(self, newest: StepFuture) -> None:
+        if not self._changed and not self._distrusted:
+            return
+        current = {
+            block_id: block_hash
+            for block_id, block_hash in self._changed.items()
+            if self._blocks[block_id].block_hash == block_hash
+        }
+        blocks = CachedBlocks.of(list(current), list(current.values()))
+        distrusted = sorted(self._distrusted)
+        if self._group.note_cached_blocks(self._tag, blocks, newest, distrusted=distrusted):
+            for block_id in distrusted:
+                self._noted[block_id] = None
+            for block_id, block_hash in current.items():
+                self._noted[block_id] = block_hash
+            self._changed.clear()
+            self._distrusted.clear()
