@@ -1,5 +1,5 @@
-"""The rule for notes of blocks' contents, against a KV cache of plain lists: in whatever order steps,
-notes, failures and kills come, a block is offered only if it holds what its hash says."""
+"""The rule for notes of blocks' contents, against a KV cache of plain lists: in any order of steps,
+notes, failures and kills, a block is offered only if it holds what its hash says."""
 
 import random
 from collections import deque
