@@ -54,6 +54,12 @@ class BlockContents:
         """Record that a step gives blocks to requests to write to."""
         self._written_at[block_ids] = seq
 
+    def fail(self, seq: int) -> None:
+        """Record that a step has failed: blocks keep their contents if they were noted as of an
+        earlier one. The others may be those that the step was to fill."""
+        keeps = (self._noted_at >= self._written_at) & (self._noted_at < seq)
+        self._written_at[~keeps] = UNKNOWN
+
     def forget(self) -> None:
         """Record that no block has known contents any more. Until a step writes to a block, notes
         of it are void, also those that are on their way."""

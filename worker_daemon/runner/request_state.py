@@ -124,14 +124,19 @@ class RequestState:
         self._record.restart()
 
     def mark_failed(self, seq: int) -> None:
-        """Record that an accepted step failed: later steps fail too, until a resynchronization.
-        What they write, and where, is not known."""
+        """Record that an accepted step failed: later steps fail too, until a resynchronization."""
+        if self.has_failed:
+            self.contents.forget()
+        else:
+            self.contents.fail(seq)
         self._record.fail(seq)
-        self.contents.forget()
 
     def raise_if_failed(self) -> None:
-        """Raise PrecededByError if an earlier step failed and no resynchronization has followed."""
+        """Raise PrecededByError if an earlier step failed and no resynchronization has followed. To
+        be called after each step: one that ran may have found a block table to which the failed
+        step's changes are missing, and written to any block."""
         if self._record.failed_seq is not None:
+            self.contents.forget()
             raise PrecededByError(
                 f"step {self._record.failed_seq} failed before this one",
                 fix="send the next step with resync",
@@ -205,7 +210,7 @@ class RequestState:
         if not batch.advance(capacity):
             self._counts.remove(updates)
             return None
-        if capacity is not None and not self.has_failed:
+        if capacity is not None:
             self.contents.write(updates.block_ids, step.seq)
         # By position, in the order of the fields: keyword arguments would cost as much as the
         # checks above.
@@ -222,7 +227,7 @@ class RequestState:
         if step.resync is not None:
             self._record.restart()
             self._deferred.clear()
-        if scheduled.block_updates.rows.size and not self.has_failed:
+        if scheduled.block_updates.rows.size:
             self._note_written(scheduled)
         samples = scheduled.samples
         counts.num_computed[batch.rows] = scheduled.ends

@@ -3,6 +3,7 @@ notes, failures and kills, a block is offered only if it holds what its hash say
 
 import random
 from collections import deque
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -10,7 +11,7 @@ import pytest
 from row_steps import bitmap, int32s, request_state, uint16s
 
 from rpc_schema.step import ExecuteModel, NewRequestData
-from worker_daemon.errors import InvalidStepError
+from worker_daemon.errors import InvalidStepError, PrecededByError
 from worker_daemon.runner.block_contents import BlockContents
 from worker_daemon.runner.scheduled_step import StepLimits
 
@@ -67,21 +68,32 @@ class Rank:
         self.good = set()
 
     def run(self, step):
-        try:
-            self.state.apply(step.message, step.arrays)
-        except InvalidStepError:  # only after a failure: it depends on a step that was lost
-            assert self.state.has_failed
-        if not self.state.has_failed and self.rng.random() < 0.03:
+        if self.state.has_failed and step.message.resync is None:
+            self.run_in_vain(step)
+            return False
+        self.state.apply(step.message, step.arrays)
+        if self.rng.random() < 0.03:
+            for block, offset, tokens in step.writes:
+                self.cells[block][offset] = self.rng.choice((tokens, None))
             self.state.mark_failed(step.message.seq)
-        if self.state.has_failed:
-            for block in self.rng.sample(range(1, LIMITS.num_blocks), 3):
-                self.cells[block] = [None] * SIZE  # its block table may be an old one
             return False
         for block, offset, tokens in step.writes:
             self.cells[block][offset] = tokens
         if self.rng.random() < 0.97:  # otherwise its result has not come yet
             self.good.add((step.message.epoch, step.message.seq))
         return True
+
+    def run_in_vain(self, step):
+        """Run a step after a failed one, if it is valid without that."""
+        with suppress(InvalidStepError):
+            self.state.apply(step.message, step.arrays)
+            for block in self.rng.sample(range(1, LIMITS.num_blocks), 3):
+                self.cells[block] = [None] * SIZE  # its block table is an old one
+            if self.rng.random() < 0.5:
+                self.state.mark_failed(step.message.seq)
+            else:
+                with pytest.raises(PrecededByError):
+                    self.state.raise_if_failed()
 
     def take_note(self, note):
         hashes = np.frombuffer(b"".join(note.hashes), np.uint8).reshape(len(note.hashes), -1)
@@ -296,6 +308,22 @@ def test_notes_hold_until_a_later_step_writes_to_the_block():
     contents.end_epoch(7)  # step 8 has not run here
     assert offered(contents) == {3: b"aa"}
     contents.write(ids(3), 1)
+    assert offered(contents) == {}
+
+
+def test_failed_step_costs_the_notes_as_of_it_and_the_blocks_without_notes():
+    contents = BlockContents(10)
+    contents.write(ids(1, 2, 3, 4), 5)
+    contents.note(TAG, ids(1), hashes_of(b"aa"), 6)
+    contents.note(TAG, ids(2), hashes_of(b"bb"), 7)
+    contents.write(ids(3), 7)
+    contents.fail(7)
+    assert offered(contents) == {1: b"aa"}
+    assert contents.note(TAG, ids(1, 2, 3, 4), hashes_of(b"aa", b"bb", b"cc", b"dd"), 8) == 1
+    contents.write(ids(2), 9)
+    assert contents.note(TAG, ids(2), hashes_of(b"ee"), 9) == 1
+    assert offered(contents) == {1: b"aa", 2: b"ee"}
+    contents.forget()
     assert offered(contents) == {}
 
 
