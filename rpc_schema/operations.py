@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Final, Generic, TypeAlias, TypeVar
 
-from rpc_schema import adoption, lease, lora, step, trace, uploads
+from rpc_schema import adoption, cached_blocks, lease, lora, step, trace, uploads
 from rpc_schema import lifecycle as lc
 from rpc_schema import weight_transfer as wt
 from rpc_schema.base import Answered, ControlReply, ControlRequest, StepReply, StepRequest
@@ -238,6 +238,16 @@ _CONTROL_ROWS: Final[tuple[ControlOperation[Any], ...]] = (
     ControlOperation(uploads.UploadChunk, uploads.UploadChunkReply, Role.DRIVER, repeatable=True),
     ControlOperation(uploads.FindUploads, uploads.FindUploadsReply, Role.DRIVER, repeatable=True),
     ControlOperation(uploads.DropUploads, lc.Acknowledged, Role.DRIVER),
+    # Contents of KV blocks, for the next driver.
+    ControlOperation(
+        cached_blocks.NoteCachedBlocks, cached_blocks.NoteCachedBlocksReply, Role.DRIVER
+    ),
+    ControlOperation(
+        cached_blocks.GetCachedBlocks,
+        cached_blocks.GetCachedBlocksReply,
+        Role.DRIVER,
+        repeatable=True,
+    ),
     # The daemon's end.
     ControlOperation(lc.Drain, lc.Acknowledged, Role.ADMIN, repeatable=True),
     ControlOperation(lc.Shutdown, lc.Acknowledged, Role.ADMIN),

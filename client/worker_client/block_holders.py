@@ -130,6 +130,22 @@ class BlockHolders:
             return None
         return next((i for i in block_ids if self._emptied[i]), None)
 
+    def are_filled(self, block_ids: Int32s, num_computed: Int32s) -> NDArray[np.bool_]:
+        """Return which of these blocks have contents, and no request that still has to fill them.
+        num_computed: tokens of each slot whose steps were sent (any value for free slots). Raises
+        BlockTaken as check_prefix does."""
+        self.check_prefix(block_ids, 0)
+        filled = np.ones(len(self._flags), np.bool_) if self._emptied is None else ~self._emptied
+        for number, group in enumerate(self._groups):
+            for slot, num_full in enumerate((num_computed // group.block_size).tolist()):
+                row = number * self._num_slots + slot
+                if self._written[row]:
+                    prefix = self._prefixes.get(row)
+                    first = max(0, num_full - (0 if prefix is None else prefix.size))
+                    filled[np.frombuffer(self._written[row][first:], np.int32)] = False
+        chosen: NDArray[np.bool_] = filled[block_ids]
+        return chosen
+
     def hold(self, rows: bytes, ids: bytes) -> None:
         """Assign blocks (a column of int32) to their requests' rows: blocks that were taken, or
         that passed check()."""

@@ -23,6 +23,7 @@ from worker_client.errors import (
     WorkerDied,
 )
 from worker_client.host_tensor import HostTensor
+from worker_client.kept_prefixes import KeptPrefixes
 from worker_client.request_uploads import RequestUploads, UploadingGroup
 from worker_client.requests import (
     MAX_SAMPLES,
@@ -123,6 +124,7 @@ class Driver:
         max_history: int | None = MAX_HISTORY,
         recover: Recover = give_up,
         grammars: CompiledGrammars | None = None,
+        keeps_prefixes: bool = True,
     ) -> None:
         """on_result is called with every step's tokens as they come, including those past a
         request's end, and with those that requests gain without a step. recover is called when a
@@ -131,7 +133,9 @@ class Driver:
         recoveries without a successful step. max_history bounds `records` and `timings`, the oldest
         of which are dropped first; None keeps all. grammars
         (worker_client.structured.grammars.Grammars) serves requests with structured output, which
-        jump forward if the scheduler can (JumpingScheduler); it stays the caller's."""
+        jump forward if the scheduler can (JumpingScheduler); it stays the caller's. keeps_prefixes:
+        begin with the cached prefixes of earlier drivers, and keep one's own for later ones, if the
+        scheduler can (worker_client.kept_prefixes.RestoringScheduler)."""
         self.group = group
         self.scheduler = scheduler
         self._times = RunTimes(max_history)
@@ -157,6 +161,8 @@ class Driver:
         """Number of steps sent."""
         self._ended: list[RequestOutput] = []
         """Requests that have ended outside the scheduler, and were not returned yet."""
+        self._prefixes = KeptPrefixes(group, scheduler if keeps_prefixes else None)
+        self._prefixes.restore()
 
     def add_request(self, request: GenerationRequest) -> None:
         """Queue a request, with a random seed if it needs one and has none; with n > 1 its samples
@@ -448,7 +454,19 @@ class Driver:
         if self._jumps is not None and flight.masked is not None and flight.masked.sampled:
             finished = [*finished, *self._jump_forward(self._jumps)]
         self._drop_uploads()
+        if self._num_sent >= self._prefixes.due or not self._in_flight:
+            self._note_prefixes(flight)
         return finished
+
+    def _note_prefixes(self, last_done: _InFlight) -> None:
+        """Note what is cached, now and then and once all is done."""
+        if self._unsent is not None:
+            return  # the scheduler counts it as sent
+        num_left = len(self._in_flight)
+        if self._num_sent < self._prefixes.due and self.scheduler.has_unfinished_requests():
+            return
+        newest = (self._in_flight[-1] if num_left else last_done).future
+        self._prefixes.proceed(self._num_sent, self._num_sent - num_left, newest)
 
     def _send(self, output: SchedulerOutput) -> FutureLike:
         try:
@@ -483,6 +501,7 @@ class Driver:
             lost = self._settle_partly(lost)
         outputs = [flight.output for flight in self._in_flight]
         self._in_flight.clear()
+        self._prefixes.forget()
         self.num_failures += 1
         self._in_a_row.failures += 1
         self._hand_back(outputs, lost)

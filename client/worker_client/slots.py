@@ -22,6 +22,7 @@ from rpc_schema.kv_cache import NULL_BLOCK, blocks_behind
 from rpc_schema.pooling import MAX_POOLED_BYTES
 from rpc_schema.step import ExecuteModel, ModelRunnerOutput, NewRequestData
 from worker_client.block_holders import BlockHolders, BlockTaken
+from worker_client.cached_blocks import CachedBlocks
 from worker_client.encoded_step import (
     NONE_DEFERRED,
     EncodedStep,
@@ -29,7 +30,7 @@ from worker_client.encoded_step import (
     decode_reply,
     pack_bits,
 )
-from worker_client.errors import InvalidSchedulerOutput
+from worker_client.errors import InvalidSchedulerOutput, config_error
 from worker_client.masks import ALL_AT_ONCE, Masks, StepSampling, encoded, sampling_of
 from worker_client.parts.registry import NONE_POOLED, Extensions, pools, reports
 from worker_client.scheduler_output import NewRequest, SchedulerOutput, StepResult
@@ -288,6 +289,23 @@ class SlotTable:
         blocks that were filled before."""
         if self._holders is not None:
             self._holders.lose_contents()
+
+    def with_contents(self, blocks: CachedBlocks) -> CachedBlocks:
+        """Return those of these blocks that are full, as far as the table knows: the cache may have
+        lost their contents, or a request that still has to fill them.
+
+        Raises:
+            ClientConfigError: a block does not exist.
+        """
+        if self._holders is None:
+            return blocks
+        self._flush()
+        try:
+            return blocks.only(self._holders.are_filled(blocks.block_ids, self._num_computed))
+        except BlockTaken as taken:
+            block_id = int(blocks.block_ids[taken.index])
+            fix = f"use 1 to {self._limits.num_blocks - 1}"
+            raise config_error("block_ids", block_id, "there is no such block", fix) from None
 
     def withdraw(self, output: SchedulerOutput) -> frozenset[str]:
         """Drop every request, because a step was not sent. Return their ids, and those in the step,

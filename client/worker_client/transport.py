@@ -328,6 +328,12 @@ class PendingCall(Generic[ReplyT]):
             raise DeadlineExceeded(self.what, self.timeout_s)
         return reply
 
+    @property
+    def is_answered(self) -> bool:
+        """True once a reply to this or a later call has come. Drops the replies that are here: for
+        a call whose result is not asked for."""
+        return self.channel.drop_replies() >= self.call
+
     def poll(self, until: float) -> ReplyT | None:
         """Wait for the reply until `until` (of time.monotonic); None if it has not come. Raises as
         result() does otherwise."""
@@ -363,6 +369,7 @@ class ControlChannel:
         self.endpoint = endpoint
         self._check_alive = check_alive
         self._last_call = 0
+        self._last_answered = 0
         self._repeatable: bytes | None = None
         """Last request, if it may be sent again."""
         self._sent_on = 0
@@ -427,7 +434,20 @@ class ControlChannel:
         passed. Raises AuthenticationError and WorkerDied as send() does."""
         if not self._wait(zmq.POLLIN, deadline):
             return None
-        return decode_control_reply(self._socket.recv_multipart(zmq.NOBLOCK))
+        return self._receive()
+
+    def drop_replies(self) -> int:
+        """Drop the replies that are here; return the latest call that has had one."""
+        with contextlib.suppress(zmq.Again):
+            while True:
+                with contextlib.suppress(WireError):
+                    self._receive()
+        return self._last_answered
+
+    def _receive(self) -> ControlReplyMessage:
+        reply = decode_control_reply(self._socket.recv_multipart(zmq.NOBLOCK))
+        self._last_answered = max(self._last_answered, reply.call)
+        return reply
 
     def _wait(self, readiness: int, deadline: float) -> bool:
         """Wait until the socket is ready; return False at the deadline. Checks for refusals, for

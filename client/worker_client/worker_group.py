@@ -21,6 +21,8 @@ from rpc_schema.kv_cache import groups_of
 from rpc_schema.step import ExecuteDummyBatch, SampleTokens
 from worker_client.adoption import AdoptedRequest, RankRow, merge, read_page
 from worker_client.attaching import LEASE_WAIT_S, Attachment
+from worker_client.block_notes import BlockNotes
+from worker_client.cached_blocks import CachedBlocks
 from worker_client.errors import (
     ClientConfigError,
     ClientError,
@@ -98,6 +100,7 @@ class WorkerGroup:
         self.load_chain = LoadChain(self._channel)
         """The operations that prepare() consists of, for callers that want another order."""
         self._adapters = GroupAdapters(self._channel)
+        self._notes = BlockNotes(self._channel)
         self.clients = self._channel.daemons.clients
         self._keys = keys
         self._loaded: tuple[WorkerConfig, LoadedGroup] | None = None
@@ -638,6 +641,54 @@ class WorkerGroup:
         for client in chosen(self._channel, ranks):
             for part in named_parts(content_hashes):
                 client.ask(partial(up.DropUploads, epoch=epoch, content_hashes=part))
+
+    # ------------------------------------------------------------------ cached blocks
+
+    def note_cached_blocks(
+        self,
+        tag: bytes,
+        blocks: CachedBlocks,
+        after: StepFuture,
+        *,
+        distrusted: Sequence[int] = (),
+    ) -> bool:
+        """Have all ranks note the contents of full blocks, for cached_blocks() of the next driver;
+        does not wait. Return False, with nothing sent, while ranks have not answered earlier notes:
+        try again later.
+
+        tag: at most 64 bytes that say how the hashes were made, and all that a hash does not name
+        itself. Notes of another tag replace all others. A hash has at most 64 bytes, and names the
+        KV group of its block, if there are several.
+        after: a step of execute_model that was sent. Once it and those before it have run, the
+        blocks have these contents. Best one whose result has come: a note as of a step that fails
+        or never runs is void. Later steps may give the blocks to requests; ranks know that,
+        whenever the note comes.
+        distrusted: blocks whose earlier notes are to be dropped.
+
+        Blocks that a running request still has to fill, and those that have lost their contents by
+        new weights or sleep, are left out.
+
+        Raises:
+            ClientConfigError: a block does not exist, or a field is out of bounds. Nothing was
+                sent.
+        """
+        if self._notes.are_pending:
+            return False
+        chosen_blocks = self._steps.slots.with_contents(blocks)
+        self._notes.send(tag, chosen_blocks, after.seq, distrusted)
+        return True
+
+    def cached_blocks(self, tag: bytes) -> CachedBlocks:
+        """Return the blocks with known contents on every rank, as noted by this driver and by
+        earlier ones; none if their tag is another. A daemon that was started or loaded since has
+        none. For a driver that has prepared the group and not yet sent a step.
+
+        A request may begin with such a block as with any that was filled before.
+
+        Raises:
+            RemoteError: a rank refuses; names the first one.
+        """
+        return self._notes.read(tag)
 
     # ------------------------------------------------------------------ profiles
 

@@ -178,6 +178,17 @@ class ModelRunner:
         self.state.drop_all()
         self._unsampled.clear()
 
+    def end_epoch(self) -> None:
+        """Keep the notes of blocks' contents that hold for another driver."""
+        state = self.state
+        state.contents.end_epoch(state.last_good_seq(self.history.has_confirmed))
+
+    def before_relink(self, epoch: int) -> None:
+        """Forget the contents of all blocks if a step of the epoch may have been cut off on the
+        device."""
+        if not self.state.have_all_ended_well(epoch, self.history.has_confirmed):
+            self.state.contents.forget()
+
     def adopt_requests(self, first_slot: int) -> Page:
         """Roll back steps that are not known to have succeeded, and describe rows from first_slot
         on."""

@@ -18,6 +18,7 @@ from rpc_schema.kv_cache import BlockGroup
 from rpc_schema.step import ExecuteModel, NewRequestData
 from worker_daemon.contracts.arrays import Bools, Int32s, Int64s
 from worker_daemon.errors import InvalidStepError, PrecededByError
+from worker_daemon.runner.block_contents import BlockContents
 from worker_daemon.runner.parts.step_parts import StepParts
 from worker_daemon.runner.row_counts import FREE_ROW_BLOCKS, NOT_SAMPLED, RowCounts
 from worker_daemon.runner.scheduled_step import (
@@ -69,6 +70,8 @@ class RequestState:
         """Slots and generations that each step still has to sample."""
         self._record = StepRecord(limits.block_groups)
         self._judge = StepJudge(limits, parts)
+        self.contents = BlockContents(limits.num_blocks)
+        """Outlives the rows: blocks keep their contents."""
 
     @property
     def spare_slot(self) -> int:
@@ -122,15 +125,31 @@ class RequestState:
 
     def mark_failed(self, seq: int) -> None:
         """Record that an accepted step failed: later steps fail too, until a resynchronization."""
+        if self.has_failed:
+            self.contents.forget()
+        else:
+            self.contents.fail(seq)
         self._record.fail(seq)
 
     def raise_if_failed(self) -> None:
-        """Raise PrecededByError if an earlier step failed and no resynchronization has followed."""
+        """Raise PrecededByError if an earlier step failed and no resynchronization has followed. To
+        be called after each step: one that ran may have found a block table to which the failed
+        step's changes are missing, and written to any block."""
         if self._record.failed_seq is not None:
+            self.contents.forget()
             raise PrecededByError(
                 f"step {self._record.failed_seq} failed before this one",
                 fix="send the next step with resync",
             )
+
+    def last_good_seq(self, has_ended_well: Callable[[int, int], bool]) -> int:
+        """Return the last of the recorded steps up to which all are known to have succeeded (by
+        epoch and seq); 0 if there is none."""
+        return self._record.last_good_seq(has_ended_well)
+
+    def have_all_ended_well(self, epoch: int, has_ended_well: Callable[[int, int], bool]) -> bool:
+        """Return True if all recorded steps of an epoch are known to have succeeded."""
+        return self._record.have_all_ended_well(epoch, has_ended_well)
 
     def take_back(self, has_ended_well: Callable[[int, int], bool]) -> BlockUpdates:
         """Roll back failed steps, and all steps from the first one that is not known to have
@@ -161,7 +180,7 @@ class RequestState:
                 judged = self._judge.judge(step, arrays, self.counts, known, deferred)
                 scheduled = self._accept(step, judged)
         except InvalidStepError:
-            self._record.fail(step.seq)
+            self.mark_failed(step.seq)
             raise
         self._record.add(step.epoch, scheduled)
         return scheduled
@@ -191,6 +210,8 @@ class RequestState:
         if not batch.advance(capacity):
             self._counts.remove(updates)
             return None
+        if capacity is not None:
+            self.contents.write(updates.block_ids, step.seq)
         # By position, in the order of the fields: keyword arguments would cost as much as the
         # checks above.
         return ScheduledStep(
@@ -206,6 +227,8 @@ class RequestState:
         if step.resync is not None:
             self._record.restart()
             self._deferred.clear()
+        if scheduled.block_updates.rows.size:
+            self._note_written(scheduled)
         samples = scheduled.samples
         counts.num_computed[batch.rows] = scheduled.ends
         counts.num_tokens[batch.rows] += samples
@@ -223,6 +246,16 @@ class RequestState:
             scheduled = scheduled._replace(steady=steady)
         self._steady = still
         return scheduled
+
+    def _note_written(self, step: ScheduledStep) -> None:
+        """Record the blocks that a step gives to requests, without those that are full of a new
+        request's computed tokens: it only reads these. Called before the step's tokens count."""
+        rows, indices, block_ids = step.block_updates
+        if any(request.num_computed_tokens for request in step.new_requests):
+            groups, slots = np.divmod(rows, self._counts.live.size)
+            sizes = self._judge.block_sizes.reshape(-1)[groups]
+            block_ids = block_ids[indices >= self._counts.num_computed[slots] // sizes]
+        self.contents.write(block_ids, step.seq)
 
     def _steady_batch(
         self, step: ScheduledStep, batch: Batch, capacity: Int32s
@@ -341,6 +374,19 @@ class StepRecord:
             self.failed_seq = seq
             is_newest = bool(self._steps) and self._steps[-1][1].seq == seq
             self._num_before = self._num_accepted - is_newest
+
+    def have_all_ended_well(self, epoch: int, has_ended_well: Callable[[int, int], bool]) -> bool:
+        """See RequestState.have_all_ended_well."""
+        return all(has_ended_well(own, step.seq) for own, step in self._steps if own == epoch)
+
+    def last_good_seq(self, has_ended_well: Callable[[int, int], bool]) -> int:
+        """See RequestState.last_good_seq."""
+        last = 0
+        for epoch, step in self._steps:
+            if not has_ended_well(epoch, step.seq):
+                break
+            last = step.seq
+        return last
 
     def restart(self) -> None:
         """Forget all steps, and the failure."""

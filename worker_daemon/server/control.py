@@ -21,6 +21,7 @@ from worker_daemon.server.auth.bad_peers import Peer
 from worker_daemon.server.auth.security import Security
 from worker_daemon.server.health.tracing import Tracing
 from worker_daemon.server.session.attach import AttachHandler
+from worker_daemon.server.session.cached_blocks_handler import CachedBlocksHandler
 from worker_daemon.server.session.draining import Draining
 from worker_daemon.server.session.rendezvous import LinkRendezvous
 from worker_daemon.server.session.status import StatusReport
@@ -53,6 +54,7 @@ class Control:
         draining: Draining,
         tracing: Tracing,
         uploading: UploadHandler,
+        caching: CachedBlocksHandler,
         begin_shutdown: Callable[[str], None],
     ) -> None:
         """begin_shutdown(cause) starts the shutdown, and returns at once."""
@@ -72,6 +74,7 @@ class Control:
             lc.Shutdown: self._shutdown,
             **tracing.handlers,
             **uploading.handlers,
+            **caching.handlers,
         }
         self._driver_handlers: Mapping[type[ControlMessage], Handler] = {
             lc.Hello: attaching.hello,

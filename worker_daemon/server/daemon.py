@@ -34,6 +34,7 @@ from worker_daemon.server.process_exit import DEVICE_CODES, ProcessExit
 from worker_daemon.server.progress import Progress
 from worker_daemon.server.runtime_files import FindGpu, RuntimeFiles, raise_file_limit
 from worker_daemon.server.session.attach import AttachHandler
+from worker_daemon.server.session.cached_blocks_handler import CachedBlocksHandler
 from worker_daemon.server.session.draining import Draining
 from worker_daemon.server.session.lease import Lease, suspended_s
 from worker_daemon.server.session.rendezvous import LinkRendezvous
@@ -214,6 +215,7 @@ class Daemon:
             draining=self._draining,
             tracing=Tracing(post, need_attached, self._events.ask_driver),
             uploading=UploadHandler(uploads, need_attached, self._draining, progress),
+            caching=CachedBlocksHandler(need_attached, progress),
             begin_shutdown=self.begin_shutdown,
         )
 

@@ -7,6 +7,7 @@ from rpc_schema.config import WorkerConfig
 from rpc_schema.kv_cache import KVCacheConfig
 from rpc_schema.lifecycle import KVCacheAdvice, MemoryTag, TagState
 from worker_daemon.models.weight_state import WeightReport
+from worker_daemon.runner.block_contents import BlockContents
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,3 +35,5 @@ class WorkerDescription:
     """Returns the hashes of the uploads that running requests use now."""
     input_wait_share: Callable[[], float] = float
     """Returns the share of recent time in which the stage waited for its input."""
+    block_contents: BlockContents | None = None
+    """None below KV_READY. The control thread takes and reads notes there."""

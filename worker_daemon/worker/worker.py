@@ -227,6 +227,7 @@ class Worker:
             self._model.memory.prepare()
             _LOG.info("%d graphs, ready in %.1f s", serving.num_graphs, time.monotonic() - began)
             self._log_memory()
+        serving.runner.state.contents.forget()  # synthetic steps have written to blocks
         seconds = time.monotonic() - began
         return lc.CompileOrWarmUpModelReply(**self._identity(message), seconds=seconds)
 
@@ -369,7 +370,7 @@ class Worker:
         model = self._model
         change(model)
         if model.memory.tags.kv_cache != "awake":
-            self._forget_requests()
+            self._forget_cache()
         if model.adapters is not None:
             model.adapters.slots.forget()  # their device memory was unmapped; the host has copies
         return lc.MemoryTagsReply(
@@ -395,7 +396,7 @@ class Worker:
     def start_weight_update(self, message: wt.StartWeightUpdate) -> Done:
         """Open an update: no step runs until it is finished."""
         self._transfer.start(message, self._model, self._device.opened.place)
-        self._forget_requests()
+        self._forget_cache()
         return Done(**self._identity(message))
 
     def update_weights(self, message: wt.UpdateWeights) -> wt.UpdateWeightsReply:
@@ -431,7 +432,7 @@ class Worker:
             self._model, config, place, self._roots, self._set_phase
         )
         self._transfer.drop_update()
-        self._forget_requests()
+        self._forget_cache()
         self._model_or_none = model
         return wt.ReloadWeightsReply(
             **self._identity(message),
@@ -440,10 +441,12 @@ class Worker:
             num_updates=num_updates,
         )
 
-    def _forget_requests(self) -> None:
-        """Drop all requests: their KV belongs to weights that were replaced."""
+    def _forget_cache(self) -> None:
+        """Drop all requests, and what is known of the blocks' contents: they are lost, or belong
+        to weights that were replaced."""
         if self._serving_or_none is not None:
             self._serving_or_none.runner.forget_requests()
+            self._serving_or_none.runner.state.contents.forget()
 
     def update_config(self, message: wt.UpdateConfig) -> Done:
         """Change what the next reload_weights reads.
@@ -470,6 +473,8 @@ class Worker:
         added = adapters.add(
             message.name, message.lora_id, message.version, load_inplace=message.load_inplace
         )
+        if message.load_inplace:
+            self._forget_contents()
         return lora.AddLoraReply(
             **self._identity(message), version=added.version, evicted=added.evicted
         )
@@ -477,7 +482,14 @@ class Worker:
     def remove_lora(self, message: lora.RemoveLora) -> lora.RemoveLoraReply:
         """Remove an adapter from host memory."""
         removed = self._model.require_adapters().store.remove(message.lora_id)
+        if removed:
+            self._forget_contents()
         return lora.RemoveLoraReply(**self._identity(message), removed=removed)
+
+    def _forget_contents(self) -> None:
+        """Forget what blocks contain: hashes may name an adapter whose contents change."""
+        if self._serving_or_none is not None:
+            self._serving_or_none.runner.state.contents.forget()
 
     def list_loras(self, message: lora.ListLoras) -> lora.ListLorasReply:
         """List the adapters in host memory; none for a model without adapters."""
@@ -539,6 +551,8 @@ class Worker:
     def on_attach(self, *, keep_requests: bool = False) -> bool:
         """Drop all requests unless they are to be kept, and the former driver's profile. Return
         True if no step was cut off; only the group's seqs show whether every send was received."""
+        if self._serving_or_none is not None:
+            self._serving_or_none.runner.end_epoch()  # whatever fails below
         self._profiler.abandon()
         self._transfer.abandon("its driver was replaced")
         if self._model_or_none is not None and self._model_or_none.adapters is not None:
@@ -547,7 +561,7 @@ class Worker:
             return True
         clean = not self._serving_or_none.runner.state.has_failed
         if not keep_requests:
-            self._forget_requests()
+            self._serving_or_none.runner.forget_requests()
         return clean
 
     def adopt_requests(self, message: AdoptRequests) -> AdoptRequestsReply:
@@ -570,6 +584,7 @@ class Worker:
         """
         serving = self._serving_or_none
         if serving is not None:
+            serving.runner.before_relink(message.epoch)
             serving.before_relink()
         self._profiler.link_left(self._device.leave_link())
         link = self._device.relink(message.rendezvous)
@@ -681,6 +696,7 @@ class Worker:
             num_kv_blocks_held=serving.runner.state.num_held_blocks if serving else int,
             uploads_in_use=serving.runner.state.uploads_in_use if serving else frozenset,
             input_wait_share=partial(_waiting_share, serving.runner.waits if serving else None),
+            block_contents=serving.runner.state.contents if serving else None,
         )
 
     def _memory_by_kind(self) -> dict[str, int]:

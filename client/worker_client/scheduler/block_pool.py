@@ -2,11 +2,21 @@
 
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 from rpc_schema.kv_cache import NULL_BLOCK
 
 FIRST_BLOCK_ID = 1
 """Block 0 is the workers' null block."""
+
+
+class PoolNews(NamedTuple):
+    """Changes of the cached blocks, other than by allocation."""
+
+    cached: list[int]
+    """Blocks that were remembered, and still are."""
+    distrusted: list[int]
+    """Blocks that were forgotten by their hash."""
 
 
 class BlockPool:
@@ -25,6 +35,9 @@ class BlockPool:
         self._group_of = [0] * num_blocks
         """Group of each block that has a hash. A list of numbers: tuples would be as many more
         objects for Python's garbage collector to traverse."""
+        self._fresh: set[int] = set()
+        self._distrusted: set[int] = set()
+        """The news since they were taken last."""
 
     @property
     def num_free(self) -> int:
@@ -81,6 +94,37 @@ class BlockPool:
             self._block_of[group][block_hash] = block_id
             self._hash_of[block_id] = block_hash
             self._group_of[block_id] = group
+            self._fresh.add(block_id)
+
+    def restore(self, group: int, block_id: int, block_hash: bytes) -> bool:
+        """Record the contents of a block that an earlier driver has filled. Return False, with
+        nothing recorded, if it is not free, or known already. Of several, the last to be restored
+        is reused last."""
+        if block_id not in self._free or block_id in self._hash_of:
+            return False
+        if block_hash in self._block_of[group]:
+            return False
+        self.remember(group, block_id, block_hash)
+        self._fresh.discard(block_id)  # the daemons have told us
+        self._free.move_to_end(block_id)
+        return True
+
+    def take_news(self) -> PoolNews:
+        """Return the news since the last call."""
+        news = PoolNews([i for i in self._fresh if i in self._hash_of], list(self._distrusted))
+        self._fresh.clear()
+        self._distrusted.clear()
+        return news
+
+    def contents_of(self, block_id: int) -> tuple[bytes, int]:
+        """Return the hash and the group of a cached block."""
+        return self._hash_of[block_id], self._group_of[block_id]
+
+    def forget_blocks(self, block_ids: Sequence[int]) -> None:
+        """Drop the cached contents of blocks, if they have any: they will be written to."""
+        for block_id in block_ids:
+            if block_id in self._hash_of:
+                self._forget(block_id)
 
     def forget(self, hashes: Sequence[bytes]) -> None:
         """Drop the cached blocks with these hashes: their contents cannot be trusted."""
@@ -89,12 +133,15 @@ class BlockPool:
                 block_id = of_group.pop(block_hash, None)
                 if block_id is not None:
                     del self._hash_of[block_id]
+                    self._distrusted.add(block_id)
 
     def forget_all(self) -> None:
         """Drop every cached hash: the contents cannot be trusted."""
         for of_group in self._block_of:
             of_group.clear()
         self._hash_of.clear()
+        self._fresh.clear()
+        self._distrusted.clear()
 
     def _forget(self, block_id: int) -> None:
         del self._block_of[self._group_of[block_id]][self._hash_of.pop(block_id)]

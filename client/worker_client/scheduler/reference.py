@@ -13,6 +13,7 @@ from rpc_schema.pooling import PoolingParams
 from rpc_schema.sampling import PromptLogprobs
 from rpc_schema.step import NO_TOKEN
 from worker_client.adoption import AdoptedRequest
+from worker_client.cached_blocks import CachedBlocks
 from worker_client.requests import GenerationRequest, parent_id, sample_id, seeded
 from worker_client.scheduler.decode_groups import DecodeGroups
 from worker_client.scheduler.interface import (
@@ -24,7 +25,7 @@ from worker_client.scheduler.interface import (
 )
 from worker_client.scheduler.planning import Step
 from worker_client.scheduler.request import Request, adopted_request, new_request
-from worker_client.scheduler.request_blocks import RequestBlocks
+from worker_client.scheduler.request_blocks import CachedNews, RequestBlocks
 from worker_client.scheduler.request_queues import RequestQueues
 from worker_client.scheduler_output import PromptChunk, SchedulerOutput, StepResult
 from worker_client.stop_strings import Texts
@@ -94,8 +95,7 @@ class Scheduler:
             if reason is not None:
                 done.append(self._finish(entry, reason))
             elif has_kv and not self._queues.is_full:
-                self._blocks.resume(entry, request.blocks_by_group, request.num_computed_tokens)
-                self._blocks.remember(entry)
+                self._blocks.adopt(entry, request.blocks_by_group, request.num_computed_tokens)
                 self._queues.start(entry)
                 entry.unannounced = True
         return done
@@ -274,6 +274,19 @@ class Scheduler:
         for request in [each for each in self._queues.running.values() if each.unannounced]:
             self._queues.requeue(request)
         self._blocks.forget_all()
+
+    @property
+    def prefix_tag(self) -> bytes:
+        """The name of the prefix cache's hashes; see RestoringScheduler."""
+        return self._blocks.tag
+
+    def restore_prefixes(self, blocks: CachedBlocks) -> int:
+        """Continue with the prefix cache of an earlier driver; see RestoringScheduler."""
+        return self._blocks.restore(blocks)
+
+    def take_cached_news(self) -> CachedNews:
+        """Return what has changed in the prefix cache; see RestoringScheduler."""
+        return self._blocks.take_news()
 
     def step_failed(self, outputs: Sequence[SchedulerOutput], lost_req_ids: frozenset[str]) -> None:
         """Roll back failed steps: lost requests wait again, in order of arrival."""

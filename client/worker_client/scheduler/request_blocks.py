@@ -9,17 +9,32 @@ have to return to a position at which they see such a block.
 
 from collections.abc import Iterable, Sequence
 from hashlib import blake2b
-from typing import Final, TypeAlias
+from typing import Final, NamedTuple, TypeAlias
+
+import numpy as np
 
 from rpc_schema.kv_cache import NULL_BLOCK, blocks_behind, blocks_for, most_blocks
+from worker_client.cached_blocks import CachedBlocks
 from worker_client.scheduler.block_pool import BlockPool
 from worker_client.scheduler.interface import SchedulerLimits
 from worker_client.scheduler.request import Request
 
 _TOKEN_BYTES: Final = 4
+_HASH_BYTES: Final = 16
+_FORMAT: Final = b"worker_client blake2b 1"
+"""To be changed with the hashes."""
 
 Prefix: TypeAlias = Sequence[Sequence[int]]
 """First blocks of a request in each group."""
+
+
+class CachedNews(NamedTuple):
+    """Changes of the prefix cache, for the group's notes."""
+
+    cached: CachedBlocks
+    """Blocks that requests have filled. A hash is that of the prefix, and a byte for the group."""
+    distrusted: list[int]
+    """Blocks whose contents no other request may share."""
 
 
 class RequestBlocks:
@@ -45,6 +60,33 @@ class RequestBlocks:
     def num_free(self) -> int:
         """Number of blocks that no request holds."""
         return self._pool.num_free
+
+    @property
+    def tag(self) -> bytes:
+        """The name of the hashes of the cached blocks: equal ones mean the same to every driver."""
+        groups = ",".join(f"{group.block_size}/{group.window}" for group in self._groups)
+        return _FORMAT + blake2b(groups.encode(), digest_size=_HASH_BYTES).digest()
+
+    def take_news(self) -> CachedNews:
+        """Return what has changed in the prefix cache since the last call."""
+        news = self._pool.take_news()
+        contents = map(self._pool.contents_of, news.cached)
+        hashes = [block_hash + bytes((group,)) for block_hash, group in contents]
+        return CachedNews(CachedBlocks.of(news.cached, hashes), news.distrusted)
+
+    def restore(self, blocks: CachedBlocks) -> int:
+        """Put blocks that an earlier driver has filled into the prefix cache, as far as no request
+        holds them; return their number. They have hashes of this tag."""
+        if not self._caches_prefixes or not blocks.block_ids.size:
+            return 0
+        # Blocks are given out by ascending id, at first: those of prefixes' beginnings come first,
+        # and are to be reused last.
+        order = np.argsort(-blocks.block_ids)
+        raw, width, num_restored = blocks.hashes[order].tobytes(), _HASH_BYTES + 1, 0
+        for index, block_id in enumerate(blocks.block_ids[order].tolist()):
+            entry = raw[index * width : (index + 1) * width]
+            num_restored += self._pool.restore(entry[-1], block_id, entry[:-1])
+        return num_restored
 
     def extend(self, request: Request, count: int) -> list[list[int]] | None:
         """Allocate the blocks that a request lacks for its next `count` tokens, and return those of
@@ -181,6 +223,13 @@ class RequestBlocks:
         request.blocks.by_group = tuple(map(list, by_group))
         request.num_computed = num_computed
 
+    def adopt(self, request: Request, by_group: Prefix, num_computed: int) -> None:
+        """Give an adopted request its blocks; others may begin with those that are full."""
+        for size, own in zip(self._sizes, by_group, strict=True):
+            self._pool.forget_blocks(own[num_computed // size :])
+        self.resume(request, by_group, num_computed)
+        self.remember(request)
+
     def release(self, request: Request) -> None:
         """Release a request's blocks. Steps in flight may still write to them; a new holder's step
         runs after those."""
@@ -245,5 +294,6 @@ class RequestBlocks:
         raw = request.tokens[len(hashes) * self.unit :].tobytes()
         parent = hashes[-1] if hashes else request.blocks.root
         for start in range(0, num_new * num_bytes, num_bytes):
-            parent = blake2b(parent + raw[start : start + num_bytes], digest_size=16).digest()
+            block = raw[start : start + num_bytes]
+            parent = blake2b(parent + block, digest_size=_HASH_BYTES).digest()
             hashes.append(parent)

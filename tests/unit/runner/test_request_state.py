@@ -63,10 +63,11 @@ def flatten(value):
 
 def everything(state):
     """All that a step may change, copied; counts where the rows have them, also those that steps
-    which only go on keep elsewhere."""
+    which only go on keep elsewhere. A refusal voids the notes of the blocks' contents, as any
+    failure does."""
     state = copy.deepcopy(state)
     assert state.counts is state._counts
-    kept = {k: flatten(v) for k, v in vars(state).items() if k not in (*MEMOS, "parts")}
+    kept = {k: flatten(v) for k, v in vars(state).items() if k not in (*MEMOS, "parts", "contents")}
     return kept | {"steps": len(state._record._steps)}
 
 

@@ -1,0 +1,106 @@
+"""The contents of KV blocks, as far as a driver has noted them: a hash for each block, for the next
+driver's prefix cache.
+
+The rule: a note of a block as of step s holds while the last step that gave the block to a request
+to write to is s or an earlier one. It is applied when notes are read, so that it does not matter
+whether a note or a step comes first.
+"""
+
+from typing import Final, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from worker_daemon.contracts.arrays import Int32s, Int64s
+
+UNKNOWN: Final = 2**63 - 1
+"""Instead of a step: nothing has been written to the block since the cache lost its contents. No
+note is as late as this."""
+_NOT_NOTED: Final = -1
+
+Hashes = npt.NDArray[np.uint8]
+
+
+class NotedBlocks(NamedTuple):
+    """Blocks whose notes hold."""
+
+    block_ids: Int32s
+    """[n], ascending."""
+    hashes: Hashes
+    """[n, bytes of a hash]"""
+
+
+class BlockContents:
+    """Owned by RequestState. Only the step thread writes the steps, only the control thread the
+    notes; end_epoch, which rewrites both, runs while the daemon takes no notes. Steps are seqs of
+    one epoch; 0 stands for all earlier ones."""
+
+    def __init__(self, num_blocks: int) -> None:
+        self._written_at: Int64s = np.full(num_blocks, UNKNOWN, np.int64)
+        """[num_blocks] the last step that gave the block to a request to write to."""
+        self._noted_at: Int64s = np.full(num_blocks, _NOT_NOTED, np.int64)
+        """[num_blocks] the step as of which the block was noted."""
+        self._hashes: Hashes = np.zeros((num_blocks, 0), np.uint8)
+        self._tag = b""
+
+    @property
+    def num_blocks(self) -> int:
+        """Number of blocks, the null block included."""
+        return self._written_at.size
+
+    # Step thread.
+
+    def write(self, block_ids: Int32s, seq: int) -> None:
+        """Record that a step gives blocks to requests to write to."""
+        self._written_at[block_ids] = seq
+
+    def fail(self, seq: int) -> None:
+        """Record that a step has failed: blocks keep their contents if they were noted as of an
+        earlier one. The others may be those that the step was to fill."""
+        keeps = (self._noted_at >= self._written_at) & (self._noted_at < seq)
+        self._written_at[~keeps] = UNKNOWN
+
+    def forget(self) -> None:
+        """Record that no block has known contents any more. Until a step writes to a block, notes
+        of it are void, also those that are on their way."""
+        self._written_at.fill(UNKNOWN)
+
+    def end_epoch(self, last_seq: int) -> None:
+        """Begin to count anew, and drop the notes that do not hold as of last_seq, the last step
+        that is known to have succeeded."""
+        noted_at, written_at = self._noted_at, self._written_at
+        holds = (noted_at >= written_at) & (noted_at <= last_seq)
+        noted_at[:] = np.where(holds, 0, _NOT_NOTED)
+        written_at[written_at != UNKNOWN] = 0
+
+    # Control thread.
+
+    def note(self, tag: bytes, block_ids: Int32s, hashes: Hashes, after_seq: int) -> int:
+        """Note the contents of blocks [n] as of a step; return how many of these notes hold.
+        hashes: [n, bytes of a hash]. Notes of another kind of hash are dropped."""
+        if not block_ids.size:
+            return 0
+        if tag != self._tag or hashes.shape[1] != self._hashes.shape[1]:
+            self._noted_at.fill(_NOT_NOTED)
+            self._hashes = np.zeros((self.num_blocks, hashes.shape[1]), np.uint8)
+            self._tag = tag
+        holds = self._written_at[block_ids] <= after_seq
+        noted = block_ids[holds]
+        # A void note must not replace one that holds.
+        self._hashes[noted] = hashes[holds]
+        self._noted_at[noted] = after_seq
+        return int(noted.size)
+
+    def distrust(self, block_ids: Int32s) -> None:
+        """Drop the notes of blocks."""
+        self._noted_at[block_ids] = _NOT_NOTED
+
+    def noted(self, tag: bytes, first: int, last: int, last_seq: int) -> NotedBlocks:
+        """Return the blocks of `first` to last - 1 whose notes hold as of step last_seq; none if
+        hashes have another tag."""
+        noted_at = self._noted_at[first:last]
+        holds = (noted_at >= self._written_at[first:last]) & (noted_at <= last_seq)
+        if tag != self._tag:
+            holds[:] = False
+        block_ids = (np.flatnonzero(holds) + first).astype(np.int32)
+        return NotedBlocks(block_ids, self._hashes[block_ids])
