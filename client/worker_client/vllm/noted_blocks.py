@@ -1,5 +1,5 @@
-"""vLLM's prefix cache outlives the server: hashes of its cached blocks are noted on the daemons, and
-the next server begins with them."""
+"""vLLM's prefix cache outlives the server: hashes of its cached blocks are noted on the daemons.
+The next server begins with them."""
 
 import logging
 import time

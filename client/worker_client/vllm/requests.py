@@ -3,6 +3,7 @@ refused by name. Fields that a later vLLM adds are refused as soon as they are s
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import cache
 from hashlib import blake2b
 from typing import Any, Final
 
@@ -85,13 +86,21 @@ POOLING_FIELDS: Final = frozenset(
 def check_fields(params: Any, served: frozenset[str]) -> None:
     """Raise RequestError if a request sets a field that is not served. params: vLLM's
     SamplingParams or PoolingParams, structs of msgspec."""
-    for entry in msgspec.structs.fields(params):
-        if entry.name in served:
-            continue
-        value = getattr(params, entry.name)
-        if value not in (None, False, _default(entry)):
+    for name, default in _others(type(params), served):
+        value = getattr(params, name)
+        if value not in (None, False, default):
             fix = "leave it out: worker daemons do not have it"
-            raise request_error(entry.name, value, "the field is not supported", fix)
+            raise request_error(name, value, "the field is not supported", fix)
+
+
+@cache
+def _others(kind: Any, served: frozenset[str]) -> tuple[tuple[str, object], ...]:
+    """Return the fields of a struct that are not served, with their defaults."""
+    return tuple(
+        (entry.name, _default(entry))
+        for entry in msgspec.structs.fields(kind)
+        if entry.name not in served
+    )
 
 
 def _default(entry: msgspec.structs.FieldInfo) -> object:
