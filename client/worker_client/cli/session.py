@@ -77,14 +77,16 @@ class Session:
         inputs: Sequence[InputRequest],
         adopted: Sequence[AdoptedRequest] = (),
         on_outcome: OnOutcome = lambda req_id, outcome: None,
+        *,
+        keeps_prefixes: bool = True,
     ) -> Served:
         """Generate for all requests that can be served, including adopted ones. on_outcome is
-        called for each as it ends."""
+        called for each as it ends; keeps_prefixes: see Driver."""
         with contextlib.ExitStack() as stack:
             grammars = self._grammars(inputs, adopted)
             if grammars is not None:
                 stack.callback(grammars.close)
-            return self._serve(inputs, adopted, on_outcome, grammars)
+            return self._serve(inputs, adopted, on_outcome, grammars, keeps_prefixes)
 
     def _serve(
         self,
@@ -92,10 +94,16 @@ class Session:
         adopted: Sequence[AdoptedRequest],
         on_outcome: OnOutcome,
         grammars: CompiledGrammars | None,
+        keeps_prefixes: bool,
     ) -> Served:
         scheduler = Scheduler(scheduler_limits(self.model, self.options.config), self.tokenizer)
         driver = Driver(
-            self.group, scheduler, max_history=None, recover=self.recover, grammars=grammars
+            self.group,
+            scheduler,
+            max_history=None,
+            recover=self.recover,
+            grammars=grammars,
+            keeps_prefixes=keeps_prefixes,
         )
         inputs = with_adapters(self.group, self.options.config.lora, inputs)
         start = time.monotonic()
@@ -122,7 +130,7 @@ class Session:
         return the traces' files, in rank order, each with its path on its daemon's host."""
         try:
             self.group.profile("start", name)
-            served = self.serve(inputs)
+            served = self.serve(inputs, keeps_prefixes=False)
         except BaseException as error:  # else the daemons would keep recording
             if not isinstance(error, IllegalStateError):  # another driver's profile runs
                 with contextlib.suppress(ClientError, WireError):
