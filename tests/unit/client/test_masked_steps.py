@@ -228,6 +228,35 @@ def test_masks_that_do_not_fit_into_a_message_are_split(fakes, connect, monkeypa
     assert max(sizes) == 2 and sizes.count(2) > 10
 
 
+def test_rows_that_share_a_mask_stay_in_one_message(fakes, connect, monkeypatch):
+    """A message may have one mask: for one request, or for all that are in one state."""
+    for bound in ("MAX_STEP_MASK_BYTES", "MAX_MASK_BYTES"):
+        monkeypatch.setattr(masked_steps, bound, 4 * HandGrammars.num_words)
+    (first,) = random_requests(random.Random(9), 1)
+    first = replace(first, prompt_token_ids=first.prompt_token_ids[:1], max_tokens=9)
+    wanted = expected(replace(first, ignore_eos=True))
+    for text, most in (("one", 6), (None, 1)):
+        requests = [replace(first, id=f"r{n}", ignore_eos=True) for n in range(6)]
+        requests = [
+            replace(each, structured_outputs=StructuredOutput(kind="regex", text=text or each.id))
+            for each in requests
+        ]
+        _, driver = driver_of(fakes, connect, HandGrammars())
+        sizes = []
+        sample = driver.group.sample_tokens
+
+        def counting(*args, sizes=sizes, sample=sample):
+            sizes.append(len(args[1]))
+            return sample(*args)
+
+        monkeypatch.setattr(driver.group, "sample_tokens", counting)
+        for request in requests:
+            driver.add_request(request)
+        outputs = run_on(driver)
+        assert all(outputs[request.id].token_ids == wanted for request in requests)
+        assert max(sizes) == most
+
+
 class SlowGrammars(HandGrammars):
     """Compiles on request."""
 
