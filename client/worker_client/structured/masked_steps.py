@@ -156,16 +156,18 @@ class MaskedSteps:
         """Rows whose matchers have taken a token of the newest result."""
 
     def must_wait(self, output: SchedulerOutput) -> bool:
-        """Return True if a step cannot be sent yet: it continues or preempts a request whose last
-        token waits for its mask. The result of a sampling leaves out requests that have lost their
-        row, and the scheduler expects a token of those that it preempts. Raises
-        InvalidSchedulerOutput as plan does."""
+        """Return True if a step cannot be sent yet: it continues, preempts or finishes a request
+        whose last token waits for its mask. The result of a sampling leaves out requests that have
+        lost their row, and the scheduler expects a token of those that it preempts. Those that
+        finish give their slots to others, which could defer too: workers hold logits for as many
+        requests as have slots. Raises InvalidSchedulerOutput as plan does."""
         check_shape(output)
         waiting = self._waiting.keys()
         return bool(waiting) and not (
             waiting.isdisjoint(output.decode_req_ids)
             and waiting.isdisjoint(output.num_scheduled_tokens)
             and waiting.isdisjoint(output.preempted_req_ids)
+            and waiting.isdisjoint(output.finished_req_ids)
         )
 
     def plan(self, output: SchedulerOutput) -> MaskedStep:

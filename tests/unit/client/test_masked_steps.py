@@ -26,6 +26,7 @@ from worker_client.driver import MAX_CONSECUTIVE_FAILURES, Driver
 from worker_client.errors import InvalidSchedulerOutput, RequestError, StepFailed
 from worker_client.requests import sample_id
 from worker_client.scheduler import Scheduler, failed_request
+from worker_client.scheduler_output import NewRequest, SchedulerOutput, StepResult
 from worker_client.structured import masked_steps
 
 
@@ -204,6 +205,41 @@ def test_requests_are_ended_by_their_grammars_alone(fakes, connect):
         assert output.token_ids == whole[: {"r1": 5, "r2": 0, "r3": 7}[request.id]]
     assert "does not allow the sampled token" in outputs["r1"].error
     assert "too complex: made up" in outputs["r3"].error
+
+
+def test_a_step_waits_that_names_a_request_whose_mask_is_outstanding():
+    """Also one that finishes it: its successor could defer too, and its last token be lost."""
+    grammar = StructuredOutput(kind="regex", text="a")
+    steps = masked_steps.MaskedSteps(HandGrammars())
+    tokens = np.arange(3, dtype=np.int32)
+    new = NewRequest(
+        req_id="a",
+        token_ids=tokens,
+        num_prompt_tokens=3,
+        num_computed_tokens=0,
+        block_ids=[1],
+        extensions=(grammar,),
+    )
+    outputs = [SchedulerOutput({"a": 3}, scheduled_new_reqs=[new])]
+    outputs.append(SchedulerOutput(decode_req_ids=("a",)))
+    planned = []
+    for output in outputs:
+        assert not steps.must_wait(output)
+        planned.append(steps.plan(output))
+        steps.sent(planned[-1])
+    naming = [
+        SchedulerOutput(decode_req_ids=("a",)),
+        SchedulerOutput({"a": 1}),
+        SchedulerOutput(preempted_req_ids=["a"]),
+        SchedulerOutput(finished_req_ids=["a"]),
+    ]
+    assert [steps.must_wait(output) for output in naming] == [True] * 4
+    assert not steps.must_wait(SchedulerOutput(finished_req_ids=["b"]))
+    sampled = []
+    steps.take(planned[0], StepResult(("a",), (5,)))
+    steps.sample_ready(planned[1], lambda masks, req_ids: sampled.append((set(masks), req_ids)))
+    assert sampled == [({"a"}, None)]
+    assert [steps.must_wait(output) for output in naming] == [False] * 4
 
 
 def test_masks_that_do_not_fit_into_a_message_are_split(fakes, connect, monkeypatch):
