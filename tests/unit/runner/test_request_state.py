@@ -61,10 +61,15 @@ def flatten(value):
     return [value]
 
 
+def copied(state, *shared):
+    """A copy to try steps on. It shares the features, which know no rows, and what is named."""
+    return copy.deepcopy(state, {id(each): each for each in (state.parts, state.limits, *shared)})
+
+
 def everything(state):
     """All that a step may change, copied; counts where the rows have them, also those that steps
     which only go on keep elsewhere."""
-    state = copy.deepcopy(state)
+    state = copied(state, state._judge, state._record)
     assert state.counts is state._counts
     kept = {k: flatten(v) for k, v in vars(state).items() if k not in (*MEMOS, "parts")}
     return kept | {"steps": len(state._record._steps)}
@@ -106,11 +111,11 @@ def check_counts(state, rows, seq):
     outstanding."""
     settled = [slot for slot in rows.requests if slot not in rows.waiting]
     message, _ = encode(seq, Plan(keep=settled), rows)
-    copy.deepcopy(state).apply(message, [])
+    copied(state).apply(message, [])
     for slot in rows.waiting:
         message, _ = encode(seq, Plan(keep=[*settled, slot]), rows)
         with pytest.raises(InvalidStepError) as refused:
-            copy.deepcopy(state).apply(message, [])
+            copied(state).apply(message, [])
         assert refused.value.field == "resync"
 
 
