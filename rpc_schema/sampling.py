@@ -159,12 +159,14 @@ class PromptLogprobs(FramedExtension, frozen=True, tag=21, kw_only=True):
 
 
 class GrammarMasks(FramedExtension, frozen=True, tag=1, kw_only=True):
-    """Tokens that some rows of a step may sample. One frame: int32 [slots, ceil(vocab_size / 32)],
-    bit 1 = allowed. A slot whose mask allows none gets NO_TOKEN."""
+    """Tokens that some rows of a step may sample. One frame: int32 [masks, ceil(vocab_size / 32)],
+    bit 1 = allowed; slots may share a mask. A slot whose mask allows none gets NO_TOKEN."""
 
     slots: RawUInt16
-    """Slots with a mask, in the order of the frame's rows. Slots that sample nothing are
-    skipped."""
+    """Slots with a mask. Slots that sample nothing are skipped."""
+    indices: RawUInt16
+    """For each of slots, the row of the frame that is its mask. There are no more masks than
+    slots."""
 
     @property
     def num_frames(self) -> int:

@@ -90,7 +90,9 @@ class ExecuteModel(StepRequest["ModelRunnerOutput"], frozen=True, tag=1, kw_only
     resynchronization clears an earlier failure, and closes a gap: its seq only needs to be new."""
     deferred: Bitmap | None = None
     """Slots whose sampling waits for a SampleTokens that names this seq: each must sample in this
-    step. The others are sampled at once. None: all are."""
+    step. The others are sampled at once. None: all are. In a step that defers, the slots that
+    sample and those that earlier steps have still to sample, ended requests included, are at most
+    max_num_seqs: their logits stay on the device."""
     extensions: StepExtensions = ()
     """Extensions for the sampling of deferred slots may come with the SampleTokens instead; if a
     kind is in both, the later one counts."""

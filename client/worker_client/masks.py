@@ -2,7 +2,7 @@
 
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,6 +15,11 @@ from worker_client.scheduler_output import SchedulerOutput
 from worker_client.step_checks import check_mask, wrong_ids
 
 Masks = Mapping[str, NDArray[np.int32]]
+
+SAMPLED_WORD: Final = 97
+"""One of so many words of a mask is looked at before masks are compared."""
+MAX_COMPARED: Final = 8
+"""Most masks with which a mask is compared."""
 
 
 class StepSampling(NamedTuple):
@@ -53,7 +58,8 @@ def sampling_of(output: SchedulerOutput, slot_of: Mapping[str, int]) -> StepSamp
 def encoded(
     masks: Masks, slot_of: Mapping[str, int]
 ) -> tuple[tuple[StepExtension, ...], list[Frame]]:
-    """Return the extension for masks and its frame, for the requests that have a slot here.
+    """Return the extension for masks and its frame, for the requests that have a slot here. Equal
+    masks are sent once.
 
     Raises:
         InvalidSchedulerOutput: masks are malformed, or differ in length.
@@ -66,5 +72,33 @@ def encoded(
     rows = [(slot_of[req_id], mask) for req_id, mask in masks.items() if req_id in slot_of]
     if not rows:
         return (), []
-    frame = np.stack([mask for _, mask in rows]).astype("<i4", copy=False).tobytes()
-    return (GrammarMasks(slots=array("H", [slot for slot, _ in rows]).tobytes()),), [frame]
+    distinct, indices = _shared([mask for _, mask in rows])
+    slots = array("H", [slot for slot, _ in rows])
+    extension = GrammarMasks(slots=slots.tobytes(), indices=array("H", indices).tobytes())
+    return (extension,), [b"".join(distinct)]
+
+
+def _shared(masks: Sequence[NDArray[np.int32]]) -> tuple[list[bytes], list[int]]:
+    """Return the distinct masks as bytes, and each mask's index among these.
+
+    One object is one mask. Others are compared, which costs no more than to send them: requests
+    with different outputs often allow the same tokens. Only masks that agree in a sample of their
+    words are compared, and only a few of these, so some that are equal may not be found.
+    """
+    distinct: list[bytes] = []
+    index_of: dict[int, int] = {}
+    alike: dict[bytes, list[int]] = {}
+    for mask in masks:
+        if id(mask) in index_of:
+            continue
+        content = mask.astype("<i4", copy=False).tobytes()
+        candidates = alike.setdefault(mask[::SAMPLED_WORD].tobytes(), [])
+        for index in candidates[-MAX_COMPARED:]:
+            if distinct[index] == content:
+                break
+        else:
+            index = len(distinct)
+            distinct.append(content)
+            candidates.append(index)
+        index_of[id(mask)] = index
+    return distinct, [index_of[id(mask)] for mask in masks]

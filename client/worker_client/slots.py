@@ -155,6 +155,9 @@ class SlotTable:
         """By slot, the number of refused tokens that the workers' counts still include."""
         self._unsampled: set[int] = set()
         """Slots whose last token waits for sample_tokens."""
+        self._held: dict[int, int] = {}
+        """By a step's seq, its deferred requests that were not sampled yet, ended or not: the
+        workers hold a copy of the logits of each."""
 
     @property
     def _row_code(self) -> Literal["H", "I"]:
@@ -252,6 +255,10 @@ class SlotTable:
         for slot in list(chosen):
             if self._slot_of.get(step.left.pop(slot)) == slot:
                 self._unsampled.discard(slot)
+        if step.left:
+            self._held[step.seq] = len(step.left)
+        else:
+            self._held.pop(step.seq, None)
 
     @staticmethod
     def decode(step: EncodedStep, reply: ModelRunnerOutput, arrays: Sequence[Frame]) -> StepResult:
@@ -477,11 +484,27 @@ class SlotTable:
             if steady is not None:
                 slot_of |= zip(steady.sorted_req_ids, steady.slots.tolist(), strict=True)
             sampling = sampling_of(output, slot_of)
+            if sampling.deferred:
+                self._check_held(len(slot_of))
         judged = self._judge_blocks(appended, new, ended, slot_of_new)
         blocks, written, prefixes = judged
         return _Change(
             ended_ids, ended, slot_of_new, new, prefixes, blocks, written, rows, total, sampling
         )
+
+    def _check_held(self, num_sampling: int) -> None:
+        """Check the requests that sample in a step that defers, and those that earlier steps have
+        deferred: workers have memory for one row of logits per slot."""
+        held = 0 if self._must_resync else sum(self._held.values())
+        if held + num_sampling > self.capacity:
+            raise InvalidSchedulerOutput(
+                f"{num_sampling} requests sample in a step that defers some, and {held} of earlier "
+                f"steps wait for their sampling: more than max_num_seqs = {self.capacity} together",
+                field="deferred_req_ids",
+                value=f"{num_sampling} requests",
+                fix=f"call WorkerGroup.sample_tokens for step {min(self._held)} first, even if its "
+                "requests have finished",
+            )
 
     def _check_sampled(
         self, steady: SteadyRequests | None, rows: _Rows, ended: Sequence[int]
@@ -813,7 +836,11 @@ class SlotTable:
         rows = change.rows
         self._num_computed[rows.slots] = rows.num_computed
         self._num_tokens[rows.slots] = rows.num_tokens
-        self._unsampled.update(change.sampling.deferred)
+        if self._must_resync:
+            self._held.clear()
+        if change.sampling.deferred:
+            self._unsampled.update(change.sampling.deferred)
+            self._held[seq] = len(change.sampling.deferred)
         if self._refused:
             self._lower()
 

@@ -4,6 +4,7 @@ separate requests. Tokens equal those of transformers, as without the feature.""
 
 import pytest
 
+from tests.support.forked_drivers import ForkedDrivers
 from tests.support.refusing_feature import copy_with_the_feature
 from tests.support.refusing_feature.checks import SHORT, Load, check_serving
 from tests.support.toy_feature.checks import start_daemons
@@ -29,18 +30,26 @@ def tree(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
+def drivers(tree):
+    with ForkedDrivers(tree) as drivers:
+        yield drivers
+
+
+@pytest.fixture(scope="module")
 def daemons(tree, model_root):
     with start_daemons(tree, ["cpu"] * 3, model_root) as daemons:
         yield daemons
 
 
 @pytest.mark.parametrize("pp", [1, 2, 3])
-def test_tokens_that_were_refused_are_sampled_again(tree, daemons, checkpoint, pp):
-    check_serving(tree, daemons.endpoints[:pp], checkpoint())
+def test_tokens_that_were_refused_are_sampled_again(drivers, daemons, checkpoint, pp):
+    check_serving(drivers, daemons.endpoints[:pp], checkpoint())
 
 
 @pytest.mark.parametrize(("partition", "num_requests"), [((8,), 12), ((5, 3), 5)])
-def test_windows_keep_what_a_refused_token_sees(tree, daemons, checkpoint, partition, num_requests):
+def test_windows_keep_what_a_refused_token_sees(
+    drivers, daemons, checkpoint, partition, num_requests
+):
     """One layer in four sees everything, the others a window. That one more than a block's four
     tokens: a token too early, and the block is gone that the refused one sees."""
     mixed = checkpoint(
@@ -54,11 +63,11 @@ def test_windows_keep_what_a_refused_token_sees(tree, daemons, checkpoint, parti
     )
     endpoints = daemons.endpoints[: len(partition)]
     load = WINDOWED._replace(num_requests=num_requests)
-    whole = check_serving(tree, endpoints, mixed, load, layer_partition=partition)
+    whole = check_serving(drivers, endpoints, mixed, load, layer_partition=partition)
     assert whole.num_groups > 1
 
 
 @pytest.mark.parametrize("pp", [1, 3])
-def test_deferred_sampling(tree, daemons, checkpoint, pp):
+def test_deferred_sampling(drivers, daemons, checkpoint, pp):
     """The driver dies between a step and the request that samples it."""
-    check_serving(tree, daemons.endpoints[:pp], checkpoint(), SHORT._replace(defers=True))
+    check_serving(drivers, daemons.endpoints[:pp], checkpoint(), SHORT._replace(defers=True))

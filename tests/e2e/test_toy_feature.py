@@ -4,6 +4,7 @@ Tokens are those of transformers' SequenceBiasLogitsProcessor."""
 
 import pytest
 
+from tests.support.forked_drivers import ForkedDrivers
 from tests.support.toy_feature import FILES, LINES, copy_with_the_feature
 from tests.support.toy_feature.checks import check_serving, start_daemons
 
@@ -14,6 +15,12 @@ def tree(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
+def drivers(tree):
+    with ForkedDrivers(tree) as drivers:
+        yield drivers
+
+
+@pytest.fixture(scope="module")
 def daemons(tree, model_root):
     with start_daemons(tree, ["cpu", "cpu"], model_root) as daemons:
         yield daemons
@@ -21,11 +28,11 @@ def daemons(tree, model_root):
 
 @pytest.mark.parametrize("pp", [1, 2])
 def test_feature_in_three_files_serves_through_preemption_and_adoption(
-    tree, daemons, checkpoint, pp
+    drivers, daemons, checkpoint, pp
 ):
     plain, biased = checkpoint().greedy([1, 2, 3], 4), checkpoint().biased([1, 2, 3], 4, 5, 40.0)
     assert biased == [5] * 4 != plain
-    check_serving(tree, daemons.endpoints[:pp], checkpoint())
+    check_serving(drivers, daemons.endpoints[:pp], checkpoint())
 
 
 def test_registration_is_a_line_a_place():

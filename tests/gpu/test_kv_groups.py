@@ -20,6 +20,7 @@ from rpc_schema.kv_cache import BlockGroup, blocks_for, groups_of, most_blocks
 from rpc_schema.sampling import SamplingParams
 from rpc_schema.step import ExecuteModel, NewRequestData
 from tests.support import window_models
+from tests.support.forked_drivers import ForkedDrivers
 from tests.support.refusing_feature import copy_with_the_feature
 from tests.support.refusing_feature.checks import Load, check_serving
 from tests.support.serving import connect
@@ -76,8 +77,8 @@ def test_windows_keep_what_a_refused_token_sees(tmp_path, model_root, seed):
         dies_after=25,
     )
     tree = copy_with_the_feature(tmp_path)
-    with start_daemons(tree, [DEVICE], model_root) as daemons:
-        whole = check_serving(tree, daemons.endpoints, reference, load)
+    with start_daemons(tree, [DEVICE], model_root) as daemons, ForkedDrivers(tree) as drivers:
+        whole = check_serving(drivers, daemons.endpoints, reference, load)
     assert whole.num_groups > 1
 
 

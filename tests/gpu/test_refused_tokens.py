@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.checkpoints import make_checkpoint
+from tests.support.forked_drivers import ForkedDrivers
 from tests.support.refusing_feature import copy_with_the_feature
 from tests.support.refusing_feature.checks import check_serving
 from tests.support.toy_feature.checks import start_daemons
@@ -23,5 +24,5 @@ def model_root():
 def test_refused_tokens_are_sampled_again_by_graphs(tmp_path, model_root):
     checkpoint = make_checkpoint(model_root, "LlamaForCausalLM")
     tree = copy_with_the_feature(tmp_path)
-    with start_daemons(tree, ["cuda:0"], model_root) as daemons:
-        check_serving(tree, daemons.endpoints, checkpoint)
+    with start_daemons(tree, ["cuda:0"], model_root) as daemons, ForkedDrivers(tree) as drivers:
+        check_serving(drivers, daemons.endpoints, checkpoint)

@@ -541,6 +541,8 @@ class FakeDaemon:
         if request.deferred is not None:
             later = named_slots(request.deferred)
             assert later and {*later} <= {*sampled}
+            held = sum(len(waiting) for waiting in self.deferred.values())
+            assert held + len(sampled) <= self.config.scheduler.max_num_seqs
             self.deferred[request.seq] = {slot: self.rows[slot] for slot in later}
             sampled = [slot for slot in sampled if slot not in later]
         self._emit(sampled, ids)

@@ -79,7 +79,8 @@ def _layer_bytes(widths: StageWidths, tokens: int) -> int:
 
 def _logits_bytes(widths: StageWidths, limits: StepLimits) -> int:
     """Return the bytes of the buffer for a step's logits on this rank (runner/stage_program.py),
-    and of the rows of it that wait for their sampling, of which each request has at most one."""
+    and of the rows that wait for their sampling, of which there are at most max_num_seqs
+    (runner/step_judge.py)."""
     rows = largest_shape(limits).num_samples + limits.max_num_seqs
     return rows * widths.vocab_rows * widths.itemsize
 

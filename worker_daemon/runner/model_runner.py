@@ -5,7 +5,8 @@ Dummy, profile and warm-up steps come through the same entry (see warmup.py). Us
 thread only.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Protocol
 
 import numpy as np
@@ -50,15 +51,9 @@ class Stage(Protocol):
         """Sample a step's rows. Return the reply on the output rank, None elsewhere."""
 
     def sample_later(
-        self,
-        step: Unsampled,
-        kept: Int64s,
-        used: int,
-        brought: StepExtensions,
-        identity: ReplyIdentity,
+        self, slots: Int64s, take: Callable[[], Unsampled], identity: ReplyIdentity
     ) -> PendingOutput | None:
-        """Sample rows that a step has deferred. kept int64 [R'] indexes its rows; used: the bits of
-        the parts that these use; brought: extensions of the message that samples them."""
+        """Sample rows that a step has deferred. slots int64 [R']; take: returns these rows."""
 
     def give_up(self) -> bool:
         """Make the exchanges that other ranks still expect for the current request, which has
@@ -104,17 +99,11 @@ class SoleStage:
         return self.replies.of_tokens(identity, rows, sampled, step.status)
 
     def sample_later(
-        self,
-        step: Unsampled,
-        kept: Int64s,
-        used: int,
-        brought: StepExtensions,
-        identity: ReplyIdentity,
+        self, slots: Int64s, take: Callable[[], Unsampled], identity: ReplyIdentity
     ) -> PendingOutput | None:
         """See Stage."""
-        if step.chosen is None:
-            return None
-        return self.sample(step.take(kept, used, brought), identity)
+        step = take()
+        return None if step.chosen is None else self.sample(step, identity)
 
     def give_up(self) -> bool:
         """See Stage: there are no other stages."""
@@ -236,6 +225,20 @@ class ModelRunner:
         rest = step.take(now, parts.used_by(slots[now]), NOTHING_BROUGHT)
         return rest._replace(reports=step.reports)
 
+    def _take_deferred(
+        self, seq: int, slots: Int64s, left: Int64s, brought: StepExtensions
+    ) -> Unsampled:
+        """Return rows that a step has deferred, to be sampled now. Unless these are all, they and
+        those that are left become copies, and the rest is freed before the rows are sampled."""
+        step, parts = self._unsampled[seq], self.state.parts
+        if left.size:
+            kept = np.flatnonzero(np.isin(step.rows.slots_np, left))
+            self._unsampled[seq] = step.keep(kept, parts.used_by(left))
+        else:
+            del self._unsampled[seq]
+        taken = np.flatnonzero(np.isin(step.rows.slots_np, slots))
+        return step.take(taken, parts.used_by(slots), brought)
+
     def sample_tokens(self, request: SampleTokens, arrays: Sequence[Frame]) -> PendingOutput | None:
         """Sample rows that a step has deferred. Requests that have finished in between are left
         out. If a feature has an extension here and in the step, this one counts.
@@ -245,12 +248,10 @@ class ModelRunner:
         """
         state, seq = self.state, request.step_seq
         brought = state.parts.judge_step(request.extensions, arrays, state.limits)
-        slots, are_all = state.take_unsampled(seq, request.slots)
-        step = self._unsampled.pop(seq) if are_all else self._unsampled[seq]
-        kept, used = np.flatnonzero(np.isin(step.rows.slots_np, slots)), state.parts.used_by(slots)
+        slots, left = state.take_unsampled(seq, request.slots)
         try:
-            identity = self._identify(request)
-            reply = self._stage.sample_later(step, kept, used, brought, identity)
+            take = partial(self._take_deferred, seq, slots, left, brought)
+            reply = self._stage.sample_later(slots, take, self._identify(request))
         except Exception as error:
             raise_caused(self._failure(request.seq, error), error)
         state.raise_if_failed()

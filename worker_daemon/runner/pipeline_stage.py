@@ -6,6 +6,7 @@ Shapes: N tokens, H hidden size, R sequences that sample. Status is an int64 sca
 (distributed/pp.py).
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
@@ -28,7 +29,7 @@ from worker_daemon.runner.input_batch import InputBuilder, StepInputs
 from worker_daemon.runner.output import PendingOutput, ReplyIdentity, StepReplies
 from worker_daemon.runner.request_state import RequestState
 from worker_daemon.runner.sample_rows import Unsampled
-from worker_daemon.runner.scheduled_step import ScheduledStep, StepExtensions
+from worker_daemon.runner.scheduled_step import ScheduledStep
 from worker_daemon.runner.stage_program import StageProgram
 from worker_daemon.runner.step_sampler import StepSampler
 
@@ -121,19 +122,15 @@ class PipelineStage:
         return self.replies.of_tokens(identity, rows, sampled, step.status)
 
     def sample_later(
-        self,
-        step: Unsampled,
-        kept: Int64s,
-        used: int,
-        brought: StepExtensions,
-        identity: ReplyIdentity,
+        self, slots: Int64s, take: Callable[[], Unsampled], identity: ReplyIdentity
     ) -> PendingOutput | None:
         """Sample rows that a step has deferred."""
-        self._due = _Due(step.rows.slots_np[kept])
+        self._due = _Due(slots)
+        step = take()
         if step.chosen is None:
             self.give_up()
             return None
-        return self.sample(step.take(kept, used, brought), identity)
+        return self.sample(step, identity)
 
     def give_up(self) -> bool:
         """Make the remaining exchanges of a failed request, without a result. Return False if one

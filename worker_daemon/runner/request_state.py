@@ -66,8 +66,10 @@ class RequestState:
         self._steady: dict[bytes, SteadyBatch] = {}
         """Steady batches that may continue, by bitmap; no row is in two of them. There is one, or
         one for each micro-batch of a pipeline. Replaced, never changed: any thread may read it."""
-        self._deferred: dict[int, tuple[Int64s, Int64s]] = {}
-        """Slots and generations that each step still has to sample."""
+        self._deferred: dict[int, Int64s] = {}
+        """Slots that each step has still to sample, by seq. Its requests may have ended since."""
+        self._generations: dict[int, Int64s] = {}
+        """The generations of these."""
         self._record = StepRecord(limits.block_groups)
         self._judge = StepJudge(limits, parts)
         self.contents = BlockContents(limits.num_blocks)
@@ -121,6 +123,7 @@ class RequestState:
         self._counts.clear(slice(None))
         self._steady = {}
         self._deferred.clear()
+        self._generations.clear()
         self._record.restart()
 
     def mark_failed(self, seq: int) -> None:
@@ -227,6 +230,7 @@ class RequestState:
         if step.resync is not None:
             self._record.restart()
             self._deferred.clear()
+            self._generations.clear()
         if scheduled.block_updates.rows.size:
             self._note_written(scheduled)
         samples = scheduled.samples
@@ -238,7 +242,7 @@ class RequestState:
         if scheduled.deferred is not None:
             later = batch.slots[scheduled.deferred]
             counts.unsampled[later] = True
-            self._deferred[step.seq] = (later, self.generation[later])
+            self._deferred[step.seq], self._generations[step.seq] = later, self.generation[later]
         steady = self._steady_batch(scheduled, batch, capacity)
         still = self._still_steady(step)
         if steady is not None:
@@ -312,17 +316,17 @@ class RequestState:
             self.generation[request.slot] += 1
             first += request.num_tokens
 
-    def take_unsampled(self, step_seq: int, named: bytes | None) -> tuple[Int64s, bool]:
+    def take_unsampled(self, step_seq: int, named: bytes | None) -> tuple[Int64s, Int64s]:
         """Note that slots that a step has deferred are sampled now: those that a bitmap names, or
-        all that are left. Return those of them that still hold their request, and whether none is
-        left.
+        all that are left. Return those of them that still hold their request, and the slots that
+        are left.
 
         Raises:
             InvalidStepError: the step has deferred none, or not these, or they were sampled.
         """
         if step_seq not in self._deferred:
             raise invalid("step_seq", step_seq, f"one of {sorted(self._deferred)}")
-        slots, generations = self._deferred[step_seq]
+        slots, generations = self._deferred[step_seq], self._generations[step_seq]
         now = np.ones(slots.size, np.bool_)
         if named is not None:
             wanted = read_bitmap(named)
@@ -332,10 +336,10 @@ class RequestState:
                 raise invalid("slots", wanted.tolist()[:8], fix)
         taken = slots[now & self.are_current(slots, generations)]
         self._counts.unsampled[taken] = False
-        self._deferred[step_seq] = (slots[~now], generations[~now])
+        self._deferred[step_seq], self._generations[step_seq] = slots[~now], generations[~now]
         if now.all():
-            del self._deferred[step_seq]
-        return taken, bool(now.all())
+            del self._deferred[step_seq], self._generations[step_seq]
+        return taken, slots[~now]
 
     def dummy_step(self, seq: int) -> ScheduledStep:
         """Return a step of one token on the spare row, which writes to the null block and samples

@@ -5,8 +5,9 @@ and fix. Every rank reaches the same verdict.
 Shapes: B scheduled requests.
 """
 
-from collections.abc import Collection, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -35,8 +36,7 @@ _UINT8 = np.dtype("u1")
 _UINT16 = np.dtype("<u2")
 
 MAX_UNSAMPLED_STEPS = 16
-"""Largest number of steps whose sampling is deferred at a time: each keeps its logits on the
-device."""
+"""Largest number of steps whose sampling is deferred at a time."""
 
 MAX_BLOCK_COLUMNS = 64
 """Number of decoded block-update columns that are cached. Rows that decode together fill their
@@ -45,6 +45,7 @@ _FEW = 64
 """Up to this many values, Python's min and max are faster than numpy's."""
 
 _NO_TOKENS = np.zeros(0, np.int32)
+_NONE_DEFERRED: Final[Mapping[int, Int64s]] = MappingProxyType({})
 
 
 def _read(field: str, raw: Frame, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
@@ -412,11 +413,11 @@ class StepJudge:
         arrays: Sequence[Frame],
         counts: RowCounts,
         num_known: Int32s,
-        deferred: Collection[int],
+        deferred: Mapping[int, Int64s],
     ) -> JudgedStep:
         """Check a whole step. A refusal does not change the rows: requests start and end in a copy
         of the counts, and appended blocks are removed again. num_known: [S + 1], tokens that came
-        with each row's admission; deferred: steps that wait for SampleTokens.
+        with each row's admission; deferred: the slots that steps have still to sample, by seq.
 
         Raises:
             InvalidStepError: a value is out of range or contradicts the rows.
@@ -429,7 +430,7 @@ class StepJudge:
             tokens = _change_requests(step, own, counts, num_known, self._limits, self._parts)
         brought = self._parts.judge_step(step.extensions, arrays[num_own:], self._limits)
         updates = self.blocks.updates(step, counts)
-        waiting = () if step.resync is not None else deferred
+        waiting = _NONE_DEFERRED if step.resync is not None else deferred
         if step.deferred is not None and len(waiting) == MAX_UNSAMPLED_STEPS:
             raise invalid("deferred", f"{len(waiting)} steps", f"sample step {min(waiting)} first")
         batch = self._batches.batch(step)
@@ -460,6 +461,7 @@ class StepJudge:
                 samples, pooling = self._judge_pooling(counts, slots, starts, ends)
             if step.deferred is not None:
                 later = _deferred(step.deferred, slots, samples)
+                self._check_held(samples, waiting)
         except InvalidStepError:
             counts.remove(updates)
             raise
@@ -480,6 +482,19 @@ class StepJudge:
             pooling=pooling,
         )
         return JudgedStep(scheduled, batch, counts, capacity, tokens)
+
+    def _check_held(self, samples: Bools, waiting: Mapping[int, Int64s]) -> None:
+        """Check the rows of logits that are copied by a step that defers, and those that are still
+        held for earlier ones. A request that ends does not free its copy, its SampleTokens does.
+        The memory profile and the plan count one copy for each request."""
+        held, new = sum(each.size for each in waiting.values()), int(np.count_nonzero(samples))
+        if held + new > self._limits.max_num_seqs:
+            raise invalid(
+                "deferred",
+                f"{new} slots sample, and {held} wait for SampleTokens",
+                f"at most max_num_seqs = {self._limits.max_num_seqs} together in a step that "
+                f"defers: sample step {min(waiting)} first, even if its requests have finished",
+            )
 
     def _judge_pooling(
         self, counts: RowCounts, slots: Int64s, starts: Int32s, ends: Int32s

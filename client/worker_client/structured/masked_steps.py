@@ -10,7 +10,7 @@ Matchers are made from the admissions in steps: from the grammar that a request 
 tokens that it has so far. After a jump (jump_forward.py) a matcher is ahead of the steps in flight.
 """
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
@@ -29,8 +29,8 @@ from worker_client.scheduler_output import NewRequest, SchedulerOutput, StepResu
 from worker_client.step_checks import WIRE_LIMITS, check_admissions, check_shape, read_counts
 
 MAX_STEP_MASK_BYTES: Final = 1 << 20
-"""Bound on the masks that a step itself carries, since admissions need room too. Further rows are
-deferred."""
+"""Bound on the masks that a step itself carries, since admissions need room too. Rows with further
+masks are deferred."""
 MAX_MASK_BYTES: Final = 8 << 20
 """Bound on the masks in one message of sample_tokens."""
 MIN_STEPS_SAVED: Final = 2
@@ -83,6 +83,11 @@ class CompiledGrammars(Protocol):
         """Return the tokens that a matcher forces next, without taking them."""
 
 
+_State: TypeAlias = int | tuple[StructuredOutput, bytes]
+"""State of a row; rows in one state have the same mask. It is a token, the only one that is
+allowed, or a grammar and the digest of the tokens that its matcher has taken."""
+
+
 @dataclass(slots=True, eq=False)
 class _Row:
     """A request with a grammar, from one admission to the next."""
@@ -94,7 +99,7 @@ class _Row:
     tokens: list[int] = field(default_factory=list)
     """Generated tokens that are known and that the matcher has taken."""
     digest: bytes = b""
-    """Digest of these: rows of one grammar and one digest have the same mask."""
+    """Digest of these."""
     num_left: int = field(kw_only=True)
     """Known tokens that no step has computed yet. The step that computes the last one samples."""
     may_jump: bool = field(kw_only=True)
@@ -104,6 +109,12 @@ class _Row:
     jumped: list[int] = field(default_factory=list)
     """Tokens that it has gained by a jump, without those whose results are here: the steps in
     flight sample the first ones. The next admission replaces the row."""
+
+    @property
+    def state(self) -> "_State":
+        """Return what its next mask depends on. After a jump that is the token that it has gained
+        in the place that is sampled."""
+        return self.jumped[self.num_unknown - 1] if self.jumped else (self.grammar, self.digest)
 
     def note(self, tokens: Sequence[int]) -> None:
         """Append tokens that the matcher has taken."""
@@ -145,16 +156,18 @@ class MaskedSteps:
         """Rows whose matchers have taken a token of the newest result."""
 
     def must_wait(self, output: SchedulerOutput) -> bool:
-        """Return True if a step cannot be sent yet: it continues or preempts a request whose last
-        token waits for its mask. The result of a sampling leaves out requests that have lost their
-        row, and the scheduler expects a token of those that it preempts. Raises
-        InvalidSchedulerOutput as plan does."""
+        """Return True if a step cannot be sent yet: it continues, preempts or finishes a request
+        whose last token waits for its mask. The result of a sampling leaves out requests that have
+        lost their row, and the scheduler expects a token of those that it preempts. Those that
+        finish give their slots to others, which could defer too: workers hold logits for as many
+        requests as have slots. Raises InvalidSchedulerOutput as plan does."""
         check_shape(output)
         waiting = self._waiting.keys()
         return bool(waiting) and not (
             waiting.isdisjoint(output.decode_req_ids)
             and waiting.isdisjoint(output.num_scheduled_tokens)
             and waiting.isdisjoint(output.preempted_req_ids)
+            and waiting.isdisjoint(output.finished_req_ids)
         )
 
     def plan(self, output: SchedulerOutput) -> MaskedStep:
@@ -198,8 +211,8 @@ class MaskedSteps:
         masks = self._fill(rows)
         most = max(1, MAX_MASK_BYTES // (4 * self.grammars.num_words))
         names = list(masks)
-        while len(names) > most:
-            now, names = names[:most], names[most:]
+        while (count := _count_within(most, [id(masks[name]) for name in names])) < len(names):
+            now, names = names[:count], names[count:]
             sample({req_id: masks[req_id] for req_id in now}, now)
         sample({req_id: masks[req_id] for req_id in names}, None)
         step.is_waiting = False
@@ -317,33 +330,36 @@ class MaskedSteps:
             row.num_unknown += 1
             step.sampled.append(row)
         most = MAX_STEP_MASK_BYTES // (4 * self.grammars.num_words)
-        step.deferred += known[most:]
+        count = _count_within(most, [row.state for row in known])
+        step.deferred += known[count:]
         if step.sampled:
-            masks = self._fill(known[:most])
+            masks = self._fill(known[:count])
+            copies = {id(mask): mask.copy() for mask in masks.values()}
             step.output = replace(
                 output,
                 deferred_req_ids=[row.req_id for row in step.deferred],
-                masks={req_id: mask.copy() for req_id, mask in masks.items()},
+                masks={req_id: copies[id(mask)] for req_id, mask in masks.items()},
             )
 
     def _fill(self, rows: Sequence[_Row]) -> dict[str, Int32s]:
         """Return the masks of rows, except those whose matcher fails. Each row's newest token is
         the one to be sampled. Rows in the same state have their mask computed once, and share
         it."""
-        masks = {
-            row.req_id: self._only(row.jumped[row.num_unknown - 1]) for row in rows if row.jumped
-        }
-        rows = [row for row in rows if not row.jumped] if masks else rows
-        if not rows:
-            return masks
-        states = [(row.grammar, row.digest) for row in rows]
-        first: dict[tuple[StructuredOutput, bytes], Matcher] = {}
+        states = [row.state for row in rows]
+        filled: dict[_State, Int32s] = {}
+        first: dict[_State, Matcher] = {}
         for row, state in zip(rows, states, strict=True):
-            first.setdefault(state, row.matcher)
-        filled = dict(zip(first, self.grammars.fill(list(first.values())), strict=True))
+            if isinstance(state, int):
+                if state not in filled:
+                    filled[state] = self._only(state)
+            else:
+                first.setdefault(state, row.matcher)
+        if first:
+            filled.update(zip(first, self.grammars.fill(list(first.values())), strict=True))
+        masks: dict[str, Int32s] = {}
         for row, state in zip(rows, states, strict=True):
-            matcher = first[state]
-            if matcher.is_error():
+            matcher = first.get(state)
+            if matcher is not None and matcher.is_error():
                 self._fail(row, f"its grammar is too complex: {matcher.get_error()}")
             else:
                 masks[row.req_id] = filled[state]
@@ -360,3 +376,13 @@ class MaskedSteps:
         self._faults[row.req_id] = failed_request(
             row.req_id, reason, num_prompt_tokens=row.num_prompt_tokens, token_ids=row.tokens
         )
+
+
+def _count_within(most: int, keys: Sequence[Hashable]) -> int:
+    """Return how many of these keys, from the first on, have at most so many distinct values."""
+    seen: set[Hashable] = set()
+    for count, key in enumerate(keys):
+        seen.add(key)
+        if len(seen) > most:
+            return count
+    return len(keys)

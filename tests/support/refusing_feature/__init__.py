@@ -59,11 +59,12 @@ LINES = [
 def copy_with_the_feature(directory: Path) -> Path:
     """Return a copy of the three packages that has it."""
     for package in ("rpc_schema", "worker_daemon", "client/worker_client"):
-        ignored = shutil.ignore_patterns("__pycache__")
+        ignored = shutil.ignore_patterns("*.pyc.*")  # being written; the others stay valid
         shutil.copytree(ROOT / package, directory / package, ignore=ignored)
     for name, place in FILES.items():
         assert not (directory / place).exists()
         shutil.copy(HERE / name, directory / place)
+    shutil.copy(HERE.parent / "forked_drivers.py", directory)
     for line in LINES:
         path = directory / line.path
         text = path.read_text()

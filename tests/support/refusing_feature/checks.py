@@ -1,20 +1,16 @@
 """Checks with drivers of the copy: requests with and without the refusing feature run out of blocks
 and lose their driver, and every token must equal transformers'."""
 
-import os
 import random
-import subprocess
-import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
 
 from tests.support.checkpoints import Checkpoint, NearTie, prompts
+from tests.support.forked_drivers import ForkedDrivers
 from tests.support.refusing_feature.plans import Outcome, Plan, Wanted
 from tests.support.serving import worker_config
-from tests.support.toy_feature.checks import path_of
 
 
 class Load(NamedTuple):
@@ -38,7 +34,7 @@ SHORT = Load()
 
 
 def check_serving(
-    tree: Path,
+    drivers: ForkedDrivers,
     endpoints: Sequence[str],
     checkpoint: Checkpoint,
     load: Load = SHORT,
@@ -65,12 +61,12 @@ def check_serving(
         dies_after=None,
         defers=load.defers,
     )
-    whole = live(tree, plan)
+    whole = live(drivers, plan)
     assert whole is not None and whole.tokens == expected, seed
     assert whole.num_preemptions > 0, seed
     assert whole.num_refused > 10, seed
-    live(tree, msgspec.structs.replace(plan, dies_after=load.dies_after), code=9)
-    rest = live(tree, msgspec.structs.replace(plan, adopt=True))
+    live(drivers, msgspec.structs.replace(plan, dies_after=load.dies_after), code=9)
+    rest = live(drivers, msgspec.structs.replace(plan, adopt=True))
     assert rest is not None and rest.num_adopted > 0, seed
     # If a window freed a block because of a token that was then refused, the row has no KV.
     assert rest.num_warm > 0 or rest.num_groups > 1, seed
@@ -78,19 +74,11 @@ def check_serving(
     return whole
 
 
-def live(tree: Path, plan: Plan, code: int = 0) -> Outcome | None:
+def live(drivers: ForkedDrivers, plan: Plan, code: int = 0) -> Outcome | None:
     """Run a driver of the copy; return its output if it exits with the expected code."""
-    driver = subprocess.run(
-        [sys.executable, "run.py", msgspec.json.encode(plan).decode()],
-        cwd=tree,
-        env=os.environ | {"PYTHONPATH": path_of(tree)},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert driver.returncode == code, driver.stderr
-    return msgspec.json.decode(driver.stdout, type=Outcome) if code == 0 else None
+    outcome, exited = drivers.live(msgspec.json.encode(plan))
+    assert exited == code, "its error is on stderr"
+    return msgspec.json.decode(outcome, type=Outcome) if code == 0 else None
 
 
 def refusing_requests(

@@ -1,13 +1,13 @@
-"""A driver of the copy: serves the requests of a plan (JSON, the first argument), or continues
+"""A driver of the copy: serves the requests of a plan (JSON, a line on stdin), or continues
 those of an earlier driver, and prints the results. Dies as the plan says."""
 
 import os
-import sys
 from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
 import numpy as np
+from forked_drivers import fork_each
 from plans import Outcome, Plan, Wanted
 from rpc_schema.random_refusals import RandomRefusals
 
@@ -70,9 +70,9 @@ def as_request(wanted: Wanted) -> GenerationRequest:
     )
 
 
-def main() -> None:
-    """Live."""
-    plan = msgspec.json.decode(sys.argv[1], type=Plan)
+def run(line: str) -> bytes:
+    """Live by a plan; return the outcome."""
+    plan = msgspec.json.decode(line, type=Plan)
     num_results = num_refused = 0
 
     def hear(result: Any) -> None:
@@ -102,8 +102,8 @@ def main() -> None:
     num_warm = sum(request.num_computed_tokens > 0 for request in adopted)
     num_groups = len(loaded.groups)
     outcome = Outcome(len(adopted), num_warm, num_groups, preemptions, num_refused, tokens)
-    sys.stdout.buffer.write(msgspec.json.encode(outcome))
+    return msgspec.json.encode(outcome)
 
 
 if __name__ == "__main__":
-    main()
+    fork_each(run)

@@ -1,9 +1,7 @@
 """Checks with drivers of the copy: its daemons serve requests with and without a bias, run out of
 blocks and lose their driver, and every token must equal transformers'."""
 
-import os
 import random
-import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,6 +9,7 @@ from pathlib import Path
 import msgspec
 
 from tests.support.checkpoints import Checkpoint, NearTie, prompts
+from tests.support.forked_drivers import ForkedDrivers, path_of
 from tests.support.serving import worker_config
 from tests.support.toy_feature.plans import Outcome, Plan, Wanted
 from worker_client.launcher import LocalDaemons
@@ -31,7 +30,7 @@ def start_daemons(tree: Path, devices: Sequence[str], model_root: Path) -> Local
     return LocalDaemons(devices, model_root, command=command)
 
 
-def check_serving(tree: Path, endpoints: Sequence[str], checkpoint: Checkpoint) -> None:
+def check_serving(drivers: ForkedDrivers, endpoints: Sequence[str], checkpoint: Checkpoint) -> None:
     """Run on a pipeline of all the daemons, once to the end and once with a dying driver."""
     seed = random.randrange(1 << 30)
     wanted, expected = biased_requests(checkpoint, random.Random(seed))
@@ -39,34 +38,20 @@ def check_serving(tree: Path, endpoints: Sequence[str], checkpoint: Checkpoint) 
         checkpoint.path, len(endpoints), max_num_batched_tokens=32, max_model_len=64
     )
     plan = Plan(list(endpoints), config, wanted, NUM_BLOCKS, adopt=False, dies_after=None)
-    whole = live(tree, plan)
+    whole = live(drivers, plan)
     assert whole is not None and whole.tokens == expected, seed
     assert whole.num_preemptions > 0
-    live(tree, msgspec.structs.replace(plan, dies_after=6), code=9)
-    rest = live(tree, msgspec.structs.replace(plan, adopt=True))
+    live(drivers, msgspec.structs.replace(plan, dies_after=6), code=9)
+    rest = live(drivers, msgspec.structs.replace(plan, adopt=True))
     assert rest is not None and rest.num_adopted > 0
     assert rest.tokens == expected, seed
 
 
-def path_of(tree: Path) -> str:
-    """Return the PYTHONPATH for a copy of the tree."""
-    former = os.environ.get("PYTHONPATH")
-    return os.pathsep.join([str(tree), str(tree / "client"), *([former] if former else [])])
-
-
-def live(tree: Path, plan: Plan, code: int = 0) -> Outcome | None:
+def live(drivers: ForkedDrivers, plan: Plan, code: int = 0) -> Outcome | None:
     """Run a driver of the copy; return its output if it exits with the expected code."""
-    driver = subprocess.run(
-        [sys.executable, "run.py", msgspec.json.encode(plan).decode()],
-        cwd=tree,
-        env=os.environ | {"PYTHONPATH": path_of(tree)},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert driver.returncode == code, driver.stderr
-    return msgspec.json.decode(driver.stdout, type=Outcome) if code == 0 else None
+    outcome, exited = drivers.live(msgspec.json.encode(plan))
+    assert exited == code, "its error is on stderr"
+    return msgspec.json.decode(outcome, type=Outcome) if code == 0 else None
 
 
 def biased_requests(

@@ -1,12 +1,12 @@
-"""A driver of the copy: serves the requests of a plan (JSON, the first argument), or continues
+"""A driver of the copy: serves the requests of a plan (JSON, a line on stdin), or continues
 those of an earlier driver, and prints the results. Dies as the plan says."""
 
 import os
-import sys
 from typing import Any
 
 import msgspec
 import numpy as np
+from forked_drivers import fork_each
 from plans import Outcome, Plan, Wanted
 from rpc_schema.token_bias import TokenBias
 
@@ -28,9 +28,9 @@ def as_request(wanted: Wanted) -> GenerationRequest:
     )
 
 
-def main() -> None:
-    """Live."""
-    plan = msgspec.json.decode(sys.argv[1], type=Plan)
+def run(line: str) -> bytes:
+    """Live by a plan; return the outcome."""
+    plan = msgspec.json.decode(line, type=Plan)
     num_results = 0
 
     def hear(result: Any) -> None:
@@ -55,8 +55,8 @@ def main() -> None:
         outputs = [*outputs, *driver.run()]
         preemptions = sum(output.num_preemptions for output in outputs)
         tokens = {output.req_id: output.token_ids for output in outputs}
-    sys.stdout.buffer.write(msgspec.json.encode(Outcome(len(adopted), preemptions, tokens)))
+    return msgspec.json.encode(Outcome(len(adopted), preemptions, tokens))
 
 
 if __name__ == "__main__":
-    main()
+    fork_each(run)

@@ -601,5 +601,5 @@ class Histories(RuleBasedStateMachine):
         assert [type(state) for state in states] == list(AXES)
 
 
-Histories.TestCase.settings = settings(max_examples=250, stateful_step_count=40)
+Histories.TestCase.settings = settings(max_examples=150, stateful_step_count=40)
 TestHistories = Histories.TestCase

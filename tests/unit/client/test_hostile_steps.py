@@ -80,7 +80,7 @@ HOSTILE = {
         np.zeros(3),
         (StopTokens(token_ids=ENDLESS),),
         (LogprobsWanted(count=1), LogprobsWanted(count=2)),
-        (GrammarMasks(slots=b""),),
+        (GrammarMasks(slots=b"", indices=b""),),
         {"temperature": 0.0},
         ({"temperature": 0.0},),
         (b"x",),

@@ -26,6 +26,7 @@ from worker_client.driver import MAX_CONSECUTIVE_FAILURES, Driver
 from worker_client.errors import InvalidSchedulerOutput, RequestError, StepFailed
 from worker_client.requests import sample_id
 from worker_client.scheduler import Scheduler, failed_request
+from worker_client.scheduler_output import NewRequest, SchedulerOutput, StepResult
 from worker_client.structured import masked_steps
 
 
@@ -206,6 +207,41 @@ def test_requests_are_ended_by_their_grammars_alone(fakes, connect):
     assert "too complex: made up" in outputs["r3"].error
 
 
+def test_a_step_waits_that_names_a_request_whose_mask_is_outstanding():
+    """Also one that finishes it: its successor could defer too, and its last token be lost."""
+    grammar = StructuredOutput(kind="regex", text="a")
+    steps = masked_steps.MaskedSteps(HandGrammars())
+    tokens = np.arange(3, dtype=np.int32)
+    new = NewRequest(
+        req_id="a",
+        token_ids=tokens,
+        num_prompt_tokens=3,
+        num_computed_tokens=0,
+        block_ids=[1],
+        extensions=(grammar,),
+    )
+    outputs = [SchedulerOutput({"a": 3}, scheduled_new_reqs=[new])]
+    outputs.append(SchedulerOutput(decode_req_ids=("a",)))
+    planned = []
+    for output in outputs:
+        assert not steps.must_wait(output)
+        planned.append(steps.plan(output))
+        steps.sent(planned[-1])
+    naming = [
+        SchedulerOutput(decode_req_ids=("a",)),
+        SchedulerOutput({"a": 1}),
+        SchedulerOutput(preempted_req_ids=["a"]),
+        SchedulerOutput(finished_req_ids=["a"]),
+    ]
+    assert [steps.must_wait(output) for output in naming] == [True] * 4
+    assert not steps.must_wait(SchedulerOutput(finished_req_ids=["b"]))
+    sampled = []
+    steps.take(planned[0], StepResult(("a",), (5,)))
+    steps.sample_ready(planned[1], lambda masks, req_ids: sampled.append((set(masks), req_ids)))
+    assert sampled == [({"a"}, None)]
+    assert [steps.must_wait(output) for output in naming] == [False] * 4
+
+
 def test_masks_that_do_not_fit_into_a_message_are_split(fakes, connect, monkeypatch):
     monkeypatch.setattr(masked_steps, "MAX_STEP_MASK_BYTES", 4 * HandGrammars.num_words)
     monkeypatch.setattr(masked_steps, "MAX_MASK_BYTES", 8 * HandGrammars.num_words)
@@ -226,6 +262,35 @@ def test_masks_that_do_not_fit_into_a_message_are_split(fakes, connect, monkeypa
     outputs = run_on(driver)
     assert {name: output.token_ids for name, output in outputs.items()} == wanted
     assert max(sizes) == 2 and sizes.count(2) > 10
+
+
+def test_rows_that_share_a_mask_stay_in_one_message(fakes, connect, monkeypatch):
+    """A message may have one mask: for one request, or for all that are in one state."""
+    for bound in ("MAX_STEP_MASK_BYTES", "MAX_MASK_BYTES"):
+        monkeypatch.setattr(masked_steps, bound, 4 * HandGrammars.num_words)
+    (first,) = random_requests(random.Random(9), 1)
+    first = replace(first, prompt_token_ids=first.prompt_token_ids[:1], max_tokens=9)
+    wanted = expected(replace(first, ignore_eos=True))
+    for text, most in (("one", 6), (None, 1)):
+        requests = [replace(first, id=f"r{n}", ignore_eos=True) for n in range(6)]
+        requests = [
+            replace(each, structured_outputs=StructuredOutput(kind="regex", text=text or each.id))
+            for each in requests
+        ]
+        _, driver = driver_of(fakes, connect, HandGrammars())
+        sizes = []
+        sample = driver.group.sample_tokens
+
+        def counting(*args, sizes=sizes, sample=sample):
+            sizes.append(len(args[1]))
+            return sample(*args)
+
+        monkeypatch.setattr(driver.group, "sample_tokens", counting)
+        for request in requests:
+            driver.add_request(request)
+        outputs = run_on(driver)
+        assert all(outputs[request.id].token_ids == wanted for request in requests)
+        assert max(sizes) == most
 
 
 class SlowGrammars(HandGrammars):

@@ -422,7 +422,7 @@ def test_stop_tokens_of_the_model_that_it_cannot_produce_are_ignored():
         (5, "features"),
         ([], "features"),
         (("x",), "extensions"),
-        ((GrammarMasks(slots=b""),), "extensions"),
+        ((GrammarMasks(slots=b"", indices=b""),), "extensions"),
         ((LogprobsWanted(count=object()),), "LogprobsWanted.count"),
         ((RandomSampling(temperature=math.nan),), "RandomSampling.temperature"),
         ((StopTokens(token_ids=(VOCAB_SIZE,)),), "extensions"),  # beside those of the model

@@ -388,6 +388,49 @@ def test_refused_tokens_lower_the_bounds_of_the_request_that_refused_them():
             table.decode(first, msgspec.structs.replace(reply, num_gained=broken), [])
 
 
+def test_deferred_requests_are_no_more_than_slots_even_if_they_have_ended():
+    """Workers have memory for the logits of as many."""
+    table = SlotTable(3)
+    new = [new_request(name, 3, blocks=(1 + at,)) for at, name in enumerate("abc")]
+    first = SchedulerOutput(
+        dict.fromkeys("abc", 3), scheduled_new_reqs=new, deferred_req_ids=("a", "c")
+    )
+    first = table.encode(first, **IDS, seq=1)
+    another = SchedulerOutput(
+        {"d": 3, "b": 1},
+        finished_req_ids=["a"],
+        scheduled_new_reqs=[new_request("d", 3, blocks=(4,))],
+        deferred_req_ids=("d",),
+    )
+    for _ in range(2):
+        with pytest.raises(InvalidSchedulerOutput, match="2 requests sample") as refused:
+            table.encode(another, **IDS, seq=2)
+        assert (refused.value.field, refused.value.value) == ("deferred_req_ids", "2 requests")
+        assert "for step 1 first" in refused.value.fix
+    table.take_later(first, table.encode_later(first, {}, ["a"])[0])
+    second = table.encode(another, **IDS, seq=2)
+    table.take_later(second, table.encode_later(second, {}, None)[0])
+    once_more = SchedulerOutput({"b": 1, "d": 1}, deferred_req_ids=("d", "b"))
+    third = table.encode(once_more, **IDS, seq=3)
+    assert read(third).deferred == b"\3"
+    table.take_later(first, table.encode_later(first, {}, None)[0])
+    rest = SchedulerOutput({"c": 1}, finished_req_ids=["b"], deferred_req_ids=("c",))
+    table.encode(rest, **IDS, seq=4)
+    table.drop_all()  # the workers free their copies with the next step
+    afresh = [new_request(name, 3, blocks=(1 + at,)) for at, name in enumerate("efg")]
+    counts = dict.fromkeys("efg", 3)
+    afresh = SchedulerOutput(counts, scheduled_new_reqs=afresh, deferred_req_ids=("e", "f", "g"))
+    assert read(table.encode(afresh, **IDS, seq=5)).deferred == b"\7"
+    with pytest.raises(InvalidSchedulerOutput, match="wait for their sampling"):
+        ended = SchedulerOutput(
+            {"h": 3},
+            finished_req_ids=["e"],
+            scheduled_new_reqs=[new_request("h", 3, blocks=(1,))],
+            deferred_req_ids=("h",),
+        )
+        table.encode(ended, **IDS, seq=6)
+
+
 def read(encoded):
     """The message of an encoded step."""
     return codec.decode_step(encoded.frames)

@@ -288,7 +288,7 @@ def exception_of(future):
     raise AssertionError("it has not failed")
 
 
-Futures.TestCase.settings = settings(max_examples=250, stateful_step_count=40)
+Futures.TestCase.settings = settings(max_examples=150, stateful_step_count=40)
 TestFutures = Futures.TestCase
 
 

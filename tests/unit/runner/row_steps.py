@@ -63,6 +63,7 @@ class NaiveRows:
         self.limits = limits
         self.requests = {}
         self.unsampled = {}
+        self.held = {}
         self.admissions = [0] * limits.max_num_seqs
 
     def apply(self, seq, plan):
@@ -92,7 +93,13 @@ class NaiveRows:
         if plan.deferred:
             assert all(ran[slot][2] for slot in plan.deferred)
             self.unsampled[seq] = {*plan.deferred}
+            self.held[seq] = len(plan.deferred)
         return ran
+
+    @property
+    def num_held(self):
+        """Rows whose logits are kept: those of requests that have ended too."""
+        return sum(self.held[seq] for seq in self.unsampled)
 
     @property
     def waiting(self):
@@ -132,7 +139,9 @@ class StepGenerator:
         sizes = {s: (r.computed, r.num_tokens, len(r.blocks)) for s, r in live.items()}
         sizes |= {a.slot: (a.computed, len(a.tokens), 0) for a in plan.admissions}
         self._schedule(plan, {s: size for s, size in sizes.items() if s not in waiting})
-        if len(rows.unsampled) < 8 and rng.random() < 0.15:
+        held = rows.num_held if plan.keep is None else 0
+        fits = held + len(plan.sampling) <= self.limits.max_num_seqs
+        if fits and len(rows.unsampled) < 8 and rng.random() < 0.15:
             share = rng.choice([0.4, 1])
             plan.deferred = [slot for slot in plan.sampling if rng.random() < share]
         return plan

@@ -280,14 +280,14 @@ def test_replayed_stages_sample_the_tokens_of_one_eager_stage(tmp_path, graphs, 
     for program in (rank.program for rank in pipeline):
         program.run = counted(program.run, program)
     requests, seen = RandomRequests(np.random.default_rng()), set()
-    for _ in range(120):
+    for _ in range(70):
         message, arrays = requests.message()
         expected = run_step(whole, message, arrays)
         assert run_step(pipeline, message, arrays) == expected
         seen |= {*expected.values()}
     replays = sum(rank.program.run.replays for rank in pipeline)
-    assert replays > 80 * num_stages
-    assert all(rank.program.run.mixed > 20 for rank in pipeline)
+    assert replays > 40 * num_stages
+    assert all(rank.program.run.mixed > 10 for rank in pipeline)
     outputs = [captured.output for captured in pipeline[-1].program._graphs.values()]
     assert len({output.chosen.logits.data_ptr() for output in outputs}) == 1 < len(outputs)
     assert len(seen) > 5
@@ -361,10 +361,10 @@ def test_steps_with_a_part_around_the_forward_pass_have_graphs_of_their_own(
         )[1]
     rng = np.random.default_rng()
     requests, num_other = RandomRequests(rng), 0
-    for step in range(120):
+    for step in range(70):
         message, arrays = requests.message()
         unmoved = message
-        if step > 40 and message.scheduled_new_reqs and rng.random() < 0.4:
+        if step > 20 and message.scheduled_new_reqs and rng.random() < 0.4:
             first, *rest = message.scheduled_new_reqs
             lean = Lean(amount=int(rng.integers(1, 4)))
             moved = msgspec.structs.replace(first, extensions=(lean,))
@@ -372,7 +372,7 @@ def test_steps_with_a_part_around_the_forward_pass_have_graphs_of_their_own(
         expected = run_step(whole, message, arrays)
         assert run_step(pipeline, message, arrays) == expected
         num_other += run_step(plain, unmoved, arrays) != expected
-    assert num_other > 5
+    assert num_other > 2
     assert (0, True) in keys
     assert {parts for parts, is_graph in keys if is_graph and parts}
     assert {parts for parts, _ in keys} <= {0, 2}

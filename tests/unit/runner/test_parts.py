@@ -155,7 +155,7 @@ def test_masks_come_before_logprobs():
     words = np.zeros(2, np.uint32)
     for token in allowed:
         words[token // 32] |= np.uint32(1 << token % 32)
-    masks = GrammarMasks(slots=b"\0\0")
+    masks = GrammarMasks(slots=b"\0\0", indices=b"\0\0")
     brought = parts.judge_step((masks,), [words.astype("<u4").tobytes()], LIMITS)
     output = sample(parts, logits, brought=brought)
     (report,) = output.reports
@@ -222,9 +222,10 @@ def test_a_later_extension_replaces_an_earlier_one_of_its_kind():
     parts, logits = admitted(SamplingParams(), SamplingParams()), torch.zeros(2, VOCAB)
 
     def masks(slots, token):
-        words = np.zeros((len(slots) // 2, 2), np.uint32)
+        words = np.zeros((1, 2), np.uint32)
         words[:, token // 32] = np.uint32(1 << token % 32)
-        return parts.judge_step((GrammarMasks(slots=slots),), [words.tobytes()], LIMITS)
+        shared = GrammarMasks(slots=slots, indices=bytes(len(slots)))
+        return parts.judge_step((shared,), [words.tobytes()], LIMITS)
 
     of_step, of_sampling = masks(b"\0\0\1\0", 5), masks(b"\1\0", 33)
     both = of_step.with_those_of(of_sampling)

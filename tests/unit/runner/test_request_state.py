@@ -61,11 +61,16 @@ def flatten(value):
     return [value]
 
 
+def copied(state, *shared):
+    """A copy to try steps on. It shares the features, which know no rows, and what is named."""
+    return copy.deepcopy(state, {id(each): each for each in (state.parts, state.limits, *shared)})
+
+
 def everything(state):
     """All that a step may change, copied; counts where the rows have them, also those that steps
     which only go on keep elsewhere. A refusal voids the notes of the blocks' contents, as any
     failure does."""
-    state = copy.deepcopy(state)
+    state = copied(state, state._judge, state._record)
     assert state.counts is state._counts
     kept = {k: flatten(v) for k, v in vars(state).items() if k not in (*MEMOS, "parts", "contents")}
     return kept | {"steps": len(state._record._steps)}
@@ -107,11 +112,11 @@ def check_counts(state, rows, seq):
     outstanding."""
     settled = [slot for slot in rows.requests if slot not in rows.waiting]
     message, _ = encode(seq, Plan(keep=settled), rows)
-    copy.deepcopy(state).apply(message, [])
+    copied(state).apply(message, [])
     for slot in rows.waiting:
         message, _ = encode(seq, Plan(keep=[*settled, slot]), rows)
         with pytest.raises(InvalidStepError) as refused:
-            copy.deepcopy(state).apply(message, [])
+            copied(state).apply(message, [])
         assert refused.value.field == "resync"
 
 
@@ -739,7 +744,7 @@ def test_count_that_would_wrap_an_int32_is_refused():
 
 
 def test_deferred_samplings_are_bounded_and_taken_once():
-    state = request_state(LIMITS)
+    state = request_state(StepLimits(2 * MAX_UNSAMPLED_STEPS, 40, 23, 19, 4, 30))
     admit(state, 0, 4, seq=1)
     for seq in range(2, 2 + MAX_UNSAMPLED_STEPS):  # requests may end before their sampling
         admit(state, 0, 4, seq=seq, finished=uint16s(0), deferred=b"\1")
@@ -751,6 +756,39 @@ def test_deferred_samplings_are_bounded_and_taken_once():
         with pytest.raises(InvalidStepError) as refused:
             state.take_unsampled(step_seq, None)
         assert refused.value.field == "step_seq"
+
+
+def test_deferred_rows_are_no_more_than_requests_even_if_these_have_ended():
+    """The memory profile counts one row of logits for each request."""
+    state, most = request_state(LIMITS), LIMITS.max_num_seqs
+    for slot in range(most - 1):
+        admit(state, slot, 4, seq=slot + 1, deferred=bitmap([slot]))
+    admit(state, most - 1, 4, seq=20)
+    plan = Plan(
+        finished=[0],
+        admissions=[Admission(0, [0], 1, 0, SamplingParams())],
+        blocks=[(0, 1), (most - 1, 2)],
+        scheduled={0: 1, most - 1: 1},
+        deferred=[0],
+    )
+    two, tokens = encode(21, plan, NaiveRows(LIMITS))
+    before = everything(state)
+    with pytest.raises(InvalidStepError, match="sample step 1 first") as refused:
+        state.apply(two, tokens)
+    value = f"2 slots sample, and {most - 1} wait for SampleTokens"
+    assert (refused.value.field, refused.value.value) == ("deferred", value)
+    assert everything(state) == before
+    state.apply(
+        replace(two, seq=22, deferred=None), tokens
+    )  # steps that defer nothing copy nothing
+    assert state.take_unsampled(1, None)[0].size == 0  # slot 0 has another request now
+    admit(state, 0, 4, seq=23, finished=uint16s(0), deferred=bitmap([0]))
+    last = {"finished": uint16s(most - 1), "deferred": bitmap([most - 1])}
+    admit(state, most - 1, 4, seq=24, **last)
+    with pytest.raises(InvalidStepError) as refused:
+        admit(state, most - 1, 4, seq=25, **last)
+    assert refused.value.value == f"1 slots sample, and {most} wait for SampleTokens"
+    admit(state, 0, 4, seq=26, resync=b"", deferred=bitmap([0]))  # which frees all copies
 
 
 def test_rows_of_a_step_are_sampled_in_several_messages():
@@ -766,13 +804,13 @@ def test_rows_of_a_step_are_sampled_in_several_messages():
         state.apply(decode(21, [8]), [])
     assert refused.value.field == "scheduled"
     state.apply(decode(22, [3]), [])
-    slots, are_all = state.take_unsampled(20, bitmap([8]))
-    assert (slots.tolist(), are_all) == ([8], False)
+    slots, left = state.take_unsampled(20, bitmap([8]))
+    assert (slots.tolist(), left.tolist()) == ([8], [1])
     state.apply(decode(23, [3, 8]), [])
     with pytest.raises(InvalidStepError):
         state.take_unsampled(20, bitmap([8]))
-    slots, are_all = state.take_unsampled(20, None)
-    assert (slots.tolist(), are_all) == ([1], True)
+    slots, left = state.take_unsampled(20, None)
+    assert (slots.tolist(), left.tolist()) == ([1], [])
     state.apply(decode(24, [1, 3, 8]), [])
 
 

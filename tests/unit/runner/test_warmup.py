@@ -37,7 +37,7 @@ def random_limits(seed):
     )
 
 
-ALL_LIMITS = TINY + [random_limits(seed) for seed in range(150)]
+ALL_LIMITS = TINY + [random_limits(seed) for seed in range(40)]
 
 
 def test_warm_up_steps_are_valid_within_any_limits():
@@ -86,7 +86,7 @@ def test_the_sweep_is_valid_and_reaches_every_order_of_magnitude():
 
 def test_the_sweep_of_decodes_is_valid():
     request = CompileOrWarmUpModel(epoch=3, link=2, seq=9)
-    for limits in ALL_LIMITS[::4]:
+    for limits in ALL_LIMITS[1::4]:
         state = request_state(limits)
         steps = [state.apply(s.message, s.arrays) for s in decode_sweep(request, limits)]
         assert not state.has_failed

@@ -1,5 +1,7 @@
 """A worker from start-up to tokens, against transformers and against itself in other batches."""
 
+import weakref
+
 import numpy as np
 import pytest
 import torch
@@ -9,6 +11,7 @@ from rpc_schema import lifecycle, step
 from rpc_schema.sampling import SamplingParams
 from worker_daemon.errors import InvalidStepError
 from worker_daemon.layers.torch_ops import TorchOps
+from worker_daemon.runner.step_sampler import StepSampler
 
 NOISY = SamplingParams(temperature=1.1, top_k=40, top_p=0.95, min_p=0.01, seed=2**63 - 5)
 
@@ -172,6 +175,31 @@ def test_rows_sampled_later_see_the_logits_of_their_step(serving, prompts):
 
     later = rng.permutation([0, 2, 3, 5]).tolist()
     assert run(later) == run(())
+
+
+def test_rows_that_are_sampled_in_parts_hold_the_logits_of_those_that_are_left(
+    serving, prompts, monkeypatch
+):
+    """Before a part is sampled, the logits of the others are alone: the memory profile counts one
+    row for each request, beside what sampling takes."""
+    texts = prompts([9, 14, 3, 7], seed=22)
+    new = [(slot, text, GREEDY) for slot, text in enumerate(texts)]
+    serving.execute({slot: len(text) for slot, text in enumerate(texts)}, new, defer=True)
+    step_seq, waiting = serving.seq, serving.worker._serving.runner._unsampled
+    whole, are_gone = weakref.ref(waiting[step_seq].chosen.logits), []
+    sample = StepSampler.sample
+
+    def noting(sampler, rows):
+        are_gone.append(whole() is None)
+        return sample(sampler, rows)
+
+    monkeypatch.setattr(StepSampler, "sample", noting)
+    serving.execute({}, finished=[1])
+    masks = dict.fromkeys((0, 1), np.arange(151) % 3 == 0)
+    assert list(serving.sample(step_seq, masks, slots=(0, 1))) == [0]
+    assert waiting[step_seq].chosen.logits.shape[0] == 2
+    assert sorted(serving.sample(step_seq)) == [2, 3]
+    assert (are_gone, list(waiting)) == ([True, True], [])
 
 
 def test_a_step_reads_the_output_layer_once(serving, prompts, monkeypatch):

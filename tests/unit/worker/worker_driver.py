@@ -177,7 +177,8 @@ class WorkerDriver:
         """Samples a deferred step. masks: {slot: bool [V]}; slots: some of those that are left."""
         masks = masks or {}
         frames = [pack_masks(list(masks.values()))] if masks else []
-        extensions = (sampling.GrammarMasks(slots=uint16s(masks)),) if masks else ()
+        own = sampling.GrammarMasks(slots=uint16s(masks), indices=uint16s(range(len(masks))))
+        extensions = (own,) if masks else ()
         named = None if slots is None else bytes([sum(1 << slot for slot in slots)])
         message = step.SampleTokens(
             **self.ids(), step_seq=step_seq, slots=named, extensions=extensions

@@ -1,6 +1,7 @@
 """Grammar masks: the tokens that a structured output allows next. The driver computes them.
 
-Shapes: R rows that sample, M masks, V vocabulary, W = ceil(V / 32) words per mask.
+Shapes: R rows that sample, S slots with a mask, M distinct masks, V vocabulary, W = ceil(V / 32)
+words per mask.
 """
 
 from collections.abc import Sequence
@@ -29,7 +30,9 @@ class Masks:
     """Masks in host memory, aligned."""
 
     slots: Int64s
-    """[M], ascending or not"""
+    """[S], ascending or not"""
+    indices: Int64s
+    """[S] each slot's mask"""
     words: Int32s
     """[M, W]"""
 
@@ -54,21 +57,26 @@ class GrammarMasksPart(StepPart):
         """Read int32 words [M, W]: bit t % 32 (lowest first) of word t // 32 allows token t.
 
         Raises:
-            InvalidStepError: slots and words do not fit each other.
+            InvalidStepError: slots, indices and words do not fit each other.
         """
-        raw_slots = extension.slots
-        if len(raw_slots) % 2:
-            fix = "send little-endian uint16 values"
-            raise _invalid("masks.slots", f"{len(raw_slots)} bytes", fix)
-        slots = np.frombuffer(raw_slots, np.dtype("<u2")).astype(np.int64)
-        num_words = num_mask_words(limits.vocab_size)
+        slots, indices = _uint16s("slots", extension.slots), _uint16s("indices", extension.indices)
         if np.unique(slots).size < slots.size:
             raise _invalid("masks.slots", slots.tolist()[:8], "name each slot once")
-        (words,) = frames
-        if len(words) != slots.size * num_words * _INT32:
-            fix = f"{slots.size * num_words * _INT32}: int32 [{slots.size}, {num_words}]"
-            raise _invalid("masks", f"a frame of {len(words)} bytes", fix)
-        return Masks(slots, np.frombuffer(words, np.dtype("<i4")).reshape(slots.size, num_words))
+        if indices.size != slots.size:
+            fix = f"{slots.size}: one for each of slots"
+            raise _invalid("masks.indices", f"{indices.size} values", fix)
+        (frame,) = frames
+        num_words = num_mask_words(limits.vocab_size)
+        num_masks, rest = divmod(len(frame), num_words * _INT32)
+        if rest or num_masks > slots.size:
+            fix = f"int32 [masks, {num_words}], with at most {slots.size} masks: one for each slot"
+            raise _invalid("masks", f"a frame of {len(frame)} bytes", fix)
+        highest = int(indices.max(initial=-1))
+        if highest >= num_masks:
+            fix = f"indices below {num_masks}, the number of masks in the frame"
+            raise _invalid("masks.indices", highest, fix)
+        words = np.frombuffer(frame, np.dtype("<i4")).reshape(num_masks, num_words)
+        return Masks(slots, indices, words)
 
     def adjust_logits(self, logits: Tensor, rows: SampleRows, brought: Masks | None) -> Tensor:
         if brought is None:
@@ -77,9 +85,10 @@ class GrammarMasksPart(StepPart):
         if not named.size:
             return logits
         order = np.argsort(brought.slots)
-        masks = order[np.searchsorted(brought.slots, rows.slots_np[named], sorter=order)]
+        at = order[np.searchsorted(brought.slots, rows.slots_np[named], sorter=order)]
+        masks, places = np.unique(brought.indices[at], return_inverse=True)
         mask_of_row = np.full(rows.slots_np.size, -1, np.int32)
-        mask_of_row[named] = np.arange(named.size)
+        mask_of_row[named] = places
         words = upload_rows(brought.words, masks, logits.device)
         return self._sampling.masked(logits, words, upload(mask_of_row, logits.device))
 
@@ -87,8 +96,11 @@ class GrammarMasksPart(StepPart):
     def heaviest_of_step(
         slots: Int64s, limits: StepLimits
     ) -> tuple[StepExtension, tuple[Frame, ...]]:
+        """Return a mask of its own for each slot."""
         words = np.full((slots.size, num_mask_words(limits.vocab_size)), -1, "<i4")
-        return GrammarMasks(slots=slots.astype("<u2").tobytes()), (words.tobytes(),)
+        indices = np.arange(slots.size, dtype="<u2").tobytes()
+        extension = GrammarMasks(slots=slots.astype("<u2").tobytes(), indices=indices)
+        return extension, (words.tobytes(),)
 
     @staticmethod
     def sampling_bytes(num_rows: int, vocab_size: int, itemsize: int) -> int:
@@ -99,6 +111,13 @@ class GrammarMasksPart(StepPart):
 def num_mask_words(vocab_size: int) -> int:
     """Return W, the words per mask."""
     return -(-vocab_size // 32)
+
+
+def _uint16s(field: str, raw: bytes) -> Int64s:
+    if len(raw) % 2:
+        fix = "send little-endian uint16 values"
+        raise _invalid(f"masks.{field}", f"{len(raw)} bytes", fix)
+    return np.frombuffer(raw, np.dtype("<u2")).astype(np.int64)
 
 
 def _invalid(field: str, value: Any, fix: str) -> InvalidStepError:
