@@ -25,6 +25,7 @@ import uvicorn
 import zmq
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
+from starlette.background import BackgroundTask
 from starlette.requests import ClientDisconnect
 
 from rpc_schema.config import (
@@ -127,8 +128,10 @@ class Service:
                 raise request_error(field, value, "no list", "give a list of objects")
         prompt = self._template.render(messages, tools)
         ids = self._tokenizer.encode(prompt, add_special_tokens=False)
-        most = body.pop("max_completion_tokens", None) or self._max_model_len - len(ids)
-        return self._request({"max_tokens": max(1, most), **body}, {"prompt_token_ids": ids})
+        if "max_completion_tokens" in body:
+            body["max_tokens"] = body.pop("max_completion_tokens")
+        rest = max(1, self._max_model_len - len(ids))
+        return self._request({"max_tokens": rest, **body}, {"prompt_token_ids": ids})
 
     def _request(self, options: Body, prompt: Body) -> GenerationRequest:
         model = options.pop("model", self.name)
@@ -163,23 +166,25 @@ class Service:
 
 
 class Form(NamedTuple):
-    """The JSON of an endpoint's answers, whole and in parts."""
+    """The form of an endpoint's answers."""
 
     whole: str
-    show: Callable[[str], Body]
     part: str
-    show_part: Callable[[str], Body]
+    say: Callable[[str, bool, bool], Body]
+    """Function of (text, it is a part, the first one) to the text's place in a choice."""
 
 
-COMPLETION = Form(
-    "text_completion", lambda text: {"text": text}, "text_completion", lambda text: {"text": text}
-)
-CHAT = Form(
-    "chat.completion",
-    lambda text: {"message": {"role": "assistant", "content": text}},
-    "chat.completion.chunk",
-    lambda text: {"delta": {"content": text}},
-)
+def say_text(text: str, is_part: bool, is_first: bool) -> Body:
+    return {"text": text}
+
+
+def say_message(text: str, is_part: bool, is_first: bool) -> Body:
+    role = {"role": "assistant"} if is_first else {}
+    return {"delta" if is_part else "message": {**role, "content": text}}
+
+
+COMPLETION = Form("text_completion", "text_completion", say_text)
+CHAT = Form("chat.completion", "chat.completion.chunk", say_message)
 
 
 async def answer_whole(parts: AsyncGenerator[Part, None], form: Form, head: Body) -> Response:
@@ -195,7 +200,11 @@ async def answer_whole(parts: AsyncGenerator[Part, None], form: Form, head: Body
         if output.error:
             return failure(500, output.error)
     choices = [
-        {"index": index, **form.show(texts[index]), "finish_reason": output.finish_reason}
+        {
+            "index": index,
+            **form.say(texts[index], False, True),
+            "finish_reason": output.finish_reason,
+        }
         for index, output in sorted(outputs.items())
     ]
     num_in = outputs[0].num_prompt_tokens
@@ -209,22 +218,24 @@ async def events(
     first: Part, parts: AsyncGenerator[Part, None], form: Form, head: Body
 ) -> AsyncGenerator[str, None]:
     """Yield server-sent events: choices, an error if there is one, and the end."""
+    begun: set[int] = set()
 
     def event(part: Part) -> str:
         index, text, output = part
         if output is not None and output.error:
             return error_event(output.error)
         reason = None if output is None else output.finish_reason
-        choice = {"index": index, **form.show_part(text), "finish_reason": reason}
+        said = form.say(text, True, index not in begun)
+        begun.add(index)
+        choice = {"index": index, **said, "finish_reason": reason}
         return f"data: {json.dumps({**head, 'object': form.part, 'choices': [choice]})}\n\n"
 
-    async with contextlib.aclosing(parts):  # a client that leaves closes this generator
-        try:
-            yield event(first)
-            async for part in parts:
-                yield event(part)
-        except ClientError as error:  # the driver has ended
-            yield error_event(str(error))
+    try:
+        yield event(first)
+        async for part in parts:
+            yield event(part)
+    except ClientError as error:  # the driver has ended
+        yield error_event(str(error))
     yield "data: [DONE]\n\n"
 
 
@@ -283,6 +294,8 @@ def make_app(service: Service) -> FastAPI:
     ) -> Response:
         body = await read_body(http)
         streamed = body.pop("stream", False)
+        if not isinstance(streamed, bool):
+            raise request_error("stream", streamed, "it is no truth value", "use true or false")
         request = await asyncio.to_thread(make, body)  # tokenizing takes time
         head = {"id": f"req-{request.id}", "created": int(time.time()), "model": service.name}
         parts = service.parts(request)
@@ -290,7 +303,15 @@ def make_app(service: Service) -> FastAPI:
             return await unless_client_leaves(http, answer_whole(parts, form, head))
         # The driver refuses a request before its first token: the status is still open until then.
         first = await unless_client_leaves(http, anext(parts))
-        return StreamingResponse(events(first, parts, form, head), media_type="text/event-stream")
+
+        async def close() -> None:  # the client may have left before the last event
+            await parts.aclose()
+
+        return StreamingResponse(
+            events(first, parts, form, head),
+            media_type="text/event-stream",
+            background=BackgroundTask(close),
+        )
 
     @app.post("/v1/completions")
     async def completions(http: Request) -> Response:
@@ -308,6 +329,13 @@ def make_app(service: Service) -> FastAPI:
         body = {"state": state, "running": service.num_running, "daemons": daemons}
         return JSONResponse(body, 200 if error is None else 503)
 
+    answer_errors(app)
+    return app
+
+
+def answer_errors(app: FastAPI) -> None:
+    """Let errors before the first token become answers."""
+
     @app.exception_handler(ClientConfigError)
     async def wrong(_: Request, error: ClientConfigError) -> Response:
         return failure(400, str(error), error.field)
@@ -323,8 +351,6 @@ def make_app(service: Service) -> FastAPI:
     @app.exception_handler(ClientDisconnect)
     async def left(*_: object) -> Response:
         return Response(status_code=499)  # nobody reads it
-
-    return app
 
 
 def daemon_state(endpoint: str) -> Body:

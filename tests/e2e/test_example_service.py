@@ -204,6 +204,8 @@ async def streamed(client, case, on_first=lambda: None):
             break
         (choice,) = json.loads(event)["choices"]
         index = choice["index"]
+        if case.is_chat:
+            assert ("role" in choice["delta"]) == (index not in texts)
         text = choice["delta"]["content"] if case.is_chat else choice["text"]
         texts[index] = texts.get(index, "") + text
         reasons[index] = choice["finish_reason"]
@@ -256,7 +258,9 @@ BAD = [
     (completion([10**6]), "prompt_token_ids"),
     (completion("The driver " * 800), "prompt_token_ids"),
     (completion("The driver " * 800, stream=True), "prompt_token_ids"),
+    (completion("a", stream=1), "stream"),
     (chat(), "messages"),
+    (chat("a", max_completion_tokens="x"), "max_tokens"),
     (chat("a", tools="look"), "tools"),
     (chat("a", messages=[{"role": "judge", "content": "a"}]), "messages[0].role"),
     (chat("a", messages=[{"role": r, "content": "a"} for r in ("user", "system")]), "messages"),
