@@ -330,12 +330,12 @@ def test_streams_go_on_when_a_daemon_is_killed(service, daemons, cases, expected
     async def main():
         begun = asyncio.Semaphore(0)
         async with service.client() as client:
+            before = (await health(client))["daemons"][1]["pid"]
             tasks = [
                 asyncio.create_task(streamed(client, case, begun.release)) for case in cases[-3:]
             ]
             for _ in tasks:
                 await begun.acquire()
-            before = (await health(client))["daemons"][1]["pid"]
             daemons.kill(1)
             await asyncio.to_thread(daemons.restart_dead)
             found = await asyncio.gather(*tasks)
@@ -355,6 +355,7 @@ def test_sigterm_lets_requests_end(service, endpoints, cases, expected):
             terminate = lambda: service.process.send_signal(signal.SIGTERM)  # noqa: E731
             found, _ = await streamed(client, cases[-1], terminate)
             await asyncio.to_thread(service.process.wait, LIMIT_S)
+            assert service.process.returncode in (0, -signal.SIGTERM)
             with pytest.raises(httpx2.ConnectError):
                 await health(client)
             return found
