@@ -19,16 +19,17 @@ pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("pip") is None, reason="pip, which installs the wheel, is not here"
 )
 
-WORKERS_MODULES = ("torch", "triton", "safetensors", "uvloop", "pynvml", "llguidance")
+WORKERS_MODULES = ("torch", "triton", "safetensors", "uvloop", "pynvml", "llguidance", "jinja2")
 INSTALL = 'pip install "worker-daemon[worker]"'
 IMPORT_ALL = """
 import importlib, importlib.util, pkgutil, sys
 import rpc_schema, worker_client
+NEED_MORE = ("__main__", "structured.grammars", "chat_template")
 for package in (rpc_schema, worker_client):
     for module in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
         if ".trainer" in module.name or ".vllm.hooks" in module.name:
             continue
-        if module.name.endswith(("__main__", "structured.grammars")):
+        if module.name.endswith(NEED_MORE):
             continue
         importlib.import_module(module.name)
 import worker_client.driver, worker_client.worker_group, worker_client.scheduler
@@ -36,6 +37,10 @@ from rpc_schema.structured import StructuredOutput
 from worker_client.structured.opening import open_grammars
 refusal = open_grammars(None, 9, [1]).compile(StructuredOutput(kind="regex", text="a")).exception()
 assert "worker-daemon[structured]" in refusal.fix
+try:
+    import worker_client.chat_template
+except ImportError as error:
+    assert "worker-daemon[chat]" in str(error)
 print(*[name for name in sys.argv[1:] if importlib.util.find_spec(name)])
 print(worker_client.__file__)
 """

@@ -13,6 +13,7 @@ from worker_client.requests import parent_id
 from worker_client.run_times import StepTiming
 from worker_client.scheduler import RequestOutput
 from worker_client.scheduler_output import Logprobs
+from worker_client.text_stream import final_text
 from worker_client.tokenizer import Tokenizer
 
 JsonValue: TypeAlias = "int | float | str | Sequence[JsonValue] | Mapping[str, JsonValue] | None"
@@ -46,7 +47,7 @@ def output_line(
     if output.text is not None:
         line["text"] = output.text
     elif output.pooled is None and tokenizer is not None:
-        line["text"] = tokenizer.decode(output.token_ids)
+        line["text"] = final_text(tokenizer, output)
     line["finish_reason"] = output.finish_reason
     if output.error:
         line["error"] = output.error

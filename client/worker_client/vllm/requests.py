@@ -86,7 +86,8 @@ POOLING_FIELDS: Final = frozenset(
 def check_fields(params: Any, served: frozenset[str]) -> None:
     """Raise RequestError if a request sets a field that is not served. params: vLLM's
     SamplingParams or PoolingParams, structs of msgspec."""
-    for name, default in _others(type(params), served):
+    kind: Any = type(params)
+    for name, default in _others(kind, served):
         value = getattr(params, name)
         if value not in (None, False, default):
             fix = "leave it out: worker daemons do not have it"
