@@ -90,7 +90,10 @@ def main() -> None:
                 grammars = Grammars(model, vocab_size, ends, limits)
                 for count in args.requests:
                     driver = Driver(
-                        group, Scheduler(scheduler_limits(loaded, config)), grammars=grammars
+                        group,
+                        Scheduler(scheduler_limits(loaded, config)),
+                        grammars=grammars,
+                        keeps_prefixes=False,
                     )
                     for request in requests(count):
                         driver.add_request(request)

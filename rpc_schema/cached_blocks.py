@@ -18,7 +18,7 @@ MAX_BLOCK_HASH_BYTES: Final = 64
 MAX_TAG_BYTES: Final = 64
 
 BlockTag = Annotated[bytes, Meta(min_length=1, max_length=MAX_TAG_BYTES)]
-"""How hashes were made: the function, and all that a hash does not name by itself."""
+"""Name of a way to make hashes: the function, and all that a hash does not name by itself."""
 
 BlockIds = Annotated[bytes, Meta(max_length=4 * MAX_BLOCKS_AT_ONCE)]
 """Little-endian int32: block ids, of any KV group."""

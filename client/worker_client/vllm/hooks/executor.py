@@ -30,7 +30,7 @@ from worker_client.vllm.configuration import (
 from worker_client.vllm.hooks.kv_cache import available_bytes, specs_of
 from worker_client.vllm.hooks.platform import WorkerDaemonPlatform
 from worker_client.vllm.hooks.scheduler import DaemonsOutput, WorkerDaemonScheduler
-from worker_client.vllm.noted_blocks import NotedBlocks, tag_of
+from worker_client.vllm.prefix_notes import PrefixNotes, tag_of
 from worker_client.vllm.operations import Operations
 from worker_client.vllm.outputs import LogprobRows, OutputReader, ResultColumns
 from worker_client.vllm.parent_watch import end_with_parent
@@ -113,12 +113,12 @@ class WorkerDaemonExecutor(Executor):  # type: ignore[misc]
         self._is_pooling = config.model_config.runner_type == "pooling"
         self._unsampled: _VllmStep | None = None
         """The step for which vLLM calls sample_tokens next."""
-        self._noted = self._noted_blocks()
+        self._noted = self._prefix_notes()
         config.scheduler_config.scheduler_cls = partial(
             WorkerDaemonScheduler, translated=self._requests, noted=self._noted
         )
 
-    def _noted_blocks(self) -> NotedBlocks | None:
+    def _prefix_notes(self) -> PrefixNotes | None:
         """Return what keeps the prefix cache for the next server. None without one, and with
         adapters: vLLM hashes their names, which another server may give to others."""
         cache = self.vllm_config.cache_config
@@ -126,7 +126,7 @@ class WorkerDaemonExecutor(Executor):  # type: ignore[misc]
             return None
         hashing = cache.prefix_caching_hash_algo, os.environ.get("PYTHONHASHSEED")
         tag = tag_of("vllm", vllm.__version__, *hashing, self._model.groups)
-        return NotedBlocks(self._workers.group, tag)
+        return PrefixNotes(self._workers.group, tag)
 
     def get_kv_cache_specs(self) -> list[dict[str, Any]]:
         """Return one layer for each KV group of the daemons."""

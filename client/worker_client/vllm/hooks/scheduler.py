@@ -12,7 +12,7 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
 
 from rpc_schema.kv_cache import NULL_BLOCK
-from worker_client.vllm.noted_blocks import NotedBlocks
+from worker_client.vllm.prefix_notes import PrefixNotes
 from worker_client.vllm.requests import Requests
 from worker_client.vllm.settings import LOGGER
 
@@ -37,7 +37,7 @@ class WorkerDaemonScheduler(AsyncScheduler):  # type: ignore[misc]
     would refuse, or whose logits are no numbers, fails alone."""
 
     def __init__(
-        self, *args: Any, translated: Requests, noted: NotedBlocks | None, **kwargs: Any
+        self, *args: Any, translated: Requests, noted: PrefixNotes | None, **kwargs: Any
     ) -> None:
         """translated: the requests as the executor sends them. noted: what the daemons know of the
         prefix cache; None if it is not to be kept."""

@@ -40,7 +40,7 @@ def tag_of(*parts: object) -> bytes:
     return blake2b(repr(parts).encode(), digest_size=32).digest()
 
 
-class NotedBlocks:
+class PrefixNotes:
     """For one scheduler and one group; used on their thread."""
 
     def __init__(self, group: GroupOfNotes, tag: bytes) -> None:
