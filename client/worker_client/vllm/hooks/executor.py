@@ -30,10 +30,10 @@ from worker_client.vllm.configuration import (
 from worker_client.vllm.hooks.kv_cache import available_bytes, specs_of
 from worker_client.vllm.hooks.platform import WorkerDaemonPlatform
 from worker_client.vllm.hooks.scheduler import DaemonsOutput, WorkerDaemonScheduler
-from worker_client.vllm.prefix_notes import PrefixNotes, tag_of
 from worker_client.vllm.operations import Operations
 from worker_client.vllm.outputs import LogprobRows, OutputReader, ResultColumns
 from worker_client.vllm.parent_watch import end_with_parent
+from worker_client.vllm.prefix_notes import PrefixNotes, tag_of
 from worker_client.vllm.requests import Requests, wire_id
 from worker_client.vllm.settings import ENDPOINTS_VARIABLE, read_endpoints, settings_of
 from worker_client.vllm.steps import StepWriter, fitted_mask
