@@ -66,19 +66,28 @@ class OutputReader:
         self._requests = requests
         self._prompts: dict[str, dict[int, Logprobs]] = {}
         """Log probabilities of prompts that are not complete, by position."""
+        self._names: tuple[str, ...] = ()
+        """Requests of the last step, by vLLM's ids."""
+        self._wire: tuple[str, ...] = ()
+        """The same on the wire."""
 
     def read(self, req_ids: Sequence[str], result: StepResult) -> ResultColumns:
         """Translate a result. req_ids: all requests of the step, by vLLM's ids."""
-        names = list(req_ids)
-        tokens = result.sampled
-        wire = list(map(wire_id, names))
-        sampled = [[] if (t := tokens.get(w, NO_TOKEN)) == NO_TOKEN else [t] for w in wire]
-        columns = ResultColumns(names, sampled)
-        if NO_TOKEN in tokens.values():
-            failed = [
-                name for name, w in zip(names, wire, strict=True) if tokens.get(w) == NO_TOKEN
-            ]
-            columns.failed = tuple(failed)
+        names = tuple(req_ids)
+        if names != self._names:
+            self._names, self._wire = names, tuple(map(wire_id, names))
+        wire = self._wire
+        if wire == tuple(result.req_ids):  # as in each step of a batch that goes on
+            tokens: list[int | None] = list(result.token_ids)
+        else:
+            sampled = result.sampled
+            tokens = [sampled.get(each) for each in wire]
+        columns = ResultColumns(
+            list(names), [[] if t is None or t == NO_TOKEN else [t] for t in tokens]
+        )
+        if NO_TOKEN in tokens:
+            pairs = zip(names, tokens, strict=True)
+            columns.failed = tuple(name for name, token in pairs if token == NO_TOKEN)
         if result.reports:
             self._add_reports(columns, wire, result)
         return columns
@@ -88,7 +97,7 @@ class OutputReader:
         for each in wire_ids:
             self._prompts.pop(each, None)
 
-    def _add_reports(self, columns: ResultColumns, wire: list[str], result: StepResult) -> None:
+    def _add_reports(self, columns: ResultColumns, wire: Sequence[str], result: StepResult) -> None:
         row_of = {each: row for row, each in enumerate(wire)}
         entries = self._sampled_entries(result)
         if entries:

@@ -12,7 +12,7 @@ from worker_client.errors import ClientError
 from worker_client.outcomes import StepFuture
 from worker_client.vllm.settings import LOGGER
 
-SWEPT_AT_ONCE: Final = 256
+SWEPT_AT_ONCE: Final = 64
 """Blocks looked at after each step. A step thus costs the same, whatever the cache's size."""
 SENT_AT_ONCE: Final = 4096
 """Changed blocks that are sent before all blocks were looked at."""

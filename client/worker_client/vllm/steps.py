@@ -130,6 +130,8 @@ class StepWriter:
         ]
 
     def _add_counts(self, step: SchedulerOutput, output: Any) -> None:
+        if len(self._decodes) == len(output.num_scheduled_tokens):
+            return
         decodes = set(self._decodes)
         step.num_scheduled_tokens = {
             wire_id(req_id): count
