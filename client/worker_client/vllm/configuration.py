@@ -95,6 +95,9 @@ def check_config(vllm_config: Any) -> None:
     Raises:
         ClientConfigError: a setting is not served.
     """
+    model = vllm_config.model_config
+    if model is not None:
+        _check_model(model)
     for section in _ABSENT:
         if getattr(vllm_config, section, None) is not None:
             _refuse(section, getattr(vllm_config, section), "leave it out")
@@ -109,9 +112,6 @@ def check_config(vllm_config: Any) -> None:
             _refuse(field, getattr(parallel, field), "leave it out: start one server per group")
     if parallel.enable_expert_parallel:
         _refuse("enable_expert_parallel", True, "leave it out")
-    model = vllm_config.model_config
-    if model is not None:
-        _check_model(model)
     load_format = str(vllm_config.load_config.load_format)
     if load_format not in _LOAD_FORMATS:
         _refuse("load_format", load_format, f"use one of {', '.join(_LOAD_FORMATS)}")
