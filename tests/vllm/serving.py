@@ -50,6 +50,7 @@ def vllm_environment(endpoints: Sequence[str], **variables: str) -> dict[str, st
         "HF_HUB_OFFLINE": "1",
         "OMP_NUM_THREADS": "1",
         "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_SERVER_DEV_MODE": "1",
         "VLLM_WORKER_MULTIPROC_METHOD": "fork",
     }
     return {**os.environ, **own, **variables}
@@ -142,9 +143,9 @@ class Server:
                 if line.startswith("data: ") and line != "data: [DONE]":
                     yield json.loads(line.removeprefix("data: "))
 
-    def wait_for_the_end(self) -> int:
-        """Wait until the server has ended by itself; return its exit code."""
-        return self.process.wait(END_LIMIT_S)
+    def wait_for_the_end(self) -> None:
+        """Wait until the server has ended by itself."""
+        self.process.wait(END_LIMIT_S)
 
     def kill(self) -> None:
         """Kill -9 the server and its engine core."""
@@ -152,10 +153,10 @@ class Server:
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
 
-    def terminate(self) -> int:
-        """Send SIGTERM, as a supervisor does; return the exit code."""
+    def terminate(self) -> None:
+        """Send SIGTERM, as a supervisor does, and wait for the end."""
         self.process.terminate()
-        return self.process.wait(END_LIMIT_S)
+        self.process.wait(END_LIMIT_S)
 
     def close(self) -> None:
         """End the server if it runs."""

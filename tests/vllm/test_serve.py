@@ -1,5 +1,5 @@
-"""`vllm serve` in front of one daemon, by HTTP: what it serves and what it refuses. The demo's model
-continues its sentences; log probabilities and adapters are compared with transformers."""
+"""`vllm serve` in front of one daemon, by HTTP: what it serves and what it refuses. The demo's
+model continues its sentences; log probabilities and adapters are compared with transformers."""
 
 import concurrent.futures
 import contextlib
@@ -61,7 +61,7 @@ def server(root, daemons):
         "--max-lora-rank": "8",
         "--profiler-config": json.dumps(profiler),
     }
-    variables = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
+    variables = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
     flags = ("--enable-sleep-mode", "--enable-lora", "--enable-request-id-headers")
     model, settings = root / "demo", {"lora_root": str(root)}
     with serving(
