@@ -78,11 +78,11 @@ def compare(entry: Mapping[str, Any], outcomes: Outcomes) -> list[str]:
 
 
 def _unpack(sdist: Path, build: Path, version: str) -> Path:
-    """Unpack the tests, not the package: that is the installed one."""
+    """Unpack the tests, not the package: the installed one is tested."""
     source = build / f"vllm-{version}"
     with tarfile.open(sdist) as archive:
-        tests = f"{source.name}/tests/"
-        members = [each for each in archive.getmembers() if each.name.startswith(tests)]
+        wanted = (f"{source.name}/tests/", f"{source.name}/pyproject.toml")
+        members = [each for each in archive.getmembers() if each.name.startswith(wanted)]
         archive.extractall(build, members, filter="data")
     return source
 
@@ -106,7 +106,7 @@ def _run(entry: Mapping[str, Any], source: Path, build: Path, endpoints: Sequenc
         VLLM_SERVER_DEV_MODE="0",
         **entry.get("environment", {}),
     )
-    words = ("-p", "no:cacheprovider", "-q", "--timeout", "600", "-o", "asyncio_mode=strict")
+    words = ("-p", "no:cacheprovider", "-q", "--timeout", "600", "-o", "asyncio_default_fixture_loop_scope=function")
     with report.with_suffix(".log").open("wb") as log:
         done = subprocess.run(
             [sys.executable, "-m", "pytest", path, *words, *not_run, f"--junitxml={report}"],
