@@ -22,6 +22,11 @@ from tests.vllm.upstream_models import make_cache
 LIST = Path(__file__).with_name("upstream.toml")
 SITE = Path(__file__).with_name("upstream_site")
 FILE_LIMIT_S = 1800
+OPTIONS = (
+    *("-q", "--timeout", "600"),
+    *("-p", "no:cacheprovider", "-p", "without_accelerator"),
+    *("-o", "asyncio_default_fixture_loop_scope=function"),
+)
 TEXTS = ("tests/prompts/example.txt", "tests/prompts/summary.txt")
 WORDS = "Hello, my name is Robert and I. The capital of France is. The future of AI is. "
 
@@ -106,10 +111,9 @@ def _run(entry: Mapping[str, Any], source: Path, build: Path, endpoints: Sequenc
         VLLM_SERVER_DEV_MODE="0",
         **entry.get("environment", {}),
     )
-    words = ("-p", "no:cacheprovider", "-q", "--timeout", "600", "-o", "asyncio_default_fixture_loop_scope=function")
     with report.with_suffix(".log").open("wb") as log:
         done = subprocess.run(
-            [sys.executable, "-m", "pytest", path, *words, *not_run, f"--junitxml={report}"],
+            [sys.executable, "-m", "pytest", path, *OPTIONS, *not_run, f"--junitxml={report}"],
             cwd=source,
             env=environment,
             stdout=log,
