@@ -20,7 +20,7 @@ from worker_client.launcher import LocalDaemons
 from worker_client.vllm.settings import ENDPOINTS_VARIABLE, SECTION
 
 ROOT = Path(__file__).parents[2]
-DAEMON_PYTHON = os.environ.get("DAEMON_PYTHON", str(ROOT / ".venv" / "bin" / "python"))
+DAEMON_PYTHON = str(ROOT / os.environ.get("DAEMON_PYTHON", ".venv/bin/python"))
 """The interpreter of the daemons' environment."""
 
 VLLM = (sys.executable, "-m", "tests.vllm.watched_serve")

@@ -280,7 +280,7 @@ ODD_IDS = {
     "long": "x" * 300,
     "longest that is sent as it is": "y" * 240,
     "separators": "../..;{}%s\\\"'",
-    "no ASCII": "caf\u00e9 \u00ff",
+    "no ASCII": "\u00e4\u00ff \u00e9",
 }
 
 

@@ -1,7 +1,7 @@
 """Runs vLLM's own tests, from its source distribution, in front of a daemon on a CPU, and compares
 their outcomes with upstream.toml.
 
-    python -m tests.vllm.upstream build/upstream/vllm-0.33.0.tar.gz [PART OF A PATH ...]
+    python -m tests.vllm.upstream build/vllm/vllm-0.33.0.tar.gz [PART OF A PATH ...]
 """
 
 import argparse

@@ -3,4 +3,4 @@
 import torch
 
 if not torch.accelerator.is_available():
-    torch.accelerator.empty_cache = lambda: None
+    torch.accelerator.empty_cache = torch.accelerator.empty_host_cache = lambda: None
