@@ -66,7 +66,7 @@ class Front:
     def start(self, **settings):
         """Start a server, in place of the last, with other settings."""
         self.close()
-        words = ("--pipeline-parallel-size", "2")
+        words = ("--pipeline-parallel-size", "2", "--shutdown-timeout", "20")
         own = {**SETTINGS, **settings}
         self._server = start_server(
             self.daemons.endpoints, self._root / "demo", self._root, *words, settings=own
@@ -304,6 +304,8 @@ def test_killed_server_finds_the_model_loaded(server, daemons, front, streams, e
 
 
 def test_server_that_ends_gives_the_daemons_back(server, daemons, streams):
+    """Given time (--shutdown-timeout): vLLM kills its engine at once otherwise, and the lease has
+    to expire."""
     server.terminate()
     streams.ends()
     assert {status_of(endpoint).lease.state for endpoint in daemons.endpoints} == {"free"}
@@ -315,7 +317,7 @@ def test_driver_that_takes_the_daemons_ends_the_server(server, daemons, streams,
     assert taken.returncode == 0
     server.wait_for_the_end()
     streams.ends()
-    assert "Another driver" in server.log() or "another driver" in server.log()
+    assert "FencedError" in server.log()
 
 
 def test_successor_that_never_comes_ends_the_server(daemons, front, expected):
