@@ -3,12 +3,14 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+# vLLM's environment, apart from the daemons'.
+VLLM_VENV ?= build/vllm-venv
 # More processes than cores, as tests of faults wait for deadlines; a file's tests share daemons; slow files come first.
 SPREAD := -n 3 --dist loadfile --no-loadscope-reorder
 # Dozens of daemons and commands are started: each would compile its modules anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup run test faults soak check fmt type bench fuzz schemas matrix test-gpu test-multi-gpu golden clean
+.PHONY: help setup run test faults soak check fmt type bench fuzz schemas matrix test-vllm-upstream test-gpu test-multi-gpu golden clean
 
 help:            ## list the targets
 	@grep -E '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
@@ -59,6 +61,10 @@ schemas: $(STAMP)         ## the public JSON schema suite against our grammars: 
 
 matrix:          ## run the tests on each Python and torch: make matrix ARGS=tests/contract PYTHONS=3.13 TORCHES=newest
 	.ci/matrix $(ARGS)
+
+test-vllm-upstream: $(STAMP)  ## vLLM's own tests on our daemons, against tests/vllm/upstream.toml: make test-vllm-upstream ARGS=completion
+	$(VLLM_VENV)/bin/python -m pip install -q tblib==3.2.2
+	DAEMON_PYTHON=$(BIN)/python $(VLLM_VENV)/bin/python -m tests.vllm.upstream build/vllm/vllm-0.33.0.tar.gz $(ARGS)
 
 test-gpu: $(STAMP)        ## tests that need one GPU
 	$(BIN)/python -m pytest tests/gpu -m kernels -n 12 --dist worksteal

@@ -65,12 +65,16 @@ def start_client(directory: Path, *words: object, **variables: str) -> "subproce
 
 
 def start_daemon(
-    directory: Path, *words: str, within: Sequence[str] = (), **variables: str
+    directory: Path,
+    *words: str,
+    within: Sequence[str] = (),
+    python: str = sys.executable,
+    **variables: str,
 ) -> "subprocess.Popen[bytes]":
     """Start `worker-daemon serve WORDS` through the command `within`, which execs it."""
     with (directory / "daemon.log").open("ab") as log:
         return subprocess.Popen(
-            [*within, *DAEMON, "serve", *words],
+            [*within, python, *DAEMON[1:], "serve", *words],
             stdout=log,
             stderr=log,
             env=environment(directory, **variables),

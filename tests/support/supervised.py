@@ -4,6 +4,7 @@ continued and restarted."""
 import os
 import signal
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -16,13 +17,20 @@ class Supervised:
     """Owns some daemons until close()."""
 
     def __init__(
-        self, count: int, model_root: Path, directory: Path, within: Sequence[str] = ()
+        self,
+        count: int,
+        model_root: Path,
+        directory: Path,
+        within: Sequence[str] = (),
+        python: str = sys.executable,
     ) -> None:
-        """Start them and wait until they answer. within: a command that starts each, if any."""
+        """Start them and wait until they answer. within: a command that starts each, if any.
+        python: their interpreter."""
         self.directory = directory
         self.endpoints = [f"ipc://{directory}/{rank}/w" for rank in range(count)]
         self._model_root = model_root
         self._within = within
+        self._python = python
         self._restarts: list[threading.Thread] = []
         self.processes = [self._start(rank) for rank in range(count)]
         wait_for_daemons(self.endpoints, self.processes)
@@ -84,4 +92,6 @@ class Supervised:
     def _start(self, rank: int) -> "subprocess.Popen[bytes]":
         words = ("--endpoint", self.endpoints[rank], "--device", "cpu")
         roots = ("--model-root", os.fspath(self._model_root))
-        return start_daemon(self.directory, *words, *roots, within=self._within)
+        return start_daemon(
+            self.directory, *words, *roots, within=self._within, python=self._python
+        )

@@ -163,7 +163,7 @@ def _processors(extra: Mapping[str, Any]) -> tuple[str, ...]:
     names = extra.get(PROCESSORS_KEY, ())
     if isinstance(names, str):
         names = [names]
-    if not all(isinstance(name, str) for name in names):
+    if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):
         fix = "give names of processors that the daemons have"
         raise request_error(f"extra_args.{PROCESSORS_KEY}", names, "the names are no strings", fix)
     return tuple(names)

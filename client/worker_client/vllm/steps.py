@@ -1,6 +1,6 @@
 """vLLM's SchedulerOutput as steps of ours, usually one."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -78,7 +78,8 @@ class StepWriter:
         )
         self._add_counts(step, output)
         self._add_blocks(step, output.scheduled_cached_reqs)
-        return [*self._admitted_first(step), *self._apart(step, output)]
+        parts = [*self._admitted_first(step), *self._apart(step, output)]
+        return [each for part in parts for each in self._in_turn(part)]
 
     def _take_unsent(self) -> list[str]:
         unsent, self._unsent = list(self._unsent), {}
@@ -191,6 +192,61 @@ class StepWriter:
         }
         step.deferred_req_ids = [r for r in step.deferred_req_ids if r not in own]
         return [step, second]
+
+    def _in_turn(self, step: SchedulerOutput) -> list[SchedulerOutput]:
+        """Put new requests that begin with blocks that this step gives to others into later steps:
+        a block may be read from the step after the one that fills it (see _apart)."""
+        new = {each.req_id: each for each in step.scheduled_new_reqs}
+        if not any(each.num_computed_tokens for each in new.values()):
+            return [step]
+        turn_of = {
+            block: 0
+            for appended in (step.new_block_ids, *step.more_new_block_ids)
+            for own in appended.values()
+            for block in own
+        }
+        turns: dict[int, list[NewRequest]] = {}
+        for req_id in step.num_scheduled_tokens:  # in the order in which vLLM found blocks for them
+            if req_id not in new:
+                continue
+            read, written = self._split_blocks(new[req_id])
+            turn = max((turn_of[block] + 1 for block in read if block in turn_of), default=0)
+            turn_of.update(dict.fromkeys(written, turn))
+            turns.setdefault(turn, []).append(new[req_id])
+        return _split_by_turn(step, turns) if any(turns) else [step]
+
+    def _split_blocks(self, request: NewRequest) -> tuple[list[int], list[int]]:
+        """Return the blocks that a request reads, which are full of computed tokens, and those that
+        it writes to."""
+        read: list[int] = []
+        written: list[int] = []
+        for size, blocks in zip(self._block_sizes, request.blocks_by_group, strict=True):
+            num_full = request.num_computed_tokens // size
+            read += blocks[:num_full]
+            written += blocks[num_full:]
+        return read, written
+
+
+def _split_by_turn(
+    step: SchedulerOutput, turns: Mapping[int, Sequence[NewRequest]]
+) -> list[SchedulerOutput]:
+    """Leave the new requests of turn 0 in a step; return it, and one for each further turn."""
+    counts, deferred = step.num_scheduled_tokens, set(step.deferred_req_ids)
+    steps = [step]
+    for turn in sorted(turns.keys() - {0}):
+        own = [each.req_id for each in turns[turn]]
+        steps.append(
+            SchedulerOutput(
+                num_scheduled_tokens={req_id: counts[req_id] for req_id in own},
+                scheduled_new_reqs=turns[turn],
+                deferred_req_ids=[req_id for req_id in own if req_id in deferred],
+            )
+        )
+    later = {req_id for each in steps[1:] for req_id in each.num_scheduled_tokens}
+    step.scheduled_new_reqs = [r for r in step.scheduled_new_reqs if r.req_id not in later]
+    step.num_scheduled_tokens = {r: n for r, n in counts.items() if r not in later}
+    step.deferred_req_ids = [r for r in step.deferred_req_ids if r not in later]
+    return steps
 
 
 def _first_that_fit(

@@ -12,6 +12,7 @@ from rpc_schema.codec import MAX_STEP_BYTES
 from rpc_schema.config import WorkerConfig
 from worker_client.errors import (
     ClientError,
+    ConfigMismatchError,
     DrainingError,
     InvalidSchedulerOutput,
     LeaseExpiredError,
@@ -94,7 +95,13 @@ class Workers:
         raise."""
         settings = self.settings
         self.group.attach(wait_s=settings.wait_s, force=settings.force)
-        return self._prepare(reload=settings.reload)
+        try:
+            return self._prepare(reload=False)
+        except ConfigMismatchError as mismatch:
+            if not settings.reload:
+                raise
+            _LOG.warning("loading again: %s", mismatch)
+            return self._prepare(reload=True)
 
     def close(self) -> None:
         """Give the daemons back. They keep the model."""

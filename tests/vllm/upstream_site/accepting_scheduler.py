@@ -1,0 +1,15 @@
+"""Our scheduler for tests that make schedulers without an executor."""
+
+from worker_client.vllm.hooks.scheduler import WorkerDaemonScheduler
+
+
+class _Accepting:
+    def find_refusal(self, request):
+        return ""
+
+
+class AcceptingScheduler(WorkerDaemonScheduler):
+    """Schedules any request."""
+
+    def __init__(self, *args, **kwargs) -> None:
+        super().__init__(*args, translated=_Accepting(), **kwargs)
