@@ -183,7 +183,9 @@ def _processors(extra: Mapping[str, Any]) -> tuple[str, ...]:
         names = [names]
     if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):
         fix = "give names of processors that the daemons have"
-        raise request_error(f"extra_args.{PROCESSORS_KEY}", names, "they are no list of strings", fix)
+        raise request_error(
+            f"extra_args.{PROCESSORS_KEY}", names, "they are no list of strings", fix
+        )
     return tuple(names)
 
 

@@ -162,33 +162,37 @@ class StepWriter:
         return earlier
 
     def _apart(self, step: SchedulerOutput, output: Any) -> list[SchedulerOutput]:
-        """Put new requests with one token into a step of their own, if they may begin with a block
+        """Put new requests with one token into steps of their own, if they may begin with a block
         that this step fills. vLLM counts a block as cached once the step that fills it is planned;
         rule 4 of docs/scheduler.md allows it from the next step on. Steps with longer rows write
         all rows' KV before any row reads."""
-        readers = [each for each in step.scheduled_new_reqs if each.num_computed_tokens]
+        new = step.scheduled_new_reqs
+        readers = [each for each in new if each.num_computed_tokens]
         if not readers or output.total_num_scheduled_tokens != len(output.num_scheduled_tokens):
             return [step]
-        cached = output.scheduled_cached_reqs
-        fills = any(
-            (count + 1) % size == 0
-            for count in cached.num_computed_tokens
-            for size in self._block_sizes
-        )
-        if not fills:
+        fills_alone = self._fills(each.num_computed_tokens for each in new)  # blocks of one token
+        if not fills_alone and not self._fills(output.scheduled_cached_reqs.num_computed_tokens):
             return [step]
-        own = {each.req_id: 1 for each in step.scheduled_new_reqs}
-        second = SchedulerOutput(
-            num_scheduled_tokens=own,
-            scheduled_new_reqs=step.scheduled_new_reqs,
-            deferred_req_ids=[r for r in step.deferred_req_ids if r in own],
-        )
+        apart = [[each] for each in new] if fills_alone else [new]
+        own = {each.req_id for each in new}
+        later = [
+            SchedulerOutput(
+                num_scheduled_tokens={each.req_id: 1 for each in some},
+                scheduled_new_reqs=some,
+                deferred_req_ids=[r.req_id for r in some if r.req_id in step.deferred_req_ids],
+            )
+            for some in apart
+        ]
         step.scheduled_new_reqs = ()
         step.num_scheduled_tokens = {
             r: n for r, n in step.num_scheduled_tokens.items() if r not in own
         }
         step.deferred_req_ids = [r for r in step.deferred_req_ids if r not in own]
-        return [step, second]
+        return [step, *later]
+
+    def _fills(self, computed: Iterable[int]) -> bool:
+        """Return whether one more token fills a block of a request, given its computed tokens."""
+        return any((count + 1) % size == 0 for count in computed for size in self._block_sizes)
 
 
 def _first_that_fit(

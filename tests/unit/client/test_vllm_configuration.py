@@ -52,9 +52,7 @@ def test_every_field_is_translated():
             logits_processors=("a",),
             step_deadline_ms=9000,
         ),
-        cache=CacheConfig(
-            block_size=16, gpu_memory_utilization=0.5, kv_cache_memory_bytes=1 << 30
-        ),
+        cache=CacheConfig(block_size=16, gpu_memory_utilization=0.5, kv_cache_memory_bytes=1 << 30),
         graph=GraphConfig(enforce_eager=True),
         lora=LoraConfig(max_loras=3, max_lora_rank=32, max_cpu_loras=5),
     )

@@ -187,9 +187,7 @@ def test_ids_that_may_travel_stay(text, stays):
 
 def refusal(requests, req_id="a", num_prompt_tokens=5, **fields):
     params = vllm.SamplingParams(**{"temperature": 0.0, **fields})
-    return requests.find_refusal(
-        vllm.Request(req_id, params, num_prompt_tokens=num_prompt_tokens)
-    )
+    return requests.find_refusal(vllm.Request(req_id, params, num_prompt_tokens=num_prompt_tokens))
 
 
 @pytest.mark.parametrize(

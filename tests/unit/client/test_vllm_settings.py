@@ -20,9 +20,7 @@ FIELD = "additional_config.worker_daemon"
 def test_settings_are_read_from_their_section():
     section = {"model": "/m", "reload": True, "logits_processors": ["a", "b"], "wait_s": 3}
     settings = read_settings({"worker_daemon": section, "others": 1})
-    assert settings == Settings(
-        model="/m", reload=True, logits_processors=("a", "b"), wait_s=3.0
-    )
+    assert settings == Settings(model="/m", reload=True, logits_processors=("a", "b"), wait_s=3.0)
     assert settings.lease == LeaseTerms(ttl_s=LEASE_TTL_S)
 
 
