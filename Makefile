@@ -64,7 +64,7 @@ matrix:          ## run the tests on each Python and torch: make matrix ARGS=tes
 	.ci/matrix $(ARGS)
 
 test-vllm: $(STAMP) $(if $(filter build/vllm-venv,$(VLLM_VENV)),$(VLLM_STAMP))  ## vLLM's scheduler and server on our daemons: make test-vllm ARGS=tests/vllm/test_parity.py
-	DAEMON_PYTHON=$(BIN)/python $(VLLM_VENV)/bin/python -m pytest $(or $(ARGS),tests/vllm)
+	DAEMON_PYTHON=$(BIN)/python $(VLLM_VENV)/bin/python -m pytest -p no:asyncio $(or $(ARGS),tests/vllm)
 
 $(VLLM_STAMP): tests/vllm/constraints.txt tests/vllm/make_environment.sh
 	@echo "making build/vllm-venv: vLLM is downloaded and built, once; this takes minutes and prints nothing"

@@ -147,7 +147,7 @@ def sampling_params(params: Any, seed: int) -> SamplingParams:
     return ours
 
 
-def _check_packed(field: str, value: object) -> None:
+def _check_packed(field: str, value: Any) -> None:
     """Raise RequestError if the columns of an extension cannot hold these values. Their bounds are
     checked with the extension (_translate)."""
     try:

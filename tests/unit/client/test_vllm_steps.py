@@ -22,7 +22,8 @@ NEW = vllm.NewRequestData
 class Bench:
     """A writer before a table of slots, and the requests that vLLM's scheduler has accepted."""
 
-    def __init__(self, groups=(BlockGroup(4),), num_blocks=1 << 20, capacity=8) -> None:
+    def __init__(self, groups=((4, None),), num_blocks=1 << 20, capacity=8) -> None:
+        groups = tuple(BlockGroup(*each) for each in groups)
         self.requests = Requests(ModelBounds(1000), lambda adapter: None)
         limits = GroupLimits(num_blocks=num_blocks, block_size=4, groups=groups, vocab_size=1000)
         self.table = SlotTable(capacity, limits)
@@ -248,7 +249,7 @@ def test_adapter_is_that_of_the_moment(bench):
 
 
 def test_blocks_of_several_groups():
-    bench = Bench(groups=(BlockGroup(4), BlockGroup(4, window=6)))
+    bench = Bench(groups=((4, None), (4, 6)))
     bench.accept("a", "b")
     (step,) = bench.write(
         [NEW("a", range(16), ([1, 2, 3, 4], [0, 10, 5, 6]), num_computed_tokens=12)],
@@ -282,7 +283,7 @@ def test_blocks_of_several_groups():
 )
 def test_admissions_are_split_at_the_bound_of_a_message(sizes):
     """Prompts that vLLM's prefix cache has nearly whole."""
-    bench = Bench(groups=(BlockGroup(1024),))
+    bench = Bench(groups=((1024, None),))
     names = [f"r{index}" for index in range(len(sizes))]
     bench.accept("old", *names)
     bench.begin("old", first_block=1 << 19)
@@ -346,7 +347,7 @@ def test_what_a_reader_defers_goes_with_it(bench):
 def test_steps_that_no_row_can_read_too_early_stay_whole(bench, computed, hit, count):
     bench.accept("a", "b")
     bench.begin("a", num_tokens=computed)
-    blocks = [1, 2, 9][: hit // 4] + [20, 21, 22]
+    blocks = [*[1, 2, 9][: hit // 4], 20, 21, 22]
     prompt = range(hit + count)
     (step,) = bench.write(
         [NEW("b", prompt, (blocks,), num_computed_tokens=hit)],
@@ -357,7 +358,7 @@ def test_steps_that_no_row_can_read_too_early_stay_whole(bench, computed, hit, c
 
 
 def test_new_requests_that_fill_blocks_of_one_token_come_one_by_one():
-    bench = Bench(groups=(BlockGroup(1),))
+    bench = Bench(groups=((1, None),))
     bench.accept("a", "b", "c")
     bench.write([NEW("a", range(3), ([1, 2, 3],))], num_scheduled_tokens={"a": 3})
     steps = bench.write(
