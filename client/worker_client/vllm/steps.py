@@ -78,7 +78,8 @@ class StepWriter:
         )
         self._add_counts(step, output)
         self._add_blocks(step, output.scheduled_cached_reqs)
-        return [*self._admitted_first(step), *self._apart(step, output)]
+        apart = self._apart(step, output.scheduled_cached_reqs)
+        return [part for each in apart for part in self._admitted_first(each)]
 
     def _take_unsent(self) -> list[str]:
         unsent, self._unsent = list(self._unsent), {}
@@ -148,7 +149,7 @@ class StepWriter:
 
     def _admitted_first(self, step: SchedulerOutput) -> list[SchedulerOutput]:
         """Take new requests out of a step that would not fit into a message; return the steps that
-        admit them, without tokens."""
+        admit them, without tokens, and then the step."""
         earlier: list[SchedulerOutput] = []
         while sum(len(each.token_ids) for each in step.scheduled_new_reqs) > ADMITTED_AT_ONCE:
             some, left = _first_that_fit(step.scheduled_new_reqs)
@@ -159,40 +160,73 @@ class StepWriter:
         if earlier:
             earlier[0].finished_req_ids, step.finished_req_ids = step.finished_req_ids, ()
             earlier[0].preempted_req_ids, step.preempted_req_ids = step.preempted_req_ids, ()
-        return earlier
+        return [*earlier, step]
 
-    def _apart(self, step: SchedulerOutput, output: Any) -> list[SchedulerOutput]:
-        """Put new requests with one token into steps of their own, if they may begin with a block
-        that this step fills. vLLM counts a block as cached once the step that fills it is planned;
-        rule 4 of docs/scheduler.md allows it from the next step on. Steps with longer rows write
-        all rows' KV before any row reads."""
+    def _apart(self, step: SchedulerOutput, cached: Any) -> list[SchedulerOutput]:
+        """Put new requests that begin with a block which this step fills into steps after it. vLLM
+        counts a block as cached once the step that fills it is planned; rule 4 of docs/scheduler.md
+        allows it from the next step on."""
         new = step.scheduled_new_reqs
-        readers = [each for each in new if each.num_computed_tokens]
-        if not readers or output.total_num_scheduled_tokens != len(output.num_scheduled_tokens):
+        if not any(each.num_computed_tokens for each in new):
             return [step]
-        fills_alone = self._fills(each.num_computed_tokens for each in new)  # blocks of one token
-        if not fills_alone and not self._fills(output.scheduled_cached_reqs.num_computed_tokens):
+        first, *later = self._levels(step)
+        if self._may_read_early(first, later, step, cached):
+            first, later = [], [first, *later]
+        if not later:
             return [step]
-        apart = [[each] for each in new] if fills_alone else [new]
-        own = {each.req_id for each in new}
-        later = [
+        counts, deferred = step.num_scheduled_tokens, step.deferred_req_ids
+        steps = [
             SchedulerOutput(
-                num_scheduled_tokens={each.req_id: 1 for each in some},
+                num_scheduled_tokens={each.req_id: counts[each.req_id] for each in some},
                 scheduled_new_reqs=some,
-                deferred_req_ids=[r.req_id for r in some if r.req_id in step.deferred_req_ids],
+                deferred_req_ids=[each.req_id for each in some if each.req_id in deferred],
             )
-            for some in apart
+            for some in later
         ]
-        step.scheduled_new_reqs = ()
-        step.num_scheduled_tokens = {
-            r: n for r, n in step.num_scheduled_tokens.items() if r not in own
-        }
-        step.deferred_req_ids = [r for r in step.deferred_req_ids if r not in own]
-        return [step, *later]
+        moved = {each.req_id for some in later for each in some}
+        step.scheduled_new_reqs = first
+        step.num_scheduled_tokens = {r: n for r, n in counts.items() if r not in moved}
+        step.deferred_req_ids = [r for r in deferred if r not in moved]
+        return [step, *steps]
 
-    def _fills(self, computed: Iterable[int]) -> bool:
-        """Return whether one more token fills a block of a request, given its computed tokens."""
-        return any((count + 1) % size == 0 for count in computed for size in self._block_sizes)
+    def _levels(self, step: SchedulerOutput) -> list[list[NewRequest]]:
+        """Return the new requests in as many parts as they need, so that none begins with a block
+        that is given to a request of its own part. The first part may be empty."""
+        levels: list[list[NewRequest]] = [[]]
+        given = (step.new_block_ids, *step.more_new_block_ids)
+        level_of = {block: 0 for group in given for own in group.values() for block in own}
+        for each in step.scheduled_new_reqs:
+            read: list[int] = []
+            written: list[int] = []
+            for blocks, size in zip(each.blocks_by_group, self._block_sizes, strict=True):
+                num_full = each.num_computed_tokens // size
+                read += blocks[:num_full]
+                written += blocks[num_full:]
+            level = max((level_of[block] + 1 for block in read if block in level_of), default=0)
+            level_of.update(dict.fromkeys(written, level))
+            levels += [[] for _ in range(level + 1 - len(levels))]
+            levels[level].append(each)
+        return levels
+
+    def _may_read_early(
+        self,
+        first: Sequence[NewRequest],
+        later: Sequence[Sequence[NewRequest]],
+        step: SchedulerOutput,
+        cached: Any,
+    ) -> bool:
+        """Return whether a new request may read a block before a running one has filled it, which
+        it had before this step. Steps with longer rows write all rows' KV before any row reads."""
+        if not any(each.num_computed_tokens for each in first):
+            return False
+        moved = {each.req_id for some in later for each in some}
+        if any(n != 1 for r, n in step.num_scheduled_tokens.items() if r not in moved):
+            return False
+        return any(
+            (count + 1) % size == 0
+            for count in cached.num_computed_tokens
+            for size in self._block_sizes
+        )
 
 
 def _first_that_fit(

@@ -376,6 +376,57 @@ def test_new_requests_that_fill_blocks_of_one_token_come_one_by_one():
     ]
 
 
+def test_new_requests_that_share_a_prefix_come_one_after_the_other(bench):
+    """vLLM takes a block for cached as soon as the step that fills it is planned."""
+    bench.accept("a", "b", "c", "d", structured_outputs=object())
+    first, second, third = bench.write(
+        [
+            NEW("a", range(9), ([1, 2, 3],)),
+            NEW("b", range(14), ([1, 2, 4, 5],), num_computed_tokens=8),
+            NEW("c", range(14), ([1, 2, 4, 6],), num_computed_tokens=12),
+            NEW("d", range(5), ([7, 8],)),
+        ],
+        num_scheduled_tokens={"a": 9, "b": 6, "c": 2, "d": 5},
+        has_structured_output_requests=True,
+    )
+    assert first.num_scheduled_tokens == {"a": 9, "d": 5}
+    assert second.num_scheduled_tokens == {"b": 6}
+    assert third.num_scheduled_tokens == {"c": 2}
+    assert [list(each.deferred_req_ids) for each in (first, second, third)] == [
+        ["a", "d"],
+        ["b"],
+        ["c"],
+    ]
+
+
+def test_prefix_that_a_running_request_gets_in_the_same_step(bench):
+    bench.accept("a", "b")
+    bench.write([NEW("a", range(12), ([1],))], num_scheduled_tokens={"a": 4})
+    first, second = bench.write(
+        [NEW("b", range(14), ([1, 2, 3, 4],), num_computed_tokens=12)],
+        running(("a", 4, ([2, 3],))),
+        num_scheduled_tokens={"a": 8, "b": 2},
+    )
+    assert (first.num_scheduled_tokens, second.num_scheduled_tokens) == ({"a": 8}, {"b": 2})
+
+
+def test_step_whose_long_rows_come_later_is_one_of_single_tokens(bench):
+    """What is left beside a running request that fills a block may not read it early either."""
+    bench.accept("a", "b", "c", "d")
+    bench.begin("a", num_tokens=7)  # blocks 1 and 2
+    steps = bench.write(
+        [
+            NEW("b", range(9), ([1, 2, 9],), num_computed_tokens=8),
+            NEW("c", range(5), ([1, 10],), num_computed_tokens=4),
+            NEW("d", range(14), ([1, 2, 9, 11],), num_computed_tokens=12),
+        ],
+        running(("a", 7, None)),
+        num_scheduled_tokens={"a": 1, "b": 1, "c": 1, "d": 2},
+    )
+    assert [dict(each.num_scheduled_tokens) for each in steps] == [{}, {"b": 1, "c": 1}, {"d": 2}]
+    assert steps[0].decode_req_ids == ("a",)
+
+
 # ------------------------------------------------------------------ masks
 
 
