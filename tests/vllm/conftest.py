@@ -33,9 +33,11 @@ NUM_DAEMONS = 2
 BLOCK_SIZE = 16
 MAX_MODEL_LEN = 160
 
+
 def pytest_configure(config: pytest.Config) -> None:
     """vLLM warns of much, for good reasons of its own."""
     config.addinivalue_line("filterwarnings", "default")
+
 
 @pytest.fixture(scope="session")
 def model_root():
@@ -43,6 +45,7 @@ def model_root():
     path = Path(tempfile.mkdtemp(prefix="wd-models-"))
     yield path
     shutil.rmtree(path)
+
 
 @pytest.fixture(scope="session")
 def endpoints(model_root):
@@ -57,6 +60,7 @@ def endpoints(model_root):
     with LocalDaemons(["cpu"] * NUM_DAEMONS, model_root, command=command) as daemons:
         yield daemons.endpoints
 
+
 @pytest.fixture(scope="session")
 def checkpoint(model_root):
     """checkpoint(architecture, **options) -> Checkpoint; equal calls give the same one."""
@@ -70,6 +74,7 @@ def checkpoint(model_root):
 
     return get
 
+
 @pytest.fixture(scope="session")
 def ours(endpoints):
     """Our own driver on the first pp * tp daemons."""
@@ -81,6 +86,7 @@ def ours(endpoints):
         return connect(endpoints[: pp * tp], config, num_gpu_blocks=num_gpu_blocks)
 
     return serve
+
 
 @pytest.fixture(scope="session")
 def engine(endpoints, model_root):
@@ -102,7 +108,7 @@ def engine(endpoints, model_root):
             "skip_tokenizer_init": True,
             **options,
         }
-        section = {"reload": True, "lora_root": str(model_root), **dict(settings)}
+        section = {"reload": True, "force": True, "lora_root": str(model_root), **dict(settings)}
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("WORKER_DAEMON_ENDPOINTS", ",".join(endpoints[: pp * tp]))
             llm = LLM(
@@ -120,4 +126,3 @@ def engine(endpoints, model_root):
                 gc.collect()
 
     return serve
-
