@@ -3,14 +3,15 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-# vLLM's environment, apart from the daemons'.
+# vLLM pins its own versions of torch and transformers: it has an environment of its own, and runs beside the daemons of .venv.
 VLLM_VENV ?= build/vllm-venv
+VLLM_STAMP := build/vllm-venv/.installed
 # More processes than cores, as tests of faults wait for deadlines; a file's tests share daemons; slow files come first.
 SPREAD := -n 3 --dist loadfile --no-loadscope-reorder
 # Dozens of daemons and commands are started: each would compile its modules anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup run test faults soak check fmt type bench fuzz schemas matrix test-vllm-upstream test-gpu test-multi-gpu golden clean
+.PHONY: help setup run test faults soak check fmt type bench fuzz schemas matrix test-vllm test-vllm-upstream test-gpu test-multi-gpu golden clean
 
 help:            ## list the targets
 	@grep -E '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
@@ -29,7 +30,7 @@ run: $(STAMP)    ## make a small checkpoint, start two daemons, generate, stop
 	$(BIN)/python -m benchmarks.demo
 
 test: $(STAMP)   ## run every test that needs no GPU
-	$(BIN)/python -m pytest tests --ignore tests/gpu --ignore tests/multi_gpu $(SPREAD)
+	$(BIN)/python -m pytest tests --ignore tests/gpu --ignore tests/multi_gpu --ignore tests/vllm $(SPREAD)
 
 faults: $(STAMP) ## inject each fault, print how soon it was noticed: make faults ARGS=--long-faults
 	mkdir -p build
@@ -62,8 +63,15 @@ schemas: $(STAMP)         ## the public JSON schema suite against our grammars: 
 matrix:          ## run the tests on each Python and torch: make matrix ARGS=tests/contract PYTHONS=3.13 TORCHES=newest
 	.ci/matrix $(ARGS)
 
-test-vllm-upstream: $(STAMP)  ## vLLM's own tests on our daemons, against tests/vllm/upstream.toml: make test-vllm-upstream ARGS=completion
-	$(VLLM_VENV)/bin/python -m pip install -q tblib==3.2.2
+test-vllm: $(STAMP) $(if $(filter build/vllm-venv,$(VLLM_VENV)),$(VLLM_STAMP))  ## vLLM's scheduler and server on our daemons: make test-vllm ARGS=tests/vllm/test_parity.py
+	DAEMON_PYTHON=$(BIN)/python $(VLLM_VENV)/bin/python -m pytest -p no:asyncio $(or $(ARGS),tests/vllm)
+
+$(VLLM_STAMP): tests/vllm/constraints.txt tests/vllm/make_environment.sh
+	@echo "making build/vllm-venv: vLLM is downloaded and built, once; this takes minutes and prints nothing"
+	tests/vllm/make_environment.sh $(PYTHON) build/vllm-venv
+	touch $(VLLM_STAMP)
+
+test-vllm-upstream: $(STAMP) $(if $(filter build/vllm-venv,$(VLLM_VENV)),$(VLLM_STAMP))  ## vLLM's own tests on our daemons, against tests/vllm/upstream.toml: make test-vllm-upstream ARGS=completion
 	DAEMON_PYTHON=$(BIN)/python $(VLLM_VENV)/bin/python -m tests.vllm.upstream build/vllm/vllm-0.33.0.tar.gz $(ARGS)
 
 test-gpu: $(STAMP)        ## tests that need one GPU

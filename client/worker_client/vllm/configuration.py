@@ -173,7 +173,7 @@ def check_config(vllm_config: Any) -> None:
         ClientConfigError: a setting is not served.
     """
     for section, served in _SERVED.items():
-        _check_section(getattr(vllm_config, section), served)
+        _check_section(getattr(vllm_config, section, None), served)
     for section in _ABSENT:
         if getattr(vllm_config, section, None) is not None:
             _refuse(section, getattr(vllm_config, section), "leave it out")

@@ -93,7 +93,7 @@ class OutputReader:
         return columns
 
     def forget(self, wire_ids: Sequence[str]) -> None:
-        """Forget the prompts of requests that have lost their rows."""
+        """Forget the prompts of requests that have ended or have lost their rows."""
         for each in wire_ids:
             self._prompts.pop(each, None)
 

@@ -1,6 +1,7 @@
 """Fields of vLLM's requests: each is served by vLLM itself, translated to extensions of ours, or
 refused by name. Fields that a later vLLM adds are refused as soon as they are set."""
 
+import struct
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -15,7 +16,12 @@ from rpc_schema.sampling import SamplingParams
 from worker_client.errors import ClientError, RequestError, request_error
 from worker_client.parts.interface import ModelBounds
 from worker_client.requests import MAX_SEED, random_seed
-from worker_client.step_checks import MAX_ADMITTED_TOKENS, MAX_ID_LENGTH, extension_fault
+from worker_client.step_checks import (
+    MAX_ADMITTED_TOKENS,
+    MAX_COUNT,
+    MAX_ID_LENGTH,
+    extension_fault,
+)
 
 PROCESSORS_KEY: Final = "logits_processors"
 """Key of extra_args (vllm_xargs in HTTP requests) with the names of custom logits processors."""
@@ -67,6 +73,8 @@ _TRANSLATED: Final = frozenset(
         "top_p",
     )
 )
+_PACKED: Final = ("allowed_token_ids", "bad_words", "logit_bias", "logprob_token_ids")
+
 SAMPLING_FIELDS: Final = _SERVED_BY_VLLM | _TRANSLATED
 """Fields of vLLM's SamplingParams that a request may set."""
 
@@ -89,7 +97,7 @@ def check_fields(params: Any, served: frozenset[str]) -> None:
     kind: Any = type(params)
     for name, default in _others(kind, served):
         value = getattr(params, name)
-        if value not in (None, False, default):
+        if _is_set(value, default):
             fix = "leave it out: worker daemons do not have it"
             raise request_error(name, value, "the field is not supported", fix)
 
@@ -102,6 +110,13 @@ def _others(kind: Any, served: frozenset[str]) -> tuple[tuple[str, object], ...]
         for entry in msgspec.structs.fields(kind)
         if entry.name not in served
     )
+
+
+def _is_set(value: object, default: object) -> bool:
+    """Return whether a value asks for something. None and False do not, 0 does."""
+    if value is None or (value is False and default is not True):
+        return False
+    return type(value) is not type(default) or value != default  # an array has no default
 
 
 def _default(entry: msgspec.structs.FieldInfo) -> object:
@@ -118,7 +133,7 @@ def sampling_params(params: Any, seed: int) -> SamplingParams:
     """
     check_fields(params, SAMPLING_FIELDS)
     is_random = params.temperature > 0.0
-    return SamplingParams(
+    ours = SamplingParams(
         temperature=params.temperature,
         top_k=max(params.top_k, 0) if is_random else 0,
         top_p=max(params.top_p, MIN_TOP_P) if is_random else 1.0,
@@ -137,6 +152,19 @@ def sampling_params(params: Any, seed: int) -> SamplingParams:
         bad_words=tuple(tuple(word) for word in params.bad_words_token_ids or ()),
         logits_processors=_processors(params.extra_args or {}),
     )
+    for field in _PACKED:
+        _check_packed(field, getattr(ours, field))
+    return ours
+
+
+def _check_packed(field: str, value: Any) -> None:
+    """Raise RequestError if the columns of an extension cannot hold these values. Their bounds are
+    checked with the extension (_translate)."""
+    try:
+        SamplingParams(**{field: value}).extensions()
+    except (struct.error, OverflowError, ValueError):
+        fix = f"use token ids from 0 to {MAX_COUNT}"
+        raise request_error(field, value, "no message can carry it", fix) from None
 
 
 def _sampled_logprobs(params: Any) -> int | None:
@@ -165,7 +193,9 @@ def _processors(extra: Mapping[str, Any]) -> tuple[str, ...]:
         names = [names]
     if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):
         fix = "give names of processors that the daemons have"
-        raise request_error(f"extra_args.{PROCESSORS_KEY}", names, "the names are no strings", fix)
+        raise request_error(
+            f"extra_args.{PROCESSORS_KEY}", names, "they are no list of strings", fix
+        )
     return tuple(names)
 
 
@@ -182,9 +212,9 @@ def pooling_params(params: Any) -> PoolingParams:
 
 
 def wire_id(req_id: str) -> str:
-    """Return the id of a request on the wire: its own, or a digest of one that is too long, as a
-    client's X-Request-Id may be, or that is no text."""
-    if len(req_id) <= MAX_ID_LENGTH and req_id.isprintable():
+    """Return the id of a request on the wire: its own, or a digest of one that is empty or too
+    long, as a client's X-Request-Id may be, or that is no text."""
+    if 0 < len(req_id) <= MAX_ID_LENGTH and req_id.isprintable():
         return req_id
     return blake2b(req_id.encode(errors="surrogatepass"), digest_size=16).hexdigest()
 

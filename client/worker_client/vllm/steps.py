@@ -1,6 +1,6 @@
 """vLLM's SchedulerOutput as steps of ours, usually one."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -78,8 +78,8 @@ class StepWriter:
         )
         self._add_counts(step, output)
         self._add_blocks(step, output.scheduled_cached_reqs)
-        parts = [*self._admitted_first(step), *self._apart(step, output)]
-        return [each for part in parts for each in self._in_turn(part)]
+        apart = self._apart(step, output.scheduled_cached_reqs)
+        return [part for each in apart for part in self._admitted_first(each)]
 
     def _take_unsent(self) -> list[str]:
         unsent, self._unsent = list(self._unsent), {}
@@ -151,7 +151,7 @@ class StepWriter:
 
     def _admitted_first(self, step: SchedulerOutput) -> list[SchedulerOutput]:
         """Take new requests out of a step that would not fit into a message; return the steps that
-        admit them, without tokens."""
+        admit them, without tokens, and then the step."""
         earlier: list[SchedulerOutput] = []
         while sum(len(each.token_ids) for each in step.scheduled_new_reqs) > ADMITTED_AT_ONCE:
             some, left = _first_that_fit(step.scheduled_new_reqs)
@@ -162,91 +162,75 @@ class StepWriter:
         if earlier:
             earlier[0].finished_req_ids, step.finished_req_ids = step.finished_req_ids, ()
             earlier[0].preempted_req_ids, step.preempted_req_ids = step.preempted_req_ids, ()
-        return earlier
+        return [*earlier, step]
 
-    def _apart(self, step: SchedulerOutput, output: Any) -> list[SchedulerOutput]:
-        """Put new requests with one token into a step of their own, if they may begin with a block
-        that this step fills. vLLM counts a block as cached once the step that fills it is planned;
-        rule 4 of docs/scheduler.md allows it from the next step on. Steps with longer rows write
-        all rows' KV before any row reads."""
-        readers = [each for each in step.scheduled_new_reqs if each.num_computed_tokens]
-        if not readers or output.total_num_scheduled_tokens != len(output.num_scheduled_tokens):
+    def _apart(self, step: SchedulerOutput, cached: Any) -> list[SchedulerOutput]:
+        """Put new requests that begin with a block which this step fills into steps after it. vLLM
+        counts a block as cached once the step that fills it is planned; rule 4 of docs/scheduler.md
+        allows it from the next step on."""
+        new = step.scheduled_new_reqs
+        if not any(each.num_computed_tokens for each in new):
             return [step]
-        cached = output.scheduled_cached_reqs
-        fills = any(
+        first, *later = self._levels(step)
+        if self._may_read_early(first, later, step, cached):
+            first, later = [], [first, *later]
+        if not later:
+            return [step]
+        counts, deferred = step.num_scheduled_tokens, step.deferred_req_ids
+        steps = [
+            SchedulerOutput(
+                num_scheduled_tokens={each.req_id: counts[each.req_id] for each in some},
+                scheduled_new_reqs=some,
+                deferred_req_ids=[each.req_id for each in some if each.req_id in deferred],
+            )
+            for some in later
+        ]
+        moved = {each.req_id for some in later for each in some}
+        step.scheduled_new_reqs = first
+        step.num_scheduled_tokens = {r: n for r, n in counts.items() if r not in moved}
+        step.deferred_req_ids = [r for r in deferred if r not in moved]
+        return [step, *steps]
+
+    def _levels(self, step: SchedulerOutput) -> list[list[NewRequest]]:
+        """Return the new requests in as many parts as they need, so that none begins with a block
+        that is given to a request of its own part. The first part may be empty."""
+        levels: list[list[NewRequest]] = [[]]
+        given = (step.new_block_ids, *step.more_new_block_ids)
+        level_of = {block: 0 for group in given for own in group.values() for block in own}
+        new = {each.req_id: each for each in step.scheduled_new_reqs}
+        # In the order in which vLLM found blocks for them.
+        for each in (new[req_id] for req_id in step.num_scheduled_tokens if req_id in new):
+            read: list[int] = []
+            written: list[int] = []
+            for blocks, size in zip(each.blocks_by_group, self._block_sizes, strict=True):
+                num_full = each.num_computed_tokens // size
+                read += blocks[:num_full]
+                written += blocks[num_full:]
+            level = max((level_of[block] + 1 for block in read if block in level_of), default=0)
+            level_of.update(dict.fromkeys(written, level))
+            levels += [[] for _ in range(level + 1 - len(levels))]
+            levels[level].append(each)
+        return levels
+
+    def _may_read_early(
+        self,
+        first: Sequence[NewRequest],
+        later: Sequence[Sequence[NewRequest]],
+        step: SchedulerOutput,
+        cached: Any,
+    ) -> bool:
+        """Return whether a new request may read a block before a running one has filled it, which
+        it had before this step. Steps with longer rows write all rows' KV before any row reads."""
+        if not any(each.num_computed_tokens for each in first):
+            return False
+        moved = {each.req_id for some in later for each in some}
+        if any(n != 1 for r, n in step.num_scheduled_tokens.items() if r not in moved):
+            return False
+        return any(
             (count + 1) % size == 0
             for count in cached.num_computed_tokens
             for size in self._block_sizes
         )
-        if not fills:
-            return [step]
-        own = {each.req_id: 1 for each in step.scheduled_new_reqs}
-        second = SchedulerOutput(
-            num_scheduled_tokens=own,
-            scheduled_new_reqs=step.scheduled_new_reqs,
-            deferred_req_ids=[r for r in step.deferred_req_ids if r in own],
-        )
-        step.scheduled_new_reqs = ()
-        step.num_scheduled_tokens = {
-            r: n for r, n in step.num_scheduled_tokens.items() if r not in own
-        }
-        step.deferred_req_ids = [r for r in step.deferred_req_ids if r not in own]
-        return [step, second]
-
-    def _in_turn(self, step: SchedulerOutput) -> list[SchedulerOutput]:
-        """Put new requests that begin with blocks that this step gives to others into later steps:
-        a block may be read from the step after the one that fills it (see _apart)."""
-        new = {each.req_id: each for each in step.scheduled_new_reqs}
-        if not any(each.num_computed_tokens for each in new.values()):
-            return [step]
-        turn_of = {
-            block: 0
-            for appended in (step.new_block_ids, *step.more_new_block_ids)
-            for own in appended.values()
-            for block in own
-        }
-        turns: dict[int, list[NewRequest]] = {}
-        for req_id in step.num_scheduled_tokens:  # in the order in which vLLM found blocks for them
-            if req_id not in new:
-                continue
-            read, written = self._split_blocks(new[req_id])
-            turn = max((turn_of[block] + 1 for block in read if block in turn_of), default=0)
-            turn_of.update(dict.fromkeys(written, turn))
-            turns.setdefault(turn, []).append(new[req_id])
-        return _split_by_turn(step, turns) if any(turns) else [step]
-
-    def _split_blocks(self, request: NewRequest) -> tuple[list[int], list[int]]:
-        """Return the blocks that a request reads, which are full of computed tokens, and those that
-        it writes to."""
-        read: list[int] = []
-        written: list[int] = []
-        for size, blocks in zip(self._block_sizes, request.blocks_by_group, strict=True):
-            num_full = request.num_computed_tokens // size
-            read += blocks[:num_full]
-            written += blocks[num_full:]
-        return read, written
-
-
-def _split_by_turn(
-    step: SchedulerOutput, turns: Mapping[int, Sequence[NewRequest]]
-) -> list[SchedulerOutput]:
-    """Leave the new requests of turn 0 in a step; return it, and one for each further turn."""
-    counts, deferred = step.num_scheduled_tokens, set(step.deferred_req_ids)
-    steps = [step]
-    for turn in sorted(turns.keys() - {0}):
-        own = [each.req_id for each in turns[turn]]
-        steps.append(
-            SchedulerOutput(
-                num_scheduled_tokens={req_id: counts[req_id] for req_id in own},
-                scheduled_new_reqs=turns[turn],
-                deferred_req_ids=[req_id for req_id in own if req_id in deferred],
-            )
-        )
-    later = {req_id for each in steps[1:] for req_id in each.num_scheduled_tokens}
-    step.scheduled_new_reqs = [r for r in step.scheduled_new_reqs if r.req_id not in later]
-    step.num_scheduled_tokens = {r: n for r, n in counts.items() if r not in later}
-    step.deferred_req_ids = [r for r in step.deferred_req_ids if r not in later]
-    return steps
 
 
 def _first_that_fit(

@@ -6,10 +6,11 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Final, NamedTuple, TypeVar
+from typing import Final, NamedTuple, NoReturn, TypeVar
 
 from rpc_schema.codec import MAX_STEP_BYTES
 from rpc_schema.config import WorkerConfig
+from rpc_schema.errors import WireError
 from worker_client.errors import (
     ClientError,
     ConfigMismatchError,
@@ -36,6 +37,9 @@ MAX_MASK_BYTES: Final = MAX_STEP_BYTES - (1 << 20)
 """Masks of one message; the rest is for its other fields."""
 
 _DRAIN_POLL_S: Final = 0.2
+_DRAIN_NEWS_S: Final = 2.0
+"""Time after which the group has heard that a drain is undone."""
+
 _LOG = logging.getLogger(LOGGER)
 _T = TypeVar("_T")
 
@@ -188,27 +192,41 @@ class Workers:
         Raises:
             _Reattached: this driver had to attach again, so all that was sent before is lost.
         """
-        drained_until: float | None = None
+        drained_until = undone_at = 0.0
         while True:
             try:
                 return use()
-            except DrainingError:
+            except DrainingError as drained:
                 now = time.monotonic()
-                if drained_until is None:
+                if not drained_until:
                     drained_until = now + self.settings.drained_for_s
                     _LOG.warning("the daemons are drained: waiting until that is undone")
                 elif now >= drained_until:
                     raise
                 time.sleep(_DRAIN_POLL_S)
+                undone_at = (undone_at or now) if self._serves() else 0.0
+                if undone_at and now - undone_at >= _DRAIN_NEWS_S:
+                    self._attach_again(drained)  # a step met the drain: its epoch takes no more
             except WorkerDied as died:
                 self._count_recovery(died)
                 self._replace(died)
             except (LeaseExpiredError, NotAttachedError) as expired:
-                self._count_recovery(expired)
-                _LOG.warning("attaching again: %s", expired)
-                self.group.attach()
-                self._prepare(reload=False)
-                raise _Reattached(str(expired)) from expired
+                self._attach_again(expired)
+
+    def _serves(self) -> bool:
+        """Return whether no daemon says that it is drained."""
+        try:
+            return all(each.serving == "SERVING" for each in self.group.get_status())
+        except (ClientError, WireError):
+            return False
+
+    def _attach_again(self, cause: ClientError) -> NoReturn:
+        """Attach again, then raise _Reattached."""
+        self._count_recovery(cause)
+        _LOG.warning("attaching again: %s", cause)
+        self.group.attach()
+        self._prepare(reload=False)
+        raise _Reattached(str(cause)) from cause
 
     def _replace(self, died: WorkerDied) -> None:
         _LOG.warning("waiting for the successor of a daemon: %s", died)

@@ -12,4 +12,4 @@ class AcceptingScheduler(WorkerDaemonScheduler):
     """Schedules any request."""
 
     def __init__(self, *args, **kwargs) -> None:
-        super().__init__(*args, translated=_Accepting(), **kwargs)
+        super().__init__(*args, translated=_Accepting(), noted=None, **kwargs)

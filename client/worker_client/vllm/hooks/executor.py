@@ -161,6 +161,7 @@ class WorkerDaemonExecutor(Executor):  # type: ignore[misc]
     def execute_model(self, scheduler_output: Any, non_block: bool = False) -> Any:
         """Send a step. The result is None, and sample_tokens follows, except for a step without
         tokens and for models that pool."""
+        self._reader.forget([wire_id(each) for each in scheduler_output.finished_req_ids])
         if scheduler_output.total_num_scheduled_tokens == 0:
             self._writer.end_of(scheduler_output)
             if self._noted is not None:

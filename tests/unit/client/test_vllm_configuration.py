@@ -1,0 +1,136 @@
+"""vLLM's configuration as ours, and what of it is refused."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from rpc_schema.config import (
+    CacheConfig,
+    GraphConfig,
+    LoraConfig,
+    ModelConfig,
+    ParallelConfig,
+    SchedulerConfig,
+    WorkerConfig,
+)
+from tests.support.vllm_shapes import section_of, vllm_config
+from worker_client.errors import ClientConfigError
+from worker_client.loading import check_config as check_ours
+from worker_client.vllm.configuration import check_config, fits_max_model_len, worker_config
+from worker_client.vllm.settings import Settings
+
+
+def test_every_field_is_translated():
+    theirs = vllm_config(
+        parallel_config__pipeline_parallel_size=2,
+        parallel_config__tensor_parallel_size=4,
+        model_config__dtype="torch.bfloat16",
+        model_config__enable_sleep_mode=True,
+        model_config__enforce_eager=True,
+        cache_config__kv_cache_memory_bytes=1 << 30,
+        cache_config__gpu_memory_utilization=0.5,
+        load_config__load_format="tensorizer",
+        lora_config=section_of({"max_loras": 3, "max_lora_rank": 32, "max_cpu_loras": 5}, {}),
+    )
+    settings = Settings(logits_processors=("a",), step_deadline_ms=9000)
+    check_config(theirs)
+    ours = worker_config(theirs, settings, "/resolved")
+    check_ours(ours)
+    assert ours == WorkerConfig(
+        parallel=ParallelConfig(pipeline_parallel_size=2, tensor_parallel_size=4),
+        model=ModelConfig(
+            model="/resolved",
+            dtype="bfloat16",
+            load_format="tensorizer",
+            max_model_len=512,
+            seed=3,
+            enable_sleep_mode=True,
+        ),
+        scheduler=SchedulerConfig(
+            max_num_seqs=8,
+            max_num_batched_tokens=64,
+            logits_processors=("a",),
+            step_deadline_ms=9000,
+        ),
+        cache=CacheConfig(block_size=16, gpu_memory_utilization=0.5, kv_cache_memory_bytes=1 << 30),
+        graph=GraphConfig(enforce_eager=True),
+        lora=LoraConfig(max_loras=3, max_lora_rank=32, max_cpu_loras=5),
+    )
+
+
+def test_settings_name_the_directory_on_the_daemons_hosts():
+    ours = worker_config(vllm_config(), Settings(model="/there"), "/here")
+    assert ours.model.model == "/there"
+    assert ours.scheduler.step_deadline_ms == SchedulerConfig().step_deadline_ms
+    assert ours.lora == LoraConfig()
+
+
+def test_context_may_be_as_long_as_the_cache_allows():
+    theirs = vllm_config(model_config__original_max_model_len=-1)
+    assert fits_max_model_len(theirs)
+    assert worker_config(theirs, Settings(), "/m").model.max_model_len is None
+    assert not fits_max_model_len(vllm_config())
+
+
+@pytest.mark.parametrize("load_format", ["auto", "safetensors", "dummy", "sharded_state"])
+def test_load_formats_that_daemons_have(load_format):
+    theirs = vllm_config(load_config__load_format=load_format)
+    check_config(theirs)
+    check_ours(worker_config(theirs, Settings(), "/m"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"speculative_config": object()}, "speculative_config"),
+        ({"quant_config": object()}, "quant_config"),
+        ({"kv_transfer_config": object()}, "kv_transfer_config"),
+        ({"ec_transfer_config": object()}, "ec_transfer_config"),
+        ({"watermark_config": object()}, "watermark_config"),
+        ({"diffusion_config": object()}, "diffusion_config"),
+        ({"engram_config": object()}, "engram_config"),
+        ({"parallel_config__data_parallel_size": 2}, "data_parallel_size"),
+        ({"parallel_config__nnodes": 2}, "nnodes"),
+        ({"parallel_config__decode_context_parallel_size": 2}, "decode_context_parallel_size"),
+        ({"parallel_config__prefill_context_parallel_size": 2}, "prefill_context_parallel_size"),
+        ({"parallel_config__enable_expert_parallel": True}, "enable_expert_parallel"),
+        ({"model_config__quantization": "fp8"}, "quantization"),
+        ({"model_config__is_encoder_decoder": True}, "model"),
+        (
+            {
+                "model_config__is_multimodal_model": True,
+                "model_config__multimodal_config": SimpleNamespace(language_model_only=False),
+            },
+            "model",
+        ),
+        ({"model_config__logits_processors": ["a.B"]}, "logits_processors"),
+        ({"model_config__enable_prompt_embeds": True}, "enable_prompt_embeds"),
+        ({"model_config__enable_return_routed_experts": True}, "enable_return_routed_experts"),
+        ({"model_config__max_logprobs": 21}, "max_logprobs"),
+        ({"model_config__max_logprobs": -1}, "max_logprobs"),
+        ({"model_config__logprobs_mode": "processed_logits"}, "logprobs_mode"),
+        ({"load_config__load_format": "gguf"}, "load_format"),
+        ({"cache_config__cache_dtype": "fp8"}, "cache_dtype"),
+        ({"scheduler_config__async_scheduling": False}, "async_scheduling"),
+    ],
+)
+def test_what_is_not_served_is_refused_by_name(changes, field):
+    with pytest.raises(ClientConfigError, match="do not serve") as caught:
+        check_config(vllm_config(**changes))
+    assert caught.value.field == field
+    assert caught.value.fix
+
+
+def test_text_part_of_a_multimodal_model_is_served():
+    check_config(
+        vllm_config(
+            model_config__is_multimodal_model=True,
+            model_config__multimodal_config=SimpleNamespace(language_model_only=True),
+        )
+    )
+
+
+def test_configuration_without_a_model_is_checked_as_far_as_it_goes():
+    theirs = vllm_config()
+    theirs.model_config = None
+    check_config(theirs)

@@ -1,0 +1,223 @@
+"""vLLM's scheduler on our daemons gives the tokens of our own driver, for whatever a request may
+ask."""
+
+import re
+from dataclasses import replace
+
+import pytest
+
+from tests.support.checkpoints import prompts
+from tests.support.serving import generate, greedy_request
+from tests.support.structured import EOS_TOKEN_ID, VOCAB_SIZE, make_tokenizer
+
+NUM_TOKENS = 12
+SHAPES = [(1, 1), (2, 1), (1, 2)]
+
+
+@pytest.fixture(scope="module")
+def model(checkpoint):
+    made = checkpoint(vocab_size=VOCAB_SIZE, seed=41)
+    make_tokenizer(made.path)
+    return made
+
+
+FEATURES = {
+    "greedy": {},
+    "stops early": {"max_tokens": 3},
+    "seeded": {"temperature": 0.9, "top_p": 0.9, "seed": 7},
+    "other seed": {"temperature": 1.3, "top_k": 40, "min_p": 0.01, "seed": 2**62 + 5},
+    "penalties": {"presence_penalty": 1.0, "frequency_penalty": -0.5, "repetition_penalty": 1.3},
+    "bias": {"logit_bias": {5: 4.0, 9: -100.0}},
+    "allowed": {"allowed_token_ids": (4, 8, 15, 16, 23, 42)},
+    "logprobs": {"logprobs": 3},
+    "sampled logprob": {"logprobs": 0, "temperature": 0.8, "seed": 3},
+    "prompt logprobs": {"prompt_logprobs": 2},
+    "named": {"logprob_token_ids": (3, 1, 99)},
+    "everything": {
+        "temperature": 0.7,
+        "top_p": 0.95,
+        "seed": 11,
+        "presence_penalty": 0.3,
+        "logit_bias": {7: 2.0},
+        "logprobs": 2,
+        "prompt_logprobs": 1,
+    },
+}
+
+
+def cases():
+    """Return our requests: each feature with prompts of several lengths, some of one prefix."""
+    shared = prompts(5, [40], VOCAB_SIZE)[0].tolist()
+    requests = []
+    for index, (name, fields) in enumerate(FEATURES.items()):
+        for length in (1, 17, 70):
+            tail = prompts(100 * index + length, [length], VOCAB_SIZE)[0].tolist()
+            prompt = (shared + tail)[: 32 + length] if length > 1 else tail
+            request = greedy_request(f"{name} {length}", prompt, NUM_TOKENS, ignore_eos=True)
+            requests.append(replace(request, **fields))
+    return requests
+
+
+def as_vllm(request):
+    """Return a request of ours as vLLM's prompt and parameters."""
+    from vllm import SamplingParams
+
+    names = (
+        "max_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "logprobs",
+        "presence_penalty", "frequency_penalty", "repetition_penalty", "prompt_logprobs",
+    )  # fmt: skip
+    fields = {name: getattr(request, name) for name in names}
+    for name in ("allowed_token_ids", "logprob_token_ids"):
+        value = getattr(request, name)
+        fields[name] = None if value is None else list(value)
+    params = SamplingParams(
+        **fields, logit_bias=dict(request.logit_bias) or None, ignore_eos=True, detokenize=False
+    )
+    return {"prompt_token_ids": request.prompt_token_ids.tolist()}, params
+
+
+def run_vllm(llm, requests):
+    """Return vLLM's output of each request."""
+    given = [as_vllm(each) for each in requests]
+    outputs = llm.generate([g[0] for g in given], [g[1] for g in given], use_tqdm=False)
+    return {request.id: output for request, output in zip(requests, outputs, strict=True)}
+
+
+def tokens_of(outputs):
+    return {name: list(output.outputs[0].token_ids) for name, output in outputs.items()}
+
+
+def as_dict(entry):
+    """Return our entry of a position as vLLM's users see it: {token: (logprob, rank)}."""
+    pairs = zip(entry.token_ids.tolist(), entry.logprobs.tolist(), strict=True)
+    found = {}
+    for place, (token, logprob) in enumerate(pairs):
+        found.setdefault(token, (logprob, entry.rank if place == 0 else place))
+    return found
+
+
+def assert_entries(theirs, entries):
+    assert len(theirs) == len(entries)
+    for their, entry in zip(theirs, entries, strict=True):
+        wanted = as_dict(entry)
+        assert their.keys() == wanted.keys()
+        for token, (logprob, rank) in wanted.items():
+            assert their[token].logprob == pytest.approx(logprob, abs=1e-4)
+            if token == entry.token_ids[0]:
+                assert their[token].rank == rank
+
+
+@pytest.mark.parametrize(("pp", "tp"), SHAPES)
+def test_requests_have_the_tokens_of_our_driver(ours, engine, model, pp, tp):
+    requests = cases()
+    with ours(model.path, pp, tp, max_num_seqs=8, max_num_batched_tokens=64) as served:
+        expected = generate(*served, requests)
+    with engine(model.path, pp, tp) as llm:
+        outputs = run_vllm(llm, requests)
+        assert tokens_of(outputs) == expected.tokens
+        check_logprobs(requests, outputs, expected.outputs)
+        again = run_vllm(llm, [replace(each, id=f"again {each.id}") for each in requests])
+        cached = {name.removeprefix("again "): own for name, own in tokens_of(again).items()}
+        assert cached == expected.tokens
+        assert sum(output.num_cached_tokens for output in again.values()) > 0
+
+
+def check_logprobs(requests, outputs, expected):
+    for request in requests:
+        own, output = expected[request.id], outputs[request.id]
+        if request.logprobs is not None:
+            assert_entries(output.outputs[0].logprobs, own.logprobs)
+        if request.logprob_token_ids is not None:
+            for their, entry in zip(output.outputs[0].logprobs, own.token_id_logprobs, strict=True):
+                values = [their[token].logprob for token in request.logprob_token_ids]
+                assert values == pytest.approx(list(entry), abs=1e-4)
+        if request.prompt_logprobs is not None:
+            assert output.prompt_logprobs[0] is None
+            assert_entries(output.prompt_logprobs[1:], own.prompt_logprobs[1:])
+
+
+@pytest.mark.parametrize(("pp", "tp"), [(1, 1), (2, 1)])
+def test_preempted_requests_have_the_same_tokens(ours, engine, model, pp, tp):
+    """Blocks for one long request and a little more."""
+    requests = [replace(each, max_tokens=40) for each in cases()]
+    with ours(model.path, pp, tp, max_num_seqs=8, max_num_batched_tokens=64) as served:
+        expected = generate(*served, requests)
+    with engine(model.path, pp, tp, num_gpu_blocks_override=16, disable_log_stats=False) as llm:
+        outputs = run_vllm(llm, requests)
+        assert tokens_of(outputs) == expected.tokens
+        check_logprobs(requests, outputs, expected.outputs)
+        preemptions = [each for each in llm.get_metrics() if each.name == "vllm:num_preemptions"]
+        assert sum(each.value for each in preemptions) > 0
+
+
+# ------------------------------------------------------------------ with a tokenizer
+
+
+@pytest.fixture(scope="module")
+def speaking(engine, model):
+    """An engine with the model's tokenizer."""
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_file=str(model.path / "tokenizer.json"), eos_token="<eos>"
+    )
+    assert tokenizer.eos_token_id == EOS_TOKEN_ID
+    tokenizer.save_pretrained(model.path)
+    with engine(model.path, 2, skip_tokenizer_init=False) as llm:
+        yield llm
+
+
+def ask(llm, **fields):
+    from vllm import SamplingParams
+
+    params = SamplingParams(temperature=0.0, max_tokens=60, **fields)
+    requests = [{"prompt_token_ids": prompt.tolist()} for prompt in prompts(3, [5, 30, 9], 400)]
+    return [output.outputs[0] for output in llm.generate(requests, params, use_tqdm=False)]
+
+
+def test_outputs_follow_their_grammar(speaking):
+    from vllm.sampling_params import StructuredOutputsParams as Grammar
+
+    def texts(**grammar):
+        """Return the outputs' texts; vLLM's own begin with what was left of the prompt's bytes."""
+        tokenizer = speaking.get_tokenizer()
+        outputs = ask(speaking, structured_outputs=Grammar(**grammar))
+        return [tokenizer.decode(each.token_ids, skip_special_tokens=True) for each in outputs]
+
+    assert {*texts(choice=["green", "long-word"])} <= {"green", "long-word"}
+    assert all(re.fullmatch("[ab]{3}-[0-9]{2}", text) for text in texts(regex="[ab]{3}-[0-9]{2}"))
+
+
+def test_bad_words_do_not_occur(speaking):
+    plain = ask(speaking, ignore_eos=True)
+    word = speaking.get_tokenizer().decode([plain[0].token_ids[2]])
+    cleaned = ask(speaking, ignore_eos=True, bad_words=[word])
+    banned = speaking.get_tokenizer().encode(word, add_special_tokens=False)
+    if len(banned) == 1:
+        assert all(banned[0] not in each.token_ids for each in cleaned)
+    assert [each.token_ids for each in cleaned] != [each.token_ids for each in plain]
+
+
+def test_requests_that_are_not_served_are_refused_and_others_go_on(speaking):
+    from vllm.exceptions import VLLMValidationError
+
+    with pytest.raises(VLLMValidationError, match="watermark"):
+        ask(speaking, watermarking=True)
+    with pytest.raises(VLLMValidationError, match="unknown"):
+        ask(speaking, extra_args={"x": 1})
+    assert all(each.token_ids for each in ask(speaking))
+
+
+def test_sleep_and_collective_rpc(engine, model):
+    with engine(model.path, enable_sleep_mode=True) as llm:
+        requests = cases()[:6]
+        before = tokens_of(run_vllm(llm, requests))
+        llm.sleep(level=1)
+        llm.wake_up()
+        llm.reset_prefix_cache()
+        assert tokens_of(run_vllm(llm, requests)) == before
+        (first,) = llm.collective_rpc("compute_weight_checksums")
+        assert first
+        with pytest.raises(NotImplementedError):
+            llm.collective_rpc("no_such_operation")
+        assert tokens_of(run_vllm(llm, requests)) == before
