@@ -76,7 +76,8 @@ def test_a_killed_server_and_a_killed_daemon_are_started_again(up, checkpoint):
     model = str(checkpoint().path.resolve())
     shape = ["--pipeline-parallel-size", "2", "--tensor-parallel-size", "1"]
     health = ["--middleware", "worker_client.vllm.health.DaemonsHealth"]
-    assert first["argv"] == ["serve", model, *shape, *health, "--port", "8000"]
+    timeout = ["--shutdown-timeout", "10"]
+    assert first["argv"] == ["serve", model, *shape, *health, *timeout, "--port", "8000"]
     assert set(first["endpoints"].split(",")) == set(daemons.values()) and len(daemons) == 2
 
     os.kill(first["pid"], signal.SIGKILL)

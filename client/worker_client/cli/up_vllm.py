@@ -17,6 +17,9 @@ from worker_client.vllm.settings import ENDPOINTS_VARIABLE
 
 HEALTH: Final = "worker_client.vllm.health.DaemonsHealth"
 POLL_S: Final = 0.2
+SHUTDOWN_S: Final = "10"
+"""Seconds for running requests after SIGTERM. Without any, vLLM kills its engine before that gives
+the lease back."""
 STOP_S: Final = 30.0
 """Time for the server to end after SIGTERM."""
 SOON_S: Final = 30.0
@@ -45,7 +48,7 @@ def up_vllm(
     words = [vllm, "serve", str(model.resolve())]
     words += ["--pipeline-parallel-size", str(pipeline_parallel_size)]
     words += ["--tensor-parallel-size", str(tensor_parallel_size), "--middleware", HEALTH]
-    words += options or ()
+    words += ["--shutdown-timeout", SHUTDOWN_S, *(options or ())]
     with LocalDaemons(devices, model.resolve(), lora_root=lora_root) as daemons:
         _supervise(words, daemons)
 

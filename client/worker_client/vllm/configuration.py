@@ -182,6 +182,9 @@ def check_config(vllm_config: Any) -> None:
     load_format = str(vllm_config.load_config.load_format)
     if load_format not in _LOAD_FORMATS:
         _refuse("load_format", load_format, f"use one of {', '.join(_LOAD_FORMATS)}")
+    scheduler_cls = getattr(vllm_config.scheduler_config, "scheduler_cls", None)
+    if isinstance(scheduler_cls, str):
+        _refuse("scheduler_cls", scheduler_cls, "leave it out: ours survives lost steps")
     if vllm_config.scheduler_config.async_scheduling is False:
         _refuse("async_scheduling", False, "leave it out: steps are sent ahead of their results")
 

@@ -28,6 +28,8 @@ class Operations:
         self._workers = workers
         self._model = model
         self._flush = flush
+        self._are_weights_lost = False
+        """They were discarded, and not loaded again."""
         self._by_name: Mapping[str, _Operation] = MappingProxyType(
             {
                 "add_lora": self._add_lora,
@@ -68,6 +70,12 @@ class Operations:
                 f"worker daemons have no operation {method!r}; they have {known}"
             )
         return operation(*args, **kwargs)
+
+    def why_closed(self) -> str:
+        """Return why no request can be served; empty: they can."""
+        if not self._are_weights_lost:
+            return ""
+        return "the weights were discarded; fix: reload_weights, or a complete weight update"
 
     @property
     def _group(self) -> WorkerGroup:
@@ -112,6 +120,7 @@ class Operations:
 
     def _sleep(self, level: Any = 1) -> list[None]:
         self._flush()
+        self._are_weights_lost |= level == 2
         self._group.sleep(level)
         return [None]
 
@@ -121,6 +130,7 @@ class Operations:
 
     def _discard(self, tags: Sequence[Any]) -> list[None]:
         self._flush()
+        self._are_weights_lost |= "weights" in tags
         self._group.discard(tags)
         return [None]
 
@@ -129,6 +139,7 @@ class Operations:
             raise NotImplementedError(f"reload_weights takes weights_path alone, not {[*unknown]}")
         self._flush()
         self._group.reload_weights(weights_path)
+        self._are_weights_lost = False
         return [None]
 
     def _init_weight_transfer_engine(self, init_info: Mapping[str, Any]) -> list[None]:
@@ -157,6 +168,7 @@ class Operations:
 
     def _finish_weight_update(self) -> list[None]:
         self._group.finish_weight_update()
+        self._are_weights_lost = False
         return [None]
 
     def _compute_weight_checksums(self) -> list[dict[str, str]]:

@@ -242,7 +242,14 @@ Adapters = Callable[[Any], None]
 class Requests:
     """The requests of vLLM's scheduler. Shared by scheduler and executor, on one thread."""
 
-    def __init__(self, bounds: ModelBounds, load_adapter: Adapters) -> None:
+    def __init__(
+        self,
+        bounds: ModelBounds,
+        load_adapter: Adapters,
+        why_closed: Callable[[], str] = lambda: "",
+    ) -> None:
+        """why_closed returns why no request can be served at the moment; empty: they can."""
+        self._why_closed = why_closed
         self._bounds = bounds
         self._load_adapter = load_adapter
         self._known: dict[str, KnownRequest] = {}
@@ -252,6 +259,9 @@ class Requests:
     def find_refusal(self, request: Any) -> str:
         """Return why a waiting request of vLLM's scheduler cannot be scheduled; empty: it can. Its
         adapter is loaded first, if it has one that the daemons lack."""
+        closed = self._why_closed()
+        if closed:
+            return closed
         try:
             self._accept(request)
         except RequestError as error:

@@ -104,7 +104,9 @@ class WorkerDaemonExecutor(Executor):  # type: ignore[misc]
         config.model_config.max_model_len = self._model.max_model_len
         self._operations = Operations(self._workers, self._model, self._flush)
         limits = group_limits(ours, self._model)
-        self._requests = Requests(limits.bounds, self._operations.ensure_lora)
+        self._requests = Requests(
+            limits.bounds, self._operations.ensure_lora, self._operations.why_closed
+        )
         sizes = [each.block_size for each in self._model.groups]
         slots = lambda req_id: req_id in group.slots  # noqa: E731
         self._writer = StepWriter(self._requests, self._adapter_of, slots, sizes)
