@@ -128,7 +128,8 @@ def expected(cases, model, options, directory):
                 ids = tokenizer.encode(prompt, add_special_tokens=False)
                 fields["prompt_token_ids"] = ids
             file.write(json.dumps(fields) + "\n")
-    run_client(directory, "generate", *options, "--input", str(source), "--output", str(target))
+    files = ("--input", str(source), "--output", str(target))
+    run_client(directory, "generate", *options, "--reload", *files)
     texts = [[] for _ in cases]
     for line in map(json.loads, target.read_text().splitlines()):
         texts[int(line.get("request", line["id"]))].append((line["text"], line["finish_reason"]))

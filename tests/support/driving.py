@@ -42,6 +42,10 @@ class RecordingFuture:
     future: StepFuture
     failures: list[StepFailed]
 
+    @property
+    def seq(self) -> int:
+        return self.future.seq
+
     def result(self, timeout_s: float | None = None) -> StepResult:
         try:
             return self.future.result(timeout_s)
