@@ -28,6 +28,7 @@ ClientError
  +- WeightsNotWhole           a weight update is open or has failed: no step can be sent
  +- AdoptionMismatch          ranks disagree about a request that was to be adopted
  +- StepFailed                a step failed on a rank; carries the traceback and what was lost
+ +- StepLost                  a step has no outcome: it was not sent, or its attach has ended
  `- RemoteError               a daemon refused or failed a request: one class for each ErrorCode
      +- RemoteProtocolError       PROTOCOL
      |   +- RemoteBadFrameError       BAD_FRAME
@@ -357,6 +358,10 @@ class StepFailed(ClientError):
         self.message = message
         self.remote_traceback = remote_traceback
         self.lost_req_ids = lost_req_ids
+
+
+class StepLost(ClientError):
+    """A step was not sent, or this driver had to attach again after it: it has no outcome."""
 
 
 class RemoteError(ClientError):

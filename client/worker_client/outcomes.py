@@ -122,6 +122,8 @@ class StepFuture:
     seq: int
     step: EncodedStep | None
     deadline: float
+    epoch: int = 0
+    """Its attach; 0: nothing was sent."""
     replayed: bool = False
     """True if the reply was a replay."""
     value: StepResult | None = None
@@ -207,9 +209,11 @@ class StepsInFlight:
         """Failure that no result() has reported yet, if any."""
         return self._latest if self._state.is_unreported else None
 
-    def expect(self, waiter: StepWaiter, seq: int, step: EncodedStep | None) -> StepFuture:
+    def expect(
+        self, waiter: StepWaiter, epoch: int, seq: int, step: EncodedStep | None
+    ) -> StepFuture:
         """Return the future of a step that is about to be sent."""
-        future = StepFuture(waiter, seq, step, time.monotonic() + self._timeout_s)
+        future = StepFuture(waiter, seq, step, time.monotonic() + self._timeout_s, epoch)
         self._futures[seq] = future
         return future
 

@@ -22,7 +22,7 @@ from rpc_schema.step import ExecuteDummyBatch, SampleTokens
 from worker_client.adoption import AdoptedRequest, RankRow, merge, read_page
 from worker_client.attaching import LEASE_WAIT_S, Attachment
 from worker_client.block_notes import BlockNotes
-from worker_client.cached_blocks import CachedBlocks
+from worker_client.cached_blocks import NO_CACHED_BLOCKS, CachedBlocks
 from worker_client.errors import (
     ClientConfigError,
     ClientError,
@@ -659,9 +659,9 @@ class WorkerGroup:
         tag: at most 64 bytes that say how the hashes were made, and all that a hash does not name
         itself. Notes of another tag replace all others. A hash has at most 64 bytes, and names the
         KV group of its block, if there are several.
-        after: a step of execute_model that was sent. Once it and those before it have run, the
-        blocks have these contents. Best one whose result has come: a note as of a step that fails
-        or never runs is void. Later steps may give the blocks to requests; ranks know that,
+        after: a step of execute_model. Once it and those before it have run, the blocks have these
+        contents. Give one whose result has come. As of a step that has failed, or of an earlier
+        attach, nothing is noted. Later steps may give the blocks to requests; ranks know that,
         whenever the note comes.
         distrusted: blocks whose earlier notes are to be dropped.
 
@@ -675,6 +675,8 @@ class WorkerGroup:
         if self._notes.are_pending:
             return False
         chosen_blocks = self._steps.slots.with_contents(blocks)
+        if after.failure is not None or after.epoch != self._channel.epoch:
+            chosen_blocks = NO_CACHED_BLOCKS  # seqs of another epoch would mean other steps
         self._notes.send(tag, chosen_blocks, after.seq, distrusted)
         return True
 
@@ -740,7 +742,7 @@ class WorkerGroup:
         began_ns = time.monotonic_ns()
         ids = self._channel.next_ids()
         step = self._steps.slots.encode(output, epoch=ids.epoch, link=ids.link, seq=ids.seq)
-        future = self._steps.expect(self, ids.seq, step)
+        future = self._steps.expect(self, ids.epoch, ids.seq, step)
         self._channel.send_step(
             ids, lambda client: client.execute_model(step.frames), stands_alone=step.resync
         )
@@ -788,7 +790,7 @@ class WorkerGroup:
             extensions=sampling.extensions,
             slots=None if len(chosen) == len(step.left) else named(chosen),
         )
-        future = self._steps.expect(self, ids.seq, step.later(chosen))
+        future = self._steps.expect(self, ids.epoch, ids.seq, step.later(chosen))
         self._channel.send_step(ids, lambda client: client.send(request, sampling.frames))
         slots.take_later(step, chosen)
         self._steps.times.sent(ids.seq, began_ns, None)
@@ -810,7 +812,7 @@ class WorkerGroup:
             return self._refuse(failure)
         self._check_credit()
         ids = self._channel.next_ids()
-        future = self._steps.expect(self, ids.seq, None)
+        future = self._steps.expect(self, ids.epoch, ids.seq, None)
         request = ExecuteDummyBatch(**ids._asdict())
         self._channel.send_step(ids, lambda client: client.send(request))
         return future

@@ -241,6 +241,22 @@ def test_notes_of_any_hashes_in_any_order(serve, checkpoint):
         assert offered().block_ids.tolist() == [1, *range(4, 11)]
 
 
+def test_notes_as_of_steps_of_an_earlier_attach_are_void(serve, checkpoint):
+    """Steps are counted anew with each attach: the same number is another step then."""
+    config = worker_config(checkpoint().path)
+    with serve(checkpoint().path, num_gpu_blocks=64) as (group, loaded):
+        keeper = FutureKeeper(group)
+        generate(keeper, loaded, config, prompts(5, [40])[0], 4, keeps_prefixes=False)
+        earlier, blocks = keeper.futures[-1], CachedBlocks.of([1, 2], [b"aa", b"bb"])
+        group.attach()
+        group.prepare(config, num_gpu_blocks=64)
+        generate(keeper, loaded, config, prompts(6, [40])[0], 12, keeps_prefixes=False)
+        assert group.note_cached_blocks(b"t", blocks, earlier)
+        assert group.cached_blocks(b"t").block_ids.size == 0
+        assert group.note_cached_blocks(b"t", blocks, keeper.futures[-1])
+        assert group.cached_blocks(b"t").block_ids.tolist() == [1, 2]
+
+
 def test_bad_notes_are_refused_with_nothing_noted(serve, checkpoint):
     config = worker_config(checkpoint().path)
     with serve(checkpoint().path, num_gpu_blocks=64) as (group, loaded):

@@ -3,9 +3,11 @@ and a check that daemons still serve."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from tests.support.checkpoints import Checkpoint, NearTie, prompts
 from tests.support.serving import connect, generate, greedy_request, worker_config
+from worker_client.cached_blocks import CachedBlocks
 from worker_client.errors import StepFailed
 from worker_client.outcomes import StepFuture
 from worker_client.requests import GenerationRequest
@@ -42,10 +44,6 @@ class RecordingFuture:
     future: StepFuture
     failures: list[StepFailed]
 
-    @property
-    def seq(self) -> int:
-        return self.future.seq
-
     def result(self, timeout_s: float | None = None) -> StepResult:
         try:
             return self.future.result(timeout_s)
@@ -66,6 +64,11 @@ class RecordingGroup:
 
     def execute_model(self, output: SchedulerOutput) -> RecordingFuture:
         return RecordingFuture(self._group.execute_model(output), self.failures)
+
+    def note_cached_blocks(
+        self, tag: bytes, blocks: CachedBlocks, after: RecordingFuture, **options: Any
+    ) -> bool:
+        return self._group.note_cached_blocks(tag, blocks, after.future, **options)
 
 
 def assert_serves(

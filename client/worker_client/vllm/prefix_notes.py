@@ -5,10 +5,11 @@ import logging
 import time
 from collections.abc import Iterable, Sequence
 from hashlib import blake2b
-from typing import Any, Final, Protocol
+from typing import Any, Final, NamedTuple
 
 from worker_client.cached_blocks import CachedBlocks
 from worker_client.errors import ClientError
+from worker_client.kept_prefixes import NotingGroup
 from worker_client.outcomes import StepFuture
 from worker_client.vllm.settings import LOGGER
 
@@ -23,16 +24,14 @@ ROUND_S: Final = 1.0
 _LOG = logging.getLogger(LOGGER)
 
 
-class GroupOfNotes(Protocol):
-    """The part of WorkerGroup that is used here."""
+class _WaitingNotes(NamedTuple):
+    """Changes that are noted once a step has succeeded."""
 
-    def note_cached_blocks(
-        self, tag: bytes, blocks: CachedBlocks, after: Any, *, distrusted: Sequence[int] = ()
-    ) -> bool:
-        """Note blocks; return False to be called again later."""
-
-    def cached_blocks(self, tag: bytes) -> CachedBlocks:
-        """Return the noted blocks."""
+    hashes: dict[int, bytes]
+    """Hash of each block that has changed."""
+    distrusted: Sequence[int]
+    after: StepFuture
+    """The last step that was sent when they were seen: it and those before it fill the blocks."""
 
 
 def tag_of(*parts: object) -> bytes:
@@ -43,7 +42,7 @@ def tag_of(*parts: object) -> bytes:
 class PrefixNotes:
     """For one scheduler and one group; used on their thread."""
 
-    def __init__(self, group: GroupOfNotes, tag: bytes) -> None:
+    def __init__(self, group: NotingGroup, tag: bytes) -> None:
         self._group = group
         self._tag = tag
         self._blocks: Sequence[Any] = ()
@@ -55,6 +54,7 @@ class PrefixNotes:
         self._next = 0
         """The block to look at next."""
         self._newest: StepFuture | None = None
+        self._waiting: _WaitingNotes | None = None
         self._next_round = 0.0
 
     def restore(self, pool: Any) -> int:
@@ -81,7 +81,7 @@ class PrefixNotes:
         and those before it fill all blocks that have a hash."""
         self._newest = newest
         if self._look(self._next + SWEPT_AT_ONCE) or len(self._changed) >= SENT_AT_ONCE:
-            self._send(newest)
+            self._collect(newest)
 
     def finish_round(self) -> None:
         """Look at the rest of the blocks: there is nothing to compute at the moment. Does so at
@@ -91,7 +91,8 @@ class PrefixNotes:
             return
         self._next_round = now + ROUND_S
         self._look(len(self._blocks))
-        self._send(self._newest)
+        self._collect(self._newest)
+        self.settle()
 
     def _look(self, end: int) -> bool:
         """Look at the blocks up to `end`; return True if these are the last ones."""
@@ -108,26 +109,40 @@ class PrefixNotes:
     def distrust(self, block_ids: Iterable[int]) -> None:
         """Drop the notes of blocks whose contents nobody may share."""
         self._distrusted.update(block_ids)
+        if self._waiting is not None:
+            for block_id in self._distrusted:
+                self._waiting.hashes.pop(block_id, None)
 
     def forget(self) -> None:
         """Note all blocks anew: the daemons have dropped their notes, or may have."""
         self._noted = [None] * len(self._blocks)
         self._changed.clear()
+        self._newest = self._waiting = None
 
-    def _send(self, newest: StepFuture) -> None:
-        if not self._changed and not self._distrusted:
+    def settle(self) -> None:
+        """Send what waits for a step, if that has succeeded. To be called when steps have ended."""
+        waiting = self._waiting
+        if waiting is None or waiting.after.value is None:
+            return
+        blocks = CachedBlocks.of(list(waiting.hashes), list(waiting.hashes.values()))
+        if self._group.note_cached_blocks(
+            self._tag, blocks, waiting.after, distrusted=waiting.distrusted
+        ):
+            for block_id in waiting.distrusted:
+                self._noted[block_id] = None
+            for block_id, block_hash in waiting.hashes.items():
+                self._noted[block_id] = block_hash
+            self._waiting = None
+
+    def _collect(self, newest: StepFuture) -> None:
+        """Let changes wait for the newest step, unless others wait already."""
+        if self._waiting is not None or not (self._changed or self._distrusted):
             return
         current = {
             block_id: block_hash
             for block_id, block_hash in self._changed.items()
             if self._blocks[block_id].block_hash == block_hash
         }
-        blocks = CachedBlocks.of(list(current), list(current.values()))
-        distrusted = sorted(self._distrusted)
-        if self._group.note_cached_blocks(self._tag, blocks, newest, distrusted=distrusted):
-            for block_id in distrusted:
-                self._noted[block_id] = None
-            for block_id, block_hash in current.items():
-                self._noted[block_id] = block_hash
-            self._changed.clear()
-            self._distrusted.clear()
+        self._waiting = _WaitingNotes(current, sorted(self._distrusted), newest)
+        self._changed.clear()
+        self._distrusted.clear()

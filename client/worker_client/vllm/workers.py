@@ -20,6 +20,7 @@ from worker_client.errors import (
     NotAttachedError,
     ReplacementFailed,
     StepFailed,
+    StepLost,
     WorkerDied,
 )
 from worker_client.loading import LoadedGroup
@@ -61,14 +62,6 @@ class PendingStep(NamedTuple):
     """None: it was not sent."""
     reason: str = ""
     """Why it was not sent."""
-
-
-class _Unsent(ClientError):
-    """A step was not sent."""
-
-
-class _Reattached(ClientError):
-    """This driver attached again: its steps and requests are gone."""
 
 
 @dataclass(slots=True)
@@ -124,7 +117,7 @@ class Workers:
         except InvalidSchedulerOutput as invalid:
             self.group.withdraw(step)
             return PendingStep(number, None, str(invalid))
-        except _Reattached as again:
+        except StepLost as again:
             return PendingStep(number, None, str(again))
 
     def sample(self, sent: PendingStep, masks: Masks) -> list[PendingStep]:
@@ -150,7 +143,7 @@ class Workers:
         try:
             sample = partial(self.group.sample_tokens, future, own, req_ids)
             return PendingStep(number, self._recovering(sample))
-        except _Reattached as again:
+        except StepLost as again:
             return PendingStep(number, None, str(again))
 
     def outcome(self, steps: Sequence[PendingStep]) -> StepResult | LostStep:
@@ -162,7 +155,7 @@ class Workers:
         """
         try:
             results = [self._result(each) for each in steps]
-        except (StepFailed, _Unsent, _Reattached) as error:
+        except (StepFailed, StepLost) as error:
             return self._lost(steps[0].number, error)
         self._since_success = _SinceSuccess()
         result, *others = results
@@ -172,7 +165,7 @@ class Workers:
 
     def _result(self, sent: PendingStep) -> StepResult:
         if sent.future is None:
-            raise _Unsent(sent.reason)
+            raise StepLost(sent.reason)
         return self._recovering(partial(_result_of, sent.future))
 
     def _lost(self, number: int, error: ClientError) -> LostStep:
@@ -190,7 +183,7 @@ class Workers:
         """Use the group; recover and use it again as often as may help.
 
         Raises:
-            _Reattached: this driver had to attach again, so all that was sent before is lost.
+            StepLost: this driver had to attach again, so all that was sent before is lost.
         """
         drained_until = undone_at = 0.0
         while True:
@@ -221,12 +214,12 @@ class Workers:
             return False
 
     def _attach_again(self, cause: ClientError) -> NoReturn:
-        """Attach again, then raise _Reattached."""
+        """Attach again, then raise StepLost."""
         self._count_recovery(cause)
         _LOG.warning("attaching again: %s", cause)
         self.group.attach()
         self._prepare(reload=False)
-        raise _Reattached(str(cause)) from cause
+        raise StepLost(str(cause)) from cause
 
     def _replace(self, died: WorkerDied) -> None:
         _LOG.warning("waiting for the successor of a daemon: %s", died)
@@ -254,4 +247,4 @@ def _result_of(future: StepFuture) -> StepResult:
     try:
         return future.result()
     except DrainingError as error:  # for good: a drain that is undone does not send the step again
-        raise _Unsent(str(error)) from error
+        raise StepLost(str(error)) from error

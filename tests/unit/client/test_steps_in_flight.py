@@ -97,7 +97,7 @@ class Futures(RuleBasedStateMachine):
         request = NewRequest(req_id, np.arange(3, dtype=np.int32), 3, 0, [1])
         output = SchedulerOutput({req_id: 2}, scheduled_new_reqs=[request])  # samples nothing
         step = self.steps.slots.encode(output, epoch=1, link=1, seq=self.seq)
-        future = self.steps.expect(self.waiter, self.seq, step)
+        future = self.steps.expect(self.waiter, 1, self.seq, step)
         self.admitted.add(req_id)
         self.sent[self.seq] = future
         self.held.append(future)

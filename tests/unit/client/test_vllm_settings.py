@@ -78,25 +78,25 @@ def test_endpoints_come_from_the_environment(monkeypatch, value, endpoints):
 @pytest.mark.parametrize(
     ("path", "name"),
     [
-        ("/root/a", "a"),
-        ("/root/a/b/", "a/b"),
-        ("/root/./a/../b", "b"),
-        ("/other/../root/a", "a"),
+        ("/adapters/a", "a"),
+        ("/adapters/a/b/", "a/b"),
+        ("/adapters/./a/../b", "b"),
+        ("/other/../adapters/a", "a"),
     ],
 )
 def test_path_below_a_root_becomes_a_name(path, name):
-    assert relative_name(path, "/root/", "lora_root") == name
+    assert relative_name(path, "/adapters/", "lora_root") == name
 
 
 @pytest.mark.parametrize(
     ("path", "root", "said"),
     [
-        ("/root/a", "", "not known"),
-        ("/root", "/root", "elsewhere"),
-        ("/root/..", "/root", "elsewhere"),
-        ("/roots/a", "/root", "elsewhere"),
-        ("/root/../etc", "/root", "elsewhere"),
-        ("a", "/root", "elsewhere"),
+        ("/adapters/a", "", "not known"),
+        ("/adapters", "/adapters", "elsewhere"),
+        ("/adapters/..", "/adapters", "elsewhere"),
+        ("/adapters2/a", "/adapters", "elsewhere"),
+        ("/adapters/../etc", "/adapters", "elsewhere"),
+        ("a", "/adapters", "elsewhere"),
     ],
 )
 def test_path_elsewhere_is_refused(path, root, said):

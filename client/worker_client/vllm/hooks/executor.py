@@ -203,6 +203,8 @@ class WorkerDaemonExecutor(Executor):  # type: ignore[misc]
         """Wait for a step's result."""
         outcome = self._workers.outcome(pending.sent)
         if not isinstance(outcome, LostStep):
+            if self._noted is not None:
+                self._noted.settle()
             return _as_vllm(self._reader.read(pending.req_ids, outcome))
         if not outcome.is_known:
             gone = self._workers.group.slots.req_ids
