@@ -37,14 +37,10 @@ class PendingRequests:
 
     def add(self, request: GenerationRequest, grammar: StructuredOutput) -> bool:
         """Start to compile the grammar of a request whose id is not in use. Return True if it is
-        compiled already, so that the request need not wait.
-
-        Raises:
-            RequestError: the grammar is known not to compile.
-        """
+        compiled already, so that the request need not wait. One whose grammar is known not to
+        compile is yielded by take_done() too: a failure has one way out, however fast it came."""
         compiled = self._grammars.compile(grammar)
-        if compiled.done():
-            compiled.result()
+        if _is_ready(compiled):
             return True
         until = time.monotonic() + self._grammars.compile_s
         self._pending[request.id] = _Pending(request, compiled, until)
@@ -68,6 +64,10 @@ class PendingRequests:
                 continue
             del self._pending[req_id]
             yield pending.request, _reason(pending.compiled)
+
+
+def _is_ready(compiled: "Future[Any]") -> bool:
+    return compiled.done() and not compiled.cancelled() and compiled.exception() is None
 
 
 def _reason(compiled: "Future[Any]") -> str:
