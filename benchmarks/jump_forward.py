@@ -3,7 +3,7 @@
 
 Serves as many requests at once, with dummy weights and a schema of long property names, with every
 token sampled and then with jumps; each twice, the second pass counts. Prints seconds, steps and the
-seconds of a step. The smallest batch for which jumps do not pay tells whether MIN_STEPS_SAVED
+seconds of a step. If jumps cost a large batch time, MIXED_STEP_COST
 (client/worker_client/structured/masked_steps.py) is too low.
 """
 

@@ -1,10 +1,9 @@
 """Measures LoRA adapters: `python -m benchmarks.lora --model DIR [--out FILE]`.
 
 Products: microseconds that adapters add per merged matrix (with the gate behind gate and up), in a
-graph of all layers, and their sum; with --variants, for other ways of computing them. Results are
-compared with fp64 first. The floor is the time to read A and B of all slots. Serving: decode_bs64
-with dummy weights and random adapters, assigned to rows round-robin, compared with the same group
-without adapters. Target: 0.85 of its rate.
+graph of all layers, and their sum. Results are compared with fp64 first. The floor is the time to
+read A and B of all slots. Serving: decode_bs64 with dummy weights and random adapters, assigned to
+rows round-robin, compared with the same group without adapters. Target: 0.85 of its rate.
 
 With --dry-run, tiny products run once each on the CPU, for which TRITON_INTERPRET=1 must be set.
 """
@@ -29,7 +28,7 @@ from benchmarks.paged_reference import relative_error
 from worker_client.launcher import LocalDaemons
 from worker_daemon.contracts.layer_ops import AdapterWeights
 from worker_daemon.kernels.activation import silu_and_mul
-from worker_daemon.kernels.adapted_linear import DEFAULT, VARIANTS, AdaptedLinear
+from worker_daemon.kernels.adapted_linear import AdaptedLinear
 from worker_daemon.kernels.launch import has_dependent_launch
 from worker_daemon.kernels.linear import ThinLinear
 from worker_daemon.kernels.tuning import MatrixTile, Tuning, load_tuning
@@ -165,12 +164,13 @@ def time_us(run: Callable[[], None], device: torch.device) -> float:
     return 1e6 * (time.perf_counter() - start)
 
 
-def time_products(setting: Setting, name: str, variants: Sequence[str]) -> list[Figure]:
-    """Time a matrix's product alone, and what adapters add to it with each variant, per layer."""
+def time_products(setting: Setting, name: str) -> list[Figure]:
+    """Time a matrix's product alone, and what adapters add to it, per layer."""
     products = draw_products(setting, name)
     thin = ThinLinear(setting.device, setting.tuning)
+    adapted = AdaptedLinear(setting.device, thin)
     gated = is_gated(name)
-    expected = expected_of(products, gated)
+    multiply = adapted.gated_linear if gated else adapted.linear
     layers = range(setting.num_layers)
     pdl = has_dependent_launch(setting.device)
 
@@ -180,37 +180,34 @@ def time_products(setting: Setting, name: str, variants: Sequence[str]) -> list[
             if gated:
                 silu_and_mul(y, pdl=pdl)
 
+    def compute(layer: int) -> torch.Tensor:
+        x, weights, adapters, token_slots = products
+        return multiply(x, weights[layer], None, adapters[layer], token_slots)
+
+    def run() -> None:
+        for layer in layers:
+            compute(layer)
+
+    error = relative_error(compute(0), expected_of(products, gated))
+    if not error < MAX_ERROR:
+        raise SystemExit(f"{name}: relative error {error:.2e}")
     base_us = time_us(alone, setting.device) / len(layers)
-    figures = [Figure(f"{name} alone", base_us, "us")]
-    for variant in variants:
-        adapted = VARIANTS[variant](setting.device, thin)
-
-        def compute(layer: int, adapted: AdaptedLinear = adapted) -> torch.Tensor:
-            x, weights, adapters, token_slots = products
-            multiply = adapted.gated_linear if gated else adapted.linear
-            return multiply(x, weights[layer], None, adapters[layer], token_slots)
-
-        def run(compute: Callable[[int], torch.Tensor] = compute) -> None:
-            for layer in layers:
-                compute(layer)
-
-        error = relative_error(compute(0), expected)
-        if not error < MAX_ERROR:
-            raise SystemExit(f"{name}, {variant}: relative error {error:.2e}")
-        us = time_us(run, setting.device) / len(layers)
-        figures.append(Figure(f"{name} {variant}", us - base_us, "us"))
-    figures.append(Figure(f"{name} floor", products.adapter_bytes / READ_BYTES_PER_S * 1e6, "us"))
-    return figures
+    us = time_us(run, setting.device) / len(layers)
+    return [
+        Figure(f"{name} alone", base_us, "us"),
+        Figure(f"{name} adapters", us - base_us, "us"),
+        Figure(f"{name} floor", products.adapter_bytes / READ_BYTES_PER_S * 1e6, "us"),
+    ]
 
 
-def compare_variants(setting: Setting, variants: Sequence[str]) -> list[Figure]:
+def time_layer(setting: Setting) -> list[Figure]:
     """Time all matrices; the last figures are the sums of a layer."""
     names = list(merged_of(setting.shape))
-    figures = [figure for name in names for figure in time_products(setting, name, variants)]
+    figures = [figure for name in names for figure in time_products(setting, name)]
     by_name = {figure.name: figure.value for figure in figures}
     return figures + [
         Figure(f"layer {column}", sum(by_name[f"{name} {column}"] for name in names), "us")
-        for column in ("alone", *variants, "floor")
+        for column in ("alone", "adapters", "floor")
     ]
 
 
@@ -289,15 +286,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--rows", type=int, default=64)
     parser.add_argument("--adapters", type=int, default=8)
     parser.add_argument("--rank", type=int, default=16)
-    parser.add_argument("--variants", default=DEFAULT, help="names between commas, or all")
     parser.add_argument("--kernels-only", action="store_true")
     parser.add_argument("--dry-run", action="store_true")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args(arguments)
     shape = ModelShape.read(options.model)
-    variants = [*VARIANTS] if options.variants == "all" else options.variants.split(",")
     setting = dry_setting() if options.dry_run else setting_of(shape, options)
-    figures = compare_variants(setting, variants)
+    figures = time_layer(setting)
     if not (options.kernels_only or options.dry_run):
         figures += serve(options.model.resolve(), shape, options.adapters, options.rank)
     for figure in figures:

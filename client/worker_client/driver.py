@@ -301,7 +301,7 @@ class Driver:
         self._drop_uploads()
         self._admit_compiled()
         if self._jumps is not None and self._jumps.has_new:
-            self._ended += self._jump_forward(self._jumps)
+            self._ended += self._jump_forward(self._jumps, 0)
         try:
             self._fill()
             if self._uploads.can_proceed:
@@ -377,9 +377,9 @@ class Driver:
             num_prompt_tokens = len(request.prompt_token_ids)
             self._end(failed_request(request.id, reason, num_prompt_tokens=num_prompt_tokens))
 
-    def _jump_forward(self, jumps: JumpForward) -> list[RequestOutput]:
+    def _jump_forward(self, jumps: JumpForward, num_running: int) -> list[RequestOutput]:
         """Let requests gain the tokens that their grammars force; return those that end by it."""
-        gained, finished = jumps.proceed()
+        gained, finished = jumps.proceed(num_running)
         if gained.req_ids and self._on_result is not None:
             self._on_result(gained)
         for output in finished:
@@ -452,7 +452,8 @@ class Driver:
         for output in finished:
             self._record_finish(output.req_id)
         if self._jumps is not None and flight.masked is not None and flight.masked.sampled:
-            finished = [*finished, *self._jump_forward(self._jumps)]
+            num_running = flight.output.num_requests
+            finished = [*finished, *self._jump_forward(self._jumps, num_running)]
         self._drop_uploads()
         if self._num_sent >= self._prefixes.due or not self._in_flight:
             self._note_prefixes(flight)

@@ -65,7 +65,7 @@ class RunTimes:
             StepTiming(
                 kind=_kind(output),
                 num_tokens=output.total_num_scheduled_tokens,
-                num_requests=len(output.decode_req_ids) + len(output.num_scheduled_tokens),
+                num_requests=output.num_requests,
                 seconds=now - sent,
                 interval_s=now - max(sent, self._last_result),
             )

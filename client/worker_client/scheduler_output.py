@@ -80,6 +80,11 @@ class SchedulerOutput:
     Masks of requests that sample nothing in it, or later, are ignored."""
 
     @property
+    def num_requests(self) -> int:
+        """Number of requests in this step."""
+        return len(self.decode_req_ids) + len(self.num_scheduled_tokens)
+
+    @property
     def total_num_scheduled_tokens(self) -> int:
         """Number of tokens in this step."""
         return len(self.decode_req_ids) + sum(self.num_scheduled_tokens.values())

@@ -4,6 +4,7 @@ The first programs of a launch shrink: they compute A x of a tile of rows over a
 columns, for one adapter if there are few rows. The others expand: each waits until its rows are
 shrunk, and adds B's product to a tile of y. A device starts programs in the order of their ids, so
 waiting programs never keep the others from starting. Sums are in float32 and in a fixed order.
+Decodes in 16 bits multiply B of several slots at once (lora_expand.py).
 
 Letters: y[M, O], x[M, I], L slots, G matrices merged into one, r ranks of each: A[L, G * r, I],
 B[L, O, r].
@@ -48,10 +49,8 @@ class AdapterProducts:
     Owns 2 * MAX_ROW_TILES int32 counters on the device, which are zero between launches.
     """
 
-    def __init__(self, device: torch.device, group_ranks: int = 0) -> None:
-        """device is that of all tensors. group_ranks: decodes in 16 bits multiply B of several
-        slots at once, up to this number of ranks (lora_expand.py)."""
-        self._group_ranks = group_ranks
+    def __init__(self, device: torch.device) -> None:
+        """device is that of all tensors."""
         self._pdl = has_dependent_launch(device)
         self._counters = torch.zeros(2 * MAX_ROW_TILES, dtype=torch.int32, device=device)
 
@@ -89,9 +88,7 @@ class AdapterProducts:
         block_n = 256 if is_half and y.shape[1] > _MANY_OUTPUTS else 128
         rank = b.shape[2]
         block_rank = max(16, min(_MAX_RANK_TILE, triton.next_power_of_2(rank)))
-        group = 1
-        if is_decode and is_half:
-            group = slots_of_group(num_slots, block_rank, self._group_ranks)
+        group = slots_of_group(num_slots, block_rank) if is_decode and is_half else 1
         num_tiles = triton.cdiv(num_rows, block_m)
         groups = num_slots if is_decode else 1
         rank_tiles = triton.cdiv(num_ranks, block_r)

@@ -1,7 +1,7 @@
 """A matrix product that also shrinks its rows for LoRA adapters: A of all slots is more rows of W.
 
 A skinny product is bound by reading the weights, and leaves some SMs free: A's tiles take those,
-and their bytes are all that they cost. Then one small kernel adds B's product (lora_expand.py).
+and their bytes are all that they cost. lora_expand.py adds B's product.
 
 Letters: y[M, O] = x[M, I] W[O, I]^T + bias; L slots, G matrices merged into one, r ranks of each:
 A[L, G * r, I].
@@ -14,7 +14,6 @@ import torch
 import triton
 import triton.language as tl
 
-from worker_daemon.contracts.layer_ops import AdapterWeights
 from worker_daemon.kernels.compile_ahead import launched
 from worker_daemon.kernels.launch import (
     await_previous,
@@ -23,13 +22,12 @@ from worker_daemon.kernels.launch import (
     start_next,
 )
 from worker_daemon.kernels.linear import MAX_TILES, add_columns, has_aligned_rows, store_tile
-from worker_daemon.kernels.lora_expand import add_expanded, gate_expanded
 from worker_daemon.kernels.prefetch import prefetch
 from worker_daemon.kernels.tuning import MatrixTile
 
 
 class FusedShrink:
-    """Products with adapters in two launches; one object per daemon, on one stream.
+    """The launch that multiplies and shrinks; one object per daemon, on one stream.
 
     Owns MAX_TILES int32 counters on the device, which are zero between launches.
     """
@@ -39,45 +37,18 @@ class FusedShrink:
         self._pdl = has_dependent_launch(device)
         self._arrivals = torch.zeros(MAX_TILES, dtype=torch.int32, device=device)
 
-    def linear(
+    def multiply(
         self,
         x: torch.Tensor,
         weight: torch.Tensor,
         bias: torch.Tensor | None,
-        adapters: AdapterWeights,
-        token_slots: torch.Tensor,
-        tile: MatrixTile,
-    ) -> torch.Tensor:
-        """See LayerOps.adapted_linear. tile: that of x and W alone, so that rows without an adapter
-        get the base model's bits."""
-        y, shrunk = self._multiply(x, weight, bias, adapters, token_slots, tile)
-        add_expanded(y, shrunk, adapters, token_slots, self._pdl)
-        return y
-
-    def gated_linear(
-        self,
-        x: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        adapters: AdapterWeights,
-        token_slots: torch.Tensor,
-        tile: MatrixTile,
-    ) -> torch.Tensor:
-        """See LayerOps.adapted_gated_linear; tile: as for linear."""
-        gate_up, shrunk = self._multiply(x, weight, bias, adapters, token_slots, tile)
-        return gate_expanded(gate_up, shrunk, adapters, token_slots, self._pdl)
-
-    def _multiply(
-        self,
-        x: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        adapters: AdapterWeights,
+        a: torch.Tensor,
         token_slots: torch.Tensor,
         tile: MatrixTile,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return x W^T + bias and A x of all slots."""
-        a = adapters.a
+        """Return x W^T + bias, and A x of every row in every slot that a row uses, float32
+        [M, L * G * r], with anything in the others. tile: that of x and W alone, so that rows
+        without an adapter get the base model's bits."""
         num_rows, num_inputs = x.shape
         num_outputs = weight.shape[0]
         num_slots, num_ranks = a.shape[:2]

@@ -8,7 +8,7 @@ import torch
 
 from worker_daemon.contracts.layer_ops import AdapterWeights, HeadNorms, NormedSum
 from worker_daemon.kernels.activation import silu_and_mul
-from worker_daemon.kernels.adapted_linear import DEFAULT, VARIANTS
+from worker_daemon.kernels.adapted_linear import AdaptedLinear
 from worker_daemon.kernels.argmax import greedy_tokens
 from worker_daemon.kernels.launch import has_dependent_launch
 from worker_daemon.kernels.linear import ThinLinear
@@ -27,7 +27,7 @@ class TritonOps:
         """device is that of all tensors."""
         self._pdl = has_dependent_launch(device)
         self._thin = ThinLinear(device)
-        self._adapted = VARIANTS[DEFAULT](device, self._thin)
+        self._adapted = AdaptedLinear(device, self._thin)
 
     def linear(
         self,

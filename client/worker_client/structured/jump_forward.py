@@ -56,12 +56,13 @@ class JumpForward:
         """Drop a request that has ended."""
         self._new.pop(req_id, None)
 
-    def proceed(self) -> Jumped:
-        """Let requests jump: new ones, and those that have taken a token of the newest result."""
+    def proceed(self, num_running: int) -> Jumped:
+        """Let requests jump: new ones, and those that have taken a token of the newest result, if
+        that pays with so many running requests."""
         req_ids: list[str] = []
         token_ids: list[int] = []
         finished: list[RequestOutput] = []
-        for req_id, forced in chain(self._first_jumps(), self._masks.find_jumps()):
+        for req_id, forced in chain(self._first_jumps(), self._masks.find_jumps(num_running)):
             count, output = self._scheduler.jump_forward(req_id, forced)
             if count:
                 self._masks.jump(req_id, forced[:count])

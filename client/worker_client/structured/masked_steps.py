@@ -10,7 +10,7 @@ Matchers are made from the admissions in steps: from the grammar that a request 
 tokens that it has so far. After a jump (jump_forward.py) a matcher is ahead of the steps in flight.
 """
 
-from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
@@ -34,8 +34,10 @@ masks are deferred."""
 MAX_MASK_BYTES: Final = 8 << 20
 """Bound on the masks in one message of sample_tokens."""
 MIN_STEPS_SAVED: Final = 2
-"""Fewest steps that a jump must save its request. The step that admits it again is a mixed one: it
-takes up to half as long again as a step of decodes, for all requests. One step saved is no gain."""
+"""Fewest steps that a jump must save its request."""
+MIXED_STEP_COST: Final = 0.5
+"""The step that admits a request again after a jump is a mixed one: it takes up to this share
+longer than a step of decodes, for all requests in it."""
 
 TOO_LONG: Final = "its grammar was not compiled in time: simplify it, or send fewer at a time"
 
@@ -244,15 +246,20 @@ class MaskedSteps:
                 self._fail(row, f"its grammar does not allow the sampled token {token}")
         return repeated
 
-    def find_jumps(self) -> Iterator[tuple[str, list[int]]]:
-        """Yield the requests that have taken a token of the newest result and can jump from it,
-        with the tokens that their grammars force next."""
+    def find_jumps(self, num_running: int) -> list[tuple[str, list[int]]]:
+        """Return the requests that have taken a token of the newest result and should jump from it,
+        with the tokens that their grammars force next; none, if the steps that they save together
+        would not make up for the time that all running requests lose."""
         advanced, self._advanced = self._advanced, []
+        jumps: list[tuple[str, list[int]]] = []
+        num_saved = 0
         for row in advanced:
             if row.may_jump and self._rows.get(row.req_id) is row:
                 tokens = self.grammars.forced(row.matcher)
                 if len(tokens) >= row.num_unknown + MIN_STEPS_SAVED:
-                    yield row.req_id, tokens
+                    jumps.append((row.req_id, tokens))
+                    num_saved += len(tokens) - row.num_unknown
+        return jumps if num_saved >= MIXED_STEP_COST * num_running else []
 
     def jump(self, req_id: str, tokens: Sequence[int]) -> None:
         """Let a request's matcher take forced tokens, which its scheduler has taken: more than are

@@ -12,13 +12,12 @@ import torch
 import triton.language as tl
 from triton.runtime import interpreter
 
-from benchmarks.lora import compare_variants, dry_setting
+from benchmarks.lora import dry_setting, time_layer
 from tests.support.adapter_products import check, draw
 from worker_daemon.kernels.activation import silu_and_mul
-from worker_daemon.kernels.adapted_linear import VARIANTS
+from worker_daemon.kernels.adapted_linear import AdaptedLinear
 from worker_daemon.kernels.linear import ThinLinear
 from worker_daemon.kernels.lora import AdapterProducts
-from worker_daemon.kernels.lora_fused import FusedShrink
 from worker_daemon.kernels.tuning import MatrixTile, Tuning
 
 CPU = torch.device("cpu")
@@ -42,11 +41,7 @@ def products_of_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", create_dot)
 
 
-@pytest.mark.parametrize(
-    ("dtype", "group_ranks"),
-    [(torch.float16, 0), (torch.float32, 0), (torch.float16, 64), (torch.bfloat16, 64)],
-    ids=["fp16", "fp32", "fp16 grouped", "bf16 grouped"],
-)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(
     ("num_rows", "num_slots", "rank", "outputs", "num_inputs"),
     [
@@ -63,11 +58,10 @@ def test_a_product_that_is_added(
     outputs: tuple[int, ...],
     num_inputs: int,
     dtype: torch.dtype,
-    group_ranks: int,
 ) -> None:
     case = draw(num_rows, num_slots, rank, outputs, num_inputs, dtype, "cpu", seed=num_rows)
     base = torch.nn.functional.linear(case.x, case.weight, case.bias)
-    products = AdapterProducts(CPU, group_ranks)
+    products = AdapterProducts(CPU)
     for _ in range(2):  # the counters are zero again
         y = base.clone()
         products.add(y, case.x, case.adapters, case.token_slots)
@@ -85,7 +79,7 @@ def test_a_product_that_is_added(
         (21, 3, 80, (33,), 72, ONE_SHARE),
     ],
 )
-def test_fused(
+def test_a_product_that_shrinks_too(
     num_rows: int,
     num_slots: int,
     rank: int,
@@ -96,36 +90,24 @@ def test_fused(
 ) -> None:
     case = draw(num_rows, num_slots, rank, outputs, num_inputs, dtype, "cpu", seed=num_rows)
     shape = (*case.weight.shape, 1 << max(4, (num_rows - 1).bit_length()))
-    base = ThinLinear(CPU, Tuning({shape: tile})).linear(case.x, case.weight, case.bias)
-    fused = FusedShrink(CPU)
+    thin = ThinLinear(CPU, Tuning({shape: tile}))
+    base = thin.linear(case.x, case.weight, case.bias)
+    adapted = AdaptedLinear(CPU, thin)
     for _ in range(2):
-        y = fused.linear(*case[:-1], tile)
-        check(y, base, case)
+        check(adapted.linear(*case[:-1]), base, case)
 
 
-@pytest.mark.parametrize(
-    ("num_rows", "num_slots", "rank", "size", "num_inputs", "dtype"),
-    [
-        (5, 3, 8, 40, 200, torch.bfloat16),
-        (17, 9, 16, 70, 72, torch.float16),
-        (16, 2, 80, 33, 64, torch.bfloat16),
-    ],
-)
-def test_a_fused_product_with_gate(
-    num_rows: int, num_slots: int, rank: int, size: int, num_inputs: int, dtype: torch.dtype
-) -> None:
-    """The same bits as of two kernels."""
-    case = draw(num_rows, num_slots, rank, (size, size), num_inputs, dtype, "cpu", seed=num_rows)
-    fused = FusedShrink(CPU)
-    y = fused.linear(*case[:-1], ONE_SHARE)
-    gated = fused.gated_linear(*case[:-1], ONE_SHARE)
+def test_a_gate_behind_a_product() -> None:
+    case = draw(5, 3, 8, (40, 40), 200, torch.float16, "cpu", seed=5)
+    adapted = AdaptedLinear(CPU, ThinLinear(CPU, Tuning({(80, 200, 16): ONE_SHARE})))
+    gated = adapted.gated_linear(*case[:-1])
     missing = case.token_slots < 0
     assert bool(gated[missing].isnan().all())
-    assert torch.equal(gated[~missing], silu_and_mul(y)[~missing])
+    expected = silu_and_mul(adapted.linear(*case[:-1]))
+    assert torch.equal(gated[~missing], expected[~missing])
 
 
 def test_the_benchmark_runs() -> None:
     """It compares each result with fp64."""
-    figures = compare_variants(dry_setting(), list(VARIANTS))
-    names = {figure.name for figure in figures}
-    assert {f"layer {column}" for column in ("alone", *VARIANTS, "floor")} <= names
+    names = {figure.name for figure in time_layer(dry_setting())}
+    assert {"layer alone", "layer adapters", "layer floor"} <= names

@@ -45,18 +45,21 @@ class LogitBiasPart(StepPart):
     ) -> None:
         if not self._samples:
             return
-        token_ids = np.zeros((len(requests), MAX_BIASED_TOKENS), np.int64)
-        biases = np.zeros((len(requests), MAX_BIASED_TOKENS), np.float32)
-        for index, (request, own) in enumerate(zip(requests, extensions, strict=True)):
-            values = () if own is None else own.values
-            count = self._counts[request.slot] = len(values)
+        slots_np = np.array([request.slot for request in requests], np.int64)
+        counts = [0 if own is None else len(own.values) for own in extensions]
+        # The slots' former biases are overwritten too.
+        width = max(int(self._counts[slots_np].max(initial=0)), *counts)
+        token_ids = np.zeros((len(requests), width), np.int64)
+        biases = np.zeros((len(requests), width), np.float32)
+        for index, (count, own) in enumerate(zip(counts, extensions, strict=True)):
             if own is not None:
                 token_ids[index, :count] = unpack_token_ids(own.token_ids)
-                biases[index, :count] = values
+                biases[index, :count] = own.values
         device = self._biases.device
-        slots = upload(np.array([request.slot for request in requests], np.int64), device)
-        self._token_ids[slots] = upload(token_ids, device)
-        self._biases[slots] = upload(biases, device)
+        slots = upload(slots_np, device)
+        self._token_ids[slots, :width] = upload(token_ids, device)
+        self._biases[slots, :width] = upload(biases, device)
+        self._counts[slots_np] = counts
 
     def adjust_logits(self, logits: Tensor, rows: SampleRows, brought: None) -> Tensor:
         width, slots = int(self._counts[rows.slots_np].max(initial=0)), rows.slots.long()

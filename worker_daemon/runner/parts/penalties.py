@@ -12,11 +12,12 @@ from typing import Final
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from rpc_schema.step import NewRequestData
 from rpc_schema.token_rules import MAX_TOKEN_COUNT, Penalties
-from worker_daemon.contracts.arrays import Int32s
+from worker_daemon.contracts.arrays import Int32s, Int64s
 from worker_daemon.contracts.sampling import PenaltyTables
 from worker_daemon.device.pinned import upload
 from worker_daemon.runner.parts.interface import PartContext, StepPart, refuse_fault
@@ -67,11 +68,13 @@ class PenaltiesPart(StepPart):
         if not begun:
             return
         seen[upload(np.array([request.slot for request, _ in begun], np.int64), device)] = 0
-        entries = [
-            _entries(request.slot, own[: request.num_prompt_tokens], own, seen.shape[1])
-            for request, own in begun
-        ]
-        places, values = (np.concatenate(column) for column in zip(*entries, strict=True))
+        vocab_size = seen.shape[1]
+        ends = [request.num_prompt_tokens for request, _ in begun]
+        rows = [own + np.int64(request.slot * vocab_size) for request, own in begun]
+        places, values = _entries(
+            np.concatenate([row[:end] for row, end in zip(rows, ends, strict=True)]),
+            np.concatenate([row[end:] for row, end in zip(rows, ends, strict=True)]),
+        )
         seen.view(-1)[upload(places, device)] = upload(values, device)
 
     def gain(self, token_ids: Tensor, rows: SampleRows) -> None:
@@ -109,12 +112,13 @@ def _weights(penalties: Penalties) -> tuple[float, float, float]:
     )
 
 
-def _entries(
-    slot: int, prompt: Int32s, tokens: Int32s, vocab_size: int
-) -> tuple[np.ndarray[tuple[int], np.dtype[np.int64]], np.ndarray[tuple[int], np.dtype[np.int16]]]:
-    """Return the places in the flat table, int64, and the values, int16, of a row's tokens."""
-    counts = np.bincount(tokens[prompt.size :], minlength=vocab_size)
-    values = np.minimum(counts, MAX_TOKEN_COUNT).astype(np.int16)
-    values[prompt] |= np.int16(_IN_PROMPT)
-    token_ids = np.flatnonzero(values)
-    return slot * vocab_size + token_ids, values[token_ids]
+def _entries(prompts: Int64s, outputs: Int64s) -> tuple[Int64s, NDArray[np.int16]]:
+    """Return the places of all tokens, each once, and their values in the table. prompts, outputs:
+    the places of tokens in prompts and of those that were generated. Takes time by the number of
+    tokens, not by the size of the vocabulary."""
+    generated, counts = np.unique(outputs, return_counts=True)
+    places = np.union1d(prompts, generated)
+    values = np.zeros(places.size, np.int16)
+    values[np.searchsorted(places, generated)] = np.minimum(counts, MAX_TOKEN_COUNT)
+    values[np.searchsorted(places, prompts)] |= np.int16(_IN_PROMPT)
+    return places, values
