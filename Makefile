@@ -11,7 +11,7 @@ SPREAD := -n 3 --dist loadfile --no-loadscope-reorder
 # Dozens of daemons and commands are started: each would compile its modules anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup run test faults soak check fmt type bench fuzz schemas matrix test-vllm test-vllm-upstream test-gpu test-multi-gpu golden clean
+.PHONY: help setup run test faults soak check fmt type bench fuzz schemas matrix test-vllm test-vllm-upstream test-gpu test-gpu-kernels test-gpu-daemons test-multi-gpu golden clean
 
 help:            ## list the targets
 	@grep -E '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
@@ -74,9 +74,15 @@ $(VLLM_STAMP): tests/vllm/constraints.txt tests/vllm/make_environment.sh
 test-vllm-upstream: $(STAMP) $(if $(filter build/vllm-venv,$(VLLM_VENV)),$(VLLM_STAMP))  ## vLLM's own tests on our daemons, against tests/vllm/upstream.toml: make test-vllm-upstream ARGS=completion
 	DAEMON_PYTHON=$(BIN)/python $(VLLM_VENV)/bin/python -m tests.vllm.upstream build/vllm/vllm-0.33.0.tar.gz $(ARGS)
 
-test-gpu: $(STAMP)        ## tests that need one GPU
-	$(BIN)/python -m pytest tests/gpu -m kernels -n 12 --dist worksteal
-	$(BIN)/python -m pytest tests/gpu -m "not kernels" -p no:xdist
+test-gpu: $(STAMP)        ## tests that need one GPU: kernels and daemons side by side, then those that need it alone
+	$(MAKE) -j2 --output-sync=target test-gpu-kernels test-gpu-daemons
+	$(BIN)/python -m pytest tests/gpu -m whole_gpu -p no:xdist
+
+test-gpu-kernels: $(STAMP)
+	$(BIN)/python -m pytest tests/gpu -m kernels -n 10 --dist worksteal
+
+test-gpu-daemons: $(STAMP)
+	$(BIN)/python -m pytest tests/gpu -m "not kernels and not whole_gpu" -n 4 --dist loadfile
 
 test-multi-gpu: $(STAMP)  ## tests that need several GPUs
 	$(BIN)/python -m pytest tests/multi_gpu

@@ -52,8 +52,7 @@ def masks_of_steps(model: Path, num_rows: int, num_steps: int) -> list[list[Int3
     """Return each step's masks; rows with equal texts share theirs, as in a driver."""
     grammars, rng = Grammars(model, VOCAB_SIZE, [VOCAB_SIZE - 1]), random.Random(2)
     grammar = StructuredOutput(kind="json", text=json.dumps(SCHEMA))
-    first = grammars.compile(grammar).result()
-    matchers = [first.deep_copy() for _ in range(num_rows)]
+    matchers = [grammars.begin(grammar) for _ in range(num_rows)]
     texts: list[tuple[int, ...]] = [()] * num_rows
     steps = []
     for _ in range(num_steps):

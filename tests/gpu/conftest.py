@@ -1,5 +1,6 @@
 """Shared by the tests on one GPU: checkpoints that they only read, and one cache of compiled
-kernels for this process and for the daemons that tests start."""
+kernels for this process and for the daemons that tests start. Processes of pytest-xdist share the
+GPU, and so do their daemons."""
 
 import os
 import shutil
@@ -19,6 +20,8 @@ def pytest_configure() -> None:
     if "TRITON_CACHE_DIR" not in os.environ:
         KERNEL_CACHE.mkdir(mode=0o700, parents=True, exist_ok=True)
         os.environ["TRITON_CACHE_DIR"] = str(KERNEL_CACHE)
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        os.environ["WORKER_DAEMON_SHARE_GPU"] = "true"
 
 
 @pytest.fixture(scope="module")

@@ -28,6 +28,7 @@ from worker_daemon.worker.serving import Serving
 
 pytestmark = [
     pytest.mark.gpu,
+    pytest.mark.whole_gpu,
     pytest.mark.timeout(600),
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]

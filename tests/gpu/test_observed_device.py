@@ -19,6 +19,7 @@ from worker_daemon.device.nvml import CudaDevice, find_uuid
 
 pytestmark = [
     pytest.mark.gpu,
+    pytest.mark.whole_gpu,
     pytest.mark.timeout(300),
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]

@@ -46,35 +46,49 @@ def serve(checkpoint, requests):
 
 
 @torch.inference_mode()
-def reference_states(checkpoint, requests):
-    """transformers' last hidden states in float32, by id."""
-    model = AutoModel.from_pretrained(checkpoint, dtype=torch.float32).to("cuda:0").eval()
+def reference_states(checkpoint, requests, dtype):
+    """transformers' last hidden states, by id."""
+    model = AutoModel.from_pretrained(checkpoint, dtype=dtype).to("cuda:0").eval()
     return {
         request.id: model(
             torch.from_numpy(request.prompt_token_ids).long().unsqueeze(0).to("cuda:0")
         )
         .last_hidden_state[0]
+        .float()
         .cpu()
         for request in requests
     }
 
 
-def check(outputs, requests, states, pooled):
+def check(checkpoint, outputs, requests, pooled):
+    """Pooled outputs are as near those of transformers in float32 as transformers' own in
+    bfloat16."""
+    exact = reference_states(checkpoint, requests, torch.float32)
+    rounded = reference_states(checkpoint, requests, torch.bfloat16)
+    ours, theirs = [], []
     for request in requests:
-        own = states[request.id]
-        chosen = own if request.pooling.task == "token_embed" else pooled(own).unsqueeze(0)
-        expected = functional.normalize(chosen[:, :64], dim=-1)
+        whole = request.pooling.task == "token_embed"
+        expected, other = (
+            functional.normalize((own if whole else pooled(own).unsqueeze(0))[:, :64], dim=-1)
+            for own in (exact[request.id], rounded[request.id])
+        )
         found = torch.tensor(np.atleast_2d(outputs[request.id].pooled))
         assert found.shape == expected.shape
-        cosines = (found * expected).sum(-1)
-        assert cosines.min() > 0.999, (request.id, cosines.min())
+        ours.append(1 - (found * expected).sum(-1))
+        theirs.append(1 - (other * expected).sum(-1))
+    errors, usual = torch.cat(ours), torch.cat(theirs)
+    print(
+        f"mean {errors.mean():.2e} ({usual.mean():.2e}), max {errors.max():.2e} ({usual.max():.2e})"
+    )
+    assert errors.mean() < 1.5 * usual.mean()
+    assert errors.max() < 3 * usual.max()
 
 
 def test_decoder_pools_beside_generation(llama):
     pooling, generating = pooling_requests(LENGTHS), make_requests(16)
     mixed = [request for pair in zip(generating, pooling, strict=False) for request in pair]
     outputs = serve(llama, [*mixed, *pooling[len(generating) :]])
-    check(outputs, pooling, reference_states(llama, pooling), lambda states: states[-1])
+    check(llama, outputs, pooling, lambda states: states[-1])
     alone = serve(llama, generating)
     same = sum(outputs[r.id].token_ids == alone[r.id].token_ids for r in generating)
     assert same >= len(generating) // 2, "a batch changes near ties alone"
@@ -94,4 +108,4 @@ def test_encoder_sees_whole_prompts(tmp_path):
     BertModel(config).save_pretrained(checkpoint)
     pooling = pooling_requests([length for length in LENGTHS if length <= 512])
     outputs = serve(checkpoint, pooling)
-    check(outputs, pooling, reference_states(checkpoint, pooling), lambda states: states.mean(0))
+    check(checkpoint, outputs, pooling, lambda states: states.mean(0))

@@ -20,6 +20,7 @@ from worker_client.trace_merge import RankTrace, merge_traces
 
 pytestmark = [
     pytest.mark.gpu,
+    pytest.mark.whole_gpu,
     pytest.mark.timeout(300),
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]

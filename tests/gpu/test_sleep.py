@@ -17,6 +17,7 @@ from worker_daemon.runner.cuda_graph import GraphedProgram
 
 pytestmark = [
     pytest.mark.gpu,
+    pytest.mark.whole_gpu,
     pytest.mark.timeout(300),
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]

@@ -1,5 +1,8 @@
-"""Grammars of one model, compiled by llguidance, which only this module uses. Each grammar is
-compiled once, on one of a few threads, within limits of time and size.
+"""Grammars of one model, compiled by llguidance, which only this module uses. A grammar is compiled
+on one of a few threads, within limits of time and size.
+
+Copies of a compiled grammar share a lock: threads compute their masks one after the other. So a
+grammar that several requests use is compiled several times, and they use copies of each.
 
 llguidance itself bounds the work of a grammar: the size of its rules, the states of its lexer, and
 the work for one mask. A grammar that exceeds a bound fails when it is compiled or used.
@@ -8,10 +11,11 @@ the work for one mask. A grammar that exceeds a bound fails when it is compiled 
 import itertools
 import json
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
@@ -23,10 +27,13 @@ from numpy.typing import NDArray
 
 from rpc_schema.structured import StructuredOutput
 from worker_client.errors import ClientConfigError, RequestError
+from worker_client.structured.masked_steps import is_ready
 from worker_client.structured.options import FIELD
 from worker_client.tokenizer import FILE_NAME, read_tokenizer_file
 
 MAX_ERROR_LENGTH: Final = 300
+MAX_AGAIN_S: Final = 0.1
+"""A grammar that took longer to compile is not compiled again: others wait for the threads."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +46,8 @@ class GrammarLimits:
     """Seconds in which a grammar must be compiled, including the wait for a thread."""
     max_cached: int = 256
     """Compiled grammars that are kept for later requests."""
+    max_compilations: int = 8
+    """Compilations of one grammar, for requests that use it at the same time."""
     num_mask_threads: int | None = None
     """Threads that compute masks; None: 80 % of the processors, 32 at most."""
     max_grammar_size: int = 200_000
@@ -53,6 +62,20 @@ class GrammarLimits:
     """Bound on the parser's work for one mask; about 3 ms."""
     max_jump: int = 1024
     """Tokens that a request may gain at once without sampling them; 0: none."""
+
+
+@dataclass(slots=True, eq=False)
+class _Compiled:
+    """The compilations of one grammar: matchers in their first state, to be copied."""
+
+    first: "Future[LLMatcher]"
+    more: "list[Future[LLMatcher]]" = field(default_factory=list)
+    num_copies: int = 0
+
+    def choose(self) -> "Future[LLMatcher]":
+        """Return each compilation in turn, of those that are done."""
+        done = [self.first, *(each for each in self.more if is_ready(each))]
+        return done[self.num_copies % len(done)]
 
 
 class Grammars:
@@ -94,8 +117,10 @@ class Grammars:
         self._masks = LLExecutor(self.limits.num_mask_threads)
         self._buffer = np.zeros((0, self._num_own_words), np.int32)
         self._lock = threading.Lock()
-        self._compiled: OrderedDict[StructuredOutput, Future[LLMatcher]] = OrderedDict()
-        """Futures of matchers, the least recently used first."""
+        self._compiled: OrderedDict[StructuredOutput, _Compiled] = OrderedDict()
+        """The least recently used first."""
+        self._quick: set[StructuredOutput] = set()
+        """Those that were compiled within MAX_AGAIN_S."""
 
     @property
     def compile_s(self) -> float:
@@ -107,16 +132,36 @@ class Grammars:
         self._compiler.shutdown(wait=False, cancel_futures=True)
 
     def compile(self, grammar: StructuredOutput) -> "Future[LLMatcher]":
-        """Return a matcher in its first state, to be copied. It may have been compiled before. The
-        future raises RequestError for a grammar that does not compile or exceeds the limits."""
+        """Return a matcher in its first state. It may have been compiled before. The future raises
+        RequestError for a grammar that does not compile or exceeds the limits."""
         with self._lock:
-            found = self._compiled.pop(grammar, None)
-            if found is None or found.cancelled():
-                found = self._compiler.submit(self._compile, grammar)
-            self._compiled[grammar] = found
-            while len(self._compiled) > self.limits.max_cached:
-                self._compiled.popitem(last=False)
-            return found
+            return self._find(grammar).first
+
+    def begin(self, grammar: StructuredOutput) -> LLMatcher:
+        """Return a new matcher of a grammar; if it is not compiled yet, wait at most compile_s.
+
+        Raises:
+            RequestError: the grammar does not compile or exceeds the limits.
+            TimeoutError: it was not compiled in time.
+        """
+        with self._lock:
+            compiled = self._find(grammar)
+            chosen = compiled.choose()
+            compiled.num_copies += 1
+            is_shared = compiled.num_copies > 1 and grammar in self._quick
+            if is_shared and len(compiled.more) + 1 < self.limits.max_compilations:
+                compiled.more.append(self._compiler.submit(self._compile, grammar))
+        return chosen.result(self.compile_s).deep_copy()
+
+    def _find(self, grammar: StructuredOutput) -> _Compiled:
+        found = self._compiled.pop(grammar, None)
+        if found is None or found.first.cancelled():
+            found = _Compiled(self._compiler.submit(self._compile, grammar))
+        self._compiled[grammar] = found
+        while len(self._compiled) > self.limits.max_cached:
+            dropped, _ = self._compiled.popitem(last=False)
+            self._quick.discard(dropped)
+        return found
 
     def fill(self, matchers: Sequence[LLMatcher]) -> NDArray[np.int32]:
         """Return the tokens that each matcher allows next, int32 [matchers, num_words]. Valid until
@@ -141,6 +186,7 @@ class Grammars:
         return list(itertools.takewhile(self._vocab_size.__gt__, tokens))
 
     def _compile(self, grammar: StructuredOutput) -> LLMatcher:
+        began = time.monotonic()
         try:
             text = _as_llguidance(grammar)
             matcher = LLMatcher(self._tokenizer, text, log_level=0, limits=self._parser_limits)
@@ -148,6 +194,9 @@ class Grammars:
             raise refused(grammar, str(error)) from None
         if matcher.is_error():
             raise refused(grammar, matcher.get_error())
+        if time.monotonic() - began < MAX_AGAIN_S:
+            with self._lock:
+                self._quick.add(grammar)
         return matcher
 
 

@@ -56,9 +56,6 @@ class Matcher(Protocol):
     def get_error(self) -> str:
         """Return why the matcher failed."""
 
-    def deep_copy(self) -> "Matcher":
-        """Return a matcher in the same state."""
-
 
 class CompiledGrammars(Protocol):
     """The part of worker_client.structured.grammars.Grammars that is used here."""
@@ -73,7 +70,12 @@ class CompiledGrammars(Protocol):
         """Stop its threads."""
 
     def compile(self, grammar: StructuredOutput) -> "Future[Any]":
-        """Return a Matcher to be copied; the future raises RequestError."""
+        """Return a Matcher in its first state, which stays there; the future raises
+        RequestError."""
+
+    def begin(self, grammar: StructuredOutput) -> Any:
+        """Return a new Matcher; wait until the grammar is compiled. Raises RequestError and
+        TimeoutError."""
 
     def fill(self, matchers: Sequence[Any]) -> Int32s:
         """Return the allowed tokens, int32 [matchers, num_words]; valid until the next call."""
@@ -83,6 +85,11 @@ class CompiledGrammars(Protocol):
 
     def forced(self, matcher: Any) -> list[int]:
         """Return the tokens that a matcher forces next, without taking them."""
+
+
+def is_ready(compiled: "Future[Any]") -> bool:
+    """Return True if a grammar is compiled; False if it is not yet, or cannot be."""
+    return compiled.done() and not compiled.cancelled() and compiled.exception() is None
 
 
 _State: TypeAlias = int | tuple[StructuredOutput, bytes]
@@ -297,7 +304,7 @@ class MaskedSteps:
             return
         try:
             # Compiled already, but for an adopted request.
-            compiled: Matcher = self.grammars.compile(grammar).result(self.grammars.compile_s)
+            matcher: Matcher = self.grammars.begin(grammar)
         except (RequestError, TimeoutError) as error:
             reason = error.reason if isinstance(error, RequestError) else TOO_LONG
             self._faults[new.req_id] = failed_request(
@@ -307,7 +314,7 @@ class MaskedSteps:
         row = _Row(
             new.req_id,
             grammar,
-            compiled.deep_copy(),
+            matcher,
             new.num_prompt_tokens,
             num_left=num_left,
             may_jump=may_jump(new.extensions),

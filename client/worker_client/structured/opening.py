@@ -43,9 +43,16 @@ class NoGrammars:
     def compile(self, grammar: StructuredOutput) -> "Future[Any]":
         """Return a future that raises RequestError."""
         refused: Future[Any] = Future()
-        field, value = f"{FIELD}.{grammar.kind}", grammar.text
-        refused.set_exception(RequestError(self._reason, field=field, value=value, fix=self._fix))
+        refused.set_exception(self._refusal(grammar))
         return refused
+
+    def begin(self, grammar: StructuredOutput) -> Any:
+        """Raise RequestError."""
+        raise self._refusal(grammar)
+
+    def _refusal(self, grammar: StructuredOutput) -> RequestError:
+        field, value = f"{FIELD}.{grammar.kind}", grammar.text
+        return RequestError(self._reason, field=field, value=value, fix=self._fix)
 
     def fill(self, matchers: Sequence[Any]) -> NDArray[np.int32]:
         """Return no masks: there is never a matcher."""

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from rpc_schema.structured import StructuredOutput
 from worker_client.errors import RequestError
 from worker_client.requests import GenerationRequest
-from worker_client.structured.masked_steps import TOO_LONG, CompiledGrammars
+from worker_client.structured.masked_steps import TOO_LONG, CompiledGrammars, is_ready
 
 POLL_S = 0.05
 
@@ -40,7 +40,7 @@ class PendingRequests:
         compiled already, so that the request need not wait. One whose grammar is known not to
         compile is yielded by take_done() too: a failure has one way out, however fast it came."""
         compiled = self._grammars.compile(grammar)
-        if _is_ready(compiled):
+        if is_ready(compiled):
             return True
         until = time.monotonic() + self._grammars.compile_s
         self._pending[request.id] = _Pending(request, compiled, until)
@@ -64,10 +64,6 @@ class PendingRequests:
                 continue
             del self._pending[req_id]
             yield pending.request, _reason(pending.compiled)
-
-
-def _is_ready(compiled: "Future[Any]") -> bool:
-    return compiled.done() and not compiled.cancelled() and compiled.exception() is None
 
 
 def _reason(compiled: "Future[Any]") -> str:

@@ -4,6 +4,7 @@ matcher, token by token."""
 import json
 import random
 import time
+from contextlib import closing
 
 import numpy as np
 import pytest
@@ -41,7 +42,7 @@ def grammars(directory):
 
 
 def matcher_of(grammars, **options):
-    return grammars.compile(read_structured_output(options)).result(30).deep_copy()
+    return grammars.begin(read_structured_output(options))
 
 
 def allowed(grammars, *matchers):
@@ -139,6 +140,34 @@ def test_a_grammar_is_compiled_once_and_failures_are_remembered(grammars):
     for index in range(few + 5):
         grammars.compile(StructuredOutput(kind="choice", text=f'["{index}"]'))
     assert len(grammars._compiled) == few
+
+
+def test_a_grammar_that_several_requests_use_is_compiled_a_few_times(directory, monkeypatch):
+    """Copies of one compilation share a lock."""
+    grammar, slow = (StructuredOutput(kind="regex", text=text) for text in ("[ab]+c", "[ab]+d"))
+    compiled = []
+    compile_one = Grammars._compile
+
+    def note(self, each):
+        compiled.append(each)
+        return compile_one(self, each)
+
+    monkeypatch.setattr(Grammars, "_compile", note)
+    limits = GrammarLimits(max_compilations=3)
+    with closing(Grammars(directory, VOCAB_SIZE, [EOS_TOKEN_ID], limits)) as grammars:
+        matchers = [grammars.begin(grammar)]
+        assert compiled == [grammar], "one request needs one"
+        matchers += [grammars.begin(grammar) for _ in range(9)]
+        assert len({tuple(tokens) for tokens in allowed(grammars, *matchers)}) == 1
+        first = allowed(grammars, matchers[0])[0][0]
+        assert grammars.consume([(matchers[0], first)]) == [True]
+        fresh = [grammars.begin(grammar) for _ in range(3)]
+        assert len({tuple(tokens) for tokens in allowed(grammars, *fresh, matchers[1])}) == 1
+        monkeypatch.setattr("worker_client.structured.grammars.MAX_AGAIN_S", 0.0)
+        for _ in range(9):
+            grammars.begin(slow)
+    assert compiled.count(grammar) == 3
+    assert compiled.count(slow) == 1, "others wait for the threads"
 
 
 def test_an_ended_text_may_only_end(grammars):

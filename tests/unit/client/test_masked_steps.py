@@ -75,6 +75,9 @@ class HandGrammars:
         compiled.set_result(self.matchers.get(grammar.text, HandMatcher(grammar.text)))
         return compiled
 
+    def begin(self, grammar):
+        return self.compile(grammar).result(self.compile_s).deep_copy()
+
     def fill(self, matchers):
         states = {(matcher.text, *matcher.tokens) for matcher in matchers}
         assert len(states) == len(matchers), "a mask is computed twice"
