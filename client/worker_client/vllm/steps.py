@@ -235,7 +235,8 @@ class StepWriter:
             self._last_blocks[each.req_id] = [own[-1] for own in each.blocks_by_group]
         for group, given in enumerate((step.new_block_ids, *step.more_new_block_ids)):
             for req_id, own in given.items():
-                self._last_blocks[req_id][group] = own[-1]
+                if req_id in self._last_blocks:  # the table of slots refuses others
+                    self._last_blocks[req_id][group] = own[-1]
 
 
 def _first_that_fit(
