@@ -405,7 +405,8 @@ class ModelledGroup:
         self._seq += 1
         step = deferred.step.later(chosen)
         future = self._steps.expect(self, self._epoch, self._seq, step)
-        self._sent.append(_Sent(future, step, None, dict(masks)))
+        copied = {req_id: mask.copy() for req_id, mask in masks.items()}  # vLLM fills them anew
+        self._sent.append(_Sent(future, step, None, copied))
         self.slots.take_later(deferred.step, chosen)
         return future
 
