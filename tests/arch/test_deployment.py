@@ -1,6 +1,12 @@
 """Checks docker/ against the daemon that it starts, and the unit's sandbox against systemd's
 assessment. tests/faults/test_systemd_units.py runs the unit."""
 
+import ast
+import importlib
+import inspect
+import json
+import math
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -9,6 +15,7 @@ import pytest
 import yaml
 
 from rpc_schema.exit_codes import ExitCode
+from worker_client.vllm.settings import read_endpoints, read_settings
 from worker_daemon.settings import ENV_PREFIX, KEYS, build_settings, read_environment
 
 DOCKER = Path(__file__).resolve().parents[2] / "docker"
@@ -86,19 +93,82 @@ def test_composed_daemons_share_what_they_must():
         assert str(found.state_dir.parent) in kept
 
 
-def test_composed_services_are_bound_in_what_they_take_and_leave_no_core():
-    composed = yaml.safe_load((DOCKER / "compose.yaml").read_text())
+@pytest.mark.parametrize(
+    ("file", "digest"), [("compose.yaml", "BASE_DIGEST"), ("compose.vllm.yaml", "VLLM_DIGEST")]
+)
+def test_composed_services_are_bound_in_what_they_take_and_leave_no_core(file, digest):
+    composed = yaml.safe_load((DOCKER / file).read_text())
     for service in composed["services"].values():
         assert service["mem_limit"]
         assert service["pids_limit"] > 0
         assert service["ulimits"]["core"] == 0
-        assert "BASE_DIGEST" in service["build"]["args"]
+        assert service["restart"]
+        assert service["read_only"]
+        assert service["cap_drop"] == ["ALL"]
+        assert digest in service["build"]["args"]
 
 
-def test_image_has_every_package():
+@pytest.fixture(scope="module")
+def composed():
+    """Return the services of both files together."""
+    files = [DOCKER / name for name in ("compose.yaml", "compose.vllm.yaml")]
+    first, second = (yaml.safe_load(file.read_text())["services"] for file in files)
+    assert not first.keys() & second.keys(), "the second file changes no service of the first"
+    return first | second
+
+
+def test_composed_server_has_all_daemons_in_rank_order(composed):
+    daemons = [service for name, service in composed.items() if re.fullmatch("w[0-9]+", name)]
+    server = composed["vllm"]
+    endpoints = [daemon["environment"]["WORKER_DAEMON_ENDPOINT"] for daemon in daemons]
+    assert read_endpoints(server["environment"]) == tuple(endpoints)
+    options = server_options(server)
+    sizes = ("--pipeline-parallel-size", "--tensor-parallel-size")
+    assert math.prod(int(options.get(name, 1)) for name in sizes) == len(daemons)
+    shared = {volume for daemon in daemons for volume in daemon["volumes"]}
+    assert {*server["volumes"]} <= shared
+    assert {"/run/worker-daemon", "/models"} == {
+        v.split(":")[-1 - v.endswith(":ro")] for v in server["volumes"]
+    }
+    assert server["depends_on"].keys() == composed.keys() - {"vllm", "namespaces"}
+    assert all(each == {"condition": "service_healthy"} for each in server["depends_on"].values())
+    assert all("healthcheck" in daemon for daemon in daemons)
+
+
+def test_composed_server_is_asked_for_what_it_has(composed):
+    server = composed["vllm"]
+    options = server_options(server)
+    module, _, name = options["--middleware"].rpartition(".")
+    assert inspect.isclass(getattr(importlib.import_module(module), name))
+    assert read_settings(json.loads(options["--additional-config"])).reload
+    words = server["healthcheck"]["test"]
+    assert words[:3] == ["CMD", "python3", "-c"]
+    ast.parse(words[3])
+    assert f":{options['--port']}/health" in words[3]
+    assert server["ports"] == [f"${{LISTEN:-127.0.0.1:8000}}:{options['--port']}"]
+    assert int(options["--shutdown-timeout"]) < int(server["stop_grace_period"].removesuffix("s"))
+
+
+def test_composed_server_has_no_gpu_and_is_the_daemons_user(composed):
+    """The image that it is made of asks for all GPUs where the runtime heeds that."""
+    assert not {"deploy", "devices", "gpus", "runtime", "privileged"} & composed["vllm"].keys()
+    lines = [(DOCKER / name).read_text() for name in ("Dockerfile", "Dockerfile.vllm")]
+    assert "NVIDIA_VISIBLE_DEVICES=void" in lines[1]
+    users = [re.findall("^USER (.*)$", text, re.MULTILINE) for text in lines]
+    assert users[0] == users[1] == ["10001:10001"]
+
+
+def server_options(service):
+    """Return the options of vLLM's command, by name."""
+    _, *words = service["command"]
+    return dict(word.split("=", 1) for word in words)
+
+
+@pytest.mark.parametrize("file", ["Dockerfile", "Dockerfile.vllm"])
+def test_image_has_every_package(file):
     copied = {
         line.split()[1]
-        for line in (DOCKER / "Dockerfile").read_text().splitlines()
+        for line in (DOCKER / file).read_text().splitlines()
         if line.startswith("COPY ") and "--from" not in line
     }
     ignored = (DOCKER.parent / ".dockerignore").read_text().splitlines()

@@ -26,7 +26,15 @@ from vllm.v1.outputs import LogprobsLists, LogprobsTensors, ModelRunnerOutput
 from worker_client.vllm.hooks.platform import WorkerDaemonPlatform
 
 GOLDEN = Path(__file__).with_name("surface.json")
-SCHEDULER = ("__init__", "_handle_blocked_waiting_request", "update_from_output", "finish_requests")
+SCHEDULER = (
+    "__init__",
+    "_handle_blocked_waiting_request",
+    "_preempt_request",
+    "finish_requests",
+    "reset_prefix_cache",
+    "schedule",
+    "update_from_output",
+)
 STRUCTS = (SamplingParams, PoolingParams)
 DATACLASSES = (
     sched.SchedulerOutput,

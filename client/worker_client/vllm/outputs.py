@@ -88,7 +88,7 @@ class OutputReader:
         if NO_TOKEN in tokens:
             pairs = zip(names, tokens, strict=True)
             columns.failed = tuple(name for name, token in pairs if token == NO_TOKEN)
-        if result.reports:
+        if result.reports or self._prompts:  # a prompt's last token alone reports nothing of it
             self._add_reports(columns, wire, result)
         return columns
 

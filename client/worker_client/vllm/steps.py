@@ -1,6 +1,6 @@
 """vLLM's SchedulerOutput as steps of ours, usually one."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -42,10 +42,15 @@ class StepWriter:
         """vLLM's ids of the last step's decodes, and theirs on the wire: the same objects for as
         long as the batch goes on."""
         self._wire_decodes: tuple[str, ...] = ()
+        self._last_blocks: dict[str, list[int]] = {}
+        """For each request with a row, its last block in each KV group."""
 
     def end(self, wire_ids: Iterable[str]) -> None:
         """End requests with the next step, by their ids on the wire."""
-        self._unsent.update(dict.fromkeys(wire_ids))
+        ended = dict.fromkeys(wire_ids)
+        self._unsent.update(ended)
+        for req_id in ended:
+            self._last_blocks.pop(req_id, None)
 
     def end_of(self, output: Any) -> None:
         """End the requests that a vLLM step ends, with the next step: this one has no tokens, and
@@ -79,6 +84,7 @@ class StepWriter:
         self._add_counts(step, output)
         self._add_blocks(step, output.scheduled_cached_reqs)
         apart = self._apart(step, output.scheduled_cached_reqs)
+        self._note_last_blocks(new, step)
         return [part for each in apart for part in self._admitted_first(each)]
 
     def _take_unsent(self) -> list[str]:
@@ -171,9 +177,7 @@ class StepWriter:
         new = step.scheduled_new_reqs
         if not any(each.num_computed_tokens for each in new):
             return [step]
-        first, *later = self._levels(step)
-        if self._may_read_early(first, later, step, cached):
-            first, later = [], [first, *later]
+        first, *later = self._levels(step, cached)
         if not later:
             return [step]
         counts, deferred = step.num_scheduled_tokens, step.deferred_req_ids
@@ -191,12 +195,12 @@ class StepWriter:
         step.deferred_req_ids = [r for r in deferred if r not in moved]
         return [step, *steps]
 
-    def _levels(self, step: SchedulerOutput) -> list[list[NewRequest]]:
+    def _levels(self, step: SchedulerOutput, cached: Any) -> list[list[NewRequest]]:
         """Return the new requests in as many parts as they need, so that none begins with a block
-        that is given to a request of its own part. The first part may be empty."""
+        that a request of its own part fills. The first part, which goes with the requests that run
+        already, may be empty."""
         levels: list[list[NewRequest]] = [[]]
-        given = (step.new_block_ids, *step.more_new_block_ids)
-        level_of = {block: 0 for group in given for own in group.values() for block in own}
+        level_of = dict.fromkeys(self._filled(step, cached), 0)
         new = {each.req_id: each for each in step.scheduled_new_reqs}
         # In the order in which vLLM found blocks for them.
         for each in (new[req_id] for req_id in step.num_scheduled_tokens if req_id in new):
@@ -212,25 +216,27 @@ class StepWriter:
             levels[level].append(each)
         return levels
 
-    def _may_read_early(
-        self,
-        first: Sequence[NewRequest],
-        later: Sequence[Sequence[NewRequest]],
-        step: SchedulerOutput,
-        cached: Any,
-    ) -> bool:
-        """Return whether a new request may read a block before a running one has filled it, which
-        it had before this step. Steps with longer rows write all rows' KV before any row reads."""
-        if not any(each.num_computed_tokens for each in first):
-            return False
-        moved = {each.req_id for some in later for each in some}
-        if any(n != 1 for r, n in step.num_scheduled_tokens.items() if r not in moved):
-            return False
-        return any(
-            (count + 1) % size == 0
-            for count in cached.num_computed_tokens
-            for size in self._block_sizes
-        )
+    def _filled(self, step: SchedulerOutput, cached: Any) -> Iterator[int]:
+        """Yield the blocks that running requests fill with a step: those that they get with it, and
+        their last ones so far, which have room left."""
+        for given in (step.new_block_ids, *step.more_new_block_ids):
+            for own in given.values():
+                yield from own
+        for req_id, num_computed in zip(cached.req_ids, cached.num_computed_tokens, strict=True):
+            name = wire_id(req_id)
+            count = step.num_scheduled_tokens.get(name, 1)
+            for size, last in zip(self._block_sizes, self._last_blocks.get(name, ()), strict=False):
+                num_used = num_computed % size
+                if num_used and num_used + count >= size:
+                    yield last
+
+    def _note_last_blocks(self, new: Iterable[NewRequest], step: SchedulerOutput) -> None:
+        for each in new:
+            self._last_blocks[each.req_id] = [own[-1] for own in each.blocks_by_group]
+        for group, given in enumerate((step.new_block_ids, *step.more_new_block_ids)):
+            for req_id, own in given.items():
+                if req_id in self._last_blocks:  # the table of slots refuses others
+                    self._last_blocks[req_id][group] = own[-1]
 
 
 def _first_that_fit(

@@ -123,6 +123,15 @@ def test_prompt_logprobs_are_whole_with_the_first_token(reader, know):
     assert reader.read(["a"], StepResult(["a"], [51])).prompt_logprobs == {}
 
 
+def test_prompt_whose_last_token_is_computed_alone(reader, know):
+    """A chunk of one token has the first one of the output, and nothing of the prompt."""
+    know("a", prompt_logprobs=0)
+    reader.read(["a"], StepResult((), (), chunks(a=(1, entry(1), entry(2)))))
+    rows = reader.read(["a"], StepResult(["a"], [50])).prompt_logprobs["a"]
+    assert rows.token_ids.tolist() == [[1], [2]]
+    assert reader.read(["a"], StepResult(["a"], [51])).prompt_logprobs == {}
+
+
 def test_prompt_that_begins_again_counts_once(reader, know):
     know("a", prompt_logprobs=0)
     reader.read(["a"], StepResult((), (), chunks(a=(1, entry(1), entry(2), entry(3)))))

@@ -341,7 +341,8 @@ def test_what_a_reader_defers_goes_with_it(bench):
     [
         (6, 4, 1),  # the step fills no block
         (7, 0, 1),  # the new request begins with no block
-        (7, 8, 2),  # all rows are written before any is read
+        (7, 4, 1),  # the new request begins with another block than the one that is filled
+        (5, 4, 2),
     ],
 )
 def test_steps_that_no_row_can_read_too_early_stay_whole(bench, computed, hit, count):
@@ -363,8 +364,8 @@ def test_new_requests_that_fill_blocks_of_one_token_come_one_by_one():
     bench.write([NEW("a", range(3), ([1, 2, 3],))], num_scheduled_tokens={"a": 3})
     steps = bench.write(
         [
-            NEW("b", range(4), ([1, 2, 3, 5],), num_computed_tokens=3),
-            NEW("c", range(5), ([1, 2, 3, 5, 6],), num_computed_tokens=4),
+            NEW("b", range(5), ([1, 2, 3, 4, 5],), num_computed_tokens=4),
+            NEW("c", range(6), ([1, 2, 3, 4, 5, 6],), num_computed_tokens=5),
         ],
         running(("a", 3, ([4],))),
         num_scheduled_tokens={"a": 1, "b": 1, "c": 1},
@@ -410,8 +411,7 @@ def test_prefix_that_a_running_request_gets_in_the_same_step(bench):
     assert (first.num_scheduled_tokens, second.num_scheduled_tokens) == ({"a": 8}, {"b": 2})
 
 
-def test_step_whose_long_rows_come_later_is_one_of_single_tokens(bench):
-    """What is left beside a running request that fills a block may not read it early either."""
+def test_only_readers_of_what_is_filled_come_later(bench):
     bench.accept("a", "b", "c", "d")
     bench.begin("a", num_tokens=7)  # blocks 1 and 2
     steps = bench.write(
@@ -423,8 +423,42 @@ def test_step_whose_long_rows_come_later_is_one_of_single_tokens(bench):
         running(("a", 7, None)),
         num_scheduled_tokens={"a": 1, "b": 1, "c": 1, "d": 2},
     )
-    assert [dict(each.num_scheduled_tokens) for each in steps] == [{}, {"b": 1, "c": 1}, {"d": 2}]
+    assert [dict(each.num_scheduled_tokens) for each in steps] == [{"c": 1}, {"b": 1}, {"d": 2}]
     assert steps[0].decode_req_ids == ("a",)
+
+
+@pytest.mark.parametrize("chunk", [1, 2, 6])
+def test_reader_of_a_block_that_a_chunk_completes_comes_after_it(bench, chunk):
+    """The block was given to the running request before this step, and has room left."""
+    bench.accept("a", "b", "e")
+    bench.write([NEW("a", range(16), ([1, 2],))], num_scheduled_tokens={"a": 7})
+    first, second = bench.write(
+        [
+            NEW("b", range(9), ([1, 2, 9],), num_computed_tokens=8),
+            NEW("e", range(6), ([20, 21],)),
+        ],
+        running(("a", 7, ([3, 4],) if chunk == 6 else None)),
+        num_scheduled_tokens={"a": chunk, "b": 1, "e": 6},
+    )
+    assert (first.total_num_scheduled_tokens, second.num_scheduled_tokens) == (chunk + 6, {"b": 1})
+
+
+def test_last_block_follows_what_a_request_gets():
+    bench = Bench(groups=((4, None), (2, None)))
+    bench.accept("a", "b", "c")
+    bench.write([NEW("a", range(16), ([1], [2, 3]))], num_scheduled_tokens={"a": 3})
+    bench.write(
+        cached=running(("a", 3, ([4], [5]))), num_scheduled_tokens={"a": 2}
+    )  # 5 of blocks 4 and 5
+    steps = bench.write(
+        [
+            NEW("b", range(5), ([1, 8], [2, 3, 9]), num_computed_tokens=4),
+            NEW("c", range(7), ([1, 10], [2, 3, 5, 11]), num_computed_tokens=6),
+        ],
+        running(("a", 5, None)),
+        num_scheduled_tokens={"a": 1, "b": 1, "c": 1},
+    )
+    assert [dict(each.num_scheduled_tokens) for each in steps] == [{"b": 1}, {"c": 1}]
 
 
 # ------------------------------------------------------------------ masks

@@ -1,5 +1,6 @@
 """vLLM's scheduler for workers that outlive a lost step."""
 
+import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Final
@@ -9,7 +10,7 @@ from vllm.outputs import RequestError
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.outputs import ModelRunnerOutput
-from vllm.v1.request import Request
+from vllm.v1.request import Request, RequestStatus
 
 from rpc_schema.kv_cache import NULL_BLOCK
 from worker_client.vllm.prefix_notes import PrefixNotes
@@ -44,6 +45,8 @@ class WorkerDaemonScheduler(AsyncScheduler):  # type: ignore[misc]
         super().__init__(*args, **kwargs)
         self._translated = translated
         self._noted = noted
+        self._sharing: set[str] = set()
+        """Requests that have begun with blocks which others had filled."""
         if noted is not None:
             noted.restore(self.kv_cache_manager.block_pool)
 
@@ -62,6 +65,17 @@ class WorkerDaemonScheduler(AsyncScheduler):  # type: ignore[misc]
         self.grammar_compile_error_reqs[request.request_id] = error
         return False
 
+    def schedule(self, *args: Any, **kwargs: Any) -> Any:
+        """Plan a step."""
+        output = super().schedule(*args, **kwargs)
+        self._sharing -= output.finished_req_ids
+        for new in output.scheduled_new_reqs:
+            if new.num_computed_tokens:
+                self._sharing.add(new.req_id)
+            else:
+                self._sharing.discard(new.req_id)
+        return output
+
     def update_from_output(
         self, scheduler_output: Any, model_runner_output: ModelRunnerOutput
     ) -> dict[int, EngineCoreOutputs]:
@@ -76,12 +90,30 @@ class WorkerDaemonScheduler(AsyncScheduler):  # type: ignore[misc]
         return outputs
 
     def _fail(self, req_ids: Iterable[str]) -> None:
-        """End requests with this step; nobody may share the blocks that they wrote."""
+        """End requests with this step; nobody may share the blocks that they wrote. For one that
+        began with blocks of others, the fault may be in those: it is computed again without."""
         for req_id in req_ids:
-            if req_id in self.requests:
-                by_group = self.kv_cache_manager.get_block_ids(req_id)
-                held = {block_id for own in by_group for block_id in own}
-                self.kv_cache_manager.evict_blocks(held - {NULL_BLOCK})
-                if self._noted is not None:
-                    self._noted.distrust(held - {NULL_BLOCK})
+            request = self.requests.get(req_id)
+            if request is None:
+                continue
+            self._distrust(req_id)
+            if request.num_stale_output_tokens:
+                continue  # from before it was preempted: it is computed again anyway
+            if req_id in self._sharing:
+                self._begin_alone(request)
+            else:
                 self.grammar_compile_error_reqs[req_id] = _NOT_FINITE
+
+    def _distrust(self, req_id: str) -> None:
+        by_group = self.kv_cache_manager.get_block_ids(req_id)
+        held = {block_id for own in by_group for block_id in own} - {NULL_BLOCK}
+        self.kv_cache_manager.evict_blocks(held)
+        if self._noted is not None:
+            self._noted.distrust(held)
+
+    def _begin_alone(self, request: Request) -> None:
+        """Let a request begin again, without blocks of others."""
+        request.skip_reading_prefix_cache = True
+        if request.status == RequestStatus.RUNNING:
+            self.running.remove(request)
+            self._preempt_request(request, time.monotonic(), drop_stale_output=True)
