@@ -1,9 +1,10 @@
 """vLLM's scheduler for workers that outlive a lost step."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
+import torch
 from vllm.logger import init_logger
 from vllm.outputs import RequestError
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
@@ -12,6 +13,7 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
 
 from rpc_schema.kv_cache import NULL_BLOCK
+from worker_client.vllm.configuration import pools
 from worker_client.vllm.prefix_notes import PrefixNotes
 from worker_client.vllm.requests import Requests
 from worker_client.vllm.settings import LOGGER
@@ -44,6 +46,7 @@ class WorkerDaemonScheduler(AsyncScheduler):  # type: ignore[misc]
         super().__init__(*args, **kwargs)
         self._translated = translated
         self._noted = noted
+        self._is_pooling = pools(self.vllm_config)
         if noted is not None:
             noted.restore(self.kv_cache_manager.block_pool)
 
@@ -73,6 +76,8 @@ class WorkerDaemonScheduler(AsyncScheduler):  # type: ignore[misc]
         outputs: dict[int, EngineCoreOutputs] = super().update_from_output(
             scheduler_output, model_runner_output
         )
+        if self._is_pooling:
+            _mark_failed(outputs)
         return outputs
 
     def _fail(self, req_ids: Iterable[str]) -> None:
@@ -85,3 +90,12 @@ class WorkerDaemonScheduler(AsyncScheduler):  # type: ignore[misc]
                 if self._noted is not None:
                     self._noted.distrust(held - {NULL_BLOCK})
                 self.grammar_compile_error_reqs[req_id] = _NOT_FINITE
+
+
+def _mark_failed(outputs: Mapping[int, EngineCoreOutputs]) -> None:
+    """Give failed requests that pool an output: a server reports their error and drops it, and the
+    LLM class knows no error of such a request, only one without an output."""
+    for own in outputs.values():
+        for each in own.outputs:
+            if each.error is not None:
+                each.pooling_output = torch.full((1,), torch.nan)
