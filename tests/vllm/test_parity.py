@@ -176,8 +176,8 @@ def test_bad_words_do_not_occur(ours, engine, model, pp):
     sizes = {"max_num_seqs": 8, "max_num_batched_tokens": 64}
     with ours(model.path, pp, **sizes) as served:
         plain = generate(*served, requests).tokens
-        spans = [plain["0"][at : at + size] for at, size in ((2, 1), (5, 2), (9, 3))]
-        params = SamplingParams(**fields, bad_words=[*map(tokenizer.decode, spans)])
+        words = [some_word(tokenizer, plain["0"], size) for size in (1, 2, 3)]
+        params = SamplingParams(**fields, bad_words=words)
         split = params.clone()
         split.update_from_tokenizer(tokenizer)
         banned = tuple(tuple(word) for word in split.bad_words_token_ids)
@@ -192,6 +192,12 @@ def test_bad_words_do_not_occur(ours, engine, model, pp):
     assert cleaned == list(expected.values())
     for own in cleaned:
         assert not any(tuple(own[at : at + len(w)]) == w for w in banned for at in range(len(own)))
+
+
+def some_word(tokenizer, tokens, size):
+    """Return a text of some of these tokens."""
+    texts = (tokenizer.decode(tokens[at : at + size]) for at in range(len(tokens) - size))
+    return next(text for text in texts if text and text.isprintable() and "\ufffd" not in text)
 
 
 def refuse(llm, params):

@@ -107,11 +107,10 @@ def test_nothing_is_generated(server):
 def test_request_that_the_scheduler_refuses(server, vectors):
     """Its weights are gone."""
     assert server.post("/sleep?level=2").status_code == 200
-    assert server.post("/wake_up?tags=weights").status_code == 200
+    assert server.post("/wake_up").status_code == 200
     answer = server.post("/v1/embeddings", {"model": MODEL_NAME, "input": TEXTS[0]})
     assert answer.status_code == 400, answer.text
     assert "reload_weights" in answer.text
     assert server.post("/collective_rpc", {"method": "reload_weights"}).status_code == 200
-    assert server.post("/wake_up?tags=kv_cache").status_code == 200
     (entry,) = ask(server, "/v1/embeddings", input=TEXTS[0])["data"]
     np.testing.assert_allclose(entry["embedding"], vectors(TEXTS[0]), **CLOSE)

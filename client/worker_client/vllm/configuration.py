@@ -294,9 +294,9 @@ def check_loaded(vllm_config: Any, metadata: GetModelMetadataReply) -> None:
             _refuse("runner", "generate", "use --runner pooling: the model has no output layer")
         return
     model, support = vllm_config.model_config, metadata.pooling or NO_POOLING
-    if model.convert_type in ("embed", "classify"):
-        if not any(each.task.endswith(model.convert_type) for each in support.tasks):
-            _refuse("convert", model.convert_type, f"leave it out: the model has {support.names}")
+    wanted = "" if model.convert_type == "none" else model.convert_type
+    if not any(each.task.endswith(wanted) for each in support.tasks):
+        _refuse("convert", wanted, f"leave it out: the model has {support.names}")
     if support.whole_prompts and vllm_config.scheduler_config.enable_chunked_prefill:
         fix = "leave it out: the model computes a prompt in one step"
         _refuse("enable_chunked_prefill", True, fix)
