@@ -189,7 +189,7 @@ def test_outputs_that_fill_several_replies(pooling_engine):
     fields = {
         "hidden_size": 512,
         "head_dim": 128,
-        "num_hidden_layers": 1,
+        "num_hidden_layers": 2,
         "max_position_embeddings": 8192,
     }
     options = {

@@ -93,8 +93,8 @@ class WorkerDaemonScheduler(AsyncScheduler):  # type: ignore[misc]
 
 
 def _mark_failed(outputs: Mapping[int, EngineCoreOutputs]) -> None:
-    """Give failed requests that pool an output: a server reports their error and drops it, and the
-    LLM class knows no error of such a request, only one without an output."""
+    """Give failed requests that pool an output. A server reports their error instead; the LLM class
+    reads no error of such a request, and expects an output."""
     for own in outputs.values():
         for each in own.outputs:
             if each.error is not None:
