@@ -72,20 +72,13 @@ def test_tokens_are_those_of_our_driver(ours, engine, models, name, pp, tp, num_
     in_flight = STEP_TOKENS * (pp + 1)  # vLLM keeps blocks until their step has ended
     longest, other = (request_blocks(n, groups, in_flight) for n in (MAX_MODEL_LEN, 110))
     few = 2 + longest + other // 4
-    for num_blocks in (few, 2000):
-        with engine(reference.path, pp, tp, **options(num_blocks)) as llm:
-            before = counted(llm, "vllm:num_preemptions")
-            assert tokens_of(run_vllm(llm, requests)) == expected
-            num_preemptions = counted(llm, "vllm:num_preemptions") - before
-            assert num_preemptions == 0 or num_blocks == few
-            again = run_vllm(llm, requests)
-            assert tokens_of(again) == expected
-        if num_blocks == few:
-            assert num_preemptions > 0 or all(each.window is not None for each in groups)
-        else:
-            cached = [again[each.id].num_cached_tokens for each in greedy]
-            whole = [(len(each.prompt_token_ids) - 1) // BLOCK_SIZE * BLOCK_SIZE for each in greedy]
-            assert cached == whole
+    with engine(reference.path, pp, tp, **options(few)) as llm:
+        before = counted(llm, "vllm:num_preemptions")
+        assert tokens_of(run_vllm(llm, requests)) == expected
+        num_preemptions = counted(llm, "vllm:num_preemptions") - before
+        assert num_preemptions > 0 or all(each.window is not None for each in groups)
+        again = requests[::4]
+        assert tokens_of(run_vllm(llm, again)) == {each.id: expected[each.id] for each in again}
 
 
 def test_shared_prefixes_of_several_windows(ours, engine, models):
@@ -103,8 +96,9 @@ def test_shared_prefixes_of_several_windows(ours, engine, models):
                     prompt = known.prompt_token_ids.tolist()
                     tokens = reference.greedy(prompt, known.max_tokens)
                     assert list(output.outputs[0].token_ids) == tokens
-                elif requests is sampled:
-                    assert output.num_cached_tokens >= 48
+                if requests is not first:
+                    wanted = (len(known.prompt_token_ids) - 1) // BLOCK_SIZE * BLOCK_SIZE
+                    assert output.num_cached_tokens == wanted
         outputs = tokens_of(run_vllm(llm, sampled))
     with ours(reference.path, 2, max_model_len=MAX_MODEL_LEN, **sizes) as served:
         assert generate(*served, sampled).tokens == outputs

@@ -318,7 +318,9 @@ class Requests:
     ) -> KnownRequest:
         pooling = pooling_params(params)
         self._check_extensions((pooling,), num_prompt_tokens)
-        support = self._bounds.pooling or NO_POOLING
+        support = self._bounds.pooling
+        if support is None:
+            raise request_error("task", params.task, "the model does not pool", "leave it out")
         fault = output_fault(pooling, num_prompt_tokens, support)
         if fault is not None:
             field, value, fix = fault
