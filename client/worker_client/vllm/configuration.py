@@ -265,17 +265,28 @@ def _check_pooling(vllm_config: Any) -> None:
     threshold = scheduler.long_prefill_token_threshold
     if threshold:  # many prompts would be unfinished at once, whose tokens' outputs are kept
         _refuse("long_prefill_token_threshold", threshold, "leave it out")
-    for field, fix in _ACTIVATIONS.items():
-        value = getattr(model.hf_config, field, None)
-        if value is not None and model.convert_type != "embed":
+    _check_activation(model.hf_config)
+
+
+def _check_activation(config: Any) -> None:
+    """Refuse a checkpoint that chooses how scores are made of logits in a field that the daemons do
+    not read."""
+    if getattr(config, "problem_type", None) is not None:
+        return  # it decides, for vLLM too
+    chosen = {
+        "sbert_ce_default_activation_function": getattr(
+            config, "sbert_ce_default_activation_function", None
+        ),
+        "sentence_transformers.activation_fn": (
+            getattr(config, "sentence_transformers", None) or {}
+        ).get("activation_fn"),
+    }
+    for field, value in chosen.items():
+        is_ours = str(value).endswith(".Sigmoid") and config.num_labels == 1
+        if value is not None and not is_ours:
+            fix = "set problem_type in config.json: regression keeps logits as they are"
             _refuse(f"hf_config.{field}", value, fix)
 
-
-_ACTIVATIONS: Final = dict.fromkeys(
-    ("sbert_ce_default_activation_function", "sentence_transformers"),
-    "remove it from config.json: scores are made of logits as problem_type says",
-)
-"""Fields of checkpoints that choose how scores are made of logits."""
 
 _STATES: Final[Mapping[str, PooledStates]] = MappingProxyType(
     {"CLS": "first", "LAST": "last", "MEAN": "mean"}

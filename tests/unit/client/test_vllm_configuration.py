@@ -160,6 +160,30 @@ def described(pooling=None, generates=False):
     return SimpleNamespace(generates=generates, pooling=pooling)
 
 
+SIGMOID = "torch.nn.modules.activation.Sigmoid"
+
+
+def checkpoint_of(activation, num_labels=1, problem_type=None):
+    """Return the fields of a reranker's config.json."""
+    return SimpleNamespace(
+        num_labels=num_labels,
+        problem_type=problem_type,
+        sentence_transformers={"version": "5.0", "activation_fn": activation},
+    )
+
+
+@pytest.mark.parametrize(
+    "checkpoint",
+    [
+        checkpoint_of(SIGMOID),
+        checkpoint_of(None),
+        checkpoint_of("torch.nn.Identity", problem_type="regression"),
+    ],
+)
+def test_rerankers_whose_scores_are_made_as_vllm_makes_them(checkpoint):
+    check_config(pooling_config(model_config__hf_config=checkpoint))
+
+
 @pytest.mark.parametrize("is_async", [True, False])
 def test_servers_that_pool_may_wait_for_each_step(is_async):
     check_config(
@@ -175,11 +199,20 @@ def test_servers_that_pool_may_wait_for_each_step(is_async):
         ({"pooler__tok_pooling_type": "STEP"}, "pooler_config.tok_pooling_type"),
         ({"scheduler_config__long_prefill_token_threshold": 8}, "long_prefill_token_threshold"),
         (
+            {"model_config__hf_config": checkpoint_of(activation="torch.nn.Identity")},
+            "hf_config.sentence_transformers.activation_fn",
+        ),
+        (
+            {"model_config__hf_config": checkpoint_of(activation=SIGMOID, num_labels=2)},
+            "hf_config.sentence_transformers.activation_fn",
+        ),
+        (
             {
-                "model_config__convert_type": "classify",
-                "model_config__hf_config": SimpleNamespace(sentence_transformers={"a": 1}),
+                "model_config__hf_config": SimpleNamespace(
+                    num_labels=1, sbert_ce_default_activation_function="torch.nn.Identity"
+                )
             },
-            "hf_config.sentence_transformers",
+            "hf_config.sbert_ce_default_activation_function",
         ),
     ],
 )
