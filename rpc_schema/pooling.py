@@ -125,13 +125,19 @@ def admission_fault(
     if support.whole_prompts and num_tokens > max_num_batched_tokens:
         fix = f"use at most max_num_batched_tokens = {max_num_batched_tokens} tokens: the model "
         return "num_tokens", num_tokens, fix + "computes a prompt in one step"
+    return output_fault(params, num_tokens, support)
+
+
+def output_fault(
+    params: PoolingParams, num_tokens: int, support: PoolingSupport
+) -> tuple[str, object, str] | None:
+    """Return field, value and fix if no reply can hold the output of so many tokens. The model must
+    support the task."""
     num_bytes = pooled_bytes(params, num_tokens, support)
-    if num_bytes > MAX_POOLED_BYTES:
-        fix = (
-            f"use at most {MAX_POOLED_BYTES * num_tokens // num_bytes} tokens, or fewer dimensions"
-        )
-        return "num_tokens", num_tokens, fix
-    return None
+    if num_bytes <= MAX_POOLED_BYTES:
+        return None
+    most = MAX_POOLED_BYTES * num_tokens // num_bytes
+    return "num_tokens", num_tokens, f"use at most {most} tokens, or fewer dimensions"
 
 
 def pooled_bytes(params: PoolingParams, num_tokens: int, support: PoolingSupport) -> int:

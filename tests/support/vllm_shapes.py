@@ -72,6 +72,7 @@ class Request:
     pooling_params: Any = None
     num_prompt_tokens: int = 5
     lora_request: Any = None
+    skip_reading_prefix_cache: bool = False
 
 
 @dataclass
@@ -110,6 +111,23 @@ class SchedulerOutput:
         return sum(self.num_scheduled_tokens.values())
 
 
+def pooling_config(**changes: Any) -> SimpleNamespace:
+    """Return a configuration of a server that pools, with some fields of its pooler_config changed:
+    pooler__field=value. Others are as in vllm_config."""
+    own = {k.partition("__")[2]: v for k, v in changes.items() if k.startswith("pooler__")}
+    others = {k: v for k, v in changes.items() if not k.startswith("pooler__")}
+    names = ("pooling_type", "tok_pooling_type", "use_activation", "logit_mean", "step_tag_id")
+    pooler = section_of({"seq_pooling_type": "LAST", **dict.fromkeys(names)}, own)
+    fields = {
+        "model_config__runner_type": "pooling",
+        "model_config__convert_type": "embed",
+        "model_config__hf_config": SimpleNamespace(),
+        "model_config__pooler_config": pooler,
+        "scheduler_config__async_scheduling": False,
+    }
+    return vllm_config(**{**fields, **others})
+
+
 def vllm_config(**changes: Any) -> SimpleNamespace:
     """Return a configuration that is served, with some fields of its sections changed:
     section__field=value."""
@@ -131,6 +149,10 @@ def vllm_config(**changes: Any) -> SimpleNamespace:
             "enable_return_routed_experts": False,
             "logprobs_mode": "raw_logprobs",
             "max_logprobs": 20,
+            "runner_type": "generate",
+            "convert_type": "none",
+            "hf_config": None,
+            "pooler_config": None,
         },
         "parallel_config": {
             "pipeline_parallel_size": 1,
@@ -145,6 +167,8 @@ def vllm_config(**changes: Any) -> SimpleNamespace:
             "max_num_seqs": 8,
             "max_num_batched_tokens": 64,
             "async_scheduling": True,
+            "enable_chunked_prefill": True,
+            "long_prefill_token_threshold": 0,
         },
         "cache_config": {
             "block_size": 16,
@@ -168,7 +192,14 @@ def vllm_config(**changes: Any) -> SimpleNamespace:
     return config
 
 
-DERIVED = ("is_encoder_decoder", "is_multimodal_model", "original_max_model_len")
+DERIVED = (
+    "convert_type",
+    "hf_config",
+    "is_encoder_decoder",
+    "is_multimodal_model",
+    "original_max_model_len",
+    "runner_type",
+)
 """Attributes of sections that are no fields."""
 
 

@@ -1,14 +1,14 @@
 """vLLM's scheduler on our daemons gives the tokens of our own driver, for whatever a request may
 ask."""
 
-import re
 from dataclasses import replace
 
 import pytest
 
 from tests.support.checkpoints import prompts
 from tests.support.serving import generate, greedy_request
-from tests.support.structured import EOS_TOKEN_ID, VOCAB_SIZE, make_tokenizer
+from tests.support.structured import EOS_TOKEN_ID, VOCAB_SIZE
+from tests.vllm.models import write_tokenizer
 
 NUM_TOKENS = 12
 SHAPES = [(1, 1), (2, 1), (1, 2)]
@@ -16,9 +16,7 @@ SHAPES = [(1, 1), (2, 1), (1, 2)]
 
 @pytest.fixture(scope="module")
 def model(checkpoint):
-    made = checkpoint(vocab_size=VOCAB_SIZE, seed=41)
-    make_tokenizer(made.path)
-    return made
+    return checkpoint(vocab_size=VOCAB_SIZE, seed=41, eos_token_id=EOS_TOKEN_ID)
 
 
 FEATURES = {
@@ -32,7 +30,15 @@ FEATURES = {
     "logprobs": {"logprobs": 3},
     "sampled logprob": {"logprobs": 0, "temperature": 0.8, "seed": 3},
     "prompt logprobs": {"prompt_logprobs": 2},
+    "given tokens": {"prompt_logprobs": 0, "logprobs": 0},
     "named": {"logprob_token_ids": (3, 1, 99)},
+    "unlikely": {"temperature": 2.0, "seed": 2, "logprobs": 20, "frequency_penalty": 2.0},
+    "ends late": {
+        "allowed_token_ids": (EOS_TOKEN_ID, 9, 15, 77),
+        "ignore_eos": False,
+        "min_tokens": 5,
+        "stop_token_ids": (77,),
+    },
     "everything": {
         "temperature": 0.7,
         "top_p": 0.95,
@@ -65,13 +71,17 @@ def as_vllm(request):
     names = (
         "max_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "logprobs",
         "presence_penalty", "frequency_penalty", "repetition_penalty", "prompt_logprobs",
+        "min_tokens", "ignore_eos",
     )  # fmt: skip
     fields = {name: getattr(request, name) for name in names}
     for name in ("allowed_token_ids", "logprob_token_ids"):
         value = getattr(request, name)
         fields[name] = None if value is None else list(value)
     params = SamplingParams(
-        **fields, logit_bias=dict(request.logit_bias) or None, ignore_eos=True, detokenize=False
+        **fields,
+        logit_bias=dict(request.logit_bias) or None,
+        stop_token_ids=list(request.stop_token_ids),
+        detokenize=False,
     )
     return {"prompt_token_ids": request.prompt_token_ids.tolist()}, params
 
@@ -150,62 +160,57 @@ def test_preempted_requests_have_the_same_tokens(ours, engine, model, pp, tp):
         assert sum(each.value for each in preemptions) > 0
 
 
-# ------------------------------------------------------------------ with a tokenizer
-
-
-@pytest.fixture(scope="module")
-def speaking(engine, model):
-    """An engine with the model's tokenizer."""
-    from transformers import PreTrainedTokenizerFast
-
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_file=str(model.path / "tokenizer.json"), eos_token="<eos>"
-    )
-    assert tokenizer.eos_token_id == EOS_TOKEN_ID
-    tokenizer.save_pretrained(model.path)
-    with engine(model.path, 2, skip_tokenizer_init=False) as llm:
-        yield llm
-
-
-def ask(llm, **fields):
+@pytest.mark.parametrize("pp", [1, 2])
+def test_bad_words_do_not_occur(ours, engine, model, pp):
+    """Words of one token and of several, as vLLM's tokenizer splits them."""
     from vllm import SamplingParams
+    from vllm.tokenizers import get_tokenizer
 
-    params = SamplingParams(temperature=0.0, max_tokens=60, **fields)
-    requests = [{"prompt_token_ids": prompt.tolist()} for prompt in prompts(3, [5, 30, 9], 400)]
-    return [output.outputs[0] for output in llm.generate(requests, params, use_tqdm=False)]
+    write_tokenizer(model.path)
+    tokenizer = get_tokenizer(str(model.path))
+    fields = {"max_tokens": 40, "temperature": 0.8, "seed": 3, "ignore_eos": True}
+    requests = [
+        greedy_request(str(at), prompt, **fields)
+        for at, prompt in enumerate(prompts(3, [5, 30, 9], 400))
+    ]
+    sizes = {"max_num_seqs": 8, "max_num_batched_tokens": 64}
+    with ours(model.path, pp, **sizes) as served:
+        plain = generate(*served, requests).tokens
+        words = [some_word(tokenizer, plain["0"], size) for size in (1, 2, 3)]
+        params = SamplingParams(**fields, bad_words=words)
+        split = params.clone()
+        split.update_from_tokenizer(tokenizer)
+        banned = tuple(tuple(word) for word in split.bad_words_token_ids)
+        requests = [replace(each, id=f"-{each.id}", bad_words=banned) for each in requests]
+        expected = generate(*served, requests).tokens
+    assert expected["-0"] != plain["0"]
+    with engine(model.path, pp, skip_tokenizer_init=False) as llm:
+        given = [as_vllm(each)[0] for each in requests]
+        outputs = llm.generate(given, params, use_tqdm=False)
+        cleaned = [list(output.outputs[0].token_ids) for output in outputs]
+        refuse(llm, SamplingParams)
+    assert cleaned == [expected[each.id] for each in requests]
+    for own in cleaned:
+        assert not any(tuple(own[at : at + len(w)]) == w for w in banned for at in range(len(own)))
 
 
-def test_outputs_follow_their_grammar(speaking):
-    from vllm.sampling_params import StructuredOutputsParams as Grammar
-
-    def texts(**grammar):
-        """Return the outputs' texts; vLLM's own begin with what was left of the prompt's bytes."""
-        tokenizer = speaking.get_tokenizer()
-        outputs = ask(speaking, structured_outputs=Grammar(**grammar))
-        return [tokenizer.decode(each.token_ids, skip_special_tokens=True) for each in outputs]
-
-    assert {*texts(choice=["green", "long-word"])} <= {"green", "long-word"}
-    assert all(re.fullmatch("[ab]{3}-[0-9]{2}", text) for text in texts(regex="[ab]{3}-[0-9]{2}"))
+def some_word(tokenizer, tokens, size):
+    """Return a text of some of these tokens."""
+    texts = (tokenizer.decode(tokens[at : at + size]) for at in range(len(tokens) - size))
+    return next(text for text in texts if text and text.isprintable() and "\ufffd" not in text)
 
 
-def test_bad_words_do_not_occur(speaking):
-    plain = ask(speaking, ignore_eos=True)
-    word = speaking.get_tokenizer().decode([plain[0].token_ids[2]])
-    cleaned = ask(speaking, ignore_eos=True, bad_words=[word])
-    banned = speaking.get_tokenizer().encode(word, add_special_tokens=False)
-    if len(banned) == 1:
-        assert all(banned[0] not in each.token_ids for each in cleaned)
-    assert [each.token_ids for each in cleaned] != [each.token_ids for each in plain]
-
-
-def test_requests_that_are_not_served_are_refused_and_others_go_on(speaking):
+def refuse(llm, params):
+    """Ask for what is not served, and then for something else."""
     from vllm.exceptions import VLLMValidationError
 
+    prompt = {"prompt_token_ids": [5, 6]}
     with pytest.raises(VLLMValidationError, match="watermark"):
-        ask(speaking, watermarking=True)
+        llm.generate(prompt, params(watermarking=True), use_tqdm=False)
     with pytest.raises(VLLMValidationError, match="unknown"):
-        ask(speaking, extra_args={"x": 1})
-    assert all(each.token_ids for each in ask(speaking))
+        llm.generate(prompt, params(extra_args={"x": 1}), use_tqdm=False)
+    (output,) = llm.generate(prompt, params(max_tokens=3, ignore_eos=True), use_tqdm=False)
+    assert len(output.outputs[0].token_ids) == 3
 
 
 def test_sleep_and_collective_rpc(engine, model):

@@ -10,15 +10,16 @@ import subprocess
 import sys
 import time
 
+import jsonschema
 import pytest
 import torch
 import transformers
-from safetensors.torch import save_file
 from tokenizers import Tokenizer
 
-from benchmarks.demo_model import HIDDEN_SIZE, NUM_LAYERS, VOCAB_SIZE, make_demo_model
+from benchmarks.demo_model import VOCAB_SIZE, make_demo_model
 from tests.support.checkpoints import Checkpoint
 from tests.support.command_line import status_of
+from tests.vllm.models import merged, write_adapter
 from tests.vllm.serving import (
     CHAT_TEMPLATE,
     MODEL_NAME,
@@ -34,7 +35,6 @@ pytestmark = [pytest.mark.timeout(600), pytest.mark.slow]
 PROMPT = "The driver"
 SENTENCE = " decides which requests run in a step and sends one small message to every daemon."
 NOWHERE = "ipc:///nowhere/w0"
-RANK, ALPHA = 4, 8.0
 
 
 @pytest.fixture(scope="module")
@@ -218,6 +218,51 @@ def test_guided_json(server, tokenizer):
     assert value["rank"] in (3, 5)
 
 
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "warm": {"type": "boolean"},
+        "rank": {"type": "integer", "minimum": 0, "maximum": 9},
+        "names": {"type": "array", "items": {"enum": ["a", "b"]}, "minItems": 1, "maxItems": 2},
+    },
+    "required": ["warm", "rank", "names"],
+    "additionalProperties": False,
+}
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_response_format(server, tokenizer, path):
+    """OpenAI's form of a grammar, streamed with others that have none."""
+    spaces = [each for each in range(VOCAB_SIZE) if not tokenizer.decode([each]).strip()]
+    body = {
+        "model": MODEL_NAME,
+        "response_format": {
+            "type": "json_schema",
+            "json_schema": {"name": "status", "schema": SCHEMA},
+        },
+        "logit_bias": {str(each): -100 for each in spaces},
+        "max_tokens": 80,
+    }
+    is_chat = "chat" in path
+    asked = {"messages": [{"role": "user", "content": PROMPT}]} if is_chat else {"prompt": PROMPT}
+
+    def ask(seed):
+        answer = server.post(path, {**body, **asked, "seed": seed, "temperature": 1.0})
+        assert answer.status_code == 200, answer.text
+        (choice,) = answer.json()["choices"]
+        assert choice["finish_reason"] == "stop"
+        return choice["message"]["content"] if is_chat else choice["text"]
+
+    with concurrent.futures.ThreadPoolExecutor(9) as pool:
+        plain = pool.submit(server.text, PROMPT, max_tokens=40)
+        texts = list(pool.map(ask, [*range(6), 0, 1]))
+    assert plain.result() == SENTENCE
+    for text in texts:
+        jsonschema.validate(json.loads(text), SCHEMA)
+    assert texts[6:] == texts[:2]
+    assert len({*texts}) > 1
+
+
 # ---------------------------------------------------------------- what is refused
 
 REFUSED = {
@@ -252,6 +297,15 @@ REFUSED = {
     "unknown prompt token": ({"prompt": [5, 50_000]}, "50000"),
     "long prompt": ({"prompt": [5] * 1024}, "max_tokens"),
     "broken expression": ({"structured_outputs": {"regex": "[0-9"}}, "regex"),
+    "broken schema": (
+        {
+            "response_format": {
+                "type": "json_schema",
+                "json_schema": {"name": "a", "schema": {"type": "nothing"}},
+            }
+        },
+        "nothing",
+    ),
     "broken grammar": ({"structured_outputs": {"grammar": "root ::= nope"}}, "grammar"),
 }
 
@@ -360,48 +414,23 @@ def test_profile(alive, daemons):
 # ---------------------------------------------------------------- adapters
 
 
-def write_adapter(directory, seed):
-    """Write an adapter of all down projections, in PEFT's format; return its matrices."""
-    generator = torch.Generator().manual_seed(seed)
-    tensors = {}
-    for layer in range(NUM_LAYERS):
-        name = f"base_model.model.model.layers.{layer}.mlp.down_proj"
-        shrink = torch.randn(RANK, HIDDEN_SIZE, generator=generator) * 0.05
-        tensors[f"{name}.lora_A.weight"] = shrink
-        tensors[f"{name}.lora_B.weight"] = torch.randn(HIDDEN_SIZE, RANK, generator=generator) * 0.5
-    directory.mkdir()
-    save_file(tensors, directory / "adapter_model.safetensors")
-    config = {
-        "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
-        "bias": "none",
-        "r": RANK,
-        "lora_alpha": ALPHA,
-        "target_modules": ["down_proj"],
-    }
-    (directory / "adapter_config.json").write_text(json.dumps(config))
-    return tensors
-
-
-def merged(model_path, tensors):
-    """Return transformers' model with an adapter added to its weights."""
-    model = transformers.LlamaForCausalLM.from_pretrained(model_path, dtype=torch.float32).eval()
+def reference_model(root):
+    """Return transformers' model."""
+    path = root / "demo"
+    model = transformers.LlamaForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
     model.generation_config.eos_token_id = None
-    with torch.no_grad():
-        for number, layer in enumerate(model.model.layers):
-            name = f"base_model.model.model.layers.{number}.mlp.down_proj"
-            expand, shrink = tensors[f"{name}.lora_B.weight"], tensors[f"{name}.lora_A.weight"]
-            layer.mlp.down_proj.weight += ALPHA / RANK * expand @ shrink
-    return Checkpoint(model_path, model)
+    return Checkpoint(path, model)
 
 
 def test_adapters(alive, root, tokenizer):
     """Loaded, used beside the plain model, replaced under the same name, unloaded."""
     prompt = tokenizer.encode(PROMPT).ids
     texts = []
+    plain_model = reference_model(root)
     for seed in (3, 4):
         path = root / f"adapter{seed}"
-        expected = merged(root / "demo", write_adapter(path, seed)).greedy(prompt, 10)
+        added = write_adapter(path, plain_model.model, seed)
+        expected = merged(plain_model, added).greedy(prompt, 10)
         body = {"lora_name": "tuned", "lora_path": str(path)}
         assert alive.post("/v1/load_lora_adapter", body).status_code == 200
         fields = {"max_tokens": 10, "ignore_eos": True, "return_token_ids": True}
@@ -418,7 +447,7 @@ def test_adapters(alive, root, tokenizer):
 
 @pytest.mark.parametrize("place", ["outside", "missing"])
 def test_adapter_in_the_wrong_place(alive, root, tmp_path, place):
-    write_adapter(tmp_path / "outside", 5)
+    write_adapter(tmp_path / "outside", reference_model(root).model, 5)
     path = tmp_path / "outside" if place == "outside" else root / "missing"
     answer = alive.post("/v1/load_lora_adapter", {"lora_name": place, "lora_path": str(path)})
     assert answer.status_code >= 400

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import msgspec
 import vllm
-from vllm.config import VllmConfig
+from vllm.config import PoolerConfig, VllmConfig
 from vllm.platforms.interface import Platform
 from vllm.pooling_params import PoolingParams
 from vllm.sampling_params import SamplingParams
@@ -20,6 +20,7 @@ from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.core.sched import output as sched
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine import EngineCoreOutput
 from vllm.v1.executor.abstract import Executor
 from vllm.v1.outputs import LogprobsLists, LogprobsTensors, ModelRunnerOutput
 
@@ -35,7 +36,7 @@ SCHEDULER = (
     "schedule",
     "update_from_output",
 )
-STRUCTS = (SamplingParams, PoolingParams)
+STRUCTS = (SamplingParams, PoolingParams, EngineCoreOutput)
 DATACLASSES = (
     sched.SchedulerOutput,
     sched.NewRequestData,
@@ -43,6 +44,7 @@ DATACLASSES = (
     sched.GrammarOutput,
     ModelRunnerOutput,
     VllmConfig,
+    PoolerConfig,
 )
 
 

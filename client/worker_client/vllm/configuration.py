@@ -14,6 +14,8 @@ from rpc_schema.config import (
     SchedulerConfig,
     WorkerConfig,
 )
+from rpc_schema.lifecycle import GetModelMetadataReply
+from rpc_schema.pooling import NO_POOLING, PooledStates, PoolingSupport
 from rpc_schema.sampling import MAX_LOGPROBS
 from worker_client.errors import config_error
 from worker_client.vllm.settings import Settings
@@ -98,6 +100,19 @@ _SERVED: Final[Mapping[str, frozenset[str]]] = MappingProxyType(
                 "worker_cls",
             )
         ),
+        "pooler_config": frozenset(
+            (
+                "dimensions",
+                "enable_chunked_processing",
+                "enable_flash_late_interaction",
+                "max_embed_len",
+                "pooling_type",
+                "seq_pooling_type",
+                "task",
+                "tok_pooling_type",
+                "use_activation",
+            )
+        ),
     }
 )
 """Fields that may differ from vLLM's defaults, by section: they are translated, or vLLM serves or
@@ -179,14 +194,21 @@ def check_config(vllm_config: Any) -> None:
             _refuse(section, getattr(vllm_config, section), "leave it out")
     if vllm_config.model_config is not None:
         _check_model(vllm_config.model_config)
+        _check_pooling(vllm_config)
     load_format = str(vllm_config.load_config.load_format)
     if load_format not in _LOAD_FORMATS:
         _refuse("load_format", load_format, f"use one of {', '.join(_LOAD_FORMATS)}")
     scheduler_cls = getattr(vllm_config.scheduler_config, "scheduler_cls", None)
     if isinstance(scheduler_cls, str):
         _refuse("scheduler_cls", scheduler_cls, "leave it out: ours survives lost steps")
-    if vllm_config.scheduler_config.async_scheduling is False:
+    if vllm_config.scheduler_config.async_scheduling is False and not pools(vllm_config):
         _refuse("async_scheduling", False, "leave it out: steps are sent ahead of their results")
+
+
+def pools(vllm_config: Any) -> bool:
+    """Return True if the server computes outputs of pooling instead of tokens."""
+    model = vllm_config.model_config
+    return model is not None and model.runner_type == "pooling"
 
 
 def _check_section(section: Any, served: frozenset[str]) -> None:
@@ -229,6 +251,76 @@ def _check_model(model: Any) -> None:
         _refuse("model", model.model, "use a text model, or --language-model-only")
     if not 0 <= model.max_logprobs <= MAX_LOGPROBS:
         _refuse("max_logprobs", model.max_logprobs, f"use at most {MAX_LOGPROBS}")
+
+
+def _check_pooling(vllm_config: Any) -> None:
+    """Check what concerns pooling alone."""
+    model, scheduler = vllm_config.model_config, vllm_config.scheduler_config
+    if not pools(vllm_config):
+        return
+    pooler = model.pooler_config
+    _check_section(pooler, _SERVED["pooler_config"])
+    if pooler.tok_pooling_type == "STEP":
+        _refuse("pooler_config.tok_pooling_type", "STEP", "use ALL")
+    threshold = scheduler.long_prefill_token_threshold
+    if threshold:  # many prompts would be unfinished at once, whose tokens' outputs are kept
+        _refuse("long_prefill_token_threshold", threshold, "leave it out")
+    _check_activation(model.hf_config)
+
+
+def _check_activation(config: Any) -> None:
+    """Refuse a checkpoint that chooses how scores are made of logits in a field that the daemons do
+    not read."""
+    if getattr(config, "problem_type", None) is not None:
+        return  # it decides, for vLLM too
+    chosen = {
+        "sbert_ce_default_activation_function": getattr(
+            config, "sbert_ce_default_activation_function", None
+        ),
+        "sentence_transformers.activation_fn": (
+            getattr(config, "sentence_transformers", None) or {}
+        ).get("activation_fn"),
+    }
+    for field, value in chosen.items():
+        is_ours = str(value).endswith(".Sigmoid") and config.num_labels == 1
+        if value is not None and not is_ours:
+            fix = "set problem_type in config.json: regression keeps logits as they are"
+            _refuse(f"hf_config.{field}", value, fix)
+
+
+_STATES: Final[Mapping[str, PooledStates]] = MappingProxyType(
+    {"CLS": "first", "LAST": "last", "MEAN": "mean"}
+)
+"""vLLM's names of the states that an output is computed from."""
+
+
+def check_loaded(vllm_config: Any, metadata: GetModelMetadataReply) -> None:
+    """Check what the loaded model must be able to do, by the daemons' description of it.
+
+    Raises:
+        ClientConfigError: it cannot, or it does something else than vLLM expects.
+    """
+    if not pools(vllm_config):
+        if not metadata.generates:
+            _refuse("runner", "generate", "use --runner pooling: the model has no output layer")
+        return
+    model, support = vllm_config.model_config, metadata.pooling or NO_POOLING
+    wanted = "" if model.convert_type == "none" else model.convert_type
+    if not any(each.task.endswith(wanted) for each in support.tasks):
+        _refuse("convert", wanted, f"leave it out: the model has {support.names}")
+    if support.whole_prompts and vllm_config.scheduler_config.enable_chunked_prefill:
+        fix = "leave it out: the model computes a prompt in one step"
+        _refuse("enable_chunked_prefill", True, fix)
+    _check_states(model.pooler_config.seq_pooling_type, support)
+
+
+def _check_states(theirs: str, support: PoolingSupport) -> None:
+    """Refuse another kind of pooling than the daemons': it is theirs that counts."""
+    for each in support.tasks:
+        if each.states not in ("each", _STATES.get(theirs)):
+            kind = next(name for name, states in _STATES.items() if states == each.states)
+            fix = f'use --pooler-config \'{{"pooling_type": "{kind}"}}\', as the daemons do'
+            _refuse("pooler_config.pooling_type", theirs, fix)
 
 
 def _refuse(field: str, value: object, fix: str) -> None:

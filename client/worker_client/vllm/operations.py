@@ -8,6 +8,7 @@ from typing import Any, Final, TypeVar
 import msgspec
 
 from rpc_schema import weight_transfer as wt
+from rpc_schema.pooling import NO_POOLING
 from worker_client.errors import config_error
 from worker_client.loading import LoadedGroup
 from worker_client.vllm.settings import relative_name
@@ -22,9 +23,12 @@ _Operation = Callable[..., list[Any]]
 class Operations:
     """Runs operations by name. Each returns a list, as vLLM expects one result of each worker."""
 
-    def __init__(self, workers: Workers, model: LoadedGroup, flush: Callable[[], None]) -> None:
+    def __init__(
+        self, workers: Workers, model: LoadedGroup, flush: Callable[[], None], *, pools: bool
+    ) -> None:
         """flush ends requests on the workers that vLLM has ended; what drops rows would otherwise
-        count them as lost."""
+        count them as lost. pools: the server's requests pool, instead of generating."""
+        self._pools = pools
         self._workers = workers
         self._model = model
         self._flush = flush
@@ -191,10 +195,8 @@ class Operations:
     # ------------------------------------------------------------------ the rest
 
     def _get_supported_tasks(self) -> list[tuple[str, ...]]:
-        pooling = self._model.metadata.pooling
-        tasks = tuple(each.task for each in pooling.tasks) if pooling is not None else ()
-        generates = ("generate",) if self._model.metadata.generates else ()
-        return [generates + tasks]
+        pooling = self._model.metadata.pooling or NO_POOLING
+        return [tuple(each.task for each in pooling.tasks) if self._pools else ("generate",)]
 
     def _update_max_model_len(self, max_model_len: int) -> list[None]:
         """Accept a shorter context: steps beyond it never come."""

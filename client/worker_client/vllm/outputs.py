@@ -108,8 +108,21 @@ class OutputReader:
             if own and each in self._prompts:
                 columns.prompt_logprobs[name] = _joined(self._prompts.pop(each))
         if result.pooled:
-            pooled = result.pooled
-            columns.pooled = [self._shaped(each, pooled.get(each)) for each in wire]
+            self._add_pooled(columns, wire, result.pooled)
+
+    def _add_pooled(
+        self,
+        columns: ResultColumns,
+        wire: Sequence[str],
+        pooled: Mapping[str, NDArray[np.float32]],
+    ) -> None:
+        broken = {each for each, rows in pooled.items() if not np.isfinite(rows).all()}
+        columns.pooled = [
+            None if each in broken else self._shaped(each, pooled.get(each)) for each in wire
+        ]
+        if broken:
+            pairs = zip(columns.req_ids, wire, strict=True)
+            columns.failed = tuple(name for name, each in pairs if each in broken)
 
     def _sampled_entries(self, result: StepResult) -> dict[str, Logprobs]:
         """Return the entry of each request that asked, with the tokens that it named behind the

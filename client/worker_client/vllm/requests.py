@@ -11,7 +11,7 @@ from typing import Any, Final
 import msgspec
 
 from rpc_schema.extensions import RequestExtension
-from rpc_schema.pooling import PoolingParams
+from rpc_schema.pooling import NO_POOLING, PoolingParams, output_fault, pooled_bytes
 from rpc_schema.sampling import SamplingParams
 from worker_client.errors import ClientError, RequestError, request_error
 from worker_client.parts.interface import ModelBounds
@@ -233,6 +233,8 @@ class KnownRequest:
     prompt_logprobs: int | None = None
     """Number of the most likely tokens to report at each position of its prompt."""
     logprob_token_ids: tuple[int, ...] | None = None
+    output_bytes: int = 0
+    """Size of its output, if it pools."""
 
 
 Adapters = Callable[[Any], None]
@@ -280,8 +282,16 @@ class Requests:
             self._known[request.request_id] = known
             if known.wire_id != request.request_id:
                 self._renamed[known.wire_id] = request.request_id
+        if known.output_bytes and self._needs_all_states(params):
+            request.skip_reading_prefix_cache = True
         if adapter is not None:
             self._load_adapter(adapter)
+
+    def _needs_all_states(self, params: Any) -> bool:
+        """Return whether an output is computed from states that the KV cache does not have."""
+        support = self._bounds.pooling or NO_POOLING
+        found = support.find(params.task)
+        return support.whole_prompts or (found is not None and found.states != "last")
 
     def _translate(
         self, req_id: str, params: Any, num_prompt_tokens: int, adapter: Any
@@ -289,20 +299,42 @@ class Requests:
         if num_prompt_tokens > MAX_ADMITTED_TOKENS:
             fix = f"use at most {MAX_ADMITTED_TOKENS} tokens"
             raise request_error("prompt", num_prompt_tokens, "the prompt is too long", fix)
-        extensions: tuple[RequestExtension, ...]
-        prompt_logprobs = named = None
         if hasattr(params, "task"):
-            extensions = (pooling_params(params),)
-        else:
-            sampling = sampling_params(params, random_seed())
-            extensions = sampling.extensions()
-            prompt_logprobs, named = sampling.prompt_logprobs, sampling.logprob_token_ids
+            return self._translate_pooling(req_id, params, num_prompt_tokens, adapter)
+        sampling = sampling_params(params, random_seed())
+        extensions = sampling.extensions()
+        self._check_extensions(extensions, num_prompt_tokens)
+        return KnownRequest(
+            params,
+            wire_id(req_id),
+            extensions,
+            _lora_id(adapter),
+            sampling.prompt_logprobs,
+            sampling.logprob_token_ids,
+        )
+
+    def _translate_pooling(
+        self, req_id: str, params: Any, num_prompt_tokens: int, adapter: Any
+    ) -> KnownRequest:
+        pooling = pooling_params(params)
+        self._check_extensions((pooling,), num_prompt_tokens)
+        support = self._bounds.pooling
+        if support is None:
+            raise request_error("task", params.task, "the model does not pool", "leave it out")
+        fault = output_fault(pooling, num_prompt_tokens, support)
+        if fault is not None:
+            field, value, fix = fault
+            raise request_error(field, value, "no reply can hold the output", fix)
+        num_bytes = pooled_bytes(pooling, num_prompt_tokens, support)
+        name, lora_id = wire_id(req_id), _lora_id(adapter)
+        return KnownRequest(params, name, (pooling,), lora_id, output_bytes=num_bytes)
+
+    def _check_extensions(
+        self, extensions: tuple[RequestExtension, ...], num_prompt_tokens: int
+    ) -> None:
         fault = extension_fault(extensions, self._bounds, num_prompt_tokens)
         if fault is not None:
             raise request_error(fault.field, fault.value, "the value is not supported", fault.fix)
-        lora_id = 0 if adapter is None else adapter.lora_int_id
-        name = wire_id(req_id)
-        return KnownRequest(params, name, extensions, lora_id, prompt_logprobs, named)
 
     def __getitem__(self, req_id: str) -> KnownRequest:
         """Return a request by vLLM's id."""
@@ -318,3 +350,8 @@ class Requests:
             known = self._known.pop(req_id, None)
             if known is not None:
                 self._renamed.pop(known.wire_id, None)
+
+
+def _lora_id(adapter: Any) -> int:
+    """Return the id of a LoRARequest; 0 of none."""
+    return 0 if adapter is None else int(adapter.lora_int_id)

@@ -1,12 +1,13 @@
 """vLLM's SchedulerOutput as steps of ours, usually one."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from rpc_schema.extensions import RequestExtension
+from rpc_schema.pooling import MAX_POOLED_BYTES
 from rpc_schema.sampling import PromptLogprobsWanted
 from worker_client.scheduler_output import NewRequest, SchedulerOutput
 from worker_client.step_checks import MAX_ADMITTED_TOKENS
@@ -237,6 +238,48 @@ class StepWriter:
             for req_id, own in given.items():
                 if req_id in self._last_blocks:  # the table of slots refuses others
                     self._last_blocks[req_id][group] = own[-1]
+
+
+def split_by_outputs(step: SchedulerOutput, requests: Requests) -> list[SchedulerOutput]:
+    """Split a step of requests that pool, so that each part's reply can hold the outputs: rows that
+    go on before new ones, as vLLM has found blocks for them. Usually one part."""
+    new = {each.req_id: each for each in step.scheduled_new_reqs}
+    rows = sorted((*step.decode_req_ids, *step.num_scheduled_tokens), key=new.__contains__)
+    parts: list[list[str]] = [[]]
+    num_bytes = 0
+    for req_id in rows:
+        known = requests.find(req_id)
+        own = 0 if known is None else known.output_bytes
+        if parts[-1] and num_bytes + own > MAX_POOLED_BYTES:
+            parts.append([])
+            num_bytes = 0
+        parts[-1].append(req_id)
+        num_bytes += own
+    if len(parts) == 1:
+        return [step]
+    steps = [_rows_of(step, new, part) for part in parts]
+    steps[0].finished_req_ids = step.finished_req_ids
+    steps[0].preempted_req_ids = step.preempted_req_ids
+    return steps
+
+
+def _rows_of(
+    step: SchedulerOutput, new: Mapping[str, NewRequest], rows: Sequence[str]
+) -> SchedulerOutput:
+    """Return a step with some rows of another one."""
+    own = set(rows)
+    blocks, *more = (
+        {r: given for r, given in group.items() if r in own}
+        for group in (step.new_block_ids, *step.more_new_block_ids)
+    )
+    counts = step.num_scheduled_tokens
+    return SchedulerOutput(
+        num_scheduled_tokens={r: counts[r] for r in rows if r in counts},
+        decode_req_ids=tuple(r for r in step.decode_req_ids if r in own),
+        scheduled_new_reqs=[new[r] for r in rows if r in new],
+        new_block_ids=blocks,
+        more_new_block_ids=more,
+    )
 
 
 def _first_that_fit(

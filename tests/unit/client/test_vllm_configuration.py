@@ -13,10 +13,16 @@ from rpc_schema.config import (
     SchedulerConfig,
     WorkerConfig,
 )
-from tests.support.vllm_shapes import section_of, vllm_config
+from rpc_schema.pooling import PooledTask, PoolingSupport
+from tests.support.vllm_shapes import pooling_config, section_of, vllm_config
 from worker_client.errors import ClientConfigError
 from worker_client.loading import check_config as check_ours
-from worker_client.vllm.configuration import check_config, fits_max_model_len, worker_config
+from worker_client.vllm.configuration import (
+    check_config,
+    check_loaded,
+    fits_max_model_len,
+    worker_config,
+)
 from worker_client.vllm.settings import Settings
 
 
@@ -134,3 +140,126 @@ def test_configuration_without_a_model_is_checked_as_far_as_it_goes():
     theirs = vllm_config()
     theirs.model_config = None
     check_config(theirs)
+
+
+# ---------------------------------------------------------------- pooling
+
+EMBEDS = PoolingSupport(
+    tasks=(
+        PooledTask(task="embed", width=8, states="mean"),
+        PooledTask(task="token_embed", width=8, states="each"),
+    )
+)
+CLASSIFIES = PoolingSupport(
+    tasks=(PooledTask(task="classify", width=3, states="first"),), whole_prompts=True
+)
+
+
+def described(pooling=None, generates=False):
+    """Return the fields of a model's description that are looked at."""
+    return SimpleNamespace(generates=generates, pooling=pooling)
+
+
+SIGMOID = "torch.nn.modules.activation.Sigmoid"
+
+
+def checkpoint_of(activation, num_labels=1, problem_type=None):
+    """Return the fields of a reranker's config.json."""
+    return SimpleNamespace(
+        num_labels=num_labels,
+        problem_type=problem_type,
+        sentence_transformers={"version": "5.0", "activation_fn": activation},
+    )
+
+
+@pytest.mark.parametrize(
+    "checkpoint",
+    [
+        checkpoint_of(SIGMOID),
+        checkpoint_of(None),
+        checkpoint_of("torch.nn.Identity", problem_type="regression"),
+    ],
+)
+def test_rerankers_whose_scores_are_made_as_vllm_makes_them(checkpoint):
+    check_config(pooling_config(model_config__hf_config=checkpoint))
+
+
+@pytest.mark.parametrize("is_async", [True, False])
+def test_servers_that_pool_may_wait_for_each_step(is_async):
+    check_config(
+        pooling_config(pooler__use_activation=True, scheduler_config__async_scheduling=is_async)
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"pooler__logit_mean": 0.5}, "logit_mean"),
+        ({"pooler__step_tag_id": 3}, "step_tag_id"),
+        ({"pooler__tok_pooling_type": "STEP"}, "pooler_config.tok_pooling_type"),
+        ({"scheduler_config__long_prefill_token_threshold": 8}, "long_prefill_token_threshold"),
+        (
+            {"model_config__hf_config": checkpoint_of(activation="torch.nn.Identity")},
+            "hf_config.sentence_transformers.activation_fn",
+        ),
+        (
+            {"model_config__hf_config": checkpoint_of(activation=SIGMOID, num_labels=2)},
+            "hf_config.sentence_transformers.activation_fn",
+        ),
+        (
+            {
+                "model_config__hf_config": SimpleNamespace(
+                    num_labels=1, sbert_ce_default_activation_function="torch.nn.Identity"
+                )
+            },
+            "hf_config.sbert_ce_default_activation_function",
+        ),
+    ],
+)
+def test_pooling_that_is_not_served_is_refused_by_name(changes, field):
+    with pytest.raises(ClientConfigError, match="do not serve") as caught:
+        check_config(pooling_config(**changes))
+    assert caught.value.field == field
+
+
+@pytest.mark.parametrize(
+    ("config", "model"),
+    [
+        (vllm_config(), described(EMBEDS, generates=True)),
+        (pooling_config(pooler__seq_pooling_type="MEAN"), described(EMBEDS)),
+        (
+            pooling_config(
+                pooler__seq_pooling_type="CLS",
+                model_config__convert_type="classify",
+                scheduler_config__enable_chunked_prefill=False,
+            ),
+            described(CLASSIFIES),
+        ),
+        (pooling_config(pooler__seq_pooling_type="MEAN"), described(EMBEDS, generates=True)),
+    ],
+)
+def test_models_that_do_what_vllm_expects(config, model):
+    check_loaded(config, model)
+
+
+@pytest.mark.parametrize(
+    ("config", "model", "field"),
+    [
+        (vllm_config(), described(EMBEDS), "runner"),
+        (pooling_config(), described(EMBEDS), "pooler_config.pooling_type"),
+        (
+            pooling_config(pooler__seq_pooling_type="MEAN", model_config__convert_type="classify"),
+            described(EMBEDS),
+            "convert",
+        ),
+        (
+            pooling_config(pooler__seq_pooling_type="CLS", model_config__convert_type="classify"),
+            described(CLASSIFIES),
+            "enable_chunked_prefill",
+        ),
+    ],
+)
+def test_models_that_do_something_else_are_refused(config, model, field):
+    with pytest.raises(ClientConfigError, match="do not serve") as caught:
+        check_loaded(config, model)
+    assert caught.value.field == field

@@ -185,3 +185,16 @@ def test_outputs_of_pooling_have_vllms_shapes(reader, requests):
     assert [each.tolist() for each in rows[1:]] == [[0, 1], [[2, 3], [4, 5]], [6, 7]]
     requests.forget(["a"])
     assert reader.read(["a"], result).pooled == [None]
+
+
+def test_output_that_is_not_finite_fails_alone(reader, requests):
+    for req_id in ("a", LONG):
+        params = vllm.PoolingParams(task="token_embed")
+        assert requests.find_refusal(vllm.Request(req_id, pooling_params=params)) == ""
+    good = np.ones((2, 2), np.float32)
+    bad = np.array([[1, 2], [3, np.inf]], np.float32)
+    result = StepResult((), (), {PooledOutputs: {wire_id(LONG): bad, "a": good}})
+    columns = reader.read([LONG, "a"], result)
+    assert columns.pooled[0] is None
+    assert columns.pooled[1] is good
+    assert columns.failed == (LONG,)

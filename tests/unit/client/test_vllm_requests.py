@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rpc_schema.pooling import PooledTask, PoolingParams, PoolingSupport
+from rpc_schema.pooling import MAX_POOLED_BYTES, PooledTask, PoolingParams, PoolingSupport
 from rpc_schema.sampling import MAX_STOP_TOKEN_IDS
 from rpc_schema.sampling import SamplingParams as Ours
 from rpc_schema.token_rules import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, MAX_BIASED_TOKENS
@@ -248,6 +248,32 @@ def test_pooling_task_that_the_model_lacks_is_refused(requests):
     assert requests["a"].extensions == (PoolingParams(task="embed"),)
     assert "classify" in ask("b", "classify")
     assert "plugin" in ask("c", "plugin")
+
+
+@pytest.mark.parametrize(
+    ("states", "whole", "skips"),
+    [("last", False, False), ("mean", False, True), ("each", False, True), ("last", True, True)],
+)
+def test_output_of_all_states_takes_no_cached_prefix(states, whole, skips):
+    task = PooledTask(task="embed", width=8, states=states)
+    bounds = ModelBounds(VOCAB_SIZE, pooling=PoolingSupport(tasks=(task,), whole_prompts=whole))
+    request = vllm.Request("a", pooling_params=vllm.PoolingParams(task="embed"))
+    assert Requests(bounds, no_adapter).find_refusal(request) == ""
+    assert request.skip_reading_prefix_cache is skips
+
+
+def test_output_that_no_reply_holds_is_refused():
+    task = PooledTask(task="token_embed", width=1 << 10, states="each")
+    requests = Requests(ModelBounds(VOCAB_SIZE, pooling=PoolingSupport(tasks=(task,))), no_adapter)
+    most = MAX_POOLED_BYTES >> 12
+
+    def ask(req_id, num_prompt_tokens):
+        params = vllm.PoolingParams(task="token_embed")
+        return requests.find_refusal(vllm.Request(req_id, None, params, num_prompt_tokens))
+
+    assert ask("a", most) == ""
+    assert requests["a"].output_bytes == MAX_POOLED_BYTES
+    assert f"at most {most} tokens" in ask("b", most + 1)
 
 
 def test_seed_is_drawn_once_and_stays(requests):

@@ -7,13 +7,14 @@ import numpy as np
 import pytest
 
 from rpc_schema.kv_cache import BlockGroup
+from rpc_schema.pooling import MAX_POOLED_BYTES, PooledTask, PoolingSupport
 from rpc_schema.sampling import PromptLogprobsWanted
 from tests.support import vllm_shapes as vllm
 from worker_client.parts.interface import ModelBounds
 from worker_client.slots import SlotTable
 from worker_client.step_checks import MAX_ADMITTED_TOKENS, GroupLimits
 from worker_client.vllm.requests import Requests, wire_id
-from worker_client.vllm.steps import StepWriter, fitted_mask
+from worker_client.vllm.steps import StepWriter, fitted_mask, split_by_outputs
 
 LONG = "x" * 300
 NEW = vllm.NewRequestData
@@ -22,10 +23,13 @@ NEW = vllm.NewRequestData
 class Bench:
     """A writer before a table of slots, and the requests that vLLM's scheduler has accepted."""
 
-    def __init__(self, groups=((4, None),), num_blocks=1 << 20, capacity=8) -> None:
+    def __init__(self, groups=((4, None),), num_blocks=1 << 20, capacity=8, pooling=None) -> None:
         groups = tuple(BlockGroup(*each) for each in groups)
-        self.requests = Requests(ModelBounds(1000), lambda adapter: None)
-        limits = GroupLimits(num_blocks=num_blocks, block_size=4, groups=groups, vocab_size=1000)
+        self.pools = pooling is not None
+        self.requests = Requests(ModelBounds(1000, pooling=pooling), lambda adapter: None)
+        limits = GroupLimits(
+            num_blocks=num_blocks, block_size=4, groups=groups, vocab_size=1000, pooling=pooling
+        )
         self.table = SlotTable(capacity, limits)
         sizes = [group.block_size for group in groups]
         self.adapters = []
@@ -46,6 +50,11 @@ class Bench:
                 self.requests.find_refusal(vllm.Request(req_id, params, lora_request=adapter)) == ""
             )
 
+    def accept_pooling(self, req_id, num_prompt_tokens) -> None:
+        params = vllm.PoolingParams(task="token_embed")
+        request = vllm.Request(req_id, None, params, num_prompt_tokens)
+        assert self.requests.find_refusal(request) == ""
+
     def take(self, step) -> None:
         self._seq += 1
         self.table.encode(step, epoch=1, link=1, seq=self._seq)
@@ -58,6 +67,8 @@ class Bench:
             **fields,
         )
         steps = self.writer.write(output)
+        if self.pools:
+            steps = [part for step in steps for part in split_by_outputs(step, self.requests)]
         for step in steps:
             self.take(step)
             deferred = self.table._unsampled  # what waits for its masks is sampled at once
@@ -470,3 +481,58 @@ def test_masks_get_the_models_width(num_words):
     fitted = fitted_mask(mask, num_words)
     assert fitted.dtype == np.int32
     assert fitted.tolist() == ([1, -2, 3, 4, 5] + [0] * 3)[:num_words]
+
+
+# ---------------------------------------------------------------- outputs of pooling
+
+WIDTH = MAX_POOLED_BYTES // 4 // 10
+"""Ten tokens fill a reply."""
+TOKENS = PoolingSupport(tasks=(PooledTask(task="token_embed", width=WIDTH, states="each"),))
+
+
+@pytest.fixture
+def pooling():
+    """A writer whose requests' outputs are large, before a table that checks replies' sizes."""
+    return Bench(pooling=TOKENS)
+
+
+def test_step_whose_outputs_no_reply_holds_becomes_several(pooling):
+    names = ["a", "b", "c", "d"]
+    for name, size in zip(names, (4, 6, 8, 1), strict=True):
+        pooling.accept_pooling(name, size)
+    new = [
+        NEW("a", range(4), ([1],)),
+        NEW("b", range(6), ([2, 3],)),
+        NEW("c", range(8), ([4, 5],)),
+        NEW("d", range(1), ([6],)),
+    ]
+    counts = dict(zip(names, (4, 6, 8, 1), strict=True))
+    steps = pooling.write(new, num_scheduled_tokens=counts, finished_req_ids={"gone"})
+    assert [list(each.num_scheduled_tokens) for each in steps] == [["a", "b"], ["c", "d"]]
+    assert [[r.req_id for r in each.scheduled_new_reqs] for each in steps] == [
+        ["a", "b"],
+        ["c", "d"],
+    ]
+    assert [each.finished_req_ids for each in steps] == [["gone"], ()]
+
+
+def test_rows_that_go_on_come_before_new_ones(pooling):
+    """Each with its blocks; the new ones may read what the others write."""
+    for name, size in (("a", 9), ("b", 9), ("c", 9)):
+        pooling.accept_pooling(name, size)
+    first = [NEW("a", range(9), ([1, 2],)), NEW("b", range(9), ([3, 4],))]
+    (_,) = pooling.write(first[:1], num_scheduled_tokens={"a": 8})
+    (_,) = pooling.write(first[1:], num_scheduled_tokens={"b": 7})
+    cached = running(("a", 8, ([5],)), ("b", 7, ([6],)))
+    new = [NEW("c", range(9), ([7, 8, 9],))]
+    steps = pooling.write(new, cached, num_scheduled_tokens={"a": 1, "b": 2, "c": 9})
+    assert [each.decode_req_ids for each in steps] == [("a",), (), ()]
+    assert [dict(each.num_scheduled_tokens) for each in steps] == [{}, {"b": 2}, {"c": 9}]
+    assert [dict(each.new_block_ids) for each in steps] == [{"a": [5]}, {"b": [6]}, {}]
+    assert [len(each.scheduled_new_reqs) for each in steps] == [0, 0, 1]
+
+
+def test_step_with_small_outputs_stays_one(pooling):
+    pooling.accept_pooling("a", 4)
+    steps = pooling.write([NEW("a", range(4), ([1],))], num_scheduled_tokens={"a": 4})
+    assert len(steps) == 1

@@ -23,8 +23,10 @@ from rpc_schema.extensions import RequestExtension
 from worker_client.errors import config_error
 from worker_client.loading import group_limits
 from worker_client.vllm.configuration import (
+    check_loaded,
     fits_max_model_len,
     parallel_config,
+    pools,
     worker_config,
 )
 from worker_client.vllm.hooks.kv_cache import available_bytes, specs_of
@@ -36,7 +38,7 @@ from worker_client.vllm.parent_watch import end_with_parent
 from worker_client.vllm.prefix_notes import PrefixNotes, tag_of
 from worker_client.vllm.requests import Requests, wire_id
 from worker_client.vllm.settings import ENDPOINTS_VARIABLE, read_endpoints, settings_of
-from worker_client.vllm.steps import StepWriter, fitted_mask
+from worker_client.vllm.steps import StepWriter, fitted_mask, split_by_outputs
 from worker_client.vllm.workers import LostStep, PendingStep, Workers
 from worker_client.worker_group import WorkerGroup
 
@@ -98,11 +100,15 @@ class WorkerDaemonExecutor(Executor):  # type: ignore[misc]
         end_with_parent()
         try:
             self._model = self._workers.open()
+            check_loaded(config, self._model.metadata)
         except BaseException:
             group.close()
             raise
         config.model_config.max_model_len = self._model.max_model_len
-        self._operations = Operations(self._workers, self._model, self._flush)
+        self._is_pooling = pools(config)
+        self._operations = Operations(
+            self._workers, self._model, self._flush, pools=self._is_pooling
+        )
         limits = group_limits(ours, self._model)
         self._requests = Requests(
             limits.bounds, self._operations.ensure_lora, self._operations.why_closed
@@ -112,7 +118,6 @@ class WorkerDaemonExecutor(Executor):  # type: ignore[misc]
         self._writer = StepWriter(self._requests, self._adapter_of, slots, sizes)
         self._reader = OutputReader(self._requests)
         self._num_words = -(-self._model.metadata.vocab_size // 32)
-        self._is_pooling = config.model_config.runner_type == "pooling"
         self._unsampled: _VllmStep | None = None
         """The step for which vLLM calls sample_tokens next."""
         self._noted = self._prefix_notes()
@@ -170,6 +175,8 @@ class WorkerDaemonExecutor(Executor):  # type: ignore[misc]
                 self._noted.finish_round()
             return _at_once(EMPTY_MODEL_RUNNER_OUTPUT, non_block)
         steps = self._writer.write(scheduler_output)
+        if self._is_pooling:
+            steps = [part for step in steps for part in split_by_outputs(step, self._requests)]
         sent = [self._workers.send(step) for step in steps]
         newest = sent[-1].future
         if self._noted is not None and newest is not None:

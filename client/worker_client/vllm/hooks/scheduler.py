@@ -1,10 +1,11 @@
 """vLLM's scheduler for workers that outlive a lost step."""
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
+import torch
 from vllm.logger import init_logger
 from vllm.outputs import RequestError
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
@@ -13,6 +14,7 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
 from rpc_schema.kv_cache import NULL_BLOCK
+from worker_client.vllm.configuration import pools
 from worker_client.vllm.prefix_notes import PrefixNotes
 from worker_client.vllm.requests import Requests
 from worker_client.vllm.settings import LOGGER
@@ -47,6 +49,7 @@ class WorkerDaemonScheduler(AsyncScheduler):  # type: ignore[misc]
         self._noted = noted
         self._sharing: set[str] = set()
         """Requests that have begun with blocks which others had filled."""
+        self._is_pooling = pools(self.vllm_config)
         if noted is not None:
             noted.restore(self.kv_cache_manager.block_pool)
 
@@ -87,6 +90,8 @@ class WorkerDaemonScheduler(AsyncScheduler):  # type: ignore[misc]
         outputs: dict[int, EngineCoreOutputs] = super().update_from_output(
             scheduler_output, model_runner_output
         )
+        if self._is_pooling:
+            _mark_failed(outputs)
         return outputs
 
     def _fail(self, req_ids: Iterable[str]) -> None:
@@ -117,3 +122,12 @@ class WorkerDaemonScheduler(AsyncScheduler):  # type: ignore[misc]
         if request.status == RequestStatus.RUNNING:
             self.running.remove(request)
             self._preempt_request(request, time.monotonic(), drop_stale_output=True)
+
+
+def _mark_failed(outputs: Mapping[int, EngineCoreOutputs]) -> None:
+    """Give failed requests that pool an output. A server reports their error instead; the LLM class
+    reads no error of such a request, and expects an output."""
+    for own in outputs.values():
+        for each in own.outputs:
+            if each.error is not None:
+                each.pooling_output = torch.full((1,), torch.nan)
