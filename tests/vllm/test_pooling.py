@@ -167,6 +167,24 @@ def test_scores_of_pairs(pooling_engine):
             assert value.outputs.score == pytest.approx(wanted.item(), abs=1e-4)
 
 
+def test_scores_of_late_interaction(pooling_engine):
+    """vLLM compares the vectors of all tokens."""
+    with pooling_engine("Qwen3ForCausalLM", 2, pooler={"task": "token_embed"}, seed=3) as (
+        llm,
+        reference,
+    ):
+        tokenizer = llm.get_tokenizer()
+
+        def vectors(text):
+            return embedding(last_states(reference, tokenizer.encode(text)))
+
+        texts = ["red", "green and red"]
+        values = llm.score("which one", texts, use_tqdm=False)
+        for text, value in zip(texts, values, strict=True):
+            wanted = (vectors("which one") @ vectors(text).T).max(1).sum()
+            assert value.outputs.score == pytest.approx(float(wanted), abs=1e-4)
+
+
 def test_output_that_is_not_finite_fails_alone(pooling_engine, checkpoint):
     poison = 300
     reference = checkpoint("LlamaModel", vocab_size=VOCAB_SIZE, seed=9)
