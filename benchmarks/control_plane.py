@@ -27,7 +27,7 @@ from benchmarks.control_plane_peers import (
     run_echo,
     run_pickle,
 )
-from benchmarks.state_worker import ALL_RANKS, BLOCK_SIZE
+from benchmarks.state_worker import ALL_RANKS, BLOCK_SIZE, NUM_BLOCKS
 from rpc_schema import lifecycle as lc
 from rpc_schema.codec import Frame, decode_step, decode_step_reply, encode_step
 from rpc_schema.config import (
@@ -59,8 +59,7 @@ SIZES = (256, 1024)
 WARM_UP = 20
 SPACING_S = 0.005
 LEASE = LeaseTerms(ttl_s=60.0)
-LIMITS = GroupLimits(num_blocks=1 << 22, block_size=BLOCK_SIZE)
-"""More blocks than all rounds of one table use."""
+LIMITS = GroupLimits(num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE)
 Spawn = multiprocessing.get_context("spawn")
 
 

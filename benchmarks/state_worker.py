@@ -25,6 +25,8 @@ ALL_RANKS = "all-ranks"
 """Model name with which every rank answers every step, not only the output rank."""
 MAX_MODEL_LEN = 1 << 20
 BLOCK_SIZE = 16
+NUM_BLOCKS = 1 << 22
+"""More blocks than all rounds of one table use."""
 
 
 class _Ready:
@@ -102,7 +104,7 @@ class StateWorker:
             max_model_len=MAX_MODEL_LEN,
             vocab_size=128_256,
             block_size=BLOCK_SIZE,
-            num_blocks=2**31 - 1,
+            num_blocks=NUM_BLOCKS,
         )
         self._state = RequestState(limits, make_parts(limits, torch.device("cpu"), TorchSampling()))
         return self._done(message)
