@@ -25,6 +25,7 @@ os.environ |= {
 
 import pytest
 
+from benchmarks.demo_model import make_demo_model
 from tests.support.checkpoints import Checkpoint, make_checkpoint
 from tests.support.serving import connect, worker_config
 from worker_client.launcher import LocalDaemons
@@ -45,6 +46,14 @@ def model_root():
     path = Path(tempfile.mkdtemp(prefix="wd-models-"))
     yield path
     shutil.rmtree(path)
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    """Directory of the demo's model, for tests that run a server."""
+    root = tmp_path_factory.mktemp("models")
+    make_demo_model(root / "demo")
+    return root
 
 
 @pytest.fixture(scope="session")

@@ -16,7 +16,7 @@ import torch
 import transformers
 from tokenizers import Tokenizer
 
-from benchmarks.demo_model import VOCAB_SIZE, make_demo_model
+from benchmarks.demo_model import VOCAB_SIZE
 from tests.support.checkpoints import Checkpoint
 from tests.support.command_line import status_of
 from tests.vllm.models import merged, write_adapter
@@ -35,13 +35,6 @@ pytestmark = [pytest.mark.timeout(600), pytest.mark.slow]
 PROMPT = "The driver"
 SENTENCE = " decides which requests run in a step and sends one small message to every daemon."
 NOWHERE = "ipc:///nowhere/w0"
-
-
-@pytest.fixture(scope="module")
-def root(tmp_path_factory):
-    root = tmp_path_factory.mktemp("models")
-    make_demo_model(root / "demo")
-    return root
 
 
 @pytest.fixture(scope="module")

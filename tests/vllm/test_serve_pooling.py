@@ -9,7 +9,6 @@ import torch
 import transformers
 from tokenizers import Tokenizer
 
-from benchmarks.demo_model import make_demo_model
 from tests.support.checkpoints import Checkpoint
 from tests.support.pooling_reference import embedding, last_states
 from tests.vllm.serving import MODEL_NAME, SMALL, serving, start_daemons
@@ -18,13 +17,6 @@ pytestmark = [pytest.mark.timeout(600), pytest.mark.slow]
 
 TEXTS = ["The driver", "A daemon owns one device and keeps its weights.", "x", "requests " * 60]
 CLOSE = {"rtol": 1e-4, "atol": 1e-5}
-
-
-@pytest.fixture(scope="module")
-def root(tmp_path_factory):
-    root = tmp_path_factory.mktemp("models")
-    make_demo_model(root / "demo")
-    return root
 
 
 @pytest.fixture(scope="module")

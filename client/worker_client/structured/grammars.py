@@ -71,6 +71,8 @@ class _Compiled:
     first: "Future[LLMatcher]"
     more: "list[Future[LLMatcher]]" = field(default_factory=list)
     num_copies: int = 0
+    is_quick: bool = False
+    """It was compiled within MAX_AGAIN_S."""
 
     def choose(self) -> "Future[LLMatcher]":
         """Return each compilation in turn, of those that are done."""
@@ -119,8 +121,6 @@ class Grammars:
         self._lock = threading.Lock()
         self._compiled: OrderedDict[StructuredOutput, _Compiled] = OrderedDict()
         """The least recently used first."""
-        self._quick: set[StructuredOutput] = set()
-        """Those that were compiled within MAX_AGAIN_S."""
 
     @property
     def compile_s(self) -> float:
@@ -148,7 +148,7 @@ class Grammars:
             compiled = self._find(grammar)
             chosen = compiled.choose()
             compiled.num_copies += 1
-            is_shared = compiled.num_copies > 1 and grammar in self._quick
+            is_shared = compiled.num_copies > 1 and compiled.is_quick
             if is_shared and len(compiled.more) + 1 < self.limits.max_compilations:
                 compiled.more.append(self._compiler.submit(self._compile, grammar))
         return chosen.result(self.compile_s).deep_copy()
@@ -159,8 +159,7 @@ class Grammars:
             found = _Compiled(self._compiler.submit(self._compile, grammar))
         self._compiled[grammar] = found
         while len(self._compiled) > self.limits.max_cached:
-            dropped, _ = self._compiled.popitem(last=False)
-            self._quick.discard(dropped)
+            self._compiled.popitem(last=False)
         return found
 
     def fill(self, matchers: Sequence[LLMatcher]) -> NDArray[np.int32]:
@@ -196,7 +195,8 @@ class Grammars:
             raise refused(grammar, matcher.get_error())
         if time.monotonic() - began < MAX_AGAIN_S:
             with self._lock:
-                self._quick.add(grammar)
+                if (compiled := self._compiled.get(grammar)) is not None:
+                    compiled.is_quick = True
         return matcher
 
 
