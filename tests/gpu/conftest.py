@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.support.gpu_generation import make_checkpoint
 
@@ -22,6 +23,13 @@ def pytest_configure() -> None:
         os.environ["TRITON_CACHE_DIR"] = str(KERNEL_CACHE)
     if "PYTEST_XDIST_WORKER" in os.environ:
         os.environ["WORKER_DAEMON_SHARE_GPU"] = "true"
+
+
+@pytest.fixture(autouse=True)
+def unused_memory_is_freed():
+    """Tests of other processes may need the memory that this test's tensors had."""
+    yield
+    torch.cuda.empty_cache()
 
 
 @pytest.fixture(scope="module")

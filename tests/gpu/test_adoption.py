@@ -18,7 +18,7 @@ from rpc_schema.config import ParallelConfig
 from rpc_schema.kv_cache import BlockGroup, blocks_for
 from rpc_schema.sampling import SamplingParams
 from rpc_schema.step import ExecuteModel, NewRequestData
-from tests.support.gpu_generation import worker_config
+from tests.support.gpu_generation import SHARED_CACHE, worker_config
 from tests.support.killed_driver import DriverNursery, Plan, begin
 from worker_client.adoption import merge, read_page
 from worker_client.launcher import LocalDaemons
@@ -39,7 +39,14 @@ SAMPLING = (SamplingParams(), SamplingParams(temperature=0.8, top_k=40, seed=11)
 
 @pytest.fixture(scope="module")
 def driver(qwen3):
-    driver = StageDriver(qwen3, "cuda:0", max_model_len=1024, dtype="float32", num_blocks=1024)
+    driver = StageDriver(
+        qwen3,
+        "cuda:0",
+        max_model_len=1024,
+        dtype="float32",
+        num_blocks=1024,
+        cache=SHARED_CACHE,
+    )
     driver.start()
     yield driver
     driver.leave()

@@ -13,7 +13,7 @@ from benchmarks.stage_driver import MAX_NUM_BATCHED_TOKENS, StageDriver, wait
 from rpc_schema.codec import decode_step
 from rpc_schema.prompt_embeds import EmbeddedRange, PromptEmbeds
 from tests.support.embedded_prompts import EmbeddedPrompt
-from tests.support.gpu_generation import generate, gpu_group, make_requests
+from tests.support.gpu_generation import SHARED_CACHE, generate, gpu_group, make_requests
 from worker_daemon.runner.cuda_graph import GraphedProgram
 
 pytestmark = [
@@ -78,7 +78,8 @@ def test_embedded_prompts_among_others_in_float32(llama, of_upload):
 
 
 def test_a_step_of_embeddings_peaks_no_higher_and_captures_nothing(qwen3):
-    driver = StageDriver(qwen3, "cuda:0", max_model_len=MAX_NUM_BATCHED_TOKENS + 64)
+    length = MAX_NUM_BATCHED_TOKENS + 64
+    driver = StageDriver(qwen3, "cuda:0", max_model_len=length, num_blocks=1024, cache=SHARED_CACHE)
     driver.load()
     driver.profile()
     uploads = {}

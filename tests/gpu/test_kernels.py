@@ -120,6 +120,7 @@ def test_repeated_runs_are_bit_equal(lengths: list[tuple[int, int]]) -> None:
         assert torch.equal(attend(batch, None), first)
 
 
+@pytest.mark.whole_gpu
 def test_many_sequences_beyond_the_first_two_gibielements() -> None:
     shape = Shape(8, 8, 128, 16)
     batch = build(shape, [(1, 5000)] * 200 + [(2, 6000)] * 20, torch.bfloat16, seed=4)

@@ -21,6 +21,7 @@ from rpc_schema.sampling import SamplingParams
 from rpc_schema.step import ExecuteModel, NewRequestData
 from tests.support import window_models
 from tests.support.forked_drivers import ForkedDrivers
+from tests.support.gpu_generation import SHARED_CACHE
 from tests.support.refusing_feature import copy_with_the_feature
 from tests.support.refusing_feature.checks import Load, check_serving
 from tests.support.serving import connect
@@ -222,7 +223,9 @@ def driver(tmp_path_factory):
     directory.mkdir()
     (directory / "config.json").write_text(json.dumps(real_config()))
     # Much longer than a step: only then windows take less memory than full attention would.
-    driver = StageDriver(directory, DEVICE, max_model_len=16_384, num_blocks=8192)
+    driver = StageDriver(
+        directory, DEVICE, max_model_len=16_384, num_blocks=8192, cache=SHARED_CACHE
+    )
     driver.start()
     yield driver
     driver.leave()

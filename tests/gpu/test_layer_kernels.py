@@ -91,6 +91,7 @@ def test_without_a_cache_only_the_queries_are_made(ops: LayerOps) -> None:
     assert relative_error(out, expected) < BOUNDS[torch.bfloat16]
 
 
+@pytest.mark.whole_gpu
 def test_the_cache_may_exceed_two_gibielements(ops: LayerOps) -> None:
     heads = Heads(8, 8, 128)
     step = make_projected(heads, 20, torch.bfloat16, generator("cuda", 1))

@@ -11,6 +11,7 @@ import torch
 from benchmarks.stage_driver import StageDriver
 from rpc_schema.sampling import SamplingParams
 from rpc_schema.step import ExecuteModel, NewRequestData
+from tests.support.gpu_generation import SHARED_CACHE
 from worker_daemon.runner.cuda_graph import GraphedProgram
 
 pytestmark = [
@@ -33,7 +34,9 @@ def driver(tmp_path_factory):
     directory = tmp_path_factory.mktemp("models") / "qwen3"
     shutil.copytree(MODEL, directory)
     num_blocks = 1 + NUM_SLOTS * BLOCKS_PER_SLOT
-    driver = StageDriver(directory, "cuda:0", max_model_len=MAX_TOKENS, num_blocks=num_blocks)
+    driver = StageDriver(
+        directory, "cuda:0", max_model_len=MAX_TOKENS, num_blocks=num_blocks, cache=SHARED_CACHE
+    )
     driver.start()
     yield driver
     driver.worker.close()

@@ -17,6 +17,7 @@ from rpc_schema.config import (
     SchedulerConfig,
     WorkerConfig,
 )
+from tests.support.serving import SHARED_GPU
 from worker_client.driver import Driver
 from worker_client.launcher import LocalDaemons
 from worker_client.loading import LoadedGroup
@@ -25,6 +26,8 @@ from worker_client.scheduler import RequestOutput, Scheduler, SchedulerLimits
 from worker_client.structured.masked_steps import CompiledGrammars
 from worker_client.worker_group import WorkerGroup
 
+SHARED_CACHE = CacheConfig(block_size=16, gpu_memory_utilization=0.15)
+"""Of stages in tests' own processes, which share the GPU; num_blocks decides what they take."""
 SCHEDULER = SchedulerConfig(max_num_seqs=64, max_num_batched_tokens=512, step_deadline_ms=20_000)
 
 
@@ -90,8 +93,8 @@ def worker_config(
         parallel=parallel,
         model=ModelConfig(model=str(checkpoint), dtype=dtype, **model_options),
         scheduler=SCHEDULER,
-        # The test's process also uses device memory.
-        cache=CacheConfig(gpu_memory_utilization=0.5, kv_cache_memory_bytes=2 << 30),
+        # Other tests' processes also use device memory.
+        cache=CacheConfig(gpu_memory_utilization=SHARED_GPU, kv_cache_memory_bytes=2 << 30),
         graph=GraphConfig(),
     )
 

@@ -54,6 +54,8 @@ from worker_client.worker_group import WorkerGroup
 MAX_DAEMONS = 4
 STEP_DEADLINE_MS = 20_000
 LOG_TAIL_CHARS = 1500
+SHARED_GPU = 0.1
+"""The gpu_memory_utilization of tests whose daemons may share a GPU with those of other tests."""
 LONG_LEASE = LeaseTerms(ttl_s=20.0)
 """A lease that survives a busy host."""
 
@@ -72,6 +74,7 @@ def worker_config(
     max_num_batched_tokens: int = 256,
     step_deadline_ms: int = STEP_DEADLINE_MS,
     block_size: int = 4,
+    gpu_memory_utilization: float = 0.9,
     enable_sleep_mode: bool = False,
     lora: LoraConfig = LoraConfig(),  # noqa: B008  # a value
     logits_processors: tuple[str, ...] = (),
@@ -95,7 +98,7 @@ def worker_config(
             step_deadline_ms=step_deadline_ms,
             logits_processors=logits_processors,
         ),
-        cache=CacheConfig(block_size=block_size),
+        cache=CacheConfig(block_size=block_size, gpu_memory_utilization=gpu_memory_utilization),
         graph=GraphConfig(),
         lora=lora,
     )

@@ -13,6 +13,7 @@ from rpc_schema.config import WorkerConfig
 from rpc_schema.kv_cache import NULL_BLOCK, BlockGroup, request_blocks
 from tests.support.checkpoints import Checkpoint, decisive_prompts, make_checkpoint
 from tests.support.serving import (
+    SHARED_GPU,
     Served,
     assert_greedy,
     connect,
@@ -87,6 +88,7 @@ def config_of(reference: Checkpoint) -> WorkerConfig:
         max_num_batched_tokens=STEP_TOKENS,
         max_model_len=MAX_MODEL_LEN,
         block_size=BLOCK_SIZE,
+        gpu_memory_utilization=SHARED_GPU,
     )
 
 

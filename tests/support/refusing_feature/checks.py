@@ -10,7 +10,7 @@ import msgspec
 from tests.support.checkpoints import Checkpoint, NearTie, prompts
 from tests.support.forked_drivers import ForkedDrivers
 from tests.support.refusing_feature.plans import Outcome, Plan, Wanted
-from tests.support.serving import worker_config
+from tests.support.serving import SHARED_GPU, worker_config
 
 
 class Load(NamedTuple):
@@ -51,6 +51,7 @@ def check_serving(
         max_num_seqs=16,
         max_num_batched_tokens=load.max_num_batched_tokens,
         max_model_len=load.max_model_len,
+        gpu_memory_utilization=SHARED_GPU,
     )
     plan = Plan(
         list(endpoints),

@@ -10,7 +10,7 @@ import msgspec
 
 from tests.support.checkpoints import Checkpoint, NearTie, prompts
 from tests.support.forked_drivers import ForkedDrivers, path_of
-from tests.support.serving import worker_config
+from tests.support.serving import SHARED_GPU, worker_config
 from tests.support.toy_feature.plans import Outcome, Plan, Wanted
 from worker_client.launcher import LocalDaemons
 
@@ -35,7 +35,11 @@ def check_serving(drivers: ForkedDrivers, endpoints: Sequence[str], checkpoint: 
     seed = random.randrange(1 << 30)
     wanted, expected = biased_requests(checkpoint, random.Random(seed))
     config = worker_config(
-        checkpoint.path, len(endpoints), max_num_batched_tokens=32, max_model_len=64
+        checkpoint.path,
+        len(endpoints),
+        max_num_batched_tokens=32,
+        max_model_len=64,
+        gpu_memory_utilization=SHARED_GPU,
     )
     plan = Plan(list(endpoints), config, wanted, NUM_BLOCKS, adopt=False, dies_after=None)
     whole = live(drivers, plan)
