@@ -7,7 +7,12 @@ from torch.nn import functional
 from transformers import AutoModel, BertConfig, BertModel
 
 from rpc_schema.pooling import PoolingParams
-from tests.support.gpu_generation import SCHEDULER, gpu_group, make_requests
+from tests.support.gpu_generation import (
+    SCHEDULER,
+    gpu_group,
+    make_requests,
+    reference_logprobs,
+)
 from worker_client.driver import Driver
 from worker_client.requests import GenerationRequest
 from worker_client.scheduler import Scheduler, SchedulerLimits
@@ -84,14 +89,27 @@ def check(checkpoint, outputs, requests, pooled):
     assert errors.max() < 3 * usual.max()
 
 
+def check_greedy(checkpoint, outputs, requests):
+    """Each token is the most likely one in float32, but for ties that are nearer than rounding to
+    bfloat16 may move two logits."""
+    exact = reference_logprobs(checkpoint, torch.float32, requests, outputs)
+    rounded = reference_logprobs(checkpoint, torch.bfloat16, requests, outputs)
+    usual = max((exact[r.id] - rounded[r.id]).abs().max().item() for r in requests)
+    best = []
+    for request in requests:
+        logprobs, token_ids = exact[request.id], torch.tensor(outputs[request.id].token_ids)
+        taken = logprobs.gather(1, token_ids.unsqueeze(1)).squeeze(1)
+        assert (logprobs.max(dim=1).values - taken).max().item() <= 2 * usual, request.id
+        best.append(logprobs.argmax(dim=1) == token_ids)
+    assert torch.cat(best).float().mean().item() > 0.8
+
+
 def test_decoder_pools_beside_generation(llama):
     pooling, generating = pooling_requests(LENGTHS), make_requests(16)
     mixed = [request for pair in zip(generating, pooling, strict=False) for request in pair]
     outputs = serve(llama, [*mixed, *pooling[len(generating) :]])
     check(llama, outputs, pooling, lambda states: states[-1])
-    alone = serve(llama, generating)
-    same = sum(outputs[r.id].token_ids == alone[r.id].token_ids for r in generating)
-    assert same >= len(generating) // 2, "a batch changes near ties alone"
+    check_greedy(llama, outputs, generating)
 
 
 def test_encoder_sees_whole_prompts(tmp_path):

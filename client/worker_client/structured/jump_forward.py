@@ -14,7 +14,6 @@ from itertools import chain
 from typing import NamedTuple
 
 from rpc_schema.structured import StructuredOutput
-from worker_client.errors import RequestError
 from worker_client.parts.registry import may_jump
 from worker_client.requests import GenerationRequest
 from worker_client.scheduler import JumpingScheduler, RequestOutput
@@ -76,10 +75,6 @@ class JumpForward:
         """Yield new requests with the tokens that their outputs must begin with."""
         new, self._new = self._new, {}
         for req_id, grammar in new.items():
-            compiled = self._grammars.compile(grammar)
-            try:
-                forced = self._grammars.forced(compiled.result()) if compiled.done() else []
-            except RequestError:  # its admission tells
-                continue
+            forced = self._grammars.forced_first(grammar)
             if forced:
                 yield req_id, forced

@@ -70,7 +70,7 @@ class CompiledGrammars(Protocol):
         """Stop its threads."""
 
     def compile(self, grammar: StructuredOutput) -> "Future[Any]":
-        """Return a Matcher in its first state, which stays there; the future raises
+        """Compile a request's grammar; the future is done when the request can begin, and raises
         RequestError."""
 
     def begin(self, grammar: StructuredOutput) -> Any:
@@ -82,6 +82,9 @@ class CompiledGrammars(Protocol):
 
     def consume(self, pairs: Sequence[tuple[Any, int]]) -> list[bool]:
         """Let each matcher take a token; return whether it did."""
+
+    def forced_first(self, grammar: StructuredOutput) -> list[int]:
+        """Return the tokens that a grammar forces at the start; none, if it is not compiled."""
 
     def forced(self, matcher: Any) -> list[int]:
         """Return the tokens that a matcher forces next, without taking them."""

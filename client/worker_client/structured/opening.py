@@ -62,6 +62,10 @@ class NoGrammars:
         """Accept nothing: there is never a matcher."""
         return [False for _ in pairs]
 
+    def forced_first(self, grammar: StructuredOutput) -> list[int]:
+        """Return no tokens: there is never a matcher."""
+        return []
+
     def forced(self, matcher: Any) -> list[int]:
         """Return no tokens: there is never a matcher."""
         return []

@@ -3,8 +3,10 @@ matcher, token by token."""
 
 import json
 import random
+import threading
 import time
 from contextlib import closing
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -132,10 +134,16 @@ def test_hostile_grammars_are_refused_by_name_or_bounded(directory, name):
 
 def test_a_grammar_is_compiled_once_and_failures_are_remembered(grammars):
     good, bad = StructuredOutput(kind="regex", text="a+"), StructuredOutput(kind="regex", text="(")
-    assert grammars.compile(good) is grammars.compile(good)
-    with pytest.raises(RequestError):
-        grammars.compile(bad).result(10)
-    assert grammars.compile(bad) is grammars.compile(bad)
+    for grammar in (good, bad):
+        waiting = [grammars.compile(grammar) for _ in range(2)]
+        first = grammars._compiled[grammar].first
+        for future in (*waiting, grammars.compile(grammar)):
+            if grammar is good:
+                future.result(10)
+            else:
+                with pytest.raises(RequestError):
+                    future.result(10)
+        assert grammars._compiled[grammar].first is first
     few = grammars.limits.max_cached
     for index in range(few + 5):
         grammars.compile(StructuredOutput(kind="choice", text=f'["{index}"]'))
@@ -144,30 +152,60 @@ def test_a_grammar_is_compiled_once_and_failures_are_remembered(grammars):
 
 def test_a_grammar_that_several_requests_use_is_compiled_a_few_times(directory, monkeypatch):
     """Copies of one compilation share a lock."""
-    grammar, slow = (StructuredOutput(kind="regex", text=text) for text in ("[ab]+c", "[ab]+d"))
+    grammar, slow, bad = (
+        StructuredOutput(kind="regex", text=text) for text in ("[ab]+c", "[ab]+d", "[ab")
+    )
     compiled = []
     compile_one = Grammars._compile
+    may_go_on = threading.Event()
 
     def note(self, each):
+        assert may_go_on.wait(20)
         compiled.append(each)
         return compile_one(self, each)
 
     monkeypatch.setattr(Grammars, "_compile", note)
+    monkeypatch.setattr("worker_client.structured.grammars.MAX_AGAIN_S", 60.0)
     limits = GrammarLimits(max_compilations=3)
     with closing(Grammars(directory, VOCAB_SIZE, [EOS_TOKEN_ID], limits)) as grammars:
-        matchers = [grammars.begin(grammar)]
-        assert compiled == [grammar], "one request needs one"
-        matchers += [grammars.begin(grammar) for _ in range(9)]
+        futures = [grammars.compile(grammar) for _ in range(8)]  # all before it is compiled
+        refused = [grammars.compile(bad) for _ in range(3)]
+        may_go_on.set()
+        for future in futures:
+            future.result(20)
+        for future in refused:
+            with pytest.raises(RequestError):
+                future.result(20)
+        matchers = [grammars.begin(grammar) for _ in range(9)]
+        numbers = [matcher.compilation for matcher in matchers]
+        assert sorted(numbers) == [0, 0, 0, 1, 1, 1, 2, 2, 2]
         assert len({tuple(tokens) for tokens in allowed(grammars, *matchers)}) == 1
         first = allowed(grammars, matchers[0])[0][0]
         assert grammars.consume([(matchers[0], first)]) == [True]
         fresh = [grammars.begin(grammar) for _ in range(3)]
         assert len({tuple(tokens) for tokens in allowed(grammars, *fresh, matchers[1])}) == 1
+
         monkeypatch.setattr("worker_client.structured.grammars.MAX_AGAIN_S", 0.0)
-        for _ in range(9):
-            grammars.begin(slow)
+        for future in [grammars.compile(slow) for _ in range(9)]:
+            future.result(20)
+        assert {grammars.begin(slow).compilation for _ in range(9)} == {0}
     assert compiled.count(grammar) == 3
+    assert compiled.count(bad) == 1
     assert compiled.count(slow) == 1, "others wait for the threads"
+
+
+def test_a_grammar_of_requests_that_come_one_by_one_is_compiled_for_each(directory):
+    grammar = StructuredOutput(kind="regex", text="[ab]+e")
+    limits = GrammarLimits(max_compilations=2)
+    with closing(Grammars(directory, VOCAB_SIZE, [EOS_TOKEN_ID], limits)) as grammars:
+        numbers = []
+        for _ in range(4):
+            grammars.compile(grammar).result(20)
+            futures = grammars._compiled[grammar].more
+            for future in futures:
+                future.result(20)
+            numbers.append(grammars.begin(grammar).compilation)
+        assert sorted(numbers) == [0, 0, 1, 1]
 
 
 def test_an_ended_text_may_only_end(grammars):
@@ -291,10 +329,10 @@ def test_forced_tokens_are_those_that_masks_leave_alone(grammars):
         asked, other = (matcher_of(grammars, **case.options) for _ in range(2))
         for _ in range(60):
             forced = grammars.forced(asked)
-            ahead = other.deep_copy()
+            ahead = replace(other, matcher=other.matcher.deep_copy())
             for token in forced:
                 assert allowed(grammars, ahead) == [[token]], (seed, case.options)
-                assert ahead.consume_token(token)
+                assert ahead.consume_tokens([token])
             (choice,) = allowed(grammars, ahead)
             assert len(choice) > 1 or choice == [EOS_TOKEN_ID], (seed, case.options)
             num_forced += len(forced)
@@ -303,7 +341,7 @@ def test_forced_tokens_are_those_that_masks_leave_alone(grammars):
             token = rng.choice(mine)
             if token == EOS_TOKEN_ID:
                 break
-            assert asked.consume_token(token) and other.consume_token(token)
+            assert asked.consume_tokens([token]) and other.consume_tokens([token])
     assert num_forced > 1000, seed
 
 

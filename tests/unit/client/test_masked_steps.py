@@ -92,6 +92,9 @@ class HandGrammars:
     def consume(self, pairs):
         return [matcher.consume_tokens([token]) for matcher, token in pairs]
 
+    def forced_first(self, grammar):
+        return self.forced(self.matchers.get(grammar.text, HandMatcher(grammar.text)))
+
     def forced(self, matcher):
         if self.jumps is None:
             return []
