@@ -25,8 +25,9 @@ ALL_RANKS = "all-ranks"
 """Model name with which every rank answers every step, not only the output rank."""
 MAX_MODEL_LEN = 1 << 20
 BLOCK_SIZE = 16
-NUM_BLOCKS = 1 << 22
-"""More blocks than all rounds of one table use."""
+NUM_BLOCKS = 1 << 17
+"""More blocks than all rounds of a table use (100,800 in compare_steps), and about as many as a GPU
+has."""
 
 
 class _Ready:

@@ -6,6 +6,8 @@ to write to is s or an earlier one. It is applied when notes are read, so that i
 whether a note or a step comes first.
 """
 
+import threading
+from collections import deque
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -17,6 +19,9 @@ UNKNOWN: Final = 2**63 - 1
 """Instead of a step: nothing has been written to the block since the cache lost its contents. No
 note is as late as this."""
 _NOT_NOTED: Final = -1
+MAX_RECENT: Final = 64
+"""Steps whose writes are gathered: a scattered write to the table takes microseconds, for one block
+or for many."""
 
 Hashes = npt.NDArray[np.uint8]
 
@@ -31,13 +36,17 @@ class NotedBlocks(NamedTuple):
 
 
 class BlockContents:
-    """Owned by RequestState. Only the step thread writes the steps, only the control thread the
-    notes; end_epoch, which rewrites both, runs while the daemon takes no notes. Steps are seqs of
-    one epoch; 0 stands for all earlier ones."""
+    """Owned by RequestState. Only the step thread adds steps, only the control thread notes;
+    end_epoch, which rewrites both, runs while the daemon takes no notes. Steps are seqs of one
+    epoch; 0 stands for all earlier ones."""
 
     def __init__(self, num_blocks: int) -> None:
         self._written_at: Int64s = np.full(num_blocks, UNKNOWN, np.int64)
-        """[num_blocks] the last step that gave the block to a request to write to."""
+        """[num_blocks] the last step that gave the block to a request to write to, without those
+        in _recent."""
+        self._recent: deque[tuple[Int32s, int]] = deque()
+        """The newest writes, in their order: block ids and step."""
+        self._settling = threading.Lock()
         self._noted_at: Int64s = np.full(num_blocks, _NOT_NOTED, np.int64)
         """[num_blocks] the step as of which the block was noted."""
         self._hashes: Hashes = np.zeros((num_blocks, 0), np.uint8)
@@ -52,22 +61,27 @@ class BlockContents:
 
     def write(self, block_ids: Int32s, seq: int) -> None:
         """Record that a step gives blocks to requests to write to."""
-        self._written_at[block_ids] = seq
+        self._recent.append((block_ids, seq))
+        if len(self._recent) > MAX_RECENT:
+            self._settle()
 
     def fail(self, seq: int) -> None:
         """Record that a step has failed: blocks keep their contents if they were noted as of an
         earlier one. The others may be those that the step was to fill."""
+        self._settle()
         keeps = (self._noted_at >= self._written_at) & (self._noted_at < seq)
         self._written_at[~keeps] = UNKNOWN
 
     def forget(self) -> None:
         """Record that no block has known contents any more. Until a step writes to a block, notes
         of it are void, also those that are on their way."""
+        self._settle()
         self._written_at.fill(UNKNOWN)
 
     def end_epoch(self, last_seq: int) -> None:
         """Begin to count anew, and drop the notes that do not hold as of last_seq, the last step
         that is known to have succeeded."""
+        self._settle()
         noted_at, written_at = self._noted_at, self._written_at
         holds = (noted_at >= written_at) & (noted_at <= last_seq)
         noted_at[:] = np.where(holds, 0, _NOT_NOTED)
@@ -84,6 +98,7 @@ class BlockContents:
             self._noted_at.fill(_NOT_NOTED)
             self._hashes = np.zeros((self.num_blocks, hashes.shape[1]), np.uint8)
             self._tag = tag
+        self._settle()
         holds = self._written_at[block_ids] <= after_seq
         noted = block_ids[holds]
         # A void note must not replace one that holds.
@@ -98,9 +113,21 @@ class BlockContents:
     def noted(self, tag: bytes, first: int, last: int, last_seq: int) -> NotedBlocks:
         """Return the blocks of `first` to last - 1 whose notes hold as of step last_seq; none if
         hashes have another tag."""
+        self._settle()
         noted_at = self._noted_at[first:last]
         holds = (noted_at >= self._written_at[first:last]) & (noted_at <= last_seq)
         if tag != self._tag:
             holds[:] = False
         block_ids = (np.flatnonzero(holds) + first).astype(np.int32)
         return NotedBlocks(block_ids, self._hashes[block_ids])
+
+    # Both.
+
+    def _settle(self) -> None:
+        """Move the recent writes to the table; of several to one block, the last counts."""
+        with self._settling:
+            recent = [self._recent.popleft() for _ in range(len(self._recent))]
+            if recent:
+                blocks, steps = zip(*recent, strict=True)
+                sizes = [block_ids.size for block_ids in blocks]
+                self._written_at[np.concatenate(blocks)] = np.repeat(np.array(steps), sizes)

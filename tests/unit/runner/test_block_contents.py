@@ -2,6 +2,7 @@
 notes, failures and kills, a block is offered only if it holds what its hash says."""
 
 import random
+import threading
 from collections import deque
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -339,3 +340,29 @@ def test_notes_of_another_tag_or_length_replace_all_others():
     assert offered(contents, b"other") == {3: b"ccc"}
     contents.distrust(ids(3))
     assert offered(contents, b"other") == {}
+
+
+def test_of_many_writes_to_a_block_the_last_counts_while_others_read():
+    contents = BlockContents(30)
+    seed = int(np.random.default_rng().integers(1 << 30))
+    rng = np.random.default_rng(seed)
+    steps = [rng.integers(1, 30, rng.integers(0, 9)).astype(np.int32) for _ in range(20_000)]
+    last = {}
+    for seq, block_ids in enumerate(steps, 1):
+        last.update(dict.fromkeys(block_ids.tolist(), seq))
+
+    def write():
+        for seq, block_ids in enumerate(steps, 1):
+            contents.write(block_ids, seq)
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    everything = ids(*range(30))
+    while writer.is_alive():
+        contents.noted(TAG, 0, 30, NEWEST)
+        contents.note(TAG, everything, np.zeros((30, 2), np.uint8), 0)
+    writer.join()
+    for block, seq in last.items():
+        assert contents.note(TAG, ids(block), hashes_of(b"aa"), seq - 1) == 0, (seed, block)
+        assert contents.note(TAG, ids(block), hashes_of(b"aa"), seq) == 1, (seed, block)
+    assert set(offered(contents)) == set(last)
