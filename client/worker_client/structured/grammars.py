@@ -11,6 +11,7 @@ the work for one mask. A grammar that exceeds a bound fails when it is compiled 
 
 import itertools
 import json
+import os
 import threading
 import time
 from collections import OrderedDict
@@ -46,20 +47,25 @@ MAX_AGAIN_S: Final = 0.1
 """A grammar that took longer to compile is not compiled again: others wait for the threads."""
 
 
+def _num_mask_threads() -> int:
+    return max(1, min(16, len(os.sched_getaffinity(0)) * 3 // 4))
+
+
 @dataclass(frozen=True, slots=True)
 class GrammarLimits:
     """Bounds on compiling and using a grammar."""
 
-    num_threads: int = 2
+    num_threads: int = 4
     """Threads that compile, and so grammars that are compiled at a time."""
     compile_s: float = 10.0
     """Seconds in which a grammar must be compiled, including the wait for a thread."""
     max_cached: int = 256
     """Compiled grammars that are kept for later requests."""
-    max_compilations: int = 8
-    """Compilations of one grammar, for requests that use it at the same time."""
-    num_mask_threads: int | None = None
-    """Threads that compute masks; None: 80 % of the processors, 32 at most."""
+    num_mask_threads: int = field(default_factory=_num_mask_threads)
+    """Threads that compute masks. By default 3/4 of the processors, 16 at most."""
+    max_compilations: int | None = None
+    """Compilations of one grammar, for requests that use it at the same time; None: one for each
+    thread that computes masks."""
     max_grammar_size: int = 200_000
     """Bound on the symbols in all rules of a grammar."""
     max_lexer_states: int = 50_000
@@ -105,8 +111,7 @@ class _Compiled:
     is_quick: bool = False
     """It was compiled within MAX_AGAIN_S."""
     waiting: "list[Future[None]] | None" = field(default_factory=list)
-    """Requests that came while it was first compiled, after the first of them; None: it is
-    compiled."""
+    """Requests that came before it was compiled; None: it is compiled."""
     num_copies: list[int] = field(default_factory=lambda: [0])
     """Of each compilation."""
 
@@ -179,7 +184,7 @@ class Grammars:
         with self._lock:
             compiled = self._find(grammar)
             compiled.num_requests += 1
-            if compiled.num_requests > 1 and compiled.waiting is not None:
+            if compiled.waiting is not None:
                 compiled.waiting.append(Future())
                 return compiled.waiting[-1]
             self._compile_again(grammar, compiled)
@@ -200,7 +205,7 @@ class Grammars:
 
     def _find(self, grammar: StructuredOutput) -> _Compiled:
         found = self._compiled.pop(grammar, None)
-        if found is None or found.first.cancelled():
+        if found is None:
             found = _Compiled()
             found.first = self._compiler.submit(self._compile_first, grammar, found)
         self._compiled[grammar] = found
@@ -247,6 +252,12 @@ class Grammars:
     def _compile_first(self, grammar: StructuredOutput, compiled: _Compiled) -> LLMatcher:
         """Compile a grammar, and then again for the requests that have come meanwhile, which begin
         when that is done."""
+        with self._lock:
+            waiting = compiled.waiting
+            if waiting and all(each.cancelled() for each in waiting):
+                if self._compiled.get(grammar) is compiled:
+                    del self._compiled[grammar]
+                raise TimeoutError("all its requests have given up")
         began = time.monotonic()
         try:
             matcher = self._compile(grammar)
@@ -279,7 +290,8 @@ class Grammars:
         self, grammar: StructuredOutput, compiled: _Compiled
     ) -> "list[Future[LLMatcher]]":
         """Compile a grammar once for each of its requests, within the limit, if that is quick."""
-        wanted = min(compiled.num_requests, self.limits.max_compilations)
+        most = self.limits.max_compilations or self.limits.num_mask_threads
+        wanted = min(compiled.num_requests, most)
         count = wanted - len(compiled.num_copies) if compiled.is_quick else 0
         again = [self._compiler.submit(self._compile, grammar) for _ in range(count)]
         compiled.more += again
