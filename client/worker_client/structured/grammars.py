@@ -15,7 +15,7 @@ import os
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,7 +24,7 @@ from typing import Any, Final
 import numpy as np
 from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
 from llguidance.gbnf_to_lark import any_to_lark
-from llguidance.numpy import fill_next_token_bitmask_par
+from llguidance.numpy import fill_next_token_bitmask, fill_next_token_bitmask_par
 from numpy.typing import NDArray
 
 from rpc_schema.structured import StructuredOutput
@@ -43,6 +43,11 @@ SLICES: Final = (
 """Tokens that a mask takes as a whole where a grammar allows all of them: whitespace, and the text
 of JSON strings. llguidance's own slices know two lengths of text, which leaves most masks within a
 string of bounded length (maxLength) to be computed token by token."""
+ROWS_PER_THREAD: Final = 4
+"""Masks in a step for each thread that is woken: most take 5 us, few 1 ms and more."""
+REQUESTS_PER_COMPILATION: Final = 4
+"""A compilation computes the states of its lexer when they are first met, so that each costs time
+in its first steps."""
 MAX_AGAIN_S: Final = 0.1
 """A grammar that took longer to compile is not compiled again: others wait for the threads."""
 
@@ -86,7 +91,7 @@ class GrammarMatcher:
 
     matcher: LLMatcher
     compilation: int
-    """Which of its grammar's; copies of one share a lock."""
+    """Number of the compilation, among those of all grammars."""
 
     def consume_tokens(self, tokens: list[int]) -> bool:
         """Take tokens, all or none; return whether the grammar allows them."""
@@ -112,18 +117,25 @@ class _Compiled:
     """It was compiled within MAX_AGAIN_S."""
     waiting: "list[Future[None]] | None" = field(default_factory=list)
     """Requests that came before it was compiled; None: it is compiled."""
-    num_copies: list[int] = field(default_factory=lambda: [0])
+    numbers: list[int] = field(default_factory=list)
+    """Of each compilation, as matchers name it."""
+    num_copies: list[int] = field(default_factory=list)
     """Of each compilation."""
 
+    def add(self, numbers: Iterator[int]) -> None:
+        """Count another compilation."""
+        self.numbers.append(next(numbers))
+        self.num_copies.append(0)
+
     def choose(self) -> int:
-        """Return the number of the least used compilation, of those that are done."""
+        """Return the place of the least used compilation, of those that are done."""
         done = [0, *(at for at, each in enumerate(self.more, 1) if is_ready(each))]
         return min(done, key=self.num_copies.__getitem__)
 
-    def copy(self, number: int, timeout_s: float) -> GrammarMatcher:
+    def copy(self, place: int, timeout_s: float) -> GrammarMatcher:
         """Return a copy of a compilation, once it is done."""
-        chosen = self.more[number - 1] if number else self.first
-        return GrammarMatcher(chosen.result(timeout_s).deep_copy(), number)
+        chosen = self.more[place - 1] if place else self.first
+        return GrammarMatcher(chosen.result(timeout_s).deep_copy(), self.numbers[place])
 
 
 class Grammars:
@@ -162,7 +174,9 @@ class Grammars:
             verbose_errors=False,
         )
         self._compiler = ThreadPoolExecutor(self.limits.num_threads, "grammars")
-        self._masks = LLExecutor(self.limits.num_mask_threads)
+        self._threads: dict[int, LLExecutor] = {}
+        """Threads that compute masks, by their number: a step wakes no more than it needs."""
+        self._numbers = itertools.count()
         self._buffer = np.zeros((0, self._num_own_words), np.int32)
         self._lock = threading.Lock()
         self._compiled: OrderedDict[StructuredOutput, _Compiled] = OrderedDict()
@@ -199,14 +213,15 @@ class Grammars:
         """
         with self._lock:
             compiled = self._find(grammar)
-            number = compiled.choose()
-            compiled.num_copies[number] += 1
-        return compiled.copy(number, self.compile_s)
+            place = compiled.choose()
+            compiled.num_copies[place] += 1
+        return compiled.copy(place, self.compile_s)
 
     def _find(self, grammar: StructuredOutput) -> _Compiled:
         found = self._compiled.pop(grammar, None)
         if found is None:
             found = _Compiled()
+            found.add(self._numbers)
             found.first = self._compiler.submit(self._compile_first, grammar, found)
         self._compiled[grammar] = found
         while len(self._compiled) > self.limits.max_cached:
@@ -221,8 +236,24 @@ class Grammars:
         # The threads divide the list into runs: copies that share a lock stand together.
         order = sorted(range(len(matchers)), key=lambda index: matchers[index].compilation)
         rows = [(matchers[index].matcher, index) for index in order]
-        fill_next_token_bitmask_par(self._masks, rows, self._buffer)
+        num_threads = min(
+            len({matcher.compilation for matcher in matchers}),
+            -(-len(rows) // ROWS_PER_THREAD),
+            self.limits.num_mask_threads,
+        )
+        if num_threads > 1:
+            fill_next_token_bitmask_par(self._executor(num_threads), rows, self._buffer)
+        else:
+            for matcher, index in rows:
+                fill_next_token_bitmask(matcher, self._buffer, index)
         return self._buffer[: len(matchers), : self.num_words]
+
+    def _executor(self, num_threads: int) -> LLExecutor:
+        """Return that many threads, or a few more: a power of two, up to the limit."""
+        size = min(1 << (num_threads - 1).bit_length(), self.limits.num_mask_threads)
+        if size not in self._threads:
+            self._threads[size] = LLExecutor(size)
+        return self._threads[size]
 
     def consume(self, pairs: "Sequence[tuple[GrammarMatcher, int]]") -> list[bool]:
         """Let each matcher take a token; return whether it did. One takes about 2 us, less than to
@@ -289,13 +320,15 @@ class Grammars:
     def _compile_again(
         self, grammar: StructuredOutput, compiled: _Compiled
     ) -> "list[Future[LLMatcher]]":
-        """Compile a grammar once for each of its requests, within the limit, if that is quick."""
+        """Compile a grammar again as its requests ask for it, within the limit, if that is
+        quick."""
         most = self.limits.max_compilations or self.limits.num_mask_threads
-        wanted = min(compiled.num_requests, most)
+        wanted = min(-(-compiled.num_requests // REQUESTS_PER_COMPILATION), most)
         count = wanted - len(compiled.num_copies) if compiled.is_quick else 0
         again = [self._compiler.submit(self._compile, grammar) for _ in range(count)]
         compiled.more += again
-        compiled.num_copies += [0] * len(again)
+        for _ in again:
+            compiled.add(self._numbers)
         return again
 
     def _compile(self, grammar: StructuredOutput) -> LLMatcher:
