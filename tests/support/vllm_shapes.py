@@ -53,7 +53,7 @@ class SamplingParams(msgspec.Struct, kw_only=True):
 
 
 class PoolingParams(msgspec.Struct, kw_only=True):
-    """vLLM's, with one of the fields that are not served."""
+    """vLLM's, with some of the fields that are not served."""
 
     task: str | None = None
     use_activation: bool | None = None
@@ -61,6 +61,10 @@ class PoolingParams(msgspec.Struct, kw_only=True):
     requires_token_ids: bool = False
     skip_reading_prefix_cache: bool | None = None
     step_tag_id: int | None = None
+    returned_token_ids: list[int] | None = None
+    late_interaction_params: object | None = None
+    extra_kwargs: dict[str, object] | None = None
+    late_chunking_params: object | None = None
 
 
 @dataclass

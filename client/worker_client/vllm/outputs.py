@@ -44,8 +44,8 @@ class LogprobRows(NamedTuple):
 class ResultColumns:
     """The result of a step, by vLLM's ids."""
 
-    req_ids: list[str]
-    """All requests of the step."""
+    row_of: Mapping[str, int]
+    """All requests of the step, by their rows: one object for as long as they are the same."""
     sampled: list[list[int]]
     """Token of each; empty: it has none."""
     logprobs: LogprobRows | None = None
@@ -58,6 +58,11 @@ class ResultColumns:
     failed: tuple[str, ...] = ()
     """Requests whose logits were no numbers."""
 
+    @property
+    def req_ids(self) -> list[str]:
+        """Return the requests, by ascending row."""
+        return list(self.row_of)
+
 
 class OutputReader:
     """Translates the results of one scheduler's steps, in order."""
@@ -68,6 +73,8 @@ class OutputReader:
         """Log probabilities of prompts that are not complete, by position."""
         self._names: tuple[str, ...] = ()
         """Requests of the last step, by vLLM's ids."""
+        self._row_of: Mapping[str, int] = {}
+        """Their rows."""
         self._wire: tuple[str, ...] = ()
         """The same on the wire."""
 
@@ -76,16 +83,14 @@ class OutputReader:
         names = tuple(req_ids)
         if names != self._names:
             self._names, self._wire = names, tuple(map(wire_id, names))
+            self._row_of = {name: row for row, name in enumerate(names)}
         wire = self._wire
-        if wire == tuple(result.req_ids):  # as in each step of a batch that goes on
-            tokens: list[int | None] = list(result.token_ids)
+        columns = ResultColumns(self._row_of, [])
+        if wire == tuple(result.req_ids) and NO_TOKEN not in result.token_ids:
+            columns.sampled = [[t] for t in result.token_ids]  # a batch that goes on
         else:
-            sampled = result.sampled
-            tokens = [sampled.get(each) for each in wire]
-        columns = ResultColumns(
-            list(names), [[] if t is None or t == NO_TOKEN else [t] for t in tokens]
-        )
-        if NO_TOKEN in tokens:
+            tokens = list(map(result.sampled.get, wire))
+            columns.sampled = [[] if t is None or t == NO_TOKEN else [t] for t in tokens]
             pairs = zip(names, tokens, strict=True)
             columns.failed = tuple(name for name, token in pairs if token == NO_TOKEN)
         if result.reports or self._prompts:  # a prompt's last token alone reports nothing of it

@@ -1,6 +1,7 @@
 """vLLM's SchedulerOutput as steps of ours, usually one."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import compress
 from typing import Any, Final
 
 import numpy as np
@@ -149,8 +150,9 @@ class StepWriter:
 
     def _add_blocks(self, step: SchedulerOutput, cached: Any) -> None:
         by_group: list[dict[str, Sequence[int]]] = [{} for _ in self._block_sizes]
-        for req_id, blocks in zip(cached.req_ids, cached.new_block_ids, strict=True):
-            for group, own in enumerate(blocks or ()):
+        pairs = zip(cached.req_ids, cached.new_block_ids, strict=True)
+        for req_id, blocks in compress(pairs, cached.new_block_ids):  # None for most
+            for group, own in enumerate(blocks):
                 if own:
                     by_group[group][wire_id(req_id)] = own
         step.new_block_ids, *more = by_group

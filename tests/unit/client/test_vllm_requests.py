@@ -156,10 +156,21 @@ def test_pooling_fields_are_translated():
     assert pooling_params(vllm.PoolingParams(task="classify")) == PoolingParams(task="classify")
 
 
-@pytest.mark.parametrize("step_tag_id", [0, 7])
-def test_pooling_fields_that_are_not_served_are_refused(step_tag_id):
-    with pytest.raises(RequestError, match="step_tag_id"):
-        check_fields(vllm.PoolingParams(task="embed", step_tag_id=step_tag_id), POOLING_FIELDS)
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("step_tag_id", 0),
+        ("step_tag_id", 7),
+        ("returned_token_ids", [3]),
+        ("late_interaction_params", object()),
+        ("late_chunking_params", object()),
+        ("extra_kwargs", {"width": 8}),
+        ("extra_kwargs", {}),
+    ],
+)
+def test_pooling_fields_that_are_not_served_are_refused(field, value):
+    with pytest.raises(RequestError, match=field):
+        check_fields(vllm.PoolingParams(task="embed", **{field: value}), POOLING_FIELDS)
 
 
 @given(st.text() | st.text(alphabet=st.characters(codec=None)))

@@ -218,7 +218,8 @@ class WorkerDaemonExecutor(Executor):  # type: ignore[misc]
             self._writer.end(gone)
             self._reader.forget(gone)
             self._forget_notes()
-        columns = ResultColumns(list(pending.req_ids), [[] for _ in pending.req_ids])
+        rows = {req_id: row for row, req_id in enumerate(pending.req_ids)}
+        columns = ResultColumns(rows, [[] for _ in rows])
         output = _as_vllm(columns)
         output.begins_again = not outcome.is_known
         return output
@@ -291,7 +292,7 @@ def _as_vllm(columns: ResultColumns) -> DaemonsOutput:
     sampled, pooled = columns.logprobs, columns.pooled
     return DaemonsOutput(
         req_ids=columns.req_ids,
-        req_id_to_index={req_id: index for index, req_id in enumerate(columns.req_ids)},
+        req_id_to_index=columns.row_of,
         sampled_token_ids=columns.sampled,
         logprobs=None if sampled is None else LogprobsLists(*sampled),
         prompt_logprobs_dict={r: _tensors(rows) for r, rows in columns.prompt_logprobs.items()},
