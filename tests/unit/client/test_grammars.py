@@ -213,6 +213,33 @@ def test_a_grammar_of_requests_that_come_one_by_one_is_compiled_again_for_some(d
         assert sorted(Counter(numbers).values()) == [2 * REQUESTS_PER_COMPILATION] * 2
 
 
+def test_a_grammar_whose_requests_have_given_up_is_not_compiled(directory, monkeypatch):
+    long, given_up = (StructuredOutput(kind="regex", text=text) for text in ("[ab]+f", "[ab]+g"))
+    compiled = []
+    compile_one = Grammars._compile
+    may_go_on = threading.Event()
+
+    def note(self, each):
+        assert may_go_on.wait(20)
+        if self is grammars:  # another test's may still be at work
+            compiled.append(each)
+        return compile_one(self, each)
+
+    monkeypatch.setattr(Grammars, "_compile", note)
+    limits = GrammarLimits(num_threads=1)
+    with closing(Grammars(directory, VOCAB_SIZE, [EOS_TOKEN_ID], limits)) as grammars:
+        first = grammars.compile(long)
+        waiting = [grammars.compile(given_up) for _ in range(3)]
+        assert all(future.cancel() for future in waiting)
+        may_go_on.set()
+        first.result(20)
+        last = StructuredOutput(kind="regex", text="[ab]+h")
+        grammars.compile(last).result(20)  # behind the others
+        assert compiled == [long, last]
+        grammars.compile(given_up).result(20)  # of a later request
+        assert compiled == [long, last, given_up]
+
+
 def test_an_ended_text_may_only_end(grammars):
     matcher = matcher_of(grammars, choice=["a"])
     (first,) = allowed(grammars, matcher)
