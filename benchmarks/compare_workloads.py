@@ -71,6 +71,7 @@ def main() -> None:
             for number in range(options.rounds + 1):
                 for side in ("before", "after") if number % 2 else ("after", "before"):
                     value = one_pass(trees[side], model, sides[side], requests, name)
+                    print(f"{model.name} {name} pass {number} {side} {value:.1f}", flush=True)
                     if number:
                         found[side].append(value)
             report(model.name, name, found)
