@@ -20,6 +20,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
+from weakref import WeakSet
 
 import numpy as np
 from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
@@ -85,7 +86,7 @@ class GrammarLimits:
     """Tokens that a request may gain at once without sampling them; 0: none."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, weakref_slot=True, eq=False)
 class GrammarMatcher:
     """A copy of a compilation: llguidance's matcher, of one request."""
 
@@ -112,30 +113,36 @@ class _Compiled:
 
     first: "Future[LLMatcher]" = field(init=False)
     more: "list[Future[LLMatcher]]" = field(default_factory=list)
-    num_requests: int = 0
+    num_expected: int = 0
+    """Requests that have come and have no matcher yet."""
     is_quick: bool = False
     """It was compiled within MAX_AGAIN_S."""
     waiting: "list[Future[None]] | None" = field(default_factory=list)
     """Requests that came before it was compiled; None: it is compiled."""
     numbers: list[int] = field(default_factory=list)
     """Of each compilation, as matchers name it."""
-    num_copies: list[int] = field(default_factory=list)
-    """Of each compilation."""
+    copies: "list[WeakSet[GrammarMatcher]]" = field(default_factory=list)
+    """Of each compilation, those in use."""
 
     def add(self, numbers: Iterator[int]) -> None:
         """Count another compilation."""
         self.numbers.append(next(numbers))
-        self.num_copies.append(0)
+        self.copies.append(WeakSet())
 
-    def choose(self) -> int:
-        """Return the place of the least used compilation, of those that are done."""
+    @property
+    def num_requests(self) -> int:
+        """Requests that use the grammar now or soon."""
+        return self.num_expected + sum(map(len, self.copies))
+
+    def copy(self, timeout_s: float) -> GrammarMatcher:
+        """Return a copy of the compilation that the fewest use, of those that are done; wait for
+        the first one. Of equals it is the oldest: its lexer knows most states."""
         done = [0, *(at for at, each in enumerate(self.more, 1) if is_ready(each))]
-        return min(done, key=self.num_copies.__getitem__)
-
-    def copy(self, place: int, timeout_s: float) -> GrammarMatcher:
-        """Return a copy of a compilation, once it is done."""
+        place = min(done, key=lambda at: len(self.copies[at]))
         chosen = self.more[place - 1] if place else self.first
-        return GrammarMatcher(chosen.result(timeout_s).deep_copy(), self.numbers[place])
+        matcher = GrammarMatcher(chosen.result(timeout_s).deep_copy(), self.numbers[place])
+        self.copies[place].add(matcher)
+        return matcher
 
 
 class Grammars:
@@ -197,7 +204,7 @@ class Grammars:
         limits."""
         with self._lock:
             compiled = self._find(grammar)
-            compiled.num_requests += 1
+            compiled.num_expected += 1
             if compiled.waiting is not None:
                 compiled.waiting.append(Future())
                 return compiled.waiting[-1]
@@ -213,9 +220,9 @@ class Grammars:
         """
         with self._lock:
             compiled = self._find(grammar)
-            place = compiled.choose()
-            compiled.num_copies[place] += 1
-        return compiled.copy(place, self.compile_s)
+            # One that is adopted or admitted again has not come by compile().
+            compiled.num_expected = max(0, compiled.num_expected - 1)
+        return compiled.copy(self.compile_s)
 
     def _find(self, grammar: StructuredOutput) -> _Compiled:
         found = self._compiled.pop(grammar, None)
@@ -324,11 +331,11 @@ class Grammars:
         quick."""
         most = self.limits.max_compilations or self.limits.num_mask_threads
         wanted = min(-(-compiled.num_requests // REQUESTS_PER_COMPILATION), most)
-        count = wanted - len(compiled.num_copies) if compiled.is_quick else 0
+        count = wanted - len(compiled.copies) if compiled.is_quick else 0
+        for _ in range(count):
+            compiled.add(self._numbers)
         again = [self._compiler.submit(self._compile, grammar) for _ in range(count)]
         compiled.more += again
-        for _ in again:
-            compiled.add(self._numbers)
         return again
 
     def _compile(self, grammar: StructuredOutput) -> LLMatcher:

@@ -199,18 +199,26 @@ def test_a_grammar_that_several_requests_use_is_compiled_a_few_times(directory, 
     assert compiled.count(slow) == 1, "others wait for the threads"
 
 
-def test_a_grammar_of_requests_that_come_one_by_one_is_compiled_again_for_some(directory):
+def test_a_grammar_is_compiled_again_for_requests_at_the_same_time_not_after_each_other(directory):
     grammar = StructuredOutput(kind="regex", text="[ab]+e")
     limits = GrammarLimits(max_compilations=2)
+
+    def begin_another(grammars):
+        grammars.compile(grammar).result(20)
+        for future in grammars._compiled[grammar].more:
+            future.result(20)
+        return grammars.begin(grammar)
+
     with closing(Grammars(directory, VOCAB_SIZE, [EOS_TOKEN_ID], limits)) as grammars:
-        numbers = []
-        for _ in range(4 * REQUESTS_PER_COMPILATION):
-            grammars.compile(grammar).result(20)
-            for future in grammars._compiled[grammar].more:
-                future.result(20)
-            numbers.append(grammars.begin(grammar).compilation)
+        assert len({begin_another(grammars).compilation for _ in range(20)}) == 1
+        assert not grammars._compiled[grammar].more
+        matchers = [begin_another(grammars) for _ in range(4 * REQUESTS_PER_COMPILATION)]
+        numbers = [matcher.compilation for matcher in matchers]
         assert len(set(numbers[:REQUESTS_PER_COMPILATION])) == 1
         assert sorted(Counter(numbers).values()) == [2 * REQUESTS_PER_COMPILATION] * 2
+        kept = matchers.pop()
+        matchers.clear()
+        assert begin_another(grammars).compilation != kept.compilation, "the other has none"
 
 
 def test_a_grammar_whose_requests_have_given_up_is_not_compiled(directory, monkeypatch):
