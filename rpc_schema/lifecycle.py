@@ -102,9 +102,9 @@ class PrepareAttachReply(ControlReply, frozen=True, tag=2, kw_only=True):
 
 
 class CommitAttach(ControlRequest["CommitAttachReply"], frozen=True, tag=3, kw_only=True):
-    """Second phase: this driver owns the daemon's steps from now on, and all requests of earlier
-    drivers are dropped. Its lease begins. Only the sender's key (on ipc without keys: its user) may
-    use the epoch from now on; others are FORBIDDEN."""
+    """Second phase: this driver owns the daemon's steps from now on, and its lease begins. Requests
+    of earlier drivers are dropped unless keep_requests is set. Only the sender's key (on ipc
+    without keys: its user) may use the epoch from now on; others are FORBIDDEN."""
 
     driver_id: Uid
     epoch: Annotated[int, Meta(ge=1, le=2**63 - 1)]
@@ -225,8 +225,8 @@ class CommitAttachReply(ControlReply, frozen=True, tag=3, kw_only=True):
 
 
 class Detach(ControlRequest["Acknowledged"], frozen=True, tag=4, kw_only=True):
-    """Detach and free the lease. The model stays loaded; its requests are dropped at the next
-    attach."""
+    """Detach and free the lease. The model stays loaded. The next attach drops the requests, unless
+    it sets keep_requests."""
 
     epoch: Unsigned
 

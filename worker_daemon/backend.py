@@ -20,7 +20,7 @@ from worker_daemon.sample.sampler import TorchSampling
 
 @dataclass(frozen=True, slots=True)
 class Backend:
-    """Used on the step thread. Owns no device memory."""
+    """The kernels and staging of one device. Used on the step thread. Owns no device memory."""
 
     attention: ChosenAttention
     """Attention over paged sequences; a model may extend it (layers/attention_choice.py)."""

@@ -3,7 +3,7 @@ of the wire.
 
 WorkerError
  +- ProtocolError        the peer broke a rule of the wire: frames, versions, ids, order
- |   +- BadFrameError a frame does not decode, or exceeds a bound
+ |   +- BadFrameError        a frame does not decode, or exceeds a bound
  |   +- IncompatibleError    protocol versions differ
  |   +- FencedError          the epoch or link is an old one
  |   +- NotAttachedError     the epoch was never granted
@@ -15,7 +15,7 @@ WorkerError
  |   `- GapError             a step before this one is missing
  +- StateError           the request is not legal in this state
  +- ConfigError          a setting is wrong: names field, value and fix
- |   `- CheckpointError a model's files are missing, truncated, or do not match config.json
+ |   `- CheckpointError      a model's files are missing, truncated, or do not match config.json
  +- InvalidStepError     a step holds a value that no kernel may see; nothing was applied
  +- CapacityError        not enough device memory, KV blocks, rows or disk space
  |   +- OutOfMemoryError     an allocation failed: with the bytes needed and free

@@ -50,9 +50,9 @@ class AdapterWeights(NamedTuple):
 
 
 class LayerOps(Protocol):
-    """One stateless object serves every layer. All tensors are contiguous and of the model's dtype,
-    results are new, and arguments are unchanged, unless stated otherwise. Never waits for the
-    device."""
+    """The operations of a layer besides attention. One stateless object serves every layer. All
+    tensors are contiguous and of the model's dtype, results are new, and arguments are unchanged,
+    unless stated otherwise. Never waits for the device."""
 
     @property
     def name(self) -> str:

@@ -20,7 +20,7 @@ class UploadedTensor(Protocol):
 
 
 FindUpload: TypeAlias = Callable[[bytes], UploadedTensor | None]
-"""Function of a content hash; None if no complete upload has that hash."""
+"""Returns the complete upload with a content hash; None if there is none."""
 
 
 def no_uploads(content_hash: bytes) -> None:

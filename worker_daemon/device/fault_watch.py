@@ -16,8 +16,8 @@ _RECOVERY: Final[Mapping[int, Action]] = MappingProxyType(
         0: Action.NONE,
         1: Action.RESET_GPU,
         2: Action.REBOOT,
-        4: Action.RESET_GPU,  # of this GPU's and its peers' work
-        6: Action.RESET_GPU,  # of its bus
+        4: Action.RESET_GPU,  # after draining the work of this GPU and its peers
+        6: Action.RESET_GPU,  # by a reset of its bus
         7: Action.REBOOT,
     }
 )

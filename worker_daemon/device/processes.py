@@ -57,8 +57,9 @@ def find_own(
     """Return the pid under which NVML lists this process; None if it cannot be found.
 
     pid: the process's own, which NVML lists under another number if the process lives in a
-    container; own_bytes: a lower bound on its device memory. If that pid is not listed, it is the
-    process that grows by PROBE_BYTES inside probe(PROBE_BYTES), which allocates them.
+    container; own_bytes: a lower bound on its device memory. If NVML does not list that pid with at
+    least own_bytes, the result is the one process that grows by PROBE_BYTES inside
+    probe(PROBE_BYTES), which allocates them.
     """
     before = used_bytes()
     if before is None:

@@ -65,8 +65,8 @@ NO_GROUPS = LinkGroups(stage=None, from_previous=None, to_next=None, column=None
 
 
 class Link:
-    """Owned by the worker, used on the step thread; only abort and dump may be called from the
-    guard thread."""
+    """The process groups and shared memory of one link. Owned by the worker, used on the step
+    thread; only abort and dump may be called from the guard thread."""
 
     def __init__(self, generation: int, device: torch.device) -> None:
         """Create a link without groups, so that it can be aborted while it is opened."""

@@ -70,7 +70,7 @@ class TensorParallel(Protocol):
         may overwrite x."""
 
     def all_gather_last_dim(self, x: Tensor) -> Tensor:
-        """Return [..., n] of each rank, concatenated in rank order to [..., n * size]."""
+        """Return x [..., n] of all ranks, concatenated in rank order to [..., n * size]."""
 
     @property
     def all_reduce_name(self) -> str:

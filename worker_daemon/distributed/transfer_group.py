@@ -65,7 +65,8 @@ class IncomingBroadcast:
 
 
 class TransferGroup:
-    """Created and used on the step thread; only abort() may be called from another."""
+    """This worker's communicator with a trainer. Created and used on the step thread; only abort()
+    may be called from another."""
 
     def __init__(self, meeting: TrainerRendezvous, device: torch.device) -> None:
         """Create a group without connections, so that it can be aborted while it opens."""

@@ -1,7 +1,8 @@
-"""A matrix product that also shrinks its rows for LoRA adapters: A of all slots is more rows of W.
+"""Computes a matrix product and, in the same launch, the LoRA shrink A x: the A matrices of all
+slots are treated as additional rows of W.
 
-A skinny product is bound by reading the weights, and leaves some SMs free: A's tiles take those,
-and their bytes are all that they cost. lora_expand.py adds B's product.
+A skinny product is bound by reading the weights and leaves some SMs idle. The tiles of A run on
+those SMs, so they cost only the time to read A. lora_expand.py adds the product with B.
 
 Letters: y[M, O] = x[M, I] W[O, I]^T + bias; L slots, G matrices merged into one, r ranks of each:
 A[L, G * r, I].
@@ -46,9 +47,9 @@ class FusedShrink:
         token_slots: torch.Tensor,
         tile: MatrixTile,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return x W^T + bias, and A x of every row in every slot that a row uses, float32
-        [M, L * G * r], with anything in the others. tile: that of x and W alone, so that rows
-        without an adapter get the base model's bits."""
+        """Return x W^T + bias, and A x of every row for every slot that any row uses: float32
+        [M, L * G * r]; entries of unused slots are undefined. tile: the tile of the product without
+        adapters, so that rows without an adapter get results bit-identical to the base model's."""
         num_rows, num_inputs = x.shape
         num_outputs = weight.shape[0]
         num_slots, num_ranks = a.shape[:2]

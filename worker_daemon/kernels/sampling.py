@@ -46,8 +46,8 @@ LIST_BLOCK = 2048
 DRAW_BLOCK = 1024
 
 _NUM_SUMS = tl.constexpr(8)
-"""Number of distances below which a row is summed: fixed ones, then all that its filters can
-keep."""
+"""Number of distance limits of a row; counts and masses are summed below each. All are fixed but
+the last, which covers all tokens that the row's filters can keep."""
 _STEP = tl.constexpr(1.25)
 """The step between those distances: a factor of 3.5 in probability."""
 _ROW_SUMS = tl.constexpr(17)

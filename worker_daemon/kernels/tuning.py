@@ -35,8 +35,8 @@ class MatrixTile:
     """One program's share of a skinny GEMM: block_o rows of W, all rows of x.
 
     It takes block_i columns at a time; both are powers of two >= 16. The columns are divided among
-    num_splits programs. num_stages is the depth of the software pipeline. Each program prefetches
-    this many columns of its rows before x is ready.
+    num_splits programs. num_stages is the depth of the software pipeline. prefetch is the number of
+    columns of its rows of W that each program prefetches before x is ready.
     """
 
     block_o: int

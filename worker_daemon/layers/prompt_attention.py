@@ -5,10 +5,11 @@ Shapes: N tokens in the step, Hq query and Hkv KV heads, D head_dim, P the token
 
 An unpaged kernel needs a plan for each length, and cuDNN takes tenths of a second to make one, so
 only a few lengths are served (PLAN_TOKENS). A prompt slightly shorter than a plan is padded, since
-a causal query never sees later rows. If it is longer, the plan serves its first tokens, the head,
-and the rest is an ordinary chunk. Heads read keys and values back from the cache, so that other
-steps need not keep rotated keys. At 8,192 tokens of Llama 8B's heads this moves 67 MB, about 16 us
-on an H200, compared with 1 ms of attention.
+a causal query never sees later rows. If it is longer, the plan serves its first tokens (called its
+head here, not to be confused with attention heads), and the rest is an ordinary chunk. These
+prompt heads read keys and values back from the cache, so that other steps need not keep rotated
+keys. At 8,192 tokens with the attention heads of Llama 8B this moves 67 MB, about 16 us on an
+H200, compared with 1 ms of attention.
 """
 
 from collections.abc import Callable

@@ -20,7 +20,7 @@ class Added(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Adapters:
-    """Owned by the loaded model; used on the step thread."""
+    """The LoRA adapters of a loaded model. Owned by it; used on the step thread."""
 
     layout: AdapterLayout
     store: HostStore

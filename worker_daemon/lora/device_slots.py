@@ -12,7 +12,8 @@ from worker_daemon.lora.host_store import HostAdapter
 
 
 class DeviceSlots:
-    """Owned by the loaded model; used on the step thread. The memory is the model's."""
+    """The device slots and the adapter that each holds. Owned by the loaded model; used on the step
+    thread. The memory is the model's."""
 
     def __init__(self, slots: Tensor) -> None:
         """slots [L, slot_size]"""

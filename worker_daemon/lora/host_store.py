@@ -26,7 +26,7 @@ class HostAdapter:
 
 
 class HostStore:
-    """Owned by the loaded model; used on the step thread."""
+    """The adapters in host memory. Owned by the loaded model; used on the step thread."""
 
     def __init__(self, max_adapters: int) -> None:
         self._max_adapters = max_adapters

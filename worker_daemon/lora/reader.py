@@ -48,7 +48,8 @@ class _Reading:
 
 
 class AdapterReader:
-    """Owned by the loaded model; used on the step thread."""
+    """Reads adapters from disk on background threads. Owned by the loaded model; used on the step
+    thread."""
 
     def __init__(self, read: Read) -> None:
         self._read = read

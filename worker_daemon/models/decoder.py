@@ -1,8 +1,8 @@
 """One pipeline stage of a decoder or an encoder, built from its description.
 
 Shapes: N tokens in the step, R rows with logits, H hidden size, V vocabulary, v a rank's share of
-V with its padding. The residual stream [N, H] is summed and rounded to the model's dtype after
-every addition, both between layers and between stages, so that a split model computes the same
+V with its padding. The residual stream [N, H] is rounded to the model's dtype after every
+addition, both between layers and between stages, so that a split model computes the same
 bits.
 """
 

@@ -1,10 +1,11 @@
 """A saved set: the weights of a group on disk, as each rank holds them. Its layout, and reading it.
 
-    NAME/index.json            the group's shape, and which save is in use: replacing it is what
-        replaces the set NAME/SAVE/config.json the model's config.json when it was loaded
-        NAME/SAVE/rank-N.json      file, shape and checksum of each tensor of rank N
-        NAME/SAVE/*.safetensors    the parts of tensors that a rank holds, by their checkpoint
-        names; or *.tensors, by the index's word on its files
+    NAME/index.json            the group's shape, and which save is in use; replacing this file
+                               replaces the set
+    NAME/SAVE/config.json      the model's config.json when it was loaded
+    NAME/SAVE/rank-N.json      file, shape and checksum of each tensor of rank N
+    NAME/SAVE/*.safetensors    the parts of tensors that a rank holds, by their checkpoint names;
+                               or *.tensors, if the index names that format
 
 `saving.py` writes sets.
 """

@@ -42,11 +42,11 @@ class Places:
     """The places of one rank, and the tensors that the whole group expects."""
 
     places: Mapping[str, Sequence[_WeightPlace]]
-    """By incoming name; empty for names that only other ranks use."""
+    """Places by incoming name; names that only other ranks use are absent."""
     tensors: Mapping[str, tuple[str, ...]]
     """Incoming name -> checkpoint names of the tensors that it fills on this rank."""
     shapes: Mapping[str, tuple[int, ...]]
-    """Every incoming name that the group knows."""
+    """Required shape of each incoming tensor; its keys are all names that the group accepts."""
     dtype: torch.dtype | None
     """The required dtype; None accepts any and converts it."""
     required: Sequence[tuple[str, ...]]

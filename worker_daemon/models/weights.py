@@ -2,8 +2,8 @@
 
 Each parameter names the regions of checkpoint tensors that it needs; only those are kept. On the
 CPU they are read directly into place, on a device through page-locked buffers (`staged.py`). Both
-read by position, so a file that shrinks in the meantime causes an error, not a signal. They are
-converted to the parameter's dtype. An error leaves the stage half filled: discard it.
+paths read by position, so a file that shrinks in the meantime causes an error, not a signal. Values
+are converted to the parameter's dtype. An error leaves the stage half filled: discard it.
 """
 
 import json

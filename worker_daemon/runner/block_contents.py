@@ -16,8 +16,8 @@ import numpy.typing as npt
 from worker_daemon.contracts.arrays import Int32s, Int64s
 
 UNKNOWN: Final = 2**63 - 1
-"""Instead of a step: nothing has been written to the block since the cache lost its contents. No
-note is as late as this."""
+"""Takes the place of a step number: the contents of the block are unknown. It is later than any
+step, so no note of the block holds."""
 _NOT_NOTED: Final = -1
 MAX_RECENT: Final = 64
 """Steps whose writes are gathered: a scattered write to the table takes microseconds, for one block
@@ -36,9 +36,9 @@ class NotedBlocks(NamedTuple):
 
 
 class BlockContents:
-    """Owned by RequestState. Only the step thread adds steps, only the control thread notes;
-    end_epoch, which rewrites both, runs while the daemon takes no notes. Steps are seqs of one
-    epoch; 0 stands for all earlier ones."""
+    """The noted hashes and latest writes of KV blocks. Owned by RequestState. Only the step thread
+    adds steps, only the control thread notes; end_epoch, which rewrites both, runs while the daemon
+    takes no notes. Steps are seqs of one epoch; 0 stands for all earlier ones."""
 
     def __init__(self, num_blocks: int) -> None:
         self._written_at: Int64s = np.full(num_blocks, UNKNOWN, np.int64)

@@ -64,7 +64,8 @@ class _Due:
 
 
 class PipelineStage:
-    """Used on the step thread only. A new link brings a new one."""
+    """One of several pipeline stages, on one link. Used on the step thread only. A new link
+    brings a new one."""
 
     def __init__(
         self,

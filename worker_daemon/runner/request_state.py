@@ -58,10 +58,11 @@ class RequestState:
         """For each row, the number of admissions so far; distinguishes a request from earlier ones
         of its slot."""
         self.req_ids = [""] * num_rows
-        """For each row, the request's id; the next two columns hold its extensions and its
-        scheduler's note."""
+        """For each row, the request's id."""
         self.extensions: list[tuple[RequestExtension, ...]] = [()] * num_rows
+        """For each row, the request's extensions."""
         self.notes = [b""] * num_rows
+        """For each row, the note that the request's scheduler attached."""
         self._counts = RowCounts.of_free_rows(num_rows, limits.num_groups)
         self._steady: dict[bytes, SteadyBatch] = {}
         """Steady batches that may continue, by bitmap; no row is in two of them. There is one, or
@@ -69,7 +70,7 @@ class RequestState:
         self._deferred: dict[int, Int64s] = {}
         """Slots that each step has still to sample, by seq. Its requests may have ended since."""
         self._generations: dict[int, Int64s] = {}
-        """The generations of these."""
+        """For each step in _deferred, the generations of its slots."""
         self._record = StepRecord(limits.block_groups)
         self._judge = StepJudge(limits, parts)
         self.contents = BlockContents(limits.num_blocks)

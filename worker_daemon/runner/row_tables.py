@@ -108,7 +108,8 @@ class Gathered(NamedTuple):
 
 
 class RowTables:
-    """Owned by the model runner; written by steps in order, on the device's stream."""
+    """The device tables of the request rows. Owned by the model runner; written by steps in order,
+    on the device's stream."""
 
     def __init__(self, limits: StepLimits, device: torch.device, kernels: RowKernels) -> None:
         num_rows = limits.max_num_seqs + 1

@@ -397,7 +397,7 @@ class JudgedStep(NamedTuple):
 
 
 class StepJudge:
-    """Owned by RequestState."""
+    """Checks whole steps before they are applied. Owned by RequestState."""
 
     def __init__(self, limits: StepLimits, parts: StepParts) -> None:
         self._limits = limits

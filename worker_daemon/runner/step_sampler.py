@@ -1,5 +1,5 @@
-"""Sampling: from a step's logits to the tokens that its rows go on with, or to the outputs of those
-that pool. On the last stage."""
+"""Turns a step's logits into the tokens with which its rows continue, and the hidden states of
+pooling requests into outputs. Used on the last stage."""
 
 from dataclasses import replace
 

@@ -33,8 +33,8 @@ class Sampled(NamedTuple):
     positions: Int32s
     """Positions of the sampled tokens."""
     are_bounds: bool = False
-    """True if rows may have refused tokens: positions are then upper bounds, except a row's first
-    one."""
+    """True if tokens of these rows may have been refused: positions are then upper bounds, except
+    that of a row's first sampled token."""
 
 
 ALL_GAIN_ONE: Final = b""

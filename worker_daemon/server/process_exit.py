@@ -17,7 +17,8 @@ logger = logging.getLogger(__name__)
 
 
 class ProcessExit:
-    """Owned by the main thread; `record_fatal` may be called from any."""
+    """Decides the exit code and ends the process. Owned by the main thread; `record_fatal` may be
+    called from any."""
 
     def __init__(self, files: RuntimeFiles) -> None:
         self._files = files

@@ -1,5 +1,6 @@
-"""The state of the step thread, written only by it and read by every thread without a lock: each
-field is one reference, replaced as a whole."""
+"""The state of the step thread and of the wait for results. Every field has one writer at a time;
+any thread reads without a lock, since each field is one reference that is replaced as a whole (but
+for step_times, which is updated in place)."""
 
 import math
 import time
@@ -12,7 +13,8 @@ from worker_daemon.server.lifecycle import DaemonState
 from worker_daemon.worker.description import WorkerDescription
 
 MAX_STEPS: Final = 64
-"""The mean step time is exact over this many steps; from then on each new step has this weight."""
+"""The mean step time is exact over this many steps; after that it is an exponential moving average
+in which each new step has weight 1 / MAX_STEPS."""
 
 
 class Stamp(msgspec.Struct, frozen=True, gc=False):
@@ -58,7 +60,8 @@ NO_RESULT = Stamp(IDLE, 0.0, math.inf, False)
 
 
 class StepTimes:
-    """The mean duration of the last steps. Written by one thread at a time, read by any."""
+    """The mean step duration; recent steps weigh more. Written by one thread at a time, read
+    by any."""
 
     __slots__ = ("_last_s", "_num_steps", "usual_s")
 

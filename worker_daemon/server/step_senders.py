@@ -24,7 +24,8 @@ class EpochOwner:
 
 
 class StepSenders:
-    """Every step reads the attributes; the step loop sets `driver` when it accepts a request."""
+    """The known peers, epoch owners and current driver. Every step reads the attributes; the step
+    loop sets `driver` when it accepts a request."""
 
     __slots__ = ("access", "bad_peers", "driver", "known", "owners")
 

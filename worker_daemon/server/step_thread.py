@@ -96,7 +96,7 @@ class Orphan:
 
 @dataclass(frozen=True, slots=True)
 class DropRequests:
-    """No driver has adopted the requests of an expired epoch in time."""
+    """Drop the requests of an expired epoch, which no driver has adopted in time."""
 
     epoch: int
 

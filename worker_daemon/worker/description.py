@@ -12,7 +12,8 @@ from worker_daemon.runner.block_contents import BlockContents
 
 @dataclass(frozen=True, slots=True)
 class WorkerDescription:
-    """Made on the step thread after every lifecycle operation and published by reference."""
+    """The worker's state, for other threads to read. Made on the step thread after every lifecycle
+    operation and published by reference."""
 
     device: str
     config: WorkerConfig | None = None

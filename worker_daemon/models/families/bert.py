@@ -22,14 +22,15 @@ from worker_daemon.models.pooling_config import encoder_pooler
 
 
 def describe(fields: Fields) -> DecoderConfig:
-    """Return BERT: positions start at 0, and a classifier reads the pooled first token."""
+    """Return the configuration of BERT: positions start at 0, and a classifier reads the pooled
+    first token."""
     config = _encoder(fields, first_position=0)
     return replace(config, pooler=encoder_pooler(fields, "classifier", "pooler.dense"))
 
 
 def describe_roberta(fields: Fields) -> DecoderConfig:
-    """Return RoBERTa: positions start after the padding token's, and a classifier reads the first
-    token."""
+    """Return the configuration of RoBERTa: positions start after the padding token's, and a
+    classifier reads the first token."""
     config = _encoder(fields, first_position=fields.integer("pad_token_id", 1, minimum=0) + 1)
     return replace(config, pooler=encoder_pooler(fields, "classifier.out_proj", "classifier.dense"))
 

@@ -11,8 +11,8 @@ from worker_daemon.models.fields import Fields
 
 
 def describe(fields: Fields) -> DecoderConfig:
-    """Return layers with norms on the query and key heads and one switch for attention biases; some
-    may have a window."""
+    """Return the configuration of Qwen3: layers with norms on the query and key heads and one
+    switch for attention biases; some may have a window."""
     bias = fields.flag("attention_bias", False)
     heads = head_sizes(fields, default_num_kv_heads=32, default_head_dim=128)
     layers = [

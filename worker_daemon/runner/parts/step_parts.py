@@ -54,7 +54,7 @@ class _Member(NamedTuple):
 
 
 class StepParts:
-    """Owned by the model runner, used on the step thread only."""
+    """The parts of one runner. Owned by the model runner, used on the step thread only."""
 
     def __init__(
         self, parts: Sequence[StepPart], chooser: TokenChooser, context: PartContext

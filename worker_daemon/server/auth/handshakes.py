@@ -77,7 +77,8 @@ class Handshakes:
         hang_up: "Callable[[int, PeerName], None] | None" = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """listens: True if peers of this socket send nothing after their handshake.
+        """listens: True for the events socket, whose peers send only subscriptions after their
+        handshake.
         is_trusted(address): True if an authorized key has connected from there; ban(key) is called
         for a subscriber that was shut down."""
         self._listens = listens

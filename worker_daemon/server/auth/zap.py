@@ -83,7 +83,8 @@ class AuditLog:
 
 
 class ZapHandler:
-    """Made and started by the main thread before the sockets that it protects are bound."""
+    """Owns and runs the ZAP thread. Made and started by the main thread before the sockets that it
+    protects are bound."""
 
     def __init__(
         self, context: "zmq.Context[zmq.Socket[bytes]]", roles: AuthorizedKeys, bad_peers: BadPeers

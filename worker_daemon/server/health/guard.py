@@ -108,7 +108,8 @@ class DeviceCheck:
 
 
 class Guard:
-    """Made and started by the daemon; `request_abort` may be called from any thread."""
+    """Owns and runs the guard thread. Made and started by the daemon; `request_abort` may be
+    called from any thread."""
 
     def __init__(
         self,

@@ -29,7 +29,7 @@ class Draining:
     """Drains and undoes drains, any number of times."""
 
     _post: Callable[[Command], None]
-    """To the step thread."""
+    """Sends a command to the step thread."""
     _tell: Callable[[], None]
     """Sends a heartbeat, because is_on has changed."""
     _lease: Lease

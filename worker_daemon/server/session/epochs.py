@@ -49,9 +49,8 @@ class EpochFile:
         """Record `epoch` as the last one; it is on disk when this returns.
 
         Raises:
-            ConfigError: it is too far above the last one, or cannot be written; the last epoch
-                stays as it
-                was.
+            ConfigError: the epoch is too far above the last one, or the file cannot be written; the
+                last epoch is unchanged.
         """
         highest = min(self.last + MAX_EPOCH_STEP, MAX_EPOCH)
         if epoch > highest:

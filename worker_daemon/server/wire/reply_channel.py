@@ -116,7 +116,8 @@ class ReplyDelays:
 
 
 class ReplyChannel:
-    """Every method may be called from any thread and returns without waiting for a peer."""
+    """Sends replies and keeps them for replay. Every method may be called from any thread and
+    returns without waiting for a peer."""
 
     def __init__(self, results: "zmq.Socket[bytes]") -> None:
         """Take over the socket: no other object uses or closes it from now on."""
