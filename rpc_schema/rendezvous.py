@@ -89,8 +89,11 @@ class _Store:
         """Set a value. Raises RendezvousError if the store would be too large."""
         with self._changed:
             size = len(key) + len(value)
-            if len(value) > MAX_VALUE_BYTES or self._num_bytes + size > MAX_STORED_BYTES:
+            if len(value) > MAX_VALUE_BYTES:
                 raise RendezvousError(f"the value of {key!r} is too long for the rendezvous")
+            replaced = len(key) + len(self._values[key]) if key in self._values else 0
+            if self._num_bytes - replaced + size > MAX_STORED_BYTES:
+                raise RendezvousError(f"the rendezvous has no room left for {key!r}")
             self._remove(key)
             self._values[key] = value
             self._num_bytes += size

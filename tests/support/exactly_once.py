@@ -5,12 +5,12 @@ driver's resending are real; there are no sockets, threads or computation.
 
 Invariants are checked after each event, so that a failure shrinks to a short history:
 
-- a rank applies each (epoch, seq) once, in order, with the bytes that its driver meant, and leaves
-  none out but where a driver says that it stands on none before;
+- a rank applies each (epoch, seq) once, in order, with the bytes that its driver meant, and skips
+  one only if a driver says that its step depends on no earlier one;
 - it applies only steps of the epoch that it granted last, on the link that it stands in, while the
   lease is held; anything else that comes changes nothing;
 - each answer to a seq has the same bytes as the first;
-- a driver that still has all ranks comes to know what became of each step.
+- a driver that still has all ranks eventually learns the outcome of each step.
 """
 
 import random

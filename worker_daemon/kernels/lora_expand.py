@@ -39,7 +39,8 @@ def add_expanded(
     """y [M, O] += B s, for M of at most MAX_ROWS, in bf16 or fp16.
 
     shrunk: s, float32 [M, L * G * r], contiguous: A x of every row for every slot that any row
-    uses; entries of unused slots are undefined. token_slots: int32 [M], see LayerOps.adapted_linear.
+    uses; entries of unused slots are undefined. token_slots: int32 [M], see
+    LayerOps.adapted_linear.
     """
     a, b, ends = adapters
     num_rows, num_outputs = y.shape

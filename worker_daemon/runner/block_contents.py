@@ -2,8 +2,8 @@
 driver's prefix cache.
 
 The rule: a note of a block as of step s holds while the last step that gave the block to a request
-to write to is s or an earlier one. It is applied when notes are read, so that it does not matter
-whether a note or a step comes first.
+to write to is s or an earlier one. It is checked when a note arrives and again when notes are read,
+so a note may arrive before or after the steps that it concerns.
 """
 
 import threading

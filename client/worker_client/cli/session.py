@@ -64,9 +64,9 @@ class Session:
     startup_s: dict[str, float]
     """Durations of phases, from process start until ready."""
     process_started: float
-    """time.monotonic() at that moment."""
+    """time.monotonic() when this process started."""
     ready: float
-    """time.monotonic() at that moment."""
+    """time.monotonic() when the group was ready to serve."""
     recover: Recover = give_up
     """Reaction to the death of a daemon."""
     tokenizer: Tokenizer | None = None
@@ -128,11 +128,16 @@ class Session:
     def serve_profiled(self, inputs: Sequence[InputRequest], name: str) -> tuple[Served, list[str]]:
         """Generate with a profile of every rank, from before the first step to after the last; also
         return the traces' files, in rank order, each with its path on its daemon's host."""
+        is_ours = True
         try:
-            self.group.profile("start", name)
+            try:
+                self.group.profile("start", name)
+            except IllegalStateError:  # another driver's profile runs
+                is_ours = False
+                raise
             served = self.serve(inputs, keeps_prefixes=False)
-        except BaseException as error:  # else the daemons would keep recording
-            if not isinstance(error, IllegalStateError):  # another driver's profile runs
+        except BaseException:
+            if is_ours:  # otherwise the daemons would keep recording
                 with contextlib.suppress(ClientError, WireError):
                     self.group.profile("stop")
             raise

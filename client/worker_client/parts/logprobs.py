@@ -65,7 +65,7 @@ class LogprobTokensRequestPart(RequestPart):
         counts = {req_id: len(own.token_ids) // 4 for req_id, own in asked.items()}
         most = max((counts[req_id] for req_id in req_ids if req_id in counts), default=0)
         if len(frames[0]) != 4 * rows * width or most > width:
-            raise BadFrameError(f"the named tokens of {rows} rows, {width} wide, have other frames")
+            raise BadFrameError(f"the frame does not fit named tokens of {rows} rows, {width} wide")
         table = np.frombuffer(frames[0], "<f4").reshape(rows, width)
         return {
             req_id: table[row, : counts[req_id]]
@@ -97,7 +97,7 @@ class PromptLogprobsRequestPart(RequestPart):
             raise BadFrameError("prompt logprobs of requests that did not ask for them")
         pairs: list[list[int]] = spans.view("<i4").reshape(-1, 2).tolist()
         if any(first < 1 or count < 1 for first, count in pairs):
-            raise BadFrameError("prompt logprobs of positions that there are not")
+            raise BadFrameError("prompt logprobs for positions that do not exist")
         entries = _Entries(frames, sum(count for _, count in pairs), extension.width)
         chunks, begin = {}, 0
         for req_id, (first, count) in zip(names, pairs, strict=True):
@@ -113,7 +113,7 @@ class _Entries:
 
     def __init__(self, frames: Sequence[Frame], rows: int, width: int) -> None:
         if [len(frame) for frame in frames] != [4 * rows * (width + 1)] * 2 + [4 * rows]:
-            raise BadFrameError(f"the logprobs of {rows} rows, {width} wide, have other frames")
+            raise BadFrameError(f"the frames do not fit logprobs of {rows} rows, {width} wide")
         self._token_ids = np.frombuffer(frames[0], "<i4").reshape(rows, width + 1)
         self._logprobs = np.frombuffer(frames[1], "<f4").reshape(rows, width + 1)
         self._ranks: list[int] = np.frombuffer(frames[2], "<i4").tolist()

@@ -139,12 +139,13 @@ class JumpingScheduler(SchedulerInterface, Protocol):
 
     def jump_forward(self, req_id: str, token_ids: Sequence[int]) -> Jump:
         """Append tokens to the known ones of a request, and admit it again in the next step that
-        names it: it is preempted there and new, with these tokens, the blocks that it has, and the
-        computed tokens that it has, those of steps in flight included.
+        names it. That step lists it as preempted and as new, with these tokens, its present blocks
+        and its present computed tokens, including those of steps in flight.
 
-        The tokens that steps in flight sample for it are the first of these. They still arrive, and
-        are to be ignored, but for a NO_TOKEN. Return NO_JUMP for an unknown request, and where not
-        more tokens are left than are in flight: none may be a stop token, nor reach its limit.
+        The first of these tokens are those that steps in flight sample for it. Their results still
+        arrive; ignore them, except NO_TOKEN. Tokens from the first stop token on, or from the one
+        that reaches the request's limit, are not appended. Return NO_JUMP for an unknown request,
+        or if no more tokens remain than are in flight.
         """
 
 

@@ -13,16 +13,16 @@ from worker_client.scheduler.request_queues import RequestQueues
 from worker_client.step_checks import MAX_ADMITTED_BYTES, MAX_ADMITTED_TOKENS
 
 PIPELINE_CHUNK = 2048
-"""Fewest prompt tokens at which a pipeline's step takes no further prompt. Later stages wait for
-the first step, and earlier ones for the last, so that steps should be short while few tokens wait;
-but products of fewer rows are less efficient."""
+"""Prompt tokens at which a step of a pipeline admits no further prompt. Short steps reduce the time
+that later stages idle at the start and earlier stages at the end, but GEMMs of fewer rows are less
+efficient."""
 
 CHUNKS_PER_STAGE = 2
 """Steps for each stage over which prompts are spread while each has PIPELINE_CHUNK tokens or
 more."""
 
 MAX_LOOKED_AT = 1024
-"""Limit on the waiting prompts counted for that."""
+"""Limit on the waiting prompts that are counted to choose a step's number of prompt tokens."""
 
 
 class Step:

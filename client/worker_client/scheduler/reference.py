@@ -216,7 +216,7 @@ class Scheduler:
         return Jump(count)
 
     def _take_void(self, request: Request, token: int) -> list[RequestOutput]:
-        """Ignore a token, unless it shows that one which the request has by a jump is none."""
+        """Ignore a token, unless it is NO_TOKEN where the request has a token from a jump."""
         request.num_void -= 1
         if not request.repeated:
             return []

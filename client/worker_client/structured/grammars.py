@@ -12,6 +12,7 @@ the work for one mask. A grammar that exceeds a bound fails when it is compiled 
 import itertools
 import json
 import os
+import re
 import threading
 import time
 from collections import OrderedDict
@@ -35,6 +36,7 @@ from worker_client.structured.options import FIELD
 from worker_client.tokenizer import FILE_NAME, read_tokenizer_file
 
 MAX_ERROR_LENGTH: Final = 300
+_STATE_DUMP: Final = re.compile(r"<(?:non-verbose/|state)>")
 _STRING_CHARACTER: Final = r'[^"\\\x00-\x1F\x7F]'
 SLICES: Final = (
     r"[\x20\x0A\x0D\x09]+",
@@ -47,8 +49,8 @@ string of bounded length (maxLength) to be computed token by token."""
 ROWS_PER_THREAD: Final = 4
 """Masks in a step for each thread that is woken: most take 5 us, few 1 ms and more."""
 REQUESTS_PER_COMPILATION: Final = 4
-"""A compilation computes the states of its lexer when they are first met, so that each costs time
-in its first steps."""
+"""Requests that share one compilation before another is made. Not fewer, because a new compilation
+is slow in its first steps: it computes lexer states when it first meets them."""
 MAX_AGAIN_S: Final = 0.1
 """A grammar that took longer to compile is not compiled again: others wait for the threads."""
 
@@ -113,12 +115,10 @@ class _Compiled:
 
     first: "Future[LLMatcher]" = field(init=False)
     more: "list[Future[LLMatcher]]" = field(default_factory=list)
-    num_expected: int = 0
-    """Requests that have come and have no matcher yet."""
     is_quick: bool = False
     """It was compiled within MAX_AGAIN_S."""
     waiting: "list[Future[None]] | None" = field(default_factory=list)
-    """Requests that came before it was compiled; None: it is compiled."""
+    """Futures of requests that wait for the first compilation; None once it is done or failed."""
     numbers: list[int] = field(default_factory=list)
     """Of each compilation, as matchers name it."""
     copies: "list[WeakSet[GrammarMatcher]]" = field(default_factory=list)
@@ -130,9 +130,9 @@ class _Compiled:
         self.copies.append(WeakSet())
 
     @property
-    def num_requests(self) -> int:
-        """Requests that use the grammar now or soon."""
-        return self.num_expected + sum(map(len, self.copies))
+    def num_copies(self) -> int:
+        """Copies in use."""
+        return sum(map(len, self.copies))
 
     def copy(self, timeout_s: float) -> GrammarMatcher:
         """Return a copy of the compilation that the fewest use, of those that are done; wait for
@@ -186,8 +186,11 @@ class Grammars:
         self._numbers = itertools.count()
         self._buffer = np.zeros((0, self._num_own_words), np.int32)
         self._lock = threading.Lock()
+        self._is_closed = False
+        self._compiling: dict[StructuredOutput, _Compiled] = {}
+        """Grammars whose first compilation is not done."""
         self._compiled: OrderedDict[StructuredOutput, _Compiled] = OrderedDict()
-        """The least recently used first."""
+        """The others, the least recently used first."""
 
     @property
     def compile_s(self) -> float:
@@ -195,7 +198,12 @@ class Grammars:
         return self.limits.compile_s
 
     def close(self) -> None:
-        """Stop the threads. Grammars in the queue are not compiled."""
+        """Stop the threads, and cancel the futures of requests that wait for a grammar."""
+        with self._lock:
+            self._is_closed = True
+            for compiled in self._compiling.values():
+                for each in compiled.waiting or ():
+                    each.cancel()
         self._compiler.shutdown(wait=False, cancel_futures=True)
 
     def compile(self, grammar: StructuredOutput) -> "Future[Any]":
@@ -204,12 +212,10 @@ class Grammars:
         limits."""
         with self._lock:
             compiled = self._find(grammar)
-            compiled.num_expected += 1
-            if compiled.waiting is not None:
-                compiled.waiting.append(Future())
-                return compiled.waiting[-1]
-            self._compile_again(grammar, compiled)
-            return compiled.first
+            if compiled.waiting is None:
+                return compiled.first
+            compiled.waiting.append(Future())
+            return compiled.waiting[-1]
 
     def begin(self, grammar: StructuredOutput) -> GrammarMatcher:
         """Return a new matcher of a grammar; if it is not compiled yet, wait at most compile_s.
@@ -220,19 +226,22 @@ class Grammars:
         """
         with self._lock:
             compiled = self._find(grammar)
-            # One that is adopted or admitted again has not come by compile().
-            compiled.num_expected = max(0, compiled.num_expected - 1)
-        return compiled.copy(self.compile_s)
+            if compiled.waiting is not None:
+                compiled.waiting.append(Future())  # this caller has not given up
+        matcher = compiled.copy(self.compile_s)
+        with self._lock:
+            self._compile_again(grammar, compiled, compiled.num_copies)
+        return matcher
 
     def _find(self, grammar: StructuredOutput) -> _Compiled:
-        found = self._compiled.pop(grammar, None)
-        if found is None:
-            found = _Compiled()
-            found.add(self._numbers)
-            found.first = self._compiler.submit(self._compile_first, grammar, found)
-        self._compiled[grammar] = found
-        while len(self._compiled) > self.limits.max_cached:
-            self._compiled.popitem(last=False)
+        if (found := self._compiled.get(grammar)) is not None:
+            self._compiled.move_to_end(grammar)
+            return found
+        if (found := self._compiling.get(grammar)) is not None:
+            return found
+        found = self._compiling[grammar] = _Compiled()
+        found.add(self._numbers)
+        found.first = self._compiler.submit(self._compile_first, grammar, found)
         return found
 
     def fill(self, matchers: Sequence[GrammarMatcher]) -> NDArray[np.int32]:
@@ -288,25 +297,23 @@ class Grammars:
         return list(itertools.takewhile(self._vocab_size.__gt__, tokens))
 
     def _compile_first(self, grammar: StructuredOutput, compiled: _Compiled) -> LLMatcher:
-        """Compile a grammar, and then again for the requests that have come meanwhile, which begin
-        when that is done."""
+        """Compile a grammar, then submit the further compilations that its waiting requests need.
+        The requests are released when the last one submitted is done."""
         with self._lock:
-            waiting = compiled.waiting
-            if waiting and all(each.cancelled() for each in waiting):
-                if self._compiled.get(grammar) is compiled:
-                    del self._compiled[grammar]
+            if all(each.cancelled() for each in compiled.waiting or ()):
+                del self._compiling[grammar]
                 raise TimeoutError("all its requests have given up")
         began = time.monotonic()
         try:
             matcher = self._compile(grammar)
         except RequestError as error:
-            for each in self._take_waiting(compiled):
+            for each in self._take_waiting(grammar, compiled):
                 each.set_exception(error)
             raise
         compiled.is_quick = time.monotonic() - began < MAX_AGAIN_S
-        waiting = self._take_waiting(compiled)
+        waiting = self._take_waiting(grammar, compiled)
         with self._lock:
-            again = self._compile_again(grammar, compiled)
+            again = self._compile_again(grammar, compiled, len(waiting))
 
         def release(_: object = None) -> None:
             for each in waiting:
@@ -318,20 +325,24 @@ class Grammars:
             release()
         return matcher
 
-    def _take_waiting(self, compiled: _Compiled) -> "list[Future[None]]":
-        """Return the requests that wait and have not given up; none waits from now on."""
+    def _take_waiting(self, grammar: StructuredOutput, compiled: _Compiled) -> "list[Future[None]]":
+        """Note that a first compilation is done or failed. Return the requests that wait for it and
+        have not given up."""
         with self._lock:
             waiting, compiled.waiting = compiled.waiting or [], None
+            self._compiled[grammar] = self._compiling.pop(grammar)
+            while len(self._compiled) > self.limits.max_cached:
+                self._compiled.popitem(last=False)
         return [each for each in waiting if each.set_running_or_notify_cancel()]
 
     def _compile_again(
-        self, grammar: StructuredOutput, compiled: _Compiled
+        self, grammar: StructuredOutput, compiled: _Compiled, num_requests: int
     ) -> "list[Future[LLMatcher]]":
-        """Compile a grammar again as its requests ask for it, within the limit, if that is
+        """Submit the compilations that so many requests at the same time lack, if the first one was
         quick."""
         most = self.limits.max_compilations or self.limits.num_mask_threads
-        wanted = min(-(-compiled.num_requests // REQUESTS_PER_COMPILATION), most)
-        count = wanted - len(compiled.copies) if compiled.is_quick else 0
+        wanted = min(-(-num_requests // REQUESTS_PER_COMPILATION), most)
+        count = wanted - len(compiled.copies) if compiled.is_quick and not self._is_closed else 0
         for _ in range(count):
             compiled.add(self._numbers)
         again = [self._compiler.submit(self._compile, grammar) for _ in range(count)]
@@ -361,7 +372,7 @@ def refused(grammar: StructuredOutput, reason: str) -> RequestError:
 
 def shortened(reason: str) -> str:
     """Return llguidance's reason on one line, without the state dump that may follow."""
-    line = " ".join(reason.partition("<")[0].split()) or "it is invalid"
+    line = " ".join(_STATE_DUMP.split(reason)[0].split()) or "it is invalid"
     return line if len(line) <= MAX_ERROR_LENGTH else f"{line[: MAX_ERROR_LENGTH - 3]}..."
 
 

@@ -48,7 +48,9 @@ class PendingRequests:
 
     def forget(self, req_id: str) -> None:
         """Drop a request, if it is here."""
-        self._pending.pop(req_id, None)
+        pending = self._pending.pop(req_id, None)
+        if pending is not None:
+            pending.compiled.cancel()  # its grammar is not compiled if nobody else waits for it
 
     def wait(self) -> None:
         """Wait until a grammar is compiled, at most POLL_S."""

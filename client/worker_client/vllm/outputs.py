@@ -56,7 +56,7 @@ class ResultColumns:
     pooled: list[NDArray[np.float32] | None] | None = None
     """Output of each request, float32 [width] or [tokens, width]; None: none has one."""
     failed: tuple[str, ...] = ()
-    """Requests whose logits were no numbers."""
+    """Failed requests: they got NO_TOKEN, or their pooled output is not finite."""
 
     @property
     def req_ids(self) -> list[str]:

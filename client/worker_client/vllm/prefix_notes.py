@@ -40,7 +40,8 @@ def tag_of(*parts: object) -> bytes:
 
 
 class PrefixNotes:
-    """For one scheduler and one group; used on their thread."""
+    """Notes the hashes of vLLM's cached blocks on the daemons, and restores them at the start.
+    Serves one scheduler and one group, on their thread."""
 
     def __init__(self, group: NotingGroup, tag: bytes) -> None:
         self._group = group

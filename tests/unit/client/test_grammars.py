@@ -6,6 +6,7 @@ import random
 import threading
 import time
 from collections import Counter
+from concurrent.futures import CancelledError
 from contextlib import closing
 from dataclasses import replace
 
@@ -23,6 +24,7 @@ from tests.support.structured import (
     random_regex,
     schema_case,
 )
+from tests.support.waiting import wait_until
 from worker_client.errors import ClientConfigError, RequestError
 from worker_client.requests import RequestParser
 from worker_client.structured.grammars import (
@@ -137,22 +139,28 @@ def test_hostile_grammars_are_refused_by_name_or_bounded(directory, name):
         assert grammars.consume([(matcher, rng.choice(tokens))]) == [True]
 
 
+def check_outcome(future, is_good):
+    if is_good:
+        future.result(20)
+    else:
+        with pytest.raises(RequestError):
+            future.result(20)
+
+
 def test_a_grammar_is_compiled_once_and_failures_are_remembered(grammars):
     good, bad = StructuredOutput(kind="regex", text="a+"), StructuredOutput(kind="regex", text="(")
     for grammar in (good, bad):
-        waiting = [grammars.compile(grammar) for _ in range(2)]
+        for future in [grammars.compile(grammar) for _ in range(2)]:
+            check_outcome(future, grammar is good)
         first = grammars._compiled[grammar].first
-        for future in (*waiting, grammars.compile(grammar)):
-            if grammar is good:
-                future.result(10)
-            else:
-                with pytest.raises(RequestError):
-                    future.result(10)
+        check_outcome(grammars.compile(grammar), grammar is good)
         assert grammars._compiled[grammar].first is first
     few = grammars.limits.max_cached
-    for index in range(few + 5):
-        grammars.compile(StructuredOutput(kind="choice", text=f'["{index}"]'))
+    many = [StructuredOutput(kind="choice", text=f'["{index}"]') for index in range(few + 5)]
+    for future in [grammars.compile(each) for each in many]:
+        future.result(20)
     assert len(grammars._compiled) == few
+    assert not grammars._compiling
 
 
 def test_a_grammar_that_several_requests_use_is_compiled_a_few_times(directory, monkeypatch):
@@ -246,6 +254,51 @@ def test_a_grammar_whose_requests_have_given_up_is_not_compiled(directory, monke
         assert compiled == [long, last]
         grammars.compile(given_up).result(20)  # of a later request
         assert compiled == [long, last, given_up]
+
+
+def test_who_begins_without_waiting_first_gets_a_grammar_that_others_gave_up(
+    directory, monkeypatch
+):
+    grammar, before = (StructuredOutput(kind="regex", text=text) for text in ("[ab]+i", "[ab]+j"))
+    compile_one = Grammars._compile
+    may_go_on = threading.Event()
+
+    def late(self, each):
+        assert may_go_on.wait(20)
+        return compile_one(self, each)
+
+    monkeypatch.setattr(Grammars, "_compile", late)
+    with closing(Grammars(directory, VOCAB_SIZE, [EOS_TOKEN_ID], GrammarLimits(num_threads=1))) as (
+        grammars
+    ):
+        grammars.compile(before)
+        assert grammars.compile(grammar).cancel()
+        begun = []
+        adopting = threading.Thread(target=lambda: begun.append(grammars.begin(grammar)))
+        adopting.start()
+        wait_until(lambda: len(grammars._compiling[grammar].waiting) == 2, "it waits")
+        may_go_on.set()
+        adopting.join(20)
+        assert len(begun) == 1
+
+
+def test_closing_ends_the_wait_for_grammars(directory, monkeypatch):
+    compile_one = Grammars._compile
+    may_go_on = threading.Event()
+
+    def late(self, each):
+        assert may_go_on.wait(20)
+        return compile_one(self, each)
+
+    monkeypatch.setattr(Grammars, "_compile", late)
+    grammars = Grammars(directory, VOCAB_SIZE, [EOS_TOKEN_ID], GrammarLimits(num_threads=1))
+    texts = ("[ab]+k", "[ab]+l", "[ab]+l")
+    futures = [grammars.compile(StructuredOutput(kind="regex", text=text)) for text in texts]
+    grammars.close()
+    may_go_on.set()
+    for future in futures:
+        with pytest.raises(CancelledError):
+            future.result(20)
 
 
 def test_an_ended_text_may_only_end(grammars):

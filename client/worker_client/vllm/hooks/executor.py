@@ -54,7 +54,7 @@ class _VllmStep(NamedTuple):
 
 
 class _Output(Future[ModelRunnerOutput]):
-    """A step's output, waited for by the thread that asks for it: the group belongs to it."""
+    """A step's output, waited for by the thread that calls result(), which owns the group."""
 
     def __init__(self, wait: Callable[[], ModelRunnerOutput]) -> None:
         super().__init__()
@@ -76,7 +76,7 @@ class WorkerDaemonExecutor(Executor):  # type: ignore[misc]
 
     @classmethod
     def supports_async_scheduling(cls) -> bool:
-        """Steps are sent before the results of earlier ones are known."""
+        """Return True: steps are sent before the results of earlier ones are known."""
         return True
 
     # ------------------------------------------------------------------ start
@@ -147,16 +147,16 @@ class WorkerDaemonExecutor(Executor):  # type: ignore[misc]
         """Ignore vLLM's choice: the daemons' cache is there already."""
 
     def determine_available_memory(self) -> list[int]:
-        """Return the memory of which vLLM plans the daemons' number of blocks."""
+        """Return the memory size from which vLLM computes the daemons' number of blocks."""
         return [available_bytes(self._model)]
 
     def initialize_from_config(self, kv_cache_configs: list[Any]) -> None:
-        """Check that vLLM has planned the cache that there is."""
+        """Check that vLLM has planned the KV cache that the daemons have."""
         (planned,) = kv_cache_configs
         there = self._model.num_blocks, len(self._model.groups)
         wanted = planned.num_blocks, len(planned.kv_cache_groups)
         if wanted != there:
-            fix = "leave num_gpu_blocks_override out, or start the daemons anew"
+            fix = "leave num_gpu_blocks_override out, or restart the daemons"
             problem = f"the daemons have (blocks, groups) {there}"
             raise config_error("kv_cache_config", wanted, problem, fix)
 

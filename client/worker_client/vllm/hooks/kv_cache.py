@@ -44,7 +44,7 @@ def _spec(group: BlockGroup, head_size: int) -> KVCacheSpec:
 
 
 def available_bytes(model: LoadedGroup) -> int:
-    """Return the memory of which vLLM plans exactly the daemons' number of blocks."""
+    """Return the memory size from which vLLM computes exactly the daemons' number of blocks."""
     page = next(iter(specs_of(model).values())).page_size_bytes
     return int(model.num_blocks * page)
 

@@ -64,7 +64,7 @@ class WorkerDaemonPlatform(Platform):  # type: ignore[misc]
 
     @classmethod
     def validate_request(cls, processed_inputs: Any, params: Any) -> None:
-        """Refuse a request with HTTP 400 that sets a field which is not served."""
+        """Refuse, with HTTP 400, a request that sets a field which is not served."""
         try:
             if hasattr(params, "task"):
                 check_fields(params, POOLING_FIELDS)
@@ -85,11 +85,11 @@ class WorkerDaemonPlatform(Platform):  # type: ignore[misc]
         """Leave the check to the daemons."""
 
     def is_sleep_mode_available(self) -> bool:
-        """The daemons have it."""
+        """Return True: the daemons have a sleep mode."""
         return True
 
     def is_cumem_allocator_available(self) -> bool:
-        """The daemons have their own."""
+        """Return True: the daemons have their own allocator for it."""
         return True
 
     @classmethod
@@ -104,7 +104,7 @@ class WorkerDaemonPlatform(Platform):  # type: ignore[misc]
 
     @classmethod
     def inference_mode(cls) -> Any:
-        """Return torch's."""
+        """Return torch's inference mode."""
         return torch.inference_mode(mode=True)
 
     @classmethod
@@ -117,12 +117,12 @@ class WorkerDaemonPlatform(Platform):  # type: ignore[misc]
 
     @classmethod
     def is_pin_memory_available(cls) -> bool:
-        """Page-locked memory would need a CUDA context."""
+        """Return False: page-locked memory would need a CUDA context."""
         return False
 
     @classmethod
     def support_hybrid_kv_cache(cls) -> bool:
-        """The daemons plan several KV groups."""
+        """Return True: the daemons plan several KV groups."""
         return True
 
     @classmethod

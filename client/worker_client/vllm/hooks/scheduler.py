@@ -21,7 +21,7 @@ from worker_client.vllm.settings import LOGGER
 
 _LOG = init_logger(LOGGER)
 _NOT_FINITE: Final = RequestError(
-    code="internal_error", message="the model's output for this request is not finite"
+    code="internal_error", message="no token could be sampled for this request, or its output is not finite"
 )
 
 
@@ -30,14 +30,14 @@ class DaemonsOutput(ModelRunnerOutput):  # type: ignore[misc]
     """A step's result, with what vLLM has no field for."""
 
     failed_req_ids: tuple[str, ...] = ()
-    """Requests whose logits were no numbers."""
+    """Failed requests: they got no token, or their pooled output is not finite."""
     begins_again: bool = False
     """The step is lost: the workers have no rows, and no block keeps its contents."""
 
 
 class WorkerDaemonScheduler(AsyncScheduler):  # type: ignore[misc]
     """Schedules as vLLM does. A lost step preempts all running requests; a request that the daemons
-    would refuse, or whose logits are no numbers, fails alone."""
+    would refuse, or that gets no token, fails alone."""
 
     def __init__(
         self, *args: Any, translated: Requests, noted: PrefixNotes | None, **kwargs: Any
