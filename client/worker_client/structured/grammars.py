@@ -120,9 +120,9 @@ class _Compiled:
     waiting: "list[Future[None]] | None" = field(default_factory=list)
     """Futures of requests that wait for the first compilation; None once it is done or failed."""
     numbers: list[int] = field(default_factory=list)
-    """Of each compilation, as matchers name it."""
+    """Numbers of the compilations, as matchers name them."""
     copies: "list[WeakSet[GrammarMatcher]]" = field(default_factory=list)
-    """Of each compilation, those in use."""
+    """Copies of each compilation that are in use."""
 
     def add(self, numbers: Iterator[int]) -> None:
         """Count another compilation."""

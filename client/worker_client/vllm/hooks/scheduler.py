@@ -21,7 +21,8 @@ from worker_client.vllm.settings import LOGGER
 
 _LOG = init_logger(LOGGER)
 _NOT_FINITE: Final = RequestError(
-    code="internal_error", message="no token could be sampled for this request, or its output is not finite"
+    code="internal_error",
+    message="no token could be sampled for this request, or its output is not finite",
 )
 
 
