@@ -131,7 +131,7 @@ class BlockHolders:
         return next((i for i in block_ids if self._emptied[i]), None)
 
     def are_filled(self, block_ids: Int32s, num_computed: Int32s) -> NDArray[np.bool_]:
-        """Return which of these blocks have contents, and no request that still has to fill them.
+        """Return which of these blocks have contents that no request still has to fill in.
         num_computed: tokens of each slot whose steps were sent (any value for free slots). Raises
         BlockTaken as check_prefix does."""
         self.check_prefix(block_ids, 0)

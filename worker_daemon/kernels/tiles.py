@@ -129,9 +129,9 @@ def decode_tile(
     """Return the tile for one query token per sequence, with just enough rows for a group.
 
     num_programs is sequences x KV heads x splits, keys_per_program an upper bound. Few programs are
-    fastest with long tiles. With more programs, the tile that leaves the fewest idle in the last
-    wave is chosen. Sequences of unequal length, started longest first, run equally well with both,
-    or better with long tiles.
+    fastest with long tiles. Very many programs with few keys get short tiles. Otherwise, the tile
+    with the least estimated time over all waves is chosen. Sequences of unequal length, started
+    longest first, run equally well with both, or better with long tiles.
     """
     rows = max(MIN_DOT_ROWS, next_power_of_two(group_size))
     if dtype == torch.float32:

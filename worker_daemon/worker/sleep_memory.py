@@ -145,9 +145,9 @@ class _Kept:
 
 
 class ArenaMemory(TaggedMemory):
-    """Arenas for weights, model buffers and KV cache, and page-locked host memory for the first
-    two. Buffers belong to the tag `weights`; their content is restored at any sleep level, since no
-    checkpoint has them."""
+    """Arenas for weights, model buffers, adapters and KV cache, and page-locked host memory for the
+    first two. Buffers belong to the tag `weights`; their content is restored at any sleep level,
+    since no checkpoint has them."""
 
     def __init__(
         self,

@@ -165,7 +165,7 @@ class Session:
 def _add_all(
     driver: Driver, inputs: Sequence[InputRequest], running: Collection[str]
 ) -> dict[str, str]:
-    """Queue the requests that do not run already; return the errors of the others."""
+    """Queue the requests that are not running; return the errors of those that cannot be queued."""
     errors = {}
     for entry in inputs:
         if entry.id in running:

@@ -139,7 +139,8 @@ class RequestBlocks:
 
     def find_prefix(self, request: Request) -> Prefix:
         """Return the cached blocks of each group that a request can begin with, null blocks for
-        those that no later token sees. One token is left to compute."""
+        those that no later token sees. At least one token is left to
+        compute."""
         if not self._caches_prefixes or not request.blocks.may_share:
             return self._no_prefix
         self._hash(request)

@@ -90,14 +90,14 @@ class GrammarLimits:
 
 @dataclass(frozen=True, slots=True, weakref_slot=True, eq=False)
 class GrammarMatcher:
-    """A copy of a compilation: llguidance's matcher, of one request."""
+    """One request's copy of a compilation: it wraps a matcher of llguidance."""
 
     matcher: LLMatcher
     compilation: int
     """Number of the compilation, among those of all grammars."""
 
     def consume_tokens(self, tokens: list[int]) -> bool:
-        """Take tokens, all or none; return whether the grammar allows them."""
+        """Take tokens. Return False if the grammar does not allow them: the matcher has failed."""
         return self.matcher.consume_tokens(tokens)
 
     def is_error(self) -> bool:
@@ -198,7 +198,8 @@ class Grammars:
         return self.limits.compile_s
 
     def close(self) -> None:
-        """Stop the threads, and cancel the futures of requests that wait for a grammar."""
+        """Accept no more compilations, and cancel the futures of requests that wait for a grammar.
+        A compilation that is running goes on, and mask threads end with this object."""
         with self._lock:
             self._is_closed = True
             for compiled in self._compiling.values():
@@ -239,9 +240,10 @@ class Grammars:
             return found
         if (found := self._compiling.get(grammar)) is not None:
             return found
-        found = self._compiling[grammar] = _Compiled()
+        found = _Compiled()
         found.add(self._numbers)
         found.first = self._compiler.submit(self._compile_first, grammar, found)
+        self._compiling[grammar] = found
         return found
 
     def fill(self, matchers: Sequence[GrammarMatcher]) -> NDArray[np.int32]:
@@ -298,7 +300,7 @@ class Grammars:
 
     def _compile_first(self, grammar: StructuredOutput, compiled: _Compiled) -> LLMatcher:
         """Compile a grammar, then submit the further compilations that its waiting requests need.
-        The requests are released when the last one submitted is done."""
+        The requests are released when the compilation submitted last is done."""
         with self._lock:
             if all(each.cancelled() for each in compiled.waiting or ()):
                 del self._compiling[grammar]

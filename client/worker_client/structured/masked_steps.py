@@ -48,7 +48,7 @@ class Matcher(Protocol):
     """Follows one request through its grammar: llguidance's LLMatcher."""
 
     def consume_tokens(self, tokens: list[int]) -> bool:
-        """Take tokens, all or none; return whether the grammar allows them."""
+        """Take tokens. Return False if the grammar does not allow them: the matcher has failed."""
 
     def is_error(self) -> bool:
         """Return True if the matcher has failed. It stays failed."""

@@ -70,8 +70,8 @@ class PendingRequests:
 
 def _reason(compiled: "Future[Any]") -> str:
     if not compiled.done():
-        compiled.cancel()
-        return TOO_LONG
+        # If it runs, the grammar is compiled, and only further compilations are awaited.
+        return TOO_LONG if compiled.cancel() else ""
     try:
         compiled.result()
     except RequestError as error:

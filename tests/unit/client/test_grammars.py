@@ -26,7 +26,7 @@ from tests.support.structured import (
 )
 from tests.support.waiting import wait_until
 from worker_client.errors import ClientConfigError, RequestError
-from worker_client.requests import RequestParser
+from worker_client.requests import GenerationRequest, RequestParser
 from worker_client.structured.grammars import (
     REQUESTS_PER_COMPILATION,
     GrammarLimits,
@@ -34,6 +34,7 @@ from worker_client.structured.grammars import (
 )
 from worker_client.structured.opening import open_grammars
 from worker_client.structured.options import KEYS, read_structured_output
+from worker_client.structured.pending import PendingRequests
 
 
 @pytest.fixture(scope="module")
@@ -280,6 +281,35 @@ def test_who_begins_without_waiting_first_gets_a_grammar_that_others_gave_up(
         may_go_on.set()
         adopting.join(20)
         assert len(begun) == 1
+
+
+def test_further_compilations_that_take_long_fail_no_request(directory, monkeypatch):
+    grammar = StructuredOutput(kind="regex", text="[ab]+m")
+    compile_one, compiled = Grammars._compile, []
+    may_go_on = threading.Event()
+
+    def late(self, each):
+        compiled.append(each)
+        assert compiled.count(grammar) == 1 or may_go_on.wait(20)
+        return compile_one(self, each)
+
+    monkeypatch.setattr(Grammars, "_compile", late)
+    monkeypatch.setattr("worker_client.structured.grammars.MAX_AGAIN_S", 60.0)
+    limits = GrammarLimits(max_compilations=2, compile_s=0.3)
+    with closing(Grammars(directory, VOCAB_SIZE, [EOS_TOKEN_ID], limits)) as grammars:
+        pending, reasons = PendingRequests(grammars), []
+        for index in range(2 * REQUESTS_PER_COMPILATION):
+            pending.add(GenerationRequest(str(index), np.array([1], np.int32)), grammar)
+
+        def have_left():
+            reasons.extend(reason for _, reason in pending.take_done())
+            return not len(pending)
+
+        wait_until(have_left, "they leave")
+        assert reasons == [""] * (2 * REQUESTS_PER_COMPILATION)
+        assert compiled.count(grammar) == 2
+        grammars.begin(grammar)
+        may_go_on.set()
 
 
 def test_closing_ends_the_wait_for_grammars(directory, monkeypatch):

@@ -137,7 +137,7 @@ class StepParts:
         """Check a step's extensions with their frames. Pure; raises InvalidStepError."""
         expected = sum(extension.num_frames for extension in extensions)
         if len(frames) != expected:
-            fix = f"send {expected}: one of new requests' tokens, and those of extensions"
+            fix = f"send {expected} for the extensions, besides any frame of new requests' tokens"
             raise invalid("arrays", f"{len(frames)} frames besides the step's own", fix)
         if not extensions:
             return NOTHING_BROUGHT

@@ -96,8 +96,9 @@ class WorkerDaemonScheduler(AsyncScheduler):  # type: ignore[misc]
         return outputs
 
     def _fail(self, req_ids: Iterable[str]) -> None:
-        """End requests with this step; nobody may share the blocks that they wrote. For one that
-        began with blocks of others, the fault may be in those: it is computed again without."""
+        """End requests with this step; nobody may share the blocks that they wrote. For a
+        request that began with others' blocks, the fault may be in those: it is computed again
+        without them."""
         for req_id in req_ids:
             request = self.requests.get(req_id)
             if request is None:
