@@ -309,7 +309,7 @@ class Judge:
         """logits: float64 [tokens + 1, V]."""
         tokens, matcher = output.token_ids, None
         if request.structured_outputs is not None:
-            matcher = self._grammars.compile(request.structured_outputs).result().deep_copy()
+            matcher = self._grammars.begin(request.structured_outputs)
         for index in range(len(tokens) + (output.finish_reason == "error")):
             row = logits[index].copy()
             if matcher is not None:
@@ -330,7 +330,7 @@ class Judge:
                 _expect(False, request, f"token {index}: nothing may be sampled")
             _check_choice(request, scores, slack, index, tokens[index])
             if matcher is not None:
-                _expect(matcher.consume_token(tokens[index]), request, f"{index}: grammar")
+                _expect(matcher.matcher.consume_token(tokens[index]), request, f"{index}: grammar")
 
     def _pooled(self, request: GenerationRequest, pooling: PoolingParams) -> np.ndarray:
         model = self._exact[request.lora]

@@ -15,12 +15,11 @@ from typing import Any
 
 import jsonschema
 import numpy as np
-from llguidance import LLMatcher
 from tokenizers import Tokenizer
 
 from tests.support.structured import COMPACT, EOS_TOKEN_ID, VOCAB_SIZE, make_tokenizer
 from worker_client.errors import RequestError
-from worker_client.structured.grammars import Grammars
+from worker_client.structured.grammars import GrammarMatcher, Grammars
 from worker_client.structured.options import read_structured_output
 
 DRAFTS = ("draft2019-09", "draft2020-12")
@@ -58,23 +57,23 @@ class Suite:
         compact = {**schema, "x-guidance": COMPACT} if isinstance(schema, dict) else schema
         try:
             grammar = read_structured_output({"json": json.dumps(compact)})
-            compiled = self._grammars.compile(grammar).result()
+            self._grammars.compile(grammar).result()
         except RequestError:
             self.outcomes["schemas refused"] += 1
             return
         self.outcomes["schemas compiled"] += 1
         for test in case["tests"]:
             text = json.dumps(test["data"], separators=(",", ":"), ensure_ascii=False)
-            matcher = compiled.deep_copy()
+            matcher = self._grammars.begin(grammar)
             tokens = self._tokenizer.encode(text).ids
-            is_allowed = matcher.consume_tokens(tokens) and matcher.is_accepting()
+            is_allowed = matcher.consume_tokens(tokens) and matcher.matcher.is_accepting()
             outcome = "allowed" if is_allowed else "not allowed"
             self.outcomes[f"{'valid' if test['valid'] else 'invalid'} texts {outcome}"] += 1
             if is_allowed and not test["valid"]:
                 self.wrong.append(f"{place}: allows {text}")
         validator = jsonschema.validators.validator_for(schema, jsonschema.Draft202012Validator)
         for _ in range(self._num_outputs):
-            output = self._sample(compiled.deep_copy())
+            output = self._sample(self._grammars.begin(grammar))
             if output is None:
                 self.outcomes["outputs cut at their length"] += 1
                 continue
@@ -84,7 +83,7 @@ class Suite:
             except (ValueError, jsonschema.ValidationError) as error:
                 self.wrong.append(f"{place}: sampled {output}: {error}")
 
-    def _sample(self, matcher: LLMatcher) -> str | None:
+    def _sample(self, matcher: GrammarMatcher) -> str | None:
         """Return an output, each token drawn from the mask; None if it does not end."""
         tokens: list[int] = []
         for _ in range(MAX_TOKENS):

@@ -295,7 +295,7 @@ def test_further_compilations_that_take_long_fail_no_request(directory, monkeypa
 
     monkeypatch.setattr(Grammars, "_compile", late)
     monkeypatch.setattr("worker_client.structured.grammars.MAX_AGAIN_S", 60.0)
-    limits = GrammarLimits(max_compilations=2, compile_s=0.3)
+    limits = GrammarLimits(max_compilations=2, compile_s=2.0)
     with closing(Grammars(directory, VOCAB_SIZE, [EOS_TOKEN_ID], limits)) as grammars:
         pending, reasons = PendingRequests(grammars), []
         for index in range(2 * REQUESTS_PER_COMPILATION):
