@@ -128,20 +128,21 @@ class Session:
     def serve_profiled(self, inputs: Sequence[InputRequest], name: str) -> tuple[Served, list[str]]:
         """Generate with a profile of every rank, from before the first step to after the last; also
         return the traces' files, in rank order, each with its path on its daemon's host."""
-        is_ours = True
-        try:
+        with contextlib.ExitStack() as recording:
+            recording.callback(self._stop_recording)
             try:
                 self.group.profile("start", name)
-            except IllegalStateError:  # another driver's profile runs
-                is_ours = False
+            except IllegalStateError:  # another driver's profile runs: not ours to stop
+                recording.pop_all()
                 raise
             served = self.serve(inputs, keeps_prefixes=False)
-        except BaseException:
-            if is_ours:  # otherwise the daemons would keep recording
-                with contextlib.suppress(ClientError, WireError):
-                    self.group.profile("stop")
-            raise
+            recording.pop_all()
         return served, [reply.file for reply in self.group.profile("stop")]
+
+    def _stop_recording(self) -> None:
+        """End a profile after a failure: the daemons would keep recording."""
+        with contextlib.suppress(ClientError, WireError):
+            self.group.profile("stop")
 
     def _grammars(
         self, inputs: Sequence[InputRequest], adopted: Sequence[AdoptedRequest]

@@ -257,18 +257,21 @@ def test_a_grammar_whose_requests_have_given_up_is_not_compiled(directory, monke
         assert compiled == [long, last, given_up]
 
 
-def test_who_begins_without_waiting_first_gets_a_grammar_that_others_gave_up(
-    directory, monkeypatch
-):
-    grammar, before = (StructuredOutput(kind="regex", text=text) for text in ("[ab]+i", "[ab]+j"))
-    compile_one = Grammars._compile
-    may_go_on = threading.Event()
+@pytest.fixture
+def may_go_on(monkeypatch):
+    """An event for which each compilation waits."""
+    compile_one, event = Grammars._compile, threading.Event()
 
     def late(self, each):
-        assert may_go_on.wait(20)
+        assert event.wait(20)
         return compile_one(self, each)
 
     monkeypatch.setattr(Grammars, "_compile", late)
+    return event
+
+
+def test_who_begins_without_waiting_first_gets_a_grammar_that_others_gave_up(directory, may_go_on):
+    grammar, before = (StructuredOutput(kind="regex", text=text) for text in ("[ab]+i", "[ab]+j"))
     with closing(Grammars(directory, VOCAB_SIZE, [EOS_TOKEN_ID], GrammarLimits(num_threads=1))) as (
         grammars
     ):
@@ -312,15 +315,7 @@ def test_further_compilations_that_take_long_fail_no_request(directory, monkeypa
         may_go_on.set()
 
 
-def test_closing_ends_the_wait_for_grammars(directory, monkeypatch):
-    compile_one = Grammars._compile
-    may_go_on = threading.Event()
-
-    def late(self, each):
-        assert may_go_on.wait(20)
-        return compile_one(self, each)
-
-    monkeypatch.setattr(Grammars, "_compile", late)
+def test_closing_ends_the_wait_for_grammars(directory, may_go_on):
     grammars = Grammars(directory, VOCAB_SIZE, [EOS_TOKEN_ID], GrammarLimits(num_threads=1))
     texts = ("[ab]+k", "[ab]+l", "[ab]+l")
     futures = [grammars.compile(StructuredOutput(kind="regex", text=text)) for text in texts]
