@@ -1,10 +1,12 @@
 """Measures decoding with a JSON schema on some of 64 rows, relative to decoding without:
-`python -m benchmarks.structured [--model DIR] [--device cuda|cpu] [--pp P] [--tp T] [--tokens N]`.
+`python -m benchmarks.structured [--model DIR] [--tokenizer FILE] [--device cuda|cpu] [--pp P]
+[--tp T] [--tokens N]`.
 
 Serves 64 requests with 0, 8 and 64 masked rows, each twice, in one group with dummy weights, and
 uses the second pass. Tokens per second over the whole run, as in benchmarks/e2e.py. The schema has
-no end within the run. The tokenizer is generated: random words, as many as the model's vocabulary
-size. Also times filling 64 masks on this host, which must be well below a step's time.
+no end within the run. Without --tokenizer the tokenizer is generated: random words, as many as the
+model's vocabulary size. Also times filling 64 masks on this host, which must be well below a
+step's time.
 """
 
 import argparse
@@ -45,11 +47,16 @@ SCHEMA = {
 }
 
 
-def make_model(source: Path, directory: Path, *, max_vocab_size: int) -> Path:
-    """Copy a model's config.json, and write a tokenizer for it; return the copy."""
+def make_model(
+    source: Path, directory: Path, *, max_vocab_size: int, tokenizer: Path | None = None
+) -> Path:
+    """Copy a model's config.json, and copy or generate a tokenizer for it; return the copy."""
     made = directory / source.name
     made.mkdir()
     shutil.copy(source / "config.json", made)
+    if tokenizer is not None:
+        shutil.copy(tokenizer, made / "tokenizer.json")
+        return made
     size = min(json.loads((source / "config.json").read_text())["vocab_size"], max_vocab_size)
     rng = random.Random(0)
     vocab = {letter: token for token, letter in enumerate(sorted(_letters()))}
@@ -59,10 +66,10 @@ def make_model(source: Path, directory: Path, *, max_vocab_size: int) -> Path:
         vocab.setdefault(
             rng.choice(["Ġ", ""]) + word + rng.choice(["", "s", str(len(vocab))]), len(vocab)
         )
-    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.save(str(made / "tokenizer.json"))
+    generated = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    generated.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    generated.decoder = decoders.ByteLevel()
+    generated.save(str(made / "tokenizer.json"))
     return made
 
 
@@ -113,6 +120,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     here = Path(__file__).parent
     parser.add_argument("--model", type=Path, default=here / "models" / "llama-8b")
+    parser.add_argument("--tokenizer", type=Path, help="a tokenizer.json that fits the model")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda")
     parser.add_argument("--pp", type=int, default=1)
     parser.add_argument("--tp", type=int, default=1)
@@ -126,7 +134,12 @@ def main() -> None:
         args.device if args.device == "cpu" else f"cuda:{i}" for i in range(args.pp * args.tp)
     ]
     with tempfile.TemporaryDirectory() as scratch:
-        model = make_model(args.model.resolve(), Path(scratch), max_vocab_size=vocab_size)
+        model = make_model(
+            args.model.resolve(),
+            Path(scratch),
+            max_vocab_size=vocab_size,
+            tokenizer=args.tokenizer,
+        )
         mean, slowest = fill_ms(model, vocab_size, ends)
         print(f"filling {NUM_ROWS} masks: {mean:.2f} ms, at most {slowest:.2f}", flush=True)
         rates = {}

@@ -105,7 +105,8 @@ def generate(
     requests: Sequence[GenerationRequest],
     grammars: CompiledGrammars | None = None,
 ) -> Mapping[str, RequestOutput]:
-    """Serve the requests with the reference scheduler; return outputs by request id."""
+    """Serve the requests with the reference scheduler; return outputs by request id. Computes whole
+    prompts: with the cached prefixes of an earlier run, the last bits of bf16 logits differ."""
     limits = SchedulerLimits(
         max_num_seqs=SCHEDULER.max_num_seqs,
         max_num_batched_tokens=SCHEDULER.max_num_batched_tokens,
@@ -116,7 +117,7 @@ def generate(
         pipeline_parallel_size=group.parallel.pipeline_parallel_size,
         eos_token_ids=model.metadata.eos_token_ids,
     )
-    driver = Driver(group, Scheduler(limits), grammars=grammars)
+    driver = Driver(group, Scheduler(limits), grammars=grammars, keeps_prefixes=False)
     for request in requests:
         driver.add_request(request)
     return {output.req_id: output for output in driver.run()}
