@@ -30,7 +30,8 @@ class ExitCode(IntEnum):
     OUTPUT = 74, "output could not be written, or not all of it"
     """`worker-client` alone: output could not be written, or only partly."""
     RETRY_LATER = 75, "there is not enough memory, disk or open files now"
-    """A resource (memory, disk, open files) is exhausted now, but may be available later."""
+    """A resource (memory, disk, open files) is exhausted now, but may be available later.
+    `worker-client` also ends with it if the daemons are draining."""
     KEY_REFUSED = 77, "a key is not accepted"
     """A key is not accepted."""
     CONFIG = 78, "a setting is wrong"

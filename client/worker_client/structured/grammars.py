@@ -16,7 +16,7 @@ import re
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -109,40 +109,50 @@ class GrammarMatcher:
         return self.matcher.get_error()
 
 
+@dataclass(frozen=True, slots=True)
+class _Compilation:
+    """A grammar's matcher in its first state, to be copied."""
+
+    number: int
+    """Its number, among the compilations of all grammars."""
+    matcher: "Future[LLMatcher]"
+    copies: "WeakSet[GrammarMatcher]" = field(default_factory=WeakSet)
+    """Its copies that are in use."""
+
+    def copy(self, timeout_s: float) -> GrammarMatcher:
+        """Return a copy; wait for the compilation."""
+        matcher = GrammarMatcher(self.matcher.result(timeout_s).deep_copy(), self.number)
+        self.copies.add(matcher)
+        return matcher
+
+
 @dataclass(slots=True, eq=False)
 class _Compiled:
-    """The compilations of one grammar: matchers in their first state, to be copied."""
+    """A grammar and its compilations."""
 
-    first: "Future[LLMatcher]" = field(init=False)
-    more: "list[Future[LLMatcher]]" = field(default_factory=list)
+    compilations: list[_Compilation] = field(default_factory=list)
+    """At least one, the oldest first."""
     is_quick: bool = False
     """It was compiled within MAX_AGAIN_S."""
     waiting: "list[Future[None]] | None" = field(default_factory=list)
     """Futures of requests that wait for the first compilation; None once it is done or failed."""
-    numbers: list[int] = field(default_factory=list)
-    """Numbers of the compilations, as matchers name them."""
-    copies: "list[WeakSet[GrammarMatcher]]" = field(default_factory=list)
-    """Copies of each compilation that are in use."""
 
-    def add(self, numbers: Iterator[int]) -> None:
-        """Count another compilation."""
-        self.numbers.append(next(numbers))
-        self.copies.append(WeakSet())
+    @property
+    def first(self) -> "Future[LLMatcher]":
+        """The matcher of the first compilation."""
+        return self.compilations[0].matcher
 
     @property
     def num_copies(self) -> int:
         """Copies in use."""
-        return sum(map(len, self.copies))
+        return sum(len(each.copies) for each in self.compilations)
 
     def copy(self, timeout_s: float) -> GrammarMatcher:
         """Return a copy of the compilation that the fewest use, of those that are done; wait for
         the first one. Of equals it is the oldest: its lexer knows most states."""
-        done = [0, *(at for at, each in enumerate(self.more, 1) if is_ready(each))]
-        place = min(done, key=lambda at: len(self.copies[at]))
-        chosen = self.more[place - 1] if place else self.first
-        matcher = GrammarMatcher(chosen.result(timeout_s).deep_copy(), self.numbers[place])
-        self.copies[place].add(matcher)
-        return matcher
+        first, *others = self.compilations
+        done = [first, *(each for each in others if is_ready(each.matcher))]
+        return min(done, key=lambda each: len(each.copies)).copy(timeout_s)
 
 
 class Grammars:
@@ -241,8 +251,7 @@ class Grammars:
         if (found := self._compiling.get(grammar)) is not None:
             return found
         found = _Compiled()
-        found.add(self._numbers)
-        found.first = self._compiler.submit(self._compile_first, grammar, found)
+        self._submit(found, self._compile_first, grammar, found)
         self._compiling[grammar] = found
         return found
 
@@ -322,7 +331,7 @@ class Grammars:
                 each.set_result(None)
 
         if again:
-            again[-1].add_done_callback(release)
+            again[-1].matcher.add_done_callback(release)
         else:
             release()
         return matcher
@@ -339,17 +348,23 @@ class Grammars:
 
     def _compile_again(
         self, grammar: StructuredOutput, compiled: _Compiled, num_requests: int
-    ) -> "list[Future[LLMatcher]]":
+    ) -> list[_Compilation]:
         """Submit the compilations that so many requests at the same time lack, if the first one was
         quick."""
+        if not compiled.is_quick or self._is_closed:
+            return []
         most = self.limits.max_compilations or self.limits.num_mask_threads
         wanted = min(-(-num_requests // REQUESTS_PER_COMPILATION), most)
-        count = wanted - len(compiled.copies) if compiled.is_quick and not self._is_closed else 0
-        for _ in range(count):
-            compiled.add(self._numbers)
-        again = [self._compiler.submit(self._compile, grammar) for _ in range(count)]
-        compiled.more += again
-        return again
+        count = wanted - len(compiled.compilations)
+        return [self._submit(compiled, self._compile, grammar) for _ in range(count)]
+
+    def _submit(
+        self, compiled: _Compiled, compile: Callable[..., LLMatcher], *args: object
+    ) -> _Compilation:
+        """Compile on a thread. The caller holds the lock."""
+        future = self._compiler.submit(compile, *args)
+        compiled.compilations.append(_Compilation(next(self._numbers), future))
+        return compiled.compilations[-1]
 
     def _compile(self, grammar: StructuredOutput) -> LLMatcher:
         try:

@@ -214,13 +214,13 @@ def test_a_grammar_is_compiled_again_for_requests_at_the_same_time_not_after_eac
 
     def begin_another(grammars):
         grammars.compile(grammar).result(20)
-        for future in grammars._compiled[grammar].more:
-            future.result(20)
+        for compilation in grammars._compiled[grammar].compilations[1:]:
+            compilation.matcher.result(20)
         return grammars.begin(grammar)
 
     with closing(Grammars(directory, VOCAB_SIZE, [EOS_TOKEN_ID], limits)) as grammars:
         assert len({begin_another(grammars).compilation for _ in range(20)}) == 1
-        assert not grammars._compiled[grammar].more
+        assert len(grammars._compiled[grammar].compilations) == 1
         matchers = [begin_another(grammars) for _ in range(4 * REQUESTS_PER_COMPILATION)]
         numbers = [matcher.compilation for matcher in matchers]
         assert len(set(numbers[:REQUESTS_PER_COMPILATION])) == 1
