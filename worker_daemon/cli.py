@@ -193,9 +193,9 @@ def plan(
     gpu_memory_utilization: Annotated[float, typer.Option(help="share of the memory")] = 0.9,
     max_loras: Annotated[int, typer.Option(help="LoRA adapters in a step")] = 0,
     max_lora_rank: Annotated[int, typer.Option(help="largest rank of an adapter")] = 16,
-    device: Annotated[str, typer.Option(help="cuda:N, asked for its memory")] = "cuda:0",
+    device: Annotated[str, typer.Option(help="cuda:N, whose memory size to use")] = "cuda:0",
     memory_bytes: Annotated[
-        int | None, typer.Option(help="a device's memory; default: asked of --device")
+        int | None, typer.Option(help="memory of one device; default: that of --device")
     ] = None,
     model_root: Annotated[
         list[Path] | None,

@@ -38,15 +38,15 @@ def interface_address(name: str) -> str:
             "data-interface",
             name,
             f"it has no address that other hosts could use: {error.strerror}",
-            f"name one of {known} that has an IPv4 address, or an IPv6 address of more than "
-            "its link",
+            f"name one of {known} that has an IPv4 address, or an IPv6 address that is not "
+            "link-local",
         ) from None
     return socket.inet_ntoa(answer[20:24])
 
 
 def ipv6_address(name: str, lines: Sequence[str]) -> str:
     """Return the interface's first IPv6 address that is not link-local; empty if there is none.
-    lines: of /proc/net/if_inet6: address, index, prefix length, scope, flags, name."""
+    lines: from /proc/net/if_inet6, each with address, index, prefix length, scope, flags, name."""
     for line in lines:
         address, _, _, scope, flags, owner = line.split()
         usable = int(scope, 16) != _LINK_LOCAL and not int(flags, 16) & _UNUSABLE

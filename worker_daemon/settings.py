@@ -193,13 +193,13 @@ def prepare_waiting(settings: ProcessSettings) -> None:
 
 
 def user_threads() -> int | None:
-    """Return the first number of OMP_NUM_THREADS; None if it is not set to one."""
+    """Return the first number in OMP_NUM_THREADS; None if it is unset or no positive integer."""
     first = os.environ.get(_NUM_THREADS, "").partition(",")[0].strip()
     return int(first) if first.isascii() and first.isdecimal() and int(first) else None
 
 
 def visible_devices() -> str | None:
-    """Return CUDA_VISIBLE_DEVICES if set: the N of cuda:N counts its entries."""
+    """Return CUDA_VISIBLE_DEVICES if set; the N of cuda:N is an index into it."""
     return os.environ.get("CUDA_VISIBLE_DEVICES")
 
 

@@ -1,5 +1,5 @@
-"""Sources of memory figures: the driver, torch's allocator and NVML for a GPU; Linux for the
-CPU."""
+"""Sources of memory figures: the CUDA driver, torch's allocator and NVML for a GPU; Linux for
+the CPU."""
 
 import gc
 import math
@@ -74,7 +74,7 @@ class HostMemory:
 
 
 class CudaMemory:
-    """The driver's figures for the device, torch's for this process, NVML's for the others.
+    """The CUDA driver's figures for the device, torch's for this process, NVML's for other ones.
 
     Owned by the worker; used on the step thread.
     """

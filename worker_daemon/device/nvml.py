@@ -27,8 +27,8 @@ class CudaDevice(NamedTuple):
     name: str
     """cuda:N."""
     visible_devices: str | None
-    """CUDA_VISIBLE_DEVICES if set: then N counts its entries, which are indices or UUIDs. Otherwise
-    N is NVML's index."""
+    """CUDA_VISIBLE_DEVICES if set: then N is an index into its entries, which are indices or UUIDs.
+    Otherwise N is NVML's index."""
 
 
 def load_nvml() -> Nvml:

@@ -36,7 +36,7 @@ class LinkGroups:
     """The same tensor-parallel rank of the previous stage (group rank 0), and this rank (1)."""
     to_next: dist.ProcessGroup | None
     """This rank (0), and the same tensor-parallel rank of the next stage (1)."""
-    column: dist.ProcessGroup | None
+    pipeline: dist.ProcessGroup | None
     """This tensor-parallel rank of every stage, first to last. Sampled tokens return over it."""
 
 
@@ -61,7 +61,7 @@ class RendezvousPoint:
     secret: bytes
 
 
-NO_GROUPS = LinkGroups(stage=None, from_previous=None, to_next=None, column=None)
+NO_GROUPS = LinkGroups(stage=None, from_previous=None, to_next=None, pipeline=None)
 
 
 class Link:
@@ -206,7 +206,7 @@ class Link:
 
     def _members(self) -> list[dist.ProcessGroup | None]:
         groups = self.groups
-        return [groups.stage, groups.from_previous, groups.to_next, groups.column]
+        return [groups.stage, groups.from_previous, groups.to_next, groups.pipeline]
 
 
 def rendezvous_limit_s(timeout_s: float) -> float:
@@ -254,7 +254,7 @@ def _make_groups(state: ParallelState, timeout: timedelta, device: torch.device)
         return next((group for group in candidates if group is not None), None)
 
     stages = [make(state.stage_ranks(pp_rank)) for pp_rank in range(state.pp_size)]
-    columns = [make(state.column_ranks(tp_rank)) for tp_rank in range(state.tp_size)]
+    pipelines = [make(state.pipeline_ranks(tp_rank)) for tp_rank in range(state.tp_size)]
     hops = {
         (pp_rank, tp_rank): make(
             [state.rank_of(pp_rank, tp_rank), state.rank_of(pp_rank + 1, tp_rank)], device_of_hops
@@ -266,7 +266,7 @@ def _make_groups(state: ParallelState, timeout: timedelta, device: torch.device)
         stage=keep(stages),
         from_previous=hops.get((state.pp_rank - 1, state.tp_rank)),
         to_next=hops.get((state.pp_rank, state.tp_rank)),
-        column=keep(columns),
+        pipeline=keep(pipelines),
     )
 
 
@@ -286,8 +286,8 @@ def _warm_up(groups: LinkGroups, state: ParallelState, device: torch.device) -> 
         dist.all_reduce(byte.clone(), group=groups.stage)
         gathered = torch.zeros(state.tp_size, dtype=torch.uint8, device=device)
         all_gather(gathered, byte, groups.stage)
-    if groups.column is not None:
-        dist.broadcast(byte.clone(), group=groups.column, group_src=state.pp_size - 1)
+    if groups.pipeline is not None:
+        dist.broadcast(byte.clone(), group=groups.pipeline, group_src=state.pp_size - 1)
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
@@ -312,7 +312,7 @@ def _prove(groups: LinkGroups, secret: bytes) -> None:
     Raises:
         CommError: a peer has no proof.
     """
-    for group in (groups.stage, groups.from_previous, groups.to_next, groups.column):
+    for group in (groups.stage, groups.from_previous, groups.to_next, groups.pipeline):
         if group is not None:
             name = f"link ranks {dist.get_process_group_ranks(group)}"
             prove_members(secret, name, group)

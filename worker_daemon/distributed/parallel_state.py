@@ -52,6 +52,6 @@ class ParallelState:
         """Return the global ranks of one stage: a tensor-parallel group."""
         return [self.rank_of(pp_rank, tp_rank) for tp_rank in range(self.tp_size)]
 
-    def column_ranks(self, tp_rank: int) -> list[int]:
+    def pipeline_ranks(self, tp_rank: int) -> list[int]:
         """Return the global ranks with this tensor-parallel rank, first stage to last."""
         return [self.rank_of(pp_rank, tp_rank) for pp_rank in range(self.pp_size)]

@@ -27,12 +27,12 @@ class _Publication:
 class TokenBroadcast:
     """Brings each step's sampled tokens from the last stage into last_sampled, int64 [rows], of all
     other stages. If tokens may be refused, it also brings each row's number of refusals into
-    refused, int32 [rows]. It uses the column group, and that group's stream."""
+    refused, int32 [rows]. It uses the pipeline group, and that group's stream."""
 
     def __init__(
         self, link: Link, last_sampled: Tensor, refused: Tensor, *, num_stages: int, depth: int
     ) -> None:
-        self._group = link.groups.column
+        self._group = link.groups.pipeline
         self._last_stage = num_stages - 1
         self._last_sampled = last_sampled
         self._refused = refused

@@ -123,11 +123,11 @@ class GroupTensorParallel:
         library = "none" if self._group is None else dist.get_backend(self._group)
         if self._reducer is None:
             return library
-        return f"peer memory to {self._reducer.limit_bytes >> 10} KiB, {library}"
+        return f"peer memory up to {self._reducer.limit_bytes >> 10} KiB, {library}"
 
     def bind(self, group: dist.ProcessGroup | None, peers: Peers | None = None) -> None:
-        """Use another link's process group and windows from now on; use the windows only once every
-        rank has reduced over them."""
+        """Use another link's process group from now on, and its windows if a trial reduction over
+        them succeeds on every rank."""
         self._group = group
         self._reducer = None
         if group is None or self._make_reducer is None or peers is None or peers.window is None:

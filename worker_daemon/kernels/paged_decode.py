@@ -109,8 +109,8 @@ class DecodePlan(NamedTuple):
     num_splits: int
     tile: Tile
     are_few: bool
-    """All programs run at the same time: they prefetch their first keys and values, and hold them
-    if allowed."""
+    """All programs run at the same time: they prefetch their first keys and values, and may hold
+    them in registers (HOLDS)."""
 
 
 def plan_decode(

@@ -91,8 +91,8 @@ class WeightState:
         return self._num_updates
 
     def interrupt(self, cause: str) -> None:
-        """Record that the open update failed: the weights are dirty until a complete one, or a
-        reload."""
+        """Record that the open update failed: the weights are dirty until later updates or a reload
+        have written every missing tensor."""
         if self.state == "updating":
             self._close_open()
             self._move("dirty", cause)
@@ -117,8 +117,8 @@ class WeightState:
             )
 
     def _close_open(self) -> None:
-        """Close the open update: the tensors that it has touched must be written by the next
-        one."""
+        """Close the open update. The next one must write the tensors that this one touched, or all
+        of them if this one was to replace all."""
         if self.state == "updating":
             self._missing |= self._names if self._is_complete else self._dirty
 

@@ -16,9 +16,9 @@ _ONE = np.array(1, np.int32)
 
 @dataclass(slots=True, eq=False)
 class SteadyBatch:
-    """Rows that decode one token per step, which the step before sampled, and refuse none. Owned by
-    RequestState; any other step that touches one of the rows ends the batch. Aligned columns [B],
-    by ascending slot; only ends, longest and capacity change."""
+    """Rows that decode one token per step, sampled by the previous step; none uses a part that may
+    refuse tokens. Owned by RequestState; any other step that touches one of the rows ends the
+    batch. Aligned columns [B], by ascending slot; only ends, longest and capacity change."""
 
     bitmap: bytes
     """The rows as a bitmap of step messages."""
@@ -26,7 +26,7 @@ class SteadyBatch:
     """The rows as a bitmap of replies."""
     slots: Int64s
     rows: slice | Int64s
-    """The fastest index of the slots."""
+    """The slots as an index: a slice, which is faster, if they are contiguous."""
     generations: Int64s
     one_each: Int32s
     all_sample: Bools

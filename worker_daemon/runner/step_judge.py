@@ -203,7 +203,7 @@ class Batch(NamedTuple):
     slots: Int64s
     """[B] ascending"""
     rows: slice | Int64s
-    """The fastest index of the slots: a slice if they have no gap."""
+    """The slots as an index: a slice, which is faster, if they are contiguous."""
     one_each: Int32s
     """[B] one token for each."""
 

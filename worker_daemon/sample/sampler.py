@@ -87,8 +87,8 @@ def _sample_chunk(logits: Tensor, metadata: SamplingMetadata) -> Tensor:
 
 
 def _scale(logits: Tensor, temperature: Tensor) -> Tensor:
-    """Return (logit - largest) / temperature. The most likely token's is 0, so it stays finite at
-    any temperature."""
+    """Return (logit - largest) / temperature. The largest becomes 0, so that no temperature makes
+    it overflow."""
     divisor = torch.where(temperature == 0, 1.0, temperature).unsqueeze(1)
     return (logits - logits.amax(dim=-1, keepdim=True)) / divisor
 

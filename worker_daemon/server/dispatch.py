@@ -58,11 +58,10 @@ class WorkerLike(Protocol):
     def execute_dummy_batch(self, message: step.ExecuteDummyBatch) -> PendingReply | None: ...
 
     def refuse_step(self, seq: int) -> None:
-        """Record a step that could not be read, on any rank: the steps after it fail as after any
-        failed step."""
+        """Make the steps after `seq`, which could not be read, fail until a resynchronization."""
 
     def start_trace(self) -> None:
-        """Record later steps for an observer, from any driver."""
+        """Start to record steps for an observer, whichever driver sends them."""
 
     def stop_trace(self, *, keep: bool) -> "PlainTraceLike | None":
         """End the trace; return it if it is to be kept."""

@@ -155,7 +155,7 @@ class Uploads:
         dropped.clear()  # frees their memory here, outside the lock
 
     def keep_only(self, content_hashes: Container[bytes]) -> None:
-        """Drop all uploads but these, and all that are unfinished."""
+        """Drop all uploads except the complete ones with these hashes."""
         with self._lock:
             dropped = [
                 name

@@ -18,10 +18,10 @@ def test_coordinates_and_groups_partition_the_ranks(pp_size, tp_size):
     assert sum(s.is_first_stage for s in states) == sum(s.is_last_stage for s in states) == tp_size
     for state in states:
         assert state.world_size == len(states)
-        stage, column = state.stage_ranks(state.pp_rank), state.column_ranks(state.tp_rank)
-        assert {*stage} & {*column} == {state.rank}
-        assert stage[state.tp_rank] == column[state.pp_rank] == state.rank
-        assert column == sorted(column)
+        stage, pipeline = state.stage_ranks(state.pp_rank), state.pipeline_ranks(state.tp_rank)
+        assert {*stage} & {*pipeline} == {state.rank}
+        assert stage[state.tp_rank] == pipeline[state.pp_rank] == state.rank
+        assert pipeline == sorted(pipeline)
     stages = [rank for pp_rank in range(pp_size) for rank in states[0].stage_ranks(pp_rank)]
     assert sorted(stages) == list(range(len(states)))
 

@@ -232,8 +232,8 @@ class StepPart:
     def heaviest_of_step(
         slots: Int64s, limits: StepLimits
     ) -> tuple[StepExtension, tuple[Frame, ...]] | None:
-        """Return the extension of a step that samples these slots in the memory profile and in
-        warm-up, with its frames; None: there is none."""
+        """Return the step extension for these slots that takes the most memory, and its frames, for
+        the memory profile and warm-up. None: the part has none."""
         return None
 
     @staticmethod

@@ -103,7 +103,7 @@ class DeviceCheck:
         except Exception as error:
             problem = f"the device's state cannot be read: {error!r}"
         if problem != self.problem:
-            logger.warning("degraded: %s", problem or "no longer")
+            logger.warning("the device's current problem: %s", problem or "none")
         self.problem = problem
 
 

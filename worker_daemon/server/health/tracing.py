@@ -104,7 +104,7 @@ class Tracing:
         if running is None or running.trace != message.trace or running.expiry is None:
             logger.warning("no such trace runs: there is nothing to stop")
             problem = "no such trace runs"
-            raise StateError(problem, fix="start one; it ends by itself at its longest duration")
+            raise StateError(problem, fix="start one; it ends by itself after its max_ms")
         running.expiry.cancel()
         running.expiry = None
         try:

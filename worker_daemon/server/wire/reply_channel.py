@@ -88,7 +88,7 @@ class ReplyCounts:
 
 class ReplyDelays:
     """The delays of the last MAX_DELAYS results. Written by one thread at a time; any thread may
-    call summary(), which does the work that steps do not."""
+    call summary(), which sorts them, so that steps need not."""
 
     __slots__ = ("_delays_ns",)
 
@@ -122,7 +122,7 @@ class ReplyChannel:
     def __init__(self, results: "zmq.Socket[bytes]") -> None:
         """Take over the socket: no other object uses or closes it from now on."""
         self._results = results
-        # pyzmq's compiled send: pyzmq's Python layer takes longer if it last ran 5 ms ago.
+        # pyzmq's compiled send: its Python wrapper is slow if it last ran 5 ms ago or earlier.
         self._send_part = super(zmq.Socket, results).send
         self.delays = ReplyDelays()
         """Delays of the attached driver's results, from the host to the socket."""

@@ -58,21 +58,21 @@ def bind_sockets(
         step=context.socket(zmq.ROUTER),
         results=context.socket(zmq.ROUTER),
     )
-    bounded: dict[str, tuple[AnySocket, int]] = {
+    max_bytes_of: dict[str, tuple[AnySocket, int]] = {
         "control": (sockets.control, MAX_CONTROL_BYTES),
         "events": (sockets.events, MAX_SILENT_BYTES),
         "step": (sockets.step, MAX_STEP_BYTES),
         "results": (sockets.results, MAX_SILENT_BYTES),
     }
-    for name, (socket, max_bytes) in bounded.items():
-        _bound(socket, max_bytes + security.frame_bytes)
+    for name, (socket, max_bytes) in max_bytes_of.items():
+        _set_options(socket, max_bytes + security.frame_bytes)
         security.protect(socket, name)
     # The driver may connect again before its former connection has ended. No other peer knows the
     # routing id of its results socket; libzmq chooses the other sockets' ids.
     sockets.results.setsockopt(zmq.ROUTER_HANDOVER, 1)
     security.start()
     with private_umask():
-        for name, (socket, _) in bounded.items():
+        for name, (socket, _) in max_bytes_of.items():
             _bind(socket, endpoint, name)
     sockets.step.bind(DOORBELL)
     sockets.doorbell.connect(DOORBELL)
@@ -89,7 +89,7 @@ def events_socket(
         EndpointInUseError: the former one is still bound (on tcp; a file is taken over).
     """
     events = context.socket(zmq.PUB)
-    _bound(events, MAX_SILENT_BYTES + security.frame_bytes)
+    _set_options(events, MAX_SILENT_BYTES + security.frame_bytes)
     security.protect(events, "events")
     with private_umask():
         _bind(events, endpoint, "events")
@@ -104,7 +104,7 @@ def _bind(socket: AnySocket, endpoint: AnyEndpoint, name: str) -> None:
     except zmq.ZMQError as error:
         if error.errno == errno.EADDRINUSE:
             problem = f"another process listens at {address}"
-            fix = "choose another port, four of which are free, or stop that process"
+            fix = "choose a port that is free, as are the next three, or stop that process"
             raise EndpointInUseError(
                 problem, field="endpoint", value=str(endpoint), fix=fix
             ) from None
@@ -117,7 +117,7 @@ def _bind(socket: AnySocket, endpoint: AnyEndpoint, name: str) -> None:
         ) from None
 
 
-def _bound(socket: AnySocket, max_bytes: int) -> None:
+def _set_options(socket: AnySocket, max_bytes: int) -> None:
     socket.set_hwm(HIGH_WATER_MARK)
     socket.setsockopt(zmq.LINGER, 0)
     socket.setsockopt(zmq.MAXMSGSIZE, max_bytes)

@@ -107,7 +107,7 @@ class BroadcastReceiver(TransferEngine):
         self.transfer_rank = meeting.rank
         self._transfers: list[Transfer] = []
         self._buffers: list[Tensor] = []
-        """The transfers of the last reserved round."""
+        """The transfers of the last reserved round, and their buffers."""
         self._device = device
 
     def open(self) -> None:
@@ -181,7 +181,7 @@ class BroadcastReceiver(TransferEngine):
             ]
         except torch.OutOfMemoryError as error:
             problem = f"no memory for {count} buffers of {num_bytes} bytes: {error}"
-            fix = "pack into smaller buffers, which also cut large tensors"
+            fix = "pack into smaller buffers: large tensors are then split by rows"
             raise CapacityError(problem, field="packed_bytes", fix=fix) from None
 
 
