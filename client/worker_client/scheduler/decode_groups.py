@@ -15,6 +15,11 @@ class DecodeGroups:
         """Ids of a complete group, built when all of it is ready; None after a change."""
         self._turn = 0
 
+    @property
+    def is_empty(self) -> bool:
+        """True if no request decodes."""
+        return not any(self._groups)
+
     def join(self, request: Request) -> None:
         """Let a request decode from the next step on."""
         sizes = list(map(len, self._groups))
