@@ -41,6 +41,9 @@ NOT_A_NUMBER = (
     "for this input, or nothing that it may sample is left; the other requests are not affected"
 )
 
+MAX_IMBALANCE = 8
+"""Requests by which decode groups may differ in size with a target for inter-token latency."""
+
 
 class Scheduler:
     """The reference scheduler. First come, first served; decodes before prefills. Owns the numbers
@@ -62,18 +65,20 @@ class Scheduler:
         self._limits = limits
         self._texts = texts
         self._blocks = RequestBlocks(limits)
-        self._groups = DecodeGroups(limits.pipeline_parallel_size)
-        # A decode group never exceeds the token budget: groups are kept equal within one.
-        most = limits.max_num_batched_tokens * limits.pipeline_parallel_size
+        num_stages, num_tokens = limits.pipeline_parallel_size, limits.max_num_batched_tokens
+        self._step_budget: StepBudget | None = None
+        max_imbalance = 1
+        if limits.max_itl_ms is not None:
+            self._step_budget = StepBudget(limits.max_itl_ms, num_stages, clock)
+            max_imbalance = max(1, min(MAX_IMBALANCE, num_tokens // 2))
+        self._groups = DecodeGroups(num_stages, max_imbalance)
+        # A decode group never exceeds the token budget, whatever the groups' imbalance.
+        most = (num_tokens + 1 - max_imbalance) * num_stages
         self._queues = RequestQueues(self._blocks, self._groups, min(limits.max_num_seqs, most))
         self._ended: list[str] = []
         """Ended requests that the workers have still to forget."""
         self._num_steps = 0
         self._in_flight: deque[int] = deque()
-        self._step_budget: StepBudget | None = None
-        if limits.max_itl_ms is not None:
-            num_stages = limits.pipeline_parallel_size
-            self._step_budget = StepBudget(limits.max_itl_ms, num_stages, clock)
 
     def add_request(self, request: GenerationRequest) -> None:
         """Queue a request. Its id may be that of a finished one, once no step in flight names it.

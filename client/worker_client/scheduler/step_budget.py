@@ -33,6 +33,9 @@ DEVIATION_GAIN: Final = 1 / 16
 
 DRIFT: Final = 0.01
 """Relative change of the cost that is expected from one step to the next."""
+MIN_SHARE: Final = 0.1
+"""Least share of new tokens in a step's time from which their drift is taken, so that a cost of 0
+can rise again."""
 MIN_NOISE: Final = 0.02
 """Least relative standard deviation of a step's time."""
 OUTLIER: Final = 0.5
@@ -40,7 +43,9 @@ OUTLIER: Final = 0.5
 NUM_FIRST: Final = 4
 """Measured steps that are believed in any case."""
 GROWTH: Final = 2
-"""Factor by which a step may exceed the prompt tokens of the largest step measured so far."""
+"""Factor by which a step may exceed the prompt tokens of the largest recent step."""
+MEMORY: Final = 0.95
+"""Factor by which each step with prompt tokens reduces the size of the largest one before it."""
 
 TOKENS: Final = 1e-3
 PAIRS: Final = 1e-6
@@ -77,9 +82,9 @@ class StepCost:
 
     def __init__(self, scale_s: float) -> None:
         """scale_s: the order of magnitude of a step's time; a tenth or ten times that will do."""
-        self._first = np.diag([(10 * scale_s * ratio) ** 2 for ratio in FIRST_SCALES])
-        self._covariance: NDArray[np.float64] = self._first.copy()
+        self._scales: NDArray[np.float64] = np.array(FIRST_SCALES)
         self._weights: NDArray[np.float64] = np.zeros(3)
+        self._covariance = _uncertain(10 * scale_s * self._scales)
         self._deviation = FIRST_DEVIATION
         self._num_measured = 0
         self._last_error = 0.0
@@ -119,7 +124,7 @@ class StepCost:
             self._last_error = 0.0 if is_repeated else error
             if not is_repeated:
                 return
-            self._covariance = self._first.copy()
+            self._covariance += _uncertain(abs(error) * self._weights)
         else:
             self._last_error = 0.0
         self._num_measured += 1
@@ -132,17 +137,27 @@ class StepCost:
     def _update(
         self, inputs: NDArray[np.float64], error_s: float, scale_s: float, has_prompt: bool
     ) -> None:
-        covariance = self._covariance
-        covariance[0, 0] += (DRIFT * scale_s) ** 2
-        if has_prompt:  # nothing else tells about these two, so they would become unknown
-            token = float(self._weights[1])
-            covariance[1, 1] += (DRIFT * token) ** 2
-            covariance[2, 2] += (DRIFT * token * FIRST_SCALES[2]) ** 2
+        """Correct the weights by their shares in an error. Decodes alone correct the constant only:
+        their number changes too little to tell the cost of a token."""
+        drift = np.array([scale_s, 0.0, 0.0])
+        if has_prompt:
+            token = max(float(self._weights[1]), MIN_SHARE * scale_s / float(inputs[1]))
+            drift[1:] = token * self._scales[1:]
+        covariance = self._covariance + _uncertain(DRIFT * drift)
         spread = covariance @ inputs
         noise = (max(MIN_NOISE, self._deviation) * scale_s) ** 2
         gain = spread / (float(inputs @ spread) + noise)
-        self._covariance = covariance - np.outer(gain, spread)
+        if not has_prompt:
+            gain[1:] = 0.0
+        # Joseph's form, which holds for any gain and stays positive definite.
+        kept = np.eye(3) - np.outer(gain, inputs)
+        self._covariance = kept @ covariance @ kept.T + noise * np.outer(gain, gain)
         self._weights = np.maximum(self._weights + gain * error_s, 0.0)
+
+
+def _uncertain(deviations: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return the covariance of independent weights with these standard deviations."""
+    return np.diag(deviations * deviations)
 
 
 def _inputs(load: StepLoad) -> NDArray[np.float64]:
@@ -184,6 +199,8 @@ class _SentStep(NamedTuple):
     sent_s: float
     is_alone: bool
     """No other step was in flight when it was sent."""
+    is_first: bool
+    """It has prompt tokens, and the step before it has none."""
 
 
 class StepBudget:
@@ -192,7 +209,8 @@ class StepBudget:
     A step's time runs from the result before it (or from its own sending, if that was later) to its
     own result, by the driver's clock. These intervals are what clients see: in a pipeline of P
     stages a request decodes in every P-th step, so its ITL is the sum of P of them, and each may
-    take a P-th of the target.
+    take a P-th of the target. A chunk after steps without any passes the stages alone: all 2 P - 1
+    hops of step and stage count.
     """
 
     def __init__(
@@ -204,14 +222,16 @@ class StepBudget:
             ClientConfigError: the target is no positive, finite number.
         """
         check_max_itl_ms(max_itl_ms)
-        self._step_s = max_itl_ms * 1e-3 / num_stages
+        self._target_s = max_itl_ms * 1e-3
         self._num_stages = num_stages
         self._clock = clock
-        self._cost = StepCost(self._step_s)
+        self._cost = StepCost(self._target_s / num_stages)
         self._in_flight: deque[_SentStep] = deque()
         self._last_result_s = -math.inf
-        self._largest = 0
-        """Prompt tokens of the largest step measured."""
+        self._had_prompt = False
+        """The last step sent has prompt tokens."""
+        self._largest = 0.0
+        """Prompt tokens of the largest recent step."""
 
     def allowance(self, num_decodes: int) -> PromptAllowance:
         """Return the prompt tokens of a step in which so many requests decode. Before anything is
@@ -219,13 +239,16 @@ class StepBudget:
         left_s = 0.0
         if self._cost.is_known:
             decodes_s = self._cost.seconds(StepLoad(0, num_decodes, 0.0))
-            left_s = self._step_s * (1 - self._cost.margin) - decodes_s
-        most = max(GROWTH * self._largest, MIN_PROMPT_TOKENS)
+            num_parts = self._num_stages if self._had_prompt else 2 * self._num_stages - 1
+            left_s = self._target_s / num_parts * (1 - self._cost.margin) - decodes_s
+        most = max(int(GROWTH * self._largest), MIN_PROMPT_TOKENS)
         return PromptAllowance(self._cost, left_s, MIN_PROMPT_TOKENS, most)
 
     def sent(self, load: StepLoad) -> None:
         """Note that a step is sent."""
-        self._in_flight.append(_SentStep(load, self._clock(), not self._in_flight))
+        is_first = load.num_prompt_tokens > 0 and not self._had_prompt
+        self._had_prompt = load.num_prompt_tokens > 0
+        self._in_flight.append(_SentStep(load, self._clock(), not self._in_flight, is_first))
 
     def done(self) -> None:
         """Note the result of the oldest step in flight, and learn from its time."""
@@ -236,10 +259,13 @@ class StepBudget:
         self._last_result_s = now_s
         if step.is_alone:  # it has passed all stages, one after the other
             seconds /= self._num_stages
+        elif step.is_first and self._num_stages > 1:
+            return  # it has, while earlier stages idled: its time is not that of a stage
         load = step.load
         if load.num_prompt_tokens or load.num_decodes:
             self._cost.learn(load, seconds)
-            self._largest = max(self._largest, load.num_prompt_tokens)
+        if load.num_prompt_tokens:
+            self._largest = max(MEMORY * self._largest, load.num_prompt_tokens)
 
     def failed(self, num_steps: int) -> None:
         """Forget the last steps in flight: they have no result."""
