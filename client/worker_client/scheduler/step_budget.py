@@ -80,12 +80,17 @@ class StepCost:
     """Seconds of a step as a linear function of its load: constant, new tokens, pairs. A Kalman
     filter whose coefficients change slowly, so that it follows growing batches and contexts."""
 
-    def __init__(self, scale_s: float) -> None:
-        """scale_s: the order of magnitude of a step's time; a tenth or ten times that will do."""
+    def __init__(self, scale_s: float, num_stages: int = 1) -> None:
+        """scale_s: the order of magnitude of a step's time; a tenth or ten times that will do.
+        num_stages: steps over which errors may cancel out, as in a pipeline those of neighbors do:
+        one is late, and the next one is soon after it."""
         self._scales: NDArray[np.float64] = np.array(FIRST_SCALES)
         self._weights: NDArray[np.float64] = np.zeros(3)
         self._covariance = _uncertain(10 * scale_s * self._scales)
         self._deviation = FIRST_DEVIATION
+        """Mean relative error of as many steps as there are stages, together."""
+        self._recent: deque[tuple[float, float]] = deque(maxlen=num_stages)
+        """Errors and expected times of these steps, in seconds."""
         self._num_measured = 0
         self._last_error = 0.0
         """Relative error of the last step if it was an outlier, otherwise 0."""
@@ -129,8 +134,10 @@ class StepCost:
             self._last_error = 0.0
         self._num_measured += 1
         has_prompt = load.num_prompt_tokens > 0
+        self._recent.append((seconds - expected, scale))
         if has_prompt:
-            size = min(abs(error), OUTLIER)
+            errors_s, scales_s = map(sum, zip(*self._recent, strict=True))
+            size = min(abs(errors_s) / scales_s, OUTLIER)
             self._deviation += (size - self._deviation) * DEVIATION_GAIN
         self._update(inputs, seconds - expected, scale, has_prompt)
 
@@ -145,7 +152,8 @@ class StepCost:
             drift[1:] = token * self._scales[1:]
         covariance = self._covariance + _uncertain(DRIFT * drift)
         spread = covariance @ inputs
-        noise = (max(MIN_NOISE, self._deviation) * scale_s) ** 2
+        one = self._deviation * math.sqrt(len(self._recent))
+        noise = (max(MIN_NOISE, one) * scale_s) ** 2
         gain = spread / (float(inputs @ spread) + noise)
         if not has_prompt:
             gain[1:] = 0.0
@@ -225,7 +233,7 @@ class StepBudget:
         self._target_s = max_itl_ms * 1e-3
         self._num_stages = num_stages
         self._clock = clock
-        self._cost = StepCost(self._target_s / num_stages)
+        self._cost = StepCost(self._target_s / num_stages, num_stages)
         self._in_flight: deque[_SentStep] = deque()
         self._last_result_s = -math.inf
         self._had_prompt = False
