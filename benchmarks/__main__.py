@@ -5,10 +5,11 @@ docs/performance.md (benchmarks/records.py), unless --quick or --no-records says
 
 Sections: `wire` (codec, transport and control plane, on any machine), and with a CUDA device
 `ceilings`, `kernels`, `loading`, `weights` (weight updates of a running daemon), `startup`,
-`sleep`, `step` (a step's time by kernel and by phase) and `e2e` (every workload on every model, on
-one device and, with two, as two pipeline stages and as two tensor ranks). `--only` chooses
-sections. A row's floor comes from the ceilings measured in the same run, or from the last run that
-measured them; the fraction is the share of that floor's speed that was reached.
+`sleep`, `step` (a step's time by kernel and by phase), `latency` (TTFT and ITL of requests that
+arrive at random) and `e2e` (every workload on every model, on one device and, with two, as two
+pipeline stages and as two tensor ranks). `--only` chooses sections. A row's floor comes from the
+ceilings measured in the same run, or from the last run that measured them; the fraction is the
+share of that floor's speed that was reached.
 """
 
 import argparse
@@ -270,6 +271,16 @@ def run_steps(parts: Parts, options: argparse.Namespace) -> None:
         parts.run(f"step {model}", [*command, "--json", "{}"], step_rows)
 
 
+def run_latency(parts: Parts, options: argparse.Namespace) -> None:
+    """Measure latency under load, with and without a target for it."""
+    for pp, tp in shapes(options):
+        for model in options.models:
+            command = ["benchmarks.poisson", "--model", str(MODELS / model), "--out", "{}"]
+            command += ["--pp", str(pp), "--tp", str(tp)]
+            part = f"latency {model} {pp}x{tp}"
+            parts.run(part, command, partial(figure_rows, part))
+
+
 def run_workloads(parts: Parts, options: argparse.Namespace) -> None:
     """Run the chosen workloads on every chosen model and shape: one group of daemons each."""
     ceilings = read_ceilings()
@@ -291,6 +302,7 @@ DEVICE_SECTIONS: dict[str, Section] = {
     "startup": run_startups,
     "sleep": run_sleep,
     "step": run_steps,
+    "latency": run_latency,
     "e2e": run_workloads,
 }
 SECTIONS = ("wire", *DEVICE_SECTIONS)

@@ -21,7 +21,7 @@ BEGIN = "<!-- rendered from performance.json by python -m benchmarks.records -->
 END = "<!-- end of the rendered table -->"
 HEADER = ("workload", "figure", "value", "target", "date", "device", "commit", "command")
 UNKNOWN = "unknown"
-RECORDED_PARTS = ("e2e ", "sleep ", "startup ")
+RECORDED_PARTS = ("e2e ", "latency ", "sleep ", "startup ")
 """Beginnings of the parts of `make bench` whose figures are kept."""
 
 
@@ -85,7 +85,7 @@ def records_of(rows: Iterable[Mapping[str, Any]], run: BenchRun) -> list[Record]
     """Select the rows of a run to keep: whole workloads, and figures with a target."""
     records = []
     for row in rows:
-        is_kept = row["part"].startswith("e2e ") or row["target"] is not None
+        is_kept = row["part"].startswith(("e2e ", "latency ")) or row["target"] is not None
         if is_kept and row["part"].startswith(RECORDED_PARTS):
             fields = {name: row[name] for name in ("part", "name", "value", "unit")}
             judged = {name: row[name] for name in ("target", "met")}

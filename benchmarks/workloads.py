@@ -6,6 +6,7 @@ import json
 import random
 import sys
 from collections.abc import Iterator
+from typing import NamedTuple
 
 FIXED = {  # name: (requests, tokens in, tokens out)
     "decode_bs1": (1, 32, 512),
@@ -18,6 +19,9 @@ NAMES = (*FIXED, "mixed256")
 POOLING = {  # the same prompts, first to sample a token each, then to embed them
     "prefill_512x512": (512, 512, 1),
     "embed_512x512": (512, 512, 0),
+}
+ARRIVALS = {  # name: (requests a second, seconds, tokens in, tokens out)
+    "poisson_8rps": (8.0, 60.0, 1000, 200),
 }
 
 Workload = list[tuple[list[int], int]]
@@ -48,6 +52,30 @@ def fixed(vocab_size: int, count: int, num_in: int, num_out: int, seed: int = 1)
     return [
         ([rng.randrange(0, vocab_size - 1) for _ in range(num_in)], num_out) for _ in range(count)
     ]
+
+
+class TimedRequest(NamedTuple):
+    """A request of a workload whose requests arrive over time."""
+
+    arrival_s: float
+    """Time since the workload began."""
+    prompt: list[int]
+    num_out: int
+
+
+def poisson(
+    vocab_size: int, rate: float, seconds: float, num_in: int, num_out: int, seed: int = 2
+) -> list[TimedRequest]:
+    """Return the requests of a Poisson process, in order of arrival: `rate` a second on average,
+    over so many seconds."""
+    rng = random.Random(seed)
+    requests: list[TimedRequest] = []
+    arrival_s = rng.expovariate(rate)
+    while arrival_s < seconds:
+        prompt = [rng.randrange(0, vocab_size - 1) for _ in range(num_in)]
+        requests.append(TimedRequest(arrival_s, prompt, num_out))
+        arrival_s += rng.expovariate(rate)
+    return requests
 
 
 def json_lines(workload: Workload) -> Iterator[str]:

@@ -212,6 +212,28 @@ def check_logprobs(result, prompt, demo):
         np.testing.assert_allclose(row[entry["top_token_ids"]], best.values, atol=1e-4)
 
 
+def test_generate_gives_the_same_tokens_under_a_target_for_latency(
+    served, directory, tmp_path, model_options
+):
+    """One that cannot be met: prompts come in the smallest chunks beside decodes."""
+    text = " ".join(SENTENCES.splitlines())
+    prompts = [f"{text} {prompt}" if index % 2 else prompt for index, prompt in enumerate(PROMPTS)]
+    lines = ({"prompt": each, "max_tokens": 24, "ignore_eos": True} for each in prompts * 2)
+    source = write_lines(tmp_path / "in.jsonl", *lines)
+    (tmp_path / "target.toml").write_text("max_itl_ms = 0.1\n")
+    found = []
+    for name, more in (("plain", ()), ("paced", ("--config", str(tmp_path / "target.toml")))):
+        target = tmp_path / f"{name}.jsonl"
+        run_client(
+            directory,
+            *("generate", *model_options, "--input", source, "--output", str(target)),
+            *("--endpoints", served[0], "--reload", *more),
+        )
+        found.append([line["token_ids"] for line in read_lines(target)])
+    assert found[0] == found[1]
+    assert [len(tokens) for tokens in found[0]] == [24] * 6
+
+
 def test_generate_fails_where_no_line_can_be_served(served, directory, tmp_path, model_options):
     source = write_lines(tmp_path / "in.jsonl", "[]", {"prompt": 3})
     target = tmp_path / "out.jsonl"

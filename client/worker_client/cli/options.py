@@ -29,6 +29,7 @@ from rpc_schema.config import (
 from worker_client.errors import config_error
 from worker_client.keys import NO_KEYS, Keys, read_keys
 from worker_client.replacement import REPLACE_WITHIN_S
+from worker_client.scheduler.step_budget import check_max_itl_ms
 
 DEFAULT_MAX_TOKENS: Final = 64
 _LINE_ONLY: Final = ("force", "config", "prompt", "input_", "output", "max_tokens")
@@ -116,6 +117,8 @@ class RunOptions:
     """Applies to each prompt."""
     lora_root: Path | None = None
     """Directory of the LoRA adapters of local daemons."""
+    max_itl_ms: float | None = None
+    """Target for the time between two tokens of a request, in milliseconds."""
 
 
 def build_run_options(
@@ -144,6 +147,10 @@ def build_run_options(
         int, typer.Option(min=1, max=65535, help="Requests running at once.")
     ] = 256,
     max_num_batched_tokens: Annotated[int, typer.Option(min=1, help="Tokens in a step.")] = 8192,
+    max_itl_ms: Annotated[
+        float | None,
+        typer.Option(metavar="MS", help="Cut prompts so that tokens come within this time."),
+    ] = None,
     logits_processors: Annotated[
         str, typer.Option(help="Custom ones that requests may ask for: NAME,NAME,...")
     ] = "",
@@ -230,6 +237,8 @@ def build_run_options(
         ClientConfigError: one of them is invalid.
     """
     _check_bounds(model, gpu_memory_utilization, max_model_len)
+    if max_itl_ms is not None:
+        check_max_itl_ms(max_itl_ms)
     is_fitted = max_model_len == FIT_MAX_MODEL_LEN
     group = WorkerConfig(
         parallel=ParallelConfig(
@@ -281,6 +290,7 @@ def build_run_options(
         output=output,
         max_tokens=max_tokens,
         lora_root=lora_root,
+        max_itl_ms=max_itl_ms,
     )
 
 

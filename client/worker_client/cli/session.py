@@ -96,7 +96,10 @@ class Session:
         grammars: CompiledGrammars | None,
         keeps_prefixes: bool,
     ) -> Served:
-        scheduler = Scheduler(scheduler_limits(self.model, self.options.config), self.tokenizer)
+        limits = scheduler_limits(
+            self.model, self.options.config, max_itl_ms=self.options.max_itl_ms
+        )
+        scheduler = Scheduler(limits, self.tokenizer)
         driver = Driver(
             self.group,
             scheduler,

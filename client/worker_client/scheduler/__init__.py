@@ -3,6 +3,7 @@
 interface.py       the calls of a driver to a scheduler, and the values that they exchange
 reference.py       Scheduler: takes the calls, commits steps, processes their results
 planning.py        decides a step: decodes, prefill chunks, preemption, admission
+step_budget.py     bounds the prompt tokens of a step by a target for inter-token latency
 request_queues.py  waiting and running requests
 decode_groups.py   requests that decode together, so that stages work on different ones
 request.py         one request: its counts, its end, its start or adoption

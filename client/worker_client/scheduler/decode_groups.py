@@ -7,18 +7,32 @@ from worker_client.scheduler.request import Request
 
 
 class DecodeGroups:
-    """One group of requests for each stage, scheduled round-robin. Sizes differ by one at most."""
+    """One group of requests for each stage, scheduled round-robin. Sizes differ by max_imbalance at
+    most."""
 
-    def __init__(self, num_stages: int) -> None:
+    def __init__(self, num_stages: int, max_imbalance: int = 1) -> None:
+        """max_imbalance: more than 1 keeps requests in their groups, at the cost of unequal steps.
+        A request that changes its group may miss a turn, which almost doubles the time to its next
+        token. So does one that joins another group than that of the step with its last prompt
+        token."""
+        self._max_imbalance = max_imbalance
         self._groups: list[dict[str, Request]] = [{} for _ in range(num_stages)]
         self._ids: list[tuple[str, ...] | None] = [None] * num_stages
         """Ids of a complete group, built when all of it is ready; None after a change."""
         self._turn = 0
 
+    @property
+    def is_empty(self) -> bool:
+        """True if no request decodes."""
+        return not any(self._groups)
+
     def join(self, request: Request) -> None:
         """Let a request decode from the next step on."""
         sizes = list(map(len, self._groups))
         index = sizes.index(min(sizes))
+        latest = (self._turn - 1) % len(self._groups)
+        if self._max_imbalance > 1 and sizes[latest] < sizes[index] + self._max_imbalance:
+            index = latest
         self._groups[index][request.id] = request
         self._ids[index] = None
 
@@ -32,7 +46,7 @@ class DecodeGroups:
 
     def _balance(self, smaller: int) -> None:
         larger = max(range(len(self._groups)), key=lambda i: len(self._groups[i]))
-        if len(self._groups[larger]) > len(self._groups[smaller]) + 1:
+        if len(self._groups[larger]) > len(self._groups[smaller]) + self._max_imbalance:
             req_id, request = self._groups[larger].popitem()
             self._groups[smaller][req_id] = request
             self._ids[larger] = self._ids[smaller] = None

@@ -178,6 +178,8 @@ class SchedulerLimits:
     """Names that requests may ask for; None leaves them unchecked."""
     hidden_size: int = 0
     """0 leaves the width of prompt embeddings unchecked."""
+    max_itl_ms: float | None = None
+    """Target for the time between two tokens of a request, in milliseconds; None: no target."""
 
     @cached_property
     def bounds(self) -> ModelBounds:
@@ -210,8 +212,11 @@ class SchedulerLimits:
         )
 
 
-def scheduler_limits(model: LoadedGroup, config: WorkerConfig) -> SchedulerLimits:
-    """Return the limits of a scheduler for a group that was loaded with `config`."""
+def scheduler_limits(
+    model: LoadedGroup, config: WorkerConfig, *, max_itl_ms: float | None = None
+) -> SchedulerLimits:
+    """Return the limits of a scheduler for a group that was loaded with `config`. max_itl_ms: see
+    SchedulerLimits."""
     return SchedulerLimits(
         max_num_seqs=config.scheduler.max_num_seqs,
         max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
@@ -227,4 +232,5 @@ def scheduler_limits(model: LoadedGroup, config: WorkerConfig) -> SchedulerLimit
         pooling=model.metadata.pooling,
         max_loras=config.lora.max_loras,
         logits_processors=config.scheduler.logits_processors,
+        max_itl_ms=max_itl_ms,
     )

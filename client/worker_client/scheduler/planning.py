@@ -10,6 +10,7 @@ from worker_client.scheduler.interface import SchedulerLimits
 from worker_client.scheduler.request import Request
 from worker_client.scheduler.request_blocks import RequestBlocks
 from worker_client.scheduler.request_queues import RequestQueues
+from worker_client.scheduler.step_budget import PromptAllowance, StepBudget, StepLoad
 from worker_client.step_checks import MAX_ADMITTED_BYTES, MAX_ADMITTED_TOKENS
 
 PIPELINE_CHUNK = 2048
@@ -34,7 +35,9 @@ class Step:
         queues: RequestQueues,
         blocks: RequestBlocks,
         groups: DecodeGroups,
+        step_budget: StepBudget | None = None,
     ) -> None:
+        """step_budget: limits the prompt tokens of the step while requests decode."""
         self.group: int | None = None
         """Decode group of the step."""
         self.decodes: dict[str, Request] = {}
@@ -55,6 +58,8 @@ class Step:
         """Bytes of the outputs that the step completes."""
         support = limits.pooling
         self._whole_prompts = support is not None and support.whole_prompts
+        self._step_budget = step_budget
+        self._allowance: PromptAllowance | None = None
 
     @property
     def is_empty(self) -> bool:
@@ -71,11 +76,31 @@ class Step:
         num_stages = self._limits.pipeline_parallel_size
         chunk = self._chunk(num_stages)
         self._plan_decodes(before=max(oldest, number - num_stages + 1))
+        if self._step_budget is not None and self._delays_tokens():
+            self._allowance = self._step_budget.allowance(len(self.decodes))
         self._plan_prefills(chunk)
         if not self.preempted:
             self._admit(chunk)
         if self.is_empty:
             self._plan_decodes(before=number)
+
+    def load(self) -> StepLoad:
+        """Return the step's work; call it before the step is committed."""
+        num_tokens, num_pairs = 0, 0.0
+        for req_id, count in self.prefills.items():
+            num_tokens += count
+            num_pairs += count * (self._queues.unfinished[req_id].num_computed + count / 2)
+        return StepLoad(num_tokens, len(self.decodes), num_pairs)
+
+    def _delays_tokens(self) -> bool:
+        """Return True if a request waits for its next token: in this step, or in a pipeline in
+        another one. Prompts that must be whole are never cut."""
+        if self._whole_prompts:
+            return False
+        if not self._groups.is_empty:
+            return True
+        # Requests that have jumped forward, or are adopted.
+        return any(request.unannounced for request in self._queues.prefilling.values())
 
     def _plan_decodes(self, *, before: int) -> None:
         """Plan the group whose turn it is, or the next one with a request that can run."""
@@ -105,7 +130,8 @@ class Step:
 
     def _plan_prefills(self, chunk: int) -> None:
         for request in list(self._queues.prefilling.values()):
-            count = min(request.num_tokens - request.num_computed, self._budget)
+            begin = request.num_computed
+            count = min(request.num_tokens - begin, self._num_open(begin))
             if (
                 self._has_room(count, chunk)
                 and request.is_running
@@ -122,7 +148,7 @@ class Step:
 
     def _admit(self, chunk: int) -> None:
         """Admit waiting requests in order, as long as blocks, slots and tokens last."""
-        while self._queues.waiting and self._budget > 0 and not self._queues.is_full:
+        while self._queues.waiting and self._num_open(0) > 0 and not self._queues.is_full:
             request = self._queues.waiting[0]
             num_bytes = self._num_bytes(request)
             if request.num_in_flight or request.num_void:
@@ -135,7 +161,7 @@ class Step:
             if not self._blocks.can_hold(request, prefix):
                 return
             num_cached = self._blocks.num_cached(prefix)
-            count = min(request.num_tokens - num_cached, self._budget)
+            count = min(request.num_tokens - num_cached, self._num_open(num_cached))
             if not self._has_room(count, chunk):
                 return
             if request.pools and not self._may_pool(request, num_cached + count):
@@ -165,6 +191,12 @@ class Step:
                 break
         return max(PIPELINE_CHUNK, min(budget, pending // num_steps))
 
+    def _num_open(self, begin: int) -> int:
+        """Return how many tokens a prompt may add to the step after its first `begin` tokens."""
+        if self._allowance is None:
+            return self._budget
+        return min(self._budget, self._allowance.num_tokens(begin))
+
     def _has_room(self, count: int, chunk: int) -> bool:
         """Return True if the step may take count more prompt tokens: for one prompt up to the
         budget, for several up to a chunk."""
@@ -186,6 +218,8 @@ class Step:
     def _prefill(self, request: Request, count: int) -> None:
         if request.num_computed + count == request.num_tokens:
             self._num_output_bytes += request.traits.output_bytes
+        if self._allowance is not None:
+            self._allowance.take(request.num_computed, count)
         self.prefills[request.id] = count
         self._num_prefill_tokens += count
         self._budget -= count

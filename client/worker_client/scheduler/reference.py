@@ -1,6 +1,7 @@
 """The reference scheduler: continuous batching, chunked prefill, prefix caching, preemption by
 recompute. Takes the driver's calls, commits steps and processes their results."""
 
+import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 
@@ -27,6 +28,7 @@ from worker_client.scheduler.planning import Step
 from worker_client.scheduler.request import Request, adopted_request, new_request
 from worker_client.scheduler.request_blocks import CachedNews, RequestBlocks
 from worker_client.scheduler.request_queues import RequestQueues
+from worker_client.scheduler.step_budget import Clock, StepBudget
 from worker_client.scheduler_output import PromptChunk, SchedulerOutput, StepResult
 from worker_client.stop_strings import Texts
 
@@ -39,19 +41,39 @@ NOT_A_NUMBER = (
     "for this input, or nothing that it may sample is left; the other requests are not affected"
 )
 
+MAX_IMBALANCE = 8
+"""Requests by which decode groups may differ in size with a target for inter-token latency."""
+
 
 class Scheduler:
     """The reference scheduler. First come, first served; decodes before prefills. Owns the numbers
     of the steps, and which of them are in flight."""
 
-    def __init__(self, limits: SchedulerLimits, texts: Texts | None = None) -> None:
-        """texts: the model's tokenizer, for requests with stop strings."""
+    def __init__(
+        self,
+        limits: SchedulerLimits,
+        texts: Texts | None = None,
+        *,
+        clock: Clock = time.monotonic,
+    ) -> None:
+        """texts: the model's tokenizer, for requests with stop strings. clock: seconds, read only
+        with a limits.max_itl_ms.
+
+        Raises:
+            ClientConfigError: limits.max_itl_ms is no positive, finite number.
+        """
         self._limits = limits
         self._texts = texts
         self._blocks = RequestBlocks(limits)
-        self._groups = DecodeGroups(limits.pipeline_parallel_size)
-        # A decode group never exceeds the token budget: groups are kept equal within one.
-        most = limits.max_num_batched_tokens * limits.pipeline_parallel_size
+        num_stages, num_tokens = limits.pipeline_parallel_size, limits.max_num_batched_tokens
+        self._step_budget: StepBudget | None = None
+        max_imbalance = 1
+        if limits.max_itl_ms is not None:
+            self._step_budget = StepBudget(limits.max_itl_ms, num_stages, clock)
+            max_imbalance = max(1, min(MAX_IMBALANCE, num_tokens // 2))
+        self._groups = DecodeGroups(num_stages, max_imbalance)
+        # A decode group never exceeds the token budget, whatever the groups' imbalance.
+        most = (num_tokens + 1 - max_imbalance) * num_stages
         self._queues = RequestQueues(self._blocks, self._groups, min(limits.max_num_seqs, most))
         self._ended: list[str] = []
         """Ended requests that the workers have still to forget."""
@@ -131,12 +153,14 @@ class Scheduler:
     def schedule(self) -> SchedulerOutput | None:
         """Decide the next step; see SchedulerInterface."""
         self._blocks.remember_sent()
-        step = Step(self._limits, self._queues, self._blocks, self._groups)
+        step = Step(self._limits, self._queues, self._blocks, self._groups, self._step_budget)
         step.plan(self._num_steps, self._in_flight[0] if self._in_flight else self._num_steps)
         # Once all is done, send the ended requests to the workers; else a later step has them.
         all_done = not self._queues.unfinished and not self._in_flight
         if step.is_empty and not (all_done and self._ended):
             return None
+        if self._step_budget is not None:
+            self._step_budget.sent(step.load())
         return self._commit(step)
 
     def _commit(self, step: Step) -> SchedulerOutput:
@@ -173,8 +197,7 @@ class Scheduler:
         self, output: SchedulerOutput, result: StepResult
     ) -> list[RequestOutput]:
         """Process the tokens that a step sampled; see SchedulerInterface."""
-        if self._in_flight:
-            self._in_flight.popleft()
+        self._end_oldest()
         done = []
         find, block_size = self._queues.unfinished.get, self._blocks.unit
         if result.reports:
@@ -202,6 +225,13 @@ class Scheduler:
         for req_id, count in result.refused.items():
             self._take_back(find(req_id), count)
         return done
+
+    def _end_oldest(self) -> None:
+        """Note that the oldest step in flight has its result."""
+        if self._in_flight:
+            self._in_flight.popleft()
+        if self._step_budget is not None:
+            self._step_budget.done()
 
     def jump_forward(self, req_id: str, token_ids: Sequence[int]) -> Jump:
         """Let a request gain tokens that its grammar forces; see JumpingScheduler."""
@@ -292,6 +322,8 @@ class Scheduler:
         """Roll back failed steps: lost requests wait again, in order of arrival."""
         for _ in outputs:
             self._in_flight.pop()
+        if self._step_budget is not None:
+            self._step_budget.failed(len(outputs))
         running = self._queues.running
         for req_id in lost_req_ids:
             if req_id in running:

@@ -116,6 +116,14 @@ def test_options_come_from_line_environment_and_file(fakes, directory, run, monk
             "fix",
         ),
         (["status", "--endpoints", ""], "field endpoints"),
+        *(
+            (
+                [command, "--model", "/tmp", "--prompt", "a", "--max-itl-ms", value],
+                f"max_itl_ms = {shown};",
+            )
+            for command in ("generate", "bench")
+            for value, shown in (("0", "0.0"), ("nan", "nan"), ("inf", "inf"), ("-5", "-5.0"))
+        ),
     ],
 )
 def test_mistakes_are_one_line(run, words, message):
