@@ -22,6 +22,7 @@ from torch import Tensor
 
 from worker_daemon.errors import CheckpointError, config_error
 from worker_daemon.layers.parameter import Parameter, Piece
+from worker_daemon.layers.quantization import WeightQuantization
 from worker_daemon.models.description import DecoderConfig
 from worker_daemon.models.tensor_bytes import checksum, write_safetensors
 from worker_daemon.models.weights import (
@@ -148,7 +149,18 @@ def model_fields(decoder: DecoderConfig) -> dict[str, object]:
         "num_key_value_heads": decoder.num_key_value_heads,
         "head_dim": decoder.head_dim,
         "tie_word_embeddings": decoder.tie_word_embeddings,
+        "quantization": _format_name(decoder.quantization),
     }
+
+
+def _format_name(quantization: WeightQuantization | None) -> str | None:
+    """Return what determines the scales of a set; None for an unquantized model, as in older
+    sets."""
+    if quantization is None:
+        return None
+    ignored = quantization.ignored
+    lists = [sorted(ignored.names), list(ignored.patterns), list(ignored.paths)]
+    return f"fp8 {quantization.scales} {quantization.activations} {json.dumps(lists)}"
 
 
 def index_bytes(save: str, shape: GroupShape, decoder: DecoderConfig, files: str) -> bytes:

@@ -19,10 +19,10 @@ import torch
 from torch import Tensor
 
 from worker_daemon.errors import CheckpointError
-from worker_daemon.layers.parameter import Parameter, Piece
+from worker_daemon.layers.parameter import Parameter, Piece, TensorSpec
 from worker_daemon.models.dummy import fill_dummy
 from worker_daemon.models.safetensors_file import (
-    FLOAT_DTYPES,
+    LOADED_DTYPES,
     Entry,
     MalformedError,
     SafetensorsFile,
@@ -97,11 +97,12 @@ def load_weights(
     known_names are the tensors that the whole model reads (`decoder.checkpoint_names`); others in
     the checkpoint are reported, not loaded. progress is called after every tensor or buffer. An
     observer is called around every tensor on a CPU, and around all of them together on a device.
-    Raises CheckpointError naming the file or tensor that is missing, truncated or not of the
-    expected shape or type.
+    Raises CheckpointError, before the first byte is read, naming the file or tensor that is
+    missing, truncated or not of the expected shape or type; later if a file changes meanwhile.
     """
     files = _tensor_files(model_dir)
     wanted = _group_by_file(parameters, files, model_dir)
+    check_items(wanted)
     ignored = tuple(sorted(files.keys() - set(known_names)))
     return load_items(wanted, progress, ignored, observer=observer)
 
@@ -149,21 +150,25 @@ def load_through_buffers(
     except OSError as error:
         path = next(iter(wanted)).parent
         raise _broken(path, f"holds a file that cannot be read ({error})") from error
+    for parameter, piece in (item for items in wanted.values() for item in items):
+        parameter.repeat(piece)
 
 
-def check_checkpoint(model_dir: Path, shapes: Mapping[str, tuple[int, ...]]) -> None:
+def check_checkpoint(model_dir: Path, tensors: Mapping[str, TensorSpec]) -> None:
     """Check the headers of a complete checkpoint: every tensor of the model, on any rank, exists
-    with its shape and a supported dtype, and no file is truncated. Reads no weights.
+    with its shape and a fitting dtype, and no file is truncated. Reads no weights.
 
     Raises:
         CheckpointError: a check failed; names file and tensor.
     """
-    headers = read_headers(model_dir, shapes)
-    for name, shape in shapes.items():
-        if headers[name].shape != shape:
-            found = headers[name]
-            problem = f"has {name} in shape {found.shape}, the loaded model has {shape}"
+    headers = read_headers(model_dir, tensors)
+    for name, spec in tensors.items():
+        found = headers[name]
+        if not spec.fits(found.shape):
+            problem = f"has {name} in shape {found.shape}, the loaded model has {spec.shape}"
             raise _broken(found.path, problem)
+        if not spec.takes(found.dtype):
+            raise _other_format(found.path, name, found.dtype)
 
 
 def check_items(wanted: Mapping[Path, Sequence[Item]]) -> None:
@@ -193,7 +198,7 @@ def read_headers(model_dir: Path, names: Iterable[str] = ()) -> dict[str, Tensor
         with _open(path) as file:
             for name in held:
                 entry = _entry(file, name)
-                headers[name] = TensorHeader(path, entry.shape, FLOAT_DTYPES[entry.dtype])
+                headers[name] = TensorHeader(path, entry.shape, LOADED_DTYPES[entry.dtype])
     return {name: headers[name] for name in wanted}
 
 
@@ -229,9 +234,9 @@ def _extents(path: Path, items: Iterable[Item]) -> Iterator[Extent]:
     with _open(path) as file:
         for parameter, piece in items:
             entry = _checked_entry(file, piece)
-            target = parameter.data[piece.target]
+            target = parameter.memory_for(piece)
             if target.numel():
-                dtype = FLOAT_DTYPES[entry.dtype]
+                dtype = LOADED_DTYPES[entry.dtype]
                 rows = row_span(entry.shape, piece.source, dtype.itemsize)
                 start = entry.begin + rows.offset
                 yield Extent(start, rows.width, rows.stride, dtype, target)
@@ -258,7 +263,7 @@ class _Meter:
 
 
 def _num_bytes(parameter: Parameter, piece: Piece) -> int:
-    return parameter.data[piece.target].numel() * parameter.data.element_size()
+    return parameter.memory_for(piece).numel() * parameter.data.element_size()
 
 
 def _tensor_files(model_dir: Path) -> Mapping[str, Path]:
@@ -310,7 +315,8 @@ def _load_file(path: Path, items: Iterable[Item], meter: _Meter, observer: Write
             with _reading(path, piece.name):
                 file.check_whole(piece.name)  # otherwise this tensor would be skipped with the file
                 observer.writing((piece.name,))
-                file.read_into(piece.name, piece.source, parameter.data[piece.target])
+                file.read_into(piece.name, piece.source, parameter.memory_for(piece))
+            parameter.repeat(piece)
             observer.written((piece.name,))
             meter.advance(_num_bytes(parameter, piece))
 
@@ -341,18 +347,26 @@ def _entry(file: SafetensorsFile, name: str) -> Entry:
     entry = file.entries.get(name)
     if entry is None:
         raise _broken(file.path, f"has no tensor {name}, though the index says so")
-    if entry.dtype not in FLOAT_DTYPES:
+    if entry.dtype not in LOADED_DTYPES:
         raise _broken(file.path, f"has {name} in dtype {entry.dtype}, which is not loaded")
     return entry
 
 
 def _checked_entry(file: SafetensorsFile, piece: Piece) -> Entry:
     """Return the file's entry of the piece's tensor, after a check of its dtype and shape."""
-    entry, shape = _entry(file, piece.name), piece.full_shape
-    if entry.shape != shape:
-        problem = f"has {piece.name} in shape {entry.shape}, config.json says {shape}"
+    entry, spec = _entry(file, piece.name), piece.spec
+    if not spec.fits(entry.shape):
+        problem = f"has {piece.name} in shape {entry.shape}, config.json says {spec.shape}"
         raise _broken(file.path, problem)
+    if not spec.takes(LOADED_DTYPES[entry.dtype]):
+        raise _other_format(file.path, piece.name, LOADED_DTYPES[entry.dtype])
     return entry
+
+
+def _other_format(path: Path, name: str, dtype: torch.dtype) -> CheckpointError:
+    says = "quantized" if dtype != torch.float8_e4m3fn else "not quantized"
+    fix = "correct quantization_config in config.json: its method, ignore list or absence"
+    return _broken(path, f"has {name} in {dtype}, but config.json says that it is {says}", fix)
 
 
 def _absent(model_dir: Path, name: str) -> CheckpointError:

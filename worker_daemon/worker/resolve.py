@@ -24,7 +24,7 @@ from worker_daemon.layers.adapters import AdapterLayout
 from worker_daemon.layers.attention import NullAttention
 from worker_daemon.layers.rotary import max_table_length
 from worker_daemon.models.config import pooling_files, read_model_config
-from worker_daemon.models.decoder import DecoderStage, build_stage
+from worker_daemon.models.decoder import DecoderStage, build_stage, checkpoint_tensors
 from worker_daemon.models.description import DecoderConfig
 from worker_daemon.models.saved_set import (
     CONFIG_FILES,
@@ -97,6 +97,10 @@ def resolve_model(config: ModelConfig, model_roots: Sequence[Path]) -> ResolvedM
         saved.check_files(config.load_format)
         directory = confine_directory(str(saved.directory), model_roots)
     decoder = read_model_config(directory)
+    if decoder.quantization is not None:
+        checkpoint_tensors(
+            decoder
+        )  # refuses merged matrices in mixed formats, equally on all ranks
     stated = decoder.dtype or "float32" if saved is None else saved.shape.dtype
     return ResolvedModel(
         directory=directory,
