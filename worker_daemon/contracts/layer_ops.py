@@ -71,12 +71,23 @@ class Fp8Matrix(NamedTuple):
 
     def dequantized(self, dtype: torch.dtype) -> Tensor:
         """Return values times scales [M, K], multiplied in float32 and rounded once to dtype."""
+        values = self.weight.to(dtype)  # exact
+        if self.scale.dim() == 1:
+            _multiply(values, self.scale.unsqueeze(1))
+            return values
         num_rows, num_columns = self.weight.shape
-        scale = self.scale.unsqueeze(-1)
-        if self.scale.dim() == 2:
-            scale = self.scale.repeat_interleave(FP8_BLOCK, 0)[:num_rows]
-            scale = scale.repeat_interleave(FP8_BLOCK, 1)[:, :num_columns]
-        return self.weight.float().mul_(scale).to(dtype)
+        scale = self.scale.repeat_interleave(FP8_BLOCK, 0)[:num_rows].unsqueeze(2)
+        num_whole = num_columns // FP8_BLOCK
+        blocks = values[:, : num_whole * FP8_BLOCK].view(num_rows, num_whole, FP8_BLOCK)
+        _multiply(blocks, scale[:, :num_whole])
+        if num_columns % FP8_BLOCK:
+            _multiply(values[:, num_whole * FP8_BLOCK :], scale[:, -1])
+        return values
+
+
+def _multiply(values: Tensor, scale: Tensor) -> None:
+    """Multiply in place; torch computes in the wider dtype, here float32."""
+    torch.mul(values, scale, out=values)
 
 
 class LayerOps(Protocol):
