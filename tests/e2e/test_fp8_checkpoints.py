@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from rpc_schema.weight_transfer import DiskEngine, DiskSource
 from tests.support.checkpoints import Checkpoint, decisive_prompts, edit_config, make_checkpoint
-from tests.support.quantized import quantize
+from tests.support.quantized import LAYER_MATRICES, quantize, quantized_values
 from tests.support.serving import assert_greedy, connect, generate, greedy_request, worker_config
 from worker_client.errors import RemoteCheckpointError, RemoteConfigError
 from worker_client.launcher import LocalDaemons
@@ -136,9 +136,10 @@ def test_update_in_another_format_is_refused_before_its_first_byte(serve, quanti
         assert_greedy(generate(group, loaded, requests), model, requests)
 
 
-def test_round_trip_of_a_saved_set(quantized, model_root, tmp_path):
-    save_root = tmp_path / "saves"
-    shape = (1, 2)
+@pytest.fixture(scope="module")
+def save_daemons(model_root, tmp_path_factory):
+    """Two daemons and their save root."""
+    save_root = tmp_path_factory.mktemp("fp8") / "saves"
 
     def command(endpoint, device, pipe):
         options = {
@@ -152,25 +153,28 @@ def test_round_trip_of_a_saved_set(quantized, model_root, tmp_path):
         return [sys.executable, "-m", "worker_daemon", "serve", *words]
 
     with LocalDaemons(["cpu"] * 2, model_root, command=command) as daemons:
-        for form in ("tensor-static", "channel", "fp8-block"):
-            model = quantized(form, 90)
-            requests = requests_for(model)
-            with connect(daemons.endpoints, worker_config(model.path, *shape)) as (group, _):
-                before = checksums(group)
-                group.save_sharded_state(form)
-            saved = worker_config(save_root / form, *shape, load_format="sharded_state")
-            with connect(daemons.endpoints, saved) as (group, loaded):
-                assert checksums(group) == before
-                assert_greedy(generate(group, loaded, requests), model, requests)
-            config = next((save_root / form).glob("*/config.json"))
-            content = config.read_text()
-            config.write_text(content.replace('"lm_head"', '"other_head"'))
-            with (
-                pytest.raises(RemoteCheckpointError, match="quantization"),
-                connect(daemons.endpoints, saved),
-            ):
-                pass
-            config.write_text(content)
+        yield daemons, save_root
+
+
+@pytest.mark.parametrize("form", ["tensor-static", "channel", "fp8-block"])
+def test_round_trip_of_a_saved_set(quantized, save_daemons, form):
+    daemons, save_root = save_daemons
+    model = quantized(form, 90)
+    requests = requests_for(model)
+    with connect(daemons.endpoints, worker_config(model.path, 1, 2)) as (group, _):
+        before = checksums(group)
+        group.save_sharded_state(form)
+    saved = worker_config(save_root / form, 1, 2, load_format="sharded_state")
+    with connect(daemons.endpoints, saved) as (group, loaded):
+        assert checksums(group) == before
+        assert_greedy(generate(group, loaded, requests), model, requests)
+    config = next((save_root / form).glob("*/config.json"))
+    config.write_text(config.read_text().replace('"lm_head"', '"other_head"'))
+    with (
+        pytest.raises(RemoteCheckpointError, match="quantization"),
+        connect(daemons.endpoints, saved),
+    ):
+        pass
 
 
 def test_dummy_weights_of_every_split_are_equal(serve, quantized):
@@ -214,3 +218,55 @@ def test_refused_checkpoints_leave_the_daemon_serving(serve, quantized, model_ro
             pass
     with serve(model.path) as (group, loaded):
         assert_greedy(generate(group, loaded, requests), model, requests)
+
+
+def quantized_online(model):
+    """Return the tensors of a model, and the model with its matrices quantized by rows."""
+    tensors = {name: tensor.clone() for name, tensor in model.model.state_dict().items()}
+    weights = dict(model.model.named_parameters())
+    with torch.no_grad():
+        for name, tensor in tensors.items():
+            if name.endswith(tuple(f"{matrix}.weight" for matrix in LAYER_MATRICES)):
+                weights[name].copy_(quantized_values(tensor, "channel")[2])
+    return tensors
+
+
+@pytest.mark.parametrize(("pp", "tp"), [(2, 1), (1, 2)])
+def test_online_quantization(model_root, save_daemons, pp, tp):
+    daemons, save_root = save_daemons
+    old, new = (
+        make_checkpoint(model_root / f"online-{pp}", ARCHITECTURE, seed=seed, num_hidden_layers=2)
+        for seed in (94, 95)
+    )
+    _, tensors = quantized_online(old), quantized_online(new)
+    requests, old_requests = requests_for(new), requests_for(old)
+    config = worker_config(old.path, pp, tp, quantization="fp8", enable_sleep_mode=True)
+    with connect(daemons.endpoints, config) as (group, loaded):
+        before = checksums(group)
+        if tp == 1:  # otherwise o_proj and down_proj have scales for each rank's columns
+            assert_greedy(generate(group, loaded, old_requests), old, old_requests)
+        with WeightSender(group, "gloo", timeout_s=TIMEOUT_S) as sender:
+            sender.send(tensors, packed_bytes=5000)
+        updated = checksums(group)
+        assert updated != before
+        if tp == 1:
+            assert_greedy(generate(group, loaded, requests), new, requests)
+        group.sleep(2)
+        group.wake_up()
+        group.reload_weights()
+        assert checksums(group) == before
+        group.reload_weights(str(new.path))
+        assert checksums(group) == updated
+        name = f"online-{pp}-{tp}"
+        group.save_sharded_state(name)
+    saved = worker_config(save_root / name, pp, tp, quantization="fp8", load_format="sharded_state")
+    with connect(daemons.endpoints, saved) as (group, loaded):
+        assert checksums(group) == updated
+        if tp == 1:
+            assert_greedy(generate(group, loaded, requests), new, requests)
+    unquantized = worker_config(save_root / name, pp, tp, load_format="sharded_state")
+    with (
+        pytest.raises(RemoteCheckpointError, match="same quantization"),
+        connect(daemons.endpoints, unquantized),
+    ):
+        pass

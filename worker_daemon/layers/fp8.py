@@ -19,6 +19,11 @@ from worker_daemon.layers.parameter import Parameter, Piece
 from worker_daemon.layers.quantization import WeightQuantization
 
 _WEIGHT = ".weight"
+_LARGEST = torch.finfo(torch.float8_e4m3fn).max
+_LEAST_SCALE = 1e-12
+"""Scale of a row of zeros."""
+_CHUNK_ELEMENTS = 1 << 22
+"""Values that are quantized at a time: their float32 copies take 16 MiB each."""
 
 
 class Fp8Parameters(NamedTuple):
@@ -30,6 +35,42 @@ class Fp8Parameters(NamedTuple):
     """float32 [M], or [ceil(M / 128), ceil(K / 128)] for blocks"""
     input_scale: Parameter | None
     """float32 [G]; None without static scales of inputs"""
+
+
+class QuantizedOnArrival(Parameter):
+    """A matrix in FP8 that quantizes the values of an unquantized checkpoint: each row by its
+    largest value, so that rows can arrive in any order and number."""
+
+    def __init__(
+        self,
+        shape: tuple[int, int],
+        pieces: Sequence[Piece],
+        scale: Parameter,
+        *,
+        name: str,
+        device: torch.device,
+    ) -> None:
+        """scale: float32 [M], which write() fills too."""
+        super().__init__(shape, pieces, name=name, dtype=torch.float8_e4m3fn, device=device)
+        self._scale = scale
+
+    def write(self, region: tuple[slice, ...], values: Tensor) -> None:
+        """Quantize complete rows of this rank: region covers all columns."""
+        assert region[1] == slice(0, self.data.shape[1])
+        target, scale = self.data[region], self._scale.data[region[0]]
+        step = max(1, _CHUNK_ELEMENTS // max(1, target.shape[1]))
+        for start in range(0, target.shape[0], step):
+            rows = slice(start, start + step)
+            quantize(values[rows].to(target.device), target[rows], scale[rows])
+
+
+def quantize(values: Tensor, into: Tensor, scale: Tensor) -> None:
+    """Store values [m, K] in into, float8_e4m3fn [m, K], and their scales, float32 [m]: each row's
+    largest absolute value becomes 448. A row with a NaN becomes NaN."""
+    exact = values.float()
+    factor = (exact.abs().amax(1) / _LARGEST).clamp_(min=_LEAST_SCALE)
+    scale.copy_(factor)
+    into.copy_((exact / factor.unsqueeze(1)).clamp_(-_LARGEST, _LARGEST))
 
 
 class Fp8LinearMethod:
@@ -126,6 +167,12 @@ def make_fp8_parameters(
     ) -> Parameter:
         return Parameter(shape, of, name=f"{prefix}.{suffix}", dtype=dtype, device=device)
 
+    if quantization.is_online:
+        computed = [replace(_channel_scale(piece), kind="computed_scale") for piece in pieces]
+        scale = parameter("weight_scale", shape[:1], computed, torch.float32)
+        name = f"{prefix}.weight"
+        matrix = QuantizedOnArrival(shape, pieces, scale, name=name, device=device)
+        return Fp8Parameters(matrix, scale, None)
     values = [replace(piece, kind="fp8") for piece in pieces]
     weight = parameter("weight", shape, values, torch.float8_e4m3fn)
     if quantization.scales == "block":

@@ -1,16 +1,17 @@
 """A weight of one rank, and the checkpoint tensors that fill it."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Final, Literal
 
 import torch
 from torch import Tensor
 
-Kind = Literal["matrix", "norm", "bias", "fp8", "scale", "input_scale"]
+Kind = Literal["matrix", "norm", "bias", "fp8", "scale", "input_scale", "computed_scale"]
 """The role of a tensor. fp8: a matrix in float8_e4m3fn; scale: the float32 factors of its values;
-input_scale: the factor of a product's inputs."""
-_SCALES: Final = ("scale", "input_scale")
+input_scale: the factor of a product's inputs; computed_scale: a scale that no checkpoint has, since
+this rank computes it."""
+_SCALES: Final = ("scale", "input_scale", "computed_scale")
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +97,24 @@ class Parameter:
     @property
     def num_bytes(self) -> int:
         return self.data.numel() * self.data.element_size()
+
+    @property
+    def loaded_pieces(self) -> Iterator[Piece]:
+        """Yield the pieces that a checkpoint has."""
+        return (piece for piece in self.pieces if piece.kind != "computed_scale")
+
+    def converts(self, piece: Piece) -> bool:
+        """Return True if the values of a piece must pass through write()."""
+        return piece.kind == "matrix" and self.data.dtype == torch.float8_e4m3fn
+
+    def write(self, region: tuple[slice, ...], values: Tensor) -> None:
+        """Copy values of a checkpoint, on any device, to a region of the parameter, converted. From
+        a GPU, this does not wait for it."""
+        self.store(region, values)
+
+    def store(self, region: tuple[slice, ...], values: Tensor) -> None:
+        """Like write(), for values as the parameter has them."""
+        self.data[region].copy_(values, non_blocking=values.device.type == "cuda")
 
     def memory_for(self, piece: Piece) -> Tensor:
         """Return the memory that the values of a piece are read into, a view; repeat() must

@@ -44,8 +44,15 @@ class WeightQuantization:
     scales: WeightScales
     activations: Activations
     ignored: IgnoredModules = field(default_factory=IgnoredModules)
+    is_online: bool = False
+    """True if the checkpoint is not quantized: each rank quantizes the rows that it holds, as they
+    arrive. Scales are then those of channels."""
 
     def covers(self, module: str) -> bool:
         """Return True if a layer's matrix is quantized. module: its checkpoint name without
         .weight."""
         return not self.ignored.has(module)
+
+
+ONLINE = WeightQuantization("channel", "dynamic", is_online=True)
+"""The quantization of an unquantized checkpoint while it is loaded."""

@@ -240,6 +240,12 @@ class DecoderStage:
             for piece in parameter.pieces
         }
 
+    def loaded_names(self) -> frozenset[str]:
+        """Return the names of the checkpoint tensors that this rank reads."""
+        return frozenset(
+            piece.name for parameter in self.parameters() for piece in parameter.loaded_pieces
+        )
+
     @property
     def is_first(self) -> bool:
         """True if the stage embeds tokens."""
@@ -354,7 +360,7 @@ def checkpoint_tensors(config: DecoderConfig) -> dict[str, TensorSpec]:
     return {
         piece.name: piece.spec
         for parameter in whole_model(config, SingleRank(), torch.float32).parameters()
-        for piece in parameter.pieces
+        for piece in parameter.loaded_pieces
     }
 
 

@@ -123,7 +123,8 @@ class SavedSet:
                     f"config.json is not the saved model's, which has {self.model.get(name)!r}",
                     field=name,
                     value=value,
-                    fix="put the saved config.json back, or save the set again",
+                    fix="put the saved config.json back, load with the same quantization as at the "
+                    "save, or save the set again",
                 )
 
 
@@ -160,7 +161,8 @@ def _format_name(quantization: WeightQuantization | None) -> str | None:
         return None
     ignored = quantization.ignored
     lists = [sorted(ignored.names), list(ignored.patterns), list(ignored.paths)]
-    return f"fp8 {quantization.scales} {quantization.activations} {json.dumps(lists)}"
+    origin = "online" if quantization.is_online else "checkpoint"
+    return f"fp8 {origin} {quantization.scales} {quantization.activations} {json.dumps(lists)}"
 
 
 def index_bytes(save: str, shape: GroupShape, decoder: DecoderConfig, files: str) -> bytes:
@@ -254,15 +256,17 @@ def _by_file(
 def _items(parameters: Iterable[Parameter]) -> list[Item]:
     """Return the items of each tensor: a rank's file has exactly the part that the rank holds."""
     return [
-        (parameter, _whole(piece, tuple(parameter.data[piece.target].shape)))
+        (parameter, _whole(piece, parameter))
         for parameter in parameters
         for piece in parameter.pieces
     ]
 
 
-def _whole(piece: Piece, shape: tuple[int, ...]) -> Piece:
-    source = tuple(slice(0, size) for size in shape)
-    return Piece(piece.name, shape, source, piece.target, piece.kind)
+def _whole(piece: Piece, parameter: Parameter) -> Piece:
+    """Return the piece as a rank's file has it: what the parameter holds, without conversion."""
+    shape = tuple(parameter.data[piece.target].shape)
+    kind = "fp8" if parameter.converts(piece) else piece.kind
+    return Piece(piece.name, shape, tuple(slice(0, size) for size in shape), piece.target, kind)
 
 
 def _find(tensors: Mapping[str, SavedTensor], piece: Piece, path: Path) -> SavedTensor:

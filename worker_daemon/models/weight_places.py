@@ -4,7 +4,7 @@ the parameters' own.
 All ranks expect the same tensors of the whole model, so they refuse the same ones.
 """
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -32,7 +32,8 @@ class Manifest:
 class _WeightPlace:
     """A region of one parameter, and the region of the incoming tensor that fills it."""
 
-    parameter: Parameter
+    write: Callable[[tuple[slice, ...], Tensor], None]
+    """Copies values to a region of the parameter."""
     source: tuple[slice, ...]
     target: tuple[slice, ...]
     is_repeated: bool = False
@@ -97,11 +98,10 @@ class Places:
         """Copy rows of an incoming tensor, from first_row on, into this rank's parameters.
         values: [rows, ...] of any floating-point dtype, on any device."""
         for place in self.places.get(name, ()):
-            on_device = values.device.type == "cuda"
             if len(place.source) == 1:
                 values = values.reshape(-1)  # scales may have more dimensions, or none
             if place.is_repeated:
-                place.parameter.data[place.target].copy_(values, non_blocking=on_device)
+                place.write(place.target, values)
                 continue
             rows = place.source[0]
             start = max(rows.start, first_row)
@@ -112,7 +112,7 @@ class Places:
                 of = (slice(start - first_row, stop - first_row), *place.source[1:])
                 # The caller may change host memory afterwards, so wait; on a device the stream
                 # keeps the order.
-                place.parameter.data[into].copy_(values[of], non_blocking=on_device)
+                place.write(into, values[of])
 
     def names_of(self, name: str) -> tuple[str, ...]:
         """Return the checkpoint names that an incoming tensor fills on this rank; none if it is for
@@ -131,7 +131,7 @@ def checkpoint_places(stage: DecoderStage, config: DecoderConfig) -> Places:
     specs = checkpoint_tensors(config)
     places: dict[str, list[_WeightPlace]] = {}
     for parameter in stage.parameters():
-        for piece in parameter.pieces:
+        for piece in parameter.loaded_pieces:
             places.setdefault(piece.name, []).append(_of_piece(parameter, piece))
     return Places(
         places=places,
@@ -179,9 +179,9 @@ def _parameter_spec(parameter: Parameter) -> TensorSpec:
 
 
 def _of_piece(parameter: Parameter, piece: Piece) -> _WeightPlace:
-    return _WeightPlace(parameter, piece.source, piece.target, piece.is_repeated)
+    return _WeightPlace(parameter.write, piece.source, piece.target, piece.is_repeated)
 
 
 def _of_parameter(parameter: Parameter) -> _WeightPlace:
     whole = tuple(slice(0, size) for size in parameter.data.shape)
-    return _WeightPlace(parameter, whole, whole)
+    return _WeightPlace(parameter.store, whole, whole)

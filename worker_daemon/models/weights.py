@@ -3,7 +3,8 @@
 Each parameter names the regions of checkpoint tensors that it needs; only those are kept. On the
 CPU they are read directly into place, on a device through page-locked buffers (`staged.py`). Both
 paths read by position, so a file that shrinks in the meantime causes an error, not a signal. Values
-are converted to the parameter's dtype. An error leaves the stage half filled: discard it.
+are converted to the parameter's dtype; parameters that quantize them get a few tensors at a time.
+An error leaves the stage half filled: discard it.
 """
 
 import json
@@ -11,7 +12,7 @@ import os
 import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeAlias
 
@@ -36,6 +37,9 @@ from worker_daemon.regular_file import TruncatedError, broken_file, is_plain_nam
 _SINGLE_FILE = "model.safetensors"
 _INDEX_FILE = "model.safetensors.index.json"
 _SUFFIX = ".safetensors"
+
+_ARRIVAL_ELEMENTS = 64 << 20
+"""Values that wait for their conversion at a time, unless a single tensor has more."""
 
 Item: TypeAlias = tuple[Parameter, Piece]
 
@@ -118,6 +122,9 @@ def load_items(
     load_weights."""
     observer = observer or WriteObserver()
     meter = _Meter(sum(_num_bytes(*item) for items in wanted.values() for item in items), progress)
+    converted = _select(wanted, converts=True)
+    if converted:
+        wanted = _select(wanted, converts=False)
     device = next((item[0].data.device for items in wanted.values() for item in items), None)
     if load_file is not None:
         for path, items in wanted.items():
@@ -133,7 +140,59 @@ def load_items(
         observer.writing(names)  # copies of all of them may be running at the same time
         load_through_buffers(wanted, device, meter.advance)
         observer.written(names)
+    for path, items in converted.items():
+        _convert_file(path, items, meter, observer)
     return meter.report(ignored_tensors)
+
+
+def _select(wanted: Mapping[Path, Sequence[Item]], *, converts: bool) -> dict[Path, list[Item]]:
+    """Return the items whose values pass through Parameter.write(), or those that do not."""
+    chosen = {
+        path: [item for item in items if item[0].converts(item[1]) == converts]
+        for path, items in wanted.items()
+    }
+    return {path: items for path, items in chosen.items() if items}
+
+
+def _convert_file(
+    path: Path, items: Iterable[Item], meter: "_Meter", observer: WriteObserver
+) -> None:
+    """Load a file's items into memory of their own, a few at a time, and write them from there."""
+    for batch in _batches(items):
+        arrived = [_arrival(parameter, piece) for parameter, piece in batch]
+        load_items({path: arrived}, _ignore_progress, ())
+        for (parameter, piece), (arrival, _) in zip(batch, arrived, strict=True):
+            observer.writing((piece.name,))
+            parameter.write(piece.target, arrival.data)
+            observer.written((piece.name,))
+            meter.advance(_num_bytes(parameter, piece))
+
+
+def _batches(items: Iterable[Item]) -> Iterator[list[Item]]:
+    batch: list[Item] = []
+    size = 0
+    for parameter, piece in items:
+        count = parameter.data[piece.target].numel()
+        if batch and size + count > _ARRIVAL_ELEMENTS:
+            yield batch
+            batch, size = [], 0
+        batch.append((parameter, piece))
+        size += count
+    if batch:
+        yield batch
+
+
+def _arrival(parameter: Parameter, piece: Piece) -> Item:
+    """Return memory for the values of a piece, before they are converted. float32 holds those of
+    all checkpoints, so a load and an update give the same bits."""
+    region = parameter.data[piece.target]
+    shape, whole = tuple(region.shape), tuple(slice(0, size) for size in region.shape)
+    memory = Parameter(shape, (), name=piece.name, dtype=torch.float32, device=region.device)
+    return memory, replace(piece, target=whole)
+
+
+def _ignore_progress(progress: LoadProgress) -> None:
+    return None
 
 
 def load_through_buffers(
@@ -219,11 +278,16 @@ def load_dummy_weights(
     """Fill the parameters with values that depend only on name, full shape, index and seed
     (`dummy.py`)."""
     observer = observer or WriteObserver()
-    items = [(parameter, piece) for parameter in parameters for piece in parameter.pieces]
+    items = [(parameter, piece) for parameter in parameters for piece in parameter.loaded_pieces]
     meter = _Meter(sum(_num_bytes(*item) for item in items), progress)
     for parameter, piece in items:
         observer.writing((piece.name,))
-        fill_dummy(parameter.data[piece.target], piece, seed)
+        if parameter.converts(piece):
+            values = torch.empty_like(parameter.data[piece.target], dtype=torch.float32)
+            fill_dummy(values, piece, seed)
+            parameter.write(piece.target, values)
+        else:
+            fill_dummy(parameter.data[piece.target], piece, seed)
         observer.written((piece.name,))
         meter.advance(_num_bytes(parameter, piece))
     return meter.report(())
@@ -301,7 +365,7 @@ def _group_by_file(
 ) -> Mapping[Path, list[Item]]:
     wanted: defaultdict[Path, list[Item]] = defaultdict(list)
     for parameter in parameters:
-        for piece in parameter.pieces:
+        for piece in parameter.loaded_pieces:
             if piece.name not in files:
                 raise _absent(model_dir, piece.name)
             wanted[files[piece.name]].append((parameter, piece))

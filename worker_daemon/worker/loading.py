@@ -219,7 +219,7 @@ def load(message: lc.LoadModel, place: RankPlace, roots: Roots, set_phase: SetPh
         attention=_choose_attention(stage, resolved.decoder, resolved.dtype, place),
         max_model_len=resolved.max_model_len,
         memory=memory,
-        weights=WeightState(stage.checkpoint_views(), source),
+        weights=WeightState(stage.loaded_names(), source),
         next_load=message.model,
         adapters=adapters,
         processors=processors,

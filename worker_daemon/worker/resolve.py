@@ -3,8 +3,9 @@ worker runs with. Pure. This is where "auto" is replaced by a value."""
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import get_args
 
 import torch
 
@@ -13,6 +14,7 @@ from rpc_schema.config import (
     CacheConfig,
     LoraConfig,
     ModelConfig,
+    Quantization,
     SchedulerConfig,
 )
 from rpc_schema.pooling import PooledStates, PooledTask, PoolingSupport
@@ -22,6 +24,7 @@ from worker_daemon.distributed.tp import TensorParallel
 from worker_daemon.errors import CheckpointError, config_error
 from worker_daemon.layers.adapters import AdapterLayout
 from worker_daemon.layers.attention import NullAttention
+from worker_daemon.layers.quantization import ONLINE
 from worker_daemon.layers.rotary import max_table_length
 from worker_daemon.models.config import pooling_files, read_model_config
 from worker_daemon.models.decoder import DecoderStage, build_stage, checkpoint_tensors
@@ -41,6 +44,7 @@ READ_SUFFIXES = (".json", SAFETENSORS.suffix, TENSORS_SUFFIX)
 DEADLINE_MARGIN = 2
 """The factor by which a step's deadline must exceed the longest step's time: a host may be busy."""
 
+QUANTIZATIONS: tuple[str, ...] = get_args(Quantization)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -97,6 +101,7 @@ def resolve_model(config: ModelConfig, model_roots: Sequence[Path]) -> ResolvedM
         saved.check_files(config.load_format)
         directory = confine_directory(str(saved.directory), model_roots)
     decoder = read_model_config(directory)
+    decoder = _quantized(decoder, config.quantization)
     if decoder.quantization is not None:
         checkpoint_tensors(
             decoder
@@ -219,6 +224,20 @@ def _resolve_dtype(asked: str, stated: str) -> torch.dtype:
         fix = f"ask for one of {sorted(DTYPES)}"
         raise config_error("dtype", name, "the checkpoint's dtype is not supported", fix)
     return DTYPES[name]
+
+
+def _quantized(decoder: DecoderConfig, asked: str) -> DecoderConfig:
+    """Return the decoder with the quantization that was asked for, unless its checkpoint has
+    one."""
+    if asked not in QUANTIZATIONS:
+        fix = f"one of {', '.join(QUANTIZATIONS)}"
+        raise config_error("quantization", asked, "this quantization is not supported", fix)
+    if asked == "auto" or decoder.quantization is not None:
+        return decoder
+    if decoder.encoder is not None:
+        problem = "encoders are not quantized"
+        raise config_error("quantization", asked, problem, "auto")
+    return replace(decoder, quantization=ONLINE)
 
 
 def _resolve_length(asked: int | None, decoder: DecoderConfig) -> int:

@@ -1,19 +1,29 @@
 """FP8 checkpoints: against transformers with dequantized weights, split over ranks, and refused."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.support.quantized import compressed_config, fp8_config, quantize
+from tests.support.quantized import (
+    LAYER_MATRICES,
+    compressed_config,
+    fp8_config,
+    quantize,
+    quantized_values,
+)
 from worker_daemon.distributed.tp import SingleRank
 from worker_daemon.errors import CheckpointError, ConfigError
+from worker_daemon.layers import fp8
 from worker_daemon.layers.attention import NullAttention
-from worker_daemon.layers.quantization import IgnoredModules
+from worker_daemon.layers.quantization import ONLINE, IgnoredModules
 from worker_daemon.layers.torch_ops import TorchOps
+from worker_daemon.models import weights
 from worker_daemon.models.config import read_model_config
 from worker_daemon.models.decoder import build_stage, checkpoint_names
+from worker_daemon.models.weight_places import Manifest, checkpoint_places, kernel_places
 from worker_daemon.models.weights import load_dummy_weights, load_weights
 
 LENGTHS = (1, 5, 40, 13)
@@ -253,6 +263,160 @@ def test_the_bytes_of_a_stage_are_those_of_fp8(made, make_checkpoint):
     saved = sum(p.num_bytes for p in matrices) - scales
     assert len(matrices) == 4
     assert unquantized.num_parameters_bytes - quantized.num_parameters_bytes == saved
+
+
+def build_online(path, tp=None, dtype=torch.float32):
+    config = replace(read_model_config(path), quantization=ONLINE)
+    stage = build_stage(
+        config,
+        range(config.num_hidden_layers),
+        True,
+        True,
+        tp or SingleRank(),
+        dtype,
+        torch.device("cpu"),
+        16,
+        NullAttention(),
+        TorchOps(),
+    )
+    return config, stage
+
+
+def assert_online(stage, state, rank=0, size=1):
+    """Each row of this rank is quantized by its own largest value."""
+    views = stage.checkpoint_views()
+    for name, tensor in state.items():
+        if not name.endswith(tuple(f"{matrix}.weight" for matrix in LAYER_MATRICES)):
+            assert views[name].dtype not in (torch.float8_e4m3fn,)
+            continue
+        is_row_parallel = name.endswith(("o_proj.weight", "down_proj.weight"))
+        part = tensor.float().chunk(size, 1 if is_row_parallel else 0)[rank]
+        values, scale, _ = quantized_values(part, "channel")
+        mine = views[f"{name}_scale"]
+        assert torch.allclose(mine, scale.squeeze(1), rtol=1e-6), name
+        differs = values.float() != views[name].float()
+        assert differs.float().mean() < 1e-3, name  # quotients may be rounded differently
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_online_quantization_of_a_rank(make_checkpoint, size):
+    made = make_checkpoint("LlamaForCausalLM", seed=30, max_shard_size="60KB")
+    for rank in range(size):
+        config, stage = build_online(made.path, Elsewhere(rank, size))
+        report = load_weights(stage.parameters(), made.path, checkpoint_names(config), ignore)
+        assert report.ignored_tensors == ()
+        if size == 1:
+            assert_online(stage, made.hf_model.state_dict())
+        else:
+            state = {
+                name: tensor
+                for name, tensor in made.hf_model.state_dict().items()
+                if "layers" in name and "norm" not in name
+            }
+            assert_online(stage, state, rank, size)
+
+
+def test_online_quantization_in_batches_and_through_buffers_gives_the_same_bits(
+    make_checkpoint, monkeypatch
+):
+    made = make_checkpoint("LlamaForCausalLM", seed=31)
+    config, whole = build_online(made.path)
+    load_weights(whole.parameters(), made.path, checkpoint_names(config), ignore)
+    monkeypatch.setattr(weights, "_ARRIVAL_ELEMENTS", 5000)
+    monkeypatch.setattr(fp8, "_CHUNK_ELEMENTS", 100)
+    monkeypatch.setattr(
+        weights,
+        "_load_file",
+        lambda path, items, meter, observer: weights.load_through_buffers(
+            {path: items}, torch.device("cpu"), meter.advance
+        ),
+    )
+    _, again = build_online(made.path)
+    load_weights(again.parameters(), made.path, checkpoint_names(config), ignore)
+    for name, view in again.checkpoint_views().items():
+        expected = whole.checkpoint_views()[name]
+        assert torch.equal(view.view(torch.uint8), expected.view(torch.uint8)), name
+
+
+def test_an_update_requantizes_in_place(make_checkpoint):
+    old = make_checkpoint("LlamaForCausalLM", seed=32)
+    new = make_checkpoint("LlamaForCausalLM", seed=33)
+    config, stage = build_online(old.path)
+    load_weights(stage.parameters(), old.path, checkpoint_names(config), ignore)
+    addresses = [parameter.data.data_ptr() for parameter in stage.parameters()]
+    _, fresh = build_online(new.path)
+    load_weights(fresh.parameters(), new.path, checkpoint_names(config), ignore)
+    places = checkpoint_places(stage, config)
+    state = new.hf_model.state_dict()
+    manifest = Manifest(
+        tuple(state),
+        tuple(tensor.dtype for tensor in state.values()),
+        tuple(tuple(tensor.shape) for tensor in state.values()),
+    )
+    places.check(manifest)
+    for name, tensor in state.items():
+        middle = tensor.shape[0] // 3
+        places.fill(name, middle, tensor[middle:].detach())
+        places.fill(name, 0, tensor[:middle].detach())
+    places.check_complete(tuple(state))
+    assert [parameter.data.data_ptr() for parameter in stage.parameters()] == addresses
+    for name, view in stage.checkpoint_views().items():
+        expected = fresh.checkpoint_views()[name]
+        assert torch.equal(view.view(torch.uint8), expected.view(torch.uint8)), name
+    bad = Manifest(manifest.names, (torch.float8_e4m3fn,) * len(state), manifest.shapes)
+    with pytest.raises(ConfigError, match="another format"):
+        places.check(bad)
+
+
+def test_kernel_names_are_copied_as_they_are(made):
+    checkpoint = made("LlamaForCausalLM", FORMATS[2], num_hidden_layers=1)
+    stage = build(checkpoint.path)
+    load(checkpoint.path, stage)
+    for config, target in [
+        (read_model_config(checkpoint.path), build(checkpoint.path)),
+        build_online(checkpoint.path),
+    ]:
+        places = kernel_places(target, config, 0, 1, torch.float32)
+        tensors = {parameter.name: parameter.data for parameter in stage.parameters()}
+        places.check(
+            Manifest(
+                tuple(tensors),
+                tuple(tensor.dtype for tensor in tensors.values()),
+                tuple(tuple(tensor.shape) for tensor in tensors.values()),
+            )
+        )
+        for name, tensor in tensors.items():
+            places.fill(name, 0, tensor)
+        places.check_complete(tuple(tensors))
+        for mine, theirs in zip(target.parameters(), stage.parameters(), strict=True):
+            assert torch.equal(mine.data.view(torch.uint8), theirs.data.view(torch.uint8))
+
+
+def test_rows_of_zeros_and_of_nan_are_kept():
+    values = torch.randn(3, 8)
+    values[0] = 0
+    values[2, 5] = torch.nan
+    into, scale = torch.zeros(3, 8, dtype=torch.float8_e4m3fn), torch.zeros(3)
+    fp8.quantize(values, into, scale)
+    assert torch.equal(into[0].float(), torch.zeros(8))
+    assert into[1].float().abs().max() == 448
+    assert (into[2].float() * scale[2]).isnan().all()
+
+
+def test_online_dummy_weights_do_not_depend_on_pipeline_stages(make_checkpoint):
+    made = make_checkpoint("LlamaForCausalLM", seed=34)
+    _, one = build_online(made.path)
+    _, two = build_online(made.path)
+    for stage in (one, two):
+        load_dummy_weights(stage.parameters(), 5, ignore)
+    for mine, theirs in zip(one.parameters(), two.parameters(), strict=True):
+        assert torch.equal(mine.data.view(torch.uint8), theirs.data.view(torch.uint8))
+    down = one.checkpoint_views()["model.layers.1.mlp.down_proj.weight"]
+    assert (down.float().abs().amax(1) == 448).all()
+
+
+def ignore(progress):
+    return None
 
 
 def refused(path):
