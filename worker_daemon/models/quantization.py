@@ -23,9 +23,9 @@ _STRATEGIES: Final[tuple[WeightScales, ...]] = ("tensor", "channel", "block")
 _BLOCK: Final = [128, 128]
 _UNQUANTIZED: Final = "use the unquantized checkpoint"
 _REGEX: Final = "re:"
-_MAX_PATTERNS: Final = 64
+_MAX_PATTERNS: Final = 32
 _MAX_PATTERN_CHARS: Final = 256
-_MAX_REPEATS: Final = 4
+_MAX_REPEATS: Final = 3
 """Repeats in a pattern: the time of a match grows with the length of a name to this power."""
 _GROUP_REPEAT: Final = re.compile(r"\)[*+{]")
 _SPECIAL: Final = frozenset("*+?[](){}|^$\\")

@@ -428,9 +428,10 @@ def _checked_entry(file: SafetensorsFile, piece: Piece) -> Entry:
 
 
 def _other_format(path: Path, name: str, dtype: torch.dtype) -> CheckpointError:
-    says = "quantized" if dtype != torch.float8_e4m3fn else "not quantized"
-    fix = "correct quantization_config in config.json: its method, ignore list or absence"
-    return _broken(path, f"has {name} in {dtype}, but config.json says that it is {says}", fix)
+    expected = "unquantized" if dtype == torch.float8_e4m3fn else "in FP8"
+    problem = f"has {name} in {dtype}; by quantization_config of config.json it must be {expected}"
+    fix = "correct quantization_config (its ignore list, or its absence); only layers are quantized"
+    return _broken(path, problem, fix)
 
 
 def _absent(model_dir: Path, name: str) -> CheckpointError:

@@ -5,7 +5,6 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import get_args
 
 import torch
 
@@ -44,7 +43,6 @@ READ_SUFFIXES = (".json", SAFETENSORS.suffix, TENSORS_SUFFIX)
 DEADLINE_MARGIN = 2
 """The factor by which a step's deadline must exceed the longest step's time: a host may be busy."""
 
-QUANTIZATIONS: tuple[str, ...] = get_args(Quantization)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -226,12 +224,9 @@ def _resolve_dtype(asked: str, stated: str) -> torch.dtype:
     return DTYPES[name]
 
 
-def _quantized(decoder: DecoderConfig, asked: str) -> DecoderConfig:
+def _quantized(decoder: DecoderConfig, asked: Quantization) -> DecoderConfig:
     """Return the decoder with the quantization that was asked for, unless its checkpoint has
     one."""
-    if asked not in QUANTIZATIONS:
-        fix = f"one of {', '.join(QUANTIZATIONS)}"
-        raise config_error("quantization", asked, "this quantization is not supported", fix)
     if asked == "auto" or decoder.quantization is not None:
         return decoder
     if decoder.encoder is not None:
