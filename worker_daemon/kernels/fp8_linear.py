@@ -38,6 +38,8 @@ _MULTIPLE: Final = 16
 """torch's product in FP8 needs multiples of it in both sizes of the matrix."""
 _PROGRAMS_PER_SM: Final = 2
 _MAX_SPLITS: Final = 8
+_OUTPUTS_PER_WARP: Final = 16
+"""With fewer, Triton 3.6 has compiled wrong products (benchmarks/NOTES.md)."""
 _LEAST_STEPS: Final = 4
 """Steps of BLOCK_I columns in a split; fewer cost more in the sum than they gain."""
 
@@ -108,7 +110,8 @@ def choose_tile(num_rows: int, shape: tuple[int, ...], num_sms: int) -> MatrixTi
     splits = max(1, min(wanted, num_steps // _LEAST_STEPS, _MAX_SPLITS))
     if num_tiles > MAX_TILES:
         splits = 1
-    return MatrixTile(block_o, FP8_BLOCK, splits, num_warps=4, num_stages=3, prefetch=512)
+    num_warps = block_o // _OUTPUTS_PER_WARP
+    return MatrixTile(block_o, FP8_BLOCK, splits, num_warps, num_stages=3, prefetch=512)
 
 
 def launch_fp8_matrix(

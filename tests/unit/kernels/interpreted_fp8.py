@@ -7,10 +7,14 @@ in bf16 in tests/gpu/test_fp8_kernels.py.
 import pytest
 import torch
 
+from tests.support.adapter_products import draw
 from tests.support.fp8_products import draw_matrix, expected_product
+from worker_daemon.contracts.layer_ops import NormedSum
 from worker_daemon.kernels.fp8_linear import Fp8Linear, choose_tile
 from worker_daemon.kernels.fp8_rows import quantize_rows
+from worker_daemon.kernels.ops import TritonOps
 from worker_daemon.kernels.tuning import MatrixTile
+from worker_daemon.layers.torch_ops import TorchOps
 
 CPU = torch.device("cpu")
 BOUND = 1e-3
@@ -91,3 +95,22 @@ def test_chosen_tiles_fill_the_device(num_rows: int, shape: tuple[int, int]) -> 
     num_steps = -(-shape[1] // tile.block_i)
     assert 1 <= tile.num_splits <= max(1, num_steps)
     assert 128 % tile.block_i == 0
+    assert tile.block_o // tile.num_warps >= 16
+
+
+@pytest.mark.parametrize("num_rows", [1, 9, 70])
+def test_the_operations_of_a_layer_agree_with_torch(num_rows: int) -> None:
+    ours, plain = TritonOps(CPU), TorchOps()
+    matrix = draw_matrix(96, 64, "row", CPU)
+    part, residual = torch.randn(2, num_rows, 64).half()
+    source = NormedSum(part, residual, torch.rand(64).half(), 1e-5)
+    case = draw(num_rows, 2, 8, (48, 48), 64, torch.float16, "cpu", seed=num_rows)
+    slots = case.token_slots.clamp(min=0)
+    results = []
+    for ops in (ours, plain):
+        normed, total = ops.sum_and_norm(source)
+        y = ops.fp8_linear(normed, matrix, None)
+        ops.add_adapters(y, normed, case.adapters, slots)
+        results.append((normed, total, y))
+    for mine, theirs in zip(*results, strict=True):
+        check(mine, theirs.double())

@@ -229,6 +229,25 @@ def test_scales_of_transformers_own_names(made):
         assert torch.equal(view.view(torch.uint8), expected[name].view(torch.uint8)), name
 
 
+@pytest.mark.parametrize("form", FORMATS, ids=IDS)
+def test_loads_through_buffers_give_the_same_bits(made, monkeypatch, form):
+    """The way to a GPU."""
+    sizes = {**BLOCKS, "intermediate_size": 768} if form[1] == "block" else {}
+    checkpoint = made("LlamaForCausalLM", form, seed=23, **sizes)
+    stages = [build(checkpoint.path, Elsewhere(1, 2)) for _ in range(2)]
+    load(checkpoint.path, stages[0])
+    monkeypatch.setattr(
+        weights,
+        "_load_file",
+        lambda path, items, meter, observer: weights.load_through_buffers(
+            {path: items}, torch.device("cpu"), meter.advance
+        ),
+    )
+    load(checkpoint.path, stages[1])
+    for mine, theirs in zip(*(stage.parameters() for stage in stages), strict=True):
+        assert torch.equal(mine.data.view(torch.uint8), theirs.data.view(torch.uint8)), mine.name
+
+
 @pytest.mark.parametrize("form", [FORMATS[2], FORMATS[4]], ids=["channel", "block"])
 def test_dummy_weights_are_equal_for_every_split(made, form):
     sizes = {**BLOCKS, "intermediate_size": 768}
