@@ -48,13 +48,14 @@ def fill_dummy(target: Tensor, piece: Piece, seed: int) -> None:
     column_part = _range(columns, device).mul_(_COLUMN_STEP).add_(key_column)
     row_part = _mix(_range(rows, device).add_(key_row)).unsqueeze(1)
     mean = 1.0 if piece.kind == "norm" else 0.0
-    factor = 1.0 / _SCALES["scale"] if piece.kind == "fp8" else 1.0
     limit = _CHUNK_ELEMENTS.get(device.type, _CHUNK_ELEMENTS_DEVICE)
     step = max(1, limit // max(1, matrix.shape[1]))
     for start in range(0, matrix.shape[0], step):
         chunk = slice(start, start + step)
-        values = _values(row_part[chunk] + column_part).mul_(factor).add_(mean)
-        matrix[chunk].copy_(values.clamp_(-_LARGEST_FP8, _LARGEST_FP8))
+        values = _values(row_part[chunk] + column_part).add_(mean)
+        if piece.kind == "fp8":
+            values.div_(_SCALES["scale"]).clamp_(-_LARGEST_FP8, _LARGEST_FP8)
+        matrix[chunk].copy_(values)
 
 
 def _values(counters: Tensor) -> Tensor:

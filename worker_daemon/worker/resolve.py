@@ -101,9 +101,8 @@ def resolve_model(config: ModelConfig, model_roots: Sequence[Path]) -> ResolvedM
     decoder = read_model_config(directory)
     decoder = _quantized(decoder, config.quantization)
     if decoder.quantization is not None:
-        checkpoint_tensors(
-            decoder
-        )  # refuses merged matrices in mixed formats, equally on all ranks
+        # Refuses merged matrices in mixed formats, equally on all ranks.
+        checkpoint_tensors(decoder)
     stated = decoder.dtype or "float32" if saved is None else saved.shape.dtype
     return ResolvedModel(
         directory=directory,
