@@ -10,6 +10,7 @@ from msgspec import Meta
 from rpc_schema.base import Count, Name, Positive, Unsigned, Value
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+Quantization = Literal["auto", "fp8"]
 LoadFormat = Literal["auto", "dummy", "sharded_state", "tensorizer"]
 
 FIT_MAX_MODEL_LEN = -1
@@ -59,6 +60,9 @@ class ModelConfig(Value, frozen=True, kw_only=True):
     """Directory in Hugging Face format, under one of the daemon's model roots; with sharded_state
     and tensorizer the directory of a saved set, under one of them or the save root."""
     dtype: Dtype = "auto"
+    quantization: Quantization = "auto"
+    """auto takes what config.json says. fp8 stores the matrices of the layers of an unquantized
+    checkpoint in FP8: each rank quantizes its rows as they are loaded."""
     load_format: LoadFormat = "auto"
     """auto reads a checkpoint, dummy generates values, sharded_state reads a set that
     SaveShardedState wrote for a group of the same shape and dtype, tensorizer one of

@@ -9,7 +9,7 @@ from rpc_schema.base import Count, Name, Positive, StepReply, StepRequest, Text,
 from rpc_schema.config import RendezvousAddress
 from rpc_schema.step import Done
 
-TensorDtype = Literal["float64", "float32", "bfloat16", "float16"]
+TensorDtype = Literal["float64", "float32", "bfloat16", "float16", "float8_e4m3fn"]
 WeightFormat = Literal["checkpoint", "kernel"]
 WeightsState = Literal["none", "whole", "updating", "dirty", "discarded"]
 

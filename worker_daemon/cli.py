@@ -184,6 +184,9 @@ def plan(
         str, typer.Option(help="layers of each stage: N,N,...; default: even")
     ] = "",
     dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16, float16")] = "auto",
+    quantization: Annotated[
+        str, typer.Option(help="auto; fp8 quantizes the matrices of layers")
+    ] = "auto",
     max_model_len: Annotated[
         int | None, typer.Option(help="default: the model's own limit; -1: the longest that fits")
     ] = None,
@@ -232,6 +235,7 @@ def plan(
             model=ModelConfig(
                 model=str(directory),
                 dtype=dtype,  # type: ignore[arg-type]  # plan_memory checks every value
+                quantization=quantization,  # type: ignore[arg-type]  # as with dtype
                 max_model_len=None if is_fitted else max_model_len,
             ),
             scheduler=SchedulerConfig(

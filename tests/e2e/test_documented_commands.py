@@ -3,6 +3,7 @@ in this process, on a daemon that one of the commands starts."""
 
 import contextlib
 import json
+import os
 import re
 import shlex
 import subprocess
@@ -187,3 +188,13 @@ def test_lora(typed, driving):
         exec(f"group.remove_lora{removal}", names)  # noqa: S102
         assert [adapter.name for adapter in names["group"].loras.values()] == ["second"]
     assert output.finish_reason != "error"
+
+
+def test_quantization(typed):
+    (generate,) = (line for line in commands("quantization.md") if "generate" in line)
+    assert typed(generate).strip()
+    (plan,) = (line for line in commands("quantization.md") if "plan" in line)
+    words = [sys.executable, "-m", *plan.replace("worker-daemon", "worker_daemon", 1).split()]
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT}/client"}
+    done = subprocess.run(words, env=environment, capture_output=True, text=True, check=True)
+    assert "weights" in done.stdout

@@ -408,6 +408,7 @@ def test_update_config_takes_load_and_model_overrides_only(served, old, new, new
         ({"cache.block_size": 8}, "only the load and model sections"),
         ({"model.model": str(new.path), "model.colour": 1}, "only the load and model sections"),
         ({"model.dtype": "bfloat16"}, "fixed when a model is loaded"),
+        ({"model.quantization": "fp8"}, "fixed when a model is loaded"),
         ({"load.load_format": "pickle"}, "the value is not allowed"),
         ({"model.seed": -1}, "the value is not allowed"),
     ]:

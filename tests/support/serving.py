@@ -67,6 +67,7 @@ def worker_config(
     *,
     layer_partition: tuple[int, ...] | None = None,
     dtype: str = "float32",
+    quantization: str = "auto",
     load_format: str = "auto",
     max_model_len: int | None = None,
     model_seed: int = 0,
@@ -87,6 +88,7 @@ def worker_config(
         model=ModelConfig(
             model=str(model),
             dtype=dtype,
+            quantization=quantization,
             load_format=load_format,
             max_model_len=max_model_len,
             seed=model_seed,

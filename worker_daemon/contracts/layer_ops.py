@@ -4,12 +4,17 @@ Shapes: N tokens, H hidden size, I inner size of the MLP, Hq / Hkv query and KV 
 D head_dim, P positions.
 """
 
-from typing import Final, NamedTuple, Protocol
+from typing import Final, Literal, NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 
 NO_TOKEN: Final = -1
 """Returned instead of a token if one of a row's logits is NaN, or the largest is infinite."""
+
+
+FP8_BLOCK: Final = 128
+"""Rows and columns of a block with one scale."""
 
 
 class HeadNorms(Protocol):
@@ -49,6 +54,42 @@ class AdapterWeights(NamedTuple):
     """For each of the G matrices, the end of its rows among the M."""
 
 
+class Fp8Matrix(NamedTuple):
+    """A matrix W [M, K] in FP8: values times scales."""
+
+    weight: Tensor
+    """float8_e4m3fn [M, K]"""
+    scale: Tensor
+    """float32 [M], a scale for each row; or [ceil(M / 128), ceil(K / 128)], one for each block of
+    128 x 128 values."""
+    input_scale: Tensor | None
+    """float32 [G], of the G matrices merged into one; the largest quantizes all inputs. Only with
+    static activations."""
+    activations: Literal["none", "dynamic", "static"]
+    """Permitted quantization of inputs: none, by a scale for each token, or by input_scale. Inputs
+    that are not quantized give more exact products."""
+
+    def dequantized(self, dtype: torch.dtype) -> Tensor:
+        """Return values times scales [M, K], multiplied in float32 and rounded once to dtype."""
+        values = self.weight.to(dtype)  # exact
+        if self.scale.dim() == 1:
+            _multiply(values, self.scale.unsqueeze(1))
+            return values
+        num_rows, num_columns = self.weight.shape
+        scale = self.scale.repeat_interleave(FP8_BLOCK, 0)[:num_rows].unsqueeze(2)
+        num_whole = num_columns // FP8_BLOCK
+        blocks = values[:, : num_whole * FP8_BLOCK].view(num_rows, num_whole, FP8_BLOCK)
+        _multiply(blocks, scale[:, :num_whole])
+        if num_columns % FP8_BLOCK:
+            _multiply(values[:, num_whole * FP8_BLOCK :], scale[:, -1])
+        return values
+
+
+def _multiply(values: Tensor, scale: Tensor) -> None:
+    """Multiply in place; torch computes in the wider dtype, here float32."""
+    torch.mul(values, scale, out=values)
+
+
 class LayerOps(Protocol):
     """The operations of a layer besides attention. One stateless object serves every layer. All
     tensors are contiguous and of the model's dtype, results are new, and arguments are unchanged,
@@ -78,6 +119,18 @@ class LayerOps(Protocol):
         self, source: NormedSum, weight: Tensor, bias: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         """Like norm_linear, with gated_linear instead of linear."""
+
+    def fp8_linear(self, x: Tensor, matrix: Fp8Matrix, bias: Tensor | None) -> Tensor:
+        """x W^T + b: x [N, K], W [M, K], bias [M] -> [N, M]."""
+
+    def sum_and_norm(self, source: NormedSum) -> tuple[Tensor, Tensor]:
+        """Return (n, s) with the norm n and the sum s of source; without a part, s is source's
+        residual itself."""
+
+    def add_adapters(
+        self, y: Tensor, x: Tensor, adapters: AdapterWeights, token_slots: Tensor
+    ) -> None:
+        """Add B (A x) to y [N, M] in place, by each row's adapter: see adapted_linear."""
 
     def adapted_linear(
         self,

@@ -41,6 +41,16 @@ class AdaptedLinear:
         add_expanded(y, shrunk, adapters, token_slots, self._pdl)
         return y
 
+    def add(
+        self,
+        y: torch.Tensor,
+        x: torch.Tensor,
+        adapters: AdapterWeights,
+        token_slots: torch.Tensor,
+    ) -> None:
+        """See LayerOps.add_adapters."""
+        self._products.add(y, x, adapters, token_slots)
+
     def gated_linear(
         self,
         x: torch.Tensor,

@@ -189,7 +189,6 @@ def _matrix_kernel(
         num_bytes = tl.minimum(PREFETCH, tl.minimum(last, num_inputs) - first) * 2
         prefetch(weight_row + first, tl.where(row < num_outputs, num_bytes, 0), LANES)
     await_previous(PDL)
-    m = tl.arange(0, BLOCK_M)
     acc = add_columns(
         weight_row,
         x,
@@ -205,7 +204,45 @@ def _matrix_kernel(
         BLOCK_I,
         STAGES,
     )
+    add_splits(
+        acc,
+        y,
+        parts,
+        arrivals,
+        bias,
+        tile,
+        split,
+        num_rows,
+        num_outputs,
+        y_stride,
+        HAS_BIAS,
+        SPLITS,
+        BLOCK_M,
+        BLOCK_O,
+    )
+
+
+@triton.jit
+def add_splits(
+    acc,
+    y,
+    parts,
+    arrivals,
+    bias,
+    tile,
+    split,
+    num_rows,
+    num_outputs,
+    y_stride,
+    HAS_BIAS: tl.constexpr,
+    SPLITS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_O: tl.constexpr,
+):
+    """Store a tile's sum of the acc [BLOCK_O, BLOCK_M] of SPLITS programs, by the last one to
+    finish. parts: float32, of all tiles and splits; arrivals as for launch_matrix."""
     if SPLITS > 1:
+        m = tl.arange(0, BLOCK_M)
         element = tl.arange(0, BLOCK_O)[:, None] * BLOCK_M + m[None, :]
         here = parts + tile * (SPLITS * BLOCK_O * BLOCK_M) + element
         tl.store(here + split * (BLOCK_O * BLOCK_M), acc)

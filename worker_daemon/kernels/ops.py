@@ -6,10 +6,11 @@ dimension.
 
 import torch
 
-from worker_daemon.contracts.layer_ops import AdapterWeights, HeadNorms, NormedSum
+from worker_daemon.contracts.layer_ops import AdapterWeights, Fp8Matrix, HeadNorms, NormedSum
 from worker_daemon.kernels.activation import silu_and_mul
 from worker_daemon.kernels.adapted_linear import AdaptedLinear
 from worker_daemon.kernels.argmax import greedy_tokens
+from worker_daemon.kernels.fp8_linear import Fp8Linear
 from worker_daemon.kernels.launch import has_dependent_launch
 from worker_daemon.kernels.linear import ThinLinear
 from worker_daemon.kernels.norm import add_rms_norm, rms_norm
@@ -28,6 +29,7 @@ class TritonOps:
         self._pdl = has_dependent_launch(device)
         self._thin = ThinLinear(device)
         self._adapted = AdaptedLinear(device, self._thin)
+        self._fp8 = Fp8Linear(device)
 
     def linear(
         self,
@@ -55,15 +57,11 @@ class TritonOps:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """weight [M, H], bias [M] -> the product with source's norm [N, M], and source's sum [N,
         H]."""
-        part, residual, norm_weight, eps = source
-        tile = self._thin.row_tile(residual, weight)
+        tile = self._thin.row_tile(source.residual, weight)
         if tile is None:
-            if part is None:
-                normed, total = self.rms_norm(residual, norm_weight, eps), residual
-            else:
-                normed, total = self.add_rms_norm(part, residual, norm_weight, eps)
+            normed, total = self.sum_and_norm(source)
             return self.linear(normed, weight, bias), total
-        y = residual.new_empty(1, weight.shape[0])
+        y = source.residual.new_empty(1, weight.shape[0])
         x, norm = _row_norm(source)
         launch_row(y, x, weight, bias, tile, pdl=self._pdl, norm=norm)
         return y, norm.total
@@ -80,6 +78,29 @@ class TritonOps:
         y = x.new_empty(1, weight.shape[0] // 2)
         launch_row(y, x, weight, bias, tile, pdl=self._pdl, norm=norm, gated=True)
         return y, norm.total
+
+    def fp8_linear(
+        self, x: torch.Tensor, matrix: Fp8Matrix, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        """x [N, K], weight [M, K], bias [M] -> [N, M]."""
+        return self._fp8.linear(x, matrix, bias)
+
+    def sum_and_norm(self, source: NormedSum) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the norm and the sum, [N, H]."""
+        part, residual, weight, eps = source
+        if part is None:
+            return self.rms_norm(residual, weight, eps), residual
+        return self.add_rms_norm(part, residual, weight, eps)
+
+    def add_adapters(
+        self,
+        y: torch.Tensor,
+        x: torch.Tensor,
+        adapters: AdapterWeights,
+        token_slots: torch.Tensor,
+    ) -> None:
+        """y [N, M] changes; x [N, K], token_slots int32 [N]."""
+        self._adapted.add(y, x, adapters, token_slots)
 
     def adapted_linear(
         self,

@@ -5,13 +5,14 @@ An adapter slot is one row of a buffer [L, size], so that an adapter arrives by 
 L slots, N tokens, K input features, M output features, G matrices merged into one, r largest rank.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
 from torch import Tensor
 
 from worker_daemon.contracts.layer_ops import AdapterWeights, LayerOps, NormedSum
+from worker_daemon.layers.fp8 import Fp8LinearMethod
 from worker_daemon.layers.linear_method import LinearMethod
 from worker_daemon.layers.parameter import Parameter
 
@@ -158,7 +159,7 @@ class AdaptedLinearMethod(LinearMethod):
     def forward_normed(self, source: NormedSum) -> tuple[Tensor, Tensor]:
         if self._adapters.token_slots is None:
             return super().forward_normed(source)
-        normed, total = self._normed(source)
+        normed, total = self._ops.sum_and_norm(source)
         return self.forward(normed), total
 
     def forward_gated(self, x: Tensor) -> Tensor:
@@ -171,11 +172,41 @@ class AdaptedLinearMethod(LinearMethod):
     def forward_normed_gated(self, source: NormedSum) -> tuple[Tensor, Tensor]:
         if self._adapters.token_slots is None:
             return super().forward_normed_gated(source)
-        normed, total = self._normed(source)
+        normed, total = self._ops.sum_and_norm(source)
         return self.forward_gated(normed), total
 
-    def _normed(self, source: NormedSum) -> tuple[Tensor, Tensor]:
-        part, residual, weight, eps = source
-        if part is None:
-            return self._ops.rms_norm(residual, weight, eps), residual
-        return self._ops.add_rms_norm(part, residual, weight, eps)
+
+class AdaptedFp8Method:
+    """Adds the products of adapters to those of an Fp8LinearMethod, in forward passes that use
+    any."""
+
+    def __init__(self, base: Fp8LinearMethod, ops: LayerOps, adapters: AdapterLayout) -> None:
+        self._base = base
+        self._ops = ops
+        self._adapters = adapters
+        self._number = adapters.add(base.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """See Fp8LinearMethod."""
+        y = self._base.forward(x)
+        token_slots = self._adapters.token_slots
+        if token_slots is not None:
+            self._ops.add_adapters(y, x, self._adapters.weights(self._number), token_slots)
+        return y
+
+    def forward_normed(self, source: NormedSum) -> tuple[Tensor, Tensor]:
+        """See Fp8LinearMethod."""
+        normed, total = self._ops.sum_and_norm(source)
+        return self.forward(normed), total
+
+    def forward_gated(self, x: Tensor) -> Tensor:
+        """See Fp8LinearMethod."""
+        return self._ops.silu_and_mul(self.forward(x))
+
+    def forward_normed_gated(self, source: NormedSum) -> tuple[Tensor, Tensor]:
+        """See Fp8LinearMethod."""
+        normed, total = self._ops.sum_and_norm(source)
+        return self.forward_gated(normed), total
+
+    def parameters(self) -> Iterator[Parameter]:
+        return self._base.parameters()

@@ -4,11 +4,31 @@ Shapes: N tokens, K input features, M output features of this rank.
 """
 
 from collections.abc import Iterator
+from typing import Protocol
 
 from torch import Tensor
 
 from worker_daemon.contracts.layer_ops import LayerOps, NormedSum
 from worker_daemon.layers.parameter import Parameter
+
+
+class MatrixMethod(Protocol):
+    """Multiplies by a matrix: x W^T + b. Its storage is the implementation's choice."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [N, K] -> [N, M]."""
+
+    def forward_normed(self, source: NormedSum) -> tuple[Tensor, Tensor]:
+        """Return (forward(n), s) with the norm n and the sum s of source."""
+
+    def forward_gated(self, x: Tensor) -> Tensor:
+        """x [N, K] -> silu(gate) * up [N, M / 2]; the gate's rows are the first half."""
+
+    def forward_normed_gated(self, source: NormedSum) -> tuple[Tensor, Tensor]:
+        """Return (forward_gated(n), s) with the norm n and the sum s of source."""
+
+    def parameters(self) -> Iterator[Parameter]:
+        """Yield all parameters."""
 
 
 class LinearMethod:

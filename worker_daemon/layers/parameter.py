@@ -1,18 +1,42 @@
 """A weight of one rank, and the checkpoint tensors that fill it."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Final, Literal
 
 import torch
 from torch import Tensor
 
-Kind = Literal["matrix", "norm", "bias"]
+Kind = Literal["matrix", "norm", "bias", "fp8", "scale", "input_scale", "computed_scale"]
+"""The role of a tensor. fp8: a matrix in float8_e4m3fn; scale: the float32 factors of its values;
+input_scale: the factor of a product's inputs; computed_scale: a scale that no checkpoint has, since
+this rank computes it."""
+_SCALES: Final = ("scale", "input_scale", "computed_scale")
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """The form that a tensor must have in a checkpoint or an update."""
+
+    shape: tuple[int, ...]
+    kind: Kind = "matrix"
+
+    def fits(self, shape: tuple[int, ...]) -> bool:
+        """Return True for this shape. A vector of scales may have further dimensions of size 1, and
+        a single scale none at all."""
+        if self.kind in _SCALES and len(self.shape) == 1:
+            return shape in (self.shape, (*self.shape, 1), () if self.shape == (1,) else None)
+        return shape == self.shape
+
+    def takes(self, dtype: torch.dtype) -> bool:
+        """Return True if values of a floating-point dtype are stored, or converted."""
+        return (dtype == torch.float8_e4m3fn) == (self.kind == "fp8")
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A region of one checkpoint tensor and its place in a parameter, with equal shapes."""
+    """A region of one checkpoint tensor and its place in a parameter, with equal shapes; or a
+    single value, which is repeated in its place."""
 
     name: str
     """Name of the tensor in the checkpoint."""
@@ -23,7 +47,17 @@ class Piece:
     target: tuple[slice, ...]
     """Its place in the parameter; one slice with explicit bounds per dimension."""
     kind: Kind = "matrix"
-    """The tensor's role, which determines its values in dummy weights."""
+    """The tensor's role, which determines its dtypes, and its values in dummy weights."""
+
+    @property
+    def spec(self) -> TensorSpec:
+        """Form of the checkpoint tensor."""
+        return TensorSpec(self.full_shape, self.kind)
+
+    @property
+    def is_repeated(self) -> bool:
+        """True if one value fills the place."""
+        return len(self.source) == 1 and _length(self.source[0]) < _length(self.target[0])
 
     @property
     def is_whole(self) -> bool:
@@ -64,7 +98,40 @@ class Parameter:
     def num_bytes(self) -> int:
         return self.data.numel() * self.data.element_size()
 
+    @property
+    def loaded_pieces(self) -> Iterator[Piece]:
+        """Yield the pieces that a checkpoint has."""
+        return (piece for piece in self.pieces if piece.kind != "computed_scale")
+
+    def converts(self, piece: Piece) -> bool:
+        """Return True if the values of a piece must pass through write()."""
+        return piece.kind == "matrix" and self.data.dtype == torch.float8_e4m3fn
+
+    def write(self, region: tuple[slice, ...], values: Tensor) -> None:
+        """Copy values of a checkpoint, on any device, to a region of the parameter, converted. From
+        a GPU, this does not wait for it."""
+        self.store(region, values)
+
+    def store(self, region: tuple[slice, ...], values: Tensor) -> None:
+        """Like write(), for values as the parameter has them."""
+        self.data[region].copy_(values, non_blocking=values.device.type == "cuda")
+
+    def memory_for(self, piece: Piece) -> Tensor:
+        """Return the memory that the values of a piece are read into, a view; repeat() must
+        follow."""
+        return self.data[piece.target][:1] if piece.is_repeated else self.data[piece.target]
+
+    def repeat(self, piece: Piece) -> None:
+        """Complete a piece after its values were read: copy a repeated one to all its rows."""
+        if piece.is_repeated:
+            rows = self.data[piece.target]
+            rows[1:] = rows[:1]
+
 
 def whole_vector(name: str, size: int, kind: Kind) -> Piece:
     """Return the piece for a vector [size] that every rank holds completely."""
     return Piece(name, (size,), (slice(0, size),), (slice(0, size),), kind)
+
+
+def _length(part: slice) -> int:
+    return int(part.stop - part.start)

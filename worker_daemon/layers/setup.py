@@ -7,9 +7,15 @@ import torch
 
 from worker_daemon.contracts.layer_ops import LayerOps
 from worker_daemon.distributed.tp import TensorParallel
-from worker_daemon.layers.adapters import AdaptedLinearMethod, AdapterLayout
-from worker_daemon.layers.linear_method import LinearMethod
+from worker_daemon.layers.adapters import (
+    AdaptedFp8Method,
+    AdaptedLinearMethod,
+    AdapterLayout,
+)
+from worker_daemon.layers.fp8 import Fp8LinearMethod, is_quantized, make_fp8_parameters
+from worker_daemon.layers.linear_method import LinearMethod, MatrixMethod
 from worker_daemon.layers.parameter import Parameter, Piece
+from worker_daemon.layers.quantization import WeightQuantization
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +32,8 @@ class LayerSetup:
     """The kernels of the device that the layers will run on."""
     adapters: AdapterLayout | None = None
     """Takes the matrices that LoRA adapters may change; None without adapters."""
+    quantization: WeightQuantization | None = None
+    """None: all matrices are in `dtype`."""
 
     def parameter(self, name: str, shape: tuple[int, ...], pieces: Iterable[Piece]) -> Parameter:
         """Return a parameter of zeros. Owned by the caller."""
@@ -37,11 +45,24 @@ class LayerSetup:
         shape: tuple[int, int],
         weight: Iterable[Piece],
         bias: Iterable[Piece] | None,
-    ) -> LinearMethod:
+    ) -> MatrixMethod:
         """Return the method of a matrix [M, K]. prefix is its name without .weight or .bias; bias
-        is None if it has none. Owned by the caller."""
-        matrix = self.parameter(f"{prefix}.weight", shape, weight)
+        is None if it has none. Owned by the caller.
+
+        Raises:
+            ConfigError: the tensors of a merged matrix are in different formats, or quantized
+                blocks do not fit this rank's part.
+        """
+        pieces = tuple(weight)
         vector = None if bias is None else self.parameter(f"{prefix}.bias", shape[:1], bias)
+        quantization = self.quantization
+        if quantization is not None and is_quantized(quantization, pieces):
+            parameters = make_fp8_parameters(prefix, shape, pieces, quantization, self.device)
+            method = Fp8LinearMethod(parameters, vector, quantization, self.ops)
+            if self.adapters is None:
+                return method
+            return AdaptedFp8Method(method, self.ops, self.adapters)
+        matrix = self.parameter(f"{prefix}.weight", shape, pieces)
         if self.adapters is None:
             return LinearMethod(matrix, vector, self.ops)
         return AdaptedLinearMethod(matrix, vector, self.ops, self.adapters)

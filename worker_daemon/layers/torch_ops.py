@@ -4,7 +4,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from worker_daemon.contracts.layer_ops import NO_TOKEN, AdapterWeights, HeadNorms, NormedSum
+from worker_daemon.contracts.layer_ops import (
+    NO_TOKEN,
+    AdapterWeights,
+    Fp8Matrix,
+    HeadNorms,
+    NormedSum,
+)
 from worker_daemon.layers.rotary import rotate
 
 
@@ -27,11 +33,7 @@ class TorchOps:
     def norm_linear(
         self, source: NormedSum, weight: Tensor, bias: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        part, residual, norm_weight, eps = source
-        if part is None:
-            normed, total = self.rms_norm(residual, norm_weight, eps), residual
-        else:
-            normed, total = self.add_rms_norm(part, residual, norm_weight, eps)
+        normed, total = self.sum_and_norm(source)
         return self.linear(normed, weight, bias), total
 
     def norm_gated_linear(
@@ -39,6 +41,15 @@ class TorchOps:
     ) -> tuple[Tensor, Tensor]:
         gate_up, total = self.norm_linear(source, weight, bias)
         return self.silu_and_mul(gate_up), total
+
+    def fp8_linear(self, x: Tensor, matrix: Fp8Matrix, bias: Tensor | None) -> Tensor:
+        return functional.linear(x, matrix.dequantized(x.dtype), bias)
+
+    def sum_and_norm(self, source: NormedSum) -> tuple[Tensor, Tensor]:
+        part, residual, weight, eps = source
+        if part is None:
+            return self.rms_norm(residual, weight, eps), residual
+        return self.add_rms_norm(part, residual, weight, eps)
 
     def adapted_linear(
         self,
@@ -49,6 +60,12 @@ class TorchOps:
         token_slots: Tensor,
     ) -> Tensor:
         y = self.linear(x, weight, bias)
+        self.add_adapters(y, x, adapters, token_slots)
+        return y
+
+    def add_adapters(
+        self, y: Tensor, x: Tensor, adapters: AdapterWeights, token_slots: Tensor
+    ) -> None:
         a, b, ends = adapters
         rank = b.shape[2]
         y[token_slots < 0] = torch.nan
@@ -63,7 +80,6 @@ class TorchOps:
                 for index, (start, end) in enumerate(zip(starts, ends, strict=True))
             ]
             y[rows] = (y[rows].float() + torch.cat(parts, dim=1)).to(y.dtype)
-        return y
 
     def adapted_gated_linear(
         self,

@@ -15,6 +15,7 @@ from worker_daemon.models.pooling_config import (
     read_architecture,
     read_modules,
 )
+from worker_daemon.models.quantization import read_quantization
 from worker_daemon.models.registry import find_family
 from worker_daemon.regular_file import broken_file, read_whole
 
@@ -42,11 +43,13 @@ def parse_model_config(hf: Mapping[str, object]) -> DecoderConfig:
     which names field and fix."""
     fields = Fields(hf)
     describe = find_family(architecture_name(fields))
-    if fields.optional_object("quantization_config"):
+    config = read_architecture(describe(fields), fields)
+    quantization = read_quantization(fields)
+    if quantization is not None and config.encoder is not None:
         raise fields.error(
-            "quantization_config", "is not supported", "use the unquantized checkpoint"
+            "quantization_config", "is not supported for encoders", "use the unquantized checkpoint"
         )
-    return read_architecture(describe(fields), fields)
+    return replace(config, quantization=quantization)
 
 
 def _with_modules(config: DecoderConfig, model_dir: Path) -> DecoderConfig:

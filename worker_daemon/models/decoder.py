@@ -32,7 +32,7 @@ from worker_daemon.layers.encoder import (
 )
 from worker_daemon.layers.mlp import MLPBlock, MLPSpec
 from worker_daemon.layers.norm import RMSNorm
-from worker_daemon.layers.parameter import Parameter
+from worker_daemon.layers.parameter import Parameter, TensorSpec
 from worker_daemon.layers.rotary import rotary_table
 from worker_daemon.layers.setup import LayerSetup
 from worker_daemon.layers.torch_ops import TorchOps
@@ -96,6 +96,14 @@ class StageEnd(NamedTuple):
     pooler: Pooler
 
 
+class BuiltLayerKind(NamedTuple):
+    """The properties of a layer that its kernels depend on."""
+
+    spec: LayerSpec
+    dtypes: tuple[torch.dtype, ...]
+    """Those of its parameters, in order."""
+
+
 class DecoderStage:
     """Consecutive layers; the first stage also has the embedding, the last the LM head.
 
@@ -106,7 +114,7 @@ class DecoderStage:
     def __init__(
         self,
         layers: Sequence[DecoderLayer | EncoderLayer],
-        specs: Sequence[LayerSpec],
+        kinds: Sequence[BuiltLayerKind],
         rotary: Tensor,
         start: StageStart | None,
         end: StageEnd | None,
@@ -115,7 +123,7 @@ class DecoderStage:
     ) -> None:
         """rotary: the result of `rotary_table`. setup: the one with which all layers were built."""
         self._layers = layers
-        self._specs = specs
+        self._kinds = kinds
         self.rotary = rotary
         """The only device tensor that is not a parameter; may be replaced with an equal one."""
         self._start = start
@@ -131,12 +139,12 @@ class DecoderStage:
     def compile_subset(self) -> "tuple[DecoderStage, list[int]]":
         """Return a stage of the first two layers of each kind, and their indices. It launches the
         same kernels as this stage and shares all tensors; its results are meaningless."""
-        specs = self._specs
-        kinds = [[i for i, each in enumerate(specs) if each == kind] for kind in set(specs)]
+        all_kinds = self._kinds
+        kinds = [[i for i, each in enumerate(all_kinds) if each == kind] for kind in set(all_kinds)]
         kept = sorted(index for indices in kinds for index in indices[:2])
         stage = DecoderStage(
             [self._layers[index] for index in kept],
-            [specs[index] for index in kept],
+            [all_kinds[index] for index in kept],
             self.rotary,
             self._start,
             self._end,
@@ -232,6 +240,12 @@ class DecoderStage:
             for piece in parameter.pieces
         }
 
+    def loaded_names(self) -> frozenset[str]:
+        """Return the names of the checkpoint tensors that this rank reads."""
+        return frozenset(
+            piece.name for parameter in self.parameters() for piece in parameter.loaded_pieces
+        )
+
     @property
     def is_first(self) -> bool:
         """True if the stage embeds tokens."""
@@ -283,13 +297,14 @@ def build_stage(
     adapters: AdapterLayout | None = None,
 ) -> DecoderStage:
     """Return a stage with zero weights. The partition must have passed `check_partition`.
-    adapters: an empty layout, which takes the matrices that adapters may change.
+    adapters: an empty layout, which takes the matrices that adapters may change. Raises ConfigError
+    if the quantization does not fit merged matrices, or this rank's parts.
 
     max_model_len (tokens) is the length of the rotary table: positions must be smaller. With tied
     embeddings a last stage that is not the first holds its own copy of the embedding, if the model
     generates.
     """
-    setup = LayerSetup(config.hidden_size, tp, dtype, device, ops, adapters)
+    setup = LayerSetup(config.hidden_size, tp, dtype, device, ops, adapters, config.quantization)
     embedding, start, end = None, None, None
     is_tied = config.tie_word_embeddings and config.generates
     if is_first or (is_last and is_tied):
@@ -307,10 +322,12 @@ def build_stage(
             tied = embedding if is_tied else None
             weight = tied or vocab_parallel_weight(_LM_HEAD, config.vocab_size, setup)
             lm_head = LMHead(weight, config.vocab_size, setup)
-        end = StageEnd(final_norm, lm_head, Pooler(final_norm, config.pooler, setup))
+        pooler = Pooler(final_norm, config.pooler, replace(setup, quantization=None))
+        end = StageEnd(final_norm, lm_head, pooler)
+    made = [_make_layer(index, config.layers[index], setup) for index in layers]
     return DecoderStage(
-        [_make_layer(index, config.layers[index], setup) for index in layers],
-        [config.layers[index] for index in layers],
+        made,
+        [_kind(config.layers[index], layer) for index, layer in zip(layers, made, strict=True)],
         rotary_table(config.rope, max_model_len, device),
         start,
         end,
@@ -328,18 +345,22 @@ def _make_layer(index: int, spec: LayerSpec, setup: LayerSetup) -> DecoderLayer 
     return DecoderLayer(index, attention, mlp, setup)
 
 
+def _kind(spec: LayerSpec, layer: DecoderLayer | EncoderLayer) -> BuiltLayerKind:
+    return BuiltLayerKind(spec, tuple(parameter.data.dtype for parameter in layer.parameters()))
+
+
 def checkpoint_names(config: DecoderConfig) -> frozenset[str]:
     """Return the names of all tensors that the model reads. Builds the model without memory to find
     them."""
-    return frozenset(checkpoint_shapes(config))
+    return frozenset(checkpoint_tensors(config))
 
 
-def checkpoint_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
-    """Return names and shapes of all tensors that the model reads."""
+def checkpoint_tensors(config: DecoderConfig) -> dict[str, TensorSpec]:
+    """Return all tensors that the model reads. Raises ConfigError as build_stage does."""
     return {
-        piece.name: piece.full_shape
+        piece.name: piece.spec
         for parameter in whole_model(config, SingleRank(), torch.float32).parameters()
-        for piece in parameter.pieces
+        for piece in parameter.loaded_pieces
     }
 
 

@@ -8,6 +8,7 @@ in wrapping int32 arithmetic.
 
 import hashlib
 import math
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -18,6 +19,11 @@ _STD = 0.02
 # The sum of two independent uniform 16-bit integers: mean 65535, variance (2^32 - 1) / 6.
 _HASH_MEAN = 65535
 _HASH_STD = math.sqrt((2**32 - 1) / 6)
+_LARGEST_FP8 = 448.0
+_SCALES = MappingProxyType(
+    {"scale": _STD * _HASH_MEAN / _HASH_STD / _LARGEST_FP8, "input_scale": 1 / 16}
+)
+"""Scales by kind: the largest value becomes the largest of FP8; inputs may be up to 28."""
 _MIX_1 = 0x7FEB352D
 _MIX_2 = 0x846CA68B - 2**32
 _COLUMN_STEP = 0x9E3779B1 - 2**32
@@ -29,8 +35,12 @@ def fill_dummy(target: Tensor, piece: Piece, seed: int) -> None:
     """Overwrite target, the region of a parameter that piece describes (1 or 2 dimensions).
 
     Values have a triangular distribution with standard deviation 0.02 around 0, or around 1 for
-    norms.
+    norms. A matrix in FP8 has the values of an unquantized one, rounded. All scales are equal,
+    since a rank may not hold whole rows.
     """
+    if piece.kind in _SCALES:
+        target.fill_(_SCALES[piece.kind])
+        return
     device = target.device
     rows, columns = (slice(0, 1), *piece.source) if target.dim() == 1 else piece.source
     matrix = target.unsqueeze(0) if target.dim() == 1 else target
@@ -42,7 +52,10 @@ def fill_dummy(target: Tensor, piece: Piece, seed: int) -> None:
     step = max(1, limit // max(1, matrix.shape[1]))
     for start in range(0, matrix.shape[0], step):
         chunk = slice(start, start + step)
-        matrix[chunk].copy_(_values(row_part[chunk] + column_part).add_(mean))
+        values = _values(row_part[chunk] + column_part).add_(mean)
+        if piece.kind == "fp8":
+            values.div_(_SCALES["scale"]).clamp_(-_LARGEST_FP8, _LARGEST_FP8)
+        matrix[chunk].copy_(values)
 
 
 def _values(counters: Tensor) -> Tensor:

@@ -31,6 +31,10 @@ class Fields:
         """Return True if the field is present, even as null."""
         return name in self._values
 
+    def full_name(self, name: str) -> str:
+        """Return a field's name with the prefix."""
+        return self._prefix + name
+
     def integer(
         self,
         name: str,
@@ -126,7 +130,7 @@ class Fields:
     def error(self, name: str, problem: str, fix: str | None = None) -> ConfigError:
         """Return the error to raise about field `name`, with its value. Without a fix, the problem
         says what the value must be."""
-        field = self._prefix + name
+        field = _shown(self.full_name(name))
         problem = _shown(problem)
         fix = fix or f"in config.json, {field} {problem}"
         value = self._values.get(name)

@@ -27,6 +27,8 @@ FLOAT_DTYPES: Final = MappingProxyType(
         "BF16": torch.bfloat16,
     }
 )
+"""The dtypes of unquantized tensors, by their names in the format."""
+LOADED_DTYPES: Final = MappingProxyType({**FLOAT_DTYPES, "F8_E4M3": torch.float8_e4m3fn})
 """The dtypes that are loaded, by their names in the format."""
 _OTHER_SIZES: Final = MappingProxyType(
     {"BOOL": 1, "U8": 1, "I8": 1, "I16": 2, "U16": 2, "I32": 4, "U32": 4, "I64": 8, "U64": 8}
@@ -35,6 +37,10 @@ _OTHER_SIZES: Final = MappingProxyType(
 _BARE_NAMES: Final = ("embed_tokens.", "layers.", "norm.")
 _ENCODERS: Final = ("bert.", "roberta.")
 _OLD_NORMS: Final = MappingProxyType({"gamma": "weight", "beta": "bias"})
+_SCALES: Final = MappingProxyType(
+    {".weight_scale_inv": ".weight_scale", ".activation_scale": ".input_scale"}
+)
+"""transformers' names of scales, and those of compressed-tensors."""
 _LENGTH_BYTES: Final = 8
 _MAX_HEADER_BYTES: Final = 16 << 20
 _MAX_ENTRIES: Final = 1 << 16
@@ -64,7 +70,11 @@ class Entry(NamedTuple):
 
 def full_name(name: str) -> str:
     """Return a tensor's canonical name. Checkpoints of a bare model leave out the base model's
-    prefix: canonical names of decoders have it, those of encoders do not."""
+    prefix: canonical names of decoders have it, those of encoders do not. Scales have the names of
+    compressed-tensors."""
+    for theirs, suffix in _SCALES.items():
+        if name.endswith(theirs):
+            name = name.removesuffix(theirs) + suffix
     if name.startswith(_BARE_NAMES):
         return f"model.{name}"
     if not name.startswith((*_ENCODERS, "embeddings.", "encoder.")):
@@ -114,7 +124,7 @@ class SafetensorsFile:
     def read(self, name: str) -> Tensor:
         """Return a tensor on the CPU. Raises as read_into()."""
         entry = self.entries[name]
-        values = torch.empty(entry.shape, dtype=FLOAT_DTYPES[entry.dtype])
+        values = torch.empty(entry.shape, dtype=LOADED_DTYPES[entry.dtype])
         self.read_into(name, tuple(slice(0, size) for size in entry.shape), values)
         return values
 
@@ -127,7 +137,7 @@ class SafetensorsFile:
             TruncatedError: the file has become shorter.
         """
         entry = self.entries[name]
-        dtype = FLOAT_DTYPES[entry.dtype]
+        dtype = LOADED_DTYPES[entry.dtype]
         rows = row_span(entry.shape, region, dtype.itemsize)
         start = entry.begin + rows.offset
         if not target.numel():
@@ -235,7 +245,7 @@ def _entry(name: str, value: object, base: int) -> Entry:
     if len(offsets) != 2 or len(name) > _MAX_NAME_CHARS:
         raise MalformedError(f"its header has wrong offsets of {shown}, or a name too long")
     begin, end = offsets
-    known = FLOAT_DTYPES[dtype].itemsize if dtype in FLOAT_DTYPES else _OTHER_SIZES.get(dtype)
+    known = LOADED_DTYPES[dtype].itemsize if dtype in LOADED_DTYPES else _OTHER_SIZES.get(dtype)
     if known is not None and math.prod(shape) * known != end - begin:
         raise MalformedError(f"{shown} has {end - begin} bytes, not those of its shape")
     return Entry(dtype, tuple(shape), base + begin, base + end)

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from worker_daemon.errors import CheckpointError, config_error
 from worker_daemon.layers.parameter import Parameter, Piece
+from worker_daemon.layers.quantization import WeightQuantization
 from worker_daemon.models.description import DecoderConfig
 from worker_daemon.models.tensor_bytes import checksum, write_safetensors
 from worker_daemon.models.weights import (
@@ -122,7 +123,8 @@ class SavedSet:
                     f"config.json is not the saved model's, which has {self.model.get(name)!r}",
                     field=name,
                     value=value,
-                    fix="put the saved config.json back, or save the set again",
+                    fix="put the saved config.json back, load with the same quantization as at the "
+                    "save, or save the set again",
                 )
 
 
@@ -148,7 +150,19 @@ def model_fields(decoder: DecoderConfig) -> dict[str, object]:
         "num_key_value_heads": decoder.num_key_value_heads,
         "head_dim": decoder.head_dim,
         "tie_word_embeddings": decoder.tie_word_embeddings,
+        "quantization": _format_name(decoder.quantization),
     }
+
+
+def _format_name(quantization: WeightQuantization | None) -> str | None:
+    """Return what determines the scales of a set; None for an unquantized model, as in older
+    sets."""
+    if quantization is None:
+        return None
+    ignored = quantization.ignored
+    lists = [sorted(ignored.names), list(ignored.patterns), list(ignored.paths)]
+    origin = "online" if quantization.is_online else "checkpoint"
+    return f"fp8 {origin} {quantization.scales} {quantization.activations} {json.dumps(lists)}"
 
 
 def index_bytes(save: str, shape: GroupShape, decoder: DecoderConfig, files: str) -> bytes:
@@ -242,15 +256,17 @@ def _by_file(
 def _items(parameters: Iterable[Parameter]) -> list[Item]:
     """Return the items of each tensor: a rank's file has exactly the part that the rank holds."""
     return [
-        (parameter, _whole(piece, tuple(parameter.data[piece.target].shape)))
+        (parameter, _whole(piece, parameter))
         for parameter in parameters
         for piece in parameter.pieces
     ]
 
 
-def _whole(piece: Piece, shape: tuple[int, ...]) -> Piece:
-    source = tuple(slice(0, size) for size in shape)
-    return Piece(piece.name, shape, source, piece.target, piece.kind)
+def _whole(piece: Piece, parameter: Parameter) -> Piece:
+    """Return the piece as a rank's file has it: what the parameter holds, without conversion."""
+    shape = tuple(parameter.data[piece.target].shape)
+    kind = "fp8" if parameter.converts(piece) else piece.kind
+    return Piece(piece.name, shape, tuple(slice(0, size) for size in shape), piece.target, kind)
 
 
 def _find(tensors: Mapping[str, SavedTensor], piece: Piece, path: Path) -> SavedTensor:

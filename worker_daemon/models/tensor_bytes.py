@@ -17,6 +17,7 @@ DTYPE_NAMES = {
     torch.float32: "F32",
     torch.float16: "F16",
     torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
 }
 """The names of dtypes in safetensors' header."""
 _CHUNK_BYTES = 16 << 20

@@ -4,7 +4,7 @@ the parameters' own.
 All ranks expect the same tensors of the whole model, so they refuse the same ones.
 """
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -12,8 +12,8 @@ from torch import Tensor
 
 from worker_daemon.distributed.tp import tensor_parallel
 from worker_daemon.errors import config_error
-from worker_daemon.layers.parameter import Parameter, Piece
-from worker_daemon.models.decoder import DecoderStage, checkpoint_shapes, whole_model
+from worker_daemon.layers.parameter import Parameter, Piece, TensorSpec
+from worker_daemon.models.decoder import DecoderStage, checkpoint_tensors, whole_model
 from worker_daemon.models.description import DecoderConfig
 
 _MAX_NAMED = 8
@@ -32,9 +32,12 @@ class Manifest:
 class _WeightPlace:
     """A region of one parameter, and the region of the incoming tensor that fills it."""
 
-    parameter: Parameter
+    write: Callable[[tuple[slice, ...], Tensor], None]
+    """Copies values to a region of the parameter."""
     source: tuple[slice, ...]
     target: tuple[slice, ...]
+    is_repeated: bool = False
+    """True if one value fills the whole region of the parameter."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,10 +48,10 @@ class Places:
     """Places by incoming name; names that only other ranks use are absent."""
     tensors: Mapping[str, tuple[str, ...]]
     """Incoming name -> checkpoint names of the tensors that it fills on this rank."""
-    shapes: Mapping[str, tuple[int, ...]]
-    """Required shape of each incoming tensor; its keys are all names that the group accepts."""
-    dtype: torch.dtype | None
-    """The required dtype; None accepts any and converts it."""
+    specs: Mapping[str, TensorSpec]
+    """Required form of each incoming tensor; its keys are all names that the group accepts."""
+    dtypes: Mapping[str, torch.dtype]
+    """Required dtypes; a name that is absent takes what its form takes, converted."""
     required: Sequence[tuple[str, ...]]
     """Alternatives: the model is complete once at least one name of each has arrived."""
 
@@ -63,16 +66,21 @@ class Places:
             raise config_error("names", twice, "a tensor is named twice", "once")
         columns = zip(manifest.names, manifest.dtypes, manifest.shapes, strict=True)
         for name, dtype, shape in columns:
-            expected = self.shapes.get(name)
-            if expected is None:
+            spec = self.specs.get(name)
+            if spec is None:
                 fix = self._suggestion(name)
                 raise config_error("names", name, "the model has no such tensor", fix)
-            if shape != expected:
-                fix = f"send it as {list(expected)}"
+            if not spec.fits(shape):
+                fix = f"send it as {list(spec.shape)}"
                 raise config_error("shapes", list(shape), f"{name} has another shape", fix)
-            if self.dtype not in (None, dtype):
+            required = self.dtypes.get(name, dtype)
+            if dtype != required:
                 problem = f"{name} has another dtype; tensors under kernel names are not converted"
-                raise config_error("dtypes", str(dtype), problem, f"send it as {self.dtype}")
+                raise config_error("dtypes", str(dtype), problem, f"send it as {required}")
+            if not spec.takes(dtype):
+                fix = "float8_e4m3fn, with its weight_scale" if spec.kind == "fp8" else "bfloat16"
+                problem = f"{name} is in another format in the model"
+                raise config_error("dtypes", str(dtype), problem, f"send it as {fix}")
 
     def check_complete(self, received: Collection[str]) -> None:
         """Check that every tensor that the model needs has arrived; the same on every rank.
@@ -90,6 +98,11 @@ class Places:
         """Copy rows of an incoming tensor, from first_row on, into this rank's parameters.
         values: [rows, ...] of any floating-point dtype, on any device."""
         for place in self.places.get(name, ()):
+            if len(place.source) == 1:
+                values = values.reshape(-1)  # scales may have more dimensions, or none
+            if place.is_repeated:
+                place.write(place.target, values)
+                continue
             rows = place.source[0]
             start = max(rows.start, first_row)
             stop = min(rows.stop, first_row + values.shape[0])
@@ -99,8 +112,7 @@ class Places:
                 of = (slice(start - first_row, stop - first_row), *place.source[1:])
                 # The caller may change host memory afterwards, so wait; on a device the stream
                 # keeps the order.
-                on_device = values.device.type == "cuda"
-                place.parameter.data[into].copy_(values[of], non_blocking=on_device)
+                place.write(into, values[of])
 
     def names_of(self, name: str) -> tuple[str, ...]:
         """Return the checkpoint names that an incoming tensor fills on this rank; none if it is for
@@ -110,23 +122,23 @@ class Places:
     def _suggestion(self, name: str) -> str:
         if name == "lm_head.weight":
             return "leave it out: the model shares the embedding"
-        return f"names like {min(self.shapes)}"
+        return f"names like {min(self.specs)}"
 
 
 def checkpoint_places(stage: DecoderStage, config: DecoderConfig) -> Places:
     """Return places by the checkpoint's names: complete tensors arrive, and each rank takes its
     part."""
-    shapes = checkpoint_shapes(config)
+    specs = checkpoint_tensors(config)
     places: dict[str, list[_WeightPlace]] = {}
     for parameter in stage.parameters():
-        for piece in parameter.pieces:
+        for piece in parameter.loaded_pieces:
             places.setdefault(piece.name, []).append(_of_piece(parameter, piece))
     return Places(
         places=places,
         tensors={name: (name,) for name in places},
-        shapes=shapes,
-        dtype=None,
-        required=[(name,) for name in shapes],
+        specs=specs,
+        dtypes={},
+        required=[(name,) for name in specs],
     )
 
 
@@ -141,15 +153,18 @@ def kernel_places(
         for name in (parameter.name, f"{parameter.name}@tp{tp_rank}"):
             places[name] = [_of_parameter(parameter)]
             tensors[name] = tuple(piece.name for piece in parameter.pieces)
-    shapes: dict[str, tuple[int, ...]] = {}
+    specs: dict[str, TensorSpec] = {}
+    dtypes: dict[str, torch.dtype] = {}
     required: dict[str, tuple[str, ...]] = {}
     for rank in range(tp_size):
         # Biases differ between ranks: only rank 0 has all of them.
         for parameter in _parameters(config, rank, tp_size, dtype):
             ranked = f"{parameter.name}@tp{rank}"
-            shapes[parameter.name] = shapes[ranked] = tuple(parameter.data.shape)
+            for name in (parameter.name, ranked):
+                specs[name] = _parameter_spec(parameter)
+                dtypes[name] = parameter.data.dtype
             required[ranked] = (parameter.name, ranked)
-    return Places(places, tensors, shapes, dtype, list(required.values()))
+    return Places(places, tensors, specs, dtypes, list(required.values()))
 
 
 def _parameters(
@@ -158,10 +173,15 @@ def _parameters(
     return whole_model(config, tensor_parallel(rank, size), dtype).parameters()
 
 
+def _parameter_spec(parameter: Parameter) -> TensorSpec:
+    is_fp8 = parameter.data.dtype == torch.float8_e4m3fn
+    return TensorSpec(tuple(parameter.data.shape), "fp8" if is_fp8 else "matrix")
+
+
 def _of_piece(parameter: Parameter, piece: Piece) -> _WeightPlace:
-    return _WeightPlace(parameter, piece.source, piece.target)
+    return _WeightPlace(parameter.write, piece.source, piece.target, piece.is_repeated)
 
 
 def _of_parameter(parameter: Parameter) -> _WeightPlace:
     whole = tuple(slice(0, size) for size in parameter.data.shape)
-    return _WeightPlace(parameter, whole, whole)
+    return _WeightPlace(parameter.store, whole, whole)

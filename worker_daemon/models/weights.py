@@ -3,7 +3,8 @@
 Each parameter names the regions of checkpoint tensors that it needs; only those are kept. On the
 CPU they are read directly into place, on a device through page-locked buffers (`staged.py`). Both
 paths read by position, so a file that shrinks in the meantime causes an error, not a signal. Values
-are converted to the parameter's dtype. An error leaves the stage half filled: discard it.
+are converted to the parameter's dtype; parameters that quantize them get a few tensors at a time.
+An error leaves the stage half filled: discard it.
 """
 
 import json
@@ -11,7 +12,7 @@ import os
 import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeAlias
 
@@ -19,10 +20,10 @@ import torch
 from torch import Tensor
 
 from worker_daemon.errors import CheckpointError
-from worker_daemon.layers.parameter import Parameter, Piece
+from worker_daemon.layers.parameter import Parameter, Piece, TensorSpec
 from worker_daemon.models.dummy import fill_dummy
 from worker_daemon.models.safetensors_file import (
-    FLOAT_DTYPES,
+    LOADED_DTYPES,
     Entry,
     MalformedError,
     SafetensorsFile,
@@ -36,6 +37,9 @@ from worker_daemon.regular_file import TruncatedError, broken_file, is_plain_nam
 _SINGLE_FILE = "model.safetensors"
 _INDEX_FILE = "model.safetensors.index.json"
 _SUFFIX = ".safetensors"
+
+_ARRIVAL_ELEMENTS = 64 << 20
+"""Values that wait for their conversion at a time, unless a single tensor has more."""
 
 Item: TypeAlias = tuple[Parameter, Piece]
 
@@ -97,11 +101,12 @@ def load_weights(
     known_names are the tensors that the whole model reads (`decoder.checkpoint_names`); others in
     the checkpoint are reported, not loaded. progress is called after every tensor or buffer. An
     observer is called around every tensor on a CPU, and around all of them together on a device.
-    Raises CheckpointError naming the file or tensor that is missing, truncated or not of the
-    expected shape or type.
+    Raises CheckpointError, before the first byte is read, naming the file or tensor that is
+    missing, truncated or not of the expected shape or type; later if a file changes meanwhile.
     """
     files = _tensor_files(model_dir)
     wanted = _group_by_file(parameters, files, model_dir)
+    check_items(wanted)
     ignored = tuple(sorted(files.keys() - set(known_names)))
     return load_items(wanted, progress, ignored, observer=observer)
 
@@ -117,6 +122,9 @@ def load_items(
     load_weights."""
     observer = observer or WriteObserver()
     meter = _Meter(sum(_num_bytes(*item) for items in wanted.values() for item in items), progress)
+    converted = _select(wanted, converts=True)
+    if converted:
+        wanted = _select(wanted, converts=False)
     device = next((item[0].data.device for items in wanted.values() for item in items), None)
     if load_file is not None:
         for path, items in wanted.items():
@@ -132,7 +140,59 @@ def load_items(
         observer.writing(names)  # copies of all of them may be running at the same time
         load_through_buffers(wanted, device, meter.advance)
         observer.written(names)
+    for path, items in converted.items():
+        _convert_file(path, items, meter, observer)
     return meter.report(ignored_tensors)
+
+
+def _select(wanted: Mapping[Path, Sequence[Item]], *, converts: bool) -> dict[Path, list[Item]]:
+    """Return the items whose values pass through Parameter.write(), or those that do not."""
+    chosen = {
+        path: [item for item in items if item[0].converts(item[1]) == converts]
+        for path, items in wanted.items()
+    }
+    return {path: items for path, items in chosen.items() if items}
+
+
+def _convert_file(
+    path: Path, items: Iterable[Item], meter: "_Meter", observer: WriteObserver
+) -> None:
+    """Load a file's items into memory of their own, a few at a time, and write them from there."""
+    for batch in _batches(items):
+        arrived = [_arrival(parameter, piece) for parameter, piece in batch]
+        load_items({path: arrived}, _ignore_progress, ())
+        for (parameter, piece), (arrival, _) in zip(batch, arrived, strict=True):
+            observer.writing((piece.name,))
+            parameter.write(piece.target, arrival.data)
+            observer.written((piece.name,))
+            meter.advance(_num_bytes(parameter, piece))
+
+
+def _batches(items: Iterable[Item]) -> Iterator[list[Item]]:
+    batch: list[Item] = []
+    size = 0
+    for parameter, piece in items:
+        count = parameter.data[piece.target].numel()
+        if batch and size + count > _ARRIVAL_ELEMENTS:
+            yield batch
+            batch, size = [], 0
+        batch.append((parameter, piece))
+        size += count
+    if batch:
+        yield batch
+
+
+def _arrival(parameter: Parameter, piece: Piece) -> Item:
+    """Return memory for the values of a piece, before they are converted. float32 holds those of
+    all checkpoints, so a load and an update give the same bits."""
+    region = parameter.data[piece.target]
+    shape, whole = tuple(region.shape), tuple(slice(0, size) for size in region.shape)
+    memory = Parameter(shape, (), name=piece.name, dtype=torch.float32, device=region.device)
+    return memory, replace(piece, target=whole)
+
+
+def _ignore_progress(progress: LoadProgress) -> None:
+    return None
 
 
 def load_through_buffers(
@@ -149,21 +209,25 @@ def load_through_buffers(
     except OSError as error:
         path = next(iter(wanted)).parent
         raise _broken(path, f"holds a file that cannot be read ({error})") from error
+    for parameter, piece in (item for items in wanted.values() for item in items):
+        parameter.repeat(piece)
 
 
-def check_checkpoint(model_dir: Path, shapes: Mapping[str, tuple[int, ...]]) -> None:
+def check_checkpoint(model_dir: Path, tensors: Mapping[str, TensorSpec]) -> None:
     """Check the headers of a complete checkpoint: every tensor of the model, on any rank, exists
-    with its shape and a supported dtype, and no file is truncated. Reads no weights.
+    with its shape and a fitting dtype, and no file is truncated. Reads no weights.
 
     Raises:
         CheckpointError: a check failed; names file and tensor.
     """
-    headers = read_headers(model_dir, shapes)
-    for name, shape in shapes.items():
-        if headers[name].shape != shape:
-            found = headers[name]
-            problem = f"has {name} in shape {found.shape}, the loaded model has {shape}"
+    headers = read_headers(model_dir, tensors)
+    for name, spec in tensors.items():
+        found = headers[name]
+        if not spec.fits(found.shape):
+            problem = f"has {name} in shape {found.shape}, the loaded model has {spec.shape}"
             raise _broken(found.path, problem)
+        if not spec.takes(found.dtype):
+            raise _other_format(found.path, name, found.dtype)
 
 
 def check_items(wanted: Mapping[Path, Sequence[Item]]) -> None:
@@ -193,7 +257,7 @@ def read_headers(model_dir: Path, names: Iterable[str] = ()) -> dict[str, Tensor
         with _open(path) as file:
             for name in held:
                 entry = _entry(file, name)
-                headers[name] = TensorHeader(path, entry.shape, FLOAT_DTYPES[entry.dtype])
+                headers[name] = TensorHeader(path, entry.shape, LOADED_DTYPES[entry.dtype])
     return {name: headers[name] for name in wanted}
 
 
@@ -214,11 +278,16 @@ def load_dummy_weights(
     """Fill the parameters with values that depend only on name, full shape, index and seed
     (`dummy.py`)."""
     observer = observer or WriteObserver()
-    items = [(parameter, piece) for parameter in parameters for piece in parameter.pieces]
+    items = [(parameter, piece) for parameter in parameters for piece in parameter.loaded_pieces]
     meter = _Meter(sum(_num_bytes(*item) for item in items), progress)
     for parameter, piece in items:
         observer.writing((piece.name,))
-        fill_dummy(parameter.data[piece.target], piece, seed)
+        if parameter.converts(piece):
+            values = torch.empty_like(parameter.data[piece.target], dtype=torch.float32)
+            fill_dummy(values, piece, seed)
+            parameter.write(piece.target, values)
+        else:
+            fill_dummy(parameter.data[piece.target], piece, seed)
         observer.written((piece.name,))
         meter.advance(_num_bytes(parameter, piece))
     return meter.report(())
@@ -229,9 +298,9 @@ def _extents(path: Path, items: Iterable[Item]) -> Iterator[Extent]:
     with _open(path) as file:
         for parameter, piece in items:
             entry = _checked_entry(file, piece)
-            target = parameter.data[piece.target]
+            target = parameter.memory_for(piece)
             if target.numel():
-                dtype = FLOAT_DTYPES[entry.dtype]
+                dtype = LOADED_DTYPES[entry.dtype]
                 rows = row_span(entry.shape, piece.source, dtype.itemsize)
                 start = entry.begin + rows.offset
                 yield Extent(start, rows.width, rows.stride, dtype, target)
@@ -258,7 +327,7 @@ class _Meter:
 
 
 def _num_bytes(parameter: Parameter, piece: Piece) -> int:
-    return parameter.data[piece.target].numel() * parameter.data.element_size()
+    return parameter.memory_for(piece).numel() * parameter.data.element_size()
 
 
 def _tensor_files(model_dir: Path) -> Mapping[str, Path]:
@@ -296,7 +365,7 @@ def _group_by_file(
 ) -> Mapping[Path, list[Item]]:
     wanted: defaultdict[Path, list[Item]] = defaultdict(list)
     for parameter in parameters:
-        for piece in parameter.pieces:
+        for piece in parameter.loaded_pieces:
             if piece.name not in files:
                 raise _absent(model_dir, piece.name)
             wanted[files[piece.name]].append((parameter, piece))
@@ -310,7 +379,8 @@ def _load_file(path: Path, items: Iterable[Item], meter: _Meter, observer: Write
             with _reading(path, piece.name):
                 file.check_whole(piece.name)  # otherwise this tensor would be skipped with the file
                 observer.writing((piece.name,))
-                file.read_into(piece.name, piece.source, parameter.data[piece.target])
+                file.read_into(piece.name, piece.source, parameter.memory_for(piece))
+            parameter.repeat(piece)
             observer.written((piece.name,))
             meter.advance(_num_bytes(parameter, piece))
 
@@ -341,18 +411,27 @@ def _entry(file: SafetensorsFile, name: str) -> Entry:
     entry = file.entries.get(name)
     if entry is None:
         raise _broken(file.path, f"has no tensor {name}, though the index says so")
-    if entry.dtype not in FLOAT_DTYPES:
+    if entry.dtype not in LOADED_DTYPES:
         raise _broken(file.path, f"has {name} in dtype {entry.dtype}, which is not loaded")
     return entry
 
 
 def _checked_entry(file: SafetensorsFile, piece: Piece) -> Entry:
     """Return the file's entry of the piece's tensor, after a check of its dtype and shape."""
-    entry, shape = _entry(file, piece.name), piece.full_shape
-    if entry.shape != shape:
-        problem = f"has {piece.name} in shape {entry.shape}, config.json says {shape}"
+    entry, spec = _entry(file, piece.name), piece.spec
+    if not spec.fits(entry.shape):
+        problem = f"has {piece.name} in shape {entry.shape}, config.json says {spec.shape}"
         raise _broken(file.path, problem)
+    if not spec.takes(LOADED_DTYPES[entry.dtype]):
+        raise _other_format(file.path, piece.name, LOADED_DTYPES[entry.dtype])
     return entry
+
+
+def _other_format(path: Path, name: str, dtype: torch.dtype) -> CheckpointError:
+    expected = "unquantized" if dtype == torch.float8_e4m3fn else "in FP8"
+    problem = f"has {name} in {dtype}; by quantization_config of config.json it must be {expected}"
+    fix = "correct quantization_config (its ignore list, or its absence); only layers are quantized"
+    return _broken(path, problem, fix)
 
 
 def _absent(model_dir: Path, name: str) -> CheckpointError:

@@ -43,11 +43,15 @@ def plan_text(plan: GroupPlan) -> str:
     return "".join(f"{line}\n" for line in _lines(plan))
 
 
+def _format(plan: GroupPlan) -> str:
+    return f"{plan.dtype} with matrices in FP8" if plan.quantization else plan.dtype
+
+
 def _lines(plan: GroupPlan) -> Iterator[str]:
     ranks, length = plan.ranks, plan.max_model_len
     pp_size, tp_size = ranks[-1].pp_rank + 1, ranks[-1].tp_rank + 1
     yield (
-        f"{plan.architecture}, {plan.dtype}: {_count(pp_size, 'pipeline stage')} x "
+        f"{plan.architecture}, {_format(plan)}: {_count(pp_size, 'pipeline stage')} x "
         f"{_count(tp_size, 'tensor rank')}; max_model_len {length:,}, max_num_seqs "
         f"{plan.max_num_seqs:,}, max_num_batched_tokens {plan.max_num_batched_tokens:,}"
     )

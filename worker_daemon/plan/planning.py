@@ -28,6 +28,7 @@ from rpc_schema.kv_cache import (
     smallest_fitting_blocks,
     usable_tokens,
 )
+from worker_daemon.contracts.layer_ops import FP8_BLOCK
 from worker_daemon.device.memory import MemorySnapshot, request_memory
 from worker_daemon.distributed.parallel_state import ParallelState
 from worker_daemon.distributed.tp import tensor_parallel
@@ -35,6 +36,8 @@ from worker_daemon.errors import CapacityError, config_error
 from worker_daemon.layers.adapters import new_layout
 from worker_daemon.layers.embedding import padded_vocab_size
 from worker_daemon.layers.torch_ops import TorchOps
+from worker_daemon.models.decoder import DecoderStage
+from worker_daemon.models.description import DecoderConfig
 from worker_daemon.models.partition import check_partition, partition_layers
 from worker_daemon.plan.step_memory import StageWidths, estimate_step_bytes
 from worker_daemon.runner.kv_cache import describe_layers
@@ -93,6 +96,8 @@ class GroupPlan:
 
     architecture: str
     dtype: str
+    quantization: str | None
+    """fp8, or None if no matrix is quantized."""
     memory_bytes: int
     """Memory of each device."""
     requested_bytes: int
@@ -210,6 +215,7 @@ class _PlannedRanks:
         return GroupPlan(
             architecture=self._resolved.decoder.architecture,
             dtype=str(self._resolved.dtype).removeprefix("torch."),
+            quantization=None if self._resolved.decoder.quantization is None else "fp8",
             memory_bytes=memory_bytes,
             requested_bytes=requested,
             max_model_len=length,
@@ -393,8 +399,24 @@ def _measure(
             tp_size=tp_size,
             is_first_stage=state.is_first_stage,
             is_last_stage=state.is_last_stage,
+            dequantized_bytes=_dequantized_bytes(stage, decoder, resolved.dtype.itemsize),
         ),
     )
+
+
+def _dequantized_bytes(stage: DecoderStage, decoder: DecoderConfig, itemsize: int) -> int:
+    """Return the bytes of the largest matrix that a GPU dequantizes in steps of many rows
+    (kernels/fp8_linear.py)."""
+    quantization = decoder.quantization
+    if quantization is None or (
+        quantization.scales != "block" and quantization.activations != "none"
+    ):
+        return 0
+    largest = max(
+        (p.data.numel() for p in stage.parameters() if p.data.dtype == torch.float8_e4m3fn),
+        default=0,
+    )
+    return largest * itemsize + largest * torch.float32.itemsize // FP8_BLOCK
 
 
 def _without_windows(layers: Sequence[KVCacheSpec]) -> list[KVCacheSpec]:

@@ -49,6 +49,9 @@ class StageWidths:
     tp_size: int
     is_first_stage: bool
     is_last_stage: bool
+    dequantized_bytes: int = 0
+    """Bytes of the largest matrix that a step dequantizes, and of its scales; 0 if it dequantizes
+    none."""
 
 
 def estimate_step_bytes(widths: StageWidths, limits: StepLimits) -> int:
@@ -57,7 +60,7 @@ def estimate_step_bytes(widths: StageWidths, limits: StepLimits) -> int:
     rows = limits.max_num_seqs
     tokens = min(limits.max_num_batched_tokens, rows * limits.max_model_len)
     sampling = _sampling_bytes(widths, tokens, rows) if widths.is_last_stage else 0
-    peak = max(_layer_bytes(widths, tokens), sampling)
+    peak = max(_layer_bytes(widths, tokens) + widths.dequantized_bytes, sampling)
     total = peak + _table_bytes(limits) + _neighbour_bytes(widths, limits, tokens)
     if widths.is_last_stage:
         total += _logits_bytes(widths, limits)

@@ -32,7 +32,7 @@ from worker_daemon.models.checkpoint_identity import checkpoint_identity
 from worker_daemon.models.decoder import (
     DecoderStage,
     checkpoint_names,
-    checkpoint_shapes,
+    checkpoint_tensors,
     whole_model,
 )
 from worker_daemon.models.description import DecoderConfig
@@ -219,7 +219,7 @@ def load(message: lc.LoadModel, place: RankPlace, roots: Roots, set_phase: SetPh
         attention=_choose_attention(stage, resolved.decoder, resolved.dtype, place),
         max_model_len=resolved.max_model_len,
         memory=memory,
-        weights=WeightState(stage.checkpoint_views(), source),
+        weights=WeightState(stage.loaded_names(), source),
         next_load=message.model,
         adapters=adapters,
         processors=processors,
@@ -276,7 +276,7 @@ def reload(
     if resolved.saved is not None:
         resolved.saved.check(_group_shape(model.resolved, place), resolved.decoder)
     elif config.load_format == "auto":
-        check_checkpoint(resolved.directory, checkpoint_shapes(resolved.decoder))
+        check_checkpoint(resolved.directory, checkpoint_tensors(resolved.decoder))
     source = checkpoint_identity(resolved.directory)
     overwriting = _Overwriting(model.weights)
     try:
@@ -342,7 +342,7 @@ def _check_same_model(found: DecoderConfig, loaded: DecoderConfig) -> None:
 def _values(decoder: DecoderConfig) -> Iterator[tuple[str, object]]:
     """Yield every value that defines a decoder, with its name; decoders with the same number of
     layers yield the same number of values."""
-    values = asdict(decoder) | {"rope": decoder.rope}
+    values = asdict(decoder) | {"rope": decoder.rope, "quantization": decoder.quantization}
     layers = values.pop("layers")
     yield "num_hidden_layers", decoder.num_hidden_layers
     yield from _leaves(values)

@@ -3,7 +3,7 @@ worker runs with. Pure. This is where "auto" is replaced by a value."""
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -13,6 +13,7 @@ from rpc_schema.config import (
     CacheConfig,
     LoraConfig,
     ModelConfig,
+    Quantization,
     SchedulerConfig,
 )
 from rpc_schema.pooling import PooledStates, PooledTask, PoolingSupport
@@ -22,9 +23,10 @@ from worker_daemon.distributed.tp import TensorParallel
 from worker_daemon.errors import CheckpointError, config_error
 from worker_daemon.layers.adapters import AdapterLayout
 from worker_daemon.layers.attention import NullAttention
+from worker_daemon.layers.quantization import ONLINE
 from worker_daemon.layers.rotary import max_table_length
 from worker_daemon.models.config import pooling_files, read_model_config
-from worker_daemon.models.decoder import DecoderStage, build_stage
+from worker_daemon.models.decoder import DecoderStage, build_stage, checkpoint_tensors
 from worker_daemon.models.description import DecoderConfig
 from worker_daemon.models.saved_set import (
     CONFIG_FILES,
@@ -97,6 +99,10 @@ def resolve_model(config: ModelConfig, model_roots: Sequence[Path]) -> ResolvedM
         saved.check_files(config.load_format)
         directory = confine_directory(str(saved.directory), model_roots)
     decoder = read_model_config(directory)
+    decoder = _quantized(decoder, config.quantization)
+    if decoder.quantization is not None:
+        # Refuses merged matrices in mixed formats, equally on all ranks.
+        checkpoint_tensors(decoder)
     stated = decoder.dtype or "float32" if saved is None else saved.shape.dtype
     return ResolvedModel(
         directory=directory,
@@ -215,6 +221,17 @@ def _resolve_dtype(asked: str, stated: str) -> torch.dtype:
         fix = f"ask for one of {sorted(DTYPES)}"
         raise config_error("dtype", name, "the checkpoint's dtype is not supported", fix)
     return DTYPES[name]
+
+
+def _quantized(decoder: DecoderConfig, asked: Quantization) -> DecoderConfig:
+    """Return the decoder with the quantization that was asked for, unless its checkpoint has
+    one."""
+    if asked == "auto" or decoder.quantization is not None:
+        return decoder
+    if decoder.encoder is not None:
+        problem = "encoders are not quantized"
+        raise config_error("quantization", asked, problem, "auto")
+    return replace(decoder, quantization=ONLINE)
 
 
 def _resolve_length(asked: int | None, decoder: DecoderConfig) -> int:

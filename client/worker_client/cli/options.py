@@ -22,6 +22,7 @@ from rpc_schema.config import (
     LoraConfig,
     ModelConfig,
     ParallelConfig,
+    Quantization,
     SchedulerConfig,
     WorkerConfig,
     read_layer_partition,
@@ -132,6 +133,9 @@ def build_run_options(
     ] = "",
     device: Annotated[Device | None, typer.Option(help="Default: cuda if there is a GPU.")] = None,
     dtype: Annotated[str, typer.Option(help=", ".join(get_args(Dtype)))] = "auto",
+    quantization: Annotated[
+        str, typer.Option(help="auto; fp8 quantizes the matrices of layers while they are loaded.")
+    ] = "auto",
     load_format: Annotated[str, typer.Option(help=", ".join(get_args(LoadFormat)))] = "auto",
     max_model_len: Annotated[
         int | None,
@@ -249,6 +253,7 @@ def build_run_options(
         model=ModelConfig(
             model=str(model.resolve()),
             dtype=one_of("dtype", dtype, Dtype),
+            quantization=one_of("quantization", quantization, Quantization),
             load_format=one_of("load_format", load_format, LoadFormat),
             max_model_len=None if is_fitted else max_model_len,
             seed=seed or 0,

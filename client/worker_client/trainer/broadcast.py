@@ -36,6 +36,7 @@ DTYPE_NAMES: dict[torch.dtype, wt.TensorDtype] = {
     torch.float32: "float32",
     torch.bfloat16: "bfloat16",
     torch.float16: "float16",
+    torch.float8_e4m3fn: "float8_e4m3fn",
 }
 _NUM_BUFFERS = 2
 _WATCHDOG_GRACE = timedelta(minutes=10)

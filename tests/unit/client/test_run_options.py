@@ -110,6 +110,10 @@ def test_options_come_from_line_environment_and_file(fakes, directory, run, monk
         (["generate", "--model", "/nonexistent", "--prompt", "a"], "field model"),
         (["generate", "--model", "/tmp"], "field input"),
         (["generate", "--model", "/tmp", "--prompt", "a", "--dtype", "int7"], "field dtype"),
+        (
+            ["generate", "--model", "/tmp", "--prompt", "a", "--quantization", "int4"],
+            "field quantization",
+        ),
         (["generate", "--model", "/tmp", "--prompt", "a", "--endpoints", "tcp://h:1"], "keys"),
         (
             ["generate", "--model", "/tmp", "--prompt", "a", "--endpoints", "ipc:///a,ipc:///b"],
@@ -213,6 +217,12 @@ def test_sleep_mode_is_asked_for_by_name(directory):
         for wanted in (True, False)
     )
     assert (asleep.enable_sleep_mode, awake.enable_sleep_mode) == (True, False)
+
+
+def test_quantization_while_loading_is_asked_for_by_name(directory):
+    assert build_run_options(model=directory).config.model.quantization == "auto"
+    options = build_run_options(model=directory, quantization="fp8")
+    assert options.config.model.quantization == "fp8"
 
 
 def test_advised_size_of_the_kv_cache_is_an_option(fakes, directory, run):

@@ -166,7 +166,10 @@ def test_dtype_in_both_forms(fields, dtype):
         ({"hidden_act": 3}, "hidden_act"),
         ({"dtype": "float8_e4m3fn"}, "dtype"),
         ({"torch_dtype": 16}, "torch_dtype"),
-        ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
+        (
+            {"quantization_config": {"quant_method": "gptq"}},
+            "quantization_config.quant_method",
+        ),
         ({"eos_token_id": "</s>"}, "eos_token_id"),
         ({"eos_token_id": [1, None]}, "eos_token_id"),
         ({"eos_token_id": -1}, "eos_token_id"),

@@ -17,6 +17,7 @@ from rpc_schema.config import (
     SchedulerConfig,
     WorkerConfig,
 )
+from tests.support.quantized import compressed_config
 from worker_client import kv_planning
 from worker_client.errors import KVPlanError
 from worker_daemon.distributed.tp import tensor_parallel
@@ -138,6 +139,41 @@ def test_weights_are_those_of_the_stages_that_daemons_build(
         assert layers == list(range(5))
 
 
+def test_matrices_in_fp8_take_half_and_their_scales_count(write_model):
+    path = write_model("LlamaForCausalLM")
+    plain, quantized = plan(path), plan(path, quantization="fp8")
+    stage = built_stages(path, 1, 1, None, torch.bfloat16)[0]
+    matrices = [p.data for p in stage.parameters() if p.data.dim() == 2 and "layers" in p.name]
+    saved = sum(matrix.numel() - 4 * matrix.shape[0] for matrix in matrices)
+    assert plain.ranks[0].weights_bytes - quantized.ranks[0].weights_bytes == saved
+    assert (plain.quantization, quantized.quantization) == (None, "fp8")
+    assert "bfloat16 with matrices in FP8: 1 pipeline stage" in plan_text(quantized)
+    assert "bfloat16: 1 pipeline stage" in plan_text(plain)
+
+
+def test_a_step_dequantizes_the_largest_matrix_of_block_scales(write_model):
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 128}
+
+    def step_bytes(**fields):
+        path = write_model("LlamaForCausalLM", **sizes, **fields)
+        return plan(path, 1024 * MIB).ranks[0].step_estimate_bytes
+
+    channel, block, none = (
+        step_bytes(quantization_config=compressed_config(strategy, activations, []))
+        for strategy, activations in (
+            ("channel", "dynamic"),
+            ("block", "dynamic"),
+            ("channel", "none"),
+        )
+    )
+    config = read_model_config(write_model("LlamaForCausalLM", **sizes))
+    heads = config.num_attention_heads + 2 * config.num_key_value_heads
+    largest_bytes = max(heads * 128, 2 * 512) * 256 * 2
+    assert largest_bytes < block - channel < 1.1 * largest_bytes
+    assert none == block
+    assert channel == step_bytes()
+
+
 @pytest.mark.parametrize(
     ("name", "num_parameters"), [("llama-8b", 8_030_261_248), ("qwen3-0.6b", 596_049_920)]
 )
@@ -252,6 +288,7 @@ def test_the_share_of_the_memory_is_of_the_total(write_model):
         ({"pp": 2, "partition": (5,)}, ConfigError, "parallel.layer_partition"),
         ({"pp": 2, "partition": (5, 0)}, ConfigError, "parallel.layer_partition"),
         ({"dtype": "int8"}, ConfigError, "model.dtype"),
+        ({"quantization": "int8"}, ConfigError, "model.quantization"),
         ({"max_model_len": 257}, ConfigError, "max_model_len"),
         ({"max_model_len": 0}, ConfigError, "model.max_model_len"),
         ({"block_size": 24}, ConfigError, "cache.block_size"),

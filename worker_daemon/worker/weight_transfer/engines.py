@@ -34,6 +34,7 @@ DTYPES: Final = {
     "float32": torch.float32,
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
+    "float8_e4m3fn": torch.float8_e4m3fn,
 }
 _NAMES: Final = {dtype: name for name, dtype in DTYPES.items()}
 

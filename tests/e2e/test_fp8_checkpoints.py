@@ -1,0 +1,272 @@
+"""FP8 checkpoints on real daemons: tokens equal those of transformers with dequantized weights,
+after a load, a saved set, an update and a sleep; refusals leave the daemons serving."""
+
+import shutil
+import sys
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from rpc_schema.weight_transfer import DiskEngine, DiskSource
+from tests.support.checkpoints import Checkpoint, decisive_prompts, edit_config, make_checkpoint
+from tests.support.quantized import LAYER_MATRICES, quantize, quantized_values
+from tests.support.serving import assert_greedy, connect, generate, greedy_request, worker_config
+from worker_client.errors import RemoteCheckpointError, RemoteConfigError
+from worker_client.launcher import LocalDaemons
+from worker_client.trainer.sender import WeightSender
+from worker_client.worker_client import TensorList
+
+ARCHITECTURE = "Qwen3ForCausalLM"
+TOKENS = 8
+TIMEOUT_S = 20.0
+FORMATS = {
+    "tensor-static": ("compressed", "tensor", "static"),
+    "channel": ("compressed", "channel", "dynamic"),
+    "fp8-tensor": ("fp8", "tensor", "static"),
+    "fp8-block": ("fp8", "block", "dynamic"),
+}
+BLOCK_SIZES = {
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "head_dim": 64,
+    "initializer_range": 0.08,
+}
+
+
+@pytest.fixture(scope="module")
+def quantized(model_root):
+    """(name of a format, seed) -> an FP8 checkpoint; equal calls give the same one."""
+    made: dict[tuple[str, int], Checkpoint] = {}
+
+    def get(form: str, seed: int) -> Checkpoint:
+        if (form, seed) not in made:
+            sizes = BLOCK_SIZES if form == "fp8-block" else {}
+            checkpoint = make_checkpoint(
+                model_root / form, ARCHITECTURE, seed=seed, num_hidden_layers=2, **sizes
+            )
+            torch.manual_seed(seed)
+            quantize(checkpoint.path, checkpoint.model, *FORMATS[form])
+            made[form, seed] = checkpoint
+        return made[form, seed]
+
+    return get
+
+
+def requests_for(model, seed=5):
+    prompts = decisive_prompts(model, seed, [9, 30], TOKENS)
+    return [greedy_request(f"r{i}", prompt, TOKENS) for i, prompt in enumerate(prompts)]
+
+
+def checksums(group):
+    return [reply.checksums for reply in group.compute_weight_checksums()]
+
+
+@pytest.mark.parametrize(
+    ("form", "pp", "tp"),
+    [
+        ("tensor-static", 1, 1),
+        ("tensor-static", 2, 2),
+        ("channel", 2, 1),
+        ("channel", 1, 2),
+        ("fp8-tensor", 1, 2),
+        ("fp8-block", 1, 2),
+        ("fp8-block", 2, 1),
+    ],
+)
+def test_greedy_tokens_equal_transformers(serve, quantized, form, pp, tp):
+    model = quantized(form, 90)
+    requests = requests_for(model)
+    with serve(model.path, pp, tp) as (group, loaded):
+        assert_greedy(generate(group, loaded, requests), model, requests)
+
+
+@pytest.mark.parametrize(
+    ("form", "pp", "tp"), [("tensor-static", 1, 2), ("channel", 2, 1), ("fp8-block", 1, 2)]
+)
+def test_updates_equal_a_fresh_load_and_sleep_keeps_scales(serve, quantized, form, pp, tp):
+    old, new = quantized(form, 90), quantized(form, 91)
+    requests, old_requests = requests_for(new), requests_for(old)
+    with serve(new.path, pp, tp) as (group, _):
+        expected = checksums(group)
+    with serve(old.path, pp, tp, enable_sleep_mode=True) as (group, loaded):
+        before = checksums(group)
+        group.init_weight_transfer_engine(DiskEngine())
+        group.start_weight_update()
+        group.update_weights(TensorList(), DiskSource(model=str(new.path)))
+        group.finish_weight_update()
+        assert checksums(group) == expected
+        assert_greedy(generate(group, loaded, requests), new, requests)
+        with WeightSender(group, "gloo", timeout_s=TIMEOUT_S) as sender:
+            tensors = load_file(old.path / "model.safetensors")
+            names = {name: name.replace("weight_scale_inv", "weight_scale") for name in tensors}
+            sender.send({names[name]: tensor for name, tensor in tensors.items()})
+        assert checksums(group) == before
+        assert_greedy(generate(group, loaded, old_requests), old, old_requests)
+        group.sleep(1)
+        group.wake_up()
+        assert checksums(group) == before
+        group.sleep(2)
+        group.wake_up()
+        group.reload_weights(str(new.path))
+        assert checksums(group) == expected
+        assert_greedy(generate(group, loaded, requests), new, requests)
+
+
+def test_update_in_another_format_is_refused_before_its_first_byte(serve, quantized):
+    model = quantized("channel", 90)
+    requests = requests_for(model)
+    with serve(model.path) as (group, loaded):
+        before = checksums(group)
+        name = "model.layers.1.mlp.down_proj.weight"
+        tensors = load_file(model.path / "model.safetensors")
+        with WeightSender(group, "gloo", timeout_s=TIMEOUT_S) as sender:
+            for wrong, words in [
+                ({name: tensors[name].float()}, "another format"),
+                ({"lm_head.weight": tensors["lm_head.weight"].to(torch.float8_e4m3fn)}, "format"),
+                ({f"{name}_scale": tensors[f"{name}_scale"][:5]}, "another shape"),
+            ]:
+                with pytest.raises(RemoteConfigError, match=words):
+                    sender.send({**tensors, **wrong})
+                assert checksums(group) == before
+            sender.send(tensors)
+        assert checksums(group) == before
+        assert_greedy(generate(group, loaded, requests), model, requests)
+
+
+@pytest.fixture(scope="module")
+def save_daemons(model_root, tmp_path_factory):
+    """Two daemons and their save root."""
+    save_root = tmp_path_factory.mktemp("fp8") / "saves"
+
+    def command(endpoint, device, pipe):
+        options = {
+            "--endpoint": endpoint,
+            "--device": device,
+            "--model-root": str(model_root),
+            "--save-root": str(save_root),
+            "--exit-with-parent-fd": str(pipe),
+        }
+        words = [word for option in options.items() for word in option]
+        return [sys.executable, "-m", "worker_daemon", "serve", *words]
+
+    with LocalDaemons(["cpu"] * 2, model_root, command=command) as daemons:
+        yield daemons, save_root
+
+
+@pytest.mark.parametrize("form", ["tensor-static", "channel", "fp8-block"])
+def test_round_trip_of_a_saved_set(quantized, save_daemons, form):
+    daemons, save_root = save_daemons
+    model = quantized(form, 90)
+    requests = requests_for(model)
+    with connect(daemons.endpoints, worker_config(model.path, 1, 2)) as (group, _):
+        before = checksums(group)
+        group.save_sharded_state(form)
+    saved = worker_config(save_root / form, 1, 2, load_format="sharded_state")
+    with connect(daemons.endpoints, saved) as (group, loaded):
+        assert checksums(group) == before
+        assert_greedy(generate(group, loaded, requests), model, requests)
+    config = next((save_root / form).glob("*/config.json"))
+    config.write_text(config.read_text().replace('"lm_head"', '"other_head"'))
+    with (
+        pytest.raises(RemoteCheckpointError, match="quantization"),
+        connect(daemons.endpoints, saved),
+    ):
+        pass
+
+
+def test_dummy_weights_of_every_split_are_equal(serve, quantized):
+    model = quantized("channel", 90)
+    tokens = []
+    for shape in [(1, 1), (2, 1), (1, 2)]:
+        requests = [greedy_request("r", [5, 9, 17, 3], TOKENS)]
+        with serve(model.path, *shape, load_format="dummy", model_seed=3) as (group, loaded):
+            result = generate(group, loaded, requests)
+            tokens.append({name: list(found) for name, found in result.tokens.items()})
+    assert tokens[0] == tokens[1] == tokens[2]
+
+
+def test_refused_checkpoints_leave_the_daemon_serving(serve, quantized, model_root):
+    model = quantized("channel", 90)
+    requests = requests_for(model)
+    scale = "model.layers.1.mlp.down_proj.weight_scale"
+
+    def drop_scale(path):
+        tensors = load_file(path / "model.safetensors")
+        del tensors[scale]
+        save_file(tensors, path / "model.safetensors")
+
+    def change_method(path):
+        edit_config(Checkpoint(path, model.model), quantization_config={"quant_method": "awq"})
+
+    def drop_config(path):
+        edit_config(Checkpoint(path, model.model), quantization_config=None)
+
+    for number, (spoil, error, words) in enumerate(
+        [
+            (drop_scale, RemoteCheckpointError, scale),
+            (change_method, RemoteConfigError, "quantization_config.quant_method = 'awq'"),
+            (drop_config, RemoteCheckpointError, "float8_e4m3fn"),
+        ]
+    ):
+        path = model_root / f"spoiled-{number}"
+        shutil.copytree(model.path, path)
+        spoil(path)
+        with pytest.raises(error, match=words), serve(path):
+            pass
+    with serve(model.path) as (group, loaded):
+        assert_greedy(generate(group, loaded, requests), model, requests)
+
+
+def quantized_online(model):
+    """Return the tensors of a model, and the model with its matrices quantized by rows."""
+    tensors = {name: tensor.clone() for name, tensor in model.model.state_dict().items()}
+    weights = dict(model.model.named_parameters())
+    with torch.no_grad():
+        for name, tensor in tensors.items():
+            if name.endswith(tuple(f"{matrix}.weight" for matrix in LAYER_MATRICES)):
+                weights[name].copy_(quantized_values(tensor, "channel")[2])
+    return tensors
+
+
+@pytest.mark.parametrize(("pp", "tp"), [(2, 1), (1, 2)])
+def test_online_quantization(model_root, save_daemons, pp, tp):
+    daemons, save_root = save_daemons
+    old, new = (
+        make_checkpoint(model_root / f"online-{pp}", ARCHITECTURE, seed=seed, num_hidden_layers=2)
+        for seed in (94, 95)
+    )
+    _, tensors = quantized_online(old), quantized_online(new)
+    requests, old_requests = requests_for(new), requests_for(old)
+    config = worker_config(old.path, pp, tp, quantization="fp8", enable_sleep_mode=True)
+    with connect(daemons.endpoints, config) as (group, loaded):
+        before = checksums(group)
+        if tp == 1:  # otherwise o_proj and down_proj have scales for each rank's columns
+            assert_greedy(generate(group, loaded, old_requests), old, old_requests)
+        with WeightSender(group, "gloo", timeout_s=TIMEOUT_S) as sender:
+            sender.send(tensors, packed_bytes=5000)
+        updated = checksums(group)
+        assert updated != before
+        if tp == 1:
+            assert_greedy(generate(group, loaded, requests), new, requests)
+        group.sleep(2)
+        group.wake_up()
+        group.reload_weights()
+        assert checksums(group) == before
+        group.reload_weights(str(new.path))
+        assert checksums(group) == updated
+        name = f"online-{pp}-{tp}"
+        group.save_sharded_state(name)
+    saved = worker_config(save_root / name, pp, tp, quantization="fp8", load_format="sharded_state")
+    with connect(daemons.endpoints, saved) as (group, loaded):
+        assert checksums(group) == updated
+        if tp == 1:
+            assert_greedy(generate(group, loaded, requests), new, requests)
+    unquantized = worker_config(save_root / name, pp, tp, load_format="sharded_state")
+    with (
+        pytest.raises(RemoteCheckpointError, match="same quantization"),
+        connect(daemons.endpoints, unquantized),
+    ):
+        pass

@@ -1,0 +1,103 @@
+"""Products with weights in FP8 on a GPU, at real sizes, against fp64; quantized rows against
+torch."""
+
+import pytest
+import torch
+
+from tests.support.fp8_products import draw_matrix, expected_product
+from worker_daemon.kernels.fp8_linear import Fp8Linear
+from worker_daemon.kernels.fp8_rows import quantize_rows
+from worker_daemon.kernels.launch import has_dependent_launch
+from worker_daemon.kernels.tuning import MatrixTile
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.kernels,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+BOUNDS = {torch.float16: 1e-3, torch.bfloat16: 6e-3}
+QUANTIZED_BOUND = 6e-2
+"""Of a product whose inputs have three bits of mantissa."""
+SHAPES = [(6144, 4096), (4096, 14336), (1024, 2048), (1000, 1096), (1003, 1104), (77, 40)]
+TILES = [None, MatrixTile(16, 128, 4, 1, 4, 512), MatrixTile(64, 64, 1, 4, 3, 0)]
+
+
+def relative_error(y: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((y.double() - expected).norm() / expected.norm())
+
+
+@pytest.mark.parametrize("dtype", BOUNDS, ids=str)
+@pytest.mark.parametrize("scales", ["row", "block"])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("num_rows", [1, 2, 16, 17, 33, 64])
+def test_few_rows_against_fp64(
+    num_rows: int, shape: tuple[int, int], scales: str, dtype: torch.dtype
+) -> None:
+    device = torch.device("cuda")
+    matrix = draw_matrix(*shape, scales, device)
+    x = torch.randn(num_rows, shape[1], device=device).to(dtype)
+    bias = torch.randn(shape[0], device=device).to(dtype)
+    for tile in TILES:
+        linear = Fp8Linear(device, tile)
+        for given in (None, bias):
+            y = linear.linear(x, matrix, given)
+            assert relative_error(y, expected_product(x, matrix, given)) < BOUNDS[dtype]
+            assert torch.equal(linear.linear(x, matrix, given), y)
+
+
+@pytest.mark.parametrize("num_rows", [3, 40])
+def test_a_row_does_not_depend_on_its_neighbors(num_rows: int) -> None:
+    device = torch.device("cuda")
+    matrix = draw_matrix(4096, 4096, "row", device)
+    x = torch.randn(num_rows, 4096, device=device).bfloat16()
+    y = Fp8Linear(device).linear(x, matrix, None)
+    x[1:] = torch.nan
+    assert torch.equal(Fp8Linear(device).linear(x, matrix, None)[0], y[0])
+
+
+@pytest.mark.parametrize("activations", ["none", "dynamic", "static"])
+@pytest.mark.parametrize("scales", ["row", "block"])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_many_rows_against_fp64(shape: tuple[int, int], scales: str, activations: str) -> None:
+    device = torch.device("cuda")
+    matrix = draw_matrix(*shape, scales, device, activations)
+    x = torch.randn(200, shape[1], device=device).bfloat16()
+    bias = torch.randn(shape[0], device=device).bfloat16()
+    y = Fp8Linear(device).linear(x, matrix, bias)
+    is_exact = activations == "none" or scales == "block"
+    bound = BOUNDS[torch.bfloat16] if is_exact else QUANTIZED_BOUND
+    assert relative_error(y, expected_product(x, matrix, bias)) < bound
+
+
+@pytest.mark.parametrize("num_columns", [40, 4096, 14336, 5000])
+@pytest.mark.parametrize("is_given", [False, True])
+def test_quantized_rows(num_columns: int, is_given: bool) -> None:
+    device = torch.device("cuda")
+    x = torch.randn(70, num_columns, device=device).bfloat16()
+    x[3] = 0
+    given = torch.tensor([0.004, 0.003], device=device) if is_given else None
+    pdl = has_dependent_launch(device)
+    values, scale = quantize_rows(x, given, pdl=pdl)
+    largest = x.float().abs().amax(1) / 448
+    wanted = torch.full_like(largest, 0.004) if is_given else largest.clamp(min=1e-12)
+    assert torch.allclose(scale, wanted, rtol=1e-6)
+    quotient = (x.float() / scale.unsqueeze(1)).clamp(-448, 448)
+    differs = values.float() != quotient.to(torch.float8_e4m3fn).float()
+    assert differs.float().mean() < 1e-3  # quotients may be rounded differently
+
+
+def test_a_graph_replays_products_of_any_number_of_rows() -> None:
+    device = torch.device("cuda")
+    matrix = draw_matrix(2048, 2048, "row", device)
+    linear = Fp8Linear(device)
+    for num_rows in (1, 64, 128):
+        x = torch.randn(num_rows, 2048, device=device).bfloat16()
+        linear.linear(x, matrix, None)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            y = linear.linear(x, matrix, None)
+        x.normal_()
+        graph.replay()
+        assert torch.equal(y, linear.linear(x, matrix, None))

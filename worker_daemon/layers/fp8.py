@@ -1,0 +1,237 @@
+"""Matrices in FP8 with their scales, and the products with them.
+
+A merged matrix keeps the scales of its checkpoint tensors: a scale of a whole tensor is repeated
+for each of its rows. So merging needs no requantization, and tensors and channels have one layout.
+
+Shapes: N tokens, K input features, M output features of this rank, G matrices merged into one.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from worker_daemon.contracts.layer_ops import FP8_BLOCK, Fp8Matrix, LayerOps, NormedSum
+from worker_daemon.errors import config_error
+from worker_daemon.layers.parameter import Parameter, Piece
+from worker_daemon.layers.quantization import WeightQuantization
+
+_WEIGHT = ".weight"
+_LARGEST = torch.finfo(torch.float8_e4m3fn).max
+_LEAST_SCALE = 1e-12
+"""Scale of a row of zeros."""
+_CHUNK_ELEMENTS = 1 << 22
+"""Values that are quantized at a time: their float32 copies take 16 MiB each."""
+
+
+class Fp8Parameters(NamedTuple):
+    """The parameters of a matrix in FP8."""
+
+    weight: Parameter
+    """float8_e4m3fn [M, K]"""
+    scale: Parameter
+    """float32 [M], or [ceil(M / 128), ceil(K / 128)] for blocks"""
+    input_scale: Parameter | None
+    """float32 [G]; None without static scales of inputs"""
+
+
+class QuantizedOnArrival(Parameter):
+    """A matrix in FP8 that quantizes the values of an unquantized checkpoint: each row by its
+    largest value, so that rows can arrive in any order and number."""
+
+    def __init__(
+        self,
+        shape: tuple[int, int],
+        pieces: Sequence[Piece],
+        scale: Parameter,
+        *,
+        name: str,
+        device: torch.device,
+    ) -> None:
+        """scale: float32 [M], which write() fills too."""
+        super().__init__(shape, pieces, name=name, dtype=torch.float8_e4m3fn, device=device)
+        self._scale = scale
+
+    def write(self, region: tuple[slice, ...], values: Tensor) -> None:
+        """Quantize complete rows of this rank: region covers all columns."""
+        assert region[1] == slice(0, self.data.shape[1])
+        target, scale = self.data[region], self._scale.data[region[0]]
+        step = max(1, _CHUNK_ELEMENTS // max(1, target.shape[1]))
+        for start in range(0, target.shape[0], step):
+            rows = slice(start, start + step)
+            quantize(values[rows].to(target.device), target[rows], scale[rows])
+
+
+def quantize(values: Tensor, into: Tensor, scale: Tensor) -> None:
+    """Store values [m, K] in into, float8_e4m3fn [m, K], and their scales, float32 [m]: each row's
+    largest absolute value becomes 448. A row with a NaN becomes NaN."""
+    exact = values.float()
+    factor = (exact.abs().amax(1) / _LARGEST).clamp_(min=_LEAST_SCALE)
+    scale.copy_(factor)
+    into.copy_((exact / factor.unsqueeze(1)).clamp_(-_LARGEST, _LARGEST))
+
+
+class Fp8LinearMethod:
+    """Multiplies by a matrix in FP8: x W^T + b. Norm, product and gate are separate operations.
+
+    Owned by one layer. Parameters are read at each use, since their data may move to other memory
+    later.
+    """
+
+    def __init__(
+        self,
+        parameters: Fp8Parameters,
+        bias: Parameter | None,
+        quantization: WeightQuantization,
+        ops: LayerOps,
+    ) -> None:
+        """bias [M], in the model's dtype."""
+        self._parameters = parameters
+        self._bias = bias
+        self._activations = quantization.activations
+        self._ops = ops
+
+    @property
+    def weight(self) -> Parameter:
+        """The matrix."""
+        return self._parameters.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [N, K] -> [N, M]."""
+        weight, scale, input_scale = self._parameters
+        given = None if input_scale is None else input_scale.data
+        matrix = Fp8Matrix(weight.data, scale.data, given, self._activations)
+        return self._ops.fp8_linear(x, matrix, None if self._bias is None else self._bias.data)
+
+    def forward_normed(self, source: NormedSum) -> tuple[Tensor, Tensor]:
+        """Return (forward(n), s) with the norm n and the sum s of source, like
+        LayerOps.norm_linear."""
+        normed, total = self._ops.sum_and_norm(source)
+        return self.forward(normed), total
+
+    def forward_gated(self, x: Tensor) -> Tensor:
+        """x [N, K] -> silu(gate) * up [N, M / 2]; the gate's rows are the first half."""
+        return self._ops.silu_and_mul(self.forward(x))
+
+    def forward_normed_gated(self, source: NormedSum) -> tuple[Tensor, Tensor]:
+        """Return (forward_gated(n), s) with the norm n and the sum s of source, like
+        LayerOps.norm_gated_linear."""
+        normed, total = self._ops.sum_and_norm(source)
+        return self.forward_gated(normed), total
+
+    def parameters(self) -> Iterator[Parameter]:
+        yield self._parameters.weight
+        yield self._parameters.scale
+        if self._parameters.input_scale is not None:
+            yield self._parameters.input_scale
+        if self._bias is not None:
+            yield self._bias
+
+
+def is_quantized(quantization: WeightQuantization, pieces: Sequence[Piece]) -> bool:
+    """Return True if the quantization covers a matrix that is merged from these tensors.
+
+    Raises:
+        ConfigError: it covers some of them only.
+    """
+    modules = [_module(piece) for piece in pieces]
+    ignored = [module for module in modules if not quantization.covers(module)]
+    if ignored and len(ignored) < len(modules):
+        raise config_error(
+            "quantization_config",
+            ignored,
+            f"{', '.join(modules)} are one product, but not all of them are quantized",
+            "use a checkpoint that quantizes or ignores all of them",
+        )
+    return not ignored
+
+
+def make_fp8_parameters(
+    prefix: str,
+    shape: tuple[int, int],
+    pieces: Sequence[Piece],
+    quantization: WeightQuantization,
+    device: torch.device,
+) -> Fp8Parameters:
+    """Return zeroed parameters of a matrix [M, K]. prefix: its name without .weight; pieces: those
+    of an unquantized matrix.
+
+    Raises:
+        ConfigError: blocks of the checkpoint do not fit this rank's part.
+    """
+
+    def parameter(
+        suffix: str, shape: tuple[int, ...], of: Sequence[Piece], dtype: torch.dtype
+    ) -> Parameter:
+        return Parameter(shape, of, name=f"{prefix}.{suffix}", dtype=dtype, device=device)
+
+    if quantization.is_online:
+        computed = [replace(_channel_scale(piece), kind="computed_scale") for piece in pieces]
+        scale = parameter("weight_scale", shape[:1], computed, torch.float32)
+        name = f"{prefix}.weight"
+        matrix = QuantizedOnArrival(shape, pieces, scale, name=name, device=device)
+        return Fp8Parameters(matrix, scale, None)
+    values = [replace(piece, kind="fp8") for piece in pieces]
+    weight = parameter("weight", shape, values, torch.float8_e4m3fn)
+    if quantization.scales == "block":
+        scales = [_block_scale(piece) for piece in pieces]
+        scale_shape: tuple[int, ...] = (_num_blocks(shape[0]), _num_blocks(shape[1]))
+    else:
+        make = _tensor_scale if quantization.scales == "tensor" else _channel_scale
+        scales, scale_shape = [make(piece) for piece in pieces], shape[:1]
+    scale = parameter("weight_scale", scale_shape, scales, torch.float32)
+    if quantization.activations != "static":
+        return Fp8Parameters(weight, scale, None)
+    inputs = [_input_scale(piece, index) for index, piece in enumerate(pieces)]
+    return Fp8Parameters(
+        weight, scale, parameter("input_scale", (len(inputs),), inputs, torch.float32)
+    )
+
+
+def _tensor_scale(piece: Piece) -> Piece:
+    one = (slice(0, 1),)
+    return Piece(_scale_name(piece), (1,), one, piece.target[:1], "scale")
+
+
+def _channel_scale(piece: Piece) -> Piece:
+    rows = piece.full_shape[:1]
+    return Piece(_scale_name(piece), rows, piece.source[:1], piece.target[:1], "scale")
+
+
+def _block_scale(piece: Piece) -> Piece:
+    for part, size in zip(piece.source, piece.full_shape, strict=True):
+        if part.start % FP8_BLOCK or (part.stop % FP8_BLOCK and part.stop != size):
+            problem = f"a rank's part of {piece.name}, {part.start}:{part.stop}, cuts a block"
+            fix = f"a tensor_parallel_size that splits it at multiples of {FP8_BLOCK}"
+            raise config_error("quantization_config.weight_block_size", FP8_BLOCK, problem, fix)
+    if piece.target[0].start % FP8_BLOCK:
+        problem = f"{piece.name} is merged with a matrix whose rows end within a block"
+        fix = "use the unquantized checkpoint"
+        raise config_error("quantization_config.weight_block_size", FP8_BLOCK, problem, fix)
+    shape = tuple(map(_num_blocks, piece.full_shape))
+    source, target = (
+        tuple(slice(part.start // FP8_BLOCK, _num_blocks(part.stop)) for part in region)
+        for region in (piece.source, piece.target)
+    )
+    return Piece(_scale_name(piece), shape, source, target, "scale")
+
+
+def _input_scale(piece: Piece, index: int) -> Piece:
+    one = (slice(0, 1),)
+    return Piece(
+        f"{_module(piece)}.input_scale", (1,), one, (slice(index, index + 1),), "input_scale"
+    )
+
+
+def _scale_name(piece: Piece) -> str:
+    return f"{_module(piece)}.weight_scale"
+
+
+def _module(piece: Piece) -> str:
+    return piece.name.removesuffix(_WEIGHT)
+
+
+def _num_blocks(size: int) -> int:
+    return -(-size // FP8_BLOCK)

@@ -1,0 +1,58 @@
+"""The quantization of a model's matrices, and which of them it covers. models/quantization.py reads
+it from config.json."""
+
+import re
+from dataclasses import dataclass, field
+from typing import Literal, TypeAlias
+
+WeightScales: TypeAlias = Literal["tensor", "channel", "block"]
+"""One scale for a matrix, for each of its rows, or for each block of 128 x 128 values."""
+Activations: TypeAlias = Literal["none", "dynamic", "static"]
+"""Inputs of a product are not quantized, by scales computed for each token, or by one scale from
+the checkpoint."""
+
+
+@dataclass(frozen=True, slots=True)
+class IgnoredModules:
+    """The matrices that a checkpoint leaves unquantized."""
+
+    names: frozenset[str] = frozenset()
+    """Complete names, without .weight."""
+    patterns: tuple[str, ...] = ()
+    """Regular expressions that match the beginning of a name."""
+    paths: tuple[str, ...] = ()
+    """First parts of a name, up to a dot or its end, or its last characters: transformers'
+    modules_to_not_convert."""
+
+    def has(self, module: str) -> bool:
+        """Return True if a matrix is not quantized. module: its name without .weight."""
+        return (
+            module in self.names
+            or any(re.match(pattern, module) for pattern in self.patterns)
+            or any(
+                module == path or module.startswith(f"{path}.") or module.endswith(path)
+                for path in self.paths
+            )
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class WeightQuantization:
+    """Matrices of layers in FP8 (float8_e4m3fn). Embeddings, LM head and other heads are not
+    quantized."""
+
+    scales: WeightScales
+    activations: Activations
+    ignored: IgnoredModules = field(default_factory=IgnoredModules)
+    is_online: bool = False
+    """True if the checkpoint is not quantized: each rank quantizes the rows that it holds, as they
+    arrive. Scales are then those of channels."""
+
+    def covers(self, module: str) -> bool:
+        """Return True if a layer's matrix is quantized. module: its checkpoint name without
+        .weight."""
+        return not self.ignored.has(module)
+
+
+ONLINE = WeightQuantization("channel", "dynamic", is_online=True)
+"""The quantization of an unquantized checkpoint while it is loaded."""

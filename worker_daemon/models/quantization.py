@@ -1,0 +1,173 @@
+"""Reads quantization_config of config.json: compressed-tensors and Hugging Face's fp8.
+
+All functions raise ConfigError, which names field, value and fix. Only what is served exactly is
+accepted.
+"""
+
+import re
+from collections.abc import Sequence
+from typing import Final, Literal
+
+from worker_daemon.layers.quantization import (
+    Activations,
+    IgnoredModules,
+    WeightQuantization,
+    WeightScales,
+)
+from worker_daemon.models.fields import Fields
+from worker_daemon.models.safetensors_file import full_name
+
+_FIELD: Final = "quantization_config"
+_FORMATS: Final = ("float-quantized", "naive-quantized")
+_STRATEGIES: Final[tuple[WeightScales, ...]] = ("tensor", "channel", "block")
+_BLOCK: Final = [128, 128]
+_UNQUANTIZED: Final = "use the unquantized checkpoint"
+_REGEX: Final = "re:"
+_MAX_PATTERNS: Final = 32
+_MAX_PATTERN_CHARS: Final = 256
+_MAX_REPEATS: Final = 3
+"""Repeats in a pattern: the time of a match grows with the length of a name to this power."""
+_GROUP_REPEAT: Final = re.compile(r"\)[*+{]")
+_SPECIAL: Final = frozenset("*+?[](){}|^$\\")
+
+
+def read_quantization(fields: Fields) -> WeightQuantization | None:
+    """Return the quantization that config.json describes; None if it has none."""
+    values = fields.optional_object(_FIELD)
+    if not values:
+        return None
+    config = Fields(values, prefix=f"{_FIELD}.")
+    method = config.text("quant_method")
+    if config.optional_object("kv_cache_scheme"):
+        raise config.error("kv_cache_scheme", "is not supported", _UNQUANTIZED)
+    if method == "compressed-tensors":
+        return _read_compressed(config)
+    if method == "fp8":
+        return _read_fp8(config)
+    fix = "use a checkpoint of compressed-tensors or fp8, or the unquantized one"
+    raise config.error("quant_method", "is not supported", fix)
+
+
+def _read_compressed(config: Fields) -> WeightQuantization:
+    _require_one_of(config, "format", _FORMATS)
+    sparsity = Fields(
+        config.optional_object("sparsity_config") or {}, prefix=f"{_FIELD}.sparsity_config."
+    )
+    if sparsity.text("format", "dense") != "dense":
+        raise sparsity.error("format", "is not supported", _UNQUANTIZED)
+    if config.optional_object("transform_config"):
+        raise config.error("transform_config", "is not supported", _UNQUANTIZED)
+    group = _only_group(config)
+    weights = _scheme(group, "weights")
+    if weights is None:
+        raise group.error("weights", "is missing", "add it to config.json")
+    _require_one_of(weights, "strategy", _STRATEGIES)
+    scales = next(s for s in _STRATEGIES if s == weights.text("strategy"))
+    if weights.flag("dynamic", False):
+        raise weights.error("dynamic", "must be false")
+    if scales == "block" and weights.optional_integers("block_structure") != tuple(_BLOCK):
+        raise weights.error("block_structure", f"must be {_BLOCK}", _UNQUANTIZED)
+    activations = _compressed_activations(_scheme(group, "input_activations"))
+    if scales == "block" and activations == "static":
+        raise weights.error("strategy", "does not go with static activations", _UNQUANTIZED)
+    return WeightQuantization(scales, activations, _compressed_ignored(config))
+
+
+def _only_group(config: Fields) -> Fields:
+    groups = config.optional_object("config_groups") or {}
+    names = list(groups)
+    if len(names) != 1:
+        raise config.error("config_groups", "must have one group", _UNQUANTIZED)
+    values = Fields(groups, prefix=f"{_FIELD}.config_groups.").optional_object(names[0])
+    group = Fields(values or {}, prefix=f"{_FIELD}.config_groups.{names[0]}.")
+    if group.has("format"):
+        _require_one_of(group, "format", _FORMATS)
+    if group.optional_texts("targets") != ["Linear"]:
+        raise group.error("targets", 'must be ["Linear"]', _UNQUANTIZED)
+    if group.optional_object("output_activations"):
+        raise group.error("output_activations", "is not supported", _UNQUANTIZED)
+    return group
+
+
+def _scheme(group: Fields, name: str) -> Fields | None:
+    """Return the scheme of weights or activations, if it is symmetric FP8; None if absent."""
+    values = group.optional_object(name)
+    if values is None:
+        return None
+    scheme = Fields(values, prefix=group.full_name(f"{name}."))
+    if scheme.text("type") != "float":
+        raise scheme.error("type", "is not supported", _UNQUANTIZED)
+    if scheme.integer("num_bits") != 8:
+        raise scheme.error("num_bits", "is not supported", _UNQUANTIZED)
+    if not scheme.flag("symmetric", True):
+        raise scheme.error("symmetric", "must be true", _UNQUANTIZED)
+    if scheme.optional_text("actorder") is not None:
+        raise scheme.error("actorder", "is not supported", _UNQUANTIZED)
+    return scheme
+
+
+def _compressed_activations(scheme: Fields | None) -> Activations:
+    if scheme is None:
+        return "none"
+    if scheme.flag("dynamic", False):
+        _require_one_of(scheme, "strategy", ("token", "tensor", "group"))
+        return "dynamic"
+    _require_one_of(scheme, "strategy", ("tensor",))
+    return "static"
+
+
+def _compressed_ignored(config: Fields) -> IgnoredModules:
+    listed = config.optional_texts("ignore") or []
+    patterns = [text.removeprefix(_REGEX) for text in listed if text.startswith(_REGEX)]
+    if len(patterns) > _MAX_PATTERNS:
+        raise config.error("ignore", f"has more than {_MAX_PATTERNS} patterns", "list names")
+    for pattern in patterns:
+        _check_pattern(config, pattern)
+    names = frozenset(full_name(text) for text in listed if not text.startswith(_REGEX))
+    return IgnoredModules(names=names, patterns=tuple(patterns))
+
+
+def _check_pattern(config: Fields, pattern: str) -> None:
+    """Refuse a pattern that does not compile, or whose match could take very long."""
+    num_repeats = sum(pattern.count(sign) for sign in "*+{")
+    is_slow = num_repeats > _MAX_REPEATS or _GROUP_REPEAT.search(pattern) is not None
+    if is_slow or len(pattern) > _MAX_PATTERN_CHARS:
+        problem = f"has the pattern {pattern!r}, which may take too long to match"
+        raise config.error("ignore", problem, "list the names of the modules")
+    try:
+        re.compile(pattern)
+    except (re.error, RecursionError, OverflowError) as error:
+        problem = f"has {pattern!r}, which is not a regular expression: {error}"
+        raise config.error("ignore", problem, "correct it in config.json") from error
+
+
+def _read_fp8(config: Fields) -> WeightQuantization:
+    if config.text("fmt", "e4m3") not in ("e4m3", "float8_e4m3fn"):
+        raise config.error("fmt", "is not supported", "use a checkpoint in e4m3")
+    if config.optional_texts("modules_to_convert"):
+        raise config.error("modules_to_convert", "is not supported", _UNQUANTIZED)
+    _require_one_of(config, "activation_scheme", ("dynamic", "static"), default="dynamic")
+    activations: Literal["dynamic", "static"] = "dynamic"
+    if config.text("activation_scheme", "dynamic") == "static":
+        activations = "static"
+    block = config.optional_integers("weight_block_size")
+    if block not in (None, tuple(_BLOCK)):
+        raise config.error("weight_block_size", f"must be {_BLOCK} or absent", _UNQUANTIZED)
+    if block is not None and activations == "static":
+        problem = "does not go with weight_block_size"
+        raise config.error("activation_scheme", f"static {problem}", _UNQUANTIZED)
+    field = "modules_to_not_convert" if config.has("modules_to_not_convert") else "ignored_layers"
+    paths = [full_name(path.rstrip(".")) for path in config.optional_texts(field) or []]
+    for path in paths:
+        if not path or _SPECIAL & set(path):
+            raise config.error(field, f"has {path!r}, which is not a name", "list names")
+    scales: WeightScales = "tensor" if block is None else "block"
+    return WeightQuantization(scales, activations, IgnoredModules(paths=tuple(paths)))
+
+
+def _require_one_of(
+    fields: Fields, name: str, allowed: Sequence[str], default: str | None = None
+) -> None:
+    if fields.text(name, default) not in allowed:
+        fix = f"use one of {', '.join(allowed)}, or the unquantized checkpoint"
+        raise fields.error(name, "is not supported", fix)
