@@ -81,6 +81,7 @@ class Checkpoint:
 
     path: Path
     model: transformers.PreTrainedModel
+    least_margin: float = LEAST_MARGIN
     _greedy: dict[tuple[object, ...], list[int]] = field(default_factory=dict)
 
     @property
@@ -165,7 +166,7 @@ class Checkpoint:
             )
         best = torch.cat(output.scores).float().log_softmax(-1).topk(2).values
         margin = (best[:, 0] - best[:, 1]).min().item()
-        if margin < LEAST_MARGIN:
+        if margin < self.least_margin:
             raise NearTie(f"{self.name}: margin {margin:.2g} after {prompt.shape[1]} tokens")
         return output.sequences[0, num_given_ids:].tolist()
 

@@ -75,6 +75,8 @@ def worker_config(
     step_deadline_ms: int = STEP_DEADLINE_MS,
     block_size: int = 4,
     gpu_memory_utilization: float = 0.9,
+    kv_cache_memory_bytes: int | None = None,
+    kv_cache_dtype: str = "auto",
     enable_sleep_mode: bool = False,
     lora: LoraConfig = LoraConfig(),  # noqa: B008  # a value
     logits_processors: tuple[str, ...] = (),
@@ -98,7 +100,12 @@ def worker_config(
             step_deadline_ms=step_deadline_ms,
             logits_processors=logits_processors,
         ),
-        cache=CacheConfig(block_size=block_size, gpu_memory_utilization=gpu_memory_utilization),
+        cache=CacheConfig(
+            block_size=block_size,
+            gpu_memory_utilization=gpu_memory_utilization,
+            kv_cache_memory_bytes=kv_cache_memory_bytes,
+            kv_cache_dtype=kv_cache_dtype,
+        ),
         graph=GraphConfig(),
         lora=lora,
     )

@@ -26,6 +26,8 @@ class LayerSetup:
     """The kernels of the device that the layers will run on."""
     adapters: AdapterLayout | None = None
     """Takes the matrices that LoRA adapters may change; None without adapters."""
+    has_fp8_cache: bool = False
+    """The KV cache is in FP8, so that layers need its scales."""
 
     def parameter(self, name: str, shape: tuple[int, ...], pieces: Iterable[Piece]) -> Parameter:
         """Return a parameter of zeros. Owned by the caller."""
