@@ -109,6 +109,10 @@ class Checkpoint:
             self._greedy[key] = self._generate(ids, max_tokens, ending)
         return self._greedy[key]
 
+    def expected(self, prompt: Sequence[int], max_tokens: int, found: Sequence[int]) -> list[int]:
+        """Return the tokens that `found` must equal: those of greedy, whatever was found."""
+        return self.greedy(prompt, max_tokens)
+
     def biased(
         self, prompt: Sequence[int], max_tokens: int, token_id: int, bias: float
     ) -> list[int]:

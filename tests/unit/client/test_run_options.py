@@ -110,6 +110,10 @@ def test_options_come_from_line_environment_and_file(fakes, directory, run, monk
         (["generate", "--model", "/nonexistent", "--prompt", "a"], "field model"),
         (["generate", "--model", "/tmp"], "field input"),
         (["generate", "--model", "/tmp", "--prompt", "a", "--dtype", "int7"], "field dtype"),
+        (
+            ["generate", "--model", "/tmp", "--prompt", "a", "--kv-cache-dtype", "fp4"],
+            "field kv_cache_dtype",
+        ),
         (["generate", "--model", "/tmp", "--prompt", "a", "--endpoints", "tcp://h:1"], "keys"),
         (
             ["generate", "--model", "/tmp", "--prompt", "a", "--endpoints", "ipc:///a,ipc:///b"],
