@@ -11,6 +11,7 @@ from rpc_schema.base import Count, Name, Positive, Unsigned, Value
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 Quantization = Literal["auto", "fp8"]
+KVCacheDtype = Literal["auto", "fp8"]
 LoadFormat = Literal["auto", "dummy", "sharded_state", "tensorizer"]
 
 FIT_MAX_MODEL_LEN = -1
@@ -99,6 +100,9 @@ class CacheConfig(Value, frozen=True, kw_only=True):
     """Share of the device's total memory that this worker may use."""
     kv_cache_memory_bytes: Unsigned | None = None
     """Overrides the result of profiling; the profile still runs."""
+    kv_cache_dtype: KVCacheDtype = "auto"
+    """auto is the model's dtype; fp8 is float8_e4m3fn with the checkpoint's scales, or 1. Models
+    without a KV cache ignore it."""
 
 
 class GraphConfig(Value, frozen=True, kw_only=True):

@@ -468,8 +468,8 @@ class FinishShardedState(StepRequest[Done], frozen=True, tag=23, kw_only=True):
 class SaveTensorizedModel(
     StepRequest["SaveTensorizedModelReply"], frozen=True, tag=60, kw_only=True
 ):
-    """Save through the tensorizer library, one file for each rank. FinishShardedState ends the save,
-    as for SaveShardedState."""
+    """Save through the tensorizer library, one file for each rank. FinishShardedState ends the
+    save, as for SaveShardedState."""
 
     save: Uid
     """See SaveShardedState."""

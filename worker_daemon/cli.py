@@ -193,6 +193,9 @@ def plan(
     max_num_seqs: Annotated[int, typer.Option(help="requests running at once")] = 256,
     max_num_batched_tokens: Annotated[int, typer.Option(help="tokens in a step")] = 8192,
     block_size: Annotated[int, typer.Option(help="tokens in a KV block")] = 16,
+    kv_cache_dtype: Annotated[
+        str, typer.Option(help="auto: the model's; fp8: half of bfloat16")
+    ] = "auto",
     gpu_memory_utilization: Annotated[float, typer.Option(help="share of the memory")] = 0.9,
     max_loras: Annotated[int, typer.Option(help="LoRA adapters in a step")] = 0,
     max_lora_rank: Annotated[int, typer.Option(help="largest rank of an adapter")] = 16,
@@ -241,7 +244,11 @@ def plan(
             scheduler=SchedulerConfig(
                 max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens
             ),
-            cache=CacheConfig(block_size=block_size, gpu_memory_utilization=gpu_memory_utilization),
+            cache=CacheConfig(
+                block_size=block_size,
+                gpu_memory_utilization=gpu_memory_utilization,
+                kv_cache_dtype=kv_cache_dtype,  # type: ignore[arg-type]  # as dtype above
+            ),
             graph=GraphConfig(),
             lora=LoraConfig(max_loras=max_loras, max_lora_rank=max_lora_rank),
         )

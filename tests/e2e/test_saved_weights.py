@@ -5,8 +5,6 @@ import json
 import os
 import shutil
 import signal
-import sys
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -14,6 +12,7 @@ import pytest
 from rpc_schema.config import ParallelConfig
 from tests.support.checkpoints import decisive_prompts
 from tests.support.command_line import run_client, short_directory
+from tests.support.saving_daemons import saving_daemons
 from tests.support.serving import assert_greedy, connect, generate, greedy_request, worker_config
 from worker_client.errors import (
     IllegalStateError,
@@ -21,29 +20,7 @@ from worker_client.errors import (
     RemoteConfigError,
     WorkerDied,
 )
-from worker_client.launcher import LocalDaemons
 from worker_client.worker_group import WorkerGroup
-
-
-@contextmanager
-def saving_daemons(model_root, *save_roots):
-    """A daemon for each save root; None gives it none."""
-    roots = iter(save_roots)
-
-    def command(endpoint, device, pipe):
-        options = {
-            "--endpoint": endpoint,
-            "--device": device,
-            "--model-root": str(model_root),
-            "--exit-with-parent-fd": str(pipe),
-        }
-        root = next(roots)
-        options |= {"--save-root": str(root)} if root is not None else {}
-        words = [word for option in options.items() for word in option]
-        return [sys.executable, "-m", "worker_daemon", "serve", *words]
-
-    with LocalDaemons(["cpu"] * len(save_roots), model_root, command=command) as daemons:
-        yield daemons
 
 
 @pytest.fixture(scope="module")

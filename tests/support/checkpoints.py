@@ -81,6 +81,7 @@ class Checkpoint:
 
     path: Path
     model: transformers.PreTrainedModel
+    least_margin: float = LEAST_MARGIN
     _greedy: dict[tuple[object, ...], list[int]] = field(default_factory=dict)
 
     @property
@@ -107,6 +108,10 @@ class Checkpoint:
             ending = {"eos_token_id": list(eos), "min_new_tokens": min_tokens} if eos else {}
             self._greedy[key] = self._generate(ids, max_tokens, ending)
         return self._greedy[key]
+
+    def expected(self, prompt: Sequence[int], max_tokens: int, found: Sequence[int]) -> list[int]:
+        """Return the tokens that `found` must equal: those of greedy, whatever was found."""
+        return self.greedy(prompt, max_tokens)
 
     def biased(
         self, prompt: Sequence[int], max_tokens: int, token_id: int, bias: float
@@ -165,7 +170,7 @@ class Checkpoint:
             )
         best = torch.cat(output.scores).float().log_softmax(-1).topk(2).values
         margin = (best[:, 0] - best[:, 1]).min().item()
-        if margin < LEAST_MARGIN:
+        if margin < self.least_margin:
             raise NearTie(f"{self.name}: margin {margin:.2g} after {prompt.shape[1]} tokens")
         return output.sequences[0, num_given_ids:].tolist()
 

@@ -1,4 +1,5 @@
-"""Speeds up Triton's interpreter, for processes that run kernels under it.
+"""Speeds up Triton's interpreter, for processes that run kernels under it, and lets it round to FP8
+as devices do.
 
 At each call of one jit function by another, Triton 3.9 searches all of triton.language again for
 builtins to replace, although the running launch has replaced them already. That takes a third of
@@ -9,7 +10,10 @@ import inspect
 from collections.abc import Callable
 from typing import Protocol
 
+import numpy as np
 import pytest
+import torch
+import triton.language as tl
 from triton.runtime import interpreter
 
 
@@ -55,3 +59,19 @@ def speed_up(patch: pytest.MonkeyPatch) -> None:
     """Apply the speed-up until `patch` is undone, if this Triton has the known function."""
     if hasattr(interpreter, "_LangPatchScope") and hasattr(interpreter, "_patch_lang"):
         patch.setattr(interpreter, "_patch_lang", PatchOnce(interpreter._patch_lang))
+
+
+def round_to_fp8(patch: pytest.MonkeyPatch) -> None:
+    """Let torch round float32 to float8_e4m3fn until `patch` is undone: the interpreter cuts bits
+    off, and a significand that it rounds up does not carry into the exponent."""
+    convert = interpreter._convert_float
+
+    def convert_float(
+        values: np.ndarray, given: tl.dtype, wanted: tl.dtype, rounding_mode: object
+    ) -> np.ndarray:
+        if (given, wanted) != (tl.float32, tl.float8e4nv):
+            return convert(values, given, wanted, rounding_mode)
+        rounded = torch.from_numpy(values.astype(np.float32)).to(torch.float8_e4m3fn)
+        return rounded.view(torch.uint8).numpy()
+
+    patch.setattr(interpreter, "_convert_float", convert_float)

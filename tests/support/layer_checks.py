@@ -16,6 +16,7 @@ from benchmarks.layer_reference import (
     turned,
 )
 from benchmarks.paged_reference import relative_error
+from worker_daemon.contracts.kv_scales import KVScales
 from worker_daemon.contracts.layer_ops import LayerOps, NormedSum
 
 # Relative errors: one rounding of the output, and in fp32 the order of a sum.
@@ -151,8 +152,10 @@ def run_projection(
     step: ProjectedStep,
     kv_cache: torch.Tensor,
     integers: torch.dtype = torch.int64,
+    kv_scales: KVScales | None = None,
 ) -> torch.Tensor:
-    """Return the queries; step.qkv is overwritten. integers: dtype of positions and slots."""
+    """Return the queries; step.qkv is overwritten. integers: dtype of positions and slots.
+    kv_scales: those of a cache in FP8."""
     return ops.rotate_and_store(
         step.qkv,
         step.positions.to(integers),
@@ -161,4 +164,5 @@ def run_projection(
         step.head_norms,
         kv_cache,
         step.slot_mapping.to(integers),
+        kv_scales,
     )

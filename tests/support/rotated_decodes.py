@@ -46,9 +46,8 @@ class RotatedDecode:
         batch = replace(self.batch, kv_cache=self.batch.kv_cache.clone())
         return replace(self, batch=batch, qkv=self.qkv.clone())
 
-    def expected(self, window: int | None) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the output [N, Hq, D] fp64, and the keys of the real tokens [n, Hkv, D],
-        rounded."""
+    def turned_heads(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the queries [N, Hq, D], and the keys of the real tokens [n, Hkv, D], rounded."""
         shape, dtype = self.batch.shape, self.qkv.dtype
         step = ProjectedStep(
             Heads(shape.num_q_heads, shape.num_kv_heads, shape.head_dim),
@@ -60,7 +59,12 @@ class RotatedDecode:
             self.batch.slot_mapping,
         )
         q, k, _ = turned(step)
-        keys = k[: self.batch.num_real_tokens].to(dtype)
+        return q.to(dtype), k[: self.batch.num_real_tokens].to(dtype)
+
+    def expected(self, window: int | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the output [N, Hq, D] fp64, and the keys of the real tokens [n, Hkv, D],
+        rounded."""
+        q, keys = self.turned_heads()
         history = []
         token = 0
         for query_len, both in zip(self.batch.query_lens, self.batch.history, strict=True):
@@ -69,7 +73,7 @@ class RotatedDecode:
                 cached[0, -1] = keys[token]
             token += query_len
             history.append(cached)
-        exact = replace(self.batch, q=q.to(dtype), history=history)
+        exact = replace(self.batch, q=q, history=history)
         return dense_attention(exact, window), keys
 
 

@@ -16,7 +16,7 @@ connect().
 import contextlib
 import os
 import signal
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -76,6 +76,8 @@ def worker_config(
     step_deadline_ms: int = STEP_DEADLINE_MS,
     block_size: int = 4,
     gpu_memory_utilization: float = 0.9,
+    kv_cache_memory_bytes: int | None = None,
+    kv_cache_dtype: str = "auto",
     enable_sleep_mode: bool = False,
     lora: LoraConfig = LoraConfig(),  # noqa: B008  # a value
     logits_processors: tuple[str, ...] = (),
@@ -100,7 +102,12 @@ def worker_config(
             step_deadline_ms=step_deadline_ms,
             logits_processors=logits_processors,
         ),
-        cache=CacheConfig(block_size=block_size, gpu_memory_utilization=gpu_memory_utilization),
+        cache=CacheConfig(
+            block_size=block_size,
+            gpu_memory_utilization=gpu_memory_utilization,
+            kv_cache_memory_bytes=kv_cache_memory_bytes,
+            kv_cache_dtype=kv_cache_dtype,
+        ),
         graph=GraphConfig(),
         lora=lora,
     )
@@ -307,8 +314,17 @@ def greedy_request(
 
 def assert_greedy(run: Run, checkpoint: Checkpoint, requests: Sequence[GenerationRequest]) -> None:
     """Assert that every request ended with the tokens of transformers' generate."""
+    assert_greedy_tokens(run.tokens, checkpoint, requests)
+
+
+def assert_greedy_tokens(
+    tokens: Mapping[str, list[int]], checkpoint: Checkpoint, requests: Sequence[GenerationRequest]
+) -> None:
+    """Assert that these are the requests' tokens of transformers' generate, by their ids."""
     expected = {
-        request.id: checkpoint.greedy(request.prompt_token_ids.tolist(), request.max_tokens)
+        request.id: checkpoint.expected(
+            request.prompt_token_ids.tolist(), request.max_tokens, tokens.get(request.id, [])
+        )
         for request in requests
     }
-    assert run.tokens == expected
+    assert tokens == expected

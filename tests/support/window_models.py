@@ -16,6 +16,7 @@ from tests.support.serving import (
     SHARED_GPU,
     Served,
     assert_greedy,
+    assert_greedy_tokens,
     connect,
     generate,
     greedy_request,
@@ -162,10 +163,7 @@ def check_adoption(served: Served, reference: Checkpoint, seed: int) -> None:
                 if request.id not in known:
                     driver.add_request(request)
     assert num_warm > 0
-    assert tokens == {
-        request.id: reference.greedy(request.prompt_token_ids.tolist(), MAX_TOKENS)
-        for request in requests
-    }
+    assert_greedy_tokens(tokens, reference, requests)
 
 
 def assert_null_where_windows_are(request: AdoptedRequest, groups: Sequence[BlockGroup]) -> None:

@@ -3,7 +3,8 @@ the paged KV cache.
 
 Shapes: N tokens in the step, B sequences, Hq query heads and Hkv KV heads of this rank, D head_dim,
 P positions. A layer's cache is [num_blocks, 2, block_size, Hkv, D], index 0 of dim 1 being K; block
-0 is the null block, which no sequence owns.
+0 is the null block, which no sequence owns. The cache has the model's dtype or, with scales, is in
+FP8 (kv_scales.py).
 """
 
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
+from worker_daemon.contracts.kv_scales import KVScales
 from worker_daemon.contracts.layer_ops import HeadNorms, LayerOps
 
 
@@ -68,6 +70,8 @@ class AttentionLayer:
     """Number of keys that a query sees, its own included; None for all up to its own."""
     norms: HeadNorms | None
     """Applied before the rotation."""
+    kv_scales: KVScales | None = None
+    """The scales of a cache in FP8; None if the cache has the model's dtype."""
 
     def rotate_and_store(self, qkv: Tensor, kv_cache: Tensor, step: AttentionStep) -> Tensor:
         """qkv [N, (Hq + 2 Hkv) D], which may be overwritten -> q [N, Hq, D], as
@@ -80,6 +84,7 @@ class AttentionLayer:
             self.norms,
             kv_cache,
             step.metadata.slot_mapping,
+            self.kv_scales,
         )
 
 

@@ -9,6 +9,8 @@ from typing import Final, Literal, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from worker_daemon.contracts.kv_scales import KVScales
+
 NO_TOKEN: Final = -1
 """Returned instead of a token if one of a row's logits is NaN, or the largest is infinite."""
 
@@ -181,6 +183,7 @@ class LayerOps(Protocol):
         head_norms: HeadNorms | None,
         kv_cache: Tensor,
         slot_mapping: Tensor,
+        kv_scales: KVScales | None = None,
     ) -> Tensor:
         """Norm the q and k heads if asked, rotate them by `rotary_table` (rotary.py), store k and
         v, and return q [N, Hq, D].
@@ -188,5 +191,6 @@ class LayerOps(Protocol):
         qkv [N, (Hq + 2 Hkv) D] may be overwritten, and q may be a view of it. positions [N] is
         integer, rotary_table float32 [P, 2, D / 2]. kv_cache [num_blocks, 2, block_size, Hkv, D] is
         empty if there is none yet; then nothing is stored. slot_mapping [N] is integer: block_id *
-        block_size + offset.
+        block_size + offset. kv_scales: of a kv_cache in FP8, which stores k and v rounded to qkv's
+        dtype, divided by their head's scale in float32, then limited and rounded to FP8.
         """

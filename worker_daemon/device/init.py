@@ -1,9 +1,14 @@
 """Opens a device: its context, numerics and threads."""
 
+from typing import Final
+
 import torch
 
 from worker_daemon.device.threads import Threads
 from worker_daemon.errors import ConfigError, config_error
+
+_FIRST_WITH_FP8: Final = (8, 9)
+"""The first compute capability with conversions from and to float8_e4m3fn."""
 
 
 def open_device(name: str, threads: Threads) -> torch.device:
@@ -70,9 +75,11 @@ def device_name(device: torch.device) -> str:
 
 
 def supports(device: torch.device, dtype: torch.dtype) -> bool:
-    """Return True if the device computes in dtype."""
+    """Return True if the device computes in dtype, or converts it if it is of eight bits."""
     if device.type == "cuda" and dtype is torch.bfloat16:
         return bool(torch.cuda.is_bf16_supported(including_emulation=False))
+    if device.type == "cuda" and dtype is torch.float8_e4m3fn:
+        return torch.cuda.get_device_capability(device) >= _FIRST_WITH_FP8
     return True
 
 

@@ -42,9 +42,10 @@ def load_keys(
     BLOCK_SIZE: tl.constexpr,
     MASKED: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    DTYPE: tl.constexpr,
 ):
-    """Load K and V [BLOCK_N, BLOCK_D] of the keys key_pos; if MASKED, 0 from `end` on. See
-    attend."""
+    """Load K and V [BLOCK_N, BLOCK_D] of the keys key_pos; if MASKED, 0 from `end` on. They are of
+    DTYPE, which has all values of the cache's. See attend."""
     dim = tl.arange(0, BLOCK_D)
     if MASKED:
         block = tl.load(table + key_pos // BLOCK_SIZE, mask=key_pos < end, other=0)
@@ -65,7 +66,7 @@ def load_keys(
     else:
         k = tl.load(key_ptr)
         v = tl.load(value_ptr)
-    return k, v
+    return k.to(DTYPE), v.to(DTYPE)
 
 
 @triton.jit
@@ -135,7 +136,7 @@ def attend(
         key_pos = tl.multiple_of(first, BLOCK_N) + tl.arange(0, BLOCK_N)
         k, v = load_keys(
             keys, table, key_pos, end, cache_block_stride, cache_value_stride, cache_token_stride,
-            HEAD_DIM, BLOCK_SIZE, MASKED, BLOCK_D,
+            HEAD_DIM, BLOCK_SIZE, MASKED, BLOCK_D, q.dtype,
         )  # fmt: skip
         acc, row_sum, row_max = fold(
             q, q_pos, acc, row_sum, row_max, k, v, key_pos, window, score_scale, HAS_WINDOW, MASKED

@@ -6,6 +6,7 @@ dimension.
 
 import torch
 
+from worker_daemon.contracts.kv_scales import KVScales
 from worker_daemon.contracts.layer_ops import AdapterWeights, Fp8Matrix, HeadNorms, NormedSum
 from worker_daemon.kernels.activation import silu_and_mul
 from worker_daemon.kernels.adapted_linear import AdaptedLinear
@@ -151,6 +152,7 @@ class TritonOps:
         head_norms: HeadNorms | None,
         kv_cache: torch.Tensor,
         slot_mapping: torch.Tensor,
+        kv_scales: KVScales | None = None,
     ) -> torch.Tensor:
         """qkv [N, (Hq + 2 Hkv) D] -> q [N, Hq, D], a view of qkv, which is overwritten."""
         return rotate_and_store(
@@ -161,6 +163,7 @@ class TritonOps:
             head_norms,
             kv_cache,
             slot_mapping,
+            kv_scales,
             pdl=self._pdl,
         )
 

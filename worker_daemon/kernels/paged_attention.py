@@ -8,6 +8,7 @@ Letters: N tokens, B sequences, Hq / Hkv query and KV heads, G = Hq / Hkv, D hea
 import torch
 
 from worker_daemon.contracts.attention import AttentionLayer, AttentionMetadata, AttentionStep
+from worker_daemon.contracts.kv_scales import FP8, KVScales
 from worker_daemon.kernels.launch import has_dependent_launch
 from worker_daemon.kernels.paged_decode import launch_decode, plan_decode, rotate_and_attend
 from worker_daemon.kernels.paged_prefill import launch_prefill
@@ -37,6 +38,7 @@ class TritonAttention:
             metadata,
             scale=layer.scale,
             window=layer.window,
+            kv_scales=layer.kv_scales,
             limits=self._limits,
             pdl=self._pdl,
         )
@@ -62,6 +64,7 @@ class TritonAttention:
             layer.norms,
             scale=layer.scale,
             window=layer.window,
+            kv_scales=layer.kv_scales,
             limits=self._limits,
             pdl=self._pdl,
         )
@@ -74,6 +77,7 @@ def paged_attention(
     *,
     scale: float,
     window: int | None,
+    kv_scales: KVScales | None = None,
     out: torch.Tensor | None = None,
     limits: DeviceLimits | None = None,
     tile: Tile | None = None,
@@ -91,10 +95,12 @@ def paged_attention(
     Args:
         q: [N, Hq, D] fp32, bf16 or fp16, the last dimension contiguous. D is a multiple of 8 up to
             256, G any integer up to the rows of a tile.
-        kv_cache: [num_blocks, 2, block_size, Hkv, D], dtype of q; [:, 0] is K and [:, 1] is V.
+        kv_cache: [num_blocks, 2, block_size, Hkv, D], dtype of q or, with kv_scales, FP8; [:, 0] is
+            K and [:, 1] is V.
         batch: the sequences; their real tokens are the first of the N.
         scale: factor of the scores, > 0.
         window: keys a query sees, itself included; None = all.
+        kv_scales: the scales of a cache in FP8, with D a multiple of 16.
         out: [N, Hq, D], dtype of q; allocated when None. Rows past the last real token become 0.
         limits: the device's; looked up when None.
         tile: overrides the choice of tile.
@@ -105,7 +111,8 @@ def paged_attention(
     Returns:
         out.
     """
-    assert q.dtype == kv_cache.dtype
+    scales = None if kv_scales is None else kv_scales.values
+    assert kv_cache.dtype == (q.dtype if scales is None else FP8)
     assert q.stride(2) == kv_cache.stride(4) == batch.block_table.stride(1) == 1
     assert q.shape[1] % kv_cache.shape[3] == 0
     assert scale > 0
@@ -116,12 +123,14 @@ def paged_attention(
     limits = DeviceLimits.of(q.device) if limits is None else limits
     if batch.max_query_len == 1:
         plan = plan_decode(q, kv_cache, batch, window, limits, tile, num_splits)
-        launch_decode(out, q, kv_cache, batch, None, None, scale, window, plan, workspace, pdl)
+        launch_decode(
+            out, q, kv_cache, scales, batch, None, None, scale, window, plan, workspace, pdl
+        )
     else:
         num_kv_heads = kv_cache.shape[3]
         group_size = q.shape[1] // num_kv_heads
         tile = tile or prefill_tile(
             q.shape[0], batch.num_seqs, num_kv_heads, group_size, q.shape[2], q.dtype, limits
         )
-        launch_prefill(out, q, kv_cache, batch, scale, window, tile, pdl)
+        launch_prefill(out, q, kv_cache, scales, batch, scale, window, tile, pdl)
     return out

@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 
 from worker_daemon.contracts.attention import AttentionMetadata, AttentionStep
+from worker_daemon.contracts.kv_scales import FP8, KVScales
 from worker_daemon.contracts.layer_ops import HeadNorms
 from worker_daemon.kernels.attention_tiles import (
     NO_SCORE,
@@ -30,6 +31,7 @@ from worker_daemon.kernels.attention_tiles import (
     load_keys,
 )
 from worker_daemon.kernels.compile_ahead import launched
+from worker_daemon.kernels.fp8 import head_scales, quantize
 from worker_daemon.kernels.head_rotation import load_angles, load_gains, load_pairs, turn
 from worker_daemon.kernels.launch import await_previous, launch_options, start_next
 from worker_daemon.kernels.prefetch import prefetch
@@ -55,6 +57,7 @@ def rotate_and_attend(
     *,
     scale: float,
     window: int | None,
+    kv_scales: KVScales | None = None,
     out: torch.Tensor | None = None,
     limits: DeviceLimits | None = None,
     tile: Tile | None = None,
@@ -73,14 +76,15 @@ def rotate_and_attend(
         kv_cache: as in paged_attention, not empty.
         step: a slot below 0 is not stored.
         head_norms: as in rope_store.rotate_and_store.
-        scale, window, out, limits, tile, num_splits, pdl: as in paged_attention.
+        scale, window, kv_scales, out, limits, tile, num_splits, pdl: as in paged_attention.
 
     Returns:
         [N, Hq, D], 0 in the rows past the last real token.
     """
     batch = step.metadata
     num_kv_heads, head_dim = kv_cache.shape[3:]
-    assert qkv.dtype == kv_cache.dtype
+    scales = None if kv_scales is None else kv_scales.values
+    assert kv_cache.dtype == (qkv.dtype if scales is None else FP8)
     assert qkv.is_contiguous() and step.rotary_table.is_contiguous()
     assert 2 * step.rotary_table.shape[2] == head_dim
     assert kv_cache.stride(4) == batch.block_table.stride(1) == 1
@@ -93,7 +97,7 @@ def rotate_and_attend(
         return out
     limits = DeviceLimits.of(q.device) if limits is None else limits
     plan = plan_decode(q, kv_cache, batch, window, limits, tile, num_splits)
-    launch_decode(out, q, kv_cache, batch, step, head_norms, scale, window, plan, None, pdl)
+    launch_decode(out, q, kv_cache, scales, batch, step, head_norms, scale, window, plan, None, pdl)
     return out
 
 
@@ -143,6 +147,7 @@ def launch_decode(
     out: torch.Tensor,
     q: torch.Tensor,
     kv_cache: torch.Tensor,
+    scales: torch.Tensor | None,
     batch: AttentionMetadata,
     step: AttentionStep | None,
     head_norms: HeadNorms | None,
@@ -152,7 +157,8 @@ def launch_decode(
     workspace: torch.Tensor | None,
     pdl: bool,
 ) -> None:
-    """Launch one program per (KV head, sequence, split); a second kernel merges splits.
+    """Launch one program per (KV head, sequence, split); a second kernel merges splits. scales:
+    those of a cache in FP8.
 
     step: q is the start of a projection that must still be rotated and stored, with head_norms;
     None = already rotated and stored."""
@@ -176,6 +182,7 @@ def launch_decode(
         partial_lse,
         q,
         kv_cache,
+        scales,
         batch.block_table,
         batch.seq_rows,
         batch.query_start_loc,
@@ -309,6 +316,8 @@ def _turn_and_store(
     turning,
     eps,
     keys,
+    key_scale,
+    value_scale,
     slot,
     is_storing,
     cache_block_stride,
@@ -322,8 +331,8 @@ def _turn_and_store(
     BLOCK_D: tl.constexpr,
 ):
     """Return a token's heads for attention, rounded: the queries [BLOCK_M, BLOCK_D], the key in
-    every row of [BLOCK_M, BLOCK_D], the value [BLOCK_D]. If is_storing and slot >= 0, key and value
-    go to the cache too.
+    every row of [BLOCK_M, BLOCK_D], the value [BLOCK_D], both as the cache has them. If is_storing
+    and slot >= 0, they go to the cache too.
 
     heads points at the token's projection, of which q_head [BLOCK_M] are the queries, k_head is the
     key, and the value lies NUM_KV_HEADS behind it. inside masks the queries; keys points at the KV
@@ -342,13 +351,17 @@ def _turn_and_store(
     queries = turn(q_own, q_partner, q_gain, q_partner_gain, eps, cos, sin, NORMED, HEAD_DIM)
     key = turn(k_own, k_partner, k_gain, k_partner_gain, eps, cos, sin, NORMED, HEAD_DIM)
     key = key.to(dtype)
+    if keys.dtype.element_ty == tl.float8e4nv:
+        stored_key, stored_value = quantize(key, key_scale), quantize(value, value_scale)
+    else:
+        stored_key, stored_value = key, value
     place = keys + (slot // BLOCK_SIZE) * cache_block_stride
     place += (slot % BLOCK_SIZE) * cache_token_stride
     if is_storing & (slot >= 0):
         once = every_row & (row == 0)[:, None]
-        tl.store(place + (row * 0)[:, None] + dim[None, :], key, mask=once)
-        tl.store(place + cache_value_stride + dim, value, mask=in_head)
-    return queries.to(dtype), key, value
+        tl.store(place + (row * 0)[:, None] + dim[None, :], stored_key, mask=once)
+        tl.store(place + cache_value_stride + dim, stored_value, mask=in_head)
+    return queries.to(dtype), stored_key.to(dtype), stored_value.to(dtype)
 
 
 @triton.jit
@@ -395,6 +408,7 @@ def _decode_kernel(
     partial_lse,
     q,
     kv_cache,
+    kv_scales,
     block_table,
     seq_rows,
     query_start_loc,
@@ -442,8 +456,7 @@ def _decode_kernel(
     """
     start_next(PDL)
     # Heads vary fastest: those of one sequence run together and share its blocks' pages.
-    kv_head = tl.program_id(0)
-    split = tl.program_id(2)
+    kv_head, split = tl.program_id(0), tl.program_id(2)
     seq, token, next_token, table_row, num_keys = _find_decode(
         tl.program_id(1), num_seqs, query_start_loc, seq_rows, seq_lens, seq_order
     )
@@ -453,10 +466,11 @@ def _decode_kernel(
     inside = (row < GROUP)[:, None] & (dim < HEAD_DIM)[None, :]
     table = block_table + table_row * table_stride
     keys = kv_cache + kv_head * cache_head_stride
+    key_scale, value_scale = head_scales(kv_scales, kv_head, NUM_Q_HEADS // GROUP)
+    score_scale *= key_scale
     if ROTATES:
         # For the cached keys, treat the query as if at the position of the last one.
-        num_keys -= 1
-        window -= 1
+        num_keys, window = num_keys - 1, window - 1
     start, end = _keys_of_split(num_keys, window, split, num_splits, HAS_WINDOW, BLOCK_N)
     unheld = start
     if HOLDS:
@@ -464,7 +478,7 @@ def _decode_kernel(
         held_pos = start + tl.arange(0, BLOCK_N)
         held_k, held_v = load_keys(
             keys, table, held_pos, end, cache_block_stride, cache_value_stride, cache_token_stride,
-            HEAD_DIM, BLOCK_SIZE, True, BLOCK_D,
+            HEAD_DIM, BLOCK_SIZE, True, BLOCK_D, q.dtype.element_ty,
         )  # fmt: skip
         unheld += BLOCK_N
     if LANES != "":
@@ -493,7 +507,7 @@ def _decode_kernel(
         has_newest = split == num_splits - 1
         queries, key, value = _turn_and_store(
             heads, head, inside, NUM_Q_HEADS + kv_head, q_head_stride, turning, eps,
-            keys, tl.load(slot_mapping + token).to(tl.int64), has_newest,
+            keys, key_scale, value_scale, tl.load(slot_mapping + token).to(tl.int64), has_newest,
             cache_block_stride, cache_value_stride, cache_token_stride,
             NUM_Q_HEADS // GROUP, NORMED, HEAD_DIM, BLOCK_SIZE, BLOCK_M, BLOCK_D,
         )  # fmt: skip
@@ -515,7 +529,7 @@ def _decode_kernel(
         HEAD_DIM, BLOCK_SIZE, HAS_WINDOW, True, BLOCK_N, BLOCK_D,
     )  # fmt: skip
     divisor = tl.where(row_sum == 0.0, 1.0, row_sum)
-    result = acc / divisor[:, None]
+    result = acc / divisor[:, None] * value_scale
     if SPLIT:
         _store_partial(
             partial_out, partial_lse, (token * NUM_Q_HEADS + head) * num_splits + split,

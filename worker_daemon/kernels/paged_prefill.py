@@ -21,6 +21,7 @@ from worker_daemon.kernels.attention_tiles import (
     attend_to_none,
 )
 from worker_daemon.kernels.compile_ahead import launched
+from worker_daemon.kernels.fp8 import head_scales
 from worker_daemon.kernels.launch import await_previous, launch_options, start_next
 from worker_daemon.kernels.tiles import Tile, padded_head_dim
 
@@ -29,13 +30,14 @@ def launch_prefill(
     out: torch.Tensor,
     q: torch.Tensor,
     kv_cache: torch.Tensor,
+    scales: torch.Tensor | None,
     batch: AttentionMetadata,
     scale: float,
     window: int | None,
     tile: Tile,
     pdl: bool,
 ) -> None:
-    """Launch one program per (block of query tokens, KV head).
+    """Launch one program per (block of query tokens, KV head). scales: those of a cache in FP8.
 
     Sequence s owns the blocks from query_start_loc[s] // BLOCK_Q + s on, which are at least as many
     as it needs. There are N // BLOCK_Q + B + 1 blocks in total (the last for padding rows), so the
@@ -50,6 +52,7 @@ def launch_prefill(
         out,
         q,
         kv_cache,
+        scales,
         batch.block_table,
         batch.seq_rows,
         batch.query_start_loc,
@@ -101,6 +104,7 @@ def _prefill_kernel(
     out,
     q,
     kv_cache,
+    kv_scales,
     block_table,
     seq_rows,
     query_start_loc,
@@ -159,6 +163,8 @@ def _prefill_kernel(
     first_pos = seq_len - query_len + first_query
     end = tl.minimum(first_pos + BLOCK_Q, seq_len)
     keys = kv_cache + kv_head * cache_head_stride
+    key_scale, value_scale = head_scales(kv_scales, kv_head, tl.num_programs(1))
+    score_scale *= key_scale
     table = block_table + tl.load(seq_rows + seq).to(tl.int64) * table_stride
     if HAS_WINDOW:
         masked_from = tl.maximum(first_pos - window + 1, 0) // BLOCK_N * BLOCK_N
@@ -177,5 +183,5 @@ def _prefill_kernel(
         cache_block_stride, cache_value_stride, cache_token_stride,
         HEAD_DIM, BLOCK_SIZE, HAS_WINDOW, True, BLOCK_N, BLOCK_D,
     )  # fmt: skip
-    result = acc / tl.where(row_sum == 0.0, 1.0, row_sum)[:, None]
+    result = acc / tl.where(row_sum == 0.0, 1.0, row_sum)[:, None] * value_scale
     tl.store(out_ptr, result.to(out.dtype.element_ty), mask=inside)

@@ -12,8 +12,10 @@ import torch
 import triton
 import triton.language as tl
 
+from worker_daemon.contracts.kv_scales import FP8, KVScales
 from worker_daemon.contracts.layer_ops import HeadNorms
 from worker_daemon.kernels.compile_ahead import launched
+from worker_daemon.kernels.fp8 import quantize
 from worker_daemon.kernels.launch import await_previous, launch_options, start_next
 
 _TILE_ELEMENTS = 1024
@@ -31,11 +33,12 @@ def rotate_and_store(
     head_norms: HeadNorms | None,
     kv_cache: torch.Tensor,
     slot_mapping: torch.Tensor,
+    kv_scales: KVScales | None = None,
     *,
     pdl: bool = False,
 ) -> torch.Tensor:
     """Normalize the q and k heads if given norms, rotate them, and store k and v. Each value is
-    rounded once.
+    rounded once, and those that are stored in FP8 once more.
 
     The queries are overwritten in qkv. The rotation pairs element i of a head with
     element i + D / 2 (the form of Su et al., 2021, that checkpoints of the Llama family use).
@@ -46,9 +49,10 @@ def rotate_and_store(
         rotary_table: [P, 2, D / 2] fp32: cos, then sin.
         num_kv_heads: Hkv.
         head_norms: the norm of each head over its D elements, of the dtype of qkv; or None.
-        kv_cache: [num_blocks, 2, block_size, Hkv, D], dtype of qkv, the last dimension contiguous;
-            empty = nothing is stored.
+        kv_cache: [num_blocks, 2, block_size, Hkv, D], dtype of qkv or, with kv_scales, FP8; the
+            last dimension contiguous; empty = nothing is stored.
         slot_mapping: [N] int32 or int64: block_id * block_size + offset; negative = not stored.
+        kv_scales: the scales of a cache in FP8.
         pdl: launch as a dependent of the previous kernel (see launch.py).
 
     Returns:
@@ -67,7 +71,8 @@ def rotate_and_store(
     is_stored = kv_cache.numel() > 0
     cache_strides = kv_cache.stride() if is_stored else (0, 0, 0, 0, 1)
     assert cache_strides[4] == 1
-    assert kv_cache.dtype == qkv.dtype
+    scales = kv_scales.values if kv_scales is not None and is_stored else None
+    assert kv_cache.dtype == (qkv.dtype if scales is None else FP8)
     norm_weights, eps = (head_norms.weight, head_norms.eps) if head_norms else (qkv, 0.0)
     assert norm_weights.is_contiguous()
     block_half = triton.next_power_of_2(half)
@@ -78,6 +83,7 @@ def rotate_and_store(
         rotary_table,
         norm_weights,
         kv_cache,
+        scales,
         slot_mapping,
         eps,
         BLOCK_STRIDE=cache_strides[0],
@@ -135,6 +141,7 @@ def _rotate_and_store_kernel(
     rotary_table,
     norm_weights,
     kv_cache,
+    kv_scales,
     slot_mapping,
     eps,
     BLOCK_STRIDE: tl.constexpr,
@@ -191,13 +198,21 @@ def _rotate_and_store_kernel(
     tl.store(source, turned_first, mask=is_query)
     tl.store(source + HALF, turned_second, mask=is_query)
     if STORED:
-        is_value = (head >= NUM_Q_HEADS + NUM_KV_HEADS)[:, None]
+        kv_head = head - NUM_Q_HEADS
+        is_value = (kv_head >= NUM_KV_HEADS)[:, None]
+        stored_first = tl.where(is_value, raw_first, turned_first)
+        stored_second = tl.where(is_value, raw_second, turned_second)
+        if kv_scales is not None:
+            is_stored = (kv_head >= 0) & (kv_head < 2 * NUM_KV_HEADS)
+            divisor = tl.load(kv_scales + kv_head, mask=is_stored, other=1.0)[:, None]
+            stored_first = quantize(stored_first, divisor)
+            stored_second = quantize(stored_second, divisor)
         _store(
             kv_cache,
             slot,
-            tl.where(is_value, raw_first, turned_first),
-            tl.where(is_value, raw_second, turned_second),
-            head - NUM_Q_HEADS,
+            stored_first,
+            stored_second,
+            kv_head,
             dim,
             BLOCK_STRIDE,
             VALUE_STRIDE,

@@ -17,6 +17,7 @@ from worker_daemon.contracts.attention import (
     AttentionStep,
 )
 from worker_daemon.distributed.tp import TensorParallel
+from worker_daemon.layers.kv_scales import HeadScales
 from worker_daemon.layers.linear import (
     ColumnParallelLinear,
     RowParallelLinear,
@@ -95,11 +96,12 @@ class AttentionBlock:
         """prefix: the checkpoint's name of the layer."""
         name, heads, hidden_size = f"{prefix}.self_attn", spec.heads, setup.hidden_size
         num_kv_heads = max(1, heads.num_key_value_heads // setup.tp.size)
+        first_kv_head = setup.tp.rank * heads.num_key_value_heads // setup.tp.size
         self.kv_spec = KVLayerSpec(name, num_kv_heads, heads.head_dim, spec.sliding_window)
         self._norm = RMSNorm(prefix, spec.norm, setup)
         self._qkv = ColumnParallelLinear(
             f"{name}.qkv_proj",
-            _qkv_shards(name, heads, num_kv_heads, setup.tp),
+            _qkv_shards(name, heads, first_kv_head, num_kv_heads, setup.tp),
             hidden_size,
             setup,
             bias=spec.qkv_bias,
@@ -109,8 +111,19 @@ class AttentionBlock:
             if spec.head_norm_eps is None
             else QueryKeyNorm(name, heads.head_dim, spec.head_norm_eps, setup)
         )
+        self.kv_scales = (
+            HeadScales(name, heads.num_key_value_heads, first_kv_head, num_kv_heads, setup)
+            if setup.has_fp8_cache
+            else None
+        )
+        """None if the cache has the model's dtype."""
         self._layer = AttentionLayer(
-            setup.ops, num_kv_heads, heads.head_dim**-0.5, spec.sliding_window, self._head_norm
+            setup.ops,
+            num_kv_heads,
+            heads.head_dim**-0.5,
+            spec.sliding_window,
+            self._head_norm,
+            self.kv_scales,
         )
         self._out = RowParallelLinear(
             f"{name}.o_proj",
@@ -144,9 +157,8 @@ class AttentionBlock:
 
 
 def _qkv_shards(
-    prefix: str, heads: HeadSizes, num_kv_heads: int, tp: TensorParallel
+    prefix: str, heads: HeadSizes, first_kv_head: int, num_kv_heads: int, tp: TensorParallel
 ) -> list[RowShard]:
-    first_kv_head = tp.rank * heads.num_key_value_heads // tp.size
     total, start, rows = (
         count * heads.head_dim for count in (heads.num_key_value_heads, first_kv_head, num_kv_heads)
     )

@@ -30,7 +30,9 @@ from worker_daemon.contracts.attention import (
     AttentionMetadata,
     AttentionStep,
 )
+from worker_daemon.contracts.kv_scales import FP8, KVScales
 from worker_daemon.device.pinned import upload
+from worker_daemon.layers.fp8_cache import dequantize
 
 PLAN_TOKENS = (1024, 2048, 4096, 8192, 16384)
 """Ascending powers of two. The warm-up runs all of these sizes, so it makes every plan that a step
@@ -81,7 +83,7 @@ class PromptAttention:
         split = self._split(metadata, kv_cache.shape[2])
         if not split.heads:
             return self._paged.attend(q, kv_cache, layer, metadata)
-        heads = [self._attend_head(q, kv_cache, head, layer.scale) for head in split.heads]
+        heads = [self._attend_head(q, kv_cache, head, layer) for head in split.heads]
         gaps = self._attend_gaps(q, kv_cache, layer, split)
         ordered = [gaps[0]]
         for head, gap in zip(heads, gaps[1:], strict=True):
@@ -102,11 +104,16 @@ class PromptAttention:
             self._last = metadata, _split_step(metadata, block_size)
         return self._last[1]
 
-    def _attend_head(self, q: Tensor, kv_cache: Tensor, head: "_Head", scale: float) -> Tensor:
+    def _attend_head(
+        self, q: Tensor, kv_cache: Tensor, head: "_Head", layer: AttentionLayer
+    ) -> Tensor:
         """Return the attention output of a head, [length, Hq, D]."""
-        keys, values = _gather(kv_cache, head)
+        if layer.kv_scales is None:
+            keys, values = _gather(kv_cache, head)
+        else:
+            keys, values = _gather_fp8(kv_cache, head, layer.kv_scales, q.dtype)
         queries = _queries(q, head)
-        out = self._whole(_one_batch(queries), _one_batch(keys), _one_batch(values), scale)
+        out = self._whole(_one_batch(queries), _one_batch(keys), _one_batch(values), layer.scale)
         return out.squeeze(0).transpose(0, 1)[: head.length]
 
     def _attend_gaps(
@@ -245,6 +252,20 @@ def _gather(kv_cache: Tensor, head: _Head) -> tuple[Tensor, Tensor]:
     if head.length < head.num_planned:
         both[:, head.length :].zero_()
     return both[0], both[1]
+
+
+def _gather_fp8(
+    kv_cache: Tensor, head: _Head, scales: KVScales, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Return the keys and values of a cache in FP8 as _gather does, times their scales, in
+    dtype."""
+    # Not all of torch's operations take FP8, but all take bytes, and zero is the same in both.
+    stored = _gather(kv_cache.view(torch.uint8), head)
+    keys, values = (
+        dequantize(half.view(FP8), scale).to(dtype)
+        for half, scale in zip(stored, scales.values, strict=True)
+    )
+    return keys, values
 
 
 def _queries(q: Tensor, head: _Head) -> Tensor:

@@ -34,6 +34,8 @@ class LayerSetup:
     """Takes the matrices that LoRA adapters may change; None without adapters."""
     quantization: WeightQuantization | None = None
     """None: all matrices are in `dtype`."""
+    has_fp8_cache: bool = False
+    """The KV cache is in FP8, so that layers need its scales."""
 
     def parameter(self, name: str, shape: tuple[int, ...], pieces: Iterable[Piece]) -> Parameter:
         """Return a parameter of zeros. Owned by the caller."""

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from worker_daemon.contracts.attention import AttentionLayer, AttentionMetadata, AttentionStep
+from worker_daemon.layers.fp8_cache import dequantize
 
 
 class TorchPagedAttention:
@@ -27,9 +28,7 @@ class TorchPagedAttention:
             start += query_len
             if query_len:
                 blocks = metadata.block_table[metadata.seq_rows[seq]]
-                out[tokens] = _attend(
-                    q[tokens], kv_cache, blocks, seq_len, layer.scale, layer.window
-                )
+                out[tokens] = _attend(q[tokens], kv_cache, blocks, seq_len, layer)
         return out
 
     def rotate_and_attend(
@@ -40,10 +39,11 @@ class TorchPagedAttention:
 
 
 def _attend(
-    q: Tensor, kv_cache: Tensor, blocks: Tensor, seq_len: int, scale: float, window: int | None
+    q: Tensor, kv_cache: Tensor, blocks: Tensor, seq_len: int, layer: AttentionLayer
 ) -> Tensor:
-    """q [L, Hq, D] at positions seq_len - L to seq_len - 1 -> [L, Hq, D]."""
-    query_len = q.shape[0]
+    """q [L, Hq, D] at positions seq_len - L to seq_len - 1 -> [L, Hq, D], in float32 if the cache
+    is in FP8."""
+    query_len, window = q.shape[0], layer.window
     first_position = seq_len - query_len
     first_block = 0
     block_size = kv_cache.shape[2]
@@ -52,8 +52,12 @@ def _attend(
     first_key = first_block * block_size
     num_keys = seq_len - first_key
     pages = kv_cache[blocks[first_block : -(-seq_len // block_size)]]
+    keys, values = pages.unbind(1)
+    if layer.kv_scales is not None:
+        of_keys, of_values = layer.kv_scales.values
+        q, keys, values = q.float(), dequantize(keys, of_keys), dequantize(values, of_values)
     keys, values = (
-        pages[:, which].flatten(0, 1)[:num_keys].transpose(0, 1).unsqueeze(0) for which in (0, 1)
+        half.flatten(0, 1)[:num_keys].transpose(0, 1).unsqueeze(0) for half in (keys, values)
     )
     is_causal = query_len == num_keys > 1 and window is None
     mask = None
@@ -65,7 +69,7 @@ def _attend(
         values,
         attn_mask=mask,
         is_causal=is_causal,
-        scale=scale,
+        scale=layer.scale,
         enable_gqa=q.shape[1] != keys.shape[1],
     )
     return out.squeeze(0).transpose(0, 1)

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from worker_daemon.contracts.kv_scales import KVScales
 from worker_daemon.contracts.layer_ops import (
     NO_TOKEN,
     AdapterWeights,
@@ -11,6 +12,7 @@ from worker_daemon.contracts.layer_ops import (
     HeadNorms,
     NormedSum,
 )
+from worker_daemon.layers.fp8_cache import quantize
 from worker_daemon.layers.rotary import rotate
 
 
@@ -117,6 +119,7 @@ class TorchOps:
         head_norms: HeadNorms | None,
         kv_cache: Tensor,
         slot_mapping: Tensor,
+        kv_scales: KVScales | None = None,
     ) -> Tensor:
         head_dim = 2 * rotary_table.shape[2]
         num_heads = qkv.shape[1] // head_dim
@@ -129,7 +132,11 @@ class TorchOps:
             k = self.rms_norm(k, k_weight, head_norms.eps)
         cos, sin = rotary_table[positions].unsqueeze(2).unbind(1)
         if kv_cache.numel():
-            _write_kv(rotate(k, cos, sin), v, kv_cache, slot_mapping)
+            k = rotate(k, cos, sin)
+            if kv_scales is not None:
+                of_keys, of_values = kv_scales.values
+                k, v = quantize(k, of_keys), quantize(v, of_values)
+            _write_kv(k, v, kv_cache, slot_mapping)
         return rotate(q, cos, sin)
 
 

@@ -6,7 +6,7 @@ addition, both between layers and between stages, so that a split model computes
 bits.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -30,6 +30,7 @@ from worker_daemon.layers.encoder import (
     EncoderLayer,
     EncoderMLPSpec,
 )
+from worker_daemon.layers.kv_scales import HeadScales
 from worker_daemon.layers.mlp import MLPBlock, MLPSpec
 from worker_daemon.layers.norm import RMSNorm
 from worker_daemon.layers.parameter import Parameter, TensorSpec
@@ -57,6 +58,10 @@ class DecoderLayer:
     @property
     def kv_spec(self) -> KVLayerSpec:
         return self._attention.kv_spec
+
+    @property
+    def kv_scales(self) -> HeadScales | None:
+        return self._attention.kv_scales
 
     def forward(
         self,
@@ -125,7 +130,7 @@ class DecoderStage:
         self._layers = layers
         self._kinds = kinds
         self.rotary = rotary
-        """The only device tensor that is not a parameter; may be replaced with an equal one."""
+        """A device tensor that is not a parameter; may be replaced with an equal one."""
         self._start = start
         self._end = end
         self._attention = attention
@@ -234,11 +239,11 @@ class DecoderStage:
 
     def checkpoint_views(self) -> dict[str, Tensor]:
         """Return checkpoint name -> this rank's region of that tensor, a view of the parameter."""
-        return {
-            piece.name: parameter.data[piece.target]
-            for parameter in self.parameters()
-            for piece in parameter.pieces
-        }
+        return _views(self.parameters())
+
+    def scale_views(self) -> dict[str, Tensor]:
+        """Return name -> this rank's KV scales of that name, a view: saved sets have them too."""
+        return _views(each.parameter for each in self.kv_scales)
 
     def loaded_names(self) -> frozenset[str]:
         """Return the names of the checkpoint tensors that this rank reads."""
@@ -278,9 +283,24 @@ class DecoderStage:
         return tuple(layer.kv_spec for layer in self._layers if layer.kv_spec is not None)
 
     @property
+    def kv_scales(self) -> tuple[HeadScales, ...]:
+        """The scales of the local layers' caches, in the layers' order; none unless the cache is in
+        FP8. Like the rotary table they are buffers, not parameters."""
+        found = [layer.kv_scales for layer in self._layers if isinstance(layer, DecoderLayer)]
+        return tuple(scales for scales in found if scales is not None)
+
+    @property
     def num_layers(self) -> int:
         """Local layers."""
         return len(self._layers)
+
+
+def _views(parameters: Iterable[Parameter]) -> dict[str, Tensor]:
+    return {
+        piece.name: parameter.data[piece.target]
+        for parameter in parameters
+        for piece in parameter.pieces
+    }
 
 
 def build_stage(
@@ -295,16 +315,21 @@ def build_stage(
     attention: AttentionBackend,
     ops: LayerOps,
     adapters: AdapterLayout | None = None,
+    *,
+    has_fp8_cache: bool = False,
 ) -> DecoderStage:
     """Return a stage with zero weights. The partition must have passed `check_partition`.
-    adapters: an empty layout, which takes the matrices that adapters may change. Raises ConfigError
-    if the quantization does not fit merged matrices, or this rank's parts.
+    adapters: an empty layout, which takes the matrices that adapters may change. has_fp8_cache: its
+    layers get scales for a KV cache in FP8. Raises ConfigError if the quantization does not fit
+    merged matrices, or this rank's parts.
 
     max_model_len (tokens) is the length of the rotary table: positions must be smaller. With tied
     embeddings a last stage that is not the first holds its own copy of the embedding, if the model
     generates.
     """
-    setup = LayerSetup(config.hidden_size, tp, dtype, device, ops, adapters, config.quantization)
+    setup = LayerSetup(
+        config.hidden_size, tp, dtype, device, ops, adapters, config.quantization, has_fp8_cache
+    )
     embedding, start, end = None, None, None
     is_tied = config.tie_word_embeddings and config.generates
     if is_first or (is_last and is_tied):

@@ -38,14 +38,24 @@ def read_quantization(fields: Fields) -> WeightQuantization | None:
         return None
     config = Fields(values, prefix=f"{_FIELD}.")
     method = config.text("quant_method")
-    if config.optional_object("kv_cache_scheme"):
-        raise config.error("kv_cache_scheme", "is not supported", _UNQUANTIZED)
+    _check_kv_cache_scheme(config)
     if method == "compressed-tensors":
         return _read_compressed(config)
     if method == "fp8":
         return _read_fp8(config)
     fix = "use a checkpoint of compressed-tensors or fp8, or the unquantized one"
     raise config.error("quant_method", "is not supported", fix)
+
+
+def _check_kv_cache_scheme(config: Fields) -> None:
+    """Refuse scales of a KV cache that layers/kv_scales.py does not read. They are used with
+    kv_cache_dtype fp8 alone."""
+    scheme = _scheme(config, "kv_cache_scheme")
+    if scheme is None:
+        return
+    if scheme.flag("dynamic", False):
+        raise scheme.error("dynamic", "must be false", _UNQUANTIZED)
+    _require_one_of(scheme, "strategy", ("tensor", "attn_head"))
 
 
 def _read_compressed(config: Fields) -> WeightQuantization:

@@ -218,8 +218,10 @@ def load_saved(
     verify: bool,
     load_file: LoadFile | None = None,
     observer: WriteObserver | None = None,
+    buffers: Sequence[Parameter] = (),
 ) -> LoadReport:
-    """Fill the parameters of this rank from its own files, which are read straight into place.
+    """Fill the parameters of this rank from its own files, which are read straight into place, and
+    those of its buffers that the set has.
 
     Checks all headers before the first byte is written; observer as in load_weights. load_file
     reads and checks files of other formats than safetensors.
@@ -232,6 +234,7 @@ def load_saved(
     """
     path = saved.directory / rank_index_name(rank)
     tensors = _read_rank_index(path)
+    parameters = [*parameters, *(each for each in buffers if _is_in(tensors, each))]
     wanted = _by_file(parameters, tensors, path)
     if load_file is None:
         check_items(wanted)
@@ -267,6 +270,10 @@ def _whole(piece: Piece, parameter: Parameter) -> Piece:
     shape = tuple(parameter.data[piece.target].shape)
     kind = "fp8" if parameter.converts(piece) else piece.kind
     return Piece(piece.name, shape, tuple(slice(0, size) for size in shape), piece.target, kind)
+
+
+def _is_in(tensors: Mapping[str, SavedTensor], parameter: Parameter) -> bool:
+    return all(piece.name in tensors for piece in parameter.pieces)
 
 
 def _find(tensors: Mapping[str, SavedTensor], piece: Piece, path: Path) -> SavedTensor:

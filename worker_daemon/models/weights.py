@@ -238,6 +238,12 @@ def check_items(wanted: Mapping[Path, Sequence[Item]]) -> None:
                 _checked_entry(file, piece)
 
 
+def tensor_names(model_dir: Path) -> frozenset[str]:
+    """Return the names of all tensors of a checkpoint. Raises CheckpointError as read_headers
+    does."""
+    return frozenset(_tensor_files(model_dir))
+
+
 def read_headers(model_dir: Path, names: Iterable[str] = ()) -> dict[str, TensorHeader]:
     """Return the header entries of these tensors, in this order; without names those of all
     tensors, sorted.

@@ -67,8 +67,8 @@ def _lines(plan: GroupPlan) -> Iterator[str]:
         yield from _notes()
         return
     yield (
-        f"the group: {plan.num_blocks:,} blocks of {plan.block_size} tokens, one of them the null "
-        f"block: {plan.num_tokens:,} tokens, "
+        f"the group: {plan.num_blocks:,} blocks of {plan.block_size} tokens in "
+        f"{plan.kv_cache_dtype}, one of them the null block: {plan.num_tokens:,} tokens, "
         f"{_count(plan.num_longest_requests, 'request')} of {length:,} tokens at once"
     )
     if len(plan.layer_groups) > 1 or plan.layer_groups[0].sliding_window is not None:

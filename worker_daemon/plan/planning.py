@@ -15,7 +15,7 @@ from pathlib import Path
 import msgspec
 import torch
 
-from rpc_schema.config import LoraConfig, WorkerConfig, read_layer_partition
+from rpc_schema.config import WorkerConfig, read_layer_partition
 from rpc_schema.kv_cache import (
     KVCacheSpec,
     LayerGroup,
@@ -42,7 +42,13 @@ from worker_daemon.models.partition import check_partition, partition_layers
 from worker_daemon.plan.step_memory import StageWidths, estimate_step_bytes
 from worker_daemon.runner.kv_cache import describe_layers
 from worker_daemon.runner.scheduled_step import StepLimits
-from worker_daemon.worker.resolve import ResolvedModel, check_cache, check_lora, resolve_model
+from worker_daemon.worker.resolve import (
+    ResolvedModel,
+    check_cache,
+    check_lora,
+    resolve_cache_dtype,
+    resolve_model,
+)
 
 _MOST_BYTES = 1 << 50
 
@@ -98,6 +104,8 @@ class GroupPlan:
     dtype: str
     quantization: str | None
     """fp8, or None if no matrix is quantized."""
+    kv_cache_dtype: str
+    """Dtype of the KV cache; none if no layer has one."""
     memory_bytes: int
     """Memory of each device."""
     requested_bytes: int
@@ -216,6 +224,7 @@ class _PlannedRanks:
             architecture=self._resolved.decoder.architecture,
             dtype=str(self._resolved.dtype).removeprefix("torch."),
             quantization=None if self._resolved.decoder.quantization is None else "fp8",
+            kv_cache_dtype=self._layers[0].kind.dtype,
             memory_bytes=memory_bytes,
             requested_bytes=requested,
             max_model_len=length,
@@ -363,7 +372,7 @@ def _rank_sizes(config: WorkerConfig, resolved: ResolvedModel) -> list[_RankSize
     layers = partition_layers(decoder.num_hidden_layers, pp_size, parallel.layer_partition)
     states = [ParallelState(pp_size, tp_size, rank) for rank in range(parallel.world_size)]
     try:
-        return [_measure(state, layers[state.pp_rank], resolved, config.lora) for state in states]
+        return [_measure(state, layers[state.pp_rank], resolved, config) for state in states]
     except (RuntimeError, TypeError, OverflowError) as error:  # sizes beyond 64 bits
         problem = f"this model's tensor sizes are not possible: {str(error).splitlines()[0]}"
         fix = "correct the sizes in config.json"
@@ -371,12 +380,13 @@ def _rank_sizes(config: WorkerConfig, resolved: ResolvedModel) -> list[_RankSize
 
 
 def _measure(
-    state: ParallelState, layers: range, resolved: ResolvedModel, lora: LoraConfig
+    state: ParallelState, layers: range, resolved: ResolvedModel, config: WorkerConfig
 ) -> _RankSizes:
     tp = tensor_parallel(state.tp_rank, state.tp_size)
-    adapters = new_layout(lora.max_loras, lora.max_lora_rank)
+    adapters = new_layout(config.lora.max_loras, config.lora.max_lora_rank)
     stage = resolved.build_stage(layers, state, tp, TorchOps(), adapters)
-    specs = describe_layers(stage.kv_layer_specs, resolved.dtype)
+    cache_dtype = resolve_cache_dtype(config.cache, resolved.dtype)
+    specs = describe_layers(stage.kv_layer_specs, cache_dtype)
     decoder, tp_size = resolved.decoder, state.tp_size
     q_size = decoder.num_attention_heads // tp_size * decoder.head_dim
     num_logits = decoder.vocab_size if decoder.generates else 0

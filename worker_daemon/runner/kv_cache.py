@@ -108,7 +108,7 @@ def _check_layer(
 ) -> None:
     own, seen = str(dtype).removeprefix("torch."), group.sliding_window
     if group.dtype != own:
-        problem = "the cache has the model's dtype"
+        problem = "the model was loaded for a KV cache of another dtype"
         raise config_error("kv_cache_config.groups.dtype", group.dtype, problem, own)
     if seen is not None and (layer.window is None or layer.window > seen):
         problem = f"{layer.name} sees more than its group keeps"

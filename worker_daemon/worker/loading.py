@@ -9,10 +9,17 @@ import torch
 from msgspec import structs
 
 from rpc_schema import lifecycle as lc
-from rpc_schema.config import LoraConfig, ModelConfig, ParallelConfig, WorkerConfig
+from rpc_schema.config import (
+    CacheConfig,
+    LoraConfig,
+    ModelConfig,
+    ParallelConfig,
+    WorkerConfig,
+)
 from rpc_schema.kv_cache import KVCacheConfig, KVCacheSpec
 from rpc_schema.lifecycle import MemoryTag, SleepLevel
 from worker_daemon.backend import Backend
+from worker_daemon.contracts.kv_scales import FP8
 from worker_daemon.contracts.logits_processor import MakeLogitsProcessor
 from worker_daemon.device.failures import FailureKind, drop_scratch, judge, out_of_memory
 from worker_daemon.device.init import supports
@@ -36,6 +43,7 @@ from worker_daemon.models.decoder import (
     whole_model,
 )
 from worker_daemon.models.description import DecoderConfig
+from worker_daemon.models.kv_scales import load_kv_scales
 from worker_daemon.models.partition import check_partition, partition_layers
 from worker_daemon.models.saved_set import LOAD_FORMATS, GroupShape, load_saved
 from worker_daemon.models.saving import RankWeights
@@ -57,6 +65,7 @@ from worker_daemon.worker.resolve import (
     check_cache,
     check_lora,
     confine_directory,
+    resolve_cache_dtype,
     resolve_model,
 )
 from worker_daemon.worker.sleep_memory import TaggedMemory, open_memory
@@ -65,6 +74,8 @@ _LOG = logging.getLogger(__name__)
 _PROGRESS_EVERY_S = 1.0
 _MAX_NAMES = 16
 """Limit on tensor names in a log line."""
+_FP8_HEAD_MULTIPLE = 16
+"""The kernels read heads in units of 16 bytes."""
 _FIT = "more pipeline stages or tensor ranks, or free memory and load again"
 
 
@@ -159,13 +170,18 @@ class LoadedModel:
     @property
     def kv_cache_specs(self) -> tuple[KVCacheSpec, ...]:
         """The KV layers of this stage and shard, in wire types."""
-        return describe_layers(self.stage.kv_layer_specs, self.resolved.dtype)
+        return describe_layers(self.stage.kv_layer_specs, self.cache_dtype)
+
+    @property
+    def cache_dtype(self) -> torch.dtype:
+        """Dtype of the KV cache."""
+        return resolve_cache_dtype(self.config.cache, self.resolved.dtype)
 
     def allocate_kv_caches(
         self, plan: KVCacheConfig, make_zeros: Callable[[int, torch.dtype], torch.Tensor]
     ) -> list[LayerKV]:
         """Return zeroed caches. Raises: see runner.kv_cache.allocate_kv_caches."""
-        return allocate_kv_caches(plan, self.stage.kv_layer_specs, self.resolved.dtype, make_zeros)
+        return allocate_kv_caches(plan, self.stage.kv_layer_specs, self.cache_dtype, make_zeros)
 
 
 def load(message: lc.LoadModel, place: RankPlace, roots: Roots, set_phase: SetPhase) -> LoadedModel:
@@ -186,13 +202,14 @@ def load(message: lc.LoadModel, place: RankPlace, roots: Roots, set_phase: SetPh
     if not supports(place.device, resolved.dtype):
         problem = "this device does not support this dtype"
         raise config_error("dtype", str(resolved.dtype), problem, "float16")
+    has_fp8_cache = _has_fp8_cache(message.cache, resolved, place.device)
     if resolved.saved is not None:
         resolved.saved.check(_group_shape(resolved, place), resolved.decoder)
     source = checkpoint_identity(resolved.directory)
     memory = open_memory(place.device, can_sleep=message.model.enable_sleep_mode)
     try:
         layout = new_layout(message.lora.max_loras, message.lora.max_lora_rank)
-        stage = _build_stage(resolved, place, memory, layout)
+        stage = _build_stage(resolved, place, memory, layout, has_fp8_cache=has_fp8_cache)
         adapters = _make_adapters(layout, message.lora, resolved, place, memory, roots)
         _fill(stage, message.model, resolved, place.parallel.rank, set_phase)
     except CapacityError as error:
@@ -365,7 +382,7 @@ def rank_weights(model: LoadedModel, place: RankPlace) -> RankWeights:
         shape=_group_shape(model.resolved, place),
         decoder=model.resolved.decoder,
         config_files=model.resolved.config_files,
-        tensors=model.stage.checkpoint_views(),
+        tensors={**model.stage.checkpoint_views(), **model.stage.scale_views()},
     )
 
 
@@ -389,15 +406,36 @@ def _build_stage(
     place: RankPlace,
     memory: TaggedMemory,
     adapters: AdapterLayout | None,
+    *,
+    has_fp8_cache: bool,
 ) -> DecoderStage:
     """Build the stage on the meta device first to learn its size, then allocate its memory."""
     decoder, parallel = resolved.decoder, place.parallel
     check_partition(decoder, parallel.pp_size, parallel.tp_size)
     layers, ops = _partition(decoder, place)[parallel.pp_rank], place.backend.make_ops()
-    stage = resolved.build_stage(layers, parallel, place.tp, ops, adapters)
+    stage = resolved.build_stage(
+        layers, parallel, place.tp, ops, adapters, has_fp8_cache=has_fp8_cache
+    )
     rotary = rotary_table(decoder.rope, resolved.max_model_len, place.device)
     memory.hold_stage(stage, rotary)
     return stage
+
+
+def _has_fp8_cache(cache: CacheConfig, resolved: ResolvedModel, device: torch.device) -> bool:
+    """Return True if the model has a KV cache, and it is in FP8. Raises ConfigError if the device
+    or its kernels do not support that."""
+    dtype = resolve_cache_dtype(cache, resolved.dtype)
+    if dtype is not FP8 or resolved.decoder.encoder is not None:
+        return False
+    if not supports(device, dtype):
+        problem = "this device has no conversions to FP8: its compute capability is below 8.9"
+        raise config_error("cache.kv_cache_dtype", cache.kv_cache_dtype, problem, "auto")
+    head_dim = resolved.decoder.head_dim
+    if device.type == "cuda" and head_dim % _FP8_HEAD_MULTIPLE:
+        problem = f"a KV cache in FP8 needs heads of a multiple of {_FP8_HEAD_MULTIPLE} elements"
+        fix = f"auto: this model's heads have {head_dim}"
+        raise config_error("cache.kv_cache_dtype", cache.kv_cache_dtype, problem, fix)
+    return True
 
 
 def _choose_attention(
@@ -423,6 +461,8 @@ def _fill(
 ) -> LoadReport:
     parameters = list(stage.parameters())
     progress = _ProgressLine(set_phase)
+    for each in stage.kv_scales:
+        each.reset()
     if config.load_format == "dummy":
         report = load_dummy_weights(parameters, config.seed, progress, observer)
     elif resolved.saved is not None:
@@ -434,9 +474,11 @@ def _fill(
             verify=config.verify_checksums,
             load_file=read_tensorized if config.load_format == "tensorizer" else None,
             observer=observer,
+            buffers=[each.parameter for each in stage.kv_scales],
         )
     else:
         names = checkpoint_names(resolved.decoder)
+        names |= load_kv_scales(stage.kv_scales, resolved.directory)
         report = load_weights(parameters, resolved.directory, names, progress, observer)
     _LOG.info("loaded %.3f GB in %.1f s", report.bytes_loaded / 1e9, report.seconds)
     if report.ignored_tensors:

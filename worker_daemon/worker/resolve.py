@@ -17,6 +17,7 @@ from rpc_schema.config import (
     SchedulerConfig,
 )
 from rpc_schema.pooling import PooledStates, PooledTask, PoolingSupport
+from worker_daemon.contracts.kv_scales import FP8
 from worker_daemon.contracts.layer_ops import LayerOps
 from worker_daemon.distributed.parallel_state import ParallelState
 from worker_daemon.distributed.tp import TensorParallel
@@ -68,8 +69,11 @@ class ResolvedModel:
         tp: TensorParallel,
         ops: LayerOps,
         adapters: AdapterLayout | None = None,
+        *,
+        has_fp8_cache: bool = False,
     ) -> DecoderStage:
-        """Return a rank's stage without memory: its parameters have only shapes."""
+        """Return a rank's stage without memory: its parameters have only shapes. adapters and
+        has_fp8_cache: see models.decoder.build_stage."""
         return build_stage(
             self.decoder,
             layers,
@@ -82,6 +86,7 @@ class ResolvedModel:
             NullAttention(),
             ops,
             adapters,
+            has_fp8_cache=has_fp8_cache,
         )
 
 
@@ -148,6 +153,11 @@ def check_cache(cache: CacheConfig, scheduler: SchedulerConfig) -> None:
         problem = "a step that is only slow would count as hung"
         fix = f"at least {MIN_STEP_DEADLINE_MS}"
         raise config_error("scheduler.step_deadline_ms", scheduler.step_deadline_ms, problem, fix)
+
+
+def resolve_cache_dtype(cache: CacheConfig, model_dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of the KV cache."""
+    return FP8 if cache.kv_cache_dtype == "fp8" else model_dtype
 
 
 def check_lora(config: LoraConfig) -> None:

@@ -50,11 +50,14 @@ class TaggedMemory:
 
     def hold_stage(self, stage: DecoderStage, rotary: Tensor) -> None:
         """Give zeroed memory to the parameters of a stage that was built on the meta device, and
-        store its rotary table, which is on the device. Raises torch.OutOfMemoryError or
-        CapacityError."""
-        for parameter in stage.parameters():
+        memory to its KV scales, which become 1. Store its rotary table, which is on the device.
+        Raises torch.OutOfMemoryError or CapacityError."""
+        scales = [each.parameter for each in stage.kv_scales]
+        for parameter in [*stage.parameters(), *scales]:
             meta = parameter.data
             parameter.data = torch.zeros(meta.shape, dtype=meta.dtype, device=self._device)
+        for each in stage.kv_scales:
+            each.reset()
         stage.rotary = rotary
 
     def make_adapters(self, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
@@ -177,8 +180,15 @@ class ArenaMemory(TaggedMemory):
         for parameter in parameters:
             meta = parameter.data
             parameter.data = self._weights.arena.take(tuple(meta.shape), meta.dtype)
-        self._buffers = self._keep([rotary.numel() * rotary.element_size()])
+        scales = [each.parameter for each in stage.kv_scales]
+        rotary_bytes = rotary.numel() * rotary.element_size()
+        self._buffers = self._keep([rotary_bytes, *(each.num_bytes for each in scales)])
         stage.rotary = self._buffers.arena.take(tuple(rotary.shape), rotary.dtype).copy_(rotary)
+        for parameter in scales:
+            meta = parameter.data
+            parameter.data = self._buffers.arena.take(tuple(meta.shape), meta.dtype)
+        for each in stage.kv_scales:
+            each.reset()
 
     def make_adapters(self, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
         num_bytes = shape[0] * shape[1] * dtype.itemsize

@@ -18,6 +18,7 @@ from rpc_schema.config import (
     CacheConfig,
     Dtype,
     GraphConfig,
+    KVCacheDtype,
     LoadFormat,
     LoraConfig,
     ModelConfig,
@@ -159,6 +160,9 @@ def build_run_options(
         str, typer.Option(help="Custom ones that requests may ask for: NAME,NAME,...")
     ] = "",
     block_size: Annotated[int, typer.Option(min=1, max=1024, help="Tokens in a KV block.")] = 16,
+    kv_cache_dtype: Annotated[
+        str, typer.Option(help="auto (the model's), fp8 (half the memory of bfloat16)")
+    ] = "auto",
     num_gpu_blocks: Annotated[
         int | None, typer.Option(min=2, help="KV blocks; default: what fits.")
     ] = None,
@@ -270,6 +274,7 @@ def build_run_options(
             block_size=block_size,
             gpu_memory_utilization=gpu_memory_utilization,
             kv_cache_memory_bytes=kv_cache_memory_bytes,
+            kv_cache_dtype=one_of("kv_cache_dtype", kv_cache_dtype, KVCacheDtype),
         ),
         graph=GraphConfig(enforce_eager=enforce_eager),
         lora=LoraConfig(

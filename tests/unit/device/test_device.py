@@ -74,7 +74,17 @@ def test_unknown_devices_are_refused_with_the_known_ones(name):
 
 
 def test_the_host_computes_in_every_dtype():
-    assert all(supports(CPU, d) for d in (torch.float32, torch.float16, torch.bfloat16))
+    dtypes = (torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn)
+    assert all(supports(CPU, dtype) for dtype in dtypes)
+
+
+@pytest.mark.parametrize(
+    ("capability", "is_supported"),
+    [((8, 0), False), ((8, 6), False), ((8, 9), True), ((9, 0), True), ((10, 0), True)],
+)
+def test_gpus_convert_fp8_from_compute_capability_8_9_on(monkeypatch, capability, is_supported):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    assert supports(torch.device("cuda:0"), torch.float8_e4m3fn) == is_supported
 
 
 def test_host_figures_are_bytes_of_this_machine_and_process():

@@ -463,6 +463,7 @@ def spoil(config, path, value):
 
 GROUP = "config_groups.group_0"
 INT8 = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel"}
+FP8 = {"num_bits": 8, "type": "float", "symmetric": True, "dynamic": False, "strategy": "tensor"}
 
 
 @pytest.mark.parametrize(
@@ -472,7 +473,9 @@ INT8 = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel"}
         ("quant_method", None, "quant_method"),
         ("format", "pack-quantized", "format"),
         ("format", "int-quantized", "format"),
-        ("kv_cache_scheme", {"num_bits": 8, "type": "float"}, "kv_cache_scheme"),
+        ("kv_cache_scheme", INT8, "kv_cache_scheme.type"),
+        ("kv_cache_scheme", {**FP8, "dynamic": True}, "kv_cache_scheme.dynamic"),
+        ("kv_cache_scheme", {**FP8, "strategy": "group"}, "kv_cache_scheme.strategy"),
         ("sparsity_config", {"format": "sparse-24-bitmask"}, "sparsity_config.format"),
         ("transform_config", {"config_groups": {}}, "transform_config"),
         (f"{GROUP}.weights", INT8, "group_0.weights.type"),

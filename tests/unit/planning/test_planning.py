@@ -427,6 +427,37 @@ def test_layers_with_windows_and_what_they_save(write_model):
     assert sum(group.num_layers for group in pipeline.layer_groups) == 8
 
 
+@pytest.mark.parametrize(
+    ("architecture", "fields", "dtype"),
+    [
+        ("LlamaForCausalLM", {}, "auto"),
+        ("LlamaForCausalLM", {}, "float16"),
+        ("MistralForCausalLM", {"sliding_window": 64}, "auto"),
+    ],
+)
+@pytest.mark.parametrize(("pp", "tp"), [(1, 1), (2, 2)])
+def test_fp8_holds_twice_the_tokens(write_model, architecture, fields, dtype, pp, tp):
+    path, options = write_model(architecture, **fields), {"pp": pp, "tp": tp, "dtype": dtype}
+    options |= {"max_num_seqs": 8, "max_num_batched_tokens": 64}
+    wide = plan(path, **options)
+    narrow = plan(path, kv_cache_dtype="fp8", **options)
+    assert narrow.dtype == wide.dtype == wide.kv_cache_dtype
+    assert narrow.kv_cache_dtype == "float8_e4m3fn"
+    for before, after in zip(wide.ranks, narrow.ranks, strict=True):
+        assert after.weights_bytes == before.weights_bytes
+        assert after.kv_available_bytes == before.kv_available_bytes
+        assert 2 * after.kv_block_bytes == before.kv_block_bytes
+    assert narrow.num_blocks in (2 * wide.num_blocks, 2 * wide.num_blocks + 1)
+    assert narrow.num_tokens > 2 * wide.num_tokens - wide.block_size
+    assert f"{narrow.num_blocks:,} blocks of 16 tokens in float8_e4m3fn" in plan_text(narrow)
+
+
+def test_a_dtype_of_the_cache_that_is_none_is_refused(write_model):
+    with pytest.raises(ConfigError) as caught:
+        plan(write_model(), kv_cache_dtype="fp4")
+    assert caught.value.field == "cache.kv_cache_dtype"
+
+
 def test_a_window_makes_longer_contexts_fit(write_model):
     fields = {"max_position_embeddings": 100_000, "num_hidden_layers": 5}
     options = {"max_num_seqs": 4, "max_num_batched_tokens": 64}

@@ -227,6 +227,15 @@ def test_plan_of_another_size_is_refused(loaded):
     refused(ConfigError, "kv_cache_config.block_size", loaded.allocate, plan)
 
 
+@pytest.mark.parametrize(("loads", "plans"), [("auto", "float8_e4m3fn"), ("fp8", "float32")])
+def test_plan_in_another_dtype_is_refused(loading, loads, plans):
+    loading.load_model("llama", cache=config.CacheConfig(kv_cache_dtype=loads))
+    group = msgspec.structs.replace(loading.plan().groups[0], dtype=plans)
+    plan = loading.plan(groups=(group,))
+    refused(ConfigError, "kv_cache_config.groups.dtype", loading.allocate, plan)
+    loading.allocate()
+
+
 def test_one_plan_a_rank(loaded):
     plans = (loaded.plan(),) * 2
     message = lifecycle.InitializeFromConfig(**loaded.ids(), kv_cache_configs=plans)

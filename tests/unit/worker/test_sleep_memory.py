@@ -42,19 +42,23 @@ class Rank:
             128,
             NullAttention(),
             TorchOps(),
+            has_fp8_cache=True,
         )
         self.memory.hold_stage(self.stage, rotary_table(self.config.rope, 128, CPU))
         self.fill()
         self.kv_cache = self.memory.make_kv_cache(*KV_SHAPE, torch.bfloat16)
         self.kv_cache.fill_(7)
         self.parameters = list(self.stage.parameters())
+        for number, scales in enumerate(self.stage.kv_scales):
+            scales.parameter.data.fill_(number + 0.5)
 
     def fill(self):
         names = checkpoint_names(self.config)
         load_weights(self.stage.parameters(), self.path, names, lambda progress: None)
 
     def addresses(self):
-        tensors = [*(p.data for p in self.parameters), self.stage.rotary, self.kv_cache]
+        scales = [each.values for each in self.stage.kv_scales]
+        tensors = [*(p.data for p in self.parameters), *scales, self.stage.rotary, self.kv_cache]
         return [tensor.data_ptr() for tensor in tensors]
 
     def contents(self):
@@ -76,6 +80,13 @@ def same(tensors, others):
     return all(map(torch.equal, tensors, others))
 
 
+def has_its_scales(rank):
+    """Return True if every layer's KV scales are still those that Rank has set."""
+    values = [each.values for each in rank.stage.kv_scales]
+    assert values
+    return all(bool((value == number + 0.5).all()) for number, value in enumerate(values))
+
+
 @pytest.mark.parametrize("order", [["weights", "kv_cache"], ["kv_cache", "weights"], [None]])
 def test_level_1_gives_memory_back_and_brings_the_weights_back(rank, order):
     before, rotary, addresses = rank.contents(), rank.stage.rotary.clone(), rank.addresses()
@@ -94,6 +105,7 @@ def test_level_1_gives_memory_back_and_brings_the_weights_back(rank, order):
     assert rank.held() == held
     assert same(rank.contents(), before)
     assert torch.equal(rank.stage.rotary, rotary)
+    assert has_its_scales(rank)
     assert not rank.kv_cache.any()
 
 
@@ -109,6 +121,7 @@ def test_level_2_keeps_addresses_and_buffers_alone(rank):
     rank.memory.wake_up(["weights"])
     assert rank.memory.states == {"weights": "lost", "kv_cache": "awake"}
     assert torch.equal(rank.stage.rotary, rotary)
+    assert has_its_scales(rank)
     assert not any(content.any() for content in rank.contents())
     rank.fill()
     rank.memory.weights_filled()
@@ -151,6 +164,7 @@ def test_discard_takes_one_tag_awake_or_asleep(rank, tag, asleep):
         "kv_cache": "awake",
     }
     assert torch.equal(rank.stage.rotary, rotary)
+    assert has_its_scales(rank)
     assert any(content.any() for content in rank.contents()) == (tag != "weights")
     assert rank.kv_cache.any() == (tag == "weights" and not asleep)
 

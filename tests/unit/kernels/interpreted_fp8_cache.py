@@ -1,0 +1,65 @@
+"""Attention over a KV cache in FP8 under Triton's interpreter, against fp64 over the same cache in
+float32; run by test_interpreted.
+
+fp32 and fp16 only, as in interpreted_attention.
+"""
+
+import random
+
+import pytest
+import torch
+
+from benchmarks.paged_reference import Shape, make_batch
+from tests.support.fp8_caches import check_paged, fp8_decode, in_fp8, random_scales
+from tests.support.rotated_decodes import make_decode
+from worker_daemon.kernels.ops import TritonOps
+from worker_daemon.kernels.paged_attention import TritonAttention
+from worker_daemon.kernels.tiles import DeviceLimits
+
+CPU = torch.device("cpu")
+SEED = random.randrange(1 << 30)
+MIXED = [(18, 70), (1, 65), (0, 9), (1, 1), (5, 64), (20, 20)]
+DECODES = [(1, 1), (1, 64), (1, 65), (0, 7), (1, 150)]
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize(("dtype", "window"), [(torch.float16, None), (torch.float32, 21)])
+def test_prefills_and_decodes(head_dim: int, dtype: torch.dtype, window: int | None) -> None:
+    shape = Shape(4, 2, head_dim)
+    for number, lengths in enumerate((MIXED, DECODES)):
+        batch = make_batch(
+            shape, lengths, dtype=dtype, device="cpu", seed=SEED + number, num_padding=2
+        )
+        scales = random_scales(2, "cpu", SEED + number)
+        check_paged(in_fp8(batch, scales), scales, window)
+
+
+@pytest.mark.parametrize(("window", "num_splits"), [(None, 3), (16, 2)])
+def test_decode_splits(window: int | None, num_splits: int) -> None:
+    batch = make_batch(Shape(4, 2, 64), DECODES, dtype=torch.float16, device="cpu", seed=SEED)
+    scales = random_scales(2, "cpu", SEED)
+    check_paged(in_fp8(batch, scales), scales, window, num_splits=num_splits)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize(("num_splits", "window"), [(1, None), (2, 40)])
+def test_decodes_that_store(head_dim: int, num_splits: int, window: int | None) -> None:
+    wide = make_decode(
+        Shape(4, 2, head_dim), [1, 17, 64, 65, 90], dtype=torch.float16, device="cpu", seed=SEED,
+        is_normed=True, num_padding=2,
+    )  # fmt: skip
+    fp8_decode(wide, SEED).check(window, num_splits=num_splits)
+
+
+@pytest.mark.parametrize("num_sms", [1, 1024])
+def test_the_backend(num_sms: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    backend, ops = TritonAttention(CPU), TritonOps(CPU)
+    monkeypatch.setattr(backend, "_limits", DeviceLimits(num_sms, 96 * 1024))
+    wide = make_decode(Shape(4, 2, 32), [1, 17, 64], dtype=torch.float16, device="cpu", seed=SEED)
+    step = fp8_decode(wide, SEED)
+    before, given = step.batch.kv_cache.clone(), wide.qkv.clone()
+    layer = step.layer(ops, None)
+    out = backend.rotate_and_attend(wide.qkv, step.batch.kv_cache, layer, wide.step)
+    wide.qkv.copy_(given)
+    step.check_output(out, None)
+    step.check_cache(before)
