@@ -198,10 +198,10 @@ def _rotate_and_store_kernel(
     tl.store(source, turned_first, mask=is_query)
     tl.store(source + HALF, turned_second, mask=is_query)
     if STORED:
-        kv_head = head - NUM_Q_HEADS
-        is_value = (kv_head >= NUM_KV_HEADS)[:, None]
+        is_value = (head >= NUM_Q_HEADS + NUM_KV_HEADS)[:, None]
         stored_first = tl.where(is_value, raw_first, turned_first)
         stored_second = tl.where(is_value, raw_second, turned_second)
+        kv_head = head - NUM_Q_HEADS
         if kv_scales is not None:
             is_stored = (kv_head >= 0) & (kv_head < 2 * NUM_KV_HEADS)
             divisor = tl.load(kv_scales + kv_head, mask=is_stored, other=1.0)[:, None]

@@ -149,8 +149,8 @@ class _Kept:
 
 class ArenaMemory(TaggedMemory):
     """Arenas for weights, model buffers, adapters and KV cache, and page-locked host memory for the
-    first two. Buffers belong to the tag `weights`; their content is restored at any sleep level,
-    since no checkpoint has them."""
+    first two. Buffers are the rotary table and KV scales. They belong to the tag `weights`; their
+    content is restored at any sleep level, since no weight update brings them."""
 
     def __init__(
         self,
