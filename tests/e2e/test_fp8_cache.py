@@ -2,6 +2,7 @@
 for every family, shape and form of scales, in whole prompts, chunks and after prefix hits; while
 drivers are killed, groups sleep and weights are saved."""
 
+import json
 import random
 
 import numpy as np
@@ -9,10 +10,17 @@ import pytest
 from msgspec.structs import replace
 from safetensors.torch import load_file, save_file
 
-from tests.support.checkpoints import Checkpoint, decisive_prompts, make_checkpoint, prompts
+from tests.support.checkpoints import (
+    Checkpoint,
+    decisive_prompts,
+    edit_config,
+    make_checkpoint,
+    prompts,
+)
 from tests.support.doomed_driver import NUM_GPU_BLOCKS, Death
 from tests.support.killed_driver import DriverNursery, Plan, begin
 from tests.support.pooling_reference import pooling_request
+from tests.support.quantized import quantize
 from tests.support.rounded_caches import RoundedCheckpoint, with_fp8_cache
 from tests.support.saving_daemons import saving_daemons
 from tests.support.serving import (
@@ -38,6 +46,8 @@ from worker_client.scheduler import Scheduler
 from worker_client.worker_group import WorkerGroup
 
 LENGTHS = [3, 17, 40, 70]
+SCHEME = {"num_bits": 8, "type": "float", "symmetric": True, "dynamic": False, "strategy": "tensor"}
+"""kv_cache_scheme of compressed-tensors."""
 MAX_TOKENS = 10
 
 
@@ -251,3 +261,14 @@ def test_models_without_a_cache_ignore_it(serve, checkpoint):
             assert loaded.kv_cache[0].size_bytes == 0
             found.append(generate(group, loaded, [request]).outputs["a"].pooled)
     np.testing.assert_array_equal(*found)
+
+
+@pytest.mark.parametrize(("pp", "tp"), [(2, 1), (1, 2)])
+def test_weights_in_fp8_bring_the_scales_of_the_cache(serve, make_reference, pp, tp):
+    reference = make_reference("Qwen3ForCausalLM", "projections")
+    quantize(reference.path, reference.model, "compressed", "channel", "dynamic")
+    config = json.loads((reference.path / "config.json").read_text())["quantization_config"]
+    edit_config(reference, quantization_config={**config, "kv_cache_scheme": SCHEME})
+    requests = requests_for(reference)
+    with serve(reference.path, pp, tp, kv_cache_dtype="fp8") as (group, loaded):
+        assert_greedy(generate(group, loaded, requests), reference, requests)
