@@ -104,7 +104,7 @@ def test_prefixes_are_shared_within_an_adapter_alone(serve, base, merged):
 def test_one_adapter_is_refused_and_the_others_go_on(serve, base, merged):
     """Bad files, ids and names fail only their operation; an unknown adapter fails its request."""
     write_adapter(base.path.parent / "bad", config_of(4, 8.0, ["q_proj"], use_dora=True), {})
-    (base.path.parent / "link").symlink_to("/etc")
+    (base.path.parent / "etc-link").symlink_to("/etc")
     with serve(base.path, 2, lora=ROOM) as (group, loaded):
         models = [(base, None), *added(group, merged, "every")]
         every = models[1][1]
@@ -112,7 +112,7 @@ def test_one_adapter_is_refused_and_the_others_go_on(serve, base, merged):
             ("bad", RemoteConfigError, "use_dora"),
             ("absent", RemoteCheckpointError, "no such directory"),
             ("../..", RemoteConfigError, "lies outside this daemon's adapter roots"),
-            ("link", RemoteConfigError, "lies outside this daemon's adapter roots"),
+            ("etc-link", RemoteConfigError, "lies outside this daemon's adapter roots"),
             ("bad\0", RemoteConfigError, "not a path"),
         ):
             with pytest.raises(error, match=words):
