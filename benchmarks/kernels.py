@@ -39,7 +39,7 @@ LLAMA_8B = Shape(num_q_heads=32, num_kv_heads=8, head_dim=128)
 DTYPE = torch.bfloat16
 MAX_ERROR = 6e-3
 
-FULL_BYTES_PER_S = 4.5e12
+HBM_BYTES_PER_S = 4.5e12
 FULL_FLOP_PER_S = 560e12
 
 DECODE_TILES = [
@@ -93,7 +93,7 @@ class Timing:
         if self.ms is None:
             return 0.0
         floor_s = max(
-            self.gigabytes * 1e9 / FULL_BYTES_PER_S, self.teraflops * 1e12 / FULL_FLOP_PER_S
+            self.gigabytes * 1e9 / HBM_BYTES_PER_S, self.teraflops * 1e12 / FULL_FLOP_PER_S
         )
         return floor_s / (self.ms * 1e-3)
 

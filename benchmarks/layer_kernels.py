@@ -25,7 +25,7 @@ from benchmarks.layer_reference import (
     make_projected,
     make_rows,
     normed,
-    turned,
+    rotated,
 )
 from benchmarks.paged_reference import relative_error
 from worker_daemon.backend import choose_backend
@@ -33,7 +33,7 @@ from worker_daemon.contracts.layer_ops import LayerOps
 from worker_daemon.layers.torch_ops import TorchOps
 
 DTYPE = torch.bfloat16
-FULL_BYTES_PER_S = 4.5e12
+HBM_BYTES_PER_S = 4.5e12
 MAX_ERROR = 3e-3
 NUM_ROWS = (1, 8, 64, 256, 8192)
 NUM_SETS = 4
@@ -136,7 +136,7 @@ def projection_case(model: Model, num_rows: int, random: torch.Generator) -> Cas
             )
             for s in steps
         ],
-        turned(steps[0])[0],
+        rotated(steps[0])[0],
     )
 
 
@@ -171,7 +171,7 @@ def measure(case: Case, ops: LayerOps) -> Timing:
         case.num_rows,
         launch_us(case.launches, ops, num_rounds),
         launch_us(case.launches, TorchOps(), num_rounds),
-        case.num_bytes / FULL_BYTES_PER_S * 1e6,
+        case.num_bytes / HBM_BYTES_PER_S * 1e6,
         error,
     )
 

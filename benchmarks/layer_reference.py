@@ -105,7 +105,7 @@ def activated(gate_up: torch.Tensor) -> torch.Tensor:
     return functional.silu(gate) * up
 
 
-def turned(step: ProjectedStep) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def rotated(step: ProjectedStep) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return q [N, Hq, D] and k [N, Hkv, D] in fp64 after norm and rotation, and v [N, Hkv, D]
     unchanged."""
     heads = step.heads

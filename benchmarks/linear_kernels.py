@@ -52,7 +52,7 @@ from worker_daemon.kernels.tuning import (
 )
 
 DTYPE = torch.bfloat16
-FULL_BYTES_PER_S = 4.51e12
+HBM_BYTES_PER_S = 4.51e12
 COLD_BYTES = 300_000_000
 """Minimum bytes of weights that a timed graph reads: several times the L2 cache."""
 LAYERS_BYTES = 1_200_000_000
@@ -230,7 +230,7 @@ def layer_us(
 
 
 def floor_us(shape: tuple[int, int]) -> float:
-    return shape[0] * shape[1] * DTYPE.itemsize / FULL_BYTES_PER_S * 1e6
+    return shape[0] * shape[1] * DTYPE.itemsize / HBM_BYTES_PER_S * 1e6
 
 
 def candidates(shape: tuple[int, int], bucket: int, num_sms: int) -> Iterator[Tile]:
@@ -558,7 +558,7 @@ def report_greedy(device: Device) -> list[dict[str, object]]:
         times = {name: us / len(logits) for name, us in times.items()}
         what = f"greedy R={num_rows} V={vocab_size}"
         records.append({"what": what, **times})
-        floor = num_rows * vocab_size * DTYPE.itemsize / FULL_BYTES_PER_S * 1e6
+        floor = num_rows * vocab_size * DTYPE.itemsize / HBM_BYTES_PER_S * 1e6
         print(f"{what}: floor {floor:.2f} ours {times['us']:.2f} torch {times['torch_us']:.2f}")
     return records
 

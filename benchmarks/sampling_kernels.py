@@ -23,7 +23,7 @@ from worker_daemon.backend import choose_backend
 from worker_daemon.contracts.sampling import Sampling, SamplingMetadata
 from worker_daemon.sample.sampler import TorchSampling
 
-FULL_BYTES_PER_S = 4.5e12
+HBM_BYTES_PER_S = 4.5e12
 NUM_ROWS = (1, 8, 64, 256)
 VOCAB_SIZES = (128_256, 151_936)
 SPREADS = {"flat": 0.5, "wide": 3.0}
@@ -74,7 +74,7 @@ class Case:
     @property
     def floor_us(self) -> float:
         num_bytes = self.num_rows * self.vocab_size * self.dtype.itemsize
-        return FILTERS[self.filters].num_passes * num_bytes / FULL_BYTES_PER_S * 1e6
+        return FILTERS[self.filters].num_passes * num_bytes / HBM_BYTES_PER_S * 1e6
 
 
 def metadata(filters: Filters, num_rows: int) -> SamplingMetadata:

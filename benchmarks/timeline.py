@@ -98,8 +98,8 @@ def group_rows(bars: Sequence[Bar]) -> list[Row]:
 
 
 def rank_row(label: str, bars: Sequence[Bar], window: Span) -> Row:
-    """Return one row for a rank: gaps below; transfers in the lower half if they overlap
-    computation."""
+    """Return one row for a rank: gaps in the background; a transfer that overlaps computation
+    shows in the lower part."""
     transfers = [bar.span for bar in bars if bar.group == TRANSFER]
     computation = [bar.span for bar in bars if bar.group != TRANSFER]
     return Row(

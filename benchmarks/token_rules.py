@@ -35,7 +35,7 @@ from worker_daemon.runner.parts.step_parts import StepParts
 from worker_daemon.runner.sample_rows import BY_LOGITS, SampleRows
 from worker_daemon.runner.scheduled_step import NOTHING_BROUGHT, StepLimits
 
-FULL_BYTES_PER_S: Final = 4.5e12
+HBM_BYTES_PER_S: Final = 4.5e12
 VOCAB_SIZE: Final = 128_256
 SERVED: Final = "decode_bs64"
 NUM_TOKENS: Final = 512
@@ -105,7 +105,7 @@ def main() -> None:
     num_rows = args.rows
     device = torch.device("cuda")
     logits = torch.randn(num_rows, VOCAB_SIZE, device=device).to(torch.bfloat16)
-    floor = num_rows * VOCAB_SIZE * (2 + 2 + 4 + 4) / FULL_BYTES_PER_S * 1e6
+    floor = num_rows * VOCAB_SIZE * (2 + 2 + 4 + 4) / HBM_BYTES_PER_S * 1e6
     base = None
     sys.stderr.write(f"{torch.cuda.get_device_name(device)}; floor of penalties {floor:.1f} us\n")
     for name, params in CASES.items():

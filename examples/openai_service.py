@@ -125,7 +125,7 @@ class Service:
         messages, tools = body.pop("messages", None), body.pop("tools", None)
         for field, value in (("messages", messages), ("tools", tools or [])):
             if not isinstance(value, list):
-                raise request_error(field, value, "no list", "give a list of objects")
+                raise request_error(field, value, "not a list", "give a list of objects")
         prompt = self._template.render(messages, tools)
         ids = self._tokenizer.encode(prompt, add_special_tokens=False)
         if "max_completion_tokens" in body:
@@ -166,12 +166,12 @@ class Service:
 
 
 class Form(NamedTuple):
-    """The form of an endpoint's answers."""
+    """Response format of an endpoint: `object` of a whole response and of a chunk."""
 
     whole: str
     part: str
     say: Callable[[str, bool, bool], Body]
-    """Function of (text, it is a part, the first one) to the text's place in a choice."""
+    """Called with (text, is_part, is_first); returns the fields of a choice that hold it."""
 
 
 def say_text(text: str, is_part: bool, is_first: bool) -> Body:
@@ -268,7 +268,7 @@ async def read_body(http: Request) -> Body:
     except (ValueError, RecursionError) as error:
         raise request_error("body", None, f"not JSON: {error}", "send an object") from None
     if not isinstance(body, dict):
-        raise request_error("body", body, "no object", "send an object")
+        raise request_error("body", body, "not a JSON object", "send an object")
     return {field: value for field, value in body.items() if value is not None}
 
 

@@ -54,8 +54,7 @@ class KVCacheGroup(Value, frozen=True, kw_only=True):
     """Number of tokens that a token sees, itself included; None: itself and all before it."""
     dtype: DType
     layout: Literal["NHD"] = "NHD"
-    """Layout of a layer's tensor: [num_blocks, 2, block_size, kv_heads, head_dim]; 0 of dim 1 is
-    K."""
+    """Layout of a layer's tensor: [num_blocks, 2, block_size, kv_heads, head_dim]; dim 1: K, V."""
 
 
 class KVCacheConfig(Value, frozen=True, kw_only=True):
@@ -164,8 +163,8 @@ def plan_groups(
     and keep all blocks. A window that no request outgrows is ignored. block_size: for the kind with
     the most bytes per token.
 
-    Layers without a KV cache are left out. If no rank has other layers, there is one group, whose
-    blocks have no memory and hold a whole request.
+    Layers without a KV cache are left out. If none remain, there is one group, whose blocks take
+    no memory and hold max_model_len tokens each.
 
     Raises:
         UnequalPages: pages of different kinds cannot be made equal.

@@ -131,7 +131,7 @@ class BlockHolders:
         return next((i for i in block_ids if self._emptied[i]), None)
 
     def are_filled(self, block_ids: Int32s, num_computed: Int32s) -> NDArray[np.bool_]:
-        """Return which of these blocks have contents that no request still has to fill in.
+        """Return True for each block that has contents and that no request still has to fill.
         num_computed: tokens of each slot whose steps were sent (any value for free slots). Raises
         BlockTaken as check_prefix does."""
         self.check_prefix(block_ids, 0)
@@ -158,7 +158,7 @@ class BlockHolders:
             self._emptied[column] = False
 
     def admit(self, rows: Sequence[int], prefixes: Sequence[Int32s]) -> None:
-        """Begin requests in free slots, with the blocks that each row reads; empty: none does."""
+        """Begin requests in free slots. prefixes: blocks that each row reads; empty if none."""
         for row in rows:
             self._num_behind[row] = 0
         for row, prefix in zip(rows, prefixes, strict=False):

@@ -129,7 +129,7 @@ class ChatTemplate:
         for place, message in enumerate(copies):
             if not isinstance(message, dict):
                 raise RequestError(
-                    "a message is no object",
+                    "a message is not an object",
                     field=f"messages[{place}]",
                     value=message,
                     fix="give a role and a content",
@@ -229,13 +229,13 @@ def load_chat_template(model: Path) -> ChatTemplate:
             "chat_template",
             str(model),
             "the checkpoint has no chat template",
-            "use one of a model for chat, or render the prompt in your program",
+            "use the checkpoint of a chat model, or render the prompt in your program",
         )
     return ChatTemplate(found, dict(_special_tokens(tokens)))
 
 
 def _templates(model: Path, config: Mapping[str, Any]) -> dict[str, str]:
-    """Return the templates by name: of the files that are for them, else of the config."""
+    """Return the templates by name: the .jinja files if one is the default, else from JSON."""
     paths = {path.stem: path for path in sorted((model / NAMED_TEMPLATES).glob("*.jinja"))}
     if (model / TEMPLATE_FILE).exists():
         paths[DEFAULT] = model / TEMPLATE_FILE
@@ -251,12 +251,12 @@ def _templates(model: Path, config: Mapping[str, Any]) -> dict[str, str]:
         return msgspec.convert(named, dict[str, str])
     except msgspec.ValidationError as error:
         problem = f"the chat template is malformed: {error}"
-        fix = "make it a text, or a list of objects with name and template"
+        fix = "make it a string, or a list of objects with name and template"
         raise config_error("chat_template", str(model), problem, fix) from None
 
 
 def _special_tokens(config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield the variables of special tokens, as bos_token."""
+    """Yield each special token's variable, such as bos_token, and its text."""
     for name, token in config.items():
         content = token.get("content") if isinstance(token, dict) else token
         if name.endswith("_token") and isinstance(content, str):

@@ -39,7 +39,7 @@ class HostTensor(NamedTuple):
         num_bytes = up.tensor_bytes(kind, sizes)
         if not 1 <= len(sizes) <= up.MAX_DIMENSIONS or min(sizes) < 1:
             raise ClientConfigError(
-                "no tensor of this shape is uploaded",
+                "a tensor of this shape cannot be uploaded",
                 field="shape",
                 value=sizes,
                 fix=f"use 1 to {up.MAX_DIMENSIONS} dimensions, none of them empty",
@@ -68,7 +68,7 @@ class HostTensor(NamedTuple):
 def _check_dtype(dtype: str) -> None:
     if dtype not in up.ITEM_BYTES:
         raise ClientConfigError(
-            "tensors of this dtype are not uploaded",
+            "tensors of this dtype cannot be uploaded",
             field="dtype",
             value=dtype,
             fix=f"use one of {', '.join(up.ITEM_BYTES)}",

@@ -123,7 +123,7 @@ class StepFuture:
     step: EncodedStep | None
     deadline: float
     epoch: int = 0
-    """Its attach; 0: nothing was sent."""
+    """Epoch in which the step was sent; 0: it was not sent."""
     replayed: bool = False
     """True if the reply was a replay."""
     value: StepResult | None = None

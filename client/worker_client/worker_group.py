@@ -656,13 +656,13 @@ class WorkerGroup:
         does not wait. Return False, with nothing sent, while ranks have not answered earlier notes:
         try again later.
 
-        tag: at most 64 bytes that say how the hashes were made, and all that a hash does not name
-        itself. Notes of another tag replace all others. A hash has at most 64 bytes, and names the
-        KV group of its block, if there are several.
+        tag: at most 64 bytes that identify how the hashes were made, with everything that decides a
+        block's contents and is not hashed. Notes of another tag replace all others. A hash has at
+        most 64 bytes, and names the KV group of its block, if there are several.
         after: a step of execute_model. Once it and those before it have run, the blocks have these
-        contents. Give one whose result has come. As of a step that has failed, or of an earlier
-        attach, nothing is noted. Later steps may give the blocks to requests; ranks know that,
-        whenever the note comes.
+        contents. Pass one whose result has arrived: for a step that failed, or one of an earlier
+        attach, nothing is noted. Later steps may already have given the blocks to other requests:
+        ranks allow for that, however late the note arrives.
         distrusted: blocks whose earlier notes are to be dropped.
 
         Blocks that a running request still has to fill, and those that have lost their contents by

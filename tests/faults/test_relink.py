@@ -139,7 +139,7 @@ def test_survivor_of_killed_ranks_keeps_no_communicator(pair, config, cases):
 
 
 def settled(read, looks=10):
-    """What is read, once it stays as it is: a left link is disposed of in the background."""
+    """Return the value once it is stable: an old link is closed in the background."""
     seen = [read()]
     while len(seen) < 100 and seen[-looks:] != seen[-1:] * looks:
         time.sleep(0.05)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from benchmarks.layer_reference import EPS, Heads, make_projected, make_rows, turned
+from benchmarks.layer_reference import EPS, Heads, make_projected, make_rows, rotated
 from benchmarks.paged_reference import relative_error
 from tests.support.layer_checks import (
     BOUNDS,
@@ -86,7 +86,7 @@ def test_head_dims(ops: LayerOps, dtype: torch.dtype, is_normed: bool, head_dim:
 
 def test_without_a_cache_only_the_queries_are_made(ops: LayerOps) -> None:
     step = make_projected(QWEN_600M, 50, torch.bfloat16, generator("cuda", 3))
-    expected = turned(step)[0]
+    expected = rotated(step)[0]
     out = run_projection(ops, step, step.kv_cache.new_empty(0))
     assert relative_error(out, expected) < BOUNDS[torch.bfloat16]
 
@@ -98,7 +98,7 @@ def test_the_cache_may_exceed_two_gibielements(ops: LayerOps) -> None:
     num_blocks = 2**31 // (2 * 16 * 8 * 128) + 10
     cache = torch.zeros(num_blocks, 2, 16, 8, 128, dtype=torch.bfloat16, device="cuda")
     step.slot_mapping.copy_(torch.arange(20) + num_blocks * 16 - 40)
-    q, k, v = turned(step)
+    q, k, v = rotated(step)
     assert relative_error(run_projection(ops, step, cache), q) < BOUNDS[torch.bfloat16]
     block, offset = step.slot_mapping // 16, step.slot_mapping % 16
     assert relative_error(cache[block, 0, offset], k) < BOUNDS[torch.bfloat16]

@@ -13,7 +13,7 @@ from benchmarks.layer_reference import (
     make_projected,
     make_rows,
     normed,
-    turned,
+    rotated,
 )
 from benchmarks.paged_reference import relative_error
 from worker_daemon.contracts.kv_scales import KVScales
@@ -130,7 +130,7 @@ def check_projection(
 ) -> None:
     """Check rotate_and_store: queries, and the written and unwritten slots."""
     step = make_projected(heads, num_tokens, dtype, generator(device, seed), pads=pads)
-    q, k, v = turned(step)
+    q, k, v = rotated(step)
     before = step.kv_cache.clone()
     out = run_projection(ops, step, step.kv_cache, integers)
     assert out.shape == q.shape

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from benchmarks.layer_reference import Heads, ProjectedStep, RandomNorms, make_rows, turned
+from benchmarks.layer_reference import Heads, ProjectedStep, RandomNorms, make_rows, rotated
 from benchmarks.paged_reference import (
     PagedBatch,
     Shape,
@@ -58,7 +58,7 @@ class RotatedDecode:
             self.batch.kv_cache,
             self.batch.slot_mapping,
         )
-        q, k, _ = turned(step)
+        q, k, _ = rotated(step)
         return q.to(dtype), k[: self.batch.num_real_tokens].to(dtype)
 
     def expected(self, window: int | None) -> tuple[torch.Tensor, torch.Tensor]:

@@ -303,7 +303,7 @@ class ModelledGroup:
         self._seq = 0
         self._epoch = 0
         self._lost_link = False
-        self.is_loss_untold = False
+        self.is_loss_unreported = False
         """The group was attached again, of which the scheduler does not know: its steps are of no
         use, whether the driver library takes them or not."""
         self.loras: dict[int, object] = {}
@@ -316,7 +316,7 @@ class ModelledGroup:
 
     def attach(self, **_: object) -> None:
         """Attach; requests are dropped."""
-        self.is_loss_untold = self._epoch > 0
+        self.is_loss_unreported = self._epoch > 0
         self._epoch += 1
         self._steps.abandon()
         self._state.apply(Change.GROUP_ATTACHED)
@@ -384,12 +384,12 @@ class ModelledGroup:
         try:
             step = self.slots.encode(output, epoch=self._epoch, link=1, seq=self._seq)
         except InvalidSchedulerOutput as invalid:
-            if self.is_loss_untold:
+            if self.is_loss_unreported:
                 raise
             raise AssertionError(f"the driver library refuses a step: {invalid}") from invalid
         future = self._steps.expect(self, self._epoch, self._seq, step)
         in_full = kept if step.resync else None
-        self._sent.append(_Sent(future, step, in_full, {}, self.is_loss_untold))
+        self._sent.append(_Sent(future, step, in_full, {}, self.is_loss_unreported))
         return future
 
     def sample_tokens(

@@ -119,7 +119,7 @@ class Server:
 
         def noticed(*args: bool, **kwargs: bool) -> bool:
             """The scheduler learns of a loss."""
-            self._group.is_loss_untold = False
+            self._group.is_loss_unreported = False
             return reset(*args, **kwargs)
 
         self.core.scheduler.reset_prefix_cache = noticed
@@ -157,7 +157,7 @@ class Server:
         )
         added, wave = self.core.preprocess_add_request(request)
         while asked.pattern and not added.structured_output_request.is_grammar_ready:
-            time.sleep(0.001)  # as a seed is to give the same steps
+            time.sleep(0.001)  # so that a seed always gives the same steps
         self.core.add_request(added, wave)
 
     def is_busy(self) -> bool:
@@ -195,8 +195,8 @@ def serve(
     aborts: float,
     ends_after: int | None = None,
 ) -> bool:
-    """Let requests arrive, and some be aborted, while the engine runs. Return whether all have
-    ended; after that many steps the rest is left."""
+    """Let requests arrive, and some be aborted, while the engine runs. Return True if
+    all have ended, False if ends_after steps passed first."""
     waiting = list(asked)
     num_steps = 0
     while waiting or server.is_busy():
@@ -237,7 +237,7 @@ CASES = {
     "deep pipeline": {"pp": 4, "faults": Faults(fails=0.02)},
     "dead daemons": {"faults": Faults(fails=0.01, dies=0.02, expires=0.02), "num_blocks": 40},
     "priorities": {"scheduling_policy": "priority", "num_blocks": 30, "faults": Faults(0.02)},
-    "no numbers": {"poisoned": 0.25, "faults": Faults(fails=0.04)},
+    "NaN": {"poisoned": 0.25, "faults": Faults(fails=0.04)},
     "no numbers, few blocks": {"poisoned": 0.25, "num_blocks": 30, "pp": 2},
     "windows": {"groups": [BlockGroup(4), BlockGroup(4, 8)], "num_blocks": 60},
     "windows, lost steps": {

@@ -69,7 +69,7 @@ class Results:
         return lines
 
     def _next_lines(self) -> list[str]:
-        """Return the lines that are new and have all earlier ones."""
+        """Return the lines that can be written now: no earlier line is missing."""
         texts: list[str] = []
         while self._num_written < len(self._order):
             line = self._lines.get(self._order[self._num_written])
@@ -81,7 +81,7 @@ class Results:
 
 
 def read_finished(path: Path | None) -> dict[str, JsonObject]:
-    """Return the lines with an output of an unfinished run, by id; a partial line is ignored."""
+    """Return the finished requests' lines of an earlier run, by id; ignores a partial line."""
     if path is None or is_special(path):
         return {}
     part = part_of(path)
@@ -123,5 +123,5 @@ def _check_same_prompt(request: GenerationRequest, running: AdoptedRequest) -> N
     embeds = extension_of(running.extensions, PromptEmbeds)
     if request.prompt_token_ids.tolist() != prompt or request.embeds_extension() != embeds:
         problem = "a request of this id is running with another prompt"
-        fix = "give the input that it came from, or run without --adopt, which drops it"
+        fix = "give the input that it came from, or drop it by running without --adopt"
         raise config_error("id", request.id, problem, fix)

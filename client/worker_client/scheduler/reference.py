@@ -167,7 +167,7 @@ class Scheduler:
         new = [request.as_new() for request in step.new]
         preempted = step.preempted
         for request in step.new:
-            if request.unannounced:  # an adopted one is unknown yet, which does no harm
+            if request.unannounced:  # the group ignores an adopted one: it has no row yet
                 preempted = [*preempted, request.id]
                 request.unannounced = False
         decode_req_ids = self._groups.commit(self._num_steps, step.group, step.decodes)
@@ -246,7 +246,7 @@ class Scheduler:
         return Jump(count)
 
     def _take_void(self, request: Request, token: int) -> list[RequestOutput]:
-        """Ignore a token, unless it is NO_TOKEN where the request has a token from a jump."""
+        """Ignore a token. NO_TOKEN at a place that a jump has filled is a fault all the same."""
         request.num_void -= 1
         if not request.repeated:
             return []

@@ -272,8 +272,8 @@ class MaskedSteps:
         return jumps if num_saved >= MIXED_STEP_COST * num_running else []
 
     def jump(self, req_id: str, tokens: Sequence[int]) -> None:
-        """Let a request's matcher take forced tokens, which its scheduler has taken: more than are
-        in flight."""
+        """Let a request's matcher take forced tokens, which its scheduler has taken. There must be
+        more of them than tokens in flight."""
         row = self._rows.get(req_id)
         if row is not None:
             row.jumped = list(tokens)

@@ -82,7 +82,7 @@ class BroadcastChannel:
         if self._device == torch.device("cuda"):
             self._device = torch.device("cuda", torch.cuda.current_device())
         if backend == "nccl" and self._device.type != "cuda":
-            raise config_error("device", str(device), "NCCL sends from a GPU", "cuda:0, or gloo")
+            raise config_error("device", str(device), "NCCL sends from a GPU", "use cuda:0 or gloo")
         self._backend = backend
         self._buffer_device = self._device if backend == "nccl" else torch.device("cpu")
         self._size = num_workers + 1
@@ -90,8 +90,8 @@ class BroadcastChannel:
         self._stopped = threading.Event()
         self._group: dist.ProcessGroup | None = None
         self._host = host
-        self._place = StoreServer(host, num_workers)
-        self._store = _TrainerStore(self._place, timeout_s)
+        self._server = StoreServer(host, num_workers)
+        self._store = _TrainerStore(self._server, timeout_s)
 
     @property
     def engine(self) -> wt.BroadcastEngine:
@@ -99,7 +99,7 @@ class BroadcastChannel:
         return wt.BroadcastEngine(
             backend=self._backend,
             place=RendezvousAddress(
-                host=self._host, port=self._place.port, secret=self._place.secret
+                host=self._host, port=self._server.port, secret=self._server.secret
             ),
             world_size=self._size,
         )
@@ -110,7 +110,7 @@ class BroadcastChannel:
         Raises:
             TransferStopped: they did not connect in time, or stop() was called.
         """
-        self._place.set("member/0", b"here")
+        self._server.set("member/0", b"here")
         self._until_set([f"member/{rank}" for rank in range(1, self._size)])
         with _Failures("the rendezvous with the workers"):
             self._group = self._make_group()
@@ -153,7 +153,7 @@ class BroadcastChannel:
     def close(self) -> None:
         """Leave the workers, even if they have died."""
         self._stopped.set()
-        self._place.close()
+        self._server.close()
         group, self._group = self._group, None
         if group is not None and self._backend == "nccl":
             group.abort()
@@ -181,7 +181,7 @@ class BroadcastChannel:
 
     def _prove_workers(self, group: dist.ProcessGroup) -> None:
         """Exchange proofs with each worker: a stranger may have connected in a worker's place."""
-        secret, ranks = self._place.secret, range(1, self._size)
+        secret, ranks = self._server.secret, range(1, self._size)
         codes = {rank: member_proof(secret, "the transfer", 0, rank) for rank in ranks}
         sent = [torch.frombuffer(bytearray(code), dtype=torch.uint8) for code in codes.values()]
         received = [torch.zeros_like(code) for code in sent]
@@ -216,14 +216,14 @@ class BroadcastChannel:
         """Wait until every worker is ready to receive."""
         keys = {rank: f"round/{round}/{rank}" for rank in range(1, self._size)}
         self._until_set(list(keys.values()))
-        answers = {rank: self._place.get(key, 0.0) for rank, key in keys.items()}
-        self._place.forget(keys.values())
+        answers = {rank: self._server.get(key, 0.0) for rank, key in keys.items()}
+        self._server.forget(keys.values())
         refused = [rank - 1 for rank, answer in answers.items() if answer != b"ready"]
         if refused:
             raise TransferStopped(f"ranks {refused} refused the transfer; nothing was sent")
 
     def _until_set(self, keys: list[str]) -> None:
-        self._until(lambda: self._place.has(keys), f"the workers' {keys[0]}")
+        self._until(lambda: self._server.has(keys), f"the workers' {keys[0]}")
 
     def _until(self, is_over: Callable[[], bool], what: str) -> None:
         deadline = time.monotonic() + self._timeout_s
@@ -239,23 +239,23 @@ class BroadcastChannel:
 class _TrainerStore(Store):
     """The rendezvous as a torch store. The channel keeps a reference, since torch does not."""
 
-    def __init__(self, place: StoreServer, timeout_s: float) -> None:
+    def __init__(self, server: StoreServer, timeout_s: float) -> None:
         super().__init__()
-        self._place = place
+        self._server = server
         self._timeout_s = timeout_s
 
     def set(self, key: str, value: bytes | str) -> None:
-        self._place.set(key, value.encode() if isinstance(value, str) else bytes(value))
+        self._server.set(key, value.encode() if isinstance(value, str) else bytes(value))
 
     def get(self, key: str) -> bytes:
-        return self._place.get(key, self._timeout_s)
+        return self._server.get(key, self._timeout_s)
 
     def check(self, keys: Sequence[str]) -> bool:
-        return self._place.has(keys)
+        return self._server.has(keys)
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
         for key in keys:
-            self._place.get(key, self._timeout_s)
+            self._server.get(key, self._timeout_s)
 
 
 def _packed(tensors: Sequence[Tensor], transfer: Transfer, buffer: Tensor) -> Tensor:

@@ -45,7 +45,7 @@ class ResultColumns:
     """The result of a step, by vLLM's ids."""
 
     row_of: Mapping[str, int]
-    """All requests of the step, by their rows: one object for as long as they are the same."""
+    """Row of each request; the same object for as long as the requests do not change."""
     sampled: list[list[int]]
     """Token of each; empty: it has none."""
     logprobs: LogprobRows | None = None
@@ -93,7 +93,7 @@ class OutputReader:
             columns.sampled = [[] if t is None or t == NO_TOKEN else [t] for t in tokens]
             pairs = zip(names, tokens, strict=True)
             columns.failed = tuple(name for name, token in pairs if token == NO_TOKEN)
-        if result.reports or self._prompts:  # a prompt's last token alone reports nothing of it
+        if result.reports or self._prompts:  # a last chunk of one token reports none
             self._add_reports(columns, wire, result)
         return columns
 

@@ -210,7 +210,7 @@ def test_the_tokens_of_a_prompt_are_those_of_transformers(tmp_path):
         ([], "messages", "no messages"),
         ([{"role": "user", "content": "a"}, {"role": "judge"}], "messages[1].role", "unknown"),
         ([{"content": "a"}], "messages[0].role", "or none"),
-        (["a"], "messages[0]", "no object"),
+        (["a"], "messages[0]", "not an object"),
         ([{"role": "user", "content": "\ud800"}], "messages", "JSON"),
         ([{"role": "user", "content": object()}], "messages", "JSON"),
         ([{"role": "assistant", "content": "a"}], "messages", "refuses.*must alternate"),

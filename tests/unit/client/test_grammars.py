@@ -208,7 +208,7 @@ def test_a_grammar_that_several_requests_use_is_compiled_a_few_times(directory, 
     assert compiled.count(slow) == 1, "others wait for the threads"
 
 
-def test_a_grammar_is_compiled_again_for_requests_at_the_same_time_not_after_each_other(directory):
+def test_a_grammar_is_compiled_again_for_concurrent_requests_not_for_sequential_ones(directory):
     grammar = StructuredOutput(kind="regex", text="[ab]+e")
     limits = GrammarLimits(max_compilations=2)
 
@@ -270,7 +270,7 @@ def may_go_on(monkeypatch):
     return event
 
 
-def test_who_begins_without_waiting_first_gets_a_grammar_that_others_gave_up(directory, may_go_on):
+def test_begin_without_compile_gets_a_grammar_whose_other_requests_gave_up(directory, may_go_on):
     grammar, before = (StructuredOutput(kind="regex", text=text) for text in ("[ab]+i", "[ab]+j"))
     with closing(Grammars(directory, VOCAB_SIZE, [EOS_TOKEN_ID], GrammarLimits(num_threads=1))) as (
         grammars

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from benchmarks.layer_reference import Heads, make_projected, turned
+from benchmarks.layer_reference import Heads, make_projected, rotated
 from benchmarks.paged_reference import relative_error
 from tests.support.layer_checks import (
     BOUNDS,
@@ -70,7 +70,7 @@ def test_positions_and_slots_may_be_int32() -> None:
 
 def test_without_a_cache_only_the_queries_are_made() -> None:
     step = make_projected(Heads(4, 2, 32, is_normed=True), 5, torch.float32, generator("cpu", 2))
-    expected = turned(step)[0]
+    expected = rotated(step)[0]
     out = run_projection(OPS, step, torch.empty(0))
     assert relative_error(out, expected) < BOUNDS[torch.float32]
 
