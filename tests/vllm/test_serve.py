@@ -474,7 +474,7 @@ def test_cuda_was_not_initialized(server):
 # ---------------------------------------------------------------- settings
 
 SETTINGS = {
-    "quantization": {"quantization": "fp8", "dtype": "bfloat16"},
+    "quantization_config": {"quantization": "fp8_per_block", "dtype": "bfloat16"},
     "speculative_config": {
         "speculative_config": {
             "method": "ngram",
@@ -482,7 +482,7 @@ SETTINGS = {
             "prompt_lookup_max": 3,
         }
     },
-    "cache_dtype": {"kv_cache_dtype": "fp8"},
+    "cache_dtype": {"kv_cache_dtype": "fp8_e5m2"},
     "data_parallel_size": {"data_parallel_size": 2},
     "prefill_context_parallel_size": {"prefill_context_parallel_size": 2},
     "load_format": {"load_format": "runai_streamer"},

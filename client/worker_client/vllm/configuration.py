@@ -8,9 +8,11 @@ from typing import Any, Final
 from rpc_schema.config import (
     CacheConfig,
     GraphConfig,
+    KVCacheDtype,
     LoraConfig,
     ModelConfig,
     ParallelConfig,
+    Quantization,
     SchedulerConfig,
     WorkerConfig,
 )
@@ -25,7 +27,6 @@ _ABSENT: Final = (
     "ec_transfer_config",
     "engram_config",
     "kv_transfer_config",
-    "quant_config",
     "speculative_config",
     "watermark_config",
 )
@@ -36,6 +37,7 @@ _SERVED: Final[Mapping[str, frozenset[str]]] = MappingProxyType(
         "cache_config": frozenset(
             (
                 "block_size",
+                "cache_dtype",
                 "enable_prefix_caching",
                 "gpu_memory_utilization",
                 "is_attention_free",
@@ -68,6 +70,7 @@ _SERVED: Final[Mapping[str, frozenset[str]]] = MappingProxyType(
                 "multimodal_config",
                 "override_generation_config",
                 "pooler_config",
+                "quantization",
                 "renderer_num_workers",
                 "revision",
                 "runner",
@@ -127,6 +130,15 @@ _LOAD_FORMATS: Final = {
 }
 
 
+_CACHE_DTYPES: Final[Mapping[str, KVCacheDtype]] = MappingProxyType(
+    {"auto": "auto", "fp8": "fp8", "fp8_e4m3": "fp8"}
+)
+_QUANTIZED_CHECKPOINTS: Final = ("compressed-tensors", "fp8")
+"""Methods of a checkpoint's quantization_config. The daemons check the rest of it."""
+_ONLINE: Final = ("fp8",)
+"""Methods that quantize a checkpoint while it is loaded."""
+
+
 def parallel_config(vllm_config: Any) -> ParallelConfig:
     """Return the shape of the group."""
     theirs = vllm_config.parallel_config
@@ -149,6 +161,7 @@ def worker_config(vllm_config: Any, settings: Settings, directory: str) -> Worke
         model=ModelConfig(
             model=settings.model or directory,
             dtype=str(model.dtype).removeprefix("torch."),  # type: ignore[arg-type]
+            quantization=_quantization(model),
             load_format=_LOAD_FORMATS[str(vllm_config.load_config.load_format)],  # type: ignore[arg-type]
             max_model_len=None if fits_max_model_len(vllm_config) else model.max_model_len,
             seed=model.seed,
@@ -164,6 +177,7 @@ def worker_config(vllm_config: Any, settings: Settings, directory: str) -> Worke
             block_size=cache.block_size,
             gpu_memory_utilization=cache.gpu_memory_utilization,
             kv_cache_memory_bytes=cache.kv_cache_memory_bytes,
+            kv_cache_dtype=_CACHE_DTYPES[str(cache.cache_dtype)],
         ),
         graph=GraphConfig(enforce_eager=model.enforce_eager),
         lora=LoraConfig()
@@ -195,6 +209,9 @@ def check_config(vllm_config: Any) -> None:
     if vllm_config.model_config is not None:
         _check_model(vllm_config.model_config)
         _check_pooling(vllm_config)
+    cache_dtype = str(vllm_config.cache_config.cache_dtype)
+    if cache_dtype not in _CACHE_DTYPES:
+        _refuse("cache_dtype", cache_dtype, f"use one of {', '.join(_CACHE_DTYPES)}")
     load_format = str(vllm_config.load_config.load_format)
     if load_format not in _LOAD_FORMATS:
         _refuse("load_format", load_format, f"use one of {', '.join(_LOAD_FORMATS)}")
@@ -235,16 +252,29 @@ def _default(entry: "dataclasses.Field[Any]") -> object:
 
 _FIXES: Final[Mapping[str, str]] = MappingProxyType(
     {
-        "cache_dtype": "leave it out: the cache has the model's dtype",
         "data_parallel_size": "start one server for each group of daemons",
         "logits_processors": "name them in additional_config.worker_daemon.logits_processors: the "
         "daemons have their code",
-        "quantization": "use a checkpoint that is not quantized",
+        "quantization_config": "use --quantization fp8",
     }
 )
 
 
+def _is_quantized(model: Any) -> bool:
+    """Return True if the checkpoint is quantized. vLLM names its method, if no option does."""
+    return getattr(model.hf_config, "quantization_config", None) is not None
+
+
+def _quantization(model: Any) -> Quantization:
+    """Return the quantization of a checkpoint that is not quantized."""
+    return "auto" if model.quantization is None or _is_quantized(model) else "fp8"
+
+
 def _check_model(model: Any) -> None:
+    served = _QUANTIZED_CHECKPOINTS if _is_quantized(model) else _ONLINE
+    if model.quantization not in (None, *served):
+        fix = "use a checkpoint of compressed-tensors or fp8, or --quantization fp8"
+        _refuse("quantization", model.quantization, fix)
     if model.is_encoder_decoder:
         _refuse("model", model.model, "use a decoder-only model")
     if model.is_multimodal_model and not model.multimodal_config.language_model_only:

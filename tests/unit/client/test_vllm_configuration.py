@@ -78,6 +78,35 @@ def test_context_may_be_as_long_as_the_cache_allows():
     assert not fits_max_model_len(vllm_config())
 
 
+@pytest.mark.parametrize(
+    ("method", "config", "ours"),
+    [
+        (None, None, "auto"),
+        ("fp8", None, "fp8"),
+        ("fp8", {"quant_method": "fp8"}, "auto"),
+        ("compressed-tensors", {"quant_method": "compressed-tensors"}, "auto"),
+    ],
+)
+def test_weights_in_fp8(method, config, ours):
+    hf_config = SimpleNamespace() if config is None else SimpleNamespace(quantization_config=config)
+    theirs = vllm_config(
+        model_config__quantization=method,
+        model_config__hf_config=hf_config,
+        quant_config=None if method is None else object(),
+    )
+    check_config(theirs)
+    assert worker_config(theirs, Settings(), "/m").model.quantization == ours
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours"), [("auto", "auto"), ("fp8", "fp8"), ("fp8_e4m3", "fp8")]
+)
+def test_cache_in_fp8(theirs, ours):
+    config = vllm_config(cache_config__cache_dtype=theirs)
+    check_config(config)
+    assert worker_config(config, Settings(), "/m").cache.kv_cache_dtype == ours
+
+
 @pytest.mark.parametrize("load_format", ["auto", "safetensors", "dummy", "sharded_state"])
 def test_load_formats_that_daemons_have(load_format):
     theirs = vllm_config(load_config__load_format=load_format)
@@ -89,7 +118,6 @@ def test_load_formats_that_daemons_have(load_format):
     ("changes", "field"),
     [
         ({"speculative_config": object()}, "speculative_config"),
-        ({"quant_config": object()}, "quant_config"),
         ({"kv_transfer_config": object()}, "kv_transfer_config"),
         ({"ec_transfer_config": object()}, "ec_transfer_config"),
         ({"watermark_config": object()}, "watermark_config"),
@@ -100,7 +128,15 @@ def test_load_formats_that_daemons_have(load_format):
         ({"parallel_config__decode_context_parallel_size": 2}, "decode_context_parallel_size"),
         ({"parallel_config__prefill_context_parallel_size": 2}, "prefill_context_parallel_size"),
         ({"parallel_config__enable_expert_parallel": True}, "enable_expert_parallel"),
-        ({"model_config__quantization": "fp8"}, "quantization"),
+        ({"model_config__quantization": "compressed-tensors"}, "quantization"),
+        ({"model_config__quantization": "fp8_per_block"}, "quantization"),
+        (
+            {
+                "model_config__quantization": "awq",
+                "model_config__hf_config": SimpleNamespace(quantization_config={}),
+            },
+            "quantization",
+        ),
         ({"model_config__is_encoder_decoder": True}, "model"),
         (
             {
@@ -116,7 +152,7 @@ def test_load_formats_that_daemons_have(load_format):
         ({"model_config__max_logprobs": -1}, "max_logprobs"),
         ({"model_config__logprobs_mode": "processed_logits"}, "logprobs_mode"),
         ({"load_config__load_format": "gguf"}, "load_format"),
-        ({"cache_config__cache_dtype": "fp8"}, "cache_dtype"),
+        ({"cache_config__cache_dtype": "fp8_e5m2"}, "cache_dtype"),
         ({"scheduler_config__async_scheduling": False}, "async_scheduling"),
     ],
 )
