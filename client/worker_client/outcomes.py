@@ -97,7 +97,7 @@ class Failure:
 
     def to_exception(self) -> ClientError:
         """Return the exception for the caller of result(). After this the group accepts steps
-        again."""
+        again, unless the failure ends it."""
         self.state.apply(FailureReported(self.number))
         if self.ends_group:
             return self.error

@@ -605,7 +605,8 @@ class WorkerGroup:
     ) -> list[bytes]:
         """Put tensors into the host memory of ranks (by default all), and return the content hashes
         that steps name them by. Tensors that are there already are not sent. Daemons run steps
-        meanwhile, but this returns when all is there: a driver that serves uses begin_upload.
+        meanwhile, but this returns only when all is there: while it serves requests, a driver calls
+        begin_upload instead.
 
         They stay until drop_uploads(), a reset() or the end of the lease: after attach() and
         replace(), upload them again. attach(keep_requests=True) keeps those that requests name.

@@ -63,7 +63,7 @@ def forced_line(rng, name, prompt=None):
     options = [
         {"presence_penalty": 1.5, "frequency_penalty": 0.5, "repetition_penalty": 1.2},
         {"logit_bias": {str(rng.randrange(4, VOCAB_SIZE)): 3.0}},
-        {"min_tokens": rng.randint(1, 12)},
+        {"min_tokens": rng.randint(1, min(12, fields["max_tokens"]))},
         {"stop": [rng.choice(["in M", "peated", "measure", '": '])]},
         {"stop_token_ids": [rng.randrange(4, VOCAB_SIZE) for _ in range(30)]},
         {"logprobs": 1},

@@ -226,7 +226,7 @@ def test_missing_upload_fails_the_step_and_says_so(serve, checkpoint):
 
 def test_killed_drivers_requests_go_on_without_their_files(daemons, checkpoint, tmp_path):
     """Daemons keep the uploads of the requests that they keep; the next driver has no line of
-    input, and a lost upload costs its request alone."""
+    input."""
     model = checkpoint()
     cases = clear_cases(model, random.randrange(1 << 30), 5, MAX_TOKENS, 40)
     lines = [
@@ -235,7 +235,20 @@ def test_killed_drivers_requests_go_on_without_their_files(daemons, checkpoint, 
     ]
     sizes = SIZES | {"max_model_len": 128}
     config = worker_config(model.path, 2, step_deadline_ms=1000, **sizes)
-    plan = Plan(daemons.endpoints(2), config, lines, directory=str(tmp_path), num_results=5)
+    # Where a driver dies, the last prompt of a step may just have ended with it.
+    for num_results in (5, 6, 7):
+        plan = Plan(
+            daemons.endpoints(2), config, lines, directory=str(tmp_path), num_results=num_results
+        )
+        if are_adopted_within_prompts(plan, cases):
+            return
+    pytest.fail("no driver died within a prompt")
+
+
+def are_adopted_within_prompts(plan, cases):
+    """Kill a driver and adopt its requests; check their tokens. Return True if the prompt of any
+    was computed in part only."""
+    config = plan.config
     with connect(plan.endpoints, config, num_gpu_blocks=plan.num_gpu_blocks):
         pass  # loaded, and free
     with closing(DriverNursery()) as nursery:
@@ -245,11 +258,12 @@ def test_killed_drivers_requests_go_on_without_their_files(daemons, checkpoint, 
         loaded = group.prepare(config, num_gpu_blocks=plan.num_gpu_blocks)
         serving = begin(group, loaded, Plan(plan.endpoints, config, [], adopt=True))
         assert {request.req_id for request in serving.adopted} <= cases.expected.keys()
-        assert any(r.num_computed_tokens < r.num_prompt_tokens for r in serving.adopted)
+        found = any(r.num_computed_tokens < r.num_prompt_tokens for r in serving.adopted)
         outputs = {output.req_id: output for output in [*serving.done, *serving.driver.run()]}
         assert serving.adopted and outputs.keys() == {r.req_id for r in serving.adopted}
         assert all(outputs[name].token_ids == cases.expected[name] for name in outputs)
         assert group.get_status()[0].upload_bytes == 0
+    return found
 
 
 def test_adopted_request_without_its_upload_ends_alone(daemons, checkpoint):

@@ -143,7 +143,8 @@ class FakeDaemon:
         self.attach_gate.set()
         self.let_go = threading.Event()
         """See Fault.delay_s."""
-        self._num_executes = 0
+        self.num_executes = 0
+        """Number of ExecuteModel received."""
         self._outbox: deque[tuple[float, int, list[bytes]]] = deque()
         self._stop = threading.Event()
         self._bound = threading.Event()
@@ -363,8 +364,8 @@ class FakeDaemon:
         verdict = self.gate.judge(request)
         fault = None
         if isinstance(request, step.ExecuteModel) and verdict is Verdict.RUN:
-            fault = next((f for f in self.faults if f.execute == self._num_executes), None)
-            self._num_executes += 1
+            fault = next((f for f in self.faults if f.execute == self.num_executes), None)
+            self.num_executes += 1
         if fault is not None and fault.kind == "swallow":
             return
         if fault is not None and fault.kind == "die":

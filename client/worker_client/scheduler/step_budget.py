@@ -34,8 +34,8 @@ DEVIATION_GAIN: Final = 1 / 16
 DRIFT: Final = 0.01
 """Relative change of the cost that is expected from one step to the next."""
 MIN_SHARE: Final = 0.1
-"""Least share of new tokens in a step's time from which their drift is taken, so that a cost of 0
-can rise again."""
+"""For its drift, the cost of new tokens counts as at least this share of a step's time, so that a
+cost of 0 can rise again."""
 MIN_NOISE: Final = 0.02
 """Least relative standard deviation of a step's time."""
 OUTLIER: Final = 0.5
@@ -82,13 +82,13 @@ class StepCost:
 
     def __init__(self, scale_s: float, num_stages: int = 1) -> None:
         """scale_s: the order of magnitude of a step's time; a tenth or ten times that will do.
-        num_stages: steps over which errors may cancel out, as in a pipeline those of neighbors do:
-        one is late, and the next one is soon after it."""
+        num_stages: number of consecutive steps whose errors are added up for the margin. In a
+        pipeline, errors of neighbors cancel out: if one result is late, the next follows soon."""
         self._scales: NDArray[np.float64] = np.array(FIRST_SCALES)
         self._weights: NDArray[np.float64] = np.zeros(3)
         self._covariance = _uncertain(10 * scale_s * self._scales)
         self._deviation = FIRST_DEVIATION
-        """Mean relative error of as many steps as there are stages, together."""
+        """Mean relative error of the total time of num_stages consecutive steps."""
         self._recent: deque[tuple[float, float]] = deque(maxlen=num_stages)
         """Errors and expected times of these steps, in seconds."""
         self._num_measured = 0
@@ -217,8 +217,9 @@ class StepBudget:
     A step's time runs from the result before it (or from its own sending, if that was later) to its
     own result, by the driver's clock. These intervals are what clients see: in a pipeline of P
     stages a request decodes in every P-th step, so its ITL is the sum of P of them, and each may
-    take a P-th of the target. A chunk after steps without any passes the stages alone: all 2 P - 1
-    hops of step and stage count.
+    take a P-th of the target. A chunk after steps without any has no long step to overlap with: its
+    pass through P stages and the P - 1 steps behind it may all lie between two tokens of a request,
+    2 P - 1 stage times.
     """
 
     def __init__(
@@ -268,7 +269,7 @@ class StepBudget:
         if step.is_alone:  # it has passed all stages, one after the other
             seconds /= self._num_stages
         elif step.is_first and self._num_stages > 1:
-            return  # it has, while earlier stages idled: its time is not that of a stage
+            return  # so has this one, while other stages idled: it is not the time of one stage
         load = step.load
         if load.num_prompt_tokens or load.num_decodes:
             self._cost.learn(load, seconds)

@@ -40,8 +40,10 @@ def serve(fakes, connect, requests, grammars, kind=Scheduler, pp=1, faults=(), *
     for request in requests:
         driver.add_request(request)
     outputs = run_on(driver)
-    assert not daemons.daemons[-1].rows
-    assert not daemons.daemons[-1].deferred
+    last = daemons.daemons[-1]
+    if last.num_executes - 1 not in faults:  # no step follows one that fails while requests end
+        assert not last.rows
+    assert not last.deferred
     return outputs, heard.tokens, driver
 
 
