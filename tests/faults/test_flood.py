@@ -320,12 +320,12 @@ def test_subscriptions_of_an_observer_take_no_memory(daemon, ring, sockets, coun
     listening = sockets.open(
         parse_endpoint(daemon.endpoint, ring.keys("observer")).events, ring, "observer", zmq.SUB
     )
-    assert listening.poll(5000)
+    assert listening.poll(20_000)
     ended = listening.get_monitor_socket(zmq.EVENT_DISCONNECTED)
     with PeakMemory(daemon) as memory:
         for number in range(count):
             listening.subscribe(number.to_bytes(4, "big") * (size // 4))
-        assert ended.poll(5000)
+        assert ended.poll(20_000)
         assert ask(
             daemon.endpoint, ring.keys("driver"), lambda client: client.check_health(LIMIT_S)
         )

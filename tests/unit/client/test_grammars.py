@@ -190,6 +190,8 @@ def test_a_grammar_that_several_requests_use_is_compiled_a_few_times(directory, 
         for future in refused:
             with pytest.raises(RequestError):
                 future.result(20)
+        for compilation in grammars._compiled[grammar].compilations:
+            compilation.matcher.result(20)
         matchers = [grammars.begin(grammar) for _ in range(9)]
         numbers = [matcher.compilation for matcher in matchers]
         assert sorted(Counter(numbers).values()) == [3, 3, 3]
