@@ -10,6 +10,7 @@ import pytest
 from msgspec.structs import replace
 from safetensors.torch import load_file, save_file
 
+from rpc_schema.weight_transfer import DiskEngine, DiskSource
 from tests.support.checkpoints import (
     Checkpoint,
     decisive_prompts,
@@ -43,6 +44,7 @@ from tests.support.window_models import (
 from worker_client.errors import ConfigMismatchError, RemoteCheckpointError
 from worker_client.launcher import LocalDaemons
 from worker_client.scheduler import Scheduler
+from worker_client.worker_client import TensorList
 from worker_client.worker_group import WorkerGroup
 
 LENGTHS = [3, 17, 40, 70]
@@ -196,6 +198,25 @@ def test_a_group_sleeps(serve, make_reference, level):
         if level == 2:
             group.reload_weights()
         assert_greedy(generate(group, loaded, requests), reference, requests)
+
+
+@pytest.mark.parametrize("level", [0, 2])
+def test_weight_updates_keep_the_scales(serve, model_root, make_reference, level):
+    """After a sleep of that level, if any. The update's checkpoint has no scales."""
+    old = make_reference("Qwen3ForCausalLM", "heads")
+    made = make_checkpoint(model_root, "Qwen3ForCausalLM", seed=random.randrange(1 << 30))
+    new = RoundedCheckpoint(made.path, made.model, least_margin=0.0, scales=old.scales)
+    config = {"enable_sleep_mode": True, "kv_cache_dtype": "fp8"}
+    with serve(old.path, 1, 2, **config) as (group, loaded):
+        if level:
+            group.sleep(level)
+            group.wake_up()
+        group.init_weight_transfer_engine(DiskEngine())
+        group.start_weight_update()
+        group.update_weights(TensorList(), DiskSource(model=str(new.path)))
+        group.finish_weight_update()
+        requests = requests_for(new)
+        assert_greedy(generate(group, loaded, requests), new, requests)
 
 
 def test_saved_sets_have_the_scales(model_root, make_reference):
