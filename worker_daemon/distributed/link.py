@@ -306,7 +306,7 @@ def _flooding(watch: ListenerWatch) -> Translation:
 
 
 def _prove(groups: LinkGroups, secret: bytes) -> None:
-    """Exchange proofs over each pair of this rank: a stranger that connected in a rank's place has
+    """Exchange proofs in each group of this rank: a stranger that connected in a rank's place has
     none.
 
     Raises:

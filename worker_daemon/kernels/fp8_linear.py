@@ -62,8 +62,8 @@ class Fp8Linear:
         self._arrivals = torch.zeros(MAX_TILES, dtype=torch.int32, device=device)
 
     def linear(self, x: torch.Tensor, matrix: Fp8Matrix, bias: torch.Tensor | None) -> torch.Tensor:
-        """y [M, O], contiguous, of x [M, I] and bias [O], both of one dtype. A row of y depends
-        only on its row of x and on the bucket of M."""
+        """y [M, O], contiguous, of x [M, I] and bias [O], both of one dtype. Up to 64 rows, a row
+        of y depends only on its row of x and on the bucket of M."""
         num_rows = x.shape[0]
         has_half = x.dtype in (torch.bfloat16, torch.float16)
         if self._converts and has_half and num_rows and row_bucket(num_rows) is not None:

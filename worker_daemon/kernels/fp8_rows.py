@@ -25,7 +25,7 @@ def quantize_rows(
     x: torch.Tensor, given: torch.Tensor | None, *, pdl: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return x [N, K] as float8_e4m3fn [N, K], saturated, and its scales, float32 [N]. given:
-    float32 [G]; the largest is the scale of all rows. A row with a NaN stays NaN."""
+    float32 [G]; the largest is the scale of all rows. A NaN stays NaN."""
     num_rows, num_columns = x.shape
     values = torch.empty(x.shape, dtype=torch.float8_e4m3fn, device=x.device)
     scale = torch.empty(num_rows, dtype=torch.float32, device=x.device)

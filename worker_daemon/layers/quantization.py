@@ -8,8 +8,8 @@ from typing import Literal, TypeAlias
 WeightScales: TypeAlias = Literal["tensor", "channel", "block"]
 """One scale for a matrix, for each of its rows, or for each block of 128 x 128 values."""
 Activations: TypeAlias = Literal["none", "dynamic", "static"]
-"""Inputs of a product are not quantized, by scales computed for each token, or by one scale from
-the checkpoint."""
+"""Inputs of a product are not quantized, or quantized by scales computed for each token, or by one
+scale from the checkpoint."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,8 +21,8 @@ class IgnoredModules:
     patterns: tuple[str, ...] = ()
     """Regular expressions that match the beginning of a name."""
     paths: tuple[str, ...] = ()
-    """First parts of a name, up to a dot or its end, or its last characters: transformers'
-    modules_to_not_convert."""
+    """Each matches a name that is equal to it, begins with it and a dot, or ends with it:
+    transformers' modules_to_not_convert."""
 
     def has(self, module: str) -> bool:
         """Return True if a matrix is not quantized. module: its name without .weight."""

@@ -13,7 +13,7 @@ from worker_daemon.regular_file import broken_file
 _KEY_NAMES = ("k_scale", "k_proj.k_scale", "kv_scale")
 _VALUE_NAMES = ("v_scale", "v_proj.v_scale", "kv_scale")
 """Names below the attention's, the first that exists counts: compressed-tensors', ModelOpt's, and
-the one of both."""
+the name of one scale for keys and values."""
 _SUFFIXES = tuple(f".{name}" for name in {*_KEY_NAMES, *_VALUE_NAMES})
 
 

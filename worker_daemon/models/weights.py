@@ -100,9 +100,10 @@ def load_weights(
 
     known_names are the tensors that the whole model reads (`decoder.checkpoint_names`); others in
     the checkpoint are reported, not loaded. progress is called after every tensor or buffer. An
-    observer is called around every tensor on a CPU, and around all of them together on a device.
-    Raises CheckpointError, before the first byte is read, naming the file or tensor that is
-    missing, truncated or not of the expected shape or type; later if a file changes meanwhile.
+    observer is called around every tensor on a CPU, and around all of them together on a device,
+    except those that pass through Parameter.write(): around each of them. Raises CheckpointError,
+    before the first byte is read, naming the file or tensor that is missing, truncated or not of
+    the expected shape or type; later if a file changes meanwhile.
     """
     files = _tensor_files(model_dir)
     wanted = _group_by_file(parameters, files, model_dir)

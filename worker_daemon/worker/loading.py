@@ -190,7 +190,7 @@ def load(message: lc.LoadModel, place: RankPlace, roots: Roots, set_phase: SetPh
     Raises:
         ConfigError: the model, its partition or a size is not possible, or a logits processor is
             not installed.
-        CheckpointError: its files are missing, truncated, or do not match config.json says.
+        CheckpointError: its files are missing, truncated, or do not match config.json.
         CapacityError: it does not fit on the device.
     """
     check_cache(message.cache, message.scheduler)
@@ -286,7 +286,7 @@ def reload(
 
     Raises:
         ConfigError: the directory lies outside the roots, or holds another model.
-        CheckpointError: its files are missing, truncated, or do not match config.json says.
+        CheckpointError: its files are missing, truncated, or do not match config.json.
     """
     resolved = roots.resolve(config)
     _check_same_model(resolved.decoder, model.resolved.decoder)

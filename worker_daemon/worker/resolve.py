@@ -1,5 +1,5 @@
 """Resolves the driver's configuration, with the checkpoint and the device, to the values that the
-worker runs with. Pure. This is where "auto" is replaced by a value."""
+worker runs with. Reads files, changes nothing. This is where "auto" is replaced by a value."""
 
 import math
 from collections.abc import Mapping, Sequence

@@ -222,8 +222,8 @@ class StepPart:
     def pool(self, hidden: Tensor, step: ScheduledStep) -> Report | None:
         """Process a step's hidden states [N, H], which end in padding, and return the outputs of
         requests that end with the step, if any. Called on the last stage, after the forward pass
-        and outside of graphs, if `pools` and such a request has tokens in the step. Never waits for
-        the device."""
+        and outside of graphs, if `pools` and a pooling request has tokens in the step. Never waits
+        for the device."""
         return None
 
     # Memory.

@@ -29,8 +29,8 @@ MAX_LISTENER_BYTES: Final = 4096
 LOOK_S: Final = 0.005
 """Interval of the checks of unfinished handshakes."""
 LISTENER_LOOK_S: Final = 0.05
-"""Interval of the checks of peers of the events socket, once their first subscriptions are
-expected."""
+"""Interval of the checks of peers of the events socket, later than YOUNG_S after their
+handshake."""
 YOUNG_S: Final = 3.0
 """For this time after a handshake, a peer of the events socket is checked as often as during it."""
 _HAS_WELCOME: Final = 64 + 170
