@@ -22,7 +22,7 @@ class RequestQueues:
         self._behind: dict[str, list[Request]] = {}
         """Requests that wait behind another one's prompt, by its id."""
         self._held: dict[str, Request] = {}
-        """Unfinished, and neither waiting nor running."""
+        """Requests that `hold` took out of line, by id; not admitted until `release`."""
         self._blocks = blocks
         self._groups = groups
         self._max_running = max_running
@@ -54,12 +54,12 @@ class RequestQueues:
             self._wait(request)
 
     def release_behind(self, req_id: str) -> None:
-        """Let the requests run that wait behind this one's prompt."""
+        """Move the requests that wait behind this one's prompt to `waiting`."""
         for request in self._behind.pop(req_id, ()):
             self._wait(request)
 
     def hold(self, request: Request) -> None:
-        """Let a waiting request wait apart, until it is released."""
+        """Take a waiting request out of line; it cannot be admitted until it is released."""
         self._leave_line(request)
         self._held[request.id] = request
 

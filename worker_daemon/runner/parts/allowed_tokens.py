@@ -61,7 +61,7 @@ class AllowedTokensPart(StepPart):
         self._token_ids[slots] = upload(table, device)
 
     def adjust_logits(self, logits: Tensor, rows: SampleRows, brought: None) -> Tensor:
-        # With deferred sampling, the row that uses the part may have ended since.
+        # With deferred sampling, the only row that uses the part may have ended: all counts are 0.
         width = int(self._counts[rows.slots_np].max(initial=1))
         token_ids = self._token_ids[rows.slots.long(), :width].long()
         allows_all = token_ids[:, :1] < 0
