@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from benchmarks.compare_workloads import SHARE, daemon_of
+from benchmarks.compare_workloads import SHARE, daemon_of, import_path
 from worker_client.launcher import LocalDaemons
 
 GREEDY = {"temperature": 0.0, "logprobs": 2}
@@ -52,12 +52,11 @@ def generate(
     tree: Path, daemons: LocalDaemons, model: Path, file: Path, options: list[str]
 ) -> dict[str, Any]:
     """Run a checkout's `worker-client generate`; return what is seen of each request."""
-    paths = [str(tree), str(tree / "client"), os.environ.get("PYTHONPATH", "")]
     command = [sys.executable, "-m", "worker_client", "generate", "--model", str(model)]
     output = file.with_suffix(".out")
     command += ["--endpoints", ",".join(daemons.endpoints), "--input", str(file), *options]
     command += ["--output", str(output)]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+    environment = {**os.environ, "PYTHONPATH": import_path(tree)}
     done = subprocess.run(command, capture_output=True, text=True, cwd=tree, env=environment)
     if done.returncode:
         raise RuntimeError(f"{done.stderr}\n{daemons.log_tail(0)}")

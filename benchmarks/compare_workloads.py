@@ -26,10 +26,15 @@ SHARE = ("--gpu-memory-utilization", "0.4")
 """Options of each side."""
 
 
+def import_path(tree: Path) -> str:
+    """Return PYTHONPATH with a checkout's packages first."""
+    return os.pathsep.join([str(tree), str(tree / "client"), os.environ.get("PYTHONPATH", "")])
+
+
 @contextlib.contextmanager
 def daemon_of(tree: Path, device: str, model_root: Path) -> Iterator[LocalDaemons]:
     """Start a daemon of a checkout; it shares the GPU with the other checkout's."""
-    paths = f"{tree}{os.pathsep}{tree / 'client'}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
+    paths = import_path(tree)
 
     def command(endpoint: str, device: str, pipe: int) -> list[str]:
         there = ["env", "-C", str(tree), f"PYTHONPATH={paths}", sys.executable]
@@ -82,8 +87,7 @@ def main() -> None:
 def one_pass(tree: Path, model: Path, daemons: LocalDaemons, requests: Path, name: str) -> float:
     """Run a workload with a checkout's own client; return its figure."""
     former = os.environ.get("PYTHONPATH", "")
-    paths = os.pathsep.join([str(tree), str(tree / "client"), former])
-    os.environ["PYTHONPATH"] = paths
+    os.environ["PYTHONPATH"] = import_path(tree)
     try:
         with contextlib.chdir(tree):
             result: dict[str, Any] = bench(model, daemons.endpoints, requests, [*OPTIONS, *SHARE])

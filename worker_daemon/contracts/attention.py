@@ -4,7 +4,7 @@ the paged KV cache.
 Shapes: N tokens in the step, B sequences, Hq query heads and Hkv KV heads of this rank, D head_dim,
 P positions. A layer's cache is [num_blocks, 2, block_size, Hkv, D], index 0 of dim 1 being K; block
 0 is the null block, which no sequence owns. The cache has the model's dtype or, with scales, is in
-FP8 (kv_scales.py).
+FP8 (fp8.py).
 """
 
 from dataclasses import dataclass

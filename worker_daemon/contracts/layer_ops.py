@@ -9,14 +9,11 @@ from typing import Final, Literal, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from worker_daemon.contracts.fp8 import FP8_BLOCK
 from worker_daemon.contracts.kv_scales import KVScales
 
 NO_TOKEN: Final = -1
 """Returned instead of a token if one of a row's logits is NaN, or the largest is infinite."""
-
-
-FP8_BLOCK: Final = 128
-"""Rows and columns of a block with one scale."""
 
 
 class HeadNorms(Protocol):

@@ -4,6 +4,7 @@ from typing import Final
 
 import torch
 
+from worker_daemon.contracts.fp8 import FP8
 from worker_daemon.device.threads import Threads
 from worker_daemon.errors import ConfigError, config_error
 
@@ -78,7 +79,7 @@ def supports(device: torch.device, dtype: torch.dtype) -> bool:
     """Return True if the device computes in dtype, or converts it if it is of eight bits."""
     if device.type == "cuda" and dtype is torch.bfloat16:
         return bool(torch.cuda.is_bf16_supported(including_emulation=False))
-    if device.type == "cuda" and dtype is torch.float8_e4m3fn:
+    if device.type == "cuda" and dtype is FP8:
         return torch.cuda.get_device_capability(device) >= _FIRST_WITH_FP8
     return True
 

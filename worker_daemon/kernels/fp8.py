@@ -1,7 +1,8 @@
-"""Device functions for a KV cache in FP8 (contracts/kv_scales.py).
+"""Device functions for FP8 (contracts/fp8.py).
 
-A kernel gets the scales of the KV heads, or None if the cache has the model's dtype. A program
-serves one KV head, so its scales are two scalars: one multiplies the scores, one the output.
+An attention kernel gets the scales of the KV heads, or None if the cache has the model's dtype. A
+program serves one KV head, so its scales are two scalars: one multiplies the scores, one the
+output.
 """
 
 # Parameters of a Triton kernel are pointers and scalars that Python's types cannot name:
@@ -10,7 +11,7 @@ serves one KV head, so its scales are two scalars: one multiplies the scores, on
 import triton
 import triton.language as tl
 
-from worker_daemon.contracts.kv_scales import FP8_MAX
+from worker_daemon.contracts.fp8 import FP8_MAX
 
 _MOST = tl.constexpr(FP8_MAX)
 

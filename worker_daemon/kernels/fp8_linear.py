@@ -17,7 +17,8 @@ import triton
 import triton.language as tl
 from torch.nn import functional
 
-from worker_daemon.contracts.layer_ops import FP8_BLOCK, Fp8Matrix
+from worker_daemon.contracts.fp8 import FP8_BLOCK
+from worker_daemon.contracts.layer_ops import Fp8Matrix
 from worker_daemon.kernels.compile_ahead import launched
 from worker_daemon.kernels.fp8_rows import quantize_rows
 from worker_daemon.kernels.launch import (

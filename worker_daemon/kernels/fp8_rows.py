@@ -12,12 +12,13 @@ import torch
 import triton
 import triton.language as tl
 
+from worker_daemon.contracts.fp8 import FP8, FP8_LEAST_SCALE, FP8_MAX
 from worker_daemon.kernels.compile_ahead import launched
+from worker_daemon.kernels.fp8 import quantize
 from worker_daemon.kernels.launch import await_previous, launch_options, row_warps, start_next
 
-_LARGEST = tl.constexpr(448.0)
-_LEAST = tl.constexpr(1e-12)
-"""Smallest scale: a row of zeros stays zero."""
+_LARGEST = tl.constexpr(FP8_MAX)
+_LEAST = tl.constexpr(FP8_LEAST_SCALE)
 _BLOCK: Final = 4096
 
 
@@ -27,7 +28,7 @@ def quantize_rows(
     """Return x [N, K] as float8_e4m3fn [N, K], saturated, and its scales, float32 [N]. given:
     float32 [G]; the largest is the scale of all rows. A NaN stays NaN."""
     num_rows, num_columns = x.shape
-    values = torch.empty(x.shape, dtype=torch.float8_e4m3fn, device=x.device)
+    values = torch.empty(x.shape, dtype=FP8, device=x.device)
     scale = torch.empty(num_rows, dtype=torch.float32, device=x.device)
     block = min(_BLOCK, triton.next_power_of_2(num_columns))
     _quantize_kernel[(num_rows,)](
@@ -83,7 +84,6 @@ def _quantize_kernel(
     tl.store(scale + row, factor)
     for start in range(0, num_columns, BLOCK):
         is_inside = column + start < num_columns
-        value = tl.load(here + start, mask=is_inside, other=0.0).to(tl.float32) / factor
-        value = tl.clamp(value, -_LARGEST, _LARGEST, propagate_nan=tl.PropagateNan.ALL)
+        value = tl.load(here + start, mask=is_inside, other=0.0)
         out = values + row * num_columns + column + start
-        tl.store(out, value.to(values.dtype.element_ty), mask=is_inside)
+        tl.store(out, quantize(value, factor), mask=is_inside)

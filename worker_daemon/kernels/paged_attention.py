@@ -8,7 +8,8 @@ Letters: N tokens, B sequences, Hq / Hkv query and KV heads, G = Hq / Hkv, D hea
 import torch
 
 from worker_daemon.contracts.attention import AttentionLayer, AttentionMetadata, AttentionStep
-from worker_daemon.contracts.kv_scales import FP8, KVScales
+from worker_daemon.contracts.fp8 import FP8
+from worker_daemon.contracts.kv_scales import KVScales
 from worker_daemon.kernels.launch import has_dependent_launch
 from worker_daemon.kernels.paged_decode import launch_decode, plan_decode, rotate_and_attend
 from worker_daemon.kernels.paged_prefill import launch_prefill

@@ -19,7 +19,8 @@ import triton
 import triton.language as tl
 
 from worker_daemon.contracts.attention import AttentionMetadata, AttentionStep
-from worker_daemon.contracts.kv_scales import FP8, KVScales
+from worker_daemon.contracts.fp8 import FP8
+from worker_daemon.contracts.kv_scales import KVScales
 from worker_daemon.contracts.layer_ops import HeadNorms
 from worker_daemon.kernels.attention_tiles import (
     NO_SCORE,

@@ -12,7 +12,8 @@ import torch
 import triton
 import triton.language as tl
 
-from worker_daemon.contracts.kv_scales import FP8, KVScales
+from worker_daemon.contracts.fp8 import FP8
+from worker_daemon.contracts.kv_scales import KVScales
 from worker_daemon.contracts.layer_ops import HeadNorms
 from worker_daemon.kernels.compile_ahead import launched
 from worker_daemon.kernels.fp8 import quantize

@@ -12,8 +12,7 @@ from typing import Final, NamedTuple
 from torch import Tensor
 
 from worker_daemon.contracts.layer_ops import AdapterWeights, LayerOps, NormedSum
-from worker_daemon.layers.fp8 import Fp8LinearMethod
-from worker_daemon.layers.linear_method import LinearMethod
+from worker_daemon.layers.linear_method import LinearMethod, MatrixProduct
 from worker_daemon.layers.parameter import Parameter
 
 _ALIGNMENT: Final = 64
@@ -176,37 +175,25 @@ class AdaptedLinearMethod(LinearMethod):
         return self.forward_gated(normed), total
 
 
-class AdaptedFp8Method:
-    """Adds the products of adapters to those of an Fp8LinearMethod, in forward passes that use
-    any."""
+class AdaptedProduct:
+    """A MatrixProduct that adds the products of adapters, in forward passes that use any."""
 
-    def __init__(self, base: Fp8LinearMethod, ops: LayerOps, adapters: AdapterLayout) -> None:
+    def __init__(
+        self, base: MatrixProduct, weight: Parameter, ops: LayerOps, adapters: AdapterLayout
+    ) -> None:
+        """weight [M, K]: the matrix of base."""
         self._base = base
         self._ops = ops
         self._adapters = adapters
-        self._number = adapters.add(base.weight)
+        self._number = adapters.add(weight)
 
     def forward(self, x: Tensor) -> Tensor:
-        """See Fp8LinearMethod."""
+        """See MatrixProduct."""
         y = self._base.forward(x)
         token_slots = self._adapters.token_slots
         if token_slots is not None:
             self._ops.add_adapters(y, x, self._adapters.weights(self._number), token_slots)
         return y
-
-    def forward_normed(self, source: NormedSum) -> tuple[Tensor, Tensor]:
-        """See Fp8LinearMethod."""
-        normed, total = self._ops.sum_and_norm(source)
-        return self.forward(normed), total
-
-    def forward_gated(self, x: Tensor) -> Tensor:
-        """See Fp8LinearMethod."""
-        return self._ops.silu_and_mul(self.forward(x))
-
-    def forward_normed_gated(self, source: NormedSum) -> tuple[Tensor, Tensor]:
-        """See Fp8LinearMethod."""
-        normed, total = self._ops.sum_and_norm(source)
-        return self.forward_gated(normed), total
 
     def parameters(self) -> Iterator[Parameter]:
         return self._base.parameters()

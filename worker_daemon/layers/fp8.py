@@ -13,15 +13,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from worker_daemon.contracts.layer_ops import FP8_BLOCK, Fp8Matrix, LayerOps, NormedSum
+from worker_daemon.contracts.fp8 import FP8, FP8_BLOCK, FP8_LEAST_SCALE, FP8_MAX, to_fp8
+from worker_daemon.contracts.layer_ops import Fp8Matrix, LayerOps
 from worker_daemon.errors import config_error
 from worker_daemon.layers.parameter import Parameter, Piece
 from worker_daemon.layers.quantization import WeightQuantization
 
 _WEIGHT = ".weight"
-_LARGEST = torch.finfo(torch.float8_e4m3fn).max
-_LEAST_SCALE = 1e-12
-"""Scale of a row of zeros."""
 _CHUNK_ELEMENTS = 1 << 22
 """Values that are quantized at a time: their float32 copies take 16 MiB each."""
 
@@ -51,7 +49,7 @@ class QuantizedOnArrival(Parameter):
         device: torch.device,
     ) -> None:
         """scale: float32 [M], which write() fills too."""
-        super().__init__(shape, pieces, name=name, dtype=torch.float8_e4m3fn, device=device)
+        super().__init__(shape, pieces, name=name, dtype=FP8, device=device)
         self._scale = scale
 
     def write(self, region: tuple[slice, ...], values: Tensor) -> None:
@@ -61,20 +59,18 @@ class QuantizedOnArrival(Parameter):
         step = max(1, _CHUNK_ELEMENTS // max(1, target.shape[1]))
         for start in range(0, target.shape[0], step):
             rows = slice(start, start + step)
-            quantize(values[rows].to(target.device), target[rows], scale[rows])
+            quantize_rows(values[rows].to(target.device), target[rows], scale[rows])
 
 
-def quantize(values: Tensor, into: Tensor, scale: Tensor) -> None:
+def quantize_rows(values: Tensor, into: Tensor, scale: Tensor) -> None:
     """Store values [m, K] in into, float8_e4m3fn [m, K], and their scales, float32 [m]: each row's
     largest absolute value becomes 448. A row with a NaN becomes NaN."""
-    exact = values.float()
-    factor = (exact.abs().amax(1) / _LARGEST).clamp_(min=_LEAST_SCALE)
-    scale.copy_(factor)
-    into.copy_((exact / factor.unsqueeze(1)).clamp_(-_LARGEST, _LARGEST))
+    scale.copy_((values.float().abs().amax(1) / FP8_MAX).clamp_(min=FP8_LEAST_SCALE))
+    into.copy_(to_fp8(values, scale.unsqueeze(1)))
 
 
-class Fp8LinearMethod:
-    """Multiplies by a matrix in FP8: x W^T + b. Norm, product and gate are separate operations.
+class Fp8Product:
+    """Multiplies by a matrix in FP8: x W^T + b.
 
     Owned by one layer. Parameters are read at each use, since their data may move to other memory
     later.
@@ -93,33 +89,12 @@ class Fp8LinearMethod:
         self._activations = quantization.activations
         self._ops = ops
 
-    @property
-    def weight(self) -> Parameter:
-        """The matrix."""
-        return self._parameters.weight
-
     def forward(self, x: Tensor) -> Tensor:
         """x [N, K] -> [N, M]."""
         weight, scale, input_scale = self._parameters
         given = None if input_scale is None else input_scale.data
         matrix = Fp8Matrix(weight.data, scale.data, given, self._activations)
         return self._ops.fp8_linear(x, matrix, None if self._bias is None else self._bias.data)
-
-    def forward_normed(self, source: NormedSum) -> tuple[Tensor, Tensor]:
-        """Return (forward(n), s) with the norm n and the sum s of source, like
-        LayerOps.norm_linear."""
-        normed, total = self._ops.sum_and_norm(source)
-        return self.forward(normed), total
-
-    def forward_gated(self, x: Tensor) -> Tensor:
-        """x [N, K] -> silu(gate) * up [N, M / 2]; the gate's rows are the first half."""
-        return self._ops.silu_and_mul(self.forward(x))
-
-    def forward_normed_gated(self, source: NormedSum) -> tuple[Tensor, Tensor]:
-        """Return (forward_gated(n), s) with the norm n and the sum s of source, like
-        LayerOps.norm_gated_linear."""
-        normed, total = self._ops.sum_and_norm(source)
-        return self.forward_gated(normed), total
 
     def parameters(self) -> Iterator[Parameter]:
         yield self._parameters.weight
@@ -174,7 +149,7 @@ def make_fp8_parameters(
         matrix = QuantizedOnArrival(shape, pieces, scale, name=name, device=device)
         return Fp8Parameters(matrix, scale, None)
     values = [replace(piece, kind="fp8") for piece in pieces]
-    weight = parameter("weight", shape, values, torch.float8_e4m3fn)
+    weight = parameter("weight", shape, values, FP8)
     if quantization.scales == "block":
         scales = [_block_scale(piece) for piece in pieces]
         scale_shape: tuple[int, ...] = (_num_blocks(shape[0]), _num_blocks(shape[1]))

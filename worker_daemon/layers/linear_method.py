@@ -31,6 +31,45 @@ class MatrixMethod(Protocol):
         """Yield all parameters."""
 
 
+class MatrixProduct(Protocol):
+    """Multiplies by a matrix: x W^T + b."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [N, K] -> [N, M]."""
+
+    def parameters(self) -> Iterator[Parameter]:
+        """Yield all parameters."""
+
+
+class UnfusedMethod:
+    """A MatrixMethod that computes norm, product and gate by operations of their own."""
+
+    def __init__(self, product: MatrixProduct, ops: LayerOps) -> None:
+        self._product = product
+        self._ops = ops
+
+    def forward(self, x: Tensor) -> Tensor:
+        """See MatrixMethod."""
+        return self._product.forward(x)
+
+    def forward_normed(self, source: NormedSum) -> tuple[Tensor, Tensor]:
+        """See MatrixMethod."""
+        normed, total = self._ops.sum_and_norm(source)
+        return self.forward(normed), total
+
+    def forward_gated(self, x: Tensor) -> Tensor:
+        """See MatrixMethod."""
+        return self._ops.silu_and_mul(self.forward(x))
+
+    def forward_normed_gated(self, source: NormedSum) -> tuple[Tensor, Tensor]:
+        """See MatrixMethod."""
+        normed, total = self._ops.sum_and_norm(source)
+        return self.forward_gated(normed), total
+
+    def parameters(self) -> Iterator[Parameter]:
+        return self._product.parameters()
+
+
 class LinearMethod:
     """Multiplies by a matrix in the model's dtype: x W^T + b.
 

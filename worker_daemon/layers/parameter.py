@@ -7,6 +7,8 @@ from typing import Final, Literal
 import torch
 from torch import Tensor
 
+from worker_daemon.contracts.fp8 import FP8
+
 Kind = Literal["matrix", "norm", "bias", "fp8", "scale", "input_scale", "computed_scale"]
 """The role of a tensor. fp8: a matrix in float8_e4m3fn; scale: the float32 factors of its values;
 input_scale: the factor of a product's inputs; computed_scale: a scale that no checkpoint has, since
@@ -30,7 +32,7 @@ class TensorSpec:
 
     def takes(self, dtype: torch.dtype) -> bool:
         """Return True if values of a floating-point dtype are stored, or converted."""
-        return (dtype == torch.float8_e4m3fn) == (self.kind == "fp8")
+        return (dtype == FP8) == (self.kind == "fp8")
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +107,7 @@ class Parameter:
 
     def converts(self, piece: Piece) -> bool:
         """Return True if the values of a piece must pass through write()."""
-        return piece.kind == "matrix" and self.data.dtype == torch.float8_e4m3fn
+        return piece.kind == "matrix" and self.data.dtype == FP8
 
     def write(self, region: tuple[slice, ...], values: Tensor) -> None:
         """Copy values of a checkpoint, on any device, to a region of the parameter, converted. From

@@ -30,7 +30,8 @@ from worker_daemon.contracts.attention import (
     AttentionMetadata,
     AttentionStep,
 )
-from worker_daemon.contracts.kv_scales import FP8, KVScales
+from worker_daemon.contracts.fp8 import FP8
+from worker_daemon.contracts.kv_scales import KVScales
 from worker_daemon.device.pinned import upload
 from worker_daemon.layers.fp8_cache import dequantize
 

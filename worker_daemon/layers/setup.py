@@ -8,12 +8,17 @@ import torch
 from worker_daemon.contracts.layer_ops import LayerOps
 from worker_daemon.distributed.tp import TensorParallel
 from worker_daemon.layers.adapters import (
-    AdaptedFp8Method,
     AdaptedLinearMethod,
+    AdaptedProduct,
     AdapterLayout,
 )
-from worker_daemon.layers.fp8 import Fp8LinearMethod, is_quantized, make_fp8_parameters
-from worker_daemon.layers.linear_method import LinearMethod, MatrixMethod
+from worker_daemon.layers.fp8 import Fp8Product, is_quantized, make_fp8_parameters
+from worker_daemon.layers.linear_method import (
+    LinearMethod,
+    MatrixMethod,
+    MatrixProduct,
+    UnfusedMethod,
+)
 from worker_daemon.layers.parameter import Parameter, Piece
 from worker_daemon.layers.quantization import WeightQuantization
 
@@ -60,10 +65,10 @@ class LayerSetup:
         quantization = self.quantization
         if quantization is not None and is_quantized(quantization, pieces):
             parameters = make_fp8_parameters(prefix, shape, pieces, quantization, self.device)
-            method = Fp8LinearMethod(parameters, vector, quantization, self.ops)
-            if self.adapters is None:
-                return method
-            return AdaptedFp8Method(method, self.ops, self.adapters)
+            product: MatrixProduct = Fp8Product(parameters, vector, quantization, self.ops)
+            if self.adapters is not None:
+                product = AdaptedProduct(product, parameters.weight, self.ops, self.adapters)
+            return UnfusedMethod(product, self.ops)
         matrix = self.parameter(f"{prefix}.weight", shape, pieces)
         if self.adapters is None:
             return LinearMethod(matrix, vector, self.ops)

@@ -13,15 +13,15 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
+from worker_daemon.contracts.fp8 import FP8_MAX
 from worker_daemon.layers.parameter import Piece
 
 _STD = 0.02
 # The sum of two independent uniform 16-bit integers: mean 65535, variance (2^32 - 1) / 6.
 _HASH_MEAN = 65535
 _HASH_STD = math.sqrt((2**32 - 1) / 6)
-_LARGEST_FP8 = 448.0
 _SCALES = MappingProxyType(
-    {"scale": _STD * _HASH_MEAN / _HASH_STD / _LARGEST_FP8, "input_scale": 1 / 16}
+    {"scale": _STD * _HASH_MEAN / _HASH_STD / FP8_MAX, "input_scale": 1 / 16}
 )
 """Scales by kind: the largest value becomes the largest of FP8; inputs may be up to 28."""
 _MIX_1 = 0x7FEB352D
@@ -54,7 +54,7 @@ def fill_dummy(target: Tensor, piece: Piece, seed: int) -> None:
         chunk = slice(start, start + step)
         values = _values(row_part[chunk] + column_part).add_(mean)
         if piece.kind == "fp8":
-            values.div_(_SCALES["scale"]).clamp_(-_LARGEST_FP8, _LARGEST_FP8)
+            values.div_(_SCALES["scale"]).clamp_(-FP8_MAX, FP8_MAX)
         matrix[chunk].copy_(values)
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from worker_daemon.contracts.fp8 import FP8
 from worker_daemon.distributed.tp import tensor_parallel
 from worker_daemon.errors import config_error
 from worker_daemon.layers.parameter import Parameter, Piece, TensorSpec
@@ -174,7 +175,7 @@ def _parameters(
 
 
 def _parameter_spec(parameter: Parameter) -> TensorSpec:
-    is_fp8 = parameter.data.dtype == torch.float8_e4m3fn
+    is_fp8 = parameter.data.dtype == FP8
     return TensorSpec(tuple(parameter.data.shape), "fp8" if is_fp8 else "matrix")
 
 

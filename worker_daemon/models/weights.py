@@ -19,6 +19,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
+from worker_daemon.contracts.fp8 import FP8
 from worker_daemon.errors import CheckpointError
 from worker_daemon.layers.parameter import Parameter, Piece, TensorSpec
 from worker_daemon.models.dummy import fill_dummy
@@ -435,7 +436,7 @@ def _checked_entry(file: SafetensorsFile, piece: Piece) -> Entry:
 
 
 def _other_format(path: Path, name: str, dtype: torch.dtype) -> CheckpointError:
-    expected = "unquantized" if dtype == torch.float8_e4m3fn else "in FP8"
+    expected = "unquantized" if dtype == FP8 else "in FP8"
     problem = f"has {name} in {dtype}; by quantization_config of config.json it must be {expected}"
     fix = "correct quantization_config (its ignore list, or its absence); only layers are quantized"
     return _broken(path, problem, fix)

@@ -28,7 +28,7 @@ from rpc_schema.kv_cache import (
     smallest_fitting_blocks,
     usable_tokens,
 )
-from worker_daemon.contracts.layer_ops import FP8_BLOCK
+from worker_daemon.contracts.fp8 import FP8, FP8_BLOCK
 from worker_daemon.device.memory import MemorySnapshot, request_memory
 from worker_daemon.distributed.parallel_state import ParallelState
 from worker_daemon.distributed.tp import tensor_parallel
@@ -423,7 +423,7 @@ def _dequantized_bytes(stage: DecoderStage, decoder: DecoderConfig, itemsize: in
     ):
         return 0
     largest = max(
-        (p.data.numel() for p in stage.parameters() if p.data.dtype == torch.float8_e4m3fn),
+        (p.data.numel() for p in stage.parameters() if p.data.dtype == FP8),
         default=0,
     )
     return largest * itemsize + largest * torch.float32.itemsize // FP8_BLOCK

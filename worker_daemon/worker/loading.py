@@ -19,7 +19,7 @@ from rpc_schema.config import (
 from rpc_schema.kv_cache import KVCacheConfig, KVCacheSpec
 from rpc_schema.lifecycle import MemoryTag, SleepLevel
 from worker_daemon.backend import Backend
-from worker_daemon.contracts.kv_scales import FP8
+from worker_daemon.contracts.fp8 import FP8
 from worker_daemon.contracts.logits_processor import MakeLogitsProcessor
 from worker_daemon.device.failures import FailureKind, drop_scratch, judge, out_of_memory
 from worker_daemon.device.init import supports

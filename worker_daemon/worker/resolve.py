@@ -17,7 +17,7 @@ from rpc_schema.config import (
     SchedulerConfig,
 )
 from rpc_schema.pooling import PooledStates, PooledTask, PoolingSupport
-from worker_daemon.contracts.kv_scales import FP8
+from worker_daemon.contracts.fp8 import FP8
 from worker_daemon.contracts.layer_ops import LayerOps
 from worker_daemon.distributed.parallel_state import ParallelState
 from worker_daemon.distributed.tp import TensorParallel

@@ -135,8 +135,6 @@ _CACHE_DTYPES: Final[Mapping[str, KVCacheDtype]] = MappingProxyType(
 )
 _QUANTIZED_CHECKPOINTS: Final = ("compressed-tensors", "fp8")
 """Methods of a checkpoint's quantization_config. The daemons check the rest of it."""
-_ONLINE: Final = ("fp8",)
-"""Methods that quantize a checkpoint while it is loaded."""
 
 
 def parallel_config(vllm_config: Any) -> ParallelConfig:
@@ -271,7 +269,7 @@ def _quantization(model: Any) -> Quantization:
 
 
 def _check_model(model: Any) -> None:
-    served = _QUANTIZED_CHECKPOINTS if _is_quantized(model) else _ONLINE
+    served = _QUANTIZED_CHECKPOINTS if _is_quantized(model) else ("fp8",)
     if model.quantization not in (None, *served):
         fix = "use a checkpoint of compressed-tensors or fp8, or --quantization fp8"
         _refuse("quantization", model.quantization, fix)

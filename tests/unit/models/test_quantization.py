@@ -416,7 +416,7 @@ def test_rows_of_zeros_and_of_nan_are_kept():
     values[0] = 0
     values[2, 5] = torch.nan
     into, scale = torch.zeros(3, 8, dtype=torch.float8_e4m3fn), torch.zeros(3)
-    fp8.quantize(values, into, scale)
+    fp8.quantize_rows(values, into, scale)
     assert torch.equal(into[0].float(), torch.zeros(8))
     assert into[1].float().abs().max() == 448
     assert (into[2].float() * scale[2]).isnan().all()
