@@ -1,5 +1,5 @@
 """Measures whole workloads on real daemons: `python -m benchmarks.e2e --model DIR [--pp P] [--tp T]
-[--layer-partition N,N] [--workloads A,B] [--quick] [--out FILE.json]`.
+[--layer-partition N,N] [--workloads A,B] [--options OPTIONS] [--quick] [--out FILE.json]`.
 
 Starts P x T daemons once; every workload is one `worker-client bench --endpoints` process that
 attaches to them, so that only the first one loads the model. A first pass of each workload is
@@ -9,16 +9,18 @@ Times are those of `worker-client bench`: `seconds` runs from the first submissi
 the last token of the last one, with all requests submitted at once. It includes client and wire,
 but not loading, warm-up and attaching. The figure of a workload is generated tokens over these
 seconds for decode_* and mixed256, prompt tokens over them for prefill_8x8192, and the seconds
-themselves for prefill_1x8192; prompt tokens also for prefill_512x512 and embed_512x512, which run
-only if named. During a run, every daemon's status is polled ten times a second, as a metrics
+themselves for prefill_1x8192 and long_32x8000; prompt tokens also for prefill_512x512 and
+embed_512x512. Workloads that workloads.NAMES lacks run only if named. During a run, every daemon's status is polled ten times a second, as a metrics
 collector would; the reply delay is that of the last 1024 results.
 """
 
 import argparse
 import json
+import shlex
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -28,6 +30,7 @@ from worker_client.launcher import LocalDaemons
 
 OPTIONS = ("--load-format", "dummy", "--dtype", "bfloat16", "--max-model-len", "16384")
 TIMEOUT_S = 300
+IN_SECONDS = ("prefill_1x8192", "long_32x8000")
 
 
 @dataclass(frozen=True)
@@ -36,7 +39,7 @@ class Run:
 
     model: str
     shape: str
-    """pp x tp."""
+    """pp x tp, and further options."""
     workload: str
     value: float
     unit: str
@@ -46,7 +49,7 @@ class Run:
 
 def figure(workload: str, result: dict[str, Any]) -> tuple[float, str]:
     """Return a workload's figure and its unit."""
-    if workload == "prefill_1x8192":
+    if workload in IN_SECONDS:
         return result["seconds"], "s"
     if workload.startswith(("prefill", "embed")):
         return result["tokens_in"] / result["seconds"], "tok/s in"
@@ -89,12 +92,15 @@ def run_group(
     names: list[str],
     quick: bool,
     layer_partition: str = "",
+    further: Sequence[str] = (),
 ) -> list[Run]:
-    """Serve the workloads one at a time on one group, and print each."""
+    """Serve the workloads one at a time on one group, and print each. further: options of
+    `worker-client bench`."""
     vocab_size = json.loads((model / "config.json").read_text())["vocab_size"]
     devices = [device if device == "cpu" else f"cuda:{index}" for index in range(pp * tp)]
     options = [*OPTIONS, "--pipeline-parallel-size", str(pp), "--tensor-parallel-size", str(tp)]
-    options += ["--layer-partition", layer_partition]
+    options += ["--layer-partition", layer_partition, *further]
+    shape = " ".join([f"{pp}x{tp}", *further])
     runs = []
     with (
         tempfile.TemporaryDirectory() as scratch,
@@ -109,7 +115,7 @@ def run_group(
                     bench(model, daemons.endpoints, requests, options)
                 result = bench(model, daemons.endpoints, requests, options)
                 value, unit = figure(name, result)
-                run = Run(model.name, f"{pp}x{tp}", name, value, unit, result)
+                run = Run(model.name, shape, name, value, unit, result)
                 waits = ", ".join(f"{share:.1%}" for share in result["input_wait_share"])
                 bubbles = f"  waiting for input by rank: {waits}" if pp > 1 else ""
                 print(
@@ -134,6 +140,11 @@ def main() -> None:
     parser.add_argument("--tp", type=int, default=1)
     parser.add_argument("--layer-partition", default="", help="layers of each stage; default: even")
     parser.add_argument("--workloads", default=",".join(workloads.NAMES))
+    parser.add_argument(
+        "--options",
+        default="",
+        help="further options of worker-client bench: '--quantization fp8'",
+    )
     parser.add_argument("--quick", action="store_true", help="no discarded first pass")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
@@ -146,6 +157,7 @@ def main() -> None:
         names,
         options.quick,
         options.layer_partition,
+        shlex.split(options.options),
     )
     if options.out is not None:
         options.out.write_text(json.dumps([asdict(run) for run in runs], indent=1) + "\n")

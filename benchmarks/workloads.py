@@ -16,6 +16,10 @@ FIXED = {  # name: (requests, tokens in, tokens out)
     "prefill_8x8192": (8, 8192, 1),
 }
 NAMES = (*FIXED, "mixed256")
+NAMED = {  # run only if named: see also POOLING
+    "decode_bs16": (16, 100, 256),
+    "long_32x8000": (32, 8000, 256),
+}
 POOLING = {  # the same prompts, first to sample a token each, then to embed them
     "prefill_512x512": (512, 512, 1),
     "embed_512x512": (512, 512, 0),
@@ -30,7 +34,7 @@ Workload = list[tuple[list[int], int]]
 
 def make(name: str, vocab_size: int) -> Workload:
     """Return a workload by name."""
-    sizes = {**FIXED, **POOLING}
+    sizes = {**FIXED, **NAMED, **POOLING}
     return mixed(vocab_size) if name == "mixed256" else fixed(vocab_size, *sizes[name])
 
 
@@ -93,7 +97,7 @@ def json_lines(workload: Workload) -> Iterator[str]:
 def main() -> None:
     """Write a workload to standard output."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("name", choices=(*NAMES, *POOLING))
+    parser.add_argument("name", choices=(*NAMES, *NAMED, *POOLING))
     parser.add_argument("--vocab-size", type=int, required=True)
     args = parser.parse_args()
     sys.stdout.writelines(json_lines(make(args.name, args.vocab_size)))
