@@ -10,8 +10,9 @@ the last token of the last one, with all requests submitted at once. It includes
 but not loading, warm-up and attaching. The figure of a workload is generated tokens over these
 seconds for decode_* and mixed256, prompt tokens over them for prefill_8x8192, and the seconds
 themselves for prefill_1x8192 and long_32x8000; prompt tokens also for prefill_512x512 and
-embed_512x512. Workloads that workloads.NAMES lacks run only if named. During a run, every daemon's status is polled ten times a second, as a metrics
-collector would; the reply delay is that of the last 1024 results.
+embed_512x512. Workloads that workloads.NAMES lacks run only if named. During a run, every daemon's
+status is polled ten times a second, as a metrics collector would; the reply delay is that of the
+last 1024 results.
 """
 
 import argparse

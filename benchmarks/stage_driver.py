@@ -51,6 +51,7 @@ class StageDriver:
     device: str
     max_model_len: int
     dtype: config.Dtype = "bfloat16"
+    quantization: config.Quantization = "auto"
     num_blocks: int = 8192
     """Blocks of the KV cache; 0: as many as fit."""
     enable_sleep_mode: bool = False
@@ -100,6 +101,7 @@ class StageDriver:
                     model=str(self.model),
                     dtype=self.dtype,
                     load_format="dummy",
+                    quantization=self.quantization,
                     max_model_len=self.max_model_len,
                     enable_sleep_mode=self.enable_sleep_mode,
                 ),

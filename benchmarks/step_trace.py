@@ -1,5 +1,5 @@
-"""Measures the parts of a step's time: `python -m benchmarks.step_trace --model DIR [--out
-DIRECTORY] [--json FILE]`.
+"""Measures the parts of a step's time: `python -m benchmarks.step_trace --model DIR
+[--quantization fp8] [--kv-cache-dtype fp8] [--out DIRECTORY] [--json FILE]`.
 
 Device side: torch's profiler around a few decodes of 1, 64 and 256 requests and prefills of 8,192
 tokens of a worker in this process (two steps in flight, as a driver keeps them); a table by kind of
@@ -30,9 +30,10 @@ import numpy as np
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from benchmarks.stage_driver import StageDriver, pipelined
+from benchmarks.stage_driver import BLOCK_SIZE, StageDriver, pipelined
 from benchmarks.trace_table import StepTable, tabulate
 from rpc_schema.codec import decode_step, encode_step
+from rpc_schema.config import CacheConfig
 from rpc_schema.step import ExecuteModel
 from worker_daemon.runner.input_batch import InputBuilder
 from worker_daemon.runner.model_runner import SoleStage
@@ -248,12 +249,21 @@ def main() -> None:
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--device", default="cuda:0" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--quantization", default="auto")
+    parser.add_argument("--kv-cache-dtype", default="auto")
     parser.add_argument("--out", type=Path, default=Path("build/step_trace"))
     parser.add_argument("--json", type=Path, help="default: step_trace.json beside the traces")
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
     model = options.model.resolve()
-    driver = StageDriver(model, options.device, PREFILL_TOKENS + 1, options.dtype)
+    driver = StageDriver(
+        model,
+        options.device,
+        PREFILL_TOKENS + 1,
+        options.dtype,
+        quantization=options.quantization,
+        cache=CacheConfig(block_size=BLOCK_SIZE, kv_cache_dtype=options.kv_cache_dtype),
+    )
     driver.start()
     cases = [decode_case(driver, count, options.out) for count in DECODES]
     cases.append(prefill_case(driver, options.out))

@@ -10,11 +10,12 @@ import torch
 
 from benchmarks.paged_reference import PagedBatch, Shape, make_batch, relative_error
 from worker_daemon.backend import choose_backend
-from worker_daemon.contracts.layer_ops import LayerOps
+from worker_daemon.contracts.fp8 import FP8_MAX, to_fp8
+from worker_daemon.contracts.layer_ops import Fp8Matrix, LayerOps, NormedSum
 from worker_daemon.distributed.tp import SingleRank
 from worker_daemon.kernels.paged_attention import TritonAttention
 from worker_daemon.layers.quantization import WeightQuantization
-from worker_daemon.layers.torch_ops import TorchOps
+from worker_daemon.layers.torch_ops import DequantizingOps, TorchOps
 from worker_daemon.models.config import read_model_config
 from worker_daemon.models.decoder import DecoderStage, build_stage
 from worker_daemon.models.description import DecoderConfig
@@ -34,7 +35,7 @@ LENGTHS = {
 # What the operations' different roundings come to after four layers and the head.
 BOUNDS = {torch.float32: 1e-5, torch.bfloat16: 3e-2}
 # Those of inputs in FP8, which have three bits of mantissa.
-QUANTIZED_BOUNDS = {"none": 4e-2, "dynamic": 0.15, "static": 0.3}
+QUANTIZED_BOUNDS = {"none": 4e-2, "dynamic": 0.25, "static": 0.4}
 
 
 @pytest.fixture(params=["llama-8b", "qwen3-0.6b"])
@@ -113,6 +114,43 @@ def test_quantized_stages_agree_with_torch(config, scales, activations, lengths)
     ours = run(make_stages(quantized, [NUM_LAYERS], torch.bfloat16, fused), *step)
     plain = run(make_stages(quantized, [NUM_LAYERS], torch.bfloat16, TorchOps()), *step)
     assert relative_error(ours, plain) < QUANTIZED_BOUNDS[activations]
+
+
+class RoundingOps(DequantizingOps):
+    """Fp8Ops of a GPU in plain torch: inputs are rounded to FP8, each row by its largest value."""
+
+    def linear(self, x: torch.Tensor, matrix: Fp8Matrix, bias: torch.Tensor | None) -> torch.Tensor:
+        scale = x.float().abs().amax(1, keepdim=True) / FP8_MAX
+        rounded = to_fp8(x, scale).float() * scale
+        y = rounded @ matrix.dequantized(torch.float32).T
+        return (y if bias is None else y + bias).to(x.dtype)
+
+    def norm_linear(
+        self, source: NormedSum, matrix: Fp8Matrix, bias: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        normed, total = TorchOps().sum_and_norm(source)
+        return self.linear(normed, matrix, bias), total
+
+    def norm_gated_linear(
+        self, source: NormedSum, matrix: Fp8Matrix, bias: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        gate_up, total = self.norm_linear(source, matrix, bias)
+        return TorchOps().silu_and_mul(gate_up), total
+
+
+@torch.inference_mode()
+def test_rounded_inputs_cost_no_more_than_in_torch(config):
+    """Error of the log probabilities of 4,500 rows, against unrounded inputs."""
+    quantized = replace(config, quantization=WeightQuantization("channel", "dynamic"))
+    step = make_step(quantized, [(500, 500)] * 9, torch.bfloat16)
+    rounding = TorchOps()
+    rounding.fp8 = RoundingOps(rounding)
+    fused = choose_backend(torch.device("cuda")).make_ops()
+    ours, theirs, exact = (
+        run(make_stages(quantized, [NUM_LAYERS], torch.bfloat16, ops), *step).float().log_softmax(1)
+        for ops in (fused, rounding, TorchOps())
+    )
+    assert (ours - exact).abs().mean() < 1.1 * (theirs - exact).abs().mean()
 
 
 @pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS.keys())

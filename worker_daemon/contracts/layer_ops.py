@@ -41,6 +41,13 @@ class NormedSum(NamedTuple):
     eps: float
 
 
+class GateUp(NamedTuple):
+    """silu(gate) * up that has not been computed yet."""
+
+    values: Tensor
+    """[N, 2 I], the gate's columns first."""
+
+
 class AdapterWeights(NamedTuple):
     """LoRA adapters in L slots for a matrix merged from G matrices: B (A x) is added to its
     product. Ranks below r are zero-padded."""
@@ -89,6 +96,27 @@ def _multiply(values: Tensor, scale: Tensor) -> None:
     torch.mul(values, scale, out=values)
 
 
+class Fp8Ops(Protocol):
+    """The products with a matrix in FP8. Tensors are like those of LayerOps."""
+
+    def linear(self, x: Tensor | GateUp, matrix: Fp8Matrix, bias: Tensor | None) -> Tensor:
+        """x W^T + b: x [N, K], W [M, K], bias [M] -> [N, M]."""
+
+    def gated_linear(self, x: Tensor, matrix: Fp8Matrix, bias: Tensor | None) -> Tensor | GateUp:
+        """silu(gate) * up, (gate, up) = linear(x, matrix, bias): W [2 I, K], the gate's rows first
+        -> [N, I], or what it is computed from."""
+
+    def norm_linear(
+        self, source: NormedSum, matrix: Fp8Matrix, bias: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Return (linear(n, matrix, bias), s), like LayerOps.norm_linear."""
+
+    def norm_gated_linear(
+        self, source: NormedSum, matrix: Fp8Matrix, bias: Tensor | None
+    ) -> tuple[Tensor | GateUp, Tensor]:
+        """Like norm_linear, with gated_linear instead of linear."""
+
+
 class LayerOps(Protocol):
     """The operations of a layer besides attention. One stateless object serves every layer. All
     tensors are contiguous and of the model's dtype, results are new, and arguments are unchanged,
@@ -97,6 +125,10 @@ class LayerOps(Protocol):
     @property
     def name(self) -> str:
         """The name that a daemon reports."""
+
+    @property
+    def fp8(self) -> Fp8Ops:
+        """The products with matrices in FP8."""
 
     def linear(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None = None
@@ -118,9 +150,6 @@ class LayerOps(Protocol):
         self, source: NormedSum, weight: Tensor, bias: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         """Like norm_linear, with gated_linear instead of linear."""
-
-    def fp8_linear(self, x: Tensor, matrix: Fp8Matrix, bias: Tensor | None) -> Tensor:
-        """x W^T + b: x [N, K], W [M, K], bias [M] -> [N, M]."""
 
     def sum_and_norm(self, source: NormedSum) -> tuple[Tensor, Tensor]:
         """Return (n, s) with the norm n and the sum s of source; without a part, s is source's
@@ -191,3 +220,8 @@ class LayerOps(Protocol):
         block_size + offset. kv_scales: of a kv_cache in FP8, which stores k and v rounded to qkv's
         dtype, divided by their head's scale in float32, then limited and rounded to FP8.
         """
+
+
+def activated(x: Tensor | GateUp, ops: LayerOps) -> Tensor:
+    """Return x [N, I], computed if it has not been yet."""
+    return ops.silu_and_mul(x.values) if isinstance(x, GateUp) else x

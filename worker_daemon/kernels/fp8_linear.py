@@ -1,7 +1,8 @@
-"""Matrix products with weights in FP8.
+"""Matrix products with weights in FP8, alone or fused with the norm before and the gate after.
 
-Up to 64 rows are bound by reading the weights: a kernel like linear.py's converts them in registers
-and multiplies inputs that are not quantized. More rows quantize their inputs, if the checkpoint
+One row is multiplied in float32 (row_linear.py). Other inputs are in FP8, so that no weight is
+converted. Up to 64 rows are bound by reading the weights, and have two terms (fp8_rows.py), which
+makes the products as exact as those of inputs in bf16. More rows have one term, if the checkpoint
 permits it and torch multiplies FP8 by rows on this device; otherwise weights are dequantized first.
 
 Letters: y[M, O] = x[M, I] W[O, I]^T + bias.
@@ -18,9 +19,19 @@ import triton.language as tl
 from torch.nn import functional
 
 from worker_daemon.contracts.fp8 import FP8_BLOCK
-from worker_daemon.contracts.layer_ops import Fp8Matrix
+from worker_daemon.contracts.layer_ops import Fp8Matrix, GateUp, NormedSum
+from worker_daemon.kernels.activation import silu_and_mul
 from worker_daemon.kernels.compile_ahead import launched
-from worker_daemon.kernels.fp8_rows import quantize_rows
+from worker_daemon.kernels.fp8_rows import (
+    MAX_SIZE,
+    SPLIT_ROWS,
+    TERM_RATIO,
+    Fp8Rows,
+    RowForm,
+    fp8_gate_rows,
+    fp8_norm_rows,
+    fp8_rows,
+)
 from worker_daemon.kernels.launch import (
     HOPPER,
     await_previous,
@@ -29,110 +40,224 @@ from worker_daemon.kernels.launch import (
     start_next,
 )
 from worker_daemon.kernels.linear import MAX_TILES, add_splits, has_aligned_rows
+from worker_daemon.kernels.norm import sum_and_norm
 from worker_daemon.kernels.prefetch import prefetch
+from worker_daemon.kernels.row_linear import RowNorm, launch_row, row_norm
 from worker_daemon.kernels.tiles import DeviceLimits
-from worker_daemon.kernels.tuning import MatrixTile, row_bucket
+from worker_daemon.kernels.tuning import (
+    MatrixTile,
+    Tile,
+    VectorTile,
+    load_tuning,
+    row_bucket,
+)
 
 _LEAST_FP8: Final = (8, 9)
-"""Compute capability from which Triton converts float8_e4m3fn."""
+"""Compute capability from which Triton multiplies float8_e4m3fn."""
 _MULTIPLE: Final = 16
 """torch's product in FP8 needs multiples of it in both sizes of the matrix."""
-_PROGRAMS_PER_SM: Final = 2
 _MAX_SPLITS: Final = 8
-_OUTPUTS_PER_WARP: Final = 16
-"""With fewer, Triton 3.6 has compiled wrong products (benchmarks/NOTES.md)."""
 _LEAST_STEPS: Final = 4
 """Steps of BLOCK_I columns in a split; fewer cost more in the sum than they gain."""
+_RATIO = tl.constexpr(TERM_RATIO)
 
 
 class Fp8Linear:
-    """The products of all layers with matrices in FP8; one object per daemon, on one stream.
+    """Fp8Ops: the products of all layers with matrices in FP8. One object per daemon, on one
+    stream.
 
     Owns MAX_TILES int32 counters on the device, which are zero between launches.
     """
 
-    def __init__(self, device: torch.device, tile: MatrixTile | None = None) -> None:
+    def __init__(self, device: torch.device, tile: Tile | None = None) -> None:
         """device is that of all tensors; tile replaces the choice by shape."""
         is_cuda = device.type == "cuda"
         capability = torch.cuda.get_device_capability(device) if is_cuda else _LEAST_FP8
         self._pdl = has_dependent_launch(device)
-        self._converts = capability >= _LEAST_FP8
-        self._multiplies = capability >= HOPPER
+        self._has_fp8 = capability >= _LEAST_FP8
+        self._has_scaled_mm = capability >= HOPPER
         self._num_sms = DeviceLimits.of(device).num_sms
         self._tile = tile
+        name = torch.cuda.get_device_name(device) if is_cuda else device.type
+        self._tuning = load_tuning(f"{name} fp8")
         self._arrivals = torch.zeros(MAX_TILES, dtype=torch.int32, device=device)
 
-    def linear(self, x: torch.Tensor, matrix: Fp8Matrix, bias: torch.Tensor | None) -> torch.Tensor:
+    def linear(
+        self, x: torch.Tensor | GateUp, matrix: Fp8Matrix, bias: torch.Tensor | None
+    ) -> torch.Tensor:
         """y [M, O], contiguous, of x [M, I] and bias [O], both of one dtype. Up to 64 rows, a row
         of y depends only on its row of x and on the bucket of M."""
-        num_rows = x.shape[0]
-        has_half = x.dtype in (torch.bfloat16, torch.float16)
-        if self._converts and has_half and num_rows and row_bucket(num_rows) is not None:
-            y = x.new_empty(num_rows, matrix.weight.shape[0])
-            tile = self._tile or choose_tile(num_rows, matrix.weight.shape, self._num_sms)
-            launch_fp8_matrix(y, x, matrix, bias, tile, self._pdl, self._arrivals)
-            return y
-        if self._may_quantize(x, matrix):
-            return self._multiply_quantized(x, matrix, bias)
-        return functional.linear(x, matrix.dequantized(x.dtype), bias)
+        if isinstance(x, GateUp):
+            return self._linear_of_gate(x.values, matrix, bias)
+        tile = self._row_tile(x, matrix)
+        if tile is not None:
+            return self._multiply_row(x, matrix, bias, tile)
+        form = self._row_form(x, matrix)
+        if form is None:
+            return functional.linear(x, matrix.dequantized(x.dtype), bias)
+        return self._multiply(fp8_rows(x, form, pdl=self._pdl), matrix, bias, x.dtype)
 
-    def _may_quantize(self, x: torch.Tensor, matrix: Fp8Matrix) -> bool:
-        return (
-            self._multiplies
-            and x.shape[0] > 0
+    def _linear_of_gate(
+        self, gate_up: torch.Tensor, matrix: Fp8Matrix, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        form = self._row_form(gate_up, matrix)
+        if form is None or gate_up.shape[0] == 1 or matrix.weight.shape[1] > MAX_SIZE:
+            return self.linear(silu_and_mul(gate_up, pdl=self._pdl), matrix, bias)
+        rows = fp8_gate_rows(gate_up, form, pdl=self._pdl)
+        return self._multiply(rows, matrix, bias, gate_up.dtype)
+
+    def gated_linear(
+        self, x: torch.Tensor, matrix: Fp8Matrix, bias: torch.Tensor | None
+    ) -> torch.Tensor | GateUp:
+        """x [M, I], matrix [O, I], gate first, bias [O] -> [M, O / 2]."""
+        tile = self._row_tile(x, matrix)
+        if tile is not None:
+            return self._multiply_row(x, matrix, bias, tile, gated=True)
+        return GateUp(self.linear(x, matrix, bias))
+
+    def norm_linear(
+        self, source: NormedSum, matrix: Fp8Matrix, bias: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The product with source's norm [M, O], and source's sum [M, I]."""
+        residual = source.residual
+        tile = self._row_tile(residual, matrix)
+        if tile is not None:
+            x, norm = row_norm(source)
+            return self._multiply_row(x, matrix, bias, tile, norm), norm.total
+        form = self._row_form(residual, matrix)
+        if form is None or residual.shape[1] > MAX_SIZE:
+            normed, total = sum_and_norm(source, pdl=self._pdl)
+            return self.linear(normed, matrix, bias), total
+        rows, total = fp8_norm_rows(source, form, pdl=self._pdl)
+        return self._multiply(rows, matrix, bias, residual.dtype), total
+
+    def norm_gated_linear(
+        self, source: NormedSum, matrix: Fp8Matrix, bias: torch.Tensor | None
+    ) -> tuple[torch.Tensor | GateUp, torch.Tensor]:
+        """Like norm_linear, with gated_linear's product -> [M, O / 2] and [M, I]."""
+        tile = self._row_tile(source.residual, matrix)
+        if tile is not None:
+            x, norm = row_norm(source)
+            return self._multiply_row(x, matrix, bias, tile, norm, gated=True), norm.total
+        gate_up, total = self.norm_linear(source, matrix, bias)
+        return GateUp(gate_up), total
+
+    def _row_tile(self, x: torch.Tensor, matrix: Fp8Matrix) -> VectorTile | None:
+        """Return the tile of a product of one row; None if there are more."""
+        if x.shape[0] != 1 or not self._multiplies(x):
+            return None
+        num_outputs, num_inputs = matrix.weight.shape
+        shipped = self._tuning.tiles.get((num_outputs, num_inputs, 1))
+        tile = self._tile or shipped or choose_row_tile(num_inputs)
+        return tile if isinstance(tile, VectorTile) else None
+
+    def _row_form(self, x: torch.Tensor, matrix: Fp8Matrix) -> RowForm | None:
+        """Return the form of the inputs of a product in FP8; None to dequantize the weights."""
+        if not self._multiplies(x):
+            return None
+        if row_bucket(x.shape[0]) is not None:
+            return SPLIT_ROWS
+        may_round = (
+            self._has_scaled_mm
             and x.dtype == torch.bfloat16
             and matrix.activations != "none"
             and matrix.scale.dim() == 1
             and all(size % _MULTIPLE == 0 for size in matrix.weight.shape)
         )
+        return RowForm(1, matrix.input_scale) if may_round else None
 
-    def _multiply_quantized(
-        self, x: torch.Tensor, matrix: Fp8Matrix, bias: torch.Tensor | None
+    def _multiplies(self, x: torch.Tensor) -> bool:
+        has_half = x.dtype in (torch.bfloat16, torch.float16)
+        return self._has_fp8 and has_half and x.shape[0] > 0
+
+    def _multiply_row(
+        self,
+        x: torch.Tensor,
+        matrix: Fp8Matrix,
+        bias: torch.Tensor | None,
+        tile: VectorTile,
+        norm: RowNorm | None = None,
+        *,
+        gated: bool = False,
     ) -> torch.Tensor:
-        values, scale = quantize_rows(x, matrix.input_scale, pdl=self._pdl)
+        y = x.new_empty(1, matrix.weight.shape[0] // (2 if gated else 1))
+        launch_row(
+            y,
+            x,
+            matrix.weight,
+            bias,
+            tile,
+            pdl=self._pdl,
+            norm=norm,
+            gated=gated,
+            scale=matrix.scale,
+        )
+        return y
+
+    def _multiply(
+        self, x: Fp8Rows, matrix: Fp8Matrix, bias: torch.Tensor | None, dtype: torch.dtype
+    ) -> torch.Tensor:
+        num_rows, shape = x.scale.shape[0], matrix.weight.shape
+        if x.values.shape[0] > num_rows:
+            y = torch.empty(num_rows, shape[0], dtype=dtype, device=x.values.device)
+            tile = self._tile or self._tuning.tile(max(2, num_rows), *shape)
+            if not isinstance(tile, MatrixTile):
+                tile = choose_tile(num_rows, shape, self._num_sms)
+            launch_fp8_matrix(y, x, matrix, bias, tile, self._pdl, self._arrivals)
+            return y
         y = torch._scaled_mm(
-            values,
+            x.values,
             matrix.weight.t(),
-            scale_a=scale.unsqueeze(1),
+            scale_a=x.scale.unsqueeze(1),
             scale_b=matrix.scale.unsqueeze(0),
-            out_dtype=x.dtype,
+            out_dtype=dtype,
+            use_fast_accum=True,
         )
         return y if bias is None else y.add_(bias)
 
 
+def choose_row_tile(num_inputs: int) -> VectorTile:
+    """Return the tile of a product of one row: whole rows of weights, at least 64 for each
+    thread."""
+    block_i = min(16384, triton.next_power_of_2(num_inputs))
+    num_warps = 4 if block_i <= 2048 else 8
+    return VectorTile(max(2, 64 * 32 * num_warps // block_i), block_i, num_warps)
+
+
 def choose_tile(num_rows: int, shape: tuple[int, ...], num_sms: int) -> MatrixTile:
-    """Return the tile of a product of M rows with a matrix [O, I], by arithmetic on the sizes:
-    enough programs to fill the device, and steps of one block."""
+    """Return the tile of a product of M rows with a matrix [O, I], by arithmetic on the sizes: at
+    least a program for each SM, and steps of one block."""
     num_outputs, num_inputs = shape
-    block_o = 32 if num_rows <= 32 else 64
+    block_o = 128 if num_rows > 32 and num_outputs >= 128 * num_sms else 64
     num_tiles = triton.cdiv(num_outputs, block_o)
     num_steps = triton.cdiv(num_inputs, FP8_BLOCK)
-    wanted = _PROGRAMS_PER_SM * num_sms // num_tiles
+    wanted = triton.cdiv(num_sms, num_tiles)
     splits = max(1, min(wanted, num_steps // _LEAST_STEPS, _MAX_SPLITS))
     if num_tiles > MAX_TILES:
         splits = 1
-    num_warps = block_o // _OUTPUTS_PER_WARP
-    return MatrixTile(block_o, FP8_BLOCK, splits, num_warps, num_stages=3, prefetch=512)
+    num_stages = 3 if splits == 1 else 5
+    return MatrixTile(block_o, FP8_BLOCK, splits, 4, num_stages, prefetch=512)
 
 
 def launch_fp8_matrix(
     y: torch.Tensor,
-    x: torch.Tensor,
+    x: Fp8Rows,
     matrix: Fp8Matrix,
     bias: torch.Tensor | None,
     tile: MatrixTile,
     pdl: bool,
     arrivals: torch.Tensor,
 ) -> None:
-    """Compute y [M, O] = x [M, I] W [O, I]^T + bias [O], each row contiguous. arrivals: as for
-    launch_matrix. A tile's block_i divides 128, or there are scales of rows."""
-    num_rows, num_inputs = x.shape
+    """Compute y [M, O] = x [M, I] W [O, I]^T + bias [O], each row contiguous; x has two terms.
+    arrivals: as for launch_matrix. A tile's block_i divides 128, or there are scales of rows."""
+    num_rows = y.shape[0]
     weight, scale = matrix.weight, matrix.scale
-    num_outputs = weight.shape[0]
+    num_outputs, num_inputs = weight.shape
     has_blocks = scale.dim() == 2
-    assert x.stride(1) == weight.stride(1) == y.stride(1) == 1
+    assert x.values.shape == (2 * num_rows, num_inputs)
+    assert weight.stride(1) == y.stride(1) == 1
     assert scale.stride(-1) == 1
-    assert not has_blocks or FP8_BLOCK % tile.block_i == 0
+    block_i = min(tile.block_i, FP8_BLOCK) if has_blocks else tile.block_i
     num_tiles = triton.cdiv(num_outputs, tile.block_o)
     splits = tile.num_splits
     assert splits == 1 or num_tiles <= arrivals.shape[0]
@@ -140,26 +265,25 @@ def launch_fp8_matrix(
     parts = num_tiles * splits * block_m * tile.block_o if splits > 1 else 0
     _fp8_kernel[(num_tiles, splits)](
         y,
-        torch.empty(parts, dtype=torch.float32, device=x.device),
+        torch.empty(parts, dtype=torch.float32, device=y.device),
         arrivals,
-        x,
+        *x,
         weight,
         scale,
-        x if bias is None else bias,
+        y if bias is None else bias,
         num_rows,
         num_outputs,
         num_inputs,
-        x.stride(0),
         y.stride(0),
         weight.stride(0),
         scale.stride(0),
         HAS_BIAS=bias is not None,
-        EVEN=num_outputs % tile.block_o == 0 and num_inputs % tile.block_i == 0,
+        EVEN=num_outputs % tile.block_o == 0 and num_inputs % block_i == 0,
         SCALE_BLOCK=FP8_BLOCK if has_blocks else 0,
         SPLITS=splits,
         BLOCK_M=block_m,
         BLOCK_O=tile.block_o,
-        BLOCK_I=tile.block_i,
+        BLOCK_I=block_i,
         STAGES=tile.num_stages,
         PREFETCH=tile.prefetch if pdl and has_aligned_rows(weight) else 0,
         LANES=str(tile.block_o),
@@ -177,13 +301,13 @@ def _fp8_kernel(
     parts,
     arrivals,
     x,
+    x_scale,
     weight,
     scale,
     bias,
     num_rows,
     num_outputs,
     num_inputs,
-    x_stride,
     y_stride,
     weight_stride,
     scale_stride,
@@ -199,7 +323,7 @@ def _fp8_kernel(
     LANES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Like linear.py's kernel. SCALE_BLOCK: 0 for scales of rows."""
+    """Like linear.py's kernel, but for two terms. SCALE_BLOCK: 0 for scales of rows."""
     start_next(PDL)
     tile = tl.program_id(0)
     split = tl.program_id(1)
@@ -212,17 +336,22 @@ def _fp8_kernel(
     if PREFETCH > 0:
         num_bytes = tl.minimum(PREFETCH, tl.minimum(last, num_inputs) - first)
         prefetch(weight_row + first, tl.where(is_output, num_bytes, 0), LANES)
+    if SCALE_BLOCK == 0:
+        factor = tl.load(scale + row, mask=is_output, other=0.0)
     await_previous(PDL)
     m = tl.arange(0, BLOCK_M)
     column = tl.arange(0, BLOCK_I)[None, :]
     weight_here = weight_row[:, None] + column
-    x_here = x + m[:, None] * x_stride + column
+    x_here = x + m[:, None] * num_inputs + column
+    second = num_rows * num_inputs
     is_row = (m < num_rows)[:, None]
     acc = tl.zeros([BLOCK_O, BLOCK_M], tl.float32)
+    rest = tl.zeros([BLOCK_O, BLOCK_M], tl.float32)
     for start in tl.range(first, last, BLOCK_I, num_stages=STAGES):
         if EVEN:
             w = tl.load(weight_here + start, eviction_policy="evict_first")
             value = tl.load(x_here + start, mask=is_row, other=0.0)
+            small = tl.load(x_here + second + start, mask=is_row, other=0.0)
         else:
             inside = column + start < num_inputs
             w = tl.load(
@@ -232,14 +361,19 @@ def _fp8_kernel(
                 eviction_policy="evict_first",
             )
             value = tl.load(x_here + start, mask=is_row & inside, other=0.0)
+            small = tl.load(x_here + second + start, mask=is_row & inside, other=0.0)
         if SCALE_BLOCK > 0:
             block = scale + (row // SCALE_BLOCK) * scale_stride + start // SCALE_BLOCK
-            product = tl.dot(w.to(x.dtype.element_ty), tl.trans(value))
-            acc += product * tl.load(block, mask=is_output, other=0.0)[:, None]
+            factor = tl.load(block, mask=is_output, other=0.0)[:, None]
+            acc += tl.dot(w, tl.trans(value)) * factor
+            rest += tl.dot(w, tl.trans(small)) * factor
         else:
-            acc = tl.dot(w.to(x.dtype.element_ty), tl.trans(value), acc)
+            acc = tl.dot(w, tl.trans(value), acc)
+            rest = tl.dot(w, tl.trans(small), rest)
+    acc += rest * (1.0 / _RATIO)
     if SCALE_BLOCK == 0:
-        acc *= tl.load(scale + row, mask=is_output, other=0.0)[:, None]
+        acc *= factor[:, None]
+    acc *= tl.load(x_scale + m, mask=m < num_rows, other=0.0)[None, :]
     add_splits(
         acc,
         y,

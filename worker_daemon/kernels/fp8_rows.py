@@ -1,4 +1,10 @@
-"""Quantization of rows to FP8: each row by its own largest value, or all by a given scale.
+"""Rows in FP8, the inputs of products with weights in FP8: converted alone, or fused with the norm
+or the gate that computes them.
+
+A row has one term, which rounds it to three bits of mantissa, or two. The first of two terms cuts
+off all but those bits, and the second holds the rest: together they are the seven bits of bf16, at
+the speed of FP8. A value below 2^-12 of its row's largest loses bits, an error below 2^-20 of the
+largest. fp16 is rounded to about bf16.
 
 Letters: N rows of K values.
 """
@@ -6,39 +12,74 @@ Letters: N rows of K values.
 # Parameters of a Triton kernel are pointers and scalars that Python's types cannot name:
 # mypy: disable-error-code="no-untyped-def"
 
-from typing import Final
+from typing import Final, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
 from worker_daemon.contracts.fp8 import FP8, FP8_LEAST_SCALE, FP8_MAX
+from worker_daemon.contracts.layer_ops import NormedSum
 from worker_daemon.kernels.compile_ahead import launched
-from worker_daemon.kernels.fp8 import quantize
 from worker_daemon.kernels.launch import await_previous, launch_options, row_warps, start_next
 
+MAX_SIZE: Final = 16384
+"""Largest K of a fused conversion: the row lies in the registers of one program."""
+TERM_RATIO: Final = 8
+"""The second term is multiplied by it, so that it is as large as the first."""
+
+_BLOCK: Final = 4096
 _LARGEST = tl.constexpr(FP8_MAX)
 _LEAST = tl.constexpr(FP8_LEAST_SCALE)
-_BLOCK: Final = 4096
+_RATIO = tl.constexpr(TERM_RATIO)
+_LEAST_NORMAL = tl.constexpr(2.0**-6)
+_SUBNORMAL_ROUNDER = tl.constexpr(1.5 * 2.0**14)
+"""Smaller values are multiples of 2^-9, as are float32 values of about this size."""
+_PLAIN: Final = 0
+_NORM: Final = 1
+_ADD_NORM: Final = 2
+_GATE: Final = 3
 
 
-def quantize_rows(
-    x: torch.Tensor, given: torch.Tensor | None, *, pdl: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return x [N, K] as float8_e4m3fn [N, K], saturated, and its scales, float32 [N]. given:
-    float32 [G]; the largest is the scale of all rows. A NaN stays NaN."""
+class RowForm(NamedTuple):
+    """The form in which rows are wanted."""
+
+    num_terms: int
+    """1 or 2"""
+    given: torch.Tensor | None
+    """float32 [G]: the largest is the scale of all rows; only with one term. None: each row has
+    its own scale."""
+
+
+SPLIT_ROWS: Final = RowForm(2, None)
+
+
+class Fp8Rows(NamedTuple):
+    """Rows in FP8: scale * (the first term + the second / TERM_RATIO)."""
+
+    values: torch.Tensor
+    """float8_e4m3fn [N, K], or [2 N, K]: all first terms, then all second ones."""
+    scale: torch.Tensor
+    """float32 [N]; powers of two if there are two terms."""
+
+
+def fp8_rows(x: torch.Tensor, form: RowForm, *, pdl: bool) -> Fp8Rows:
+    """Return x [N, K] in FP8, saturated. A NaN stays NaN, or makes its row NaN."""
     num_rows, num_columns = x.shape
-    values = torch.empty(x.shape, dtype=FP8, device=x.device)
-    scale = torch.empty(num_rows, dtype=torch.float32, device=x.device)
+    if num_columns <= MAX_SIZE and x.is_contiguous():
+        return _fused_rows(x, x, x, x, 0.0, num_columns, _PLAIN, form, pdl)
+    rows = _new_rows(num_rows, num_columns, form, x.device)
+    given = form.given
     block = min(_BLOCK, triton.next_power_of_2(num_columns))
-    _quantize_kernel[(num_rows,)](
-        values,
-        scale,
+    _rows_kernel[(num_rows,)](
+        *rows,
         x,
         x if given is None else given,
+        num_rows,
         num_columns,
         x.stride(0),
         0 if given is None else given.shape[0],
+        TERMS=form.num_terms,
         IS_GIVEN=given is not None,
         BLOCK_G=1 if given is None else triton.next_power_of_2(given.shape[0]),
         BLOCK=block,
@@ -46,19 +87,87 @@ def quantize_rows(
         num_warps=row_warps(block),
         **launch_options(pdl),
     )
-    return values, scale
+    return rows
+
+
+def fp8_norm_rows(source: NormedSum, form: RowForm, *, pdl: bool) -> tuple[Fp8Rows, torch.Tensor]:
+    """Return the norm of source, rounded to its dtype, in FP8; and its sum, [N, K], K <=
+    MAX_SIZE."""
+    part, residual, weight, eps = source
+    total = residual if part is None else torch.empty_like(residual)
+    x = residual if part is None else part
+    way = _NORM if part is None else _ADD_NORM
+    return _fused_rows(x, residual, weight, total, eps, residual.shape[1], way, form, pdl), total
+
+
+def fp8_gate_rows(gate_up: torch.Tensor, form: RowForm, *, pdl: bool) -> Fp8Rows:
+    """Return silu(gate) * up of gate_up [N, 2 K], gate first, rounded to its dtype, in FP8; K <=
+    MAX_SIZE."""
+    num_columns = gate_up.shape[1] // 2
+    return _fused_rows(gate_up, gate_up, gate_up, gate_up, 0.0, num_columns, _GATE, form, pdl)
+
+
+def _fused_rows(
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    total: torch.Tensor,
+    eps: float,
+    num_columns: int,
+    way: int,
+    form: RowForm,
+    pdl: bool,
+) -> Fp8Rows:
+    assert num_columns <= MAX_SIZE
+    assert x.is_contiguous()
+    assert residual.is_contiguous()
+    num_rows = x.shape[0]
+    rows = _new_rows(num_rows, num_columns, form, x.device)
+    given = form.given
+    block = triton.next_power_of_2(num_columns)
+    _fused_kernel[(num_rows,)](
+        *rows,
+        total,
+        x,
+        residual,
+        weight,
+        x if given is None else given,
+        num_rows,
+        0 if given is None else given.shape[0],
+        eps,
+        SIZE=num_columns,
+        WAY=way,
+        TERMS=form.num_terms,
+        IS_GIVEN=given is not None,
+        BLOCK_G=1 if given is None else triton.next_power_of_2(given.shape[0]),
+        BLOCK=block,
+        PDL=pdl,
+        num_warps=row_warps(block),
+        enable_fp_fusion=True,
+        **launch_options(pdl),
+    )
+    return rows
+
+
+def _new_rows(num_rows: int, num_columns: int, form: RowForm, device: torch.device) -> Fp8Rows:
+    assert form.given is None or form.num_terms == 1
+    shape = (form.num_terms * num_rows, num_columns)
+    values = torch.empty(shape, dtype=FP8, device=device)
+    return Fp8Rows(values, torch.empty(num_rows, dtype=torch.float32, device=device))
 
 
 @launched
-@triton.jit
-def _quantize_kernel(
+@triton.jit(do_not_specialize=["num_rows"])
+def _rows_kernel(
     values,
     scale,
     x,
     given,
+    num_rows,
     num_columns,
     x_stride,
     num_given,
+    TERMS: tl.constexpr,
     IS_GIVEN: tl.constexpr,
     BLOCK_G: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -70,8 +179,7 @@ def _quantize_kernel(
     here = x + row * x_stride + column
     await_previous(PDL)
     if IS_GIVEN:
-        g = tl.arange(0, BLOCK_G)
-        factor = tl.max(tl.load(given + g, mask=g < num_given, other=0.0), axis=0)
+        factor = _given_scale(given, num_given, BLOCK_G)
     else:
         largest = tl.zeros([BLOCK], tl.float32)
         for start in range(0, num_columns, BLOCK):
@@ -79,11 +187,119 @@ def _quantize_kernel(
             largest = tl.maximum(
                 largest, tl.abs(value.to(tl.float32)), propagate_nan=tl.PropagateNan.ALL
             )
-        factor = tl.max(largest, axis=0) / _LARGEST
-    factor = tl.where(factor < _LEAST, _LEAST, factor)
+        factor = _row_scale(largest, TERMS)
     tl.store(scale + row, factor)
     for start in range(0, num_columns, BLOCK):
-        is_inside = column + start < num_columns
-        value = tl.load(here + start, mask=is_inside, other=0.0)
+        inside = column + start < num_columns
+        value = tl.load(here + start, mask=inside, other=0.0).to(tl.float32)
         out = values + row * num_columns + column + start
-        tl.store(out, quantize(value, factor), mask=is_inside)
+        _store_terms(out, value, factor, num_rows.to(tl.int64) * num_columns, inside, TERMS)
+
+
+@launched
+@triton.jit(do_not_specialize=["num_rows", "eps"])
+def _fused_kernel(
+    values,
+    scale,
+    total,
+    x,
+    residual,
+    gain,
+    given,
+    num_rows,
+    num_given,
+    eps,
+    SIZE: tl.constexpr,
+    WAY: tl.constexpr,
+    TERMS: tl.constexpr,
+    IS_GIVEN: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    start_next(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    inside = column < SIZE
+    element = row * SIZE + column
+    if WAY == 0:  # plain
+        await_previous(PDL)
+        value = tl.load(x + element, mask=inside, other=0.0).to(tl.float32)
+    elif WAY == 3:  # a gate
+        await_previous(PDL)
+        source = x + row * (2 * SIZE) + column
+        gate = tl.load(source, mask=inside, other=0.0).to(tl.float32)
+        up = tl.load(source + SIZE, mask=inside, other=0.0).to(tl.float32)
+        value = gate * tl.sigmoid(gate) * up
+    else:
+        weight = tl.load(gain + column, mask=inside, other=0.0).to(tl.float32)
+        await_previous(PDL)
+        value = tl.load(x + element, mask=inside, other=0.0)
+        if WAY == 2:
+            value = tl.load(residual + element, mask=inside, other=0.0).to(tl.float32) + value
+            value = value.to(x.dtype.element_ty)
+            tl.store(total + element, value, mask=inside)
+        value = value.to(tl.float32)
+        value = value * tl.rsqrt(tl.sum(value * value) / SIZE + eps) * weight
+    value = value.to(x.dtype.element_ty).to(tl.float32)
+    if IS_GIVEN:
+        factor = _given_scale(given, num_given, BLOCK_G)
+    else:
+        factor = _row_scale(tl.abs(value), TERMS)
+    tl.store(scale + row, factor)
+    _store_terms(values + element, value, factor, num_rows.to(tl.int64) * SIZE, inside, TERMS)
+
+
+@triton.jit
+def _given_scale(given, num_given, BLOCK_G: tl.constexpr):
+    g = tl.arange(0, BLOCK_G)
+    return _limited(tl.max(tl.load(given + g, mask=g < num_given, other=0.0), axis=0))
+
+
+@triton.jit
+def _row_scale(sizes, TERMS: tl.constexpr):
+    """Return a row's scale from the absolute values of its elements; NaN if one is NaN."""
+    largest = tl.reduce(sizes, 0, _larger)
+    factor = _limited(largest / _LARGEST)
+    if TERMS == 2:  # the next power of two
+        bits = (factor.to(tl.int32, bitcast=True) + 0x7FFFFF) & 0x7F800000
+        power = bits.to(tl.float32, bitcast=True)
+        factor = tl.where(factor < float("inf"), power, factor)
+    return factor
+
+
+@triton.jit
+def _larger(a, b):
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def _limited(factor):
+    return tl.where(factor < _LEAST, _LEAST, factor)
+
+
+@triton.jit
+def _cut(value):
+    """Return values of FP8 near float32 values, so that FP8 holds the difference exactly too, if
+    it is not too small.
+
+    Conversions to FP8 and back would do, but ptxas 13.0 compiles them wrongly.
+    """
+    bits = value.to(tl.int32, bitcast=True) & -0x100000  # sign, exponent, three bits of mantissa
+    small = (value + _SUBNORMAL_ROUNDER) - _SUBNORMAL_ROUNDER
+    return tl.where(tl.abs(value) < _LEAST_NORMAL, small, bits.to(tl.float32, bitcast=True))
+
+
+@triton.jit
+def _store_terms(out, value, factor, second, inside, TERMS: tl.constexpr):
+    """Store value / factor, float32 [BLOCK]; a second term lies `second` elements after the
+    first."""
+    scaled = value * tl.div_rn(1.0, factor)
+    if TERMS == 2:
+        first = _cut(scaled)
+        rest = (scaled - first) * _RATIO
+        tl.store(out, first.to(tl.float8e4nv), mask=inside)
+        tl.store(out + second, rest.to(tl.float8e4nv), mask=inside)
+    else:
+        limited = tl.clamp(scaled, -_LARGEST, _LARGEST, propagate_nan=tl.PropagateNan.ALL)
+        tl.store(out, limited.to(tl.float8e4nv), mask=inside)

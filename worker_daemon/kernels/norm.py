@@ -11,6 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
+from worker_daemon.contracts.layer_ops import NormedSum
 from worker_daemon.kernels.compile_ahead import launched
 from worker_daemon.kernels.launch import await_previous, launch_options, row_warps, start_next
 
@@ -59,6 +60,15 @@ def add_rms_norm(
     normed, total = torch.empty_like(x), torch.empty_like(x)
     _launch(normed, total, x, residual, weight, eps, adds=True, pdl=pdl)
     return normed, total
+
+
+def sum_and_norm(source: NormedSum, *, pdl: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the norm and the sum of source, [N, H]; without a part, the sum is its residual
+    itself."""
+    part, residual, weight, eps = source
+    if part is None:
+        return rms_norm(residual, weight, eps, pdl=pdl), residual
+    return add_rms_norm(part, residual, weight, eps, pdl=pdl)
 
 
 def _launch(

@@ -7,16 +7,16 @@ dimension.
 import torch
 
 from worker_daemon.contracts.kv_scales import KVScales
-from worker_daemon.contracts.layer_ops import AdapterWeights, Fp8Matrix, HeadNorms, NormedSum
+from worker_daemon.contracts.layer_ops import AdapterWeights, HeadNorms, NormedSum
 from worker_daemon.kernels.activation import silu_and_mul
 from worker_daemon.kernels.adapted_linear import AdaptedLinear
 from worker_daemon.kernels.argmax import greedy_tokens
 from worker_daemon.kernels.fp8_linear import Fp8Linear
 from worker_daemon.kernels.launch import has_dependent_launch
 from worker_daemon.kernels.linear import ThinLinear
-from worker_daemon.kernels.norm import add_rms_norm, rms_norm
+from worker_daemon.kernels.norm import add_rms_norm, rms_norm, sum_and_norm
 from worker_daemon.kernels.rope_store import rotate_and_store
-from worker_daemon.kernels.row_linear import RowNorm, launch_row
+from worker_daemon.kernels.row_linear import launch_row, row_norm
 
 
 class TritonOps:
@@ -30,7 +30,7 @@ class TritonOps:
         self._pdl = has_dependent_launch(device)
         self._thin = ThinLinear(device)
         self._adapted = AdaptedLinear(device, self._thin)
-        self._fp8 = Fp8Linear(device)
+        self.fp8 = Fp8Linear(device)
 
     def linear(
         self,
@@ -63,7 +63,7 @@ class TritonOps:
             normed, total = self.sum_and_norm(source)
             return self.linear(normed, weight, bias), total
         y = source.residual.new_empty(1, weight.shape[0])
-        x, norm = _row_norm(source)
+        x, norm = row_norm(source)
         launch_row(y, x, weight, bias, tile, pdl=self._pdl, norm=norm)
         return y, norm.total
 
@@ -75,23 +75,14 @@ class TritonOps:
         if tile is None:
             gate_up, total = self.norm_linear(source, weight, bias)
             return self.silu_and_mul(gate_up), total
-        x, norm = _row_norm(source)
+        x, norm = row_norm(source)
         y = x.new_empty(1, weight.shape[0] // 2)
         launch_row(y, x, weight, bias, tile, pdl=self._pdl, norm=norm, gated=True)
         return y, norm.total
 
-    def fp8_linear(
-        self, x: torch.Tensor, matrix: Fp8Matrix, bias: torch.Tensor | None
-    ) -> torch.Tensor:
-        """x [N, K], weight [M, K], bias [M] -> [N, M]."""
-        return self._fp8.linear(x, matrix, bias)
-
     def sum_and_norm(self, source: NormedSum) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the norm and the sum, [N, H]."""
-        part, residual, weight, eps = source
-        if part is None:
-            return self.rms_norm(residual, weight, eps), residual
-        return self.add_rms_norm(part, residual, weight, eps)
+        return sum_and_norm(source, pdl=self._pdl)
 
     def add_adapters(
         self,
@@ -166,11 +157,3 @@ class TritonOps:
             kv_scales,
             pdl=self._pdl,
         )
-
-
-def _row_norm(source: NormedSum) -> tuple[torch.Tensor, RowNorm]:
-    """Return the row for launch_row, and the norm to apply to it."""
-    part, residual, weight, eps = source
-    if part is None:
-        return residual, RowNorm(weight, eps, None, residual)
-    return part, RowNorm(weight, eps, residual, torch.empty_like(residual))

@@ -11,7 +11,13 @@ from typing import Final, NamedTuple
 
 from torch import Tensor
 
-from worker_daemon.contracts.layer_ops import AdapterWeights, LayerOps, NormedSum
+from worker_daemon.contracts.layer_ops import (
+    AdapterWeights,
+    GateUp,
+    LayerOps,
+    NormedSum,
+    activated,
+)
 from worker_daemon.layers.linear_method import LinearMethod, MatrixProduct
 from worker_daemon.layers.parameter import Parameter
 
@@ -148,11 +154,12 @@ class AdaptedLinearMethod(LinearMethod):
         self._adapters = adapters
         self._number = adapters.add(weight)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor | GateUp) -> Tensor:
         token_slots = self._adapters.token_slots
         if token_slots is None:
             return super().forward(x)
         weights = self._adapters.weights(self._number)
+        x = activated(x, self._ops)
         return self._ops.adapted_linear(x, *self._matrix, weights, token_slots)
 
     def forward_normed(self, source: NormedSum) -> tuple[Tensor, Tensor]:
@@ -187,12 +194,14 @@ class AdaptedProduct:
         self._adapters = adapters
         self._number = adapters.add(weight)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor | GateUp) -> Tensor:
         """See MatrixProduct."""
-        y = self._base.forward(x)
         token_slots = self._adapters.token_slots
-        if token_slots is not None:
-            self._ops.add_adapters(y, x, self._adapters.weights(self._number), token_slots)
+        if token_slots is None:
+            return self._base.forward(x)
+        x = activated(x, self._ops)
+        y = self._base.forward(x)
+        self._ops.add_adapters(y, x, self._adapters.weights(self._number), token_slots)
         return y
 
     def parameters(self) -> Iterator[Parameter]:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from worker_daemon.contracts.fp8 import FP8, FP8_BLOCK, FP8_LEAST_SCALE, FP8_MAX, to_fp8
-from worker_daemon.contracts.layer_ops import Fp8Matrix, LayerOps
+from worker_daemon.contracts.layer_ops import Fp8Matrix, Fp8Ops, GateUp, NormedSum
 from worker_daemon.errors import config_error
 from worker_daemon.layers.parameter import Parameter, Piece
 from worker_daemon.layers.quantization import WeightQuantization
@@ -69,8 +69,8 @@ def quantize_rows(values: Tensor, into: Tensor, scale: Tensor) -> None:
     into.copy_(to_fp8(values, scale.unsqueeze(1)))
 
 
-class Fp8Product:
-    """Multiplies by a matrix in FP8: x W^T + b.
+class Fp8Method:
+    """MatrixMethod of a matrix in FP8.
 
     Owned by one layer. Parameters are read at each use, since their data may move to other memory
     later.
@@ -81,7 +81,7 @@ class Fp8Product:
         parameters: Fp8Parameters,
         bias: Parameter | None,
         quantization: WeightQuantization,
-        ops: LayerOps,
+        ops: Fp8Ops,
     ) -> None:
         """bias [M], in the model's dtype."""
         self._parameters = parameters
@@ -89,12 +89,21 @@ class Fp8Product:
         self._activations = quantization.activations
         self._ops = ops
 
-    def forward(self, x: Tensor) -> Tensor:
-        """x [N, K] -> [N, M]."""
-        weight, scale, input_scale = self._parameters
-        given = None if input_scale is None else input_scale.data
-        matrix = Fp8Matrix(weight.data, scale.data, given, self._activations)
-        return self._ops.fp8_linear(x, matrix, None if self._bias is None else self._bias.data)
+    def forward(self, x: Tensor | GateUp) -> Tensor:
+        """See MatrixMethod."""
+        return self._ops.linear(x, *self._matrix)
+
+    def forward_normed(self, source: NormedSum) -> tuple[Tensor, Tensor]:
+        """See MatrixMethod."""
+        return self._ops.norm_linear(source, *self._matrix)
+
+    def forward_gated(self, x: Tensor) -> Tensor | GateUp:
+        """See MatrixMethod."""
+        return self._ops.gated_linear(x, *self._matrix)
+
+    def forward_normed_gated(self, source: NormedSum) -> tuple[Tensor | GateUp, Tensor]:
+        """See MatrixMethod."""
+        return self._ops.norm_gated_linear(source, *self._matrix)
 
     def parameters(self) -> Iterator[Parameter]:
         yield self._parameters.weight
@@ -103,6 +112,13 @@ class Fp8Product:
             yield self._parameters.input_scale
         if self._bias is not None:
             yield self._bias
+
+    @property
+    def _matrix(self) -> tuple[Fp8Matrix, Tensor | None]:
+        weight, scale, input_scale = self._parameters
+        given = None if input_scale is None else input_scale.data
+        matrix = Fp8Matrix(weight.data, scale.data, given, self._activations)
+        return matrix, None if self._bias is None else self._bias.data
 
 
 def is_quantized(quantization: WeightQuantization, pieces: Sequence[Piece]) -> bool:

@@ -6,14 +6,16 @@ them.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from torch import Tensor
 
-from worker_daemon.contracts.layer_ops import NormedSum
+from worker_daemon.contracts.layer_ops import GateUp, NormedSum
 from worker_daemon.distributed.tp import TensorParallel
 from worker_daemon.layers.parameter import Parameter, Piece
 from worker_daemon.layers.setup import LayerSetup
+
+OutputT = TypeVar("OutputT", covariant=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,13 +35,13 @@ def even_shard(prefix: str, total: int, tp: TensorParallel) -> RowShard:
     return RowShard(prefix, total, tp.rank * rows, rows)
 
 
-class Projection(Protocol):
+class Projection(Protocol[OutputT]):
     """A linear layer that can fuse the norm of its input with its product."""
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> OutputT:
         """x [N, I] -> [N, O]."""
 
-    def forward_normed(self, source: NormedSum) -> tuple[Tensor, Tensor]:
+    def forward_normed(self, source: NormedSum) -> tuple[OutputT, Tensor]:
         """Return (forward(n), s) with the norm n and the sum s of source, like
         LayerOps.norm_linear."""
 
@@ -103,11 +105,11 @@ class GatedColumnParallelLinear:
             _bias_pieces(shards) if bias else None,
         )
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor | GateUp:
         """x [N, I] -> [N, local O / 2]."""
         return self._method.forward_gated(x)
 
-    def forward_normed(self, source: NormedSum) -> tuple[Tensor, Tensor]:
+    def forward_normed(self, source: NormedSum) -> tuple[Tensor | GateUp, Tensor]:
         """See Projection."""
         return self._method.forward_normed_gated(source)
 
@@ -140,7 +142,7 @@ class RowParallelLinear:
             prefix, (out_features, columns), (piece,), _bias_pieces(whole) if has_bias else None
         )
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor | GateUp) -> Tensor:
         """x [N, local I] -> [N, O], this rank's part of the sum."""
         return self._method.forward(x)
 

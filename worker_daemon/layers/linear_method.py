@@ -8,23 +8,23 @@ from typing import Protocol
 
 from torch import Tensor
 
-from worker_daemon.contracts.layer_ops import LayerOps, NormedSum
+from worker_daemon.contracts.layer_ops import GateUp, LayerOps, NormedSum, activated
 from worker_daemon.layers.parameter import Parameter
 
 
 class MatrixMethod(Protocol):
     """Multiplies by a matrix: x W^T + b. Its storage is the implementation's choice."""
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor | GateUp) -> Tensor:
         """x [N, K] -> [N, M]."""
 
     def forward_normed(self, source: NormedSum) -> tuple[Tensor, Tensor]:
         """Return (forward(n), s) with the norm n and the sum s of source."""
 
-    def forward_gated(self, x: Tensor) -> Tensor:
+    def forward_gated(self, x: Tensor) -> Tensor | GateUp:
         """x [N, K] -> silu(gate) * up [N, M / 2]; the gate's rows are the first half."""
 
-    def forward_normed_gated(self, source: NormedSum) -> tuple[Tensor, Tensor]:
+    def forward_normed_gated(self, source: NormedSum) -> tuple[Tensor | GateUp, Tensor]:
         """Return (forward_gated(n), s) with the norm n and the sum s of source."""
 
     def parameters(self) -> Iterator[Parameter]:
@@ -34,7 +34,7 @@ class MatrixMethod(Protocol):
 class MatrixProduct(Protocol):
     """Multiplies by a matrix: x W^T + b."""
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor | GateUp) -> Tensor:
         """x [N, K] -> [N, M]."""
 
     def parameters(self) -> Iterator[Parameter]:
@@ -48,7 +48,7 @@ class UnfusedMethod:
         self._product = product
         self._ops = ops
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor | GateUp) -> Tensor:
         """See MatrixMethod."""
         return self._product.forward(x)
 
@@ -83,9 +83,9 @@ class LinearMethod:
         self._bias = bias
         self._ops = ops
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor | GateUp) -> Tensor:
         """x [N, K] -> [N, M]."""
-        return self._ops.linear(x, *self._matrix)
+        return self._ops.linear(activated(x, self._ops), *self._matrix)
 
     def new_output(self, num_rows: int) -> Tensor:
         """Return memory [num_rows, M] for forward_into."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from worker_daemon.contracts.layer_ops import NormedSum
-from worker_daemon.layers.linear import Projection
+from worker_daemon.layers.linear import OutputT, Projection
 from worker_daemon.layers.parameter import Parameter, Piece, whole_vector
 from worker_daemon.layers.setup import LayerSetup
 
@@ -38,8 +38,8 @@ class RMSNorm:
         return self._ops.rms_norm(x, self._weight.data, self._eps)
 
     def project(
-        self, projection: Projection, part: Tensor | None, residual: Tensor
-    ) -> tuple[Tensor, Tensor]:
+        self, projection: Projection[OutputT], part: Tensor | None, residual: Tensor
+    ) -> tuple[OutputT, Tensor]:
         """Return (projection(norm(s)), s) with s = residual + the sum of part over the ranks,
         rounded to the model's dtype before the norm. Without part, s is residual itself."""
         weight, eps = self._weight.data, self._eps

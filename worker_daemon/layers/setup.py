@@ -12,11 +12,10 @@ from worker_daemon.layers.adapters import (
     AdaptedProduct,
     AdapterLayout,
 )
-from worker_daemon.layers.fp8 import Fp8Product, is_quantized, make_fp8_parameters
+from worker_daemon.layers.fp8 import Fp8Method, is_quantized, make_fp8_parameters
 from worker_daemon.layers.linear_method import (
     LinearMethod,
     MatrixMethod,
-    MatrixProduct,
     UnfusedMethod,
 )
 from worker_daemon.layers.parameter import Parameter, Piece
@@ -65,10 +64,11 @@ class LayerSetup:
         quantization = self.quantization
         if quantization is not None and is_quantized(quantization, pieces):
             parameters = make_fp8_parameters(prefix, shape, pieces, quantization, self.device)
-            product: MatrixProduct = Fp8Product(parameters, vector, quantization, self.ops)
-            if self.adapters is not None:
-                product = AdaptedProduct(product, parameters.weight, self.ops, self.adapters)
-            return UnfusedMethod(product, self.ops)
+            method = Fp8Method(parameters, vector, quantization, self.ops.fp8)
+            if self.adapters is None:
+                return method
+            adapted = AdaptedProduct(method, parameters.weight, self.ops, self.adapters)
+            return UnfusedMethod(adapted, self.ops)
         matrix = self.parameter(f"{prefix}.weight", shape, pieces)
         if self.adapters is None:
             return LinearMethod(matrix, vector, self.ops)

@@ -9,8 +9,10 @@ from worker_daemon.contracts.layer_ops import (
     NO_TOKEN,
     AdapterWeights,
     Fp8Matrix,
+    GateUp,
     HeadNorms,
     NormedSum,
+    activated,
 )
 from worker_daemon.layers.fp8_cache import quantize
 from worker_daemon.layers.rotary import rotate
@@ -20,6 +22,9 @@ class TorchOps:
     """LayerOps on any device."""
 
     name = "torch"
+
+    def __init__(self) -> None:
+        self.fp8 = DequantizingOps(self)
 
     def linear(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None = None
@@ -43,9 +48,6 @@ class TorchOps:
     ) -> tuple[Tensor, Tensor]:
         gate_up, total = self.norm_linear(source, weight, bias)
         return self.silu_and_mul(gate_up), total
-
-    def fp8_linear(self, x: Tensor, matrix: Fp8Matrix, bias: Tensor | None) -> Tensor:
-        return functional.linear(x, matrix.dequantized(x.dtype), bias)
 
     def sum_and_norm(self, source: NormedSum) -> tuple[Tensor, Tensor]:
         part, residual, weight, eps = source
@@ -138,6 +140,30 @@ class TorchOps:
                 k, v = quantize(k, of_keys), quantize(v, of_values)
             _write_kv(k, v, kv_cache, slot_mapping)
         return rotate(q, cos, sin)
+
+
+class DequantizingOps:
+    """Fp8Ops that dequantize the matrix at each use."""
+
+    def __init__(self, ops: TorchOps) -> None:
+        self._ops = ops
+
+    def linear(self, x: Tensor | GateUp, matrix: Fp8Matrix, bias: Tensor | None) -> Tensor:
+        x = activated(x, self._ops)
+        return self._ops.linear(x, matrix.dequantized(x.dtype), bias)
+
+    def gated_linear(self, x: Tensor, matrix: Fp8Matrix, bias: Tensor | None) -> Tensor:
+        return self._ops.gated_linear(x, matrix.dequantized(x.dtype), bias)
+
+    def norm_linear(
+        self, source: NormedSum, matrix: Fp8Matrix, bias: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        return self._ops.norm_linear(source, matrix.dequantized(source.residual.dtype), bias)
+
+    def norm_gated_linear(
+        self, source: NormedSum, matrix: Fp8Matrix, bias: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        return self._ops.norm_gated_linear(source, matrix.dequantized(source.residual.dtype), bias)
 
 
 def likeliest(logits: Tensor) -> Tensor:
