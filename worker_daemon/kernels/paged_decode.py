@@ -33,6 +33,7 @@ from worker_daemon.kernels.attention_tiles import (
 )
 from worker_daemon.kernels.compile_ahead import launched
 from worker_daemon.kernels.fp8 import head_scales, quantize
+from worker_daemon.kernels.fp8_tiles import attend_fp8
 from worker_daemon.kernels.head_rotation import load_angles, load_gains, load_pairs, turn
 from worker_daemon.kernels.launch import await_previous, launch_options, start_next
 from worker_daemon.kernels.prefetch import prefetch
@@ -214,7 +215,7 @@ def launch_decode(
         BLOCK_D=padded_head_dim(head_dim),
         LANES=str(tile.block_n) if pdl and are_few else "",
         ROTATES=step is not None,
-        HOLDS=step is not None and are_few and can_hold(tile, head_dim),
+        HOLDS=step is not None and scales is None and are_few and can_hold(tile, head_dim),
         NORMED=head_norms is not None,
         PDL=pdl,
         num_warps=tile.num_warps,
@@ -375,6 +376,45 @@ def _attend_to_one(queries, key, value, is_seen, score_scale):
 
 
 @triton.jit
+def _attend_cached(
+    queries,
+    q_pos,
+    acc,
+    row_sum,
+    row_max,
+    keys,
+    table,
+    start,
+    end,
+    window,
+    score_scale,
+    cache_block_stride,
+    cache_value_stride,
+    cache_token_stride,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """Fold all keys in one masked loop: a second one for the last tile would fill the pipeline a
+    second time. See attend."""
+    if keys.dtype.element_ty == tl.float8e4nv and queries.dtype != tl.float32:
+        acc, row_sum, row_max = attend_fp8(
+            queries, q_pos, acc, row_sum, row_max, keys, table, start, end, window, score_scale,
+            cache_block_stride, cache_value_stride, cache_token_stride,
+            HEAD_DIM, BLOCK_SIZE, HAS_WINDOW, BLOCK_N, BLOCK_D,
+        )  # fmt: skip
+    else:
+        acc, row_sum, row_max = attend(
+            queries, q_pos, acc, row_sum, row_max, keys, table, start, end, window, score_scale,
+            cache_block_stride, cache_value_stride, cache_token_stride,
+            HEAD_DIM, BLOCK_SIZE, HAS_WINDOW, True, BLOCK_N, BLOCK_D,
+        )  # fmt: skip
+    return acc, row_sum, row_max
+
+
+@triton.jit
 def _store_partial(
     partial_out, partial_lse, partial, result, lse, inside, is_row, HEAD_DIM: tl.constexpr
 ):
@@ -522,12 +562,11 @@ def _decode_kernel(
             queries, q_pos, acc, row_sum, row_max, held_k, held_v, held_pos, window, score_scale,
             HAS_WINDOW, True,
         )  # fmt: skip
-    # One masked loop: a second one for the last tile would fill the pipeline a second time.
-    acc, row_sum, row_max = attend(
+    acc, row_sum, row_max = _attend_cached(
         queries, q_pos, acc, row_sum, row_max, keys, table,
         unheld, end, window, score_scale,
         cache_block_stride, cache_value_stride, cache_token_stride,
-        HEAD_DIM, BLOCK_SIZE, HAS_WINDOW, True, BLOCK_N, BLOCK_D,
+        HEAD_DIM, BLOCK_SIZE, HAS_WINDOW, BLOCK_N, BLOCK_D,
     )  # fmt: skip
     divisor = tl.where(row_sum == 0.0, 1.0, row_sum)
     result = acc / divisor[:, None] * value_scale

@@ -22,6 +22,7 @@ from worker_daemon.kernels.attention_tiles import (
 )
 from worker_daemon.kernels.compile_ahead import launched
 from worker_daemon.kernels.fp8 import head_scales
+from worker_daemon.kernels.fp8_tiles import narrow
 from worker_daemon.kernels.launch import await_previous, launch_options, start_next
 from worker_daemon.kernels.tiles import Tile, padded_head_dim
 
@@ -165,6 +166,8 @@ def _prefill_kernel(
     keys = kv_cache + kv_head * cache_head_stride
     key_scale, value_scale = head_scales(kv_scales, kv_head, tl.num_programs(1))
     score_scale *= key_scale
+    if kv_scales is not None and queries.dtype != tl.float32:
+        queries, score_scale = narrow(queries, score_scale)
     table = block_table + tl.load(seq_rows + seq).to(tl.int64) * table_stride
     if HAS_WINDOW:
         masked_from = tl.maximum(first_pos - window + 1, 0) // BLOCK_N * BLOCK_N

@@ -1,0 +1,100 @@
+"""Device functions of attention over a KV cache in FP8 (see attention_tiles.py).
+
+Keys and values become fp16, which has all values of FP8: one instruction for two, as against three
+for bf16. Decodes read two neighbors of a head as one word of 16 bits. Matrix instructions then read
+keys and values from shared memory as they read 16-bit formats; single bytes would need a load each.
+A head is two tiles: its even elements, and its odd ones.
+
+Letters: D head dimension; a tile is BLOCK_M rows against BLOCK_N keys, BLOCK_D the padded D.
+"""
+
+# Parameters of a Triton kernel are pointers and scalars that Python's types cannot name:
+# mypy: disable-error-code="no-untyped-def"
+
+import triton
+import triton.language as tl
+
+_QUERY_FACTOR = tl.constexpr(2.0**-8)
+"""Brings queries of up to 2^24 into the range of fp16."""
+_SCORE_FACTOR = tl.constexpr(2.0**8)
+
+
+@triton.jit
+def narrow(q, score_scale):
+    """Return queries in fp16, and the factor of their scores."""
+    return (q.to(tl.float32) * _QUERY_FACTOR).to(tl.float16), score_scale * _SCORE_FACTOR
+
+
+@triton.jit
+def attend_fp8(
+    q,
+    q_pos,
+    acc,
+    row_sum,
+    row_max,
+    keys,
+    table,
+    start,
+    end,
+    window,
+    score_scale,
+    cache_block_stride,
+    cache_value_stride,
+    cache_token_stride,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """Do what attention_tiles.attend does if MASKED, over a cache in FP8; all strides are even."""
+    q, score_scale = narrow(q, score_scale)
+    q_even, q_odd = _halves(q)
+    acc_even, acc_odd = _halves(acc)
+    pairs = keys.to(tl.pointer_type(tl.uint16))
+    pair = tl.arange(0, BLOCK_D // 2)
+    for first in range(start, end, BLOCK_N):
+        key_pos = tl.multiple_of(first, BLOCK_N) + tl.arange(0, BLOCK_N)
+        is_key = key_pos < end
+        block = tl.load(table + key_pos // BLOCK_SIZE, mask=is_key, other=0)
+        offset = block.to(tl.int64) * (cache_block_stride // 2)
+        offset += (key_pos % BLOCK_SIZE) * (cache_token_stride // 2)
+        here = pairs + offset[:, None] + pair[None, :]
+        inside = is_key[:, None] & (pair < HEAD_DIM // 2)[None, :]
+        k = tl.load(here, mask=inside, other=0)
+        v = tl.load(here + cache_value_stride // 2, mask=inside, other=0)
+        scores = tl.dot(q_even, tl.trans(_even(k)))
+        scores = tl.dot(q_odd, tl.trans(_odd(k)), scores)
+        visible = key_pos[None, :] <= q_pos[:, None]
+        if HAS_WINDOW:
+            visible = visible & (key_pos[None, :] > q_pos[:, None] - window)
+            # Blocks behind the window may be another sequence's, which may hold NaN.
+            v = tl.where((tl.max(visible.to(tl.int32), 0) > 0)[:, None], v, 0)
+        scores = tl.where(visible, scores, float("-inf"))
+        new_max = tl.maximum(row_max, tl.max(scores, 1) * score_scale)
+        weights = tl.exp2(scores * score_scale - new_max[:, None])
+        rescale = tl.exp2(row_max - new_max)
+        row_sum = row_sum * rescale + tl.sum(weights, 1)
+        weights = weights.to(tl.float16)
+        acc_even = tl.dot(weights, _even(v), acc_even * rescale[:, None])
+        acc_odd = tl.dot(weights, _odd(v), acc_odd * rescale[:, None])
+        row_max = new_max
+    return tl.reshape(tl.join(acc_even, acc_odd), acc.shape), row_sum, row_max
+
+
+@triton.jit
+def _halves(x):
+    """Return the even and the odd columns of x [BLOCK_M, BLOCK_D]."""
+    return tl.split(tl.reshape(x, [x.shape[0], x.shape[1] // 2, 2]))
+
+
+@triton.jit
+def _even(pairs):
+    """Return the first value of each pair, in fp16."""
+    return pairs.to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float16)
+
+
+@triton.jit
+def _odd(pairs):
+    """Return the second value of each pair, in fp16."""
+    return (pairs >> 8).to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float16)
