@@ -218,7 +218,8 @@ class LayerOps(Protocol):
         integer, rotary_table float32 [P, 2, D / 2]. kv_cache [num_blocks, 2, block_size, Hkv, D] is
         empty if there is none yet; then nothing is stored. slot_mapping [N] is integer: block_id *
         block_size + offset. kv_scales: of a kv_cache in FP8, which stores k and v rounded to qkv's
-        dtype, divided by their head's scale in float32, then limited and rounded to FP8.
+        dtype, divided by their head's scale in float32 (or times its reciprocal), then limited
+        and rounded to FP8.
         """
 
 

@@ -18,8 +18,9 @@ _MOST = tl.constexpr(FP8_MAX)
 
 @triton.jit
 def quantize(x, scale):
-    """Return x / scale, limited to the range of FP8 and rounded to it; NaN stays NaN."""
-    scaled = tl.div_rn(x.to(tl.float32), scale)
+    """Return x times the reciprocal of scale, a scalar, limited to the range of FP8 and rounded to
+    it; NaN stays NaN."""
+    scaled = x.to(tl.float32) * tl.div_rn(1.0, scale)
     return tl.clamp(scaled, -_MOST, _MOST, propagate_nan=tl.PropagateNan.ALL).to(tl.float8e4nv)
 
 

@@ -26,12 +26,78 @@ def narrow(q, score_scale):
 
 
 @triton.jit
+def load_words(
+    keys,
+    table,
+    key_pos,
+    end,
+    cache_block_stride,
+    cache_value_stride,
+    cache_token_stride,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """Load K and V [BLOCK_N, BLOCK_D / 2] of the keys key_pos, as words of two values; 0 from `end`
+    on. All strides are even. See attention_tiles.attend."""
+    words = keys.to(tl.pointer_type(tl.uint16))
+    word = tl.arange(0, BLOCK_D // 2)
+    is_key = key_pos < end
+    block = tl.load(table + key_pos // BLOCK_SIZE, mask=is_key, other=0)
+    offset = block.to(tl.int64) * (cache_block_stride // 2)
+    offset += (key_pos % BLOCK_SIZE) * (cache_token_stride // 2)
+    here = words + offset[:, None] + word[None, :]
+    inside = is_key[:, None] & (word < HEAD_DIM // 2)[None, :]
+    k = tl.load(here, mask=inside, other=0)
+    return k, tl.load(here + cache_value_stride // 2, mask=inside, other=0)
+
+
+@triton.jit
+def fold_words(
+    q_even,
+    q_odd,
+    q_pos,
+    acc_even,
+    acc_odd,
+    row_sum,
+    row_max,
+    k,
+    v,
+    key_pos,
+    window,
+    score_scale,
+    HAS_WINDOW: tl.constexpr,
+):
+    """Do what attention_tiles.fold does if MASKED, for tiles of load_words. The queries are
+    narrow's, and all heads are in halves."""
+    scores = tl.dot(q_even, tl.trans(_even(k)))
+    scores = tl.dot(q_odd, tl.trans(_odd(k)), scores)
+    visible = key_pos[None, :] <= q_pos[:, None]
+    if HAS_WINDOW:
+        visible = visible & (key_pos[None, :] > q_pos[:, None] - window)
+        # Blocks behind the window may be another sequence's, which may hold NaN.
+        v = tl.where((tl.max(visible.to(tl.int32), 0) > 0)[:, None], v, 0)
+    scores = tl.where(visible, scores, float("-inf"))
+    new_max = tl.maximum(row_max, tl.max(scores, 1) * score_scale)
+    weights = tl.exp2(scores * score_scale - new_max[:, None])
+    rescale = tl.exp2(row_max - new_max)
+    row_sum = row_sum * rescale + tl.sum(weights, 1)
+    weights = weights.to(tl.float16)
+    acc_even = tl.dot(weights, _even(v), acc_even * rescale[:, None])
+    acc_odd = tl.dot(weights, _odd(v), acc_odd * rescale[:, None])
+    return acc_even, acc_odd, row_sum, new_max
+
+
+@triton.jit
 def attend_fp8(
     q,
     q_pos,
     acc,
     row_sum,
     row_max,
+    held_k,
+    held_v,
+    held_pos,
     keys,
     table,
     start,
@@ -44,41 +110,30 @@ def attend_fp8(
     HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
+    HOLDS: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Do what attention_tiles.attend does if MASKED, over a cache in FP8; all strides are even."""
+    """Do what attention_tiles.attend does if MASKED, over a cache in FP8. If HOLDS, the tiles of
+    load_words held_k and held_v come first."""
     q, score_scale = narrow(q, score_scale)
     q_even, q_odd = _halves(q)
     acc_even, acc_odd = _halves(acc)
-    pairs = keys.to(tl.pointer_type(tl.uint16))
-    pair = tl.arange(0, BLOCK_D // 2)
+    if HOLDS:
+        acc_even, acc_odd, row_sum, row_max = fold_words(
+            q_even, q_odd, q_pos, acc_even, acc_odd, row_sum, row_max, held_k, held_v, held_pos,
+            window, score_scale, HAS_WINDOW,
+        )  # fmt: skip
     for first in range(start, end, BLOCK_N):
         key_pos = tl.multiple_of(first, BLOCK_N) + tl.arange(0, BLOCK_N)
-        is_key = key_pos < end
-        block = tl.load(table + key_pos // BLOCK_SIZE, mask=is_key, other=0)
-        offset = block.to(tl.int64) * (cache_block_stride // 2)
-        offset += (key_pos % BLOCK_SIZE) * (cache_token_stride // 2)
-        here = pairs + offset[:, None] + pair[None, :]
-        inside = is_key[:, None] & (pair < HEAD_DIM // 2)[None, :]
-        k = tl.load(here, mask=inside, other=0)
-        v = tl.load(here + cache_value_stride // 2, mask=inside, other=0)
-        scores = tl.dot(q_even, tl.trans(_even(k)))
-        scores = tl.dot(q_odd, tl.trans(_odd(k)), scores)
-        visible = key_pos[None, :] <= q_pos[:, None]
-        if HAS_WINDOW:
-            visible = visible & (key_pos[None, :] > q_pos[:, None] - window)
-            # Blocks behind the window may be another sequence's, which may hold NaN.
-            v = tl.where((tl.max(visible.to(tl.int32), 0) > 0)[:, None], v, 0)
-        scores = tl.where(visible, scores, float("-inf"))
-        new_max = tl.maximum(row_max, tl.max(scores, 1) * score_scale)
-        weights = tl.exp2(scores * score_scale - new_max[:, None])
-        rescale = tl.exp2(row_max - new_max)
-        row_sum = row_sum * rescale + tl.sum(weights, 1)
-        weights = weights.to(tl.float16)
-        acc_even = tl.dot(weights, _even(v), acc_even * rescale[:, None])
-        acc_odd = tl.dot(weights, _odd(v), acc_odd * rescale[:, None])
-        row_max = new_max
+        k, v = load_words(
+            keys, table, key_pos, end, cache_block_stride, cache_value_stride, cache_token_stride,
+            HEAD_DIM, BLOCK_SIZE, BLOCK_D,
+        )  # fmt: skip
+        acc_even, acc_odd, row_sum, row_max = fold_words(
+            q_even, q_odd, q_pos, acc_even, acc_odd, row_sum, row_max, k, v, key_pos,
+            window, score_scale, HAS_WINDOW,
+        )  # fmt: skip
     return tl.reshape(tl.join(acc_even, acc_odd), acc.shape), row_sum, row_max
 
 
@@ -89,12 +144,12 @@ def _halves(x):
 
 
 @triton.jit
-def _even(pairs):
-    """Return the first value of each pair, in fp16."""
-    return pairs.to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float16)
+def _even(words):
+    """Return the first value of each word, in fp16."""
+    return words.to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float16)
 
 
 @triton.jit
-def _odd(pairs):
-    """Return the second value of each pair, in fp16."""
-    return (pairs >> 8).to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float16)
+def _odd(words):
+    """Return the second value of each word, in fp16."""
+    return (words >> 8).to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float16)

@@ -33,7 +33,7 @@ from worker_daemon.kernels.attention_tiles import (
 )
 from worker_daemon.kernels.compile_ahead import launched
 from worker_daemon.kernels.fp8 import head_scales, quantize
-from worker_daemon.kernels.fp8_tiles import attend_fp8
+from worker_daemon.kernels.fp8_tiles import attend_fp8, load_words
 from worker_daemon.kernels.head_rotation import load_angles, load_gains, load_pairs, turn
 from worker_daemon.kernels.launch import await_previous, launch_options, start_next
 from worker_daemon.kernels.prefetch import prefetch
@@ -215,7 +215,7 @@ def launch_decode(
         BLOCK_D=padded_head_dim(head_dim),
         LANES=str(tile.block_n) if pdl and are_few else "",
         ROTATES=step is not None,
-        HOLDS=step is not None and scales is None and are_few and can_hold(tile, head_dim),
+        HOLDS=step is not None and are_few and can_hold(tile, head_dim),
         NORMED=head_norms is not None,
         PDL=pdl,
         num_warps=tile.num_warps,
@@ -376,12 +376,43 @@ def _attend_to_one(queries, key, value, is_seen, score_scale):
 
 
 @triton.jit
+def _load_held(
+    keys,
+    table,
+    key_pos,
+    end,
+    cache_block_stride,
+    cache_value_stride,
+    cache_token_stride,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    DTYPE: tl.constexpr,
+):
+    """Load the first tile of keys and values, as _attend_cached takes it. See load_keys."""
+    if keys.dtype.element_ty == tl.float8e4nv and tl.float32 != DTYPE:
+        k, v = load_words(
+            keys, table, key_pos, end, cache_block_stride, cache_value_stride, cache_token_stride,
+            HEAD_DIM, BLOCK_SIZE, BLOCK_D,
+        )  # fmt: skip
+    else:
+        k, v = load_keys(
+            keys, table, key_pos, end, cache_block_stride, cache_value_stride, cache_token_stride,
+            HEAD_DIM, BLOCK_SIZE, True, BLOCK_D, DTYPE,
+        )  # fmt: skip
+    return k, v
+
+
+@triton.jit
 def _attend_cached(
     queries,
     q_pos,
     acc,
     row_sum,
     row_max,
+    held_k,
+    held_v,
+    held_pos,
     keys,
     table,
     start,
@@ -394,18 +425,25 @@ def _attend_cached(
     HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
+    HOLDS: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Fold all keys in one masked loop: a second one for the last tile would fill the pipeline a
-    second time. See attend."""
+    """Fold the held tile, if HOLDS, and the keys start .. end - 1, in one masked loop: a second one
+    for the last tile would fill the pipeline a second time. See attend."""
     if keys.dtype.element_ty == tl.float8e4nv and queries.dtype != tl.float32:
         acc, row_sum, row_max = attend_fp8(
-            queries, q_pos, acc, row_sum, row_max, keys, table, start, end, window, score_scale,
+            queries, q_pos, acc, row_sum, row_max, held_k, held_v, held_pos, keys, table,
+            start, end, window, score_scale,
             cache_block_stride, cache_value_stride, cache_token_stride,
-            HEAD_DIM, BLOCK_SIZE, HAS_WINDOW, BLOCK_N, BLOCK_D,
+            HEAD_DIM, BLOCK_SIZE, HAS_WINDOW, HOLDS, BLOCK_N, BLOCK_D,
         )  # fmt: skip
     else:
+        if HOLDS:
+            acc, row_sum, row_max = fold(
+                queries, q_pos, acc, row_sum, row_max, held_k, held_v, held_pos, window,
+                score_scale, HAS_WINDOW, True,
+            )  # fmt: skip
         acc, row_sum, row_max = attend(
             queries, q_pos, acc, row_sum, row_max, keys, table, start, end, window, score_scale,
             cache_block_stride, cache_value_stride, cache_token_stride,
@@ -514,12 +552,13 @@ def _decode_kernel(
         num_keys, window = num_keys - 1, window - 1
     start, end = _keys_of_split(num_keys, window, split, num_splits, HAS_WINDOW, BLOCK_N)
     unheld = start
+    held_k, held_v, held_pos = None, None, None
     if HOLDS:
         # No kernel of this step writes these keys: they do not include the newest one.
         held_pos = start + tl.arange(0, BLOCK_N)
-        held_k, held_v = load_keys(
+        held_k, held_v = _load_held(
             keys, table, held_pos, end, cache_block_stride, cache_value_stride, cache_token_stride,
-            HEAD_DIM, BLOCK_SIZE, True, BLOCK_D, q.dtype.element_ty,
+            HEAD_DIM, BLOCK_SIZE, BLOCK_D, q.dtype.element_ty,
         )  # fmt: skip
         unheld += BLOCK_N
     if LANES != "":
@@ -557,16 +596,11 @@ def _decode_kernel(
         queries = tl.load(heads + (head * q_head_stride)[:, None] + dim[None, :], inside, 0.0)
         acc, row_sum, row_max = attend_to_none(BLOCK_M, BLOCK_D)
     q_pos = tl.zeros([BLOCK_M], tl.int32) + (num_keys - 1)
-    if HOLDS:
-        acc, row_sum, row_max = fold(
-            queries, q_pos, acc, row_sum, row_max, held_k, held_v, held_pos, window, score_scale,
-            HAS_WINDOW, True,
-        )  # fmt: skip
     acc, row_sum, row_max = _attend_cached(
-        queries, q_pos, acc, row_sum, row_max, keys, table,
+        queries, q_pos, acc, row_sum, row_max, held_k, held_v, held_pos, keys, table,
         unheld, end, window, score_scale,
         cache_block_stride, cache_value_stride, cache_token_stride,
-        HEAD_DIM, BLOCK_SIZE, HAS_WINDOW, BLOCK_N, BLOCK_D,
+        HEAD_DIM, BLOCK_SIZE, HAS_WINDOW, HOLDS, BLOCK_N, BLOCK_D,
     )  # fmt: skip
     divisor = tl.where(row_sum == 0.0, 1.0, row_sum)
     result = acc / divisor[:, None] * value_scale
