@@ -13,7 +13,6 @@ from itertools import product
 from pathlib import Path
 
 import torch
-import triton
 
 import worker_daemon.kernels
 from benchmarks.linear_kernels import COLD_BYTES, graph_us, relative_error, relay, tuned_shapes
@@ -37,6 +36,8 @@ from worker_daemon.kernels.tuning import (
 
 DTYPE = torch.bfloat16
 HBM_BYTES_PER_S = 4.51e12
+TUNED_BUCKETS = ROW_BUCKETS[1:]
+"""One row has a rule instead: what is fastest alone is not in a layer."""
 HEAD_OUTPUTS = 60_000
 """Matrices with as many rows are LM heads, which stay in bf16."""
 MAX_ERROR = 6e-3
@@ -99,16 +100,9 @@ def launch(
         launch_fp8_matrix(y, rows, matrix, None, tile, True, arrivals)
 
 
-def candidates(shape: Shape, bucket: int) -> Iterator[Tile]:
-    """Yield the tiles to try."""
+def candidates(shape: Shape, bucket: int) -> Iterator[MatrixTile]:
+    """Yield the tiles to try for several rows."""
     num_outputs, num_inputs = shape
-    if bucket == 1:
-        widest = max(1024, triton.next_power_of_2(num_inputs))
-        sizes = (1024, 2048, 4096, 8192, 16384)
-        for block_o, block_i, num_warps in product((1, 2, 4, 8, 16), sizes, (4, 8, 16)):
-            if block_i <= widest and 32 <= block_o * block_i // (32 * num_warps) <= 128:
-                yield VectorTile(block_o, block_i, num_warps)
-        return
     for (block_o, num_warps), block_i, num_stages, num_splits in product(
         ((32, 2), (64, 4), (128, 4), (128, 8)), (128, 256), (3, 4, 5), (1, 2, 4, 8)
     ):
@@ -123,7 +117,7 @@ def candidates(shape: Shape, bucket: int) -> Iterator[Tile]:
 def compile_all(shapes: list[Shape]) -> None:
     """Compile all candidates in parallel."""
     with compiling_ahead():
-        for shape, bucket in product(shapes, ROW_BUCKETS):
+        for shape, bucket in product(shapes, TUNED_BUCKETS):
             y = torch.empty(bucket, shape[0], dtype=DTYPE, device="cuda")
             x = torch.empty(bucket, shape[1], dtype=DTYPE, device="cuda")
             weight = torch.empty(shape, dtype=FP8, device="cuda")
@@ -138,7 +132,7 @@ def tune(shapes: list[Shape]) -> Tuning:
     """Return the fastest tile of each shape and bucket."""
     compile_all(shapes)
     tiles: dict[tuple[int, int, int], Tile | None] = {}
-    for shape, bucket in product(shapes, ROW_BUCKETS):
+    for shape, bucket in product(shapes, TUNED_BUCKETS):
         products = Products(shape, bucket)
         right = [tile for tile in candidates(shape, bucket) if products.is_right(tile)]
         kept = sorted(right, key=lambda tile: products.us(tile, QUICK))[:KEPT]
@@ -155,7 +149,7 @@ def report(shapes: list[Shape], tuning: Tuning) -> list[dict[str, object]]:
     records: list[dict[str, object]] = []
     for shape, bucket in product(shapes, ROW_BUCKETS):
         chosen = choose_tile(bucket, shape, num_sms)
-        rule = choose_row_tile(shape[1]) if bucket == 1 else chosen
+        rule = choose_row_tile(shape, num_sms) if bucket == 1 else chosen
         tile = tuning.tiles.get((*shape, bucket)) or rule
         products = Products(shape, bucket)
         us, rule_us = products.us(tile, AGAIN), products.us(rule, AGAIN)

@@ -59,6 +59,9 @@ _MULTIPLE: Final = 16
 _MAX_SPLITS: Final = 8
 _LEAST_STEPS: Final = 4
 """Steps of BLOCK_I columns in a split; fewer cost more in the sum than they gain."""
+_MOST_FUSED_PROGRAMS: Final = 2048
+"""With more, a norm of one row is a kernel of its own: each program of a fused one reads the row,
+the residual and the norm's weights."""
 _RATIO = tl.constexpr(TERM_RATIO)
 
 
@@ -136,6 +139,9 @@ class Fp8Linear:
     ) -> tuple[torch.Tensor | GateUp, torch.Tensor]:
         """Like norm_linear, with gated_linear's product -> [M, O / 2] and [M, I]."""
         tile = self._row_tile(source.residual, matrix)
+        if tile is not None and matrix.weight.shape[0] > _MOST_FUSED_PROGRAMS * tile.block_o:
+            normed, total = sum_and_norm(source, pdl=self._pdl)
+            return self._multiply_row(normed, matrix, bias, tile, gated=True), total
         if tile is not None:
             x, norm = row_norm(source)
             return self._multiply_row(x, matrix, bias, tile, norm, gated=True), norm.total
@@ -146,9 +152,7 @@ class Fp8Linear:
         """Return the tile of a product of one row; None if there are more."""
         if x.shape[0] != 1 or not self._multiplies(x):
             return None
-        num_outputs, num_inputs = matrix.weight.shape
-        shipped = self._tuning.tiles.get((num_outputs, num_inputs, 1))
-        tile = self._tile or shipped or choose_row_tile(num_inputs)
+        tile = self._tile or choose_row_tile(matrix.weight.shape, self._num_sms)
         return tile if isinstance(tile, VectorTile) else None
 
     def _row_form(self, x: torch.Tensor, matrix: Fp8Matrix) -> RowForm | None:
@@ -216,12 +220,15 @@ class Fp8Linear:
         return y if bias is None else y.add_(bias)
 
 
-def choose_row_tile(num_inputs: int) -> VectorTile:
-    """Return the tile of a product of one row: whole rows of weights, at least 64 for each
-    thread."""
+def choose_row_tile(shape: tuple[int, ...], num_sms: int) -> VectorTile:
+    """Return the tile of a product of one row with a matrix [O, I]: whole rows of weights, and at
+    least two programs for each SM. Measured in layers (benchmarks/NOTES.md)."""
+    num_outputs, num_inputs = shape
     block_i = min(16384, triton.next_power_of_2(num_inputs))
-    num_warps = 4 if block_i <= 2048 else 8
-    return VectorTile(max(2, 64 * 32 * num_warps // block_i), block_i, num_warps)
+    if block_i > 4096:
+        return VectorTile(2, block_i, block_i // 2048)
+    most = max(2, num_outputs // (2 * num_sms))
+    return VectorTile(min(8, 1 << (most.bit_length() - 1)), block_i, 4)
 
 
 def choose_tile(num_rows: int, shape: tuple[int, ...], num_sms: int) -> MatrixTile:
