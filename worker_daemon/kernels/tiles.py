@@ -42,6 +42,10 @@ LARGE_TILE_ROWS = 256
 """With a head dimension up to 128, the output of this many rows still fits eight warps'
 registers."""
 
+MANY_WAVES = 7
+"""Waves of programs from which tiles over gathered keys have 128 query tokens instead of 64: they
+read keys half as often, but the last wave is longer."""
+
 RESERVED_SHARED_BYTES = 8 * 1024
 """Reserved for the compiler's reductions and layout conversions."""
 
@@ -116,6 +120,39 @@ def prefill_tile(
     else:
         wanted = Tile(max(rows, LARGE_TILE_ROWS), 64, num_warps=8, num_stages=3)
     return fit_tile(wanted, rows, head_dim, dtype, limits)
+
+
+def gathered_tile(
+    num_tokens: int, num_q_heads: int, head_dim: int, dtype: torch.dtype, limits: DeviceLimits
+) -> Tile:
+    """Return the tile for num_tokens query tokens of a sequence over gathered keys.
+
+    Programs of four warps share an SM, so that one computes products while the other computes a
+    softmax. num_stages tiles of keys and of values are in flight.
+    """
+    if padded_head_dim(head_dim) > 128:
+        tile = Tile(128, 64, num_warps=8, num_stages=2)
+    elif num_tokens * num_q_heads >= 128 * MANY_WAVES * 2 * limits.num_sms:
+        tile = Tile(128, 64, num_warps=4, num_stages=2)
+    else:
+        tile = Tile(64, 64, num_warps=4, num_stages=3)
+    budget = limits.shared_memory_bytes - RESERVED_SHARED_BYTES
+    while _gathered_bytes(tile, head_dim, dtype) > budget:
+        if tile.num_stages > 2:
+            tile = replace(tile, num_stages=2)
+        elif tile.block_n > 2 * MIN_DOT_ROWS:
+            tile = replace(tile, block_n=tile.block_n // 2)
+        elif tile.block_m > 64:
+            tile = replace(tile, block_m=tile.block_m // 2)
+        else:
+            break
+    return tile
+
+
+def _gathered_bytes(tile: Tile, head_dim: int, dtype: torch.dtype) -> int:
+    """Return the shared memory of a program: the queries, and K and V of the tiles in flight."""
+    rows = tile.block_m + 2 * tile.num_stages * tile.block_n
+    return rows * padded_head_dim(head_dim) * dtype.itemsize
 
 
 def decode_tile(

@@ -168,9 +168,8 @@ class Step:
                 return
             num_cached = self._blocks.num_cached(prefix)
             count = min(request.num_tokens - num_cached, self._num_open(num_cached))
-            if not self._has_room(count, chunk):
-                return
-            if num_cached + count < request.num_tokens and self._is_nearly_full():
+            is_cut = num_cached + count < request.num_tokens
+            if not self._has_room(count, chunk) or (is_cut and self._is_nearly_full()):
                 return
             if request.pools and not self._may_pool(request, num_cached + count):
                 return
