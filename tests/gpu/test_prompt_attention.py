@@ -30,7 +30,7 @@ LLAMA_8B = Shape(32, 8, 128)
 DTYPES = pytest.mark.parametrize("dtype", BOUNDS, ids=str)
 MIXED = [
     (1, 1500), (1, 3), (1024, 1024), (1, 257), (512, 2000), (0, 40),
-    (1900, 1900), (33, 1000), (700, 700), (1500, 1500), (1, 64), (1024, 1025), (1100, 6000),
+    (1950, 1950), (33, 1000), (700, 700), (1500, 1500), (1, 64), (1024, 1025), (1100, 6000),
 ]  # fmt: skip
 
 
@@ -68,7 +68,7 @@ def check(backend: AttentionBackend, batch: PagedBatch, window: int | None = Non
 
 @DTYPES
 @pytest.mark.parametrize(
-    "length", [1023, 1024, 1025, 1843, 1844, 2047, 2048, 2049, 3686, 3687, 4096, 5000, 8191, 8192]
+    "length", [1023, 1024, 1025, 1919, 1920, 2047, 2048, 2049, 3839, 3840, 4096, 5000, 8191, 8192]
 )
 def test_lengths_around_the_plans(dtype: torch.dtype, length: int) -> None:
     backend = backend_of(LLAMA_8B, dtype)
@@ -113,13 +113,13 @@ def test_other_heads(shape: Shape, window: int | None) -> None:
 
 def test_rows_behind_a_prompts_end_may_hold_anything() -> None:
     backend = backend_of(LLAMA_8B, torch.bfloat16)
-    batch = build(LLAMA_8B, [(1900, 1900), (1900, 1900)], torch.bfloat16, seed=4)
+    batch = build(LLAMA_8B, [(1950, 1950), (1950, 1950)], torch.bfloat16, seed=4)
     expected = attend(backend, batch, None)
     for part in (batch.q, batch.k, batch.v):
-        part[1900:] = torch.nan
+        part[1950:] = torch.nan
     batch.store()
     out = attend(backend, batch, None)
-    assert relative_error(out[:1900], expected[:1900]) < BOUNDS[torch.bfloat16]
+    assert relative_error(out[:1950], expected[:1950]) < BOUNDS[torch.bfloat16]
 
 
 def test_repeated_runs_are_bit_equal() -> None:

@@ -120,7 +120,8 @@ def gathered_attention(
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     if tile is None:
         limits = DeviceLimits.of(q.device) if limits is None else limits
-        tile = gathered_tile(num_queries, num_q_heads, head_dim, q.dtype, limits)
+        num_seen = num_keys if window is None else min(num_keys, window)
+        tile = gathered_tile(num_queries, num_seen, head_dim, q.dtype, limits)
     width = num_kv_heads * head_dim
     box = [tile.block_n, padded_head_dim(head_dim)]
     keys, values = (

@@ -42,9 +42,12 @@ LARGE_TILE_ROWS = 256
 """With a head dimension up to 128, the output of this many rows still fits eight warps'
 registers."""
 
-MANY_WAVES = 7
-"""Waves of programs from which tiles over gathered keys have 128 query tokens instead of 64: they
-read keys half as often, but the last wave is longer."""
+MANY_QUERIES, MANY_KEYS = 4096, 12288
+"""Sizes from which tiles over gathered keys have 128 query tokens instead of 64: they read keys
+half as often, which then matters more than spilled registers."""
+
+RESERVED_GATHERED_BYTES = 1024
+"""Reserved for barriers of the kernel over gathered keys, whose reductions stay inside warps."""
 
 RESERVED_SHARED_BYTES = 8 * 1024
 """Reserved for the compiler's reductions and layout conversions."""
@@ -123,29 +126,26 @@ def prefill_tile(
 
 
 def gathered_tile(
-    num_tokens: int, num_q_heads: int, head_dim: int, dtype: torch.dtype, limits: DeviceLimits
+    num_queries: int, num_keys: int, head_dim: int, dtype: torch.dtype, limits: DeviceLimits
 ) -> Tile:
-    """Return the tile for num_tokens query tokens of a sequence over gathered keys.
+    """Return the tile for num_queries query tokens of a sequence over gathered keys, of which a
+    query sees up to num_keys. num_stages tiles of keys and of values are in flight.
 
-    Programs of four warps share an SM, so that one computes products while the other computes a
-    softmax. num_stages tiles of keys and of values are in flight.
+    Small programs share an SM, so that one computes products while another computes a softmax.
     """
-    if padded_head_dim(head_dim) > 128:
-        tile = Tile(128, 64, num_warps=8, num_stages=2)
-    elif num_tokens * num_q_heads >= 128 * MANY_WAVES * 2 * limits.num_sms:
+    width = padded_head_dim(head_dim)
+    if width <= 64:
+        tile = Tile(64, 128, num_warps=4, num_stages=2)
+    elif width <= 128 and num_queries >= MANY_QUERIES and num_keys >= MANY_KEYS:
         tile = Tile(128, 64, num_warps=4, num_stages=2)
     else:
         tile = Tile(64, 64, num_warps=4, num_stages=3)
-    budget = limits.shared_memory_bytes - RESERVED_SHARED_BYTES
-    while _gathered_bytes(tile, head_dim, dtype) > budget:
+    budget = limits.shared_memory_bytes - RESERVED_GATHERED_BYTES
+    while _gathered_bytes(tile, head_dim, dtype) > budget and tile.block_n > MIN_DOT_ROWS:
         if tile.num_stages > 2:
             tile = replace(tile, num_stages=2)
-        elif tile.block_n > 2 * MIN_DOT_ROWS:
-            tile = replace(tile, block_n=tile.block_n // 2)
-        elif tile.block_m > 64:
-            tile = replace(tile, block_m=tile.block_m // 2)
         else:
-            break
+            tile = replace(tile, block_n=tile.block_n // 2)
     return tile
 
 

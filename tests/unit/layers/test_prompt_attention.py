@@ -22,7 +22,7 @@ from worker_daemon.layers.torch_attention import TorchPagedAttention
 
 CPU = torch.device("cpu")
 SHAPE = Shape(4, 2, 8)
-PLANNED = [(1024, 1024), (1900, 1900), (2048, 2048)]
+PLANNED = [(1024, 1024), (1950, 1950), (2048, 2048)]
 GATHERED = [(1100, 1100), (1800, 1800), (1200, 1300), (1024, 2900)]
 OTHERS = [(1, 1500), (1, 1), (0, 40), (33, 1000), (700, 700), (1023, 1023), (1023, 1500), (5, 5)]
 
@@ -155,8 +155,8 @@ def test_a_step_of_every_kind() -> None:
 
 def test_a_whole_prompt_is_padded_only_where_little_is_missing() -> None:
     assert computed(1024, 1024) == "1024"
-    assert computed(1025, 1025) == computed(1843, 1843) == "gathered"
-    assert computed(1844, 1844) == computed(2048, 2048) == "2048"
+    assert computed(1025, 1025) == computed(1919, 1919) == "gathered"
+    assert computed(1920, 1920) == computed(2048, 2048) == "2048"
     assert computed(2048, 2049) == "gathered"
     assert computed(1023, 1023) == computed(1023, 3000) == "paged"
 
@@ -225,7 +225,7 @@ def test_steps_without_long_chunks_are_turned_by_the_paged_backend(
 
 @pytest.mark.parametrize("shape", [Shape(3, 3, 16, 8), Shape(5, 1, 8, 32), Shape(4, 2, 8, 24)])
 def test_heads_and_blocks_of_other_sizes(shape: Shape) -> None:
-    batch = build([(1, 9), (1024, 1024), (1900, 1900), (1, 1), (1030, 1111)], shape=shape)
+    batch = build([(1, 9), (1024, 1024), (1950, 1950), (1, 1), (1030, 1111)], shape=shape)
     out, recorder, gathered = run(batch)
     check(batch, out)
     assert recorder.plans == [1024, 2048]
@@ -250,7 +250,7 @@ def test_a_cache_in_fp8_is_read_in_the_models_dtype() -> None:
 @pytest.mark.parametrize("position", [0, 1])
 def test_a_neighbour_that_is_not_finite_is_not_noticed(position: int) -> None:
     """Not even by a padded prompt that is followed by the neighbour's queries."""
-    lengths = [(1900, 1900), (1900, 1900)]
+    lengths = [(1950, 1950), (1950, 1950)]
     batch = build(lengths)
     expected, _, _ = run(batch)
     broken, intact = token_rows(batch)[position], token_rows(batch)[1 - position]
@@ -271,7 +271,7 @@ def test_all_plans_of_one_length_see_tensors_of_the_same_strides() -> None:
         return whole_attention(q, k, v, scale)
 
     backend = PromptAttention(TorchPagedAttention(), TorchGathered(), whole)
-    for lengths in ([(2048, 2048)], [(1900, 1900), (1, 50)], [(1, 5), (2000, 2000), (900, 900)]):
+    for lengths in ([(2048, 2048)], [(1950, 1950), (1, 50)], [(1, 5), (2000, 2000), (900, 900)]):
         batch = build(lengths)
         backend.attend(batch.q, batch.kv_cache, layer_of(SHAPE), batch.metadata)
     assert len(seen) == 1
