@@ -45,7 +45,7 @@ def load_keys(
     DTYPE: tl.constexpr,
 ):
     """Load K and V [BLOCK_N, BLOCK_D] of the keys key_pos; if MASKED, 0 from `end` on. They are of
-    DTYPE, which has all values of the cache's. See attend."""
+    DTYPE or, in its place, of what to_meet_keys makes of it. See attend."""
     dim = tl.arange(0, BLOCK_D)
     if MASKED:
         block = tl.load(table + key_pos // BLOCK_SIZE, mask=key_pos < end, other=0)
@@ -66,7 +66,30 @@ def load_keys(
     else:
         k = tl.load(key_ptr)
         v = tl.load(value_ptr)
-    return k.to(DTYPE), v.to(DTYPE)
+    if k.dtype == tl.float8e4nv and DTYPE == tl.bfloat16:
+        k, v = k.to(tl.float16), v.to(tl.float16)
+    else:
+        k, v = k.to(DTYPE), v.to(DTYPE)
+    return k, v
+
+
+@triton.jit
+def to_meet_keys(q, keys):
+    """Return queries in a dtype that has all values of the cache's, and a factor by which to
+    multiply their scores. keys points into the cache.
+
+    Keys and values in FP8 become float16, in one instruction for two; for bfloat16 it would be
+    five. Queries in bfloat16 then become float16 too, divided by a power of two so that they fit.
+    """
+    if keys.dtype.element_ty == tl.float8e4nv and q.dtype == tl.bfloat16:
+        x = q.to(tl.float32)
+        largest = tl.max(tl.max(tl.abs(x), 1), 0)
+        exponent = largest.to(tl.int32, bitcast=True) & 0x7F800000
+        power = tl.where(largest > 0.0, exponent.to(tl.float32, bitcast=True), 1.0)
+        q, factor = (x / power).to(tl.float16), power
+    else:
+        factor = 1.0
+    return q, factor
 
 
 @triton.jit

@@ -30,6 +30,7 @@ from worker_daemon.kernels.attention_tiles import (
     attend_to_none,
     fold,
     load_keys,
+    to_meet_keys,
 )
 from worker_daemon.kernels.compile_ahead import launched
 from worker_daemon.kernels.fp8 import head_scales, quantize
@@ -516,6 +517,8 @@ def _decode_kernel(
     else:
         queries = tl.load(heads + (head * q_head_stride)[:, None] + dim[None, :], inside, 0.0)
         acc, row_sum, row_max = attend_to_none(BLOCK_M, BLOCK_D)
+    queries, factor = to_meet_keys(queries, keys)
+    score_scale *= factor
     q_pos = tl.zeros([BLOCK_M], tl.int32) + (num_keys - 1)
     if HOLDS:
         acc, row_sum, row_max = fold(

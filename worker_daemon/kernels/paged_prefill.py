@@ -19,6 +19,7 @@ from worker_daemon.kernels.attention_tiles import (
     STEP_TENSORS,
     attend,
     attend_to_none,
+    to_meet_keys,
 )
 from worker_daemon.kernels.compile_ahead import launched
 from worker_daemon.kernels.fp8 import head_scales
@@ -164,7 +165,8 @@ def _prefill_kernel(
     end = tl.minimum(first_pos + BLOCK_Q, seq_len)
     keys = kv_cache + kv_head * cache_head_stride
     key_scale, value_scale = head_scales(kv_scales, kv_head, tl.num_programs(1))
-    score_scale *= key_scale
+    queries, factor = to_meet_keys(queries, keys)
+    score_scale *= key_scale * factor
     table = block_table + tl.load(seq_rows + seq).to(tl.int64) * table_stride
     if HAS_WINDOW:
         masked_from = tl.maximum(first_pos - window + 1, 0) // BLOCK_N * BLOCK_N
