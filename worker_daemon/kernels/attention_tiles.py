@@ -66,7 +66,7 @@ def load_keys(
     else:
         k = tl.load(key_ptr)
         v = tl.load(value_ptr)
-    if k.dtype == tl.float8e4nv and DTYPE == tl.bfloat16:
+    if k.dtype == tl.float8e4nv and tl.bfloat16 == DTYPE:
         k, v = k.to(tl.float16), v.to(tl.float16)
     else:
         k, v = k.to(DTYPE), v.to(DTYPE)
@@ -74,9 +74,9 @@ def load_keys(
 
 
 @triton.jit
-def to_meet_keys(q, keys):
-    """Return queries in a dtype that has all values of the cache's, and a factor by which to
-    multiply their scores. keys points into the cache.
+def to_meet_keys(q, score_scale, keys):
+    """Return queries in a dtype that has all values of the cache's, and the factor of their scores.
+    keys points into the cache.
 
     Keys and values in FP8 become float16, in one instruction for two; for bfloat16 it would be
     five. Queries in bfloat16 then become float16 too, divided by a power of two so that they fit.
@@ -86,10 +86,8 @@ def to_meet_keys(q, keys):
         largest = tl.max(tl.max(tl.abs(x), 1), 0)
         exponent = largest.to(tl.int32, bitcast=True) & 0x7F800000
         power = tl.where(largest > 0.0, exponent.to(tl.float32, bitcast=True), 1.0)
-        q, factor = (x / power).to(tl.float16), power
-    else:
-        factor = 1.0
-    return q, factor
+        q, score_scale = (x / power).to(tl.float16), score_scale * power
+    return q, score_scale
 
 
 @triton.jit

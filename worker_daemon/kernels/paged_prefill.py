@@ -165,8 +165,7 @@ def _prefill_kernel(
     end = tl.minimum(first_pos + BLOCK_Q, seq_len)
     keys = kv_cache + kv_head * cache_head_stride
     key_scale, value_scale = head_scales(kv_scales, kv_head, tl.num_programs(1))
-    queries, factor = to_meet_keys(queries, keys)
-    score_scale *= key_scale * factor
+    queries, score_scale = to_meet_keys(queries, score_scale * key_scale, keys)
     table = block_table + tl.load(seq_rows + seq).to(tl.int64) * table_stride
     if HAS_WINDOW:
         masked_from = tl.maximum(first_pos - window + 1, 0) // BLOCK_N * BLOCK_N

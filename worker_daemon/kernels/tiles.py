@@ -178,6 +178,14 @@ def decode_tile(
     return fit_tile(wanted, rows, head_dim, dtype, limits)
 
 
+def split_tile(group_size: int, head_dim: int, dtype: torch.dtype, limits: DeviceLimits) -> Tile:
+    """Return the tile for decodes that are always split, whatever their number and context, so that
+    one kernel serves all of them."""
+    rows = max(MIN_DOT_ROWS, next_power_of_two(group_size))
+    wanted = _exact_tile(rows) if dtype == torch.float32 else Tile(rows, 128, 4, 3)
+    return fit_tile(wanted, rows, head_dim, dtype, limits)
+
+
 def _decode_tile_sizes(
     num_programs: int, keys_per_program: int, limits: DeviceLimits
 ) -> tuple[int, int, int]:

@@ -224,11 +224,7 @@ def _num_planned(length: int) -> int:
 
 
 def _select(metadata: AttentionMetadata, query_lens: npt.NDArray[np.int32]) -> AttentionMetadata:
-    """Return the metadata of the sequences that have query tokens left, with that many tokens.
-
-    Never that of a decode, even if each has one: kernels for decodes are chosen by their number and
-    context, and no warm-up runs those that graphs do not have. The kernel for all other batches is
-    as fast for more than a few sequences."""
+    """Return the metadata of the sequences that have query tokens left, with that many tokens."""
     seqs = np.flatnonzero(query_lens)
     query_lens, seq_lens = query_lens[seqs], metadata.seq_lens_np[seqs]
     starts = np.concatenate(([0], np.cumsum(query_lens)))
@@ -246,7 +242,7 @@ def _select(metadata: AttentionMetadata, query_lens: npt.NDArray[np.int32]) -> A
         seq_rows=metadata.seq_rows.index_select(0, seqs_there),
         slot_mapping=metadata.slot_mapping[:0],
         num_seqs=seqs.size,
-        max_query_len=max(2, int(query_lens.max(initial=0))),
+        max_query_len=int(query_lens.max(initial=0)),
         max_seq_len=int(seq_lens.max(initial=0)),
         query_lens_np=query_lens,
         seq_lens_np=seq_lens,

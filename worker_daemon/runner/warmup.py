@@ -100,10 +100,12 @@ def size_sweep(request: StepMessage, limits: StepLimits) -> Iterator[SyntheticSt
             tokens = min(total, num_seqs * limits.max_model_len)
             lengths = [tokens // num_seqs + (i < tokens % num_seqs) for i in range(num_seqs)]
             yield prefill_step(request, limits, lengths, _lightest(limits))
-        if total > _SHARED_LENGTH and total < limits.max_model_len and _may_begin_later(limits):
-            # As the end of a prompt, for which other kernels exist.
-            length = min(2 * total, limits.max_model_len)
-            yield _admit(request, limits, [length], [total], _lightest(limits))
+        if _SHARED_LENGTH < total < limits.max_model_len and _may_begin_later(limits):
+            # As the end of a prompt, beside a decode if there is room: both have other kernels.
+            lengths, counts = [min(2 * total, limits.max_model_len)], [total]
+            if most_seqs > 1 and total > _SHARED_LENGTH + 1:
+                lengths, counts = [2, *lengths], [1, total - 1]
+            yield _admit(request, limits, lengths, counts, _lightest(limits))
 
 
 def decode_sweep(request: StepMessage, limits: StepLimits) -> Iterator[SyntheticStep]:

@@ -153,14 +153,13 @@ def test_a_step_of_every_kind() -> None:
     assert torch.equal(ordered, ordered.sort(descending=True).values)
 
 
-def test_decodes_beside_a_long_chunk_are_no_decode() -> None:
-    """Steps of decodes are graphs: their kernels are not compiled for other steps."""
+def test_decodes_beside_a_long_chunk_stay_decodes() -> None:
     batch = build([(1, 300), (1100, 1100), (1, 20)])
     out, recorder, _ = run(batch)
     check(batch, out)
     (others,) = recorder.steps
     assert others.query_lens_np.tolist() == [1, 1]
-    assert others.max_query_len > 1
+    assert others.max_query_len == 1
 
 
 def test_a_whole_prompt_is_padded_only_where_little_is_missing() -> None:
