@@ -2,15 +2,12 @@
 
 Shapes: N tokens in the step, Hq query and Hkv KV heads, D head_dim, P the tokens of a plan.
 
-A sequence with MIN_TOKENS or more in the step is a long chunk: a whole prompt, or a part of one
-that has earlier context. Its keys and values, this step's included, are gathered out of the cache
-into contiguous memory once a layer, in the model's dtype. At 8,192 tokens with the attention heads
-of Llama 8B this moves 67 MB, 20 to 30 us on an H200, compared with 1 ms of attention.
-
-cuDNN then computes chunks that are whole prompts, as it is the fastest. It needs a plan for each
-length, so that only a few are served (PLAN_TOKENS): a prompt slightly shorter than a plan is
-padded, since a causal query never sees later rows. A GatheredAttention computes all others: after
-earlier context, with a window, or of another length.
+A sequence with MIN_TOKENS or more in the step is a long chunk: a prompt, or a part of one. Its keys
+and values are gathered out of the cache into contiguous memory once a layer, in the model's dtype.
+At 8,192 tokens with the attention heads of Llama 8B this moves 67 MB, 20 to 30 us on an H200,
+compared with 1 ms of attention. cuDNN, the fastest, needs a plan for each length, so it computes
+only whole prompts near a few lengths (PLAN_TOKENS), padded: a causal query never sees later rows. A
+GatheredAttention computes the others: after earlier context, with a window, or of other lengths.
 """
 
 from collections.abc import Callable
@@ -120,7 +117,7 @@ class PromptAttention:
         self,
         q: Tensor,
         kv_cache: Tensor,
-        chunk: "_Chunk",
+        chunk: "_LongChunk",
         layer: AttentionLayer,
         metadata: AttentionMetadata,
     ) -> Tensor:
@@ -160,7 +157,7 @@ class PromptAttention:
 
 
 @dataclass(frozen=True, slots=True)
-class _Chunk:
+class _LongChunk:
     """A long chunk's place in its step."""
 
     seq: int
@@ -179,7 +176,7 @@ class _Chunk:
 class _Split:
     seq_lens: npt.NDArray[np.int32]
     """The step's seq_lens_np, by which it is known."""
-    chunks: tuple[_Chunk, ...]
+    chunks: tuple[_LongChunk, ...]
     """In the order of their tokens."""
     gaps: tuple[slice, ...]
     """The tokens before each chunk, then those after the last one."""
@@ -201,11 +198,11 @@ def _split_step(metadata: AttentionMetadata) -> _Split:
 
 def _long_chunks(
     query_lens: npt.NDArray[np.int32], seq_lens: npt.NDArray[np.int32]
-) -> list[_Chunk]:
+) -> list[_LongChunk]:
     lengths, totals = query_lens.tolist(), seq_lens.tolist()
     starts = [0, *accumulate(lengths)]
     return [
-        _Chunk(
+        _LongChunk(
             seq,
             starts[seq],
             lengths[seq],
@@ -249,7 +246,7 @@ def _select(metadata: AttentionMetadata, query_lens: npt.NDArray[np.int32]) -> A
     )
 
 
-def _padded_queries(q: Tensor, chunk: _Chunk) -> Tensor:
+def _padded_queries(q: Tensor, chunk: _LongChunk) -> Tensor:
     """Return [P, Hq, D] with the strides of q, on which a plan depends.
 
     Queries do not affect each other: the rows after the chunk's end belong to the next sequence, or
