@@ -66,11 +66,25 @@ def load_keys(
     else:
         k = tl.load(key_ptr)
         v = tl.load(value_ptr)
-    if k.dtype == tl.float8e4nv and tl.bfloat16 == DTYPE:
-        k, v = k.to(tl.float16), v.to(tl.float16)
+    if k.dtype == tl.float8e4nv and tl.float32 != DTYPE:
+        k, v = k.to(tl.float16), _convert_before_transposing(v)
     else:
         k, v = k.to(DTYPE), v.to(DTYPE)
     return k, v
+
+
+@triton.jit
+def _convert_before_transposing(v):
+    """Return values in FP8, [BLOCK_N, BLOCK_D], as float16.
+
+    For the product with values, tensor cores need them transposed, which shared memory does for 16
+    bits but not for 8. The compiler converts after that, and reads single bytes, unless something
+    is in the way: taking even and odd columns apart and joining them again costs nothing.
+    """
+    BLOCK_N: tl.constexpr = v.shape[0]
+    BLOCK_D: tl.constexpr = v.shape[1]
+    even, odd = tl.split(tl.reshape(v.to(tl.float16), [BLOCK_N, BLOCK_D // 2, 2]))
+    return tl.reshape(tl.join(even, odd), [BLOCK_N, BLOCK_D])
 
 
 @triton.jit
