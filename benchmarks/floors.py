@@ -13,6 +13,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from worker_client.scheduler.planning import LEAST_CUT_DIVISOR
+
 Request = tuple[int, int]
 """Tokens of the prompt, tokens to generate."""
 
@@ -144,8 +146,9 @@ def schedule(
     max_num_seqs: int = MAX_NUM_SEQS,
     max_num_batched_tokens: int = MAX_NUM_BATCHED_TOKENS,
 ) -> Iterator[StepWork]:
-    """Yield the steps of a scheduler that takes decodes first and fills the rest of the token
-    budget with prompts, in order."""
+    """Yield the steps of the reference scheduler: decodes first, then prompts in order within the
+    token budget. If less than a part of it is left (LEAST_CUT_DIVISOR), a step with prompts begins
+    none that it would have to cut."""
     waiting = [_Running(*request) for request in reversed(requests)]
     running: list[_Running] = []
     while waiting or running:
@@ -161,6 +164,9 @@ def schedule(
             if prefilling:
                 request = prefilling.pop(0)
             else:
+                is_little = budget * LEAST_CUT_DIVISOR < max_num_batched_tokens
+                if rows > len(decodes) and is_little and waiting[-1].num_prompt > budget:
+                    break
                 request = waiting.pop()
                 running.append(request)
             count = min(budget, request.num_prompt - request.computed)

@@ -50,6 +50,7 @@ def choose_backend(device: torch.device) -> Backend:
 def triton_backend(device: torch.device) -> Backend:
     """Return our Triton kernels; tests also use them on the CPU, with Triton's interpreter."""
     # Importing Triton takes longer than all our other imports of a CPU daemon.
+    from worker_daemon.kernels.gathered_prefill import TritonGathered
     from worker_daemon.kernels.launch import has_dependent_launch
     from worker_daemon.kernels.ops import TritonOps
     from worker_daemon.kernels.paged_attention import TritonAttention
@@ -61,7 +62,7 @@ def triton_backend(device: torch.device) -> Backend:
         return PeerReduce(window, window.device, pdl=has_dependent_launch(window.device))
 
     return Backend(
-        attention=ChosenAttention("triton", TritonAttention(device)),
+        attention=ChosenAttention("triton", TritonAttention(device), TritonGathered(device)),
         sampling=TritonSampling(device),
         rows=TritonRowKernels(),
         make_ops=partial(TritonOps, device),

@@ -22,6 +22,7 @@ LATE_IMPORTS = {
     ("worker_daemon.server.assembly", "worker_daemon.distributed.rendezvous"): TORCH,
     ("worker_daemon.server.assembly", "worker_daemon.worker.worker"): TORCH,
     ("worker_daemon.backend", "worker_daemon.kernels.paged_attention"): TRITON,
+    ("worker_daemon.backend", "worker_daemon.kernels.gathered_prefill"): TRITON,
     ("worker_daemon.backend", "worker_daemon.kernels.launch"): TRITON,
     ("worker_daemon.backend", "worker_daemon.kernels.ops"): TRITON,
     ("worker_daemon.backend", "worker_daemon.kernels.peer_reduce"): TRITON,

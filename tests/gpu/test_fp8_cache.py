@@ -21,6 +21,7 @@ from tests.support.fp8_caches import (
 )
 from tests.support.layer_checks import run_projection
 from tests.support.rotated_decodes import make_decode
+from worker_daemon.kernels.gathered_prefill import TritonGathered
 from worker_daemon.kernels.ops import TritonOps
 from worker_daemon.kernels.paged_attention import TritonAttention
 from worker_daemon.layers.prompt_attention import PromptAttention, cudnn_attention
@@ -104,15 +105,17 @@ def test_stored_values_equal_the_definition(dtype: torch.dtype) -> None:
     assert torch.equal(got.nan_to_num(), expected.float().nan_to_num())
 
 
-def test_whole_prompts_by_cudnn() -> None:
+@pytest.mark.parametrize("window", [None, 300])
+def test_long_prompts(window: int | None) -> None:
+    """By cuDNN, and over gathered keys."""
     shape = Shape(32, 8, 128)
-    batch = make_batch(
-        shape, [(1100, 1100), (1, 40), (2048, 2048)], dtype=torch.bfloat16, device="cuda", seed=SEED
-    )
+    lengths = [(1100, 1100), (1, 40), (2048, 2048), (1500, 5000)]
+    batch = make_batch(shape, lengths, dtype=torch.bfloat16, device="cuda", seed=SEED)
     scales = random_scales(8, "cuda", SEED)
     batch = in_fp8(batch, scales)
     store(batch, scales)
-    backend = PromptAttention(TritonAttention(torch.device("cuda")), cudnn_attention)
-    layer = replace(layer_of(shape), kv_scales=scales)
+    device = torch.device("cuda")
+    backend = PromptAttention(TritonAttention(device), TritonGathered(device), cudnn_attention)
+    layer = replace(layer_of(shape, window), kv_scales=scales)
     out = backend.attend(batch.q, batch.kv_cache, layer, batch.metadata)
-    assert relative_error(out, dense_attention(batch, None)) < BOUNDS[torch.bfloat16]
+    assert relative_error(out, dense_attention(batch, window)) < BOUNDS[torch.bfloat16]

@@ -1,4 +1,5 @@
-"""Whole prompts by cuDNN beside our paged kernels, at real sizes, against a dense fp64 softmax."""
+"""Long prompts by cuDNN and over gathered keys, beside our paged kernels, at real sizes, against a
+dense fp64 softmax."""
 
 import pytest
 import torch
@@ -29,7 +30,7 @@ LLAMA_8B = Shape(32, 8, 128)
 DTYPES = pytest.mark.parametrize("dtype", BOUNDS, ids=str)
 MIXED = [
     (1, 1500), (1, 3), (1024, 1024), (1, 257), (512, 2000), (0, 40),
-    (1900, 1900), (33, 1000), (700, 700), (1500, 1500), (1, 64),
+    (1950, 1950), (33, 1000), (700, 700), (1500, 1500), (1, 64), (1024, 1025), (1100, 6000),
 ]  # fmt: skip
 
 
@@ -67,12 +68,24 @@ def check(backend: AttentionBackend, batch: PagedBatch, window: int | None = Non
 
 @DTYPES
 @pytest.mark.parametrize(
-    "length", [1023, 1024, 1025, 1791, 1792, 2047, 2048, 2049, 3583, 3584, 4096, 5000, 8191, 8192]
+    "length", [1023, 1024, 1025, 1919, 1920, 2047, 2048, 2049, 3839, 3840, 4096, 5000, 8191, 8192]
 )
 def test_lengths_around_the_plans(dtype: torch.dtype, length: int) -> None:
     backend = backend_of(LLAMA_8B, dtype)
     check(backend, build(LLAMA_8B, [(length, length)], dtype, seed=length))
     check(backend, build(LLAMA_8B, [(1, 77), (length, length)], dtype, seed=length))
+
+
+@DTYPES
+@pytest.mark.parametrize(
+    ("query_len", "seq_len"), [(1024, 1025), (1024, 9000), (1999, 2900), (4096, 8192), (8000, 8192)]
+)
+@pytest.mark.parametrize("window", [None, 1, 100, 1024, 4097])
+def test_chunks_after_earlier_context(
+    dtype: torch.dtype, query_len: int, seq_len: int, window: int | None
+) -> None:
+    backend = backend_of(LLAMA_8B, dtype)
+    check(backend, build(LLAMA_8B, [(query_len, seq_len)], dtype, seed=query_len), window)
 
 
 @DTYPES
@@ -84,22 +97,29 @@ def test_mixed_steps(dtype: torch.dtype, window: int | None) -> None:
 
 
 @pytest.mark.parametrize(
-    "shape", [Shape(16, 8, 128), Shape(4, 4, 64, 32), Shape(14, 2, 64), Shape(8, 1, 96, 8)], ids=str
-)
-def test_other_heads(shape: Shape) -> None:
+    "shape",
+    [
+        Shape(16, 8, 128), Shape(4, 4, 64, 32), Shape(14, 2, 64), Shape(8, 1, 96, 8),
+        Shape(16, 8, 256), Shape(8, 4, 80),
+    ],
+    ids=str,
+)  # fmt: skip
+@pytest.mark.parametrize("window", [None, 700])
+def test_other_heads(shape: Shape, window: int | None) -> None:
     backend = backend_of(shape, torch.bfloat16)
-    check(backend, build(shape, [(1, 9), (2048, 2048), (1100, 1100)], torch.bfloat16, seed=3))
+    lengths = [(1, 9), (2048, 2048), (1100, 1100), (1500, 4000)]
+    check(backend, build(shape, lengths, torch.bfloat16, seed=3), window)
 
 
 def test_rows_behind_a_prompts_end_may_hold_anything() -> None:
     backend = backend_of(LLAMA_8B, torch.bfloat16)
-    batch = build(LLAMA_8B, [(1900, 1900), (1900, 1900)], torch.bfloat16, seed=4)
+    batch = build(LLAMA_8B, [(1950, 1950), (1950, 1950)], torch.bfloat16, seed=4)
     expected = attend(backend, batch, None)
     for part in (batch.q, batch.k, batch.v):
-        part[1900:] = torch.nan
+        part[1950:] = torch.nan
     batch.store()
     out = attend(backend, batch, None)
-    assert relative_error(out[:1900], expected[:1900]) < BOUNDS[torch.bfloat16]
+    assert relative_error(out[:1950], expected[:1950]) < BOUNDS[torch.bfloat16]
 
 
 def test_repeated_runs_are_bit_equal() -> None:

@@ -8,10 +8,11 @@ FP8 (fp8.py).
 """
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from torch import Tensor
 
 from worker_daemon.contracts.kv_scales import KVScales
@@ -114,3 +115,37 @@ class AttentionBackend(Protocol):
         Behind a sequence's window, its block table row may name any block. The content of block 0
         is unspecified afterwards.
         """
+
+
+class KeyRange(NamedTuple):
+    """Consecutive positions of one sequence."""
+
+    seq: int
+    """Its index in the step's metadata."""
+    first: int
+    end: int
+    """One past the last position."""
+    num_rows: int
+    """R, at least end - first: the rows that are wanted for them."""
+
+
+class GatheredAttention(Protocol):
+    """Computes attention of one sequence over a copy of its keys and values in contiguous
+    memory."""
+
+    def gather(
+        self,
+        kv_cache: Tensor,
+        layer: AttentionLayer,
+        metadata: AttentionMetadata,
+        keys: KeyRange,
+        dtype: torch.dtype,
+    ) -> Tensor:
+        """Return the keys, then the values of a range, [2, R, Hkv, D], contiguous, in dtype; those
+        of a cache in FP8 times their scales. Rows after the range are 0. Never waits for the
+        device."""
+
+    def attend(self, q: Tensor, context: Tensor, scale: float, window: int | None) -> Tensor:
+        """Return attention [L, Hq, D] of q [L, Hq, D], whose last dimension is contiguous, at the
+        last L of the R >= L positions of context, a result of gather without rows after its
+        range. See AttentionBackend.attend for what a query sees."""

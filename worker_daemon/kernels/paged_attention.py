@@ -13,7 +13,14 @@ from worker_daemon.contracts.kv_scales import KVScales
 from worker_daemon.kernels.launch import has_dependent_launch
 from worker_daemon.kernels.paged_decode import launch_decode, plan_decode, rotate_and_attend
 from worker_daemon.kernels.paged_prefill import launch_prefill
-from worker_daemon.kernels.tiles import DeviceLimits, Tile, prefill_tile, run_at_once
+from worker_daemon.kernels.tiles import (
+    DeviceLimits,
+    Tile,
+    choose_num_splits,
+    prefill_tile,
+    run_at_once,
+    split_tile,
+)
 
 
 class TritonAttention:
@@ -32,7 +39,18 @@ class TritonAttention:
         layer: AttentionLayer,
         metadata: AttentionMetadata,
     ) -> torch.Tensor:
-        """See AttentionBackend. The result is contiguous, 0 in the rows of padding."""
+        """See AttentionBackend. The result is contiguous, 0 in the rows of padding.
+
+        A few decodes come here if a prompt has the rest of their step. They are always split, by
+        one kernel, which warm-up compiles: those for their number and context would be compiled in
+        such a step."""
+        num_splits, tile = None, None
+        num_seqs, num_kv_heads = metadata.num_seqs, kv_cache.shape[3]
+        if metadata.max_query_len == 1 and run_at_once(num_seqs * num_kv_heads, self._limits):
+            longest, limits = metadata.max_seq_len, self._limits
+            num_splits = choose_num_splits(num_seqs, num_kv_heads, longest, layer.window, limits)
+            num_splits = max(2, num_splits)
+            tile = split_tile(q.shape[1] // num_kv_heads, q.shape[2], q.dtype, limits)
         return paged_attention(
             q,
             kv_cache,
@@ -41,6 +59,8 @@ class TritonAttention:
             window=layer.window,
             kv_scales=layer.kv_scales,
             limits=self._limits,
+            tile=tile,
+            num_splits=num_splits,
             pdl=self._pdl,
         )
 

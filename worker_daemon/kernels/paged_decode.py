@@ -115,8 +115,8 @@ class DecodePlan(NamedTuple):
     num_splits: int
     tile: Tile
     are_few: bool
-    """All programs run at the same time: they prefetch their first keys and values, and may hold
-    them in registers (HOLDS)."""
+    """All programs run at the same time: those that rotate prefetch their first keys and values,
+    and may hold them in registers (HOLDS)."""
 
 
 def plan_decode(
@@ -213,7 +213,7 @@ def launch_decode(
         BLOCK_M=tile.block_m,
         BLOCK_N=tile.block_n,
         BLOCK_D=padded_head_dim(head_dim),
-        LANES=str(tile.block_n) if pdl and are_few else "",
+        LANES=str(tile.block_n) if pdl and are_few and step is not None else "",
         ROTATES=step is not None,
         HOLDS=step is not None and are_few and can_hold(tile, head_dim),
         NORMED=head_norms is not None,
@@ -528,7 +528,7 @@ def _decode_kernel(
     PDL: tl.constexpr,
 ):
     """LANES: BLOCK_N if a program prefetches its first keys and values before it waits. With HOLDS,
-    which needs ROTATES, it loads these and prefetches the next.
+    it loads these and prefetches the next. Both need ROTATES.
 
     ROTATES: q is the projection, with key and value heads after it, and the newest key is not in
     the cache yet. Only then are positions .. slot_mapping read.
@@ -539,8 +539,7 @@ def _decode_kernel(
     seq, token, next_token, table_row, num_keys = _find_decode(
         tl.program_id(1), num_seqs, query_start_loc, seq_rows, seq_lens, seq_order
     )
-    row = tl.arange(0, BLOCK_M)
-    dim = tl.arange(0, BLOCK_D)
+    row, dim = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)
     head = kv_head * GROUP + row
     inside = (row < GROUP)[:, None] & (dim < HEAD_DIM)[None, :]
     table = block_table + table_row * table_stride

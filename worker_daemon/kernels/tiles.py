@@ -42,6 +42,13 @@ LARGE_TILE_ROWS = 256
 """With a head dimension up to 128, the output of this many rows still fits eight warps'
 registers."""
 
+MANY_QUERIES, MANY_KEYS = 4096, 12288
+"""Sizes from which tiles over gathered keys have 128 query tokens instead of 64: they read keys
+half as often, which then matters more than spilled registers."""
+
+RESERVED_GATHERED_BYTES = 1024
+"""Reserved for barriers of the kernel over gathered keys, whose reductions stay inside warps."""
+
 RESERVED_SHARED_BYTES = 8 * 1024
 """Reserved for the compiler's reductions and layout conversions."""
 
@@ -118,6 +125,36 @@ def prefill_tile(
     return fit_tile(wanted, rows, head_dim, dtype, limits)
 
 
+def gathered_tile(
+    num_queries: int, num_keys: int, head_dim: int, dtype: torch.dtype, limits: DeviceLimits
+) -> Tile:
+    """Return the tile for num_queries query tokens of a sequence over gathered keys, of which a
+    query sees up to num_keys. num_stages tiles of keys and of values are in flight.
+
+    Small programs share an SM, so that one computes products while another computes a softmax.
+    """
+    width = padded_head_dim(head_dim)
+    if width <= 64:
+        tile = Tile(64, 128, num_warps=4, num_stages=2)
+    elif width <= 128 and num_queries >= MANY_QUERIES and num_keys >= MANY_KEYS:
+        tile = Tile(128, 64, num_warps=4, num_stages=2)
+    else:
+        tile = Tile(64, 64, num_warps=4, num_stages=3)
+    budget = limits.shared_memory_bytes - RESERVED_GATHERED_BYTES
+    while _gathered_bytes(tile, head_dim, dtype) > budget and tile.block_n > MIN_DOT_ROWS:
+        if tile.num_stages > 2:
+            tile = replace(tile, num_stages=2)
+        else:
+            tile = replace(tile, block_n=tile.block_n // 2)
+    return tile
+
+
+def _gathered_bytes(tile: Tile, head_dim: int, dtype: torch.dtype) -> int:
+    """Return the shared memory of a program: the queries, and K and V of the tiles in flight."""
+    rows = tile.block_m + 2 * tile.num_stages * tile.block_n
+    return rows * padded_head_dim(head_dim) * dtype.itemsize
+
+
 def decode_tile(
     num_programs: int,
     keys_per_program: int,
@@ -138,6 +175,14 @@ def decode_tile(
         wanted = _exact_tile(rows)
     else:
         wanted = Tile(rows, *_decode_tile_sizes(num_programs, keys_per_program, limits))
+    return fit_tile(wanted, rows, head_dim, dtype, limits)
+
+
+def split_tile(group_size: int, head_dim: int, dtype: torch.dtype, limits: DeviceLimits) -> Tile:
+    """Return the tile for decodes that are always split, whatever their number and context, so that
+    one kernel serves all of them."""
+    rows = max(MIN_DOT_ROWS, next_power_of_two(group_size))
+    wanted = _exact_tile(rows) if dtype == torch.float32 else Tile(rows, 128, 4, 3)
     return fit_tile(wanted, rows, head_dim, dtype, limits)
 
 

@@ -1,5 +1,5 @@
-"""Chooses a model's attention: the device's kernels, and cuDNN for whole prompts if it passes a
-trial."""
+"""Chooses a model's attention: the device's paged kernels, its unpaged ones for long prompts, and
+cuDNN for whole prompts if it passes a trial."""
 
 import logging
 import warnings
@@ -8,7 +8,12 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from worker_daemon.contracts.attention import AttentionBackend, AttentionLayer, AttentionMetadata
+from worker_daemon.contracts.attention import (
+    AttentionBackend,
+    AttentionLayer,
+    AttentionMetadata,
+    GatheredAttention,
+)
 from worker_daemon.errors import ConfigError
 from worker_daemon.layers.attention import HeadSizes
 from worker_daemon.layers.prompt_attention import (
@@ -22,8 +27,6 @@ from worker_daemon.layers.torch_ops import TorchOps
 
 MAX_HEAD_DIM = 256
 
-_MAX_CUDNN_HEAD_DIM = 128
-
 _MAX_RELATIVE_ERROR = 2e-2
 """Bound on the relative error: bf16 causes a quarter of it, a wrong mask or scale much more."""
 
@@ -36,18 +39,20 @@ class ChosenAttention:
 
     name: str
     backend: AttentionBackend
+    gathered: GatheredAttention | None = None
+    """For long prompts; None if the backend computes them."""
 
 
 def choose_attention(
     paged: ChosenAttention, device: torch.device, heads: HeadSizes, dtype: torch.dtype
 ) -> ChosenAttention:
-    """Return the device's paged attention, with cuDNN for whole prompts if cuDNN is correct for
-    this rank's heads. Waits for the device. Call this on the step thread.
+    """Return the device's attention: paged, and unpaged for long prompts, with cuDNN for whole ones
+    if it is correct for this rank's heads. Waits for the device. Call this on the step thread.
 
     Raises:
         ConfigError: no implementation supports heads of this size.
     """
-    if device.type != "cuda":
+    if device.type != "cuda" or paged.gathered is None:
         return paged
     if heads.head_dim % 8 or heads.head_dim > MAX_HEAD_DIM:
         raise ConfigError(
@@ -56,22 +61,25 @@ def choose_attention(
             value=heads.head_dim,
             fix=f"a multiple of 8, at most {MAX_HEAD_DIM}",
         )
-    if (
-        dtype not in (torch.bfloat16, torch.float16)
-        or heads.head_dim > _MAX_CUDNN_HEAD_DIM
-        or not is_accurate(cudnn_attention, device, heads, dtype)
-    ):
+    if dtype not in (torch.bfloat16, torch.float16):
         return paged
-    return ChosenAttention(f"{paged.name}+cudnn", PromptAttention(paged.backend, cudnn_attention))
+    if not is_accurate(cudnn_attention, paged.gathered, device, heads, dtype):
+        return ChosenAttention(paged.name, PromptAttention(paged.backend, paged.gathered))
+    backend = PromptAttention(paged.backend, paged.gathered, cudnn_attention)
+    return ChosenAttention(f"{paged.name}+cudnn", backend)
 
 
 @torch.inference_mode()
 def is_accurate(
-    whole: WholeAttention, device: torch.device, heads: HeadSizes, dtype: torch.dtype
+    whole: WholeAttention,
+    gathered: GatheredAttention,
+    device: torch.device,
+    heads: HeadSizes,
+    dtype: torch.dtype,
 ) -> bool:
-    """Return True if a random prompt has the same result as in plain torch and float32, in a step
+    """Return True if `whole` computes a random prompt as plain torch does in float32, in a step
     laid out like a model's. An implementation that raises is logged and counts as inaccurate."""
-    num_tokens = PLAN_TOKENS[0] + 40  # a prompt's head (prompt_attention.py) and a chunk after it
+    num_tokens = PLAN_TOKENS[1] - 40  # a prompt that is padded (prompt_attention.py)
     random = torch.Generator(device).manual_seed(0)
     num_q_heads, num_kv_heads = heads.num_attention_heads, heads.num_key_value_heads
     shape = (num_tokens, num_q_heads + 2 * num_kv_heads, heads.head_dim)
@@ -84,15 +92,15 @@ def is_accurate(
     try:
         with warnings.catch_warnings():  # torch warns why it has no kernel
             warnings.simplefilter("ignore")
-            out = PromptAttention(plain, whole).attend(q, kv_cache, layer, metadata)
+            out = PromptAttention(plain, gathered, whole).attend(q, kv_cache, layer, metadata)
         error = torch.linalg.vector_norm(out - expected) / torch.linalg.vector_norm(expected)
         relative_error = float(error)
     except RuntimeError as failure:
-        _LOG.warning("whole prompts use the paged kernel: %s", failure)
+        _LOG.warning("whole prompts use our own kernels: %s", failure)
         return False
     if relative_error < _MAX_RELATIVE_ERROR:
         return True
-    _LOG.warning("whole prompts use the paged kernel: relative error %.2g", relative_error)
+    _LOG.warning("whole prompts use our own kernels: relative error %.2g", relative_error)
     return False
 
 

@@ -409,6 +409,7 @@ def _measure(
             tp_size=tp_size,
             is_first_stage=state.is_first_stage,
             is_last_stage=state.is_last_stage,
+            gathered_size=2 * num_kv_heads * decoder.head_dim if specs else 0,
             dequantized_bytes=_dequantized_bytes(stage, decoder, resolved.dtype.itemsize),
         ),
     )

@@ -10,6 +10,7 @@ Letters: N tokens, H hidden size, R rows that sample, V vocabulary.
 from dataclasses import dataclass
 from typing import Final
 
+from worker_daemon.layers.prompt_attention import MIN_TOKENS
 from worker_daemon.runner.parts.registry import PARTS
 from worker_daemon.runner.parts.step_parts import with_columns
 from worker_daemon.runner.scheduled_step import StepLimits
@@ -49,6 +50,9 @@ class StageWidths:
     tp_size: int
     is_first_stage: bool
     is_last_stage: bool
+    gathered_size: int = 0
+    """Key and value heads of a token, which a long prompt gathers (layers/prompt_attention.py); 0
+    without a KV cache."""
     dequantized_bytes: int = 0
     """Bytes of the largest matrix that a step dequantizes, and of its scales; 0 if it dequantizes
     none."""
@@ -60,7 +64,9 @@ def estimate_step_bytes(widths: StageWidths, limits: StepLimits) -> int:
     rows = limits.max_num_seqs
     tokens = min(limits.max_num_batched_tokens, rows * limits.max_model_len)
     sampling = _sampling_bytes(widths, tokens, rows) if widths.is_last_stage else 0
-    peak = max(_layer_bytes(widths, tokens) + widths.dequantized_bytes, sampling)
+    is_long = min(tokens, limits.max_model_len) >= MIN_TOKENS
+    gathered = widths.gathered_size * limits.max_model_len if is_long else 0
+    peak = max(_layer_bytes(widths, tokens, gathered) + widths.dequantized_bytes, sampling)
     total = peak + _table_bytes(limits) + _neighbour_bytes(widths, limits, tokens)
     if widths.is_last_stage:
         total += _logits_bytes(widths, limits)
@@ -69,15 +75,15 @@ def estimate_step_bytes(widths: StageWidths, limits: StepLimits) -> int:
     return total + total // MARGIN_DIVISOR
 
 
-def _layer_bytes(widths: StageWidths, tokens: int) -> int:
+def _layer_bytes(widths: StageWidths, tokens: int, gathered: int) -> int:
     """Return the peak of a layer: the larger of attention and MLP, each before its output is
-    added."""
+    added. gathered: elements of gathered keys and values."""
     hidden = widths.hidden_size
-    attention = widths.qkv_size + widths.q_size + hidden
+    attention = tokens * (widths.qkv_size + widths.q_size + hidden) + gathered
     # Attention's output stays alive during the MLP, whose inner size counts twice and then once
     # more.
     mlp = hidden + max(3 * widths.inner_size, widths.inner_size + hidden)
-    return tokens * (_ALIVE_IN_LAYER * hidden + max(attention, mlp)) * widths.itemsize
+    return (tokens * _ALIVE_IN_LAYER * hidden + max(attention, tokens * mlp)) * widths.itemsize
 
 
 def _logits_bytes(widths: StageWidths, limits: StepLimits) -> int:

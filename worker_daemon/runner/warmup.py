@@ -15,7 +15,7 @@ from rpc_schema.extensions import RequestExtension
 from rpc_schema.operations import StepMessage
 from rpc_schema.pooling import MAX_POOLED_BYTES, VALUE_BYTES, PoolingParams
 from rpc_schema.step import ExecuteModel, NewRequestData
-from worker_daemon.layers.prompt_attention import PLAN_TOKENS
+from worker_daemon.layers.prompt_attention import MIN_TOKENS
 from worker_daemon.runner.parts.registry import heaviest_of_step
 from worker_daemon.runner.scheduled_step import StepLimits
 from worker_daemon.runner.slot_bitmap import read_bitmap
@@ -42,8 +42,8 @@ def largest_step(
 
 
 def longest_step(request: StepMessage, limits: StepLimits) -> SyntheticStep:
-    """Return the slowest step: as many tokens of one prompt as a step may have, after the longest
-    possible context."""
+    """Return the slowest step, and the one that gathers the most keys: as many tokens of one prompt
+    as a step may have, after the longest possible context."""
     most = min(_most_tokens(limits), limits.max_model_len)
     length = limits.max_model_len if _may_begin_later(limits) else most
     return _admit(request, limits, [length], [most], _lightest(limits))
@@ -100,6 +100,12 @@ def size_sweep(request: StepMessage, limits: StepLimits) -> Iterator[SyntheticSt
             tokens = min(total, num_seqs * limits.max_model_len)
             lengths = [tokens // num_seqs + (i < tokens % num_seqs) for i in range(num_seqs)]
             yield prefill_step(request, limits, lengths, _lightest(limits))
+        if _SHARED_LENGTH < total < limits.max_model_len and _may_begin_later(limits):
+            # As the end of a prompt, beside a decode if there is room: both have other kernels.
+            lengths, counts = [min(2 * total, limits.max_model_len)], [total]
+            if most_seqs > 1 and total > _SHARED_LENGTH + 1:
+                lengths, counts = [2, *lengths], [1, total - 1]
+            yield _admit(request, limits, lengths, counts, _lightest(limits))
 
 
 def decode_sweep(request: StepMessage, limits: StepLimits) -> Iterator[SyntheticStep]:
@@ -120,7 +126,7 @@ _MAX_SWEPT_KEYS = 1 << 20
 """Above this product of sequences and length, a launch fills any device, however the work is
 split."""
 
-_SHARED_LENGTH = PLAN_TOKENS[0] - 1
+_SHARED_LENGTH = MIN_TOKENS - 1
 """Longer prompts may be computed one by one (layers/prompt_attention.py)."""
 
 

@@ -119,9 +119,12 @@ class Serving:
             self.runner.forget_requests()
 
     def run_largest_step(self, message: StepMessage) -> None:
-        """Run the largest possible step."""
+        """Run the largest possible step, and on a GPU the one that gathers the most keys."""
         state = self.runner.state
-        self._run_all([largest_step(message, state.limits, state.parts.heaviest)])
+        steps = [largest_step(message, state.limits, state.parts.heaviest)]
+        if self._parts.device.type == "cuda":
+            steps.append(longest_step(message, state.limits))
+        self._run_all(steps)
         self.runner.settle()
 
     def time_longest_step(self, message: StepMessage) -> float:

@@ -22,6 +22,12 @@ CHUNKS_PER_STAGE = 2
 """Steps for each stage over which prompts are spread while each has PIPELINE_CHUNK tokens or
 more."""
 
+LEAST_CUT_DIVISOR = 4
+"""A step with prompts begins another one that it would have to cut only if at least one part in
+this many of its token budget is left. Otherwise the prompt comes whole in the next step, or with a
+longer first chunk: tokens that a nearly full step lacks save their time, but the attention of short
+chunks is less efficient."""
+
 MAX_LOOKED_AT = 1024
 """Limit on the waiting prompts that are counted to choose a step's number of prompt tokens."""
 
@@ -162,7 +168,8 @@ class Step:
                 return
             num_cached = self._blocks.num_cached(prefix)
             count = min(request.num_tokens - num_cached, self._num_open(num_cached))
-            if not self._has_room(count, chunk):
+            is_cut = num_cached + count < request.num_tokens
+            if not self._has_room(count, chunk) or (is_cut and self._is_nearly_full()):
                 return
             if request.pools and not self._may_pool(request, num_cached + count):
                 return
@@ -201,6 +208,11 @@ class Step:
         """Return True if the step may take count more prompt tokens: for one prompt up to the
         budget, for several up to a chunk."""
         return count > 0 and (not self.prefills or self._num_prefill_tokens + count <= chunk)
+
+    def _is_nearly_full(self) -> bool:
+        """Return True if the step should begin no prompt that it would have to cut."""
+        is_little = self._budget * LEAST_CUT_DIVISOR < self._limits.max_num_batched_tokens
+        return is_little and bool(self.prefills)
 
     def _may_pool(self, request: Request, end: int) -> bool:
         """Return True if a waiting request that pools may be computed up to its token `end`."""

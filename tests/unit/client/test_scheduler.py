@@ -345,6 +345,29 @@ def test_prompts_of_a_pipeline_come_in_short_steps_unless_one_is_long():
     assert prompts == [[900, 900, 900], [5000], [100], [2048], [2047, 1], []]
 
 
+def chunks_of(lengths: list[int], num_steps: int) -> list[list[int]]:
+    """The prompt tokens that each step of a budget of 32 computes, by request."""
+    scheduler = Scheduler(make_limits())
+    for i, length in enumerate(lengths):
+        prompt = np.full(length, i, np.int32)
+        scheduler.add_request(GenerationRequest(id=str(i), prompt_token_ids=prompt, max_tokens=9))
+    steps = [scheduler.schedule() for _ in range(num_steps)]
+    return [list(step.num_scheduled_tokens.values()) for step in steps]
+
+
+def test_a_nearly_full_step_begins_no_prompt_that_it_would_cut():
+    assert chunks_of([28, 28, 28], 3) == [[28], [28], [28]]
+    # From the third step on, decodes take some of the budget: the first prompt is cut in any case.
+    assert chunks_of([30, 30, 30, 30], 5) == [[30], [30], [30], [29], [1]]
+    assert chunks_of([60, 60], 4) == [[32], [28], [31], [29]]
+
+
+def test_prompts_are_cut_where_much_is_left_and_fill_up_steps_where_they_fit():
+    assert chunks_of([24, 24, 20], 3) == [[24, 8], [16, 15], [5]]
+    assert chunks_of([28, 4, 20], 2) == [[28, 4], [20]]
+    assert chunks_of([40], 2) == [[32], [8]]
+
+
 def test_the_decode_tuple_is_reused_while_its_set_stays():
     scheduler = Scheduler(make_limits())
     for i in range(3):

@@ -165,11 +165,12 @@ def test_blocks_behind_the_window_are_not_seen(lengths: list[tuple[int, int]]) -
     assert relative_error(out, expected) < BOUNDS[torch.float32]
 
 
-def test_the_backend_attends() -> None:
-    batch = build(Shape(8, 2, 64), SHORTER, seed=9, num_padding=4)
+@pytest.mark.parametrize("lengths", [SHORTER, DECODES, DECODES[:1]])
+@pytest.mark.parametrize("window", [None, 31])
+def test_the_backend_attends(lengths: list[tuple[int, int]], window: int | None) -> None:
+    batch = build(Shape(8, 2, 64), lengths, seed=9, num_padding=4)
     batch.store()
     backend = TritonAttention(torch.device("cpu"))
-    for window in (None, 31):
-        out = backend.attend(batch.q, batch.kv_cache, layer_of(batch.shape, window), batch.metadata)
-        assert out.is_contiguous()
-        assert relative_error(out, dense_attention(batch, window)) < BOUNDS[torch.float32]
+    out = backend.attend(batch.q, batch.kv_cache, layer_of(batch.shape, window), batch.metadata)
+    assert out.is_contiguous()
+    assert relative_error(out, dense_attention(batch, window)) < BOUNDS[torch.float32]

@@ -1,19 +1,28 @@
 """Attention over a KV cache in FP8 under Triton's interpreter, against fp64 over the same cache in
 float32; run by test_interpreted.
 
-fp32 and fp16 only, as in interpreted_attention.
+Queries in bfloat16 become float16, so that the interpreter's dot takes them too (see
+interpreted_attention).
 """
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
 
-from benchmarks.paged_reference import Shape, make_batch
-from tests.support.fp8_caches import check_paged, fp8_decode, in_fp8, random_scales
+from benchmarks.paged_reference import Shape, dense_attention, make_batch, relative_error
+from tests.support.fp8_caches import (
+    BOUNDS,
+    check_paged,
+    fp8_decode,
+    in_fp8,
+    random_scales,
+    store,
+)
 from tests.support.rotated_decodes import make_decode
 from worker_daemon.kernels.ops import TritonOps
-from worker_daemon.kernels.paged_attention import TritonAttention
+from worker_daemon.kernels.paged_attention import TritonAttention, paged_attention
 from worker_daemon.kernels.tiles import DeviceLimits
 
 CPU = torch.device("cpu")
@@ -23,7 +32,9 @@ DECODES = [(1, 1), (1, 64), (1, 65), (0, 7), (1, 150)]
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
-@pytest.mark.parametrize(("dtype", "window"), [(torch.float16, None), (torch.float32, 21)])
+@pytest.mark.parametrize(
+    ("dtype", "window"), [(torch.float16, None), (torch.float32, 21), (torch.bfloat16, None)]
+)
 def test_prefills_and_decodes(head_dim: int, dtype: torch.dtype, window: int | None) -> None:
     shape = Shape(4, 2, head_dim)
     for number, lengths in enumerate((MIXED, DECODES)):
@@ -49,6 +60,35 @@ def test_decodes_that_store(head_dim: int, num_splits: int, window: int | None) 
         is_normed=True, num_padding=2,
     )  # fmt: skip
     fp8_decode(wide, SEED).check(window, num_splits=num_splits)
+
+
+@pytest.mark.parametrize(("num_splits", "window"), [(1, None), (2, 40)])
+def test_decodes_in_bfloat16(num_splits: int, window: int | None) -> None:
+    """Output only: the interpreter does not round what is stored to bfloat16 as devices do."""
+    wide = make_decode(
+        Shape(4, 2, 64), [1, 17, 64, 65, 90], dtype=torch.bfloat16, device="cpu", seed=SEED,
+        num_padding=2,
+    )  # fmt: skip
+    step = fp8_decode(wide, SEED)
+    step.check_output(step.run_fused(window, num_splits=num_splits), window)
+
+
+@pytest.mark.parametrize("magnitude", [0.0, 1e-20, 1e-6, 1e-2, 1e6])
+def test_queries_of_any_magnitude(magnitude: float) -> None:
+    """Queries that float16 does not have: scores of small ones are near zero, those of large ones
+    become as large as elsewhere."""
+    shape = Shape(4, 2, 64)
+    batch = make_batch(shape, [(20, 70), (1, 65)], dtype=torch.bfloat16, device="cpu", seed=SEED)
+    scales = random_scales(2, "cpu", SEED)
+    batch = in_fp8(replace(batch, q=batch.q * magnitude), scales)
+    scale = shape.scale / max(1.0, magnitude)
+    store(batch, scales)
+    out = paged_attention(
+        batch.q, batch.kv_cache, batch.metadata, scale=scale, window=None, kv_scales=scales
+    )
+    # The reference has the shape's scale.
+    same = replace(batch, q=batch.q.double() * (scale / shape.scale))
+    assert relative_error(out, dense_attention(same, None)) < BOUNDS[torch.bfloat16]
 
 
 @pytest.mark.parametrize("num_sms", [1, 1024])

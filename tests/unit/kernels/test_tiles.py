@@ -14,6 +14,7 @@ from worker_daemon.kernels.tiles import (
     can_hold,
     choose_num_splits,
     decode_tile,
+    gathered_tile,
     length_bounds,
     padded_head_dim,
     prefill_tile,
@@ -42,6 +43,25 @@ def test_tiles_fit_and_hold_a_group(limits: DeviceLimits, dtype: torch.dtype) ->
             assert tile.block_m & (tile.block_m - 1) == tile.block_n & (tile.block_n - 1) == 0
             assert tile.num_stages >= 1
             assert shared_bytes(tile, head_dim, dtype) <= limits.shared_memory_bytes
+
+
+@pytest.mark.parametrize("limits", [H200, CONSUMER])
+@pytest.mark.parametrize("num_keys", [1024, 20_000])
+def test_tiles_over_gathered_keys_fit(limits: DeviceLimits, num_keys: int) -> None:
+    for head_dim in range(8, 257, 8):
+        tile = gathered_tile(9000, num_keys, head_dim, torch.bfloat16, limits)
+        assert min(tile.block_m, tile.block_n) >= 16
+        rows = tile.block_m + 2 * tile.num_stages * tile.block_n
+        needed = rows * padded_head_dim(head_dim) * torch.bfloat16.itemsize
+        assert needed < limits.shared_memory_bytes
+
+
+def test_tiles_over_gathered_keys_are_larger_for_many_queries_and_keys() -> None:
+    def rows(num_queries: int, num_keys: int) -> int:
+        return gathered_tile(num_queries, num_keys, 128, torch.bfloat16, H200).block_m
+
+    assert rows(8192, 16384) == 128
+    assert rows(8192, 8192) == rows(2048, 16384) == 64
 
 
 def test_prefill_tiles_grow_with_the_tokens_of_a_sequence_and_with_the_batch() -> None:

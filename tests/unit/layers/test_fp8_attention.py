@@ -13,7 +13,6 @@ from tests.support.attention_steps import layer_of
 from tests.support.fp8_caches import BOUNDS, in_fp8, random_scales, store
 from tests.support.layer_checks import run_projection
 from worker_daemon.layers.fp8_cache import dequantize, quantize
-from worker_daemon.layers.prompt_attention import PromptAttention
 from worker_daemon.layers.torch_attention import TorchPagedAttention
 from worker_daemon.layers.torch_ops import TorchOps
 
@@ -110,29 +109,3 @@ def test_a_prompt_in_chunks_gives_the_same(window: int | None) -> None:
         part = whole.q[start:stop]
         out = TorchPagedAttention().attend(part, whole.kv_cache, layer, metadata)
         assert relative_error(out, expected[start:stop]) < 1e-6
-
-
-def test_whole_prompts() -> None:
-    """An unpaged kernel reads keys and values in the model's dtype."""
-    shape = Shape(4, 2, 64)
-    batch = make_batch(
-        shape, [(1000, 1000), (1, 40), (1100, 1100)], dtype=torch.float32, device="cpu", seed=SEED
-    )
-    scales = random_scales(2, "cpu", SEED)
-    batch = in_fp8(batch, scales)
-    store(batch, scales)
-    layer = replace(layer_of(shape), kv_scales=scales)
-    num_whole = 0
-
-    def whole(q, k, v, scale):
-        nonlocal num_whole
-        num_whole += 1
-        assert q.dtype == k.dtype == v.dtype == torch.float32
-        return torch.nn.functional.scaled_dot_product_attention(
-            q, k, v, is_causal=True, scale=scale, enable_gqa=True
-        )
-
-    backend = PromptAttention(TorchPagedAttention(), whole)
-    out = backend.attend(batch.q, batch.kv_cache, layer, batch.metadata)
-    assert num_whole == 1
-    assert relative_error(out, dense_attention(batch, None)) < BOUNDS[torch.float32]

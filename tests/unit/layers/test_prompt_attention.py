@@ -1,6 +1,5 @@
-"""Whole prompts computed separately from the rest of a step, against the plain paged path: the
-split of a step, and equal results for every sequence. torch's attention on the CPU stands in for
-the GPU's."""
+"""Long chunks computed apart from the rest of a step, against the plain paged path: the split of a
+step, and equal results for every sequence. torch's attention on the CPU stands in for the GPU's."""
 
 import random
 from collections.abc import Callable
@@ -12,17 +11,20 @@ from torch.nn import functional
 
 from benchmarks.paged_reference import PagedBatch, Shape, make_batch, relative_error
 from tests.support.attention_steps import layer_of, token_rows
+from tests.support.fp8_caches import in_fp8, random_scales, store
+from tests.support.torch_gathered import TorchGathered
 from worker_daemon.backend import choose_backend
 from worker_daemon.contracts.attention import AttentionLayer, AttentionMetadata, AttentionStep
 from worker_daemon.layers.attention import HeadSizes
 from worker_daemon.layers.attention_choice import choose_attention, is_accurate
-from worker_daemon.layers.prompt_attention import PLAN_TOKENS, PromptAttention
+from worker_daemon.layers.prompt_attention import MIN_TOKENS, PLAN_TOKENS, PromptAttention
 from worker_daemon.layers.torch_attention import TorchPagedAttention
 
 CPU = torch.device("cpu")
 SHAPE = Shape(4, 2, 8)
-WHOLE = [(1024, 1024), (1100, 1100), (1800, 1800), (2048, 2048), (2300, 2300)]
-OTHERS = [(1, 1500), (1, 1), (0, 40), (33, 1000), (700, 700), (1200, 1300), (1023, 1023), (5, 5)]
+PLANNED = [(1024, 1024), (1950, 1950), (2048, 2048)]
+GATHERED = [(1100, 1100), (1800, 1800), (1200, 1300), (1024, 2900)]
+OTHERS = [(1, 1500), (1, 1), (0, 40), (33, 1000), (700, 700), (1023, 1023), (1023, 1500), (5, 5)]
 
 
 def whole_attention(
@@ -34,7 +36,8 @@ def whole_attention(
 
 
 class Recorder:
-    """Both implementations that PromptAttention calls, and what they were called with."""
+    """The paged and the whole attention that PromptAttention calls, and what they were called
+    with."""
 
     def __init__(self) -> None:
         self.plans: list[int] = []
@@ -80,11 +83,18 @@ def build(lengths: list[tuple[int, int]], num_padding: int = 0, shape: Shape = S
     return batch
 
 
-def run(batch: PagedBatch, window: int | None = None) -> tuple[torch.Tensor, Recorder]:
+def backend_of(recorder: Recorder) -> tuple[PromptAttention, TorchGathered]:
+    gathered = TorchGathered()
+    return PromptAttention(recorder, gathered, recorder.whole), gathered
+
+
+def run(
+    batch: PagedBatch, window: int | None = None
+) -> tuple[torch.Tensor, Recorder, TorchGathered]:
     recorder = Recorder()
-    backend = PromptAttention(recorder, recorder.whole)
+    backend, gathered = backend_of(recorder)
     out = backend.attend(batch.q, batch.kv_cache, layer_of(batch.shape, window), batch.metadata)
-    return out, recorder
+    return out, recorder, gathered
 
 
 def check(batch: PagedBatch, out: torch.Tensor, window: int | None = None) -> None:
@@ -98,84 +108,116 @@ def check(batch: PagedBatch, out: torch.Tensor, window: int | None = None) -> No
     assert out.isfinite().all()
 
 
-def planned(length: int) -> list[int]:
-    """The plan of a prompt alone in its step."""
-    return run(build([(length, length)]))[1].plans
+def computed(query_len: int, seq_len: int, window: int | None = None) -> str:
+    """What computes a chunk that is alone in its step."""
+    batch = build([(query_len, seq_len)])
+    out, recorder, gathered = run(batch, window)
+    check(batch, out, window)
+    if gathered.attended:
+        assert not recorder.plans
+        assert not recorder.steps
+        return "gathered"
+    return str(*recorder.plans) or "paged"
 
 
 @pytest.mark.parametrize("num_padding", [0, 3])
-def test_random_mixed_steps(num_padding: int) -> None:
-    for _ in range(3):
-        lengths = random.sample(WHOLE, 2) + random.sample(OTHERS, random.randrange(6))
+@pytest.mark.parametrize("window", [None, 300])
+def test_random_mixed_steps(num_padding: int, window: int | None) -> None:
+    for _ in range(2):
+        planned, others = random.sample(PLANNED, 1), random.sample(OTHERS, random.randrange(6))
+        lengths = planned + random.sample(GATHERED, 2) + others
         random.shuffle(lengths)
         print(lengths)
         batch = build(lengths, num_padding)
-        out, recorder = run(batch)
-        check(batch, out)
-        assert len(recorder.plans) == 2
+        out, recorder, gathered = run(batch, window)
+        check(batch, out, window)
+        assert len(recorder.plans) == (window is None)
+        assert len(gathered.attended) == 3 - len(recorder.plans)
         assert len(recorder.steps) <= 1
 
 
 def test_a_step_of_every_kind() -> None:
-    batch = build([*OTHERS[:4], *WHOLE, *OTHERS[4:]])
-    out, recorder = run(batch)
+    batch = build([*OTHERS[:4], *PLANNED, *GATHERED, *OTHERS[4:]])
+    out, recorder, gathered = run(batch)
     check(batch, out)
-    assert recorder.plans == [1024, 1024, 2048, 2048, 2048]
+    assert recorder.plans == [1024, 2048, 2048]
+    assert gathered.attended == [(*lengths, None) for lengths in GATHERED]
     (others,) = recorder.steps
-    # The sequence without a token is gone; two prompts left a chunk behind their heads.
-    assert sorted(others.query_lens_np.tolist()) == [1, 1, 5, 33, 76, 252, 700, 1023, 1200]
-    assert others.num_seqs == 9
-    assert others.max_query_len == 1200
-    assert others.max_seq_len == 2300
-    assert sorted(others.seq_order.tolist()) == list(range(9))
+    # The sequence without a token is gone.
+    assert others.query_lens_np.tolist() == [1, 1, 33, 700, 1023, 1023, 5]
+    assert others.num_seqs == 7
+    assert others.max_query_len == 1023
+    assert others.max_seq_len == 1500
+    assert sorted(others.seq_order.tolist()) == list(range(7))
     ordered = others.seq_lens[others.seq_order.long()]
     assert torch.equal(ordered, ordered.sort(descending=True).values)
 
 
-def test_a_prompt_is_padded_only_where_little_is_missing() -> None:
-    assert planned(1024) == planned(1500) == planned(1791) == [1024]
-    assert planned(1792) == planned(2048) == planned(3583) == [2048]
-    assert planned(3584) == [4096]
+def test_decodes_beside_a_long_chunk_stay_decodes() -> None:
+    batch = build([(1, 300), (1100, 1100), (1, 20)])
+    out, recorder, _ = run(batch)
+    check(batch, out)
+    (others,) = recorder.steps
+    assert others.query_lens_np.tolist() == [1, 1]
+    assert others.max_query_len == 1
+
+
+def test_a_whole_prompt_is_padded_only_where_little_is_missing() -> None:
+    assert computed(1024, 1024) == "1024"
+    assert computed(1025, 1025) == computed(1919, 1919) == "gathered"
+    assert computed(1920, 1920) == computed(2048, 2048) == "2048"
+    assert computed(2048, 2049) == "gathered"
+    assert computed(1023, 1023) == computed(1023, 3000) == "paged"
+
+
+def test_a_window_of_a_whole_sequence_is_none() -> None:
+    assert computed(1024, 1024, window=1024) == "1024"
+    assert computed(1024, 1024, window=1023) == "gathered"
+
+
+def test_only_keys_in_the_window_are_gathered() -> None:
+    batch = build([(1, 9), (1100, 3000)])
+    out, _, gathered = run(batch, window=200)
+    check(batch, out, window=200)
+    (keys,) = gathered.gathered
+    assert (keys.seq, keys.first, keys.end, keys.num_rows) == (1, 1701, 3000, 1299)
+
+
+def test_without_a_whole_attention_all_long_chunks_are_gathered() -> None:
+    batch = build([(1024, 1024), (1, 77), (1024, 2000)])
+    gathered = TorchGathered()
+    backend = PromptAttention(TorchPagedAttention(), gathered)
+    check(batch, backend.attend(batch.q, batch.kv_cache, layer_of(SHAPE), batch.metadata))
+    assert len(gathered.attended) == 2
 
 
 @pytest.mark.parametrize("length", [1, 700, 1023])
 def test_shorter_prompts_stay_with_the_paged_backend(length: int) -> None:
     batch = build([(length, length), (1, 30)])
-    out, recorder = run(batch)
+    out, recorder, gathered = run(batch)
     check(batch, out)
     assert not recorder.plans
+    assert not gathered.gathered
     (step,) = recorder.steps
     assert step.num_seqs == 2
 
 
-def test_chunks_behind_other_tokens_stay_with_the_paged_backend() -> None:
-    batch = build([(1200, 1201), (1500, 3000)])
-    out, recorder = run(batch)
-    check(batch, out)
-    assert not recorder.plans
-
-
-def test_layers_with_a_window_stay_with_the_paged_backend() -> None:
-    batch = build([(1024, 1024), (1, 30)])
-    out, recorder = run(batch, window=100)
-    check(batch, out, window=100)
-    assert not recorder.plans
-
-
 @pytest.mark.parametrize(
-    ("lengths", "window", "is_left"),
+    ("lengths", "is_left"),
     [
-        ([(1, 40), (1, 7)], None, True),
-        ([(1024, 1024)], 300, True),
-        ([(1024, 1024), (1, 7)], None, False),
+        ([(1, 40), (1, 7)], True),
+        ([(1023, 1300)], True),
+        ([(1024, 1024), (1, 7)], False),
+        ([(1024, 1300)], False),
     ],
 )
-def test_steps_without_heads_are_turned_by_the_paged_backend(
+@pytest.mark.parametrize("window", [None, 300])
+def test_steps_without_long_chunks_are_turned_by_the_paged_backend(
     lengths: list[tuple[int, int]], window: int | None, is_left: bool
 ) -> None:
     batch = build(lengths)
     recorder = Recorder()
-    backend = PromptAttention(recorder, recorder.whole)
+    backend, _ = backend_of(recorder)
     positions = torch.cat([torch.arange(n - length, n) for length, n in lengths])
     angles = torch.rand(2000, SHAPE.head_dim // 2)
     table = torch.stack((angles.cos(), angles.sin()), dim=1)
@@ -190,33 +232,41 @@ def test_steps_without_heads_are_turned_by_the_paged_backend(
     assert torch.equal(batch.kv_cache.nan_to_num(), expected.nan_to_num())
 
 
-def test_a_prompt_that_fills_its_plan_and_its_step_needs_nothing_else() -> None:
-    batch = build([(2048, 2048)])
-    out, recorder = run(batch)
-    check(batch, out)
-    assert recorder.plans == [2048]
-    assert not recorder.steps
-
-
 @pytest.mark.parametrize("shape", [Shape(3, 3, 16, 8), Shape(5, 1, 8, 32), Shape(4, 2, 8, 24)])
 def test_heads_and_blocks_of_other_sizes(shape: Shape) -> None:
-    batch = build([(1, 9), (1030, 1030), (1900, 1900), (1, 1)], shape=shape)
-    out, recorder = run(batch)
+    batch = build([(1, 9), (1024, 1024), (1950, 1950), (1, 1), (1030, 1111)], shape=shape)
+    out, recorder, gathered = run(batch)
     check(batch, out)
     assert recorder.plans == [1024, 2048]
+    assert gathered.attended == [(1030, 1111, None)]
+
+
+def test_a_cache_in_fp8_is_read_in_the_models_dtype() -> None:
+    batch = build([(1024, 1024), (1, 40), (1100, 1300)])
+    scales = random_scales(SHAPE.num_kv_heads, "cpu", 1)
+    batch = in_fp8(batch, scales)
+    store(batch, scales)
+    layer = replace(layer_of(SHAPE), kv_scales=scales)
+    recorder = Recorder()
+    backend, gathered = backend_of(recorder)
+    out = backend.attend(batch.q, batch.kv_cache, layer, batch.metadata)
+    expected = TorchPagedAttention().attend(batch.q, batch.kv_cache, layer, batch.metadata)
+    assert recorder.plans == [1024]
+    assert gathered.attended == [(1100, 1300, None)]
+    assert relative_error(out, expected) < 1e-5
 
 
 @pytest.mark.parametrize("position", [0, 1])
 def test_a_neighbour_that_is_not_finite_is_not_noticed(position: int) -> None:
     """Not even by a padded prompt that is followed by the neighbour's queries."""
-    lengths = [(1900, 1900), (1900, 1900)]
+    lengths = [(1950, 1950), (1950, 1950)]
     batch = build(lengths)
-    expected, _ = run(batch)
+    expected, _, _ = run(batch)
     broken, intact = token_rows(batch)[position], token_rows(batch)[1 - position]
     for part in (batch.q, batch.k, batch.v):
         part[broken] = torch.nan
     batch.store()
-    out, recorder = run(batch)
+    out, recorder, _ = run(batch)
     assert recorder.plans == [2048, 2048]
     assert torch.equal(out[intact], expected[intact])
 
@@ -229,29 +279,35 @@ def test_all_plans_of_one_length_see_tensors_of_the_same_strides() -> None:
         seen.add((q.stride(), k.stride(), v.stride()))
         return whole_attention(q, k, v, scale)
 
-    backend = PromptAttention(TorchPagedAttention(), whole)
-    for lengths in ([(2048, 2048)], [(1900, 1900), (1, 50)], [(1, 5), (2100, 2100), (900, 900)]):
+    backend = PromptAttention(TorchPagedAttention(), TorchGathered(), whole)
+    for lengths in ([(2048, 2048)], [(1950, 1950), (1, 50)], [(1, 5), (2000, 2000), (900, 900)]):
         batch = build(lengths)
         backend.attend(batch.q, batch.kv_cache, layer_of(SHAPE), batch.metadata)
     assert len(seen) == 1
 
 
 def test_the_layers_of_a_step_share_its_split() -> None:
+    """Also those of other groups, whose metadata have the step's arrays and tables of their own."""
     batch = build([(1, 300), (1100, 1100)])
     recorder = Recorder()
-    backend = PromptAttention(recorder, recorder.whole)
-    for metadata in (batch.metadata, replace(batch.metadata)):
-        for _ in range(2):
-            backend.attend(batch.q, batch.kv_cache, layer_of(SHAPE), metadata)
-    first, second, third, fourth = recorder.steps
-    assert first is second
-    assert third is fourth
-    assert second is not third
+    backend, _ = backend_of(recorder)
+    metadata = batch.metadata
+    group = replace(metadata, block_table=metadata.block_table.clone())
+    later = replace(metadata, seq_lens_np=metadata.seq_lens_np.copy())
+    for each in (metadata, group, metadata, later):
+        backend.attend(batch.q, batch.kv_cache, layer_of(SHAPE), each)
+    tables = [step.block_table for step in recorder.steps]
+    assert tables[0] is tables[2] is metadata.block_table
+    assert tables[1] is group.block_table
+    arrays = [step.query_lens_np for step in recorder.steps]
+    assert arrays[0] is arrays[1] is arrays[2]
+    assert arrays[3] is not arrays[0]
 
 
 def test_plans_are_what_the_sweep_of_sizes_runs_into() -> None:
     assert all(plan & (plan - 1) == 0 for plan in PLAN_TOKENS)
     assert sorted(PLAN_TOKENS) == list(PLAN_TOKENS)
+    assert PLAN_TOKENS[0] <= MIN_TOKENS
 
 
 def fails(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
@@ -278,7 +334,8 @@ def test_an_implementation_is_tried_before_it_is_used(
     expected: bool,
     dtype: torch.dtype,
 ) -> None:
-    assert is_accurate(whole, CPU, HeadSizes(4, 2, 32), dtype) is expected
+    heads = HeadSizes(4, 2, 32)
+    assert is_accurate(whole, TorchGathered(), CPU, heads, dtype) is expected
 
 
 def test_a_cpu_keeps_plain_torch() -> None:

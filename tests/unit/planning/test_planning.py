@@ -203,6 +203,25 @@ def test_keys_and_values_count_in_a_step_where_heads_are_wide(write_model):
         assert growth == pytest.approx(1.05 * 2 * 6 / tp * head_bytes, rel=0.01)
 
 
+def test_gathered_keys_and_values_count_in_a_step_of_a_long_prompt(write_model):
+    """A long prompt's are gathered (layers/prompt_attention.py), and its context may be longer than
+    the step."""
+    fields = {"num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 40_000}
+    path = write_model(**fields, intermediate_size=8)
+
+    def step_bytes(max_model_len, max_num_batched_tokens):
+        limits = {"max_model_len": max_model_len, "max_num_seqs": 2, "block_size": 1024}
+        limits["max_num_batched_tokens"] = max_num_batched_tokens
+        return plan(path, 1 << 36, **limits).ranks[0].step_estimate_bytes
+
+    def growth(max_num_batched_tokens):
+        sizes = [step_bytes(length, max_num_batched_tokens) for length in (20_000, 40_000)]
+        return sizes[1] - sizes[0]
+
+    assert growth(2048) == pytest.approx(1.05 * 20_000 * 2 * 8 * 128 * 2, rel=0.01)
+    assert growth(512) < 1e5
+
+
 @pytest.mark.parametrize("memory_bytes", [4 * MIB, 5 * MIB, 64 * MIB, 1 << 33])
 @pytest.mark.parametrize(("pp", "tp", "partition"), [(1, 1, None), (2, 1, (4, 1)), (2, 4, None)])
 @pytest.mark.parametrize("block_size", [1, 16, 64])

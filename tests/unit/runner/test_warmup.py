@@ -84,6 +84,18 @@ def test_the_sweep_is_valid_and_reaches_every_order_of_magnitude():
         )
 
 
+def test_the_sweep_has_long_chunks_after_earlier_context_and_beside_decodes():
+    limits = StepLimits(8, 4096, 9000, 10, 16, 4000)
+    state, chunks, beside = request_state(limits), set(), set()
+    for synthetic in size_sweep(CompileOrWarmUpModel(epoch=1, link=1, seq=1), limits):
+        step = state.apply(synthetic.message, synthetic.arrays)
+        if step.starts[-1] > 0:
+            chunks.add(int(step.num_tokens[-1]))
+            beside.add(step.num_tokens[:-1].tolist() == [1])
+    assert chunks == {1024, 2047, 4095}
+    assert beside == {False, True}
+
+
 def test_the_sweep_of_decodes_is_valid():
     request = CompileOrWarmUpModel(epoch=3, link=2, seq=9)
     for limits in ALL_LIMITS[1::4]:

@@ -1,0 +1,295 @@
+"""Attention of one sequence's query tokens over keys and values in contiguous memory, which are
+gathered out of the paged cache first, in Triton.
+
+Without a block table, a tile of keys is one box of memory, which Hopper's tensor memory accelerator
+(TMA) copies without registers or address arithmetic. The gather moves twice the bytes of the keys
+once a layer, little compared with the attention of a thousand tokens.
+
+Letters: L query tokens, R gathered positions, Hq / Hkv query and KV heads, G = Hq / Hkv, D head
+dimension; a tile is BLOCK_M query tokens of one head against BLOCK_N keys.
+"""
+
+# Parameters of a Triton kernel are pointers and scalars that Python's types cannot name:
+# mypy: disable-error-code="no-untyped-def"
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from worker_daemon.contracts.attention import AttentionLayer, AttentionMetadata, KeyRange
+from worker_daemon.kernels.attention_tiles import attend_to_none, fold
+from worker_daemon.kernels.compile_ahead import launched
+from worker_daemon.kernels.tiles import (
+    DeviceLimits,
+    Tile,
+    gathered_tile,
+    next_power_of_two,
+    padded_head_dim,
+)
+
+_GATHERED_ELEMENTS = 4096
+"""Elements that a program of the gather copies."""
+
+
+class TritonGathered:
+    """GatheredAttention on one CUDA device. Owns no device memory; step thread only."""
+
+    def __init__(self, device: torch.device) -> None:
+        """device is that of all tensors."""
+        self._limits = DeviceLimits.of(device)
+
+    def gather(
+        self,
+        kv_cache: torch.Tensor,
+        layer: AttentionLayer,
+        metadata: AttentionMetadata,
+        keys: KeyRange,
+        dtype: torch.dtype,
+    ) -> torch.Tensor:
+        """See GatheredAttention. A row of the cache's heads is contiguous."""
+        block_size, num_heads, head_dim = kv_cache.shape[2:]
+        assert kv_cache.stride(4) == 1
+        assert kv_cache.stride(3) == head_dim
+        shape = (2, keys.num_rows, num_heads, head_dim)
+        out = torch.empty(shape, dtype=dtype, device=kv_cache.device)
+        width = next_power_of_two(num_heads * head_dim)
+        block_rows = max(1, _GATHERED_ELEMENTS // width)
+        _gather_kernel[(triton.cdiv(keys.num_rows, block_rows), 2)](
+            out,
+            kv_cache,
+            None if layer.kv_scales is None else layer.kv_scales.values,
+            metadata.block_table,
+            metadata.seq_rows,
+            keys.seq,
+            keys.first,
+            keys.end,
+            keys.num_rows,
+            *kv_cache.stride()[:3],
+            metadata.block_table.stride(0),
+            NUM_HEADS=num_heads,
+            HEAD_DIM=head_dim,
+            BLOCK_SIZE=block_size,
+            BLOCK_ROWS=block_rows,
+            BLOCK_WIDTH=width,
+            num_warps=4,
+        )
+        return out
+
+    def attend(
+        self, q: torch.Tensor, context: torch.Tensor, scale: float, window: int | None
+    ) -> torch.Tensor:
+        """See GatheredAttention. The result is contiguous."""
+        return gathered_attention(q, context, scale=scale, window=window, limits=self._limits)
+
+
+def gathered_attention(
+    q: torch.Tensor,
+    context: torch.Tensor,
+    *,
+    scale: float,
+    window: int | None,
+    limits: DeviceLimits | None = None,
+    tile: Tile | None = None,
+) -> torch.Tensor:
+    """Compute causal softmax(scale * q k^T) v of the last L of R positions.
+
+    Query i stands at position p = R - L + i and sees the keys max(0, p - window + 1) .. p. Sums are
+    kept in fp32.
+
+    Args:
+        q: [L, Hq, D] fp32, bf16 or fp16, the last dimension contiguous. D is a multiple of 8 up to
+            256.
+        context: keys, then values: [2, R, Hkv, D] of q's dtype, contiguous, R >= L, finite.
+        scale: factor of the scores, > 0.
+        window: keys a query sees, itself included; None = all.
+        limits: the device's; looked up when None.
+        tile: overrides the choice of tile.
+
+    Returns:
+        [L, Hq, D], contiguous.
+    """
+    num_queries, num_q_heads, head_dim = q.shape
+    num_keys, num_kv_heads = context.shape[1:3]
+    assert q.dtype == context.dtype
+    assert q.stride(2) == 1
+    assert context.is_contiguous()
+    assert num_queries <= num_keys
+    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    if tile is None:
+        limits = DeviceLimits.of(q.device) if limits is None else limits
+        num_seen = num_keys if window is None else min(num_keys, window)
+        tile = gathered_tile(num_queries, num_seen, head_dim, q.dtype, limits)
+    width = num_kv_heads * head_dim
+    box = [tile.block_n, padded_head_dim(head_dim)]
+    keys, values = (
+        TensorDescriptor(half, [num_keys, width], [width, 1], box) for half in context.unbind(0)
+    )
+    _gathered_kernel[(triton.cdiv(num_queries, tile.block_m), num_q_heads)](
+        out,
+        q,
+        keys,
+        values,
+        num_queries,
+        num_keys,
+        0 if window is None else window,
+        scale * math.log2(math.e),
+        *out.stride()[:2],
+        *q.stride()[:2],
+        GROUP=num_q_heads // num_kv_heads,
+        HEAD_DIM=head_dim,
+        HAS_WINDOW=window is not None,
+        BLOCK_M=tile.block_m,
+        BLOCK_N=tile.block_n,
+        BLOCK_D=padded_head_dim(head_dim),
+        STAGES=tile.num_stages,
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+    )
+    return out
+
+
+@launched
+@triton.jit(
+    do_not_specialize=("seq", "first", "end", "num_rows", "table_stride"),
+    do_not_specialize_on_alignment=("block_table", "seq_rows"),
+)
+def _gather_kernel(
+    out,
+    kv_cache,
+    kv_scales,
+    block_table,
+    seq_rows,
+    seq,
+    first,
+    end,
+    num_rows,
+    cache_block_stride,
+    cache_value_stride,
+    cache_token_stride,
+    table_stride,
+    NUM_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_WIDTH: tl.constexpr,
+):
+    """Copy the positions first .. end - 1 to rows 0 .. of out [2, num_rows, NUM_HEADS, HEAD_DIM],
+    and write zeros to the rows after them. One program per (BLOCK_ROWS rows, keys or values)."""
+    which = tl.program_id(1)
+    row = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    column = tl.arange(0, BLOCK_WIDTH)
+    is_column = column < NUM_HEADS * HEAD_DIM
+    pos = first + row
+    table = block_table + tl.load(seq_rows + seq).to(tl.int64) * table_stride
+    block = tl.load(table + pos // BLOCK_SIZE, mask=pos < end, other=0)
+    offset = block.to(tl.int64) * cache_block_stride + which * cache_value_stride
+    offset += (pos % BLOCK_SIZE) * cache_token_stride
+    inside = (pos < end)[:, None] & is_column[None, :]
+    x = tl.load(kv_cache + offset[:, None] + column[None, :], mask=inside, other=0.0)
+    if kv_scales is not None:
+        head = which * NUM_HEADS + column // HEAD_DIM
+        x = x.to(tl.float32) * tl.load(kv_scales + head, mask=is_column, other=0.0)[None, :]
+    out_row = (which * num_rows + row).to(tl.int64) * (NUM_HEADS * HEAD_DIM)
+    tl.store(
+        out + out_row[:, None] + column[None, :],
+        x.to(out.dtype.element_ty),
+        mask=(row < num_rows)[:, None] & is_column[None, :],
+    )
+
+
+@triton.jit
+def _attend(
+    q,
+    q_pos,
+    acc,
+    row_sum,
+    row_max,
+    keys,
+    values,
+    column,
+    start,
+    end,
+    window,
+    score_scale,
+    HAS_WINDOW: tl.constexpr,
+    MASKED: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """Fold the keys start .. end - 1 into the running softmax of a tile of queries. start is a
+    multiple of BLOCK_N. Unless MASKED, end is too, and every row sees all these keys. See
+    attention_tiles.fold."""
+    for first in tl.range(start, end, BLOCK_N, num_stages=STAGES):
+        k = keys.load([first, column])
+        v = values.load([first, column])
+        key_pos = first + tl.arange(0, BLOCK_N)
+        acc, row_sum, row_max = fold(
+            q, q_pos, acc, row_sum, row_max, k, v, key_pos, window, score_scale, HAS_WINDOW, MASKED
+        )
+    return acc, row_sum, row_max
+
+
+@launched
+@triton.jit(do_not_specialize=("num_queries", "num_keys", "window"))
+def _gathered_kernel(
+    out,
+    q,
+    keys,
+    values,
+    num_queries,
+    num_keys,
+    window,
+    score_scale,
+    out_token_stride,
+    out_head_stride,
+    q_token_stride,
+    q_head_stride,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    # The last queries have the most keys: they start first, short ones fill the gaps.
+    first_query = (tl.num_programs(0) - 1 - tl.program_id(0)) * BLOCK_M
+    head = tl.program_id(1)
+    column = head // GROUP * HEAD_DIM
+    query = first_query + tl.arange(0, BLOCK_M)
+    dim = tl.arange(0, BLOCK_D)
+    inside = (query < num_queries)[:, None] & (dim < HEAD_DIM)[None, :]
+    token = query.to(tl.int64)
+    q_ptr = q + (token * q_token_stride + head * q_head_stride)[:, None] + dim[None, :]
+    # Columns past HEAD_DIM are zero, so that those of the keys, the next head's, do not matter.
+    queries = tl.load(q_ptr, mask=inside, other=0.0)
+    acc, row_sum, row_max = attend_to_none(BLOCK_M, BLOCK_D)
+    first_pos = num_keys - num_queries + first_query
+    q_pos = first_pos + tl.arange(0, BLOCK_M)
+    # Every row of the tile sees the keys up to the first row's own, those in the last row's window.
+    seen_to = (first_pos + 1) // BLOCK_N * BLOCK_N
+    seen_from = 0
+    if HAS_WINDOW:
+        start = tl.maximum(first_pos - window + 1, 0) // BLOCK_N * BLOCK_N
+        last_from = tl.maximum(first_pos + BLOCK_M - window, 0)
+        seen_from = tl.minimum(tl.cdiv(last_from, BLOCK_N) * BLOCK_N, seen_to)
+        acc, row_sum, row_max = _attend(
+            queries, q_pos, acc, row_sum, row_max, keys, values, column,
+            start, seen_from, window, score_scale, HAS_WINDOW, True, BLOCK_N, 1,
+        )  # fmt: skip
+    acc, row_sum, row_max = _attend(
+        queries, q_pos, acc, row_sum, row_max, keys, values, column,
+        seen_from, seen_to, window, score_scale, HAS_WINDOW, False, BLOCK_N, STAGES,
+    )  # fmt: skip
+    acc, row_sum, row_max = _attend(
+        queries, q_pos, acc, row_sum, row_max, keys, values, column,
+        seen_to, tl.minimum(first_pos + BLOCK_M, num_keys), window, score_scale,
+        HAS_WINDOW, True, BLOCK_N, 1,
+    )  # fmt: skip
+    out_ptr = out + (token * out_token_stride + head * out_head_stride)[:, None] + dim[None, :]
+    # Rows past the last query may see no key in their window.
+    result = acc / tl.where(row_sum == 0.0, 1.0, row_sum)[:, None]
+    tl.store(out_ptr, result.to(out.dtype.element_ty), mask=inside)
