@@ -112,13 +112,16 @@ class Workers:
         """
         number, self._num_sent = self._num_sent, self._num_sent + 1
         try:
-            self._recovering(self.group.await_credit)
-            return PendingStep(number, self._recovering(lambda: self.group.execute_model(step)))
+            return PendingStep(number, self._recovering(partial(self._send, step)))
         except InvalidSchedulerOutput as invalid:
             self.group.withdraw(step)
             return PendingStep(number, None, str(invalid))
         except StepLost as again:
             return PendingStep(number, None, str(again))
+
+    def _send(self, step: SchedulerOutput) -> StepFuture:
+        self.group.await_credit()
+        return self.group.execute_model(step)
 
     def sample(self, sent: PendingStep, masks: Masks) -> list[PendingStep]:
         """Sample what a step has deferred, with masks for some of it, in as many messages as the
@@ -127,6 +130,8 @@ class Workers:
         if future is None or future.failure is not None or future.step is None:
             return []
         left = list(future.step.left.values())
+        if not left:
+            return []
         width = max((mask.nbytes for mask in masks.values()), default=1)
         some = max(1, MAX_MASK_BYTES // width)
         parts = [left[start : start + some] for start in range(0, len(left), some)]
@@ -157,9 +162,9 @@ class Workers:
             results = [self._result(each) for each in steps]
         except (StepFailed, StepLost) as error:
             return self._lost(steps[0].number, error)
-        self._since_success = _SinceSuccess()
-        result, *others = results
-        for other in others:
+        self._since_success.losses = self._since_success.recoveries = 0
+        result = results[0]
+        for other in results[1:]:
             result = result.joined(other)
         return result
 
