@@ -62,6 +62,12 @@ class ResultColumns:
     failed: tuple[str, ...] = ()
     """Failed requests: they got NO_TOKEN, or their pooled output is not finite."""
 
+    @property
+    def has_more(self) -> bool:
+        """Return True if there is more than tokens."""
+        has_arrays = self.logprobs is not None or self.pooled is not None
+        return has_arrays or bool(self.prompt_logprobs or self.failed)
+
 
 class OutputReader:
     """Translates the results of one scheduler's steps, in order."""

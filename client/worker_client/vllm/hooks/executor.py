@@ -59,18 +59,24 @@ class _Output:
     engine core uses nothing else of a step's future, and one of threads would cost more than a
     step's translation."""
 
-    __slots__ = ("_error", "_output", "_wait")
+    __slots__ = ("_error", "_output", "_pending", "_wait")
 
-    def __init__(self, wait: Callable[[], ModelRunnerOutput | None]) -> None:
-        self._wait: Callable[[], ModelRunnerOutput | None] | None = wait
+    def __init__(
+        self,
+        wait: Callable[[_VllmStep], ModelRunnerOutput],
+        pending: _VllmStep | None,
+    ) -> None:
+        """pending: waited for by `wait`; None: the output is None."""
+        self._wait, self._pending = wait, pending
         self._output: ModelRunnerOutput | None = None
         self._error: Exception | None = None
 
     def result(self, timeout: float | None = None) -> ModelRunnerOutput | None:
-        if self._wait is not None:
-            wait, self._wait = self._wait, None
+        pending = self._pending
+        if pending is not None:
+            self._pending = None
             try:
-                self._output = wait()
+                self._output = self._wait(pending)
             except Exception as error:
                 self._error = error
         if self._error is not None:
@@ -129,7 +135,7 @@ class WorkerDaemonExecutor(Executor):  # type: ignore[misc]
         self._num_words = -(-self._model.metadata.vocab_size // 32)
         self._unsampled: _VllmStep | None = None
         """The step for which vLLM calls sample_tokens next."""
-        self._no_output = _Output(lambda: None)
+        self._no_output = _Output(self._take, None)
         """Output of each execute_model that sample_tokens follows."""
         self._noted = self._prefix_notes()
         config.scheduler_config.scheduler_cls = partial(
@@ -217,7 +223,7 @@ class WorkerDaemonExecutor(Executor):  # type: ignore[misc]
         }
 
     def _output(self, pending: _VllmStep, non_block: bool) -> Any:
-        output = _Output(partial(self._take, pending))
+        output = _Output(self._take, pending)
         return output if non_block else output.result()
 
     def _take(self, pending: _VllmStep) -> ModelRunnerOutput:
@@ -303,6 +309,8 @@ def _at_once(value: Any, non_block: bool) -> Any:
 
 def _as_vllm(columns: ResultColumns) -> DaemonsOutput:
     """Return a result as vLLM's scheduler takes it."""
+    if not columns.has_more:
+        return DaemonsOutput(columns.req_ids, columns.row_of, columns.sampled)
     sampled, pooled = columns.logprobs, columns.pooled
     return DaemonsOutput(
         req_ids=columns.req_ids,
