@@ -11,7 +11,7 @@ MAX_KEPT: Final = 16
 """Batches that are kept: more than a pipeline has micro-batches."""
 
 
-class Batch:
+class RequestBatch:
     """The requests of a step, in vLLM's order: the rows of its result."""
 
     __slots__ = ("_in_rows", "_result_ids", "listed", "req_ids", "row_of", "wire_ids")
@@ -50,14 +50,14 @@ class Batch:
         return True
 
 
-class Batches:
+class RequestBatches:
     """The batches of the last steps."""
 
     def __init__(self) -> None:
-        self._kept: dict[tuple[str, ...], Batch] = {}
-        self._last = Batch(())
+        self._kept: dict[tuple[str, ...], RequestBatch] = {}
+        self._last = RequestBatch(())
 
-    def find(self, req_ids: Iterable[str]) -> Batch:
+    def find(self, req_ids: Iterable[str]) -> RequestBatch:
         """Return the batch of these requests, vLLM's ids in this order: the same object as of an
         earlier step, if it is kept."""
         names = tuple(req_ids)
@@ -65,8 +65,8 @@ class Batches:
             self._last = self._kept.get(names) or self._begin(names)
         return self._last
 
-    def _begin(self, names: tuple[str, ...]) -> Batch:
+    def _begin(self, names: tuple[str, ...]) -> RequestBatch:
         if len(self._kept) == MAX_KEPT:
             self._kept.clear()
-        batch = self._kept[names] = Batch(names)
+        batch = self._kept[names] = RequestBatch(names)
         return batch

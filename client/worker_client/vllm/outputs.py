@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from rpc_schema.sampling import GivenLogprobs, PromptLogprobs, TokenLogprobs
 from rpc_schema.step import NO_TOKEN
 from worker_client.scheduler_output import Logprobs, PromptChunk, StepResult
-from worker_client.vllm.batches import Batch
+from worker_client.vllm.batches import RequestBatch
 from worker_client.vllm.requests import Requests
 
 
@@ -77,7 +77,7 @@ class OutputReader:
         self._prompts: dict[str, dict[int, Logprobs]] = {}
         """Log probabilities of prompts that are not complete, by position."""
 
-    def read(self, batch: Batch, result: StepResult) -> ResultColumns:
+    def read(self, batch: RequestBatch, result: StepResult) -> ResultColumns:
         """Translate a result. batch: all requests of the step."""
         columns = ResultColumns(batch.listed, batch.row_of, [])
         tokens = batch.tokens_in_rows(result.req_ids, result.token_ids)

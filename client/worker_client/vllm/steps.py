@@ -12,7 +12,7 @@ from rpc_schema.pooling import MAX_POOLED_BYTES
 from rpc_schema.sampling import PromptLogprobsWanted
 from worker_client.scheduler_output import NewRequest, SchedulerOutput
 from worker_client.step_checks import MAX_ADMITTED_TOKENS
-from worker_client.vllm.batches import Batch, Batches
+from worker_client.vllm.batches import RequestBatch, RequestBatches
 from worker_client.vllm.requests import KnownRequest, Requests, wire_id
 
 ADMITTED_AT_ONCE: Final = MAX_ADMITTED_TOKENS // 2
@@ -41,8 +41,8 @@ class StepWriter:
         self._block_sizes = tuple(block_sizes)
         self._unsent: dict[str, None] = {}
         """Requests that have ended, but in no step that was sent; a dict keeps their order."""
-        self._batches = Batches()
-        self.batch = Batch(())
+        self._batches = RequestBatches()
+        self.batch = RequestBatch(())
         """All requests of the last step."""
         self._last_blocks: dict[str, list[int]] = {}
         """For each request with a row, its last block in each KV group."""
@@ -126,7 +126,7 @@ class StepWriter:
             own = tuple(each for each in own if not isinstance(each, PromptLogprobsWanted))
         return (*own, self._adapter_of(known.lora_id)) if known.lora_id else own
 
-    def _find_decodes(self, output: Any) -> Batch:
+    def _find_decodes(self, output: Any) -> RequestBatch:
         counts = output.num_scheduled_tokens
         self.batch = self._batches.find(counts)
         if output.total_num_scheduled_tokens == len(counts) and not output.scheduled_new_reqs:
@@ -145,7 +145,7 @@ class StepWriter:
             if getattr(each.params, "structured_outputs", None) is not None
         ]
 
-    def _add_counts(self, step: SchedulerOutput, output: Any, decodes: Batch) -> None:
+    def _add_counts(self, step: SchedulerOutput, output: Any, decodes: RequestBatch) -> None:
         if decodes is self.batch:
             return
         step.num_scheduled_tokens = {

@@ -9,7 +9,7 @@ from rpc_schema.step import NO_TOKEN
 from tests.support import vllm_shapes as vllm
 from worker_client.parts.interface import ModelBounds
 from worker_client.scheduler_output import Logprobs, PromptChunk, StepResult
-from worker_client.vllm.batches import MAX_KEPT, Batch, Batches
+from worker_client.vllm.batches import MAX_KEPT, RequestBatch, RequestBatches
 from worker_client.vllm.outputs import OutputReader, ResultColumns
 from worker_client.vllm.requests import Requests, wire_id
 
@@ -23,7 +23,7 @@ BOUNDS = ModelBounds(
 
 def read(reader: OutputReader, req_ids: list[str], result: StepResult) -> ResultColumns:
     """Read the result of a step of these requests."""
-    return reader.read(Batch(req_ids), result)
+    return reader.read(RequestBatch(req_ids), result)
 
 
 def entry(*token_ids: int, rank: int = 1) -> Logprobs:
@@ -69,7 +69,7 @@ def test_batch_that_goes_on_has_its_tokens_in_vllms_order(reader, know):
     names = [f"r{i}" for i in range(9)] + [LONG]
     know(*names)
     order = np.random.default_rng().permutation(len(names))
-    batch, wire = Batch(names), tuple(wire_id(names[i]) for i in order)
+    batch, wire = RequestBatch(names), tuple(wire_id(names[i]) for i in order)
     for _ in range(3):
         tokens = np.random.default_rng().integers(1, 1000, len(names)).tolist()
         columns = reader.read(batch, StepResult(wire, [tokens[i] for i in order]))
@@ -87,7 +87,7 @@ def test_batch_that_goes_on_has_its_tokens_in_vllms_order(reader, know):
 
 
 def test_batches_of_micro_batches_are_kept():
-    batches = Batches()
+    batches = RequestBatches()
     first, second = batches.find(["a", "b"]), batches.find(["b", "a"])
     assert (first.req_ids, second.req_ids) == (("a", "b"), ("b", "a"))
     for _ in range(3):

@@ -22,7 +22,7 @@ from vllm.v1.outputs import (
 from rpc_schema.extensions import RequestExtension
 from worker_client.errors import config_error
 from worker_client.loading import group_limits
-from worker_client.vllm.batches import Batch
+from worker_client.vllm.batches import RequestBatch
 from worker_client.vllm.configuration import (
     check_loaded,
     fits_max_model_len,
@@ -50,7 +50,7 @@ _LAYOUT: Final = "LBNHC"
 class _VllmStep(NamedTuple):
     """A step of vLLM's whose outcome is pending."""
 
-    batch: Batch
+    batch: RequestBatch
     sent: list[PendingStep]
 
 
