@@ -157,7 +157,7 @@ class AttachHandler:
         """Raise FencedError, LeaseExpiredError or NotAttachedError unless the epoch is the attached
         driver's."""
         current = self._progress.epoch
-        if epoch > current or epoch == 0:
+        if epoch > current:
             raise NotAttachedError(f"epoch {epoch} is not attached; {current} is", fix="attach")
         self._lease.need_held(epoch)
 
