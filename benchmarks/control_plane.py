@@ -253,7 +253,7 @@ class DaemonGroup:
         self._seq += 1
         encoded = table.encode(output, epoch=1, link=self._link, seq=self._seq)
         for client in self._clients:
-            client.execute_model(encoded.frames)
+            client.send(encoded.frames)
         frames = self._receive(num_replies)
         reply = decode_step_reply(frames)
         assert isinstance(reply, ModelRunnerOutput), reply
@@ -273,7 +273,8 @@ class DaemonGroup:
     def _all(self, build_for: Callable[[int], Callable[..., StepMessage]]) -> None:
         self._seq += 1
         for client in self._clients:
-            client.send(build_for(client.rank)(epoch=1, link=self._link, seq=self._seq))
+            request = build_for(client.rank)(epoch=1, link=self._link, seq=self._seq)
+            client.send(encode_step(request))
         for _ in self._clients:
             reply = decode_step_reply(self._receive(1))
             assert not isinstance(reply, ErrorReply), reply

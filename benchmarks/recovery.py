@@ -26,6 +26,7 @@ from typing import Literal
 
 import numpy as np
 
+from rpc_schema.codec import encode_step
 from rpc_schema.config import (
     CacheConfig,
     GraphConfig,
@@ -227,7 +228,8 @@ def abort_inside_cuda(
         status = waiting.get_status()  # its device waits for rank 1 by now
         ids = StepIds(status.epoch, status.link, status.last_seq + 1)
         # The operation starts with torch.cuda.synchronize.
-        waiting.send(Profile(**ids._asdict(), action="start", kind="cuda", prefix=""))
+        profile = Profile(**ids._asdict(), action="start", kind="cuda", prefix="")
+        waiting.send(encode_step(profile))
         time.sleep(SETTLE_S)
         stuck = waiting.get_status()
         began = time.monotonic()

@@ -2,13 +2,15 @@
 
     WORKER_DAEMON_ENDPOINTS=EP,... python -m benchmarks.vllm_host_time MODEL [--requests 64 256]
 
-The daemons may be slow: CPU time of the engine's thread counts, without waiting for results.
+The daemons may be slow: CPU time of the engine's thread counts, without waiting for results. A step
+that only continues decoding is the median; means have the admissions too.
 """
 
 import argparse
 import os
 import time
 from collections.abc import Callable
+from statistics import fmean, median
 from typing import Any
 
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
@@ -20,29 +22,62 @@ from worker_client.vllm.hooks.executor import WorkerDaemonExecutor
 from worker_client.worker_group import WorkerGroup
 
 PROMPT_TOKENS = 32
+OURS = ("execute_model", "sample_tokens", "_take")
 
 
 class Clock:
-    """CPU time of this thread inside some methods, nested calls counted once."""
+    """CPU time of this thread inside a method, in microseconds; its calls are not nested."""
 
-    def __init__(self) -> None:
-        self.seconds = 0.0
-        self._depth = 0
-
-    def wrap(self, owner: Any, name: str) -> None:
-        """Measure a method of a class."""
+    def __init__(self, owner: Any, name: str, end: Callable[[], None] = lambda: None) -> None:
+        """Measure a method of a class. end is called after each call."""
         method: Callable[..., Any] = getattr(owner, name)
+        self.spent = 0.0
 
         def measured(*args: Any, **kwargs: Any) -> Any:
-            began, self._depth = time.thread_time(), self._depth + 1
+            began = time.thread_time_ns()
             try:
                 return method(*args, **kwargs)
             finally:
-                self._depth -= 1
-                if not self._depth:
-                    self.seconds += time.thread_time() - began
+                self.spent += (time.thread_time_ns() - began) / 1000
+                end()
 
         setattr(owner, name, measured)
+
+    def take(self) -> float:
+        """Return what was spent since the last call."""
+        spent, self.spent = self.spent, 0.0
+        return spent
+
+
+class Steps:
+    """Times of vLLM's steps, by part."""
+
+    def __init__(self) -> None:
+        self._waits = Clock(WorkerGroup, "wait_for")
+        self._ours = {name: Clock(WorkerDaemonExecutor, name) for name in OURS}
+        self._core = Clock(EngineCore, "step_with_batch_queue", self._end)
+        self.rows: list[dict[str, float]] = []
+
+    def _end(self) -> None:
+        waits = self._waits.take()
+        parts = {name: clock.take() for name, clock in self._ours.items()}
+        whole = self._core.take() - waits
+        parts["_take"] -= waits
+        ours = sum(parts.values())
+        self.rows.append({"core": whole, "ours": ours, "vllm": whole - ours, **parts})
+
+    def report(self) -> str:
+        """Return medians and means, and forget the steps."""
+        rows, self.rows = self.rows, []
+        lines = []
+        for name, kind in (("median", median), ("mean", fmean)):
+            of = {part: kind(row[part] for row in rows) for part in rows[0]}
+            parts = ", ".join(f"{part.strip('_')} {of[part]:.0f}" for part in OURS)
+            lines.append(
+                f"{name}: engine core {of['core']:.0f} us a step, our executor {of['ours']:.0f} "
+                f"of them ({of['ours'] / of['vllm']:.1%} of vLLM's own {of['vllm']:.0f}): {parts}"
+            )
+        return "\n  ".join([f"{len(rows)} steps", *lines])
 
 
 def main() -> None:
@@ -52,11 +87,7 @@ def main() -> None:
     parser.add_argument("--requests", type=int, nargs="+", default=[64, 256])
     parser.add_argument("--tokens", type=int, default=200)
     options = parser.parse_args()
-    core, ours, waits = Clock(), Clock(), Clock()
-    core.wrap(EngineCore, "step_with_batch_queue")
-    waits.wrap(WorkerGroup, "wait_for")
-    for name in ("execute_model", "sample_tokens", "_take"):
-        ours.wrap(WorkerDaemonExecutor, name)
+    steps = Steps()
     llm = LLM(
         model=options.model,
         max_num_seqs=max(options.requests),
@@ -69,16 +100,9 @@ def main() -> None:
     for count in options.requests:
         prompts = [{"prompt_token_ids": [1 + i % 300] * PROMPT_TOKENS} for i in range(count)]
         llm.generate(prompts, SamplingParams(max_tokens=2, temperature=0.0), use_tqdm=False)
-        for clock in (core, ours, waits):
-            clock.seconds = 0.0
+        steps.rows.clear()
         llm.generate(prompts, params, use_tqdm=False)
-        per_step = 1e6 / options.tokens
-        whole, own = (each.seconds - waits.seconds for each in (core, ours))
-        whole, own = whole * per_step, own * per_step
-        print(
-            f"{count} requests, {options.tokens} steps: engine core {whole:.0f} us a step, "
-            f"our executor {own:.0f} of them ({own / (whole - own):.1%} of vLLM's own)"
-        )
+        print(f"{count} requests, {steps.report()}")
 
 
 if __name__ == "__main__":

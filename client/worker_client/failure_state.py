@@ -391,6 +391,8 @@ class FailureState:
     def __init__(self, world_size: int) -> None:
         self.state = GroupState(link=LinkState.WHOLE if world_size > 1 else LinkState.NONE)
         self._answers = answers(self.state)
+        self.takes_steps_at_once = False
+        """True if a step is allowed and may be sent without another action before it."""
         self.cause: ClientError | None = None
         """The error because of which the group takes no more steps; None if it takes steps."""
         self.suspect: Suspect | None = None
@@ -465,6 +467,8 @@ class FailureState:
             return
         before, self.state = self.state, after(self.state, event)
         self._answers = answers(self.state)
+        before_step = GroupRequest.OPERATION, GroupRequest.STEP, GroupRequest.SEND
+        self.takes_steps_at_once = all(self._answers[each] is _GO for each in before_step)
         self._keep_cause(before.ownership, event)
         self._keep_values(event)
 

@@ -6,7 +6,7 @@ import logging
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple, TypeVar, cast
 
@@ -19,10 +19,11 @@ from rpc_schema.codec import (
     Frame,
     StepReplyMessage,
     decode_step_reply,
+    encode_step,
     split_replayed,
 )
 from rpc_schema.config import Rendezvous
-from rpc_schema.errors import BadFrameError, ErrorCode, ErrorReply, TooLargeError, WireError
+from rpc_schema.errors import BadFrameError, ErrorCode, ErrorReply, WireError
 from rpc_schema.operations import STEP_OPERATIONS, StepMessage, operation_name
 from rpc_schema.trace import DriverStepsWanted, PutDriverSteps
 from worker_client.clocks import measure
@@ -157,6 +158,13 @@ class GroupChannel:
         self.check_given_up_link()
         self._state.check(GroupRequest.OPERATION)
 
+    @property
+    def takes_steps_at_once(self) -> bool:
+        """True if check_usable() and check_serving() would find nothing, and nothing precedes the
+        next step; False also if it is time to read events."""
+        is_quiet = not self._heard and time.monotonic() < self._next_events
+        return is_quiet and self._state.takes_steps_at_once and self.lease.lost is None
+
     def check_serving(self) -> None:
         """Raise DrainingError if an operator drains this group, and WeightsNotWhole if its weights
         are incomplete."""
@@ -285,14 +293,14 @@ class GroupChannel:
         return StepIds(self.epoch, self.links.numbers[0], self._seq + 1)
 
     def send_step(
-        self, ids: StepIds, send: Callable[[WorkerClient], None], *, stands_alone: bool = False
+        self, ids: StepIds, frames: Sequence[Frame], *, stands_alone: bool = False
     ) -> None:
-        """Send a step, whose future exists already, to every rank. stands_alone: it closes gaps.
-        Raises WorkerDied, and TooLargeError if nothing was sent."""
+        """Send an encoded step, whose future exists already, to every rank. stands_alone: it closes
+        gaps. Raises WorkerDied."""
         self._seq = ids.seq
         if stands_alone:
             self._resending.begin_anew(ids.seq)
-        self._send_to_all(send)
+        self._send_each(dict.fromkeys(self.daemons.present, frames))
 
     def ask(
         self,
@@ -319,20 +327,22 @@ class GroupChannel:
         even do different operations; errors name that of the first rank."""
         self.check_usable()
         self._read_events_now_and_then()
-        self._seq += 1
-        if stands_alone:
-            self._resending.begin_anew(self._seq)
+        seq = self._seq + 1
         requests = {
-            client.rank: build_for(client.rank)(
-                epoch=self.epoch, link=self.links.numbers[client.rank], seq=self._seq
+            client: build_for(client.rank)(
+                epoch=self.epoch, link=self.links.numbers[client.rank], seq=seq
             )
             for client in self.daemons.present
         }
+        encoded = {client: encode_step(request) for client, request in requests.items()}
+        self._seq = seq
+        if stands_alone:
+            self._resending.begin_anew(seq)
         kinds = [type(request) for request in requests.values()]
         if timeout_s is None:
             timeout_s = max(map(self._timeout_s, kinds))
-        gather = self._gather = Gathering(operation_name(kinds[0]), self._seq, len(requests))
-        self._send_to_all(lambda client: client.send(requests[client.rank]))
+        gather = self._gather = Gathering(operation_name(kinds[0]), seq, len(requests))
+        self._send_each(encoded)
         try:
             self._collect(gather, time.monotonic() + timeout_s, timeout_s)
         except (RemoteError, DeadlineExceeded):
@@ -356,17 +366,12 @@ class GroupChannel:
             return self.links.timeout_s + OPERATION_TIMEOUT_S + (row.deadline_s or 0.0)
         return OPERATION_TIMEOUT_S if row.deadline_s is None else LONG_TIMEOUT_S
 
-    def _send_to_all(self, send: Callable[[WorkerClient], None]) -> None:
+    def _send_each(self, encoded: Mapping[WorkerClient, Sequence[Frame]]) -> None:
         try:
-            for client in self.daemons.present:
-                send(client)
+            for client, frames in encoded.items():
+                client.send(frames)
         except _LOSSES as error:
             self.lose(error)
-            raise
-        except TooLargeError:  # from the first rank, as from all: nothing was sent
-            self._steps.take_back(self._seq)
-            self._gather = None
-            self._seq -= 1
             raise
 
     def take_reply(self, deadline: float) -> bool:

@@ -61,8 +61,10 @@ class GroupDaemons:
         self.context.term()
 
     @property
-    def present(self) -> list[WorkerClient]:
+    def present(self) -> Sequence[WorkerClient]:
         """Clients of the daemons that the group has at the moment."""
+        if not self.absent:
+            return self.clients
         return [client for client in self.clients if client.rank not in self.absent]
 
     def new_client(self, rank: int, endpoint: Endpoint) -> WorkerClient:

@@ -200,6 +200,11 @@ class StepsInFlight:
         return list(self._futures.values())
 
     @property
+    def num_pending(self) -> int:
+        """Number of futures whose outcome is unknown."""
+        return len(self._futures)
+
+    @property
     def oldest_seq(self) -> int:
         """First step whose outcome is unknown; 0 if there is none."""
         return min(self._futures, default=0)
@@ -216,10 +221,6 @@ class StepsInFlight:
         future = StepFuture(waiter, seq, step, time.monotonic() + self._timeout_s, epoch)
         self._futures[seq] = future
         return future
-
-    def take_back(self, seq: int) -> None:
-        """Forget step `seq`, if it is one: it was not sent after all."""
-        self._futures.pop(seq, None)
 
     def take_outcome(
         self, reply: StepReplyMessage, arrays: Sequence[bytes], *, replayed: bool = False

@@ -37,8 +37,11 @@ class StepHistory:
         """Record a step that was just sent."""
         now_ns, context, generation = time.monotonic_ns(), 0, 0
         if output is not None:
-            context = sum(count for count in output.num_scheduled_tokens.values() if count != 1)
-            generation = output.total_num_scheduled_tokens - context
+            generation = len(output.decode_req_ids)
+            if output.num_scheduled_tokens:
+                counts = output.num_scheduled_tokens.values()
+                context = sum(count for count in counts if count != 1)
+                generation += sum(counts) - context
         times = self._unsettled[seq] = _Times(seq, began_ns, now_ns, context, generation)
         self._times.append(times)
 

@@ -11,7 +11,7 @@ from rpc_schema import lifecycle as lc
 from rpc_schema import trace as tr
 from rpc_schema import weight_transfer as wt
 from rpc_schema.base import Answered
-from rpc_schema.codec import ControlReplyMessage, Frame, StepMessage, encode_step
+from rpc_schema.codec import ControlReplyMessage, Frame
 from rpc_schema.errors import ErrorCode
 from rpc_schema.version import PROTOCOL_VERSION
 from worker_client.errors import WorkerDied, local_error
@@ -192,8 +192,7 @@ class AskingClient:
 class WorkerClient(AskingClient):
     """Sends one daemon's step requests too. Step methods return at once.
 
-    They raise WorkerDied (nothing takes the request) and TooLargeError (over the wire's bounds;
-    nothing was sent).
+    They raise WorkerDied: nothing takes the request.
     """
 
     def __init__(
@@ -217,15 +216,11 @@ class WorkerClient(AskingClient):
         super().close()
         self._steps.close()
 
-    def execute_model(self, frames: Sequence[Frame]) -> None:
-        """Send a step that slots.py encoded once for all ranks."""
+    def send(self, frames: Sequence[Frame]) -> None:
+        """Send an encoded step request of the table of operations."""
         self._steps.send(frames)
         self._on_sent(self.rank, frames)
 
     def send_again(self, frames: Sequence[Frame]) -> None:
         """Send a step request again: the daemon recognizes it by its seq."""
         self._steps.send(frames)
-
-    def send(self, message: StepMessage, arrays: Sequence[Frame] = ()) -> None:
-        """Send any other step request of the table of operations."""
-        self.execute_model(encode_step(message, arrays))

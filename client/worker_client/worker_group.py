@@ -15,6 +15,7 @@ from rpc_schema import lora
 from rpc_schema import uploads as up
 from rpc_schema import weight_transfer as wt
 from rpc_schema.adoption import AdoptRequests
+from rpc_schema.codec import encode_step
 from rpc_schema.config import ParallelConfig, WorkerConfig
 from rpc_schema.errors import WireError
 from rpc_schema.kv_cache import groups_of
@@ -733,20 +734,19 @@ class WorkerGroup:
             WeightsNotWhole: a weight update is open, or has failed; nothing was sent.
             DrainingError: an operator drains this group; nothing was sent.
         """
-        self._channel.check_usable()
-        self._channel.check_serving()
-        failure = self._unreported_failure()
-        if failure is not None:
-            failure.lost |= self._steps.slots.fail([output])
-            return self._refuse(failure)
+        if not self._channel.takes_steps_at_once:
+            self._channel.check_usable()
+            self._channel.check_serving()
+            failure = self._unreported_failure()
+            if failure is not None:
+                failure.lost |= self._steps.slots.fail([output])
+                return self._refuse(failure)
         self._check_credit()
         began_ns = time.monotonic_ns()
         ids = self._channel.next_ids()
         step = self._steps.slots.encode(output, epoch=ids.epoch, link=ids.link, seq=ids.seq)
         future = self._steps.expect(self, ids.epoch, ids.seq, step)
-        self._channel.send_step(
-            ids, lambda client: client.execute_model(step.frames), stands_alone=step.resync
-        )
+        self._channel.send_step(ids, step.frames, stands_alone=step.resync)
         self._steps.times.sent(ids.seq, began_ns, output)
         return future
 
@@ -791,8 +791,9 @@ class WorkerGroup:
             extensions=sampling.extensions,
             slots=None if len(chosen) == len(step.left) else named(chosen),
         )
+        frames = encode_step(request, sampling.frames)
         future = self._steps.expect(self, ids.epoch, ids.seq, step.later(chosen))
-        self._channel.send_step(ids, lambda client: client.send(request, sampling.frames))
+        self._channel.send_step(ids, frames)
         slots.take_later(step, chosen)
         self._steps.times.sent(ids.seq, began_ns, None)
         return future
@@ -800,7 +801,7 @@ class WorkerGroup:
     def await_credit(self) -> None:
         """Wait until another step may be sent. Steps that fail meanwhile report it by their
         futures. Raises as wait_for() does."""
-        while self.num_in_flight >= self.max_in_flight:
+        while self._is_full:
             oldest = self._steps.pending[0]
             self.wait_for(oldest, oldest.deadline)
 
@@ -814,8 +815,7 @@ class WorkerGroup:
         self._check_credit()
         ids = self._channel.next_ids()
         future = self._steps.expect(self, ids.epoch, ids.seq, None)
-        request = ExecuteDummyBatch(**ids._asdict())
-        self._channel.send_step(ids, lambda client: client.send(request))
+        self._channel.send_step(ids, encode_step(ExecuteDummyBatch(**ids._asdict())))
         return future
 
     def take_replies(self, future: StepFuture) -> None:
@@ -864,8 +864,14 @@ class WorkerGroup:
         failure.settle(refused)
         return refused
 
+    @property
+    def _is_full(self) -> bool:
+        """True while no further step may be sent."""
+        most = self.max_in_flight
+        return self._steps.num_pending >= most and self.num_in_flight >= most
+
     def _check_credit(self) -> None:
-        if self.num_in_flight >= self.max_in_flight:
+        if self._is_full:
             raise TooManyStepsInFlight(
                 f"{self.num_in_flight} steps are in flight, the most for a pipeline of "
                 f"{self.parallel.pipeline_parallel_size} takes: wait for a result first"

@@ -17,6 +17,7 @@ import torch
 from safetensors.torch import load_file
 
 from examples import rl_loop
+from rpc_schema.codec import encode_step
 from rpc_schema.config import RendezvousAddress
 from rpc_schema.weight_transfer import (
     BroadcastEngine,
@@ -342,7 +343,8 @@ def test_new_driver_is_not_kept_waiting_by_a_trainer_that_never_sends(served, ol
         ids = group._channel.next_ids()
         for client in group.clients:
             tensors = listed(tensors_in_file(new))._asdict()
-            client.send(UpdateWeights(**ids._asdict(), **tensors, source=BroadcastSource(round=1)))
+            update = UpdateWeights(**ids._asdict(), **tensors, source=BroadcastSource(round=1))
+            client.send(encode_step(update))
         endpoints = [status.endpoint for status in group.get_status()]
         with WorkerGroup(endpoints, config.parallel) as other:
             statuses = other.attach(timeout_s=30, force=True)

@@ -315,7 +315,7 @@ def test_each_read_finds_its_own_tokens(model, texts, name):
     assert (shared > 0) == CASES[name].get("enable_prefix_caching", True)
 
 
-@pytest.mark.parametrize("name", ["few blocks", "dead daemons", "no numbers", "windows"])
+@pytest.mark.parametrize("name", ["few blocks", "dead daemons", "NaN", "windows"])
 def test_next_server_begins_with_what_the_last_has_noted(model, monkeypatch, name):
     """Servers end at any time, and their requests with them."""
     monkeypatch.setattr("worker_client.vllm.prefix_notes.ROUND_S", 0.0)

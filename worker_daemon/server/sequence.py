@@ -43,10 +43,12 @@ class Verdict(enum.Enum):
 class StepGate:
     """The last accepted (epoch, link, seq). Owned by the step thread; `accept` advances it."""
 
-    __slots__ = ("attached", "draining", "epoch", "expired", "last_seq", "link")
+    __slots__ = ("attached", "draining", "driver", "epoch", "expired", "last_seq", "link")
 
     def __init__(self) -> None:
         self.epoch = 0
+        self.driver = ""
+        """Name of the driver of the epoch, for messages; empty: unknown."""
         self.link = 0
         self.last_seq = 0
         self.attached = False
@@ -54,10 +56,10 @@ class StepGate:
         self.draining = False
         """While True no new request runs; seqs and the lease stay as they are."""
 
-    def attach(self, epoch: int) -> None:
-        """Begin `epoch`: seqs start again with 1; the link stays."""
+    def attach(self, epoch: int, driver: str = "") -> None:
+        """Begin `epoch` of a driver with this name: seqs start again with 1; the link stays."""
         assert epoch > self.epoch
-        self.epoch = epoch
+        self.epoch, self.driver = epoch, driver
         self.last_seq = 0
         self.attached = True
         self.expired = False
@@ -125,12 +127,21 @@ class StepGate:
         if verdict is Verdict.DRAINING:
             return drained()
         if verdict is Verdict.FENCED:
-            return FencedError(
-                f"epoch {message.epoch} with link {message.link} is fenced; "
-                f"epoch {self.epoch} with link {self.link} holds",
-                fix="attach, and relink the group",
-            )
+            return self._fenced(message)
         return self._stale(message.seq)
+
+    def _fenced(self, message: StepMessage | StepHead) -> FencedError:
+        """Return the error for an epoch that another driver has ended, or a link that is not the
+        current one."""
+        if message.epoch < self.epoch:
+            taker = self.driver or "another driver"
+            problem = f"epoch {message.epoch} is fenced: {taker} has attached as epoch {self.epoch}"
+            return FencedError(problem, fix="attach")
+        problem = (
+            f"epoch {message.epoch} with link {message.link} is fenced; "
+            f"epoch {self.epoch} with link {self.link} holds"
+        )
+        return FencedError(problem, fix="relink the group")
 
     def _stale(self, seq: int) -> StaleError:
         """Return the error for a seq whose reply is no longer kept."""

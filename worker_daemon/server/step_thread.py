@@ -78,6 +78,8 @@ class Attach:
     owner: EpochOwner
     on_taken: Callable[[AttachSnapshot], None]
     keep_requests: bool = False
+    driver: str = ""
+    """Name of its driver, for messages."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -497,7 +499,7 @@ class _StepLoop:
         clean = self._leave_requests(keep=command.keep_requests)
         self._left_clean = True
         snapshot = AttachSnapshot(gate.epoch, gate.last_seq, clean)
-        gate.attach(command.epoch)
+        gate.attach(command.epoch, command.driver)
         self._senders.attach(command.epoch, command.owner)
         self._progress.epoch = command.epoch
         self._progress.last_seq = 0

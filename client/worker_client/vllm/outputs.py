@@ -10,7 +10,8 @@ from numpy.typing import NDArray
 from rpc_schema.sampling import GivenLogprobs, PromptLogprobs, TokenLogprobs
 from rpc_schema.step import NO_TOKEN
 from worker_client.scheduler_output import Logprobs, PromptChunk, StepResult
-from worker_client.vllm.requests import Requests, wire_id
+from worker_client.vllm.batches import RequestBatch
+from worker_client.vllm.requests import Requests
 
 
 class LogprobRows(NamedTuple):
@@ -44,8 +45,11 @@ class LogprobRows(NamedTuple):
 class ResultColumns:
     """The result of a step, by vLLM's ids."""
 
+    req_ids: list[str]
+    """The requests, by ascending row."""
     row_of: Mapping[str, int]
-    """Row of each request; the same object for as long as the requests do not change."""
+    """Row of each request; this and req_ids are the same objects for as long as the requests do not
+    change."""
     sampled: list[list[int]]
     """Token of each; empty: it has none."""
     logprobs: LogprobRows | None = None
@@ -59,9 +63,10 @@ class ResultColumns:
     """Failed requests: they got NO_TOKEN, or their pooled output is not finite."""
 
     @property
-    def req_ids(self) -> list[str]:
-        """Return the requests, by ascending row."""
-        return list(self.row_of)
+    def has_more(self) -> bool:
+        """Return True if there is more than tokens."""
+        has_arrays = self.logprobs is not None or self.pooled is not None
+        return has_arrays or bool(self.prompt_logprobs or self.failed)
 
 
 class OutputReader:
@@ -71,30 +76,20 @@ class OutputReader:
         self._requests = requests
         self._prompts: dict[str, dict[int, Logprobs]] = {}
         """Log probabilities of prompts that are not complete, by position."""
-        self._names: tuple[str, ...] = ()
-        """Requests of the last step, by vLLM's ids."""
-        self._row_of: Mapping[str, int] = {}
-        """Their rows."""
-        self._wire: tuple[str, ...] = ()
-        """The same on the wire."""
 
-    def read(self, req_ids: Sequence[str], result: StepResult) -> ResultColumns:
-        """Translate a result. req_ids: all requests of the step, by vLLM's ids."""
-        names = tuple(req_ids)
-        if names != self._names:
-            self._names, self._wire = names, tuple(map(wire_id, names))
-            self._row_of = {name: row for row, name in enumerate(names)}
-        wire = self._wire
-        columns = ResultColumns(self._row_of, [])
-        if wire == tuple(result.req_ids) and NO_TOKEN not in result.token_ids:
-            columns.sampled = [[t] for t in result.token_ids]  # a batch that goes on
+    def read(self, batch: RequestBatch, result: StepResult) -> ResultColumns:
+        """Translate a result. batch: all requests of the step."""
+        columns = ResultColumns(batch.listed, batch.row_of, [])
+        tokens = batch.tokens_in_rows(result.req_ids, result.token_ids)
+        if tokens is not None and NO_TOKEN not in tokens:
+            columns.sampled = [[t] for t in tokens]  # a batch that goes on
         else:
-            tokens = list(map(result.sampled.get, wire))
-            columns.sampled = [[] if t is None or t == NO_TOKEN else [t] for t in tokens]
-            pairs = zip(names, tokens, strict=True)
+            some = list(map(result.sampled.get, batch.wire_ids))
+            columns.sampled = [[] if t is None or t == NO_TOKEN else [t] for t in some]
+            pairs = zip(batch.req_ids, some, strict=True)
             columns.failed = tuple(name for name, token in pairs if token == NO_TOKEN)
         if result.reports or self._prompts:  # a last chunk of one token reports none
-            self._add_reports(columns, wire, result)
+            self._add_reports(columns, batch.wire_ids, result)
         return columns
 
     def forget(self, wire_ids: Sequence[str]) -> None:

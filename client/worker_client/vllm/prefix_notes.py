@@ -5,6 +5,7 @@ import logging
 import time
 from collections.abc import Iterable, Sequence
 from hashlib import blake2b
+from operator import attrgetter
 from typing import Any, Final, NamedTuple
 
 from worker_client.cached_blocks import CachedBlocks
@@ -13,14 +14,17 @@ from worker_client.kept_prefixes import NotingGroup
 from worker_client.outcomes import StepFuture
 from worker_client.vllm.settings import LOGGER
 
-SWEPT_AT_ONCE: Final = 64
-"""Blocks looked at after each step. A step thus costs the same, whatever the cache's size."""
+SWEPT_AT_ONCE: Final = 256
+"""Blocks looked at after every SWEEP_STEPS-th step. Steps thus cost the same, whatever the cache's
+size."""
+SWEEP_STEPS: Final = 4
 SENT_AT_ONCE: Final = 4096
 """Changed blocks that are sent before all blocks were looked at."""
 
 ROUND_S: Final = 1.0
 """Shortest time between two rounds over all blocks at once, which takes milliseconds."""
 
+_HASH_OF = attrgetter("block_hash")
 _LOG = logging.getLogger(LOGGER)
 
 
@@ -49,7 +53,7 @@ class PrefixNotes:
         self._blocks: Sequence[Any] = ()
         """vLLM's KVCacheBlock of each id."""
         self._noted: list[bytes | None] = []
-        """The hash that was noted of each block."""
+        """The hash that was noted of each block; None also once it has been seen without one."""
         self._changed: dict[int, bytes] = {}
         self._distrusted: set[int] = set()
         self._next = 0
@@ -57,6 +61,7 @@ class PrefixNotes:
         self._newest: StepFuture | None = None
         self._waiting: _WaitingNotes | None = None
         self._next_round = 0.0
+        self._num_steps = 0
 
     def restore(self, pool: Any) -> int:
         """Take the blocks that an earlier server has noted into vLLM's BlockPool, whose blocks are
@@ -81,6 +86,9 @@ class PrefixNotes:
         """Look at some blocks, and note what has changed. newest: the last step that was sent; it
         and those before it fill all blocks that have a hash."""
         self._newest = newest
+        self._num_steps += 1
+        if self._num_steps % SWEEP_STEPS:
+            return
         if self._look(self._next + SWEPT_AT_ONCE) or len(self._changed) >= SENT_AT_ONCE:
             self._collect(newest)
 
@@ -98,10 +106,15 @@ class PrefixNotes:
     def _look(self, end: int) -> bool:
         """Look at the blocks up to `end`; return True if these are the last ones."""
         first, self._next = self._next, end
-        for block_id, block in enumerate(self._blocks[first:end], first):
-            block_hash = block.block_hash
-            if block_hash is not None and block_hash != self._noted[block_id]:
-                self._changed[block_id] = block_hash
+        hashes = list(map(_HASH_OF, self._blocks[first:end]))
+        noted = self._noted[first:end]
+        if hashes != noted:
+            pairs = zip(hashes, noted, strict=True)
+            for block_id, (block_hash, known) in enumerate(pairs, first):
+                if block_hash is None:
+                    self._noted[block_id] = None  # so that equal lists are the usual case
+                elif block_hash != known:
+                    self._changed[block_id] = block_hash
         if end < len(self._blocks):
             return False
         self._next = 0

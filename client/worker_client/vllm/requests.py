@@ -4,7 +4,7 @@ refused by name. Fields that a later vLLM adds are refused as soon as they are s
 import struct
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from hashlib import blake2b
 from typing import Any, Final
 
@@ -211,6 +211,7 @@ def pooling_params(params: Any) -> PoolingParams:
     )
 
 
+@lru_cache(maxsize=4096)
 def wire_id(req_id: str) -> str:
     """Return the id of a request on the wire: its own, or a digest of one that is empty or too
     long, as a client's X-Request-Id may be, or that is no text."""

@@ -12,6 +12,7 @@ from rpc_schema.pooling import MAX_POOLED_BYTES
 from rpc_schema.sampling import PromptLogprobsWanted
 from worker_client.scheduler_output import NewRequest, SchedulerOutput
 from worker_client.step_checks import MAX_ADMITTED_TOKENS
+from worker_client.vllm.batches import RequestBatch, RequestBatches
 from worker_client.vllm.requests import KnownRequest, Requests, wire_id
 
 ADMITTED_AT_ONCE: Final = MAX_ADMITTED_TOKENS // 2
@@ -40,10 +41,9 @@ class StepWriter:
         self._block_sizes = tuple(block_sizes)
         self._unsent: dict[str, None] = {}
         """Requests that have ended, but in no step that was sent; a dict keeps their order."""
-        self._decodes: tuple[str, ...] = ()
-        """vLLM's ids of the last step's decodes, and theirs on the wire: the same objects for as
-        long as the batch goes on."""
-        self._wire_decodes: tuple[str, ...] = ()
+        self._batches = RequestBatches()
+        self.batch = RequestBatch(())
+        """All requests of the last step."""
         self._last_blocks: dict[str, list[int]] = {}
         """For each request with a row, its last block in each KV group."""
 
@@ -70,20 +70,30 @@ class StepWriter:
     def write(self, output: Any) -> list[SchedulerOutput]:
         """Translate a step with tokens. Steps before the last sample nothing, except where a
         request may not share its step (see _apart)."""
+        if _only_goes_on(output) and not self._unsent:
+            self.batch = self._batches.find(output.num_scheduled_tokens)
+            step = SchedulerOutput(decode_req_ids=self.batch.wire_ids)
+            self._add_blocks(step, output.scheduled_cached_reqs)
+            self._note_last_blocks((), step)
+            return [step]
+        return self._write_changed(output)
+
+    def _write_changed(self, output: Any) -> list[SchedulerOutput]:
         self._requests.forget(output.finished_req_ids)
         new = [self._admission(each) for each in output.scheduled_new_reqs]
         self.end(map(wire_id, sorted(output.finished_req_ids)))
         self.end(each.req_id for each in new if self._has_row(each.req_id))
         finished = self._take_unsent()
         preempted = [r for r in map(wire_id, output.preempted_req_ids or ()) if r not in finished]
+        decodes = self._find_decodes(output)
         step = SchedulerOutput(
-            decode_req_ids=self._decode_ids(output),
+            decode_req_ids=decodes.wire_ids,
             scheduled_new_reqs=new,
             finished_req_ids=finished,
             preempted_req_ids=preempted,
             deferred_req_ids=self._deferred(output),
         )
-        self._add_counts(step, output)
+        self._add_counts(step, output, decodes)
         self._add_blocks(step, output.scheduled_cached_reqs)
         apart = self._apart(step, output.scheduled_cached_reqs)
         self._note_last_blocks(new, step)
@@ -116,16 +126,13 @@ class StepWriter:
             own = tuple(each for each in own if not isinstance(each, PromptLogprobsWanted))
         return (*own, self._adapter_of(known.lora_id)) if known.lora_id else own
 
-    def _decode_ids(self, output: Any) -> tuple[str, ...]:
+    def _find_decodes(self, output: Any) -> RequestBatch:
         counts = output.num_scheduled_tokens
+        self.batch = self._batches.find(counts)
         if output.total_num_scheduled_tokens == len(counts) and not output.scheduled_new_reqs:
-            decodes = tuple(counts)
-        else:
-            new = {each.req_id for each in output.scheduled_new_reqs}
-            decodes = tuple(r for r, count in counts.items() if count == 1 and r not in new)
-        if decodes != self._decodes:
-            self._decodes, self._wire_decodes = decodes, tuple(map(wire_id, decodes))
-        return self._wire_decodes
+            return self.batch
+        new = {each.req_id for each in output.scheduled_new_reqs}
+        return self._batches.find(r for r, n in counts.items() if n == 1 and r not in new)
 
     def _deferred(self, output: Any) -> Sequence[str]:
         """Return the requests with a grammar: their masks come after the step."""
@@ -138,25 +145,25 @@ class StepWriter:
             if getattr(each.params, "structured_outputs", None) is not None
         ]
 
-    def _add_counts(self, step: SchedulerOutput, output: Any) -> None:
-        if len(self._decodes) == len(output.num_scheduled_tokens):
+    def _add_counts(self, step: SchedulerOutput, output: Any, decodes: RequestBatch) -> None:
+        if decodes is self.batch:
             return
-        decodes = set(self._decodes)
         step.num_scheduled_tokens = {
             wire_id(req_id): count
             for req_id, count in output.num_scheduled_tokens.items()
-            if req_id not in decodes
+            if req_id not in decodes.row_of
         }
 
     def _add_blocks(self, step: SchedulerOutput, cached: Any) -> None:
-        by_group: list[dict[str, Sequence[int]]] = [{} for _ in self._block_sizes]
+        if not any(cached.new_block_ids):  # None for most
+            return
+        by_group: tuple[dict[str, Sequence[int]], ...] = tuple({} for _ in self._block_sizes)
         pairs = zip(cached.req_ids, cached.new_block_ids, strict=True)
         for req_id, blocks in compress(pairs, cached.new_block_ids):  # None for most
             for group, own in enumerate(blocks):
                 if own:
                     by_group[group][wire_id(req_id)] = own
-        step.new_block_ids, *more = by_group
-        step.more_new_block_ids = more
+        step.new_block_ids, step.more_new_block_ids = by_group[0], by_group[1:]
 
     def _admitted_first(self, step: SchedulerOutput) -> list[SchedulerOutput]:
         """Take new requests out of a step that would not fit into a message; return the steps that
@@ -240,6 +247,17 @@ class StepWriter:
             for req_id, own in given.items():
                 if req_id in self._last_blocks:  # the table of slots refuses others
                     self._last_blocks[req_id][group] = own[-1]
+
+
+def _only_goes_on(output: Any) -> bool:
+    """Return whether a step of vLLM's only decodes, a token of each request, without masks."""
+    return not (
+        output.total_num_scheduled_tokens != len(output.num_scheduled_tokens)
+        or output.scheduled_new_reqs
+        or output.finished_req_ids
+        or output.preempted_req_ids
+        or output.has_structured_output_requests
+    )
 
 
 def split_by_outputs(step: SchedulerOutput, requests: Requests) -> list[SchedulerOutput]:

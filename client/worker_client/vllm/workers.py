@@ -5,8 +5,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
-from typing import Final, NamedTuple, NoReturn, TypeVar
+from typing import Final, NamedTuple, NoReturn, TypeVar, TypeVarTuple
 
 from rpc_schema.codec import MAX_STEP_BYTES
 from rpc_schema.config import WorkerConfig
@@ -43,6 +42,7 @@ _DRAIN_NEWS_S: Final = 2.0
 
 _LOG = logging.getLogger(LOGGER)
 _T = TypeVar("_T")
+_Args = TypeVarTuple("_Args")
 
 
 class LostStep(NamedTuple):
@@ -112,13 +112,16 @@ class Workers:
         """
         number, self._num_sent = self._num_sent, self._num_sent + 1
         try:
-            self._recovering(self.group.await_credit)
-            return PendingStep(number, self._recovering(lambda: self.group.execute_model(step)))
+            return PendingStep(number, self._recovering(self._send, step))
         except InvalidSchedulerOutput as invalid:
             self.group.withdraw(step)
             return PendingStep(number, None, str(invalid))
         except StepLost as again:
             return PendingStep(number, None, str(again))
+
+    def _send(self, step: SchedulerOutput) -> StepFuture:
+        self.group.await_credit()
+        return self.group.execute_model(step)
 
     def sample(self, sent: PendingStep, masks: Masks) -> list[PendingStep]:
         """Sample what a step has deferred, with masks for some of it, in as many messages as the
@@ -127,6 +130,8 @@ class Workers:
         if future is None or future.failure is not None or future.step is None:
             return []
         left = list(future.step.left.values())
+        if not left:
+            return []
         width = max((mask.nbytes for mask in masks.values()), default=1)
         some = max(1, MAX_MASK_BYTES // width)
         parts = [left[start : start + some] for start in range(0, len(left), some)]
@@ -141,8 +146,8 @@ class Workers:
     ) -> PendingStep:
         own = {req_id: masks[req_id] for req_id in req_ids if req_id in masks}
         try:
-            sample = partial(self.group.sample_tokens, future, own, req_ids)
-            return PendingStep(number, self._recovering(sample))
+            later = self._recovering(self.group.sample_tokens, future, own, req_ids)
+            return PendingStep(number, later)
         except StepLost as again:
             return PendingStep(number, None, str(again))
 
@@ -157,16 +162,16 @@ class Workers:
             results = [self._result(each) for each in steps]
         except (StepFailed, StepLost) as error:
             return self._lost(steps[0].number, error)
-        self._since_success = _SinceSuccess()
-        result, *others = results
-        for other in others:
+        self._since_success.losses = self._since_success.recoveries = 0
+        result = results[0]
+        for other in results[1:]:
             result = result.joined(other)
         return result
 
     def _result(self, sent: PendingStep) -> StepResult:
         if sent.future is None:
             raise StepLost(sent.reason)
-        return self._recovering(partial(_result_of, sent.future))
+        return self._recovering(_result_of, sent.future)
 
     def _lost(self, number: int, error: ClientError) -> LostStep:
         reason = error.message if isinstance(error, StepFailed) else str(error)
@@ -179,8 +184,8 @@ class Workers:
         _LOG.warning("a step was lost, its requests begin again: %s", error)
         return LostStep(reason, is_known=False)
 
-    def _recovering(self, use: Callable[[], _T]) -> _T:
-        """Use the group; recover and use it again as often as may help.
+    def _recovering(self, use: Callable[[*_Args], _T], *args: *_Args) -> _T:
+        """Use the group by a call; recover and use it again as often as may help.
 
         Raises:
             StepLost: this driver had to attach again, so all that was sent before is lost.
@@ -188,7 +193,7 @@ class Workers:
         drained_until = undone_at = 0.0
         while True:
             try:
-                return use()
+                return use(*args)
             except DrainingError as drained:
                 now = time.monotonic()
                 if not drained_until:

@@ -255,6 +255,17 @@ def test_cause_is_there_exactly_where_ownership_is_refused(events):
                     assert raised.value is state.cause
 
 
+@given(st.lists(st.sampled_from(EVENTS), max_size=30), st.integers(1, 3))
+@settings(max_examples=200)
+def test_steps_are_sent_at_once_exactly_where_every_question_allows_it(events, world_size):
+    state = fs.FailureState(world_size)
+    asked = GroupRequest.OPERATION, GroupRequest.STEP, GroupRequest.SEND
+    for event in events:
+        state.apply(event)
+        allowed = all(state.answer(request) is Answer.GO for request in asked)
+        assert state.takes_steps_at_once == allowed
+
+
 def failed_links(count, world_size=2):
     state = serving(world_size)
     for _ in range(count):

@@ -61,7 +61,7 @@ def test_polite_driver_is_refused_while_the_holder_lives(drivers):
     first, second = drivers(), drivers()
     first.attach()
     model = first.prepare(worker_config(2))
-    with pytest.raises(LeaseHeldError, match=f"{holder_name()} holds the lease") as caught:
+    with pytest.raises(LeaseHeldError, match=rf"{holder_name()} \(driver \w+\) holds") as caught:
         second.attach(wait_for_lease_s=0)
     assert (caught.value.rank, caught.value.holder) == (0, driver_digest(first.driver_id))
     assert 0 < caught.value.remaining_s <= 1

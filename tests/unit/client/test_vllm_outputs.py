@@ -9,7 +9,8 @@ from rpc_schema.step import NO_TOKEN
 from tests.support import vllm_shapes as vllm
 from worker_client.parts.interface import ModelBounds
 from worker_client.scheduler_output import Logprobs, PromptChunk, StepResult
-from worker_client.vllm.outputs import OutputReader
+from worker_client.vllm.batches import MAX_KEPT, RequestBatch, RequestBatches
+from worker_client.vllm.outputs import OutputReader, ResultColumns
 from worker_client.vllm.requests import Requests, wire_id
 
 LONG = "x" * 300
@@ -18,6 +19,11 @@ BOUNDS = ModelBounds(
     1000,
     pooling=PoolingSupport(tasks=tuple(PooledTask(task=t, width=2, states="last") for t in TASKS)),
 )
+
+
+def read(reader: OutputReader, req_ids: list[str], result: StepResult) -> ResultColumns:
+    """Read the result of a step of these requests."""
+    return reader.read(RequestBatch(req_ids), result)
 
 
 def entry(*token_ids: int, rank: int = 1) -> Logprobs:
@@ -51,34 +57,70 @@ def know(requests):
 def test_each_request_of_the_step_has_a_row_in_its_order(reader, know):
     know("a", "b", "c", LONG)
     result = StepResult([wire_id(LONG), "a"], [7, 5])
-    columns = reader.read(["b", "a", "c", LONG], result)
+    columns = read(reader, ["b", "a", "c", LONG], result)
     assert columns.req_ids == ["b", "a", "c", LONG]
     assert columns.sampled == [[], [5], [], [7]]
     assert (columns.logprobs, columns.pooled, columns.failed) == (None, None, ())
     assert columns.prompt_logprobs == {}
 
 
+def test_batch_that_goes_on_has_its_tokens_in_vllms_order(reader, know):
+    """Workers answer by ascending slot, which is another order."""
+    names = [f"r{i}" for i in range(9)] + [LONG]
+    know(*names)
+    order = np.random.default_rng().permutation(len(names))
+    batch, wire = RequestBatch(names), tuple(wire_id(names[i]) for i in order)
+    for _ in range(3):
+        tokens = np.random.default_rng().integers(1, 1000, len(names)).tolist()
+        columns = reader.read(batch, StepResult(wire, [tokens[i] for i in order]))
+        assert columns.sampled == [[token] for token in tokens]
+        assert columns.row_of == {name: row for row, name in enumerate(names)}
+        failed = int(order[0])
+        tokens[failed] = NO_TOKEN
+        columns = reader.read(batch, StepResult(wire, [tokens[i] for i in order]))
+        assert columns.sampled == [[] if t == NO_TOKEN else [t] for t in tokens]
+        assert columns.failed == (names[failed],)
+    fewer = StepResult(wire[1:], [1] * (len(wire) - 1))
+    assert reader.read(batch, fewer).sampled[failed] == []
+    others = StepResult((*wire[1:], "other"), [1] * len(wire))
+    assert reader.read(batch, others).sampled[failed] == []
+
+
+def test_batches_of_micro_batches_are_kept():
+    batches = RequestBatches()
+    first, second = batches.find(["a", "b"]), batches.find(["b", "a"])
+    assert (first.req_ids, second.req_ids) == (("a", "b"), ("b", "a"))
+    for _ in range(3):
+        assert batches.find(["a", "b"]) is first and batches.find(["b", "a"]) is second
+    for i in range(MAX_KEPT):
+        batches.find([str(i)])
+    again = batches.find(["a", "b"])
+    assert again is not first and again.wire_ids == first.wire_ids
+
+
 def test_token_zero_is_a_token(reader, know):
     know("a")
-    assert reader.read(["a"], StepResult(["a"], [0])).sampled == [[0]]
+    assert read(reader, ["a"], StepResult(["a"], [0])).sampled == [[0]]
 
 
 def test_request_without_a_token_fails_alone(reader, know):
     know("a", LONG, "c")
-    columns = reader.read(["a", LONG, "c"], StepResult(["a", wire_id(LONG), "c"], [1, NO_TOKEN, 3]))
+    columns = read(
+        reader, ["a", LONG, "c"], StepResult(["a", wire_id(LONG), "c"], [1, NO_TOKEN, 3])
+    )
     assert columns.sampled == [[1], [], [3]]
     assert columns.failed == (LONG,)
 
 
 def test_step_without_requests_is_empty(reader):
-    columns = reader.read([], StepResult((), ()))
+    columns = read(reader, [], StepResult((), ()))
     assert (columns.req_ids, columns.sampled) == ([], [])
 
 
 def test_logprobs_have_equal_widths(reader, know):
     know("a", "b", "c", logprobs=2)
     reports = {TokenLogprobs: {"a": entry(3, 4, 5, rank=2), "c": entry(6)}}
-    columns = reader.read(["a", "b", "c"], StepResult(["a", "c"], [3, 6], reports))
+    columns = read(reader, ["a", "b", "c"], StepResult(["a", "c"], [3, 6], reports))
     rows = columns.logprobs
     assert rows is not None
     assert rows.token_ids.tolist() == [[3, 4, 5], [0, 0, 0], [6, 0, 0]]
@@ -95,7 +137,7 @@ def test_named_tokens_follow_the_sampled_one(reader, know):
         TokenLogprobs: {"a": entry(3, 9, rank=4), "b": entry(6, 7)},
         GivenLogprobs: {"a": np.array([-0.5, -2.0], np.float32)},
     }
-    rows = reader.read(["a", "b"], StepResult(["a", "b"], [3, 6], reports)).logprobs
+    rows = read(reader, ["a", "b"], StepResult(["a", "b"], [3, 6], reports)).logprobs
     assert rows.token_ids.tolist() == [[3, 40, 50], [6, 7, 0]]
     assert rows.logprobs.tolist() == [[-3.0, -0.5, -2.0], [-6, -7, -np.inf]]
     assert rows.ranks.tolist() == [4, 1]
@@ -113,41 +155,41 @@ def chunks(**by_request):
 def test_prompt_logprobs_are_whole_with_the_first_token(reader, know):
     know("a", "b", prompt_logprobs=1)
     first = chunks(a=(1, entry(1, 2), entry(2, 3, rank=5)), b=(1, entry(9, 8)))
-    assert reader.read(["a", "b"], StepResult((), (), first)).prompt_logprobs == {}
+    assert read(reader, ["a", "b"], StepResult((), (), first)).prompt_logprobs == {}
     result = StepResult(["a"], [50], chunks(a=(3, entry(4, 5))))
-    rows = reader.read(["a", "b"], result).prompt_logprobs
+    rows = read(reader, ["a", "b"], result).prompt_logprobs
     assert list(rows) == ["a"]
     assert rows["a"].token_ids.tolist() == [[1, 2], [2, 3], [4, 5]]
     assert rows["a"].logprobs.tolist() == [[-1, -2], [-2, -3], [-4, -5]]
     assert rows["a"].ranks.tolist() == [1, 5, 1]
-    assert reader.read(["a"], StepResult(["a"], [51])).prompt_logprobs == {}
+    assert read(reader, ["a"], StepResult(["a"], [51])).prompt_logprobs == {}
 
 
 def test_prompt_whose_last_token_is_computed_alone(reader, know):
     """A chunk of one token has the first one of the output, and nothing of the prompt."""
     know("a", prompt_logprobs=0)
-    reader.read(["a"], StepResult((), (), chunks(a=(1, entry(1), entry(2)))))
-    rows = reader.read(["a"], StepResult(["a"], [50])).prompt_logprobs["a"]
+    read(reader, ["a"], StepResult((), (), chunks(a=(1, entry(1), entry(2)))))
+    rows = read(reader, ["a"], StepResult(["a"], [50])).prompt_logprobs["a"]
     assert rows.token_ids.tolist() == [[1], [2]]
-    assert reader.read(["a"], StepResult(["a"], [51])).prompt_logprobs == {}
+    assert read(reader, ["a"], StepResult(["a"], [51])).prompt_logprobs == {}
 
 
 def test_prompt_that_begins_again_counts_once(reader, know):
     know("a", prompt_logprobs=0)
-    reader.read(["a"], StepResult((), (), chunks(a=(1, entry(1), entry(2), entry(3)))))
+    read(reader, ["a"], StepResult((), (), chunks(a=(1, entry(1), entry(2), entry(3)))))
     reader.forget(["a"])
-    reader.read(["a"], StepResult((), (), chunks(a=(1, entry(5)))))
+    read(reader, ["a"], StepResult((), (), chunks(a=(1, entry(5)))))
     result = StepResult(["a"], [50], chunks(a=(2, entry(6))))
-    rows = reader.read(["a"], result).prompt_logprobs["a"]
+    rows = read(reader, ["a"], result).prompt_logprobs["a"]
     assert rows.token_ids.tolist() == [[5], [6]]
 
 
 def test_prompt_that_begins_again_unannounced_counts_once(reader, know):
     """Preempted by the scheduler, which tells the workers, not the reader."""
     know("a", prompt_logprobs=0)
-    reader.read(["a"], StepResult((), (), chunks(a=(1, entry(1), entry(2), entry(3)))))
+    read(reader, ["a"], StepResult((), (), chunks(a=(1, entry(1), entry(2), entry(3)))))
     result = StepResult(["a"], [50], chunks(a=(1, entry(5))))
-    assert reader.read(["a"], result).prompt_logprobs["a"].token_ids.tolist() == [[5]]
+    assert read(reader, ["a"], result).prompt_logprobs["a"].token_ids.tolist() == [[5]]
 
 
 def test_request_that_ended_while_its_step_was_in_flight_is_dropped(reader, know, requests):
@@ -158,19 +200,19 @@ def test_request_that_ended_while_its_step_was_in_flight_is_dropped(reader, know
         GivenLogprobs: {name: np.array([-1.0], np.float32) for name in "ab"},
         **chunks(a=(1, entry(1)), b=(1, entry(2))),
     }
-    columns = reader.read(["a", "b"], StepResult(["a", "b"], [3, 5], reports))
+    columns = read(reader, ["a", "b"], StepResult(["a", "b"], [3, 5], reports))
     assert columns.logprobs.token_ids.tolist()[1] == [5, 4]
     assert list(columns.prompt_logprobs) == ["b"]
 
 
 def test_prompt_of_a_request_that_ended_is_not_that_of_its_successor(reader, know, requests):
     know("a", prompt_logprobs=0)
-    reader.read(["a"], StepResult((), (), chunks(a=(1, entry(1), entry(2), entry(3)))))
+    read(reader, ["a"], StepResult((), (), chunks(a=(1, entry(1), entry(2), entry(3)))))
     requests.forget(["a"])
     reader.forget(["a"])
     know("a", logprobs=0)
     result = StepResult(["a"], [5], {TokenLogprobs: {"a": entry(5)}})
-    assert reader.read(["a"], result).prompt_logprobs == {}
+    assert read(reader, ["a"], result).prompt_logprobs == {}
 
 
 def test_outputs_of_pooling_have_vllms_shapes(reader, requests):
@@ -180,11 +222,11 @@ def test_outputs_of_pooling_have_vllms_shapes(reader, requests):
     vectors = np.arange(8, dtype=np.float32).reshape(4, 2)
     pooled = {"a": vectors[:1], "b": vectors[1:3], wire_id(LONG): vectors[3:], "gone": vectors}
     result = StepResult((), (), {PooledOutputs: pooled})
-    rows = reader.read(["c", "a", "b", LONG], result).pooled
+    rows = read(reader, ["c", "a", "b", LONG], result).pooled
     assert rows[0] is None
     assert [each.tolist() for each in rows[1:]] == [[0, 1], [[2, 3], [4, 5]], [6, 7]]
     requests.forget(["a"])
-    assert reader.read(["a"], result).pooled == [None]
+    assert read(reader, ["a"], result).pooled == [None]
 
 
 def test_output_that_is_not_finite_fails_alone(reader, requests):
@@ -194,7 +236,7 @@ def test_output_that_is_not_finite_fails_alone(reader, requests):
     good = np.ones((2, 2), np.float32)
     bad = np.array([[1, 2], [3, np.inf]], np.float32)
     result = StepResult((), (), {PooledOutputs: {wire_id(LONG): bad, "a": good}})
-    columns = reader.read([LONG, "a"], result)
+    columns = read(reader, [LONG, "a"], result)
     assert columns.pooled[0] is None
     assert columns.pooled[1] is good
     assert columns.failed == (LONG,)

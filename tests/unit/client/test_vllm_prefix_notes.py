@@ -6,7 +6,7 @@ import pytest
 
 from worker_client.cached_blocks import CachedBlocks
 from worker_client.errors import ClientError
-from worker_client.vllm.prefix_notes import SWEPT_AT_ONCE, PrefixNotes, tag_of
+from worker_client.vllm.prefix_notes import SWEEP_STEPS, SWEPT_AT_ONCE, PrefixNotes, tag_of
 
 NUM_BLOCKS = SWEPT_AT_ONCE + 8
 
@@ -51,7 +51,7 @@ def bench():
 
 
 def go_round(notes, newest):
-    for _ in range(-(-NUM_BLOCKS // SWEPT_AT_ONCE)):
+    for _ in range(SWEEP_STEPS * -(-NUM_BLOCKS // SWEPT_AT_ONCE)):
         notes.proceed(newest)
     notes.settle()
 
@@ -85,6 +85,14 @@ def test_blocks_are_noted_once_their_step_has_succeeded(bench):
     assert group.notes == [([3, NUM_BLOCKS - 1], newest, [])]
     go_round(notes, step(object()))
     assert len(group.notes) == 1  # nothing has changed
+
+
+def test_block_that_has_lost_its_hash_is_noted_with_the_same_one_again(bench):
+    blocks, notes, group = bench
+    for block_hash in (b"a", None, b"a"):
+        blocks[1].block_hash = block_hash
+        go_round(notes, step(object()))
+    assert [note[0] for note in group.notes] == [[1], [1]]
 
 
 def test_idle_server_notes_all_at_once(bench):

@@ -16,6 +16,7 @@ from worker_daemon.server.session.lease import DriverIdentity, Lease, LeaseReque
 A, B = DriverIdentity("key", b"a" * 16), DriverIdentity("key", b"b" * 16)
 THIEF = DriverIdentity("another key", A.driver_id)
 TERMS = LeaseRequest(3.0, 60.0, "host:1")
+NAME_OF_A = rf"host:1 \(driver {driver_digest(A.driver_id).hex()[:8]}\)"
 
 
 class Clock:
@@ -80,7 +81,7 @@ def test_who_may_attach(
     if free:
         lease.check_free_for(driver, force=force)
     else:
-        with pytest.raises(LeaseHeldError, match="host:1 holds the lease of epoch 5") as caught:
+        with pytest.raises(LeaseHeldError, match=f"{NAME_OF_A} holds the lease of") as caught:
             lease.check_free_for(driver, force=force)
         assert caught.value.lease == before
     assert lease.status() == before
@@ -118,6 +119,15 @@ def test_who_may_renew(
     after = lease.status()
     assert (after.state, after.epoch, after.holder) == (before.state, before.epoch, before.holder)
     assert after.remaining_ms <= before.remaining_ms
+
+
+def test_fenced_driver_learns_who_has_attached(watched: Watched) -> None:
+    lease = watched.to("held")
+    with pytest.raises(FencedError, match=f"epoch 4 is fenced: {NAME_OF_A} has attached as"):
+        lease.renew(B, 4)
+    lease.grant(B, 6, LeaseRequest(3.0, 60.0))
+    with pytest.raises(FencedError, match=r"is fenced: driver [0-9a-f]{8} has attached as epoch 6"):
+        lease.need_held(5)
 
 
 def test_renewed_in_time_it_never_expires_and_unrenewed_it_does_at_once(watched: Watched) -> None:
@@ -174,7 +184,7 @@ def test_epoch_is_its_owner_s_also_once_its_lease_has_ended(watched: Watched, st
     lease = watched.to(state)
     lease.check_owner(A.owner, 5)
     lease.check_owner(THIEF.owner, 4)
-    with pytest.raises(ForbiddenError, match=r"host:1 attached with another key.*epoch = 5"):
+    with pytest.raises(ForbiddenError, match=rf"{NAME_OF_A} attached with another key.*epoch = 5"):
         lease.check_owner(THIEF.owner, 5)
 
 

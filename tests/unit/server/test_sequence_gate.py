@@ -72,6 +72,14 @@ def test_nothing_runs_before_the_first_attach() -> None:
     assert StepGate().judge(execute(0, 0, 1)) is Verdict.NOT_ATTACHED
 
 
+def test_fenced_driver_learns_who_has_taken_over() -> None:
+    gate = gate_at(5, 2, 100)
+    gate.attach(6, "host:7 (driver 0123abcd)")
+    message = execute(5, 2, 101)
+    refusal = gate.refusal(gate.judge(message), message)
+    assert "epoch 5 is fenced: host:7 (driver 0123abcd) has attached as epoch 6" in str(refusal)
+
+
 def test_seq_zero_is_never_replayed() -> None:
     assert gate_at(5, 0, 3).judge(execute(5, 0, 0)) is Verdict.STALE
 
@@ -117,7 +125,12 @@ def test_a_new_link_counts_from_its_attempt() -> None:
     ("message", "error", "words"),
     [
         (execute(5, 2, 109), GapError, "step 101 is missing"),
-        (execute(4, 2, 1), FencedError, "epoch 5 with link 2 holds"),
+        (
+            execute(4, 2, 1),
+            FencedError,
+            "is fenced: another driver has attached as epoch 5",
+        ),
+        (execute(5, 1, 101), FencedError, "epoch 5 with link 2 holds"),
         (execute(8, 2, 1), NotAttachedError, "epoch 8 is not attached"),
         (execute(5, 2, 3), StaleError, "last accepted is 100"),
     ],

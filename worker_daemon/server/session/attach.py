@@ -157,9 +157,7 @@ class AttachHandler:
         """Raise FencedError, LeaseExpiredError or NotAttachedError unless the epoch is the attached
         driver's."""
         current = self._progress.epoch
-        if epoch < current:
-            raise FencedError(f"epoch {epoch} is fenced by {current}", fix="attach")
-        if epoch > current or epoch == 0:
+        if epoch > current:
             raise NotAttachedError(f"epoch {epoch} is not attached; {current} is", fix="attach")
         self._lease.need_held(epoch)
 
@@ -209,7 +207,9 @@ class AttachHandler:
             self._uploads.drop_all()
         self._guard.hangs.forgive()
         attached: Future[AttachSnapshot] = Future()  # set on the completion thread
-        self._post(Attach(epoch, owner, attached.set_result, message.keep_requests))
+        self._post(
+            Attach(epoch, owner, attached.set_result, message.keep_requests, self._lease.holder)
+        )
         taken = asyncio.wrap_future(attached)
         was_freed = False
         done, _ = await asyncio.wait((taken,), timeout=BUSY_GRACE_S)

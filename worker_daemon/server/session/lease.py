@@ -60,7 +60,8 @@ class _Holder:
         return ls.driver_digest(self.driver.driver_id)
 
     def __str__(self) -> str:
-        return self.terms.holder_name or f"driver {self.digest.hex()[:8]}"
+        driver = f"driver {self.digest.hex()[:8]}"
+        return f"{self.terms.holder_name} ({driver})" if self.terms.holder_name else driver
 
 
 def lease_terms(ttl_ms: int, orphan_kv_ttl_ms: int, holder_name: str) -> LeaseRequest:
@@ -103,6 +104,11 @@ class Lease:
         self._last_look = clock()
         self._unheard_expiry = False
         self._unheard_kv_end = False
+
+    @property
+    def holder(self) -> str:
+        """Name of the driver that has, or had last, the lease, for messages; empty: none yet."""
+        return "" if self._holder is None else str(self._holder)
 
     def check_free_for(self, driver: DriverIdentity, *, force: bool) -> None:
         """Raise LeaseHeldError if another driver holds the lease, unless `force`."""
@@ -159,7 +165,8 @@ class Lease:
         self._look()
         held = 0 if self._holder is None else self._holder.epoch
         if epoch < held:
-            raise FencedError(f"epoch {epoch} is fenced by {held}", fix="attach")
+            problem = f"epoch {epoch} is fenced: {self._holder} has attached as epoch {held}"
+            raise FencedError(problem, fix="attach")
         if epoch > held or epoch == 0 or self._state == "free":
             raise NotAttachedError(f"epoch {epoch} is not attached", fix="attach")
         if self._state == "orphan":

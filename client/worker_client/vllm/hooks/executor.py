@@ -22,6 +22,7 @@ from vllm.v1.outputs import (
 from rpc_schema.extensions import RequestExtension
 from worker_client.errors import config_error
 from worker_client.loading import group_limits
+from worker_client.vllm.batches import RequestBatch
 from worker_client.vllm.configuration import (
     check_loaded,
     fits_max_model_len,
@@ -49,24 +50,38 @@ _LAYOUT: Final = "LBNHC"
 class _VllmStep(NamedTuple):
     """A step of vLLM's whose outcome is pending."""
 
-    req_ids: tuple[str, ...]
+    batch: RequestBatch
     sent: list[PendingStep]
 
 
-class _Output(Future[ModelRunnerOutput]):
-    """A step's output, waited for by the thread that calls result(), which owns the group."""
+class _Output:
+    """A step's output, waited for by the thread that calls result(), which owns the group. The
+    engine core uses nothing else of a step's future, and one of threads would cost more than a
+    step's translation."""
 
-    def __init__(self, wait: Callable[[], ModelRunnerOutput]) -> None:
-        super().__init__()
-        self._wait = wait
+    __slots__ = ("_error", "_output", "_pending", "_wait")
 
-    def result(self, timeout: float | None = None) -> ModelRunnerOutput:
-        if not self.done():
+    def __init__(
+        self,
+        wait: Callable[[_VllmStep], ModelRunnerOutput],
+        pending: _VllmStep | None,
+    ) -> None:
+        """pending: waited for by `wait`; None: the output is None."""
+        self._wait, self._pending = wait, pending
+        self._output: ModelRunnerOutput | None = None
+        self._error: Exception | None = None
+
+    def result(self, timeout: float | None = None) -> ModelRunnerOutput | None:
+        pending = self._pending
+        if pending is not None:
+            self._pending = None
             try:
-                self.set_result(self._wait())
+                self._output = self._wait(pending)
             except Exception as error:
-                self.set_exception(error)
-        return super().result()
+                self._error = error
+        if self._error is not None:
+            raise self._error
+        return self._output
 
 
 class WorkerDaemonExecutor(Executor):  # type: ignore[misc]
@@ -120,6 +135,8 @@ class WorkerDaemonExecutor(Executor):  # type: ignore[misc]
         self._num_words = -(-self._model.metadata.vocab_size // 32)
         self._unsampled: _VllmStep | None = None
         """The step for which vLLM calls sample_tokens next."""
+        self._no_output = _Output(self._take, None)
+        """Output of each execute_model that sample_tokens follows."""
         self._noted = self._prefix_notes()
         config.scheduler_config.scheduler_cls = partial(
             WorkerDaemonScheduler, translated=self._requests, noted=self._noted
@@ -168,7 +185,9 @@ class WorkerDaemonExecutor(Executor):  # type: ignore[misc]
     def execute_model(self, scheduler_output: Any, non_block: bool = False) -> Any:
         """Send a step. The result is None, and sample_tokens follows, except for a step without
         tokens and for models that pool."""
-        self._reader.forget([wire_id(each) for each in scheduler_output.finished_req_ids])
+        finished = scheduler_output.finished_req_ids
+        if finished:
+            self._reader.forget([wire_id(each) for each in finished])
         if scheduler_output.total_num_scheduled_tokens == 0:
             self._writer.end_of(scheduler_output)
             if self._noted is not None:
@@ -181,29 +200,30 @@ class WorkerDaemonExecutor(Executor):  # type: ignore[misc]
         newest = sent[-1].future
         if self._noted is not None and newest is not None:
             self._noted.proceed(newest)
-        pending = _VllmStep(tuple(scheduler_output.num_scheduled_tokens), sent)
+        pending = _VllmStep(self._writer.batch, sent)
         if self._is_pooling:
             return self._output(pending, non_block)
         self._unsampled = pending
-        return _at_once(None, non_block)
+        return self._no_output if non_block else None
 
     def sample_tokens(self, grammar_output: Any, non_block: bool = False) -> Any:
         """Sample the requests of the last step that wait for their masks, and return its result."""
         pending, self._unsampled = self._unsampled, None
         assert pending is not None, "vLLM calls it after each execute_model with tokens"
-        masks: dict[str, Any] = {}
-        if grammar_output is not None:
-            ids = grammar_output.structured_output_request_ids
-            rows = grammar_output.grammar_bitmask
-            masks = {
-                wire_id(r): fitted_mask(row, self._num_words)
-                for r, row in zip(ids, rows, strict=False)
-            }
+        masks = {} if grammar_output is None else self._masks(grammar_output)
         later = [part for each in pending.sent for part in self._workers.sample(each, masks)]
-        return self._output(_VllmStep(pending.req_ids, pending.sent + later), non_block)
+        if later:
+            pending = _VllmStep(pending.batch, pending.sent + later)
+        return self._output(pending, non_block)
+
+    def _masks(self, grammar_output: Any) -> dict[str, Any]:
+        ids, rows = grammar_output.structured_output_request_ids, grammar_output.grammar_bitmask
+        return {
+            wire_id(r): fitted_mask(row, self._num_words) for r, row in zip(ids, rows, strict=False)
+        }
 
     def _output(self, pending: _VllmStep, non_block: bool) -> Any:
-        output = _Output(partial(self._take, pending))
+        output = _Output(self._take, pending)
         return output if non_block else output.result()
 
     def _take(self, pending: _VllmStep) -> ModelRunnerOutput:
@@ -212,14 +232,14 @@ class WorkerDaemonExecutor(Executor):  # type: ignore[misc]
         if not isinstance(outcome, LostStep):
             if self._noted is not None:
                 self._noted.settle()
-            return _as_vllm(self._reader.read(pending.req_ids, outcome))
+            return _as_vllm(self._reader.read(pending.batch, outcome))
         if not outcome.is_known:
             gone = self._workers.group.slots.req_ids
             self._writer.end(gone)
             self._reader.forget(gone)
             self._forget_notes()
-        rows = {req_id: row for row, req_id in enumerate(pending.req_ids)}
-        columns = ResultColumns(rows, [[] for _ in rows])
+        batch = pending.batch
+        columns = ResultColumns(batch.listed, batch.row_of, [[] for _ in batch.listed])
         output = _as_vllm(columns)
         output.begins_again = not outcome.is_known
         return output
@@ -289,6 +309,8 @@ def _at_once(value: Any, non_block: bool) -> Any:
 
 def _as_vllm(columns: ResultColumns) -> DaemonsOutput:
     """Return a result as vLLM's scheduler takes it."""
+    if not columns.has_more:
+        return DaemonsOutput(columns.req_ids, columns.row_of, columns.sampled)
     sampled, pooled = columns.logprobs, columns.pooled
     return DaemonsOutput(
         req_ids=columns.req_ids,
