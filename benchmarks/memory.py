@@ -1,6 +1,7 @@
 """Prints a GPU's memory after start-up by kind, with the profile's prediction, as one JSON object.
 
     python -m benchmarks.memory [--model DIR] [--max-model-len N] [--utilization F]
+        [--quantization fp8] [--kv-cache-dtype fp8]
 
 Uses dummy weights; the KV cache has the size that the profile returns.
 """
@@ -12,16 +13,17 @@ import time
 from pathlib import Path
 
 from benchmarks.stage_driver import BLOCK_SIZE, StageDriver
-from rpc_schema.config import CacheConfig
+from rpc_schema.config import CacheConfig, Quantization
 from rpc_schema.kv_cache import fitting_blocks
 
 _MODEL = Path(__file__).parent / "models" / "llama-8b"
 
 
-def measure(model: Path, max_model_len: int, utilization: float) -> dict[str, object]:
+def measure(
+    model: Path, max_model_len: int, quantization: Quantization, cache: CacheConfig
+) -> dict[str, object]:
     """Start a worker, and return the predicted and the actual memory."""
-    cache = CacheConfig(block_size=BLOCK_SIZE, gpu_memory_utilization=utilization)
-    driver = StageDriver(model, "cuda:0", max_model_len=max_model_len, cache=cache)
+    driver = StageDriver(model, "cuda:0", max_model_len, quantization=quantization, cache=cache)
     driver.load()
     began = time.monotonic()
     found = driver.profile()
@@ -56,8 +58,15 @@ def main() -> None:
     parser.add_argument("--model", type=Path, default=_MODEL)
     parser.add_argument("--max-model-len", type=int, default=4096)
     parser.add_argument("--utilization", type=float, default=0.9)
+    parser.add_argument("--quantization", default="auto")
+    parser.add_argument("--kv-cache-dtype", default="auto")
     words = parser.parse_args()
-    result = measure(words.model.resolve(), words.max_model_len, words.utilization)
+    cache = CacheConfig(
+        block_size=BLOCK_SIZE,
+        gpu_memory_utilization=words.utilization,
+        kv_cache_dtype=words.kv_cache_dtype,
+    )
+    result = measure(words.model.resolve(), words.max_model_len, words.quantization, cache)
     sys.stdout.write(json.dumps(result, indent=1) + "\n")
 
 
