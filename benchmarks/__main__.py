@@ -178,7 +178,7 @@ def e2e_rows(ceilings: Ceilings | None, runs: list[dict[str, Any]]) -> list[Row]
     for run in runs:
         model, shape, name = run["model"], run["shape"], run["workload"]
         row = Row(f"e2e {model} {shape}", name, run["value"], run["unit"])
-        if ceilings is not None:
+        if ceilings is not None and " " not in shape:  # floors are those of bf16
             row = with_floor(row, workload_floor(ceilings, model, shape, name, row.unit))
         rows.append(with_target(row, targets.WORKLOADS.get((model, shape, name))))
     return rows
@@ -290,6 +290,11 @@ def run_workloads(parts: Parts, options: argparse.Namespace) -> None:
             command += ["--pp", str(pp), "--tp", str(tp)]
             command += ["--workloads", ",".join(options.workloads), *quick(options)]
             parts.run(f"e2e {model} {pp}x{tp}", command, partial(e2e_rows, ceilings))
+    if "llama-8b" in options.models:
+        command = ["benchmarks.e2e", "--model", str(MODELS / "llama-8b"), "--out", "{}"]
+        command += ["--workloads", ",".join([*options.workloads, *workloads.NAMED])]
+        command += [*quick(options), "--options", targets.FP8]
+        parts.run(f"e2e llama-8b 1x1 {targets.FP8}", command, partial(e2e_rows, ceilings))
 
 
 Section = Callable[[Parts, argparse.Namespace], None]
@@ -386,7 +391,8 @@ def parse_options(words: Sequence[str] | None = None) -> argparse.Namespace:
         "--only", type=listed(SECTIONS), default=list(SECTIONS), help=f"of {','.join(SECTIONS)}"
     )
     parser.add_argument("--models", type=listed(models), default=models)
-    parser.add_argument("--workloads", type=listed(workloads.NAMES), default=list(workloads.NAMES))
+    every = (*workloads.NAMES, *workloads.NAMED)
+    parser.add_argument("--workloads", type=listed(every), default=list(workloads.NAMES))
     parser.add_argument("--pp", type=int, default=1, help="only this number of pipeline stages")
     parser.add_argument("--tp", type=int, default=1, help="only this many tensor ranks")
     parser.add_argument("--quick", action="store_true", help="fewer rounds; figures are rough")

@@ -37,13 +37,23 @@ STARTUP = {
 WEIGHT_UPDATE_SHARE = 0.6
 """Share of the measured link rate that a weight update should reach."""
 
+FP8 = "--quantization fp8 --kv-cache-dtype fp8"
+"""Options of runs in FP8."""
+
 WORKLOADS = {
     ("llama-8b", "1x1", "decode_bs1"): Target(262),
     ("llama-8b", "1x1", "decode_bs64"): Target(12_500),
     ("llama-8b", "1x1", "decode_bs256"): Target(26_700),
-    ("llama-8b", "1x1", "mixed256"): Target(11_900),
+    ("llama-8b", "1x1", "mixed256"): Target(11_400),
     ("llama-8b", "1x1", "prefill_8x8192"): Target(38_100),
     ("llama-8b", "1x1", "prefill_1x8192"): Target(0.218, at_most=True),
+    ("llama-8b", "1x1", "long_32x8000"): Target(9.75, at_most=True),
+    ("llama-8b", f"1x1 {FP8}", "decode_bs1"): Target(430),
+    ("llama-8b", f"1x1 {FP8}", "decode_bs64"): Target(17_500),
+    ("llama-8b", f"1x1 {FP8}", "decode_bs256"): Target(34_000),
+    ("llama-8b", f"1x1 {FP8}", "mixed256"): Target(15_400),
+    ("llama-8b", f"1x1 {FP8}", "prefill_8x8192"): Target(60_000),
+    ("llama-8b", f"1x1 {FP8}", "long_32x8000"): Target(6.5, at_most=True),
     ("qwen3-0.6b", "1x1", "decode_bs1"): Target(1_430),
     ("qwen3-0.6b", "1x1", "decode_bs64"): Target(44_000),
     ("qwen3-0.6b", "1x1", "decode_bs256"): Target(87_000),
