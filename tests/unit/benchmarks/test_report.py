@@ -13,7 +13,7 @@ import benchmarks.__main__ as bench
 from benchmarks import workloads
 from benchmarks.floors import Ceilings
 from benchmarks.records import BenchRun
-from benchmarks.targets import WORKLOADS, Target
+from benchmarks.targets import FP8, WORKLOADS, Target
 from benchmarks.trace_table import GAPS, group_of, tabulate
 
 CEILINGS = Ceilings(4.5e12, 670e12, 560e12)
@@ -46,8 +46,8 @@ def test_rates_and_times_are_judged_by_floor_and_target():
 def test_every_target_is_of_a_workload_and_a_model_that_exist():
     models = {path.parent.name for path in bench.MODELS.glob("*/config.json")}
     for model, shape, workload in WORKLOADS:
-        assert model in models and workload in workloads.NAMES
-        assert shape in ("1x1", "2x1", "1x2")
+        assert model in models and workload in (*workloads.NAMES, *workloads.NAMED)
+        assert shape in ("1x1", "2x1", "1x2", f"1x1 {FP8}")
     assert Target(3.0, at_most=True).met_by(2.9) and not Target(3.0).met_by(2.9)
 
 
