@@ -299,10 +299,12 @@ class Scheduler:
 
     def forget_prefixes(self) -> None:
         """Drop the prefix cache after the group has lost its KV cache: by a sleep, a discard or a
-        change of weights. Adopted requests that no step has announced begin again from their
-        tokens; the next step's failure names the others."""
+        change of weights. Requests that the next step would admit with their present blocks are
+        recomputed instead, from their known tokens. These are adopted ones, which have no row yet,
+        and those that have jumped forward, which do. The other running requests have rows that the
+        group has dropped: it fails the next step, and step_failed names them."""
         for request in [each for each in self._queues.running.values() if each.unannounced]:
-            self._queues.requeue(request)
+            self._begin_again(request)
         self._blocks.forget_all()
 
     @property
