@@ -18,7 +18,7 @@ from worker_client.requests import GenerationRequest
 from worker_client.scheduler import Scheduler, SchedulerLimits
 
 LENGTHS = (1, 5, 17, 64, 130, 300, 511, 700, 1400)
-"""Of prompts: in graphs, kernel by kernel, and in chunks of 512 tokens."""
+"""Of prompts: in graphs, eagerly, and in chunks of 512 tokens."""
 
 
 def pooling_requests(lengths, seed=3):

@@ -23,8 +23,8 @@ SAMPLED_GRAPHS: Final = 4
 
 
 class StepGraphs:
-    """Decides which steps of a runner are replayed. This class replays none: every step is launched
-    kernel by kernel, on the CPU or with --enforce-eager."""
+    """Decides which steps of a runner are replayed. This class replays none: every step runs
+    eagerly, on the CPU or with --enforce-eager."""
 
     count = 0
     """Number of graphs."""
@@ -47,7 +47,7 @@ class StepGraphs:
         """Drop the graphs that hold the communicators, which are about to end."""
 
     def set_aside(self, runner: ModelRunner) -> None:
-        """Run the next steps kernel by kernel and unpadded, until restore()."""
+        """Run the next steps eagerly and unpadded, until restore()."""
 
     def restore(self, runner: ModelRunner) -> None:
         """Replay the remaining graphs again, and recapture the dropped ones with the new
@@ -136,7 +136,7 @@ class _Captured(NamedTuple):
 
 
 class GraphedProgram:
-    """Replays the graph of a step's plan; a plan without one is launched kernel by kernel."""
+    """Replays the graph of a step's plan; a plan without one runs eagerly."""
 
     def __init__(
         self, eager: EagerProgram, arrived: Tensor, stream: torch.cuda.Stream | None

@@ -108,7 +108,7 @@ class InputBuilder:
             known = self._state.known_tokens
             self._parts.admit(step.new_requests, [known[r.slot] for r in step.new_requests])
         plan = self._ladder.fit(step)
-        if self._parts.around | step.brought.used:
+        if self._parts.active_in_forward | step.brought.used:
             plan = self._parts.extended(plan, self._used_by(step) | step.brought.used)
         packed = self._staging.open(plan.shape)
         filled, steady = packed.holds, step.steady

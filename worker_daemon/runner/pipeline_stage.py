@@ -112,7 +112,7 @@ class PipelineStage:
             return self.replies.without_tokens(identity, step.status, step.reports)
         slots = rows.slots[:count]
         if self._sampler is None:
-            self._publish(slots, None, counted=self._state.parts.counts(rows.used))
+            self._publish(slots, None, counted=self._state.parts.any_may_refuse(rows.used))
             return None
         sampled = self._sampler.sample(step)
         if sampled.refused is None:
@@ -151,7 +151,7 @@ class PipelineStage:
         if due.slots.size:
             slots = upload(due.slots, self._failed.device)
             parts = self._state.parts
-            counted = parts.counts(parts.used_by(due.slots))
+            counted = parts.any_may_refuse(parts.used_by(due.slots))
             shape = (2, due.slots.size) if counted else (due.slots.size,)
             zeros = None if self._sampler is None else slots.new_zeros(shape)
             self._publish(slots, zeros, counted=counted)

@@ -11,11 +11,11 @@ from typing import Any, Generic, NamedTuple, TypeVar
 from worker_daemon.runner.scheduled_step import MAX_BLOCK_UPDATES, ScheduledStep, StepLimits
 
 MAX_GRAPH_SEQS = 512
-"""Larger decodes are launched kernel by kernel."""
+"""Larger decodes run eagerly."""
 
 MIXED_SIZES = (16, 32, 64, *range(128, 513, 64))
 """Token counts to which a step with prompts is padded. With more tokens, the device takes longer
-than launching kernel by kernel does."""
+than eager launches do."""
 
 _ALIGNMENT = 4
 """Columns start at multiples of 16 bytes: kernels are compiled once for all layouts."""

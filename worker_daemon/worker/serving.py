@@ -103,8 +103,8 @@ class Serving:
         self.is_warm = True
 
     def warm_up_again(self, message: StepMessage) -> None:
-        """Take part in a new rank's warm-up, which runs kernel by kernel and unpadded: this rank
-        must do the same, so that the messages between ranks agree. Keeps its graphs."""
+        """Take part in a new rank's warm-up, which runs eagerly and unpadded: this rank must do
+        the same, so that the messages between ranks agree. Keeps its graphs."""
         self._graphs.set_aside(self.runner)
         self.warm_up(message)
         self._restore_graphs()

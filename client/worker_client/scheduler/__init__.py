@@ -7,7 +7,7 @@ step_budget.py     bounds the prompt tokens of a step by a target for inter-toke
 request_queues.py  waiting and running requests
 decode_groups.py   requests that decode together, so that stages work on different ones
 request.py         one request: its counts, its end, its start or adoption
-request_blocks.py  blocks of requests, and the shared ones; over block_pool.py
+request_blocks.py  blocks held by requests, and the prefix cache; built on block_pool.py
 """
 
 from worker_client.scheduler.interface import NO_JUMP as NO_JUMP

@@ -14,9 +14,10 @@ class PoolNews(NamedTuple):
     """Changes of the cached blocks, other than by allocation."""
 
     cached: list[int]
-    """Blocks that were remembered, and still are."""
+    """Blocks whose contents were recorded, and are still cached."""
     distrusted: list[int]
-    """Blocks that were forgotten by their hash."""
+    """Blocks whose cached contents were dropped because they cannot be trusted: the logits of a
+    request were NaN or infinite."""
 
 
 class BlockPool:
@@ -33,11 +34,12 @@ class BlockPool:
         self._block_of: list[dict[bytes, int]] = [{} for _ in range(num_groups)]
         self._hash_of: dict[int, bytes] = {}
         self._group_of = [0] * num_blocks
-        """Group of each block that has a hash. A list of numbers: tuples would be as many more
-        objects for Python's garbage collector to traverse."""
+        """Group of each block that has a hash. Kept apart from _hash_of: a tuple (hash, group) for
+        each block would be one more object for Python's garbage collector to traverse."""
         self._fresh: set[int] = set()
+        """Blocks whose contents were recorded since the last take_news()."""
         self._distrusted: set[int] = set()
-        """The news since they were taken last."""
+        """Blocks whose contents were dropped by forget() since the last take_news()."""
 
     @property
     def num_free(self) -> int:
@@ -110,7 +112,7 @@ class BlockPool:
         return True
 
     def take_news(self) -> PoolNews:
-        """Return the news since the last call."""
+        """Return the changes since the last call."""
         news = PoolNews([i for i in self._fresh if i in self._hash_of], list(self._distrusted))
         self._fresh.clear()
         self._distrusted.clear()

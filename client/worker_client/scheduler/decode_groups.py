@@ -7,14 +7,14 @@ from worker_client.scheduler.request import Request
 
 
 class DecodeGroups:
-    """One group of requests for each stage, scheduled round-robin. Sizes differ by max_imbalance at
-    most."""
+    """One group of requests for each stage, scheduled round-robin. Sizes differ by at most
+    max_imbalance."""
 
     def __init__(self, num_stages: int, max_imbalance: int = 1) -> None:
         """max_imbalance: more than 1 keeps requests in their groups, at the cost of unequal steps.
-        A request that changes its group may miss a turn, which almost doubles the time to its next
-        token. So does one that joins another group than that of the step with its last prompt
-        token."""
+        A request that changes groups can miss a turn, which almost doubles the time to its next
+        token. For the same reason, a new request then joins the group of the step that ended its
+        prefill, if sizes permit."""
         self._max_imbalance = max_imbalance
         self._groups: list[dict[str, Request]] = [{} for _ in range(num_stages)]
         self._ids: list[tuple[str, ...] | None] = [None] * num_stages
@@ -66,8 +66,8 @@ class DecodeGroups:
     def commit(
         self, step: int, index: int | None, decodes: Mapping[str, Request]
     ) -> tuple[str, ...]:
-        """Record a step in which these requests of a group decode, or none. Return their ids: the
-        same object as long as it is the complete, unchanged group."""
+        """Record a step that decodes these requests of group `index`; none if index is None. Return
+        their ids: the same object as long as it is the complete, unchanged group."""
         index = self._turn if index is None else index
         is_whole = len(decodes) == len(self._groups[index])
         req_ids = (self._ids[index] if is_whole else None) or tuple(decodes)

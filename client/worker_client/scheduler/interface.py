@@ -1,5 +1,5 @@
-"""The interface between a driver and a scheduler, and the values besides steps that they
-exchange."""
+"""The interface between a driver and a scheduler, and the values that they exchange. Steps are in
+scheduler_output.py."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -206,7 +206,8 @@ class SchedulerLimits:
 
     @cached_property
     def longest_request(self) -> int:
-        """Tokens of the longest request that can have all its blocks, max_model_len at most."""
+        """Number of tokens of the longest request that fits in the KV cache, at most
+        max_model_len."""
         return longest_request(
             self.num_blocks, self.block_groups, self.max_model_len, self.max_num_batched_tokens
         )

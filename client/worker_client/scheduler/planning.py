@@ -14,9 +14,9 @@ from worker_client.scheduler.step_budget import PromptAllowance, StepBudget, Ste
 from worker_client.step_checks import MAX_ADMITTED_BYTES, MAX_ADMITTED_TOKENS
 
 PIPELINE_CHUNK = 2048
-"""Prompt tokens at which a step of a pipeline admits no further prompt. Short steps reduce the time
-that later stages idle at the start and earlier stages at the end, but GEMMs of fewer rows are less
-efficient."""
+"""Prompt tokens up to which a step of a pipeline takes several prompts; more if many tokens wait
+(Step._chunk). Short steps reduce the time that later stages idle at the start and earlier stages at
+the end, but GEMMs of fewer rows are less efficient."""
 
 CHUNKS_PER_STAGE = 2
 """Steps for each stage over which prompts are spread while each has PIPELINE_CHUNK tokens or
@@ -76,8 +76,8 @@ class Step:
         """Decide which requests take part in step `number`; `oldest` is the first step in flight,
         or `number`.
 
-        A request decodes at most once in as many consecutive steps in flight as there are stages,
-        so that the stages work on different requests; more often if nothing else can be done.
+        Of any num_stages consecutive steps in flight, at most one decodes a given request, so that
+        the stages work on different requests. If nothing else can be done, it decodes more often.
         """
         num_stages = self._limits.pipeline_parallel_size
         chunk = self._chunk(num_stages)
@@ -99,14 +99,15 @@ class Step:
         return StepLoad(num_tokens, len(self.decodes), num_pairs)
 
     def _delays_tokens(self) -> bool:
-        """Return True if a request waits for its next token: in this step, or in a pipeline in
-        another one. Prompts that must be whole are never cut."""
+        """Return True if some request is decoding, in this step or in another one in flight: then
+        the step's prompt tokens are limited. Always False for a model whose prompts cannot be
+        computed in chunks."""
         if self._whole_prompts:
             return False
         if not self._groups.is_empty:
             return True
         # Requests that have jumped forward, or are adopted.
-        return any(request.unannounced for request in self._queues.prefilling.values())
+        return any(request.needs_admission for request in self._queues.prefilling.values())
 
     def _plan_decodes(self, *, before: int) -> None:
         """Plan the group whose turn it is, or the next one with a request that can run."""
@@ -143,13 +144,14 @@ class Step:
                 and request.is_running
                 and self._fits_output(request, request.num_computed + count)
                 and (
-                    not request.unannounced or self._can_announce(request, self._num_bytes(request))
+                    not request.needs_admission
+                    or self._fits_in_message(request, self._num_bytes(request))
                 )
                 and self._extend(request, count)
             ):
                 self._prefill(request, count)
-                if request.unannounced:
-                    self._announce(request, self._num_bytes(request))
+                if request.needs_admission:
+                    self._add_admission(request, self._num_bytes(request))
                     self._drop_new_blocks(request)  # the admission has them all
 
     def _admit(self, chunk: int) -> None:
@@ -159,7 +161,7 @@ class Step:
             num_bytes = self._num_bytes(request)
             if request.num_in_flight or request.num_void:
                 return
-            if not self._can_announce(request, num_bytes):
+            if not self._fits_in_message(request, num_bytes):
                 return
             if request.extensions and not self._may_start(request):
                 return
@@ -175,7 +177,7 @@ class Step:
                 return
             self._blocks.begin(request, prefix, count)
             self._queues.start(request)
-            self._announce(request, num_bytes)
+            self._add_admission(request, num_bytes)
             self._prefill(request, count)
 
     def _may_start(self, request: Request) -> bool:
@@ -184,8 +186,8 @@ class Step:
         return may_start(request.extensions, others, self._limits.bounds)
 
     def _chunk(self, num_stages: int) -> int:
-        """Return the tokens that several prompts may share a step with: the budget, or in a
-        pipeline their part of all that wait."""
+        """Return how many prompt tokens a step may have if it has several prompts: the budget. In a
+        pipeline: the pending prompt tokens, spread over CHUNKS_PER_STAGE steps for each stage."""
         budget = self._limits.max_num_batched_tokens
         if num_stages == 1:
             return budget
@@ -236,8 +238,9 @@ class Step:
         self._num_prefill_tokens += count
         self._budget -= count
 
-    def _can_announce(self, request: Request, num_bytes: int) -> bool:
-        """Return True if a request, with all its tokens, fits into the step's message."""
+    def _fits_in_message(self, request: Request, num_bytes: int) -> bool:
+        """Return True if the admission of a request, with all its tokens, fits into the step's
+        message."""
         return (
             self._num_admitted_tokens + len(request.tokens) <= MAX_ADMITTED_TOKENS
             and self._num_admitted_bytes + num_bytes <= MAX_ADMITTED_BYTES
@@ -246,7 +249,7 @@ class Step:
     def _num_bytes(self, request: Request) -> int:
         return request.admission_bytes(len(request.tokens), self._limits.block_groups)
 
-    def _announce(self, request: Request, num_bytes: int) -> None:
+    def _add_admission(self, request: Request, num_bytes: int) -> None:
         self.new.append(request)
         self._num_admitted_tokens += len(request.tokens)
         self._num_admitted_bytes += num_bytes

@@ -32,17 +32,18 @@ from worker_client.scheduler.step_budget import Clock, StepBudget
 from worker_client.scheduler_output import PromptChunk, SchedulerOutput, StepResult
 from worker_client.stop_strings import Texts
 
-NOT_FINITE = (
-    "the model's output is not finite: its weights overflow or are damaged for this input; the "
-    "other requests are not affected"
+POOLED_NOT_FINITE = (
+    "the model's output is NaN or infinite for this input: activations overflow, or the weights "
+    "are damaged; the other requests are not affected"
 )
-NOT_A_NUMBER = (
-    "the model's output for token {place} is not a number: its weights overflow or are damaged "
-    "for this input, or nothing that it may sample is left; the other requests are not affected"
+LOGITS_NOT_FINITE = (
+    "the model's output for token {place} is NaN or infinite: activations overflow for this input, "
+    "the weights are damaged, or no token is left that it may sample; the other requests are not "
+    "affected"
 )
 
 MAX_IMBALANCE = 8
-"""Requests by which decode groups may differ in size with a target for inter-token latency."""
+"""Largest difference in size between decode groups if max_itl_ms is set."""
 
 
 class Scheduler:
@@ -56,11 +57,11 @@ class Scheduler:
         *,
         clock: Clock = time.monotonic,
     ) -> None:
-        """texts: the model's tokenizer, for requests with stop strings. clock: seconds, read only
-        with a limits.max_itl_ms.
+        """texts: the model's tokenizer, for requests with stop strings. clock: returns seconds;
+        used only if limits.max_itl_ms is set.
 
         Raises:
-            ClientConfigError: limits.max_itl_ms is no positive, finite number.
+            ClientConfigError: limits.max_itl_ms is not a positive, finite number.
         """
         self._limits = limits
         self._texts = texts
@@ -95,8 +96,9 @@ class Scheduler:
         """Continue requests that another driver's Scheduler has left. To be called before anything
         but add_request. Return those that have all their tokens already; they end here.
 
-        The others run from the first step on, with their blocks; those without begin again from
-        their tokens, and those that report logprobs from their prompt.
+        The others run from the first step on, with their blocks. Requests without blocks are
+        recomputed from all their tokens. Requests that report logprobs start over from their
+        prompt.
 
         Raises:
             RequestError: a request was not admitted by a Scheduler, its id is in use, or it does
@@ -119,7 +121,7 @@ class Scheduler:
             elif has_kv and not self._queues.is_full:
                 self._blocks.adopt(entry, request.blocks_by_group, request.num_computed_tokens)
                 self._queues.start(entry)
-                entry.unannounced = True
+                entry.needs_admission = True
         return done
 
     def abort_request(self, req_id: str) -> None:
@@ -167,9 +169,11 @@ class Scheduler:
         new = [request.as_new() for request in step.new]
         preempted = step.preempted
         for request in step.new:
-            if request.unannounced:  # the group ignores an adopted one: it has no row yet
+            if request.needs_admission:
+                # A request that has jumped has a row, to be dropped first. An adopted one has none
+                # yet: ids without a row are ignored.
                 preempted = [*preempted, request.id]
-                request.unannounced = False
+                request.needs_admission = False
         decode_req_ids = self._groups.commit(self._num_steps, step.group, step.decodes)
         for req_id, count in step.prefills.items():
             request = self._queues.unfinished[req_id]
@@ -211,7 +215,7 @@ class Scheduler:
                 continue
             if token == NO_TOKEN:
                 place, num_left = len(request.tokens), request.num_in_flight - 1
-                done += self._not_a_number(request, place, num_left)
+                done += self._not_finite(request, place, num_left)
                 continue
             reason = request.take(token)
             if request.reported is not None:
@@ -253,7 +257,7 @@ class Scheduler:
         place, request.repeated = request.repeated[0], request.repeated[1:]
         if token != NO_TOKEN:
             return []
-        return self._not_a_number(request, place, request.num_void + request.num_in_flight)
+        return self._not_finite(request, place, request.num_void + request.num_in_flight)
 
     def _take_prompts(self, chunks: Mapping[str, PromptChunk]) -> None:
         for req_id, chunk in chunks.items():
@@ -278,7 +282,7 @@ class Scheduler:
             if self._blocks.distrust(request):
                 self._begin_again(request)
                 return []
-            return [self._finish(request, "error", NOT_FINITE)]
+            return [self._finish(request, "error", POOLED_NOT_FINITE)]
         params = extension_of(request.extensions, PoolingParams)
         per_token = params is not None and params.task in ("token_embed", "token_classify")
         return [self._finish(request, "stop", pooled=values if per_token else values[0])]
@@ -299,10 +303,12 @@ class Scheduler:
 
     def forget_prefixes(self) -> None:
         """Drop the prefix cache after the group has lost its KV cache: by a sleep, a discard or a
-        change of weights. Adopted requests that no step has announced begin again from their
-        tokens; the next step's failure names the others."""
-        for request in [each for each in self._queues.running.values() if each.unannounced]:
-            self._queues.requeue(request)
+        change of weights. Requests that the next step would admit with their present blocks are
+        recomputed instead, from their known tokens: adopted ones, which have no row yet, and those
+        that have jumped forward, which may still have one. The group has dropped the rows of the
+        other running requests. It fails the next step, and step_failed gets their ids."""
+        for request in [each for each in self._queues.running.values() if each.needs_admission]:
+            self._begin_again(request)
         self._blocks.forget_all()
 
     @property
@@ -332,14 +338,14 @@ class Scheduler:
         for request in self._queues.unfinished.values():
             request.go_on_from_known()
 
-    def _not_a_number(self, request: Request, place: int, num_left: int) -> list[RequestOutput]:
+    def _not_finite(self, request: Request, place: int, num_left: int) -> list[RequestOutput]:
         """Handle a request whose logits for the token at a place are NaN or infinite: no request
         may share the blocks that it wrote. If it began with blocks of another request, the fault
         may be in those: then it is computed again, from its known tokens and by itself. num_left:
         tokens of it that still arrive."""
         if not self._blocks.distrust(request):
             adapter = extension_of(request.extensions, LoraRequest)
-            reason = NOT_A_NUMBER.format(place=place + 1)
+            reason = LOGITS_NOT_FINITE.format(place=place + 1)
             del request.tokens[place:]
             if adapter is not None:
                 reason += f"; or a daemon lacks its adapter {adapter.name!r}: add it again"

@@ -40,8 +40,8 @@ from worker_client.step_checks import (
 )
 from worker_client.stop_strings import StopWatch, Texts
 
-MAX_NOTE_BYTES = 64
-"""Bound on an encoded _Note."""
+_NOTE_BYTES: Final = 64
+"""Bound on an encoded _Note without its stop strings, whose bytes Traits.fixed_bytes counts."""
 
 
 class _Note(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
@@ -58,7 +58,8 @@ class _Note(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=
 
 @dataclass(slots=True)
 class HeldBlocks:
-    """A request's blocks; RequestBlocks alone writes here."""
+    """A request's blocks. The start of the request sets root and may_share, and num_cached_tokens
+    and num_preemptions if it was adopted. From then on RequestBlocks alone writes here."""
 
     by_group: tuple[list[int], ...] = ()
     """Blocks of each group of layers, by position; 0 replaces a block that a window has passed.
@@ -69,7 +70,7 @@ class HeldBlocks:
     num_remembered: int = 0
     """Number of leading hashes that the pool has recorded."""
     num_shared: int = 0
-    """Number of leading blocks that other requests had filled, since its admission."""
+    """Number of leading hashes whose blocks were in the prefix cache at its latest admission."""
     num_cached_tokens: int = -1
     """Prompt tokens found in the prefix cache at the first admission; -1 before that."""
     may_share: bool = True
@@ -77,7 +78,7 @@ class HeldBlocks:
     root: bytes = b""
     """First parent of the hash chain."""
     num_preemptions: int = 0
-    """Number of times that other requests needed them."""
+    """Number of times that it was preempted."""
 
 
 _REPORTED: Final = frozenset((LogprobsWanted, LogprobTokens, PromptLogprobsWanted))
@@ -184,14 +185,16 @@ class Request:
     num_computed: int = 0
     admission: int = -1
     """Increases with each admission; -1 while waiting."""
-    unannounced: bool = False
-    """It runs, and its next step admits it: it was adopted, or has jumped forward."""
+    needs_admission: bool = False
+    """True if it runs here, but its next step must admit it on the workers: it was adopted, or has
+    jumped forward."""
     last_step: int = -1
-    """Step that samples its last token; -1 for none."""
+    """Step that samples its newest token; -1 for none."""
     num_void: int = 0
     """Number of tokens in flight that are to be ignored."""
     repeated: range = range(0)
-    """Places of tokens that it has by a jump and that still arrive: the first of num_void."""
+    """Positions of tokens that it has from a jump, but whose samples still arrive. They are the
+    first of the num_void tokens."""
     blocks: HeldBlocks = field(default_factory=HeldBlocks)
     reported: Reported | None = None
     """None if it reports nothing."""
@@ -205,17 +208,19 @@ class Request:
         self.traits = Traits.of(self.extensions, self.sample)
         self.reported = Reported.of(self.extensions, self.num_prompt_tokens)
         self.blocks.root = prefix_root(self.extensions)
-        # Of a prompt that it found in the cache nothing would be reported.
+        # Prompt tokens found in the cache are not computed, so they would have no logprobs.
         self.blocks.may_share = self.reported is None or self.reported.prompt_logprobs is None
 
     @property
     def pools(self) -> bool:
-        """It samples nothing: it ends with an output of its last token's step."""
+        """True if it samples nothing. It ends with the pooled output of the step that computes its
+        last token."""
         return self.traits.pools
 
     @property
     def is_running(self) -> bool:
-        """True if it has been admitted; else it waits."""
+        """True if it has blocks and a place in RequestQueues.running; otherwise it waits. The
+        workers may not have it yet (needs_admission)."""
         return self.admission >= 0
 
     @property
@@ -225,12 +230,12 @@ class Request:
 
     @property
     def most_computed(self) -> int:
-        """Number of its tokens that are ever computed: not the last one that is sampled."""
+        """Largest number of its tokens whose KV is computed: all but the last sampled one."""
         return self.limit if self.pools else self.limit - 1
 
     @property
     def least_computed(self) -> int:
-        """Number of positions that are computed whatever steps in flight refuse."""
+        """Number of positions that stay computed even if every token in flight is refused."""
         if not self.traits.may_refuse:
             return self.num_computed
         return min(self.num_computed, len(self.tokens) - 1)
@@ -269,8 +274,8 @@ class Request:
         self.repeated = range(0)
 
     def num_jumped(self, tokens: Sequence[int]) -> int:
-        """Return how many of these forced tokens it may gain at once: up to the next one that could
-        end it, and more than are in flight, else 0."""
+        """Return how many of these forced tokens it may gain at once: those before the first one
+        that could end it; 0 if no more than are in flight."""
         room = self.limit - 1 - len(self.tokens)
         stops = self.traits.stop_ids
         count = next((i for i, token in enumerate(tokens[:room]) if token in stops), None)
@@ -295,7 +300,7 @@ class Request:
         for group in groups:
             num_blocks += blocks_for(num_tokens, group.block_size)
         own = self.traits.fixed_bytes
-        return admission_bytes(num_tokens, num_blocks, len(self.id), own, MAX_NOTE_BYTES)
+        return admission_bytes(num_tokens, num_blocks, len(self.id), own, _NOTE_BYTES)
 
     def as_new(self) -> NewRequest:
         """Return its admission for the workers."""
@@ -348,7 +353,7 @@ class WatchedRequest(Request):
 
     def take(self, token: int) -> FinishReason | None:
         """Append a sampled token; return the reason if the request ends with it."""
-        # Both classes are made anew for their slots: super() would name the first one.
+        # @dataclass(slots=True) creates the class anew: super() would refer to the original one.
         reason = Request.take(self, token)
         if reason != "stop" and self.watch.take(token):
             return "stop"
@@ -390,8 +395,8 @@ def _request_class(
 def new_request(
     request: GenerationRequest, limits: SchedulerLimits, texts: Texts | None = None
 ) -> Request:
-    """Return a request in its initial state. texts: makes the text that stop strings are
-    looked for in.
+    """Return a request in its initial state. texts: the tokenizer whose text is
+    searched for stop strings.
 
     Raises:
         RequestError: a field is out of bounds, or it can never be served.
@@ -477,7 +482,8 @@ def _note_pooling(made: Request, limits: SchedulerLimits) -> None:
 
 
 def _check_admission(made: Request, groups: Sequence[BlockGroup]) -> None:
-    """Check that a step can admit the request by itself: after a preemption with all its tokens."""
+    """Check that one step can admit the request with all tokens that it may ever have, as after a
+    preemption."""
     num_tokens = made.most_computed
     num_bytes = made.admission_bytes(num_tokens, groups)
     if num_tokens <= MAX_ADMITTED_TOKENS and num_bytes <= MAX_ADMITTED_BYTES:

@@ -43,8 +43,8 @@ class RequestBlocks:
     def __init__(self, limits: SchedulerLimits) -> None:
         self._groups = limits.block_groups
         self.unit = min(group.block_size for group in self._groups)
-        """Tokens of a hash, and of the smallest blocks: all larger ones are multiples, also of each
-        other."""
+        """Tokens per hash, and per block of the smallest size. The block sizes of all groups are
+        multiples of it, and of one another."""
         self._sizes = [group.block_size for group in self._groups]
         self._has_windows = any(group.window is not None for group in self._groups)
         self._strides = [group.block_size // self.unit for group in self._groups]
@@ -63,7 +63,8 @@ class RequestBlocks:
 
     @property
     def tag(self) -> bytes:
-        """The name of the hashes of the cached blocks: equal ones mean the same to every driver."""
+        """Name of the hash scheme. With equal tags, equal hashes mean equal contents, whichever
+        driver made them."""
         groups = ",".join(f"{group.block_size}/{group.window}" for group in self._groups)
         return _FORMAT + blake2b(groups.encode(), digest_size=_HASH_BYTES).digest()
 
@@ -79,8 +80,8 @@ class RequestBlocks:
         holds them; return their number. They have hashes of this tag."""
         if not self._caches_prefixes or not blocks.block_ids.size:
             return 0
-        # Blocks are given out by ascending id, at first: those of prefixes' beginnings come first,
-        # and are to be reused last.
+        # A fresh pool allocates ascending ids, so low ids hold the beginnings of prefixes. They are
+        # restored last, which makes them the last to be reused.
         order = np.argsort(-blocks.block_ids)
         raw, width, num_restored = blocks.hashes[order].tobytes(), _HASH_BYTES + 1, 0
         for index, block_id in enumerate(blocks.block_ids[order].tolist()):
@@ -280,7 +281,8 @@ class RequestBlocks:
         return num_shared > 0
 
     def forget_all(self, good: Iterable[Request] = ()) -> None:
-        """Drop the prefix cache. The blocks of `good` requests are valid, and remembered again."""
+        """Drop the prefix cache. The blocks of `good` requests stay valid: the next remember() of a
+        request caches them again."""
         self._to_remember.clear()
         self._pool.forget_all()
         for request in good:

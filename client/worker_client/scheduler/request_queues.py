@@ -88,7 +88,7 @@ class RequestQueues:
         if request.is_running:
             self._groups.leave(request)
             self.prefilling = {request.id: request, **self.prefilling}
-            request.unannounced = True
+            request.needs_admission = True
 
     def requeue(self, request: Request) -> None:
         """Let a running request wait again, without blocks."""
@@ -123,4 +123,4 @@ class RequestQueues:
         del self.running[request.id]
         self._blocks.release(request)
         request.admission = -1
-        request.unannounced = False
+        request.needs_admission = False

@@ -34,8 +34,8 @@ DEVIATION_GAIN: Final = 1 / 16
 DRIFT: Final = 0.01
 """Relative change of the cost that is expected from one step to the next."""
 MIN_SHARE: Final = 0.1
-"""For its drift, the cost of new tokens counts as at least this share of a step's time, so that a
-cost of 0 can rise again."""
+"""Least share of a step's time that its tokens are assumed to cost where the drift of their
+coefficient is estimated. Without it, a coefficient of 0 could not rise again."""
 MIN_NOISE: Final = 0.02
 """Least relative standard deviation of a step's time."""
 OUTLIER: Final = 0.5
@@ -51,15 +51,15 @@ TOKENS: Final = 1e-3
 PAIRS: Final = 1e-6
 """Scales of the model's inputs: a coefficient is seconds per thousand tokens or million pairs."""
 FIRST_SCALES: Final = (0.5, 1.0, 1 / 30)
-"""Ratios of the coefficients that are assumed before anything is measured: half as much for a step
-as for a thousand tokens, which attention doubles at about 30,000 tokens of context."""
+"""Ratios of the coefficients before anything is measured: the constant to a thousand tokens to a
+million pairs. With 1/30, attention doubles the cost of a token at 30,000 tokens of context."""
 
 
 def check_max_itl_ms(value: float) -> None:
     """Check a target.
 
     Raises:
-        ClientConfigError: it is no positive, finite number.
+        ClientConfigError: it is not a positive, finite number.
     """
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if not is_number or not math.isfinite(value) or value <= 0:
@@ -217,9 +217,10 @@ class StepBudget:
     A step's time runs from the result before it (or from its own sending, if that was later) to its
     own result, by the driver's clock. These intervals are what clients see: in a pipeline of P
     stages a request decodes in every P-th step, so its ITL is the sum of P of them, and each may
-    take a P-th of the target. A chunk after steps without any has no long step to overlap with: its
-    pass through P stages and the P - 1 steps behind it may all lie between two tokens of a request,
-    2 P - 1 stage times.
+    take a P-th of the target. The first step with prompt tokens after steps without any has no
+    other long step to overlap with. Its pass through P stages and the P - 1 short steps behind it
+    may all lie between two tokens of a request. So each of these 2 P - 1 stage times may take only
+    a (2 P - 1)-th of the target.
     """
 
     def __init__(
@@ -228,7 +229,7 @@ class StepBudget:
         """max_itl_ms: the target, in milliseconds.
 
         Raises:
-            ClientConfigError: the target is no positive, finite number.
+            ClientConfigError: the target is not a positive, finite number.
         """
         check_max_itl_ms(max_itl_ms)
         self._target_s = max_itl_ms * 1e-3
@@ -244,7 +245,7 @@ class StepBudget:
 
     def allowance(self, num_decodes: int) -> PromptAllowance:
         """Return the prompt tokens of a step in which so many requests decode. Before anything is
-        measured, it is the least."""
+        measured, it is MIN_PROMPT_TOKENS."""
         left_s = 0.0
         if self._cost.is_known:
             decodes_s = self._cost.seconds(StepLoad(0, num_decodes, 0.0))
@@ -269,7 +270,7 @@ class StepBudget:
         if step.is_alone:  # it has passed all stages, one after the other
             seconds /= self._num_stages
         elif step.is_first and self._num_stages > 1:
-            return  # so has this one, while other stages idled: it is not the time of one stage
+            return  # it has passed all stages too, while others idled: not the time of one stage
         load = step.load
         if load.num_prompt_tokens or load.num_decodes:
             self._cost.learn(load, seconds)

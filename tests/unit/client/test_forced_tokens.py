@@ -237,3 +237,33 @@ def test_a_token_that_is_none_ends_a_request_where_it_would_without_a_jump(fakes
         if pp == 1 and not output.num_cached_tokens:
             assert len(output.token_ids) == len(tokens), (seed, name)
         assert NO_TOKEN not in output.token_ids
+
+
+@pytest.mark.parametrize("pp", [1, 2])
+@pytest.mark.parametrize("loses_rows", [False, True])
+def test_requests_that_have_jumped_begin_again_when_prefixes_are_forgotten(
+    fakes, connect, pp, loses_rows
+):
+    """If the workers still have their rows, the next step drops those before it admits them."""
+    seed = random.randrange(1 << 30)
+    rng = random.Random(seed)
+    requests = with_grammars(random_requests(rng, 12), rng, share=0.8)
+    wanted = {request.id: expected(request) for request in requests}
+    grammars = HandGrammars(wanted, lambda: rng.choice([0, 5, 9, 40]))
+    daemons, driver = driver_of(fakes, connect, grammars, pp=pp)
+    for request in requests:
+        driver.add_request(request)
+    outputs, num_steps = {}, 0
+    while driver.busy:
+        outputs.update((output.req_id, output.token_ids) for output in driver.step())
+        num_steps += 1
+        if loses_rows and num_steps % 5:
+            continue
+        if loses_rows:
+            driver.group.relink()
+        driver.scheduler.forget_prefixes()
+    assert not list(driver.run())  # sends the last finished ids
+    assert outputs == wanted, seed
+    if not loses_rows:
+        assert driver.num_failures == 0, seed
+        assert not daemons.daemons[-1].rows, seed

@@ -133,12 +133,12 @@ def test_rows_replace_the_hidden_states_of_their_positions(dtype, of_upload):
 
 def test_decodes_and_plain_steps_use_nothing_and_graphs_are_as_before():
     parts = parts_with({})
-    assert parts.around == 0
+    assert parts.active_in_forward == 0
     parts.admit([admission(0, None)])
-    assert parts.around == 0
+    assert parts.active_in_forward == 0
     assert parts.graph_keys() == [0]
     parts.admit([admission(1, embeds_of((3, 4)))])
-    assert parts.around
+    assert parts.active_in_forward
     assert parts.used_by(np.arange(2)) == 0
     for scheduled, uses in (
         ({0: (0, 20)}, False),
@@ -150,7 +150,7 @@ def test_decodes_and_plain_steps_use_nothing_and_graphs_are_as_before():
     ):
         assert bool(parts.used_in(a_step(scheduled))) == uses
     parts.admit([admission(1, None)])
-    assert parts.around == 0
+    assert parts.active_in_forward == 0
     assert not parts.used_in(a_step({1: (3, 4)}))
 
 

@@ -75,6 +75,7 @@ class AllowedTokensPart(StepPart):
 
     @staticmethod
     def sampling_bytes(num_rows: int, vocab_size: int, itemsize: int) -> int:
-        """Count a copy of the logits, and two of the rows' tokens with their logits."""
+        """Count a copy of the logits, and for each row its allowed ids as int32 and as int64, with
+        their logits."""
         tokens = (_INT32 + _INT64 + itemsize) * MAX_ALLOWED_TOKENS
         return num_rows * (vocab_size * itemsize + tokens)

@@ -1,7 +1,8 @@
 """Sequences of tokens that a row must not complete: the last token of each is banned when the
 tokens before it are the row's newest.
 
-The sequences and each row's newest tokens are stored on the device when a request is admitted.
+The sequences are stored on the device when a request is admitted. So are each row's newest tokens,
+which are updated with each token that the row samples.
 
 Shapes: S rows, R rows that sample, V vocabulary, W sequences of a row, L tokens before the last.
 """
@@ -29,7 +30,7 @@ _ANY: Final = -1
 _NEVER: Final = -2
 """Entry that no token matches: the row has no such sequence."""
 _NO_TOKEN: Final = -3
-"""Entry of a newest token that a short row does not have."""
+"""Filler in the newest tokens of a row that has fewer than L tokens."""
 
 
 class BadWordsPart(StepPart):

@@ -27,7 +27,7 @@ _INT32 = 4
 
 @dataclass(frozen=True, slots=True)
 class Masks:
-    """Masks in host memory, aligned."""
+    """Masks of a step, in host memory."""
 
     slots: Int64s
     """[S], ascending or not"""

@@ -62,7 +62,7 @@ class PartContext:
 
     @property
     def num_rows(self) -> int:
-        """S, the spare row included."""
+        """S: max_num_seqs rows, and the spare row, to which padding entries point."""
         return self.limits.max_num_seqs + 1
 
 
@@ -70,9 +70,9 @@ class StepPart:
     """One feature. These methods do nothing; a part overrides those that it needs.
 
     One object serves a runner, on the step thread alone; it owns the feature's state of the S rows.
-    The judging methods are pure and see no value that differs between ranks, so that all ranks
-    accept or refuse alike. A request's extension is kept with its row, and reported unchanged to a
-    driver that adopts the request.
+    The validation methods (`judge`, `judge_step`, `judge_batch`) are pure. They see no value that
+    differs between ranks, so that all ranks accept or refuse alike. A request's extension is kept
+    with its row, and reported unchanged to a driver that adopts the request.
     """
 
     request_extension: ClassVar[type[RequestExtension] | None] = None
@@ -89,14 +89,14 @@ class StepPart:
     has_graphs: ClassVar[bool] = True
     """False if steps that use the part around the forward pass run without graphs."""
     in_sampling: ClassVar[bool] = True
-    """True if the part changes logits or reports on them. Rows that use only parts with False take
-    their most likely token."""
+    """True if the part changes logits or reports on them. A row that uses only parts with False is
+    sampled greedily (argmax)."""
     judges_batches: ClassVar[bool] = False
     """True if the part may refuse a combination of rows (`judge_batch`)."""
     may_refuse: ClassVar[bool] = False
-    """True if a step may count a token for a request that the request does not keep (`refuse`). The
-    host then has only upper bounds of the lengths of such rows, and steps that use the part have
-    graphs of their own."""
+    """True if the part may refuse a sampled token after a step has counted it (`refuse`), as in
+    speculative decoding. The host then has only upper bounds of the lengths of such rows, and steps
+    that use the part have graphs of their own."""
     pools: ClassVar[bool] = False
     """True if a request with the part's extension samples nothing and ends with an output
     (`pool`)."""
@@ -114,7 +114,7 @@ class StepPart:
     def __init__(self, context: PartContext) -> None:
         """Create the feature's state for the rows, which are all free."""
 
-    # Judging.
+    # Validation.
 
     def judge(self, extension: Any, request: NewRequestData, limits: StepLimits) -> None:
         """Check a new request's extension, using only the message and the limits. Do not refuse for
@@ -136,7 +136,8 @@ class StepPart:
     # Rows.
 
     def uses(self, extension: Any) -> bool:
-        """Return True if all steps of a request with this extension use the part."""
+        """Return True if all steps of a request with this extension use the part around the forward
+        pass and in sampling. admit, begin, report_forward and pool need only the extension."""
         return True
 
     def uses_step(self, step: ScheduledStep) -> bool:
@@ -197,10 +198,10 @@ class StepPart:
         return logits
 
     def refuse(self, token_ids: Tensor, rows: SampleRows) -> Tensor:
-        """Return int32 [R]: 1 if the row's token of int64 [R] is refused, otherwise 0. A row with a
-        refused token computes its last token again in its next step. Every rank of the stage must
-        return the same. Called if `may_refuse` and a row uses the part; NO_TOKEN is never
-        refused."""
+        """Return int32 [R]: 1 where the token in token_ids, int64 [R], is refused, otherwise 0. A
+        row with a refused token computes its last token again in its next step. Every rank of the
+        stage must return the same. Called if `may_refuse` and a row uses the part; NO_TOKEN is
+        never refused."""
         return torch.zeros_like(token_ids, dtype=torch.int32)
 
     def gain(self, token_ids: Tensor, rows: SampleRows) -> None:

@@ -64,7 +64,7 @@ class LogitBiasPart(StepPart):
     def adjust_logits(self, logits: Tensor, rows: SampleRows, brought: None) -> Tensor:
         width, slots = int(self._counts[rows.slots_np].max(initial=0)), rows.slots.long()
         biased = logits.to(torch.float32, copy=True)
-        # A row's tokens are different ones, so that the order of the additions does not matter.
+        # The biased ids of a row are distinct: the order of the additions does not matter.
         return biased.scatter_add_(1, self._token_ids[slots, :width], self._biases[slots, :width])
 
     @staticmethod

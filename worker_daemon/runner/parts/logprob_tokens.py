@@ -1,5 +1,5 @@
-"""Log probabilities of the tokens that a request names, at each position that it samples. They come
-from the same logits as those of the most likely tokens.
+"""Log probabilities of the tokens that a request names, at each position that it samples. They use
+the same logits as those of the most likely tokens (token_logprobs.py).
 
 Shapes: S rows, R rows that sample, V vocabulary, K named tokens of a row.
 """
@@ -24,8 +24,11 @@ _INT64: Final = 8
 
 class LogprobTokensPart(StepPart):
     """Reports log probabilities of the tokens that requests name. All rows of a step report as many
-    as the row that names the most. Takes less memory than the report of the most likely tokens,
-    and not at the same time."""
+    as the row that names the most.
+
+    Needs no sampling_bytes: it takes less temporary memory than token_logprobs.py, which the memory
+    profile counts, and the two never hold theirs at the same time.
+    """
 
     request_extension = LogprobTokens
     heaviest = LogprobTokens(token_ids=pack_token_ids((0,)))

@@ -1,7 +1,7 @@
 """LoRA adapters of requests: copies those of a step to device slots, and gives the linear layers
 each token's slot.
 
-Shapes: S rows, B scheduled requests, N tokens.
+Shapes: S rows, N tokens.
 """
 
 from collections.abc import Sequence
@@ -49,7 +49,8 @@ class LoraPart(StepPart):
         self._wanted: list[_Wanted] = [_NO_ADAPTER] * context.num_rows
         """[S] the adapters that the rows want; the same on all ranks."""
         self._serials = np.zeros(context.num_rows, np.int64)
-        """[S] serials of the adapters that the rows have on this rank."""
+        """[S] the serial (HostAdapter.serial) of each row's adapter on this rank; _NONE if the row
+        has no adapter, _MISSING if this rank lacks it."""
         self._used: dict[int, HostAdapter] = {}
         """The adapters by serial."""
 

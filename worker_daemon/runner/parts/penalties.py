@@ -4,7 +4,7 @@ output (presence, frequency).
 A table on the device counts each row's tokens. It is built from a request's tokens when the request
 is admitted, and updated with each token that the row samples.
 
-Shapes: S rows, R rows that sample, V vocabulary, Q admissions.
+Shapes: S rows, R rows that sample, V vocabulary.
 """
 
 from collections.abc import Sequence
@@ -114,8 +114,8 @@ def _weights(penalties: Penalties) -> tuple[float, float, float]:
 
 def _entries(prompts: Int64s, outputs: Int64s) -> tuple[Int64s, NDArray[np.int16]]:
     """Return the places of all tokens, each once, and their values in the table. prompts, outputs:
-    the places of tokens in prompts and of those that were generated. Takes time by the number of
-    tokens, not by the size of the vocabulary."""
+    the places of tokens in prompts and of those that were generated. The time depends on the number
+    of tokens, not on the size of the vocabulary."""
     generated, counts = np.unique(outputs, return_counts=True)
     places = np.union1d(prompts, generated)
     values = np.zeros(places.size, np.int16)

@@ -1,6 +1,7 @@
 """Pooling: outputs computed from a prompt's hidden states. The request ends with them.
 
-Shapes: N tokens of a step, H hidden size, S rows, R rows of one kind, W values of an output.
+Shapes: N tokens of a step, H hidden size, S rows, R rows with equal parameters, W values of an
+output.
 """
 
 from collections import defaultdict
@@ -60,9 +61,9 @@ class _Outputs(NamedTuple):
     slots: Int64s
     """[R]"""
     sizes: Int64s
-    """[R, 2]: rows and values of a row."""
+    """[R, 2]: the shape of each request's output, [1 or its number of tokens, W]."""
     pieces: tuple[Tensor, ...]
-    """float32 [n, W], the rows of one request after the other."""
+    """float32 [n, W]: the outputs of the requests, one after the other."""
 
 
 def _tokens_of(rows: _PooledRows, hidden: Tensor) -> Tensor:
@@ -79,7 +80,8 @@ def _tokens_of(rows: _PooledRows, hidden: Tensor) -> Tensor:
 
 class PoolingPart(StepPart):
     """Pools on the last stage. Between the chunks of a prompt it keeps the sum of hidden states or
-    per-token outputs. The next step that pools frees those of aborted requests."""
+    per-token outputs. The next step that pools drops the per-token outputs of aborted
+    requests."""
 
     request_extension = PoolingParams
     pools = True

@@ -5,7 +5,7 @@ The uploads stay in host memory, and a step copies the rows that it needs. So th
 device memory between steps. Within a step its rows take no more than the hidden states do, and only
 until the layers run.
 
-Shapes: S rows, N tokens, H hidden size, P rows of an upload, E embedded tokens of a step.
+Shapes: S rows, N tokens, H hidden size, E embedded tokens of a step.
 """
 
 from collections.abc import Sequence
@@ -34,7 +34,8 @@ class _Embedded:
     req_id: str
     embeds: PromptEmbeds
     source: Int32s
-    """[end of the last range] the upload's row for each position; -1 for a token."""
+    """[end of the last range] the row of the upload for each prompt position; -1 where the position
+    has an ordinary token."""
 
     def of(self, start: int, count: int) -> Int32s:
         """Return the entries of `count` positions from start on; fewer where source ends."""
@@ -42,8 +43,8 @@ class _Embedded:
 
 
 class PromptEmbedsPart(StepPart):
-    """Replaces hidden states before the first layer. Runs without graphs: they would take as much
-    memory and warm-up time again as those of all other prompts."""
+    """Replaces hidden states before the first layer. Runs without graphs: a second set of prefill
+    graphs would double their memory and their capture time."""
 
     request_extension = PromptEmbeds
     in_forward = True

@@ -3,8 +3,6 @@ before.
 
 The logits of a chunk are computed a few positions at a time, at most as many as a step may sample.
 So they take no more memory than the memory profile has measured.
-
-Shapes: S rows, N tokens, H hidden size, V vocabulary, P positions to report.
 """
 
 from collections.abc import Iterator, Sequence

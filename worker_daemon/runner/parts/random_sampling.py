@@ -1,7 +1,7 @@
 """Random sampling: keeps each row's temperature, filters and seed on the device, and chooses
 tokens. Greedy rows take part with a temperature of 0.
 
-Shapes: S rows, R rows that sample, V vocabulary, Q admissions.
+Shapes: S rows, R rows that sample, V vocabulary.
 """
 
 from collections.abc import Sequence
@@ -21,8 +21,8 @@ from worker_daemon.runner.sample_rows import SampleRows
 from worker_daemon.runner.scheduled_step import StepLimits, invalid
 
 _TABLE_COLUMNS: Final = 6
-"""int32 values of a row: temperature, top_p and min_p as float32 bits, top_k, then the two of the
-int64 seed."""
+"""int32 values of a row: temperature, top_p and min_p as float32 bits, top_k, then the two
+int32 halves of the int64 seed."""
 _INT32: Final = 4
 _GREEDY: Final = RandomSampling()
 
@@ -40,7 +40,7 @@ class RandomSamplingPart(StepPart):
         self._table = torch.empty(shape, dtype=torch.int32, device=context.device)
         self._table[:] = torch.from_numpy(_table_row(_GREEDY)).to(context.device)
         self._features = np.zeros((context.num_rows, 4), np.bool_)
-        """[S] flags: the row samples randomly; and if so, it has a top_k, a top_p, a min_p."""
+        """[S, 4] flags: the row samples randomly; and if so, it has a top_k, a top_p, a min_p."""
 
     def judge(self, extension: RandomSampling, request: NewRequestData, limits: StepLimits) -> None:
         if 0 < extension.temperature < MIN_TEMPERATURE:

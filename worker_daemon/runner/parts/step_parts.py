@@ -45,7 +45,7 @@ class SamplerOutput:
     """int64 [R]; NO_TOKEN in rows whose logits are NaN or infinite."""
     reports: tuple[Report, ...] = ()
     refused: Tensor | None = None
-    """int32 [R], 1 if the row's token is refused; None if no token is."""
+    """int32 [R], 1 if the row's token is refused; None if no row uses a part that may refuse."""
 
 
 class _Member(NamedTuple):
@@ -85,12 +85,12 @@ class StepParts:
         self.has_reports_of_forward = False
         """True if a row may have a report of the forward pass."""
         self._following = sum(m.bit for m in self._members if m.part.follows_tokens)
-        around = sum(m.bit for m in self._members if m.part.in_forward)
-        self.in_forward = around | self.refusing
+        in_forward = sum(m.bit for m in self._members if m.part.in_forward)
+        self.in_forward = in_forward | self.refusing
         """Bits of the parts that act around the forward pass, including those that may refuse
         tokens, because counts are corrected before it."""
-        self.around = 0
-        """Bits of the parts in in_forward for which a row has an extension, or had one until it
+        self.active_in_forward = 0
+        """Those bits of in_forward for whose parts a row has an extension, or had one until it
         ended."""
         self.in_sampling = sum(m.bit for m in self._members if m.part.in_sampling)
         """Bits of the parts that act when tokens are sampled."""
@@ -99,7 +99,7 @@ class StepParts:
         self.heaviest = tuple(extension for extension in heaviest if extension is not None)
         """Extensions of a request that uses every part."""
 
-    # Judging.
+    # Validation.
 
     def judge(self, request: NewRequestData, limits: StepLimits) -> None:
         """Check a new request's extensions. Pure; raises InvalidStepError."""
@@ -180,7 +180,7 @@ class StepParts:
                     assert tokens is not None, "a part follows them"
                     part.begin(requests, own, tokens)
         self._has[slots] = has
-        self.around = int(np.bitwise_or.reduce(self._has)) & self.in_forward
+        self.active_in_forward = int(np.bitwise_or.reduce(self._has)) & self.in_forward
         self.has_reports_of_forward = bool((self._has & self._reporting_forward).any())
 
     def used_by(self, slots: Int64s) -> int:
@@ -190,11 +190,12 @@ class StepParts:
     def used_in(self, step: ScheduledStep) -> int:
         """Return the bits of the parts around the forward pass that a step uses because of the
         positions of its tokens."""
-        return sum(m.bit for m in self._members if self.around & m.bit and m.part.uses_step(step))
+        active = self.active_in_forward
+        return sum(m.bit for m in self._members if active & m.bit and m.part.uses_step(step))
 
-    def counts(self, used: int) -> bool:
-        """Return True if rows that use these parts may refuse tokens; their refusals are then sent
-        with their tokens."""
+    def any_may_refuse(self, used: int) -> bool:
+        """Return True if one of these parts may refuse tokens. Refusals are then sent with the
+        tokens."""
         return bool(used & self.refusing)
 
     # The forward pass.
@@ -211,8 +212,8 @@ class StepParts:
         return plan._replace(shape=shape, parts=used)
 
     def graph_keys(self) -> list[int]:
-        """Return the choices of parts around the forward pass that have graphs of their own: none
-        of them, and each alone. Steps that use several are launched kernel by kernel."""
+        """Return the sets of parts for which graphs are captured: each part around the forward pass
+        alone, and no part. Steps that use several such parts run eagerly."""
         own = (m for m in self._members if m.bit & self.in_forward and m.part.has_graphs)
         return [*(m.bit for m in own), 0]
 
@@ -224,7 +225,7 @@ class StepParts:
     def fill(self, used: int, columns: StepColumns[Int32s], step: ScheduledStep) -> None:
         """Fill the columns of the parts that a step's plan names, and with them its corrections."""
         if columns.corrections.size:
-            assert step.corrections is not None, "a row may refuse tokens"
+            assert step.corrections is not None, "a part may refuse tokens"
             columns.corrections[: step.corrections.size] = step.corrections
             columns.corrections[step.corrections.size :] = 0
         for column in columns.extra:

@@ -53,7 +53,8 @@ class StopTokensPart(StepPart):
 
     def adjust_logits(self, logits: Tensor, rows: SampleRows, brought: None) -> Tensor:
         first = self._first[rows.slots_np]
-        # If positions are upper bounds, the device decides for each row that ever had a ban.
+        # If tokens may be refused, the host's positions are upper bounds. The device then decides
+        # for every row whose slot has ever had stop tokens.
         may_be_below = (first > 0) if rows.are_bounds else rows.positions_np < first
         below = np.flatnonzero(may_be_below)
         if not below.size:

@@ -1,5 +1,7 @@
-"""Reports log probabilities of sampled tokens and of the most likely ones, from the logits after
-grammar masks and before bans, temperature and filters.
+"""Reports log probabilities of sampled tokens and of the most likely ones.
+
+They come from the logits after grammar masks and before everything else that changes them: allowed
+tokens, bad words, biases, logits processors, bans of stop tokens, penalties, temperature, filters.
 
 Shapes: S rows, R rows that sample, V vocabulary.
 """
@@ -29,7 +31,8 @@ class TokenLogprobsPart(StepPart):
 
     def __init__(self, context: PartContext) -> None:
         self._counts = np.zeros(context.num_rows, np.int32)
-        """[S]; also 0 for rows that want none."""
+        """[S] how many of the most likely tokens each row reports; 0 for the sampled token alone,
+        and for rows that report nothing."""
 
     def judge(self, extension: LogprobsWanted, request: NewRequestData, limits: StepLimits) -> None:
         if extension.count > limits.vocab_size:
@@ -49,7 +52,8 @@ class TokenLogprobsPart(StepPart):
 
     @staticmethod
     def sampling_bytes(num_rows: int, vocab_size: int, itemsize: int) -> int:
-        """Count float32 copies if the model's dtype is another, a comparison and its sum."""
+        """Count a float32 copy of the logits if their dtype is another, the log-softmax, and for
+        the ranks the boolean mask and its int32 copy."""
         num_logits = num_rows * vocab_size
         copy = 0 if itemsize == _FLOAT32 else num_logits * _FLOAT32
         return copy + num_logits * (_FLOAT32 + 1 + _INT32)
