@@ -3,7 +3,7 @@
 One row is multiplied in float32 (row_linear.py). Other inputs are in FP8, so that no weight is
 converted. Up to 64 rows are bound by reading the weights, and have two terms (fp8_rows.py), which
 makes the products as exact as those of inputs in bf16. More rows have one term, if the checkpoint
-permits it, and torch multiplies more than 128; otherwise weights are dequantized first.
+permits it and torch multiplies FP8 by rows on this device; otherwise weights are dequantized first.
 
 Letters: y[M, O] = x[M, I] W[O, I]^T + bias.
 """
@@ -56,9 +56,6 @@ _LEAST_FP8: Final = (8, 9)
 """Compute capability from which Triton multiplies float8_e4m3fn."""
 _MULTIPLE: Final = 16
 """torch's product in FP8 needs multiples of it in both sizes of the matrix."""
-_MOST_ROWS: Final = 128
-_LONG_ROW: Final = 8192
-"""Least inputs of a product of more than 64 rows that is divided."""
 _MAX_SPLITS: Final = 8
 _LEAST_STEPS: Final = 4
 """Steps of BLOCK_I columns in a split; fewer cost more in the sum than they gain."""
@@ -205,7 +202,7 @@ class Fp8Linear:
         self, x: Fp8Rows, matrix: Fp8Matrix, bias: torch.Tensor | None, dtype: torch.dtype
     ) -> torch.Tensor:
         num_rows, shape = x.scale.shape[0], matrix.weight.shape
-        if num_rows <= _MOST_ROWS:
+        if x.values.shape[0] > num_rows:
             y = torch.empty(num_rows, shape[0], dtype=dtype, device=x.values.device)
             tile = self._tile or self._tuning.tile(max(2, num_rows), *shape)
             if not isinstance(tile, MatrixTile):
@@ -239,9 +236,6 @@ def choose_tile(num_rows: int, shape: tuple[int, ...], num_sms: int) -> MatrixTi
     least a program for each SM, and steps of one block."""
     num_outputs, num_inputs = shape
     block_o = 128 if num_rows > 32 and num_outputs >= 128 * num_sms else 64
-    if row_bucket(num_rows) is None:
-        splits = 2 if num_outputs < block_o * num_sms and num_inputs >= _LONG_ROW else 1
-        return MatrixTile(block_o, FP8_BLOCK, splits, 4, 3 if block_o == 128 else 4, prefetch=0)
     num_tiles = triton.cdiv(num_outputs, block_o)
     num_steps = triton.cdiv(num_inputs, FP8_BLOCK)
     wanted = triton.cdiv(num_sms, num_tiles)
@@ -261,15 +255,13 @@ def launch_fp8_matrix(
     pdl: bool,
     arrivals: torch.Tensor,
 ) -> None:
-    """Compute y [M, O] = x [M, I] W [O, I]^T + bias [O], each row contiguous; x has one term or
-    two. arrivals: as for launch_matrix. With block scales, at most 128 columns are taken at a
-    time."""
+    """Compute y [M, O] = x [M, I] W [O, I]^T + bias [O], each row contiguous; x has two terms.
+    arrivals: as for launch_matrix. A tile's block_i divides 128, or there are scales of rows."""
     num_rows = y.shape[0]
     weight, scale = matrix.weight, matrix.scale
     num_outputs, num_inputs = weight.shape
     has_blocks = scale.dim() == 2
-    terms = x.values.shape[0] // num_rows
-    assert x.values.shape == (terms * num_rows, num_inputs)
+    assert x.values.shape == (2 * num_rows, num_inputs)
     assert weight.stride(1) == y.stride(1) == 1
     assert scale.stride(-1) == 1
     block_i = min(tile.block_i, FP8_BLOCK) if has_blocks else tile.block_i
@@ -295,7 +287,6 @@ def launch_fp8_matrix(
         HAS_BIAS=bias is not None,
         EVEN=num_outputs % tile.block_o == 0 and num_inputs % block_i == 0,
         SCALE_BLOCK=FP8_BLOCK if has_blocks else 0,
-        TERMS=terms,
         SPLITS=splits,
         BLOCK_M=block_m,
         BLOCK_O=tile.block_o,
@@ -330,7 +321,6 @@ def _fp8_kernel(
     HAS_BIAS: tl.constexpr,
     EVEN: tl.constexpr,
     SCALE_BLOCK: tl.constexpr,
-    TERMS: tl.constexpr,
     SPLITS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_O: tl.constexpr,
@@ -340,7 +330,7 @@ def _fp8_kernel(
     LANES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Like linear.py's kernel, but for terms. SCALE_BLOCK: 0 for scales of rows."""
+    """Like linear.py's kernel, but for two terms. SCALE_BLOCK: 0 for scales of rows."""
     start_next(PDL)
     tile = tl.program_id(0)
     split = tl.program_id(1)
@@ -367,7 +357,8 @@ def _fp8_kernel(
     for start in tl.range(first, last, BLOCK_I, num_stages=STAGES):
         if EVEN:
             w = tl.load(weight_here + start, eviction_policy="evict_first")
-            loaded = is_row
+            value = tl.load(x_here + start, mask=is_row, other=0.0)
+            small = tl.load(x_here + second + start, mask=is_row, other=0.0)
         else:
             inside = column + start < num_inputs
             w = tl.load(
@@ -376,22 +367,17 @@ def _fp8_kernel(
                 other=0.0,
                 eviction_policy="evict_first",
             )
-            loaded = is_row & inside
-        value = tl.load(x_here + start, mask=loaded, other=0.0)
+            value = tl.load(x_here + start, mask=is_row & inside, other=0.0)
+            small = tl.load(x_here + second + start, mask=is_row & inside, other=0.0)
         if SCALE_BLOCK > 0:
             block = scale + (row // SCALE_BLOCK) * scale_stride + start // SCALE_BLOCK
             factor = tl.load(block, mask=is_output, other=0.0)[:, None]
             acc += tl.dot(w, tl.trans(value)) * factor
+            rest += tl.dot(w, tl.trans(small)) * factor
         else:
             acc = tl.dot(w, tl.trans(value), acc)
-        if TERMS == 2:
-            small = tl.load(x_here + second + start, mask=loaded, other=0.0)
-            if SCALE_BLOCK > 0:
-                rest += tl.dot(w, tl.trans(small)) * factor
-            else:
-                rest = tl.dot(w, tl.trans(small), rest)
-    if TERMS == 2:
-        acc += rest * (1.0 / _RATIO)
+            rest = tl.dot(w, tl.trans(small), rest)
+    acc += rest * (1.0 / _RATIO)
     if SCALE_BLOCK == 0:
         acc *= factor[:, None]
     acc *= tl.load(x_scale + m, mask=m < num_rows, other=0.0)[None, :]
