@@ -124,7 +124,7 @@ def test_update_in_another_format_is_refused_before_its_first_byte(serve, quanti
         tensors = load_file(model.path / "model.safetensors")
         with WeightSender(group, "gloo", timeout_s=TIMEOUT_S) as sender:
             for wrong, words in [
-                ({name: tensors[name].float()}, "another format"),
+                ({name: tensors[name].float()}, "its scale is computed here"),
                 ({"lm_head.weight": tensors["lm_head.weight"].to(torch.float8_e4m3fn)}, "format"),
                 ({f"{name}_scale": tensors[f"{name}_scale"][:5]}, "another shape"),
             ]:
@@ -134,6 +134,46 @@ def test_update_in_another_format_is_refused_before_its_first_byte(serve, quanti
             sender.send(tensors)
         assert checksums(group) == before
         assert_greedy(generate(group, loaded, requests), model, requests)
+
+
+@pytest.mark.parametrize("activations", ["dynamic", "static"])
+@pytest.mark.parametrize(("pp", "tp"), [(1, 1), (2, 1), (1, 2)])
+def test_an_unquantized_update_is_quantized_in_place(serve, model_root, activations, pp, tp):
+    """Scales of inputs, which no trainer has, survive the loss of the weights."""
+    old, new = (
+        make_checkpoint(model_root / f"of-{activations}", ARCHITECTURE, seed=s, num_hidden_layers=2)
+        for s in (96, 97)
+    )
+    tensors = quantized_online(new)
+    quantize(old.path, old.model, "compressed", "channel", activations)
+    requests = requests_for(new)
+    with serve(old.path, pp, tp, enable_sleep_mode=True) as (group, loaded):
+        with WeightSender(group, "gloo", timeout_s=TIMEOUT_S) as sender:
+            sender.send(tensors, packed_bytes=5000)
+            updated = checksums(group)
+            if tp == 1:  # otherwise o_proj and down_proj have scales for each rank's columns
+                assert_greedy(generate(group, loaded, requests), new, requests)
+            group.sleep(2)
+            group.wake_up()
+            with pytest.raises(RemoteConfigError, match="tensors are missing"):
+                sender.send({"lm_head.weight": tensors["lm_head.weight"]})
+            sender.send(tensors)
+        assert checksums(group) == updated
+        if tp == 1:
+            assert_greedy(generate(group, loaded, requests), new, requests)
+
+
+def test_unquantized_matrices_with_scales_of_blocks_are_refused(serve, quantized):
+    model = quantized("fp8-block", 90)
+    with serve(model.path) as (group, _):
+        before = checksums(group)
+        with (
+            WeightSender(group, "gloo", timeout_s=TIMEOUT_S) as sender,
+            pytest.raises(RemoteConfigError, match="another format"),
+        ):
+            name = "model.layers.1.mlp.down_proj.weight"
+            sender.send({name: model.model.state_dict()[name]})
+        assert checksums(group) == before
 
 
 @pytest.fixture(scope="module")

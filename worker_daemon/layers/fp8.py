@@ -35,9 +35,9 @@ class Fp8Parameters(NamedTuple):
     """float32 [G]; None without static scales of inputs"""
 
 
-class QuantizedOnArrival(Parameter):
-    """A matrix in FP8 that quantizes the values of an unquantized checkpoint: each row by its
-    largest value, so that rows can arrive in any order and number."""
+class QuantizingParameter(Parameter):
+    """A matrix in FP8 that quantizes values in other dtypes, of an unquantized checkpoint or an
+    update: each row by its largest value, so that rows can arrive in any order and number."""
 
     def __init__(
         self,
@@ -53,7 +53,11 @@ class QuantizedOnArrival(Parameter):
         self._scale = scale
 
     def write(self, region: tuple[slice, ...], values: Tensor) -> None:
-        """Quantize complete rows of this rank: region covers all columns."""
+        """Copy values in FP8; quantize others, which must be complete rows of this rank: region
+        covers all columns."""
+        if values.dtype == FP8:
+            self.store(region, values)
+            return
         assert region[1] == slice(0, self.data.shape[1])
         target, scale = self.data[region], self._scale.data[region[0]]
         step = max(1, _CHUNK_ELEMENTS // max(1, target.shape[1]))
@@ -162,17 +166,19 @@ def make_fp8_parameters(
         computed = [replace(_channel_scale(piece), kind="computed_scale") for piece in pieces]
         scale = parameter("weight_scale", shape[:1], computed, torch.float32)
         name = f"{prefix}.weight"
-        matrix = QuantizedOnArrival(shape, pieces, scale, name=name, device=device)
+        matrix = QuantizingParameter(shape, pieces, scale, name=name, device=device)
         return Fp8Parameters(matrix, scale, None)
     values = [replace(piece, kind="fp8") for piece in pieces]
-    weight = parameter("weight", shape, values, FP8)
     if quantization.scales == "block":
         scales = [_block_scale(piece) for piece in pieces]
-        scale_shape: tuple[int, ...] = (_num_blocks(shape[0]), _num_blocks(shape[1]))
+        scale_shape = (_num_blocks(shape[0]), _num_blocks(shape[1]))
+        scale = parameter("weight_scale", scale_shape, scales, torch.float32)
+        weight = parameter("weight", shape, values, FP8)
     else:
         make = _tensor_scale if quantization.scales == "tensor" else _channel_scale
-        scales, scale_shape = [make(piece) for piece in pieces], shape[:1]
-    scale = parameter("weight_scale", scale_shape, scales, torch.float32)
+        scale = parameter("weight_scale", shape[:1], [make(p) for p in pieces], torch.float32)
+        name = f"{prefix}.weight"
+        weight = QuantizingParameter(shape, values, scale, name=name, device=device)
     if quantization.activations != "static":
         return Fp8Parameters(weight, scale, None)
     inputs = [_input_scale(piece, index) for index, piece in enumerate(pieces)]

@@ -101,6 +101,11 @@ class Parameter:
         return self.data.numel() * self.data.element_size()
 
     @property
+    def is_scale(self) -> bool:
+        """True for the scales of a quantized matrix, which a loss of the weights leaves."""
+        return all(piece.kind in _SCALES for piece in self.pieces)
+
+    @property
     def loaded_pieces(self) -> Iterator[Piece]:
         """Yield the pieces that a checkpoint has."""
         return (piece for piece in self.pieces if piece.kind != "computed_scale")

@@ -4,7 +4,7 @@ the parameters' own.
 All ranks expect the same tensors of the whole model, so they refuse the same ones.
 """
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -55,12 +55,16 @@ class Places:
     """Required dtypes; a name that is absent takes what its form takes, converted."""
     required: Sequence[tuple[str, ...]]
     """Alternatives: the model is complete once at least one name of each has arrived."""
+    scales: Mapping[str, tuple[str, ...]]
+    """Names of the scales of each matrix that is quantized if it comes in another dtype than FP8.
+    Such a matrix fills its scales too, or leaves those of its inputs as they are."""
 
     def check(self, manifest: Manifest) -> None:
         """Check the incoming tensors before any byte arrives; the same on every rank.
 
         Raises:
-            ConfigError: a name is unknown or occurs twice, or a shape or dtype is wrong.
+            ConfigError: a name is unknown or occurs twice, a shape or dtype is wrong, or a scale
+                comes with a matrix that is to be quantized.
         """
         if len(set(manifest.names)) != len(manifest.names):
             twice = next(n for n in manifest.names if manifest.names.count(n) > 1)
@@ -78,10 +82,14 @@ class Places:
             if dtype != required:
                 problem = f"{name} has another dtype; tensors under kernel names are not converted"
                 raise config_error("dtypes", str(dtype), problem, f"send it as {required}")
-            if not spec.takes(dtype):
+            if not spec.takes(dtype) and name not in self.scales:
                 fix = "float8_e4m3fn, with its weight_scale" if spec.kind == "fp8" else "bfloat16"
                 problem = f"{name} is in another format in the model"
                 raise config_error("dtypes", str(dtype), problem, f"send it as {fix}")
+            if dtype != FP8 and name in self.scales and self.scales[name][0] in manifest.names:
+                problem = f"{name} is not in FP8, so its scale is computed here"
+                fix = "leave the scale out, or send both as the checkpoint has them"
+                raise config_error("names", self.scales[name][0], problem, fix)
 
     def check_complete(self, received: Collection[str]) -> None:
         """Check that every tensor that the model needs has arrived; the same on every rank.
@@ -115,10 +123,20 @@ class Places:
                 # keeps the order.
                 place.write(into, values[of])
 
-    def names_of(self, name: str) -> tuple[str, ...]:
+    def names_of(self, name: str, dtype: torch.dtype) -> tuple[str, ...]:
         """Return the checkpoint names that an incoming tensor fills on this rank; none if it is for
         other ranks."""
-        return self.tensors.get(name, ())
+        names = self.tensors.get(name, ())
+        return (*names, *self._implied(name, dtype)) if names else ()
+
+    def received(self, manifest: Manifest) -> Iterator[str]:
+        """Yield the names of all incoming tensors, and of those that they make unnecessary."""
+        for name, dtype in zip(manifest.names, manifest.dtypes, strict=True):
+            yield name
+            yield from self._implied(name, dtype)
+
+    def _implied(self, name: str, dtype: torch.dtype) -> tuple[str, ...]:
+        return () if dtype == FP8 else self.scales.get(name, ())
 
     def _suggestion(self, name: str) -> str:
         if name == "lm_head.weight":
@@ -140,7 +158,19 @@ def checkpoint_places(stage: DecoderStage, config: DecoderConfig) -> Places:
         specs=specs,
         dtypes={},
         required=[(name,) for name in specs],
+        scales=_scales_of_rows(specs),
     )
+
+
+def _scales_of_rows(specs: Mapping[str, TensorSpec]) -> dict[str, tuple[str, ...]]:
+    """Return the scales of each matrix in FP8 that has one for each row, or for all."""
+    found: dict[str, tuple[str, ...]] = {}
+    for name, spec in specs.items():
+        module = name.removesuffix(".weight")
+        scales = (f"{module}.weight_scale", f"{module}.input_scale")
+        if spec.kind == "fp8" and len(specs[scales[0]].shape) == 1:
+            found[name] = tuple(scale for scale in scales if scale in specs)
+    return found
 
 
 def kernel_places(
@@ -165,7 +195,7 @@ def kernel_places(
                 specs[name] = _parameter_spec(parameter)
                 dtypes[name] = parameter.data.dtype
             required[ranked] = (parameter.name, ranked)
-    return Places(places, tensors, specs, dtypes, list(required.values()))
+    return Places(places, tensors, specs, dtypes, list(required.values()), scales={})
 
 
 def _parameters(

@@ -97,10 +97,11 @@ class WeightState:
             self._close_open()
             self._move("dirty", cause)
 
-    def discard(self, cause: str) -> None:
-        """Record that the memory no longer holds weights."""
+    def discard(self, cause: str, kept: Collection[str] = ()) -> None:
+        """Record that the memory no longer holds weights, except for the tensors kept. Those count
+        as missing if they were incomplete."""
+        self._missing = (self._missing & set(kept)) | self._names.difference(kept)
         self._dirty = set()
-        self._missing = set(self._names)
         self._is_complete = True
         self._move("discarded", cause)
 

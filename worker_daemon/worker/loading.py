@@ -158,7 +158,9 @@ class LoadedModel:
         had_gone = self.memory.tags.weights == "discarded"
         change()
         if self.memory.tags.weights == "discarded" and not had_gone:
-            self.weights.discard(f"{cause} kept nothing of them")
+            scales = (p.pieces for p in self.stage.parameters() if p.is_scale)
+            kept = {piece.name for pieces in scales for piece in pieces}
+            self.weights.discard(f"{cause} kept nothing of them", kept)
 
     def finish_update(self, source: str = "") -> int:
         """Record that all weights were written: they are complete, and no longer lost. Takes,

@@ -149,8 +149,9 @@ class _Kept:
 
 class ArenaMemory(TaggedMemory):
     """Arenas for weights, model buffers, adapters and KV cache, and page-locked host memory for the
-    first two. Buffers are the rotary table and KV scales. They belong to the tag `weights`; their
-    content is restored at any sleep level, since no weight update brings them."""
+    first two. Buffers are the rotary table and the scales of quantized matrices and KV caches. They
+    belong to the tag `weights`; their content is restored at any sleep level, since not every
+    weight update brings them."""
 
     def __init__(
         self,
@@ -175,12 +176,13 @@ class ArenaMemory(TaggedMemory):
         return self.tags.states
 
     def hold_stage(self, stage: DecoderStage, rotary: Tensor) -> None:
-        parameters = list(stage.parameters())
+        parameters = [p for p in stage.parameters() if not p.is_scale]
         self._weights = self._keep(parameter.num_bytes for parameter in parameters)
         for parameter in parameters:
             meta = parameter.data
             parameter.data = self._weights.arena.take(tuple(meta.shape), meta.dtype)
-        scales = [each.parameter for each in stage.kv_scales]
+        scales = [p for p in stage.parameters() if p.is_scale]
+        scales += [each.parameter for each in stage.kv_scales]
         rotary_bytes = rotary.numel() * rotary.element_size()
         self._buffers = self._keep([rotary_bytes, *(each.num_bytes for each in scales)])
         stage.rotary = self._buffers.arena.take(tuple(rotary.shape), rotary.dtype).copy_(rotary)

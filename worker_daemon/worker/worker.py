@@ -298,9 +298,10 @@ class Worker:
     def compute_weight_checksums(
         self, message: lc.ComputeWeightChecksums
     ) -> lc.ComputeWeightChecksumsReply:
-        """Hash this rank's part of each tensor of the checkpoint."""
+        """Hash this rank's part of each tensor of the checkpoint, and of its KV scales."""
         self._set_phase("HASHING", LONG_OPERATION_S)
-        views = self._model.stage.checkpoint_views()
+        stage = self._model.stage
+        views = stage.checkpoint_views() | stage.scale_views()
         checksums = {name: checksum(view) for name, view in views.items()}
         return lc.ComputeWeightChecksumsReply(**self._identity(message), checksums=checksums)
 

@@ -143,7 +143,7 @@ class WeightTransfer:
         except BaseException as error:
             self._fail(f"{type(error).__name__} in update_weights: {error}")
             raise
-        update.received.update(manifest.names)
+        update.received.update(update.places.received(manifest))
         update.model.weights.publish()
         return RoundReport(writer.num_tensors, size_bytes, time.monotonic() - began)
 
@@ -229,7 +229,7 @@ class _Writer:
     def place(self, pieces: Sequence[Rows]) -> None:
         places, weights = self._update.places, self._update.model.weights
         for rows in pieces:
-            names = places.names_of(rows.name)
+            names = places.names_of(rows.name, rows.values.dtype)
             if names:
                 weights.writing(names)
                 places.fill(rows.name, rows.first_row, rows.values)
