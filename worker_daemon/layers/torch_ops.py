@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from worker_daemon.contracts.int4 import Int4Matrix
 from worker_daemon.contracts.kv_scales import KVScales
 from worker_daemon.contracts.layer_ops import (
     NO_TOKEN,
@@ -45,6 +46,9 @@ class TorchOps:
         return self.silu_and_mul(gate_up), total
 
     def fp8_linear(self, x: Tensor, matrix: Fp8Matrix, bias: Tensor | None) -> Tensor:
+        return functional.linear(x, matrix.dequantized(x.dtype), bias)
+
+    def int4_linear(self, x: Tensor, matrix: Int4Matrix, bias: Tensor | None) -> Tensor:
         return functional.linear(x, matrix.dequantized(x.dtype), bias)
 
     def sum_and_norm(self, source: NormedSum) -> tuple[Tensor, Tensor]:

@@ -1,0 +1,174 @@
+"""Times the products with weights in 4 bits on a CUDA device: `python -m benchmarks.int4_kernels`.
+
+Like linear_kernels: every product runs in a CUDA graph over weights that together exceed the L2
+cache, with a relay between two products. Tries tiles for each shape of Llama 8B and prints the
+fastest, the time of the chosen tile, and its share of the floor. Groups have 128 columns and zero
+points.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict
+from itertools import product
+from pathlib import Path
+
+import torch
+
+from benchmarks.linear_kernels import (
+    COLD_BYTES,
+    DTYPE,
+    HBM_BYTES_PER_S,
+    LLAMA_8B,
+    MAX_ERROR,
+    graph_us,
+    layer_shapes,
+    relative_error,
+    relay,
+)
+from worker_daemon.contracts.int4 import Int4Matrix, pack
+from worker_daemon.kernels.int4_linear import choose_tile, dequantize, launch_int4_matrix
+from worker_daemon.kernels.linear import MAX_TILES
+from worker_daemon.kernels.tuning import MatrixTile
+
+GROUP = 128
+ROWS = (1, 16, 64)
+TILES = {
+    1: [(16, 1), (32, 2), (64, 4)],
+    16: [(32, 2), (64, 4), (128, 8)],
+    64: [(64, 4), (128, 8)],
+}
+"""Outputs of a tile, and warps, by rows."""
+STAGES = (3, 6)
+SPLITS = {1: (1, 2, 3, 4, 6, 8), 16: (1, 2, 4), 64: (1, 2, 4)}
+PREFETCHES = {1: (0, 1024), 16: (1024,), 64: (1024,)}
+
+
+def draw(num_outputs: int, num_inputs: int) -> Int4Matrix:
+    """Return a random matrix [O, I] on the device."""
+    values = torch.randint(0, 16, (num_outputs, num_inputs), dtype=torch.uint8, device="cuda")
+    groups = (num_inputs // GROUP, num_outputs)
+    scale = (torch.rand(groups, device="cuda") + 0.5).to(DTYPE) / num_inputs**0.5
+    zero = torch.randint(0, 16, groups, device="cuda").to(DTYPE)
+    return Int4Matrix(pack(values), scale, zero)
+
+
+def num_bytes(matrix: Int4Matrix) -> int:
+    return sum(part.nbytes for part in matrix if part is not None)
+
+
+def candidates(num_rows: int, shape: tuple[int, int]) -> list[MatrixTile]:
+    """Return the tiles to try, with up to ten programs for each SM."""
+    found = []
+    for (block_o, warps), stages, splits in product(TILES[num_rows], STAGES, SPLITS[num_rows]):
+        programs = shape[0] // block_o * splits
+        steps = shape[1] // GROUP // splits
+        if 100 <= programs <= 2000 and steps >= 4:
+            found += [
+                MatrixTile(block_o, GROUP, splits, warps, stages, prefetch)
+                for prefetch in PREFETCHES[num_rows]
+            ]
+    return found
+
+
+def compile_tiles(work: Sequence[tuple[int, MatrixTile]]) -> list[tuple[int, MatrixTile]]:
+    """Compile each tile, in a separate process; return those that fail or are wrong."""
+    arrivals = torch.zeros(MAX_TILES, dtype=torch.int32, device="cuda")
+    failed = []
+    for num_rows, tile in work:
+        matrix = draw(max(128, tile.block_o), GROUP * tile.num_splits * 4)
+        x = torch.randn(num_rows, matrix.shape[1], dtype=DTYPE, device="cuda")
+        y = torch.empty(num_rows, matrix.shape[0], dtype=DTYPE, device="cuda")
+        try:
+            launch_int4_matrix(y, x, matrix, None, tile, True, arrivals)
+            expected = x.double() @ matrix.dequantized(torch.float64).T
+            error = relative_error(y, expected)
+        except Exception as problem:
+            print(f"{num_rows} rows, {tile}: {problem!r:.200}", flush=True)
+            failed.append((num_rows, tile))
+            continue
+        if not error < MAX_ERROR:
+            print(f"{num_rows} rows, {tile}: error {error}", flush=True)
+            failed.append((num_rows, tile))
+    return failed
+
+
+def product_us(matrices: Sequence[Int4Matrix], num_rows: int, tile: MatrixTile) -> float:
+    """Time one product and its relay, in microseconds."""
+    num_outputs, num_inputs = matrices[0].shape
+    arrivals = torch.zeros(MAX_TILES, dtype=torch.int32, device="cuda")
+    x = torch.randn(num_rows, num_inputs, dtype=DTYPE, device="cuda")
+    y = torch.empty(num_rows, num_outputs, dtype=DTYPE, device="cuda")
+
+    def launch() -> None:
+        for matrix in matrices:
+            launch_int4_matrix(y, x, matrix, None, tile, True, arrivals)
+            relay(x, y, True)
+
+    return graph_us(launch, 7) / len(matrices)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--processes", type=int, default=14)
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    print(torch.cuda.get_device_name(), flush=True)
+    num_sms = torch.cuda.get_device_properties(0).multi_processor_count
+    shapes = layer_shapes(LLAMA_8B)
+    chosen = {
+        (rows, shape): choose_tile(rows, Int4Matrix(*_meta(shape)), num_sms)
+        for rows in ROWS
+        for shape in shapes
+    }
+    tried = {key: list(dict.fromkeys([tile, *candidates(*key)])) for key, tile in chosen.items()}
+    work = sorted({(rows, tile) for (rows, _), tiles in tried.items() for tile in tiles}, key=repr)
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(options.processes, mp_context=context) as pool:
+        parts = [work[start :: options.processes] for start in range(options.processes)]
+        failed = {item for part in pool.map(compile_tiles, parts) for item in part}
+    print(f"{len(work)} kernels, {len(failed)} failed", flush=True)
+    results = []
+    totals: dict[tuple[int, str], float] = {}
+    for shape in shapes:
+        one = draw(*shape)
+        count = max(2, -(-COLD_BYTES // num_bytes(one)))
+        matrices = [Int4Matrix(*(part.clone() for part in one)) for _ in range(count)]
+        floor = num_bytes(one) / HBM_BYTES_PER_S * 1e6
+        for rows in ROWS:
+            key = (rows, shape)
+            times = {
+                tile: product_us(matrices, rows, tile)
+                for tile in tried[key]
+                if (rows, tile) not in failed
+            }
+            best = sorted(times, key=times.__getitem__)[:4]
+            ours = times.get(chosen[key], float("nan"))
+            print(f"{shape} M={rows}: floor {floor:.1f}, chosen {ours:.2f} {chosen[key]}")
+            for tile in best:
+                print(f"    {times[tile]:.2f} {tile}", flush=True)
+            for name, value in (("chosen", ours), ("best", times[best[0]]), ("floor", floor)):
+                totals[rows, name] = totals.get((rows, name), 0.0) + value
+            results += [
+                {"shape": shape, "rows": rows, "us": value, **asdict(tile)}
+                for tile, value in times.items()
+            ]
+        whole = graph_us(lambda: [dequantize(each, DTYPE, True) for each in matrices[:4]], 7) / 4
+        print(f"{shape}: dequantize {whole:.1f} us", flush=True)
+    for (rows, name), value in totals.items():
+        print(f"M={rows} {name}: {value:.1f} us a layer with relays, {32e-3 * value:.3f} ms")
+    if options.out is not None:
+        options.out.write_text(json.dumps(results))
+
+
+def _meta(shape: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor, None]:
+    values = torch.empty(shape[0], shape[1] // 8, dtype=torch.int32, device="meta")
+    return values, torch.empty(shape[1] // GROUP, shape[0], dtype=DTYPE, device="meta"), None
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,382 @@
+"""Matrix products with weights in 4 bits (contracts/int4.py); inputs are not quantized.
+
+Up to 64 rows are bound by reading the weights: a kernel like linear.py's converts them in registers
+and multiplies by matrix instructions, also for one row, since converting each value to float32
+would take longer than reading it. Each group's sum is multiplied by its scale in float32. More rows
+dequantize the weights first.
+
+Letters: y[M, O] = x[M, I] W[O, I]^T + bias.
+"""
+
+# Parameters of a Triton kernel are pointers and scalars that Python's types cannot name:
+# mypy: disable-error-code="no-untyped-def"
+
+from typing import Final
+
+import torch
+import triton
+import triton.language as tl
+from torch.nn import functional
+
+from worker_daemon.contracts.int4 import INT4_BLOCK, Int4Matrix
+from worker_daemon.kernels.compile_ahead import launched
+from worker_daemon.kernels.launch import (
+    await_previous,
+    has_dependent_launch,
+    launch_options,
+    start_next,
+)
+from worker_daemon.kernels.linear import MAX_TILES, add_splits, has_aligned_rows
+from worker_daemon.kernels.prefetch import prefetch
+from worker_daemon.kernels.tiles import DeviceLimits
+from worker_daemon.kernels.tuning import MatrixTile, row_bucket
+
+_LEAST: Final = (8, 0)
+"""Compute capability from which a device has matrix instructions in bfloat16."""
+_PROGRAMS_PER_SM: Final = 4
+_MAX_SPLITS: Final = 8
+LEAST_ROWS: Final = 8
+"""The narrowest tile of a matrix instruction."""
+_OUTPUTS_PER_WARP: Final = 16
+"""With fewer, Triton 3.6 has compiled wrong products (benchmarks/NOTES.md)."""
+_WIDEST: Final = 128
+"""Columns of a step, unless groups are shorter."""
+_LEAST_STEPS: Final = 4
+"""Steps in a split; fewer cost more in the sum than they gain."""
+_DEQUANTIZED_COLUMNS: Final = 512
+
+_BLOCK = tl.constexpr(32)
+_HALF = tl.constexpr(16)
+_CONVERT: Final = """{
+    .reg .b32 %low, %high, %one, %two, %three, %four, %unit, %minus;
+    and.b32 %low, $6, 0x0F0F0F0F;
+    shr.u32 %high, $6, 4;
+    and.b32 %high, %high, 0x0F0F0F0F;
+    mov.b32 %unit, UNIT;
+    mov.b32 %minus, MINUS;
+    prmt.b32 %one, %low, MAGIC, 0x4140;
+    prmt.b32 %two, %low, MAGIC, 0x4342;
+    prmt.b32 %three, %high, MAGIC, 0x4140;
+    prmt.b32 %four, %high, MAGIC, 0x4342;
+    fma.rn.TYPE $0, %one, %unit, %minus;
+    fma.rn.TYPE $1, %two, %unit, %minus;
+    fma.rn.TYPE $2, %three, %unit, %minus;
+    fma.rn.TYPE $3, %four, %unit, %minus;
+    mov.b32 $4, UNIT;
+    mov.b32 $5, UNIT;
+}"""
+"""Four bytes to eight values minus 8: the four bits become the last of a mantissa whose unit is 1,
+from which that number without them, and 8, are subtracted. All steps are exact."""
+_CONVERT_BF16 = tl.constexpr(
+    _CONVERT.replace("TYPE", "bf16x2")
+    .replace("MAGIC", "0x43434343")  # 128
+    .replace("UNIT", "0x3F803F80")
+    .replace("MINUS", "0xC308C308")
+)
+_CONVERT_FP16 = tl.constexpr(
+    _CONVERT.replace("TYPE", "f16x2")
+    .replace("MAGIC", "0x64646464")  # 1024
+    .replace("UNIT", "0x3C003C00")
+    .replace("MINUS", "0xE408E408")
+)
+
+
+class Int4Linear:
+    """The products of all layers with matrices in 4 bits; one object per daemon, on one stream.
+
+    Owns MAX_TILES int32 counters on the device, which are zero between launches.
+    """
+
+    def __init__(self, device: torch.device, tile: MatrixTile | None = None) -> None:
+        """device is that of all tensors; tile replaces the choice by shape."""
+        is_cuda = device.type == "cuda"
+        self._pdl = has_dependent_launch(device)
+        self._multiplies = not is_cuda or torch.cuda.get_device_capability(device) >= _LEAST
+        self._num_sms = DeviceLimits.of(device).num_sms
+        self._tile = tile
+        self._arrivals = torch.zeros(MAX_TILES, dtype=torch.int32, device=device)
+
+    def linear(
+        self, x: torch.Tensor, matrix: Int4Matrix, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        """y [M, O], contiguous, of x [M, I] and bias [O], both of one dtype. Up to 64 rows, a row
+        of y depends only on its row of x and on the bucket of M."""
+        num_rows = x.shape[0]
+        has_half = x.dtype in (torch.bfloat16, torch.float16)
+        if self._multiplies and has_half and num_rows and row_bucket(num_rows) is not None:
+            y = x.new_empty(num_rows, matrix.shape[0])
+            tile = self._tile or choose_tile(num_rows, matrix, self._num_sms)
+            launch_int4_matrix(y, x, matrix, bias, tile, self._pdl, self._arrivals)
+            return y
+        return functional.linear(x, dequantize(matrix, x.dtype, self._pdl), bias)
+
+
+def choose_tile(num_rows: int, matrix: Int4Matrix, num_sms: int) -> MatrixTile:
+    """Return the tile of a product of M rows, by arithmetic on the sizes: enough programs to fill
+    the device, and steps within one group."""
+    num_outputs, num_inputs = matrix.shape
+    block_i = widest_step(num_inputs // matrix.scale.shape[0])
+    block_o = 32 if num_rows <= 32 else 64
+    num_tiles = triton.cdiv(num_outputs, block_o)
+    wanted = _PROGRAMS_PER_SM * num_sms // num_tiles
+    splits = max(1, min(wanted, num_inputs // block_i // _LEAST_STEPS, _MAX_SPLITS))
+    if num_tiles > MAX_TILES:
+        splits = 1
+    num_warps = block_o // _OUTPUTS_PER_WARP
+    return MatrixTile(block_o, block_i, splits, num_warps, num_stages=4, prefetch=1024)
+
+
+def widest_step(group_size: int) -> int:
+    """Return the most columns of a step that is within one group: a power of two."""
+    return min(_WIDEST, group_size & -group_size)
+
+
+def launch_int4_matrix(
+    y: torch.Tensor,
+    x: torch.Tensor,
+    matrix: Int4Matrix,
+    bias: torch.Tensor | None,
+    tile: MatrixTile,
+    pdl: bool,
+    arrivals: torch.Tensor,
+) -> None:
+    """Compute y [M, O] = x [M, I] W [O, I]^T + bias [O], each row contiguous. arrivals: as for
+    launch_matrix. A tile's block_i divides the size of a group, and is at least 32."""
+    num_rows, num_inputs = x.shape
+    num_outputs, num_columns = matrix.shape
+    values, scale, zero = matrix.values.view(torch.uint8), matrix.scale, matrix.zero
+    group_size = num_inputs // scale.shape[0]
+    assert num_inputs == num_columns
+    assert x.stride(1) == y.stride(1) == values.stride(1) == scale.stride(1) == 1
+    assert zero is None or zero.stride() == scale.stride()
+    assert scale.shape[1] == num_outputs
+    assert tile.block_i >= INT4_BLOCK
+    assert group_size % tile.block_i == 0
+    num_tiles = triton.cdiv(num_outputs, tile.block_o)
+    splits = tile.num_splits
+    assert splits == 1 or num_tiles <= arrivals.shape[0]
+    block_m = max(LEAST_ROWS, triton.next_power_of_2(num_rows))
+    parts = num_tiles * splits * block_m * tile.block_o if splits > 1 else 0
+    _int4_kernel[(num_tiles, splits)](
+        y,
+        torch.empty(parts, dtype=torch.float32, device=x.device),
+        arrivals,
+        x,
+        values,
+        scale,
+        scale if zero is None else zero,
+        x if bias is None else bias,
+        num_rows,
+        num_outputs,
+        num_inputs,
+        group_size,
+        x.stride(0),
+        y.stride(0),
+        values.stride(0),
+        scale.stride(0),
+        HAS_BIAS=bias is not None,
+        HAS_ZERO=zero is not None,
+        EVEN=num_outputs % tile.block_o == 0,
+        IN_REGISTERS=x.device.type == "cuda",
+        SPLITS=splits,
+        BLOCK_M=block_m,
+        BLOCK_O=tile.block_o,
+        BLOCK_I=tile.block_i,
+        STAGES=tile.num_stages,
+        PREFETCH=tile.prefetch if pdl and has_aligned_rows(values) else 0,
+        LANES=str(tile.block_o),
+        PDL=pdl,
+        num_warps=tile.num_warps,
+        enable_fp_fusion=True,
+        **launch_options(pdl),
+    )
+
+
+@launched
+@triton.jit(do_not_specialize=["num_rows"])
+def _int4_kernel(
+    y,
+    parts,
+    arrivals,
+    x,
+    values,
+    scale,
+    zero,
+    bias,
+    num_rows,
+    num_outputs,
+    num_inputs,
+    group_size,
+    x_stride,
+    y_stride,
+    values_stride,
+    scale_stride,
+    HAS_BIAS: tl.constexpr,
+    HAS_ZERO: tl.constexpr,
+    EVEN: tl.constexpr,
+    IN_REGISTERS: tl.constexpr,
+    SPLITS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_O: tl.constexpr,
+    BLOCK_I: tl.constexpr,
+    STAGES: tl.constexpr,
+    PREFETCH: tl.constexpr,
+    LANES: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Like linear.py's kernel; PREFETCH counts columns."""
+    start_next(PDL)
+    tile = tl.program_id(0)
+    split = tl.program_id(1)
+    row = tile * BLOCK_O + tl.arange(0, BLOCK_O)
+    is_output = row < num_outputs
+    values_row = values + row.to(tl.int64) * values_stride
+    num_steps = num_inputs // BLOCK_I
+    first = (split * num_steps // SPLITS) * BLOCK_I
+    last = ((split + 1) * num_steps // SPLITS) * BLOCK_I
+    if PREFETCH > 0:
+        num_bytes = tl.minimum(PREFETCH, last - first) // 2
+        prefetch(values_row + first // 2, tl.where(is_output, num_bytes, 0), LANES)
+    await_previous(PDL)
+    m = tl.arange(0, BLOCK_M)
+    byte = tl.arange(0, BLOCK_I // 2)
+    column = byte // _HALF * _BLOCK + byte % _HALF
+    values_here = values_row[:, None] + byte[None, :]
+    x_here = x + m[:, None] * x_stride + column[None, :]
+    is_row = (m < num_rows)[:, None]
+    acc = tl.zeros([BLOCK_O, BLOCK_M], tl.float32)
+    group = (first // group_size) * scale_stride + row
+    next_s = tl.load(scale + group, mask=is_output, other=0.0)
+    next_z = tl.load(zero + group, mask=is_output, other=0.0) if HAS_ZERO else next_s
+    for start in tl.range(first, last, BLOCK_I, num_stages=STAGES):
+        s = next_s
+        z = next_z
+        # The pipeline does not load such small parts ahead.
+        group = (tl.minimum(start + BLOCK_I, last - 1) // group_size) * scale_stride + row
+        next_s = tl.load(scale + group, mask=is_output, other=0.0)
+        if HAS_ZERO:
+            next_z = tl.load(zero + group, mask=is_output, other=0.0)
+        if EVEN:
+            packed = tl.load(values_here + start // 2, eviction_policy="evict_first")
+        else:
+            packed = tl.load(
+                values_here + start // 2,
+                mask=is_output[:, None],
+                other=0,
+                eviction_policy="evict_first",
+            )
+        low_x = tl.trans(tl.load(x_here + start, mask=is_row, other=0.0))
+        high_x = tl.trans(tl.load(x_here + start + _HALF, mask=is_row, other=0.0))
+        low, high, ones = _convert(packed, x.dtype.element_ty, IN_REGISTERS)
+        product = tl.dot(low, low_x)
+        product = tl.dot(high, high_x, product)
+        if HAS_ZERO:
+            # The sums of inputs, as a product, are in the layout of the products.
+            total = tl.dot(ones, low_x)
+            total = tl.dot(ones, high_x, total)
+            product -= total * (z.to(tl.float32) - 8.0)[:, None]
+        acc += product * s.to(tl.float32)[:, None]
+    add_splits(
+        acc,
+        y,
+        parts,
+        arrivals,
+        bias,
+        tile,
+        split,
+        num_rows,
+        num_outputs,
+        y_stride,
+        HAS_BIAS,
+        SPLITS,
+        BLOCK_M,
+        BLOCK_O,
+    )
+
+
+@triton.jit
+def _convert(packed, DTYPE: tl.constexpr, IN_REGISTERS: tl.constexpr):
+    """Return the low and the high values of bytes, minus 8, and ones, in DTYPE. All of them have one
+    layout, so that inputs are loaded once."""
+    if not IN_REGISTERS:
+        low = (packed & 15).to(DTYPE) - 8.0
+        high = (packed >> 4).to(DTYPE) - 8.0
+        ones = tl.full(packed.shape, 1.0, DTYPE)
+    elif DTYPE == tl.bfloat16:
+        low, high, ones = tl.inline_asm_elementwise(
+            _CONVERT_BF16,
+            "=r,=r,=r,=r,=r,=r,r",
+            [packed],
+            dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16),
+            is_pure=True,
+            pack=4,
+        )
+    else:
+        low, high, ones = tl.inline_asm_elementwise(
+            _CONVERT_FP16,
+            "=r,=r,=r,=r,=r,=r,r",
+            [packed],
+            dtype=(tl.float16, tl.float16, tl.float16),
+            is_pure=True,
+            pack=4,
+        )
+    return low.to(DTYPE), high.to(DTYPE), ones
+
+
+def dequantize(matrix: Int4Matrix, dtype: torch.dtype, pdl: bool) -> torch.Tensor:
+    """Return W [O, I], computed in float32 and rounded once to dtype."""
+    num_outputs, num_inputs = matrix.shape
+    values, scale, zero = matrix.values.view(torch.uint8), matrix.scale, matrix.zero
+    assert zero is None or zero.stride() == scale.stride()
+    weight = torch.empty(num_outputs, num_inputs, dtype=dtype, device=values.device)
+    block = min(_DEQUANTIZED_COLUMNS, triton.next_power_of_2(num_inputs))
+    _dequantize_kernel[(num_outputs, triton.cdiv(num_inputs, block))](
+        weight,
+        values,
+        scale,
+        scale if zero is None else zero,
+        num_inputs,
+        num_inputs // scale.shape[0],
+        values.stride(0),
+        scale.stride(0),
+        HAS_ZERO=zero is not None,
+        BLOCK=block,
+        PDL=pdl,
+        num_warps=1,
+        **launch_options(pdl),
+    )
+    return weight
+
+
+@launched
+@triton.jit
+def _dequantize_kernel(
+    weight,
+    values,
+    scale,
+    zero,
+    num_inputs,
+    group_size,
+    values_stride,
+    scale_stride,
+    HAS_ZERO: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Each program dequantizes BLOCK columns of a row."""
+    start_next(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    byte = tl.program_id(1) * (BLOCK // 2) + tl.arange(0, BLOCK // 2)
+    inside = byte < num_inputs // 2
+    column = byte // _HALF * _BLOCK + byte % _HALF
+    group = column // group_size * scale_stride + row
+    packed = tl.load(values + row * values_stride + byte, mask=inside, other=0)
+    s = tl.load(scale + group, mask=inside, other=0.0).to(tl.float32)
+    z = 8.0
+    if HAS_ZERO:
+        z = tl.load(zero + group, mask=inside, other=0.0).to(tl.float32)
+    await_previous(PDL)
+    here = weight + row * num_inputs + column
+    dtype = weight.dtype.element_ty
+    tl.store(here, (((packed & 15).to(tl.float32) - z) * s).to(dtype), mask=inside)
+    tl.store(here + _HALF, (((packed >> 4).to(tl.float32) - z) * s).to(dtype), mask=inside)
