@@ -119,7 +119,7 @@ def main() -> None:
     options = parser.parse_args()
     print(torch.cuda.get_device_name(), flush=True)
     num_sms = torch.cuda.get_device_properties(0).multi_processor_count
-    shapes = layer_shapes(LLAMA_8B)
+    shapes = layer_shapes(LLAMA_8B, 1)
     chosen = {
         (rows, shape): choose_tile(rows, Int4Matrix(*_meta(shape)), num_sms)
         for rows in ROWS
