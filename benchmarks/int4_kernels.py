@@ -14,6 +14,7 @@ import multiprocessing
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict
+from functools import partial
 from itertools import product
 from pathlib import Path
 
@@ -38,40 +39,39 @@ from worker_daemon.kernels.tuning import MatrixTile
 GROUP = 128
 ROWS = (1, 16, 64)
 TILES = {
-    1: [(16, 1), (32, 2), (64, 4)],
-    16: [(32, 2), (64, 4), (128, 8)],
-    64: [(64, 4), (128, 8)],
+    1: [(32, 1), (32, 2), (64, 1), (64, 2), (64, 4), (128, 4)],
+    16: [(32, 2), (64, 2), (64, 4), (128, 4), (128, 8)],
+    64: [(64, 4), (128, 4), (128, 8)],
 }
 """Outputs of a tile, and warps, by rows."""
-STAGES = (3, 6)
+STAGES = {1: (3, 5), 16: (3, 5), 64: (3,)}
 SPLITS = {1: (1, 2, 3, 4, 6, 8), 16: (1, 2, 4), 64: (1, 2, 4)}
-PREFETCHES = {1: (0, 1024), 16: (1024,), 64: (1024,)}
+PREFETCH = 1024
 
 
 def draw(num_outputs: int, num_inputs: int) -> Int4Matrix:
     """Return a random matrix [O, I] on the device."""
     values = torch.randint(0, 16, (num_outputs, num_inputs), dtype=torch.uint8, device="cuda")
     groups = (num_inputs // GROUP, num_outputs)
-    scale = (torch.rand(groups, device="cuda") + 0.5).to(DTYPE) / num_inputs**0.5
-    zero = torch.randint(0, 16, groups, device="cuda").to(DTYPE)
-    return Int4Matrix(pack(values), scale, zero)
+    scale = (torch.rand(groups, device="cuda") + 0.5) / num_inputs**0.5
+    zero = torch.randint(0, 16, groups, device="cuda").float()
+    return Int4Matrix(pack(values), torch.stack((scale, zero), 2).to(DTYPE), True)
 
 
 def num_bytes(matrix: Int4Matrix) -> int:
-    return sum(part.nbytes for part in matrix if part is not None)
+    return matrix.values.nbytes + matrix.groups.nbytes
 
 
 def candidates(num_rows: int, shape: tuple[int, int]) -> list[MatrixTile]:
     """Return the tiles to try, with up to ten programs for each SM."""
     found = []
-    for (block_o, warps), stages, splits in product(TILES[num_rows], STAGES, SPLITS[num_rows]):
+    for (block_o, warps), stages, splits in product(
+        TILES[num_rows], STAGES[num_rows], SPLITS[num_rows]
+    ):
         programs = shape[0] // block_o * splits
         steps = shape[1] // GROUP // splits
         if 100 <= programs <= 2000 and steps >= 4:
-            found += [
-                MatrixTile(block_o, GROUP, splits, warps, stages, prefetch)
-                for prefetch in PREFETCHES[num_rows]
-            ]
+            found.append(MatrixTile(block_o, GROUP, splits, warps, stages, PREFETCH))
     return found
 
 
@@ -121,9 +121,7 @@ def main() -> None:
     num_sms = torch.cuda.get_device_properties(0).multi_processor_count
     shapes = layer_shapes(LLAMA_8B, 1)
     chosen = {
-        (rows, shape): choose_tile(rows, Int4Matrix(*_meta(shape)), num_sms)
-        for rows in ROWS
-        for shape in shapes
+        (rows, shape): choose_tile(rows, _meta(shape), num_sms) for rows in ROWS for shape in shapes
     }
     tried = {key: list(dict.fromkeys([tile, *candidates(*key)])) for key, tile in chosen.items()}
     work = sorted({(rows, tile) for (rows, _), tiles in tried.items() for tile in tiles}, key=repr)
@@ -137,7 +135,7 @@ def main() -> None:
     for shape in shapes:
         one = draw(*shape)
         count = max(2, -(-COLD_BYTES // num_bytes(one)))
-        matrices = [Int4Matrix(*(part.clone() for part in one)) for _ in range(count)]
+        matrices = [Int4Matrix(one.values.clone(), one.groups.clone(), True) for _ in range(count)]
         floor = num_bytes(one) / HBM_BYTES_PER_S * 1e6
         for rows in ROWS:
             key = (rows, shape)
@@ -157,7 +155,7 @@ def main() -> None:
                 {"shape": shape, "rows": rows, "us": value, **asdict(tile)}
                 for tile, value in times.items()
             ]
-        whole = graph_us(lambda: [dequantize(each, DTYPE, True) for each in matrices[:4]], 7) / 4
+        whole = graph_us(partial(_dequantize_all, matrices[:4]), 7) / 4
         print(f"{shape}: dequantize {whole:.1f} us", flush=True)
     for (rows, name), value in totals.items():
         print(f"M={rows} {name}: {value:.1f} us a layer with relays, {32e-3 * value:.3f} ms")
@@ -165,9 +163,15 @@ def main() -> None:
         options.out.write_text(json.dumps(results))
 
 
-def _meta(shape: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor, None]:
+def _dequantize_all(matrices: Sequence[Int4Matrix]) -> None:
+    for matrix in matrices:
+        dequantize(matrix, DTYPE, True)
+
+
+def _meta(shape: tuple[int, int]) -> Int4Matrix:
     values = torch.empty(shape[0], shape[1] // 8, dtype=torch.int32, device="meta")
-    return values, torch.empty(shape[1] // GROUP, shape[0], dtype=DTYPE, device="meta"), None
+    groups = torch.empty(shape[1] // GROUP, shape[0], 2, dtype=DTYPE, device="meta")
+    return Int4Matrix(values, groups, True)
 
 
 if __name__ == "__main__":

@@ -25,10 +25,17 @@ class Int4Matrix(NamedTuple):
 
     values: Tensor
     """int32 [M, K / 8], the bytes of the layout"""
-    scale: Tensor
-    """[G, M] in the model's dtype, one for each K / G consecutive columns of a row"""
-    zero: Tensor | None
-    """[G, M] in the model's dtype, integers from 0 to 15; None: all are 8"""
+    groups: Tensor
+    """[G, M, 2] in the model's dtype: the scale, and the zero point (an integer from 0 to 15), of
+    each K / G consecutive columns of a row. In 16 bits they are one word, which kernels load
+    ahead."""
+    has_zeros: bool
+    """False: all zero points are 8, and groups does not have them."""
+
+    @property
+    def group_size(self) -> int:
+        """K / G"""
+        return self.shape[1] // self.groups.shape[0]
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -38,9 +45,10 @@ class Int4Matrix(NamedTuple):
     def dequantized(self, dtype: torch.dtype) -> Tensor:
         """Return W [M, K], computed in float32 and rounded once to dtype."""
         num_rows, num_columns = self.shape
-        grouped = unpack(self.values).view(num_rows, self.scale.shape[0], -1).float()
-        grouped -= INT4_MIDDLE if self.zero is None else self.zero.t().float().unsqueeze(2)
-        grouped *= self.scale.t().float().unsqueeze(2)
+        scale, zero = self.groups.float().transpose(0, 1).unsqueeze(3).unbind(2)
+        grouped = unpack(self.values).view(num_rows, scale.shape[1], -1).float()
+        grouped -= zero if self.has_zeros else INT4_MIDDLE
+        grouped *= scale
         return grouped.view(num_rows, num_columns).to(dtype)
 
 

@@ -43,7 +43,7 @@ _WIDEST: Final = 128
 """Columns of a step, unless groups are shorter."""
 _LEAST_STEPS: Final = 4
 """Steps in a split; fewer cost more in the sum than they gain."""
-_DEQUANTIZED_COLUMNS: Final = 512
+_DEQUANTIZED_ROWS: Final = 32
 
 _BLOCK = tl.constexpr(32)
 _HALF = tl.constexpr(16)
@@ -115,7 +115,7 @@ def choose_tile(num_rows: int, matrix: Int4Matrix, num_sms: int) -> MatrixTile:
     """Return the tile of a product of M rows, by arithmetic on the sizes: enough programs to fill
     the device, and steps within one group."""
     num_outputs, num_inputs = matrix.shape
-    block_i = widest_step(num_inputs // matrix.scale.shape[0])
+    block_i = widest_step(matrix.group_size)
     block_o = 32 if num_rows <= 32 else 64
     num_tiles = triton.cdiv(num_outputs, block_o)
     wanted = _PROGRAMS_PER_SM * num_sms // num_tiles
@@ -144,14 +144,12 @@ def launch_int4_matrix(
     launch_matrix. A tile's block_i divides the size of a group, and is at least 32."""
     num_rows, num_inputs = x.shape
     num_outputs, num_columns = matrix.shape
-    values, scale, zero = matrix.values.view(torch.uint8), matrix.scale, matrix.zero
-    group_size = num_inputs // scale.shape[0]
+    values = matrix.values.view(torch.uint8)
     assert num_inputs == num_columns
-    assert x.stride(1) == y.stride(1) == values.stride(1) == scale.stride(1) == 1
-    assert zero is None or zero.stride() == scale.stride()
-    assert scale.shape[1] == num_outputs
+    assert x.stride(1) == y.stride(1) == values.stride(1) == 1
+    assert matrix.groups.is_contiguous()
     assert tile.block_i >= INT4_BLOCK
-    assert group_size % tile.block_i == 0
+    assert matrix.group_size % tile.block_i == 0
     num_tiles = triton.cdiv(num_outputs, tile.block_o)
     splits = tile.num_splits
     assert splits == 1 or num_tiles <= arrivals.shape[0]
@@ -163,19 +161,17 @@ def launch_int4_matrix(
         arrivals,
         x,
         values,
-        scale,
-        scale if zero is None else zero,
+        matrix.groups.view(torch.int32),
         x if bias is None else bias,
         num_rows,
         num_outputs,
         num_inputs,
-        group_size,
         x.stride(0),
         y.stride(0),
         values.stride(0),
-        scale.stride(0),
         HAS_BIAS=bias is not None,
-        HAS_ZERO=zero is not None,
+        HAS_ZEROS=matrix.has_zeros,
+        GROUP=matrix.group_size,
         EVEN=num_outputs % tile.block_o == 0,
         IN_REGISTERS=x.device.type == "cuda",
         SPLITS=splits,
@@ -200,19 +196,17 @@ def _int4_kernel(
     arrivals,
     x,
     values,
-    scale,
-    zero,
+    groups,
     bias,
     num_rows,
     num_outputs,
     num_inputs,
-    group_size,
     x_stride,
     y_stride,
     values_stride,
-    scale_stride,
     HAS_BIAS: tl.constexpr,
-    HAS_ZERO: tl.constexpr,
+    HAS_ZEROS: tl.constexpr,
+    GROUP: tl.constexpr,
     EVEN: tl.constexpr,
     IN_REGISTERS: tl.constexpr,
     SPLITS: tl.constexpr,
@@ -245,19 +239,11 @@ def _int4_kernel(
     x_here = x + m[:, None] * x_stride + column[None, :]
     is_row = (m < num_rows)[:, None]
     acc = tl.zeros([BLOCK_O, BLOCK_M], tl.float32)
-    group = (first // group_size) * scale_stride + row
-    next_s = tl.load(scale + group, mask=is_output, other=0.0)
-    next_z = tl.load(zero + group, mask=is_output, other=0.0) if HAS_ZERO else next_s
     for start in tl.range(first, last, BLOCK_I, num_stages=STAGES):
-        s = next_s
-        z = next_z
-        # The pipeline does not load such small parts ahead.
-        group = (tl.minimum(start + BLOCK_I, last - 1) // group_size) * scale_stride + row
-        next_s = tl.load(scale + group, mask=is_output, other=0.0)
-        if HAS_ZERO:
-            next_z = tl.load(zero + group, mask=is_output, other=0.0)
+        here = groups + (start // GROUP) * num_outputs + row
         if EVEN:
             packed = tl.load(values_here + start // 2, eviction_policy="evict_first")
+            word = tl.load(here)
         else:
             packed = tl.load(
                 values_here + start // 2,
@@ -265,17 +251,18 @@ def _int4_kernel(
                 other=0,
                 eviction_policy="evict_first",
             )
+            word = tl.load(here, mask=is_output, other=0)
         low_x = tl.trans(tl.load(x_here + start, mask=is_row, other=0.0))
         high_x = tl.trans(tl.load(x_here + start + _HALF, mask=is_row, other=0.0))
         low, high, ones = _convert(packed, x.dtype.element_ty, IN_REGISTERS)
         product = tl.dot(low, low_x)
         product = tl.dot(high, high_x, product)
-        if HAS_ZERO:
+        if HAS_ZEROS:
             # The sums of inputs, as a product, are in the layout of the products.
             total = tl.dot(ones, low_x)
             total = tl.dot(ones, high_x, total)
-            product -= total * (z.to(tl.float32) - 8.0)[:, None]
-        acc += product * s.to(tl.float32)[:, None]
+            product -= total * (_half(word >> 16, x.dtype.element_ty) - 8.0)[:, None]
+        acc += product * _half(word, x.dtype.element_ty)[:, None]
     add_splits(
         acc,
         y,
@@ -292,6 +279,12 @@ def _int4_kernel(
         BLOCK_M,
         BLOCK_O,
     )
+
+
+@triton.jit
+def _half(word, DTYPE: tl.constexpr):
+    """Return the low 16 bits of words, which are in DTYPE, as float32."""
+    return word.to(tl.int16).to(DTYPE, bitcast=True).to(tl.float32)
 
 
 @triton.jit
@@ -326,23 +319,23 @@ def _convert(packed, DTYPE: tl.constexpr, IN_REGISTERS: tl.constexpr):
 def dequantize(matrix: Int4Matrix, dtype: torch.dtype, pdl: bool) -> torch.Tensor:
     """Return W [O, I], computed in float32 and rounded once to dtype."""
     num_outputs, num_inputs = matrix.shape
-    values, scale, zero = matrix.values.view(torch.uint8), matrix.scale, matrix.zero
-    assert zero is None or zero.stride() == scale.stride()
+    values = matrix.values.view(torch.uint8)
+    assert matrix.groups.is_contiguous()
     weight = torch.empty(num_outputs, num_inputs, dtype=dtype, device=values.device)
-    block = min(_DEQUANTIZED_COLUMNS, triton.next_power_of_2(num_inputs))
-    _dequantize_kernel[(num_outputs, triton.cdiv(num_inputs, block))](
+    block_i = widest_step(matrix.group_size)
+    _dequantize_kernel[(triton.cdiv(num_outputs, _DEQUANTIZED_ROWS), num_inputs // block_i)](
         weight,
         values,
-        scale,
-        scale if zero is None else zero,
+        matrix.groups,
+        num_outputs,
         num_inputs,
-        num_inputs // scale.shape[0],
         values.stride(0),
-        scale.stride(0),
-        HAS_ZERO=zero is not None,
-        BLOCK=block,
+        HAS_ZEROS=matrix.has_zeros,
+        GROUP=matrix.group_size,
+        BLOCK_O=_DEQUANTIZED_ROWS,
+        BLOCK_I=block_i,
         PDL=pdl,
-        num_warps=1,
+        num_warps=4,
         **launch_options(pdl),
     )
     return weight
@@ -353,30 +346,32 @@ def dequantize(matrix: Int4Matrix, dtype: torch.dtype, pdl: bool) -> torch.Tenso
 def _dequantize_kernel(
     weight,
     values,
-    scale,
-    zero,
+    groups,
+    num_outputs,
     num_inputs,
-    group_size,
     values_stride,
-    scale_stride,
-    HAS_ZERO: tl.constexpr,
-    BLOCK: tl.constexpr,
+    HAS_ZEROS: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK_O: tl.constexpr,
+    BLOCK_I: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Each program dequantizes BLOCK columns of a row."""
+    """Each program dequantizes BLOCK_O rows of BLOCK_I columns, which are in one group."""
     start_next(PDL)
-    row = tl.program_id(0).to(tl.int64)
-    byte = tl.program_id(1) * (BLOCK // 2) + tl.arange(0, BLOCK // 2)
-    inside = byte < num_inputs // 2
-    column = byte // _HALF * _BLOCK + byte % _HALF
-    group = column // group_size * scale_stride + row
-    packed = tl.load(values + row * values_stride + byte, mask=inside, other=0)
-    s = tl.load(scale + group, mask=inside, other=0.0).to(tl.float32)
-    z = 8.0
-    if HAS_ZERO:
-        z = tl.load(zero + group, mask=inside, other=0.0).to(tl.float32)
+    row = tl.program_id(0).to(tl.int64) * BLOCK_O + tl.arange(0, BLOCK_O)
+    column = tl.program_id(1) * BLOCK_I + tl.arange(0, BLOCK_I)
+    present = row < num_outputs
+    inside = present[:, None] & (column < num_inputs)[None, :]
+    byte = column // _BLOCK * _HALF + column % _HALF
+    packed = tl.load(values + row[:, None] * values_stride + byte[None, :], mask=inside, other=0)
+    here = groups + (tl.program_id(1) * BLOCK_I // GROUP * num_outputs + row) * 2
+    scale = tl.load(here, mask=present, other=0.0).to(tl.float32)
     await_previous(PDL)
-    here = weight + row * num_inputs + column
-    dtype = weight.dtype.element_ty
-    tl.store(here, (((packed & 15).to(tl.float32) - z) * s).to(dtype), mask=inside)
-    tl.store(here + _HALF, (((packed >> 4).to(tl.float32) - z) * s).to(dtype), mask=inside)
+    value = ((packed >> ((column // _HALF) % 2 * 4)[None, :].to(tl.uint8)) & 15).to(tl.float32)
+    if HAS_ZEROS:
+        value -= tl.load(here + 1, mask=present, other=0.0).to(tl.float32)[:, None]
+    else:
+        value -= 8.0
+    value *= scale[:, None]
+    here = weight + row[:, None] * num_inputs + column[None, :]
+    tl.store(here, value.to(weight.dtype.element_ty), mask=inside)

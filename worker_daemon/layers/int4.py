@@ -22,6 +22,9 @@ from worker_daemon.layers.quantization import Int4Quantization
 _FIELD: Final = "quantization_config.group_size"
 _CHUNK_ELEMENTS: Final = 1 << 24
 """Values that are converted at a time; a copy takes a byte for each."""
+_SCALE: Final = slice(0, 1)
+_ZERO: Final = slice(1, 2)
+"""Places in the last dimension of groups."""
 _ARRIVES: Final = ("int4", "int4_zero", "int4_scale")
 
 
@@ -30,7 +33,7 @@ class Int4Parameter(Parameter):
 
     def __init__(
         self,
-        shape: tuple[int, int],
+        shape: tuple[int, ...],
         pieces: Sequence[Piece],
         packing: Packing,
         *,
@@ -54,25 +57,22 @@ class Int4Parameter(Parameter):
         return torch.float32 if piece.kind == "int4_scale" else torch.int32
 
 
-class Int4Scales(Int4Parameter):
-    """The scales [G, M]."""
+class Int4Groups(Int4Parameter):
+    """Scales and zero points, [G, M, 2]."""
+
+    zero_packing: Packing
+    zero_offset = 0
+    """Added to the zero points of the checkpoint."""
 
     def write(self, region: tuple[slice, ...], values: Tensor) -> None:
         """Convert a complete piece of the checkpoint. region: its target."""
-        self.store(region, self._packing.unpacked(values).t())
-
-
-class Int4Zeros(Int4Parameter):
-    """The zero points [G, M]."""
-
-    offset = 0
-    """Added to those of the checkpoint."""
-
-    def write(self, region: tuple[slice, ...], values: Tensor) -> None:
-        """See Int4Scales."""
-        # All eight of a word at once: carries undo the borrows of the subtraction at the save.
-        words = values + self.offset * 0x11111111
-        self.store(region, self._packing.unpacked(words).t())
+        if region[2] == _SCALE:
+            by_row = self._packing.unpacked(values)
+        else:
+            # All eight of a word at once: carries undo the borrows of the subtraction at the save.
+            words = values + self.zero_offset * 0x11111111
+            by_row = self.zero_packing.unpacked(words)
+        self.store(region, by_row.t().unsqueeze(2))
 
 
 class Int4Values(Int4Parameter):
@@ -105,10 +105,8 @@ class Int4Parameters(NamedTuple):
 
     values: Int4Values
     """int32 [M, K / 8], in the layout of contracts/int4.py"""
-    scale: Parameter
-    """[G, M] in the model's dtype"""
-    zero: Parameter | None
-    """[G, M] in the model's dtype; None: all are 8"""
+    groups: Parameter
+    """[G, M, 2] in the model's dtype: scales and zero points"""
     order: Parameter | None
     """int32 [K]: the input of each column; None: as they come"""
 
@@ -128,10 +126,10 @@ class Int4Product:
 
     def forward(self, x: Tensor) -> Tensor:
         """x [N, K] -> [N, M]."""
-        values, scale, zero, order = self._parameters
+        values, groups, order = self._parameters
         if order is not None:
             x = x.index_select(1, order.data)
-        matrix = Int4Matrix(values.data, scale.data, None if zero is None else zero.data)
+        matrix = Int4Matrix(values.data, groups.data, values.quantization.has_zeros)
         return self._ops.int4_linear(x, matrix, None if self._bias is None else self._bias.data)
 
     def parameters(self) -> Iterator[Parameter]:
@@ -170,25 +168,23 @@ def make_int4_parameters(
         device=device,
     )
     values.quantization = quantization
-    scale = Int4Scales(
-        (num_groups, num_rows),
-        [_group_piece(piece, packing.scale, size, "int4_scale") for piece in pieces],
+    group_pieces = [
+        _group_piece(piece, packing.scale, size, _SCALE, "int4_scale") for piece in pieces
+    ]
+    if quantization.has_zeros:
+        group_pieces += [
+            _group_piece(piece, packing.zero, size, _ZERO, "int4_zero") for piece in pieces
+        ]
+    groups = Int4Groups(
+        (num_groups, num_rows, 2),
+        group_pieces,
         packing.scale,
-        name=f"{prefix}.weight_scale",
+        name=f"{prefix}.weight_groups",
         dtype=dtype,
         device=device,
     )
-    zero = None
-    if quantization.has_zeros:
-        zero = Int4Zeros(
-            (num_groups, num_rows),
-            [_group_piece(piece, packing.zero, size, "int4_zero") for piece in pieces],
-            packing.zero,
-            name=f"{prefix}.weight_zero",
-            dtype=dtype,
-            device=device,
-        )
-        zero.offset = quantization.zero_offset
+    groups.zero_packing = packing.zero
+    groups.zero_offset = quantization.zero_offset
     if quantization.has_order:
         whole = (slice(0, num_columns),)
         values.order = Parameter(
@@ -201,7 +197,7 @@ def make_int4_parameters(
             dtype=torch.int32,
             device=device,
         )
-    return Int4Parameters(values, scale, zero, values.order)
+    return Int4Parameters(values, groups, values.order)
 
 
 def _values_piece(piece: Piece, packing: CheckpointPacking) -> Piece:
@@ -211,13 +207,15 @@ def _values_piece(piece: Piece, packing: CheckpointPacking) -> Piece:
     return packing.values.piece(piece, columns, piece.full_shape[1], target, "int4")
 
 
-def _group_piece(piece: Piece, packing: Packing, size: int | None, kind: Kind) -> Piece:
+def _group_piece(
+    piece: Piece, packing: Packing, size: int | None, part: slice, kind: Kind
+) -> Piece:
     if size is None:
         one = slice(0, 1)
-        return packing.piece(piece, one, 1, (one, piece.target[0]), kind)
+        return packing.piece(piece, one, 1, (one, piece.target[0], part), kind)
     columns = piece.source[1]
     groups = slice(columns.start // size, columns.stop // size)
-    target = (slice(0, groups.stop - groups.start), piece.target[0])
+    target = (slice(0, groups.stop - groups.start), piece.target[0], part)
     return packing.piece(piece, groups, piece.full_shape[1] // size, target, kind)
 
 

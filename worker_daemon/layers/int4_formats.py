@@ -36,7 +36,7 @@ class Packing(NamedTuple):
     """Rows in a word are in AWQ's order."""
 
     def piece(
-        self, matrix: Piece, columns: slice, total: int, target: tuple[slice, slice], kind: Kind
+        self, matrix: Piece, columns: slice, total: int, target: tuple[slice, ...], kind: Kind
     ) -> Piece:
         """Return the piece of this tensor for that of an unquantized matrix. columns: those to
         read, or groups; total: their number in the checkpoint; target: the place in the
