@@ -26,7 +26,7 @@ from worker_daemon.kernels.launch import (
     launch_options,
     start_next,
 )
-from worker_daemon.kernels.linear import MAX_TILES, add_splits, has_aligned_rows
+from worker_daemon.kernels.linear import MAX_TILES, add_splits
 from worker_daemon.kernels.prefetch import prefetch
 from worker_daemon.kernels.tiles import DeviceLimits
 from worker_daemon.kernels.tuning import MatrixTile, row_bucket
@@ -146,7 +146,8 @@ def launch_int4_matrix(
     num_outputs, num_columns = matrix.shape
     values = matrix.values.view(torch.uint8)
     assert num_inputs == num_columns
-    assert x.stride(1) == y.stride(1) == values.stride(1) == 1
+    assert x.stride(1) == y.stride(1) == 1
+    assert values.is_contiguous()
     assert matrix.groups.is_contiguous()
     assert tile.block_i >= INT4_BLOCK
     assert matrix.group_size % tile.block_i == 0
@@ -168,7 +169,6 @@ def launch_int4_matrix(
         num_inputs,
         x.stride(0),
         y.stride(0),
-        values.stride(0),
         HAS_BIAS=bias is not None,
         HAS_ZEROS=matrix.has_zeros,
         GROUP=matrix.group_size,
@@ -179,8 +179,8 @@ def launch_int4_matrix(
         BLOCK_O=tile.block_o,
         BLOCK_I=tile.block_i,
         STAGES=tile.num_stages,
-        PREFETCH=tile.prefetch if pdl and has_aligned_rows(values) else 0,
-        LANES=str(tile.block_o),
+        PREFETCH=tile.prefetch // INT4_BLOCK if pdl and num_outputs % tile.block_o == 0 else 0,
+        LANES=str(tile.prefetch // INT4_BLOCK),
         PDL=pdl,
         num_warps=tile.num_warps,
         enable_fp_fusion=True,
@@ -203,7 +203,6 @@ def _int4_kernel(
     num_inputs,
     x_stride,
     y_stride,
-    values_stride,
     HAS_BIAS: tl.constexpr,
     HAS_ZEROS: tl.constexpr,
     GROUP: tl.constexpr,
@@ -218,51 +217,56 @@ def _int4_kernel(
     LANES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Like linear.py's kernel; PREFETCH counts columns."""
+    """Like linear.py's kernel; PREFETCH counts blocks of 32 columns."""
     start_next(PDL)
     tile = tl.program_id(0)
     split = tl.program_id(1)
     row = tile * BLOCK_O + tl.arange(0, BLOCK_O)
     is_output = row < num_outputs
-    values_row = values + row.to(tl.int64) * values_stride
     num_steps = num_inputs // BLOCK_I
     first = (split * num_steps // SPLITS) * BLOCK_I
     last = ((split + 1) * num_steps // SPLITS) * BLOCK_I
     if PREFETCH > 0:
-        num_bytes = tl.minimum(PREFETCH, last - first) // 2
-        prefetch(values_row + first // 2, tl.where(is_output, num_bytes, 0), LANES)
+        block = first // _BLOCK + tl.arange(0, PREFETCH)
+        num_bytes = tl.where(block < last // _BLOCK, BLOCK_O * _HALF, 0)
+        rows_here = values + (block.to(tl.int64) * num_outputs + tile * BLOCK_O) * _HALF
+        prefetch(rows_here, num_bytes, LANES)
     await_previous(PDL)
     m = tl.arange(0, BLOCK_M)
     byte = tl.arange(0, BLOCK_I // 2)
     column = byte // _HALF * _BLOCK + byte % _HALF
-    values_here = values_row[:, None] + byte[None, :]
+    block = (byte // _HALF).to(tl.int64) * num_outputs
+    values_here = values + (block[None, :] + row[:, None]) * _HALF + (byte % _HALF)[None, :]
     x_here = x + m[:, None] * x_stride + column[None, :]
     is_row = (m < num_rows)[:, None]
     acc = tl.zeros([BLOCK_O, BLOCK_M], tl.float32)
     for start in tl.range(first, last, BLOCK_I, num_stages=STAGES):
-        here = groups + (start // GROUP) * num_outputs + row
+        group = groups + (start // GROUP) * num_outputs + row
+        step_values = values_here + (start // _BLOCK) * num_outputs * _HALF
         if EVEN:
-            packed = tl.load(values_here + start // 2, eviction_policy="evict_first")
-            word = tl.load(here)
+            packed = tl.load(step_values, eviction_policy="evict_first")
+            word = tl.load(group)
         else:
             packed = tl.load(
-                values_here + start // 2,
+                step_values,
                 mask=is_output[:, None],
                 other=0,
                 eviction_policy="evict_first",
             )
-            word = tl.load(here, mask=is_output, other=0)
+            word = tl.load(group, mask=is_output, other=0)
         low_x = tl.trans(tl.load(x_here + start, mask=is_row, other=0.0))
         high_x = tl.trans(tl.load(x_here + start + _HALF, mask=is_row, other=0.0))
         low, high, ones = _convert(packed, x.dtype.element_ty, IN_REGISTERS)
         product = tl.dot(low, low_x)
-        product = tl.dot(high, high_x, product)
+        rest = tl.dot(high, high_x)
+        s = _half(word, x.dtype.element_ty)[:, None]
         if HAS_ZEROS:
             # The sums of inputs, as a product, are in the layout of the products.
             total = tl.dot(ones, low_x)
             total = tl.dot(ones, high_x, total)
-            product -= total * (_half(word >> 16, x.dtype.element_ty) - 8.0)[:, None]
-        acc += product * _half(word, x.dtype.element_ty)[:, None]
+            rest -= total * (_half(word >> 16, x.dtype.element_ty) - 8.0)[:, None]
+        acc += product * s  # apart from rest, since each product waits for its predecessor
+        acc += rest * s
     add_splits(
         acc,
         y,
@@ -329,7 +333,6 @@ def dequantize(matrix: Int4Matrix, dtype: torch.dtype, pdl: bool) -> torch.Tenso
         matrix.groups,
         num_outputs,
         num_inputs,
-        values.stride(0),
         HAS_ZEROS=matrix.has_zeros,
         GROUP=matrix.group_size,
         BLOCK_O=_DEQUANTIZED_ROWS,
@@ -349,7 +352,6 @@ def _dequantize_kernel(
     groups,
     num_outputs,
     num_inputs,
-    values_stride,
     HAS_ZEROS: tl.constexpr,
     GROUP: tl.constexpr,
     BLOCK_O: tl.constexpr,
@@ -362,8 +364,9 @@ def _dequantize_kernel(
     column = tl.program_id(1) * BLOCK_I + tl.arange(0, BLOCK_I)
     present = row < num_outputs
     inside = present[:, None] & (column < num_inputs)[None, :]
-    byte = column // _BLOCK * _HALF + column % _HALF
-    packed = tl.load(values + row[:, None] * values_stride + byte[None, :], mask=inside, other=0)
+    block = (column // _BLOCK).to(tl.int64) * num_outputs
+    here = values + (block[None, :] + row[:, None]) * _HALF + (column % _HALF)[None, :]
+    packed = tl.load(here, mask=inside, other=0)
     here = groups + (tl.program_id(1) * BLOCK_I // GROUP * num_outputs + row) * 2
     scale = tl.load(here, mask=present, other=0.0).to(tl.float32)
     await_previous(PDL)
