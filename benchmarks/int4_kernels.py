@@ -169,7 +169,7 @@ def _dequantize_all(matrices: Sequence[Int4Matrix]) -> None:
 
 
 def _meta(shape: tuple[int, int]) -> Int4Matrix:
-    values = torch.empty(shape[1] // 32, shape[0], 4, dtype=torch.int32, device="meta")
+    values = torch.empty(shape[0], shape[1] // 8, dtype=torch.int32, device="meta")
     groups = torch.empty(shape[1] // GROUP, shape[0], 2, dtype=DTYPE, device="meta")
     return Int4Matrix(values, groups, True)
 

@@ -26,19 +26,24 @@ from worker_daemon.kernels.launch import (
     launch_options,
     start_next,
 )
-from worker_daemon.kernels.linear import MAX_TILES, add_splits
+from worker_daemon.kernels.linear import MAX_TILES, add_splits, has_aligned_rows
 from worker_daemon.kernels.prefetch import prefetch
 from worker_daemon.kernels.tiles import DeviceLimits
 from worker_daemon.kernels.tuning import MatrixTile, row_bucket
 
 _LEAST: Final = (8, 0)
 """Compute capability from which a device has matrix instructions in bfloat16."""
-_PROGRAMS_PER_SM: Final = 4
-_MAX_SPLITS: Final = 8
-LEAST_ROWS: Final = 8
+_LEAST_ROWS: Final = 8
 """The narrowest tile of a matrix instruction."""
-_OUTPUTS_PER_WARP: Final = 16
-"""With fewer, Triton 3.6 has compiled wrong products (benchmarks/NOTES.md)."""
+_MAX_SPLITS: Final = 8
+_TALLEST: Final = 128
+_SHORTEST: Final = 32
+"""Outputs of a tile. A warp has at least 16: with fewer, Triton 3.6 has compiled wrong products
+(benchmarks/NOTES.md)."""
+_FULL_ROWS: Final = 16
+_FULL, _FULL_ENOUGH = 0.95, 0.8
+"""Share of the SMs' time that programs of one length fill, from which no more splits are tried: up
+to 16 rows, and for more rows, whose sums take longer to add."""
 _WIDEST: Final = 128
 """Columns of a step, unless groups are shorter."""
 _LEAST_STEPS: Final = 4
@@ -112,18 +117,33 @@ class Int4Linear:
 
 
 def choose_tile(num_rows: int, matrix: Int4Matrix, num_sms: int) -> MatrixTile:
-    """Return the tile of a product of M rows, by arithmetic on the sizes: enough programs to fill
-    the device, and steps within one group."""
+    """Return the tile of a product of M rows, by arithmetic on the sizes: tall tiles, split until
+    the programs fill the device evenly, and steps within one group."""
     num_outputs, num_inputs = matrix.shape
     block_i = widest_step(matrix.group_size)
-    block_o = 32 if num_rows <= 32 else 64
-    num_tiles = triton.cdiv(num_outputs, block_o)
-    wanted = _PROGRAMS_PER_SM * num_sms // num_tiles
-    splits = max(1, min(wanted, num_inputs // block_i // _LEAST_STEPS, _MAX_SPLITS))
-    if num_tiles > MAX_TILES:
-        splits = 1
-    num_warps = block_o // _OUTPUTS_PER_WARP
-    return MatrixTile(block_o, block_i, splits, num_warps, num_stages=4, prefetch=1024)
+    most = max(1, min(_MAX_SPLITS, num_inputs // block_i // _LEAST_STEPS))
+    wanted = _FULL if num_rows <= _FULL_ROWS else _FULL_ENOUGH
+    block_o = _TALLEST
+    while True:
+        num_tiles = triton.cdiv(num_outputs, block_o)
+        limit = most if num_tiles <= MAX_TILES else 1
+        splits = _choose_splits(num_tiles, limit, num_sms, wanted)
+        if block_o == _SHORTEST or num_tiles * splits * 4 >= num_sms * 3:
+            break
+        block_o //= 2
+    rows_per_warp, stages = (32, 5) if num_rows == 1 else (16, 3)
+    num_warps = block_o // rows_per_warp
+    return MatrixTile(block_o, block_i, splits, num_warps, stages, prefetch=1024)
+
+
+def _choose_splits(num_tiles: int, most: int, num_sms: int, wanted: float) -> int:
+    """Return the fewest splits that fill the wanted share of the device, or else the largest."""
+    shares = {}
+    for splits in range(1, most + 1):
+        programs = num_tiles * splits
+        shares[splits] = programs / (triton.cdiv(programs, num_sms) * num_sms)
+    enough = (splits for splits, share in shares.items() if share >= wanted)
+    return next(enough, max(shares, key=shares.__getitem__))
 
 
 def widest_step(group_size: int) -> int:
@@ -146,15 +166,14 @@ def launch_int4_matrix(
     num_outputs, num_columns = matrix.shape
     values = matrix.values.view(torch.uint8)
     assert num_inputs == num_columns
-    assert x.stride(1) == y.stride(1) == 1
-    assert values.is_contiguous()
+    assert x.stride(1) == y.stride(1) == values.stride(1) == 1
     assert matrix.groups.is_contiguous()
     assert tile.block_i >= INT4_BLOCK
     assert matrix.group_size % tile.block_i == 0
     num_tiles = triton.cdiv(num_outputs, tile.block_o)
     splits = tile.num_splits
     assert splits == 1 or num_tiles <= arrivals.shape[0]
-    block_m = max(LEAST_ROWS, triton.next_power_of_2(num_rows))
+    block_m = max(_LEAST_ROWS, triton.next_power_of_2(num_rows))
     parts = num_tiles * splits * block_m * tile.block_o if splits > 1 else 0
     _int4_kernel[(num_tiles, splits)](
         y,
@@ -169,6 +188,7 @@ def launch_int4_matrix(
         num_inputs,
         x.stride(0),
         y.stride(0),
+        values.stride(0),
         HAS_BIAS=bias is not None,
         HAS_ZEROS=matrix.has_zeros,
         GROUP=matrix.group_size,
@@ -179,8 +199,8 @@ def launch_int4_matrix(
         BLOCK_O=tile.block_o,
         BLOCK_I=tile.block_i,
         STAGES=tile.num_stages,
-        PREFETCH=tile.prefetch // INT4_BLOCK if pdl and num_outputs % tile.block_o == 0 else 0,
-        LANES=str(tile.prefetch // INT4_BLOCK),
+        PREFETCH=tile.prefetch if pdl and has_aligned_rows(values) else 0,
+        LANES=str(tile.block_o),
         PDL=pdl,
         num_warps=tile.num_warps,
         enable_fp_fusion=True,
@@ -203,6 +223,7 @@ def _int4_kernel(
     num_inputs,
     x_stride,
     y_stride,
+    values_stride,
     HAS_BIAS: tl.constexpr,
     HAS_ZEROS: tl.constexpr,
     GROUP: tl.constexpr,
@@ -217,56 +238,51 @@ def _int4_kernel(
     LANES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Like linear.py's kernel; PREFETCH counts blocks of 32 columns."""
+    """Like linear.py's kernel; PREFETCH counts columns."""
     start_next(PDL)
     tile = tl.program_id(0)
     split = tl.program_id(1)
     row = tile * BLOCK_O + tl.arange(0, BLOCK_O)
     is_output = row < num_outputs
+    values_row = values + row.to(tl.int64) * values_stride
     num_steps = num_inputs // BLOCK_I
     first = (split * num_steps // SPLITS) * BLOCK_I
     last = ((split + 1) * num_steps // SPLITS) * BLOCK_I
     if PREFETCH > 0:
-        block = first // _BLOCK + tl.arange(0, PREFETCH)
-        num_bytes = tl.where(block < last // _BLOCK, BLOCK_O * _HALF, 0)
-        rows_here = values + (block.to(tl.int64) * num_outputs + tile * BLOCK_O) * _HALF
-        prefetch(rows_here, num_bytes, LANES)
+        num_bytes = tl.minimum(PREFETCH, last - first) // 2
+        prefetch(values_row + first // 2, tl.where(is_output, num_bytes, 0), LANES)
     await_previous(PDL)
     m = tl.arange(0, BLOCK_M)
     byte = tl.arange(0, BLOCK_I // 2)
     column = byte // _HALF * _BLOCK + byte % _HALF
-    block = (byte // _HALF).to(tl.int64) * num_outputs
-    values_here = values + (block[None, :] + row[:, None]) * _HALF + (byte % _HALF)[None, :]
+    values_here = values_row[:, None] + byte[None, :]
     x_here = x + m[:, None] * x_stride + column[None, :]
     is_row = (m < num_rows)[:, None]
     acc = tl.zeros([BLOCK_O, BLOCK_M], tl.float32)
     for start in tl.range(first, last, BLOCK_I, num_stages=STAGES):
-        group = groups + (start // GROUP) * num_outputs + row
-        step_values = values_here + (start // _BLOCK) * num_outputs * _HALF
+        here = groups + (start // GROUP) * num_outputs + row
         if EVEN:
-            packed = tl.load(step_values, eviction_policy="evict_first")
-            word = tl.load(group)
+            packed = tl.load(values_here + start // 2, eviction_policy="evict_first")
+            word = tl.load(here)
         else:
             packed = tl.load(
-                step_values,
+                values_here + start // 2,
                 mask=is_output[:, None],
                 other=0,
                 eviction_policy="evict_first",
             )
-            word = tl.load(group, mask=is_output, other=0)
+            word = tl.load(here, mask=is_output, other=0)
         low_x = tl.trans(tl.load(x_here + start, mask=is_row, other=0.0))
         high_x = tl.trans(tl.load(x_here + start + _HALF, mask=is_row, other=0.0))
         low, high, ones = _convert(packed, x.dtype.element_ty, IN_REGISTERS)
         product = tl.dot(low, low_x)
-        rest = tl.dot(high, high_x)
-        s = _half(word, x.dtype.element_ty)[:, None]
+        product = tl.dot(high, high_x, product)
         if HAS_ZEROS:
             # The sums of inputs, as a product, are in the layout of the products.
             total = tl.dot(ones, low_x)
             total = tl.dot(ones, high_x, total)
-            rest -= total * (_half(word >> 16, x.dtype.element_ty) - 8.0)[:, None]
-        acc += product * s  # apart from rest, since each product waits for its predecessor
-        acc += rest * s
+            product -= total * (_half(word >> 16, x.dtype.element_ty) - 8.0)[:, None]
+        acc += product * _half(word, x.dtype.element_ty)[:, None]
     add_splits(
         acc,
         y,
@@ -333,6 +349,7 @@ def dequantize(matrix: Int4Matrix, dtype: torch.dtype, pdl: bool) -> torch.Tenso
         matrix.groups,
         num_outputs,
         num_inputs,
+        values.stride(0),
         HAS_ZEROS=matrix.has_zeros,
         GROUP=matrix.group_size,
         BLOCK_O=_DEQUANTIZED_ROWS,
@@ -352,6 +369,7 @@ def _dequantize_kernel(
     groups,
     num_outputs,
     num_inputs,
+    values_stride,
     HAS_ZEROS: tl.constexpr,
     GROUP: tl.constexpr,
     BLOCK_O: tl.constexpr,
@@ -364,9 +382,8 @@ def _dequantize_kernel(
     column = tl.program_id(1) * BLOCK_I + tl.arange(0, BLOCK_I)
     present = row < num_outputs
     inside = present[:, None] & (column < num_inputs)[None, :]
-    block = (column // _BLOCK).to(tl.int64) * num_outputs
-    here = values + (block[None, :] + row[:, None]) * _HALF + (column % _HALF)[None, :]
-    packed = tl.load(here, mask=inside, other=0)
+    byte = column // _BLOCK * _HALF + column % _HALF
+    packed = tl.load(values + row[:, None] * values_stride + byte[None, :], mask=inside, other=0)
     here = groups + (tl.program_id(1) * BLOCK_I // GROUP * num_outputs + row) * 2
     scale = tl.load(here, mask=present, other=0.0).to(tl.float32)
     await_previous(PDL)

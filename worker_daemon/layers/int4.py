@@ -12,13 +12,7 @@ from typing import Final, NamedTuple
 import torch
 from torch import Tensor
 
-from worker_daemon.contracts.int4 import (
-    INT4_BLOCK,
-    INT4_PER_WORD,
-    INT4_WORDS,
-    Int4Matrix,
-    pack,
-)
+from worker_daemon.contracts.int4 import INT4_BLOCK, INT4_PER_WORD, Int4Matrix, pack
 from worker_daemon.contracts.layer_ops import LayerOps
 from worker_daemon.errors import ConfigError, config_error
 from worker_daemon.layers.int4_formats import PACKINGS, CheckpointPacking, Packing, module_of
@@ -82,22 +76,27 @@ class Int4Groups(Int4Parameter):
 
 
 class Int4Values(Int4Parameter):
-    """The values of a matrix, int32 [K / 32, M, 4]."""
+    """The values of a matrix, int32 [M, K / 8]."""
 
     order: Parameter | None = None
     """int32 [K]: the column of the checkpoint at each place. Set before values arrive."""
     quantization: Int4Quantization
 
+    @property
+    def num_values(self) -> int:
+        """M * K"""
+        return self.data.numel() * INT4_PER_WORD
+
     def write(self, region: tuple[slice, ...], values: Tensor) -> None:
         """Convert a complete piece of the checkpoint. region: its target."""
-        first, last = region[1].start, region[1].stop
-        width = self.data.shape[0] * INT4_BLOCK
+        first, last = region[0].start, region[0].stop
+        width = self.data.shape[1] * INT4_PER_WORD
         step = max(1, _CHUNK_ELEMENTS // width // INT4_PER_WORD) * INT4_PER_WORD
         for start in range(0, last - first, step):
             stop = min(start + step, last - first)
             part = self._packing.rows_of(values, start, stop)
             rows = slice(first + start, first + stop)
-            self.store((region[0], rows, region[2]), self._converted(part))
+            self.store((rows, region[1]), self._converted(part))
 
     def _converted(self, values: Tensor) -> Tensor:
         unpacked = self._packing.unpacked(values)
@@ -110,7 +109,7 @@ class Int4Parameters(NamedTuple):
     """The parameters of a matrix in 4 bits."""
 
     values: Int4Values
-    """int32 [K / 32, M, 4], in the layout of contracts/int4.py"""
+    """int32 [M, K / 8], in the layout of contracts/int4.py"""
     groups: Parameter
     """[G, M, 2] in the model's dtype: scales and zero points"""
     order: Parameter | None
@@ -164,8 +163,9 @@ def make_int4_parameters(
     num_rows, num_columns = shape
     size = quantization.group_size
     num_groups = 1 if size is None else num_columns // size
+    words = (num_rows, num_columns // INT4_PER_WORD)
     values = Int4Values(
-        (num_columns // INT4_BLOCK, num_rows, INT4_WORDS),
+        words,
         [_values_piece(piece, packing) for piece in pieces],
         packing.values,
         name=f"{prefix}.weight",
@@ -207,8 +207,8 @@ def make_int4_parameters(
 
 def _values_piece(piece: Piece, packing: CheckpointPacking) -> Piece:
     columns = piece.source[1]
-    blocks = slice(0, (columns.stop - columns.start) // INT4_BLOCK)
-    target = (blocks, piece.target[0], slice(0, INT4_WORDS))
+    words = slice(0, (columns.stop - columns.start) // INT4_PER_WORD)
+    target = (piece.target[0], words)
     return packing.values.piece(piece, columns, piece.full_shape[1], target, "int4")
 
 
