@@ -121,9 +121,7 @@ def test_parity_of_tensor_parallel_ranks(
     on_tensor_parallel_ranks,
     scheme,
 ):
-    checkpoint = made(
-        "LlamaForCausalLM", scheme, seed=13, mlp_bias=True, attention_bias=True
-    )
+    checkpoint = made("LlamaForCausalLM", scheme, seed=13, mlp_bias=True, attention_bias=True)
     sequences = random_sequences(LENGTHS, seed=15)
     ranks = on_tensor_parallel_ranks(
         2, lambda tp: paged_run(stages_of(checkpoint.path, tp=tp), sequences).prefill()
