@@ -39,7 +39,7 @@ from worker_daemon.kernels.tuning import MatrixTile
 GROUP = 128
 ROWS = (1, 16, 64)
 TILES = {
-    1: [(32, 1), (32, 2), (64, 1), (64, 2), (64, 4), (128, 4)],
+    1: [(64, 1), (64, 2), (64, 4), (128, 2), (128, 4), (128, 8)],
     16: [(32, 2), (64, 2), (64, 4), (128, 4), (128, 8)],
     64: [(64, 4), (128, 4), (128, 8)],
 }
@@ -115,13 +115,16 @@ def product_us(matrices: Sequence[Int4Matrix], num_rows: int, tile: MatrixTile) 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--processes", type=int, default=14)
+    parser.add_argument("--rows", type=int, nargs="+", choices=ROWS, default=ROWS)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     print(torch.cuda.get_device_name(), flush=True)
     num_sms = torch.cuda.get_device_properties(0).multi_processor_count
     shapes = layer_shapes(LLAMA_8B, 1)
     chosen = {
-        (rows, shape): choose_tile(rows, _meta(shape), num_sms) for rows in ROWS for shape in shapes
+        (rows, shape): choose_tile(rows, _meta(shape), num_sms)
+        for rows in options.rows
+        for shape in shapes
     }
     tried = {key: list(dict.fromkeys([tile, *candidates(*key)])) for key, tile in chosen.items()}
     work = sorted({(rows, tile) for (rows, _), tiles in tried.items() for tile in tiles}, key=repr)
@@ -137,7 +140,7 @@ def main() -> None:
         count = max(2, -(-COLD_BYTES // num_bytes(one)))
         matrices = [Int4Matrix(one.values.clone(), one.groups.clone(), True) for _ in range(count)]
         floor = num_bytes(one) / HBM_BYTES_PER_S * 1e6
-        for rows in ROWS:
+        for rows in options.rows:
             key = (rows, shape)
             times = {
                 tile: product_us(matrices, rows, tile)

@@ -1,4 +1,4 @@
-"""4-bit checkpoints made from unquantized ones, and the reference model with the dequantized weights.
+"""4-bit checkpoints made from unquantized ones, and the reference model with their weights.
 
     quantize(checkpoint.path, checkpoint.model, Scheme("awq", 32))
 

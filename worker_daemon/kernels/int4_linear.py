@@ -53,31 +53,36 @@ _DEQUANTIZED_ROWS: Final = 32
 _BLOCK = tl.constexpr(32)
 _HALF = tl.constexpr(16)
 _CONVERT: Final = """{
-    .reg .b32 %low, %high, %one, %two, %three, %four, %unit;
-    and.b32 %low, $4, 0x0F0F0F0F;
-    shr.u32 %high, $4, 4;
+    .reg .b32 %low, %high, %one, %two, %three, %four, %unit, %minus;
+    and.b32 %low, $6, 0x0F0F0F0F;
+    shr.u32 %high, $6, 4;
     and.b32 %high, %high, 0x0F0F0F0F;
     mov.b32 %unit, UNIT;
+    mov.b32 %minus, MINUS;
     prmt.b32 %one, %low, MAGIC, 0x4140;
     prmt.b32 %two, %low, MAGIC, 0x4342;
     prmt.b32 %three, %high, MAGIC, 0x4140;
     prmt.b32 %four, %high, MAGIC, 0x4342;
-    fma.rn.TYPE $0, %one, %unit, $5;
-    fma.rn.TYPE $1, %two, %unit, $6;
-    fma.rn.TYPE $2, %three, %unit, $5;
-    fma.rn.TYPE $3, %four, %unit, $6;
+    fma.rn.TYPE $0, %one, %unit, %minus;
+    fma.rn.TYPE $1, %two, %unit, %minus;
+    fma.rn.TYPE $2, %three, %unit, %minus;
+    fma.rn.TYPE $3, %four, %unit, %minus;
+    mov.b32 $4, UNIT;
+    mov.b32 $5, UNIT;
 }"""
-"""Four bytes to eight values: the four bits become the last of a mantissa whose unit is 1, and minus
-is added, the negative of that number without them and of the zero point. All steps are exact."""
+"""Four bytes to eight values minus 8: the four bits become the last of a mantissa whose unit is 1,
+from which that number without them, and 8, are subtracted. All steps are exact."""
 _CONVERT_BF16 = tl.constexpr(
     _CONVERT.replace("TYPE", "bf16x2")
     .replace("MAGIC", "0x43434343")  # 128
     .replace("UNIT", "0x3F803F80")
+    .replace("MINUS", "0xC308C308")
 )
 _CONVERT_FP16 = tl.constexpr(
     _CONVERT.replace("TYPE", "f16x2")
     .replace("MAGIC", "0x64646464")  # 1024
     .replace("UNIT", "0x3C003C00")
+    .replace("MINUS", "0xE408E408")
 )
 
 
@@ -269,13 +274,14 @@ def _int4_kernel(
             word = tl.load(here, mask=is_output, other=0)
         low_x = tl.trans(tl.load(x_here + start, mask=is_row, other=0.0))
         high_x = tl.trans(tl.load(x_here + start + _HALF, mask=is_row, other=0.0))
-        if HAS_ZEROS:
-            zero = _half(word >> 16, x.dtype.element_ty)
-        else:
-            zero = tl.full([BLOCK_O], 8.0, tl.float32)
-        low, high = _convert(packed, zero, x.dtype.element_ty, IN_REGISTERS)
+        low, high, ones = _convert(packed, x.dtype.element_ty, IN_REGISTERS)
         product = tl.dot(low, low_x)
         product = tl.dot(high, high_x, product)
+        if HAS_ZEROS:
+            # The sums of inputs, as a product, are in the layout of the products.
+            total = tl.dot(ones, low_x)
+            total = tl.dot(ones, high_x, total)
+            product -= total * (_half(word >> 16, x.dtype.element_ty) - 8.0)[:, None]
         acc += product * _half(word, x.dtype.element_ty)[:, None]
     add_splits(
         acc,
@@ -302,32 +308,32 @@ def _half(word, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def _convert(packed, zero, DTYPE: tl.constexpr, IN_REGISTERS: tl.constexpr):
-    """Return the low and the high values of bytes [O, B] minus zero, float32 [O], in DTYPE."""
+def _convert(packed, DTYPE: tl.constexpr, IN_REGISTERS: tl.constexpr):
+    """Return the low and the high values of bytes, minus 8, and ones, in DTYPE. They have one
+    layout, so that inputs are loaded once."""
     if not IN_REGISTERS:
-        low = ((packed & 15).to(tl.float32) - zero[:, None]).to(DTYPE)
-        high = ((packed >> 4).to(tl.float32) - zero[:, None]).to(DTYPE)
-    elif DTYPE == tl.bfloat16:
-        minus = (-128.0 - zero).to(tl.bfloat16)
-        low, high = tl.inline_asm_elementwise(
+        low = (packed & 15).to(DTYPE) - 8.0
+        high = (packed >> 4).to(DTYPE) - 8.0
+        ones = tl.full(packed.shape, 1.0, DTYPE)
+    elif tl.bfloat16 == DTYPE:
+        low, high, ones = tl.inline_asm_elementwise(
             _CONVERT_BF16,
-            "=r,=r,=r,=r,r,r,r",
-            [packed, tl.broadcast_to(minus[:, None], packed.shape)],
-            dtype=(tl.bfloat16, tl.bfloat16),
+            "=r,=r,=r,=r,=r,=r,r",
+            [packed],
+            dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16),
             is_pure=True,
             pack=4,
         )
     else:
-        minus = (-1024.0 - zero).to(tl.float16)
-        low, high = tl.inline_asm_elementwise(
+        low, high, ones = tl.inline_asm_elementwise(
             _CONVERT_FP16,
-            "=r,=r,=r,=r,r,r,r",
-            [packed, tl.broadcast_to(minus[:, None], packed.shape)],
-            dtype=(tl.float16, tl.float16),
+            "=r,=r,=r,=r,=r,=r,r",
+            [packed],
+            dtype=(tl.float16, tl.float16, tl.float16),
             is_pure=True,
             pack=4,
         )
-    return low, high
+    return low.to(DTYPE), high.to(DTYPE), ones
 
 
 def dequantize(matrix: Int4Matrix, dtype: torch.dtype, pdl: bool) -> torch.Tensor:

@@ -1,7 +1,7 @@
-"""Reads quantization_config of 4-bit checkpoints: AWQ, GPTQ, and compressed-tensors' pack-quantized.
+"""Reads quantization_config of 4-bit checkpoints: AWQ, GPTQ, compressed-tensors' pack-quantized.
 
-All functions raise ConfigError like those of quantization.py, and get its reader of a list of
-modules where that differs between methods.
+All functions raise ConfigError like those of quantization.py, which reads the list of modules that
+are not quantized.
 """
 
 from typing import Final

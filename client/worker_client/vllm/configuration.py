@@ -141,8 +141,8 @@ _QUANTIZED_CHECKPOINTS: Final = (
     "gptq",
     "gptq_marlin",
 )
-"""Methods of a checkpoint's quantization_config, or the kernels that vLLM would choose for them. The
-daemons check the rest of it."""
+"""Methods of a checkpoint's quantization_config, or the kernels that vLLM would choose for them.
+The daemons check the rest of it."""
 
 
 def parallel_config(vllm_config: Any) -> ParallelConfig:

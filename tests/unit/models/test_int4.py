@@ -1,4 +1,4 @@
-"""4-bit checkpoints: against transformers with dequantized weights, split over ranks, and refused."""
+"""4-bit checkpoints: against transformers with their weights, split over ranks, and refused."""
 
 import json
 
