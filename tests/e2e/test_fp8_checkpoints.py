@@ -239,7 +239,7 @@ def test_refused_checkpoints_leave_the_daemon_serving(serve, quantized, model_ro
         save_file(tensors, path / "model.safetensors")
 
     def change_method(path):
-        edit_config(Checkpoint(path, model.model), quantization_config={"quant_method": "awq"})
+        edit_config(Checkpoint(path, model.model), quantization_config={"quant_method": "aqlm"})
 
     def drop_config(path):
         edit_config(Checkpoint(path, model.model), quantization_config=None)
@@ -247,7 +247,7 @@ def test_refused_checkpoints_leave_the_daemon_serving(serve, quantized, model_ro
     for number, (spoil, error, words) in enumerate(
         [
             (drop_scale, RemoteCheckpointError, scale),
-            (change_method, RemoteConfigError, "quantization_config.quant_method = 'awq'"),
+            (change_method, RemoteConfigError, "quantization_config.quant_method = 'aqlm'"),
             (drop_config, RemoteCheckpointError, "float8_e4m3fn"),
         ]
     ):

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from worker_daemon.contracts.fp8 import FP8_BLOCK
+from worker_daemon.contracts.int4 import Int4Matrix
 from worker_daemon.contracts.kv_scales import KVScales
 
 NO_TOKEN: Final = -1
@@ -150,6 +151,9 @@ class LayerOps(Protocol):
         self, source: NormedSum, weight: Tensor, bias: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         """Like norm_linear, with gated_linear instead of linear."""
+
+    def int4_linear(self, x: Tensor, matrix: Int4Matrix, bias: Tensor | None) -> Tensor:
+        """x W^T + b: x [N, K], W [M, K], bias [M] -> [N, M]."""
 
     def sum_and_norm(self, source: NormedSum) -> tuple[Tensor, Tensor]:
         """Return (n, s) with the norm n and the sum s of source; without a part, s is source's

@@ -6,12 +6,14 @@ dimension.
 
 import torch
 
+from worker_daemon.contracts.int4 import Int4Matrix
 from worker_daemon.contracts.kv_scales import KVScales
 from worker_daemon.contracts.layer_ops import AdapterWeights, HeadNorms, NormedSum
 from worker_daemon.kernels.activation import silu_and_mul
 from worker_daemon.kernels.adapted_linear import AdaptedLinear
 from worker_daemon.kernels.argmax import greedy_tokens
 from worker_daemon.kernels.fp8_linear import Fp8Linear
+from worker_daemon.kernels.int4_linear import Int4Linear
 from worker_daemon.kernels.launch import has_dependent_launch
 from worker_daemon.kernels.linear import ThinLinear
 from worker_daemon.kernels.norm import add_rms_norm, rms_norm, sum_and_norm
@@ -31,6 +33,7 @@ class TritonOps:
         self._thin = ThinLinear(device)
         self._adapted = AdaptedLinear(device, self._thin)
         self.fp8 = Fp8Linear(device)
+        self._int4 = Int4Linear(device)
 
     def linear(
         self,
@@ -79,6 +82,12 @@ class TritonOps:
         y = x.new_empty(1, weight.shape[0] // 2)
         launch_row(y, x, weight, bias, tile, pdl=self._pdl, norm=norm, gated=True)
         return y, norm.total
+
+    def int4_linear(
+        self, x: torch.Tensor, matrix: Int4Matrix, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        """x [N, K], matrix [M, K], bias [M] -> [N, M]."""
+        return self._int4.linear(x, matrix, bias)
 
     def sum_and_norm(self, source: NormedSum) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the norm and the sum, [N, H]."""

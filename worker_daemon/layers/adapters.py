@@ -19,7 +19,7 @@ from worker_daemon.contracts.layer_ops import (
     activated,
 )
 from worker_daemon.layers.linear_method import LinearMethod, MatrixProduct
-from worker_daemon.layers.parameter import Parameter
+from worker_daemon.layers.parameter import Parameter, Piece
 
 _ALIGNMENT: Final = 64
 """Elements: each matrix begins at a multiple, so that kernels may load vectors."""
@@ -97,9 +97,10 @@ class AdapterLayout:
         """Return each matrix's (output features, input features) in the model, by module."""
         return {shard.module: shard.full_shape for each in self.merged for shard in each.shards}
 
-    def add(self, weight: Parameter) -> int:
-        """Register a merged matrix [M, K], and return its number."""
-        num_outputs, num_inputs = weight.data.shape
+    def add(self, shape: Sequence[int], pieces: Sequence[Piece]) -> int:
+        """Register a merged matrix [M, K], and return its number. pieces: those of an unquantized
+        matrix."""
+        num_outputs, num_inputs = shape
         shards = tuple(
             MatrixShard(
                 piece.name.removesuffix(_WEIGHT),
@@ -108,7 +109,7 @@ class AdapterLayout:
                 piece.source[1],
                 piece.target[0],
             )
-            for piece in weight.pieces
+            for piece in pieces
         )
         a_shape = (len(shards) * self.max_rank, num_inputs)
         b_shape = (num_outputs, self.max_rank)
@@ -152,7 +153,7 @@ class AdaptedLinearMethod(LinearMethod):
     ) -> None:
         super().__init__(weight, bias, ops)
         self._adapters = adapters
-        self._number = adapters.add(weight)
+        self._number = adapters.add(weight.data.shape, weight.pieces)
 
     def forward(self, x: Tensor | GateUp) -> Tensor:
         token_slots = self._adapters.token_slots
@@ -186,13 +187,18 @@ class AdaptedProduct:
     """A MatrixProduct that adds the products of adapters, in forward passes that use any."""
 
     def __init__(
-        self, base: MatrixProduct, weight: Parameter, ops: LayerOps, adapters: AdapterLayout
+        self,
+        base: MatrixProduct,
+        shape: Sequence[int],
+        pieces: Sequence[Piece],
+        ops: LayerOps,
+        adapters: AdapterLayout,
     ) -> None:
-        """weight [M, K]: the matrix of base."""
+        """shape [M, K] and pieces: those of base's matrix, see AdapterLayout.add."""
         self._base = base
         self._ops = ops
         self._adapters = adapters
-        self._number = adapters.add(weight)
+        self._number = adapters.add(shape, pieces)
 
     def forward(self, x: Tensor | GateUp) -> Tensor:
         """See MatrixProduct."""

@@ -17,7 +17,7 @@ from worker_daemon.contracts.fp8 import FP8, FP8_BLOCK, FP8_LEAST_SCALE, FP8_MAX
 from worker_daemon.contracts.layer_ops import Fp8Matrix, Fp8Ops, GateUp, NormedSum
 from worker_daemon.errors import config_error
 from worker_daemon.layers.parameter import Parameter, Piece
-from worker_daemon.layers.quantization import WeightQuantization
+from worker_daemon.layers.quantization import Quantization, WeightQuantization
 
 _WEIGHT = ".weight"
 _CHUNK_ELEMENTS = 1 << 22
@@ -125,7 +125,7 @@ class Fp8Method:
         return matrix, None if self._bias is None else self._bias.data
 
 
-def is_quantized(quantization: WeightQuantization, pieces: Sequence[Piece]) -> bool:
+def is_quantized(quantization: Quantization, pieces: Sequence[Piece]) -> bool:
     """Return True if the quantization covers a matrix that is merged from these tensors.
 
     Raises:

@@ -1,7 +1,8 @@
 """A weight of one rank, and the checkpoint tensors that fill it."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Final, Literal
 
 import torch
@@ -9,11 +10,37 @@ from torch import Tensor
 
 from worker_daemon.contracts.fp8 import FP8
 
-Kind = Literal["matrix", "norm", "bias", "fp8", "scale", "input_scale", "computed_scale"]
+Kind = Literal[
+    "matrix",
+    "norm",
+    "bias",
+    "fp8",
+    "scale",
+    "input_scale",
+    "computed_scale",
+    "int4",
+    "int4_zero",
+    "int4_scale",
+    "int4_stored",
+    "int4_order",
+]
 """The role of a tensor. fp8: a matrix in float8_e4m3fn; scale: the float32 factors of its values;
 input_scale: the factor of a product's inputs; computed_scale: a scale that no checkpoint has, since
-this rank computes it."""
+this rank computes it. int4, int4_zero, int4_scale: values, zero points and scales of a 4-bit
+matrix, in the layout of the checkpoint, which is converted as they arrive; int4_stored: values
+as a parameter has them; int4_order: the order of columns that is computed from a checkpoint."""
 _SCALES: Final = ("scale", "input_scale", "computed_scale")
+_COMPUTED: Final = ("computed_scale", "int4_order")
+_DTYPES: Final[Mapping[Kind, torch.dtype]] = MappingProxyType(
+    {
+        "fp8": FP8,
+        "int4": torch.int32,
+        "int4_zero": torch.int32,
+        "int4_stored": torch.int32,
+        "int4_order": torch.int32,
+    }
+)
+"""Dtypes of tensors by kind; others are of any unquantized dtype."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,14 +58,15 @@ class TensorSpec:
         return shape == self.shape
 
     def takes(self, dtype: torch.dtype) -> bool:
-        """Return True if values of a floating-point dtype are stored, or converted."""
-        return (dtype == FP8) == (self.kind == "fp8")
+        """Return True if values of a dtype are stored, or converted."""
+        required = _DTYPES.get(self.kind)
+        return dtype not in _DTYPES.values() if required is None else dtype == required
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A region of one checkpoint tensor and its place in a parameter, with equal shapes; or a
-    single value, which is repeated in its place."""
+    """A region of one checkpoint tensor and its place in a parameter, with equal shapes unless the
+    parameter converts it; or a single value, which is repeated in its place."""
 
     name: str
     """Name of the tensor in the checkpoint."""
@@ -60,6 +88,11 @@ class Piece:
     def is_repeated(self) -> bool:
         """True if one value fills the place."""
         return len(self.source) == 1 and _length(self.source[0]) < _length(self.target[0])
+
+    @property
+    def source_shape(self) -> tuple[int, ...]:
+        """Shape of the region to read."""
+        return tuple(map(_length, self.source))
 
     @property
     def is_whole(self) -> bool:
@@ -108,11 +141,20 @@ class Parameter:
     @property
     def loaded_pieces(self) -> Iterator[Piece]:
         """Yield the pieces that a checkpoint has."""
-        return (piece for piece in self.pieces if piece.kind != "computed_scale")
+        return (piece for piece in self.pieces if piece.kind not in _COMPUTED)
 
     def converts(self, piece: Piece) -> bool:
         """Return True if the values of a piece must pass through write()."""
         return piece.kind == "matrix" and self.data.dtype == FP8
+
+    def stored_kind(self, piece: Piece) -> Kind:
+        """Return the kind of a piece's values as the parameter has them."""
+        return "fp8" if self.converts(piece) else piece.kind
+
+    def arrival_dtype(self, piece: Piece) -> torch.dtype:
+        """Return the dtype in which write() takes the values of a piece. float32 holds those of all
+        unquantized checkpoints, so a load and an update give the same bits."""
+        return torch.float32
 
     def write(self, region: tuple[slice, ...], values: Tensor) -> None:
         """Copy values of a checkpoint, on any device, to a region of the parameter, converted. From

@@ -54,5 +54,32 @@ class WeightQuantization:
         return not self.ignored.has(module)
 
 
+Int4Format: TypeAlias = Literal["gptq", "awq", "compressed-tensors"]
+"""The packing of 4-bit values in a checkpoint, by its quant_method (layers/int4_formats.py)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Int4Quantization:
+    """Matrices of layers in 4 bits, with a scale for each group of a row's values. Embeddings, LM
+    head and other heads are not quantized, nor are the inputs of products."""
+
+    form: Int4Format
+    group_size: int | None
+    """Consecutive values of a row with one scale; None: all of them."""
+    has_zeros: bool
+    """Each group has a zero point. Otherwise the zero point is 8."""
+    zero_offset: int = 0
+    """Added to the zero points of the checkpoint."""
+    has_order: bool = False
+    """Groups are not consecutive columns: the checkpoint lists the group of each (g_idx)."""
+    ignored: IgnoredModules = field(default_factory=IgnoredModules)
+
+    def covers(self, module: str) -> bool:
+        """See WeightQuantization."""
+        return not self.ignored.has(module)
+
+
+Quantization: TypeAlias = WeightQuantization | Int4Quantization
+
 ONLINE = WeightQuantization("channel", "dynamic", is_online=True)
 """The quantization of an unquantized checkpoint while it is loaded."""

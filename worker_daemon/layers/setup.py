@@ -13,13 +13,15 @@ from worker_daemon.layers.adapters import (
     AdapterLayout,
 )
 from worker_daemon.layers.fp8 import Fp8Method, is_quantized, make_fp8_parameters
+from worker_daemon.layers.int4 import Int4Product, make_int4_parameters
 from worker_daemon.layers.linear_method import (
     LinearMethod,
     MatrixMethod,
+    MatrixProduct,
     UnfusedMethod,
 )
 from worker_daemon.layers.parameter import Parameter, Piece
-from worker_daemon.layers.quantization import WeightQuantization
+from worker_daemon.layers.quantization import Int4Quantization, Quantization
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +38,7 @@ class LayerSetup:
     """The kernels of the device that the layers will run on."""
     adapters: AdapterLayout | None = None
     """Takes the matrices that LoRA adapters may change; None without adapters."""
-    quantization: WeightQuantization | None = None
+    quantization: Quantization | None = None
     """None: all matrices are in `dtype`."""
     has_fp8_cache: bool = False
     """The KV cache is in FP8, so that layers need its scales."""
@@ -63,13 +65,32 @@ class LayerSetup:
         vector = None if bias is None else self.parameter(f"{prefix}.bias", shape[:1], bias)
         quantization = self.quantization
         if quantization is not None and is_quantized(quantization, pieces):
-            parameters = make_fp8_parameters(prefix, shape, pieces, quantization, self.device)
-            method = Fp8Method(parameters, vector, quantization, self.ops.fp8)
-            if self.adapters is None:
-                return method
-            adapted = AdaptedProduct(method, parameters.weight, self.ops, self.adapters)
-            return UnfusedMethod(adapted, self.ops)
+            return self._quantized_method(prefix, shape, pieces, vector, quantization)
         matrix = self.parameter(f"{prefix}.weight", shape, pieces)
         if self.adapters is None:
             return LinearMethod(matrix, vector, self.ops)
         return AdaptedLinearMethod(matrix, vector, self.ops, self.adapters)
+
+    def _quantized_method(
+        self,
+        prefix: str,
+        shape: tuple[int, int],
+        pieces: tuple[Piece, ...],
+        bias: Parameter | None,
+        quantization: Quantization,
+    ) -> MatrixMethod:
+        product: MatrixProduct
+        if isinstance(quantization, Int4Quantization):
+            int4 = make_int4_parameters(
+                prefix, shape, pieces, quantization, self.dtype, self.device
+            )
+            product = Int4Product(int4, bias, self.ops)
+        else:
+            fp8 = make_fp8_parameters(prefix, shape, pieces, quantization, self.device)
+            method = Fp8Method(fp8, bias, quantization, self.ops.fp8)
+            if self.adapters is None:
+                return method
+            product = method
+        if self.adapters is not None:
+            product = AdaptedProduct(product, shape, pieces, self.ops, self.adapters)
+        return UnfusedMethod(product, self.ops)

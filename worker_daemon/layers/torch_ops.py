@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from worker_daemon.contracts.int4 import Int4Matrix
 from worker_daemon.contracts.kv_scales import KVScales
 from worker_daemon.contracts.layer_ops import (
     NO_TOKEN,
@@ -48,6 +49,9 @@ class TorchOps:
     ) -> tuple[Tensor, Tensor]:
         gate_up, total = self.norm_linear(source, weight, bias)
         return self.silu_and_mul(gate_up), total
+
+    def int4_linear(self, x: Tensor, matrix: Int4Matrix, bias: Tensor | None) -> Tensor:
+        return functional.linear(x, matrix.dequantized(x.dtype), bias)
 
     def sum_and_norm(self, source: NormedSum) -> tuple[Tensor, Tensor]:
         part, residual, weight, eps = source

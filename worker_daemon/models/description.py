@@ -12,7 +12,7 @@ from worker_daemon.layers.encoder import (
 )
 from worker_daemon.layers.mlp import MLPSpec
 from worker_daemon.layers.norm import NormSpec
-from worker_daemon.layers.quantization import WeightQuantization
+from worker_daemon.layers.quantization import Quantization
 from worker_daemon.layers.rotary import DynamicRope, Rope
 
 
@@ -78,7 +78,7 @@ class DecoderConfig:
     encoder: EncoderEmbeddingSpec | None = None
     """Embeddings of an encoder, which has no KV cache and attends to the whole prompt. None: a
     decoder."""
-    quantization: WeightQuantization | None = None
+    quantization: Quantization | None = None
     """None: all weights are in the model's dtype."""
 
     def __post_init__(self) -> None:

@@ -21,9 +21,15 @@ _STD = 0.02
 _HASH_MEAN = 65535
 _HASH_STD = math.sqrt((2**32 - 1) / 6)
 _SCALES = MappingProxyType(
-    {"scale": _STD * _HASH_MEAN / _HASH_STD / FP8_MAX, "input_scale": 1 / 16}
+    {
+        "scale": _STD * _HASH_MEAN / _HASH_STD / FP8_MAX,
+        "input_scale": 1 / 16,
+        "int4_scale": _STD / math.sqrt((16**2 - 1) / 12),
+        "int4_zero": 0x77777777,
+    }
 )
-"""Scales by kind: the largest value becomes the largest of FP8; inputs may be up to 28."""
+"""Constants by kind: the largest value becomes the largest of FP8; inputs may be up to 28; 4-bit
+values are uniform, and their zero points are 7, or 8 where a format adds 1."""
 _MIX_1 = 0x7FEB352D
 _MIX_2 = 0x846CA68B - 2**32
 _COLUMN_STEP = 0x9E3779B1 - 2**32
@@ -36,7 +42,7 @@ def fill_dummy(target: Tensor, piece: Piece, seed: int) -> None:
 
     Values have a triangular distribution with standard deviation 0.02 around 0, or around 1 for
     norms. A matrix in FP8 has the values of an unquantized one, rounded. All scales are equal,
-    since a rank may not hold whole rows.
+    since a rank may not hold whole rows. 4-bit values are uniform.
     """
     if piece.kind in _SCALES:
         target.fill_(_SCALES[piece.kind])
@@ -52,7 +58,11 @@ def fill_dummy(target: Tensor, piece: Piece, seed: int) -> None:
     step = max(1, limit // max(1, matrix.shape[1]))
     for start in range(0, matrix.shape[0], step):
         chunk = slice(start, start + step)
-        values = _values(row_part[chunk] + column_part).add_(mean)
+        counters = row_part[chunk] + column_part
+        if piece.kind == "int4":
+            matrix[chunk].copy_(_mix(counters))
+            continue
+        values = _values(counters).add_(mean)
         if piece.kind == "fp8":
             values.div_(_SCALES["scale"]).clamp_(-FP8_MAX, FP8_MAX)
         matrix[chunk].copy_(values)

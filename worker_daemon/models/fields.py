@@ -31,6 +31,10 @@ class Fields:
         """Return True if the field is present, even as null."""
         return name in self._values
 
+    def is_empty(self, name: str) -> bool:
+        """Return True if the field is absent, null, false, or an empty text, list or object."""
+        return not self._values.get(name)
+
     def full_name(self, name: str) -> str:
         """Return a field's name with the prefix."""
         return self._prefix + name

@@ -1,4 +1,5 @@
-"""Reads quantization_config of config.json: compressed-tensors and Hugging Face's fp8.
+"""Reads quantization_config of config.json: compressed-tensors and Hugging Face's fp8; 4 bits in
+quantization_int4.py.
 
 All functions raise ConfigError, which names field, value and fix. Only what is served exactly is
 accepted.
@@ -11,10 +12,13 @@ from typing import Final, Literal
 from worker_daemon.layers.quantization import (
     Activations,
     IgnoredModules,
+    Int4Quantization,
+    Quantization,
     WeightQuantization,
     WeightScales,
 )
 from worker_daemon.models.fields import Fields
+from worker_daemon.models.quantization_int4 import PACKED, read_awq, read_gptq, read_packed
 from worker_daemon.models.safetensors_file import full_name
 
 _FIELD: Final = "quantization_config"
@@ -31,7 +35,7 @@ _GROUP_REPEAT: Final = re.compile(r"\)[*+{]")
 _SPECIAL: Final = frozenset("*+?[](){}|^$\\")
 
 
-def read_quantization(fields: Fields) -> WeightQuantization | None:
+def read_quantization(fields: Fields) -> Quantization | None:
     """Return the quantization that config.json describes; None if it has none."""
     values = fields.optional_object(_FIELD)
     if not values:
@@ -43,7 +47,11 @@ def read_quantization(fields: Fields) -> WeightQuantization | None:
         return _read_compressed(config)
     if method == "fp8":
         return _read_fp8(config)
-    fix = "use a checkpoint of compressed-tensors or fp8, or the unquantized one"
+    if method == "gptq":
+        return read_gptq(config)
+    if method == "awq":
+        return read_awq(config, _named_ignored(config, "modules_to_not_convert"))
+    fix = "use a checkpoint of compressed-tensors, fp8, awq or gptq, or the unquantized one"
     raise config.error("quant_method", "is not supported", fix)
 
 
@@ -58,8 +66,8 @@ def _check_kv_cache_scheme(config: Fields) -> None:
     _require_one_of(scheme, "strategy", ("tensor", "attn_head"))
 
 
-def _read_compressed(config: Fields) -> WeightQuantization:
-    _require_one_of(config, "format", _FORMATS)
+def _read_compressed(config: Fields) -> Quantization:
+    _require_one_of(config, "format", (*_FORMATS, PACKED))
     sparsity = Fields(
         config.optional_object("sparsity_config") or {}, prefix=f"{_FIELD}.sparsity_config."
     )
@@ -68,6 +76,8 @@ def _read_compressed(config: Fields) -> WeightQuantization:
     if config.optional_object("transform_config"):
         raise config.error("transform_config", "is not supported", _UNQUANTIZED)
     group = _only_group(config)
+    if config.text("format") == PACKED:
+        return _read_packed(config, group)
     weights = _scheme(group, "weights")
     if weights is None:
         raise group.error("weights", "is missing", "add it to config.json")
@@ -83,6 +93,16 @@ def _read_compressed(config: Fields) -> WeightQuantization:
     return WeightQuantization(scales, activations, _compressed_ignored(config))
 
 
+def _read_packed(config: Fields, group: Fields) -> Int4Quantization:
+    if group.optional_object("input_activations"):
+        raise group.error("input_activations", f"does not go with {PACKED}", _UNQUANTIZED)
+    values = group.optional_object("weights")
+    if values is None:
+        raise group.error("weights", "is missing", "add it to config.json")
+    weights = Fields(values, prefix=group.full_name("weights."))
+    return read_packed(weights, _compressed_ignored(config))
+
+
 def _only_group(config: Fields) -> Fields:
     groups = config.optional_object("config_groups") or {}
     names = list(groups)
@@ -91,7 +111,8 @@ def _only_group(config: Fields) -> Fields:
     values = Fields(groups, prefix=f"{_FIELD}.config_groups.").optional_object(names[0])
     group = Fields(values or {}, prefix=f"{_FIELD}.config_groups.{names[0]}.")
     if group.has("format"):
-        _require_one_of(group, "format", _FORMATS)
+        formats = (PACKED,) if config.text("format") == PACKED else _FORMATS
+        _require_one_of(group, "format", formats)
     if group.optional_texts("targets") != ["Linear"]:
         raise group.error("targets", 'must be ["Linear"]', _UNQUANTIZED)
     if group.optional_object("output_activations"):
@@ -167,12 +188,16 @@ def _read_fp8(config: Fields) -> WeightQuantization:
         problem = "does not go with weight_block_size"
         raise config.error("activation_scheme", f"static {problem}", _UNQUANTIZED)
     field = "modules_to_not_convert" if config.has("modules_to_not_convert") else "ignored_layers"
+    scales: WeightScales = "tensor" if block is None else "block"
+    return WeightQuantization(scales, activations, _named_ignored(config, field))
+
+
+def _named_ignored(config: Fields, field: str) -> IgnoredModules:
     paths = [full_name(path.rstrip(".")) for path in config.optional_texts(field) or []]
     for path in paths:
         if not path or _SPECIAL & set(path):
             raise config.error(field, f"has {path!r}, which is not a name", "list names")
-    scales: WeightScales = "tensor" if block is None else "block"
-    return WeightQuantization(scales, activations, IgnoredModules(paths=tuple(paths)))
+    return IgnoredModules(paths=tuple(paths))
 
 
 def _require_one_of(

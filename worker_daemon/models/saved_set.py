@@ -22,7 +22,7 @@ from torch import Tensor
 
 from worker_daemon.errors import CheckpointError, config_error
 from worker_daemon.layers.parameter import Parameter, Piece
-from worker_daemon.layers.quantization import WeightQuantization
+from worker_daemon.layers.quantization import Int4Quantization, Quantization
 from worker_daemon.models.description import DecoderConfig
 from worker_daemon.models.tensor_bytes import checksum, write_safetensors
 from worker_daemon.models.weights import (
@@ -154,13 +154,18 @@ def model_fields(decoder: DecoderConfig) -> dict[str, object]:
     }
 
 
-def _format_name(quantization: WeightQuantization | None) -> str | None:
+def _format_name(quantization: Quantization | None) -> str | None:
     """Return what determines the scales of a set; None for an unquantized model, as in older
     sets."""
     if quantization is None:
         return None
     ignored = quantization.ignored
     lists = [sorted(ignored.names), list(ignored.patterns), list(ignored.paths)]
+    if isinstance(quantization, Int4Quantization):
+        group = quantization.group_size or "row"
+        zeros = "zeros" if quantization.has_zeros else "symmetric"
+        order = "ordered" if quantization.has_order else "plain"
+        return f"int4 {group} {zeros} {order} {json.dumps(lists)}"
     origin = "online" if quantization.is_online else "checkpoint"
     return f"fp8 {origin} {quantization.scales} {quantization.activations} {json.dumps(lists)}"
 
@@ -268,8 +273,8 @@ def _items(parameters: Iterable[Parameter]) -> list[Item]:
 def _whole(piece: Piece, parameter: Parameter) -> Piece:
     """Return the piece as a rank's file has it: what the parameter holds, without conversion."""
     shape = tuple(parameter.data[piece.target].shape)
-    kind = "fp8" if parameter.converts(piece) else piece.kind
-    return Piece(piece.name, shape, tuple(slice(0, size) for size in shape), piece.target, kind)
+    whole = tuple(slice(0, size) for size in shape)
+    return Piece(piece.name, shape, whole, piece.target, parameter.stored_kind(piece))
 
 
 def _is_in(tensors: Mapping[str, SavedTensor], parameter: Parameter) -> bool:

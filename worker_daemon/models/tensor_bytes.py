@@ -18,6 +18,7 @@ DTYPE_NAMES = {
     torch.float16: "F16",
     torch.bfloat16: "BF16",
     torch.float8_e4m3fn: "F8_E4M3",
+    torch.int32: "I32",
 }
 """The names of dtypes in safetensors' header."""
 _CHUNK_BYTES = 16 << 20

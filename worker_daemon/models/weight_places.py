@@ -13,7 +13,7 @@ from torch import Tensor
 from worker_daemon.contracts.fp8 import FP8
 from worker_daemon.distributed.tp import tensor_parallel
 from worker_daemon.errors import config_error
-from worker_daemon.layers.parameter import Parameter, Piece, TensorSpec
+from worker_daemon.layers.parameter import Kind, Parameter, Piece, TensorSpec
 from worker_daemon.models.decoder import DecoderStage, checkpoint_tensors, whole_model
 from worker_daemon.models.description import DecoderConfig
 
@@ -205,8 +205,8 @@ def _parameters(
 
 
 def _parameter_spec(parameter: Parameter) -> TensorSpec:
-    is_fp8 = parameter.data.dtype == FP8
-    return TensorSpec(tuple(parameter.data.shape), "fp8" if is_fp8 else "matrix")
+    kinds: dict[torch.dtype, Kind] = {FP8: "fp8", torch.int32: "int4_stored"}
+    return TensorSpec(tuple(parameter.data.shape), kinds.get(parameter.data.dtype, "matrix"))
 
 
 def _of_piece(parameter: Parameter, piece: Piece) -> _WeightPlace:

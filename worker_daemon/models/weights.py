@@ -14,14 +14,14 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TypeAlias
+from types import MappingProxyType
+from typing import Final, TypeAlias
 
 import torch
 from torch import Tensor
 
-from worker_daemon.contracts.fp8 import FP8
 from worker_daemon.errors import CheckpointError
-from worker_daemon.layers.parameter import Parameter, Piece, TensorSpec
+from worker_daemon.layers.parameter import Kind, Parameter, Piece, TensorSpec
 from worker_daemon.models.dummy import fill_dummy
 from worker_daemon.models.safetensors_file import (
     LOADED_DTYPES,
@@ -39,6 +39,9 @@ _SINGLE_FILE = "model.safetensors"
 _INDEX_FILE = "model.safetensors.index.json"
 _SUFFIX = ".safetensors"
 
+_EXPECTED: Final[Mapping[Kind, str]] = MappingProxyType(
+    {"fp8": "in FP8", "int4": "int32 words of 4-bit values", "int4_zero": "int32 words"}
+)
 _ARRIVAL_ELEMENTS = 64 << 20
 """Values that wait for their conversion at a time, unless a single tensor has more."""
 
@@ -185,11 +188,10 @@ def _batches(items: Iterable[Item]) -> Iterator[list[Item]]:
 
 
 def _arrival(parameter: Parameter, piece: Piece) -> Item:
-    """Return memory for the values of a piece, before they are converted. float32 holds those of
-    all checkpoints, so a load and an update give the same bits."""
-    region = parameter.data[piece.target]
-    shape, whole = tuple(region.shape), tuple(slice(0, size) for size in region.shape)
-    memory = Parameter(shape, (), name=piece.name, dtype=torch.float32, device=region.device)
+    """Return memory for the values of a piece, before they are converted."""
+    shape, dtype = piece.source_shape, parameter.arrival_dtype(piece)
+    whole = tuple(slice(0, size) for size in shape)
+    memory = Parameter(shape, (), name=piece.name, dtype=dtype, device=parameter.data.device)
     return memory, replace(piece, target=whole)
 
 
@@ -229,7 +231,7 @@ def check_checkpoint(model_dir: Path, tensors: Mapping[str, TensorSpec]) -> None
             problem = f"has {name} in shape {found.shape}, the loaded model has {spec.shape}"
             raise _broken(found.path, problem)
         if not spec.takes(found.dtype):
-            raise _other_format(found.path, name, found.dtype)
+            raise _other_format(found.path, name, spec, found.dtype)
 
 
 def check_items(wanted: Mapping[Path, Sequence[Item]]) -> None:
@@ -291,9 +293,9 @@ def load_dummy_weights(
     for parameter, piece in items:
         observer.writing((piece.name,))
         if parameter.converts(piece):
-            values = torch.empty_like(parameter.data[piece.target], dtype=torch.float32)
-            fill_dummy(values, piece, seed)
-            parameter.write(piece.target, values)
+            arrival, _ = _arrival(parameter, piece)
+            fill_dummy(arrival.data, piece, seed)
+            parameter.write(piece.target, arrival.data)
         else:
             fill_dummy(parameter.data[piece.target], piece, seed)
         observer.written((piece.name,))
@@ -431,12 +433,12 @@ def _checked_entry(file: SafetensorsFile, piece: Piece) -> Entry:
         problem = f"has {piece.name} in shape {entry.shape}, config.json says {spec.shape}"
         raise _broken(file.path, problem)
     if not spec.takes(LOADED_DTYPES[entry.dtype]):
-        raise _other_format(file.path, piece.name, LOADED_DTYPES[entry.dtype])
+        raise _other_format(file.path, piece.name, spec, LOADED_DTYPES[entry.dtype])
     return entry
 
 
-def _other_format(path: Path, name: str, dtype: torch.dtype) -> CheckpointError:
-    expected = "unquantized" if dtype == FP8 else "in FP8"
+def _other_format(path: Path, name: str, spec: TensorSpec, dtype: torch.dtype) -> CheckpointError:
+    expected = _EXPECTED.get(spec.kind, "unquantized")
     problem = f"has {name} in {dtype}; by quantization_config of config.json it must be {expected}"
     fix = "correct quantization_config (its ignore list, or its absence); only layers are quantized"
     return _broken(path, problem, fix)

@@ -44,7 +44,9 @@ def plan_text(plan: GroupPlan) -> str:
 
 
 def _format(plan: GroupPlan) -> str:
-    return f"{plan.dtype} with matrices in FP8" if plan.quantization else plan.dtype
+    if plan.quantization is None:
+        return plan.dtype
+    return f"{plan.dtype} with matrices in {'4 bits' if plan.quantization == 'int4' else 'FP8'}"
 
 
 def _lines(plan: GroupPlan) -> Iterator[str]:

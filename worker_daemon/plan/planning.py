@@ -35,6 +35,8 @@ from worker_daemon.distributed.tp import tensor_parallel
 from worker_daemon.errors import CapacityError, config_error
 from worker_daemon.layers.adapters import new_layout
 from worker_daemon.layers.embedding import padded_vocab_size
+from worker_daemon.layers.int4 import Int4Values
+from worker_daemon.layers.quantization import Int4Quantization
 from worker_daemon.layers.torch_ops import TorchOps
 from worker_daemon.models.decoder import DecoderStage
 from worker_daemon.models.description import DecoderConfig
@@ -103,7 +105,7 @@ class GroupPlan:
     architecture: str
     dtype: str
     quantization: str | None
-    """fp8, or None if no matrix is quantized."""
+    """fp8 or int4, or None if no matrix is quantized."""
     kv_cache_dtype: str
     """Dtype of the KV cache; none if no layer has one."""
     memory_bytes: int
@@ -223,7 +225,7 @@ class _PlannedRanks:
         return GroupPlan(
             architecture=self._resolved.decoder.architecture,
             dtype=str(self._resolved.dtype).removeprefix("torch."),
-            quantization=None if self._resolved.decoder.quantization is None else "fp8",
+            quantization=_quantization_name(self._resolved.decoder),
             kv_cache_dtype=self._layers[0].kind.dtype,
             memory_bytes=memory_bytes,
             requested_bytes=requested,
@@ -415,10 +417,19 @@ def _measure(
     )
 
 
+def _quantization_name(decoder: DecoderConfig) -> str | None:
+    if decoder.quantization is None:
+        return None
+    return "int4" if isinstance(decoder.quantization, Int4Quantization) else "fp8"
+
+
 def _dequantized_bytes(stage: DecoderStage, decoder: DecoderConfig, itemsize: int) -> int:
     """Return the bytes of the largest matrix that a GPU dequantizes in steps of many rows
-    (kernels/fp8_linear.py)."""
+    (kernels/fp8_linear.py, kernels/int4_linear.py)."""
     quantization = decoder.quantization
+    if isinstance(quantization, Int4Quantization):
+        matrices = (each for each in stage.parameters() if isinstance(each, Int4Values))
+        return max((each.num_values for each in matrices), default=0) * itemsize
     if quantization is None or (
         quantization.scales != "block" and quantization.activations != "none"
     ):

@@ -43,6 +43,7 @@ from worker_daemon.models.decoder import (
     whole_model,
 )
 from worker_daemon.models.description import DecoderConfig
+from worker_daemon.models.int4_order import load_orders, reset_orders
 from worker_daemon.models.kv_scales import load_kv_scales
 from worker_daemon.models.partition import check_partition, partition_layers
 from worker_daemon.models.saved_set import LOAD_FORMATS, GroupShape, load_saved
@@ -466,6 +467,8 @@ def _fill(
     for each in stage.kv_scales:
         each.reset()
     if config.load_format == "dummy":
+        reset_orders(parameters)
+    if config.load_format == "dummy":
         report = load_dummy_weights(parameters, config.seed, progress, observer)
     elif resolved.saved is not None:
         report = load_saved(
@@ -481,6 +484,7 @@ def _fill(
     else:
         names = checkpoint_names(resolved.decoder)
         names |= load_kv_scales(stage.kv_scales, resolved.directory)
+        names |= load_orders(parameters, resolved.directory, observer)
         report = load_weights(parameters, resolved.directory, names, progress, observer)
     _LOG.info("loaded %.3f GB in %.1f s", report.bytes_loaded / 1e9, report.seconds)
     if report.ignored_tensors:

@@ -133,8 +133,16 @@ _LOAD_FORMATS: Final = {
 _CACHE_DTYPES: Final[Mapping[str, KVCacheDtype]] = MappingProxyType(
     {"auto": "auto", "fp8": "fp8", "fp8_e4m3": "fp8"}
 )
-_QUANTIZED_CHECKPOINTS: Final = ("compressed-tensors", "fp8")
-"""Methods of a checkpoint's quantization_config. The daemons check the rest of it."""
+_QUANTIZED_CHECKPOINTS: Final = (
+    "compressed-tensors",
+    "fp8",
+    "awq",
+    "awq_marlin",
+    "gptq",
+    "gptq_marlin",
+)
+"""Methods of a checkpoint's quantization_config, or the kernels that vLLM would choose for them.
+The daemons check the rest of it."""
 
 
 def parallel_config(vllm_config: Any) -> ParallelConfig:
@@ -271,7 +279,7 @@ def _quantization(model: Any) -> Quantization:
 def _check_model(model: Any) -> None:
     served = _QUANTIZED_CHECKPOINTS if _is_quantized(model) else ("fp8",)
     if model.quantization not in (None, *served):
-        fix = "use a checkpoint of compressed-tensors or fp8, or --quantization fp8"
+        fix = "use a checkpoint of compressed-tensors, fp8, awq or gptq, or --quantization fp8"
         _refuse("quantization", model.quantization, fix)
     if model.is_encoder_decoder:
         _refuse("model", model.model, "use a decoder-only model")

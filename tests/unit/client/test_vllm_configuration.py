@@ -85,9 +85,13 @@ def test_context_may_be_as_long_as_the_cache_allows():
         ("fp8", None, "fp8"),
         ("fp8", {"quant_method": "fp8"}, "auto"),
         ("compressed-tensors", {"quant_method": "compressed-tensors"}, "auto"),
+        ("awq", {"quant_method": "awq"}, "auto"),
+        ("awq_marlin", {"quant_method": "awq"}, "auto"),
+        ("gptq", {"quant_method": "gptq"}, "auto"),
+        ("gptq_marlin", {"quant_method": "gptq"}, "auto"),
     ],
 )
-def test_weights_in_fp8(method, config, ours):
+def test_quantized_weights(method, config, ours):
     hf_config = SimpleNamespace() if config is None else SimpleNamespace(quantization_config=config)
     theirs = vllm_config(
         model_config__quantization=method,
@@ -129,10 +133,11 @@ def test_load_formats_that_daemons_have(load_format):
         ({"parallel_config__prefill_context_parallel_size": 2}, "prefill_context_parallel_size"),
         ({"parallel_config__enable_expert_parallel": True}, "enable_expert_parallel"),
         ({"model_config__quantization": "compressed-tensors"}, "quantization"),
+        ({"model_config__quantization": "awq"}, "quantization"),
         ({"model_config__quantization": "fp8_per_block"}, "quantization"),
         (
             {
-                "model_config__quantization": "awq",
+                "model_config__quantization": "bitsandbytes",
                 "model_config__hf_config": SimpleNamespace(quantization_config={}),
             },
             "quantization",

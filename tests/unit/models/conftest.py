@@ -18,6 +18,7 @@ from worker_daemon.layers.torch_attention import TorchPagedAttention
 from worker_daemon.layers.torch_ops import TorchOps
 from worker_daemon.models.config import read_model_config
 from worker_daemon.models.decoder import build_stage, checkpoint_names
+from worker_daemon.models.int4_order import load_orders
 from worker_daemon.models.partition import check_partition, partition_layers
 from worker_daemon.models.weights import load_weights
 
@@ -125,6 +126,7 @@ def load_stages(path, pp_size=1, tp=None, dtype=torch.float32, partition=None):
             TorchPagedAttention(),
             TorchOps(),
         )
+        load_orders(stage.parameters(), path)
         load_weights(stage.parameters(), path, checkpoint_names(config), lambda progress: None)
         stages.append(stage)
     return stages

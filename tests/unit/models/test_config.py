@@ -167,7 +167,7 @@ def test_dtype_in_both_forms(fields, dtype):
         ({"dtype": "float8_e4m3fn"}, "dtype"),
         ({"torch_dtype": 16}, "torch_dtype"),
         (
-            {"quantization_config": {"quant_method": "gptq"}},
+            {"quantization_config": {"quant_method": "aqlm"}},
             "quantization_config.quant_method",
         ),
         ({"eos_token_id": "</s>"}, "eos_token_id"),

@@ -469,9 +469,9 @@ FP8 = {"num_bits": 8, "type": "float", "symmetric": True, "dynamic": False, "str
 @pytest.mark.parametrize(
     ("path", "value", "named"),
     [
-        ("quant_method", "gptq", "quant_method"),
+        ("quant_method", "aqlm", "quant_method"),
         ("quant_method", None, "quant_method"),
-        ("format", "pack-quantized", "format"),
+        ("format", "marlin-24", "format"),
         ("format", "int-quantized", "format"),
         ("kv_cache_scheme", INT8, "kv_cache_scheme.type"),
         ("kv_cache_scheme", {**FP8, "dynamic": True}, "kv_cache_scheme.dynamic"),

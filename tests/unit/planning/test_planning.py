@@ -151,6 +151,24 @@ def test_matrices_in_fp8_take_half_and_their_scales_count(write_model):
     assert "bfloat16: 1 pipeline stage" in plan_text(plain)
 
 
+def test_matrices_in_4_bits_take_a_quarter_and_their_groups_count(write_model):
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32}
+    path = write_model("LlamaForCausalLM", **sizes)
+    plain = plan(path)
+    stage = built_stages(path, 1, 1, None, torch.bfloat16)[0]
+    matrices = [p.data for p in stage.parameters() if p.data.dim() == 2 and "layers" in p.name]
+    config = {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm"}
+    quantized = plan(write_model("LlamaForCausalLM", **sizes, quantization_config=config))
+    saved = sum(matrix.numel() * 2 - matrix.numel() // 2 for matrix in matrices)
+    groups = sum(matrix.numel() // 32 * 4 for matrix in matrices)
+    assert plain.ranks[0].weights_bytes - quantized.ranks[0].weights_bytes == saved - groups
+    assert quantized.quantization == "int4"
+    assert "bfloat16 with matrices in 4 bits: 1 pipeline stage" in plan_text(quantized)
+    most = max(matrix.numel() for matrix in matrices) * 2
+    grown = quantized.ranks[0].step_estimate_bytes - plain.ranks[0].step_estimate_bytes
+    assert 0 <= grown <= most
+
+
 def test_a_step_dequantizes_the_largest_matrix_of_block_scales(write_model):
     sizes = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 128}
 

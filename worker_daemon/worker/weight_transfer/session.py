@@ -14,6 +14,7 @@ from typing import Final
 from rpc_schema import weight_transfer as wt
 from worker_daemon.distributed.transfer_group import TrainerRendezvous
 from worker_daemon.errors import StateError, config_error
+from worker_daemon.layers.quantization import Int4Quantization
 from worker_daemon.models.weight_places import Manifest, Places, checkpoint_places, kernel_places
 from worker_daemon.phases import SetPhase
 from worker_daemon.worker.loading import LoadedModel, RankPlace, Roots
@@ -93,7 +94,12 @@ class WeightTransfer:
         return self._engine.transfer_rank
 
     def start(self, message: wt.StartWeightUpdate, model: LoadedModel, place: RankPlace) -> None:
-        """Open an update; one that is open is dropped, and its tensors must be sent again."""
+        """Open an update; one that is open is dropped, and its tensors must be sent again. Raises
+        ConfigError for a model in 4 bits."""
+        if isinstance(model.resolved.decoder.quantization, Int4Quantization):
+            problem = "updates of matrices in 4 bits are not supported: formats are converted"
+            fix = "reload_weights with a 4-bit checkpoint, or load the unquantized model"
+            raise config_error("format", message.format, problem, fix)
         if message.format == "kernel":
             parallel = place.parallel
             places = kernel_places(

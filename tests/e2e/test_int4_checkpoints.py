@@ -1,0 +1,168 @@
+"""4-bit checkpoints on real daemons: tokens equal those of transformers with dequantized weights,
+after a load, a saved set, a sleep and a reload; refusals leave the daemons serving."""
+
+import shutil
+import sys
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from rpc_schema.weight_transfer import DiskEngine
+from tests.support.checkpoints import Checkpoint, decisive_prompts, edit_config, make_checkpoint
+from tests.support.quantized_int4 import Scheme, quantize
+from tests.support.serving import assert_greedy, connect, generate, greedy_request, worker_config
+from worker_client.errors import RemoteCheckpointError, RemoteConfigError
+from worker_client.launcher import LocalDaemons
+
+TOKENS = 8
+SIZES = {
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "num_hidden_layers": 2,
+    "initializer_range": 0.08,
+}
+AWQ = Scheme("awq", 32)
+ORDERED = Scheme("gptq", 64, act_order=True)
+PACKED = Scheme("compressed", 64, symmetric=True)
+
+
+@pytest.fixture(scope="module")
+def quantized(model_root):
+    """(scheme, seed) -> a 4-bit checkpoint; equal calls give the same one."""
+    made: dict[tuple[Scheme, int], Checkpoint] = {}
+
+    def get(scheme: Scheme, seed: int) -> Checkpoint:
+        if (scheme, seed) not in made:
+            root = model_root / f"{scheme}-{seed}"
+            checkpoint = make_checkpoint(root, "Qwen3ForCausalLM", seed=seed, **SIZES)
+            torch.manual_seed(seed)
+            quantize(checkpoint.path, checkpoint.model, scheme)
+            made[scheme, seed] = checkpoint
+        return made[scheme, seed]
+
+    return get
+
+
+def requests_for(model, seed=5):
+    prompts = decisive_prompts(model, seed, [9, 30], TOKENS)
+    return [greedy_request(f"r{i}", prompt, TOKENS) for i, prompt in enumerate(prompts)]
+
+
+def checksums(group):
+    return [reply.checksums for reply in group.compute_weight_checksums()]
+
+
+@pytest.mark.parametrize(
+    ("scheme", "pp", "tp"),
+    [(AWQ, 1, 1), (AWQ, 2, 2), (ORDERED, 2, 1), (PACKED, 1, 2)],
+    ids=str,
+)
+def test_greedy_tokens_equal_transformers(serve, quantized, scheme, pp, tp):
+    model = quantized(scheme, 90)
+    requests = requests_for(model)
+    with serve(model.path, pp, tp) as (group, loaded):
+        assert_greedy(generate(group, loaded, requests), model, requests)
+
+
+@pytest.mark.parametrize(("scheme", "tp"), [(AWQ, 2), (ORDERED, 1)], ids=str)
+def test_sleep_and_reload(serve, quantized, scheme, tp):
+    old, new = quantized(scheme, 90), quantized(scheme, 91)
+    requests = requests_for(new)
+    with serve(new.path, 1, tp) as (group, _):
+        expected = checksums(group)
+    with serve(old.path, 1, tp, enable_sleep_mode=True) as (group, loaded):
+        before = checksums(group)
+        group.init_weight_transfer_engine(DiskEngine())
+        with pytest.raises(RemoteConfigError, match="4 bits are not supported"):
+            group.start_weight_update()
+        group.sleep(1)
+        group.wake_up()
+        assert checksums(group) == before
+        group.sleep(2)
+        group.wake_up()
+        group.reload_weights(str(new.path))
+        assert checksums(group) == expected
+        assert_greedy(generate(group, loaded, requests), new, requests)
+
+
+@pytest.fixture(scope="module")
+def save_daemons(model_root, tmp_path_factory):
+    """Two daemons and their save root."""
+    save_root = tmp_path_factory.mktemp("int4") / "saves"
+
+    def command(endpoint, device, pipe):
+        options = {
+            "--endpoint": endpoint,
+            "--device": device,
+            "--model-root": str(model_root),
+            "--save-root": str(save_root),
+            "--exit-with-parent-fd": str(pipe),
+        }
+        words = [word for option in options.items() for word in option]
+        return [sys.executable, "-m", "worker_daemon", "serve", *words]
+
+    with LocalDaemons(["cpu"] * 2, model_root, command=command) as daemons:
+        yield daemons, save_root
+
+
+@pytest.mark.parametrize(("scheme", "tp"), [(AWQ, 2), (ORDERED, 1), (PACKED, 2)], ids=str)
+def test_round_trip_of_a_saved_set(quantized, save_daemons, scheme, tp):
+    daemons, save_root = save_daemons
+    model = quantized(scheme, 90)
+    requests = requests_for(model)
+    endpoints, pp = daemons.endpoints, 2 // tp
+    with connect(endpoints, worker_config(model.path, pp, tp)) as (group, _):
+        before = checksums(group)
+        group.save_sharded_state(str(scheme))
+    saved = worker_config(save_root / str(scheme), pp, tp, load_format="sharded_state")
+    with connect(endpoints, saved) as (group, loaded):
+        assert checksums(group) == before
+        assert_greedy(generate(group, loaded, requests), model, requests)
+
+
+@pytest.mark.parametrize("scheme", [AWQ, ORDERED], ids=str)
+def test_dummy_weights_serve(serve, quantized, scheme):
+    model = quantized(scheme, 90)
+    tokens = []
+    for shape in [(1, 1), (2, 1)]:
+        requests = [greedy_request("r", [5, 9, 17, 3], TOKENS)]
+        with serve(model.path, *shape, load_format="dummy", model_seed=3) as (group, loaded):
+            result = generate(group, loaded, requests)
+            tokens.append({name: list(found) for name, found in result.tokens.items()})
+    assert tokens[0] == tokens[1]
+
+
+def test_refused_checkpoints_leave_the_daemon_serving(serve, quantized, model_root):
+    model = quantized(AWQ, 90)
+    requests = requests_for(model)
+    scale = "model.layers.1.mlp.down_proj.scales"
+
+    def drop_scale(path):
+        tensors = load_file(path / "model.safetensors")
+        del tensors[scale]
+        save_file(tensors, path / "model.safetensors")
+
+    def change_method(path):
+        edit_config(Checkpoint(path, model.model), quantization_config={"quant_method": "aqlm"})
+
+    def drop_config(path):
+        edit_config(Checkpoint(path, model.model), quantization_config=None)
+
+    for number, (spoil, error, words) in enumerate(
+        [
+            (drop_scale, RemoteCheckpointError, scale),
+            (change_method, RemoteConfigError, "quantization_config.quant_method = 'aqlm'"),
+            (drop_config, RemoteCheckpointError, "has no tensor"),
+        ]
+    ):
+        path = model_root / f"spoiled-int4-{number}"
+        shutil.copytree(model.path, path)
+        spoil(path)
+        with pytest.raises(error, match=words), serve(path):
+            pass
+    with serve(model.path) as (group, loaded):
+        assert_greedy(generate(group, loaded, requests), model, requests)
