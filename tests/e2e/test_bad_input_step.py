@@ -13,7 +13,7 @@ import pytest
 import zmq
 
 from rpc_schema import lifecycle as lc
-from rpc_schema.codec import MAX_CONTROL_BYTES, MAX_FRAMES, MAX_STEP_BYTES, encode_step
+from rpc_schema.codec import MAX_CONTROL_BYTES, MAX_FRAMES, MAX_STEP_BYTES, decode_step, encode_step
 from rpc_schema.errors import ControlErrorReply, ErrorCode, ErrorReply
 from rpc_schema.sampling import RandomSampling
 from rpc_schema.step import ExecuteDummyBatch, ExecuteModel, NewRequestData
@@ -311,12 +311,14 @@ class HostileWire:
         """spoiled: index of the step with admissions to corrupt, from 0."""
         self.spoiled = spoiled
         self.seqs: dict[int, int] = {}
-        send = WorkerClient.execute_model
+        send = WorkerClient.send
         monkeypatch.setattr(
-            WorkerClient, "execute_model", lambda client, frames: send(client, self.spoil(frames))
+            WorkerClient, "send", lambda client, frames: send(client, self.spoil(frames))
         )
 
     def spoil(self, frames):
+        if not isinstance(decode_step(frames), ExecuteModel):
+            return frames
         message = msgspec.msgpack.decode(frames[0])
         if not message[ADMISSIONS]:
             return frames

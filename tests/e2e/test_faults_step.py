@@ -9,7 +9,9 @@ from types import SimpleNamespace
 
 import pytest
 
+from rpc_schema.codec import decode_step
 from rpc_schema.errors import ErrorCode
+from rpc_schema.step import ExecuteModel
 from tests.support.command_line import probe, short_directory, start_daemon, wait_for_daemons
 from tests.support.driving import RecordingGroup, assert_serves, random_cases
 from tests.support.faulty_daemon import INJECTED, Fault, FaultyDaemons
@@ -50,16 +52,16 @@ def links(group: WorkerGroup) -> set[int]:
 def drop_call(group: WorkerGroup, rank: int, number: int) -> SimpleNamespace:
     """Lose the step that is sent to `rank` as its number-th from now."""
     client = group.clients[rank]
-    send, state = client.execute_model, SimpleNamespace(calls=0, dropped=False)
+    send, state = client.send, SimpleNamespace(calls=0, dropped=False)
 
-    def execute_model(frames: Sequence[bytes]) -> None:
-        state.calls += 1
-        if state.calls == number:
+    def send_or_drop(frames: Sequence[bytes]) -> None:
+        state.calls += isinstance(decode_step(frames), ExecuteModel)
+        if state.calls == number and not state.dropped:
             state.dropped = True
         else:
             send(frames)
 
-    client.execute_model = execute_model
+    client.send = send_or_drop
     return state
 
 

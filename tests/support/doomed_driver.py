@@ -127,17 +127,21 @@ class Executioner:
 
     def attend(self, client: WorkerClient) -> None:
         """Wrap a client's sending."""
-        send = client.execute_model
+        send = client.send
 
-        def execute_model(frames: Sequence[bytes]) -> None:
+        def send_and_count(frames: Sequence[bytes]) -> None:
+            message = decode_step(frames)
+            if not isinstance(message, ExecuteModel):
+                send(frames)
+                return
             self.step += client is self.clients[0]
             if self.step < self.death.step or client.rank in self.death.ranks:
                 send(frames)
-                self.last_seq = decode_step(frames).seq
+                self.last_seq = message.seq
             if self.step == self.death.step and client is self.clients[-1]:
                 self._die()
 
-        client.execute_model = execute_model
+        client.send = send_and_count
 
     def _die(self) -> None:
         while self.death.after_receipt and not all(map(self._has_it, self.death.ranks)):
