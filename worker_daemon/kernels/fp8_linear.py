@@ -1,9 +1,10 @@
 """Matrix products with weights in FP8, alone or fused with the norm before and the gate after.
 
-One row is multiplied in float32 (row_linear.py). Other inputs are in FP8, so that no weight is
-converted. Up to 64 rows are bound by reading the weights, and have two terms (fp8_rows.py), which
-makes the products as exact as those of inputs in bf16. More rows have one term, if the checkpoint
-permits it and torch multiplies FP8 by rows on this device; otherwise weights are dequantized first.
+One row is multiplied in float32 (row_linear.py). Other inputs are converted to FP8 where possible,
+so that no weight is converted. Up to 64 rows are bound by reading the weights. They are split into
+two FP8 terms (fp8_rows.py), which makes the products as exact as those of inputs in bf16. More rows
+are converted to one term, if the checkpoint permits it and torch supports FP8 GEMMs with a scale
+for each row on this device. Otherwise weights are dequantized first.
 
 Letters: y[M, O] = x[M, I] W[O, I]^T + bias.
 """
@@ -58,7 +59,8 @@ _MULTIPLE: Final = 16
 """torch's product in FP8 needs multiples of it in both sizes of the matrix."""
 _MAX_SPLITS: Final = 8
 _LEAST_STEPS: Final = 4
-"""Steps of BLOCK_I columns in a split; fewer cost more in the sum than they gain."""
+"""Fewest steps of BLOCK_I columns in a split. With fewer, the split-K reduction costs more than the
+split gains."""
 _MOST_FUSED_PROGRAMS: Final = 2048
 """With more, a norm of one row is a kernel of its own: each program of a fused one reads the row,
 the residual and the norm's weights."""
@@ -256,7 +258,7 @@ def launch_fp8_matrix(
     arrivals: torch.Tensor,
 ) -> None:
     """Compute y [M, O] = x [M, I] W [O, I]^T + bias [O], each row contiguous; x has two terms.
-    arrivals: as for launch_matrix. A tile's block_i divides 128, or there are scales of rows."""
+    arrivals: as for launch_matrix. With block scales, a tile's block_i is capped at 128."""
     num_rows = y.shape[0]
     weight, scale = matrix.weight, matrix.scale
     num_outputs, num_inputs = weight.shape

@@ -1,10 +1,10 @@
 """Rows in FP8, the inputs of products with weights in FP8: converted alone, or fused with the norm
 or the gate that computes them.
 
-A row has one term, which rounds it to three bits of mantissa, or two. The first of two terms cuts
-off all but those bits, and the second holds the rest: together they are the seven bits of bf16, at
-the speed of FP8. A value below 2^-12 of its row's largest loses bits, an error below 2^-20 of the
-largest. fp16 is rounded to about bf16.
+A row has one or two terms. A single term is rounded to the three mantissa bits of FP8. Of two
+terms, the first is cut off after three bits, and the second holds the rest: together they keep the
+seven bits of bf16, at the speed of FP8. A value below 2^-12 of its row's largest loses bits; the
+error is below 2^-20 of the largest. fp16 is rounded to about the precision of bf16.
 
 Letters: N rows of K values.
 """
@@ -34,7 +34,8 @@ _LEAST = tl.constexpr(FP8_LEAST_SCALE)
 _RATIO = tl.constexpr(TERM_RATIO)
 _LEAST_NORMAL = tl.constexpr(2.0**-6)
 _SUBNORMAL_ROUNDER = tl.constexpr(1.5 * 2.0**14)
-"""Smaller values are multiples of 2^-9, as are float32 values of about this size."""
+"""FP8 values below _LEAST_NORMAL are multiples of 2^-9. Adding this number to a float32 value and
+subtracting it again rounds the value to such a multiple."""
 _PLAIN: Final = 0
 _NORM: Final = 1
 _ADD_NORM: Final = 2
@@ -280,8 +281,8 @@ def _limited(factor):
 
 @triton.jit
 def _cut(value):
-    """Return values of FP8 near float32 values, so that FP8 holds the difference exactly too, if
-    it is not too small.
+    """Return float32 values cut off to values of FP8 (rounded, if subnormal in FP8). The remainder
+    fits in FP8 exactly too, unless it is too small.
 
     Conversions to FP8 and back would do, but ptxas 13.0 compiles them wrongly.
     """

@@ -1,9 +1,9 @@
 """Device functions of attention over a KV cache in FP8 (see attention_tiles.py).
 
-Keys and values become fp16, which has all values of FP8: one instruction for two, as against three
-for bf16. Decodes read two neighbors of a head as one word of 16 bits. Matrix instructions then read
-keys and values from shared memory as they read 16-bit formats; single bytes would need a load each.
-A head is two tiles: its even elements, and its odd ones.
+Keys and values are converted to fp16, which has all values of FP8: one instruction converts two
+values, while bf16 needs three. Decode kernels load two adjacent elements of a head as one 16-bit
+word. MMA instructions then read keys and values from shared memory as they read 16-bit formats;
+single bytes would need a load each. A head is two tiles: its even elements, and its odd ones.
 
 Letters: D head dimension; a tile is BLOCK_M rows against BLOCK_N keys, BLOCK_D the padded D.
 """
@@ -68,8 +68,8 @@ def fold_words(
     score_scale,
     HAS_WINDOW: tl.constexpr,
 ):
-    """Do what attention_tiles.fold does if MASKED, for tiles of load_words. The queries are
-    narrow's, and all heads are in halves."""
+    """Do what attention_tiles.fold does if MASKED, for tiles of load_words. Queries come from
+    narrow(). Queries and accumulators are split into even and odd elements."""
     scores = tl.dot(q_even, tl.trans(_even(k)))
     scores = tl.dot(q_odd, tl.trans(_odd(k)), scores)
     visible = key_pos[None, :] <= q_pos[:, None]
@@ -114,8 +114,8 @@ def attend_fp8(
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Do what attention_tiles.attend does if MASKED, over a cache in FP8. If HOLDS, the tiles of
-    load_words held_k and held_v come first."""
+    """Do what attention_tiles.attend does if MASKED, over a cache in FP8. If HOLDS, the tiles
+    held_k and held_v, which load_words has loaded before, are attended to first."""
     q, score_scale = narrow(q, score_scale)
     q_even, q_odd = _halves(q)
     acc_even, acc_odd = _halves(acc)

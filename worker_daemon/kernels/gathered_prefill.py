@@ -2,8 +2,8 @@
 gathered out of the paged cache first, in Triton.
 
 Without a block table, a tile of keys is one box of memory, which Hopper's tensor memory accelerator
-(TMA) copies without registers or address arithmetic. The gather moves twice the bytes of the keys
-once a layer, little compared with the attention of a thousand tokens.
+(TMA) copies without registers or address arithmetic. The gather reads and writes the keys and
+values once a layer, which takes little time compared with the attention of a thousand tokens.
 
 Letters: L query tokens, R gathered positions, Hq / Hkv query and KV heads, G = Hq / Hkv, D head
 dimension; a tile is BLOCK_M query tokens of one head against BLOCK_N keys.
@@ -49,7 +49,7 @@ class TritonGathered:
         keys: KeyRange,
         dtype: torch.dtype,
     ) -> torch.Tensor:
-        """See GatheredAttention. A row of the cache's heads is contiguous."""
+        """See GatheredAttention. In the cache, the heads of one token are contiguous."""
         block_size, num_heads, head_dim = kv_cache.shape[2:]
         assert kv_cache.stride(4) == 1
         assert kv_cache.stride(3) == head_dim
@@ -269,7 +269,8 @@ def _gathered_kernel(
     acc, row_sum, row_max = attend_to_none(BLOCK_M, BLOCK_D)
     first_pos = num_keys - num_queries + first_query
     q_pos = first_pos + tl.arange(0, BLOCK_M)
-    # Every row of the tile sees the keys up to the first row's own, those in the last row's window.
+    # Every row of the tile sees the keys from the start of the last row's window up to the first
+    # row's position: these need no mask.
     seen_to = (first_pos + 1) // BLOCK_N * BLOCK_N
     seen_from = 0
     if HAS_WINDOW:

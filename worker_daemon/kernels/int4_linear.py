@@ -1,8 +1,8 @@
 """Matrix products with weights in 4 bits (contracts/int4.py); inputs are not quantized.
 
 Up to 64 rows are bound by reading the weights: a kernel like linear.py's converts them in registers
-and multiplies by matrix instructions, also for one row, since converting each value to float32
-would take longer than reading it. Each group's sum is multiplied by its scale in float32. More rows
+and multiplies with MMA instructions, even one row, since converting each value to float32 would
+take longer than reading it. Each group's sum is multiplied by its scale in float32. More rows
 dequantize the weights first.
 
 Letters: y[M, O] = x[M, I] W[O, I]^T + bias.
@@ -32,9 +32,9 @@ from worker_daemon.kernels.tiles import DeviceLimits
 from worker_daemon.kernels.tuning import MatrixTile, row_bucket
 
 _LEAST: Final = (8, 0)
-"""Compute capability from which a device has matrix instructions in bfloat16."""
+"""Compute capability from which a device has MMA instructions for bfloat16."""
 _LEAST_ROWS: Final = 8
-"""The narrowest tile of a matrix instruction."""
+"""The narrowest tile of an MMA instruction."""
 _MAX_SPLITS: Final = 8
 _TALLEST: Final = 128
 _SHORTEST: Final = 32
@@ -42,12 +42,13 @@ _SHORTEST: Final = 32
 (benchmarks/NOTES.md)."""
 _FULL_ROWS: Final = 16
 _FULL, _FULL_ENOUGH = 0.95, 0.8
-"""Share of the SMs' time that programs of one length fill, from which no more splits are tried: up
-to 16 rows, and for more rows, whose sums take longer to add."""
+"""Share of the SMs that programs keep busy, averaged over their waves, at which no more splits are
+tried: _FULL up to _FULL_ROWS rows, _FULL_ENOUGH above, where the split-K reduction costs more. All
+programs are assumed to take equally long."""
 _WIDEST: Final = 128
 """Columns of a step, unless groups are shorter."""
 _LEAST_STEPS: Final = 4
-"""Steps in a split; fewer cost more in the sum than they gain."""
+"""Fewest steps in a split. With fewer, the split-K reduction costs more than the split gains."""
 _DEQUANTIZED_ROWS: Final = 32
 
 _BLOCK = tl.constexpr(32)
@@ -70,8 +71,9 @@ _CONVERT: Final = """{
     mov.b32 $4, UNIT;
     mov.b32 $5, UNIT;
 }"""
-"""Four bytes to eight values minus 8: the four bits become the last of a mantissa whose unit is 1,
-from which that number without them, and 8, are subtracted. All steps are exact."""
+"""Converts four bytes to eight values minus 8. Each value is placed in the lowest mantissa bits of
+128 (bf16) or 1024 (fp16), where the last bit counts 1. Then 128 + 8 or 1024 + 8 is subtracted. All
+steps are exact."""
 _CONVERT_BF16 = tl.constexpr(
     _CONVERT.replace("TYPE", "bf16x2")
     .replace("MAGIC", "0x43434343")  # 128
@@ -137,7 +139,8 @@ def choose_tile(num_rows: int, matrix: Int4Matrix, num_sms: int) -> MatrixTile:
 
 
 def _choose_splits(num_tiles: int, most: int, num_sms: int, wanted: float) -> int:
-    """Return the fewest splits that fill the wanted share of the device, or else the largest."""
+    """Return the fewest splits that fill the wanted share of the device; if none do, those that
+    fill the most."""
     shares = {}
     for splits in range(1, most + 1):
         programs = num_tiles * splits
@@ -309,8 +312,9 @@ def _half(word, DTYPE: tl.constexpr):
 
 @triton.jit
 def _convert(packed, DTYPE: tl.constexpr, IN_REGISTERS: tl.constexpr):
-    """Return the low and the high values of bytes, minus 8, and ones, in DTYPE. They have one
-    layout, so that inputs are loaded once."""
+    """Return the low and the high values of bytes, minus 8, and ones, in DTYPE. On a GPU,
+    one asm statement returns all three, so that they share a register layout and their products
+    reuse one copy of the inputs."""
     if not IN_REGISTERS:
         low = (packed & 15).to(DTYPE) - 8.0
         high = (packed >> 4).to(DTYPE) - 8.0

@@ -1,6 +1,6 @@
 """Matrix products of few rows (skinny GEMMs), bound by reading the weights once.
 
-One row uses dot products (row_linear.py), up to 64 rows use matrix instructions, and torch computes
+One row uses dot products (row_linear.py), up to 64 rows use MMA instructions, and torch computes
 the rest. Partial sums of several programs are added in a fixed order, so equal inputs give equal
 bits.
 

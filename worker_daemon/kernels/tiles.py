@@ -11,7 +11,7 @@ from itertools import pairwise
 import torch
 
 MIN_DOT_ROWS = 16
-"""The smallest edge of a tile that a matrix instruction takes."""
+"""The smallest edge of a tile that an MMA instruction takes."""
 
 MIN_KEYS_PER_SPLIT = 64
 """Shorter splits cost more in the reduction than they gain in parallelism."""
@@ -94,7 +94,7 @@ def next_power_of_two(value: int) -> int:
 
 
 def padded_head_dim(head_dim: int) -> int:
-    """Return the head dimension of a tile: a power of two, at least one matrix instruction wide."""
+    """Return the head dimension of a tile: a power of two, at least one MMA instruction wide."""
     return max(MIN_DOT_ROWS, next_power_of_two(head_dim))
 
 

@@ -108,7 +108,7 @@ class PromptAttention:
         return self.attend(q, kv_cache, layer, step.metadata)
 
     def _split(self, metadata: AttentionMetadata) -> "_Split":
-        # All layers' metadata have the step's own arrays.
+        # All layers share the step's arrays, so their identity tells if the split is of this step.
         if self._last is None or self._last.seq_lens is not metadata.seq_lens_np:
             self._last = _split_step(metadata)
         return self._last

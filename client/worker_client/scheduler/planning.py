@@ -14,19 +14,19 @@ from worker_client.scheduler.step_budget import PromptAllowance, StepBudget, Ste
 from worker_client.step_checks import MAX_ADMITTED_BYTES, MAX_ADMITTED_TOKENS
 
 PIPELINE_CHUNK = 2048
-"""Prompt tokens up to which a step of a pipeline takes several prompts; more if many tokens wait
-(Step._chunk). Short steps reduce the time that later stages idle at the start and earlier stages at
-the end, but GEMMs of fewer rows are less efficient."""
+"""In a pipeline, a step combines several prompts only up to this many prompt tokens, or more if
+many are pending (Step._chunk). Short steps reduce the time that later stages idle at the start and
+earlier stages at the end, but GEMMs of fewer rows are less efficient."""
 
 CHUNKS_PER_STAGE = 2
-"""Steps for each stage over which prompts are spread while each has PIPELINE_CHUNK tokens or
-more."""
+"""Pending prompt tokens are spread over this many steps per stage, as long as each step has at
+least PIPELINE_CHUNK tokens."""
 
 LEAST_CUT_DIVISOR = 4
-"""A step with prompts begins another one that it would have to cut only if at least one part in
-this many of its token budget is left. Otherwise the prompt comes whole in the next step, or with a
-longer first chunk: tokens that a nearly full step lacks save their time, but the attention of short
-chunks is less efficient."""
+"""A step that already has prompts starts another prompt, and cuts it, only if at least
+1 / LEAST_CUT_DIVISOR of its token budget is left. Otherwise the next step takes the prompt whole,
+or a longer first chunk of it. Nothing is lost, since a step that is not quite full takes less time,
+while attention of short chunks is inefficient."""
 
 MAX_LOOKED_AT = 1024
 """Limit on the waiting prompts that are counted to choose a step's number of prompt tokens."""
@@ -106,7 +106,7 @@ class Step:
             return False
         if not self._groups.is_empty:
             return True
-        # Requests that have jumped forward, or are adopted.
+        # After a jump forward or an adoption, a request is in no group until it is admitted again.
         return any(request.needs_admission for request in self._queues.prefilling.values())
 
     def _plan_decodes(self, *, before: int) -> None:

@@ -44,7 +44,7 @@ class RequestBlocks:
         self._groups = limits.block_groups
         self.unit = min(group.block_size for group in self._groups)
         """Tokens per hash, and per block of the smallest size. The block sizes of all groups are
-        multiples of it, and of one another."""
+        multiples of it, and each size is a multiple of every smaller one."""
         self._sizes = [group.block_size for group in self._groups]
         self._has_windows = any(group.window is not None for group in self._groups)
         self._strides = [group.block_size // self.unit for group in self._groups]
@@ -157,8 +157,9 @@ class RequestBlocks:
         return [self._prefix(group, hashes, length) for group in range(len(self._groups))]
 
     def _cached_length(self, group: int, hashes: Sequence[bytes], most: int) -> int:
-        """Return the longest length, in hashes and `most` at most, that a group can serve: it has
-        all blocks that the next token sees. It is a multiple of the group's blocks."""
+        """Return the length in hashes, at most `most`, of the longest prefix that a group can
+        serve: it has all blocks that the next token sees. The prefix is a whole number of the
+        group's blocks."""
         stride, blocks = self._strides[group], self._groups[group]
         if blocks.window is None:
             cached = self._pool.contents(group)

@@ -34,7 +34,7 @@ DEVIATION_GAIN: Final = 1 / 16
 DRIFT: Final = 0.01
 """Relative change of the cost that is expected from one step to the next."""
 MIN_SHARE: Final = 0.1
-"""Least share of a step's time that its tokens are assumed to cost where the drift of their
+"""Least share of a step's time that tokens are assumed to cost when the drift of the per-token
 coefficient is estimated. Without it, a coefficient of 0 could not rise again."""
 MIN_NOISE: Final = 0.02
 """Least relative standard deviation of a step's time."""

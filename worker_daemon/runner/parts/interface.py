@@ -137,7 +137,8 @@ class StepPart:
 
     def uses(self, extension: Any) -> bool:
         """Return True if all steps of a request with this extension use the part around the forward
-        pass and in sampling. admit, begin, report_forward and pool need only the extension."""
+        pass and in sampling. admit, begin, report_forward and pool are called for any request with
+        the extension, whatever this returns."""
         return True
 
     def uses_step(self, step: ScheduledStep) -> bool:
@@ -165,7 +166,8 @@ class StepPart:
 
     def fill(self, columns: Sequence[Int32s], step: ScheduledStep, brought: Any | None) -> None:
         """Fill the step's columns, which hold zeros. Entries after the step's own are padding and
-        stay zero. brought: see adjust_logits."""
+        stay zero. brought: what judge_step returned for the step's extension; None if the step has
+        none."""
 
     def before_forward(self, hidden: Tensor, columns: Sequence[Tensor]) -> Tensor:
         """Return the input of this stage's first layer: hidden [N, H] itself, or another tensor."""
@@ -193,8 +195,8 @@ class StepPart:
     def adjust_logits(self, logits: Tensor, rows: SampleRows, brought: Any | None) -> Tensor:
         """Return logits [R, V]: the given ones, or new ones. Must not modify the given ones. They
         are in the model's dtype or in float32; new ones may be in float32.
-        rows: without padding. brought: what judge_step returned for the step's extension, if it
-        has one. Never waits for the device."""
+        rows: without padding. brought: what judge_step returned for the step's extension; None if
+        the step has none. Never waits for the device."""
         return logits
 
     def refuse(self, token_ids: Tensor, rows: SampleRows) -> Tensor:

@@ -140,6 +140,7 @@ class PoolingPart(StepPart):
     @torch.inference_mode()
     def pool(self, hidden: Tensor, step: ScheduledStep) -> Report | None:
         assert step.pooling is not None, "a row of the step pools"
+        # step.pooling has the slots of all live pooling requests, even without tokens in this step.
         for slot in self._kept.keys() - set(step.pooling.tolist()):
             del self._kept[slot]
         outputs: list[_Outputs] = []

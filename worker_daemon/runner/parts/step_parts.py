@@ -90,8 +90,8 @@ class StepParts:
         """Bits of the parts that act around the forward pass, including those that may refuse
         tokens, because counts are corrected before it."""
         self.active_in_forward = 0
-        """Those bits of in_forward for whose parts a row has an extension, or had one until it
-        ended."""
+        """Bits in in_forward of the parts for which some row's request has an extension. A row
+        keeps the bits of a request that has ended until its slot is reused."""
         self.in_sampling = sum(m.bit for m in self._members if m.part.in_sampling)
         """Bits of the parts that act when tokens are sampled."""
         self._judging = tuple(m.part for m in self._members if m.part.judges_batches)
