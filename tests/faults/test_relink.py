@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import psutil
 import pytest
 
+from rpc_schema.codec import decode_step
 from rpc_schema.lifecycle import Relink
 from tests.support.command_line import ask_status, start_client
 from tests.support.driving import Cases, random_cases
@@ -205,9 +206,9 @@ def test_new_rank_killed_while_it_is_linked(pair, config, cases):
         client = group.clients[0]
         send = client.send
 
-        def relink_and_kill(message, *arrays) -> None:
-            send(message, *arrays)
-            if isinstance(message, Relink) and not killed:
+        def relink_and_kill(frames) -> None:
+            send(frames)
+            if isinstance(decode_step(frames), Relink) and not killed:
                 killed.append(pair.kill(1))
                 pair.restart_later(1)
 
