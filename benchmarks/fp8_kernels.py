@@ -15,7 +15,16 @@ from pathlib import Path
 import torch
 
 import worker_daemon.kernels
-from benchmarks.linear_kernels import COLD_BYTES, graph_us, relative_error, relay, tuned_shapes
+from benchmarks.linear_kernels import (
+    COLD_BYTES,
+    DTYPE,
+    HBM_BYTES_PER_S,
+    MAX_ERROR,
+    graph_us,
+    relative_error,
+    relay,
+    tuned_shapes,
+)
 from worker_daemon.contracts.fp8 import FP8, FP8_MAX
 from worker_daemon.contracts.layer_ops import Fp8Matrix
 from worker_daemon.kernels.compile_ahead import compiling_ahead
@@ -34,13 +43,10 @@ from worker_daemon.kernels.tuning import (
     load_tuning,
 )
 
-DTYPE = torch.bfloat16
-HBM_BYTES_PER_S = 4.51e12
 TUNED_BUCKETS = ROW_BUCKETS[1:]
 """One row has a rule instead: what is fastest alone is not in a layer."""
 HEAD_OUTPUTS = 60_000
 """Matrices with as many rows are LM heads, which stay in bf16."""
-MAX_ERROR = 6e-3
 LEAST_PROGRAMS = 100
 MOST_SHARED_BYTES = 220_000
 QUICK, KEPT, AGAIN = 3, 6, 9

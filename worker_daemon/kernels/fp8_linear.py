@@ -106,7 +106,7 @@ class Fp8Linear:
         self, gate_up: torch.Tensor, matrix: Fp8Matrix, bias: torch.Tensor | None
     ) -> torch.Tensor:
         form = self._row_form(gate_up, matrix)
-        if form is None or gate_up.shape[0] == 1 or matrix.weight.shape[1] > MAX_SIZE:
+        if form is None or matrix.weight.shape[1] > MAX_SIZE:
             return self.linear(silu_and_mul(gate_up, pdl=self._pdl), matrix, bias)
         rows = fp8_gate_rows(gate_up, form, pdl=self._pdl)
         return self._multiply(rows, matrix, bias, gate_up.dtype)

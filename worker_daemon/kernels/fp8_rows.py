@@ -12,7 +12,7 @@ Letters: N rows of K values.
 # Parameters of a Triton kernel are pointers and scalars that Python's types cannot name:
 # mypy: disable-error-code="no-untyped-def"
 
-from typing import Final, NamedTuple
+from typing import Final, Literal, NamedTuple, TypeAlias
 
 import torch
 import triton
@@ -36,10 +36,9 @@ _LEAST_NORMAL = tl.constexpr(2.0**-6)
 _SUBNORMAL_ROUNDER = tl.constexpr(1.5 * 2.0**14)
 """FP8 values below _LEAST_NORMAL are multiples of 2^-9. Adding this number to a float32 value and
 subtracting it again rounds the value to such a multiple."""
-_PLAIN: Final = 0
-_NORM: Final = 1
-_ADD_NORM: Final = 2
-_GATE: Final = 3
+
+_Way: TypeAlias = Literal["plain", "norm", "add and norm", "gate"]
+"""The operation that a conversion is fused with."""
 
 
 class RowForm(NamedTuple):
@@ -68,7 +67,7 @@ def fp8_rows(x: torch.Tensor, form: RowForm, *, pdl: bool) -> Fp8Rows:
     """Return x [N, K] in FP8, saturated. A NaN stays NaN, or makes its row NaN."""
     num_rows, num_columns = x.shape
     if num_columns <= MAX_SIZE and x.is_contiguous():
-        return _fused_rows(x, x, x, x, 0.0, num_columns, _PLAIN, form, pdl)
+        return _fused_rows(x, x, x, x, 0.0, num_columns, "plain", form, pdl)
     rows = _new_rows(num_rows, num_columns, form, x.device)
     given = form.given
     block = min(_BLOCK, triton.next_power_of_2(num_columns))
@@ -97,7 +96,7 @@ def fp8_norm_rows(source: NormedSum, form: RowForm, *, pdl: bool) -> tuple[Fp8Ro
     part, residual, weight, eps = source
     total = residual if part is None else torch.empty_like(residual)
     x = residual if part is None else part
-    way = _NORM if part is None else _ADD_NORM
+    way: _Way = "norm" if part is None else "add and norm"
     return _fused_rows(x, residual, weight, total, eps, residual.shape[1], way, form, pdl), total
 
 
@@ -105,7 +104,7 @@ def fp8_gate_rows(gate_up: torch.Tensor, form: RowForm, *, pdl: bool) -> Fp8Rows
     """Return silu(gate) * up of gate_up [N, 2 K], gate first, rounded to its dtype, in FP8; K <=
     MAX_SIZE."""
     num_columns = gate_up.shape[1] // 2
-    return _fused_rows(gate_up, gate_up, gate_up, gate_up, 0.0, num_columns, _GATE, form, pdl)
+    return _fused_rows(gate_up, gate_up, gate_up, gate_up, 0.0, num_columns, "gate", form, pdl)
 
 
 def _fused_rows(
@@ -115,7 +114,7 @@ def _fused_rows(
     total: torch.Tensor,
     eps: float,
     num_columns: int,
-    way: int,
+    way: _Way,
     form: RowForm,
     pdl: bool,
 ) -> Fp8Rows:
@@ -223,10 +222,10 @@ def _fused_kernel(
     column = tl.arange(0, BLOCK)
     inside = column < SIZE
     element = row * SIZE + column
-    if WAY == 0:  # plain
+    if WAY == "plain":
         await_previous(PDL)
         value = tl.load(x + element, mask=inside, other=0.0).to(tl.float32)
-    elif WAY == 3:  # a gate
+    elif WAY == "gate":
         await_previous(PDL)
         source = x + row * (2 * SIZE) + column
         gate = tl.load(source, mask=inside, other=0.0).to(tl.float32)
@@ -236,7 +235,7 @@ def _fused_kernel(
         weight = tl.load(gain + column, mask=inside, other=0.0).to(tl.float32)
         await_previous(PDL)
         value = tl.load(x + element, mask=inside, other=0.0)
-        if WAY == 2:
+        if WAY == "add and norm":
             value = tl.load(residual + element, mask=inside, other=0.0).to(tl.float32) + value
             value = value.to(x.dtype.element_ty)
             tl.store(total + element, value, mask=inside)

@@ -7,13 +7,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.support.quantized_int4 import Scheme, int4_config, quantize
-from worker_daemon.distributed.tp import SingleRank
+from tests.support.quantized_stages import Elsewhere, build
 from worker_daemon.errors import CheckpointError, ConfigError
-from worker_daemon.layers.attention import NullAttention
-from worker_daemon.layers.torch_ops import TorchOps
 from worker_daemon.models import weights
 from worker_daemon.models.config import read_model_config
-from worker_daemon.models.decoder import build_stage, checkpoint_names
+from worker_daemon.models.decoder import checkpoint_names
 from worker_daemon.models.int4_order import load_orders
 from worker_daemon.models.weights import load_dummy_weights, load_weights
 
@@ -42,30 +40,6 @@ SCHEMES = [
     Scheme("compressed", 64, act_order=True),
 ]
 UNORDERED = [scheme for scheme in SCHEMES if not scheme.act_order or scheme.group_size == -1]
-
-
-class Elsewhere:
-    """A rank that builds its shard but does not communicate."""
-
-    def __init__(self, rank, size):
-        self.rank, self.size = rank, size
-
-
-def build(path, tp=None, layers=None, dtype=torch.float32):
-    config = read_model_config(path)
-    layers = layers or range(config.num_hidden_layers)
-    return build_stage(
-        config,
-        layers,
-        layers.start == 0,
-        layers.stop == config.num_hidden_layers,
-        tp or SingleRank(),
-        dtype,
-        torch.device("cpu"),
-        16,
-        NullAttention(),
-        TorchOps(),
-    )
 
 
 def load(path, stage):

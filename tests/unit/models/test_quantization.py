@@ -14,6 +14,7 @@ from tests.support.quantized import (
     quantize,
     quantized_values,
 )
+from tests.support.quantized_stages import Elsewhere, build
 from worker_daemon.distributed.tp import SingleRank
 from worker_daemon.errors import CheckpointError, ConfigError
 from worker_daemon.layers import fp8
@@ -48,30 +49,6 @@ FORMATS = [
     ("fp8", "block", "dynamic", torch.float32),
 ]
 IDS = [f"{method}-{strategy}-{activations}" for method, strategy, activations, _ in FORMATS]
-
-
-class Elsewhere:
-    """A rank that builds its shard but does not communicate."""
-
-    def __init__(self, rank, size):
-        self.rank, self.size = rank, size
-
-
-def build(path, tp=None, layers=None, dtype=torch.float32):
-    config = read_model_config(path)
-    layers = layers or range(config.num_hidden_layers)
-    return build_stage(
-        config,
-        layers,
-        layers.start == 0,
-        layers.stop == config.num_hidden_layers,
-        tp or SingleRank(),
-        dtype,
-        torch.device("cpu"),
-        16,
-        NullAttention(),
-        TorchOps(),
-    )
 
 
 def load(path, stage):
