@@ -1,6 +1,8 @@
 """Endpoints, locks, epochs and settings, without a process."""
 
 import os
+import socket
+import tempfile
 import time
 from pathlib import Path
 
@@ -17,6 +19,7 @@ from worker_daemon.server.wire.endpoints import (
     EndpointInUseError,
     EndpointLock,
     IpcEndpoint,
+    SocketFiles,
 )
 from worker_daemon.settings import (
     build_settings,
@@ -218,3 +221,29 @@ def test_environment_keeps_an_interface_that_was_chosen(monkeypatch: pytest.Monk
     assert os.environ["NCCL_SOCKET_IFNAME"] == "lo"
     assert os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "0"
     assert os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] == "0"
+
+
+def test_files_of_a_successor_stay_even_if_they_have_our_inodes() -> None:
+    """A file system gives the number of a closed socket's inode to the next file."""
+
+    def bind(path: Path) -> socket.socket:
+        bound = socket.socket(socket.AF_UNIX)
+        bound.bind(str(path))
+        return bound
+
+    with tempfile.TemporaryDirectory() as directory:
+        endpoint = IpcEndpoint(Path(directory) / "w0")
+        files = SocketFiles(endpoint)
+        ours = [bind(path) for path in endpoint.socket_paths]
+        files.are_bound()
+        assert not files.missing()
+        for path, each in zip(endpoint.socket_paths, ours, strict=True):
+            path.unlink()
+            each.close()
+        time.sleep(0.02)  # longer than a tick of the file system's clock
+        theirs = [bind(path) for path in endpoint.socket_paths]
+        assert files.missing() == list(endpoint.socket_paths)
+        files.remove()
+        assert all(path.is_socket() for path in endpoint.socket_paths)
+        for each in theirs:
+            each.close()

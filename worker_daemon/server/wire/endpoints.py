@@ -229,9 +229,10 @@ class EndpointLock:
 
 
 class SocketFiles:
-    """The files of an endpoint's sockets, identified by their inodes at binding: the files of a
-    daemon that has taken the endpoint over are left alone. Owned by the main thread, which holds
-    the endpoint's lock."""
+    """The files of an endpoint's sockets, identified by inode and time at binding: the files of a
+    daemon that has taken the endpoint over are left alone. An inode alone is not enough: its number
+    is reused once our sockets are closed. Owned by the main thread, which holds the endpoint's
+    lock."""
 
     def __init__(self, endpoint: AnyEndpoint) -> None:
         """Check the paths: libzmq would remove any file there.
@@ -265,8 +266,10 @@ class SocketFiles:
         self._bound.clear()
 
     def _is_ours(self, path: Path) -> bool:
-        facts = _facts(path)
-        return facts is not None and os.path.samestat(facts, self._bound[path])
+        facts, bound = _facts(path), self._bound[path]
+        if facts is None or not os.path.samestat(facts, bound):
+            return False
+        return facts.st_mtime_ns == bound.st_mtime_ns
 
 
 def _facts(path: Path) -> os.stat_result | None:
