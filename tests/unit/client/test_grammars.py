@@ -308,7 +308,7 @@ def test_further_compilations_that_take_long_fail_no_request(directory, monkeypa
 
         def have_left():
             reasons.extend(reason for _, reason in pending.take_done())
-            return not len(pending)
+            return len(reasons) == 2 * REQUESTS_PER_COMPILATION
 
         wait_until(have_left, "they leave")
         assert reasons == [""] * (2 * REQUESTS_PER_COMPILATION)
