@@ -16,6 +16,7 @@ from tests.support.checkpoints import prompts
 from tests.support.doomed_driver import NUM_GPU_BLOCKS, Death
 from tests.support.killed_driver import DriverNursery, Plan, begin
 from tests.support.serving import greedy_request, worker_config
+from tests.support.waiting import wait_until
 from worker_client.cached_blocks import CachedBlocks
 from worker_client.driver import Driver
 from worker_client.errors import ClientConfigError, FencedError, RemoteConfigError, WorkerDied
@@ -214,6 +215,9 @@ def test_notes_of_any_hashes_in_any_order(serve, checkpoint):
         blocks = CachedBlocks.of(range(1, 11), names)
 
         def offered():
+            """A rank offers what is noted as of a step once its own part of the step is done."""
+            seq = keeper.futures[-1].seq
+            wait_until(lambda: all(s.last_seq >= seq for s in group.get_status()), "the last step")
             return group.cached_blocks(tag)
 
         assert group.note_cached_blocks(tag, blocks, last)
