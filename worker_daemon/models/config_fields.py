@@ -6,6 +6,7 @@ All functions raise ConfigError, which names field and fix.
 
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
+from typing import Final
 
 from worker_daemon.errors import config_error
 from worker_daemon.layers.attention import AttentionSpec, HeadSizes
@@ -27,8 +28,10 @@ from worker_daemon.models.fields import Fields
 
 DTYPES = ("float32", "float16", "bfloat16")
 _DEFAULT_THETA = 10_000.0
-_DEFAULT_WINDOW = 4096
-_DEFAULT_MAX_WINDOW_LAYERS = 28
+
+FULL: Final = "full_attention"
+SLIDING: Final = "sliding_attention"
+"""Entries of layer_types."""
 
 _MAX_VOCAB = 1 << 24
 _MAX_WIDTH = 1 << 20
@@ -41,24 +44,20 @@ _MAX_LENGTH = 1 << 128
 resolved."""
 
 
-def decoder_config(
-    fields: Fields, layers: Sequence[LayerSpec], *, default_eos_token_ids: tuple[int, ...] = ()
-) -> DecoderConfig:
+def decoder_config(fields: Fields, layers: Sequence[LayerSpec]) -> DecoderConfig:
     """Return a decoder with these layers (at least one) and the parts that all families share."""
-    if fields.text("hidden_act", "silu") != "silu":
-        raise fields.error("hidden_act", "is not supported", "use a checkpoint with silu")
     length = max_length(fields)
     return DecoderConfig(
         architecture=architecture_name(fields),
         vocab_size=fields.integer("vocab_size", maximum=_MAX_VOCAB),
         hidden_size=fields.integer("hidden_size", maximum=_MAX_WIDTH),
         layers=tuple(layers),
-        final_norm=NormSpec("norm", _norm_eps(fields)),
+        final_norm=NormSpec("norm", norm_eps(fields)),
         rope=_rope(fields, layers[0].attention.heads.head_dim, length),
         max_position_embeddings=length,
         tie_word_embeddings=fields.flag("tie_word_embeddings", False),
         dtype=_dtype(fields),
-        eos_token_ids=_eos_token_ids(fields, default_eos_token_ids),
+        eos_token_ids=fields.optional_integers("eos_token_id") or (),
     )
 
 
@@ -74,7 +73,8 @@ def dense_layer(
 ) -> LayerSpec:
     """Return a layer of attention and an MLP, with the names and the epsilon that Llama's
     checkpoints have. head_norms: a norm on each query and key head; window: in tokens."""
-    eps = _norm_eps(fields)
+    require_text(fields, "hidden_act", "silu")
+    eps = norm_eps(fields)
     return LayerSpec(
         AttentionSpec(
             norm=NormSpec("input_layernorm", eps),
@@ -90,6 +90,12 @@ def dense_layer(
             mlp_bias=mlp_bias,
         ),
     )
+
+
+def require_text(fields: Fields, name: str, wanted: str) -> None:
+    """Raise ConfigError if a field is present and differs."""
+    if fields.text(name, wanted) != wanted:
+        raise fields.error(name, "is not supported", f"use a checkpoint with {wanted}")
 
 
 def encoder_config(
@@ -134,52 +140,60 @@ def intermediate_size(fields: Fields) -> int:
     return fields.integer("intermediate_size", maximum=_MAX_WIDTH)
 
 
-def _norm_eps(fields: Fields) -> float:
+def norm_eps(fields: Fields) -> float:
+    """Return the epsilon of all norms."""
     return fields.number("rms_norm_eps", 1e-6)
 
 
-def head_sizes(
-    fields: Fields, *, default_num_kv_heads: int | None = None, default_head_dim: int | None = None
-) -> HeadSizes:
+def head_sizes(fields: Fields) -> HeadSizes:
     """Return the heads of every layer. Defaults: as many KV heads as query heads, and hidden_size /
     num_attention_heads."""
     num_heads = fields.integer("num_attention_heads", maximum=_MAX_HEADS)
-    head_dim = _head_dim(fields, default_head_dim, num_heads)
-    return HeadSizes(num_heads, _num_kv_heads(fields, default_num_kv_heads, num_heads), head_dim)
+    head_dim = _head_dim(fields, num_heads)
+    return HeadSizes(num_heads, _num_kv_heads(fields, num_heads), head_dim)
 
 
 def sliding_window(fields: Fields) -> int | None:
-    """Return `sliding_window` in tokens; None if it is null."""
-    if not fields.has("sliding_window"):
-        return _DEFAULT_WINDOW
+    """Return `sliding_window` in tokens; None if there is none."""
     return fields.optional_integer("sliding_window")
+
+
+def layer_windows(fields: Fields, default_types: list[str]) -> tuple[int | None, ...]:
+    """Return each layer's window, by layer_types; default_types: for a checkpoint without them."""
+    window = sliding_window(fields)
+    layer_types = fields.optional_texts("layer_types")
+    if layer_types is None:
+        layer_types = default_types
+    if len(layer_types) != num_layers(fields):
+        raise fields.error("layer_types", f"must have {num_layers(fields)} entries, one per layer")
+    if unknown := set(layer_types) - {FULL, SLIDING}:
+        raise fields.error("layer_types", f"has unsupported entries {sorted(unknown)}")
+    if window is None and SLIDING in layer_types:
+        fix = "set sliding_window to a number, and use_sliding_window to true if there is one"
+        raise fields.error("layer_types", "asks for sliding_attention without a window", fix)
+    return tuple(window if kind == SLIDING else None for kind in layer_types)
 
 
 def upper_layer_windows(fields: Fields) -> tuple[int | None, ...]:
     """Return each layer's window, by use_sliding_window, and layer_types or max_window_layers."""
-    count = num_layers(fields)
-    window = sliding_window(fields)
     if not fields.flag("use_sliding_window", False):
-        window = None
-    layer_types = fields.optional_texts("layer_types")
-    if layer_types is None:
-        first = fields.integer("max_window_layers", _DEFAULT_MAX_WINDOW_LAYERS, minimum=0)
-        return tuple(window if layer >= first else None for layer in range(count))
-    if len(layer_types) != count:
-        raise fields.error("layer_types", f"must have {count} entries, one for each layer")
-    if unknown := set(layer_types) - {"full_attention", "sliding_attention"}:
-        raise fields.error("layer_types", f"has unsupported entries {sorted(unknown)}")
-    if window is None and "sliding_attention" in layer_types:
-        raise fields.error(
-            "layer_types",
-            "asks for sliding_attention without a window",
-            "set use_sliding_window to true and sliding_window to a number",
-        )
-    return tuple(window if kind == "sliding_attention" else None for kind in layer_types)
+        fields = fields.with_values({"sliding_window": None})
+    first = fields.integer("max_window_layers", minimum=0)
+    if sliding_window(fields) is None:
+        first = num_layers(fields)
+    indices = range(num_layers(fields))
+    return layer_windows(fields, [SLIDING if layer >= first else FULL for layer in indices])
 
 
-def _head_dim(fields: Fields, default: int | None, num_heads: int) -> int:
-    head_dim = fields.optional_integer("head_dim", maximum=_MAX_HEAD_DIM) or default
+def alternating_windows(fields: Fields, period: int) -> tuple[int | None, ...]:
+    """Return each layer's window, by layer_types; without them, all layers but every `period`-th
+    have one."""
+    layers = range(1, num_layers(fields) + 1)
+    return layer_windows(fields, [SLIDING if layer % period else FULL for layer in layers])
+
+
+def _head_dim(fields: Fields, num_heads: int) -> int:
+    head_dim = fields.optional_integer("head_dim", maximum=_MAX_HEAD_DIM)
     if head_dim is None:
         hidden_size = fields.integer("hidden_size")
         if hidden_size % num_heads:
@@ -196,9 +210,8 @@ def _head_dim(fields: Fields, default: int | None, num_heads: int) -> int:
     return head_dim
 
 
-def _num_kv_heads(fields: Fields, default: int | None, num_heads: int) -> int:
-    absent = None if fields.has("num_key_value_heads") else default
-    num_kv_heads = fields.integer("num_key_value_heads", absent or num_heads, maximum=_MAX_HEADS)
+def _num_kv_heads(fields: Fields, num_heads: int) -> int:
+    num_kv_heads = fields.integer("num_key_value_heads", num_heads, maximum=_MAX_HEADS)
     if num_heads % num_kv_heads:
         raise fields.error(
             "num_key_value_heads", f"does not divide num_attention_heads {num_heads}"
@@ -215,12 +228,6 @@ def _dtype(fields: Fields) -> str | None:
     if name not in DTYPES:
         raise fields.error(field, "is not supported", "use one of " + ", ".join(DTYPES))
     return name
-
-
-def _eos_token_ids(fields: Fields, default: tuple[int, ...]) -> tuple[int, ...]:
-    if not fields.has("eos_token_id"):
-        return default
-    return fields.optional_integers("eos_token_id") or ()
 
 
 def _rope(fields: Fields, head_dim: int, length: int) -> Rope:

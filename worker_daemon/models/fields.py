@@ -27,6 +27,14 @@ class Fields:
         self._values = values
         self._prefix = prefix
 
+    def with_defaults(self, defaults: Mapping[str, object]) -> "Fields":
+        """Return these fields with values for those that are absent; null stays null."""
+        return Fields({**defaults, **self._values}, self._prefix)
+
+    def with_values(self, values: Mapping[str, object]) -> "Fields":
+        """Return these fields, with some replaced."""
+        return Fields({**self._values, **values}, self._prefix)
+
     def has(self, name: str) -> bool:
         """Return True if the field is present, even as null."""
         return name in self._values

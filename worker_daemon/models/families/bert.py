@@ -15,6 +15,7 @@ from worker_daemon.models.config_fields import (
     intermediate_size,
     max_length,
     num_layers,
+    require_text,
 )
 from worker_daemon.models.description import DecoderConfig, LayerSpec
 from worker_daemon.models.fields import Fields
@@ -36,9 +37,8 @@ def describe_roberta(fields: Fields) -> DecoderConfig:
 
 
 def _encoder(fields: Fields, first_position: int) -> DecoderConfig:
-    for name, wanted in (("hidden_act", "gelu"), ("position_embedding_type", "absolute")):
-        if fields.text(name, wanted) != wanted:
-            raise fields.error(name, "is not supported", f"use a checkpoint with {wanted}")
+    require_text(fields, "hidden_act", "gelu")
+    require_text(fields, "position_embedding_type", "absolute")
     for name in ("is_decoder", "add_cross_attention"):
         if fields.flag(name, False):
             raise fields.error(name, "is not supported", "use a checkpoint of an encoder")

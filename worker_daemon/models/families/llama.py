@@ -4,10 +4,14 @@ from worker_daemon.models.config_fields import decoder_config, dense_layer, head
 from worker_daemon.models.description import DecoderConfig
 from worker_daemon.models.fields import Fields
 
+_DEFAULTS = {"eos_token_id": 2}
+"""Fields that transformers fills in."""
+
 
 def describe(fields: Fields) -> DecoderConfig:
     """Return identical layers; one switch for attention biases, one for MLP biases."""
+    fields = fields.with_defaults(_DEFAULTS)
     bias = fields.flag("attention_bias", False)
     mlp_bias = fields.flag("mlp_bias", False)
     layer = dense_layer(fields, head_sizes(fields), qkv_bias=bias, o_bias=bias, mlp_bias=mlp_bias)
-    return decoder_config(fields, [layer] * num_layers(fields), default_eos_token_ids=(2,))
+    return decoder_config(fields, [layer] * num_layers(fields))

@@ -10,9 +10,13 @@ from worker_daemon.models.config_fields import (
 from worker_daemon.models.description import DecoderConfig
 from worker_daemon.models.fields import Fields
 
+_DEFAULTS = {"num_key_value_heads": 8, "sliding_window": 4096, "eos_token_id": 2}
+"""Fields that transformers fills in."""
+
 
 def describe(fields: Fields) -> DecoderConfig:
     """Return identical layers without biases; all have the window."""
-    heads = head_sizes(fields, default_num_kv_heads=8)
+    fields = fields.with_defaults(_DEFAULTS)
+    heads = head_sizes(fields)
     layer = dense_layer(fields, heads, window=sliding_window(fields))
-    return decoder_config(fields, [layer] * num_layers(fields), default_eos_token_ids=(2,))
+    return decoder_config(fields, [layer] * num_layers(fields))
