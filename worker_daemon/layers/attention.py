@@ -23,6 +23,7 @@ from worker_daemon.layers.linear import (
     RowParallelLinear,
     RowShard,
     even_shard,
+    stacked_shards,
 )
 from worker_daemon.layers.norm import NormSpec, QueryKeyNorm, RMSNorm
 from worker_daemon.layers.parameter import Parameter
@@ -80,6 +81,9 @@ class AttentionSpec:
     """Epsilon of the norm on each query and key head; None if the model has no such norm."""
     sliding_window: int | None = None
     """In tokens; None attends to everything."""
+    fused_qkv: bool = False
+    """True if the checkpoint has q, k and v as one matrix self_attn.qkv_proj, in this order of
+    rows."""
 
 
 class AttentionBlock:
@@ -101,7 +105,7 @@ class AttentionBlock:
         self._norm = RMSNorm(prefix, spec.norm, setup)
         self._qkv = ColumnParallelLinear(
             f"{name}.qkv_proj",
-            _qkv_shards(name, heads, first_kv_head, num_kv_heads, setup.tp),
+            _qkv_shards(name, spec, first_kv_head, num_kv_heads, setup.tp),
             hidden_size,
             setup,
             bias=spec.qkv_bias,
@@ -157,13 +161,15 @@ class AttentionBlock:
 
 
 def _qkv_shards(
-    prefix: str, heads: HeadSizes, first_kv_head: int, num_kv_heads: int, tp: TensorParallel
+    prefix: str, spec: AttentionSpec, first_kv_head: int, num_kv_heads: int, tp: TensorParallel
 ) -> list[RowShard]:
+    heads = spec.heads
     total, start, rows = (
         count * heads.head_dim for count in (heads.num_key_value_heads, first_kv_head, num_kv_heads)
     )
-    return [
+    shards = [
         even_shard(f"{prefix}.q_proj", heads.num_attention_heads * heads.head_dim, tp),
         RowShard(f"{prefix}.k_proj", total, start, rows),
         RowShard(f"{prefix}.v_proj", total, start, rows),
     ]
+    return stacked_shards(f"{prefix}.qkv_proj", shards) if spec.fused_qkv else shards
