@@ -11,6 +11,7 @@ from tests.support.layer_checks import (
     check_norms,
     check_products,
     check_projection,
+    check_span_norms,
     generator,
     run_projection,
 )
@@ -42,6 +43,17 @@ def ops() -> LayerOps:
 )
 def test_norms(ops: LayerOps, dtype: torch.dtype, num_rows: int, size: int) -> None:
     check_norms(ops, "cuda", dtype, num_rows, size, seed=num_rows + size)
+
+
+@DTYPES
+@pytest.mark.parametrize(
+    ("heads", "num_ranks"),
+    [((32, 32, 128), 1), ((40, 8, 128), 1), ((40, 8, 128), 8), ((32, 4, 128), 8), ((7, 1, 80), 1)],
+)
+def test_span_norms(
+    ops: LayerOps, dtype: torch.dtype, heads: tuple[int, int, int], num_ranks: int
+) -> None:
+    check_span_norms(ops, "cuda", dtype, heads, num_ranks, seed=heads[0] + num_ranks)
 
 
 @DTYPES

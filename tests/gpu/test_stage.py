@@ -14,11 +14,14 @@ from worker_daemon.contracts.fp8 import FP8_MAX, to_fp8
 from worker_daemon.contracts.layer_ops import Fp8Matrix, LayerOps, NormedSum
 from worker_daemon.distributed.tp import SingleRank
 from worker_daemon.kernels.paged_attention import TritonAttention
+from worker_daemon.layers.attention import AttentionSpec
+from worker_daemon.layers.mlp import MLPSpec
+from worker_daemon.layers.norm import QKNormSpec
 from worker_daemon.layers.quantization import WeightQuantization
 from worker_daemon.layers.torch_ops import DequantizingOps, TorchOps
 from worker_daemon.models.config import read_model_config
 from worker_daemon.models.decoder import DecoderStage, build_stage
-from worker_daemon.models.description import DecoderConfig
+from worker_daemon.models.description import DecoderConfig, LayerSpec
 from worker_daemon.models.weights import load_dummy_weights
 
 pytestmark = [
@@ -38,10 +41,24 @@ BOUNDS = {torch.float32: 1e-5, torch.bfloat16: 3e-2}
 QUANTIZED_BOUNDS = {"none": 4e-2, "dynamic": 0.25, "static": 0.4}
 
 
-@pytest.fixture(params=["llama-8b", "qwen3-0.6b"])
+def with_merged_options(config: DecoderConfig) -> DecoderConfig:
+    """Return a model of the same sizes: merged tensors as in Phi-3, norms over all heads as in
+    OLMo-2."""
+    (layer,) = set(config.layers)
+    assert isinstance(layer.attention, AttentionSpec)
+    assert isinstance(layer.mlp, MLPSpec)
+    norm = QKNormSpec(1e-6, spans_heads=True)
+    attention = replace(layer.attention, fused_qkv=True, qk_norm=norm)
+    merged = LayerSpec(attention, replace(layer.mlp, fused_gate_up=True))
+    return replace(config, layers=(merged,) * config.num_hidden_layers)
+
+
+@pytest.fixture(params=["llama-8b", "qwen3-0.6b", "llama-8b as merged"])
 def config(request: pytest.FixtureRequest) -> DecoderConfig:
-    whole = read_model_config(CONFIGS / request.param)
-    return replace(whole, layers=whole.layers[:NUM_LAYERS], vocab_size=1000)
+    name, *options = request.param.split(" as ")
+    whole = read_model_config(CONFIGS / name)
+    cut = replace(whole, layers=whole.layers[:NUM_LAYERS], vocab_size=1000)
+    return with_merged_options(cut) if options else cut
 
 
 def make_stages(

@@ -17,7 +17,7 @@ from benchmarks.layer_reference import (
 )
 from benchmarks.paged_reference import relative_error
 from worker_daemon.contracts.kv_scales import KVScales
-from worker_daemon.contracts.layer_ops import LayerOps, NormedSum
+from worker_daemon.contracts.layer_ops import LayerOps, NormedSum, SpanNorms
 
 # Relative errors: one rounding of the output, and in fp32 the order of a sum.
 BOUNDS = {torch.float32: 1e-6, torch.float16: 4e-4, torch.bfloat16: 3e-3}
@@ -57,6 +57,62 @@ def check_norms(
     assert torch.equal(residual, residual_before)
     assert relative_error(out, normed(total, weight)) < (bound or BOUNDS[dtype])
     assert torch.equal(out, ops.rms_norm(total, weight, EPS))
+
+
+def check_span_norms(
+    ops: LayerOps,
+    device: str,
+    dtype: torch.dtype,
+    heads: tuple[int, int, int],
+    num_ranks: int,
+    seed: int,
+    bound: float | None = None,
+) -> None:
+    """Check the norms of all queries and of all keys, of one rank, and of several that each hold a
+    part of the heads; of the KV heads, ranks hold copies if there are fewer than ranks. heads:
+    query heads, KV heads, elements of a head."""
+    num_q_heads, num_kv_heads, head_dim = heads
+    random = generator(device, seed)
+    rows = make_rows(7, (num_q_heads + 2 * num_kv_heads) * head_dim, dtype, random)
+    sizes = (num_q_heads * head_dim, num_kv_heads * head_dim)
+    q, k, v = rows.split((*sizes, sizes[1]), 1)
+    q_weight, k_weight = (make_rows(1, size, dtype, random)[0] for size in sizes)
+    q_parts, k_parts, v_parts = (_parts(x, head_dim, num_ranks) for x in (q, k, v))
+    q_weights, k_weights = (_parts(x[None], head_dim, num_ranks) for x in (q_weight, k_weight))
+    weights = [torch.cat(pair, 1)[0] for pair in zip(q_weights, k_weights, strict=True)]
+    norms = [SpanNorms(weight, EPS, q_parts[0].shape[1]) for weight in weights]
+    parts = [torch.cat(three, 1) for three in zip(q_parts, k_parts, v_parts, strict=True)]
+    before = [part.clone() for part in parts]
+    means = None
+    if num_ranks > 1:
+        shares = [
+            ops.span_means(part, norm, num_ranks) for part, norm in zip(parts, norms, strict=True)
+        ]
+        assert all(torch.equal(part, old) for part, old in zip(parts, before, strict=True))
+        means = torch.stack(shares).sum(0)
+        assert (means.dtype, means.shape) == (torch.float32, (7, 2))
+        exact = torch.stack([x.double().square().mean(1) for x in (q, k)], 1)
+        assert relative_error(means, exact) < 1e-6
+    expected = [
+        _parts(normed(x, weight), head_dim, num_ranks)
+        for x, weight in ((q, q_weight), (k, k_weight))
+    ]
+    for rank, part in enumerate(parts):
+        out = ops.norm_spans(part, norms[rank], means)
+        assert (out.dtype, out.shape) == (dtype, before[rank].shape)
+        widths = [x[rank].shape[1] for x in (q_parts, k_parts, v_parts)]
+        *spans, values = out.split(widths, 1)
+        for span, exact_parts in zip(spans, expected, strict=True):
+            assert relative_error(span, exact_parts[rank]) < (bound or BOUNDS[dtype])
+        assert torch.equal(values, v_parts[rank])
+
+
+def _parts(x: torch.Tensor, head_dim: int, num_ranks: int) -> list[torch.Tensor]:
+    """Split rows of heads over ranks; copy them if there are fewer."""
+    heads = x.unflatten(1, (-1, head_dim))
+    count = max(1, heads.shape[1] // num_ranks)
+    firsts = [rank * heads.shape[1] // num_ranks for rank in range(num_ranks)]
+    return [heads[:, first : first + count].flatten(1) for first in firsts]
 
 
 def check_activation(

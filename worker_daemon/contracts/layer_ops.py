@@ -29,6 +29,17 @@ class HeadNorms(Protocol):
         """Added to the mean of squares."""
 
 
+class SpanNorms(NamedTuple):
+    """The norm over all queries of a token together, and over all its keys: x / sqrt(mean(x^2) +
+    eps) * weight, in float32, rounded once."""
+
+    weight: Tensor
+    """[(Hq + Hkv) D]: the queries', then the keys'."""
+    eps: float
+    query_size: int
+    """Hq D"""
+
+
 class NormedSum(NamedTuple):
     """A norm of the residual stream that has not been computed yet: rms_norm(s, weight, eps) with s
     = residual + part, rounded to the model's dtype before the norm."""
@@ -203,6 +214,14 @@ class LayerOps(Protocol):
         """logits [R, >= vocab_size], rows contiguous -> int64 [R]: the id below vocab_size of each
         row's largest logit, the lowest among equals; NO_TOKEN if one of the row's logits is NaN or
         the largest is infinite."""
+
+    def span_means(self, qkv: Tensor, norms: SpanNorms, num_ranks: int) -> Tensor:
+        """Return this rank's shares of the means of squares, float32 [N, 2], of queries and of
+        keys: their sum over the ranks are the means over the model. qkv [N, (Hq + 2 Hkv) D]."""
+
+    def norm_spans(self, qkv: Tensor, norms: SpanNorms, means: Tensor | None = None) -> Tensor:
+        """Return qkv [N, (Hq + 2 Hkv) D] with normed queries and keys; may overwrite it. means: see
+        span_means, summed over the ranks; None if this rank has all heads."""
 
     def rotate_and_store(
         self,

@@ -8,7 +8,7 @@ import torch
 
 from worker_daemon.contracts.int4 import Int4Matrix
 from worker_daemon.contracts.kv_scales import KVScales
-from worker_daemon.contracts.layer_ops import AdapterWeights, HeadNorms, NormedSum
+from worker_daemon.contracts.layer_ops import AdapterWeights, HeadNorms, NormedSum, SpanNorms
 from worker_daemon.kernels.activation import silu_and_mul
 from worker_daemon.kernels.adapted_linear import AdaptedLinear
 from worker_daemon.kernels.argmax import greedy_tokens
@@ -19,6 +19,7 @@ from worker_daemon.kernels.linear import ThinLinear
 from worker_daemon.kernels.norm import add_rms_norm, rms_norm, sum_and_norm
 from worker_daemon.kernels.rope_store import rotate_and_store
 from worker_daemon.kernels.row_linear import launch_row, row_norm
+from worker_daemon.kernels.span_norm import norm_spans, span_means
 
 
 class TritonOps:
@@ -142,6 +143,16 @@ class TritonOps:
     def greedy_tokens(self, logits: torch.Tensor, vocab_size: int) -> torch.Tensor:
         """logits [R, >= vocab_size], rows contiguous -> int64 [R]."""
         return greedy_tokens(logits, vocab_size, pdl=self._pdl)
+
+    def span_means(self, qkv: torch.Tensor, norms: SpanNorms, num_ranks: int) -> torch.Tensor:
+        """qkv [N, (Hq + 2 Hkv) D] -> float32 [N, 2]."""
+        return span_means(qkv, norms, num_ranks, pdl=self._pdl)
+
+    def norm_spans(
+        self, qkv: torch.Tensor, norms: SpanNorms, means: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """qkv [N, (Hq + 2 Hkv) D], which is overwritten, means float32 [N, 2] -> qkv."""
+        return norm_spans(qkv, norms, means, pdl=self._pdl)
 
     def rotate_and_store(
         self,

@@ -7,6 +7,7 @@ L slots, N tokens, K input features, M output features, G matrices merged into o
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Final, NamedTuple
 
 from torch import Tensor
@@ -33,12 +34,12 @@ class MatrixShard(NamedTuple):
     """Its name in the checkpoint, without .weight."""
     full_shape: tuple[int, int]
     """(output features, input features) of the model."""
-    rows: slice
-    """This rank's part of the output features."""
+    rows: tuple[slice, ...]
+    """This rank's parts of the output features."""
     columns: slice
     """This rank's part of the input features."""
     target: slice
-    """The place of these rows in the merged matrix."""
+    """The place of these rows in the merged matrix, one part after another."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,16 +102,7 @@ class AdapterLayout:
         """Register a merged matrix [M, K], and return its number. pieces: those of an unquantized
         matrix."""
         num_outputs, num_inputs = shape
-        shards = tuple(
-            MatrixShard(
-                piece.name.removesuffix(_WEIGHT),
-                (piece.full_shape[0], piece.full_shape[1]),
-                piece.source[0],
-                piece.source[1],
-                piece.target[0],
-            )
-            for piece in pieces
-        )
+        shards = tuple(_shard(list(tensor)) for _, tensor in groupby(pieces, lambda p: p.name))
         a_shape = (len(shards) * self.max_rank, num_inputs)
         b_shape = (num_outputs, self.max_rank)
         a_offset = self._take(a_shape)
@@ -137,6 +129,18 @@ class AdapterLayout:
         size = shape[0] * shape[1]
         self._size += -(-size // _ALIGNMENT) * _ALIGNMENT
         return offset
+
+
+def _shard(pieces: Sequence[Piece]) -> MatrixShard:
+    """Return the shard of a checkpoint matrix that these pieces are all parts of."""
+    first, last = pieces[0], pieces[-1]
+    return MatrixShard(
+        first.name.removesuffix(_WEIGHT),
+        (first.full_shape[0], first.full_shape[1]),
+        tuple(piece.source[0] for piece in pieces),
+        first.source[1],
+        slice(first.target[0].start, last.target[0].stop),
+    )
 
 
 def new_layout(max_slots: int, max_rank: int) -> AdapterLayout | None:

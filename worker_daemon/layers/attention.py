@@ -23,8 +23,15 @@ from worker_daemon.layers.linear import (
     RowParallelLinear,
     RowShard,
     even_shard,
+    stacked_shards,
 )
-from worker_daemon.layers.norm import NormSpec, QueryKeyNorm, RMSNorm
+from worker_daemon.layers.norm import (
+    NormSpec,
+    QKNormSpec,
+    QueryKeyNorm,
+    QueryKeySpanNorm,
+    RMSNorm,
+)
 from worker_daemon.layers.parameter import Parameter
 from worker_daemon.layers.setup import LayerSetup
 
@@ -76,15 +83,18 @@ class AttentionSpec:
     """The heads of the whole model."""
     qkv_bias: bool
     o_bias: bool
-    head_norm_eps: float | None = None
-    """Epsilon of the norm on each query and key head; None if the model has no such norm."""
+    qk_norm: QKNormSpec | None = None
+    """The norm of queries and keys; None if the model has no such norm."""
     sliding_window: int | None = None
     """In tokens; None attends to everything."""
+    fused_qkv: bool = False
+    """True if the checkpoint has q, k and v as one matrix self_attn.qkv_proj, in this order of
+    rows."""
 
 
 class AttentionBlock:
-    """Computes the norm of the residual stream, projections, optional head norms, rotation,
-    attention by the backend, and output projection.
+    """Computes the norm of the residual stream, projections, optional norms of queries and keys,
+    rotation, attention by the backend, and output projection.
 
     Query heads are split evenly. KV heads are split if the group's size divides their number; a
     larger group replicates each KV head on size / num_key_value_heads consecutive ranks.
@@ -99,18 +109,20 @@ class AttentionBlock:
         first_kv_head = setup.tp.rank * heads.num_key_value_heads // setup.tp.size
         self.kv_spec = KVLayerSpec(name, num_kv_heads, heads.head_dim, spec.sliding_window)
         self._norm = RMSNorm(prefix, spec.norm, setup)
+        merged = f"{name}.qkv_proj"
+        q, k, v = _qkv_shards(name, heads, first_kv_head, num_kv_heads, setup.tp)
         self._qkv = ColumnParallelLinear(
-            f"{name}.qkv_proj",
-            _qkv_shards(name, heads, first_kv_head, num_kv_heads, setup.tp),
+            merged,
+            stacked_shards(merged, (q, k, v)) if spec.fused_qkv else (q, k, v),
             hidden_size,
             setup,
             bias=spec.qkv_bias,
         )
-        self._head_norm = (
-            None
-            if spec.head_norm_eps is None
-            else QueryKeyNorm(name, heads.head_dim, spec.head_norm_eps, setup)
-        )
+        self._head_norm, self._span_norm = None, None
+        if spec.qk_norm is not None and spec.qk_norm.spans_heads:
+            self._span_norm = QueryKeySpanNorm(name, q, k, spec.qk_norm, setup)
+        elif spec.qk_norm is not None:
+            self._head_norm = QueryKeyNorm(name, heads.head_dim, spec.qk_norm, setup)
         self.kv_scales = (
             HeadScales(name, heads.num_key_value_heads, first_kv_head, num_kv_heads, setup)
             if setup.has_fp8_cache
@@ -145,14 +157,17 @@ class AttentionBlock:
         DecoderLayer.forward; write k and v into kv_cache, unless that is empty."""
         # Reuse one name, so that each tensor is freed once the next exists.
         x, residual = self._norm.project(self._qkv, part, residual)
+        if self._span_norm is not None:
+            x = self._span_norm.forward(x)
         x = backend.rotate_and_attend(x, kv_cache, self._layer, step)
         return self._out.forward(x.flatten(1)), residual
 
     def parameters(self) -> Iterator[Parameter]:
         yield from self._norm.parameters()
         yield from self._qkv.parameters()
-        if self._head_norm is not None:
-            yield from self._head_norm.parameters()
+        for norm in (self._head_norm, self._span_norm):
+            if norm is not None:
+                yield from norm.parameters()
         yield from self._out.parameters()
 
 

@@ -131,7 +131,7 @@ def is_quantized(quantization: Quantization, pieces: Sequence[Piece]) -> bool:
     Raises:
         ConfigError: it covers some of them only.
     """
-    modules = [_module(piece) for piece in pieces]
+    modules = list(dict.fromkeys(map(_module, pieces)))
     ignored = [module for module in modules if not quantization.covers(module)]
     if ignored and len(ignored) < len(modules):
         raise config_error(
@@ -181,7 +181,8 @@ def make_fp8_parameters(
         weight = QuantizingParameter(shape, values, scale, name=name, device=device)
     if quantization.activations != "static":
         return Fp8Parameters(weight, scale, None)
-    inputs = [_input_scale(piece, index) for index, piece in enumerate(pieces)]
+    modules = dict.fromkeys(map(_module, pieces))
+    inputs = [_input_scale(module, index) for index, module in enumerate(modules)]
     return Fp8Parameters(
         weight, scale, parameter("input_scale", (len(inputs),), inputs, torch.float32)
     )
@@ -215,11 +216,9 @@ def _block_scale(piece: Piece) -> Piece:
     return Piece(_scale_name(piece), shape, source, target, "scale")
 
 
-def _input_scale(piece: Piece, index: int) -> Piece:
+def _input_scale(module: str, index: int) -> Piece:
     one = (slice(0, 1),)
-    return Piece(
-        f"{_module(piece)}.input_scale", (1,), one, (slice(index, index + 1),), "input_scale"
-    )
+    return Piece(f"{module}.input_scale", (1,), one, (slice(index, index + 1),), "input_scale")
 
 
 def _scale_name(piece: Piece) -> str:

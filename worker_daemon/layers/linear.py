@@ -5,7 +5,8 @@ them.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Protocol, TypeVar
 
 from torch import Tensor
@@ -20,7 +21,7 @@ OutputT = TypeVar("OutputT", covariant=True)
 
 @dataclass(frozen=True, slots=True)
 class RowShard:
-    """The rows of a checkpoint matrix that this rank holds: [start, start + rows)."""
+    """Rows of a checkpoint matrix that this rank holds: [start, start + rows)."""
 
     prefix: str
     """Checkpoint name without its .weight or .bias."""
@@ -33,6 +34,17 @@ def even_shard(prefix: str, total: int, tp: TensorParallel) -> RowShard:
     """Return this rank's equal part of a matrix; the group's size must divide its rows."""
     rows = total // tp.size
     return RowShard(prefix, total, tp.rank * rows, rows)
+
+
+def stacked_shards(prefix: str, shards: Sequence[RowShard]) -> list[RowShard]:
+    """Return these parts as those of one checkpoint matrix that has the shards' matrices one after
+    another."""
+    total = sum(shard.total for shard in shards)
+    starts = accumulate((shard.total for shard in shards), initial=0)
+    return [
+        RowShard(prefix, total, start + shard.start, shard.rows)
+        for shard, start in zip(shards, starts, strict=False)
+    ]
 
 
 class Projection(Protocol[OutputT]):
@@ -165,7 +177,24 @@ def _bias_pieces(shards: Sequence[RowShard]) -> Iterator[Piece]:
 
 
 def _stacked(shards: Sequence[RowShard]) -> Iterator[tuple[RowShard, slice]]:
+    """Yield shards and their places, one after another."""
     offset = 0
-    for shard in shards:
+    for shard in _joined(shards):
         yield shard, slice(offset, offset + shard.rows)
         offset += shard.rows
+
+
+def _joined(shards: Sequence[RowShard]) -> list[RowShard]:
+    """Join shards that follow each other in one checkpoint matrix, as they do on a single rank."""
+    joined: list[RowShard] = []
+    for shard in shards:
+        before = joined[-1] if joined else None
+        if (
+            before is not None
+            and shard.prefix == before.prefix
+            and shard.start == before.start + before.rows
+        ):
+            joined[-1] = replace(before, rows=before.rows + shard.rows)
+        else:
+            joined.append(shard)
+    return joined

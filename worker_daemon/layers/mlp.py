@@ -8,7 +8,12 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from worker_daemon.layers.linear import GatedColumnParallelLinear, RowParallelLinear, even_shard
+from worker_daemon.layers.linear import (
+    GatedColumnParallelLinear,
+    RowParallelLinear,
+    even_shard,
+    stacked_shards,
+)
 from worker_daemon.layers.norm import NormSpec, RMSNorm
 from worker_daemon.layers.parameter import Parameter
 from worker_daemon.layers.setup import LayerSetup
@@ -23,6 +28,8 @@ class MLPSpec:
     intermediate_size: int
     mlp_bias: bool
     """True if gate, up and down have biases."""
+    fused_gate_up: bool = False
+    """True if the checkpoint has gate and up as one matrix mlp.gate_up_proj, gate's rows first."""
 
 
 class MLPBlock:
@@ -32,10 +39,17 @@ class MLPBlock:
         """prefix: the checkpoint's name of the layer."""
         name = f"{prefix}.mlp"
         self._norm = RMSNorm(prefix, spec.norm, setup)
+        merged = f"{name}.gate_up_proj"
+        gate, up = (
+            even_shard(f"{name}.{each}", spec.intermediate_size, setup.tp)
+            for each in ("gate_proj", "up_proj")
+        )
+        if spec.fused_gate_up:
+            gate, up = stacked_shards(merged, (gate, up))
         self._gate_up = GatedColumnParallelLinear(
-            f"{name}.gate_up_proj",
-            even_shard(f"{name}.gate_proj", spec.intermediate_size, setup.tp),
-            even_shard(f"{name}.up_proj", spec.intermediate_size, setup.tp),
+            merged,
+            gate,
+            up,
             setup.hidden_size,
             setup,
             bias=spec.mlp_bias,

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from worker_daemon.contracts.layer_ops import NormedSum
-from worker_daemon.layers.linear import OutputT, Projection
+from worker_daemon.contracts.layer_ops import NormedSum, SpanNorms
+from worker_daemon.layers.linear import OutputT, Projection, RowShard
 from worker_daemon.layers.parameter import Parameter, Piece, whole_vector
 from worker_daemon.layers.setup import LayerSetup
 
@@ -19,6 +19,16 @@ class NormSpec:
     name: str
     """Name in the checkpoint, without its parent's name and without .weight."""
     rms_norm_eps: float
+
+
+@dataclass(frozen=True, slots=True)
+class QKNormSpec:
+    """A norm of queries and keys, before their rotation."""
+
+    eps: float
+    spans_heads: bool = False
+    """True: one norm over the elements of all query heads, and one over those of all key heads
+    (OLMo-2). False: a norm of each head."""
 
 
 class RMSNorm:
@@ -57,7 +67,7 @@ class RMSNorm:
 class QueryKeyNorm:
     """HeadNorms: the norms of the query and key heads, which the rotation applies."""
 
-    def __init__(self, prefix: str, head_dim: int, eps: float, setup: LayerSetup) -> None:
+    def __init__(self, prefix: str, head_dim: int, spec: QKNormSpec, setup: LayerSetup) -> None:
         """prefix: the checkpoint's name of the attention."""
         pieces = (
             Piece(
@@ -70,12 +80,51 @@ class QueryKeyNorm:
             for name, start in (("q_norm", 0), ("k_norm", head_dim))
         )
         self._weight = setup.parameter(f"{prefix}.qk_norm.weight", (2 * head_dim,), pieces)
-        self.eps = eps
+        self.eps = spec.eps
 
     @property
     def weight(self) -> Tensor:
         """[2, D], a view of the parameter."""
         return self._weight.data.view(2, -1)
+
+    def parameters(self) -> Iterator[Parameter]:
+        yield self._weight
+
+
+class QueryKeySpanNorm:
+    """The norm over all queries of a token together, and over all its keys. Each rank holds the
+    weights of its heads."""
+
+    def __init__(
+        self, prefix: str, queries: RowShard, keys: RowShard, spec: QKNormSpec, setup: LayerSetup
+    ) -> None:
+        """prefix: the checkpoint's name of the attention. queries, keys: this rank's rows of their
+        projections."""
+        size, pieces = 0, []
+        for name, shard in (("q_norm", queries), ("k_norm", keys)):
+            source = slice(shard.start, shard.start + shard.rows)
+            target = slice(size, size + shard.rows)
+            size = target.stop
+            pieces.append(
+                Piece(f"{prefix}.{name}.weight", (shard.total,), (source,), (target,), "norm")
+            )
+        self._weight = setup.parameter(f"{prefix}.qk_norm.weight", (size,), pieces)
+        self._query_size = queries.rows
+        self._eps = spec.eps
+        self._ops = setup.ops
+        self._tp = setup.tp
+
+    def forward(self, qkv: Tensor) -> Tensor:
+        """qkv [N, (Hq + 2 Hkv) D] -> the same with normed queries and keys; may overwrite it.
+
+        All ranks have equally many elements, and all KV heads are on equally many ranks: so the
+        mean of squares over the model is the mean of those of the ranks.
+        """
+        norms = SpanNorms(self._weight.data, self._eps, self._query_size)
+        if self._tp.size == 1:
+            return self._ops.norm_spans(qkv, norms)
+        means = self._ops.span_means(qkv, norms, self._tp.size)
+        return self._ops.norm_spans(qkv, norms, self._tp.all_reduce(means))
 
     def parameters(self) -> Iterator[Parameter]:
         yield self._weight

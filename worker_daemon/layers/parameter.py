@@ -1,7 +1,8 @@
 """A weight of one rank, and the checkpoint tensors that fill it."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from types import MappingProxyType
 from typing import Final, Literal
 
@@ -66,7 +67,11 @@ class TensorSpec:
 @dataclass(frozen=True, slots=True)
 class Piece:
     """A region of one checkpoint tensor and its place in a parameter, with equal shapes unless the
-    parameter converts it; or a single value, which is repeated in its place."""
+    parameter converts it; or a single value, which is repeated in its place.
+
+    A rank may hold several regions of one tensor: those of a tensor that the checkpoint has merged.
+    They fill adjacent places of one parameter, in order.
+    """
 
     name: str
     """Name of the tensor in the checkpoint."""
@@ -93,14 +98,6 @@ class Piece:
     def source_shape(self) -> tuple[int, ...]:
         """Shape of the region to read."""
         return tuple(map(_length, self.source))
-
-    @property
-    def is_whole(self) -> bool:
-        """True when the piece is the complete checkpoint tensor."""
-        return all(
-            part.start == 0 and part.stop == size
-            for part, size in zip(self.source, self.full_shape, strict=True)
-        )
 
 
 class Parameter:
@@ -143,6 +140,19 @@ class Parameter:
         """Yield the pieces that a checkpoint has."""
         return (piece for piece in self.pieces if piece.kind not in _COMPUTED)
 
+    @property
+    def held_pieces(self) -> Iterator[Piece]:
+        """Yield one piece for each tensor: this rank's part of it as a whole tensor, in the form
+        that the parameter has it in."""
+        regions: dict[str, list[Piece]] = {}
+        for piece in self.pieces:
+            regions.setdefault(piece.name, []).append(piece)
+        for name, pieces in regions.items():
+            target = _joined([piece.target for piece in pieces])
+            shape = tuple(self.data[target].shape)
+            whole = tuple(slice(0, size) for size in shape)
+            yield Piece(name, shape, whole, target, self.stored_kind(pieces[0]))
+
     def converts(self, piece: Piece) -> bool:
         """Return True if the values of a piece must pass through write()."""
         return piece.kind == "matrix" and self.data.dtype == FP8
@@ -180,6 +190,16 @@ class Parameter:
 def whole_vector(name: str, size: int, kind: Kind) -> Piece:
     """Return the piece for a vector [size] that every rank holds completely."""
     return Piece(name, (size,), (slice(0, size),), (slice(0, size),), kind)
+
+
+def _joined(regions: Sequence[tuple[slice, ...]]) -> tuple[slice, ...]:
+    """Return the region that these cover together; each equals the one before it or follows it in
+    one dimension."""
+    for one, after in pairwise(regions):
+        parts = [(a, b) for a, b in zip(one, after, strict=True) if a != b]
+        assert len(parts) <= 1, "a rank's regions of a tensor fill adjacent places"
+        assert all(a.stop == b.start for a, b in parts), "regions come in the order of their places"
+    return tuple(slice(parts[0].start, parts[-1].stop) for parts in zip(*regions, strict=True))
 
 
 def _length(part: slice) -> int:

@@ -154,7 +154,68 @@ class YarnRope:
         return self.head_dim * math.log(turns) / (2 * math.log(self.theta))
 
 
-Rope = DefaultRope | LinearRope | DynamicRope | Llama3Rope | YarnRope
+@dataclass(frozen=True, slots=True)
+class FactorRope:
+    """Divides each frequency by a factor of its own."""
+
+    head_dim: int
+    theta: float
+    factors: tuple[float, ...]
+    """head_dim / 2 of them."""
+    attention_scaling: float
+
+    def inv_freq(self) -> Tensor:
+        factors = torch.tensor(self.factors, dtype=torch.float32)
+        return 1.0 / (factors * _wavelengths(self.theta, self.head_dim))
+
+
+@dataclass(frozen=True, slots=True)
+class LongRope:
+    """LongRoPE (Ding et al., 2024): two lists of factors for the frequencies, for contexts up to
+    the original length and for longer ones.
+
+    The list is chosen once, when the model is loaded, as in vLLM: the long factors if max_model_len
+    exceeds the original length. transformers chooses by the current length of each sequence, which
+    would change the rotation of cached keys as a sequence grows. So with the long factors, results
+    are those of transformers for sequences beyond the original length.
+    """
+
+    head_dim: int
+    theta: float
+    short_factors: tuple[float, ...]
+    """head_dim / 2 of them, like long_factors."""
+    long_factors: tuple[float, ...]
+    factor: float
+    """Extension of the context, of which the attention factor is computed if it is None."""
+    original_max_position_embeddings: int
+    attention_factor: float | None = None
+
+    @property
+    def attention_scaling(self) -> float:
+        if self.attention_factor is not None:
+            return self.attention_factor
+        if self.factor <= 1:
+            return 1.0
+        extension = math.log(self.factor) / math.log(self.original_max_position_embeddings)
+        return math.sqrt(1 + extension)
+
+    @property
+    def short(self) -> FactorRope:
+        """The rotation by the short factors."""
+        return FactorRope(self.head_dim, self.theta, self.short_factors, self.attention_scaling)
+
+    @property
+    def long(self) -> FactorRope:
+        """The rotation by the long factors."""
+        return FactorRope(self.head_dim, self.theta, self.long_factors, self.attention_scaling)
+
+    def for_length(self, max_model_len: int) -> FactorRope:
+        """Return the rotation of a model that is loaded for contexts up to max_model_len tokens."""
+        return self.long if max_model_len > self.original_max_position_embeddings else self.short
+
+
+_FixedRope = DefaultRope | LinearRope | DynamicRope | Llama3Rope | YarnRope | FactorRope
+Rope = DefaultRope | LinearRope | DynamicRope | Llama3Rope | YarnRope | LongRope
 
 
 def max_table_length(head_dim: int) -> int:
@@ -165,23 +226,30 @@ def max_table_length(head_dim: int) -> int:
 def is_finite(rope: Rope, length: int) -> bool:
     """Return True if a table of that many positions has only finite values."""
     try:
-        fastest = float(rope.inv_freq().abs().max())  # NaN if any element is
-        largest = max(fastest, fastest * length, abs(rope.attention_scaling))
+        if isinstance(rope, LongRope):
+            return _is_finite(rope.short, length) and _is_finite(rope.long, length)
+        return _is_finite(rope, length)
     except (ArithmeticError, ValueError):  # factors beyond the range of a float
         return False
+
+
+def _is_finite(rope: _FixedRope, length: int) -> bool:
+    fastest = float(rope.inv_freq().abs().max())  # NaN if any element is
+    largest = max(fastest, fastest * length, abs(rope.attention_scaling))
     return math.isfinite(fastest) and largest <= torch.finfo(torch.float32).max
 
 
 def rotary_table(rope: Rope, max_model_len: int, device: torch.device) -> Tensor:
     """Return float32 [max_model_len, 2, head_dim / 2]: cos and sin of every position's angles."""
-    inv_freq = rope.inv_freq()
+    fixed = rope.for_length(max_model_len) if isinstance(rope, LongRope) else rope
+    inv_freq = fixed.inv_freq()
     if (
         device.type == "meta"
     ):  # arithmetic on the meta device imports torch's compiler, which takes seconds
         return torch.empty((max_model_len, 2, inv_freq.numel()), device=device)
     positions = torch.arange(max_model_len, dtype=torch.float32, device=device)
     angles = positions.unsqueeze(-1) * inv_freq.to(device)
-    scaling = rope.attention_scaling
+    scaling = fixed.attention_scaling
     return torch.stack((angles.cos() * scaling, angles.sin() * scaling), dim=1)
 
 

@@ -13,6 +13,7 @@ from worker_daemon.contracts.layer_ops import (
     GateUp,
     HeadNorms,
     NormedSum,
+    SpanNorms,
     activated,
 )
 from worker_daemon.layers.fp8_cache import quantize
@@ -99,6 +100,19 @@ class TorchOps:
     ) -> Tensor:
         return self.silu_and_mul(self.adapted_linear(x, weight, bias, adapters, token_slots))
 
+    def span_means(self, qkv: Tensor, norms: SpanNorms, num_ranks: int) -> Tensor:
+        spans = _spans(qkv, norms)
+        return torch.stack([span.float().square().mean(1) for span in spans], 1) / num_ranks
+
+    def norm_spans(self, qkv: Tensor, norms: SpanNorms, means: Tensor | None = None) -> Tensor:
+        means = self.span_means(qkv, norms, 1) if means is None else means
+        scales = torch.rsqrt(means + norms.eps)
+        sizes = [norms.query_size, norms.weight.shape[0] - norms.query_size]
+        weights = torch.split(norms.weight.float(), sizes)
+        for index, (span, weight) in enumerate(zip(_spans(qkv, norms), weights, strict=True)):
+            span.copy_(span.float() * scales[:, index, None] * weight)
+        return qkv
+
     def silu_and_mul(self, gate_up: Tensor) -> Tensor:
         """silu(gate) * up: gate_up [N, 2 I], gate first -> [N, I]."""
         gate, up = gate_up.chunk(2, dim=-1)
@@ -168,6 +182,12 @@ class DequantizingOps:
         self, source: NormedSum, matrix: Fp8Matrix, bias: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         return self._ops.norm_gated_linear(source, matrix.dequantized(source.residual.dtype), bias)
+
+
+def _spans(qkv: Tensor, norms: SpanNorms) -> tuple[Tensor, Tensor]:
+    """Return the queries and the keys of qkv, views."""
+    end = norms.weight.shape[0]
+    return qkv[:, : norms.query_size], qkv[:, norms.query_size : end]
 
 
 def likeliest(logits: Tensor) -> Tensor:

@@ -150,9 +150,12 @@ class AdapterFormat:
     def _read_b(
         self, file: SafetensorsFile, shard: MatrixShard, rank: int, scale: float, into: Tensor
     ) -> None:
-        values = torch.empty(into.shape, dtype=torch.float32)
-        file.read_into(_tensor_name(shard.module, "B"), (shard.rows, slice(0, rank)), values)
-        into.copy_(values.mul_(scale))
+        first = 0
+        for rows in shard.rows:
+            values = torch.empty((rows.stop - rows.start, rank), dtype=torch.float32)
+            file.read_into(_tensor_name(shard.module, "B"), (rows, slice(0, rank)), values)
+            into[first : first + len(values)].copy_(values.mul_(scale))
+            first += len(values)
 
 
 def _tensor_name(module: str, side: _Side) -> str:

@@ -12,12 +12,13 @@ from worker_daemon.errors import config_error
 from worker_daemon.layers.attention import AttentionSpec, HeadSizes
 from worker_daemon.layers.encoder import EncoderEmbeddingSpec
 from worker_daemon.layers.mlp import MLPSpec
-from worker_daemon.layers.norm import NormSpec
+from worker_daemon.layers.norm import NormSpec, QKNormSpec
 from worker_daemon.layers.rotary import (
     DefaultRope,
     DynamicRope,
     LinearRope,
     Llama3Rope,
+    LongRope,
     Rope,
     YarnRope,
     is_finite,
@@ -81,7 +82,7 @@ def dense_layer(
             heads=heads,
             qkv_bias=qkv_bias,
             o_bias=o_bias,
-            head_norm_eps=eps if head_norms else None,
+            qk_norm=QKNormSpec(eps) if head_norms else None,
             sliding_window=window,
         ),
         MLPSpec(
@@ -295,6 +296,27 @@ def _yarn_rope(model: Fields, rope: Fields, head_dim: int, theta: float) -> Rope
     )
 
 
+def _long_rope(model: Fields, rope: Fields, head_dim: int, theta: float) -> Rope:
+    original = _original_length(model, rope)
+    return LongRope(
+        head_dim,
+        theta,
+        short_factors=_factors(rope, "short_factor", head_dim // 2),
+        long_factors=_factors(rope, "long_factor", head_dim // 2),
+        factor=rope.number("factor", max_length(model) / original),
+        original_max_position_embeddings=original,
+        attention_factor=rope.optional_number("attention_factor"),
+    )
+
+
+def _factors(rope: Fields, name: str, count: int) -> tuple[float, ...]:
+    """Return the factors of all frequencies."""
+    factors = rope.numbers(name)
+    if len(factors) != count:
+        raise rope.error(name, f"must have {count} numbers, one for each frequency of a head")
+    return factors
+
+
 def _original_length(model: Fields, rope: Fields) -> int:
     """The model's own field comes first, as in transformers, and max_position_embeddings last."""
     name = "original_max_position_embeddings"
@@ -309,5 +331,7 @@ _ROPE_BUILDERS: Mapping[str, Callable[[Fields, Fields, int, float], Rope]] = Map
         "dynamic": _dynamic_rope,
         "llama3": _llama3_rope,
         "yarn": _yarn_rope,
+        "longrope": _long_rope,
+        "su": _long_rope,  # its name in the first checkpoints of Phi-3
     }
 )

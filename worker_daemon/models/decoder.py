@@ -238,7 +238,8 @@ class DecoderStage:
                 yield from (shared for shared in part.parameters() if shared not in embedding)
 
     def checkpoint_views(self) -> dict[str, Tensor]:
-        """Return checkpoint name -> this rank's region of that tensor, a view of the parameter."""
+        """Return checkpoint name -> this rank's part of that tensor, a view of the parameter. The
+        part has the rank's regions one after another."""
         return _views(self.parameters())
 
     def scale_views(self) -> dict[str, Tensor]:
@@ -299,7 +300,7 @@ def _views(parameters: Iterable[Parameter]) -> dict[str, Tensor]:
     return {
         piece.name: parameter.data[piece.target]
         for parameter in parameters
-        for piece in parameter.pieces
+        for piece in parameter.held_pieces
     }
 
 

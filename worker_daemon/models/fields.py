@@ -85,6 +85,15 @@ class Fields:
             raise self.error(name, f"must be greater than {above:g} and at most {_MAX_NUMBER:g}")
         return float(value)
 
+    def numbers(self, name: str) -> tuple[float, ...]:
+        """Return a required list of numbers above 0."""
+        value = self._required(name, self._values.get(name), None)
+        if not isinstance(value, list) or len(value) > _MAX_ITEMS:
+            raise self.error(name, f"must be a list of at most {_MAX_ITEMS} numbers")
+        by_index = {str(index): item for index, item in enumerate(value)}
+        items = Fields(by_index, self.full_name(f"{name}."))
+        return tuple(items.number(index) for index in by_index)
+
     def flag(self, name: str, default: bool) -> bool:
         value = self._values.get(name)
         if value is None:

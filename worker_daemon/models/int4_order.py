@@ -61,7 +61,7 @@ def _read_order(values: Int4Values, held: frozenset[str], model_dir: Path) -> Te
     suffix = PACKINGS[values.quantization.form].group_index
     if suffix is None or size is None:
         return None
-    names = [f"{module_of(piece)}.{suffix}" for piece in values.pieces]
+    names = [f"{module_of(piece)}.{suffix}" for piece in values.held_pieces]
     if not has_order:
         names = [name for name in names if name in held]
     if not names:

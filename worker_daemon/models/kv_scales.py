@@ -10,10 +10,10 @@ from worker_daemon.layers.kv_scales import HeadScales
 from worker_daemon.models.weights import read_headers, read_tensor, tensor_names
 from worker_daemon.regular_file import broken_file
 
-_KEY_NAMES = ("k_scale", "k_proj.k_scale", "kv_scale")
-_VALUE_NAMES = ("v_scale", "v_proj.v_scale", "kv_scale")
-"""Names below the attention's, the first that exists counts: compressed-tensors', ModelOpt's, and
-the name of one scale for keys and values."""
+_KEY_NAMES = ("k_scale", "k_proj.k_scale", "qkv_proj.k_scale", "kv_scale")
+_VALUE_NAMES = ("v_scale", "v_proj.v_scale", "qkv_proj.v_scale", "kv_scale")
+"""Names below the attention's, the first that exists counts: compressed-tensors', ModelOpt's,
+that of a merged projection, and that of one scale for keys and values."""
 _SUFFIXES = tuple(f".{name}" for name in {*_KEY_NAMES, *_VALUE_NAMES})
 
 

@@ -263,18 +263,7 @@ def _by_file(
 
 def _items(parameters: Iterable[Parameter]) -> list[Item]:
     """Return the items of each tensor: a rank's file has exactly the part that the rank holds."""
-    return [
-        (parameter, _whole(piece, parameter))
-        for parameter in parameters
-        for piece in parameter.pieces
-    ]
-
-
-def _whole(piece: Piece, parameter: Parameter) -> Piece:
-    """Return the piece as a rank's file has it: what the parameter holds, without conversion."""
-    shape = tuple(parameter.data[piece.target].shape)
-    whole = tuple(slice(0, size) for size in shape)
-    return Piece(piece.name, shape, whole, piece.target, parameter.stored_kind(piece))
+    return [(parameter, piece) for parameter in parameters for piece in parameter.held_pieces]
 
 
 def _is_in(tensors: Mapping[str, SavedTensor], parameter: Parameter) -> bool:

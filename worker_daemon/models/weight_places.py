@@ -183,7 +183,7 @@ def kernel_places(
     for parameter in stage.parameters():
         for name in (parameter.name, f"{parameter.name}@tp{tp_rank}"):
             places[name] = [_of_parameter(parameter)]
-            tensors[name] = tuple(piece.name for piece in parameter.pieces)
+            tensors[name] = tuple(piece.name for piece in parameter.held_pieces)
     specs: dict[str, TensorSpec] = {}
     dtypes: dict[str, torch.dtype] = {}
     required: dict[str, tuple[str, ...]] = {}

@@ -13,6 +13,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
 from pathlib import Path
 from types import MappingProxyType
 from typing import Final, TypeAlias
@@ -126,7 +127,7 @@ def load_items(
     """Fill the pieces of each file's items, by load_file if given. Calls progress and raises like
     load_weights."""
     observer = observer or WriteObserver()
-    meter = _Meter(sum(_num_bytes(*item) for items in wanted.values() for item in items), progress)
+    meter = _Meter(sum(map(_total_bytes, wanted.values())), progress)
     converted = _select(wanted, converts=True)
     if converted:
         wanted = _select(wanted, converts=False)
@@ -164,27 +165,37 @@ def _convert_file(
 ) -> None:
     """Load a file's items into memory of their own, a few at a time, and write them from there."""
     for batch in _batches(items):
-        arrived = [_arrival(parameter, piece) for parameter, piece in batch]
+        arrived = [_arrival(*item) for _, tensor in batch for item in tensor]
         load_items({path: arrived}, _ignore_progress, ())
-        for (parameter, piece), (arrival, _) in zip(batch, arrived, strict=True):
-            observer.writing((piece.name,))
-            parameter.write(piece.target, arrival.data)
-            observer.written((piece.name,))
-            meter.advance(_num_bytes(parameter, piece))
+        arrivals = iter(arrived)
+        for name, tensor in batch:
+            observer.writing((name,))
+            for parameter, piece in tensor:
+                arrival, _ = next(arrivals)
+                parameter.write(piece.target, arrival.data)
+            observer.written((name,))
+            meter.advance(_total_bytes(tensor))
 
 
-def _batches(items: Iterable[Item]) -> Iterator[list[Item]]:
-    batch: list[Item] = []
+def _batches(items: Iterable[Item]) -> Iterator[list[tuple[str, list[Item]]]]:
+    """Yield a few tensors at a time, as _by_tensor does."""
+    batch: list[tuple[str, list[Item]]] = []
     size = 0
-    for parameter, piece in items:
-        count = parameter.data[piece.target].numel()
+    for name, tensor in _by_tensor(items):
+        count = sum(parameter.data[piece.target].numel() for parameter, piece in tensor)
         if batch and size + count > _ARRIVAL_ELEMENTS:
             yield batch
             batch, size = [], 0
-        batch.append((parameter, piece))
+        batch.append((name, tensor))
         size += count
     if batch:
         yield batch
+
+
+def _by_tensor(items: Iterable[Item]) -> Iterator[tuple[str, list[Item]]]:
+    """Yield each checkpoint tensor's name and items, which follow each other."""
+    for name, tensor in groupby(items, key=lambda item: item[1].name):
+        yield name, list(tensor)
 
 
 def _arrival(parameter: Parameter, piece: Piece) -> Item:
@@ -289,18 +300,23 @@ def load_dummy_weights(
     (`dummy.py`)."""
     observer = observer or WriteObserver()
     items = [(parameter, piece) for parameter in parameters for piece in parameter.loaded_pieces]
-    meter = _Meter(sum(_num_bytes(*item) for item in items), progress)
-    for parameter, piece in items:
-        observer.writing((piece.name,))
-        if parameter.converts(piece):
-            arrival, _ = _arrival(parameter, piece)
-            fill_dummy(arrival.data, piece, seed)
-            parameter.write(piece.target, arrival.data)
-        else:
-            fill_dummy(parameter.data[piece.target], piece, seed)
-        observer.written((piece.name,))
-        meter.advance(_num_bytes(parameter, piece))
+    meter = _Meter(_total_bytes(items), progress)
+    for name, tensor in _by_tensor(items):
+        observer.writing((name,))
+        for parameter, piece in tensor:
+            _fill_dummy(parameter, piece, seed)
+        observer.written((name,))
+        meter.advance(_total_bytes(tensor))
     return meter.report(())
+
+
+def _fill_dummy(parameter: Parameter, piece: Piece, seed: int) -> None:
+    if parameter.converts(piece):
+        arrival, _ = _arrival(parameter, piece)
+        fill_dummy(arrival.data, piece, seed)
+        parameter.write(piece.target, arrival.data)
+    else:
+        fill_dummy(parameter.data[piece.target], piece, seed)
 
 
 def _extents(path: Path, items: Iterable[Item]) -> Iterator[Extent]:
@@ -336,8 +352,11 @@ class _Meter:
         return time.monotonic() - self._start_s
 
 
-def _num_bytes(parameter: Parameter, piece: Piece) -> int:
-    return parameter.memory_for(piece).numel() * parameter.data.element_size()
+def _total_bytes(items: Iterable[Item]) -> int:
+    return sum(
+        parameter.memory_for(piece).numel() * parameter.data.element_size()
+        for parameter, piece in items
+    )
 
 
 def _tensor_files(model_dir: Path) -> Mapping[str, Path]:
@@ -384,15 +403,17 @@ def _group_by_file(
 
 def _load_file(path: Path, items: Iterable[Item], meter: _Meter, observer: WriteObserver) -> None:
     with _open(path) as file:
-        for parameter, piece in items:
-            _checked_entry(file, piece)
-            with _reading(path, piece.name):
-                file.check_whole(piece.name)  # otherwise this tensor would be skipped with the file
-                observer.writing((piece.name,))
-                file.read_into(piece.name, piece.source, parameter.memory_for(piece))
-            parameter.repeat(piece)
-            observer.written((piece.name,))
-            meter.advance(_num_bytes(parameter, piece))
+        for name, tensor in _by_tensor(items):
+            _checked_entry(file, tensor[0][1])
+            with _reading(path, name):
+                file.check_whole(name)  # otherwise this tensor would be skipped with the file
+                observer.writing((name,))
+                for parameter, piece in tensor:
+                    file.read_into(name, piece.source, parameter.memory_for(piece))
+            for parameter, piece in tensor:
+                parameter.repeat(piece)
+            observer.written((name,))
+            meter.advance(_total_bytes(tensor))
 
 
 def _open(path: Path) -> SafetensorsFile:

@@ -11,6 +11,7 @@ from tests.support.layer_checks import (
     check_norms,
     check_products,
     check_projection,
+    check_span_norms,
     generator,
     run_projection,
 )
@@ -26,6 +27,15 @@ DTYPES = pytest.mark.parametrize("dtype", BOUNDS, ids=str)
 @pytest.mark.parametrize(("num_rows", "size"), [(3, 64), (2, 1024), (5, 72), (1, 5120), (2, 16384)])
 def test_norms(dtype: torch.dtype, num_rows: int, size: int) -> None:
     check_norms(OPS, "cpu", dtype, num_rows, size, seed=size, bound=LOOSER.get(dtype))
+
+
+@DTYPES
+@pytest.mark.parametrize(
+    ("heads", "num_ranks"),
+    [((4, 4, 16), 1), ((5, 1, 24), 1), ((8, 2, 16), 2), ((8, 2, 8), 8), ((40, 8, 128), 1)],
+)
+def test_span_norms(dtype: torch.dtype, heads: tuple[int, int, int], num_ranks: int) -> None:
+    check_span_norms(OPS, "cpu", dtype, heads, num_ranks, seed=heads[0], bound=LOOSER.get(dtype))
 
 
 @DTYPES

@@ -10,6 +10,7 @@ from tests.support.layer_checks import (
     check_norms,
     check_products,
     check_projection,
+    check_span_norms,
     generator,
     run_projection,
 )
@@ -24,6 +25,12 @@ DTYPES = pytest.mark.parametrize("dtype", BOUNDS, ids=str)
 @pytest.mark.parametrize(("num_rows", "size"), [(3, 64), (1, 5120)])
 def test_norms(dtype: torch.dtype, num_rows: int, size: int) -> None:
     check_norms(OPS, "cpu", dtype, num_rows, size, seed=size)
+
+
+@DTYPES
+@pytest.mark.parametrize(("heads", "num_ranks"), [((4, 4, 16), 1), ((8, 2, 16), 2), ((8, 2, 8), 4)])
+def test_span_norms(dtype: torch.dtype, heads: tuple[int, int, int], num_ranks: int) -> None:
+    check_span_norms(OPS, "cpu", dtype, heads, num_ranks, seed=num_ranks)
 
 
 @DTYPES

@@ -6,7 +6,8 @@ import pytest
 import transformers
 
 from worker_daemon.errors import CheckpointError, ConfigError
-from worker_daemon.layers.rotary import DynamicRope, Llama3Rope, YarnRope
+from worker_daemon.layers.norm import QKNormSpec
+from worker_daemon.layers.rotary import DynamicRope, Llama3Rope, LongRope, YarnRope
 from worker_daemon.models.config import parse_model_config, read_model_config
 
 BASE = {
@@ -27,10 +28,10 @@ def parse(**changes):
 
 
 def biases_and_head_norm(config):
-    """Of qkv, o and the MLP; the epsilon. Alike in all layers."""
+    """Of qkv, o and the MLP; the norm of heads. Alike in all layers."""
     (switches,) = {
         (layer.attention.qkv_bias, layer.attention.o_bias, layer.mlp.mlp_bias,
-         layer.attention.head_norm_eps)
+         layer.attention.qk_norm)
         for layer in config.layers
     }  # fmt: skip
     return switches
@@ -59,7 +60,7 @@ def test_required_fields_and_llama_defaults():
 )
 def test_biases_and_norms_of_each_architecture(architecture, changes, qkv, o, mlp, qk_norm):
     config = parse(architectures=[architecture], **changes)
-    assert biases_and_head_norm(config) == (qkv, o, mlp, 1e-5 if qk_norm else None)
+    assert biases_and_head_norm(config) == (qkv, o, mlp, QKNormSpec(1e-5) if qk_norm else None)
 
 
 @pytest.mark.parametrize(
@@ -120,6 +121,19 @@ def test_yarn_takes_its_factor_and_length_from_where_transformers_does():
     assert absent.original_max_position_embeddings == 256
 
 
+def test_longrope_takes_its_extension_from_where_transformers_does():
+    lists = {"short_factor": [1.0] * 8, "long_factor": [2.0, *[3] * 7]}
+    named = {"rope_type": "longrope", **lists}
+    inner = parse(rope_scaling={**named, "original_max_position_embeddings": 32}).rope
+    assert isinstance(inner, LongRope)
+    assert (inner.factor, inner.original_max_position_embeddings) == (8.0, 32)
+    assert inner.long_factors == (2.0, *[3.0] * 7)
+    old = parse(original_max_position_embeddings=32, rope_scaling={"type": "su", **lists}).rope
+    assert old == inner
+    given = parse(rope_scaling={**named, "factor": 4.0, "attention_factor": 1.25}).rope
+    assert (given.factor, given.attention_scaling) == (4.0, 1.25)
+
+
 def test_dynamic_rope_limits_the_supported_length():
     config = parse(rope_scaling={"rope_type": "dynamic", "factor": 4.0})
     assert isinstance(config.rope, DynamicRope)
@@ -175,7 +189,20 @@ def test_dtype_in_both_forms(fields, dtype):
         ({"eos_token_id": -1}, "eos_token_id"),
         ({"rope_theta": "1e4"}, "rope_theta"),
         ({"rope_scaling": "yarn"}, "rope_scaling"),
-        ({"rope_scaling": {"rope_type": "longrope"}}, "rope_scaling.rope_type"),
+        ({"rope_scaling": {"rope_type": "proportional"}}, "rope_scaling.rope_type"),
+        ({"rope_scaling": {"rope_type": "longrope"}}, "rope_scaling.short_factor"),
+        (
+            {"rope_scaling": {"rope_type": "longrope", "short_factor": [1.0] * 8}},
+            "rope_scaling.long_factor",
+        ),
+        (
+            {"rope_scaling": {"type": "su", "short_factor": [1.0] * 7, "long_factor": [1.0] * 8}},
+            "rope_scaling.short_factor",
+        ),
+        (
+            {"rope_scaling": {"rope_type": "longrope", "short_factor": [1.0] * 7 + [0]}},
+            "rope_scaling.short_factor.7",
+        ),
         ({"rope_scaling": {"type": "linear"}}, "rope_scaling.factor"),
         ({"rope_parameters": {"rope_type": 4}}, "rope_parameters.rope_type"),
         ({"rope_parameters": {"rope_theta": 0}}, "rope_parameters.rope_theta"),

@@ -85,6 +85,39 @@ def test_every_rope_variant_in_both_config_forms(
     assert_close(ours, reference_logprobs(made.hf_model, sequences))
 
 
+@pytest.mark.parametrize("form", [4, 5])
+@pytest.mark.parametrize("attention", [{}, {"factor": 5.0}, {"attention_factor": 1.3}], ids=str)
+@pytest.mark.parametrize(
+    ("original", "lengths"), [(12, (13, 40, 25)), (96, (1, 5, 40, 96))], ids=["long", "short"]
+)
+def test_longrope_chooses_its_factors_by_the_longest_context(
+    make_checkpoint,
+    random_sequences,
+    stages_of,
+    paged_run,
+    reference_logprobs,
+    original,
+    lengths,
+    attention,
+    form,
+):
+    """The stages are built for contexts of 96 tokens. transformers chooses by each prompt."""
+    factors = torch.rand(2, 6, generator=torch.Generator().manual_seed(original)) * 3 + 1
+    rope = {
+        "rope_type": "longrope",
+        "short_factor": factors[0].tolist(),
+        "long_factor": factors[1].tolist(),
+        "original_max_position_embeddings": original,
+        **attention,
+    }
+    made = make_checkpoint(
+        "LlamaForCausalLM", rope, form, num_hidden_layers=2, max_position_embeddings=384
+    )
+    sequences = random_sequences(lengths, seed=2)
+    ours = paged_run(stages_of(made.path), sequences).prefill()
+    assert_close(ours, reference_logprobs(made.hf_model, sequences))
+
+
 @pytest.mark.parametrize("model", MODELS.values(), ids=MODELS.keys())
 @pytest.mark.parametrize("pp_size", [1, 2, 3])
 def test_every_architecture_split_over_pipeline_stages(

@@ -89,6 +89,18 @@ def yarn(**factors: float) -> dict[str, object]:
             "high_freq_factor": 4,
             "original_max_position_embeddings": 8,
         },
+        {
+            "rope_type": "longrope",
+            "short_factor": [*[1.0] * 3, 1e-37],
+            "long_factor": [1.0] * 4,
+            "original_max_position_embeddings": 8,
+        },
+        {
+            "rope_type": "longrope",
+            "short_factor": [1.0] * 4,
+            "long_factor": [1.0] * 4,
+            "original_max_position_embeddings": 1,
+        },
         yarn(factor=1e-320),
         yarn(beta_fast=1e-320),
         yarn(beta_slow=1e-320),
