@@ -5,7 +5,7 @@ import itertools
 
 import pytest
 
-from tests.support.checkpoints import ARCHITECTURES, ROPES, decisive_prompts
+from tests.support.checkpoints import ARCHITECTURES, EXPERT_FIELDS, ROPES, decisive_prompts
 from tests.support.serving import assert_greedy, generate, greedy_request
 
 SHAPES = [(1, 1), (2, 1), (3, 1), (1, 2), (2, 2)]
@@ -55,6 +55,24 @@ def test_greedy_tokens_equal_transformers(serve, checkpoint, architecture, rope,
     assert_greedy(chunked, reference, requests)
     assert max(record.num_tokens for record in whole.driver.records) == sum(LENGTHS)
     assert max(record.num_tokens for record in chunked.driver.records) <= 11
+
+
+@pytest.mark.parametrize(
+    ("architecture", "shape"),
+    [*zip(EXPERT_FIELDS, [(1, 2), (2, 1), (2, 2)], strict=True)],
+    ids=str,
+)
+def test_models_with_experts(serve, checkpoint, architecture, shape):
+    reference = checkpoint(architecture, seed=9)
+    requests = [
+        greedy_request(f"r{index}", prompt, MAX_TOKENS)
+        for index, prompt in enumerate(decisive_prompts(reference, 9, LENGTHS, MAX_TOKENS))
+    ]
+    with serve(reference.path, *shape) as (group, loaded):
+        whole = generate(group, loaded, requests)
+        chunked = generate(group, loaded, requests, max_num_batched_tokens=11)
+    assert_greedy(whole, reference, requests)
+    assert_greedy(chunked, reference, requests)
 
 
 @pytest.mark.parametrize(

@@ -27,6 +27,11 @@ class Fields:
         self._values = values
         self._prefix = prefix
 
+    def with_defaults(self, defaults: Mapping[str, object]) -> "Fields":
+        """Return the same fields, with these values for those that are absent."""
+        present = {name: value for name, value in self._values.items() if value is not None}
+        return Fields({**self._values, **defaults, **present}, self._prefix)
+
     def has(self, name: str) -> bool:
         """Return True if the field is present, even as null."""
         return name in self._values

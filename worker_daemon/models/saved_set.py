@@ -21,6 +21,7 @@ from typing import BinaryIO, TypeVar
 from torch import Tensor
 
 from worker_daemon.errors import CheckpointError, config_error
+from worker_daemon.layers.experts import ExpertsSpec
 from worker_daemon.layers.parameter import Parameter, Piece
 from worker_daemon.layers.quantization import Int4Quantization, Quantization
 from worker_daemon.models.description import DecoderConfig
@@ -140,7 +141,8 @@ def rank_index_name(rank: int) -> str:
 
 def model_fields(decoder: DecoderConfig) -> dict[str, object]:
     """Return the fields of a model that determine the shapes of its weights."""
-    return {
+    experts = [None if spec is None else _expert_sizes(spec) for spec in decoder.layer_experts]
+    fields = {
         "architecture": decoder.architecture,
         "vocab_size": decoder.vocab_size,
         "hidden_size": decoder.hidden_size,
@@ -152,6 +154,13 @@ def model_fields(decoder: DecoderConfig) -> dict[str, object]:
         "tie_word_embeddings": decoder.tie_word_embeddings,
         "quantization": _format_name(decoder.quantization),
     }
+    return fields | {"experts": experts} if any(experts) else fields
+
+
+def _expert_sizes(spec: ExpertsSpec) -> list[int]:
+    """Return the number of experts, their inner size, and that of the shared one."""
+    shared = 0 if spec.shared is None else spec.shared.intermediate_size
+    return [spec.num_experts, spec.intermediate_size, shared]
 
 
 def _format_name(quantization: Quantization | None) -> str | None:

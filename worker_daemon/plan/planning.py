@@ -403,7 +403,8 @@ def _measure(
             hidden_size=decoder.hidden_size,
             qkv_size=q_size + 2 * num_kv_heads * decoder.head_dim,
             q_size=q_size,
-            inner_size=decoder.intermediate_size // tp_size,
+            inner_size=_inner_size(decoder) // tp_size,
+            routed_size=_routed_size(decoder, tp_size),
             vocab_size=num_logits,
             vocab_rows=padded_vocab_size(num_logits, tp_size) // tp_size,
             itemsize=resolved.dtype.itemsize,
@@ -414,6 +415,26 @@ def _measure(
             gathered_size=2 * num_kv_heads * decoder.head_dim if specs else 0,
             dequantized_bytes=_dequantized_bytes(stage, decoder, resolved.dtype.itemsize),
         ),
+    )
+
+
+def _inner_size(decoder: DecoderConfig) -> int:
+    """Return the inner size of the widest MLP that a token passes whole."""
+    shared = (each.shared for each in decoder.layer_experts if each is not None)
+    sizes = [each.intermediate_size for each in shared if each is not None]
+    return max(decoder.intermediate_size or 0, *sizes, 0)
+
+
+def _routed_size(decoder: DecoderConfig, tp_size: int) -> int:
+    """Return the most elements of a token in a layer with experts: of each of its experts, the
+    inner values and the result."""
+    return max(
+        (
+            experts.routing.top_k * (experts.intermediate_size // tp_size + decoder.hidden_size)
+            for experts in decoder.layer_experts
+            if experts is not None
+        ),
+        default=0,
     )
 
 

@@ -53,10 +53,18 @@ def write_transformers_4_form(config_path):
 
 @pytest.fixture
 def make_checkpoint(tmp_path):
-    """(architecture, rope_parameters, form 4 or 5, seed, max_shard_size, config overrides) ->
-    Checkpoint."""
+    """(architecture, rope_parameters, form 4 or 5, seed, max_shard_size, stacked: experts in one
+    tensor, config overrides) -> Checkpoint."""
 
-    def make(architecture, rope=None, form=5, seed=0, max_shard_size="1GB", **overrides):
+    def make(
+        architecture,
+        rope=None,
+        form=5,
+        seed=0,
+        max_shard_size="1GB",
+        stacked=False,
+        **overrides,
+    ):
         family = architecture.removesuffix("ForCausalLM")
         config_class = getattr(transformers, f"{family}Config")
         config = config_class(
@@ -68,8 +76,8 @@ def make_checkpoint(tmp_path):
             for name, tensor in model.named_parameters():
                 std = 0.1 if tensor.dim() == 1 else 0.2
                 tensor.normal_(1.0 if "norm" in name else 0.0, std, generator=generator)
-        path = tmp_path / f"{architecture}-{seed}"
-        model.save_pretrained(path, max_shard_size=max_shard_size)
+        path = tmp_path / f"{architecture}-{seed}{'-stacked' * stacked}"
+        model.save_pretrained(path, max_shard_size=max_shard_size, save_original_format=not stacked)
         if form == 4:
             write_transformers_4_form(path / "config.json")
         return Checkpoint(path, model)

@@ -1,0 +1,222 @@
+"""Checkpoints with experts: separate and stacked tensors, files that are wrong, and configurations
+that are refused."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from worker_daemon.errors import CheckpointError, ConfigError
+from worker_daemon.models.config import parse_model_config, read_model_config
+from worker_daemon.models.decoder import checkpoint_names
+from worker_daemon.models.partition import check_partition
+from worker_daemon.models.weights import tensor_names
+
+SIZES = {"num_experts_per_tok": 2, "moe_intermediate_size": 24}
+MODELS = {
+    "MixtralForCausalLM": {"num_local_experts": 4},
+    "Qwen2MoeForCausalLM": SIZES | {"num_experts": 4, "shared_expert_intermediate_size": 40},
+    "Qwen3MoeForCausalLM": SIZES | {"num_experts": 5, "mlp_only_layers": [1]},
+}
+LENGTHS = (1, 5, 30)
+FAMILIES = pytest.mark.parametrize("model", MODELS.items(), ids=MODELS)
+
+
+def description(**fields):
+    values = {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "vocab_size": 100,
+        "hidden_size": 96,
+        "intermediate_size": 96,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 8,
+        "max_position_embeddings": 64,
+        "num_experts": 8,
+    }
+    return values | fields
+
+
+@FAMILIES
+@pytest.mark.parametrize("max_shard_size", ["1GB", "30KB"])
+@pytest.mark.parametrize("tp_size", [1, 2])
+def test_stacked_tensors_fill_the_same_parameters(
+    make_checkpoint, stages_of, on_tensor_parallel_ranks, model, max_shard_size, tp_size
+):
+    architecture, fields = model
+    forms = [
+        make_checkpoint(
+            architecture, seed=31, stacked=stacked, max_shard_size=max_shard_size, **fields
+        ).path
+        for stacked in (False, True)
+    ]
+    assert any("gate_up_proj" in name for name in _file_names(forms[1]))
+
+    def views(tp):
+        return [
+            {name: view.clone() for stage in stages_of(path, 2, tp) for name, view in
+             stage.checkpoint_views().items()}
+            for path in forms
+        ]  # fmt: skip
+
+    for separate, stacked in on_tensor_parallel_ranks(tp_size, views):
+        assert separate.keys() == stacked.keys()
+        assert all(torch.equal(separate[name], stacked[name]) for name in separate)
+    assert tensor_names(forms[0]) == tensor_names(forms[1])
+    assert tensor_names(forms[0]) == checkpoint_names(read_model_config(forms[0]))
+
+
+@FAMILIES
+def test_stacked_checkpoints_agree_with_transformers(
+    make_checkpoint, random_sequences, stages_of, paged_run, reference_logprobs, model
+):
+    architecture, fields = model
+    made = make_checkpoint(architecture, seed=32, stacked=True, **fields)
+    sequences = random_sequences(LENGTHS, seed=33)
+    ours = paged_run(stages_of(made.path), sequences).prefill()
+    for logits, expected in zip(ours, reference_logprobs(made.hf_model, sequences), strict=True):
+        assert torch.allclose(logits.log_softmax(-1), expected, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("architecture", ["MixtralForCausalLM", "Qwen3MoeForCausalLM"])
+def test_half_precision_is_no_worse_than_transformers(
+    make_checkpoint, random_sequences, stages_of, paged_run, reference_logprobs, architecture, dtype
+):
+    """All experts are chosen: otherwise rounding could choose others, on either side."""
+    fields = MODELS[architecture] | {"num_experts_per_tok": 4, "num_local_experts": 4}
+    fields.pop("num_experts", None)
+    made = make_checkpoint(architecture, seed=34, **fields)
+    sequences = random_sequences((40, 60, 33), seed=35)
+    exact = torch.cat(reference_logprobs(made.hf_model, sequences))
+    run = paged_run(stages_of(made.path, dtype=dtype), sequences)
+    run.caches = [[cache.to(dtype) for cache in caches] for caches in run.caches]
+    ours = torch.cat(run.prefill()).log_softmax(-1)
+    theirs = torch.cat(reference_logprobs(made.hf_model.to(dtype), sequences))
+    assert (ours - exact).pow(2).mean().sqrt() <= 1.5 * (theirs - exact).pow(2).mean().sqrt()
+
+
+def test_a_missing_expert_is_named(make_checkpoint, stages_of):
+    made = make_checkpoint("Qwen3MoeForCausalLM", seed=36, **MODELS["Qwen3MoeForCausalLM"])
+    path = made.path / "model.safetensors"
+    tensors = load_file(path)
+    name = "model.layers.2.mlp.experts.3.up_proj.weight"
+    del tensors[name]
+    save_file(tensors, path)
+    with pytest.raises(CheckpointError, match=name):
+        stages_of(made.path)
+
+
+@pytest.mark.parametrize(
+    ("shape", "problem"),
+    [
+        ((4, 48, 48), "no tensor"),  # an expert too few
+        ((5, 46, 48), "shape"),
+        ((5, 47, 48), "no tensor"),  # gate and up of different sizes
+        ((5 * 48, 48), "no tensor"),
+        ((0, 48, 48), "no tensor"),
+        ((2000, 2, 1), "no tensor"),
+    ],
+)
+def test_stacked_tensors_of_other_shapes_are_refused(make_checkpoint, stages_of, shape, problem):
+    fields = MODELS["Qwen3MoeForCausalLM"]
+    made = make_checkpoint("Qwen3MoeForCausalLM", seed=37, stacked=True, **fields)
+    path = made.path / "model.safetensors"
+    tensors = load_file(path)
+    tensors["model.layers.2.mlp.experts.gate_up_proj"] = torch.zeros(shape)
+    save_file(tensors, path)
+    with pytest.raises(CheckpointError, match=problem) as caught:
+        stages_of(made.path)
+    assert "model.layers.2.mlp.experts" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"num_experts_per_tok": 9}, "num_experts_per_tok"),
+        ({"num_experts_per_tok": 0}, "num_experts_per_tok"),
+        ({"num_experts": 0}, "num_experts"),
+        ({"num_experts": 1 << 20}, "num_experts"),
+        ({"moe_intermediate_size": 0}, "moe_intermediate_size"),
+        ({"moe_intermediate_size": 1 << 30}, "moe_intermediate_size"),
+        ({"norm_topk_prob": "yes"}, "norm_topk_prob"),
+        ({"scoring_func": "sigmoid"}, "scoring_func"),
+        ({"topk_method": "group_limited_greedy"}, "topk_method"),
+        ({"n_group": 2}, "n_group"),
+        ({"routed_scaling_factor": 2.5}, "routed_scaling_factor"),
+        ({"decoder_sparse_step": 0}, "decoder_sparse_step"),
+        ({"mlp_only_layers": [-1]}, "mlp_only_layers"),
+        ({"mlp_only_layers": ["0"]}, "mlp_only_layers"),
+        ({"hidden_act": "gelu"}, "hidden_act"),
+        (
+            {
+                "architectures": ["MixtralForCausalLM"],
+                "num_local_experts": 2,
+                "num_experts_per_tok": 3,
+            },
+            "num_experts_per_tok",
+        ),
+        (
+            {
+                "architectures": ["Qwen2MoeForCausalLM"],
+                "num_key_value_heads": 8,
+                "shared_expert_intermediate_size": 0,
+            },
+            "shared_expert_intermediate_size",
+        ),
+    ],
+)
+def test_what_no_router_can_do_is_refused_by_name(fields, named):
+    with pytest.raises(ConfigError) as caught:
+        parse_model_config(description(**fields))
+    assert caught.value.field == named
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"moe_intermediate_size": 30}, "experts' intermediate_size 30"),
+        ({"mlp_only_layers": [0], "intermediate_size": 98}, "intermediate_size 98"),
+        (
+            {
+                "architectures": ["Qwen2MoeForCausalLM"],
+                "num_key_value_heads": 8,
+                "moe_intermediate_size": 32,
+                "shared_expert_intermediate_size": 42,
+            },
+            "shared expert's intermediate_size 42",
+        ),
+    ],
+)
+def test_experts_that_a_group_cannot_split_are_refused(fields, named):
+    config = parse_model_config(description(**fields))
+    check_partition(config, 1, 2)
+    with pytest.raises(ConfigError, match=named) as caught:
+        check_partition(config, 1, 4)
+    assert caught.value.field == "tensor_parallel_size"
+
+
+def test_layers_of_both_kinds_follow_step_and_list():
+    config = parse_model_config(
+        description(num_hidden_layers=8, decoder_sparse_step=2, mlp_only_layers=[3, 100])
+    )
+    has_experts = [experts is not None for experts in config.layer_experts]
+    assert has_experts == [False, True, False, False, False, True, False, True]
+
+
+@pytest.mark.parametrize("quantization", [
+    {"quant_method": "fp8"},
+    {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": True},
+])  # fmt: skip
+def test_quantized_experts_are_refused(quantization):
+    config = parse_model_config(description(quantization_config=quantization))
+    with pytest.raises(ConfigError, match="experts") as caught:
+        checkpoint_names(config)
+    assert caught.value.field == "quantization_config"
+
+
+def _file_names(path):
+    index = path / "model.safetensors.index.json"
+    if index.exists():
+        return json.loads(index.read_text())["weight_map"]
+    return load_file(path / "model.safetensors")

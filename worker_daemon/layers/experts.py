@@ -1,0 +1,209 @@
+"""The block of a decoder layer that sends each token through a few of many MLPs (mixture of
+experts).
+
+Shapes: N tokens, H hidden size, E experts, I inner size of an expert on this rank.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from worker_daemon.contracts.experts import ExpertMatrices, Routing
+from worker_daemon.contracts.layer_ops import NormedSum
+from worker_daemon.errors import config_error
+from worker_daemon.layers.linear import GatedColumnParallelLinear, RowParallelLinear, even_shard
+from worker_daemon.layers.norm import NormSpec, RMSNorm
+from worker_daemon.layers.parameter import Parameter, Piece
+from worker_daemon.layers.setup import LayerSetup
+
+
+@dataclass(frozen=True, slots=True)
+class SharedExpertSpec:
+    """An MLP that every token passes; the sigmoid of a learned score scales its result."""
+
+    intermediate_size: int
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertsSpec:
+    """Sizes and switches of a block with experts, before tensor parallelism splits it.
+
+    Checkpoints have the experts' matrices one by one, or stacked; models/expert_tensors.py gives
+    both the names of separate ones.
+    """
+
+    norm: NormSpec
+    """The norm of the residual stream, before the router and the experts."""
+    num_experts: int
+    intermediate_size: int
+    """Inner size of an expert."""
+    routing: Routing
+    shared: SharedExpertSpec | None = None
+    """The expert of all tokens; None if there is none."""
+
+
+class ExpertsBlock:
+    """The sum of a token's experts, by their weights, and of the shared expert.
+
+    Tensor parallelism splits the inner size of each expert. All ranks compute the same routing.
+    """
+
+    def __init__(self, prefix: str, spec: ExpertsSpec, setup: LayerSetup) -> None:
+        """prefix: the checkpoint's name of the layer.
+
+        Raises:
+            ConfigError: the quantization covers experts.
+        """
+        name = f"{prefix}.mlp"
+        _refuse_quantized(f"{name}.experts.0.gate_proj", setup)
+        self._norm = RMSNorm(prefix, spec.norm, setup)
+        self._experts = _Experts(name, spec, setup)
+
+    def forward(
+        self, part: Tensor | None, residual: Tensor, query_start_loc: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Take and return the residual stream as (part, residual) [N, H], like
+        DecoderLayer.forward. query_start_loc: int32 [B + 1], as AttentionMetadata has it; rows of
+        padding go to no expert."""
+        routed = _RoutedStep(self._experts, query_start_loc)
+        return self._norm.project(routed, part, residual)
+
+    def parameters(self) -> Iterator[Parameter]:
+        yield from self._norm.parameters()
+        yield from self._experts.parameters()
+
+
+class _Experts:
+    """Router, experts and shared expert of one layer."""
+
+    def __init__(self, name: str, spec: ExpertsSpec, setup: LayerSetup) -> None:
+        self._spec = spec
+        self.ops = setup.ops
+        self._router = _whole(f"{name}.gate.weight", (spec.num_experts, setup.hidden_size), setup)
+        inner = spec.intermediate_size // setup.tp.size
+        self._gate_up = setup.parameter(
+            f"{name}.experts.gate_up_proj.weight",
+            (spec.num_experts * 2 * inner, setup.hidden_size),
+            _gate_up_pieces(name, spec, inner, setup),
+        )
+        self._down = setup.parameter(
+            f"{name}.experts.down_proj.weight",
+            (spec.num_experts * setup.hidden_size, inner),
+            _down_pieces(name, spec, inner, setup),
+        )
+        self._shared = None if spec.shared is None else _SharedExpert(name, spec.shared, setup)
+
+    def forward(self, x: Tensor, query_start_loc: Tensor) -> Tensor:
+        """x [N, H] -> this rank's part of the block's output, [N, H]."""
+        scores = self.ops.linear(x, self._router.data, None)
+        routed = self.ops.experts.route(scores, self._spec.routing, query_start_loc)
+        y = self.ops.experts.multiply(x, routed, self._matrices)
+        return y if self._shared is None else y + self._shared.forward(x)
+
+    @property
+    def _matrices(self) -> ExpertMatrices:
+        """Views of the parameters, whose data may move to other memory between steps."""
+        count = self._spec.num_experts
+        gate_up, down = self._gate_up.data, self._down.data
+        return ExpertMatrices(
+            gate_up.view(count, -1, gate_up.shape[1]), down.view(count, -1, down.shape[1]), 0
+        )
+
+    def parameters(self) -> Iterator[Parameter]:
+        yield self._router
+        yield self._gate_up
+        yield self._down
+        if self._shared is not None:
+            yield from self._shared.parameters()
+
+
+class _SharedExpert:
+    """sigmoid(score(x)) * down(silu(gate(x)) * up(x)) (Qwen2-MoE)."""
+
+    def __init__(self, name: str, spec: SharedExpertSpec, setup: LayerSetup) -> None:
+        inner, prefix = spec.intermediate_size, f"{name}.shared_expert"
+        self._ops = setup.ops
+        self._score = _whole(f"{name}.shared_expert_gate.weight", (1, setup.hidden_size), setup)
+        self._gate_up = GatedColumnParallelLinear(
+            f"{prefix}.gate_up_proj",
+            even_shard(f"{prefix}.gate_proj", inner, setup.tp),
+            even_shard(f"{prefix}.up_proj", inner, setup.tp),
+            setup.hidden_size,
+            setup,
+            bias=False,
+        )
+        self._down = RowParallelLinear(
+            f"{prefix}.down_proj", inner, setup.hidden_size, setup, bias=False
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [N, H] -> this rank's part, [N, H]."""
+        score = self._ops.linear(x, self._score.data, None)
+        return torch.sigmoid(score) * self._down.forward(self._gate_up.forward(x))
+
+    def parameters(self) -> Iterator[Parameter]:
+        yield self._score
+        yield from self._gate_up.parameters()
+        yield from self._down.parameters()
+
+
+@dataclass(frozen=True, slots=True)
+class _RoutedStep:
+    """The experts as a Projection of one step."""
+
+    experts: _Experts
+    query_start_loc: Tensor
+
+    def forward(self, x: Tensor) -> Tensor:
+        """See Projection."""
+        return self.experts.forward(x, self.query_start_loc)
+
+    def forward_normed(self, source: NormedSum) -> tuple[Tensor, Tensor]:
+        """See Projection. Router and experts share the norm, so that nothing is fused with it."""
+        normed, total = self.experts.ops.sum_and_norm(source)
+        return self.forward(normed), total
+
+
+def _whole(name: str, shape: tuple[int, int], setup: LayerSetup) -> Parameter:
+    """Return a matrix that every rank holds completely, never quantized."""
+    everything = (slice(0, shape[0]), slice(0, shape[1]))
+    return setup.parameter(name, shape, (Piece(name, shape, everything, everything),))
+
+
+def _gate_up_pieces(name: str, spec: ExpertsSpec, inner: int, setup: LayerSetup) -> Iterator[Piece]:
+    """Yield the pieces of the experts' gates and ups, stacked by rows: gate and up of the first
+    expert, gate and up of the second, and so on."""
+    shape = (spec.intermediate_size, setup.hidden_size)
+    start, columns = setup.tp.rank * inner, slice(0, setup.hidden_size)
+    source = (slice(start, start + inner), columns)
+    for index in range(2 * spec.num_experts):
+        expert, half = divmod(index, 2)
+        tensor = f"{name}.experts.{expert}.{('gate_proj', 'up_proj')[half]}.weight"
+        rows = slice(index * inner, (index + 1) * inner)
+        yield Piece(tensor, shape, source, (rows, columns))
+
+
+def _down_pieces(name: str, spec: ExpertsSpec, inner: int, setup: LayerSetup) -> Iterator[Piece]:
+    """Yield the pieces of the experts' downs, stacked by rows."""
+    size, start = setup.hidden_size, setup.tp.rank * inner
+    source = (slice(0, size), slice(start, start + inner))
+    for expert in range(spec.num_experts):
+        rows = slice(expert * size, (expert + 1) * size)
+        yield Piece(
+            f"{name}.experts.{expert}.down_proj.weight",
+            (size, spec.intermediate_size),
+            source,
+            (rows, slice(0, inner)),
+        )
+
+
+def _refuse_quantized(module: str, setup: LayerSetup) -> None:
+    if setup.quantization is not None and setup.quantization.covers(module):
+        raise config_error(
+            "quantization_config",
+            module,
+            "quantized experts are not supported",
+            "use the unquantized checkpoint, or one that leaves its experts unquantized",
+        )
