@@ -1,0 +1,472 @@
+"""The operations of experts on a GPU: routing, then products grouped by expert.
+
+    1 row           each chosen expert is a matrix-vector product; the second one adds the experts
+    several rows    tiles of rows of one expert (expert_routing.py) times its matrices: gate and up
+                    with their product fused, then down; the weighted sum over a token's experts is
+                    a pass of its own, in a fixed order, so that equal inputs give equal bits
+    few rows/expert weights are the left operand of the MMA instruction, which has at least 64 rows
+                    there and may have 16 on the other side; an expert's matrices are read once
+    many            rows are the left operand
+
+The floors of one layer of Qwen3-30B-A3B on an H200 (H 2048, I 768, E 128, K 8, bfloat16; 4.8 TB/s,
+989 TFLOP/s; an expert has 9.4 MB, a row costs 9.4 MFLOP; experts chosen uniformly):
+
+    tokens  distinct experts  weights  rows in and out  operations  floor
+         1                 8    75 MB            0 MB   0.08 GFLOP    16 us, by bytes
+        16                82   777 MB            1 MB    1.2 GFLOP   162 us, by bytes
+        64               126  1.19 GB            6 MB    4.8 GFLOP   249 us, by bytes
+       256               128  1.21 GB           25 MB     19 GFLOP   257 us, by bytes
+      8192               128  1.21 GB          805 MB    618 GFLOP   625 us, by operations
+
+Rows in and out: h and y of this file, written and read once; x and the sum stay in L2.
+
+Letters: N tokens, H hidden size, I inner size, K experts of a token, M rows of a tile, O outputs.
+"""
+
+# Parameters of a Triton kernel are pointers and scalars that Python's types cannot name:
+# mypy: disable-error-code="no-untyped-def"
+
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+import triton
+import triton.language as tl
+
+from worker_daemon.contracts.experts import ExpertMatrices, RoutedTokens, Routing
+from worker_daemon.kernels.compile_ahead import launched
+from worker_daemon.kernels.expert_routing import TilePlan, plan_tiles, route
+from worker_daemon.kernels.launch import (
+    await_previous,
+    has_dependent_launch,
+    launch_options,
+    start_next,
+)
+
+_MANY_ROWS: Final = 48
+"""Mean rows of an expert from which rows are the left operand of the products."""
+_SUM_BLOCK: Final = 1024
+"""Outputs of a token that one program adds."""
+
+
+@dataclass(frozen=True, slots=True)
+class ProductTile:
+    """One program's share of a grouped product: the rows of a tile times block_o outputs (of gate
+    and of up each, if they are fused), block_i inputs at a time. Sizes are powers of two >= 16."""
+
+    block_o: int
+    block_i: int
+    num_warps: int
+    num_stages: int
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertTiles:
+    """The tiles of both products of a step."""
+
+    block_m: int
+    """Rows of a tile, a power of two >= 16."""
+    gate_up: ProductTile
+    down: ProductTile
+    weights_left: bool
+    """True if weights are the left operand of the products."""
+
+
+@dataclass(frozen=True, slots=True)
+class RowTile:
+    """One program's share of a matrix-vector product: block_o outputs, block_i inputs at a time,
+    both powers of two."""
+
+    block_o: int
+    block_i: int
+    num_warps: int
+
+
+GATE_UP_ROW: Final = RowTile(block_o=4, block_i=1024, num_warps=4)
+DOWN_ROW: Final = RowTile(block_o=8, block_i=512, num_warps=4)
+"""Products of one row."""
+
+
+def choose_tiles(num_pairs: int, num_experts: int, dtype: torch.dtype) -> ExpertTiles:
+    """Return the tiles of a step with num_pairs rows for num_experts experts of the model.
+
+    Rows of a tile: about twice the mean of an expert's rows, so that most experts have one tile.
+    """
+    mean = -(-num_pairs // num_experts)
+    if dtype == torch.float32:  # unrolled on CUDA cores: larger tiles spill registers
+        exact = ProductTile(32, 32, 4, 2)
+        return ExpertTiles(16, exact, exact, weights_left=False)
+    if mean < _MANY_ROWS:
+        block_m = min(64, max(16, triton.next_power_of_2(2 * mean - 1)))
+        return ExpertTiles(
+            block_m, ProductTile(64, 64, 4, 4), ProductTile(64, 128, 4, 4), weights_left=True
+        )
+    block_m = 64 if mean < 2 * _MANY_ROWS else 128
+    return ExpertTiles(
+        block_m, ProductTile(64, 64, 8, 4), ProductTile(128, 64, 8, 4), weights_left=False
+    )
+
+
+class TritonExperts:
+    """ExpertOps on one CUDA device. Owns no memory."""
+
+    def __init__(self, device: torch.device) -> None:
+        """device is that of all tensors."""
+        self._pdl = has_dependent_launch(device)
+
+    def route(
+        self, scores: torch.Tensor, routing: Routing, query_start_loc: torch.Tensor
+    ) -> RoutedTokens:
+        """scores [N, E], query_start_loc int32 [B + 1] -> experts and weights [N, K]."""
+        return route(scores, routing, query_start_loc, pdl=self._pdl)
+
+    def multiply(
+        self, x: torch.Tensor, routed: RoutedTokens, matrices: ExpertMatrices
+    ) -> torch.Tensor:
+        """x [N, H] -> [N, H], this rank's part of the sum."""
+        num_tokens, top_k = routed.experts.shape
+        if not num_tokens:
+            return torch.empty_like(x)
+        if num_tokens == 1 and x.dtype != torch.float32:
+            return multiply_row(x, routed, matrices, pdl=self._pdl)
+        tiles = choose_tiles(num_tokens * top_k, matrices.down.shape[0], x.dtype)
+        return multiply_rows(x, routed, matrices, tiles, pdl=self._pdl)
+
+
+def multiply_row(
+    x: torch.Tensor,
+    routed: RoutedTokens,
+    matrices: ExpertMatrices,
+    gate_up_tile: RowTile = GATE_UP_ROW,
+    down_tile: RowTile = DOWN_ROW,
+    *,
+    pdl: bool,
+) -> torch.Tensor:
+    """Return ExpertOps.multiply of one row x [1, H]."""
+    top_k = routed.experts.shape[1]
+    count, hidden, inner = matrices.down.shape
+    h, y = x.new_empty(top_k, inner), torch.empty_like(x)
+    _row_gate_up_kernel[(triton.cdiv(inner, gate_up_tile.block_o), top_k)](
+        h,
+        x,
+        matrices.gate_up,
+        routed.experts,
+        matrices.first,
+        count,
+        inner,
+        SIZE=hidden,
+        BLOCK_O=gate_up_tile.block_o,
+        BLOCK_I=gate_up_tile.block_i,
+        PDL=pdl,
+        num_warps=gate_up_tile.num_warps,
+        enable_fp_fusion=True,
+        **launch_options(pdl),
+    )
+    _row_down_kernel[(triton.cdiv(hidden, down_tile.block_o),)](
+        y,
+        h,
+        matrices.down,
+        routed.experts,
+        routed.weights,
+        matrices.first,
+        count,
+        hidden,
+        SIZE=inner,
+        TOP_K=top_k,
+        BLOCK_O=down_tile.block_o,
+        BLOCK_I=down_tile.block_i,
+        PDL=pdl,
+        num_warps=down_tile.num_warps,
+        enable_fp_fusion=True,
+        **launch_options(pdl),
+    )
+    return y
+
+
+def multiply_rows(
+    x: torch.Tensor,
+    routed: RoutedTokens,
+    matrices: ExpertMatrices,
+    tiles: ExpertTiles,
+    *,
+    pdl: bool,
+) -> torch.Tensor:
+    """Return ExpertOps.multiply of rows x [N, H], N >= 1."""
+    num_tokens, top_k = routed.experts.shape
+    count, hidden, inner = matrices.down.shape
+    plan = plan_tiles(routed.experts, matrices.first, count, tiles.block_m, pdl=pdl)
+    h = x.new_empty(num_tokens * top_k, inner)
+    _launch_product(h, x, matrices.gate_up, plan, top_k, tiles.gate_up, tiles, pdl, gated=True)
+    y = x.new_empty(num_tokens * top_k, hidden)
+    _launch_product(y, h, matrices.down, plan, 1, tiles.down, tiles, pdl, gated=False)
+    total = torch.empty_like(x)
+    block = min(_SUM_BLOCK, triton.next_power_of_2(hidden))
+    _sum_kernel[(num_tokens, triton.cdiv(hidden, block))](
+        total,
+        y,
+        routed.experts,
+        routed.weights,
+        matrices.first,
+        count,
+        hidden,
+        TOP_K=top_k,
+        BLOCK=block,
+        PDL=pdl,
+        num_warps=4,
+        **launch_options(pdl),
+    )
+    return total
+
+
+def _launch_product(
+    y: torch.Tensor,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    plan: TilePlan,
+    rows_per_x: int,
+    tile: ProductTile,
+    tiles: ExpertTiles,
+    pdl: bool,
+    *,
+    gated: bool,
+) -> None:
+    """Compute row r of y [P, O] from row r // rows_per_x of x: times the matrix [O, I] of its
+    expert; gated: silu(gate) * up with a matrix [2 O, I]. weight: those of all experts."""
+    num_outputs, num_inputs = y.shape[1], x.shape[1]
+    num_blocks = triton.cdiv(num_outputs, tile.block_o)
+    _product_kernel[(plan.num_tiles * num_blocks,)](
+        y,
+        x,
+        weight,
+        plan.entries,
+        plan.num_tiles,
+        num_outputs,
+        num_inputs,
+        num_blocks,
+        ROWS_PER_X=rows_per_x,
+        GATED=gated,
+        LEFT=tiles.weights_left,
+        EVEN=num_outputs % tile.block_o == 0 and num_inputs % tile.block_i == 0,
+        EXACT=x.dtype == torch.float32,
+        BLOCK_M=plan.block_m,
+        BLOCK_O=tile.block_o,
+        BLOCK_I=tile.block_i,
+        STAGES=tile.num_stages,
+        PDL=pdl,
+        num_warps=tile.num_warps,
+        enable_fp_fusion=True,
+        **launch_options(pdl),
+    )
+
+
+@launched
+@triton.jit(do_not_specialize=["num_tiles", "num_blocks"])
+def _product_kernel(
+    y,
+    x,
+    weight,
+    entries,
+    num_tiles,
+    num_outputs,
+    num_inputs,
+    num_blocks,
+    ROWS_PER_X: tl.constexpr,
+    GATED: tl.constexpr,
+    LEFT: tl.constexpr,
+    EVEN: tl.constexpr,
+    EXACT: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_O: tl.constexpr,
+    BLOCK_I: tl.constexpr,
+    STAGES: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Outputs of a tile are neighbors in the grid, so that its rows are read from memory once, as
+    are the weights of an expert with several tiles."""
+    start_next(PDL)
+    tile = tl.program_id(0) // num_blocks
+    block = tl.program_id(0) % num_blocks
+    await_previous(PDL)
+    expert = tl.load(entries + tile)
+    if expert >= 0:
+        num_rows = tl.load(entries + num_tiles + tile)
+        m = tl.arange(0, BLOCK_M)
+        is_row = m < num_rows
+        pair = tl.load(entries + 2 * num_tiles + tile * BLOCK_M + m, mask=is_row, other=0).to(
+            tl.int64
+        )
+        output = block * BLOCK_O + tl.arange(0, BLOCK_O)
+        is_output = output < num_outputs
+        column = tl.arange(0, BLOCK_I)[None, :]
+        x_here = x + (pair // ROWS_PER_X)[:, None] * num_inputs + column
+        matrix = expert.to(tl.int64) * num_outputs * num_inputs
+        if GATED:
+            matrix *= 2
+        weight_here = weight + matrix + output[:, None] * num_inputs + column
+        other_here = weight_here + num_outputs * num_inputs
+        if LEFT:
+            acc = tl.zeros([BLOCK_O, BLOCK_M], tl.float32)
+            other_acc = tl.zeros([BLOCK_O, BLOCK_M], tl.float32)
+        else:
+            acc = tl.zeros([BLOCK_M, BLOCK_O], tl.float32)
+            other_acc = tl.zeros([BLOCK_M, BLOCK_O], tl.float32)
+        for start in tl.range(0, num_inputs, BLOCK_I, num_stages=STAGES):
+            is_weight = is_output[:, None]
+            is_value = is_row[:, None]
+            if not EVEN:
+                is_weight &= column + start < num_inputs
+                is_value &= column + start < num_inputs
+            value = tl.load(x_here + start, mask=is_value, other=0.0)
+            w = _load_weights(weight_here + start, is_weight, EVEN)
+            acc = _multiply(acc, value, w, LEFT, EXACT)
+            if GATED:
+                other = _load_weights(other_here + start, is_weight, EVEN)
+                other_acc = _multiply(other_acc, value, other, LEFT, EXACT)
+        if GATED:
+            gate = acc.to(y.dtype.element_ty).to(tl.float32)
+            up = other_acc.to(y.dtype.element_ty).to(tl.float32)
+            acc = gate * tl.sigmoid(gate) * up
+        if LEFT:
+            acc = tl.trans(acc)
+        y_here = y + pair[:, None] * num_outputs + output[None, :]
+        stored = is_row[:, None] & is_output[None, :]
+        tl.store(y_here, acc.to(y.dtype.element_ty), mask=stored)
+
+
+@triton.jit
+def _load_weights(here, mask, EVEN: tl.constexpr):
+    if EVEN:
+        w = tl.load(here)
+    else:
+        w = tl.load(here, mask=mask, other=0.0)
+    return w
+
+
+@triton.jit
+def _multiply(acc, value, w, LEFT: tl.constexpr, EXACT: tl.constexpr):
+    """Add value [M, I] times w [O, I] transposed to acc [M, O], or [O, M] if LEFT."""
+    PRECISION: tl.constexpr = "ieee" if EXACT else None
+    if LEFT:
+        acc = tl.dot(w, tl.trans(value), acc, input_precision=PRECISION)
+    else:
+        acc = tl.dot(value, tl.trans(w), acc, input_precision=PRECISION)
+    return acc
+
+
+@launched
+@triton.jit(do_not_specialize=["first", "count"])
+def _sum_kernel(
+    total,
+    y,
+    experts,
+    weights,
+    first,
+    count,
+    size,
+    TOP_K: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Add a token's rows of y [N * K, size] by their weights; those of other ranks are missing."""
+    start_next(PDL)
+    token = tl.program_id(0)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    await_previous(PDL)
+    acc = tl.zeros([BLOCK], tl.float32)
+    for k in tl.static_range(TOP_K):
+        local = tl.load(experts + token * TOP_K + k) - first
+        is_here = (local >= 0) & (local < count)
+        row = y + (token * TOP_K + k).to(tl.int64) * size
+        value = tl.load(row + column, mask=column < tl.where(is_here, size, 0), other=0.0)
+        weight = tl.load(weights + token * TOP_K + k)
+        acc += tl.where(is_here, weight, 0.0) * value.to(tl.float32)
+    here = total + token.to(tl.int64) * size + column
+    tl.store(here, acc.to(total.dtype.element_ty), mask=column < size)
+
+
+@launched
+@triton.jit(do_not_specialize=["first", "count"])
+def _row_gate_up_kernel(
+    h,
+    x,
+    weight,
+    experts,
+    first,
+    count,
+    num_outputs,
+    SIZE: tl.constexpr,
+    BLOCK_O: tl.constexpr,
+    BLOCK_I: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """silu(gate) * up of one row and one of its experts."""
+    start_next(PDL)
+    k = tl.program_id(1)
+    output = tl.program_id(0) * BLOCK_O + tl.arange(0, BLOCK_O)
+    column = tl.arange(0, BLOCK_I)
+    is_output = (output < num_outputs)[:, None]
+    await_previous(PDL)
+    local = tl.load(experts + k) - first
+    if (local >= 0) & (local < count):
+        gate_here = weight + (local.to(tl.int64) * 2 * num_outputs + output)[:, None] * SIZE
+        up_here = gate_here + num_outputs * SIZE
+        gates = tl.zeros([BLOCK_O, BLOCK_I], tl.float32)
+        ups = tl.zeros([BLOCK_O, BLOCK_I], tl.float32)
+        for start in tl.static_range(0, SIZE, BLOCK_I):
+            here = start + column
+            inside = is_output & (here < SIZE)[None, :]
+            value = tl.load(x + here, mask=here < SIZE, other=0.0).to(tl.float32)[None, :]
+            gates += tl.load(gate_here + here[None, :], mask=inside, other=0.0) * value
+            ups += tl.load(up_here + here[None, :], mask=inside, other=0.0) * value
+        gate = tl.sum(gates, 1).to(h.dtype.element_ty).to(tl.float32)
+        up = tl.sum(ups, 1).to(h.dtype.element_ty).to(tl.float32)
+        gated = gate * tl.sigmoid(gate) * up
+        tl.store(
+            h + k * num_outputs + output,
+            gated.to(h.dtype.element_ty),
+            mask=output < num_outputs,
+        )
+
+
+@launched
+@triton.jit(do_not_specialize=["first", "count"])
+def _row_down_kernel(
+    y,
+    h,
+    weight,
+    experts,
+    weights,
+    first,
+    count,
+    num_outputs,
+    SIZE: tl.constexpr,
+    TOP_K: tl.constexpr,
+    BLOCK_O: tl.constexpr,
+    BLOCK_I: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Outputs of one row, summed over its experts by their weights."""
+    start_next(PDL)
+    output = tl.program_id(0) * BLOCK_O + tl.arange(0, BLOCK_O)
+    column = tl.arange(0, BLOCK_I)
+    is_output = (output < num_outputs)[:, None]
+    await_previous(PDL)
+    total = tl.zeros([BLOCK_O], tl.float32)
+    for k in tl.range(0, TOP_K):
+        local = tl.load(experts + k) - first
+        is_here = (local >= 0) & (local < count)
+        factor = tl.where(is_here, tl.load(weights + k), 0.0)
+        matrix = tl.where(is_here, local, 0).to(tl.int64) * num_outputs
+        weight_here = weight + (matrix + output)[:, None] * SIZE
+        sums = tl.zeros([BLOCK_O, BLOCK_I], tl.float32)
+        for start in tl.static_range(0, SIZE, BLOCK_I):
+            here = start + column
+            is_input = here < tl.where(is_here, SIZE, 0)
+            inside = is_output & is_input[None, :]
+            value = tl.load(h + k * SIZE + here, mask=is_input, other=0.0)
+            w = tl.load(weight_here + here[None, :], mask=inside, other=0.0)
+            sums += w.to(tl.float32) * value.to(tl.float32)[None, :]
+        # Rounded as a product of its own would be.
+        product = tl.sum(sums, 1).to(y.dtype.element_ty).to(tl.float32)
+        total += factor * product
+    tl.store(y + output, total.to(y.dtype.element_ty), mask=output < num_outputs)
