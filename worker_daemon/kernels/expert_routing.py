@@ -167,7 +167,7 @@ def _route_kernel(
         other=float("-inf"),
     ).to(tl.float32)
     # A NaN or an infinite score makes all weights NaN, and takes no part in the choice.
-    is_number = (score == score) & (score < float("inf"))
+    is_number = score < float("inf")
     score = tl.where(is_number, score, 0.0)
     largest = tl.max(score, 1)
     is_finite = (tl.min(is_number.to(tl.int32), 1) > 0) & (largest > float("-inf"))

@@ -196,43 +196,27 @@ def multiply_rows(
     count, hidden, inner = matrices.down.shape
     plan = plan_tiles(routed.experts, matrices.first, count, tiles.block_m, pdl=pdl)
     h = x.new_empty(num_tokens * top_k, inner)
-    _launch_product(h, x, matrices.gate_up, plan, top_k, tiles.gate_up, tiles, pdl, gated=True)
+    multiply_tiles(h, x, matrices.gate_up, plan, tiles, pdl=pdl, gated=True)
     y = x.new_empty(num_tokens * top_k, hidden)
-    _launch_product(y, h, matrices.down, plan, 1, tiles.down, tiles, pdl, gated=False)
-    total = torch.empty_like(x)
-    block = min(_SUM_BLOCK, triton.next_power_of_2(hidden))
-    _sum_kernel[(num_tokens, triton.cdiv(hidden, block))](
-        total,
-        y,
-        routed.experts,
-        routed.weights,
-        matrices.first,
-        count,
-        hidden,
-        TOP_K=top_k,
-        BLOCK=block,
-        PDL=pdl,
-        num_warps=4,
-        **launch_options(pdl),
-    )
-    return total
+    multiply_tiles(y, h, matrices.down, plan, tiles, pdl=pdl, gated=False)
+    return add_experts(y, x, routed, matrices, pdl=pdl)
 
 
-def _launch_product(
+def multiply_tiles(
     y: torch.Tensor,
     x: torch.Tensor,
     weight: torch.Tensor,
     plan: TilePlan,
-    rows_per_x: int,
-    tile: ProductTile,
     tiles: ExpertTiles,
-    pdl: bool,
     *,
+    pdl: bool,
     gated: bool,
 ) -> None:
-    """Compute row r of y [P, O] from row r // rows_per_x of x: times the matrix [O, I] of its
-    expert; gated: silu(gate) * up with a matrix [2 O, I]. weight: those of all experts."""
+    """Compute the rows of y [N * K, O] that the plan has, each times the matrix of its expert.
+    gated: silu(gate) * up of x [N, I], weight [L, 2 O, I]; otherwise x [N * K, I], weight [L, O,
+    I]."""
     num_outputs, num_inputs = y.shape[1], x.shape[1]
+    tile = tiles.gate_up if gated else tiles.down
     num_blocks = triton.cdiv(num_outputs, tile.block_o)
     _product_kernel[(plan.num_tiles * num_blocks,)](
         y,
@@ -243,7 +227,7 @@ def _launch_product(
         num_outputs,
         num_inputs,
         num_blocks,
-        ROWS_PER_X=rows_per_x,
+        ROWS_PER_X=y.shape[0] // x.shape[0],
         GATED=gated,
         LEFT=tiles.weights_left,
         EVEN=num_outputs % tile.block_o == 0 and num_inputs % tile.block_i == 0,
@@ -257,6 +241,36 @@ def _launch_product(
         enable_fp_fusion=True,
         **launch_options(pdl),
     )
+
+
+def add_experts(
+    y: torch.Tensor,
+    x: torch.Tensor,
+    routed: RoutedTokens,
+    matrices: ExpertMatrices,
+    *,
+    pdl: bool,
+) -> torch.Tensor:
+    """Return the weighted sum [N, H] of each token's rows of y [N * K, H]; x [N, H] gives its
+    form."""
+    (num_tokens, hidden), top_k = x.shape, routed.experts.shape[1]
+    total = torch.empty_like(x)
+    block = min(_SUM_BLOCK, triton.next_power_of_2(hidden))
+    _sum_kernel[(num_tokens, triton.cdiv(hidden, block))](
+        total,
+        y,
+        routed.experts,
+        routed.weights,
+        matrices.first,
+        matrices.down.shape[0],
+        hidden,
+        TOP_K=top_k,
+        BLOCK=block,
+        PDL=pdl,
+        num_warps=4,
+        **launch_options(pdl),
+    )
+    return total
 
 
 @launched
@@ -335,11 +349,7 @@ def _product_kernel(
 
 @triton.jit
 def _load_weights(here, mask, EVEN: tl.constexpr):
-    if EVEN:
-        w = tl.load(here)
-    else:
-        w = tl.load(here, mask=mask, other=0.0)
-    return w
+    return tl.load(here) if EVEN else tl.load(here, mask=mask, other=0.0)
 
 
 @triton.jit
