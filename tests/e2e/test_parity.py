@@ -5,7 +5,7 @@ import itertools
 
 import pytest
 
-from tests.support.checkpoints import ARCHITECTURES, EXPERT_FIELDS, ROPES, decisive_prompts
+from tests.support.checkpoints import ARCHITECTURES, ROPES, decisive_prompts
 from tests.support.serving import assert_greedy, generate, greedy_request
 
 SHAPES = [(1, 1), (2, 1), (3, 1), (1, 2), (2, 2)]
@@ -58,17 +58,20 @@ def test_greedy_tokens_equal_transformers(serve, checkpoint, architecture, rope,
 
 
 @pytest.mark.parametrize(
-    ("architecture", "shape"),
-    [*zip(EXPERT_FIELDS, [(1, 2), (2, 1), (2, 2)], strict=True)],
-    ids=str,
+    ("architecture", "shape", "divided"),
+    [
+        ("MixtralForCausalLM", (1, 2), False),
+        ("Qwen2MoeForCausalLM", (2, 1), False),
+        ("Qwen3MoeForCausalLM", (2, 2), True),
+    ],
 )
-def test_models_with_experts(serve, checkpoint, architecture, shape):
+def test_models_with_experts(serve, checkpoint, architecture, shape, divided):
     reference = checkpoint(architecture, seed=9)
     requests = [
         greedy_request(f"r{index}", prompt, MAX_TOKENS)
         for index, prompt in enumerate(decisive_prompts(reference, 9, LENGTHS, MAX_TOKENS))
     ]
-    with serve(reference.path, *shape) as (group, loaded):
+    with serve(reference.path, *shape, enable_expert_parallel=divided) as (group, loaded):
         whole = generate(group, loaded, requests)
         chunked = generate(group, loaded, requests, max_num_batched_tokens=11)
     assert_greedy(whole, reference, requests)

@@ -6,6 +6,7 @@ Shapes: N tokens, H hidden size, E experts, I inner size of an expert on this ra
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -47,7 +48,9 @@ class ExpertsSpec:
 class ExpertsBlock:
     """The sum of a token's experts, by their weights, and of the shared expert.
 
-    Tensor parallelism splits the inner size of each expert. All ranks compute the same routing.
+    Tensor parallelism splits the inner size of each expert, expert parallelism the list of experts:
+    the sum over the ranks is the same. All ranks compute the same routing. The shared expert is
+    always split.
     """
 
     def __init__(self, prefix: str, spec: ExpertsSpec, setup: LayerSetup) -> None:
@@ -82,16 +85,17 @@ class _Experts:
         self._spec = spec
         self.ops = setup.ops
         self._router = _whole(f"{name}.gate.weight", (spec.num_experts, setup.hidden_size), setup)
-        inner = spec.intermediate_size // setup.tp.size
+        self._part = part = _rank_part(spec, setup)
+        count, inner = len(part.experts), len(part.inner)
         self._gate_up = setup.parameter(
             f"{name}.experts.gate_up_proj.weight",
-            (spec.num_experts * 2 * inner, setup.hidden_size),
-            _gate_up_pieces(name, spec, inner, setup),
+            (count * 2 * inner, setup.hidden_size),
+            _gate_up_pieces(name, spec, part, setup.hidden_size),
         )
         self._down = setup.parameter(
             f"{name}.experts.down_proj.weight",
-            (spec.num_experts * setup.hidden_size, inner),
-            _down_pieces(name, spec, inner, setup),
+            (count * setup.hidden_size, inner),
+            _down_pieces(name, spec, part, setup.hidden_size),
         )
         self._shared = None if spec.shared is None else _SharedExpert(name, spec.shared, setup)
 
@@ -105,10 +109,12 @@ class _Experts:
     @property
     def _matrices(self) -> ExpertMatrices:
         """Views of the parameters, whose data may move to other memory between steps."""
-        count = self._spec.num_experts
-        gate_up, down = self._gate_up.data, self._down.data
+        experts, gate_up, down = self._part.experts, self._gate_up.data, self._down.data
+        count = len(experts)
         return ExpertMatrices(
-            gate_up.view(count, -1, gate_up.shape[1]), down.view(count, -1, down.shape[1]), 0
+            gate_up.view(count, -1, gate_up.shape[1]),
+            down.view(count, -1, down.shape[1]),
+            experts.start,
         )
 
     def parameters(self) -> Iterator[Parameter]:
@@ -172,31 +178,53 @@ def _whole(name: str, shape: tuple[int, int], setup: LayerSetup) -> Parameter:
     return setup.parameter(name, shape, (Piece(name, shape, everything, everything),))
 
 
-def _gate_up_pieces(name: str, spec: ExpertsSpec, inner: int, setup: LayerSetup) -> Iterator[Piece]:
+class _RankPart(NamedTuple):
+    """This rank's part of the experts' matrices."""
+
+    experts: range
+    """Numbers of its experts."""
+    inner: range
+    """Its part of the inner size of each."""
+
+
+def _rank_part(spec: ExpertsSpec, setup: LayerSetup) -> _RankPart:
+    rank, size = setup.tp.rank, setup.tp.size
+    if setup.expert_parallel:
+        base, rest = divmod(spec.num_experts, size)
+        first = rank * base + min(rank, rest)
+        experts = range(first, first + base + (rank < rest))
+        return _RankPart(experts, range(spec.intermediate_size))
+    inner = spec.intermediate_size // size
+    return _RankPart(range(spec.num_experts), range(rank * inner, (rank + 1) * inner))
+
+
+def _gate_up_pieces(
+    name: str, spec: ExpertsSpec, part: _RankPart, hidden_size: int
+) -> Iterator[Piece]:
     """Yield the pieces of the experts' gates and ups, stacked by rows: gate and up of the first
     expert, gate and up of the second, and so on."""
-    shape = (spec.intermediate_size, setup.hidden_size)
-    start, columns = setup.tp.rank * inner, slice(0, setup.hidden_size)
-    source = (slice(start, start + inner), columns)
-    for index in range(2 * spec.num_experts):
-        expert, half = divmod(index, 2)
-        tensor = f"{name}.experts.{expert}.{('gate_proj', 'up_proj')[half]}.weight"
+    shape, columns = (spec.intermediate_size, hidden_size), slice(0, hidden_size)
+    source, inner = (slice(part.inner.start, part.inner.stop), columns), len(part.inner)
+    tensors = (
+        f"{name}.experts.{expert}.{matrix}.weight"
+        for expert in part.experts
+        for matrix in ("gate_proj", "up_proj")
+    )
+    for index, tensor in enumerate(tensors):
         rows = slice(index * inner, (index + 1) * inner)
         yield Piece(tensor, shape, source, (rows, columns))
 
 
-def _down_pieces(name: str, spec: ExpertsSpec, inner: int, setup: LayerSetup) -> Iterator[Piece]:
+def _down_pieces(
+    name: str, spec: ExpertsSpec, part: _RankPart, hidden_size: int
+) -> Iterator[Piece]:
     """Yield the pieces of the experts' downs, stacked by rows."""
-    size, start = setup.hidden_size, setup.tp.rank * inner
-    source = (slice(0, size), slice(start, start + inner))
-    for expert in range(spec.num_experts):
-        rows = slice(expert * size, (expert + 1) * size)
-        yield Piece(
-            f"{name}.experts.{expert}.down_proj.weight",
-            (size, spec.intermediate_size),
-            source,
-            (rows, slice(0, inner)),
-        )
+    shape = (hidden_size, spec.intermediate_size)
+    source = (slice(0, hidden_size), slice(part.inner.start, part.inner.stop))
+    for index, expert in enumerate(part.experts):
+        rows = slice(index * hidden_size, (index + 1) * hidden_size)
+        tensor = f"{name}.experts.{expert}.down_proj.weight"
+        yield Piece(tensor, shape, source, (rows, slice(0, len(part.inner))))
 
 
 def _refuse_quantized(module: str, setup: LayerSetup) -> None:

@@ -336,7 +336,15 @@ def build_stage(
     generates.
     """
     setup = LayerSetup(
-        config.hidden_size, tp, dtype, device, ops, adapters, config.quantization, has_fp8_cache
+        config.hidden_size,
+        tp,
+        dtype,
+        device,
+        ops,
+        adapters,
+        config.quantization,
+        has_fp8_cache,
+        config.expert_parallel,
     )
     embedding, start, end = None, None, None
     is_tied = config.tie_word_embeddings and config.generates

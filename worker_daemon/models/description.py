@@ -82,6 +82,8 @@ class DecoderConfig:
     decoder."""
     quantization: Quantization | None = None
     """None: all weights are in the model's dtype."""
+    expert_parallel: bool = False
+    """Each tensor-parallel rank has some of the experts; otherwise it has a part of each."""
 
     def __post_init__(self) -> None:
         heads = {each.attention.heads for each in self.layers}

@@ -75,6 +75,7 @@ class GroupShape:
     """Layers of each stage."""
     dtype: str
     """float32, float16 or bfloat16."""
+    enable_expert_parallel: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -319,6 +320,7 @@ def _parse_shape(values: Mapping[str, object]) -> GroupShape:
         tensor_parallel_size=_take(values, "tensor_parallel_size", int),
         layer_partition=tuple(_integers(partition)),
         dtype=_take(values, "dtype", str),
+        enable_expert_parallel=values.get("enable_expert_parallel", False) is True,  # older: absent
     )
 
 

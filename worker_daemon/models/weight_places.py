@@ -177,7 +177,7 @@ def kernel_places(
     stage: DecoderStage, config: DecoderConfig, tp_rank: int, tp_size: int, dtype: torch.dtype
 ) -> Places:
     """Return places by the parameters' own names. NAME is for every rank that has the parameter,
-    NAME@tpN only for tensor-parallel rank N."""
+    unless their shapes differ, NAME@tpN only for tensor-parallel rank N."""
     places: dict[str, list[_WeightPlace]] = {}
     tensors: dict[str, tuple[str, ...]] = {}
     for parameter in stage.parameters():
@@ -187,14 +187,20 @@ def kernel_places(
     specs: dict[str, TensorSpec] = {}
     dtypes: dict[str, torch.dtype] = {}
     required: dict[str, tuple[str, ...]] = {}
+    uneven: set[str] = set()
     for rank in range(tp_size):
         # Biases differ between ranks: only rank 0 has all of them.
         for parameter in _parameters(config, rank, tp_size, dtype):
-            ranked = f"{parameter.name}@tp{rank}"
+            ranked, spec = f"{parameter.name}@tp{rank}", _parameter_spec(parameter)
+            if specs.get(parameter.name, spec) != spec:
+                uneven.add(parameter.name)
             for name in (parameter.name, ranked):
-                specs[name] = _parameter_spec(parameter)
+                specs[name] = spec
                 dtypes[name] = parameter.data.dtype
             required[ranked] = (parameter.name, ranked)
+    for name in uneven:  # one rank has more experts than another
+        for known in (places, tensors, specs, dtypes):
+            known.pop(name, None)
     return Places(places, tensors, specs, dtypes, list(required.values()), scales={})
 
 

@@ -428,9 +428,10 @@ def _inner_size(decoder: DecoderConfig) -> int:
 def _routed_size(decoder: DecoderConfig, tp_size: int) -> int:
     """Return the most elements of a token in a layer with experts: of each of its experts, the
     inner values and the result."""
+    num_parts = 1 if decoder.expert_parallel else tp_size
     return max(
         (
-            experts.routing.top_k * (experts.intermediate_size // tp_size + decoder.hidden_size)
+            experts.routing.top_k * (experts.intermediate_size // num_parts + decoder.hidden_size)
             for experts in decoder.layer_experts
             if experts is not None
         ),

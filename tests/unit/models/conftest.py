@@ -4,7 +4,7 @@ cache."""
 import json
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -115,10 +115,12 @@ class ThreadRank:
         return torch.cat(self.group.exchange(self.rank, x), dim=-1)
 
 
-def load_stages(path, pp_size=1, tp=None, dtype=torch.float32, partition=None):
+def load_stages(
+    path, pp_size=1, tp=None, dtype=torch.float32, partition=None, expert_parallel=False
+):
     """All stages of one tensor-parallel rank, loaded, each with its caches."""
     tp = tp or SingleRank()
-    config = read_model_config(path)
+    config = replace(read_model_config(path), expert_parallel=expert_parallel)
     check_partition(config, pp_size, tp.size)
     stages = []
     for index, layers in enumerate(partition_layers(config.num_hidden_layers, pp_size, partition)):

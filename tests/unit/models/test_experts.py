@@ -2,16 +2,20 @@
 that are refused."""
 
 import json
+from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from rpc_schema.config import ModelConfig
 from worker_daemon.errors import CheckpointError, ConfigError
 from worker_daemon.models.config import parse_model_config, read_model_config
 from worker_daemon.models.decoder import checkpoint_names
 from worker_daemon.models.partition import check_partition
 from worker_daemon.models.weights import tensor_names
+from worker_daemon.worker.resolve import resolve_model
 
 SIZES = {"num_experts_per_tok": 2, "moe_intermediate_size": 24}
 MODELS = {
@@ -76,6 +80,68 @@ def test_stacked_checkpoints_agree_with_transformers(
     ours = paged_run(stages_of(made.path), sequences).prefill()
     for logits, expected in zip(ours, reference_logprobs(made.hf_model, sequences), strict=True):
         assert torch.allclose(logits.log_softmax(-1), expected, atol=1e-4)
+
+
+@FAMILIES
+@pytest.mark.parametrize("tp_size", [2, 4])
+def test_ranks_with_some_of_the_experts_agree_with_transformers_and_with_split_experts(
+    make_checkpoint,
+    random_sequences,
+    stages_of,
+    paged_run,
+    reference_logprobs,
+    on_tensor_parallel_ranks,
+    model,
+    tp_size,
+):
+    architecture, fields = model
+    made = make_checkpoint(architecture, seed=38, **fields)
+    sequences = random_sequences(LENGTHS, seed=39)
+
+    def prefill(tp, expert_parallel):
+        stages = stages_of(made.path, 2, tp, expert_parallel=expert_parallel)
+        held = {name for stage in stages for name in stage.loaded_names() if ".experts." in name}
+        return held, paged_run(stages, sequences).prefill()
+
+    whole, divided = (
+        on_tensor_parallel_ranks(tp_size, partial(prefill, expert_parallel=expert_parallel))
+        for expert_parallel in (False, True)
+    )
+    expected = reference_logprobs(made.hf_model, sequences)
+    for (_, split), (_, ours) in zip(whole, divided, strict=True):
+        for logits, other, reference in zip(ours, split, expected, strict=True):
+            assert torch.allclose(logits.log_softmax(-1), reference, atol=1e-4)
+            assert torch.allclose(logits, other, atol=1e-4)
+    held = [names for names, _ in divided]
+    assert sum(map(len, held)) == len(set.union(*held)) == len(whole[0][0])
+    counts = [len(names) for names in held]
+    assert counts == sorted(counts, reverse=True)
+    assert min(counts) > 0
+
+
+def test_more_ranks_than_experts_are_refused():
+    config = replace(parse_model_config(description(num_experts=8)), expert_parallel=True)
+    check_partition(config, 1, 8)
+    few = replace(parse_model_config(description(num_experts=3, num_experts_per_tok=2)),
+        expert_parallel=True)  # fmt: skip
+    with pytest.raises(ConfigError, match="3 experts") as caught:
+        check_partition(few, 1, 4)
+    assert caught.value.field == "tensor_parallel_size"
+
+
+def test_divided_experts_need_not_divide_their_inner_size():
+    config = parse_model_config(description(moe_intermediate_size=30))
+    check_partition(replace(config, expert_parallel=True), 1, 4)
+
+
+def test_a_model_without_experts_does_not_divide_them(tmp_path):
+    (tmp_path / "config.json").write_text(
+        json.dumps(description(architectures=["LlamaForCausalLM"]))
+    )
+    asked = ModelConfig(model=str(tmp_path), enable_expert_parallel=True)
+    with pytest.raises(ConfigError, match="has no experts") as caught:
+        resolve_model(asked, [tmp_path])
+    assert caught.value.field == "enable_expert_parallel"
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
