@@ -13,7 +13,7 @@ the file.
 import re
 from collections.abc import Iterator
 from types import MappingProxyType
-from typing import Final
+from typing import Final, NamedTuple
 
 MAX_EXPERTS: Final = 1024
 """Experts of a layer: more than any model has; a bound on a hostile file's tensors."""
@@ -31,7 +31,7 @@ _STACKED: Final = MappingProxyType(
         ".mlp.experts.down_proj": ("down_proj",),
     }
 )
-_SEPARATE: Final = re.compile(r"\.mlp\.experts\.\d+\.")
+_SEPARATE: Final = re.compile(r"(.+\.mlp\.experts)\.(\d+)\.(gate_proj|up_proj|down_proj)\.weight")
 
 
 def plain_expert_name(name: str) -> str:
@@ -51,7 +51,30 @@ def is_stacked(name: str) -> bool:
 
 def is_of_expert(name: str) -> bool:
     """Return True if a name is that of one expert's tensor."""
-    return _SEPARATE.search(name) is not None
+    return _SEPARATE.fullmatch(name) is not None
+
+
+class StackedPart(NamedTuple):
+    """The place of one expert's tensor in a stacked one."""
+
+    name: str
+    """Name of the stacked tensor."""
+    expert: int
+    half: int
+    """1 for an up, which follows the gate's rows; otherwise 0."""
+    halves: int
+    """Matrices of an expert in the stacked tensor."""
+
+
+def stacked_part(name: str) -> StackedPart | None:
+    """Return the place of a tensor in the stacked one; None if it is not an expert's."""
+    matched = _SEPARATE.fullmatch(name)
+    if matched is None:
+        return None
+    prefix, expert, matrix = matched.groups()
+    stacked = "down_proj" if matrix == "down_proj" else "gate_up_proj"
+    halves = 1 if stacked == matrix else 2
+    return StackedPart(f"{prefix}.{stacked}", int(expert), int(matrix == "up_proj"), halves)
 
 
 def separate_parts(
