@@ -143,5 +143,5 @@ def test_experts_that_are_missing_are_named(serve, checkpoint, tmp_path):
     broken = checkpoint(ARCHITECTURE, seed=94, **FIELDS)
     path = broken.path / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "num_experts": 6}))
-    with pytest.raises(RemoteCheckpointError, match="experts.5"), serve(broken.path):
+    with pytest.raises(RemoteCheckpointError, match=r"experts\.5"), serve(broken.path):
         pass

@@ -36,7 +36,8 @@ class RoutedTokens(NamedTuple):
 
 
 class ExpertMatrices(NamedTuple):
-    """The matrices of this rank's experts: numbers first to first + L of the model."""
+    """The matrices of this rank's experts: numbers first to first + L of the model. In FP8 they
+    have scales, like Fp8Matrix; inputs of their products are not quantized."""
 
     gate_up: Tensor
     """[L, 2 I, H], contiguous, each expert's gate before its up"""
@@ -44,6 +45,11 @@ class ExpertMatrices(NamedTuple):
     """[L, H, I], contiguous"""
     first: int
     """Number of the first expert."""
+    gate_up_scale: Tensor | None = None
+    """float32 [L, 2 I], or [L, 2 I / 128, ceil(H / 128)] for blocks; None for matrices in the
+    model's dtype."""
+    down_scale: Tensor | None = None
+    """float32 [L, H], or [L, ceil(H / 128), ceil(I / 128)]"""
 
 
 class ExpertOps(Protocol):

@@ -4,7 +4,7 @@ experts).
 Shapes: N tokens, H hidden size, E experts, I inner size of an expert on this rank.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -14,9 +14,11 @@ from torch import Tensor
 from worker_daemon.contracts.experts import ExpertMatrices, Routing
 from worker_daemon.contracts.layer_ops import NormedSum
 from worker_daemon.errors import config_error
+from worker_daemon.layers.fp8 import make_fp8_parameters
 from worker_daemon.layers.linear import GatedColumnParallelLinear, RowParallelLinear, even_shard
 from worker_daemon.layers.norm import NormSpec, RMSNorm
 from worker_daemon.layers.parameter import Parameter, Piece
+from worker_daemon.layers.quantization import Int4Quantization, Quantization
 from worker_daemon.layers.setup import LayerSetup
 
 
@@ -57,10 +59,10 @@ class ExpertsBlock:
         """prefix: the checkpoint's name of the layer.
 
         Raises:
-            ConfigError: the quantization covers experts.
+            ConfigError: the quantization is in 4 bits, covers some of the experts only, or its
+                blocks do not fit this rank's part.
         """
         name = f"{prefix}.mlp"
-        _refuse_quantized(f"{name}.experts.0.gate_proj", setup)
         self._norm = RMSNorm(prefix, spec.norm, setup)
         self._experts = _Experts(name, spec, setup)
 
@@ -87,15 +89,17 @@ class _Experts:
         self._router = _whole(f"{name}.gate.weight", (spec.num_experts, setup.hidden_size), setup)
         self._part = part = _rank_part(spec, setup)
         count, inner = len(part.experts), len(part.inner)
-        self._gate_up = setup.parameter(
-            f"{name}.experts.gate_up_proj.weight",
+        self._gate_up = _Stack(
+            f"{name}.experts.gate_up_proj",
             (count * 2 * inner, setup.hidden_size),
-            _gate_up_pieces(name, spec, part, setup.hidden_size),
+            tuple(_gate_up_pieces(name, spec, part, setup.hidden_size)),
+            setup,
         )
-        self._down = setup.parameter(
-            f"{name}.experts.down_proj.weight",
+        self._down = _Stack(
+            f"{name}.experts.down_proj",
             (count * setup.hidden_size, inner),
-            _down_pieces(name, spec, part, setup.hidden_size),
+            tuple(_down_pieces(name, spec, part, setup.hidden_size)),
+            setup,
         )
         self._shared = None if spec.shared is None else _SharedExpert(name, spec.shared, setup)
 
@@ -109,20 +113,57 @@ class _Experts:
     @property
     def _matrices(self) -> ExpertMatrices:
         """Views of the parameters, whose data may move to other memory between steps."""
-        experts, gate_up, down = self._part.experts, self._gate_up.data, self._down.data
-        count = len(experts)
-        return ExpertMatrices(
-            gate_up.view(count, -1, gate_up.shape[1]),
-            down.view(count, -1, down.shape[1]),
-            experts.start,
-        )
+        experts = self._part.experts
+        gate_up, gate_up_scale = self._gate_up.divided(len(experts))
+        down, down_scale = self._down.divided(len(experts))
+        return ExpertMatrices(gate_up, down, experts.start, gate_up_scale, down_scale)
 
     def parameters(self) -> Iterator[Parameter]:
         yield self._router
-        yield self._gate_up
-        yield self._down
+        yield from self._gate_up.parameters()
+        yield from self._down.parameters()
         if self._shared is not None:
             yield from self._shared.parameters()
+
+
+class _Stack:
+    """Matrices of this rank's experts, one below the other in one parameter, with their scales if
+    they are in FP8."""
+
+    def __init__(
+        self, name: str, shape: tuple[int, int], pieces: tuple[Piece, ...], setup: LayerSetup
+    ) -> None:
+        """name: of the parameter, without .weight."""
+        quantization = setup.quantization
+        self._scale: Parameter | None = None
+        self._input_scale: Parameter | None = None
+        if quantization is None or not _covers(quantization, pieces):
+            self._weight = setup.parameter(f"{name}.weight", shape, pieces)
+            return
+        if isinstance(quantization, Int4Quantization):
+            raise config_error(
+                "quantization_config",
+                pieces[0].name,
+                "experts in 4 bits are not supported",
+                "use a checkpoint with experts in FP8, or the unquantized one",
+            )
+        made = make_fp8_parameters(name, shape, pieces, quantization, setup.device)
+        self._weight, self._scale, self._input_scale = made
+
+    def divided(self, count: int) -> tuple[Tensor, Tensor | None]:
+        """Return the matrices [count, rows, columns] and their scales, as ExpertMatrices has
+        them."""
+        weight, scale = self._weight.data, self._scale
+        matrices = weight.view(count, -1, weight.shape[1])
+        if scale is None:
+            return matrices, None
+        return matrices, scale.data.view(count, -1, *scale.data.shape[1:])
+
+    def parameters(self) -> Iterator[Parameter]:
+        yield self._weight
+        for scale in (self._scale, self._input_scale):
+            if scale is not None:
+                yield scale
 
 
 class _SharedExpert:
@@ -227,11 +268,19 @@ def _down_pieces(
         yield Piece(tensor, shape, source, (rows, slice(0, len(part.inner))))
 
 
-def _refuse_quantized(module: str, setup: LayerSetup) -> None:
-    if setup.quantization is not None and setup.quantization.covers(module):
+def _covers(quantization: Quantization, pieces: Sequence[Piece]) -> bool:
+    """Return True if all of the tensors are quantized, False if none is.
+
+    Raises:
+        ConfigError: some of them are.
+    """
+    modules = [piece.name.removesuffix(".weight") for piece in pieces]
+    ignored = next((each for each in modules if not quantization.covers(each)), None)
+    if ignored is not None and any(map(quantization.covers, modules)):
         raise config_error(
             "quantization_config",
-            module,
-            "quantized experts are not supported",
-            "use the unquantized checkpoint, or one that leaves its experts unquantized",
+            ignored,
+            "some experts of a layer are quantized, and others are not",
+            "use a checkpoint that quantizes or ignores all of them",
         )
+    return ignored is None

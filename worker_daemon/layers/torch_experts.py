@@ -5,6 +5,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from worker_daemon.contracts.experts import ExpertMatrices, RoutedTokens, Routing
+from worker_daemon.contracts.layer_ops import Fp8Matrix
 
 
 class TorchExperts:
@@ -34,7 +35,15 @@ class TorchExperts:
             if number < 0 or not 0 <= local < matrices.down.shape[0]:
                 continue
             rows, places = torch.where(routed.experts == number)
-            gate, up = functional.linear(x[rows], matrices.gate_up[local]).chunk(2, dim=-1)
-            y = functional.linear(functional.silu(gate) * up, matrices.down[local])
+            gate_up = _matrix(matrices.gate_up, matrices.gate_up_scale, local, x.dtype)
+            down = _matrix(matrices.down, matrices.down_scale, local, x.dtype)
+            gate, up = functional.linear(x[rows], gate_up).chunk(2, dim=-1)
+            y = functional.linear(functional.silu(gate) * up, down)
             total.index_add_(0, rows, y.float() * routed.weights[rows, places].unsqueeze(1))
         return total.to(x.dtype)
+
+
+def _matrix(stack: Tensor, scale: Tensor | None, local: int, dtype: torch.dtype) -> Tensor:
+    if scale is None:
+        return stack[local]
+    return Fp8Matrix(stack[local], scale[local], None, "none").dequantized(dtype)

@@ -49,6 +49,11 @@ def is_stacked(name: str) -> bool:
     return name.endswith(tuple(_STACKED))
 
 
+def is_stack_of_experts(parameter: str) -> bool:
+    """Return True for the name of a parameter with the matrices of a layer's experts."""
+    return is_stacked(parameter.removesuffix(".weight"))
+
+
 def is_of_expert(name: str) -> bool:
     """Return True if a name is that of one expert's tensor."""
     return _SEPARATE.fullmatch(name) is not None

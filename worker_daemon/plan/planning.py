@@ -40,6 +40,7 @@ from worker_daemon.layers.quantization import Int4Quantization
 from worker_daemon.layers.torch_ops import TorchOps
 from worker_daemon.models.decoder import DecoderStage
 from worker_daemon.models.description import DecoderConfig
+from worker_daemon.models.expert_tensors import is_stack_of_experts
 from worker_daemon.models.partition import check_partition, partition_layers
 from worker_daemon.plan.step_memory import StageWidths, estimate_step_bytes
 from worker_daemon.runner.kv_cache import describe_layers
@@ -457,7 +458,11 @@ def _dequantized_bytes(stage: DecoderStage, decoder: DecoderConfig, itemsize: in
     ):
         return 0
     largest = max(
-        (p.data.numel() for p in stage.parameters() if p.data.dtype == FP8),
+        (
+            p.data.numel()
+            for p in stage.parameters()
+            if p.data.dtype == FP8 and not is_stack_of_experts(p.name)
+        ),
         default=0,
     )
     return largest * itemsize + largest * torch.float32.itemsize // FP8_BLOCK

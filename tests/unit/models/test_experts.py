@@ -10,11 +10,17 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from rpc_schema.config import ModelConfig
+from tests.support.quantized import compressed_config, quantize, quantized_values
+from worker_daemon.distributed.tp import SingleRank
 from worker_daemon.errors import CheckpointError, ConfigError
+from worker_daemon.layers.attention import NullAttention
+from worker_daemon.layers.quantization import ONLINE
+from worker_daemon.layers.torch_ops import TorchOps
 from worker_daemon.models.config import parse_model_config, read_model_config
-from worker_daemon.models.decoder import checkpoint_names
+from worker_daemon.models.decoder import build_stage, checkpoint_names
 from worker_daemon.models.partition import check_partition
-from worker_daemon.models.weights import tensor_names
+from worker_daemon.models.weight_places import Manifest, checkpoint_places
+from worker_daemon.models.weights import load_weights, tensor_names
 from worker_daemon.worker.resolve import resolve_model
 
 SIZES = {"num_experts_per_tok": 2, "moe_intermediate_size": 24}
@@ -270,13 +276,101 @@ def test_layers_of_both_kinds_follow_step_and_list():
     assert has_experts == [False, True, False, False, False, True, False, True]
 
 
-@pytest.mark.parametrize("quantization", [
-    {"quant_method": "fp8"},
-    {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": True},
-])  # fmt: skip
-def test_quantized_experts_are_refused(quantization):
+FP8_FORMATS = [
+    ("compressed", "tensor", "static"),
+    ("compressed", "channel", "none"),
+    ("fp8", "block", "dynamic"),
+]
+FP8_SIZES = {
+    "hidden_size": 128,
+    "head_dim": 64,
+    "num_key_value_heads": 4,
+    "intermediate_size": 256,
+    "moe_intermediate_size": 256,
+    "num_hidden_layers": 2,
+    "num_experts": 3,
+    "num_experts_per_tok": 2,
+    "norm_topk_prob": True,
+    "mlp_only_layers": [1],
+}
+
+
+@pytest.mark.parametrize("form", FP8_FORMATS, ids=str)
+@pytest.mark.parametrize(("tp_size", "divided"), [(1, False), (2, False), (2, True)])
+def test_experts_in_fp8_agree_with_transformers(
+    make_checkpoint,
+    random_sequences,
+    stages_of,
+    paged_run,
+    reference_logprobs,
+    on_tensor_parallel_ranks,
+    form,
+    tp_size,
+    divided,
+):
+    made = make_checkpoint("Qwen3MoeForCausalLM", seed=40, **FP8_SIZES)
+    quantize(made.path, made.hf_model, *form)
+    sequences = random_sequences(LENGTHS, seed=41)
+
+    def prefill(tp):
+        stages = stages_of(made.path, 2, tp, expert_parallel=divided)
+        dtypes = {p.name: p.data.dtype for stage in stages for p in stage.parameters()}
+        assert dtypes["model.layers.0.mlp.experts.down_proj.weight"] == torch.float8_e4m3fn
+        assert dtypes["model.layers.0.mlp.gate.weight"] == torch.float32
+        return paged_run(stages, sequences).prefill()
+
+    expected = reference_logprobs(made.hf_model, sequences)
+    for ours in on_tensor_parallel_ranks(tp_size, prefill):
+        for logits, reference in zip(ours, expected, strict=True):
+            assert torch.allclose(logits.log_softmax(-1), reference, atol=1e-4)
+
+
+@pytest.mark.parametrize("stacked", [False, True])
+def test_experts_quantized_while_loading(make_checkpoint, stacked):
+    """Each row by its largest value, as other matrices; a trainer's stacked tensors likewise."""
+    made = make_checkpoint("Qwen3MoeForCausalLM", seed=42, stacked=stacked, **FP8_SIZES)
+    config = replace(read_model_config(made.path), quantization=ONLINE)
+    stage = build_stage(
+        config, range(2), True, True, SingleRank(), torch.float32, torch.device("cpu"), 16,
+        NullAttention(), TorchOps(),
+    )  # fmt: skip
+    load_weights(stage.parameters(), made.path, checkpoint_names(config), lambda _: None)
+    views = stage.checkpoint_views()
+    weights = dict(made.hf_model.state_dict())
+    prefix = "model.layers.0.mlp.experts"
+    up = weights[f"{prefix}.gate_up_proj"][2, 256:]
+    values, scale, _ = quantized_values(up, "channel")
+    assert torch.equal(views[f"{prefix}.2.up_proj.weight"].float(), values.float())
+    assert torch.allclose(views[f"{prefix}.2.up_proj.weight_scale"], scale.squeeze(1))
+
+    places = checkpoint_places(stage, config)
+    names = (f"{prefix}.gate_up_proj", f"{prefix}.down_proj")
+    tensors = tuple(weights[name] for name in names)
+    places.check(Manifest(names, (torch.float32,) * 2, tuple(tuple(t.shape) for t in tensors)))
+    before = {name: view.clone() for name, view in views.items()}
+    for name, tensor in zip(names, tensors, strict=True):
+        places.fill(name, 0, -tensor[:1])
+        places.fill(name, 1, -tensor[1:])
+    for name, view in views.items():
+        sign = -1 if f"{prefix}." in name and name.endswith(".weight") else 1
+        assert torch.equal(view.float(), sign * before[name].float()), name
+
+
+def test_experts_of_which_some_are_quantized_are_refused():
+    ignored = "model.layers.1.mlp.experts.2.up_proj"
+    quantization = compressed_config("channel", "dynamic", [ignored])
     config = parse_model_config(description(quantization_config=quantization))
-    with pytest.raises(ConfigError, match="experts") as caught:
+    with pytest.raises(ConfigError, match="some experts") as caught:
+        checkpoint_names(config)
+    assert (caught.value.field, caught.value.value) == ("quantization_config", ignored)
+
+
+def test_experts_in_4_bits_are_refused():
+    quantization = {
+        "quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": True
+    }  # fmt: skip
+    config = parse_model_config(description(quantization_config=quantization))
+    with pytest.raises(ConfigError, match="4 bits") as caught:
         checkpoint_names(config)
     assert caught.value.field == "quantization_config"
 
