@@ -11,6 +11,7 @@ from tests.support.expert_checks import (
     check_unusual_scores,
     draw_matrices,
     draw_routed,
+    quantized,
 )
 from worker_daemon.contracts.experts import ExpertMatrices, RoutedTokens, Routing
 from worker_daemon.kernels.experts import (
@@ -141,3 +142,21 @@ def test_a_graph_follows_each_steps_routing(ops: TritonExperts, num_tokens: int)
         assert torch.equal(y, run())
         assert (y[num_used:] == 0).all()
         assert y[:num_used].isfinite().all()
+
+
+@pytest.mark.parametrize("form", ["row", "block"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("shape", [QWEN3_30B, (8, 2, 1024, 3584)], ids=str)
+@pytest.mark.parametrize("num_tokens", [1, 2, 50, 1500])
+def test_weights_in_fp8(
+    ops: TritonExperts,
+    form: str,
+    dtype: torch.dtype,
+    shape: tuple[int, int, int, int],
+    num_tokens: int,
+) -> None:
+    num_experts, top_k, hidden, inner = shape
+    x = torch.randn(num_tokens, hidden, device="cuda").to(dtype)
+    matrices = quantized(draw_matrices(num_experts, hidden, inner, dtype, "cuda"), form)
+    routed = draw_routed(num_tokens, top_k, num_experts, "cuda")
+    check_products(ops.multiply, x, routed, matrices)

@@ -29,6 +29,31 @@ def draw_matrices(
     return ExpertMatrices(gate_up.to(dtype), down.to(dtype), first)
 
 
+def quantized(matrices: ExpertMatrices, form: str) -> ExpertMatrices:
+    """Return random matrices of these sizes in FP8, with a scale for each "row" or "block"."""
+    stacks, scales = [], []
+    for stack in (matrices.gate_up, matrices.down):
+        values = torch.randn(stack.shape, device=stack.device) * 100
+        stacks.append(values.clamp(-448, 448).to(torch.float8_e4m3fn))
+        shape = list(stack.shape[:2])
+        if form == "block":
+            shape = [shape[0], -(-shape[1] // 128), -(-stack.shape[2] // 128)]
+        scales.append((torch.rand(shape, device=stack.device) + 0.1) / 100 / stack.shape[2] ** 0.5)
+    return ExpertMatrices(*stacks, matrices.first, *scales)
+
+
+def exact_matrix(stack: torch.Tensor, scale: torch.Tensor | None, local: int) -> torch.Tensor:
+    """Return an expert's matrix in float64."""
+    values = stack[local].double()
+    if scale is None:
+        return values
+    spread = scale[local].double()
+    if spread.dim() == 1:
+        return values * spread.unsqueeze(1)
+    spread = spread.repeat_interleave(128, 0)[: values.shape[0]]
+    return values * spread.repeat_interleave(128, 1)[:, : values.shape[1]]
+
+
 def draw_routed(
     num_tokens: int, top_k: int, num_experts: int, device: str, num_padding: int = 0
 ) -> RoutedTokens:
@@ -45,8 +70,10 @@ def expected_sum(x: torch.Tensor, routed: RoutedTokens, matrices: ExpertMatrices
     total = torch.zeros(x.shape, dtype=torch.float64, device=x.device)
     for local in range(matrices.down.shape[0]):
         rows, places = torch.where(routed.experts == matrices.first + local)
-        gate, up = (x[rows].double() @ matrices.gate_up[local].double().T).chunk(2, 1)
-        y = (functional.silu(gate) * up) @ matrices.down[local].double().T
+        gate_up = exact_matrix(matrices.gate_up, matrices.gate_up_scale, local)
+        down = exact_matrix(matrices.down, matrices.down_scale, local)
+        gate, up = (x[rows].double() @ gate_up.T).chunk(2, 1)
+        y = (functional.silu(gate) * up) @ down.T
         total.index_add_(0, rows, y * routed.weights[rows, places].double().unsqueeze(1))
     return total
 

@@ -20,6 +20,9 @@ The floors of one layer of Qwen3-30B-A3B on an H200 (H 2048, I 768, E 128, K 8, 
 
 Rows in and out: h and y of this file, written and read once; x and the sum stay in L2.
 
+Weights in FP8 are converted in registers, and their scales multiply the sums; blocks multiply the
+inputs of one row instead.
+
 Letters: N tokens, H hidden size, I inner size, K experts of a token, M rows of a tile, O outputs.
 """
 
@@ -34,6 +37,7 @@ import triton
 import triton.language as tl
 
 from worker_daemon.contracts.experts import ExpertMatrices, RoutedTokens, Routing
+from worker_daemon.contracts.fp8 import FP8_BLOCK
 from worker_daemon.kernels.compile_ahead import launched
 from worker_daemon.kernels.expert_routing import TilePlan, plan_tiles, route
 from worker_daemon.kernels.launch import (
@@ -150,11 +154,14 @@ def multiply_row(
         h,
         x,
         matrices.gate_up,
+        *_scale_arguments(matrices.gate_up_scale, x),
         routed.experts,
         matrices.first,
         count,
         inner,
         SIZE=hidden,
+        SCALES=_scale_form(matrices.gate_up_scale),
+        SCALE_BLOCK=FP8_BLOCK,
         BLOCK_O=gate_up_tile.block_o,
         BLOCK_I=gate_up_tile.block_i,
         PDL=pdl,
@@ -166,12 +173,15 @@ def multiply_row(
         y,
         h,
         matrices.down,
+        *_scale_arguments(matrices.down_scale, x),
         routed.experts,
         routed.weights,
         matrices.first,
         count,
         hidden,
         SIZE=inner,
+        SCALES=_scale_form(matrices.down_scale),
+        SCALE_BLOCK=FP8_BLOCK,
         TOP_K=top_k,
         BLOCK_O=down_tile.block_o,
         BLOCK_I=down_tile.block_i,
@@ -196,9 +206,10 @@ def multiply_rows(
     count, hidden, inner = matrices.down.shape
     plan = plan_tiles(routed.experts, matrices.first, count, tiles.block_m, pdl=pdl)
     h = x.new_empty(num_tokens * top_k, inner)
-    multiply_tiles(h, x, matrices.gate_up, plan, tiles, pdl=pdl, gated=True)
+    gate_up, down = matrices.gate_up_scale, matrices.down_scale
+    multiply_tiles(h, x, matrices.gate_up, gate_up, plan, tiles, pdl=pdl, gated=True)
     y = x.new_empty(num_tokens * top_k, hidden)
-    multiply_tiles(y, h, matrices.down, plan, tiles, pdl=pdl, gated=False)
+    multiply_tiles(y, h, matrices.down, down, plan, tiles, pdl=pdl, gated=False)
     return add_experts(y, x, routed, matrices, pdl=pdl)
 
 
@@ -206,6 +217,7 @@ def multiply_tiles(
     y: torch.Tensor,
     x: torch.Tensor,
     weight: torch.Tensor,
+    scale: torch.Tensor | None,
     plan: TilePlan,
     tiles: ExpertTiles,
     *,
@@ -214,14 +226,17 @@ def multiply_tiles(
 ) -> None:
     """Compute the rows of y [N * K, O] that the plan has, each times the matrix of its expert.
     gated: silu(gate) * up of x [N, I], weight [L, 2 O, I]; otherwise x [N * K, I], weight [L, O,
-    I]."""
+    I]. scale: that of weight in FP8, as ExpertMatrices has it; for blocks, a tile's outputs and
+    inputs at a time are at most 128."""
     num_outputs, num_inputs = y.shape[1], x.shape[1]
     tile = tiles.gate_up if gated else tiles.down
+    assert _scale_form(scale) != "block" or max(tile.block_o, tile.block_i) <= FP8_BLOCK
     num_blocks = triton.cdiv(num_outputs, tile.block_o)
     _product_kernel[(plan.num_tiles * num_blocks,)](
         y,
         x,
         weight,
+        *_scale_arguments(scale, x),
         plan.entries,
         plan.num_tiles,
         num_outputs,
@@ -232,6 +247,8 @@ def multiply_tiles(
         LEFT=tiles.weights_left,
         EVEN=num_outputs % tile.block_o == 0 and num_inputs % tile.block_i == 0,
         EXACT=x.dtype == torch.float32,
+        SCALES=_scale_form(scale),
+        SCALE_BLOCK=FP8_BLOCK,
         BLOCK_M=plan.block_m,
         BLOCK_O=tile.block_o,
         BLOCK_I=tile.block_i,
@@ -241,6 +258,21 @@ def multiply_tiles(
         enable_fp_fusion=True,
         **launch_options(pdl),
     )
+
+
+def _scale_form(scale: torch.Tensor | None) -> str:
+    """Return the form of an expert's scales: none, one for each row, or for each block."""
+    if scale is None:
+        return "none"
+    return "row" if scale.dim() == 2 else "block"
+
+
+def _scale_arguments(scale: torch.Tensor | None, x: torch.Tensor) -> tuple[torch.Tensor, int, int]:
+    """Return the scales (x if there are none), and their elements in an expert and in a row of
+    it."""
+    if scale is None:
+        return x, 0, 0
+    return scale, scale.stride(0), scale.stride(1)
 
 
 def add_experts(
@@ -279,6 +311,9 @@ def _product_kernel(
     y,
     x,
     weight,
+    scale,
+    scale_size,
+    scale_stride,
     entries,
     num_tiles,
     num_outputs,
@@ -289,6 +324,8 @@ def _product_kernel(
     LEFT: tl.constexpr,
     EVEN: tl.constexpr,
     EXACT: tl.constexpr,
+    SCALES: tl.constexpr,
+    SCALE_BLOCK: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_O: tl.constexpr,
     BLOCK_I: tl.constexpr,
@@ -301,42 +338,42 @@ def _product_kernel(
     tile = tl.program_id(0) // num_blocks
     block = tl.program_id(0) % num_blocks
     await_previous(PDL)
-    expert = tl.load(entries + tile)
+    expert = tl.load(entries + tile).to(tl.int64)
     if expert >= 0:
-        num_rows = tl.load(entries + num_tiles + tile)
         m = tl.arange(0, BLOCK_M)
-        is_row = m < num_rows
-        pair = tl.load(entries + 2 * num_tiles + tile * BLOCK_M + m, mask=is_row, other=0).to(
-            tl.int64
-        )
+        is_row = m < tl.load(entries + num_tiles + tile)
+        row_here = entries + 2 * num_tiles + tile * BLOCK_M + m
+        pair = tl.load(row_here, mask=is_row, other=0).to(tl.int64)
         output = block * BLOCK_O + tl.arange(0, BLOCK_O)
         is_output = output < num_outputs
         column = tl.arange(0, BLOCK_I)[None, :]
-        x_here = x + (pair // ROWS_PER_X)[:, None] * num_inputs + column
-        matrix = expert.to(tl.int64) * num_outputs * num_inputs
+        first_output = expert * num_outputs * (2 if GATED else 1)
+        scale_here = scale + expert * scale_size
+        acc, other_acc = _add_columns(
+            x + (pair // ROWS_PER_X)[:, None] * num_inputs + column,
+            weight + (first_output + output)[:, None] * num_inputs + column,
+            scale_here + block * BLOCK_O // SCALE_BLOCK * scale_stride,
+            num_outputs // SCALE_BLOCK * scale_stride,
+            is_row,
+            is_output,
+            num_outputs,
+            num_inputs,
+            GATED,
+            LEFT,
+            EVEN,
+            EXACT,
+            SCALES,
+            SCALE_BLOCK,
+            BLOCK_M,
+            BLOCK_O,
+            BLOCK_I,
+            STAGES,
+        )
+        if SCALES == "row":
+            acc *= _row_factors(scale_here, output, is_output, LEFT)
         if GATED:
-            matrix *= 2
-        weight_here = weight + matrix + output[:, None] * num_inputs + column
-        other_here = weight_here + num_outputs * num_inputs
-        if LEFT:
-            acc = tl.zeros([BLOCK_O, BLOCK_M], tl.float32)
-            other_acc = tl.zeros([BLOCK_O, BLOCK_M], tl.float32)
-        else:
-            acc = tl.zeros([BLOCK_M, BLOCK_O], tl.float32)
-            other_acc = tl.zeros([BLOCK_M, BLOCK_O], tl.float32)
-        for start in tl.range(0, num_inputs, BLOCK_I, num_stages=STAGES):
-            is_weight = is_output[:, None]
-            is_value = is_row[:, None]
-            if not EVEN:
-                is_weight &= column + start < num_inputs
-                is_value &= column + start < num_inputs
-            value = tl.load(x_here + start, mask=is_value, other=0.0)
-            w = _load_weights(weight_here + start, is_weight, EVEN)
-            acc = _multiply(acc, value, w, LEFT, EXACT)
-            if GATED:
-                other = _load_weights(other_here + start, is_weight, EVEN)
-                other_acc = _multiply(other_acc, value, other, LEFT, EXACT)
-        if GATED:
+            if SCALES == "row":
+                other_acc *= _row_factors(scale_here + num_outputs, output, is_output, LEFT)
             gate = acc.to(y.dtype.element_ty).to(tl.float32)
             up = other_acc.to(y.dtype.element_ty).to(tl.float32)
             acc = gate * tl.sigmoid(gate) * up
@@ -348,15 +385,85 @@ def _product_kernel(
 
 
 @triton.jit
+def _add_columns(
+    x_here,
+    weight_here,
+    block_scale,
+    up_blocks,
+    is_row,
+    is_output,
+    num_outputs,
+    num_inputs,
+    GATED: tl.constexpr,
+    LEFT: tl.constexpr,
+    EVEN: tl.constexpr,
+    EXACT: tl.constexpr,
+    SCALES: tl.constexpr,
+    SCALE_BLOCK: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_O: tl.constexpr,
+    BLOCK_I: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """Return the product with the first matrix and, if GATED, with the one num_outputs rows below,
+    whose scales are up_blocks further."""
+    column = tl.arange(0, BLOCK_I)[None, :]
+    other_here = weight_here + num_outputs * num_inputs
+    if LEFT:
+        acc = tl.zeros([BLOCK_O, BLOCK_M], tl.float32)
+    else:
+        acc = tl.zeros([BLOCK_M, BLOCK_O], tl.float32)
+    other_acc = acc
+    for start in tl.range(0, num_inputs, BLOCK_I, num_stages=STAGES):
+        is_weight = is_output[:, None]
+        is_value = is_row[:, None]
+        if not EVEN:
+            is_weight &= column + start < num_inputs
+            is_value &= column + start < num_inputs
+        value = tl.load(x_here + start, mask=is_value, other=0.0)
+        w = _load_weights(weight_here + start, is_weight, EVEN)
+        factor = block_scale + start // SCALE_BLOCK
+        acc = _multiply(acc, value, w, factor, LEFT, EXACT, SCALES)
+        if GATED:
+            w = _load_weights(other_here + start, is_weight, EVEN)
+            other_acc = _multiply(other_acc, value, w, factor + up_blocks, LEFT, EXACT, SCALES)
+    return acc, other_acc
+
+
+@triton.jit
 def _load_weights(here, mask, EVEN: tl.constexpr):
     return tl.load(here) if EVEN else tl.load(here, mask=mask, other=0.0)
 
 
 @triton.jit
-def _multiply(acc, value, w, LEFT: tl.constexpr, EXACT: tl.constexpr):
-    """Add value [M, I] times w [O, I] transposed to acc [M, O], or [O, M] if LEFT."""
+def _row_factors(scale, output, is_output, LEFT: tl.constexpr):
+    factors = tl.load(scale + output, mask=is_output, other=0.0)
+    return factors[:, None] if LEFT else factors[None, :]
+
+
+@triton.jit
+def _multiply(
+    acc,
+    value,
+    w,
+    factor,
+    LEFT: tl.constexpr,
+    EXACT: tl.constexpr,
+    SCALES: tl.constexpr,
+):
+    """Add value [M, I] times w [O, I] transposed to acc [M, O], or [O, M] if LEFT. factor: where
+    the scale of w is, if it has one."""
     PRECISION: tl.constexpr = "ieee" if EXACT else None
-    if LEFT:
+    if SCALES != "none":
+        w = w.to(value.dtype)
+    if SCALES == "block":
+        part = tl.zeros_like(acc)
+        if LEFT:
+            part = tl.dot(w, tl.trans(value), part, input_precision=PRECISION)
+        else:
+            part = tl.dot(value, tl.trans(w), part, input_precision=PRECISION)
+        acc += part * tl.load(factor)
+    elif LEFT:
         acc = tl.dot(w, tl.trans(value), acc, input_precision=PRECISION)
     else:
         acc = tl.dot(value, tl.trans(w), acc, input_precision=PRECISION)
@@ -400,11 +507,16 @@ def _row_gate_up_kernel(
     h,
     x,
     weight,
+    scale,
+    scale_size,
+    scale_stride,
     experts,
     first,
     count,
     num_outputs,
     SIZE: tl.constexpr,
+    SCALES: tl.constexpr,
+    SCALE_BLOCK: tl.constexpr,
     BLOCK_O: tl.constexpr,
     BLOCK_I: tl.constexpr,
     PDL: tl.constexpr,
@@ -420,16 +532,36 @@ def _row_gate_up_kernel(
     if (local >= 0) & (local < count):
         gate_here = weight + (local.to(tl.int64) * 2 * num_outputs + output)[:, None] * SIZE
         up_here = gate_here + num_outputs * SIZE
+        if SCALES != "none":
+            gate_scale = scale + local.to(tl.int64) * scale_size
+            up_scale = gate_scale + num_outputs
+        if SCALES == "block":
+            gate_scale += tl.program_id(0) * BLOCK_O // SCALE_BLOCK * scale_stride
+            up_scale = gate_scale + num_outputs // SCALE_BLOCK * scale_stride
         gates = tl.zeros([BLOCK_O, BLOCK_I], tl.float32)
         ups = tl.zeros([BLOCK_O, BLOCK_I], tl.float32)
         for start in tl.static_range(0, SIZE, BLOCK_I):
             here = start + column
             inside = is_output & (here < SIZE)[None, :]
-            value = tl.load(x + here, mask=here < SIZE, other=0.0).to(tl.float32)[None, :]
-            gates += tl.load(gate_here + here[None, :], mask=inside, other=0.0) * value
-            ups += tl.load(up_here + here[None, :], mask=inside, other=0.0) * value
-        gate = tl.sum(gates, 1).to(h.dtype.element_ty).to(tl.float32)
-        up = tl.sum(ups, 1).to(h.dtype.element_ty).to(tl.float32)
+            value = tl.load(x + here, mask=here < SIZE, other=0.0).to(tl.float32)
+            gate_w = tl.load(gate_here + here[None, :], mask=inside, other=0.0)
+            up_w = tl.load(up_here + here[None, :], mask=inside, other=0.0)
+            if SCALES == "block":
+                part = here // SCALE_BLOCK
+                of_gate = tl.load(gate_scale + part, mask=here < SIZE, other=0.0)
+                of_up = tl.load(up_scale + part, mask=here < SIZE, other=0.0)
+                gates += gate_w.to(tl.float32) * (value * of_gate)[None, :]
+                ups += up_w.to(tl.float32) * (value * of_up)[None, :]
+            else:
+                gates += gate_w.to(tl.float32) * value[None, :]
+                ups += up_w.to(tl.float32) * value[None, :]
+        gate = tl.sum(gates, 1)
+        up = tl.sum(ups, 1)
+        if SCALES == "row":
+            gate *= tl.load(gate_scale + output, mask=output < num_outputs, other=0.0)
+            up *= tl.load(up_scale + output, mask=output < num_outputs, other=0.0)
+        gate = gate.to(h.dtype.element_ty).to(tl.float32)
+        up = up.to(h.dtype.element_ty).to(tl.float32)
         gated = gate * tl.sigmoid(gate) * up
         tl.store(
             h + k * num_outputs + output,
@@ -444,6 +576,9 @@ def _row_down_kernel(
     y,
     h,
     weight,
+    scale,
+    scale_size,
+    scale_stride,
     experts,
     weights,
     first,
@@ -451,6 +586,8 @@ def _row_down_kernel(
     num_outputs,
     SIZE: tl.constexpr,
     TOP_K: tl.constexpr,
+    SCALES: tl.constexpr,
+    SCALE_BLOCK: tl.constexpr,
     BLOCK_O: tl.constexpr,
     BLOCK_I: tl.constexpr,
     PDL: tl.constexpr,
@@ -466,17 +603,25 @@ def _row_down_kernel(
         local = tl.load(experts + k) - first
         is_here = (local >= 0) & (local < count)
         factor = tl.where(is_here, tl.load(weights + k), 0.0)
-        matrix = tl.where(is_here, local, 0).to(tl.int64) * num_outputs
-        weight_here = weight + (matrix + output)[:, None] * SIZE
+        index = tl.where(is_here, local, 0).to(tl.int64)
+        weight_here = weight + (index * num_outputs + output)[:, None] * SIZE
+        if SCALES != "none":
+            scale_here = scale + index * scale_size
+        if SCALES == "block":
+            scale_here += tl.program_id(0) * BLOCK_O // SCALE_BLOCK * scale_stride
         sums = tl.zeros([BLOCK_O, BLOCK_I], tl.float32)
         for start in tl.static_range(0, SIZE, BLOCK_I):
             here = start + column
             is_input = here < tl.where(is_here, SIZE, 0)
             inside = is_output & is_input[None, :]
-            value = tl.load(h + k * SIZE + here, mask=is_input, other=0.0)
+            value = tl.load(h + k * SIZE + here, mask=is_input, other=0.0).to(tl.float32)
             w = tl.load(weight_here + here[None, :], mask=inside, other=0.0)
-            sums += w.to(tl.float32) * value.to(tl.float32)[None, :]
+            if SCALES == "block":
+                value *= tl.load(scale_here + here // SCALE_BLOCK, mask=is_input, other=0.0)
+            sums += w.to(tl.float32) * value[None, :]
         # Rounded as a product of its own would be.
-        product = tl.sum(sums, 1).to(y.dtype.element_ty).to(tl.float32)
-        total += factor * product
+        product = tl.sum(sums, 1)
+        if SCALES == "row":
+            product *= tl.load(scale_here + output, mask=output < num_outputs, other=0.0)
+        total += factor * product.to(y.dtype.element_ty).to(tl.float32)
     tl.store(y + output, total.to(y.dtype.element_ty), mask=output < num_outputs)

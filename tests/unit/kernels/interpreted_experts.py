@@ -15,6 +15,7 @@ from tests.support.expert_checks import (
     check_unusual_scores,
     draw_matrices,
     draw_routed,
+    quantized,
 )
 from worker_daemon.contracts.experts import ExpertMatrices, RoutedTokens, Routing
 from worker_daemon.kernels.expert_routing import max_tiles, plan_tiles
@@ -26,6 +27,7 @@ from worker_daemon.kernels.experts import (
     multiply_row,
     multiply_rows,
 )
+from worker_daemon.layers.torch_experts import TorchExperts
 
 OPS = TritonExperts(torch.device("cpu"))
 PRODUCT = ProductTile(block_o=16, block_i=16, num_warps=4, num_stages=2)
@@ -91,7 +93,7 @@ def test_more_experts_than_a_tile_of_counts_holds() -> None:
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("tiles", TILES.values(), ids=TILES)
 @pytest.mark.parametrize(("hidden", "inner"), [(32, 64), (40, 24)])
-@pytest.mark.parametrize(("num_tokens", "num_padding"), [(2, 0), (7, 3), (70, 0)])
+@pytest.mark.parametrize(("num_tokens", "num_padding"), [(7, 3), (70, 0)])
 def test_products(
     tiles: ExpertTiles,
     dtype: torch.dtype,
@@ -154,3 +156,16 @@ def test_a_row_does_not_depend_on_its_neighbors() -> None:
 def test_chosen_tiles(dtype: torch.dtype, num_tokens: int) -> None:
     x, matrices = torch.randn(num_tokens, 64).to(dtype), draw_matrices(4, 64, 64, dtype, "cpu")
     check_products(OPS.multiply, x, draw_routed(num_tokens, 2, 4, "cpu"), matrices)
+
+
+@pytest.mark.parametrize("form", ["row", "block"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("num_tokens", [1, 6])
+def test_weights_in_fp8(form: str, dtype: torch.dtype, num_tokens: int) -> None:
+    sizes = (256, 128) if form == "block" else (48, 40)
+    matrices = quantized(draw_matrices(3, *sizes, dtype, "cpu", first=1), form)
+    x, routed = torch.randn(num_tokens, sizes[0]).to(dtype), draw_routed(num_tokens, 2, 5, "cpu")
+    for tiles in TILES.values():
+        check_products(partial(multiply_rows, tiles=tiles, pdl=False), x, routed, matrices)
+    check_products(OPS.multiply, x, routed, matrices)
+    check_products(TorchExperts().multiply, x, routed, matrices)
