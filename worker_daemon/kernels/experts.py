@@ -1,27 +1,12 @@
 """The operations of experts on a GPU: routing, then products grouped by expert.
 
-    1 row           each chosen expert is a matrix-vector product; the second one adds the experts
-    several rows    tiles of rows of one expert (expert_routing.py) times its matrices: gate and up
-                    with their product fused, then down; the weighted sum over a token's experts is
-                    a pass of its own, in a fixed order, so that equal inputs give equal bits
-    few rows/expert weights are the left operand of the MMA instruction, which has at least 64 rows
-                    there and may have 16 on the other side; an expert's matrices are read once
-    many            rows are the left operand
-
-The floors of one layer of Qwen3-30B-A3B on an H200 (H 2048, I 768, E 128, K 8, bfloat16; 4.8 TB/s,
-989 TFLOP/s; an expert has 9.4 MB, a row costs 9.4 MFLOP; experts chosen uniformly):
-
-    tokens  distinct experts  weights  rows in and out  operations  floor
-         1                 8    75 MB            0 MB   0.08 GFLOP    16 us, by bytes
-        16                82   777 MB            1 MB    1.2 GFLOP   162 us, by bytes
-        64               126  1.19 GB            6 MB    4.8 GFLOP   249 us, by bytes
-       256               128  1.21 GB           25 MB     19 GFLOP   257 us, by bytes
-      8192               128  1.21 GB          805 MB    618 GFLOP   625 us, by operations
-
-Rows in and out: h and y of this file, written and read once; x and the sum stay in L2.
-
-Weights in FP8 are converted in registers, and their scales multiply the sums; blocks multiply the
-inputs of one row instead.
+One row: each chosen expert is a matrix-vector product; the second product adds the experts. Several
+rows: tiles of rows of one expert (expert_routing.py) times its matrices, gate and up fused, then
+down, then the weighted sum in a fixed order, so that equal inputs give equal bits. With few rows of
+an expert, weights are the left operand of the MMA instruction, which has at least 64 rows there and
+may have 16 on the other side; its matrices are read once. Weights in FP8 are converted in
+registers, and their scales multiply the sums; scales of blocks multiply the inputs of one row
+instead. benchmarks/NOTES.md has the floors.
 
 Letters: N tokens, H hidden size, I inner size, K experts of a token, M rows of a tile, O outputs.
 """
