@@ -50,6 +50,8 @@ class ExpertMatrices(NamedTuple):
     model's dtype."""
     down_scale: Tensor | None = None
     """float32 [L, H], or [L, ceil(H / 128), ceil(I / 128)]"""
+    num_experts: int = 0
+    """E; 0 if this rank has all experts."""
 
 
 class ExpertOps(Protocol):

@@ -118,7 +118,8 @@ class TritonExperts:
             return torch.empty_like(x)
         if num_tokens == 1 and x.dtype != torch.float32:
             return multiply_row(x, routed, matrices, pdl=self._pdl)
-        tiles = choose_tiles(num_tokens * top_k, matrices.down.shape[0], x.dtype)
+        num_experts = matrices.num_experts or matrices.down.shape[0]
+        tiles = choose_tiles(num_tokens * top_k, num_experts, x.dtype)
         return multiply_rows(x, routed, matrices, tiles, pdl=self._pdl)
 
 

@@ -116,7 +116,8 @@ class _Experts:
         experts = self._part.experts
         gate_up, gate_up_scale = self._gate_up.divided(len(experts))
         down, down_scale = self._down.divided(len(experts))
-        return ExpertMatrices(gate_up, down, experts.start, gate_up_scale, down_scale)
+        total = self._spec.num_experts
+        return ExpertMatrices(gate_up, down, experts.start, gate_up_scale, down_scale, total)
 
     def parameters(self) -> Iterator[Parameter]:
         yield self._router
