@@ -205,7 +205,7 @@ def candidates(num_pairs: int, is_gated: bool) -> Iterator[ExpertTiles]:
 def row_candidates(num_inputs: int) -> Iterator[RowTile]:
     """Yield the tiles to try for one row."""
     for block_o, block_i, num_warps in product((1, 2, 4, 8, 16), (256, 512, 1024, 2048), (2, 4, 8)):
-        if block_i < 2 * num_inputs and 8 <= block_o * block_i // (32 * num_warps) <= 64:
+        if block_i < max(512, 2 * num_inputs) and 8 <= block_o * block_i // (32 * num_warps) <= 64:
             yield RowTile(block_o, block_i, num_warps)
 
 
