@@ -406,6 +406,7 @@ def _measure(
             q_size=q_size,
             inner_size=_inner_size(decoder) // tp_size,
             routed_size=_routed_size(decoder, tp_size),
+            has_shared_expert=any(each and each.shared for each in decoder.layer_experts),
             vocab_size=num_logits,
             vocab_rows=padded_vocab_size(num_logits, tp_size) // tp_size,
             itemsize=resolved.dtype.itemsize,

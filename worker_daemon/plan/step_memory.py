@@ -55,6 +55,8 @@ class StageWidths:
     without a KV cache."""
     routed_size: int = 0
     """Inner values and results of a token's experts (kernels/experts.py); 0 without experts."""
+    has_shared_expert: bool = False
+    """The sum of a token's experts is alive while it passes the shared one."""
     dequantized_bytes: int = 0
     """Bytes of the largest matrix that a step dequantizes, and of its scales; 0 if it dequantizes
     none."""
@@ -84,9 +86,9 @@ def _layer_bytes(widths: StageWidths, tokens: int, gathered: int) -> int:
     attention = tokens * (widths.qkv_size + widths.q_size + hidden) + gathered
     # Attention's output stays alive during the MLP, whose inner size counts twice and then once
     # more.
-    mlp = hidden + max(
-        3 * widths.inner_size, widths.inner_size + hidden, widths.routed_size + hidden
-    )
+    beside = hidden if widths.has_shared_expert else 0
+    whole = beside + max(3 * widths.inner_size, widths.inner_size + hidden)
+    mlp = hidden + max(whole, widths.routed_size + hidden)
     return (tokens * _ALIVE_IN_LAYER * hidden + max(attention, tokens * mlp)) * widths.itemsize
 
 
