@@ -98,13 +98,19 @@ def test_more_experts_than_a_tile_of_counts_holds() -> None:
     assert owners[owners >= 0].tolist() == sorted(set(experts.flatten().tolist()))
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
-@pytest.mark.parametrize("tiles", TILES.values(), ids=TILES)
+@pytest.mark.parametrize(
+    ("dtype", "tiles"),
+    [
+        (torch.float16, TILES["left"]),
+        (torch.float16, TILES["right"]),
+        (torch.float32, TILES["right"]),
+    ],
+)
 @pytest.mark.parametrize(("hidden", "inner"), [(32, 64), (40, 24)])
 @pytest.mark.parametrize(("num_tokens", "num_padding"), [(7, 3), (70, 0)])
 def test_products(
-    tiles: ExpertTiles,
     dtype: torch.dtype,
+    tiles: ExpertTiles,
     hidden: int,
     inner: int,
     num_tokens: int,
@@ -167,14 +173,15 @@ def test_chosen_tiles(dtype: torch.dtype, num_tokens: int) -> None:
 
 
 @pytest.mark.parametrize("form", ["row", "block"])
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
-@pytest.mark.parametrize("num_tokens", [1, 6])
-def test_weights_in_fp8(form: str, dtype: torch.dtype, num_tokens: int) -> None:
+@pytest.mark.parametrize(
+    ("num_tokens", "dtype"), [(1, torch.float16), (6, torch.float16), (2, torch.float32)]
+)
+def test_weights_in_fp8(form: str, num_tokens: int, dtype: torch.dtype) -> None:
     sizes = (256, 128) if form == "block" else (48, 40)
     matrices = quantized(draw_matrices(3, *sizes, dtype, "cpu", first=1), form)
     x, routed = torch.randn(num_tokens, sizes[0]).to(dtype), draw_routed(num_tokens, 2, 5, "cpu")
-    for tiles in TILES.values():
-        check_products(partial(multiply_rows, tiles=tiles, pdl=False), x, routed, matrices)
+    tiles = TILES["left" if num_tokens > 2 else "right"]
+    check_products(partial(multiply_rows, tiles=tiles, pdl=False), x, routed, matrices)
     check_products(OPS.multiply, x, routed, matrices)
     check_products(TorchExperts().multiply, x, routed, matrices)
 
