@@ -187,6 +187,9 @@ def plan(
     quantization: Annotated[
         str, typer.Option(help="auto; fp8 quantizes the matrices of layers")
     ] = "auto",
+    enable_expert_parallel: Annotated[
+        bool, typer.Option(help="give each tensor-parallel rank whole experts")
+    ] = False,
     max_model_len: Annotated[
         int | None, typer.Option(help="default: the model's own limit; -1: the longest that fits")
     ] = None,
@@ -240,6 +243,7 @@ def plan(
                 dtype=dtype,  # type: ignore[arg-type]  # plan_memory checks every value
                 quantization=quantization,  # type: ignore[arg-type]  # as with dtype
                 max_model_len=None if is_fitted else max_model_len,
+                enable_expert_parallel=enable_expert_parallel,
             ),
             scheduler=SchedulerConfig(
                 max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens

@@ -58,6 +58,27 @@ def test_greedy_tokens_equal_transformers(serve, checkpoint, architecture, rope,
 
 
 @pytest.mark.parametrize(
+    ("architecture", "shape", "divided"),
+    [
+        ("MixtralForCausalLM", (1, 2), False),
+        ("Qwen2MoeForCausalLM", (2, 1), False),
+        ("Qwen3MoeForCausalLM", (2, 2), True),
+    ],
+)
+def test_models_with_experts(serve, checkpoint, architecture, shape, divided):
+    reference = checkpoint(architecture, seed=9)
+    requests = [
+        greedy_request(f"r{index}", prompt, MAX_TOKENS)
+        for index, prompt in enumerate(decisive_prompts(reference, 9, LENGTHS, MAX_TOKENS))
+    ]
+    with serve(reference.path, *shape, enable_expert_parallel=divided) as (group, loaded):
+        whole = generate(group, loaded, requests)
+        chunked = generate(group, loaded, requests, max_num_batched_tokens=11)
+    assert_greedy(whole, reference, requests)
+    assert_greedy(chunked, reference, requests)
+
+
+@pytest.mark.parametrize(
     ("shape", "layers", "partition"),
     [
         pytest.param((3, 1), 5, None, id="even-as-can-be"),

@@ -54,6 +54,24 @@ ROPES = {"default": DEFAULT, "linear": LINEAR, "dynamic": DYNAMIC, "llama3": LLA
 
 ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 
+EXPERT_FIELDS: Mapping[str, Mapping[str, object]] = {
+    "MixtralForCausalLM": {"num_local_experts": 4},
+    "Qwen2MoeForCausalLM": {
+        "num_experts": 6,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 48,
+        "shared_expert_intermediate_size": 56,
+    },
+    "Qwen3MoeForCausalLM": {
+        "num_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 40,
+        "norm_topk_prob": True,
+        "mlp_only_layers": [1],
+    },
+}
+"""Sizes of small models, by architecture with experts."""
+
 ENCODERS = ("Bert", "Roberta")
 """Suffixes of encoder family names."""
 
@@ -204,7 +222,8 @@ def make_checkpoint(
     if "hidden_size" in overrides:
         overrides.setdefault("head_dim", None)
     config = config_class(
-        **{**SIZES, **overrides}, rope_parameters={"rope_theta": 10_000.0, **rope}
+        **{**SIZES, **EXPERT_FIELDS.get(architecture, {}), **overrides},
+        rope_parameters={"rope_theta": 10_000.0, **rope},
     )
     torch.manual_seed(seed)
     model = getattr(transformers, architecture)(config).float().eval()

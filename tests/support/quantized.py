@@ -7,7 +7,7 @@ torch operations for each tensor of the checkpoint.
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -50,12 +50,24 @@ def quantize(
         if activations == "static":
             stored[f"{module}.input_scale"] = torch.rand(1).squeeze() / 20 + 0.02
         with torch.no_grad():
-            weights[name].copy_(restored)
+            _matrix(weights, name).copy_(restored)
     save_file(stored, path / "model.safetensors")
     config = json.loads((path / "config.json").read_text())
     make = compressed_config if method == "compressed" else fp8_config
     config["quantization_config"] = make(strategy, activations, ignore)
     (path / "config.json").write_text(json.dumps(config))
+
+
+def _matrix(weights: Mapping[str, torch.Tensor], name: str) -> torch.Tensor:
+    """Return the model's matrix of this name; the model has the experts' stacked."""
+    if name in weights:
+        return weights[name]
+    prefix, _, rest = name.partition(".experts.")
+    expert, matrix, _ = rest.split(".")
+    if matrix == "down_proj":
+        return weights[f"{prefix}.experts.down_proj"][int(expert)]
+    both = weights[f"{prefix}.experts.gate_up_proj"][int(expert)]
+    return both.chunk(2)[matrix == "up_proj"]
 
 
 def quantized_values(

@@ -79,6 +79,7 @@ def worker_config(
     kv_cache_memory_bytes: int | None = None,
     kv_cache_dtype: str = "auto",
     enable_sleep_mode: bool = False,
+    enable_expert_parallel: bool = False,
     lora: LoraConfig = LoraConfig(),  # noqa: B008  # a value
     logits_processors: tuple[str, ...] = (),
 ) -> WorkerConfig:
@@ -95,6 +96,7 @@ def worker_config(
             max_model_len=max_model_len,
             seed=model_seed,
             enable_sleep_mode=enable_sleep_mode,
+            enable_expert_parallel=enable_expert_parallel,
         ),
         scheduler=SchedulerConfig(
             max_num_seqs=max_num_seqs,

@@ -9,6 +9,7 @@ from typing import Final, Literal, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from worker_daemon.contracts.experts import ExpertOps
 from worker_daemon.contracts.fp8 import FP8_BLOCK
 from worker_daemon.contracts.int4 import Int4Matrix
 from worker_daemon.contracts.kv_scales import KVScales
@@ -141,6 +142,10 @@ class LayerOps(Protocol):
     @property
     def fp8(self) -> Fp8Ops:
         """The products with matrices in FP8."""
+
+    @property
+    def experts(self) -> ExpertOps:
+        """The routing and the products of experts."""
 
     def linear(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None = None

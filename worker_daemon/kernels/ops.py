@@ -12,6 +12,7 @@ from worker_daemon.contracts.layer_ops import AdapterWeights, HeadNorms, NormedS
 from worker_daemon.kernels.activation import silu_and_mul
 from worker_daemon.kernels.adapted_linear import AdaptedLinear
 from worker_daemon.kernels.argmax import greedy_tokens
+from worker_daemon.kernels.experts import TritonExperts
 from worker_daemon.kernels.fp8_linear import Fp8Linear
 from worker_daemon.kernels.int4_linear import Int4Linear
 from worker_daemon.kernels.launch import has_dependent_launch
@@ -34,6 +35,7 @@ class TritonOps:
         self._thin = ThinLinear(device)
         self._adapted = AdaptedLinear(device, self._thin)
         self.fp8 = Fp8Linear(device)
+        self.experts = TritonExperts(device)
         self._int4 = Int4Linear(device)
 
     def linear(

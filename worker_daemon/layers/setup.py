@@ -42,6 +42,8 @@ class LayerSetup:
     """None: all matrices are in `dtype`."""
     has_fp8_cache: bool = False
     """The KV cache is in FP8, so that layers need its scales."""
+    expert_parallel: bool = False
+    """A rank has some of the experts; otherwise it has a part of each."""
 
     def parameter(self, name: str, shape: tuple[int, ...], pieces: Iterable[Piece]) -> Parameter:
         """Return a parameter of zeros. Owned by the caller."""

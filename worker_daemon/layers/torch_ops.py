@@ -18,6 +18,7 @@ from worker_daemon.contracts.layer_ops import (
 )
 from worker_daemon.layers.fp8_cache import quantize
 from worker_daemon.layers.rotary import rotate
+from worker_daemon.layers.torch_experts import TorchExperts
 
 
 class TorchOps:
@@ -27,6 +28,7 @@ class TorchOps:
 
     def __init__(self) -> None:
         self.fp8 = DequantizingOps(self)
+        self.experts = TorchExperts()
 
     def linear(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None = None

@@ -85,8 +85,7 @@ class AdapterFormat:
             matched = _TENSOR.fullmatch(name)
             module = matched[1] if matched else ""
             if matched is None or module not in self._shapes:
-                what = f"{name[:_MAX_SHOWN]!r} is no LoRA matrix of a linear layer of this model"
-                raise _refused(what, directory, "use an adapter of this model's linear layers")
+                raise _unknown(name, directory)
             self._check_entry(module, "A" if matched[2] == "A" else "B", entry, config, directory)
             found.setdefault(module, set()).add(matched[2])
         if not found:
@@ -160,6 +159,15 @@ class AdapterFormat:
 
 def _tensor_name(module: str, side: _Side) -> str:
     return f"base_model.model.{module}.lora_{side}.weight"
+
+
+def _unknown(name: str, directory: Path) -> CheckpointError:
+    shown = f"{name[:_MAX_SHOWN]!r}"
+    if ".experts." in name:
+        what = f"{shown} changes an expert: adapters of experts are not supported"
+        return _refused(what, directory, "use an adapter without experts")
+    what = f"{shown} is no LoRA matrix of a linear layer of this model"
+    return _refused(what, directory, "use an adapter of this model's linear layers")
 
 
 def _refused(reason: str, directory: Path, fix: str) -> CheckpointError:

@@ -30,6 +30,7 @@ from worker_daemon.layers.encoder import (
     EncoderLayer,
     EncoderMLPSpec,
 )
+from worker_daemon.layers.experts import ExpertsBlock, ExpertsSpec
 from worker_daemon.layers.kv_scales import HeadScales
 from worker_daemon.layers.mlp import MLPBlock, MLPSpec
 from worker_daemon.layers.norm import RMSNorm
@@ -46,14 +47,19 @@ _LM_HEAD = "lm_head.weight"
 
 
 class DecoderLayer:
-    """An attention block and an MLP block, each added to the residual stream."""
+    """An attention block and an MLP block, or one with experts, each added to the residual
+    stream."""
 
     def __init__(
-        self, index: int, attention: AttentionSpec, mlp: MLPSpec, setup: LayerSetup
+        self, index: int, attention: AttentionSpec, mlp: MLPSpec | ExpertsSpec, setup: LayerSetup
     ) -> None:
         prefix = f"model.layers.{index}"
         self._attention = AttentionBlock(prefix, attention, setup)
-        self._mlp = MLPBlock(prefix, mlp, setup)
+        self._mlp: MLPBlock | ExpertsBlock
+        if isinstance(mlp, ExpertsSpec):
+            self._mlp = ExpertsBlock(prefix, mlp, setup)
+        else:
+            self._mlp = MLPBlock(prefix, mlp, setup)
 
     @property
     def kv_spec(self) -> KVLayerSpec:
@@ -77,6 +83,8 @@ class DecoderLayer:
         both. A block that has already summed its output returns no part.
         """
         part, residual = self._attention.forward(part, residual, kv_cache, step, backend)
+        if isinstance(self._mlp, ExpertsBlock):
+            return self._mlp.forward(part, residual, step.metadata.query_start_loc)
         return self._mlp.forward(part, residual)
 
     def parameters(self) -> Iterator[Parameter]:
@@ -329,7 +337,15 @@ def build_stage(
     generates.
     """
     setup = LayerSetup(
-        config.hidden_size, tp, dtype, device, ops, adapters, config.quantization, has_fp8_cache
+        config.hidden_size,
+        tp,
+        dtype,
+        device,
+        ops,
+        adapters,
+        config.quantization,
+        has_fp8_cache,
+        config.expert_parallel,
     )
     embedding, start, end = None, None, None
     is_tied = config.tie_word_embeddings and config.generates
@@ -367,7 +383,7 @@ def _make_layer(index: int, spec: LayerSpec, setup: LayerSetup) -> DecoderLayer 
     if isinstance(attention, EncoderAttentionSpec):
         assert isinstance(mlp, EncoderMLPSpec), "both blocks are an encoder's"
         return EncoderLayer(index, attention, mlp, setup)
-    assert isinstance(mlp, MLPSpec), "both blocks are a decoder's"
+    assert isinstance(mlp, MLPSpec | ExpertsSpec), "both blocks are a decoder's"
     return DecoderLayer(index, attention, mlp, setup)
 
 

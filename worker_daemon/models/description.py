@@ -10,6 +10,7 @@ from worker_daemon.layers.encoder import (
     EncoderEmbeddingSpec,
     EncoderMLPSpec,
 )
+from worker_daemon.layers.experts import ExpertsSpec
 from worker_daemon.layers.mlp import MLPSpec
 from worker_daemon.layers.norm import NormSpec
 from worker_daemon.layers.quantization import Quantization
@@ -22,7 +23,7 @@ class LayerSpec:
     share it."""
 
     attention: AttentionSpec | EncoderAttentionSpec
-    mlp: MLPSpec | EncoderMLPSpec
+    mlp: MLPSpec | ExpertsSpec | EncoderMLPSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +63,8 @@ class DecoderConfig:
     vocab_size: int
     hidden_size: int
     layers: tuple[LayerSpec, ...]
-    """At least one. All have equal heads and inner sizes; other settings may differ."""
+    """At least one. All have equal heads, and all without experts equal inner sizes; other settings
+    may differ."""
     final_norm: NormSpec | None
     """None: the layers normalize their results themselves."""
     rope: Rope
@@ -80,12 +82,14 @@ class DecoderConfig:
     decoder."""
     quantization: Quantization | None = None
     """None: all weights are in the model's dtype."""
+    expert_parallel: bool = False
+    """Each tensor-parallel rank has some of the experts; otherwise it has a part of each."""
 
     def __post_init__(self) -> None:
-        sizes = {(each.attention.heads, each.mlp.intermediate_size) for each in self.layers}
-        assert len(sizes) == 1, (
-            "partition, memory plan and rotary table need equal sizes in all layers"
-        )
+        heads = {each.attention.heads for each in self.layers}
+        assert len(heads) == 1, "partition, memory plan and rotary table need equal heads"
+        inner = {each.mlp.intermediate_size for each in self.layers if not _has_experts(each)}
+        assert len(inner) <= 1, "a model has one inner size of MLPs without experts"
 
     @property
     def num_hidden_layers(self) -> int:
@@ -107,9 +111,16 @@ class DecoderConfig:
         return self.layers[0].attention.heads.head_dim
 
     @property
-    def intermediate_size(self) -> int:
-        """Inner size of every layer's MLP."""
-        return self.layers[0].mlp.intermediate_size
+    def intermediate_size(self) -> int | None:
+        """Inner size of the MLPs without experts; None if all layers have experts."""
+        sizes = (each.mlp.intermediate_size for each in self.layers if not _has_experts(each))
+        return next(sizes, None)
+
+    @property
+    def layer_experts(self) -> tuple[ExpertsSpec | None, ...]:
+        """The experts of each layer; None for an MLP."""
+        mlps = (layer.mlp for layer in self.layers)
+        return tuple(mlp if isinstance(mlp, ExpertsSpec) else None for mlp in mlps)
 
     @property
     def layer_windows(self) -> tuple[int | None, ...]:
@@ -124,3 +135,7 @@ class DecoderConfig:
         max_position_embeddings.
         """
         return self.max_position_embeddings if isinstance(self.rope, DynamicRope) else None
+
+
+def _has_experts(layer: LayerSpec) -> bool:
+    return isinstance(layer.mlp, ExpertsSpec)

@@ -1,6 +1,6 @@
 """Division of a decoder over stages and ranks. Pure functions."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from worker_daemon.errors import ConfigError, config_error
 from worker_daemon.models.description import DecoderConfig
@@ -11,17 +11,29 @@ def check_partition(config: DecoderConfig, pp_size: int, tp_size: int) -> None:
     _require_positive("pipeline_parallel_size", pp_size)
     _require_positive("tensor_parallel_size", tp_size)
     _check_stage_count(config.num_hidden_layers, pp_size)
-    for name, count in (
-        ("num_attention_heads", config.num_attention_heads),
-        ("intermediate_size", config.intermediate_size),
-    ):
+    for name, count in (("num_attention_heads", config.num_attention_heads), *_inner_sizes(config)):
         if count % tp_size:
             raise _tp_error(tp_size, f"does not divide {name} {count}")
+    for experts in filter(None, config.layer_experts if config.expert_parallel else ()):
+        if experts.num_experts < tp_size:
+            problem = f"is more than the {experts.num_experts} experts that are to be divided"
+            raise _tp_error(tp_size, problem, "use fewer ranks, or no expert parallelism")
     kv_heads = config.num_key_value_heads
     if kv_heads % tp_size and tp_size % kv_heads:
         raise _tp_error(
             tp_size, f"neither divides num_key_value_heads {kv_heads} nor is a multiple of it"
         )
+
+
+def _inner_sizes(config: DecoderConfig) -> Iterator[tuple[str, int]]:
+    if config.intermediate_size is not None:
+        yield "intermediate_size", config.intermediate_size
+    for experts in set(config.layer_experts):
+        if experts is not None:
+            if not config.expert_parallel:
+                yield "the experts' intermediate_size", experts.intermediate_size
+            if experts.shared is not None:
+                yield "the shared expert's intermediate_size", experts.shared.intermediate_size
 
 
 def partition_layers(
@@ -66,6 +78,9 @@ def _require_positive(field: str, value: int) -> None:
         raise config_error(field, value, f"{field} must be at least 1", "use 1")
 
 
-def _tp_error(tp_size: int, problem: str) -> ConfigError:
-    fix = "use a size that divides the model's heads and intermediate size"
+def _tp_error(
+    tp_size: int,
+    problem: str,
+    fix: str = "use a size that divides the model's heads and intermediate size",
+) -> ConfigError:
     return config_error("tensor_parallel_size", tp_size, f"tensor_parallel_size {problem}", fix)

@@ -5,7 +5,16 @@ from types import MappingProxyType
 
 from worker_daemon.errors import config_error
 from worker_daemon.models.description import DecoderConfig
-from worker_daemon.models.families import bert, llama, mistral, qwen2, qwen3
+from worker_daemon.models.families import (
+    bert,
+    llama,
+    mistral,
+    mixtral,
+    qwen2,
+    qwen2_moe,
+    qwen3,
+    qwen3_moe,
+)
 from worker_daemon.models.fields import Fields
 from worker_daemon.models.pooling_config import names_with_same_layers
 
@@ -18,8 +27,11 @@ FAMILIES: Mapping[str, Describe] = MappingProxyType(
         "BertModel": bert.describe,
         "LlamaForCausalLM": llama.describe,
         "MistralForCausalLM": mistral.describe,
+        "MixtralForCausalLM": mixtral.describe,
         "Qwen2ForCausalLM": qwen2.describe,
+        "Qwen2MoeForCausalLM": qwen2_moe.describe,
         "Qwen3ForCausalLM": qwen3.describe,
+        "Qwen3MoeForCausalLM": qwen3_moe.describe,
         "RobertaModel": bert.describe_roberta,
         "XLMRobertaModel": bert.describe_roberta,
     }

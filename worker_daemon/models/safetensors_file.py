@@ -8,7 +8,7 @@ gaps; offsets count from their start.
 
 import json
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Final, NamedTuple
@@ -16,6 +16,7 @@ from typing import Final, NamedTuple
 import torch
 from torch import Tensor
 
+from worker_daemon.models.expert_tensors import plain_expert_name, separate_parts
 from worker_daemon.models.row_reader import read_rows
 from worker_daemon.regular_file import RegularFile, TruncatedError
 
@@ -73,7 +74,8 @@ class Entry(NamedTuple):
 def full_name(name: str) -> str:
     """Return a tensor's canonical name. Checkpoints of a bare model leave out the base model's
     prefix: canonical names of decoders have it, those of encoders do not. Scales have the names of
-    compressed-tensors."""
+    compressed-tensors, experts those of expert_tensors.py."""
+    name = plain_expert_name(name)
     for theirs, suffix in _SCALES.items():
         if name.endswith(theirs):
             name = name.removesuffix(theirs) + suffix
@@ -102,7 +104,7 @@ class SafetensorsFile:
         self._file = RegularFile(path)
         try:
             entries = _read_entries(self._file)
-            self.entries = {full_name(name): entry for name, entry in entries.items()}
+            self.entries = _separate({full_name(name): each for name, each in entries.items()})
         except TruncatedError as error:
             self.close()
             raise MalformedError("it ends within its header") from error
@@ -155,6 +157,23 @@ class SafetensorsFile:
             offset = start + first * rows.stride
             read_rows(self._file, offset, rows.width, rows.stride, _bytes_of(part))
             matrix[first : first + at_once].copy_(part)
+
+
+def _separate(entries: dict[str, Entry]) -> dict[str, Entry]:
+    """Return the entries with those of stacked experts replaced by one for each expert's matrix."""
+    found: dict[str, Entry] = {}
+    for name, entry in entries.items():
+        parts = separate_parts(name, entry.shape)
+        if parts is None:
+            found[name] = entry
+            continue
+        named = list(parts)
+        size = (entry.end - entry.begin) // len(named)
+        for index, (part, shape) in enumerate(named):
+            begin = entry.begin + index * size
+            found[part] = Entry(entry.dtype, shape, begin, begin + size)
+        _check_number(found)
+    return found
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:
@@ -225,7 +244,7 @@ def _check_metadata(metadata: object) -> None:
     _check_number(metadata)
 
 
-def _check_number(entries: dict[str, object]) -> None:
+def _check_number(entries: Mapping[str, object]) -> None:
     if len(entries) > _MAX_ENTRIES:
         raise MalformedError(f"its header has more than {_MAX_ENTRIES} entries")
 

@@ -21,6 +21,7 @@ from typing import BinaryIO, TypeVar
 from torch import Tensor
 
 from worker_daemon.errors import CheckpointError, config_error
+from worker_daemon.layers.experts import ExpertsSpec
 from worker_daemon.layers.parameter import Parameter, Piece
 from worker_daemon.layers.quantization import Int4Quantization, Quantization
 from worker_daemon.models.description import DecoderConfig
@@ -74,6 +75,7 @@ class GroupShape:
     """Layers of each stage."""
     dtype: str
     """float32, float16 or bfloat16."""
+    enable_expert_parallel: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +142,8 @@ def rank_index_name(rank: int) -> str:
 
 def model_fields(decoder: DecoderConfig) -> dict[str, object]:
     """Return the fields of a model that determine the shapes of its weights."""
-    return {
+    experts = [None if spec is None else _expert_sizes(spec) for spec in decoder.layer_experts]
+    fields = {
         "architecture": decoder.architecture,
         "vocab_size": decoder.vocab_size,
         "hidden_size": decoder.hidden_size,
@@ -152,6 +155,13 @@ def model_fields(decoder: DecoderConfig) -> dict[str, object]:
         "tie_word_embeddings": decoder.tie_word_embeddings,
         "quantization": _format_name(decoder.quantization),
     }
+    return fields | {"experts": experts} if any(experts) else fields
+
+
+def _expert_sizes(spec: ExpertsSpec) -> list[int]:
+    """Return the number of experts, their inner size, and that of the shared one."""
+    shared = 0 if spec.shared is None else spec.shared.intermediate_size
+    return [spec.num_experts, spec.intermediate_size, shared]
 
 
 def _format_name(quantization: Quantization | None) -> str | None:
@@ -299,6 +309,7 @@ def _parse_shape(values: Mapping[str, object]) -> GroupShape:
         tensor_parallel_size=_take(values, "tensor_parallel_size", int),
         layer_partition=tuple(_integers(partition)),
         dtype=_take(values, "dtype", str),
+        enable_expert_parallel=values.get("enable_expert_parallel", False) is True,  # older: absent
     )
 
 

@@ -5,7 +5,7 @@ All ranks expect the same tensors of the whole model, so they refuse the same on
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -16,6 +16,7 @@ from worker_daemon.errors import config_error
 from worker_daemon.layers.parameter import Kind, Parameter, Piece, TensorSpec
 from worker_daemon.models.decoder import DecoderStage, checkpoint_tensors, whole_model
 from worker_daemon.models.description import DecoderConfig
+from worker_daemon.models.expert_tensors import StackedPart, stacked_part
 
 _MAX_NAMED = 8
 
@@ -107,6 +108,11 @@ class Places:
         """Copy rows of an incoming tensor, from first_row on, into this rank's parameters.
         values: [rows, ...] of any floating-point dtype, on any device."""
         for place in self.places.get(name, ()):
+            if len(place.source) == 3:  # of experts that come stacked: one matrix of one of them
+                index = place.source[0].start - first_row
+                if 0 <= index < values.shape[0]:
+                    place.write(place.target, values[index][place.source[1:]])
+                continue
             if len(place.source) == 1:
                 values = values.reshape(-1)  # scales may have more dimensions, or none
             if place.is_repeated:
@@ -152,14 +158,51 @@ def checkpoint_places(stage: DecoderStage, config: DecoderConfig) -> Places:
     for parameter in stage.parameters():
         for piece in parameter.loaded_pieces:
             places.setdefault(piece.name, []).append(_of_piece(parameter, piece))
-    return Places(
+    tensors = {name: (name,) for name in places}
+    made = Places(
         places=places,
-        tensors={name: (name,) for name in places},
+        tensors=tensors,
         specs=specs,
         dtypes={},
         required=[(name,) for name in specs],
         scales=_scales_of_rows(specs),
     )
+    return _with_stacked(made) if any(config.layer_experts) else made
+
+
+def _with_stacked(separate: Places) -> Places:
+    """Return the places with further names, for experts' matrices that come stacked."""
+    places = dict(separate.places)
+    tensors, specs = dict(separate.tensors), dict(separate.specs)
+    scales = dict(separate.scales)
+    required: list[tuple[str, ...]] = []
+    for name, spec in separate.specs.items():
+        part = stacked_part(name)
+        if part is None:
+            required.append((name,))
+            continue
+        required.append((name, part.name))
+        rows, columns = spec.shape
+        shape = (part.expert + 1, part.halves * rows, columns)  # the last expert comes last
+        specs[part.name] = TensorSpec(shape, spec.kind)
+        if name in separate.scales:
+            scales[part.name] = (*scales.get(part.name, ()), *separate.scales[name])
+        if name in separate.places:
+            tensors[part.name] = (*tensors.get(part.name, ()), name)
+            moved = [_stacked_place(place, part, rows) for place in separate.places[name]]
+            places[part.name] = [*places.get(part.name, ()), *moved]
+    return Places(places, tensors, specs, separate.dtypes, required, scales)
+
+
+def _stacked_place(place: _WeightPlace, part: StackedPart, num_rows: int) -> _WeightPlace:
+    rows, columns = place.source
+    first = part.half * num_rows
+    source = (
+        slice(part.expert, part.expert + 1),
+        slice(first + rows.start, first + rows.stop),
+        columns,
+    )
+    return replace(place, source=source)
 
 
 def _scales_of_rows(specs: Mapping[str, TensorSpec]) -> dict[str, tuple[str, ...]]:
@@ -177,7 +220,7 @@ def kernel_places(
     stage: DecoderStage, config: DecoderConfig, tp_rank: int, tp_size: int, dtype: torch.dtype
 ) -> Places:
     """Return places by the parameters' own names. NAME is for every rank that has the parameter,
-    NAME@tpN only for tensor-parallel rank N."""
+    unless their shapes differ, NAME@tpN only for tensor-parallel rank N."""
     places: dict[str, list[_WeightPlace]] = {}
     tensors: dict[str, tuple[str, ...]] = {}
     for parameter in stage.parameters():
@@ -187,14 +230,20 @@ def kernel_places(
     specs: dict[str, TensorSpec] = {}
     dtypes: dict[str, torch.dtype] = {}
     required: dict[str, tuple[str, ...]] = {}
+    uneven: set[str] = set()
     for rank in range(tp_size):
         # Biases differ between ranks: only rank 0 has all of them.
         for parameter in _parameters(config, rank, tp_size, dtype):
-            ranked = f"{parameter.name}@tp{rank}"
+            ranked, spec = f"{parameter.name}@tp{rank}", _parameter_spec(parameter)
+            if specs.get(parameter.name, spec) != spec:
+                uneven.add(parameter.name)
             for name in (parameter.name, ranked):
-                specs[name] = _parameter_spec(parameter)
+                specs[name] = spec
                 dtypes[name] = parameter.data.dtype
             required[ranked] = (parameter.name, ranked)
+    for name in uneven:  # one rank has more experts than another
+        for known in (places, tensors, specs, dtypes):
+            known.pop(name, None)
     return Places(places, tensors, specs, dtypes, list(required.values()), scales={})
 
 

@@ -24,6 +24,7 @@ from torch import Tensor
 from worker_daemon.errors import CheckpointError
 from worker_daemon.layers.parameter import Kind, Parameter, Piece, TensorSpec
 from worker_daemon.models.dummy import fill_dummy
+from worker_daemon.models.expert_tensors import is_of_expert, is_stacked
 from worker_daemon.models.safetensors_file import (
     LOADED_DTYPES,
     Entry,
@@ -386,7 +387,12 @@ def _read_index(path: Path) -> Mapping[str, Path]:
         if not isinstance(file, str) or not is_plain_name(file, (_SUFFIX,)):
             shown = f"{tensor[:80]!r} to {file!r:.80}"
             raise _broken(path, f"maps {shown}, which is not a plain file name ending in {_SUFFIX}")
-    return {full_name(tensor): path.parent / file for tensor, file in weight_map.items()}
+    files = {full_name(tensor): path.parent / file for tensor, file in weight_map.items()}
+    stacked = {name for name in files if is_stacked(name)}
+    for file in {files[name] for name in stacked}:
+        with _open(file) as opened:
+            files |= {name: file for name in opened.entries if is_of_expert(name)}
+    return {name: file for name, file in files.items() if name not in stacked}
 
 
 def _group_by_file(

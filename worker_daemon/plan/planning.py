@@ -40,6 +40,7 @@ from worker_daemon.layers.quantization import Int4Quantization
 from worker_daemon.layers.torch_ops import TorchOps
 from worker_daemon.models.decoder import DecoderStage
 from worker_daemon.models.description import DecoderConfig
+from worker_daemon.models.expert_tensors import is_stack_of_experts
 from worker_daemon.models.partition import check_partition, partition_layers
 from worker_daemon.plan.step_memory import StageWidths, estimate_step_bytes
 from worker_daemon.runner.kv_cache import describe_layers
@@ -403,7 +404,9 @@ def _measure(
             hidden_size=decoder.hidden_size,
             qkv_size=q_size + 2 * num_kv_heads * decoder.head_dim,
             q_size=q_size,
-            inner_size=decoder.intermediate_size // tp_size,
+            inner_size=_inner_size(decoder) // tp_size,
+            routed_size=_routed_size(decoder, tp_size),
+            has_shared_expert=any(each and each.shared for each in decoder.layer_experts),
             vocab_size=num_logits,
             vocab_rows=padded_vocab_size(num_logits, tp_size) // tp_size,
             itemsize=resolved.dtype.itemsize,
@@ -414,6 +417,27 @@ def _measure(
             gathered_size=2 * num_kv_heads * decoder.head_dim if specs else 0,
             dequantized_bytes=_dequantized_bytes(stage, decoder, resolved.dtype.itemsize),
         ),
+    )
+
+
+def _inner_size(decoder: DecoderConfig) -> int:
+    """Return the inner size of the widest MLP that a token passes whole."""
+    shared = (each.shared for each in decoder.layer_experts if each is not None)
+    sizes = [each.intermediate_size for each in shared if each is not None]
+    return max(decoder.intermediate_size or 0, *sizes, 0)
+
+
+def _routed_size(decoder: DecoderConfig, tp_size: int) -> int:
+    """Return the most elements of a token in a layer with experts: of each of its experts, the
+    inner values and the result."""
+    num_parts = 1 if decoder.expert_parallel else tp_size
+    return max(
+        (
+            experts.routing.top_k * (experts.intermediate_size // num_parts + decoder.hidden_size)
+            for experts in decoder.layer_experts
+            if experts is not None
+        ),
+        default=0,
     )
 
 
@@ -435,7 +459,11 @@ def _dequantized_bytes(stage: DecoderStage, decoder: DecoderConfig, itemsize: in
     ):
         return 0
     largest = max(
-        (p.data.numel() for p in stage.parameters() if p.data.dtype == FP8),
+        (
+            p.data.numel()
+            for p in stage.parameters()
+            if p.data.dtype == FP8 and not is_stack_of_experts(p.name)
+        ),
         default=0,
     )
     return largest * itemsize + largest * torch.float32.itemsize // FP8_BLOCK

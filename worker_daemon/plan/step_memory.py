@@ -39,7 +39,7 @@ class StageWidths:
     q_size: int
     """Query heads of a token."""
     inner_size: int
-    """Inner size of the MLP."""
+    """Inner size of the widest MLP that a token passes whole; 0 if there is none."""
     vocab_size: int
     """Vocabulary of the whole model."""
     vocab_rows: int
@@ -53,6 +53,10 @@ class StageWidths:
     gathered_size: int = 0
     """Key and value heads of a token, which a long prompt gathers (layers/prompt_attention.py); 0
     without a KV cache."""
+    routed_size: int = 0
+    """Inner values and results of a token's experts (kernels/experts.py); 0 without experts."""
+    has_shared_expert: bool = False
+    """The sum of a token's experts is alive while it passes the shared one."""
     dequantized_bytes: int = 0
     """Bytes of the largest matrix that a step dequantizes, and of its scales; 0 if it dequantizes
     none."""
@@ -82,7 +86,9 @@ def _layer_bytes(widths: StageWidths, tokens: int, gathered: int) -> int:
     attention = tokens * (widths.qkv_size + widths.q_size + hidden) + gathered
     # Attention's output stays alive during the MLP, whose inner size counts twice and then once
     # more.
-    mlp = hidden + max(3 * widths.inner_size, widths.inner_size + hidden)
+    beside = hidden if widths.has_shared_expert else 0
+    whole = beside + max(3 * widths.inner_size, widths.inner_size + hidden)
+    mlp = hidden + max(whole, widths.routed_size + hidden)
     return (tokens * _ALIVE_IN_LAYER * hidden + max(attention, tokens * mlp)) * widths.itemsize
 
 

@@ -366,7 +366,8 @@ def _values(decoder: DecoderConfig) -> Iterator[tuple[str, object]]:
     layers = values.pop("layers")
     yield "num_hidden_layers", decoder.num_hidden_layers
     yield from _leaves(values)
-    for layer in layers:
+    for spec, layer in zip(decoder.layers, layers, strict=True):
+        yield "layers", type(spec.mlp).__name__
         yield from _leaves(layer)
 
 
@@ -401,6 +402,7 @@ def _group_shape(resolved: ResolvedModel, place: RankPlace) -> GroupShape:
         tensor_parallel_size=place.config.tensor_parallel_size,
         layer_partition=tuple(map(len, _partition(resolved.decoder, place))),
         dtype=str(resolved.dtype).removeprefix("torch."),
+        enable_expert_parallel=resolved.decoder.expert_parallel,
     )
 
 

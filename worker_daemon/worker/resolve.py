@@ -105,6 +105,8 @@ def resolve_model(config: ModelConfig, model_roots: Sequence[Path]) -> ResolvedM
         directory = confine_directory(str(saved.directory), model_roots)
     decoder = read_model_config(directory)
     decoder = _quantized(decoder, config.quantization)
+    if config.enable_expert_parallel:
+        decoder = _with_expert_parallelism(decoder)
     if decoder.quantization is not None:
         # Refuses merged matrices in mixed formats, equally on all ranks.
         checkpoint_tensors(decoder)
@@ -117,6 +119,13 @@ def resolve_model(config: ModelConfig, model_roots: Sequence[Path]) -> ResolvedM
         saved=saved,
         config_files=_read_config_files(directory),
     )
+
+
+def _with_expert_parallelism(decoder: DecoderConfig) -> DecoderConfig:
+    if not any(decoder.layer_experts):
+        problem = f"{decoder.architecture} has no experts"
+        raise config_error("enable_expert_parallel", True, problem, "leave it out")
+    return replace(decoder, expert_parallel=True)
 
 
 def pooling_support(decoder: DecoderConfig) -> PoolingSupport:

@@ -138,6 +138,9 @@ def build_run_options(
         str, typer.Option(help="auto; fp8 quantizes the matrices of layers while they are loaded.")
     ] = "auto",
     load_format: Annotated[str, typer.Option(help=", ".join(get_args(LoadFormat)))] = "auto",
+    enable_expert_parallel: Annotated[
+        bool, typer.Option(help="Give each tensor-parallel rank whole experts.")
+    ] = False,
     max_model_len: Annotated[
         int | None,
         typer.Option(
@@ -260,6 +263,7 @@ def build_run_options(
             quantization=one_of("quantization", quantization, Quantization),
             load_format=one_of("load_format", load_format, LoadFormat),
             max_model_len=None if is_fitted else max_model_len,
+            enable_expert_parallel=enable_expert_parallel,
             seed=seed or 0,
             enable_sleep_mode=enable_sleep_mode,
         ),

@@ -95,6 +95,7 @@ _SERVED: Final[Mapping[str, frozenset[str]]] = MappingProxyType(
                 "disable_nccl_for_dp_synchronization",
                 "distributed_executor_backend",
                 "elastic_ep_max_dp_size",
+                "enable_expert_parallel",
                 "is_moe_model",
                 "master_addr",
                 "master_port",
@@ -168,6 +169,7 @@ def worker_config(vllm_config: Any, settings: Settings, directory: str) -> Worke
             model=settings.model or directory,
             dtype=str(model.dtype).removeprefix("torch."),  # type: ignore[arg-type]
             quantization=_quantization(model),
+            enable_expert_parallel=vllm_config.parallel_config.enable_expert_parallel,
             load_format=_LOAD_FORMATS[str(vllm_config.load_config.load_format)],  # type: ignore[arg-type]
             max_model_len=None if fits_max_model_len(vllm_config) else model.max_model_len,
             seed=model.seed,

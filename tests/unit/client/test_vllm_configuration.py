@@ -118,6 +118,14 @@ def test_load_formats_that_daemons_have(load_format):
     check_ours(worker_config(theirs, Settings(), "/m"))
 
 
+def test_experts_are_divided_where_vllm_divides_them():
+    for divided in (False, True):
+        theirs = vllm_config(parallel_config__enable_expert_parallel=divided)
+        check_config(theirs)
+        ours = worker_config(theirs, Settings(), "/m")
+        assert ours.model.enable_expert_parallel == divided
+
+
 @pytest.mark.parametrize(
     ("changes", "field"),
     [
@@ -131,7 +139,6 @@ def test_load_formats_that_daemons_have(load_format):
         ({"parallel_config__nnodes": 2}, "nnodes"),
         ({"parallel_config__decode_context_parallel_size": 2}, "decode_context_parallel_size"),
         ({"parallel_config__prefill_context_parallel_size": 2}, "prefill_context_parallel_size"),
-        ({"parallel_config__enable_expert_parallel": True}, "enable_expert_parallel"),
         ({"model_config__quantization": "compressed-tensors"}, "quantization"),
         ({"model_config__quantization": "awq"}, "quantization"),
         ({"model_config__quantization": "fp8_per_block"}, "quantization"),

@@ -4,7 +4,7 @@ cache."""
 import json
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -53,10 +53,18 @@ def write_transformers_4_form(config_path):
 
 @pytest.fixture
 def make_checkpoint(tmp_path):
-    """(architecture, rope_parameters, form 4 or 5, seed, max_shard_size, config overrides) ->
-    Checkpoint."""
+    """(architecture, rope_parameters, form 4 or 5, seed, max_shard_size, stacked: experts in one
+    tensor, config overrides) -> Checkpoint."""
 
-    def make(architecture, rope=None, form=5, seed=0, max_shard_size="1GB", **overrides):
+    def make(
+        architecture,
+        rope=None,
+        form=5,
+        seed=0,
+        max_shard_size="1GB",
+        stacked=False,
+        **overrides,
+    ):
         family = architecture.removesuffix("ForCausalLM")
         config_class = getattr(transformers, f"{family}Config")
         config = config_class(
@@ -68,8 +76,8 @@ def make_checkpoint(tmp_path):
             for name, tensor in model.named_parameters():
                 std = 0.1 if tensor.dim() == 1 else 0.2
                 tensor.normal_(1.0 if "norm" in name else 0.0, std, generator=generator)
-        path = tmp_path / f"{architecture}-{seed}"
-        model.save_pretrained(path, max_shard_size=max_shard_size)
+        path = tmp_path / f"{architecture}-{seed}{'-stacked' * stacked}"
+        model.save_pretrained(path, max_shard_size=max_shard_size, save_original_format=not stacked)
         if form == 4:
             write_transformers_4_form(path / "config.json")
         return Checkpoint(path, model)
@@ -107,10 +115,12 @@ class ThreadRank:
         return torch.cat(self.group.exchange(self.rank, x), dim=-1)
 
 
-def load_stages(path, pp_size=1, tp=None, dtype=torch.float32, partition=None):
+def load_stages(
+    path, pp_size=1, tp=None, dtype=torch.float32, partition=None, expert_parallel=False
+):
     """All stages of one tensor-parallel rank, loaded, each with its caches."""
     tp = tp or SingleRank()
-    config = read_model_config(path)
+    config = replace(read_model_config(path), expert_parallel=expert_parallel)
     check_partition(config, pp_size, tp.size)
     stages = []
     for index, layers in enumerate(partition_layers(config.num_hidden_layers, pp_size, partition)):

@@ -37,6 +37,7 @@ ROPES = {
     },
 }
 QWEN_WINDOW = {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 2}
+EXPERTS = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
 MODELS = {
     "llama": ("LlamaForCausalLM", {}),
     "llama_bias_tied": (
@@ -52,6 +53,24 @@ MODELS = {
     "qwen3_bias_window": (
         "Qwen3ForCausalLM",
         {**QWEN_WINDOW, "attention_bias": True, "head_dim": 20, "num_key_value_heads": 1},
+    ),
+    "mixtral": ("MixtralForCausalLM", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "mixtral_window": ("MixtralForCausalLM", {"num_local_experts": 3, "sliding_window": 6}),
+    "qwen2_moe": ("Qwen2MoeForCausalLM", EXPERTS | {"shared_expert_intermediate_size": 40}),
+    "qwen2_moe_mixed": (
+        "Qwen2MoeForCausalLM",
+        {
+            **EXPERTS,
+            **QWEN_WINDOW,
+            "shared_expert_intermediate_size": 56,
+            "decoder_sparse_step": 2,
+            "norm_topk_prob": True,
+        },
+    ),
+    "qwen3_moe": ("Qwen3MoeForCausalLM", {**EXPERTS, "head_dim": 16, "norm_topk_prob": True}),
+    "qwen3_moe_mixed": (
+        "Qwen3MoeForCausalLM",
+        {**EXPERTS, **QWEN_WINDOW, "attention_bias": True, "mlp_only_layers": [0, 2]},
     ),
 }
 LENGTHS = (1, 5, 40, 13)
@@ -164,6 +183,11 @@ def test_chunked_prefill_and_decode_match_one_pass(
         ("qwen2", 4, {"vocab_size": 70}),
         ("qwen3", 2, {}),
         ("qwen3_bias_window", 2, {}),
+        ("mixtral", 2, {}),
+        ("qwen2_moe", 2, {}),
+        ("qwen2_moe_mixed", 4, {}),
+        ("qwen3_moe", 2, {}),
+        ("qwen3_moe_mixed", 2, {}),
     ],
 )
 def test_tensor_parallel_ranks_agree_with_transformers(

@@ -193,7 +193,12 @@ def test_a_step_dequantizes_the_largest_matrix_of_block_scales(write_model):
 
 
 @pytest.mark.parametrize(
-    ("name", "num_parameters"), [("llama-8b", 8_030_261_248), ("qwen3-0.6b", 596_049_920)]
+    ("name", "num_parameters"),
+    [
+        ("llama-8b", 8_030_261_248),
+        ("qwen3-0.6b", 596_049_920),
+        ("qwen3-30b-a3b", 30_532_122_624),
+    ],
 )
 def test_published_parameter_counts(name, num_parameters):
     planned = plan(BENCHMARK_MODELS / name, H200_BYTES)
@@ -207,6 +212,45 @@ def test_the_largest_step_comes_close_to_what_was_measured_and_above(name, measu
     for max_model_len in (8192, 40960):
         planned = plan(BENCHMARK_MODELS / name, H200_BYTES, max_model_len=max_model_len)
         assert measured < planned.ranks[0].step_estimate_bytes < 1.25 * measured
+
+
+EXPERTS = {"num_experts": 5, "num_experts_per_tok": 3, "moe_intermediate_size": 32}
+
+
+@pytest.mark.parametrize("divided", [False, True])
+def test_ranks_have_whole_experts_or_parts_of_them(write_model, divided):
+    fields = EXPERTS | {"head_dim": 16, "num_key_value_heads": 4}
+    dense = write_model("Qwen3ForCausalLM", **fields)
+    bases = [rank.weights_bytes for rank in plan(dense, tp=2).ranks]
+    planned = plan(
+        write_model("Qwen3MoeForCausalLM", **fields), tp=2, enable_expert_parallel=divided
+    )
+    hidden, inner, layers = SMALL["hidden_size"], SMALL["intermediate_size"], 5
+    mlp, router = 3 * hidden * inner // 2, EXPERTS["num_experts"] * hidden
+    expert = 3 * hidden * EXPERTS["moe_intermediate_size"]
+    counts = (3, 2) if divided else (2.5, 2.5)
+    for rank, base, count in zip(planned.ranks, bases, counts, strict=True):
+        assert rank.weights_bytes == base + 2 * layers * (count * expert + router - mlp)
+
+
+def test_the_rows_of_a_tokens_experts_count_in_a_step(write_model):
+    """Each token has inner values and a result for each of its experts."""
+
+    def step_bytes(top_k, tp=1, **options):
+        fields = EXPERTS | {"num_experts_per_tok": top_k, "num_key_value_heads": 4}
+        fields |= {"moe_intermediate_size": 4096, "head_dim": 16}
+        path = write_model("Qwen3MoeForCausalLM", **fields)
+        return plan(path, 1 << 33, tp=tp, **options).ranks[0].step_estimate_bytes
+
+    hidden = SMALL["hidden_size"]
+    for tp, options, inner in (
+        (1, {}, 4096),
+        (2, {}, 2048),
+        (2, {"enable_expert_parallel": True}, 4096),
+    ):
+        growth = step_bytes(5, tp, **options) - step_bytes(3, tp, **options)
+        rows = 2 * 8192 * (inner + hidden) * 2
+        assert rows <= growth <= 1.06 * rows
 
 
 def test_keys_and_values_count_in_a_step_where_heads_are_wide(write_model):

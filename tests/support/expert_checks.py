@@ -1,0 +1,145 @@
+"""Checks of the operations of experts on any device and at any size, used by the tests under
+Triton's interpreter and on a GPU."""
+
+from collections.abc import Callable
+
+import torch
+from torch.nn import functional
+
+from worker_daemon.contracts.experts import ExpertMatrices, ExpertOps, RoutedTokens, Routing
+
+BOUNDS = {torch.float32: 1e-5, torch.float16: 3e-3, torch.bfloat16: 2e-2}
+"""Relative errors: h, y and the sum are rounded once each."""
+
+Multiply = Callable[[torch.Tensor, RoutedTokens, ExpertMatrices], torch.Tensor]
+
+
+def starts(num_tokens: int, device: str) -> torch.Tensor:
+    """Return query_start_loc of a few sequences, padded as a step's columns are."""
+    ends = [0, num_tokens // 3, num_tokens, num_tokens]
+    return torch.tensor(ends, dtype=torch.int32, device=device)
+
+
+def draw_matrices(
+    count: int, hidden: int, inner: int, dtype: torch.dtype, device: str, first: int = 0
+) -> ExpertMatrices:
+    """Return random matrices of `count` experts, whose products have values of size 1."""
+    gate_up = torch.randn(count, 2 * inner, hidden, device=device) * 2 / hidden**0.5
+    down = torch.randn(count, hidden, inner, device=device) / inner**0.5
+    return ExpertMatrices(gate_up.to(dtype), down.to(dtype), first)
+
+
+def quantized(matrices: ExpertMatrices, form: str) -> ExpertMatrices:
+    """Return random matrices of these sizes in FP8, with a scale for each "row" or "block"."""
+    stacks, scales = [], []
+    for stack in (matrices.gate_up, matrices.down):
+        values = torch.randn(stack.shape, device=stack.device) * 100
+        stacks.append(values.clamp(-448, 448).to(torch.float8_e4m3fn))
+        shape = list(stack.shape[:2])
+        if form == "block":
+            shape = [shape[0], -(-shape[1] // 128), -(-stack.shape[2] // 128)]
+        scales.append((torch.rand(shape, device=stack.device) + 0.1) / 100 / stack.shape[2] ** 0.5)
+    return ExpertMatrices(*stacks, matrices.first, *scales)
+
+
+def exact_matrix(stack: torch.Tensor, scale: torch.Tensor | None, local: int) -> torch.Tensor:
+    """Return an expert's matrix in float64."""
+    values = stack[local].double()
+    if scale is None:
+        return values
+    spread = scale[local].double()
+    if spread.dim() == 1:
+        return values * spread.unsqueeze(1)
+    spread = spread.repeat_interleave(128, 0)[: values.shape[0]]
+    return values * spread.repeat_interleave(128, 1)[:, : values.shape[1]]
+
+
+def draw_routed(
+    num_tokens: int, top_k: int, num_experts: int, device: str, num_padding: int = 0
+) -> RoutedTokens:
+    """Return distinct experts for each token, uniformly, then rows of padding."""
+    keys = torch.rand(num_tokens + num_padding, num_experts, device=device)
+    experts = keys.argsort(1)[:, :top_k].to(torch.int32).contiguous()
+    weights = torch.rand(experts.shape, device=device)
+    experts[num_tokens:], weights[num_tokens:] = -1, 0.0
+    return RoutedTokens(experts, weights)
+
+
+def expected_sum(x: torch.Tensor, routed: RoutedTokens, matrices: ExpertMatrices) -> torch.Tensor:
+    """Return the sum in float64, one expert at a time."""
+    total = torch.zeros(x.shape, dtype=torch.float64, device=x.device)
+    for local in range(matrices.down.shape[0]):
+        rows, places = torch.where(routed.experts == matrices.first + local)
+        gate_up = exact_matrix(matrices.gate_up, matrices.gate_up_scale, local)
+        down = exact_matrix(matrices.down, matrices.down_scale, local)
+        gate, up = (x[rows].double() @ gate_up.T).chunk(2, 1)
+        y = (functional.silu(gate) * up) @ down.T
+        total.index_add_(0, rows, y * routed.weights[rows, places].double().unsqueeze(1))
+    return total
+
+
+def check_products(
+    multiply: Multiply, x: torch.Tensor, routed: RoutedTokens, matrices: ExpertMatrices
+) -> None:
+    """Check a sum over experts against float64, and that repeating it gives the same bits."""
+    expected = expected_sum(x, routed, matrices)
+    y = multiply(x, routed, matrices)
+    assert y.shape == x.shape
+    assert y.dtype == x.dtype
+    error = (y.double() - expected).norm() / expected.norm().clamp(min=1e-30)
+    assert error < BOUNDS[x.dtype], error
+    is_unused = ((routed.experts < matrices.first)
+        | (routed.experts >= matrices.first + matrices.down.shape[0])).all(1)  # fmt: skip
+    assert (y[is_unused] == 0).all()
+    assert torch.equal(multiply(x, routed, matrices), y)
+
+
+def check_routing(
+    ops: ExpertOps,
+    dtype: torch.dtype,
+    device: str,
+    shape: tuple[int, int],
+    routing: Routing,
+    num_tokens: int,
+) -> None:
+    """Check experts and weights of random scores against float64; equal scores are frequent, as
+    rounded ones are."""
+    scores = (torch.randn(shape, device=device) * 8).round().div(4).to(dtype)
+    experts, weights = ops.route(scores, routing, starts(num_tokens, device))
+    assert experts.dtype == torch.int32
+    assert weights.dtype == torch.float32
+    share = scores.double().softmax(1)
+    order = share.sort(dim=1, descending=True, stable=True)
+    expected = order.values[:, : routing.top_k]
+    if routing.renormalize:
+        expected = expected / expected.sum(1, keepdim=True)
+    if routing.rounds_weights:
+        expected = expected.to(dtype)
+    tolerance = 1e-5 if dtype == torch.float32 or not routing.rounds_weights else 1e-2
+    assert torch.equal(experts[:num_tokens].long(), order.indices[:num_tokens, : routing.top_k])
+    torch.testing.assert_close(
+        weights[:num_tokens], expected[:num_tokens].float(), rtol=tolerance, atol=1e-7
+    )
+    if routing.rounds_weights:
+        assert torch.equal(weights, weights.to(dtype).float())
+    assert (experts[num_tokens:] == -1).all()
+    assert (weights[num_tokens:] == 0).all()
+
+
+def check_unusual_scores(ops: ExpertOps, device: str, num_experts: int) -> None:
+    """Check rows of NaN and infinity: experts that exist, no two alike, and weights that are NaN;
+    other rows are unharmed."""
+    scores = torch.randn(5, num_experts, device=device)
+    usual = scores.clone()
+    scores[1] = torch.nan
+    scores[2, num_experts // 2] = torch.nan
+    scores[3, 0] = torch.inf
+    routing = Routing(min(4, num_experts), True, False)
+    found = ops.route(scores, routing, starts(5, device))
+    expected = ops.route(usual, routing, starts(5, device))
+    for row in (0, 4):
+        assert all(torch.equal(a[row], b[row]) for a, b in zip(found, expected, strict=True))
+    experts = found.experts
+    assert ((experts >= 0) & (experts < num_experts)).all()
+    assert all(len(set(row)) == routing.top_k for row in experts.tolist())
+    assert found.weights[1:4].isnan().any(1).all()

@@ -1,0 +1,613 @@
+"""The operations of experts on a GPU: routing, then products grouped by expert.
+
+One row: each chosen expert is a matrix-vector product; the second product adds the experts. Several
+rows: tiles of rows of one expert (expert_routing.py) times its matrices, gate and up fused, then
+down, then the weighted sum in a fixed order, so that equal inputs give equal bits. With few rows of
+an expert, weights are the left operand of the MMA instruction, which has at least 64 rows there and
+may have 16 on the other side; its matrices are read once. Weights in FP8 are converted in
+registers, and their scales multiply the sums; scales of blocks multiply the inputs of one row
+instead. benchmarks/NOTES.md has the floors.
+
+Letters: N tokens, H hidden size, I inner size, K experts of a token, M rows of a tile, O outputs.
+"""
+
+# Parameters of a Triton kernel are pointers and scalars that Python's types cannot name:
+# mypy: disable-error-code="no-untyped-def"
+
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+import triton
+import triton.language as tl
+
+from worker_daemon.contracts.experts import ExpertMatrices, RoutedTokens, Routing
+from worker_daemon.contracts.fp8 import FP8_BLOCK
+from worker_daemon.kernels.compile_ahead import launched
+from worker_daemon.kernels.expert_routing import TilePlan, plan_tiles, route
+from worker_daemon.kernels.launch import (
+    await_previous,
+    has_dependent_launch,
+    launch_options,
+    start_next,
+)
+
+_MANY_ROWS: Final = 48
+"""Mean rows of an expert from which rows are the left operand of the products."""
+_SUM_BLOCK: Final = 1024
+"""Outputs of a token that one program adds."""
+
+
+@dataclass(frozen=True, slots=True)
+class ProductTile:
+    """One program's share of a grouped product: the rows of a tile times block_o outputs (of gate
+    and of up each, if they are fused), block_i inputs at a time. Sizes are powers of two >= 16."""
+
+    block_o: int
+    block_i: int
+    num_warps: int
+    num_stages: int
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertTiles:
+    """The tiles of both products of a step."""
+
+    block_m: int
+    """Rows of a tile, a power of two >= 16."""
+    gate_up: ProductTile
+    down: ProductTile
+    weights_left: bool
+    """True if weights are the left operand of the products."""
+
+
+@dataclass(frozen=True, slots=True)
+class RowTile:
+    """One program's share of a matrix-vector product: block_o outputs, block_i inputs at a time,
+    both powers of two."""
+
+    block_o: int
+    block_i: int
+    num_warps: int
+
+
+GATE_UP_ROW: Final = RowTile(block_o=4, block_i=1024, num_warps=4)
+DOWN_ROW: Final = RowTile(block_o=8, block_i=512, num_warps=4)
+"""Products of one row."""
+
+
+def choose_tiles(num_pairs: int, num_experts: int, dtype: torch.dtype) -> ExpertTiles:
+    """Return the tiles of a step with num_pairs rows for num_experts experts of the model.
+
+    Rows of a tile: about twice the mean of an expert's rows, so that most experts have one tile.
+    """
+    mean = -(-num_pairs // num_experts)
+    if dtype == torch.float32:  # unrolled on CUDA cores: larger tiles spill registers
+        exact = ProductTile(32, 32, 4, 2)
+        return ExpertTiles(16, exact, exact, weights_left=False)
+    if mean < _MANY_ROWS:
+        block_m = min(64, max(16, triton.next_power_of_2(2 * mean - 1)))
+        return ExpertTiles(
+            block_m, ProductTile(64, 64, 4, 4), ProductTile(64, 128, 4, 4), weights_left=True
+        )
+    block_m = 64 if mean < 2 * _MANY_ROWS else 128
+    return ExpertTiles(
+        block_m, ProductTile(64, 64, 8, 4), ProductTile(128, 64, 8, 4), weights_left=False
+    )
+
+
+class TritonExperts:
+    """ExpertOps on one CUDA device. Owns no memory."""
+
+    def __init__(self, device: torch.device) -> None:
+        """device is that of all tensors."""
+        self._pdl = has_dependent_launch(device)
+
+    def route(
+        self, scores: torch.Tensor, routing: Routing, query_start_loc: torch.Tensor
+    ) -> RoutedTokens:
+        """scores [N, E], query_start_loc int32 [B + 1] -> experts and weights [N, K]."""
+        return route(scores, routing, query_start_loc, pdl=self._pdl)
+
+    def multiply(
+        self, x: torch.Tensor, routed: RoutedTokens, matrices: ExpertMatrices
+    ) -> torch.Tensor:
+        """x [N, H] -> [N, H], this rank's part of the sum."""
+        num_tokens, top_k = routed.experts.shape
+        if not num_tokens:
+            return torch.empty_like(x)
+        if num_tokens == 1 and x.dtype != torch.float32:
+            return multiply_row(x, routed, matrices, pdl=self._pdl)
+        num_experts = matrices.num_experts or matrices.down.shape[0]
+        tiles = choose_tiles(num_tokens * top_k, num_experts, x.dtype)
+        return multiply_rows(x, routed, matrices, tiles, pdl=self._pdl)
+
+
+def multiply_row(
+    x: torch.Tensor,
+    routed: RoutedTokens,
+    matrices: ExpertMatrices,
+    gate_up_tile: RowTile = GATE_UP_ROW,
+    down_tile: RowTile = DOWN_ROW,
+    *,
+    pdl: bool,
+) -> torch.Tensor:
+    """Return ExpertOps.multiply of one row x [1, H]."""
+    top_k = routed.experts.shape[1]
+    count, hidden, inner = matrices.down.shape
+    h, y = x.new_empty(top_k, inner), torch.empty_like(x)
+    _row_gate_up_kernel[(triton.cdiv(inner, gate_up_tile.block_o), top_k)](
+        h,
+        x,
+        matrices.gate_up,
+        *_scale_arguments(matrices.gate_up_scale, x),
+        routed.experts,
+        matrices.first,
+        count,
+        inner,
+        SIZE=hidden,
+        SCALES=_scale_form(matrices.gate_up_scale),
+        SCALE_BLOCK=FP8_BLOCK,
+        BLOCK_O=gate_up_tile.block_o,
+        BLOCK_I=gate_up_tile.block_i,
+        PDL=pdl,
+        num_warps=gate_up_tile.num_warps,
+        enable_fp_fusion=True,
+        **launch_options(pdl),
+    )
+    _row_down_kernel[(triton.cdiv(hidden, down_tile.block_o),)](
+        y,
+        h,
+        matrices.down,
+        *_scale_arguments(matrices.down_scale, x),
+        routed.experts,
+        routed.weights,
+        matrices.first,
+        count,
+        hidden,
+        SIZE=inner,
+        SCALES=_scale_form(matrices.down_scale),
+        SCALE_BLOCK=FP8_BLOCK,
+        TOP_K=top_k,
+        BLOCK_O=down_tile.block_o,
+        BLOCK_I=down_tile.block_i,
+        PDL=pdl,
+        num_warps=down_tile.num_warps,
+        enable_fp_fusion=True,
+        **launch_options(pdl),
+    )
+    return y
+
+
+def multiply_rows(
+    x: torch.Tensor,
+    routed: RoutedTokens,
+    matrices: ExpertMatrices,
+    tiles: ExpertTiles,
+    *,
+    pdl: bool,
+) -> torch.Tensor:
+    """Return ExpertOps.multiply of rows x [N, H], N >= 1."""
+    num_tokens, top_k = routed.experts.shape
+    count, hidden, inner = matrices.down.shape
+    plan = plan_tiles(routed.experts, matrices.first, count, tiles.block_m, pdl=pdl)
+    h = x.new_empty(num_tokens * top_k, inner)
+    gate_up, down = matrices.gate_up_scale, matrices.down_scale
+    multiply_tiles(h, x, matrices.gate_up, gate_up, plan, tiles, pdl=pdl, gated=True)
+    y = x.new_empty(num_tokens * top_k, hidden)
+    multiply_tiles(y, h, matrices.down, down, plan, tiles, pdl=pdl, gated=False)
+    return add_experts(y, x, routed, matrices, pdl=pdl)
+
+
+def multiply_tiles(
+    y: torch.Tensor,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    scale: torch.Tensor | None,
+    plan: TilePlan,
+    tiles: ExpertTiles,
+    *,
+    pdl: bool,
+    gated: bool,
+) -> None:
+    """Compute the rows of y [N * K, O] that the plan has, each times the matrix of its expert.
+    gated: silu(gate) * up of x [N, I], weight [L, 2 O, I]; otherwise x [N * K, I], weight [L, O,
+    I]. scale: that of weight in FP8, as ExpertMatrices has it; for blocks, a tile's outputs and
+    inputs at a time are at most 128."""
+    num_outputs, num_inputs = y.shape[1], x.shape[1]
+    tile = tiles.gate_up if gated else tiles.down
+    assert _scale_form(scale) != "block" or max(tile.block_o, tile.block_i) <= FP8_BLOCK
+    num_blocks = triton.cdiv(num_outputs, tile.block_o)
+    _product_kernel[(plan.num_tiles * num_blocks,)](
+        y,
+        x,
+        weight,
+        *_scale_arguments(scale, x),
+        plan.entries,
+        plan.num_tiles,
+        num_outputs,
+        num_inputs,
+        num_blocks,
+        ROWS_PER_X=y.shape[0] // x.shape[0],
+        GATED=gated,
+        LEFT=tiles.weights_left,
+        EVEN=num_outputs % tile.block_o == 0 and num_inputs % tile.block_i == 0,
+        EXACT=x.dtype == torch.float32,
+        SCALES=_scale_form(scale),
+        SCALE_BLOCK=FP8_BLOCK,
+        BLOCK_M=plan.block_m,
+        BLOCK_O=tile.block_o,
+        BLOCK_I=tile.block_i,
+        STAGES=tile.num_stages,
+        PDL=pdl,
+        num_warps=tile.num_warps,
+        enable_fp_fusion=True,
+        **launch_options(pdl),
+    )
+
+
+def _scale_form(scale: torch.Tensor | None) -> str:
+    """Return the form of an expert's scales: none, one for each row, or for each block."""
+    if scale is None:
+        return "none"
+    return "row" if scale.dim() == 2 else "block"
+
+
+def _scale_arguments(scale: torch.Tensor | None, x: torch.Tensor) -> tuple[torch.Tensor, int, int]:
+    """Return the scales (x if there are none), and their elements in an expert and in a row of
+    it."""
+    if scale is None:
+        return x, 0, 0
+    return scale, scale.stride(0), scale.stride(1)
+
+
+def add_experts(
+    y: torch.Tensor,
+    x: torch.Tensor,
+    routed: RoutedTokens,
+    matrices: ExpertMatrices,
+    *,
+    pdl: bool,
+) -> torch.Tensor:
+    """Return the weighted sum [N, H] of each token's rows of y [N * K, H]; x [N, H] gives its
+    form."""
+    (num_tokens, hidden), top_k = x.shape, routed.experts.shape[1]
+    total = torch.empty_like(x)
+    block = min(_SUM_BLOCK, triton.next_power_of_2(hidden))
+    _sum_kernel[(num_tokens, triton.cdiv(hidden, block))](
+        total,
+        y,
+        routed.experts,
+        routed.weights,
+        matrices.first,
+        matrices.down.shape[0],
+        hidden,
+        TOP_K=top_k,
+        BLOCK=block,
+        PDL=pdl,
+        num_warps=4,
+        **launch_options(pdl),
+    )
+    return total
+
+
+@launched
+@triton.jit(do_not_specialize=["num_tiles", "num_blocks"])
+def _product_kernel(
+    y,
+    x,
+    weight,
+    scale,
+    scale_size,
+    scale_stride,
+    entries,
+    num_tiles,
+    num_outputs,
+    num_inputs,
+    num_blocks,
+    ROWS_PER_X: tl.constexpr,
+    GATED: tl.constexpr,
+    LEFT: tl.constexpr,
+    EVEN: tl.constexpr,
+    EXACT: tl.constexpr,
+    SCALES: tl.constexpr,
+    SCALE_BLOCK: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_O: tl.constexpr,
+    BLOCK_I: tl.constexpr,
+    STAGES: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Outputs of a tile are neighbors in the grid, so that its rows are read from memory once, as
+    are the weights of an expert with several tiles."""
+    start_next(PDL)
+    tile = tl.program_id(0) // num_blocks
+    block = tl.program_id(0) % num_blocks
+    await_previous(PDL)
+    expert = tl.load(entries + tile).to(tl.int64)
+    if expert >= 0:
+        m = tl.arange(0, BLOCK_M)
+        is_row = m < tl.load(entries + num_tiles + tile)
+        row_here = entries + 2 * num_tiles + tile * BLOCK_M + m
+        pair = tl.load(row_here, mask=is_row, other=0).to(tl.int64)
+        output = block * BLOCK_O + tl.arange(0, BLOCK_O)
+        is_output = output < num_outputs
+        column = tl.arange(0, BLOCK_I)[None, :]
+        first_output = expert * num_outputs * (2 if GATED else 1)
+        scale_here = scale + expert * scale_size
+        acc, other_acc = _add_columns(
+            x + (pair // ROWS_PER_X)[:, None] * num_inputs + column,
+            weight + (first_output + output)[:, None] * num_inputs + column,
+            scale_here + block * BLOCK_O // SCALE_BLOCK * scale_stride,
+            num_outputs // SCALE_BLOCK * scale_stride,
+            is_row,
+            is_output,
+            num_outputs,
+            num_inputs,
+            GATED,
+            LEFT,
+            EVEN,
+            EXACT,
+            SCALES,
+            SCALE_BLOCK,
+            BLOCK_M,
+            BLOCK_O,
+            BLOCK_I,
+            STAGES,
+        )
+        if SCALES == "row":
+            acc *= _row_factors(scale_here, output, is_output, LEFT)
+        if GATED:
+            if SCALES == "row":
+                other_acc *= _row_factors(scale_here + num_outputs, output, is_output, LEFT)
+            gate = acc.to(y.dtype.element_ty).to(tl.float32)
+            up = other_acc.to(y.dtype.element_ty).to(tl.float32)
+            acc = gate * tl.sigmoid(gate) * up
+        if LEFT:
+            acc = tl.trans(acc)
+        y_here = y + pair[:, None] * num_outputs + output[None, :]
+        stored = is_row[:, None] & is_output[None, :]
+        tl.store(y_here, acc.to(y.dtype.element_ty), mask=stored)
+
+
+@triton.jit
+def _add_columns(
+    x_here,
+    weight_here,
+    block_scale,
+    up_blocks,
+    is_row,
+    is_output,
+    num_outputs,
+    num_inputs,
+    GATED: tl.constexpr,
+    LEFT: tl.constexpr,
+    EVEN: tl.constexpr,
+    EXACT: tl.constexpr,
+    SCALES: tl.constexpr,
+    SCALE_BLOCK: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_O: tl.constexpr,
+    BLOCK_I: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """Return the product with the first matrix and, if GATED, with the one num_outputs rows below,
+    whose scales are up_blocks further."""
+    column = tl.arange(0, BLOCK_I)[None, :]
+    other_here = weight_here + num_outputs * num_inputs
+    if LEFT:
+        acc = tl.zeros([BLOCK_O, BLOCK_M], tl.float32)
+    else:
+        acc = tl.zeros([BLOCK_M, BLOCK_O], tl.float32)
+    other_acc = acc
+    for start in tl.range(0, num_inputs, BLOCK_I, num_stages=STAGES):
+        is_weight = is_output[:, None]
+        is_value = is_row[:, None]
+        if not EVEN:
+            is_weight &= column + start < num_inputs
+            is_value &= column + start < num_inputs
+        value = tl.load(x_here + start, mask=is_value, other=0.0)
+        w = _load_weights(weight_here + start, is_weight, EVEN)
+        factor = block_scale + start // SCALE_BLOCK
+        acc = _multiply(acc, value, w, factor, LEFT, EXACT, SCALES)
+        if GATED:
+            w = _load_weights(other_here + start, is_weight, EVEN)
+            other_acc = _multiply(other_acc, value, w, factor + up_blocks, LEFT, EXACT, SCALES)
+    return acc, other_acc
+
+
+@triton.jit
+def _load_weights(here, mask, EVEN: tl.constexpr):
+    return tl.load(here) if EVEN else tl.load(here, mask=mask, other=0.0)
+
+
+@triton.jit
+def _row_factors(scale, output, is_output, LEFT: tl.constexpr):
+    factors = tl.load(scale + output, mask=is_output, other=0.0)
+    return factors[:, None] if LEFT else factors[None, :]
+
+
+@triton.jit
+def _multiply(
+    acc,
+    value,
+    w,
+    factor,
+    LEFT: tl.constexpr,
+    EXACT: tl.constexpr,
+    SCALES: tl.constexpr,
+):
+    """Add value [M, I] times w [O, I] transposed to acc [M, O], or [O, M] if LEFT. factor: where
+    the scale of w is, if it has one."""
+    PRECISION: tl.constexpr = "ieee" if EXACT else None
+    if SCALES != "none":
+        w = w.to(value.dtype)
+    if SCALES == "block":
+        part = tl.zeros_like(acc)
+        if LEFT:
+            part = tl.dot(w, tl.trans(value), part, input_precision=PRECISION)
+        else:
+            part = tl.dot(value, tl.trans(w), part, input_precision=PRECISION)
+        acc += part * tl.load(factor)
+    elif LEFT:
+        acc = tl.dot(w, tl.trans(value), acc, input_precision=PRECISION)
+    else:
+        acc = tl.dot(value, tl.trans(w), acc, input_precision=PRECISION)
+    return acc
+
+
+@launched
+@triton.jit(do_not_specialize=["first", "count"])
+def _sum_kernel(
+    total,
+    y,
+    experts,
+    weights,
+    first,
+    count,
+    size,
+    TOP_K: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Add a token's rows of y [N * K, size] by their weights; those of other ranks are missing."""
+    start_next(PDL)
+    token = tl.program_id(0)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    await_previous(PDL)
+    acc = tl.zeros([BLOCK], tl.float32)
+    for k in tl.static_range(TOP_K):
+        local = tl.load(experts + token * TOP_K + k) - first
+        is_here = (local >= 0) & (local < count)
+        row = y + (token * TOP_K + k).to(tl.int64) * size
+        value = tl.load(row + column, mask=column < tl.where(is_here, size, 0), other=0.0)
+        weight = tl.load(weights + token * TOP_K + k)
+        acc += tl.where(is_here, weight, 0.0) * value.to(tl.float32)
+    here = total + token.to(tl.int64) * size + column
+    tl.store(here, acc.to(total.dtype.element_ty), mask=column < size)
+
+
+@launched
+@triton.jit(do_not_specialize=["first", "count"])
+def _row_gate_up_kernel(
+    h,
+    x,
+    weight,
+    scale,
+    scale_size,
+    scale_stride,
+    experts,
+    first,
+    count,
+    num_outputs,
+    SIZE: tl.constexpr,
+    SCALES: tl.constexpr,
+    SCALE_BLOCK: tl.constexpr,
+    BLOCK_O: tl.constexpr,
+    BLOCK_I: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """silu(gate) * up of one row and one of its experts."""
+    start_next(PDL)
+    k = tl.program_id(1)
+    output = tl.program_id(0) * BLOCK_O + tl.arange(0, BLOCK_O)
+    column = tl.arange(0, BLOCK_I)
+    is_output = (output < num_outputs)[:, None]
+    await_previous(PDL)
+    local = tl.load(experts + k) - first
+    if (local >= 0) & (local < count):
+        gate_here = weight + (local.to(tl.int64) * 2 * num_outputs + output)[:, None] * SIZE
+        up_here = gate_here + num_outputs * SIZE
+        if SCALES != "none":
+            gate_scale = scale + local.to(tl.int64) * scale_size
+            up_scale = gate_scale + num_outputs
+        if SCALES == "block":
+            gate_scale += tl.program_id(0) * BLOCK_O // SCALE_BLOCK * scale_stride
+            up_scale = gate_scale + num_outputs // SCALE_BLOCK * scale_stride
+        gates = tl.zeros([BLOCK_O, BLOCK_I], tl.float32)
+        ups = tl.zeros([BLOCK_O, BLOCK_I], tl.float32)
+        for start in tl.static_range(0, SIZE, BLOCK_I):
+            here = start + column
+            inside = is_output & (here < SIZE)[None, :]
+            value = tl.load(x + here, mask=here < SIZE, other=0.0).to(tl.float32)
+            gate_w = tl.load(gate_here + here[None, :], mask=inside, other=0.0)
+            up_w = tl.load(up_here + here[None, :], mask=inside, other=0.0)
+            if SCALES == "block":
+                part = here // SCALE_BLOCK
+                of_gate = tl.load(gate_scale + part, mask=here < SIZE, other=0.0)
+                of_up = tl.load(up_scale + part, mask=here < SIZE, other=0.0)
+                gates += gate_w.to(tl.float32) * (value * of_gate)[None, :]
+                ups += up_w.to(tl.float32) * (value * of_up)[None, :]
+            else:
+                gates += gate_w.to(tl.float32) * value[None, :]
+                ups += up_w.to(tl.float32) * value[None, :]
+        gate = tl.sum(gates, 1)
+        up = tl.sum(ups, 1)
+        if SCALES == "row":
+            gate *= tl.load(gate_scale + output, mask=output < num_outputs, other=0.0)
+            up *= tl.load(up_scale + output, mask=output < num_outputs, other=0.0)
+        gate = gate.to(h.dtype.element_ty).to(tl.float32)
+        up = up.to(h.dtype.element_ty).to(tl.float32)
+        gated = gate * tl.sigmoid(gate) * up
+        tl.store(
+            h + k * num_outputs + output,
+            gated.to(h.dtype.element_ty),
+            mask=output < num_outputs,
+        )
+
+
+@launched
+@triton.jit(do_not_specialize=["first", "count"])
+def _row_down_kernel(
+    y,
+    h,
+    weight,
+    scale,
+    scale_size,
+    scale_stride,
+    experts,
+    weights,
+    first,
+    count,
+    num_outputs,
+    SIZE: tl.constexpr,
+    TOP_K: tl.constexpr,
+    SCALES: tl.constexpr,
+    SCALE_BLOCK: tl.constexpr,
+    BLOCK_O: tl.constexpr,
+    BLOCK_I: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Outputs of one row, summed over its experts by their weights."""
+    start_next(PDL)
+    output = tl.program_id(0) * BLOCK_O + tl.arange(0, BLOCK_O)
+    column = tl.arange(0, BLOCK_I)
+    is_output = (output < num_outputs)[:, None]
+    await_previous(PDL)
+    total = tl.zeros([BLOCK_O], tl.float32)
+    for k in tl.range(0, TOP_K):
+        local = tl.load(experts + k) - first
+        is_here = (local >= 0) & (local < count)
+        factor = tl.where(is_here, tl.load(weights + k), 0.0)
+        index = tl.where(is_here, local, 0).to(tl.int64)
+        weight_here = weight + (index * num_outputs + output)[:, None] * SIZE
+        if SCALES != "none":
+            scale_here = scale + index * scale_size
+        if SCALES == "block":
+            scale_here += tl.program_id(0) * BLOCK_O // SCALE_BLOCK * scale_stride
+        sums = tl.zeros([BLOCK_O, BLOCK_I], tl.float32)
+        for start in tl.static_range(0, SIZE, BLOCK_I):
+            here = start + column
+            is_input = here < tl.where(is_here, SIZE, 0)
+            inside = is_output & is_input[None, :]
+            value = tl.load(h + k * SIZE + here, mask=is_input, other=0.0).to(tl.float32)
+            w = tl.load(weight_here + here[None, :], mask=inside, other=0.0)
+            if SCALES == "block":
+                value *= tl.load(scale_here + here // SCALE_BLOCK, mask=is_input, other=0.0)
+            sums += w.to(tl.float32) * value[None, :]
+        # Rounded as a product of its own would be.
+        product = tl.sum(sums, 1)
+        if SCALES == "row":
+            product *= tl.load(scale_here + output, mask=output < num_outputs, other=0.0)
+        total += factor * product.to(y.dtype.element_ty).to(tl.float32)
+    tl.store(y + output, total.to(y.dtype.element_ty), mask=output < num_outputs)

@@ -1,0 +1,287 @@
+"""The block of a decoder layer that sends each token through a few of many MLPs (mixture of
+experts).
+
+Shapes: N tokens, H hidden size, E experts, I inner size of an expert on this rank.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from worker_daemon.contracts.experts import ExpertMatrices, Routing
+from worker_daemon.contracts.layer_ops import NormedSum
+from worker_daemon.errors import config_error
+from worker_daemon.layers.fp8 import make_fp8_parameters
+from worker_daemon.layers.linear import GatedColumnParallelLinear, RowParallelLinear, even_shard
+from worker_daemon.layers.norm import NormSpec, RMSNorm
+from worker_daemon.layers.parameter import Parameter, Piece
+from worker_daemon.layers.quantization import Int4Quantization, Quantization
+from worker_daemon.layers.setup import LayerSetup
+
+
+@dataclass(frozen=True, slots=True)
+class SharedExpertSpec:
+    """An MLP that every token passes; the sigmoid of a learned score scales its result."""
+
+    intermediate_size: int
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertsSpec:
+    """Sizes and switches of a block with experts, before tensor parallelism splits it.
+
+    Checkpoints have the experts' matrices one by one, or stacked; models/expert_tensors.py gives
+    both the names of separate ones.
+    """
+
+    norm: NormSpec
+    """The norm of the residual stream, before the router and the experts."""
+    num_experts: int
+    intermediate_size: int
+    """Inner size of an expert."""
+    routing: Routing
+    shared: SharedExpertSpec | None = None
+    """The expert of all tokens; None if there is none."""
+
+
+class ExpertsBlock:
+    """The sum of a token's experts, by their weights, and of the shared expert.
+
+    Tensor parallelism splits the inner size of each expert, expert parallelism the list of experts:
+    the sum over the ranks is the same. All ranks compute the same routing. The shared expert is
+    always split.
+    """
+
+    def __init__(self, prefix: str, spec: ExpertsSpec, setup: LayerSetup) -> None:
+        """prefix: the checkpoint's name of the layer.
+
+        Raises:
+            ConfigError: the quantization is in 4 bits, covers some of the experts only, or its
+                blocks do not fit this rank's part.
+        """
+        name = f"{prefix}.mlp"
+        self._norm = RMSNorm(prefix, spec.norm, setup)
+        self._experts = _Experts(name, spec, setup)
+
+    def forward(
+        self, part: Tensor | None, residual: Tensor, query_start_loc: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Take and return the residual stream as (part, residual) [N, H], like
+        DecoderLayer.forward. query_start_loc: int32 [B + 1], as AttentionMetadata has it; rows of
+        padding go to no expert."""
+        routed = _RoutedStep(self._experts, query_start_loc)
+        return self._norm.project(routed, part, residual)
+
+    def parameters(self) -> Iterator[Parameter]:
+        yield from self._norm.parameters()
+        yield from self._experts.parameters()
+
+
+class _Experts:
+    """Router, experts and shared expert of one layer."""
+
+    def __init__(self, name: str, spec: ExpertsSpec, setup: LayerSetup) -> None:
+        self._spec = spec
+        self.ops = setup.ops
+        self._router = _whole(f"{name}.gate.weight", (spec.num_experts, setup.hidden_size), setup)
+        self._part = part = _rank_part(spec, setup)
+        count, inner = len(part.experts), len(part.inner)
+        self._gate_up = _Stack(
+            f"{name}.experts.gate_up_proj",
+            (count * 2 * inner, setup.hidden_size),
+            tuple(_gate_up_pieces(name, spec, part, setup.hidden_size)),
+            setup,
+        )
+        self._down = _Stack(
+            f"{name}.experts.down_proj",
+            (count * setup.hidden_size, inner),
+            tuple(_down_pieces(name, spec, part, setup.hidden_size)),
+            setup,
+        )
+        self._shared = None if spec.shared is None else _SharedExpert(name, spec.shared, setup)
+
+    def forward(self, x: Tensor, query_start_loc: Tensor) -> Tensor:
+        """x [N, H] -> this rank's part of the block's output, [N, H]."""
+        scores = self.ops.linear(x, self._router.data, None)
+        routed = self.ops.experts.route(scores, self._spec.routing, query_start_loc)
+        y = self.ops.experts.multiply(x, routed, self._matrices)
+        return y if self._shared is None else y + self._shared.forward(x)
+
+    @property
+    def _matrices(self) -> ExpertMatrices:
+        """Views of the parameters, whose data may move to other memory between steps."""
+        experts = self._part.experts
+        gate_up, gate_up_scale = self._gate_up.divided(len(experts))
+        down, down_scale = self._down.divided(len(experts))
+        total = self._spec.num_experts
+        return ExpertMatrices(gate_up, down, experts.start, gate_up_scale, down_scale, total)
+
+    def parameters(self) -> Iterator[Parameter]:
+        yield self._router
+        yield from self._gate_up.parameters()
+        yield from self._down.parameters()
+        if self._shared is not None:
+            yield from self._shared.parameters()
+
+
+class _Stack:
+    """Matrices of this rank's experts, one below the other in one parameter, with their scales if
+    they are in FP8."""
+
+    def __init__(
+        self, name: str, shape: tuple[int, int], pieces: tuple[Piece, ...], setup: LayerSetup
+    ) -> None:
+        """name: of the parameter, without .weight."""
+        quantization = setup.quantization
+        self._scale: Parameter | None = None
+        self._input_scale: Parameter | None = None
+        if quantization is None or not _covers(quantization, pieces):
+            self._weight = setup.parameter(f"{name}.weight", shape, pieces)
+            return
+        if isinstance(quantization, Int4Quantization):
+            raise config_error(
+                "quantization_config",
+                pieces[0].name,
+                "experts in 4 bits are not supported",
+                "use a checkpoint with experts in FP8, or the unquantized one",
+            )
+        made = make_fp8_parameters(name, shape, pieces, quantization, setup.device)
+        self._weight, self._scale, self._input_scale = made
+
+    def divided(self, count: int) -> tuple[Tensor, Tensor | None]:
+        """Return the matrices [count, rows, columns] and their scales, as ExpertMatrices has
+        them."""
+        weight, scale = self._weight.data, self._scale
+        matrices = weight.view(count, -1, weight.shape[1])
+        if scale is None:
+            return matrices, None
+        return matrices, scale.data.view(count, -1, *scale.data.shape[1:])
+
+    def parameters(self) -> Iterator[Parameter]:
+        yield self._weight
+        for scale in (self._scale, self._input_scale):
+            if scale is not None:
+                yield scale
+
+
+class _SharedExpert:
+    """sigmoid(score(x)) * down(silu(gate(x)) * up(x)) (Qwen2-MoE)."""
+
+    def __init__(self, name: str, spec: SharedExpertSpec, setup: LayerSetup) -> None:
+        inner, prefix = spec.intermediate_size, f"{name}.shared_expert"
+        self._ops = setup.ops
+        self._score = _whole(f"{name}.shared_expert_gate.weight", (1, setup.hidden_size), setup)
+        self._gate_up = GatedColumnParallelLinear(
+            f"{prefix}.gate_up_proj",
+            even_shard(f"{prefix}.gate_proj", inner, setup.tp),
+            even_shard(f"{prefix}.up_proj", inner, setup.tp),
+            setup.hidden_size,
+            setup,
+            bias=False,
+        )
+        self._down = RowParallelLinear(
+            f"{prefix}.down_proj", inner, setup.hidden_size, setup, bias=False
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [N, H] -> this rank's part, [N, H]."""
+        score = self._ops.linear(x, self._score.data, None)
+        return torch.sigmoid(score) * self._down.forward(self._gate_up.forward(x))
+
+    def parameters(self) -> Iterator[Parameter]:
+        yield self._score
+        yield from self._gate_up.parameters()
+        yield from self._down.parameters()
+
+
+@dataclass(frozen=True, slots=True)
+class _RoutedStep:
+    """The experts as a Projection of one step."""
+
+    experts: _Experts
+    query_start_loc: Tensor
+
+    def forward(self, x: Tensor) -> Tensor:
+        """See Projection."""
+        return self.experts.forward(x, self.query_start_loc)
+
+    def forward_normed(self, source: NormedSum) -> tuple[Tensor, Tensor]:
+        """See Projection. Router and experts share the norm, so that nothing is fused with it."""
+        normed, total = self.experts.ops.sum_and_norm(source)
+        return self.forward(normed), total
+
+
+def _whole(name: str, shape: tuple[int, int], setup: LayerSetup) -> Parameter:
+    """Return a matrix that every rank holds completely, never quantized."""
+    everything = (slice(0, shape[0]), slice(0, shape[1]))
+    return setup.parameter(name, shape, (Piece(name, shape, everything, everything),))
+
+
+class _RankPart(NamedTuple):
+    """This rank's part of the experts' matrices."""
+
+    experts: range
+    """Numbers of its experts."""
+    inner: range
+    """Its part of the inner size of each."""
+
+
+def _rank_part(spec: ExpertsSpec, setup: LayerSetup) -> _RankPart:
+    rank, size = setup.tp.rank, setup.tp.size
+    if setup.expert_parallel:
+        base, rest = divmod(spec.num_experts, size)
+        first = rank * base + min(rank, rest)
+        experts = range(first, first + base + (rank < rest))
+        return _RankPart(experts, range(spec.intermediate_size))
+    inner = spec.intermediate_size // size
+    return _RankPart(range(spec.num_experts), range(rank * inner, (rank + 1) * inner))
+
+
+def _gate_up_pieces(
+    name: str, spec: ExpertsSpec, part: _RankPart, hidden_size: int
+) -> Iterator[Piece]:
+    """Yield the pieces of the experts' gates and ups, stacked by rows: gate and up of the first
+    expert, gate and up of the second, and so on."""
+    shape, columns = (spec.intermediate_size, hidden_size), slice(0, hidden_size)
+    source, inner = (slice(part.inner.start, part.inner.stop), columns), len(part.inner)
+    tensors = (
+        f"{name}.experts.{expert}.{matrix}.weight"
+        for expert in part.experts
+        for matrix in ("gate_proj", "up_proj")
+    )
+    for index, tensor in enumerate(tensors):
+        rows = slice(index * inner, (index + 1) * inner)
+        yield Piece(tensor, shape, source, (rows, columns))
+
+
+def _down_pieces(
+    name: str, spec: ExpertsSpec, part: _RankPart, hidden_size: int
+) -> Iterator[Piece]:
+    """Yield the pieces of the experts' downs, stacked by rows."""
+    shape = (hidden_size, spec.intermediate_size)
+    source = (slice(0, hidden_size), slice(part.inner.start, part.inner.stop))
+    for index, expert in enumerate(part.experts):
+        rows = slice(index * hidden_size, (index + 1) * hidden_size)
+        tensor = f"{name}.experts.{expert}.down_proj.weight"
+        yield Piece(tensor, shape, source, (rows, slice(0, len(part.inner))))
+
+
+def _covers(quantization: Quantization, pieces: Sequence[Piece]) -> bool:
+    """Return True if all of the tensors are quantized, False if none is.
+
+    Raises:
+        ConfigError: some of them are.
+    """
+    modules = [piece.name.removesuffix(".weight") for piece in pieces]
+    ignored = next((each for each in modules if not quantization.covers(each)), None)
+    if ignored is not None and any(map(quantization.covers, modules)):
+        raise config_error(
+            "quantization_config",
+            ignored,
+            "some experts of a layer are quantized, and others are not",
+            "use a checkpoint that quantizes or ignores all of them",
+        )
+    return ignored is None
