@@ -4,24 +4,29 @@ the rotation.
 Frequencies are computed on the CPU in float32 by the formulas of transformers' modeling_rope_utils,
 so that they are equal on every device. models/config_fields.py builds these values from
 config.json.
+
+A rotation turns the first rotary_dim elements of a head. It pairs element i with i + rotary_dim / 2
+(the form of the Llama family) or, if interleaved, 2 i with 2 i + 1 (that of Su et al. and of GLM).
 """
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 MAX_TABLE_BYTES = 4 << 30
-"""Eight million positions with heads of 128."""
+"""Eight million positions if 128 elements of each head are rotated."""
 
 
 @dataclass(frozen=True, slots=True)
 class DefaultRope:
     """f_i = theta^(-2i/d), i < d/2."""
 
-    head_dim: int
+    rotary_dim: int
     theta: float
+    interleaved: bool = False
 
     @property
     def attention_scaling(self) -> float:
@@ -29,24 +34,25 @@ class DefaultRope:
         return 1.0
 
     def inv_freq(self) -> Tensor:
-        """float32 [head_dim / 2] on the CPU."""
-        return 1.0 / _wavelengths(self.theta, self.head_dim)
+        """float32 [rotary_dim / 2] on the CPU."""
+        return 1.0 / _wavelengths(self.theta, self.rotary_dim)
 
 
 @dataclass(frozen=True, slots=True)
 class LinearRope:
     """Position interpolation (Chen et al., 2023): divides every frequency by `factor`."""
 
-    head_dim: int
+    rotary_dim: int
     theta: float
     factor: float
+    interleaved: bool = False
 
     @property
     def attention_scaling(self) -> float:
         return 1.0
 
     def inv_freq(self) -> Tensor:
-        return 1.0 / _wavelengths(self.theta, self.head_dim) / self.factor
+        return 1.0 / _wavelengths(self.theta, self.rotary_dim) / self.factor
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,16 +64,17 @@ class DynamicRope:
     effect.
     """
 
-    head_dim: int
+    rotary_dim: int
     theta: float
     factor: float
+    interleaved: bool = False
 
     @property
     def attention_scaling(self) -> float:
         return 1.0
 
     def inv_freq(self) -> Tensor:
-        return 1.0 / _wavelengths(self.theta, self.head_dim)
+        return 1.0 / _wavelengths(self.theta, self.rotary_dim)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,19 +82,20 @@ class Llama3Rope:
     """Llama 3.1: divides low frequencies by `factor`, keeps high ones, and interpolates in
     between."""
 
-    head_dim: int
+    rotary_dim: int
     theta: float
     factor: float
     low_freq_factor: float
     high_freq_factor: float
     original_max_position_embeddings: int
+    interleaved: bool = False
 
     @property
     def attention_scaling(self) -> float:
         return 1.0
 
     def inv_freq(self) -> Tensor:
-        inv_freq = 1.0 / _wavelengths(self.theta, self.head_dim)
+        inv_freq = 1.0 / _wavelengths(self.theta, self.rotary_dim)
         wavelength = 2 * math.pi / inv_freq
         context = self.original_max_position_embeddings
         smooth = (context / wavelength - self.low_freq_factor) / (
@@ -109,7 +117,7 @@ class YarnRope:
     rounds the ramp's ends outward to whole dimensions.
     """
 
-    head_dim: int
+    rotary_dim: int
     theta: float
     factor: float
     original_max_position_embeddings: int
@@ -119,6 +127,7 @@ class YarnRope:
     mscale: float | None = None
     mscale_all_dim: float | None = None
     truncate: bool = True
+    interleaved: bool = False
 
     @property
     def attention_scaling(self) -> float:
@@ -129,7 +138,7 @@ class YarnRope:
         return self._scale(1.0)
 
     def inv_freq(self) -> Tensor:
-        wavelengths = _wavelengths(self.theta, self.head_dim)
+        wavelengths = _wavelengths(self.theta, self.rotary_dim)
         interpolated = 1.0 / (self.factor * wavelengths)
         extrapolated = 1.0 / wavelengths
         share = 1 - self._ramp()
@@ -142,24 +151,30 @@ class YarnRope:
         low, high = self._turning_dim(self.beta_fast), self._turning_dim(self.beta_slow)
         if self.truncate:
             low, high = math.floor(low), math.ceil(high)
-        low, high = max(low, 0), min(high, self.head_dim - 1)
+        low, high = max(low, 0), min(high, self.rotary_dim - 1)
         if low == high:
             high += 0.001
-        steps = torch.arange(self.head_dim // 2, dtype=torch.float32)
+        steps = torch.arange(self.rotary_dim // 2, dtype=torch.float32)
         return ((steps - low) / (high - low)).clamp(0, 1)
 
     def _turning_dim(self, num_rotations: float) -> float:
         """Return the dimension that rotates num_rotations times over the original context."""
         turns = self.original_max_position_embeddings / (num_rotations * 2 * math.pi)
-        return self.head_dim * math.log(turns) / (2 * math.log(self.theta))
+        return self.rotary_dim * math.log(turns) / (2 * math.log(self.theta))
 
 
 Rope = DefaultRope | LinearRope | DynamicRope | Llama3Rope | YarnRope
 
 
-def max_table_length(head_dim: int) -> int:
-    """Return the largest number of positions of a table, which is stored in full."""
-    return MAX_TABLE_BYTES // (head_dim * torch.float32.itemsize)
+def table_bytes(ropes: Iterable[Rope], length: int) -> int:
+    """Return the memory of these rotations' tables, each of `length` positions."""
+    return length * sum(rope.rotary_dim for rope in ropes) * torch.float32.itemsize
+
+
+def max_table_length(ropes: Iterable[Rope]) -> int:
+    """Return the largest number of positions of these rotations' tables, which are stored in
+    full."""
+    return MAX_TABLE_BYTES // max(1, table_bytes(ropes, 1))
 
 
 def is_finite(rope: Rope, length: int) -> bool:
@@ -173,7 +188,7 @@ def is_finite(rope: Rope, length: int) -> bool:
 
 
 def rotary_table(rope: Rope, max_model_len: int, device: torch.device) -> Tensor:
-    """Return float32 [max_model_len, 2, head_dim / 2]: cos and sin of every position's angles."""
+    """Return float32 [max_model_len, 2, rotary_dim / 2]: cos and sin of every position's angles."""
     inv_freq = rope.inv_freq()
     if (
         device.type == "meta"
@@ -185,14 +200,22 @@ def rotary_table(rope: Rope, max_model_len: int, device: torch.device) -> Tensor
     return torch.stack((angles.cos() * scaling, angles.sin() * scaling), dim=1)
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate x [N, heads, D] by cos and sin, float32 [N, 1, D / 2]. Pairs element i with i + D / 2;
-    rounds once."""
-    first, second = x.chunk(2, dim=-1)
-    turned = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
-    return turned.to(x.dtype)
+def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False) -> Tensor:
+    """Rotate the first R elements of x [N, heads, D] by cos and sin, float32 [N, 1, R / 2]; the
+    others stay. Pairs element i with i + R / 2 or, if interleaved, 2 i with 2 i + 1. Rounds
+    once."""
+    rotary_dim = 2 * cos.shape[-1]
+    turning, rest = x[..., :rotary_dim], x[..., rotary_dim:]
+    if interleaved:
+        first, second = turning.unflatten(-1, (-1, 2)).unbind(-1)
+    else:
+        first, second = turning.chunk(2, dim=-1)
+    parts = (first * cos - second * sin, second * cos + first * sin)
+    turned = torch.stack(parts, dim=-1).flatten(-2) if interleaved else torch.cat(parts, dim=-1)
+    turned = turned.to(x.dtype)
+    return torch.cat((turned, rest), dim=-1) if rest.shape[-1] else turned
 
 
-def _wavelengths(theta: float, head_dim: int) -> Tensor:
-    exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).to(torch.float32) / head_dim
+def _wavelengths(theta: float, rotary_dim: int) -> Tensor:
+    exponents = torch.arange(0, rotary_dim, 2, dtype=torch.int64).to(torch.float32) / rotary_dim
     return torch.pow(theta, exponents)

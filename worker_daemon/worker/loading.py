@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
 
 import torch
@@ -353,29 +353,35 @@ class _Overwriting(WriteObserver):
 def _check_same_model(found: DecoderConfig, loaded: DecoderConfig) -> None:
     """Raise ConfigError unless the models are the same; dtype and eos tokens may differ."""
     found = replace(found, dtype=loaded.dtype, eos_token_ids=loaded.eos_token_ids)
-    for (name, value), (_, mine) in zip(_values(found), _values(loaded), strict=True):
-        if value != mine:
-            fix = "reload weights of the same model, or reset and load this one"
-            raise config_error(name, value, f"the loaded model has {mine!r}", fix)
+    for name, value, mine in _differences(found, loaded):
+        fix = "reload weights of the same model, or reset and load this one"
+        raise config_error(name, value, f"the loaded model has {mine!r}", fix)
 
 
-def _values(decoder: DecoderConfig) -> Iterator[tuple[str, object]]:
-    """Yield every value that defines a decoder, with its name; decoders with the same number of
-    layers yield the same number of values."""
-    values = asdict(decoder) | {"rope": decoder.rope, "quantization": decoder.quantization}
-    layers = values.pop("layers")
-    yield "num_hidden_layers", decoder.num_hidden_layers
-    yield from _leaves(values)
-    for layer in layers:
-        yield from _leaves(layer)
+def _differences(found: DecoderConfig, loaded: DecoderConfig) -> Iterator[tuple[str, object, object]]:
+    """Yield the name and both values of every setting in which two decoders differ: first the
+    number of layers, then those around the layers, then the layers'."""
+    first, second = found.layers, loaded.layers
+    if len(first) != len(second):
+        yield "num_hidden_layers", len(first), len(second)
+    yield from _field_differences(found, replace(loaded, layers=first))
+    for layer, mine in zip(first, second, strict=True):
+        yield from _field_differences(layer, mine)
 
 
-def _leaves(values: Mapping[str, object]) -> Iterator[tuple[str, object]]:
-    for name, value in values.items():
-        if isinstance(value, dict):
-            yield from _leaves(value)
+def _field_differences(value: object, mine: object) -> Iterator[tuple[str, object, object]]:
+    """Compare two values of one dataclass; descend into fields of equal types, except for
+    rotations and quantization, which are compared as a whole."""
+    assert is_dataclass(value)
+    for name in (each.name for each in fields(value)):
+        inner, my_inner = getattr(value, name), getattr(mine, name)
+        if inner == my_inner:
+            continue
+        is_alike = is_dataclass(inner) and type(inner) is type(my_inner)
+        if is_alike and name not in ("rope", "quantization"):
+            yield from _field_differences(inner, my_inner)
         else:
-            yield name, value
+            yield name, inner, my_inner
 
 
 def rank_weights(model: LoadedModel, place: RankPlace) -> RankWeights:
@@ -419,8 +425,8 @@ def _build_stage(
     stage = resolved.build_stage(
         layers, parallel, place.tp, ops, adapters, has_fp8_cache=has_fp8_cache
     )
-    rotary = rotary_table(decoder.rope, resolved.max_model_len, place.device)
-    memory.hold_stage(stage, rotary)
+    length = resolved.max_model_len
+    memory.hold_stage(stage, [rotary_table(rope, length, place.device) for rope in stage.ropes])
     return stage
 
 

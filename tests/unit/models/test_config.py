@@ -101,28 +101,28 @@ def test_both_rope_forms_give_the_same_rope():
     }
     old = parse(rope_theta=5e5, rope_scaling={"type": "llama3", **llama3})
     new = parse(rope_parameters={"rope_type": "llama3", "rope_theta": 5e5, **llama3})
-    assert old.rope == new.rope == Llama3Rope(head_dim=16, theta=5e5, **llama3)
+    assert old.ropes == new.ropes == (Llama3Rope(rotary_dim=16, theta=5e5, **llama3),)
 
 
 def test_yarn_takes_its_factor_and_length_from_where_transformers_does():
-    yarn = parse(rope_scaling={"rope_type": "yarn", "original_max_position_embeddings": 32}).rope
+    (yarn,) = parse(rope_scaling={"rope_type": "yarn", "original_max_position_embeddings": 32}).ropes
     assert isinstance(yarn, YarnRope) and yarn.factor == 8.0
-    outer = parse(
+    (outer,) = parse(
         original_max_position_embeddings=128,
         rope_scaling={
             "rope_type": "yarn",
             "factor": 2.0,
             "original_max_position_embeddings": 32,
         },
-    ).rope
+    ).ropes
     assert outer.original_max_position_embeddings == 128
-    absent = parse(rope_scaling={"rope_type": "yarn", "factor": 2.0}).rope
+    (absent,) = parse(rope_scaling={"rope_type": "yarn", "factor": 2.0}).ropes
     assert absent.original_max_position_embeddings == 256
 
 
 def test_dynamic_rope_limits_the_supported_length():
     config = parse(rope_scaling={"rope_type": "dynamic", "factor": 4.0})
-    assert isinstance(config.rope, DynamicRope)
+    assert isinstance(*config.ropes, DynamicRope)
     assert config.max_supported_len == 256
 
 
