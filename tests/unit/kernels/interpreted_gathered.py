@@ -91,5 +91,5 @@ def test_the_backend_attends() -> None:
     backend, layer = TritonGathered(CPU), layer_of(batch.shape)
     keys = KeyRange(0, 0, 100, 100)
     context = backend.gather(batch.kv_cache, layer, batch.metadata, keys, torch.float32)
-    out = backend.attend(batch.q, context, layer.scale, None)
+    out = backend.attend(batch.q, context, layer, None)
     assert relative_error(out, dense_attention(batch, None)) < BOUNDS[torch.float32]
