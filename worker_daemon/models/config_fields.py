@@ -71,10 +71,13 @@ def dense_layer(
     head_norms: bool = False,
     window: int | None = None,
     rope: Rope | None = None,
+    scale: float | None = None,
+    logit_softcap: float | None = None,
+    has_sinks: bool = False,
 ) -> LayerSpec:
     """Return a layer of attention and an MLP, with the names and the epsilon that Llama's
     checkpoints have. head_norms: a norm on each query and key head; window: in tokens; rope: the
-    result of model_rope if None."""
+    result of model_rope if None; scale, logit_softcap, has_sinks: see AttentionSpec."""
     eps = _norm_eps(fields)
     return LayerSpec(
         AttentionSpec(
@@ -85,6 +88,9 @@ def dense_layer(
             rope=model_rope(fields, heads.head_dim) if rope is None else rope,
             head_norm_eps=eps if head_norms else None,
             sliding_window=window,
+            scale=scale,
+            logit_softcap=logit_softcap,
+            has_sinks=has_sinks,
         ),
         MLPSpec(
             norm=NormSpec("post_attention_layernorm", eps),
