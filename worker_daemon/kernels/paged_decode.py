@@ -635,7 +635,7 @@ def _decode_kernel(
         queries = tl.load(heads + (head * q_head_stride)[:, None] + dim[None, :], inside, 0.0)
         acc, row_sum, row_max = attend_to_none(BLOCK_M, BLOCK_D)
     if sinks is not None:
-        joins = (row < GROUP) & (split == 0)
+        joins = row < tl.where(split == 0, GROUP, 0)
         acc, row_sum, row_max = join_sinks(acc, row_sum, row_max, sinks + head, joins)
     q_pos = tl.zeros([BLOCK_M], tl.int32) + (num_keys - 1)
     acc, row_sum, row_max = _attend_cached(
