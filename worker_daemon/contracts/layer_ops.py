@@ -224,10 +224,10 @@ class LayerOps(Protocol):
         qkv [N, (Hq + 2 Hkv) D] may be overwritten, and q may be a view of it. positions [N] is
         integer, rotary_table float32 [P, 2, R / 2]: the first R elements of a head are rotated,
         which pairs i with i + R / 2 or, if interleaved, 2 i with 2 i + 1. kv_cache [num_blocks, 2,
-        block_size, Hkv, D] is empty if there is none yet; then nothing is stored. slot_mapping [N] is integer: block_id *
-        block_size + offset. kv_scales: of a kv_cache in FP8, which stores k and v rounded to qkv's
-        dtype, divided by their head's scale in float32 (or times its reciprocal), then limited
-        and rounded to FP8.
+        block_size, Hkv, D] is empty if there is none yet; then nothing is stored. slot_mapping [N]
+        is integer: block_id * block_size + offset. kv_scales: of a kv_cache in FP8, which stores k
+        and v rounded to qkv's dtype, divided by their head's scale in float32 (or times its
+        reciprocal), then limited and rounded to FP8.
         """
 
 

@@ -81,7 +81,8 @@ def rotate_and_attend(
         kv_cache: as in paged_attention, not empty.
         step: a slot below 0 is not stored.
         head_norms, interleaved: as in rope_store.rotate_and_store.
-        scale, window, logit_softcap, sinks, kv_scales, out, limits, tile, num_splits, pdl: as in paged_attention.
+        scale, window, logit_softcap, sinks, kv_scales, out, limits, tile, num_splits, pdl: as in
+            paged_attention.
 
     Returns:
         [N, Hq, D], 0 in the rows past the last real token.
@@ -398,10 +399,7 @@ def _turn_and_store(
 def _attend_to_one(queries, key, value, is_seen, score_scale, SOFTCAP: tl.constexpr):
     """Start a running softmax with one key, or without any if not is_seen. See attend."""
     score = tl.sum(queries.to(tl.float32) * key.to(tl.float32), 1)
-    if SOFTCAP is not None:
-        score = softcapped(score, score_scale, SOFTCAP)
-    else:
-        score = score * score_scale
+    score = score * score_scale if SOFTCAP is None else softcapped(score, score_scale, SOFTCAP)
     row_max = tl.where(is_seen, score, NO_SCORE)
     row_sum = tl.zeros(score.shape, tl.float32) + tl.where(is_seen, 1.0, 0.0)
     return row_sum[:, None] * value.to(tl.float32)[None, :], row_sum, row_max
@@ -635,8 +633,9 @@ def _decode_kernel(
         queries = tl.load(heads + (head * q_head_stride)[:, None] + dim[None, :], inside, 0.0)
         acc, row_sum, row_max = attend_to_none(BLOCK_M, BLOCK_D)
     if sinks is not None:
-        joins = row < tl.where(split == 0, GROUP, 0)
-        acc, row_sum, row_max = join_sinks(acc, row_sum, row_max, sinks + head, joins)
+        acc, row_sum, row_max = join_sinks(
+            acc, row_sum, row_max, sinks + head, row < tl.where(split == 0, GROUP, 0)
+        )
     q_pos = tl.zeros([BLOCK_M], tl.int32) + (num_keys - 1)
     acc, row_sum, row_max = _attend_cached(
         queries, q_pos, acc, row_sum, row_max, held_k, held_v, held_pos, keys, table,

@@ -143,9 +143,7 @@ def _store(
 
 
 @triton.jit
-def _find_pairs(
-    pair, HALF: tl.constexpr, ROTARY_HALF: tl.constexpr, INTERLEAVED: tl.constexpr
-):
+def _find_pairs(pair, HALF: tl.constexpr, ROTARY_HALF: tl.constexpr, INTERLEAVED: tl.constexpr):
     """Return the first element of each of the HALF pairs of a head, and the distance of the second
     from it. The first ROTARY_HALF pairs are rotated; the others are any."""
     if INTERLEAVED:
@@ -206,10 +204,9 @@ def _rotate_and_store_kernel(
     # Loaded for every head: a row shared by all heads would pass through shared memory.
     angle = rotary_table + tl.load(positions + token).to(tl.int64) * (2 * ROTARY_HALF) + pair
     angle = tl.broadcast_to(angle[None, :], [BLOCK_HEADS, BLOCK_HALF])
-    # Padding is 0 whatever its factor is.
-    UNTURNED: tl.constexpr = 0.0 if ROTARY_HALF == HALF else 1.0
     turns = (pair < ROTARY_HALF)[None, :]
-    cos = tl.load(angle, mask=turns, other=UNTURNED)
+    # Padding is 0 whatever its factor is.
+    cos = tl.load(angle, mask=turns, other=0.0 if ROTARY_HALF == HALF else 1.0)
     sin = tl.load(angle + ROTARY_HALF, mask=turns, other=0.0)
     await_previous(PDL)
     raw_first = tl.load(source, mask=inside, other=0.0)

@@ -41,8 +41,8 @@ class Scoring:
 
     @property
     def factor(self) -> float:
-        """What the kernels multiply products by: the scale in log2 units, or what softcapped()
-        takes."""
+        """Factor of the products in the kernels: the scale in log2 units, or the factor that
+        softcapped() takes."""
         if self.logit_softcap is None:
             return self.scale * _LOG2_E
         return 2 * self.scale / self.logit_softcap * _LOG2_E

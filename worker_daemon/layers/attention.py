@@ -128,9 +128,7 @@ class AttentionBlock:
         )
         """None if the cache has the model's dtype."""
         self.rope = spec.rope
-        self._sinks = (
-            SinkLogits(name, heads.num_attention_heads, setup) if spec.has_sinks else None
-        )
+        self._sinks = SinkLogits(name, heads.num_attention_heads, setup) if spec.has_sinks else None
         self._layer = AttentionLayer(
             setup.ops,
             num_kv_heads,

@@ -87,9 +87,9 @@ def _softmax_of_own(q: Tensor, keys: Tensor, values: Tensor, layer: AttentionLay
     num_queries, num_q_heads = q.shape[:2]
     sinks = None if layer.sinks is None else layer.sinks.values.float()
     first, pieces = num_keys - num_queries, []
-    for some in q.float().split(_QUERIES_AT_ONCE):
+    for some in torch.split(q.float(), _QUERIES_AT_ONCE):
         rows = range(first, first + len(some))
-        heads = some.transpose(0, 1).unflatten(0, (num_kv_heads, -1))
+        heads = _grouped(some.transpose(0, 1), num_kv_heads)
         scores = (heads @ keys.unsqueeze(1).transpose(2, 3)).flatten(0, 1) * layer.scale
         if layer.logit_softcap is not None:
             scores = (scores / layer.logit_softcap).tanh() * layer.logit_softcap
@@ -97,10 +97,15 @@ def _softmax_of_own(q: Tensor, keys: Tensor, values: Tensor, layer: AttentionLay
         if sinks is not None:
             of_rows = sinks.view(-1, 1, 1).expand(num_q_heads, len(some), 1)
             scores = torch.cat((scores, of_rows), dim=-1)
-        weights = scores.softmax(dim=-1)[..., :num_keys].unflatten(0, (num_kv_heads, -1))
+        weights = _grouped(scores.softmax(dim=-1)[..., :num_keys], num_kv_heads)
         pieces.append((weights @ values.unsqueeze(1)).flatten(0, 1).transpose(0, 1))
         first = rows.stop
     return torch.cat(pieces)
+
+
+def _grouped(heads: Tensor, num_kv_heads: int) -> Tensor:
+    """Return [Hq, ...] as [Hkv, G, ...]."""
+    return heads.reshape(num_kv_heads, -1, *heads.shape[1:])
 
 
 def _visible(rows: range, num_keys: int, window: int | None, device: torch.device) -> Tensor:

@@ -90,9 +90,7 @@ class DecoderConfig:
 
     def __post_init__(self) -> None:
         sizes = {(each.attention.heads, each.mlp.intermediate_size) for each in self.layers}
-        assert len(sizes) == 1, (
-            "partition and memory plan need equal sizes in all layers"
-        )
+        assert len(sizes) == 1, "partition and memory plan need equal sizes in all layers"
 
     @property
     def num_hidden_layers(self) -> int:

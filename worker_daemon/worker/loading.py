@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, is_dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -27,7 +27,7 @@ from worker_daemon.distributed.parallel_state import ParallelState
 from worker_daemon.distributed.tp import SingleRank, TensorParallel
 from worker_daemon.errors import CapacityError, WorkerError, config_error
 from worker_daemon.layers.adapters import AdapterLayout, new_layout
-from worker_daemon.layers.attention import HeadSizes, NullAttention
+from worker_daemon.layers.attention import AttentionSpec, HeadSizes, NullAttention
 from worker_daemon.layers.attention_choice import ChosenAttention, choose_attention
 from worker_daemon.layers.rotary import rotary_table
 from worker_daemon.lora.adapter_files import AdapterFormat
@@ -42,7 +42,7 @@ from worker_daemon.models.decoder import (
     checkpoint_tensors,
     whole_model,
 )
-from worker_daemon.models.description import DecoderConfig
+from worker_daemon.models.description import DecoderConfig, LayerSpec
 from worker_daemon.models.int4_order import load_orders, reset_orders
 from worker_daemon.models.kv_scales import load_kv_scales
 from worker_daemon.models.partition import check_partition, partition_layers
@@ -358,30 +358,43 @@ def _check_same_model(found: DecoderConfig, loaded: DecoderConfig) -> None:
         raise config_error(name, value, f"the loaded model has {mine!r}", fix)
 
 
-def _differences(found: DecoderConfig, loaded: DecoderConfig) -> Iterator[tuple[str, object, object]]:
+def _differences(
+    found: DecoderConfig, loaded: DecoderConfig
+) -> Iterator[tuple[str, object, object]]:
     """Yield the name and both values of every setting in which two decoders differ: first the
     number of layers, then those around the layers, then the layers'."""
     first, second = found.layers, loaded.layers
     if len(first) != len(second):
         yield "num_hidden_layers", len(first), len(second)
-    yield from _field_differences(found, replace(loaded, layers=first))
+    yield from _nested_differences(_values(found), _values(loaded))
     for layer, mine in zip(first, second, strict=True):
-        yield from _field_differences(layer, mine)
+        yield from _nested_differences(_layer_values(layer), _layer_values(mine))
 
 
-def _field_differences(value: object, mine: object) -> Iterator[tuple[str, object, object]]:
-    """Compare two values of one dataclass; descend into fields of equal types, except for
-    rotations and quantization, which are compared as a whole."""
-    assert is_dataclass(value)
-    for name in (each.name for each in fields(value)):
-        inner, my_inner = getattr(value, name), getattr(mine, name)
-        if inner == my_inner:
-            continue
-        is_alike = is_dataclass(inner) and type(inner) is type(my_inner)
-        if is_alike and name not in ("rope", "quantization"):
-            yield from _field_differences(inner, my_inner)
-        else:
-            yield name, inner, my_inner
+def _values(decoder: DecoderConfig) -> dict[str, object]:
+    """Return the settings around the layers, nested like their specs."""
+    values = asdict(decoder) | {"quantization": decoder.quantization}
+    del values["layers"]
+    return values
+
+
+def _layer_values(layer: LayerSpec) -> dict[str, object]:
+    """Return a layer's settings, nested like its specs, with its rotation as one value."""
+    values = asdict(layer)
+    if isinstance(layer.attention, AttentionSpec):
+        values["attention"]["rope"] = layer.attention.rope
+    return values
+
+
+def _nested_differences(
+    values: Mapping[str, object], mine: Mapping[str, object]
+) -> Iterator[tuple[str, object, object]]:
+    for name in dict.fromkeys((*values, *mine)):
+        value, my_value = values.get(name), mine.get(name)
+        if isinstance(value, dict) and isinstance(my_value, dict):
+            yield from _nested_differences(value, my_value)
+        elif value != my_value:
+            yield name, value, my_value
 
 
 def rank_weights(model: LoadedModel, place: RankPlace) -> RankWeights:

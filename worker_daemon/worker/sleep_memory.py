@@ -149,7 +149,7 @@ class _Kept:
 
 class ArenaMemory(TaggedMemory):
     """Arenas for weights, model buffers, adapters and KV cache, and page-locked host memory for the
-    first two. Buffers are the rotary tables and the scales of quantized matrices and KV caches. They
+    first two. Buffers are rotary tables and the scales of quantized matrices and KV caches. They
     belong to the tag `weights`; their content is restored at any sleep level, since not every
     weight update brings them."""
 
@@ -277,7 +277,9 @@ class ArenaMemory(TaggedMemory):
         return [kept for kept in (self._weights, self._buffers) if kept is not None]
 
     def _keep(self, sizes: Iterable[int]) -> _Kept:
-        num_bytes = max(1, arena_bytes(sizes))  # an encoder has no buffers, but pages cannot be empty
+        num_bytes = max(
+            1, arena_bytes(sizes)
+        )  # an encoder has no buffers, but pages cannot be empty
         return _Kept(num_bytes, self._device, self._weight_chunk_bytes, self._host_room)
 
     def _leave(self, after: MemoryTags) -> None:

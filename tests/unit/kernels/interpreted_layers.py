@@ -67,7 +67,14 @@ def test_projection(
 @pytest.mark.parametrize("is_normed", [False, True])
 @pytest.mark.parametrize(
     ("head_dim", "rotary_dim", "interleaved"),
-    [(128, 96, False), (80, 2, False), (24, 16, False), (128, 64, True), (80, 80, True), (8, 2, True)],
+    [
+        (128, 96, False),
+        (80, 2, False),
+        (24, 16, False),
+        (128, 64, True),
+        (80, 80, True),
+        (8, 2, True),
+    ],
 )
 def test_other_rotations(
     dtype: torch.dtype, is_normed: bool, head_dim: int, rotary_dim: int, interleaved: bool

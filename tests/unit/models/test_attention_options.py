@@ -207,9 +207,7 @@ def test_layers_with_different_rotations(make_checkpoint, describe_by, check, pp
 
     def describe(fields):
         heads = head_sizes(fields)
-        ropes = layer_type_ropes(
-            fields, heads.head_dim, default_theta=1e6, default_local_theta=1e4
-        )
+        ropes = layer_type_ropes(fields, heads.head_dim, default_theta=1e6, default_local_theta=1e4)
         return decoder_config(fields, [dense_layer(fields, heads, rope=ropes[t]) for t in types])
 
     describe_by("LlamaForCausalLM", describe)
@@ -230,7 +228,9 @@ def ropes_of(describe_by):
                 fields, heads.head_dim, default_theta=1e6, default_local_theta=1e4
             )
             wanted = ("full_attention", "sliding_attention")
-            return decoder_config(fields, [dense_layer(fields, heads, rope=ropes[t]) for t in wanted])
+            return decoder_config(
+                fields, [dense_layer(fields, heads, rope=ropes[t]) for t in wanted]
+            )
 
         describe_by("LlamaForCausalLM", describe)
         config = parse_model_config({**BASE, **fields})

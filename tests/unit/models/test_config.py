@@ -105,7 +105,9 @@ def test_both_rope_forms_give_the_same_rope():
 
 
 def test_yarn_takes_its_factor_and_length_from_where_transformers_does():
-    (yarn,) = parse(rope_scaling={"rope_type": "yarn", "original_max_position_embeddings": 32}).ropes
+    (yarn,) = parse(
+        rope_scaling={"rope_type": "yarn", "original_max_position_embeddings": 32}
+    ).ropes
     assert isinstance(yarn, YarnRope) and yarn.factor == 8.0
     (outer,) = parse(
         original_max_position_embeddings=128,

@@ -44,7 +44,9 @@ class Rank:
             TorchOps(),
             has_fp8_cache=True,
         )
-        self.memory.hold_stage(self.stage, [rotary_table(rope, 128, CPU) for rope in self.stage.ropes])
+        self.memory.hold_stage(
+            self.stage, [rotary_table(rope, 128, CPU) for rope in self.stage.ropes]
+        )
         self.fill()
         self.kv_cache = self.memory.make_kv_cache(*KV_SHAPE, torch.bfloat16)
         self.kv_cache.fill_(7)
