@@ -81,6 +81,7 @@ def run_apart(layer: Layer, pdl: bool) -> torch.Tensor:
         step.positions,
         step.rotary_table,
         batch.shape.num_kv_heads,
+        batch.shape.head_dim,
         layer.head_norms,
         batch.kv_cache,
         batch.slot_mapping,

@@ -130,6 +130,7 @@ def projection_case(model: Model, num_rows: int, random: torch.Generator) -> Cas
                 s.positions,
                 s.rotary_table,
                 s.heads.num_kv_heads,
+                s.heads.head_dim,
                 s.head_norms,
                 s.kv_cache,
                 s.slot_mapping,

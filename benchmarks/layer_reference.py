@@ -25,6 +25,8 @@ class Heads:
     head_dim: int
     is_normed: bool = False
     block_size: int = 16
+    rotary_dim: int | None = None  # rotated elements of a head; None = all
+    interleaved: bool = False  # the rotation pairs adjacent elements
 
     @property
     def width(self) -> int:
@@ -46,7 +48,7 @@ class ProjectedStep:
     heads: Heads
     qkv: torch.Tensor  # [N, (Hq + 2 Hkv) D]
     positions: torch.Tensor  # [N] int64
-    rotary_table: torch.Tensor  # [P, 2, D / 2] fp32
+    rotary_table: torch.Tensor  # [P, 2, R / 2] fp32
     head_norms: HeadNorms | None
     kv_cache: torch.Tensor  # [num_blocks, 2, block_size, Hkv, D], random everywhere
     slot_mapping: torch.Tensor  # [N] int64, negative = not stored
@@ -74,7 +76,7 @@ def make_projected(
     """Return num_tokens tokens at random positions and slots; pads: every seventh slot is
     negative."""
     device = generator.device
-    half = heads.head_dim // 2
+    half = (heads.rotary_dim or heads.head_dim) // 2
     angles = torch.rand(max_position, half, generator=generator, device=device) * 6.3
     num_blocks = -(-num_tokens // heads.block_size) + 2
     cache_shape = (num_blocks, 2, heads.block_size, heads.num_kv_heads, heads.head_dim)
@@ -117,7 +119,13 @@ def rotated(step: ProjectedStep) -> tuple[torch.Tensor, torch.Tensor, torch.Tens
         exact = part.double()
         if step.head_norms is not None:
             exact = normed(part, step.head_norms.weight[row], step.head_norms.eps)
-        # Elements i and i + D / 2 are the real and imaginary part of a complex number.
-        number = torch.complex(*exact.chunk(2, dim=-1)) * angle
-        results.append(torch.cat((number.real, number.imag), dim=-1))
+        turning, rest = exact.tensor_split([heads.rotary_dim or heads.head_dim], dim=-1)
+        if heads.interleaved:
+            number = torch.view_as_complex(turning.unflatten(-1, (-1, 2)).contiguous()) * angle
+            turned = torch.view_as_real(number).flatten(-2)
+        else:
+            # Elements i and i + R / 2 are the real and imaginary part of a complex number.
+            number = torch.complex(*turning.chunk(2, dim=-1)) * angle
+            turned = torch.cat((number.real, number.imag), dim=-1)
+        results.append(torch.cat((turned, rest), dim=-1))
     return results[0], results[1], v

@@ -11,7 +11,7 @@ from functools import cached_property
 import numpy as np
 import torch
 
-from worker_daemon.contracts.attention import AttentionMetadata
+from worker_daemon.contracts.attention import AttentionMetadata, AttentionSinks
 
 QUERIES_AT_ONCE = 1024
 """Bounds the score matrix of the reference."""
@@ -173,8 +173,15 @@ def _random_tables(
     return tables
 
 
-def dense_attention(batch: PagedBatch, window: int | None) -> torch.Tensor:
-    """Return [N, Hq, D] fp64: a plain softmax over each sequence's keys; 0 in padding rows."""
+def dense_attention(
+    batch: PagedBatch,
+    window: int | None,
+    *,
+    logit_softcap: float | None = None,
+    sinks: AttentionSinks | None = None,
+) -> torch.Tensor:
+    """Return [N, Hq, D] fp64: a plain softmax over each sequence's keys, and over the sinks; 0 in
+    padding rows. logit_softcap: scores become cap * tanh(score / cap)."""
     out = torch.zeros(batch.q.shape, dtype=torch.float64, device=batch.q.device)
     first = 0
     for query_len, (keys, values) in zip(batch.query_lens, batch.history, strict=True):
@@ -182,7 +189,16 @@ def dense_attention(batch: PagedBatch, window: int | None) -> torch.Tensor:
         for chunk in range(0, query_len, QUERIES_AT_ONCE):
             stop = min(chunk + QUERIES_AT_ONCE, query_len)
             queries = batch.q[first + chunk : first + stop]
-            result = _dense_rows(queries, keys, values, past + chunk, window, batch.shape.scale)
+            result = _dense_rows(
+                queries,
+                keys,
+                values,
+                past + chunk,
+                window,
+                batch.shape.scale,
+                logit_softcap,
+                None if sinks is None else sinks.values,
+            )
             out[first + chunk : first + stop] = result
         first += query_len
     return out
@@ -195,6 +211,8 @@ def _dense_rows(
     first_pos: int,
     window: int | None,
     scale: float,
+    logit_softcap: float | None,
+    sinks: torch.Tensor | None,
 ) -> torch.Tensor:
     """Return [n, Hq, D] fp64 for n queries from position first_pos on over keys and values [L, Hkv,
     D]."""
@@ -205,7 +223,13 @@ def _dense_rows(
     if window is not None:
         visible &= key_pos > query_pos - window
     scores = grouped @ keys.double().permute(1, 2, 0)[:, None] * scale  # Hkv G n L
-    weights = scores.masked_fill(~visible, float("-inf")).softmax(-1)
+    if logit_softcap is not None:
+        scores = logit_softcap * torch.tanh(scores / logit_softcap)
+    scores = scores.masked_fill(~visible, float("-inf"))
+    if sinks is not None:
+        own = sinks.double().view(*scores.shape[:2], 1, 1).expand(-1, -1, len(queries), 1)
+        scores = torch.cat((scores, own), dim=-1)
+    weights = scores.softmax(-1)[..., : len(keys)]
     result = weights @ values.double().permute(1, 0, 2)[:, None]  # Hkv G n D
     return result.permute(2, 0, 1, 3).flatten(1, 2)
 

@@ -107,7 +107,9 @@ def implementations(
 ) -> Iterator[tuple[str, Callable[[], torch.Tensor]]]:
     device = torch.device("cuda")
     shape, metadata = batch.shape, batch.metadata
-    layer = AttentionLayer(TorchOps(), shape.num_kv_heads, shape.scale, case.window, norms=None)
+    layer = AttentionLayer(
+        TorchOps(), shape.num_kv_heads, shape.head_dim, shape.scale, case.window, norms=None
+    )
     paged, gathered = TritonAttention(device), TritonGathered(device)
     backends = {
         "paged": paged,

@@ -151,6 +151,7 @@ def test_a_chain_in_a_cuda_graph_gives_the_same_bits_every_time(
                 step.positions,
                 step.rotary_table,
                 heads.num_kv_heads,
+                heads.head_dim,
                 None,
                 step.kv_cache,
                 step.slot_mapping,

@@ -70,7 +70,7 @@ def addresses(driver):
     stage = driver.worker._model.stage
     tensors = [
         *(p.data for p in stage.parameters()),
-        stage.rotary,
+        *stage.rotary,
         *(layer.cache for layer in driver.worker._serving.kv),
     ]
     return [tensor.data_ptr() for tensor in tensors]
@@ -147,12 +147,12 @@ def test_level_1_gives_all_back_and_the_same_graphs_the_same_tokens(
 def test_level_2_keeps_buffers_and_graphs_read_the_weights_that_come_after(driver, prompt):
     expected, where = generate(driver, prompt), addresses(driver)
     stage = driver.worker._model.stage
-    rotary = stage.rotary.clone()
+    rotary = stage.rotary[0].clone()
     assert sleep(driver, 2) == {"weights": "discarded", "kv_cache": "asleep"}
     assert on_device(driver) == 0
     assert wake(driver) == {"weights": "lost", "kv_cache": "awake"}
     assert addresses(driver) == where
-    assert torch.equal(stage.rotary, rotary)
+    assert torch.equal(stage.rotary[0], rotary)
     assert not any(parameter.data.any() for parameter in stage.parameters())
     assert not any(layer.cache.any() for layer in driver.worker._serving.kv)
     driver.worker.reload_weights(ReloadWeights(**driver.ids()))

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from benchmarks.paged_reference import PagedBatch, dense_attention, relative_error
+from tests.support.attention_steps import GivenSinks
 from tests.support.rotated_decodes import RotatedDecode
 from worker_daemon.contracts.attention import AttentionLayer
 from worker_daemon.contracts.layer_ops import LayerOps
@@ -71,7 +72,13 @@ def store(batch: PagedBatch, scales: GivenScales) -> None:
 
 
 def check_paged(
-    batch: PagedBatch, scales: GivenScales, window: int | None, **overrides: object
+    batch: PagedBatch,
+    scales: GivenScales,
+    window: int | None,
+    *,
+    logit_softcap: float | None = None,
+    sinks: GivenSinks | None = None,
+    **overrides: object,
 ) -> None:
     """Check paged_attention of a batch of in_fp8, against fp64 over what readers see."""
     store(batch, scales)
@@ -82,11 +89,14 @@ def check_paged(
         batch.metadata,
         scale=batch.shape.scale,
         window=window,
+        logit_softcap=logit_softcap,
+        sinks=sinks,
         kv_scales=scales,
         out=out,
         **overrides,
     )
-    assert relative_error(out, dense_attention(batch, window)) < BOUNDS[out.dtype]
+    expected = dense_attention(batch, window, logit_softcap=logit_softcap, sinks=sinks)
+    assert relative_error(out, expected) < BOUNDS[out.dtype]
     assert torch.equal(out[batch.num_real_tokens :], torch.zeros_like(out[batch.num_real_tokens :]))
 
 
@@ -117,6 +127,7 @@ class FP8Decode:
             window=window,
             kv_scales=self.scales,
             out=out,
+            **self.wide.options,
             **overrides,
         )
         return out
@@ -146,7 +157,8 @@ class FP8Decode:
                 seen[0, -1] = rounded(keys[token], self.scales.values[0])
             token += query_len
             history.append(seen)
-        expected = dense_attention(replace(self.batch, q=q, history=history), window)
+        seen_batch = replace(self.batch, q=q, history=history)
+        expected = dense_attention(seen_batch, window, **self.wide.score_options)
         bound = max(BOUNDS[out.dtype], KEY_BOUNDS[out.dtype])
         assert relative_error(out[:num_real], expected[:num_real]) < bound
         assert torch.equal(out[num_real:], torch.zeros_like(out[num_real:]))

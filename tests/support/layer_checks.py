@@ -217,8 +217,10 @@ def run_projection(
         step.positions.to(integers),
         step.rotary_table,
         step.heads.num_kv_heads,
+        step.heads.head_dim,
         step.head_norms,
         kv_cache,
         step.slot_mapping.to(integers),
         kv_scales,
+        interleaved=step.heads.interleaved,
     )

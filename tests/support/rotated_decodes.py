@@ -13,6 +13,7 @@ from benchmarks.paged_reference import (
     make_batch,
     relative_error,
 )
+from tests.support.attention_steps import GivenSinks, random_sinks
 from worker_daemon.contracts.attention import AttentionLayer, AttentionStep
 from worker_daemon.contracts.layer_ops import LayerOps
 from worker_daemon.kernels.paged_attention import TritonAttention
@@ -32,6 +33,9 @@ class RotatedDecode:
     positions: torch.Tensor  # [N] int32
     rotary_table: torch.Tensor
     head_norms: RandomNorms | None
+    interleaved: bool = False
+    logit_softcap: float | None = None
+    sinks: GivenSinks | None = None
 
     @property
     def step(self) -> AttentionStep:
@@ -39,7 +43,27 @@ class RotatedDecode:
 
     def layer(self, ops: LayerOps, window: int | None) -> AttentionLayer:
         shape = self.batch.shape
-        return AttentionLayer(ops, shape.num_kv_heads, shape.scale, window, self.head_norms)
+        return AttentionLayer(
+            ops,
+            shape.num_kv_heads,
+            shape.head_dim,
+            shape.scale,
+            window,
+            self.head_norms,
+            interleaved=self.interleaved,
+            logit_softcap=self.logit_softcap,
+            sinks=self.sinks,
+        )
+
+    @property
+    def options(self) -> dict[str, object]:
+        """The fused kernel's arguments for the rotation and the scores."""
+        return {"interleaved": self.interleaved, **self.score_options}
+
+    @property
+    def score_options(self) -> dict[str, object]:
+        """Those for the scores."""
+        return {"logit_softcap": self.logit_softcap, "sinks": self.sinks}
 
     def on_copies(self) -> "RotatedDecode":
         """Return the same step with copies of projection and cache."""
@@ -50,7 +74,13 @@ class RotatedDecode:
         """Return the queries [N, Hq, D], and the keys of the real tokens [n, Hkv, D], rounded."""
         shape, dtype = self.batch.shape, self.qkv.dtype
         step = ProjectedStep(
-            Heads(shape.num_q_heads, shape.num_kv_heads, shape.head_dim),
+            Heads(
+                shape.num_q_heads,
+                shape.num_kv_heads,
+                shape.head_dim,
+                rotary_dim=2 * self.rotary_table.shape[2],
+                interleaved=self.interleaved,
+            ),
             self.qkv,
             self.positions.long(),
             self.rotary_table,
@@ -74,7 +104,7 @@ class RotatedDecode:
             token += query_len
             history.append(cached)
         exact = replace(self.batch, q=q, history=history)
-        return dense_attention(exact, window), keys
+        return dense_attention(exact, window, **self.score_options), keys
 
 
 def make_decode(
@@ -87,16 +117,21 @@ def make_decode(
     is_normed: bool = False,
     num_padding: int = 0,
     num_idle: int = 0,
+    rotary_dim: int | None = None,
+    interleaved: bool = False,
+    logit_softcap: float | None = None,
+    has_sinks: bool = False,
 ) -> RotatedDecode:
     """Return a step with one token for each sequence of these lengths, num_idle sequences without a
-    token, and num_padding rows."""
+    token, and num_padding rows. rotary_dim: rotated elements of a head; None = all."""
     lengths = [(1, seq_len) for seq_len in seq_lens] + [(0, 7)] * num_idle
     batch = make_batch(
         shape, lengths, dtype=dtype, device=device, seed=seed, num_padding=num_padding
     )
     random = torch.Generator(device).manual_seed(seed)
     num_positions = max(seq_lens, default=1)
-    angles = torch.rand(num_positions, shape.head_dim // 2, generator=random, device=device) * 6.3
+    half = (rotary_dim or shape.head_dim) // 2
+    angles = torch.rand(num_positions, half, generator=random, device=device) * 6.3
     positions = torch.tensor([length - 1 for length in seq_lens] + [0] * num_padding).int()
     norms = RandomNorms(make_rows(2, shape.head_dim, dtype, random), 1e-5)
     return RotatedDecode(
@@ -105,6 +140,9 @@ def make_decode(
         positions.to(device),
         torch.stack((angles.cos(), angles.sin()), dim=1),
         norms if is_normed else None,
+        interleaved,
+        logit_softcap,
+        random_sinks(shape.num_q_heads, dtype, device, seed) if has_sinks else None,
     )
 
 
@@ -120,6 +158,7 @@ def run_fused(step: RotatedDecode, window: int | None, **overrides: object) -> t
         scale=batch.shape.scale,
         window=window,
         out=out,
+        **step.options,
         **overrides,
     )
     assert result is out

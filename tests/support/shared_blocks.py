@@ -44,7 +44,9 @@ class SharedLayer:
         size = (num_blocks, 2, shape.block_size, shape.num_kv_heads, shape.head_dim)
         self._cache = torch.full(size, float("nan"), dtype=torch.float16, device=device)
         ops = TritonOps(self._device)
-        self._layer = AttentionLayer(ops, shape.num_kv_heads, shape.scale, None, None)
+        self._layer = AttentionLayer(
+            ops, shape.num_kv_heads, shape.head_dim, shape.scale, window=None, norms=None
+        )
         self._backend = TritonAttention(self._device)
         self._sharers: dict[str, Sharer] = {}
 

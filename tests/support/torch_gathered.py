@@ -34,7 +34,7 @@ class TorchGathered:
         return out
 
     def attend(
-        self, q: torch.Tensor, context: torch.Tensor, scale: float, window: int | None
+        self, q: torch.Tensor, context: torch.Tensor, layer: AttentionLayer, window: int | None
     ) -> torch.Tensor:
         num_queries, num_keys = q.shape[0], context.shape[1]
         self.attended.append((num_queries, num_keys, window))
@@ -43,8 +43,26 @@ class TorchGathered:
         visible = keys <= queries
         if window is not None:
             visible &= keys > queries - window
+        if layer.logit_softcap is not None or layer.sinks is not None:
+            return self._attend_eagerly(q, context, layer, visible)
         parts = (rows.transpose(0, 1).unsqueeze(0) for rows in (q, *context))
         out = functional.scaled_dot_product_attention(
-            *parts, attn_mask=visible, scale=scale, enable_gqa=True
+            *parts, attn_mask=visible, scale=layer.scale, enable_gqa=True
         )
         return out.squeeze(0).transpose(0, 1)
+
+    @staticmethod
+    def _attend_eagerly(
+        q: torch.Tensor, context: torch.Tensor, layer: AttentionLayer, visible: torch.Tensor
+    ) -> torch.Tensor:
+        """Add the sinks to a softmax that was computed without them, by its log-sum-exp."""
+        copies = q.shape[1] // context.shape[2]
+        keys, values = context.double().repeat_interleave(copies, 2).unbind(0)
+        scores = torch.einsum("lhd,rhd->hlr", q.double(), keys) * layer.scale
+        if (cap := layer.logit_softcap) is not None:
+            scores = (scores / cap).tanh() * cap
+        scores = scores.masked_fill(~visible, float("-inf"))
+        weights = scores.softmax(-1)
+        if layer.sinks is not None:
+            weights *= (scores.logsumexp(-1) - layer.sinks.values.view(-1, 1)).sigmoid()[..., None]
+        return torch.einsum("hlr,rhd->lhd", weights, values).to(q.dtype)

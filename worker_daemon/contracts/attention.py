@@ -49,22 +49,35 @@ class AttentionMetadata:
 
 @dataclass(frozen=True, slots=True)
 class AttentionStep:
-    """Inputs that the attention of all layers shares in one forward pass."""
+    """Inputs of a layer's attention that layers of one KV group and one rotation share in a forward
+    pass."""
 
     positions: Tensor
     """int32 or int64 [N], each below P."""
     rotary_table: Tensor
-    """float32 [P, 2, D / 2], contiguous: cos, then sin."""
+    """float32 [P, 2, R / 2], contiguous: cos, then sin. R, the rotated elements of a head, is at
+    most D. Layers without a rotation do not read it."""
     metadata: AttentionMetadata
+
+
+class AttentionSinks(Protocol):
+    """A layer's learned logits that join the denominator of each query's softmax, as a key with a
+    value of zero would (Xiao et al., 2023; GPT-OSS)."""
+
+    @property
+    def values(self) -> Tensor:
+        """[Hq], contiguous, of the model's dtype: a logit for each query head, which is neither
+        scaled nor capped. Its address does not change."""
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionLayer:
-    """A layer's conversion of its projection into queries, keys and values, and its window. Made
+    """A layer's conversion of its projection into queries, keys and values, and its softmax. Made
     once per layer."""
 
     ops: LayerOps
     num_kv_heads: int
+    head_dim: int
     scale: float
     """Factor of the scores, above 0."""
     window: int | None
@@ -73,6 +86,12 @@ class AttentionLayer:
     """Applied before the rotation."""
     kv_scales: KVScales | None = None
     """The scales of a cache in FP8; None if the cache has the model's dtype."""
+    interleaved: bool = False
+    """The rotation pairs elements (2 i, 2 i + 1) of a head, not (i, i + R / 2)."""
+    logit_softcap: float | None = None
+    """The cap of the scaled scores, above 0: score = cap * tanh(score / cap), before the mask. None
+    does not cap."""
+    sinks: AttentionSinks | None = None
 
     def rotate_and_store(self, qkv: Tensor, kv_cache: Tensor, step: AttentionStep) -> Tensor:
         """qkv [N, (Hq + 2 Hkv) D], which may be overwritten -> q [N, Hq, D], as
@@ -82,10 +101,12 @@ class AttentionLayer:
             step.positions,
             step.rotary_table,
             self.num_kv_heads,
+            self.head_dim,
             self.norms,
             kv_cache,
             step.metadata.slot_mapping,
             self.kv_scales,
+            interleaved=self.interleaved,
         )
 
 
@@ -145,7 +166,10 @@ class GatheredAttention(Protocol):
         of a cache in FP8 times their scales. Rows after the range are 0. Never waits for the
         device."""
 
-    def attend(self, q: Tensor, context: Tensor, scale: float, window: int | None) -> Tensor:
+    def attend(
+        self, q: Tensor, context: Tensor, layer: AttentionLayer, window: int | None
+    ) -> Tensor:
         """Return attention [L, Hq, D] of q [L, Hq, D], whose last dimension is contiguous, at the
         last L of the R >= L positions of context, a result of gather without rows after its
-        range. See AttentionBackend.attend for what a query sees."""
+        range. See AttentionBackend.attend for what a query sees, with `window` in place of the
+        layer's."""

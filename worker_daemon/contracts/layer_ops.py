@@ -1,7 +1,7 @@
 """The operations of a layer besides attention, which a device may fuse.
 
 Shapes: N tokens, H hidden size, I inner size of the MLP, Hq / Hkv query and KV heads of this rank,
-D head_dim, P positions.
+D head_dim, R its rotated elements, P positions.
 """
 
 from typing import Final, Literal, NamedTuple, Protocol
@@ -234,20 +234,24 @@ class LayerOps(Protocol):
         positions: Tensor,
         rotary_table: Tensor,
         num_kv_heads: int,
+        head_dim: int,
         head_norms: HeadNorms | None,
         kv_cache: Tensor,
         slot_mapping: Tensor,
         kv_scales: KVScales | None = None,
+        *,
+        interleaved: bool = False,
     ) -> Tensor:
         """Norm the q and k heads if asked, rotate them by `rotary_table` (rotary.py), store k and
         v, and return q [N, Hq, D].
 
         qkv [N, (Hq + 2 Hkv) D] may be overwritten, and q may be a view of it. positions [N] is
-        integer, rotary_table float32 [P, 2, D / 2]. kv_cache [num_blocks, 2, block_size, Hkv, D] is
-        empty if there is none yet; then nothing is stored. slot_mapping [N] is integer: block_id *
-        block_size + offset. kv_scales: of a kv_cache in FP8, which stores k and v rounded to qkv's
-        dtype, divided by their head's scale in float32 (or times its reciprocal), then limited
-        and rounded to FP8.
+        integer, rotary_table float32 [P, 2, R / 2]: the first R elements of a head are rotated,
+        which pairs i with i + R / 2 or, if interleaved, 2 i with 2 i + 1. kv_cache [num_blocks, 2,
+        block_size, Hkv, D] is empty if there is none yet; then nothing is stored. slot_mapping [N]
+        is integer: block_id * block_size + offset. kv_scales: of a kv_cache in FP8, which stores k
+        and v rounded to qkv's dtype, divided by their head's scale in float32 (or times its
+        reciprocal), then limited and rounded to FP8.
         """
 
 

@@ -13,6 +13,8 @@ Letters: D head dimension; a tile is BLOCK_M rows against BLOCK_N keys, BLOCK_D 
 import triton
 import triton.language as tl
 
+from worker_daemon.kernels.scores import softcapped
+
 # Arguments that change from step to step must not trigger recompilation.
 STEP_SIZES = ("num_seqs", "num_tokens", "window", "table_stride")
 STEP_TENSORS = ("block_table", "seq_rows", "query_start_loc", "seq_lens", "seq_order")
@@ -82,10 +84,14 @@ def fold(
     window,
     score_scale,
     HAS_WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
     MASKED: tl.constexpr,
 ):
     """Fold a tile of keys into the running softmax: acc, row_sum, row_max. See attend."""
     scores = tl.dot(q, tl.trans(k), input_precision="ieee")
+    if SOFTCAP is not None:
+        scores = softcapped(scores, score_scale, SOFTCAP)
+        score_scale = 1.0
     if MASKED:
         visible = key_pos[None, :] <= q_pos[:, None]
         if HAS_WINDOW:
@@ -121,6 +127,7 @@ def attend(
     HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
     MASKED: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -130,6 +137,7 @@ def attend(
     start is a multiple of BLOCK_N. Unless MASKED, end is too, and every row sees all these keys.
     q and acc are [BLOCK_M, BLOCK_D]; q_pos, row_sum and row_max [BLOCK_M], the last in log2 units.
     keys points at the KV head's K in block 0, table at the sequence's row of the block table.
+    score_scale and SOFTCAP are the factor and the softcap of Scoring.
     Returns acc, row_sum, row_max.
     """
     for first in range(start, end, BLOCK_N):
@@ -139,6 +147,7 @@ def attend(
             HEAD_DIM, BLOCK_SIZE, MASKED, BLOCK_D, q.dtype,
         )  # fmt: skip
         acc, row_sum, row_max = fold(
-            q, q_pos, acc, row_sum, row_max, k, v, key_pos, window, score_scale, HAS_WINDOW, MASKED
-        )
+            q, q_pos, acc, row_sum, row_max, k, v, key_pos, window, score_scale,
+            HAS_WINDOW, SOFTCAP, MASKED,
+        )  # fmt: skip
     return acc, row_sum, row_max

@@ -14,6 +14,8 @@ Letters: D head dimension; a tile is BLOCK_M rows against BLOCK_N keys, BLOCK_D 
 import triton
 import triton.language as tl
 
+from worker_daemon.kernels.scores import softcapped
+
 _QUERY_FACTOR = tl.constexpr(2.0**-8)
 """Brings queries of up to 2^24 into the range of fp16."""
 _SCORE_FACTOR = tl.constexpr(2.0**8)
@@ -67,11 +69,15 @@ def fold_words(
     window,
     score_scale,
     HAS_WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
 ):
     """Do what attention_tiles.fold does if MASKED, for tiles of load_words. Queries come from
     narrow(). Queries and accumulators are split into even and odd elements."""
     scores = tl.dot(q_even, tl.trans(_even(k)))
     scores = tl.dot(q_odd, tl.trans(_odd(k)), scores)
+    if SOFTCAP is not None:
+        scores = softcapped(scores, score_scale, SOFTCAP)
+        score_scale = 1.0
     visible = key_pos[None, :] <= q_pos[:, None]
     if HAS_WINDOW:
         visible = visible & (key_pos[None, :] > q_pos[:, None] - window)
@@ -110,6 +116,7 @@ def attend_fp8(
     HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
     HOLDS: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -122,7 +129,7 @@ def attend_fp8(
     if HOLDS:
         acc_even, acc_odd, row_sum, row_max = fold_words(
             q_even, q_odd, q_pos, acc_even, acc_odd, row_sum, row_max, held_k, held_v, held_pos,
-            window, score_scale, HAS_WINDOW,
+            window, score_scale, HAS_WINDOW, SOFTCAP,
         )  # fmt: skip
     for first in range(start, end, BLOCK_N):
         key_pos = tl.multiple_of(first, BLOCK_N) + tl.arange(0, BLOCK_N)
@@ -132,7 +139,7 @@ def attend_fp8(
         )  # fmt: skip
         acc_even, acc_odd, row_sum, row_max = fold_words(
             q_even, q_odd, q_pos, acc_even, acc_odd, row_sum, row_max, k, v, key_pos,
-            window, score_scale, HAS_WINDOW,
+            window, score_scale, HAS_WINDOW, SOFTCAP,
         )  # fmt: skip
     return tl.reshape(tl.join(acc_even, acc_odd), acc.shape), row_sum, row_max
 

@@ -12,16 +12,20 @@ dimension; a tile is BLOCK_M query tokens of one head against BLOCK_N keys.
 # Parameters of a Triton kernel are pointers and scalars that Python's types cannot name:
 # mypy: disable-error-code="no-untyped-def"
 
-import math
-
 import torch
 import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from worker_daemon.contracts.attention import AttentionLayer, AttentionMetadata, KeyRange
+from worker_daemon.contracts.attention import (
+    AttentionLayer,
+    AttentionMetadata,
+    AttentionSinks,
+    KeyRange,
+)
 from worker_daemon.kernels.attention_tiles import attend_to_none, fold
 from worker_daemon.kernels.compile_ahead import launched
+from worker_daemon.kernels.scores import Scoring, join_sinks
 from worker_daemon.kernels.tiles import (
     DeviceLimits,
     Tile,
@@ -79,10 +83,18 @@ class TritonGathered:
         return out
 
     def attend(
-        self, q: torch.Tensor, context: torch.Tensor, scale: float, window: int | None
+        self, q: torch.Tensor, context: torch.Tensor, layer: AttentionLayer, window: int | None
     ) -> torch.Tensor:
         """See GatheredAttention. The result is contiguous."""
-        return gathered_attention(q, context, scale=scale, window=window, limits=self._limits)
+        return gathered_attention(
+            q,
+            context,
+            scale=layer.scale,
+            window=window,
+            logit_softcap=layer.logit_softcap,
+            sinks=layer.sinks,
+            limits=self._limits,
+        )
 
 
 def gathered_attention(
@@ -91,10 +103,13 @@ def gathered_attention(
     *,
     scale: float,
     window: int | None,
+    logit_softcap: float | None = None,
+    sinks: AttentionSinks | None = None,
     limits: DeviceLimits | None = None,
     tile: Tile | None = None,
 ) -> torch.Tensor:
-    """Compute causal softmax(scale * q k^T) v of the last L of R positions.
+    """Compute causal softmax(scale * q k^T) v of the last L of R positions, with a softcap or sinks
+    if given.
 
     Query i stands at position p = R - L + i and sees the keys max(0, p - window + 1) .. p. Sums are
     kept in fp32.
@@ -105,12 +120,14 @@ def gathered_attention(
         context: keys, then values: [2, R, Hkv, D] of q's dtype, contiguous, R >= L, finite.
         scale: factor of the scores, > 0.
         window: keys a query sees, itself included; None = all.
+        logit_softcap, sinks: see AttentionLayer.
         limits: the device's; looked up when None.
         tile: overrides the choice of tile.
 
     Returns:
         [L, Hq, D], contiguous.
     """
+    scoring = Scoring(scale, window, logit_softcap, sinks)
     num_queries, num_q_heads, head_dim = q.shape
     num_keys, num_kv_heads = context.shape[1:3]
     assert q.dtype == context.dtype
@@ -132,15 +149,17 @@ def gathered_attention(
         q,
         keys,
         values,
+        scoring.sink_values,
         num_queries,
         num_keys,
-        0 if window is None else window,
-        scale * math.log2(math.e),
+        scoring.window or 0,
+        scoring.factor,
         *out.stride()[:2],
         *q.stride()[:2],
         GROUP=num_q_heads // num_kv_heads,
         HEAD_DIM=head_dim,
-        HAS_WINDOW=window is not None,
+        HAS_WINDOW=scoring.window is not None,
+        SOFTCAP=scoring.softcap,
         BLOCK_M=tile.block_m,
         BLOCK_N=tile.block_n,
         BLOCK_D=padded_head_dim(head_dim),
@@ -215,6 +234,7 @@ def _attend(
     window,
     score_scale,
     HAS_WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
     MASKED: tl.constexpr,
     BLOCK_N: tl.constexpr,
     STAGES: tl.constexpr,
@@ -227,8 +247,9 @@ def _attend(
         v = values.load([first, column])
         key_pos = first + tl.arange(0, BLOCK_N)
         acc, row_sum, row_max = fold(
-            q, q_pos, acc, row_sum, row_max, k, v, key_pos, window, score_scale, HAS_WINDOW, MASKED
-        )
+            q, q_pos, acc, row_sum, row_max, k, v, key_pos, window, score_scale,
+            HAS_WINDOW, SOFTCAP, MASKED,
+        )  # fmt: skip
     return acc, row_sum, row_max
 
 
@@ -239,6 +260,7 @@ def _gathered_kernel(
     q,
     keys,
     values,
+    sinks,
     num_queries,
     num_keys,
     window,
@@ -250,6 +272,7 @@ def _gathered_kernel(
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -267,6 +290,8 @@ def _gathered_kernel(
     # Columns past HEAD_DIM are zero, so that those of the keys, the next head's, do not matter.
     queries = tl.load(q_ptr, mask=inside, other=0.0)
     acc, row_sum, row_max = attend_to_none(BLOCK_M, BLOCK_D)
+    if sinks is not None:
+        acc, row_sum, row_max = join_sinks(acc, row_sum, row_max, sinks + head, True)
     first_pos = num_keys - num_queries + first_query
     q_pos = first_pos + tl.arange(0, BLOCK_M)
     # Every row of the tile sees the keys from the start of the last row's window up to the first
@@ -279,16 +304,16 @@ def _gathered_kernel(
         seen_from = tl.minimum(tl.cdiv(last_from, BLOCK_N) * BLOCK_N, seen_to)
         acc, row_sum, row_max = _attend(
             queries, q_pos, acc, row_sum, row_max, keys, values, column,
-            start, seen_from, window, score_scale, HAS_WINDOW, True, BLOCK_N, 1,
+            start, seen_from, window, score_scale, HAS_WINDOW, SOFTCAP, True, BLOCK_N, 1,
         )  # fmt: skip
     acc, row_sum, row_max = _attend(
         queries, q_pos, acc, row_sum, row_max, keys, values, column,
-        seen_from, seen_to, window, score_scale, HAS_WINDOW, False, BLOCK_N, STAGES,
+        seen_from, seen_to, window, score_scale, HAS_WINDOW, SOFTCAP, False, BLOCK_N, STAGES,
     )  # fmt: skip
     acc, row_sum, row_max = _attend(
         queries, q_pos, acc, row_sum, row_max, keys, values, column,
         seen_to, tl.minimum(first_pos + BLOCK_M, num_keys), window, score_scale,
-        HAS_WINDOW, True, BLOCK_N, 1,
+        HAS_WINDOW, SOFTCAP, True, BLOCK_N, 1,
     )  # fmt: skip
     out_ptr = out + (token * out_token_stride + head * out_head_stride)[:, None] + dim[None, :]
     # Rows past the last query may see no key in their window.

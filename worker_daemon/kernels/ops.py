@@ -162,10 +162,13 @@ class TritonOps:
         positions: torch.Tensor,
         rotary_table: torch.Tensor,
         num_kv_heads: int,
+        head_dim: int,
         head_norms: HeadNorms | None,
         kv_cache: torch.Tensor,
         slot_mapping: torch.Tensor,
         kv_scales: KVScales | None = None,
+        *,
+        interleaved: bool = False,
     ) -> torch.Tensor:
         """qkv [N, (Hq + 2 Hkv) D] -> q [N, Hq, D], a view of qkv, which is overwritten."""
         return rotate_and_store(
@@ -173,9 +176,11 @@ class TritonOps:
             positions,
             rotary_table,
             num_kv_heads,
+            head_dim,
             head_norms,
             kv_cache,
             slot_mapping,
             kv_scales,
+            interleaved=interleaved,
             pdl=self._pdl,
         )

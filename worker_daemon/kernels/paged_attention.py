@@ -7,12 +7,18 @@ Letters: N tokens, B sequences, Hq / Hkv query and KV heads, G = Hq / Hkv, D hea
 
 import torch
 
-from worker_daemon.contracts.attention import AttentionLayer, AttentionMetadata, AttentionStep
+from worker_daemon.contracts.attention import (
+    AttentionLayer,
+    AttentionMetadata,
+    AttentionSinks,
+    AttentionStep,
+)
 from worker_daemon.contracts.fp8 import FP8
 from worker_daemon.contracts.kv_scales import KVScales
 from worker_daemon.kernels.launch import has_dependent_launch
 from worker_daemon.kernels.paged_decode import launch_decode, plan_decode, rotate_and_attend
 from worker_daemon.kernels.paged_prefill import launch_prefill
+from worker_daemon.kernels.scores import Scoring
 from worker_daemon.kernels.tiles import (
     DeviceLimits,
     Tile,
@@ -57,6 +63,8 @@ class TritonAttention:
             metadata,
             scale=layer.scale,
             window=layer.window,
+            logit_softcap=layer.logit_softcap,
+            sinks=layer.sinks,
             kv_scales=layer.kv_scales,
             limits=self._limits,
             tile=tile,
@@ -83,8 +91,11 @@ class TritonAttention:
             kv_cache,
             step,
             layer.norms,
+            interleaved=layer.interleaved,
             scale=layer.scale,
             window=layer.window,
+            logit_softcap=layer.logit_softcap,
+            sinks=layer.sinks,
             kv_scales=layer.kv_scales,
             limits=self._limits,
             pdl=self._pdl,
@@ -98,6 +109,8 @@ def paged_attention(
     *,
     scale: float,
     window: int | None,
+    logit_softcap: float | None = None,
+    sinks: AttentionSinks | None = None,
     kv_scales: KVScales | None = None,
     out: torch.Tensor | None = None,
     limits: DeviceLimits | None = None,
@@ -106,7 +119,8 @@ def paged_attention(
     workspace: torch.Tensor | None = None,
     pdl: bool = False,
 ) -> torch.Tensor:
-    """Compute causal softmax(scale * q k^T) v of every query token over its sequence's cached keys.
+    """Compute causal softmax(scale * q k^T) v of every query token over its sequence's cached keys,
+    with a softcap or sinks if given.
 
     Query token i of a sequence stands at p = seq_len - query_len + i and sees the keys max(0, p -
     window + 1) .. p, which must already be in the cache. Sums are kept in fp32; fp32 inputs are
@@ -121,6 +135,7 @@ def paged_attention(
         batch: the sequences; their real tokens are the first of the N.
         scale: factor of the scores, > 0.
         window: keys a query sees, itself included; None = all.
+        logit_softcap, sinks: see AttentionLayer.
         kv_scales: the scales of a cache in FP8, with D a multiple of 16.
         out: [N, Hq, D], dtype of q; allocated when None. Rows past the last real token become 0.
         limits: the device's; looked up when None.
@@ -136,22 +151,19 @@ def paged_attention(
     assert kv_cache.dtype == (q.dtype if scales is None else FP8)
     assert q.stride(2) == kv_cache.stride(4) == batch.block_table.stride(1) == 1
     assert q.shape[1] % kv_cache.shape[3] == 0
-    assert scale > 0
-    assert window is None or window > 0
+    scoring = Scoring(scale, window, logit_softcap, sinks)
     out = torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out
     if q.shape[0] == 0:
         return out
     limits = DeviceLimits.of(q.device) if limits is None else limits
     if batch.max_query_len == 1:
         plan = plan_decode(q, kv_cache, batch, window, limits, tile, num_splits)
-        launch_decode(
-            out, q, kv_cache, scales, batch, None, None, scale, window, plan, workspace, pdl
-        )
+        launch_decode(out, q, kv_cache, scales, batch, None, scoring, plan, workspace, pdl)
     else:
         num_kv_heads = kv_cache.shape[3]
         group_size = q.shape[1] // num_kv_heads
         tile = tile or prefill_tile(
             q.shape[0], batch.num_seqs, num_kv_heads, group_size, q.shape[2], q.dtype, limits
         )
-        launch_prefill(out, q, kv_cache, scales, batch, scale, window, tile, pdl)
+        launch_prefill(out, q, kv_cache, scales, batch, scoring, tile, pdl)
     return out

@@ -11,14 +11,13 @@ a tile is BLOCK_M rows (one token x G heads) against BLOCK_N keys.
 # Parameters of a Triton kernel are pointers and scalars that Python's types cannot name:
 # mypy: disable-error-code="no-untyped-def"
 
-import math
 from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
-from worker_daemon.contracts.attention import AttentionMetadata, AttentionStep
+from worker_daemon.contracts.attention import AttentionMetadata, AttentionSinks, AttentionStep
 from worker_daemon.contracts.fp8 import FP8
 from worker_daemon.contracts.kv_scales import KVScales
 from worker_daemon.contracts.layer_ops import HeadNorms
@@ -37,6 +36,7 @@ from worker_daemon.kernels.fp8_tiles import attend_fp8, load_words
 from worker_daemon.kernels.head_rotation import load_angles, load_gains, load_pairs, turn
 from worker_daemon.kernels.launch import await_previous, launch_options, start_next
 from worker_daemon.kernels.prefetch import prefetch
+from worker_daemon.kernels.scores import Scoring, join_sinks, softcapped
 from worker_daemon.kernels.tiles import (
     DeviceLimits,
     Tile,
@@ -57,8 +57,11 @@ def rotate_and_attend(
     step: AttentionStep,
     head_norms: HeadNorms | None,
     *,
+    interleaved: bool = False,
     scale: float,
     window: int | None,
+    logit_softcap: float | None = None,
+    sinks: AttentionSinks | None = None,
     kv_scales: KVScales | None = None,
     out: torch.Tensor | None = None,
     limits: DeviceLimits | None = None,
@@ -77,8 +80,9 @@ def rotate_and_attend(
         qkv: [N, (Hq + 2 Hkv) D] contiguous, bf16, fp16 or fp32; unchanged.
         kv_cache: as in paged_attention, not empty.
         step: a slot below 0 is not stored.
-        head_norms: as in rope_store.rotate_and_store.
-        scale, window, kv_scales, out, limits, tile, num_splits, pdl: as in paged_attention.
+        head_norms, interleaved: as in rope_store.rotate_and_store.
+        scale, window, logit_softcap, sinks, kv_scales, out, limits, tile, num_splits, pdl: as in
+            paged_attention.
 
     Returns:
         [N, Hq, D], 0 in the rows past the last real token.
@@ -88,10 +92,9 @@ def rotate_and_attend(
     scales = None if kv_scales is None else kv_scales.values
     assert kv_cache.dtype == (qkv.dtype if scales is None else FP8)
     assert qkv.is_contiguous() and step.rotary_table.is_contiguous()
-    assert 2 * step.rotary_table.shape[2] == head_dim
+    assert 2 * step.rotary_table.shape[2] <= head_dim
     assert kv_cache.stride(4) == batch.block_table.stride(1) == 1
-    assert scale > 0
-    assert window is None or window > 0
+    scoring = Scoring(scale, window, logit_softcap, sinks)
     q = qkv.view(qkv.shape[0], -1, head_dim)[:, : -2 * num_kv_heads]
     assert q.shape[1] % num_kv_heads == 0
     out = torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out
@@ -99,7 +102,8 @@ def rotate_and_attend(
         return out
     limits = DeviceLimits.of(q.device) if limits is None else limits
     plan = plan_decode(q, kv_cache, batch, window, limits, tile, num_splits)
-    launch_decode(out, q, kv_cache, scales, batch, step, head_norms, scale, window, plan, None, pdl)
+    turning = Turning(step, head_norms, interleaved)
+    launch_decode(out, q, kv_cache, scales, batch, turning, scoring, plan, None, pdl)
     return out
 
 
@@ -145,16 +149,22 @@ def plan_decode(
     return DecodePlan(num_splits, tile, run_at_once(num_programs, limits))
 
 
+class Turning(NamedTuple):
+    """The norm, rotation and storage of a projection's heads."""
+
+    step: AttentionStep
+    head_norms: HeadNorms | None
+    interleaved: bool
+
+
 def launch_decode(
     out: torch.Tensor,
     q: torch.Tensor,
     kv_cache: torch.Tensor,
     scales: torch.Tensor | None,
     batch: AttentionMetadata,
-    step: AttentionStep | None,
-    head_norms: HeadNorms | None,
-    scale: float,
-    window: int | None,
+    turning: Turning | None,
+    scoring: Scoring,
     plan: DecodePlan,
     workspace: torch.Tensor | None,
     pdl: bool,
@@ -162,8 +172,8 @@ def launch_decode(
     """Launch one program per (KV head, sequence, split); a second kernel merges splits. scales:
     those of a cache in FP8.
 
-    step: q is the start of a projection that must still be rotated and stored, with head_norms;
-    None = already rotated and stored."""
+    turning: q is the start of a projection that must still be rotated and stored; None = already
+    rotated and stored."""
     num_tokens, num_q_heads, head_dim = q.shape
     num_kv_heads = kv_cache.shape[3]
     num_splits, tile, are_few = plan
@@ -175,6 +185,7 @@ def launch_decode(
     partial_rows = num_tokens * num_q_heads * num_splits
     partial_lse = partial_out if num_splits == 1 else partial_out[partial_rows * head_dim :]
     # If already rotated, the kernel uses no projection: again any pointer will do.
+    step, head_norms, interleaved = turning or (None, None, False)
     positions, rotary_table = (step.positions, step.rotary_table) if step else (q, q)
     norm_weights, eps = (head_norms.weight, head_norms.eps) if head_norms else (q, 0.0)
     rows = max(num_tokens, batch.num_seqs)
@@ -195,11 +206,12 @@ def launch_decode(
         norm_weights,
         eps,
         batch.slot_mapping if step else q,
+        scoring.sink_values,
         batch.num_seqs,
         num_tokens,
         num_splits,
-        0 if window is None else window,
-        scale * math.log2(math.e),
+        scoring.window or 0,
+        scoring.factor,
         *out.stride()[:2],
         *q.stride()[:2],
         *kv_cache.stride()[:4],
@@ -208,13 +220,16 @@ def launch_decode(
         GROUP=num_q_heads // num_kv_heads,
         HEAD_DIM=head_dim,
         BLOCK_SIZE=kv_cache.shape[2],
-        HAS_WINDOW=window is not None,
+        HAS_WINDOW=scoring.window is not None,
+        SOFTCAP=scoring.softcap,
         SPLIT=num_splits > 1,
         BLOCK_M=tile.block_m,
         BLOCK_N=tile.block_n,
         BLOCK_D=padded_head_dim(head_dim),
         LANES=str(tile.block_n) if pdl and are_few and step is not None else "",
         ROTATES=step is not None,
+        ROTARY_DIM=2 * rotary_table.shape[2] if step else 0,
+        INTERLEAVED=interleaved,
         HOLDS=step is not None and are_few and can_hold(tile, head_dim),
         NORMED=head_norms is not None,
         PDL=pdl,
@@ -296,15 +311,23 @@ def _load_turning(
     norm_weights,
     NORMED: tl.constexpr,
     HEAD_DIM: tl.constexpr,
+    ROTARY_DIM: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
     """Return the factors that rotate a token's heads, known before the projection: cos, sin, then
     the norm weights of queries and their partners, and of the key and its partners."""
     position = tl.load(positions + token, mask=token < num_tokens, other=0)
-    cos, sin = load_angles(rotary_table, position, BLOCK_M, HEAD_DIM, BLOCK_D)
-    q_gain, q_partner = load_gains(norm_weights, BLOCK_M, HEAD_DIM, BLOCK_D, NORMED)
-    k_gain, k_partner = load_gains(norm_weights + HEAD_DIM, BLOCK_M, HEAD_DIM, BLOCK_D, NORMED)
+    cos, sin = load_angles(
+        rotary_table, position, BLOCK_M, HEAD_DIM, ROTARY_DIM, INTERLEAVED, BLOCK_D
+    )
+    q_gain, q_partner = load_gains(
+        norm_weights, BLOCK_M, HEAD_DIM, ROTARY_DIM, INTERLEAVED, BLOCK_D, NORMED
+    )
+    k_gain, k_partner = load_gains(
+        norm_weights + HEAD_DIM, BLOCK_M, HEAD_DIM, ROTARY_DIM, INTERLEAVED, BLOCK_D, NORMED
+    )
     return cos, sin, q_gain, q_partner, k_gain, k_partner
 
 
@@ -328,6 +351,8 @@ def _turn_and_store(
     NUM_KV_HEADS: tl.constexpr,
     NORMED: tl.constexpr,
     HEAD_DIM: tl.constexpr,
+    ROTARY_DIM: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -346,8 +371,12 @@ def _turn_and_store(
     in_head = dim < HEAD_DIM
     every_row = tl.broadcast_to(in_head[None, :], [BLOCK_M, BLOCK_D])
     key_ptr = heads + k_head * head_stride
-    q_own, q_partner = load_pairs(heads + q_head * head_stride, inside, HEAD_DIM, BLOCK_D)
-    k_own, k_partner = load_pairs(key_ptr + row * 0, every_row, HEAD_DIM, BLOCK_D)
+    q_own, q_partner = load_pairs(
+        heads + q_head * head_stride, inside, HEAD_DIM, ROTARY_DIM, INTERLEAVED, BLOCK_D
+    )
+    k_own, k_partner = load_pairs(
+        key_ptr + row * 0, every_row, HEAD_DIM, ROTARY_DIM, INTERLEAVED, BLOCK_D
+    )
     value = tl.load(key_ptr + NUM_KV_HEADS * head_stride + dim, mask=in_head, other=0.0)
 
     queries = turn(q_own, q_partner, q_gain, q_partner_gain, eps, cos, sin, NORMED, HEAD_DIM)
@@ -367,9 +396,10 @@ def _turn_and_store(
 
 
 @triton.jit
-def _attend_to_one(queries, key, value, is_seen, score_scale):
+def _attend_to_one(queries, key, value, is_seen, score_scale, SOFTCAP: tl.constexpr):
     """Start a running softmax with one key, or without any if not is_seen. See attend."""
-    score = tl.sum(queries.to(tl.float32) * key.to(tl.float32), 1) * score_scale
+    score = tl.sum(queries.to(tl.float32) * key.to(tl.float32), 1)
+    score = score * score_scale if SOFTCAP is None else softcapped(score, score_scale, SOFTCAP)
     row_max = tl.where(is_seen, score, NO_SCORE)
     row_sum = tl.zeros(score.shape, tl.float32) + tl.where(is_seen, 1.0, 0.0)
     return row_sum[:, None] * value.to(tl.float32)[None, :], row_sum, row_max
@@ -425,6 +455,7 @@ def _attend_cached(
     HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
     HOLDS: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -436,18 +467,18 @@ def _attend_cached(
             queries, q_pos, acc, row_sum, row_max, held_k, held_v, held_pos, keys, table,
             start, end, window, score_scale,
             cache_block_stride, cache_value_stride, cache_token_stride,
-            HEAD_DIM, BLOCK_SIZE, HAS_WINDOW, HOLDS, BLOCK_N, BLOCK_D,
+            HEAD_DIM, BLOCK_SIZE, HAS_WINDOW, SOFTCAP, HOLDS, BLOCK_N, BLOCK_D,
         )  # fmt: skip
     else:
         if HOLDS:
             acc, row_sum, row_max = fold(
                 queries, q_pos, acc, row_sum, row_max, held_k, held_v, held_pos, window,
-                score_scale, HAS_WINDOW, True,
+                score_scale, HAS_WINDOW, SOFTCAP, True,
             )  # fmt: skip
         acc, row_sum, row_max = attend(
             queries, q_pos, acc, row_sum, row_max, keys, table, start, end, window, score_scale,
             cache_block_stride, cache_value_stride, cache_token_stride,
-            HEAD_DIM, BLOCK_SIZE, HAS_WINDOW, True, BLOCK_N, BLOCK_D,
+            HEAD_DIM, BLOCK_SIZE, HAS_WINDOW, SOFTCAP, True, BLOCK_N, BLOCK_D,
         )  # fmt: skip
     return acc, row_sum, row_max
 
@@ -498,6 +529,7 @@ def _decode_kernel(
     norm_weights,
     eps,
     slot_mapping,
+    sinks,
     num_seqs,
     num_tokens,
     num_splits,
@@ -517,12 +549,15 @@ def _decode_kernel(
     HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
     SPLIT: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
     LANES: tl.constexpr,
     ROTATES: tl.constexpr,
+    ROTARY_DIM: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
     HOLDS: tl.constexpr,
     NORMED: tl.constexpr,
     PDL: tl.constexpr,
@@ -568,7 +603,7 @@ def _decode_kernel(
     if ROTATES:
         turning = _load_turning(
             positions, token, num_tokens, rotary_table, norm_weights,
-            NORMED, HEAD_DIM, BLOCK_M, BLOCK_D,
+            NORMED, HEAD_DIM, ROTARY_DIM, INTERLEAVED, BLOCK_M, BLOCK_D,
         )  # fmt: skip
     await_previous(PDL)
     if next_token == token:
@@ -588,18 +623,25 @@ def _decode_kernel(
             heads, head, inside, NUM_Q_HEADS + kv_head, q_head_stride, turning, eps,
             keys, key_scale, value_scale, tl.load(slot_mapping + token).to(tl.int64), has_newest,
             cache_block_stride, cache_value_stride, cache_token_stride,
-            NUM_Q_HEADS // GROUP, NORMED, HEAD_DIM, BLOCK_SIZE, BLOCK_M, BLOCK_D,
+            NUM_Q_HEADS // GROUP, NORMED, HEAD_DIM, ROTARY_DIM, INTERLEAVED,
+            BLOCK_SIZE, BLOCK_M, BLOCK_D,
         )  # fmt: skip
-        acc, row_sum, row_max = _attend_to_one(queries, key, value, has_newest, score_scale)
+        acc, row_sum, row_max = _attend_to_one(
+            queries, key, value, has_newest, score_scale, SOFTCAP
+        )
     else:
         queries = tl.load(heads + (head * q_head_stride)[:, None] + dim[None, :], inside, 0.0)
         acc, row_sum, row_max = attend_to_none(BLOCK_M, BLOCK_D)
+    if sinks is not None:
+        acc, row_sum, row_max = join_sinks(
+            acc, row_sum, row_max, sinks + head, row < tl.where(split == 0, GROUP, 0)
+        )
     q_pos = tl.zeros([BLOCK_M], tl.int32) + (num_keys - 1)
     acc, row_sum, row_max = _attend_cached(
         queries, q_pos, acc, row_sum, row_max, held_k, held_v, held_pos, keys, table,
         unheld, end, window, score_scale,
         cache_block_stride, cache_value_stride, cache_token_stride,
-        HEAD_DIM, BLOCK_SIZE, HAS_WINDOW, HOLDS, BLOCK_N, BLOCK_D,
+        HEAD_DIM, BLOCK_SIZE, HAS_WINDOW, SOFTCAP, HOLDS, BLOCK_N, BLOCK_D,
     )  # fmt: skip
     divisor = tl.where(row_sum == 0.0, 1.0, row_sum)
     result = acc / divisor[:, None] * value_scale

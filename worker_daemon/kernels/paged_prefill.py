@@ -7,8 +7,6 @@ a tile is BLOCK_M rows (BLOCK_Q tokens x G heads) against BLOCK_N keys.
 # Parameters of a Triton kernel are pointers and scalars that Python's types cannot name:
 # mypy: disable-error-code="no-untyped-def"
 
-import math
-
 import torch
 import triton
 import triton.language as tl
@@ -24,6 +22,7 @@ from worker_daemon.kernels.compile_ahead import launched
 from worker_daemon.kernels.fp8 import head_scales
 from worker_daemon.kernels.fp8_tiles import narrow
 from worker_daemon.kernels.launch import await_previous, launch_options, start_next
+from worker_daemon.kernels.scores import Scoring, join_sinks
 from worker_daemon.kernels.tiles import Tile, padded_head_dim
 
 
@@ -33,8 +32,7 @@ def launch_prefill(
     kv_cache: torch.Tensor,
     scales: torch.Tensor | None,
     batch: AttentionMetadata,
-    scale: float,
-    window: int | None,
+    scoring: Scoring,
     tile: Tile,
     pdl: bool,
 ) -> None:
@@ -58,10 +56,11 @@ def launch_prefill(
         batch.seq_rows,
         batch.query_start_loc,
         batch.seq_lens,
+        scoring.sink_values,
         batch.num_seqs,
         num_tokens,
-        0 if window is None else window,
-        scale * math.log2(math.e),
+        scoring.window or 0,
+        scoring.factor,
         *out.stride()[:2],
         *q.stride()[:2],
         *kv_cache.stride()[:4],
@@ -70,7 +69,8 @@ def launch_prefill(
         GROUP=group_size,
         HEAD_DIM=head_dim,
         BLOCK_SIZE=kv_cache.shape[2],
-        HAS_WINDOW=window is not None,
+        HAS_WINDOW=scoring.window is not None,
+        SOFTCAP=scoring.softcap,
         BLOCK_M=tile.block_m,
         BLOCK_N=tile.block_n,
         BLOCK_D=padded_head_dim(head_dim),
@@ -110,6 +110,7 @@ def _prefill_kernel(
     seq_rows,
     query_start_loc,
     seq_lens,
+    sinks,
     num_seqs,
     num_tokens,
     window,
@@ -128,6 +129,7 @@ def _prefill_kernel(
     HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -160,6 +162,8 @@ def _prefill_kernel(
     q_ptr = q + (token * q_token_stride + head * q_head_stride)[:, None] + dim[None, :]
     queries = tl.load(q_ptr, mask=inside, other=0.0)
     acc, row_sum, row_max = attend_to_none(BLOCK_M, BLOCK_D)
+    if sinks is not None:
+        acc, row_sum, row_max = join_sinks(acc, row_sum, row_max, sinks + head, row >= 0)
     seq_len = tl.load(seq_lens + seq)
     first_pos = seq_len - query_len + first_query
     end = tl.minimum(first_pos + BLOCK_Q, seq_len)
@@ -178,13 +182,13 @@ def _prefill_kernel(
             queries, first_pos + row // GROUP, acc, row_sum, row_max, keys, table,
             0, masked_from, window, score_scale,
             cache_block_stride, cache_value_stride, cache_token_stride,
-            HEAD_DIM, BLOCK_SIZE, HAS_WINDOW, False, BLOCK_N, BLOCK_D,
+            HEAD_DIM, BLOCK_SIZE, HAS_WINDOW, SOFTCAP, False, BLOCK_N, BLOCK_D,
         )  # fmt: skip
     acc, row_sum, row_max = attend(
         queries, first_pos + row // GROUP, acc, row_sum, row_max, keys, table,
         masked_from, end, window, score_scale,
         cache_block_stride, cache_value_stride, cache_token_stride,
-        HEAD_DIM, BLOCK_SIZE, HAS_WINDOW, True, BLOCK_N, BLOCK_D,
+        HEAD_DIM, BLOCK_SIZE, HAS_WINDOW, SOFTCAP, True, BLOCK_N, BLOCK_D,
     )  # fmt: skip
     result = acc / tl.where(row_sum == 0.0, 1.0, row_sum)[:, None] * value_scale
     tl.store(out_ptr, result.to(out.dtype.element_ty), mask=inside)

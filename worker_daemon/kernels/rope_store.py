@@ -2,7 +2,7 @@
 heads, rotary embedding, and the write of keys and values to their slots of the paged cache.
 
 A slot number gives the place of a token's keys. Letters: N tokens, Hq / Hkv query and KV heads, D
-head dimension.
+head dimension, R its rotated elements.
 """
 
 # Parameters of a Triton kernel are pointers and scalars that Python's types cannot name:
@@ -31,24 +31,28 @@ def rotate_and_store(
     positions: torch.Tensor,
     rotary_table: torch.Tensor,
     num_kv_heads: int,
+    head_dim: int,
     head_norms: HeadNorms | None,
     kv_cache: torch.Tensor,
     slot_mapping: torch.Tensor,
     kv_scales: KVScales | None = None,
     *,
+    interleaved: bool = False,
     pdl: bool = False,
 ) -> torch.Tensor:
     """Normalize the q and k heads if given norms, rotate them, and store k and v. Each value is
     rounded once, and those that are stored in FP8 once more.
 
-    The queries are overwritten in qkv. The rotation pairs element i of a head with
-    element i + D / 2 (the form of Su et al., 2021, that checkpoints of the Llama family use).
+    The queries are overwritten in qkv. The rotation takes the first R elements of a head. It pairs
+    element i with element i + R / 2 (the form that checkpoints of the Llama family use) or, if
+    interleaved, 2 i with 2 i + 1.
 
     Args:
         qkv: [N, (Hq + 2 Hkv) D] contiguous, fp32, bf16 or fp16; D is even. Consumed.
         positions: [N] int32 or int64, each a row of rotary_table.
-        rotary_table: [P, 2, D / 2] fp32: cos, then sin.
+        rotary_table: [P, 2, R / 2] fp32, R <= D: cos, then sin.
         num_kv_heads: Hkv.
+        head_dim: D.
         head_norms: the norm of each head over its D elements, of the dtype of qkv; or None.
         kv_cache: [num_blocks, 2, block_size, Hkv, D], dtype of qkv or, with kv_scales, FP8; the
             last dimension contiguous; empty = nothing is stored.
@@ -60,12 +64,13 @@ def rotate_and_store(
         q [N, Hq, D], a view of qkv.
     """
     num_tokens, width = qkv.shape
-    half = rotary_table.shape[2]
+    half, rotary_half = head_dim // 2, rotary_table.shape[2]
     num_heads = width // (2 * half)
     num_q_heads = num_heads - 2 * num_kv_heads
     assert qkv.is_contiguous()
     assert rotary_table.is_contiguous()
     assert num_heads * 2 * half == width
+    assert rotary_half <= half
     queries = qkv.view(num_tokens, num_heads, 2 * half)[:, :num_q_heads]
     if num_tokens == 0:
         return queries
@@ -95,6 +100,8 @@ def rotate_and_store(
         NUM_Q_HEADS=num_q_heads,
         NUM_KV_HEADS=num_kv_heads,
         HALF=half,
+        ROTARY_HALF=rotary_half,
+        INTERLEAVED=interleaved,
         NORMED=head_norms is not None,
         STORED=is_stored,
         BLOCK_HEADS=block_heads,
@@ -115,23 +122,39 @@ def _store(
     second,
     head,
     dim,
+    distance,
+    in_half,
     BLOCK_STRIDE: tl.constexpr,
     VALUE_STRIDE: tl.constexpr,
     TOKEN_STRIDE: tl.constexpr,
     HEAD_STRIDE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
-    HALF: tl.constexpr,
 ):
-    """Write halves of heads to a slot: the first NUM_KV_HEADS heads are keys, the next as many
-    values; others are skipped."""
+    """Write heads to a slot: their elements dim, and those at a distance from them. The first
+    NUM_KV_HEADS heads are keys, the next as many values; others are skipped."""
     if slot >= 0:
         row = head // NUM_KV_HEADS * VALUE_STRIDE + head % NUM_KV_HEADS * HEAD_STRIDE
         place = kv_cache + (slot // BLOCK_SIZE) * BLOCK_STRIDE + (slot % BLOCK_SIZE) * TOKEN_STRIDE
         place = place + row[:, None] + dim[None, :]
-        inside = ((head >= 0) & (head < 2 * NUM_KV_HEADS))[:, None] & (dim < HALF)[None, :]
+        inside = ((head >= 0) & (head < 2 * NUM_KV_HEADS))[:, None] & in_half[None, :]
         tl.store(place, first, mask=inside)
-        tl.store(place + HALF, second, mask=inside)
+        tl.store(place + distance, second, mask=inside)
+
+
+@triton.jit
+def _find_pairs(pair, HALF: tl.constexpr, ROTARY_HALF: tl.constexpr, INTERLEAVED: tl.constexpr):
+    """Return the first element of each of the HALF pairs of a head, and the distance of the second
+    from it. The first ROTARY_HALF pairs are rotated; the others are any."""
+    if INTERLEAVED:
+        first, distance = 2 * pair, 1
+    elif ROTARY_HALF == HALF:
+        first, distance = pair, HALF
+    else:
+        turns = pair < ROTARY_HALF
+        first = tl.where(turns, pair, pair + ROTARY_HALF)
+        distance = tl.where(turns, ROTARY_HALF, HALF - ROTARY_HALF)[None, :]
+    return first, distance
 
 
 @launched
@@ -153,6 +176,8 @@ def _rotate_and_store_kernel(
     NUM_Q_HEADS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     HALF: tl.constexpr,
+    ROTARY_HALF: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
     NORMED: tl.constexpr,
     STORED: tl.constexpr,
     BLOCK_HEADS: tl.constexpr,
@@ -166,23 +191,26 @@ def _rotate_and_store_kernel(
     program = tl.program_id(0)
     token = (program // TILES).to(tl.int64)
     head = (program % TILES) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
-    dim = tl.arange(0, BLOCK_HALF)
-    in_half = dim < HALF
+    pair = tl.arange(0, BLOCK_HALF)
+    in_half = pair < HALF
+    dim, distance = _find_pairs(pair, HALF, ROTARY_HALF, INTERLEAVED)
     inside = (head < NUM_HEADS)[:, None] & in_half[None, :]
     source = qkv + token * (NUM_HEADS * 2 * HALF) + (head * (2 * HALF))[:, None] + dim[None, :]
     if NORMED:
         is_key = (head >= NUM_Q_HEADS).to(tl.int32)
         gains = norm_weights + (is_key * (2 * HALF))[:, None] + dim[None, :]
         first_gain = tl.load(gains, mask=in_half[None, :], other=0.0).to(tl.float32)
-        second_gain = tl.load(gains + HALF, mask=in_half[None, :], other=0.0).to(tl.float32)
+        second_gain = tl.load(gains + distance, mask=in_half[None, :], other=0.0).to(tl.float32)
     # Loaded for every head: a row shared by all heads would pass through shared memory.
-    angle = rotary_table + tl.load(positions + token).to(tl.int64) * (2 * HALF) + dim
+    angle = rotary_table + tl.load(positions + token).to(tl.int64) * (2 * ROTARY_HALF) + pair
     angle = tl.broadcast_to(angle[None, :], [BLOCK_HEADS, BLOCK_HALF])
-    cos = tl.load(angle, mask=in_half[None, :], other=0.0)
-    sin = tl.load(angle + HALF, mask=in_half[None, :], other=0.0)
+    turns = (pair < ROTARY_HALF)[None, :]
+    # Padding is 0 whatever its factor is.
+    cos = tl.load(angle, mask=turns, other=0.0 if ROTARY_HALF == HALF else 1.0)
+    sin = tl.load(angle + ROTARY_HALF, mask=turns, other=0.0)
     await_previous(PDL)
     raw_first = tl.load(source, mask=inside, other=0.0)
-    raw_second = tl.load(source + HALF, mask=inside, other=0.0)
+    raw_second = tl.load(source + distance, mask=inside, other=0.0)
     if STORED:
         slot = tl.load(slot_mapping + token).to(tl.int64)
 
@@ -197,7 +225,7 @@ def _rotate_and_store_kernel(
     turned_second = (second * cos + first * sin).to(dtype)
     is_query = (head < NUM_Q_HEADS)[:, None] & in_half[None, :]
     tl.store(source, turned_first, mask=is_query)
-    tl.store(source + HALF, turned_second, mask=is_query)
+    tl.store(source + distance, turned_second, mask=is_query)
     if STORED:
         is_value = (head >= NUM_Q_HEADS + NUM_KV_HEADS)[:, None]
         stored_first = tl.where(is_value, raw_first, turned_first)
@@ -215,11 +243,12 @@ def _rotate_and_store_kernel(
             stored_second,
             kv_head,
             dim,
+            distance,
+            in_half,
             BLOCK_STRIDE,
             VALUE_STRIDE,
             TOKEN_STRIDE,
             HEAD_STRIDE,
             BLOCK_SIZE,
             NUM_KV_HEADS,
-            HALF,
         )

@@ -32,7 +32,8 @@ from worker_daemon.layers.norm import (
     QueryKeySpanNorm,
     RMSNorm,
 )
-from worker_daemon.layers.parameter import Parameter
+from worker_daemon.layers.parameter import Parameter, Piece
+from worker_daemon.layers.rotary import Rope
 from worker_daemon.layers.setup import LayerSetup
 
 
@@ -83,10 +84,19 @@ class AttentionSpec:
     """The heads of the whole model."""
     qkv_bias: bool
     o_bias: bool
+    rope: Rope
+    """The rotation of query and key heads; layers with equal ones share a table."""
     qk_norm: QKNormSpec | None = None
     """The norm of queries and keys; None if the model has no such norm."""
     sliding_window: int | None = None
     """In tokens; None attends to everything."""
+    scale: float | None = None
+    """Factor of the scores, above 0; None: head_dim**-0.5."""
+    logit_softcap: float | None = None
+    """The cap of the scaled scores, above 0: score = cap * tanh(score / cap), before the mask. None
+    does not cap."""
+    has_sinks: bool = False
+    """A learned logit for each query head joins the denominator of its softmax."""
     fused_qkv: bool = False
     """True if the checkpoint has q, k and v as one matrix self_attn.qkv_proj, in this order of
     rows."""
@@ -129,13 +139,19 @@ class AttentionBlock:
             else None
         )
         """None if the cache has the model's dtype."""
+        self.rope = spec.rope
+        self._sinks = SinkLogits(name, heads.num_attention_heads, setup) if spec.has_sinks else None
         self._layer = AttentionLayer(
             setup.ops,
             num_kv_heads,
-            heads.head_dim**-0.5,
+            heads.head_dim,
+            heads.head_dim**-0.5 if spec.scale is None else spec.scale,
             spec.sliding_window,
             self._head_norm,
             self.kv_scales,
+            spec.rope.interleaved,
+            spec.logit_softcap,
+            self._sinks,
         )
         self._out = RowParallelLinear(
             f"{name}.o_proj",
@@ -168,7 +184,28 @@ class AttentionBlock:
         for norm in (self._head_norm, self._span_norm):
             if norm is not None:
                 yield from norm.parameters()
+        if self._sinks is not None:
+            yield from self._sinks.parameters()
         yield from self._out.parameters()
+
+
+class SinkLogits:
+    """AttentionSinks of this rank's query heads, a parameter that is split like them."""
+
+    def __init__(self, prefix: str, num_heads: int, setup: LayerSetup) -> None:
+        """prefix: the checkpoint's name of the attention. num_heads: query heads of the model."""
+        name, count = f"{prefix}.sinks", num_heads // setup.tp.size
+        heads = slice(setup.tp.rank * count, (setup.tp.rank + 1) * count)
+        piece = Piece(name, (num_heads,), (heads,), (slice(0, count),), "bias")
+        self._logits = setup.parameter(name, (count,), (piece,))
+
+    @property
+    def values(self) -> Tensor:
+        """See AttentionSinks."""
+        return self._logits.data
+
+    def parameters(self) -> Iterator[Parameter]:
+        yield self._logits
 
 
 def _qkv_shards(

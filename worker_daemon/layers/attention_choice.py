@@ -87,7 +87,8 @@ def is_accurate(
     q, k, v = torch.split(qkv, [num_q_heads, num_kv_heads, num_kv_heads], dim=1)
     kv_cache, metadata = _one_prompt(k, v)
     plain = TorchPagedAttention()
-    layer = AttentionLayer(TorchOps(), num_kv_heads, heads.head_dim**-0.5, window=None, norms=None)
+    scale = heads.head_dim**-0.5
+    layer = AttentionLayer(TorchOps(), num_kv_heads, heads.head_dim, scale, window=None, norms=None)
     expected = plain.attend(q.float(), kv_cache.float(), layer, metadata)
     try:
         with warnings.catch_warnings():  # torch warns why it has no kernel

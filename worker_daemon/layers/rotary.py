@@ -4,24 +4,29 @@ the rotation.
 Frequencies are computed on the CPU in float32 by the formulas of transformers' modeling_rope_utils,
 so that they are equal on every device. models/config_fields.py builds these values from
 config.json.
+
+A rotation turns the first rotary_dim elements of a head. It pairs element i with i + rotary_dim / 2
+(the form of the Llama family) or, if interleaved, 2 i with 2 i + 1 (that of Su et al. and of GLM).
 """
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 MAX_TABLE_BYTES = 4 << 30
-"""Eight million positions with heads of 128."""
+"""Eight million positions if 128 elements of each head are rotated."""
 
 
 @dataclass(frozen=True, slots=True)
 class DefaultRope:
     """f_i = theta^(-2i/d), i < d/2."""
 
-    head_dim: int
+    rotary_dim: int
     theta: float
+    interleaved: bool = False
 
     @property
     def attention_scaling(self) -> float:
@@ -29,24 +34,25 @@ class DefaultRope:
         return 1.0
 
     def inv_freq(self) -> Tensor:
-        """float32 [head_dim / 2] on the CPU."""
-        return 1.0 / _wavelengths(self.theta, self.head_dim)
+        """float32 [rotary_dim / 2] on the CPU."""
+        return 1.0 / _wavelengths(self.theta, self.rotary_dim)
 
 
 @dataclass(frozen=True, slots=True)
 class LinearRope:
     """Position interpolation (Chen et al., 2023): divides every frequency by `factor`."""
 
-    head_dim: int
+    rotary_dim: int
     theta: float
     factor: float
+    interleaved: bool = False
 
     @property
     def attention_scaling(self) -> float:
         return 1.0
 
     def inv_freq(self) -> Tensor:
-        return 1.0 / _wavelengths(self.theta, self.head_dim) / self.factor
+        return 1.0 / _wavelengths(self.theta, self.rotary_dim) / self.factor
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,16 +64,17 @@ class DynamicRope:
     effect.
     """
 
-    head_dim: int
+    rotary_dim: int
     theta: float
     factor: float
+    interleaved: bool = False
 
     @property
     def attention_scaling(self) -> float:
         return 1.0
 
     def inv_freq(self) -> Tensor:
-        return 1.0 / _wavelengths(self.theta, self.head_dim)
+        return 1.0 / _wavelengths(self.theta, self.rotary_dim)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,19 +82,20 @@ class Llama3Rope:
     """Llama 3.1: divides low frequencies by `factor`, keeps high ones, and interpolates in
     between."""
 
-    head_dim: int
+    rotary_dim: int
     theta: float
     factor: float
     low_freq_factor: float
     high_freq_factor: float
     original_max_position_embeddings: int
+    interleaved: bool = False
 
     @property
     def attention_scaling(self) -> float:
         return 1.0
 
     def inv_freq(self) -> Tensor:
-        inv_freq = 1.0 / _wavelengths(self.theta, self.head_dim)
+        inv_freq = 1.0 / _wavelengths(self.theta, self.rotary_dim)
         wavelength = 2 * math.pi / inv_freq
         context = self.original_max_position_embeddings
         smooth = (context / wavelength - self.low_freq_factor) / (
@@ -109,7 +117,7 @@ class YarnRope:
     rounds the ramp's ends outward to whole dimensions.
     """
 
-    head_dim: int
+    rotary_dim: int
     theta: float
     factor: float
     original_max_position_embeddings: int
@@ -119,6 +127,7 @@ class YarnRope:
     mscale: float | None = None
     mscale_all_dim: float | None = None
     truncate: bool = True
+    interleaved: bool = False
 
     @property
     def attention_scaling(self) -> float:
@@ -129,7 +138,7 @@ class YarnRope:
         return self._scale(1.0)
 
     def inv_freq(self) -> Tensor:
-        wavelengths = _wavelengths(self.theta, self.head_dim)
+        wavelengths = _wavelengths(self.theta, self.rotary_dim)
         interpolated = 1.0 / (self.factor * wavelengths)
         extrapolated = 1.0 / wavelengths
         share = 1 - self._ramp()
@@ -142,31 +151,32 @@ class YarnRope:
         low, high = self._turning_dim(self.beta_fast), self._turning_dim(self.beta_slow)
         if self.truncate:
             low, high = math.floor(low), math.ceil(high)
-        low, high = max(low, 0), min(high, self.head_dim - 1)
+        low, high = max(low, 0), min(high, self.rotary_dim - 1)
         if low == high:
             high += 0.001
-        steps = torch.arange(self.head_dim // 2, dtype=torch.float32)
+        steps = torch.arange(self.rotary_dim // 2, dtype=torch.float32)
         return ((steps - low) / (high - low)).clamp(0, 1)
 
     def _turning_dim(self, num_rotations: float) -> float:
         """Return the dimension that rotates num_rotations times over the original context."""
         turns = self.original_max_position_embeddings / (num_rotations * 2 * math.pi)
-        return self.head_dim * math.log(turns) / (2 * math.log(self.theta))
+        return self.rotary_dim * math.log(turns) / (2 * math.log(self.theta))
 
 
 @dataclass(frozen=True, slots=True)
 class FactorRope:
     """Divides each frequency by a factor of its own."""
 
-    head_dim: int
+    rotary_dim: int
     theta: float
     factors: tuple[float, ...]
-    """head_dim / 2 of them."""
+    """rotary_dim / 2 of them."""
     attention_scaling: float
+    interleaved: bool = False
 
     def inv_freq(self) -> Tensor:
         factors = torch.tensor(self.factors, dtype=torch.float32)
-        return 1.0 / (factors * _wavelengths(self.theta, self.head_dim))
+        return 1.0 / (factors * _wavelengths(self.theta, self.rotary_dim))
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,15 +190,16 @@ class LongRope:
     are those of transformers for sequences beyond the original length.
     """
 
-    head_dim: int
+    rotary_dim: int
     theta: float
     short_factors: tuple[float, ...]
-    """head_dim / 2 of them, like long_factors."""
+    """rotary_dim / 2 of them, like long_factors."""
     long_factors: tuple[float, ...]
     factor: float
     """Extension of the context, of which the attention factor is computed if it is None."""
     original_max_position_embeddings: int
     attention_factor: float | None = None
+    interleaved: bool = False
 
     @property
     def attention_scaling(self) -> float:
@@ -202,25 +213,35 @@ class LongRope:
     @property
     def short(self) -> FactorRope:
         """The rotation by the short factors."""
-        return FactorRope(self.head_dim, self.theta, self.short_factors, self.attention_scaling)
+        return self._with(self.short_factors)
 
     @property
     def long(self) -> FactorRope:
         """The rotation by the long factors."""
-        return FactorRope(self.head_dim, self.theta, self.long_factors, self.attention_scaling)
+        return self._with(self.long_factors)
 
     def for_length(self, max_model_len: int) -> FactorRope:
         """Return the rotation of a model that is loaded for contexts up to max_model_len tokens."""
         return self.long if max_model_len > self.original_max_position_embeddings else self.short
+
+    def _with(self, factors: tuple[float, ...]) -> FactorRope:
+        scaling = self.attention_scaling
+        return FactorRope(self.rotary_dim, self.theta, factors, scaling, self.interleaved)
 
 
 _FixedRope = DefaultRope | LinearRope | DynamicRope | Llama3Rope | YarnRope | FactorRope
 Rope = DefaultRope | LinearRope | DynamicRope | Llama3Rope | YarnRope | LongRope
 
 
-def max_table_length(head_dim: int) -> int:
-    """Return the largest number of positions of a table, which is stored in full."""
-    return MAX_TABLE_BYTES // (head_dim * torch.float32.itemsize)
+def table_bytes(ropes: Iterable[Rope], length: int) -> int:
+    """Return the memory of these rotations' tables, each of `length` positions."""
+    return length * sum(rope.rotary_dim for rope in ropes) * torch.float32.itemsize
+
+
+def max_table_length(ropes: Iterable[Rope]) -> int:
+    """Return the largest number of positions of these rotations' tables, which are stored in
+    full."""
+    return MAX_TABLE_BYTES // max(1, table_bytes(ropes, 1))
 
 
 def is_finite(rope: Rope, length: int) -> bool:
@@ -240,7 +261,7 @@ def _is_finite(rope: _FixedRope, length: int) -> bool:
 
 
 def rotary_table(rope: Rope, max_model_len: int, device: torch.device) -> Tensor:
-    """Return float32 [max_model_len, 2, head_dim / 2]: cos and sin of every position's angles."""
+    """Return float32 [max_model_len, 2, rotary_dim / 2]: cos and sin of every position's angles."""
     fixed = rope.for_length(max_model_len) if isinstance(rope, LongRope) else rope
     inv_freq = fixed.inv_freq()
     if (
@@ -253,14 +274,22 @@ def rotary_table(rope: Rope, max_model_len: int, device: torch.device) -> Tensor
     return torch.stack((angles.cos() * scaling, angles.sin() * scaling), dim=1)
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate x [N, heads, D] by cos and sin, float32 [N, 1, D / 2]. Pairs element i with i + D / 2;
-    rounds once."""
-    first, second = x.chunk(2, dim=-1)
-    turned = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
-    return turned.to(x.dtype)
+def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False) -> Tensor:
+    """Rotate the first R elements of x [N, heads, D] by cos and sin, float32 [N, 1, R / 2]; the
+    others stay. Pairs element i with i + R / 2 or, if interleaved, 2 i with 2 i + 1. Rounds
+    once."""
+    rotary_dim = 2 * cos.shape[-1]
+    turning, rest = x[..., :rotary_dim], x[..., rotary_dim:]
+    if interleaved:
+        first, second = turning.view(*x.shape[:-1], -1, 2).unbind(-1)
+    else:
+        first, second = turning.chunk(2, dim=-1)
+    parts = (first * cos - second * sin, second * cos + first * sin)
+    turned = torch.stack(parts, dim=-1).flatten(-2) if interleaved else torch.cat(parts, dim=-1)
+    turned = turned.to(x.dtype)
+    return torch.cat((turned, rest), dim=-1) if rest.shape[-1] else turned
 
 
-def _wavelengths(theta: float, head_dim: int) -> Tensor:
-    exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).to(torch.float32) / head_dim
+def _wavelengths(theta: float, rotary_dim: int) -> Tensor:
+    exponents = torch.arange(0, rotary_dim, 2, dtype=torch.int64).to(torch.float32) / rotary_dim
     return torch.pow(theta, exponents)

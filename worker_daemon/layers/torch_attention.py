@@ -1,7 +1,8 @@
 """Paged attention in plain torch, for the CPU and as the reference for faster backends.
 
 It calls scaled_dot_product_attention once per sequence, so that a sequence's result does not depend
-on the others.
+on the others. That function neither caps scores nor knows sinks: layers with either have a softmax
+of their own, in float32.
 """
 
 import torch
@@ -10,6 +11,9 @@ from torch.nn import functional
 
 from worker_daemon.contracts.attention import AttentionLayer, AttentionMetadata, AttentionStep
 from worker_daemon.layers.fp8_cache import dequantize
+
+_QUERIES_AT_ONCE = 256
+"""Bounds the scores that are in memory at once, unless torch computes them."""
 
 
 class TorchPagedAttention:
@@ -42,7 +46,7 @@ def _attend(
     q: Tensor, kv_cache: Tensor, blocks: Tensor, seq_len: int, layer: AttentionLayer
 ) -> Tensor:
     """q [L, Hq, D] at positions seq_len - L to seq_len - 1 -> [L, Hq, D], in float32 if the cache
-    is in FP8."""
+    is in FP8 or the softmax is our own."""
     query_len, window = q.shape[0], layer.window
     first_position = seq_len - query_len
     first_block = 0
@@ -56,13 +60,14 @@ def _attend(
     if layer.kv_scales is not None:
         of_keys, of_values = layer.kv_scales.values
         q, keys, values = q.float(), dequantize(keys, of_keys), dequantize(values, of_values)
-    keys, values = (
-        half.flatten(0, 1)[:num_keys].transpose(0, 1).unsqueeze(0) for half in (keys, values)
-    )
+    keys, values = (half.flatten(0, 1)[:num_keys].transpose(0, 1) for half in (keys, values))
+    if layer.logit_softcap is not None or layer.sinks is not None:
+        return _softmax_of_own(q, keys.float(), values.float(), layer)
+    keys, values = keys.unsqueeze(0), values.unsqueeze(0)
     is_causal = query_len == num_keys > 1 and window is None
     mask = None
     if window is not None or not (is_causal or query_len == 1):
-        mask = _visible(query_len, num_keys, window, q.device)
+        mask = _visible(range(num_keys - query_len, num_keys), num_keys, window, q.device)
     out = functional.scaled_dot_product_attention(
         q.transpose(0, 1).unsqueeze(0),
         keys,
@@ -75,9 +80,37 @@ def _attend(
     return out.squeeze(0).transpose(0, 1)
 
 
-def _visible(query_len: int, num_keys: int, window: int | None, device: torch.device) -> Tensor:
-    """Return bool [L, S]: True if query i sees key j; the last query is at the last key."""
-    queries = torch.arange(num_keys - query_len, num_keys, device=device).unsqueeze(1)
+def _softmax_of_own(q: Tensor, keys: Tensor, values: Tensor, layer: AttentionLayer) -> Tensor:
+    """q [L, Hq, D] at the last of S positions; keys and values float32 [Hkv, S, D] -> float32 [L,
+    Hq, D]."""
+    num_kv_heads, num_keys = keys.shape[:2]
+    num_queries, num_q_heads = q.shape[:2]
+    sinks = None if layer.sinks is None else layer.sinks.values.float()
+    first, pieces = num_keys - num_queries, []
+    for some in torch.split(q.float(), _QUERIES_AT_ONCE):
+        rows = range(first, first + len(some))
+        heads = _grouped(some.transpose(0, 1), num_kv_heads)
+        scores = (heads @ keys.unsqueeze(1).transpose(2, 3)).flatten(0, 1) * layer.scale
+        if layer.logit_softcap is not None:
+            scores = (scores / layer.logit_softcap).tanh() * layer.logit_softcap
+        scores.masked_fill_(~_visible(rows, num_keys, layer.window, q.device), float("-inf"))
+        if sinks is not None:
+            of_rows = sinks.view(-1, 1, 1).expand(num_q_heads, len(some), 1)
+            scores = torch.cat((scores, of_rows), dim=-1)
+        weights = _grouped(scores.softmax(dim=-1)[..., :num_keys], num_kv_heads)
+        pieces.append((weights @ values.unsqueeze(1)).flatten(0, 1).transpose(0, 1))
+        first = rows.stop
+    return torch.cat(pieces)
+
+
+def _grouped(heads: Tensor, num_kv_heads: int) -> Tensor:
+    """Return [Hq, ...] as [Hkv, G, ...]."""
+    return heads.reshape(num_kv_heads, -1, *heads.shape[1:])
+
+
+def _visible(rows: range, num_keys: int, window: int | None, device: torch.device) -> Tensor:
+    """Return bool [L, S]: True if the i-th query, at the position rows[i], sees key j."""
+    queries = torch.arange(rows.start, rows.stop, device=device).unsqueeze(1)
     keys = torch.arange(num_keys, device=device)
     visible = keys <= queries
     return visible if window is None else visible & (keys > queries - window)

@@ -138,12 +138,14 @@ class TorchOps:
         positions: Tensor,
         rotary_table: Tensor,
         num_kv_heads: int,
+        head_dim: int,
         head_norms: HeadNorms | None,
         kv_cache: Tensor,
         slot_mapping: Tensor,
         kv_scales: KVScales | None = None,
+        *,
+        interleaved: bool = False,
     ) -> Tensor:
-        head_dim = 2 * rotary_table.shape[2]
         num_heads = qkv.shape[1] // head_dim
         heads = qkv.view(-1, num_heads, head_dim)
         num_q_heads = num_heads - 2 * num_kv_heads
@@ -154,12 +156,12 @@ class TorchOps:
             k = self.rms_norm(k, k_weight, head_norms.eps)
         cos, sin = rotary_table[positions].unsqueeze(2).unbind(1)
         if kv_cache.numel():
-            k = rotate(k, cos, sin)
+            k = rotate(k, cos, sin, interleaved=interleaved)
             if kv_scales is not None:
                 of_keys, of_values = kv_scales.values
                 k, v = quantize(k, of_keys), quantize(v, of_values)
             _write_kv(k, v, kv_cache, slot_mapping)
-        return rotate(q, cos, sin)
+        return rotate(q, cos, sin, interleaved=interleaved)
 
 
 class DequantizingOps:

@@ -5,6 +5,7 @@ All functions raise ConfigError, which names field and fix.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Final
 
@@ -47,15 +48,13 @@ resolved."""
 
 def decoder_config(fields: Fields, layers: Sequence[LayerSpec]) -> DecoderConfig:
     """Return a decoder with these layers (at least one) and the parts that all families share."""
-    length = max_length(fields)
     return DecoderConfig(
         architecture=architecture_name(fields),
         vocab_size=fields.integer("vocab_size", maximum=_MAX_VOCAB),
         hidden_size=fields.integer("hidden_size", maximum=_MAX_WIDTH),
         layers=tuple(layers),
         final_norm=NormSpec("norm", norm_eps(fields)),
-        rope=_rope(fields, layers[0].attention.heads.head_dim, length),
-        max_position_embeddings=length,
+        max_position_embeddings=max_length(fields),
         tie_word_embeddings=fields.flag("tie_word_embeddings", False),
         dtype=_dtype(fields),
         eos_token_ids=fields.optional_integers("eos_token_id") or (),
@@ -71,9 +70,14 @@ def dense_layer(
     mlp_bias: bool = False,
     head_norms: bool = False,
     window: int | None = None,
+    rope: Rope | None = None,
+    scale: float | None = None,
+    logit_softcap: float | None = None,
+    has_sinks: bool = False,
 ) -> LayerSpec:
     """Return a layer of attention and an MLP, with the names and the epsilon that Llama's
-    checkpoints have. head_norms: a norm on each query and key head; window: in tokens."""
+    checkpoints have. head_norms: a norm on each query and key head; window: in tokens; rope: the
+    result of model_rope if None; scale, logit_softcap, has_sinks: see AttentionSpec."""
     require_text(fields, "hidden_act", "silu")
     eps = norm_eps(fields)
     return LayerSpec(
@@ -82,8 +86,12 @@ def dense_layer(
             heads=heads,
             qkv_bias=qkv_bias,
             o_bias=o_bias,
+            rope=model_rope(fields, heads.head_dim) if rope is None else rope,
             qk_norm=QKNormSpec(eps) if head_norms else None,
             sliding_window=window,
+            scale=scale,
+            logit_softcap=logit_softcap,
+            has_sinks=has_sinks,
         ),
         MLPSpec(
             norm=NormSpec("post_attention_layernorm", eps),
@@ -109,7 +117,6 @@ def encoder_config(
         hidden_size=fields.integer("hidden_size", maximum=_MAX_WIDTH),
         layers=tuple(layers),
         final_norm=None,
-        rope=DefaultRope(layers[0].attention.heads.head_dim, _DEFAULT_THETA),  # unused in encoders
         max_position_embeddings=embedding.num_positions - embedding.first_position,
         tie_word_embeddings=False,
         dtype=_dtype(fields),
@@ -231,47 +238,128 @@ def _dtype(fields: Fields) -> str | None:
     return name
 
 
-def _rope(fields: Fields, head_dim: int, length: int) -> Rope:
-    """transformers 4 has rope_scaling and a top-level rope_theta; 5 has both in rope_parameters."""
+def model_rope(
+    fields: Fields,
+    head_dim: int,
+    *,
+    default_share: float | None = None,
+    interleaved: bool = False,
+    default_theta: float = _DEFAULT_THETA,
+) -> Rope:
+    """Return the rotation of a model that has one for all layers.
+
+    transformers 4 has rope_scaling and a top-level rope_theta; 5 has both in rope_parameters.
+    default_share: partial_rotary_factor if config.json has none; None if the family always rotates
+    whole heads. interleaved: the family pairs adjacent elements (layers/rotary.py).
+    """
     field = "rope_scaling" if fields.optional_object("rope_scaling") else "rope_parameters"
     values = fields.optional_object(field) or {}
     if any(isinstance(value, dict) for value in values.values()):
         raise fields.error(field, "is given for each layer type", "use one set for the whole model")
-    theta = fields.number("rope_theta", _DEFAULT_THETA, above=1)
-    rope = Fields(values, prefix=f"{field}.")
-    rope_type = rope.text("rope_type", rope.text("type", "default"))
+    section = Fields(values, prefix=f"{field}.")
+    theta = fields.number("rope_theta", default_theta, above=1)
+    share = _rotated_share(fields, section, default_share)
+    return build_rope(fields, section, head_dim, theta, share=share, interleaved=interleaved)
+
+
+def layer_type_ropes(
+    fields: Fields, head_dim: int, *, default_theta: float, default_local_theta: float
+) -> Mapping[str, Rope]:
+    """Return the rotation of each layer type, full_attention and sliding_attention.
+
+    transformers 5 has rope_parameters with an object for each type. 4 has, as Gemma 3 does,
+    rope_theta and rope_scaling for full_attention, and rope_local_base_freq for sliding_attention,
+    which is never scaled.
+    """
+    parameters = fields.optional_object("rope_parameters") or {}
+    thetas = {
+        "full_attention": fields.number("rope_theta", default_theta, above=1),
+        "sliding_attention": fields.number("rope_local_base_freq", default_local_theta, above=1),
+    }
+    if unknown := sorted(set(parameters) - set(thetas)):
+        fix = "give one object for each of " + ", ".join(thetas)
+        raise fields.error("rope_parameters", f"has other entries: {', '.join(unknown)}", fix)
+    by_type = Fields(parameters, prefix="rope_parameters.")
+    ropes = {}
+    for layer_type, theta in thetas.items():
+        values = dict(by_type.optional_object(layer_type) or {})
+        prefix = f"rope_parameters.{layer_type}."
+        if layer_type == "full_attention" and (scaling := fields.optional_object("rope_scaling")):
+            values |= scaling
+            prefix = "rope_scaling."
+        section = Fields(values, prefix=prefix)
+        share = _rotated_share(fields, section, None)
+        ropes[layer_type] = build_rope(fields, section, head_dim, theta, share=share)
+    return MappingProxyType(ropes)
+
+
+def build_rope(
+    model: Fields,
+    section: Fields,
+    head_dim: int,
+    theta: float,
+    *,
+    share: float = 1.0,
+    interleaved: bool = False,
+) -> Rope:
+    """Return the rotation that a section describes: rope_type, its factors, and rope_theta, which
+    is `theta` if absent. share: of a head's elements; the rotated ones are rounded down.
+
+    Raises ConfigError if a value is missing or not supported, or the table would not be finite.
+    """
+    rope_type = section.text("rope_type", section.text("type", "default"))
     build = _ROPE_BUILDERS.get(rope_type)
     if build is None:
-        raise rope.error(
+        raise section.error(
             "rope_type", f"{rope_type} is not supported", "use " + ", ".join(_ROPE_BUILDERS)
         )
-    for source in (fields, rope):
-        if source.number("partial_rotary_factor", 1.0) != 1.0:
-            raise source.error("partial_rotary_factor", "is not supported", "use 1.0")
-    made = build(fields, rope, head_dim, rope.number("rope_theta", theta, above=1))
-    if not is_finite(made, min(length, max_table_length(head_dim))):
-        raise fields.error(
-            field, "gives rotary tables that are not finite", "correct its factors in config.json"
+    rotary_dim = int(head_dim * share)
+    if rotary_dim < 2 or rotary_dim % 2:
+        problem = f"rotates {rotary_dim} elements of each head, which must be an even number"
+        raise config_error("partial_rotary_factor", share, problem, "correct it in config.json")
+    made = build(model, section, rotary_dim, section.number("rope_theta", theta, above=1))
+    made = replace(made, interleaved=interleaved)
+    if not is_finite(made, min(max_length(model), max_table_length([made]))):
+        raise model.error(
+            section.full_name("").rstrip("."),
+            "gives rotary tables that are not finite",
+            "correct its factors in config.json",
         )
     return made
 
 
-def _default_rope(model: Fields, rope: Fields, head_dim: int, theta: float) -> Rope:
-    return DefaultRope(head_dim, theta)
+def _rotated_share(model: Fields, section: Fields, default: float | None) -> float:
+    """Return partial_rotary_factor: the section's, else the model's, else the default. If that is
+    None, the family has no partial rotation."""
+    name = "partial_rotary_factor"
+    for source in (section, model):
+        share = source.optional_number(name)
+        if share is None:
+            continue
+        if default is None and share != 1.0:
+            raise source.error(name, "is not supported", "use 1.0")
+        if share > 1.0:
+            raise source.error(name, "must be at most 1")
+        return share
+    return 1.0 if default is None else default
 
 
-def _linear_rope(model: Fields, rope: Fields, head_dim: int, theta: float) -> Rope:
-    return LinearRope(head_dim, theta, rope.number("factor"))
+def _default_rope(model: Fields, rope: Fields, rotary_dim: int, theta: float) -> Rope:
+    return DefaultRope(rotary_dim, theta)
 
 
-def _dynamic_rope(model: Fields, rope: Fields, head_dim: int, theta: float) -> Rope:
-    return DynamicRope(head_dim, theta, rope.number("factor"))
+def _linear_rope(model: Fields, rope: Fields, rotary_dim: int, theta: float) -> Rope:
+    return LinearRope(rotary_dim, theta, rope.number("factor"))
 
 
-def _llama3_rope(model: Fields, rope: Fields, head_dim: int, theta: float) -> Rope:
+def _dynamic_rope(model: Fields, rope: Fields, rotary_dim: int, theta: float) -> Rope:
+    return DynamicRope(rotary_dim, theta, rope.number("factor"))
+
+
+def _llama3_rope(model: Fields, rope: Fields, rotary_dim: int, theta: float) -> Rope:
     low = rope.number("low_freq_factor")
     return Llama3Rope(
-        head_dim,
+        rotary_dim,
         theta,
         factor=rope.number("factor"),
         low_freq_factor=low,
@@ -280,10 +368,10 @@ def _llama3_rope(model: Fields, rope: Fields, head_dim: int, theta: float) -> Ro
     )
 
 
-def _yarn_rope(model: Fields, rope: Fields, head_dim: int, theta: float) -> Rope:
+def _yarn_rope(model: Fields, rope: Fields, rotary_dim: int, theta: float) -> Rope:
     original = _original_length(model, rope)
     return YarnRope(
-        head_dim,
+        rotary_dim,
         theta,
         factor=rope.number("factor", max_length(model) / original),
         original_max_position_embeddings=original,
@@ -296,13 +384,13 @@ def _yarn_rope(model: Fields, rope: Fields, head_dim: int, theta: float) -> Rope
     )
 
 
-def _long_rope(model: Fields, rope: Fields, head_dim: int, theta: float) -> Rope:
+def _long_rope(model: Fields, rope: Fields, rotary_dim: int, theta: float) -> Rope:
     original = _original_length(model, rope)
     return LongRope(
-        head_dim,
+        rotary_dim,
         theta,
-        short_factors=_factors(rope, "short_factor", head_dim // 2),
-        long_factors=_factors(rope, "long_factor", head_dim // 2),
+        short_factors=_factors(rope, "short_factor", rotary_dim // 2),
+        long_factors=_factors(rope, "long_factor", rotary_dim // 2),
         factor=rope.number("factor", max_length(model) / original),
         original_max_position_embeddings=original,
         attention_factor=rope.optional_number("attention_factor"),

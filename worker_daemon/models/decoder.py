@@ -35,10 +35,10 @@ from worker_daemon.layers.kv_scales import HeadScales
 from worker_daemon.layers.mlp import MLPBlock, MLPSpec
 from worker_daemon.layers.norm import RMSNorm
 from worker_daemon.layers.parameter import Parameter, TensorSpec
-from worker_daemon.layers.rotary import rotary_table
+from worker_daemon.layers.rotary import Rope, rotary_table
 from worker_daemon.layers.setup import LayerSetup
 from worker_daemon.layers.torch_ops import TorchOps
-from worker_daemon.models.description import DecoderConfig, LayerSpec
+from worker_daemon.models.description import DecoderConfig, LayerSpec, distinct_ropes
 from worker_daemon.models.pooler import Pooler
 
 _EMBEDDING = "model.embed_tokens.weight"
@@ -68,6 +68,11 @@ class DecoderLayer:
     @property
     def kv_scales(self) -> HeadScales | None:
         return self._attention.kv_scales
+
+    @property
+    def rope(self) -> Rope:
+        """The rotation whose table forward takes."""
+        return self._attention.rope
 
     def forward(
         self,
@@ -121,24 +126,33 @@ class DecoderStage:
     """Consecutive layers; the first stage also has the embedding, the last the LM head.
 
     Built by `build_stage` on the step thread; owns its parameters (zero until loaded) and the
-    rotary table on the device, freed with it. The forward paths never wait for the device.
+    rotary tables on the device, freed with it. The forward paths never wait for the device.
     """
 
     def __init__(
         self,
         layers: Sequence[DecoderLayer | EncoderLayer],
         kinds: Sequence[BuiltLayerKind],
-        rotary: Tensor,
+        ropes: Sequence[Rope],
+        rotary: Sequence[Tensor],
         start: StageStart | None,
         end: StageEnd | None,
         attention: AttentionBackend,
         setup: LayerSetup,
     ) -> None:
-        """rotary: the result of `rotary_table`. setup: the one with which all layers were built."""
+        """ropes: the distinct rotations of the layers; rotary: the result of `rotary_table` for
+        each. setup: the one with which all layers were built."""
         self._layers = layers
         self._kinds = kinds
-        self.rotary = rotary
-        """A device tensor that is not a parameter; may be replaced with an equal one."""
+        self.ropes = tuple(ropes)
+        """The distinct rotations of the layers; none for an encoder."""
+        self.rotary = tuple(rotary)
+        """The table of each rotation, device tensors that are not parameters; may be replaced with
+        equal ones."""
+        self._tables = [
+            self.ropes.index(layer.rope) if isinstance(layer, DecoderLayer) else None
+            for layer in layers
+        ]
         self._start = start
         self._end = end
         self._attention = attention
@@ -158,6 +172,7 @@ class DecoderStage:
         stage = DecoderStage(
             [self._layers[index] for index in kept],
             [all_kinds[index] for index in kept],
+            self.ropes,
             self.rotary,
             self._start,
             self._end,
@@ -191,12 +206,15 @@ class DecoderStage:
         """
         if self._start is not None and self._start.encoder is not None:
             hidden = self._start.encoder.forward(hidden, positions)
-        step = AttentionStep(positions, self.rotary, metadata[0])
+        no_table = hidden.new_empty(0)
+        step = AttentionStep(positions, no_table, metadata[0])
         caches = kv_caches or [hidden.new_empty(0)] * len(self._layers)
         part: Tensor | None = None
-        for layer, kv_cache, own in zip(self._layers, caches, metadata, strict=True):
-            if own is not step.metadata:
-                step = replace(step, metadata=own)
+        each = zip(self._layers, caches, metadata, self._tables, strict=True)
+        for layer, kv_cache, own, index in each:
+            table = no_table if index is None else self.rotary[index]
+            if own is not step.metadata or table is not step.rotary_table:
+                step = AttentionStep(positions, table, own)
             part, hidden = layer.forward(part, hidden, kv_cache, step, self._attention)
         return hidden if part is None else hidden + self._setup.tp.all_reduce(part)
 
@@ -294,7 +312,7 @@ class DecoderStage:
     @property
     def kv_scales(self) -> tuple[HeadScales, ...]:
         """The scales of the local layers' caches, in the layers' order; none unless the cache is in
-        FP8. Like the rotary table they are buffers, not parameters."""
+        FP8. Like the rotary tables they are buffers, not parameters."""
         found = [layer.kv_scales for layer in self._layers if isinstance(layer, DecoderLayer)]
         return tuple(scales for scales in found if scales is not None)
 
@@ -332,7 +350,7 @@ def build_stage(
     layers get scales for a KV cache in FP8. Raises ConfigError if the quantization does not fit
     merged matrices, or this rank's parts.
 
-    max_model_len (tokens) is the length of the rotary table: positions must be smaller. With tied
+    max_model_len (tokens) is the length of the rotary tables: positions must be smaller. With tied
     embeddings a last stage that is not the first holds its own copy of the embedding, if the model
     generates.
     """
@@ -367,10 +385,12 @@ def build_stage(
         pooler = Pooler(final_norm, config.pooler, replace(setup, quantization=None))
         end = StageEnd(final_norm, lm_head, pooler)
     made = [_make_layer(index, config.layers[index], setup) for index in layers]
+    ropes = distinct_ropes(config.layers[index] for index in layers)
     return DecoderStage(
         made,
         [_kind(config.layers[index], layer) for index, layer in zip(layers, made, strict=True)],
-        rotary_table(config.rope, max_model_len, device),
+        ropes,
+        [rotary_table(rope, max_model_len, device) for rope in ropes],
         start,
         end,
         attention,

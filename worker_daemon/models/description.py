@@ -1,6 +1,7 @@
 """The description of a decoder or an encoder: its layers, and the blocks in them. `families/` make
 it from config.json, `decoder.py` builds it."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -24,6 +25,13 @@ class LayerSpec:
 
     attention: AttentionSpec | EncoderAttentionSpec
     mlp: MLPSpec | ExpertsSpec | EncoderMLPSpec
+
+
+def distinct_ropes(layers: Iterable[LayerSpec]) -> tuple[Rope, ...]:
+    """Return the rotations of these layers, each once, in the order of their first use; none for an
+    encoder. Each has a table."""
+    attentions = (layer.attention for layer in layers)
+    return tuple(dict.fromkeys(a.rope for a in attentions if isinstance(a, AttentionSpec)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +75,6 @@ class DecoderConfig:
     may differ."""
     final_norm: NormSpec | None
     """None: the layers normalize their results themselves."""
-    rope: Rope
     max_position_embeddings: int
     """Context length that the model was trained for, in tokens."""
     tie_word_embeddings: bool
@@ -87,7 +94,7 @@ class DecoderConfig:
 
     def __post_init__(self) -> None:
         heads = {each.attention.heads for each in self.layers}
-        assert len(heads) == 1, "partition, memory plan and rotary table need equal heads"
+        assert len(heads) == 1, "partition and memory plan need equal heads"
         inner = {each.mlp.intermediate_size for each in self.layers if not _has_experts(each)}
         assert len(inner) <= 1, "a model has one inner size of MLPs without experts"
 
@@ -128,13 +135,19 @@ class DecoderConfig:
         return tuple(layer.attention.sliding_window for layer in self.layers)
 
     @property
+    def ropes(self) -> tuple[Rope, ...]:
+        """The distinct rotations of all layers."""
+        return distinct_ropes(self.layers)
+
+    @property
     def max_supported_len(self) -> int | None:
         """Longest context that is computed exactly, in tokens; None if there is no limit.
 
         Dynamic RoPE scaling changes the rotation of past keys once a sequence exceeds
         max_position_embeddings.
         """
-        return self.max_position_embeddings if isinstance(self.rope, DynamicRope) else None
+        is_dynamic = any(isinstance(rope, DynamicRope) for rope in self.ropes)
+        return self.max_position_embeddings if is_dynamic else None
 
 
 def _has_experts(layer: LayerSpec) -> bool:

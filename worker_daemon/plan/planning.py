@@ -37,9 +37,10 @@ from worker_daemon.layers.adapters import new_layout
 from worker_daemon.layers.embedding import padded_vocab_size
 from worker_daemon.layers.int4 import Int4Values
 from worker_daemon.layers.quantization import Int4Quantization
+from worker_daemon.layers.rotary import table_bytes
 from worker_daemon.layers.torch_ops import TorchOps
 from worker_daemon.models.decoder import DecoderStage
-from worker_daemon.models.description import DecoderConfig
+from worker_daemon.models.description import DecoderConfig, distinct_ropes
 from worker_daemon.models.expert_tensors import is_stack_of_experts
 from worker_daemon.models.partition import check_partition, partition_layers
 from worker_daemon.plan.step_memory import StageWidths, estimate_step_bytes
@@ -263,7 +264,7 @@ class _PlannedRanks:
             num_layers=len(sizes.layers),
             weights_bytes=sizes.weights_bytes,
             adapter_bytes=sizes.adapter_bytes,
-            rotary_table_bytes=self._rotary_table_bytes(length),
+            rotary_table_bytes=self._rotary_table_bytes(sizes, length),
             step_estimate_bytes=self._step_bytes(sizes, length),
             kv_available_bytes=available,
             kv_block_bytes=block_bytes,
@@ -318,15 +319,15 @@ class _PlannedRanks:
         return smallest_fitting_blocks(self._layers, available)
 
     def _available(self, sizes: _RankSizes, length: int, budget: int) -> int:
-        taken = sizes.weights_bytes + sizes.adapter_bytes + self._rotary_table_bytes(length)
+        taken = sizes.weights_bytes + sizes.adapter_bytes + self._rotary_table_bytes(sizes, length)
         return budget - taken - self._step_bytes(sizes, length)
 
     def _block_bytes(self, sizes: _RankSizes) -> int:
         return bytes_per_block(self._layers, sizes.state.rank)
 
-    def _rotary_table_bytes(self, length: int) -> int:
-        """float32 [length, 2, head_dim / 2] (layers/rotary.py)."""
-        return length * self._resolved.decoder.head_dim * torch.float32.itemsize
+    def _rotary_table_bytes(self, sizes: _RankSizes, length: int) -> int:
+        layers = self._resolved.decoder.layers[sizes.layers.start : sizes.layers.stop]
+        return table_bytes(distinct_ropes(layers), length)
 
     def _step_bytes(self, sizes: _RankSizes, length: int) -> int:
         scheduler = self._config.scheduler
@@ -344,7 +345,7 @@ class _PlannedRanks:
     def _nothing_left(self, rank: RankPlan, requested: int) -> CapacityError:
         return CapacityError(
             f"on rank {rank.rank} weights take {rank.weights_bytes}, LoRA adapters "
-            f"{rank.adapter_bytes}, the rotary table "
+            f"{rank.adapter_bytes}, the rotary tables "
             f"{rank.rotary_table_bytes} and a step about {rank.step_estimate_bytes} of {requested} "
             f"bytes: nothing is left for a KV cache",
             field="gpu_memory_utilization",

@@ -27,7 +27,7 @@ from worker_daemon.distributed.parallel_state import ParallelState
 from worker_daemon.distributed.tp import SingleRank, TensorParallel
 from worker_daemon.errors import CapacityError, WorkerError, config_error
 from worker_daemon.layers.adapters import AdapterLayout, new_layout
-from worker_daemon.layers.attention import HeadSizes, NullAttention
+from worker_daemon.layers.attention import AttentionSpec, HeadSizes, NullAttention
 from worker_daemon.layers.attention_choice import ChosenAttention, choose_attention
 from worker_daemon.layers.rotary import rotary_table
 from worker_daemon.lora.adapter_files import AdapterFormat
@@ -42,7 +42,7 @@ from worker_daemon.models.decoder import (
     checkpoint_tensors,
     whole_model,
 )
-from worker_daemon.models.description import DecoderConfig
+from worker_daemon.models.description import DecoderConfig, LayerSpec
 from worker_daemon.models.int4_order import load_orders, reset_orders
 from worker_daemon.models.kv_scales import load_kv_scales
 from worker_daemon.models.partition import check_partition, partition_layers
@@ -353,30 +353,48 @@ class _Overwriting(WriteObserver):
 def _check_same_model(found: DecoderConfig, loaded: DecoderConfig) -> None:
     """Raise ConfigError unless the models are the same; dtype and eos tokens may differ."""
     found = replace(found, dtype=loaded.dtype, eos_token_ids=loaded.eos_token_ids)
-    for (name, value), (_, mine) in zip(_values(found), _values(loaded), strict=True):
-        if value != mine:
-            fix = "reload weights of the same model, or reset and load this one"
-            raise config_error(name, value, f"the loaded model has {mine!r}", fix)
+    for name, value, mine in _differences(found, loaded):
+        fix = "reload weights of the same model, or reset and load this one"
+        raise config_error(name, value, f"the loaded model has {mine!r}", fix)
 
 
-def _values(decoder: DecoderConfig) -> Iterator[tuple[str, object]]:
-    """Yield every value that defines a decoder, with its name; decoders with the same number of
-    layers yield the same number of values."""
-    values = asdict(decoder) | {"rope": decoder.rope, "quantization": decoder.quantization}
-    layers = values.pop("layers")
-    yield "num_hidden_layers", decoder.num_hidden_layers
-    yield from _leaves(values)
-    for spec, layer in zip(decoder.layers, layers, strict=True):
-        yield "layers", type(spec.mlp).__name__
-        yield from _leaves(layer)
+def _differences(
+    found: DecoderConfig, loaded: DecoderConfig
+) -> Iterator[tuple[str, object, object]]:
+    """Yield the name and both values of every setting in which two decoders differ: first the
+    number of layers, then those around the layers, then the layers'."""
+    first, second = found.layers, loaded.layers
+    if len(first) != len(second):
+        yield "num_hidden_layers", len(first), len(second)
+    yield from _nested_differences(_values(found), _values(loaded))
+    for layer, mine in zip(first, second, strict=True):
+        yield from _nested_differences(_layer_values(layer), _layer_values(mine))
 
 
-def _leaves(values: Mapping[str, object]) -> Iterator[tuple[str, object]]:
-    for name, value in values.items():
-        if isinstance(value, dict):
-            yield from _leaves(value)
-        else:
-            yield name, value
+def _values(decoder: DecoderConfig) -> dict[str, object]:
+    """Return the settings around the layers, nested like their specs."""
+    values = asdict(decoder) | {"quantization": decoder.quantization}
+    del values["layers"]
+    return values
+
+
+def _layer_values(layer: LayerSpec) -> dict[str, object]:
+    """Return a layer's settings, nested like its specs, with its rotation as one value."""
+    values = asdict(layer)
+    if isinstance(layer.attention, AttentionSpec):
+        values["attention"]["rope"] = layer.attention.rope
+    return values
+
+
+def _nested_differences(
+    values: Mapping[str, object], mine: Mapping[str, object]
+) -> Iterator[tuple[str, object, object]]:
+    for name in dict.fromkeys((*values, *mine)):
+        value, my_value = values.get(name), mine.get(name)
+        if isinstance(value, dict) and isinstance(my_value, dict):
+            yield from _nested_differences(value, my_value)
+        elif value != my_value:
+            yield name, value, my_value
 
 
 def rank_weights(model: LoadedModel, place: RankPlace) -> RankWeights:
@@ -421,8 +439,8 @@ def _build_stage(
     stage = resolved.build_stage(
         layers, parallel, place.tp, ops, adapters, has_fp8_cache=has_fp8_cache
     )
-    rotary = rotary_table(decoder.rope, resolved.max_model_len, place.device)
-    memory.hold_stage(stage, rotary)
+    length = resolved.max_model_len
+    memory.hold_stage(stage, [rotary_table(rope, length, place.device) for rope in stage.ropes])
     return stage
 
 

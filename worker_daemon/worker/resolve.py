@@ -256,9 +256,9 @@ def _quantized(decoder: DecoderConfig, asked: Quantization) -> DecoderConfig:
 def _resolve_length(asked: int | None, decoder: DecoderConfig) -> int:
     longest = decoder.max_position_embeddings
     length = asked or longest
-    tabled = max_table_length(decoder.head_dim)
+    tabled = max_table_length(decoder.ropes)
     if tabled < length <= longest:
-        problem = "the rotary table would be too large for this context length"
+        problem = "the rotary tables would be too large for this context length"
         fix = f"give a max_model_len of at most {tabled}"
         raise config_error("max_model_len", length, problem, fix)
     if length <= longest:

@@ -8,7 +8,7 @@ request's rows alive.
 
 import logging
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Final
 
@@ -48,9 +48,9 @@ class TaggedMemory:
     def __init__(self, device: torch.device) -> None:
         self._device = device
 
-    def hold_stage(self, stage: DecoderStage, rotary: Tensor) -> None:
+    def hold_stage(self, stage: DecoderStage, rotary: Sequence[Tensor]) -> None:
         """Give zeroed memory to the parameters of a stage that was built on the meta device, and
-        memory to its KV scales, which become 1. Store its rotary table, which is on the device.
+        memory to its KV scales, which become 1. Store its rotary tables, which are on the device.
         Raises torch.OutOfMemoryError or CapacityError."""
         scales = [each.parameter for each in stage.kv_scales]
         for parameter in [*stage.parameters(), *scales]:
@@ -58,7 +58,7 @@ class TaggedMemory:
             parameter.data = torch.zeros(meta.shape, dtype=meta.dtype, device=self._device)
         for each in stage.kv_scales:
             each.reset()
-        stage.rotary = rotary
+        stage.rotary = tuple(rotary)
 
     def make_adapters(self, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
         """Return zeroed adapter slots. They lose their content whenever the weights sleep: the host
@@ -149,7 +149,7 @@ class _Kept:
 
 class ArenaMemory(TaggedMemory):
     """Arenas for weights, model buffers, adapters and KV cache, and page-locked host memory for the
-    first two. Buffers are the rotary table and the scales of quantized matrices and KV caches. They
+    first two. Buffers are rotary tables and the scales of quantized matrices and KV caches. They
     belong to the tag `weights`; their content is restored at any sleep level, since not every
     weight update brings them."""
 
@@ -175,7 +175,7 @@ class ArenaMemory(TaggedMemory):
     def states(self) -> Mapping[MemoryTag, TagState]:  # type: ignore[override]  # it changes here
         return self.tags.states
 
-    def hold_stage(self, stage: DecoderStage, rotary: Tensor) -> None:
+    def hold_stage(self, stage: DecoderStage, rotary: Sequence[Tensor]) -> None:
         parameters = [p for p in stage.parameters() if not p.is_scale]
         self._weights = self._keep(parameter.num_bytes for parameter in parameters)
         for parameter in parameters:
@@ -183,9 +183,10 @@ class ArenaMemory(TaggedMemory):
             parameter.data = self._weights.arena.take(tuple(meta.shape), meta.dtype)
         scales = [p for p in stage.parameters() if p.is_scale]
         scales += [each.parameter for each in stage.kv_scales]
-        rotary_bytes = rotary.numel() * rotary.element_size()
-        self._buffers = self._keep([rotary_bytes, *(each.num_bytes for each in scales)])
-        stage.rotary = self._buffers.arena.take(tuple(rotary.shape), rotary.dtype).copy_(rotary)
+        rotary_bytes = [table.numel() * table.element_size() for table in rotary]
+        self._buffers = self._keep([*rotary_bytes, *(each.num_bytes for each in scales)])
+        take = self._buffers.arena.take
+        stage.rotary = tuple(take(tuple(x.shape), x.dtype).copy_(x) for x in rotary)
         for parameter in scales:
             meta = parameter.data
             parameter.data = self._buffers.arena.take(tuple(meta.shape), meta.dtype)
@@ -276,7 +277,10 @@ class ArenaMemory(TaggedMemory):
         return [kept for kept in (self._weights, self._buffers) if kept is not None]
 
     def _keep(self, sizes: Iterable[int]) -> _Kept:
-        return _Kept(arena_bytes(sizes), self._device, self._weight_chunk_bytes, self._host_room)
+        num_bytes = max(
+            1, arena_bytes(sizes)
+        )  # an encoder has no buffers, but pages cannot be empty
+        return _Kept(num_bytes, self._device, self._weight_chunk_bytes, self._host_room)
 
     def _leave(self, after: MemoryTags) -> None:
         """Unmap the memory that is not mapped in `after`. The KV cache is unmapped while copies

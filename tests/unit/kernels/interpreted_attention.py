@@ -16,12 +16,17 @@ from benchmarks.paged_reference import (
     make_batch,
     relative_error,
 )
-from tests.support.attention_steps import layer_of
+from tests.support.attention_steps import GivenSinks, layer_of, random_sinks
 from worker_daemon.kernels.paged_attention import TritonAttention, paged_attention
 from worker_daemon.kernels.paged_decode import workspace_elements
 from worker_daemon.kernels.tiles import Tile
 
 BOUNDS = {torch.float32: 1e-6, torch.float16: 1e-3}
+# A score is exact to 2^-23 of its cap.
+CAPPED_BOUNDS = {torch.float32: 1e-5, torch.float16: 1e-3}
+OPTIONS = pytest.mark.parametrize(
+    ("logit_softcap", "has_sinks"), [(1.5, False), (50.0, False), (None, True), (5.0, True)]
+)
 
 # Whole prompts, chunks after a cached prefix, decodes, no tokens at all, lengths at tiles' edges.
 MIXED = [(37, 37), (1, 65), (20, 150), (0, 9), (1, 1), (64, 64), (1, 128), (5, 133)]
@@ -56,9 +61,19 @@ def attend(batch: PagedBatch, window: int | None, **overrides: object) -> torch.
     return out
 
 
-def check(batch: PagedBatch, window: int | None, **overrides: object) -> None:
-    out = attend(batch, window, **overrides)
-    assert relative_error(out, dense_attention(batch, window)) < BOUNDS[out.dtype]
+def check(
+    batch: PagedBatch,
+    window: int | None,
+    *,
+    logit_softcap: float | None = None,
+    has_sinks: bool = False,
+    **overrides: object,
+) -> None:
+    sinks = random_sinks(batch.shape.num_q_heads, batch.q.dtype) if has_sinks else None
+    options = {"logit_softcap": logit_softcap, "sinks": sinks}
+    out = attend(batch, window, **options, **overrides)
+    bound = (BOUNDS if logit_softcap is None else CAPPED_BOUNDS)[out.dtype]
+    assert relative_error(out, dense_attention(batch, window, **options)) < bound
     assert torch.equal(out[batch.num_real_tokens :], torch.zeros_like(out[batch.num_real_tokens :]))
 
 
@@ -82,6 +97,42 @@ def test_head_dims_and_block_sizes(head_dim: int, block_size: int) -> None:
 def test_decode_splits(window: int | None, num_splits: int) -> None:
     batch = build(Shape(4, 2, 64), DECODES, seed=num_splits, num_padding=2)
     check(batch, window, num_splits=num_splits)
+
+
+@OPTIONS
+@pytest.mark.parametrize(("head_dim", "window"), [(64, None), (256, 24)])
+def test_capped_scores_and_sinks_of_mixed_batches(
+    head_dim: int, window: int | None, logit_softcap: float | None, has_sinks: bool
+) -> None:
+    """Those of GPT-OSS and Gemma 2, with fewer heads."""
+    batch = build(Shape(6, 2, head_dim), SHORTER, seed=head_dim, num_padding=3)
+    check(batch, window, logit_softcap=logit_softcap, has_sinks=has_sinks)
+
+
+@OPTIONS
+@pytest.mark.parametrize(("window", "num_splits"), [(None, 1), (1, 3), (16, 9), (None, 24)])
+def test_capped_scores_and_sinks_of_split_decodes(
+    window: int | None, num_splits: int, logit_softcap: float | None, has_sinks: bool
+) -> None:
+    """A sink counts once, whatever the number of splits, and if the first ones have no key."""
+    batch = build(Shape(6, 2, 64), [*DECODES, (0, 7)], seed=num_splits, num_padding=2)
+    options = {"logit_softcap": logit_softcap, "has_sinks": has_sinks}
+    check(batch, window, num_splits=num_splits, tile=Tile(16, 16, 4, 3), **options)
+
+
+def test_sinks_in_fp16() -> None:
+    for lengths in (SHORTER, DECODES):
+        batch = build(Shape(4, 2, 64), lengths, 13, torch.float16, num_padding=1)
+        check(batch, 31, logit_softcap=3.0, has_sinks=True)
+
+
+@pytest.mark.parametrize("value", [-100.0, 0.0, 80.0, float("-inf")])
+def test_sinks_of_any_size(value: float) -> None:
+    for lengths in (SHORTER, DECODES):
+        batch = build(Shape(4, 2, 64), lengths, seed=14, num_padding=1)
+        sinks = GivenSinks(torch.full((4,), value))
+        out = attend(batch, None, sinks=sinks)
+        assert relative_error(out, dense_attention(batch, None, sinks=sinks)) < 1e-5
 
 
 def test_default_splits_of_a_long_decode() -> None:
@@ -171,6 +222,8 @@ def test_the_backend_attends(lengths: list[tuple[int, int]], window: int | None)
     batch = build(Shape(8, 2, 64), lengths, seed=9, num_padding=4)
     batch.store()
     backend = TritonAttention(torch.device("cpu"))
-    out = backend.attend(batch.q, batch.kv_cache, layer_of(batch.shape, window), batch.metadata)
-    assert out.is_contiguous()
-    assert relative_error(out, dense_attention(batch, window)) < BOUNDS[torch.float32]
+    for options in ({}, {"logit_softcap": 2.0, "sinks": random_sinks(8, torch.float32)}):
+        layer = layer_of(batch.shape, window, **options)
+        out = backend.attend(batch.q, batch.kv_cache, layer, batch.metadata)
+        assert out.is_contiguous()
+        assert relative_error(out, dense_attention(batch, window, **options)) < BOUNDS[out.dtype]

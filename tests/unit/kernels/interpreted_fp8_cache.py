@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from benchmarks.paged_reference import Shape, dense_attention, make_batch, relative_error
+from tests.support.attention_steps import random_sinks
 from tests.support.fp8_caches import (
     BOUNDS,
     check_paged,
@@ -43,6 +44,40 @@ def test_prefills_and_decodes(head_dim: int, dtype: torch.dtype, window: int | N
         )
         scales = random_scales(2, "cpu", SEED + number)
         check_paged(in_fp8(batch, scales), scales, window)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "window"), [(torch.float16, 21), (torch.float32, None), (torch.bfloat16, None)]
+)
+def test_capped_scores_and_sinks(dtype: torch.dtype, window: int | None) -> None:
+    scales, sinks = random_scales(2, "cpu", SEED), random_sinks(6, dtype, seed=SEED)
+    for number, lengths in enumerate((MIXED, DECODES)):
+        batch = make_batch(
+            Shape(6, 2, 64), lengths, dtype=dtype, device="cpu", seed=SEED + number, num_padding=2
+        )
+        narrow = in_fp8(batch, scales)
+        check_paged(narrow, scales, window, logit_softcap=2.0, sinks=sinks)
+
+
+@pytest.mark.parametrize(("num_splits", "window"), [(1, None), (3, 40)])
+@pytest.mark.parametrize(
+    ("rotary_dim", "interleaved", "logit_softcap", "has_sinks"),
+    [(64, False, 2.0, True), (48, False, None, True), (32, True, None, False)],
+)
+def test_decodes_with_options(
+    rotary_dim: int,
+    interleaved: bool,
+    logit_softcap: float | None,
+    has_sinks: bool,
+    num_splits: int,
+    window: int | None,
+) -> None:
+    wide = make_decode(
+        Shape(6, 2, 64), [1, 17, 64, 65, 90], dtype=torch.float16, device="cpu", seed=SEED,
+        num_padding=2, rotary_dim=rotary_dim, interleaved=interleaved,
+        logit_softcap=logit_softcap, has_sinks=has_sinks,
+    )  # fmt: skip
+    fp8_decode(wide, SEED).check(window, num_splits=num_splits)
 
 
 @pytest.mark.parametrize(("window", "num_splits"), [(None, 3), (16, 2)])

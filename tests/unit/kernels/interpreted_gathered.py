@@ -17,7 +17,7 @@ from benchmarks.paged_reference import (
     make_batch,
     relative_error,
 )
-from tests.support.attention_steps import layer_of
+from tests.support.attention_steps import layer_of, random_sinks
 from tests.support.fp8_caches import in_fp8, random_scales, store
 from worker_daemon.contracts.attention import KeyRange
 from worker_daemon.kernels.gathered_prefill import TritonGathered, gathered_attention
@@ -37,13 +37,14 @@ def build(
     return batch
 
 
-def check(batch: PagedBatch, window: int | None, tile: Tile) -> None:
+def check(batch: PagedBatch, window: int | None, tile: Tile, **options: object) -> None:
     (context,) = batch.history
+    scale = batch.shape.scale
     out = gathered_attention(
-        batch.q, context.contiguous(), scale=batch.shape.scale, window=window, tile=tile
+        batch.q, context.contiguous(), scale=scale, window=window, tile=tile, **options
     )
     assert out.is_contiguous()
-    assert relative_error(out, dense_attention(batch, window)) < BOUNDS[out.dtype]
+    assert relative_error(out, dense_attention(batch, window, **options)) < BOUNDS[out.dtype]
 
 
 @pytest.mark.parametrize("tile", TILES)
@@ -59,6 +60,17 @@ def test_windows_and_tiles(window: int | None, tile: Tile) -> None:
 def test_heads(shape: Shape) -> None:
     check(build(shape, [(21, 70)], torch.float16), None, Tile(16, 32, 4, 2))
     check(build(shape, [(21, 70)]), 30, Tile(32, 16, 4, 2))
+
+
+@pytest.mark.parametrize("window", [None, 1, 33])
+@pytest.mark.parametrize(("logit_softcap", "has_sinks"), [(1.5, False), (None, True), (3.0, True)])
+def test_capped_scores_and_sinks(
+    logit_softcap: float | None, has_sinks: bool, window: int | None
+) -> None:
+    sinks = random_sinks(4, torch.float32, seed=SEED) if has_sinks else None
+    for lengths in [(37, 37), (1, 40), (1, 1), (17, 64)]:
+        batch = build(Shape(4, 2, 16), [lengths])
+        check(batch, window, TILES[0], logit_softcap=logit_softcap, sinks=sinks)
 
 
 @pytest.mark.parametrize("block_size", [8, 16, 128])
@@ -88,8 +100,10 @@ def test_gathering_from_fp8() -> None:
 
 def test_the_backend_attends() -> None:
     batch = build(Shape(4, 2, 64), [(30, 100)])
-    backend, layer = TritonGathered(CPU), layer_of(batch.shape)
-    keys = KeyRange(0, 0, 100, 100)
-    context = backend.gather(batch.kv_cache, layer, batch.metadata, keys, torch.float32)
-    out = backend.attend(batch.q, context, layer.scale, None)
-    assert relative_error(out, dense_attention(batch, None)) < BOUNDS[torch.float32]
+    backend = TritonGathered(CPU)
+    for options in ({}, {"logit_softcap": 2.0, "sinks": random_sinks(4, torch.float32)}):
+        layer = layer_of(batch.shape, 300, **options)
+        keys = KeyRange(0, 0, 100, 100)
+        context = backend.gather(batch.kv_cache, layer, batch.metadata, keys, torch.float32)
+        out = backend.attend(batch.q, context, layer, None)
+        assert relative_error(out, dense_attention(batch, None, **options)) < BOUNDS[out.dtype]

@@ -73,13 +73,35 @@ def test_projection(
     check_projection(OPS, "cpu", dtype, heads, 15, seed=head_dim, bound=LOOSER.get(dtype))
 
 
+@DTYPES
+@pytest.mark.parametrize("is_normed", [False, True])
+@pytest.mark.parametrize(
+    ("head_dim", "rotary_dim", "interleaved"),
+    [
+        (128, 96, False),
+        (80, 2, False),
+        (24, 16, False),
+        (128, 64, True),
+        (80, 80, True),
+        (8, 2, True),
+    ],
+)
+def test_other_rotations(
+    dtype: torch.dtype, is_normed: bool, head_dim: int, rotary_dim: int, interleaved: bool
+) -> None:
+    heads = Heads(6, 2, head_dim, is_normed, rotary_dim=rotary_dim, interleaved=interleaved)
+    check_projection(OPS, "cpu", dtype, heads, 15, seed=head_dim, bound=LOOSER.get(dtype))
+
+
 def test_positions_and_slots_may_be_int32() -> None:
     heads = Heads(4, 2, 16)
     check_projection(OPS, "cpu", torch.float32, heads, 9, seed=1, integers=torch.int32)
 
 
-def test_without_a_cache_only_the_queries_are_made() -> None:
-    step = make_projected(Heads(4, 2, 32, is_normed=True), 5, torch.float32, generator("cpu", 2))
+@pytest.mark.parametrize("rotary_dim", [32, 24])
+def test_without_a_cache_only_the_queries_are_made(rotary_dim: int) -> None:
+    heads = Heads(4, 2, 32, is_normed=True, rotary_dim=rotary_dim)
+    step = make_projected(heads, 5, torch.float32, generator("cpu", 2))
     expected = rotated(step)[0]
     out = run_projection(OPS, step, torch.empty(0))
     assert relative_error(out, expected) < BOUNDS[torch.float32]

@@ -32,7 +32,7 @@ SEQ_LENS = [1, 17, 64, 65, 150, 2]
 
 
 def build(
-    shape: Shape, seq_lens: list[int], seed: int, dtype: torch.dtype = torch.float16, **how: int
+    shape: Shape, seq_lens: list[int], seed: int, dtype: torch.dtype = torch.float16, **how: object
 ) -> RotatedDecode:
     return make_decode(shape, seq_lens, dtype=dtype, device="cpu", seed=seed, **how)
 
@@ -52,6 +52,34 @@ def test_head_shapes(is_normed: bool, num_q_heads: int, num_kv_heads: int, head_
 )
 def test_splits_and_windows(window: int | None, num_splits: int) -> None:
     step = build(Shape(2, 1, 32), SEQ_LENS, 10 * num_splits + (window or 0), is_normed=True)
+    check_fused(step, window, num_splits=num_splits, tile=Tile(16, 32, 2, 3))
+
+
+ROTATIONS = pytest.mark.parametrize(
+    ("head_dim", "rotary_dim", "interleaved"),
+    [(128, 96, False), (80, 2, False), (128, 64, True), (80, 80, True), (8, 2, True)],
+)
+
+
+@ROTATIONS
+@pytest.mark.parametrize("is_normed", [False, True])
+def test_other_rotations(
+    is_normed: bool, head_dim: int, rotary_dim: int, interleaved: bool
+) -> None:
+    shape, how = Shape(4, 1, head_dim), {"rotary_dim": rotary_dim, "interleaved": interleaved}
+    check_fused(build(shape, SEQ_LENS, rotary_dim, is_normed=is_normed, **how), 40)
+
+
+@pytest.mark.parametrize(
+    ("window", "num_splits"), [(None, 1), (1, 1), (16, 1), (None, 4), (1, 3), (100, 9)]
+)
+@pytest.mark.parametrize(("logit_softcap", "has_sinks"), [(1.5, False), (None, True), (5.0, True)])
+def test_capped_scores_and_sinks(
+    logit_softcap: float | None, has_sinks: bool, window: int | None, num_splits: int
+) -> None:
+    """The last split starts with the newest key, the first one with the sink."""
+    how = {"logit_softcap": logit_softcap, "has_sinks": has_sinks, "num_padding": 2}
+    step = build(Shape(6, 2, 32), SEQ_LENS, 10 * num_splits + (window or 0), **how)
     check_fused(step, window, num_splits=num_splits, tile=Tile(16, 32, 2, 3))
 
 
@@ -99,10 +127,21 @@ def attend(step: RotatedDecode, window: int | None = None) -> torch.Tensor:
     return BACKEND.rotate_and_attend(step.qkv, step.batch.kv_cache, layer, step.step)
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"rotary_dim": 24, "has_sinks": True},
+        {"rotary_dim": 16, "interleaved": True, "logit_softcap": 2.0},
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("num_sms", [1, 1024])
-def test_the_backend_serves_steps_of_decodes(num_sms: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_backend_serves_steps_of_decodes(
+    num_sms: int, options: dict[str, object], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(BACKEND, "_limits", DeviceLimits(num_sms, 96 * 1024))
-    step = build(Shape(4, 2, 32), SEQ_LENS, 11, is_normed=True)
+    step = build(Shape(4, 2, 32), SEQ_LENS, 11, is_normed=True, **options)
     given, before = step.qkv.clone(), step.batch.kv_cache.clone()
     out = attend(step, 30)
     is_fused = torch.equal(step.qkv, given)  # apart, the queries are turned in their place

@@ -9,8 +9,14 @@ import pytest
 import torch
 from torch.nn import functional
 
-from benchmarks.paged_reference import PagedBatch, Shape, make_batch, relative_error
-from tests.support.attention_steps import layer_of, token_rows
+from benchmarks.paged_reference import (
+    PagedBatch,
+    Shape,
+    dense_attention,
+    make_batch,
+    relative_error,
+)
+from tests.support.attention_steps import layer_of, random_sinks, token_rows
 from tests.support.fp8_caches import in_fp8, random_scales, store
 from tests.support.torch_gathered import TorchGathered
 from worker_daemon.backend import choose_backend
@@ -91,9 +97,15 @@ def backend_of(recorder: Recorder) -> tuple[PromptAttention, TorchGathered]:
 def run(
     batch: PagedBatch, window: int | None = None
 ) -> tuple[torch.Tensor, Recorder, TorchGathered]:
+    return run_layer(batch, layer_of(batch.shape, window))
+
+
+def run_layer(
+    batch: PagedBatch, layer: AttentionLayer
+) -> tuple[torch.Tensor, Recorder, TorchGathered]:
     recorder = Recorder()
     backend, gathered = backend_of(recorder)
-    out = backend.attend(batch.q, batch.kv_cache, layer_of(batch.shape, window), batch.metadata)
+    out = backend.attend(batch.q, batch.kv_cache, layer, batch.metadata)
     return out, recorder, gathered
 
 
@@ -173,6 +185,24 @@ def test_a_whole_prompt_is_padded_only_where_little_is_missing() -> None:
 def test_a_window_of_a_whole_sequence_is_none() -> None:
     assert computed(1024, 1024, window=1024) == "1024"
     assert computed(1024, 1024, window=1023) == "gathered"
+
+
+@pytest.mark.parametrize("window", [None, 300])
+@pytest.mark.parametrize(("logit_softcap", "has_sinks"), [(2.0, False), (None, True), (2.0, True)])
+def test_no_whole_attention_for_capped_scores_or_sinks(
+    logit_softcap: float | None, has_sinks: bool, window: int | None
+) -> None:
+    batch = build([(1, 300), (1024, 1024), (1950, 1950), (1100, 1300), (40, 40)], num_padding=2)
+    sinks = random_sinks(SHAPE.num_q_heads, torch.float32) if has_sinks else None
+    layer = layer_of(SHAPE, window, logit_softcap, sinks)
+    out, recorder, gathered = run_layer(batch, layer)
+    expected = dense_attention(batch, window, logit_softcap=logit_softcap, sinks=sinks)
+    assert not recorder.plans
+    assert len(gathered.attended) == 3
+    assert len(recorder.steps) == 1
+    assert out.isfinite().all()
+    for rows in token_rows(batch):
+        assert relative_error(out[rows], expected[rows]) < 1e-5
 
 
 def test_only_keys_in_the_window_are_gathered() -> None:

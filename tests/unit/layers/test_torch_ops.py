@@ -47,8 +47,18 @@ def test_projection(is_normed: bool, num_q_heads: int, num_kv_heads: int, head_d
     check_projection(OPS, "cpu", torch.float32, heads, 15, seed=head_dim, pads=False)
 
 
-def test_without_a_cache_only_the_queries_are_made() -> None:
-    step = make_projected(Heads(4, 2, 32, is_normed=True), 5, torch.float32, generator("cpu", 2))
+@pytest.mark.parametrize("is_normed", [False, True])
+@pytest.mark.parametrize("rotary_dim", [2, 12, 16])
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_other_rotations(interleaved: bool, rotary_dim: int, is_normed: bool) -> None:
+    heads = Heads(4, 2, 16, is_normed, rotary_dim=rotary_dim, interleaved=interleaved)
+    check_projection(OPS, "cpu", torch.float32, heads, 15, seed=rotary_dim, pads=False)
+
+
+@pytest.mark.parametrize("rotary_dim", [32, 24])
+def test_without_a_cache_only_the_queries_are_made(rotary_dim: int) -> None:
+    heads = Heads(4, 2, 32, is_normed=True, rotary_dim=rotary_dim)
+    step = make_projected(heads, 5, torch.float32, generator("cpu", 2))
     expected = rotated(step)[0]
     assert relative_error(run_projection(OPS, step, torch.empty(0)), expected) < 1e-6
 

@@ -102,41 +102,43 @@ def test_both_rope_forms_give_the_same_rope():
     }
     old = parse(rope_theta=5e5, rope_scaling={"type": "llama3", **llama3})
     new = parse(rope_parameters={"rope_type": "llama3", "rope_theta": 5e5, **llama3})
-    assert old.rope == new.rope == Llama3Rope(head_dim=16, theta=5e5, **llama3)
+    assert old.ropes == new.ropes == (Llama3Rope(rotary_dim=16, theta=5e5, **llama3),)
 
 
 def test_yarn_takes_its_factor_and_length_from_where_transformers_does():
-    yarn = parse(rope_scaling={"rope_type": "yarn", "original_max_position_embeddings": 32}).rope
+    (yarn,) = parse(
+        rope_scaling={"rope_type": "yarn", "original_max_position_embeddings": 32}
+    ).ropes
     assert isinstance(yarn, YarnRope) and yarn.factor == 8.0
-    outer = parse(
+    (outer,) = parse(
         original_max_position_embeddings=128,
         rope_scaling={
             "rope_type": "yarn",
             "factor": 2.0,
             "original_max_position_embeddings": 32,
         },
-    ).rope
+    ).ropes
     assert outer.original_max_position_embeddings == 128
-    absent = parse(rope_scaling={"rope_type": "yarn", "factor": 2.0}).rope
+    (absent,) = parse(rope_scaling={"rope_type": "yarn", "factor": 2.0}).ropes
     assert absent.original_max_position_embeddings == 256
 
 
 def test_longrope_takes_its_extension_from_where_transformers_does():
     lists = {"short_factor": [1.0] * 8, "long_factor": [2.0, *[3] * 7]}
     named = {"rope_type": "longrope", **lists}
-    inner = parse(rope_scaling={**named, "original_max_position_embeddings": 32}).rope
+    inner = parse(rope_scaling={**named, "original_max_position_embeddings": 32}).ropes[0]
     assert isinstance(inner, LongRope)
     assert (inner.factor, inner.original_max_position_embeddings) == (8.0, 32)
     assert inner.long_factors == (2.0, *[3.0] * 7)
-    old = parse(original_max_position_embeddings=32, rope_scaling={"type": "su", **lists}).rope
+    old = parse(original_max_position_embeddings=32, rope_scaling={"type": "su", **lists}).ropes[0]
     assert old == inner
-    given = parse(rope_scaling={**named, "factor": 4.0, "attention_factor": 1.25}).rope
+    given = parse(rope_scaling={**named, "factor": 4.0, "attention_factor": 1.25}).ropes[0]
     assert (given.factor, given.attention_scaling) == (4.0, 1.25)
 
 
 def test_dynamic_rope_limits_the_supported_length():
     config = parse(rope_scaling={"rope_type": "dynamic", "factor": 4.0})
-    assert isinstance(config.rope, DynamicRope)
+    assert isinstance(*config.ropes, DynamicRope)
     assert config.max_supported_len == 256
 
 

@@ -25,9 +25,9 @@ class RecordedOps:
     def __getattr__(self, name):
         operation = getattr(TorchOps(), name)
 
-        def ask(*args):
+        def ask(*args, **named):
             self.asked.append(name)
-            return operation(*args)
+            return operation(*args, **named)
 
         return ask
 

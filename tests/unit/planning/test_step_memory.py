@@ -36,8 +36,10 @@ class OutputsOnly(TorchOps):
     def silu_and_mul(self, gate_up):
         return gate_up.new_empty(gate_up.shape[0], gate_up.shape[1] // 2)
 
-    def rotate_and_store(self, qkv, positions, table, num_kv_heads, norms, *cache):
-        heads = qkv.view(qkv.shape[0], -1, 2 * table.shape[2])
+    def rotate_and_store(
+        self, qkv, positions, table, num_kv_heads, head_dim, norms, *cache, interleaved=False
+    ):
+        heads = qkv.view(qkv.shape[0], -1, head_dim)
         return heads[:, : heads.shape[1] - 2 * num_kv_heads]
 
 

@@ -44,7 +44,9 @@ class Rank:
             TorchOps(),
             has_fp8_cache=True,
         )
-        self.memory.hold_stage(self.stage, rotary_table(self.config.rope, 128, CPU))
+        self.memory.hold_stage(
+            self.stage, [rotary_table(rope, 128, CPU) for rope in self.stage.ropes]
+        )
         self.fill()
         self.kv_cache = self.memory.make_kv_cache(*KV_SHAPE, torch.bfloat16)
         self.kv_cache.fill_(7)
@@ -58,7 +60,7 @@ class Rank:
 
     def addresses(self):
         scales = [each.values for each in self.stage.kv_scales]
-        tensors = [*(p.data for p in self.parameters), *scales, self.stage.rotary, self.kv_cache]
+        tensors = [*(p.data for p in self.parameters), *scales, *self.stage.rotary, self.kv_cache]
         return [tensor.data_ptr() for tensor in tensors]
 
     def contents(self):
@@ -89,7 +91,7 @@ def has_its_scales(rank):
 
 @pytest.mark.parametrize("order", [["weights", "kv_cache"], ["kv_cache", "weights"], [None]])
 def test_level_1_gives_memory_back_and_brings_the_weights_back(rank, order):
-    before, rotary, addresses = rank.contents(), rank.stage.rotary.clone(), rank.addresses()
+    before, rotary, addresses = rank.contents(), rank.stage.rotary[0].clone(), rank.addresses()
     held = rank.held()
     assert all(held)
     assert held[0] > 3 * CHUNK
@@ -104,13 +106,13 @@ def test_level_1_gives_memory_back_and_brings_the_weights_back(rank, order):
     assert rank.addresses() == addresses
     assert rank.held() == held
     assert same(rank.contents(), before)
-    assert torch.equal(rank.stage.rotary, rotary)
+    assert torch.equal(rank.stage.rotary[0], rotary)
     assert has_its_scales(rank)
     assert not rank.kv_cache.any()
 
 
 def test_level_2_keeps_addresses_and_buffers_alone(rank):
-    rotary, addresses, before = rank.stage.rotary.clone(), rank.addresses(), rank.contents()
+    rotary, addresses, before = rank.stage.rotary[0].clone(), rank.addresses(), rank.contents()
     held = rank.held()
     rank.memory.sleep(2)
     assert rank.memory.states == {"weights": "discarded", "kv_cache": "asleep"}
@@ -120,7 +122,7 @@ def test_level_2_keeps_addresses_and_buffers_alone(rank):
     assert rank.held() == (0, 0, held[2])
     rank.memory.wake_up(["weights"])
     assert rank.memory.states == {"weights": "lost", "kv_cache": "awake"}
-    assert torch.equal(rank.stage.rotary, rotary)
+    assert torch.equal(rank.stage.rotary[0], rotary)
     assert has_its_scales(rank)
     assert not any(content.any() for content in rank.contents())
     rank.fill()
@@ -152,7 +154,7 @@ def test_everything_may_be_said_twice(rank):
 @pytest.mark.parametrize("asleep", [False, True])
 @pytest.mark.parametrize("tag", TAGS)
 def test_discard_takes_one_tag_awake_or_asleep(rank, tag, asleep):
-    rotary = rank.stage.rotary.clone()
+    rotary = rank.stage.rotary[0].clone()
     other = next(name for name in TAGS if name != tag)
     if asleep:
         rank.memory.sleep(1)
@@ -163,7 +165,7 @@ def test_discard_takes_one_tag_awake_or_asleep(rank, tag, asleep):
         "weights": "lost" if tag == "weights" else "awake",
         "kv_cache": "awake",
     }
-    assert torch.equal(rank.stage.rotary, rotary)
+    assert torch.equal(rank.stage.rotary[0], rotary)
     assert has_its_scales(rank)
     assert any(content.any() for content in rank.contents()) == (tag != "weights")
     assert rank.kv_cache.any() == (tag == "weights" and not asleep)
