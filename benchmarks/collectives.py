@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import _symmetric_memory as symm_mem
 
+from worker_daemon.contracts.layer_ops import Norm
 from worker_daemon.distributed.link import Link, RendezvousPoint
 from worker_daemon.distributed.parallel_state import ParallelState
 from worker_daemon.distributed.pp import STATUS_OK, HopShape, StageInbound, StageOutbound
@@ -122,11 +123,11 @@ def ways_to_reduce(link: Link, reduce: PeerReduce, x: Tensor) -> dict[str, Calla
     """Return name -> one all-reduce of x."""
     group, pdl = link.groups.stage, has_dependent_launch(x.device)
     assert group is not None, "more than one rank"
-    residual, weight = torch.randn_like(x), torch.randn_like(x[0])
+    residual, norm = torch.randn_like(x), Norm(torch.randn_like(x[0]), EPS)
 
     def nccl_and_norm() -> None:
         dist.all_reduce(x, group=group)
-        add_rms_norm(x, residual, weight, EPS, pdl=pdl)
+        add_rms_norm(x, residual, norm, pdl=pdl)
 
     ways: dict[str, Callable[[], object]] = {
         "nccl": lambda: dist.all_reduce(x, group=group),
@@ -135,10 +136,10 @@ def ways_to_reduce(link: Link, reduce: PeerReduce, x: Tensor) -> dict[str, Calla
     if reduce.takes(x):
         ways["peer"] = lambda: reduce.all_reduce(x)
         ways["peer, then add and norm"] = lambda: add_rms_norm(
-            reduce.all_reduce(x), residual, weight, EPS, pdl=pdl
+            reduce.all_reduce(x), residual, norm, pdl=pdl
         )
         ways["peer, add and norm in one"] = lambda: reduce.all_reduce_add_rms_norm(
-            x, residual, weight, EPS
+            x, residual, norm
         )
     if os.environ.get("TORCH_SYMM_MEM_DISABLE_MULTICAST") == "1":
         ways |= torchs_ways(group, x)

@@ -11,7 +11,7 @@ import torch
 from benchmarks.paged_reference import PagedBatch, Shape, make_batch, relative_error
 from worker_daemon.backend import choose_backend
 from worker_daemon.contracts.fp8 import FP8_MAX, to_fp8
-from worker_daemon.contracts.layer_ops import Fp8Matrix, LayerOps, NormedSum
+from worker_daemon.contracts.layer_ops import Activation, Fp8Matrix, LayerOps, NormedSum
 from worker_daemon.distributed.tp import SingleRank
 from worker_daemon.kernels.paged_attention import TritonAttention
 from worker_daemon.layers.quantization import WeightQuantization
@@ -132,10 +132,14 @@ class RoundingOps(DequantizingOps):
         return self.linear(normed, matrix, bias), total
 
     def norm_gated_linear(
-        self, source: NormedSum, matrix: Fp8Matrix, bias: torch.Tensor | None
+        self,
+        source: NormedSum,
+        matrix: Fp8Matrix,
+        bias: torch.Tensor | None,
+        activation: Activation,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         gate_up, total = self.norm_linear(source, matrix, bias)
-        return TorchOps().silu_and_mul(gate_up), total
+        return TorchOps().act_and_mul(gate_up, activation), total
 
 
 @torch.inference_mode()

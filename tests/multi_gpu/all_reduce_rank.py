@@ -12,6 +12,7 @@ import time
 import torch
 
 from worker_daemon.backend import choose_backend
+from worker_daemon.contracts.layer_ops import Norm
 from worker_daemon.distributed.link import Link, RendezvousPoint
 from worker_daemon.distributed.parallel_state import ParallelState
 from worker_daemon.distributed.tp import tensor_parallel
@@ -63,7 +64,7 @@ class Case:
 
         self.everyone = draw(group.state.world_size, *shape)
         self.residual = draw(*shape)
-        self.weight = draw(shape[1])
+        self.norm = Norm(draw(shape[1]), EPS, rng.choice([0.0, 1.0]))
         self.x = self.everyone[group.state.tp_rank].clone()
 
     def run(self):
@@ -72,7 +73,7 @@ class Case:
         if not self.is_fused:
             return [tp.all_reduce(x)]
         add_norm = self.group.ops.add_rms_norm
-        return list(tp.all_reduce_add_rms_norm(x, self.residual, self.weight, EPS, add_norm))
+        return list(tp.all_reduce_add_rms_norm(x, self.residual, self.norm, add_norm))
 
     def check(self, results):
         total = self.everyone.double().sum(0)
@@ -80,7 +81,8 @@ class Case:
             total = total + self.residual.double()
             exact = results[1].double()
             scale = (exact.square().mean(-1, keepdim=True) + EPS).rsqrt()
-            self.close(results[0], exact * scale * self.weight.double())
+            gain = self.norm.weight_offset + self.norm.weight.double()
+            self.close(results[0], exact * scale * gain)
         self.close(results[-1], total)
 
     def close(self, out, expected):

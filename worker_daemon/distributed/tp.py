@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from worker_daemon.contracts.layer_ops import Norm
 from worker_daemon.contracts.window import Window
 from worker_daemon.distributed.symmetric import Peers, is_device_done
 from worker_daemon.errors import CommError
@@ -21,8 +22,8 @@ _TRIALS = 3
 _TRIAL_S = 20.0
 """Time limit of the first reduction over the windows: a peer may have to compile it."""
 
-AddNorm = Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
-"""(x [N, H], residual [N, H], weight [H], eps) -> (rms_norm(s), s), s = residual + x."""
+AddNorm = Callable[[Tensor, Tensor, Norm], tuple[Tensor, Tensor]]
+"""(x [N, H], residual [N, H], norm) -> (norm(s), s), s = residual + x."""
 
 
 class Reducer(Protocol):
@@ -39,7 +40,7 @@ class Reducer(Protocol):
         rank."""
 
     def all_reduce_add_rms_norm(
-        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float
+        self, x: Tensor, residual: Tensor, norm: Norm
     ) -> tuple[Tensor, Tensor]:
         """Return AddNorm of the sum of x over the ranks."""
 
@@ -64,9 +65,9 @@ class TensorParallel(Protocol):
         it."""
 
     def all_reduce_add_rms_norm(
-        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, add_norm: AddNorm
+        self, x: Tensor, residual: Tensor, norm: Norm, add_norm: AddNorm
     ) -> tuple[Tensor, Tensor]:
-        """Return add_norm(all_reduce(x), residual, weight, eps), in one kernel if that is faster;
+        """Return add_norm(all_reduce(x), residual, norm), in one kernel if that is faster;
         may overwrite x."""
 
     def all_gather_last_dim(self, x: Tensor) -> Tensor:
@@ -98,9 +99,9 @@ class SingleRank:
         return x
 
     def all_reduce_add_rms_norm(
-        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, add_norm: AddNorm
+        self, x: Tensor, residual: Tensor, norm: Norm, add_norm: AddNorm
     ) -> tuple[Tensor, Tensor]:
-        return add_norm(x, residual, weight, eps)
+        return add_norm(x, residual, norm)
 
     def all_gather_last_dim(self, x: Tensor) -> Tensor:
         return x
@@ -157,11 +158,11 @@ class GroupTensorParallel:
         return x
 
     def all_reduce_add_rms_norm(
-        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, add_norm: AddNorm
+        self, x: Tensor, residual: Tensor, norm: Norm, add_norm: AddNorm
     ) -> tuple[Tensor, Tensor]:
         if self._reducer is not None and self._reducer.takes(x):
-            return self._reducer.all_reduce_add_rms_norm(x, residual, weight, eps)
-        return add_norm(self.all_reduce(x), residual, weight, eps)
+            return self._reducer.all_reduce_add_rms_norm(x, residual, norm)
+        return add_norm(self.all_reduce(x), residual, norm)
 
     def all_gather_last_dim(self, x: Tensor) -> Tensor:
         gathered = torch.empty((self.size, *x.shape), dtype=x.dtype, device=x.device)

@@ -217,6 +217,7 @@ def launch_decode(
         ROTATES=step is not None,
         HOLDS=step is not None and are_few and can_hold(tile, head_dim),
         NORMED=head_norms is not None,
+        WEIGHT_OFFSET=head_norms.weight_offset if head_norms else 0.0,
         PDL=pdl,
         num_warps=tile.num_warps,
         enable_fp_fusion=True,
@@ -295,16 +296,19 @@ def _load_turning(
     rotary_table,
     norm_weights,
     NORMED: tl.constexpr,
+    WEIGHT_OFFSET: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
     """Return the factors that rotate a token's heads, known before the projection: cos, sin, then
-    the norm weights of queries and their partners, and of the key and its partners."""
+    the norm's factors of queries and their partners, and of the key and its partners."""
     position = tl.load(positions + token, mask=token < num_tokens, other=0)
     cos, sin = load_angles(rotary_table, position, BLOCK_M, HEAD_DIM, BLOCK_D)
-    q_gain, q_partner = load_gains(norm_weights, BLOCK_M, HEAD_DIM, BLOCK_D, NORMED)
-    k_gain, k_partner = load_gains(norm_weights + HEAD_DIM, BLOCK_M, HEAD_DIM, BLOCK_D, NORMED)
+    q_gain, q_partner = load_gains(norm_weights, BLOCK_M, HEAD_DIM, BLOCK_D, NORMED, WEIGHT_OFFSET)
+    k_gain, k_partner = load_gains(
+        norm_weights + HEAD_DIM, BLOCK_M, HEAD_DIM, BLOCK_D, NORMED, WEIGHT_OFFSET
+    )
     return cos, sin, q_gain, q_partner, k_gain, k_partner
 
 
@@ -525,6 +529,7 @@ def _decode_kernel(
     ROTATES: tl.constexpr,
     HOLDS: tl.constexpr,
     NORMED: tl.constexpr,
+    WEIGHT_OFFSET: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """LANES: BLOCK_N if a program prefetches its first keys and values before it waits. With HOLDS,
@@ -568,7 +573,7 @@ def _decode_kernel(
     if ROTATES:
         turning = _load_turning(
             positions, token, num_tokens, rotary_table, norm_weights,
-            NORMED, HEAD_DIM, BLOCK_M, BLOCK_D,
+            NORMED, WEIGHT_OFFSET, HEAD_DIM, BLOCK_M, BLOCK_D,
         )  # fmt: skip
     await_previous(PDL)
     if next_token == token:

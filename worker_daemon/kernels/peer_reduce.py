@@ -17,9 +17,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from worker_daemon.contracts.layer_ops import Norm
 from worker_daemon.contracts.window import Window
 from worker_daemon.kernels.compile_ahead import launched
 from worker_daemon.kernels.launch import await_previous, launch_options, row_warps, start_next
+from worker_daemon.kernels.norm import offset_gain
 
 PROGRAMS = 128
 """Maximum number of programs: all of them fit on the device at one time, together with other
@@ -94,16 +96,16 @@ class PeerReduce:
         rounded once: the same bits on every rank. A new tensor; x must be contiguous, and
         `takes(x)`."""
         total = torch.empty_like(x)
-        self._launch(total, total, x, None, None, 0.0)
+        self._launch(total, total, x, None, None)
         return total
 
     def all_reduce_add_rms_norm(
-        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float
+        self, x: Tensor, residual: Tensor, norm: Norm
     ) -> tuple[Tensor, Tensor]:
-        """Return (rms_norm(s), s), s = residual + all_reduce(x), each rounded to their dtype; all
-        [N, H], weight [H]. Two new tensors."""
+        """Return (norm(s), s), s = residual + all_reduce(x), each rounded to their dtype; all [N,
+        H]. Two new tensors."""
         normed, total = torch.empty_like(x), torch.empty_like(x)
-        self._launch(normed, total, x, residual, weight, eps)
+        self._launch(normed, total, x, residual, norm)
         return normed, total
 
     def _launch(
@@ -112,8 +114,7 @@ class PeerReduce:
         total: Tensor,
         x: Tensor,
         residual: Tensor | None,
-        weight: Tensor | None,
-        eps: float,
+        norm: Norm | None,
     ) -> None:
         assert x.is_contiguous()
         assert residual is None or (residual.is_contiguous() and residual.shape == x.shape)
@@ -126,8 +127,8 @@ class PeerReduce:
             _words(total),
             source,
             source if residual is None else _words(residual),
-            source if weight is None else _words(weight),
-            eps,
+            source if norm is None else _words(norm.weight),
+            0.0 if norm is None else norm.eps,
             self._addresses,
             self._turns,
             num_rows,
@@ -141,6 +142,7 @@ class PeerReduce:
             DTYPE=_TRITON_DTYPES[x.dtype],
             POLLS=self._polls_per_stop,
             FUSED=residual is not None,
+            WEIGHT_OFFSET=0.0 if norm is None else norm.weight_offset,
             PDL=self._pdl,
             num_warps=row_warps(block),
             enable_fp_fusion=True,
@@ -227,6 +229,7 @@ def _peer_reduce_kernel(
     DTYPE: tl.constexpr,
     POLLS: tl.constexpr,
     FUSED: tl.constexpr,
+    WEIGHT_OFFSET: tl.constexpr,
     PDL: tl.constexpr,
 ):
     start_next(PDL)
@@ -279,8 +282,8 @@ def _peer_reduce_kernel(
             low = low.to(DTYPE).to(tl.float32)
             high = high.to(DTYPE).to(tl.float32)
             scale = tl.rsqrt(tl.sum(low * low + high * high) / (2 * SIZE) + eps)
-            low = low * scale * _low(gain, DTYPE)
-            high = high * scale * _high(gain, DTYPE)
+            low = low * scale * offset_gain(_low(gain, DTYPE), WEIGHT_OFFSET)
+            high = high * scale * offset_gain(_high(gain, DTYPE), WEIGHT_OFFSET)
             tl.store(normed + element, _pack(low, high, DTYPE), mask=inside)
         else:
             tl.store(total + element, _pack(low, high, DTYPE), mask=inside)

@@ -18,6 +18,7 @@ from worker_daemon.contracts.layer_ops import HeadNorms
 from worker_daemon.kernels.compile_ahead import launched
 from worker_daemon.kernels.fp8 import quantize
 from worker_daemon.kernels.launch import await_previous, launch_options, start_next
+from worker_daemon.kernels.norm import offset_gain
 
 _TILE_ELEMENTS = 1024
 """Elements of each half of the heads per program: 16 bytes per thread and load, with elements of
@@ -96,6 +97,7 @@ def rotate_and_store(
         NUM_KV_HEADS=num_kv_heads,
         HALF=half,
         NORMED=head_norms is not None,
+        WEIGHT_OFFSET=head_norms.weight_offset if head_norms else 0.0,
         STORED=is_stored,
         BLOCK_HEADS=block_heads,
         BLOCK_HALF=block_half,
@@ -154,6 +156,7 @@ def _rotate_and_store_kernel(
     NUM_KV_HEADS: tl.constexpr,
     HALF: tl.constexpr,
     NORMED: tl.constexpr,
+    WEIGHT_OFFSET: tl.constexpr,
     STORED: tl.constexpr,
     BLOCK_HEADS: tl.constexpr,
     BLOCK_HALF: tl.constexpr,
@@ -175,6 +178,8 @@ def _rotate_and_store_kernel(
         gains = norm_weights + (is_key * (2 * HALF))[:, None] + dim[None, :]
         first_gain = tl.load(gains, mask=in_half[None, :], other=0.0).to(tl.float32)
         second_gain = tl.load(gains + HALF, mask=in_half[None, :], other=0.0).to(tl.float32)
+        first_gain = offset_gain(first_gain, WEIGHT_OFFSET)
+        second_gain = offset_gain(second_gain, WEIGHT_OFFSET)
     # Loaded for every head: a row shared by all heads would pass through shared memory.
     angle = rotary_table + tl.load(positions + token).to(tl.int64) * (2 * HALF) + dim
     angle = tl.broadcast_to(angle[None, :], [BLOCK_HEADS, BLOCK_HALF])

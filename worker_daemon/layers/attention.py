@@ -24,7 +24,7 @@ from worker_daemon.layers.linear import (
     RowShard,
     even_shard,
 )
-from worker_daemon.layers.norm import NormSpec, QueryKeyNorm, RMSNorm
+from worker_daemon.layers.norm import BlockNorms, NormSpec, QKNormSpec, QueryKeyNorm
 from worker_daemon.layers.parameter import Parameter
 from worker_daemon.layers.setup import LayerSetup
 
@@ -70,21 +70,24 @@ class HeadSizes:
 class AttentionSpec:
     """Sizes and switches of an attention block, before tensor parallelism splits it."""
 
-    norm: NormSpec
-    """The norm of the residual stream, before the projections."""
+    norm: NormSpec | None
+    """The norm of the residual stream, before the projections; None: they take the stream
+    itself."""
     heads: HeadSizes
     """The heads of the whole model."""
     qkv_bias: bool
     o_bias: bool
-    head_norm_eps: float | None = None
-    """Epsilon of the norm on each query and key head; None if the model has no such norm."""
+    qk_norm: QKNormSpec | None = None
+    """The norm on each query and key head; None if the model has no such norm."""
     sliding_window: int | None = None
     """In tokens; None attends to everything."""
+    post_norm: NormSpec | None = None
+    """The norm of the block's output, before it is added to the residual stream; None: no norm."""
 
 
 class AttentionBlock:
-    """Computes the norm of the residual stream, projections, optional head norms, rotation,
-    attention by the backend, and output projection.
+    """Computes projections of the residual stream, after an optional norm, optional head norms,
+    rotation, attention by the backend, output projection, and an optional norm of the result.
 
     Query heads are split evenly. KV heads are split if the group's size divides their number; a
     larger group replicates each KV head on size / num_key_value_heads consecutive ranks.
@@ -98,7 +101,7 @@ class AttentionBlock:
         num_kv_heads = max(1, heads.num_key_value_heads // setup.tp.size)
         first_kv_head = setup.tp.rank * heads.num_key_value_heads // setup.tp.size
         self.kv_spec = KVLayerSpec(name, num_kv_heads, heads.head_dim, spec.sliding_window)
-        self._norm = RMSNorm(prefix, spec.norm, setup)
+        self._norms = BlockNorms(prefix, spec.norm, spec.post_norm, setup)
         self._qkv = ColumnParallelLinear(
             f"{name}.qkv_proj",
             _qkv_shards(name, heads, first_kv_head, num_kv_heads, setup.tp),
@@ -108,8 +111,8 @@ class AttentionBlock:
         )
         self._head_norm = (
             None
-            if spec.head_norm_eps is None
-            else QueryKeyNorm(name, heads.head_dim, spec.head_norm_eps, setup)
+            if spec.qk_norm is None
+            else QueryKeyNorm(name, heads.head_dim, spec.qk_norm, setup)
         )
         self.kv_scales = (
             HeadScales(name, heads.num_key_value_heads, first_kv_head, num_kv_heads, setup)
@@ -140,16 +143,16 @@ class AttentionBlock:
         kv_cache: Tensor,
         step: AttentionStep,
         backend: AttentionBackend,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor | None, Tensor]:
         """Take and return the residual stream as (part, residual) [N, H], like
         DecoderLayer.forward; write k and v into kv_cache, unless that is empty."""
         # Reuse one name, so that each tensor is freed once the next exists.
-        x, residual = self._norm.project(self._qkv, part, residual)
+        x, residual = self._norms.project(self._qkv, part, residual)
         x = backend.rotate_and_attend(x, kv_cache, self._layer, step)
-        return self._out.forward(x.flatten(1)), residual
+        return self._norms.add(self._out.forward(x.flatten(1)), residual)
 
     def parameters(self) -> Iterator[Parameter]:
-        yield from self._norm.parameters()
+        yield from self._norms.parameters()
         yield from self._qkv.parameters()
         if self._head_norm is not None:
             yield from self._head_norm.parameters()

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from worker_daemon.contracts.layer_ops import NormedSum
+from worker_daemon.contracts.layer_ops import Norm, NormedSum
 from worker_daemon.layers.linear import OutputT, Projection
 from worker_daemon.layers.parameter import Parameter, Piece, whole_vector
 from worker_daemon.layers.setup import LayerSetup
@@ -19,45 +19,101 @@ class NormSpec:
     name: str
     """Name in the checkpoint, without its parent's name and without .weight."""
     rms_norm_eps: float
+    weight_offset: float = 0.0
+    """Added to the checkpoint's weight in float32: Gemma stores weights minus 1."""
+
+
+@dataclass(frozen=True, slots=True)
+class QKNormSpec:
+    """A norm of each query and key head."""
+
+    eps: float
+    weight_offset: float = 0.0
+    """See NormSpec."""
 
 
 class RMSNorm:
-    """y = x / sqrt(mean(x^2) + eps) * w over the residual stream's width, in float32, rounded
-    once."""
+    """y = x / sqrt(mean(x^2) + eps) * (weight_offset + w) over the residual stream's width, in
+    float32, rounded once."""
 
     def __init__(self, prefix: str, spec: NormSpec, setup: LayerSetup) -> None:
         """prefix: the checkpoint's name of the norm's parent."""
         name, size = f"{prefix}.{spec.name}.weight", setup.hidden_size
         self._weight = setup.parameter(name, (size,), (whole_vector(name, size, "norm"),))
-        self._eps = spec.rms_norm_eps
+        self._spec = spec
         self._ops = setup.ops
         self._tp = setup.tp
 
     def forward(self, x: Tensor) -> Tensor:
         """x [N, H] -> the same shape and dtype."""
-        return self._ops.rms_norm(x, self._weight.data, self._eps)
+        return self._ops.rms_norm(x, self._norm)
 
     def project(
         self, projection: Projection[OutputT], part: Tensor | None, residual: Tensor
     ) -> tuple[OutputT, Tensor]:
         """Return (projection(norm(s)), s) with s = residual + the sum of part over the ranks,
         rounded to the model's dtype before the norm. Without part, s is residual itself."""
-        weight, eps = self._weight.data, self._eps
         if part is None or self._tp.size == 1:
-            return projection.forward_normed(NormedSum(part, residual, weight, eps))
+            return projection.forward_normed(NormedSum(part, residual, self._norm))
         normed, total = self._tp.all_reduce_add_rms_norm(
-            part, residual, weight, eps, self._ops.add_rms_norm
+            part, residual, self._norm, self._ops.add_rms_norm
         )
         return projection.forward(normed), total
 
+    def add_to(self, residual: Tensor, part: Tensor) -> Tensor:
+        """Return residual + norm(the sum of part over the ranks) [N, H], the norm rounded to the
+        model's dtype before the addition."""
+        return self._ops.rms_norm_add(self._tp.all_reduce(part), residual, self._norm)
+
     def parameters(self) -> Iterator[Parameter]:
         yield self._weight
+
+    @property
+    def _norm(self) -> Norm:
+        return Norm(self._weight.data, self._spec.rms_norm_eps, self._spec.weight_offset)
+
+
+class BlockNorms:
+    """The norms of a block, and through them its access to the residual stream, which is residual +
+    the sum of part over the ranks."""
+
+    def __init__(
+        self, prefix: str, before: NormSpec | None, after: NormSpec | None, setup: LayerSetup
+    ) -> None:
+        """prefix: the checkpoint's name of the layer. before: the norm of the block's input; None:
+        the block takes the residual stream itself. after: the norm of the block's output, before it
+        is added to the residual stream."""
+        self._before = None if before is None else RMSNorm(prefix, before, setup)
+        self._after = None if after is None else RMSNorm(prefix, after, setup)
+        self._tp = setup.tp
+
+    def project(
+        self, projection: Projection[OutputT], part: Tensor | None, residual: Tensor
+    ) -> tuple[OutputT, Tensor]:
+        """Return (projection(x), s), where s [N, H] is the residual stream, and x its norm or s
+        itself."""
+        if self._before is not None:
+            return self._before.project(projection, part, residual)
+        total = residual if part is None else residual + self._tp.all_reduce(part)
+        return projection.forward(total), total
+
+    def add(self, part: Tensor, residual: Tensor) -> tuple[Tensor | None, Tensor]:
+        """Return the next (part, residual), [N, H]. part: the block's output on this rank;
+        residual: the residual stream before the block."""
+        if self._after is None:
+            return part, residual
+        return None, self._after.add_to(residual, part)
+
+    def parameters(self) -> Iterator[Parameter]:
+        for norm in (self._before, self._after):
+            if norm is not None:
+                yield from norm.parameters()
 
 
 class QueryKeyNorm:
     """HeadNorms: the norms of the query and key heads, which the rotation applies."""
 
-    def __init__(self, prefix: str, head_dim: int, eps: float, setup: LayerSetup) -> None:
+    def __init__(self, prefix: str, head_dim: int, spec: QKNormSpec, setup: LayerSetup) -> None:
         """prefix: the checkpoint's name of the attention."""
         pieces = (
             Piece(
@@ -70,7 +126,8 @@ class QueryKeyNorm:
             for name, start in (("q_norm", 0), ("k_norm", head_dim))
         )
         self._weight = setup.parameter(f"{prefix}.qk_norm.weight", (2 * head_dim,), pieces)
-        self.eps = eps
+        self.eps = spec.eps
+        self.weight_offset = spec.weight_offset
 
     @property
     def weight(self) -> Tensor:

@@ -11,7 +11,7 @@ from worker_daemon.errors import config_error
 from worker_daemon.layers.attention import AttentionSpec, HeadSizes
 from worker_daemon.layers.encoder import EncoderEmbeddingSpec
 from worker_daemon.layers.mlp import MLPSpec
-from worker_daemon.layers.norm import NormSpec
+from worker_daemon.layers.norm import NormSpec, QKNormSpec
 from worker_daemon.layers.rotary import (
     DefaultRope,
     DynamicRope,
@@ -81,7 +81,7 @@ def dense_layer(
             heads=heads,
             qkv_bias=qkv_bias,
             o_bias=o_bias,
-            head_norm_eps=eps if head_norms else None,
+            qk_norm=QKNormSpec(eps) if head_norms else None,
             sliding_window=window,
         ),
         MLPSpec(

@@ -70,7 +70,7 @@ class DecoderLayer:
         kv_cache: Tensor,
         step: AttentionStep,
         backend: AttentionBackend,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor | None, Tensor]:
         """Write this layer's k and v into kv_cache; return the next (part, residual), [N, H].
 
         The residual stream is residual + the sum of part over the ranks. The next norm computes
@@ -338,7 +338,7 @@ def build_stage(
     if is_first and embedding is not None:
         spec = config.encoder
         encoder = None if spec is None else EncoderEmbedding(spec, setup)
-        start = StageStart(VocabParallelEmbedding(embedding, tp), encoder)
+        start = StageStart(VocabParallelEmbedding(embedding, tp, config.embedding_scale), encoder)
     if is_last:
         norm = config.final_norm
         final_norm = None if norm is None else RMSNorm("model", norm, setup)
@@ -346,7 +346,7 @@ def build_stage(
         if config.generates:
             tied = embedding if is_tied else None
             weight = tied or vocab_parallel_weight(_LM_HEAD, config.vocab_size, setup)
-            lm_head = LMHead(weight, config.vocab_size, setup)
+            lm_head = LMHead(weight, config.vocab_size, setup, config.final_logit_softcap)
         pooler = Pooler(final_norm, config.pooler, replace(setup, quantization=None))
         end = StageEnd(final_norm, lm_head, pooler)
     made = [_make_layer(index, config.layers[index], setup) for index in layers]

@@ -80,6 +80,11 @@ class DecoderConfig:
     decoder."""
     quantization: Quantization | None = None
     """None: all weights are in the model's dtype."""
+    embedding_scale: float | None = None
+    """Factor of the embeddings of tokens, rounded to the model's dtype first; not applied to
+    embeddings that a request sends. None: no factor."""
+    final_logit_softcap: float | None = None
+    """Limit of the logits, which become limit * tanh(logit / limit); None: no limit."""
 
     def __post_init__(self) -> None:
         sizes = {(each.attention.heads, each.mlp.intermediate_size) for each in self.layers}

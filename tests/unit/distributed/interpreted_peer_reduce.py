@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from worker_daemon.contracts.layer_ops import Norm
 from worker_daemon.kernels.peer_reduce import PeerReduce
 
 CPU = torch.device("cpu")
@@ -47,7 +48,7 @@ class Window:
 
 
 def inputs(call, seed, size):
-    """(x of every rank, residual, weight, whether fused) of a call: random sizes, some -0.0."""
+    """(x of every rank, residual, norm, whether fused) of a call: random sizes, some -0.0."""
     rng = random.Random(f"{seed}/{call}")
     generator = torch.Generator().manual_seed(rng.getrandbits(40))
     rows, hidden = rng.choice([1, 2, 3, 4, 5, 8]), rng.choice([8, 24, 64])
@@ -56,7 +57,8 @@ def inputs(call, seed, size):
     values = torch.randn(shape, generator=generator).to(dtype)
     values[torch.rand(shape, generator=generator) < 0.3] = -0.0
     weight = torch.randn(hidden, generator=generator).to(dtype)
-    return values[:size], values[size], weight, rng.random() < 0.5
+    norm = Norm(weight, EPS, rng.choice([0.0, 1.0]))
+    return values[:size], values[size], norm, rng.random() < 0.5
 
 
 def check(out, expected):
@@ -64,7 +66,7 @@ def check(out, expected):
     assert error < BOUNDS[out.dtype], float(error)
 
 
-def reduce_and_check(reduce, rank, values, residual, weight, is_fused):
+def reduce_and_check(reduce, rank, values, residual, norm, is_fused):
     x = values[rank].clone()
     assert reduce.takes(x)
     total = values.double().sum(0)
@@ -73,11 +75,11 @@ def reduce_and_check(reduce, rank, values, residual, weight, is_fused):
         check(out, total)
         results = [out]
     else:
-        normed, out = reduce.all_reduce_add_rms_norm(x, residual, weight, EPS)
+        normed, out = reduce.all_reduce_add_rms_norm(x, residual, norm)
         check(out, residual.double() + total)
         exact = out.double()
         scale = (exact.square().mean(-1, keepdim=True) + EPS).rsqrt()
-        check(normed, exact * scale * weight.double())
+        check(normed, exact * scale * (norm.weight_offset + norm.weight.double()))
         results = [normed, out]
     assert torch.equal(x, values[rank])
     return results

@@ -100,8 +100,8 @@ class ThreadRank:
     def all_reduce(self, x):
         return torch.stack(self.group.exchange(self.rank, x)).sum(0)
 
-    def all_reduce_add_rms_norm(self, x, residual, weight, eps, add_norm):
-        return add_norm(self.all_reduce(x), residual, weight, eps)
+    def all_reduce_add_rms_norm(self, x, residual, norm, add_norm):
+        return add_norm(self.all_reduce(x), residual, norm)
 
     def all_gather_last_dim(self, x):
         return torch.cat(self.group.exchange(self.rank, x), dim=-1)

@@ -6,6 +6,7 @@ import pytest
 import transformers
 
 from worker_daemon.errors import CheckpointError, ConfigError
+from worker_daemon.layers.norm import QKNormSpec
 from worker_daemon.layers.rotary import DynamicRope, Llama3Rope, YarnRope
 from worker_daemon.models.config import parse_model_config, read_model_config
 
@@ -27,10 +28,10 @@ def parse(**changes):
 
 
 def biases_and_head_norm(config):
-    """Of qkv, o and the MLP; the epsilon. Alike in all layers."""
+    """Of qkv, o and the MLP; the norm of heads. Alike in all layers."""
     (switches,) = {
         (layer.attention.qkv_bias, layer.attention.o_bias, layer.mlp.mlp_bias,
-         layer.attention.head_norm_eps)
+         layer.attention.qk_norm)
         for layer in config.layers
     }  # fmt: skip
     return switches
@@ -59,7 +60,7 @@ def test_required_fields_and_llama_defaults():
 )
 def test_biases_and_norms_of_each_architecture(architecture, changes, qkv, o, mlp, qk_norm):
     config = parse(architectures=[architecture], **changes)
-    assert biases_and_head_norm(config) == (qkv, o, mlp, 1e-5 if qk_norm else None)
+    assert biases_and_head_norm(config) == (qkv, o, mlp, QKNormSpec(1e-5) if qk_norm else None)
 
 
 @pytest.mark.parametrize(
