@@ -57,12 +57,11 @@ def make_checkpoint(tmp_path):
     Checkpoint."""
 
     def make(architecture, rope=None, form=5, seed=0, max_shard_size="1GB", **overrides):
-        family = architecture.removesuffix("ForCausalLM")
-        config_class = getattr(transformers, f"{family}Config")
-        config = config_class(
+        model_class = getattr(transformers, architecture)
+        config = model_class.config_class(
             **{**SIZES, **overrides}, rope_parameters={"rope_theta": 1e4, **(rope or {})}
         )
-        model = getattr(transformers, architecture)(config).eval()
+        model = model_class(config).eval()
         generator = torch.Generator().manual_seed(seed)
         with torch.no_grad():
             for name, tensor in model.named_parameters():
