@@ -14,11 +14,14 @@ from worker_daemon.contracts.fp8 import FP8_MAX, to_fp8
 from worker_daemon.contracts.layer_ops import Activation, Fp8Matrix, LayerOps, NormedSum
 from worker_daemon.distributed.tp import SingleRank
 from worker_daemon.kernels.paged_attention import TritonAttention
+from worker_daemon.layers.attention import AttentionSpec
+from worker_daemon.layers.mlp import MLPSpec
+from worker_daemon.layers.norm import NormSpec, QKNormSpec
 from worker_daemon.layers.quantization import WeightQuantization
 from worker_daemon.layers.torch_ops import DequantizingOps, TorchOps
 from worker_daemon.models.config import read_model_config
 from worker_daemon.models.decoder import DecoderStage, build_stage
-from worker_daemon.models.description import DecoderConfig
+from worker_daemon.models.description import DecoderConfig, LayerSpec
 from worker_daemon.models.weights import load_dummy_weights
 
 pytestmark = [
@@ -38,10 +41,43 @@ BOUNDS = {torch.float32: 1e-5, torch.bfloat16: 3e-2}
 QUANTIZED_BOUNDS = {"none": 4e-2, "dynamic": 0.25, "static": 0.4}
 
 
-@pytest.fixture(params=["llama-8b", "qwen3-0.6b"])
+def with_gemmas_options(config: DecoderConfig) -> DecoderConfig:
+    """Return a model of the same sizes: norms with an offset before and after each block, GELU, a
+    scaled embedding and capped logits."""
+
+    def norm(name: str) -> NormSpec:
+        return NormSpec(name, 1e-6, 1.0)
+
+    (layer,) = set(config.layers)
+    assert isinstance(layer.attention, AttentionSpec)
+    assert isinstance(layer.mlp, MLPSpec)
+    attention = replace(
+        layer.attention,
+        norm=norm("input_layernorm"),
+        qk_norm=QKNormSpec(1e-6, -0.5),  # large scores would enlarge rounding errors
+        post_norm=norm("post_attention_layernorm"),
+    )
+    mlp = replace(
+        layer.mlp,
+        norm=norm("pre_feedforward_layernorm"),
+        activation="gelu_tanh",
+        post_norm=norm("post_feedforward_layernorm"),
+    )
+    return replace(
+        config,
+        layers=(LayerSpec(attention, mlp),) * config.num_hidden_layers,
+        final_norm=norm("norm"),
+        embedding_scale=config.hidden_size**0.5,
+        final_logit_softcap=30.0,
+    )
+
+
+@pytest.fixture(params=["llama-8b", "qwen3-0.6b", "qwen3-0.6b as gemma"])
 def config(request: pytest.FixtureRequest) -> DecoderConfig:
-    whole = read_model_config(CONFIGS / request.param)
-    return replace(whole, layers=whole.layers[:NUM_LAYERS], vocab_size=1000)
+    name, *options = request.param.split(" as ")
+    whole = read_model_config(CONFIGS / name)
+    cut = replace(whole, layers=whole.layers[:NUM_LAYERS], vocab_size=1000)
+    return with_gemmas_options(cut) if options else cut
 
 
 def make_stages(
