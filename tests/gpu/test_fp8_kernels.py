@@ -127,11 +127,9 @@ def test_fused_rows_equal_two_operations(num_columns: int, form: RowForm) -> Non
     gate_up = torch.randn(70, 2 * num_columns, device=device).bfloat16()
     gates = [GateUp(gate_up, activation) for activation in get_args(Activation)]
     cases = [(fp8_gate_rows(gate, form, pdl=pdl), activated(gate, ops)) for gate in gates]
-    sources = [
-        NormedSum(added, residual, Norm(weight, 1e-5, offset))
-        for added in (part, None)
-        for offset in (0.0, 1.0)
-    ]
+    norms = [Norm(weight, 1e-5, offset) for offset in (0.0, 1.0)]
+    sources = [NormedSum(added, residual, norm) for added in (part, None) for norm in norms]
+    sources.append(NormedSum(part, residual, *norms))
     for source in sources:
         normed, total = ops.sum_and_norm(source)
         rows, also_total = fp8_norm_rows(source, form, pdl=pdl)

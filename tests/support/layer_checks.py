@@ -48,16 +48,23 @@ def check_norms(
     assert alone.dtype == dtype
     assert relative_error(alone, normed(x, norm)) < (bound or BOUNDS[dtype])
 
-    def check_sum(total: torch.Tensor, expected: torch.Tensor) -> None:
+    def check_sum(total: torch.Tensor, expected: torch.Tensor, bound: float | None) -> None:
         assert relative_error(total, expected) < bound if bound else torch.equal(total, expected)
 
     out, total = ops.add_rms_norm(x, residual, norm)
     assert out.dtype == dtype
-    check_sum(total, residual_before + x_before)
+    check_sum(total, residual_before + x_before, bound)
     assert relative_error(out, normed(total, norm)) < (bound or BOUNDS[dtype])
     assert torch.equal(out, ops.rms_norm(total, norm))
 
-    check_sum(ops.rms_norm_add(x, residual, norm), residual_before + alone)
+    # In float32 a product and the addition to it may be rounded together.
+    fused_bound = BOUNDS[dtype] if dtype == torch.float32 else bound
+    added = ops.rms_norm_add(x, residual, norm)
+    check_sum(added, residual_before + alone, fused_bound)
+    other = Norm(make_rows(1, size, dtype, random)[0], EPS)
+    out, total = ops.sum_and_norm(NormedSum(x, residual, other, norm))
+    assert torch.equal(total, added)
+    assert torch.equal(out, ops.rms_norm(total, other))
     assert torch.equal(x, x_before)
     assert torch.equal(residual, residual_before)
 
@@ -104,10 +111,13 @@ def check_products(
         exact = _product(residual.double(), weight, b)
         gated = ops.gated_linear(residual, weight, b, activation)
         assert relative_error(gated, activated(exact, activation)) < bound
-        for added in (None, part):
-            source = NormedSum(added, residual, norm)
+        sums = [
+            (NormedSum(None, residual, norm), residual),
+            (NormedSum(part, residual, norm), residual + part),
+            (NormedSum(part, residual, norm, norm), residual + normed(part, norm)),
+        ]
+        for source, expected in sums:
             y, total = ops.norm_linear(source, weight, b)
-            expected = residual if added is None else residual + added
             assert relative_error(total, expected.double()) < BOUNDS[dtype] + bound / 10
             exact = _product(normed(total, norm), weight, b)
             assert y.dtype == dtype

@@ -59,6 +59,8 @@ class NormedSum(NamedTuple):
     residual: Tensor
     """[N, H]"""
     norm: Norm
+    part_norm: Norm | None = None
+    """Replaces the part by its norm, rounded to the model's dtype before the addition."""
 
 
 class GateUp(NamedTuple):

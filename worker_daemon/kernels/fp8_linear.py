@@ -131,7 +131,7 @@ class Fp8Linear:
         residual = source.residual
         tile = self._row_tile(residual, matrix)
         if tile is not None:
-            x, norm = row_norm(source)
+            x, norm = row_norm(source, pdl=self._pdl)
             return self._multiply_row(x, matrix, bias, tile, norm), norm.total
         form = self._row_form(residual, matrix)
         if form is None or residual.shape[1] > MAX_SIZE:
@@ -153,7 +153,7 @@ class Fp8Linear:
             normed, total = sum_and_norm(source, pdl=self._pdl)
             return self._multiply_row(normed, matrix, bias, tile, gate=activation), total
         if tile is not None:
-            x, norm = row_norm(source)
+            x, norm = row_norm(source, pdl=self._pdl)
             return self._multiply_row(x, matrix, bias, tile, norm, gate=activation), norm.total
         gate_up, total = self.norm_linear(source, matrix, bias)
         return GateUp(gate_up, activation), total

@@ -23,7 +23,7 @@ from worker_daemon.contracts.layer_ops import Activation, GateUp, Norm, NormedSu
 from worker_daemon.kernels.activation import activate
 from worker_daemon.kernels.compile_ahead import launched
 from worker_daemon.kernels.launch import await_previous, launch_options, row_warps, start_next
-from worker_daemon.kernels.norm import offset_gain
+from worker_daemon.kernels.norm import offset_gain, with_part_normed
 
 MAX_SIZE: Final = 16384
 """Largest K of a fused conversion: the row lies in the registers of one program."""
@@ -95,7 +95,7 @@ def fp8_rows(x: torch.Tensor, form: RowForm, *, pdl: bool) -> Fp8Rows:
 def fp8_norm_rows(source: NormedSum, form: RowForm, *, pdl: bool) -> tuple[Fp8Rows, torch.Tensor]:
     """Return the norm of source, rounded to its dtype, in FP8; and its sum, [N, K], K <=
     MAX_SIZE."""
-    part, residual, norm = source
+    part, residual, norm, _ = with_part_normed(source, pdl=pdl)
     total = residual if part is None else torch.empty_like(residual)
     x = residual if part is None else part
     way: _Way = "norm" if part is None else "add and norm"

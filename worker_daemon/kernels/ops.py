@@ -76,7 +76,7 @@ class TritonOps:
             normed, total = self.sum_and_norm(source)
             return self.linear(normed, weight, bias), total
         y = source.residual.new_empty(1, weight.shape[0])
-        x, norm = row_norm(source)
+        x, norm = row_norm(source, pdl=self._pdl)
         launch_row(y, x, weight, bias, tile, pdl=self._pdl, norm=norm)
         return y, norm.total
 
@@ -92,7 +92,7 @@ class TritonOps:
         if tile is None:
             gate_up, total = self.norm_linear(source, weight, bias)
             return self.act_and_mul(gate_up, activation), total
-        x, norm = row_norm(source)
+        x, norm = row_norm(source, pdl=self._pdl)
         y = x.new_empty(1, weight.shape[0] // 2)
         launch_row(y, x, weight, bias, tile, pdl=self._pdl, norm=norm, gate=activation)
         return y, norm.total

@@ -24,7 +24,7 @@ from worker_daemon.contracts.layer_ops import Activation, Norm, NormedSum
 from worker_daemon.kernels.activation import activate
 from worker_daemon.kernels.compile_ahead import launched
 from worker_daemon.kernels.launch import await_previous, launch_options, start_next
-from worker_daemon.kernels.norm import offset_gain
+from worker_daemon.kernels.norm import offset_gain, with_part_normed
 from worker_daemon.kernels.tuning import VectorTile
 
 _VECTOR_BITS = tl.constexpr(128)
@@ -41,9 +41,9 @@ class RowNorm(NamedTuple):
     """[1, I]: receives residual + x; unused without residual."""
 
 
-def row_norm(source: NormedSum) -> tuple[torch.Tensor, RowNorm]:
+def row_norm(source: NormedSum, *, pdl: bool) -> tuple[torch.Tensor, RowNorm]:
     """Return the row for launch_row, and the norm to apply to it."""
-    part, residual, norm = source
+    part, residual, norm, _ = with_part_normed(source, pdl=pdl)
     if part is None:
         return residual, RowNorm(norm, None, residual)
     return part, RowNorm(norm, residual, torch.empty_like(residual))

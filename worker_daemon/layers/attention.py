@@ -24,7 +24,7 @@ from worker_daemon.layers.linear import (
     RowShard,
     even_shard,
 )
-from worker_daemon.layers.norm import BlockNorms, NormSpec, QKNormSpec, QueryKeyNorm
+from worker_daemon.layers.norm import BlockNorms, NormSpec, Part, QKNormSpec, QueryKeyNorm
 from worker_daemon.layers.parameter import Parameter
 from worker_daemon.layers.setup import LayerSetup
 
@@ -138,18 +138,18 @@ class AttentionBlock:
 
     def forward(
         self,
-        part: Tensor | None,
+        part: Part,
         residual: Tensor,
         kv_cache: Tensor,
         step: AttentionStep,
         backend: AttentionBackend,
-    ) -> tuple[Tensor | None, Tensor]:
-        """Take and return the residual stream as (part, residual) [N, H], like
+    ) -> tuple[Part, Tensor]:
+        """Take and return the residual stream as (part, residual), like
         DecoderLayer.forward; write k and v into kv_cache, unless that is empty."""
         # Reuse one name, so that each tensor is freed once the next exists.
         x, residual = self._norms.project(self._qkv, part, residual)
         x = backend.rotate_and_attend(x, kv_cache, self._layer, step)
-        return self._norms.add(self._out.forward(x.flatten(1)), residual)
+        return self._norms.part(self._out.forward(x.flatten(1))), residual
 
     def parameters(self) -> Iterator[Parameter]:
         yield from self._norms.parameters()

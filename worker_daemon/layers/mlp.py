@@ -10,7 +10,7 @@ from torch import Tensor
 
 from worker_daemon.contracts.layer_ops import Activation
 from worker_daemon.layers.linear import GatedColumnParallelLinear, RowParallelLinear, even_shard
-from worker_daemon.layers.norm import BlockNorms, NormSpec
+from worker_daemon.layers.norm import BlockNorms, NormSpec, Part
 from worker_daemon.layers.parameter import Parameter
 from worker_daemon.layers.setup import LayerSetup
 
@@ -54,11 +54,10 @@ class MLPBlock:
             bias=spec.mlp_bias,
         )
 
-    def forward(self, part: Tensor | None, residual: Tensor) -> tuple[Tensor | None, Tensor]:
-        """Take and return the residual stream as (part, residual) [N, H], like
-        DecoderLayer.forward."""
+    def forward(self, part: Part, residual: Tensor) -> tuple[Part, Tensor]:
+        """Take and return the residual stream as (part, residual), like DecoderLayer.forward."""
         gated, residual = self._norms.project(self._gate_up, part, residual)
-        return self._norms.add(self._down.forward(gated), residual)
+        return self._norms.part(self._down.forward(gated)), residual
 
     def parameters(self) -> Iterator[Parameter]:
         yield from self._norms.parameters()

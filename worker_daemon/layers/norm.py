@@ -3,10 +3,12 @@ heads."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple, TypeAlias
 
 from torch import Tensor
 
-from worker_daemon.contracts.layer_ops import Norm, NormedSum
+from worker_daemon.contracts.layer_ops import LayerOps, Norm, NormedSum
+from worker_daemon.distributed.tp import TensorParallel
 from worker_daemon.layers.linear import OutputT, Projection
 from worker_daemon.layers.parameter import Parameter, Piece, whole_vector
 from worker_daemon.layers.setup import LayerSetup
@@ -32,6 +34,29 @@ class QKNormSpec:
     """See NormSpec."""
 
 
+class NormedPart(NamedTuple):
+    """The output of a block whose norm has not been computed yet: it is added to the residual
+    stream, rounded to the model's dtype first."""
+
+    output: Tensor
+    """[N, H], summed over the ranks."""
+    norm: Norm
+
+
+Part: TypeAlias = Tensor | NormedPart | None
+"""An addition to the residual stream that has not been computed yet: a rank's summand [N, H] of the
+sum over the ranks, a NormedPart, or nothing."""
+
+
+def residual_stream(part: Part, residual: Tensor, ops: LayerOps, tp: TensorParallel) -> Tensor:
+    """Return residual + part [N, H], rounded to the model's dtype."""
+    if part is None:
+        return residual
+    if isinstance(part, NormedPart):
+        return ops.rms_norm_add(part.output, residual, part.norm)
+    return residual + tp.all_reduce(part)
+
+
 class RMSNorm:
     """y = x / sqrt(mean(x^2) + eps) * (weight_offset + w) over the residual stream's width, in
     float32, rounded once."""
@@ -46,36 +71,35 @@ class RMSNorm:
 
     def forward(self, x: Tensor) -> Tensor:
         """x [N, H] -> the same shape and dtype."""
-        return self._ops.rms_norm(x, self._norm)
+        return self._ops.rms_norm(x, self.norm)
 
     def project(
-        self, projection: Projection[OutputT], part: Tensor | None, residual: Tensor
+        self, projection: Projection[OutputT], part: Part, residual: Tensor
     ) -> tuple[OutputT, Tensor]:
-        """Return (projection(norm(s)), s) with s = residual + the sum of part over the ranks,
-        rounded to the model's dtype before the norm. Without part, s is residual itself."""
+        """Return (projection(norm(s)), s) with s = residual + part, rounded to the model's dtype
+        before the norm. Without part, s is residual itself."""
+        if isinstance(part, NormedPart):
+            source = NormedSum(part.output, residual, self.norm, part.norm)
+            return projection.forward_normed(source)
         if part is None or self._tp.size == 1:
-            return projection.forward_normed(NormedSum(part, residual, self._norm))
+            return projection.forward_normed(NormedSum(part, residual, self.norm))
         normed, total = self._tp.all_reduce_add_rms_norm(
-            part, residual, self._norm, self._ops.add_rms_norm
+            part, residual, self.norm, self._ops.add_rms_norm
         )
         return projection.forward(normed), total
-
-    def add_to(self, residual: Tensor, part: Tensor) -> Tensor:
-        """Return residual + norm(the sum of part over the ranks) [N, H], the norm rounded to the
-        model's dtype before the addition."""
-        return self._ops.rms_norm_add(self._tp.all_reduce(part), residual, self._norm)
 
     def parameters(self) -> Iterator[Parameter]:
         yield self._weight
 
     @property
-    def _norm(self) -> Norm:
+    def norm(self) -> Norm:
+        """The norm, with the weight's present memory."""
         return Norm(self._weight.data, self._spec.rms_norm_eps, self._spec.weight_offset)
 
 
 class BlockNorms:
     """The norms of a block, and through them its access to the residual stream, which is residual +
-    the sum of part over the ranks."""
+    part."""
 
     def __init__(
         self, prefix: str, before: NormSpec | None, after: NormSpec | None, setup: LayerSetup
@@ -85,24 +109,25 @@ class BlockNorms:
         is added to the residual stream."""
         self._before = None if before is None else RMSNorm(prefix, before, setup)
         self._after = None if after is None else RMSNorm(prefix, after, setup)
+        self._ops = setup.ops
         self._tp = setup.tp
 
     def project(
-        self, projection: Projection[OutputT], part: Tensor | None, residual: Tensor
+        self, projection: Projection[OutputT], part: Part, residual: Tensor
     ) -> tuple[OutputT, Tensor]:
         """Return (projection(x), s), where s [N, H] is the residual stream, and x its norm or s
         itself."""
         if self._before is not None:
             return self._before.project(projection, part, residual)
-        total = residual if part is None else residual + self._tp.all_reduce(part)
+        total = residual_stream(part, residual, self._ops, self._tp)
         return projection.forward(total), total
 
-    def add(self, part: Tensor, residual: Tensor) -> tuple[Tensor | None, Tensor]:
-        """Return the next (part, residual), [N, H]. part: the block's output on this rank;
-        residual: the residual stream before the block."""
+    def part(self, output: Tensor) -> Part:
+        """Return what the block adds to the residual stream. output [N, H]: this rank's summand of
+        its output, which may be overwritten."""
         if self._after is None:
-            return part, residual
-        return None, self._after.add_to(residual, part)
+            return output
+        return NormedPart(self._tp.all_reduce(output), self._after.norm)
 
     def parameters(self) -> Iterator[Parameter]:
         for norm in (self._before, self._after):

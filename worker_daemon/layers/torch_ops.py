@@ -58,9 +58,11 @@ class TorchOps:
         return functional.linear(x, matrix.dequantized(x.dtype), bias)
 
     def sum_and_norm(self, source: NormedSum) -> tuple[Tensor, Tensor]:
-        part, residual, norm = source
+        part, residual, norm, part_norm = source
         if part is None:
             return self.rms_norm(residual, norm), residual
+        if part_norm is not None:
+            part = self.rms_norm(part, part_norm)
         return self.add_rms_norm(part, residual, norm)
 
     def adapted_linear(

@@ -32,7 +32,7 @@ from worker_daemon.layers.encoder import (
 )
 from worker_daemon.layers.kv_scales import HeadScales
 from worker_daemon.layers.mlp import MLPBlock, MLPSpec
-from worker_daemon.layers.norm import RMSNorm
+from worker_daemon.layers.norm import Part, RMSNorm, residual_stream
 from worker_daemon.layers.parameter import Parameter, TensorSpec
 from worker_daemon.layers.rotary import rotary_table
 from worker_daemon.layers.setup import LayerSetup
@@ -65,16 +65,15 @@ class DecoderLayer:
 
     def forward(
         self,
-        part: Tensor | None,
+        part: Part,
         residual: Tensor,
         kv_cache: Tensor,
         step: AttentionStep,
         backend: AttentionBackend,
-    ) -> tuple[Tensor | None, Tensor]:
-        """Write this layer's k and v into kv_cache; return the next (part, residual), [N, H].
+    ) -> tuple[Part, Tensor]:
+        """Write this layer's k and v into kv_cache; return the next (part, residual).
 
-        The residual stream is residual + the sum of part over the ranks. The next norm computes
-        both. A block that has already summed its output returns no part.
+        The residual stream [N, H] is residual + part. The next norm computes both.
         """
         part, residual = self._attention.forward(part, residual, kv_cache, step, backend)
         return self._mlp.forward(part, residual)
@@ -185,12 +184,12 @@ class DecoderStage:
             hidden = self._start.encoder.forward(hidden, positions)
         step = AttentionStep(positions, self.rotary, metadata[0])
         caches = kv_caches or [hidden.new_empty(0)] * len(self._layers)
-        part: Tensor | None = None
+        part: Part = None
         for layer, kv_cache, own in zip(self._layers, caches, metadata, strict=True):
             if own is not step.metadata:
                 step = replace(step, metadata=own)
             part, hidden = layer.forward(part, hidden, kv_cache, step, self._attention)
-        return hidden if part is None else hidden + self._setup.tp.all_reduce(part)
+        return residual_stream(part, hidden, self._setup.ops, self._setup.tp)
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """Last stage only: residual stream [R, H] -> [R, V] in the model's dtype; each row is

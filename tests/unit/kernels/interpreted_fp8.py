@@ -140,11 +140,9 @@ def test_fused_rows_have_the_bits_of_two_operations(num_columns: int, form: RowF
     plain = TritonOps(CPU)
     part, residual = draw_rows(2, 5, num_columns)
     weight = torch.rand(num_columns).half()
-    sources = [
-        NormedSum(added, residual, Norm(weight, 1e-5, offset))
-        for added in (part, None)
-        for offset in (0.0, 1.0)
-    ]
+    norms = [Norm(weight, 1e-5, offset) for offset in (0.0, 1.0)]
+    sources = [NormedSum(added, residual, norm) for added in (part, None) for norm in norms]
+    sources.append(NormedSum(part, residual, *norms))
     for source in sources:
         normed, total = plain.sum_and_norm(source)
         rows, also_total = fp8_norm_rows(source, form, pdl=False)

@@ -234,13 +234,17 @@ def test_a_block_reads_and_changes_the_stream_of_all_ranks(on_tensor_parallel_ra
         for parameter in norms.parameters():
             parameter.data.copy_(weight)
         mine, stream = norms.project(Identity(), x[tp.rank], residual)
-        part, stream_after = norms.add(x[tp.rank], stream)
-        total = stream_after if part is None else stream_after + tp.all_reduce(part)
-        return mine, stream, total
+        part = norms.part(x[tp.rank])
+        again, total = norms.project(Identity(), part, stream)
+        return mine, stream, total, again
 
     stream = residual + x.sum(0)
-    read = stream if before is None else ops.rms_norm(stream, Norm(weight, EPS))
     added = x.sum(0) if after is None else ops.rms_norm(x.sum(0), Norm(weight, EPS, 1.0))
+    later = stream + added
+    reads = [
+        each if before is None else ops.rms_norm(each, Norm(weight, EPS))
+        for each in (stream, later)
+    ]
     for results in on_tensor_parallel_ranks(2, run):
-        for ours, expected in zip(results, (read, stream, stream + added), strict=True):
+        for ours, expected in zip(results, (reads[0], stream, later, reads[1]), strict=True):
             assert torch.allclose(ours, expected, atol=1e-5)
