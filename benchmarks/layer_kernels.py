@@ -29,7 +29,7 @@ from benchmarks.layer_reference import (
 )
 from benchmarks.paged_reference import relative_error
 from worker_daemon.backend import choose_backend
-from worker_daemon.contracts.layer_ops import LayerOps, Norm
+from worker_daemon.contracts.layer_ops import LayerOps, Norm, NormedSum
 from worker_daemon.layers.torch_ops import TorchOps
 
 DTYPE = torch.bfloat16
@@ -98,10 +98,10 @@ def add_norm_case(model: Model, num_rows: int, random: torch.Generator) -> Case:
     pairs = list(zip(rows[::2], rows[1::2], strict=True))
     norm = Norm(make_rows(1, model.hidden_size, DTYPE, random)[0], EPS)
     return Case(
-        f"{model.name} add_rms_norm",
+        f"{model.name} sum_and_norm",
         num_rows,
         4 * rows[0].nbytes + norm.weight.nbytes,
-        [lambda ops, x=x, r=r: ops.add_rms_norm(x, r, norm)[0] for x, r in pairs],
+        [lambda ops, x=x, r=r: ops.sum_and_norm(NormedSum(x, r, norm))[0] for x, r in pairs],
         normed(rows[0] + rows[1], norm),
     )
 

@@ -141,9 +141,10 @@ def test_a_row_does_not_depend_on_its_neighbours(ops: LayerOps) -> None:
     assert torch.equal(together, alone)
 
 
+@pytest.mark.parametrize("has_part_norm", [False, True])
 @pytest.mark.parametrize("num_tokens", [1, 37, 512])
 def test_a_chain_in_a_cuda_graph_gives_the_same_bits_every_time(
-    ops: LayerOps, num_tokens: int
+    ops: LayerOps, num_tokens: int, has_part_norm: bool
 ) -> None:
     """Each kernel reads what the one before wrote, which may still run: a missing wait shows."""
     heads, size, inner = LLAMA_8B, 4096, 14336
@@ -151,6 +152,7 @@ def test_a_chain_in_a_cuda_graph_gives_the_same_bits_every_time(
     step = make_projected(heads, num_tokens, torch.bfloat16, random)
     hidden = make_rows(num_tokens, size, torch.bfloat16, random)
     norm = Norm(make_rows(1, size, torch.bfloat16, random)[0], EPS)
+    part_norm = norm if has_part_norm else None
     projections = [
         (torch.randn(shape, generator=random, device="cuda") / shape[1] ** 0.5).bfloat16()
         for shape in ((heads.width, size), (size, size), (2 * inner, size), (size, inner))
@@ -159,7 +161,7 @@ def test_a_chain_in_a_cuda_graph_gives_the_same_bits_every_time(
     def chain(using: LayerOps) -> torch.Tensor:
         delta, residual = hidden, hidden
         for _ in range(6):
-            source = NormedSum(delta, residual, norm)
+            source = NormedSum(delta, residual, norm, part_norm)
             qkv, residual = using.norm_linear(source, projections[0], None)
             q = using.rotate_and_store(
                 qkv,
@@ -171,7 +173,7 @@ def test_a_chain_in_a_cuda_graph_gives_the_same_bits_every_time(
                 step.slot_mapping,
             )
             delta = using.linear(q.flatten(1), projections[1], None)
-            source = NormedSum(delta, residual, norm)
+            source = NormedSum(delta, residual, norm, part_norm)
             inner_rows, residual = using.norm_gated_linear(source, projections[2], None, "silu")
             delta = using.linear(inner_rows, projections[3], None)
         return residual + delta

@@ -216,10 +216,6 @@ class LayerOps(Protocol):
     def rms_norm(self, x: Tensor, norm: Norm) -> Tensor:
         """The norm of each row: x [N, H] -> [N, H]."""
 
-    def add_rms_norm(self, x: Tensor, residual: Tensor, norm: Norm) -> tuple[Tensor, Tensor]:
-        """(rms_norm(s), s) with s = residual + x, rounded to the model's dtype before the norm; all
-        [N, H]."""
-
     def rms_norm_add(self, x: Tensor, residual: Tensor, norm: Norm) -> Tensor:
         """residual + rms_norm(x), the norm rounded to the model's dtype before the addition; all
         [N, H]."""

@@ -33,29 +33,11 @@ def rms_norm(x: torch.Tensor, norm: Norm, *, pdl: bool = False) -> torch.Tensor:
     return _norm_rows(x, None, norm, None, pdl)[0]
 
 
-def add_rms_norm(
-    x: torch.Tensor, residual: torch.Tensor, norm: Norm, *, pdl: bool = False
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (rms_norm(s), s) with s = residual + x rounded to their dtype; x and residual are
-    unchanged.
-
-    Args:
-        x: [N, H] contiguous.
-        residual: like x.
-        norm: see rms_norm.
-        pdl: see rms_norm.
-
-    Returns:
-        Two tensors [N, H], dtype of x.
-    """
-    return _norm_rows(x, residual, norm, None, pdl)
-
-
 def rms_norm_add(
     x: torch.Tensor, residual: torch.Tensor, norm: Norm, *, pdl: bool = False
 ) -> torch.Tensor:
-    """Return residual + rms_norm(x), the norm rounded before the addition. Arguments are those of
-    add_rms_norm, and unchanged."""
+    """Return residual + rms_norm(x), the norm rounded before the addition. residual is like x,
+    other arguments are those of rms_norm."""
     return _norm_rows(x, residual, None, norm, pdl)[1]
 
 

@@ -22,7 +22,7 @@ from worker_daemon.kernels.fp8_linear import Fp8Linear
 from worker_daemon.kernels.int4_linear import Int4Linear
 from worker_daemon.kernels.launch import has_dependent_launch
 from worker_daemon.kernels.linear import ThinLinear
-from worker_daemon.kernels.norm import add_rms_norm, rms_norm, rms_norm_add, sum_and_norm
+from worker_daemon.kernels.norm import rms_norm, rms_norm_add, sum_and_norm
 from worker_daemon.kernels.rope_store import rotate_and_store
 from worker_daemon.kernels.row_linear import launch_row, row_norm
 
@@ -143,12 +143,6 @@ class TritonOps:
     def rms_norm(self, x: torch.Tensor, norm: Norm) -> torch.Tensor:
         """x [N, H] -> [N, H]."""
         return rms_norm(x, norm, pdl=self._pdl)
-
-    def add_rms_norm(
-        self, x: torch.Tensor, residual: torch.Tensor, norm: Norm
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """x and residual [N, H] -> the norm and the sum, both new."""
-        return add_rms_norm(x, residual, norm, pdl=self._pdl)
 
     def rms_norm_add(self, x: torch.Tensor, residual: torch.Tensor, norm: Norm) -> torch.Tensor:
         """x and residual [N, H] -> the sum, new."""

@@ -39,7 +39,7 @@ class NormedPart(NamedTuple):
     stream, rounded to the model's dtype first."""
 
     output: Tensor
-    """[N, H], summed over the ranks."""
+    """[N, H]: a rank's summand of the sum over the ranks."""
     norm: Norm
 
 
@@ -53,7 +53,7 @@ def residual_stream(part: Part, residual: Tensor, ops: LayerOps, tp: TensorParal
     if part is None:
         return residual
     if isinstance(part, NormedPart):
-        return ops.rms_norm_add(part.output, residual, part.norm)
+        return ops.rms_norm_add(tp.all_reduce(part.output), residual, part.norm)
     return residual + tp.all_reduce(part)
 
 
@@ -78,14 +78,11 @@ class RMSNorm:
     ) -> tuple[OutputT, Tensor]:
         """Return (projection(norm(s)), s) with s = residual + part, rounded to the model's dtype
         before the norm. Without part, s is residual itself."""
-        if isinstance(part, NormedPart):
-            source = NormedSum(part.output, residual, self.norm, part.norm)
-            return projection.forward_normed(source)
+        output, part_norm = part if isinstance(part, NormedPart) else (part, None)
+        source = NormedSum(output, residual, self.norm, part_norm)
         if part is None or self._tp.size == 1:
-            return projection.forward_normed(NormedSum(part, residual, self.norm))
-        normed, total = self._tp.all_reduce_add_rms_norm(
-            part, residual, self.norm, self._ops.add_rms_norm
-        )
+            return projection.forward_normed(source)
+        normed, total = self._tp.all_reduce_and_norm(source, self._ops.sum_and_norm)
         return projection.forward(normed), total
 
     def parameters(self) -> Iterator[Parameter]:
@@ -124,10 +121,8 @@ class BlockNorms:
 
     def part(self, output: Tensor) -> Part:
         """Return what the block adds to the residual stream. output [N, H]: this rank's summand of
-        its output, which may be overwritten."""
-        if self._after is None:
-            return output
-        return NormedPart(self._tp.all_reduce(output), self._after.norm)
+        its output."""
+        return output if self._after is None else NormedPart(output, self._after.norm)
 
     def parameters(self) -> Iterator[Parameter]:
         for norm in (self._before, self._after):

@@ -63,7 +63,8 @@ class TorchOps:
             return self.rms_norm(residual, norm), residual
         if part_norm is not None:
             part = self.rms_norm(part, part_norm)
-        return self.add_rms_norm(part, residual, norm)
+        total = residual + part
+        return self.rms_norm(total, norm), total
 
     def adapted_linear(
         self,
@@ -117,10 +118,6 @@ class TorchOps:
             return functional.rms_norm(x, weight.shape, weight, eps)
         gain = weight.float() + offset
         return functional.rms_norm(x.float(), weight.shape, gain, eps).to(x.dtype)
-
-    def add_rms_norm(self, x: Tensor, residual: Tensor, norm: Norm) -> tuple[Tensor, Tensor]:
-        total = residual + x
-        return self.rms_norm(total, norm), total
 
     def rms_norm_add(self, x: Tensor, residual: Tensor, norm: Norm) -> Tensor:
         return residual + self.rms_norm(x, norm)

@@ -16,7 +16,7 @@ from tests.support.layer_checks import (
     generator,
     run_projection,
 )
-from worker_daemon.contracts.layer_ops import Activation, Norm
+from worker_daemon.contracts.layer_ops import Activation, Norm, NormedSum
 from worker_daemon.kernels.ops import TritonOps
 
 # A gate far below 0 makes exp infinite, and its sigmoid 0.
@@ -111,7 +111,9 @@ def test_no_tokens() -> None:
     empty = torch.ones(0, 64)
     norm = Norm(torch.ones(64), 1e-6)
     assert OPS.rms_norm(empty, norm).shape == (0, 64)
-    assert [t.shape for t in OPS.add_rms_norm(empty, empty, norm)] == [(0, 64)] * 2
+    for part in (None, empty):
+        source = NormedSum(part, empty, norm)
+        assert [t.shape for t in OPS.sum_and_norm(source)] == [(0, 64)] * 2
     assert OPS.rms_norm_add(empty, empty, norm).shape == (0, 64)
     assert OPS.act_and_mul(empty, "silu").shape == (0, 32)
     step = make_projected(Heads(2, 1, 16), 0, torch.float32, generator("cpu", 3))

@@ -99,8 +99,8 @@ class ThreadRank:
     def all_reduce(self, x):
         return torch.stack(self.group.exchange(self.rank, x)).sum(0)
 
-    def all_reduce_add_rms_norm(self, x, residual, norm, add_norm):
-        return add_norm(self.all_reduce(x), residual, norm)
+    def all_reduce_and_norm(self, source, sum_and_norm):
+        return sum_and_norm(source._replace(part=self.all_reduce(source.part)))
 
     def all_gather_last_dim(self, x):
         return torch.cat(self.group.exchange(self.rank, x), dim=-1)
