@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import _symmetric_memory as symm_mem
 
+from worker_daemon.contracts.layer_ops import Norm, NormedSum
 from worker_daemon.distributed.link import Link, RendezvousPoint
 from worker_daemon.distributed.parallel_state import ParallelState
 from worker_daemon.distributed.pp import STATUS_OK, HopShape, StageInbound, StageOutbound
@@ -31,7 +32,7 @@ from worker_daemon.distributed.rendezvous import RendezvousServer
 from worker_daemon.distributed.tokens import TokenBroadcast
 from worker_daemon.distributed.tp import tensor_parallel
 from worker_daemon.kernels.launch import has_dependent_launch
-from worker_daemon.kernels.norm import add_rms_norm
+from worker_daemon.kernels.norm import sum_and_norm
 from worker_daemon.kernels.peer_reduce import PeerReduce
 
 HOST = "127.0.0.1"
@@ -122,11 +123,11 @@ def ways_to_reduce(link: Link, reduce: PeerReduce, x: Tensor) -> dict[str, Calla
     """Return name -> one all-reduce of x."""
     group, pdl = link.groups.stage, has_dependent_launch(x.device)
     assert group is not None, "more than one rank"
-    residual, weight = torch.randn_like(x), torch.randn_like(x[0])
+    source = NormedSum(x, torch.randn_like(x), Norm(torch.randn_like(x[0]), EPS))
 
     def nccl_and_norm() -> None:
         dist.all_reduce(x, group=group)
-        add_rms_norm(x, residual, weight, EPS, pdl=pdl)
+        sum_and_norm(source, pdl=pdl)
 
     ways: dict[str, Callable[[], object]] = {
         "nccl": lambda: dist.all_reduce(x, group=group),
@@ -134,12 +135,10 @@ def ways_to_reduce(link: Link, reduce: PeerReduce, x: Tensor) -> dict[str, Calla
     }
     if reduce.takes(x):
         ways["peer"] = lambda: reduce.all_reduce(x)
-        ways["peer, then add and norm"] = lambda: add_rms_norm(
-            reduce.all_reduce(x), residual, weight, EPS, pdl=pdl
+        ways["peer, then add and norm"] = lambda: sum_and_norm(
+            source._replace(part=reduce.all_reduce(x)), pdl=pdl
         )
-        ways["peer, add and norm in one"] = lambda: reduce.all_reduce_add_rms_norm(
-            x, residual, weight, EPS
-        )
+        ways["peer, add and norm in one"] = lambda: reduce.all_reduce_and_norm(source)
     if os.environ.get("TORCH_SYMM_MEM_DISABLE_MULTICAST") == "1":
         ways |= torchs_ways(group, x)
     return ways

@@ -17,9 +17,10 @@ from pathlib import Path
 import torch
 import triton.testing
 
-from benchmarks.layer_reference import EPS, RandomNorms, make_rows
+from benchmarks.layer_reference import EPS, make_rows
 from benchmarks.paged_reference import PagedBatch, Shape, make_batch, relative_error
 from worker_daemon.contracts.attention import AttentionStep
+from worker_daemon.contracts.layer_ops import Norm
 from worker_daemon.kernels.launch import has_dependent_launch
 from worker_daemon.kernels.paged_attention import paged_attention
 from worker_daemon.kernels.paged_decode import rotate_and_attend
@@ -43,7 +44,7 @@ class Layer:
     batch: PagedBatch
     qkv: torch.Tensor  # [N, (Hq + 2 Hkv) D]
     step: AttentionStep
-    head_norms: RandomNorms | None
+    head_norms: Norm | None
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,7 @@ def make_layer(shape: Shape, num_seqs: int, num_keys: int, is_normed: bool, seed
     batch = make_batch(shape, lengths, dtype=DTYPE, device="cuda", seed=seed)
     random = torch.Generator("cuda").manual_seed(seed)
     angles = torch.rand(num_keys, shape.head_dim // 2, generator=random, device="cuda") * 6.3
-    norms = RandomNorms(make_rows(2, shape.head_dim, DTYPE, random), EPS) if is_normed else None
+    norms = Norm(make_rows(2, shape.head_dim, DTYPE, random), EPS) if is_normed else None
     step = AttentionStep(
         torch.full((num_seqs,), num_keys - 1, dtype=torch.int32, device="cuda"),
         torch.stack((angles.cos(), angles.sin()), dim=1),

@@ -29,7 +29,7 @@ from benchmarks.layer_reference import (
 )
 from benchmarks.paged_reference import relative_error
 from worker_daemon.backend import choose_backend
-from worker_daemon.contracts.layer_ops import LayerOps
+from worker_daemon.contracts.layer_ops import LayerOps, Norm, NormedSum
 from worker_daemon.layers.torch_ops import TorchOps
 
 DTYPE = torch.bfloat16
@@ -83,36 +83,36 @@ class Timing:
 
 def norm_case(model: Model, num_rows: int, random: torch.Generator) -> Case:
     rows = [make_rows(num_rows, model.hidden_size, DTYPE, random) for _ in range(NUM_SETS)]
-    weight = make_rows(1, model.hidden_size, DTYPE, random)[0]
+    norm = Norm(make_rows(1, model.hidden_size, DTYPE, random)[0], EPS)
     return Case(
         f"{model.name} rms_norm",
         num_rows,
-        2 * rows[0].nbytes + weight.nbytes,
-        [lambda ops, x=x: ops.rms_norm(x, weight, EPS) for x in rows],
-        normed(rows[0], weight),
+        2 * rows[0].nbytes + norm.weight.nbytes,
+        [lambda ops, x=x: ops.rms_norm(x, norm) for x in rows],
+        normed(rows[0], norm),
     )
 
 
 def add_norm_case(model: Model, num_rows: int, random: torch.Generator) -> Case:
     rows = [make_rows(num_rows, model.hidden_size, DTYPE, random) for _ in range(2 * NUM_SETS)]
     pairs = list(zip(rows[::2], rows[1::2], strict=True))
-    weight = make_rows(1, model.hidden_size, DTYPE, random)[0]
+    norm = Norm(make_rows(1, model.hidden_size, DTYPE, random)[0], EPS)
     return Case(
-        f"{model.name} add_rms_norm",
+        f"{model.name} sum_and_norm",
         num_rows,
-        4 * rows[0].nbytes + weight.nbytes,
-        [lambda ops, x=x, r=r: ops.add_rms_norm(x, r, weight, EPS)[0] for x, r in pairs],
-        normed(rows[0] + rows[1], weight),
+        4 * rows[0].nbytes + norm.weight.nbytes,
+        [lambda ops, x=x, r=r: ops.sum_and_norm(NormedSum(x, r, norm))[0] for x, r in pairs],
+        normed(rows[0] + rows[1], norm),
     )
 
 
 def activation_case(model: Model, num_rows: int, random: torch.Generator) -> Case:
     rows = [make_rows(num_rows, 2 * model.inner_size, DTYPE, random) for _ in range(NUM_SETS)]
     return Case(
-        f"{model.name} silu_and_mul",
+        f"{model.name} act_and_mul",
         num_rows,
         rows[0].nbytes * 3 // 2,
-        [lambda ops, x=x: ops.silu_and_mul(x) for x in rows],
+        [lambda ops, x=x: ops.act_and_mul(x, "silu") for x in rows],
         activated(rows[0]),
     )
 

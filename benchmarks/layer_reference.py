@@ -6,12 +6,11 @@ They follow the cache layout and the pairing of the rotation, independent of the
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch.nn import functional
 
-from worker_daemon.contracts.layer_ops import HeadNorms
+from worker_daemon.contracts.layer_ops import Activation, HeadNorms, Norm
 
 EPS = 1e-5
 
@@ -32,13 +31,6 @@ class Heads:
     def width(self) -> int:
         """Elements of one token's projection."""
         return (self.num_q_heads + 2 * self.num_kv_heads) * self.head_dim
-
-
-class RandomNorms(NamedTuple):
-    """HeadNorms with plain tensors as weights."""
-
-    weight: torch.Tensor  # [2, D]
-    eps: float
 
 
 @dataclass(frozen=True)
@@ -72,9 +64,10 @@ def make_projected(
     *,
     pads: bool = False,
     max_position: int = 500,
+    weight_offset: float = 0.0,
 ) -> ProjectedStep:
     """Return num_tokens tokens at random positions and slots; pads: every seventh slot is
-    negative."""
+    negative. weight_offset: that of the heads' norms."""
     device = generator.device
     half = (heads.rotary_dim or heads.head_dim) // 2
     angles = torch.rand(max_position, half, generator=generator, device=device) * 6.3
@@ -84,7 +77,7 @@ def make_projected(
     slots = slots[:num_tokens]
     if pads:
         slots[6::7] = -1
-    norms = RandomNorms(make_rows(2, heads.head_dim, dtype, generator), EPS)
+    norms = Norm(make_rows(2, heads.head_dim, dtype, generator), EPS, weight_offset)
     return ProjectedStep(
         heads=heads,
         qkv=make_rows(num_tokens, heads.width, dtype, generator),
@@ -96,14 +89,17 @@ def make_projected(
     )
 
 
-def normed(x: torch.Tensor, weight: torch.Tensor, eps: float = EPS) -> torch.Tensor:
-    """Return the root-mean-square norm of the last dimension, fp64."""
-    return functional.rms_norm(x.double(), weight.shape, weight.double(), eps)
+def normed(x: torch.Tensor, norm: Norm) -> torch.Tensor:
+    """Return the norm of the last dimension, fp64."""
+    gain = norm.weight.double() + norm.weight_offset
+    return functional.rms_norm(x.double(), gain.shape, gain, norm.eps)
 
 
-def activated(gate_up: torch.Tensor) -> torch.Tensor:
+def activated(gate_up: torch.Tensor, activation: Activation = "silu") -> torch.Tensor:
     """[N, I] fp64."""
     gate, up = gate_up.double().chunk(2, dim=-1)
+    if activation == "gelu_tanh":
+        return functional.gelu(gate, approximate="tanh") * up
     return functional.silu(gate) * up
 
 
@@ -118,7 +114,8 @@ def rotated(step: ProjectedStep) -> tuple[torch.Tensor, torch.Tensor, torch.Tens
     for part, row in ((q, 0), (k, 1)):
         exact = part.double()
         if step.head_norms is not None:
-            exact = normed(part, step.head_norms.weight[row], step.head_norms.eps)
+            weight, eps = step.head_norms.weight[row], step.head_norms.eps
+            exact = normed(part, Norm(weight, eps, step.head_norms.weight_offset))
         turning, rest = exact.tensor_split([heads.rotary_dim or heads.head_dim], dim=-1)
         if heads.interleaved:
             number = torch.view_as_complex(turning.unflatten(-1, (-1, 2)).contiguous()) * angle

@@ -27,6 +27,7 @@ from triton.runtime.errors import OutOfResources
 import worker_daemon.kernels
 from benchmarks.layer_reference import Heads, ProjectedStep, make_projected
 from worker_daemon.contracts.attention import AttentionMetadata, AttentionStep
+from worker_daemon.contracts.layer_ops import Norm
 from worker_daemon.kernels.argmax import greedy_tokens
 from worker_daemon.kernels.compile_ahead import compiling_ahead
 from worker_daemon.kernels.launch import (
@@ -418,7 +419,7 @@ def row_layers(
         if tp_size > 1:
             relay(hidden, part, device.pdl)
             return hidden, None
-        return part, RowNorm(gain, 1e-5, residual, torch.empty_like(residual))
+        return part, RowNorm(Norm(gain, 1e-5), residual, torch.empty_like(residual))
 
     def attend(step: ProjectedStep) -> torch.Tensor:
         return rotate_and_attend(
@@ -439,7 +440,7 @@ def row_layers(
             launch_row(qkv, x, w_qkv, None, tiles[0], pdl=device.pdl, norm=norm)
             launch_row(part, attend(step), w_o, None, tiles[1], pdl=device.pdl)
             x, norm = normed(total if norm is None else norm.total)
-            launch_row(gated, x, w_gate_up, None, tiles[2], pdl=device.pdl, norm=norm, gated=True)
+            launch_row(gated, x, w_gate_up, None, tiles[2], pdl=device.pdl, norm=norm, gate="silu")
             launch_row(part, gated, w_down, None, tiles[3], pdl=device.pdl)
             total = total if norm is None else norm.total
 

@@ -27,7 +27,7 @@ from benchmarks.floors import ModelShape
 from benchmarks.paged_reference import relative_error
 from worker_client.launcher import LocalDaemons
 from worker_daemon.contracts.layer_ops import AdapterWeights
-from worker_daemon.kernels.activation import silu_and_mul
+from worker_daemon.kernels.activation import act_and_mul
 from worker_daemon.kernels.adapted_linear import AdaptedLinear
 from worker_daemon.kernels.launch import has_dependent_launch
 from worker_daemon.kernels.linear import ThinLinear
@@ -170,7 +170,6 @@ def time_products(setting: Setting, name: str) -> list[Figure]:
     thin = ThinLinear(setting.device, setting.tuning)
     adapted = AdaptedLinear(setting.device, thin)
     gated = is_gated(name)
-    multiply = adapted.gated_linear if gated else adapted.linear
     layers = range(setting.num_layers)
     pdl = has_dependent_launch(setting.device)
 
@@ -178,11 +177,12 @@ def time_products(setting: Setting, name: str) -> list[Figure]:
         for layer in layers:
             y = thin.linear(products.x, products.weights[layer])
             if gated:
-                silu_and_mul(y, pdl=pdl)
+                act_and_mul(y, "silu", pdl=pdl)
 
     def compute(layer: int) -> torch.Tensor:
         x, weights, adapters, token_slots = products
-        return multiply(x, weights[layer], None, adapters[layer], token_slots)
+        inputs = (x, weights[layer], None, adapters[layer], token_slots)
+        return adapted.gated_linear(*inputs, "silu") if gated else adapted.linear(*inputs)
 
     def run() -> None:
         for layer in layers:

@@ -17,7 +17,7 @@ GROUPS = (
     ("rope and store", r"rope|rotate|rotary|write_kv|kv_write|store_kv"),
     ("norm", r"norm"),
     ("quantize", r"_rows_kernel|_fused_kernel"),
-    ("activation", r"silu|gelu|activation"),
+    ("activation", r"silu|gelu|act_and_mul|activation"),
     ("sampling", r"argmax|greedy|sampl|softmax|sort|topk|philox|gumbel|_store_tokens"),
     ("sampling", r"_scan_kernel|_merge_kernel"),
     ("inputs", r"gather|embedding|index|scatter|_update_blocks|_take_columns"),

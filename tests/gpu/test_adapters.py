@@ -1,12 +1,15 @@
 """Matrix products with LoRA adapters on a GPU at real sizes against fp64. Tiles are those of the
 H200, on any GPU."""
 
+from typing import get_args
+
 import pytest
 import torch
 
+from benchmarks.layer_reference import activated
 from benchmarks.paged_reference import relative_error
 from tests.support.adapter_products import BOUNDS, check, draw
-from worker_daemon.contracts.layer_ops import AdapterWeights
+from worker_daemon.contracts.layer_ops import Activation, AdapterWeights
 from worker_daemon.kernels.adapted_linear import AdaptedLinear
 from worker_daemon.kernels.linear import ThinLinear
 from worker_daemon.kernels.tuning import load_tuning
@@ -58,16 +61,18 @@ def test_decodes(
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize(("num_rows", "num_slots", "rank"), [(64, 8, 16), (9, 20, 64), (17, 2, 8)])
-def test_gated_decodes(num_rows: int, num_slots: int, rank: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("activation", get_args(Activation))
+def test_gated_decodes(
+    num_rows: int, num_slots: int, rank: int, dtype: torch.dtype, activation: Activation
+) -> None:
     case = draw(num_rows, num_slots, rank, *GATE_UP, dtype, "cuda", seed=num_rows)
     adapted = AdaptedLinear(torch.device("cuda"), thin())
-    y = adapted.gated_linear(*case[:-1])
-    gate, up = case.expected.chunk(2, dim=1)
-    expected = torch.nn.functional.silu(gate) * up
+    y = adapted.gated_linear(*case[:-1], activation)
+    expected = activated(case.expected, activation)
     there = case.token_slots >= 0
     assert bool(y[~there].isnan().all())
     assert relative_error(y[there], expected[there]) < BOUNDS[dtype]
-    base = adapted.gated_linear(*case[:-2], torch.zeros_like(case.token_slots))
+    base = adapted.gated_linear(*case[:-2], torch.zeros_like(case.token_slots), activation)
     is_base = case.token_slots == 0
     assert torch.equal(y[is_base], base[is_base])
 

@@ -1,11 +1,13 @@
 """Products with weights in FP8 on a GPU, at real sizes, against fp64; quantized rows against
 torch."""
 
+from typing import get_args
+
 import pytest
 import torch
 
 from tests.support.fp8_products import draw_matrix, expected_product
-from worker_daemon.contracts.layer_ops import NormedSum
+from worker_daemon.contracts.layer_ops import Activation, GateUp, Norm, NormedSum, activated
 from worker_daemon.kernels.fp8_linear import Fp8Linear
 from worker_daemon.kernels.fp8_rows import (
     SPLIT_ROWS,
@@ -123,11 +125,12 @@ def test_fused_rows_equal_two_operations(num_columns: int, form: RowForm) -> Non
     part, residual = torch.randn(2, 70, num_columns, device=device).bfloat16()
     weight = torch.rand(num_columns, device=device).bfloat16()
     gate_up = torch.randn(70, 2 * num_columns, device=device).bfloat16()
-    cases = [(fp8_gate_rows(gate_up, form, pdl=pdl), ops.silu_and_mul(gate_up))]
-    for source in (
-        NormedSum(part, residual, weight, 1e-5),
-        NormedSum(None, residual, weight, 1e-5),
-    ):
+    gates = [GateUp(gate_up, activation) for activation in get_args(Activation)]
+    cases = [(fp8_gate_rows(gate, form, pdl=pdl), activated(gate, ops)) for gate in gates]
+    norms = [Norm(weight, 1e-5, offset) for offset in (0.0, 1.0)]
+    sources = [NormedSum(added, residual, norm) for added in (part, None) for norm in norms]
+    sources.append(NormedSum(part, residual, *norms))
+    for source in sources:
         normed, total = ops.sum_and_norm(source)
         rows, also_total = fp8_norm_rows(source, form, pdl=pdl)
         assert torch.equal(total, also_total)

@@ -1,5 +1,7 @@
 """The layer kernels on a GPU at real sizes, in every dtype, against torch in fp64."""
 
+from typing import get_args
+
 import pytest
 import torch
 
@@ -16,7 +18,7 @@ from tests.support.layer_checks import (
     run_projection,
 )
 from worker_daemon.backend import choose_backend
-from worker_daemon.contracts.layer_ops import LayerOps, NormedSum
+from worker_daemon.contracts.layer_ops import Activation, LayerOps, Norm, NormedSum
 from worker_daemon.layers.torch_ops import TorchOps
 
 pytestmark = [
@@ -25,6 +27,7 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 DTYPES = pytest.mark.parametrize("dtype", BOUNDS, ids=str)
+OFFSETS = pytest.mark.parametrize("weight_offset", [0.0, 1.0])
 LLAMA_8B = Heads(32, 8, 128)
 QWEN_600M = Heads(16, 8, 128, is_normed=True)
 
@@ -41,8 +44,12 @@ def ops() -> LayerOps:
     ("num_rows", "size"),
     [(1, 1024), (1, 4096), (64, 4096), (257, 5120), (3, 16384), (8192, 1024), (5000, 72)],
 )
-def test_norms(ops: LayerOps, dtype: torch.dtype, num_rows: int, size: int) -> None:
-    check_norms(ops, "cuda", dtype, num_rows, size, seed=num_rows + size)
+@OFFSETS
+def test_norms(
+    ops: LayerOps, dtype: torch.dtype, num_rows: int, size: int, weight_offset: float
+) -> None:
+    seed = num_rows + size
+    check_norms(ops, "cuda", dtype, num_rows, size, seed, weight_offset=weight_offset)
 
 
 @DTYPES
@@ -60,8 +67,11 @@ def test_span_norms(
 @pytest.mark.parametrize(
     ("num_rows", "size"), [(1, 14336), (64, 3072), (8192, 3072), (70000, 24), (333, 11008)]
 )
-def test_activation(ops: LayerOps, dtype: torch.dtype, num_rows: int, size: int) -> None:
-    check_activation(ops.silu_and_mul, "cuda", dtype, num_rows, size, seed=num_rows + size)
+@pytest.mark.parametrize("activation", get_args(Activation))
+def test_activation(
+    ops: LayerOps, dtype: torch.dtype, num_rows: int, size: int, activation: Activation
+) -> None:
+    check_activation(ops, activation, "cuda", dtype, num_rows, size, seed=num_rows + size)
 
 
 @DTYPES
@@ -72,12 +82,22 @@ def test_activation(ops: LayerOps, dtype: torch.dtype, num_rows: int, size: int)
         (7, 4096, 6144), (200, 1024, 6144), (1, 1096, 1000),
     ],
 )  # fmt: skip
+@pytest.mark.parametrize(("activation", "weight_offset"), [("silu", 0.0), ("gelu_tanh", 1.0)])
 def test_products(
-    ops: LayerOps, dtype: torch.dtype, num_rows: int, num_inputs: int, num_outputs: int
+    ops: LayerOps,
+    dtype: torch.dtype,
+    num_rows: int,
+    num_inputs: int,
+    num_outputs: int,
+    activation: Activation,
+    weight_offset: float,
 ) -> None:
     bound = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.2e-2}[dtype]
     seed = num_rows + num_inputs
-    check_products(ops, "cuda", dtype, num_rows, num_inputs, num_outputs, seed, bound=bound)
+    check_products(
+        ops, "cuda", dtype, num_rows, num_inputs, num_outputs, seed,
+        bound=bound, activation=activation, weight_offset=weight_offset,
+    )  # fmt: skip
 
 
 @DTYPES
@@ -94,6 +114,13 @@ def test_head_dims(ops: LayerOps, dtype: torch.dtype, is_normed: bool, head_dim:
     for num_q_heads, num_kv_heads in ((14, 2), (5, 5), (64, 1)):
         heads = Heads(num_q_heads, num_kv_heads, head_dim, is_normed, block_size=8)
         check_projection(ops, "cuda", dtype, heads, 77, seed=head_dim, integers=torch.int32)
+
+
+@DTYPES
+@pytest.mark.parametrize("head_dim", [128, 256])
+def test_norms_of_heads_with_an_offset(ops: LayerOps, dtype: torch.dtype, head_dim: int) -> None:
+    heads = Heads(8, 4, head_dim, is_normed=True)
+    check_projection(ops, "cuda", dtype, heads, 77, seed=head_dim, weight_offset=1.0)
 
 
 def test_without_a_cache_only_the_queries_are_made(ops: LayerOps) -> None:
@@ -120,22 +147,24 @@ def test_the_cache_may_exceed_two_gibielements(ops: LayerOps) -> None:
 
 def test_a_row_does_not_depend_on_its_neighbours(ops: LayerOps) -> None:
     x = make_rows(300, 4096, torch.bfloat16, generator("cuda", 2))
-    weight = torch.ones(4096, dtype=torch.bfloat16, device="cuda")
-    together = ops.rms_norm(x, weight, EPS)
-    alone = torch.cat([ops.rms_norm(row.unsqueeze(0), weight, EPS) for row in x])
+    norm = Norm(torch.ones(4096, dtype=torch.bfloat16, device="cuda"), EPS)
+    together = ops.rms_norm(x, norm)
+    alone = torch.cat([ops.rms_norm(row.unsqueeze(0), norm) for row in x])
     assert torch.equal(together, alone)
 
 
+@pytest.mark.parametrize("has_part_norm", [False, True])
 @pytest.mark.parametrize("num_tokens", [1, 37, 512])
 def test_a_chain_in_a_cuda_graph_gives_the_same_bits_every_time(
-    ops: LayerOps, num_tokens: int
+    ops: LayerOps, num_tokens: int, has_part_norm: bool
 ) -> None:
     """Each kernel reads what the one before wrote, which may still run: a missing wait shows."""
     heads, size, inner = LLAMA_8B, 4096, 14336
     random = generator("cuda", num_tokens)
     step = make_projected(heads, num_tokens, torch.bfloat16, random)
     hidden = make_rows(num_tokens, size, torch.bfloat16, random)
-    weight = make_rows(1, size, torch.bfloat16, random)[0]
+    norm = Norm(make_rows(1, size, torch.bfloat16, random)[0], EPS)
+    part_norm = norm if has_part_norm else None
     projections = [
         (torch.randn(shape, generator=random, device="cuda") / shape[1] ** 0.5).bfloat16()
         for shape in ((heads.width, size), (size, size), (2 * inner, size), (size, inner))
@@ -144,7 +173,7 @@ def test_a_chain_in_a_cuda_graph_gives_the_same_bits_every_time(
     def chain(using: LayerOps) -> torch.Tensor:
         delta, residual = hidden, hidden
         for _ in range(6):
-            source = NormedSum(delta, residual, weight, EPS)
+            source = NormedSum(delta, residual, norm, part_norm)
             qkv, residual = using.norm_linear(source, projections[0], None)
             q = using.rotate_and_store(
                 qkv,
@@ -157,8 +186,8 @@ def test_a_chain_in_a_cuda_graph_gives_the_same_bits_every_time(
                 step.slot_mapping,
             )
             delta = using.linear(q.flatten(1), projections[1], None)
-            source = NormedSum(delta, residual, weight, EPS)
-            inner_rows, residual = using.norm_gated_linear(source, projections[2], None)
+            source = NormedSum(delta, residual, norm, part_norm)
+            inner_rows, residual = using.norm_gated_linear(source, projections[2], None, "silu")
             delta = using.linear(inner_rows, projections[3], None)
         return residual + delta
 

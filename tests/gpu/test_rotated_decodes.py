@@ -14,6 +14,7 @@ from tests.support.rotated_decodes import (
     run_apart,
     run_fused,
 )
+from worker_daemon.contracts.layer_ops import Norm
 from worker_daemon.kernels.ops import TritonOps
 from worker_daemon.kernels.paged_attention import TritonAttention
 
@@ -57,6 +58,16 @@ def test_head_shapes(
     check_fused(
         build(Shape(*heads, head_dim), [300, 1, 700, 9], dtype, 2, is_normed=is_normed), None
     )
+
+
+@DTYPES
+@pytest.mark.parametrize("shape", [Shape(8, 4, 256), Shape(4, 1, 128)], ids=str)
+def test_norms_with_an_offset(dtype: torch.dtype, shape: Shape) -> None:
+    step = make_decode(
+        shape, [300, 1, 700, 9], dtype=dtype, device="cuda", seed=3,
+        is_normed=True, weight_offset=1.0,
+    )  # fmt: skip
+    check_fused(step, None, pdl=True)
 
 
 @MODELS
@@ -110,13 +121,13 @@ def test_a_chain_in_a_cuda_graph_gives_the_same_bits_every_time(
     inner = shape.num_q_heads * shape.head_dim
     random = torch.Generator("cuda").manual_seed(6)
     weight = torch.randn(width, inner, generator=random, device="cuda").bfloat16() / inner**0.5
-    gains = torch.ones(inner, dtype=torch.bfloat16, device="cuda")
+    norm = Norm(torch.ones(inner, dtype=torch.bfloat16, device="cuda"), 1e-5)
     start = torch.randn(num_seqs, inner, generator=random, device="cuda").bfloat16()
 
     def chain(*, is_fused: bool) -> torch.Tensor:
         attended = start
         for kv_cache in caches:
-            qkv = ops.linear(ops.rms_norm(attended, gains, 1e-5), weight, None)
+            qkv = ops.linear(ops.rms_norm(attended, norm), weight, None)
             if is_fused:
                 out = backend.rotate_and_attend(qkv, kv_cache, layer, step.step)
             else:

@@ -11,12 +11,12 @@ import torch
 from benchmarks.paged_reference import PagedBatch, Shape, make_batch, relative_error
 from worker_daemon.backend import choose_backend
 from worker_daemon.contracts.fp8 import FP8_MAX, to_fp8
-from worker_daemon.contracts.layer_ops import Fp8Matrix, LayerOps, NormedSum
+from worker_daemon.contracts.layer_ops import Activation, Fp8Matrix, LayerOps, NormedSum
 from worker_daemon.distributed.tp import SingleRank
 from worker_daemon.kernels.paged_attention import TritonAttention
 from worker_daemon.layers.attention import AttentionSpec
 from worker_daemon.layers.mlp import MLPSpec
-from worker_daemon.layers.norm import QKNormSpec
+from worker_daemon.layers.norm import NormSpec, QKNormSpec
 from worker_daemon.layers.quantization import WeightQuantization
 from worker_daemon.layers.torch_ops import DequantizingOps, TorchOps
 from worker_daemon.models.config import read_model_config
@@ -54,12 +54,46 @@ def with_merged_options(config: DecoderConfig) -> DecoderConfig:
     return replace(config, layers=(merged,) * config.num_hidden_layers)
 
 
-@pytest.fixture(params=["llama-8b", "qwen3-0.6b", "llama-8b as merged"])
+def with_gemmas_options(config: DecoderConfig) -> DecoderConfig:
+    """Return a model of the same sizes: norms with an offset before and after each block, GELU, a
+    scaled embedding and capped logits."""
+
+    def norm(name: str) -> NormSpec:
+        return NormSpec(name, 1e-6, 1.0)
+
+    (layer,) = set(config.layers)
+    assert isinstance(layer.attention, AttentionSpec)
+    assert isinstance(layer.mlp, MLPSpec)
+    attention = replace(
+        layer.attention,
+        norm=norm("input_layernorm"),
+        qk_norm=QKNormSpec(1e-6, -0.5),  # large scores would enlarge rounding errors
+        post_norm=norm("post_attention_layernorm"),
+    )
+    mlp = replace(
+        layer.mlp,
+        norm=norm("pre_feedforward_layernorm"),
+        activation="gelu_tanh",
+        post_norm=norm("post_feedforward_layernorm"),
+    )
+    return replace(
+        config,
+        layers=(LayerSpec(attention, mlp),) * config.num_hidden_layers,
+        final_norm=norm("norm"),
+        embedding_scale=config.hidden_size**0.5,
+        final_logit_softcap=30.0,
+    )
+
+
+OPTIONS = {"merged": with_merged_options, "gemma": with_gemmas_options}
+
+
+@pytest.fixture(params=["llama-8b", "qwen3-0.6b", "llama-8b as merged", "qwen3-0.6b as gemma"])
 def config(request: pytest.FixtureRequest) -> DecoderConfig:
     name, *options = request.param.split(" as ")
     whole = read_model_config(CONFIGS / name)
     cut = replace(whole, layers=whole.layers[:NUM_LAYERS], vocab_size=1000)
-    return with_merged_options(cut) if options else cut
+    return OPTIONS[options](cut) if options else cut
 
 
 def make_stages(
@@ -167,10 +201,14 @@ class RoundingOps(DequantizingOps):
         return self.linear(normed, matrix, bias), total
 
     def norm_gated_linear(
-        self, source: NormedSum, matrix: Fp8Matrix, bias: torch.Tensor | None
+        self,
+        source: NormedSum,
+        matrix: Fp8Matrix,
+        bias: torch.Tensor | None,
+        activation: Activation,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         gate_up, total = self.norm_linear(source, matrix, bias)
-        return TorchOps().silu_and_mul(gate_up), total
+        return TorchOps().act_and_mul(gate_up, activation), total
 
 
 @torch.inference_mode()

@@ -11,7 +11,9 @@ import time
 
 import torch
 
+from benchmarks.layer_reference import normed
 from worker_daemon.backend import choose_backend
+from worker_daemon.contracts.layer_ops import Norm, NormedSum
 from worker_daemon.distributed.link import Link, RendezvousPoint
 from worker_daemon.distributed.parallel_state import ParallelState
 from worker_daemon.distributed.tp import tensor_parallel
@@ -63,7 +65,8 @@ class Case:
 
         self.everyone = draw(group.state.world_size, *shape)
         self.residual = draw(*shape)
-        self.weight = draw(shape[1])
+        self.norm = Norm(draw(shape[1]), EPS, rng.choice([0.0, 1.0]))
+        self.sum_norm = rng.choice([None, Norm(draw(shape[1]), EPS, 1.0)])
         self.x = self.everyone[group.state.tp_rank].clone()
 
     def run(self):
@@ -71,16 +74,16 @@ class Case:
         x, tp = self.x.clone(), self.group.tp
         if not self.is_fused:
             return [tp.all_reduce(x)]
-        add_norm = self.group.ops.add_rms_norm
-        return list(tp.all_reduce_add_rms_norm(x, self.residual, self.weight, EPS, add_norm))
+        source = NormedSum(x, self.residual, self.norm, self.sum_norm)
+        return list(tp.all_reduce_and_norm(source, self.group.ops.sum_and_norm))
 
     def check(self, results):
         total = self.everyone.double().sum(0)
         if self.is_fused:
+            if self.sum_norm is not None:
+                total = normed(total, self.sum_norm)
             total = total + self.residual.double()
-            exact = results[1].double()
-            scale = (exact.square().mean(-1, keepdim=True) + EPS).rsqrt()
-            self.close(results[0], exact * scale * self.weight.double())
+            self.close(results[0], normed(results[1], self.norm))
         self.close(results[-1], total)
 
     def close(self, out, expected):

@@ -1,8 +1,6 @@
 """Checks of the layer kernels on any device and at any size, used by the tests under Triton's
 interpreter and on a GPU."""
 
-from collections.abc import Callable
-
 import torch
 
 from benchmarks.layer_reference import (
@@ -17,7 +15,13 @@ from benchmarks.layer_reference import (
 )
 from benchmarks.paged_reference import relative_error
 from worker_daemon.contracts.kv_scales import KVScales
-from worker_daemon.contracts.layer_ops import LayerOps, NormedSum, SpanNorms
+from worker_daemon.contracts.layer_ops import (
+    Activation,
+    LayerOps,
+    Norm,
+    NormedSum,
+    SpanNorms,
+)
 
 # Relative errors: one rounding of the output, and in fp32 the order of a sum.
 BOUNDS = {torch.float32: 1e-6, torch.float16: 4e-4, torch.bfloat16: 3e-3}
@@ -36,27 +40,39 @@ def check_norms(
     seed: int,
     *,
     bound: float | None = None,
+    weight_offset: float = 0.0,
 ) -> None:
-    """Check both norms, which must not change their arguments.
+    """Check all norms, which must not change their arguments.
 
-    The sum must equal torch's bit for bit, unless a bound replaces BOUNDS.
+    Sums must equal torch's bit for bit, unless a bound replaces BOUNDS.
     """
     random = generator(device, seed)
     x, residual = (make_rows(num_rows, size, dtype, random) for _ in range(2))
-    weight = make_rows(1, size, dtype, random)[0]
-    out = ops.rms_norm(x, weight, EPS)
-    assert out.dtype == dtype
-    assert relative_error(out, normed(x, weight)) < (bound or BOUNDS[dtype])
-
+    norm = Norm(make_rows(1, size, dtype, random)[0], EPS, weight_offset)
     x_before, residual_before = x.clone(), residual.clone()
-    out, total = ops.add_rms_norm(x, residual, weight, EPS)
+    alone = ops.rms_norm(x, norm)
+    assert alone.dtype == dtype
+    assert relative_error(alone, normed(x, norm)) < (bound or BOUNDS[dtype])
+
+    def check_sum(total: torch.Tensor, expected: torch.Tensor, bound: float | None) -> None:
+        assert relative_error(total, expected) < bound if bound else torch.equal(total, expected)
+
+    out, total = ops.sum_and_norm(NormedSum(x, residual, norm))
     assert out.dtype == dtype
-    expected = residual_before + x_before
-    assert relative_error(total, expected) < bound if bound else torch.equal(total, expected)
+    check_sum(total, residual_before + x_before, bound)
+    assert relative_error(out, normed(total, norm)) < (bound or BOUNDS[dtype])
+    assert torch.equal(out, ops.rms_norm(total, norm))
+
+    # In float32 a product and the addition to it may be rounded together.
+    fused_bound = BOUNDS[dtype] if dtype == torch.float32 else bound
+    added = ops.rms_norm_add(x, residual, norm)
+    check_sum(added, residual_before + alone, fused_bound)
+    other = Norm(make_rows(1, size, dtype, random)[0], EPS)
+    out, total = ops.sum_and_norm(NormedSum(x, residual, other, norm))
+    assert torch.equal(total, added)
+    assert torch.equal(out, ops.rms_norm(total, other))
     assert torch.equal(x, x_before)
     assert torch.equal(residual, residual_before)
-    assert relative_error(out, normed(total, weight)) < (bound or BOUNDS[dtype])
-    assert torch.equal(out, ops.rms_norm(total, weight, EPS))
 
 
 def check_span_norms(
@@ -116,7 +132,8 @@ def _parts(x: torch.Tensor, head_dim: int, num_ranks: int) -> list[torch.Tensor]
 
 
 def check_activation(
-    activate: Callable[[torch.Tensor], torch.Tensor],
+    ops: LayerOps,
+    activation: Activation,
     device: str,
     dtype: torch.dtype,
     num_rows: int,
@@ -124,12 +141,12 @@ def check_activation(
     seed: int,
     bound: float | None = None,
 ) -> None:
-    """Check silu_and_mul, including gates far from 0."""
+    """Check act_and_mul, including gates far from 0."""
     gate_up = make_rows(num_rows, 2 * size, dtype, generator(device, seed)) * 4
-    out = activate(gate_up)
+    out = ops.act_and_mul(gate_up, activation)
     assert out.shape == (num_rows, size)
     assert out.dtype == dtype
-    assert relative_error(out, activated(gate_up)) < (bound or BOUNDS[dtype])
+    assert relative_error(out, activated(gate_up, activation)) < (bound or BOUNDS[dtype])
 
 
 def check_products(
@@ -142,29 +159,34 @@ def check_products(
     seed: int,
     *,
     bound: float,
+    activation: Activation = "silu",
+    weight_offset: float = 0.0,
 ) -> None:
     """Check products with a norm before, a gate after, or both, with and without bias, against
     fp64. num_outputs is even."""
     random = generator(device, seed)
     part, residual = (make_rows(num_rows, num_inputs, dtype, random) for _ in range(2))
-    norm_weight = make_rows(1, num_inputs, dtype, random)[0]
+    norm = Norm(make_rows(1, num_inputs, dtype, random)[0], EPS, weight_offset)
     weight = make_rows(num_outputs, num_inputs, dtype, random) / num_inputs**0.5
     bias = make_rows(1, num_outputs, dtype, random)[0]
     for b in (None, bias):
         exact = _product(residual.double(), weight, b)
-        gated = ops.gated_linear(residual, weight, b)
-        assert relative_error(gated, activated(exact)) < bound
-        for added in (None, part):
-            source = NormedSum(added, residual, norm_weight, EPS)
+        gated = ops.gated_linear(residual, weight, b, activation)
+        assert relative_error(gated, activated(exact, activation)) < bound
+        sums = [
+            (NormedSum(None, residual, norm), residual),
+            (NormedSum(part, residual, norm), residual + part),
+            (NormedSum(part, residual, norm, norm), residual + normed(part, norm)),
+        ]
+        for source, expected in sums:
             y, total = ops.norm_linear(source, weight, b)
-            expected = residual if added is None else residual + added
-            assert relative_error(total, expected.double()) < BOUNDS[dtype] + bound / 10
-            exact = _product(normed(total, norm_weight), weight, b)
+            assert relative_error(total, expected.double()) < 2 * BOUNDS[dtype] + bound / 5
+            exact = _product(normed(total, norm), weight, b)
             assert y.dtype == dtype
             assert relative_error(y, exact) < bound
-            y, total_again = ops.norm_gated_linear(source, weight, b)
+            y, total_again = ops.norm_gated_linear(source, weight, b, activation)
             assert torch.equal(total_again, total)
-            assert relative_error(y, activated(exact)) < bound
+            assert relative_error(y, activated(exact, activation)) < bound
 
 
 def _product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -183,9 +205,11 @@ def check_projection(
     pads: bool = True,
     integers: torch.dtype = torch.int64,
     bound: float | None = None,
+    weight_offset: float = 0.0,
 ) -> None:
     """Check rotate_and_store: queries, and the written and unwritten slots."""
-    step = make_projected(heads, num_tokens, dtype, generator(device, seed), pads=pads)
+    random = generator(device, seed)
+    step = make_projected(heads, num_tokens, dtype, random, pads=pads, weight_offset=weight_offset)
     q, k, v = rotated(step)
     before = step.kv_cache.clone()
     out = run_projection(ops, step, step.kv_cache, integers)

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from benchmarks.layer_reference import Heads, ProjectedStep, RandomNorms, make_rows, rotated
+from benchmarks.layer_reference import Heads, ProjectedStep, make_rows, rotated
 from benchmarks.paged_reference import (
     PagedBatch,
     Shape,
@@ -15,7 +15,7 @@ from benchmarks.paged_reference import (
 )
 from tests.support.attention_steps import GivenSinks, random_sinks
 from worker_daemon.contracts.attention import AttentionLayer, AttentionStep
-from worker_daemon.contracts.layer_ops import LayerOps
+from worker_daemon.contracts.layer_ops import LayerOps, Norm
 from worker_daemon.kernels.paged_attention import TritonAttention
 from worker_daemon.kernels.paged_decode import rotate_and_attend
 
@@ -32,7 +32,7 @@ class RotatedDecode:
     qkv: torch.Tensor  # [N, (Hq + 2 Hkv) D]
     positions: torch.Tensor  # [N] int32
     rotary_table: torch.Tensor
-    head_norms: RandomNorms | None
+    head_norms: Norm | None
     interleaved: bool = False
     logit_softcap: float | None = None
     sinks: GivenSinks | None = None
@@ -115,6 +115,7 @@ def make_decode(
     device: str,
     seed: int,
     is_normed: bool = False,
+    weight_offset: float = 0.0,
     num_padding: int = 0,
     num_idle: int = 0,
     rotary_dim: int | None = None,
@@ -123,7 +124,8 @@ def make_decode(
     has_sinks: bool = False,
 ) -> RotatedDecode:
     """Return a step with one token for each sequence of these lengths, num_idle sequences without a
-    token, and num_padding rows. rotary_dim: rotated elements of a head; None = all."""
+    token, and num_padding rows. weight_offset: that of the heads' norms; rotary_dim: rotated
+    elements of a head, None = all."""
     lengths = [(1, seq_len) for seq_len in seq_lens] + [(0, 7)] * num_idle
     batch = make_batch(
         shape, lengths, dtype=dtype, device=device, seed=seed, num_padding=num_padding
@@ -133,7 +135,7 @@ def make_decode(
     half = (rotary_dim or shape.head_dim) // 2
     angles = torch.rand(num_positions, half, generator=random, device=device) * 6.3
     positions = torch.tensor([length - 1 for length in seq_lens] + [0] * num_padding).int()
-    norms = RandomNorms(make_rows(2, shape.head_dim, dtype, random), 1e-5)
+    norms = Norm(make_rows(2, shape.head_dim, dtype, random), 1e-5, weight_offset)
     return RotatedDecode(
         batch,
         torch.cat((batch.q, batch.k, batch.v), dim=1).flatten(1),

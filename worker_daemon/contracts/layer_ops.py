@@ -4,7 +4,7 @@ Shapes: N tokens, H hidden size, I inner size of the MLP, Hq / Hkv query and KV 
 D head_dim, R its rotated elements, P positions.
 """
 
-from typing import Final, Literal, NamedTuple, Protocol
+from typing import Final, Literal, NamedTuple, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -18,8 +18,25 @@ NO_TOKEN: Final = -1
 """Returned instead of a token if one of a row's logits is NaN, or the largest is infinite."""
 
 
+Activation: TypeAlias = Literal["silu", "gelu_tanh"]
+"""The function of a gated MLP's gate. gelu_tanh: GELU with tanh in place of the error function
+(Hendrycks and Gimpel, 2016), like torch's gelu(approximate="tanh")."""
+
+
+class Norm(NamedTuple):
+    """A root-mean-square norm: x / sqrt(mean(x^2) + eps) * (weight_offset + weight), in float32,
+    rounded once."""
+
+    weight: Tensor
+    """[H], as in the checkpoint."""
+    eps: float
+    """Added to the mean of squares."""
+    weight_offset: float = 0.0
+    """Added to the weight in float32."""
+
+
 class HeadNorms(Protocol):
-    """The norm on each query and key head."""
+    """The norm on each query and key head: see Norm."""
 
     @property
     def weight(self) -> Tensor:
@@ -28,6 +45,10 @@ class HeadNorms(Protocol):
     @property
     def eps(self) -> float:
         """Added to the mean of squares."""
+
+    @property
+    def weight_offset(self) -> float:
+        """Added to the weights in float32."""
 
 
 class SpanNorms(NamedTuple):
@@ -42,23 +63,24 @@ class SpanNorms(NamedTuple):
 
 
 class NormedSum(NamedTuple):
-    """A norm of the residual stream that has not been computed yet: rms_norm(s, weight, eps) with s
-    = residual + part, rounded to the model's dtype before the norm."""
+    """A norm of the residual stream that has not been computed yet: that of residual + part,
+    rounded to the model's dtype before the norm."""
 
     part: Tensor | None
     """[N, H]; None adds nothing."""
     residual: Tensor
     """[N, H]"""
-    weight: Tensor
-    """[H]"""
-    eps: float
+    norm: Norm
+    part_norm: Norm | None = None
+    """Replaces the part by its norm, rounded to the model's dtype before the addition."""
 
 
 class GateUp(NamedTuple):
-    """silu(gate) * up that has not been computed yet."""
+    """activation(gate) * up that has not been computed yet."""
 
     values: Tensor
     """[N, 2 I], the gate's columns first."""
+    activation: Activation
 
 
 class AdapterWeights(NamedTuple):
@@ -115,9 +137,11 @@ class Fp8Ops(Protocol):
     def linear(self, x: Tensor | GateUp, matrix: Fp8Matrix, bias: Tensor | None) -> Tensor:
         """x W^T + b: x [N, K], W [M, K], bias [M] -> [N, M]."""
 
-    def gated_linear(self, x: Tensor, matrix: Fp8Matrix, bias: Tensor | None) -> Tensor | GateUp:
-        """silu(gate) * up, (gate, up) = linear(x, matrix, bias): W [2 I, K], the gate's rows first
-        -> [N, I], or what it is computed from."""
+    def gated_linear(
+        self, x: Tensor, matrix: Fp8Matrix, bias: Tensor | None, activation: Activation
+    ) -> Tensor | GateUp:
+        """activation(gate) * up, (gate, up) = linear(x, matrix, bias): W [2 I, K], the gate's rows
+        first -> [N, I], or what it is computed from."""
 
     def norm_linear(
         self, source: NormedSum, matrix: Fp8Matrix, bias: Tensor | None
@@ -125,7 +149,7 @@ class Fp8Ops(Protocol):
         """Return (linear(n, matrix, bias), s), like LayerOps.norm_linear."""
 
     def norm_gated_linear(
-        self, source: NormedSum, matrix: Fp8Matrix, bias: Tensor | None
+        self, source: NormedSum, matrix: Fp8Matrix, bias: Tensor | None, activation: Activation
     ) -> tuple[Tensor | GateUp, Tensor]:
         """Like norm_linear, with gated_linear instead of linear."""
 
@@ -153,9 +177,11 @@ class LayerOps(Protocol):
         """x W^T + b: x [N, K], weight [M, K], bias [M] -> [N, M]. out [N, M] receives and is the
         result; given only without a bias."""
 
-    def gated_linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """silu(gate) * up, (gate, up) = linear(x, weight, bias): weight [2 I, K], the gate's rows
-        first -> [N, I]."""
+    def gated_linear(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, activation: Activation
+    ) -> Tensor:
+        """activation(gate) * up, (gate, up) = linear(x, weight, bias): weight [2 I, K], the gate's
+        rows first -> [N, I]."""
 
     def norm_linear(
         self, source: NormedSum, weight: Tensor, bias: Tensor | None
@@ -164,7 +190,7 @@ class LayerOps(Protocol):
         need not be rounded. Without a part, s is source's residual itself."""
 
     def norm_gated_linear(
-        self, source: NormedSum, weight: Tensor, bias: Tensor | None
+        self, source: NormedSum, weight: Tensor, bias: Tensor | None, activation: Activation
     ) -> tuple[Tensor, Tensor]:
         """Like norm_linear, with gated_linear instead of linear."""
 
@@ -199,21 +225,19 @@ class LayerOps(Protocol):
         bias: Tensor | None,
         adapters: AdapterWeights,
         token_slots: Tensor,
+        activation: Activation,
     ) -> Tensor:
-        """silu(gate) * up, (gate, up) = adapted_linear(...): see gated_linear."""
+        """activation(gate) * up, (gate, up) = adapted_linear(...): see gated_linear."""
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """x / sqrt(mean(x^2) + eps) * weight over H, in float32, rounded once: x [N, H], weight
-        [H] -> [N, H]."""
+    def rms_norm(self, x: Tensor, norm: Norm) -> Tensor:
+        """The norm of each row: x [N, H] -> [N, H]."""
 
-    def add_rms_norm(
-        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float
-    ) -> tuple[Tensor, Tensor]:
-        """(rms_norm(s), s) with s = residual + x, rounded to the model's dtype before the norm; all
+    def rms_norm_add(self, x: Tensor, residual: Tensor, norm: Norm) -> Tensor:
+        """residual + rms_norm(x), the norm rounded to the model's dtype before the addition; all
         [N, H]."""
 
-    def silu_and_mul(self, gate_up: Tensor) -> Tensor:
-        """silu(gate) * up: gate_up [N, 2 I], gate first -> [N, I]."""
+    def act_and_mul(self, gate_up: Tensor, activation: Activation) -> Tensor:
+        """activation(gate) * up: gate_up [N, 2 I], gate first -> [N, I]."""
 
     def greedy_tokens(self, logits: Tensor, vocab_size: int) -> Tensor:
         """logits [R, >= vocab_size], rows contiguous -> int64 [R]: the id below vocab_size of each
@@ -257,4 +281,4 @@ class LayerOps(Protocol):
 
 def activated(x: Tensor | GateUp, ops: LayerOps) -> Tensor:
     """Return x [N, I], computed if it has not been yet."""
-    return ops.silu_and_mul(x.values) if isinstance(x, GateUp) else x
+    return ops.act_and_mul(*x) if isinstance(x, GateUp) else x

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from worker_daemon.contracts.layer_ops import NormedSum
 from worker_daemon.contracts.window import Window
 from worker_daemon.distributed.symmetric import Peers, is_device_done
 from worker_daemon.errors import CommError
@@ -21,8 +22,8 @@ _TRIALS = 3
 _TRIAL_S = 20.0
 """Time limit of the first reduction over the windows: a peer may have to compile it."""
 
-AddNorm = Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
-"""(x [N, H], residual [N, H], weight [H], eps) -> (rms_norm(s), s), s = residual + x."""
+SumAndNorm = Callable[[NormedSum], tuple[Tensor, Tensor]]
+"""Returns the norm and the sum of a NormedSum: LayerOps.sum_and_norm."""
 
 
 class Reducer(Protocol):
@@ -38,10 +39,8 @@ class Reducer(Protocol):
         """Return the sum of contiguous x over the ranks: a new tensor, with the same bits on every
         rank."""
 
-    def all_reduce_add_rms_norm(
-        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float
-    ) -> tuple[Tensor, Tensor]:
-        """Return AddNorm of the sum of x over the ranks."""
+    def all_reduce_and_norm(self, source: NormedSum) -> tuple[Tensor, Tensor]:
+        """Return the norm and the sum of source, whose part is first summed over the ranks."""
 
 
 MakeReducer = Callable[[Window], Reducer]
@@ -63,11 +62,11 @@ class TensorParallel(Protocol):
         """Return the sum of x over the ranks, same shape and dtype; may overwrite x and return
         it."""
 
-    def all_reduce_add_rms_norm(
-        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, add_norm: AddNorm
+    def all_reduce_and_norm(
+        self, source: NormedSum, sum_and_norm: SumAndNorm
     ) -> tuple[Tensor, Tensor]:
-        """Return add_norm(all_reduce(x), residual, weight, eps), in one kernel if that is faster;
-        may overwrite x."""
+        """Return sum_and_norm of source, whose part is first summed over the ranks, in one kernel
+        if that is faster; may overwrite the part, which is not None."""
 
     def all_gather_last_dim(self, x: Tensor) -> Tensor:
         """Return x [..., n] of all ranks, concatenated in rank order to [..., n * size]."""
@@ -97,10 +96,10 @@ class SingleRank:
     def all_reduce(self, x: Tensor) -> Tensor:
         return x
 
-    def all_reduce_add_rms_norm(
-        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, add_norm: AddNorm
+    def all_reduce_and_norm(
+        self, source: NormedSum, sum_and_norm: SumAndNorm
     ) -> tuple[Tensor, Tensor]:
-        return add_norm(x, residual, weight, eps)
+        return sum_and_norm(source)
 
     def all_gather_last_dim(self, x: Tensor) -> Tensor:
         return x
@@ -156,12 +155,14 @@ class GroupTensorParallel:
             dist.all_reduce(x, group=self._group)
         return x
 
-    def all_reduce_add_rms_norm(
-        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, add_norm: AddNorm
+    def all_reduce_and_norm(
+        self, source: NormedSum, sum_and_norm: SumAndNorm
     ) -> tuple[Tensor, Tensor]:
-        if self._reducer is not None and self._reducer.takes(x):
-            return self._reducer.all_reduce_add_rms_norm(x, residual, weight, eps)
-        return add_norm(self.all_reduce(x), residual, weight, eps)
+        part = source.part
+        assert part is not None
+        if self._reducer is not None and self._reducer.takes(part):
+            return self._reducer.all_reduce_and_norm(source)
+        return sum_and_norm(source._replace(part=self.all_reduce(part)))
 
     def all_gather_last_dim(self, x: Tensor) -> Tensor:
         gathered = torch.empty((self.size, *x.shape), dtype=x.dtype, device=x.device)

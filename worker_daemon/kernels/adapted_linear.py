@@ -4,8 +4,8 @@ launch does both (lora.py)."""
 
 import torch
 
-from worker_daemon.contracts.layer_ops import AdapterWeights
-from worker_daemon.kernels.activation import silu_and_mul
+from worker_daemon.contracts.layer_ops import Activation, AdapterWeights
+from worker_daemon.kernels.activation import act_and_mul
 from worker_daemon.kernels.launch import has_dependent_launch
 from worker_daemon.kernels.linear import ThinLinear
 from worker_daemon.kernels.lora import AdapterProducts
@@ -58,7 +58,8 @@ class AdaptedLinear:
         bias: torch.Tensor | None,
         adapters: AdapterWeights,
         token_slots: torch.Tensor,
+        activation: Activation,
     ) -> torch.Tensor:
         """See LayerOps.adapted_gated_linear."""
         y = self.linear(x, weight, bias, adapters, token_slots)
-        return silu_and_mul(y, pdl=self._pdl)
+        return act_and_mul(y, activation, pdl=self._pdl)

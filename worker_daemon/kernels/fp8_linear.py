@@ -20,8 +20,8 @@ import triton.language as tl
 from torch.nn import functional
 
 from worker_daemon.contracts.fp8 import FP8_BLOCK
-from worker_daemon.contracts.layer_ops import Fp8Matrix, GateUp, NormedSum
-from worker_daemon.kernels.activation import silu_and_mul
+from worker_daemon.contracts.layer_ops import Activation, Fp8Matrix, GateUp, NormedSum
+from worker_daemon.kernels.activation import act_and_mul
 from worker_daemon.kernels.compile_ahead import launched
 from worker_daemon.kernels.fp8_rows import (
     MAX_SIZE,
@@ -93,7 +93,7 @@ class Fp8Linear:
         """y [M, O], contiguous, of x [M, I] and bias [O], both of one dtype. Up to 64 rows, a row
         of y depends only on its row of x and on the bucket of M."""
         if isinstance(x, GateUp):
-            return self._linear_of_gate(x.values, matrix, bias)
+            return self._linear_of_gate(x, matrix, bias)
         tile = self._row_tile(x, matrix)
         if tile is not None:
             return self._multiply_row(x, matrix, bias, tile)
@@ -103,22 +103,26 @@ class Fp8Linear:
         return self._multiply(fp8_rows(x, form, pdl=self._pdl), matrix, bias, x.dtype)
 
     def _linear_of_gate(
-        self, gate_up: torch.Tensor, matrix: Fp8Matrix, bias: torch.Tensor | None
+        self, gate_up: GateUp, matrix: Fp8Matrix, bias: torch.Tensor | None
     ) -> torch.Tensor:
-        form = self._row_form(gate_up, matrix)
+        form = self._row_form(gate_up.values, matrix)
         if form is None or matrix.weight.shape[1] > MAX_SIZE:
-            return self.linear(silu_and_mul(gate_up, pdl=self._pdl), matrix, bias)
+            return self.linear(act_and_mul(*gate_up, pdl=self._pdl), matrix, bias)
         rows = fp8_gate_rows(gate_up, form, pdl=self._pdl)
-        return self._multiply(rows, matrix, bias, gate_up.dtype)
+        return self._multiply(rows, matrix, bias, gate_up.values.dtype)
 
     def gated_linear(
-        self, x: torch.Tensor, matrix: Fp8Matrix, bias: torch.Tensor | None
+        self,
+        x: torch.Tensor,
+        matrix: Fp8Matrix,
+        bias: torch.Tensor | None,
+        activation: Activation,
     ) -> torch.Tensor | GateUp:
         """x [M, I], matrix [O, I], gate first, bias [O] -> [M, O / 2]."""
         tile = self._row_tile(x, matrix)
         if tile is not None:
-            return self._multiply_row(x, matrix, bias, tile, gated=True)
-        return GateUp(self.linear(x, matrix, bias))
+            return self._multiply_row(x, matrix, bias, tile, gate=activation)
+        return GateUp(self.linear(x, matrix, bias), activation)
 
     def norm_linear(
         self, source: NormedSum, matrix: Fp8Matrix, bias: torch.Tensor | None
@@ -127,7 +131,7 @@ class Fp8Linear:
         residual = source.residual
         tile = self._row_tile(residual, matrix)
         if tile is not None:
-            x, norm = row_norm(source)
+            x, norm = row_norm(source, pdl=self._pdl)
             return self._multiply_row(x, matrix, bias, tile, norm), norm.total
         form = self._row_form(residual, matrix)
         if form is None or residual.shape[1] > MAX_SIZE:
@@ -137,18 +141,22 @@ class Fp8Linear:
         return self._multiply(rows, matrix, bias, residual.dtype), total
 
     def norm_gated_linear(
-        self, source: NormedSum, matrix: Fp8Matrix, bias: torch.Tensor | None
+        self,
+        source: NormedSum,
+        matrix: Fp8Matrix,
+        bias: torch.Tensor | None,
+        activation: Activation,
     ) -> tuple[torch.Tensor | GateUp, torch.Tensor]:
         """Like norm_linear, with gated_linear's product -> [M, O / 2] and [M, I]."""
         tile = self._row_tile(source.residual, matrix)
         if tile is not None and matrix.weight.shape[0] > _MOST_FUSED_PROGRAMS * tile.block_o:
             normed, total = sum_and_norm(source, pdl=self._pdl)
-            return self._multiply_row(normed, matrix, bias, tile, gated=True), total
+            return self._multiply_row(normed, matrix, bias, tile, gate=activation), total
         if tile is not None:
-            x, norm = row_norm(source)
-            return self._multiply_row(x, matrix, bias, tile, norm, gated=True), norm.total
+            x, norm = row_norm(source, pdl=self._pdl)
+            return self._multiply_row(x, matrix, bias, tile, norm, gate=activation), norm.total
         gate_up, total = self.norm_linear(source, matrix, bias)
-        return GateUp(gate_up), total
+        return GateUp(gate_up, activation), total
 
     def _row_tile(self, x: torch.Tensor, matrix: Fp8Matrix) -> VectorTile | None:
         """Return the tile of a product of one row; None if there are more."""
@@ -184,9 +192,9 @@ class Fp8Linear:
         tile: VectorTile,
         norm: RowNorm | None = None,
         *,
-        gated: bool = False,
+        gate: Activation | None = None,
     ) -> torch.Tensor:
-        y = x.new_empty(1, matrix.weight.shape[0] // (2 if gated else 1))
+        y = x.new_empty(1, matrix.weight.shape[0] // (1 if gate is None else 2))
         launch_row(
             y,
             x,
@@ -195,7 +203,7 @@ class Fp8Linear:
             tile,
             pdl=self._pdl,
             norm=norm,
-            gated=gated,
+            gate=gate,
             scale=matrix.scale,
         )
         return y

@@ -19,9 +19,11 @@ import triton
 import triton.language as tl
 
 from worker_daemon.contracts.fp8 import FP8, FP8_LEAST_SCALE, FP8_MAX
-from worker_daemon.contracts.layer_ops import NormedSum
+from worker_daemon.contracts.layer_ops import Activation, GateUp, Norm, NormedSum
+from worker_daemon.kernels.activation import activate
 from worker_daemon.kernels.compile_ahead import launched
 from worker_daemon.kernels.launch import await_previous, launch_options, row_warps, start_next
+from worker_daemon.kernels.norm import offset_gain, with_part_normed
 
 MAX_SIZE: Final = 16384
 """Largest K of a fused conversion: the row lies in the registers of one program."""
@@ -37,8 +39,8 @@ _SUBNORMAL_ROUNDER = tl.constexpr(1.5 * 2.0**14)
 """FP8 values below _LEAST_NORMAL are multiples of 2^-9. Adding this number to a float32 value and
 subtracting it again rounds the value to such a multiple."""
 
-_Way: TypeAlias = Literal["plain", "norm", "add and norm", "gate"]
-"""The operation that a conversion is fused with."""
+_Way: TypeAlias = Literal["plain", "norm", "add and norm"] | Activation
+"""The operation that a conversion is fused with; an activation is that of a gate."""
 
 
 class RowForm(NamedTuple):
@@ -67,7 +69,7 @@ def fp8_rows(x: torch.Tensor, form: RowForm, *, pdl: bool) -> Fp8Rows:
     """Return x [N, K] in FP8, saturated. A NaN stays NaN, or makes its row NaN."""
     num_rows, num_columns = x.shape
     if num_columns <= MAX_SIZE and x.is_contiguous():
-        return _fused_rows(x, x, x, x, 0.0, num_columns, "plain", form, pdl)
+        return _fused_rows(x, x, x, None, num_columns, "plain", form, pdl)
     rows = _new_rows(num_rows, num_columns, form, x.device)
     given = form.given
     block = min(_BLOCK, triton.next_power_of_2(num_columns))
@@ -93,26 +95,24 @@ def fp8_rows(x: torch.Tensor, form: RowForm, *, pdl: bool) -> Fp8Rows:
 def fp8_norm_rows(source: NormedSum, form: RowForm, *, pdl: bool) -> tuple[Fp8Rows, torch.Tensor]:
     """Return the norm of source, rounded to its dtype, in FP8; and its sum, [N, K], K <=
     MAX_SIZE."""
-    part, residual, weight, eps = source
+    part, residual, norm, _ = with_part_normed(source, pdl=pdl)
     total = residual if part is None else torch.empty_like(residual)
     x = residual if part is None else part
     way: _Way = "norm" if part is None else "add and norm"
-    return _fused_rows(x, residual, weight, total, eps, residual.shape[1], way, form, pdl), total
+    return _fused_rows(x, residual, total, norm, residual.shape[1], way, form, pdl), total
 
 
-def fp8_gate_rows(gate_up: torch.Tensor, form: RowForm, *, pdl: bool) -> Fp8Rows:
-    """Return silu(gate) * up of gate_up [N, 2 K], gate first, rounded to its dtype, in FP8; K <=
-    MAX_SIZE."""
-    num_columns = gate_up.shape[1] // 2
-    return _fused_rows(gate_up, gate_up, gate_up, gate_up, 0.0, num_columns, "gate", form, pdl)
+def fp8_gate_rows(gate_up: GateUp, form: RowForm, *, pdl: bool) -> Fp8Rows:
+    """Return what gate_up [N, 2 K] says, rounded to its dtype, in FP8; K <= MAX_SIZE."""
+    x, activation = gate_up
+    return _fused_rows(x, x, x, None, x.shape[1] // 2, activation, form, pdl)
 
 
 def _fused_rows(
     x: torch.Tensor,
     residual: torch.Tensor,
-    weight: torch.Tensor,
     total: torch.Tensor,
-    eps: float,
+    norm: Norm | None,
     num_columns: int,
     way: _Way,
     form: RowForm,
@@ -130,13 +130,15 @@ def _fused_rows(
         total,
         x,
         residual,
-        weight,
+        x if norm is None else norm.weight,
         x if given is None else given,
         num_rows,
         0 if given is None else given.shape[0],
-        eps,
+        0.0 if norm is None else norm.eps,
         SIZE=num_columns,
         WAY=way,
+        NORMED=norm is not None,
+        WEIGHT_OFFSET=0.0 if norm is None else norm.weight_offset,
         TERMS=form.num_terms,
         IS_GIVEN=given is not None,
         BLOCK_G=1 if given is None else triton.next_power_of_2(given.shape[0]),
@@ -211,6 +213,8 @@ def _fused_kernel(
     eps,
     SIZE: tl.constexpr,
     WAY: tl.constexpr,
+    NORMED: tl.constexpr,
+    WEIGHT_OFFSET: tl.constexpr,
     TERMS: tl.constexpr,
     IS_GIVEN: tl.constexpr,
     BLOCK_G: tl.constexpr,
@@ -225,14 +229,9 @@ def _fused_kernel(
     if WAY == "plain":
         await_previous(PDL)
         value = tl.load(x + element, mask=inside, other=0.0).to(tl.float32)
-    elif WAY == "gate":
-        await_previous(PDL)
-        source = x + row * (2 * SIZE) + column
-        gate = tl.load(source, mask=inside, other=0.0).to(tl.float32)
-        up = tl.load(source + SIZE, mask=inside, other=0.0).to(tl.float32)
-        value = gate * tl.sigmoid(gate) * up
-    else:
+    elif NORMED:
         weight = tl.load(gain + column, mask=inside, other=0.0).to(tl.float32)
+        weight = offset_gain(weight, WEIGHT_OFFSET)
         await_previous(PDL)
         value = tl.load(x + element, mask=inside, other=0.0)
         if WAY == "add and norm":
@@ -241,6 +240,12 @@ def _fused_kernel(
             tl.store(total + element, value, mask=inside)
         value = value.to(tl.float32)
         value = value * tl.rsqrt(tl.sum(value * value) / SIZE + eps) * weight
+    else:
+        await_previous(PDL)
+        source = x + row * (2 * SIZE) + column
+        gate = tl.load(source, mask=inside, other=0.0).to(tl.float32)
+        up = tl.load(source + SIZE, mask=inside, other=0.0).to(tl.float32)
+        value = activate(gate, WAY) * up
     value = value.to(x.dtype.element_ty).to(tl.float32)
     if IS_GIVEN:
         factor = _given_scale(given, num_given, BLOCK_G)

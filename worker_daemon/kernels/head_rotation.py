@@ -13,6 +13,8 @@ in its tile as any other row. The other elements stay.
 import triton
 import triton.language as tl
 
+from worker_daemon.kernels.norm import offset_gain
+
 
 @triton.jit
 def load_angles(
@@ -74,14 +76,16 @@ def load_gains(
     INTERLEAVED: tl.constexpr,
     BLOCK_D: tl.constexpr,
     NORMED: tl.constexpr,
+    WEIGHT_OFFSET: tl.constexpr,
 ):
-    """Return a norm's weights [HEAD_DIM] for turn, the same in every row; ones if not NORMED."""
+    """Return a norm's factors [HEAD_DIM] for turn, the same in every row; ones if not NORMED."""
     if NORMED:
         in_head = tl.broadcast_to((tl.arange(0, BLOCK_D) < HEAD_DIM)[None, :], [ROWS, BLOCK_D])
         row = tl.zeros([ROWS], tl.int32)
         own, partner = load_pairs(
             weights + row, in_head, HEAD_DIM, ROTARY_DIM, INTERLEAVED, BLOCK_D
         )
+        own, partner = offset_gain(own, WEIGHT_OFFSET), offset_gain(partner, WEIGHT_OFFSET)
     else:
         own, partner = 1.0, 1.0
     return own, partner

@@ -8,8 +8,15 @@ import torch
 
 from worker_daemon.contracts.int4 import Int4Matrix
 from worker_daemon.contracts.kv_scales import KVScales
-from worker_daemon.contracts.layer_ops import AdapterWeights, HeadNorms, NormedSum, SpanNorms
-from worker_daemon.kernels.activation import silu_and_mul
+from worker_daemon.contracts.layer_ops import (
+    Activation,
+    AdapterWeights,
+    HeadNorms,
+    Norm,
+    NormedSum,
+    SpanNorms,
+)
+from worker_daemon.kernels.activation import act_and_mul
 from worker_daemon.kernels.adapted_linear import AdaptedLinear
 from worker_daemon.kernels.argmax import greedy_tokens
 from worker_daemon.kernels.experts import TritonExperts
@@ -17,7 +24,7 @@ from worker_daemon.kernels.fp8_linear import Fp8Linear
 from worker_daemon.kernels.int4_linear import Int4Linear
 from worker_daemon.kernels.launch import has_dependent_launch
 from worker_daemon.kernels.linear import ThinLinear
-from worker_daemon.kernels.norm import add_rms_norm, rms_norm, sum_and_norm
+from worker_daemon.kernels.norm import rms_norm, rms_norm_add, sum_and_norm
 from worker_daemon.kernels.rope_store import rotate_and_store
 from worker_daemon.kernels.row_linear import launch_row, row_norm
 from worker_daemon.kernels.span_norm import norm_spans, span_means
@@ -49,14 +56,18 @@ class TritonOps:
         return self._thin.linear(x, weight, bias, out)
 
     def gated_linear(
-        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        activation: Activation,
     ) -> torch.Tensor:
         """x [N, K], weight [2 I, K], gate first, bias [2 I] -> [N, I]."""
         tile = self._thin.row_tile(x, weight)
         if tile is None:
-            return self.silu_and_mul(self.linear(x, weight, bias))
+            return self.act_and_mul(self.linear(x, weight, bias), activation)
         y = x.new_empty(1, weight.shape[0] // 2)
-        launch_row(y, x, weight, bias, tile, pdl=self._pdl, gated=True)
+        launch_row(y, x, weight, bias, tile, pdl=self._pdl, gate=activation)
         return y
 
     def norm_linear(
@@ -69,21 +80,25 @@ class TritonOps:
             normed, total = self.sum_and_norm(source)
             return self.linear(normed, weight, bias), total
         y = source.residual.new_empty(1, weight.shape[0])
-        x, norm = row_norm(source)
+        x, norm = row_norm(source, pdl=self._pdl)
         launch_row(y, x, weight, bias, tile, pdl=self._pdl, norm=norm)
         return y, norm.total
 
     def norm_gated_linear(
-        self, source: NormedSum, weight: torch.Tensor, bias: torch.Tensor | None
+        self,
+        source: NormedSum,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        activation: Activation,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Like norm_linear, with weight [2 I, H], gate first -> [N, I] and [N, H]."""
         tile = self._thin.row_tile(source.residual, weight)
         if tile is None:
             gate_up, total = self.norm_linear(source, weight, bias)
-            return self.silu_and_mul(gate_up), total
-        x, norm = row_norm(source)
+            return self.act_and_mul(gate_up, activation), total
+        x, norm = row_norm(source, pdl=self._pdl)
         y = x.new_empty(1, weight.shape[0] // 2)
-        launch_row(y, x, weight, bias, tile, pdl=self._pdl, norm=norm, gated=True)
+        launch_row(y, x, weight, bias, tile, pdl=self._pdl, norm=norm, gate=activation)
         return y, norm.total
 
     def int4_linear(
@@ -124,23 +139,22 @@ class TritonOps:
         bias: torch.Tensor | None,
         adapters: AdapterWeights,
         token_slots: torch.Tensor,
+        activation: Activation,
     ) -> torch.Tensor:
         """x [N, K], weight [2 I, K], gate first, bias [2 I], token_slots int32 [N] -> [N, I]."""
-        return self._adapted.gated_linear(x, weight, bias, adapters, token_slots)
+        return self._adapted.gated_linear(x, weight, bias, adapters, token_slots, activation)
 
-    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        """x [N, H], weight [H] -> [N, H]."""
-        return rms_norm(x, weight, eps, pdl=self._pdl)
+    def rms_norm(self, x: torch.Tensor, norm: Norm) -> torch.Tensor:
+        """x [N, H] -> [N, H]."""
+        return rms_norm(x, norm, pdl=self._pdl)
 
-    def add_rms_norm(
-        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """x and residual [N, H], weight [H] -> the norm and the sum, both new."""
-        return add_rms_norm(x, residual, weight, eps, pdl=self._pdl)
+    def rms_norm_add(self, x: torch.Tensor, residual: torch.Tensor, norm: Norm) -> torch.Tensor:
+        """x and residual [N, H] -> the sum, new."""
+        return rms_norm_add(x, residual, norm, pdl=self._pdl)
 
-    def silu_and_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
+    def act_and_mul(self, gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
         """gate_up [N, 2 I], gate first -> [N, I]."""
-        return silu_and_mul(gate_up, pdl=self._pdl)
+        return act_and_mul(gate_up, activation, pdl=self._pdl)
 
     def greedy_tokens(self, logits: torch.Tensor, vocab_size: int) -> torch.Tensor:
         """logits [R, >= vocab_size], rows contiguous -> int64 [R]."""

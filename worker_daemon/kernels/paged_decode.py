@@ -232,6 +232,7 @@ def launch_decode(
         INTERLEAVED=interleaved,
         HOLDS=step is not None and are_few and can_hold(tile, head_dim),
         NORMED=head_norms is not None,
+        WEIGHT_OFFSET=head_norms.weight_offset if head_norms else 0.0,
         PDL=pdl,
         num_warps=tile.num_warps,
         enable_fp_fusion=True,
@@ -310,6 +311,7 @@ def _load_turning(
     rotary_table,
     norm_weights,
     NORMED: tl.constexpr,
+    WEIGHT_OFFSET: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     ROTARY_DIM: tl.constexpr,
     INTERLEAVED: tl.constexpr,
@@ -317,16 +319,30 @@ def _load_turning(
     BLOCK_D: tl.constexpr,
 ):
     """Return the factors that rotate a token's heads, known before the projection: cos, sin, then
-    the norm weights of queries and their partners, and of the key and its partners."""
+    the norm's factors of queries and their partners, and of the key and its partners."""
     position = tl.load(positions + token, mask=token < num_tokens, other=0)
     cos, sin = load_angles(
         rotary_table, position, BLOCK_M, HEAD_DIM, ROTARY_DIM, INTERLEAVED, BLOCK_D
     )
     q_gain, q_partner = load_gains(
-        norm_weights, BLOCK_M, HEAD_DIM, ROTARY_DIM, INTERLEAVED, BLOCK_D, NORMED
+        norm_weights,
+        BLOCK_M,
+        HEAD_DIM,
+        ROTARY_DIM,
+        INTERLEAVED,
+        BLOCK_D,
+        NORMED,
+        WEIGHT_OFFSET,
     )
     k_gain, k_partner = load_gains(
-        norm_weights + HEAD_DIM, BLOCK_M, HEAD_DIM, ROTARY_DIM, INTERLEAVED, BLOCK_D, NORMED
+        norm_weights + HEAD_DIM,
+        BLOCK_M,
+        HEAD_DIM,
+        ROTARY_DIM,
+        INTERLEAVED,
+        BLOCK_D,
+        NORMED,
+        WEIGHT_OFFSET,
     )
     return cos, sin, q_gain, q_partner, k_gain, k_partner
 
@@ -560,6 +576,7 @@ def _decode_kernel(
     INTERLEAVED: tl.constexpr,
     HOLDS: tl.constexpr,
     NORMED: tl.constexpr,
+    WEIGHT_OFFSET: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """LANES: BLOCK_N if a program prefetches its first keys and values before it waits. With HOLDS,
@@ -603,7 +620,7 @@ def _decode_kernel(
     if ROTATES:
         turning = _load_turning(
             positions, token, num_tokens, rotary_table, norm_weights,
-            NORMED, HEAD_DIM, ROTARY_DIM, INTERLEAVED, BLOCK_M, BLOCK_D,
+            NORMED, WEIGHT_OFFSET, HEAD_DIM, ROTARY_DIM, INTERLEAVED, BLOCK_M, BLOCK_D,
         )  # fmt: skip
     await_previous(PDL)
     if next_token == token:

@@ -1,5 +1,5 @@
 """All-reduce of short messages over memory that the ranks of a group write to each other directly,
-alone or fused with the residual addition and the norm that follow.
+alone or fused with the residual addition and the norms that follow.
 
 Each program stores its rows into every peer's window and then polls its own window, whose words are
 `blank` until they arrive. This needs no flag and no fence, since each word is its own flag
@@ -17,9 +17,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from worker_daemon.contracts.layer_ops import NormedSum
 from worker_daemon.contracts.window import Window
 from worker_daemon.kernels.compile_ahead import launched
 from worker_daemon.kernels.launch import await_previous, launch_options, row_warps, start_next
+from worker_daemon.kernels.norm import offset_gain
 
 PROGRAMS = 128
 """Maximum number of programs: all of them fit on the device at one time, together with other
@@ -94,16 +96,16 @@ class PeerReduce:
         rounded once: the same bits on every rank. A new tensor; x must be contiguous, and
         `takes(x)`."""
         total = torch.empty_like(x)
-        self._launch(total, total, x, None, None, 0.0)
+        self._launch(total, total, x, None)
         return total
 
-    def all_reduce_add_rms_norm(
-        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float
-    ) -> tuple[Tensor, Tensor]:
-        """Return (rms_norm(s), s), s = residual + all_reduce(x), each rounded to their dtype; all
-        [N, H], weight [H]. Two new tensors."""
-        normed, total = torch.empty_like(x), torch.empty_like(x)
-        self._launch(normed, total, x, residual, weight, eps)
+    def all_reduce_and_norm(self, source: NormedSum) -> tuple[Tensor, Tensor]:
+        """Return the norm and the sum of source, [N, H], whose part is first summed over the ranks;
+        each is rounded to their dtype. Two new tensors."""
+        part = source.part
+        assert part is not None
+        normed, total = torch.empty_like(part), torch.empty_like(part)
+        self._launch(normed, total, part, source)
         return normed, total
 
     def _launch(
@@ -111,11 +113,10 @@ class PeerReduce:
         normed: Tensor,
         total: Tensor,
         x: Tensor,
-        residual: Tensor | None,
-        weight: Tensor | None,
-        eps: float,
+        fused: NormedSum | None,
     ) -> None:
         assert x.is_contiguous()
+        residual, norm, x_norm = (None, None, None) if fused is None else fused[1:]
         assert residual is None or (residual.is_contiguous() and residual.shape == x.shape)
         size = x.shape[-1] // 2
         num_rows = x.numel() // x.shape[-1]
@@ -126,8 +127,10 @@ class PeerReduce:
             _words(total),
             source,
             source if residual is None else _words(residual),
-            source if weight is None else _words(weight),
-            eps,
+            None if norm is None else _words(norm.weight),
+            0.0 if norm is None else norm.eps,
+            None if x_norm is None else _words(x_norm.weight),
+            None if x_norm is None else x_norm.eps,
             self._addresses,
             self._turns,
             num_rows,
@@ -140,7 +143,9 @@ class PeerReduce:
             BLOCK=block,
             DTYPE=_TRITON_DTYPES[x.dtype],
             POLLS=self._polls_per_stop,
-            FUSED=residual is not None,
+            FUSED=fused is not None,
+            WEIGHT_OFFSET=0.0 if norm is None else norm.weight_offset,
+            X_WEIGHT_OFFSET=0.0 if x_norm is None else x_norm.weight_offset,
             PDL=self._pdl,
             num_warps=row_warps(block),
             enable_fp_fusion=True,
@@ -184,6 +189,29 @@ def _pack(low, high, DTYPE: tl.constexpr):
 
 
 @triton.jit
+def _load_gain(weight, word, SIZE: tl.constexpr):
+    """Return the words of a norm's weight; 0 if there is no norm."""
+    if weight is None:
+        gain = tl.zeros_like(word)
+    else:
+        gain = tl.load(weight + word, mask=word < SIZE, other=0)
+    return gain
+
+
+@triton.jit
+def _normed(
+    low, high, gain, eps, SIZE: tl.constexpr, WEIGHT_OFFSET: tl.constexpr, DTYPE: tl.constexpr
+):
+    """Return the norm of a row of SIZE words, rounded to DTYPE before it but not after it."""
+    low = low.to(DTYPE).to(tl.float32)
+    high = high.to(DTYPE).to(tl.float32)
+    scale = tl.rsqrt(tl.sum(low * low + high * high) / (2 * SIZE) + eps)
+    low = low * scale * offset_gain(_low(gain, DTYPE), WEIGHT_OFFSET)
+    high = high * scale * offset_gain(_high(gain, DTYPE), WEIGHT_OFFSET)
+    return low, high
+
+
+@triton.jit
 def _window(address):
     """Return the int32 words at an address that is stored as a number."""
     return tl.multiple_of(tl.load(address).to(tl.pointer_type(tl.int32)), 16)
@@ -214,6 +242,8 @@ def _peer_reduce_kernel(
     residual,
     weight,
     eps,
+    x_weight,
+    x_eps,
     addresses,
     turns,
     num_rows,
@@ -227,16 +257,20 @@ def _peer_reduce_kernel(
     DTYPE: tl.constexpr,
     POLLS: tl.constexpr,
     FUSED: tl.constexpr,
+    WEIGHT_OFFSET: tl.constexpr,
+    X_WEIGHT_OFFSET: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    """weight: of the norm of the result; x_weight: of a norm of the sum over the ranks, before it
+    is added. None: no such norm."""
     start_next(PDL)
     program = tl.program_id(0)
     programs = tl.num_programs(0)
     word = tl.arange(0, BLOCK)
     stop = tl.load(addresses + RANKS).to(tl.pointer_type(tl.int32))
     window = _window(addresses + RANK)
-    if FUSED:
-        gain = tl.load(weight + word, mask=word < SIZE, other=0)
+    gain = _load_gain(weight, word, SIZE)
+    x_gain = _load_gain(x_weight, word, SIZE)
     await_previous(PDL)
     turn = tl.load(turns + program)
     is_stopped = (turn == _STOPPED).to(tl.int32)
@@ -272,15 +306,13 @@ def _peer_reduce_kernel(
                 tl.store(inbox, tl.full((BLOCK,), BLANK, tl.int32), mask=inside)
             low += _low(words, DTYPE)
             high += _high(words, DTYPE)
+        if x_weight is not None:
+            low, high = _normed(low, high, x_gain, x_eps, SIZE, X_WEIGHT_OFFSET, DTYPE)
         if FUSED:
             low = _low(before, DTYPE) + low.to(DTYPE).to(tl.float32)
             high = _high(before, DTYPE) + high.to(DTYPE).to(tl.float32)
             tl.store(total + element, _pack(low, high, DTYPE), mask=inside)
-            low = low.to(DTYPE).to(tl.float32)
-            high = high.to(DTYPE).to(tl.float32)
-            scale = tl.rsqrt(tl.sum(low * low + high * high) / (2 * SIZE) + eps)
-            low = low * scale * _low(gain, DTYPE)
-            high = high * scale * _high(gain, DTYPE)
+            low, high = _normed(low, high, gain, eps, SIZE, WEIGHT_OFFSET, DTYPE)
             tl.store(normed + element, _pack(low, high, DTYPE), mask=inside)
         else:
             tl.store(total + element, _pack(low, high, DTYPE), mask=inside)

@@ -18,6 +18,7 @@ from worker_daemon.contracts.layer_ops import HeadNorms
 from worker_daemon.kernels.compile_ahead import launched
 from worker_daemon.kernels.fp8 import quantize
 from worker_daemon.kernels.launch import await_previous, launch_options, start_next
+from worker_daemon.kernels.norm import offset_gain
 
 _TILE_ELEMENTS = 1024
 """Elements of each half of the heads per program: 16 bytes per thread and load, with elements of
@@ -103,6 +104,7 @@ def rotate_and_store(
         ROTARY_HALF=rotary_half,
         INTERLEAVED=interleaved,
         NORMED=head_norms is not None,
+        WEIGHT_OFFSET=head_norms.weight_offset if head_norms else 0.0,
         STORED=is_stored,
         BLOCK_HEADS=block_heads,
         BLOCK_HALF=block_half,
@@ -157,6 +159,13 @@ def _find_pairs(pair, HALF: tl.constexpr, ROTARY_HALF: tl.constexpr, INTERLEAVED
     return first, distance
 
 
+@triton.jit
+def _load_gains(gains, in_half, WEIGHT_OFFSET: tl.constexpr):
+    """Return the factors of a norm, fp32, from pointers to its weights, [heads, half]."""
+    weight = tl.load(gains, mask=in_half[None, :], other=0.0)
+    return offset_gain(weight.to(tl.float32), WEIGHT_OFFSET)
+
+
 @launched
 @triton.jit(do_not_specialize_on_alignment=["positions", "slot_mapping"])
 def _rotate_and_store_kernel(
@@ -179,6 +188,7 @@ def _rotate_and_store_kernel(
     ROTARY_HALF: tl.constexpr,
     INTERLEAVED: tl.constexpr,
     NORMED: tl.constexpr,
+    WEIGHT_OFFSET: tl.constexpr,
     STORED: tl.constexpr,
     BLOCK_HEADS: tl.constexpr,
     BLOCK_HALF: tl.constexpr,
@@ -199,8 +209,8 @@ def _rotate_and_store_kernel(
     if NORMED:
         is_key = (head >= NUM_Q_HEADS).to(tl.int32)
         gains = norm_weights + (is_key * (2 * HALF))[:, None] + dim[None, :]
-        first_gain = tl.load(gains, mask=in_half[None, :], other=0.0).to(tl.float32)
-        second_gain = tl.load(gains + distance, mask=in_half[None, :], other=0.0).to(tl.float32)
+        first_gain = _load_gains(gains, in_half, WEIGHT_OFFSET)
+        second_gain = _load_gains(gains + distance, in_half, WEIGHT_OFFSET)
     # Loaded for every head: a row shared by all heads would pass through shared memory.
     angle = rotary_table + tl.load(positions + token).to(tl.int64) * (2 * ROTARY_HALF) + pair
     angle = tl.broadcast_to(angle[None, :], [BLOCK_HEADS, BLOCK_HALF])
@@ -214,8 +224,7 @@ def _rotate_and_store_kernel(
     if STORED:
         slot = tl.load(slot_mapping + token).to(tl.int64)
 
-    first = raw_first.to(tl.float32)
-    second = raw_second.to(tl.float32)
+    first, second = raw_first.to(tl.float32), raw_second.to(tl.float32)
     if NORMED:
         squares = tl.sum(first * first, 1) + tl.sum(second * second, 1)
         scale = tl.rsqrt(squares / (2 * HALF) + eps)[:, None]

@@ -20,9 +20,11 @@ import triton
 import triton.language as tl
 
 from worker_daemon.contracts.fp8 import FP8_BLOCK
-from worker_daemon.contracts.layer_ops import NormedSum
+from worker_daemon.contracts.layer_ops import Activation, Norm, NormedSum
+from worker_daemon.kernels.activation import activate
 from worker_daemon.kernels.compile_ahead import launched
 from worker_daemon.kernels.launch import await_previous, launch_options, start_next
+from worker_daemon.kernels.norm import offset_gain, with_part_normed
 from worker_daemon.kernels.tuning import VectorTile
 
 _VECTOR_BITS = tl.constexpr(128)
@@ -30,23 +32,21 @@ _VECTOR_BITS = tl.constexpr(128)
 
 
 class RowNorm(NamedTuple):
-    """The norm that computes the row from x: rms_norm(residual + x) * weight, or of x alone."""
+    """The norm that computes the row from x: that of residual + x, or of x alone."""
 
-    weight: torch.Tensor
-    """[I]"""
-    eps: float
+    norm: Norm
     residual: torch.Tensor | None
     """[1, I], contiguous; rounded to the dtype of x when x is added."""
     total: torch.Tensor
     """[1, I]: receives residual + x; unused without residual."""
 
 
-def row_norm(source: NormedSum) -> tuple[torch.Tensor, RowNorm]:
+def row_norm(source: NormedSum, *, pdl: bool) -> tuple[torch.Tensor, RowNorm]:
     """Return the row for launch_row, and the norm to apply to it."""
-    part, residual, weight, eps = source
+    part, residual, norm, _ = with_part_normed(source, pdl=pdl)
     if part is None:
-        return residual, RowNorm(weight, eps, None, residual)
-    return part, RowNorm(weight, eps, residual, torch.empty_like(residual))
+        return residual, RowNorm(norm, None, residual)
+    return part, RowNorm(norm, residual, torch.empty_like(residual))
 
 
 def launch_row(
@@ -58,40 +58,41 @@ def launch_row(
     *,
     pdl: bool,
     norm: RowNorm | None = None,
-    gated: bool = False,
+    gate: Activation | None = None,
     scale: torch.Tensor | None = None,
 ) -> None:
     """Compute y [1, O] = x [1, I] weight [O, I]^T + bias [O], each row contiguous; one dtype,
     unless weight is float8_e4m3fn with a scale, float32 (Fp8Matrix).
 
-    norm: its result replaces x, and is not rounded before the multiplication. gated: the upper half
-    of the product is multiplied by silu of the lower half, both rounded first, and y is [1, O / 2];
-    a tile of one row then covers two.
+    norm: its result replaces x, and is not rounded before the multiplication. gate: the upper half
+    of the product is multiplied by this activation of the lower half, both rounded first, and y is
+    [1, O / 2]; a tile of one row then covers two.
     """
     num_outputs, num_inputs = weight.shape
     assert x.shape[0] == 1
     assert scale is not None or x.dtype == weight.dtype
     assert x.stride(1) == weight.stride(1) == y.stride(1) == 1
-    assert not gated or num_outputs % 2 == 0
-    block_o = max(2, tile.block_o) if gated else tile.block_o
+    assert gate is None or num_outputs % 2 == 0
+    block_o = tile.block_o if gate is None else max(2, tile.block_o)
     residual = None if norm is None else norm.residual
     _row_kernel[(triton.cdiv(num_outputs, block_o),)](
         y,
         x if norm is None else norm.total,
         x,
         x if residual is None else residual,
-        x if norm is None else norm.weight,
+        x if norm is None else norm.norm.weight,
         weight,
         x if scale is None else scale,
         x if bias is None else bias,
         num_outputs,
         weight.stride(0),
         0 if scale is None else scale.stride(0),
-        0.0 if norm is None else norm.eps,
+        0.0 if norm is None else norm.norm.eps,
         SIZE=num_inputs,
         NORM=norm is not None,
+        WEIGHT_OFFSET=0.0 if norm is None else norm.norm.weight_offset,
         ADD=residual is not None,
-        GATED=gated,
+        GATE=gate,
         HAS_SCALE=scale is not None,
         SCALE_BLOCK=FP8_BLOCK if scale is not None and scale.dim() == 2 else 0,
         HAS_BIAS=bias is not None,
@@ -122,8 +123,9 @@ def _row_kernel(
     eps,
     SIZE: tl.constexpr,
     NORM: tl.constexpr,
+    WEIGHT_OFFSET: tl.constexpr,
     ADD: tl.constexpr,
-    GATED: tl.constexpr,
+    GATE: tl.constexpr,
     HAS_SCALE: tl.constexpr,
     SCALE_BLOCK: tl.constexpr,
     HAS_BIAS: tl.constexpr,
@@ -132,19 +134,19 @@ def _row_kernel(
     BLOCK_I: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """SCALE_BLOCK: 0 for a scale of each row."""
+    """GATE: an Activation or None. SCALE_BLOCK: 0 for a scale of each row."""
     start_next(PDL)
     VECTOR: tl.constexpr = _VECTOR_BITS // weight.dtype.element_ty.primitive_bitwidth
     VECTORS: tl.constexpr = BLOCK_I // VECTOR
     program = tl.program_id(0)
     row = program * BLOCK_O + tl.arange(0, BLOCK_O)
     present = row < num_outputs
-    if GATED:  # a gate's row, then the row that it gates
+    if GATE is not None:  # a gate's row, then the row that it gates
         row = row // 2 + (row % 2) * (num_outputs // 2)
     column = tl.arange(0, BLOCK_I)
     weight_row = weight + row.to(tl.int64)[:, None] * weight_stride
     w = _load_weights(weight_row, present, column, SIZE, EVEN)
-    g = _load_gain(gain, column, SIZE, BLOCK_I, NORM)
+    g = _load_gain(gain, column, SIZE, BLOCK_I, NORM, WEIGHT_OFFSET)
     if HAS_SCALE and SCALE_BLOCK == 0:
         factor = tl.load(scale + row, mask=present, other=0.0)
     await_previous(PDL)
@@ -157,7 +159,7 @@ def _row_kernel(
         next_g = g
         if start + BLOCK_I < SIZE:
             next_w = _load_weights(weight_row, present, after, SIZE, EVEN)
-            next_g = _load_gain(gain, after, SIZE, BLOCK_I, NORM)
+            next_g = _load_gain(gain, after, SIZE, BLOCK_I, NORM, WEIGHT_OFFSET)
         value = _load_row(total, x, residual, here, program, SIZE, ADD).to(tl.float32)
         if NORM:
             squares += tl.sum(tl.reshape(value * value, [VECTORS, VECTOR]), 1)
@@ -177,18 +179,26 @@ def _row_kernel(
         result *= tl.rsqrt(tl.sum(squares) / SIZE + eps)
     if HAS_BIAS:
         result += tl.load(bias + row, mask=present, other=0.0).to(tl.float32)
-    if GATED:
-        _store_gated(y, result, program, num_outputs, BLOCK_O)
+    if GATE is not None:
+        _store_gated(y, result, program, num_outputs, BLOCK_O, GATE)
     else:
         tl.store(y + row, result.to(y.dtype.element_ty), mask=present)
 
 
 @triton.jit
-def _load_gain(gain, column, SIZE: tl.constexpr, BLOCK_I: tl.constexpr, NORM: tl.constexpr):
-    """Return the norm's weights; 1 without a norm."""
+def _load_gain(
+    gain,
+    column,
+    SIZE: tl.constexpr,
+    BLOCK_I: tl.constexpr,
+    NORM: tl.constexpr,
+    WEIGHT_OFFSET: tl.constexpr,
+):
+    """Return the norm's factors; 1 without a norm."""
     g = tl.full([BLOCK_I], 1.0, tl.float32)
     if NORM:
         g = tl.load(gain + column, mask=column < SIZE, other=0.0).to(tl.float32)
+        g = offset_gain(g, WEIGHT_OFFSET)
     return g
 
 
@@ -204,11 +214,11 @@ def _load_row(total, x, residual, here, program, SIZE: tl.constexpr, ADD: tl.con
 
 
 @triton.jit
-def _store_gated(y, result, program, num_outputs, BLOCK_O: tl.constexpr):
-    """Store silu(gate) * up of the result [BLOCK_O], in which each gate precedes its up."""
+def _store_gated(y, result, program, num_outputs, BLOCK_O: tl.constexpr, GATE: tl.constexpr):
+    """Store GATE(gate) * up of the result [BLOCK_O], in which each gate precedes its up."""
     result = result.to(y.dtype.element_ty).to(tl.float32)
     gate, up = tl.split(tl.reshape(result, [BLOCK_O // 2, 2]))
-    gated = gate * tl.sigmoid(gate) * up
+    gated = activate(gate, GATE) * up
     column = program * (BLOCK_O // 2) + tl.arange(0, BLOCK_O // 2)
     tl.store(y + column, gated.to(y.dtype.element_ty), mask=column < num_outputs // 2)
 

@@ -13,6 +13,7 @@ from typing import Final, NamedTuple
 from torch import Tensor
 
 from worker_daemon.contracts.layer_ops import (
+    Activation,
     AdapterWeights,
     GateUp,
     LayerOps,
@@ -173,18 +174,20 @@ class AdaptedLinearMethod(LinearMethod):
         normed, total = self._ops.sum_and_norm(source)
         return self.forward(normed), total
 
-    def forward_gated(self, x: Tensor) -> Tensor:
+    def forward_gated(self, x: Tensor, activation: Activation) -> Tensor:
         token_slots = self._adapters.token_slots
         if token_slots is None:
-            return super().forward_gated(x)
+            return super().forward_gated(x, activation)
         weights = self._adapters.weights(self._number)
-        return self._ops.adapted_gated_linear(x, *self._matrix, weights, token_slots)
+        return self._ops.adapted_gated_linear(x, *self._matrix, weights, token_slots, activation)
 
-    def forward_normed_gated(self, source: NormedSum) -> tuple[Tensor, Tensor]:
+    def forward_normed_gated(
+        self, source: NormedSum, activation: Activation
+    ) -> tuple[Tensor, Tensor]:
         if self._adapters.token_slots is None:
-            return super().forward_normed_gated(source)
+            return super().forward_normed_gated(source, activation)
         normed, total = self._ops.sum_and_norm(source)
-        return self.forward_gated(normed), total
+        return self.forward_gated(normed, activation), total
 
 
 class AdaptedProduct:

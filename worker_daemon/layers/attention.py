@@ -26,11 +26,12 @@ from worker_daemon.layers.linear import (
     stacked_shards,
 )
 from worker_daemon.layers.norm import (
+    BlockNorms,
     NormSpec,
+    Part,
     QKNormSpec,
     QueryKeyNorm,
     QueryKeySpanNorm,
-    RMSNorm,
 )
 from worker_daemon.layers.parameter import Parameter, Piece
 from worker_daemon.layers.rotary import Rope
@@ -78,8 +79,9 @@ class HeadSizes:
 class AttentionSpec:
     """Sizes and switches of an attention block, before tensor parallelism splits it."""
 
-    norm: NormSpec
-    """The norm of the residual stream, before the projections."""
+    norm: NormSpec | None
+    """The norm of the residual stream, before the projections; None: they take the stream
+    itself."""
     heads: HeadSizes
     """The heads of the whole model."""
     qkv_bias: bool
@@ -90,6 +92,8 @@ class AttentionSpec:
     """The norm of queries and keys; None if the model has no such norm."""
     sliding_window: int | None = None
     """In tokens; None attends to everything."""
+    post_norm: NormSpec | None = None
+    """The norm of the block's output, before it is added to the residual stream; None: no norm."""
     scale: float | None = None
     """Factor of the scores, above 0; None: head_dim**-0.5."""
     logit_softcap: float | None = None
@@ -103,8 +107,9 @@ class AttentionSpec:
 
 
 class AttentionBlock:
-    """Computes the norm of the residual stream, projections, optional norms of queries and keys,
-    rotation, attention by the backend, and output projection.
+    """Computes projections of the residual stream, after an optional norm; optional norms of
+    queries and keys, rotation, and attention by the backend; output projection, and an optional
+    norm of the result.
 
     Query heads are split evenly. KV heads are split if the group's size divides their number; a
     larger group replicates each KV head on size / num_key_value_heads consecutive ranks.
@@ -118,7 +123,7 @@ class AttentionBlock:
         num_kv_heads = max(1, heads.num_key_value_heads // setup.tp.size)
         first_kv_head = setup.tp.rank * heads.num_key_value_heads // setup.tp.size
         self.kv_spec = KVLayerSpec(name, num_kv_heads, heads.head_dim, spec.sliding_window)
-        self._norm = RMSNorm(prefix, spec.norm, setup)
+        self._norms = BlockNorms(prefix, spec.norm, spec.post_norm, setup)
         merged = f"{name}.qkv_proj"
         q, k, v = _qkv_shards(name, heads, first_kv_head, num_kv_heads, setup.tp)
         self._qkv = ColumnParallelLinear(
@@ -163,23 +168,23 @@ class AttentionBlock:
 
     def forward(
         self,
-        part: Tensor | None,
+        part: Part,
         residual: Tensor,
         kv_cache: Tensor,
         step: AttentionStep,
         backend: AttentionBackend,
-    ) -> tuple[Tensor, Tensor]:
-        """Take and return the residual stream as (part, residual) [N, H], like
+    ) -> tuple[Part, Tensor]:
+        """Take and return the residual stream as (part, residual), like
         DecoderLayer.forward; write k and v into kv_cache, unless that is empty."""
         # Reuse one name, so that each tensor is freed once the next exists.
-        x, residual = self._norm.project(self._qkv, part, residual)
+        x, residual = self._norms.project(self._qkv, part, residual)
         if self._span_norm is not None:
             x = self._span_norm.forward(x)
         x = backend.rotate_and_attend(x, kv_cache, self._layer, step)
-        return self._out.forward(x.flatten(1)), residual
+        return self._norms.part(self._out.forward(x.flatten(1))), residual
 
     def parameters(self) -> Iterator[Parameter]:
-        yield from self._norm.parameters()
+        yield from self._norms.parameters()
         yield from self._qkv.parameters()
         for norm in (self._head_norm, self._span_norm):
             if norm is not None:

@@ -46,14 +46,21 @@ def vocab_parallel_weight(name: str, vocab_size: int, setup: LayerSetup) -> Para
 
 
 class VocabParallelEmbedding:
-    """Maps ids to rows of the embedding. The LM head may share its weight."""
+    """Maps ids to rows of the embedding, times a factor. The LM head may share its weight."""
 
-    def __init__(self, weight: Parameter, tp: TensorParallel) -> None:
+    def __init__(self, weight: Parameter, tp: TensorParallel, scale: float | None = None) -> None:
+        """scale: the factor, rounded to the weight's dtype before the product; None: no factor."""
         self._weight = weight
         self._tp = tp
+        dtype = weight.data.dtype
+        self._scale = None if scale is None else torch.tensor(scale, dtype=dtype).item()
 
     def forward(self, input_ids: Tensor) -> Tensor:
         """input_ids int32 or int64 [N], each below V -> [N, H], equal on every rank."""
+        hidden = self._look_up(input_ids)
+        return hidden if self._scale is None else hidden.mul_(self._scale)
+
+    def _look_up(self, input_ids: Tensor) -> Tensor:
         if self._tp.size == 1:
             return functional.embedding(input_ids, self._weight.data)
         rows = self._weight.data.shape[0]
@@ -69,17 +76,25 @@ class VocabParallelEmbedding:
 class LMHead:
     """Computes logits over the unpadded vocabulary from hidden states, gathered from all ranks."""
 
-    def __init__(self, weight: Parameter, vocab_size: int, setup: LayerSetup) -> None:
-        """weight: from `vocab_parallel_weight`; may be shared with the embedding."""
+    def __init__(
+        self,
+        weight: Parameter,
+        vocab_size: int,
+        setup: LayerSetup,
+        logit_softcap: float | None = None,
+    ) -> None:
+        """weight: from `vocab_parallel_weight`; may be shared with the embedding. logit_softcap:
+        limits all logits, which become logit_softcap * tanh(logit / logit_softcap)."""
         self._rows = weight.data.shape[0]
         self._method = LinearMethod(weight, None, setup.ops)
         self._vocab_size = vocab_size
+        self._softcap = logit_softcap
         self._ops = setup.ops
         self._tp = setup.tp
 
     def forward(self, hidden: Tensor) -> Tensor:
         """hidden [R, H] -> [R, V] as gather returns it."""
-        return self.gather(self._method.forward(hidden))
+        return self.gather(self._capped(self._method.forward(hidden)))
 
     def new_logits(self, num_rows: int) -> Tensor:
         """Return memory for this rank's logits [num_rows, v]."""
@@ -87,7 +102,12 @@ class LMHead:
 
     def multiply(self, hidden: Tensor, out: Tensor) -> Tensor:
         """hidden [R, H] -> this rank's logits [R, v], in out."""
-        return self._method.forward_into(hidden, out)
+        return self._capped(self._method.forward_into(hidden, out))
+
+    def _capped(self, logits: Tensor) -> Tensor:
+        """Limit logits in place; each operation rounds, as in transformers."""
+        cap = self._softcap
+        return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
 
     def gather(self, local: Tensor) -> Tensor:
         """Each rank's logits [R, v] -> [R, V] in the model's dtype, equal on every rank: a view of

@@ -15,6 +15,7 @@ from torch.nn import functional
 from worker_daemon.contracts.attention import AttentionBackend, AttentionMetadata, AttentionStep
 from worker_daemon.layers.attention import HeadSizes
 from worker_daemon.layers.linear import ColumnParallelLinear, RowParallelLinear, even_shard
+from worker_daemon.layers.norm import Part, residual_stream
 from worker_daemon.layers.parameter import Parameter, Piece, whole_vector
 from worker_daemon.layers.setup import LayerSetup
 
@@ -102,6 +103,7 @@ class EncoderLayer:
         name, hidden, tp = f"encoder.layer.{index}", setup.hidden_size, setup.tp
         heads, inner = attention.heads, mlp.intermediate_size
         self._head_dim = heads.head_dim
+        self._ops = setup.ops
         self._tp = tp
         self._qkv = ColumnParallelLinear(
             f"{name}.attention.self.qkv",
@@ -131,7 +133,7 @@ class EncoderLayer:
 
     def forward(
         self,
-        part: Tensor | None,
+        part: Part,
         residual: Tensor,
         kv_cache: Tensor,
         step: AttentionStep,
@@ -139,7 +141,7 @@ class EncoderLayer:
     ) -> tuple[None, Tensor]:
         """Take and return the residual stream, [N, H], like DecoderLayer.forward; ignores cache and
         backend, which layers with a KV cache use."""
-        x = residual if part is None else residual + self._tp.all_reduce(part)
+        x = residual_stream(part, residual, self._ops, self._tp)
         heads = self._qkv.forward(x).view(x.shape[0], 3, -1, self._head_dim)
         q, k, v = heads.unbind(1)
         out = self._out.forward(attend_whole(q, k, v, step.metadata).flatten(1))

@@ -16,7 +16,7 @@ from worker_daemon.contracts.layer_ops import NormedSum
 from worker_daemon.errors import config_error
 from worker_daemon.layers.fp8 import make_fp8_parameters
 from worker_daemon.layers.linear import GatedColumnParallelLinear, RowParallelLinear, even_shard
-from worker_daemon.layers.norm import NormSpec, RMSNorm
+from worker_daemon.layers.norm import NormSpec, Part, RMSNorm
 from worker_daemon.layers.parameter import Parameter, Piece
 from worker_daemon.layers.quantization import Int4Quantization, Quantization
 from worker_daemon.layers.setup import LayerSetup
@@ -67,11 +67,11 @@ class ExpertsBlock:
         self._experts = _Experts(name, spec, setup)
 
     def forward(
-        self, part: Tensor | None, residual: Tensor, query_start_loc: Tensor
+        self, part: Part, residual: Tensor, query_start_loc: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Take and return the residual stream as (part, residual) [N, H], like
-        DecoderLayer.forward. query_start_loc: int32 [B + 1], as AttentionMetadata has it; rows of
-        padding go to no expert."""
+        """Take and return the residual stream as (part, residual), like DecoderLayer.forward.
+        query_start_loc: int32 [B + 1], as AttentionMetadata has it; rows of padding go to no
+        expert."""
         routed = _RoutedStep(self._experts, query_start_loc)
         return self._norm.project(routed, part, residual)
 
@@ -181,6 +181,7 @@ class _SharedExpert:
             setup.hidden_size,
             setup,
             bias=False,
+            activation="silu",
         )
         self._down = RowParallelLinear(
             f"{prefix}.down_proj", inner, setup.hidden_size, setup, bias=False

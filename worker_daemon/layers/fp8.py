@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from worker_daemon.contracts.fp8 import FP8, FP8_BLOCK, FP8_LEAST_SCALE, FP8_MAX, to_fp8
-from worker_daemon.contracts.layer_ops import Fp8Matrix, Fp8Ops, GateUp, NormedSum
+from worker_daemon.contracts.layer_ops import Activation, Fp8Matrix, Fp8Ops, GateUp, NormedSum
 from worker_daemon.errors import config_error
 from worker_daemon.layers.parameter import Parameter, Piece
 from worker_daemon.layers.quantization import Quantization, WeightQuantization
@@ -101,13 +101,15 @@ class Fp8Method:
         """See MatrixMethod."""
         return self._ops.norm_linear(source, *self._matrix)
 
-    def forward_gated(self, x: Tensor) -> Tensor | GateUp:
+    def forward_gated(self, x: Tensor, activation: Activation) -> Tensor | GateUp:
         """See MatrixMethod."""
-        return self._ops.gated_linear(x, *self._matrix)
+        return self._ops.gated_linear(x, *self._matrix, activation)
 
-    def forward_normed_gated(self, source: NormedSum) -> tuple[Tensor | GateUp, Tensor]:
+    def forward_normed_gated(
+        self, source: NormedSum, activation: Activation
+    ) -> tuple[Tensor | GateUp, Tensor]:
         """See MatrixMethod."""
-        return self._ops.norm_gated_linear(source, *self._matrix)
+        return self._ops.norm_gated_linear(source, *self._matrix, activation)
 
     def parameters(self) -> Iterator[Parameter]:
         yield self._parameters.weight

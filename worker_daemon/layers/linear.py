@@ -11,7 +11,7 @@ from typing import Protocol, TypeVar
 
 from torch import Tensor
 
-from worker_daemon.contracts.layer_ops import GateUp, NormedSum
+from worker_daemon.contracts.layer_ops import Activation, GateUp, NormedSum
 from worker_daemon.distributed.tp import TensorParallel
 from worker_daemon.layers.parameter import Parameter, Piece
 from worker_daemon.layers.setup import LayerSetup
@@ -95,8 +95,8 @@ class ColumnParallelLinear:
 
 
 class GatedColumnParallelLinear:
-    """silu(gate) * up of two matrices over one input, merged into one. Each rank computes its own
-    rows of both, without communication."""
+    """activation(gate) * up of two matrices over one input, merged into one. Each rank computes
+    its own rows of both, without communication."""
 
     def __init__(
         self,
@@ -107,9 +107,11 @@ class GatedColumnParallelLinear:
         setup: LayerSetup,
         *,
         bias: bool,
+        activation: Activation,
     ) -> None:
         """prefix: name of the merged matrix, without its .weight or .bias."""
         shards = (gate, up)
+        self._activation = activation
         self._method = setup.linear_method(
             prefix,
             (gate.rows + up.rows, in_features),
@@ -119,11 +121,11 @@ class GatedColumnParallelLinear:
 
     def forward(self, x: Tensor) -> Tensor | GateUp:
         """x [N, I] -> [N, local O / 2]."""
-        return self._method.forward_gated(x)
+        return self._method.forward_gated(x, self._activation)
 
     def forward_normed(self, source: NormedSum) -> tuple[Tensor | GateUp, Tensor]:
         """See Projection."""
-        return self._method.forward_normed_gated(source)
+        return self._method.forward_normed_gated(source, self._activation)
 
     def parameters(self) -> Iterator[Parameter]:
         return self._method.parameters()

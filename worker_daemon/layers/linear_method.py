@@ -8,7 +8,13 @@ from typing import Protocol
 
 from torch import Tensor
 
-from worker_daemon.contracts.layer_ops import GateUp, LayerOps, NormedSum, activated
+from worker_daemon.contracts.layer_ops import (
+    Activation,
+    GateUp,
+    LayerOps,
+    NormedSum,
+    activated,
+)
 from worker_daemon.layers.parameter import Parameter
 
 
@@ -21,10 +27,12 @@ class MatrixMethod(Protocol):
     def forward_normed(self, source: NormedSum) -> tuple[Tensor, Tensor]:
         """Return (forward(n), s) with the norm n and the sum s of source."""
 
-    def forward_gated(self, x: Tensor) -> Tensor | GateUp:
-        """x [N, K] -> silu(gate) * up [N, M / 2]; the gate's rows are the first half."""
+    def forward_gated(self, x: Tensor, activation: Activation) -> Tensor | GateUp:
+        """x [N, K] -> activation(gate) * up [N, M / 2]; the gate's rows are the first half."""
 
-    def forward_normed_gated(self, source: NormedSum) -> tuple[Tensor | GateUp, Tensor]:
+    def forward_normed_gated(
+        self, source: NormedSum, activation: Activation
+    ) -> tuple[Tensor | GateUp, Tensor]:
         """Return (forward_gated(n), s) with the norm n and the sum s of source."""
 
     def parameters(self) -> Iterator[Parameter]:
@@ -57,14 +65,16 @@ class UnfusedMethod:
         normed, total = self._ops.sum_and_norm(source)
         return self.forward(normed), total
 
-    def forward_gated(self, x: Tensor) -> Tensor:
+    def forward_gated(self, x: Tensor, activation: Activation) -> Tensor:
         """See MatrixMethod."""
-        return self._ops.silu_and_mul(self.forward(x))
+        return self._ops.act_and_mul(self.forward(x), activation)
 
-    def forward_normed_gated(self, source: NormedSum) -> tuple[Tensor, Tensor]:
+    def forward_normed_gated(
+        self, source: NormedSum, activation: Activation
+    ) -> tuple[Tensor, Tensor]:
         """See MatrixMethod."""
         normed, total = self._ops.sum_and_norm(source)
-        return self.forward_gated(normed), total
+        return self.forward_gated(normed, activation), total
 
     def parameters(self) -> Iterator[Parameter]:
         return self._product.parameters()
@@ -100,14 +110,16 @@ class LinearMethod:
         LayerOps.norm_linear."""
         return self._ops.norm_linear(source, *self._matrix)
 
-    def forward_gated(self, x: Tensor) -> Tensor:
-        """x [N, K] -> silu(gate) * up [N, M / 2]; the gate's rows are the first half."""
-        return self._ops.gated_linear(x, *self._matrix)
+    def forward_gated(self, x: Tensor, activation: Activation) -> Tensor:
+        """x [N, K] -> activation(gate) * up [N, M / 2]; the gate's rows are the first half."""
+        return self._ops.gated_linear(x, *self._matrix, activation)
 
-    def forward_normed_gated(self, source: NormedSum) -> tuple[Tensor, Tensor]:
+    def forward_normed_gated(
+        self, source: NormedSum, activation: Activation
+    ) -> tuple[Tensor, Tensor]:
         """Return (forward_gated(n), s) with the norm n and the sum s of source, like
         LayerOps.norm_gated_linear."""
-        return self._ops.norm_gated_linear(source, *self._matrix)
+        return self._ops.norm_gated_linear(source, *self._matrix, activation)
 
     def parameters(self) -> Iterator[Parameter]:
         yield self._weight

@@ -3,10 +3,12 @@ heads."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple, TypeAlias
 
 from torch import Tensor
 
-from worker_daemon.contracts.layer_ops import NormedSum, SpanNorms
+from worker_daemon.contracts.layer_ops import LayerOps, Norm, NormedSum, SpanNorms
+from worker_daemon.distributed.tp import TensorParallel
 from worker_daemon.layers.linear import OutputT, Projection, RowShard
 from worker_daemon.layers.parameter import Parameter, Piece, whole_vector
 from worker_daemon.layers.setup import LayerSetup
@@ -19,6 +21,8 @@ class NormSpec:
     name: str
     """Name in the checkpoint, without its parent's name and without .weight."""
     rms_norm_eps: float
+    weight_offset: float = 0.0
+    """Added to the checkpoint's weight in float32: Gemma stores weights minus 1."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,42 +30,107 @@ class QKNormSpec:
     """A norm of queries and keys, before their rotation."""
 
     eps: float
+    weight_offset: float = 0.0
+    """See NormSpec. 0 if the norm spans heads."""
     spans_heads: bool = False
     """True: one norm over the elements of all query heads, and one over those of all key heads
     (OLMo-2). False: a norm of each head."""
 
 
+class NormedPart(NamedTuple):
+    """The output of a block whose norm has not been computed yet: it is added to the residual
+    stream, rounded to the model's dtype first."""
+
+    output: Tensor
+    """[N, H]: a rank's summand of the sum over the ranks."""
+    norm: Norm
+
+
+Part: TypeAlias = Tensor | NormedPart | None
+"""An addition to the residual stream that has not been computed yet: a rank's summand [N, H] of the
+sum over the ranks, a NormedPart, or nothing."""
+
+
+def residual_stream(part: Part, residual: Tensor, ops: LayerOps, tp: TensorParallel) -> Tensor:
+    """Return residual + part [N, H], rounded to the model's dtype."""
+    if part is None:
+        return residual
+    if isinstance(part, NormedPart):
+        return ops.rms_norm_add(tp.all_reduce(part.output), residual, part.norm)
+    return residual + tp.all_reduce(part)
+
+
 class RMSNorm:
-    """y = x / sqrt(mean(x^2) + eps) * w over the residual stream's width, in float32, rounded
-    once."""
+    """y = x / sqrt(mean(x^2) + eps) * (weight_offset + w) over the residual stream's width, in
+    float32, rounded once."""
 
     def __init__(self, prefix: str, spec: NormSpec, setup: LayerSetup) -> None:
         """prefix: the checkpoint's name of the norm's parent."""
         name, size = f"{prefix}.{spec.name}.weight", setup.hidden_size
         self._weight = setup.parameter(name, (size,), (whole_vector(name, size, "norm"),))
-        self._eps = spec.rms_norm_eps
+        self._spec = spec
         self._ops = setup.ops
         self._tp = setup.tp
 
     def forward(self, x: Tensor) -> Tensor:
         """x [N, H] -> the same shape and dtype."""
-        return self._ops.rms_norm(x, self._weight.data, self._eps)
+        return self._ops.rms_norm(x, self.norm)
 
     def project(
-        self, projection: Projection[OutputT], part: Tensor | None, residual: Tensor
+        self, projection: Projection[OutputT], part: Part, residual: Tensor
     ) -> tuple[OutputT, Tensor]:
-        """Return (projection(norm(s)), s) with s = residual + the sum of part over the ranks,
-        rounded to the model's dtype before the norm. Without part, s is residual itself."""
-        weight, eps = self._weight.data, self._eps
+        """Return (projection(norm(s)), s) with s = residual + part, rounded to the model's dtype
+        before the norm. Without part, s is residual itself."""
+        output, part_norm = part if isinstance(part, NormedPart) else (part, None)
+        source = NormedSum(output, residual, self.norm, part_norm)
         if part is None or self._tp.size == 1:
-            return projection.forward_normed(NormedSum(part, residual, weight, eps))
-        normed, total = self._tp.all_reduce_add_rms_norm(
-            part, residual, weight, eps, self._ops.add_rms_norm
-        )
+            return projection.forward_normed(source)
+        normed, total = self._tp.all_reduce_and_norm(source, self._ops.sum_and_norm)
         return projection.forward(normed), total
 
     def parameters(self) -> Iterator[Parameter]:
         yield self._weight
+
+    @property
+    def norm(self) -> Norm:
+        """The norm, with the weight's present memory."""
+        return Norm(self._weight.data, self._spec.rms_norm_eps, self._spec.weight_offset)
+
+
+class BlockNorms:
+    """The norms of a block, and through them its access to the residual stream, which is residual +
+    part."""
+
+    def __init__(
+        self, prefix: str, before: NormSpec | None, after: NormSpec | None, setup: LayerSetup
+    ) -> None:
+        """prefix: the checkpoint's name of the layer. before: the norm of the block's input; None:
+        the block takes the residual stream itself. after: the norm of the block's output, before it
+        is added to the residual stream."""
+        self._before = None if before is None else RMSNorm(prefix, before, setup)
+        self._after = None if after is None else RMSNorm(prefix, after, setup)
+        self._ops = setup.ops
+        self._tp = setup.tp
+
+    def project(
+        self, projection: Projection[OutputT], part: Part, residual: Tensor
+    ) -> tuple[OutputT, Tensor]:
+        """Return (projection(x), s), where s [N, H] is the residual stream, and x its norm or s
+        itself."""
+        if self._before is not None:
+            return self._before.project(projection, part, residual)
+        total = residual_stream(part, residual, self._ops, self._tp)
+        return projection.forward(total), total
+
+    def part(self, output: Tensor) -> Part:
+        """Return what the block adds to the residual stream. output [N, H]: this rank's summand of
+        its output."""
+        return output if self._after is None else NormedPart(output, self._after.norm)
+
+    def parameters(self) -> Iterator[Parameter]:
+        for norm in (self._before, self._after):
+            if norm is not None:
+                yield from norm.parameters()
 
 
 class QueryKeyNorm:
@@ -81,6 +150,7 @@ class QueryKeyNorm:
         )
         self._weight = setup.parameter(f"{prefix}.qk_norm.weight", (2 * head_dim,), pieces)
         self.eps = spec.eps
+        self.weight_offset = spec.weight_offset
 
     @property
     def weight(self) -> Tensor:

@@ -8,10 +8,12 @@ from worker_daemon.contracts.int4 import Int4Matrix
 from worker_daemon.contracts.kv_scales import KVScales
 from worker_daemon.contracts.layer_ops import (
     NO_TOKEN,
+    Activation,
     AdapterWeights,
     Fp8Matrix,
     GateUp,
     HeadNorms,
+    Norm,
     NormedSum,
     SpanNorms,
     activated,
@@ -38,8 +40,10 @@ class TorchOps:
         assert bias is None
         return torch.mm(x, weight.t(), out=out)
 
-    def gated_linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        return self.silu_and_mul(self.linear(x, weight, bias))
+    def gated_linear(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, activation: Activation
+    ) -> Tensor:
+        return self.act_and_mul(self.linear(x, weight, bias), activation)
 
     def norm_linear(
         self, source: NormedSum, weight: Tensor, bias: Tensor | None
@@ -48,19 +52,22 @@ class TorchOps:
         return self.linear(normed, weight, bias), total
 
     def norm_gated_linear(
-        self, source: NormedSum, weight: Tensor, bias: Tensor | None
+        self, source: NormedSum, weight: Tensor, bias: Tensor | None, activation: Activation
     ) -> tuple[Tensor, Tensor]:
         gate_up, total = self.norm_linear(source, weight, bias)
-        return self.silu_and_mul(gate_up), total
+        return self.act_and_mul(gate_up, activation), total
 
     def int4_linear(self, x: Tensor, matrix: Int4Matrix, bias: Tensor | None) -> Tensor:
         return functional.linear(x, matrix.dequantized(x.dtype), bias)
 
     def sum_and_norm(self, source: NormedSum) -> tuple[Tensor, Tensor]:
-        part, residual, weight, eps = source
+        part, residual, norm, part_norm = source
         if part is None:
-            return self.rms_norm(residual, weight, eps), residual
-        return self.add_rms_norm(part, residual, weight, eps)
+            return self.rms_norm(residual, norm), residual
+        if part_norm is not None:
+            part = self.rms_norm(part, part_norm)
+        total = residual + part
+        return self.rms_norm(total, norm), total
 
     def adapted_linear(
         self,
@@ -99,8 +106,10 @@ class TorchOps:
         bias: Tensor | None,
         adapters: AdapterWeights,
         token_slots: Tensor,
+        activation: Activation,
     ) -> Tensor:
-        return self.silu_and_mul(self.adapted_linear(x, weight, bias, adapters, token_slots))
+        gate_up = self.adapted_linear(x, weight, bias, adapters, token_slots)
+        return self.act_and_mul(gate_up, activation)
 
     def span_means(self, qkv: Tensor, norms: SpanNorms, num_ranks: int) -> Tensor:
         spans = _spans(qkv, norms)
@@ -115,19 +124,19 @@ class TorchOps:
             span.copy_(span.float() * scales[:, index, None] * weight)
         return qkv
 
-    def silu_and_mul(self, gate_up: Tensor) -> Tensor:
-        """silu(gate) * up: gate_up [N, 2 I], gate first -> [N, I]."""
+    def act_and_mul(self, gate_up: Tensor, activation: Activation) -> Tensor:
         gate, up = gate_up.chunk(2, dim=-1)
-        return functional.silu(gate) * up
+        return _activate(gate, activation) * up
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        return functional.rms_norm(x, weight.shape, weight, eps)
+    def rms_norm(self, x: Tensor, norm: Norm) -> Tensor:
+        weight, eps, offset = norm
+        if not offset:
+            return functional.rms_norm(x, weight.shape, weight, eps)
+        gain = weight.float() + offset
+        return functional.rms_norm(x.float(), weight.shape, gain, eps).to(x.dtype)
 
-    def add_rms_norm(
-        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float
-    ) -> tuple[Tensor, Tensor]:
-        total = residual + x
-        return self.rms_norm(total, weight, eps), total
+    def rms_norm_add(self, x: Tensor, residual: Tensor, norm: Norm) -> Tensor:
+        return residual + self.rms_norm(x, norm)
 
     def greedy_tokens(self, logits: Tensor, vocab_size: int) -> Tensor:
         return likeliest(logits[:, :vocab_size])
@@ -152,8 +161,8 @@ class TorchOps:
         q, k, v = torch.split(heads, [num_q_heads, num_kv_heads, num_kv_heads], dim=1)
         if head_norms is not None:
             q_weight, k_weight = head_norms.weight
-            q = self.rms_norm(q, q_weight, head_norms.eps)
-            k = self.rms_norm(k, k_weight, head_norms.eps)
+            q = self.rms_norm(q, Norm(q_weight, head_norms.eps, head_norms.weight_offset))
+            k = self.rms_norm(k, Norm(k_weight, head_norms.eps, head_norms.weight_offset))
         cos, sin = rotary_table[positions].unsqueeze(2).unbind(1)
         if kv_cache.numel():
             k = rotate(k, cos, sin, interleaved=interleaved)
@@ -174,8 +183,10 @@ class DequantizingOps:
         x = activated(x, self._ops)
         return self._ops.linear(x, matrix.dequantized(x.dtype), bias)
 
-    def gated_linear(self, x: Tensor, matrix: Fp8Matrix, bias: Tensor | None) -> Tensor:
-        return self._ops.gated_linear(x, matrix.dequantized(x.dtype), bias)
+    def gated_linear(
+        self, x: Tensor, matrix: Fp8Matrix, bias: Tensor | None, activation: Activation
+    ) -> Tensor:
+        return self._ops.gated_linear(x, matrix.dequantized(x.dtype), bias, activation)
 
     def norm_linear(
         self, source: NormedSum, matrix: Fp8Matrix, bias: Tensor | None
@@ -183,9 +194,16 @@ class DequantizingOps:
         return self._ops.norm_linear(source, matrix.dequantized(source.residual.dtype), bias)
 
     def norm_gated_linear(
-        self, source: NormedSum, matrix: Fp8Matrix, bias: Tensor | None
+        self, source: NormedSum, matrix: Fp8Matrix, bias: Tensor | None, activation: Activation
     ) -> tuple[Tensor, Tensor]:
-        return self._ops.norm_gated_linear(source, matrix.dequantized(source.residual.dtype), bias)
+        weight = matrix.dequantized(source.residual.dtype)
+        return self._ops.norm_gated_linear(source, weight, bias, activation)
+
+
+def _activate(gate: Tensor, activation: Activation) -> Tensor:
+    if activation == "gelu_tanh":
+        return functional.gelu(gate, approximate="tanh")
+    return functional.silu(gate)
 
 
 def _spans(qkv: Tensor, norms: SpanNorms) -> tuple[Tensor, Tensor]:

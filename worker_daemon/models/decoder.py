@@ -33,7 +33,7 @@ from worker_daemon.layers.encoder import (
 from worker_daemon.layers.experts import ExpertsBlock, ExpertsSpec
 from worker_daemon.layers.kv_scales import HeadScales
 from worker_daemon.layers.mlp import MLPBlock, MLPSpec
-from worker_daemon.layers.norm import RMSNorm
+from worker_daemon.layers.norm import Part, RMSNorm, residual_stream
 from worker_daemon.layers.parameter import Parameter, TensorSpec
 from worker_daemon.layers.rotary import Rope, rotary_table
 from worker_daemon.layers.setup import LayerSetup
@@ -76,16 +76,15 @@ class DecoderLayer:
 
     def forward(
         self,
-        part: Tensor | None,
+        part: Part,
         residual: Tensor,
         kv_cache: Tensor,
         step: AttentionStep,
         backend: AttentionBackend,
-    ) -> tuple[Tensor, Tensor]:
-        """Write this layer's k and v into kv_cache; return the next (part, residual), [N, H].
+    ) -> tuple[Part, Tensor]:
+        """Write this layer's k and v into kv_cache; return the next (part, residual).
 
-        The residual stream is residual + the sum of part over the ranks. The next norm computes
-        both. A block that has already summed its output returns no part.
+        The residual stream [N, H] is residual + part. The next norm computes both.
         """
         part, residual = self._attention.forward(part, residual, kv_cache, step, backend)
         if isinstance(self._mlp, ExpertsBlock):
@@ -209,14 +208,14 @@ class DecoderStage:
         no_table = hidden.new_empty(0)
         step = AttentionStep(positions, no_table, metadata[0])
         caches = kv_caches or [hidden.new_empty(0)] * len(self._layers)
-        part: Tensor | None = None
+        part: Part = None
         each = zip(self._layers, caches, metadata, self._tables, strict=True)
         for layer, kv_cache, own, index in each:
             table = no_table if index is None else self.rotary[index]
             if own is not step.metadata or table is not step.rotary_table:
                 step = AttentionStep(positions, table, own)
             part, hidden = layer.forward(part, hidden, kv_cache, step, self._attention)
-        return hidden if part is None else hidden + self._setup.tp.all_reduce(part)
+        return residual_stream(part, hidden, self._setup.ops, self._setup.tp)
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """Last stage only: residual stream [R, H] -> [R, V] in the model's dtype; each row is
@@ -373,7 +372,7 @@ def build_stage(
     if is_first and embedding is not None:
         spec = config.encoder
         encoder = None if spec is None else EncoderEmbedding(spec, setup)
-        start = StageStart(VocabParallelEmbedding(embedding, tp), encoder)
+        start = StageStart(VocabParallelEmbedding(embedding, tp, config.embedding_scale), encoder)
     if is_last:
         norm = config.final_norm
         final_norm = None if norm is None else RMSNorm("model", norm, setup)
@@ -381,7 +380,7 @@ def build_stage(
         if config.generates:
             tied = embedding if is_tied else None
             weight = tied or vocab_parallel_weight(_LM_HEAD, config.vocab_size, setup)
-            lm_head = LMHead(weight, config.vocab_size, setup)
+            lm_head = LMHead(weight, config.vocab_size, setup, config.final_logit_softcap)
         pooler = Pooler(final_norm, config.pooler, replace(setup, quantization=None))
         end = StageEnd(final_norm, lm_head, pooler)
     made = [_make_layer(index, config.layers[index], setup) for index in layers]

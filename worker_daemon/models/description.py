@@ -91,6 +91,11 @@ class DecoderConfig:
     """None: all weights are in the model's dtype."""
     expert_parallel: bool = False
     """Each tensor-parallel rank has some of the experts; otherwise it has a part of each."""
+    embedding_scale: float | None = None
+    """Factor of the embeddings of tokens, rounded to the model's dtype first; not applied to
+    embeddings that a request sends. None: no factor."""
+    final_logit_softcap: float | None = None
+    """Limit of the logits, which become limit * tanh(logit / limit); None: no limit."""
 
     def __post_init__(self) -> None:
         heads = {each.attention.heads for each in self.layers}

@@ -111,7 +111,7 @@ KERNEL_NAMES = {
     "_merge_splits_kernel": "attention",
     "_rms_norm_kernel": "norm",
     "_rotate_and_store_kernel": "rope and store",
-    "_silu_and_mul_kernel": "activation",
+    "_act_and_mul_kernel": "activation",
     "Memcpy HtoD (Pinned -> Device)": "copies",
     "ncclDevKernel_AllReduce_Sum_bf16_RING_LL": "communication",
     "void at::native::reduce_kernel<512, 1, at::native::ArgMaxOps<float>>": "sampling",

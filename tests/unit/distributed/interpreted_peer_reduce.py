@@ -15,6 +15,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from benchmarks.layer_reference import normed
+from worker_daemon.contracts.layer_ops import Norm, NormedSum
 from worker_daemon.kernels.peer_reduce import PeerReduce
 
 CPU = torch.device("cpu")
@@ -47,7 +49,8 @@ class Window:
 
 
 def inputs(call, seed, size):
-    """(x of every rank, residual, weight, whether fused) of a call: random sizes, some -0.0."""
+    """(x of every rank, residual, norm, norm of the sum, whether fused) of a call: random sizes,
+    some -0.0."""
     rng = random.Random(f"{seed}/{call}")
     generator = torch.Generator().manual_seed(rng.getrandbits(40))
     rows, hidden = rng.choice([1, 2, 3, 4, 5, 8]), rng.choice([8, 24, 64])
@@ -55,8 +58,9 @@ def inputs(call, seed, size):
     shape = (size + 1, rows, hidden)
     values = torch.randn(shape, generator=generator).to(dtype)
     values[torch.rand(shape, generator=generator) < 0.3] = -0.0
-    weight = torch.randn(hidden, generator=generator).to(dtype)
-    return values[:size], values[size], weight, rng.random() < 0.5
+    weights = torch.randn(2, hidden, generator=generator).to(dtype)
+    norm, sum_norm = (Norm(weight, EPS, rng.choice([0.0, 1.0])) for weight in weights)
+    return values[:size], values[size], norm, rng.choice([None, sum_norm]), rng.random() < 0.5
 
 
 def check(out, expected):
@@ -64,7 +68,7 @@ def check(out, expected):
     assert error < BOUNDS[out.dtype], float(error)
 
 
-def reduce_and_check(reduce, rank, values, residual, weight, is_fused):
+def reduce_and_check(reduce, rank, values, residual, norm, sum_norm, is_fused):
     x = values[rank].clone()
     assert reduce.takes(x)
     total = values.double().sum(0)
@@ -73,12 +77,11 @@ def reduce_and_check(reduce, rank, values, residual, weight, is_fused):
         check(out, total)
         results = [out]
     else:
-        normed, out = reduce.all_reduce_add_rms_norm(x, residual, weight, EPS)
-        check(out, residual.double() + total)
-        exact = out.double()
-        scale = (exact.square().mean(-1, keepdim=True) + EPS).rsqrt()
-        check(normed, exact * scale * weight.double())
-        results = [normed, out]
+        source = NormedSum(x, residual, norm, sum_norm)
+        results = list(reduce.all_reduce_and_norm(source))
+        added = total if sum_norm is None else normed(total, sum_norm)
+        check(results[1], residual.double() + added)
+        check(results[0], normed(results[1], norm))
     assert torch.equal(x, values[rank])
     return results
 

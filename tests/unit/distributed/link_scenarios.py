@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from worker_daemon.contracts.layer_ops import Norm, NormedSum
 from worker_daemon.contracts.window import Window
 from worker_daemon.distributed import link
 from worker_daemon.distributed.link import Link, RendezvousPoint
@@ -256,8 +257,8 @@ class LibraryReducer:
         torch.distributed.all_reduce(total, group=self.group)
         return total + (1 if self.fault == "wrong sums" else 0)
 
-    def all_reduce_add_rms_norm(self, x, residual, weight, eps):
-        return add_norm(self.all_reduce(x), residual, weight, eps)
+    def all_reduce_and_norm(self, source):
+        return sum_and_norm(source._replace(part=self.all_reduce(source.part)))
 
 
 class FakePeers(Peers):
@@ -265,9 +266,9 @@ class FakePeers(Peers):
         self.window = Window(rank, CPU, range(size), 0, BLANK, 0)
 
 
-def add_norm(x, residual, weight, eps):
-    total = residual + x
-    return torch.nn.functional.rms_norm(total, weight.shape, weight, eps), total
+def sum_and_norm(source):
+    total, norm = source.residual + source.part, source.norm
+    return torch.nn.functional.rms_norm(total, norm.weight.shape, norm.weight, norm.eps), total
 
 
 def reduce_by_size(rank, faults, seed):
@@ -292,11 +293,12 @@ def reduce_by_size(rank, faults, seed):
     generator = torch.Generator().manual_seed(seed)
     for rows in (1, 2, 9):
         everyone = torch.randint(-9, 9, (state.tp_size + 1, rows, 8), generator=generator).float()
-        weight, residual = torch.rand(8, generator=generator), everyone[-1]
+        norm = Norm(torch.rand(8, generator=generator), 1e-5)
         x, total = everyone[state.tp_rank], everyone[:-1].sum(0)
         right &= torch.equal(tp.all_reduce(x.clone()), total)
-        results = tp.all_reduce_add_rms_norm(x.clone(), residual, weight, 1e-5, add_norm)
-        expected = add_norm(total, residual, weight, 1e-5)
+        source = NormedSum(x.clone(), everyone[-1], norm)
+        results = tp.all_reduce_and_norm(source, sum_and_norm)
+        expected = sum_and_norm(source._replace(part=total))
         right &= all(map(torch.equal, results, expected))
     return tp.all_reduce_name, reducer.count - tried, right
 

@@ -4,7 +4,7 @@ test_interpreted.
 The interpreter holds bf16 as integers and multiplies those; here it multiplies their values.
 """
 
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -14,7 +14,8 @@ from triton.runtime import interpreter
 
 from benchmarks.lora import dry_setting, time_layer
 from tests.support.adapter_products import check, draw
-from worker_daemon.kernels.activation import silu_and_mul
+from worker_daemon.contracts.layer_ops import Activation
+from worker_daemon.kernels.activation import act_and_mul
 from worker_daemon.kernels.adapted_linear import AdaptedLinear
 from worker_daemon.kernels.linear import ThinLinear
 from worker_daemon.kernels.lora import AdapterProducts
@@ -97,13 +98,14 @@ def test_a_product_that_shrinks_too(
         check(adapted.linear(*case[:-1]), base, case)
 
 
-def test_a_gate_behind_a_product() -> None:
+@pytest.mark.parametrize("activation", get_args(Activation))
+def test_a_gate_behind_a_product(activation: Activation) -> None:
     case = draw(5, 3, 8, (40, 40), 200, torch.float16, "cpu", seed=5)
     adapted = AdaptedLinear(CPU, ThinLinear(CPU, Tuning({(80, 200, 16): ONE_SHARE})))
-    gated = adapted.gated_linear(*case[:-1])
+    gated = adapted.gated_linear(*case[:-1], activation)
     missing = case.token_slots < 0
     assert bool(gated[missing].isnan().all())
-    expected = silu_and_mul(adapted.linear(*case[:-1]))
+    expected = act_and_mul(adapted.linear(*case[:-1]), activation)
     assert torch.equal(gated[~missing], expected[~missing])
 
 

@@ -4,12 +4,14 @@ The interpreter multiplies bf16 tiles wrongly (see interpreted_linear.py), so th
 values that bf16 has too, and in bf16 in tests/gpu/test_fp8_kernels.py.
 """
 
+from typing import get_args
+
 import pytest
 import torch
 
 from tests.support.adapter_products import draw
 from tests.support.fp8_products import draw_matrix, expected_product
-from worker_daemon.contracts.layer_ops import NormedSum, activated
+from worker_daemon.contracts.layer_ops import Activation, GateUp, Norm, NormedSum, activated
 from worker_daemon.kernels.fp8_linear import Fp8Linear, choose_tile
 from worker_daemon.kernels.fp8_rows import (
     SPLIT_ROWS,
@@ -138,17 +140,18 @@ def test_fused_rows_have_the_bits_of_two_operations(num_columns: int, form: RowF
     plain = TritonOps(CPU)
     part, residual = draw_rows(2, 5, num_columns)
     weight = torch.rand(num_columns).half()
-    for source in (
-        NormedSum(part, residual, weight, 1e-5),
-        NormedSum(None, residual, weight, 1e-5),
-    ):
+    norms = [Norm(weight, 1e-5, offset) for offset in (0.0, 1.0)]
+    sources = [NormedSum(added, residual, norm) for added in (part, None) for norm in norms]
+    sources.append(NormedSum(part, residual, *norms))
+    for source in sources:
         normed, total = plain.sum_and_norm(source)
         rows, also_total = fp8_norm_rows(source, form, pdl=False)
         assert torch.equal(total, also_total)
         assert_equal_rows(rows, fp8_rows(normed, form, pdl=False))
-    gate_up = draw_rows(5, 2 * num_columns)
-    gated = plain.silu_and_mul(gate_up)
-    assert_equal_rows(fp8_gate_rows(gate_up, form, pdl=False), fp8_rows(gated, form, pdl=False))
+    for activation in get_args(Activation):
+        gate_up = GateUp(draw_rows(5, 2 * num_columns), activation)
+        gated = activated(gate_up, plain)
+        assert_equal_rows(fp8_gate_rows(gate_up, form, pdl=False), fp8_rows(gated, form, pdl=False))
 
 
 def assert_equal_rows(rows: Fp8Rows, others: Fp8Rows) -> None:
@@ -166,12 +169,15 @@ def test_chosen_tiles_fill_the_device(num_rows: int, shape: tuple[int, int]) -> 
     assert tile.block_o // tile.num_warps >= 16
 
 
+@pytest.mark.parametrize(("activation", "weight_offset"), [("silu", 0.0), ("gelu_tanh", 1.0)])
 @pytest.mark.parametrize("num_rows", [1, 9, 70])
-def test_the_operations_of_a_layer_agree_with_torch(num_rows: int) -> None:
+def test_the_operations_of_a_layer_agree_with_torch(
+    num_rows: int, activation: Activation, weight_offset: float
+) -> None:
     ours, plain = TritonOps(CPU), TorchOps()
     matrix = draw_matrix(96, 64, "row", CPU)
     part, residual = draw_rows(2, num_rows, 64)
-    source = NormedSum(part, residual, torch.rand(64).half(), 1e-5)
+    source = NormedSum(part, residual, Norm(torch.rand(64).half(), 1e-5, weight_offset))
     case = draw(num_rows, 2, 8, (48, 48), 64, torch.float16, "cpu", seed=num_rows)
     slots = case.token_slots.clamp(min=0)
     down = draw_matrix(64, 48, "row", CPU)
@@ -181,8 +187,8 @@ def test_the_operations_of_a_layer_agree_with_torch(num_rows: int) -> None:
         y = ops.fp8.linear(normed, matrix, None)
         ops.add_adapters(y, normed, case.adapters, slots)
         fused, also_total = ops.fp8.norm_linear(source, matrix, None)
-        gated, third_total = ops.fp8.norm_gated_linear(source, matrix, None)
-        also_gated = ops.fp8.gated_linear(normed, matrix, y[0])
+        gated, third_total = ops.fp8.norm_gated_linear(source, matrix, None, activation)
+        also_gated = ops.fp8.gated_linear(normed, matrix, y[0], activation)
         totals = (total, also_total, third_total)
         of_gates = (ops.fp8.linear(gate, down, None) for gate in (gated, also_gated))
         gates = (activated(gate, ops) for gate in (gated, also_gated))

@@ -5,9 +5,13 @@ fp16 here and in bf16 in tests/gpu/test_linear_kernels.py. It also cuts a bf16 r
 GPU rounds it, which is up to 2**-7 of each element.
 """
 
+from typing import get_args
+
 import pytest
 import torch
 
+from benchmarks.layer_reference import activated
+from worker_daemon.contracts.layer_ops import Activation
 from worker_daemon.kernels.linear import ThinLinear, launch_matrix
 from worker_daemon.kernels.row_linear import launch_row
 from worker_daemon.kernels.tuning import MatrixTile, Tuning, VectorTile
@@ -54,14 +58,14 @@ def test_one_row(
     check(y, x, weight, bias)
 
 
+@pytest.mark.parametrize("activation", get_args(Activation))
 @pytest.mark.parametrize("block_o", [1, 2, 8])
-def test_one_gated_row(block_o: int) -> None:
+def test_one_gated_row(block_o: int, activation: Activation) -> None:
     x, weight, bias = draw(1, 36, 96, torch.float16, True)
     assert bias is not None
     y = torch.full((1, 18), torch.nan, dtype=torch.float16)
-    launch_row(y, x, weight, bias, VectorTile(block_o, 32, 4), pdl=False, gated=True)
-    gate, up = (x.double() @ weight.double().T + bias.double()).chunk(2, dim=1)
-    expected = torch.nn.functional.silu(gate) * up
+    launch_row(y, x, weight, bias, VectorTile(block_o, 32, 4), pdl=False, gate=activation)
+    expected = activated(x.double() @ weight.double().T + bias.double(), activation)
     assert (y.double() - expected).norm() / expected.norm() < 3 * BOUNDS[torch.float16]
 
 

@@ -47,6 +47,16 @@ def test_head_shapes(is_normed: bool, num_q_heads: int, num_kv_heads: int, head_
     check_fused(build(shape, [1, 33], head_dim, is_normed=is_normed), None)
 
 
+@pytest.mark.parametrize("head_dim", [32, 80])
+def test_norms_with_an_offset(head_dim: int) -> None:
+    shape = Shape(4, 2, head_dim)
+    step = make_decode(
+        shape, SEQ_LENS, dtype=torch.float16, device="cpu", seed=20,
+        is_normed=True, weight_offset=1.0,
+    )  # fmt: skip
+    check_fused(step, None)
+
+
 @pytest.mark.parametrize(
     ("window", "num_splits"), [(None, 1), (1, 1), (2, 1), (16, 1), (None, 4), (1, 3), (100, 4)]
 )

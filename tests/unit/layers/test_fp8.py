@@ -2,11 +2,12 @@
 adapters."""
 
 from dataclasses import replace
+from typing import get_args
 
 import pytest
 import torch
 
-from worker_daemon.contracts.layer_ops import NormedSum
+from worker_daemon.contracts.layer_ops import Activation, Norm, NormedSum
 from worker_daemon.distributed.tp import SingleRank
 from worker_daemon.layers.adapters import AdapterLayout
 from worker_daemon.layers.parameter import Piece
@@ -48,14 +49,22 @@ def make_methods(adapters_of):
 
 def assert_equal_products(quantized, plain):
     x, residual = torch.randn(2, NUM_TOKENS, SHAPE[1])
-    norm = torch.rand(SHAPE[1]) + 0.5
+    norm = Norm(torch.rand(SHAPE[1]) + 0.5, 1e-5)
     assert torch.allclose(quantized.forward(x), plain.forward(x), atol=1e-6)
-    assert torch.allclose(quantized.forward_gated(x), plain.forward_gated(x), atol=1e-6)
     for part in (None, x):
-        source = NormedSum(part, residual, norm, 1e-5)
-        for name in ("forward_normed", "forward_normed_gated"):
-            ours, theirs = (getattr(method, name)(source) for method in (quantized, plain))
-            assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(ours, theirs, strict=True))
+        source = NormedSum(part, residual, norm)
+        assert_close(quantized.forward_normed(source), plain.forward_normed(source))
+    for activation in get_args(Activation):
+        ours, theirs = (method.forward_gated(x, activation) for method in (quantized, plain))
+        assert_close([ours], [theirs])
+        ours, theirs = (
+            method.forward_normed_gated(source, activation) for method in (quantized, plain)
+        )
+        assert_close(ours, theirs)
+
+
+def assert_close(ours, theirs):
+    assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(ours, theirs, strict=True))
 
 
 def test_products_equal_those_of_the_dequantized_matrix():

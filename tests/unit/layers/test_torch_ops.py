@@ -1,12 +1,16 @@
 """The layer operations of the CPU against fp64, and which ones the probe gives a device."""
 
+from typing import get_args
+
 import pytest
 import torch
+from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
 
-from benchmarks.layer_reference import Heads, make_projected, rotated
+from benchmarks.layer_reference import Heads, make_projected, make_rows, rotated
 from benchmarks.paged_reference import relative_error
 from tests.support.layer_checks import (
     BOUNDS,
+    check_activation,
     check_norms,
     check_products,
     check_projection,
@@ -15,16 +19,36 @@ from tests.support.layer_checks import (
     run_projection,
 )
 from worker_daemon.backend import choose_backend
+from worker_daemon.contracts.layer_ops import Activation, Norm
 from worker_daemon.layers.torch_ops import TorchOps
 
 OPS = TorchOps()
+OFFSETS = pytest.mark.parametrize("weight_offset", [0.0, 1.0])
 DTYPES = pytest.mark.parametrize("dtype", BOUNDS, ids=str)
 
 
 @DTYPES
 @pytest.mark.parametrize(("num_rows", "size"), [(3, 64), (1, 5120)])
-def test_norms(dtype: torch.dtype, num_rows: int, size: int) -> None:
-    check_norms(OPS, "cpu", dtype, num_rows, size, seed=size)
+@OFFSETS
+def test_norms(dtype: torch.dtype, num_rows: int, size: int, weight_offset: float) -> None:
+    check_norms(OPS, "cpu", dtype, num_rows, size, seed=size, weight_offset=weight_offset)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_a_norm_with_an_offset_has_the_bits_of_transformers(dtype: torch.dtype) -> None:
+    random = generator("cpu", 4)
+    x = make_rows(30, 320, dtype, random)
+    theirs = Gemma2RMSNorm(320, eps=1e-6).to(dtype)
+    theirs.weight.data.copy_(make_rows(1, 320, dtype, random)[0])
+    ours = OPS.rms_norm(x, Norm(theirs.weight.detach(), 1e-6, 1.0))
+    assert (ours == theirs(x)).float().mean() > 0.99  # another order of the sum
+
+
+@pytest.mark.parametrize("dtype", BOUNDS, ids=str)
+@pytest.mark.parametrize("activation", get_args(Activation))
+def test_activation(dtype: torch.dtype, activation: Activation) -> None:
+    bound = {torch.float32: None, torch.float16: 1e-3, torch.bfloat16: 8e-3}[dtype]
+    check_activation(OPS, activation, "cpu", dtype, 5, 1720, seed=5, bound=bound)
 
 
 @DTYPES
@@ -35,16 +59,26 @@ def test_span_norms(dtype: torch.dtype, heads: tuple[int, int, int], num_ranks: 
 
 @DTYPES
 @pytest.mark.parametrize("num_rows", [1, 3])
-def test_products(dtype: torch.dtype, num_rows: int) -> None:
+@pytest.mark.parametrize(("activation", "weight_offset"), [("silu", 0.0), ("gelu_tanh", 1.0)])
+def test_products(
+    dtype: torch.dtype, num_rows: int, activation: Activation, weight_offset: float
+) -> None:
     bound = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}[dtype]
-    check_products(OPS, "cpu", dtype, num_rows, 200, 1720, seed=1, bound=bound)
+    check_products(
+        OPS, "cpu", dtype, num_rows, 200, 1720,
+        seed=1, bound=bound, activation=activation, weight_offset=weight_offset,
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("is_normed", [False, True])
 @pytest.mark.parametrize(("num_q_heads", "num_kv_heads", "head_dim"), [(4, 2, 8), (7, 1, 80)])
 def test_projection(is_normed: bool, num_q_heads: int, num_kv_heads: int, head_dim: int) -> None:
     heads = Heads(num_q_heads, num_kv_heads, head_dim, is_normed, block_size=8)
-    check_projection(OPS, "cpu", torch.float32, heads, 15, seed=head_dim, pads=False)
+    for weight_offset in (0.0, 1.0):
+        check_projection(
+            OPS, "cpu", torch.float32, heads, 15,
+            seed=head_dim, pads=False, weight_offset=weight_offset,
+        )  # fmt: skip
 
 
 @pytest.mark.parametrize("is_normed", [False, True])

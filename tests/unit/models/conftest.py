@@ -65,12 +65,11 @@ def make_checkpoint(tmp_path):
         stacked=False,
         **overrides,
     ):
-        family = architecture.removesuffix("ForCausalLM")
-        config_class = getattr(transformers, f"{family}Config")
-        config = config_class(
+        model_class = getattr(transformers, architecture)
+        config = model_class.config_class(
             **{**SIZES, **overrides}, rope_parameters={"rope_theta": 1e4, **(rope or {})}
         )
-        model = getattr(transformers, architecture)(config).eval()
+        model = model_class(config).eval()
         generator = torch.Generator().manual_seed(seed)
         with torch.no_grad():
             for name, tensor in model.named_parameters():
@@ -108,8 +107,8 @@ class ThreadRank:
     def all_reduce(self, x):
         return torch.stack(self.group.exchange(self.rank, x)).sum(0)
 
-    def all_reduce_add_rms_norm(self, x, residual, weight, eps, add_norm):
-        return add_norm(self.all_reduce(x), residual, weight, eps)
+    def all_reduce_and_norm(self, source, sum_and_norm):
+        return sum_and_norm(source._replace(part=self.all_reduce(source.part)))
 
     def all_gather_last_dim(self, x):
         return torch.cat(self.group.exchange(self.rank, x), dim=-1)

@@ -80,7 +80,7 @@ def test_norms_and_gates_are_asked_for_with_the_products_beside_them(asked_by):
 
 
 def test_of_several_ranks_norms_go_with_the_sum_over_them(asked_by, on_tensor_parallel_ranks):
-    summed = ["add_rms_norm"]
+    summed = ["sum_and_norm"]
     attention = ["linear", "rotate_and_store", "linear"]
     mlp = [*summed, "gated_linear", "linear"]
     first = ["norm_linear", *attention[1:], *mlp]  # nothing is to be summed yet
