@@ -110,7 +110,7 @@ def check_span_norms(
         exact = torch.stack([x.double().square().mean(1) for x in (q, k)], 1)
         assert relative_error(means, exact) < 1e-6
     expected = [
-        _parts(normed(x, weight), head_dim, num_ranks)
+        _parts(normed(x, Norm(weight, EPS)), head_dim, num_ranks)
         for x, weight in ((q, q_weight), (k, k_weight))
     ]
     for rank, part in enumerate(parts):

@@ -7,7 +7,7 @@ All functions raise ConfigError, which names field and fix.
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
-from typing import Final
+from typing import Any, Final
 
 from worker_daemon.errors import config_error
 from worker_daemon.layers.attention import AttentionSpec, HeadSizes
@@ -71,13 +71,10 @@ def dense_layer(
     head_norms: bool = False,
     window: int | None = None,
     rope: Rope | None = None,
-    scale: float | None = None,
-    logit_softcap: float | None = None,
-    has_sinks: bool = False,
 ) -> LayerSpec:
     """Return a layer of attention and an MLP, with the names and the epsilon that Llama's
     checkpoints have. head_norms: a norm on each query and key head; window: in tokens; rope: the
-    result of model_rope if None; scale, logit_softcap, has_sinks: see AttentionSpec."""
+    result of model_rope if None."""
     require_text(fields, "hidden_act", "silu")
     eps = norm_eps(fields)
     return LayerSpec(
@@ -89,9 +86,6 @@ def dense_layer(
             rope=model_rope(fields, heads.head_dim) if rope is None else rope,
             qk_norm=QKNormSpec(eps) if head_norms else None,
             sliding_window=window,
-            scale=scale,
-            logit_softcap=logit_softcap,
-            has_sinks=has_sinks,
         ),
         MLPSpec(
             norm=NormSpec("post_attention_layernorm", eps),
@@ -99,6 +93,16 @@ def dense_layer(
             mlp_bias=mlp_bias,
         ),
     )
+
+
+def with_attention(layer: LayerSpec, **changes: Any) -> LayerSpec:
+    """Return the layer with other fields of its AttentionSpec."""
+    return replace(layer, attention=replace(layer.attention, **changes))
+
+
+def with_mlp(layer: LayerSpec, **changes: Any) -> LayerSpec:
+    """Return the layer with other fields of its MLPSpec."""
+    return replace(layer, mlp=replace(layer.mlp, **changes))
 
 
 def require_text(fields: Fields, name: str, wanted: str) -> None:
@@ -262,35 +266,29 @@ def model_rope(
     return build_rope(fields, section, head_dim, theta, share=share, interleaved=interleaved)
 
 
-def layer_type_ropes(
-    fields: Fields, head_dim: int, *, default_theta: float, default_local_theta: float
-) -> Mapping[str, Rope]:
-    """Return the rotation of each layer type, full_attention and sliding_attention.
+def layer_type_ropes(fields: Fields, head_dim: int) -> tuple[Rope, Rope]:
+    """Return the rotations of layers of type full_attention and sliding_attention.
 
     transformers 5 has rope_parameters with an object for each type. 4 has, as Gemma 3 does,
     rope_theta and rope_scaling for full_attention, and rope_local_base_freq for sliding_attention,
-    which is never scaled.
+    which is never scaled. The two bases need a value, or a default.
     """
     parameters = fields.optional_object("rope_parameters") or {}
-    thetas = {
-        "full_attention": fields.number("rope_theta", default_theta, above=1),
-        "sliding_attention": fields.number("rope_local_base_freq", default_local_theta, above=1),
-    }
-    if unknown := sorted(set(parameters) - set(thetas)):
-        fix = "give one object for each of " + ", ".join(thetas)
+    if unknown := sorted(set(parameters) - {FULL, SLIDING}):
+        fix = f"give one object for {FULL} and one for {SLIDING}"
         raise fields.error("rope_parameters", f"has other entries: {', '.join(unknown)}", fix)
     by_type = Fields(parameters, prefix="rope_parameters.")
-    ropes = {}
-    for layer_type, theta in thetas.items():
-        values = dict(by_type.optional_object(layer_type) or {})
-        prefix = f"rope_parameters.{layer_type}."
-        if layer_type == "full_attention" and (scaling := fields.optional_object("rope_scaling")):
-            values |= scaling
-            prefix = "rope_scaling."
+    scaling = fields.optional_object("rope_scaling")
+
+    def rope(layer_type: str, base_field: str, scaling: Mapping[str, object] | None) -> Rope:
+        values = {**(by_type.optional_object(layer_type) or {}), **(scaling or {})}
+        prefix = "rope_scaling." if scaling else f"rope_parameters.{layer_type}."
         section = Fields(values, prefix=prefix)
+        theta = fields.number(base_field, above=1)
         share = _rotated_share(fields, section, None)
-        ropes[layer_type] = build_rope(fields, section, head_dim, theta, share=share)
-    return MappingProxyType(ropes)
+        return build_rope(fields, section, head_dim, theta, share=share)
+
+    return rope(FULL, "rope_theta", scaling), rope(SLIDING, "rope_local_base_freq", None)
 
 
 def build_rope(

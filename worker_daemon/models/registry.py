@@ -7,9 +7,13 @@ from worker_daemon.errors import config_error
 from worker_daemon.models.description import DecoderConfig
 from worker_daemon.models.families import (
     bert,
+    gemma,
+    glm,
     llama,
     mistral,
     mixtral,
+    olmo2,
+    phi3,
     qwen2,
     qwen2_moe,
     qwen3,
@@ -25,9 +29,15 @@ names field and fix."""
 FAMILIES: Mapping[str, Describe] = MappingProxyType(
     {
         "BertModel": bert.describe,
+        "Gemma2ForCausalLM": gemma.describe_gemma2,
+        "Gemma3ForCausalLM": gemma.describe_gemma3,
+        "Glm4ForCausalLM": glm.describe_0414,
+        "GlmForCausalLM": glm.describe,
         "LlamaForCausalLM": llama.describe,
         "MistralForCausalLM": mistral.describe,
         "MixtralForCausalLM": mixtral.describe,
+        "Olmo2ForCausalLM": olmo2.describe,
+        "Phi3ForCausalLM": phi3.describe,
         "Qwen2ForCausalLM": qwen2.describe,
         "Qwen2MoeForCausalLM": qwen2_moe.describe,
         "Qwen3ForCausalLM": qwen3.describe,

@@ -66,8 +66,12 @@ def make_checkpoint(tmp_path):
         **overrides,
     ):
         model_class = getattr(transformers, architecture)
+        rope = {"rope_theta": 1e4, **(rope or {})}
+        if architecture == "Gemma3ForCausalLM":
+            full = {"rope_type": "linear", "factor": 3.0, "rope_theta": 5e4}
+            rope = {"full_attention": full, "sliding_attention": {"rope_type": "default", **rope}}
         config = model_class.config_class(
-            **{**SIZES, **overrides}, rope_parameters={"rope_theta": 1e4, **(rope or {})}
+            **{**SIZES, "pad_token_id": 0, **overrides}, rope_parameters=rope
         )
         model = model_class(config).eval()
         generator = torch.Generator().manual_seed(seed)

@@ -37,6 +37,8 @@ ROPES = {
     },
 }
 QWEN_WINDOW = {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 2}
+GEMMA = {"head_dim": 16, "query_pre_attn_scalar": 24, "sliding_window": 7}
+GLM = {"head_dim": 16, "attention_bias": True}
 EXPERTS = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
 MODELS = {
     "llama": ("LlamaForCausalLM", {}),
@@ -54,6 +56,23 @@ MODELS = {
         "Qwen3ForCausalLM",
         {**QWEN_WINDOW, "attention_bias": True, "head_dim": 20, "num_key_value_heads": 1},
     ),
+    "gemma2": ("Gemma2ForCausalLM", {**GEMMA, "final_logit_softcapping": 3.0}),
+    "gemma2_plain": (
+        "Gemma2ForCausalLM",
+        {
+            "head_dim": 20,
+            "attention_bias": True,
+            "attn_logit_softcapping": None,
+            "final_logit_softcapping": None,
+            "tie_word_embeddings": False,
+        },
+    ),
+    "gemma3": ("Gemma3ForCausalLM", {**GEMMA, "sliding_window_pattern": 2}),
+    "glm": ("GlmForCausalLM", {**GLM, "attention_bias": False}),
+    "glm4": ("Glm4ForCausalLM", GLM),
+    "olmo2": ("Olmo2ForCausalLM", {"rms_norm_eps": 1e-3}),
+    "olmo2_bias": ("Olmo2ForCausalLM", {"attention_bias": True, "num_key_value_heads": 1}),
+    "phi3": ("Phi3ForCausalLM", {"sliding_window": 6}),
     "mixtral": ("MixtralForCausalLM", {"num_local_experts": 4, "num_experts_per_tok": 2}),
     "mixtral_window": ("MixtralForCausalLM", {"num_local_experts": 3, "sliding_window": 6}),
     "qwen2_moe": ("Qwen2MoeForCausalLM", EXPERTS | {"shared_expert_intermediate_size": 40}),
@@ -183,6 +202,11 @@ def test_chunked_prefill_and_decode_match_one_pass(
         ("qwen2", 4, {"vocab_size": 70}),
         ("qwen3", 2, {}),
         ("qwen3_bias_window", 2, {}),
+        ("gemma2", 2, {}),
+        ("gemma3", 4, {"num_key_value_heads": 2}),
+        ("glm4", 2, {}),
+        ("olmo2", 4, {}),
+        ("phi3", 2, {}),
         ("mixtral", 2, {}),
         ("qwen2_moe", 2, {}),
         ("qwen2_moe_mixed", 4, {}),

@@ -19,11 +19,9 @@ from worker_daemon.layers.quantization import ONLINE
 from worker_daemon.layers.torch_attention import TorchPagedAttention
 from worker_daemon.layers.torch_ops import TorchOps
 from worker_daemon.lora.adapter_files import AdapterFormat
-from worker_daemon.models import registry, weights
+from worker_daemon.models import weights
 from worker_daemon.models.config import read_model_config
-from worker_daemon.models.config_fields import decoder_config, dense_layer, head_sizes, num_layers
 from worker_daemon.models.decoder import build_stage, checkpoint_names, whole_model
-from worker_daemon.models.description import LayerSpec
 from worker_daemon.models.int4_order import load_orders
 from worker_daemon.models.saved_set import GroupShape, load_saved, read_saved_set
 from worker_daemon.models.saving import RankWeights, Saver, SaveRequest
@@ -44,20 +42,6 @@ QUANTIZED_SIZES = {
     "num_hidden_layers": 2,
 }
 """Ranks split these at blocks of 128."""
-
-
-def describe(fields):
-    dense = dense_layer(fields, head_sizes(fields))
-    layer = LayerSpec(
-        replace(dense.attention, fused_qkv=True), replace(dense.mlp, fused_gate_up=True)
-    )
-    return decoder_config(fields, [layer] * num_layers(fields))
-
-
-@pytest.fixture(autouse=True)
-def family(monkeypatch):
-    """Puts the description above into the table."""
-    monkeypatch.setattr(registry, "FAMILIES", {**registry.FAMILIES, ARCHITECTURE: describe})
 
 
 @pytest.fixture

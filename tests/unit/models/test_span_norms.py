@@ -1,49 +1,23 @@
 """Norms over all queries and all keys of a token, against transformers' OLMo-2: the operation, and
 models whose heads are split over ranks."""
 
-from dataclasses import replace
-
 import pytest
 import torch
-import transformers
-from transformers.models.olmo2.modeling_olmo2 import Olmo2Attention, Olmo2RMSNorm
+from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
 
-from tests.unit.models.conftest import SIZES, Checkpoint
 from worker_daemon.contracts.layer_ops import SpanNorms
-from worker_daemon.layers.norm import QKNormSpec
 from worker_daemon.layers.torch_ops import TorchOps
-from worker_daemon.models import registry
-from worker_daemon.models.config_fields import decoder_config, dense_layer, head_sizes, num_layers
-from worker_daemon.models.description import LayerSpec
 
-ARCHITECTURE = "LlamaForCausalLM"
 LENGTHS = (1, 5, 40, 13)
 EPS = 1e-5
 
 
-def describe(fields):
-    dense = dense_layer(fields, head_sizes(fields))
-    attention = replace(dense.attention, qk_norm=QKNormSpec(EPS, spans_heads=True))
-    return decoder_config(fields, [LayerSpec(attention, dense.mlp)] * num_layers(fields))
-
-
 @pytest.fixture
-def made(monkeypatch, tmp_path):
-    """(seed, overrides) -> a checkpoint of Llama with OLMo-2's attention."""
-    monkeypatch.setattr(registry, "FAMILIES", {**registry.FAMILIES, ARCHITECTURE: describe})
+def made(make_checkpoint):
+    """(seed, overrides) -> a checkpoint of OLMo-2."""
 
     def make(seed, **overrides):
-        config = transformers.LlamaConfig(**{**SIZES, **overrides}, rms_norm_eps=EPS)
-        model = transformers.LlamaForCausalLM(config)
-        for index, layer in enumerate(model.model.layers):
-            layer.self_attn = Olmo2Attention(config, index)
-        generator = torch.Generator().manual_seed(seed)
-        with torch.no_grad():
-            for name, tensor in model.named_parameters():
-                std = 0.3 if tensor.dim() == 1 else 0.2
-                tensor.normal_(1.0 if "norm" in name else 0.0, std, generator=generator)
-        model.save_pretrained(tmp_path)
-        return Checkpoint(tmp_path, model.eval())
+        return make_checkpoint("Olmo2ForCausalLM", seed=seed, rms_norm_eps=EPS, **overrides)
 
     return make
 

@@ -2,7 +2,6 @@
 saved set, and weights replaced from disk."""
 
 import os
-from dataclasses import replace
 from hashlib import blake2b
 
 import pytest
@@ -12,27 +11,14 @@ from worker_driver import WorkerDriver
 from rpc_schema import lifecycle
 from rpc_schema import weight_transfer as wt
 from tests.unit.worker.conftest import SIZES, randomise
-from worker_daemon.models import registry
-from worker_daemon.models.config_fields import decoder_config, dense_layer, head_sizes, num_layers
-from worker_daemon.models.description import LayerSpec
 from worker_daemon.worker.worker import Worker
 
 PATTERN = "model-rank-{rank}-part-{part}.safetensors"
 
 
-def describe(fields):
-    dense = dense_layer(fields, head_sizes(fields))
-    layer = LayerSpec(
-        replace(dense.attention, fused_qkv=True), replace(dense.mlp, fused_gate_up=True)
-    )
-    return decoder_config(fields, [layer] * num_layers(fields))
-
-
 @pytest.fixture
-def models(tmp_path, monkeypatch):
+def models(tmp_path):
     """Two sets of weights of one model, in directories `0` and `1`."""
-    families = {**registry.FAMILIES, "Phi3ForCausalLM": describe}
-    monkeypatch.setattr(registry, "FAMILIES", families)
     config = Phi3Config(**SIZES, pad_token_id=0, eos_token_id=None, bos_token_id=None)
     made = [randomise(Phi3ForCausalLM(config), seed) for seed in (5, 6)]
     for index, model in enumerate(made):
