@@ -127,7 +127,7 @@ class PeerReduce:
             _words(total),
             source,
             source if residual is None else _words(residual),
-            None if norm is None else _words(norm.weight),
+            source if norm is None else _words(norm.weight),
             0.0 if norm is None else norm.eps,
             None if x_norm is None else _words(x_norm.weight),
             None if x_norm is None else x_norm.eps,
@@ -261,15 +261,16 @@ def _peer_reduce_kernel(
     X_WEIGHT_OFFSET: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """weight: of the norm of the result; x_weight: of a norm of the sum over the ranks, before it
-    is added. None: no such norm."""
+    """weight: of the norm of the result, if FUSED. x_weight: of a norm of the sum over the ranks,
+    before it is added; None: no such norm."""
     start_next(PDL)
     program = tl.program_id(0)
     programs = tl.num_programs(0)
     word = tl.arange(0, BLOCK)
     stop = tl.load(addresses + RANKS).to(tl.pointer_type(tl.int32))
     window = _window(addresses + RANK)
-    gain = _load_gain(weight, word, SIZE)
+    if FUSED:
+        gain = _load_gain(weight, word, SIZE)
     x_gain = _load_gain(x_weight, word, SIZE)
     await_previous(PDL)
     turn = tl.load(turns + program)
