@@ -1,5 +1,5 @@
-"""Norms with an offset and after a block, GELU, a scaled embedding and capped logits: in half precision,
-and alone, against transformers' models that have them."""
+"""Norms with an offset and after a block, GELU, a scaled embedding and capped logits, in half
+precision and alone, against transformers' models that have them."""
 
 import pytest
 import torch
