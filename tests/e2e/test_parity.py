@@ -58,6 +58,30 @@ def test_greedy_tokens_equal_transformers(serve, checkpoint, architecture, rope,
 
 
 @pytest.mark.parametrize(
+    ("architecture", "shape", "fields"),
+    [
+        ("Gemma2ForCausalLM", (1, 2), {"sliding_window": 13, "query_pre_attn_scalar": 24}),
+        ("Gemma3ForCausalLM", (2, 2), {"sliding_window": 13, "sliding_window_pattern": 2}),
+        ("GlmForCausalLM", (2, 1), {"attention_bias": True}),
+        ("Glm4ForCausalLM", (1, 2), {}),
+        ("Olmo2ForCausalLM", (2, 2), {}),
+        ("Phi3ForCausalLM", (1, 2), {"sliding_window": 13}),
+    ],
+)
+def test_other_families(serve, checkpoint, architecture, shape, fields):
+    reference = checkpoint(architecture, seed=10, **fields)
+    requests = [
+        greedy_request(f"r{index}", prompt, MAX_TOKENS)
+        for index, prompt in enumerate(decisive_prompts(reference, 10, LENGTHS, MAX_TOKENS))
+    ]
+    with serve(reference.path, *shape) as (group, loaded):
+        whole = generate(group, loaded, requests)
+        chunked = generate(group, loaded, requests, max_num_batched_tokens=11)
+    assert_greedy(whole, reference, requests)
+    assert_greedy(chunked, reference, requests)
+
+
+@pytest.mark.parametrize(
     ("architecture", "shape", "divided"),
     [
         ("MixtralForCausalLM", (1, 2), False),

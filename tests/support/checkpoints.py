@@ -86,6 +86,7 @@ SIZES: Mapping[str, object] = {
     "max_position_embeddings": MAX_LEN,
     "initializer_range": INITIALIZER_RANGE,
     "eos_token_id": None,
+    "pad_token_id": 0,
 }
 
 
@@ -216,17 +217,22 @@ def make_checkpoint(
     the configuration.
     """
     family = re.split("For[A-Z]|Model$", architecture)[0]
-    config_class = getattr(transformers, f"{family}Config")
+    model_class = getattr(transformers, architecture)
     if family.endswith(ENCODERS):
         return _make_encoder(directory, architecture, family, seed, overrides)
     if "hidden_size" in overrides:
         overrides.setdefault("head_dim", None)
-    config = config_class(
+    rotation: Mapping[str, object] = {"rope_theta": 10_000.0, **rope}
+    if architecture == "Gemma3ForCausalLM":
+        everywhere = {**LINEAR, "rope_theta": 50_000.0}
+        rotation = {"sliding_attention": rotation, "full_attention": everywhere}
+    config = model_class.config_class(
         **{**SIZES, **EXPERT_FIELDS.get(architecture, {}), **overrides},
-        rope_parameters={"rope_theta": 10_000.0, **rope},
+        rope_parameters=rotation,
     )
+    config.eos_token_id = overrides.get("eos_token_id")  # GLM's default is beyond this vocabulary
     torch.manual_seed(seed)
-    model = getattr(transformers, architecture)(config).float().eval()
+    model = model_class(config).float().eval()
     _randomise_vectors(model, seed)
     path = _new_directory(directory, f"{family}-{rope['rope_type']}-{form}-{seed}")
     model.save_pretrained(path, max_shard_size=max_shard_size)
