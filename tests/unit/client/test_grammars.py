@@ -291,20 +291,21 @@ def test_begin_without_compile_gets_a_grammar_whose_other_requests_gave_up(direc
 def test_further_compilations_that_take_long_fail_no_request(directory, monkeypatch):
     grammar = StructuredOutput(kind="regex", text="[ab]+m")
     compile_one, compiled = Grammars._compile, []
-    may_go_on = threading.Event()
+    may_begin, may_go_on = threading.Event(), threading.Event()
 
     def late(self, each):
         compiled.append(each)
-        assert compiled.count(grammar) == 1 or may_go_on.wait(20)
+        assert (may_begin if compiled.count(grammar) == 1 else may_go_on).wait(20)
         return compile_one(self, each)
 
     monkeypatch.setattr(Grammars, "_compile", late)
     monkeypatch.setattr("worker_client.structured.grammars.MAX_AGAIN_S", 60.0)
-    limits = GrammarLimits(max_compilations=2, compile_s=2.0)
+    limits = GrammarLimits(max_compilations=2, compile_s=4.0)
     with closing(Grammars(directory, VOCAB_SIZE, [EOS_TOKEN_ID], limits)) as grammars:
         pending, reasons = PendingRequests(grammars), []
         for index in range(2 * REQUESTS_PER_COMPILATION):
             pending.add(GenerationRequest(str(index), np.array([1], np.int32)), grammar)
+        may_begin.set()
 
         def have_left():
             reasons.extend(reason for _, reason in pending.take_done())
