@@ -180,6 +180,7 @@ class QueryKeySpanNorm:
             )
         self._weight = setup.parameter(f"{prefix}.qk_norm.weight", (size,), pieces)
         self._query_size = queries.rows
+        assert spec.weight_offset == 0.0, "no family has a norm over all heads with an offset"
         self._eps = spec.eps
         self._ops = setup.ops
         self._tp = setup.tp

@@ -248,7 +248,6 @@ def model_rope(
     *,
     default_share: float | None = None,
     interleaved: bool = False,
-    default_theta: float = _DEFAULT_THETA,
 ) -> Rope:
     """Return the rotation of a model that has one for all layers.
 
@@ -261,9 +260,9 @@ def model_rope(
     if any(isinstance(value, dict) for value in values.values()):
         raise fields.error(field, "is given for each layer type", "use one set for the whole model")
     section = Fields(values, prefix=f"{field}.")
-    theta = fields.number("rope_theta", default_theta, above=1)
+    theta = fields.number("rope_theta", _DEFAULT_THETA, above=1)
     share = _rotated_share(fields, section, default_share)
-    return build_rope(fields, section, head_dim, theta, share=share, interleaved=interleaved)
+    return _build_rope(fields, section, head_dim, theta, share=share, interleaved=interleaved)
 
 
 def layer_type_ropes(fields: Fields, head_dim: int) -> tuple[Rope, Rope]:
@@ -286,12 +285,12 @@ def layer_type_ropes(fields: Fields, head_dim: int) -> tuple[Rope, Rope]:
         section = Fields(values, prefix=prefix)
         theta = fields.number(base_field, above=1)
         share = _rotated_share(fields, section, None)
-        return build_rope(fields, section, head_dim, theta, share=share)
+        return _build_rope(fields, section, head_dim, theta, share=share)
 
     return rope(FULL, "rope_theta", scaling), rope(SLIDING, "rope_local_base_freq", None)
 
 
-def build_rope(
+def _build_rope(
     model: Fields,
     section: Fields,
     head_dim: int,
