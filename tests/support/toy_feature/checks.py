@@ -69,14 +69,12 @@ def biased_requests(
         token_id, bias = rng.randrange(150), rng.choice([None, 1.5, -3.0])
         try:
             tokens = checkpoint.biased(prompt.tolist(), length, token_id, bias or 0.0)
+            unbiased = checkpoint.biased(prompt.tolist(), length, token_id, 0.0)
+            if bias is not None and tokens == unbiased:
+                token_id, bias = tokens[1], -6.0  # a token that it would sample without a bias
+                tokens = checkpoint.biased(prompt.tolist(), length, token_id, bias)
         except NearTie:
             continue
-        if bias is not None and tokens == checkpoint.biased(prompt.tolist(), length, token_id, 0.0):
-            token_id, bias = tokens[1], -6.0  # a token that it would sample without a bias
-            try:
-                tokens = checkpoint.biased(prompt.tolist(), length, token_id, bias)
-            except NearTie:
-                continue
         expected[name] = tokens
         wanted.append(Wanted(name, prompt.tolist(), length, token_id, bias))
         if len(wanted) == count:
