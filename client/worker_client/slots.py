@@ -1,28 +1,25 @@
 """Translates between request ids and slots: from SchedulerOutput to rpc_schema.step.ExecuteModel,
-and back from ModelRunnerOutput. Mirrors the counts of the workers' rows, so that it can send a step
-in full.
+and back from ModelRunnerOutput.
 
-A pure decode step with an unchanged set costs nothing per request: bitmap, slots and the ids of the
-reply are kept in SteadyRequests, whose rows' counts are brought up to date only when they are read.
+Put together from the counts of the rows (sent_counts.py), their block tables (block_tables.py) and
+the requests whose sampling waits (deferred_sampling.py). A pure decode step with an unchanged set
+costs nothing per request: bitmap, slots and the ids of the reply are kept in SteadyRequests, whose
+rows' counts are brought up to date only when they are read.
 """
 
 from array import array
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from contextlib import nullcontext
 from itertools import chain
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
-from msgspec import Struct
-from msgspec.structs import astuple
 from numpy.typing import NDArray
 
 from rpc_schema.codec import Frame, encode_step
-from rpc_schema.kv_cache import NULL_BLOCK, blocks_behind
-from rpc_schema.pooling import MAX_POOLED_BYTES
 from rpc_schema.step import ExecuteModel, ModelRunnerOutput, NewRequestData
-from worker_client.block_holders import BlockHolders, BlockTaken
+from worker_client.block_tables import BlockTables, CheckedBlocks
 from worker_client.cached_blocks import CachedBlocks
+from worker_client.deferred_sampling import DeferredSampling
 from worker_client.encoded_step import (
     NONE_DEFERRED,
     EncodedStep,
@@ -30,14 +27,14 @@ from worker_client.encoded_step import (
     decode_reply,
     pack_bits,
 )
-from worker_client.errors import InvalidSchedulerOutput, config_error
+from worker_client.errors import InvalidSchedulerOutput
 from worker_client.masks import ALL_AT_ONCE, Masks, StepSampling, encoded, sampling_of
-from worker_client.parts.registry import NONE_POOLED, Extensions, pools, reports
+from worker_client.parts.registry import Extensions, pools, reports
 from worker_client.scheduler_output import NewRequest, SchedulerOutput, StepResult
+from worker_client.sent_counts import ScheduledRows, SentCounts
+from worker_client.step_checks import MAX_ADMITTED_TOKENS as MAX_ADMITTED_TOKENS
 from worker_client.step_checks import (
-    BLOCK_KINDS,
     WIRE_LIMITS,
-    WRONG_TYPE,
     GroupLimits,
     check_admissions,
     check_more_blocks,
@@ -45,60 +42,17 @@ from worker_client.step_checks import (
     encode_checked,
     named_ids,
     not_running,
-    output_bytes,
-    read_blocks,
-    read_counts,
     read_tokens,
     repeated,
     unknown_request,
-    wrong_block,
-    wrong_count,
     wrong_ids,
 )
-from worker_client.step_checks import MAX_ADMITTED_TOKENS as MAX_ADMITTED_TOKENS
 
 MAX_STEADY = 16
 """Number of steady sets that are kept: more than a pipeline has micro-batches."""
 
-MAX_UNCOUNTED_BYTES = 1 << 16
-"""Bytes of appended blocks, two each, that are collected before they are counted at once with
-numpy."""
-
 Int32s = NDArray[np.int32]
-_NO_PREFIXES: Sequence[Int32s] = ()
 _NONE_NEW: Mapping[str, int] = {}
-_UINT16 = np.dtype("<u2")
-
-
-class _Blocks(Struct, frozen=True, gc=False):
-    """Blocks that a step gives to requests."""
-
-    slots: bytes
-    """A column of uint16: the request that gets each block."""
-    groups: bytes
-    """A column of uint8: the KV group of each block; empty: the first group."""
-    rows: bytes
-    """Request and group together: a column of rows (block_holders.py)."""
-    ids: bytes
-    """A column of int32."""
-    listed: Sequence[int]
-
-
-_NO_BLOCKS = _Blocks(b"", b"", b"", b"", ())
-
-
-class _Rows(NamedTuple):
-    """Scheduled rows, slots ascending, with their counts after the step."""
-
-    slots: Int32s
-    num_scheduled: Int32s
-    num_computed: Int32s
-    num_tokens: Int32s
-    samples: NDArray[np.bool_]
-    sampling_ids: Sequence[str]
-    """Requests of those that sample."""
-    pooled: Mapping[int, str]
-    """Requests that end with an output of the step, by slot."""
 
 
 class _Change(NamedTuple):
@@ -106,16 +60,11 @@ class _Change(NamedTuple):
 
     ended_ids: Sequence[str]
     ended: Sequence[int]
-    """Slots of the new requests, ascending."""
+    """Slots of those, ascending."""
     slot_of_new: Mapping[str, int]
     admitted: Sequence[NewRequest]
-    prefixes: Sequence[Int32s]
-    """For each row of each new request, the blocks that it only reads; empty if there are none, or
-    if blocks are not checked."""
-    blocks: _Blocks
-    written: _Blocks
-    """The blocks among them that the step's requests write to."""
-    rows: _Rows
+    blocks: CheckedBlocks
+    rows: ScheduledRows
     total: int
     """Scheduled tokens, decodes included."""
     sampling: StepSampling
@@ -129,39 +78,17 @@ class SlotTable:
         """limits: the group's limits, if they are lower than a message's."""
         self.capacity = max_num_seqs
         self._limits = limits
-        groups = limits.block_groups
-        self._holders: BlockHolders | None = None
-        if limits.num_blocks:
-            self._holders = BlockHolders(max_num_seqs, limits.num_blocks, groups)
         self._slot_of: dict[str, int] = {}
         self._is_free = np.ones(max_num_seqs, np.bool_)
-        self._num_computed = np.zeros(max_num_seqs, np.int32)
-        self._num_tokens = np.zeros(max_num_seqs, np.int32)
-        self._output_bytes = np.zeros(max_num_seqs, np.int32)
-        """Bytes of each slot's output; 0 unless its request pools."""
-        self._num_blocks = np.zeros((len(groups), max_num_seqs), np.int32)
-        """For each group and slot, entries of its block table, including those behind a window."""
-        self._appended_rows, self._appended_ids = bytearray(), bytearray()
-        """Rows and ids (int32) of blocks that were taken, but are not counted and held yet."""
+        self._rows = SentCounts(max_num_seqs, limits)
+        self._blocks = BlockTables(max_num_seqs, limits)
+        self._deferred = DeferredSampling(max_num_seqs)
         self._reporting: Mapping[str, Extensions] = {}
         """Extensions of the requests whose replies contain more than tokens. Replaced, never
         changed: steps in flight share it."""
         self._steady: list[SteadyRequests] = []
         """The steady sets of the last values of decode_req_ids."""
         self._must_resync = False
-        self._admitted_at = np.zeros(max_num_seqs, np.int64)
-        """For each slot, the seq of the step that admitted its request."""
-        self._refused: dict[int, int] = {}
-        """By slot, the number of refused tokens that the workers' counts still include."""
-        self._unsampled: set[int] = set()
-        """Slots whose last token waits for sample_tokens."""
-        self._held: dict[int, int] = {}
-        """By a step's seq, its deferred requests that were not sampled yet, ended or not: the
-        workers hold a copy of the logits of each."""
-
-    @property
-    def _row_code(self) -> Literal["H", "I"]:
-        return "H" if len(self._limits.block_groups) == 1 else "I"
 
     def __len__(self) -> int:
         return len(self._slot_of)
@@ -217,7 +144,7 @@ class SlotTable:
         try:
             return not (
                 self._must_resync
-                or self._unsampled
+                or self._deferred.slots
                 or output.deferred_req_ids
                 or output.masks
                 or output.num_scheduled_tokens
@@ -252,13 +179,7 @@ class SlotTable:
 
     def take_later(self, step: EncodedStep, chosen: Iterable[int]) -> None:
         """Note that deferred requests of a step, given by slot, were sampled."""
-        for slot in list(chosen):
-            if self._slot_of.get(step.left.pop(slot)) == slot:
-                self._unsampled.discard(slot)
-        if step.left:
-            self._held[step.seq] = len(step.left)
-        else:
-            self._held.pop(step.seq, None)
+        self._deferred.take(step, chosen, self._slot_of)
 
     @staticmethod
     def decode(step: EncodedStep, reply: ModelRunnerOutput, arrays: Sequence[Frame]) -> StepResult:
@@ -278,7 +199,7 @@ class SlotTable:
             lost.update(*output.more_new_block_ids)
             lost.update(new.req_id for new in output.scheduled_new_reqs)
             self._release(self._known(output.finished_req_ids, output.preempted_req_ids))
-        lost.update(name for name, slot in self._slot_of.items() if slot in self._unsampled)
+        lost.update(name for name, slot in self._slot_of.items() if slot in self._deferred.slots)
         self._release(self._known(lost))
         self._must_resync = True
         return frozenset(lost)
@@ -294,8 +215,7 @@ class SlotTable:
     def lose_contents(self) -> None:
         """Record that the workers' KV cache has lost its contents: requests cannot begin with
         blocks that were filled before."""
-        if self._holders is not None:
-            self._holders.lose_contents()
+        self._blocks.lose_contents()
 
     def with_contents(self, blocks: CachedBlocks) -> CachedBlocks:
         """Return those of these blocks that are full, as far as the table knows: the cache may have
@@ -304,15 +224,8 @@ class SlotTable:
         Raises:
             ClientConfigError: a block does not exist.
         """
-        if self._holders is None:
-            return blocks
         self._flush()
-        try:
-            return blocks.only(self._holders.are_filled(blocks.block_ids, self._num_computed))
-        except BlockTaken as taken:
-            block_id = int(blocks.block_ids[taken.index])
-            fix = f"use 1 to {self._limits.num_blocks - 1}"
-            raise config_error("block_ids", block_id, "there is no such block", fix) from None
+        return self._blocks.with_contents(blocks, self._rows.num_computed)
 
     def withdraw(self, output: SchedulerOutput) -> frozenset[str]:
         """Drop every request, because a step was not sent. Return their ids, and those in the step,
@@ -329,9 +242,7 @@ class SlotTable:
         if not req_ids:
             return None
         slots = self._slots(req_ids)
-        if np.any(self._num_computed[slots] + 1 != self._num_tokens[slots]):
-            return None
-        if self._output_bytes[slots].any():
+        if not self._rows.can_decode(slots):
             return None
         steady = SteadyRequests(req_ids, slots, self.capacity)
         if int(np.count_nonzero(steady.bits)) != len(req_ids):
@@ -347,8 +258,11 @@ class SlotTable:
         self, output: SchedulerOutput, steady: SteadyRequests, ids: tuple[int, int, int]
     ) -> EncodedStep:
         epoch, link, seq = ids
-        blocks = self._take_blocks(output)
-        corrections = self._corrections(()) if self._refused else b""
+        blocks = self._blocks.take_free(output, self._slot_of)
+        if blocks is None:
+            self._flush()
+            blocks = self._blocks.take(output, self._slot_of, self._rows.num_computed)
+        corrections = self._rows.corrections()
         message = ExecuteModel(
             epoch=epoch,
             link=link,
@@ -363,66 +277,14 @@ class SlotTable:
         try:
             frames = encode_step(message)
         except BaseException:
-            if self._holders is not None:
-                self._holders.give_back(array("i", blocks.ids))
+            self._blocks.give_back(blocks)
             raise
         steady.num_pending += 1
         if corrections:
-            self._lower()
+            self._rows.correct()
         if blocks.slots:
-            self._appended_rows += blocks.rows
-            self._appended_ids += blocks.ids
-            if len(self._appended_rows) > MAX_UNCOUNTED_BYTES:
-                self._count_appended()
+            self._blocks.append_later(blocks)
         return EncodedStep(seq, output, frames, steady, (), (), self._reporting)
-
-    def _take_blocks(self, output: SchedulerOutput) -> _Blocks:
-        """Check and take the blocks of running requests. Nearly always each request gets one block,
-        and all of them are free: the fast path."""
-        if not output.more_new_block_ids:
-            if not output.new_block_ids:
-                return _NO_BLOCKS
-            return self._take_fast(output.new_block_ids) or self._take_judged(output)
-        taken: list[_Blocks] = []
-        for group, given in enumerate((output.new_block_ids, *output.more_new_block_ids)):
-            blocks = self._take_fast(given, group)
-            if blocks is None:
-                if self._holders is not None:
-                    self._holders.give_back([i for earlier in taken for i in earlier.listed])
-                return self._take_judged(output)
-            taken.append(blocks)
-        return _joined(taken)
-
-    def _take_fast(self, given: Mapping[str, Sequence[int]], group: int = 0) -> _Blocks | None:
-        """Take blocks of one group, one each, if all of them are free."""
-        holders = self._holders
-        if holders is None or not BLOCK_KINDS.issuperset(map(type, given.values())):
-            return None
-        try:
-            listed = [block_id for (block_id,) in given.values()]
-            slots = array("H", map(self._slot_of.__getitem__, given)).tobytes()
-            ids = array("I", listed).tobytes()  # none is negative
-            if holders.take(listed):
-                return self._in_group(group, slots, ids, listed)
-        except (*WRONG_TYPE, LookupError):  # what is wrong is found by _take_judged
-            pass
-        return None
-
-    def _in_group(self, group: int, slots: bytes, ids: bytes, listed: Sequence[int]) -> _Blocks:
-        if self._row_code == "H":
-            return _Blocks(slots, b"", slots, ids, listed)
-        rows = np.frombuffer(slots, _UINT16).astype("<u4") + group * self.capacity
-        return _Blocks(slots, bytes((group,)) * len(listed), rows.tobytes(), ids, listed)
-
-    def _take_judged(self, output: SchedulerOutput) -> _Blocks:
-        """Take blocks as _take_blocks does, one by one; raise if one cannot be taken."""
-        blocks = self._read_blocks((output.new_block_ids, *output.more_new_block_ids))
-        if self._holders is not None:
-            self._flush()
-            self._holders.leave_behind(self._num_computed)
-            self._check_written(self._holders, blocks)
-            self._holders.take(blocks.listed)
-        return blocks
 
     def _encode_changed(
         self,
@@ -431,7 +293,7 @@ class SlotTable:
         counts: Mapping[str, int],
         ids: tuple[int, int, int],
     ) -> EncodedStep:
-        change = self._judge(output, steady, counts)
+        change = self._check(output, steady, counts)
         resync = self._resync_rows(change.ended) if self._must_resync else None
         frames = self._encode_change(output, steady, change, resync, ids)
         self._apply(change, ids[2])
@@ -452,18 +314,19 @@ class SlotTable:
             deferred=change.sampling.deferred,
         )
 
-    def _judge(
+    def _check(
         self, output: SchedulerOutput, steady: SteadyRequests | None, counts: Mapping[str, int]
     ) -> _Change:
         """Check a whole step, and return its changes. Nothing changes yet."""
         new = tuple(output.scheduled_new_reqs)
         ended_ids = self._known(output.finished_req_ids, output.preempted_req_ids)
         ended = sorted(self._slot_of[req_id] for req_id in ended_ids)
-        new_slots = self._judge_admissions(new, ended_ids, ended)
+        new_slots = self._check_admissions(new, ended_ids, ended)
         slot_of_new = dict(zip((request.req_id for request in new), new_slots, strict=True))
         gone = set(ended_ids)
         self._check_gone(output, gone.difference(slot_of_new), ended, steady, counts)
-        rows = self._judge_rows(counts, new, slot_of_new)
+        slots = self._slots([*counts], slot_of_new)
+        rows = self._rows.check(counts, slots, new, slot_of_new)
         num_decodes = 0
         if steady is not None:
             num_decodes = len(steady.req_ids)
@@ -473,50 +336,25 @@ class SlotTable:
                 raise wrong_ids(message, "decode_req_ids", both)
         total = num_decodes + int(rows.num_scheduled.sum())
         self._check_total(total)
-        appended = (output.new_block_ids, *output.more_new_block_ids)
-        for given in appended:
+        for given in (output.new_block_ids, *output.more_new_block_ids):
             self._check_standing(given, gone, slot_of_new)
         sampling = ALL_AT_ONCE
-        if self._unsampled:
-            self._check_sampled(steady, rows, ended)
+        if self._deferred.slots:
+            decoding = [] if steady is None else steady.slots.tolist()
+            self._deferred.check_sampled(chain(rows.slots.tolist(), decoding), ended, self._slot_of)
         if output.deferred_req_ids or output.masks:
             slot_of = dict(zip(rows.sampling_ids, rows.slots[rows.samples].tolist(), strict=True))
             if steady is not None:
                 slot_of |= zip(steady.sorted_req_ids, steady.slots.tolist(), strict=True)
             sampling = sampling_of(output, slot_of)
             if sampling.deferred:
-                self._check_held(len(slot_of))
-        judged = self._judge_blocks(appended, new, ended, slot_of_new)
-        blocks, written, prefixes = judged
-        return _Change(
-            ended_ids, ended, slot_of_new, new, prefixes, blocks, written, rows, total, sampling
+                self._deferred.check_room(len(slot_of), resync=self._must_resync)
+        blocks = self._blocks.check(
+            output, ended, self._slot_of, slot_of_new, self._rows.num_computed
         )
+        return _Change(ended_ids, ended, slot_of_new, new, blocks, rows, total, sampling)
 
-    def _check_held(self, num_sampling: int) -> None:
-        """Check the requests that sample in a step that defers, and those that earlier steps have
-        deferred: workers have memory for one row of logits per slot."""
-        held = 0 if self._must_resync else sum(self._held.values())
-        if held + num_sampling > self.capacity:
-            raise InvalidSchedulerOutput(
-                f"{num_sampling} requests sample in a step that defers some, and {held} of earlier "
-                f"steps wait for their sampling: more than max_num_seqs = {self.capacity} together",
-                field="deferred_req_ids",
-                value=f"{num_sampling} requests",
-                fix=f"call WorkerGroup.sample_tokens for step {min(self._held)} first, even if its "
-                "requests have finished",
-            )
-
-    def _check_sampled(
-        self, steady: SteadyRequests | None, rows: _Rows, ended: Sequence[int]
-    ) -> None:
-        slots = rows.slots.tolist() + ([] if steady is None else steady.slots.tolist())
-        waiting = self._unsampled.intersection(slots).difference(ended)
-        if waiting:
-            names = [req_id for req_id, slot in self._slot_of.items() if slot in waiting]
-            message = "its last token waits for WorkerGroup.sample_tokens"
-            raise wrong_ids(message, "num_scheduled_tokens, decode_req_ids", names)
-
-    def _judge_admissions(
+    def _check_admissions(
         self, new: Sequence[NewRequest], ended_ids: Sequence[str], ended: Sequence[int]
     ) -> list[int]:
         """Check new requests; return their slots, the lowest free ones."""
@@ -558,69 +396,6 @@ class SlotTable:
             again = [name for name in output.decode_req_ids if self._slot_of.get(name) in ended]
             raise wrong_ids(message, "finished_req_ids", gone & scheduled or again)
 
-    def _judge_rows(
-        self, counts: Mapping[str, int], new: Sequence[NewRequest], slot_of_new: Mapping[str, int]
-    ) -> _Rows:
-        """Check the scheduled tokens of requests; return their rows' counts after the step."""
-        req_ids = list(counts)
-        num_scheduled = read_counts(counts)
-        slots = self._slots(req_ids, slot_of_new)
-        num_computed, num_tokens = self._num_computed[slots], self._num_tokens[slots]
-        if new:
-            place = {req_id: index for index, req_id in enumerate(req_ids)}
-            begun = [request for request in new if request.req_id in place]
-            at = [place[request.req_id] for request in begun]
-            num_computed[at] = [request.num_computed_tokens for request in begun]
-            num_tokens[at] = [len(request.token_ids) for request in begun]
-        left = num_tokens - num_computed
-        for at in np.flatnonzero((num_scheduled < 1) | (num_scheduled > left))[:1].tolist():
-            fix = f"give 1 to {left[at]}: it has {left[at]} tokens left to compute"
-            raise wrong_count(req_ids[at], int(num_scheduled[at]), fix)
-        order = np.argsort(slots)
-        scheduled = num_scheduled[order].astype(np.int32)
-        num_computed, num_tokens = num_computed[order] + scheduled, num_tokens[order]
-        samples: NDArray[np.bool_] = num_computed == num_tokens
-        pooled = NONE_POOLED
-        if self._output_bytes.any() or any(r.extensions and pools(r.extensions) for r in new):
-            sizes = self._judge_outputs(slots[order], new, slot_of_new, scheduled, samples)
-            ends = samples & (sizes > 0)
-            samples &= sizes == 0
-            names = [req_ids[at] for at in order[ends].tolist()]
-            pooled = dict(zip(slots[order][ends].tolist(), names, strict=True))
-        names = [req_ids[at] for at in order[samples].tolist()]
-        num_tokens[samples] += 1
-        return _Rows(slots[order], scheduled, num_computed, num_tokens, samples, names, pooled)
-
-    def _judge_outputs(
-        self,
-        slots: Int32s,
-        new: Sequence[NewRequest],
-        slot_of_new: Mapping[str, int],
-        scheduled: Int32s,
-        is_last: NDArray[np.bool_],
-    ) -> Int32s:
-        """Return the bytes of each row's output, 0 where its request samples; check those of the
-        rows whose last token the step computes."""
-        by_slot = self._output_bytes.copy()
-        for request in new:
-            by_slot[slot_of_new[request.req_id]] = output_bytes(request, self._limits)
-        sizes: Int32s = by_slot[slots]
-        support = self._limits.pooling
-        if support is not None and support.whole_prompts:
-            for at in np.flatnonzero((sizes > 0) & ~is_last)[:1].tolist():
-                name = next((r for r, s in slot_of_new.items() if s == slots[at]), "")
-                fix = "give it all its tokens: the model computes a prompt in one step"
-                raise wrong_count(name, int(scheduled[at]), fix)
-        total = int(sizes[is_last].sum(dtype=np.int64))
-        if total > MAX_POOLED_BYTES:
-            raise InvalidSchedulerOutput(
-                f"the outputs of the prompts that end take more than {MAX_POOLED_BYTES} bytes",
-                field="num_scheduled_tokens",
-                value=f"{total} bytes",
-                fix="let fewer of them end in a step",
-            )
-        return sizes
-
     def _check_total(self, num_tokens: int) -> None:
         most = self._limits.max_num_batched_tokens
         if num_tokens > most:
@@ -639,136 +414,6 @@ class SlotTable:
         for req_id in given:
             if req_id in slot_of_new or req_id in gone or req_id not in self._slot_of:
                 raise not_running(req_id, given[req_id])
-
-    def _judge_blocks(
-        self,
-        appended: Sequence[Mapping[str, Sequence[int]]],
-        new: Sequence[NewRequest],
-        ended: Sequence[int],
-        slot_of_new: Mapping[str, int],
-    ) -> tuple[_Blocks, _Blocks, Sequence[Int32s]]:
-        """Check the blocks that a step gives to requests. Return all of them, those that are
-        written to, and those that each row of the new requests only reads. appended: for each
-        group, the blocks of running requests."""
-        given: list[dict[str, Sequence[int]]] = [{each.req_id: each.block_ids for each in new}]
-        for group in range(1, len(self._limits.block_groups)):
-            given.append({each.req_id: _of_group(each, group) for each in new})
-        for own, added in zip(given, appended, strict=False):
-            own.update(added)
-        if not any(given):
-            return _NO_BLOCKS, _NO_BLOCKS, ()
-        by_group = [self._read_group(group, own, slot_of_new) for group, own in enumerate(given)]
-        blocks = _joined(by_group)
-        if self._holders is None:
-            return blocks, blocks, ()
-        written, prefixes = blocks, _NO_PREFIXES
-        if any(request.num_computed_tokens for request in new):
-            written, prefixes = self._split(by_group, new)
-        self._holders.leave_behind(self._num_computed)
-        with self._holders.without(ended) if ended else nullcontext():
-            if prefixes:
-                self._check_prefixes(self._holders, new, prefixes, frozenset(written.listed))
-            self._check_written(self._holders, written, slot_of_new)
-        for request in new:
-            if request.num_computed_tokens:
-                self._check_contents(self._holders, request)
-        return blocks, written, prefixes
-
-    def _check_prefixes(
-        self,
-        holders: BlockHolders,
-        new: Sequence[NewRequest],
-        prefixes: Sequence[Int32s],
-        filled: frozenset[int],
-    ) -> None:
-        count = len(self._limits.block_groups)
-        for index, request in enumerate(new):
-            own = prefixes[count * index : count * (index + 1)]
-            if any(prefix.size for prefix in own):
-                self._check_prefix(holders, request, own, filled)
-
-    def _check_contents(self, holders: BlockHolders, request: NewRequest) -> None:
-        """Check that the blocks of a new request's computed tokens have contents."""
-        for number, group in enumerate(self._limits.block_groups):
-            num_filled = -(-request.num_computed_tokens // group.block_size)
-            emptied = holders.first_emptied(_of_group(request, number)[:num_filled])
-            if emptied is not None:
-                fix = "begin at num_computed_tokens = 0: the KV cache has lost its contents since"
-                raise wrong_block(request.req_id, emptied, fix)
-
-    def _split(
-        self, by_group: Sequence[_Blocks], new: Sequence[NewRequest]
-    ) -> tuple[_Blocks, Sequence[Int32s]]:
-        """Return the blocks to which the step's requests write, and for each row of the new ones
-        those that it only reads."""
-        split = [self._split_group(group, own, new) for group, own in enumerate(by_group)]
-        # A slot's rows come one after the other, as BlockHolders.rows_of has them.
-        prefixes = list(chain.from_iterable(zip(*(own for own, _ in split), strict=True)))
-        return _joined([own for _, own in split]), prefixes
-
-    def _split_group(
-        self, group: int, blocks: _Blocks, new: Sequence[NewRequest]
-    ) -> tuple[list[Int32s], _Blocks]:
-        """Return the blocks of a group that each new request only reads (those full of computed
-        tokens), and all others, to which the step's requests write."""
-        ids = np.frombuffer(blocks.ids, "<i4")
-        is_written = np.ones(ids.size, np.bool_)
-        prefixes, first = [], 0
-        for request in new:
-            num_full = request.num_computed_tokens // self._limits.block_groups[group].block_size
-            end = first + len(_of_group(request, group))
-            prefix = slice(first, min(end, first + num_full))
-            prefixes.append(ids[prefix])
-            is_written[prefix] = False
-            first = end
-        slots, ids = np.frombuffer(blocks.slots, _UINT16)[is_written], ids[is_written]
-        return prefixes, self._in_group(group, slots.tobytes(), ids.tobytes(), ids.tolist())
-
-    def _check_prefix(
-        self,
-        holders: BlockHolders,
-        request: NewRequest,
-        prefixes: Sequence[Int32s],
-        filled: frozenset[int],
-    ) -> None:
-        """Check the blocks of each group that a request only reads; `filled` are those that this
-        step writes to."""
-        for group, prefix in zip(self._limits.block_groups, prefixes, strict=True):
-            try:
-                holders.check_prefix(prefix, blocks_behind(request.num_computed_tokens, group))
-            except BlockTaken as taken:
-                raise self._outside(request.req_id, int(prefix[taken.index])) from None
-        listed = [i for prefix in prefixes for i in prefix.tolist() if i != NULL_BLOCK]
-        own = frozenset(listed)
-        if len(own) < len(listed):
-            fix = "name each block once: they hold different tokens"
-            raise wrong_block(request.req_id, listed, fix)
-        both = own & filled
-        if both:
-            fix = "begin with blocks that are full: from the step after the one that fills them"
-            raise wrong_block(request.req_id, min(both), fix)
-
-    def _check_written(
-        self, holders: BlockHolders, blocks: _Blocks, slot_of_new: Mapping[str, int] = _NONE_NEW
-    ) -> None:
-        """Check that the blocks exist, and that no other request has them."""
-        try:
-            holders.check(blocks.rows, blocks.listed)
-        except BlockTaken as taken:
-            everybody = chain(self._slot_of.items(), slot_of_new.items())
-            names = {slot: req_id for req_id, slot in everybody}
-            slot = int(np.frombuffer(blocks.slots, _UINT16)[taken.index])
-            block_id, who = blocks.listed[taken.index], "others read it"
-            if not 1 <= block_id < self._limits.num_blocks:
-                raise self._outside(names[slot], block_id) from None
-            if taken.row is not None:
-                who = f"request {names[taken.row % self.capacity]!r} writes to it"
-            fix = f"give a block that no request holds: {who} until it is finished"
-            raise wrong_block(names[slot], block_id, fix) from None
-
-    def _outside(self, req_id: str, block_id: object) -> InvalidSchedulerOutput:
-        most = self._limits.num_blocks - 1
-        return wrong_block(req_id, block_id, f"give block ids from 1 to {most}")
 
     def _encode_change(
         self,
@@ -793,9 +438,9 @@ class SlotTable:
             total_num_scheduled_tokens=change.total,
             scheduled=pack_bits(bits),
             num_scheduled_tokens=pairs.tobytes(),
-            new_block_slots=change.blocks.slots,
-            new_block_ids=change.blocks.ids,
-            new_block_groups=change.blocks.groups,
+            new_block_slots=change.blocks.given.slots,
+            new_block_ids=change.blocks.given.ids,
+            new_block_groups=change.blocks.given.groups,
             finished=b"" if resync is not None else array("H", change.ended).tobytes(),
             scheduled_new_reqs=tuple(
                 _as_message(request, change.slot_of_new[request.req_id]) for request in new
@@ -803,7 +448,7 @@ class SlotTable:
             resync=resync,
             deferred=change.sampling.bitmap,
             extensions=change.sampling.extensions,
-            corrections=self._corrections(change.ended) if self._refused else b"",
+            corrections=self._rows.corrections(change.ended),
         )
         return encode_checked(message, [*tokens, *change.sampling.frames], new, self._limits)
 
@@ -812,37 +457,21 @@ class SlotTable:
         corrects the workers."""
         for req_id, count in refused.items():
             slot = self._slot_of.get(req_id)
-            if slot is not None and self._admitted_at[slot] <= step.seq:
-                self._refused[slot] = self._refused.get(slot, 0) + count
-
-    def _corrections(self, ended: Sequence[int]) -> bytes:
-        pairs = [pair for pair in self._refused.items() if pair[0] not in ended]
-        return np.array(pairs, "<i4").tobytes()
-
-    def _lower(self) -> None:
-        """Clear the recorded refusals: the encoded step carries them to the workers."""
-        slots, by = list(self._refused), np.array(list(self._refused.values()), np.int32)
-        self._num_computed[slots] -= by
-        self._num_tokens[slots] -= by
-        self._refused.clear()
+            if slot is not None:
+                self._rows.count_refused(slot, step.seq, count)
 
     def _apply(self, change: _Change, seq: int) -> None:
         """Account for a checked and encoded step; nothing here can fail."""
         self._release(change.ended_ids)
         if change.admitted:
             self._admit(change, seq)
-        if change.blocks.rows:
-            self._append(change.blocks.rows, change.written.rows, change.written.ids)
-        rows = change.rows
-        self._num_computed[rows.slots] = rows.num_computed
-        self._num_tokens[rows.slots] = rows.num_tokens
+        self._blocks.append(change.blocks)
+        self._rows.apply(change.rows)
         if self._must_resync:
-            self._held.clear()
+            self._deferred.drop_held()
         if change.sampling.deferred:
-            self._unsampled.update(change.sampling.deferred)
-            self._held[seq] = len(change.sampling.deferred)
-        if self._refused:
-            self._lower()
+            self._deferred.defer(seq, change.sampling.deferred)
+        self._rows.correct()
 
     def _slots(self, req_ids: Sequence[str], slot_of_new: Mapping[str, int] = _NONE_NEW) -> Int32s:
         slot_of = self._slot_of
@@ -873,105 +502,34 @@ class SlotTable:
             gone = set(req_ids)
             self._reporting = {k: v for k, v in self._reporting.items() if k not in gone}
         self._is_free[slots] = True
-        self._output_bytes[slots] = 0
-        for slot in slots if self._refused else ():
-            self._refused.pop(slot, None)
-        self._unsampled.difference_update(slots)
-        if self._holders is not None:
-            self._holders.release(slots)
+        self._rows.release(slots)
+        self._deferred.release(slots)
+        self._blocks.release(slots)
         self._steady = [steady for steady in self._steady if not steady.bits[slots].any()]
 
     def _admit(self, change: _Change, seq: int) -> None:
         self._slot_of.update(change.slot_of_new)
         slots = list(change.slot_of_new.values())
         self._is_free[slots] = False
-        self._num_computed[slots] = [new.num_computed_tokens for new in change.admitted]
-        self._num_tokens[slots] = [len(new.token_ids) for new in change.admitted]
-        self._num_blocks[:, slots] = 0
-        self._admitted_at[slots] = seq
+        self._rows.admit(change.admitted, slots, seq)
+        self._blocks.admit(slots, change.blocks.prefixes)
         for new in change.admitted:
-            if new.extensions and pools(new.extensions):
-                self._output_bytes[self._slot_of[new.req_id]] = output_bytes(new, self._limits)
-            elif new.extensions and reports(new.extensions):
+            if new.extensions and not pools(new.extensions) and reports(new.extensions):
                 self._reporting = {**self._reporting, new.req_id: new.extensions}
-        if self._holders is not None:
-            self._holders.admit(self._holders.rows_of(slots), change.prefixes)
-
-    def _read_blocks(self, given: Sequence[Mapping[str, Sequence[int]]]) -> _Blocks:
-        """Return blocks of each group for running requests as columns, not checked yet."""
-        return _joined([self._read_group(group, own) for group, own in enumerate(given)])
-
-    def _read_group(
-        self,
-        group: int,
-        given: Mapping[str, Sequence[int]],
-        slot_of_new: Mapping[str, int] = _NONE_NEW,
-    ) -> _Blocks:
-        """Return blocks of one group for requests as columns, not checked yet."""
-        if not given:
-            return _NO_BLOCKS
-        listed, raw, lengths = read_blocks(given)
-        try:
-            if slot_of_new:
-                own = [slot_of_new[n] if n in slot_of_new else self._slot_of[n] for n in given]
-                slots = array("H", own).tobytes()
-            else:
-                slots = array("H", map(self._slot_of.__getitem__, given)).tobytes()
-        except KeyError as error:
-            raise not_running(error.args[0], given[error.args[0]]) from None
-        if lengths:
-            slots = np.repeat(np.frombuffer(slots, _UINT16), lengths).tobytes()
-        return self._in_group(group, slots, raw.tobytes(), listed)
-
-    def _append(self, rows: bytes, written_rows: bytes, written_ids: bytes) -> None:
-        """Account for blocks of these rows, and for those of them that are written to."""
-        numbers = np.frombuffer(rows, self._row_code)
-        counts = np.bincount(numbers, minlength=self._num_blocks.size).astype(np.int32)
-        self._num_blocks += counts.reshape(self._num_blocks.shape)
-        if self._holders is not None:
-            self._holders.hold(written_rows, written_ids)
-
-    def _count_appended(self) -> None:
-        rows, ids = bytes(self._appended_rows), bytes(self._appended_ids)
-        self._append(rows, rows, ids)
-        self._appended_rows.clear()
-        self._appended_ids.clear()
 
     def _flush(self) -> None:
         for steady in self._steady:
             if steady.num_pending:
-                self._num_computed[steady.slots] += steady.num_pending
-                self._num_tokens[steady.slots] += steady.num_pending
+                self._rows.advance(steady.slots, steady.num_pending)
                 steady.num_pending = 0
-        if self._appended_rows:
-            self._count_appended()
+        self._blocks.count_appended()
 
     def _resync_rows(self, ended: Sequence[int]) -> bytes:
         is_live = ~self._is_free
         is_live[ended] = False
         slots = np.flatnonzero(is_live).astype(np.int32)
-        columns = (
-            slots,
-            self._num_computed[slots],
-            self._num_tokens[slots],
-            *self._num_blocks[:, slots],
-        )
+        columns = (slots, *self._rows.columns(slots), *self._blocks.lengths(slots))
         return np.stack(columns, axis=1).astype("<i4").tobytes()
-
-
-def _of_group(request: NewRequest, group: int) -> Sequence[int]:
-    """Return a new request's blocks of a group; it may have none of further groups."""
-    by_group = request.blocks_by_group
-    return by_group[group] if group < len(by_group) else ()
-
-
-def _joined(by_group: Sequence[_Blocks]) -> _Blocks:
-    """Return the blocks of all groups."""
-    if len(by_group) == 1:
-        return by_group[0]
-    slots, groups, rows, ids, listed = zip(*map(astuple, by_group), strict=True)
-    everything = list(chain.from_iterable(listed))
-    return _Blocks(b"".join(slots), b"".join(groups), b"".join(rows), b"".join(ids), everything)
 
 
 def _as_message(request: NewRequest, slot: int) -> NewRequestData:

@@ -292,7 +292,7 @@ def test_logprobs_are_cut_to_what_each_request_asked_for():
 
 @pytest.mark.parametrize("uncounted", [0, 1 << 16, 1 << 30])
 def test_a_step_that_no_message_can_carry_changes_nothing(monkeypatch, uncounted):
-    monkeypatch.setattr("worker_client.slots.MAX_UNCOUNTED_BYTES", uncounted)
+    monkeypatch.setattr("worker_client.block_tables.MAX_UNCOUNTED_BYTES", uncounted)
     table, worker = SlotTable(4), NaiveWorker()
     start = SchedulerOutput(
         {"a": 4, "b": 4}, scheduled_new_reqs=[new_request("a", 4), new_request("b", 4)]

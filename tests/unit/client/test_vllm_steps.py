@@ -71,7 +71,7 @@ class Bench:
             steps = [part for step in steps for part in split_by_outputs(step, self.requests)]
         for step in steps:
             self.take(step)
-            deferred = self.table._unsampled  # what waits for its masks is sampled at once
+            deferred = self.table._deferred.slots  # what waits for its masks is sampled at once
             deferred.clear()
         return steps
 
