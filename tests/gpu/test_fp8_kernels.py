@@ -6,10 +6,12 @@ from typing import get_args
 import pytest
 import torch
 
-from tests.support.fp8_products import draw_matrix, expected_product
+from tests.support.fp8_products import block_rounded, draw_matrix, expected_product
 from worker_daemon.contracts.layer_ops import Activation, GateUp, Norm, NormedSum, activated
+from worker_daemon.kernels.fp8_blocks import choose_block_tile, multiply_blocks
 from worker_daemon.kernels.fp8_linear import Fp8Linear
 from worker_daemon.kernels.fp8_rows import (
+    BLOCK_ROWS,
     SPLIT_ROWS,
     TERM_RATIO,
     Fp8Rows,
@@ -18,6 +20,7 @@ from worker_daemon.kernels.fp8_rows import (
     fp8_norm_rows,
     fp8_rows,
 )
+from worker_daemon.kernels.fp8_weights import dequantize
 from worker_daemon.kernels.launch import has_dependent_launch
 from worker_daemon.kernels.ops import TritonOps
 from worker_daemon.kernels.tuning import MatrixTile, VectorTile
@@ -80,12 +83,49 @@ def test_a_row_does_not_depend_on_its_neighbors(num_rows: int) -> None:
 def test_many_rows_against_fp64(shape: tuple[int, int], scales: str, activations: str) -> None:
     device = torch.device("cuda")
     matrix = draw_matrix(*shape, scales, device, activations)
-    x = torch.randn(200, shape[1], device=device).bfloat16()
     bias = torch.randn(shape[0], device=device).bfloat16()
-    y = Fp8Linear(device).linear(x, matrix, bias)
-    is_exact = activations == "none" or scales == "block"
-    bound = BOUNDS[torch.bfloat16] if is_exact else QUANTIZED_BOUND
-    assert relative_error(y, expected_product(x, matrix, bias)) < bound
+    for num_rows in (65, 200, 1024, 1025):
+        x = torch.randn(num_rows, shape[1], device=device).bfloat16()
+        y = Fp8Linear(device).linear(x, matrix, bias)
+        keeps_blocks = scales == "block" and (activations == "static" or num_rows > 1024)
+        is_exact = activations == "none" or keeps_blocks
+        bound = BOUNDS[torch.bfloat16] if is_exact else QUANTIZED_BOUND
+        assert relative_error(y, expected_product(x, matrix, bias)) < bound
+
+
+@pytest.mark.parametrize("dtype", BOUNDS, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("num_rows", [65, 128, 300, 1024])
+def test_blocks_against_the_same_arithmetic_in_fp64(
+    num_rows: int, shape: tuple[int, int], dtype: torch.dtype
+) -> None:
+    device = torch.device("cuda")
+    pdl = has_dependent_launch(device)
+    matrix = draw_matrix(*shape, "block", device)
+    x = torch.randn(num_rows, shape[1], device=device).to(dtype)
+    x *= torch.logspace(-2, 2, shape[1], device=device).to(dtype)
+    bias = torch.randn(shape[0], device=device).to(dtype)
+    expected = expected_product(block_rounded(x), matrix, bias)
+    rows = fp8_rows(x, BLOCK_ROWS, pdl=pdl)
+    chosen = choose_block_tile(num_rows, shape, 132)
+    arrivals = torch.zeros(4096, dtype=torch.int32, device=device)
+    for splits in {chosen.num_splits, 1, min(3, -(-shape[1] // 128))}:
+        for _ in range(2):  # the counters are zero again
+            y = torch.empty(num_rows, shape[0], dtype=dtype, device=device)
+            tile = chosen._replace(num_splits=splits)
+            multiply_blocks(y, rows, matrix, bias, tile, arrivals, pdl=pdl)
+            assert relative_error(y, expected) < BOUNDS[dtype]
+    assert int(arrivals.sum()) == 0
+
+
+@pytest.mark.parametrize("scales", ["row", "block"])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_dequantized_weights_have_the_bits_of_torch(shape: tuple[int, int], scales: str) -> None:
+    device = torch.device("cuda")
+    matrix = draw_matrix(*shape, scales, device)
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        ours = dequantize(matrix, dtype, pdl=has_dependent_launch(device))
+        assert torch.equal(ours, matrix.dequantized(dtype))
 
 
 @pytest.mark.parametrize("num_columns", [40, 4096, 14336, 5000])
@@ -117,7 +157,9 @@ def test_two_terms_are_exact(num_columns: int) -> None:
 
 
 @pytest.mark.parametrize("num_columns", [40, 4096, 14336])
-@pytest.mark.parametrize("form", [SPLIT_ROWS, RowForm(1, None)], ids=["two terms", "one"])
+@pytest.mark.parametrize(
+    "form", [SPLIT_ROWS, RowForm(1, None), BLOCK_ROWS], ids=["two terms", "one", "blocks"]
+)
 def test_fused_rows_equal_two_operations(num_columns: int, form: RowForm) -> None:
     """A few values may be rounded differently."""
     device = torch.device("cuda")
@@ -141,13 +183,17 @@ def test_fused_rows_equal_two_operations(num_columns: int, form: RowForm) -> Non
 
 
 def restored(rows: Fp8Rows) -> torch.Tensor:
-    first, *second = rows.values.double().split(rows.scale.shape[0])
-    return (first + sum(second) / TERM_RATIO) * rows.scale.double().unsqueeze(1)
+    first, *second = rows.values.double().split(rows.num_rows)
+    scale = rows.scale.double().unsqueeze(1)
+    if rows.scale.dim() == 2:
+        scale = rows.scale.double().T.repeat_interleave(128, 1)[:, : first.shape[1]]
+    return (first + sum(second) / TERM_RATIO) * scale
 
 
-def test_a_graph_replays_products_of_any_number_of_rows() -> None:
+@pytest.mark.parametrize("scales", ["row", "block"])
+def test_a_graph_replays_products_of_any_number_of_rows(scales: str) -> None:
     device = torch.device("cuda")
-    matrix = draw_matrix(2048, 2048, "row", device)
+    matrix = draw_matrix(2048, 2048, scales, device)
     linear = Fp8Linear(device)
     for num_rows in (1, 64, 128):
         x = torch.randn(num_rows, 2048, device=device).bfloat16()

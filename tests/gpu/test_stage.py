@@ -10,7 +10,7 @@ import torch
 
 from benchmarks.paged_reference import PagedBatch, Shape, make_batch, relative_error
 from worker_daemon.backend import choose_backend
-from worker_daemon.contracts.fp8 import FP8_MAX, to_fp8
+from worker_daemon.contracts.fp8 import FP8_BLOCK, FP8_LEAST_SCALE, FP8_MAX, to_fp8
 from worker_daemon.contracts.layer_ops import Activation, Fp8Matrix, LayerOps, NormedSum
 from worker_daemon.distributed.tp import SingleRank
 from worker_daemon.kernels.paged_attention import TritonAttention
@@ -186,11 +186,14 @@ def test_quantized_stages_agree_with_torch(config, scales, activations, lengths)
 
 
 class RoundingOps(DequantizingOps):
-    """Fp8Ops of a GPU in plain torch: inputs are rounded to FP8, each row by its largest value."""
+    """Fp8Ops of a GPU in plain torch: inputs are rounded to FP8, each row or each block of a row by
+    its largest value."""
 
     def linear(self, x: torch.Tensor, matrix: Fp8Matrix, bias: torch.Tensor | None) -> torch.Tensor:
-        scale = x.float().abs().amax(1, keepdim=True) / FP8_MAX
-        rounded = to_fp8(x, scale).float() * scale
+        size = x.shape[1] if matrix.scale.dim() == 1 else FP8_BLOCK
+        blocks = x.float().unflatten(1, (-1, size))
+        scale = blocks.abs().amax(2, keepdim=True).clamp(min=FP8_LEAST_SCALE) / FP8_MAX
+        rounded = (to_fp8(blocks, scale).float() * scale).flatten(1)
         y = rounded @ matrix.dequantized(torch.float32).T
         return (y if bias is None else y + bias).to(x.dtype)
 
@@ -211,11 +214,12 @@ class RoundingOps(DequantizingOps):
         return TorchOps().act_and_mul(gate_up, activation), total
 
 
+@pytest.mark.parametrize(("scales", "num_requests"), [("channel", 9), ("block", 2)])
 @torch.inference_mode()
-def test_rounded_inputs_cost_no_more_than_in_torch(config):
-    """Error of the log probabilities of 4,500 rows, against unrounded inputs."""
-    quantized = replace(config, quantization=WeightQuantization("channel", "dynamic"))
-    step = make_step(quantized, [(500, 500)] * 9, torch.bfloat16)
+def test_rounded_inputs_cost_no_more_than_in_torch(config, scales, num_requests):
+    """Error of the log probabilities of up to 4,500 rows, against unrounded inputs."""
+    quantized = replace(config, quantization=WeightQuantization(scales, "dynamic"))
+    step = make_step(quantized, [(500, 500)] * num_requests, torch.bfloat16)
     rounding = TorchOps()
     rounding.fp8 = RoundingOps(rounding)
     fused = choose_backend(torch.device("cuda")).make_ops()

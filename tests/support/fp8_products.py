@@ -34,3 +34,13 @@ def expected_product(x: torch.Tensor, matrix: Fp8Matrix, bias: torch.Tensor | No
     """Return x W^T + b in fp64."""
     y = x.double() @ restored(matrix).T
     return y if bias is None else y + bias.double()
+
+
+def block_rounded(x: torch.Tensor) -> torch.Tensor:
+    """Return x [N, K] as FP8 with a scale for each block of 128 values of a row has it, in fp64."""
+    parts = []
+    for part in x.float().split(128, dim=1):
+        scale = (part.abs().amax(1, keepdim=True) / 448).clamp(min=1e-12)
+        values = (part / scale).clamp(-448, 448).to(torch.float8_e4m3fn)
+        parts.append(values.double() * scale.double())
+    return torch.cat(parts, 1)

@@ -3,8 +3,9 @@
 One row is multiplied in float32 (row_linear.py). Other inputs are converted to FP8 where possible,
 so that no weight is converted. Up to 64 rows are bound by reading the weights. They are split into
 two FP8 terms (fp8_rows.py), which makes the products as exact as those of inputs in bf16. More rows
-are converted to one term, if the checkpoint permits it and torch supports FP8 GEMMs with a scale
-for each row on this device. Otherwise weights are dequantized first.
+are converted to one term, if the checkpoint permits it: with a scale for each row for torch's FP8
+GEMM, if it runs on this device, or with scales of blocks (fp8_blocks.py) if the weights have such.
+Otherwise weights are dequantized first (fp8_weights.py).
 
 Letters: y[M, O] = x[M, I] W[O, I]^T + bias.
 """
@@ -23,7 +24,9 @@ from worker_daemon.contracts.fp8 import FP8_BLOCK
 from worker_daemon.contracts.layer_ops import Activation, Fp8Matrix, GateUp, NormedSum
 from worker_daemon.kernels.activation import act_and_mul
 from worker_daemon.kernels.compile_ahead import launched
+from worker_daemon.kernels.fp8_blocks import choose_block_tile, multiply_blocks
 from worker_daemon.kernels.fp8_rows import (
+    BLOCK_ROWS,
     MAX_SIZE,
     SPLIT_ROWS,
     TERM_RATIO,
@@ -33,6 +36,7 @@ from worker_daemon.kernels.fp8_rows import (
     fp8_norm_rows,
     fp8_rows,
 )
+from worker_daemon.kernels.fp8_weights import dequantize
 from worker_daemon.kernels.launch import (
     HOPPER,
     await_previous,
@@ -57,6 +61,9 @@ _LEAST_FP8: Final = (8, 9)
 """Compute capability from which Triton multiplies float8_e4m3fn."""
 _MULTIPLE: Final = 16
 """torch's product in FP8 needs multiples of it in both sizes of the matrix."""
+_MOST_BLOCK_ROWS: Final = 1024
+"""With more rows, dequantizing weights with block scales takes little of a product's time, and the
+GEMM of the library is the fastest."""
 _MAX_SPLITS: Final = 8
 _LEAST_STEPS: Final = 4
 """Fewest steps of BLOCK_I columns in a split. With fewer, the split-K reduction costs more than the
@@ -99,7 +106,7 @@ class Fp8Linear:
             return self._multiply_row(x, matrix, bias, tile)
         form = self._row_form(x, matrix)
         if form is None:
-            return functional.linear(x, matrix.dequantized(x.dtype), bias)
+            return functional.linear(x, self._dequantized(matrix, x.dtype), bias)
         return self._multiply(fp8_rows(x, form, pdl=self._pdl), matrix, bias, x.dtype)
 
     def _linear_of_gate(
@@ -171,14 +178,21 @@ class Fp8Linear:
             return None
         if row_bucket(x.shape[0]) is not None:
             return SPLIT_ROWS
+        if matrix.scale.dim() == 2:
+            has_few = x.shape[0] <= _MOST_BLOCK_ROWS
+            return BLOCK_ROWS if has_few and matrix.activations == "dynamic" else None
         may_round = (
             self._has_scaled_mm
             and x.dtype == torch.bfloat16
             and matrix.activations != "none"
-            and matrix.scale.dim() == 1
             and all(size % _MULTIPLE == 0 for size in matrix.weight.shape)
         )
         return RowForm(1, matrix.input_scale) if may_round else None
+
+    def _dequantized(self, matrix: Fp8Matrix, dtype: torch.dtype) -> torch.Tensor:
+        if self._has_fp8:
+            return dequantize(matrix, dtype, pdl=self._pdl)
+        return matrix.dequantized(dtype)
 
     def _multiplies(self, x: torch.Tensor) -> bool:
         has_half = x.dtype in (torch.bfloat16, torch.float16)
@@ -211,7 +225,12 @@ class Fp8Linear:
     def _multiply(
         self, x: Fp8Rows, matrix: Fp8Matrix, bias: torch.Tensor | None, dtype: torch.dtype
     ) -> torch.Tensor:
-        num_rows, shape = x.scale.shape[0], matrix.weight.shape
+        num_rows, shape = x.num_rows, matrix.weight.shape
+        if x.scale.dim() == 2:
+            y = torch.empty(num_rows, shape[0], dtype=dtype, device=x.values.device)
+            chosen = choose_block_tile(num_rows, shape, self._num_sms)
+            multiply_blocks(y, x, matrix, bias, chosen, self._arrivals, pdl=self._pdl)
+            return y
         if x.values.shape[0] > num_rows:
             y = torch.empty(num_rows, shape[0], dtype=dtype, device=x.values.device)
             tile = self._tile or self._tuning.tile(max(2, num_rows), *shape)

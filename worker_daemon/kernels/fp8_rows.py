@@ -6,6 +6,9 @@ terms, the first is cut off after three bits, and the second holds the rest: tog
 seven bits of bf16, at the speed of FP8. A value below 2^-12 of its row's largest loses bits; the
 error is below 2^-20 of the largest. fp16 is rounded to about the precision of bf16.
 
+A scale is one row's, or that of 128 values of it, a block, as DeepSeek-V3 quantizes activations
+(arXiv 2412.19437).
+
 Letters: N rows of K values.
 """
 
@@ -18,7 +21,7 @@ import torch
 import triton
 import triton.language as tl
 
-from worker_daemon.contracts.fp8 import FP8, FP8_LEAST_SCALE, FP8_MAX
+from worker_daemon.contracts.fp8 import FP8, FP8_BLOCK, FP8_LEAST_SCALE, FP8_MAX
 from worker_daemon.contracts.layer_ops import Activation, GateUp, Norm, NormedSum
 from worker_daemon.kernels.activation import activate
 from worker_daemon.kernels.compile_ahead import launched
@@ -34,6 +37,7 @@ _BLOCK: Final = 4096
 _LARGEST = tl.constexpr(FP8_MAX)
 _LEAST = tl.constexpr(FP8_LEAST_SCALE)
 _RATIO = tl.constexpr(TERM_RATIO)
+_SCALE_BLOCK = tl.constexpr(FP8_BLOCK)
 _LEAST_NORMAL = tl.constexpr(2.0**-6)
 _SUBNORMAL_ROUNDER = tl.constexpr(1.5 * 2.0**14)
 """FP8 values below _LEAST_NORMAL are multiples of 2^-9. Adding this number to a float32 value and
@@ -51,9 +55,12 @@ class RowForm(NamedTuple):
     given: torch.Tensor | None
     """float32 [G]: the largest is the scale of all rows; only with one term. None: each row has
     its own scale."""
+    has_blocks: bool = False
+    """Each block of 128 values of a row has its own scale; only with one term, none given."""
 
 
 SPLIT_ROWS: Final = RowForm(2, None)
+BLOCK_ROWS: Final = RowForm(1, None, has_blocks=True)
 
 
 class Fp8Rows(NamedTuple):
@@ -62,7 +69,12 @@ class Fp8Rows(NamedTuple):
     values: torch.Tensor
     """float8_e4m3fn [N, K], or [2 N, K]: all first terms, then all second ones."""
     scale: torch.Tensor
-    """float32 [N]; powers of two if there are two terms."""
+    """float32 [N]; powers of two if there are two terms. For blocks [ceil(K / 128), N]."""
+
+    @property
+    def num_rows(self) -> int:
+        """N."""
+        return self.scale.shape[-1]
 
 
 def fp8_rows(x: torch.Tensor, form: RowForm, *, pdl: bool) -> Fp8Rows:
@@ -72,7 +84,7 @@ def fp8_rows(x: torch.Tensor, form: RowForm, *, pdl: bool) -> Fp8Rows:
         return _fused_rows(x, x, x, None, num_columns, "plain", form, pdl)
     rows = _new_rows(num_rows, num_columns, form, x.device)
     given = form.given
-    block = min(_BLOCK, triton.next_power_of_2(num_columns))
+    block = _block_size(min(_BLOCK, num_columns), form)
     _rows_kernel[(num_rows,)](
         *rows,
         x,
@@ -83,6 +95,7 @@ def fp8_rows(x: torch.Tensor, form: RowForm, *, pdl: bool) -> Fp8Rows:
         0 if given is None else given.shape[0],
         TERMS=form.num_terms,
         IS_GIVEN=given is not None,
+        BLOCKS=block // FP8_BLOCK if form.has_blocks else 0,
         BLOCK_G=1 if given is None else triton.next_power_of_2(given.shape[0]),
         BLOCK=block,
         PDL=pdl,
@@ -124,7 +137,7 @@ def _fused_rows(
     num_rows = x.shape[0]
     rows = _new_rows(num_rows, num_columns, form, x.device)
     given = form.given
-    block = triton.next_power_of_2(num_columns)
+    block = _block_size(num_columns, form)
     _fused_kernel[(num_rows,)](
         *rows,
         total,
@@ -141,6 +154,7 @@ def _fused_rows(
         WEIGHT_OFFSET=0.0 if norm is None else norm.weight_offset,
         TERMS=form.num_terms,
         IS_GIVEN=given is not None,
+        BLOCKS=block // FP8_BLOCK if form.has_blocks else 0,
         BLOCK_G=1 if given is None else triton.next_power_of_2(given.shape[0]),
         BLOCK=block,
         PDL=pdl,
@@ -152,10 +166,17 @@ def _fused_rows(
 
 
 def _new_rows(num_rows: int, num_columns: int, form: RowForm, device: torch.device) -> Fp8Rows:
-    assert form.given is None or form.num_terms == 1
+    assert form.num_terms == 1 or (form.given is None and not form.has_blocks)
     shape = (form.num_terms * num_rows, num_columns)
     values = torch.empty(shape, dtype=FP8, device=device)
-    return Fp8Rows(values, torch.empty(num_rows, dtype=torch.float32, device=device))
+    scales = (triton.cdiv(num_columns, FP8_BLOCK), num_rows) if form.has_blocks else (num_rows,)
+    return Fp8Rows(values, torch.empty(scales, dtype=torch.float32, device=device))
+
+
+def _block_size(num_columns: int, form: RowForm) -> int:
+    """Return the columns that a program has at a time."""
+    block: int = triton.next_power_of_2(num_columns)
+    return max(block, FP8_BLOCK) if form.has_blocks else block
 
 
 @launched
@@ -171,6 +192,7 @@ def _rows_kernel(
     num_given,
     TERMS: tl.constexpr,
     IS_GIVEN: tl.constexpr,
+    BLOCKS: tl.constexpr,
     BLOCK_G: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
@@ -182,7 +204,7 @@ def _rows_kernel(
     await_previous(PDL)
     if IS_GIVEN:
         factor = _given_scale(given, num_given, BLOCK_G)
-    else:
+    elif BLOCKS == 0:
         largest = tl.zeros([BLOCK], tl.float32)
         for start in range(0, num_columns, BLOCK):
             value = tl.load(here + start, mask=column + start < num_columns, other=0.0)
@@ -190,10 +212,14 @@ def _rows_kernel(
                 largest, tl.abs(value.to(tl.float32)), propagate_nan=tl.PropagateNan.ALL
             )
         factor = _row_scale(largest, TERMS)
-    tl.store(scale + row, factor)
+    if BLOCKS == 0:
+        tl.store(scale + row, factor)
     for start in range(0, num_columns, BLOCK):
         inside = column + start < num_columns
         value = tl.load(here + start, mask=inside, other=0.0).to(tl.float32)
+        if BLOCKS > 0:
+            here_scale = scale + (start // _SCALE_BLOCK) * num_rows.to(tl.int64) + row
+            factor = _store_block_scales(here_scale, value, num_rows, num_columns - start, BLOCKS)
         out = values + row * num_columns + column + start
         _store_terms(out, value, factor, num_rows.to(tl.int64) * num_columns, inside, TERMS)
 
@@ -217,6 +243,7 @@ def _fused_kernel(
     WEIGHT_OFFSET: tl.constexpr,
     TERMS: tl.constexpr,
     IS_GIVEN: tl.constexpr,
+    BLOCKS: tl.constexpr,
     BLOCK_G: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
@@ -247,11 +274,14 @@ def _fused_kernel(
         up = tl.load(source + SIZE, mask=inside, other=0.0).to(tl.float32)
         value = activate(gate, WAY) * up
     value = value.to(x.dtype.element_ty).to(tl.float32)
-    if IS_GIVEN:
-        factor = _given_scale(given, num_given, BLOCK_G)
+    if BLOCKS > 0:
+        factor = _store_block_scales(scale + row, value, num_rows, SIZE, BLOCKS)
     else:
-        factor = _row_scale(tl.abs(value), TERMS)
-    tl.store(scale + row, factor)
+        if IS_GIVEN:
+            factor = _given_scale(given, num_given, BLOCK_G)
+        else:
+            factor = _row_scale(tl.abs(value), TERMS)
+        tl.store(scale + row, factor)
     _store_terms(values + element, value, factor, num_rows.to(tl.int64) * SIZE, inside, TERMS)
 
 
@@ -271,6 +301,18 @@ def _row_scale(sizes, TERMS: tl.constexpr):
         power = bits.to(tl.float32, bitcast=True)
         factor = tl.where(factor < float("inf"), power, factor)
     return factor
+
+
+@triton.jit
+def _store_block_scales(scale, value, num_rows, num_columns, BLOCKS: tl.constexpr):
+    """Store the scales of the blocks of a row's values, float32 [BLOCKS * 128], num_rows elements
+    apart; return each value's scale. A block with a NaN has the scale NaN."""
+    blocks = tl.reshape(tl.abs(value), [BLOCKS, _SCALE_BLOCK])
+    factor = _limited(tl.reduce(blocks, 1, _larger) / _LARGEST)
+    block = tl.arange(0, BLOCKS)
+    inside = block * _SCALE_BLOCK < num_columns
+    tl.store(scale + block.to(tl.int64) * num_rows, factor, mask=inside)
+    return tl.reshape(tl.broadcast_to(factor[:, None], [BLOCKS, _SCALE_BLOCK]), value.shape)
 
 
 @triton.jit

@@ -13,7 +13,6 @@ from functools import partial
 from pathlib import Path
 
 import msgspec
-import torch
 
 from rpc_schema.config import WorkerConfig, read_layer_partition
 from rpc_schema.kv_cache import (
@@ -28,7 +27,7 @@ from rpc_schema.kv_cache import (
     smallest_fitting_blocks,
     usable_tokens,
 )
-from worker_daemon.contracts.fp8 import FP8, FP8_BLOCK
+from worker_daemon.contracts.fp8 import FP8
 from worker_daemon.device.memory import MemorySnapshot, request_memory
 from worker_daemon.distributed.parallel_state import ParallelState
 from worker_daemon.distributed.tp import tensor_parallel
@@ -467,7 +466,7 @@ def _dequantized_bytes(stage: DecoderStage, decoder: DecoderConfig, itemsize: in
         ),
         default=0,
     )
-    return largest * itemsize + largest * torch.float32.itemsize // FP8_BLOCK
+    return largest * itemsize
 
 
 def _without_windows(layers: Sequence[KVCacheSpec]) -> list[KVCacheSpec]:

@@ -10,10 +10,12 @@ import pytest
 import torch
 
 from tests.support.adapter_products import draw
-from tests.support.fp8_products import draw_matrix, expected_product
+from tests.support.fp8_products import block_rounded, draw_matrix, expected_product
 from worker_daemon.contracts.layer_ops import Activation, GateUp, Norm, NormedSum, activated
+from worker_daemon.kernels.fp8_blocks import BlockTile, choose_block_tile, multiply_blocks
 from worker_daemon.kernels.fp8_linear import Fp8Linear, choose_tile
 from worker_daemon.kernels.fp8_rows import (
+    BLOCK_ROWS,
     SPLIT_ROWS,
     TERM_RATIO,
     Fp8Rows,
@@ -22,12 +24,15 @@ from worker_daemon.kernels.fp8_rows import (
     fp8_norm_rows,
     fp8_rows,
 )
+from worker_daemon.kernels.fp8_weights import dequantize
 from worker_daemon.kernels.ops import TritonOps
 from worker_daemon.kernels.tuning import MatrixTile, Tile, VectorTile
 from worker_daemon.layers.torch_ops import TorchOps
 
 CPU = torch.device("cpu")
 BOUND = 1e-3
+ROUNDED_BOUND = 1e-2
+"""A few inputs are rounded to FP8 otherwise than in torch: the interpreter loses carries."""
 LAYER_BOUND = 6e-3
 """Norms in fp16 have more bits than two terms."""
 
@@ -71,8 +76,50 @@ def test_few_rows(
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
 def test_many_rows_dequantize(dtype: torch.dtype, scales: str) -> None:
     x = torch.randn(70, 200).to(dtype)
-    matrix = draw_matrix(150, 200, scales, CPU)
+    matrix = draw_matrix(150, 200, scales, CPU, activations="none")
     check(Fp8Linear(CPU).linear(x, matrix, None), expected_product(x, matrix, None))
+
+
+@pytest.mark.parametrize("scales", ["row", "block"])
+@pytest.mark.parametrize("shape", [(150, 200), (3, 1100), (9, 40)])
+def test_dequantized_weights_have_the_bits_of_torch(shape: tuple[int, int], scales: str) -> None:
+    matrix = draw_matrix(*shape, scales, CPU)
+    for dtype in (torch.float16, torch.float32):
+        assert torch.equal(dequantize(matrix, dtype, pdl=False), matrix.dequantized(dtype))
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "num_outputs", "num_inputs"), [(130, 72, 200), (65, 150, 256)]
+)
+@pytest.mark.parametrize("splits", [1, 2])
+def test_many_rows_with_scales_of_blocks(
+    num_rows: int, num_outputs: int, num_inputs: int, splits: int
+) -> None:
+    """The same arithmetic in fp64, with the same rounded inputs; and as chosen by the sizes."""
+    x = draw_rows(num_rows, num_inputs) * torch.logspace(-2, 2, num_inputs).half()
+    matrix = draw_matrix(num_outputs, num_inputs, "block", CPU)
+    bias = torch.randn(num_outputs).half() if splits == 2 else None
+    expected = expected_product(block_rounded(x), matrix, bias)
+    rows = fp8_rows(x, BLOCK_ROWS, pdl=False)
+    arrivals = torch.zeros(64, dtype=torch.int32)
+    tile = BlockTile(64, 64, splits, 4, 2)
+    for _ in range(2):  # the counters are zero again
+        y = torch.empty(num_rows, num_outputs, dtype=torch.float16)
+        multiply_blocks(y, rows, matrix, bias, tile, arrivals, pdl=False)
+        assert (y.double() - expected).norm() / expected.norm() < ROUNDED_BOUND
+    y = Fp8Linear(CPU).linear(x, matrix, bias)
+    assert (y.double() - expected).norm() / expected.norm() < ROUNDED_BOUND
+
+
+@pytest.mark.parametrize("num_rows", [65, 128, 256, 1024])
+@pytest.mark.parametrize("shape", [(4096, 14336), (28672, 4096), (64, 128), (1 << 20, 64)])
+def test_chosen_block_tiles_split_while_the_device_has_room(
+    num_rows: int, shape: tuple[int, int]
+) -> None:
+    tile = choose_block_tile(num_rows, shape, 132)
+    num_tiles = max(128, num_rows) // 128 * -(-shape[0] // 128)
+    assert tile.num_splits * num_tiles <= max(132, num_tiles)
+    assert 4 * tile.num_splits <= max(4, -(-shape[1] // 128))
 
 
 def test_rows_of_nothing() -> None:
@@ -107,9 +154,10 @@ def test_two_terms_are_exact(num_columns: int) -> None:
 def test_a_row_with_nan_is_nan() -> None:
     x = draw_rows(3, 100)
     x[1, 7] = torch.nan
-    for form in (SPLIT_ROWS, RowForm(1, None)):
+    for form in (SPLIT_ROWS, RowForm(1, None), BLOCK_ROWS):
         rows = fp8_rows(x, form, pdl=False)
-        product = rows.values.float().chunk(form.num_terms)[0].sum(1) * rows.scale
+        scale = rows.scale[0] if form.has_blocks else rows.scale
+        product = rows.values.float().chunk(form.num_terms)[0].sum(1) * scale
         assert product.isnan().tolist() == [False, True, False]
 
 
@@ -124,6 +172,20 @@ def test_one_term(num_columns: int) -> None:
     assert_rounded(values, wanted)
 
 
+@pytest.mark.parametrize("num_columns", [64, 100, 384, 17000])
+def test_one_term_with_scales_of_blocks(num_columns: int) -> None:
+    x = draw_rows(3, num_columns) * torch.logspace(-3, 3, 3).half().unsqueeze(1)
+    x[1] = 0
+    values, scale = fp8_rows(x, BLOCK_ROWS, pdl=False)
+    blocks = x.float().split(128, dim=1)
+    largest = torch.stack([part.abs().amax(1) for part in blocks])
+    assert torch.allclose(scale, (largest / 448).clamp(min=1e-12))
+    spread = scale.T.repeat_interleave(128, 1)[:, :num_columns]
+    assert_rounded(values, x.float() / spread)
+    apart = fp8_rows(x.repeat(1, 2)[:, :num_columns], BLOCK_ROWS, pdl=False)  # not contiguous
+    assert_equal_rows(apart, Fp8Rows(values, scale))
+
+
 def test_rows_by_the_largest_given_scale() -> None:
     x = torch.randn(3, 64)
     form = RowForm(1, torch.tensor([0.001, 0.02, 0.01]))
@@ -134,8 +196,10 @@ def test_rows_by_the_largest_given_scale() -> None:
     assert (saturated.float().abs() >= 384).all()
 
 
-@pytest.mark.parametrize("form", [SPLIT_ROWS, RowForm(1, None), RowForm(1, torch.tensor([0.02]))])
-@pytest.mark.parametrize("num_columns", [64, 100])
+@pytest.mark.parametrize(
+    "form", [SPLIT_ROWS, RowForm(1, None), RowForm(1, torch.tensor([0.02])), BLOCK_ROWS]
+)
+@pytest.mark.parametrize("num_columns", [64, 100, 384])
 def test_fused_rows_have_the_bits_of_two_operations(num_columns: int, form: RowForm) -> None:
     plain = TritonOps(CPU)
     part, residual = draw_rows(2, 5, num_columns)
