@@ -161,15 +161,16 @@ SPOILT = {
 
 
 def spoiling(kind: type[SchedulerInterface]) -> type[SchedulerInterface]:
-    """A scheduler some of whose steps break a rule."""
+    """A scheduler some of whose steps break a rule; not those that only end requests, after which
+    no step may follow to free their rows."""
 
     class Spoiling(kind):
         num_steps = 0
 
         def schedule(self):
             output = super().schedule()
-            if output is None:
-                return None
+            if output is None or not (output.num_scheduled_tokens or output.decode_req_ids):
+                return output
             self.num_steps += 1
             return replace(output, **SPOILT.get(self.num_steps, {}))
 
