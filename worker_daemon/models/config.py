@@ -44,7 +44,9 @@ def parse_model_config(hf: Mapping[str, object]) -> DecoderConfig:
     fields = Fields(hf)
     describe = find_family(architecture_name(fields))
     config = read_architecture(describe(fields), fields)
-    quantization = read_quantization(fields)
+    # A family whose experts have other forms has read it.
+    has_other_forms = any(each and each.form != "separate" for each in config.layer_experts)
+    quantization = None if has_other_forms else read_quantization(fields)
     if quantization is not None and config.encoder is not None:
         raise fields.error(
             "quantization_config", "is not supported for encoders", "use the unquantized checkpoint"
