@@ -229,11 +229,9 @@ def test_biases_and_clamped_activation_of_one_row(dtype: torch.dtype, down: bool
 
 
 @pytest.mark.parametrize("num_tokens", [1, 6])
-@pytest.mark.parametrize("form", ["row", "block"])
-def test_biases_of_weights_in_fp8(form: str, num_tokens: int) -> None:
-    sizes = (256, 128) if form == "block" else (48, 40)
-    matrices = with_biases(quantized(draw_matrices(3, *sizes, torch.float16, "cpu"), form))
-    x = torch.randn(num_tokens, sizes[0]).half()
+def test_biases_of_weights_in_fp8(num_tokens: int) -> None:
+    matrices = with_biases(quantized(draw_matrices(3, 48, 40, torch.float16, "cpu"), "row"))
+    x = torch.randn(num_tokens, 48).half()
     check_products(OPS.multiply, x, draw_routed(num_tokens, 2, 3, "cpu"), matrices)
 
 
