@@ -235,7 +235,7 @@ def multiply_tiles(
     )
 
 
-class _Stack(NamedTuple):
+class _ProductStack(NamedTuple):
     """The matrices [L, O, I] of a product, their scales and biases."""
 
     weight: torch.Tensor
@@ -270,11 +270,11 @@ class _Stack(NamedTuple):
         }
 
 
-def _stacks(matrices: ExpertMatrices) -> tuple[_Stack, _Stack]:
+def _stacks(matrices: ExpertMatrices) -> tuple[_ProductStack, _ProductStack]:
     """Return the matrices of gate and up, and those of down."""
     return (
-        _Stack(matrices.gate_up, matrices.gate_up_scale, matrices.gate_up_bias),
-        _Stack(matrices.down, matrices.down_scale, matrices.down_bias),
+        _ProductStack(matrices.gate_up, matrices.gate_up_scale, matrices.gate_up_bias),
+        _ProductStack(matrices.down, matrices.down_scale, matrices.down_bias),
     )
 
 

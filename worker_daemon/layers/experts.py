@@ -52,7 +52,7 @@ class ExpertsSpec:
     """Router, gate, up and down of the experts have biases."""
     clamped: ClampedSwiGLU | None = None
     """The experts' activation; None: silu(gate) * up."""
-    form: ExpertsForm = "separate"
+    checkpoint_form: ExpertsForm = "separate"
     """The form of the experts' matrices in the checkpoint."""
 
 
@@ -279,7 +279,7 @@ def _rank_pieces(name: str, spec: ExpertsSpec, setup: LayerSetup) -> ExpertPiece
         inner = range(rank * each, (rank + 1) * each)
     return ExpertPieces(
         f"{name}.experts",
-        spec.form,
+        spec.checkpoint_form,
         spec.num_experts,
         spec.intermediate_size,
         setup.hidden_size,

@@ -109,7 +109,7 @@ class Piece:
         return tuple(map(_length, self.source))
 
     @property
-    def files_pieces(self) -> "tuple[Piece, ...]":
+    def file_pieces(self) -> "tuple[Piece, ...]":
         """The pieces of the checkpoint's files: this one, or those that it has instead."""
         return (self,) if self.packed is None else self.packed.pieces
 
@@ -118,7 +118,7 @@ class Piece:
         return values if self.arrange is None else self.arrange(values)
 
     def from_files(self, values: Sequence[Tensor]) -> Tensor:
-        """Return the values of the place, from those of files_pieces."""
+        """Return the values of the place, from those of file_pieces."""
         return self.arranged(values[0]) if self.packed is None else self.packed.unpack(*values)
 
 

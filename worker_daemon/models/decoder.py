@@ -419,7 +419,7 @@ def checkpoint_names(config: DecoderConfig) -> frozenset[str]:
 def checkpoint_tensors(config: DecoderConfig) -> dict[str, TensorSpec]:
     """Return all tensors that the model reads from files. Raises ConfigError as build_stage
     does."""
-    return {part.name: part.spec for piece in _loaded_pieces(config) for part in piece.files_pieces}
+    return {part.name: part.spec for piece in _loaded_pieces(config) for part in piece.file_pieces}
 
 
 def unpacked_tensors(config: DecoderConfig) -> dict[str, TensorSpec]:

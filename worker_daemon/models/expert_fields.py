@@ -32,7 +32,7 @@ def with_experts(
     router: str = "gate",
     has_biases: bool = False,
     clamped: ClampedSwiGLU | None = None,
-    form: ExpertsForm = "separate",
+    checkpoint_form: ExpertsForm = "separate",
 ) -> LayerSpec:
     """Return the layer with experts in place of its MLP, after the same norm. count_field: name of
     the field with the number of experts; the others: see ExpertsSpec and Routing."""
@@ -52,7 +52,7 @@ def with_experts(
         router=router,
         has_biases=has_biases,
         clamped=clamped,
-        form=form,
+        checkpoint_form=checkpoint_form,
     )
     return replace(layer, mlp=experts)
 

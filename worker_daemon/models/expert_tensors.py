@@ -1,14 +1,11 @@
-"""Names of the experts' tensors. Checkpoints hold each expert's matrices as tensors of their own,
-under two families' names, or stacked over experts; all are read as those of single experts, by
-names of one form:
+"""Names of the experts' tensors, and the place of each in a tensor that stacks them. Two families
+have names of their own for separate tensors; all others' are ...mlp.experts.N.gate_proj.weight,
+up_proj and down_proj: [I, H], [I, H], [H, I]. Stacked, as transformers 5 has these in memory and
+may save them, are ...mlp.experts.gate_up_proj [E, 2 I, H], each expert's gate before its up, and
+down_proj [E, H, I].
 
-    ...mlp.experts.N.gate_proj.weight, up_proj, down_proj     [I, H], [I, H], [H, I]
-
-Stacked, as transformers 5 has them in memory and may save them, are ...mlp.experts.gate_up_proj
-[E, 2 I, H], each expert's gate before its up, and ...mlp.experts.down_proj [E, H, I]. Families
-whose checkpoints always stack them (layers/expert_pieces.py) have, for a stack ...mlp.experts.NAME,
-
-    ...mlp.experts.N.NAME     NAME: gate_up_proj or down_proj, or with _blocks or _scales
+Some families' checkpoints always stack them (layers/expert_pieces.py). An expert's part of their
+...mlp.experts.NAME is ...mlp.experts.N.NAME.
 
 In row-major order a stacked tensor is those of its experts, one after another, so that each has its
 own bytes in the file.

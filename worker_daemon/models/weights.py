@@ -84,7 +84,7 @@ class _Conversion(NamedTuple):
 
     item: Item
     paths: tuple[Path, ...]
-    """The files of the tensors that it is read from, in the order of Piece.files_pieces."""
+    """The files of the tensors that it is read from, in the order of Piece.file_pieces."""
 
     @property
     def num_bytes(self) -> int:
@@ -92,13 +92,13 @@ class _Conversion(NamedTuple):
         parameter, piece = self.item
         return sum(
             math.prod(part.source_shape) * parameter.arrival_dtype(part).itemsize
-            for part in piece.files_pieces
+            for part in piece.file_pieces
         )
 
     def arrivals(self) -> list[Item]:
         """Return memory for the values of its tensors."""
         parameter, piece = self.item
-        return [_arrival(parameter, part) for part in piece.files_pieces]
+        return [_arrival(parameter, part) for part in piece.file_pieces]
 
 
 OnProgress = Callable[[LoadProgress], None]
@@ -144,7 +144,7 @@ def load_weights(
     """
     files = _tensor_files(model_dir)
     items = [(parameter, piece) for parameter in parameters for piece in parameter.loaded_pieces]
-    read = [(parameter, part) for parameter, piece in items for part in piece.files_pieces]
+    read = [(parameter, part) for parameter, piece in items for part in piece.file_pieces]
     check_items(_group_by_file(read, files, model_dir))
     converted = [_conversion(item, files, model_dir) for item in items if item[0].converts(item[1])]
     direct = (item for item in items if not item[0].converts(item[1]))
@@ -188,7 +188,7 @@ def load_items(
 
 
 def _conversion(item: Item, files: Mapping[str, Path], model_dir: Path) -> _Conversion:
-    names = [piece.name for piece in item[1].files_pieces]
+    names = [piece.name for piece in item[1].file_pieces]
     return _Conversion(item, tuple(_file_of(name, files, model_dir) for name in names))
 
 

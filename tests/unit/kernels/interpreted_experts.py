@@ -256,7 +256,7 @@ LAYERS = {
     "shared": ExpertsSpec(NORM, 4, 32, Routing(2, True, True), SharedExpertSpec(16)),
     "biased": ExpertsSpec(
         NORM, 4, 32, Routing(2, True, True), has_biases=True, clamped=ClampedSwiGLU(1.702, 0.02),
-        form="mxfp4",
+        checkpoint_form="mxfp4",
     ),
 }  # fmt: skip
 

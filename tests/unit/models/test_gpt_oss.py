@@ -19,11 +19,17 @@ from worker_daemon.layers.mxfp4 import dequantized
 from worker_daemon.layers.quantization import ONLINE
 from worker_daemon.layers.torch_experts import TorchExperts
 from worker_daemon.layers.torch_ops import TorchOps
+from worker_daemon.models import weights
 from worker_daemon.models.config import parse_model_config, read_model_config
 from worker_daemon.models.decoder import build_stage, checkpoint_names
 from worker_daemon.models.partition import check_partition
 from worker_daemon.models.weight_places import Manifest, checkpoint_places
-from worker_daemon.models.weights import load_dummy_weights, load_weights
+from worker_daemon.models.weights import (
+    load_dummy_weights,
+    load_weights,
+    read_headers,
+    read_parts,
+)
 
 ARCHITECTURE = "GptOssForCausalLM"
 FIELDS = {
@@ -167,8 +173,8 @@ def test_updates_and_weights_that_are_quantized(made, quantization):
     model = to_mxfp4(made.path, 56)
     stage, config, _ = loaded(made.path, quantization)
     before = views_of(stage)
-    weights = model.state_dict()
-    down = weights[f"{PREFIX}.down_proj"][2].t()
+    tensors = model.state_dict()
+    down = tensors[f"{PREFIX}.down_proj"][2].t()
     held = before[f"{PREFIX}.2.down_proj"].float()
     if quantization is not None:
         scale = before[f"{PREFIX}.2.down_proj.weight_scale"].unsqueeze(1)
@@ -178,23 +184,40 @@ def test_updates_and_weights_that_are_quantized(made, quantization):
     else:
         assert torch.equal(held, down)
         gate_up = before[f"{PREFIX}.2.gate_up_proj"]
-        assert torch.equal(gate_up[:96], weights[f"{PREFIX}.gate_up_proj"][2, :, 0::2].t())
-        assert torch.equal(gate_up[96:], weights[f"{PREFIX}.gate_up_proj"][2, :, 1::2].t())
+        assert torch.equal(gate_up[:96], tensors[f"{PREFIX}.gate_up_proj"][2, :, 0::2].t())
+        assert torch.equal(gate_up[96:], tensors[f"{PREFIX}.gate_up_proj"][2, :, 1::2].t())
 
     places = checkpoint_places(stage, config)
-    names = tuple(weights)
+    names = tuple(tensors)
     assert set(names) == set(places.specs)
-    shapes = tuple(tuple(tensor.shape) for tensor in weights.values())
+    shapes = tuple(tuple(tensor.shape) for tensor in tensors.values())
     places.check(Manifest(names, (torch.float32,) * len(names), shapes))
     for parameter in stage.parameters():
         parameter.data.fill_(0)
-    for name, tensor in weights.items():
+    for name, tensor in tensors.items():
         places.fill(name, 0, tensor[:2])
         places.fill(name, 2, tensor[2:])
     for name, view in views_of(stage).items():
         assert torch.equal(view.float(), before[name].float()), name
     with pytest.raises(ConfigError, match=rf"send {PREFIX}.down_proj as \[5, 96, 64\]"):
         places.check(Manifest((f"{PREFIX}.down_proj_blocks",), (torch.uint8,), ((5, 64, 3, 16),)))
+
+
+def test_an_update_from_files_reads_some_experts_at_a_time(made, monkeypatch):
+    monkeypatch.setattr(weights, "_PART_BYTES", 150_000)
+    stage, config, _ = loaded(made.path)
+    before = views_of(stage)
+    for parameter in stage.parameters():
+        parameter.data.fill_(0)
+    places, path = checkpoint_places(stage, config), made.path / "model.safetensors"
+    for name, header in read_headers(made.path).items():
+        num_rows = [len(values) for _, values in read_parts(header.path, name)]
+        assert sum(num_rows) == header.shape[0]
+        assert len(num_rows) > 1 or "experts.gate_up_proj" not in name or "bias" in name
+        for first, values in read_parts(path, name):
+            places.fill(name, first, values)
+    for name, view in views_of(stage).items():
+        assert torch.equal(view, before[name]), name
 
 
 def test_dummy_weights_do_not_depend_on_the_form(made, on_tensor_parallel_ranks):

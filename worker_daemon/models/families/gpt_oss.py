@@ -61,7 +61,7 @@ def describe(fields: Fields) -> DecoderConfig:
             router="router",
             has_biases=True,
             clamped=clamped,
-            form=form,
+            checkpoint_form=form,
         )
         for window, form in zip(windows, _forms(fields, len(windows)), strict=True)
     ]
