@@ -203,6 +203,22 @@ def test_updates_and_weights_that_are_quantized(made, quantization):
         places.check(Manifest((f"{PREFIX}.down_proj_blocks",), (torch.uint8,), ((5, 64, 3, 16),)))
 
 
+@pytest.mark.parametrize("quantization", [None, ONLINE])
+def test_batches_and_buffers_give_the_same_bits(made, monkeypatch, quantization):
+    to_mxfp4(made.path, 57, num_files=3)
+    whole = views_of(loaded(made.path, quantization)[0])
+    monkeypatch.setattr(weights, "_ARRIVAL_BYTES", 20_000)
+    monkeypatch.setattr(
+        weights,
+        "_load_file",
+        lambda path, items, meter, observer: weights.load_through_buffers(
+            {path: items}, torch.device("cpu"), meter.advance
+        ),
+    )
+    for name, view in views_of(loaded(made.path, quantization)[0]).items():
+        assert torch.equal(view.view(torch.uint8), whole[name].view(torch.uint8)), name
+
+
 def test_an_update_from_files_reads_some_experts_at_a_time(made, monkeypatch):
     monkeypatch.setattr(weights, "_PART_BYTES", 150_000)
     stage, config, _ = loaded(made.path)
@@ -335,6 +351,11 @@ def test_experts_that_ranks_cannot_share_are_refused():
     check_partition(replace(config, expert_parallel=True), 1, 4)
 
 
-def test_the_rotation_that_transformers_fills_in():
-    rope = parse_model_config(description(max_position_embeddings=131072)).layers[0].attention.rope
+def test_fields_that_transformers_fills_in():
+    config = parse_model_config(description(max_position_embeddings=131072))
+    rope = config.layers[0].attention.rope
     assert (rope.theta, rope.factor, rope.truncate) == (150_000.0, 32.0, False)
+    assert config.layer_windows == (7, None, 7)
+    assert config.dtype == "bfloat16"
+    for field in ("dtype", "torch_dtype"):
+        assert parse_model_config(description(**{field: "float16"})).dtype == "float16"

@@ -25,8 +25,9 @@ _DEFAULTS = {
     "num_experts_per_tok": 4,
     "swiglu_alpha": 1.702,
     "swiglu_limit": 7.0,
+    "torch_dtype": "bfloat16",
 }
-"""Fields that transformers fills in."""
+"""Fields that transformers fills in, the dtype from the tensors: OpenAI's config.json has none."""
 _ROPE = {
     "rope_type": "yarn",
     "factor": 32.0,
