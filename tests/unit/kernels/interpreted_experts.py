@@ -210,8 +210,7 @@ def test_biases_and_clamped_activations(
     check_products(TorchExperts().multiply, x, routed, matrices)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("down", [True, False])
+@pytest.mark.parametrize(("dtype", "down"), [(torch.float16, False), (torch.bfloat16, True)])
 def test_biases_and_clamped_activation_of_one_row(dtype: torch.dtype, down: bool) -> None:
     """The first expert is another rank's, and harms nothing."""
     x, routed = torch.randn(1, 40).to(dtype), draw_routed(1, 4, 6, "cpu")
