@@ -3,8 +3,8 @@
 Each parameter names the regions of checkpoint tensors that it needs; only those are kept. On the
 CPU they are read directly into place, on a device through page-locked buffers (`staged.py`). Both
 paths read by position, so a file that shrinks in the meantime causes an error, not a signal. Values
-are converted to the parameter's dtype; parameters that quantize them get a few tensors at a time.
-An error leaves the stage half filled: discard it.
+are converted to the parameter's dtype; those that are quantized, dequantized or put into another
+order arrive a few tensors at a time. An error leaves the stage half filled: discard it.
 """
 
 import json
