@@ -173,11 +173,9 @@ def _product(
 ) -> Callable[[ExpertMatrices], None]:
     h = torch.randn(step.num_pairs, inner, device="cuda", dtype=DTYPE)
     if is_gated:
-        return lambda m: multiply_tiles(
-            h, step.x, m.gate_up, None, plan, tiles, pdl=pdl, gated=True
-        )
+        return lambda m: multiply_tiles(h, step.x, m, plan, tiles, pdl=pdl, gated=True)
     y = torch.empty(step.num_pairs, HIDDEN, device="cuda", dtype=DTYPE)
-    return lambda m: multiply_tiles(y, h, m.down, None, plan, tiles, pdl=pdl, gated=False)
+    return lambda m: multiply_tiles(y, h, m, plan, tiles, pdl=pdl, gated=False)
 
 
 def candidates(num_pairs: int, is_gated: bool) -> Iterator[ExpertTiles]:

@@ -35,7 +35,7 @@ from worker_client.launcher import LocalDaemons
 from worker_client.trainer.sender import PACKED_BYTES, SendBackend, WeightSender
 from worker_client.worker_group import WorkerGroup
 from worker_daemon.models.config import read_model_config
-from worker_daemon.models.decoder import checkpoint_tensors
+from worker_daemon.models.decoder import unpacked_tensors
 
 ROUNDS = 3
 COPY_BYTES = 4 << 30
@@ -138,7 +138,7 @@ def make_tensors(model: Path, device: torch.device) -> dict[str, Tensor]:
         name: torch.empty(spec.shape, dtype=torch.bfloat16, device=device).normal_(
             0, 0.02, generator=generator
         )
-        for name, spec in checkpoint_tensors(read_model_config(model)).items()
+        for name, spec in unpacked_tensors(read_model_config(model)).items()
     }
 
 

@@ -12,6 +12,7 @@ from tests.support.expert_checks import (
     draw_matrices,
     draw_routed,
     quantized,
+    with_biases,
 )
 from worker_daemon.contracts.experts import ExpertMatrices, RoutedTokens, Routing
 from worker_daemon.kernels.experts import (
@@ -30,6 +31,9 @@ pytestmark = [
 DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 QWEN3_30B = (128, 8, 2048, 768)
 """Experts, experts of a token, hidden size, inner size."""
+GPT_OSS_20B = (32, 4, 2880, 2880)
+GPT_OSS_20B_OF_4 = (32, 4, 2880, 720)
+"""The part of one of four ranks."""
 SHAPES = [QWEN3_30B, (8, 2, 1024, 3584), (60, 4, 512, 352), (3, 1, 72, 40)]
 TILES = {
     "left": ExpertTiles(16, ProductTile(64, 64, 4, 4), ProductTile(64, 128, 4, 4), True),
@@ -87,6 +91,54 @@ def test_every_form_of_tile(
     pdl = has_dependent_launch(torch.device("cuda"))
     routed = draw_routed(num_tokens, top_k, num_experts, "cuda")
     check_products(partial(multiply_rows, tiles=tiles, pdl=pdl), x, routed, matrices)
+
+
+@DTYPES
+@pytest.mark.parametrize("shape", [GPT_OSS_20B, GPT_OSS_20B_OF_4, (3, 1, 72, 40)], ids=str)
+@pytest.mark.parametrize("num_tokens", [1, 2, 61, 300, 1500])
+def test_biases_and_clamped_activations(
+    ops: TritonExperts, dtype: torch.dtype, shape: tuple[int, int, int, int], num_tokens: int
+) -> None:
+    """The last expert is another rank's."""
+    num_experts, top_k, hidden, inner = shape
+    x = torch.randn(num_tokens + 3, hidden, device="cuda").to(dtype)
+    matrices = with_biases(draw_matrices(num_experts - 1, hidden, inner, dtype, "cuda"))
+    matrices = matrices._replace(num_experts=num_experts)
+    for num_padding, down in ((0, True), (3, False)):
+        routed = draw_routed(num_tokens, top_k, num_experts, "cuda", num_padding)
+        given = matrices if down else matrices._replace(down_bias=None)
+        check_products(ops.multiply, x[: num_tokens + num_padding], routed, given)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("tiles", TILES.values(), ids=TILES)
+@pytest.mark.parametrize("num_tokens", [2, 700])
+def test_biases_in_every_form_of_tile(
+    tiles: ExpertTiles, dtype: torch.dtype, num_tokens: int
+) -> None:
+    num_experts, top_k, hidden, inner = GPT_OSS_20B_OF_4
+    x = torch.randn(num_tokens, hidden, device="cuda").to(dtype)
+    matrices = with_biases(draw_matrices(num_experts, hidden, inner, dtype, "cuda"))
+    pdl = has_dependent_launch(torch.device("cuda"))
+    routed = draw_routed(num_tokens, top_k, num_experts, "cuda")
+    check_products(partial(multiply_rows, tiles=tiles, pdl=pdl), x, routed, matrices)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 2, 50, 1500])
+def test_biases_of_weights_in_fp8(ops: TritonExperts, num_tokens: int) -> None:
+    num_experts, top_k, hidden, inner = GPT_OSS_20B
+    x = torch.randn(num_tokens, hidden, device="cuda").half()
+    matrices = draw_matrices(num_experts, hidden, inner, torch.float16, "cuda")
+    matrices = with_biases(quantized(matrices, "row"))
+    check_products(ops.multiply, x, draw_routed(num_tokens, top_k, num_experts, "cuda"), matrices)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 5, 400])
+def test_a_nan_passes_the_clamped_activation(ops: TritonExperts, num_tokens: int) -> None:
+    x = torch.randn(num_tokens, 128, device="cuda").bfloat16()
+    matrices = with_biases(draw_matrices(4, 128, 128, torch.bfloat16, "cuda"))
+    matrices.gate_up_bias[:, 3] = torch.nan
+    assert ops.multiply(x, draw_routed(num_tokens, 2, 4, "cuda"), matrices).isnan().all()
 
 
 @pytest.mark.parametrize("num_tokens", [1, 16, 64, 2000])

@@ -155,10 +155,11 @@ def test_fused_operations_agree_with_torch(config, dtype, lengths):
 @pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS.keys())
 @pytest.mark.parametrize("dtype", EXPERT_BOUNDS, ids=str)
 @pytest.mark.parametrize("expert_parallel", [False, True])
+@pytest.mark.parametrize("name", ["qwen3-30b-a3b", "gpt-oss-20b"])
 @torch.inference_mode()
-def test_experts_agree_with_torch(dtype, lengths, expert_parallel):
+def test_experts_agree_with_torch(name, dtype, lengths, expert_parallel):
     """In bfloat16, rounding sends some tokens to other experts."""
-    whole = read_model_config(CONFIGS / "qwen3-30b-a3b")
+    whole = read_model_config(CONFIGS / name)
     config = replace(
         whole, layers=whole.layers[:2], vocab_size=1000, expert_parallel=expert_parallel
     )

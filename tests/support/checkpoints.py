@@ -55,6 +55,7 @@ ROPES = {"default": DEFAULT, "linear": LINEAR, "dynamic": DYNAMIC, "llama3": LLA
 ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 
 EXPERT_FIELDS: Mapping[str, Mapping[str, object]] = {
+    "GptOssForCausalLM": {"num_local_experts": 6, "num_experts_per_tok": 3, "sliding_window": 13},
     "MixtralForCausalLM": {"num_local_experts": 4},
     "Qwen2MoeForCausalLM": {
         "num_experts": 6,
@@ -267,7 +268,7 @@ def _randomise_vectors(model: transformers.PreTrainedModel, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed + 1)
     with torch.no_grad():
         for name, tensor in model.named_parameters():
-            if tensor.dim() == 1:
+            if tensor.dim() == 1 or name.endswith("_bias"):  # those of stacked experts
                 tensor.normal_(
                     1.0 if "norm" in name.lower() and "bias" not in name else 0.0,
                     0.2,

@@ -5,8 +5,15 @@ from collections.abc import Callable
 
 import torch
 from torch.nn import functional
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssConfig, GptOssExperts
 
-from worker_daemon.contracts.experts import ExpertMatrices, ExpertOps, RoutedTokens, Routing
+from worker_daemon.contracts.experts import (
+    ClampedSwiGLU,
+    ExpertMatrices,
+    ExpertOps,
+    RoutedTokens,
+    Routing,
+)
 
 BOUNDS = {torch.float32: 1e-5, torch.float16: 3e-3, torch.bfloat16: 2e-2}
 """Relative errors: h, y and the sum are rounded once each."""
@@ -42,6 +49,19 @@ def quantized(matrices: ExpertMatrices, form: str) -> ExpertMatrices:
     return ExpertMatrices(*stacks, matrices.first, *scales)
 
 
+def with_biases(matrices: ExpertMatrices, *, down: bool = True) -> ExpertMatrices:
+    """Return the matrices with random biases and a clamped activation, whose limit is often
+    reached. down: False on a rank that leaves the downs' biases to another."""
+    count, hidden, inner = matrices.down.shape
+    dtype = torch.float16 if matrices.down.dtype == torch.float8_e4m3fn else matrices.down.dtype
+    device = matrices.down.device
+    return matrices._replace(
+        gate_up_bias=torch.randn(count, 2 * inner, device=device).to(dtype),
+        down_bias=torch.randn(count, hidden, device=device).to(dtype) if down else None,
+        clamped=ClampedSwiGLU(1.702, 1.25),
+    )
+
+
 def exact_matrix(stack: torch.Tensor, scale: torch.Tensor | None, local: int) -> torch.Tensor:
     """Return an expert's matrix in float64."""
     values = stack[local].double()
@@ -72,10 +92,26 @@ def expected_sum(x: torch.Tensor, routed: RoutedTokens, matrices: ExpertMatrices
         rows, places = torch.where(routed.experts == matrices.first + local)
         gate_up = exact_matrix(matrices.gate_up, matrices.gate_up_scale, local)
         down = exact_matrix(matrices.down, matrices.down_scale, local)
-        gate, up = (x[rows].double() @ gate_up.T).chunk(2, 1)
-        y = (functional.silu(gate) * up) @ down.T
+        both = x[rows].double() @ gate_up.T
+        if matrices.gate_up_bias is not None:
+            both += matrices.gate_up_bias[local].double()
+        y = exact_activation(*both.chunk(2, 1), matrices.clamped) @ down.T
+        if matrices.down_bias is not None:
+            y += matrices.down_bias[local].double()
         total.index_add_(0, rows, y * routed.weights[rows, places].double().unsqueeze(1))
     return total
+
+
+def exact_activation(
+    gate: torch.Tensor, up: torch.Tensor, clamped: ClampedSwiGLU | None
+) -> torch.Tensor:
+    """Return the activation in float64; a clamped one as transformers' GPT-OSS has it."""
+    if clamped is None:
+        return functional.silu(gate) * up
+    fields = {"hidden_size": 1, "intermediate_size": 1, "num_local_experts": 1}
+    experts = GptOssExperts(GptOssConfig(**fields))
+    experts.alpha, experts.limit = clamped
+    return experts._apply_gate(torch.stack((gate, up), 2).flatten(1))
 
 
 def check_products(

@@ -35,6 +35,14 @@ class RoutedTokens(NamedTuple):
     """float32 [N, K]; 0 for padding."""
 
 
+class ClampedSwiGLU(NamedTuple):
+    """The activation (up + 1) * gate * sigmoid(alpha * gate) of GPT-OSS (OpenAI, 2025), where the
+    gate is at most `limit`, and up between -limit and limit. A NaN stays one."""
+
+    alpha: float
+    limit: float
+
+
 class ExpertMatrices(NamedTuple):
     """The matrices of this rank's experts: numbers first to first + L of the model. In FP8 they
     have scales, like Fp8Matrix; inputs of their products are not quantized."""
@@ -52,6 +60,12 @@ class ExpertMatrices(NamedTuple):
     """float32 [L, H], or [L, ceil(H / 128), ceil(I / 128)]"""
     num_experts: int = 0
     """E; 0 if this rank has all experts."""
+    gate_up_bias: Tensor | None = None
+    """[L, 2 I], the gates' before the ups'; None without biases"""
+    down_bias: Tensor | None = None
+    """[L, H]; None without biases, or if another rank adds them"""
+    clamped: ClampedSwiGLU | None = None
+    """The activation; None: silu(gate) * up."""
 
 
 class ExpertOps(Protocol):
@@ -65,5 +79,6 @@ class ExpertOps(Protocol):
 
     def multiply(self, x: Tensor, routed: RoutedTokens, matrices: ExpertMatrices) -> Tensor:
         """Return each row's sum, over those of its experts that this rank has, of weight * down
-        (silu(gate x) * up x): x [N, H] -> [N, H]. The sum is in float32, rounded once. Rows
-        without experts are 0."""
+        (silu(gate x) * up x), or another activation: x [N, H] -> [N, H]. A bias is added to its
+        product before that is rounded. The sum is in float32, rounded once. Rows without experts
+        are 0."""

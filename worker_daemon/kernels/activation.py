@@ -88,3 +88,17 @@ def activate(gate, ACTIVATION: tl.constexpr):
         tl.static_assert(ACTIVATION == "silu")
         slope = gate
     return gate * tl.sigmoid(slope)
+
+
+@triton.jit
+def activate_pair(gate, up, ALPHA: tl.constexpr, LIMIT: tl.constexpr):
+    """Return an expert's activation of gate and up, float32: ClampedSwiGLU, or silu(gate) * up if
+    ALPHA and LIMIT are None."""
+    if LIMIT is None:
+        result = gate * tl.sigmoid(gate) * up
+    else:
+        # Comparisons leave a NaN, which tl.minimum would drop.
+        limited = tl.where(gate > LIMIT, LIMIT, gate)
+        shifted = tl.where(up > LIMIT, LIMIT, tl.where(up < -LIMIT, -LIMIT, up)) + 1.0
+        result = limited * tl.sigmoid(ALPHA * limited) * shifted
+    return result

@@ -6,7 +6,7 @@ down, then the weighted sum in a fixed order, so that equal inputs give equal bi
 an expert, weights are the left operand of the MMA instruction, which has at least 64 rows there and
 may have 16 on the other side; its matrices are read once. Weights in FP8 are converted in
 registers, and their scales multiply the sums; scales of blocks multiply the inputs of one row
-instead. benchmarks/NOTES.md has the floors.
+instead. Biases are added to float32 sums. benchmarks/NOTES.md has the floors.
 
 Letters: N tokens, H hidden size, I inner size, K experts of a token, M rows of a tile, O outputs.
 """
@@ -15,14 +15,20 @@ Letters: N tokens, H hidden size, I inner size, K experts of a token, M rows of 
 # mypy: disable-error-code="no-untyped-def"
 
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
-from worker_daemon.contracts.experts import ExpertMatrices, RoutedTokens, Routing
+from worker_daemon.contracts.experts import (
+    ClampedSwiGLU,
+    ExpertMatrices,
+    RoutedTokens,
+    Routing,
+)
 from worker_daemon.contracts.fp8 import FP8_BLOCK
+from worker_daemon.kernels.activation import activate_pair
 from worker_daemon.kernels.compile_ahead import launched
 from worker_daemon.kernels.expert_routing import TilePlan, plan_tiles, route
 from worker_daemon.kernels.launch import (
@@ -136,45 +142,35 @@ def multiply_row(
     top_k = routed.experts.shape[1]
     count, hidden, inner = matrices.down.shape
     h, y = x.new_empty(top_k, inner), torch.empty_like(x)
+    gate_up, down = _stacks(matrices)
     _row_gate_up_kernel[(triton.cdiv(inner, gate_up_tile.block_o), top_k)](
         h,
         x,
-        matrices.gate_up,
-        *_scale_arguments(matrices.gate_up_scale, x),
+        *gate_up.arguments(x),
         routed.experts,
         matrices.first,
         count,
         inner,
         SIZE=hidden,
-        SCALES=_scale_form(matrices.gate_up_scale),
-        SCALE_BLOCK=FP8_BLOCK,
         BLOCK_O=gate_up_tile.block_o,
         BLOCK_I=gate_up_tile.block_i,
-        PDL=pdl,
-        num_warps=gate_up_tile.num_warps,
-        enable_fp_fusion=True,
-        **launch_options(pdl),
+        **_activation_options(matrices.clamped),
+        **gate_up.options(gate_up_tile.num_warps, pdl=pdl),
     )
     _row_down_kernel[(triton.cdiv(hidden, down_tile.block_o),)](
         y,
         h,
-        matrices.down,
-        *_scale_arguments(matrices.down_scale, x),
+        *down.arguments(x),
         routed.experts,
         routed.weights,
         matrices.first,
         count,
         hidden,
         SIZE=inner,
-        SCALES=_scale_form(matrices.down_scale),
-        SCALE_BLOCK=FP8_BLOCK,
         TOP_K=top_k,
         BLOCK_O=down_tile.block_o,
         BLOCK_I=down_tile.block_i,
-        PDL=pdl,
-        num_warps=down_tile.num_warps,
-        enable_fp_fusion=True,
-        **launch_options(pdl),
+        **down.options(down_tile.num_warps, pdl=pdl),
     )
     return y
 
@@ -192,18 +188,16 @@ def multiply_rows(
     count, hidden, inner = matrices.down.shape
     plan = plan_tiles(routed.experts, matrices.first, count, tiles.block_m, pdl=pdl)
     h = x.new_empty(num_tokens * top_k, inner)
-    gate_up, down = matrices.gate_up_scale, matrices.down_scale
-    multiply_tiles(h, x, matrices.gate_up, gate_up, plan, tiles, pdl=pdl, gated=True)
+    multiply_tiles(h, x, matrices, plan, tiles, pdl=pdl, gated=True)
     y = x.new_empty(num_tokens * top_k, hidden)
-    multiply_tiles(y, h, matrices.down, down, plan, tiles, pdl=pdl, gated=False)
+    multiply_tiles(y, h, matrices, plan, tiles, pdl=pdl, gated=False)
     return add_experts(y, x, routed, matrices, pdl=pdl)
 
 
 def multiply_tiles(
     y: torch.Tensor,
     x: torch.Tensor,
-    weight: torch.Tensor,
-    scale: torch.Tensor | None,
+    matrices: ExpertMatrices,
     plan: TilePlan,
     tiles: ExpertTiles,
     *,
@@ -211,18 +205,17 @@ def multiply_tiles(
     gated: bool,
 ) -> None:
     """Compute the rows of y [N * K, O] that the plan has, each times the matrix of its expert.
-    gated: silu(gate) * up of x [N, I], weight [L, 2 O, I]; otherwise x [N * K, I], weight [L, O,
-    I]. scale: that of weight in FP8, as ExpertMatrices has it; for blocks, a tile's outputs and
-    inputs at a time are at most 128."""
+    gated: the activation of x [N, H] times gate and up, O = I; otherwise x [N * K, I] times down, O
+    = H. For scales of blocks, a tile's outputs and inputs at a time are at most 128."""
     num_outputs, num_inputs = y.shape[1], x.shape[1]
+    stack = _stacks(matrices)[0 if gated else 1]
     tile = tiles.gate_up if gated else tiles.down
-    assert _scale_form(scale) != "block" or max(tile.block_o, tile.block_i) <= FP8_BLOCK
+    assert stack.scale_form != "block" or max(tile.block_o, tile.block_i) <= FP8_BLOCK
     num_blocks = triton.cdiv(num_outputs, tile.block_o)
     _product_kernel[(plan.num_tiles * num_blocks,)](
         y,
         x,
-        weight,
-        *_scale_arguments(scale, x),
+        *stack.arguments(x),
         plan.entries,
         plan.num_tiles,
         num_outputs,
@@ -233,32 +226,63 @@ def multiply_tiles(
         LEFT=tiles.weights_left,
         EVEN=num_outputs % tile.block_o == 0 and num_inputs % tile.block_i == 0,
         EXACT=x.dtype == torch.float32,
-        SCALES=_scale_form(scale),
-        SCALE_BLOCK=FP8_BLOCK,
         BLOCK_M=plan.block_m,
         BLOCK_O=tile.block_o,
         BLOCK_I=tile.block_i,
         STAGES=tile.num_stages,
-        PDL=pdl,
-        num_warps=tile.num_warps,
-        enable_fp_fusion=True,
-        **launch_options(pdl),
+        **_activation_options(matrices.clamped if gated else None),
+        **stack.options(tile.num_warps, pdl=pdl),
     )
 
 
-def _scale_form(scale: torch.Tensor | None) -> str:
-    """Return the form of an expert's scales: none, one for each row, or for each block."""
-    if scale is None:
-        return "none"
-    return "row" if scale.dim() == 2 else "block"
+class _ProductStack(NamedTuple):
+    """The matrices [L, O, I] of a product, their scales and biases."""
+
+    weight: torch.Tensor
+    scale: torch.Tensor | None
+    bias: torch.Tensor | None
+
+    @property
+    def scale_form(self) -> str:
+        """The form of the scales: none, one for each row, or for each block."""
+        if self.scale is None:
+            return "none"
+        return "row" if self.scale.dim() == 2 else "block"
+
+    def arguments(
+        self, x: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, int, int, torch.Tensor | None]:
+        """Return what kernels take: weights; scales (x if there are none), and their elements in an
+        expert and in a row of it; biases."""
+        if self.scale is None:
+            return self.weight, x, 0, 0, self.bias
+        return self.weight, self.scale, self.scale.stride(0), self.scale.stride(1), self.bias
+
+    def options(self, num_warps: int, *, pdl: bool) -> dict[str, Any]:
+        """Return the constants and options of a launch."""
+        return {
+            "SCALES": self.scale_form,
+            "SCALE_BLOCK": FP8_BLOCK,
+            "PDL": pdl,
+            "num_warps": num_warps,
+            "enable_fp_fusion": True,
+            **launch_options(pdl),
+        }
 
 
-def _scale_arguments(scale: torch.Tensor | None, x: torch.Tensor) -> tuple[torch.Tensor, int, int]:
-    """Return the scales (x if there are none), and their elements in an expert and in a row of
-    it."""
-    if scale is None:
-        return x, 0, 0
-    return scale, scale.stride(0), scale.stride(1)
+def _stacks(matrices: ExpertMatrices) -> tuple[_ProductStack, _ProductStack]:
+    """Return the matrices of gate and up, and those of down."""
+    return (
+        _ProductStack(matrices.gate_up, matrices.gate_up_scale, matrices.gate_up_bias),
+        _ProductStack(matrices.down, matrices.down_scale, matrices.down_bias),
+    )
+
+
+def _activation_options(clamped: ClampedSwiGLU | None) -> dict[str, float | None]:
+    """Return the constants of the activation; None: silu(gate) * up."""
+    if clamped is None:
+        return {"ALPHA": None, "LIMIT": None}
+    return {"ALPHA": clamped.alpha, "LIMIT": clamped.limit}
 
 
 def add_experts(
@@ -300,6 +324,7 @@ def _product_kernel(
     scale,
     scale_size,
     scale_stride,
+    bias,
     entries,
     num_tiles,
     num_outputs,
@@ -310,6 +335,8 @@ def _product_kernel(
     LEFT: tl.constexpr,
     EVEN: tl.constexpr,
     EXACT: tl.constexpr,
+    ALPHA: tl.constexpr,
+    LIMIT: tl.constexpr,
     SCALES: tl.constexpr,
     SCALE_BLOCK: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -356,13 +383,18 @@ def _product_kernel(
             STAGES,
         )
         if SCALES == "row":
-            acc *= _row_factors(scale_here, output, is_output, LEFT)
+            acc *= _of_outputs(scale_here, output, is_output, LEFT)
+        if bias is not None:
+            acc += _of_outputs(bias + first_output, output, is_output, LEFT)
         if GATED:
             if SCALES == "row":
-                other_acc *= _row_factors(scale_here + num_outputs, output, is_output, LEFT)
+                other_acc *= _of_outputs(scale_here + num_outputs, output, is_output, LEFT)
+            if bias is not None:
+                up_bias = bias + first_output + num_outputs
+                other_acc += _of_outputs(up_bias, output, is_output, LEFT)
             gate = acc.to(y.dtype.element_ty).to(tl.float32)
             up = other_acc.to(y.dtype.element_ty).to(tl.float32)
-            acc = gate * tl.sigmoid(gate) * up
+            acc = activate_pair(gate, up, ALPHA, LIMIT)
         if LEFT:
             acc = tl.trans(acc)
         y_here = y + pair[:, None] * num_outputs + output[None, :]
@@ -422,9 +454,10 @@ def _load_weights(here, mask, EVEN: tl.constexpr):
 
 
 @triton.jit
-def _row_factors(scale, output, is_output, LEFT: tl.constexpr):
-    factors = tl.load(scale + output, mask=is_output, other=0.0)
-    return factors[:, None] if LEFT else factors[None, :]
+def _of_outputs(values, output, is_output, LEFT: tl.constexpr):
+    """Return a value for each output, float32, as it goes with acc."""
+    loaded = tl.load(values + output, mask=is_output, other=0.0).to(tl.float32)
+    return loaded[:, None] if LEFT else loaded[None, :]
 
 
 @triton.jit
@@ -496,18 +529,21 @@ def _row_gate_up_kernel(
     scale,
     scale_size,
     scale_stride,
+    bias,
     experts,
     first,
     count,
     num_outputs,
     SIZE: tl.constexpr,
+    ALPHA: tl.constexpr,
+    LIMIT: tl.constexpr,
     SCALES: tl.constexpr,
     SCALE_BLOCK: tl.constexpr,
     BLOCK_O: tl.constexpr,
     BLOCK_I: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """silu(gate) * up of one row and one of its experts."""
+    """The activation of gate and up of one row and one of its experts."""
     start_next(PDL)
     k = tl.program_id(1)
     output = tl.program_id(0) * BLOCK_O + tl.arange(0, BLOCK_O)
@@ -546,12 +582,17 @@ def _row_gate_up_kernel(
         if SCALES == "row":
             gate *= tl.load(gate_scale + output, mask=output < num_outputs, other=0.0)
             up *= tl.load(up_scale + output, mask=output < num_outputs, other=0.0)
+        if bias is not None:
+            bias_here = bias + local.to(tl.int64) * 2 * num_outputs + output
+            gate += tl.load(bias_here, mask=output < num_outputs, other=0.0).to(tl.float32)
+            up_bias = tl.load(bias_here + num_outputs, mask=output < num_outputs, other=0.0)
+            up += up_bias.to(tl.float32)
         gate = gate.to(h.dtype.element_ty).to(tl.float32)
         up = up.to(h.dtype.element_ty).to(tl.float32)
-        gated = gate * tl.sigmoid(gate) * up
+        activated = activate_pair(gate, up, ALPHA, LIMIT)
         tl.store(
             h + k * num_outputs + output,
-            gated.to(h.dtype.element_ty),
+            activated.to(h.dtype.element_ty),
             mask=output < num_outputs,
         )
 
@@ -565,6 +606,7 @@ def _row_down_kernel(
     scale,
     scale_size,
     scale_stride,
+    bias,
     experts,
     weights,
     first,
@@ -609,5 +651,9 @@ def _row_down_kernel(
         product = tl.sum(sums, 1)
         if SCALES == "row":
             product *= tl.load(scale_here + output, mask=output < num_outputs, other=0.0)
+        if bias is not None:
+            num_biases = tl.where(is_here, num_outputs, 0)
+            bias_here = bias + index * num_outputs + output
+            product += tl.load(bias_here, mask=output < num_biases, other=0.0).to(tl.float32)
         total += factor * product.to(y.dtype.element_ty).to(tl.float32)
     tl.store(y + output, total.to(y.dtype.element_ty), mask=output < num_outputs)

@@ -11,13 +11,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from worker_daemon.contracts.experts import ExpertMatrices, Routing
+from worker_daemon.contracts.experts import ClampedSwiGLU, ExpertMatrices, Routing
 from worker_daemon.contracts.layer_ops import NormedSum
 from worker_daemon.errors import config_error
+from worker_daemon.layers.expert_pieces import ExpertPieces, ExpertsForm
 from worker_daemon.layers.fp8 import make_fp8_parameters
 from worker_daemon.layers.linear import GatedColumnParallelLinear, RowParallelLinear, even_shard
 from worker_daemon.layers.norm import NormSpec, Part, RMSNorm
-from worker_daemon.layers.parameter import Parameter, Piece
+from worker_daemon.layers.parameter import Parameter, Piece, whole_vector
 from worker_daemon.layers.quantization import Int4Quantization, Quantization
 from worker_daemon.layers.setup import LayerSetup
 
@@ -34,7 +35,7 @@ class ExpertsSpec:
     """Sizes and switches of a block with experts, before tensor parallelism splits it.
 
     Checkpoints have the experts' matrices one by one, or stacked; models/expert_tensors.py gives
-    both the names of separate ones.
+    all the names of single ones.
     """
 
     norm: NormSpec
@@ -45,6 +46,14 @@ class ExpertsSpec:
     routing: Routing
     shared: SharedExpertSpec | None = None
     """The expert of all tokens; None if there is none."""
+    router: str = "gate"
+    """Name of the router's matrix."""
+    has_biases: bool = False
+    """Router, gate, up and down of the experts have biases."""
+    clamped: ClampedSwiGLU | None = None
+    """The experts' activation; None: silu(gate) * up."""
+    checkpoint_form: ExpertsForm = "separate"
+    """The form of the experts' matrices in the checkpoint."""
 
 
 class ExpertsBlock:
@@ -86,26 +95,40 @@ class _Experts:
     def __init__(self, name: str, spec: ExpertsSpec, setup: LayerSetup) -> None:
         self._spec = spec
         self.ops = setup.ops
-        self._router = _whole(f"{name}.gate.weight", (spec.num_experts, setup.hidden_size), setup)
-        self._part = part = _rank_part(spec, setup)
-        count, inner = len(part.experts), len(part.inner)
+        router, count = f"{name}.{spec.router}", spec.num_experts
+        self._router = _whole(f"{router}.weight", (count, setup.hidden_size), setup)
+        pieces = _rank_pieces(name, spec, setup)
+        self._experts, inner = pieces.experts, len(pieces.inner)
+        held = len(pieces.experts)
         self._gate_up = _Stack(
             f"{name}.experts.gate_up_proj",
-            (count * 2 * inner, setup.hidden_size),
-            tuple(_gate_up_pieces(name, spec, part, setup.hidden_size)),
+            (held * 2 * inner, setup.hidden_size),
+            tuple(pieces.gate_up()),
             setup,
         )
         self._down = _Stack(
             f"{name}.experts.down_proj",
-            (count * setup.hidden_size, inner),
-            tuple(_down_pieces(name, spec, part, setup.hidden_size)),
+            (held * setup.hidden_size, inner),
+            tuple(pieces.down()),
             setup,
         )
+        self._biases = _Biases()
+        if spec.has_biases:
+            vector = whole_vector(f"{router}.bias", count, "bias")
+            gate_up, down = pieces.gate_up_bias(), pieces.down_bias()
+            is_adding = setup.expert_parallel or setup.tp.rank == 0
+            self._biases = _Biases(
+                setup.parameter(vector.name, (count,), (vector,)),
+                setup.parameter(gate_up.name, (held, 2 * inner), (gate_up,)),
+                setup.parameter(down.name, (held, setup.hidden_size), (down,))
+                if is_adding
+                else None,
+            )
         self._shared = None if spec.shared is None else _SharedExpert(name, spec.shared, setup)
 
     def forward(self, x: Tensor, query_start_loc: Tensor) -> Tensor:
         """x [N, H] -> this rank's part of the block's output, [N, H]."""
-        scores = self.ops.linear(x, self._router.data, None)
+        scores = self.ops.linear(x, self._router.data, _data(self._biases.router))
         routed = self.ops.experts.route(scores, self._spec.routing, query_start_loc)
         y = self.ops.experts.multiply(x, routed, self._matrices)
         return y if self._shared is None else y + self._shared.forward(x)
@@ -113,18 +136,37 @@ class _Experts:
     @property
     def _matrices(self) -> ExpertMatrices:
         """Views of the parameters, whose data may move to other memory between steps."""
-        experts = self._part.experts
-        gate_up, gate_up_scale = self._gate_up.divided(len(experts))
-        down, down_scale = self._down.divided(len(experts))
-        total = self._spec.num_experts
-        return ExpertMatrices(gate_up, down, experts.start, gate_up_scale, down_scale, total)
+        count = len(self._experts)
+        gate_up, gate_up_scale = self._gate_up.divided(count)
+        down, down_scale = self._down.divided(count)
+        return ExpertMatrices(
+            gate_up,
+            down,
+            self._experts.start,
+            gate_up_scale,
+            down_scale,
+            self._spec.num_experts,
+            _data(self._biases.gate_up),
+            _data(self._biases.down),
+            self._spec.clamped,
+        )
 
     def parameters(self) -> Iterator[Parameter]:
         yield self._router
         yield from self._gate_up.parameters()
         yield from self._down.parameters()
+        yield from (bias for bias in self._biases if bias is not None)
         if self._shared is not None:
             yield from self._shared.parameters()
+
+
+class _Biases(NamedTuple):
+    """The biases of a layer with experts; None for those that it lacks."""
+
+    router: Parameter | None = None
+    gate_up: Parameter | None = None
+    down: Parameter | None = None
+    """Those of split experts are on rank 0 alone, so that the sum contains each once."""
 
 
 class _Stack:
@@ -221,53 +263,29 @@ def _whole(name: str, shape: tuple[int, int], setup: LayerSetup) -> Parameter:
     return setup.parameter(name, shape, (Piece(name, shape, everything, everything),))
 
 
-class _RankPart(NamedTuple):
-    """This rank's part of the experts' matrices."""
-
-    experts: range
-    """Numbers of its experts."""
-    inner: range
-    """Its part of the inner size of each."""
+def _data(parameter: Parameter | None) -> Tensor | None:
+    return None if parameter is None else parameter.data
 
 
-def _rank_part(spec: ExpertsSpec, setup: LayerSetup) -> _RankPart:
+def _rank_pieces(name: str, spec: ExpertsSpec, setup: LayerSetup) -> ExpertPieces:
     rank, size = setup.tp.rank, setup.tp.size
+    experts, inner = range(spec.num_experts), range(spec.intermediate_size)
     if setup.expert_parallel:
         base, rest = divmod(spec.num_experts, size)
         first = rank * base + min(rank, rest)
         experts = range(first, first + base + (rank < rest))
-        return _RankPart(experts, range(spec.intermediate_size))
-    inner = spec.intermediate_size // size
-    return _RankPart(range(spec.num_experts), range(rank * inner, (rank + 1) * inner))
-
-
-def _gate_up_pieces(
-    name: str, spec: ExpertsSpec, part: _RankPart, hidden_size: int
-) -> Iterator[Piece]:
-    """Yield the pieces of the experts' gates and ups, stacked by rows: gate and up of the first
-    expert, gate and up of the second, and so on."""
-    shape, columns = (spec.intermediate_size, hidden_size), slice(0, hidden_size)
-    source, inner = (slice(part.inner.start, part.inner.stop), columns), len(part.inner)
-    tensors = (
-        f"{name}.experts.{expert}.{matrix}.weight"
-        for expert in part.experts
-        for matrix in ("gate_proj", "up_proj")
+    else:
+        each = spec.intermediate_size // size
+        inner = range(rank * each, (rank + 1) * each)
+    return ExpertPieces(
+        f"{name}.experts",
+        spec.checkpoint_form,
+        spec.num_experts,
+        spec.intermediate_size,
+        setup.hidden_size,
+        experts,
+        inner,
     )
-    for index, tensor in enumerate(tensors):
-        rows = slice(index * inner, (index + 1) * inner)
-        yield Piece(tensor, shape, source, (rows, columns))
-
-
-def _down_pieces(
-    name: str, spec: ExpertsSpec, part: _RankPart, hidden_size: int
-) -> Iterator[Piece]:
-    """Yield the pieces of the experts' downs, stacked by rows."""
-    shape = (hidden_size, spec.intermediate_size)
-    source = (slice(0, hidden_size), slice(part.inner.start, part.inner.stop))
-    for index, expert in enumerate(part.experts):
-        rows = slice(index * hidden_size, (index + 1) * hidden_size)
-        tensor = f"{name}.experts.{expert}.down_proj.weight"
-        yield Piece(tensor, shape, source, (rows, slice(0, len(part.inner))))
 
 
 def _covers(quantization: Quantization, pieces: Sequence[Piece]) -> bool:

@@ -165,7 +165,7 @@ def make_fp8_parameters(
         return Parameter(shape, of, name=f"{prefix}.{suffix}", dtype=dtype, device=device)
 
     if quantization.is_online:
-        computed = [replace(_channel_scale(piece), kind="computed_scale") for piece in pieces]
+        computed = [_computed_scale(piece) for piece in pieces]
         scale = parameter("weight_scale", shape[:1], computed, torch.float32)
         name = f"{prefix}.weight"
         matrix = QuantizingParameter(shape, pieces, scale, name=name, device=device)
@@ -198,6 +198,13 @@ def _tensor_scale(piece: Piece) -> Piece:
 def _channel_scale(piece: Piece) -> Piece:
     rows = piece.full_shape[:1]
     return Piece(_scale_name(piece), rows, piece.source[:1], piece.target[:1], "scale")
+
+
+def _computed_scale(piece: Piece) -> Piece:
+    target = piece.target[:1]
+    num_rows = target[0].stop - target[0].start
+    own = (slice(0, num_rows),)
+    return Piece(_scale_name(piece), (num_rows,), own, target, "computed_scale")
 
 
 def _block_scale(piece: Piece) -> Piece:

@@ -1,6 +1,6 @@
 """A weight of one rank, and the checkpoint tensors that fill it."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from types import MappingProxyType
@@ -24,12 +24,15 @@ Kind = Literal[
     "int4_scale",
     "int4_stored",
     "int4_order",
+    "mxfp4",
+    "mxfp4_scale",
 ]
 """The role of a tensor. fp8: a matrix in float8_e4m3fn; scale: the float32 factors of its values;
 input_scale: the factor of a product's inputs; computed_scale: a scale that no checkpoint has, since
 this rank computes it. int4, int4_zero, int4_scale: values, zero points and scales of a 4-bit
 matrix, in the layout of the checkpoint, which is converted as they arrive; int4_stored: values
-as a parameter has them; int4_order: the order of columns that is computed from a checkpoint."""
+as a parameter has them; int4_order: the order of columns that is computed from a checkpoint. mxfp4,
+mxfp4_scale: values and scales of a matrix in MXFP4, which is dequantized as they arrive."""
 _SCALES: Final = ("scale", "input_scale", "computed_scale")
 _COMPUTED: Final = ("computed_scale", "int4_order")
 _DTYPES: Final[Mapping[Kind, torch.dtype]] = MappingProxyType(
@@ -39,6 +42,8 @@ _DTYPES: Final[Mapping[Kind, torch.dtype]] = MappingProxyType(
         "int4_zero": torch.int32,
         "int4_stored": torch.int32,
         "int4_order": torch.int32,
+        "mxfp4": torch.uint8,
+        "mxfp4_scale": torch.uint8,
     }
 )
 """Dtypes of tensors by kind; others are of any unquantized dtype."""
@@ -83,6 +88,10 @@ class Piece:
     """Its place in the parameter; one slice with explicit bounds per dimension."""
     kind: Kind = "matrix"
     """The tensor's role, which determines its dtypes, and its values in dummy weights."""
+    arrange: Callable[[Tensor], Tensor] | None = None
+    """Turns values of the region into those of the place; None: they are the same."""
+    packed: "PackedTensors | None" = None
+    """The tensors that a checkpoint has instead of this one."""
 
     @property
     def spec(self) -> TensorSpec:
@@ -98,6 +107,29 @@ class Piece:
     def source_shape(self) -> tuple[int, ...]:
         """Shape of the region to read."""
         return tuple(map(_length, self.source))
+
+    @property
+    def file_pieces(self) -> "tuple[Piece, ...]":
+        """The pieces of the checkpoint's files: this one, or those that it has instead."""
+        return (self,) if self.packed is None else self.packed.pieces
+
+    def arranged(self, values: Tensor) -> Tensor:
+        """Return values of the region as those of the place."""
+        return values if self.arrange is None else self.arrange(values)
+
+    def from_files(self, values: Sequence[Tensor]) -> Tensor:
+        """Return the values of the place, from those of file_pieces."""
+        return self.arranged(values[0]) if self.packed is None else self.packed.unpack(*values)
+
+
+@dataclass(frozen=True, slots=True)
+class PackedTensors:
+    """The tensors of a checkpoint from which a piece is computed, all at once."""
+
+    pieces: tuple[Piece, ...]
+    """Their regions; all have the place of the piece."""
+    unpack: Callable[..., Tensor]
+    """Returns the values of the place, float32, from those of the pieces, in their order."""
 
 
 class Parameter:
@@ -155,16 +187,19 @@ class Parameter:
 
     def converts(self, piece: Piece) -> bool:
         """Return True if the values of a piece must pass through write()."""
-        return piece.kind == "matrix" and self.data.dtype == FP8
+        return piece.arrange is not None or self._quantizes(piece)
 
     def stored_kind(self, piece: Piece) -> Kind:
         """Return the kind of a piece's values as the parameter has them."""
-        return "fp8" if self.converts(piece) else piece.kind
+        return "fp8" if self._quantizes(piece) else piece.kind
 
     def arrival_dtype(self, piece: Piece) -> torch.dtype:
         """Return the dtype in which write() takes the values of a piece. float32 holds those of all
         unquantized checkpoints, so a load and an update give the same bits."""
-        return torch.float32
+        return _DTYPES.get(piece.kind, torch.float32)
+
+    def _quantizes(self, piece: Piece) -> bool:
+        return piece.kind == "matrix" and self.data.dtype == FP8
 
     def write(self, region: tuple[slice, ...], values: Tensor) -> None:
         """Copy values of a checkpoint, on any device, to a region of the parameter, converted. From

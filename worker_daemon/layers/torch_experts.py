@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from worker_daemon.contracts.experts import ExpertMatrices, RoutedTokens, Routing
+from worker_daemon.contracts.experts import ClampedSwiGLU, ExpertMatrices, RoutedTokens, Routing
 from worker_daemon.contracts.layer_ops import Fp8Matrix
 
 
@@ -37,10 +37,22 @@ class TorchExperts:
             rows, places = torch.where(routed.experts == number)
             gate_up = _matrix(matrices.gate_up, matrices.gate_up_scale, local, x.dtype)
             down = _matrix(matrices.down, matrices.down_scale, local, x.dtype)
-            gate, up = functional.linear(x[rows], gate_up).chunk(2, dim=-1)
-            y = functional.linear(functional.silu(gate) * up, down)
+            gate_up_bias, down_bias = (
+                None if bias is None else bias[local]
+                for bias in (matrices.gate_up_bias, matrices.down_bias)
+            )
+            gate, up = functional.linear(x[rows], gate_up, gate_up_bias).chunk(2, dim=-1)
+            y = functional.linear(_activated(gate, up, matrices.clamped), down, down_bias)
             total.index_add_(0, rows, y.float() * routed.weights[rows, places].unsqueeze(1))
         return total.to(x.dtype)
+
+
+def _activated(gate: Tensor, up: Tensor, clamped: ClampedSwiGLU | None) -> Tensor:
+    if clamped is None:
+        return functional.silu(gate) * up
+    limited = gate.float().clamp(max=clamped.limit)
+    shifted = up.float().clamp(-clamped.limit, clamped.limit) + 1
+    return (shifted * limited * torch.sigmoid(clamped.alpha * limited)).to(gate.dtype)
 
 
 def _matrix(stack: Tensor, scale: Tensor | None, local: int, dtype: torch.dtype) -> Tensor:

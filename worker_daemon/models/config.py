@@ -44,7 +44,11 @@ def parse_model_config(hf: Mapping[str, object]) -> DecoderConfig:
     fields = Fields(hf)
     describe = find_family(architecture_name(fields))
     config = read_architecture(describe(fields), fields)
-    quantization = read_quantization(fields)
+    # Families whose experts may be in MXFP4 read quantization_config for their forms.
+    has_read_it = any(
+        each is not None and each.checkpoint_form != "separate" for each in config.layer_experts
+    )
+    quantization = None if has_read_it else read_quantization(fields)
     if quantization is not None and config.encoder is not None:
         raise fields.error(
             "quantization_config", "is not supported for encoders", "use the unquantized checkpoint"

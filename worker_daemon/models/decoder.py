@@ -34,7 +34,7 @@ from worker_daemon.layers.experts import ExpertsBlock, ExpertsSpec
 from worker_daemon.layers.kv_scales import HeadScales
 from worker_daemon.layers.mlp import MLPBlock, MLPSpec
 from worker_daemon.layers.norm import Part, RMSNorm, residual_stream
-from worker_daemon.layers.parameter import Parameter, TensorSpec
+from worker_daemon.layers.parameter import Parameter, Piece, TensorSpec
 from worker_daemon.layers.rotary import Rope, rotary_table
 from worker_daemon.layers.setup import LayerSetup
 from worker_daemon.layers.torch_ops import TorchOps
@@ -272,7 +272,7 @@ class DecoderStage:
         return _views(each.parameter for each in self.kv_scales)
 
     def loaded_names(self) -> frozenset[str]:
-        """Return the names of the checkpoint tensors that this rank reads."""
+        """Return the names of the tensors that this rank reads, without packed forms."""
         return frozenset(
             piece.name for parameter in self.parameters() for piece in parameter.loaded_pieces
         )
@@ -417,12 +417,20 @@ def checkpoint_names(config: DecoderConfig) -> frozenset[str]:
 
 
 def checkpoint_tensors(config: DecoderConfig) -> dict[str, TensorSpec]:
-    """Return all tensors that the model reads. Raises ConfigError as build_stage does."""
-    return {
-        piece.name: piece.spec
-        for parameter in whole_model(config, SingleRank(), torch.float32).parameters()
-        for piece in parameter.loaded_pieces
-    }
+    """Return all tensors that the model reads from files. Raises ConfigError as build_stage
+    does."""
+    return {part.name: part.spec for piece in _loaded_pieces(config) for part in piece.file_pieces}
+
+
+def unpacked_tensors(config: DecoderConfig) -> dict[str, TensorSpec]:
+    """Return all tensors of the model, those that files have in a packed form without it. Raises
+    ConfigError as build_stage does."""
+    return {piece.name: piece.spec for piece in _loaded_pieces(config)}
+
+
+def _loaded_pieces(config: DecoderConfig) -> Iterator[Piece]:
+    for parameter in whole_model(config, SingleRank(), torch.float32).parameters():
+        yield from parameter.loaded_pieces
 
 
 def whole_model(

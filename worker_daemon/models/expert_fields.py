@@ -6,7 +6,8 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import Final
 
-from worker_daemon.contracts.experts import Routing
+from worker_daemon.contracts.experts import ClampedSwiGLU, Routing
+from worker_daemon.layers.expert_pieces import ExpertsForm
 from worker_daemon.layers.experts import ExpertsSpec, SharedExpertSpec
 from worker_daemon.layers.mlp import MLPSpec
 from worker_daemon.models.description import LayerSpec
@@ -28,6 +29,10 @@ def with_experts(
     renormalize: bool,
     rounds_weights: bool,
     shared: SharedExpertSpec | None = None,
+    router: str = "gate",
+    has_biases: bool = False,
+    clamped: ClampedSwiGLU | None = None,
+    checkpoint_form: ExpertsForm = "separate",
 ) -> LayerSpec:
     """Return the layer with experts in place of its MLP, after the same norm. count_field: name of
     the field with the number of experts; the others: see ExpertsSpec and Routing."""
@@ -44,6 +49,10 @@ def with_experts(
         intermediate_size=intermediate_size,
         routing=Routing(top_k, renormalize, rounds_weights),
         shared=shared,
+        router=router,
+        has_biases=has_biases,
+        clamped=clamped,
+        checkpoint_form=checkpoint_form,
     )
     return replace(layer, mlp=experts)
 

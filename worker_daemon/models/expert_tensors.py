@@ -1,17 +1,17 @@
-"""Names of the experts' tensors. Checkpoints hold each expert's matrices as tensors of their own,
-under two families' names, or stacked over experts; both are read as separate tensors with one form
-of name:
+"""Names of the experts' tensors, and the place of each in a tensor that stacks them. Two families
+have names of their own for separate tensors; all others' are ...mlp.experts.N.gate_proj.weight,
+up_proj and down_proj: [I, H], [I, H], [H, I]. Stacked, as transformers 5 has these in memory and
+may save them, are ...mlp.experts.gate_up_proj [E, 2 I, H], each expert's gate before its up, and
+down_proj [E, H, I].
 
-    ...mlp.experts.N.gate_proj.weight, up_proj, down_proj     [I, H], [I, H], [H, I]
+Some families' checkpoints always stack them (layers/expert_pieces.py). An expert's part of their
+...mlp.experts.NAME is ...mlp.experts.N.NAME.
 
-Stacked, as transformers 5 has them in memory and may save them, are ...mlp.experts.gate_up_proj
-[E, 2 I, H], each expert's gate before its up, and ...mlp.experts.down_proj [E, H, I]. In row-major
-order a stacked tensor is the separate ones, one after another, so that each has its own bytes in
-the file.
+In row-major order a stacked tensor is those of its experts, one after another, so that each has its
+own bytes in the file.
 """
 
 import re
-from collections.abc import Iterator
 from types import MappingProxyType
 from typing import Final, NamedTuple
 
@@ -25,13 +25,11 @@ _MIXTRAL_NAMES: Final = MappingProxyType(
         ".w2.weight": ".down_proj.weight",
     }
 )
-_STACKED: Final = MappingProxyType(
-    {
-        ".mlp.experts.gate_up_proj": ("gate_proj", "up_proj"),
-        ".mlp.experts.down_proj": ("down_proj",),
-    }
-)
+_STACKS: Final = (".mlp.experts.gate_up_proj", ".mlp.experts.down_proj")
 _SEPARATE: Final = re.compile(r"(.+\.mlp\.experts)\.(\d+)\.(gate_proj|up_proj|down_proj)\.weight")
+_STACKED: Final = re.compile(
+    r"(.+\.mlp\.experts)\.(\d+)\.((?:gate_up_proj|down_proj)(?:_blocks|_scales)?)"
+)
 
 
 def plain_expert_name(name: str) -> str:
@@ -44,19 +42,9 @@ def plain_expert_name(name: str) -> str:
     return name
 
 
-def is_stacked(name: str) -> bool:
-    """Return True if a name is that of a stacked tensor."""
-    return name.endswith(tuple(_STACKED))
-
-
 def is_stack_of_experts(parameter: str) -> bool:
     """Return True for the name of a parameter with the matrices of a layer's experts."""
-    return is_stacked(parameter.removesuffix(".weight"))
-
-
-def is_of_expert(name: str) -> bool:
-    """Return True if a name is that of one expert's tensor."""
-    return _SEPARATE.fullmatch(name) is not None
+    return parameter.removesuffix(".weight").endswith(_STACKS)
 
 
 class StackedPart(NamedTuple):
@@ -65,38 +53,29 @@ class StackedPart(NamedTuple):
     name: str
     """Name of the stacked tensor."""
     expert: int
-    half: int
+    half: int = 0
     """1 for an up, which follows the gate's rows; otherwise 0."""
-    halves: int
+    halves: int = 1
     """Matrices of an expert in the stacked tensor."""
+    is_always_stacked: bool = False
+    """No checkpoint has a tensor of this one expert."""
+
+    def shape_in(self, stack: tuple[int, ...]) -> tuple[int, ...] | None:
+        """Return the shape of the expert's tensor in a stack of this shape; None if the stack has
+        no such expert, or does not consist of such tensors."""
+        if len(stack) < 3 or not self.expert < stack[0] <= MAX_EXPERTS or stack[1] % self.halves:
+            return None
+        return (stack[1] // self.halves, *stack[2:])
 
 
 def stacked_part(name: str) -> StackedPart | None:
     """Return the place of a tensor in the stacked one; None if it is not an expert's."""
-    matched = _SEPARATE.fullmatch(name)
-    if matched is None:
-        return None
-    prefix, expert, matrix = matched.groups()
-    stacked = "down_proj" if matrix == "down_proj" else "gate_up_proj"
-    halves = 1 if stacked == matrix else 2
-    return StackedPart(f"{prefix}.{stacked}", int(expert), int(matrix == "up_proj"), halves)
-
-
-def separate_parts(
-    name: str, shape: tuple[int, ...]
-) -> Iterator[tuple[str, tuple[int, int]]] | None:
-    """Return names and shapes of the tensors that are stacked in this one, in the order of their
-    bytes, all of equal size; None if it is not a stacked one, or has an impossible shape."""
-    matrices = next((parts for end, parts in _STACKED.items() if name.endswith(end)), None)
-    if matrices is None or len(shape) != 3 or not 0 < shape[0] <= MAX_EXPERTS:
-        return None
-    num_experts, rows, columns = shape
-    if rows % len(matrices) or not rows or not columns:
-        return None
-    prefix = name.rpartition(".")[0]
-    each = (rows // len(matrices), columns)
-    return (
-        (f"{prefix}.{expert}.{matrix}.weight", each)
-        for expert in range(num_experts)
-        for matrix in matrices
-    )
+    if matched := _SEPARATE.fullmatch(name):
+        prefix, expert, matrix = matched.groups()
+        stacked = "down_proj" if matrix == "down_proj" else "gate_up_proj"
+        halves = 1 if stacked == matrix else 2
+        return StackedPart(f"{prefix}.{stacked}", int(expert), int(matrix == "up_proj"), halves)
+    if matched := _STACKED.fullmatch(name):
+        prefix, expert, matrix = matched.groups()
+        return StackedPart(f"{prefix}.{matrix}", int(expert), is_always_stacked=True)
+    return None

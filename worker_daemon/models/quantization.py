@@ -33,6 +33,8 @@ _MAX_REPEATS: Final = 3
 """Repeats in a pattern: the time of a match grows with the length of a name to this power."""
 _GROUP_REPEAT: Final = re.compile(r"\)[*+{]")
 _SPECIAL: Final = frozenset("*+?[](){}|^$\\")
+_MODULE_END: Final = r"(?:(?<=\.)|(?=\.|$))"
+"""The end of a pattern of modules in MXFP4: the end of a name between dots."""
 
 
 def read_quantization(fields: Fields) -> Quantization | None:
@@ -53,6 +55,27 @@ def read_quantization(fields: Fields) -> Quantization | None:
         return read_awq(config, _named_ignored(config, "modules_to_not_convert"))
     fix = "use a checkpoint of compressed-tensors, fp8, awq or gptq, or the unquantized one"
     raise config.error("quant_method", "is not supported", fix)
+
+
+def read_mxfp4(fields: Fields) -> IgnoredModules | None:
+    """Return what a checkpoint in MXFP4 leaves unquantized, for a family whose experts may be in
+    this format; None if config.json has no quantization_config. Raises ConfigError for other
+    methods."""
+    values = fields.optional_object(_FIELD)
+    if not values:
+        return None
+    config = Fields(values, prefix=f"{_FIELD}.")
+    if config.text("quant_method") != "mxfp4":
+        fix = "use the checkpoint in mxfp4, or the unquantized one"
+        raise config.error("quant_method", "is not supported for this model", fix)
+    field = "modules_to_not_convert"
+    listed = config.optional_texts(field) or []
+    patterns = [text for text in listed if _SPECIAL & set(text)]
+    _check_patterns(config, field, patterns)
+    return IgnoredModules(
+        patterns=tuple(f"(?:{pattern}){_MODULE_END}" for pattern in patterns),
+        paths=tuple(text for text in listed if text and not _SPECIAL & set(text)),
+    )
 
 
 def _check_kv_cache_scheme(config: Fields) -> None:
@@ -150,26 +173,31 @@ def _compressed_activations(scheme: Fields | None) -> Activations:
 def _compressed_ignored(config: Fields) -> IgnoredModules:
     listed = config.optional_texts("ignore") or []
     patterns = [text.removeprefix(_REGEX) for text in listed if text.startswith(_REGEX)]
-    if len(patterns) > _MAX_PATTERNS:
-        raise config.error("ignore", f"has more than {_MAX_PATTERNS} patterns", "list names")
-    for pattern in patterns:
-        _check_pattern(config, pattern)
+    _check_patterns(config, "ignore", patterns)
     names = frozenset(full_name(text) for text in listed if not text.startswith(_REGEX))
     return IgnoredModules(names=names, patterns=tuple(patterns))
 
 
-def _check_pattern(config: Fields, pattern: str) -> None:
+def _check_patterns(config: Fields, field: str, patterns: Sequence[str]) -> None:
+    """Refuse too many patterns, and those that _check_pattern refuses."""
+    if len(patterns) > _MAX_PATTERNS:
+        raise config.error(field, f"has more than {_MAX_PATTERNS} patterns", "list names")
+    for pattern in patterns:
+        _check_pattern(config, field, pattern)
+
+
+def _check_pattern(config: Fields, field: str, pattern: str) -> None:
     """Refuse a pattern that does not compile, or whose match could take very long."""
     num_repeats = sum(pattern.count(sign) for sign in "*+{")
     is_slow = num_repeats > _MAX_REPEATS or _GROUP_REPEAT.search(pattern) is not None
     if is_slow or len(pattern) > _MAX_PATTERN_CHARS:
         problem = f"has the pattern {pattern!r}, which may take too long to match"
-        raise config.error("ignore", problem, "list the names of the modules")
+        raise config.error(field, problem, "list the names of the modules")
     try:
         re.compile(pattern)
     except (re.error, RecursionError, OverflowError) as error:
         problem = f"has {pattern!r}, which is not a regular expression: {error}"
-        raise config.error("ignore", problem, "correct it in config.json") from error
+        raise config.error(field, problem, "correct it in config.json") from error
 
 
 def _read_fp8(config: Fields) -> WeightQuantization:

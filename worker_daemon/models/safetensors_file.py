@@ -16,7 +16,7 @@ from typing import Final, NamedTuple
 import torch
 from torch import Tensor
 
-from worker_daemon.models.expert_tensors import plain_expert_name, separate_parts
+from worker_daemon.models.expert_tensors import plain_expert_name, stacked_part
 from worker_daemon.models.row_reader import read_rows
 from worker_daemon.regular_file import RegularFile, TruncatedError
 
@@ -30,11 +30,11 @@ FLOAT_DTYPES: Final = MappingProxyType(
 )
 """The dtypes of unquantized tensors, by their names in the format."""
 LOADED_DTYPES: Final = MappingProxyType(
-    {**FLOAT_DTYPES, "F8_E4M3": torch.float8_e4m3fn, "I32": torch.int32}
+    {**FLOAT_DTYPES, "F8_E4M3": torch.float8_e4m3fn, "I32": torch.int32, "U8": torch.uint8}
 )
 """The dtypes that are loaded, by their names in the format."""
 _OTHER_SIZES: Final = MappingProxyType(
-    {"BOOL": 1, "U8": 1, "I8": 1, "I16": 2, "U16": 2, "U32": 4, "I64": 8, "U64": 8}
+    {"BOOL": 1, "I8": 1, "I16": 2, "U16": 2, "U32": 4, "I64": 8, "U64": 8}
 )
 """Bytes per element of dtypes that are not loaded. For others the size is not checked."""
 _BARE_NAMES: Final = ("embed_tokens.", "layers.", "norm.")
@@ -104,7 +104,7 @@ class SafetensorsFile:
         self._file = RegularFile(path)
         try:
             entries = _read_entries(self._file)
-            self.entries = _separate({full_name(name): each for name, each in entries.items()})
+            self.entries = {full_name(name): entry for name, entry in entries.items()}
         except TruncatedError as error:
             self.close()
             raise MalformedError("it ends within its header") from error
@@ -121,13 +121,27 @@ class SafetensorsFile:
     def close(self) -> None:
         self._file.close()
 
+    def find(self, name: str) -> Entry | None:
+        """Return the entry of a tensor, which may be an expert's in a stacked one; None if the file
+        has no such tensor."""
+        entry, part = self.entries.get(name), stacked_part(name)
+        if entry is not None or part is None or part.name not in self.entries:
+            return entry
+        stack = self.entries[part.name]
+        shape = part.shape_in(stack.shape)
+        if shape is None:
+            return None
+        size = (stack.end - stack.begin) // (stack.shape[0] * part.halves)
+        begin = stack.begin + (part.expert * part.halves + part.half) * size
+        return Entry(stack.dtype, shape, begin, begin + size)
+
     def check_whole(self, name: str) -> None:
-        """Raise TruncatedError if the file is now too short for its tensors."""
-        self._file.check_reaches(self.entries[name].end)
+        """Raise TruncatedError if the file is now too short for a tensor."""
+        self._file.check_reaches(self._found(name).end)
 
     def read(self, name: str) -> Tensor:
         """Return a tensor on the CPU. Raises as read_into()."""
-        entry = self.entries[name]
+        entry = self._found(name)
         values = torch.empty(entry.shape, dtype=LOADED_DTYPES[entry.dtype])
         self.read_into(name, tuple(slice(0, size) for size in entry.shape), values)
         return values
@@ -140,7 +154,7 @@ class SafetensorsFile:
             OSError: the file cannot be read. After either the target is neither old nor new.
             TruncatedError: the file has become shorter.
         """
-        entry = self.entries[name]
+        entry = self._found(name)
         dtype = LOADED_DTYPES[entry.dtype]
         rows = row_span(entry.shape, region, dtype.itemsize)
         start = entry.begin + rows.offset
@@ -158,22 +172,10 @@ class SafetensorsFile:
             read_rows(self._file, offset, rows.width, rows.stride, _bytes_of(part))
             matrix[first : first + at_once].copy_(part)
 
-
-def _separate(entries: dict[str, Entry]) -> dict[str, Entry]:
-    """Return the entries with those of stacked experts replaced by one for each expert's matrix."""
-    found: dict[str, Entry] = {}
-    for name, entry in entries.items():
-        parts = separate_parts(name, entry.shape)
-        if parts is None:
-            found[name] = entry
-            continue
-        named = list(parts)
-        size = (entry.end - entry.begin) // len(named)
-        for index, (part, shape) in enumerate(named):
-            begin = entry.begin + index * size
-            found[part] = Entry(entry.dtype, shape, begin, begin + size)
-        _check_number(found)
-    return found
+    def _found(self, name: str) -> Entry:
+        entry = self.find(name)
+        assert entry is not None, "found before"
+        return entry
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:

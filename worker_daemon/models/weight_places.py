@@ -14,11 +14,13 @@ from worker_daemon.contracts.fp8 import FP8
 from worker_daemon.distributed.tp import tensor_parallel
 from worker_daemon.errors import config_error
 from worker_daemon.layers.parameter import Kind, Parameter, Piece, TensorSpec
-from worker_daemon.models.decoder import DecoderStage, checkpoint_tensors, whole_model
+from worker_daemon.models.decoder import DecoderStage, unpacked_tensors, whole_model
 from worker_daemon.models.description import DecoderConfig
 from worker_daemon.models.expert_tensors import StackedPart, stacked_part
 
 _MAX_NAMED = 8
+_PACKED = ("_blocks", "_scales")
+"""Ends of the names of tensors in MXFP4."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +42,8 @@ class _WeightPlace:
     target: tuple[slice, ...]
     is_repeated: bool = False
     """True if one value fills the whole region of the parameter."""
+    expert: int | None = None
+    """The expert whose matrix comes in a tensor that stacks them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,10 +112,10 @@ class Places:
         """Copy rows of an incoming tensor, from first_row on, into this rank's parameters.
         values: [rows, ...] of any floating-point dtype, on any device."""
         for place in self.places.get(name, ()):
-            if len(place.source) == 3:  # of experts that come stacked: one matrix of one of them
-                index = place.source[0].start - first_row
+            if place.expert is not None:
+                index = place.expert - first_row
                 if 0 <= index < values.shape[0]:
-                    place.write(place.target, values[index][place.source[1:]])
+                    place.write(place.target, values[index][place.source])
                 continue
             if len(place.source) == 1:
                 values = values.reshape(-1)  # scales may have more dimensions, or none
@@ -147,13 +151,16 @@ class Places:
     def _suggestion(self, name: str) -> str:
         if name == "lm_head.weight":
             return "leave it out: the model shares the embedding"
+        stack = next((name.removesuffix(end) for end in _PACKED if name.endswith(end)), "")
+        if stack in self.specs:
+            return f"send {stack} as {list(self.specs[stack].shape)}, in bfloat16"
         return f"names like {min(self.specs)}"
 
 
 def checkpoint_places(stage: DecoderStage, config: DecoderConfig) -> Places:
     """Return places by the checkpoint's names: complete tensors arrive, and each rank takes its
     part."""
-    specs = checkpoint_tensors(config)
+    specs = unpacked_tensors(config)
     places: dict[str, list[_WeightPlace]] = {}
     for parameter in stage.parameters():
         for piece in parameter.loaded_pieces:
@@ -171,17 +178,18 @@ def checkpoint_places(stage: DecoderStage, config: DecoderConfig) -> Places:
 
 
 def _with_stacked(separate: Places) -> Places:
-    """Return the places with further names, for experts' matrices that come stacked."""
+    """Return the places with further names, for experts' matrices that come stacked; without
+    those of single experts, if they never come alone."""
     places = dict(separate.places)
     tensors, specs = dict(separate.tensors), dict(separate.specs)
     scales = dict(separate.scales)
-    required: list[tuple[str, ...]] = []
+    required: dict[tuple[str, ...], None] = {}
     for name, spec in separate.specs.items():
         part = stacked_part(name)
         if part is None:
-            required.append((name,))
+            required[(name,)] = None
             continue
-        required.append((name, part.name))
+        required[(part.name,) if part.is_always_stacked else (name, part.name)] = None
         rows, columns = spec.shape
         shape = (part.expert + 1, part.halves * rows, columns)  # the last expert comes last
         specs[part.name] = TensorSpec(shape, spec.kind)
@@ -191,18 +199,17 @@ def _with_stacked(separate: Places) -> Places:
             tensors[part.name] = (*tensors.get(part.name, ()), name)
             moved = [_stacked_place(place, part, rows) for place in separate.places[name]]
             places[part.name] = [*places.get(part.name, ()), *moved]
-    return Places(places, tensors, specs, separate.dtypes, required, scales)
+        if part.is_always_stacked:
+            for known in (places, tensors, specs, scales):
+                known.pop(name, None)
+    return Places(places, tensors, specs, separate.dtypes, list(required), scales)
 
 
 def _stacked_place(place: _WeightPlace, part: StackedPart, num_rows: int) -> _WeightPlace:
     rows, columns = place.source
     first = part.half * num_rows
-    source = (
-        slice(part.expert, part.expert + 1),
-        slice(first + rows.start, first + rows.stop),
-        columns,
-    )
-    return replace(place, source=source)
+    source = (slice(first + rows.start, first + rows.stop), columns)
+    return replace(place, source=source, expert=part.expert)
 
 
 def _scales_of_rows(specs: Mapping[str, TensorSpec]) -> dict[str, tuple[str, ...]]:
@@ -259,7 +266,10 @@ def _parameter_spec(parameter: Parameter) -> TensorSpec:
 
 
 def _of_piece(parameter: Parameter, piece: Piece) -> _WeightPlace:
-    return _WeightPlace(parameter.write, piece.source, piece.target, piece.is_repeated)
+    def write(region: tuple[slice, ...], values: Tensor) -> None:
+        parameter.write(region, piece.arranged(values))
+
+    return _WeightPlace(write, piece.source, piece.target, piece.is_repeated)
 
 
 def _of_parameter(parameter: Parameter) -> _WeightPlace:

@@ -3,20 +3,21 @@
 Each parameter names the regions of checkpoint tensors that it needs; only those are kept. On the
 CPU they are read directly into place, on a device through page-locked buffers (`staged.py`). Both
 paths read by position, so a file that shrinks in the meantime causes an error, not a signal. Values
-are converted to the parameter's dtype; parameters that quantize them get a few tensors at a time.
-An error leaves the stage half filled: discard it.
+are converted to the parameter's dtype; those that are quantized, dequantized or put into another
+order arrive a few tensors at a time. An error leaves the stage half filled: discard it.
 """
 
 import json
+import math
 import os
 import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby
+from itertools import chain, groupby
 from pathlib import Path
 from types import MappingProxyType
-from typing import Final, TypeAlias
+from typing import Final, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -24,7 +25,7 @@ from torch import Tensor
 from worker_daemon.errors import CheckpointError
 from worker_daemon.layers.parameter import Kind, Parameter, Piece, TensorSpec
 from worker_daemon.models.dummy import fill_dummy
-from worker_daemon.models.expert_tensors import is_of_expert, is_stacked
+from worker_daemon.models.expert_tensors import stacked_part
 from worker_daemon.models.safetensors_file import (
     LOADED_DTYPES,
     Entry,
@@ -42,10 +43,18 @@ _INDEX_FILE = "model.safetensors.index.json"
 _SUFFIX = ".safetensors"
 
 _EXPECTED: Final[Mapping[Kind, str]] = MappingProxyType(
-    {"fp8": "in FP8", "int4": "int32 words of 4-bit values", "int4_zero": "int32 words"}
+    {
+        "fp8": "in FP8",
+        "int4": "int32 words of 4-bit values",
+        "int4_zero": "int32 words",
+        "mxfp4": "bytes of 4-bit values (uint8)",
+        "mxfp4_scale": "exponents (uint8)",
+    }
 )
-_ARRIVAL_ELEMENTS = 64 << 20
-"""Values that wait for their conversion at a time, unless a single tensor has more."""
+_ARRIVAL_BYTES = 256 << 20
+"""Bytes that wait for their conversion at a time, unless a single tensor has more."""
+_PART_BYTES = 64 << 20
+"""Bytes of a tensor that are read at a time for an update, unless a single row has more."""
 
 Item: TypeAlias = tuple[Parameter, Piece]
 
@@ -68,6 +77,28 @@ class LoadReport:
     seconds: float
     ignored_tensors: tuple[str, ...]
     """Tensors of the checkpoint that no stage of the model uses, sorted."""
+
+
+class _Conversion(NamedTuple):
+    """An item whose values pass through Parameter.write()."""
+
+    item: Item
+    paths: tuple[Path, ...]
+    """The files of the tensors that it is read from, in the order of Piece.file_pieces."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the values as they arrive."""
+        parameter, piece = self.item
+        return sum(
+            math.prod(part.source_shape) * parameter.arrival_dtype(part).itemsize
+            for part in piece.file_pieces
+        )
+
+    def arrivals(self) -> list[Item]:
+        """Return memory for the values of its tensors."""
+        parameter, piece = self.item
+        return [_arrival(parameter, part) for part in piece.file_pieces]
 
 
 OnProgress = Callable[[LoadProgress], None]
@@ -112,10 +143,15 @@ def load_weights(
     the expected shape or type; later if a file changes meanwhile.
     """
     files = _tensor_files(model_dir)
-    wanted = _group_by_file(parameters, files, model_dir)
-    check_items(wanted)
-    ignored = tuple(sorted(files.keys() - set(known_names)))
-    return load_items(wanted, progress, ignored, observer=observer)
+    items = [(parameter, piece) for parameter in parameters for piece in parameter.loaded_pieces]
+    read = [(parameter, part) for parameter, piece in items for part in piece.file_pieces]
+    check_items(_group_by_file(read, files, model_dir))
+    converted = [_conversion(item, files, model_dir) for item in items if item[0].converts(item[1])]
+    direct = (item for item in items if not item[0].converts(item[1]))
+    wanted = _group_by_file(direct, files, model_dir)
+    stacks = {part.name for part in map(stacked_part, known_names) if part is not None}
+    ignored = tuple(sorted(files.keys() - set(known_names) - stacks))
+    return load_items(wanted, progress, ignored, observer=observer, converted=converted)
 
 
 def load_items(
@@ -124,14 +160,13 @@ def load_items(
     ignored_tensors: tuple[str, ...],
     load_file: LoadFile | None = None,
     observer: WriteObserver | None = None,
+    converted: Sequence[_Conversion] = (),
 ) -> LoadReport:
-    """Fill the pieces of each file's items, by load_file if given. Calls progress and raises like
-    load_weights."""
+    """Fill the pieces of each file's items, by load_file if given, then those whose values are
+    converted. Calls progress and raises like load_weights."""
     observer = observer or WriteObserver()
-    meter = _Meter(sum(map(_total_bytes, wanted.values())), progress)
-    converted = _select(wanted, converts=True)
-    if converted:
-        wanted = _select(wanted, converts=False)
+    num_bytes = sum(map(_total_bytes, wanted.values()))
+    meter = _Meter(num_bytes + _total_bytes(each.item for each in converted), progress)
     device = next((item[0].data.device for items in wanted.values() for item in items), None)
     if load_file is not None:
         for path, items in wanted.items():
@@ -147,48 +182,49 @@ def load_items(
         observer.writing(names)  # copies of all of them may be running at the same time
         load_through_buffers(wanted, device, meter.advance)
         observer.written(names)
-    for path, items in converted.items():
-        _convert_file(path, items, meter, observer)
+    for batch in _batches(sorted(converted, key=lambda each: each.paths[0])):
+        _convert(batch, meter, observer)
     return meter.report(ignored_tensors)
 
 
-def _select(wanted: Mapping[Path, Sequence[Item]], *, converts: bool) -> dict[Path, list[Item]]:
-    """Return the items whose values pass through Parameter.write(), or those that do not."""
-    chosen = {
-        path: [item for item in items if item[0].converts(item[1]) == converts]
-        for path, items in wanted.items()
-    }
-    return {path: items for path, items in chosen.items() if items}
+def _conversion(item: Item, files: Mapping[str, Path], model_dir: Path) -> _Conversion:
+    names = [piece.name for piece in item[1].file_pieces]
+    return _Conversion(item, tuple(_file_of(name, files, model_dir) for name in names))
 
 
-def _convert_file(
-    path: Path, items: Iterable[Item], meter: "_Meter", observer: WriteObserver
+def _convert(
+    batch: Sequence[Sequence[_Conversion]], meter: "_Meter", observer: WriteObserver
 ) -> None:
-    """Load a file's items into memory of their own, a few at a time, and write them from there."""
-    for batch in _batches(items):
-        arrived = [_arrival(*item) for _, tensor in batch for item in tensor]
-        load_items({path: arrived}, _ignore_progress, ())
-        arrivals = iter(arrived)
-        for name, tensor in batch:
-            observer.writing((name,))
-            for parameter, piece in tensor:
-                arrival, _ = next(arrivals)
-                parameter.write(piece.target, arrival.data)
-            observer.written((name,))
-            meter.advance(_total_bytes(tensor))
+    """Load a few tensors' items into memory of their own, and write them from there."""
+    arrived: defaultdict[Path, list[Item]] = defaultdict(list)
+    arrivals = [[conversion.arrivals() for conversion in tensor] for tensor in batch]
+    for conversion, memory in zip(chain(*batch), chain(*arrivals), strict=True):
+        for path, item in zip(conversion.paths, memory, strict=True):
+            arrived[path].append(item)
+    load_items(arrived, _ignore_progress, ())
+    for tensor, memories in zip(batch, arrivals, strict=True):
+        name = (tensor[0].item[1].name,)
+        observer.writing(name)
+        for conversion, memory in zip(tensor, memories, strict=True):
+            parameter, piece = conversion.item
+            values = piece.from_files([arrival.data for arrival, _ in memory])
+            parameter.write(piece.target, values)
+        observer.written(name)
+        meter.advance(_total_bytes(conversion.item for conversion in tensor))
 
 
-def _batches(items: Iterable[Item]) -> Iterator[list[tuple[str, list[Item]]]]:
-    """Yield a few tensors at a time, as _by_tensor does."""
-    batch: list[tuple[str, list[Item]]] = []
+def _batches(converted: Iterable[_Conversion]) -> Iterator[list[list[_Conversion]]]:
+    """Yield a few tensors at a time, each with its conversions, which follow each other."""
+    batch: list[list[_Conversion]] = []
     size = 0
-    for name, tensor in _by_tensor(items):
-        count = sum(parameter.data[piece.target].numel() for parameter, piece in tensor)
-        if batch and size + count > _ARRIVAL_ELEMENTS:
+    for _, group in groupby(converted, key=lambda each: each.item[1].name):
+        tensor = list(group)
+        num_bytes = sum(each.num_bytes for each in tensor)
+        if batch and size + num_bytes > _ARRIVAL_BYTES:
             yield batch
             batch, size = [], 0
-        batch.append((name, tensor))
-        size += count
+        batch.append(tensor)
+        size += num_bytes
     if batch:
         yield batch
 
@@ -204,7 +240,7 @@ def _arrival(parameter: Parameter, piece: Piece) -> Item:
     shape, dtype = piece.source_shape, parameter.arrival_dtype(piece)
     whole = tuple(slice(0, size) for size in shape)
     memory = Parameter(shape, (), name=piece.name, dtype=dtype, device=parameter.data.device)
-    return memory, replace(piece, target=whole)
+    return memory, replace(piece, target=whole, arrange=None, packed=None)
 
 
 def _ignore_progress(progress: LoadProgress) -> None:
@@ -271,9 +307,7 @@ def read_headers(model_dir: Path, names: Iterable[str] = ()) -> dict[str, Tensor
     wanted = list(names) or sorted(files)
     by_file: defaultdict[Path, list[str]] = defaultdict(list)
     for name in wanted:
-        if name not in files:
-            raise _absent(model_dir, name)
-        by_file[files[name]].append(name)
+        by_file[_file_of(name, files, model_dir)].append(name)
     headers = {}
     for path, held in by_file.items():
         with _open(path) as file:
@@ -289,6 +323,25 @@ def read_tensor(path: Path, name: str) -> Tensor:
         _entry(file, name)
         with _reading(path, name):
             return file.read(name)
+
+
+def read_parts(path: Path, name: str) -> Iterator[tuple[int, Tensor]]:
+    """Yield a complete tensor on the CPU, some rows at a time, with the number of their first one.
+    Raises CheckpointError."""
+    with _open(path) as file:
+        shape = _entry(file, name).shape
+        if not math.prod(shape) or not shape:
+            yield 0, read_tensor(path, name)
+            return
+        dtype = LOADED_DTYPES[_entry(file, name).dtype]
+        step = max(1, _PART_BYTES // (math.prod(shape[1:]) * dtype.itemsize))
+        for first in range(0, shape[0], step):
+            part = (min(step, shape[0] - first), *shape[1:])
+            values = torch.empty(part, dtype=dtype)
+            region = (slice(first, first + part[0]), *(slice(0, size) for size in shape[1:]))
+            with _reading(path, name):
+                file.read_into(name, region, values)
+            yield first, values
 
 
 def load_dummy_weights(
@@ -315,7 +368,7 @@ def _fill_dummy(parameter: Parameter, piece: Piece, seed: int) -> None:
     if parameter.converts(piece):
         arrival, _ = _arrival(parameter, piece)
         fill_dummy(arrival.data, piece, seed)
-        parameter.write(piece.target, arrival.data)
+        parameter.write(piece.target, piece.arranged(arrival.data))
     else:
         fill_dummy(parameter.data[piece.target], piece, seed)
 
@@ -387,24 +440,25 @@ def _read_index(path: Path) -> Mapping[str, Path]:
         if not isinstance(file, str) or not is_plain_name(file, (_SUFFIX,)):
             shown = f"{tensor[:80]!r} to {file!r:.80}"
             raise _broken(path, f"maps {shown}, which is not a plain file name ending in {_SUFFIX}")
-    files = {full_name(tensor): path.parent / file for tensor, file in weight_map.items()}
-    stacked = {name for name in files if is_stacked(name)}
-    for file in {files[name] for name in stacked}:
-        with _open(file) as opened:
-            files |= {name: file for name in opened.entries if is_of_expert(name)}
-    return {name: file for name, file in files.items() if name not in stacked}
+    return {full_name(tensor): path.parent / file for tensor, file in weight_map.items()}
 
 
 def _group_by_file(
-    parameters: Iterable[Parameter], files: Mapping[str, Path], model_dir: Path
+    items: Iterable[Item], files: Mapping[str, Path], model_dir: Path
 ) -> Mapping[Path, list[Item]]:
     wanted: defaultdict[Path, list[Item]] = defaultdict(list)
-    for parameter in parameters:
-        for piece in parameter.loaded_pieces:
-            if piece.name not in files:
-                raise _absent(model_dir, piece.name)
-            wanted[files[piece.name]].append((parameter, piece))
+    for parameter, piece in items:
+        wanted[_file_of(piece.name, files, model_dir)].append((parameter, piece))
     return wanted
+
+
+def _file_of(name: str, files: Mapping[str, Path], model_dir: Path) -> Path:
+    """Return the file that has a tensor, or the stacked one that it is a part of."""
+    part = stacked_part(name)
+    path = files.get(name) or (None if part is None else files.get(part.name))
+    if path is None:
+        raise _absent(model_dir, name)
+    return path
 
 
 def _load_file(path: Path, items: Iterable[Item], meter: _Meter, observer: WriteObserver) -> None:
@@ -445,7 +499,7 @@ def _reading(path: Path, name: str) -> Translation:
 
 def _entry(file: SafetensorsFile, name: str) -> Entry:
     """Return the file's entry of a tensor, after a check of its dtype."""
-    entry = file.entries.get(name)
+    entry = file.find(name)
     if entry is None:
         raise _broken(file.path, f"has no tensor {name}, though the index says so")
     if entry.dtype not in LOADED_DTYPES:

@@ -141,6 +141,8 @@ _QUANTIZED_CHECKPOINTS: Final = (
     "awq_marlin",
     "gptq",
     "gptq_marlin",
+    "mxfp4",
+    "gpt_oss_mxfp4",
 )
 """Methods of a checkpoint's quantization_config, or the kernels that vLLM would choose for them.
 The daemons check the rest of it."""
@@ -281,7 +283,9 @@ def _quantization(model: Any) -> Quantization:
 def _check_model(model: Any) -> None:
     served = _QUANTIZED_CHECKPOINTS if _is_quantized(model) else ("fp8",)
     if model.quantization not in (None, *served):
-        fix = "use a checkpoint of compressed-tensors, fp8, awq or gptq, or --quantization fp8"
+        fix = (
+            "use a checkpoint of compressed-tensors, fp8, awq, gptq or mxfp4, or --quantization fp8"
+        )
         _refuse("quantization", model.quantization, fix)
     if model.is_encoder_decoder:
         _refuse("model", model.model, "use a decoder-only model")

@@ -89,6 +89,8 @@ def test_context_may_be_as_long_as_the_cache_allows():
         ("awq_marlin", {"quant_method": "awq"}, "auto"),
         ("gptq", {"quant_method": "gptq"}, "auto"),
         ("gptq_marlin", {"quant_method": "gptq"}, "auto"),
+        ("mxfp4", {"quant_method": "mxfp4"}, "auto"),
+        ("gpt_oss_mxfp4", {"quant_method": "mxfp4"}, "auto"),
     ],
 )
 def test_quantized_weights(method, config, ours):

@@ -17,8 +17,14 @@ from tests.support.expert_checks import (
     draw_matrices,
     draw_routed,
     quantized,
+    with_biases,
 )
-from worker_daemon.contracts.experts import ExpertMatrices, RoutedTokens, Routing
+from worker_daemon.contracts.experts import (
+    ClampedSwiGLU,
+    ExpertMatrices,
+    RoutedTokens,
+    Routing,
+)
 from worker_daemon.distributed.tp import SingleRank
 from worker_daemon.kernels.expert_routing import max_tiles, plan_tiles
 from worker_daemon.kernels.experts import (
@@ -186,6 +192,56 @@ def test_weights_in_fp8(form: str, num_tokens: int, dtype: torch.dtype) -> None:
     check_products(TorchExperts().multiply, x, routed, matrices)
 
 
+@pytest.mark.parametrize(
+    ("dtype", "tiles"),
+    [
+        (torch.float16, TILES["left"]),
+        (torch.float16, TILES["right"]),
+        (torch.float32, TILES["right"]),
+    ],
+)
+@pytest.mark.parametrize(("hidden", "inner"), [(32, 64), (40, 24)])
+def test_biases_and_clamped_activations(
+    dtype: torch.dtype, tiles: ExpertTiles, hidden: int, inner: int
+) -> None:
+    x, routed = torch.randn(23, hidden).to(dtype), draw_routed(20, 2, 5, "cpu", 3)
+    matrices = with_biases(draw_matrices(4, hidden, inner, dtype, "cpu", first=1))
+    check_products(partial(multiply_rows, tiles=tiles, pdl=False), x, routed, matrices)
+    check_products(TorchExperts().multiply, x, routed, matrices)
+
+
+@pytest.mark.parametrize(("dtype", "down"), [(torch.float16, False), (torch.bfloat16, True)])
+def test_biases_and_clamped_activation_of_one_row(dtype: torch.dtype, down: bool) -> None:
+    """The first expert is another rank's, and harms nothing."""
+    x, routed = torch.randn(1, 40).to(dtype), draw_routed(1, 4, 6, "cpu")
+    matrices = with_biases(draw_matrices(5, 40, 24, dtype, "cpu", first=1), down=down)
+    tile = RowTile(block_o=4, block_i=32, num_warps=4)
+    check_products(
+        partial(multiply_row, gate_up_tile=tile, down_tile=tile, pdl=False), x, routed, matrices
+    )
+    matrices.gate_up_bias[0] = torch.nan
+    elsewhere = RoutedTokens(torch.tensor([[0, 3, 4, 5]], dtype=torch.int32), routed.weights)
+    assert OPS.multiply(x, elsewhere, matrices).isfinite().all()
+    if down:
+        matrices.down_bias[0] = torch.nan
+        assert OPS.multiply(x, elsewhere, matrices).isfinite().all()
+
+
+@pytest.mark.parametrize("num_tokens", [1, 6])
+def test_biases_of_weights_in_fp8(num_tokens: int) -> None:
+    matrices = with_biases(quantized(draw_matrices(3, 48, 40, torch.float16, "cpu"), "row"))
+    x = torch.randn(num_tokens, 48).half()
+    check_products(OPS.multiply, x, draw_routed(num_tokens, 2, 3, "cpu"), matrices)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 5])
+def test_a_nan_passes_the_clamped_activation(num_tokens: int) -> None:
+    x, routed = torch.randn(num_tokens, 32).half(), draw_routed(num_tokens, 2, 4, "cpu")
+    matrices = with_biases(draw_matrices(4, 32, 32, torch.float16, "cpu"))
+    matrices.gate_up_bias[:, 3] = torch.nan
+    assert OPS.multiply(x, routed, matrices).isnan().all()
+
+
 class MixedOps(TorchOps):
     """Plain torch, but for the experts."""
 
@@ -194,12 +250,20 @@ class MixedOps(TorchOps):
         self.experts = OPS
 
 
+NORM = NormSpec("norm", 1e-6)
+LAYERS = {
+    "shared": ExpertsSpec(NORM, 4, 32, Routing(2, True, True), SharedExpertSpec(16)),
+    "biased": ExpertsSpec(
+        NORM, 4, 32, Routing(2, True, True), has_biases=True, clamped=ClampedSwiGLU(1.702, 0.02),
+        checkpoint_form="mxfp4",
+    ),
+}  # fmt: skip
+
+
 @pytest.mark.parametrize("is_quantized", [False, True])
-def test_a_layer_of_a_model(is_quantized: bool) -> None:
+@pytest.mark.parametrize("spec", LAYERS.values(), ids=LAYERS)
+def test_a_layer_of_a_model(spec: ExpertsSpec, is_quantized: bool) -> None:
     """Routing, padding and the block's own views of its parameters."""
-    routing = Routing(2, True, True)
-    norm = NormSpec("norm", 1e-6)
-    spec = ExpertsSpec(norm, 4, 32, routing, SharedExpertSpec(16))
     results = []
     for ops in (TorchOps(), MixedOps()):
         setup = LayerSetup(

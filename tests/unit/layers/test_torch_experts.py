@@ -4,10 +4,16 @@ rules."""
 import pytest
 import torch
 import transformers
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssMLP
 from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
 
-from worker_daemon.contracts.experts import ExpertMatrices, RoutedTokens, Routing
+from worker_daemon.contracts.experts import (
+    ClampedSwiGLU,
+    ExpertMatrices,
+    RoutedTokens,
+    Routing,
+)
 from worker_daemon.layers.torch_experts import TorchExperts
 
 NUM_EXPERTS, HIDDEN, INNER = 8, 24, 20
@@ -51,6 +57,35 @@ def test_blocks_of_transformers(family, top_k):
         routed = OPS.route(x @ block.gate.weight.T, routing, starts(13))
         matrices = ExpertMatrices(block.experts.gate_up_proj, block.experts.down_proj, 0)
         ours = OPS.multiply(x, routed, matrices)
+    assert torch.allclose(ours, expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("limit", [7.0, 0.5])
+def test_biases_and_the_clamped_activation_of_gpt_oss(limit):
+    config = transformers.GptOssConfig(
+        hidden_size=HIDDEN, intermediate_size=INNER, num_local_experts=NUM_EXPERTS,
+        num_experts_per_tok=3, swiglu_limit=limit,
+    )  # fmt: skip
+    block = GptOssMLP(config)
+    for parameter in block.parameters():
+        torch.nn.init.normal_(parameter)
+    x, router, experts = torch.randn(13, HIDDEN), block.router, block.experts
+    pairs = torch.arange(2 * INNER).view(-1, 2).t().flatten()
+    with torch.no_grad():
+        expected = block(x.unsqueeze(0))[0][0]
+        scores = x @ router.weight.T + router.bias
+        ours = OPS.multiply(
+            x,
+            OPS.route(scores, Routing(3, True, True), starts(13)),
+            ExpertMatrices(
+                experts.gate_up_proj.mT[:, pairs],
+                experts.down_proj.mT,
+                0,
+                gate_up_bias=experts.gate_up_proj_bias[:, pairs],
+                down_bias=experts.down_proj_bias,
+                clamped=ClampedSwiGLU(1.702, limit),
+            ),
+        )
     assert torch.allclose(ours, expected, atol=1e-4, rtol=1e-4)
 
 

@@ -40,6 +40,7 @@ QWEN_WINDOW = {"use_sliding_window": True, "sliding_window": 7, "max_window_laye
 GEMMA = {"head_dim": 16, "query_pre_attn_scalar": 24, "sliding_window": 7}
 GLM = {"head_dim": 16, "attention_bias": True}
 EXPERTS = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
+GPT_OSS = {"head_dim": 16, "num_local_experts": 5, "num_experts_per_tok": 2}
 MODELS = {
     "llama": ("LlamaForCausalLM", {}),
     "llama_bias_tied": (
@@ -90,6 +91,11 @@ MODELS = {
     "qwen3_moe_mixed": (
         "Qwen3MoeForCausalLM",
         {**EXPERTS, **QWEN_WINDOW, "attention_bias": True, "mlp_only_layers": [0, 2]},
+    ),
+    "gpt_oss": ("GptOssForCausalLM", {**GPT_OSS, "sliding_window": 7}),
+    "gpt_oss_limited": (
+        "GptOssForCausalLM",
+        {**GPT_OSS, "num_local_experts": 3, "swiglu_limit": 0.4, "swiglu_alpha": 0.9},
     ),
 }
 LENGTHS = (1, 5, 40, 13)

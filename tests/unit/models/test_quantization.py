@@ -318,7 +318,7 @@ def test_online_quantization_in_batches_and_through_buffers_gives_the_same_bits(
     made = make_checkpoint("LlamaForCausalLM", seed=31)
     config, whole = build_online(made.path)
     load_weights(whole.parameters(), made.path, checkpoint_names(config), ignore)
-    monkeypatch.setattr(weights, "_ARRIVAL_ELEMENTS", 5000)
+    monkeypatch.setattr(weights, "_ARRIVAL_BYTES", 20_000)
     monkeypatch.setattr(fp8, "_CHUNK_ELEMENTS", 100)
     monkeypatch.setattr(
         weights,

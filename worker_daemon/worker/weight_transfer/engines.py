@@ -4,6 +4,7 @@ memory, or from files, and pass them to a callback.
 Used on the step thread, except abort().
 """
 
+import math
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -24,7 +25,7 @@ from worker_daemon.distributed.transfer_group import (
 from worker_daemon.errors import CapacityError, ConfigError, TransferError, config_error
 from worker_daemon.models.expert_tensors import plain_expert_name
 from worker_daemon.models.weight_places import Manifest
-from worker_daemon.models.weights import read_headers, read_tensor
+from worker_daemon.models.weights import read_headers, read_parts
 from worker_daemon.worker.resolve import confine_directory
 
 NUM_BUFFERS: Final = 2
@@ -261,9 +262,11 @@ class DiskReader(TransferEngine):
         headers = read_headers(confine_directory(source.model, self._roots), manifest.names)
         num_bytes = 0
         for name in manifest.names:
-            values = read_tensor(headers[name].path, name)
-            place([Rows(name, 0, values, True)])
-            num_bytes += values.numel() * values.element_size()
+            num_left = math.prod(headers[name].shape)
+            for first, values in read_parts(headers[name].path, name):
+                num_left -= values.numel()
+                place([Rows(name, first, values, num_left == 0)])
+                num_bytes += values.numel() * values.element_size()
         _synchronize(self._device)
         return num_bytes
 

@@ -1,0 +1,163 @@
+"""The tensors that a checkpoint has experts in, and their places in the stacks of a rank.
+
+A stack has the matrices of the rank's experts one below the other, each [2 I, H] with the gate's
+rows first, or [H, I].
+
+Shapes: H hidden size, E experts of the model, I inner size of an expert.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Literal, TypeAlias
+
+import torch
+from torch import Tensor
+
+from worker_daemon.layers.mxfp4 import MXFP4_BLOCK, MXFP4_BYTES, dequantized
+from worker_daemon.layers.parameter import PackedTensors, Piece
+
+ExpertsForm: TypeAlias = Literal["separate", "interleaved", "mxfp4"]
+"""The form of a layer's matrices in the checkpoint.
+
+separate: gate and up [I, H] and down [H, I] of each expert. interleaved: gate_up_proj [E, H, 2 I],
+each gate's column before its up's, and down_proj [E, I, H]. mxfp4: transposes of the interleaved
+ones, in blocks along their rows: gate_up_proj_blocks [E, 2 I, H / 32, 16] and gate_up_proj_scales
+[E, 2 I, H / 32], down_proj_blocks [E, H, I / 32, 16] and down_proj_scales [E, H, I / 32].
+
+Biases are interleaved: gate_up_proj_bias [E, 2 I], and down_proj_bias [E, H].
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertPieces:
+    """The experts of one layer, and a rank's part of them. models/expert_tensors.py has the names
+    of single experts in stacked tensors."""
+
+    prefix: str
+    """The checkpoint's name of the layer's experts."""
+    form: ExpertsForm
+    num_experts: int
+    intermediate_size: int
+    hidden_size: int
+    experts: range
+    """Numbers of the rank's experts."""
+    inner: range
+    """The rank's part of the inner size of each."""
+
+    def gate_up(self) -> Iterator[Piece]:
+        """Yield the pieces of the gates and ups."""
+        rows, columns = 2 * len(self.inner), slice(0, self.hidden_size)
+        for index, expert in enumerate(self.experts):
+            first = index * rows
+            if self.form == "separate":
+                yield from self._separate_gate_up(expert, first)
+                continue
+            yield self._interleaved_gate_up(expert, (slice(first, first + rows), columns))
+
+    def down(self) -> Iterator[Piece]:
+        """Yield the pieces of the downs."""
+        inner, rows = slice(self.inner.start, self.inner.stop), slice(0, self.hidden_size)
+        shape = (self.hidden_size, self.intermediate_size)
+        for index, expert in enumerate(self.experts):
+            first = index * self.hidden_size
+            target = (slice(first, first + self.hidden_size), slice(0, len(self.inner)))
+            name = f"{self.prefix}.{expert}.down_proj"
+            if self.form == "separate":
+                yield Piece(f"{name}.weight", shape, (rows, inner), target)
+                continue
+            packed = self._packed(name, shape, (rows, inner), target, _unpacked)
+            yield Piece(
+                name, shape[::-1], (inner, rows), target, arrange=_transposed, packed=packed
+            )
+
+    def gate_up_bias(self) -> Piece:
+        """Return the piece of a bias [experts of the rank, 2 I of the rank], gates first."""
+        name, shape = f"{self.prefix}.gate_up_proj_bias", (self.num_experts, self._both)
+        columns = slice(2 * self.inner.start, 2 * self.inner.stop)
+        target = (slice(0, len(self.experts)), slice(0, 2 * len(self.inner)))
+        source = (slice(self.experts.start, self.experts.stop), columns)
+        return Piece(name, shape, source, target, "bias", arrange=_gate_columns_first)
+
+    def down_bias(self) -> Piece:
+        """Return the piece of a bias [experts of the rank, H]."""
+        name, shape = f"{self.prefix}.down_proj_bias", (self.num_experts, self.hidden_size)
+        columns = slice(0, self.hidden_size)
+        source = (slice(self.experts.start, self.experts.stop), columns)
+        return Piece(name, shape, source, (slice(0, len(self.experts)), columns), "bias")
+
+    def _separate_gate_up(self, expert: int, first: int) -> Iterator[Piece]:
+        shape, columns = (self.intermediate_size, self.hidden_size), slice(0, self.hidden_size)
+        source = (slice(self.inner.start, self.inner.stop), columns)
+        for matrix in ("gate_proj", "up_proj"):
+            rows = slice(first, first + len(self.inner))
+            yield Piece(f"{self.prefix}.{expert}.{matrix}.weight", shape, source, (rows, columns))
+            first = rows.stop
+
+    def _interleaved_gate_up(self, expert: int, target: tuple[slice, slice]) -> Piece:
+        name, shape = f"{self.prefix}.{expert}.gate_up_proj", (self._both, self.hidden_size)
+        rows, columns = slice(2 * self.inner.start, 2 * self.inner.stop), slice(0, self.hidden_size)
+        packed = self._packed(name, shape, (rows, columns), target, _unpacked_pairs)
+        return Piece(
+            name, shape[::-1], (columns, rows), target, arrange=_column_pairs, packed=packed
+        )
+
+    def _packed(
+        self,
+        name: str,
+        shape: tuple[int, int],
+        region: tuple[slice, slice],
+        target: tuple[slice, slice],
+        unpack: Callable[..., Tensor],
+    ) -> PackedTensors | None:
+        """Return the tensors of a region of a matrix [M, K] in MXFP4; None in other forms. A block
+        that the region cuts is read whole."""
+        if self.form != "mxfp4":
+            return None
+        (num_rows, num_columns), (rows, columns) = shape, region
+        blocks = slice(columns.start // MXFP4_BLOCK, -(-columns.stop // MXFP4_BLOCK))
+        total = num_columns // MXFP4_BLOCK
+        in_block = slice(0, MXFP4_BYTES)
+        values = Piece(
+            f"{name}_blocks",
+            (num_rows, total, MXFP4_BYTES),
+            (rows, blocks, in_block),
+            target,
+            "mxfp4",
+        )
+        scales = Piece(f"{name}_scales", (num_rows, total), (rows, blocks), target, "mxfp4_scale")
+        first = blocks.start * MXFP4_BLOCK
+        cut = slice(columns.start - first, columns.stop - first)
+        return PackedTensors((values, scales), partial(unpack, columns=cut))
+
+    @property
+    def _both(self) -> int:
+        """Rows of an expert's gate and up."""
+        return 2 * self.intermediate_size
+
+
+def _transposed(values: Tensor) -> Tensor:
+    return values.t()
+
+
+def _gate_rows_first(values: Tensor) -> Tensor:
+    """Return rows [2 I, ...] that alternate between gate and up with all the gate's first."""
+    return torch.cat((values[0::2], values[1::2]))
+
+
+def _column_pairs(values: Tensor) -> Tensor:
+    """[H, 2 I] -> [2 I, H]"""
+    return _gate_rows_first(values.t())
+
+
+def _gate_columns_first(values: Tensor) -> Tensor:
+    """[N, 2 I] -> [N, 2 I]"""
+    return torch.cat((values[:, 0::2], values[:, 1::2]), dim=1)
+
+
+def _unpacked(blocks: Tensor, scales: Tensor, *, columns: slice) -> Tensor:
+    return dequantized(blocks, scales)[:, columns]
+
+
+def _unpacked_pairs(blocks: Tensor, scales: Tensor, *, columns: slice) -> Tensor:
+    return _gate_rows_first(_unpacked(blocks, scales, columns=columns))
