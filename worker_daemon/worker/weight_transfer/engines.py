@@ -22,7 +22,7 @@ from worker_daemon.distributed.transfer_group import (
     TransferGroup,
 )
 from worker_daemon.errors import CapacityError, ConfigError, TransferError, config_error
-from worker_daemon.models.expert_tensors import plain_expert_name
+from worker_daemon.models.safetensors_file import full_name
 from worker_daemon.models.weight_places import Manifest
 from worker_daemon.models.weights import read_headers, read_tensor
 from worker_daemon.worker.resolve import confine_directory
@@ -248,7 +248,7 @@ class DiskReader(TransferEngine):
             problem = "dtypes and shapes come from the files"
             fix = "leave dtypes and shapes empty"
             raise config_error("shapes", len(message.shapes), problem, fix)
-        names = map(plain_expert_name, message.names)
+        names = map(full_name, message.names)
         headers = read_headers(confine_directory(source.model, self._roots), names)
         return Manifest(
             tuple(headers),
@@ -283,7 +283,7 @@ def _named(message: wt.UpdateWeights, former: Manifest | None) -> Manifest:
             "one of each per tensor, or none at all",
         )
     dtypes = tuple(DTYPES[name] for name in message.dtypes)
-    return Manifest(tuple(map(plain_expert_name, message.names)), dtypes, message.shapes)
+    return Manifest(tuple(map(full_name, message.names)), dtypes, message.shapes)
 
 
 def _rows(manifest: Manifest, part: Part, received: Tensor) -> Rows:
