@@ -48,6 +48,8 @@ resolved."""
 
 def decoder_config(fields: Fields, layers: Sequence[LayerSpec]) -> DecoderConfig:
     """Return a decoder with these layers (at least one) and the parts that all families share."""
+    if not fields.flag("is_causal", True):
+        raise fields.error("is_causal", "must be true", "use a model whose tokens see earlier ones")
     return DecoderConfig(
         architecture=architecture_name(fields),
         vocab_size=fields.integer("vocab_size", maximum=_MAX_VOCAB),
@@ -304,12 +306,10 @@ def _build_rope(
 
     Raises ConfigError if a value is missing or not supported, or the table would not be finite.
     """
-    rope_type = section.text("rope_type", section.text("type", "default"))
-    build = _ROPE_BUILDERS.get(rope_type)
+    field = "rope_type" if section.has("rope_type") else "type"
+    build = _ROPE_BUILDERS.get(section.text(field, "default"))
     if build is None:
-        raise section.error(
-            "rope_type", f"{rope_type} is not supported", "use " + ", ".join(_ROPE_BUILDERS)
-        )
+        raise section.error(field, "is not supported", "use " + ", ".join(_ROPE_BUILDERS))
     rotary_dim = int(head_dim * share)
     if rotary_dim < 2 or rotary_dim % 2:
         problem = f"rotates {rotary_dim} elements of each head, which must be an even number"

@@ -12,6 +12,7 @@ from tests.support.published import (
     shrunk,
     with_factors,
 )
+from worker_daemon.errors import ConfigError
 from worker_daemon.models.config import parse_model_config
 
 PROMPT_LEN, NUM_DECODES = 40, 3
@@ -24,6 +25,26 @@ VARIANTS = {
     "Qwen/Qwen3-8B with YaRN": PUBLISHED["Qwen/Qwen3-8B"]
     | {"rope_scaling": {"rope_type": YARN["type"]} | YARN},
 }
+FP8_BLOCKS = {
+    "activation_scheme": "dynamic",
+    "fmt": "e4m3",
+    "quant_method": "fp8",
+    "weight_block_size": [128, 128],
+}
+LEFT_IN_BFLOAT16 = ("input_layernorm", "mlp.gate", "post_attention_layernorm")
+MODELOPT = {
+    "config_groups": {
+        "group_0": {
+            "input_activations": {"dynamic": False, "num_bits": 8, "type": "float"},
+            "weights": {"dynamic": False, "num_bits": 8, "type": "float"},
+        }
+    },
+    "ignore": ["lm_head"],
+    "quant_algo": "FP8",
+    "kv_cache_scheme": "FP8",
+    "producer": {"name": "modelopt", "version": "0.31.0"},
+}
+"""Of Qwen/Qwen3-32B-FP8-Static-PerTensor."""
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -52,3 +73,87 @@ def test_a_small_copy_gives_the_logits_of_transformers(tmp_path, stages_of, page
         expected = model(ids).logits[0].log_softmax(-1)
     ours = torch.cat(parts).float().log_softmax(-1)
     assert (ours - expected).abs().max().item() <= 2e-4
+
+
+def test_fp8_checkpoints_list_what_is_not_quantized():
+    """Qwen/Qwen3-32B-FP8 and Qwen/Qwen3-30B-A3B-FP8."""
+    dense = parse_model_config(PUBLISHED["Qwen/Qwen3-32B"] | {"quantization_config": FP8_BLOCKS})
+    assert dense.quantization.covers("model.layers.3.mlp.gate_proj")
+    names = [f"model.layers.{layer}.{part}" for layer in range(48) for part in LEFT_IN_BFLOAT16]
+    listed = FP8_BLOCKS | {"modules_to_not_convert": ["lm_head", *names]}
+    config = PUBLISHED["Qwen/Qwen3-30B-A3B"] | {"quantization_config": listed}
+    quantization = parse_model_config(config).quantization
+    assert quantization.scales == "block"
+    assert not quantization.covers("model.layers.3.mlp.gate")
+    assert quantization.covers("model.layers.3.mlp.experts.5.gate_proj")
+
+
+def test_ignored_modules_of_a_multimodal_checkpoint_have_its_names():
+    scheme = {"num_bits": 8, "type": "float", "symmetric": True, "dynamic": False}
+    group = {"targets": ["Linear"], "weights": scheme | {"strategy": "channel"}}
+    quantization = {
+        "quant_method": "compressed-tensors",
+        "format": "float-quantized",
+        "config_groups": {"group_0": group},
+        "ignore": ["language_model.model.layers.0.mlp.up_proj", "re:vision_tower.*"],
+    }
+    config = PUBLISHED["google/gemma-3-4b-it"] | {"quantization_config": quantization}
+    found = parse_model_config(config).quantization
+    assert not found.covers("model.layers.0.mlp.up_proj")
+    assert found.covers("model.layers.1.mlp.up_proj")
+
+
+GEMMA3 = PUBLISHED["google/gemma-3-4b-it"]
+MISTRAL3 = PUBLISHED["mistralai/Mistral-Small-3.2-24B-Instruct-2506"]
+
+
+def test_a_text_model_takes_the_whole_checkpoints_fields():
+    config = parse_model_config(GEMMA3)
+    assert (config.dtype, config.eos_token_ids) == ("bfloat16", (1, 106))
+    assert config.tie_word_embeddings and config.vocab_size == 262_208
+
+
+@pytest.mark.parametrize(
+    ("own", "whole", "expected"),
+    [(None, None, False), (None, True, True), (False, True, False), (None, False, False)],
+)
+def test_a_text_models_own_word_on_the_head_comes_first(own, whole, expected):
+    """transformers 5 writes true for the whole of Mistral 3 and false for its text model, whose
+    head is stored."""
+    text = MISTRAL3["text_config"] | ({} if own is None else {"tie_word_embeddings": own})
+    outer = {} if whole is None else {"tie_word_embeddings": whole}
+    config = parse_model_config(MISTRAL3 | outer | {"text_config": text})
+    assert config.tie_word_embeddings == expected
+
+
+@pytest.mark.parametrize(
+    ("config", "changes", "field"),
+    [
+        ("Qwen/Qwen3-32B", {"quantization_config": MODELOPT}, "quantization_config.quant_algo"),
+        ("Qwen/Qwen2.5-7B-Instruct", {"is_causal": False}, "is_causal"),
+        ("Qwen/Qwen2.5-7B-Instruct", {"rope_scaling": {"type": "mrope"}}, "rope_scaling.type"),
+        (
+            "google/gemma-3-1b-it",
+            {"use_bidirectional_attention": True},
+            "use_bidirectional_attention",
+        ),
+        ("google/gemma-3-4b-it", {"text_config": None}, "text_config"),
+        ("google/gemma-3-4b-it", {"text_config": {}}, "text_config.model_type"),
+        (
+            "mistralai/Mistral-Small-3.2-24B-Instruct-2506",
+            {"text_config": {"model_type": "ministral3"}},
+            "text_config.model_type",
+        ),
+        (
+            "google/gemma-3-4b-it",
+            {"text_config": GEMMA3["text_config"] | {"num_hidden_layers": "34"}},
+            "text_config.num_hidden_layers",
+        ),
+        ("THUDM/glm-4-9b-chat-hf", {"architectures": ["ChatGLMModel"]}, "architectures"),
+        ("microsoft/phi-4", {"architectures": ["Phi3SmallForCausalLM"]}, "architectures"),
+    ],
+)
+def test_what_is_not_served_is_refused_by_name(config, changes, field):
+    with pytest.raises(ConfigError) as caught:
+        parse_model_config(PUBLISHED[config] | changes)
+    assert caught.value.field == field
