@@ -1,8 +1,11 @@
 """Published checkpoints: config.json is accepted, and a small copy of each gives the logits of the
 model that transformers builds from the same file."""
 
+import json
+
 import pytest
 import torch
+import transformers
 
 from tests.support.published import (
     PUBLISHED,
@@ -60,6 +63,17 @@ def test_the_published_file_is_accepted(name):
     assert list(config.eos_token_ids) == (eos if isinstance(eos, list) else [eos])
 
 
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_the_file_that_transformers_writes_means_the_same(tmp_path, name):
+    """In the form of its release, with defaults filled in."""
+    published = with_factors(PUBLISHED[name], 48)
+    (tmp_path / "config.json").write_text(json.dumps(published))
+    transformers.AutoConfig.from_pretrained(tmp_path).save_pretrained(tmp_path)
+    written = json.loads((tmp_path / "config.json").read_text())
+    assert written != published
+    assert parse_model_config(written) == parse_model_config(published)
+
+
 @pytest.mark.parametrize("name", VARIANTS)
 def test_a_small_copy_gives_the_logits_of_transformers(tmp_path, stages_of, paged_run, name):
     config = shrunk(VARIANTS[name])
@@ -111,6 +125,13 @@ def test_a_text_model_takes_the_whole_checkpoints_fields():
     config = parse_model_config(GEMMA3)
     assert (config.dtype, config.eos_token_ids) == ("bfloat16", (1, 106))
     assert config.tie_word_embeddings and config.vocab_size == 262_208
+
+
+@pytest.mark.parametrize("old", ["su", "yarn"])
+def test_early_names_of_longrope_in_phi_3(old):
+    published = with_factors(PUBLISHED["microsoft/Phi-3-mini-128k-instruct"], 48)
+    renamed = published | {"rope_scaling": published["rope_scaling"] | {"type": old}}
+    assert parse_model_config(renamed) == parse_model_config(published)
 
 
 @pytest.mark.parametrize(
