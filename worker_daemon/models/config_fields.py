@@ -48,8 +48,6 @@ resolved."""
 
 def decoder_config(fields: Fields, layers: Sequence[LayerSpec]) -> DecoderConfig:
     """Return a decoder with these layers (at least one) and the parts that all families share."""
-    if not fields.flag("is_causal", True):
-        raise fields.error("is_causal", "must be true", "use a model whose tokens see earlier ones")
     return DecoderConfig(
         architecture=architecture_name(fields),
         vocab_size=fields.integer("vocab_size", maximum=_MAX_VOCAB),
