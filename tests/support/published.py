@@ -3,8 +3,10 @@
     model = random_model(shrunk(PUBLISHED["google/gemma-3-4b-it"]))
 
 published_configs.json has the fields as they were published, without those that concern training
-alone. Lists of LongRoPE's factors are shortened to their ends. GLM-4-9B-0414 has the defaults of
-transformers' Glm4Config, whose documentation names it; all others are copies of files.
+alone, from copies in public repositories. Lists of LongRoPE's factors are shortened to their ends.
+Gemma 2, Qwen1.5-MoE and glm-4-9b-chat-hf are put together from copies that leave fields out;
+GLM-4-9B-0414 has the defaults of transformers' Glm4Config, whose documentation names it. One is as
+a log printed it (deepseek-coder), one as the text encoder of another model (Mistral Small 3.2).
 """
 
 import json
