@@ -17,6 +17,7 @@ from worker_daemon.models.pooling_config import (
 )
 from worker_daemon.models.quantization import read_quantization
 from worker_daemon.models.registry import find_family
+from worker_daemon.models.text_config import text_fields
 from worker_daemon.regular_file import broken_file, read_whole
 
 _MAX_CONFIG_BYTES = 1 << 20
@@ -39,9 +40,9 @@ def read_model_config(model_dir: Path) -> DecoderConfig:
 
 
 def parse_model_config(hf: Mapping[str, object]) -> DecoderConfig:
-    """Return the decoder that transformers would build from this config.json. Raises ConfigError,
-    which names field and fix."""
-    fields = Fields(hf)
+    """Return the decoder that transformers would build from this config.json, of a multimodal
+    checkpoint its text model. Raises ConfigError, which names field and fix."""
+    fields = text_fields(Fields(hf))
     describe = find_family(architecture_name(fields))
     config = read_architecture(describe(fields), fields)
     # Families whose experts may be in MXFP4 read quantization_config for their forms.

@@ -304,12 +304,12 @@ def _build_rope(
 
     Raises ConfigError if a value is missing or not supported, or the table would not be finite.
     """
-    rope_type = section.text("rope_type", section.text("type", "default"))
+    field = "rope_type" if section.has("rope_type") else "type"
+    rope_type = section.text(field, "default")
     build = _ROPE_BUILDERS.get(rope_type)
     if build is None:
-        raise section.error(
-            "rope_type", f"{rope_type} is not supported", "use " + ", ".join(_ROPE_BUILDERS)
-        )
+        fix = "use " + ", ".join(_ROPE_BUILDERS)
+        raise section.error(field, f"{rope_type} is not supported", fix)
     rotary_dim = int(head_dim * share)
     if rotary_dim < 2 or rotary_dim % 2:
         problem = f"rotates {rotary_dim} elements of each head, which must be an even number"
@@ -417,6 +417,5 @@ _ROPE_BUILDERS: Mapping[str, Callable[[Fields, Fields, int, float], Rope]] = Map
         "llama3": _llama3_rope,
         "yarn": _yarn_rope,
         "longrope": _long_rope,
-        "su": _long_rope,  # its name in the first checkpoints of Phi-3
     }
 )

@@ -1,6 +1,6 @@
 """Typed reading of an untrusted JSON object; every error names the field."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Final, TypeVar
 
 from rpc_schema.plain_text import printable
@@ -34,6 +34,10 @@ class Fields:
     def with_values(self, values: Mapping[str, object]) -> "Fields":
         """Return these fields, with some replaced."""
         return Fields({**self._values, **values}, self._prefix)
+
+    def present(self, names: Collection[str]) -> Mapping[str, object]:
+        """Return those of the named fields that are not absent, as they are."""
+        return {name: self._values[name] for name in names if self._values.get(name) is not None}
 
     def has(self, name: str) -> bool:
         """Return True if the field is present, even as null."""

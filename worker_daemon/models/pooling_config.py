@@ -53,6 +53,8 @@ def read_architecture(config: DecoderConfig, fields: Fields) -> DecoderConfig:
     name = config.architecture
     if config.encoder is not None:
         return config  # set by its family
+    if not fields.flag("is_causal", True):  # as some embedding models made of decoders have it
+        raise fields.error("is_causal", "must be true", "use a model that sees earlier tokens only")
     if name.endswith((_SEQUENCE, _TOKEN)):
         per_token = name.endswith(_TOKEN)
         labels, activation = num_labels(fields), _activation(fields)

@@ -22,6 +22,7 @@ from worker_daemon.models.quantization_int4 import PACKED, read_awq, read_gptq, 
 from worker_daemon.models.safetensors_file import full_name
 
 _FIELD: Final = "quantization_config"
+_METHODS: Final = ("compressed-tensors", "fp8", "gptq", "awq")
 _FORMATS: Final = ("float-quantized", "naive-quantized")
 _STRATEGIES: Final[tuple[WeightScales, ...]] = ("tensor", "channel", "block")
 _BLOCK: Final = [128, 128]
@@ -43,7 +44,7 @@ def read_quantization(fields: Fields) -> Quantization | None:
     if not values:
         return None
     config = Fields(values, prefix=f"{_FIELD}.")
-    method = config.text("quant_method")
+    method = _method(config)
     _check_kv_cache_scheme(config)
     if method == "compressed-tensors":
         return _read_compressed(config)
@@ -51,10 +52,18 @@ def read_quantization(fields: Fields) -> Quantization | None:
         return _read_fp8(config)
     if method == "gptq":
         return read_gptq(config)
-    if method == "awq":
-        return read_awq(config, _named_ignored(config, "modules_to_not_convert"))
-    fix = "use a checkpoint of compressed-tensors, fp8, awq or gptq, or the unquantized one"
-    raise config.error("quant_method", "is not supported", fix)
+    return read_awq(config, _named_ignored(config, "modules_to_not_convert"))
+
+
+def _method(config: Fields) -> str:
+    """Return quant_method, one of _METHODS. Checkpoints of ModelOpt may have quant_algo instead."""
+    fix = f"use a checkpoint of {', '.join(_METHODS)}, or the unquantized one"
+    if config.has("quant_algo") and not config.has("quant_method"):
+        raise config.error("quant_algo", "is not supported", fix)
+    method = config.text("quant_method")
+    if method not in _METHODS:
+        raise config.error("quant_method", "is not supported", fix)
+    return method
 
 
 def read_mxfp4(fields: Fields) -> IgnoredModules | None:

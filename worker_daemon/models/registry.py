@@ -22,6 +22,7 @@ from worker_daemon.models.families import (
 )
 from worker_daemon.models.fields import Fields
 from worker_daemon.models.pooling_config import names_with_same_layers
+from worker_daemon.models.text_config import TEXT_MODELS
 
 Describe = Callable[[Fields], DecoderConfig]
 """Turns a config.json into the decoder that transformers would build. Raises ConfigError, which
@@ -57,6 +58,6 @@ def find_family(architecture: str) -> Describe:
     names = (architecture, *names_with_same_layers(architecture))
     describe = next((FAMILIES[name] for name in names if name in FAMILIES), None)
     if describe is None:
-        fix = "use a checkpoint of " + ", ".join(sorted(FAMILIES))
+        fix = "use a checkpoint of " + ", ".join(sorted((*FAMILIES, *TEXT_MODELS)))
         raise config_error("architectures", architecture, "this architecture is not supported", fix)
     return describe

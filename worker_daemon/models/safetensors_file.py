@@ -38,6 +38,17 @@ _OTHER_SIZES: Final = MappingProxyType(
 )
 """Bytes per element of dtypes that are not loaded. For others the size is not checked."""
 _BARE_NAMES: Final = ("embed_tokens.", "layers.", "norm.")
+_TEXT_TOWERS: Final = MappingProxyType(
+    {
+        "model.language_model.": "model.",
+        "language_model.model.": "model.",
+        "language_model.": "",
+    }
+)
+"""Prefixes of the text model's tensors in multimodal checkpoints: transformers' names since 4.52,
+those of most published checkpoints, and those of the head. The first that fits is replaced."""
+_ADAPTER: Final = "base_model.model."
+"""PEFT's prefix of a model's names."""
 _ENCODERS: Final = ("bert.", "roberta.")
 _OLD_NORMS: Final = MappingProxyType({"gamma": "weight", "beta": "bias"})
 _SCALES: Final = MappingProxyType(
@@ -73,9 +84,15 @@ class Entry(NamedTuple):
 
 def full_name(name: str) -> str:
     """Return a tensor's canonical name. Checkpoints of a bare model leave out the base model's
-    prefix: canonical names of decoders have it, those of encoders do not. Scales have the names of
-    compressed-tensors, experts those of expert_tensors.py."""
+    prefix: canonical names of decoders have it, those of encoders do not. In multimodal checkpoints
+    the text model has a prefix of its own. Scales have the names of compressed-tensors, experts
+    those of expert_tensors.py. Names in LoRA adapters follow the same rules after PEFT's prefix."""
+    if name.startswith(_ADAPTER):
+        return _ADAPTER + full_name(name.removeprefix(_ADAPTER))
     name = plain_expert_name(name)
+    tower = next((prefix for prefix in _TEXT_TOWERS if name.startswith(prefix)), None)
+    if tower is not None:
+        name = _TEXT_TOWERS[tower] + name.removeprefix(tower)
     for theirs, suffix in _SCALES.items():
         if name.endswith(theirs):
             name = name.removesuffix(theirs) + suffix

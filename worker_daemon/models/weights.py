@@ -526,12 +526,11 @@ def _other_format(path: Path, name: str, spec: TensorSpec, dtype: torch.dtype) -
 
 
 def _absent(model_dir: Path, name: str) -> CheckpointError:
-    return CheckpointError(
-        f"the checkpoint in {model_dir} has no tensor {name}",
-        field="tensor",
-        value=name,
-        fix="use weights that belong to this config.json",
-    )
+    fix = "use weights that belong to this config.json"
+    if name.startswith("lm_head."):
+        fix += ", or set tie_word_embeddings in it if the head is the embedding"
+    problem = f"the checkpoint in {model_dir} has no tensor {name}"
+    return CheckpointError(problem, field="tensor", value=name, fix=fix)
 
 
 def _broken(path: Path, problem: str, fix: str = "download the file again") -> CheckpointError:

@@ -21,6 +21,7 @@ BASE = {
     "max_position_embeddings": 256,
     "rms_norm_eps": 1e-5,
 }
+LONGROPE = {"rope_type": "longrope"}
 
 
 def parse(**changes):
@@ -130,8 +131,8 @@ def test_longrope_takes_its_extension_from_where_transformers_does():
     assert isinstance(inner, LongRope)
     assert (inner.factor, inner.original_max_position_embeddings) == (8.0, 32)
     assert inner.long_factors == (2.0, *[3.0] * 7)
-    old = parse(original_max_position_embeddings=32, rope_scaling={"type": "su", **lists}).ropes[0]
-    assert old == inner
+    old = {"original_max_position_embeddings": 32, "rope_scaling": {"type": "longrope", **lists}}
+    assert parse(**old).ropes[0] == inner
     given = parse(rope_scaling={**named, "factor": 4.0, "attention_factor": 1.25}).ropes[0]
     assert (given.factor, given.attention_scaling) == (4.0, 1.25)
 
@@ -198,7 +199,7 @@ def test_dtype_in_both_forms(fields, dtype):
             "rope_scaling.long_factor",
         ),
         (
-            {"rope_scaling": {"type": "su", "short_factor": [1.0] * 7, "long_factor": [1.0] * 8}},
+            {"rope_scaling": {**LONGROPE, "short_factor": [1.0] * 7, "long_factor": [1.0] * 8}},
             "rope_scaling.short_factor",
         ),
         (

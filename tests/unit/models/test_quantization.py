@@ -7,6 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from rpc_schema.weight_transfer import DiskSource, UpdateWeights
 from tests.support.quantized import (
     LAYER_MATRICES,
     compressed_config,
@@ -26,6 +27,7 @@ from worker_daemon.models.config import read_model_config
 from worker_daemon.models.decoder import build_stage, checkpoint_names
 from worker_daemon.models.weight_places import Manifest, checkpoint_places, kernel_places
 from worker_daemon.models.weights import load_dummy_weights, load_weights
+from worker_daemon.worker.weight_transfer.engines import DiskReader
 
 LENGTHS = (1, 5, 40, 13)
 TOLERANCE = 1e-4
@@ -204,6 +206,13 @@ def test_scales_of_transformers_own_names(made):
     load(checkpoint.path, again)
     for name, view in again.checkpoint_views().items():
         assert torch.equal(view.view(torch.uint8), expected[name].view(torch.uint8)), name
+    source = DiskSource(model=str(checkpoint.path))
+    names = tuple(load_file(checkpoint.path / "model.safetensors"))
+    message = UpdateWeights(seq=1, epoch=1, link=1, names=names, source=source)
+    places = checkpoint_places(again, read_model_config(checkpoint.path))
+    reader = DiskReader([checkpoint.path.parent], torch.device("cpu"))
+    places.check(manifest := reader.describe(message, None, places.specs))
+    places.check_complete(manifest.names)
 
 
 @pytest.mark.parametrize("form", FORMATS, ids=IDS)

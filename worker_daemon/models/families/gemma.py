@@ -30,9 +30,16 @@ _DEFAULTS = {
     "sliding_window": 4096,
     "eos_token_id": 1,
 }
-"""Fields that transformers fills in, of both releases."""
+"""Fields that transformers fills in, of both releases. Published multimodal checkpoints of Gemma 3
+leave out whatever equals a default, even sizes."""
 _GEMMA2_DEFAULTS = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
 _GEMMA3_DEFAULTS = {
+    "vocab_size": 262_208,
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "num_hidden_layers": 26,
+    "num_attention_heads": 8,
+    "max_position_embeddings": 131_072,
     "rope_theta": 1_000_000.0,
     "rope_local_base_freq": 10_000.0,
     "sliding_window_pattern": 6,

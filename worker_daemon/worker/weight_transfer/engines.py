@@ -7,7 +7,7 @@ Used on the step thread, except abort().
 import math
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -23,9 +23,9 @@ from worker_daemon.distributed.transfer_group import (
     TransferGroup,
 )
 from worker_daemon.errors import CapacityError, ConfigError, TransferError, config_error
-from worker_daemon.models.expert_tensors import plain_expert_name
+from worker_daemon.models.safetensors_file import full_name
 from worker_daemon.models.weight_places import Manifest
-from worker_daemon.models.weights import read_headers, read_parts
+from worker_daemon.models.weights import read_headers, read_parts, tensor_names
 from worker_daemon.worker.resolve import confine_directory
 
 NUM_BUFFERS: Final = 2
@@ -63,9 +63,11 @@ class TransferEngine:
     transfer_rank = 0
     """Rank in the trainer's communicator; 0 if there is none."""
 
-    def describe(self, message: wt.UpdateWeights, former: Manifest | None) -> Manifest:
+    def describe(
+        self, message: wt.UpdateWeights, former: Manifest | None, known: Collection[str]
+    ) -> Manifest:
         """Return the tensors of a request, before any byte of them is received. former: used if the
-        request names none.
+        request names none. known: the names of the model's tensors.
 
         Raises:
             ConfigError: the request is for another engine, or names too little.
@@ -117,7 +119,9 @@ class BroadcastReceiver(TransferEngine):
         """Connect to the trainer and the other workers. Raises TransferError."""
         self._group.open()
 
-    def describe(self, message: wt.UpdateWeights, former: Manifest | None) -> Manifest:
+    def describe(
+        self, message: wt.UpdateWeights, former: Manifest | None, known: Collection[str]
+    ) -> Manifest:
         if not isinstance(message.source, wt.BroadcastSource):
             raise _wrong_engine("broadcasts", message.source)
         if message.source.packed_bytes > MAX_BUFFER_BYTES:
@@ -199,7 +203,9 @@ class IpcReader(TransferEngine):
         self._device = device
         self._memory = ImportedMemory(device)
 
-    def describe(self, message: wt.UpdateWeights, former: Manifest | None) -> Manifest:
+    def describe(
+        self, message: wt.UpdateWeights, former: Manifest | None, known: Collection[str]
+    ) -> Manifest:
         source = message.source
         if not isinstance(source, wt.IpcSource):
             raise _wrong_engine("CUDA IPC", source)
@@ -241,7 +247,9 @@ class DiskReader(TransferEngine):
         self._roots = roots
         self._device = device
 
-    def describe(self, message: wt.UpdateWeights, former: Manifest | None) -> Manifest:
+    def describe(
+        self, message: wt.UpdateWeights, former: Manifest | None, known: Collection[str]
+    ) -> Manifest:
         source = message.source
         if not isinstance(source, wt.DiskSource):
             raise _wrong_engine("disk", source)
@@ -249,8 +257,10 @@ class DiskReader(TransferEngine):
             problem = "dtypes and shapes come from the files"
             fix = "leave dtypes and shapes empty"
             raise config_error("shapes", len(message.shapes), problem, fix)
-        names = map(plain_expert_name, message.names)
-        headers = read_headers(confine_directory(source.model, self._roots), names)
+        directory = confine_directory(source.model, self._roots)
+        named = list(map(full_name, message.names))
+        names = named or sorted(tensor_names(directory).intersection(known))
+        headers = read_headers(directory, names)
         return Manifest(
             tuple(headers),
             tuple(header.dtype for header in headers.values()),
@@ -286,7 +296,7 @@ def _named(message: wt.UpdateWeights, former: Manifest | None) -> Manifest:
             "one of each per tensor, or none at all",
         )
     dtypes = tuple(DTYPES[name] for name in message.dtypes)
-    return Manifest(tuple(map(plain_expert_name, message.names)), dtypes, message.shapes)
+    return Manifest(tuple(map(full_name, message.names)), dtypes, message.shapes)
 
 
 def _rows(manifest: Manifest, part: Part, received: Tensor) -> Rows:

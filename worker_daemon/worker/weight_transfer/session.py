@@ -134,7 +134,7 @@ class WeightTransfer:
             fix = "init_weight_transfer_engine for this source first"
             raise config_error("source", type(message.source).__name__, problem, fix)
         try:
-            manifest = engine.describe(message, self._former)
+            manifest = engine.describe(message, self._former, update.places.specs)
             update.places.check(manifest)
             engine.reserve(manifest, message.source)
         except Exception:

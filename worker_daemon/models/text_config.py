@@ -1,0 +1,48 @@
+"""Finds the text model in the config.json of a multimodal checkpoint. It is served alone: prompts
+are text, and the vision tower's tensors are not loaded. safetensors_file.full_name knows the names
+of the text model's tensors."""
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Final
+
+from worker_daemon.models.config_fields import architecture_name
+from worker_daemon.models.fields import Fields
+
+TEXT_MODELS: Final[Mapping[str, Mapping[str, str]]] = MappingProxyType(
+    {
+        "Gemma3ForConditionalGeneration": MappingProxyType({"gemma3_text": "Gemma3ForCausalLM"}),
+        "Mistral3ForConditionalGeneration": MappingProxyType({"mistral": "MistralForCausalLM"}),
+    }
+)
+"""Multimodal architecture -> model_type of its text_config -> the text model's architecture."""
+_SHARED: Final = (
+    "dtype",
+    "eos_token_id",
+    "quantization_config",
+    "torch_dtype",
+)
+"""Fields of the whole checkpoint: its text_config leaves them out, or has defaults."""
+_FALLBACK: Final = ("tie_word_embeddings",)
+"""Fields of the whole checkpoint for which text_config comes first: transformers 5 writes true for
+the whole of Mistral 3, whose head is not tied."""
+
+
+def text_fields(fields: Fields) -> Fields:
+    """Return the fields of a multimodal checkpoint's text model, with its own architecture; other
+    checkpoints' fields as they are. Raises ConfigError for a text model of another kind."""
+    architecture = architecture_name(fields)
+    text_models = TEXT_MODELS.get(architecture)
+    if text_models is None:
+        return fields
+    values = fields.optional_object("text_config")
+    if values is None:
+        raise fields.error("text_config", "is missing", "add it to config.json")
+    text = Fields(values, prefix="text_config.")
+    model_type = text.text("model_type")
+    if model_type not in text_models:
+        fix = f"use a checkpoint of {architecture} with {', '.join(text_models)}"
+        raise text.error("model_type", "is not supported", fix)
+    own = {"architectures": [text_models[model_type]]}
+    text = text.with_defaults(fields.present(_FALLBACK))
+    return text.with_values({**fields.present(_SHARED), **own})
