@@ -14,6 +14,7 @@ from torch import Tensor
 from worker_daemon.contracts.experts import ExpertMatrices, Routing
 from worker_daemon.contracts.layer_ops import NormedSum
 from worker_daemon.errors import config_error
+from worker_daemon.layers.expert_loads import LayerLoad
 from worker_daemon.layers.fp8 import make_fp8_parameters
 from worker_daemon.layers.linear import GatedColumnParallelLinear, RowParallelLinear, even_shard
 from worker_daemon.layers.norm import NormSpec, Part, RMSNorm
@@ -55,8 +56,10 @@ class ExpertsBlock:
     always split.
     """
 
-    def __init__(self, prefix: str, spec: ExpertsSpec, setup: LayerSetup) -> None:
-        """prefix: the checkpoint's name of the layer.
+    def __init__(
+        self, prefix: str, spec: ExpertsSpec, setup: LayerSetup, load: LayerLoad | None = None
+    ) -> None:
+        """prefix: the checkpoint's name of the layer. load: counts its tokens; None counts nothing.
 
         Raises:
             ConfigError: the quantization is in 4 bits, covers some of the experts only, or its
@@ -64,7 +67,7 @@ class ExpertsBlock:
         """
         name = f"{prefix}.mlp"
         self._norm = RMSNorm(prefix, spec.norm, setup)
-        self._experts = _Experts(name, spec, setup)
+        self._experts = _Experts(name, spec, setup, load)
 
     def forward(
         self, part: Part, residual: Tensor, query_start_loc: Tensor
@@ -83,8 +86,11 @@ class ExpertsBlock:
 class _Experts:
     """Router, experts and shared expert of one layer."""
 
-    def __init__(self, name: str, spec: ExpertsSpec, setup: LayerSetup) -> None:
+    def __init__(
+        self, name: str, spec: ExpertsSpec, setup: LayerSetup, load: LayerLoad | None
+    ) -> None:
         self._spec = spec
+        self._load = load
         self.ops = setup.ops
         self._router = _whole(f"{name}.gate.weight", (spec.num_experts, setup.hidden_size), setup)
         self._part = part = _rank_part(spec, setup)
@@ -106,7 +112,8 @@ class _Experts:
     def forward(self, x: Tensor, query_start_loc: Tensor) -> Tensor:
         """x [N, H] -> this rank's part of the block's output, [N, H]."""
         scores = self.ops.linear(x, self._router.data, None)
-        routed = self.ops.experts.route(scores, self._spec.routing, query_start_loc)
+        counts = None if self._load is None else self._load.counts
+        routed = self.ops.experts.route(scores, self._spec.routing, query_start_loc, counts)
         y = self.ops.experts.multiply(x, routed, self._matrices)
         return y if self._shared is None else y + self._shared.forward(x)
 

@@ -30,6 +30,7 @@ from worker_daemon.layers.encoder import (
     EncoderLayer,
     EncoderMLPSpec,
 )
+from worker_daemon.layers.expert_loads import ExpertLoads
 from worker_daemon.layers.experts import ExpertsBlock, ExpertsSpec
 from worker_daemon.layers.kv_scales import HeadScales
 from worker_daemon.layers.mlp import MLPBlock, MLPSpec
@@ -57,7 +58,8 @@ class DecoderLayer:
         self._attention = AttentionBlock(prefix, attention, setup)
         self._mlp: MLPBlock | ExpertsBlock
         if isinstance(mlp, ExpertsSpec):
-            self._mlp = ExpertsBlock(prefix, mlp, setup)
+            load = setup.loads.add(index, mlp.num_experts)
+            self._mlp = ExpertsBlock(prefix, mlp, setup, load)
         else:
             self._mlp = MLPBlock(prefix, mlp, setup)
 
@@ -316,6 +318,11 @@ class DecoderStage:
         return tuple(scales for scales in found if scales is not None)
 
     @property
+    def expert_loads(self) -> ExpertLoads:
+        """The counters of the local layers with experts: buffers, like the rotary tables."""
+        return self._setup.loads
+
+    @property
     def num_layers(self) -> int:
         """Local layers."""
         return len(self._layers)
@@ -384,6 +391,7 @@ def build_stage(
         pooler = Pooler(final_norm, config.pooler, replace(setup, quantization=None))
         end = StageEnd(final_norm, lm_head, pooler)
     made = [_make_layer(index, config.layers[index], setup) for index in layers]
+    setup.loads.allocate(device)
     ropes = distinct_ropes(config.layers[index] for index in layers)
     return DecoderStage(
         made,
