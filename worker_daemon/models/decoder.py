@@ -35,7 +35,7 @@ from worker_daemon.layers.experts import ExpertsBlock, ExpertsSpec
 from worker_daemon.layers.kv_scales import HeadScales
 from worker_daemon.layers.mlp import MLPBlock, MLPSpec
 from worker_daemon.layers.norm import Part, RMSNorm, residual_stream
-from worker_daemon.layers.parameter import Parameter, TensorSpec
+from worker_daemon.layers.parameter import Kind, Parameter, TensorSpec
 from worker_daemon.layers.rotary import Rope, rotary_table
 from worker_daemon.layers.setup import LayerSetup
 from worker_daemon.layers.torch_ops import TorchOps
@@ -375,7 +375,9 @@ def build_stage(
     is_tied = config.tie_word_embeddings and config.generates
     if is_first or (is_last and is_tied):
         name = _EMBEDDING if config.encoder is None else _ENCODER_EMBEDDING
-        embedding = vocab_parallel_weight(name, config.vocab_size, setup)
+        is_routed = any(config.layer_experts) and not is_tied
+        kind: Kind = "routed_embedding" if is_routed else "matrix"
+        embedding = vocab_parallel_weight(name, config.vocab_size, setup, kind)
     if is_first and embedding is not None:
         spec = config.encoder
         encoder = None if spec is None else EncoderEmbedding(spec, setup)
