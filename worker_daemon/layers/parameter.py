@@ -26,8 +26,8 @@ Kind = Literal[
     "int4_stored",
     "int4_order",
 ]
-"""The role of a tensor. routed_embedding: the embedding of tokens that layers route to experts. fp8:
-a matrix in float8_e4m3fn; scale: the float32 factors of its values; input_scale: the factor of a
+"""The role of a tensor. routed_embedding: that of tokens which layers route to experts. fp8: a
+matrix in float8_e4m3fn; scale: the float32 factors of its values; input_scale: the factor of a
 product's inputs; computed_scale: a scale that no checkpoint has, since this rank computes it. int4,
 int4_zero, int4_scale: values, zero points and scales of a 4-bit matrix, in the layout of the
 checkpoint, which is converted as they arrive; int4_stored: values as a parameter has them;
