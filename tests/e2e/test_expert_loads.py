@@ -6,13 +6,14 @@ import re
 
 import numpy as np
 import pytest
+from typer.testing import CliRunner
 
 from tests.support.checkpoints import decisive_prompts
-from tests.support.command_line import run_client
 from tests.support.doomed_driver import NUM_GPU_BLOCKS, Death
 from tests.support.expert_counts import NearTie, expected_loads
 from tests.support.killed_driver import DriverNursery, Plan, begin
 from tests.support.serving import generate, greedy_request, worker_config
+from worker_client.__main__ import app
 from worker_client.expert_loads import loads_by_layer
 from worker_client.worker_group import WorkerGroup
 
@@ -131,17 +132,21 @@ def test_sleep_and_other_weights(serve, checkpoint, model, requests, expected):
         assert counts(group) == times(expected, 0)
 
 
+def run(*words):
+    done = CliRunner().invoke(app, list(map(str, words)), catch_exceptions=False)
+    assert done.exit_code == 0, done.stderr
+    return done.stdout
+
+
 def test_the_commands_show_them(serve, model, requests, expected, tmp_path):
     with serve(model.path, max_model_len=64) as (group, loaded):
         generate(group, loaded, requests)
         endpoint = group.clients[0].endpoint.control
-        text = run_client(tmp_path, "status", "--endpoints", endpoint).stdout
+        text = run("status", "--endpoints", endpoint)
         (line,) = re.findall(r"^experts .*", text, re.MULTILINE)
         ratios = {layer: max(own) / np.mean(own) for layer, own in expected.items()}
         assert all(f"{layer}: {ratio:.2f}" in line for layer, ratio in ratios.items())
-        (shown,) = json.loads(
-            run_client(tmp_path, "status", "--json", "--endpoints", endpoint).stdout
-        )
+        (shown,) = json.loads(run("status", "--json", "--endpoints", endpoint))
         assert {each["layer"]: each["counts"] for each in shown["expert_loads"]} == expected
     file = tmp_path / "requests.jsonl"
     prompts = [
@@ -149,14 +154,12 @@ def test_the_commands_show_them(serve, model, requests, expected, tmp_path):
         for own in requests
     ]
     file.write_text("".join(json.dumps(own) + "\n" for own in prompts))
-    done = run_client(
-        tmp_path,
-        *("bench", "--model", str(model.path), "--endpoints", endpoint, "--reload", "--json"),
-        *("--input", str(file), "--dtype", "float32", "--max-model-len", "64"),
-        *("--num-gpu-blocks", "64", "--block-size", "4"),
+    shown = run(
+        *("bench", "--model", model.path, "--endpoints", endpoint, "--reload", "--json"),
+        *("--input", file, "--dtype", "float32", "--max-model-len", 64),
+        *("--num-gpu-blocks", 64, "--block-size", 4),
     )
-    figures = json.loads(done.stdout)["experts"]
-    assert figures == {
+    assert json.loads(shown)["experts"] == {
         "num_layers": len(LAYERS),
         "num_experts": FIELDS["num_experts"],
         "distinct": np.mean([np.count_nonzero(own) for own in expected.values()]),
