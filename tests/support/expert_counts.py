@@ -16,7 +16,9 @@ class NearTie(Exception):
 
 
 def expected_loads(
-    model: transformers.PreTrainedModel, sequences: Iterable[Sequence[int]]
+    model: transformers.PreTrainedModel,
+    sequences: Iterable[Sequence[int]],
+    least_margin: float = LEAST_MARGIN,
 ) -> dict[int, list[int]]:
     """Return each expert's tokens, by layer, if every token of these sequences is computed once.
 
@@ -31,7 +33,7 @@ def expected_loads(
         scores = [each.reshape(len(sequence), -1).float() for each in output.router_logits]
         for layer, own in zip(_sparse_layers(model), scores, strict=True):
             best = own.topk(top_k + 1)
-            if (best.values[:, -2] - best.values[:, -1]).min() < LEAST_MARGIN:
+            if (best.values[:, -2] - best.values[:, -1]).min() < least_margin:
                 raise NearTie(f"layer {layer}")
             counts = np.bincount(best.indices[:, :-1].flatten(), minlength=own.shape[1])
             found[layer] = found.get(layer, 0) + counts

@@ -81,6 +81,7 @@ class ExpertLoads:
         if is_cuda:
             self._reading = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
             self._all.record_stream(self._reading)
+            self._await_stream()
         self._publish_zeros()
 
     def reset(self) -> None:
