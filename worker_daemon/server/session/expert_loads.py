@@ -53,7 +53,7 @@ class ExpertLoadReader:
                     await asyncio.sleep(_POLL_S)
         except TimeoutError:
             return
-        except Exception as error:  # the device may be lost, and a status is wanted all the more
+        except Exception as error:  # the device was lost during the copy
             logger.warning("the expert loads cannot be read: %s", error)
 
     def _ask(self) -> "Future[HasArrived]":
@@ -65,6 +65,12 @@ class ExpertLoadReader:
 
 def _start(asked: "Future[HasArrived]", worker: WorkerLike) -> None:
     try:
-        asked.set_result(worker.read_expert_loads())
-    except Exception as error:
-        asked.set_exception(error)
+        has_arrived = worker.read_expert_loads()
+    except Exception as error:  # the device may be lost, and a status is wanted all the more
+        logger.warning("the expert loads cannot be read: %s", error)
+        has_arrived = _nothing_comes
+    asked.set_result(has_arrived)
+
+
+def _nothing_comes() -> bool:
+    return True
