@@ -3,6 +3,7 @@ routers however the model is split; what happens to them when a driver dies, and
 
 import json
 import re
+import time
 
 import numpy as np
 import pytest
@@ -22,6 +23,7 @@ FIELDS = {"num_experts": 5, "num_hidden_layers": 4, "mlp_only_layers": [1]}
 LAYERS = [0, 2, 3]
 TOKENS = 6
 LENGTHS = [9, 17, 4]
+PATIENCE_S = 10.0
 
 
 @pytest.fixture(scope="module")
@@ -64,6 +66,14 @@ def counts(group):
     return {layer: own.tolist() for layer, own in loads_by_layer(group.get_status()).items()}
 
 
+def assert_counts(group, expected):
+    """A status may have the last reading if the host is busy: the next one will do."""
+    until = time.monotonic() + PATIENCE_S
+    while (found := counts(group)) != expected and time.monotonic() < until:
+        time.sleep(0.05)
+    assert found == expected
+
+
 def times(loads, factor):
     return {layer: [factor * count for count in own] for layer, own in loads.items()}
 
@@ -76,10 +86,10 @@ def times(loads, factor):
 def test_counts_of_every_split(serve, model, requests, expected, pp, tp, options):
     sizes = {"max_num_seqs": 4, "max_num_batched_tokens": 8}  # prompts come in chunks
     with serve(model.path, pp, tp, **sizes, **options) as (group, loaded):
-        assert counts(group) == times(expected, 0)
+        assert_counts(group, times(expected, 0))
         generate(group, loaded, requests)
         group.execute_dummy_batch().result()
-        assert counts(group) == expected
+        assert_counts(group, expected)
         own = [loads_by_layer([status]) for status in group.get_status()]
         if pp == 2:
             assert [list(layers) for layers in own] == [[0], [2, 3]]
@@ -122,14 +132,14 @@ def test_sleep_and_other_weights(serve, checkpoint, model, requests, expected):
         generate(group, loaded, requests)
         for level in (1, 2):
             group.sleep(level)
-            assert counts(group) == expected
+            assert_counts(group, expected)
             group.wake_up()
         group.reload_weights(str(model.path))
-        assert counts(group) == expected
+        assert_counts(group, expected)
         generate(group, loaded, requests)
-        assert counts(group) == times(expected, 2)
+        assert_counts(group, times(expected, 2))
         group.reload_weights(str(other.path))
-        assert counts(group) == times(expected, 0)
+        assert_counts(group, times(expected, 0))
 
 
 def run(*words):
