@@ -184,7 +184,8 @@ def test_models_without_experts_have_none(start, llama):
 
 
 def test_dummy_weights_route_nearly_uniformly(model_root, make_worker):
-    """As many distinct experts as uniform choices have, and none much busier, in every layer."""
+    """Tokens of prompts choose as many distinct experts as uniform choices have, and none much more
+    often, in every layer; so do decodes, unless their tokens repeat."""
     directory = model_root / "many-experts"
     directory.mkdir()
     fields = {
@@ -221,10 +222,10 @@ def test_dummy_weights_route_nearly_uniformly(model_root, make_worker):
     for _ in range(30):
         driver.execute(dict.fromkeys(range(8), 1))
     decoded = np.array([*counts(driver).values()]) - before
-    drawn = [_busiest(rng, tokens) for tokens in (800, 240) for _ in range(8)]
-    for found, uniform in ((before, max(drawn[:8])), (decoded, max(drawn[8:]))):
-        assert (found > 0).mean() > 0.97
-        assert (found.max(axis=1) / found.mean(axis=1)).max() < 2 * uniform
+    uniform = max(_busiest(rng, 800) for _ in range(8))
+    assert (before > 0).mean() > 0.99
+    assert (before.max(axis=1) / before.mean(axis=1)).max() < 2 * uniform
+    assert (decoded > 0).mean() > 0.95  # a few outputs may repeat themselves
 
 
 def _busiest(rng, num_tokens):
