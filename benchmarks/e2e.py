@@ -10,9 +10,10 @@ the last token of the last one, with all requests submitted at once. It includes
 but not loading, warm-up and attaching. The figure of a workload is generated tokens over these
 seconds for decode_* and mixed256, prompt tokens over them for prefill_8x8192, and the seconds
 themselves for prefill_1x8192 and long_32x8000; prompt tokens also for prefill_512x512 and
-embed_512x512. Workloads that workloads.NAMES lacks run only if named. During a run, every daemon's
-status is polled ten times a second, as a metrics collector would; the reply delay is that of the
-last 1024 results.
+embed_512x512. For a model with experts, the experts of a layer that the workload's tokens chose are
+printed beside it. Workloads that workloads.NAMES lacks run only if named. During a run, every
+daemon's status is polled ten times a second, as a metrics collector would; the reply delay is that
+of the last 1024 results.
 """
 
 import argparse
@@ -61,6 +62,18 @@ def slowest_reply_us(result: dict[str, Any]) -> float:
     """Return the highest p99 of the delays from a result on the host to its sent reply; ranks that
     sent none have 0."""
     return max(delay["p99_us"] for delay in result["reply_delay"])
+
+
+def chosen_experts(result: dict[str, Any]) -> str:
+    """Return the experts that a layer's tokens chose, and their balance, as text; empty for a model
+    without experts."""
+    if "experts" not in result:
+        return ""
+    figures = result["experts"]
+    return (
+        f"  distinct experts {figures['distinct']:.1f} of {figures['num_experts']:.0f} a layer, "
+        f"busiest over average {figures['imbalance']:.2f}"
+    )
 
 
 def bench(model: Path, endpoints: list[str], requests: Path, options: list[str]) -> dict[str, Any]:
@@ -121,6 +134,7 @@ def run_group(
                 bubbles = f"  waiting for input by rank: {waits}" if pp > 1 else ""
                 print(
                     f"{run.model} {run.shape} {name:<16} {value:>12.3f} {unit}{bubbles}"
+                    f"{chosen_experts(result)}"
                     f"  reply delay p99 {slowest_reply_us(result):.0f} us",
                     flush=True,
                 )

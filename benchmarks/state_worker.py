@@ -1,7 +1,7 @@
 """A worker without a model for the control-plane benchmark: it really validates and applies every
 step, and replies with the real size."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -141,6 +141,9 @@ class StateWorker:
 
     def adopt_requests(self, message: AdoptRequests) -> StepReply:
         raise ConfigError("this worker has no KV cache")
+
+    def read_expert_loads(self) -> Callable[[], bool]:
+        return lambda: True
 
     def on_attach(self, *, keep_requests: bool) -> bool:
         return True

@@ -78,6 +78,9 @@ class HelloReply(msgspec.Struct, array_like=True, frozen=True, tag=1, kw_only=Tr
     unknown."""
 
 
+_MAX_EXPERTS = 1024
+"""Experts of a layer: more than any model has."""
+
 MAX_EPOCH_STEP = 1 << 20
 """Limit on the difference between a daemon's last epoch and the next one. If another daemon of the
 group is further ahead, a driver sends several requests."""
@@ -151,6 +154,18 @@ class GpuLoad(Value, frozen=True, kw_only=True):
     power_w: Count | None = None
 
 
+class ExpertLoad(Value, frozen=True, kw_only=True):
+    """Tokens that chose each expert of a layer since the model was loaded; never less than before,
+    unless weights of another checkpoint are loaded. Padding, warm-up and dummy steps do not count;
+    tokens that are computed again count again. Ranks of a stage count all experts, those of other
+    ranks included."""
+
+    layer: Count
+    """Layer of the model."""
+    counts: Annotated[bytes, Meta(max_length=8 * _MAX_EXPERTS)]
+    """Little-endian uint64 for each expert."""
+
+
 class Status(Value, frozen=True, kw_only=True):
     """A daemon's state at one moment."""
 
@@ -211,6 +226,9 @@ class Status(Value, frozen=True, kw_only=True):
     """KV blocks of running requests; a shared block counts once per request."""
     upload_bytes: Unsigned = 0
     """Host memory for the attached driver's uploads; unfinished ones count in full."""
+    expert_loads: tuple[ExpertLoad, ...] = ()
+    """One for each layer with experts of this stage: as of GetStatus or, if the daemon was in a
+    long operation or step, as of an earlier one."""
 
 
 class CommitAttachReply(ControlReply, frozen=True, tag=3, kw_only=True):

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from tests.support.expert_checks import (
+    check_loads,
     check_products,
     check_routing,
     check_unusual_scores,
@@ -57,6 +58,14 @@ def test_routing(
     ops: TritonExperts, dtype: torch.dtype, shape: tuple[int, int], routing: Routing
 ) -> None:
     check_routing(ops, dtype, "cuda", shape, routing, num_tokens=max(1, shape[0] - 3))
+
+
+@DTYPES
+@pytest.mark.parametrize("shape", [(1, 128), (64, 128), (513, 60), (8192, 128), (7, 8)], ids=str)
+@pytest.mark.parametrize("top_k", [1, 8])
+def test_loads(ops: TritonExperts, dtype: torch.dtype, shape: tuple[int, int], top_k: int) -> None:
+    for num_tokens in {max(0, shape[0] - 3), shape[0]}:
+        check_loads(ops, dtype, "cuda", shape, Routing(top_k, True, True), num_tokens)
 
 
 @pytest.mark.parametrize("num_experts", [4, 60, 128])
@@ -176,9 +185,10 @@ def test_a_graph_follows_each_steps_routing(ops: TritonExperts, num_tokens: int)
     scores = torch.randn(num_tokens, num_experts, device="cuda").bfloat16()
     starts = torch.tensor([0, num_tokens], dtype=torch.int32, device="cuda")
     routing = Routing(top_k, True, True)
+    loads = torch.zeros(num_experts, dtype=torch.int64, device="cuda")
 
     def run() -> torch.Tensor:
-        return ops.multiply(x, ops.route(scores, routing, starts), matrices)
+        return ops.multiply(x, ops.route(scores, routing, starts, loads), matrices)
 
     run()
     torch.cuda.synchronize()
@@ -190,7 +200,10 @@ def test_a_graph_follows_each_steps_routing(ops: TritonExperts, num_tokens: int)
         scores.copy_(torch.randn_like(scores))
         starts[1] = num_used
         y.fill_(torch.nan)
+        loads.zero_()
         graph.replay()
+        chosen = ops.route(scores, routing, starts).experts[:num_used]
+        assert torch.equal(loads, torch.bincount(chosen.flatten(), minlength=num_experts))
         assert torch.equal(y, run())
         assert (y[num_used:] == 0).all()
         assert y[:num_used].isfinite().all()

@@ -162,6 +162,34 @@ def check_routing(
     assert (weights[num_tokens:] == 0).all()
 
 
+def check_loads(
+    ops: ExpertOps,
+    dtype: torch.dtype,
+    device: str,
+    shape: tuple[int, int],
+    routing: Routing,
+    num_tokens: int,
+) -> None:
+    """Check what routing adds to the experts' loads, which are not 0 before, against its choices;
+    choices and weights are those without loads."""
+    num_experts, query_start_loc = shape[1], starts(num_tokens, device)
+    before = torch.randint(1 << 40, (num_experts,), device=device)
+    loads, expected = before.clone(), before.clone()
+    for _ in range(3):
+        scores = torch.randn(shape, device=device).to(dtype)
+        scores[0, num_experts // 2] = torch.nan
+        counted = ops.route(scores, routing, query_start_loc, loads)
+        plain = ops.route(scores, routing, query_start_loc)
+        assert torch.equal(counted.experts, plain.experts)
+        torch.testing.assert_close(
+            counted.weights, plain.weights, rtol=0.0, atol=0.0, equal_nan=True
+        )
+        chosen = plain.experts[plain.experts >= 0]
+        assert chosen.numel() == num_tokens * routing.top_k
+        expected += torch.bincount(chosen, minlength=num_experts)
+        assert torch.equal(loads, expected)
+
+
 def check_unusual_scores(ops: ExpertOps, device: str, num_experts: int) -> None:
     """Check rows of NaN and infinity: experts that exist, no two alike, and weights that are NaN;
     other rows are unharmed."""

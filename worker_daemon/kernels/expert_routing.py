@@ -6,7 +6,8 @@ the number of tokens alone, so that CUDA graphs can capture them; unused tiles h
 
 Each token chooses an expert at most once. A chunk of tokens is a matrix [tokens, experts] of zeros
 and ones, whose sums over tokens are the experts' rows, and whose running sums are each row's place.
-Nothing is added atomically, so equal inputs give equal plans.
+Nothing of a plan is added atomically, so equal inputs give equal plans. The experts' loads are:
+sums of integers do not depend on their order.
 
 Letters: N tokens, E experts, K experts of a token, T tiles, M rows of a tile.
 """
@@ -44,9 +45,14 @@ class TilePlan(NamedTuple):
 
 
 def route(
-    scores: torch.Tensor, routing: Routing, query_start_loc: torch.Tensor, *, pdl: bool
+    scores: torch.Tensor,
+    routing: Routing,
+    query_start_loc: torch.Tensor,
+    loads: torch.Tensor | None = None,
+    *,
+    pdl: bool,
 ) -> RoutedTokens:
-    """See ExpertOps.route: scores [N, E], rows contiguous."""
+    """See ExpertOps.route: scores [N, E], rows contiguous; loads int64 [E] or None."""
     num_rows, num_experts = scores.shape
     shape = (num_rows, routing.top_k)
     experts = torch.empty(shape, dtype=torch.int32, device=scores.device)
@@ -58,6 +64,7 @@ def route(
             weights,
             scores,
             query_start_loc,
+            loads,
             query_start_loc.shape[0] - 1,
             num_rows,
             scores.stride(0),
@@ -140,6 +147,7 @@ def _route_kernel(
     weights,
     scores,
     query_start_loc,
+    loads,
     last,
     num_rows,
     scores_stride,
@@ -152,7 +160,8 @@ def _route_kernel(
     BLOCK_K: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Softmax of each row, then its largest values, one after another."""
+    """Softmax of each row, then its largest values, one after another. loads: None, or where to add
+    the number of tokens of each expert, with one addition for all rows of a program."""
     start_next(PDL)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK_E)
@@ -194,6 +203,12 @@ def _route_kernel(
     stored = is_row[:, None] & (place < TOP_K)[None, :]
     tl.store(experts + target, tl.where(is_token, chosen, -1), mask=stored)
     tl.store(weights + target, tl.where(is_token, value, 0.0), mask=stored)
+    if loads is not None:
+        # The shares of chosen experts are -1, like those of columns that are no expert's.
+        is_chosen = (share < 0.0) & is_expert & is_token
+        num_chosen = tl.sum(is_chosen.to(tl.int32), 0)
+        # Relaxed order: the kernel's end is the fence.
+        tl.atomic_add(loads + column, num_chosen.to(tl.int64), num_chosen > 0, sem="relaxed")
 
 
 @triton.jit

@@ -110,10 +110,14 @@ class TritonExperts:
         self._pdl = has_dependent_launch(device)
 
     def route(
-        self, scores: torch.Tensor, routing: Routing, query_start_loc: torch.Tensor
+        self,
+        scores: torch.Tensor,
+        routing: Routing,
+        query_start_loc: torch.Tensor,
+        loads: torch.Tensor | None = None,
     ) -> RoutedTokens:
         """scores [N, E], query_start_loc int32 [B + 1] -> experts and weights [N, K]."""
-        return route(scores, routing, query_start_loc, pdl=self._pdl)
+        return route(scores, routing, query_start_loc, loads, pdl=self._pdl)
 
     def multiply(
         self, x: torch.Tensor, routed: RoutedTokens, matrices: ExpertMatrices

@@ -16,7 +16,7 @@ from torch.nn import functional
 from worker_daemon.contracts.layer_ops import NO_TOKEN
 from worker_daemon.distributed.tp import TensorParallel
 from worker_daemon.layers.linear_method import LinearMethod
-from worker_daemon.layers.parameter import Parameter, Piece
+from worker_daemon.layers.parameter import Kind, Parameter, Piece
 from worker_daemon.layers.setup import LayerSetup
 
 _ROW_MULTIPLE = 64
@@ -28,7 +28,9 @@ def padded_vocab_size(vocab_size: int, tp_size: int) -> int:
     return -(-vocab_size // multiple) * multiple
 
 
-def vocab_parallel_weight(name: str, vocab_size: int, setup: LayerSetup) -> Parameter:
+def vocab_parallel_weight(
+    name: str, vocab_size: int, setup: LayerSetup, kind: Kind = "matrix"
+) -> Parameter:
     """Return this rank's rows of checkpoint tensor `name` [V, H]; zeros beyond the vocabulary."""
     tp, hidden_size = setup.tp, setup.hidden_size
     rows = padded_vocab_size(vocab_size, tp.size) // tp.size
@@ -40,6 +42,7 @@ def vocab_parallel_weight(name: str, vocab_size: int, setup: LayerSetup) -> Para
         (vocab_size, hidden_size),
         (slice(start, start + present), columns),
         (slice(0, present), columns),
+        kind,
     )
     pieces = (piece,) if present else ()
     return setup.parameter(name, (rows, hidden_size), pieces)

@@ -14,6 +14,7 @@ from torch import Tensor
 from worker_daemon.contracts.experts import ClampedSwiGLU, ExpertMatrices, Routing
 from worker_daemon.contracts.layer_ops import NormedSum
 from worker_daemon.errors import config_error
+from worker_daemon.layers.expert_loads import LayerLoad
 from worker_daemon.layers.expert_pieces import ExpertPieces, ExpertsForm
 from worker_daemon.layers.fp8 import make_fp8_parameters
 from worker_daemon.layers.linear import GatedColumnParallelLinear, RowParallelLinear, even_shard
@@ -64,8 +65,10 @@ class ExpertsBlock:
     always split.
     """
 
-    def __init__(self, prefix: str, spec: ExpertsSpec, setup: LayerSetup) -> None:
-        """prefix: the checkpoint's name of the layer.
+    def __init__(
+        self, prefix: str, spec: ExpertsSpec, setup: LayerSetup, load: LayerLoad | None = None
+    ) -> None:
+        """prefix: the checkpoint's name of the layer. load: counts its tokens; None counts nothing.
 
         Raises:
             ConfigError: the quantization is in 4 bits, covers some of the experts only, or its
@@ -73,7 +76,7 @@ class ExpertsBlock:
         """
         name = f"{prefix}.mlp"
         self._norm = RMSNorm(prefix, spec.norm, setup)
-        self._experts = _Experts(name, spec, setup)
+        self._experts = _Experts(name, spec, setup, load)
 
     def forward(
         self, part: Part, residual: Tensor, query_start_loc: Tensor
@@ -92,8 +95,11 @@ class ExpertsBlock:
 class _Experts:
     """Router, experts and shared expert of one layer."""
 
-    def __init__(self, name: str, spec: ExpertsSpec, setup: LayerSetup) -> None:
+    def __init__(
+        self, name: str, spec: ExpertsSpec, setup: LayerSetup, load: LayerLoad | None
+    ) -> None:
         self._spec = spec
+        self._load = load
         self.ops = setup.ops
         router, count = f"{name}.{spec.router}", spec.num_experts
         self._router = _whole(f"{router}.weight", (count, setup.hidden_size), setup)
@@ -129,7 +135,8 @@ class _Experts:
     def forward(self, x: Tensor, query_start_loc: Tensor) -> Tensor:
         """x [N, H] -> this rank's part of the block's output, [N, H]."""
         scores = self.ops.linear(x, self._router.data, _data(self._biases.router))
-        routed = self.ops.experts.route(scores, self._spec.routing, query_start_loc)
+        counts = None if self._load is None else self._load.counts
+        routed = self.ops.experts.route(scores, self._spec.routing, query_start_loc, counts)
         y = self.ops.experts.multiply(x, routed, self._matrices)
         return y if self._shared is None else y + self._shared.forward(x)
 

@@ -15,6 +15,7 @@ Kind = Literal[
     "matrix",
     "norm",
     "bias",
+    "routed_embedding",
     "fp8",
     "scale",
     "input_scale",
@@ -27,12 +28,13 @@ Kind = Literal[
     "mxfp4",
     "mxfp4_scale",
 ]
-"""The role of a tensor. fp8: a matrix in float8_e4m3fn; scale: the float32 factors of its values;
-input_scale: the factor of a product's inputs; computed_scale: a scale that no checkpoint has, since
-this rank computes it. int4, int4_zero, int4_scale: values, zero points and scales of a 4-bit
-matrix, in the layout of the checkpoint, which is converted as they arrive; int4_stored: values
-as a parameter has them; int4_order: the order of columns that is computed from a checkpoint. mxfp4,
-mxfp4_scale: values and scales of a matrix in MXFP4, which is dequantized as they arrive."""
+"""The role of a tensor. routed_embedding: that of tokens which layers route to experts. fp8: a
+matrix in float8_e4m3fn; scale: the float32 factors of its values; input_scale: the factor of a
+product's inputs; computed_scale: a scale that no checkpoint has, since this rank computes it. int4,
+int4_zero, int4_scale: values, zero points and scales of a 4-bit matrix, in the layout of the
+checkpoint, which is converted as they arrive; int4_stored: values as a parameter has them;
+int4_order: the order of columns that is computed from a checkpoint. mxfp4, mxfp4_scale: values and
+scales of a matrix in MXFP4, which is dequantized as they arrive."""
 _SCALES: Final = ("scale", "input_scale", "computed_scale")
 _COMPUTED: Final = ("computed_scale", "int4_order")
 _DTYPES: Final[Mapping[Kind, torch.dtype]] = MappingProxyType(

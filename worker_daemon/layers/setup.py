@@ -1,7 +1,7 @@
 """Shared inputs for building the layers of a stage. Chooses the storage format of matrices."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -12,6 +12,7 @@ from worker_daemon.layers.adapters import (
     AdaptedProduct,
     AdapterLayout,
 )
+from worker_daemon.layers.expert_loads import ExpertLoads
 from worker_daemon.layers.fp8 import Fp8Method, is_quantized, make_fp8_parameters
 from worker_daemon.layers.int4 import Int4Product, make_int4_parameters
 from worker_daemon.layers.linear_method import (
@@ -44,6 +45,8 @@ class LayerSetup:
     """The KV cache is in FP8, so that layers need its scales."""
     expert_parallel: bool = False
     """A rank has some of the experts; otherwise it has a part of each."""
+    loads: ExpertLoads = field(default_factory=ExpertLoads)
+    """Takes the counters of layers with experts."""
 
     def parameter(self, name: str, shape: tuple[int, ...], pieces: Iterable[Piece]) -> Parameter:
         """Return a parameter of zeros. Owned by the caller."""

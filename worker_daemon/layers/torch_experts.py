@@ -11,7 +11,13 @@ from worker_daemon.contracts.layer_ops import Fp8Matrix
 class TorchExperts:
     """ExpertOps on any device; on a GPU it waits for the experts' numbers."""
 
-    def route(self, scores: Tensor, routing: Routing, query_start_loc: Tensor) -> RoutedTokens:
+    def route(
+        self,
+        scores: Tensor,
+        routing: Routing,
+        query_start_loc: Tensor,
+        loads: Tensor | None = None,
+    ) -> RoutedTokens:
         """See ExpertOps."""
         # topk leaves the order of equal values open.
         ordered = scores.float().softmax(-1).sort(dim=-1, descending=True, stable=True)
@@ -22,6 +28,9 @@ class TorchExperts:
             weights = weights.to(scores.dtype).float()
         rows = torch.arange(scores.shape[0], device=scores.device)
         is_padding = (rows >= query_start_loc[-1]).unsqueeze(1)
+        if loads is not None:
+            chosen = ordered.indices[~is_padding.flatten(), : routing.top_k]
+            loads += torch.bincount(chosen.flatten(), minlength=loads.numel())
         experts = ordered.indices[:, : routing.top_k].to(torch.int32)
         return RoutedTokens(
             experts.masked_fill(is_padding, -1), weights.masked_fill(is_padding, 0.0)

@@ -30,11 +30,12 @@ from worker_daemon.layers.encoder import (
     EncoderLayer,
     EncoderMLPSpec,
 )
+from worker_daemon.layers.expert_loads import ExpertLoads
 from worker_daemon.layers.experts import ExpertsBlock, ExpertsSpec
 from worker_daemon.layers.kv_scales import HeadScales
 from worker_daemon.layers.mlp import MLPBlock, MLPSpec
 from worker_daemon.layers.norm import Part, RMSNorm, residual_stream
-from worker_daemon.layers.parameter import Parameter, Piece, TensorSpec
+from worker_daemon.layers.parameter import Kind, Parameter, Piece, TensorSpec
 from worker_daemon.layers.rotary import Rope, rotary_table
 from worker_daemon.layers.setup import LayerSetup
 from worker_daemon.layers.torch_ops import TorchOps
@@ -57,7 +58,8 @@ class DecoderLayer:
         self._attention = AttentionBlock(prefix, attention, setup)
         self._mlp: MLPBlock | ExpertsBlock
         if isinstance(mlp, ExpertsSpec):
-            self._mlp = ExpertsBlock(prefix, mlp, setup)
+            load = setup.loads.add(index, mlp.num_experts)
+            self._mlp = ExpertsBlock(prefix, mlp, setup, load)
         else:
             self._mlp = MLPBlock(prefix, mlp, setup)
 
@@ -316,6 +318,11 @@ class DecoderStage:
         return tuple(scales for scales in found if scales is not None)
 
     @property
+    def expert_loads(self) -> ExpertLoads:
+        """The counters of the local layers with experts: buffers, like the rotary tables."""
+        return self._setup.loads
+
+    @property
     def num_layers(self) -> int:
         """Local layers."""
         return len(self._layers)
@@ -368,7 +375,9 @@ def build_stage(
     is_tied = config.tie_word_embeddings and config.generates
     if is_first or (is_last and is_tied):
         name = _EMBEDDING if config.encoder is None else _ENCODER_EMBEDDING
-        embedding = vocab_parallel_weight(name, config.vocab_size, setup)
+        is_routed = any(config.layer_experts) and not is_tied
+        kind: Kind = "routed_embedding" if is_routed else "matrix"
+        embedding = vocab_parallel_weight(name, config.vocab_size, setup, kind)
     if is_first and embedding is not None:
         spec = config.encoder
         encoder = None if spec is None else EncoderEmbedding(spec, setup)
@@ -384,6 +393,7 @@ def build_stage(
         pooler = Pooler(final_norm, config.pooler, replace(setup, quantization=None))
         end = StageEnd(final_norm, lm_head, pooler)
     made = [_make_layer(index, config.layers[index], setup) for index in layers]
+    setup.loads.allocate(device)
     ropes = distinct_ropes(config.layers[index] for index in layers)
     return DecoderStage(
         made,

@@ -41,7 +41,9 @@ def fill_dummy(target: Tensor, piece: Piece, seed: int) -> None:
     """Overwrite target, the region of a parameter that piece describes (1 or 2 dimensions).
 
     Values have a triangular distribution with standard deviation 0.02 around 0, or around 1 for
-    norms. A matrix in FP8 has the values of an unquantized one, rounded. All scales are equal,
+    norms. That of a routed embedding is 1: what tokens have in common, which attention adds, would
+    otherwise outweigh their own part of the residual stream, and send most of them to the same
+    experts. A matrix in FP8 has the values of an unquantized one, rounded. All scales are equal,
     since a rank may not hold whole rows. 4-bit values are uniform.
     """
     if piece.kind in _SCALES:
@@ -63,6 +65,8 @@ def fill_dummy(target: Tensor, piece: Piece, seed: int) -> None:
             matrix[chunk].copy_(_mix(counters))
             continue
         values = _values(counters).add_(mean)
+        if piece.kind == "routed_embedding":
+            values.mul_(1 / _STD)
         if piece.kind == "fp8":
             values.div_(_SCALES["scale"]).clamp_(-FP8_MAX, FP8_MAX)
         matrix[chunk].copy_(values)

@@ -155,6 +155,7 @@ class InputBuilder:
     def _fill(self, columns: StepColumns[Int32s], step: ScheduledStep) -> "_Filled":
         on_device = step.starts >= self._state.num_known_tokens[step.slots]
         sampling = np.flatnonzero(step.samples)
+        self._fill_query_starts(columns.query_start_loc, step)
         if step.total_num_tokens == step.slots.size:
             self._fill_decode(columns, step)
         else:
@@ -230,9 +231,19 @@ class InputBuilder:
         )
         return Unsampled(rows, None, none, step.brought)
 
+    def _fill_query_starts(self, query_start_loc: Int32s, step: ScheduledStep) -> None:
+        """Fill in the starts of sequences; the last entry is the number of tokens that are not
+        padding. All of a dummy step is padding."""
+        seqs = step.slots.size
+        query_start_loc[0] = 0
+        np.cumsum(step.num_tokens, out=query_start_loc[1 : seqs + 1])
+        if seqs and step.slots[-1] == self._state.spare_slot:
+            query_start_loc[seqs] = 0
+        query_start_loc[seqs + 1 :] = query_start_loc[seqs]
+
     def _fill_decode(self, columns: StepColumns[Int32s], step: ScheduledStep) -> None:
-        """Fill a decode: every sequence has one token. Padding consists of sequences of one token
-        on the spare row."""
+        """Fill a decode: every sequence has one token. Padding consists of tokens on the spare row,
+        and of sequences of none."""
         spare, used = self._state.spare_slot, step.slots.size
         for rows in (columns.token_rows, columns.seq_rows):
             rows[:used] = step.slots
@@ -241,15 +252,11 @@ class InputBuilder:
         columns.positions[used:] = 0
         columns.seq_lens[:used] = step.ends
         columns.seq_lens[used:] = 1
-        columns.query_start_loc[:] = self._count[: columns.query_start_loc.size]
 
     def _fill_mixed(self, columns: StepColumns[Int32s], step: ScheduledStep) -> None:
         """Fill a mixed step. Padding consists of tokens on the spare row after the last sequence,
         and of empty sequences."""
         spare, used, seqs = self._state.spare_slot, step.total_num_tokens, step.slots.size
-        columns.query_start_loc[0] = 0
-        np.cumsum(step.num_tokens, out=columns.query_start_loc[1 : seqs + 1])
-        columns.query_start_loc[seqs + 1 :] = used
         columns.token_rows[:used] = np.repeat(step.slots, step.num_tokens)
         columns.token_rows[used:] = spare
         first_tokens = columns.query_start_loc[:seqs]

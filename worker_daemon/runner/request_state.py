@@ -343,8 +343,8 @@ class RequestState:
         return taken, slots[~now]
 
     def dummy_step(self, seq: int) -> ScheduledStep:
-        """Return a step of one token on the spare row, which writes to the null block and samples
-        nothing."""
+        """Return a step of one token of padding on the spare row, which may write to the null block
+        and samples nothing."""
         slots, samples = np.array([self.spare_slot], np.int64), np.zeros(1, np.bool_)
         zero, one = np.zeros(1, np.int32), np.ones(1, np.int32)
         # By position, in the order of the fields.

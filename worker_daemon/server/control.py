@@ -70,7 +70,6 @@ class Control:
             lc.OpenRendezvous: rendezvous.open,
             lc.AbortLink: rendezvous.abort_link,
             lc.CheckHealth: report.check_health,
-            lc.GetStatus: report.get_status,
             lc.Shutdown: self._shutdown,
             **tracing.handlers,
             **uploading.handlers,
@@ -85,6 +84,7 @@ class Control:
         self._commit = attaching.commit
         self._late_handlers: Mapping[type[ControlMessage], LateHandler] = {
             lc.Drain: draining.drain_or_undo,
+            lc.GetStatus: report.get_status,
             tr.StartTrace: tracing.start,
             tr.StopTrace: tracing.stop,
         }

@@ -36,6 +36,7 @@ from worker_daemon.server.runtime_files import FindGpu, RuntimeFiles, raise_file
 from worker_daemon.server.session.attach import AttachHandler
 from worker_daemon.server.session.cached_blocks_handler import CachedBlocksHandler
 from worker_daemon.server.session.draining import Draining
+from worker_daemon.server.session.expert_loads import ExpertLoadReader
 from worker_daemon.server.session.lease import Lease, suspended_s
 from worker_daemon.server.session.rendezvous import LinkRendezvous
 from worker_daemon.server.session.status import StatusReport
@@ -198,6 +199,7 @@ class Daemon:
             completion=completion,
             device_watch=watch,
             uploads=uploads,
+            loads=ExpertLoadReader(post, progress),
         )
         self._events = Events(sockets.events, report)
         self._attaching = AttachHandler(

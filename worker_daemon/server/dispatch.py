@@ -66,6 +66,10 @@ class WorkerLike(Protocol):
     def stop_trace(self, *, keep: bool) -> "PlainTraceLike | None":
         """End the trace; return it if it is to be kept."""
 
+    def read_expert_loads(self) -> Callable[[], bool]:
+        """Start to copy the expert loads to the host. The returned function, which any thread may
+        call, returns True once the description's expert_loads has them."""
+
     def on_attach(self, *, keep_requests: bool) -> bool:
         """Drop all requests unless they are to be kept; return True if no step was cut off and all
         sends were received."""

@@ -36,5 +36,8 @@ class WorkerDescription:
     """Returns the hashes of the uploads that running requests use now."""
     input_wait_share: Callable[[], float] = float
     """Returns the share of recent time in which the stage waited for its input."""
+    expert_loads: Callable[[], Mapping[int, bytes]] = dict
+    """Returns the tokens of each expert by layer, little-endian int64, as last read from the
+    device; empty without experts."""
     block_contents: BlockContents | None = None
     """None below KV_READY. The control thread takes and reads notes there."""

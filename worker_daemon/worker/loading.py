@@ -282,7 +282,8 @@ def reload(
     model: LoadedModel, config: ModelConfig, place: RankPlace, roots: Roots, set_phase: SetPhase
 ) -> tuple[LoadedModel, int, int]:
     """Fill the stage again, in place: no tensor moves, and none is held twice. Return the model,
-    the bytes read, and the number of updates that the model has had.
+    the bytes read, and the number of updates that the model has had. The expert loads begin anew if
+    the checkpoint is another one, or was replaced.
 
     All checks that the headers allow are made before the first byte is written; a later failure
     leaves the weights dirty.
@@ -298,6 +299,8 @@ def reload(
     elif config.load_format == "auto":
         check_checkpoint(resolved.directory, checkpoint_tensors(resolved.decoder))
     source = checkpoint_identity(resolved.directory)
+    is_other = resolved.directory != model.resolved.directory
+    is_other |= model.weights.source not in ("", source)  # its files were replaced
     overwriting = _Overwriting(model.weights)
     try:
         report = _fill(model.stage, config, resolved, place.parallel.rank, set_phase, overwriting)
@@ -305,6 +308,8 @@ def reload(
     except BaseException as error:
         overwriting.failed(f"{type(error).__name__} in reload_weights: {error}")
         raise
+    if is_other:
+        model.stage.expert_loads.reset()
     resolved = replace(
         resolved, dtype=model.resolved.dtype, max_model_len=model.resolved.max_model_len
     )

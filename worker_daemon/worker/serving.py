@@ -3,7 +3,7 @@ cache, by the memory profile (worker/memory_profile.py)."""
 
 import time
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 
 import torch
 
@@ -96,7 +96,7 @@ class Serving:
             CapacityError: they do not fit in addition to weights and KV cache.
         """
         graphs = self._step_graphs()
-        with self._capturing():
+        with self._capturing(), self._uncounted():
             graphs.capture(self.runner)
         torch.cuda.empty_cache()  # from the steps before each capture; not part of the graphs
         self._graphs = graphs
@@ -142,7 +142,7 @@ class Serving:
 
     def estimate_graphs(self, used_bytes: Callable[[], int]) -> int:
         """Return an estimate of the graphs' bytes: see StepGraphs.estimate_bytes."""
-        with self._capturing():
+        with self._capturing(), self._uncounted():
             return self._step_graphs().estimate_bytes(self.runner, used_bytes)
 
     def before_relink(self) -> None:
@@ -167,17 +167,22 @@ class Serving:
 
     def _run_all(self, steps: Iterable[SyntheticStep]) -> None:
         """Run synthetic steps, and wait for each. Raises the steps' errors."""
-        for step in steps:
-            reply = self.runner.execute_model(step.message, step.arrays)
-            if reply is not None:
-                reply.result()
+        with self._uncounted():
+            for step in steps:
+                reply = self.runner.execute_model(step.message, step.arrays)
+                if reply is not None:
+                    reply.result()
 
     def _step_graphs(self) -> StepGraphs:
         return step_graphs(self._parts, self.runner, enforce_eager=self._enforce_eager)
 
     def _restore_graphs(self) -> None:
-        with self._capturing():
+        with self._capturing(), self._uncounted():
             self._graphs.restore(self.runner)
+
+    def _uncounted(self) -> AbstractContextManager[None]:
+        """Return a context for synthetic steps: they are no load of the experts."""
+        return self._parts.stage.expert_loads.unchanged()
 
     def _capturing(self) -> Translation:
         self._set_phase("CAPTURING", LONG_OPERATION_S)

@@ -49,9 +49,9 @@ class TaggedMemory:
         self._device = device
 
     def hold_stage(self, stage: DecoderStage, rotary: Sequence[Tensor]) -> None:
-        """Give zeroed memory to the parameters of a stage that was built on the meta device, and
-        memory to its KV scales, which become 1. Store its rotary tables, which are on the device.
-        Raises torch.OutOfMemoryError or CapacityError."""
+        """Give zeroed memory to the parameters and expert loads of a stage that was built on the
+        meta device, and memory to its KV scales, which become 1. Store its rotary tables, which are
+        on the device. Raises torch.OutOfMemoryError or CapacityError."""
         scales = [each.parameter for each in stage.kv_scales]
         for parameter in [*stage.parameters(), *scales]:
             meta = parameter.data
@@ -59,6 +59,7 @@ class TaggedMemory:
         for each in stage.kv_scales:
             each.reset()
         stage.rotary = tuple(rotary)
+        stage.expert_loads.allocate(self._device)
 
     def make_adapters(self, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
         """Return zeroed adapter slots. They lose their content whenever the weights sleep: the host
@@ -192,6 +193,7 @@ class ArenaMemory(TaggedMemory):
             parameter.data = self._buffers.arena.take(tuple(meta.shape), meta.dtype)
         for each in stage.kv_scales:
             each.reset()
+        stage.expert_loads.allocate(self._device)  # torch's memory: it is read during a sleep
 
     def make_adapters(self, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
         num_bytes = shape[0] * shape[1] * dtype.itemsize

@@ -547,6 +547,12 @@ class Worker:
         """Stop the observer's trace. Raises: see Profiler.stop_observed."""
         return self._profiler.stop_observed(keep=keep)
 
+    def read_expert_loads(self) -> Callable[[], bool]:
+        """Start to read the expert loads, for `expert_loads` of the description. Returns as
+        ExpertLoads.start_reading does; there is nothing to read without a model."""
+        model = self._model_or_none
+        return (lambda: True) if model is None else model.stage.expert_loads.start_reading()
+
     # Attach, relink, reset.
 
     def on_attach(self, *, keep_requests: bool = False) -> bool:
@@ -697,6 +703,7 @@ class Worker:
             num_kv_blocks_held=serving.runner.state.num_held_blocks if serving else int,
             uploads_in_use=serving.runner.state.uploads_in_use if serving else frozenset,
             input_wait_share=partial(_waiting_share, serving.runner.waits if serving else None),
+            expert_loads=model.stage.expert_loads.known.get if model else dict,
             block_contents=serving.runner.state.contents if serving else None,
         )
 

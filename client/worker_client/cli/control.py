@@ -19,6 +19,7 @@ from worker_client.cli.options import KeyFile, KnownDaemons, Wait, split_endpoin
 from worker_client.cli.output_file import print_text
 from worker_client.cli.top_frame import held_blocks, leased
 from worker_client.errors import config_error
+from worker_client.expert_loads import imbalance, loads_by_layer
 from worker_client.keys import read_keys
 from worker_client.worker_client import AskingClient
 
@@ -138,6 +139,8 @@ def _named(status: Status) -> dict[str, object]:
     for name in ("reply_delay", "gpu_load", "kv_cache_advice"):
         if fields[name] is not None:
             fields[name] = msgspec.structs.asdict(fields[name])
+    loads = loads_by_layer([status]).items()
+    fields["expert_loads"] = [{"layer": layer, "counts": own.tolist()} for layer, own in loads]
     fields["lease"] = msgspec.structs.asdict(status.lease) | {"holder": status.lease.holder.hex()}
     uid, config, kv_cache = map(fields.pop, ("worker_uid", "config", "kv_cache"))
     return fields | {
@@ -167,6 +170,13 @@ def _delays(delay: ReplyDelay) -> str:
     )
 
 
+def _balance(status: Status) -> str:
+    """Return the imbalance of each layer with experts; empty without any."""
+    loads = loads_by_layer([status]).items()
+    ratios = ", ".join(f"{layer}: {imbalance(counts):.2f}" for layer, counts in loads)
+    return f"busiest over average by layer: {ratios}" if ratios else ""
+
+
 def _holder(lease: LeaseStatus) -> str:
     return f"its driver: {leased(lease)}" if lease.state == "held" else "no driver"
 
@@ -183,6 +193,7 @@ def _block(status: Status) -> str:
         "memory": _memory(status),
         "kv cache": "" if status.kv_cache is None else held_blocks(status),
         "advice": "" if status.kv_cache_advice is None else _advice(status.kv_cache_advice),
+        "experts": _balance(status),
         "asleep": ", ".join(asleep),
         "replies": _delays(status.reply_delay) if status.reply_delay.num_replies else "",
         "last event": status.transitions[-1] if status.transitions else "",

@@ -9,6 +9,12 @@ import numpy as np
 
 from rpc_schema.lifecycle import Status
 from worker_client.cli.session import InputRequest, Served, versions
+from worker_client.expert_loads import (
+    LoadsByLayer,
+    load_figures,
+    loads_by_layer,
+    loads_since,
+)
 from worker_client.requests import parent_id
 from worker_client.run_times import StepTiming
 from worker_client.scheduler import RequestOutput
@@ -74,8 +80,12 @@ def _logprobs(logprobs: Logprobs) -> JsonObject:
     }
 
 
-def bench_object(served: Served, daemons: Sequence[Status]) -> JsonObject:
-    """Return the object that bench prints; gpu_memory_bytes is summed over the daemons."""
+def bench_object(
+    served: Served, daemons: Sequence[Status], loads_before: LoadsByLayer
+) -> JsonObject:
+    """Return the object that bench prints; gpu_memory_bytes is summed over the daemons.
+    loads_before: the experts' loads before the run."""
+    figures = load_figures(loads_since(loads_before, loads_by_layer(daemons)))
     memory = [status.memory_bytes for status in daemons]
     outputs = list(served.outputs.values())
     tokens_in = sum(output.num_prompt_tokens for output in outputs)
@@ -99,6 +109,7 @@ def bench_object(served: Served, daemons: Sequence[Status]) -> JsonObject:
         "gpu_memory_bytes": uses,
         "reply_delay": [msgspec.structs.asdict(status.reply_delay) for status in daemons],
         "input_wait_share": [status.input_wait_share for status in daemons],
+        **({} if figures is None else {"experts": figures._asdict()}),
         "providers": daemons[0].providers,
         "device": daemons[0].device,
         "versions": versions(),

@@ -24,6 +24,7 @@ from worker_client.cli.session import (
     read_lines,
 )
 from worker_client.errors import config_error
+from worker_client.expert_loads import loads_by_layer
 from worker_client.tokenizer import Tokenizer, load_tokenizer
 from worker_client.worker_group import RankProgress, parse_endpoints
 
@@ -80,12 +81,13 @@ def _measure(
     session: Session, inputs: Sequence[InputRequest], profile: str, scraped: bool
 ) -> tuple[Served, JsonObject]:
     daemons = [client.endpoint.control for client in session.group.clients]
+    before = loads_by_layer(session.group.get_status())
     with Scrape(daemons if scraped else (), session.options.keys) as scrape:
         if profile:
             served, traces = session.serve_profiled(inputs, profile)
         else:  # every run is measured with an empty prefix cache
             served, traces = session.serve(inputs, keeps_prefixes=False), []
-    result = bench_object(served, session.group.get_status())
+    result = bench_object(served, session.group.get_status(), before)
     result["statuses_scraped"] = scrape.num_statuses
     if profile:
         result["traces"] = traces

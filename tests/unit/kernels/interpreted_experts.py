@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from tests.support.expert_checks import (
+    check_loads,
     check_products,
     check_routing,
     check_unusual_scores,
@@ -65,6 +66,15 @@ def test_routing(dtype: torch.dtype, shape: tuple[int, int], routing: Routing) -
 
 def test_many_rows_are_routed_alike() -> None:
     check_routing(OPS, torch.float32, "cpu", (515, 6), Routing(2, True, False), 514)
+
+
+@pytest.mark.parametrize(("shape", "num_tokens"), [
+    ((1, 8), 1), ((1, 8), 0), ((6, 60), 4), ((3, 128), 3), ((515, 6), 514)
+], ids=str)  # fmt: skip
+@pytest.mark.parametrize("top_k", [1, 4, 6])
+def test_loads(shape: tuple[int, int], num_tokens: int, top_k: int) -> None:
+    for ops in (OPS, TorchExperts()):
+        check_loads(ops, torch.float16, "cpu", shape, Routing(top_k, True, False), num_tokens)
 
 
 @pytest.mark.parametrize("num_experts", [3, 8, 20])

@@ -76,9 +76,9 @@ def check_attention(limits, inputs, attention, rows, ran):
     ends = [start + n for start, n, _ in ran.values()]
     padding = inputs.plan.shape.num_seqs - len(ran)
     assert attention.num_seqs == len(ran) + padding
-    # Padding is sequences of one token beside decodes, of none beside others.
+    # Padding is sequences without tokens; beside decodes, they have a key.
     one = int(all(count == 1 for count in counts))
-    counts += [one] * padding
+    counts += [0] * padding
     assert attention.query_start_loc.tolist() == np.cumsum([0, *counts]).tolist()
     assert attention.seq_lens.tolist() == ends + [one] * padding
     assert attention.seq_lens_np.tolist() == ends

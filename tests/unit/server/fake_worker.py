@@ -9,7 +9,7 @@ import os
 import threading
 import time
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from rpc_schema import lifecycle as lc
@@ -283,6 +283,9 @@ class FakeWorker:
 
     def adopt_requests(self, message: AdoptRequests) -> StepReply:
         return AdoptRequestsReply(**ids(message, self.rank), rows=(), next_slot=0)
+
+    def read_expert_loads(self) -> Callable[[], bool]:
+        return lambda: True
 
     def on_attach(self, *, keep_requests: bool) -> bool:
         clean, self._clean = self._clean, True

@@ -18,6 +18,7 @@ from worker_daemon.server.health.device_watch import DeviceWatch
 from worker_daemon.server.health.guard import Guard
 from worker_daemon.server.progress import Progress
 from worker_daemon.server.session.draining import Draining
+from worker_daemon.server.session.expert_loads import ExpertLoadReader
 from worker_daemon.server.session.lease import Lease
 from worker_daemon.server.step_thread import MAX_FAILURE_BYTES, UID_BYTES
 from worker_daemon.server.wire.endpoints import AnyEndpoint
@@ -40,11 +41,13 @@ class StatusReport:
     completion: Completion
     device_watch: DeviceWatch
     uploads: Uploads
+    loads: ExpertLoadReader
     worker_uid: bytes = field(default_factory=lambda: os.urandom(UID_BYTES))
     """Random id that distinguishes this process from others on the endpoint."""
 
-    def get_status(self, message: lc.GetStatus) -> ControlReplyMessage:
-        """Answer with the status."""
+    async def get_status(self, message: lc.GetStatus) -> ControlReplyMessage:
+        """Answer with the status, once the expert loads have been read."""
+        await self.loads.refresh()
         return lc.GetStatusReply(call=message.call, status=self.status())
 
     def check_health(self, message: lc.CheckHealth) -> ControlReplyMessage:
@@ -66,9 +69,16 @@ class StatusReport:
         num_bytes = len(_ENCODER.encode(status))
         if num_bytes <= MAX_STATUS_BYTES:
             return status
-        note = f"config, kv_cache, memory and providers are left out: they have {num_bytes} bytes"
+        left_out = "config, kv_cache, memory, providers and expert loads"
+        note = f"{left_out} are left out: they have {num_bytes} bytes"
         return structs.replace(
-            status, config=None, kv_cache=None, memory_bytes={}, providers={}, degraded=note
+            status,
+            config=None,
+            kv_cache=None,
+            memory_bytes={},
+            providers={},
+            expert_loads=(),
+            degraded=note,
         )
 
     def _whole_status(self) -> lc.Status:
@@ -110,6 +120,10 @@ class StatusReport:
             gpu_load=None if load is None else lc.GpuLoad(**asdict(load)),
             num_kv_blocks_held=snapshot.description.num_kv_blocks_held(),
             upload_bytes=self.uploads.num_bytes,
+            expert_loads=tuple(
+                lc.ExpertLoad(layer=layer, counts=counts)
+                for layer, counts in snapshot.description.expert_loads().items()
+            ),
         )
 
     def heartbeat(self) -> lc.Heartbeat:

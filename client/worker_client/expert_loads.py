@@ -1,0 +1,70 @@
+"""The experts' loads in the daemons' statuses: counts by layer, and figures of their balance.
+Pure."""
+
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from rpc_schema.lifecycle import Status
+
+Counts: TypeAlias = npt.NDArray[np.int64]
+"""[E]: the tokens that chose each expert of a layer."""
+LoadsByLayer: TypeAlias = Mapping[int, Counts]
+
+
+def loads_by_layer(statuses: Iterable[Status]) -> dict[int, Counts]:
+    """Return the counts of all layers that the daemons have, in the order of layers; empty for a
+    model without experts. Ranks of one stage count alike: the first one's counts are used."""
+    found: dict[int, Counts] = {}
+    for status in statuses:
+        for load in status.expert_loads:
+            found.setdefault(load.layer, np.frombuffer(load.counts, "<i8").astype(np.int64))
+    return dict(sorted(found.items()))
+
+
+def loads_since(before: LoadsByLayer, after: LoadsByLayer) -> dict[int, Counts]:
+    """Return the tokens between two readings. A layer whose counters began anew counts from
+    there."""
+    return {
+        layer: counts - before[layer]
+        if layer in before and (counts >= before[layer]).all()
+        else counts
+        for layer, counts in after.items()
+    }
+
+
+def imbalance(counts: Counts) -> float:
+    """Return the tokens of the busiest expert over those of an average one: 1 if all have as many,
+    0 without tokens."""
+    return float(counts.max() / counts.mean()) if counts.any() else 0.0
+
+
+class LoadFigures(NamedTuple):
+    """The balance of all layers."""
+
+    num_layers: int
+    """Layers with experts."""
+    num_experts: float
+    """Experts of a layer, on average."""
+    distinct: float
+    """Experts of a layer that at least one token chose, on average."""
+    imbalance: float
+    """See imbalance(); on average over the layers."""
+    worst_imbalance: float
+    """That of the least balanced layer."""
+
+
+def load_figures(loads: LoadsByLayer) -> LoadFigures | None:
+    """Return the figures of these counts; None without layers."""
+    if not loads:
+        return None
+    ratios = [imbalance(counts) for counts in loads.values()]
+    return LoadFigures(
+        len(loads),
+        float(np.mean([counts.size for counts in loads.values()])),
+        float(np.mean([np.count_nonzero(counts) for counts in loads.values()])),
+        float(np.mean(ratios)),
+        max(ratios),
+    )
