@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.support.model_attention import MODEL_ATTENTION
 from tests.support.model_configs import MODEL_CONFIGS
 from worker_daemon.contracts.attention import AttentionMetadata
 from worker_daemon.distributed.tp import SingleRank
@@ -211,6 +212,35 @@ def check_step(
     if spec.qk_norm is not None and spec.qk_norm.spans_heads:
         order = [launch.kernel for launch in launches]
         assert order.index("_span_norm_kernel") < order.index((fused or rotating)[0].kernel)
+
+
+@pytest.mark.parametrize("name", [name for name in MODEL_ATTENTION if "gpt-oss" not in name])
+def test_kernels_are_tested_with_the_attention_of_the_models(name: str) -> None:
+    """GPU tests take their layers from a table, not from config.json."""
+    model, *sliding = name.split()
+    config = parse_model_config(MODEL_CONFIGS[model])
+    specs = [
+        layer.attention for layer in config.layers if isinstance(layer.attention, AttentionSpec)
+    ]
+    kinds = {spec.sliding_window is None: spec for spec in specs}
+    # Without windows, or with a window in each layer, there is one kind.
+    spec = kinds[not sliding] if len(kinds) == 2 else specs[0]
+    heads, norm, found = spec.heads, spec.qk_norm, MODEL_ATTENTION[name]
+    shape = found.shape
+    assert (heads.num_attention_heads, heads.num_key_value_heads, heads.head_dim) == (
+        shape.num_q_heads,
+        shape.num_kv_heads,
+        shape.head_dim,
+    )
+    assert spec.scale in (None, shape.scale)
+    assert spec.sliding_window == found.window
+    assert spec.logit_softcap == found.logit_softcap
+    assert spec.has_sinks == found.has_sinks
+    assert spec.rope.rotary_dim == (found.rotary_dim or shape.head_dim)
+    assert spec.rope.interleaved == found.interleaved
+    is_normed = norm is not None and not norm.spans_heads
+    assert is_normed == found.is_normed
+    assert found.weight_offset == (norm.weight_offset if norm is not None else 0.0)
 
 
 def test_a_cpu_and_float32_keep_the_paged_kernels(recorder: Recorder) -> None:
