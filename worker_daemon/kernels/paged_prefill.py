@@ -167,15 +167,13 @@ def _prefill_kernel(
     seq_len = tl.load(seq_lens + seq)
     first_pos = seq_len - query_len + first_query
     end = tl.minimum(first_pos + BLOCK_Q, seq_len)
+    keys = kv_cache + kv_head * cache_head_stride
     key_scale, value_scale = head_scales(kv_scales, kv_head, tl.num_programs(1))
     score_scale *= key_scale
     if kv_scales is not None and queries.dtype != tl.float32:
         queries, score_scale = narrow(queries, score_scale)
-    pages = (
-        kv_cache + kv_head * cache_head_stride,
-        block_table + tl.load(seq_rows + seq).to(tl.int64) * table_stride,
-        cache_block_stride, cache_value_stride, cache_token_stride,
-    )  # fmt: skip
+    table = block_table + tl.load(seq_rows + seq).to(tl.int64) * table_stride
+    pages = keys, table, cache_block_stride, cache_value_stride, cache_token_stride
     if HAS_WINDOW:
         masked_from = tl.maximum(first_pos - window + 1, 0) // BLOCK_N * BLOCK_N
     else:
