@@ -157,12 +157,13 @@ def test_the_backend_serves_decodes(model: ModelAttention, num_seqs: int) -> Non
 @pytest.mark.parametrize("num_seqs", [1, 18, 160])
 def test_a_graph_follows_each_steps_inputs(model: ModelAttention, num_seqs: int) -> None:
     lengths = lengths_of(num_seqs)
-    steps = [
+    first, *steps = (
         model.decode(order, torch.bfloat16, DEVICE, SEED + number, num_padding=2, num_idle=1)
-        for number, order in enumerate((lengths, lengths[::-1], lengths))
-    ]
-    device, caches = torch.device(DEVICE), [step.batch.kv_cache for step in steps]
-    static = steps[0].on_copies().over(max(caches, key=len).clone())
+        for number, order in enumerate((lengths, lengths[::-1], lengths, lengths[::-1]))
+    )
+    most_blocks = max(len(step.batch.kv_cache) for step in (first, *steps))
+    shape = (most_blocks, *first.batch.kv_cache.shape[1:])
+    device, static = torch.device(DEVICE), first.over(first.batch.kv_cache.new_zeros(shape))
     layer = static.layer(TritonOps(device), model.window)
     backend = TritonAttention(device)
 
