@@ -65,12 +65,17 @@ def make_projected(
     pads: bool = False,
     max_position: int = 500,
     weight_offset: float = 0.0,
+    rotary_table: torch.Tensor | None = None,
 ) -> ProjectedStep:
     """Return num_tokens tokens at random positions and slots; pads: every seventh slot is
-    negative. weight_offset: that of the heads' norms."""
+    negative. weight_offset: that of the heads' norms; rotary_table: in place of one with random
+    angles."""
     device = generator.device
-    half = (heads.rotary_dim or heads.head_dim) // 2
-    angles = torch.rand(max_position, half, generator=generator, device=device) * 6.3
+    if rotary_table is None:
+        half = (heads.rotary_dim or heads.head_dim) // 2
+        angles = torch.rand(max_position, half, generator=generator, device=device) * 6.3
+        rotary_table = torch.stack((angles.cos(), angles.sin()), dim=1)
+    max_position = rotary_table.shape[0]
     num_blocks = -(-num_tokens // heads.block_size) + 2
     cache_shape = (num_blocks, 2, heads.block_size, heads.num_kv_heads, heads.head_dim)
     slots = torch.randperm(num_blocks * heads.block_size, generator=generator, device=device)
@@ -82,7 +87,7 @@ def make_projected(
         heads=heads,
         qkv=make_rows(num_tokens, heads.width, dtype, generator),
         positions=torch.randint(max_position, (num_tokens,), generator=generator, device=device),
-        rotary_table=torch.stack((angles.cos(), angles.sin()), dim=1),
+        rotary_table=rotary_table,
         head_norms=norms if heads.is_normed else None,
         kv_cache=torch.randn(cache_shape, generator=generator, device=device).to(dtype),
         slot_mapping=slots,

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from benchmarks.paged_reference import Shape, relative_error
+from tests.support.model_attention import MODEL_ATTENTION, ModelAttention
 from tests.support.rotated_decodes import (
     BOUNDS,
     RotatedDecode,
@@ -27,6 +28,11 @@ DTYPES = pytest.mark.parametrize("dtype", BOUNDS, ids=str)
 MODELS = pytest.mark.parametrize(
     ("shape", "is_normed"), [(Shape(32, 8, 128), False), (Shape(16, 8, 128), True)], ids=str
 )
+CHAINED = {
+    "llama-8b": ModelAttention(Shape(32, 8, 128)),
+    "qwen3-0.6b": ModelAttention(Shape(16, 8, 128), is_normed=True),
+    **MODEL_ATTENTION,
+}
 SEQ_LENS = [1, 2, 15, 16, 17, 63, 64, 65, 129, 500, 2047, 2048, 2049, 4000]
 
 
@@ -103,21 +109,20 @@ def test_repeated_runs_are_bit_equal(shape: Shape, is_normed: bool, seq_lens: li
         assert torch.equal(step.batch.kv_cache.nan_to_num(), cache)
 
 
-@MODELS
+@pytest.mark.parametrize("model", CHAINED.values(), ids=CHAINED)
 @pytest.mark.parametrize("num_seqs", [1, 7, 64])
 def test_a_chain_in_a_cuda_graph_gives_the_same_bits_every_time(
-    shape: Shape, is_normed: bool, num_seqs: int
+    model: ModelAttention, num_seqs: int
 ) -> None:
     """Each kernel reads what the one before wrote, which may still run: a missing wait shows."""
-    seq_lens = [160, 2048, 33, 1, 65, 500, 17] * 10
-    step = build(shape, seq_lens[:num_seqs], torch.bfloat16, 5, is_normed=is_normed)
+    seq_lens, shape = [160, 2048, 33, 1, 65, 500, 17] * 10, model.shape
+    step = model.decode(seq_lens[:num_seqs], torch.bfloat16, "cuda", seed=5)
     if step.head_norms is not None:
-        step.head_norms.weight.fill_(
-            1
-        )  # larger scores would blow one layer's rounding up in the next
+        # larger scores would blow one layer's rounding up in the next
+        step.head_norms.weight.fill_(1 - model.weight_offset)
     caches = [step.batch.kv_cache.clone() for _ in range(6)]
     backend, ops = TritonAttention(torch.device("cuda")), TritonOps(torch.device("cuda"))
-    layer, width = step.layer(ops, None), step.qkv.shape[1]
+    layer, width = step.layer(ops, model.window), step.qkv.shape[1]
     inner = shape.num_q_heads * shape.head_dim
     random = torch.Generator("cuda").manual_seed(6)
     weight = torch.randn(width, inner, generator=random, device="cuda").bfloat16() / inner**0.5

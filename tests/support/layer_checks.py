@@ -206,10 +206,14 @@ def check_projection(
     integers: torch.dtype = torch.int64,
     bound: float | None = None,
     weight_offset: float = 0.0,
+    rotary_table: torch.Tensor | None = None,
 ) -> None:
     """Check rotate_and_store: queries, and the written and unwritten slots."""
     random = generator(device, seed)
-    step = make_projected(heads, num_tokens, dtype, random, pads=pads, weight_offset=weight_offset)
+    step = make_projected(
+        heads, num_tokens, dtype, random,
+        pads=pads, weight_offset=weight_offset, rotary_table=rotary_table,
+    )  # fmt: skip
     q, k, v = rotated(step)
     before = step.kv_cache.clone()
     out = run_projection(ops, step, step.kv_cache, integers)

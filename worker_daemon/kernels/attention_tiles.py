@@ -33,13 +33,9 @@ def attend_to_none(BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr):
 
 @triton.jit
 def load_keys(
-    keys,
-    table,
+    pages,
     key_pos,
     end,
-    cache_block_stride,
-    cache_value_stride,
-    cache_token_stride,
     HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     MASKED: tl.constexpr,
@@ -48,15 +44,16 @@ def load_keys(
 ):
     """Load K and V [BLOCK_N, BLOCK_D] of the keys key_pos; if MASKED, 0 from `end` on. They are of
     DTYPE, which has all values of the cache's. See attend."""
+    keys, table, block_stride, value_stride, token_stride = pages
     dim = tl.arange(0, BLOCK_D)
     if MASKED:
         block = tl.load(table + key_pos // BLOCK_SIZE, mask=key_pos < end, other=0)
     else:
         block = tl.load(table + key_pos // BLOCK_SIZE)
-    key_offset = block.to(tl.int64) * cache_block_stride
-    key_offset += (key_pos % BLOCK_SIZE) * cache_token_stride
+    key_offset = block.to(tl.int64) * block_stride
+    key_offset += (key_pos % BLOCK_SIZE) * token_stride
     key_ptr = keys + key_offset[:, None] + dim[None, :]
-    value_ptr = key_ptr + cache_value_stride
+    value_ptr = key_ptr + value_stride
     # Slots past the end may hold NaN, and 0 * NaN is NaN: they are never read.
     if MASKED:
         inside = (key_pos < end)[:, None] & (dim < HEAD_DIM)[None, :]
@@ -115,15 +112,11 @@ def attend(
     acc,
     row_sum,
     row_max,
-    keys,
-    table,
+    pages,
     start,
     end,
     window,
     score_scale,
-    cache_block_stride,
-    cache_value_stride,
-    cache_token_stride,
     HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
@@ -136,15 +129,15 @@ def attend(
 
     start is a multiple of BLOCK_N. Unless MASKED, end is too, and every row sees all these keys.
     q and acc are [BLOCK_M, BLOCK_D]; q_pos, row_sum and row_max [BLOCK_M], the last in log2 units.
-    keys points at the KV head's K in block 0, table at the sequence's row of the block table.
+    pages is a tuple: a pointer to the KV head's K in block 0, one to the sequence's row of the
+    block table, and the cache's strides of blocks, of V behind K, and of tokens.
     score_scale and SOFTCAP are the factor and the softcap of Scoring.
     Returns acc, row_sum, row_max.
     """
     for first in range(start, end, BLOCK_N):
         key_pos = tl.multiple_of(first, BLOCK_N) + tl.arange(0, BLOCK_N)
         k, v = load_keys(
-            keys, table, key_pos, end, cache_block_stride, cache_value_stride, cache_token_stride,
-            HEAD_DIM, BLOCK_SIZE, MASKED, BLOCK_D, q.dtype,
+            pages, key_pos, end, HEAD_DIM, BLOCK_SIZE, MASKED, BLOCK_D, q.dtype
         )  # fmt: skip
         acc, row_sum, row_max = fold(
             q, q_pos, acc, row_sum, row_max, k, v, key_pos, window, score_scale,

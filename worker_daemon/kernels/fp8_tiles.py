@@ -29,29 +29,26 @@ def narrow(q, score_scale):
 
 @triton.jit
 def load_words(
-    keys,
-    table,
+    pages,
     key_pos,
     end,
-    cache_block_stride,
-    cache_value_stride,
-    cache_token_stride,
     HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
     """Load K and V [BLOCK_N, BLOCK_D / 2] of the keys key_pos, as words of two values; 0 from `end`
     on. All strides are even. See attention_tiles.attend."""
+    keys, table, block_stride, value_stride, token_stride = pages
     words = keys.to(tl.pointer_type(tl.uint16))
     word = tl.arange(0, BLOCK_D // 2)
     is_key = key_pos < end
     block = tl.load(table + key_pos // BLOCK_SIZE, mask=is_key, other=0)
-    offset = block.to(tl.int64) * (cache_block_stride // 2)
-    offset += (key_pos % BLOCK_SIZE) * (cache_token_stride // 2)
+    offset = block.to(tl.int64) * (block_stride // 2)
+    offset += (key_pos % BLOCK_SIZE) * (token_stride // 2)
     here = words + offset[:, None] + word[None, :]
     inside = is_key[:, None] & (word < HEAD_DIM // 2)[None, :]
     k = tl.load(here, mask=inside, other=0)
-    return k, tl.load(here + cache_value_stride // 2, mask=inside, other=0)
+    return k, tl.load(here + value_stride // 2, mask=inside, other=0)
 
 
 @triton.jit
@@ -104,15 +101,11 @@ def attend_fp8(
     held_k,
     held_v,
     held_pos,
-    keys,
-    table,
+    pages,
     start,
     end,
     window,
     score_scale,
-    cache_block_stride,
-    cache_value_stride,
-    cache_token_stride,
     HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
@@ -134,8 +127,7 @@ def attend_fp8(
     for first in range(start, end, BLOCK_N):
         key_pos = tl.multiple_of(first, BLOCK_N) + tl.arange(0, BLOCK_N)
         k, v = load_words(
-            keys, table, key_pos, end, cache_block_stride, cache_value_stride, cache_token_stride,
-            HEAD_DIM, BLOCK_SIZE, BLOCK_D,
+            pages, key_pos, end, HEAD_DIM, BLOCK_SIZE, BLOCK_D
         )  # fmt: skip
         acc_even, acc_odd, row_sum, row_max = fold_words(
             q_even, q_odd, q_pos, acc_even, acc_odd, row_sum, row_max, k, v, key_pos,

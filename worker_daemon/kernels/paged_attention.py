@@ -163,7 +163,8 @@ def paged_attention(
         num_kv_heads = kv_cache.shape[3]
         group_size = q.shape[1] // num_kv_heads
         tile = tile or prefill_tile(
-            q.shape[0], batch.num_seqs, num_kv_heads, group_size, q.shape[2], q.dtype, limits
-        )
+            q.shape[0], batch.num_seqs, num_kv_heads, group_size, q.shape[2], q.dtype, limits,
+            has_window=window is not None,
+        )  # fmt: skip
         launch_prefill(out, q, kv_cache, scales, batch, scoring, tile, pdl)
     return out

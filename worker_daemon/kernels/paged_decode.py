@@ -280,13 +280,9 @@ def _keys_of_split(
 
 @triton.jit
 def _prefetch_keys(
-    keys,
-    table,
+    pages,
     start,
     end,
-    cache_block_stride,
-    cache_value_stride,
-    cache_token_stride,
     HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -294,13 +290,14 @@ def _prefetch_keys(
 ):
     """Prefetch the first BLOCK_N of the keys start .. end - 1, and their values; the newest may
     still be written. See attend."""
+    keys, table, block_stride, value_stride, token_stride = pages
     key_pos = start + tl.arange(0, BLOCK_N)
     inside = key_pos < end
     block = tl.load(table + key_pos // BLOCK_SIZE, mask=inside, other=0).to(tl.int64)
-    key = keys + block * cache_block_stride + (key_pos % BLOCK_SIZE) * cache_token_stride
+    key = keys + block * block_stride + (key_pos % BLOCK_SIZE) * token_stride
     num_bytes = tl.where(inside, HEAD_DIM * (keys.dtype.element_ty.primitive_bitwidth // 8), 0)
     prefetch(key, num_bytes, LANES)
-    prefetch(key + cache_value_stride, num_bytes, LANES)
+    prefetch(key + value_stride, num_bytes, LANES)
 
 
 @triton.jit
@@ -356,14 +353,11 @@ def _turn_and_store(
     head_stride,
     turning,
     eps,
-    keys,
+    pages,
     key_scale,
     value_scale,
     slot,
     is_storing,
-    cache_block_stride,
-    cache_value_stride,
-    cache_token_stride,
     NUM_KV_HEADS: tl.constexpr,
     NORMED: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -378,8 +372,9 @@ def _turn_and_store(
     and slot >= 0, they go to the cache too.
 
     heads points at the token's projection, of which q_head [BLOCK_M] are the queries, k_head is the
-    key, and the value lies NUM_KV_HEADS behind it. inside masks the queries; keys points at the KV
-    head's K in block 0. turning: see _load_turning."""
+    key, and the value lies NUM_KV_HEADS behind it. inside masks the queries. pages: see attend;
+    turning: see _load_turning."""
+    keys, _, block_stride, value_stride, token_stride = pages
     dtype = heads.dtype.element_ty
     cos, sin, q_gain, q_partner_gain, k_gain, k_partner_gain = turning
     row = tl.arange(0, BLOCK_M)
@@ -402,12 +397,12 @@ def _turn_and_store(
         stored_key, stored_value = quantize(key, key_scale), quantize(value, value_scale)
     else:
         stored_key, stored_value = key, value
-    place = keys + (slot // BLOCK_SIZE) * cache_block_stride
-    place += (slot % BLOCK_SIZE) * cache_token_stride
+    place = keys + (slot // BLOCK_SIZE) * block_stride
+    place += (slot % BLOCK_SIZE) * token_stride
     if is_storing & (slot >= 0):
         once = every_row & (row == 0)[:, None]
         tl.store(place + (row * 0)[:, None] + dim[None, :], stored_key, mask=once)
-        tl.store(place + cache_value_stride + dim, stored_value, mask=in_head)
+        tl.store(place + value_stride + dim, stored_value, mask=in_head)
     return queries.to(dtype), stored_key.to(dtype), stored_value.to(dtype)
 
 
@@ -423,29 +418,19 @@ def _attend_to_one(queries, key, value, is_seen, score_scale, SOFTCAP: tl.conste
 
 @triton.jit
 def _load_held(
-    keys,
-    table,
+    pages,
     key_pos,
     end,
-    cache_block_stride,
-    cache_value_stride,
-    cache_token_stride,
     HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     BLOCK_D: tl.constexpr,
     DTYPE: tl.constexpr,
 ):
     """Load the first tile of keys and values, as _attend_cached takes it. See load_keys."""
-    if keys.dtype.element_ty == tl.float8e4nv and tl.float32 != DTYPE:
-        k, v = load_words(
-            keys, table, key_pos, end, cache_block_stride, cache_value_stride, cache_token_stride,
-            HEAD_DIM, BLOCK_SIZE, BLOCK_D,
-        )  # fmt: skip
+    if pages[0].dtype.element_ty == tl.float8e4nv and tl.float32 != DTYPE:
+        k, v = load_words(pages, key_pos, end, HEAD_DIM, BLOCK_SIZE, BLOCK_D)
     else:
-        k, v = load_keys(
-            keys, table, key_pos, end, cache_block_stride, cache_value_stride, cache_token_stride,
-            HEAD_DIM, BLOCK_SIZE, True, BLOCK_D, DTYPE,
-        )  # fmt: skip
+        k, v = load_keys(pages, key_pos, end, HEAD_DIM, BLOCK_SIZE, True, BLOCK_D, DTYPE)
     return k, v
 
 
@@ -459,15 +444,11 @@ def _attend_cached(
     held_k,
     held_v,
     held_pos,
-    keys,
-    table,
+    pages,
     start,
     end,
     window,
     score_scale,
-    cache_block_stride,
-    cache_value_stride,
-    cache_token_stride,
     HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
@@ -478,11 +459,10 @@ def _attend_cached(
 ):
     """Fold the held tile, if HOLDS, and the keys start .. end - 1, in one masked loop: a second one
     for the last tile would fill the pipeline a second time. See attend."""
-    if keys.dtype.element_ty == tl.float8e4nv and queries.dtype != tl.float32:
+    if pages[0].dtype.element_ty == tl.float8e4nv and queries.dtype != tl.float32:
         acc, row_sum, row_max = attend_fp8(
-            queries, q_pos, acc, row_sum, row_max, held_k, held_v, held_pos, keys, table,
+            queries, q_pos, acc, row_sum, row_max, held_k, held_v, held_pos, pages,
             start, end, window, score_scale,
-            cache_block_stride, cache_value_stride, cache_token_stride,
             HEAD_DIM, BLOCK_SIZE, HAS_WINDOW, SOFTCAP, HOLDS, BLOCK_N, BLOCK_D,
         )  # fmt: skip
     else:
@@ -492,8 +472,7 @@ def _attend_cached(
                 score_scale, HAS_WINDOW, SOFTCAP, True,
             )  # fmt: skip
         acc, row_sum, row_max = attend(
-            queries, q_pos, acc, row_sum, row_max, keys, table, start, end, window, score_scale,
-            cache_block_stride, cache_value_stride, cache_token_stride,
+            queries, q_pos, acc, row_sum, row_max, pages, start, end, window, score_scale,
             HEAD_DIM, BLOCK_SIZE, HAS_WINDOW, SOFTCAP, True, BLOCK_N, BLOCK_D,
         )  # fmt: skip
     return acc, row_sum, row_max
@@ -596,27 +575,23 @@ def _decode_kernel(
     inside = (row < GROUP)[:, None] & (dim < HEAD_DIM)[None, :]
     table = block_table + table_row * table_stride
     keys = kv_cache + kv_head * cache_head_stride
+    pages = keys, table, cache_block_stride, cache_value_stride, cache_token_stride
     key_scale, value_scale = head_scales(kv_scales, kv_head, NUM_Q_HEADS // GROUP)
     score_scale *= key_scale
     if ROTATES:
         # For the cached keys, treat the query as if at the position of the last one.
         num_keys, window = num_keys - 1, window - 1
     start, end = _keys_of_split(num_keys, window, split, num_splits, HAS_WINDOW, BLOCK_N)
-    unheld = start
-    held_k, held_v, held_pos = None, None, None
+    unheld, held_k, held_v, held_pos = start, None, None, None
     if HOLDS:
         # No kernel of this step writes these keys: they do not include the newest one.
         held_pos = start + tl.arange(0, BLOCK_N)
         held_k, held_v = _load_held(
-            keys, table, held_pos, end, cache_block_stride, cache_value_stride, cache_token_stride,
-            HEAD_DIM, BLOCK_SIZE, BLOCK_D, q.dtype.element_ty,
-        )  # fmt: skip
+            pages, held_pos, end, HEAD_DIM, BLOCK_SIZE, BLOCK_D, q.dtype.element_ty
+        )
         unheld += BLOCK_N
     if LANES != "":
-        _prefetch_keys(
-            keys, table, unheld, end, cache_block_stride, cache_value_stride, cache_token_stride,
-            HEAD_DIM, BLOCK_SIZE, BLOCK_N, LANES,
-        )  # fmt: skip
+        _prefetch_keys(pages, unheld, end, HEAD_DIM, BLOCK_SIZE, BLOCK_N, LANES)
     if ROTATES:
         turning = _load_turning(
             positions, token, num_tokens, rotary_table, norm_weights,
@@ -638,8 +613,7 @@ def _decode_kernel(
         has_newest = split == num_splits - 1
         queries, key, value = _turn_and_store(
             heads, head, inside, NUM_Q_HEADS + kv_head, q_head_stride, turning, eps,
-            keys, key_scale, value_scale, tl.load(slot_mapping + token).to(tl.int64), has_newest,
-            cache_block_stride, cache_value_stride, cache_token_stride,
+            pages, key_scale, value_scale, tl.load(slot_mapping + token).to(tl.int64), has_newest,
             NUM_Q_HEADS // GROUP, NORMED, HEAD_DIM, ROTARY_DIM, INTERLEAVED,
             BLOCK_SIZE, BLOCK_M, BLOCK_D,
         )  # fmt: skip
@@ -655,9 +629,8 @@ def _decode_kernel(
         )
     q_pos = tl.zeros([BLOCK_M], tl.int32) + (num_keys - 1)
     acc, row_sum, row_max = _attend_cached(
-        queries, q_pos, acc, row_sum, row_max, held_k, held_v, held_pos, keys, table,
+        queries, q_pos, acc, row_sum, row_max, held_k, held_v, held_pos, pages,
         unheld, end, window, score_scale,
-        cache_block_stride, cache_value_stride, cache_token_stride,
         HEAD_DIM, BLOCK_SIZE, HAS_WINDOW, SOFTCAP, HOLDS, BLOCK_N, BLOCK_D,
     )  # fmt: skip
     divisor = tl.where(row_sum == 0.0, 1.0, row_sum)

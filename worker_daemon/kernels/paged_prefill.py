@@ -173,21 +173,20 @@ def _prefill_kernel(
     if kv_scales is not None and queries.dtype != tl.float32:
         queries, score_scale = narrow(queries, score_scale)
     table = block_table + tl.load(seq_rows + seq).to(tl.int64) * table_stride
+    pages = keys, table, cache_block_stride, cache_value_stride, cache_token_stride
     if HAS_WINDOW:
         masked_from = tl.maximum(first_pos - window + 1, 0) // BLOCK_N * BLOCK_N
     else:
         # Every row of the tile sees the keys up to the first row's own.
         masked_from = (first_pos + 1) // BLOCK_N * BLOCK_N
         acc, row_sum, row_max = attend(
-            queries, first_pos + row // GROUP, acc, row_sum, row_max, keys, table,
+            queries, first_pos + row // GROUP, acc, row_sum, row_max, pages,
             0, masked_from, window, score_scale,
-            cache_block_stride, cache_value_stride, cache_token_stride,
             HEAD_DIM, BLOCK_SIZE, HAS_WINDOW, SOFTCAP, False, BLOCK_N, BLOCK_D,
         )  # fmt: skip
     acc, row_sum, row_max = attend(
-        queries, first_pos + row // GROUP, acc, row_sum, row_max, keys, table,
+        queries, first_pos + row // GROUP, acc, row_sum, row_max, pages,
         masked_from, end, window, score_scale,
-        cache_block_stride, cache_value_stride, cache_token_stride,
         HEAD_DIM, BLOCK_SIZE, HAS_WINDOW, SOFTCAP, True, BLOCK_N, BLOCK_D,
     )  # fmt: skip
     result = acc / tl.where(row_sum == 0.0, 1.0, row_sum)[:, None] * value_scale

@@ -42,6 +42,10 @@ LARGE_TILE_ROWS = 256
 """With a head dimension up to 128, the output of this many rows still fits eight warps'
 registers."""
 
+WIDE = 128
+"""Tiles with a larger padded head dimension have fewer keys or more warps, and so have those of
+this size with a window: they would spill dozens of registers in each loop."""
+
 MANY_QUERIES, MANY_KEYS = 4096, 12288
 """Sizes from which tiles over gathered keys have 128 query tokens instead of 64: they read keys
 half as often, which then matters more than spilled registers."""
@@ -106,19 +110,28 @@ def prefill_tile(
     head_dim: int,
     dtype: torch.dtype,
     limits: DeviceLimits,
+    *,
+    has_window: bool = False,
 ) -> Tile:
     """Return the tile for num_seqs sequences with num_tokens query tokens in total.
 
     Large tiles read keys less often. But they would be mostly empty if sequences have few tokens on
     average, and leave SMs idle if the batch is small. group_size is query heads per KV head.
+    has_window: all tiles are masked, which takes registers.
     """
     rows = max(MIN_DOT_ROWS, next_power_of_two(group_size))
+    width = padded_head_dim(head_dim)
+    have_few_rows = num_tokens * group_size <= FEW_ROWS_PER_SEQ * num_seqs
     large_tiles = num_tokens * group_size * num_kv_heads // LARGE_TILE_ROWS
     if dtype == torch.float32:
         wanted = _exact_tile(rows)
-    elif num_tokens * group_size <= FEW_ROWS_PER_SEQ * num_seqs:
+    elif have_few_rows and width > WIDE:
+        wanted = Tile(max(rows, 64), 32, num_warps=8, num_stages=5)
+    elif have_few_rows:
         wanted = Tile(max(rows, 64), 64, num_warps=4, num_stages=5)
-    elif large_tiles < 4 * limits.num_sms or padded_head_dim(head_dim) > 128:
+    elif has_window and width >= WIDE:
+        wanted = Tile(max(rows, 128), 64 * WIDE // width, num_warps=8, num_stages=3)
+    elif large_tiles < 4 * limits.num_sms or width > WIDE:
         wanted = Tile(max(rows, 128), 128, num_warps=8, num_stages=3)
     else:
         wanted = Tile(max(rows, LARGE_TILE_ROWS), 64, num_warps=8, num_stages=3)
@@ -171,10 +184,13 @@ def decode_tile(
     longest first, run equally well with both, or better with long tiles.
     """
     rows = max(MIN_DOT_ROWS, next_power_of_two(group_size))
+    sizes = _decode_tile_sizes(num_programs, keys_per_program, limits)
     if dtype == torch.float32:
         wanted = _exact_tile(rows)
+    elif padded_head_dim(head_dim) > WIDE:
+        wanted = _wide_decode_tile(rows, num_stages=sizes[2])
     else:
-        wanted = Tile(rows, *_decode_tile_sizes(num_programs, keys_per_program, limits))
+        wanted = Tile(rows, *sizes)
     return fit_tile(wanted, rows, head_dim, dtype, limits)
 
 
@@ -182,8 +198,19 @@ def split_tile(group_size: int, head_dim: int, dtype: torch.dtype, limits: Devic
     """Return the tile for decodes that are always split, whatever their number and context, so that
     one kernel serves all of them."""
     rows = max(MIN_DOT_ROWS, next_power_of_two(group_size))
-    wanted = _exact_tile(rows) if dtype == torch.float32 else Tile(rows, 128, 4, 3)
+    if dtype == torch.float32:
+        wanted = _exact_tile(rows)
+    elif padded_head_dim(head_dim) > WIDE:
+        wanted = _wide_decode_tile(rows, num_stages=3)
+    else:
+        wanted = Tile(rows, 128, 4, 3)
     return fit_tile(wanted, rows, head_dim, dtype, limits)
+
+
+def _wide_decode_tile(rows: int, num_stages: int) -> Tile:
+    """Return the tile of decodes with wide heads, on which neither the number of programs nor their
+    keys have a say, except by the pipeline."""
+    return Tile(rows, 64 if num_stages == 1 else 32, num_warps=4, num_stages=num_stages)
 
 
 def _decode_tile_sizes(

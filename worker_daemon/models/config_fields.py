@@ -47,18 +47,26 @@ resolved."""
 
 
 def decoder_config(fields: Fields, layers: Sequence[LayerSpec]) -> DecoderConfig:
-    """Return a decoder with these layers (at least one) and the parts that all families share."""
+    """Return a decoder with these layers (at least one) and the parts that all families share. A
+    window of the longest context or more is dropped: it would only cost time."""
+    longest = max_length(fields)
     return DecoderConfig(
         architecture=architecture_name(fields),
         vocab_size=fields.integer("vocab_size", maximum=_MAX_VOCAB),
         hidden_size=fields.integer("hidden_size", maximum=_MAX_WIDTH),
-        layers=tuple(layers),
+        layers=tuple(_without_idle_window(layer, longest) for layer in layers),
         final_norm=NormSpec("norm", norm_eps(fields)),
-        max_position_embeddings=max_length(fields),
+        max_position_embeddings=longest,
         tie_word_embeddings=fields.flag("tie_word_embeddings", False),
         dtype=_dtype(fields),
         eos_token_ids=fields.optional_integers("eos_token_id") or (),
     )
+
+
+def _without_idle_window(layer: LayerSpec, longest: int) -> LayerSpec:
+    window = layer.attention.sliding_window
+    is_idle = window is not None and window >= longest
+    return with_attention(layer, sliding_window=None) if is_idle else layer
 
 
 def dense_layer(

@@ -19,8 +19,10 @@ from worker_daemon.kernels.tiles import (
     padded_head_dim,
     prefill_tile,
     shared_bytes,
+    split_tile,
 )
 
+BF16 = torch.bfloat16
 H200 = DeviceLimits(num_sms=132, shared_memory_bytes=227 * 1024)
 CONSUMER = DeviceLimits(num_sms=40, shared_memory_bytes=99 * 1024)
 
@@ -36,6 +38,10 @@ def test_tiles_fit_and_hold_a_group(limits: DeviceLimits, dtype: torch.dtype) ->
         tiles += [
             prefill_tile(num_tokens, 8, 4, group_size, head_dim, dtype, limits)
             for num_tokens in (9, 128, 32768)
+        ]
+        tiles += [
+            prefill_tile(32768, 8, 4, group_size, head_dim, dtype, limits, has_window=True),
+            split_tile(group_size, head_dim, dtype, limits),
         ]
         for tile in tiles:
             assert tile.block_m >= group_size
@@ -71,6 +77,23 @@ def test_prefill_tiles_grow_with_the_tokens_of_a_sequence_and_with_the_batch() -
     assert rows(320, 64) == rows(2112, 65) == 64  # verification; decodes beside one prefill
     assert rows(512, 1) == rows(2048, 1) == 128
     assert rows(8192, 1) == rows(8192, 16) == 256
+
+
+def test_wide_heads_and_windows_have_tiles_that_leave_registers() -> None:
+    """Warps hold the sums of a tile's rows and, under a window's mask, a tile of values."""
+
+    def per_thread(tile: Tile, head_dim: int) -> tuple[float, float]:
+        threads = 32 * tile.num_warps
+        return tile.block_m * head_dim / threads, tile.block_n * head_dim / threads
+
+    for num_programs, num_keys in itertools.product((4, 200, 500, 4000), (100, 500, 9000)):
+        sums, values = per_thread(decode_tile(num_programs, num_keys, 2, 256, BF16, H200), 256)
+        assert sums <= 32
+        assert values <= 128
+    for head_dim, (num_tokens, num_seqs) in itertools.product((128, 256), ((512, 256), (8192, 9))):
+        tile = prefill_tile(num_tokens, num_seqs, 8, 2, head_dim, BF16, H200, has_window=True)
+        assert per_thread(tile, head_dim)[0] <= 128
+        assert per_thread(tile, head_dim)[1] <= 64
 
 
 def test_decode_tiles_are_long_while_the_device_has_room() -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 import transformers
 
-from worker_daemon.contracts.attention import AttentionMetadata
+from tests.support.paged_run import MAX_LEN, PagedRun
 from worker_daemon.distributed.tp import SingleRank
 from worker_daemon.layers.torch_attention import TorchPagedAttention
 from worker_daemon.layers.torch_ops import TorchOps
@@ -22,8 +22,6 @@ from worker_daemon.models.int4_order import load_orders
 from worker_daemon.models.partition import check_partition, partition_layers
 from worker_daemon.models.weights import load_weights
 
-MAX_LEN = 96
-BLOCK_SIZE = 4
 SIZES = {
     "vocab_size": 131,
     "hidden_size": 48,
@@ -143,68 +141,6 @@ def load_stages(
         load_weights(stage.parameters(), path, checkpoint_names(config), lambda progress: None)
         stages.append(stage)
     return stages
-
-
-class PagedRun:
-    """Runs stages over sequences that grow by chunks, with a shuffled block table."""
-
-    def __init__(self, stages, sequences, seed=0):
-        self.stages, self.sequences = stages, sequences
-        self.done = [0] * len(sequences)
-        blocks_each = -(-MAX_LEN // BLOCK_SIZE)
-        num_blocks = 1 + blocks_each * len(sequences)
-        order = np.random.default_rng(seed).permutation(num_blocks - 1) + 1
-        self.table = order.reshape(len(sequences), blocks_each).astype(np.int32)
-        self.caches = [
-            [
-                torch.full((num_blocks, 2, BLOCK_SIZE, s.num_kv_heads, s.head_dim), torch.nan)
-                for s in stage.kv_layer_specs
-            ]
-            for stage in stages
-        ]
-
-    def step(self, counts, num_padding=0):
-        """Runs counts[i] more tokens of sequence i; returns float32 logits of all real tokens."""
-        active = [i for i, count in enumerate(counts) if count]
-        positions = [np.arange(self.done[i], self.done[i] + counts[i]) for i in active]
-        ids = np.concatenate(
-            [np.asarray(self.sequences[i])[p] for i, p in zip(active, positions, strict=True)]
-        )
-        slots = np.concatenate(
-            [
-                self.table[i][p // BLOCK_SIZE] * BLOCK_SIZE + p % BLOCK_SIZE
-                for i, p in zip(active, positions, strict=True)
-            ]
-        )
-        for i in active:
-            self.done[i] += counts[i]
-        query_lens = np.array([counts[i] for i in active], dtype=np.int32)
-        seq_lens = np.array([self.done[i] for i in active], dtype=np.int32)
-        starts = np.concatenate(([0], np.cumsum(query_lens))).astype(np.int32)
-        metadata = AttentionMetadata(
-            query_start_loc=torch.from_numpy(starts),
-            seq_lens=torch.from_numpy(seq_lens),
-            block_table=torch.from_numpy(self.table),
-            seq_rows=torch.tensor(active, dtype=torch.int32),
-            seq_order=torch.arange(len(active), dtype=torch.int32),
-            slot_mapping=torch.from_numpy(np.pad(slots, (0, num_padding)).astype(np.int64)),
-            num_seqs=len(active),
-            max_query_len=int(query_lens.max()),
-            max_seq_len=int(seq_lens.max()),
-            query_lens_np=query_lens,
-            seq_lens_np=seq_lens,
-        )
-        flat = np.pad(np.concatenate(positions), (0, num_padding)).astype(np.int64)
-        hidden = self.stages[0].embed(torch.from_numpy(np.pad(ids, (0, num_padding))))
-        for stage, caches in zip(self.stages, self.caches, strict=True):
-            of_layers = [metadata] * len(stage.kv_layer_specs)
-            hidden = stage.forward(hidden, torch.from_numpy(flat), caches, of_layers)
-        return self.stages[-1].compute_logits(hidden[: len(ids)])
-
-    def prefill(self):
-        """Logits of each sequence, all in one step."""
-        logits = self.step([len(s) for s in self.sequences])
-        return logits.split([len(s) for s in self.sequences])
 
 
 @pytest.fixture

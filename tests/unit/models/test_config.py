@@ -70,6 +70,9 @@ def test_biases_and_norms_of_each_architecture(architecture, changes, qkv, o, ml
         ("Mistral", {}),
         ("Mistral", {"sliding_window": None}),
         ("Mistral", {"sliding_window": 9}),
+        ("Mistral", {"sliding_window": 9, "max_position_embeddings": 10}),
+        ("Mistral", {"sliding_window": 9, "max_position_embeddings": 9}),
+        ("Mistral", {"sliding_window": 9, "max_position_embeddings": 8}),
         ("Qwen2", {"sliding_window": 9}),
         ("Qwen2", {"sliding_window": 9, "use_sliding_window": True}),
         ("Qwen2", {"sliding_window": 9, "use_sliding_window": True, "max_window_layers": 0}),
@@ -90,7 +93,10 @@ def test_windows_and_head_dim_are_those_of_transformers(architecture, changes):
     types = getattr(hf, "layer_types", None) or ["sliding_attention"] * hf.num_hidden_layers
     expected = tuple(hf.sliding_window if t == "sliding_attention" else None for t in types)
     config = parse(architectures=[f"{architecture}ForCausalLM"], **changes)
-    assert config.layer_windows == expected
+    longest = hf.max_position_embeddings
+    assert config.layer_windows == tuple(
+        None if window is not None and window >= longest else window for window in expected
+    )
     assert config.head_dim == (getattr(hf, "head_dim", None) or 16)
 
 
