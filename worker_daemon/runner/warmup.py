@@ -53,7 +53,8 @@ def warm_up_steps(
     request: StepMessage, limits: StepLimits, heaviest: tuple[RequestExtension, ...] = ()
 ) -> Iterator[SyntheticStep]:
     """Yield a prefill and a decode of its rows, with no part and then with all of them, by the
-    extensions `heaviest`.
+    extensions `heaviest`; between them prefills with one part each. A part's kernels depend on the
+    dtype of the logits, which the parts before it may have changed.
 
     Each prefill frees the previous one's rows; the caller frees the last ones.
     """
@@ -66,12 +67,21 @@ def warm_up_steps(
             limits.max_num_batched_tokens // num_seqs,
         ),
     )
+    has_decode = limits.generates and length < min(limits.block_size, limits.max_model_len)
+
+    def prefill(extensions: tuple[RequestExtension, ...]) -> SyntheticStep:
+        return prefill_step(request, limits, [length] * num_seqs, extensions)
+
     least = _lightest(limits)
-    for extensions in dict.fromkeys((least, heaviest if limits.generates else least)):
-        steps = [prefill_step(request, limits, [length] * num_seqs, extensions)]
-        if limits.generates and length < limits.block_size and length < limits.max_model_len:
-            steps.append(_decode_step(request, num_seqs))
-        yield from (with_all_parts(step, limits) if extensions else step for step in steps)
+    yield prefill(least)
+    if has_decode:
+        yield _decode_step(request, num_seqs)
+    if limits.generates:
+        yield from (prefill((extension,)) for extension in heaviest)
+        yield with_all_parts(prefill(least), limits)
+        yield with_all_parts(prefill(heaviest), limits)
+        if has_decode:
+            yield with_all_parts(_decode_step(request, num_seqs), limits)
 
 
 def with_all_parts(step: SyntheticStep, limits: StepLimits) -> SyntheticStep:

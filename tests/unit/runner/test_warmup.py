@@ -64,7 +64,14 @@ def test_warm_up_decodes_where_a_second_token_fits():
         state.apply(s.message, s.arrays)
         for s in warm_up_steps(request, limits, state.parts.heaviest)
     ]
-    assert [bool(step.new_requests) for step in steps] == [True, False, True, False]
+    num_alone = len(state.parts.heaviest) + 1  # with the parts that act by an extension of the step
+    assert [bool(step.new_requests) for step in steps] == [
+        *(True, False),
+        *[True] * num_alone,
+        *(True, False),
+    ]
+    alone = [step.new_requests[0].extensions for step in steps[2 : 1 + num_alone]]
+    assert alone == [(extension,) for extension in state.parts.heaviest]
 
 
 def test_the_sweep_is_valid_and_reaches_every_order_of_magnitude():
