@@ -21,6 +21,7 @@ from worker_daemon.kernels.fp8_blocks import BlockTile, choose_block_tile, multi
 from worker_daemon.kernels.fp8_rows import BLOCK_ROWS, fp8_rows
 from worker_daemon.kernels.fp8_weights import dequantize
 from worker_daemon.kernels.linear import MAX_TILES
+from worker_daemon.kernels.tiles import DeviceLimits
 
 ROWS = "128,256,512,1024,2048,8192"
 HEAD_OUTPUTS = 60_000
@@ -103,10 +104,10 @@ def main() -> None:
     parser.add_argument("--rows", default=ROWS)
     parser.add_argument("--tiles", action="store_true")
     options = parser.parse_args()
-    num_sms = torch.cuda.get_device_properties(0).multi_processor_count
+    limits = DeviceLimits.of(torch.device("cuda"))
     shapes = [shape for shape in tuned_shapes() if shape[0] < HEAD_OUTPUTS]
     for shape, num_rows in product(shapes, map(int, options.rows.split(","))):
-        products, tile = Products(shape, num_rows), choose_block_tile(num_rows, shape, num_sms)
+        products, tile = Products(shape, num_rows), choose_block_tile(num_rows, shape, limits)
         error = products.error(tile)
         assert error < MAX_ERROR, (shape, num_rows, error)
         convert, ours = products.us(products.convert), products.us(products.multiply(tile))

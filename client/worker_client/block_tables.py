@@ -165,6 +165,7 @@ class BlockTables:
     def check(
         self,
         output: SchedulerOutput,
+        new: Sequence[NewRequest],
         ended: Sequence[int],
         slot_of: Mapping[str, int],
         slot_of_new: Mapping[str, int],
@@ -173,13 +174,13 @@ class BlockTables:
         """Check the blocks of a step, those of its new requests included; take none. Call
         count_appended() before.
 
-        ended: slots of the requests that end with the step. slot_of: of the requests before it.
+        new: the step's new requests. ended: slots of the requests that end with it. slot_of: of the
+        requests before it.
 
         Raises:
             InvalidSchedulerOutput: a block cannot be used as the step says.
         """
-        new = output.scheduled_new_reqs
-        by_group = self._read_step(output, slot_of, slot_of_new)
+        by_group = self._read_step(output, new, slot_of, slot_of_new)
         if not by_group:
             return NONE_CHECKED
         blocks = _joined(by_group)
@@ -238,11 +239,11 @@ class BlockTables:
     def _read_step(
         self,
         output: SchedulerOutput,
+        new: Sequence[NewRequest],
         slot_of: Mapping[str, int],
         slot_of_new: Mapping[str, int],
     ) -> list[GivenBlocks]:
         """Return all blocks of a step, group by group, not checked yet; empty if there are none."""
-        new = output.scheduled_new_reqs
         given: list[dict[str, Sequence[int]]] = [{each.req_id: each.block_ids for each in new}]
         for group in range(1, len(self._groups)):
             given.append({each.req_id: _of_group(each, group) for each in new})

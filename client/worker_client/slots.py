@@ -350,7 +350,7 @@ class SlotTable:
             if sampling.deferred:
                 self._deferred.check_room(len(slot_of), resync=self._must_resync)
         blocks = self._blocks.check(
-            output, ended, self._slot_of, slot_of_new, self._rows.num_computed
+            output, new, ended, self._slot_of, slot_of_new, self._rows.num_computed
         )
         return _Change(ended_ids, ended, slot_of_new, new, blocks, rows, total, sampling)
 

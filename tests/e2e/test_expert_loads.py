@@ -63,13 +63,21 @@ def expected(clear_prompts):
 
 
 def counts(group):
+    """Read until two statuses agree: one may have the last reading if the host is busy."""
+    found, before = read(group), None
+    while found != before:
+        found, before = read(group), found
+    return found
+
+
+def read(group):
     return {layer: own.tolist() for layer, own in loads_by_layer(group.get_status()).items()}
 
 
 def assert_counts(group, expected):
     """A status may have the last reading if the host is busy: the next one will do."""
     until = time.monotonic() + PATIENCE_S
-    while (found := counts(group)) != expected and time.monotonic() < until:
+    while (found := read(group)) != expected and time.monotonic() < until:
         time.sleep(0.05)
     assert found == expected
 
@@ -151,6 +159,7 @@ def run(*words):
 def test_the_commands_show_them(serve, model, requests, expected, tmp_path):
     with serve(model.path, max_model_len=64) as (group, loaded):
         generate(group, loaded, requests)
+        assert_counts(group, expected)
         endpoint = group.clients[0].endpoint.control
         text = run("status", "--endpoints", endpoint)
         (line,) = re.findall(r"^experts .*", text, re.MULTILINE)

@@ -23,6 +23,7 @@ from worker_daemon.kernels.fp8_rows import (
 from worker_daemon.kernels.fp8_weights import dequantize
 from worker_daemon.kernels.launch import has_dependent_launch
 from worker_daemon.kernels.ops import TritonOps
+from worker_daemon.kernels.tiles import DeviceLimits
 from worker_daemon.kernels.tuning import MatrixTile, VectorTile
 
 pytestmark = [
@@ -107,7 +108,7 @@ def test_blocks_against_the_same_arithmetic_in_fp64(
     bias = torch.randn(shape[0], device=device).to(dtype)
     expected = expected_product(block_rounded(x), matrix, bias)
     rows = fp8_rows(x, BLOCK_ROWS, pdl=pdl)
-    chosen = choose_block_tile(num_rows, shape, 132)
+    chosen = choose_block_tile(num_rows, shape, DeviceLimits.of(device))
     arrivals = torch.zeros(4096, dtype=torch.int32, device=device)
     for splits in {chosen.num_splits, 1, min(3, -(-shape[1] // 128))}:
         for _ in range(2):  # the counters are zero again

@@ -22,12 +22,15 @@ from worker_daemon.kernels.compile_ahead import launched
 from worker_daemon.kernels.fp8_rows import Fp8Rows
 from worker_daemon.kernels.launch import await_previous, launch_options, start_next
 from worker_daemon.kernels.linear import MAX_TILES, add_splits
+from worker_daemon.kernels.tiles import DeviceLimits
 
 _LEAST_STEPS: Final = 4
 """Fewest blocks of columns in a split."""
 _MAX_SPLITS: Final = 8
 _GROUP: Final = 8
 """Tiles of rows that run one after the other with the same weights, which stay in the L2 cache."""
+_RESERVED_BYTES: Final = 8 << 10
+"""Shared memory besides the tiles of x and W: a stage's scales, and barriers."""
 _BLOCK = tl.constexpr(FP8_BLOCK)
 
 
@@ -43,7 +46,7 @@ class BlockTile(NamedTuple):
     num_stages: int
 
 
-def choose_block_tile(num_rows: int, shape: tuple[int, ...], num_sms: int) -> BlockTile:
+def choose_block_tile(num_rows: int, shape: tuple[int, ...], limits: DeviceLimits) -> BlockTile:
     """Return the tile of a product of M rows with a matrix [O, I], by arithmetic on the sizes: a
     program for each SM, if the columns suffice. Equal for all M between two powers of two, so that
     the warm-up compiles every kernel."""
@@ -51,8 +54,9 @@ def choose_block_tile(num_rows: int, shape: tuple[int, ...], num_sms: int) -> Bl
     most_rows = max(128, triton.next_power_of_2(num_rows))
     num_tiles = most_rows // 128 * triton.cdiv(num_outputs, 128)
     num_steps = triton.cdiv(num_inputs, FP8_BLOCK)
-    splits = max(1, min(num_sms // num_tiles, num_steps // _LEAST_STEPS, _MAX_SPLITS))
-    return BlockTile(128, 128, splits if num_tiles <= MAX_TILES else 1, 8, 4)
+    splits = max(1, min(limits.num_sms // num_tiles, num_steps // _LEAST_STEPS, _MAX_SPLITS))
+    stages = min(4, (limits.shared_memory_bytes - _RESERVED_BYTES) // (2 * 128 * FP8_BLOCK))
+    return BlockTile(128, 128, splits if num_tiles <= MAX_TILES else 1, 8, stages)
 
 
 def multiply_blocks(

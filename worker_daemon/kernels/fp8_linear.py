@@ -88,7 +88,7 @@ class Fp8Linear:
         self._pdl = has_dependent_launch(device)
         self._has_fp8 = capability >= _LEAST_FP8
         self._has_scaled_mm = capability >= HOPPER
-        self._num_sms = DeviceLimits.of(device).num_sms
+        self._limits = DeviceLimits.of(device)
         self._tile = tile
         name = torch.cuda.get_device_name(device) if is_cuda else device.type
         self._tuning = load_tuning(f"{name} fp8")
@@ -169,7 +169,7 @@ class Fp8Linear:
         """Return the tile of a product of one row; None if there are more."""
         if x.shape[0] != 1 or not self._multiplies(x):
             return None
-        tile = self._tile or choose_row_tile(matrix.weight.shape, self._num_sms)
+        tile = self._tile or choose_row_tile(matrix.weight.shape, self._limits.num_sms)
         return tile if isinstance(tile, VectorTile) else None
 
     def _row_form(self, x: torch.Tensor, matrix: Fp8Matrix) -> RowForm | None:
@@ -228,14 +228,14 @@ class Fp8Linear:
         num_rows, shape = x.num_rows, matrix.weight.shape
         if x.scale.dim() == 2:
             y = torch.empty(num_rows, shape[0], dtype=dtype, device=x.values.device)
-            chosen = choose_block_tile(num_rows, shape, self._num_sms)
+            chosen = choose_block_tile(num_rows, shape, self._limits)
             multiply_blocks(y, x, matrix, bias, chosen, self._arrivals, pdl=self._pdl)
             return y
         if x.values.shape[0] > num_rows:
             y = torch.empty(num_rows, shape[0], dtype=dtype, device=x.values.device)
             tile = self._tile or self._tuning.tile(max(2, num_rows), *shape)
             if not isinstance(tile, MatrixTile):
-                tile = choose_tile(num_rows, shape, self._num_sms)
+                tile = choose_tile(num_rows, shape, self._limits.num_sms)
             launch_fp8_matrix(y, x, matrix, bias, tile, self._pdl, self._arrivals)
             return y
         y = torch._scaled_mm(

@@ -8,6 +8,7 @@ while the weights sleep.
 Shapes: L layers with experts of this stage, E experts of the model.
 """
 
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -35,6 +36,13 @@ class KnownLoads:
     has no layer with experts."""
     number: int = 0
     """The reading that they are from; later ones have higher numbers."""
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def publish(self, number: int, by_layer: Mapping[int, bytes]) -> None:
+        """Replace the counts, unless a later reading was published."""
+        with self._lock:
+            if number >= self.number:
+                self.number, self.by_layer = number, by_layer
 
     def get(self) -> Mapping[int, bytes]:
         """Return by_layer now."""
@@ -54,6 +62,10 @@ class ExpertLoads:
         """Number of readings so far, resets included."""
         self._host = self._all
         """The same on the host, page-locked: receives all readings."""
+        self._number = self._all
+        """int64 [1], on the device: the number of the last reading."""
+        self._copied = self._all
+        """int64 [1] on the host, page-locked: the number of the last reading that has arrived."""
         self._reading: torch.cuda.Stream | None = None
         """The stream of copies to the host; None on the CPU."""
 
@@ -77,10 +89,13 @@ class ExpertLoads:
             load.counts = counts
         is_cuda = device.type == "cuda" and bool(sizes)
         self._host = torch.zeros(sum(sizes), dtype=torch.int64, pin_memory=is_cuda)
+        self._number = torch.zeros(1, dtype=torch.int64, device=device)
+        self._copied = torch.zeros(1, dtype=torch.int64, pin_memory=is_cuda)
         self._reading = None
         if is_cuda:
             self._reading = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-            self._all.record_stream(self._reading)
+            for counters in (self._all, self._number):
+                counters.record_stream(self._reading)
             self._await_stream()
         self._publish_zeros()
 
@@ -102,29 +117,32 @@ class ExpertLoads:
 
     def start_reading(self) -> Callable[[], bool]:
         """Start to copy the counters to the host; they may include a part of the steps that still
-        run. Return a function that any thread may call: it returns False while the copy runs, and
-        then True, with `known` up to date."""
+        run. Return a function that any thread may call, and that asks the device nothing: it
+        returns False while the copy runs, and then True, with `known` up to date."""
         self._num_read += 1
         number = self._num_read
         if self._reading is None:
-            self._publish(number, self._all)
+            self.known.publish(number, _by_layer(self._all, self._sizes))
             return lambda: True
         with torch.cuda.stream(self._reading):
             self._host.copy_(self._all, non_blocking=True)
-            copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            copied.record(self._reading)
+            # After it in the stream, so that the counts are there when the number is.
+            self._number.fill_(number)
+            self._copied.copy_(self._number, non_blocking=True)
+        known, host, copied, layers = self.known, self._host, self._copied, self._sizes
 
         def has_arrived() -> bool:
-            if not copied.query():  # type: ignore[no-untyped-call]
+            if int(copied[0]) < number:
                 return False
-            self._publish(number, self._host)  # a later copy may run: its counts are larger
+            known.publish(number, _by_layer(host, layers))  # a later copy may run: it counts more
             return True
 
         return has_arrived
 
     def _publish_zeros(self) -> None:
         self._num_read += 1
-        self._publish(self._num_read, torch.zeros(self._all.shape, dtype=torch.int64))
+        zeros = torch.zeros(self._all.shape, dtype=torch.int64)
+        self.known.publish(self._num_read, _by_layer(zeros, self._sizes))
 
     def _await_stream(self) -> None:
         """Let later readings wait for what the current stream has queued: they must not see counts
@@ -132,14 +150,16 @@ class ExpertLoads:
         if self._reading is not None:
             self._reading.wait_stream(torch.cuda.current_stream(self._all.device))
 
-    def _publish(self, number: int, counts: Tensor) -> None:
-        """Publish counts int64 [L * E] on the host, unless a later reading was published."""
-        if number < self.known.number:
-            return
-        sizes = [load.counts.numel() for load in self._layers.values()]
-        parts = torch.split(counts, sizes)
-        self.known.number = number
-        self.known.by_layer = {
-            layer: part.numpy().astype("<i8").tobytes()
-            for layer, part in zip(self._layers, parts, strict=True)
-        }
+    @property
+    def _sizes(self) -> Mapping[int, int]:
+        """The number of experts of each layer."""
+        return {layer: load.counts.numel() for layer, load in self._layers.items()}
+
+
+def _by_layer(counts: Tensor, sizes: Mapping[int, int]) -> Mapping[int, bytes]:
+    """Return counts int64 [L * E] on the host as KnownLoads has them. sizes: E of each layer."""
+    parts = torch.split(counts, list(sizes.values()))
+    return {
+        layer: part.numpy().astype("<i8").tobytes()
+        for layer, part in zip(sizes, parts, strict=True)
+    }

@@ -11,6 +11,7 @@ from typing import Final, TypeVar
 
 from worker_daemon.errors import CheckpointError, ConfigError
 from worker_daemon.models.fields import Fields
+from worker_daemon.models.safetensors_file import full_name
 from worker_daemon.regular_file import read_whole
 
 CONFIG_NAME: Final = "adapter_config.json"
@@ -116,18 +117,20 @@ class _AdapterFields(Fields):
     def ranks(self, name: str) -> dict[str, int]:
         """Return ranks by module suffix."""
         patterns = self._patterns(name)
-        return {key: patterns.integer(key, maximum=_MAX_RANK) for key in self._keys(name)}
+        return {
+            _module_name(key): patterns.integer(key, maximum=_MAX_RANK) for key in self._keys(name)
+        }
 
     def alphas(self, name: str) -> dict[str, float]:
         """Return alphas by module suffix."""
         patterns = self._patterns(name)
-        return {key: patterns.number(key) for key in self._keys(name)}
+        return {_module_name(key): patterns.number(key) for key in self._keys(name)}
 
     def targets(self) -> tuple[str, ...] | None:
         """Return target_modules, if they are a list."""
         if isinstance(self._values.get("target_modules"), str):
             return None
-        return tuple(self.optional_texts("target_modules") or ())
+        return tuple(map(_module_name, self.optional_texts("target_modules") or ()))
 
     def _patterns(self, name: str) -> "_AdapterFields":
         return _AdapterFields(self.optional_object(name) or {}, f"{name}.")
@@ -154,6 +157,11 @@ def _refuse_unsupported(fields: _AdapterFields) -> None:
     if isinstance(init, str) and init.lower().startswith(_CHANGES_BASE):
         fix = "convert the adapter to plain LoRA, as PEFT can when it saves"
         raise fields.error("init_lora_weights", "changes the base model, and is refused", fix)
+
+
+def _module_name(name: str) -> str:
+    """Return the canonical name of a module, or of the end of its name."""
+    return full_name(f"{name}.weight").removesuffix(".weight")
 
 
 def _first_match(pattern: Mapping[str, _T], module: str, default: _T) -> _T:

@@ -79,10 +79,10 @@ def read_mxfp4(fields: Fields) -> IgnoredModules | None:
         raise config.error("quant_method", "is not supported for this model", fix)
     field = "modules_to_not_convert"
     listed = config.optional_texts(field) or []
-    patterns = [text for text in listed if _SPECIAL & set(text)]
+    patterns = [f"(?:{text}){_MODULE_END}" for text in listed if _SPECIAL & set(text)]
     _check_patterns(config, field, patterns)
     return IgnoredModules(
-        patterns=tuple(f"(?:{pattern}){_MODULE_END}" for pattern in patterns),
+        patterns=tuple(patterns),
         paths=tuple(text for text in listed if text and not _SPECIAL & set(text)),
     )
 

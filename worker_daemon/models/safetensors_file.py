@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -37,6 +37,7 @@ _OTHER_SIZES: Final = MappingProxyType(
     {"BOOL": 1, "I8": 1, "I16": 2, "U16": 2, "U32": 4, "I64": 8, "U64": 8}
 )
 """Bytes per element of dtypes that are not loaded. For others the size is not checked."""
+_T = TypeVar("_T")
 _BARE_NAMES: Final = ("embed_tokens.", "layers.", "norm.")
 _TEXT_TOWERS: Final = MappingProxyType(
     {
@@ -107,6 +108,20 @@ def full_name(name: str) -> str:
     return name if old is None else f"{stem}.{old}"
 
 
+def by_full_name(values: Mapping[str, _T]) -> dict[str, _T]:
+    """Return values by the canonical names of tensors. Raises MalformedError if two have one name,
+    or a name is too long."""
+    named: dict[str, _T] = {}
+    for name, value in values.items():
+        if len(name) > _MAX_NAME_CHARS:
+            raise MalformedError(f"the name {name[:80]!r}... is too long")
+        full = full_name(name)
+        if full in named:
+            raise MalformedError(f"it has {full} twice, once as {name}")
+        named[full] = value
+    return named
+
+
 class SafetensorsFile:
     """Owns the open file until close()."""
 
@@ -121,7 +136,7 @@ class SafetensorsFile:
         self._file = RegularFile(path)
         try:
             entries = _read_entries(self._file)
-            self.entries = {full_name(name): entry for name, entry in entries.items()}
+            self.entries = by_full_name(entries)
         except TruncatedError as error:
             self.close()
             raise MalformedError("it ends within its header") from error

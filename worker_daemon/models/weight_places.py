@@ -21,6 +21,7 @@ from worker_daemon.models.expert_tensors import StackedPart, stacked_part
 _MAX_NAMED = 8
 _PACKED = ("_blocks", "_scales")
 """Ends of the names of tensors in MXFP4."""
+_INPUT_SCALE = ".input_scale"
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +72,8 @@ class Places:
             ConfigError: a name is unknown or occurs twice, a shape or dtype is wrong, or a scale
                 comes with a matrix that is to be quantized.
         """
-        if len(set(manifest.names)) != len(manifest.names):
+        named = set(manifest.names)
+        if len(named) != len(manifest.names):
             twice = next(n for n in manifest.names if manifest.names.count(n) > 1)
             raise config_error("names", twice, "a tensor is named twice", "once")
         columns = zip(manifest.names, manifest.dtypes, manifest.shapes, strict=True)
@@ -91,10 +93,12 @@ class Places:
                 fix = "float8_e4m3fn, with its weight_scale" if spec.kind == "fp8" else "bfloat16"
                 problem = f"{name} is in another format in the model"
                 raise config_error("dtypes", str(dtype), problem, f"send it as {fix}")
-            if dtype != FP8 and name in self.scales and self.scales[name][0] in manifest.names:
+            computed = () if dtype == FP8 else self.scales.get(name, ())
+            sent = next((s for s in computed if s in named and not s.endswith(_INPUT_SCALE)), None)
+            if sent is not None:
                 problem = f"{name} is not in FP8, so its scale is computed here"
                 fix = "leave the scale out, or send both as the checkpoint has them"
-                raise config_error("names", self.scales[name][0], problem, fix)
+                raise config_error("names", sent, problem, fix)
 
     def check_complete(self, received: Collection[str]) -> None:
         """Check that every tensor that the model needs has arrived; the same on every rank.
@@ -151,10 +155,15 @@ class Places:
     def _suggestion(self, name: str) -> str:
         if name == "lm_head.weight":
             return "leave it out: the model shares the embedding"
-        stack = next((name.removesuffix(end) for end in _PACKED if name.endswith(end)), "")
+        stack = packed_tensor(name)
         if stack in self.specs:
             return f"send {stack} as {list(self.specs[stack].shape)}, in bfloat16"
         return f"names like {min(self.specs)}"
+
+
+def packed_tensor(name: str) -> str:
+    """Return the name of the tensor that a checkpoint has packed in this one; "" if it has none."""
+    return next((name.removesuffix(end) for end in _PACKED if name.endswith(end)), "")
 
 
 def checkpoint_places(stage: DecoderStage, config: DecoderConfig) -> Places:

@@ -31,7 +31,7 @@ from worker_daemon.models.safetensors_file import (
     Entry,
     MalformedError,
     SafetensorsFile,
-    full_name,
+    by_full_name,
     row_span,
 )
 from worker_daemon.models.staged import MAX_READERS, Extent, read_staged
@@ -440,7 +440,10 @@ def _read_index(path: Path) -> Mapping[str, Path]:
         if not isinstance(file, str) or not is_plain_name(file, (_SUFFIX,)):
             shown = f"{tensor[:80]!r} to {file!r:.80}"
             raise _broken(path, f"maps {shown}, which is not a plain file name ending in {_SUFFIX}")
-    return {full_name(tensor): path.parent / file for tensor, file in weight_map.items()}
+    try:
+        return by_full_name({tensor: path.parent / file for tensor, file in weight_map.items()})
+    except MalformedError as error:
+        raise _broken(path, str(error)) from error
 
 
 def _group_by_file(

@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 
 import msgspec
+import torch
 
 from rpc_schema.config import WorkerConfig, read_layer_partition
 from rpc_schema.kv_cache import (
@@ -415,7 +416,7 @@ def _measure(
             is_first_stage=state.is_first_stage,
             is_last_stage=state.is_last_stage,
             gathered_size=2 * num_kv_heads * decoder.head_dim if specs else 0,
-            dequantized_bytes=_dequantized_bytes(stage, decoder, resolved.dtype.itemsize),
+            dequantized_bytes=_dequantized_bytes(stage, decoder, resolved.dtype),
             load_bytes=stage.expert_loads.num_bytes,
         ),
     )
@@ -448,16 +449,17 @@ def _quantization_name(decoder: DecoderConfig) -> str | None:
     return "int4" if isinstance(decoder.quantization, Int4Quantization) else "fp8"
 
 
-def _dequantized_bytes(stage: DecoderStage, decoder: DecoderConfig, itemsize: int) -> int:
-    """Return the bytes of the largest matrix that a GPU dequantizes in steps of many rows
-    (kernels/fp8_linear.py, kernels/int4_linear.py)."""
-    quantization = decoder.quantization
+def _dequantized_bytes(stage: DecoderStage, decoder: DecoderConfig, dtype: torch.dtype) -> int:
+    """Return the bytes of the largest matrix that a Hopper GPU dequantizes in steps of many rows
+    (kernels/fp8_linear.py, kernels/int4_linear.py). dtype: the model's."""
+    quantization, itemsize = decoder.quantization, dtype.itemsize
     if isinstance(quantization, Int4Quantization):
         matrices = (each for each in stage.parameters() if isinstance(each, Int4Values))
         return max((each.num_values for each in matrices), default=0) * itemsize
-    if quantization is None or (
-        quantization.scales != "block" and quantization.activations != "none"
-    ):
+    if quantization is None:
+        return 0
+    multiplies = quantization.scales != "block" and quantization.activations != "none"
+    if multiplies and dtype == torch.bfloat16:
         return 0
     largest = max(
         (

@@ -26,6 +26,7 @@ from worker_daemon.kernels.fp8_rows import (
 )
 from worker_daemon.kernels.fp8_weights import dequantize
 from worker_daemon.kernels.ops import TritonOps
+from worker_daemon.kernels.tiles import DeviceLimits
 from worker_daemon.kernels.tuning import MatrixTile, Tile, VectorTile
 from worker_daemon.layers.torch_ops import TorchOps
 
@@ -116,10 +117,13 @@ def test_many_rows_with_scales_of_blocks(
 def test_chosen_block_tiles_split_while_the_device_has_room(
     num_rows: int, shape: tuple[int, int]
 ) -> None:
-    tile = choose_block_tile(num_rows, shape, 132)
+    tile = choose_block_tile(num_rows, shape, DeviceLimits(132, 227 * 1024))
     num_tiles = max(128, num_rows) // 128 * -(-shape[0] // 128)
     assert tile.num_splits * num_tiles <= max(132, num_tiles)
     assert 4 * tile.num_splits <= max(4, -(-shape[1] // 128))
+    assert tile.num_stages == 4
+    small = choose_block_tile(num_rows, shape, DeviceLimits(132, 99 * 1024))
+    assert small.num_stages == 2
 
 
 def test_rows_of_nothing() -> None:

@@ -38,7 +38,9 @@ class ExpertLoadReader:
         """Read the loads. Returns at once if there are none, or while the step thread is in
         something long, otherwise within LIMIT_S."""
         progress = self._progress
-        if not progress.snapshot.description.expert_loads():
+        snapshot = progress.snapshot
+        if snapshot.failure or not snapshot.description.expert_loads():
+            self._asked = None  # it may hold memory of a model that is gone
             return
         stamp = progress.stamp
         if not stamp.idle and stamp.age_ms(time.monotonic()) > 1000 * LIMIT_S:
@@ -46,11 +48,14 @@ class ExpertLoadReader:
         # A copy that has started may lack tokens of steps whose results the asker knows.
         if self._asked is None or self._asked.done():
             self._asked = self._ask()
+        asked = self._asked
         try:
             async with asyncio.timeout(LIMIT_S):
-                has_arrived = await asyncio.shield(asyncio.wrap_future(self._asked))
+                has_arrived = await asyncio.shield(asyncio.wrap_future(asked))
                 while not has_arrived():
                     await asyncio.sleep(_POLL_S)
+            if self._asked is asked:
+                self._asked = None
         except TimeoutError:
             return
         except Exception as error:  # the device was lost during the copy

@@ -24,7 +24,7 @@ from worker_daemon.distributed.transfer_group import (
 )
 from worker_daemon.errors import CapacityError, ConfigError, TransferError, config_error
 from worker_daemon.models.safetensors_file import full_name
-from worker_daemon.models.weight_places import Manifest
+from worker_daemon.models.weight_places import Manifest, packed_tensor
 from worker_daemon.models.weights import read_headers, read_parts, tensor_names
 from worker_daemon.worker.resolve import confine_directory
 
@@ -259,12 +259,14 @@ class DiskReader(TransferEngine):
             raise config_error("shapes", len(message.shapes), problem, fix)
         directory = confine_directory(source.model, self._roots)
         named = list(map(full_name, message.names))
-        names = named or sorted(tensor_names(directory).intersection(known))
+        held = () if named else sorted(tensor_names(directory))
+        # A packed tensor of the model's is kept, and refused later: updates do not unpack.
+        names = named or [each for each in held if each in known or packed_tensor(each) in known]
         headers = read_headers(directory, names)
         return Manifest(
-            tuple(headers),
-            tuple(header.dtype for header in headers.values()),
-            tuple(header.shape for header in headers.values()),
+            tuple(names),
+            tuple(headers[name].dtype for name in names),
+            tuple(headers[name].shape for name in names),
         )
 
     def receive(self, manifest: Manifest, source: wt.Source, place: Place) -> int:
