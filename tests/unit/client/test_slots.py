@@ -13,6 +13,7 @@ from tests.support.fake_daemon import bitmap
 from worker_client.errors import InvalidSchedulerOutput
 from worker_client.scheduler_output import NewRequest, SchedulerOutput
 from worker_client.slots import MAX_ADMITTED_TOKENS, SlotTable
+from worker_client.step_checks import GroupLimits
 
 IDS = {"epoch": 3, "link": 2}
 
@@ -346,6 +347,17 @@ def test_only_a_deferred_step_may_be_answered_in_part():
     for wrong in (reply(2, 0, 3), reply(2, 0, 65534), short, padded):
         with pytest.raises(BadFrameError):
             table.decode(deferred, wrong, [])
+
+
+def test_new_requests_may_come_from_a_generator():
+    table, worker = SlotTable(4, GroupLimits(64, 64, 1000, 8, 4)), NaiveWorker()
+    new = [new_request("a", 3, blocks=[1]), new_request("b", 2, blocks=[2])]
+    counts = {"a": 3, "b": 2}
+    given = SchedulerOutput(counts, scheduled_new_reqs=(request for request in new))
+    worker.apply(table.encode(given, **IDS, seq=1).frames)
+    other = SchedulerOutput({"c": 1}, scheduled_new_reqs=[new_request("c", 1, blocks=[2])])
+    with pytest.raises(InvalidSchedulerOutput, match="'b'"):
+        table.encode(other, **IDS, seq=2)
 
 
 def test_refused_tokens_lower_the_bounds_of_the_request_that_refused_them():

@@ -11,7 +11,9 @@ from safetensors.torch import load_file, save_file
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from transformers.models.gpt_oss import modeling_gpt_oss
 
+from rpc_schema.weight_transfer import DiskSource, UpdateWeights
 from tests.support.quantized_mxfp4 import to_mxfp4
+from tests.support.quantized_stages import build
 from worker_daemon.distributed.tp import SingleRank
 from worker_daemon.errors import CheckpointError, ConfigError
 from worker_daemon.layers.attention import NullAttention
@@ -30,6 +32,7 @@ from worker_daemon.models.weights import (
     read_headers,
     read_parts,
 )
+from worker_daemon.worker.weight_transfer.engines import DiskReader
 
 ARCHITECTURE = "GptOssForCausalLM"
 FIELDS = {
@@ -311,6 +314,19 @@ def test_tensors_that_do_not_fit_are_named(made, name, tensor, problem):
     assert name in str(caught.value)
 
 
+def test_packed_experts_in_an_update_without_names_are_refused(made):
+    """Otherwise a partial update would leave out all experts, and say nothing."""
+    to_mxfp4(made.path)
+    root = made.path.parent
+    places = checkpoint_places(build(made.path), read_model_config(made.path))
+    source = DiskSource(model=str(made.path))
+    message = UpdateWeights(seq=1, epoch=1, link=1, names=(), source=source)
+    manifest = DiskReader([root], torch.device("cpu")).describe(message, None, places.specs)
+    with pytest.raises(ConfigError, match="_blocks") as caught:
+        places.check(manifest)
+    assert "in bfloat16" in caught.value.fix
+
+
 def test_blocks_without_a_quantization_config_are_refused(made):
     to_mxfp4(made.path)
     path = made.path / "config.json"
@@ -344,6 +360,10 @@ MXFP4 = {"quant_method": "mxfp4"}
         ),
         (
             {"quantization_config": {**MXFP4, "modules_to_not_convert": ["a.(*"]}},
+            "quantization_config.modules_to_not_convert",
+        ),
+        (
+            {"quantization_config": {**MXFP4, "modules_to_not_convert": ["(?i)a.*"]}},
             "quantization_config.modules_to_not_convert",
         ),
         ({"quantization_config": MXFP4, "intermediate_size": 80}, "intermediate_size"),

@@ -273,6 +273,7 @@ def write(path: Path, header: object, data: int = 16, length: int | None = None)
         {"a": tensor(0, 16, more=1)},
         {"a": [0, 16]},
         {"a" * 5000: tensor(0, 16)},
+        {"layers.0.a": tensor(0, 8, shape=[2]), "model.layers.0.a": tensor(8, 16, shape=[2])},
         {},
         [],
         b"",

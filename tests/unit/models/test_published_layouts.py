@@ -1,6 +1,7 @@
 """Weights in the layout of published checkpoints: names, shards, tensors that no model reads, and
 the ways in and out of a loaded model by these names."""
 
+import json
 import os
 import re
 
@@ -239,11 +240,22 @@ def test_an_adapter_of_the_whole_model_is_read(tmp_path):
     """PEFT names its matrices by the places of the layers in transformers' model."""
     model = saved(tmp_path / "model", GEMMA3)
     targets = r".*language_model.*\.(q_proj|down_proj)"
-    adapted = get_peft_model(model, LoraConfig(r=2, target_modules=targets))
+    adapted = get_peft_model(
+        model, LoraConfig(r=2, target_modules=targets, init_lora_weights=False)
+    )
     adapted.save_pretrained(tmp_path / "adapter", save_embedding_layers=False)
     stored = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
     assert any(".language_model.layers.0." in name for name in stored)
     layout = AdapterLayout(1, 2)
     whole_model(read_model_config(tmp_path / "model"), SingleRank(), torch.float32, layout)
     files = AdapterFormat(layout, layout.shapes, torch.float32, pinned=False)
-    assert files.read(tmp_path / "adapter").rank == 2
+    plain = files.read(tmp_path / "adapter")
+    assert plain.rank == 2
+    # Patterns and targets have the same names as tensors.
+    path = tmp_path / "adapter" / "adapter_config.json"
+    config = json.loads(path.read_text())
+    module = "language_model.layers.0.self_attn.q_proj"
+    config["target_modules"] = [module, "down_proj", "q_proj"]
+    config["alpha_pattern"] = {module: 3 * config["lora_alpha"]}
+    path.write_text(json.dumps(config))
+    assert not torch.equal(files.read(tmp_path / "adapter").weights, plain.weights)

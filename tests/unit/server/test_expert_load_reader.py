@@ -79,6 +79,13 @@ def test_nothing_is_read_without_experts():
     assert not bench.posted
 
 
+def test_nothing_is_asked_after_a_failure():
+    bench = Bench()
+    bench.progress.snapshot = replace(bench.progress.snapshot, failure="the device was lost")
+    asyncio.run(bench.refresh())
+    assert not bench.posted
+
+
 def test_a_busy_step_thread_has_one_question_and_no_status_waits_for_it():
     async def ask():
         bench = Bench(is_free=False)
