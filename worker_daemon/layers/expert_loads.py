@@ -1,5 +1,4 @@
-"""Counters of the tokens that each expert of a stage's layers has computed, for a rebalancing of
-experts.
+"""Counts the tokens routed to each expert of a stage's layers, so that experts can be rebalanced.
 
 A counter is a model buffer rather than a weight: steps add to it on the device, weight updates and
 sleep at any level keep it. Its memory is torch's own, a few KiB for a layer, so that it can be read
@@ -21,7 +20,7 @@ class LayerLoad:
     """The counters of one layer."""
 
     counts: Tensor
-    """int64 [E], on the device: the tokens that chose each expert, padding excluded. A view, which
+    """int64 [E], on the device: the tokens routed to each expert, padding excluded. A view, which
     moves only when ExpertLoads.allocate is called."""
 
 
@@ -42,11 +41,13 @@ class KnownLoads:
 
 
 class ExpertLoads:
-    """The counters of all layers of a stage. Used on the step thread; freed with the stage."""
+    """The counters of all layers of a stage. Used on the step thread, except `known` and the
+    function that start_reading returns; freed with the stage."""
 
     def __init__(self) -> None:
         self.known = KnownLoads()
-        """Brought up to date by start_reading."""
+        """Updated by allocate, reset and readings: by start_reading itself on the CPU, otherwise by
+        the function that it returns."""
         self._layers: dict[int, LayerLoad] = {}
         self._all = torch.zeros(0, dtype=torch.int64)
         """int64, on the device: the counters of all layers, one layer after another."""
@@ -54,8 +55,8 @@ class ExpertLoads:
         """Number of readings so far, resets included."""
         self._host = self._all
         """The same on the host, page-locked: receives all readings."""
-        self._reading: torch.cuda.Stream | None = None
-        """The stream of copies to the host; None on the CPU."""
+        self._copy_stream: torch.cuda.Stream | None = None
+        """The stream that copies counters to the host; None on the CPU."""
 
     def add(self, layer: int, num_experts: int) -> LayerLoad:
         """Return the counters of another layer, without memory before allocate."""
@@ -77,10 +78,10 @@ class ExpertLoads:
             load.counts = counts
         is_cuda = device.type == "cuda" and bool(sizes)
         self._host = torch.zeros(sum(sizes), dtype=torch.int64, pin_memory=is_cuda)
-        self._reading = None
+        self._copy_stream = None
         if is_cuda:
-            self._reading = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-            self._all.record_stream(self._reading)
+            self._copy_stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+            self._all.record_stream(self._copy_stream)
             self._await_stream()
         self._publish_zeros()
 
@@ -106,13 +107,13 @@ class ExpertLoads:
         then True, with `known` up to date."""
         self._num_read += 1
         number = self._num_read
-        if self._reading is None:
+        if self._copy_stream is None:
             self._publish(number, self._all)
             return lambda: True
-        with torch.cuda.stream(self._reading):
+        with torch.cuda.stream(self._copy_stream):
             self._host.copy_(self._all, non_blocking=True)
             copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            copied.record(self._reading)
+            copied.record(self._copy_stream)
 
         def has_arrived() -> bool:
             if not copied.query():  # type: ignore[no-untyped-call]
@@ -129,8 +130,8 @@ class ExpertLoads:
     def _await_stream(self) -> None:
         """Let later readings wait for what the current stream has queued: they must not see counts
         that are about to be replaced."""
-        if self._reading is not None:
-            self._reading.wait_stream(torch.cuda.current_stream(self._all.device))
+        if self._copy_stream is not None:
+            self._copy_stream.wait_stream(torch.cuda.current_stream(self._all.device))
 
     def _publish(self, number: int, counts: Tensor) -> None:
         """Publish counts int64 [L * E] on the host, unless a later reading was published."""

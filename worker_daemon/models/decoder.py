@@ -58,7 +58,7 @@ class DecoderLayer:
         self._attention = AttentionBlock(prefix, attention, setup)
         self._mlp: MLPBlock | ExpertsBlock
         if isinstance(mlp, ExpertsSpec):
-            load = setup.loads.add(index, mlp.num_experts)
+            load = setup.expert_loads.add(index, mlp.num_experts)
             self._mlp = ExpertsBlock(prefix, mlp, setup, load)
         else:
             self._mlp = MLPBlock(prefix, mlp, setup)
@@ -320,7 +320,7 @@ class DecoderStage:
     @property
     def expert_loads(self) -> ExpertLoads:
         """The counters of the local layers with experts: buffers, like the rotary tables."""
-        return self._setup.loads
+        return self._setup.expert_loads
 
     @property
     def num_layers(self) -> int:
@@ -393,7 +393,7 @@ def build_stage(
         pooler = Pooler(final_norm, config.pooler, replace(setup, quantization=None))
         end = StageEnd(final_norm, lm_head, pooler)
     made = [_make_layer(index, config.layers[index], setup) for index in layers]
-    setup.loads.allocate(device)
+    setup.expert_loads.allocate(device)
     ropes = distinct_ropes(config.layers[index] for index in layers)
     return DecoderStage(
         made,
