@@ -5,7 +5,7 @@ so that no weight is converted. Up to 64 rows are bound by reading the weights. 
 two FP8 terms (fp8_rows.py), which makes the products as exact as those of inputs in bf16. More rows
 are rounded to one term, if the checkpoint permits it: with block scales if the weights have them
 (fp8_blocks.py), otherwise with a scale for each row for torch's FP8 GEMM, if the device has it.
-Otherwise weights are dequantized first (fp8_weights.py).
+If neither is possible, weights are dequantized first (fp8_weights.py).
 
 Letters: y[M, O] = x[M, I] W[O, I]^T + bias.
 """

@@ -274,7 +274,8 @@ class DecoderStage:
         return _views(each.parameter for each in self.kv_scales)
 
     def loaded_names(self) -> frozenset[str]:
-        """Return the names of the tensors that this rank reads, without packed forms."""
+        """Return the names of the tensors that this rank reads; a matrix that files have packed
+        counts under its unpacked name."""
         return frozenset(
             piece.name for parameter in self.parameters() for piece in parameter.loaded_pieces
         )
@@ -433,8 +434,9 @@ def checkpoint_tensors(config: DecoderConfig) -> dict[str, TensorSpec]:
 
 
 def unpacked_tensors(config: DecoderConfig) -> dict[str, TensorSpec]:
-    """Return all tensors of the model, those that files have in a packed form without it. Raises
-    ConfigError as build_stage does."""
+    """Return all tensors of the model as if unpacked: a matrix that files have in MXFP4 has its own
+    name and shape, instead of those of its blocks and scales. Raises ConfigError as build_stage
+    does."""
     return {piece.name: piece.spec for piece in _loaded_pieces(config)}
 
 

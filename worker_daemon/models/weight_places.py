@@ -154,7 +154,7 @@ class Places:
         stack = next((name.removesuffix(end) for end in _PACKED if name.endswith(end)), "")
         if stack in self.specs:
             return f"send {stack} as {list(self.specs[stack].shape)}, in bfloat16"
-        return f"names like {min(self.specs)}"
+        return f"use names like {min(self.specs)}"
 
 
 def checkpoint_places(stage: DecoderStage, config: DecoderConfig) -> Places:
