@@ -31,7 +31,8 @@ class ExpertLoadReader:
     """Sends a command to the step thread."""
     _progress: Progress
     _asked: "Future[HasArrived] | None" = field(default=None, init=False)
-    """The last question; done once the copy has started. At most one waits for the step thread."""
+    """The last read request; done once the copy has started. At most one waits for the step
+    thread."""
 
     async def refresh(self) -> None:
         """Read the loads. Returns at once if the model has none, or if the step thread has been in
