@@ -363,7 +363,7 @@ def test_blocks_that_others_read_are_not_written_to():
         NewRequest("f", np.arange(6, dtype=np.int32), 6, 4, [9, 11]),
     ]
     step = SchedulerOutput({"e": 6, "f": 2}, scheduled_new_reqs=twice)
-    with pytest.raises(InvalidSchedulerOutput, match="that are full"):
+    with pytest.raises(InvalidSchedulerOutput, match="this step is the one that fills it"):
         table.encode(step, epoch=1, link=1, seq=5)
 
 
