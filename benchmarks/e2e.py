@@ -65,14 +65,14 @@ def slowest_reply_us(result: dict[str, Any]) -> float:
 
 
 def chosen_experts(result: dict[str, Any]) -> str:
-    """Return the experts that a layer's tokens chose, and their balance, as text; empty for a model
-    without experts."""
+    """Return the number of experts that a layer's tokens were routed to, and their balance, as
+    text; empty for a model without experts."""
     if "experts" not in result:
         return ""
     figures = result["experts"]
     return (
         f"  distinct experts {figures['distinct']:.1f} of {figures['num_experts']:.0f} a layer, "
-        f"busiest over average {figures['imbalance']:.2f}"
+        f"busiest over mean {figures['imbalance']:.2f}"
     )
 
 

@@ -2,9 +2,10 @@
 benchmarks.fp8_block_kernels [--rows M,M...] [--tiles]`.
 
 For each shape of the models and each M: our kernel with its conversion of the inputs, dequantizing
-the weights, and torch's product in bf16 with the weights dequantized before and at each use. Each
-in a CUDA graph over cold weights. The row count up to which ours is the fastest belongs into
-kernels/fp8_linear.py. With --tiles, the product alone with each candidate tile.
+the weights, and torch's bf16 product, once with weights dequantized beforehand and once with
+weights dequantized for each product. Each runs in a CUDA graph over cold weights. Set
+fp8_linear.py's _MOST_BLOCK_ROWS to the largest M at which ours is the fastest. With --tiles, the
+product alone with each candidate tile.
 """
 
 import argparse
@@ -18,7 +19,7 @@ from benchmarks.linear_kernels import COLD_BYTES, DTYPE, graph_us, relative_erro
 from worker_daemon.contracts.fp8 import FP8, FP8_BLOCK, FP8_MAX
 from worker_daemon.contracts.layer_ops import Fp8Matrix
 from worker_daemon.kernels.fp8_blocks import BlockTile, choose_block_tile, multiply_blocks
-from worker_daemon.kernels.fp8_rows import BLOCK_ROWS, fp8_rows
+from worker_daemon.kernels.fp8_rows import BLOCK_SCALED_ROWS, fp8_rows
 from worker_daemon.kernels.fp8_weights import dequantize
 from worker_daemon.kernels.linear import MAX_TILES
 from worker_daemon.kernels.tiles import DeviceLimits
@@ -28,7 +29,7 @@ HEAD_OUTPUTS = 60_000
 """Matrices with as many rows are LM heads, which stay in bf16."""
 REPEATS = 7
 MAX_ERROR = 0.06
-"""Inputs are rounded to FP8."""
+"""Bound on the relative error of a product whose inputs are rounded to FP8."""
 
 Shape = tuple[int, int]
 
@@ -45,7 +46,7 @@ class Products:
         self._plain = [each.dequantized(DTYPE) for each in self._matrices]
         self._x = torch.randn(num_rows, shape[1], device="cuda").to(DTYPE)
         self._y = torch.empty(num_rows, shape[0], dtype=DTYPE, device="cuda")
-        self._rows = fp8_rows(self._x, BLOCK_ROWS, pdl=True)
+        self._rows = fp8_rows(self._x, BLOCK_SCALED_ROWS, pdl=True)
         self._arrivals = torch.zeros(MAX_TILES, dtype=torch.int32, device="cuda")
 
     def us(self, run: Callable[[int], object]) -> float:
@@ -60,10 +61,11 @@ class Products:
 
     def convert(self, _: int) -> None:
         """Convert the inputs."""
-        fp8_rows(self._x, BLOCK_ROWS, pdl=True)
+        fp8_rows(self._x, BLOCK_SCALED_ROWS, pdl=True)
 
     def multiply(self, tile: BlockTile) -> Callable[[int], None]:
-        """Return our product of inputs that are converted."""
+        """Return a function that computes our product with matrix `index`, inputs already
+        converted."""
 
         def run(index: int) -> None:
             matrix = self._matrices[index]
@@ -115,7 +117,7 @@ def main() -> None:
         both = products.us(products.both)
         print(
             f"{shape} M={num_rows}: ours {ours:.1f} + {convert:.1f} us, dequantize {widen:.1f}, "
-            f"bf16 {plain:.1f}, both {both:.1f}",
+            f"bf16 {plain:.1f}, dequantize + bf16 {both:.1f}",
             flush=True,
         )
         for other in candidates(tile) if options.tiles else ():

@@ -155,15 +155,15 @@ class GpuLoad(Value, frozen=True, kw_only=True):
 
 
 class ExpertLoad(Value, frozen=True, kw_only=True):
-    """Tokens that chose each expert of a layer since the model was loaded; never less than before,
-    unless weights of another checkpoint are loaded. Padding, warm-up and dummy steps do not count;
-    tokens that are computed again count again. Ranks of a stage count all experts, those of other
-    ranks included."""
+    """Tokens routed to each expert of a layer since the model was loaded. Counts only grow, until
+    weights of another checkpoint are loaded. Padding, warm-up and dummy steps do not count; tokens
+    that are computed again count again. Every rank of a stage counts all experts, including those
+    that other ranks hold."""
 
     layer: Count
     """Layer of the model."""
     counts: Annotated[bytes, Meta(max_length=8 * _MAX_EXPERTS)]
-    """Little-endian uint64 for each expert."""
+    """Little-endian int64 [E], one count for each expert."""
 
 
 class Status(Value, frozen=True, kw_only=True):
@@ -227,8 +227,8 @@ class Status(Value, frozen=True, kw_only=True):
     upload_bytes: Unsigned = 0
     """Host memory for the attached driver's uploads; unfinished ones count in full."""
     expert_loads: tuple[ExpertLoad, ...] = ()
-    """One for each layer with experts of this stage: as of GetStatus or, if the daemon was in a
-    long operation or step, as of an earlier one."""
+    """One entry for each layer with experts of this stage. They are as of this GetStatus, or as of
+    an earlier one if the step thread did not answer in time."""
 
 
 class CommitAttachReply(ControlReply, frozen=True, tag=3, kw_only=True):

@@ -43,7 +43,7 @@ class GivenBlocks(Struct, frozen=True, gc=False):
     groups: bytes
     """A column of uint8: the KV group of each block; empty: the first group."""
     rows: bytes
-    """Request and group together: a column of rows (block_holders.py)."""
+    """A column of rows (slot and KV group in one number: see block_holders.py)."""
     ids: bytes
     """A column of int32."""
     listed: Sequence[int]
@@ -92,8 +92,9 @@ class BlockTables:
         return lengths
 
     def take_free(self, output: SchedulerOutput, slot_of: Mapping[str, int]) -> GivenBlocks | None:
-        """Take the blocks of running requests for a step. Nearly always each request gets one
-        block, and all of them are free; otherwise take nothing and return None: see take."""
+        """Take one free block for each running request that gets any. In the rare step that gives
+        several to a request, or one that is not known to be free, take nothing and return None:
+        call take() instead."""
         if not output.more_new_block_ids:
             if not output.new_block_ids:
                 return NO_BLOCKS
@@ -343,7 +344,7 @@ class BlockTables:
             raise wrong_block(request.req_id, listed, fix)
         both = own & filled
         if both:
-            fix = "begin with blocks that are full: from the step after the one that fills them"
+            fix = "begin with this block in a later step: this step is the one that fills it"
             raise wrong_block(request.req_id, min(both), fix)
 
     def _check_contents(self, holders: BlockHolders, request: NewRequest) -> None:
@@ -366,12 +367,12 @@ class BlockTables:
             everybody = chain.from_iterable(slot_of.items() for slot_of in slots_of)
             names = {slot: req_id for req_id, slot in everybody}
             slot = int(np.frombuffer(blocks.slots, _UINT16)[taken.index])
-            block_id, who = blocks.listed[taken.index], "others read it"
+            block_id, who = blocks.listed[taken.index], "another request reads it"
             if not 1 <= block_id < self._limits.num_blocks:
                 raise self._outside(names[slot], block_id) from None
             if taken.row is not None:
                 who = f"request {names[taken.row % self._num_slots]!r} writes to it"
-            fix = f"give a block that no request holds: {who} until it is finished"
+            fix = f"give a block that no other request uses: {who} until it finishes"
             raise wrong_block(names[slot], block_id, fix) from None
 
     def _outside(self, req_id: str, block_id: object) -> InvalidSchedulerOutput:

@@ -20,10 +20,10 @@ class DeferredSampling:
 
     def check_room(self, num_sampling: int, *, resync: bool) -> None:
         """Check that the workers have memory for the logits of a step that defers: one row for each
-        slot. resync: the step is sent in full, and frees what earlier ones hold.
+        slot. resync: the step is sent in full; workers then drop the logits of earlier steps.
 
         Raises:
-            InvalidSchedulerOutput: they do not.
+            InvalidSchedulerOutput: there is no room.
         """
         held = 0 if resync else sum(self._held.values())
         if held + num_sampling > self._num_slots:
@@ -40,10 +40,10 @@ class DeferredSampling:
     def check_sampled(
         self, scheduled: Iterable[int], ended: Collection[int], slot_of: Mapping[str, int]
     ) -> None:
-        """Check that the scheduled slots do not wait, unless their requests end.
+        """Check that no scheduled slot waits for its sampling, unless its request ends.
 
         Raises:
-            InvalidSchedulerOutput: one does.
+            InvalidSchedulerOutput: a scheduled slot waits.
         """
         waiting = self.slots.intersection(scheduled).difference(ended)
         if waiting:

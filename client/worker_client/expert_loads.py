@@ -1,5 +1,4 @@
-"""The experts' loads in the daemons' statuses: counts by layer, and figures of their balance.
-Pure."""
+"""The expert loads in the daemons' statuses: counts by layer, and figures of their balance."""
 
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple, TypeAlias
@@ -10,13 +9,14 @@ import numpy.typing as npt
 from rpc_schema.lifecycle import Status
 
 Counts: TypeAlias = npt.NDArray[np.int64]
-"""[E]: the tokens that chose each expert of a layer."""
+"""[E]: the tokens routed to each expert of a layer."""
 LoadsByLayer: TypeAlias = Mapping[int, Counts]
 
 
 def loads_by_layer(statuses: Iterable[Status]) -> dict[int, Counts]:
     """Return the counts of all layers that the daemons have, in the order of layers; empty for a
-    model without experts. Ranks of one stage count alike: the first one's counts are used."""
+    model without experts. Ranks of one stage have equal counts; the first status that has a layer
+    is used."""
     found: dict[int, Counts] = {}
     for status in statuses:
         for load in status.expert_loads:
@@ -25,8 +25,8 @@ def loads_by_layer(statuses: Iterable[Status]) -> dict[int, Counts]:
 
 
 def loads_since(before: LoadsByLayer, after: LoadsByLayer) -> dict[int, Counts]:
-    """Return the tokens between two readings. A layer whose counters began anew counts from
-    there."""
+    """Return the tokens counted between two readings, by layer. If a layer's counters were reset in
+    between, its second reading is returned."""
     return {
         layer: counts - before[layer]
         if layer in before and (counts >= before[layer]).all()
@@ -36,24 +36,24 @@ def loads_since(before: LoadsByLayer, after: LoadsByLayer) -> dict[int, Counts]:
 
 
 def imbalance(counts: Counts) -> float:
-    """Return the tokens of the busiest expert over those of an average one: 1 if all have as many,
-    0 without tokens."""
+    """Return the tokens of the busiest expert over the mean of all experts: 1 if they have equal
+    counts, 0 if no token was routed."""
     return float(counts.max() / counts.mean()) if counts.any() else 0.0
 
 
 class LoadFigures(NamedTuple):
-    """The balance of all layers."""
+    """Figures of the expert balance of a model."""
 
     num_layers: int
     """Layers with experts."""
     num_experts: float
     """Experts of a layer, on average."""
     distinct: float
-    """Experts of a layer that at least one token chose, on average."""
+    """Experts of a layer that at least one token was routed to, on average."""
     imbalance: float
     """See imbalance(); on average over the layers."""
     worst_imbalance: float
-    """That of the least balanced layer."""
+    """The largest imbalance() of a layer."""
 
 
 def load_figures(loads: LoadsByLayer) -> LoadFigures | None:

@@ -25,9 +25,9 @@ class ScheduledRows(NamedTuple):
     num_tokens: Int32s
     samples: NDArray[np.bool_]
     sampling_ids: Sequence[str]
-    """Requests of those that sample."""
+    """Ids of the requests whose rows sample, in the order of slots."""
     pooled: Mapping[int, str]
-    """Requests that end with an output of the step, by slot."""
+    """By slot, the ids of the requests whose pooled output the step computes."""
 
 
 class SentCounts:
@@ -46,7 +46,7 @@ class SentCounts:
         """By slot, the number of refused tokens that the workers' counts still include."""
 
     def can_decode(self, slots: Int32s) -> bool:
-        """Return True if all of these rows are at their last token and sample."""
+        """Return True if each of these rows has exactly one token left to compute, and samples."""
         if np.any(self.num_computed[slots] + 1 != self._num_tokens[slots]):
             return False
         return not self._output_bytes[slots].any()
@@ -153,8 +153,8 @@ class SentCounts:
             self._refused.pop(slot, None)
 
     def count_refused(self, slot: int, seq: int, count: int) -> None:
-        """Record tokens that the step `seq` counted for the request of a slot, but that it did not
-        gain: a later step corrects the workers."""
+        """Record tokens of the step `seq` that its request did not gain after all, though the
+        workers' counts include them. A later step corrects the workers."""
         if self._admitted_at[slot] <= seq:
             self._refused[slot] = self._refused.get(slot, 0) + count
 

@@ -171,7 +171,7 @@ def serve(stage: DecoderStage, sequences: Sequence[np.ndarray], dtype: torch.dty
 def expected(
     model: transformers.PreTrainedModel, sequences: Sequence[np.ndarray], device: str
 ) -> torch.Tensor:
-    """Return those of transformers, of one sequence at a time."""
+    """Return the log probabilities of transformers, computed one sequence at a time."""
     model = model.to(device).eval()
     rows = [model(torch.from_numpy(each).to(device).long()[None]).logits[0] for each in sequences]
     return torch.cat(rows).float().log_softmax(-1).cpu()

@@ -141,8 +141,8 @@ def test_other_rotations(ops: LayerOps, dtype: torch.dtype, num_tokens: int, hea
 @DTYPES
 @pytest.mark.parametrize("max_model_len", [4096, 32768])
 def test_tables_of_longrope(ops: LayerOps, dtype: torch.dtype, max_model_len: int) -> None:
-    """Those of Phi-4-mini, whose factors depend on the longest context. The device computes them
-    as the CPU does, whose tables are compared with transformers elsewhere."""
+    """LongRoPE tables of Phi-4-mini, whose factors depend on the longest context. The device
+    computes them as the CPU does, whose tables are compared with transformers elsewhere."""
     factors = torch.rand(2, 48, generator=generator("cpu", max_model_len)) * 40 + 1
     rope = LongRope(96, 1e4, *(tuple(each.tolist()) for each in factors), 32.0, 4096)
     table = rotary_table(rope, max_model_len, torch.device(DEVICE))
@@ -195,7 +195,7 @@ class Model:
     heads: Heads
     has_part_norm: bool = False
     weight_offset: float = 0.0
-    """That of all norms."""
+    """The constant added to the weights of all norms."""
     activation: Activation = "silu"
     spans_heads: bool = False
     """A norm over all queries, and one over all keys."""

@@ -215,7 +215,7 @@ def prompt_backend(model: ModelAttention, dtype: torch.dtype) -> AttentionBacken
 @ALL
 @torch.inference_mode()
 def test_long_prompts(model: ModelAttention, dtype: torch.dtype) -> None:
-    """By cuDNN where it can, over gathered keys, and paged beside them."""
+    """Prompts that the backend computes with cuDNN where it can, over gathered keys, or paged."""
     backend = prompt_backend(model, dtype)
     for lengths in (LONG, LONG[::-1], [(4096, 4096), (1, 300)]):
         batch, layer = build(model, lengths, dtype)

@@ -170,7 +170,7 @@ def check_loads(
     routing: Routing,
     num_tokens: int,
 ) -> None:
-    """Check what routing adds to the experts' loads, which are not 0 before, against its choices;
+    """Check what routing adds to the expert loads, which are not 0 before, against its choices;
     choices and weights are those without loads."""
     num_experts, query_start_loc = shape[1], starts(num_tokens, device)
     before = torch.randint(1 << 40, (num_experts,), device=device)

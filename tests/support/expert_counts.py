@@ -1,4 +1,4 @@
-"""Counts of the tokens that choose each expert, from transformers' routers."""
+"""Counts of the tokens routed to each expert, from transformers' routers."""
 
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -7,8 +7,8 @@ import torch
 import transformers
 
 LEAST_MARGIN = 1e-5
-"""Between the score of the last chosen expert and the next one: far above the rounding of
-float32."""
+"""Least difference between the scores of the last chosen expert and the next one, far above the
+rounding of float32."""
 
 
 class NearTie(Exception):
@@ -20,7 +20,8 @@ def expected_loads(
     sequences: Iterable[Sequence[int]],
     least_margin: float = LEAST_MARGIN,
 ) -> dict[int, list[int]]:
-    """Return each expert's tokens, by layer, if every token of these sequences is computed once.
+    """Return the tokens routed to each expert, by layer, if every token of these sequences is
+    computed once.
 
     Raises:
         NearTie: rounding could change them.
@@ -47,4 +48,4 @@ def _sparse_layers(model: transformers.PreTrainedModel) -> list[int]:
 
 def read_counts(by_layer: Mapping[int, bytes]) -> dict[int, list[int]]:
     """Return the counts of a worker's description."""
-    return {layer: np.frombuffer(own, "<u8").tolist() for layer, own in by_layer.items()}
+    return {layer: np.frombuffer(own, "<i8").tolist() for layer, own in by_layer.items()}

@@ -81,8 +81,8 @@ class ExpertOps(Protocol):
     ) -> RoutedTokens:
         """Return the experts of each token: scores [N, E]. query_start_loc: int32 [B + 1], its last
         entry is the number of tokens that are not padding; padding has no experts. A row with a
-        NaN has experts too, and weights that are NaN. loads: int64 [E], contiguous, to which each
-        expert's tokens are added; None counts nothing."""
+        NaN has experts too, and weights that are NaN. loads: int64 [E], contiguous, to which the
+        tokens routed to each expert are added; None counts nothing."""
 
     def multiply(self, x: Tensor, routed: RoutedTokens, matrices: ExpertMatrices) -> Tensor:
         """Return each row's sum, over those of its experts that this rank has, of weight * down

@@ -33,7 +33,7 @@ def attend_to_none(BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr):
 
 @triton.jit
 def load_keys(
-    pages,
+    cache_view,
     key_pos,
     end,
     HEAD_DIM: tl.constexpr,
@@ -44,7 +44,7 @@ def load_keys(
 ):
     """Load K and V [BLOCK_N, BLOCK_D] of the keys key_pos; if MASKED, 0 from `end` on. They are of
     DTYPE, which has all values of the cache's. See attend."""
-    keys, table, block_stride, value_stride, token_stride = pages
+    keys, table, block_stride, value_stride, token_stride = cache_view
     dim = tl.arange(0, BLOCK_D)
     if MASKED:
         block = tl.load(table + key_pos // BLOCK_SIZE, mask=key_pos < end, other=0)
@@ -112,7 +112,7 @@ def attend(
     acc,
     row_sum,
     row_max,
-    pages,
+    cache_view,
     start,
     end,
     window,
@@ -129,15 +129,16 @@ def attend(
 
     start is a multiple of BLOCK_N. Unless MASKED, end is too, and every row sees all these keys.
     q and acc are [BLOCK_M, BLOCK_D]; q_pos, row_sum and row_max [BLOCK_M], the last in log2 units.
-    pages is a tuple: a pointer to the KV head's K in block 0, one to the sequence's row of the
-    block table, and the cache's strides of blocks, of V behind K, and of tokens.
+    cache_view locates a sequence's K and V in the cache: a pointer to the KV head's K in block 0, a
+    pointer to the sequence's row of the block table, and the cache's strides from block to block,
+    from K to V, and from token to token.
     score_scale and SOFTCAP are the factor and the softcap of Scoring.
     Returns acc, row_sum, row_max.
     """
     for first in range(start, end, BLOCK_N):
         key_pos = tl.multiple_of(first, BLOCK_N) + tl.arange(0, BLOCK_N)
         k, v = load_keys(
-            pages, key_pos, end, HEAD_DIM, BLOCK_SIZE, MASKED, BLOCK_D, q.dtype
+            cache_view, key_pos, end, HEAD_DIM, BLOCK_SIZE, MASKED, BLOCK_D, q.dtype
         )  # fmt: skip
         acc, row_sum, row_max = fold(
             q, q_pos, acc, row_sum, row_max, k, v, key_pos, window, score_scale,

@@ -6,7 +6,7 @@ the number of tokens alone, so that CUDA graphs can capture them; unused tiles h
 
 Each token chooses an expert at most once. A chunk of tokens is a matrix [tokens, experts] of zeros
 and ones, whose sums over tokens are the experts' rows, and whose running sums are each row's place.
-Nothing of a plan is added atomically, so equal inputs give equal plans. The experts' loads are:
+Nothing of a plan is added atomically, so equal inputs give equal plans. Expert loads are:
 sums of integers do not depend on their order.
 
 Letters: N tokens, E experts, K experts of a token, T tiles, M rows of a tile.
@@ -160,8 +160,8 @@ def _route_kernel(
     BLOCK_K: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Softmax of each row, then its largest values, one after another. loads: None, or where to add
-    the number of tokens of each expert, with one addition for all rows of a program."""
+    """Compute the softmax of each row and select its largest values, one after another. loads:
+    None, or int64 [E], to which each program adds its tokens with one atomic add per expert."""
     start_next(PDL)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK_E)

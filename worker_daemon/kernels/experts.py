@@ -256,8 +256,8 @@ class _ProductStack(NamedTuple):
     def arguments(
         self, x: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, int, int, torch.Tensor | None]:
-        """Return what kernels take: weights; scales (x if there are none), and their elements in an
-        expert and in a row of it; biases."""
+        """Return the arguments of a kernel: weights, scales (x if there are none), the scales'
+        strides of experts and of rows, and biases."""
         if self.scale is None:
             return self.weight, x, 0, 0, self.bias
         return self.weight, self.scale, self.scale.stride(0), self.scale.stride(1), self.bias
@@ -387,15 +387,15 @@ def _product_kernel(
             STAGES,
         )
         if SCALES == "row":
-            acc *= _of_outputs(scale_here, output, is_output, LEFT)
+            acc *= _load_per_output(scale_here, output, is_output, LEFT)
         if bias is not None:
-            acc += _of_outputs(bias + first_output, output, is_output, LEFT)
+            acc += _load_per_output(bias + first_output, output, is_output, LEFT)
         if GATED:
             if SCALES == "row":
-                other_acc *= _of_outputs(scale_here + num_outputs, output, is_output, LEFT)
+                other_acc *= _load_per_output(scale_here + num_outputs, output, is_output, LEFT)
             if bias is not None:
                 up_bias = bias + first_output + num_outputs
-                other_acc += _of_outputs(up_bias, output, is_output, LEFT)
+                other_acc += _load_per_output(up_bias, output, is_output, LEFT)
             gate = acc.to(y.dtype.element_ty).to(tl.float32)
             up = other_acc.to(y.dtype.element_ty).to(tl.float32)
             acc = activate_pair(gate, up, ALPHA, LIMIT)
@@ -458,8 +458,8 @@ def _load_weights(here, mask, EVEN: tl.constexpr):
 
 
 @triton.jit
-def _of_outputs(values, output, is_output, LEFT: tl.constexpr):
-    """Return a value for each output, float32, as it goes with acc."""
+def _load_per_output(values, output, is_output, LEFT: tl.constexpr):
+    """Load one float32 value for each output, shaped to broadcast over acc."""
     loaded = tl.load(values + output, mask=is_output, other=0.0).to(tl.float32)
     return loaded[:, None] if LEFT else loaded[None, :]
 
@@ -547,7 +547,7 @@ def _row_gate_up_kernel(
     BLOCK_I: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """The activation of gate and up of one row and one of its experts."""
+    """Compute the activation of gate and up for one row and one of its experts."""
     start_next(PDL)
     k = tl.program_id(1)
     output = tl.program_id(0) * BLOCK_O + tl.arange(0, BLOCK_O)

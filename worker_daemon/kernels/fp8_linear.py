@@ -3,9 +3,9 @@
 One row is multiplied in float32 (row_linear.py). Other inputs are converted to FP8 where possible,
 so that no weight is converted. Up to 64 rows are bound by reading the weights. They are split into
 two FP8 terms (fp8_rows.py), which makes the products as exact as those of inputs in bf16. More rows
-are converted to one term, if the checkpoint permits it: with a scale for each row for torch's FP8
-GEMM, if it runs on this device, or with scales of blocks (fp8_blocks.py) if the weights have such.
-Otherwise weights are dequantized first (fp8_weights.py).
+are rounded to one term, if the checkpoint permits it: with block scales if the weights have them
+(fp8_blocks.py), otherwise with a scale for each row for torch's FP8 GEMM, if the device has it.
+If neither is possible, weights are dequantized first (fp8_weights.py).
 
 Letters: y[M, O] = x[M, I] W[O, I]^T + bias.
 """
@@ -26,7 +26,7 @@ from worker_daemon.kernels.activation import act_and_mul
 from worker_daemon.kernels.compile_ahead import launched
 from worker_daemon.kernels.fp8_blocks import choose_block_tile, multiply_blocks
 from worker_daemon.kernels.fp8_rows import (
-    BLOCK_ROWS,
+    BLOCK_SCALED_ROWS,
     MAX_SIZE,
     SPLIT_ROWS,
     TERM_RATIO,
@@ -62,8 +62,8 @@ _LEAST_FP8: Final = (8, 9)
 _MULTIPLE: Final = 16
 """torch's product in FP8 needs multiples of it in both sizes of the matrix."""
 _MOST_BLOCK_ROWS: Final = 1024
-"""With more rows, dequantizing weights with block scales takes little of a product's time, and the
-GEMM of the library is the fastest."""
+"""Row limit of the block-scaled FP8 kernel. Not measured: an estimate of the number from which
+dequantizing the weights for a bf16 GEMM is faster (benchmarks/NOTES.md)."""
 _MAX_SPLITS: Final = 8
 _LEAST_STEPS: Final = 4
 """Fewest steps of BLOCK_I columns in a split. With fewer, the split-K reduction costs more than the
@@ -180,7 +180,7 @@ class Fp8Linear:
             return SPLIT_ROWS
         if matrix.scale.dim() == 2:
             has_few = x.shape[0] <= _MOST_BLOCK_ROWS
-            return BLOCK_ROWS if has_few and matrix.activations == "dynamic" else None
+            return BLOCK_SCALED_ROWS if has_few and matrix.activations == "dynamic" else None
         may_round = (
             self._has_scaled_mm
             and x.dtype == torch.bfloat16

@@ -6,8 +6,8 @@ terms, the first is cut off after three bits, and the second holds the rest: tog
 seven bits of bf16, at the speed of FP8. A value below 2^-12 of its row's largest loses bits; the
 error is below 2^-20 of the largest. fp16 is rounded to about the precision of bf16.
 
-A scale is one row's, or that of 128 values of it, a block, as DeepSeek-V3 quantizes activations
-(arXiv 2412.19437).
+A scale belongs to a whole row, or to a block of 128 of its values, as DeepSeek-V3 quantizes
+activations (arXiv 2412.19437).
 
 Letters: N rows of K values.
 """
@@ -56,11 +56,12 @@ class RowForm(NamedTuple):
     """float32 [G]: the largest is the scale of all rows; only with one term. None: each row has
     its own scale."""
     has_blocks: bool = False
-    """Each block of 128 values of a row has its own scale; only with one term, none given."""
+    """True: each block of 128 values of a row has its own scale. Requires num_terms = 1 and
+    given = None."""
 
 
 SPLIT_ROWS: Final = RowForm(2, None)
-BLOCK_ROWS: Final = RowForm(1, None, has_blocks=True)
+BLOCK_SCALED_ROWS: Final = RowForm(1, None, has_blocks=True)
 
 
 class Fp8Rows(NamedTuple):
@@ -73,7 +74,7 @@ class Fp8Rows(NamedTuple):
 
     @property
     def num_rows(self) -> int:
-        """N."""
+        """The number of rows, N; with two terms, half as many as `values` has."""
         return self.scale.shape[-1]
 
 

@@ -29,7 +29,7 @@ def narrow(q, score_scale):
 
 @triton.jit
 def load_words(
-    pages,
+    cache_view,
     key_pos,
     end,
     HEAD_DIM: tl.constexpr,
@@ -38,7 +38,7 @@ def load_words(
 ):
     """Load K and V [BLOCK_N, BLOCK_D / 2] of the keys key_pos, as words of two values; 0 from `end`
     on. All strides are even. See attention_tiles.attend."""
-    keys, table, block_stride, value_stride, token_stride = pages
+    keys, table, block_stride, value_stride, token_stride = cache_view
     words = keys.to(tl.pointer_type(tl.uint16))
     word = tl.arange(0, BLOCK_D // 2)
     is_key = key_pos < end
@@ -101,7 +101,7 @@ def attend_fp8(
     held_k,
     held_v,
     held_pos,
-    pages,
+    cache_view,
     start,
     end,
     window,
@@ -127,7 +127,7 @@ def attend_fp8(
     for first in range(start, end, BLOCK_N):
         key_pos = tl.multiple_of(first, BLOCK_N) + tl.arange(0, BLOCK_N)
         k, v = load_words(
-            pages, key_pos, end, HEAD_DIM, BLOCK_SIZE, BLOCK_D
+            cache_view, key_pos, end, HEAD_DIM, BLOCK_SIZE, BLOCK_D
         )  # fmt: skip
         acc_even, acc_odd, row_sum, row_max = fold_words(
             q_even, q_odd, q_pos, acc_even, acc_odd, row_sum, row_max, k, v, key_pos,

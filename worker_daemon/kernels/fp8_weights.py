@@ -18,9 +18,9 @@ from worker_daemon.kernels.compile_ahead import launched
 from worker_daemon.kernels.launch import await_previous, launch_options, start_next
 
 _ROWS: Final = 8
-"""A divisor of the rows of a block with one scale."""
+"""Rows of W for each program; divides 128, so that a program's rows share one row of scales."""
 _BLOCKS: Final = 8
-"""Blocks of columns that a program has."""
+"""Blocks of 128 columns for each program."""
 _BLOCK = tl.constexpr(FP8_BLOCK)
 
 
@@ -64,7 +64,8 @@ def _dequantize_kernel(
     BLOCKS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """A program has values [ROWS, BLOCKS, 128], all of one row of scales if they are of blocks."""
+    """Dequantize [ROWS, BLOCKS * 128] values per program. With block scales, all of them lie in one
+    row of blocks."""
     start_next(PDL)
     first = tl.program_id(0) * ROWS
     row = (first + tl.arange(0, ROWS))[:, None, None]

@@ -280,7 +280,7 @@ def _keys_of_split(
 
 @triton.jit
 def _prefetch_keys(
-    pages,
+    cache_view,
     start,
     end,
     HEAD_DIM: tl.constexpr,
@@ -290,7 +290,7 @@ def _prefetch_keys(
 ):
     """Prefetch the first BLOCK_N of the keys start .. end - 1, and their values; the newest may
     still be written. See attend."""
-    keys, table, block_stride, value_stride, token_stride = pages
+    keys, table, block_stride, value_stride, token_stride = cache_view
     key_pos = start + tl.arange(0, BLOCK_N)
     inside = key_pos < end
     block = tl.load(table + key_pos // BLOCK_SIZE, mask=inside, other=0).to(tl.int64)
@@ -353,7 +353,7 @@ def _turn_and_store(
     head_stride,
     turning,
     eps,
-    pages,
+    cache_view,
     key_scale,
     value_scale,
     slot,
@@ -372,9 +372,9 @@ def _turn_and_store(
     and slot >= 0, they go to the cache too.
 
     heads points at the token's projection, of which q_head [BLOCK_M] are the queries, k_head is the
-    key, and the value lies NUM_KV_HEADS behind it. inside masks the queries. pages: see attend;
-    turning: see _load_turning."""
-    keys, _, block_stride, value_stride, token_stride = pages
+    key, and the value lies NUM_KV_HEADS behind it. inside masks the queries. cache_view: see
+    attend; turning: see _load_turning."""
+    keys, _, block_stride, value_stride, token_stride = cache_view
     dtype = heads.dtype.element_ty
     cos, sin, q_gain, q_partner_gain, k_gain, k_partner_gain = turning
     row = tl.arange(0, BLOCK_M)
@@ -418,7 +418,7 @@ def _attend_to_one(queries, key, value, is_seen, score_scale, SOFTCAP: tl.conste
 
 @triton.jit
 def _load_held(
-    pages,
+    cache_view,
     key_pos,
     end,
     HEAD_DIM: tl.constexpr,
@@ -427,10 +427,10 @@ def _load_held(
     DTYPE: tl.constexpr,
 ):
     """Load the first tile of keys and values, as _attend_cached takes it. See load_keys."""
-    if pages[0].dtype.element_ty == tl.float8e4nv and tl.float32 != DTYPE:
-        k, v = load_words(pages, key_pos, end, HEAD_DIM, BLOCK_SIZE, BLOCK_D)
+    if cache_view[0].dtype.element_ty == tl.float8e4nv and tl.float32 != DTYPE:
+        k, v = load_words(cache_view, key_pos, end, HEAD_DIM, BLOCK_SIZE, BLOCK_D)
     else:
-        k, v = load_keys(pages, key_pos, end, HEAD_DIM, BLOCK_SIZE, True, BLOCK_D, DTYPE)
+        k, v = load_keys(cache_view, key_pos, end, HEAD_DIM, BLOCK_SIZE, True, BLOCK_D, DTYPE)
     return k, v
 
 
@@ -444,7 +444,7 @@ def _attend_cached(
     held_k,
     held_v,
     held_pos,
-    pages,
+    cache_view,
     start,
     end,
     window,
@@ -459,9 +459,9 @@ def _attend_cached(
 ):
     """Fold the held tile, if HOLDS, and the keys start .. end - 1, in one masked loop: a second one
     for the last tile would fill the pipeline a second time. See attend."""
-    if pages[0].dtype.element_ty == tl.float8e4nv and queries.dtype != tl.float32:
+    if cache_view[0].dtype.element_ty == tl.float8e4nv and queries.dtype != tl.float32:
         acc, row_sum, row_max = attend_fp8(
-            queries, q_pos, acc, row_sum, row_max, held_k, held_v, held_pos, pages,
+            queries, q_pos, acc, row_sum, row_max, held_k, held_v, held_pos, cache_view,
             start, end, window, score_scale,
             HEAD_DIM, BLOCK_SIZE, HAS_WINDOW, SOFTCAP, HOLDS, BLOCK_N, BLOCK_D,
         )  # fmt: skip
@@ -472,7 +472,7 @@ def _attend_cached(
                 score_scale, HAS_WINDOW, SOFTCAP, True,
             )  # fmt: skip
         acc, row_sum, row_max = attend(
-            queries, q_pos, acc, row_sum, row_max, pages, start, end, window, score_scale,
+            queries, q_pos, acc, row_sum, row_max, cache_view, start, end, window, score_scale,
             HEAD_DIM, BLOCK_SIZE, HAS_WINDOW, SOFTCAP, True, BLOCK_N, BLOCK_D,
         )  # fmt: skip
     return acc, row_sum, row_max
@@ -575,7 +575,7 @@ def _decode_kernel(
     inside = (row < GROUP)[:, None] & (dim < HEAD_DIM)[None, :]
     table = block_table + table_row * table_stride
     keys = kv_cache + kv_head * cache_head_stride
-    pages = keys, table, cache_block_stride, cache_value_stride, cache_token_stride
+    cache_view = keys, table, cache_block_stride, cache_value_stride, cache_token_stride
     key_scale, value_scale = head_scales(kv_scales, kv_head, NUM_Q_HEADS // GROUP)
     score_scale *= key_scale
     if ROTATES:
@@ -587,11 +587,11 @@ def _decode_kernel(
         # No kernel of this step writes these keys: they do not include the newest one.
         held_pos = start + tl.arange(0, BLOCK_N)
         held_k, held_v = _load_held(
-            pages, held_pos, end, HEAD_DIM, BLOCK_SIZE, BLOCK_D, q.dtype.element_ty
+            cache_view, held_pos, end, HEAD_DIM, BLOCK_SIZE, BLOCK_D, q.dtype.element_ty
         )
         unheld += BLOCK_N
     if LANES != "":
-        _prefetch_keys(pages, unheld, end, HEAD_DIM, BLOCK_SIZE, BLOCK_N, LANES)
+        _prefetch_keys(cache_view, unheld, end, HEAD_DIM, BLOCK_SIZE, BLOCK_N, LANES)
     if ROTATES:
         turning = _load_turning(
             positions, token, num_tokens, rotary_table, norm_weights,
@@ -613,7 +613,8 @@ def _decode_kernel(
         has_newest = split == num_splits - 1
         queries, key, value = _turn_and_store(
             heads, head, inside, NUM_Q_HEADS + kv_head, q_head_stride, turning, eps,
-            pages, key_scale, value_scale, tl.load(slot_mapping + token).to(tl.int64), has_newest,
+            cache_view, key_scale, value_scale,
+            tl.load(slot_mapping + token).to(tl.int64), has_newest,
             NUM_Q_HEADS // GROUP, NORMED, HEAD_DIM, ROTARY_DIM, INTERLEAVED,
             BLOCK_SIZE, BLOCK_M, BLOCK_D,
         )  # fmt: skip
@@ -629,7 +630,7 @@ def _decode_kernel(
         )
     q_pos = tl.zeros([BLOCK_M], tl.int32) + (num_keys - 1)
     acc, row_sum, row_max = _attend_cached(
-        queries, q_pos, acc, row_sum, row_max, held_k, held_v, held_pos, pages,
+        queries, q_pos, acc, row_sum, row_max, held_k, held_v, held_pos, cache_view,
         unheld, end, window, score_scale,
         HEAD_DIM, BLOCK_SIZE, HAS_WINDOW, SOFTCAP, HOLDS, BLOCK_N, BLOCK_D,
     )  # fmt: skip

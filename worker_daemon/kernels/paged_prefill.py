@@ -173,19 +173,19 @@ def _prefill_kernel(
     if kv_scales is not None and queries.dtype != tl.float32:
         queries, score_scale = narrow(queries, score_scale)
     table = block_table + tl.load(seq_rows + seq).to(tl.int64) * table_stride
-    pages = keys, table, cache_block_stride, cache_value_stride, cache_token_stride
+    cache_view = keys, table, cache_block_stride, cache_value_stride, cache_token_stride
     if HAS_WINDOW:
         masked_from = tl.maximum(first_pos - window + 1, 0) // BLOCK_N * BLOCK_N
     else:
         # Every row of the tile sees the keys up to the first row's own.
         masked_from = (first_pos + 1) // BLOCK_N * BLOCK_N
         acc, row_sum, row_max = attend(
-            queries, first_pos + row // GROUP, acc, row_sum, row_max, pages,
+            queries, first_pos + row // GROUP, acc, row_sum, row_max, cache_view,
             0, masked_from, window, score_scale,
             HEAD_DIM, BLOCK_SIZE, HAS_WINDOW, SOFTCAP, False, BLOCK_N, BLOCK_D,
         )  # fmt: skip
     acc, row_sum, row_max = attend(
-        queries, first_pos + row // GROUP, acc, row_sum, row_max, pages,
+        queries, first_pos + row // GROUP, acc, row_sum, row_max, cache_view,
         masked_from, end, window, score_scale,
         HEAD_DIM, BLOCK_SIZE, HAS_WINDOW, SOFTCAP, True, BLOCK_N, BLOCK_D,
     )  # fmt: skip

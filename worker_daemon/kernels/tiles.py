@@ -43,8 +43,8 @@ LARGE_TILE_ROWS = 256
 registers."""
 
 WIDE = 128
-"""Tiles with a larger padded head dimension have fewer keys or more warps, and so have those of
-this size with a window: they would spill dozens of registers in each loop."""
+"""Tiles with a larger padded head dimension have fewer keys or more warps; so have prefill tiles of
+this dimension with a window and many rows. Others would spill dozens of registers in each loop."""
 
 MANY_QUERIES, MANY_KEYS = 4096, 12288
 """Sizes from which tiles over gathered keys have 128 query tokens instead of 64: they read keys
@@ -208,8 +208,8 @@ def split_tile(group_size: int, head_dim: int, dtype: torch.dtype, limits: Devic
 
 
 def _wide_decode_tile(rows: int, num_stages: int) -> Tile:
-    """Return the tile of decodes with wide heads, on which neither the number of programs nor their
-    keys have a say, except by the pipeline."""
+    """Return the decode tile for heads wider than WIDE. The number of programs and their keys
+    matter only through num_stages."""
     return Tile(rows, 64 if num_stages == 1 else 32, num_warps=4, num_stages=num_stages)
 
 

@@ -1,5 +1,4 @@
-"""Counters of the tokens that each expert of a stage's layers has computed, for a rebalancing of
-experts.
+"""Counts the tokens routed to each expert of a stage's layers, so that experts can be rebalanced.
 
 A counter is a model buffer rather than a weight: steps add to it on the device, weight updates and
 sleep at any level keep it. Its memory is torch's own, a few KiB for a layer, so that it can be read
@@ -22,7 +21,7 @@ class LayerLoad:
     """The counters of one layer."""
 
     counts: Tensor
-    """int64 [E], on the device: the tokens that chose each expert, padding excluded. A view, which
+    """int64 [E], on the device: the tokens routed to each expert, padding excluded. A view, which
     moves only when ExpertLoads.allocate is called."""
 
 
@@ -50,11 +49,13 @@ class KnownLoads:
 
 
 class ExpertLoads:
-    """The counters of all layers of a stage. Used on the step thread; freed with the stage."""
+    """The counters of all layers of a stage. Used on the step thread, except `known` and the
+    function that start_reading returns; freed with the stage."""
 
     def __init__(self) -> None:
         self.known = KnownLoads()
-        """Brought up to date by start_reading."""
+        """Updated by allocate, reset and readings: by start_reading itself on the CPU, otherwise by
+        the function that it returns."""
         self._layers: dict[int, LayerLoad] = {}
         self._all = torch.zeros(0, dtype=torch.int64)
         """int64, on the device: the counters of all layers, one layer after another."""
@@ -66,8 +67,8 @@ class ExpertLoads:
         """int64 [1], on the device: the number of the last reading."""
         self._copied = self._all
         """int64 [1] on the host, page-locked: the number of the last reading that has arrived."""
-        self._reading: torch.cuda.Stream | None = None
-        """The stream of copies to the host; None on the CPU."""
+        self._copy_stream: torch.cuda.Stream | None = None
+        """The stream that copies counters to the host; None on the CPU."""
 
     def add(self, layer: int, num_experts: int) -> LayerLoad:
         """Return the counters of another layer, without memory before allocate."""
@@ -91,11 +92,11 @@ class ExpertLoads:
         self._host = torch.zeros(sum(sizes), dtype=torch.int64, pin_memory=is_cuda)
         self._number = torch.zeros(1, dtype=torch.int64, device=device)
         self._copied = torch.zeros(1, dtype=torch.int64, pin_memory=is_cuda)
-        self._reading = None
+        self._copy_stream = None
         if is_cuda:
-            self._reading = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+            self._copy_stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
             for counters in (self._all, self._number):
-                counters.record_stream(self._reading)
+                counters.record_stream(self._copy_stream)
             self._await_stream()
         self._publish_zeros()
 
@@ -121,10 +122,10 @@ class ExpertLoads:
         returns False while the copy runs, and then True, with `known` up to date."""
         self._num_read += 1
         number = self._num_read
-        if self._reading is None:
+        if self._copy_stream is None:
             self.known.publish(number, _by_layer(self._all, self._sizes))
             return lambda: True
-        with torch.cuda.stream(self._reading):
+        with torch.cuda.stream(self._copy_stream):
             self._host.copy_(self._all, non_blocking=True)
             # After it in the stream, so that the counts are there when the number is.
             self._number.fill_(number)
@@ -147,8 +148,8 @@ class ExpertLoads:
     def _await_stream(self) -> None:
         """Let later readings wait for what the current stream has queued: they must not see counts
         that are about to be replaced."""
-        if self._reading is not None:
-            self._reading.wait_stream(torch.cuda.current_stream(self._all.device))
+        if self._copy_stream is not None:
+            self._copy_stream.wait_stream(torch.cuda.current_stream(self._all.device))
 
     @property
     def _sizes(self) -> Mapping[int, int]:

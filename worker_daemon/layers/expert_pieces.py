@@ -1,4 +1,4 @@
-"""The tensors that a checkpoint has experts in, and their places in the stacks of a rank.
+"""Experts' tensors in a checkpoint, and where a rank's part of them lies in its own stacks.
 
 A stack has the matrices of the rank's experts one below the other, each [2 I, H] with the gate's
 rows first, or [H, I].
@@ -20,10 +20,11 @@ from worker_daemon.layers.parameter import PackedTensors, Piece
 ExpertsForm: TypeAlias = Literal["separate", "interleaved", "mxfp4"]
 """The form of a layer's matrices in the checkpoint.
 
-separate: gate and up [I, H] and down [H, I] of each expert. interleaved: gate_up_proj [E, H, 2 I],
-each gate's column before its up's, and down_proj [E, I, H]. mxfp4: transposes of the interleaved
-ones, in blocks along their rows: gate_up_proj_blocks [E, 2 I, H / 32, 16] and gate_up_proj_scales
-[E, 2 I, H / 32], down_proj_blocks [E, H, I / 32, 16] and down_proj_scales [E, H, I / 32].
+separate: for each expert gate and up [I, H] and down [H, I]; files may also stack them by expert
+(models/expert_tensors.py). interleaved: gate_up_proj [E, H, 2 I], each gate column before its up
+column, and down_proj [E, I, H]. mxfp4: the interleaved matrices transposed, in blocks along rows:
+gate_up_proj_blocks [E, 2 I, H / 32, 16] and gate_up_proj_scales [E, 2 I, H / 32], down_proj_blocks
+[E, H, I / 32, 16] and down_proj_scales [E, H, I / 32].
 
 Biases are interleaved: gate_up_proj_bias [E, 2 I], and down_proj_bias [E, H].
 """
@@ -31,8 +32,8 @@ Biases are interleaved: gate_up_proj_bias [E, 2 I], and down_proj_bias [E, H].
 
 @dataclass(frozen=True, slots=True)
 class ExpertPieces:
-    """The experts of one layer, and a rank's part of them. models/expert_tensors.py has the names
-    of single experts in stacked tensors."""
+    """One layer's experts, and the part of them that a rank holds. In stacked tensors, they have
+    the names of models/expert_tensors.py."""
 
     prefix: str
     """The checkpoint's name of the layer's experts."""
@@ -73,7 +74,7 @@ class ExpertPieces:
 
     def gate_up_bias(self) -> Piece:
         """Return the piece of a bias [experts of the rank, 2 I of the rank], gates first."""
-        name, shape = f"{self.prefix}.gate_up_proj_bias", (self.num_experts, self._both)
+        name, shape = f"{self.prefix}.gate_up_proj_bias", (self.num_experts, self._gate_up_rows)
         columns = slice(2 * self.inner.start, 2 * self.inner.stop)
         target = (slice(0, len(self.experts)), slice(0, 2 * len(self.inner)))
         source = (slice(self.experts.start, self.experts.stop), columns)
@@ -95,7 +96,7 @@ class ExpertPieces:
             first = rows.stop
 
     def _interleaved_gate_up(self, expert: int, target: tuple[slice, slice]) -> Piece:
-        name, shape = f"{self.prefix}.{expert}.gate_up_proj", (self._both, self.hidden_size)
+        name, shape = f"{self.prefix}.{expert}.gate_up_proj", (self._gate_up_rows, self.hidden_size)
         rows, columns = slice(2 * self.inner.start, 2 * self.inner.stop), slice(0, self.hidden_size)
         packed = self._packed(name, shape, (rows, columns), target, _unpacked_pairs)
         return Piece(
@@ -131,7 +132,7 @@ class ExpertPieces:
         return PackedTensors((values, scales), partial(unpack, columns=cut))
 
     @property
-    def _both(self) -> int:
+    def _gate_up_rows(self) -> int:
         """Rows of an expert's gate and up."""
         return 2 * self.intermediate_size
 
@@ -146,12 +147,12 @@ def _gate_rows_first(values: Tensor) -> Tensor:
 
 
 def _column_pairs(values: Tensor) -> Tensor:
-    """[H, 2 I] -> [2 I, H]"""
+    """Return gate_up [H, 2 I] with alternating columns as [2 I, H], the gate's rows first."""
     return _gate_rows_first(values.t())
 
 
 def _gate_columns_first(values: Tensor) -> Tensor:
-    """[N, 2 I] -> [N, 2 I]"""
+    """Return values [N, 2 I] with alternating columns, with the gate's columns first."""
     return torch.cat((values[:, 0::2], values[:, 1::2]), dim=1)
 
 

@@ -28,13 +28,14 @@ Kind = Literal[
     "mxfp4",
     "mxfp4_scale",
 ]
-"""The role of a tensor. routed_embedding: that of tokens which layers route to experts. fp8: a
-matrix in float8_e4m3fn; scale: the float32 factors of its values; input_scale: the factor of a
-product's inputs; computed_scale: a scale that no checkpoint has, since this rank computes it. int4,
-int4_zero, int4_scale: values, zero points and scales of a 4-bit matrix, in the layout of the
-checkpoint, which is converted as they arrive; int4_stored: values as a parameter has them;
-int4_order: the order of columns that is computed from a checkpoint. mxfp4, mxfp4_scale: values and
-scales of a matrix in MXFP4, which is dequantized as they arrive."""
+"""The role of a tensor. routed_embedding: the embedding table of a model with experts, unless the
+LM head shares it (models/dummy.py fills it differently). fp8: a matrix in float8_e4m3fn; scale: the
+float32 factors of its values; input_scale: the factor of a product's inputs; computed_scale: a
+scale that no checkpoint has, since this rank computes it. int4, int4_zero, int4_scale: values, zero
+points and scales of a 4-bit matrix, in the layout of the checkpoint, which is converted as they
+arrive; int4_stored: values as a parameter has them; int4_order: the order of columns that is
+computed from a checkpoint. mxfp4, mxfp4_scale: values and scales of a matrix in MXFP4, which is
+dequantized as they arrive."""
 _SCALES: Final = ("scale", "input_scale", "computed_scale")
 _COMPUTED: Final = ("computed_scale", "int4_order")
 _DTYPES: Final[Mapping[Kind, torch.dtype]] = MappingProxyType(
@@ -91,7 +92,7 @@ class Piece:
     kind: Kind = "matrix"
     """The tensor's role, which determines its dtypes, and its values in dummy weights."""
     arrange: Callable[[Tensor], Tensor] | None = None
-    """Turns values of the region into those of the place; None: they are the same."""
+    """Converts values of the source region to those of the target; None: they are equal."""
     packed: "PackedTensors | None" = None
     """The tensors that a checkpoint has instead of this one."""
 
@@ -112,7 +113,7 @@ class Piece:
 
     @property
     def file_pieces(self) -> "tuple[Piece, ...]":
-        """The pieces of the checkpoint's files: this one, or those that it has instead."""
+        """The pieces to read from files: this one, or those of its packed form."""
         return (self,) if self.packed is None else self.packed.pieces
 
     def arranged(self, values: Tensor) -> Tensor:
@@ -126,10 +127,10 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class PackedTensors:
-    """The tensors of a checkpoint from which a piece is computed, all at once."""
+    """The checkpoint tensors that hold one piece in packed form, such as blocks and scales."""
 
     pieces: tuple[Piece, ...]
-    """Their regions; all have the place of the piece."""
+    """Their source regions. All have the target of the unpacked piece."""
     unpack: Callable[..., Tensor]
     """Returns the values of the place, float32, from those of the pieces, in their order."""
 

@@ -45,8 +45,8 @@ class LayerSetup:
     """The KV cache is in FP8, so that layers need its scales."""
     expert_parallel: bool = False
     """A rank has some of the experts; otherwise it has a part of each."""
-    loads: ExpertLoads = field(default_factory=ExpertLoads)
-    """Takes the counters of layers with experts."""
+    expert_loads: ExpertLoads = field(default_factory=ExpertLoads)
+    """The stage's expert load counters; each layer with experts adds its own."""
 
     def parameter(self, name: str, shape: tuple[int, ...], pieces: Iterable[Piece]) -> Parameter:
         """Return a parameter of zeros. Owned by the caller."""

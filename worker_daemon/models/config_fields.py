@@ -47,14 +47,14 @@ resolved."""
 
 
 def decoder_config(fields: Fields, layers: Sequence[LayerSpec]) -> DecoderConfig:
-    """Return a decoder with these layers (at least one) and the parts that all families share. A
-    window of the longest context or more is dropped: it would only cost time."""
+    """Return a decoder with these layers (at least one) and the parts that all families share.
+    Sliding windows that cover max_position_embeddings are dropped: they would hide no token."""
     longest = max_length(fields)
     return DecoderConfig(
         architecture=architecture_name(fields),
         vocab_size=fields.integer("vocab_size", maximum=_MAX_VOCAB),
         hidden_size=fields.integer("hidden_size", maximum=_MAX_WIDTH),
-        layers=tuple(_without_idle_window(layer, longest) for layer in layers),
+        layers=tuple(_without_full_window(layer, longest) for layer in layers),
         final_norm=NormSpec("norm", norm_eps(fields)),
         max_position_embeddings=longest,
         tie_word_embeddings=fields.flag("tie_word_embeddings", False),
@@ -63,10 +63,11 @@ def decoder_config(fields: Fields, layers: Sequence[LayerSpec]) -> DecoderConfig
     )
 
 
-def _without_idle_window(layer: LayerSpec, longest: int) -> LayerSpec:
+def _without_full_window(layer: LayerSpec, longest: int) -> LayerSpec:
+    """Return the layer without its sliding window if the window covers the longest context."""
     window = layer.attention.sliding_window
-    is_idle = window is not None and window >= longest
-    return with_attention(layer, sliding_window=None) if is_idle else layer
+    is_full = window is not None and window >= longest
+    return with_attention(layer, sliding_window=None) if is_full else layer
 
 
 def dense_layer(

@@ -58,7 +58,7 @@ class DecoderLayer:
         self._attention = AttentionBlock(prefix, attention, setup)
         self._mlp: MLPBlock | ExpertsBlock
         if isinstance(mlp, ExpertsSpec):
-            load = setup.loads.add(index, mlp.num_experts)
+            load = setup.expert_loads.add(index, mlp.num_experts)
             self._mlp = ExpertsBlock(prefix, mlp, setup, load)
         else:
             self._mlp = MLPBlock(prefix, mlp, setup)
@@ -274,7 +274,8 @@ class DecoderStage:
         return _views(each.parameter for each in self.kv_scales)
 
     def loaded_names(self) -> frozenset[str]:
-        """Return the names of the tensors that this rank reads, without packed forms."""
+        """Return the names of the tensors that this rank reads; a matrix that files have packed
+        counts under its unpacked name."""
         return frozenset(
             piece.name for parameter in self.parameters() for piece in parameter.loaded_pieces
         )
@@ -320,7 +321,7 @@ class DecoderStage:
     @property
     def expert_loads(self) -> ExpertLoads:
         """The counters of the local layers with experts: buffers, like the rotary tables."""
-        return self._setup.loads
+        return self._setup.expert_loads
 
     @property
     def num_layers(self) -> int:
@@ -393,7 +394,7 @@ def build_stage(
         pooler = Pooler(final_norm, config.pooler, replace(setup, quantization=None))
         end = StageEnd(final_norm, lm_head, pooler)
     made = [_make_layer(index, config.layers[index], setup) for index in layers]
-    setup.loads.allocate(device)
+    setup.expert_loads.allocate(device)
     ropes = distinct_ropes(config.layers[index] for index in layers)
     return DecoderStage(
         made,
@@ -433,8 +434,9 @@ def checkpoint_tensors(config: DecoderConfig) -> dict[str, TensorSpec]:
 
 
 def unpacked_tensors(config: DecoderConfig) -> dict[str, TensorSpec]:
-    """Return all tensors of the model, those that files have in a packed form without it. Raises
-    ConfigError as build_stage does."""
+    """Return all tensors of the model as if unpacked: a matrix that files have in MXFP4 has its own
+    name and shape, instead of those of its blocks and scales. Raises ConfigError as build_stage
+    does."""
     return {piece.name: piece.spec for piece in _loaded_pieces(config)}
 
 

@@ -41,8 +41,8 @@ def fill_dummy(target: Tensor, piece: Piece, seed: int) -> None:
     """Overwrite target, the region of a parameter that piece describes (1 or 2 dimensions).
 
     Values have a triangular distribution with standard deviation 0.02 around 0, or around 1 for
-    norms. That of a routed embedding is 1: what tokens have in common, which attention adds, would
-    otherwise outweigh their own part of the residual stream, and send most of them to the same
+    norms. Routed embeddings have standard deviation 1: attention adds nearly the same vector to all
+    tokens, which would otherwise dominate the residual stream and send most of them to the same
     experts. A matrix in FP8 has the values of an unquantized one, rounded. All scales are equal,
     since a rank may not hold whole rows. 4-bit values are uniform.
     """

@@ -1,14 +1,14 @@
-"""Names of the experts' tensors, and the place of each in a tensor that stacks them. Two families
-have names of their own for separate tensors; all others' are ...mlp.experts.N.gate_proj.weight,
-up_proj and down_proj: [I, H], [I, H], [H, I]. Stacked, as transformers 5 has these in memory and
-may save them, are ...mlp.experts.gate_up_proj [E, 2 I, H], each expert's gate before its up, and
+"""Names of experts' tensors, and the place of each in a tensor that stacks them.
+
+The canonical names are ...mlp.experts.N.gate_proj.weight and up_proj [I, H], and down_proj [H, I];
+Mixtral's are translated (plain_expert_name). transformers 5 holds them stacked in memory, and may
+save them so: ...mlp.experts.gate_up_proj [E, 2 I, H], each expert's gate before its up, and
 down_proj [E, H, I].
 
 Some families' checkpoints always stack them (layers/expert_pieces.py). An expert's part of their
 ...mlp.experts.NAME is ...mlp.experts.N.NAME.
 
-In row-major order a stacked tensor is those of its experts, one after another, so that each has its
-own bytes in the file.
+A stacked tensor is row-major, so the bytes of one expert are contiguous in the file.
 """
 
 import re

@@ -35,8 +35,8 @@ class Fields:
         """Return these fields, with some replaced."""
         return Fields({**self._values, **values}, self._prefix)
 
-    def present(self, names: Collection[str]) -> Mapping[str, object]:
-        """Return those of the named fields that are not absent, as they are."""
+    def non_null(self, names: Collection[str]) -> Mapping[str, object]:
+        """Return those of the named fields that are present and not null, unchanged."""
         return {name: self._values[name] for name in names if self._values.get(name) is not None}
 
     def has(self, name: str) -> bool:

@@ -190,7 +190,8 @@ def _compressed_ignored(config: Fields) -> IgnoredModules:
 def _check_patterns(config: Fields, field: str, patterns: Sequence[str]) -> None:
     """Refuse too many patterns, and those that _check_pattern refuses."""
     if len(patterns) > _MAX_PATTERNS:
-        raise config.error(field, f"has more than {_MAX_PATTERNS} patterns", "list names")
+        problem = f"has more than {_MAX_PATTERNS} patterns"
+        raise config.error(field, problem, "list module names instead")
     for pattern in patterns:
         _check_pattern(config, field, pattern)
 

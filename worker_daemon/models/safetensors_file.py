@@ -39,15 +39,16 @@ _OTHER_SIZES: Final = MappingProxyType(
 """Bytes per element of dtypes that are not loaded. For others the size is not checked."""
 _T = TypeVar("_T")
 _BARE_NAMES: Final = ("embed_tokens.", "layers.", "norm.")
-_TEXT_TOWERS: Final = MappingProxyType(
+_TEXT_PREFIXES: Final = MappingProxyType(
     {
         "model.language_model.": "model.",
         "language_model.model.": "model.",
         "language_model.": "",
     }
 )
-"""Prefixes of the text model's tensors in multimodal checkpoints: transformers' names since 4.52,
-those of most published checkpoints, and those of the head. The first that fits is replaced."""
+"""Prefixes of the text model's tensors in multimodal checkpoints, and their replacements: the names
+of transformers since 4.52, those of most published checkpoints, and those of the latter's LM head.
+The first prefix that matches is replaced."""
 _ADAPTER: Final = "base_model.model."
 """PEFT's prefix of a model's names."""
 _ENCODERS: Final = ("bert.", "roberta.")
@@ -91,9 +92,9 @@ def full_name(name: str) -> str:
     if name.startswith(_ADAPTER):
         return _ADAPTER + full_name(name.removeprefix(_ADAPTER))
     name = plain_expert_name(name)
-    tower = next((prefix for prefix in _TEXT_TOWERS if name.startswith(prefix)), None)
-    if tower is not None:
-        name = _TEXT_TOWERS[tower] + name.removeprefix(tower)
+    prefix = next((prefix for prefix in _TEXT_PREFIXES if name.startswith(prefix)), None)
+    if prefix is not None:
+        name = _TEXT_PREFIXES[prefix] + name.removeprefix(prefix)
     for theirs, suffix in _SCALES.items():
         if name.endswith(theirs):
             name = name.removesuffix(theirs) + suffix

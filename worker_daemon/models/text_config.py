@@ -41,8 +41,9 @@ def text_fields(fields: Fields) -> Fields:
     text = Fields(values, prefix="text_config.")
     model_type = text.text("model_type")
     if model_type not in text_models:
-        fix = f"use a checkpoint of {architecture} with {', '.join(text_models)}"
+        names = ", ".join(text_models)
+        fix = f"use a checkpoint of {architecture} whose text_config has model_type {names}"
         raise text.error("model_type", "is not supported", fix)
     own = {"architectures": [text_models[model_type]]}
-    text = text.with_defaults(fields.present(_FALLBACK))
-    return text.with_values({**fields.present(_SHARED), **own})
+    text = text.with_defaults(fields.non_null(_FALLBACK))
+    return text.with_values({**fields.non_null(_SHARED), **own})

@@ -158,7 +158,7 @@ class Places:
         stack = packed_tensor(name)
         if stack in self.specs:
             return f"send {stack} as {list(self.specs[stack].shape)}, in bfloat16"
-        return f"names like {min(self.specs)}"
+        return f"use names like {min(self.specs)}"
 
 
 def packed_tensor(name: str) -> str:

@@ -195,7 +195,7 @@ def _conversion(item: Item, files: Mapping[str, Path], model_dir: Path) -> _Conv
 def _convert(
     batch: Sequence[Sequence[_Conversion]], meter: "_Meter", observer: WriteObserver
 ) -> None:
-    """Load a few tensors' items into memory of their own, and write them from there."""
+    """Load the tensors of a batch into temporary memory; convert them into their parameters."""
     arrived: defaultdict[Path, list[Item]] = defaultdict(list)
     arrivals = [[conversion.arrivals() for conversion in tensor] for tensor in batch]
     for conversion, memory in zip(chain(*batch), chain(*arrivals), strict=True):
@@ -214,7 +214,8 @@ def _convert(
 
 
 def _batches(converted: Iterable[_Conversion]) -> Iterator[list[list[_Conversion]]]:
-    """Yield a few tensors at a time, each with its conversions, which follow each other."""
+    """Yield batches of tensors, each tensor as the list of its conversions. `converted` must have
+    the conversions of one tensor next to each other."""
     batch: list[list[_Conversion]] = []
     size = 0
     for _, group in groupby(converted, key=lambda each: each.item[1].name):
@@ -326,8 +327,8 @@ def read_tensor(path: Path, name: str) -> Tensor:
 
 
 def read_parts(path: Path, name: str) -> Iterator[tuple[int, Tensor]]:
-    """Yield a complete tensor on the CPU, some rows at a time, with the number of their first one.
-    Raises CheckpointError."""
+    """Yield a tensor in parts on the CPU: (index of the part's first row, rows). Raises
+    CheckpointError."""
     with _open(path) as file:
         shape = _entry(file, name).shape
         if not math.prod(shape) or not shape:
@@ -531,7 +532,7 @@ def _other_format(path: Path, name: str, spec: TensorSpec, dtype: torch.dtype) -
 def _absent(model_dir: Path, name: str) -> CheckpointError:
     fix = "use weights that belong to this config.json"
     if name.startswith("lm_head."):
-        fix += ", or set tie_word_embeddings in it if the head is the embedding"
+        fix += ", or set tie_word_embeddings in config.json if the head shares the embedding"
     problem = f"the checkpoint in {model_dir} has no tensor {name}"
     return CheckpointError(problem, field="tensor", value=name, fix=fix)
 

@@ -417,7 +417,7 @@ def _measure(
             is_last_stage=state.is_last_stage,
             gathered_size=2 * num_kv_heads * decoder.head_dim if specs else 0,
             dequantized_bytes=_dequantized_bytes(stage, decoder, resolved.dtype),
-            load_bytes=stage.expert_loads.num_bytes,
+            expert_load_bytes=stage.expert_loads.num_bytes,
         ),
     )
 

@@ -60,8 +60,8 @@ class StageWidths:
     dequantized_bytes: int = 0
     """Bytes of the largest matrix that a step dequantizes, and of its scales; 0 if it dequantizes
     none."""
-    load_bytes: int = 0
-    """Bytes of the experts' load counters."""
+    expert_load_bytes: int = 0
+    """Bytes of the expert load counters."""
 
 
 def estimate_step_bytes(widths: StageWidths, limits: StepLimits) -> int:
@@ -78,7 +78,7 @@ def estimate_step_bytes(widths: StageWidths, limits: StepLimits) -> int:
         total += _logits_bytes(widths, limits)
         total += (rows + 1) * sum(part.sampling_row_bytes(limits.vocab_size) for part in PARTS)
     total += 2 * _INT64 * tokens * limits.num_groups  # the step's token ids and KV slots
-    total += widths.load_bytes
+    total += widths.expert_load_bytes
     return total + total // MARGIN_DIVISOR
 
 

@@ -243,7 +243,7 @@ class InputBuilder:
 
     def _fill_decode(self, columns: StepColumns[Int32s], step: ScheduledStep) -> None:
         """Fill a decode: every sequence has one token. Padding consists of tokens on the spare row,
-        and of sequences of none."""
+        and of sequences without tokens."""
         spare, used = self._state.spare_slot, step.slots.size
         for rows in (columns.token_rows, columns.seq_rows):
             rows[:used] = step.slots

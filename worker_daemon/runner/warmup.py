@@ -52,9 +52,9 @@ def longest_step(request: StepMessage, limits: StepLimits) -> SyntheticStep:
 def warm_up_steps(
     request: StepMessage, limits: StepLimits, heaviest: tuple[RequestExtension, ...] = ()
 ) -> Iterator[SyntheticStep]:
-    """Yield a prefill and a decode of its rows, with no part and then with all of them, by the
-    extensions `heaviest`; between them prefills with one part each. A part's kernels depend on the
-    dtype of the logits, which the parts before it may have changed.
+    """Yield a prefill and a decode without parts; then a prefill with each part alone; then
+    prefills and a decode with all parts. `heaviest` has the extensions that switch parts on. Each
+    part is run alone because its kernels depend on the logits' dtype, which other parts change.
 
     Each prefill frees the previous one's rows; the caller frees the last ones.
     """

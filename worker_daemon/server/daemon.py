@@ -199,7 +199,7 @@ class Daemon:
             completion=completion,
             device_watch=watch,
             uploads=uploads,
-            loads=ExpertLoadReader(post, progress),
+            expert_loads=ExpertLoadReader(post, progress),
         )
         self._events = Events(sockets.events, report)
         self._attaching = AttachHandler(

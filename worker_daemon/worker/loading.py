@@ -282,8 +282,10 @@ def reload(
     model: LoadedModel, config: ModelConfig, place: RankPlace, roots: Roots, set_phase: SetPhase
 ) -> tuple[LoadedModel, int, int]:
     """Fill the stage again, in place: no tensor moves, and none is held twice. Return the model,
-    the bytes read, and the number of updates that the model has had. The expert loads begin anew if
-    the checkpoint is another one, or was replaced.
+    the bytes read, and the number of updates that the model has had.
+
+    The expert loads are set to 0 if the directory is another one, or its files were replaced since
+    the last load. After a weight update in between, replaced files are not detected.
 
     All checks that the headers allow are made before the first byte is written; a later failure
     leaves the weights dirty.

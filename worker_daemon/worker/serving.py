@@ -181,7 +181,7 @@ class Serving:
             self._graphs.restore(self.runner)
 
     def _uncounted(self) -> AbstractContextManager[None]:
-        """Return a context for synthetic steps: they are no load of the experts."""
+        """Return a context in which steps do not count as expert load: for synthetic steps."""
         return self._parts.stage.expert_loads.unchanged()
 
     def _capturing(self) -> Translation:

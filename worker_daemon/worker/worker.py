@@ -548,8 +548,8 @@ class Worker:
         return self._profiler.stop_observed(keep=keep)
 
     def read_expert_loads(self) -> Callable[[], bool]:
-        """Start to read the expert loads, for `expert_loads` of the description. Returns as
-        ExpertLoads.start_reading does; there is nothing to read without a model."""
+        """Start to read the expert loads for the description. Returns the function that
+        ExpertLoads.start_reading returns; without a model, one that returns True at once."""
         model = self._model_or_none
         return (lambda: True) if model is None else model.stage.expert_loads.start_reading()
 

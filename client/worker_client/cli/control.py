@@ -170,11 +170,11 @@ def _delays(delay: ReplyDelay) -> str:
     )
 
 
-def _balance(status: Status) -> str:
-    """Return the imbalance of each layer with experts; empty without any."""
+def _imbalances(status: Status) -> str:
+    """Return the imbalance of each layer with experts as text; empty for a model without any."""
     loads = loads_by_layer([status]).items()
     ratios = ", ".join(f"{layer}: {imbalance(counts):.2f}" for layer, counts in loads)
-    return f"busiest over average by layer: {ratios}" if ratios else ""
+    return f"busiest over mean by layer: {ratios}" if ratios else ""
 
 
 def _holder(lease: LeaseStatus) -> str:
@@ -193,7 +193,7 @@ def _block(status: Status) -> str:
         "memory": _memory(status),
         "kv cache": "" if status.kv_cache is None else held_blocks(status),
         "advice": "" if status.kv_cache_advice is None else _advice(status.kv_cache_advice),
-        "experts": _balance(status),
+        "experts": _imbalances(status),
         "asleep": ", ".join(asleep),
         "replies": _delays(status.reply_delay) if status.reply_delay.num_replies else "",
         "last event": status.transitions[-1] if status.transitions else "",

@@ -84,7 +84,7 @@ def bench_object(
     served: Served, daemons: Sequence[Status], loads_before: LoadsByLayer
 ) -> JsonObject:
     """Return the object that bench prints; gpu_memory_bytes is summed over the daemons.
-    loads_before: the experts' loads before the run."""
+    loads_before: the expert loads before the run."""
     figures = load_figures(loads_since(loads_before, loads_by_layer(daemons)))
     memory = [status.memory_bytes for status in daemons]
     outputs = list(served.outputs.values())

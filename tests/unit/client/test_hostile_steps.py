@@ -347,12 +347,12 @@ def test_blocks_that_others_read_are_not_written_to():
     admit(table, "a", [1, 2])
     admit(table, "b", [1, 3], num_computed=4)  # shares the full block 1
     table.encode(SchedulerOutput(finished_req_ids=["a"]), epoch=1, link=1, seq=3)
-    with pytest.raises(InvalidSchedulerOutput, match="others read it") as refused:
+    with pytest.raises(InvalidSchedulerOutput, match="another request reads it") as refused:
         admit(table, "c", [1, 4])
     assert refused.value.value == 1
     admit(table, "c", [1, 4], num_computed=4)
     table.encode(SchedulerOutput(finished_req_ids=["b"]), epoch=1, link=1, seq=4)
-    with pytest.raises(InvalidSchedulerOutput, match="others read it"):
+    with pytest.raises(InvalidSchedulerOutput, match="another request reads it"):
         admit(table, "d", [1, 5])
     admit(table, "d", [1, 5], finished_req_ids=["c"])
     with pytest.raises(InvalidSchedulerOutput, match="each block once"):
@@ -363,7 +363,7 @@ def test_blocks_that_others_read_are_not_written_to():
         NewRequest("f", np.arange(6, dtype=np.int32), 6, 4, [9, 11]),
     ]
     step = SchedulerOutput({"e": 6, "f": 2}, scheduled_new_reqs=twice)
-    with pytest.raises(InvalidSchedulerOutput, match="that are full"):
+    with pytest.raises(InvalidSchedulerOutput, match="this step is the one that fills it"):
         table.encode(step, epoch=1, link=1, seq=5)
 
 

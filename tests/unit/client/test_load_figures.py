@@ -1,4 +1,4 @@
-"""Figures of the experts' loads: of random counts, by their definitions; of several daemons."""
+"""Figures of the expert loads: of random counts, by their definitions; of several daemons."""
 
 import numpy as np
 import pytest

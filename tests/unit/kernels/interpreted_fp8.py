@@ -15,7 +15,7 @@ from worker_daemon.contracts.layer_ops import Activation, GateUp, Norm, NormedSu
 from worker_daemon.kernels.fp8_blocks import BlockTile, choose_block_tile, multiply_blocks
 from worker_daemon.kernels.fp8_linear import Fp8Linear, choose_tile
 from worker_daemon.kernels.fp8_rows import (
-    BLOCK_ROWS,
+    BLOCK_SCALED_ROWS,
     SPLIT_ROWS,
     TERM_RATIO,
     Fp8Rows,
@@ -101,7 +101,7 @@ def test_many_rows_with_scales_of_blocks(
     matrix = draw_matrix(num_outputs, num_inputs, "block", CPU)
     bias = torch.randn(num_outputs).half() if splits == 2 else None
     expected = expected_product(block_rounded(x), matrix, bias)
-    rows = fp8_rows(x, BLOCK_ROWS, pdl=False)
+    rows = fp8_rows(x, BLOCK_SCALED_ROWS, pdl=False)
     arrivals = torch.zeros(64, dtype=torch.int32)
     tile = BlockTile(64, 64, splits, 4, 2)
     for _ in range(2):  # the counters are zero again
@@ -158,7 +158,7 @@ def test_two_terms_are_exact(num_columns: int) -> None:
 def test_a_row_with_nan_is_nan() -> None:
     x = draw_rows(3, 100)
     x[1, 7] = torch.nan
-    for form in (SPLIT_ROWS, RowForm(1, None), BLOCK_ROWS):
+    for form in (SPLIT_ROWS, RowForm(1, None), BLOCK_SCALED_ROWS):
         rows = fp8_rows(x, form, pdl=False)
         scale = rows.scale[0] if form.has_blocks else rows.scale
         product = rows.values.float().chunk(form.num_terms)[0].sum(1) * scale
@@ -180,13 +180,14 @@ def test_one_term(num_columns: int) -> None:
 def test_one_term_with_scales_of_blocks(num_columns: int) -> None:
     x = draw_rows(3, num_columns) * torch.logspace(-3, 3, 3).half().unsqueeze(1)
     x[1] = 0
-    values, scale = fp8_rows(x, BLOCK_ROWS, pdl=False)
+    values, scale = fp8_rows(x, BLOCK_SCALED_ROWS, pdl=False)
     blocks = x.float().split(128, dim=1)
     largest = torch.stack([part.abs().amax(1) for part in blocks])
     assert torch.allclose(scale, (largest / 448).clamp(min=1e-12))
     spread = scale.T.repeat_interleave(128, 1)[:, :num_columns]
     assert_rounded(values, x.float() / spread)
-    apart = fp8_rows(x.repeat(1, 2)[:, :num_columns], BLOCK_ROWS, pdl=False)  # not contiguous
+    not_contiguous = x.repeat(1, 2)[:, :num_columns]
+    apart = fp8_rows(not_contiguous, BLOCK_SCALED_ROWS, pdl=False)
     assert_equal_rows(apart, Fp8Rows(values, scale))
 
 
@@ -201,7 +202,7 @@ def test_rows_by_the_largest_given_scale() -> None:
 
 
 @pytest.mark.parametrize(
-    "form", [SPLIT_ROWS, RowForm(1, None), RowForm(1, torch.tensor([0.02])), BLOCK_ROWS]
+    "form", [SPLIT_ROWS, RowForm(1, None), RowForm(1, torch.tensor([0.02])), BLOCK_SCALED_ROWS]
 )
 @pytest.mark.parametrize("num_columns", [64, 100, 384])
 def test_fused_rows_have_the_bits_of_two_operations(num_columns: int, form: RowForm) -> None:

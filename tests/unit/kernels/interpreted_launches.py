@@ -63,7 +63,7 @@ class Recorder:
 
 @pytest.fixture
 def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
-    """Whatever is launched, while the device looks like an H100 whose cuDNN is accurate."""
+    """A recorder of all launches, on a simulated H100 whose cuDNN is accurate."""
     made = Recorder()
     monkeypatch.setattr(
         compile_ahead.Launched, "__getitem__", lambda self, grid: made.launcher(self._kernel)

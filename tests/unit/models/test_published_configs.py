@@ -20,7 +20,7 @@ from worker_daemon.models.config import parse_model_config
 
 PROMPT_LEN, NUM_DECODES = 40, 3
 YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
-"""What the model cards of Qwen2.5 and Qwen3 tell users to add for long prompts."""
+"""The rope_scaling that the model cards of Qwen2.5 and Qwen3 give for long prompts."""
 VARIANTS = {
     **PUBLISHED,
     "Qwen/Qwen2.5-7B-Instruct with YaRN": PUBLISHED["Qwen/Qwen2.5-7B-Instruct"]
@@ -47,7 +47,7 @@ MODELOPT = {
     "kv_cache_scheme": "FP8",
     "producer": {"name": "modelopt", "version": "0.31.0"},
 }
-"""Of Qwen/Qwen3-32B-FP8-Static-PerTensor."""
+"""The quantization_config of Qwen/Qwen3-32B-FP8-Static-PerTensor."""
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -65,7 +65,7 @@ def test_the_published_file_is_accepted(name):
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_the_file_that_transformers_writes_means_the_same(tmp_path, name):
-    """In the form of its release, with defaults filled in."""
+    """transformers writes the fields of its own release, and fills in defaults."""
     published = with_factors(PUBLISHED[name], 48)
     (tmp_path / "config.json").write_text(json.dumps(published))
     transformers.AutoConfig.from_pretrained(tmp_path).save_pretrained(tmp_path)

@@ -486,7 +486,7 @@ def test_status_over_the_bound_is_told_without_what_is_loaded(
     assert isinstance(committed, lc.CommitAttachReply), committed
     for status in (second.status(), committed.status):
         assert (status.config, status.kv_cache) == (None, None)
-        assert "are left out: they have" in status.degraded
+        assert "are left out: the whole status would have" in status.degraded
     assert isinstance(second.call(lc.CheckHealth), lc.CheckHealthReply)
     assert isinstance(second.reply(), lc.Attached)
     second.epoch, second.link = prepared.last_epoch, driver.link

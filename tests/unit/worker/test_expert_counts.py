@@ -18,7 +18,7 @@ from worker_daemon.runner.step_layout import StepLadder, decode_sizes, mixed_pla
 
 GREEDY = SamplingParams()
 NUM_REQUESTS = 5
-"""No size of the ladder: three rows of a padded decode are padding."""
+"""A number that is no graph size: decodes of it are padded by three rows."""
 CHUNK = 7
 
 

@@ -40,8 +40,10 @@ _ROPE = {
 
 
 def describe(fields: Fields) -> DecoderConfig:
-    """Return layers with attention sinks and experts, both with biases; every other one has a
-    window. Weights are those of the chosen experts alone, rounded."""
+    """Return a decoder whose attention has sinks and, unless attention_bias is false, biases; all
+    its layers have experts with biases. By layer_types, or else every second layer from the first,
+    layers have a window. Routing weights are a softmax over the chosen experts, rounded to the
+    model's dtype."""
     experts = count_field(fields)
     fields = fields.with_defaults({**_DEFAULTS, experts: 128})
     if fields.is_empty("rope_scaling") and fields.is_empty("rope_parameters"):
@@ -76,7 +78,7 @@ def _forms(fields: Fields, num_layers: int) -> list[ExpertsForm]:
         return ["interleaved"] * num_layers
     for name in ("hidden_size", "intermediate_size"):
         if fields.integer(name) % MXFP4_BLOCK:
-            problem = f"is no multiple of {MXFP4_BLOCK}, the size of a block in MXFP4"
+            problem = f"is not a multiple of {MXFP4_BLOCK}, the MXFP4 block size"
             raise fields.error(name, problem, "use the unquantized checkpoint")
     names = (f"model.layers.{index}.mlp.experts" for index in range(num_layers))
     return ["interleaved" if ignored.has(name) else "mxfp4" for name in names]

@@ -1,5 +1,5 @@
-"""Reads the experts' loads for a status, between two steps. Owns the question to the step thread;
-runs on the event loop."""
+"""Refreshes the expert loads that a status reports. Posts one read request at a time to the step
+thread; runs on the event loop."""
 
 import asyncio
 import logging
@@ -15,8 +15,7 @@ from worker_daemon.server.progress import Progress
 from worker_daemon.server.step_thread import Command, OutOfBandTask
 
 LIMIT_S: Final = 0.2
-"""Limit on the wait for a reading; the status then has the last one. A reading takes 0.1 ms between
-two steps of a GPU."""
+"""Limit on the wait for a reading, in seconds; after it, the status has the previous reading."""
 _POLL_S: Final = 0.001
 
 logger = logging.getLogger(__name__)
@@ -32,11 +31,12 @@ class ExpertLoadReader:
     """Sends a command to the step thread."""
     _progress: Progress
     _asked: "Future[HasArrived] | None" = field(default=None, init=False)
-    """The last question; done once the copy has started. At most one waits for the step thread."""
+    """The last read request; done once the copy has started. At most one waits for the step
+    thread."""
 
     async def refresh(self) -> None:
-        """Read the loads. Returns at once if there are none, or while the step thread is in
-        something long, otherwise within LIMIT_S."""
+        """Read the loads. Returns at once if the model has none, or if the step thread has been in
+        one phase for longer than LIMIT_S; otherwise within LIMIT_S."""
         progress = self._progress
         snapshot = progress.snapshot
         if snapshot.failure or not snapshot.description.expert_loads():
@@ -64,7 +64,7 @@ class ExpertLoadReader:
     def _ask(self) -> "Future[HasArrived]":
         asked: Future[HasArrived] = Future()
         work = partial(_start, asked)
-        self._post(OutOfBandTask("READING LOADS", self._progress.step_deadline_s, work))
+        self._post(OutOfBandTask("READING EXPERT LOADS", self._progress.step_deadline_s, work))
         return asked
 
 
@@ -73,9 +73,9 @@ def _start(asked: "Future[HasArrived]", worker: WorkerLike) -> None:
         has_arrived = worker.read_expert_loads()
     except Exception as error:  # the device may be lost, and a status is wanted all the more
         logger.warning("the expert loads cannot be read: %s", error)
-        has_arrived = _nothing_comes
+        has_arrived = _is_done
     asked.set_result(has_arrived)
 
 
-def _nothing_comes() -> bool:
+def _is_done() -> bool:
     return True

@@ -41,13 +41,13 @@ class StatusReport:
     completion: Completion
     device_watch: DeviceWatch
     uploads: Uploads
-    loads: ExpertLoadReader
+    expert_loads: ExpertLoadReader
     worker_uid: bytes = field(default_factory=lambda: os.urandom(UID_BYTES))
     """Random id that distinguishes this process from others on the endpoint."""
 
     async def get_status(self, message: lc.GetStatus) -> ControlReplyMessage:
         """Answer with the status, once the expert loads have been read."""
-        await self.loads.refresh()
+        await self.expert_loads.refresh()
         return lc.GetStatusReply(call=message.call, status=self.status())
 
     def check_health(self, message: lc.CheckHealth) -> ControlReplyMessage:
@@ -63,14 +63,14 @@ class StatusReport:
         )
 
     def status(self) -> lc.Status:
-        """Return the status. The driver's configuration is left out if it would not fit into a
-        reply: a driver that attaches needs a status, even if only to reset."""
+        """Return the status. If it would not fit into a reply, the fields that can be large are
+        left out: a driver that attaches needs a status, even if only to reset."""
         status = self._whole_status()
         num_bytes = len(_ENCODER.encode(status))
         if num_bytes <= MAX_STATUS_BYTES:
             return status
         left_out = "config, kv_cache, memory, providers and expert loads"
-        note = f"{left_out} are left out: they have {num_bytes} bytes"
+        note = f"{left_out} are left out: the whole status would have {num_bytes} bytes"
         return structs.replace(
             status,
             config=None,

@@ -66,8 +66,10 @@ class TransferEngine:
     def describe(
         self, message: wt.UpdateWeights, former: Manifest | None, known: Collection[str]
     ) -> Manifest:
-        """Return the tensors of a request, before any byte of them is received. former: used if the
-        request names none. known: the names of the model's tensors.
+        """Return the tensors of a request, before any byte of them is received.
+
+        former: the tensors of the previous request, used if this one names none; DiskReader ignores
+        it and takes all of `known` that the files have. known: the names of the model's tensors.
 
         Raises:
             ConfigError: the request is for another engine, or names too little.
