@@ -38,12 +38,12 @@ def free_port(count: int = 4) -> int:
 
 
 class KeyRing:
-    """A directory of keys: `daemon`, one for each role, and `stranger`, which is never
-    authorized."""
+    """A directory of keys: `daemon`, one for each role, `spare`, a second observer, and `stranger`,
+    which is never authorized."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
-        names = ("daemon", *ROLES, "stranger")
+        names = ("daemon", *ROLES, "spare", "stranger")
         self.public = {name: make_key_files(directory / name).public_key for name in names}
         self.authorized = directory / "authorized.json"
         self.known = directory / "known.json"
@@ -51,8 +51,9 @@ class KeyRing:
         self.trust({})
 
     def authorize(self, *roles: str) -> None:
-        """Authorize the keys of these roles."""
+        """Authorize the keys of these roles, and the spare one."""
         entries = [{"key": self.public[role], "role": role, "name": role} for role in roles]
+        entries.append({"key": self.public["spare"], "role": "observer", "name": "spare"})
         self.authorized.write_text(json.dumps(entries))
 
     def trust(self, known: dict[str, str]) -> None:
