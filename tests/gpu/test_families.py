@@ -59,7 +59,13 @@ LONGROPE: Mapping[str, object] = {
 FAMILIES: Mapping[str, tuple[str, Mapping[str, object]]] = {
     "gemma2": (
         "Gemma2ForCausalLM",
-        {**GEMMA, "attn_logit_softcapping": 4.0, "final_logit_softcapping": 5.0},
+        {
+            **GEMMA,
+            "attn_logit_softcapping": 4.0,
+            "final_logit_softcapping": 5.0,
+            # With torch's attention, some versions of transformers ignore the cap.
+            "attn_implementation": "eager",
+        },
     ),
     "gemma3": ("Gemma3ForCausalLM", {**GEMMA, "sliding_window_pattern": 2}),
     "glm": ("GlmForCausalLM", {"head_dim": 128, "num_key_value_heads": 1, "attention_bias": True}),
@@ -196,6 +202,10 @@ def test_bfloat16_is_no_worse_than_transformers(checkpoint: Checkpoint) -> None:
     exact = expected(checkpoint.model, sequences, "cpu")
     ours = serve(load(checkpoint, torch.bfloat16), sequences, torch.bfloat16)
     # Loaded in bfloat16: a converted model would round the frequencies of its rotation too.
-    model = AutoModelForCausalLM.from_pretrained(checkpoint.path, dtype=torch.bfloat16)
+    model = AutoModelForCausalLM.from_pretrained(
+        checkpoint.path,
+        dtype=torch.bfloat16,
+        attn_implementation=checkpoint.model.config._attn_implementation,
+    )
     theirs = expected(model, sequences, DEVICE)
     assert float((ours - exact).abs().mean()) < 1.5 * float((theirs - exact).abs().mean())

@@ -90,7 +90,7 @@ OPTIONS = {"merged": with_merged_options, "gemma": with_gemmas_options}
 
 @pytest.fixture(params=["llama-8b", "qwen3-0.6b", "llama-8b as merged", "qwen3-0.6b as gemma"])
 def config(request: pytest.FixtureRequest) -> DecoderConfig:
-    name, *options = request.param.split(" as ")
+    name, _, options = request.param.partition(" as ")
     whole = read_model_config(CONFIGS / name)
     cut = replace(whole, layers=whole.layers[:NUM_LAYERS], vocab_size=1000)
     return OPTIONS[options](cut) if options else cut

@@ -18,7 +18,9 @@ from worker_client.worker_client import WorkerClient
 
 CLIENT = (sys.executable, "-m", "worker_client")
 DAEMON = (sys.executable, "-m", "worker_daemon")
-COMMAND_LIMIT_S = 60.0
+COMMAND_LIMIT_S = 100.0
+"""Above the default step deadline, 60 s: after the death of a driver, a rank on a CPU may wait that
+long for a peer that never got the step."""
 
 
 def environment(directory: Path, **variables: str) -> dict[str, str]:
