@@ -15,6 +15,7 @@ from tests.support.gpu_generation import (
     generate,
     gpu_group,
     make_checkpoint,
+    make_checkpoint_of_experts,
     make_requests,
     reference_logprobs,
     worker_config,
@@ -44,6 +45,42 @@ def test_float32_greedy_tokens_equal_transformers(checkpoint, pp, tp):
     exact = reference_logprobs(checkpoint, torch.float32, requests, outputs)
     for request in requests:
         assert outputs[request.id].token_ids == exact[request.id].argmax(dim=-1).tolist()
+
+
+@pytest.mark.parametrize("splits_experts", [False, True], ids=["parts", "whole experts"])
+@pytest.mark.parametrize(("pp", "tp"), [(2, 1), (1, 2)])
+def test_tokens_of_experts_equal_transformers(tmp_path, pp, tp, splits_experts):
+    needs(pp * tp)
+    checkpoint, requests = make_checkpoint_of_experts(tmp_path / "moe"), make_requests(16, seed=5)
+    options = {"enable_expert_parallel": splits_experts}
+    with gpu_group(checkpoint, pp, tp, "float32", **options) as (_, group, model):
+        outputs = generate(group, model, requests)
+    exact = reference_logprobs(checkpoint, torch.float32, requests, outputs)
+    same = sum(outputs[r.id].token_ids == exact[r.id].argmax(dim=-1).tolist() for r in requests)
+    assert same >= len(requests) - 1, "a near tie of routing may turn one request, not more"
+
+
+def test_fp8_is_as_exact_over_two_gpus_as_on_one(checkpoint):
+    needs(2)
+    requests = make_requests(16, seed=6, logprobs=0)
+    errors = []
+    for tp in (1, 2):
+        with gpu_group(checkpoint, 1, tp, "bfloat16", quantization="fp8") as (_, group, model):
+            outputs = generate(group, model, requests)
+        exact = reference_logprobs(checkpoint, torch.float32, requests, outputs)
+        differences = [
+            abs(float(reported.logprobs[0] - row[token]))
+            for request in requests
+            for token, reported, row in zip(
+                outputs[request.id].token_ids,
+                outputs[request.id].logprobs,
+                exact[request.id],
+                strict=True,
+            )
+        ]
+        errors.append(sum(differences) / len(differences))
+    assert 0 < errors[1] < 1.2 * errors[0]
+    assert errors[0] < 0.2
 
 
 @pytest.mark.parametrize(("pp", "tp"), [(2, 1), (1, 2)])

@@ -7,7 +7,13 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 from rpc_schema.config import (
     CacheConfig,
@@ -49,6 +55,28 @@ def make_checkpoint(directory: Path, seed: int = 0) -> Path:
     return directory
 
 
+def make_checkpoint_of_experts(directory: Path, seed: int = 0) -> Path:
+    """Make a random Qwen3-MoE, as large as make_checkpoint's model."""
+    torch.manual_seed(seed)
+    config = Qwen3MoeConfig(
+        vocab_size=8192,
+        hidden_size=1024,
+        moe_intermediate_size=384,
+        num_hidden_layers=4,
+        num_attention_heads=16,
+        num_key_value_heads=4,
+        head_dim=64,
+        num_experts=32,
+        num_experts_per_tok=4,
+        norm_topk_prob=True,
+        max_position_embeddings=2048,
+        initializer_range=0.04,
+        tie_word_embeddings=False,
+    )
+    Qwen3MoeForCausalLM(config).save_pretrained(directory)
+    return directory
+
+
 def make_requests(count: int, seed: int = 0, **fields: object) -> list[GenerationRequest]:
     """Return requests of 5 to 200 random tokens in and 64 out."""
     rng = np.random.default_rng(seed)
@@ -66,7 +94,7 @@ def make_requests(count: int, seed: int = 0, **fields: object) -> list[Generatio
 
 @contextmanager
 def gpu_group(
-    checkpoint: Path, pp: int, tp: int, dtype: str, **model_options: bool
+    checkpoint: Path, pp: int, tp: int, dtype: str, **model_options: bool | str
 ) -> Iterator[tuple[LocalDaemons, WorkerGroup, LoadedGroup]]:
     """Start and load pp x tp daemons, one per GPU."""
     parallel = ParallelConfig(pipeline_parallel_size=pp, tensor_parallel_size=tp)
@@ -86,7 +114,7 @@ def gpu_group(
 
 
 def worker_config(
-    checkpoint: Path, parallel: ParallelConfig, dtype: str, **model_options: bool
+    checkpoint: Path, parallel: ParallelConfig, dtype: str, **model_options: bool | str
 ) -> WorkerConfig:
     """Return the group's configuration."""
     return WorkerConfig(
