@@ -79,8 +79,8 @@ def test_fp8_is_as_exact_over_two_gpus_as_on_one(checkpoint):
             )
         ]
         errors.append(sum(differences) / len(differences))
-    assert 0 < errors[1] < 1.2 * errors[0]
-    assert errors[0] < 0.2
+    assert 0 < errors[1] < 1.3 * errors[0]
+    assert errors[0] < 0.6
 
 
 @pytest.mark.parametrize(("pp", "tp"), [(2, 1), (1, 2)])
