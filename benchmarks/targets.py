@@ -27,8 +27,10 @@ SLEEP = {
 """Seconds, and gigabytes of device memory in use, context included."""
 
 STARTUP = {
-    ("llama-8b", "1x1", "cold"): Target(30.0, at_most=True),
-    ("llama-8b", "1x1", "warm"): Target(12.0, at_most=True),
+    ("llama-8b", "1x1", "cold"): Target(15.0, at_most=True),
+    ("llama-8b", "1x1", "warm"): Target(7.0, at_most=True),
+    ("qwen3-30b-a3b", "1x1", "cold"): Target(30.0, at_most=True),
+    ("qwen3-30b-a3b", "1x1", "warm"): Target(15.0, at_most=True),
     ("llama-8b", "2x1", "cold"): Target(30.0, at_most=True),
     ("llama-8b", "1x2", "cold"): Target(30.0, at_most=True),
 }
@@ -59,6 +61,12 @@ WORKLOADS = {
     ("qwen3-0.6b", "1x1", "decode_bs256"): Target(87_000),
     ("qwen3-0.6b", "1x1", "mixed256"): Target(39_000),
     ("qwen3-0.6b", "1x1", "prefill_8x8192"): Target(277_600),
+    ("qwen3-30b-a3b", "1x1", "decode_bs1"): Target(480),
+    ("qwen3-30b-a3b", "1x1", "decode_bs16"): Target(1_400),
+    ("qwen3-30b-a3b", "1x1", "decode_bs64"): Target(4_000),
+    ("qwen3-30b-a3b", "1x1", "decode_bs256"): Target(14_500),
+    ("qwen3-30b-a3b", "1x1", "mixed256"): Target(8_100),
+    ("qwen3-30b-a3b", "1x1", "prefill_8x8192"): Target(60_000),
     ("llama-8b", "2x1", "decode_bs1"): Target(255),
     ("llama-8b", "2x1", "decode_bs64"): Target(12_000),
     ("llama-8b", "2x1", "decode_bs256"): Target(37_800),
