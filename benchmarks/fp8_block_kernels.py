@@ -3,8 +3,7 @@ benchmarks.fp8_block_kernels [--rows M,M...] [--tiles]`.
 
 For each shape of the models and each M: our kernel with its conversion of the inputs, dequantizing
 the weights, and torch's bf16 product, once with weights dequantized beforehand and once with
-weights dequantized for each product. Each runs in a CUDA graph over cold weights. Set
-fp8_linear.py's _MOST_BLOCK_ROWS to the largest M at which ours is the fastest. With --tiles, the
+weights dequantized for each product. Each runs in a CUDA graph over cold weights. With --tiles, the
 product alone with each candidate tile.
 """
 
@@ -13,6 +12,7 @@ from collections.abc import Callable, Iterator
 from itertools import product
 
 import torch
+import triton
 from torch.nn import functional
 
 from benchmarks.linear_kernels import COLD_BYTES, DTYPE, graph_us, relative_error, tuned_shapes
@@ -28,6 +28,8 @@ ROWS = "128,256,512,1024,2048,8192"
 HEAD_OUTPUTS = 60_000
 """Matrices with as many rows are LM heads, which stay in bf16."""
 REPEATS = 7
+MOST_SPLIT_PROGRAMS = 512
+"""With more, the columns are not split."""
 MAX_ERROR = 0.06
 """Bound on the relative error of a product whose inputs are rounded to FP8."""
 
@@ -91,12 +93,13 @@ class Products:
         return relative_error(self._y, self._x.double() @ self._plain[0].double().T)
 
 
-def candidates(chosen: BlockTile) -> Iterator[BlockTile]:
+def candidates(num_rows: int, num_outputs: int) -> Iterator[BlockTile]:
     """Yield the tiles to try."""
     for (block_m, block_o, num_warps), num_stages, num_splits in product(
-        ((128, 128, 8), (128, 128, 4), (128, 64, 4), (64, 128, 4)), (3, 4, 5), (1, 2, 4)
+        ((128, 128, 8), (128, 64, 4), (64, 128, 4), (64, 64, 4)), (3, 4, 5), (1, 2, 4)
     ):
-        if num_splits <= 2 * chosen.num_splits:
+        num_tiles = triton.cdiv(num_rows, block_m) * triton.cdiv(num_outputs, block_o)
+        if num_splits == 1 or num_tiles * num_splits <= MOST_SPLIT_PROGRAMS:
             yield BlockTile(block_m, block_o, num_splits, num_warps, num_stages)
 
 
@@ -120,7 +123,7 @@ def main() -> None:
             f"bf16 {plain:.1f}, dequantize + bf16 {both:.1f}",
             flush=True,
         )
-        for other in candidates(tile) if options.tiles else ():
+        for other in candidates(num_rows, shape[0]) if options.tiles else ():
             print(f"  {products.us(products.multiply(other)):.1f} us {other}", flush=True)
 
 

@@ -61,9 +61,6 @@ _LEAST_FP8: Final = (8, 9)
 """Compute capability from which Triton multiplies float8_e4m3fn."""
 _MULTIPLE: Final = 16
 """torch's product in FP8 needs multiples of it in both sizes of the matrix."""
-_MOST_BLOCK_ROWS: Final = 1024
-"""Row limit of the block-scaled FP8 kernel. Not measured: an estimate of the number from which
-dequantizing the weights for a bf16 GEMM is faster (benchmarks/NOTES.md)."""
 _MAX_SPLITS: Final = 8
 _LEAST_STEPS: Final = 4
 """Fewest steps of BLOCK_I columns in a split. With fewer, the split-K reduction costs more than the
@@ -179,8 +176,7 @@ class Fp8Linear:
         if row_bucket(x.shape[0]) is not None:
             return SPLIT_ROWS
         if matrix.scale.dim() == 2:
-            has_few = x.shape[0] <= _MOST_BLOCK_ROWS
-            return BLOCK_SCALED_ROWS if has_few and matrix.activations == "dynamic" else None
+            return BLOCK_SCALED_ROWS if matrix.activations == "dynamic" else None
         may_round = (
             self._has_scaled_mm
             and x.dtype == torch.bfloat16
