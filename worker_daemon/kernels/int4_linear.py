@@ -1,9 +1,8 @@
 """Matrix products with weights in 4 bits (contracts/int4.py); inputs are not quantized.
 
-Up to 64 rows are bound by reading the weights: a kernel like linear.py's converts them in registers
-and multiplies with MMA instructions, even one row, since converting each value to float32 would
-take longer than reading it. Each group's sum is multiplied by its scale in float32. More rows
-dequantize the weights first.
+One row is multiplied in float32 (int4_row.py). Up to 64 rows are bound by reading the weights: a
+kernel like linear.py's converts them in registers and multiplies with MMA instructions. Each
+group's sum is multiplied by its scale in float32. More rows dequantize the weights first.
 
 Letters: y[M, O] = x[M, I] W[O, I]^T + bias.
 """
@@ -20,6 +19,7 @@ from torch.nn import functional
 
 from worker_daemon.contracts.int4 import INT4_BLOCK, Int4Matrix
 from worker_daemon.kernels.compile_ahead import launched
+from worker_daemon.kernels.int4_row import choose_row_tile, launch_int4_row
 from worker_daemon.kernels.launch import (
     await_previous,
     has_dependent_launch,
@@ -29,7 +29,7 @@ from worker_daemon.kernels.launch import (
 from worker_daemon.kernels.linear import MAX_TILES, add_splits, has_aligned_rows
 from worker_daemon.kernels.prefetch import prefetch
 from worker_daemon.kernels.tiles import DeviceLimits
-from worker_daemon.kernels.tuning import MatrixTile, row_bucket
+from worker_daemon.kernels.tuning import MatrixTile, Tile, row_bucket
 
 _LEAST: Final = (8, 0)
 """Compute capability from which a device has MMA instructions for bfloat16."""
@@ -94,7 +94,7 @@ class Int4Linear:
     Owns MAX_TILES int32 counters on the device, which are zero between launches.
     """
 
-    def __init__(self, device: torch.device, tile: MatrixTile | None = None) -> None:
+    def __init__(self, device: torch.device, tile: Tile | None = None) -> None:
         """device is that of all tensors; tile replaces the choice by shape."""
         is_cuda = device.type == "cuda"
         self._pdl = has_dependent_launch(device)
@@ -112,7 +112,12 @@ class Int4Linear:
         has_half = x.dtype in (torch.bfloat16, torch.float16)
         if self._multiplies and has_half and num_rows and row_bucket(num_rows) is not None:
             y = x.new_empty(num_rows, matrix.shape[0])
-            tile = self._tile or choose_tile(num_rows, matrix, self._num_sms)
+            if num_rows == 1 and not isinstance(self._tile, MatrixTile):
+                row_tile = self._tile or choose_row_tile(matrix.shape)
+                launch_int4_row(y, x, matrix, bias, row_tile, pdl=self._pdl)
+                return y
+            tile = self._tile if isinstance(self._tile, MatrixTile) else None
+            tile = tile or choose_tile(num_rows, matrix, self._num_sms)
             launch_int4_matrix(y, x, matrix, bias, tile, self._pdl, self._arrivals)
             return y
         return functional.linear(x, dequantize(matrix, x.dtype, self._pdl), bias)

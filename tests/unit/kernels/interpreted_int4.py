@@ -10,7 +10,7 @@ import torch
 from tests.support.int4_products import draw_int4, expected_int4
 from worker_daemon.kernels.int4_linear import Int4Linear, choose_tile
 from worker_daemon.kernels.ops import TritonOps
-from worker_daemon.kernels.tuning import MatrixTile
+from worker_daemon.kernels.tuning import MatrixTile, Tile, VectorTile
 from worker_daemon.layers.torch_ops import TorchOps
 
 CPU = torch.device("cpu")
@@ -28,13 +28,15 @@ def check(y: torch.Tensor, expected: torch.Tensor) -> None:
     ("num_rows", "num_outputs", "num_inputs", "group_size"),
     [(1, 96, 256, 128), (5, 37, 192, 32), (17, 300, 384, 64), (3, 32, 96, 96)],
 )
-@pytest.mark.parametrize("tile", [MatrixTile(32, 32, 2, 2, 2, 0), None], ids=str)
+@pytest.mark.parametrize(
+    "tile", [MatrixTile(32, 32, 2, 2, 2, 0), VectorTile(2, 128, 1), None], ids=str
+)
 def test_few_rows(
     num_rows: int,
     num_outputs: int,
     num_inputs: int,
     group_size: int,
-    tile: MatrixTile | None,
+    tile: Tile | None,
     has_bias: bool,
     has_zeros: bool,
 ) -> None:
