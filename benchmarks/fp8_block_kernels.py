@@ -1,10 +1,10 @@
 """Times the products of many rows with weights in FP8 and block scales on a CUDA device: `python -m
 benchmarks.fp8_block_kernels [--rows M,M...] [--tiles]`.
 
-For each shape of the models and each M: our kernel with its conversion of the inputs, dequantizing
-the weights, and torch's bf16 product, once with weights dequantized beforehand and once with
-weights dequantized for each product. Each runs in a CUDA graph over cold weights. With --tiles, the
-product alone with each candidate tile.
+For each shape of the models and each M: our kernel with the conversion of its inputs, torch's
+product by block scales, dequantizing the weights, and torch's bf16 product, once with weights
+dequantized beforehand and once with weights dequantized for each product. Each runs in a CUDA graph
+over cold weights. With --tiles, our product alone with each candidate tile.
 """
 
 import argparse
@@ -75,6 +75,14 @@ class Products:
 
         return run
 
+    def by_torch(self, index: int) -> torch.Tensor:
+        """Return torch's product with matrix `index`, inputs already converted."""
+        weight, scale = self._matrices[index][:2]
+        x, x_scale = self._rows
+        return torch._scaled_mm(
+            x, weight.t(), scale_a=x_scale.t(), scale_b=scale.t(), out_dtype=DTYPE
+        )
+
     def dequantize(self, index: int) -> torch.Tensor:
         """Dequantize a matrix."""
         return dequantize(self._matrices[index], DTYPE, pdl=True)
@@ -118,9 +126,10 @@ def main() -> None:
         convert, ours = products.us(products.convert), products.us(products.multiply(tile))
         widen, plain = products.us(products.dequantize), products.us(products.in_bf16)
         both = products.us(products.both)
+        by_torch = products.us(products.by_torch)
         print(
-            f"{shape} M={num_rows}: ours {ours:.1f} + {convert:.1f} us, dequantize {widen:.1f}, "
-            f"bf16 {plain:.1f}, dequantize + bf16 {both:.1f}",
+            f"{shape} M={num_rows}: ours {ours:.1f} + {convert:.1f} us, torch {by_torch:.1f}, "
+            f"dequantize {widen:.1f}, bf16 {plain:.1f}, dequantize + bf16 {both:.1f}",
             flush=True,
         )
         for other in candidates(num_rows, shape[0]) if options.tiles else ():

@@ -1,4 +1,5 @@
-"""Products of many rows with weights in FP8 that have a scale for each block of 128 x 128 values.
+"""Products of many rows with weights in FP8 that have a scale for each block of 128 x 128 values,
+for devices and sizes for which torch has none.
 
 The inputs have a scale for each block of 128 values of a row. The sums over a block of columns come
 from the tensor cores; each is multiplied by both scales, and added in float32 (DeepSeek-V3, arXiv
@@ -76,11 +77,11 @@ def multiply_blocks(
     pdl: bool,
 ) -> None:
     """Compute y [M, O] = x [M, I] W [O, I]^T + bias [O], each row contiguous; x and W have scales
-    of blocks. arrivals: as for linear.py's launch_matrix."""
+    of blocks. M is that of x, a multiple of 4. arrivals: as for linear.py's launch_matrix."""
     num_rows = y.shape[0]
     weight, scale = matrix.weight, matrix.scale
     num_outputs, num_inputs = weight.shape
-    assert x.values.shape == (num_rows, num_inputs)
+    assert x.values.shape == (num_rows, num_inputs) and x.num_rows == num_rows
     assert x.scale.shape == (triton.cdiv(num_inputs, FP8_BLOCK), num_rows)
     assert scale.dim() == 2
     assert weight.stride(1) == y.stride(1) == scale.stride(1) == 1

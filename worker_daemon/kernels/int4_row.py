@@ -126,9 +126,7 @@ def _int4_row_kernel(
     for start in tl.static_range(0, SIZE, BLOCK_I):
         if start > 0:
             packed = _load_packed(values_row, present, byte + start // 2, SIZE, EVEN)
-            word = _load_words(
-                groups, row, present, start, num_outputs, SIZE, GROUP, BLOCKS, EVEN
-            )
+            word = _load_words(groups, row, present, start, num_outputs, SIZE, GROUP, BLOCKS, EVEN)
         here = start + column
         low_x = tl.load(x + here, mask=here < SIZE, other=0.0).to(tl.float32)
         high_x = tl.load(x + here + _HALF, mask=here < SIZE, other=0.0).to(tl.float32)

@@ -186,8 +186,9 @@ def decode_tile(
 
     num_programs is sequences x KV heads x splits, keys_per_program an upper bound. Few programs are
     fastest with long tiles. Very many programs with few keys get short tiles, and so do many over
-    FP8. Otherwise, the tile with the least estimated time over all waves is chosen. Sequences of unequal length, started
-    longest first, run equally well with both, or better with long tiles. dtype is that of queries.
+    FP8. Otherwise, the tile with the least estimated time over all waves is chosen. Sequences of
+    unequal length, started longest first, run equally well with both, or better with long tiles.
+    dtype is that of queries.
     """
     rows = max(MIN_DOT_ROWS, next_power_of_two(group_size))
     sizes = _decode_tile_sizes(num_programs, keys_per_program, limits, has_fp8_cache)
