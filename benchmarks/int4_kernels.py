@@ -47,8 +47,8 @@ TILES = {
 STAGES = {16: (3, 5), 64: (3,)}
 SPLITS = {16: (1, 2, 4), 64: (1, 2, 4)}
 PREFETCH = 1024
-OUTPUTS = (1, 2, 4, 8, 16)
-"""Of a tile for one row."""
+OUTPUTS, ROW_COLUMNS = (4, 8, 16, 32), (2048, 4096, 16384)
+"""Outputs and columns of a tile for one row."""
 VALUES_PER_THREAD = (16, 32, 64)
 """Of each output."""
 MOST_VALUES_PER_THREAD = 512
@@ -84,11 +84,10 @@ def candidates(num_rows: int, shape: tuple[int, int]) -> list[Tile]:
 
 def row_candidates(num_inputs: int) -> list[Tile]:
     """Return the tiles to try for one row: its columns at once, or in several steps."""
-    widest = choose_row_tile((1, num_inputs)).block_i
     found: list[Tile] = []
-    for block_i, outputs, values in product((widest, 4096), OUTPUTS, VALUES_PER_THREAD):
+    for block_i, outputs, values in product(ROW_COLUMNS, OUTPUTS, VALUES_PER_THREAD):
         warps = block_i // values // 32
-        if 2 <= warps <= 16 and outputs * values <= MOST_VALUES_PER_THREAD:
+        if block_i < 2 * num_inputs and 2 <= warps <= 16 and outputs * values <= MOST_VALUES_PER_THREAD:
             found.append(VectorTile(outputs, block_i, warps))
     return found
 
@@ -150,7 +149,7 @@ def main() -> None:
     num_sms = torch.cuda.get_device_properties(0).multi_processor_count
     shapes = layer_shapes(LLAMA_8B, 1)
     chosen: dict[tuple[int, tuple[int, int]], Tile] = {
-        (rows, shape): choose_row_tile(shape)
+        (rows, shape): choose_row_tile(shape, num_sms)
         if rows == 1
         else choose_tile(rows, _meta(shape), num_sms)
         for rows in options.rows

@@ -113,7 +113,7 @@ class Int4Linear:
         if self._multiplies and has_half and num_rows and row_bucket(num_rows) is not None:
             y = x.new_empty(num_rows, matrix.shape[0])
             if num_rows == 1 and not isinstance(self._tile, MatrixTile):
-                row_tile = self._tile or choose_row_tile(matrix.shape)
+                row_tile = self._tile or choose_row_tile(matrix.shape, self._num_sms)
                 launch_int4_row(y, x, matrix, bias, row_tile, pdl=self._pdl)
                 return y
             tile = self._tile if isinstance(self._tile, MatrixTile) else None

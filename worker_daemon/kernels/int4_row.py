@@ -23,6 +23,7 @@ from worker_daemon.kernels.tuning import VectorTile
 
 _BLOCK = tl.constexpr(INT4_BLOCK)
 _HALF = tl.constexpr(INT4_HALF)
+_WIDEST: Final = 4096
 _OFFSET = tl.constexpr(128.0)
 _SPLIT: Final = """{
     .reg .b32 %low, %high, %offset;
@@ -44,10 +45,13 @@ where the last bit counts 1."""
 _SPLIT_BYTES = tl.constexpr(_SPLIT)
 
 
-def choose_row_tile(shape: tuple[int, int]) -> VectorTile:
-    """Return the tile of a product of one row with a matrix [O, I]."""
-    block_i = min(16384, triton.next_power_of_2(shape[1]))
-    return VectorTile(8 if block_i <= 4096 else 4, block_i, max(1, block_i // 1024))
+def choose_row_tile(shape: tuple[int, int], num_sms: int) -> VectorTile:
+    """Return the tile of a product of one row with a matrix [O, I]: a block of columns for each
+    thread, and two programs for each SM. Measured in benchmarks/NOTES.md."""
+    num_outputs, num_inputs = shape
+    block_i = min(_WIDEST, triton.next_power_of_2(num_inputs))
+    block_o = 16 if num_outputs >= 16 * 2 * num_sms else 8
+    return VectorTile(block_o, block_i, max(1, block_i // INT4_BLOCK // 32))
 
 
 def launch_int4_row(
