@@ -87,7 +87,9 @@ def row_candidates(num_inputs: int) -> list[Tile]:
     found: list[Tile] = []
     for block_i, outputs, values in product(ROW_COLUMNS, OUTPUTS, VALUES_PER_THREAD):
         warps = block_i // values // 32
-        if block_i < 2 * num_inputs and 2 <= warps <= 16 and outputs * values <= MOST_VALUES_PER_THREAD:
+        if block_i >= 2 * num_inputs or outputs * values > MOST_VALUES_PER_THREAD:
+            continue
+        if 2 <= warps <= 16:
             found.append(VectorTile(outputs, block_i, warps))
     return found
 

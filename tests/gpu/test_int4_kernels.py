@@ -21,7 +21,7 @@ TILES = [
     None,
     MatrixTile(32, 32, 2, 2, 4, 512),
     MatrixTile(64, 32, 1, 4, 3, 0),
-    VectorTile(4, 1024, 2),
+    VectorTile(4, 4096, 4),
 ]
 
 

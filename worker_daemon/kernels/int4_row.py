@@ -23,7 +23,6 @@ from worker_daemon.kernels.tuning import VectorTile
 
 _BLOCK = tl.constexpr(INT4_BLOCK)
 _HALF = tl.constexpr(INT4_HALF)
-_WIDEST: Final = 4096
 _OFFSET = tl.constexpr(128.0)
 _SPLIT: Final = """{
     .reg .b32 %low, %high, %offset;
@@ -47,10 +46,13 @@ _SPLIT_BYTES = tl.constexpr(_SPLIT)
 
 def choose_row_tile(shape: tuple[int, int], num_sms: int) -> VectorTile:
     """Return the tile of a product of one row with a matrix [O, I]: a block of columns for each
-    thread, and two programs for each SM. Measured in benchmarks/NOTES.md."""
+    thread and at most four steps, which are unrolled. More outputs in one step, if each SM still
+    has two programs. Measured for up to 14,336 columns (benchmarks/NOTES.md)."""
     num_outputs, num_inputs = shape
-    block_i = min(_WIDEST, triton.next_power_of_2(num_inputs))
-    block_o = 16 if num_outputs >= 16 * 2 * num_sms else 8
+    columns = triton.next_power_of_2(num_inputs)
+    block_i = min(columns, max(4096, columns // 4), 16384)
+    is_one_step = num_inputs <= block_i
+    block_o = 16 if is_one_step and num_outputs >= 16 * 2 * num_sms else 8
     return VectorTile(block_o, block_i, max(1, block_i // INT4_BLOCK // 32))
 
 
@@ -138,9 +140,9 @@ def _int4_row_kernel(
         part = tl.sum(tl.reshape(low * low_x[None, :], [BLOCK_O, BLOCKS, _HALF]), 2)
         part += tl.sum(tl.reshape(high * high_x[None, :], [BLOCK_O, BLOCKS, _HALF]), 2)
         total = tl.sum(tl.reshape(low_x + high_x, [BLOCKS, _HALF]), 1)
-        zero = _half(word >> 16, x.dtype.element_ty) if HAS_ZEROS else 8.0
+        zero = low_half(word >> 16, x.dtype.element_ty) if HAS_ZEROS else 8.0
         part -= total[None, :] * (zero + _OFFSET)
-        sums += part * _half(word, x.dtype.element_ty)
+        sums += part * low_half(word, x.dtype.element_ty)
     result = tl.sum(sums, 1)
     if HAS_BIAS:
         result += tl.load(bias + row, mask=present, other=0.0).to(tl.float32)
@@ -183,7 +185,7 @@ def _load_words(
 
 
 @triton.jit
-def _half(word, DTYPE: tl.constexpr):
+def low_half(word, DTYPE: tl.constexpr):
     """Return the low 16 bits of words, which are in DTYPE, as float32."""
     return word.to(tl.int16).to(DTYPE, bitcast=True).to(tl.float32)
 

@@ -136,7 +136,6 @@ def plan_decode(
     _, num_q_heads, head_dim = q.shape
     num_kv_heads = kv_cache.shape[3]
     group_size = num_q_heads // num_kv_heads
-    has_fp8_cache = kv_cache.dtype == FP8
     if num_splits is None:
         num_splits = choose_num_splits(
             batch.num_seqs,
@@ -144,14 +143,14 @@ def plan_decode(
             batch.max_seq_len,
             window,
             limits,
-            has_fp8_cache=has_fp8_cache,
+            has_fp8_cache=kv_cache.dtype == FP8,
         )
     num_programs = batch.num_seqs * num_kv_heads * num_splits
     if tile is None:
         most_keys = batch.max_seq_len if window is None else min(batch.max_seq_len, window)
         most_keys = triton.cdiv(most_keys, num_splits)
         sizes = num_programs, most_keys, group_size, head_dim
-        tile = decode_tile(*sizes, q.dtype, limits, has_fp8_cache=has_fp8_cache)
+        tile = decode_tile(*sizes, q.dtype, limits, is_split=num_splits > 1)
     assert tile.block_m >= group_size, "a tile holds one token's group of heads"
     return DecodePlan(num_splits, tile, run_at_once(num_programs, limits))
 

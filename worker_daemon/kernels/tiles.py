@@ -180,18 +180,18 @@ def decode_tile(
     dtype: torch.dtype,
     limits: DeviceLimits,
     *,
-    has_fp8_cache: bool = False,
+    is_split: bool = False,
 ) -> Tile:
     """Return the tile for one query token per sequence, with just enough rows for a group.
 
     num_programs is sequences x KV heads x splits, keys_per_program an upper bound. Few programs are
-    fastest with long tiles. Very many programs with few keys get short tiles, and so do many over
-    FP8. Otherwise, the tile with the least estimated time over all waves is chosen. Sequences of
-    unequal length, started longest first, run equally well with both, or better with long tiles.
-    dtype is that of queries.
+    fastest with long tiles. Very many programs with few keys get short tiles, and so do many splits
+    (LONG_CONTEXT). Otherwise, the tile with the least estimated time over all waves is chosen.
+    Sequences of unequal length, started longest first, run equally well with both, or better with
+    long tiles. dtype is that of queries.
     """
     rows = max(MIN_DOT_ROWS, next_power_of_two(group_size))
-    sizes = _decode_tile_sizes(num_programs, keys_per_program, limits, has_fp8_cache)
+    sizes = _decode_tile_sizes(num_programs, keys_per_program, limits, is_split)
     if dtype == torch.float32:
         wanted = _exact_tile(rows)
     elif padded_head_dim(head_dim) > WIDE:
@@ -221,17 +221,15 @@ def _wide_decode_tile(rows: int, num_stages: int) -> Tile:
 
 
 def _decode_tile_sizes(
-    num_programs: int, keys_per_program: int, limits: DeviceLimits, has_fp8_cache: bool
+    num_programs: int, keys_per_program: int, limits: DeviceLimits, is_split: bool
 ) -> tuple[int, int, int]:
     """Return block_n, num_warps and num_stages."""
     if run_at_once(num_programs, limits):
         block_n = 128 if keys_per_program >= 128 else 64
         return block_n, 4, 1 if keys_per_program <= MAX_KEYS_UNPIPELINED else 3
-    if has_fp8_cache and num_programs <= SMALL_TILES_RESIDENT * limits.num_sms:
-        return 64, 4, 3
-    if has_fp8_cache and keys_per_program > SHORT_CONTEXT:
+    if is_split:
         return 32, 1, 5
-    if has_fp8_cache or (num_programs >= MANY_PROGRAMS and keys_per_program <= SHORT_CONTEXT):
+    if num_programs >= MANY_PROGRAMS and keys_per_program <= SHORT_CONTEXT:
         return 32, 2, 3
     small = _waves_cost(num_programs, SMALL_TILES_RESIDENT, limits)
     large = _waves_cost(num_programs, LARGE_TILES_RESIDENT, limits)
@@ -314,7 +312,7 @@ def length_bounds(
             num_seqs, num_kv_heads, bound, None, limits, has_fp8_cache=has_fp8_cache
         )
         num_programs, keys = num_seqs * num_kv_heads * splits, -(-bound // splits)
-        return splits, *_decode_tile_sizes(num_programs, keys, limits, has_fp8_cache)
+        return splits, *_decode_tile_sizes(num_programs, keys, limits, splits > 1)
 
     differing = [bound for bound, larger in pairwise(bounds) if launch(bound) != launch(larger)]
     return [*differing, longest]

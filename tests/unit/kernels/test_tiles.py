@@ -159,15 +159,13 @@ def test_long_decodes_over_fp8_are_split_although_the_device_is_full() -> None:
     assert splits(1, 8192) == choose_num_splits(1, 8, 8192, None, H200)
 
 
-def test_many_decodes_over_fp8_take_programs_of_one_warp() -> None:
-    def tile(num_programs: int, keys: int) -> tuple[int, int, int]:
-        sizes = num_programs, keys, 4, 128
-        chosen = decode_tile(*sizes, torch.bfloat16, H200, has_fp8_cache=True)
+def test_many_splits_take_programs_of_one_warp() -> None:
+    def tile(num_programs: int) -> tuple[int, int, int]:
+        chosen = decode_tile(num_programs, 2025, 4, 128, torch.bfloat16, H200, is_split=True)
         return chosen.block_n, chosen.num_warps, chosen.num_stages
 
-    assert tile(529, 257) == tile(2048, 9999) == (32, 1, 5)
-    assert tile(529, 256) == (32, 2, 3)
-    assert tile(512, 160) == tile(4 * H200.num_sms, 9999) == (64, 4, 3)
+    assert tile(1024) == (32, 1, 5)
+    assert tile(2 * H200.num_sms) == (128, 4, 3)
 
 
 @pytest.mark.parametrize("has_fp8_cache", [False, True])
@@ -183,7 +181,7 @@ def test_a_bound_is_launched_as_every_length_that_it_stands_for(
     def launch(length: int) -> tuple[int, Tile]:
         splits = choose_num_splits(num_seqs, 8, length, None, H200, has_fp8_cache=has_fp8_cache)
         sizes = num_seqs * 8 * splits, -(-length // splits), 4, 128
-        return splits, decode_tile(*sizes, torch.bfloat16, H200, has_fp8_cache=has_fp8_cache)
+        return splits, decode_tile(*sizes, torch.bfloat16, H200, is_split=splits > 1)
 
     launches = [launch(bound) for bound in bounds]
     assert len({*launches}) == len(launches)

@@ -126,11 +126,12 @@ def test_the_sweep_of_decodes_takes_every_kernel_that_a_decode_takes(
     limits = StepLimits(max_num_seqs, 8192, max_model_len, 5, 16, 4000)
 
     def kernel(num_seqs, longest):
-        cache = {"has_fp8_cache": has_fp8_cache}
-        splits = choose_num_splits(num_seqs, num_kv_heads, longest, None, device, **cache)
+        splits = choose_num_splits(
+            num_seqs, num_kv_heads, longest, None, device, has_fp8_cache=has_fp8_cache
+        )
         keys = -(-longest // splits)
         num_programs = num_seqs * num_kv_heads * splits
-        tile = decode_tile(num_programs, keys, 4, 128, torch.bfloat16, device, **cache)
+        tile = decode_tile(num_programs, keys, 4, 128, torch.bfloat16, device, is_split=splits > 1)
         return splits > 1, run_at_once(num_programs, device), tile
 
     state, swept = request_state(limits), set()
