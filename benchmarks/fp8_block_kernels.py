@@ -1,11 +1,10 @@
 """Times the products of many rows with weights in FP8 and block scales on a CUDA device: `python -m
 benchmarks.fp8_block_kernels [--rows M,M...] [--tiles]`.
 
-For each shape of the models and each M: our kernel with its conversion of the inputs, dequantizing
-the weights, and torch's bf16 product, once with weights dequantized beforehand and once with
-weights dequantized for each product. Each runs in a CUDA graph over cold weights. Set
-fp8_linear.py's _MOST_BLOCK_ROWS to the largest M at which ours is the fastest. With --tiles, the
-product alone with each candidate tile.
+For each shape of the models and each M: our kernel with the conversion of its inputs, torch's
+product by block scales, dequantizing the weights, and torch's bf16 product, once with weights
+dequantized beforehand and once with weights dequantized for each product. Each runs in a CUDA graph
+over cold weights. With --tiles, our product alone with each candidate tile.
 """
 
 import argparse
@@ -13,6 +12,7 @@ from collections.abc import Callable, Iterator
 from itertools import product
 
 import torch
+import triton
 from torch.nn import functional
 
 from benchmarks.linear_kernels import COLD_BYTES, DTYPE, graph_us, relative_error, tuned_shapes
@@ -28,6 +28,8 @@ ROWS = "128,256,512,1024,2048,8192"
 HEAD_OUTPUTS = 60_000
 """Matrices with as many rows are LM heads, which stay in bf16."""
 REPEATS = 7
+MOST_SPLIT_PROGRAMS = 512
+"""With more, the columns are not split."""
 MAX_ERROR = 0.06
 """Bound on the relative error of a product whose inputs are rounded to FP8."""
 
@@ -73,6 +75,14 @@ class Products:
 
         return run
 
+    def by_torch(self, index: int) -> torch.Tensor:
+        """Return torch's product with matrix `index`, inputs already converted."""
+        weight, scale = self._matrices[index][:2]
+        x, x_scale = self._rows
+        return torch._scaled_mm(
+            x, weight.t(), scale_a=x_scale.t(), scale_b=scale.t(), out_dtype=DTYPE
+        )
+
     def dequantize(self, index: int) -> torch.Tensor:
         """Dequantize a matrix."""
         return dequantize(self._matrices[index], DTYPE, pdl=True)
@@ -91,12 +101,13 @@ class Products:
         return relative_error(self._y, self._x.double() @ self._plain[0].double().T)
 
 
-def candidates(chosen: BlockTile) -> Iterator[BlockTile]:
+def candidates(num_rows: int, num_outputs: int) -> Iterator[BlockTile]:
     """Yield the tiles to try."""
     for (block_m, block_o, num_warps), num_stages, num_splits in product(
-        ((128, 128, 8), (128, 128, 4), (128, 64, 4), (64, 128, 4)), (3, 4, 5), (1, 2, 4)
+        ((128, 128, 8), (128, 64, 4), (64, 128, 4), (64, 64, 4)), (3, 4, 5), (1, 2, 4)
     ):
-        if num_splits <= 2 * chosen.num_splits:
+        num_tiles = triton.cdiv(num_rows, block_m) * triton.cdiv(num_outputs, block_o)
+        if num_splits == 1 or num_tiles * num_splits <= MOST_SPLIT_PROGRAMS:
             yield BlockTile(block_m, block_o, num_splits, num_warps, num_stages)
 
 
@@ -115,12 +126,13 @@ def main() -> None:
         convert, ours = products.us(products.convert), products.us(products.multiply(tile))
         widen, plain = products.us(products.dequantize), products.us(products.in_bf16)
         both = products.us(products.both)
+        by_torch = products.us(products.by_torch)
         print(
-            f"{shape} M={num_rows}: ours {ours:.1f} + {convert:.1f} us, dequantize {widen:.1f}, "
-            f"bf16 {plain:.1f}, dequantize + bf16 {both:.1f}",
+            f"{shape} M={num_rows}: ours {ours:.1f} + {convert:.1f} us, torch {by_torch:.1f}, "
+            f"dequantize {widen:.1f}, bf16 {plain:.1f}, dequantize + bf16 {both:.1f}",
             flush=True,
         )
-        for other in candidates(tile) if options.tiles else ():
+        for other in candidates(num_rows, shape[0]) if options.tiles else ():
             print(f"  {products.us(products.multiply(other)):.1f} us {other}", flush=True)
 
 

@@ -33,20 +33,25 @@ from benchmarks.linear_kernels import (
 )
 from worker_daemon.contracts.int4 import Int4Matrix, pack
 from worker_daemon.kernels.int4_linear import choose_tile, dequantize, launch_int4_matrix
+from worker_daemon.kernels.int4_row import choose_row_tile, launch_int4_row
 from worker_daemon.kernels.linear import MAX_TILES
-from worker_daemon.kernels.tuning import MatrixTile
+from worker_daemon.kernels.tuning import MatrixTile, Tile, VectorTile
 
 GROUP = 128
 ROWS = (1, 16, 64)
 TILES = {
-    1: [(64, 1), (64, 2), (64, 4), (128, 2), (128, 4), (128, 8)],
     16: [(32, 2), (64, 2), (64, 4), (128, 4), (128, 8)],
     64: [(64, 4), (128, 4), (128, 8)],
 }
 """Outputs of a tile, and warps, by rows."""
-STAGES = {1: (3, 5), 16: (3, 5), 64: (3,)}
-SPLITS = {1: (1, 2, 3, 4, 6, 8), 16: (1, 2, 4), 64: (1, 2, 4)}
+STAGES = {16: (3, 5), 64: (3,)}
+SPLITS = {16: (1, 2, 4), 64: (1, 2, 4)}
 PREFETCH = 1024
+OUTPUTS, ROW_COLUMNS = (4, 8, 16, 32), (2048, 4096, 16384)
+"""Outputs and columns of a tile for one row."""
+VALUES_PER_THREAD = (16, 32, 64)
+"""Of each output."""
+MOST_VALUES_PER_THREAD = 512
 
 
 def draw(num_outputs: int, num_inputs: int) -> Int4Matrix:
@@ -62,9 +67,11 @@ def num_bytes(matrix: Int4Matrix) -> int:
     return matrix.values.nbytes + matrix.groups.nbytes
 
 
-def candidates(num_rows: int, shape: tuple[int, int]) -> list[MatrixTile]:
-    """Return the tiles to try, with up to ten programs for each SM."""
-    found = []
+def candidates(num_rows: int, shape: tuple[int, int]) -> list[Tile]:
+    """Return the tiles to try; those for several rows with up to ten programs for each SM."""
+    if num_rows == 1:
+        return row_candidates(shape[1])
+    found: list[Tile] = []
     for (block_o, warps), stages, splits in product(
         TILES[num_rows], STAGES[num_rows], SPLITS[num_rows]
     ):
@@ -75,16 +82,38 @@ def candidates(num_rows: int, shape: tuple[int, int]) -> list[MatrixTile]:
     return found
 
 
-def compile_tiles(work: Sequence[tuple[int, MatrixTile]]) -> list[tuple[int, MatrixTile]]:
+def row_candidates(num_inputs: int) -> list[Tile]:
+    """Return the tiles to try for one row: its columns at once, or in several steps."""
+    found: list[Tile] = []
+    for block_i, outputs, values in product(ROW_COLUMNS, OUTPUTS, VALUES_PER_THREAD):
+        warps = block_i // values // 32
+        if block_i >= 2 * num_inputs or outputs * values > MOST_VALUES_PER_THREAD:
+            continue
+        if 2 <= warps <= 16:
+            found.append(VectorTile(outputs, block_i, warps))
+    return found
+
+
+def launch(
+    y: torch.Tensor, x: torch.Tensor, matrix: Int4Matrix, tile: Tile, arrivals: torch.Tensor
+) -> None:
+    if isinstance(tile, VectorTile):
+        launch_int4_row(y, x, matrix, None, tile, pdl=True)
+    else:
+        launch_int4_matrix(y, x, matrix, None, tile, True, arrivals)
+
+
+def compile_tiles(work: Sequence[tuple[int, Tile]]) -> list[tuple[int, Tile]]:
     """Compile each tile, in a separate process; return those that fail or are wrong."""
     arrivals = torch.zeros(MAX_TILES, dtype=torch.int32, device="cuda")
     failed = []
     for num_rows, tile in work:
-        matrix = draw(max(128, tile.block_o), GROUP * tile.num_splits * 4)
+        columns = GROUP * tile.num_splits * 4 if isinstance(tile, MatrixTile) else tile.block_i
+        matrix = draw(max(128, tile.block_o), columns)
         x = torch.randn(num_rows, matrix.shape[1], dtype=DTYPE, device="cuda")
         y = torch.empty(num_rows, matrix.shape[0], dtype=DTYPE, device="cuda")
         try:
-            launch_int4_matrix(y, x, matrix, None, tile, True, arrivals)
+            launch(y, x, matrix, tile, arrivals)
             expected = x.double() @ matrix.dequantized(torch.float64).T
             error = relative_error(y, expected)
         except Exception as problem:
@@ -97,19 +126,19 @@ def compile_tiles(work: Sequence[tuple[int, MatrixTile]]) -> list[tuple[int, Mat
     return failed
 
 
-def product_us(matrices: Sequence[Int4Matrix], num_rows: int, tile: MatrixTile) -> float:
+def product_us(matrices: Sequence[Int4Matrix], num_rows: int, tile: Tile) -> float:
     """Time one product and its relay, in microseconds."""
     num_outputs, num_inputs = matrices[0].shape
     arrivals = torch.zeros(MAX_TILES, dtype=torch.int32, device="cuda")
     x = torch.randn(num_rows, num_inputs, dtype=DTYPE, device="cuda")
     y = torch.empty(num_rows, num_outputs, dtype=DTYPE, device="cuda")
 
-    def launch() -> None:
+    def run_all() -> None:
         for matrix in matrices:
-            launch_int4_matrix(y, x, matrix, None, tile, True, arrivals)
+            launch(y, x, matrix, tile, arrivals)
             relay(x, y, True)
 
-    return graph_us(launch, 7) / len(matrices)
+    return graph_us(run_all, 7) / len(matrices)
 
 
 def main() -> None:
@@ -121,8 +150,10 @@ def main() -> None:
     print(torch.cuda.get_device_name(), flush=True)
     num_sms = torch.cuda.get_device_properties(0).multi_processor_count
     shapes = layer_shapes(LLAMA_8B, 1)
-    chosen = {
-        (rows, shape): choose_tile(rows, _meta(shape), num_sms)
+    chosen: dict[tuple[int, tuple[int, int]], Tile] = {
+        (rows, shape): choose_row_tile(shape, num_sms)
+        if rows == 1
+        else choose_tile(rows, _meta(shape), num_sms)
         for rows in options.rows
         for shape in shapes
     }

@@ -6,7 +6,7 @@ import torch
 from tests.support.int4_products import draw_int4, expected_int4
 from worker_daemon.kernels.int4_linear import Int4Linear, dequantize
 from worker_daemon.kernels.launch import has_dependent_launch
-from worker_daemon.kernels.tuning import MatrixTile
+from worker_daemon.kernels.tuning import MatrixTile, VectorTile
 
 pytestmark = [
     pytest.mark.gpu,
@@ -17,7 +17,12 @@ pytestmark = [
 DEVICE = torch.device("cuda")
 BOUNDS = {torch.float16: 1e-3, torch.bfloat16: 6e-3}
 SHAPES = [(6144, 4096, 128), (4096, 14336, 128), (1000, 1088, 32), (1003, 1152, 64), (77, 96, 96)]
-TILES = [None, MatrixTile(32, 32, 2, 2, 4, 512), MatrixTile(64, 32, 1, 4, 3, 0)]
+TILES = [
+    None,
+    MatrixTile(32, 32, 2, 2, 4, 512),
+    MatrixTile(64, 32, 1, 4, 3, 0),
+    VectorTile(4, 4096, 4),
+]
 
 
 def relative_error(y: torch.Tensor, expected: torch.Tensor) -> float:

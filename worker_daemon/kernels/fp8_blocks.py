@@ -1,4 +1,5 @@
-"""Products of many rows with weights in FP8 that have a scale for each block of 128 x 128 values.
+"""Products of many rows with weights in FP8 that have a scale for each block of 128 x 128 values,
+for devices and sizes for which torch has none.
 
 The inputs have a scale for each block of 128 values of a row. The sums over a block of columns come
 from the tensor cores; each is multiplied by both scales, and added in float32 (DeepSeek-V3, arXiv
@@ -21,9 +22,12 @@ from worker_daemon.contracts.layer_ops import Fp8Matrix
 from worker_daemon.kernels.compile_ahead import launched
 from worker_daemon.kernels.fp8_rows import Fp8Rows
 from worker_daemon.kernels.launch import await_previous, launch_options, start_next
-from worker_daemon.kernels.linear import MAX_TILES, add_splits
+from worker_daemon.kernels.linear import add_splits
 from worker_daemon.kernels.tiles import DeviceLimits
 
+_BLOCK_M: Final = 128
+_BLOCK_O: Final = 64
+"""Sizes of the fastest tile for all measured shapes (benchmarks/NOTES.md)."""
 _LEAST_STEPS: Final = 4
 """Fewest blocks of columns in a split."""
 _MAX_SPLITS: Final = 8
@@ -48,15 +52,18 @@ class BlockTile(NamedTuple):
 
 def choose_block_tile(num_rows: int, shape: tuple[int, ...], limits: DeviceLimits) -> BlockTile:
     """Return the tile of a product of M rows with a matrix [O, I], by arithmetic on the sizes: a
-    program for each SM, if the columns suffice. Equal for all M between two powers of two, so that
-    the warm-up compiles every kernel."""
+    program for each SM, if the columns suffice. Programs that have an SM to themselves load further
+    ahead than those that share one. Equal for all M between two powers of two, so that the warm-up
+    compiles every kernel."""
     num_outputs, num_inputs = shape
-    most_rows = max(128, triton.next_power_of_2(num_rows))
-    num_tiles = most_rows // 128 * triton.cdiv(num_outputs, 128)
+    most_rows = max(_BLOCK_M, triton.next_power_of_2(num_rows))
+    num_tiles = most_rows // _BLOCK_M * triton.cdiv(num_outputs, _BLOCK_O)
     num_steps = triton.cdiv(num_inputs, FP8_BLOCK)
     splits = max(1, min(limits.num_sms // num_tiles, num_steps // _LEAST_STEPS, _MAX_SPLITS))
-    stages = min(4, (limits.shared_memory_bytes - _RESERVED_BYTES) // (2 * 128 * FP8_BLOCK))
-    return BlockTile(128, 128, splits if num_tiles <= MAX_TILES else 1, 8, stages)
+    stages = 5 if num_tiles * splits <= limits.num_sms else 4
+    stage_bytes = (_BLOCK_M + _BLOCK_O) * FP8_BLOCK
+    most_stages = (limits.shared_memory_bytes - _RESERVED_BYTES) // stage_bytes
+    return BlockTile(_BLOCK_M, _BLOCK_O, splits, 4, min(stages, most_stages))
 
 
 def multiply_blocks(
@@ -70,11 +77,11 @@ def multiply_blocks(
     pdl: bool,
 ) -> None:
     """Compute y [M, O] = x [M, I] W [O, I]^T + bias [O], each row contiguous; x and W have scales
-    of blocks. arrivals: as for linear.py's launch_matrix."""
+    of blocks. M is that of x, a multiple of 4. arrivals: as for linear.py's launch_matrix."""
     num_rows = y.shape[0]
     weight, scale = matrix.weight, matrix.scale
     num_outputs, num_inputs = weight.shape
-    assert x.values.shape == (num_rows, num_inputs)
+    assert x.values.shape == (num_rows, num_inputs) and x.num_rows == num_rows
     assert x.scale.shape == (triton.cdiv(num_inputs, FP8_BLOCK), num_rows)
     assert scale.dim() == 2
     assert weight.stride(1) == y.stride(1) == scale.stride(1) == 1

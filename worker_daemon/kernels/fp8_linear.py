@@ -3,9 +3,10 @@
 One row is multiplied in float32 (row_linear.py). Other inputs are converted to FP8 where possible,
 so that no weight is converted. Up to 64 rows are bound by reading the weights. They are split into
 two FP8 terms (fp8_rows.py), which makes the products as exact as those of inputs in bf16. More rows
-are rounded to one term, if the checkpoint permits it: with block scales if the weights have them
-(fp8_blocks.py), otherwise with a scale for each row for torch's FP8 GEMM, if the device has it.
-If neither is possible, weights are dequantized first (fp8_weights.py).
+are rounded to one term, if the checkpoint permits it: with block scales if the weights have them,
+otherwise with a scale for each row. torch multiplies them if the device has such a GEMM. Otherwise
+our own kernel multiplies those with block scales (fp8_blocks.py), and for others the weights are
+dequantized first (fp8_weights.py).
 
 Letters: y[M, O] = x[M, I] W[O, I]^T + bias.
 """
@@ -61,9 +62,6 @@ _LEAST_FP8: Final = (8, 9)
 """Compute capability from which Triton multiplies float8_e4m3fn."""
 _MULTIPLE: Final = 16
 """torch's product in FP8 needs multiples of it in both sizes of the matrix."""
-_MOST_BLOCK_ROWS: Final = 1024
-"""Row limit of the block-scaled FP8 kernel. Not measured: an estimate of the number from which
-dequantizing the weights for a bf16 GEMM is faster (benchmarks/NOTES.md)."""
 _MAX_SPLITS: Final = 8
 _LEAST_STEPS: Final = 4
 """Fewest steps of BLOCK_I columns in a split. With fewer, the split-K reduction costs more than the
@@ -88,6 +86,7 @@ class Fp8Linear:
         self._pdl = has_dependent_launch(device)
         self._has_fp8 = capability >= _LEAST_FP8
         self._has_scaled_mm = capability >= HOPPER
+        self._has_block_mm = is_cuda and capability == HOPPER
         self._limits = DeviceLimits.of(device)
         self._tile = tile
         name = torch.cuda.get_device_name(device) if is_cuda else device.type
@@ -107,7 +106,8 @@ class Fp8Linear:
         form = self._row_form(x, matrix)
         if form is None:
             return functional.linear(x, self._dequantized(matrix, x.dtype), bias)
-        return self._multiply(fp8_rows(x, form, pdl=self._pdl), matrix, bias, x.dtype)
+        rows = fp8_rows(x, form, pdl=self._pdl)
+        return self._multiply(rows, x.shape[0], matrix, bias, x.dtype)
 
     def _linear_of_gate(
         self, gate_up: GateUp, matrix: Fp8Matrix, bias: torch.Tensor | None
@@ -116,7 +116,8 @@ class Fp8Linear:
         if form is None or matrix.weight.shape[1] > MAX_SIZE:
             return self.linear(act_and_mul(*gate_up, pdl=self._pdl), matrix, bias)
         rows = fp8_gate_rows(gate_up, form, pdl=self._pdl)
-        return self._multiply(rows, matrix, bias, gate_up.values.dtype)
+        num_rows, dtype = gate_up.values.shape[0], gate_up.values.dtype
+        return self._multiply(rows, num_rows, matrix, bias, dtype)
 
     def gated_linear(
         self,
@@ -145,7 +146,7 @@ class Fp8Linear:
             normed, total = sum_and_norm(source, pdl=self._pdl)
             return self.linear(normed, matrix, bias), total
         rows, total = fp8_norm_rows(source, form, pdl=self._pdl)
-        return self._multiply(rows, matrix, bias, residual.dtype), total
+        return self._multiply(rows, total.shape[0], matrix, bias, total.dtype), total
 
     def norm_gated_linear(
         self,
@@ -179,8 +180,7 @@ class Fp8Linear:
         if row_bucket(x.shape[0]) is not None:
             return SPLIT_ROWS
         if matrix.scale.dim() == 2:
-            has_few = x.shape[0] <= _MOST_BLOCK_ROWS
-            return BLOCK_SCALED_ROWS if has_few and matrix.activations == "dynamic" else None
+            return BLOCK_SCALED_ROWS if matrix.activations == "dynamic" else None
         may_round = (
             self._has_scaled_mm
             and x.dtype == torch.bfloat16
@@ -223,15 +223,21 @@ class Fp8Linear:
         return y
 
     def _multiply(
-        self, x: Fp8Rows, matrix: Fp8Matrix, bias: torch.Tensor | None, dtype: torch.dtype
+        self,
+        x: Fp8Rows,
+        num_rows: int,
+        matrix: Fp8Matrix,
+        bias: torch.Tensor | None,
+        dtype: torch.dtype,
     ) -> torch.Tensor:
-        num_rows, shape = x.num_rows, matrix.weight.shape
-        if x.scale.dim() == 2:
-            y = torch.empty(num_rows, shape[0], dtype=dtype, device=x.values.device)
+        """Return the product of the first num_rows rows of x."""
+        shape, has_blocks = matrix.weight.shape, x.scale.dim() == 2
+        if has_blocks and not self._has_block_product(shape, dtype):
+            y = torch.empty(x.num_rows, shape[0], dtype=dtype, device=x.values.device)
             chosen = choose_block_tile(num_rows, shape, self._limits)
             multiply_blocks(y, x, matrix, bias, chosen, self._arrivals, pdl=self._pdl)
-            return y
-        if x.values.shape[0] > num_rows:
+            return y[:num_rows]
+        if x.values.shape[0] > x.num_rows:
             y = torch.empty(num_rows, shape[0], dtype=dtype, device=x.values.device)
             tile = self._tile or self._tuning.tile(max(2, num_rows), *shape)
             if not isinstance(tile, MatrixTile):
@@ -241,12 +247,18 @@ class Fp8Linear:
         y = torch._scaled_mm(
             x.values,
             matrix.weight.t(),
-            scale_a=x.scale.unsqueeze(1),
-            scale_b=matrix.scale.unsqueeze(0),
+            scale_a=x.scale.t() if has_blocks else x.scale.unsqueeze(1),
+            scale_b=matrix.scale.t() if has_blocks else matrix.scale.unsqueeze(0),
             out_dtype=dtype,
-            use_fast_accum=True,
-        )
+            use_fast_accum=not has_blocks,
+        )[:num_rows]
         return y if bias is None else y.add_(bias)
+
+    def _has_block_product(self, shape: tuple[int, ...], dtype: torch.dtype) -> bool:
+        """Return True if torch multiplies by a matrix [O, I] with block scales."""
+        num_outputs, num_inputs = shape
+        is_aligned = num_outputs % FP8_BLOCK == 0 and num_inputs % (4 * FP8_BLOCK) == 0
+        return self._has_block_mm and dtype == torch.bfloat16 and is_aligned
 
 
 def choose_row_tile(shape: tuple[int, ...], num_sms: int) -> VectorTile:

@@ -34,6 +34,7 @@ TERM_RATIO: Final = 8
 """The second term is multiplied by it, so that it is as large as the first."""
 
 _BLOCK: Final = 4096
+_ROW_MULTIPLE: Final = 4
 _LARGEST = tl.constexpr(FP8_MAX)
 _LEAST = tl.constexpr(FP8_LEAST_SCALE)
 _RATIO = tl.constexpr(TERM_RATIO)
@@ -70,7 +71,8 @@ class Fp8Rows(NamedTuple):
     values: torch.Tensor
     """float8_e4m3fn [N, K], or [2 N, K]: all first terms, then all second ones."""
     scale: torch.Tensor
-    """float32 [N]; powers of two if there are two terms. For blocks [ceil(K / 128), N]."""
+    """float32 [N]; powers of two if there are two terms. For blocks [ceil(K / 128), N], where N is
+    rounded up to a multiple of 4, as cuBLAS requires; the rows added have any values."""
 
     @property
     def num_rows(self) -> int:
@@ -90,7 +92,7 @@ def fp8_rows(x: torch.Tensor, form: RowForm, *, pdl: bool) -> Fp8Rows:
         *rows,
         x,
         x if given is None else given,
-        num_rows,
+        rows.num_rows,
         num_columns,
         x.stride(0),
         0 if given is None else given.shape[0],
@@ -146,7 +148,7 @@ def _fused_rows(
         residual,
         x if norm is None else norm.weight,
         x if given is None else given,
-        num_rows,
+        rows.num_rows,
         0 if given is None else given.shape[0],
         0.0 if norm is None else norm.eps,
         SIZE=num_columns,
@@ -168,6 +170,8 @@ def _fused_rows(
 
 def _new_rows(num_rows: int, num_columns: int, form: RowForm, device: torch.device) -> Fp8Rows:
     assert form.num_terms == 1 or (form.given is None and not form.has_blocks)
+    if form.has_blocks:
+        num_rows = triton.cdiv(num_rows, _ROW_MULTIPLE) * _ROW_MULTIPLE
     shape = (form.num_terms * num_rows, num_columns)
     values = torch.empty(shape, dtype=FP8, device=device)
     scales = (triton.cdiv(num_columns, FP8_BLOCK), num_rows) if form.has_blocks else (num_rows,)

@@ -1,9 +1,8 @@
 """Matrix products with weights in 4 bits (contracts/int4.py); inputs are not quantized.
 
-Up to 64 rows are bound by reading the weights: a kernel like linear.py's converts them in registers
-and multiplies with MMA instructions, even one row, since converting each value to float32 would
-take longer than reading it. Each group's sum is multiplied by its scale in float32. More rows
-dequantize the weights first.
+One row is multiplied in float32 (int4_row.py). Up to 64 rows are bound by reading the weights: a
+kernel like linear.py's converts them in registers and multiplies with MMA instructions. Each
+group's sum is multiplied by its scale in float32. More rows dequantize the weights first.
 
 Letters: y[M, O] = x[M, I] W[O, I]^T + bias.
 """
@@ -20,6 +19,7 @@ from torch.nn import functional
 
 from worker_daemon.contracts.int4 import INT4_BLOCK, Int4Matrix
 from worker_daemon.kernels.compile_ahead import launched
+from worker_daemon.kernels.int4_row import choose_row_tile, launch_int4_row, low_half
 from worker_daemon.kernels.launch import (
     await_previous,
     has_dependent_launch,
@@ -29,7 +29,7 @@ from worker_daemon.kernels.launch import (
 from worker_daemon.kernels.linear import MAX_TILES, add_splits, has_aligned_rows
 from worker_daemon.kernels.prefetch import prefetch
 from worker_daemon.kernels.tiles import DeviceLimits
-from worker_daemon.kernels.tuning import MatrixTile, row_bucket
+from worker_daemon.kernels.tuning import MatrixTile, Tile, VectorTile, row_bucket
 
 _LEAST: Final = (8, 0)
 """Compute capability from which a device has MMA instructions for bfloat16."""
@@ -38,7 +38,8 @@ _LEAST_ROWS: Final = 8
 _MAX_SPLITS: Final = 8
 _TALLEST: Final = 128
 _SHORTEST: Final = 32
-"""Outputs of a tile. A warp has at least 16: with fewer, Triton 3.6 has compiled wrong products
+_ROWS_PER_WARP: Final = 16
+"""Outputs of a tile, and of a warp: with fewer, Triton 3.6 has compiled wrong products
 (benchmarks/NOTES.md)."""
 _FULL_ROWS: Final = 16
 _FULL, _FULL_ENOUGH = 0.95, 0.8
@@ -94,7 +95,7 @@ class Int4Linear:
     Owns MAX_TILES int32 counters on the device, which are zero between launches.
     """
 
-    def __init__(self, device: torch.device, tile: MatrixTile | None = None) -> None:
+    def __init__(self, device: torch.device, tile: Tile | None = None) -> None:
         """device is that of all tensors; tile replaces the choice by shape."""
         is_cuda = device.type == "cuda"
         self._pdl = has_dependent_launch(device)
@@ -110,17 +111,27 @@ class Int4Linear:
         of y depends only on its row of x and on the bucket of M."""
         num_rows = x.shape[0]
         has_half = x.dtype in (torch.bfloat16, torch.float16)
-        if self._multiplies and has_half and num_rows and row_bucket(num_rows) is not None:
-            y = x.new_empty(num_rows, matrix.shape[0])
-            tile = self._tile or choose_tile(num_rows, matrix, self._num_sms)
+        if not (self._multiplies and has_half and num_rows and row_bucket(num_rows) is not None):
+            return functional.linear(x, dequantize(matrix, x.dtype, self._pdl), bias)
+        y = x.new_empty(num_rows, matrix.shape[0])
+        tile = self._choose(num_rows, matrix)
+        if isinstance(tile, VectorTile):
+            launch_int4_row(y, x, matrix, bias, tile, pdl=self._pdl)
+        else:
             launch_int4_matrix(y, x, matrix, bias, tile, self._pdl, self._arrivals)
-            return y
-        return functional.linear(x, dequantize(matrix, x.dtype, self._pdl), bias)
+        return y
+
+    def _choose(self, num_rows: int, matrix: Int4Matrix) -> Tile:
+        if isinstance(self._tile, MatrixTile):
+            return self._tile
+        if num_rows == 1:
+            return self._tile or choose_row_tile(matrix.shape, self._num_sms)
+        return choose_tile(num_rows, matrix, self._num_sms)
 
 
 def choose_tile(num_rows: int, matrix: Int4Matrix, num_sms: int) -> MatrixTile:
-    """Return the tile of a product of M rows, by arithmetic on the sizes: tall tiles, split until
-    the programs fill the device evenly, and steps within one group."""
+    """Return the tile of a product of several rows M, by arithmetic on the sizes: tall tiles, split
+    until the programs fill the device evenly, and steps within one group."""
     num_outputs, num_inputs = matrix.shape
     block_i = widest_step(matrix.group_size)
     most = max(1, min(_MAX_SPLITS, num_inputs // block_i // _LEAST_STEPS))
@@ -133,9 +144,8 @@ def choose_tile(num_rows: int, matrix: Int4Matrix, num_sms: int) -> MatrixTile:
         if block_o == _SHORTEST or num_tiles * splits * 4 >= num_sms * 3:
             break
         block_o //= 2
-    rows_per_warp, stages = (32, 5) if num_rows == 1 else (16, 3)
-    num_warps = block_o // rows_per_warp
-    return MatrixTile(block_o, block_i, splits, num_warps, stages, prefetch=1024)
+    num_warps = block_o // _ROWS_PER_WARP
+    return MatrixTile(block_o, block_i, splits, num_warps, num_stages=3, prefetch=1024)
 
 
 def _choose_splits(num_tiles: int, most: int, num_sms: int, wanted: float) -> int:
@@ -284,8 +294,8 @@ def _int4_kernel(
             # The sums of inputs, as a product, are in the layout of the products.
             total = tl.dot(ones, low_x)
             total = tl.dot(ones, high_x, total)
-            product -= total * (_half(word >> 16, x.dtype.element_ty) - 8.0)[:, None]
-        acc += product * _half(word, x.dtype.element_ty)[:, None]
+            product -= total * (low_half(word >> 16, x.dtype.element_ty) - 8.0)[:, None]
+        acc += product * low_half(word, x.dtype.element_ty)[:, None]
     add_splits(
         acc,
         y,
@@ -302,12 +312,6 @@ def _int4_kernel(
         BLOCK_M,
         BLOCK_O,
     )
-
-
-@triton.jit
-def _half(word, DTYPE: tl.constexpr):
-    """Return the low 16 bits of words, which are in DTYPE, as float32."""
-    return word.to(tl.int16).to(DTYPE, bitcast=True).to(tl.float32)
 
 
 @triton.jit

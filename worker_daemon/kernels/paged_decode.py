@@ -138,13 +138,19 @@ def plan_decode(
     group_size = num_q_heads // num_kv_heads
     if num_splits is None:
         num_splits = choose_num_splits(
-            batch.num_seqs, num_kv_heads, batch.max_seq_len, window, limits
+            batch.num_seqs,
+            num_kv_heads,
+            batch.max_seq_len,
+            window,
+            limits,
+            has_fp8_cache=kv_cache.dtype == FP8,
         )
     num_programs = batch.num_seqs * num_kv_heads * num_splits
     if tile is None:
         most_keys = batch.max_seq_len if window is None else min(batch.max_seq_len, window)
         most_keys = triton.cdiv(most_keys, num_splits)
-        tile = decode_tile(num_programs, most_keys, group_size, head_dim, q.dtype, limits)
+        sizes = num_programs, most_keys, group_size, head_dim
+        tile = decode_tile(*sizes, q.dtype, limits, is_split=num_splits > 1)
     assert tile.block_m >= group_size, "a tile holds one token's group of heads"
     return DecodePlan(num_splits, tile, run_at_once(num_programs, limits))
 

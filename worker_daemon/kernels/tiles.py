@@ -27,6 +27,10 @@ SHORT_CONTEXT = 256
 MANY_PROGRAMS = 1024
 """Sequences x KV heads from which shorter tiles are worth separate graphs."""
 
+LONG_CONTEXT, SPLIT_PROGRAMS_PER_SM = 4096, 8
+"""Keys above which decodes over FP8 are split until each SM has this many programs, if they occupy
+all SMs: converting the keys takes more warps than reading them does."""
+
 SMALL_TILES_RESIDENT, LARGE_TILES_RESIDENT = 4, 3
 """Resident decode programs per SM, with tiles of 64 and of 128 keys."""
 
@@ -175,20 +179,23 @@ def decode_tile(
     head_dim: int,
     dtype: torch.dtype,
     limits: DeviceLimits,
+    *,
+    is_split: bool = False,
 ) -> Tile:
     """Return the tile for one query token per sequence, with just enough rows for a group.
 
     num_programs is sequences x KV heads x splits, keys_per_program an upper bound. Few programs are
-    fastest with long tiles. Very many programs with few keys get short tiles. Otherwise, the tile
-    with the least estimated time over all waves is chosen. Sequences of unequal length, started
-    longest first, run equally well with both, or better with long tiles.
+    fastest with long tiles. Very many programs with few keys get short tiles, and so do many splits
+    (LONG_CONTEXT). Otherwise, the tile with the least estimated time over all waves is chosen.
+    Sequences of unequal length, started longest first, run equally well with both, or better with
+    long tiles. dtype is that of queries.
     """
     rows = max(MIN_DOT_ROWS, next_power_of_two(group_size))
-    sizes = _decode_tile_sizes(num_programs, keys_per_program, limits)
+    sizes = _decode_tile_sizes(num_programs, keys_per_program, limits, is_split)
     if dtype == torch.float32:
         wanted = _exact_tile(rows)
     elif padded_head_dim(head_dim) > WIDE:
-        wanted = _wide_decode_tile(rows, num_stages=sizes[2])
+        wanted = _wide_decode_tile(rows, num_stages=min(3, sizes[2]))
     else:
         wanted = Tile(rows, *sizes)
     return fit_tile(wanted, rows, head_dim, dtype, limits)
@@ -214,12 +221,14 @@ def _wide_decode_tile(rows: int, num_stages: int) -> Tile:
 
 
 def _decode_tile_sizes(
-    num_programs: int, keys_per_program: int, limits: DeviceLimits
+    num_programs: int, keys_per_program: int, limits: DeviceLimits, is_split: bool
 ) -> tuple[int, int, int]:
     """Return block_n, num_warps and num_stages."""
     if run_at_once(num_programs, limits):
         block_n = 128 if keys_per_program >= 128 else 64
         return block_n, 4, 1 if keys_per_program <= MAX_KEYS_UNPIPELINED else 3
+    if is_split:
+        return 32, 1, 5
     if num_programs >= MANY_PROGRAMS and keys_per_program <= SHORT_CONTEXT:
         return 32, 2, 3
     small = _waves_cost(num_programs, SMALL_TILES_RESIDENT, limits)
@@ -283,32 +292,49 @@ def shared_bytes(tile: Tile, head_dim: int, dtype: torch.dtype) -> int:
 
 
 def length_bounds(
-    num_seqs: int, num_kv_heads: int, longest: int, limits: DeviceLimits
+    num_seqs: int,
+    num_kv_heads: int,
+    longest: int,
+    limits: DeviceLimits,
+    *,
+    has_fp8_cache: bool = False,
 ) -> list[int]:
     """Return ascending bounds of a decode's context length, ending with `longest`: a launch made
     for a bound is fast for every length up to it.
 
     Between two bounds the number of splits and the tile are equal, or differ too little to matter.
     """
-    bounds = [*(bound for bound in (SHORT_CONTEXT, 1024, 4096) if bound < longest), longest]
+    shorter = (SHORT_CONTEXT, 1024, LONG_CONTEXT)
+    bounds = [*(bound for bound in shorter if bound < longest), longest]
 
     def launch(bound: int) -> tuple[int, ...]:
-        splits = choose_num_splits(num_seqs, num_kv_heads, bound, None, limits)
-        num_programs = num_seqs * num_kv_heads * splits
-        return splits, *_decode_tile_sizes(num_programs, -(-bound // splits), limits)
+        splits = choose_num_splits(
+            num_seqs, num_kv_heads, bound, None, limits, has_fp8_cache=has_fp8_cache
+        )
+        num_programs, keys = num_seqs * num_kv_heads * splits, -(-bound // splits)
+        return splits, *_decode_tile_sizes(num_programs, keys, limits, splits > 1)
 
     differing = [bound for bound, larger in pairwise(bounds) if launch(bound) != launch(larger)]
     return [*differing, longest]
 
 
 def choose_num_splits(
-    num_seqs: int, num_kv_heads: int, max_seq_len: int, window: int | None, limits: DeviceLimits
+    num_seqs: int,
+    num_kv_heads: int,
+    max_seq_len: int,
+    window: int | None,
+    limits: DeviceLimits,
+    *,
+    has_fp8_cache: bool = False,
 ) -> int:
     """Return the number of parts into which a pure-decode batch divides each sequence's keys.
 
-    It is one if sequences x KV heads give every SM two programs; otherwise enough for that, with at
-    least MIN_KEYS_PER_SPLIT keys per part. Deterministic: a function of its arguments alone.
+    It is one if sequences x KV heads give every SM two programs (see also LONG_CONTEXT); otherwise
+    enough for that, with at least MIN_KEYS_PER_SPLIT keys per part. Deterministic: a function of
+    its arguments alone.
     """
     keys = max_seq_len if window is None else min(max_seq_len, window)
-    wanted = 2 * limits.num_sms // max(1, num_seqs * num_kv_heads)
+    num_programs = max(1, num_seqs * num_kv_heads)
+    is_long = has_fp8_cache and keys > LONG_CONTEXT and num_programs >= limits.num_sms
+    wanted = (SPLIT_PROGRAMS_PER_SM if is_long else 2) * limits.num_sms // num_programs
     return max(1, min(wanted, keys // MIN_KEYS_PER_SPLIT, MAX_SPLITS))

@@ -458,8 +458,11 @@ def _dequantized_bytes(stage: DecoderStage, decoder: DecoderConfig, dtype: torch
         return max((each.num_values for each in matrices), default=0) * itemsize
     if quantization is None:
         return 0
-    multiplies = quantization.scales != "block" and quantization.activations != "none"
-    if multiplies and dtype == torch.bfloat16:
+    if quantization.scales == "block":
+        multiplies = quantization.activations == "dynamic" and dtype != torch.float32
+    else:
+        multiplies = quantization.activations != "none" and dtype == torch.bfloat16
+    if multiplies:
         return 0
     largest = max(
         (

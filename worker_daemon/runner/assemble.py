@@ -160,10 +160,21 @@ def step_graphs(parts: RunnerParts, runner: ModelRunner, *, enforce_eager: bool)
     limits = runner.state.limits
     num_kv_heads = parts.stage.kv_layer_specs[0].num_kv_heads
     device_limits = DeviceLimits.of(parts.device)
+    has_fp8_cache = bool(parts.stage.kv_scales)
     num_groups = limits.num_groups
+
+    def bounds(num_seqs: int) -> list[int]:
+        return length_bounds(
+            num_seqs,
+            num_kv_heads,
+            limits.max_model_len,
+            device_limits,
+            has_fp8_cache=has_fp8_cache,
+        )
+
     ladder = StepLadder(
         decode_sizes(limits.max_num_seqs) if limits.generates else [],
-        lambda size: length_bounds(size, num_kv_heads, limits.max_model_len, device_limits),
+        bounds,
         mixed_plans(
             limits.max_num_seqs, limits.max_num_batched_tokens, limits.max_model_len, num_groups
         ),

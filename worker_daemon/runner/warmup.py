@@ -132,7 +132,7 @@ def decode_sweep(request: StepMessage, limits: StepLimits) -> Iterator[Synthetic
             yield _admit(request, limits, lengths, counts, _lightest(limits))
 
 
-_MAX_SWEPT_KEYS = 1 << 20
+_MAX_SWEPT_KEYS = 1 << 22
 """Above this product of sequences and length, a launch fills any device, however the work is
 split."""
 

@@ -105,25 +105,26 @@ def test_many_rows_with_scales_of_blocks(
     arrivals = torch.zeros(64, dtype=torch.int32)
     tile = BlockTile(64, 64, splits, 4, 2)
     for _ in range(2):  # the counters are zero again
-        y = torch.empty(num_rows, num_outputs, dtype=torch.float16)
+        y = torch.empty(rows.num_rows, num_outputs, dtype=torch.float16)
         multiply_blocks(y, rows, matrix, bias, tile, arrivals, pdl=False)
-        assert (y.double() - expected).norm() / expected.norm() < ROUNDED_BOUND
+        error = y[:num_rows].double() - expected
+        assert error.norm() / expected.norm() < ROUNDED_BOUND
     y = Fp8Linear(CPU).linear(x, matrix, bias)
     assert (y.double() - expected).norm() / expected.norm() < ROUNDED_BOUND
 
 
-@pytest.mark.parametrize("num_rows", [65, 128, 256, 1024])
+@pytest.mark.parametrize("num_rows", [65, 128, 256, 1024, 8192])
 @pytest.mark.parametrize("shape", [(4096, 14336), (28672, 4096), (64, 128), (1 << 20, 64)])
 def test_chosen_block_tiles_split_while_the_device_has_room(
     num_rows: int, shape: tuple[int, int]
 ) -> None:
     tile = choose_block_tile(num_rows, shape, DeviceLimits(132, 227 * 1024))
-    num_tiles = max(128, num_rows) // 128 * -(-shape[0] // 128)
+    num_tiles = max(128, num_rows) // 128 * -(-shape[0] // 64)
     assert tile.num_splits * num_tiles <= max(132, num_tiles)
     assert 4 * tile.num_splits <= max(4, -(-shape[1] // 128))
-    assert tile.num_stages == 4
+    assert tile.num_stages == (5 if tile.num_splits * num_tiles <= 132 else 4)
     small = choose_block_tile(num_rows, shape, DeviceLimits(132, 99 * 1024))
-    assert small.num_stages == 2
+    assert small.num_stages == 3
 
 
 def test_rows_of_nothing() -> None:
@@ -156,13 +157,13 @@ def test_two_terms_are_exact(num_columns: int) -> None:
 
 
 def test_a_row_with_nan_is_nan() -> None:
-    x = draw_rows(3, 100)
+    x = draw_rows(4, 100)
     x[1, 7] = torch.nan
     for form in (SPLIT_ROWS, RowForm(1, None), BLOCK_SCALED_ROWS):
         rows = fp8_rows(x, form, pdl=False)
         scale = rows.scale[0] if form.has_blocks else rows.scale
         product = rows.values.float().chunk(form.num_terms)[0].sum(1) * scale
-        assert product.isnan().tolist() == [False, True, False]
+        assert product.isnan().tolist() == [False, True, False, False]
 
 
 @pytest.mark.parametrize("num_columns", [64, 100, 5000])
@@ -178,7 +179,7 @@ def test_one_term(num_columns: int) -> None:
 
 @pytest.mark.parametrize("num_columns", [64, 100, 384, 17000])
 def test_one_term_with_scales_of_blocks(num_columns: int) -> None:
-    x = draw_rows(3, num_columns) * torch.logspace(-3, 3, 3).half().unsqueeze(1)
+    x = draw_rows(4, num_columns) * torch.logspace(-3, 3, 4).half().unsqueeze(1)
     x[1] = 0
     values, scale = fp8_rows(x, BLOCK_SCALED_ROWS, pdl=False)
     blocks = x.float().split(128, dim=1)
@@ -207,7 +208,7 @@ def test_rows_by_the_largest_given_scale() -> None:
 @pytest.mark.parametrize("num_columns", [64, 100, 384])
 def test_fused_rows_have_the_bits_of_two_operations(num_columns: int, form: RowForm) -> None:
     plain = TritonOps(CPU)
-    part, residual = draw_rows(2, 5, num_columns)
+    part, residual = draw_rows(2, 8, num_columns)
     weight = torch.rand(num_columns).half()
     norms = [Norm(weight, 1e-5, offset) for offset in (0.0, 1.0)]
     sources = [NormedSum(added, residual, norm) for added in (part, None) for norm in norms]
@@ -218,7 +219,7 @@ def test_fused_rows_have_the_bits_of_two_operations(num_columns: int, form: RowF
         assert torch.equal(total, also_total)
         assert_equal_rows(rows, fp8_rows(normed, form, pdl=False))
     for activation in get_args(Activation):
-        gate_up = GateUp(draw_rows(5, 2 * num_columns), activation)
+        gate_up = GateUp(draw_rows(8, 2 * num_columns), activation)
         gated = activated(gate_up, plain)
         assert_equal_rows(fp8_gate_rows(gate_up, form, pdl=False), fp8_rows(gated, form, pdl=False))
 

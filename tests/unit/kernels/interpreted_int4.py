@@ -9,8 +9,9 @@ import torch
 
 from tests.support.int4_products import draw_int4, expected_int4
 from worker_daemon.kernels.int4_linear import Int4Linear, choose_tile
+from worker_daemon.kernels.int4_row import choose_row_tile
 from worker_daemon.kernels.ops import TritonOps
-from worker_daemon.kernels.tuning import MatrixTile
+from worker_daemon.kernels.tuning import MatrixTile, Tile, VectorTile
 from worker_daemon.layers.torch_ops import TorchOps
 
 CPU = torch.device("cpu")
@@ -28,13 +29,15 @@ def check(y: torch.Tensor, expected: torch.Tensor) -> None:
     ("num_rows", "num_outputs", "num_inputs", "group_size"),
     [(1, 96, 256, 128), (5, 37, 192, 32), (17, 300, 384, 64), (3, 32, 96, 96)],
 )
-@pytest.mark.parametrize("tile", [MatrixTile(32, 32, 2, 2, 2, 0), None], ids=str)
+@pytest.mark.parametrize(
+    "tile", [MatrixTile(32, 32, 2, 2, 2, 0), VectorTile(2, 128, 1), None], ids=str
+)
 def test_few_rows(
     num_rows: int,
     num_outputs: int,
     num_inputs: int,
     group_size: int,
-    tile: MatrixTile | None,
+    tile: Tile | None,
     has_bias: bool,
     has_zeros: bool,
 ) -> None:
@@ -62,7 +65,7 @@ def test_rows_of_nothing() -> None:
     assert Int4Linear(CPU).linear(torch.empty(0, 64).half(), matrix, None).shape == (0, 32)
 
 
-@pytest.mark.parametrize("num_rows", [1, 16, 33, 64])
+@pytest.mark.parametrize("num_rows", [2, 16, 33, 64])
 @pytest.mark.parametrize("shape", [(4096, 4096), (28672, 8192), (64, 128), (1 << 20, 64)])
 def test_chosen_tiles_fit_the_device(num_rows: int, shape: tuple[int, int]) -> None:
     words = torch.empty(shape[0], shape[1] // 8, dtype=torch.int32, device="meta")
@@ -72,6 +75,14 @@ def test_chosen_tiles_fit_the_device(num_rows: int, shape: tuple[int, int]) -> N
     assert 1 <= tile.num_splits <= max(1, shape[1] // tile.block_i)
     assert 64 % tile.block_i == 0
     assert tile.block_o // tile.num_warps >= 16
+
+
+@pytest.mark.parametrize("shape", [(4096, 4096), (6144, 64), (77, 96), (8192, 53248)])
+def test_chosen_tiles_of_one_row_take_at_most_four_steps(shape: tuple[int, int]) -> None:
+    tile = choose_row_tile(shape, 132)
+    assert -(-shape[1] // tile.block_i) <= 4
+    assert tile.block_i <= 32 * 32 * tile.num_warps
+    assert tile.block_o == (16 if shape[0] == 6144 else 8)
 
 
 @pytest.mark.parametrize("num_rows", [1, 9, 70])

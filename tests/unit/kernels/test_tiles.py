@@ -149,20 +149,39 @@ def test_a_window_bounds_the_keys_to_split() -> None:
     assert choose_num_splits(1, 8, 8192, 512, H200) == choose_num_splits(1, 8, 512, None, H200)
 
 
+def test_long_decodes_over_fp8_are_split_although_the_device_is_full() -> None:
+    def splits(num_seqs: int, longest: int) -> int:
+        return choose_num_splits(num_seqs, 8, longest, None, H200, has_fp8_cache=True)
+
+    assert splits(32, 8100) == 4
+    assert splits(64, 8100) == 2
+    assert splits(32, 4096) == splits(256, 8100) == 1
+    assert splits(1, 8192) == choose_num_splits(1, 8, 8192, None, H200)
+
+
+def test_many_splits_take_programs_of_one_warp() -> None:
+    def tile(num_programs: int) -> tuple[int, int, int]:
+        chosen = decode_tile(num_programs, 2025, 4, 128, torch.bfloat16, H200, is_split=True)
+        return chosen.block_n, chosen.num_warps, chosen.num_stages
+
+    assert tile(1024) == (32, 1, 5)
+    assert tile(2 * H200.num_sms) == (128, 4, 3)
+
+
+@pytest.mark.parametrize("has_fp8_cache", [False, True])
 @pytest.mark.parametrize("longest", [1, 100, 256, 257, 4096, 131072])
 @pytest.mark.parametrize("num_seqs", [1, 2, 3, 8, 16, 64, 127, 128, 256])
 def test_a_bound_is_launched_as_every_length_that_it_stands_for(
-    num_seqs: int, longest: int
+    num_seqs: int, longest: int, has_fp8_cache: bool
 ) -> None:
-    bounds = length_bounds(num_seqs, 8, longest, H200)
+    bounds = length_bounds(num_seqs, 8, longest, H200, has_fp8_cache=has_fp8_cache)
     assert bounds == sorted({*bounds})
     assert bounds[-1] == longest
 
     def launch(length: int) -> tuple[int, Tile]:
-        splits = choose_num_splits(num_seqs, 8, length, None, H200)
-        most_keys = -(-length // splits)
-        tile = decode_tile(num_seqs * 8 * splits, most_keys, 4, 128, torch.bfloat16, H200)
-        return splits, tile
+        splits = choose_num_splits(num_seqs, 8, length, None, H200, has_fp8_cache=has_fp8_cache)
+        sizes = num_seqs * 8 * splits, -(-length // splits), 4, 128
+        return splits, decode_tile(*sizes, torch.bfloat16, H200, is_split=splits > 1)
 
     launches = [launch(bound) for bound in bounds]
     assert len({*launches}) == len(launches)

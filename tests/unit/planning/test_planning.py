@@ -169,27 +169,28 @@ def test_matrices_in_4_bits_take_a_quarter_and_their_groups_count(write_model):
     assert 0 <= grown <= most
 
 
-def test_a_step_dequantizes_the_largest_matrix_of_block_scales(write_model):
+def test_a_step_that_dequantizes_has_room_for_the_largest_matrix(write_model):
     sizes = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 128}
 
     def step_bytes(**fields):
         path = write_model("LlamaForCausalLM", **sizes, **fields)
         return plan(path, 1024 * MIB).ranks[0].step_estimate_bytes
 
-    channel, block, none = (
+    channel, block, none, block_none = (
         step_bytes(quantization_config=compressed_config(strategy, activations, []))
         for strategy, activations in (
             ("channel", "dynamic"),
             ("block", "dynamic"),
             ("channel", "none"),
+            ("block", "none"),
         )
     )
     config = read_model_config(write_model("LlamaForCausalLM", **sizes))
     heads = config.num_attention_heads + 2 * config.num_key_value_heads
     largest_bytes = max(heads * 128, 2 * 512) * 256 * 2
-    assert largest_bytes < block - channel < 1.1 * largest_bytes
-    assert none == block
-    assert channel == step_bytes()
+    assert largest_bytes < none - channel < 1.1 * largest_bytes
+    assert block_none == none
+    assert block == channel == step_bytes()
 
 
 @pytest.mark.parametrize(

@@ -114,19 +114,24 @@ def test_the_sweep_of_decodes_is_valid():
         assert max(step.longest for step in steps) == limits.max_model_len
 
 
+@pytest.mark.parametrize("has_fp8_cache", [False, True])
 @pytest.mark.parametrize("num_kv_heads", [1, 4, 8])
 @pytest.mark.parametrize("num_sms", [78, 132])
-def test_the_sweep_of_decodes_takes_every_kernel_that_a_decode_takes(num_kv_heads, num_sms):
+def test_the_sweep_of_decodes_takes_every_kernel_that_a_decode_takes(
+    num_kv_heads, num_sms, has_fp8_cache
+):
     device = DeviceLimits(num_sms, 227 * 1024)
     rng = np.random.default_rng()
     max_num_seqs, max_model_len = int(rng.integers(1, 300)), int(rng.integers(16, 40000))
     limits = StepLimits(max_num_seqs, 8192, max_model_len, 5, 16, 4000)
 
     def kernel(num_seqs, longest):
-        splits = choose_num_splits(num_seqs, num_kv_heads, longest, None, device)
+        splits = choose_num_splits(
+            num_seqs, num_kv_heads, longest, None, device, has_fp8_cache=has_fp8_cache
+        )
         keys = -(-longest // splits)
         num_programs = num_seqs * num_kv_heads * splits
-        tile = decode_tile(num_programs, keys, 4, 128, torch.bfloat16, device)
+        tile = decode_tile(num_programs, keys, 4, 128, torch.bfloat16, device, is_split=splits > 1)
         return splits > 1, run_at_once(num_programs, device), tile
 
     state, swept = request_state(limits), set()
