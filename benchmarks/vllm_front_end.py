@@ -48,7 +48,7 @@ import psutil
 import zmq
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from benchmarks.poisson import JsonFigure, Latencies, TokenClock, serve
+from benchmarks.poisson import JsonFigure, Latencies, TokenClock, figures, serve
 from benchmarks.workloads import TimedRequest
 from rpc_schema.config import ParallelConfig
 from worker_client.driver import Driver, GroupLike
@@ -383,16 +383,6 @@ def serve_closed(
     for _ in driver.run():  # the daemons forget the last requests
         pass
     return latencies
-
-
-def figures(name: str, latencies: Latencies) -> Iterator[JsonFigure]:
-    """Yield TTFT and ITL at p50 and p99 in ms, and the rate of tokens."""
-    for kind, values in (("ttft", latencies.ttft_s), ("itl", latencies.itl_s)):
-        for percentile in (50, 99):
-            value = float(np.percentile(values, percentile)) * 1e3
-            yield {"name": f"{name}: {kind} p{percentile}", "value": value, "unit": "ms"}
-    rate = latencies.num_tokens / latencies.seconds
-    yield {"name": f"{name}: rate", "value": rate, "unit": "tok/s out"}
 
 
 def parts_of(moments: Mapping[str, float], began: float) -> dict[str, float]:
