@@ -117,16 +117,14 @@ def serve(group: GroupLike, limits: SchedulerLimits, requests: Sequence[TimedReq
     return latencies
 
 
-def figures(name: str, max_itl_ms: float | None, latencies: Latencies) -> Iterator[JsonFigure]:
+def figures(title: str, latencies: Latencies) -> Iterator[JsonFigure]:
     """Yield TTFT and ITL at p50 and p99 in ms, and the rate of tokens."""
-    target = "no target" if max_itl_ms is None else f"target {max_itl_ms:g} ms"
     for kind, values in (("ttft", latencies.ttft_s), ("itl", latencies.itl_s)):
         for percentile in (50, 99):
             value = float(np.percentile(values, percentile)) * 1e3 if values else 0.0
-            title = f"{name}, {target}: {kind} p{percentile}"
-            yield {"name": title, "value": value, "unit": "ms"}
+            yield {"name": f"{title}: {kind} p{percentile}", "value": value, "unit": "ms"}
     rate = latencies.num_tokens / max(latencies.seconds, 1e-9)
-    yield {"name": f"{name}, {target}: rate", "value": rate, "unit": "tok/s out"}
+    yield {"name": f"{title}: rate", "value": rate, "unit": "tok/s out"}
 
 
 def worker_config(options: argparse.Namespace) -> WorkerConfig:
@@ -160,7 +158,9 @@ def run(
     found: list[JsonFigure] = []
     for max_itl_ms in (None, *options.max_itl_ms):
         limits = scheduler_limits(model, config, max_itl_ms=max_itl_ms)
-        own = list(figures(options.title, max_itl_ms, serve(group, limits, requests)))
+        target = "no target" if max_itl_ms is None else f"target {max_itl_ms:g} ms"
+        title = f"{options.title}, {target}"
+        own = list(figures(title, serve(group, limits, requests)))
         for figure in own:
             print(f"{figure['name']:<64} {figure['value']:>10.1f} {figure['unit']}", flush=True)
         found += own

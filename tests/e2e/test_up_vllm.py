@@ -20,6 +20,7 @@ import json, os, signal, sys, time
 endpoints = os.environ["WORKER_DAEMON_ENDPOINTS"]
 with open({log!r}, "a") as log:
     words = {{"pid": os.getpid(), "argv": sys.argv[1:], "endpoints": endpoints}}
+    words["method"] = os.environ["VLLM_WORKER_MULTIPROC_METHOD"]
     log.write(json.dumps(words) + "\\n")
 if "--fail" in sys.argv:
     sys.exit(3)
@@ -37,10 +38,12 @@ def up(tmp_path, checkpoint):
     program.chmod(0o755)
     started = []
 
-    def run(*options):
+    def run(*options, **variables):
         words = [sys.executable, "-m", "worker_client", "up-vllm", str(checkpoint().path)]
         words += ["--device", "cpu", "--vllm", str(program), *options]
-        started.append(subprocess.Popen(words, stderr=subprocess.PIPE, text=True))
+        own = {key: os.environ[key] for key in os.environ if not key.startswith("VLLM_")}
+        environment = own | variables
+        started.append(subprocess.Popen(words, stderr=subprocess.PIPE, text=True, env=environment))
         return started[-1]
 
     yield run, log
@@ -79,6 +82,7 @@ def test_a_killed_server_and_a_killed_daemon_are_started_again(up, checkpoint):
     timeout = ["--shutdown-timeout", "10"]
     assert first["argv"] == ["serve", model, *shape, *health, *timeout, "--port", "8000"]
     assert set(first["endpoints"].split(",")) == set(daemons.values()) and len(daemons) == 2
+    assert first["method"] == "fork"
 
     os.kill(first["pid"], signal.SIGKILL)
     wait_until(lambda: len(starts(log)) == 2, "the server starts again")
@@ -128,7 +132,7 @@ async def ask_health():
 
 def test_a_server_that_cannot_start_is_given_up(up):
     run, log = up
-    command = run("--", "--fail")
+    command = run("--", "--fail", VLLM_WORKER_MULTIPROC_METHOD="spawn")
     assert command.wait(120.0) == 3
-    assert len(starts(log)) == 3
+    assert [start["method"] for start in starts(log)] == ["spawn"] * 3
     assert "has ended 3 times" in command.stderr.read()

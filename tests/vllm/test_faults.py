@@ -8,6 +8,7 @@ import shutil
 import threading
 import time
 
+import psutil
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -303,6 +304,21 @@ def test_killed_server_finds_the_model_loaded(server, daemons, front, streams, e
     assert num_loads(daemons) == loads
     reset_cache(again)
     assert Streams(again).results() == expected
+
+
+def test_killed_http_process_takes_its_engine_along(server, daemons, streams, front, expected):
+    """A forked engine process has the server's sockets too; it ends, and gives the lease back."""
+    assert server.process.poll() is None
+    processes = server.processes()
+    assert len(processes) == 2
+    server.process.kill()
+    server.process.wait()
+    streams.ends()
+    _, alive = psutil.wait_procs(processes, LIMIT_S)
+    assert not alive
+    assert {status_of(endpoint).lease.state for endpoint in daemons.endpoints} == {"free"}
+    again = front.running()
+    assert again.complete(**load()[0])["choices"][0]["token_ids"] == expected[0]
 
 
 def test_server_that_ends_gives_the_daemons_back(server, daemons, streams):

@@ -48,7 +48,7 @@ def test_a_pass_serves_all_requests_and_times_each_token(fakes, connect, max_itl
     assert len(latencies.itl_s) == 5 * len(requests)
     assert latencies.num_tokens == 6 * len(requests)
     assert min(*latencies.ttft_s, *latencies.itl_s) >= 0.0
-    found = list(poisson.figures("name", max_itl_ms, latencies))
+    found = list(poisson.figures("name", latencies))
     assert [figure["unit"] for figure in found] == ["ms"] * 4 + ["tok/s out"]
 
 
