@@ -12,6 +12,7 @@ from rpc_schema.operations import StepMessage
 from worker_daemon.contracts.uploads import FindUpload, no_uploads
 from worker_daemon.distributed.link import Link
 from worker_daemon.errors import CapacityError, CommError
+from worker_daemon.kernel_compiler import KernelCompiler
 from worker_daemon.phases import LONG_OPERATION_S, SetPhase
 from worker_daemon.raising import Translation
 from worker_daemon.runner.assemble import RunnerParts, assemble_runner, step_graphs, tie_stage
@@ -135,10 +136,13 @@ class Serving:
         self.runner.settle()
         return time.thread_time() - began
 
-    def compile_graphs(self) -> None:
-        """Compile the kernels of the graphs to capture, many at once."""
-        with self._capturing():
-            self._step_graphs().compile(self.runner)
+    def compile_ahead(self, compiler: KernelCompiler) -> None:
+        """Compile the kernels that steps will launch, many at once. Nothing runs."""
+        # Imports Triton, which a CPU daemon does not need.
+        from worker_daemon.kernels.compile_ahead import compiling_ahead
+
+        with self._capturing(), compiling_ahead(compiler):
+            self._step_graphs().launch(self.runner)
 
     def estimate_graphs(self, used_bytes: Callable[[], int]) -> int:
         """Return an estimate of the graphs' bytes: see StepGraphs.estimate_bytes."""
