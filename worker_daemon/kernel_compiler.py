@@ -65,6 +65,11 @@ class KernelCompiler:
             )
         return cls(ours, server)
 
+    @property
+    def server_pid(self) -> int:
+        """The process id of the server, whose children compile."""
+        return self._server.pid
+
     def __enter__(self) -> Self:
         return self
 
@@ -74,7 +79,8 @@ class KernelCompiler:
     @contextlib.contextmanager
     def requests(self) -> Iterator["CompileRequests"]:
         """Yield a batch of requests, which processes compile in parallel; when the block ends
-        without an error, wait for all replies. The processes end with the block."""
+        without an error, wait for all replies. The processes end with the block. There is one batch
+        at a time: another would wait for this one."""
         with contextlib.closing(CompileRequests(self._control)) as batch:
             yield batch
             batch.wait()

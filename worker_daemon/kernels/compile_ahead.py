@@ -11,6 +11,7 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import partial
 from typing import Any, Final, TypeVar
 
 from triton import knobs
@@ -19,8 +20,6 @@ from triton.runtime import driver
 from worker_daemon.kernel_compiler import CompileRequest, CompileRequests, KernelCompiler
 
 _Grid = TypeVar("_Grid")
-
-_only_requests: Final[ContextVar[bool]] = ContextVar("only_requests", default=False)
 
 _LOG = logging.getLogger(__name__)
 
@@ -33,16 +32,11 @@ class Launched:
         self.kernel = kernel
 
     def __getitem__(self, grid: _Grid) -> Callable[..., object]:
-        if _only_requests.get():
-            return self._request
+        requesting = _requesting.get()
+        if requesting is not None:
+            return partial(requesting.launch, self.kernel)
         launch: Callable[..., object] = self.kernel[grid]
         return launch
-
-    def _request(self, *args: object, **options: object) -> None:
-        try:
-            self.kernel.warmup(*args, grid=None, **options)
-        except Exception as error:  # if it matters, the launch will raise it
-            _LOG.warning("%s cannot be compiled ahead: %s", self.kernel, error)
 
 
 def launched(kernel: Any) -> Launched:
@@ -55,24 +49,37 @@ def compiling_ahead(compiler: KernelCompiler) -> Iterator[None]:
     """Make this thread's launches request kernels only; all are compiled when the block ends. Not
     reentrant. A kernel that cannot be compiled is logged, and fails at its launch."""
     with compiler.requests() as requests:
-        hook, knobs.runtime.jit_cache_hook = knobs.runtime.jit_cache_hook, _Requesting(requests)
-        token = _only_requests.set(True)
+        requesting = _Requesting(requests)
+        hook, knobs.runtime.jit_cache_hook = knobs.runtime.jit_cache_hook, requesting.request
+        token = _requesting.set(requesting)
         try:
             yield
         finally:
-            _only_requests.reset(token)
+            _requesting.reset(token)
             knobs.runtime.jit_cache_hook = hook
 
 
 class _Requesting:
-    """Triton's hook for kernels that are not in memory: requests each once, compiles none."""
+    """Turns launches into requests, each sent once."""
 
     def __init__(self, requests: CompileRequests) -> None:
         self._requests = requests
         self._requested: set[str] = set()
+        self._failed: set[object] = set()
         self._target = driver.active.get_current_target()
 
-    def __call__(self, *, fn: Any, compile: dict[str, Any], **_: object) -> bool:
+    def launch(self, kernel: Any, *args: object, **options: object) -> None:
+        """Make Triton call `request`, unless it has the kernel in memory."""
+        try:
+            kernel.warmup(*args, grid=None, **options)
+        except Exception as error:  # if it matters, the launch will raise it
+            if kernel not in self._failed:
+                self._failed.add(kernel)
+                _LOG.warning("%s cannot be compiled ahead: %s", kernel, error)
+
+    def request(self, *, fn: Any, compile: dict[str, Any], **_: object) -> bool:
+        """Request a kernel; called by Triton (knobs.runtime.jit_cache_hook), which then compiles
+        nothing."""
         specialization: str = compile["specialization_data"]
         if specialization not in self._requested:
             self._requested.add(specialization)
@@ -82,3 +89,7 @@ class _Requesting:
             )
             self._requests.send(request)
         return True
+
+
+_requesting: Final[ContextVar[_Requesting | None]] = ContextVar("requesting", default=None)
+"""Set while launches only request kernels."""
