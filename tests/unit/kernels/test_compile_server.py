@@ -146,9 +146,12 @@ def test_a_killed_process_costs_its_request_and_a_killed_server_all_of_them(
         requests.send(UNKNOWN)
         server.kill()
     assert "the compile server is lost" in caplog.text
+    while runs(server):
+        time.sleep(0.01)
     caplog.clear()
-    with compiling_ahead(compiler), caplog.at_level(logging.WARNING):
-        launch_some()
+    with compiler.requests() as requests, caplog.at_level(logging.WARNING):
+        requests.send(UNKNOWN)
+        requests.send(UNKNOWN)
     assert caplog.text.count("the compile server is lost") == 1
 
 
