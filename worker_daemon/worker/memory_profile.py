@@ -13,6 +13,7 @@ from rpc_schema.kv_cache import KVCacheConfig, KVCacheSpec, build_kv_cache_confi
 from rpc_schema.operations import StepMessage
 from worker_daemon.device.memory import MemoryProfile, profile
 from worker_daemon.errors import CapacityError, CommError
+from worker_daemon.kernel_compiler import KernelCompiler
 from worker_daemon.layers.attention import NullAttention
 from worker_daemon.models.partition import partition_layers
 from worker_daemon.phases import LONG_OPERATION_S, SetPhase
@@ -42,10 +43,15 @@ class ProfiledMemory:
 
 
 def profile_memory(
-    opened: OpenedDevice, model: LoadedModel, message: StepMessage, set_phase: SetPhase
+    opened: OpenedDevice,
+    model: LoadedModel,
+    message: StepMessage,
+    set_phase: SetPhase,
+    compiler: KernelCompiler | None = None,
 ) -> ProfiledMemory:
     """Run the largest step over a KV cache of two blocks, capture some of the graphs, and return
-    the memory left in the budget and on the device.
+    the memory left in the budget and on the device. compiler: compiles the steps' kernels before;
+    None: each is compiled when it is needed, if at all.
 
     Raises:
         CapacityError: nothing is left, though no other process allocated any.
@@ -53,7 +59,8 @@ def profile_memory(
     set_phase("PROFILING", LONG_OPERATION_S)
     memory, cache = opened.memory, model.config.cache
     with _profiling_runner(opened, model, set_phase) as serving:
-        serving.compile_graphs()
+        if compiler is not None:
+            serving.compile_ahead(compiler)
     # `serving` stays until the end: its rows and its buffer of logits take the memory that those of
     # steps will. The profile has a runner of its own, whose buffer stands for the logits that
     # deferred rows keep.

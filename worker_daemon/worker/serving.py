@@ -1,10 +1,13 @@
 """The runner over its KV cache, and its graphs. Made by initialize_from_config and, with a small
 cache, by the memory profile (worker/memory_profile.py)."""
 
+import itertools
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, suppress
+from dataclasses import replace
 
+import numpy as np
 import torch
 
 from rpc_schema.kv_cache import KVCacheConfig, groups_of
@@ -12,17 +15,21 @@ from rpc_schema.operations import StepMessage
 from worker_daemon.contracts.uploads import FindUpload, no_uploads
 from worker_daemon.distributed.link import Link
 from worker_daemon.errors import CapacityError, CommError
+from worker_daemon.kernel_compiler import KernelCompiler
 from worker_daemon.phases import LONG_OPERATION_S, SetPhase
 from worker_daemon.raising import Translation
 from worker_daemon.runner.assemble import RunnerParts, assemble_runner, step_graphs, tie_stage
 from worker_daemon.runner.cuda_graph import StepGraphs
 from worker_daemon.runner.kv_cache import LayerKV
 from worker_daemon.runner.scheduled_step import StepLimits
+from worker_daemon.runner.stage_program import EagerProgram
 from worker_daemon.runner.warmup import (
     SyntheticStep,
+    decode_lengths,
     decode_sweep,
     largest_step,
     longest_step,
+    size_lengths,
     size_sweep,
     warm_up_steps,
 )
@@ -135,10 +142,23 @@ class Serving:
         self.runner.settle()
         return time.thread_time() - began
 
-    def compile_graphs(self) -> None:
-        """Compile the kernels of the graphs to capture, many at once."""
-        with self._capturing():
-            self._step_graphs().compile(self.runner)
+    def compile_ahead(self, compiler: KernelCompiler) -> None:
+        """Compile the kernels that steps will launch, many at once. Nothing runs."""
+        # Imports Triton, which a CPU daemon does not need.
+        from worker_daemon.kernels.compile_ahead import compiling_ahead
+
+        with self._capturing(), compiling_ahead(compiler):
+            thin, limits = self.runner.eager.compile_subset(), self.runner.state.limits
+            thin.launch_sampling(limits.max_num_seqs)
+            self._step_graphs().launch(self.runner)
+            # Last, as cuDNN makes its plans here, while the kernels are compiled. No block is used.
+            self._launch_attention(thin, replace(limits, num_blocks=limits.max_num_seqs + 1))
+
+    def _launch_attention(self, thin: EagerProgram, limits: StepLimits) -> None:
+        """Launch the attention of all steps of warm_up."""
+        sweep = decode_lengths(limits) if self._enforce_eager else ()
+        for lengths, counts in itertools.chain(size_lengths(limits), sweep):
+            thin.launch_attention(np.array(counts, np.int32), np.array(lengths, np.int32))
 
     def estimate_graphs(self, used_bytes: Callable[[], int]) -> int:
         """Return an estimate of the graphs' bytes: see StepGraphs.estimate_bytes."""
