@@ -4,9 +4,13 @@ This module is the daemon's side: it starts the compile server (kernels/compile_
 requests and waits for the replies. It loads neither torch nor Triton, so the server starts, and
 imports both, while the daemon imports torch itself. Nothing depends on the server: a kernel that it
 did not compile is compiled at its first launch.
+
+For each configuration whose kernels were all compiled there is a note, an empty file in the cache.
+A start that finds it requests nothing, which saves the launches.
 """
 
 import contextlib
+import hashlib
 import json
 import logging
 import socket
@@ -14,6 +18,7 @@ import subprocess
 import sys
 from collections import deque
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Final, NamedTuple, Self
 
 SERVER: Final = "worker_daemon.kernels.compile_server"
@@ -47,14 +52,18 @@ class KernelCompiler:
     The server ends when this process ends, however it ends.
     """
 
-    def __init__(self, control: socket.socket, server: "subprocess.Popen[bytes]") -> None:
+    def __init__(
+        self, control: socket.socket, server: "subprocess.Popen[bytes]", notes: Path | None
+    ) -> None:
         self._control = control
         self._server = server
+        self._notes = notes
 
     @classmethod
-    def start(cls) -> "KernelCompiler":
+    def start(cls, notes: Path | None = None) -> "KernelCompiler":
         """Start the server; returns while it is importing. It has this process's environment, which
-        names the directory of compiled kernels, and writes errors to the standard error."""
+        names the directory of compiled kernels, and writes errors to the standard error. notes: the
+        same directory, for notes; None keeps none."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             server = subprocess.Popen(
@@ -63,7 +72,7 @@ class KernelCompiler:
                 stdout=subprocess.DEVNULL,
                 start_new_session=True,  # a signal from the terminal is for the daemon
             )
-        return cls(ours, server)
+        return cls(ours, server, notes)
 
     @property
     def server_pid(self) -> int:
@@ -75,6 +84,25 @@ class KernelCompiler:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def has_compiled(self, description: str) -> bool:
+        """Return True if note_compiled was called with this description, in any process. If kernels
+        were deleted since, they are compiled when they are needed."""
+        note = self._note(description)
+        return note is not None and note.exists()
+
+    def note_compiled(self, description: str) -> None:
+        """Note that the cache has all kernels of a configuration. description: everything that they
+        depend on, in any form. What cannot be written is only requested again."""
+        note = self._note(description)
+        if note is not None:
+            with contextlib.suppress(OSError):
+                note.touch()
+
+    def _note(self, description: str) -> Path | None:
+        if self._notes is None:
+            return None
+        return self._notes / f"{hashlib.sha256(description.encode()).hexdigest()}.compiled"
 
     @contextlib.contextmanager
     def requests(self) -> Iterator["CompileRequests"]:
@@ -103,6 +131,8 @@ class CompileRequests:
         self._unsent: deque[bytes] = deque()
         self._num_waiting = 0
         """Requests that were sent and not replied to."""
+        self.has_failed = False
+        """True once a kernel could not be compiled."""
         self._is_lost = False
         with theirs:
             try:
@@ -149,9 +179,10 @@ class CompileRequests:
             return
         self._num_waiting -= 1
         if data != COMPILED:
+            self.has_failed = True
             problem = data.decode(errors="replace")
             _LOG.warning("a kernel will be compiled when it is needed: %s", problem)
 
     def _lose(self, cause: str) -> None:
-        self._is_lost = True
+        self._is_lost = self.has_failed = True
         _LOG.warning("the compile server is lost, kernels are compiled when needed: %s", cause)

@@ -45,15 +45,16 @@ def launched(kernel: Any) -> Launched:
 
 
 @contextmanager
-def compiling_ahead(compiler: KernelCompiler) -> Iterator[None]:
+def compiling_ahead(compiler: KernelCompiler) -> Iterator[CompileRequests]:
     """Make this thread's launches request kernels only; all are compiled when the block ends. Not
-    reentrant. A kernel that cannot be compiled is logged, and fails at its launch."""
+    reentrant. A kernel that cannot be compiled is logged, and fails at its launch; after the block,
+    has_failed of the yielded requests is True then."""
     with compiler.requests() as requests:
         requesting = _Requesting(requests)
         hook, knobs.runtime.jit_cache_hook = knobs.runtime.jit_cache_hook, requesting.request
         token = _requesting.set(requesting)
         try:
-            yield
+            yield requests
         finally:
             _requesting.reset(token)
             knobs.runtime.jit_cache_hook = hook
@@ -73,6 +74,7 @@ class _Requesting:
         try:
             kernel.warmup(*args, grid=None, **options)
         except Exception as error:  # if it matters, the launch will raise it
+            self._requests.has_failed = True
             if kernel not in self._failed:
                 self._failed.add(kernel)
                 _LOG.warning("%s cannot be compiled ahead: %s", kernel, error)

@@ -5,8 +5,13 @@ The server imports Triton and our kernels once, and opens no device. For each so
 receives it forks processes, which share its memory and take requests from that socket, one at a
 time, until the daemon closes it. A process of its own for each compilation is faster than a thread:
 Triton's code generator needs the interpreter's lock.
+
+Before version 3.7 or so, Triton also builds C modules with the host's compiler: one that loads
+kernels, and for each signature one that launches them. The server builds them too, since each takes
+0.25 s.
 """
 
+import contextlib
 import ctypes
 import gc
 import importlib
@@ -20,6 +25,7 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia import driver as nvidia
 from triton.runtime import driver
 
 import worker_daemon.kernels
@@ -31,6 +37,8 @@ NICE: Final = 10
 _MAX_REQUEST_BYTES: Final = 1 << 16
 _MAX_PROBLEM_CHARS: Final = 1000
 _PR_SET_PDEATHSIG: Final = 1
+_BUILDS_LAUNCHERS: Final = hasattr(nvidia, "make_launcher")
+"""True for a version of Triton that builds C modules."""
 
 Kernels = Mapping[str, Any]
 """Kernels by their full names."""
@@ -66,11 +74,22 @@ def find_kernels() -> Kernels:
 
 
 def compile_kernel(kernels: Kernels, request: CompileRequest) -> None:
-    """Compile into Triton's cache. Raises what Triton raises, KeyError for an unknown name."""
+    """Compile a kernel, and what launches it, into Triton's cache. Raises what Triton raises,
+    KeyError for an unknown name."""
     driver.set_active(TargetDriver(GPUTarget(request.backend, request.arch, request.warp_size)))
     kernel = kernels[json.loads(request.specialization)["name"]]
     kernel.hash = request.source_key
-    kernel.preload(request.specialization)
+    compiled = kernel.preload(request.specialization)
+    if _BUILDS_LAUNCHERS:
+        nvidia.CudaLauncher(compiled.src, compiled.metadata)
+
+
+def build_loader() -> None:
+    """Build the C module that loads kernels, if Triton needs one. Without a compiler or a driver,
+    nothing is built: the daemon will raise the error."""
+    if _BUILDS_LAUNCHERS:
+        with contextlib.suppress(Exception):
+            nvidia.CudaUtils()
 
 
 def take_requests(requests: socket.socket, kernels: Kernels) -> None:
@@ -129,6 +148,7 @@ def main() -> None:
     """Serve batches until the daemon closes the control socket, or ends."""
     _end_with_parent()
     os.nice(NICE)
+    build_loader()
     kernels = find_kernels()
     gc.collect()
     gc.freeze()  # forked processes then do not copy these objects' pages

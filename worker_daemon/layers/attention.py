@@ -124,10 +124,8 @@ class AttentionBlock:
         first_kv_head = setup.tp.rank * heads.num_key_value_heads // setup.tp.size
         self.kv_spec = KVLayerSpec(name, num_kv_heads, heads.head_dim, spec.sliding_window)
         self._norms = BlockNorms(prefix, spec.norm, spec.post_norm, setup)
-        self._dtype = setup.dtype
         merged = f"{name}.qkv_proj"
         q, k, v = _qkv_shards(name, heads, first_kv_head, num_kv_heads, setup.tp)
-        self._qkv_rows = q.rows + k.rows + v.rows
         self._qkv = ColumnParallelLinear(
             merged,
             stacked_shards(merged, (q, k, v)) if spec.fused_qkv else (q, k, v),
@@ -184,13 +182,6 @@ class AttentionBlock:
             x = self._span_norm.forward(x)
         x = backend.rotate_and_attend(x, kv_cache, self._layer, step)
         return self._norms.part(self._out.forward(x.flatten(1))), residual
-
-    def launch(self, kv_cache: Tensor, step: AttentionStep, backend: AttentionBackend) -> None:
-        """Launch the rotation and the attention on undefined values, and drop the result: where
-        launches only request their kernels."""
-        (num_tokens,), device = step.positions.shape, step.positions.device
-        qkv = torch.empty(num_tokens, self._qkv_rows, dtype=self._dtype, device=device)
-        backend.rotate_and_attend(qkv, kv_cache, self._layer, step)
 
     def parameters(self) -> Iterator[Parameter]:
         yield from self._norms.parameters()

@@ -93,12 +93,6 @@ class DecoderLayer:
             return self._mlp.forward(part, residual, step.metadata.query_start_loc)
         return self._mlp.forward(part, residual)
 
-    def launch_attention(
-        self, kv_cache: Tensor, step: AttentionStep, backend: AttentionBackend
-    ) -> None:
-        """See AttentionBlock.launch."""
-        self._attention.launch(kv_cache, step, backend)
-
     def parameters(self) -> Iterator[Parameter]:
         yield from self._attention.parameters()
         yield from self._mlp.parameters()
@@ -224,22 +218,6 @@ class DecoderStage:
                 step = AttentionStep(positions, table, own)
             part, hidden = layer.forward(part, hidden, kv_cache, step, self._attention)
         return residual_stream(part, hidden, self._setup.ops, self._setup.tp)
-
-    def launch_attention(
-        self,
-        positions: Tensor,
-        kv_caches: Sequence[Tensor],
-        metadata: Sequence[AttentionMetadata],
-    ) -> None:
-        """Launch each layer's attention as forward does, where launches only request their kernels.
-        For a stage with KV caches; the tensors of metadata may hold anything."""
-        for layer, kv_cache, own, index in zip(
-            self._layers, kv_caches, metadata, self._tables, strict=True
-        ):
-            assert isinstance(layer, DecoderLayer), "an encoder's layers have no KV cache"
-            table = positions.new_empty(0) if index is None else self.rotary[index]
-            step = AttentionStep(positions, table, own)
-            layer.launch_attention(kv_cache, step, self._attention)
 
     def new_gathered(self, num_rows: int) -> Tensor:
         """Last stage only: return memory as of gather_logits's result."""

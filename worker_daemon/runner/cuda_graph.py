@@ -18,7 +18,7 @@ from worker_daemon.runner.model_runner import ModelRunner
 from worker_daemon.runner.stage_program import EagerProgram, StageOutput
 from worker_daemon.runner.step_layout import ExactShapes, StepLadder, StepPlan
 
-SAMPLED_GRAPHS: Final = 4
+SAMPLED_GRAPHS: Final = 8
 """One of this many graphs is captured, to measure the memory of the others."""
 
 

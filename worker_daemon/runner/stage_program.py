@@ -96,13 +96,12 @@ class EagerProgram:
         return StageOutput(hidden, self._choose(hidden, columns, gathered.token_ids))
 
     @torch.inference_mode()
-    def launch_attention(self, query_lens: Int32s, seq_lens: Int32s) -> None:
-        """Launch the attention of a step, where launches only request their kernels. query_lens,
-        seq_lens [B]: the step's tokens, and the contexts, of its sequences."""
-        if not self._kv:
-            return
-        device, num_tokens = self._tables.device, int(query_lens.sum())
-        zeros = torch.zeros(num_tokens, dtype=torch.int64, device=device)
+    def launch_layers(self, hidden: Tensor, query_lens: Int32s, seq_lens: Int32s) -> None:
+        """Launch the layers of a step, where launches only request their kernels. hidden [N, H]:
+        its values do not matter. query_lens, seq_lens [B]: the step's tokens, and the contexts, of
+        its sequences."""
+        device = self._tables.device
+        zeros = torch.zeros(hidden.shape[0], dtype=torch.int64, device=device)
         column = torch.zeros(query_lens.size + 1, dtype=torch.int32, device=device)
         by_group = [
             AttentionMetadata(
@@ -121,7 +120,7 @@ class EagerProgram:
             for block_table in self._tables.group_tables
         ]
         layers = [by_group[group] for group in self._layer_groups]
-        self._stage.launch_attention(zeros.int(), self._kv_caches, layers)
+        self._stage.forward(hidden, zeros.int(), self._kv_caches, layers)
 
     @torch.inference_mode()
     def launch_sampling(self, num_rows: int) -> None:

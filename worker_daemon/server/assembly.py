@@ -3,8 +3,9 @@ Modules that load torch are imported on the step thread, after the sockets are b
 
 import gc
 import logging
+import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from worker_daemon.server.daemon import serve
 from worker_daemon.server.dispatch import RendezvousServerLike, WorkerLike
 from worker_daemon.settings import (
     ProcessSettings,
+    kernel_directory,
     prepare_environment,
     prepare_flight_recorder,
     prepare_waiting,
@@ -60,7 +62,7 @@ def running_compiler(device: str) -> Iterator[KernelCompiler | None]:
         yield None
         return
     try:
-        compiler = KernelCompiler.start()
+        compiler = KernelCompiler.start(kernel_directory())
     except OSError as error:
         logging.getLogger(__name__).warning("kernels are compiled when needed: %s", error)
         yield None
@@ -81,12 +83,16 @@ def make_worker(
 ) -> WorkerLike:
     """Load torch and make the worker; called on the step thread. Raises ConfigError if there is no
     such device."""
+    # Collections among the objects of torch's modules take tenths of a second.
+    gc.disable()
+    if device != "cpu":
+        threading.Thread(target=_prepare_triton, name="triton", daemon=True).start()
     from worker_daemon.device.init import find_device  # torch takes seconds; sockets are bound
     from worker_daemon.worker.worker import Worker
 
-    # A full collection over the objects of torch's modules takes a tenth of a second.
     gc.collect()
     gc.freeze()
+    gc.enable()
     find_device(device)
     return Worker(
         device,
@@ -99,6 +105,15 @@ def make_worker(
         find_upload=find_upload,
         compiler=compiler,
     )
+
+
+def _prepare_triton() -> None:
+    """Import Triton and hash its files, which takes 0.4 s, mostly without the interpreter's lock:
+    on a thread of its own, while torch is imported."""
+    with suppress(ImportError):  # init_device raises it
+        from worker_daemon.kernels.triton_hash import hash_triton
+
+        hash_triton()
 
 
 def open_fault_watch(device: str) -> FaultWatch | None:

@@ -21,7 +21,7 @@ from worker_daemon.runner.kv_cache import LayerKV
 from worker_daemon.worker.loading import LoadedModel
 from worker_daemon.worker.rank_device import OpenedDevice
 from worker_daemon.worker.resolve import check_deadline
-from worker_daemon.worker.serving import Serving
+from worker_daemon.worker.serving import Serving, describe_steps
 from worker_daemon.worker.sleep_memory import TaggedMemory
 
 _LOG = logging.getLogger(__name__)
@@ -60,7 +60,9 @@ def profile_memory(
     memory, cache = opened.memory, model.config.cache
     with _profiling_runner(opened, model, set_phase) as serving:
         if compiler is not None:
-            serving.compile_ahead(compiler)
+            steps = describe_steps(opened, model)
+            if not compiler.has_compiled(steps) and serving.compile_ahead(compiler):
+                compiler.note_compiled(steps)
     # `serving` stays until the end: its rows and its buffer of logits take the memory that those of
     # steps will. The profile has a runner of its own, whose buffer stands for the logits that
     # deferred rows keep.

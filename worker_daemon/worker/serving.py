@@ -1,18 +1,22 @@
 """The runner over its KV cache, and its graphs. Made by initialize_from_config and, with a small
 cache, by the memory profile (worker/memory_profile.py)."""
 
+import hashlib
 import itertools
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import torch
 
 from rpc_schema.kv_cache import KVCacheConfig, groups_of
 from rpc_schema.operations import StepMessage
+from worker_daemon import kernels
 from worker_daemon.contracts.uploads import FindUpload, no_uploads
+from worker_daemon.device.init import device_name
 from worker_daemon.distributed.link import Link
 from worker_daemon.errors import CapacityError, CommError
 from worker_daemon.kernel_compiler import KernelCompiler
@@ -142,23 +146,30 @@ class Serving:
         self.runner.settle()
         return time.thread_time() - began
 
-    def compile_ahead(self, compiler: KernelCompiler) -> None:
-        """Compile the kernels that steps will launch, many at once. Nothing runs."""
+    def compile_ahead(self, compiler: KernelCompiler) -> bool:
+        """Compile the kernels that steps will launch, many at once. Nothing runs. Return True if
+        all were compiled."""
         # Imports Triton, which a CPU daemon does not need.
         from worker_daemon.kernels.compile_ahead import compiling_ahead
 
-        with self._capturing(), compiling_ahead(compiler):
+        with self._capturing(), compiling_ahead(compiler) as requests:
             thin, limits = self.runner.eager.compile_subset(), self.runner.state.limits
+            # First, as kernels of large steps take the longest. No block is used.
+            self._launch_layers(thin, replace(limits, num_blocks=limits.max_num_seqs + 1))
             thin.launch_sampling(limits.max_num_seqs)
             self._step_graphs().launch(self.runner)
-            # Last, as cuDNN makes its plans here, while the kernels are compiled. No block is used.
-            self._launch_attention(thin, replace(limits, num_blocks=limits.max_num_seqs + 1))
+        return not requests.has_failed
 
-    def _launch_attention(self, thin: EagerProgram, limits: StepLimits) -> None:
-        """Launch the attention of all steps of warm_up."""
+    def _launch_layers(self, thin: EagerProgram, limits: StepLimits) -> None:
+        """Launch the layers of all steps of warm_up."""
         sweep = decode_lengths(limits) if self._enforce_eager else ()
         for lengths, counts in itertools.chain(size_lengths(limits), sweep):
-            thin.launch_attention(np.array(counts, np.int32), np.array(lengths, np.int32))
+            hidden = torch.empty(
+                (sum(counts), self._parts.hidden_size),
+                dtype=self._parts.dtype,
+                device=self._parts.device,
+            )
+            thin.launch_layers(hidden, np.array(counts, np.int32), np.array(lengths, np.int32))
 
     def estimate_graphs(self, used_bytes: Callable[[], int]) -> int:
         """Return an estimate of the graphs' bytes: see StepGraphs.estimate_bytes."""
@@ -207,6 +218,24 @@ class Serving:
     def _capturing(self) -> Translation:
         self._set_phase("CAPTURING", LONG_OPERATION_S)
         return Translation((torch.OutOfMemoryError, torch.AcceleratorError), _too_large_graphs)
+
+
+def describe_steps(opened: OpenedDevice, model: LoadedModel) -> str:
+    """Return a text that differs if the kernels of a model's steps may differ: it has the model,
+    its configuration, the rank, the device, and the sources of the kernels."""
+    place, sources = opened.place, hashlib.sha256()
+    for path in sorted(Path(kernels.__path__[0]).glob("*.py")):
+        sources.update(path.read_bytes())
+    return repr(
+        (
+            model.resolved.decoder,
+            model.config,
+            model.max_model_len,
+            model.attention.name,
+            (place.parallel, model.stage.ops_name, device_name(place.device)),
+            (torch.__version__, sources.hexdigest()),
+        )
+    )
 
 
 def _too_large_graphs(error: Exception) -> CapacityError | None:
