@@ -60,9 +60,7 @@ def profile_memory(
     memory, cache = opened.memory, model.config.cache
     with _profiling_runner(opened, model, set_phase) as serving:
         if compiler is not None:
-            steps = describe_steps(opened, model)
-            if not compiler.has_compiled(steps) and serving.compile_ahead(compiler):
-                compiler.note_compiled(steps)
+            _compile_ahead(serving, opened, model, compiler)
     # `serving` stays until the end: its rows and its buffer of logits take the memory that those of
     # steps will. The profile has a runner of its own, whose buffer stands for the logits that
     # deferred rows keep.
@@ -77,6 +75,19 @@ def profile_memory(
     if cache.kv_cache_memory_bytes is None and available <= 0 and not result.changes:
         raise _nothing_left(result, graphs, cache.gpu_memory_utilization)
     return ProfiledMemory(available, graphs, result)
+
+
+def _compile_ahead(
+    serving: Serving, opened: OpenedDevice, model: LoadedModel, compiler: KernelCompiler
+) -> None:
+    """Compile the steps' kernels, unless a note says that the cache has all of them. The ranks of a
+    tensor-parallel stage launch collectives meanwhile, so none of them may skip that."""
+    is_alone = opened.place.parallel.tp_size == 1
+    steps = describe_steps(opened, model)
+    if is_alone and compiler.has_compiled(steps):
+        return
+    if serving.compile_ahead(compiler):
+        compiler.note_compiled(steps)
 
 
 def check_step_deadline(
