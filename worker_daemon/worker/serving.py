@@ -91,11 +91,10 @@ class Serving:
         runner = self.runner
         limits = runner.state.limits
         if self._parts.device.type == "cuda":  # on other devices there is nothing to compile
-            runner.use(runner.eager.compile_subset())
-            self._run_all(size_sweep(message, limits))
-            if self._enforce_eager:
-                self._run_all(decode_sweep(message, limits))
-            runner.use(runner.eager)
+            with runner.using(runner.eager.compile_subset()):
+                self._run_all(size_sweep(message, limits))
+                if self._enforce_eager:
+                    self._run_all(decode_sweep(message, limits))
         self._run_all(warm_up_steps(message, limits, runner.state.parts.heaviest))
         runner.forget_requests()
         torch.cuda.empty_cache()  # graphs cannot use memory cached for steps
@@ -130,13 +129,17 @@ class Serving:
             self.runner.forget_requests()
 
     def run_largest_step(self, message: StepMessage) -> None:
-        """Run the largest possible step, and on a GPU the one that gathers the most keys."""
-        state = self.runner.state
-        steps = [largest_step(message, state.limits, state.parts.heaviest)]
+        """Run the largest possible step, and on a GPU the one that gathers the most keys. On a GPU
+        they run through two layers of each kind: more layers take the same memory again."""
+        runner, limits = self.runner, self.runner.state.limits
+        steps = [largest_step(message, limits, runner.state.parts.heaviest)]
+        program = runner.eager
         if self._parts.device.type == "cuda":
-            steps.append(longest_step(message, state.limits))
-        self._run_all(steps)
-        self.runner.settle()
+            steps.append(longest_step(message, limits))
+            program = program.compile_subset()
+        with runner.using(program):
+            self._run_all(steps)
+        runner.settle()
 
     def time_longest_step(self, message: StepMessage) -> float:
         """Return the CPU time of this thread in the longest step: on the CPU, its computation
