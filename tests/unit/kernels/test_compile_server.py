@@ -86,9 +86,10 @@ def compile_only(kernel: Launched, grid: object) -> Callable[..., object]:
 def test_kernels_that_are_requested_are_those_that_launches_need(
     compiler: KernelCompiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with compiling_ahead(compiler):
+    with compiling_ahead(compiler) as requests:
         launch_some()
         launch_some()
+    assert not requests.has_failed
     made = cached_kernels()
     assert len(made) >= 3
     monkeypatch.setattr(Launched, "__getitem__", compile_only)
@@ -116,6 +117,18 @@ def test_an_unknown_kernel_is_logged(
     with compiler.requests() as requests, caplog.at_level(logging.WARNING):
         requests.send(UNKNOWN)
     assert "no.such.kernel" in caplog.text
+    assert requests.has_failed
+
+
+def test_a_note_is_found_by_a_later_process(tmp_path: Path) -> None:
+    with KernelCompiler.start(tmp_path) as first:
+        assert not first.has_compiled("a model")
+        first.note_compiled("a model")
+    with KernelCompiler.start(tmp_path) as later, KernelCompiler.start() as without:
+        assert later.has_compiled("a model")
+        assert not later.has_compiled("another model")
+        without.note_compiled("a model")
+        assert not without.has_compiled("a model")
 
 
 def test_an_error_of_the_block_is_raised_and_later_launches_are_launches(
