@@ -27,8 +27,10 @@ SLEEP = {
 """Seconds, and gigabytes of device memory in use, context included."""
 
 STARTUP = {
-    ("llama-8b", "1x1", "cold"): Target(30.0, at_most=True),
-    ("llama-8b", "1x1", "warm"): Target(12.0, at_most=True),
+    ("llama-8b", "1x1", "cold"): Target(15.0, at_most=True),
+    ("llama-8b", "1x1", "warm"): Target(7.0, at_most=True),
+    ("qwen3-30b-a3b", "1x1", "cold"): Target(30.0, at_most=True),
+    ("qwen3-30b-a3b", "1x1", "warm"): Target(15.0, at_most=True),
     ("llama-8b", "2x1", "cold"): Target(30.0, at_most=True),
     ("llama-8b", "1x2", "cold"): Target(30.0, at_most=True),
 }
