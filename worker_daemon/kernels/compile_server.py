@@ -6,7 +6,7 @@ receives it forks processes, which share its memory and take requests from that 
 time, until the daemon closes it. A process of its own for each compilation is faster than a thread:
 Triton's code generator needs the interpreter's lock.
 
-Before version 3.7 or so, Triton also builds C modules with the host's compiler: one that loads
+Some versions of Triton (3.6, not 3.9) also build C modules with the host's compiler: one that loads
 kernels, and for each signature one that launches them. The server builds them too, since each takes
 0.25 s.
 """
@@ -38,7 +38,7 @@ _MAX_REQUEST_BYTES: Final = 1 << 16
 _MAX_PROBLEM_CHARS: Final = 1000
 _PR_SET_PDEATHSIG: Final = 1
 _BUILDS_LAUNCHERS: Final = hasattr(nvidia, "make_launcher")
-"""True for a version of Triton that builds C modules."""
+"""True if this version of Triton builds C modules."""
 
 Kernels = Mapping[str, Any]
 """Kernels by their full names."""
