@@ -22,6 +22,7 @@ from triton.runtime.errors import OutOfResources
 
 from benchmarks.linear_kernels import DTYPE, HBM_BYTES_PER_S, graph_us
 from worker_daemon.contracts.experts import ExpertMatrices, RoutedTokens, Routing
+from worker_daemon.kernel_compiler import KernelCompiler
 from worker_daemon.kernels.compile_ahead import compiling_ahead
 from worker_daemon.kernels.expert_routing import TilePlan, plan_tiles, route
 from worker_daemon.kernels.experts import (
@@ -217,7 +218,7 @@ def tune_rows(step: Step, inner: int, pdl: bool) -> dict[str, object]:
             block_m: plan_tiles(step.routed.experts, 0, NUM_EXPERTS, block_m, pdl=False)
             for block_m in {tiles.block_m for tiles in found}
         }
-        with compiling_ahead():
+        with KernelCompiler.start() as compiler, compiling_ahead(compiler):
             for tiles in found:
                 _product(step, tiles, is_gated, inner, plans[tiles.block_m], pdl)(step.layers[0])
         times: dict[ExpertTiles, float] = {}

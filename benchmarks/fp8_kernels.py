@@ -27,6 +27,7 @@ from benchmarks.linear_kernels import (
 )
 from worker_daemon.contracts.fp8 import FP8, FP8_MAX
 from worker_daemon.contracts.layer_ops import Fp8Matrix
+from worker_daemon.kernel_compiler import KernelCompiler
 from worker_daemon.kernels.compile_ahead import compiling_ahead
 from worker_daemon.kernels.fp8_linear import choose_row_tile, choose_tile, launch_fp8_matrix
 from worker_daemon.kernels.fp8_rows import SPLIT_ROWS, Fp8Rows, fp8_rows
@@ -122,7 +123,7 @@ def candidates(shape: Shape, bucket: int) -> Iterator[MatrixTile]:
 
 def compile_all(shapes: list[Shape]) -> None:
     """Compile all candidates in parallel."""
-    with compiling_ahead():
+    with KernelCompiler.start() as compiler, compiling_ahead(compiler):
         for shape, bucket in product(shapes, TUNED_BUCKETS):
             y = torch.empty(bucket, shape[0], dtype=DTYPE, device="cuda")
             x = torch.empty(bucket, shape[1], dtype=DTYPE, device="cuda")

@@ -28,6 +28,7 @@ import worker_daemon.kernels
 from benchmarks.layer_reference import Heads, ProjectedStep, make_projected
 from worker_daemon.contracts.attention import AttentionMetadata, AttentionStep
 from worker_daemon.contracts.layer_ops import Norm
+from worker_daemon.kernel_compiler import KernelCompiler
 from worker_daemon.kernels.argmax import greedy_tokens
 from worker_daemon.kernels.compile_ahead import compiling_ahead
 from worker_daemon.kernels.launch import (
@@ -463,7 +464,7 @@ def refine_rows(device: Device, model: Model, tp_size: int) -> list[VectorTile]:
         for position, (_, num_inputs) in enumerate(shapes)
     ]
     best = [default_vector_tile(num_inputs) for _, num_inputs in shapes]
-    with compiling_ahead():
+    with KernelCompiler.start() as compiler, compiling_ahead(compiler):
         for position, tiles in enumerate(kept):
             for tile in tiles:
                 trial = [*best[:position], tile, *best[position + 1 :]]

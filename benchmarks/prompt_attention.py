@@ -22,6 +22,7 @@ from benchmarks.paged_reference import (
     relative_error,
 )
 from worker_daemon.contracts.attention import AttentionLayer, KeyRange
+from worker_daemon.kernel_compiler import KernelCompiler
 from worker_daemon.kernels.compile_ahead import compiling_ahead
 from worker_daemon.kernels.gathered_prefill import TritonGathered, gathered_attention
 from worker_daemon.kernels.paged_attention import TritonAttention
@@ -152,7 +153,7 @@ def run_case(case: Case, sweep: bool) -> bool:
 
 def compile_tiles() -> None:
     """Compile the kernels of the sweep, many at once."""
-    with compiling_ahead():
+    with KernelCompiler.start() as compiler, compiling_ahead(compiler):
         for head_dim, shape in HEADS.items():
             for window in (None, 64) if head_dim == 128 else (None,):
                 case = Case(shape, 1024, 1024, window)

@@ -21,6 +21,7 @@ from rpc_schema.kv_cache import (
     plan_groups,
 )
 from rpc_schema.step import ExecuteModel, NewRequestData
+from worker_daemon.kernel_compiler import KernelCompiler
 from worker_daemon.runner.output import PendingOutput
 from worker_daemon.worker.worker import Worker
 
@@ -59,6 +60,7 @@ class StageDriver:
     cache: config.CacheConfig = field(
         default_factory=lambda: config.CacheConfig(block_size=BLOCK_SIZE)
     )
+    compiler: KernelCompiler | None = None
     worker: Worker = field(init=False)
     seq: int = 0
 
@@ -81,6 +83,7 @@ class StageDriver:
             [self.model.parent],
             lambda phase, seconds: None,
             profile_dir=self.profile_dir,
+            compiler=self.compiler,
         )
         self.worker.init_device(
             lifecycle.InitDevice(

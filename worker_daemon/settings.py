@@ -167,6 +167,12 @@ def prepare_kernel_cache(settings: ProcessSettings) -> None:
         os.environ[_KERNEL_CACHE] = str(kernel_cache(settings.state_dir, os.environ))
 
 
+def kernel_directory() -> Path | None:
+    """Return Triton's directory of compiled kernels, as prepare_kernel_cache set it."""
+    directory = os.environ.get(_KERNEL_CACHE)
+    return Path(directory) if directory else None
+
+
 def kernel_cache(state_dir: Path | None, environment: Mapping[str, str]) -> Path:
     """Make and check the directory of compiled kernels: in the daemon's state directory or, without
     one, in the user's cache directory (XDG Base Directory Specification 0.8), where all daemons

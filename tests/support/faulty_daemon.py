@@ -280,6 +280,7 @@ def main(patch: pytest.MonkeyPatch) -> None:
         save_root: Path | None,
         profile_dir: Path | None,
         lora_roots: Sequence[Path],
+        compiler: None,
     ) -> object:
         faults.strike("make_worker")
         worker = make_worker(

@@ -103,6 +103,13 @@ class LMHead:
         """Return memory for this rank's logits [num_rows, v]."""
         return self._method.new_output(num_rows)
 
+    def new_gathered(self, num_rows: int) -> Tensor:
+        """Return memory of the shape and strides of gather's result."""
+        local, size = self.new_logits(num_rows), self._tp.size
+        if size > 1:
+            local = local.new_empty(num_rows, local.shape[1] * size)
+        return local[:, : self._vocab_size]
+
     def multiply(self, hidden: Tensor, out: Tensor) -> Tensor:
         """hidden [R, H] -> this rank's logits [R, v], in out."""
         return self._capped(self._method.forward_into(hidden, out))

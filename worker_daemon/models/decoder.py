@@ -219,6 +219,10 @@ class DecoderStage:
             part, hidden = layer.forward(part, hidden, kv_cache, step, self._attention)
         return residual_stream(part, hidden, self._setup.ops, self._setup.tp)
 
+    def new_gathered(self, num_rows: int) -> Tensor:
+        """Last stage only: return memory as of gather_logits's result."""
+        return self._output[1].new_gathered(num_rows)
+
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """Last stage only: residual stream [R, H] -> [R, V] in the model's dtype; each row is
         contiguous, with possible padding between rows."""

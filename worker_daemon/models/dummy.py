@@ -8,13 +8,14 @@ in wrapping int32 arithmetic.
 
 import hashlib
 import math
+from collections.abc import Sequence
 from types import MappingProxyType
 
 import torch
 from torch import Tensor
 
 from worker_daemon.contracts.fp8 import FP8_MAX
-from worker_daemon.layers.parameter import Piece
+from worker_daemon.layers.parameter import Kind, Piece
 
 _STD = 0.02
 # The sum of two independent uniform 16-bit integers: mean 65535, variance (2^32 - 1) / 6.
@@ -37,8 +38,15 @@ _CHUNK_ELEMENTS = {"cpu": 1 << 17}
 _CHUNK_ELEMENTS_DEVICE = 1 << 26
 
 
-def fill_dummy(target: Tensor, piece: Piece, seed: int) -> None:
-    """Overwrite target, the region of a parameter that piece describes (1 or 2 dimensions).
+def max_elements(device: torch.device) -> int:
+    """Return the largest number of elements to compute at once, which bounds the memory taken."""
+    return _CHUNK_ELEMENTS.get(device.type, _CHUNK_ELEMENTS_DEVICE)
+
+
+def fill_dummy(targets: Sequence[Tensor], pieces: Sequence[Piece], seed: int) -> None:
+    """Overwrite the targets, the regions of parameters that pieces describe (1 or 2 dimensions, all
+    of one shape, kind and device). On a GPU, thousands of small matrices are filled faster by the
+    dozen.
 
     Values have a triangular distribution with standard deviation 0.02 around 0, or around 1 for
     norms. Routed embeddings have standard deviation 1: attention adds nearly the same vector to all
@@ -46,30 +54,52 @@ def fill_dummy(target: Tensor, piece: Piece, seed: int) -> None:
     experts. A matrix in FP8 has the values of an unquantized one, rounded. All scales are equal,
     since a rank may not hold whole rows. 4-bit values are uniform.
     """
-    if piece.kind in _SCALES:
-        target.fill_(_SCALES[piece.kind])
+    kind, device = pieces[0].kind, targets[0].device
+    if kind in _SCALES:
+        for target in targets:
+            target.fill_(_SCALES[kind])
         return
-    device = target.device
-    rows, columns = (slice(0, 1), *piece.source) if target.dim() == 1 else piece.source
-    matrix = target.unsqueeze(0) if target.dim() == 1 else target
-    key_row, key_column = _keys(piece, seed)
-    column_part = _range(columns, device).mul_(_COLUMN_STEP).add_(key_column)
-    row_part = _mix(_range(rows, device).add_(key_row)).unsqueeze(1)
-    mean = 1.0 if piece.kind == "norm" else 0.0
-    limit = _CHUNK_ELEMENTS.get(device.type, _CHUNK_ELEMENTS_DEVICE)
-    step = max(1, limit // max(1, matrix.shape[1]))
-    for start in range(0, matrix.shape[0], step):
+    matrices = [target.unsqueeze(0) if target.dim() == 1 else target for target in targets]
+    num_rows, num_columns = matrices[0].shape
+    row_part, column_part = _parts(pieces, num_rows, num_columns, seed, device)
+    step = max(1, max_elements(device) // max(1, len(pieces) * num_columns))
+    for start in range(0, num_rows, step):
         chunk = slice(start, start + step)
-        counters = row_part[chunk] + column_part
-        if piece.kind == "int4":
-            matrix[chunk].copy_(_mix(counters))
-            continue
-        values = _values(counters).add_(mean)
-        if piece.kind == "routed_embedding":
-            values.mul_(1 / _STD)
-        if piece.kind == "fp8":
-            values.div_(_SCALES["scale"]).clamp_(-FP8_MAX, FP8_MAX)
-        matrix[chunk].copy_(values)
+        values = _of_kind(kind, row_part[:, chunk, None] + column_part[:, None])
+        for matrix, own in zip(matrices, values, strict=True):
+            matrix[chunk].copy_(own)
+
+
+def _parts(
+    pieces: Sequence[Piece], num_rows: int, num_columns: int, seed: int, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """Return what rows and columns add to the hash's input: int32 [P, R] and [P, C], P pieces."""
+    sources = [
+        piece.source if len(piece.source) > 1 else (slice(0, 1), *piece.source) for piece in pieces
+    ]
+    firsts = torch.tensor(
+        [[part.start for part in source] for source in sources], dtype=torch.int32
+    )
+    keys = torch.tensor([_keys(piece, seed) for piece in pieces], dtype=torch.int32)
+    first_row, first_column, row_key, column_key = (
+        torch.hstack([firsts, keys]).to(device)[..., None].unbind(1)
+    )
+    row = torch.arange(num_rows, dtype=torch.int32, device=device)
+    column = torch.arange(num_columns, dtype=torch.int32, device=device)
+    columns = (column + first_column).mul_(_COLUMN_STEP).add_(column_key)
+    return _mix((row + first_row).add_(row_key)), columns
+
+
+def _of_kind(kind: Kind, counters: Tensor) -> Tensor:
+    """Return a tensor's values, int32 or float32, from the hash's input, which is overwritten."""
+    if kind == "int4":
+        return _mix(counters)
+    values = _values(counters).add_(1.0 if kind == "norm" else 0.0)
+    if kind == "routed_embedding":
+        values.mul_(1 / _STD)
+    if kind == "fp8":
+        values.div_(_SCALES["scale"]).clamp_(-FP8_MAX, FP8_MAX)
+    return values
 
 
 def _values(counters: Tensor) -> Tensor:
@@ -98,7 +128,3 @@ def _keys(piece: Piece, seed: int) -> tuple[int, int]:
         int.from_bytes(digest[:4], "little", signed=True),
         int.from_bytes(digest[4:], "little", signed=True),
     )
-
-
-def _range(region: slice, device: torch.device) -> Tensor:
-    return torch.arange(region.start, region.stop, dtype=torch.int32, device=device)

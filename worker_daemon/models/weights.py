@@ -24,7 +24,7 @@ from torch import Tensor
 
 from worker_daemon.errors import CheckpointError
 from worker_daemon.layers.parameter import Kind, Parameter, Piece, TensorSpec
-from worker_daemon.models.dummy import fill_dummy
+from worker_daemon.models.dummy import fill_dummy, max_elements
 from worker_daemon.models.expert_tensors import stacked_part
 from worker_daemon.models.safetensors_file import (
     LOADED_DTYPES,
@@ -356,22 +356,49 @@ def load_dummy_weights(
     observer = observer or WriteObserver()
     items = [(parameter, piece) for parameter in parameters for piece in parameter.loaded_pieces]
     meter = _Meter(_total_bytes(items), progress)
-    for name, tensor in _by_tensor(items):
-        observer.writing((name,))
-        for parameter, piece in tensor:
-            _fill_dummy(parameter, piece, seed)
-        observer.written((name,))
-        meter.advance(_total_bytes(tensor))
+    for batch in _dummy_batches(items):
+        names = tuple(dict.fromkeys(piece.name for _, piece in batch))
+        observer.writing(names)
+        for (converts, *_), alike in groupby(batch, key=_form):
+            (_fill_converted if converts else _fill_alike)(list(alike), seed)
+        observer.written(names)
+        meter.advance(_total_bytes(batch))
     return meter.report(())
 
 
-def _fill_dummy(parameter: Parameter, piece: Piece, seed: int) -> None:
-    if parameter.converts(piece):
+def _dummy_batches(items: Iterable[Item]) -> Iterator[list[Item]]:
+    """Yield the items of consecutive tensors together, as long as fill_dummy can compute them at
+    once."""
+    batch: list[Item] = []
+    num_elements = 0
+    for _, tensor in _by_tensor(items):
+        own = sum(math.prod(piece.source_shape) for _, piece in tensor)
+        if batch and num_elements + own > max_elements(tensor[0][0].data.device):
+            yield batch
+            batch, num_elements = [], 0
+        batch += tensor
+        num_elements += own
+    if batch:
+        yield batch
+
+
+def _form(item: Item) -> tuple[object, ...]:
+    """Return what items that are filled at once have in common, first whether they are
+    converted."""
+    parameter, piece = item
+    return parameter.converts(piece), piece.kind, piece.source_shape, parameter.data.device
+
+
+def _fill_alike(items: Sequence[Item], seed: int) -> None:
+    targets = [parameter.data[piece.target] for parameter, piece in items]
+    fill_dummy(targets, [piece for _, piece in items], seed)
+
+
+def _fill_converted(items: Sequence[Item], seed: int) -> None:
+    for parameter, piece in items:
         arrival, _ = _arrival(parameter, piece)
-        fill_dummy(arrival.data, piece, seed)
+        fill_dummy([arrival.data], [piece], seed)
         parameter.write(piece.target, piece.arranged(arrival.data))
-    else:
-        fill_dummy(parameter.data[piece.target], piece, seed)
 
 
 def _extents(path: Path, items: Iterable[Item]) -> Iterator[Extent]:

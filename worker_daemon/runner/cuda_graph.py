@@ -18,7 +18,7 @@ from worker_daemon.runner.model_runner import ModelRunner
 from worker_daemon.runner.stage_program import EagerProgram, StageOutput
 from worker_daemon.runner.step_layout import ExactShapes, StepLadder, StepPlan
 
-SAMPLED_GRAPHS: Final = 4
+SAMPLED_GRAPHS: Final = 8
 """One of this many graphs is captured, to measure the memory of the others."""
 
 
@@ -29,8 +29,9 @@ class StepGraphs:
     count = 0
     """Number of graphs."""
 
-    def compile(self, runner: ModelRunner) -> None:
-        """Compile the kernels of the steps to be captured, many at once; nothing runs."""
+    def launch(self, runner: ModelRunner) -> None:
+        """Launch the kernels of all graphs in throwaway captures, so that none runs: for a block in
+        which launches only request their kernels."""
 
     def capture(self, runner: ModelRunner) -> None:
         """Capture all graphs, and let the runner replay them."""
@@ -76,9 +77,9 @@ class LadderGraphs(StepGraphs):
         self._program: GraphedProgram | None = None
         """None before the first capture, and after the graphs were dropped."""
 
-    def compile(self, runner: ModelRunner) -> None:
+    def launch(self, runner: ModelRunner) -> None:
         program = GraphedProgram(self._eager.compile_subset(), self._arrived, self._stream)
-        program.compile(self._plans(runner), runner.inputs.padding)
+        program.launch(self._plans(runner), runner.inputs.padding)
 
     def capture(self, runner: ModelRunner) -> None:
         program = GraphedProgram(self._eager, self._arrived, self._stream)
@@ -160,17 +161,13 @@ class GraphedProgram:
         return captured.output
 
     @torch.inference_mode()
-    def compile(self, plans: Sequence[StepPlan], padding: Callable[[StepPlan], StepInputs]) -> None:
-        """Compile the kernels of each plan, and keep no graph."""
-        # Imports Triton, which a CPU daemon does not need.
-        from worker_daemon.kernels.compile_ahead import compiling_ahead
-
+    def launch(self, plans: Sequence[StepPlan], padding: Callable[[StepPlan], StepInputs]) -> None:
+        """Launch the kernels of each plan, and keep no graph."""
         dropped = []  # together, at the end: the pool must always have a graph
-        with compiling_ahead():
-            for plan in plans:
-                arrived = self._arrived[: plan.shape.num_tokens]
-                # Libraries load their kernels at their first use, which is here.
-                dropped.append(self._record(padding(plan), arrived, "relaxed"))
+        for plan in plans:
+            arrived = self._arrived[: plan.shape.num_tokens]
+            # Libraries load their kernels at their first use, which is here.
+            dropped.append(self._record(padding(plan), arrived, "relaxed"))
 
     @torch.inference_mode()
     def capture(self, plans: Sequence[StepPlan], padding: Callable[[StepPlan], StepInputs]) -> None:

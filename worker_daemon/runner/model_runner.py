@@ -5,7 +5,8 @@ Dummy, profile and warm-up steps come through the same entry (see warmup.py). Us
 thread only.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Protocol
 
@@ -149,6 +150,15 @@ class ModelRunner:
     def use(self, program: StageProgram) -> None:
         """Run steps with another program from now on, such as captured graphs."""
         self._program = program
+
+    @contextmanager
+    def using(self, program: StageProgram) -> Iterator[None]:
+        """Run the steps of the block with another program."""
+        before, self._program = self._program, program
+        try:
+            yield
+        finally:
+            self._program = before
 
     def tie(self, stage: Stage) -> None:
         """Use a new link's stage from now on."""

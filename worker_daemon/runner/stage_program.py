@@ -9,6 +9,8 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from worker_daemon.contracts.arrays import Int32s
+from worker_daemon.contracts.attention import AttentionMetadata
 from worker_daemon.models.decoder import DecoderStage
 from worker_daemon.runner.input_batch import StepInputs
 from worker_daemon.runner.kv_cache import LayerKV
@@ -92,6 +94,40 @@ class EagerProgram:
         if used:
             hidden = self._parts.after_forward(used, hidden, columns)
         return StageOutput(hidden, self._choose(hidden, columns, gathered.token_ids))
+
+    @torch.inference_mode()
+    def launch_layers(self, hidden: Tensor, query_lens: Int32s, seq_lens: Int32s) -> None:
+        """Launch the layers of a step, where launches only request their kernels. hidden [N, H]:
+        its values do not matter. query_lens, seq_lens [B]: the step's tokens, and the contexts, of
+        its sequences."""
+        device = self._tables.device
+        zeros = torch.zeros(hidden.shape[0], dtype=torch.int64, device=device)
+        column = torch.zeros(query_lens.size + 1, dtype=torch.int32, device=device)
+        by_group = [
+            AttentionMetadata(
+                query_start_loc=column,
+                seq_lens=column[:-1],
+                seq_order=column[:-1],
+                block_table=block_table,
+                seq_rows=column[:-1],
+                slot_mapping=zeros,
+                num_seqs=query_lens.size,
+                max_query_len=int(query_lens.max()),
+                max_seq_len=int(seq_lens.max()),
+                query_lens_np=query_lens,
+                seq_lens_np=seq_lens,
+            )
+            for block_table in self._tables.group_tables
+        ]
+        layers = [by_group[group] for group in self._layer_groups]
+        self._stage.forward(hidden, zeros.int(), self._kv_caches, layers)
+
+    @torch.inference_mode()
+    def launch_sampling(self, num_rows: int) -> None:
+        """Launch the sampling of a step of so many rows, where launches only request their
+        kernels."""
+        if self._logits is not None:
+            self._parts.launch_sampling(self._stage.new_gathered(num_rows))
 
     def _choose(
         self, hidden: Tensor, columns: StepColumns[Tensor], token_ids: Tensor

@@ -6,6 +6,7 @@ They are messages like a driver's; epoch, link and seq are those of the operatio
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import msgspec
 import numpy as np
@@ -19,6 +20,9 @@ from worker_daemon.layers.prompt_attention import MIN_TOKENS
 from worker_daemon.runner.parts.registry import heaviest_of_step
 from worker_daemon.runner.scheduled_step import StepLimits
 from worker_daemon.runner.slot_bitmap import read_bitmap
+
+StepLengths: TypeAlias = tuple[list[int], list[int]]
+"""The context lengths of a step's sequences, its own tokens included, and the counts of these."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,12 +100,23 @@ def with_all_parts(step: SyntheticStep, limits: StepLimits) -> SyntheticStep:
 
 
 def size_sweep(request: StepMessage, limits: StepLimits) -> Iterator[SyntheticStep]:
-    """Yield prefills of every order of magnitude, as one prompt and as many. Every kernel variant
-    that is chosen by size is used here once, so that no request's step has to compile it. The
-    largest comes first, because the smaller ones can reuse its memory.
+    """Yield the steps of size_lengths. Every kernel variant that is chosen by size is used here
+    once, so that no request's step has to compile it. Each frees the previous one's rows; the
+    caller frees the last ones."""
+    for lengths, counts in size_lengths(limits):
+        yield _admit(request, limits, lengths, counts, _lightest(limits))
 
-    Each frees the previous one's rows; the caller frees the last ones.
-    """
+
+def decode_sweep(request: StepMessage, limits: StepLimits) -> Iterator[SyntheticStep]:
+    """Yield the steps of decode_lengths, for daemons that capture no graphs: these choose kernels
+    by the actual length. Each frees the previous one's rows; the caller frees the last ones."""
+    for lengths, counts in decode_lengths(limits):
+        yield _admit(request, limits, lengths, counts, _lightest(limits))
+
+
+def size_lengths(limits: StepLimits) -> Iterator[StepLengths]:
+    """Yield prefills of every order of magnitude, as one prompt and as many. The largest comes
+    first, because the smaller ones can reuse its memory."""
     most_seqs = min(limits.max_num_seqs, limits.num_blocks - 1)
     for total in reversed(_powers_up_to(_most_tokens(limits))):
         # As one prompt, as prompts just too short for a separate kernel, and as short ones.
@@ -109,27 +124,22 @@ def size_sweep(request: StepMessage, limits: StepLimits) -> Iterator[SyntheticSt
         for num_seqs in sorted({min(most_seqs, count) for count in wanted}):
             tokens = min(total, num_seqs * limits.max_model_len)
             lengths = [tokens // num_seqs + (i < tokens % num_seqs) for i in range(num_seqs)]
-            yield prefill_step(request, limits, lengths, _lightest(limits))
+            yield lengths, lengths
         if _SHARED_LENGTH < total < limits.max_model_len and _may_begin_later(limits):
             # As the end of a prompt, beside a decode if there is room: both have other kernels.
             lengths, counts = [min(2 * total, limits.max_model_len)], [total]
             if most_seqs > 1 and total > _SHARED_LENGTH + 1:
                 lengths, counts = [2, *lengths], [1, total - 1]
-            yield _admit(request, limits, lengths, counts, _lightest(limits))
+            yield lengths, counts
 
 
-def decode_sweep(request: StepMessage, limits: StepLimits) -> Iterator[SyntheticStep]:
-    """Yield decodes of every order of magnitude, by sequences and by context length, for daemons
-    that capture no graphs: these choose kernels by the actual length.
-
-    Each frees the previous one's rows; the caller frees the last ones.
-    """
+def decode_lengths(limits: StepLimits) -> Iterator[StepLengths]:
+    """Yield decodes of every order of magnitude, by sequences and by context length."""
     if not _may_begin_later(limits):
         return
     for num_seqs in _ladder_up_to(min(limits.max_num_seqs, limits.max_num_batched_tokens)):
         for length in _powers_up_to(min(limits.max_model_len, _MAX_SWEPT_KEYS // num_seqs)):
-            lengths, counts = [length] * num_seqs, [1] * num_seqs
-            yield _admit(request, limits, lengths, counts, _lightest(limits))
+            yield [length] * num_seqs, [1] * num_seqs
 
 
 _MAX_SWEPT_KEYS = 1 << 22

@@ -2,7 +2,10 @@
 Modules that load torch are imported on the step thread, after the sockets are bound."""
 
 import gc
-from collections.abc import Sequence
+import logging
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 
@@ -10,11 +13,13 @@ from worker_daemon.contracts.uploads import FindUpload
 from worker_daemon.device import fault_watch, gauges, nvml
 from worker_daemon.device.fault_watch import FaultWatch
 from worker_daemon.device.gauges import Gauges
+from worker_daemon.kernel_compiler import KernelCompiler
 from worker_daemon.phases import SetPhase
 from worker_daemon.server.daemon import serve
 from worker_daemon.server.dispatch import RendezvousServerLike, WorkerLike
 from worker_daemon.settings import (
     ProcessSettings,
+    kernel_directory,
     prepare_environment,
     prepare_flight_recorder,
     prepare_waiting,
@@ -29,22 +34,41 @@ def run_daemon(settings: ProcessSettings) -> int:
     prepare_environment(settings.data_interface or None)
     prepare_flight_recorder(settings)
     prepare_waiting(settings)
-    make = partial(
-        make_worker,
-        settings.device,
-        settings.model_roots,
-        save_root=settings.save_root,
-        profile_dir=profile_directory(settings),
-        lora_roots=settings.lora_roots,
-    )
-    return serve(
-        settings,
-        make,
-        open_rendezvous,
-        partial(open_fault_watch, settings.device),
-        partial(open_gauges, settings.device),
-        partial(find_gpu, settings.device),
-    )
+    with running_compiler(settings.device) as compiler:
+        make = partial(
+            make_worker,
+            settings.device,
+            settings.model_roots,
+            save_root=settings.save_root,
+            profile_dir=profile_directory(settings),
+            lora_roots=settings.lora_roots,
+            compiler=compiler,
+        )
+        return serve(
+            settings,
+            make,
+            open_rendezvous,
+            partial(open_fault_watch, settings.device),
+            partial(open_gauges, settings.device),
+            partial(find_gpu, settings.device),
+        )
+
+
+@contextmanager
+def running_compiler(device: str) -> Iterator[KernelCompiler | None]:
+    """Yield the compiler of a GPU's kernels, which imports Triton while this process imports torch.
+    None on the CPU, which has no kernels to compile, or if the host cannot start it now."""
+    if device == "cpu":
+        yield None
+        return
+    try:
+        compiler = KernelCompiler.start(kernel_directory())
+    except OSError as error:
+        logging.getLogger(__name__).warning("kernels are compiled when needed: %s", error)
+        yield None
+        return
+    with compiler:
+        yield compiler
 
 
 def make_worker(
@@ -55,15 +79,20 @@ def make_worker(
     save_root: Path | None,
     profile_dir: Path | None = None,
     lora_roots: Sequence[Path] = (),
+    compiler: KernelCompiler | None = None,
 ) -> WorkerLike:
     """Load torch and make the worker; called on the step thread. Raises ConfigError if there is no
     such device."""
+    # Collections among the objects of torch's modules take tenths of a second.
+    gc.disable()
+    if device != "cpu":
+        threading.Thread(target=_prepare_triton, name="triton", daemon=True).start()
     from worker_daemon.device.init import find_device  # torch takes seconds; sockets are bound
     from worker_daemon.worker.worker import Worker
 
-    # A full collection over the objects of torch's modules takes a tenth of a second.
     gc.collect()
     gc.freeze()
+    gc.enable()
     find_device(device)
     return Worker(
         device,
@@ -74,7 +103,17 @@ def make_worker(
         num_threads=user_threads(),
         lora_roots=lora_roots,
         find_upload=find_upload,
+        compiler=compiler,
     )
+
+
+def _prepare_triton() -> None:
+    """Import Triton and hash its files, which takes 0.4 s, mostly without the interpreter's lock:
+    on a thread of its own, while torch is imported."""
+    with suppress(ImportError):  # init_device raises it
+        from worker_daemon.kernels.triton_hash import hash_triton
+
+        hash_triton()
 
 
 def open_fault_watch(device: str) -> FaultWatch | None:

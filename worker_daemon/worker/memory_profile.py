@@ -13,6 +13,7 @@ from rpc_schema.kv_cache import KVCacheConfig, KVCacheSpec, build_kv_cache_confi
 from rpc_schema.operations import StepMessage
 from worker_daemon.device.memory import MemoryProfile, profile
 from worker_daemon.errors import CapacityError, CommError
+from worker_daemon.kernel_compiler import KernelCompiler
 from worker_daemon.layers.attention import NullAttention
 from worker_daemon.models.partition import partition_layers
 from worker_daemon.phases import LONG_OPERATION_S, SetPhase
@@ -20,7 +21,7 @@ from worker_daemon.runner.kv_cache import LayerKV
 from worker_daemon.worker.loading import LoadedModel
 from worker_daemon.worker.rank_device import OpenedDevice
 from worker_daemon.worker.resolve import check_deadline
-from worker_daemon.worker.serving import Serving
+from worker_daemon.worker.serving import Serving, describe_steps
 from worker_daemon.worker.sleep_memory import TaggedMemory
 
 _LOG = logging.getLogger(__name__)
@@ -42,10 +43,15 @@ class ProfiledMemory:
 
 
 def profile_memory(
-    opened: OpenedDevice, model: LoadedModel, message: StepMessage, set_phase: SetPhase
+    opened: OpenedDevice,
+    model: LoadedModel,
+    message: StepMessage,
+    set_phase: SetPhase,
+    compiler: KernelCompiler | None = None,
 ) -> ProfiledMemory:
     """Run the largest step over a KV cache of two blocks, capture some of the graphs, and return
-    the memory left in the budget and on the device.
+    the memory left in the budget and on the device. compiler: compiles the steps' kernels before;
+    None: each is compiled when it is needed, if at all.
 
     Raises:
         CapacityError: nothing is left, though no other process allocated any.
@@ -53,7 +59,8 @@ def profile_memory(
     set_phase("PROFILING", LONG_OPERATION_S)
     memory, cache = opened.memory, model.config.cache
     with _profiling_runner(opened, model, set_phase) as serving:
-        serving.compile_graphs()
+        if compiler is not None:
+            _compile_ahead(serving, opened, model, compiler)
     # `serving` stays until the end: its rows and its buffer of logits take the memory that those of
     # steps will. The profile has a runner of its own, whose buffer stands for the logits that
     # deferred rows keep.
@@ -68,6 +75,19 @@ def profile_memory(
     if cache.kv_cache_memory_bytes is None and available <= 0 and not result.changes:
         raise _nothing_left(result, graphs, cache.gpu_memory_utilization)
     return ProfiledMemory(available, graphs, result)
+
+
+def _compile_ahead(
+    serving: Serving, opened: OpenedDevice, model: LoadedModel, compiler: KernelCompiler
+) -> None:
+    """Compile the steps' kernels, unless a note says that the cache has all of them. The ranks of a
+    tensor-parallel stage launch collectives meanwhile, so none of them may skip that."""
+    is_alone = opened.place.parallel.tp_size == 1
+    steps = describe_steps(opened, model)
+    if is_alone and compiler.has_compiled(steps):
+        return
+    if serving.compile_ahead(compiler):
+        compiler.note_compiled(steps)
 
 
 def check_step_deadline(

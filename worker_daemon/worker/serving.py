@@ -1,28 +1,39 @@
 """The runner over its KV cache, and its graphs. Made by initialize_from_config and, with a small
 cache, by the memory profile (worker/memory_profile.py)."""
 
+import hashlib
+import itertools
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, suppress
+from dataclasses import replace
+from pathlib import Path
 
+import numpy as np
 import torch
 
 from rpc_schema.kv_cache import KVCacheConfig, groups_of
 from rpc_schema.operations import StepMessage
+from worker_daemon import kernels
 from worker_daemon.contracts.uploads import FindUpload, no_uploads
+from worker_daemon.device.init import device_name
 from worker_daemon.distributed.link import Link
 from worker_daemon.errors import CapacityError, CommError
+from worker_daemon.kernel_compiler import KernelCompiler
 from worker_daemon.phases import LONG_OPERATION_S, SetPhase
 from worker_daemon.raising import Translation
 from worker_daemon.runner.assemble import RunnerParts, assemble_runner, step_graphs, tie_stage
 from worker_daemon.runner.cuda_graph import StepGraphs
 from worker_daemon.runner.kv_cache import LayerKV
 from worker_daemon.runner.scheduled_step import StepLimits
+from worker_daemon.runner.stage_program import EagerProgram
 from worker_daemon.runner.warmup import (
     SyntheticStep,
+    decode_lengths,
     decode_sweep,
     largest_step,
     longest_step,
+    size_lengths,
     size_sweep,
     warm_up_steps,
 )
@@ -80,11 +91,10 @@ class Serving:
         runner = self.runner
         limits = runner.state.limits
         if self._parts.device.type == "cuda":  # on other devices there is nothing to compile
-            runner.use(runner.eager.compile_subset())
-            self._run_all(size_sweep(message, limits))
-            if self._enforce_eager:
-                self._run_all(decode_sweep(message, limits))
-            runner.use(runner.eager)
+            with runner.using(runner.eager.compile_subset()):
+                self._run_all(size_sweep(message, limits))
+                if self._enforce_eager:
+                    self._run_all(decode_sweep(message, limits))
         self._run_all(warm_up_steps(message, limits, runner.state.parts.heaviest))
         runner.forget_requests()
         torch.cuda.empty_cache()  # graphs cannot use memory cached for steps
@@ -119,13 +129,17 @@ class Serving:
             self.runner.forget_requests()
 
     def run_largest_step(self, message: StepMessage) -> None:
-        """Run the largest possible step, and on a GPU the one that gathers the most keys."""
-        state = self.runner.state
-        steps = [largest_step(message, state.limits, state.parts.heaviest)]
+        """Run the largest possible step, and on a GPU the one that gathers the most keys. On a GPU
+        they run through two layers of each kind: more layers take the same memory again."""
+        runner, limits = self.runner, self.runner.state.limits
+        steps = [largest_step(message, limits, runner.state.parts.heaviest)]
+        program = runner.eager
         if self._parts.device.type == "cuda":
-            steps.append(longest_step(message, state.limits))
-        self._run_all(steps)
-        self.runner.settle()
+            steps.append(longest_step(message, limits))
+            program = program.compile_subset()
+        with runner.using(program):
+            self._run_all(steps)
+        runner.settle()
 
     def time_longest_step(self, message: StepMessage) -> float:
         """Return the CPU time of this thread in the longest step: on the CPU, its computation
@@ -135,10 +149,30 @@ class Serving:
         self.runner.settle()
         return time.thread_time() - began
 
-    def compile_graphs(self) -> None:
-        """Compile the kernels of the graphs to capture, many at once."""
-        with self._capturing():
-            self._step_graphs().compile(self.runner)
+    def compile_ahead(self, compiler: KernelCompiler) -> bool:
+        """Compile the kernels that steps will launch, many at once. Nothing runs. Return True if
+        all were compiled."""
+        # Imports Triton, which a CPU daemon does not need.
+        from worker_daemon.kernels.compile_ahead import compiling_ahead
+
+        with self._capturing(), compiling_ahead(compiler) as requests:
+            thin, limits = self.runner.eager.compile_subset(), self.runner.state.limits
+            # First, as kernels of large steps take the longest. No block is used.
+            self._launch_layers(thin, replace(limits, num_blocks=limits.max_num_seqs + 1))
+            thin.launch_sampling(limits.max_num_seqs)
+            self._step_graphs().launch(self.runner)
+        return not requests.has_failed
+
+    def _launch_layers(self, thin: EagerProgram, limits: StepLimits) -> None:
+        """Launch the layers of all steps of warm_up."""
+        sweep = decode_lengths(limits) if self._enforce_eager else ()
+        for lengths, counts in itertools.chain(size_lengths(limits), sweep):
+            hidden = torch.empty(
+                (sum(counts), self._parts.hidden_size),
+                dtype=self._parts.dtype,
+                device=self._parts.device,
+            )
+            thin.launch_layers(hidden, np.array(counts, np.int32), np.array(lengths, np.int32))
 
     def estimate_graphs(self, used_bytes: Callable[[], int]) -> int:
         """Return an estimate of the graphs' bytes: see StepGraphs.estimate_bytes."""
@@ -187,6 +221,24 @@ class Serving:
     def _capturing(self) -> Translation:
         self._set_phase("CAPTURING", LONG_OPERATION_S)
         return Translation((torch.OutOfMemoryError, torch.AcceleratorError), _too_large_graphs)
+
+
+def describe_steps(opened: OpenedDevice, model: LoadedModel) -> str:
+    """Return a text that differs if the kernels of a model's steps may differ: it has the model,
+    its configuration, the rank, the device, and the sources of the kernels."""
+    place, sources = opened.place, hashlib.sha256()
+    for path in sorted(Path(kernels.__path__[0]).glob("*.py")):
+        sources.update(path.read_bytes())
+    return repr(
+        (
+            model.resolved.decoder,
+            model.config,
+            model.max_model_len,
+            model.attention.name,
+            (place.parallel, model.stage.ops_name, device_name(place.device)),
+            (torch.__version__, sources.hexdigest()),
+        )
+    )
 
 
 def _too_large_graphs(error: Exception) -> CapacityError | None:

@@ -33,6 +33,7 @@ from worker_daemon.device.memory import MemorySource
 from worker_daemon.device.memory_sources import memory_source
 from worker_daemon.distributed.bubbles import InputWaits
 from worker_daemon.errors import CommError, StateError, config_error
+from worker_daemon.kernel_compiler import KernelCompiler
 from worker_daemon.layers.attention import NullAttention
 from worker_daemon.models.saving import Saver, SaveReport, SaveRequest
 from worker_daemon.models.tensor_bytes import checksum
@@ -77,16 +78,18 @@ class Worker:
         num_threads: int | None = None,
         lora_roots: Sequence[Path] = (),
         find_upload: FindUpload = no_uploads,
+        compiler: KernelCompiler | None = None,
     ) -> None:
         """Touches no device before init_device. save_root: directory of saved weights; None: saving
         is refused. profile_dir: directory of traces; None: traces are refused. num_threads:
         torch's, if the user set it. lora_roots: directories of LoRA adapters; empty: adapters are
-        refused."""
+        refused. compiler: see profile_memory; not closed here."""
         self._roots = Roots(model_roots, save_root, lora_roots)
         self._saver = Saver(save_root)
         self._profiler = Profiler(profile_dir, self._settle_transfers)
         self._set_phase = set_phase
         self._find_upload = find_upload
+        self._compiler = compiler
         self._device = RankDevice(device, set_phase, open_memory, open_health, num_threads)
         self._transfer = WeightTransfer(set_phase)
         self._model_or_none: LoadedModel | None = None
@@ -139,7 +142,7 @@ class Worker:
         Raises: see profile_memory and check_step_deadline.
         """
         opened, model = self._device.opened, self._model
-        found = profile_memory(opened, model, message, self._set_phase)
+        found = profile_memory(opened, model, message, self._set_phase, self._compiler)
         check_step_deadline(opened, model, message, self._set_phase)
         override = model.config.cache.kv_cache_memory_bytes
         return lc.DetermineAvailableMemoryReply(

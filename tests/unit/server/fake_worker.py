@@ -332,6 +332,7 @@ def make_fake_worker(
     save_root: Path | None,
     profile_dir: Path | None = None,
     lora_roots: Sequence[Path] = (),
+    compiler: None = None,
 ) -> FakeWorker:
     if device == "cuda:9":
         raise errors.ConfigError("no such device", field="device", value=device)

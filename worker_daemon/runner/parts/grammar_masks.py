@@ -92,6 +92,11 @@ class GrammarMasksPart(StepPart):
         words = upload_rows(brought.words, masks, logits.device)
         return self._sampling.masked(logits, words, upload(mask_of_row, logits.device))
 
+    def launch_sampling(self, logits: Tensor, rows: SampleRows) -> None:
+        num_rows, vocab_size = logits.shape
+        words = rows.slots.new_zeros(num_rows, num_mask_words(vocab_size))
+        self._sampling.masked(logits, words, rows.slots)
+
     @staticmethod
     def heaviest_of_step(
         slots: Int64s, limits: StepLimits

@@ -199,6 +199,11 @@ class StepPart:
         the step has none. Never waits for the device."""
         return logits
 
+    def launch_sampling(self, logits: Tensor, rows: SampleRows) -> None:
+        """Launch the kernels with which the part samples, if it has any of its own, where launches
+        only request their kernels: the values of logits [R, V] and of the rows mean nothing. A
+        kernel that is not launched here is compiled when a step needs it."""
+
     def refuse(self, token_ids: Tensor, rows: SampleRows) -> Tensor:
         """Return int32 [R]: 1 where the token in token_ids, int64 [R], is refused, otherwise 0. A
         row with a refused token computes its last token again in its next step. Every rank of the

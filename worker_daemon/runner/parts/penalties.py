@@ -85,6 +85,10 @@ class PenaltiesPart(StepPart):
         assert self._tables is not None, "rows are sampled on the last stage"
         return self._sampling.penalized(logits, rows.slots, self._tables)
 
+    def launch_sampling(self, logits: Tensor, rows: SampleRows) -> None:
+        self.adjust_logits(logits, rows, None)
+        self.gain(rows.positions.long(), rows)
+
     @staticmethod
     def sampling_row_bytes(vocab_size: int) -> int:
         return _INT16 * vocab_size + 3 * _FLOAT32

@@ -5,6 +5,7 @@ Shapes: S rows, R rows that sample, V vocabulary.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Final
 
 import numpy as np
@@ -73,6 +74,10 @@ class RandomSamplingPart(StepPart):
 
     def choose(self, logits: Tensor, rows: SampleRows) -> Tensor:
         return self._sampling.tokens(logits, self.metadata(rows))
+
+    def launch_sampling(self, logits: Tensor, rows: SampleRows) -> None:
+        metadata = replace(self.metadata(rows), any_random=True, any_top_k=True, any_top_p=True)
+        self._sampling.tokens(logits, metadata)
 
     def metadata(self, rows: SampleRows) -> SamplingMetadata:
         """Gather the sampling parameters of the rows, without padding."""

@@ -289,6 +289,17 @@ class StepParts:
             self._gain(token_ids, refused, rows)
         return SamplerOutput(token_ids, told, refused)
 
+    def launch_sampling(self, logits: Tensor) -> None:
+        """Launch the parts' kernels for sampling where launches only request their kernels. logits
+        [R, V]: of the model's dtype, their values do not matter. Parts hand each other these, or
+        logits in float32."""
+        none = np.zeros(logits.shape[0], np.int64)
+        column = torch.zeros(logits.shape[0], dtype=torch.int32, device=logits.device)
+        rows = SampleRows(none, none, none.astype(np.int32), 0, column, column, column, None)
+        for values in (logits, logits.float()):
+            for _, part in self._members:
+                part.launch_sampling(values, rows)
+
     def _gain(self, token_ids: Tensor, refused: Tensor | None, rows: SampleRows) -> None:
         gained = token_ids if refused is None else token_ids.masked_fill(refused > 0, NO_TOKEN)
         for bit, part in self._members:

@@ -1,0 +1,188 @@
+"""Compiles kernels in other processes, many at once, into Triton's cache on disk.
+
+This module is the daemon's side: it starts the compile server (kernels/compile_server.py), sends it
+requests and waits for the replies. It loads neither torch nor Triton, so the server starts, and
+imports both, while the daemon imports torch itself. Nothing depends on the server: a kernel that it
+did not compile is compiled at its first launch.
+
+For each configuration whose kernels were all compiled there is a note, an empty file in the cache.
+A start that finds it requests nothing, which saves the launches.
+"""
+
+import contextlib
+import hashlib
+import json
+import logging
+import socket
+import subprocess
+import sys
+from collections import deque
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final, NamedTuple, Self
+
+SERVER: Final = "worker_daemon.kernels.compile_server"
+REPLY_TIMEOUT_S: Final = 120.0
+"""The longest wait for the next reply, in case the server is stopped."""
+COMPILED: Final = b"compiled"
+"""The reply to a request whose kernel is in the cache. Any other reply is the problem's text."""
+_MAX_REPLY_BYTES: Final = 4096
+
+_LOG = logging.getLogger(__name__)
+
+
+class CompileRequest(NamedTuple):
+    """One kernel, with everything that its machine code depends on. Sent as a JSON array."""
+
+    backend: str
+    arch: int
+    warp_size: int
+    """The target, as in triton.backends.compiler.GPUTarget."""
+    source_key: str
+    """The daemon's hash of the kernel's source and of all that it calls. Triton's hash depends on
+    the order in which a process hashes its kernels (seen in 3.6: the order decides where a cycle of
+    calls is cut), so the server takes this one; another would name another entry of the cache."""
+    specialization: str
+    """JSON that JITFunction.preload reads."""
+
+
+class KernelCompiler:
+    """Owns the compile server, from start() to close(), and ends it. Used on one thread at a time.
+
+    The server ends when this process ends, however it ends.
+    """
+
+    def __init__(
+        self, control: socket.socket, server: "subprocess.Popen[bytes]", notes: Path | None
+    ) -> None:
+        self._control = control
+        self._server = server
+        self._notes = notes
+
+    @classmethod
+    def start(cls, notes: Path | None = None) -> "KernelCompiler":
+        """Start the server; returns while it is importing. It has this process's environment, which
+        names the directory of compiled kernels, and writes errors to the standard error. notes: the
+        same directory, for notes; None keeps none."""
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            server = subprocess.Popen(
+                [sys.executable, "-m", SERVER],
+                stdin=theirs.fileno(),
+                stdout=subprocess.DEVNULL,
+                start_new_session=True,  # a signal from the terminal is for the daemon
+            )
+        return cls(ours, server, notes)
+
+    @property
+    def server_pid(self) -> int:
+        """The process id of the server, whose children compile."""
+        return self._server.pid
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def has_compiled(self, description: str) -> bool:
+        """Return True if note_compiled was called with this description, in any process. If kernels
+        were deleted since, they are compiled when they are needed."""
+        note = self._note(description)
+        return note is not None and note.exists()
+
+    def note_compiled(self, description: str) -> None:
+        """Note that the cache has all kernels of a configuration. description: everything that they
+        depend on, in any form. What cannot be written is only requested again."""
+        note = self._note(description)
+        if note is not None:
+            with contextlib.suppress(OSError):
+                note.touch()
+
+    def _note(self, description: str) -> Path | None:
+        if self._notes is None:
+            return None
+        return self._notes / f"{hashlib.sha256(description.encode()).hexdigest()}.compiled"
+
+    @contextlib.contextmanager
+    def requests(self) -> Iterator["CompileRequests"]:
+        """Yield a batch of requests, which processes compile in parallel; when the block ends
+        without an error, wait for all replies. The processes end with the block. There is one batch
+        at a time: another would wait for this one."""
+        with contextlib.closing(CompileRequests(self._control)) as batch:
+            yield batch
+            batch.wait()
+
+    def close(self) -> None:
+        """End the server, and with it the processes of a batch. Idempotent."""
+        self._control.close()
+        self._server.kill()
+        self._server.wait()
+
+
+class CompileRequests:
+    """One batch of requests, over a socket of its own. After a failure of the server it does
+    nothing."""
+
+    def __init__(self, control: socket.socket) -> None:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        ours.settimeout(REPLY_TIMEOUT_S)
+        self._socket = ours
+        self._unsent: deque[bytes] = deque()
+        self._num_waiting = 0
+        """Requests that were sent and not replied to."""
+        self.has_failed = False
+        """True once a kernel could not be compiled."""
+        self._is_lost = False
+        with theirs:
+            try:
+                socket.send_fds(control, [b"\0"], [theirs.fileno()])
+            except OSError as error:
+                self._lose(str(error))
+
+    def close(self) -> None:
+        """Close the socket: the processes end."""
+        self._socket.close()
+
+    def send(self, request: CompileRequest) -> None:
+        """Request a kernel. Never waits."""
+        self._unsent.append(json.dumps(request).encode())
+        self._flush()
+
+    def wait(self) -> None:
+        """Wait until every request has been replied to, or the server has failed."""
+        while (self._unsent or self._num_waiting) and not self._is_lost:
+            self._receive()
+            self._flush()
+
+    def _flush(self) -> None:
+        """Send what fits into the socket: the rest when a reply shows that there is room."""
+        while self._unsent and not self._is_lost:
+            try:
+                self._socket.send(self._unsent[0], socket.MSG_DONTWAIT)
+            except BlockingIOError:
+                return
+            except OSError as error:
+                self._lose(str(error))
+                return
+            self._unsent.popleft()
+            self._num_waiting += 1
+
+    def _receive(self) -> None:
+        try:
+            data = self._socket.recv(_MAX_REPLY_BYTES)
+        except OSError as error:  # the timeout too
+            self._lose(str(error))
+            return
+        if not data:
+            self._lose("it has ended")
+            return
+        self._num_waiting -= 1
+        if data != COMPILED:
+            self.has_failed = True
+            problem = data.decode(errors="replace")
+            _LOG.warning("a kernel will be compiled when it is needed: %s", problem)
+
+    def _lose(self, cause: str) -> None:
+        self._is_lost = self.has_failed = True
+        _LOG.warning("the compile server is lost, kernels are compiled when needed: %s", cause)

@@ -1,0 +1,165 @@
+"""Runs the compile server: `python -m worker_daemon.kernels.compile_server`, with the daemon's
+control socket as standard input. kernel_compiler.py is the daemon's side.
+
+The server imports Triton and our kernels once, and opens no device. For each socket that it
+receives it forks processes, which share its memory and take requests from that socket, one at a
+time, until the daemon closes it. A process of its own for each compilation is faster than a thread:
+Triton's code generator needs the interpreter's lock.
+
+Some versions of Triton (3.6, not 3.9) also build C modules with the host's compiler: one that loads
+kernels, and for each signature one that launches them. The server builds them too, since each takes
+0.25 s.
+"""
+
+import contextlib
+import ctypes
+import gc
+import importlib
+import json
+import os
+import pkgutil
+import signal
+import socket
+import sys
+from collections.abc import Mapping
+from typing import Any, Final
+
+from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia import driver as nvidia
+from triton.runtime import driver
+
+import worker_daemon.kernels
+from worker_daemon.kernel_compiler import COMPILED, CompileRequest
+from worker_daemon.kernels.compile_ahead import Launched
+
+MAX_PROCESSES: Final = 16
+NICE: Final = 10
+_MAX_REQUEST_BYTES: Final = 1 << 16
+_MAX_PROBLEM_CHARS: Final = 1000
+_PR_SET_PDEATHSIG: Final = 1
+_BUILDS_LAUNCHERS: Final = hasattr(nvidia, "make_launcher")
+"""True if this version of Triton builds C modules."""
+
+Kernels = Mapping[str, Any]
+"""Kernels by their full names."""
+
+
+class TargetDriver:
+    """Stands for Triton's driver of a device that this process does not open."""
+
+    def __init__(self, target: GPUTarget) -> None:
+        self._target = target
+
+    def get_current_target(self) -> GPUTarget:
+        """Return the target of compilations."""
+        return self._target
+
+    def get_current_device(self) -> int:
+        """Return 0: all requests of a process are for one device."""
+        return 0
+
+
+def find_kernels() -> Kernels:
+    """Import all modules of kernels, and return what the host launches."""
+    found = {}
+    package = worker_daemon.kernels
+    for module in pkgutil.iter_modules(package.__path__, f"{package.__name__}."):
+        if module.name == __spec__.name:
+            continue
+        for value in vars(importlib.import_module(module.name)).values():
+            if isinstance(value, Launched):
+                kernel = value.kernel
+                found[f"{kernel.fn.__module__}.{kernel.fn.__qualname__}"] = kernel
+    return found
+
+
+def compile_kernel(kernels: Kernels, request: CompileRequest) -> None:
+    """Compile a kernel, and what launches it, into Triton's cache. Raises what Triton raises,
+    KeyError for an unknown name."""
+    driver.set_active(TargetDriver(GPUTarget(request.backend, request.arch, request.warp_size)))
+    kernel = kernels[json.loads(request.specialization)["name"]]
+    kernel.hash = request.source_key
+    compiled = kernel.preload(request.specialization)
+    if _BUILDS_LAUNCHERS:
+        nvidia.CudaLauncher(compiled.src, compiled.metadata)
+
+
+def build_loader() -> None:
+    """Build the C module that loads kernels, if Triton needs one. Without a compiler or a driver,
+    nothing is built: the daemon will raise the error."""
+    if _BUILDS_LAUNCHERS:
+        with contextlib.suppress(Exception):
+            nvidia.CudaUtils()
+
+
+def take_requests(requests: socket.socket, kernels: Kernels) -> None:
+    """Compile until the other end is closed."""
+    while data := requests.recv(_MAX_REQUEST_BYTES):
+        reply = COMPILED
+        try:
+            compile_kernel(kernels, CompileRequest(*json.loads(data)))
+        except Exception as error:  # the daemon compiles it again, and raises the error if it must
+            reply = f"{type(error).__name__}: {error}"[:_MAX_PROBLEM_CHARS].encode()
+        requests.send(reply)
+
+
+def serve_batch(requests: socket.socket, kernels: Kernels) -> None:
+    """Fork processes that take the requests of one socket, and wait until all have ended. One that
+    dies had one request, which is answered here."""
+    for _ in range(num_processes()):
+        if os.fork() == 0:
+            _run_forked(requests, kernels)
+    while True:
+        try:
+            _, status = os.wait()
+        except ChildProcessError:
+            return
+        if status:
+            requests.send(f"a compiling process ended with wait status {status}".encode())
+
+
+def num_processes() -> int:
+    """Return the number of processes of a batch: one core is left to the daemon."""
+    return max(1, min(MAX_PROCESSES, len(os.sched_getaffinity(0)) - 1))
+
+
+def _run_forked(requests: socket.socket, kernels: Kernels) -> None:
+    """Run a forked process; does not return. It skips the server's own end."""
+    exit_code = 1
+    try:
+        _end_with_parent()
+        take_requests(requests, kernels)
+        exit_code = 0
+    except (BrokenPipeError, ConnectionResetError):  # the daemon has ended
+        exit_code = 0
+    finally:
+        os._exit(exit_code)
+
+
+def _end_with_parent() -> None:
+    """Make the kernel kill this process when the thread that started it ends (prctl(2))."""
+    parent = os.getppid()
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent or parent == 1:
+        sys.exit("the parent process has ended")
+
+
+def main() -> None:
+    """Serve batches until the daemon closes the control socket, or ends."""
+    _end_with_parent()
+    os.nice(NICE)
+    build_loader()
+    kernels = find_kernels()
+    gc.collect()
+    gc.freeze()  # forked processes then do not copy these objects' pages
+    with socket.socket(fileno=sys.stdin.fileno()) as control:
+        while True:
+            message, descriptors, _, _ = socket.recv_fds(control, 1, 1)
+            if not message or not descriptors:
+                return
+            with socket.socket(fileno=descriptors[0]) as requests:
+                serve_batch(requests, kernels)
+
+
+if __name__ == "__main__":
+    main()
