@@ -66,7 +66,7 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
     """A recorder of all launches, on a simulated H100 whose cuDNN is accurate."""
     made = Recorder()
     monkeypatch.setattr(
-        compile_ahead.Launched, "__getitem__", lambda self, grid: made.launcher(self._kernel)
+        compile_ahead.Launched, "__getitem__", lambda self, grid: made.launcher(self.kernel)
     )
     monkeypatch.setattr(DeviceLimits, "of", classmethod(lambda cls, device: H100))
     monkeypatch.setattr(attention_choice, "is_accurate", lambda *arguments: True)
