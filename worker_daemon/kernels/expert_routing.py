@@ -4,9 +4,9 @@ A grouped product works on tiles of up to BLOCK_M rows of one expert. The plan o
 tiles: experts in ascending order, each expert's rows in the order of its tokens. Launches depend on
 the number of tokens alone, so that CUDA graphs can capture them; unused tiles have no expert.
 
-Rows are counted in chunks. One program places the rows of one expert in one chunk: the counts give
-the tiles of the experts before it and its rows in the chunks before, running sums the place of each
-row. So equal inputs give equal plans. Expert loads are added atomically: sums of integers do not
+Rows are counted in chunks. One program places the rows of a few experts in one chunk: the counts
+give each expert's first tile and its rows in the chunks before, running sums the place of each row.
+So equal inputs give equal plans. Expert loads are added atomically: sums of integers do not
 depend on their order.
 
 Letters: N tokens, E experts, K experts of a token, T tiles, M rows of a tile.
@@ -33,15 +33,19 @@ from worker_daemon.kernels.launch import (
 from worker_daemon.kernels.norm import offset_gain
 from worker_daemon.kernels.row_linear import row_norm
 
-_CHUNK_ROWS: Final = 4096
-"""Rows of a chunk, 32 for each thread."""
+_CHUNK_ROWS: Final = 2048
+"""Rows of a chunk, 16 for each thread."""
 _MIN_CHUNK_ROWS: Final = 128
 _COUNTED_CHUNKS: Final = 16
 """Chunks whose counts are added at a time."""
-_BLOCK_T: Final = 32
+_BLOCK_T: Final = 16
 """Tiles that a program describes at a time."""
-_COMPARED: Final = 32
-"""Experts that all others are compared with at a time."""
+_GROUP: Final = 4
+"""Experts whose rows one program places."""
+_FEW_ROWS: Final = 512
+"""Up to here each row is routed by a program of its own."""
+_NUMBER_BITS = tl.constexpr(13)
+"""Low bits of a key that hold an expert's number."""
 
 
 class TilePlan(NamedTuple):
@@ -68,18 +72,21 @@ def route(
     shape = (num_rows, routing.top_k)
     experts = torch.empty(shape, dtype=torch.int32, device=scores.device)
     weights = torch.empty(shape, dtype=torch.float32, device=scores.device)
+    rows = 1 if num_rows <= _FEW_ROWS else 4
     if num_rows:
-        _route_kernel[(num_rows,)](
+        _route_kernel[(triton.cdiv(num_rows, rows),)](
             experts,
             weights,
             scores,
             query_start_loc,
             loads,
             query_start_loc.shape[0] - 1,
+            num_rows,
             scores.stride(0),
             **_routing_options(routing, num_experts),
+            ROWS=rows,
             PDL=pdl,
-            num_warps=4,
+            num_warps=1 if rows * num_experts <= 256 else 4,
             **launch_options(pdl),
         )
     return RoutedTokens(experts, weights)
@@ -134,14 +141,13 @@ def route_row(
 
 def _routing_options(routing: Routing, num_experts: int) -> dict[str, int | bool]:
     """Return the constants of the choice of experts."""
-    block_e = triton.next_power_of_2(num_experts)
     return {
         "NUM_EXPERTS": num_experts,
         "TOP_K": routing.top_k,
         "RENORMALIZE": routing.renormalize,
         "ROUND": routing.rounds_weights,
-        "BLOCK_E": block_e,
-        "BLOCK_C": min(_COMPARED, block_e),
+        "BLOCK_E": triton.next_power_of_2(num_experts),
+        "BLOCK_K": triton.next_power_of_2(routing.top_k),
     }
 
 
@@ -179,7 +185,7 @@ def plan_tiles(
             num_warps=4,
             **launch_options(pdl),
         )
-    _place_kernel[(num_experts, num_chunks)](
+    _place_kernel[(triton.cdiv(num_experts, _GROUP), num_chunks)](
         entries,
         counts,
         experts,
@@ -194,15 +200,16 @@ def plan_tiles(
         BLOCK_E=block_e,
         BLOCK_C=_COUNTED_CHUNKS,
         BLOCK_T=_BLOCK_T,
+        GROUP=_GROUP,
         PDL=pdl,
-        num_warps=4 if num_chunks == 1 else 8,
+        num_warps=4,
         **launch_options(pdl),
     )
     return TilePlan(entries, num_tiles, block_m, top_k)
 
 
 @launched
-@triton.jit(do_not_specialize=["last"])
+@triton.jit(do_not_specialize=["last", "num_rows"])
 def _route_kernel(
     experts,
     weights,
@@ -210,31 +217,35 @@ def _route_kernel(
     query_start_loc,
     loads,
     last,
+    num_rows,
     scores_stride,
     NUM_EXPERTS: tl.constexpr,
     TOP_K: tl.constexpr,
     RENORMALIZE: tl.constexpr,
     ROUND: tl.constexpr,
     BLOCK_E: tl.constexpr,
-    BLOCK_C: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    ROWS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Choose the experts of one row."""
+    """Choose the experts of some rows."""
     start_next(PDL)
-    row = tl.program_id(0)
     await_previous(PDL)
     _choose(
-        experts + row * TOP_K,
-        weights + row * TOP_K,
-        scores + row.to(tl.int64) * scores_stride,
-        row < tl.load(query_start_loc + last),
+        experts,
+        weights,
+        scores,
+        scores_stride,
         loads,
+        tl.program_id(0) * ROWS + tl.arange(0, ROWS),
+        num_rows,
+        tl.load(query_start_loc + last),
         NUM_EXPERTS,
         TOP_K,
         RENORMALIZE,
         ROUND,
         BLOCK_E,
-        BLOCK_C,
+        BLOCK_K,
     )
 
 
@@ -261,7 +272,7 @@ def _route_row_kernel(
     RENORMALIZE: tl.constexpr,
     ROUND: tl.constexpr,
     BLOCK_E: tl.constexpr,
-    BLOCK_C: tl.constexpr,
+    BLOCK_K: tl.constexpr,
     WEIGHT_OFFSET: tl.constexpr,
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -300,14 +311,17 @@ def _route_row_kernel(
             experts,
             weights,
             scores,
-            tl.load(query_start_loc + last) > 0,
+            0,
             loads,
+            tl.arange(0, 1),
+            1,
+            tl.load(query_start_loc + last),
             NUM_EXPERTS,
             TOP_K,
             RENORMALIZE,
             ROUND,
             BLOCK_E,
-            BLOCK_C,
+            BLOCK_K,
         )
 
 
@@ -316,57 +330,98 @@ def _choose(
     experts,
     weights,
     scores,
-    is_token,
+    scores_stride,
     loads,
+    row,
+    num_rows,
+    num_tokens,
     NUM_EXPERTS: tl.constexpr,
     TOP_K: tl.constexpr,
     RENORMALIZE: tl.constexpr,
     ROUND: tl.constexpr,
     BLOCK_E: tl.constexpr,
-    BLOCK_C: tl.constexpr,
+    BLOCK_K: tl.constexpr,
 ):
-    """Store the experts of a row with these scores, and their shares of the softmax. An expert's
-    place is the number of those before it. loads: None, or int64 [E], to which a token is added."""
-    column = tl.arange(0, BLOCK_E)
+    """Compute the softmax of each row, and select the experts with the largest scores, one after
+    another. loads: None, or int64 [E], to which each program adds its tokens with one atomic add
+    per expert."""
+    column = tl.arange(0, BLOCK_E)[None, :]
+    place = tl.arange(0, BLOCK_K)[None, :]
+    is_row = row < num_rows
     is_expert = column < NUM_EXPERTS
-    score, is_number = _load_scores(scores, column, NUM_EXPERTS)
-    largest = tl.max(score, 0)
-    is_finite = (tl.min(is_number.to(tl.int32), 0) > 0) & (largest > float("-inf"))
-    share = tl.exp(score - tl.where(largest > float("-inf"), largest, 0.0))
-    total = tl.sum(share, 0)
-    share /= tl.where(total > 0.0, total, 1.0)
-    num_before = tl.zeros([BLOCK_C, BLOCK_E], tl.int32)
-    for start in tl.static_range(0, BLOCK_E, BLOCK_C):
-        other = start + tl.arange(0, BLOCK_C)
-        other_score, _ = _load_scores(scores, other, NUM_EXPERTS)
-        is_before = other_score[:, None] > score[None, :]
-        is_equal = other_score[:, None] == score[None, :]
-        num_before += is_before | (is_equal & (other[:, None] < column[None, :]))
-    place = tl.sum(num_before, 0)
-    is_chosen = is_expert & (place < TOP_K)
+    # Scores may be those of other programs of this kernel, which L1 does not have.
+    score = tl.load(
+        scores + row.to(tl.int64)[:, None] * scores_stride + column,
+        mask=is_row[:, None] & is_expert,
+        other=float("-inf"),
+        cache_modifier=".cg",
+    ).to(tl.float32)
+    # A NaN or an infinite score makes all weights NaN, and is chosen like 0.
+    is_number = score < float("inf")
+    score = tl.where(is_number & (score != 0.0), score, 0.0)
+    largest = tl.max(score, 1)
+    is_finite = (tl.min(is_number.to(tl.int32), 1) > 0) & (largest > float("-inf"))
+    largest = tl.where(largest > float("-inf"), largest, 0.0)
+    total = tl.sum(tl.exp(score - largest[:, None]), 1)
+    total = tl.where(total > 0.0, total, 1.0)
+    SHORT: tl.constexpr = scores.dtype.element_ty.primitive_bitwidth == 16
+    key = _sort_keys(score, column, SHORT)
+    LEAST: tl.constexpr = -(2**31) if SHORT else -(2**62)
+    key = tl.where(is_expert, key, LEAST)
+    chosen = tl.zeros([row.shape[0], BLOCK_K], tl.int32)
+    value = tl.zeros([row.shape[0], BLOCK_K], tl.float32)
+    for k in tl.static_range(TOP_K):
+        best = tl.max(key, 1)
+        best_score, index = _sorted_score(best, SHORT)
+        chosen = tl.where(place == k, index[:, None], chosen)
+        share = tl.exp(best_score - largest) / total
+        value = tl.where(place == k, share[:, None], value)
+        key = tl.where(key == best[:, None], LEAST, key)
     if RENORMALIZE:
-        chosen_total = tl.sum(tl.where(is_chosen, share, 0.0), 0)
-        share /= tl.where(chosen_total > 0.0, chosen_total, 1.0)
+        chosen_total = tl.sum(value, 1)
+        value = value / tl.where(chosen_total > 0.0, chosen_total, 1.0)[:, None]
     if ROUND:
-        share = share.to(scores.dtype.element_ty).to(tl.float32)
-    share = tl.where(is_finite, share, float("nan"))
-    tl.store(experts + place, tl.where(is_token, column, -1), mask=is_chosen)
-    tl.store(weights + place, tl.where(is_token, share, 0.0), mask=is_chosen)
+        value = value.to(scores.dtype.element_ty).to(tl.float32)
+    value = tl.where(is_finite[:, None], value, float("nan"))
+    is_token = (row < num_tokens)[:, None]
+    target = row[:, None] * TOP_K + place
+    stored = is_row[:, None] & (place < TOP_K)
+    tl.store(experts + target, tl.where(is_token, chosen, -1), mask=stored)
+    tl.store(weights + target, tl.where(is_token, value, 0.0), mask=stored)
     if loads is not None:
+        is_chosen = (key == LEAST) & is_expert & is_token
+        num_chosen = tl.sum(is_chosen.to(tl.int32), 0)
         # Relaxed order: the kernel's end is the fence.
-        tokens = tl.where(is_token & is_chosen, 1, 0).to(tl.int64)
-        tl.atomic_add(loads + column, tokens, mask=tokens > 0, sem="relaxed")
+        here = loads + tl.arange(0, BLOCK_E)
+        tl.atomic_add(here, num_chosen.to(tl.int64), num_chosen > 0, sem="relaxed")
 
 
 @triton.jit
-def _load_scores(scores, column, NUM_EXPERTS: tl.constexpr):
-    """Return scores in float32, and True where they are numbers. A NaN or an infinite score makes
-    all weights NaN; it is chosen like 0."""
-    here = scores + column
-    score = tl.load(here, mask=column < NUM_EXPERTS, other=float("-inf"), cache_modifier=".cg")
-    score = score.to(tl.float32)
-    is_number = score < float("inf")
-    return tl.where(is_number, score, 0.0), is_number
+def _sort_keys(score, column, SHORT: tl.constexpr):
+    """Return integers in the order of the scores and, among equals, against that of the experts:
+    the maximum of integers takes few instructions. SHORT: scores had 16 bits, so that their last 13
+    as float32 are zero."""
+    LAST: tl.constexpr = 2**_NUMBER_BITS - 1
+    bits = score.to(tl.int32, bitcast=True)
+    ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    if SHORT:
+        key = (ordered & (-1 - LAST)) | (LAST - column)
+    else:
+        key = (ordered.to(tl.int64) << _NUMBER_BITS) | (LAST - column)
+    return key
+
+
+@triton.jit
+def _sorted_score(key, SHORT: tl.constexpr):
+    """Return the score and the expert of a key."""
+    LAST: tl.constexpr = 2**_NUMBER_BITS - 1
+    index = LAST - (key & LAST).to(tl.int32)
+    if SHORT:
+        bits = (key ^ ((key >> 31) & 0x7FFFFFFF)) & (-1 - LAST)
+    else:
+        ordered = (key >> _NUMBER_BITS).to(tl.int32)
+        bits = ordered ^ ((ordered >> 31) & 0x7FFFFFFF)
+    return bits.to(tl.float32, bitcast=True), index
 
 
 @triton.jit
@@ -421,40 +476,43 @@ def _place_kernel(
     BLOCK_E: tl.constexpr,
     BLOCK_C: tl.constexpr,
     BLOCK_T: tl.constexpr,
+    GROUP: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Store the places of an expert's rows in a chunk. The programs of the first chunk also store
-    the expert's tiles, and a share of the unused ones."""
+    """Store the places of the rows of GROUP experts in a chunk, and a share of the tiles. One
+    running sum counts all of the group: an integer holds 16 bits for each expert."""
     start_next(PDL)
-    expert = tl.program_id(0)
+    group = tl.program_id(0)
     chunk = tl.program_id(1)
     column = tl.arange(0, BLOCK_E)
     await_previous(PDL)
-    row, chosen = _load_chunk(experts, chunk, first, num_rows, BLOCK_R)
-    before = 0
+    row, expert = _load_chunk(experts, chunk, first, num_rows, BLOCK_R)
+    before = tl.zeros([BLOCK_E], tl.int32)
     if SINGLE:
-        total = _count(chosen, num_experts, BLOCK_E)
+        total = _count(expert, num_experts, BLOCK_E)
     else:
         total = tl.zeros([BLOCK_E], tl.int32)
         for start in range(0, num_chunks, BLOCK_C):
             other = (start + tl.arange(0, BLOCK_C))[:, None]
             count = tl.load(counts + other * BLOCK_E + column, mask=other < num_chunks, other=0)
             total += tl.sum(count, 0)
-            before += tl.sum(tl.where((other < chunk) & (column == expert), count, 0))
+            before += tl.sum(tl.where(other < chunk, count, 0), 0)
     tiles = (total + BLOCK_M - 1) // BLOCK_M
-    first_tile = tl.sum(tl.where(column < expert, tiles, 0))
-    is_own = (chosen == expert).to(tl.int32)
-    place = first_tile * BLOCK_M + before + tl.cumsum(is_own, 0) - is_own
-    tl.store(entries + 2 * num_tiles + place, row, mask=is_own > 0)
-    if chunk == 0:
-        own_rows = tl.sum(tl.where(column == expert, total, 0))
-        for start in range(0, tl.cdiv(own_rows, BLOCK_M), BLOCK_T):
-            tile = start + tl.arange(0, BLOCK_T)
-            left = own_rows - tile * BLOCK_M
-            here = entries + first_tile + tile
-            tl.store(here, expert, mask=left > 0)
-            tl.store(here + num_tiles, tl.minimum(left, BLOCK_M), mask=left > 0)
-        unused = tl.sum(tiles) + expert * BLOCK_T
-        for start in range(unused, num_tiles, num_experts * BLOCK_T):
-            tile = start + tl.arange(0, BLOCK_T)
-            tl.store(entries + tile, -1, mask=tile < num_tiles)
+    tile_end = tl.cumsum(tiles, 0)
+    first_tile = tile_end - tiles
+    member = expert - group * GROUP
+    is_own = (member >= 0) & (member < GROUP) & (expert < num_experts)
+    shift = tl.where(is_own, member, 0).to(tl.int64) * 16
+    one = tl.where(is_own, 1, 0).to(tl.int64) << shift
+    nth = (((tl.cumsum(one, 0) - one) >> shift) & 0xFFFF).to(tl.int32)
+    place = nth + tl.gather(first_tile * BLOCK_M + before, tl.where(is_own, expert, 0), 0)
+    tl.store(entries + 2 * num_tiles + place, row, mask=is_own)
+    program = chunk * tl.num_programs(0) + group
+    for start in range(program * BLOCK_T, num_tiles, num_chunks * tl.num_programs(0) * BLOCK_T):
+        tile = start + tl.arange(0, BLOCK_T)
+        owner = tl.sum((tile_end[None, :] <= tile[:, None]).to(tl.int32), 1)
+        known = tl.minimum(owner, BLOCK_E - 1)
+        left = tl.gather(total, known, 0) - (tile - tl.gather(first_tile, known, 0)) * BLOCK_M
+        stored = tile < num_tiles
+        tl.store(entries + tile, tl.where(owner < BLOCK_E, owner, -1), mask=stored)
+        tl.store(entries + num_tiles + tile, tl.minimum(left, BLOCK_M), mask=stored)
