@@ -9,7 +9,7 @@ from typing import Final
 import torch
 import triton
 
-from worker_daemon.contracts.experts import ExpertMatrices
+from worker_daemon.contracts.experts import MOST_TILE_ROWS, ExpertMatrices
 from worker_daemon.contracts.fp8 import FP8_BLOCK
 
 _SOME_ROWS: Final = 24
@@ -75,11 +75,13 @@ def choose_tiles(num_pairs: int, matrices: ExpertMatrices, dtype: torch.dtype) -
         return ExpertTiles(16, _EXACT, _EXACT, weights_left=False)
     if mean < _SOME_ROWS:
         block_m = min(32, max(16, triton.next_power_of_2(2 * mean - 1)))
-        return ExpertTiles(block_m, _FEW, _FEW, weights_left=True)
+        gate_up = _FEW if block_m == 16 else replace(_FEW, block_i=64)
+        return ExpertTiles(block_m, gate_up, _FEW, weights_left=True)
     if mean < _MANY_ROWS:
         block_m, gate_up, down = 64, ProductTile(64, 64, 4, 3), ProductTile(256, 64, 4, 5)
     else:
-        block_m, gate_up, down = 128, ProductTile(128, 64, 8, 4), ProductTile(256, 64, 8, 4)
+        block_m = MOST_TILE_ROWS
+        gate_up, down = ProductTile(128, 64, 8, 4), ProductTile(256, 64, 8, 4)
     if matrices.down_scale is not None:  # converted weights take registers and shared memory
         gate_up, down = replace(gate_up, block_o=64), replace(down, block_o=FP8_BLOCK)
     return ExpertTiles(block_m, _fit(gate_up, inner), _fit(down, hidden), weights_left=False)
