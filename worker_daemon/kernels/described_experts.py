@@ -55,10 +55,14 @@ def multiply_described(
     num_outputs, num_inputs = y.shape[1], x.shape[1]
     num_blocks = triton.cdiv(num_outputs, tile.block_o)
     matrices = weight.view(-1, num_outputs, num_inputs)
-    rows = x if gated else TensorDescriptor.from_tensor(x, [plan.block_m, tile.block_i])
+    rows = half = x
+    if not gated:
+        rows = TensorDescriptor.from_tensor(x, [plan.block_m, tile.block_i])
+        half = TensorDescriptor.from_tensor(x, [plan.block_m // 2, tile.block_i])
     _described_kernel[(plan.num_tiles * num_blocks,)](
         y,
         rows,
+        half,
         TensorDescriptor.from_tensor(matrices, [2 if gated else 1, tile.block_o, tile.block_i]),
         bias,
         plan.entries,
@@ -86,6 +90,7 @@ def multiply_described(
 def _described_kernel(
     y,
     x,
+    x_half,
     weight,
     bias,
     entries,
@@ -105,55 +110,131 @@ def _described_kernel(
     PDL: tl.constexpr,
 ):
     """PARTS: 2 for gate and up, x is a pointer to tokens; 1 for down, x is a descriptor of the
-    plan's rows. Outputs of a tile are neighbors in the grid, as in _product_kernel."""
+    plan's rows, and x_half one of half as many: a tile of 128 rows whose second half is empty
+    multiplies the first alone. Outputs of a tile are neighbors in the grid, as in
+    _product_kernel."""
     start_next(PDL)
     tile = tl.program_id(0) // num_blocks
     block = tl.program_id(0) % num_blocks
     await_previous(PDL)
     expert = tl.load(entries + tile)
+    rows_here = entries + 2 * num_tiles + tile * BLOCK_M
     if expert >= 0:
-        m = tl.arange(0, BLOCK_M)
-        is_row = m < tl.load(entries + num_tiles + tile)
-        place = tile * BLOCK_M + m
-        pair = tl.load(entries + 2 * num_tiles + place, mask=is_row, other=0)
-        column = tl.arange(0, BLOCK_I)[None, :]
-        if PARTS == 2:
-            x_here = x + (pair // TOP_K).to(tl.int64)[:, None] * num_inputs + column
-        acc = tl.zeros([BLOCK_M, PARTS * BLOCK_O], tl.float32)
-        for start in tl.range(0, num_inputs, BLOCK_I, num_stages=STAGES):
-            if PARTS == 2:
-                is_value = is_row[:, None]
-                if not EVEN:
-                    is_value &= column + start < num_inputs
-                value = tl.load(x_here + start, mask=is_value, other=0.0)
-            else:
-                value = x.load([tile * BLOCK_M, start])
-            w = weight.load([PARTS * expert, block * BLOCK_O, start])
-            acc = tl.dot(value, tl.trans(tl.reshape(w, [PARTS * BLOCK_O, BLOCK_I])), acc)
-        output = block * BLOCK_O + tl.arange(0, BLOCK_O)
-        is_output = output < num_outputs
-        first_bias = bias
-        if bias is not None:
-            first_bias = bias + PARTS * expert * num_outputs
-        if PARTS == 2:
-            gate, up = tl.split(tl.permute(tl.reshape(acc, [BLOCK_M, 2, BLOCK_O]), 0, 2, 1))
-            if bias is not None:
-                gate += _load_bias(first_bias, output, is_output)
-                up += _load_bias(first_bias + num_outputs, output, is_output)
-            gate = gate.to(y.dtype.element_ty).to(tl.float32)
-            up = up.to(y.dtype.element_ty).to(tl.float32)
-            result = activate_pair(gate, up, ALPHA, LIMIT)
-            # Rows that a tile lacks are stored too: the next product reads them.
-            y_row = place
-            stored = is_output[None, :]
+        num_rows = tl.load(entries + num_tiles + tile)
+        if BLOCK_M >= 128 and num_rows <= BLOCK_M // 2:
+            _multiply_rows(
+                y,
+                x_half,
+                weight,
+                bias,
+                rows_here,
+                tile * BLOCK_M,
+                num_rows,
+                expert,
+                block,
+                num_outputs,
+                num_inputs,
+                TOP_K,
+                PARTS,
+                EVEN,
+                ALPHA,
+                LIMIT,
+                BLOCK_M // 2,
+                BLOCK_O,
+                BLOCK_I,
+                STAGES,
+            )
         else:
-            result = acc
-            if bias is not None:
-                result += _load_bias(first_bias, output, is_output)
-            y_row = pair
-            stored = is_row[:, None] & is_output[None, :]
-        y_here = y + y_row.to(tl.int64)[:, None] * num_outputs + output[None, :]
-        tl.store(y_here, result.to(y.dtype.element_ty), mask=stored)
+            _multiply_rows(
+                y,
+                x,
+                weight,
+                bias,
+                rows_here,
+                tile * BLOCK_M,
+                num_rows,
+                expert,
+                block,
+                num_outputs,
+                num_inputs,
+                TOP_K,
+                PARTS,
+                EVEN,
+                ALPHA,
+                LIMIT,
+                BLOCK_M,
+                BLOCK_O,
+                BLOCK_I,
+                STAGES,
+            )
+
+
+@triton.jit
+def _multiply_rows(
+    y,
+    x,
+    weight,
+    bias,
+    pairs,
+    first_place,
+    num_rows,
+    expert,
+    block,
+    num_outputs,
+    num_inputs,
+    TOP_K: tl.constexpr,
+    PARTS: tl.constexpr,
+    EVEN: tl.constexpr,
+    ALPHA: tl.constexpr,
+    LIMIT: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_O: tl.constexpr,
+    BLOCK_I: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """Multiply BLOCK_M rows of an expert, of which num_rows exist; pairs: their numbers."""
+    m = tl.arange(0, BLOCK_M)
+    is_row = m < num_rows
+    place = first_place + m
+    pair = tl.load(pairs + m, mask=is_row, other=0)
+    column = tl.arange(0, BLOCK_I)[None, :]
+    if PARTS == 2:
+        x_here = x + (pair // TOP_K).to(tl.int64)[:, None] * num_inputs + column
+    acc = tl.zeros([BLOCK_M, PARTS * BLOCK_O], tl.float32)
+    for start in tl.range(0, num_inputs, BLOCK_I, num_stages=STAGES):
+        if PARTS == 2:
+            is_value = is_row[:, None]
+            if not EVEN:
+                is_value &= column + start < num_inputs
+            value = tl.load(x_here + start, mask=is_value, other=0.0)
+        else:
+            value = x.load([first_place, start])
+        w = weight.load([PARTS * expert, block * BLOCK_O, start])
+        acc = tl.dot(value, tl.trans(tl.reshape(w, [PARTS * BLOCK_O, BLOCK_I])), acc)
+    output = block * BLOCK_O + tl.arange(0, BLOCK_O)
+    is_output = output < num_outputs
+    first_bias = bias
+    if bias is not None:
+        first_bias = bias + PARTS * expert * num_outputs
+    if PARTS == 2:
+        gate, up = tl.split(tl.permute(tl.reshape(acc, [BLOCK_M, 2, BLOCK_O]), 0, 2, 1))
+        if bias is not None:
+            gate += _load_bias(first_bias, output, is_output)
+            up += _load_bias(first_bias + num_outputs, output, is_output)
+        gate = gate.to(y.dtype.element_ty).to(tl.float32)
+        up = up.to(y.dtype.element_ty).to(tl.float32)
+        result = activate_pair(gate, up, ALPHA, LIMIT)
+        # Rows that a tile lacks are stored too: the next product reads them.
+        y_row = place
+        stored = is_output[None, :]
+    else:
+        result = acc
+        if bias is not None:
+            result += _load_bias(first_bias, output, is_output)
+        y_row = pair
+        stored = is_row[:, None] & is_output[None, :]
+    y_here = y + y_row.to(tl.int64)[:, None] * num_outputs + output[None, :]
+    tl.store(y_here, result.to(y.dtype.element_ty), mask=stored)
 
 
 @triton.jit

@@ -47,6 +47,7 @@ WIDE = ProductTile(block_o=32, block_i=32, num_warps=4, num_stages=2)
 TILES = {
     "left": ExpertTiles(16, PRODUCT, WIDE, weights_left=True),
     "right": ExpertTiles(32, WIDE, PRODUCT, weights_left=False),
+    "halved": ExpertTiles(128, WIDE, PRODUCT, weights_left=False),
 }
 
 
@@ -130,11 +131,12 @@ def test_more_experts_than_a_tile_of_counts_holds() -> None:
     [
         (torch.float16, TILES["left"]),
         (torch.float16, TILES["right"]),
+        (torch.float16, TILES["halved"]),
         (torch.float32, TILES["right"]),
     ],
 )
 @pytest.mark.parametrize(("hidden", "inner"), [(32, 64), (40, 24)])
-@pytest.mark.parametrize(("num_tokens", "num_padding"), [(7, 3), (70, 0)])
+@pytest.mark.parametrize(("num_tokens", "num_padding"), [(7, 3), (70, 0), (200, 0)])
 def test_products(
     dtype: torch.dtype,
     tiles: ExpertTiles,
