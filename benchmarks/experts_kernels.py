@@ -5,7 +5,7 @@ Sizes are those of Qwen3-30B-A3B. Each part of a layer (routing, the plan of til
 the weighted sum) runs alone in a CUDA graph, then all of them together, over the weights of several
 layers, which together exceed the L2 cache; experts are chosen uniformly. A part's time is printed
 beside its floor, from bytes and operations. With --tune, tries all candidate tiles and prints the
-best of each product: kernels/experts.py:choose_tiles has them as rules.
+best of each product: kernels/expert_tiles.py:choose_tiles has them as rules.
 """
 
 import argparse
@@ -25,14 +25,16 @@ from worker_daemon.contracts.experts import ExpertMatrices, RoutedTokens, Routin
 from worker_daemon.kernel_compiler import KernelCompiler
 from worker_daemon.kernels.compile_ahead import compiling_ahead
 from worker_daemon.kernels.expert_routing import TilePlan, plan_tiles, route
-from worker_daemon.kernels.experts import (
+from worker_daemon.kernels.expert_tiles import (
     DOWN_ROW,
     GATE_UP_ROW,
     ExpertTiles,
     ProductTile,
     RowTile,
-    add_experts,
     choose_tiles,
+)
+from worker_daemon.kernels.experts import (
+    add_experts,
     multiply_row,
     multiply_rows,
     multiply_tiles,
@@ -135,7 +137,7 @@ def measure(step: Step, inner: int, pdl: bool) -> dict[str, float]:
     if step.num_tokens == 1:
         whole: Callable[[ExpertMatrices], object] = partial(_multiply_row, step, pdl=pdl)
     else:
-        tiles = choose_tiles(step.num_pairs, NUM_EXPERTS, DTYPE)
+        tiles = choose_tiles(step.num_pairs, step.layers[0], DTYPE)
         plan = partial(plan_tiles, step.routed.experts, 0, NUM_EXPERTS, tiles.block_m, pdl=pdl)
         times["plan"] = layer_us(step, lambda _: plan(), REPEATS)
         times |= {
@@ -173,7 +175,7 @@ def product_us(
 def _product(
     step: Step, tiles: ExpertTiles, is_gated: bool, inner: int, plan: TilePlan, pdl: bool
 ) -> Callable[[ExpertMatrices], None]:
-    h = torch.randn(step.num_pairs, inner, device="cuda", dtype=DTYPE)
+    h = torch.randn(plan.num_tiles * plan.block_m, inner, device="cuda", dtype=DTYPE)
     if is_gated:
         return lambda m: multiply_tiles(h, step.x, m, plan, tiles, pdl=pdl, gated=True)
     y = torch.empty(step.num_pairs, HIDDEN, device="cuda", dtype=DTYPE)
@@ -184,28 +186,30 @@ def candidates(num_pairs: int, is_gated: bool) -> Iterator[ExpertTiles]:
     """Yield the tiles to try for one product; the other product's are the same, and not run."""
     mean = num_pairs / NUM_EXPERTS
     for left in (True, False):
-        if (left and mean > 128) or (not left and mean < 8):
+        if (left and mean > 64) or (not left and mean < 8):
             continue
-        outputs = (16, 32, 64, 128) if left else (32, 64, 128, 256)
+        outputs = (32, 64, 128) if left else (64, 128, 256)
         rows = (16, 32, 64) if left else (32, 64, 128)
         for block_m, block_o, block_i, num_warps, num_stages in product(
-            rows, outputs, (32, 64, 128, 256), (4, 8), (3, 4, 5, 6)
+            rows, outputs, (64, 128), (4, 8), (3, 4, 5)
         ):
             width = (2 if is_gated else 1) * block_o
             shared = num_stages * (block_m + width) * block_i * DTYPE.itemsize
             accumulators = block_m * width // (32 * num_warps)
             if shared > MOST_SHARED_BYTES or shared < 20_000 or not 4 <= accumulators <= 128:
                 continue
-            if block_m < min(64, mean / 2) or block_m > max(32, 8 * mean):
+            if block_m < min(64, mean / 2) or block_m > max(32, 4 * mean):
                 continue
             tile = ProductTile(block_o, block_i, num_warps, num_stages)
             yield ExpertTiles(block_m, tile, tile, weights_left=left)
 
 
-def row_candidates(num_inputs: int) -> Iterator[RowTile]:
-    """Yield the tiles to try for one row."""
-    for block_o, block_i, num_warps in product((1, 2, 4, 8, 16), (256, 512, 1024, 2048), (2, 4, 8)):
-        if block_i < max(512, 2 * num_inputs) and 8 <= block_o * block_i // (32 * num_warps) <= 64:
+def row_candidates(num_inputs: int, rows_of_output: int) -> Iterator[RowTile]:
+    """Yield the tiles to try for one row. rows_of_output: rows of weights that an output needs."""
+    sizes = (256, 512, 1024, 2048)
+    for block_o, block_i, num_warps in product((1, 2, 4), sizes, (1, 2, 4, 8)):
+        weights = block_o * rows_of_output * block_i // (32 * num_warps)
+        if block_i < 2 * num_inputs and 16 <= weights <= 128:
             yield RowTile(block_o, block_i, num_warps)
 
 
@@ -241,9 +245,10 @@ def tune_row(step: Step, inner: int, pdl: bool) -> dict[str, object]:
     """Return the fastest tiles of the products of one row."""
     best: dict[str, object] = {}
     chosen = {"gate_up_tile": GATE_UP_ROW, "down_tile": DOWN_ROW}
-    for name, num_inputs in (("gate_up_tile", HIDDEN), ("down_tile", inner)):
+    sizes = {"gate_up_tile": (HIDDEN, 2), "down_tile": (inner, ROUTING.top_k)}
+    for name, (num_inputs, rows_of_output) in sizes.items():
         times: dict[RowTile, float] = {}
-        for tile in row_candidates(num_inputs):
+        for tile in row_candidates(num_inputs, rows_of_output):
             given = chosen | {name: tile}
 
             def launch(m: ExpertMatrices, given: dict[str, RowTile] = given) -> torch.Tensor:

@@ -2,7 +2,8 @@
 
 Every GEMM runs in a CUDA graph over weights that together exceed the L2 cache, with a small kernel
 (a relay) between two GEMMs that passes on the output, as in layers. With --tune, tries all
-candidate tiles and writes the best to the file that ships for this device.
+candidate tiles and writes the best to the file that ships for this device; with --shapes OxI,...,
+those of the given shapes alone, in place of the file's entries for them.
 """
 
 from __future__ import annotations
@@ -317,6 +318,12 @@ def layer_shapes(model: Model, tp_size: int) -> list[tuple[int, int]]:
     return [shape for name, shape in model.shapes(tp_size).items() if name != "head"]
 
 
+def parse_shape(text: str) -> tuple[int, int]:
+    """Return (O, I) of OxI."""
+    num_outputs, num_inputs = map(int, text.split("x"))
+    return num_outputs, num_inputs
+
+
 def tuned_shapes() -> list[tuple[int, int]]:
     shapes = [shape for model, tp_size in TUNED for shape in model.shapes(tp_size).values()]
     return list(dict.fromkeys(shapes))
@@ -326,11 +333,11 @@ Ranking = dict[tuple[tuple[int, int], int], dict[Tile | None, float]]
 """Microseconds of each tile by shape and bucket, fastest first."""
 
 
-def rank(device: Device, num_processes: int) -> Ranking:
+def rank(device: Device, num_processes: int, shapes: Sequence[tuple[int, int]]) -> Ranking:
     """Time every candidate alone, the best ones twice."""
     work = {
         (shape, bucket): list(candidates(shape, bucket, device.num_sms))
-        for shape in tuned_shapes()
+        for shape in shapes
         for bucket in ROW_BUCKETS
     }
     wanted = {(tile, bucket) for (_, bucket), tiles in work.items() for tile in tiles}
@@ -480,9 +487,14 @@ def refine_rows(device: Device, model: Model, tp_size: int) -> list[VectorTile]:
     return best
 
 
+def best_tiles(ranking: Ranking) -> dict[tuple[int, int, int], Tile | None]:
+    """Return the best tile of each shape alone."""
+    return {(*shape, bucket): next(iter(ranked)) for (shape, bucket), ranked in ranking.items()}
+
+
 def tune(device: Device, ranking: Ranking) -> Tuning:
     """Return the best tile of each shape alone; for layers, the best combination."""
-    tiles = {(*shape, bucket): next(iter(ranked)) for (shape, bucket), ranked in ranking.items()}
+    tiles = best_tiles(ranking)
     for model, tp_size in TUNED:
         shapes = layer_shapes(model, tp_size)
         for bucket in ROW_BUCKETS[1:]:
@@ -579,6 +591,7 @@ def check(device: Device, tuning: Tuning) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--tune", action="store_true", help="try all tiles and write the best")
+    parser.add_argument("--shapes", default="", help="of --tune, OxI,... [all models']")
     parser.add_argument("--tuned", type=Path, help="where --tune writes [the package]")
     parser.add_argument("--out", type=Path, help="write all figures as JSON")
     parser.add_argument("--processes", type=int, default=14, help="that compile [14]")
@@ -588,9 +601,11 @@ def main() -> None:
     records: list[dict[str, object]] = []
     tuning = load_tuning(device.name)
     if options.tune:
-        ranking = rank(device, options.processes)
+        given = [parse_shape(shape) for shape in filter(None, options.shapes.split(","))]
+        ranking = rank(device, options.processes, given or tuned_shapes())
         records += ranking_records(ranking)
-        tuning = tune(device, ranking)
+        own = Tuning({**tuning.tiles, **best_tiles(ranking)})
+        tuning = own if given else tune(device, ranking)
         shipped = Path(worker_daemon.kernels.__file__).parent / "tuned" / file_name(device.name)
         target = options.tuned or shipped
         target.parent.mkdir(exist_ok=True)

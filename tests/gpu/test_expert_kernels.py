@@ -7,6 +7,7 @@ import torch
 
 from tests.support.expert_checks import (
     check_loads,
+    check_normed_routing,
     check_products,
     check_routing,
     check_unusual_scores,
@@ -16,13 +17,10 @@ from tests.support.expert_checks import (
     with_biases,
 )
 from worker_daemon.contracts.experts import ExpertMatrices, RoutedTokens, Routing
-from worker_daemon.kernels.experts import (
-    ExpertTiles,
-    ProductTile,
-    TritonExperts,
-    multiply_rows,
-)
+from worker_daemon.kernels.expert_tiles import ExpertTiles, ProductTile
+from worker_daemon.kernels.experts import TritonExperts, multiply_rows
 from worker_daemon.kernels.launch import has_dependent_launch
+from worker_daemon.kernels.ops import TritonOps
 
 pytestmark = [
     pytest.mark.gpu,
@@ -40,6 +38,7 @@ TILES = {
     "left": ExpertTiles(16, ProductTile(64, 64, 4, 4), ProductTile(64, 128, 4, 4), True),
     "left_small": ExpertTiles(32, ProductTile(16, 128, 4, 3), ProductTile(32, 64, 4, 5), True),
     "right": ExpertTiles(128, ProductTile(64, 64, 8, 4), ProductTile(128, 64, 8, 4), False),
+    "right_large": ExpertTiles(128, ProductTile(128, 64, 8, 4), ProductTile(256, 64, 8, 4), False),
     "right_small": ExpertTiles(32, ProductTile(32, 64, 4, 3), ProductTile(64, 32, 4, 3), False),
 }
 
@@ -66,6 +65,22 @@ def test_routing(
 def test_loads(ops: TritonExperts, dtype: torch.dtype, shape: tuple[int, int], top_k: int) -> None:
     for num_tokens in {max(0, shape[0] - 3), shape[0]}:
         check_loads(ops, dtype, "cuda", shape, Routing(top_k, True, True), num_tokens)
+
+
+@DTYPES
+@pytest.mark.parametrize("has_part", [False, True])
+@pytest.mark.parametrize("shape", [(2048, 128), (2880, 32), (512, 60)], ids=str)
+@pytest.mark.parametrize("num_tokens", [1, 17])
+def test_routing_of_a_norm(
+    dtype: torch.dtype, num_tokens: int, shape: tuple[int, int], has_part: bool
+) -> None:
+    layer_ops = TritonOps(torch.device("cuda"))
+    hidden, num_experts = shape
+    sizes = {"hidden": hidden, "num_experts": num_experts}
+    for has_bias in (False, True):
+        check_normed_routing(
+            layer_ops, dtype, "cuda", num_tokens, **sizes, has_bias=has_bias, has_part=has_part
+        )
 
 
 @pytest.mark.parametrize("num_experts", [4, 60, 128])

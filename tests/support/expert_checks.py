@@ -14,6 +14,7 @@ from worker_daemon.contracts.experts import (
     RoutedTokens,
     Routing,
 )
+from worker_daemon.contracts.layer_ops import LayerOps, Norm, NormedSum
 
 BOUNDS = {torch.float32: 1e-5, torch.float16: 3e-3, torch.bfloat16: 2e-2}
 """Relative errors: h, y and the sum are rounded once each."""
@@ -160,6 +161,48 @@ def check_routing(
         assert torch.equal(weights, weights.to(dtype).float())
     assert (experts[num_tokens:] == -1).all()
     assert (weights[num_tokens:] == 0).all()
+
+
+def check_normed_routing(
+    ops: LayerOps,
+    dtype: torch.dtype,
+    device: str,
+    num_tokens: int,
+    *,
+    hidden: int,
+    num_experts: int,
+    has_part: bool,
+    has_bias: bool,
+) -> None:
+    """Check the norm, the sum and the experts of rows, the last of which is padding unless it is
+    the only one, against torch in float64."""
+    routing = Routing(min(3, num_experts), True, False)
+    x, residual = torch.randn(2, num_tokens, hidden, device=device).to(dtype)
+    gain = torch.rand(hidden, device=device).to(dtype) + 0.5
+    router = torch.randn(num_experts, hidden, device=device).to(dtype)
+    bias = torch.randn(num_experts, device=device).to(dtype) if has_bias else None
+    loads = torch.zeros(num_experts, dtype=torch.int64, device=device)
+    num_used = max(1, num_tokens - 1)
+    bounds = torch.tensor([0, num_used, num_used], dtype=torch.int32, device=device)
+    source = NormedSum(x if has_part else None, residual, Norm(gain, 1e-6))
+    for repeat in range(1, 3):
+        normed, total, routed = ops.norm_route(source, router, bias, routing, bounds, loads)
+        assert torch.equal(total, residual + x if has_part else residual)
+        exact = functional.rms_norm(total.double(), [hidden], gain.double(), 1e-6)
+        torch.testing.assert_close(normed.double(), exact, rtol=2 * BOUNDS[dtype], atol=1e-3)
+        scores = functional.linear(
+            normed.double(), router.double(), None if bias is None else bias.double()
+        )
+        chosen = routed.experts[:num_used].long()
+        best = scores[:num_used].topk(routing.top_k).values
+        found = scores[:num_used].gather(1, chosen)
+        slack = 2 * BOUNDS[dtype] * float(scores.abs().max())
+        torch.testing.assert_close(found, best, rtol=0.0, atol=slack)
+        torch.testing.assert_close(
+            routed.weights[:num_used].double(), found.softmax(1), rtol=0.0, atol=slack
+        )
+        assert (routed.experts[num_used:] == -1).all()
+        assert torch.equal(loads, repeat * torch.bincount(chosen.flatten(), minlength=num_experts))
 
 
 def check_loads(

@@ -8,9 +8,12 @@ token, I inner size of an expert on this rank.
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Final, NamedTuple, Protocol
 
 from torch import Tensor
+
+MOST_TILE_ROWS: Final = 128
+"""Rows that are multiplied together at most; an expert's inner values are padded to as many."""
 
 
 @dataclass(frozen=True, slots=True)

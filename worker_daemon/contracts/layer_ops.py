@@ -9,7 +9,7 @@ from typing import Final, Literal, NamedTuple, Protocol, TypeAlias
 import torch
 from torch import Tensor
 
-from worker_daemon.contracts.experts import ExpertOps
+from worker_daemon.contracts.experts import ExpertOps, RoutedTokens, Routing
 from worker_daemon.contracts.fp8 import FP8_BLOCK
 from worker_daemon.contracts.int4 import Int4Matrix
 from worker_daemon.contracts.kv_scales import KVScales
@@ -193,6 +193,18 @@ class LayerOps(Protocol):
         self, source: NormedSum, weight: Tensor, bias: Tensor | None, activation: Activation
     ) -> tuple[Tensor, Tensor]:
         """Like norm_linear, with gated_linear instead of linear."""
+
+    def norm_route(
+        self,
+        source: NormedSum,
+        router: Tensor,
+        bias: Tensor | None,
+        routing: Routing,
+        query_start_loc: Tensor,
+        loads: Tensor | None,
+    ) -> tuple[Tensor, Tensor, RoutedTokens]:
+        """Return (n, s, experts.route(linear(n, router, bias), ...)) with n and s of sum_and_norm:
+        router [E, H], bias [E]; the scores are rounded to the model's dtype."""
 
     def int4_linear(self, x: Tensor, matrix: Int4Matrix, bias: Tensor | None) -> Tensor:
         """x W^T + b: x [N, K], W [M, K], bias [M] -> [N, M]."""

@@ -14,7 +14,6 @@ Letters: N tokens, H hidden size, I inner size, K experts of a token, M rows of 
 # Parameters of a Triton kernel are pointers and scalars that Python's types cannot name:
 # mypy: disable-error-code="no-untyped-def"
 
-from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -28,9 +27,18 @@ from worker_daemon.contracts.experts import (
     Routing,
 )
 from worker_daemon.contracts.fp8 import FP8_BLOCK
+from worker_daemon.contracts.layer_ops import NormedSum
 from worker_daemon.kernels.activation import activate_pair
 from worker_daemon.kernels.compile_ahead import launched
-from worker_daemon.kernels.expert_routing import TilePlan, plan_tiles, route
+from worker_daemon.kernels.described_experts import can_describe, multiply_described
+from worker_daemon.kernels.expert_routing import TilePlan, plan_tiles, route, route_row
+from worker_daemon.kernels.expert_tiles import (
+    DOWN_ROW,
+    GATE_UP_ROW,
+    ExpertTiles,
+    RowTile,
+    choose_tiles,
+)
 from worker_daemon.kernels.launch import (
     await_previous,
     has_dependent_launch,
@@ -38,76 +46,17 @@ from worker_daemon.kernels.launch import (
     start_next,
 )
 
-_MANY_ROWS: Final = 48
-"""Mean rows of an expert from which rows are the left operand of the products."""
 _SUM_BLOCK: Final = 1024
 """Outputs of a token that one program adds."""
 
 
-@dataclass(frozen=True, slots=True)
-class ProductTile:
-    """One program's share of a grouped product: the rows of a tile times block_o outputs (of gate
-    and of up each, if they are fused), block_i inputs at a time. Sizes are powers of two >= 16."""
-
-    block_o: int
-    block_i: int
-    num_warps: int
-    num_stages: int
-
-
-@dataclass(frozen=True, slots=True)
-class ExpertTiles:
-    """The tiles of both products of a step."""
-
-    block_m: int
-    """Rows of a tile, a power of two >= 16."""
-    gate_up: ProductTile
-    down: ProductTile
-    weights_left: bool
-    """True if weights are the left operand of the products."""
-
-
-@dataclass(frozen=True, slots=True)
-class RowTile:
-    """One program's share of a matrix-vector product: block_o outputs, block_i inputs at a time,
-    both powers of two."""
-
-    block_o: int
-    block_i: int
-    num_warps: int
-
-
-GATE_UP_ROW: Final = RowTile(block_o=4, block_i=1024, num_warps=4)
-DOWN_ROW: Final = RowTile(block_o=8, block_i=512, num_warps=4)
-"""Products of one row."""
-
-
-def choose_tiles(num_pairs: int, num_experts: int, dtype: torch.dtype) -> ExpertTiles:
-    """Return the tiles of a step with num_pairs rows for num_experts experts of the model.
-
-    Rows of a tile: about twice the mean of an expert's rows, so that most experts have one tile.
-    """
-    mean = -(-num_pairs // num_experts)
-    if dtype == torch.float32:  # unrolled on CUDA cores: larger tiles spill registers
-        exact = ProductTile(32, 32, 4, 2)
-        return ExpertTiles(16, exact, exact, weights_left=False)
-    if mean < _MANY_ROWS:
-        block_m = min(64, max(16, triton.next_power_of_2(2 * mean - 1)))
-        return ExpertTiles(
-            block_m, ProductTile(64, 64, 4, 4), ProductTile(64, 128, 4, 4), weights_left=True
-        )
-    block_m = 64 if mean < 2 * _MANY_ROWS else 128
-    return ExpertTiles(
-        block_m, ProductTile(64, 64, 8, 4), ProductTile(128, 64, 8, 4), weights_left=False
-    )
-
-
 class TritonExperts:
-    """ExpertOps on one CUDA device. Owns no memory."""
+    """ExpertOps on one CUDA device, on one stream. Owns a counter, zero between launches."""
 
     def __init__(self, device: torch.device) -> None:
         """device is that of all tensors."""
         self._pdl = has_dependent_launch(device)
+        self._arrivals = torch.zeros(1, dtype=torch.int32, device=device)
 
     def route(
         self,
@@ -119,6 +68,19 @@ class TritonExperts:
         """scores [N, E], query_start_loc int32 [B + 1] -> experts and weights [N, K]."""
         return route(scores, routing, query_start_loc, loads, pdl=self._pdl)
 
+    def route_row(
+        self,
+        source: NormedSum,
+        router: torch.Tensor,
+        bias: torch.Tensor | None,
+        routing: Routing,
+        query_start_loc: torch.Tensor,
+        loads: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor, RoutedTokens]:
+        """See LayerOps.norm_route; source has one row [1, H]."""
+        args = source, router, bias, routing, query_start_loc, loads
+        return route_row(*args, self._arrivals, pdl=self._pdl)
+
     def multiply(
         self, x: torch.Tensor, routed: RoutedTokens, matrices: ExpertMatrices
     ) -> torch.Tensor:
@@ -128,8 +90,7 @@ class TritonExperts:
             return torch.empty_like(x)
         if num_tokens == 1 and x.dtype != torch.float32:
             return multiply_row(x, routed, matrices, pdl=self._pdl)
-        num_experts = matrices.num_experts or matrices.down.shape[0]
-        tiles = choose_tiles(num_tokens * top_k, num_experts, x.dtype)
+        tiles = choose_tiles(num_tokens * top_k, matrices, x.dtype)
         return multiply_rows(x, routed, matrices, tiles, pdl=self._pdl)
 
 
@@ -173,6 +134,7 @@ def multiply_row(
         SIZE=inner,
         TOP_K=top_k,
         BLOCK_O=down_tile.block_o,
+        BLOCK_K=triton.next_power_of_2(top_k),
         BLOCK_I=down_tile.block_i,
         **down.options(down_tile.num_warps, pdl=pdl),
     )
@@ -191,7 +153,7 @@ def multiply_rows(
     num_tokens, top_k = routed.experts.shape
     count, hidden, inner = matrices.down.shape
     plan = plan_tiles(routed.experts, matrices.first, count, tiles.block_m, pdl=pdl)
-    h = x.new_empty(num_tokens * top_k, inner)
+    h = x.new_empty(plan.num_tiles * plan.block_m, inner)
     multiply_tiles(h, x, matrices, plan, tiles, pdl=pdl, gated=True)
     y = x.new_empty(num_tokens * top_k, hidden)
     multiply_tiles(y, h, matrices, plan, tiles, pdl=pdl, gated=False)
@@ -208,12 +170,19 @@ def multiply_tiles(
     pdl: bool,
     gated: bool,
 ) -> None:
-    """Compute the rows of y [N * K, O] that the plan has, each times the matrix of its expert.
-    gated: the activation of x [N, H] times gate and up, O = I; otherwise x [N * K, I] times down, O
-    = H. For scales of blocks, a tile's outputs and inputs at a time are at most 128."""
+    """Compute the rows of y that the plan has, each times the matrix of its expert. gated: the
+    activation of x [N, H] times gate and up, y [T * M, I] with a row for each of the plan's;
+    otherwise such an x [T * M, I] times down, y [N * K, H]. For scales of blocks, a tile's outputs
+    and inputs at a time are at most 128."""
     num_outputs, num_inputs = y.shape[1], x.shape[1]
     stack = _stacks(matrices)[0 if gated else 1]
     tile = tiles.gate_up if gated else tiles.down
+    activation = _activation_options(matrices.clamped if gated else None)
+    if not tiles.weights_left and can_describe(x, stack.weight):
+        multiply_described(
+            y, x, stack.weight, stack.bias, plan, tile, activation, pdl=pdl, gated=gated
+        )
+        return
     assert stack.scale_form != "block" or max(tile.block_o, tile.block_i) <= FP8_BLOCK
     num_blocks = triton.cdiv(num_outputs, tile.block_o)
     _product_kernel[(plan.num_tiles * num_blocks,)](
@@ -225,7 +194,7 @@ def multiply_tiles(
         num_outputs,
         num_inputs,
         num_blocks,
-        ROWS_PER_X=y.shape[0] // x.shape[0],
+        TOP_K=plan.top_k,
         GATED=gated,
         LEFT=tiles.weights_left,
         EVEN=num_outputs % tile.block_o == 0 and num_inputs % tile.block_i == 0,
@@ -234,7 +203,7 @@ def multiply_tiles(
         BLOCK_O=tile.block_o,
         BLOCK_I=tile.block_i,
         STAGES=tile.num_stages,
-        **_activation_options(matrices.clamped if gated else None),
+        **activation,
         **stack.options(tile.num_warps, pdl=pdl),
     )
 
@@ -334,7 +303,7 @@ def _product_kernel(
     num_outputs,
     num_inputs,
     num_blocks,
-    ROWS_PER_X: tl.constexpr,
+    TOP_K: tl.constexpr,
     GATED: tl.constexpr,
     LEFT: tl.constexpr,
     EVEN: tl.constexpr,
@@ -359,15 +328,16 @@ def _product_kernel(
     if expert >= 0:
         m = tl.arange(0, BLOCK_M)
         is_row = m < tl.load(entries + num_tiles + tile)
-        row_here = entries + 2 * num_tiles + tile * BLOCK_M + m
-        pair = tl.load(row_here, mask=is_row, other=0).to(tl.int64)
+        place = tile * BLOCK_M + m
+        pair = tl.load(entries + 2 * num_tiles + place, mask=is_row, other=0)
+        x_row = (pair // TOP_K if GATED else place).to(tl.int64)
         output = block * BLOCK_O + tl.arange(0, BLOCK_O)
         is_output = output < num_outputs
         column = tl.arange(0, BLOCK_I)[None, :]
         first_output = expert * num_outputs * (2 if GATED else 1)
         scale_here = scale + expert * scale_size
         acc, other_acc = _add_columns(
-            x + (pair // ROWS_PER_X)[:, None] * num_inputs + column,
+            x + x_row[:, None] * num_inputs + column,
             weight + (first_output + output)[:, None] * num_inputs + column,
             scale_here + block * BLOCK_O // SCALE_BLOCK * scale_stride,
             num_outputs // SCALE_BLOCK * scale_stride,
@@ -401,7 +371,8 @@ def _product_kernel(
             acc = activate_pair(gate, up, ALPHA, LIMIT)
         if LEFT:
             acc = tl.trans(acc)
-        y_here = y + pair[:, None] * num_outputs + output[None, :]
+        y_row = (place if GATED else pair).to(tl.int64)
+        y_here = y + y_row[:, None] * num_outputs + output[None, :]
         stored = is_row[:, None] & is_output[None, :]
         tl.store(y_here, acc.to(y.dtype.element_ty), mask=stored)
 
@@ -547,13 +518,14 @@ def _row_gate_up_kernel(
     BLOCK_I: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Compute the activation of gate and up for one row and one of its experts."""
-    start_next(PDL)
+    """Compute the activation of gate and up for one row and one of its experts. The next kernel
+    starts once the routing is known, and reads it before this one ends."""
     k = tl.program_id(1)
     output = tl.program_id(0) * BLOCK_O + tl.arange(0, BLOCK_O)
     column = tl.arange(0, BLOCK_I)
     is_output = (output < num_outputs)[:, None]
     await_previous(PDL)
+    start_next(PDL)
     local = tl.load(experts + k) - first
     if (local >= 0) & (local < count):
         gate_here = weight + (local.to(tl.int64) * 2 * num_outputs + output)[:, None] * SIZE
@@ -621,43 +593,47 @@ def _row_down_kernel(
     SCALES: tl.constexpr,
     SCALE_BLOCK: tl.constexpr,
     BLOCK_O: tl.constexpr,
+    BLOCK_K: tl.constexpr,
     BLOCK_I: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Outputs of one row, summed over its experts by their weights."""
+    """Outputs of one row, summed over its experts by their weights. All experts are read at once;
+    the first columns while the previous kernel still runs: it has waited for the routing."""
     start_next(PDL)
-    output = tl.program_id(0) * BLOCK_O + tl.arange(0, BLOCK_O)
-    column = tl.arange(0, BLOCK_I)
-    is_output = (output < num_outputs)[:, None]
+    line = tl.arange(0, BLOCK_O * BLOCK_K)  # an output of an expert
+    k = line % BLOCK_K
+    output = tl.program_id(0) * BLOCK_O + line // BLOCK_K
+    is_k = (k < TOP_K) & (output < num_outputs)
+    local = tl.load(experts + k, mask=is_k, other=-1, cache_modifier=".cg") - first
+    is_here = (local >= 0) & (local < count) & is_k
+    index = tl.where(is_here, local, 0).to(tl.int64)
+    factor = tl.load(weights + k, mask=is_here, other=0.0, cache_modifier=".cg")
+    column = tl.arange(0, BLOCK_I)[None, :]
+    weight_here = weight + (index * num_outputs + output)[:, None] * SIZE + column
+    w = tl.load(weight_here, mask=is_here[:, None] & (column < SIZE), other=0.0)
     await_previous(PDL)
-    total = tl.zeros([BLOCK_O], tl.float32)
-    for k in tl.range(0, TOP_K):
-        local = tl.load(experts + k) - first
-        is_here = (local >= 0) & (local < count)
-        factor = tl.where(is_here, tl.load(weights + k), 0.0)
-        index = tl.where(is_here, local, 0).to(tl.int64)
-        weight_here = weight + (index * num_outputs + output)[:, None] * SIZE
-        if SCALES != "none":
-            scale_here = scale + index * scale_size
+    scale_here = scale + index * scale_size
+    if SCALES == "block":
+        scale_here += output // SCALE_BLOCK * scale_stride
+    sums = tl.zeros([BLOCK_O * BLOCK_K, BLOCK_I], tl.float32)
+    for start in tl.static_range(0, SIZE, BLOCK_I):
+        here = start + column
+        inside = is_here[:, None] & (here < SIZE)
+        if start > 0:
+            w = tl.load(weight_here + start, mask=inside, other=0.0)
+        value = tl.load(h + k[:, None] * SIZE + here, mask=inside, other=0.0).to(tl.float32)
         if SCALES == "block":
-            scale_here += tl.program_id(0) * BLOCK_O // SCALE_BLOCK * scale_stride
-        sums = tl.zeros([BLOCK_O, BLOCK_I], tl.float32)
-        for start in tl.static_range(0, SIZE, BLOCK_I):
-            here = start + column
-            is_input = here < tl.where(is_here, SIZE, 0)
-            inside = is_output & is_input[None, :]
-            value = tl.load(h + k * SIZE + here, mask=is_input, other=0.0).to(tl.float32)
-            w = tl.load(weight_here + here[None, :], mask=inside, other=0.0)
-            if SCALES == "block":
-                value *= tl.load(scale_here + here // SCALE_BLOCK, mask=is_input, other=0.0)
-            sums += w.to(tl.float32) * value[None, :]
-        # Rounded as a product of its own would be.
-        product = tl.sum(sums, 1)
-        if SCALES == "row":
-            product *= tl.load(scale_here + output, mask=output < num_outputs, other=0.0)
-        if bias is not None:
-            num_biases = tl.where(is_here, num_outputs, 0)
-            bias_here = bias + index * num_outputs + output
-            product += tl.load(bias_here, mask=output < num_biases, other=0.0).to(tl.float32)
-        total += factor * product.to(y.dtype.element_ty).to(tl.float32)
-    tl.store(y + output, total.to(y.dtype.element_ty), mask=output < num_outputs)
+            part = scale_here[:, None] + here // SCALE_BLOCK
+            value *= tl.load(part, mask=inside, other=0.0)
+        sums += w.to(tl.float32) * value
+    # Rounded as a product of its own would be.
+    product = tl.sum(sums, 1)
+    if SCALES == "row":
+        product *= tl.load(scale_here + output, mask=is_here, other=0.0)
+    if bias is not None:
+        bias_here = bias + index * num_outputs + output
+        product += tl.load(bias_here, mask=is_here, other=0.0).to(tl.float32)
+    product = factor * product.to(y.dtype.element_ty).to(tl.float32)
+    total = tl.sum(tl.reshape(product, [BLOCK_O, BLOCK_K]), 1)
+    own = tl.program_id(0) * BLOCK_O + tl.arange(0, BLOCK_O)
+    tl.store(y + own, total.to(y.dtype.element_ty), mask=own < num_outputs)

@@ -67,6 +67,9 @@ def await_previous(PDL: tl.constexpr):
     values cached by earlier steps. The launches that copy the columns, write the table and gather
     the tokens wait for all previous kernels. The gather comes after the other two (and the previous
     steps), and before every kernel with dependent launch.
+
+    If the previous kernel calls start_next only after its own wait, a kernel may also read, past
+    L1, what kernels before the previous one wrote: the second product of one row's experts does.
     """
     if PDL:
         gdc_wait()

@@ -6,6 +6,7 @@ dimension.
 
 import torch
 
+from worker_daemon.contracts.experts import RoutedTokens, Routing
 from worker_daemon.contracts.int4 import Int4Matrix
 from worker_daemon.contracts.kv_scales import KVScales
 from worker_daemon.contracts.layer_ops import (
@@ -100,6 +101,23 @@ class TritonOps:
         y = x.new_empty(1, weight.shape[0] // 2)
         launch_row(y, x, weight, bias, tile, pdl=self._pdl, norm=norm, gate=activation)
         return y, norm.total
+
+    def norm_route(
+        self,
+        source: NormedSum,
+        router: torch.Tensor,
+        bias: torch.Tensor | None,
+        routing: Routing,
+        query_start_loc: torch.Tensor,
+        loads: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor, RoutedTokens]:
+        """router [E, H], bias [E], loads int64 [E] -> norm and sum [N, H], and experts. One row is
+        one launch."""
+        if source.residual.shape[0] == 1:
+            return self.experts.route_row(source, router, bias, routing, query_start_loc, loads)
+        normed, total = self.sum_and_norm(source)
+        scores = self.linear(normed, router, bias)
+        return normed, total, self.experts.route(scores, routing, query_start_loc, loads)
 
     def int4_linear(
         self, x: torch.Tensor, matrix: Int4Matrix, bias: torch.Tensor | None

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from worker_daemon.contracts.experts import ClampedSwiGLU, ExpertMatrices, Routing
+from worker_daemon.contracts.experts import ClampedSwiGLU, ExpertMatrices, RoutedTokens, Routing
 from worker_daemon.contracts.layer_ops import NormedSum
 from worker_daemon.errors import config_error
 from worker_daemon.layers.expert_loads import LayerLoad
@@ -100,7 +100,7 @@ class _Experts:
     ) -> None:
         self._spec = spec
         self._load = load
-        self.ops = setup.ops
+        self._ops = setup.ops
         router, count = f"{name}.{spec.router}", spec.num_experts
         self._router = _whole(f"{router}.weight", (count, setup.hidden_size), setup)
         pieces = _rank_pieces(name, spec, setup)
@@ -134,11 +134,31 @@ class _Experts:
 
     def forward(self, x: Tensor, query_start_loc: Tensor) -> Tensor:
         """x [N, H] -> this rank's part of the block's output, [N, H]."""
-        scores = self.ops.linear(x, self._router.data, _data(self._biases.router))
-        counts = None if self._load is None else self._load.counts
-        routed = self.ops.experts.route(scores, self._spec.routing, query_start_loc, counts)
-        y = self.ops.experts.multiply(x, routed, self._matrices)
+        scores = self._ops.linear(x, self._router.data, _data(self._biases.router))
+        routed = self._ops.experts.route(
+            scores, self._spec.routing, query_start_loc, self._load_counts
+        )
+        return self._multiply(x, routed)
+
+    def forward_normed(self, source: NormedSum, query_start_loc: Tensor) -> tuple[Tensor, Tensor]:
+        """Return (forward(n), s), with the norm n and the sum s of source."""
+        normed, total, routed = self._ops.norm_route(
+            source,
+            self._router.data,
+            _data(self._biases.router),
+            self._spec.routing,
+            query_start_loc,
+            self._load_counts,
+        )
+        return self._multiply(normed, routed), total
+
+    def _multiply(self, x: Tensor, routed: RoutedTokens) -> Tensor:
+        y = self._ops.experts.multiply(x, routed, self._matrices)
         return y if self._shared is None else y + self._shared.forward(x)
+
+    @property
+    def _load_counts(self) -> Tensor | None:
+        return None if self._load is None else self._load.counts
 
     @property
     def _matrices(self) -> ExpertMatrices:
@@ -259,9 +279,8 @@ class _RoutedStep:
         return self.experts.forward(x, self.query_start_loc)
 
     def forward_normed(self, source: NormedSum) -> tuple[Tensor, Tensor]:
-        """See Projection. Router and experts share the norm, so that nothing is fused with it."""
-        normed, total = self.experts.ops.sum_and_norm(source)
-        return self.forward(normed), total
+        """See Projection."""
+        return self.experts.forward_normed(source, self.query_start_loc)
 
 
 def _whole(name: str, shape: tuple[int, int], setup: LayerSetup) -> Parameter:

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from worker_daemon.contracts.experts import RoutedTokens, Routing
 from worker_daemon.contracts.int4 import Int4Matrix
 from worker_daemon.contracts.kv_scales import KVScales
 from worker_daemon.contracts.layer_ops import (
@@ -56,6 +57,19 @@ class TorchOps:
     ) -> tuple[Tensor, Tensor]:
         gate_up, total = self.norm_linear(source, weight, bias)
         return self.act_and_mul(gate_up, activation), total
+
+    def norm_route(
+        self,
+        source: NormedSum,
+        router: Tensor,
+        bias: Tensor | None,
+        routing: Routing,
+        query_start_loc: Tensor,
+        loads: Tensor | None,
+    ) -> tuple[Tensor, Tensor, RoutedTokens]:
+        normed, total = self.sum_and_norm(source)
+        scores = self.linear(normed, router, bias)
+        return normed, total, self.experts.route(scores, routing, query_start_loc, loads)
 
     def int4_linear(self, x: Tensor, matrix: Int4Matrix, bias: Tensor | None) -> Tensor:
         return functional.linear(x, matrix.dequantized(x.dtype), bias)

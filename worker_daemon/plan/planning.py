@@ -28,6 +28,7 @@ from rpc_schema.kv_cache import (
     smallest_fitting_blocks,
     usable_tokens,
 )
+from worker_daemon.contracts.experts import MOST_TILE_ROWS
 from worker_daemon.contracts.fp8 import FP8
 from worker_daemon.device.memory import MemorySnapshot, request_memory
 from worker_daemon.distributed.parallel_state import ParallelState
@@ -407,6 +408,7 @@ def _measure(
             q_size=q_size,
             inner_size=_inner_size(decoder) // tp_size,
             routed_size=_routed_size(decoder, tp_size),
+            padded_size=_padded_size(decoder, tp_size),
             has_shared_expert=any(each and each.shared for each in decoder.layer_experts),
             vocab_size=num_logits,
             vocab_rows=padded_vocab_size(num_logits, tp_size) // tp_size,
@@ -427,6 +429,21 @@ def _inner_size(decoder: DecoderConfig) -> int:
     shared = (each.shared for each in decoder.layer_experts if each is not None)
     sizes = [each.intermediate_size for each in shared if each is not None]
     return max(decoder.intermediate_size or 0, *sizes, 0)
+
+
+def _padded_size(decoder: DecoderConfig, tp_size: int) -> int:
+    """Return the most inner values with which tiles pad the rows of a rank's experts."""
+    parts, ranks = (1, tp_size) if decoder.expert_parallel else (tp_size, 1)
+    return max(
+        (
+            -(-experts.num_experts // ranks)
+            * (MOST_TILE_ROWS - 1)
+            * (experts.intermediate_size // parts)
+            for experts in decoder.layer_experts
+            if experts is not None
+        ),
+        default=0,
+    )
 
 
 def _routed_size(decoder: DecoderConfig, tp_size: int) -> int:

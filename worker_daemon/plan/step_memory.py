@@ -55,6 +55,9 @@ class StageWidths:
     without a KV cache."""
     routed_size: int = 0
     """Inner values and results of a token's experts (kernels/experts.py); 0 without experts."""
+    padded_size: int = 0
+    """Inner values of the rows by which a step's tiles exceed those of its experts; 0 without
+    experts."""
     has_shared_expert: bool = False
     """The sum of a token's experts is alive while it passes the shared one."""
     dequantized_bytes: int = 0
@@ -92,7 +95,9 @@ def _layer_bytes(widths: StageWidths, tokens: int, gathered: int) -> int:
     beside = hidden if widths.has_shared_expert else 0
     whole = beside + max(3 * widths.inner_size, widths.inner_size + hidden)
     mlp = hidden + max(whole, widths.routed_size + hidden)
-    return (tokens * _ALIVE_IN_LAYER * hidden + max(attention, tokens * mlp)) * widths.itemsize
+    return (
+        tokens * _ALIVE_IN_LAYER * hidden + max(attention, tokens * mlp + widths.padded_size)
+    ) * widths.itemsize
 
 
 def _logits_bytes(widths: StageWidths, limits: StepLimits) -> int:

@@ -12,6 +12,7 @@ import torch
 
 from tests.support.expert_checks import (
     check_loads,
+    check_normed_routing,
     check_products,
     check_routing,
     check_unusual_scores,
@@ -28,14 +29,9 @@ from worker_daemon.contracts.experts import (
 )
 from worker_daemon.distributed.tp import SingleRank
 from worker_daemon.kernels.expert_routing import max_tiles, plan_tiles
-from worker_daemon.kernels.experts import (
-    ExpertTiles,
-    ProductTile,
-    RowTile,
-    TritonExperts,
-    multiply_row,
-    multiply_rows,
-)
+from worker_daemon.kernels.expert_tiles import ExpertTiles, ProductTile, RowTile
+from worker_daemon.kernels.experts import TritonExperts, multiply_row, multiply_rows
+from worker_daemon.kernels.ops import TritonOps
 from worker_daemon.layers.experts import ExpertsBlock, ExpertsSpec, SharedExpertSpec
 from worker_daemon.layers.norm import NormSpec
 from worker_daemon.layers.quantization import ONLINE
@@ -45,6 +41,7 @@ from worker_daemon.layers.torch_ops import TorchOps
 from worker_daemon.models.weights import load_dummy_weights
 
 OPS = TritonExperts(torch.device("cpu"))
+LAYER_OPS = TritonOps(torch.device("cpu"))
 PRODUCT = ProductTile(block_o=16, block_i=16, num_warps=4, num_stages=2)
 WIDE = ProductTile(block_o=32, block_i=32, num_warps=4, num_stages=2)
 TILES = {
@@ -75,6 +72,20 @@ def test_many_rows_are_routed_alike() -> None:
 def test_loads(shape: tuple[int, int], num_tokens: int, top_k: int) -> None:
     for ops in (OPS, TorchExperts()):
         check_loads(ops, torch.float16, "cpu", shape, Routing(top_k, True, False), num_tokens)
+
+
+@pytest.mark.parametrize("has_part", [False, True])
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize(("hidden", "num_experts"), [(64, 8), (40, 5)])
+@pytest.mark.parametrize("num_tokens", [1, 3])
+def test_routing_of_a_norm(
+    num_tokens: int, hidden: int, num_experts: int, has_bias: bool, has_part: bool
+) -> None:
+    sizes = {"hidden": hidden, "num_experts": num_experts}
+    for ops in (LAYER_OPS, TorchOps()):
+        check_normed_routing(
+            ops, torch.float32, "cpu", num_tokens, **sizes, has_bias=has_bias, has_part=has_part
+        )
 
 
 @pytest.mark.parametrize("num_experts", [3, 8, 20])
@@ -136,6 +147,17 @@ def test_products(
     routed = draw_routed(num_tokens, 2, 5, "cpu", num_padding)
     matrices = draw_matrices(5, hidden, inner, dtype, "cpu")
     check_products(partial(multiply_rows, tiles=tiles, pdl=False), x, routed, matrices)
+
+
+def test_tiles_that_are_at_most_half_full() -> None:
+    """One of two experts fills a tile and a part of the next, the other half a tile."""
+    experts = torch.zeros(200, 1, dtype=torch.int32)
+    experts[100:164] = 1
+    routed = RoutedTokens(experts, torch.rand(200, 1))
+    tiles = ExpertTiles(128, WIDE, WIDE, weights_left=False)
+    multiply = partial(multiply_rows, tiles=tiles, pdl=False)
+    x, matrices = torch.randn(200, 64).half(), draw_matrices(2, 64, 32, torch.float16, "cpu")
+    check_products(multiply, x, routed, matrices)
 
 
 @pytest.mark.parametrize("tiles", TILES.values(), ids=TILES)

@@ -254,6 +254,20 @@ def test_the_rows_of_a_tokens_experts_count_in_a_step(write_model):
         assert rows <= growth <= 1.06 * rows
 
 
+@pytest.mark.parametrize(("tp", "divided", "num_padded"), [
+    (1, False, 20 * 127 * 4096), (2, False, 20 * 127 * 2048), (2, True, 10 * 127 * 4096)
+])  # fmt: skip
+def test_padding_of_experts_tiles_counts_in_a_step(write_model, tp, divided, num_padded):
+    def step_bytes(num_experts):
+        fields = EXPERTS | {"num_experts": num_experts, "num_key_value_heads": 4}
+        fields |= {"moe_intermediate_size": 4096, "head_dim": 16}
+        path = write_model("Qwen3MoeForCausalLM", **fields)
+        planned = plan(path, 1 << 34, tp=tp, enable_expert_parallel=divided)
+        return planned.ranks[0].step_estimate_bytes
+
+    assert step_bytes(24) - step_bytes(4) == pytest.approx(1.05 * 2 * num_padded, rel=0.02)
+
+
 def test_keys_and_values_count_in_a_step_where_heads_are_wide(write_model):
     def step_bytes(num_kv_heads, tp):
         fields = {"num_key_value_heads": num_kv_heads, "head_dim": 128, "intermediate_size": 8}

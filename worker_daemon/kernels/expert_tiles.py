@@ -1,0 +1,95 @@
+"""Chooses the tiles of experts' products by arithmetic on sizes.
+
+Rules are from `python -m benchmarks.experts_kernels --tune` on an H200 (benchmarks/NOTES.md).
+"""
+
+from dataclasses import dataclass, replace
+from typing import Final
+
+import torch
+import triton
+
+from worker_daemon.contracts.experts import MOST_TILE_ROWS, ExpertMatrices
+from worker_daemon.contracts.fp8 import FP8_BLOCK
+
+_SOME_ROWS: Final = 24
+"""Mean rows of an expert from which rows are the left operand of the products."""
+_MANY_ROWS: Final = 96
+"""Mean rows of an expert from which a tile has 128 of them."""
+_WASTE_DIVISOR: Final = 8
+"""The outputs that a tile has too many are at most this part of all."""
+_LEAST_OUTPUTS: Final = 64
+
+
+@dataclass(frozen=True, slots=True)
+class ProductTile:
+    """One program's share of a grouped product: the rows of a tile times block_o outputs (of gate
+    and of up each, if they are fused), block_i inputs at a time. Sizes are powers of two >= 16."""
+
+    block_o: int
+    block_i: int
+    num_warps: int
+    num_stages: int
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertTiles:
+    """The tiles of both products of a step."""
+
+    block_m: int
+    """Rows of a tile, a power of two >= 16."""
+    gate_up: ProductTile
+    down: ProductTile
+    weights_left: bool
+    """True if weights are the left operand of the products."""
+
+
+@dataclass(frozen=True, slots=True)
+class RowTile:
+    """One program's share of a matrix-vector product: block_o outputs, block_i inputs at a time,
+    both powers of two. Down has all experts of an output in one program."""
+
+    block_o: int
+    block_i: int
+    num_warps: int
+
+
+GATE_UP_ROW: Final = RowTile(block_o=1, block_i=1024, num_warps=4)
+DOWN_ROW: Final = RowTile(block_o=1, block_i=256, num_warps=1)
+"""Products of one row."""
+
+_FEW: Final = ProductTile(64, 128, 4, 3)
+_EXACT: Final = ProductTile(32, 32, 4, 2)
+"""For float32, unrolled on CUDA cores: larger tiles spill registers."""
+
+
+def choose_tiles(num_pairs: int, matrices: ExpertMatrices, dtype: torch.dtype) -> ExpertTiles:
+    """Return the tiles of a step with num_pairs rows, over all experts of the model, in dtype.
+
+    Weights are read once by tiles of about twice the mean of an expert's rows, so that most experts
+    have one. Many rows are bound by operations: tiles are as large as registers permit.
+    """
+    held, hidden, inner = matrices.down.shape
+    mean = -(-num_pairs // (matrices.num_experts or held))
+    if dtype == torch.float32:
+        return ExpertTiles(16, _EXACT, _EXACT, weights_left=False)
+    if mean < _SOME_ROWS:
+        block_m = min(32, max(16, triton.next_power_of_2(2 * mean - 1)))
+        gate_up = _FEW if block_m == 16 else replace(_FEW, block_i=64)
+        return ExpertTiles(block_m, gate_up, _FEW, weights_left=True)
+    if mean < _MANY_ROWS:
+        block_m, gate_up, down = 64, ProductTile(64, 64, 4, 3), ProductTile(256, 64, 4, 5)
+    else:
+        block_m = MOST_TILE_ROWS
+        gate_up, down = ProductTile(128, 64, 8, 4), ProductTile(256, 64, 8, 4)
+    if matrices.down_scale is not None:  # converted weights take registers and shared memory
+        gate_up, down = replace(gate_up, block_o=64), replace(down, block_o=FP8_BLOCK)
+    return ExpertTiles(block_m, _fit(gate_up, inner), _fit(down, hidden), weights_left=False)
+
+
+def _fit(tile: ProductTile, num_outputs: int) -> ProductTile:
+    """Return the tile with fewer outputs, if too many of them would not exist."""
+    block_o = tile.block_o
+    while block_o > _LEAST_OUTPUTS and -num_outputs % block_o > num_outputs // _WASTE_DIVISOR:
+        block_o //= 2
+    return replace(tile, block_o=block_o)
