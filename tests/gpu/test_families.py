@@ -17,6 +17,7 @@ from tests.support.expert_counts import NearTie, expected_loads
 from tests.support.paged_run import PagedRun, StepTensors
 from worker_daemon.backend import choose_backend
 from worker_daemon.distributed.tp import SingleRank
+from worker_daemon.kernel_compiler import KernelCompiler
 from worker_daemon.kernels.compile_ahead import compiling_ahead
 from worker_daemon.layers.attention import HeadSizes
 from worker_daemon.layers.attention_choice import choose_attention
@@ -128,7 +129,7 @@ def new_run(stage: DecoderStage, sequences: Sequence[np.ndarray], dtype: torch.d
 
 def compile_kernels(run: PagedRun) -> None:
     """Compile all kernels of a run at once; it computes nothing."""
-    with compiling_ahead():
+    with KernelCompiler.start() as compiler, compiling_ahead(compiler):
         for counts in CHUNKS:
             run.step(counts, num_padding=3)
         run.compute(run.advance([1] * len(run.sequences), max_seq_len=MAX_LEN))

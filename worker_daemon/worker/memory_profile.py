@@ -81,7 +81,7 @@ def _compile_ahead(
     serving: Serving, opened: OpenedDevice, model: LoadedModel, compiler: KernelCompiler
 ) -> None:
     """Compile the steps' kernels, unless a note says that the cache has all of them. The ranks of a
-    tensor-parallel stage launch collectives meanwhile, so none of them may skip that."""
+    tensor-parallel stage capture collectives meanwhile, so none of them may skip that."""
     is_alone = opened.place.parallel.tp_size == 1
     steps = describe_steps(opened, model)
     if is_alone and compiler.has_compiled(steps):

@@ -151,14 +151,16 @@ class Serving:
 
     def compile_ahead(self, compiler: KernelCompiler) -> bool:
         """Compile the kernels that steps will launch, many at once. Nothing runs. Return True if
-        all were compiled."""
+        all were compiled. Tensor-parallel stages leave out the layers of large steps, whose
+        all-reduces would run: a rank without a compiler would not take part."""
         # Imports Triton, which a CPU daemon does not need.
         from worker_daemon.kernels.compile_ahead import compiling_ahead
 
         with self._capturing(), compiling_ahead(compiler) as requests:
             thin, limits = self.runner.eager.compile_subset(), self.runner.state.limits
-            # First, as kernels of large steps take the longest. No block is used.
-            self._launch_layers(thin, replace(limits, num_blocks=limits.max_num_seqs + 1))
+            if self._parts.parallel.tp_size == 1:
+                # First, as kernels of large steps take the longest. No block is used.
+                self._launch_layers(thin, replace(limits, num_blocks=limits.max_num_seqs + 1))
             thin.launch_sampling(limits.max_num_seqs)
             self._step_graphs().launch(self.runner)
         return not requests.has_failed
