@@ -13,6 +13,7 @@ import contextlib
 import hashlib
 import json
 import logging
+import os
 import socket
 import subprocess
 import sys
@@ -20,6 +21,8 @@ from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Final, NamedTuple, Self
+
+from worker_daemon.directories import open_own_file
 
 SERVER: Final = "worker_daemon.kernels.compile_server"
 REPLY_TIMEOUT_S: Final = 120.0
@@ -67,7 +70,8 @@ class KernelCompiler:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             server = subprocess.Popen(
-                [sys.executable, "-m", SERVER],
+                # -P: no module is imported from the working directory, which others may write.
+                [sys.executable, "-P", "-m", SERVER, str(os.getpid())],
                 stdin=theirs.fileno(),
                 stdout=subprocess.DEVNULL,
                 start_new_session=True,  # a signal from the terminal is for the daemon
@@ -89,7 +93,13 @@ class KernelCompiler:
         """Return True if note_compiled was called with this description, in any process. If kernels
         were deleted since, they are compiled when they are needed."""
         note = self._note(description)
-        return note is not None and note.exists()
+        if note is None:
+            return False
+        try:
+            note.lstat()
+        except OSError:  # of a broken disk too
+            return False
+        return True
 
     def note_compiled(self, description: str) -> None:
         """Note that the cache has all kernels of a configuration. description: everything that they
@@ -97,7 +107,7 @@ class KernelCompiler:
         note = self._note(description)
         if note is not None:
             with contextlib.suppress(OSError):
-                note.touch()
+                os.close(open_own_file(note, os.O_WRONLY | os.O_CREAT))
 
     def _note(self, description: str) -> Path | None:
         if self._notes is None:
@@ -126,7 +136,6 @@ class CompileRequests:
 
     def __init__(self, control: socket.socket) -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        ours.settimeout(REPLY_TIMEOUT_S)
         self._socket = ours
         self._unsent: deque[bytes] = deque()
         self._num_waiting = 0
@@ -157,9 +166,10 @@ class CompileRequests:
 
     def _flush(self) -> None:
         """Send what fits into the socket: the rest when a reply shows that there is room."""
+        self._socket.setblocking(False)  # with a timeout, MSG_DONTWAIT would wait too
         while self._unsent and not self._is_lost:
             try:
-                self._socket.send(self._unsent[0], socket.MSG_DONTWAIT)
+                self._socket.send(self._unsent[0])
             except BlockingIOError:
                 return
             except OSError as error:
@@ -169,6 +179,7 @@ class CompileRequests:
             self._num_waiting += 1
 
     def _receive(self) -> None:
+        self._socket.settimeout(REPLY_TIMEOUT_S)
         try:
             data = self._socket.recv(_MAX_REPLY_BYTES)
         except OSError as error:  # the timeout too

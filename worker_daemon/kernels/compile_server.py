@@ -1,5 +1,5 @@
-"""Runs the compile server: `python -m worker_daemon.kernels.compile_server`, with the daemon's
-control socket as standard input. kernel_compiler.py is the daemon's side.
+"""Runs the compile server: `python -P -m worker_daemon.kernels.compile_server DAEMON_PID`, with the
+daemon's control socket as standard input. kernel_compiler.py is the daemon's side.
 
 The server imports Triton and our kernels once, and opens no device. For each socket that it
 receives it forks processes, which share its memory and take requests from that socket, one at a
@@ -104,18 +104,21 @@ def take_requests(requests: socket.socket, kernels: Kernels) -> None:
 
 
 def serve_batch(requests: socket.socket, kernels: Kernels) -> None:
-    """Fork processes that take the requests of one socket, and wait until all have ended. One that
-    dies had one request, which is answered here."""
-    for _ in range(num_processes()):
-        if os.fork() == 0:
-            _run_forked(requests, kernels)
+    """Fork processes that take the requests of one socket, and wait until all have ended: fewer if
+    the host permits no more. One that dies had one request, which is answered here."""
+    server = os.getpid()
+    with contextlib.suppress(OSError):  # a limit on processes or memory
+        for _ in range(num_processes()):
+            if os.fork() == 0:
+                _run_forked(requests, kernels, server)
     while True:
         try:
             _, status = os.wait()
         except ChildProcessError:
             return
         if status:
-            requests.send(f"a compiling process ended with wait status {status}".encode())
+            with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # the batch has ended
+                requests.send(f"a compiling process ended with wait status {status}".encode())
 
 
 def num_processes() -> int:
@@ -123,11 +126,11 @@ def num_processes() -> int:
     return max(1, min(MAX_PROCESSES, len(os.sched_getaffinity(0)) - 1))
 
 
-def _run_forked(requests: socket.socket, kernels: Kernels) -> None:
+def _run_forked(requests: socket.socket, kernels: Kernels, server: int) -> None:
     """Run a forked process; does not return. It skips the server's own end."""
     exit_code = 1
     try:
-        _end_with_parent()
+        _end_with_parent(server)
         take_requests(requests, kernels)
         exit_code = 0
     except (BrokenPipeError, ConnectionResetError):  # the daemon has ended
@@ -136,17 +139,17 @@ def _run_forked(requests: socket.socket, kernels: Kernels) -> None:
         os._exit(exit_code)
 
 
-def _end_with_parent() -> None:
-    """Make the kernel kill this process when the thread that started it ends (prctl(2))."""
-    parent = os.getppid()
+def _end_with_parent(parent: int) -> None:
+    """Make the kernel kill this process when the thread that started it ends (prctl(2)). parent:
+    the process of that thread; it is 1 where the daemon is a container's first process."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent or parent == 1:
+    if os.getppid() != parent:
         sys.exit("the parent process has ended")
 
 
 def main() -> None:
     """Serve batches until the daemon closes the control socket, or ends."""
-    _end_with_parent()
+    _end_with_parent(int(sys.argv[1]))
     os.nice(NICE)
     build_loader()
     kernels = find_kernels()

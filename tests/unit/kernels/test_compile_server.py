@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -40,6 +41,30 @@ with compiler.requests() as requests:
     time.sleep(600)
 """
 """A daemon in the middle of a batch, with all processes running."""
+ONE_REQUEST = """
+from worker_daemon.kernel_compiler import CompileRequest, KernelCompiler
+with KernelCompiler.start() as compiler, compiler.requests() as requests:
+    requests.send(CompileRequest("cuda", 90, 32, "", '{"name": "none"}'))
+"""
+"""A daemon that prints the reply to a request."""
+FEW_PROCESSES = """
+import errno, os, socket, sys
+from worker_daemon.kernels import compile_server
+
+def refuse():
+    raise BlockingIOError(errno.EAGAIN, "no more processes")
+
+forks = iter((os.fork, refuse, os.fork))
+os.fork = lambda: next(forks)()
+compile_server.num_processes = lambda: 3
+ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+ours.send(sys.argv[1].encode())
+ours.shutdown(socket.SHUT_WR)
+compile_server.serve_batch(theirs, {})
+print(ours.recv(4096).decode())
+"""
+"""A server that may fork one process."""
+OWN_NAMESPACE = ("unshare", "--user", "--map-root-user", "--pid", "--fork", "--mount-proc")
 
 
 class HopperDriver(TargetDriver):
@@ -120,6 +145,72 @@ def test_an_unknown_kernel_is_logged(
     assert requests.has_failed
 
 
+def test_requests_never_wait_for_the_processes(compiler: KernelCompiler) -> None:
+    """More of them than a socket holds, and than the replies that it holds."""
+    server = psutil.Process(compiler.server_pid)
+    with compiler.requests() as requests:
+        requests.send(UNKNOWN)
+        requests.wait()  # all run
+        processes = server.children()
+        for process in processes:
+            process.suspend()
+        for _ in range(1000):
+            requests.send(UNKNOWN)
+        for process in processes:
+            process.resume()
+        requests.has_failed = False
+        requests.wait()
+        assert requests.has_failed
+
+
+def test_a_process_that_dies_after_its_batch_leaves_the_server(compiler: KernelCompiler) -> None:
+    server = psutil.Process(compiler.server_pid)
+    with pytest.raises(ZeroDivisionError), compiler.requests() as requests:
+        requests.send(UNKNOWN)
+        requests.wait()
+        process = server.children()[0]
+        process.suspend()
+        raise ZeroDivisionError
+    process.kill()
+    with compiler.requests() as requests:
+        requests.send(UNKNOWN)
+    assert server.is_running()
+
+
+def test_a_server_that_may_fork_few_processes_compiles_with_these() -> None:
+    words = [sys.executable, "-c", FEW_PROCESSES, json.dumps(UNKNOWN)]
+    done = subprocess.run(words, stdout=subprocess.PIPE, text=True, check=True)
+    assert "no.such.kernel" in done.stdout
+
+
+def test_no_module_is_imported_from_the_working_directory(tmp_path: Path) -> None:
+    for name in ("json", "torch"):
+        (tmp_path / f"{name}.py").write_text(
+            f"import os; os.close(os.open({str(tmp_path / 'planted')!r}, os.O_CREAT)); os._exit(1)"
+        )
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", ONE_REQUEST],
+        cwd=tmp_path,
+        stderr=subprocess.PIPE,
+        text=True,
+        check=True,
+    )
+    assert "KeyError" in done.stderr
+    assert not (tmp_path / "planted").exists()
+
+
+@pytest.mark.skipif(
+    shutil.which("unshare") is None
+    or subprocess.run([*OWN_NAMESPACE, "true"], capture_output=True, check=False).returncode != 0,
+    reason="this user cannot make a namespace of processes",
+)
+def test_the_first_process_of_a_container_has_a_compiler() -> None:
+    script = f"import os; assert os.getpid() == 1{ONE_REQUEST}"
+    words = [*OWN_NAMESPACE, sys.executable, "-c", script]
+    done = subprocess.run(words, stderr=subprocess.PIPE, text=True, check=True)
+    assert "KeyError" in done.stderr
+
+
 def test_a_note_is_found_by_a_later_process(tmp_path: Path) -> None:
     with KernelCompiler.start(tmp_path) as first:
         assert not first.has_compiled("a model")
@@ -129,6 +220,22 @@ def test_a_note_is_found_by_a_later_process(tmp_path: Path) -> None:
         assert not later.has_compiled("another model")
         without.note_compiled("a model")
         assert not without.has_compiled("a model")
+
+
+def test_a_note_that_cannot_be_written_is_not_there(tmp_path: Path) -> None:
+    with KernelCompiler.start(tmp_path / "gone") as compiler:
+        compiler.note_compiled("a model")
+        assert not compiler.has_compiled("a model")
+
+
+def test_a_note_follows_no_link(tmp_path: Path) -> None:
+    with KernelCompiler.start(tmp_path) as compiler:
+        compiler.note_compiled("a model")
+        (note,) = tmp_path.iterdir()
+        note.unlink()
+        note.symlink_to(tmp_path / "target")
+        compiler.note_compiled("a model")
+    assert not (tmp_path / "target").exists()
 
 
 def test_an_error_of_the_block_is_raised_and_later_launches_are_launches(
