@@ -227,10 +227,15 @@ class Serving:
 
 def describe_steps(opened: OpenedDevice, model: LoadedModel) -> str:
     """Return a text that differs if the kernels of a model's steps may differ: it has the model,
-    its configuration, the rank, the device, and the sources of the kernels."""
+    its configuration, the rank, the device, the versions of torch and Triton, and the sources of
+    the kernels with their measured tiles."""
+    # Imports Triton, which a CPU daemon does not need.
+    from worker_daemon.kernels.triton_hash import hash_triton
+
     place, sources = opened.place, hashlib.sha256()
-    for path in sorted(Path(kernels.__path__[0]).glob("*.py")):
-        sources.update(path.read_bytes())
+    for form in ("*.py", "tuned/*.json"):
+        for path in sorted(Path(kernels.__path__[0]).glob(form)):
+            sources.update(path.read_bytes())
     return repr(
         (
             model.resolved.decoder,
@@ -238,7 +243,7 @@ def describe_steps(opened: OpenedDevice, model: LoadedModel) -> str:
             model.max_model_len,
             model.attention.name,
             (place.parallel, model.stage.ops_name, device_name(place.device)),
-            (torch.__version__, sources.hexdigest()),
+            (torch.__version__, hash_triton(), sources.hexdigest()),
         )
     )
 
