@@ -118,10 +118,14 @@ class KernelCompiler:
     def requests(self) -> Iterator["CompileRequests"]:
         """Yield a batch of requests, which processes compile in parallel; when the block ends
         without an error, wait for all replies. The processes end with the block. There is one batch
-        at a time: another would wait for this one."""
+        at a time. Another would wait for this one, so a server whose processes hang is ended."""
         with contextlib.closing(CompileRequests(self._control)) as batch:
-            yield batch
-            batch.wait()
+            try:
+                yield batch
+                batch.wait()
+            finally:
+                if batch.is_hung:
+                    self.close()
 
     def close(self) -> None:
         """End the server, and with it the processes of a batch. Idempotent."""
@@ -142,6 +146,8 @@ class CompileRequests:
         """Requests that were sent and not replied to."""
         self.has_failed = False
         """True once a kernel could not be compiled."""
+        self.is_hung = False
+        """True once a reply did not come in time."""
         self._is_lost = False
         with theirs:
             try:
@@ -182,7 +188,11 @@ class CompileRequests:
         self._socket.settimeout(REPLY_TIMEOUT_S)
         try:
             data = self._socket.recv(_MAX_REPLY_BYTES)
-        except OSError as error:  # the timeout too
+        except TimeoutError:
+            self.is_hung = True
+            self._lose(f"no reply in {REPLY_TIMEOUT_S:g} s")
+            return
+        except OSError as error:
             self._lose(str(error))
             return
         if not data:

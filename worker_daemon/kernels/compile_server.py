@@ -22,6 +22,7 @@ import signal
 import socket
 import sys
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, Final
 
 from triton.backends.compiler import GPUTarget
@@ -147,15 +148,32 @@ def _end_with_parent(parent: int) -> None:
         sys.exit("the parent process has ended")
 
 
+def _be_killed_first() -> None:
+    """Make the kernel end this process and its children before the daemon if memory runs out
+    (proc(5))."""
+    with contextlib.suppress(OSError):
+        Path("/proc/self/oom_score_adj").write_text("1000")
+
+
+def _take_control() -> socket.socket:
+    """Return the control socket, and close standard input: the compilers that Triton starts
+    inherit it, and would keep the socket open."""
+    control = socket.socket(fileno=os.dup(sys.stdin.fileno()))
+    with Path(os.devnull).open() as null:
+        os.dup2(null.fileno(), sys.stdin.fileno())
+    return control
+
+
 def main() -> None:
     """Serve batches until the daemon closes the control socket, or ends."""
     _end_with_parent(int(sys.argv[1]))
     os.nice(NICE)
+    _be_killed_first()
     build_loader()
     kernels = find_kernels()
     gc.collect()
     gc.freeze()  # forked processes then do not copy these objects' pages
-    with socket.socket(fileno=sys.stdin.fileno()) as control:
+    with _take_control() as control:
         while True:
             message, descriptors, _, _ = socket.recv_fds(control, 1, 1)
             if not message or not descriptors:

@@ -18,6 +18,7 @@ import torch
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
+from worker_daemon import kernel_compiler
 from worker_daemon.kernel_compiler import CompileRequest, KernelCompiler
 from worker_daemon.kernels import step_buffers
 from worker_daemon.kernels.argmax import greedy_tokens
@@ -161,6 +162,33 @@ def test_requests_never_wait_for_the_processes(compiler: KernelCompiler) -> None
         requests.has_failed = False
         requests.wait()
         assert requests.has_failed
+
+
+def test_a_server_whose_processes_hang_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    with KernelCompiler.start() as compiler:
+        server = psutil.Process(compiler.server_pid)
+        with compiler.requests() as requests:
+            requests.send(UNKNOWN)
+            requests.wait()
+            processes = server.children()
+            for process in processes:
+                process.suspend()
+            monkeypatch.setattr(kernel_compiler, "REPLY_TIMEOUT_S", 0.1)
+            requests.send(UNKNOWN)
+        assert not psutil.wait_procs([server, *processes], ENDS_WITHIN_S)[1]
+        with compiler.requests() as requests:
+            requests.send(UNKNOWN)
+        assert requests.has_failed
+
+
+def test_the_server_is_killed_before_the_daemon_and_leaves_compilers_no_socket(
+    compiler: KernelCompiler,
+) -> None:
+    with compiler.requests() as requests:
+        requests.send(UNKNOWN)
+    here = Path(f"/proc/{compiler.server_pid}")
+    assert (here / "oom_score_adj").read_text().strip() == "1000"
+    assert (here / "fd" / "0").readlink() == Path(os.devnull)
 
 
 def test_a_process_that_dies_after_its_batch_leaves_the_server(compiler: KernelCompiler) -> None:
