@@ -45,8 +45,20 @@ class CompileRequest(NamedTuple):
     """The daemon's hash of the kernel's source and of all that it calls. Triton's hash depends on
     the order in which a process hashes its kernels (seen in 3.6: the order decides where a cycle of
     calls is cut), so the server takes this one; another would name another entry of the cache."""
+    sources: str
+    """hash_sources in the daemon. If the package was replaced since the server imported it, other
+    code would be cached under source_key."""
     specialization: str
     """JSON that JITFunction.preload reads."""
+
+
+def hash_sources() -> str:
+    """Return a hash of the files that kernels and the choice of their tiles depend on."""
+    root, digest = Path(__file__).parent, hashlib.sha256()
+    for form in ("contracts/*.py", "kernels/*.py", "kernels/tuned/*.json"):
+        for path in sorted(root.glob(form)):
+            digest.update(path.read_bytes())
+    return digest.hexdigest()
 
 
 class KernelCompiler:

@@ -23,14 +23,14 @@ import socket
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia import driver as nvidia
 from triton.runtime import driver
 
 import worker_daemon.kernels
-from worker_daemon.kernel_compiler import COMPILED, CompileRequest
+from worker_daemon.kernel_compiler import COMPILED, CompileRequest, hash_sources
 from worker_daemon.kernels.compile_ahead import Launched
 
 MAX_PROCESSES: Final = 16
@@ -41,8 +41,14 @@ _PR_SET_PDEATHSIG: Final = 1
 _BUILDS_LAUNCHERS: Final = hasattr(nvidia, "make_launcher")
 """True if this version of Triton builds C modules."""
 
-Kernels = Mapping[str, Any]
-"""Kernels by their full names."""
+
+class Kernels(NamedTuple):
+    """The kernels that the host launches."""
+
+    sources: str
+    """hash_sources, before they were imported."""
+    by_name: Mapping[str, Any]
+    """Kernels by their full names."""
 
 
 class TargetDriver:
@@ -62,7 +68,7 @@ class TargetDriver:
 
 def find_kernels() -> Kernels:
     """Import all modules of kernels, and return what the host launches."""
-    found = {}
+    sources, found = hash_sources(), {}
     package = worker_daemon.kernels
     for module in pkgutil.iter_modules(package.__path__, f"{package.__name__}."):
         if module.name == __spec__.name:
@@ -71,14 +77,16 @@ def find_kernels() -> Kernels:
             if isinstance(value, Launched):
                 kernel = value.kernel
                 found[f"{kernel.fn.__module__}.{kernel.fn.__qualname__}"] = kernel
-    return found
+    return Kernels(sources, found)
 
 
 def compile_kernel(kernels: Kernels, request: CompileRequest) -> None:
     """Compile a kernel, and what launches it, into Triton's cache. Raises what Triton raises,
-    KeyError for an unknown name."""
+    KeyError for an unknown name, ValueError if the daemon has other sources."""
+    if request.sources != kernels.sources:
+        raise ValueError("the kernels on disk have changed since the compile server started")
     driver.set_active(TargetDriver(GPUTarget(request.backend, request.arch, request.warp_size)))
-    kernel = kernels[json.loads(request.specialization)["name"]]
+    kernel = kernels.by_name[json.loads(request.specialization)["name"]]
     kernel.hash = request.source_key
     compiled = kernel.preload(request.specialization)
     if _BUILDS_LAUNCHERS:

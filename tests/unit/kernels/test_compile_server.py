@@ -19,8 +19,8 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
 from worker_daemon import kernel_compiler
-from worker_daemon.kernel_compiler import CompileRequest, KernelCompiler
-from worker_daemon.kernels import step_buffers
+from worker_daemon.kernel_compiler import CompileRequest, KernelCompiler, hash_sources
+from worker_daemon.kernels import compile_ahead, step_buffers
 from worker_daemon.kernels.argmax import greedy_tokens
 from worker_daemon.kernels.compile_ahead import Launched, compiling_ahead
 from worker_daemon.kernels.compile_server import TargetDriver
@@ -28,24 +28,25 @@ from worker_daemon.kernels.penalties import count_tokens
 from worker_daemon.server.assembly import running_compiler
 
 HOPPER = GPUTarget("cuda", 90, 32)
-UNKNOWN = CompileRequest("cuda", 90, 32, "", json.dumps({"name": "no.such.kernel"}))
+NOTHING = json.dumps({"name": "no.such.kernel"})
+UNKNOWN = CompileRequest("cuda", 90, 32, "", hash_sources(), NOTHING)
 ENDS_WITHIN_S = 30.0
 
 ORPHAN = """
 import sys, time
-from worker_daemon.kernel_compiler import CompileRequest, KernelCompiler
+from worker_daemon.kernel_compiler import CompileRequest, KernelCompiler, hash_sources
 compiler = KernelCompiler.start()
 with compiler.requests() as requests:
-    requests.send(CompileRequest("cuda", 90, 32, "", '{"name": "none"}'))
+    requests.send(CompileRequest("cuda", 90, 32, "", hash_sources(), '{"name": "none"}'))
     requests.wait()
     print(compiler.server_pid, flush=True)
     time.sleep(600)
 """
 """A daemon in the middle of a batch, with all processes running."""
 ONE_REQUEST = """
-from worker_daemon.kernel_compiler import CompileRequest, KernelCompiler
+from worker_daemon.kernel_compiler import CompileRequest, KernelCompiler, hash_sources
 with KernelCompiler.start() as compiler, compiler.requests() as requests:
-    requests.send(CompileRequest("cuda", 90, 32, "", '{"name": "none"}'))
+    requests.send(CompileRequest("cuda", 90, 32, "", hash_sources(), '{"name": "none"}'))
 """
 """A daemon that prints the reply to a request."""
 FEW_PROCESSES = """
@@ -61,7 +62,7 @@ compile_server.num_processes = lambda: 3
 ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 ours.send(sys.argv[1].encode())
 ours.shutdown(socket.SHUT_WR)
-compile_server.serve_batch(theirs, {})
+compile_server.serve_batch(theirs, compile_server.find_kernels())
 print(ours.recv(4096).decode())
 """
 """A server that may fork one process."""
@@ -237,6 +238,18 @@ def test_the_first_process_of_a_container_has_a_compiler() -> None:
     words = [*OWN_NAMESPACE, sys.executable, "-c", script]
     done = subprocess.run(words, stderr=subprocess.PIPE, text=True, check=True)
     assert "KeyError" in done.stderr
+
+
+def test_a_package_that_was_replaced_since_the_start_is_not_compiled(
+    compiler: KernelCompiler, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    before = cached_kernels()
+    monkeypatch.setattr(compile_ahead, "hash_sources", lambda: "of a newer package")
+    with caplog.at_level(logging.WARNING), compiling_ahead(compiler) as requests:
+        greedy_tokens(torch.zeros(4, 998, dtype=torch.float16), 998, pdl=False)
+    assert requests.has_failed
+    assert "have changed" in caplog.text
+    assert cached_kernels() == before
 
 
 def test_a_note_is_found_by_a_later_process(tmp_path: Path) -> None:

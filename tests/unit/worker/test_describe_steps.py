@@ -7,7 +7,7 @@ from typing import cast
 import pytest
 import torch
 
-from worker_daemon import kernels
+from worker_daemon import kernel_compiler
 from worker_daemon.kernels import triton_hash
 from worker_daemon.worker.loading import LoadedModel
 from worker_daemon.worker.rank_device import OpenedDevice
@@ -27,18 +27,17 @@ def describe() -> str:
     return describe_steps(cast(OpenedDevice, opened), cast(LoadedModel, model))
 
 
-def test_measured_tiles_and_kernels_change_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("name", ["kernels/norm.py", "kernels/tuned/gpu.json", "contracts/fp8.py"])
+def test_a_change_of_kernels_or_their_measured_tiles_changes_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    monkeypatch.setattr(kernels, "__path__", [str(tmp_path), *kernels.__path__])
-    (tmp_path / "tuned").mkdir()
-    kernel, tiles = tmp_path / "norm.py", tmp_path / "tuned" / "a_device.json"
+    monkeypatch.setattr(kernel_compiler, "__file__", str(tmp_path / "kernel_compiler.py"))
     texts = []
-    for path, content in ((kernel, "one"), (kernel, "two"), (tiles, "{}"), (tiles, "[]")):
-        path.write_text(content)
+    for content in ("one", "two"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(content)
         texts.append(describe())
-    assert len(set(texts)) == len(texts)
-    assert describe() == texts[-1]
+    assert texts[0] != texts[1] == describe()
 
 
 def test_another_triton_changes_it(monkeypatch: pytest.MonkeyPatch) -> None:
