@@ -22,8 +22,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final, NamedTuple, Self
 
-from worker_daemon.directories import open_own_file
-
 SERVER: Final = "worker_daemon.kernels.compile_server"
 REPLY_TIMEOUT_S: Final = 120.0
 """The longest wait for the next reply, in case the server is stopped."""
@@ -119,7 +117,7 @@ class KernelCompiler:
         note = self._note(description)
         if note is not None:
             with contextlib.suppress(OSError):
-                os.close(open_own_file(note, os.O_WRONLY | os.O_CREAT))
+                os.close(os.open(note, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW, 0o600))
 
     def _note(self, description: str) -> Path | None:
         if self._notes is None:
