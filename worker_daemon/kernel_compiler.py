@@ -66,7 +66,7 @@ class KernelCompiler:
     """
 
     def __init__(
-        self, control: socket.socket, server: "subprocess.Popen[bytes]", notes: Path | None
+        self, control: socket.socket, server: "subprocess.Popen[bytes] | None", notes: Path | None
     ) -> None:
         self._control = control
         self._server = server
@@ -76,9 +76,11 @@ class KernelCompiler:
     def start(cls, notes: Path | None = None) -> "KernelCompiler":
         """Start the server; returns while it is importing. It has this process's environment, which
         names the directory of compiled kernels, and writes errors to the standard error. notes: the
-        same directory, for notes; None keeps none."""
+        same directory, for notes; None keeps none. If the host cannot start it now, all batches
+        fail: a rank does the same as its peers, and compiles what it needs."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with theirs:
+        server = None
+        with theirs, contextlib.suppress(OSError):  # each batch logs that the server is lost
             server = subprocess.Popen(
                 # -P: no module is imported from the working directory, which others may write.
                 [sys.executable, "-P", "-m", SERVER, str(os.getpid())],
@@ -91,6 +93,7 @@ class KernelCompiler:
     @property
     def server_pid(self) -> int:
         """The process id of the server, whose children compile."""
+        assert self._server is not None
         return self._server.pid
 
     def __enter__(self) -> Self:
@@ -140,8 +143,9 @@ class KernelCompiler:
     def close(self) -> None:
         """End the server, and with it the processes of a batch. Idempotent."""
         self._control.close()
-        self._server.kill()
-        self._server.wait()
+        if self._server is not None:
+            self._server.kill()
+            self._server.wait()
 
 
 class CompileRequests:

@@ -212,6 +212,20 @@ def test_a_server_that_may_fork_few_processes_compiles_with_these() -> None:
     assert "no.such.kernel" in done.stdout
 
 
+def test_without_a_server_launches_request_nothing(
+    compiler: KernelCompiler, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A rank whose host refuses the process captures the same collectives as its peers."""
+    before = cached_kernels()
+    monkeypatch.setattr(sys, "executable", "/no/such/program")
+    with KernelCompiler.start() as without, caplog.at_level(logging.WARNING):
+        with compiling_ahead(without) as requests:
+            greedy_tokens(torch.zeros(4, 997, dtype=torch.float16), 997, pdl=False)
+        assert requests.has_failed
+    assert caplog.text.count("the compile server is lost") == 1
+    assert cached_kernels() == before
+
+
 def test_no_module_is_imported_from_the_working_directory(tmp_path: Path) -> None:
     for name in ("json", "torch"):
         (tmp_path / f"{name}.py").write_text(
