@@ -13,6 +13,7 @@ import contextlib
 import hashlib
 import json
 import logging
+import os
 import socket
 import subprocess
 import sys
@@ -42,8 +43,20 @@ class CompileRequest(NamedTuple):
     """The daemon's hash of the kernel's source and of all that it calls. Triton's hash depends on
     the order in which a process hashes its kernels (seen in 3.6: the order decides where a cycle of
     calls is cut), so the server takes this one; another would name another entry of the cache."""
+    sources: str
+    """hash_sources in the daemon. If the package was replaced since the server imported it, other
+    code would be cached under source_key."""
     specialization: str
     """JSON that JITFunction.preload reads."""
+
+
+def hash_sources() -> str:
+    """Return a hash of the files that kernels and the choice of their tiles depend on."""
+    root, digest = Path(__file__).parent, hashlib.sha256()
+    for form in ("contracts/*.py", "kernels/*.py", "kernels/tuned/*.json"):
+        for path in sorted(root.glob(form)):
+            digest.update(path.read_bytes())
+    return digest.hexdigest()
 
 
 class KernelCompiler:
@@ -53,7 +66,7 @@ class KernelCompiler:
     """
 
     def __init__(
-        self, control: socket.socket, server: "subprocess.Popen[bytes]", notes: Path | None
+        self, control: socket.socket, server: "subprocess.Popen[bytes] | None", notes: Path | None
     ) -> None:
         self._control = control
         self._server = server
@@ -63,11 +76,14 @@ class KernelCompiler:
     def start(cls, notes: Path | None = None) -> "KernelCompiler":
         """Start the server; returns while it is importing. It has this process's environment, which
         names the directory of compiled kernels, and writes errors to the standard error. notes: the
-        same directory, for notes; None keeps none."""
+        same directory, for notes; None keeps none. If the host cannot start it now, all batches
+        fail: a rank does the same as its peers, and compiles what it needs."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with theirs:
+        server = None
+        with theirs, contextlib.suppress(OSError):  # each batch logs that the server is lost
             server = subprocess.Popen(
-                [sys.executable, "-m", SERVER],
+                # -P: no module is imported from the working directory, which others may write.
+                [sys.executable, "-P", "-m", SERVER, str(os.getpid())],
                 stdin=theirs.fileno(),
                 stdout=subprocess.DEVNULL,
                 start_new_session=True,  # a signal from the terminal is for the daemon
@@ -77,6 +93,7 @@ class KernelCompiler:
     @property
     def server_pid(self) -> int:
         """The process id of the server, whose children compile."""
+        assert self._server is not None
         return self._server.pid
 
     def __enter__(self) -> Self:
@@ -89,7 +106,13 @@ class KernelCompiler:
         """Return True if note_compiled was called with this description, in any process. If kernels
         were deleted since, they are compiled when they are needed."""
         note = self._note(description)
-        return note is not None and note.exists()
+        if note is None:
+            return False
+        try:
+            note.lstat()
+        except OSError:  # of a broken disk too
+            return False
+        return True
 
     def note_compiled(self, description: str) -> None:
         """Note that the cache has all kernels of a configuration. description: everything that they
@@ -97,7 +120,7 @@ class KernelCompiler:
         note = self._note(description)
         if note is not None:
             with contextlib.suppress(OSError):
-                note.touch()
+                os.close(os.open(note, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW, 0o600))
 
     def _note(self, description: str) -> Path | None:
         if self._notes is None:
@@ -108,16 +131,21 @@ class KernelCompiler:
     def requests(self) -> Iterator["CompileRequests"]:
         """Yield a batch of requests, which processes compile in parallel; when the block ends
         without an error, wait for all replies. The processes end with the block. There is one batch
-        at a time: another would wait for this one."""
+        at a time. Another would wait for this one, so a server whose processes hang is ended."""
         with contextlib.closing(CompileRequests(self._control)) as batch:
-            yield batch
-            batch.wait()
+            try:
+                yield batch
+                batch.wait()
+            finally:
+                if batch.is_hung:
+                    self.close()
 
     def close(self) -> None:
         """End the server, and with it the processes of a batch. Idempotent."""
         self._control.close()
-        self._server.kill()
-        self._server.wait()
+        if self._server is not None:
+            self._server.kill()
+            self._server.wait()
 
 
 class CompileRequests:
@@ -126,13 +154,14 @@ class CompileRequests:
 
     def __init__(self, control: socket.socket) -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        ours.settimeout(REPLY_TIMEOUT_S)
         self._socket = ours
         self._unsent: deque[bytes] = deque()
         self._num_waiting = 0
         """Requests that were sent and not replied to."""
         self.has_failed = False
         """True once a kernel could not be compiled."""
+        self.is_hung = False
+        """True once a reply did not come in time."""
         self._is_lost = False
         with theirs:
             try:
@@ -157,9 +186,10 @@ class CompileRequests:
 
     def _flush(self) -> None:
         """Send what fits into the socket: the rest when a reply shows that there is room."""
+        self._socket.setblocking(False)  # with a timeout, MSG_DONTWAIT would wait too
         while self._unsent and not self._is_lost:
             try:
-                self._socket.send(self._unsent[0], socket.MSG_DONTWAIT)
+                self._socket.send(self._unsent[0])
             except BlockingIOError:
                 return
             except OSError as error:
@@ -169,9 +199,14 @@ class CompileRequests:
             self._num_waiting += 1
 
     def _receive(self) -> None:
+        self._socket.settimeout(REPLY_TIMEOUT_S)
         try:
             data = self._socket.recv(_MAX_REPLY_BYTES)
-        except OSError as error:  # the timeout too
+        except TimeoutError:
+            self.is_hung = True
+            self._lose(f"no reply in {REPLY_TIMEOUT_S:g} s")
+            return
+        except OSError as error:
             self._lose(str(error))
             return
         if not data:

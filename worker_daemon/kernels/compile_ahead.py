@@ -17,7 +17,12 @@ from typing import Any, Final, TypeVar
 from triton import knobs
 from triton.runtime import driver
 
-from worker_daemon.kernel_compiler import CompileRequest, CompileRequests, KernelCompiler
+from worker_daemon.kernel_compiler import (
+    CompileRequest,
+    CompileRequests,
+    KernelCompiler,
+    hash_sources,
+)
 
 _Grid = TypeVar("_Grid")
 
@@ -68,6 +73,7 @@ class _Requesting:
         self._requested: set[str] = set()
         self._failed: set[object] = set()
         self._target = driver.active.get_current_target()
+        self._sources = hash_sources()
 
     def launch(self, kernel: Any, *args: object, **options: object) -> None:
         """Make Triton call `request`, unless it has the kernel in memory."""
@@ -87,7 +93,7 @@ class _Requesting:
             self._requested.add(specialization)
             target, key = self._target, fn.jit_function.cache_key
             request = CompileRequest(
-                target.backend, target.arch, target.warp_size, key, specialization
+                target.backend, target.arch, target.warp_size, key, self._sources, specialization
             )
             self._requests.send(request)
         return True
