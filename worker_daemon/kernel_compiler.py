@@ -5,8 +5,8 @@ requests and waits for the replies. It loads neither torch nor Triton, so the se
 imports both, while the daemon imports torch itself. Nothing depends on the server: a kernel that it
 did not compile is compiled at its first launch.
 
-For each configuration whose kernels were all compiled there is a note, an empty file in the cache.
-A start that finds it requests nothing, which saves the launches.
+For each configuration whose kernels were all compiled there is a marker, an empty file in the
+cache. A start that finds it requests nothing, which saves the launches.
 """
 
 import contextlib
@@ -25,7 +25,7 @@ SERVER: Final = "worker_daemon.kernels.compile_server"
 REPLY_TIMEOUT_S: Final = 120.0
 """The longest wait for the next reply, in case the server is stopped."""
 COMPILED: Final = b"compiled"
-"""The reply to a request whose kernel is in the cache. Any other reply is the problem's text."""
+"""The reply to a request whose kernel is in the cache. Any other reply is an error message."""
 _MAX_REPLY_BYTES: Final = 4096
 
 _LOG = logging.getLogger(__name__)
@@ -53,17 +53,21 @@ class KernelCompiler:
     """
 
     def __init__(
-        self, control: socket.socket, server: "subprocess.Popen[bytes]", notes: Path | None
+        self, control: socket.socket, server: "subprocess.Popen[bytes]", marker_dir: Path | None
     ) -> None:
         self._control = control
         self._server = server
-        self._notes = notes
+        self._marker_dir = marker_dir
 
     @classmethod
-    def start(cls, notes: Path | None = None) -> "KernelCompiler":
-        """Start the server; returns while it is importing. It has this process's environment, which
-        names the directory of compiled kernels, and writes errors to the standard error. notes: the
-        same directory, for notes; None keeps none."""
+    def start(cls, marker_dir: Path | None = None) -> "KernelCompiler":
+        """Start the server; return while it is importing. It inherits the environment, which names
+        the directory of compiled kernels, and the standard error. marker_dir: the directory of
+        markers; None keeps none.
+
+        Raises:
+            OSError: the process cannot be started.
+        """
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             server = subprocess.Popen(
@@ -72,7 +76,7 @@ class KernelCompiler:
                 stdout=subprocess.DEVNULL,
                 start_new_session=True,  # a signal from the terminal is for the daemon
             )
-        return cls(ours, server, notes)
+        return cls(ours, server, marker_dir)
 
     @property
     def server_pid(self) -> int:
@@ -86,30 +90,31 @@ class KernelCompiler:
         self.close()
 
     def has_compiled(self, description: str) -> bool:
-        """Return True if note_compiled was called with this description, in any process. If kernels
+        """Return True if mark_compiled was called with this description, in any process. If kernels
         were deleted since, they are compiled when they are needed."""
-        note = self._note(description)
-        return note is not None and note.exists()
+        marker = self._marker(description)
+        return marker is not None and marker.exists()
 
-    def note_compiled(self, description: str) -> None:
-        """Note that the cache has all kernels of a configuration. description: everything that they
-        depend on, in any form. What cannot be written is only requested again."""
-        note = self._note(description)
-        if note is not None:
+    def mark_compiled(self, description: str) -> None:
+        """Record that the cache has all kernels of a configuration. description: everything that
+        they depend on, in any form. If the marker cannot be written, the next start requests the
+        kernels again."""
+        marker = self._marker(description)
+        if marker is not None:
             with contextlib.suppress(OSError):
-                note.touch()
+                marker.touch()
 
-    def _note(self, description: str) -> Path | None:
-        if self._notes is None:
+    def _marker(self, description: str) -> Path | None:
+        if self._marker_dir is None:
             return None
-        return self._notes / f"{hashlib.sha256(description.encode()).hexdigest()}.compiled"
+        return self._marker_dir / f"{hashlib.sha256(description.encode()).hexdigest()}.compiled"
 
     @contextlib.contextmanager
-    def requests(self) -> Iterator["CompileRequests"]:
+    def batch(self) -> Iterator["CompileBatch"]:
         """Yield a batch of requests, which processes compile in parallel; when the block ends
         without an error, wait for all replies. The processes end with the block. There is one batch
         at a time: another would wait for this one."""
-        with contextlib.closing(CompileRequests(self._control)) as batch:
+        with contextlib.closing(CompileBatch(self._control)) as batch:
             yield batch
             batch.wait()
 
@@ -120,9 +125,8 @@ class KernelCompiler:
         self._server.wait()
 
 
-class CompileRequests:
-    """One batch of requests, over a socket of its own. After a failure of the server it does
-    nothing."""
+class CompileBatch:
+    """A batch of requests, over its own socket. Once the server has failed, it sends no more."""
 
     def __init__(self, control: socket.socket) -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -130,10 +134,10 @@ class CompileRequests:
         self._socket = ours
         self._unsent: deque[bytes] = deque()
         self._num_waiting = 0
-        """Requests that were sent and not replied to."""
+        """Requests without a reply so far."""
         self.has_failed = False
-        """True once a kernel could not be compiled."""
-        self._is_lost = False
+        """True once a kernel could not be compiled, or the server has failed."""
+        self._is_server_lost = False
         with theirs:
             try:
                 socket.send_fds(control, [b"\0"], [theirs.fileno()])
@@ -141,7 +145,7 @@ class CompileRequests:
                 self._lose(str(error))
 
     def close(self) -> None:
-        """Close the socket: the processes end."""
+        """Close the socket, which ends the compiling processes."""
         self._socket.close()
 
     def send(self, request: CompileRequest) -> None:
@@ -151,13 +155,13 @@ class CompileRequests:
 
     def wait(self) -> None:
         """Wait until every request has been replied to, or the server has failed."""
-        while (self._unsent or self._num_waiting) and not self._is_lost:
+        while (self._unsent or self._num_waiting) and not self._is_server_lost:
             self._receive()
             self._flush()
 
     def _flush(self) -> None:
-        """Send what fits into the socket: the rest when a reply shows that there is room."""
-        while self._unsent and not self._is_lost:
+        """Send as many requests as the socket takes; a reply shows that it takes more."""
+        while self._unsent and not self._is_server_lost:
             try:
                 self._socket.send(self._unsent[0], socket.MSG_DONTWAIT)
             except BlockingIOError:
@@ -180,9 +184,9 @@ class CompileRequests:
         self._num_waiting -= 1
         if data != COMPILED:
             self.has_failed = True
-            problem = data.decode(errors="replace")
-            _LOG.warning("a kernel will be compiled when it is needed: %s", problem)
+            error_text = data.decode(errors="replace")
+            _LOG.warning("a kernel will be compiled when it is needed: %s", error_text)
 
     def _lose(self, cause: str) -> None:
-        self._is_lost = self.has_failed = True
+        self._is_server_lost = self.has_failed = True
         _LOG.warning("the compile server is lost, kernels are compiled when needed: %s", cause)

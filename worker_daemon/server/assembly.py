@@ -19,10 +19,10 @@ from worker_daemon.server.daemon import serve
 from worker_daemon.server.dispatch import RendezvousServerLike, WorkerLike
 from worker_daemon.settings import (
     ProcessSettings,
-    kernel_directory,
     prepare_environment,
     prepare_flight_recorder,
     prepare_waiting,
+    prepared_kernel_cache,
     profile_directory,
     user_threads,
     visible_devices,
@@ -56,13 +56,14 @@ def run_daemon(settings: ProcessSettings) -> int:
 
 @contextmanager
 def running_compiler(device: str) -> Iterator[KernelCompiler | None]:
-    """Yield the compiler of a GPU's kernels, which imports Triton while this process imports torch.
-    None on the CPU, which has no kernels to compile, or if the host cannot start it now."""
+    """Yield the compiler of a GPU's kernels, whose server imports Triton while this process imports
+    torch. Yield None on the CPU, which has no kernels to compile, or if the server cannot be
+    started."""
     if device == "cpu":
         yield None
         return
     try:
-        compiler = KernelCompiler.start(kernel_directory())
+        compiler = KernelCompiler.start(prepared_kernel_cache())
     except OSError as error:
         logging.getLogger(__name__).warning("kernels are compiled when needed: %s", error)
         yield None
@@ -83,7 +84,7 @@ def make_worker(
 ) -> WorkerLike:
     """Load torch and make the worker; called on the step thread. Raises ConfigError if there is no
     such device."""
-    # Collections among the objects of torch's modules take tenths of a second.
+    # While torch is imported, garbage collections take tenths of a second and find nothing.
     gc.disable()
     if device != "cpu":
         threading.Thread(target=_prepare_triton, name="triton", daemon=True).start()
@@ -108,9 +109,9 @@ def make_worker(
 
 
 def _prepare_triton() -> None:
-    """Import Triton and hash its files, which takes 0.4 s, mostly without the interpreter's lock:
-    on a thread of its own, while torch is imported."""
-    with suppress(ImportError):  # init_device raises it
+    """Import Triton and hash its files, on a thread of its own while torch is imported. This takes
+    0.4 s, mostly without the interpreter's lock."""
+    with suppress(ImportError):  # init_device raises the error
         from worker_daemon.kernels.triton_hash import hash_triton
 
         hash_triton()

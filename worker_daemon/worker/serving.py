@@ -156,17 +156,17 @@ class Serving:
         # Imports Triton, which a CPU daemon does not need.
         from worker_daemon.kernels.compile_ahead import compiling_ahead
 
-        with self._capturing(), compiling_ahead(compiler) as requests:
-            thin, limits = self.runner.eager.compile_subset(), self.runner.state.limits
+        with self._capturing(), compiling_ahead(compiler) as batch:
+            subset, limits = self.runner.eager.compile_subset(), self.runner.state.limits
             if self._parts.parallel.tp_size == 1:
                 # First, as kernels of large steps take the longest. No block is used.
-                self._launch_layers(thin, replace(limits, num_blocks=limits.max_num_seqs + 1))
-            thin.launch_sampling(limits.max_num_seqs)
+                self._launch_layers(subset, replace(limits, num_blocks=limits.max_num_seqs + 1))
+            subset.launch_sampling(limits.max_num_seqs)
             self._step_graphs().launch(self.runner)
-        return not requests.has_failed
+        return not batch.has_failed
 
-    def _launch_layers(self, thin: EagerProgram, limits: StepLimits) -> None:
-        """Launch the layers of all steps of warm_up."""
+    def _launch_layers(self, program: EagerProgram, limits: StepLimits) -> None:
+        """Launch the layers of the steps that warm_up runs through compile_subset."""
         sweep = decode_lengths(limits) if self._enforce_eager else ()
         for lengths, counts in itertools.chain(size_lengths(limits), sweep):
             hidden = torch.empty(
@@ -174,7 +174,7 @@ class Serving:
                 dtype=self._parts.dtype,
                 device=self._parts.device,
             )
-            thin.launch_layers(hidden, np.array(counts, np.int32), np.array(lengths, np.int32))
+            program.launch_layers(hidden, np.array(counts, np.int32), np.array(lengths, np.int32))
 
     def estimate_graphs(self, used_bytes: Callable[[], int]) -> int:
         """Return an estimate of the graphs' bytes: see StepGraphs.estimate_bytes."""
@@ -226,11 +226,9 @@ class Serving:
 
 
 def describe_steps(opened: OpenedDevice, model: LoadedModel) -> str:
-    """Return a text that differs if the kernels of a model's steps may differ: it has the model,
-    its configuration, the rank, the device, and the sources of the kernels."""
-    place, sources = opened.place, hashlib.sha256()
-    for path in sorted(Path(kernels.__path__[0]).glob("*.py")):
-        sources.update(path.read_bytes())
+    """Describe all that the kernels of a model's steps depend on: the model, its configuration, the
+    rank, the device, and the sources of the kernels. Equal texts mean equal kernels."""
+    place = opened.place
     return repr(
         (
             model.resolved.decoder,
@@ -238,9 +236,17 @@ def describe_steps(opened: OpenedDevice, model: LoadedModel) -> str:
             model.max_model_len,
             model.attention.name,
             (place.parallel, model.stage.ops_name, device_name(place.device)),
-            (torch.__version__, sources.hexdigest()),
+            (torch.__version__, hash_sources(Path(kernels.__path__[0]))),
         )
     )
+
+
+def hash_sources(directory: Path) -> str:
+    """Return a hash of the kernels' sources and of the tuned tiles in a directory like kernels/."""
+    found = hashlib.sha256()
+    for path in sorted([*directory.glob("*.py"), *directory.glob("tuned/*.json")]):
+        found.update(path.read_bytes())
+    return found.hexdigest()
 
 
 def _too_large_graphs(error: Exception) -> CapacityError | None:

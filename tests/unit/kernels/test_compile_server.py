@@ -33,9 +33,9 @@ ORPHAN = """
 import sys, time
 from worker_daemon.kernel_compiler import CompileRequest, KernelCompiler
 compiler = KernelCompiler.start()
-with compiler.requests() as requests:
-    requests.send(CompileRequest("cuda", 90, 32, "", '{"name": "none"}'))
-    requests.wait()
+with compiler.batch() as batch:
+    batch.send(CompileRequest("cuda", 90, 32, "", '{"name": "none"}'))
+    batch.wait()
     print(compiler.server_pid, flush=True)
     time.sleep(600)
 """
@@ -86,10 +86,10 @@ def compile_only(kernel: Launched, grid: object) -> Callable[..., object]:
 def test_kernels_that_are_requested_are_those_that_launches_need(
     compiler: KernelCompiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with compiling_ahead(compiler) as requests:
+    with compiling_ahead(compiler) as batch:
         launch_some()
         launch_some()
-    assert not requests.has_failed
+    assert not batch.has_failed
     made = cached_kernels()
     assert len(made) >= 3
     monkeypatch.setattr(Launched, "__getitem__", compile_only)
@@ -114,20 +114,20 @@ def test_what_cannot_be_compiled_is_logged_and_the_rest_compiled(
 def test_an_unknown_kernel_is_logged(
     compiler: KernelCompiler, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with compiler.requests() as requests, caplog.at_level(logging.WARNING):
-        requests.send(UNKNOWN)
+    with compiler.batch() as batch, caplog.at_level(logging.WARNING):
+        batch.send(UNKNOWN)
     assert "no.such.kernel" in caplog.text
-    assert requests.has_failed
+    assert batch.has_failed
 
 
-def test_a_note_is_found_by_a_later_process(tmp_path: Path) -> None:
+def test_a_marker_is_found_by_a_later_process(tmp_path: Path) -> None:
     with KernelCompiler.start(tmp_path) as first:
         assert not first.has_compiled("a model")
-        first.note_compiled("a model")
+        first.mark_compiled("a model")
     with KernelCompiler.start(tmp_path) as later, KernelCompiler.start() as without:
         assert later.has_compiled("a model")
         assert not later.has_compiled("another model")
-        without.note_compiled("a model")
+        without.mark_compiled("a model")
         assert not without.has_compiled("a model")
 
 
@@ -145,26 +145,26 @@ def test_a_killed_process_costs_its_request_and_a_killed_server_all_of_them(
     compiler: KernelCompiler, caplog: pytest.LogCaptureFixture
 ) -> None:
     server = psutil.Process(compiler.server_pid)
-    with compiler.requests() as requests:
-        requests.send(UNKNOWN)
-        requests.wait()  # all run
+    with compiler.batch() as batch:
+        batch.send(UNKNOWN)
+        batch.wait()  # all run
         for process in server.children():
             process.suspend()
-        requests.send(UNKNOWN)
+        batch.send(UNKNOWN)
         server.children()[0].kill()
         for process in server.children():
             process.resume()
     assert server.is_running()
-    with compiler.requests() as requests, caplog.at_level(logging.WARNING):
-        requests.send(UNKNOWN)
+    with compiler.batch() as batch, caplog.at_level(logging.WARNING):
+        batch.send(UNKNOWN)
         server.kill()
     assert "the compile server is lost" in caplog.text
     while runs(server):
         time.sleep(0.01)
     caplog.clear()
-    with compiler.requests() as requests, caplog.at_level(logging.WARNING):
-        requests.send(UNKNOWN)
-        requests.send(UNKNOWN)
+    with compiler.batch() as batch, caplog.at_level(logging.WARNING):
+        batch.send(UNKNOWN)
+        batch.send(UNKNOWN)
     assert caplog.text.count("the compile server is lost") == 1
 
 
