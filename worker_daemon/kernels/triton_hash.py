@@ -1,8 +1,8 @@
-"""Computes Triton's hash of its own files, a part of the key of every kernel in its cache."""
+"""Computes Triton's hash of its own files, which every key of its kernel cache contains."""
 
 from triton.runtime.cache import triton_key
 
 
 def hash_triton() -> None:
-    """Compute the hash, which Triton keeps. Does not load torch."""
+    """Compute the hash; Triton remembers it. Does not load torch."""
     triton_key()
