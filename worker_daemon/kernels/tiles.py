@@ -28,8 +28,8 @@ MANY_PROGRAMS = 1024
 """Sequences x KV heads from which shorter tiles are worth separate graphs."""
 
 LONG_CONTEXT, SPLIT_PROGRAMS_PER_SM = 4096, 8
-"""Decodes over a KV cache in FP8 with more keys than LONG_CONTEXT are split, even if they occupy all
-SMs, until each has SPLIT_PROGRAMS_PER_SM: converting keys needs more warps than reading them."""
+"""Decodes over a KV cache in FP8 with more keys than LONG_CONTEXT, which occupy all SMs, are split
+until each SM has SPLIT_PROGRAMS_PER_SM: converting keys needs more warps than reading them."""
 
 SMALL_TILES_RESIDENT, LARGE_TILES_RESIDENT = 4, 3
 """Resident decode programs per SM, with tiles of 64 and of 128 keys."""
