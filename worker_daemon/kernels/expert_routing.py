@@ -3,13 +3,9 @@
 In a plan, a row is a token for one of its experts: n * K + k is token n for its k-th. A grouped
 product works on tiles of up to BLOCK_M rows of one expert. The plan of a step lists the tiles:
 experts in ascending order, each expert's rows in the order of its tokens. Launches depend on the
-number of tokens alone, so that CUDA graphs can capture them; unused tiles have no expert.
-
-To make the plan, rows are divided into chunks. _count_kernel counts each expert's rows in each
-chunk. In _place_kernel, a program places the rows that a few experts have in one chunk: from the
-counts it gets each expert's first tile and its rows in earlier chunks; a running sum gives each
-row's place among those of its chunk. A single chunk needs the second kernel alone. Equal inputs
-give equal plans. Expert loads are added atomically: sums of integers do not depend on the order.
+number of tokens alone, so that CUDA graphs can capture them; unused tiles have no expert. Equal
+inputs give equal plans. Expert loads are added atomically: sums of integers do not depend on the
+order.
 
 Letters: N tokens, E experts, K experts of a token, T tiles, M rows of a tile.
 """
@@ -164,7 +160,13 @@ def plan_tiles(
     experts: torch.Tensor, first: int, num_experts: int, block_m: int, *, pdl: bool
 ) -> TilePlan:
     """Return the tiles of the rows that go to the num_experts experts from first on: experts int32
-    [N, K], N >= 1; those of other ranks, and -1, have no tiles."""
+    [N, K], N >= 1; those of other ranks, and -1, have no tiles.
+
+    Rows are divided into chunks. One kernel counts each expert's rows in each chunk. In the next, a
+    program places the rows that a few experts have in one chunk: the counts give each expert's
+    first tile and its rows in earlier chunks, a running sum gives a row's place in its own chunk. A
+    single chunk needs the second kernel alone.
+    """
     num_tokens, top_k = experts.shape
     num_tiles = max_tiles(num_tokens, top_k, num_experts, block_m)
     block_e = max(16, triton.next_power_of_2(num_experts))

@@ -43,7 +43,8 @@ class ExpertTiles:
     gate_up: ProductTile
     down: ProductTile
     weights_left: bool
-    """True if weights are the left operand of the products."""
+    """True if weights are the left operand of the MMA instruction, which has at least 64 rows, and
+    a tile's rows the right one, which may have 16. If False, products in 16 bits use TMA."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,17 +1,10 @@
 """The operations of experts on a GPU: routing, then products grouped by expert.
 
-One row (multiply_row): two kernels of matrix-vector products. The first computes the activation of
-gate and up of all chosen experts, the second their down products and the weighted sum.
-
-Several rows (multiply_rows): the rows of each expert are divided into tiles (expert_routing.py).
-Each tile is multiplied by its expert's gate and up at once, then by down. A last kernel adds each
-token's rows by weight, in a fixed order, so that equal inputs give equal bits. If experts have few
-rows, weights are the left operand of the MMA instruction: that operand has at least 64 rows, the
-right one may have 16. If they have many, and all is in 16 bits, tma_experts.py has the products.
-
-Weights in FP8 are converted in registers. Scales of rows multiply the sums. Scales of blocks
-multiply the sum over each block, or, for one row, its inputs. Biases are added to float32 sums.
-benchmarks/NOTES.md has the floors.
+One row has kernels of its own (multiply_row). Of several rows, those of an expert are divided into
+tiles (expert_routing.py), whose sizes expert_tiles.py chooses (multiply_rows). Weights in FP8 are
+converted in registers. Scales of rows multiply the sums. Scales of blocks multiply the sum over
+each block or, for one row, its inputs. Biases are added to float32 sums. benchmarks/NOTES.md has
+the floors.
 
 Letters: N tokens, H hidden size, I inner size, L experts of this rank, K experts of a token, T
 tiles, M rows of a tile, O outputs. In _ProductStack, I is the number of inputs of the product.
@@ -110,7 +103,8 @@ def multiply_row(
     *,
     pdl: bool,
 ) -> torch.Tensor:
-    """Return ExpertOps.multiply of one row x [1, H]."""
+    """Return ExpertOps.multiply of one row x [1, H]: matrix-vector products, first the activation
+    of gate and up for all of its experts, then down and the weighted sum."""
     top_k = routed.experts.shape[1]
     count, hidden, inner = matrices.down.shape
     h, y = x.new_empty(top_k, inner), torch.empty_like(x)
@@ -156,7 +150,9 @@ def multiply_rows(
     *,
     pdl: bool,
 ) -> torch.Tensor:
-    """Return ExpertOps.multiply of rows x [N, H], N >= 1."""
+    """Return ExpertOps.multiply of rows x [N, H], N >= 1. Each tile is multiplied by its expert's
+    gate and up at once, then by down. The weighted sum has a fixed order, so that equal inputs give
+    equal bits."""
     num_tokens, top_k = routed.experts.shape
     count, hidden, inner = matrices.down.shape
     plan = plan_tiles(routed.experts, matrices.first, count, tiles.block_m, pdl=pdl)
