@@ -56,7 +56,7 @@ def make_checkpoint(directory: Path, seed: int = 0) -> Path:
 
 
 def make_checkpoint_of_experts(directory: Path, seed: int = 0) -> Path:
-    """Make a random Qwen3-MoE, as large as make_checkpoint's model."""
+    """Make a random Qwen3-MoE with the hidden size and heads of make_checkpoint's model."""
     torch.manual_seed(seed)
     config = Qwen3MoeConfig(
         vocab_size=8192,

@@ -130,7 +130,7 @@ class Serving:
 
     def run_largest_step(self, message: StepMessage) -> None:
         """Run the largest possible step, and on a GPU the one that gathers the most keys. On a GPU
-        they run through two layers of each kind: more layers take the same memory again."""
+        they run through two layers of each kind: further layers would reuse the same memory."""
         runner, limits = self.runner, self.runner.state.limits
         steps = [largest_step(message, limits, runner.state.parts.heaviest)]
         program = runner.eager
@@ -159,7 +159,8 @@ class Serving:
         with self._capturing(), compiling_ahead(compiler) as batch:
             subset, limits = self.runner.eager.compile_subset(), self.runner.state.limits
             if self._parts.parallel.tp_size == 1:
-                # First, as kernels of large steps take the longest. No block is used.
+                # First, as kernels of large steps take the longest. The profile's cache of two
+                # blocks does not limit them, since nothing runs.
                 self._launch_layers(subset, replace(limits, num_blocks=limits.max_num_seqs + 1))
             subset.launch_sampling(limits.max_num_seqs)
             self._step_graphs().launch(self.runner)

@@ -61,7 +61,7 @@ def compiler(tmp_path_factory: pytest.TempPathFactory) -> Iterator[KernelCompile
 
 
 def launch_some() -> None:
-    """Launch kernels of two modules, of which one is of two types."""
+    """Launch kernels of two modules, one of them for two dtypes."""
     for dtype in (torch.bfloat16, torch.float32):
         greedy_tokens(torch.zeros(4, 1000, dtype=dtype), 1000, pdl=True)
     tables = torch.zeros(2, 1000, dtype=torch.int16), torch.zeros(2, 3)
@@ -80,6 +80,7 @@ def cached_kernels() -> set[str]:
 
 
 def compile_only(kernel: Launched, grid: object) -> Callable[..., object]:
+    """Stand for Launched.__getitem__: compile for a launch, without one."""
     return partial(kernel.kernel.warmup, grid=grid)
 
 
