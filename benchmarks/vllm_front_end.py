@@ -125,7 +125,7 @@ class Server:
         """Start it. endpoint: the daemon's; log: file to which its output is appended."""
         self.port = port
         self.marks: dict[str, float] = {}
-        """When each part of MARKS ended (time.monotonic())."""
+        """The time at which each part of MARKS ended (time.monotonic())."""
         self._log = log
         self.process = subprocess.Popen(
             command,

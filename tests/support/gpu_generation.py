@@ -33,7 +33,7 @@ from worker_client.structured.masked_steps import CompiledGrammars
 from worker_client.worker_group import WorkerGroup
 
 SHARED_CACHE = CacheConfig(block_size=16, gpu_memory_utilization=0.15)
-"""Of stages in tests' own processes, which share the GPU; num_blocks decides what they take."""
+"""Cache of stages in tests' own processes, which share the GPU; num_blocks decides its size."""
 SCHEDULER = SchedulerConfig(max_num_seqs=64, max_num_batched_tokens=512, step_deadline_ms=20_000)
 
 

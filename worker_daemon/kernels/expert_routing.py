@@ -37,13 +37,13 @@ _MIN_CHUNK_ROWS: Final = 128
 _COUNTED_CHUNKS: Final = 16
 """Chunks whose counts are added at a time."""
 _BLOCK_T: Final = 16
-"""Tiles that a program describes at a time."""
+"""Tiles whose expert and size a program stores at a time."""
 _GROUP: Final = 4
 """Experts whose rows one program places."""
 _FEW_ROWS: Final = 512
 """Up to as many tokens, each is routed by a program of its own."""
 _NUMBER_BITS = tl.constexpr(13)
-"""Low bits of a key that hold an expert's number."""
+"""Low bits of a key that hold an expert's number: there are at most 8,192 experts."""
 
 
 class TilePlan(NamedTuple):
@@ -102,7 +102,7 @@ def route_row(
     pdl: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, RoutedTokens]:
     """Return the norm and the sum of one row [1, H], and its experts: router [E, H], bias [E].
-    arrivals: int32 [1], zero, also at the end; one stream at a time may use it."""
+    arrivals: int32 [1], a counter that is zero before and after; one stream at a time uses it."""
     (num_experts, hidden), device = router.shape, router.device
     x, norm = row_norm(source, pdl=pdl)
     normed, scores = torch.empty_like(x), x.new_empty(num_experts)

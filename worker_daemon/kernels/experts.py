@@ -325,8 +325,8 @@ def _product_kernel(
     PDL: tl.constexpr,
 ):
     """Each program computes a block of a tile's outputs. The programs of a tile are neighbors in
-    the grid, so that its rows are read from memory once. So are an expert's tiles, for its
-    weights."""
+    the grid, so that its rows are read from memory once. The tiles of an expert are neighbors too,
+    so that its weights are."""
     start_next(PDL)
     tile = tl.program_id(0) // num_blocks
     block = tl.program_id(0) % num_blocks
