@@ -229,7 +229,9 @@ class Serving:
 def describe_steps(opened: OpenedDevice, model: LoadedModel) -> str:
     """Describe all that the kernels of a model's steps depend on: the model, its configuration, the
     rank, the device, and the sources of the kernels. Equal texts mean equal kernels."""
-    place = opened.place
+    place, sources = opened.place, hashlib.sha256()
+    for path in sorted(Path(kernels.__path__[0]).glob("*.py")):
+        sources.update(path.read_bytes())
     return repr(
         (
             model.resolved.decoder,
@@ -237,17 +239,9 @@ def describe_steps(opened: OpenedDevice, model: LoadedModel) -> str:
             model.max_model_len,
             model.attention.name,
             (place.parallel, model.stage.ops_name, device_name(place.device)),
-            (torch.__version__, hash_sources(Path(kernels.__path__[0]))),
+            (torch.__version__, sources.hexdigest()),
         )
     )
-
-
-def hash_sources(directory: Path) -> str:
-    """Return a hash of the kernels' sources and of the tuned tiles in a directory like kernels/."""
-    found = hashlib.sha256()
-    for path in sorted([*directory.glob("*.py"), *directory.glob("tuned/*.json")]):
-        found.update(path.read_bytes())
-    return found.hexdigest()
 
 
 def _too_large_graphs(error: Exception) -> CapacityError | None:

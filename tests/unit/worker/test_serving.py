@@ -12,7 +12,6 @@ from rpc_schema.sampling import SamplingParams
 from worker_daemon.errors import InvalidStepError
 from worker_daemon.layers.torch_ops import TorchOps
 from worker_daemon.runner.step_sampler import StepSampler
-from worker_daemon.worker.serving import hash_sources
 
 NOISY = SamplingParams(temperature=1.1, top_k=40, top_p=0.95, min_p=0.01, seed=2**63 - 5)
 
@@ -277,14 +276,3 @@ def test_half_precision_runs(make_worker, llama, prompts):
     assert len(tokens) == 5
     full = 4 * sum(p.numel() for p in llama.parameters())
     assert full / 2 <= driver.worker.describe().memory_bytes["weights"] < full
-
-
-@pytest.mark.parametrize("changed", ["experts.py", "tuned/nvidia_h200.json"])
-def test_the_hash_of_sources_follows_kernels_and_tuned_tiles(tmp_path, changed):
-    (tmp_path / "tuned").mkdir()
-    (tmp_path / "experts.py").write_text("x = 1")
-    (tmp_path / "tuned" / "nvidia_h200.json").write_text("{}")
-    before = hash_sources(tmp_path)
-    assert hash_sources(tmp_path) == before
-    (tmp_path / changed).write_text("x = 2")
-    assert hash_sources(tmp_path) != before
