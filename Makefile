@@ -79,7 +79,7 @@ test-gpu: $(STAMP)        ## tests that need one GPU: kernels and daemons side b
 	$(BIN)/python -m pytest tests/gpu -m whole_gpu -p no:xdist
 
 test-gpu-kernels: $(STAMP)
-	$(BIN)/python -m pytest tests/gpu -m "kernels and not whole_gpu" -n 10 --dist worksteal
+	$(BIN)/python -m pytest tests/gpu -m "kernels and not whole_gpu" -n 12 --dist worksteal
 
 test-gpu-daemons: $(STAMP)
 	$(BIN)/python -m pytest tests/gpu -m "not kernels and not whole_gpu" -n 4 --dist loadfile
