@@ -40,6 +40,7 @@ from worker_daemon.kernels.experts import (
     multiply_tiles,
 )
 from worker_daemon.kernels.launch import has_dependent_launch
+from worker_daemon.kernels.tiles import DeviceLimits
 
 HIDDEN: Final = 2048
 INNER: Final = 768
@@ -137,7 +138,8 @@ def measure(step: Step, inner: int, pdl: bool) -> dict[str, float]:
     if step.num_tokens == 1:
         whole: Callable[[ExpertMatrices], object] = partial(_multiply_row, step, pdl=pdl)
     else:
-        tiles = choose_tiles(step.num_pairs, step.layers[0], DTYPE)
+        limits = DeviceLimits.of(step.x.device)
+        tiles = choose_tiles(step.num_pairs, step.layers[0], DTYPE, limits)
         plan = partial(plan_tiles, step.routed.experts, 0, NUM_EXPERTS, tiles.block_m, pdl=pdl)
         times["plan"] = layer_us(step, lambda _: plan(), REPEATS)
         times |= {

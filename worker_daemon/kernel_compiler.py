@@ -13,6 +13,7 @@ import contextlib
 import hashlib
 import json
 import logging
+import os
 import socket
 import subprocess
 import sys
@@ -42,8 +43,20 @@ class CompileRequest(NamedTuple):
     """The daemon's hash of the kernel's source and of all that it calls. Triton's hash depends on
     the order in which a process hashes its kernels (seen in 3.6: the order decides where a cycle of
     calls is cut), so the server takes this one; another would name another entry of the cache."""
+    sources: str
+    """hash_sources in the daemon. If the package was replaced since the server imported it, other
+    code would be cached under source_key."""
     specialization: str
     """JSON that JITFunction.preload reads."""
+
+
+def hash_sources() -> str:
+    """Return a hash of the files that kernels and the choice of their tiles depend on."""
+    root, digest = Path(__file__).parent, hashlib.sha256()
+    for form in ("contracts/*.py", "kernels/*.py", "kernels/tuned/*.json"):
+        for path in sorted(root.glob(form)):
+            digest.update(path.read_bytes())
+    return digest.hexdigest()
 
 
 class KernelCompiler:
@@ -53,7 +66,10 @@ class KernelCompiler:
     """
 
     def __init__(
-        self, control: socket.socket, server: "subprocess.Popen[bytes]", marker_dir: Path | None
+        self,
+        control: socket.socket,
+        server: "subprocess.Popen[bytes] | None",
+        marker_dir: Path | None,
     ) -> None:
         self._control = control
         self._server = server
@@ -63,15 +79,14 @@ class KernelCompiler:
     def start(cls, marker_dir: Path | None = None) -> "KernelCompiler":
         """Start the server; return while it is importing. It inherits the environment, which names
         the directory of compiled kernels, and the standard error. marker_dir: the directory of
-        markers; None keeps none.
-
-        Raises:
-            OSError: the process cannot be started.
-        """
+        markers; None keeps none. If the host cannot start it now, all batches fail: so a rank
+        launches the same as its peers, and compiles each kernel when it needs it."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with theirs:
+        server = None
+        with theirs, contextlib.suppress(OSError):  # each batch logs that the server is lost
             server = subprocess.Popen(
-                [sys.executable, "-m", SERVER],
+                # -P: no module is imported from the working directory, which others may write.
+                [sys.executable, "-P", "-m", SERVER, str(os.getpid())],
                 stdin=theirs.fileno(),
                 stdout=subprocess.DEVNULL,
                 start_new_session=True,  # a signal from the terminal is for the daemon
@@ -81,6 +96,7 @@ class KernelCompiler:
     @property
     def server_pid(self) -> int:
         """The process id of the server, whose children compile."""
+        assert self._server is not None
         return self._server.pid
 
     def __enter__(self) -> Self:
@@ -93,7 +109,13 @@ class KernelCompiler:
         """Return True if mark_compiled was called with this description, in any process. If kernels
         were deleted since, they are compiled when they are needed."""
         marker = self._marker(description)
-        return marker is not None and marker.exists()
+        if marker is None:
+            return False
+        try:
+            marker.lstat()
+        except OSError:  # of a broken disk too
+            return False
+        return True
 
     def mark_compiled(self, description: str) -> None:
         """Record that the cache has all kernels of a configuration. description: everything that
@@ -102,7 +124,7 @@ class KernelCompiler:
         marker = self._marker(description)
         if marker is not None:
             with contextlib.suppress(OSError):
-                marker.touch()
+                os.close(os.open(marker, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW, 0o600))
 
     def _marker(self, description: str) -> Path | None:
         if self._marker_dir is None:
@@ -113,16 +135,21 @@ class KernelCompiler:
     def batch(self) -> Iterator["CompileBatch"]:
         """Yield a batch of requests, which processes compile in parallel; when the block ends
         without an error, wait for all replies. The processes end with the block. There is one batch
-        at a time: another would wait for this one."""
+        at a time. Another would wait for this one, so a server whose processes hang is ended."""
         with contextlib.closing(CompileBatch(self._control)) as batch:
-            yield batch
-            batch.wait()
+            try:
+                yield batch
+                batch.wait()
+            finally:
+                if batch.is_hung:
+                    self.close()
 
     def close(self) -> None:
         """End the server, and with it the processes of a batch. Idempotent."""
         self._control.close()
-        self._server.kill()
-        self._server.wait()
+        if self._server is not None:
+            self._server.kill()
+            self._server.wait()
 
 
 class CompileBatch:
@@ -130,14 +157,15 @@ class CompileBatch:
 
     def __init__(self, control: socket.socket) -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        ours.settimeout(REPLY_TIMEOUT_S)
         self._socket = ours
         self._unsent: deque[bytes] = deque()
         self._num_waiting = 0
         """Requests without a reply so far."""
         self.has_failed = False
         """True once a kernel could not be compiled, or the server has failed."""
-        self._is_server_lost = False
+        self.is_hung = False
+        """True once a reply did not come in time."""
+        self._is_lost = False
         with theirs:
             try:
                 socket.send_fds(control, [b"\0"], [theirs.fileno()])
@@ -155,15 +183,16 @@ class CompileBatch:
 
     def wait(self) -> None:
         """Wait until every request has been replied to, or the server has failed."""
-        while (self._unsent or self._num_waiting) and not self._is_server_lost:
+        while (self._unsent or self._num_waiting) and not self._is_lost:
             self._receive()
             self._flush()
 
     def _flush(self) -> None:
         """Send as many requests as the socket takes; a reply shows that it takes more."""
-        while self._unsent and not self._is_server_lost:
+        self._socket.setblocking(False)  # with a timeout, MSG_DONTWAIT would wait too
+        while self._unsent and not self._is_lost:
             try:
-                self._socket.send(self._unsent[0], socket.MSG_DONTWAIT)
+                self._socket.send(self._unsent[0])
             except BlockingIOError:
                 return
             except OSError as error:
@@ -173,9 +202,14 @@ class CompileBatch:
             self._num_waiting += 1
 
     def _receive(self) -> None:
+        self._socket.settimeout(REPLY_TIMEOUT_S)
         try:
             data = self._socket.recv(_MAX_REPLY_BYTES)
-        except OSError as error:  # the timeout too
+        except TimeoutError:
+            self.is_hung = True
+            self._lose(f"no reply in {REPLY_TIMEOUT_S:g} s")
+            return
+        except OSError as error:
             self._lose(str(error))
             return
         if not data:
@@ -188,5 +222,5 @@ class CompileBatch:
             _LOG.warning("a kernel will be compiled when it is needed: %s", error_text)
 
     def _lose(self, cause: str) -> None:
-        self._is_server_lost = self.has_failed = True
+        self._is_lost = self.has_failed = True
         _LOG.warning("the compile server is lost, kernels are compiled when needed: %s", cause)

@@ -30,6 +30,7 @@ LATE_IMPORTS = {
     ("worker_daemon.backend", "worker_daemon.kernels.sampling"): TRITON,
     ("worker_daemon.runner.staging", "worker_daemon.kernels.step_buffers"): TRITON,
     ("worker_daemon.worker.serving", "worker_daemon.kernels.compile_ahead"): TRITON,
+    ("worker_daemon.worker.serving", "worker_daemon.kernels.triton_hash"): TRITON,
     ("worker_daemon.server.assembly", "worker_daemon.kernels.triton_hash"): TRITON,
     ("worker_client.structured.opening", "worker_client.structured.grammars"): (
         "llguidance, an extra: few drivers have a use for it"

@@ -17,7 +17,12 @@ from typing import Any, Final, TypeVar
 from triton import knobs
 from triton.runtime import driver
 
-from worker_daemon.kernel_compiler import CompileBatch, CompileRequest, KernelCompiler
+from worker_daemon.kernel_compiler import (
+    CompileBatch,
+    CompileRequest,
+    KernelCompiler,
+    hash_sources,
+)
 
 _Grid = TypeVar("_Grid")
 
@@ -68,6 +73,7 @@ class _Requester:
         self._requested: set[str] = set()
         self._failed: set[object] = set()
         self._target = driver.active.get_current_target()
+        self._sources = hash_sources()
 
     def launch(self, kernel: Any, *args: object, **options: object) -> None:
         """Make Triton call `request`, unless it has the kernel in memory. Takes a launch's
@@ -88,7 +94,7 @@ class _Requester:
             self._requested.add(specialization)
             target, key = self._target, fn.jit_function.cache_key
             request = CompileRequest(
-                target.backend, target.arch, target.warp_size, key, specialization
+                target.backend, target.arch, target.warp_size, key, self._sources, specialization
             )
             self._batch.send(request)
         return True

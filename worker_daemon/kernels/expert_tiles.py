@@ -12,6 +12,7 @@ import triton
 
 from worker_daemon.contracts.experts import MAX_TILE_ROWS, ExpertMatrices
 from worker_daemon.contracts.fp8 import FP8_BLOCK
+from worker_daemon.kernels.tiles import RESERVED_SHARED_BYTES, DeviceLimits
 
 _SOME_ROWS: Final = 24
 """With fewer rows per expert on average, weights are the left operand of the products."""
@@ -66,7 +67,9 @@ _FLOAT32: Final = ProductTile(32, 32, 4, 2)
 """Float32 is multiplied on CUDA cores, in unrolled loops: larger tiles spill registers."""
 
 
-def choose_tiles(num_pairs: int, matrices: ExpertMatrices, dtype: torch.dtype) -> ExpertTiles:
+def choose_tiles(
+    num_pairs: int, matrices: ExpertMatrices, dtype: torch.dtype, limits: DeviceLimits
+) -> ExpertTiles:
     """Return the tiles of a step with num_pairs rows (tokens times experts of a token, over all
     ranks) in dtype.
 
@@ -89,7 +92,30 @@ def choose_tiles(num_pairs: int, matrices: ExpertMatrices, dtype: torch.dtype) -
         gate_up, down = ProductTile(128, 64, 8, 4), ProductTile(256, 64, 8, 4)
     if matrices.down_scale is not None:  # converted weights take registers and shared memory
         gate_up, down = replace(gate_up, block_o=64), replace(down, block_o=FP8_BLOCK)
-    return ExpertTiles(block_m, _fit(gate_up, inner), _fit(down, hidden), weights_left=False)
+    tiles = ExpertTiles(block_m, _fit(gate_up, inner), _fit(down, hidden), weights_left=False)
+    return _limit_stages(tiles, matrices, dtype, limits)
+
+
+def stage_bytes(tiles: ExpertTiles, matrices: ExpertMatrices, dtype: torch.dtype) -> list[int]:
+    """Return the shared memory of a stage of gate and up, and of one of down."""
+    weight_bytes = matrices.down.itemsize
+    return [
+        (tiles.block_m * dtype.itemsize + parts * tile.block_o * weight_bytes) * tile.block_i
+        for tile, parts in ((tiles.gate_up, 2), (tiles.down, 1))
+    ]
+
+
+def _limit_stages(
+    tiles: ExpertTiles, matrices: ExpertMatrices, dtype: torch.dtype, limits: DeviceLimits
+) -> ExpertTiles:
+    """Return the tiles with fewer stages, if the device's shared memory holds no more."""
+    room = limits.shared_memory_bytes - RESERVED_SHARED_BYTES
+    most = [max(1, room // each) for each in stage_bytes(tiles, matrices, dtype)]
+    gate_up, down = (
+        replace(tile, num_stages=min(tile.num_stages, stages))
+        for tile, stages in zip((tiles.gate_up, tiles.down), most, strict=True)
+    )
+    return replace(tiles, gate_up=gate_up, down=down)
 
 
 def _fit(tile: ProductTile, num_outputs: int) -> ProductTile:

@@ -43,6 +43,7 @@ from worker_daemon.kernels.launch import (
     launch_options,
     start_next,
 )
+from worker_daemon.kernels.tiles import DeviceLimits
 from worker_daemon.kernels.tma_experts import can_use_tma, multiply_by_tma
 
 _SUM_BLOCK: Final = 1024
@@ -56,6 +57,7 @@ class TritonExperts:
     def __init__(self, device: torch.device) -> None:
         """device is that of all tensors."""
         self._pdl = has_dependent_launch(device)
+        self._limits = DeviceLimits.of(device)
         self._arrivals = torch.zeros(1, dtype=torch.int32, device=device)
 
     def route(
@@ -90,7 +92,7 @@ class TritonExperts:
             return torch.empty_like(x)
         if num_tokens == 1 and x.dtype != torch.float32:
             return multiply_row(x, routed, matrices, pdl=self._pdl)
-        tiles = choose_tiles(num_tokens * top_k, matrices, x.dtype)
+        tiles = choose_tiles(num_tokens * top_k, matrices, x.dtype, self._limits)
         return multiply_rows(x, routed, matrices, tiles, pdl=self._pdl)
 
 

@@ -60,6 +60,8 @@ from worker_daemon.kernels.tuning import (
 
 _LEAST_FP8: Final = (8, 9)
 """Compute capability from which Triton multiplies float8_e4m3fn."""
+_LEAST_BLOCK_GEMM: Final = (12, 9)
+"""Version of CUDA whose cuBLAS has FP8 products with block scales; Hopper alone has them."""
 _MULTIPLE: Final = 16
 """torch's product in FP8 needs multiples of it in both sizes of the matrix."""
 _MAX_SPLITS: Final = 8
@@ -86,7 +88,7 @@ class Fp8Linear:
         self._pdl = has_dependent_launch(device)
         self._has_fp8 = capability >= _LEAST_FP8
         self._has_scaled_mm = capability >= HOPPER
-        self._has_block_mm = is_cuda and capability == HOPPER
+        self._has_block_mm = is_cuda and has_block_gemm(capability, torch.version.cuda)
         self._limits = DeviceLimits.of(device)
         self._tile = tile
         name = torch.cuda.get_device_name(device) if is_cuda else device.type
@@ -259,6 +261,13 @@ class Fp8Linear:
         num_outputs, num_inputs = shape
         is_aligned = num_outputs % FP8_BLOCK == 0 and num_inputs % (4 * FP8_BLOCK) == 0
         return self._has_block_mm and dtype == torch.bfloat16 and is_aligned
+
+
+def has_block_gemm(capability: tuple[int, int], cuda_version: str | None) -> bool:
+    """Return True if a torch that was built with this version of CUDA multiplies by block scales in
+    FP8: on Hopper, with cuBLAS from CUDA 12.9 on."""
+    version = tuple(map(int, (cuda_version or "0").split(".")))
+    return capability == HOPPER and version >= _LEAST_BLOCK_GEMM
 
 
 def choose_row_tile(shape: tuple[int, ...], num_sms: int) -> VectorTile:

@@ -3,6 +3,7 @@
 from triton.runtime.cache import triton_key
 
 
-def hash_triton() -> None:
-    """Compute the hash; Triton remembers it. Does not load torch."""
-    triton_key()
+def hash_triton() -> str:
+    """Return the hash, which Triton keeps once it is computed. Does not load torch."""
+    key: str = triton_key()
+    return key

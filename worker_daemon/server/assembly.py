@@ -2,7 +2,6 @@
 Modules that load torch are imported on the step thread, after the sockets are bound."""
 
 import gc
-import logging
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -57,18 +56,11 @@ def run_daemon(settings: ProcessSettings) -> int:
 @contextmanager
 def running_compiler(device: str) -> Iterator[KernelCompiler | None]:
     """Yield the compiler of a GPU's kernels, whose server imports Triton while this process imports
-    torch. Yield None on the CPU, which has no kernels to compile, or if the server cannot be
-    started."""
+    torch. Yield None on the CPU, which has no kernels to compile."""
     if device == "cpu":
         yield None
         return
-    try:
-        compiler = KernelCompiler.start(prepared_kernel_cache())
-    except OSError as error:
-        logging.getLogger(__name__).warning("kernels are compiled when needed: %s", error)
-        yield None
-        return
-    with compiler:
+    with KernelCompiler.start(prepared_kernel_cache()) as compiler:
         yield compiler
 
 

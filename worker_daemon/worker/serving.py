@@ -1,25 +1,22 @@
 """The runner over its KV cache, and its graphs. Made by initialize_from_config and, with a small
 cache, by the memory profile (worker/memory_profile.py)."""
 
-import hashlib
 import itertools
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import torch
 
 from rpc_schema.kv_cache import KVCacheConfig, groups_of
 from rpc_schema.operations import StepMessage
-from worker_daemon import kernels
 from worker_daemon.contracts.uploads import FindUpload, no_uploads
 from worker_daemon.device.init import device_name
 from worker_daemon.distributed.link import Link
 from worker_daemon.errors import CapacityError, CommError
-from worker_daemon.kernel_compiler import KernelCompiler
+from worker_daemon.kernel_compiler import KernelCompiler, hash_sources
 from worker_daemon.phases import LONG_OPERATION_S, SetPhase
 from worker_daemon.raising import Translation
 from worker_daemon.runner.assemble import RunnerParts, assemble_runner, step_graphs, tie_stage
@@ -227,11 +224,13 @@ class Serving:
 
 
 def describe_steps(opened: OpenedDevice, model: LoadedModel) -> str:
-    """Describe all that the kernels of a model's steps depend on: the model, its configuration, the
-    rank, the device, and the sources of the kernels. Equal texts mean equal kernels."""
-    place, sources = opened.place, hashlib.sha256()
-    for path in sorted(Path(kernels.__path__[0]).glob("*.py")):
-        sources.update(path.read_bytes())
+    """Return a text that differs if the kernels of a model's steps may differ: it has the model,
+    its configuration, the rank, the device, the versions of torch and Triton, and the sources of
+    the kernels with their measured tiles."""
+    # Imports Triton, which a CPU daemon does not need.
+    from worker_daemon.kernels.triton_hash import hash_triton
+
+    place = opened.place
     return repr(
         (
             model.resolved.decoder,
@@ -239,7 +238,7 @@ def describe_steps(opened: OpenedDevice, model: LoadedModel) -> str:
             model.max_model_len,
             model.attention.name,
             (place.parallel, model.stage.ops_name, device_name(place.device)),
-            (torch.__version__, sources.hexdigest()),
+            (torch.__version__, hash_triton(), hash_sources()),
         )
     )
 

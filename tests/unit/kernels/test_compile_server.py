@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -17,8 +18,9 @@ import torch
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
-from worker_daemon.kernel_compiler import CompileRequest, KernelCompiler
-from worker_daemon.kernels import step_buffers
+from worker_daemon import kernel_compiler
+from worker_daemon.kernel_compiler import CompileRequest, KernelCompiler, hash_sources
+from worker_daemon.kernels import compile_ahead, step_buffers
 from worker_daemon.kernels.argmax import greedy_tokens
 from worker_daemon.kernels.compile_ahead import Launched, compiling_ahead
 from worker_daemon.kernels.compile_server import TargetDriver
@@ -26,20 +28,45 @@ from worker_daemon.kernels.penalties import count_tokens
 from worker_daemon.server.assembly import running_compiler
 
 HOPPER = GPUTarget("cuda", 90, 32)
-UNKNOWN = CompileRequest("cuda", 90, 32, "", json.dumps({"name": "no.such.kernel"}))
+NOTHING = json.dumps({"name": "no.such.kernel"})
+UNKNOWN = CompileRequest("cuda", 90, 32, "", hash_sources(), NOTHING)
 ENDS_WITHIN_S = 30.0
 
 ORPHAN = """
 import sys, time
-from worker_daemon.kernel_compiler import CompileRequest, KernelCompiler
+from worker_daemon.kernel_compiler import CompileRequest, KernelCompiler, hash_sources
 compiler = KernelCompiler.start()
 with compiler.batch() as batch:
-    batch.send(CompileRequest("cuda", 90, 32, "", '{"name": "none"}'))
+    batch.send(CompileRequest("cuda", 90, 32, "", hash_sources(), '{"name": "none"}'))
     batch.wait()
     print(compiler.server_pid, flush=True)
     time.sleep(600)
 """
 """A daemon in the middle of a batch, with all processes running."""
+ONE_REQUEST = """
+from worker_daemon.kernel_compiler import CompileRequest, KernelCompiler, hash_sources
+with KernelCompiler.start() as compiler, compiler.batch() as batch:
+    batch.send(CompileRequest("cuda", 90, 32, "", hash_sources(), '{"name": "none"}'))
+"""
+"""A daemon that prints the reply to a request."""
+FEW_PROCESSES = """
+import errno, os, socket, sys
+from worker_daemon.kernels import compile_server
+
+def refuse():
+    raise BlockingIOError(errno.EAGAIN, "no more processes")
+
+forks = iter((os.fork, refuse, os.fork))
+os.fork = lambda: next(forks)()
+compile_server.num_processes = lambda: 3
+ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+ours.send(sys.argv[1].encode())
+ours.shutdown(socket.SHUT_WR)
+compile_server.serve_batch(theirs, compile_server.find_kernels())
+print(ours.recv(4096).decode())
+"""
+"""A server that may fork one process."""
+OWN_NAMESPACE = ("unshare", "--user", "--map-root-user", "--pid", "--fork", "--mount-proc")
 
 
 class HopperDriver(TargetDriver):
@@ -121,6 +148,125 @@ def test_an_unknown_kernel_is_logged(
     assert batch.has_failed
 
 
+def test_requests_never_wait_for_the_processes(compiler: KernelCompiler) -> None:
+    """More of them than a socket holds, and than the replies that it holds."""
+    server = psutil.Process(compiler.server_pid)
+    with compiler.batch() as batch:
+        batch.send(UNKNOWN)
+        batch.wait()  # all run
+        processes = server.children()
+        for process in processes:
+            process.suspend()
+        for _ in range(1000):
+            batch.send(UNKNOWN)
+        for process in processes:
+            process.resume()
+        batch.has_failed = False
+        batch.wait()
+        assert batch.has_failed
+
+
+def test_a_server_whose_processes_hang_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    with KernelCompiler.start() as compiler:
+        server = psutil.Process(compiler.server_pid)
+        with compiler.batch() as batch:
+            batch.send(UNKNOWN)
+            batch.wait()
+            processes = server.children()
+            for process in processes:
+                process.suspend()
+            monkeypatch.setattr(kernel_compiler, "REPLY_TIMEOUT_S", 0.1)
+            batch.send(UNKNOWN)
+        assert not psutil.wait_procs([server, *processes], ENDS_WITHIN_S)[1]
+        with compiler.batch() as batch:
+            batch.send(UNKNOWN)
+        assert batch.has_failed
+
+
+def test_the_server_is_killed_before_the_daemon_and_leaves_compilers_no_socket(
+    compiler: KernelCompiler,
+) -> None:
+    with compiler.batch() as batch:
+        batch.send(UNKNOWN)
+    here = Path(f"/proc/{compiler.server_pid}")
+    assert (here / "oom_score_adj").read_text().strip() == "1000"
+    assert (here / "fd" / "0").readlink() == Path(os.devnull)
+
+
+def test_a_process_that_dies_after_its_batch_leaves_the_server(compiler: KernelCompiler) -> None:
+    server = psutil.Process(compiler.server_pid)
+    with pytest.raises(ZeroDivisionError), compiler.batch() as batch:
+        batch.send(UNKNOWN)
+        batch.wait()
+        process = server.children()[0]
+        process.suspend()
+        raise ZeroDivisionError
+    process.kill()
+    with compiler.batch() as batch:
+        batch.send(UNKNOWN)
+    assert server.is_running()
+
+
+def test_a_server_that_may_fork_few_processes_compiles_with_these() -> None:
+    words = [sys.executable, "-c", FEW_PROCESSES, json.dumps(UNKNOWN)]
+    done = subprocess.run(words, stdout=subprocess.PIPE, text=True, check=True)
+    assert "no.such.kernel" in done.stdout
+
+
+def test_without_a_server_launches_request_nothing(
+    compiler: KernelCompiler, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A rank whose host refuses the process captures the same collectives as its peers."""
+    before = cached_kernels()
+    monkeypatch.setattr(sys, "executable", "/no/such/program")
+    with KernelCompiler.start() as without, caplog.at_level(logging.WARNING):
+        with compiling_ahead(without) as batch:
+            greedy_tokens(torch.zeros(4, 997, dtype=torch.float16), 997, pdl=False)
+        assert batch.has_failed
+    assert caplog.text.count("the compile server is lost") == 1
+    assert cached_kernels() == before
+
+
+def test_no_module_is_imported_from_the_working_directory(tmp_path: Path) -> None:
+    for name in ("json", "torch"):
+        (tmp_path / f"{name}.py").write_text(
+            f"import os; os.close(os.open({str(tmp_path / 'planted')!r}, os.O_CREAT)); os._exit(1)"
+        )
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", ONE_REQUEST],
+        cwd=tmp_path,
+        stderr=subprocess.PIPE,
+        text=True,
+        check=True,
+    )
+    assert "KeyError" in done.stderr
+    assert not (tmp_path / "planted").exists()
+
+
+@pytest.mark.skipif(
+    shutil.which("unshare") is None
+    or subprocess.run([*OWN_NAMESPACE, "true"], capture_output=True, check=False).returncode != 0,
+    reason="this user cannot make a namespace of processes",
+)
+def test_the_first_process_of_a_container_has_a_compiler() -> None:
+    script = f"import os; assert os.getpid() == 1{ONE_REQUEST}"
+    words = [*OWN_NAMESPACE, sys.executable, "-c", script]
+    done = subprocess.run(words, stderr=subprocess.PIPE, text=True, check=True)
+    assert "KeyError" in done.stderr
+
+
+def test_a_package_that_was_replaced_since_the_start_is_not_compiled(
+    compiler: KernelCompiler, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    before = cached_kernels()
+    monkeypatch.setattr(compile_ahead, "hash_sources", lambda: "of a newer package")
+    with caplog.at_level(logging.WARNING), compiling_ahead(compiler) as batch:
+        greedy_tokens(torch.zeros(4, 998, dtype=torch.float16), 998, pdl=False)
+    assert batch.has_failed
+    assert "have changed" in caplog.text
+    assert cached_kernels() == before
+
+
 def test_a_marker_is_found_by_a_later_process(tmp_path: Path) -> None:
     with KernelCompiler.start(tmp_path) as first:
         assert not first.has_compiled("a model")
@@ -130,6 +276,22 @@ def test_a_marker_is_found_by_a_later_process(tmp_path: Path) -> None:
         assert not later.has_compiled("another model")
         without.mark_compiled("a model")
         assert not without.has_compiled("a model")
+
+
+def test_a_note_that_cannot_be_written_is_not_there(tmp_path: Path) -> None:
+    with KernelCompiler.start(tmp_path / "gone") as compiler:
+        compiler.mark_compiled("a model")
+        assert not compiler.has_compiled("a model")
+
+
+def test_a_note_follows_no_link(tmp_path: Path) -> None:
+    with KernelCompiler.start(tmp_path) as compiler:
+        compiler.mark_compiled("a model")
+        (note,) = tmp_path.iterdir()
+        note.unlink()
+        note.symlink_to(tmp_path / "target")
+        compiler.mark_compiled("a model")
+    assert not (tmp_path / "target").exists()
 
 
 def test_an_error_of_the_block_is_raised_and_later_launches_are_launches(

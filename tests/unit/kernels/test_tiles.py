@@ -5,6 +5,8 @@ import itertools
 import pytest
 import torch
 
+from worker_daemon.contracts.experts import ExpertMatrices
+from worker_daemon.kernels.expert_tiles import choose_tiles, stage_bytes
 from worker_daemon.kernels.tiles import (
     MAX_KEYS_UNPIPELINED,
     MAX_SPLITS,
@@ -186,3 +188,15 @@ def test_a_bound_is_launched_as_every_length_that_it_stands_for(
     launches = [launch(bound) for bound in bounds]
     assert len({*launches}) == len(launches)
     assert [splits for splits, _ in launches] == sorted(splits for splits, _ in launches)
+
+
+@pytest.mark.parametrize("limits", [H200, CONSUMER])
+@pytest.mark.parametrize("mean", [24, 100, 4000])
+def test_tiles_of_many_rows_of_experts_fit(limits: DeviceLimits, mean: int) -> None:
+    gate_up, down = torch.empty(8, 1536, 2048, dtype=BF16), torch.empty(8, 2048, 768, dtype=BF16)
+    matrices = ExpertMatrices(gate_up, down, first=0)
+    tiles = choose_tiles(8 * mean, matrices, BF16, limits)
+    stages = stage_bytes(tiles, matrices, BF16)
+    for tile, each in zip((tiles.gate_up, tiles.down), stages, strict=True):
+        assert tile.num_stages * each < limits.shared_memory_bytes
+    assert limits is CONSUMER or tiles.down.num_stages >= 4

@@ -4,6 +4,7 @@ from importlib.resources import files
 
 import pytest
 
+from worker_daemon.kernels.fp8_linear import has_block_gemm
 from worker_daemon.kernels.linear import MAX_TILES
 from worker_daemon.kernels.tuning import (
     ROW_BUCKETS,
@@ -73,3 +74,9 @@ def test_every_shipped_tile_can_be_launched(shipped) -> None:
         if isinstance(tile, MatrixTile):
             assert tile.prefetch % 8 == 0
             assert -(-num_outputs // tile.block_o) <= MAX_TILES
+
+
+def test_torch_multiplies_by_block_scales_on_hopper_alone_and_by_a_newer_cublas() -> None:
+    versions = ("12.8", "12.9", "13.0", None)
+    assert [has_block_gemm((9, 0), version) for version in versions] == [False, True, True, False]
+    assert not has_block_gemm((8, 9), "13.0") and not has_block_gemm((10, 0), "13.0")

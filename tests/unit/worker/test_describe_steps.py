@@ -1,0 +1,46 @@
+"""The text by which a later start knows that the kernels of its steps are compiled."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
+
+import pytest
+import torch
+
+from worker_daemon import kernel_compiler
+from worker_daemon.kernels import triton_hash
+from worker_daemon.worker.loading import LoadedModel
+from worker_daemon.worker.rank_device import OpenedDevice
+from worker_daemon.worker.serving import describe_steps
+
+
+def describe() -> str:
+    place = SimpleNamespace(parallel="one rank", device=torch.device("cpu"))
+    model = SimpleNamespace(
+        resolved=SimpleNamespace(decoder="a decoder"),
+        config="a configuration",
+        max_model_len=1024,
+        attention=SimpleNamespace(name="paged"),
+        stage=SimpleNamespace(ops_name="triton"),
+    )
+    opened = SimpleNamespace(place=place)
+    return describe_steps(cast(OpenedDevice, opened), cast(LoadedModel, model))
+
+
+@pytest.mark.parametrize("name", ["kernels/norm.py", "kernels/tuned/gpu.json", "contracts/fp8.py"])
+def test_a_change_of_kernels_or_their_measured_tiles_changes_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setattr(kernel_compiler, "__file__", str(tmp_path / "kernel_compiler.py"))
+    texts = []
+    for content in ("one", "two"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(content)
+        texts.append(describe())
+    assert texts[0] != texts[1] == describe()
+
+
+def test_another_triton_changes_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = describe()
+    monkeypatch.setattr(triton_hash, "triton_key", lambda: "of another version")
+    assert describe() != before
