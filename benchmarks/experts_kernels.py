@@ -207,7 +207,7 @@ def candidates(num_pairs: int, is_gated: bool) -> Iterator[ExpertTiles]:
 
 
 def row_candidates(num_inputs: int, rows_of_output: int) -> Iterator[RowTile]:
-    """Yield the tiles to try for one row. rows_of_output: rows of weights that an output needs."""
+    """Yield the tiles to try for one row. rows_of_output: rows of weights that one output reads."""
     sizes = (256, 512, 1024, 2048)
     for block_o, block_i, num_warps in product((1, 2, 4), sizes, (1, 2, 4, 8)):
         weights = block_o * rows_of_output * block_i // (32 * num_warps)

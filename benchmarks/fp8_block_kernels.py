@@ -1,10 +1,10 @@
 """Times the products of many rows with weights in FP8 and block scales on a CUDA device: `python -m
 benchmarks.fp8_block_kernels [--rows M,M...] [--tiles]`.
 
-For each shape of the models and each M: our kernel with the conversion of its inputs, torch's
-product by block scales, dequantizing the weights, and torch's bf16 product, once with weights
-dequantized beforehand and once with weights dequantized for each product. Each runs in a CUDA graph
-over cold weights. With --tiles, our product alone with each candidate tile.
+For each shape of the models and each number of rows M, prints the times of: our kernel, the
+conversion of its inputs, torch's product with block scales, dequantizing the weights, torch's bf16
+product, and the last two together. Each runs in a CUDA graph over cold weights. With --tiles, also
+our kernel with each candidate tile.
 """
 
 import argparse
@@ -28,8 +28,8 @@ ROWS = "128,256,512,1024,2048,8192"
 HEAD_OUTPUTS = 60_000
 """Matrices with as many rows are LM heads, which stay in bf16."""
 REPEATS = 7
-MOST_SPLIT_PROGRAMS = 512
-"""With more, the columns are not split."""
+MAX_SPLIT_PROGRAMS = 512
+"""Tiles that split the columns are tried up to as many programs."""
 MAX_ERROR = 0.06
 """Bound on the relative error of a product whose inputs are rounded to FP8."""
 
@@ -76,7 +76,7 @@ class Products:
         return run
 
     def by_torch(self, index: int) -> torch.Tensor:
-        """Return torch's product with matrix `index`, inputs already converted."""
+        """Return torch's product with matrix `index`, of inputs that are converted already."""
         weight, scale = self._matrices[index][:2]
         x, x_scale = self._rows
         return torch._scaled_mm(
@@ -107,7 +107,7 @@ def candidates(num_rows: int, num_outputs: int) -> Iterator[BlockTile]:
         ((128, 128, 8), (128, 64, 4), (64, 128, 4), (64, 64, 4)), (3, 4, 5), (1, 2, 4)
     ):
         num_tiles = triton.cdiv(num_rows, block_m) * triton.cdiv(num_outputs, block_o)
-        if num_splits == 1 or num_tiles * num_splits <= MOST_SPLIT_PROGRAMS:
+        if num_splits == 1 or num_tiles * num_splits <= MAX_SPLIT_PROGRAMS:
             yield BlockTile(block_m, block_o, num_splits, num_warps, num_stages)
 
 

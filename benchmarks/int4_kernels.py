@@ -47,11 +47,12 @@ TILES = {
 STAGES = {16: (3, 5), 64: (3,)}
 SPLITS = {16: (1, 2, 4), 64: (1, 2, 4)}
 PREFETCH = 1024
-OUTPUTS, ROW_COLUMNS = (4, 8, 16, 32), (2048, 4096, 16384)
+ROW_OUTPUTS, ROW_COLUMNS = (4, 8, 16, 32), (2048, 4096, 16384)
 """Outputs and columns of a tile for one row."""
 VALUES_PER_THREAD = (16, 32, 64)
-"""Of each output."""
-MOST_VALUES_PER_THREAD = 512
+"""Values of one output that a thread has."""
+MAX_VALUES_PER_THREAD = 512
+"""Values of all outputs that a thread has, at most."""
 
 
 def draw(num_outputs: int, num_inputs: int) -> Int4Matrix:
@@ -85,9 +86,9 @@ def candidates(num_rows: int, shape: tuple[int, int]) -> list[Tile]:
 def row_candidates(num_inputs: int) -> list[Tile]:
     """Return the tiles to try for one row: its columns at once, or in several steps."""
     found: list[Tile] = []
-    for block_i, outputs, values in product(ROW_COLUMNS, OUTPUTS, VALUES_PER_THREAD):
+    for block_i, outputs, values in product(ROW_COLUMNS, ROW_OUTPUTS, VALUES_PER_THREAD):
         warps = block_i // values // 32
-        if block_i >= 2 * num_inputs or outputs * values > MOST_VALUES_PER_THREAD:
+        if block_i >= 2 * num_inputs or outputs * values > MAX_VALUES_PER_THREAD:
             continue
         if 2 <= warps <= 16:
             found.append(VectorTile(outputs, block_i, warps))
@@ -97,6 +98,7 @@ def row_candidates(num_inputs: int) -> list[Tile]:
 def launch(
     y: torch.Tensor, x: torch.Tensor, matrix: Int4Matrix, tile: Tile, arrivals: torch.Tensor
 ) -> None:
+    """Launch the kernel that the tile is for: one row, or several."""
     if isinstance(tile, VectorTile):
         launch_int4_row(y, x, matrix, None, tile, pdl=True)
     else:

@@ -2,8 +2,8 @@
 
 Every GEMM runs in a CUDA graph over weights that together exceed the L2 cache, with a small kernel
 (a relay) between two GEMMs that passes on the output, as in layers. With --tune, tries all
-candidate tiles and writes the best to the file that ships for this device; with --shapes OxI,...,
-those of the given shapes alone, in place of the file's entries for them.
+candidate tiles and writes the best to the file that ships for this device. With --shapes OxI,...
+too, it tries the given shapes only, and replaces the file's entries for them.
 """
 
 from __future__ import annotations
@@ -488,7 +488,7 @@ def refine_rows(device: Device, model: Model, tp_size: int) -> list[VectorTile]:
 
 
 def best_tiles(ranking: Ranking) -> dict[tuple[int, int, int], Tile | None]:
-    """Return the best tile of each shape alone."""
+    """Return the fastest tile of each shape and bucket, by (O, I, bucket)."""
     return {(*shape, bucket): next(iter(ranked)) for (shape, bucket), ranked in ranking.items()}
 
 
@@ -591,7 +591,7 @@ def check(device: Device, tuning: Tuning) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--tune", action="store_true", help="try all tiles and write the best")
-    parser.add_argument("--shapes", default="", help="of --tune, OxI,... [all models']")
+    parser.add_argument("--shapes", default="", help="OxI,... for --tune [those of all models]")
     parser.add_argument("--tuned", type=Path, help="where --tune writes [the package]")
     parser.add_argument("--out", type=Path, help="write all figures as JSON")
     parser.add_argument("--processes", type=int, default=14, help="that compile [14]")

@@ -118,7 +118,7 @@ def serve(group: GroupLike, limits: SchedulerLimits, requests: Sequence[TimedReq
 
 
 def figures(title: str, latencies: Latencies) -> Iterator[JsonFigure]:
-    """Yield TTFT and ITL at p50 and p99 in ms, and the rate of tokens."""
+    """Yield TTFT and ITL at p50 and p99 in ms, and the rate of tokens; names begin with title."""
     for kind, values in (("ttft", latencies.ttft_s), ("itl", latencies.itl_s)):
         for percentile in (50, 99):
             value = float(np.percentile(values, percentile)) * 1e3 if values else 0.0

@@ -1,21 +1,21 @@
 """Measures vLLM's server in front of a daemon, and our own driver on the same daemon:
 `python -m benchmarks.vllm_front_end --model DIR --vllm PROGRAM [--rate 8] [--num-open 200]
 [--concurrency 64] [--num-closed 256] [--tokens-in 1000] [--tokens-out 200] [--kills 3]
-[--out FILE.json]`.
+[--device cuda] [--log FILE] [--out FILE.json]`.
 
 Starts one daemon, and PROGRAM `serve` in front of it, with dummy weights. PROGRAM `bench serve`
-then sends requests over HTTP: first some that arrive by a Poisson process, then a number that is
-kept running. After that the server gets kill -9 while a request runs, and a new one is started at
-once; times run from the kill to the first token of a request to the new server. At last the server
-ends, and our driver serves requests of the same numbers of tokens that arrive at the same times.
+then sends requests over HTTP: first an open loop (arrivals by a Poisson process), then a closed
+loop (a new request when one ends). Then, --kills times, the server gets kill -9 while a request
+runs, and a new one is started at once: this is timed from the kill to the first token of a request
+to the new server. Finally our driver serves requests with the same arrivals and numbers of tokens.
 
 TTFT and ITL of `bench serve` include HTTP, tokenizing and detokenizing; those of our driver are
-measured as in benchmarks/poisson.py. While the server works, the processes of vLLM that have a file
-of the GPU's driver open are counted, and those that nvidia-smi lists.
+measured as in benchmarks/poisson.py. During both loops, the processes of vLLM that have a device
+file of the GPU open are counted, and those that nvidia-smi lists.
 
-Run it with the daemons' interpreter. PROGRAM is vLLM's, of the environment with the package's
-`vllm` extra. A model without a tokenizer gets one in which each word of up to four letters is a
-token. On a CPU, at a small size:
+Run it with the daemons' interpreter. PROGRAM is `vllm` of an environment with the package's `vllm`
+extra. A model without a tokenizer gets one in which words of up to four letters are tokens. On a
+CPU, with a small model:
 
     python -m benchmarks.demo_model build/demo-model
     python -m benchmarks.vllm_front_end --model build/demo-model --vllm build/vllm/bin/vllm \\
@@ -64,21 +64,22 @@ from worker_client.worker_group import WorkerGroup
 NAME: Final = "model"
 """The model's name in requests."""
 NUM_DISCARDED: Final = 8
-"""Requests that are served before those that count."""
+"""Requests served before those that are measured."""
 TOKENS_BEFORE_KILL: Final = 20
 READY_LIMIT_S: Final = 300.0
 END_LIMIT_S: Final = 60.0
 POLL_S: Final = 0.01
-OPEN_FILES: Final = "/dev/nvidia"
+DEVICE_FILES: Final = "/dev/nvidia"
+"""The beginning of the names of the GPU's device files."""
 MARKS: Final = {
     "imports": "non-default args",
     "engine process": "Initializing a V1 LLM engine",
     "prepare": "init engine (",
     "HTTP server": "Application startup complete",
 }
-"""Parts of a server's start, each with a text in the line of its log that ends it."""
+"""Parts of a server's start, and the text in the server's log that ends each."""
 PARTS: Final = ("imports", "engine process", "attach", "prepare", "HTTP server", "first token")
-"""All parts of a restart, in order."""
+"""All parts of a restart, in order: those of MARKS, the daemon's attach, and the first token."""
 
 
 def write_word_tokenizer(directory: Path, vocab_size: int) -> None:
@@ -118,13 +119,13 @@ def with_tokenizer(model: Path) -> Iterator[Path]:
 
 
 class Server:
-    """A `vllm serve` process group, and the moments at which its log tells of its start."""
+    """A `vllm serve` process group, and the times at which the parts of its start ended."""
 
     def __init__(self, command: Sequence[str], endpoint: str, port: int, log: Path) -> None:
-        """Start it; `log` gets what it prints."""
+        """Start it. endpoint: the daemon's; log: file to which its output is appended."""
         self.port = port
         self.marks: dict[str, float] = {}
-        """Moments of MARKS, of time.monotonic()."""
+        """The time at which each part of MARKS ended (time.monotonic())."""
         self._log = log
         self.process = subprocess.Popen(
             command,
@@ -150,7 +151,7 @@ class Server:
                 log.flush()
 
     def is_ready(self) -> bool:
-        """Return True once it answers. Raises RuntimeError if it has ended."""
+        """Return True if it answers /health with 200. Raises RuntimeError if it has ended."""
         if self.process.poll() is not None:
             raise RuntimeError(f"vllm serve has ended: {self._log.read_text()[-4000:]}")
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=5)
@@ -163,7 +164,8 @@ class Server:
             connection.close()
 
     def tokens(self, prompt: Sequence[int], num_tokens: int) -> Iterator[float]:
-        """Send a request; yield the moment of each token (of time.monotonic())."""
+        """Send a request; yield the time of each token's arrival (time.monotonic()). Raises
+        RuntimeError if it is refused."""
         body = {
             "model": NAME,
             "prompt": list(prompt),
@@ -186,7 +188,7 @@ class Server:
             connection.close()
 
     def pids(self) -> list[int]:
-        """Return the ids of its processes: HTTP and engine core."""
+        """Return the ids of its processes: HTTP server, engine core and their children."""
         own = psutil.Process(self.process.pid)
         return [own.pid, *(child.pid for child in own.children(recursive=True))]
 
@@ -197,7 +199,7 @@ class Server:
         self.process.wait()
 
     def end(self) -> None:
-        """Send SIGTERM, as a supervisor does, and wait; in the end kill what is left."""
+        """Send SIGTERM, as a supervisor does, and wait; then kill what is left."""
         self.process.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(END_LIMIT_S)
@@ -214,33 +216,35 @@ def wait_until_ready(server: Server) -> None:
 
 
 def free_port() -> int:
-    """Return a TCP port that nobody listens at."""
+    """Return a TCP port at which no process listens."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return int(listener.getsockname()[1])
 
 
 def opens_gpu(pid: int) -> bool:
-    """Return True if a process has a file of NVIDIA's driver open, or mapped."""
+    """Return True if a process has a device file of a GPU open or mapped, False if it has ended."""
     root = Path("/proc") / str(pid)
     with contextlib.suppress(OSError):
-        if OPEN_FILES in (root / "maps").read_text():
+        if DEVICE_FILES in (root / "maps").read_text():
             return True
-        return any(str(file.readlink()).startswith(OPEN_FILES) for file in (root / "fd").iterdir())
+        return any(
+            str(file.readlink()).startswith(DEVICE_FILES) for file in (root / "fd").iterdir()
+        )
     return False
 
 
 class GpuUsers(threading.Thread):
-    """Looks once a second which processes use the GPU, until stop()."""
+    """Checks once a second which processes use the GPU, until stop()."""
 
     def __init__(self, server: Server, daemons: Sequence[int]) -> None:
         super().__init__(daemon=True)
         self._server, self._daemons = server, daemons
         self._stopped = threading.Event()
         self.most: dict[str, int] = {}
-        """Largest numbers that were seen."""
+        """The largest count seen, by name."""
         self.lines: set[str] = set()
-        """What nvidia-smi listed."""
+        """All different lines of nvidia-smi."""
 
     def run(self) -> None:
         while not self._stopped.wait(1.0):
@@ -250,8 +254,8 @@ class GpuUsers(threading.Thread):
             pids = {int(line.split(",")[0]) for line in listed if line[:1].isdigit()}
             counts = {
                 "vLLM's processes": len(ours),
-                "vLLM's with the GPU's driver open": sum(map(opens_gpu, ours)),
-                "daemons with the GPU's driver open": sum(map(opens_gpu, self._daemons)),
+                "vLLM's with a device file open": sum(map(opens_gpu, ours)),
+                "daemons with a device file open": sum(map(opens_gpu, self._daemons)),
                 "processes listed by nvidia-smi": len(listed),
                 "vLLM's listed by nvidia-smi": len(pids.intersection(ours)),
             }
@@ -259,7 +263,7 @@ class GpuUsers(threading.Thread):
                 self.most[name] = max(count, self.most.get(name, 0))
 
     def stop(self) -> Iterator[JsonFigure]:
-        """End; yield the largest numbers."""
+        """End the thread; yield the largest counts."""
         self._stopped.set()
         self.join()
         for line in sorted(self.lines):
@@ -284,7 +288,7 @@ class FrontEnd:
         self._options, self._model, self._daemons = options, model, daemons
         self._port = free_port()
         self._environment = {**os.environ, ENDPOINTS_VARIABLE: daemons.endpoints[0]}
-        """Of all of vLLM's programs: without it, they look for a device of their own."""
+        """The environment of vLLM's commands. Without the endpoint, they look for a device."""
         self.log = Path(options.log)
 
     def start(self) -> Server:
@@ -339,7 +343,7 @@ class FrontEnd:
 
 
 def latencies_of(report: Mapping[str, Any]) -> Latencies:
-    """Return the times that `bench serve` reports."""
+    """Return the latencies of all requests in a report of `bench serve`."""
     return Latencies(
         seconds=report["duration"],
         num_tokens=report["total_output_tokens"],
@@ -349,8 +353,8 @@ def latencies_of(report: Mapping[str, Any]) -> Latencies:
 
 
 def requests_of(report: Mapping[str, Any], vocab_size: int, seed: int) -> list[TimedRequest]:
-    """Return requests with the arrivals and lengths of those that `bench serve` has sent, and
-    random prompts."""
+    """Return requests with random prompts, and with the arrivals and lengths of those in a report
+    of `bench serve`."""
     rng = random.Random(seed)
     starts = report["start_times"]
     rows = sorted(zip(starts, report["input_lens"], report["output_lens"], strict=True))
@@ -363,8 +367,8 @@ def requests_of(report: Mapping[str, Any], vocab_size: int, seed: int) -> list[T
 def serve_closed(
     group: GroupLike, limits: SchedulerLimits, requests: Iterable[TimedRequest], concurrency: int
 ) -> Latencies:
-    """Serve requests whose arrivals do not count: the next one comes when fewer than `concurrency`
-    run."""
+    """Serve requests in a closed loop: `concurrency` of them run at a time, and their arrivals are
+    ignored."""
     latencies = Latencies()
     clock = TokenClock(latencies)
     driver = Driver(group, Scheduler(limits), clock.take, keeps_prefixes=False)
@@ -386,9 +390,9 @@ def serve_closed(
 
 
 def parts_of(moments: Mapping[str, float], began: float) -> dict[str, float]:
-    """Return the durations of PARTS from the moments at which they ended. A part whose moment is
-    missing counts in the one after it. A moment that was noted late, as the attach is, which is
-    polled for, ends its part no later than the next one."""
+    """Return the durations of PARTS from the times at which they ended. A part without a time
+    belongs to the next one. A time that was seen late (the attach is polled for) is moved back to
+    the end of the next part."""
     parts: dict[str, float] = {}
     known = [part for part in PARTS if part in moments]
     for index, part in enumerate(known):
@@ -428,8 +432,8 @@ def kill_and_restart(
 def measure_server(
     front: FrontEnd, daemons: LocalDaemons, options: argparse.Namespace
 ) -> Iterator[tuple[JsonFigure, dict[str, Any]]]:
-    """Run the server's measurements; yield figures, each with the report that it is from (empty
-    for others)."""
+    """Run the server's measurements; yield each figure with the report of `bench serve` that it is
+    from, under "open" or "closed", or with an empty dict."""
     began = time.monotonic()
     server = front.start()
     try:
@@ -470,7 +474,8 @@ def measure_server(
 def measure_driver(
     daemons: LocalDaemons, reports: Mapping[str, Any], options: argparse.Namespace
 ) -> Iterator[JsonFigure]:
-    """Serve the same requests by our driver, with what the server has loaded; yield figures."""
+    """Serve the same requests with our driver, on the model that the server has loaded; yield
+    figures."""
     with WorkerGroup(daemons.endpoints, ParallelConfig()) as group:
         config = group.attach(wait_for_lease_s=END_LIMIT_S)[0].config
         if config is None:
@@ -509,8 +514,8 @@ def parse_options(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--vllm", required=True, help="vLLM's program")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda")
     parser.add_argument("--rate", type=float, default=8.0, help="requests a second")
-    parser.add_argument("--num-open", type=int, default=200, help="requests that arrive at a rate")
-    parser.add_argument("--concurrency", type=int, default=64)
+    parser.add_argument("--num-open", type=int, default=200, help="requests of the open loop")
+    parser.add_argument("--concurrency", type=int, default=64, help="of the closed loop")
     parser.add_argument("--num-closed", type=int, default=256, help="requests of the closed loop")
     parser.add_argument("--tokens-in", type=int, default=1000)
     parser.add_argument("--tokens-out", type=int, default=200)

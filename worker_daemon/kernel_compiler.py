@@ -5,8 +5,8 @@ requests and waits for the replies. It loads neither torch nor Triton, so the se
 imports both, while the daemon imports torch itself. Nothing depends on the server: a kernel that it
 did not compile is compiled at its first launch.
 
-For each configuration whose kernels were all compiled there is a note, an empty file in the cache.
-A start that finds it requests nothing, which saves the launches.
+For each configuration whose kernels were all compiled there is a marker, an empty file in the
+cache. A start that finds it requests nothing, which saves the launches.
 """
 
 import contextlib
@@ -26,7 +26,7 @@ SERVER: Final = "worker_daemon.kernels.compile_server"
 REPLY_TIMEOUT_S: Final = 120.0
 """The longest wait for the next reply, in case the server is stopped."""
 COMPILED: Final = b"compiled"
-"""The reply to a request whose kernel is in the cache. Any other reply is the problem's text."""
+"""The reply to a request whose kernel is in the cache. Any other reply is an error message."""
 _MAX_REPLY_BYTES: Final = 4096
 
 _LOG = logging.getLogger(__name__)
@@ -66,18 +66,21 @@ class KernelCompiler:
     """
 
     def __init__(
-        self, control: socket.socket, server: "subprocess.Popen[bytes] | None", notes: Path | None
+        self,
+        control: socket.socket,
+        server: "subprocess.Popen[bytes] | None",
+        marker_dir: Path | None,
     ) -> None:
         self._control = control
         self._server = server
-        self._notes = notes
+        self._marker_dir = marker_dir
 
     @classmethod
-    def start(cls, notes: Path | None = None) -> "KernelCompiler":
-        """Start the server; returns while it is importing. It has this process's environment, which
-        names the directory of compiled kernels, and writes errors to the standard error. notes: the
-        same directory, for notes; None keeps none. If the host cannot start it now, all batches
-        fail: a rank does the same as its peers, and compiles what it needs."""
+    def start(cls, marker_dir: Path | None = None) -> "KernelCompiler":
+        """Start the server; return while it is importing. It inherits the environment, which names
+        the directory of compiled kernels, and the standard error. marker_dir: the directory of
+        markers; None keeps none. If the host cannot start it now, all batches fail: so a rank
+        launches the same as its peers, and compiles each kernel when it needs it."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         server = None
         with theirs, contextlib.suppress(OSError):  # each batch logs that the server is lost
@@ -88,7 +91,7 @@ class KernelCompiler:
                 stdout=subprocess.DEVNULL,
                 start_new_session=True,  # a signal from the terminal is for the daemon
             )
-        return cls(ours, server, notes)
+        return cls(ours, server, marker_dir)
 
     @property
     def server_pid(self) -> int:
@@ -103,36 +106,37 @@ class KernelCompiler:
         self.close()
 
     def has_compiled(self, description: str) -> bool:
-        """Return True if note_compiled was called with this description, in any process. If kernels
+        """Return True if mark_compiled was called with this description, in any process. If kernels
         were deleted since, they are compiled when they are needed."""
-        note = self._note(description)
-        if note is None:
+        marker = self._marker(description)
+        if marker is None:
             return False
         try:
-            note.lstat()
+            marker.lstat()
         except OSError:  # of a broken disk too
             return False
         return True
 
-    def note_compiled(self, description: str) -> None:
-        """Note that the cache has all kernels of a configuration. description: everything that they
-        depend on, in any form. What cannot be written is only requested again."""
-        note = self._note(description)
-        if note is not None:
+    def mark_compiled(self, description: str) -> None:
+        """Record that the cache has all kernels of a configuration. description: everything that
+        they depend on, in any form. If the marker cannot be written, the next start requests the
+        kernels again."""
+        marker = self._marker(description)
+        if marker is not None:
             with contextlib.suppress(OSError):
-                os.close(os.open(note, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW, 0o600))
+                os.close(os.open(marker, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW, 0o600))
 
-    def _note(self, description: str) -> Path | None:
-        if self._notes is None:
+    def _marker(self, description: str) -> Path | None:
+        if self._marker_dir is None:
             return None
-        return self._notes / f"{hashlib.sha256(description.encode()).hexdigest()}.compiled"
+        return self._marker_dir / f"{hashlib.sha256(description.encode()).hexdigest()}.compiled"
 
     @contextlib.contextmanager
-    def requests(self) -> Iterator["CompileRequests"]:
+    def batch(self) -> Iterator["CompileBatch"]:
         """Yield a batch of requests, which processes compile in parallel; when the block ends
         without an error, wait for all replies. The processes end with the block. There is one batch
         at a time. Another would wait for this one, so a server whose processes hang is ended."""
-        with contextlib.closing(CompileRequests(self._control)) as batch:
+        with contextlib.closing(CompileBatch(self._control)) as batch:
             try:
                 yield batch
                 batch.wait()
@@ -148,18 +152,17 @@ class KernelCompiler:
             self._server.wait()
 
 
-class CompileRequests:
-    """One batch of requests, over a socket of its own. After a failure of the server it does
-    nothing."""
+class CompileBatch:
+    """A batch of requests, over its own socket. Once the server has failed, it sends no more."""
 
     def __init__(self, control: socket.socket) -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._socket = ours
         self._unsent: deque[bytes] = deque()
         self._num_waiting = 0
-        """Requests that were sent and not replied to."""
+        """Requests without a reply so far."""
         self.has_failed = False
-        """True once a kernel could not be compiled."""
+        """True once a kernel could not be compiled, or the server has failed."""
         self.is_hung = False
         """True once a reply did not come in time."""
         self._is_lost = False
@@ -170,7 +173,7 @@ class CompileRequests:
                 self._lose(str(error))
 
     def close(self) -> None:
-        """Close the socket: the processes end."""
+        """Close the socket, which ends the compiling processes."""
         self._socket.close()
 
     def send(self, request: CompileRequest) -> None:
@@ -185,7 +188,7 @@ class CompileRequests:
             self._flush()
 
     def _flush(self) -> None:
-        """Send what fits into the socket: the rest when a reply shows that there is room."""
+        """Send as many requests as the socket takes; a reply shows that it takes more."""
         self._socket.setblocking(False)  # with a timeout, MSG_DONTWAIT would wait too
         while self._unsent and not self._is_lost:
             try:
@@ -215,8 +218,8 @@ class CompileRequests:
         self._num_waiting -= 1
         if data != COMPILED:
             self.has_failed = True
-            problem = data.decode(errors="replace")
-            _LOG.warning("a kernel will be compiled when it is needed: %s", problem)
+            error_text = data.decode(errors="replace")
+            _LOG.warning("a kernel will be compiled when it is needed: %s", error_text)
 
     def _lose(self, cause: str) -> None:
         self._is_lost = self.has_failed = True

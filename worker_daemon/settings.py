@@ -167,8 +167,8 @@ def prepare_kernel_cache(settings: ProcessSettings) -> None:
         os.environ[_KERNEL_CACHE] = str(kernel_cache(settings.state_dir, os.environ))
 
 
-def kernel_directory() -> Path | None:
-    """Return Triton's directory of compiled kernels, as prepare_kernel_cache set it."""
+def prepared_kernel_cache() -> Path | None:
+    """Return the directory that prepare_kernel_cache set, or None before it did."""
     directory = os.environ.get(_KERNEL_CACHE)
     return Path(directory) if directory else None
 

@@ -1,5 +1,5 @@
-"""The start of a model with an empty kernel cache: the compile server compiles all of its kernels,
-the process that serves none."""
+"""A start with an empty kernel cache: the compile server compiles all kernels of the model, the
+serving process none."""
 
 import os
 import subprocess
@@ -25,14 +25,14 @@ from worker_daemon.kernel_compiler import KernelCompiler
 
 compiled = []
 
-def note(*, src, cache_hit, **_):
+def record(*, src, cache_hit, **_):
     if not cache_hit:
         compiled.append(src.name)
 
 with KernelCompiler.start() as compiler:
     driver = StageDriver(Path(sys.argv[1]), "cuda:0", 4096, compiler=compiler)
     driver.load()
-    knobs.compilation.listener = note
+    knobs.compilation.listener = record
     driver.profile()
     driver.serve(1000)
     driver.leave()

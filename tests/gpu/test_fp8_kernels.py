@@ -35,7 +35,7 @@ pytestmark = [
 BOUNDS = {torch.float16: 6e-3, torch.bfloat16: 6e-3}
 """Two terms round fp16 to about bf16."""
 QUANTIZED_BOUND = 6e-2
-"""Of a product whose inputs have three bits of mantissa."""
+"""Bound for a product whose inputs have three bits of mantissa."""
 SHAPES = [(6144, 4096), (4096, 14336), (1024, 2048), (1000, 1096), (1003, 1104), (77, 40)]
 SHAPES_OF_DTYPES = [
     *((torch.bfloat16, shape) for shape in SHAPES),

@@ -47,17 +47,17 @@ def test_float32_greedy_tokens_equal_transformers(checkpoint, pp, tp):
         assert outputs[request.id].token_ids == exact[request.id].argmax(dim=-1).tolist()
 
 
-@pytest.mark.parametrize("splits_experts", [False, True], ids=["parts", "whole experts"])
+@pytest.mark.parametrize("expert_parallel", [False, True], ids=["tensor", "expert"])
 @pytest.mark.parametrize(("pp", "tp"), [(2, 1), (1, 2)])
-def test_tokens_of_experts_equal_transformers(tmp_path, pp, tp, splits_experts):
+def test_tokens_of_experts_equal_transformers(tmp_path, pp, tp, expert_parallel):
     needs(pp * tp)
     checkpoint, requests = make_checkpoint_of_experts(tmp_path / "moe"), make_requests(16, seed=5)
-    options = {"enable_expert_parallel": splits_experts}
+    options = {"enable_expert_parallel": expert_parallel}
     with gpu_group(checkpoint, pp, tp, "float32", **options) as (_, group, model):
         outputs = generate(group, model, requests)
     exact = reference_logprobs(checkpoint, torch.float32, requests, outputs)
     same = sum(outputs[r.id].token_ids == exact[r.id].argmax(dim=-1).tolist() for r in requests)
-    assert same >= len(requests) - 1, "a near tie of routing may turn one request, not more"
+    assert same >= len(requests) - 1, "a near tie in the routing may change one request, not more"
 
 
 def test_fp8_is_as_exact_over_two_gpus_as_on_one(checkpoint):

@@ -33,7 +33,7 @@ from worker_client.structured.masked_steps import CompiledGrammars
 from worker_client.worker_group import WorkerGroup
 
 SHARED_CACHE = CacheConfig(block_size=16, gpu_memory_utilization=0.15)
-"""Of stages in tests' own processes, which share the GPU; num_blocks decides what they take."""
+"""Cache of stages in tests' own processes, which share the GPU; num_blocks decides its size."""
 SCHEDULER = SchedulerConfig(max_num_seqs=64, max_num_batched_tokens=512, step_deadline_ms=20_000)
 
 
@@ -56,7 +56,7 @@ def make_checkpoint(directory: Path, seed: int = 0) -> Path:
 
 
 def make_checkpoint_of_experts(directory: Path, seed: int = 0) -> Path:
-    """Make a random Qwen3-MoE, as large as make_checkpoint's model."""
+    """Make a random Qwen3-MoE with the hidden size and heads of make_checkpoint's model."""
     torch.manual_seed(seed)
     config = Qwen3MoeConfig(
         vocab_size=8192,

@@ -1,7 +1,7 @@
 """The operations of a layer with experts (mixture of experts), which a device may fuse.
 
-A router scores every expert for every token; the TOP_K best multiply it, and their results are
-added by weight (Shazeer et al., 2017; Jiang et al., 2024).
+A router scores every expert for every token. The top_k best experts process the token, and their
+results are added by weight (Shazeer et al., 2017; Jiang et al., 2024).
 
 Shapes: N tokens, H hidden size, E experts of the model, L experts on this rank, K experts of a
 token, I inner size of an expert on this rank.
@@ -12,8 +12,9 @@ from typing import Final, NamedTuple, Protocol
 
 from torch import Tensor
 
-MOST_TILE_ROWS: Final = 128
-"""Rows that are multiplied together at most; an expert's inner values are padded to as many."""
+MAX_TILE_ROWS: Final = 128
+"""The most rows of one expert that a kernel multiplies as one tile. The inner values of an expert's
+last tile are padded to as many rows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +41,7 @@ class RoutedTokens(NamedTuple):
 
 class ClampedSwiGLU(NamedTuple):
     """The activation (up + 1) * gate * sigmoid(alpha * gate) of GPT-OSS (OpenAI, 2025), where the
-    gate is at most `limit`, and up between -limit and limit. A NaN stays one."""
+    gate is clamped to at most limit, and up to -limit ... limit. NaNs stay NaN."""
 
     alpha: float
     limit: float

@@ -203,8 +203,9 @@ class LayerOps(Protocol):
         query_start_loc: Tensor,
         loads: Tensor | None,
     ) -> tuple[Tensor, Tensor, RoutedTokens]:
-        """Return (n, s, experts.route(linear(n, router, bias), ...)) with n and s of sum_and_norm:
-        router [E, H], bias [E]; the scores are rounded to the model's dtype."""
+        """Return (n, s, experts.route(linear(n, router, bias), ...)) with n and s [N, H] of
+        sum_and_norm: router [E, H], bias [E]; the rest as for ExpertOps.route. Scores are rounded
+        to the model's dtype."""
 
     def int4_linear(self, x: Tensor, matrix: Int4Matrix, bias: Tensor | None) -> Tensor:
         """x W^T + b: x [N, K], W [M, K], bias [M] -> [N, M]."""

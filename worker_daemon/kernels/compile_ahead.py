@@ -1,10 +1,10 @@
 """Compiles many kernels in parallel, before any of them runs.
 
-Triton compiles kernels one at a time, each at its first launch, for half a second each. Inside
-`compiling_ahead(compiler)`, launching a kernel that is marked `launched` only requests it from the
-compiler's processes. When the block ends, all of them are in Triton's cache on disk, from where
-each is loaded at its first launch. Nothing is computed, so results are undefined: capture a graph
-and drop it.
+Triton compiles kernels one at a time, each at its first launch, which takes about half a second.
+Inside `compiling_ahead(compiler)`, the launch of a kernel that is marked `launched` runs nothing:
+it requests the kernel from the compile server. When the block ends, all requested kernels are in
+Triton's cache on disk, from where each is loaded at its first real launch. Results inside the block
+are undefined. torch's own kernels do run, unless a graph is being captured.
 """
 
 import logging
@@ -18,8 +18,8 @@ from triton import knobs
 from triton.runtime import driver
 
 from worker_daemon.kernel_compiler import (
+    CompileBatch,
     CompileRequest,
-    CompileRequests,
     KernelCompiler,
     hash_sources,
 )
@@ -37,9 +37,9 @@ class Launched:
         self.kernel = kernel
 
     def __getitem__(self, grid: _Grid) -> Callable[..., object]:
-        requesting = _requesting.get()
-        if requesting is not None:
-            return partial(requesting.launch, self.kernel)
+        requester = _requester.get()
+        if requester is not None:
+            return partial(requester.launch, self.kernel)
         launch: Callable[..., object] = self.kernel[grid]
         return launch
 
@@ -50,37 +50,38 @@ def launched(kernel: Any) -> Launched:
 
 
 @contextmanager
-def compiling_ahead(compiler: KernelCompiler) -> Iterator[CompileRequests]:
-    """Make this thread's launches request kernels only; all are compiled when the block ends. Not
-    reentrant. A kernel that cannot be compiled is logged, and fails at its launch; after the block,
-    has_failed of the yielded requests is True then."""
-    with compiler.requests() as requests:
-        requesting = _Requesting(requests)
-        hook, knobs.runtime.jit_cache_hook = knobs.runtime.jit_cache_hook, requesting.request
-        token = _requesting.set(requesting)
+def compiling_ahead(compiler: KernelCompiler) -> Iterator[CompileBatch]:
+    """Make this thread's launches only request their kernels, which are compiled when the block
+    ends. Not reentrant. A kernel that cannot be compiled is logged, and sets has_failed of the
+    batch; its first real launch compiles it, or raises the error."""
+    with compiler.batch() as batch:
+        requester = _Requester(batch)
+        hook, knobs.runtime.jit_cache_hook = knobs.runtime.jit_cache_hook, requester.request
+        token = _requester.set(requester)
         try:
-            yield requests
+            yield batch
         finally:
-            _requesting.reset(token)
+            _requester.reset(token)
             knobs.runtime.jit_cache_hook = hook
 
 
-class _Requesting:
+class _Requester:
     """Turns launches into requests, each sent once."""
 
-    def __init__(self, requests: CompileRequests) -> None:
-        self._requests = requests
+    def __init__(self, batch: CompileBatch) -> None:
+        self._batch = batch
         self._requested: set[str] = set()
         self._failed: set[object] = set()
         self._target = driver.active.get_current_target()
         self._sources = hash_sources()
 
     def launch(self, kernel: Any, *args: object, **options: object) -> None:
-        """Make Triton call `request`, unless it has the kernel in memory."""
+        """Make Triton call `request`, unless it has the kernel in memory. Takes a launch's
+        arguments."""
         try:
             kernel.warmup(*args, grid=None, **options)
         except Exception as error:  # if it matters, the launch will raise it
-            self._requests.has_failed = True
+            self._batch.has_failed = True
             if kernel not in self._failed:
                 self._failed.add(kernel)
                 _LOG.warning("%s cannot be compiled ahead: %s", kernel, error)
@@ -95,9 +96,9 @@ class _Requesting:
             request = CompileRequest(
                 target.backend, target.arch, target.warp_size, key, self._sources, specialization
             )
-            self._requests.send(request)
+            self._batch.send(request)
         return True
 
 
-_requesting: Final[ContextVar[_Requesting | None]] = ContextVar("requesting", default=None)
+_requester: Final[ContextVar[_Requester | None]] = ContextVar("requester", default=None)
 """Set while launches only request kernels."""

@@ -3,12 +3,12 @@ daemon's control socket as standard input. kernel_compiler.py is the daemon's si
 
 The server imports Triton and our kernels once, and opens no device. For each socket that it
 receives it forks processes, which share its memory and take requests from that socket, one at a
-time, until the daemon closes it. A process of its own for each compilation is faster than a thread:
-Triton's code generator needs the interpreter's lock.
+time, until the daemon closes it. Processes are faster than threads: Triton's code generator holds
+the interpreter's lock.
 
-Some versions of Triton (3.6, not 3.9) also build C modules with the host's compiler: one that loads
-kernels, and for each signature one that launches them. The server builds them too, since each takes
-0.25 s.
+Some versions of Triton (3.6, not 3.9) also build C modules with the host's C compiler: one that
+loads kernels, and for each signature one that launches them. The server builds them too, since each
+takes 0.25 s.
 """
 
 import contextlib
@@ -35,8 +35,9 @@ from worker_daemon.kernels.compile_ahead import Launched
 
 MAX_PROCESSES: Final = 16
 NICE: Final = 10
+"""Added to the nice value of the server and its children, so that the daemon runs first."""
 _MAX_REQUEST_BYTES: Final = 1 << 16
-_MAX_PROBLEM_CHARS: Final = 1000
+_MAX_ERROR_CHARS: Final = 1000
 _PR_SET_PDEATHSIG: Final = 1
 _BUILDS_LAUNCHERS: Final = hasattr(nvidia, "make_launcher")
 """True if this version of Triton builds C modules."""
@@ -48,7 +49,7 @@ class Kernels(NamedTuple):
     sources: str
     """hash_sources, before they were imported."""
     by_name: Mapping[str, Any]
-    """Kernels by their full names."""
+    """Kernels (triton.JITFunction) by module and qualified name."""
 
 
 class TargetDriver:
@@ -67,7 +68,7 @@ class TargetDriver:
 
 
 def find_kernels() -> Kernels:
-    """Import all modules of kernels, and return what the host launches."""
+    """Import all modules of kernels, and return the kernels that the host launches."""
     sources, found = hash_sources(), {}
     package = worker_daemon.kernels
     for module in pkgutil.iter_modules(package.__path__, f"{package.__name__}."):
@@ -81,8 +82,8 @@ def find_kernels() -> Kernels:
 
 
 def compile_kernel(kernels: Kernels, request: CompileRequest) -> None:
-    """Compile a kernel, and what launches it, into Triton's cache. Raises what Triton raises,
-    KeyError for an unknown name, ValueError if the daemon has other sources."""
+    """Compile a kernel, and the C module that launches it, into Triton's cache. Raises what Triton
+    raises, KeyError for an unknown name, and ValueError if the daemon has other sources."""
     if request.sources != kernels.sources:
         raise ValueError("the kernels on disk have changed since the compile server started")
     driver.set_active(TargetDriver(GPUTarget(request.backend, request.arch, request.warp_size)))
@@ -94,27 +95,27 @@ def compile_kernel(kernels: Kernels, request: CompileRequest) -> None:
 
 
 def build_loader() -> None:
-    """Build the C module that loads kernels, if Triton needs one. Without a compiler or a driver,
-    nothing is built: the daemon will raise the error."""
+    """Build the C module that loads kernels, if Triton needs one. Without a C compiler or a GPU
+    driver, build nothing: the daemon will raise the error."""
     if _BUILDS_LAUNCHERS:
         with contextlib.suppress(Exception):
             nvidia.CudaUtils()
 
 
 def take_requests(requests: socket.socket, kernels: Kernels) -> None:
-    """Compile until the other end is closed."""
+    """Compile the kernels requested over a socket, until the other end is closed."""
     while data := requests.recv(_MAX_REQUEST_BYTES):
         reply = COMPILED
         try:
             compile_kernel(kernels, CompileRequest(*json.loads(data)))
         except Exception as error:  # the daemon compiles it again, and raises the error if it must
-            reply = f"{type(error).__name__}: {error}"[:_MAX_PROBLEM_CHARS].encode()
+            reply = f"{type(error).__name__}: {error}"[:_MAX_ERROR_CHARS].encode()
         requests.send(reply)
 
 
 def serve_batch(requests: socket.socket, kernels: Kernels) -> None:
-    """Fork processes that take the requests of one socket, and wait until all have ended: fewer if
-    the host permits no more. One that dies had one request, which is answered here."""
+    """Fork processes that take the requests of one socket (fewer if the host permits no more), and
+    wait until all have ended. If one dies, reply to the one request that it had taken."""
     server = os.getpid()
     with contextlib.suppress(OSError):  # a limit on processes or memory
         for _ in range(num_processes()):
@@ -136,7 +137,7 @@ def num_processes() -> int:
 
 
 def _run_forked(requests: socket.socket, kernels: Kernels, server: int) -> None:
-    """Run a forked process; does not return. It skips the server's own end."""
+    """Run a forked process; does not return. os._exit skips the server's exit handlers."""
     exit_code = 1
     try:
         _end_with_parent(server)

@@ -1,13 +1,11 @@
 """Routing of tokens to experts, and the order of their rows for grouped products.
 
-A grouped product works on tiles of up to BLOCK_M rows of one expert. The plan of a step lists the
-tiles: experts in ascending order, each expert's rows in the order of its tokens. Launches depend on
-the number of tokens alone, so that CUDA graphs can capture them; unused tiles have no expert.
-
-Rows are counted in chunks. One program places the rows of a few experts in one chunk: the counts
-give each expert's first tile and its rows in the chunks before, running sums the place of each row.
-So equal inputs give equal plans. Expert loads are added atomically: sums of integers do not
-depend on their order.
+In a plan, a row is a token for one of its experts: n * K + k is token n for its k-th. A grouped
+product works on tiles of up to BLOCK_M rows of one expert. The plan of a step lists the tiles:
+experts in ascending order, each expert's rows in the order of its tokens. Launches depend on the
+number of tokens alone, so that CUDA graphs can capture them; unused tiles have no expert. Equal
+inputs give equal plans. Expert loads are added atomically: sums of integers do not depend on the
+order.
 
 Letters: N tokens, E experts, K experts of a token, T tiles, M rows of a tile.
 """
@@ -39,13 +37,13 @@ _MIN_CHUNK_ROWS: Final = 128
 _COUNTED_CHUNKS: Final = 16
 """Chunks whose counts are added at a time."""
 _BLOCK_T: Final = 16
-"""Tiles that a program describes at a time."""
+"""Tiles whose expert and size a program stores at a time."""
 _GROUP: Final = 4
 """Experts whose rows one program places."""
 _FEW_ROWS: Final = 512
-"""Up to here each row is routed by a program of its own."""
+"""Up to as many tokens, each is routed by a program of its own."""
 _NUMBER_BITS = tl.constexpr(13)
-"""Low bits of a key that hold an expert's number."""
+"""Low bits of a key that hold an expert's number: there are at most 8,192 experts."""
 
 
 class TilePlan(NamedTuple):
@@ -104,7 +102,7 @@ def route_row(
     pdl: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, RoutedTokens]:
     """Return the norm and the sum of one row [1, H], and its experts: router [E, H], bias [E].
-    arrivals: int32 [1], zero, also at the end; one stream at a time may use it."""
+    arrivals: int32 [1], a counter that is zero before and after; one stream at a time uses it."""
     (num_experts, hidden), device = router.shape, router.device
     x, norm = row_norm(source, pdl=pdl)
     normed, scores = torch.empty_like(x), x.new_empty(num_experts)
@@ -162,7 +160,13 @@ def plan_tiles(
     experts: torch.Tensor, first: int, num_experts: int, block_m: int, *, pdl: bool
 ) -> TilePlan:
     """Return the tiles of the rows that go to the num_experts experts from first on: experts int32
-    [N, K], N >= 1; those of other ranks, and -1, have no tiles."""
+    [N, K], N >= 1; those of other ranks, and -1, have no tiles.
+
+    Rows are divided into chunks. One kernel counts each expert's rows in each chunk. In the next, a
+    program places the rows that a few experts have in one chunk: the counts give each expert's
+    first tile and its rows in earlier chunks, a running sum gives a row's place in its own chunk. A
+    single chunk needs the second kernel alone.
+    """
     num_tokens, top_k = experts.shape
     num_tiles = max_tiles(num_tokens, top_k, num_experts, block_m)
     block_e = max(16, triton.next_power_of_2(num_experts))
@@ -228,7 +232,7 @@ def _route_kernel(
     ROWS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Choose the experts of some rows."""
+    """Choose the experts of ROWS tokens."""
     start_next(PDL)
     await_previous(PDL)
     _choose(
@@ -349,14 +353,14 @@ def _choose(
     place = tl.arange(0, BLOCK_K)[None, :]
     is_row = row < num_rows
     is_expert = column < NUM_EXPERTS
-    # Scores may be those of other programs of this kernel, which L1 does not have.
+    # Other programs of this kernel may have written the scores: .cg does not read L1.
     score = tl.load(
         scores + row.to(tl.int64)[:, None] * scores_stride + column,
         mask=is_row[:, None] & is_expert,
         other=float("-inf"),
         cache_modifier=".cg",
     ).to(tl.float32)
-    # A NaN or an infinite score makes all weights NaN, and is chosen like 0.
+    # A NaN or a score of +infinity is chosen as if it were 0, and makes all weights NaN.
     is_number = score < float("inf")
     score = tl.where(is_number & (score != 0.0), score, 0.0)
     largest = tl.max(score, 1)
@@ -398,9 +402,10 @@ def _choose(
 
 @triton.jit
 def _sort_keys(score, column, SHORT: tl.constexpr):
-    """Return integers in the order of the scores and, among equals, against that of the experts:
-    the maximum of integers takes few instructions. SHORT: scores had 16 bits, so that their last 13
-    as float32 are zero."""
+    """Return an integer for each score. A larger score has a larger one and, among equal scores,
+    the expert with the lower number; so one integer maximum, which takes few instructions, finds
+    both. SHORT: scores had 16 bits, the last 13 bits of their float32 are zero, and int32 holds
+    score and number; otherwise int64 does."""
     LAST: tl.constexpr = 2**_NUMBER_BITS - 1
     bits = score.to(tl.int32, bitcast=True)
     ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
@@ -413,7 +418,7 @@ def _sort_keys(score, column, SHORT: tl.constexpr):
 
 @triton.jit
 def _sorted_score(key, SHORT: tl.constexpr):
-    """Return the score and the expert of a key."""
+    """Return the score (float32) and the expert's number (int32) of a key of _sort_keys."""
     LAST: tl.constexpr = 2**_NUMBER_BITS - 1
     index = LAST - (key & LAST).to(tl.int32)
     if SHORT:
@@ -426,15 +431,15 @@ def _sorted_score(key, SHORT: tl.constexpr):
 
 @triton.jit
 def _load_chunk(experts, chunk, first, num_rows, BLOCK_R: tl.constexpr):
-    """Return a chunk's rows, and their experts as numbers of this rank; negative beyond the
-    last."""
+    """Return a chunk's rows, and their experts, counted from the first one of this rank. Beyond the
+    last row, experts are negative."""
     row = chunk * BLOCK_R + tl.arange(0, BLOCK_R)
     return row, tl.load(experts + row, mask=row < num_rows, other=-1) - first
 
 
 @triton.jit
 def _count(expert, num_experts, BLOCK_E: tl.constexpr):
-    """Return each expert's rows; experts of other ranks are not counted."""
+    """Return each expert's number of rows, int32 [BLOCK_E], without experts of other ranks."""
     return tl.histogram(expert, BLOCK_E, mask=(expert >= 0) & (expert < num_experts))
 
 
@@ -450,7 +455,7 @@ def _count_kernel(
     BLOCK_E: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Store each expert's rows in a chunk."""
+    """Store each expert's number of rows in a chunk."""
     start_next(PDL)
     chunk = tl.program_id(0)
     await_previous(PDL)
@@ -479,8 +484,9 @@ def _place_kernel(
     GROUP: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Store the places of the rows of GROUP experts in a chunk, and a share of the tiles. One
-    running sum counts all of the group: an integer holds 16 bits for each expert."""
+    """Store the rows that GROUP experts have in a chunk at their places, and a share of the tiles'
+    experts and sizes. One running sum counts for all experts of the group, each in 16 bits of an
+    int64."""
     start_next(PDL)
     group = tl.program_id(0)
     chunk = tl.program_id(1)

@@ -1,6 +1,7 @@
 """Chooses the tiles of experts' products by arithmetic on sizes.
 
-Rules are from `python -m benchmarks.experts_kernels --tune` on an H200 (benchmarks/NOTES.md).
+The rules are from `python -m benchmarks.experts_kernels --tune` on an H200, with the sizes of
+Qwen3-30B-A3B (benchmarks/NOTES.md).
 """
 
 from dataclasses import dataclass, replace
@@ -9,17 +10,18 @@ from typing import Final
 import torch
 import triton
 
-from worker_daemon.contracts.experts import MOST_TILE_ROWS, ExpertMatrices
+from worker_daemon.contracts.experts import MAX_TILE_ROWS, ExpertMatrices
 from worker_daemon.contracts.fp8 import FP8_BLOCK
 from worker_daemon.kernels.tiles import RESERVED_SHARED_BYTES, DeviceLimits
 
 _SOME_ROWS: Final = 24
-"""Mean rows of an expert from which rows are the left operand of the products."""
+"""With fewer rows per expert on average, weights are the left operand of the products."""
 _MANY_ROWS: Final = 96
-"""Mean rows of an expert from which a tile has 128 of them."""
+"""From as many rows per expert on average, tiles have MAX_TILE_ROWS rows."""
 _WASTE_DIVISOR: Final = 8
-"""The outputs that a tile has too many are at most this part of all."""
+"""Outputs that tiles compute beyond the last one are at most this part of all (1 / 8)."""
 _LEAST_OUTPUTS: Final = 64
+"""block_o is not reduced below it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +44,8 @@ class ExpertTiles:
     gate_up: ProductTile
     down: ProductTile
     weights_left: bool
-    """True if weights are the left operand of the products."""
+    """True if weights are the left operand of the MMA instruction, which has at least 64 rows, and
+    a tile's rows the right one, which may have 16. If False, products in 16 bits use TMA."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,33 +60,35 @@ class RowTile:
 
 GATE_UP_ROW: Final = RowTile(block_o=1, block_i=1024, num_warps=4)
 DOWN_ROW: Final = RowTile(block_o=1, block_i=256, num_warps=1)
-"""Products of one row."""
+"""Tiles of the products of one row."""
 
-_FEW: Final = ProductTile(64, 128, 4, 3)
-_EXACT: Final = ProductTile(32, 32, 4, 2)
-"""For float32, unrolled on CUDA cores: larger tiles spill registers."""
+_FEW_ROWS: Final = ProductTile(64, 128, 4, 3)
+_FLOAT32: Final = ProductTile(32, 32, 4, 2)
+"""Float32 is multiplied on CUDA cores, in unrolled loops: larger tiles spill registers."""
 
 
 def choose_tiles(
     num_pairs: int, matrices: ExpertMatrices, dtype: torch.dtype, limits: DeviceLimits
 ) -> ExpertTiles:
-    """Return the tiles of a step with num_pairs rows, over all experts of the model, in dtype.
+    """Return the tiles of a step with num_pairs rows (tokens times experts of a token, over all
+    ranks) in dtype.
 
-    Weights are read once by tiles of about twice the mean of an expert's rows, so that most experts
-    have one. Many rows are bound by operations: tiles are as large as registers permit.
+    Few rows are bound by reading weights: a tile has about twice as many rows as the mean expert,
+    so that most experts have one tile, and their weights are read once. Many rows are bound by
+    operations: tiles are as large as registers permit.
     """
     held, hidden, inner = matrices.down.shape
     mean = -(-num_pairs // (matrices.num_experts or held))
     if dtype == torch.float32:
-        return ExpertTiles(16, _EXACT, _EXACT, weights_left=False)
+        return ExpertTiles(16, _FLOAT32, _FLOAT32, weights_left=False)
     if mean < _SOME_ROWS:
         block_m = min(32, max(16, triton.next_power_of_2(2 * mean - 1)))
-        gate_up = _FEW if block_m == 16 else replace(_FEW, block_i=64)
-        return ExpertTiles(block_m, gate_up, _FEW, weights_left=True)
+        gate_up = _FEW_ROWS if block_m == 16 else replace(_FEW_ROWS, block_i=64)
+        return ExpertTiles(block_m, gate_up, _FEW_ROWS, weights_left=True)
     if mean < _MANY_ROWS:
         block_m, gate_up, down = 64, ProductTile(64, 64, 4, 3), ProductTile(256, 64, 4, 5)
     else:
-        block_m = MOST_TILE_ROWS
+        block_m = MAX_TILE_ROWS
         gate_up, down = ProductTile(128, 64, 8, 4), ProductTile(256, 64, 8, 4)
     if matrices.down_scale is not None:  # converted weights take registers and shared memory
         gate_up, down = replace(gate_up, block_o=64), replace(down, block_o=FP8_BLOCK)
@@ -114,7 +119,7 @@ def _limit_stages(
 
 
 def _fit(tile: ProductTile, num_outputs: int) -> ProductTile:
-    """Return the tile with fewer outputs, if too many of them would not exist."""
+    """Return the tile with fewer outputs, if num_outputs would leave too many of them unused."""
     block_o = tile.block_o
     while block_o > _LEAST_OUTPUTS and -num_outputs % block_o > num_outputs // _WASTE_DIVISOR:
         block_o //= 2

@@ -1,14 +1,13 @@
 """The operations of experts on a GPU: routing, then products grouped by expert.
 
-One row: each chosen expert is a matrix-vector product; the second product adds the experts. Several
-rows: tiles of rows of one expert (expert_routing.py) times its matrices, gate and up fused, then
-down, then the weighted sum in a fixed order, so that equal inputs give equal bits. With few rows of
-an expert, weights are the left operand of the MMA instruction, which has at least 64 rows there and
-may have 16 on the other side; its matrices are read once. Weights in FP8 are converted in
-registers, and their scales multiply the sums; scales of blocks multiply the inputs of one row
-instead. Biases are added to float32 sums. benchmarks/NOTES.md has the floors.
+One row has kernels of its own (multiply_row). Of several rows, those of an expert are divided into
+tiles (expert_routing.py), whose sizes expert_tiles.py chooses (multiply_rows). Weights in FP8 are
+converted in registers. Scales of rows multiply the sums. Scales of blocks multiply the sum over
+each block or, for one row, its inputs. Biases are added to float32 sums. benchmarks/NOTES.md has
+the floors.
 
-Letters: N tokens, H hidden size, I inner size, K experts of a token, M rows of a tile, O outputs.
+Letters: N tokens, H hidden size, I inner size, L experts of this rank, K experts of a token, T
+tiles, M rows of a tile, O outputs. In _ProductStack, I is the number of inputs of the product.
 """
 
 # Parameters of a Triton kernel are pointers and scalars that Python's types cannot name:
@@ -30,7 +29,6 @@ from worker_daemon.contracts.fp8 import FP8_BLOCK
 from worker_daemon.contracts.layer_ops import NormedSum
 from worker_daemon.kernels.activation import activate_pair
 from worker_daemon.kernels.compile_ahead import launched
-from worker_daemon.kernels.described_experts import can_describe, multiply_described
 from worker_daemon.kernels.expert_routing import TilePlan, plan_tiles, route, route_row
 from worker_daemon.kernels.expert_tiles import (
     DOWN_ROW,
@@ -46,13 +44,15 @@ from worker_daemon.kernels.launch import (
     start_next,
 )
 from worker_daemon.kernels.tiles import DeviceLimits
+from worker_daemon.kernels.tma_experts import can_use_tma, multiply_by_tma
 
 _SUM_BLOCK: Final = 1024
 """Outputs of a token that one program adds."""
 
 
 class TritonExperts:
-    """ExpertOps on one CUDA device, on one stream. Owns a counter, zero between launches."""
+    """ExpertOps on one CUDA device, on one stream. Owns route_row's counter, which is zero between
+    launches."""
 
     def __init__(self, device: torch.device) -> None:
         """device is that of all tensors."""
@@ -86,7 +86,7 @@ class TritonExperts:
     def multiply(
         self, x: torch.Tensor, routed: RoutedTokens, matrices: ExpertMatrices
     ) -> torch.Tensor:
-        """x [N, H] -> [N, H], this rank's part of the sum."""
+        """See ExpertOps.multiply: x [N, H] -> this rank's part of the sum, [N, H]."""
         num_tokens, top_k = routed.experts.shape
         if not num_tokens:
             return torch.empty_like(x)
@@ -105,7 +105,8 @@ def multiply_row(
     *,
     pdl: bool,
 ) -> torch.Tensor:
-    """Return ExpertOps.multiply of one row x [1, H]."""
+    """Return ExpertOps.multiply of one row x [1, H]: matrix-vector products, first the activation
+    of gate and up for all of its experts, then down and the weighted sum."""
     top_k = routed.experts.shape[1]
     count, hidden, inner = matrices.down.shape
     h, y = x.new_empty(top_k, inner), torch.empty_like(x)
@@ -151,7 +152,9 @@ def multiply_rows(
     *,
     pdl: bool,
 ) -> torch.Tensor:
-    """Return ExpertOps.multiply of rows x [N, H], N >= 1."""
+    """Return ExpertOps.multiply of rows x [N, H], N >= 1. Each tile is multiplied by its expert's
+    gate and up at once, then by down. The weighted sum has a fixed order, so that equal inputs give
+    equal bits."""
     num_tokens, top_k = routed.experts.shape
     count, hidden, inner = matrices.down.shape
     plan = plan_tiles(routed.experts, matrices.first, count, tiles.block_m, pdl=pdl)
@@ -172,16 +175,19 @@ def multiply_tiles(
     pdl: bool,
     gated: bool,
 ) -> None:
-    """Compute the rows of y that the plan has, each times the matrix of its expert. gated: the
-    activation of x [N, H] times gate and up, y [T * M, I] with a row for each of the plan's;
-    otherwise such an x [T * M, I] times down, y [N * K, H]. For scales of blocks, a tile's outputs
-    and inputs at a time are at most 128."""
+    """Multiply each tile of the plan by the matrices of its expert, and write the result to y.
+
+    gated: x [N, H] are tokens, y [T * M, I] the activation of their products with gate and up, in
+    the order of the plan. Otherwise: x [T * M, I] is such a y, and y [N * K, H] its product with
+    down, row n * K + k for the k-th expert of token n; rows of other ranks' experts are not
+    written. With block scales, block_o and block_i of the tile are at most 128.
+    """
     num_outputs, num_inputs = y.shape[1], x.shape[1]
     stack = _stacks(matrices)[0 if gated else 1]
     tile = tiles.gate_up if gated else tiles.down
     activation = _activation_options(matrices.clamped if gated else None)
-    if not tiles.weights_left and can_describe(x, stack.weight):
-        multiply_described(
+    if not tiles.weights_left and can_use_tma(x, stack.weight):
+        multiply_by_tma(
             y, x, stack.weight, stack.bias, plan, tile, activation, pdl=pdl, gated=gated
         )
         return
@@ -219,7 +225,7 @@ class _ProductStack(NamedTuple):
 
     @property
     def scale_form(self) -> str:
-        """The form of the scales: none, one for each row, or for each block."""
+        """The scales: "none", one for each "row" of a matrix, or one for each "block"."""
         if self.scale is None:
             return "none"
         return "row" if self.scale.dim() == 2 else "block"
@@ -268,8 +274,8 @@ def add_experts(
     *,
     pdl: bool,
 ) -> torch.Tensor:
-    """Return the weighted sum [N, H] of each token's rows of y [N * K, H]; x [N, H] gives its
-    form."""
+    """Return the weighted sum [N, H] of each token's rows of y [N * K, H], like x [N, H] in shape
+    and dtype."""
     (num_tokens, hidden), top_k = x.shape, routed.experts.shape[1]
     total = torch.empty_like(x)
     block = min(_SUM_BLOCK, triton.next_power_of_2(hidden))
@@ -320,8 +326,9 @@ def _product_kernel(
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Outputs of a tile are neighbors in the grid, so that its rows are read from memory once, as
-    are the weights of an expert with several tiles."""
+    """Each program computes a block of a tile's outputs. The programs of a tile are neighbors in
+    the grid, so that its rows are read from memory once. The tiles of an expert are neighbors too,
+    so that its weights are."""
     start_next(PDL)
     tile = tl.program_id(0) // num_blocks
     block = tl.program_id(0) % num_blocks
@@ -400,8 +407,9 @@ def _add_columns(
     BLOCK_I: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Return the product with the first matrix and, if GATED, with the one num_outputs rows below,
-    whose scales are up_blocks further."""
+    """Return two float32 sums: the products with the first matrix (gate, or down) and, if GATED,
+    with up, which is num_outputs rows below and whose scales are up_blocks further. If not GATED,
+    the second sum means nothing."""
     column = tl.arange(0, BLOCK_I)[None, :]
     other_here = weight_here + num_outputs * num_inputs
     if LEFT:
@@ -447,8 +455,8 @@ def _multiply(
     EXACT: tl.constexpr,
     SCALES: tl.constexpr,
 ):
-    """Add value [M, I] times w [O, I] transposed to acc [M, O], or [O, M] if LEFT. factor: where
-    the scale of w is, if it has one."""
+    """Add value [M, I] times w [O, I] transposed to acc [M, O], or [O, M] if LEFT. factor: pointer
+    to the scale of w, read if SCALES is "block"."""
     PRECISION: tl.constexpr = "ieee" if EXACT else None
     if SCALES != "none":
         w = w.to(value.dtype)
@@ -480,7 +488,7 @@ def _sum_kernel(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Add a token's rows of y [N * K, size] by their weights; those of other ranks are missing."""
+    """Add a token's rows of y [N * K, size] by their weights, without those of other ranks."""
     start_next(PDL)
     token = tl.program_id(0)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -520,8 +528,8 @@ def _row_gate_up_kernel(
     BLOCK_I: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Compute the activation of gate and up for one row and one of its experts. The next kernel
-    starts once the routing is known, and reads it before this one ends."""
+    """Compute the activation of gate and up for one row and one of its experts. start_next comes
+    after await_previous here: so the next kernel may read the routing before this one ends."""
     k = tl.program_id(1)
     output = tl.program_id(0) * BLOCK_O + tl.arange(0, BLOCK_O)
     column = tl.arange(0, BLOCK_I)
@@ -599,8 +607,9 @@ def _row_down_kernel(
     BLOCK_I: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Outputs of one row, summed over its experts by their weights. All experts are read at once;
-    the first columns while the previous kernel still runs: it has waited for the routing."""
+    """Compute outputs of one row, summed over its experts by their weights. All experts are read at
+    once. Their first columns are read before await_previous, since the previous kernel has waited
+    for the routing (launch.py)."""
     start_next(PDL)
     line = tl.arange(0, BLOCK_O * BLOCK_K)  # an output of an expert
     k = line % BLOCK_K
@@ -628,7 +637,7 @@ def _row_down_kernel(
             part = scale_here[:, None] + here // SCALE_BLOCK
             value *= tl.load(part, mask=inside, other=0.0)
         sums += w.to(tl.float32) * value
-    # Rounded as a product of its own would be.
+    # Rounded before the sum, as multiply_rows does.
     product = tl.sum(sums, 1)
     if SCALES == "row":
         product *= tl.load(scale_here + output, mask=is_here, other=0.0)

@@ -52,9 +52,9 @@ class BlockTile(NamedTuple):
 
 def choose_block_tile(num_rows: int, shape: tuple[int, ...], limits: DeviceLimits) -> BlockTile:
     """Return the tile of a product of M rows with a matrix [O, I], by arithmetic on the sizes: a
-    program for each SM, if the columns suffice. Programs that have an SM to themselves load further
-    ahead than those that share one. Equal for all M between two powers of two, so that the warm-up
-    compiles every kernel."""
+    program for each SM, if the columns suffice. Programs that have an SM to themselves have more
+    stages, to load further ahead. The tile is equal for all M between two powers of two, so that
+    the warm-up compiles every kernel."""
     num_outputs, num_inputs = shape
     most_rows = max(_BLOCK_M, triton.next_power_of_2(num_rows))
     num_tiles = most_rows // _BLOCK_M * triton.cdiv(num_outputs, _BLOCK_O)
@@ -77,7 +77,7 @@ def multiply_blocks(
     pdl: bool,
 ) -> None:
     """Compute y [M, O] = x [M, I] W [O, I]^T + bias [O], each row contiguous; x and W have scales
-    of blocks. M is that of x, a multiple of 4. arrivals: as for linear.py's launch_matrix."""
+    of blocks. M includes the padding of x. arrivals: as for linear.py's launch_matrix."""
     num_rows = y.shape[0]
     weight, scale = matrix.weight, matrix.scale
     num_outputs, num_inputs = weight.shape

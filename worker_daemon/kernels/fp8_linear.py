@@ -232,7 +232,7 @@ class Fp8Linear:
         bias: torch.Tensor | None,
         dtype: torch.dtype,
     ) -> torch.Tensor:
-        """Return the product of the first num_rows rows of x."""
+        """Return the product [num_rows, O] in dtype; x may have more rows, which pad it."""
         shape, has_blocks = matrix.weight.shape, x.scale.dim() == 2
         if has_blocks and not self._has_block_product(shape, dtype):
             y = torch.empty(x.num_rows, shape[0], dtype=dtype, device=x.values.device)
@@ -257,7 +257,7 @@ class Fp8Linear:
         return y if bias is None else y.add_(bias)
 
     def _has_block_product(self, shape: tuple[int, ...], dtype: torch.dtype) -> bool:
-        """Return True if torch multiplies by a matrix [O, I] with block scales."""
+        """Return True if torch has the product with a matrix [O, I] with block scales."""
         num_outputs, num_inputs = shape
         is_aligned = num_outputs % FP8_BLOCK == 0 and num_inputs % (4 * FP8_BLOCK) == 0
         return self._has_block_mm and dtype == torch.bfloat16 and is_aligned
@@ -380,7 +380,8 @@ def _fp8_kernel(
     LANES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Like linear.py's kernel, but for two terms. SCALE_BLOCK: 0 for scales of rows."""
+    """Like linear.py's kernel, but for inputs in two terms. SCALE_BLOCK: 128, or 0 for scales of
+    rows."""
     start_next(PDL)
     tile = tl.program_id(0)
     split = tl.program_id(1)

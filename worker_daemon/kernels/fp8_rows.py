@@ -35,6 +35,7 @@ TERM_RATIO: Final = 8
 
 _BLOCK: Final = 4096
 _ROW_MULTIPLE: Final = 4
+"""See Fp8Rows.scale."""
 _LARGEST = tl.constexpr(FP8_MAX)
 _LEAST = tl.constexpr(FP8_LEAST_SCALE)
 _RATIO = tl.constexpr(TERM_RATIO)
@@ -72,7 +73,7 @@ class Fp8Rows(NamedTuple):
     """float8_e4m3fn [N, K], or [2 N, K]: all first terms, then all second ones."""
     scale: torch.Tensor
     """float32 [N]; powers of two if there are two terms. For blocks [ceil(K / 128), N], where N is
-    rounded up to a multiple of 4, as cuBLAS requires; the rows added have any values."""
+    rounded up to a multiple of 4, as cuBLAS requires; the added rows have undefined values."""
 
     @property
     def num_rows(self) -> int:

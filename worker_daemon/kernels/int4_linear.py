@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch.nn import functional
 
-from worker_daemon.contracts.int4 import INT4_BLOCK, Int4Matrix
+from worker_daemon.contracts.int4 import INT4_BLOCK, INT4_HALF, Int4Matrix
 from worker_daemon.kernels.compile_ahead import launched
 from worker_daemon.kernels.int4_row import choose_row_tile, launch_int4_row, low_half
 from worker_daemon.kernels.launch import (
@@ -43,17 +43,17 @@ _ROWS_PER_WARP: Final = 16
 (benchmarks/NOTES.md)."""
 _FULL_ROWS: Final = 16
 _FULL, _FULL_ENOUGH = 0.95, 0.8
-"""Share of the SMs that programs keep busy, averaged over their waves, at which no more splits are
-tried: _FULL up to _FULL_ROWS rows, _FULL_ENOUGH above, where the split-K reduction costs more. All
+"""No more splits are tried once programs keep this share of the SMs busy, as a mean over the waves:
+_FULL up to _FULL_ROWS rows, _FULL_ENOUGH above, where the split-K reduction costs more. All
 programs are assumed to take equally long."""
 _WIDEST: Final = 128
-"""Columns of a step, unless groups are shorter."""
+"""The most columns of a step; fewer if groups are shorter."""
 _LEAST_STEPS: Final = 4
 """Fewest steps in a split. With fewer, the split-K reduction costs more than the split gains."""
 _DEQUANTIZED_ROWS: Final = 32
 
-_BLOCK = tl.constexpr(32)
-_HALF = tl.constexpr(16)
+_BLOCK = tl.constexpr(INT4_BLOCK)
+_HALF = tl.constexpr(INT4_HALF)
 _CONVERT: Final = """{
     .reg .b32 %low, %high, %one, %two, %three, %four, %unit, %minus;
     and.b32 %low, $6, 0x0F0F0F0F;

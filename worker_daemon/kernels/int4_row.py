@@ -1,8 +1,9 @@
 """Matrix-vector products (GEMV) with weights in 4 bits (contracts/int4.py), in float32.
 
-Like row_linear.py's, without fusion: whole rows of weights go from memory to registers, and enough
-programs share an SM to hide the latency. The kernel for several rows (int4_linear.py) waits for
-shared memory and matrix instructions, of which one row uses an eighth.
+The kernel is like row_linear.py's, but fuses nothing: weights go from memory to registers, whole
+rows at a time, and enough programs share an SM to hide the latency. The kernel for several rows
+(int4_linear.py) is slower for one: it waits for shared memory and for MMA instructions, of which
+one row uses an eighth.
 
 Letters: y[1, O] = x[1, I] W[O, I]^T + bias.
 """
@@ -24,7 +25,7 @@ from worker_daemon.kernels.tuning import VectorTile
 _BLOCK = tl.constexpr(INT4_BLOCK)
 _HALF = tl.constexpr(INT4_HALF)
 _OFFSET = tl.constexpr(128.0)
-_SPLIT: Final = """{
+_CONVERT_PTX: Final = """{
     .reg .b32 %low, %high, %offset;
     and.b32 %low, $8, 0x0F0F0F0F;
     shr.u32 %high, $8, 4;
@@ -39,15 +40,16 @@ _SPLIT: Final = """{
     prmt.b32 $6, %high, %offset, 0x7244;
     prmt.b32 $7, %high, %offset, 0x7344;
 }"""
-"""Converts four bytes to eight float32 values plus 128: each value is placed in the mantissa of 128
-where the last bit counts 1."""
-_SPLIT_BYTES = tl.constexpr(_SPLIT)
+"""Converts four bytes to eight values plus 128, in float32: each value is placed in those bits of
+the mantissa of 128 that count 1 to 8."""
+_CONVERT = tl.constexpr(_CONVERT_PTX)
 
 
 def choose_row_tile(shape: tuple[int, int], num_sms: int) -> VectorTile:
-    """Return the tile of a product of one row with a matrix [O, I]: a block of columns for each
-    thread and at most four steps, which are unrolled. More outputs in one step, if each SM still
-    has two programs. Measured for up to 14,336 columns (benchmarks/NOTES.md)."""
+    """Return the tile of a product of one row with a matrix [O, I]: a block of 32 columns for each
+    thread, and at most four steps, which are unrolled. If there is one step and each SM still has
+    two programs, a tile has 16 outputs instead of 8. Measured for up to 14,336 columns
+    (benchmarks/NOTES.md)."""
     num_outputs, num_inputs = shape
     columns = triton.next_power_of_2(num_inputs)
     block_i = min(columns, max(4096, columns // 4), 16384)
@@ -116,8 +118,9 @@ def _int4_row_kernel(
     BLOCK_I: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Each program computes BLOCK_O outputs. Sums of values plus 128 are corrected once for each
-    block of 32 columns; in float32 the difference costs five bits of 24."""
+    """Each program computes BLOCK_O outputs. Values stay 128 too large until their products are
+    summed over a block of 32 columns; then 128 times the sum of inputs is subtracted. In float32
+    the difference costs five bits of 24."""
     start_next(PDL)
     BLOCKS: tl.constexpr = BLOCK_I // _BLOCK
     row = tl.program_id(0) * BLOCK_O + tl.arange(0, BLOCK_O)
@@ -136,7 +139,7 @@ def _int4_row_kernel(
         here = start + column
         low_x = tl.load(x + here, mask=here < SIZE, other=0.0).to(tl.float32)
         high_x = tl.load(x + here + _HALF, mask=here < SIZE, other=0.0).to(tl.float32)
-        low, high = _split(packed, IN_REGISTERS)
+        low, high = _convert(packed, IN_REGISTERS)
         part = tl.sum(tl.reshape(low * low_x[None, :], [BLOCK_O, BLOCKS, _HALF]), 2)
         part += tl.sum(tl.reshape(high * high_x[None, :], [BLOCK_O, BLOCKS, _HALF]), 2)
         total = tl.sum(tl.reshape(low_x + high_x, [BLOCKS, _HALF]), 1)
@@ -151,7 +154,7 @@ def _int4_row_kernel(
 
 @triton.jit
 def _load_packed(values_row, present, byte, SIZE: tl.constexpr, EVEN: tl.constexpr):
-    """Return bytes [BLOCK_O, BLOCK_I / 2] of the weights, read once by the whole device."""
+    """Return bytes [BLOCK_O, BLOCK_I / 2] of the weights, which no other program reads."""
     if EVEN:
         packed = tl.load(values_row + byte[None, :], eviction_policy="evict_first")
     else:
@@ -174,7 +177,8 @@ def _load_words(
     BLOCKS: tl.constexpr,
     EVEN: tl.constexpr,
 ):
-    """Return scale and zero point [BLOCK_O, BLOCKS] of each block of columns from start on."""
+    """Return scale and zero point of each block of columns from start on: int32 [BLOCK_O, BLOCKS],
+    the scale in the low 16 bits."""
     column = start + tl.arange(0, BLOCKS) * _BLOCK
     here = groups + (column // GROUP)[None, :] * num_outputs + row[:, None]
     if EVEN:
@@ -186,16 +190,16 @@ def _load_words(
 
 @triton.jit
 def low_half(word, DTYPE: tl.constexpr):
-    """Return the low 16 bits of words, which are in DTYPE, as float32."""
+    """Return the low 16 bits of int32 words, which hold a value in DTYPE, as float32."""
     return word.to(tl.int16).to(DTYPE, bitcast=True).to(tl.float32)
 
 
 @triton.jit
-def _split(packed, IN_REGISTERS: tl.constexpr):
-    """Return the low and the high values of bytes plus 128, in float32."""
+def _convert(packed, IN_REGISTERS: tl.constexpr):
+    """Return the values in the low and in the high four bits of bytes, plus 128, in float32."""
     if IN_REGISTERS:
         low, high = tl.inline_asm_elementwise(
-            _SPLIT_BYTES,
+            _CONVERT,
             "=r,=r,=r,=r,=r,=r,=r,=r,r",
             [packed],
             dtype=(tl.float32, tl.float32),

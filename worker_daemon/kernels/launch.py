@@ -68,8 +68,8 @@ def await_previous(PDL: tl.constexpr):
     the tokens wait for all previous kernels. The gather comes after the other two (and the previous
     steps), and before every kernel with dependent launch.
 
-    If the previous kernel calls start_next only after its own wait, a kernel may also read, past
-    L1, what kernels before the previous one wrote: the second product of one row's experts does.
+    If the previous kernel calls start_next only after its await_previous, a kernel may also read
+    what earlier kernels than that wrote, with loads that bypass L1 (experts.py's _row_down_kernel).
     """
     if PDL:
         gdc_wait()

@@ -28,8 +28,8 @@ MANY_PROGRAMS = 1024
 """Sequences x KV heads from which shorter tiles are worth separate graphs."""
 
 LONG_CONTEXT, SPLIT_PROGRAMS_PER_SM = 4096, 8
-"""Keys above which decodes over FP8 are split until each SM has this many programs, if they occupy
-all SMs: converting the keys takes more warps than reading them does."""
+"""Decodes over a KV cache in FP8 with more keys than LONG_CONTEXT, which occupy all SMs, are split
+until each SM has SPLIT_PROGRAMS_PER_SM: converting keys needs more warps than reading them."""
 
 SMALL_TILES_RESIDENT, LARGE_TILES_RESIDENT = 4, 3
 """Resident decode programs per SM, with tiles of 64 and of 128 keys."""
@@ -185,10 +185,10 @@ def decode_tile(
     """Return the tile for one query token per sequence, with just enough rows for a group.
 
     num_programs is sequences x KV heads x splits, keys_per_program an upper bound. Few programs are
-    fastest with long tiles. Very many programs with few keys get short tiles, and so do many splits
-    (LONG_CONTEXT). Otherwise, the tile with the least estimated time over all waves is chosen.
-    Sequences of unequal length, started longest first, run equally well with both, or better with
-    long tiles. dtype is that of queries.
+    fastest with long tiles. Very many programs with few keys get short tiles, and so do splits that
+    do not all run at once (LONG_CONTEXT). Otherwise, the tile with the least estimated time over
+    all waves is chosen. Sequences of unequal length, started longest first, run equally well with
+    both, or better with long tiles. dtype is that of queries.
     """
     rows = max(MIN_DOT_ROWS, next_power_of_two(group_size))
     sizes = _decode_tile_sizes(num_programs, keys_per_program, limits, is_split)

@@ -1,4 +1,4 @@
-"""Computes Triton's hash of its own files, a part of the key of every kernel in its cache."""
+"""Computes Triton's hash of its own files, which every key of its kernel cache contains."""
 
 from triton.runtime.cache import triton_key
 

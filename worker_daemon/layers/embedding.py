@@ -104,7 +104,7 @@ class LMHead:
         return self._method.new_output(num_rows)
 
     def new_gathered(self, num_rows: int) -> Tensor:
-        """Return memory of the shape and strides of gather's result."""
+        """Return memory for all logits [num_rows, V], with the strides of gather's result."""
         local, size = self.new_logits(num_rows), self._tp.size
         if size > 1:
             local = local.new_empty(num_rows, local.shape[1] * size)

@@ -133,7 +133,7 @@ class _Experts:
         self._shared = None if spec.shared is None else _SharedExpert(name, spec.shared, setup)
 
     def forward(self, x: Tensor, query_start_loc: Tensor) -> Tensor:
-        """x [N, H] -> this rank's part of the block's output, [N, H]."""
+        """Return this rank's part of the block's output, [N, H], of the normed x [N, H]."""
         scores = self._ops.linear(x, self._router.data, _data(self._biases.router))
         routed = self._ops.experts.route(
             scores, self._spec.routing, query_start_loc, self._load_counts
@@ -141,7 +141,7 @@ class _Experts:
         return self._multiply(x, routed)
 
     def forward_normed(self, source: NormedSum, query_start_loc: Tensor) -> tuple[Tensor, Tensor]:
-        """Return (forward(n), s), with the norm n and the sum s of source."""
+        """Return (forward(n), s), with the norm n and the sum s of source, all [N, H]."""
         normed, total, routed = self._ops.norm_route(
             source,
             self._router.data,
@@ -257,7 +257,7 @@ class _SharedExpert:
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [N, H] -> this rank's part, [N, H]."""
+        """Return this rank's part of the shared expert's output, [N, H], of x [N, H]."""
         score = self._ops.linear(x, self._score.data, None)
         return torch.sigmoid(score) * self._down.forward(self._gate_up.forward(x))
 
@@ -294,6 +294,8 @@ def _data(parameter: Parameter | None) -> Tensor | None:
 
 
 def _rank_pieces(name: str, spec: ExpertsSpec, setup: LayerSetup) -> ExpertPieces:
+    """Return what this rank holds: with expert parallelism some experts as a whole, otherwise a
+    part of the inner size of every expert."""
     rank, size = setup.tp.rank, setup.tp.size
     experts, inner = range(spec.num_experts), range(spec.intermediate_size)
     if setup.expert_parallel:

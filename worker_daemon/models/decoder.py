@@ -220,7 +220,7 @@ class DecoderStage:
         return residual_stream(part, hidden, self._setup.ops, self._setup.tp)
 
     def new_gathered(self, num_rows: int) -> Tensor:
-        """Last stage only: return memory as of gather_logits's result."""
+        """Last stage only: return memory for logits [num_rows, V], like gather_logits's result."""
         return self._output[1].new_gathered(num_rows)
 
     def compute_logits(self, hidden: Tensor) -> Tensor:

@@ -38,15 +38,15 @@ _CHUNK_ELEMENTS = {"cpu": 1 << 17}
 _CHUNK_ELEMENTS_DEVICE = 1 << 26
 
 
-def max_elements(device: torch.device) -> int:
-    """Return the largest number of elements to compute at once, which bounds the memory taken."""
+def max_chunk_elements(device: torch.device) -> int:
+    """Return the most elements that fill_dummy computes at once, which bounds its memory."""
     return _CHUNK_ELEMENTS.get(device.type, _CHUNK_ELEMENTS_DEVICE)
 
 
 def fill_dummy(targets: Sequence[Tensor], pieces: Sequence[Piece], seed: int) -> None:
     """Overwrite the targets, the regions of parameters that pieces describe (1 or 2 dimensions, all
-    of one shape, kind and device). On a GPU, thousands of small matrices are filled faster by the
-    dozen.
+    of one shape, kind and device). On a GPU, one call for many small matrices (experts) is faster
+    than a call for each.
 
     Values have a triangular distribution with standard deviation 0.02 around 0, or around 1 for
     norms. Routed embeddings have standard deviation 1: attention adds nearly the same vector to all
@@ -61,19 +61,20 @@ def fill_dummy(targets: Sequence[Tensor], pieces: Sequence[Piece], seed: int) ->
         return
     matrices = [target.unsqueeze(0) if target.dim() == 1 else target for target in targets]
     num_rows, num_columns = matrices[0].shape
-    row_part, column_part = _parts(pieces, num_rows, num_columns, seed, device)
-    step = max(1, max_elements(device) // max(1, len(pieces) * num_columns))
+    row_part, column_part = _hash_inputs(pieces, num_rows, num_columns, seed, device)
+    step = max(1, max_chunk_elements(device) // max(1, len(pieces) * num_columns))
     for start in range(0, num_rows, step):
         chunk = slice(start, start + step)
-        values = _of_kind(kind, row_part[:, chunk, None] + column_part[:, None])
+        values = _values_of_kind(kind, row_part[:, chunk, None] + column_part[:, None])
         for matrix, own in zip(matrices, values, strict=True):
             matrix[chunk].copy_(own)
 
 
-def _parts(
+def _hash_inputs(
     pieces: Sequence[Piece], num_rows: int, num_columns: int, seed: int, device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """Return what rows and columns add to the hash's input: int32 [P, R] and [P, C], P pieces."""
+    """Return what each row and each column adds to the hash's input, int32 [P, R] and [P, C], for P
+    pieces of R rows and C columns."""
     sources = [
         piece.source if len(piece.source) > 1 else (slice(0, 1), *piece.source) for piece in pieces
     ]
@@ -90,8 +91,9 @@ def _parts(
     return _mix((row + first_row).add_(row_key)), columns
 
 
-def _of_kind(kind: Kind, counters: Tensor) -> Tensor:
-    """Return a tensor's values, int32 or float32, from the hash's input, which is overwritten."""
+def _values_of_kind(kind: Kind, counters: Tensor) -> Tensor:
+    """Return a tensor's values (int32 for 4 bits, otherwise float32) from the hash's input, int32
+    of any shape, which is overwritten."""
     if kind == "int4":
         return _mix(counters)
     values = _values(counters).add_(1.0 if kind == "norm" else 0.0)

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from worker_daemon.errors import CheckpointError
 from worker_daemon.layers.parameter import Kind, Parameter, Piece, TensorSpec
-from worker_daemon.models.dummy import fill_dummy, max_elements
+from worker_daemon.models.dummy import fill_dummy, max_chunk_elements
 from worker_daemon.models.expert_tensors import stacked_part
 from worker_daemon.models.safetensors_file import (
     LOADED_DTYPES,
@@ -359,21 +359,21 @@ def load_dummy_weights(
     for batch in _dummy_batches(items):
         names = tuple(dict.fromkeys(piece.name for _, piece in batch))
         observer.writing(names)
-        for (converts, *_), alike in groupby(batch, key=_form):
-            (_fill_converted if converts else _fill_alike)(list(alike), seed)
+        for _, alike in groupby(batch, key=_dummy_form):
+            _fill_dummy(list(alike), seed)
         observer.written(names)
         meter.advance(_total_bytes(batch))
     return meter.report(())
 
 
 def _dummy_batches(items: Iterable[Item]) -> Iterator[list[Item]]:
-    """Yield the items of consecutive tensors together, as long as fill_dummy can compute them at
-    once."""
+    """Yield the items of consecutive tensors together, up to as many elements as fill_dummy
+    computes at once. A larger tensor is alone."""
     batch: list[Item] = []
     num_elements = 0
     for _, tensor in _by_tensor(items):
         own = sum(math.prod(piece.source_shape) for _, piece in tensor)
-        if batch and num_elements + own > max_elements(tensor[0][0].data.device):
+        if batch and num_elements + own > max_chunk_elements(tensor[0][0].data.device):
             yield batch
             batch, num_elements = [], 0
         batch += tensor
@@ -382,19 +382,19 @@ def _dummy_batches(items: Iterable[Item]) -> Iterator[list[Item]]:
         yield batch
 
 
-def _form(item: Item) -> tuple[object, ...]:
-    """Return what items that are filled at once have in common, first whether they are
-    converted."""
+def _dummy_form(item: Item) -> tuple[object, ...]:
+    """Return what items have in common that one call of fill_dummy can fill."""
     parameter, piece = item
     return parameter.converts(piece), piece.kind, piece.source_shape, parameter.data.device
 
 
-def _fill_alike(items: Sequence[Item], seed: int) -> None:
-    targets = [parameter.data[piece.target] for parameter, piece in items]
-    fill_dummy(targets, [piece for _, piece in items], seed)
-
-
-def _fill_converted(items: Sequence[Item], seed: int) -> None:
+def _fill_dummy(items: Sequence[Item], seed: int) -> None:
+    """Fill items of one form at once; those that are converted one by one."""
+    parameter, piece = items[0]
+    if not parameter.converts(piece):
+        targets = [parameter.data[piece.target] for parameter, piece in items]
+        fill_dummy(targets, [piece for _, piece in items], seed)
+        return
     for parameter, piece in items:
         arrival, _ = _arrival(parameter, piece)
         fill_dummy([arrival.data], [piece], seed)

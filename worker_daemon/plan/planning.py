@@ -28,7 +28,7 @@ from rpc_schema.kv_cache import (
     smallest_fitting_blocks,
     usable_tokens,
 )
-from worker_daemon.contracts.experts import MOST_TILE_ROWS
+from worker_daemon.contracts.experts import MAX_TILE_ROWS
 from worker_daemon.contracts.fp8 import FP8
 from worker_daemon.device.memory import MemorySnapshot, request_memory
 from worker_daemon.distributed.parallel_state import ParallelState
@@ -432,12 +432,13 @@ def _inner_size(decoder: DecoderConfig) -> int:
 
 
 def _padded_size(decoder: DecoderConfig, tp_size: int) -> int:
-    """Return the most inner values with which tiles pad the rows of a rank's experts."""
+    """Return the inner values of all padding rows at worst, if each expert's last tile has one
+    row."""
     parts, ranks = (1, tp_size) if decoder.expert_parallel else (tp_size, 1)
     return max(
         (
             -(-experts.num_experts // ranks)
-            * (MOST_TILE_ROWS - 1)
+            * (MAX_TILE_ROWS - 1)
             * (experts.intermediate_size // parts)
             for experts in decoder.layer_experts
             if experts is not None

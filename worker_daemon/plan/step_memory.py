@@ -56,8 +56,7 @@ class StageWidths:
     routed_size: int = 0
     """Inner values and results of a token's experts (kernels/experts.py); 0 without experts."""
     padded_size: int = 0
-    """Inner values of the rows by which a step's tiles exceed those of its experts; 0 without
-    experts."""
+    """Inner values of the padding rows in all tiles of a step's experts; 0 without experts."""
     has_shared_expert: bool = False
     """The sum of a token's experts is alive while it passes the shared one."""
     dequantized_bytes: int = 0

@@ -30,8 +30,8 @@ class StepGraphs:
     """Number of graphs."""
 
     def launch(self, runner: ModelRunner) -> None:
-        """Launch the kernels of all graphs in throwaway captures, so that none runs: for a block in
-        which launches only request their kernels."""
+        """Launch the kernels of all graphs in captures that are dropped, so that nothing runs. Used
+        inside compiling_ahead, where launches only request their kernels."""
 
     def capture(self, runner: ModelRunner) -> None:
         """Capture all graphs, and let the runner replay them."""
@@ -162,7 +162,7 @@ class GraphedProgram:
 
     @torch.inference_mode()
     def launch(self, plans: Sequence[StepPlan], padding: Callable[[StepPlan], StepInputs]) -> None:
-        """Launch the kernels of each plan, and keep no graph."""
+        """Launch the kernels of each plan in a capture, and keep no graph (see StepGraphs)."""
         dropped = []  # together, at the end: the pool must always have a graph
         for plan in plans:
             arrived = self._arrived[: plan.shape.num_tokens]

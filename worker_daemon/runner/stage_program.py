@@ -97,9 +97,9 @@ class EagerProgram:
 
     @torch.inference_mode()
     def launch_layers(self, hidden: Tensor, query_lens: Int32s, seq_lens: Int32s) -> None:
-        """Launch the layers of a step, where launches only request their kernels. hidden [N, H]:
-        its values do not matter. query_lens, seq_lens [B]: the step's tokens, and the contexts, of
-        its sequences."""
+        """Launch the layers of a step inside compiling_ahead, where launches only request their
+        kernels. hidden [N, H], of any values. query_lens, seq_lens int32 [B]: each sequence's
+        tokens in the step, and its context length."""
         device = self._tables.device
         zeros = torch.zeros(hidden.shape[0], dtype=torch.int64, device=device)
         column = torch.zeros(query_lens.size + 1, dtype=torch.int32, device=device)
@@ -124,8 +124,8 @@ class EagerProgram:
 
     @torch.inference_mode()
     def launch_sampling(self, num_rows: int) -> None:
-        """Launch the sampling of a step of so many rows, where launches only request their
-        kernels."""
+        """Launch the sampling of a step of num_rows rows inside compiling_ahead, where launches
+        only request their kernels. Do nothing unless this is the last stage."""
         if self._logits is not None:
             self._parts.launch_sampling(self._stage.new_gathered(num_rows))
 

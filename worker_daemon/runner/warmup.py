@@ -22,7 +22,8 @@ from worker_daemon.runner.scheduled_step import StepLimits
 from worker_daemon.runner.slot_bitmap import read_bitmap
 
 StepLengths: TypeAlias = tuple[list[int], list[int]]
-"""The context lengths of a step's sequences, its own tokens included, and the counts of these."""
+"""The sequences of a step: their context lengths, which include the step's tokens, and how many
+tokens each has in the step."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,10 +18,10 @@ from worker_daemon.server.daemon import serve
 from worker_daemon.server.dispatch import RendezvousServerLike, WorkerLike
 from worker_daemon.settings import (
     ProcessSettings,
-    kernel_directory,
     prepare_environment,
     prepare_flight_recorder,
     prepare_waiting,
+    prepared_kernel_cache,
     profile_directory,
     user_threads,
     visible_devices,
@@ -55,12 +55,12 @@ def run_daemon(settings: ProcessSettings) -> int:
 
 @contextmanager
 def running_compiler(device: str) -> Iterator[KernelCompiler | None]:
-    """Yield the compiler of a GPU's kernels, which imports Triton while this process imports torch.
-    None on the CPU, which has no kernels to compile."""
+    """Yield the compiler of a GPU's kernels, whose server imports Triton while this process imports
+    torch. Yield None on the CPU, which has no kernels to compile."""
     if device == "cpu":
         yield None
         return
-    with KernelCompiler.start(kernel_directory()) as compiler:
+    with KernelCompiler.start(prepared_kernel_cache()) as compiler:
         yield compiler
 
 
@@ -76,7 +76,7 @@ def make_worker(
 ) -> WorkerLike:
     """Load torch and make the worker; called on the step thread. Raises ConfigError if there is no
     such device."""
-    # Collections among the objects of torch's modules take tenths of a second.
+    # While torch is imported, garbage collections take tenths of a second and find nothing.
     gc.disable()
     if device != "cpu":
         threading.Thread(target=_prepare_triton, name="triton", daemon=True).start()
@@ -101,9 +101,9 @@ def make_worker(
 
 
 def _prepare_triton() -> None:
-    """Import Triton and hash its files, which takes 0.4 s, mostly without the interpreter's lock:
-    on a thread of its own, while torch is imported."""
-    with suppress(ImportError):  # init_device raises it
+    """Import Triton and hash its files, on a thread of its own while torch is imported. This takes
+    0.4 s, mostly without the interpreter's lock."""
+    with suppress(ImportError):  # init_device raises the error
         from worker_daemon.kernels.triton_hash import hash_triton
 
         hash_triton()

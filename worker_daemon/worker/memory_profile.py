@@ -50,8 +50,8 @@ def profile_memory(
     compiler: KernelCompiler | None = None,
 ) -> ProfiledMemory:
     """Run the largest step over a KV cache of two blocks, capture some of the graphs, and return
-    the memory left in the budget and on the device. compiler: compiles the steps' kernels before;
-    None: each is compiled when it is needed, if at all.
+    the memory left in the budget and on the device. compiler: compiles the kernels of all steps
+    first; None: each kernel is compiled at its first launch.
 
     Raises:
         CapacityError: nothing is left, though no other process allocated any.
@@ -80,14 +80,14 @@ def profile_memory(
 def _compile_ahead(
     serving: Serving, opened: OpenedDevice, model: LoadedModel, compiler: KernelCompiler
 ) -> None:
-    """Compile the steps' kernels, unless a note says that the cache has all of them. The ranks of a
-    tensor-parallel stage capture collectives meanwhile, so none of them may skip that."""
+    """Compile the steps' kernels, unless a marker says that the cache has all of them. The ranks of
+    a tensor-parallel stage capture collectives meanwhile, which none of them may skip."""
     is_alone = opened.place.parallel.tp_size == 1
     steps = describe_steps(opened, model)
     if is_alone and compiler.has_compiled(steps):
         return
     if serving.compile_ahead(compiler):
-        compiler.note_compiled(steps)
+        compiler.mark_compiled(steps)
 
 
 def check_step_deadline(

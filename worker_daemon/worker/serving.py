@@ -127,7 +127,7 @@ class Serving:
 
     def run_largest_step(self, message: StepMessage) -> None:
         """Run the largest possible step, and on a GPU the one that gathers the most keys. On a GPU
-        they run through two layers of each kind: more layers take the same memory again."""
+        they run through two layers of each kind: further layers would reuse the same memory."""
         runner, limits = self.runner, self.runner.state.limits
         steps = [largest_step(message, limits, runner.state.parts.heaviest)]
         program = runner.eager
@@ -153,17 +153,18 @@ class Serving:
         # Imports Triton, which a CPU daemon does not need.
         from worker_daemon.kernels.compile_ahead import compiling_ahead
 
-        with self._capturing(), compiling_ahead(compiler) as requests:
-            thin, limits = self.runner.eager.compile_subset(), self.runner.state.limits
+        with self._capturing(), compiling_ahead(compiler) as batch:
+            subset, limits = self.runner.eager.compile_subset(), self.runner.state.limits
             if self._parts.parallel.tp_size == 1:
-                # First, as kernels of large steps take the longest. No block is used.
-                self._launch_layers(thin, replace(limits, num_blocks=limits.max_num_seqs + 1))
-            thin.launch_sampling(limits.max_num_seqs)
+                # First, as kernels of large steps take the longest. The profile's cache of two
+                # blocks does not limit them, since nothing runs.
+                self._launch_layers(subset, replace(limits, num_blocks=limits.max_num_seqs + 1))
+            subset.launch_sampling(limits.max_num_seqs)
             self._step_graphs().launch(self.runner)
-        return not requests.has_failed
+        return not batch.has_failed
 
-    def _launch_layers(self, thin: EagerProgram, limits: StepLimits) -> None:
-        """Launch the layers of all steps of warm_up."""
+    def _launch_layers(self, program: EagerProgram, limits: StepLimits) -> None:
+        """Launch the layers of the steps that warm_up runs through compile_subset."""
         sweep = decode_lengths(limits) if self._enforce_eager else ()
         for lengths, counts in itertools.chain(size_lengths(limits), sweep):
             hidden = torch.empty(
@@ -171,7 +172,7 @@ class Serving:
                 dtype=self._parts.dtype,
                 device=self._parts.device,
             )
-            thin.launch_layers(hidden, np.array(counts, np.int32), np.array(lengths, np.int32))
+            program.launch_layers(hidden, np.array(counts, np.int32), np.array(lengths, np.int32))
 
     def estimate_graphs(self, used_bytes: Callable[[], int]) -> int:
         """Return an estimate of the graphs' bytes: see StepGraphs.estimate_bytes."""

@@ -16,9 +16,9 @@ from worker_client.launcher import LocalDaemons
 from worker_client.vllm.settings import ENDPOINTS_VARIABLE
 
 HEALTH: Final = "worker_client.vllm.health.DaemonsHealth"
-START: Final = {"VLLM_WORKER_MULTIPROC_METHOD": "fork"}
-"""Defaults of the server's environment. A forked engine process need not import vLLM again; vLLM's
-program spawns it for the sake of devices, of which it has none here."""
+DEFAULT_ENVIRONMENT: Final = {"VLLM_WORKER_MULTIPROC_METHOD": "fork"}
+"""Defaults of the server's environment variables. A forked engine process need not import vLLM
+again. `vllm serve` spawns it by default, as CUDA cannot be used after a fork; here it uses none."""
 POLL_S: Final = 0.2
 SHUTDOWN_S: Final = "10"
 """Seconds for running requests after SIGTERM. Without any, vLLM kills its engine before that gives
@@ -73,7 +73,8 @@ def _supervise(words: list[str], daemons: LocalDaemons) -> None:
 
 def _run_server(words: list[str], daemons: LocalDaemons) -> int:
     """Run the server, restarting daemons that die meanwhile; return its exit code."""
-    environment = START | os.environ | {ENDPOINTS_VARIABLE: ",".join(daemons.endpoints)}
+    endpoints = {ENDPOINTS_VARIABLE: ",".join(daemons.endpoints)}
+    environment = DEFAULT_ENVIRONMENT | os.environ | endpoints
     try:
         server = subprocess.Popen(words, env=environment)
     except OSError as error:

@@ -36,17 +36,17 @@ ORPHAN = """
 import sys, time
 from worker_daemon.kernel_compiler import CompileRequest, KernelCompiler, hash_sources
 compiler = KernelCompiler.start()
-with compiler.requests() as requests:
-    requests.send(CompileRequest("cuda", 90, 32, "", hash_sources(), '{"name": "none"}'))
-    requests.wait()
+with compiler.batch() as batch:
+    batch.send(CompileRequest("cuda", 90, 32, "", hash_sources(), '{"name": "none"}'))
+    batch.wait()
     print(compiler.server_pid, flush=True)
     time.sleep(600)
 """
 """A daemon in the middle of a batch, with all processes running."""
 ONE_REQUEST = """
 from worker_daemon.kernel_compiler import CompileRequest, KernelCompiler, hash_sources
-with KernelCompiler.start() as compiler, compiler.requests() as requests:
-    requests.send(CompileRequest("cuda", 90, 32, "", hash_sources(), '{"name": "none"}'))
+with KernelCompiler.start() as compiler, compiler.batch() as batch:
+    batch.send(CompileRequest("cuda", 90, 32, "", hash_sources(), '{"name": "none"}'))
 """
 """A daemon that prints the reply to a request."""
 FEW_PROCESSES = """
@@ -88,7 +88,7 @@ def compiler(tmp_path_factory: pytest.TempPathFactory) -> Iterator[KernelCompile
 
 
 def launch_some() -> None:
-    """Launch kernels of two modules, of which one is of two types."""
+    """Launch kernels of two modules, one of them for two dtypes."""
     for dtype in (torch.bfloat16, torch.float32):
         greedy_tokens(torch.zeros(4, 1000, dtype=dtype), 1000, pdl=True)
     tables = torch.zeros(2, 1000, dtype=torch.int16), torch.zeros(2, 3)
@@ -107,16 +107,17 @@ def cached_kernels() -> set[str]:
 
 
 def compile_only(kernel: Launched, grid: object) -> Callable[..., object]:
+    """Stand for Launched.__getitem__: compile for a launch, without one."""
     return partial(kernel.kernel.warmup, grid=grid)
 
 
 def test_kernels_that_are_requested_are_those_that_launches_need(
     compiler: KernelCompiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with compiling_ahead(compiler) as requests:
+    with compiling_ahead(compiler) as batch:
         launch_some()
         launch_some()
-    assert not requests.has_failed
+    assert not batch.has_failed
     made = cached_kernels()
     assert len(made) >= 3
     monkeypatch.setattr(Launched, "__getitem__", compile_only)
@@ -141,52 +142,52 @@ def test_what_cannot_be_compiled_is_logged_and_the_rest_compiled(
 def test_an_unknown_kernel_is_logged(
     compiler: KernelCompiler, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with compiler.requests() as requests, caplog.at_level(logging.WARNING):
-        requests.send(UNKNOWN)
+    with compiler.batch() as batch, caplog.at_level(logging.WARNING):
+        batch.send(UNKNOWN)
     assert "no.such.kernel" in caplog.text
-    assert requests.has_failed
+    assert batch.has_failed
 
 
 def test_requests_never_wait_for_the_processes(compiler: KernelCompiler) -> None:
     """More of them than a socket holds, and than the replies that it holds."""
     server = psutil.Process(compiler.server_pid)
-    with compiler.requests() as requests:
-        requests.send(UNKNOWN)
-        requests.wait()  # all run
+    with compiler.batch() as batch:
+        batch.send(UNKNOWN)
+        batch.wait()  # all run
         processes = server.children()
         for process in processes:
             process.suspend()
         for _ in range(1000):
-            requests.send(UNKNOWN)
+            batch.send(UNKNOWN)
         for process in processes:
             process.resume()
-        requests.has_failed = False
-        requests.wait()
-        assert requests.has_failed
+        batch.has_failed = False
+        batch.wait()
+        assert batch.has_failed
 
 
 def test_a_server_whose_processes_hang_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     with KernelCompiler.start() as compiler:
         server = psutil.Process(compiler.server_pid)
-        with compiler.requests() as requests:
-            requests.send(UNKNOWN)
-            requests.wait()
+        with compiler.batch() as batch:
+            batch.send(UNKNOWN)
+            batch.wait()
             processes = server.children()
             for process in processes:
                 process.suspend()
             monkeypatch.setattr(kernel_compiler, "REPLY_TIMEOUT_S", 0.1)
-            requests.send(UNKNOWN)
+            batch.send(UNKNOWN)
         assert not psutil.wait_procs([server, *processes], ENDS_WITHIN_S)[1]
-        with compiler.requests() as requests:
-            requests.send(UNKNOWN)
-        assert requests.has_failed
+        with compiler.batch() as batch:
+            batch.send(UNKNOWN)
+        assert batch.has_failed
 
 
 def test_the_server_is_killed_before_the_daemon_and_leaves_compilers_no_socket(
     compiler: KernelCompiler,
 ) -> None:
-    with compiler.requests() as requests:
-        requests.send(UNKNOWN)
+    with compiler.batch() as batch:
+        batch.send(UNKNOWN)
     here = Path(f"/proc/{compiler.server_pid}")
     assert (here / "oom_score_adj").read_text().strip() == "1000"
     assert (here / "fd" / "0").readlink() == Path(os.devnull)
@@ -194,15 +195,15 @@ def test_the_server_is_killed_before_the_daemon_and_leaves_compilers_no_socket(
 
 def test_a_process_that_dies_after_its_batch_leaves_the_server(compiler: KernelCompiler) -> None:
     server = psutil.Process(compiler.server_pid)
-    with pytest.raises(ZeroDivisionError), compiler.requests() as requests:
-        requests.send(UNKNOWN)
-        requests.wait()
+    with pytest.raises(ZeroDivisionError), compiler.batch() as batch:
+        batch.send(UNKNOWN)
+        batch.wait()
         process = server.children()[0]
         process.suspend()
         raise ZeroDivisionError
     process.kill()
-    with compiler.requests() as requests:
-        requests.send(UNKNOWN)
+    with compiler.batch() as batch:
+        batch.send(UNKNOWN)
     assert server.is_running()
 
 
@@ -219,9 +220,9 @@ def test_without_a_server_launches_request_nothing(
     before = cached_kernels()
     monkeypatch.setattr(sys, "executable", "/no/such/program")
     with KernelCompiler.start() as without, caplog.at_level(logging.WARNING):
-        with compiling_ahead(without) as requests:
+        with compiling_ahead(without) as batch:
             greedy_tokens(torch.zeros(4, 997, dtype=torch.float16), 997, pdl=False)
-        assert requests.has_failed
+        assert batch.has_failed
     assert caplog.text.count("the compile server is lost") == 1
     assert cached_kernels() == before
 
@@ -259,37 +260,37 @@ def test_a_package_that_was_replaced_since_the_start_is_not_compiled(
 ) -> None:
     before = cached_kernels()
     monkeypatch.setattr(compile_ahead, "hash_sources", lambda: "of a newer package")
-    with caplog.at_level(logging.WARNING), compiling_ahead(compiler) as requests:
+    with caplog.at_level(logging.WARNING), compiling_ahead(compiler) as batch:
         greedy_tokens(torch.zeros(4, 998, dtype=torch.float16), 998, pdl=False)
-    assert requests.has_failed
+    assert batch.has_failed
     assert "have changed" in caplog.text
     assert cached_kernels() == before
 
 
-def test_a_note_is_found_by_a_later_process(tmp_path: Path) -> None:
+def test_a_marker_is_found_by_a_later_process(tmp_path: Path) -> None:
     with KernelCompiler.start(tmp_path) as first:
         assert not first.has_compiled("a model")
-        first.note_compiled("a model")
+        first.mark_compiled("a model")
     with KernelCompiler.start(tmp_path) as later, KernelCompiler.start() as without:
         assert later.has_compiled("a model")
         assert not later.has_compiled("another model")
-        without.note_compiled("a model")
+        without.mark_compiled("a model")
         assert not without.has_compiled("a model")
 
 
 def test_a_note_that_cannot_be_written_is_not_there(tmp_path: Path) -> None:
     with KernelCompiler.start(tmp_path / "gone") as compiler:
-        compiler.note_compiled("a model")
+        compiler.mark_compiled("a model")
         assert not compiler.has_compiled("a model")
 
 
 def test_a_note_follows_no_link(tmp_path: Path) -> None:
     with KernelCompiler.start(tmp_path) as compiler:
-        compiler.note_compiled("a model")
+        compiler.mark_compiled("a model")
         (note,) = tmp_path.iterdir()
         note.unlink()
         note.symlink_to(tmp_path / "target")
-        compiler.note_compiled("a model")
+        compiler.mark_compiled("a model")
     assert not (tmp_path / "target").exists()
 
 
@@ -307,26 +308,26 @@ def test_a_killed_process_costs_its_request_and_a_killed_server_all_of_them(
     compiler: KernelCompiler, caplog: pytest.LogCaptureFixture
 ) -> None:
     server = psutil.Process(compiler.server_pid)
-    with compiler.requests() as requests:
-        requests.send(UNKNOWN)
-        requests.wait()  # all run
+    with compiler.batch() as batch:
+        batch.send(UNKNOWN)
+        batch.wait()  # all run
         for process in server.children():
             process.suspend()
-        requests.send(UNKNOWN)
+        batch.send(UNKNOWN)
         server.children()[0].kill()
         for process in server.children():
             process.resume()
     assert server.is_running()
-    with compiler.requests() as requests, caplog.at_level(logging.WARNING):
-        requests.send(UNKNOWN)
+    with compiler.batch() as batch, caplog.at_level(logging.WARNING):
+        batch.send(UNKNOWN)
         server.kill()
     assert "the compile server is lost" in caplog.text
     while runs(server):
         time.sleep(0.01)
     caplog.clear()
-    with compiler.requests() as requests, caplog.at_level(logging.WARNING):
-        requests.send(UNKNOWN)
-        requests.send(UNKNOWN)
+    with compiler.batch() as batch, caplog.at_level(logging.WARNING):
+        batch.send(UNKNOWN)
+        batch.send(UNKNOWN)
     assert caplog.text.count("the compile server is lost") == 1
 
 

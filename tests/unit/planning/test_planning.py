@@ -87,7 +87,7 @@ def plan(path, memory_bytes=64 * MIB, *, pp=1, tp=1, partition=None, roots=None,
 
 
 def built_stages(path, pp, tp, partition, dtype):
-    """What the daemons of a group build, in rank order, in real memory."""
+    """Return the stages that the daemons of a group build, in rank order, in real memory."""
     config = read_model_config(path)
     parts = partition_layers(config.num_hidden_layers, pp, partition)
     return [

@@ -200,9 +200,9 @@ class StepPart:
         return logits
 
     def launch_sampling(self, logits: Tensor, rows: SampleRows) -> None:
-        """Launch the kernels with which the part samples, if it has any of its own, where launches
-        only request their kernels: the values of logits [R, V] and of the rows mean nothing. A
-        kernel that is not launched here is compiled when a step needs it."""
+        """Launch the part's own kernels for sampling, if it has any, inside compiling_ahead, where
+        launches only request their kernels. logits [R, V] and the rows have any values. A kernel
+        that is not launched here is compiled when a step needs it."""
 
     def refuse(self, token_ids: Tensor, rows: SampleRows) -> Tensor:
         """Return int32 [R]: 1 where the token in token_ids, int64 [R], is refused, otherwise 0. A

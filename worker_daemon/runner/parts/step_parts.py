@@ -290,9 +290,9 @@ class StepParts:
         return SamplerOutput(token_ids, told, refused)
 
     def launch_sampling(self, logits: Tensor) -> None:
-        """Launch the parts' kernels for sampling where launches only request their kernels. logits
-        [R, V]: of the model's dtype, their values do not matter. Parts hand each other these, or
-        logits in float32."""
+        """Launch the parts' kernels for sampling inside compiling_ahead, where launches only
+        request their kernels. logits [R, V], in the model's dtype, have any values. Each part gets
+        them in that dtype and in float32, as the part before it may pass on either."""
         none = np.zeros(logits.shape[0], np.int64)
         column = torch.zeros(logits.shape[0], dtype=torch.int32, device=logits.device)
         rows = SampleRows(none, none, none.astype(np.int32), 0, column, column, column, None)

@@ -1,11 +1,12 @@
-"""Products of many rows grouped by expert, whose tiles tensor descriptors (TMA) describe.
+"""Products of many rows grouped by expert, with operands copied through tensor descriptors (TMA,
+Hopper's tensor memory accelerator).
 
-A program multiplies a tile of rows of one expert by a block of its outputs. Descriptors copy the
-weights, of gate and up as one tile, so that one MMA instruction is 256 outputs wide; and the rows
-of the second product, which lie one below the other. Those of the first are gathered.
+A program computes a block of outputs of one tile of rows. Descriptors copy the weights; those of
+gate and up are one tile, so that one MMA instruction computes up to 256 outputs. Descriptors also
+copy the rows of the second product, which are contiguous; the rows of the first are gathered by
+loads.
 
-Letters: N tokens, H hidden size, I inner size, L experts, K experts of a token, T tiles, M rows of
-a tile, O outputs.
+Letters: N tokens, H hidden size, L experts of this rank, O outputs of a matrix.
 """
 
 # Parameters of a Triton kernel are pointers and scalars that Python's types cannot name:
@@ -25,12 +26,12 @@ from worker_daemon.kernels.expert_tiles import ProductTile
 from worker_daemon.kernels.launch import await_previous, launch_options, start_next
 
 _ROW_BYTES = 16
-"""Rows that a descriptor describes are multiples of this many bytes, and begin at one."""
+"""TMA requires that rows begin at multiples of it."""
 
 
-def can_describe(x: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Return True if the product of x [..., H] and weight [L, O, H] can use descriptors: both are
-    of the same 16-bit dtype."""
+def can_use_tma(x: torch.Tensor, weight: torch.Tensor) -> bool:
+    """Return True if the product of x [..., H] and weight [L, O, H] can use TMA: both have the same
+    16-bit dtype, and aligned rows."""
     is_aligned = all(
         values.data_ptr() % _ROW_BYTES == values.shape[-1] * values.itemsize % _ROW_BYTES == 0
         for values in (x, weight)
@@ -38,7 +39,7 @@ def can_describe(x: torch.Tensor, weight: torch.Tensor) -> bool:
     return is_aligned and x.itemsize == 2 and x.dtype == weight.dtype
 
 
-def multiply_described(
+def multiply_by_tma(
     y: torch.Tensor,
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -50,8 +51,9 @@ def multiply_described(
     pdl: bool,
     gated: bool,
 ) -> None:
-    """Compute what multiply_tiles does (experts.py), with weight [L, O, H] and bias [L, O], where O
-    is twice the outputs if gated. activation: the constants of activate_pair."""
+    """Compute what experts.py's multiply_tiles does, with weight [L, O, H] and bias [L, O]. If
+    gated, O has the outputs of gate, then those of up. activation: ALPHA and LIMIT of
+    activate_pair."""
     num_outputs, num_inputs = y.shape[1], x.shape[1]
     num_blocks = triton.cdiv(num_outputs, tile.block_o)
     matrices = weight.view(-1, num_outputs, num_inputs)
@@ -59,7 +61,7 @@ def multiply_described(
     if not gated:
         rows = TensorDescriptor.from_tensor(x, [plan.block_m, tile.block_i])
         half = TensorDescriptor.from_tensor(x, [plan.block_m // 2, tile.block_i])
-    _described_kernel[(plan.num_tiles * num_blocks,)](
+    _tma_kernel[(plan.num_tiles * num_blocks,)](
         y,
         rows,
         half,
@@ -87,7 +89,7 @@ def multiply_described(
 
 @launched
 @triton.jit(do_not_specialize=["num_tiles", "num_blocks"])
-def _described_kernel(
+def _tma_kernel(
     y,
     x,
     x_half,
@@ -109,10 +111,10 @@ def _described_kernel(
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """PARTS: 2 for gate and up, x is a pointer to tokens; 1 for down, x is a descriptor of the
-    plan's rows, and x_half one of half as many: a tile of 128 rows whose second half is empty
-    multiplies the first alone. Outputs of a tile are neighbors in the grid, as in
-    _product_kernel."""
+    """PARTS is 2 for gate and up: x and x_half are the pointer to the tokens. It is 1 for down:
+    they are descriptors of BLOCK_M rows in the order of the plan, and of half as many. A tile of
+    128 rows whose second half is empty multiplies the first half alone. The grid is that of
+    experts.py's _product_kernel."""
     start_next(PDL)
     tile = tl.program_id(0) // num_blocks
     block = tl.program_id(0) % num_blocks
@@ -192,7 +194,8 @@ def _multiply_rows(
     BLOCK_I: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Multiply BLOCK_M rows of an expert, of which num_rows exist; pairs: their numbers."""
+    """Multiply BLOCK_M rows of an expert, of which num_rows exist. pairs: pointer to their numbers,
+    n * K + k; first_place: the first one's place in the order of the plan."""
     m = tl.arange(0, BLOCK_M)
     is_row = m < num_rows
     place = first_place + m
@@ -224,7 +227,7 @@ def _multiply_rows(
         gate = gate.to(y.dtype.element_ty).to(tl.float32)
         up = up.to(y.dtype.element_ty).to(tl.float32)
         result = activate_pair(gate, up, ALPHA, LIMIT)
-        # Rows that a tile lacks are stored too: the next product reads them.
+        # A tile's padding is stored too, since the descriptor of the next product reads it.
         y_row = place
         stored = is_output[None, :]
     else:
