@@ -149,7 +149,7 @@ class Serving:
     def compile_ahead(self, compiler: KernelCompiler) -> bool:
         """Compile the kernels that steps will launch, many at once. Nothing runs. Return True if
         all were compiled. Tensor-parallel stages leave out the layers of large steps, whose
-        all-reduces would run: a rank without a compiler would not take part."""
+        all-reduces would run. Their kernels are compiled in the profile."""
         # Imports Triton, which a CPU daemon does not need.
         from worker_daemon.kernels.compile_ahead import compiling_ahead
 
