@@ -1,6 +1,6 @@
 """Kernels and tiles of skinny GEMMs, read from files that ship with the package.
 
-One file per device, written by `python -m benchmarks.linear_kernels --tune`, so that nothing is
+One file per chip, written by `python -m benchmarks.linear_kernels --tune`, so that nothing is
 tuned when a daemon starts.
 
 Letters: y[M, O] = x[M, I] W[O, I]^T.
@@ -16,6 +16,10 @@ from importlib.resources import files
 
 ROW_BUCKETS = (1, 16, 32, 64)
 """Values of M that have tiles; a product uses the smallest bucket that is at least its M."""
+
+_SAME_CHIP = re.compile(r"^nvidia_(h100_80gb_hbm3|gh200_\d+gb|h200_nvl)")
+_TUNED_CHIP = "nvidia_h200"
+"""Devices with the chip (GH100, 132 SMs) of this one: they use its tiles, if they have no file."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,10 +91,14 @@ def row_bucket(num_rows: int) -> int | None:
 
 
 def load_tuning(device_name: str) -> Tuning:
-    """Return the tiles shipped for a device, by the name that the GPU driver reports; none if
-    unknown."""
-    resource = files(__package__) / "tuned" / file_name(device_name)
-    return parse_tuning(resource.read_text()) if resource.is_file() else Tuning({})
+    """Return the tiles shipped for a device, by the name that the GPU driver reports, or those of a
+    device with the same chip; none if unknown."""
+    own = file_name(device_name)
+    for name in (own, _SAME_CHIP.sub(_TUNED_CHIP, own)):
+        resource = files(__package__) / "tuned" / name
+        if resource.is_file():
+            return parse_tuning(resource.read_text())
+    return Tuning({})
 
 
 def file_name(device_name: str) -> str:
