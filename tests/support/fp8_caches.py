@@ -39,8 +39,9 @@ def random_scales(num_kv_heads: int, device: str, seed: int) -> GivenScales:
 
 
 def to_fp8(x: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """[..., Hkv, D] -> float8_e4m3fn."""
-    scaled = x.float() / scales[:, None]
+    """[..., Hkv, D] -> float8_e4m3fn, as the kernels define it: the product with the scale's
+    reciprocal, which at a tie may round otherwise than the quotient."""
+    scaled = x.float() * (1.0 / scales[:, None])
     return scaled.clamp(min=-448.0, max=448.0).to(torch.float8_e4m3fn)
 
 
