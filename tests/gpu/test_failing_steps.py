@@ -1,38 +1,26 @@
-"""Failing steps on a GPU: out of memory, with eager steps and with graphs, NaN logits, and a lost
-device."""
+"""Failing steps on a GPU: out of memory, with eager steps and with graphs, and a lost device."""
 
 import gc
-import shutil
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 
 import msgspec
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 from benchmarks.stage_driver import StageDriver
 from rpc_schema.config import ParallelConfig
 from rpc_schema.exit_codes import ExitCode
 from rpc_schema.step import ExecuteModel
 from tests.support.faulty_daemon import Fault, FaultyDaemons
-from tests.support.gpu_generation import (
-    generate,
-    gpu_group,
-    make_requests,
-    worker_config,
-)
-from tests.support.sampling_checks import on, random_logits, random_metadata
+from tests.support.gpu_generation import make_requests, worker_config
 from tests.support.serving import connect, scheduler_limits
 from worker_client.driver import Driver
 from worker_client.errors import LaunchError, StepFailed, WorkerDied
 from worker_client.scheduler import Scheduler
 from worker_daemon.errors import CapacityError, OutOfMemoryError
-from worker_daemon.kernels.argmax import greedy_tokens
-from worker_daemon.kernels.sampling import TritonSampling
 
 pytestmark = [
     pytest.mark.gpu,
@@ -50,7 +38,6 @@ SLACK_BYTES = 64 << 20
 """Of the driver's own, which comes and goes with other processes."""
 LEFT_BYTES = 1 << 20
 """Less than any matrix of the model; its embedding alone has 311 MB."""
-POISON = 77
 
 
 @pytest.fixture
@@ -92,25 +79,6 @@ def decodes(driver, count):
 def serve(driver, prompt):
     first = driver.worker.execute_model(prefill(driver), [prompt]).result()[0]
     return [first.sampled_token_ids, *decodes(driver, NUM_TOKENS - 1)]
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("num_rows", [8, 700])
-def test_kernels_choose_no_token_where_logits_are_no_numbers(dtype, num_rows):
-    """Few rows, split over programs, and many rows, not split."""
-    rng = np.random.default_rng()
-    vocab_size = 20_011
-    logits = random_logits("flat", num_rows, vocab_size, rng).to("cuda", dtype)
-    metadata = on("cuda", random_metadata(num_rows, rng))
-    sampling = TritonSampling(torch.device("cuda"))
-    greedy, sampled = greedy_tokens(logits, vocab_size), sampling.tokens(logits, metadata)
-    assert (greedy >= 0).all() and (sampled >= 0).all()
-    logits[1, 17_000], logits[2], logits[4, 0] = torch.nan, torch.nan, torch.inf
-    logits[5], logits[7, -1] = -torch.inf, torch.nan
-    bad = [1, 2, 4, 5, 7]
-    greedy[bad], sampled[bad] = -1, -1
-    assert torch.equal(greedy_tokens(logits, vocab_size), greedy)
-    assert torch.equal(sampling.tokens(logits, metadata), sampled)
 
 
 def test_hundred_steps_without_memory_leave_it_as_it_was(driver):
@@ -163,32 +131,6 @@ def memory_in_use():
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
     return torch.cuda.memory_allocated(), torch.cuda.mem_get_info()[0]
-
-
-@pytest.mark.parametrize(
-    "fields", [{}, {"temperature": 0.8, "top_k": 20}, {"logprobs": 2}], ids=str
-)
-def test_request_whose_logits_are_no_numbers_fails_alone(llama, tmp_path, fields):
-    checkpoint = shutil.copytree(llama, tmp_path / "model")
-    for path in checkpoint.glob("*.safetensors"):
-        tensors = load_file(path)
-        if "model.embed_tokens.weight" in tensors:
-            tensors["model.embed_tokens.weight"][POISON] = torch.nan
-        save_file(tensors, path, {"format": "pt"})
-    good = make_requests(12, seed=1, max_tokens=24, **fields)
-    bad = []
-    for index, request in enumerate(make_requests(8, seed=2, max_tokens=24, **fields)):
-        prompt = request.prompt_token_ids.copy()
-        prompt[index % len(prompt)] = POISON
-        bad.append(replace(request, id=f"bad {index}", prompt_token_ids=prompt))
-    with gpu_group(checkpoint, 1, 1, "float32") as (_, group, loaded):
-        alone = generate(group, loaded, good)
-        both = generate(group, loaded, [*bad[:4], *good[:6], *bad[4:], *good[6:]])
-    for request in good:
-        assert both[request.id].token_ids == alone[request.id].token_ids
-        assert both[request.id].finish_reason == alone[request.id].finish_reason
-    for request in bad:
-        assert (both[request.id].token_ids, both[request.id].finish_reason) == ([], "error")
 
 
 def test_lost_device_ends_the_process_in_time(llama, tmp_path):

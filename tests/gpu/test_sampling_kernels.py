@@ -18,6 +18,8 @@ from tests.support.sampling_checks import (
     random_metadata,
 )
 from worker_daemon.backend import choose_backend
+from worker_daemon.kernels.argmax import greedy_tokens
+from worker_daemon.kernels.sampling import TritonSampling
 from worker_daemon.sample.sampler import TorchSampling
 
 pytestmark = [
@@ -133,3 +135,22 @@ def test_one_program_compiles_for_all_parameters(sampling, monkeypatch):
             rows = logits[:1].expand(num_rows, -1).contiguous()
             sampling.tokens(rows, on("cuda", make_metadata(num_rows, **settings)))
     assert not compiled
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("num_rows", [8, 700])
+def test_kernels_choose_no_token_where_logits_are_no_numbers(dtype, num_rows):
+    """Few rows, split over programs, and many rows, not split."""
+    rng = np.random.default_rng()
+    vocab_size = 20_011
+    logits = random_logits("flat", num_rows, vocab_size, rng).to("cuda", dtype)
+    metadata = on("cuda", random_metadata(num_rows, rng))
+    sampling = TritonSampling(torch.device("cuda"))
+    greedy, sampled = greedy_tokens(logits, vocab_size), sampling.tokens(logits, metadata)
+    assert (greedy >= 0).all() and (sampled >= 0).all()
+    logits[1, 17_000], logits[2], logits[4, 0] = torch.nan, torch.nan, torch.inf
+    logits[5], logits[7, -1] = -torch.inf, torch.nan
+    bad = [1, 2, 4, 5, 7]
+    greedy[bad], sampled[bad] = -1, -1
+    assert torch.equal(greedy_tokens(logits, vocab_size), greedy)
+    assert torch.equal(sampling.tokens(logits, metadata), sampled)

@@ -20,7 +20,6 @@ from worker_client.worker_client import TensorList
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.whole_gpu,
     pytest.mark.timeout(400),
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
