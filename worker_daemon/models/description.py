@@ -129,6 +129,20 @@ class DecoderConfig:
         return next(sizes, None)
 
     @property
+    def layer_weights(self) -> int:
+        """Weights of matrices by which a layer multiplies a token, on average over the layers; of
+        experts, those of the token alone."""
+        hidden, heads = self.hidden_size, self.layers[0].attention.heads
+        num_heads = 2 * (heads.num_attention_heads + heads.num_key_value_heads)
+        inner = 0
+        for layer in self.layers:
+            mlp = layer.mlp
+            inner += mlp.intermediate_size * (
+                mlp.routing.top_k if isinstance(mlp, ExpertsSpec) else 1
+            )
+        return hidden * (num_heads * heads.head_dim + 3 * inner // len(self.layers))
+
+    @property
     def layer_experts(self) -> tuple[ExpertsSpec | None, ...]:
         """The experts of each layer; None for an MLP."""
         mlps = (layer.mlp for layer in self.layers)

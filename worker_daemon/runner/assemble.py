@@ -35,6 +35,7 @@ from worker_daemon.runner.step_layout import (
     decode_sizes,
     largest_shape,
     mixed_plans,
+    mixed_sizes,
 )
 from worker_daemon.runner.step_sampler import StepSampler
 from worker_daemon.runner.token_history import SampledTokens, TokenHistory
@@ -48,6 +49,8 @@ class RunnerParts:
     tp: TensorParallel
     stage: DecoderStage
     hidden_size: int
+    layer_weights: int
+    """Weights by which a layer multiplies a token, on one rank."""
     dtype: torch.dtype
     device: torch.device
     capture_stream: torch.cuda.Stream | None
@@ -176,7 +179,11 @@ def step_graphs(parts: RunnerParts, runner: ModelRunner, *, enforce_eager: bool)
         decode_sizes(limits.max_num_seqs) if limits.generates else [],
         bounds,
         mixed_plans(
-            limits.max_num_seqs, limits.max_num_batched_tokens, limits.max_model_len, num_groups
+            limits.max_num_seqs,
+            limits.max_num_batched_tokens,
+            limits.max_model_len,
+            num_groups,
+            mixed_sizes(parts.layer_weights),
         ),
         num_groups,
     )

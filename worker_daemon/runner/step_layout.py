@@ -14,8 +14,18 @@ MAX_GRAPH_SEQS = 512
 """Larger decodes run eagerly."""
 
 MIXED_SIZES = (16, 32, 64, *range(128, 513, 64))
-"""Token counts to which a step with prompts is padded. With more tokens, the device takes longer
-than eager launches do."""
+"""Token counts to which a step with prompts is padded."""
+
+LARGE_MIXED_SIZES = (*range(640, 1025, 128), *range(1280, 2049, 256), *range(2560, 4097, 512))
+"""Further ones, as far as the device is done with a layer before the host has launched the next."""
+
+LARGE_MIXED_LONGEST = 4096
+"""Longest context of a step that is padded to one of them. Beyond it, kernels that only eager steps
+use (layers/prompt_attention.py) gain more than a graph does."""
+
+_LAUNCH_PRODUCTS = 150_000_000_000
+"""Multiplications that a device does while the host launches a layer: 0.5 ms, measured for 11
+launches on the hosts of H200s, at 300e12 a second in 16 bits."""
 
 _ALIGNMENT = 4
 """Columns start at multiples of 16 bytes: kernels are compiled once for all layouts."""
@@ -174,7 +184,7 @@ class StepLadder(ExactShapes):
 
     def fit(self, step: ScheduledStep) -> StepPlan:
         """Return the padded plan. A step with more block updates than the padding allows, such as
-        one that admits many cached blocks, is not padded."""
+        one that admits many cached blocks, or with longer contexts is not padded."""
         count, num_updates = step.total_num_tokens, step.block_updates.rows.size
         is_decode = 0 < count == step.slots.size and not step.new_requests
         if is_decode and count <= len(self._decodes_by_count):
@@ -185,7 +195,7 @@ class StepLadder(ExactShapes):
                         return plan
         if 0 < count <= len(self._mixed_by_count):
             plan = self._mixed_by_count[count - 1]
-            if num_updates <= plan.shape.num_updates:
+            if num_updates <= plan.shape.num_updates and step.longest <= plan.max_seq_len:
                 return plan
         return super().fit(step)
 
@@ -196,17 +206,29 @@ def _by_count(sizes: Sequence[int], entries: Sequence[_Entry]) -> list[_Entry]:
     return [entry for entry, size, smaller in steps for _ in range(size - smaller)]
 
 
+def mixed_sizes(layer_weights: int) -> tuple[int, ...]:
+    """Return the token counts to which steps with prompts are padded. layer_weights: weights by
+    which a layer multiplies a token."""
+    most = _LAUNCH_PRODUCTS // layer_weights
+    return (*MIXED_SIZES, *(size for size in LARGE_MIXED_SIZES if size <= most))
+
+
 def mixed_plans(
-    max_num_seqs: int, max_num_tokens: int, longest: int, num_groups: int = 1
+    max_num_seqs: int,
+    max_num_tokens: int,
+    longest: int,
+    num_groups: int = 1,
+    sizes: Sequence[int] = MIXED_SIZES,
 ) -> list[StepPlan]:
     """Return the plans of steps that are not decodes, ascending; max_num_tokens and max_num_seqs
-    are the largest step's, longest its longest context."""
-    sizes = [size for size in MIXED_SIZES if size <= max_num_tokens]
-    seqs = [min(size, max_num_seqs) for size in sizes]
-    return [
-        StepPlan(StepShape(size, count, count, num_groups * size), size, longest)
-        for size, count in zip(sizes, seqs, strict=True)
-    ]
+    are the largest step's, longest its longest context. sizes: those of mixed_sizes."""
+    plans = []
+    for size in sizes:
+        if size <= max_num_tokens:
+            bound = longest if size <= MIXED_SIZES[-1] else min(longest, LARGE_MIXED_LONGEST)
+            count = min(size, max_num_seqs)
+            plans.append(StepPlan(StepShape(size, count, count, num_groups * size), size, bound))
+    return plans
 
 
 def decode_sizes(max_num_seqs: int) -> list[int]:

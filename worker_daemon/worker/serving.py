@@ -62,6 +62,7 @@ class Serving:
             tp=opened.place.tp,
             stage=model.stage,
             hidden_size=model.resolved.decoder.hidden_size,
+            layer_weights=model.resolved.decoder.layer_weights // opened.place.parallel.tp_size,
             dtype=model.resolved.dtype,
             device=opened.place.device,
             capture_stream=opened.capture_stream,

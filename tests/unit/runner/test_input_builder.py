@@ -1,5 +1,7 @@
 """What a step's tensors hold, against lists kept by hand: tokens, positions, blocks, sampling."""
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 import torch
@@ -11,11 +13,13 @@ from worker_daemon.runner.row_tables import RowTables, TorchRowKernels
 from worker_daemon.runner.scheduled_step import StepLimits
 from worker_daemon.runner.staging import HostStaging
 from worker_daemon.runner.step_layout import (
+    LARGE_MIXED_LONGEST,
     MIXED_SIZES,
     ExactShapes,
     StepLadder,
     decode_sizes,
     mixed_plans,
+    mixed_sizes,
 )
 
 CPU = torch.device("cpu")
@@ -265,6 +269,43 @@ def test_other_steps_are_padded_to_the_next_number_of_tokens_unless_their_update
         exact = ladder.fit(step._replace(block_updates=updates, samples=np.ones(2, np.bool_)))
         assert exact.shape.num_tokens == count
         assert exact.shape.num_updates == shape.num_tokens + 1
+
+
+MANY = 10**15
+"""Weights of a layer that is larger than any."""
+
+
+@pytest.mark.parametrize(
+    ("layer_weights", "largest"), [(MANY, 512), (218_103_808, 640), (57_000_000, 2560), (1, 4096)]
+)
+def test_small_layers_are_padded_to_larger_steps(layer_weights, largest):
+    sizes = mixed_sizes(layer_weights)
+    assert sizes[: len(MIXED_SIZES)] == MIXED_SIZES
+    assert sizes[-1] == largest
+    assert list(sizes) == sorted(set(sizes))
+    assert all(after <= 1.25 * before for before, after in pairwise(sizes[len(MIXED_SIZES) - 1 :]))
+
+
+def test_large_steps_are_padded_unless_their_context_is_long():
+    limits = StepLimits(20, 8192, 20_000, 10, 4, 2000)
+    sizes = mixed_sizes(57_000_000)
+    ladder = StepLadder([], list, mixed_plans(20, 8192, 20_000, 1, sizes))
+    empty = request_state(limits).dummy_step(1)
+    for count in (500, 513, 1000, 2048, 2500, 2561, 5000):
+        for longest in (count, LARGE_MIXED_LONGEST, LARGE_MIXED_LONGEST + 1):
+            step = empty._replace(
+                slots=np.arange(1),
+                num_tokens=np.array([count], np.int32),
+                total_num_tokens=count,
+                new_requests=("one",),
+                longest=longest,
+            )
+            fits = count <= MIXED_SIZES[-1] or longest <= LARGE_MIXED_LONGEST
+            padded = min((n for n in sizes if n >= count), default=count) if fits else count
+            plan = ladder.fit(step)
+            assert plan.shape.num_tokens == padded
+            assert plan.max_query_len >= count
+            assert plan.max_seq_len >= longest
 
 
 def test_seeds_keep_all_their_bits():
