@@ -98,10 +98,11 @@ def test_seeded_sampling_does_not_depend_on_the_shape(checkpoint, pp, tp):
 DYING_DRIVER = """
 import os, signal, sys, time
 from pathlib import Path
-from worker_client.driver import Driver
 from worker_client.worker_client import WorkerClient
 from worker_client.worker_group import WorkerGroup
+from rpc_schema.codec import decode_step
 from rpc_schema.config import ParallelConfig
+from rpc_schema.step import ExecuteModel
 from tests.support.gpu_generation import generate, make_requests, worker_config
 endpoints, checkpoint = sys.argv[1].split(","), Path(sys.argv[2])
 pp, tp, last = map(int, sys.argv[3:6])
@@ -109,16 +110,16 @@ parallel = ParallelConfig(pipeline_parallel_size=pp, tensor_parallel_size=tp)
 group = WorkerGroup(endpoints, parallel)
 group.attach()
 model = group.prepare(worker_config(checkpoint, parallel, "bfloat16"))
-send = WorkerClient.execute_model
+send = WorkerClient.send
 sent = 0
-def send_some(client, *args):
+def send_some(client, frames):
     global sent
-    sent += 1
+    sent += isinstance(decode_step(frames), ExecuteModel)
     if sent > last:
         time.sleep(0.1)  # let the sends before this one arrive
         os.kill(os.getpid(), signal.SIGKILL)
-    return send(client, *args)
-WorkerClient.execute_model = send_some
+    send(client, frames)
+WorkerClient.send = send_some
 generate(group, model, make_requests(16, seed=3))
 """
 
