@@ -82,7 +82,7 @@ test-gpu-kernels: $(STAMP)
 	$(BIN)/python -m pytest tests/gpu -m "kernels and not whole_gpu" -n 12 --dist worksteal
 
 test-gpu-daemons: $(STAMP)
-	$(BIN)/python -m pytest tests/gpu -m "not kernels and not whole_gpu" -n 4 --dist loadfile
+	$(BIN)/python -m pytest tests/gpu -m "not kernels and not whole_gpu" -n 5 --dist loadfile
 
 test-multi-gpu: $(STAMP)  ## tests that need several GPUs
 	$(BIN)/python -m pytest tests/multi_gpu
