@@ -88,15 +88,9 @@ def test_scores_that_are_not_finite(ops: TritonExperts, num_experts: int) -> Non
     check_unusual_scores(ops, "cuda", num_experts)
 
 
-@pytest.mark.parametrize(
-    ("dtype", "num_tokens"),
-    [
-        *((torch.bfloat16, count) for count in (1, 2, 16, 61, 300, 1500)),
-        *((dtype, count) for dtype in (torch.float16, torch.float32) for count in (1, 61, 1500)),
-    ],
-    ids=str,
-)
+@DTYPES
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("num_tokens", [1, 2, 16, 61, 300, 1500])
 def test_chosen_tiles(
     ops: TritonExperts, dtype: torch.dtype, shape: tuple[int, int, int, int], num_tokens: int
 ) -> None:
@@ -108,13 +102,10 @@ def test_chosen_tiles(
         check_products(ops.multiply, x[: num_tokens + num_padding], routed, matrices)
 
 
-@pytest.mark.parametrize(
-    ("dtype", "num_tokens"),
-    [(torch.bfloat16, 2), (torch.bfloat16, 64), (torch.bfloat16, 700), (torch.float16, 700)],
-    ids=str,
-)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("tiles", TILES.values(), ids=TILES)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("num_tokens", [2, 64, 700])
 def test_every_form_of_tile(
     tiles: ExpertTiles, dtype: torch.dtype, shape: tuple[int, int, int, int], num_tokens: int
 ) -> None:
@@ -143,10 +134,9 @@ def test_biases_and_clamped_activations(
         check_products(ops.multiply, x[: num_tokens + num_padding], routed, given)
 
 
-@pytest.mark.parametrize(
-    ("dtype", "num_tokens"), [(torch.bfloat16, 2), (torch.float16, 700)], ids=str
-)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("tiles", TILES.values(), ids=TILES)
+@pytest.mark.parametrize("num_tokens", [2, 700])
 def test_biases_in_every_form_of_tile(
     tiles: ExpertTiles, dtype: torch.dtype, num_tokens: int
 ) -> None:
