@@ -17,7 +17,7 @@ MIXED_SIZES = (16, 32, 64, *range(128, 513, 64))
 """Token counts to which a step with prompts is padded."""
 
 LARGE_MIXED_SIZES = (*range(640, 1025, 128), *range(1280, 2049, 256), *range(2560, 4097, 512))
-"""Further ones, as far as the device is done with a layer before the host has launched the next."""
+"""Further ones, used if the device computes a layer faster than the host launches it."""
 
 LARGE_MIXED_LONGEST = 4096
 """Longest context of a step that is padded to one of them. Beyond it, kernels that only eager steps
@@ -183,8 +183,8 @@ class StepLadder(ExactShapes):
         return [*reversed(self._mixed), *decodes]
 
     def fit(self, step: ScheduledStep) -> StepPlan:
-        """Return the padded plan. A step with more block updates than the padding allows, such as
-        one that admits many cached blocks, or with longer contexts is not padded."""
+        """Return the padded plan. A step is not padded if it has a longer context than the plan, or
+        more block updates, as when it admits many cached blocks."""
         count, num_updates = step.total_num_tokens, step.block_updates.rows.size
         is_decode = 0 < count == step.slots.size and not step.new_requests
         if is_decode and count <= len(self._decodes_by_count):

@@ -3,6 +3,7 @@
 import json
 
 import pytest
+import torch
 import transformers
 
 from worker_daemon.errors import CheckpointError, ConfigError
@@ -269,3 +270,29 @@ def test_a_broken_config_file_is_named(tmp_path, content):
         (tmp_path / "config.json").write_bytes(content)
     with pytest.raises(CheckpointError, match=r"config\.json"):
         read_model_config(tmp_path)
+
+
+EXPERTS = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 48,
+    "head_dim": 32,
+}
+
+
+@pytest.mark.parametrize("changes", [{}, {"head_dim": 32, "num_key_value_heads": 1}, EXPERTS])
+def test_a_token_is_multiplied_by_the_weights_of_its_experts_alone(changes):
+    """Against the matrices of transformers' model; the router does not count."""
+    fields = BASE | changes
+    (name,) = fields["architectures"]
+    config = getattr(transformers, name.replace("ForCausalLM", "Config"))(**fields)
+    with torch.device("meta"):
+        layer = getattr(transformers, name)(config).model.layers[0]
+    share = changes.get("num_experts_per_tok", 1) / changes.get("num_experts", 1)
+    expected = sum(
+        values.numel() * (share if ".experts." in each else 1)
+        for each, values in layer.named_parameters()
+        if values.dim() > 1 and not each.endswith("mlp.gate.weight")
+    )
+    assert parse(**changes).layer_weights == expected
