@@ -51,10 +51,11 @@ class CompileRequest(NamedTuple):
 
 
 def hash_sources() -> str:
-    """Return a hash of the files that kernels and the choice of their tiles depend on."""
+    """Return a hash of this package: its sources decide what kernels are, and with the measured
+    tiles, which of them steps launch."""
     root, digest = Path(__file__).parent, hashlib.sha256()
-    for form in ("contracts/*.py", "kernels/*.py", "kernels/tuned/*.json"):
-        for path in sorted(root.glob(form)):
+    for form in ("*.py", "*.json"):
+        for path in sorted(root.rglob(form)):
             digest.update(path.read_bytes())
     return digest.hexdigest()
 

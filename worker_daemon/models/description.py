@@ -130,17 +130,12 @@ class DecoderConfig:
 
     @property
     def layer_weights(self) -> int:
-        """Weights of matrices by which a layer multiplies a token, on average over the layers; of
-        experts, those of the token alone."""
-        hidden, heads = self.hidden_size, self.layers[0].attention.heads
+        """Weights of attention's and MLPs' matrices by which a layer multiplies a token, on average
+        over the layers; of experts, those of the token and the shared one."""
+        heads = self.layers[0].attention.heads
         num_heads = 2 * (heads.num_attention_heads + heads.num_key_value_heads)
-        inner = 0
-        for layer in self.layers:
-            mlp = layer.mlp
-            inner += mlp.intermediate_size * (
-                mlp.routing.top_k if isinstance(mlp, ExpertsSpec) else 1
-            )
-        return hidden * (num_heads * heads.head_dim + 3 * inner // len(self.layers))
+        inner = sum(_inner_values(layer) for layer in self.layers)
+        return self.hidden_size * (num_heads * heads.head_dim + 3 * inner // len(self.layers))
 
     @property
     def layer_experts(self) -> tuple[ExpertsSpec | None, ...]:
@@ -171,3 +166,12 @@ class DecoderConfig:
 
 def _has_experts(layer: LayerSpec) -> bool:
     return isinstance(layer.mlp, ExpertsSpec)
+
+
+def _inner_values(layer: LayerSpec) -> int:
+    """Return the number of values between up and down of one token, over all of its experts."""
+    mlp = layer.mlp
+    if not isinstance(mlp, ExpertsSpec):
+        return mlp.intermediate_size
+    shared = 0 if mlp.shared is None else mlp.shared.intermediate_size
+    return mlp.routing.top_k * mlp.intermediate_size + shared

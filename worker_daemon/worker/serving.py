@@ -227,7 +227,7 @@ class Serving:
 def describe_steps(opened: OpenedDevice, model: LoadedModel) -> str:
     """Return a text that differs if the kernels of a model's steps may differ: it has the model,
     its configuration, the rank, the device, the versions of torch and Triton, and the sources of
-    the kernels with their measured tiles."""
+    this package with its measured tiles."""
     # Imports Triton, which a CPU daemon does not need.
     from worker_daemon.kernels.triton_hash import hash_triton
 

@@ -278,18 +278,18 @@ def test_a_marker_is_found_by_a_later_process(tmp_path: Path) -> None:
         assert not without.has_compiled("a model")
 
 
-def test_a_note_that_cannot_be_written_is_not_there(tmp_path: Path) -> None:
+def test_a_marker_that_cannot_be_written_is_not_there(tmp_path: Path) -> None:
     with KernelCompiler.start(tmp_path / "gone") as compiler:
         compiler.mark_compiled("a model")
         assert not compiler.has_compiled("a model")
 
 
-def test_a_note_follows_no_link(tmp_path: Path) -> None:
+def test_a_marker_follows_no_link(tmp_path: Path) -> None:
     with KernelCompiler.start(tmp_path) as compiler:
         compiler.mark_compiled("a model")
-        (note,) = tmp_path.iterdir()
-        note.unlink()
-        note.symlink_to(tmp_path / "target")
+        (marker,) = tmp_path.iterdir()
+        marker.unlink()
+        marker.symlink_to(tmp_path / "target")
         compiler.mark_compiled("a model")
     assert not (tmp_path / "target").exists()
 

@@ -281,9 +281,18 @@ EXPERTS = {
 }
 
 
-@pytest.mark.parametrize("changes", [{}, {"head_dim": 32, "num_key_value_heads": 1}, EXPERTS])
+SHARED = EXPERTS | {
+    "architectures": ["Qwen2MoeForCausalLM"],
+    "shared_expert_intermediate_size": 80,
+    "head_dim": 16,
+}
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, {"head_dim": 32, "num_key_value_heads": 1}, EXPERTS, SHARED]
+)
 def test_a_token_is_multiplied_by_the_weights_of_its_experts_alone(changes):
-    """Against the matrices of transformers' model; the router does not count."""
+    """Against the matrices of transformers' model; routers and gates do not count."""
     fields = BASE | changes
     (name,) = fields["architectures"]
     config = getattr(transformers, name.replace("ForCausalLM", "Config"))(**fields)
@@ -293,6 +302,6 @@ def test_a_token_is_multiplied_by_the_weights_of_its_experts_alone(changes):
     expected = sum(
         values.numel() * (share if ".experts." in each else 1)
         for each, values in layer.named_parameters()
-        if values.dim() > 1 and not each.endswith("mlp.gate.weight")
+        if values.dim() > 1 and not each.endswith(("mlp.gate.weight", "expert_gate.weight"))
     )
     assert parse(**changes).layer_weights == expected

@@ -27,8 +27,11 @@ def describe() -> str:
     return describe_steps(cast(OpenedDevice, opened), cast(LoadedModel, model))
 
 
-@pytest.mark.parametrize("name", ["kernels/norm.py", "kernels/tuned/gpu.json", "contracts/fp8.py"])
-def test_a_change_of_kernels_or_their_measured_tiles_changes_it(
+@pytest.mark.parametrize(
+    "name",
+    ["kernels/norm.py", "kernels/tuned/gpu.json", "contracts/fp8.py", "runner/step_layout.py"],
+)
+def test_a_change_of_kernels_or_of_what_chooses_them_changes_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     monkeypatch.setattr(kernel_compiler, "__file__", str(tmp_path / "kernel_compiler.py"))
