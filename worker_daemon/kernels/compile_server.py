@@ -85,7 +85,7 @@ def compile_kernel(kernels: Kernels, request: CompileRequest) -> None:
     """Compile a kernel, and the C module that launches it, into Triton's cache. Raises what Triton
     raises, KeyError for an unknown name, and ValueError if the daemon has other sources."""
     if request.sources != kernels.sources:
-        raise ValueError("the kernels on disk have changed since the compile server started")
+        raise ValueError("the sources on disk have changed since the compile server started")
     driver.set_active(TargetDriver(GPUTarget(request.backend, request.arch, request.warp_size)))
     kernel = kernels.by_name[json.loads(request.specialization)["name"]]
     kernel.hash = request.source_key
