@@ -201,7 +201,7 @@ def test_a_daemon_that_is_killed(model_root, model, prompts, replaces):
         async def kill(driver):
             async for progress in driver.generate(greedy_request("first", prompts[0], LONG)):
                 if progress.token_ids:
-                    os.kill(opened.driver.group.get_status()[1].pid, signal.SIGKILL)
+                    os.kill(daemons.pids[1], signal.SIGKILL)
                     return
 
         async def main():
