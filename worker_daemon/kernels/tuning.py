@@ -17,7 +17,7 @@ from importlib.resources import files
 ROW_BUCKETS = (1, 16, 32, 64)
 """Values of M that have tiles; a product uses the smallest bucket that is at least its M."""
 
-_SAME_CHIP = re.compile(r"^nvidia_(h100_80gb_hbm3|gh200_\d+gb|h200_nvl)")
+_SAME_CHIP = re.compile(r"^nvidia_(h100_80gb_hbm3|gh200_\d+gb|gh200_144g_hbm3e|h200_nvl)")
 _TUNED_CHIP = "nvidia_h200"
 """Devices with the chip (GH100, 132 SMs) of this one: they use its tiles, if they have no file."""
 

@@ -63,13 +63,30 @@ def test_the_device_is_named_by_its_file() -> None:
 
 
 @pytest.mark.parametrize("kind", ["", " fp8"])
-@pytest.mark.parametrize("name", ["NVIDIA H100 80GB HBM3", "NVIDIA H200 NVL", "NVIDIA GH200 480GB"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "NVIDIA H100 80GB HBM3",
+        "NVIDIA H200 NVL",
+        "NVIDIA GH200 480GB",
+        "NVIDIA GH200 144G HBM3e",
+    ],
+)
 def test_devices_with_the_chip_of_an_h200_use_its_tiles(name, kind) -> None:
     assert load_tuning(name + kind) == load_tuning("NVIDIA H200" + kind)
     assert load_tuning(name + kind).tiles
 
 
-@pytest.mark.parametrize("name", ["NVIDIA H100 PCIe", "NVIDIA H20", "NVIDIA B200", "NVIDIA L40S"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "NVIDIA H100 PCIe",
+        "NVIDIA H100 80GB HBM3 MIG 1g.10gb",
+        "NVIDIA H20",
+        "NVIDIA B200",
+        "NVIDIA L40S",
+    ],
+)
 def test_other_chips_do_not(name) -> None:
     assert not load_tuning(name).tiles
 
