@@ -52,11 +52,13 @@ class CompileRequest(NamedTuple):
 
 def hash_sources() -> str:
     """Return a hash of this package: its sources decide what kernels are, and with the measured
-    tiles, which of them steps launch."""
+    tiles, which of them steps launch. Skips dangling links, which editors leave beside an open
+    file."""
     root, digest = Path(__file__).parent, hashlib.sha256()
     for form in ("*.py", "*.json"):
         for path in sorted(root.rglob(form)):
-            digest.update(path.read_bytes())
+            if path.is_file():
+                digest.update(path.read_bytes())
     return digest.hexdigest()
 
 

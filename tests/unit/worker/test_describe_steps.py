@@ -43,6 +43,15 @@ def test_a_change_of_kernels_or_of_what_chooses_them_changes_it(
     assert texts[0] != texts[1] == describe()
 
 
+def test_dangling_links_of_editors_do_not_count(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kernel_compiler, "__file__", str(tmp_path / "kernel_compiler.py"))
+    before = describe()
+    (tmp_path / ".#norm.py").symlink_to("user@host.1")
+    assert describe() == before
+
+
 def test_another_triton_changes_it(monkeypatch: pytest.MonkeyPatch) -> None:
     before = describe()
     monkeypatch.setattr(triton_hash, "triton_key", lambda: "of another version")
