@@ -107,10 +107,10 @@ def rotate_and_attend(
     return out
 
 
-def workspace_elements(num_tokens: int, num_q_heads: int, head_dim: int, num_splits: int) -> int:
+def workspace_elements(num_seqs: int, num_q_heads: int, head_dim: int, num_splits: int) -> int:
     """Return the number of fp32 elements that a split decode needs: a row and its log-sum-exp for
-    each head and split."""
-    return num_tokens * num_q_heads * num_splits * (head_dim + 1)
+    each sequence, head and split. Padding needs none."""
+    return num_seqs * num_q_heads * num_splits * (head_dim + 1)
 
 
 class DecodePlan(NamedTuple):
@@ -184,11 +184,11 @@ def launch_decode(
     num_kv_heads = kv_cache.shape[3]
     num_splits, tile, are_few = plan
     if num_splits > 1 and workspace is None:
-        elements = workspace_elements(num_tokens, num_q_heads, head_dim, num_splits)
+        elements = workspace_elements(batch.num_seqs, num_q_heads, head_dim, num_splits)
         workspace = torch.empty(elements, dtype=torch.float32, device=q.device)
     # Without splits the kernel never uses the workspace: any pointer will do.
     partial_out = out if workspace is None else workspace
-    partial_rows = num_tokens * num_q_heads * num_splits
+    partial_rows = batch.num_seqs * num_q_heads * num_splits
     partial_lse = partial_out if num_splits == 1 else partial_out[partial_rows * head_dim :]
     # If already rotated, the kernel uses no projection: again any pointer will do.
     step, head_norms, interleaved = turning or (None, None, False)

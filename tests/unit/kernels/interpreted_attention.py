@@ -156,11 +156,15 @@ def test_batch_of_padding_only() -> None:
     assert torch.equal(attend(batch, None), torch.zeros(batch.q.shape))
 
 
-def test_callers_workspace_is_used() -> None:
-    batch = build(Shape(4, 2, 80), DECODES, seed=5)
-    workspace = torch.full((workspace_elements(len(batch.q), 4, 80, 3),), float("nan"))
-    check(batch, None, num_splits=3, workspace=workspace)
-    assert not workspace.isnan().any()
+@pytest.mark.parametrize("num_padding", [0, 300])
+def test_callers_workspace_is_used(num_padding: int) -> None:
+    """Padding, of which a step with long prompts may have much, needs none of it."""
+    batch = build(Shape(4, 2, 80), DECODES, seed=5, num_padding=num_padding)
+    needed = workspace_elements(len(DECODES), 4, 80, 3)
+    memory = torch.full((100 * needed,), float("nan"))
+    check(batch, None, num_splits=3, workspace=memory)
+    assert not memory[:needed].isnan().any()
+    assert memory[needed:].isnan().all()
 
 
 def test_runs_are_bit_equal_whatever_the_rest_of_the_cache_holds() -> None:
