@@ -36,6 +36,7 @@ from worker_daemon.runner.step_layout import (
     decode_sizes,
     largest_shape,
     mixed_plans,
+    mixed_sizes,
     packed_size,
     split_columns,
 )
@@ -468,7 +469,7 @@ def test_estimate_is_what_all_graphs_take_and_leaves_none(
 ):
     account = Account()
     monkeypatch.setattr(cuda_graph.torch.cuda, "CUDAGraph", account.graph)
-    mixed = mixed_plans(max_num_seqs, max_tokens, 400)
+    mixed = mixed_plans(max_num_seqs, max_tokens, 400, sizes=mixed_sizes(1))
     ladder = StepLadder(decode_sizes(max_num_seqs), lambda size: [200, 400], mixed)
     inputs = SimpleNamespace(
         padding=lambda plan: SimpleNamespace(plan=plan, packed=NoColumns()),
