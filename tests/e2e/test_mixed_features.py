@@ -17,7 +17,7 @@ from tests.support.doomed_driver import Death
 from tests.support.installed_processors import NAMES
 from tests.support.killed_driver import DriverNursery, Plan, adapted, begin
 from tests.support.mixed_features import ROOM, Judge, Past, assert_same, make_adapters, random_mix
-from tests.support.serving import connect, scheduler_limits, worker_config
+from tests.support.serving import LONG_LEASE, connect, scheduler_limits, worker_config
 from tests.support.structured import EOS_TOKEN_ID, VOCAB_SIZE, make_tokenizer
 from worker_client.driver import Driver, give_up
 from worker_client.scheduler import Scheduler
@@ -157,8 +157,10 @@ def test_killed_driver_costs_no_token(make_plan, nursery, seed, mix, alone, judg
         death = Death(rng.randint(4, 30), told, after_receipt=rng.random() < 0.5)
         nursery.live(replace(plan, death=death))
     else:
-        nursery.live(replace(plan, num_results=rng.randint(4, 30)), rng.random() * 0.02)
-    with WorkerGroup(plan.endpoints, plan.config.parallel) as group:
+        nursery.live(
+            replace(plan, num_results=rng.randint(4, 30), kill_after_s=rng.random() * 0.02)
+        )
+    with WorkerGroup(plan.endpoints, plan.config.parallel, lease=LONG_LEASE) as group:
         group.attach(keep_requests=True, force=True)
         loaded = group.prepare(plan.config, num_gpu_blocks=NUM_BLOCKS)
         serving = begin(group, loaded, replace(plan, adopt=True))
