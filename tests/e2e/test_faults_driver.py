@@ -12,7 +12,7 @@ from rpc_schema.config import WorkerConfig
 from rpc_schema.lifecycle import Status
 from tests.support.doomed_driver import Death, DriverNursery, Plan, read_report, start
 from tests.support.driving import Cases, random_cases
-from tests.support.serving import connect, generate, worker_config
+from tests.support.serving import LONG_LEASE, connect, generate, worker_config
 from worker_client.launcher import LocalDaemons
 from worker_client.worker_group import WorkerGroup
 
@@ -69,7 +69,7 @@ def test_driver_killed_under_load_costs_nothing_that_is_loaded(loaded_daemons, c
         read_report(first)
         first.kill()
     daemons.check_alive()
-    with WorkerGroup(daemons.endpoints, config.parallel) as group:
+    with WorkerGroup(daemons.endpoints, config.parallel, lease=LONG_LEASE) as group:
         before = group.get_status()
     with connect(daemons.endpoints, config, reload=False, force=False) as (group, loaded):
         after = group.get_status()

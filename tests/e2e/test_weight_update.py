@@ -30,6 +30,7 @@ from rpc_schema.weight_transfer import (
 from tests.support.checkpoints import Checkpoint, decisive_prompts
 from tests.support.kernel_weights import kernel_tensors
 from tests.support.serving import (
+    LONG_LEASE,
     assert_greedy,
     generate,
     greedy_request,
@@ -346,7 +347,7 @@ def test_new_driver_is_not_kept_waiting_by_a_trainer_that_never_sends(served, ol
             update = UpdateWeights(**ids._asdict(), **tensors, source=BroadcastSource(round=1))
             client.send(encode_step(update))
         endpoints = [status.endpoint for status in group.get_status()]
-        with WorkerGroup(endpoints, config.parallel) as other:
+        with WorkerGroup(endpoints, config.parallel, lease=LONG_LEASE) as other:
             statuses = other.attach(timeout_s=30, force=True)
             assert {status.weights.state for status in statuses} == {"dirty"}
             assert {status.link_state for status in statuses} == {"up"}

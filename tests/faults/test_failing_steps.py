@@ -19,6 +19,7 @@ from tests.support.checkpoints import Checkpoint, NearTie, decisive_prompts
 from tests.support.driving import assert_serves, random_cases
 from tests.support.faulty_daemon import Fault, FaultyDaemons
 from tests.support.serving import (
+    LONG_LEASE,
     connect,
     generate,
     greedy_request,
@@ -143,7 +144,7 @@ def test_load_without_memory_leaves_all_as_it_was(pair, checkpoint, detection):
         began = time.monotonic()
     detection(12, "out of memory at load", 5.0, time.monotonic() - began, "reply")
     assert refused.value.code is ErrorCode.OUT_OF_MEMORY
-    with WorkerGroup(endpoints, config.parallel) as group:
+    with WorkerGroup(endpoints, config.parallel, lease=LONG_LEASE) as group:
         group.attach()
         status = group.get_status()[0]
         assert (status.load, status.config, status.serving) == ("DEVICE_READY", None, "SERVING")

@@ -21,6 +21,7 @@ from tests.contract.random_messages import fixed_example
 from tests.support.command_line import short_directory
 from tests.support.leased_driver import admit, decode, make_ready
 from tests.support.secured import KeyRing, SecuredDaemon, answers, dealer, free_port
+from tests.support.serving import LONG_LEASE
 from tests.support.waiting import wait_until
 from tests.unit.server.driver import DaemonProcess, Driver
 from worker_client.errors import TooManyStepsInFlight
@@ -67,7 +68,9 @@ def secured(directory, ring):
 @pytest.fixture
 def group(secured, ring):
     """Its driver, in the middle of a request."""
-    with WorkerGroup([secured.endpoint], ParallelConfig(), ring.keys("driver")) as made:
+    with WorkerGroup(
+        [secured.endpoint], ParallelConfig(), ring.keys("driver"), lease=LONG_LEASE
+    ) as made:
         made.attach()
         make_ready(made)
         admit(made)
