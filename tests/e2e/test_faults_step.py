@@ -45,6 +45,20 @@ def serving(faulty, checkpoint):
     return open_group
 
 
+def injected(group: RecordingGroup) -> list[StepFailed]:
+    """The failures by faults. Where there are others, a busy host has kept a rank from running for
+    as long as a step may take."""
+    own = [failure for failure in group.failures if INJECTED in failure.remote_traceback]
+    others = [failure for failure in group.failures if failure not in own]
+    assert all(took_too_long(failure) for failure in others), others
+    return own
+
+
+def took_too_long(failure: StepFailed) -> bool:
+    late = (ErrorCode.COMM, ErrorCode.UPSTREAM_FAILED)
+    return failure.code in late or isinstance(failure.__cause__, DeadlineExceeded)
+
+
 def links(group: WorkerGroup) -> set[int]:
     return {status.link for status in group.get_status()}
 
@@ -95,13 +109,12 @@ def test_rank_that_raises_is_named_and_costs_no_token(
         again = generate(group, loaded, cases.requests)
     assert run.tokens == again.tokens == cases.expected
     assert not faulty.faults[rank].armed
-    failure = group.failures[0]
+    (failure,) = injected(group)
     assert failure.rank == rank
     assert f"rank {rank}" in str(failure)
     assert f"{INJECTED} in {where}" in failure.remote_traceback
     assert "Traceback (most recent call last)" in failure.remote_traceback
     assert failure.lost_req_ids <= set(cases.expected)
-    assert len(group.failures) == 1
 
 
 def test_failures_of_several_ranks_one_after_the_other(faulty, serving, checkpoint):
@@ -111,7 +124,7 @@ def test_failures_of_several_ranks_one_after_the_other(faulty, serving, checkpoi
         faulty.faults[1].put(Fault("likeliest_tokens", "raise", 13))
         run = generate(group, loaded, cases.requests)
     assert run.tokens == cases.expected
-    assert [failure.rank for failure in group.failures] == [0, 1]
+    assert [failure.rank for failure in injected(group)] == [0, 1]
 
 
 def test_same_rank_failing_again_and_again_is_given_up_with_the_cause(faulty, serving, checkpoint):
@@ -139,14 +152,19 @@ def test_hung_step_ends_at_its_deadline(faulty, serving, checkpoint):
 def test_daemon_that_hangs_is_not_live(faulty, serving, checkpoint):
     cases, directory = random_cases(checkpoint(), seed=6), short_directory()
     with serving(1) as (group, loaded), ThreadPoolExecutor(1) as pool:
-        faulty.faults[0].put(Fault("forward", "hang", 5, seconds=12.0))
+        faulty.faults[0].put(Fault("forward", "hang", 5, seconds=4.0, is_ended_by_test=True))
         run = pool.submit(generate, group, loaded, cases.requests)
-        wait_until(
-            lambda: probe(directory, faulty.endpoints[0], "live").returncode == 1, "it hangs", 30
-        )
+        try:
+            wait_until(
+                lambda: probe(directory, faulty.endpoints[0], "live").returncode == 1,
+                "it hangs",
+                60,
+            )
+        finally:
+            faulty.faults[0].end_hang()
         run.exception()  # its driver may have given up: the hang outlasts three deadlines
         wait_until(
-            lambda: probe(directory, faulty.endpoints[0], "ready").returncode == 0, "it is over", 30
+            lambda: probe(directory, faulty.endpoints[0], "ready").returncode == 0, "it is over", 60
         )
     shutil.rmtree(directory)
     assert_serves(faulty.endpoints[:1], checkpoint())
