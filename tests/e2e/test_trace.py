@@ -173,7 +173,7 @@ def test_one_trace_of_all_ranks_and_the_driver_on_one_clock(pair, model, directo
     assert any(name.startswith("driver") for name in named_processes(trace).values())
     bounds = {k: ns / 1000 for k, ns in trace["otherData"]["clock_bound_ns"].items()}
     assert bounds.keys() == {"rank 0", "rank 1", "driver"}
-    assert all(0 < bound < 20_000 for bound in bounds.values()), bounds
+    assert all(0 < bound < 1e6 for bound in bounds.values()), bounds  # milliseconds, if not busy
     assert f"rank 0: {len(steps[first])} steps" in done.stdout
     common = sorted(steps[first].keys() & steps[last].keys() & sent.keys())
     assert len(common) > 3
