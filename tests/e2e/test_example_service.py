@@ -112,7 +112,8 @@ def options(endpoints, model):
 @pytest.fixture(scope="module")
 def cases():
     rng = random.Random(SEED)
-    return [*random_cases(rng), *(long_case(number, 40) for number in range(3))]
+    lengths = (40, 40, 160)  # the last one goes on while a daemon is killed
+    return [*random_cases(rng), *(long_case(*each) for each in enumerate(lengths))]
 
 
 @pytest.fixture(scope="module")
