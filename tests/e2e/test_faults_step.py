@@ -23,6 +23,7 @@ from worker_client.worker_group import WorkerGroup
 
 STEP_DEADLINE_MS = 2000
 """gloo ends a wait for a missing peer one second after this."""
+LONG_STEP_DEADLINE_MS = 20_000
 
 
 @pytest.fixture(scope="module")
@@ -37,12 +38,17 @@ def serving(faulty, checkpoint):
     """serving(pp, tp): the group of the first pp * tp faulty daemons, ready."""
 
     @contextmanager
-    def open_group(pp, tp=1):
-        config = worker_config(checkpoint().path, pp, tp, step_deadline_ms=STEP_DEADLINE_MS)
+    def open_group(pp, tp=1, step_deadline_ms=STEP_DEADLINE_MS):
+        config = worker_config(checkpoint().path, pp, tp, step_deadline_ms=step_deadline_ms)
         with connect(faulty.endpoints[: pp * tp], config) as (group, loaded):
             yield RecordingGroup(group), loaded
 
     return open_group
+
+
+def deadline_ms(num_ranks: int) -> int:
+    """Of the steps of a group in which ranks may wait for each other until then."""
+    return STEP_DEADLINE_MS if num_ranks > 1 else LONG_STEP_DEADLINE_MS
 
 
 def injected(group: RecordingGroup) -> list[StepFailed]:
@@ -103,7 +109,7 @@ def test_rank_that_raises_is_named_and_costs_no_token(
     faulty, serving, checkpoint, pp, tp, rank, where, calls_before
 ):
     cases = random_cases(checkpoint(), seed=calls_before)
-    with serving(pp, tp) as (group, loaded):
+    with serving(pp, tp, deadline_ms(pp * tp)) as (group, loaded):
         faulty.faults[rank].put(Fault(where, "raise", calls_before))
         run = generate(group, loaded, cases.requests)
         again = generate(group, loaded, cases.requests)
@@ -178,7 +184,7 @@ def test_lost_step_is_repaired_by_a_full_resynchronisation(
     serving, checkpoint, pp, tp, rank, number
 ):
     cases = random_cases(checkpoint(), seed=10 + number)
-    with serving(pp, tp) as (group, loaded):
+    with serving(pp, tp, deadline_ms(pp * tp)) as (group, loaded):
         before = links(group)
         loss = drop_call(group, rank, number)
         run = generate(group, loaded, cases.requests)
