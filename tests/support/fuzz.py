@@ -147,13 +147,23 @@ def fuzz_as_stranger(addresses: Endpoint, num_frames: int, seconds: float, seed:
 
 
 def settled(daemon: SecuredDaemon) -> tuple[int, int]:
-    """Return the decoder counts once everything sent has been processed."""
+    """Return the decoder counts once everything sent has been processed: for a while they stay the
+    same, and no thread wants to run."""
     seen, since = daemon.decoded, time.monotonic()
     while time.monotonic() - since < QUIET_S:
         time.sleep(QUIET_S / 10)
-        if daemon.decoded != seen:
+        if daemon.decoded != seen or not all_sleep(daemon.process.pid):
             seen, since = daemon.decoded, time.monotonic()
     return seen
+
+
+def all_sleep(pid: int) -> bool:
+    """Return True if every thread of a process waits for something."""
+    try:
+        stats = [(task / "stat").read_text() for task in Path(f"/proc/{pid}/task").iterdir()]
+    except (FileNotFoundError, ProcessLookupError):  # one of them has just ended
+        return False
+    return all(stat.rpartition(")")[2].split()[0] == "S" for stat in stats)
 
 
 def fuzz_daemon(
