@@ -156,7 +156,7 @@ def test_survivor_is_not_lost_while_its_neighbour_is_replaced(faulty, serving, c
     interrupted = []
 
     def act() -> None:
-        faulty.faults[0].put(Fault("forward", "hang", seconds=5.5))
+        faulty.faults[0].put(Fault("forward", "hang", seconds=0.0, is_ended_by_test=True))
         stopper()
 
     def interrupt(event: LivenessEvent) -> None:
@@ -169,8 +169,11 @@ def test_survivor_is_not_lost_while_its_neighbour_is_replaced(faulty, serving, c
         with pytest.raises(Interrupted):
             disturbed(group, loaded, cases, act)
         stopper.go_on_later(3.0)
+        end_of_hang = threading.Timer(4.5, faulty.faults[0].end_hang)
+        end_of_hang.start()
         replaced = group.replace(1)
         stopper.timer.join()
+        end_of_hang.join()
         assert replaced.ranks == (1,)
         assert replaced.seconds["fence"] > 3.0
         assert [e.rank for e in group.liveness_events if e.kind == "dead"] == [1]
