@@ -125,6 +125,7 @@ class SecuredDaemon:
         wait_until(
             lambda: answers(endpoint, keys) or self.process.poll() is not None,
             "it answers or has ended",
+            60.0,
         )
         assert self.process.poll() is None, self.log.read_text()
 
