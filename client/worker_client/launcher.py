@@ -30,7 +30,7 @@ KILL_LIMIT_S = 30.0
 """Time after SIGKILL from which a process counts as stuck in the kernel, usually in a device
 driver."""
 PF_EXITING = 0x4
-"""Of a process's flags in the kernel (proc_pid_stat(5)): its end has begun."""
+"""Flag of a process whose end has begun (proc_pid_stat(5))."""
 LOG_TAIL_BYTES = 4096
 
 Command = Callable[[str, str, int], Sequence[str]]

@@ -21,7 +21,7 @@ STEP_DEADLINE_MS = 2000
 
 NUM_POINTS = 20
 LEASE_TTL_S = 2.0
-"""Of the drivers that are to lose it."""
+"""Lease of the drivers that are to lose it."""
 
 
 def plan_for(endpoints: list[str], config: WorkerConfig, cases: Cases) -> Plan:

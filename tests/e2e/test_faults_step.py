@@ -47,7 +47,7 @@ def serving(faulty, checkpoint):
 
 
 def deadline_ms(num_ranks: int) -> int:
-    """Of the steps of a group in which ranks may wait for each other until then."""
+    """Return the step deadline, which is short where ranks may wait for each other until then."""
     return STEP_DEADLINE_MS if num_ranks > 1 else LONG_STEP_DEADLINE_MS
 
 

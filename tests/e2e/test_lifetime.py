@@ -22,7 +22,7 @@ from tests.support.waiting import wait_until
 
 NUM_DAEMONS = 2
 LIMIT_S = 60.0
-"""Of a start, and of an end in the middle of it: each imports torch."""
+"""Limit of a start, and of an end in the middle of it: each imports torch."""
 
 
 @pytest.fixture

@@ -40,7 +40,7 @@ FEATURES = {"lora": ROOM, "logits_processors": NAMES}
 CROWDED = {"max_num_seqs": 16}
 CROWDED_BLOCKS = 130
 STEP_DEADLINE_MS = 2000
-"""Of ranks that lose a driver or a peer, and wait in a step until then."""
+"""Deadline of ranks that lose a driver or a peer, and wait in a step until then."""
 SIZES = {"max_num_seqs": 8, "max_num_batched_tokens": 24, "max_model_len": MAX_MODEL_LEN}
 
 

@@ -23,7 +23,7 @@ from worker_client.worker_group import WorkerGroup
 SIZE = 50 << 20
 MAX_TOKENS = 60
 LEASE_TTL_S = 2.0
-"""Of the driver that is killed: it must have sent half of a tensor by then."""
+"""Lease of the driver that is killed: it must have sent half of a tensor by then."""
 
 
 @pytest.fixture(scope="module")
