@@ -104,6 +104,7 @@ def test_a_killed_server_and_a_killed_daemon_are_started_again(up, checkpoint):
 def test_health_has_the_state_of_each_daemon(daemons, monkeypatch):
     (endpoint,) = daemons.endpoints(1)
     missing = f"{endpoint}-missing"
+    monkeypatch.setattr("worker_client.vllm.health.ANSWER_S", 30.0)
     for endpoints, expected in (([endpoint], 200), ([endpoint, missing], 503)):
         monkeypatch.setenv("WORKER_DAEMON_ENDPOINTS", ",".join(endpoints))
         status, headers = asyncio.run(ask_health())

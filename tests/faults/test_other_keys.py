@@ -229,7 +229,7 @@ def test_operator_resets_an_absurd_epoch_and_the_group_comes_up_to_it(tmp_path):
     stored = EpochFile(directory, IpcEndpoint.parse(endpoint)).path
     stored.write_text(f"{2**63 - 1}\n")
     words = [*SERVE, "--endpoint", endpoint]
-    ended = subprocess.run(words, capture_output=True, text=True, timeout=30)
+    ended = subprocess.run(words, capture_output=True, text=True, timeout=60)
     assert (ended.returncode, "--reset-epoch" in ended.stderr) == (78, True)
     daemons = [DaemonProcess(directory, "--reset-epoch"), DaemonProcess(tmp_path / "new")]
     endpoints = [daemon.endpoint for daemon in daemons]
