@@ -275,9 +275,12 @@ def _start_reaper(directory: Path) -> tuple["subprocess.Popen[bytes]", int]:
 
 
 def _is_exiting(pid: int) -> bool:
-    """Return True if the kernel is ending a child that was not waited for. Its connections have
-    ended by then, but freeing its memory, above all a device's, may take seconds more."""
-    state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    """Return True if the kernel is ending a child, or has ended it. Its connections have ended by
+    then, but freeing its memory, above all a device's, may take seconds more."""
+    try:
+        state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except (FileNotFoundError, ProcessLookupError):  # another thread has waited for it
+        return True
     return state == "Z" or bool(int(fields[5]) & PF_EXITING)
 
 
