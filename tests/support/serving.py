@@ -119,7 +119,8 @@ def kill_and_wait(pid: int) -> None:
     """Kill -9 a child, and wait until it can be seen to have ended: on a busy host its sockets may
     be gone long before."""
     os.kill(pid, signal.SIGKILL)
-    os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+    with contextlib.suppress(ChildProcessError):  # another thread has waited for it
+        os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
 
 
 class DaemonPool:
