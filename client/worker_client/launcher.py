@@ -24,11 +24,13 @@ HELLO_TIMEOUT_S = 0.5
 SOCKET_POLL_S = 0.005
 STOP_TIMEOUT_S = 10.0
 EXIT_WAIT_S = 0.2
-"""Time between the end of a killed process's connections and its own."""
+"""Time between the end of a daemon's connections and its own, if it ends in order."""
 TERMINATE_TIMEOUT_S = 5.0
 KILL_LIMIT_S = 30.0
 """Time after SIGKILL from which a process counts as stuck in the kernel, usually in a device
 driver."""
+PF_EXITING = 0x4
+"""Flag of a process whose end has begun (proc_pid_stat(5))."""
 LOG_TAIL_BYTES = 4096
 
 Command = Callable[[str, str, int], Sequence[str]]
@@ -119,6 +121,9 @@ class LocalDaemons:
         for index, daemon in enumerate(self._daemons):
             with contextlib.suppress(subprocess.TimeoutExpired):
                 daemon.process.wait(EXIT_WAIT_S)
+            if daemon.process.returncode is None and _is_exiting(daemon.process.pid):
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    daemon.process.wait(KILL_LIMIT_S)
             if daemon.process.poll() is not None:
                 os.close(daemon.pipe)
                 self._daemons[index] = self._start(index, self._devices[index])
@@ -267,6 +272,16 @@ def _start_reaper(directory: Path) -> tuple["subprocess.Popen[bytes]", int]:
     finally:
         os.close(theirs)
     return reaper, ours
+
+
+def _is_exiting(pid: int) -> bool:
+    """Return True if the kernel is ending a child, or has ended it. Its connections have ended by
+    then, but freeing its memory, above all a device's, may take seconds more."""
+    try:
+        state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except (FileNotFoundError, ProcessLookupError):  # another thread has waited for it
+        return True
+    return state == "Z" or bool(int(fields[5]) & PF_EXITING)
 
 
 def _wait(daemons: Sequence[_Daemon], timeout_s: float) -> None:

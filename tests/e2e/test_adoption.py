@@ -6,6 +6,7 @@ import random
 import shutil
 import signal
 import subprocess
+import sys
 import time
 
 import pytest
@@ -17,6 +18,7 @@ from rpc_schema.sampling import LogprobsWanted
 from tests.support.checkpoints import prompts
 from tests.support.command_line import (
     CLIENT,
+    COMMAND_LIMIT_S,
     environment,
     processes_of,
     run_client,
@@ -25,7 +27,7 @@ from tests.support.command_line import (
 )
 from tests.support.doomed_driver import NUM_GPU_BLOCKS, Death
 from tests.support.killed_driver import DriverNursery, Plan, begin
-from tests.support.serving import worker_config
+from tests.support.serving import LONG_LEASE, worker_config
 from worker_client.errors import ConfigMismatchError
 from worker_client.launcher import LocalDaemons
 from worker_client.worker_group import WorkerGroup
@@ -35,7 +37,8 @@ STEP_DEADLINE_MS = 1000
 
 MAX_TOKENS = 24
 LONG = 90
-"""Tokens of the command line's requests: enough to kill it in between."""
+"""Tokens of the command line's requests."""
+KILLED_CLIENT = (sys.executable, "-m", "tests.support.killed_client")
 
 
 @pytest.fixture(scope="module")
@@ -63,6 +66,8 @@ def random_lines(rng, count=8):
             "prompt_token_ids": (shared if index % 2 else []) + tail.tolist(),
             "max_tokens": rng.randint(4, MAX_TOKENS),
         }
+        if not index:  # one is unfinished whenever its driver dies
+            line |= {"max_tokens": MAX_TOKENS, "ignore_eos": True}
         if index % 3 == 1:
             line |= {"temperature": 1.1, "top_p": 0.9, "seed": rng.randrange(1 << 40)}
         if index % 5 == 4:
@@ -75,8 +80,8 @@ def random_lines(rng, count=8):
 def make_plan(two_daemons, checkpoint):
     """make_plan(rng, pp, tp) -> a plan to serve random requests in steps that are soon full."""
 
-    def make(rng, pp, tp=1, **fields):
-        sizes = {"max_num_batched_tokens": 64, "step_deadline_ms": STEP_DEADLINE_MS}
+    def make(rng, pp, tp=1, step_deadline_ms=STEP_DEADLINE_MS, **fields):
+        sizes = {"max_num_batched_tokens": 64, "step_deadline_ms": step_deadline_ms}
         config = worker_config(checkpoint().path, pp, tp, **sizes)
         return Plan(two_daemons.endpoints[: pp * tp], config, random_lines(rng), **fields)
 
@@ -85,7 +90,7 @@ def make_plan(two_daemons, checkpoint):
 
 def undisturbed(plan):
     """Return the tokens of its requests; load the daemons if they hold something else."""
-    with WorkerGroup(plan.endpoints, plan.config.parallel) as group:
+    with WorkerGroup(plan.endpoints, plan.config.parallel, lease=LONG_LEASE) as group:
         group.attach()
         try:
             loaded = group.prepare(plan.config, num_gpu_blocks=NUM_GPU_BLOCKS)
@@ -103,7 +108,7 @@ def tokens_of(serving):
 
 def take_over(plan):
     """Adopt and finish; return what was adopted, the tokens, and what prepare() did."""
-    with WorkerGroup(plan.endpoints, plan.config.parallel) as group:
+    with WorkerGroup(plan.endpoints, plan.config.parallel, lease=LONG_LEASE) as group:
         group.attach(keep_requests=True)
         loaded = group.prepare(plan.config, num_gpu_blocks=NUM_GPU_BLOCKS)
         serving = begin(group, loaded, replace(plan, adopt=True))
@@ -139,7 +144,7 @@ def test_adopting_driver_that_dies_in_its_first_step_costs_no_kv(make_plan, nurs
     plan = make_plan(random.Random(seed), 2)
     expected = undisturbed(plan)
     nursery.live(replace(plan, num_results=8, detach=True))
-    with WorkerGroup(plan.endpoints, plan.config.parallel) as group:
+    with WorkerGroup(plan.endpoints, plan.config.parallel, lease=LONG_LEASE) as group:
         group.attach(keep_requests=True)
         group.prepare(plan.config, num_gpu_blocks=NUM_GPU_BLOCKS)
         # Those that have all their tokens end, those with logprobs begin again.
@@ -165,14 +170,15 @@ def test_driver_killed_from_outside_costs_no_token(make_plan, nursery, scheduler
     rng = random.Random(seed)
     plan = make_plan(rng, 2, scheduler=scheduler)
     expected = undisturbed(plan)
-    nursery.live(replace(plan, num_results=rng.randint(2, 12)), rng.random() * 0.01)
+    nursery.live(replace(plan, num_results=rng.randint(2, 12), kill_after_s=rng.random() * 0.01))
     adopted, tokens, _ = take_over(plan)
     assert tokens == expected, seed
     assert adopted, seed
 
 
 def test_driver_that_leaves_in_order_leaves_everything_where_it_is(make_plan, nursery):
-    plan = make_plan(random.Random(random.randrange(1 << 30)), 2)
+    rng = random.Random(random.randrange(1 << 30))
+    plan = make_plan(rng, 2, step_deadline_ms=20_000)
     expected = undisturbed(plan)
     nursery.live(replace(plan, num_results=8, detach=True))
     adopted, tokens, phases = take_over(plan)
@@ -195,7 +201,7 @@ def test_there_is_nothing_to_adopt_after_the_end_a_load_or_a_plain_attach(make_p
     expected = undisturbed(plan)
     assert take_over(plan)[:2] == ([], expected)
     nursery.live(replace(plan, num_results=3, detach=True))
-    with WorkerGroup(plan.endpoints, plan.config.parallel) as group:
+    with WorkerGroup(plan.endpoints, plan.config.parallel, lease=LONG_LEASE) as group:
         group.attach(keep_requests=True)
         assert group.prepare(plan.config, num_gpu_blocks=NUM_GPU_BLOCKS).was_loaded
         first, again = group.adopt_requests(), group.adopt_requests()
@@ -205,7 +211,7 @@ def test_there_is_nothing_to_adopt_after_the_end_a_load_or_a_plain_attach(make_p
         group.prepare(plan.config, num_gpu_blocks=NUM_GPU_BLOCKS)
         assert group.adopt_requests() == []
     nursery.live(replace(plan, num_results=3, detach=True))
-    with WorkerGroup(plan.endpoints, plan.config.parallel) as group:
+    with WorkerGroup(plan.endpoints, plan.config.parallel, lease=LONG_LEASE) as group:
         group.attach(keep_requests=True)
         group.prepare(plan.config, num_gpu_blocks=NUM_GPU_BLOCKS, reload=True)
         assert group.adopt_requests() == []
@@ -215,7 +221,7 @@ def test_requests_of_replaced_weights_are_not_adopted(make_plan, nursery):
     plan = make_plan(random.Random(6), 1)
     undisturbed(plan)
     nursery.live(replace(plan, num_results=3, detach=True))
-    with WorkerGroup(plan.endpoints, plan.config.parallel) as group:
+    with WorkerGroup(plan.endpoints, plan.config.parallel, lease=LONG_LEASE) as group:
         group.attach(keep_requests=True)
         group.prepare(plan.config, num_gpu_blocks=NUM_GPU_BLOCKS)
         assert group.adopt_requests()
@@ -264,25 +270,31 @@ def input_file(options, tmp_path_factory):
 
 
 def kill_in_the_middle(directory, options, output):
-    """Start a run; kill it once its first request has ended."""
-    process = subprocess.Popen(
-        [*CLIENT, *options, "--output", str(output)],
+    """Run the command until it has written a result; then it is killed."""
+    done = subprocess.run(
+        [*KILLED_CLIENT, *options, "--output", str(output)],
         env=environment(directory),
         stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        check=False,
+        timeout=COMMAND_LIMIT_S,
     )
-    while process.poll() is None and not (output.exists() and output.read_text()):
-        time.sleep(0.001)
-    process.send_signal(signal.SIGKILL)
-    assert process.wait() == -signal.SIGKILL, "it has ended too early"
+    assert done.returncode == -signal.SIGKILL, done.stderr
+
+
+def is_settled(status):
+    """Return True if it runs no step, or one that waits for a peer which never got it."""
+    return status.phase == "IDLE" or status.phase_ms > 500
 
 
 def held_blocks(endpoints):
     """KV blocks that each daemon holds for a dead driver, once the steps in flight have ended."""
-    count = None
-    while (now := [status_of(name) for name in endpoints]) and count != [s.last_seq for s in now]:
-        count = [status.last_seq for status in now]
+    before, now = [], [status_of(name) for name in endpoints]
+    while not all(map(is_settled, now)) or [s.last_seq for s in now] != before:
+        before = [status.last_seq for status in now]
         time.sleep(0.1)
+        now = [status_of(name) for name in endpoints]
     return [status.num_kv_blocks_held for status in now]
 
 
@@ -322,7 +334,7 @@ def test_run_that_a_full_disk_ended_is_finished_by_the_next(
         capture_output=True,
         text=True,
         check=False,
-        timeout=60,
+        timeout=COMMAND_LIMIT_S,
     )
     assert done.returncode == ExitCode.OUTPUT, done.stderr
     assert [line["id"] for line in read_lines(tmp_path / "out.jsonl.part")] == ["short"]

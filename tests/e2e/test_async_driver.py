@@ -2,15 +2,13 @@
 
 import asyncio
 import contextlib
-import os
-import signal
 import threading
 import time
 
 import pytest
 
 from tests.support.checkpoints import decisive_prompts
-from tests.support.serving import connect, greedy_request, worker_config
+from tests.support.serving import connect, greedy_request, kill_and_wait, worker_config
 from worker_client.async_driver import AsyncDriver
 from worker_client.driver import Driver, give_up
 from worker_client.errors import DriverClosed, NothingListens, RequestError, WorkerDied
@@ -33,6 +31,47 @@ def prompts(model):
     return decisive_prompts(model, 68, [5, 9, 17, 4, 11, 7], MAX_TOKENS)
 
 
+class PacedDriver(Driver):
+    """A driver that calls `before_step`."""
+
+    before_step = staticmethod(lambda: None)
+
+    def step(self):
+        self.before_step()
+        return super().step()
+
+
+class Pace:
+    """Holds a driver after some steps, so that its requests are unfinished until it goes on."""
+
+    def __init__(self, num_steps):
+        self._left = num_steps
+        self._changed = threading.Condition()
+        self._is_held = self._is_over = False
+
+    def before_step(self):
+        with self._changed:
+            self._left -= 1
+            self._is_held = self._left < 0
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: not self._is_held or self._is_over, 60)
+
+    async def held(self):
+        """Wait until the driver is held."""
+
+        def wait():
+            with self._changed:
+                assert self._changed.wait_for(lambda: self._is_held, 60)
+
+        await asyncio.to_thread(wait)
+
+    def go_on(self):
+        """Let the driver go on from here."""
+        with self._changed:
+            self._is_over = True
+            self._changed.notify_all()
+
+
 class Opened:
     """Opens drivers, and keeps the newest for inspection."""
 
@@ -41,13 +80,15 @@ class Opened:
         self.config = config
         self.recover = recover
         self.driver = None
+        self.before_step = lambda: None
 
     @contextlib.contextmanager
     def __call__(self):
         with connect(self.endpoints, self.config, reload=False) as (group, loaded):
             scheduler = Scheduler(scheduler_limits(loaded, self.config))
             recover = lambda died: self.recover(group, died)  # noqa: E731
-            self.driver = Driver(group, scheduler, recover=recover)
+            self.driver = PacedDriver(group, scheduler, recover=recover)
+            self.driver.before_step = self.before_step
             yield self.driver
 
 
@@ -79,6 +120,11 @@ def test_tokens_come_one_after_the_other_and_are_those_of_transformers(opened, m
     samples = GenerationRequest("many", prompts[0], MAX_TOKENS, temperature=1.0, seed=5, n=3)
 
     async def main():
+        loop = asyncio.get_running_loop()
+        # A step waits until the readers have what the one before it brought.
+        opened.before_step = lambda: asyncio.run_coroutine_threadsafe(
+            asyncio.sleep(0), loop
+        ).result()
         async with AsyncDriver(opened) as driver:
             return await asyncio.gather(
                 *(collect(driver, request) for request in [*greedy(prompts), samples])
@@ -92,20 +138,26 @@ def test_tokens_come_one_after_the_other_and_are_those_of_transformers(opened, m
 
 
 def test_a_reader_that_leaves_aborts_its_request_alone(opened, model, prompts):
+    pace = Pace(8)
+    opened.before_step = pace.before_step
+
     async def leave(driver, request):
         async with contextlib.aclosing(driver.generate(request)) as stream:
             async for progress in stream:
                 assert progress.output is None
+                await pace.held()
                 return
 
     async def main():
         long, *others = greedy(prompts, LONG)[:1] + greedy(prompts)[1:]
         async with AsyncDriver(opened) as driver:
             neighbors = [asyncio.create_task(collect(driver, each)) for each in others]
-            await leave(driver, long)
             stopped = asyncio.create_task(collect(driver, greedy_request("c", prompts[0], LONG)))
-            await asyncio.sleep(0.05)
+            await leave(driver, long)
             stopped.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await stopped
+            pace.go_on()
             again = await collect(driver, greedy([prompts[0]])[0])  # by the same id
             found = await asyncio.gather(*neighbors)
             assert not opened.driver.scheduler.has_unfinished_requests()
@@ -148,12 +200,17 @@ def test_requests_beyond_the_bound_wait(opened, prompts):
 
 
 def test_closing_ends_what_is_unfinished(opened, model, prompts):
+    pace = Pace(3)
+    opened.before_step = pace.before_step
+
     async def main():
         async with AsyncDriver(opened) as driver:
-            unfinished = asyncio.create_task(collect(driver, greedy(prompts, LONG)[0]))
-            await asyncio.sleep(0.1)
+            unfinished = driver.generate(greedy(prompts, LONG)[0])
+            await anext(unfinished)
+            asyncio.get_running_loop().call_soon(pace.go_on)  # while the driver is closed
         with pytest.raises(DriverClosed):
-            await unfinished
+            async for progress in unfinished:
+                assert progress.output is None
         with pytest.raises(DriverClosed):
             await collect(driver, greedy(prompts)[1])
 
@@ -196,12 +253,15 @@ def test_a_daemon_that_is_killed(model_root, model, prompts, replaces):
 
         config = worker_config(model.path, 2)
         options = (recover,) if replaces else ()
-        opened = Opened(daemons.endpoints, config, *options)
+        opened, pace = Opened(daemons.endpoints, config, *options), Pace(4)
+        opened.before_step = pace.before_step
 
         async def kill(driver):
             async for progress in driver.generate(greedy_request("first", prompts[0], LONG)):
                 if progress.token_ids:
-                    os.kill(daemons.pids[1], signal.SIGKILL)
+                    await pace.held()
+                    kill_and_wait(daemons.pids[1])
+                    pace.go_on()
                     return
 
         async def main():

@@ -346,7 +346,7 @@ def test_tcp_is_refused_on_both_sides(model_root):
         [*command, "--endpoint", "tcp://127.0.0.1:5000"],
         capture_output=True,
         text=True,
-        timeout=30,
+        timeout=60,
         check=False,
     )
     assert done.returncode == 78
@@ -358,7 +358,7 @@ def test_endpoint_in_use(daemons, checkpoint):
     endpoint = daemons.endpoints(1)[0]
     command = (sys.executable, "-m", "worker_daemon", "serve", "--device", "cpu")
     done = run(
-        [*command, "--endpoint", endpoint], capture_output=True, text=True, timeout=30, check=False
+        [*command, "--endpoint", endpoint], capture_output=True, text=True, timeout=60, check=False
     )
     assert done.returncode == 73
     assert endpoint.removeprefix("ipc://") in done.stderr

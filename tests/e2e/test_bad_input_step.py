@@ -18,7 +18,7 @@ from rpc_schema.errors import ControlErrorReply, ErrorCode, ErrorReply
 from rpc_schema.sampling import RandomSampling
 from rpc_schema.step import ExecuteDummyBatch, ExecuteModel, NewRequestData
 from tests.support.driving import RecordingGroup, assert_serves, random_cases
-from tests.support.serving import connect, generate, worker_config
+from tests.support.serving import LONG_LEASE, connect, generate, worker_config
 from tests.unit.server.driver import Driver
 from worker_client.errors import (
     IllegalStateError,
@@ -176,7 +176,7 @@ OPERATIONS_BEFORE_LOAD: dict[str, Callable[[WorkerGroup], object]] = {
 def test_operation_before_its_time(daemons, checkpoint, operation):
     config = worker_config(checkpoint().path)
     endpoints = daemons.endpoints(1)
-    with WorkerGroup(endpoints, config.parallel) as group:
+    with WorkerGroup(endpoints, config.parallel, lease=LONG_LEASE) as group:
         group.attach()
         group.reset("CREATED")
         with pytest.raises((IllegalStateError, StepFailed)) as raised:

@@ -13,7 +13,7 @@ from tests.support.checkpoints import decisive_prompts
 from tests.support.doomed_driver import NUM_GPU_BLOCKS, Death
 from tests.support.expert_counts import NearTie, expected_loads
 from tests.support.killed_driver import DriverNursery, Plan, begin
-from tests.support.serving import generate, greedy_request, worker_config
+from tests.support.serving import LONG_LEASE, generate, greedy_request, worker_config
 from worker_client.__main__ import app
 from worker_client.expert_loads import loads_by_layer
 from worker_client.worker_group import WorkerGroup
@@ -116,7 +116,7 @@ def test_a_killed_driver_and_its_successors(daemons, serve, nursery, model, requ
     with serve(model.path, 2, num_gpu_blocks=NUM_GPU_BLOCKS):
         pass
     nursery.live(Plan(endpoints, config, lines, death=Death(7, [0, 1], True)))
-    with WorkerGroup(endpoints, config.parallel) as group:
+    with WorkerGroup(endpoints, config.parallel, lease=LONG_LEASE) as group:
         group.attach(keep_requests=True)
         loaded = group.prepare(config, num_gpu_blocks=NUM_GPU_BLOCKS)
         left = counts(group)

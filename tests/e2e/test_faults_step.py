@@ -23,6 +23,7 @@ from worker_client.worker_group import WorkerGroup
 
 STEP_DEADLINE_MS = 2000
 """gloo ends a wait for a missing peer one second after this."""
+LONG_STEP_DEADLINE_MS = 20_000
 
 
 @pytest.fixture(scope="module")
@@ -37,12 +38,31 @@ def serving(faulty, checkpoint):
     """serving(pp, tp): the group of the first pp * tp faulty daemons, ready."""
 
     @contextmanager
-    def open_group(pp, tp=1):
-        config = worker_config(checkpoint().path, pp, tp, step_deadline_ms=STEP_DEADLINE_MS)
+    def open_group(pp, tp=1, step_deadline_ms=STEP_DEADLINE_MS):
+        config = worker_config(checkpoint().path, pp, tp, step_deadline_ms=step_deadline_ms)
         with connect(faulty.endpoints[: pp * tp], config) as (group, loaded):
             yield RecordingGroup(group), loaded
 
     return open_group
+
+
+def deadline_ms(num_ranks: int) -> int:
+    """Return the step deadline, which is short where ranks may wait for each other until then."""
+    return STEP_DEADLINE_MS if num_ranks > 1 else LONG_STEP_DEADLINE_MS
+
+
+def injected(group: RecordingGroup) -> list[StepFailed]:
+    """The failures by faults. Where there are others, a busy host has kept a rank from running for
+    as long as a step may take."""
+    own = [failure for failure in group.failures if INJECTED in failure.remote_traceback]
+    others = [failure for failure in group.failures if failure not in own]
+    assert all(took_too_long(failure) for failure in others), others
+    return own
+
+
+def took_too_long(failure: StepFailed) -> bool:
+    late = (ErrorCode.COMM, ErrorCode.UPSTREAM_FAILED)
+    return failure.code in late or isinstance(failure.__cause__, DeadlineExceeded)
 
 
 def links(group: WorkerGroup) -> set[int]:
@@ -89,19 +109,18 @@ def test_rank_that_raises_is_named_and_costs_no_token(
     faulty, serving, checkpoint, pp, tp, rank, where, calls_before
 ):
     cases = random_cases(checkpoint(), seed=calls_before)
-    with serving(pp, tp) as (group, loaded):
+    with serving(pp, tp, deadline_ms(pp * tp)) as (group, loaded):
         faulty.faults[rank].put(Fault(where, "raise", calls_before))
         run = generate(group, loaded, cases.requests)
         again = generate(group, loaded, cases.requests)
     assert run.tokens == again.tokens == cases.expected
     assert not faulty.faults[rank].armed
-    failure = group.failures[0]
+    (failure,) = injected(group)
     assert failure.rank == rank
     assert f"rank {rank}" in str(failure)
     assert f"{INJECTED} in {where}" in failure.remote_traceback
     assert "Traceback (most recent call last)" in failure.remote_traceback
     assert failure.lost_req_ids <= set(cases.expected)
-    assert len(group.failures) == 1
 
 
 def test_failures_of_several_ranks_one_after_the_other(faulty, serving, checkpoint):
@@ -111,7 +130,7 @@ def test_failures_of_several_ranks_one_after_the_other(faulty, serving, checkpoi
         faulty.faults[1].put(Fault("likeliest_tokens", "raise", 13))
         run = generate(group, loaded, cases.requests)
     assert run.tokens == cases.expected
-    assert [failure.rank for failure in group.failures] == [0, 1]
+    assert [failure.rank for failure in injected(group)] == [0, 1]
 
 
 def test_same_rank_failing_again_and_again_is_given_up_with_the_cause(faulty, serving, checkpoint):
@@ -139,14 +158,19 @@ def test_hung_step_ends_at_its_deadline(faulty, serving, checkpoint):
 def test_daemon_that_hangs_is_not_live(faulty, serving, checkpoint):
     cases, directory = random_cases(checkpoint(), seed=6), short_directory()
     with serving(1) as (group, loaded), ThreadPoolExecutor(1) as pool:
-        faulty.faults[0].put(Fault("forward", "hang", 5, seconds=12.0))
+        faulty.faults[0].put(Fault("forward", "hang", 5, seconds=4.0, is_ended_by_test=True))
         run = pool.submit(generate, group, loaded, cases.requests)
-        wait_until(
-            lambda: probe(directory, faulty.endpoints[0], "live").returncode == 1, "it hangs", 30
-        )
+        try:
+            wait_until(
+                lambda: probe(directory, faulty.endpoints[0], "live").returncode == 1,
+                "it hangs",
+                60,
+            )
+        finally:
+            faulty.faults[0].end_hang()
         run.exception()  # its driver may have given up: the hang outlasts three deadlines
         wait_until(
-            lambda: probe(directory, faulty.endpoints[0], "ready").returncode == 0, "it is over", 30
+            lambda: probe(directory, faulty.endpoints[0], "ready").returncode == 0, "it is over", 60
         )
     shutil.rmtree(directory)
     assert_serves(faulty.endpoints[:1], checkpoint())
@@ -160,7 +184,7 @@ def test_lost_step_is_repaired_by_a_full_resynchronisation(
     serving, checkpoint, pp, tp, rank, number
 ):
     cases = random_cases(checkpoint(), seed=10 + number)
-    with serving(pp, tp) as (group, loaded):
+    with serving(pp, tp, deadline_ms(pp * tp)) as (group, loaded):
         before = links(group)
         loss = drop_call(group, rank, number)
         run = generate(group, loaded, cases.requests)

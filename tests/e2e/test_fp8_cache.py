@@ -25,6 +25,7 @@ from tests.support.quantized import quantize
 from tests.support.rounded_caches import RoundedCheckpoint, with_fp8_cache
 from tests.support.saving_daemons import saving_daemons
 from tests.support.serving import (
+    LONG_LEASE,
     assert_greedy,
     assert_greedy_tokens,
     connect,
@@ -162,7 +163,7 @@ def test_killed_drivers_cost_no_token(model_root, make_reference, pp, tp):
         ]
         nursery.live(replace(plan, death=deaths[0]))
         nursery.live(replace(plan, death=deaths[1], adopt=True))
-        with WorkerGroup(plan.endpoints, config.parallel) as group:
+        with WorkerGroup(plan.endpoints, config.parallel, lease=LONG_LEASE) as group:
             group.attach(keep_requests=True)
             loaded = group.prepare(config, num_gpu_blocks=NUM_GPU_BLOCKS)
             serving = begin(group, loaded, replace(plan, adopt=True))

@@ -147,6 +147,6 @@ def test_a_driver_without_torch_drives_an_installed_daemon(
                 assert done.returncode == 0 and "READY" in done.stdout, done.stderr
             done = driver_side.run(application, "worker-client", "shutdown", *at)
             assert done.returncode == 0, done.stderr
-            assert daemon.wait(20.0) == ExitCode.OK
+            assert daemon.wait(60.0) == ExitCode.OK
         finally:
             daemon.kill()

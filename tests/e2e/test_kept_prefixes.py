@@ -15,7 +15,7 @@ from rpc_schema.cached_blocks import GetCachedBlocks, NoteCachedBlocks
 from tests.support.checkpoints import prompts
 from tests.support.doomed_driver import NUM_GPU_BLOCKS, Death
 from tests.support.killed_driver import DriverNursery, Plan, begin
-from tests.support.serving import greedy_request, worker_config
+from tests.support.serving import LONG_LEASE, greedy_request, worker_config
 from tests.support.waiting import wait_until
 from worker_client.cached_blocks import CachedBlocks
 from worker_client.driver import Driver
@@ -73,7 +73,7 @@ def make_plans(two_daemons, checkpoint):
 
 def run(plan, reload=False, keep_requests=False):
     """The plan's outputs by id, and the blocks that the group offers at the start."""
-    with WorkerGroup(plan.endpoints, plan.config.parallel) as group:
+    with WorkerGroup(plan.endpoints, plan.config.parallel, lease=LONG_LEASE) as group:
         group.attach(keep_requests=keep_requests)
         loaded = group.prepare(plan.config, num_gpu_blocks=NUM_GPU_BLOCKS, reload=reload)
         offered = group.cached_blocks(tag_of(plan, loaded))
@@ -96,7 +96,7 @@ def num_cached(outputs):
 
 def clear(plan):
     """Make the daemons load again, with an empty cache."""
-    with WorkerGroup(plan.endpoints, plan.config.parallel) as group:
+    with WorkerGroup(plan.endpoints, plan.config.parallel, lease=LONG_LEASE) as group:
         group.attach()
         group.prepare(plan.config, num_gpu_blocks=NUM_GPU_BLOCKS, reload=True)
 
@@ -169,7 +169,7 @@ def loaded_config(group):
 def test_replaced_rank_offers_nothing_until_blocks_are_filled_again(make_plans, two_daemons):
     plan, again = make_plans(random.Random(7), 2, 1)
     cold, _ = run(again, reload=True)
-    with WorkerGroup(plan.endpoints, plan.config.parallel) as group:
+    with WorkerGroup(plan.endpoints, plan.config.parallel, lease=LONG_LEASE) as group:
         group.attach()
         loaded = group.prepare(plan.config, num_gpu_blocks=NUM_GPU_BLOCKS, reload=True)
         tag = tag_of(plan, loaded)

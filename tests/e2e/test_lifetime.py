@@ -21,6 +21,8 @@ from tests.support.command_line import (
 from tests.support.waiting import wait_until
 
 NUM_DAEMONS = 2
+LIMIT_S = 60.0
+"""Limit of a start, and of an end in the middle of it: each imports torch."""
 
 
 @pytest.fixture
@@ -79,21 +81,21 @@ def nothing_is_left(directory: Path) -> bool:
 @pytest.mark.parametrize("moment", ["starting", "serving"])
 def test_killed_generate_leaves_nothing(generating, directory, number, moment):
     if moment == "starting":
-        wait_until(lambda: bool(daemons_of(directory)), "a daemon has been started", 40.0)
+        wait_until(lambda: bool(daemons_of(directory)), "a daemon has been started", LIMIT_S)
     else:
-        wait_until(lambda: are_serving(directory), "the daemons serve", 40.0)
+        wait_until(lambda: are_serving(directory), "the daemons serve", LIMIT_S)
         assert len(daemons_of(directory)) == NUM_DAEMONS
     generating.send_signal(number)
-    assert generating.wait(30) != 0
-    wait_until(lambda: nothing_is_left(directory), f"nothing left in {directory}")
+    assert generating.wait(LIMIT_S) != 0
+    wait_until(lambda: nothing_is_left(directory), f"nothing left in {directory}", LIMIT_S)
 
 
 def test_second_interrupt_while_stopping_leaves_nothing_either(generating, directory):
-    wait_until(lambda: are_serving(directory), "the daemons serve", 40.0)
+    wait_until(lambda: are_serving(directory), "the daemons serve", LIMIT_S)
     generating.send_signal(signal.SIGINT)
     generating.send_signal(signal.SIGINT)
-    assert generating.wait(30) != 0
-    wait_until(lambda: nothing_is_left(directory), f"nothing left in {directory}")
+    assert generating.wait(LIMIT_S) != 0
+    wait_until(lambda: nothing_is_left(directory), f"nothing left in {directory}", LIMIT_S)
 
 
 def test_failed_generate_leaves_nothing(directory, endless_input, checkpoint):

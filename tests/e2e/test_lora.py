@@ -10,7 +10,7 @@ from rpc_schema.config import LoraConfig
 from rpc_schema.lora_request import LoraRequest
 from tests.support.command_line import run_client
 from tests.support.lora_adapters import adapted_requests, config_of, make_adapter, write_adapter
-from tests.support.serving import connect, generate, scheduler_limits, worker_config
+from tests.support.serving import LONG_LEASE, connect, generate, scheduler_limits, worker_config
 from worker_client.driver import Driver
 from worker_client.errors import (
     RemoteCapacityError,
@@ -215,7 +215,7 @@ def test_the_next_driver_adopts_requests_with_their_adapters(serve, base, merged
         for _ in range(5):
             outputs += driver.step()
         known, config = dict(group.loras), group.get_status()[0].config
-    with WorkerGroup(serve.pool.endpoints(2), config.parallel) as group:
+    with WorkerGroup(serve.pool.endpoints(2), config.parallel, lease=LONG_LEASE) as group:
         group.attach(keep_requests=True)
         loaded = group.prepare(config)
         assert group.loras == known

@@ -17,7 +17,7 @@ from tests.support.doomed_driver import Death
 from tests.support.installed_processors import NAMES
 from tests.support.killed_driver import DriverNursery, Plan, adapted, begin
 from tests.support.mixed_features import ROOM, Judge, Past, assert_same, make_adapters, random_mix
-from tests.support.serving import connect, scheduler_limits, worker_config
+from tests.support.serving import LONG_LEASE, connect, scheduler_limits, worker_config
 from tests.support.structured import EOS_TOKEN_ID, VOCAB_SIZE, make_tokenizer
 from worker_client.driver import Driver, give_up
 from worker_client.scheduler import Scheduler
@@ -39,6 +39,8 @@ MODEL = {"vocab_size": VOCAB_SIZE, "eos_token_id": EOS_TOKEN_ID, "seed": 41}
 FEATURES = {"lora": ROOM, "logits_processors": NAMES}
 CROWDED = {"max_num_seqs": 16}
 CROWDED_BLOCKS = 130
+STEP_DEADLINE_MS = 2000
+"""Deadline of ranks that lose a driver or a peer, and wait in a step until then."""
 SIZES = {"max_num_seqs": 8, "max_num_batched_tokens": 24, "max_model_len": MAX_MODEL_LEN}
 
 
@@ -114,7 +116,7 @@ def make_plan(daemons, model, mix):
         sizes = SIZES | FEATURES | (CROWDED if crowded else {})
         return Plan(
             daemons.endpoints(shape[0] * shape[1]),
-            worker_config(model.path, *shape, **sizes, **fields, step_deadline_ms=2000),
+            worker_config(model.path, *shape, **sizes, **fields),
             mix.texts,
             arrivals=[] if crowded else mix.arrivals,
             num_gpu_blocks=CROWDED_BLOCKS if crowded else NUM_BLOCKS,
@@ -148,7 +150,7 @@ def test_killed_driver_costs_no_token(make_plan, nursery, seed, mix, alone, judg
     """It dies at a step that some of the ranks got, or between two messages."""
     rng = random.Random(seed + 1)
     shape = rng.choice(SHAPES)
-    plan = make_plan(shape)
+    plan = make_plan(shape, step_deadline_ms=STEP_DEADLINE_MS)
     with started(plan):
         pass
     ranks = range(shape[0] * shape[1])
@@ -157,8 +159,10 @@ def test_killed_driver_costs_no_token(make_plan, nursery, seed, mix, alone, judg
         death = Death(rng.randint(4, 30), told, after_receipt=rng.random() < 0.5)
         nursery.live(replace(plan, death=death))
     else:
-        nursery.live(replace(plan, num_results=rng.randint(4, 30)), rng.random() * 0.02)
-    with WorkerGroup(plan.endpoints, plan.config.parallel) as group:
+        nursery.live(
+            replace(plan, num_results=rng.randint(4, 30), kill_after_s=rng.random() * 0.02)
+        )
+    with WorkerGroup(plan.endpoints, plan.config.parallel, lease=LONG_LEASE) as group:
         group.attach(keep_requests=True, force=True)
         loaded = group.prepare(plan.config, num_gpu_blocks=NUM_BLOCKS)
         serving = begin(group, loaded, replace(plan, adopt=True))
@@ -176,7 +180,8 @@ def test_killed_rank_costs_no_token(make_plan, daemons, seed, mix, alone, judge)
         daemons.restart_dead()
         replaced.append(group.replace(died.rank))
 
-    plan = make_plan(rng.choice(SHAPES[:2]), crowded=True)
+    shape = rng.choice(SHAPES[:2])
+    plan = make_plan(shape, crowded=True, step_deadline_ms=STEP_DEADLINE_MS)
     with started(plan, recover) as (group, serving):
         for num_results, done in enumerate(serving.run()):
             outputs |= by_id(done)

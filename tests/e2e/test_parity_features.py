@@ -8,7 +8,13 @@ import pytest
 from examples.static_batches import StaticBatches
 from tests.support.checkpoints import decisive_prompts
 from tests.support.mock_schedulers import TRACES, RandomScheduler, TraceScheduler, trace_requests
-from tests.support.serving import assert_greedy, generate, greedy_request, scheduler_limits
+from tests.support.serving import (
+    LONG_LEASE,
+    assert_greedy,
+    generate,
+    greedy_request,
+    scheduler_limits,
+)
 from worker_client.driver import Driver
 from worker_client.scheduler import Scheduler
 from worker_client.worker_group import WorkerGroup
@@ -122,7 +128,7 @@ def test_static_batches(serve, reference):
         while len(outputs) < 6:  # the last one of the first batch ends, then one of the second
             outputs += driver.step()
         config = group.get_status()[0].config
-    with WorkerGroup(serve.pool.endpoints(2), config.parallel) as group:
+    with WorkerGroup(serve.pool.endpoints(2), config.parallel, lease=LONG_LEASE) as group:
         group.attach(keep_requests=True)
         group.prepare(config)
         adopted, successor = group.adopt_requests(), StaticBatches(limits)

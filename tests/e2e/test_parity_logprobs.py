@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from tests.support.checkpoints import VOCAB_SIZE, prompts
-from tests.support.serving import generate, greedy_request, scheduler_limits
+from tests.support.serving import LONG_LEASE, generate, greedy_request, scheduler_limits
 from worker_client.driver import Driver
 from worker_client.scheduler import Scheduler
 from worker_client.worker_group import WorkerGroup
@@ -103,7 +103,7 @@ def test_prompt_logprobs_are_reported_again_to_an_adopting_driver(serve, referen
         driver.add_request(request)
         driver.step()
     for num_steps in (6, 0):
-        with WorkerGroup(serve.pool.endpoints(2), config.parallel) as group:
+        with WorkerGroup(serve.pool.endpoints(2), config.parallel, lease=LONG_LEASE) as group:
             group.attach(keep_requests=True)
             group.prepare(config)
             scheduler = Scheduler(limits)

@@ -9,6 +9,7 @@ from rpc_schema.sampling import SamplingParams
 from tests.support.checkpoints import VOCAB_SIZE, NearTie
 from tests.support.faulty_daemon import Fault, FaultyDaemons
 from tests.support.serving import (
+    LONG_LEASE,
     connect,
     generate,
     greedy_request,
@@ -91,7 +92,7 @@ def test_failed_steps_and_another_driver_change_no_token(model_root, tmp_path, r
             while len(outputs) < 3:
                 outputs += driver.step()
             assert driver.num_failures == 2
-        with WorkerGroup(daemons.endpoints, config.parallel) as group:
+        with WorkerGroup(daemons.endpoints, config.parallel, lease=LONG_LEASE) as group:
             group.attach(keep_requests=True)
             group.prepare(config, num_gpu_blocks=NUM_BLOCKS)
             adopted, successor = group.adopt_requests(), Scheduler(limits)

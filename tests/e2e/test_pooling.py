@@ -22,7 +22,13 @@ from tests.support.pooling_reference import (
     sentence_vectors,
     write_modules,
 )
-from tests.support.serving import generate, greedy_request, scheduler_limits, worker_config
+from tests.support.serving import (
+    LONG_LEASE,
+    generate,
+    greedy_request,
+    scheduler_limits,
+    worker_config,
+)
 from worker_client.driver import Driver
 from worker_client.errors import RequestError
 from worker_client.scheduler import Scheduler
@@ -308,7 +314,7 @@ def test_requests_of_a_killed_driver_end_with_the_next_one(daemons, checkpoint):
     sizes = {"max_num_batched_tokens": 32, "step_deadline_ms": 1000}
     config = worker_config(reference.path, 2, **sizes)
     plan = Plan(daemons.endpoints(2), config, lines)
-    with WorkerGroup(plan.endpoints, config.parallel) as group:
+    with WorkerGroup(plan.endpoints, config.parallel, lease=LONG_LEASE) as group:
         group.attach(force=True)
         loaded = group.prepare(config, num_gpu_blocks=NUM_GPU_BLOCKS, reload=True)
         expected = outputs_of(begin(group, loaded, plan))
@@ -317,7 +323,7 @@ def test_requests_of_a_killed_driver_end_with_the_next_one(daemons, checkpoint):
         nursery.live(replace(plan, death=Death(rng.randint(4, 9), [0], False)))
     finally:
         nursery.close()
-    with WorkerGroup(plan.endpoints, config.parallel) as group:
+    with WorkerGroup(plan.endpoints, config.parallel, lease=LONG_LEASE) as group:
         group.attach(keep_requests=True)
         loaded = group.prepare(config, num_gpu_blocks=NUM_GPU_BLOCKS)
         serving = begin(group, loaded, replace(plan, adopt=True))

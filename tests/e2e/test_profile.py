@@ -14,7 +14,7 @@ from benchmarks.demo_model import make_demo_model
 from benchmarks.timeline import LEGEND, timeline
 from rpc_schema.config import ParallelConfig
 from tests.support.command_line import run_client, short_directory, status_of
-from tests.support.serving import connect, generate, greedy_request, worker_config
+from tests.support.serving import LONG_LEASE, connect, generate, greedy_request, worker_config
 from worker_client.errors import IllegalStateError, RemoteConfigError
 from worker_client.launcher import LocalDaemons
 from worker_client.worker_group import WorkerGroup
@@ -127,7 +127,7 @@ def test_a_profile_ends_with_its_driver_and_its_trace_with_a_reset(pair, traces,
 def test_nothing_to_profile_before_there_is_a_device(model_root, tmp_path):
     with (
         LocalDaemons(["cpu"], model_root) as daemons,
-        WorkerGroup(daemons.endpoints, ParallelConfig()) as group,
+        WorkerGroup(daemons.endpoints, ParallelConfig(), lease=LONG_LEASE) as group,
     ):
         group.attach()
         with pytest.raises(IllegalStateError, match="Profile is not legal in CREATED"):

@@ -28,7 +28,14 @@ from tests.support.embedded_prompts import (
 from tests.support.killed_driver import DriverNursery, Plan, begin
 from tests.support.lora_adapters import make_adapter
 from tests.support.pooling_reference import embedding
-from tests.support.serving import connect, generate, greedy_request, scheduler_limits, worker_config
+from tests.support.serving import (
+    LONG_LEASE,
+    connect,
+    generate,
+    greedy_request,
+    scheduler_limits,
+    worker_config,
+)
 from worker_client.driver import EMBEDS_LOST, Driver
 from worker_client.errors import StepFailed
 from worker_client.prompt_embeds import host_tensor
@@ -253,7 +260,7 @@ def are_adopted_within_prompts(plan, cases):
         pass  # loaded, and free
     with closing(DriverNursery()) as nursery:
         nursery.live(plan)
-    with WorkerGroup(plan.endpoints, config.parallel) as group:
+    with WorkerGroup(plan.endpoints, config.parallel, lease=LONG_LEASE) as group:
         group.attach(keep_requests=True)
         loaded = group.prepare(config, num_gpu_blocks=plan.num_gpu_blocks)
         serving = begin(group, loaded, Plan(plan.endpoints, config, [], adopt=True))
@@ -271,7 +278,7 @@ def test_adopted_request_without_its_upload_ends_alone(daemons, checkpoint):
     cases = clear_cases(model, 8, 3, MAX_TOKENS, 40)
     config = worker_config(model.path, 1, **SIZES | {"max_model_len": 128})
     endpoints = daemons.endpoints(1)
-    with WorkerGroup(endpoints, config.parallel) as first:
+    with WorkerGroup(endpoints, config.parallel, lease=LONG_LEASE) as first:
         first.attach(force=True)
         loaded = first.prepare(config, num_gpu_blocks=256, reload=True)
         driver = Driver(first, Scheduler(scheduler_limits(first, loaded)))
@@ -279,7 +286,7 @@ def test_adopted_request_without_its_upload_ends_alone(daemons, checkpoint):
             driver.add_request(request)
         while len(first.slots) < 3:
             driver.step()
-        with WorkerGroup(endpoints, config.parallel) as group:
+        with WorkerGroup(endpoints, config.parallel, lease=LONG_LEASE) as group:
             group.attach(force=True, keep_requests=True)
             loaded = group.prepare(config, num_gpu_blocks=256)
             adopted = group.adopt_requests()

@@ -13,7 +13,14 @@ from rpc_schema.config import ParallelConfig
 from tests.support.checkpoints import decisive_prompts
 from tests.support.command_line import run_client, short_directory
 from tests.support.saving_daemons import saving_daemons
-from tests.support.serving import assert_greedy, connect, generate, greedy_request, worker_config
+from tests.support.serving import (
+    LONG_LEASE,
+    assert_greedy,
+    connect,
+    generate,
+    greedy_request,
+    worker_config,
+)
 from worker_client.errors import (
     IllegalStateError,
     RemoteCheckpointError,
@@ -131,7 +138,9 @@ def test_damaged_file_of_one_rank_is_named_by_it(pair, save_root, model):
 
 
 def test_save_is_refused_before_there_is_a_model(pair):
-    with WorkerGroup(pair.endpoints, ParallelConfig(pipeline_parallel_size=2)) as group:
+    with WorkerGroup(
+        pair.endpoints, ParallelConfig(pipeline_parallel_size=2), lease=LONG_LEASE
+    ) as group:
         group.attach()
         group.reset("CREATED")
         with pytest.raises(IllegalStateError, match="SaveShardedState is not legal"):

@@ -10,7 +10,13 @@ import pytest
 from rpc_schema.errors import ErrorCode
 from tests.support.checkpoints import decisive_prompts
 from tests.support.command_line import run_client
-from tests.support.serving import assert_greedy, generate, greedy_request, scheduler_limits
+from tests.support.serving import (
+    LONG_LEASE,
+    assert_greedy,
+    generate,
+    greedy_request,
+    scheduler_limits,
+)
 from worker_client.driver import Driver
 from worker_client.errors import (
     IllegalStateError,
@@ -184,7 +190,7 @@ def test_adopted_requests_whose_cache_is_lost_before_their_first_step(
             driver.add_request(request)
         for _ in range(5):
             assert not driver.step()
-    with WorkerGroup(serve.pool.endpoints(2), config.parallel) as group:
+    with WorkerGroup(serve.pool.endpoints(2), config.parallel, lease=LONG_LEASE) as group:
         group.attach(keep_requests=True)
         group.prepare(config)
         scheduler = Scheduler(limits)

@@ -11,7 +11,13 @@ from rpc_schema.step import NO_TOKEN
 from tests.support.doomed_driver import Death
 from tests.support.faulty_daemon import Fault, FaultyDaemons
 from tests.support.killed_driver import DriverNursery, Plan, begin
-from tests.support.serving import connect, scheduler_limits, worker_config
+from tests.support.serving import (
+    LONG_LEASE,
+    STEP_DEADLINE_MS,
+    connect,
+    scheduler_limits,
+    worker_config,
+)
 from tests.support.structured import (
     EOS_TOKEN_ID,
     VOCAB_SIZE,
@@ -152,14 +158,14 @@ def test_killed_driver_costs_no_token(daemons, model, sampling, nursery, pp):
     lines += [line(rng, f"f{i}") for i in range(3)]
     config = worker_config(model.path, pp, step_deadline_ms=1000)
     plan = Plan(daemons.endpoints(pp), config, [json.dumps(fields) for fields in lines])
-    with WorkerGroup(plan.endpoints, config.parallel) as group:
+    with WorkerGroup(plan.endpoints, config.parallel, lease=LONG_LEASE) as group:
         group.attach(force=True)
         loaded = group.prepare(config, num_gpu_blocks=plan.num_gpu_blocks, reload=True)
         outputs, _ = serve_all(group, loaded, sampling, lines)
         expected = {name: output.token_ids for name, output in outputs.items()}
     ranks = rng.sample(range(pp), rng.randint(0, pp))
     nursery.live(Plan(**{**_fields(plan), "death": Death(rng.randint(4, 9), ranks, True)}))
-    with WorkerGroup(plan.endpoints, config.parallel) as group:
+    with WorkerGroup(plan.endpoints, config.parallel, lease=LONG_LEASE) as group:
         group.attach(keep_requests=True, force=True)
         loaded = group.prepare(config, num_gpu_blocks=plan.num_gpu_blocks)
         serving = begin(group, loaded, Plan(**{**_fields(plan), "adopt": True}))
@@ -182,7 +188,9 @@ def test_failed_steps_cost_no_token(model, grammars, sampling, model_root, tmp_p
     with FaultyDaemons(2, model_root, tmp_path) as daemons:
         for pp in (1, 2):
             endpoints = daemons.endpoints[:pp]
-            config = worker_config(model.path, pp, step_deadline_ms=1000)
+            # Two ranks may wait for each other until the deadline, one for nobody.
+            deadline_ms = 3000 if pp == 2 else STEP_DEADLINE_MS
+            config = worker_config(model.path, pp, step_deadline_ms=deadline_ms)
             with connect(endpoints, config) as (group, loaded):
                 expected, driver = serve_all(group, loaded, sampling, lines)
                 assert driver.num_failures == 0

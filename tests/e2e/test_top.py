@@ -82,7 +82,7 @@ class Terminal:
             preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
         )
 
-    def read_until(self, content: bytes, limit_s: float = 20.0) -> None:
+    def read_until(self, content: bytes, limit_s: float = 60.0) -> None:
         until = time.monotonic() + limit_s
         while content not in self.written:
             assert time.monotonic() < until, self.written
@@ -115,7 +115,7 @@ def test_terminal_is_as_it_was_however_it_ends(directory, daemon, ending, exit_c
         else:
             terminal.type(b"xq" if ending == "q" else b"\x03")
         terminal.read_until(LEAVE_SCREEN)
-        assert terminal.process.wait(10) == exit_code
+        assert terminal.process.wait(60) == exit_code
         assert terminal.settings == terminal.before
         home = terminal.written.replace(b"\x1b[H", b"\n")
         shown = re.sub(rb"\x1b\[[0-9;?]*[A-Za-z]", b"", home).decode()
@@ -140,5 +140,5 @@ def test_frames_follow_what_happens(directory, daemon):
         driver.close()
     finally:
         command.send_signal(signal.SIGINT)
-        assert command.wait(10) == 0
+        assert command.wait(60) == 0
         command.stdout.close()

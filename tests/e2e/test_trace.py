@@ -19,7 +19,7 @@ from rpc_schema.config import ParallelConfig
 from rpc_schema.exit_codes import ExitCode
 from rpc_schema.trace import ReadTrace, StartTrace, StopTrace
 from tests.support.command_line import run_client, short_directory, status_of
-from tests.support.serving import connect, generate, greedy_request, worker_config
+from tests.support.serving import LONG_LEASE, connect, generate, greedy_request, worker_config
 from worker_client.cli.daemons import connect as observe
 from worker_client.errors import ClientConfigError, IllegalStateError, RemoteConfigError
 from worker_client.launcher import LocalDaemons
@@ -173,7 +173,7 @@ def test_one_trace_of_all_ranks_and_the_driver_on_one_clock(pair, model, directo
     assert any(name.startswith("driver") for name in named_processes(trace).values())
     bounds = {k: ns / 1000 for k, ns in trace["otherData"]["clock_bound_ns"].items()}
     assert bounds.keys() == {"rank 0", "rank 1", "driver"}
-    assert all(0 < bound < 20_000 for bound in bounds.values()), bounds
+    assert all(0 < bound < 1e6 for bound in bounds.values()), bounds  # milliseconds, if not busy
     assert f"rank 0: {len(steps[first])} steps" in done.stdout
     common = sorted(steps[first].keys() & steps[last].keys() & sent.keys())
     assert len(common) > 3
@@ -228,7 +228,9 @@ def test_observer_and_driver_keep_out_of_each_other_s_way(pair, traces, model):
 
 
 def test_trace_is_refused_where_it_cannot_be(pair, directory, tmp_path):
-    with WorkerGroup(pair.endpoints, ParallelConfig(pipeline_parallel_size=2)) as group:
+    with WorkerGroup(
+        pair.endpoints, ParallelConfig(pipeline_parallel_size=2), lease=LONG_LEASE
+    ) as group:
         group.attach()
         group.reset("CREATED")
     refused = run_client(directory, "trace", "--endpoints", pair.endpoints[0], check=False)

@@ -85,13 +85,13 @@ def test_a_killed_server_and_a_killed_daemon_are_started_again(up, checkpoint):
     assert first["method"] == "fork"
 
     os.kill(first["pid"], signal.SIGKILL)
-    wait_until(lambda: len(starts(log)) == 2, "the server starts again")
+    wait_until(lambda: len(starts(log)) == 2, "the server starts again", 60.0)
     assert starts(log)[1]["endpoints"] == first["endpoints"]
     assert daemons_of(command.pid) == daemons
 
     victim, survivor = daemons
     os.kill(victim, signal.SIGKILL)
-    wait_until(lambda: len(daemons_of(command.pid).keys() - {victim}) == 2, "a successor")
+    wait_until(lambda: len(daemons_of(command.pid).keys() - {victim}) == 2, "a successor", 60.0)
     after = daemons_of(command.pid)
     assert survivor in after and set(after.values()) == set(daemons.values())
     assert len(starts(log)) == 2
@@ -104,6 +104,7 @@ def test_a_killed_server_and_a_killed_daemon_are_started_again(up, checkpoint):
 def test_health_has_the_state_of_each_daemon(daemons, monkeypatch):
     (endpoint,) = daemons.endpoints(1)
     missing = f"{endpoint}-missing"
+    monkeypatch.setattr("worker_client.vllm.health.ANSWER_S", 30.0)
     for endpoints, expected in (([endpoint], 200), ([endpoint, missing], 503)):
         monkeypatch.setenv("WORKER_DAEMON_ENDPOINTS", ",".join(endpoints))
         status, headers = asyncio.run(ask_health())

@@ -30,6 +30,7 @@ from rpc_schema.weight_transfer import (
 from tests.support.checkpoints import Checkpoint, decisive_prompts
 from tests.support.kernel_weights import kernel_tensors
 from tests.support.serving import (
+    LONG_LEASE,
     assert_greedy,
     generate,
     greedy_request,
@@ -37,6 +38,7 @@ from tests.support.serving import (
     worker_config,
 )
 from tests.support.strangers import gets_in, listening
+from tests.support.waiting import wait_until
 from worker_client.driver import Driver
 from worker_client.errors import (
     IllegalStateError,
@@ -87,6 +89,10 @@ def checksums(group):
 
 def states(group):
     return [status.weights.state for status in group.get_status()]
+
+
+def are_updating(group):
+    return all(status.phase.startswith("UPDATING") for status in group.get_status())
 
 
 def listed(tensors):
@@ -345,8 +351,9 @@ def test_new_driver_is_not_kept_waiting_by_a_trainer_that_never_sends(served, ol
             tensors = listed(tensors_in_file(new))._asdict()
             update = UpdateWeights(**ids._asdict(), **tensors, source=BroadcastSource(round=1))
             client.send(encode_step(update))
+        wait_until(lambda: are_updating(group), "both ranks wait for the trainer")
         endpoints = [status.endpoint for status in group.get_status()]
-        with WorkerGroup(endpoints, config.parallel) as other:
+        with WorkerGroup(endpoints, config.parallel, lease=LONG_LEASE) as other:
             statuses = other.attach(timeout_s=30, force=True)
             assert {status.weights.state for status in statuses} == {"dirty"}
             assert {status.link_state for status in statuses} == {"up"}
@@ -438,8 +445,8 @@ def settled_threads(group, at_most=0):
     """Threads of all daemons without an engine, once they are few enough or stay as they are."""
     group.init_weight_transfer_engine(DiskEngine())
     daemons = [psutil.Process(status.pid) for status in group.get_status()]
-    counts = []
-    for _ in range(100):
+    counts, deadline = [], time.monotonic() + TIMEOUT_S
+    while time.monotonic() < deadline:
         counts.append(sum(daemon.num_threads() for daemon in daemons))
         if counts[-1] <= at_most or (not at_most and counts[-10:] == counts[-1:] * 10):
             break

@@ -22,7 +22,7 @@ __all__ = ["checkpoint", "model_root"]
 GENEROUS = 5.0
 """Multiple of its target that a detection time must exceed to fail a test; others are only
 recorded."""
-STALL_S = 3.0
+STALL_S = 4.0
 """For which a busy host may keep any process from running; what notices a fault where the fastest
 signal fails takes longer than that (FENCE_AFTER_S)."""
 

@@ -23,6 +23,7 @@ from rpc_schema.config import ParallelConfig
 from tests.support.driving import RecordingGroup
 from tests.support.exactly_once import RANKS, Counts, ExactlyOnce, Parts
 from tests.support.fake_daemon import FakeDaemon, reference_tokens
+from tests.support.serving import LONG_LEASE
 from tests.unit.client.conftest import directory, worker_config  # noqa: F401  # a fixture
 from worker_client.driver import Driver
 from worker_client.requests import GenerationRequest
@@ -272,7 +273,7 @@ def test_generation_over_a_faulty_network_gives_the_right_tokens(faulty, monkeyp
     monkeypatch.setattr("worker_client.resending.MAX_MENDS", 1000)
     randomness = random.Random(3)
     parallel = ParallelConfig(pipeline_parallel_size=RANKS)
-    with WorkerGroup([daemon.endpoint for daemon in faulty], parallel) as group:
+    with WorkerGroup([daemon.endpoint for daemon in faulty], parallel, lease=LONG_LEASE) as group:
         group.attach()
         model = group.prepare(worker_config(RANKS, max_num_seqs=8))
         for daemon in faulty:

@@ -261,7 +261,7 @@ def test_driver_comes_in_while_a_recorded_hello_is_sent_again_and_again(
             driver = sockets.unconnected(ring, "driver")
             ends = driver.get_monitor_socket(ENDS_OF_HANDSHAKES)
             driver.connect(f"tcp://{host}:0;127.0.0.1:{port}")
-            assert ends.poll(5000)
+            assert ends.poll(20_000)
             assert recv_monitor_message(ends)["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED
             driver.disable_monitor()
             ends.close()
@@ -272,7 +272,7 @@ def test_results_socket_takes_no_long_frame_of_a_driver_either(daemon, ring, soc
     driver = sockets.open(address, ring, "driver")
     ended = driver.get_monitor_socket(zmq.EVENT_DISCONNECTED)
     driver.send(bytes(1024))
-    assert ended.poll(5000)
+    assert ended.poll(20_000)
     driver.disable_monitor()
     ended.close()
 

@@ -17,7 +17,7 @@ from tests.support.faulty_daemon import Fault, FaultyDaemons
 from tests.support.serving import connect, generate, scheduler_limits, worker_config
 from tests.support.waiting import wait_until
 from worker_client.driver import Driver, Recover, give_up
-from worker_client.liveness import FENCE_AFTER_S, SILENCE_LIMIT_S, LivenessEvent
+from worker_client.liveness import FENCE_AFTER_S, LivenessEvent
 from worker_client.scheduler import Scheduler
 from worker_client.transport import new_driver_id, parse_endpoint
 from worker_client.worker_client import WorkerClient
@@ -77,25 +77,22 @@ def first(group: WorkerGroup, kind: str, rank: int, since: float) -> LivenessEve
     return found[0]
 
 
-def is_alive(group: WorkerGroup, rank: int) -> bool:
+def are_alive(group: WorkerGroup) -> bool:
     """After the news that are here."""
     group.look()
-    return group.liveness[rank] == "alive"
+    return group.liveness == ["alive", "alive"]
 
 
 class Stopper:
     """SIGSTOP now, SIGCONT later."""
 
-    def __init__(self, pid: int, seconds: float | None = None) -> None:
+    def __init__(self, pid: int) -> None:
         self.pid = pid
-        self.seconds = seconds
         self.at = 0.0
 
     def __call__(self) -> None:
         self.at = time.monotonic()
         os.kill(self.pid, signal.SIGSTOP)
-        if self.seconds is not None:
-            self.go_on_later(self.seconds)
 
     def go_on_later(self, seconds: float) -> None:
         self.timer = threading.Timer(seconds, os.kill, (self.pid, signal.SIGCONT))
@@ -104,13 +101,19 @@ class Stopper:
 
 def test_stopped_rank_is_suspect_and_comes_back(faulty, serving, cases, detection):
     """Nothing fails: steps in flight are sent again, and run once."""
-    stopper = Stopper(faulty.pids[1], 2.0)
+    stopper, suspected = Stopper(faulty.pids[1]), []
+
+    def go_on_soon(event: LivenessEvent) -> None:
+        if (event.kind, event.rank) == ("suspect", 1) and stopper.at and not suspected:
+            suspected.append(event)
+            stopper.go_on_later(1.0)
+
     with serving(20_000) as (group, loaded):
+        group.on_liveness(go_on_soon)
         tokens = disturbed(group, loaded, cases, stopper)
-        suspect = first(group, "suspect", 1, stopper.at)
-        wait_until(lambda: is_alive(group, 1), "the news of its return", 10.0)
+        (suspect,) = suspected
+        wait_until(lambda: are_alive(group), "the news of its return", 20.0)
         assert first(group, "back", 1, suspect.at)
-        assert group.liveness == ["alive", "alive"]
     stopper.timer.join()
     assert tokens == cases.expected
     detection(4, "SIGSTOP: suspect", 1.0, suspect.at - stopper.at, suspect.signal)
@@ -153,7 +156,7 @@ def test_survivor_is_not_lost_while_its_neighbour_is_replaced(faulty, serving, c
     interrupted = []
 
     def act() -> None:
-        faulty.faults[0].put(Fault("forward", "hang", seconds=5.5))
+        faulty.faults[0].put(Fault("forward", "hang", seconds=0.0, is_ended_by_test=True))
         stopper()
 
     def interrupt(event: LivenessEvent) -> None:
@@ -166,8 +169,11 @@ def test_survivor_is_not_lost_while_its_neighbour_is_replaced(faulty, serving, c
         with pytest.raises(Interrupted):
             disturbed(group, loaded, cases, act)
         stopper.go_on_later(3.0)
+        end_of_hang = threading.Timer(4.5, faulty.faults[0].end_hang)
+        end_of_hang.start()
         replaced = group.replace(1)
         stopper.timer.join()
+        end_of_hang.join()
         assert replaced.ranks == (1,)
         assert replaced.seconds["fence"] > 3.0
         assert [e.rank for e in group.liveness_events if e.kind == "dead"] == [1]
@@ -179,12 +185,16 @@ def test_held_interpreter_lock(faulty, serving, cases, detection):
     held = []
 
     def act() -> None:
-        faulty.faults[1].put(Fault("forward", "hold", seconds=SILENCE_LIMIT_S + 2.0))
+        faulty.faults[1].put(Fault("forward", "hold"))
         held.append(time.monotonic())
+
+    def recover(died) -> None:
+        faulty.faults[1].end_hold()
+        group.replace(died.rank)
 
     with serving(30_000) as (group, loaded):
         time.sleep(1.0)  # the warm-up had announced a long silence
-        tokens = disturbed(group, loaded, cases, act, lambda died: group.replace(died.rank))
+        tokens = disturbed(group, loaded, cases, act, recover)
         suspect, dead = (first(group, kind, 1, held[0]) for kind in ("suspect", "dead"))
     assert tokens == cases.expected
     assert (suspect.signal, dead.signal) == ("progress", "progress")
@@ -200,8 +210,9 @@ def stacks_of(faulty: FaultyDaemons, rank: int) -> Path:
 
 
 @contextmanager
-def asking_for_health(endpoint: str):
-    """Ask one daemon for its health all the time; yields the list of (seconds, reply)."""
+def asking_for_health(endpoint: str, on_sick: Callable[[], None]):
+    """Ask one daemon for its health all the time; yields the list of (seconds, reply). on_sick is
+    called after the first reply of a sick one."""
     answers, over = [], threading.Event()
 
     def ask() -> None:
@@ -212,6 +223,8 @@ def asking_for_health(endpoint: str):
                     began = time.monotonic()
                     reply = client.check_health()
                     answers.append((time.monotonic() - began, reply))
+                    if [sick for _, sick in answers if not sick.healthy] == [reply]:
+                        on_sick()
 
     thread = threading.Thread(target=ask)
     thread.start()
@@ -227,14 +240,15 @@ def test_hang_is_reported_with_stacks(faulty, serving, cases, detection):
     hung_at = []
 
     def act() -> None:
-        faulty.faults[0].put(Fault("forward", "hang", seconds=3.5))
+        faulty.faults[0].put(Fault("forward", "hang", seconds=3.5, is_ended_by_test=True))
         hung_at.append(time.monotonic())
 
     with (
         serving(int(deadline_s * 1000)) as (group, loaded),
-        asking_for_health(faulty.endpoints[0]) as answers,
+        asking_for_health(faulty.endpoints[0], faulty.faults[0].end_hang) as answers,
     ):
         tokens = disturbed(group, loaded, cases, act)
+        wait_until(lambda: answers[-1][1].healthy, "it says that it is well again")
         hung = first(group, "hung", 0, hung_at[0])
     assert tokens == cases.expected
     path = stacks_of(faulty, 0)

@@ -14,7 +14,7 @@ from rpc_schema.config import ParallelConfig
 from rpc_schema.errors import ControlErrorReply, ErrorCode
 from rpc_schema.version import PROTOCOL_VERSION
 from tests.support.driving import random_cases
-from tests.support.serving import connect, generate, worker_config
+from tests.support.serving import LONG_LEASE, connect, generate, worker_config
 from tests.unit.server.driver import DaemonProcess
 from tests.unit.server.driver import Driver as BareDriver
 from worker_client.errors import CommError, ConfigMismatchError, IncompatibleError
@@ -73,7 +73,7 @@ def test_row_42_ranks_in_another_order_are_refused_by_name(pair, checkpoint, det
     with connect(pair.endpoints, config):
         pass
     began = time.monotonic()
-    with WorkerGroup(pair.endpoints[::-1], config.parallel) as group:
+    with WorkerGroup(pair.endpoints[::-1], config.parallel, lease=LONG_LEASE) as group:
         group.attach()
         with pytest.raises(ConfigMismatchError, match=r"rank of .*: 0 != 1"):
             group.prepare(config, num_gpu_blocks=256)
@@ -135,7 +135,7 @@ def test_row_23_ranks_beside_another_torch_are_refused_with_both_named(releases,
     before = [driver.status() for driver in drivers]  # both are up
     began = time.monotonic()
     with (
-        WorkerGroup(endpoints, ParallelConfig(pipeline_parallel_size=2)) as group,
+        WorkerGroup(endpoints, ParallelConfig(pipeline_parallel_size=2), lease=LONG_LEASE) as group,
         pytest.raises(IncompatibleError) as refused,
     ):
         group.attach()
@@ -146,6 +146,6 @@ def test_row_23_ranks_beside_another_torch_are_refused_with_both_named(releases,
     detection(23, "another version of torch", 1.0, took_s, "hello")
     assert [driver.status().epoch for driver in drivers] == [status.epoch for status in before]
     for endpoint, driver in zip(endpoints, drivers, strict=True):
-        with WorkerGroup([endpoint], ParallelConfig()) as group:
+        with WorkerGroup([endpoint], ParallelConfig(), lease=LONG_LEASE) as group:
             group.attach()  # alone each may serve
         driver.close()

@@ -3,7 +3,9 @@ another daemon takes the place, and every request ends with the tokens of an und
 
 import json
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from operator import le
 
 import psutil
 import pytest
@@ -132,17 +134,21 @@ def test_survivor_of_killed_ranks_keeps_no_communicator(pair, config, cases):
     """A failed step leaks neither threads nor descriptors."""
     with connect(pair.endpoints, config(2)) as (group, loaded):
         survivor = psutil.Process(group.get_status()[0].pid)
-        counts = []
+        most: list[int] = []
         for _ in range(3):
             assert Loss(pair, 1).generate(group, loaded, cases) == cases.expected
-            counts.append(settled(lambda: (survivor.num_threads(), survivor.num_fds())))
-    assert counts == counts[:1] * 3
+            count = settled(lambda: [survivor.num_threads(), survivor.num_fds()], most)
+            most = most or count
+            assert all(map(le, count, most)), (count, most)
 
 
-def settled(read, looks=10):
-    """Return the value once it is stable: an old link is closed in the background."""
-    seen = [read()]
-    while len(seen) < 100 and seen[-looks:] != seen[-1:] * looks:
+def settled(read: Callable[[], list[int]], most: list[int], looks: int = 10) -> list[int]:
+    """Return the counts once they are within `most`; without those, once they are stable. An old
+    link is closed in the background."""
+    seen, until = [read()], time.monotonic() + 20.0
+    while time.monotonic() < until:
+        if all(map(le, seen[-1], most)) if most else seen[-looks:] == seen[-1:] * looks:
+            break
         time.sleep(0.05)
         seen.append(read())
     return seen[-1]
@@ -159,16 +165,17 @@ def test_killed_idle_rank_is_known_by_a_look(pair, config, cases, detection):
         detection(
             2, "kill -9 of an idle rank", 0.1, time.monotonic() - killed_at, died.value.detail
         )
-        assert group.liveness == ["alive", "dead"]
-        kinds = [event.kind for event in group.liveness_events if event.rank == 1]
+        assert group.liveness[1] == "dead" != group.liveness[0]
+        events = [event for event in group.liveness_events if event.at >= killed_at]
+        kinds = [event.kind for event in events if event.rank == 1]
         # A process that ends may close its connection before its listening socket.
         assert kinds in (["dead"], ["suspect", "dead"])
         survivor = group.clients[0]
         freed_at = time.monotonic()
-        while (status := survivor.get_status()).link_state != "broken":
-            assert time.monotonic() - freed_at < 10.0
+        wait_until(lambda: survivor.get_status().link_state == "broken", "it has left the link")
         detection(2, "the survivor has left the link", 2.0, time.monotonic() - freed_at, "control")
-        assert (status.load, status.phase) == ("READY", "IDLE")
+        assert survivor.get_status().load == "READY"
+        wait_until(lambda: survivor.get_status().phase == "IDLE", "it is idle")
         with pytest.raises(ReplacementFailed, match="rank 1 is not replaced") as failed:
             group.replace(1, within_s=0.3)
         assert failed.value.rank == 1

@@ -4,7 +4,7 @@ in that state, and the group serves again as its state requires."""
 import pytest
 
 from tests.support.driving import random_cases
-from tests.support.serving import connect, generate, worker_config
+from tests.support.serving import LONG_LEASE, connect, generate, worker_config
 from tests.support.strangers import gets_in, listening
 from worker_client.errors import ClientError, WeightsNotWhole, WorkerDied
 from worker_client.worker_group import WorkerGroup
@@ -112,7 +112,7 @@ def test_rank_is_replaced_from_every_state(pair, config, cases, name):
 
 
 def test_group_that_has_loaded_nothing_says_the_way_out(pair, config, cases):
-    with WorkerGroup(pair.endpoints, config.parallel) as group:
+    with WorkerGroup(pair.endpoints, config.parallel, lease=LONG_LEASE) as group:
         group.attach()
         pair.kill(1)
         pair.restart(1)

@@ -11,7 +11,7 @@ import pytest
 from tests.e2e.conftest import checkpoint, model_root
 from tests.support.checkpoints import decisive_prompts
 from tests.support.secured import KeyRing, RealDaemons
-from tests.support.serving import assert_greedy, generate, greedy_request, worker_config
+from tests.support.serving import LONG_LEASE, assert_greedy, generate, greedy_request, worker_config
 from tests.support.waiting import wait_until
 from worker_client.errors import RemoteConfigError, WorkerDied
 from worker_client.worker_group import WorkerGroup
@@ -55,7 +55,9 @@ def test_secured_group_serves_and_nothing_else_gets_in(daemons, ring, checkpoint
     prompts = decisive_prompts(model, 7, [5, 11], 8)
     requests = [greedy_request(f"r{index}", prompt, 8) for index, prompt in enumerate(prompts)]
     config = worker_config(model.path, 2)
-    with WorkerGroup(daemons.endpoints, config.parallel, ring.keys("driver")) as group:
+    with WorkerGroup(
+        daemons.endpoints, config.parallel, ring.keys("driver"), lease=LONG_LEASE
+    ) as group:
         group.attach()
         loaded = group.prepare(config, num_gpu_blocks=64)
         run = generate(group, loaded, requests)

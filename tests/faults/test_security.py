@@ -295,7 +295,7 @@ def test_observer_asks_and_listens_and_changes_nothing(daemon, ring, sockets):
             ask(daemon.endpoint, keys, request)
     addresses = parse_endpoint(daemon.endpoint, keys)
     listening = sockets.open(addresses.events, ring, "observer", zmq.SUB)
-    assert listening.poll(5000)
+    assert listening.poll(20_000)
     assert isinstance(decode_event(listening.recv_multipart()), lc.Heartbeat)
     after = ask(daemon.endpoint, keys, lambda client: client.get_status())
     assert (after.epoch, after.serving, after.load) == (status.epoch, "SERVING", status.load)
@@ -312,7 +312,7 @@ def test_observer_cannot_open_the_sockets_of_steps(daemon, ring, sockets):
 def turned_away(opened):
     """Return True if the daemon refuses a socket's key; the socket reconnects automatically."""
     monitor = opened.get_monitor_socket(zmq.EVENT_HANDSHAKE_FAILED_AUTH)
-    refused = monitor.poll(5000)
+    refused = monitor.poll(20_000)
     opened.disable_monitor()
     monitor.close()
     return bool(refused)
@@ -348,8 +348,8 @@ def test_key_that_is_taken_out_is_refused_everywhere(own_daemon, ring, sockets):
     driver.make_ready()
     watching = sockets.open(f"{daemon.endpoint}.events", ring, "driver", zmq.SUB)
     staying = sockets.open(f"{daemon.endpoint}.events", ring, "observer", zmq.SUB)
-    assert watching.poll(5000)
-    assert staying.poll(5000)
+    assert watching.poll(20_000)
+    assert staying.poll(20_000)
     ring.authorized.write_text("not JSON")
     daemon.process.send_signal(signal.SIGHUP)
     wait_until(
@@ -373,9 +373,8 @@ def test_key_that_is_taken_out_is_refused_everywhere(own_daemon, ring, sockets):
     with pytest.raises(AuthenticationError):
         ask(daemon.endpoint, ring.keys("driver"), lambda client: client.hello())
     wait_until(lambda: drained(staying), "what had come is read")
-    assert staying.poll(5000)  # it came in anew by itself
-    drained(watching)
-    assert not watching.poll(600)
+    assert staying.poll(20_000)  # it came in anew by itself
+    wait_until(lambda: drained(watching) and not watching.poll(600), "its events end")
     driver.close()
 
 
@@ -394,7 +393,7 @@ def test_fifth_bad_frame_bans_the_key_and_nobody_else(own_daemon, ring, sockets,
     for _ in range(5):
         began = time.monotonic()
         bad.send(b"\xc1" * 10)
-        assert bad.poll(5000)
+        assert bad.poll(20_000)
         told_s = time.monotonic() - began
         reply = decode_control_reply(bad.recv_multipart())
         assert isinstance(reply, ControlErrorReply)

@@ -73,7 +73,7 @@ class Home:
         assert not self.sockets.exists(), list(self.sockets.iterdir())
         kept = {path.name for path in self.state.iterdir()} if self.state.exists() else set()
         assert kept <= {"kernels"}
-        assert shared_memory() <= self._shared
+        wait_until(lambda: shared_memory() <= self._shared, "what other processes share is gone")
         for daemon in self._daemons:
             assert not psutil.pid_exists(daemon.process.pid)
 
@@ -180,7 +180,7 @@ def test_second_daemon_on_an_endpoint_is_refused_and_leaves_the_first_alone(home
 def test_what_a_killed_daemon_leaves_goes_with_the_next_start(home, same_endpoint):
     daemon, _ = home.serve(busy=True)
     daemon.process.kill()
-    assert daemon.wait(10) == -signal.SIGKILL
+    assert daemon.wait(30) == -signal.SIGKILL
     left = {path.name for path in home.sockets.iterdir()}
     assert left == {"w0", "w0.step", "w0.results", "w0.events", "w0.lock"}
     other = () if same_endpoint else ("--endpoint", f"ipc://{home.sockets}/w1")
@@ -193,7 +193,7 @@ def test_what_a_killed_daemon_leaves_goes_with_the_next_start(home, same_endpoin
     assert now == {name, f"{name}.step", f"{name}.results", f"{name}.events", f"{name}.lock"}
     driver.close()
     following.process.terminate()
-    assert following.wait(10) == 0
+    assert following.wait(30) == 0
     assert not home.sockets.exists()
 
 
@@ -226,14 +226,14 @@ def test_real_daemon_that_is_told_to_end_under_load_ends_its_step_first(
                 for number in itertools.count():  # until the end, however late the signal is heard
                     list(driver.run())
                     driver.add_request(greedy_request(f"more {number}", [1, 2, 3], 20))
-        assert process.wait(DRAIN_S + 5) == 0
+        assert process.wait(60) == 0
         detection(32, "SIGTERM under load", DRAIN_S, time.monotonic() - began, "process end")
     finally:
         process.kill()
         process.wait()
     (epoch,) = (directory / "d").iterdir()  # the next daemon here must grant a higher one
     assert epoch.suffix == ".epoch"
-    assert shared_memory() <= shared
+    wait_until(lambda: shared_memory() <= shared, "what other processes share is gone")
     for name, expected in cases.expected.items():
         got = tokens[name]
         assert got and got == expected[: len(got)]

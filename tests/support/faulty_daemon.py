@@ -18,7 +18,7 @@ from typing import Literal
 
 import pytest
 
-from worker_client.launcher import LocalDaemons
+from worker_client.launcher import READY_TIMEOUT_S, LocalDaemons
 from worker_daemon.cli import app
 from worker_daemon.contracts.uploads import FindUpload
 from worker_daemon.device.gpu_faults import Fault as GpuFault
@@ -45,15 +45,17 @@ class Fault:
     ]
     """send: activations to the next stage."""
     what: Literal["raise", "hang", "hold", "kill", "lost", "assert", "skip"]
-    """hold: hang with the GIL held, so that no thread of the daemon runs; lost: torch's error for a
-    lost device; assert: a real device-side assert, which appears later; skip: the call is
-    skipped."""
+    """hold: hang with the GIL held, so that no thread of the daemon runs, until end_hold(); lost:
+    torch's error for a lost device; assert: a real device-side assert, which appears later; skip:
+    the call is skipped."""
     calls_before: int = 0
     """Successful calls before the fault."""
     seconds: float = HANG_S
-    """Duration of a hang."""
+    """Duration of a hang. A hold lasts until end_hold()."""
     times: int = 1
     """Number of times that it strikes."""
+    is_ended_by_test: bool = False
+    """After its duration, it goes on until FaultFile.end_hang()."""
 
 
 class InjectedError(Exception):
@@ -66,17 +68,29 @@ class FaultFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.nvml_lost = path.with_suffix(".nvml-lost")
+        self._holding = path.with_suffix(".holding")
+        self._hang_is_over = path.with_suffix(".hang-is-over")
         self.throttle = path.with_suffix(".throttle")
         """NVML's throttle reasons, as a number; none if the file is missing."""
 
     def put(self, fault: Fault) -> None:
         """Arm a fault."""
+        if fault.what == "hold" and not self._holding.exists():
+            os.mkfifo(self._holding)
         self._write(self.path, json.dumps(asdict(fault)))
 
     @property
     def xids(self) -> Path:
         """File in which the daemon looks for its GPU's XIDs."""
         return self.path.with_suffix(".xid")
+
+    def end_hang(self) -> None:
+        """End a hang that waits for it."""
+        self._hang_is_over.touch()
+
+    def end_hold(self) -> None:
+        """Let the daemon give up the GIL; wait until it holds it, if it does not yet."""
+        self._holding.open("wb").close()
 
     def put_xid(self, xid: int) -> None:
         """Make the GPU report this XID; the daemon removes the file."""
@@ -126,9 +140,14 @@ class FaultFile:
         if fault.what == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
         if fault.what == "hold":
-            ctypes.PyDLL(None).usleep(int(fault.seconds * 1e6))
+            # Opening a FIFO waits for its writer, here without giving up the GIL.
+            ctypes.PyDLL(None).open(os.fsencode(self._holding), os.O_RDONLY)
+            self._holding.unlink()
         elif fault.what == "hang":
             time.sleep(fault.seconds)
+            while fault.is_ended_by_test and not self._hang_is_over.exists():
+                time.sleep(0.01)
+            self._hang_is_over.unlink(missing_ok=True)
         return fault.what == "skip"
 
 
@@ -165,7 +184,7 @@ class FaultyDaemons(LocalDaemons):
         model_root: Path,
         faults_dir: Path,
         first_fault: Fault | None = None,
-        ready_timeout_s: float = 60.0,
+        ready_timeout_s: float = READY_TIMEOUT_S,
         device: str | Sequence[str] = "cpu",
     ) -> None:
         """Start them on one device, or on one each. first_fault is armed for all before they

@@ -10,7 +10,7 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import msgspec
@@ -26,6 +26,11 @@ from worker_client.transport import Endpoint, parse_endpoint
 
 MAX_GROWTH_BYTES = 64 << 20
 QUIET_S = 0.3
+ENOUGH = 200
+"""Frames, answers and decoder calls at least, whatever the time limit: a busy host may not run the
+daemon in that time."""
+LATEST_S = 60.0
+"""Time after a time limit in which there must be enough."""
 BURST = 200
 """Frames between two checks of the replies."""
 SHUTDOWN = encode_control(Shutdown(call=1))[:2]
@@ -78,9 +83,15 @@ class Sent:
 
 
 def fuzz(
-    addresses: Endpoint, ring: KeyRing | None, num_frames: int, seconds: float, seed: int
+    addresses: Endpoint,
+    ring: KeyRing | None,
+    num_frames: int,
+    seconds: float,
+    seed: int,
+    is_enough: Callable[[Sent], bool] = lambda _: True,
 ) -> Sent:
-    """Send messages to all four sockets until one of the limits. ring: the driver's key is used."""
+    """Send messages to all four sockets until one of the limits. ring: the driver's key is used.
+    is_enough: a time limit waits for it."""
     sockets, sent = BareSockets(), Sent()
     own = [
         sockets.open(address, ring, "driver", zmq.XSUB if name == "events" else zmq.DEALER)
@@ -99,7 +110,8 @@ def fuzz(
                 while each.poll(0):
                     each.recv_multipart()
                     sent.answers += 1
-            if sent.frames >= num_frames or time.monotonic() > ends:
+            late_s = time.monotonic() - ends
+            if sent.frames >= num_frames or late_s > (0.0 if is_enough(sent) else LATEST_S):
                 break
     sockets.close()
     return sent
@@ -128,19 +140,30 @@ def fuzz_as_stranger(addresses: Endpoint, num_frames: int, seconds: float, seed:
             sent.frames += len(frames)
             if source.randrange(4) == 0:
                 sent.answers += bool(made.recv(64))
-        if sent.frames >= num_frames or time.monotonic() > ends:
+        is_over = time.monotonic() > ends and sent.frames > ENOUGH
+        if sent.frames >= num_frames or is_over:
             return sent
     raise AssertionError("hostile messages do not end")
 
 
 def settled(daemon: SecuredDaemon) -> tuple[int, int]:
-    """Return the decoder counts once everything sent has been processed."""
+    """Return the decoder counts once everything sent has been processed: for a while they stay the
+    same, and no thread wants to run."""
     seen, since = daemon.decoded, time.monotonic()
     while time.monotonic() - since < QUIET_S:
         time.sleep(QUIET_S / 10)
-        if daemon.decoded != seen:
+        if daemon.decoded != seen or not all_sleep(daemon.process.pid):
             seen, since = daemon.decoded, time.monotonic()
     return seen
+
+
+def all_sleep(pid: int) -> bool:
+    """Return True if every thread of a process waits for something."""
+    try:
+        stats = [(task / "stat").read_text() for task in Path(f"/proc/{pid}/task").iterdir()]
+    except (FileNotFoundError, ProcessLookupError):  # one of them has just ended
+        return False
+    return all(stat.rpartition(")")[2].split()[0] == "S" for stat in stats)
 
 
 def fuzz_daemon(
@@ -168,7 +191,12 @@ def fuzz_daemon(
             strange = fuzz_as_stranger(addresses, num_frames, seconds, seed + 2)
             assert settled(daemon) == decoded, "something of a stranger's was decoded"
         began = time.monotonic()
-        sent = fuzz(addresses, used, num_frames, seconds, seed)
+
+        def is_enough(sent: Sent) -> bool:
+            calls = (now - then for now, then in zip(daemon.decoded, decoded, strict=True))
+            return min(sent.answers, *calls) > ENOUGH
+
+        sent = fuzz(addresses, used, num_frames, seconds, seed, is_enough)
         wait_until(lambda: answers(endpoint, keys), "it answers", 60)
         assert daemon.process.poll() is None, daemon.log.read_text()[-2000:]
         health = ask(endpoint, keys, lambda client: client.check_health())

@@ -2,6 +2,7 @@
 
 import json
 import os
+import random
 import socket
 import subprocess
 import sys
@@ -22,19 +23,36 @@ from worker_client.worker_client import AskingClient, WorkerClient
 from worker_daemon.server.auth.keygen import make_key_files
 
 ROLES = ("driver", "observer", "admin")
+FIRST_PORT = 10_000
+EPHEMERAL_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
+"""First and last of the ports that the kernel chooses from."""
 
 
 def free_port(count: int = 4) -> int:
-    """Return the first of `count` consecutive free ports."""
+    """Return the first of `count` consecutive ports for a daemon that is about to start.
+
+    Nobody takes them until then: the kernel gives them to no connection and to no listener without
+    a number of its own, and other processes of tests find them reserved.
+    """
+    first_of_kernel = int(EPHEMERAL_PORTS.read_text().split()[0])
+    end = first_of_kernel if first_of_kernel > 2 * FIRST_PORT else 1 << 16
     while True:
-        with socket.create_server(("127.0.0.1", 0)) as first:
-            port = first.getsockname()[1]
+        first = random.SystemRandom().randrange(FIRST_PORT, end - count)
+        if all(map(_reserve, range(first, first + count))):
+            return first
+
+
+def _reserve(port: int) -> bool:
+    """Reserve a port for the life of this process, by a name that no two processes can have; return
+    False if it is reserved, or if somebody listens there."""
+    with socket.socket(socket.AF_UNIX) as name:
         try:
-            for offset in range(count):
-                socket.create_server(("127.0.0.1", port + offset)).close()
+            name.bind(f"\0tests-of-worker-daemon-port-{port}")
+            socket.create_server(("127.0.0.1", port)).close()
         except OSError:
-            continue
-        return port
+            return False
+        name.detach()
+    return True
 
 
 class KeyRing:
@@ -107,6 +125,7 @@ class SecuredDaemon:
         wait_until(
             lambda: answers(endpoint, keys) or self.process.poll() is not None,
             "it answers or has ended",
+            60.0,
         )
         assert self.process.poll() is None, self.log.read_text()
 

@@ -115,6 +115,14 @@ def worker_config(
     )
 
 
+def kill_and_wait(pid: int) -> None:
+    """Kill -9 a child, and wait until it can be seen to have ended: on a busy host its sockets may
+    be gone long before."""
+    os.kill(pid, signal.SIGKILL)
+    with contextlib.suppress(ChildProcessError):  # another thread has waited for it
+        os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+
+
 class DaemonPool:
     """Daemons that outlive a test: started when first needed, stopped by stop(). Models and
     adapters are below `model_root`, and the logits processors of installed_processors beside
@@ -138,9 +146,8 @@ class DaemonPool:
         return [e for daemons in self._started for e in daemons.endpoints][:count]
 
     def kill(self, index: int) -> None:
-        """Kill -9 a daemon, in the order of endpoints()."""
-        pids = [pid for daemons in self._started for pid in daemons.pids]
-        os.kill(pids[index], signal.SIGKILL)
+        """Kill -9 a daemon, in the order of endpoints(); return once it has ended."""
+        kill_and_wait([pid for daemons in self._started for pid in daemons.pids][index])
 
     def restart_dead(self) -> None:
         """Start successors of the dead, at their endpoints; return before they answer."""

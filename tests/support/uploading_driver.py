@@ -1,5 +1,6 @@
 """`python -m tests.support.uploading_driver NUM_BYTES NUM_CHUNKS TTL_S ENDPOINT ...`: a driver of a
-loaded pipeline. It sends NUM_CHUNKS chunks of a tensor, prints `ready`, and waits to be killed."""
+loaded pipeline. It sends NUM_CHUNKS chunks of a tensor, checks that the daemons have room for it,
+prints `ready`, and waits to be killed."""
 
 import subprocess
 import sys
@@ -37,6 +38,8 @@ def main(num_bytes: int, num_chunks: int, ttl_s: float, endpoints: Sequence[str]
         uploading = group.begin_upload([tensor(num_bytes)])
         for _ in range(num_chunks):
             assert uploading.proceed()
+        held = [status.upload_bytes for status in group.get_status()]
+        assert held == [num_bytes] * len(endpoints), held
         print("ready", flush=True)
         time.sleep(60)
 
