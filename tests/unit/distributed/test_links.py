@@ -165,16 +165,17 @@ def test_stranger_in_a_ranks_place_is_noticed(pool, shape):
 
 
 def test_flood_while_ranks_meet_ends_none_of_them(connected, pool):
-    """Whatever the flood hits; without it they meet again."""
+    """Whatever the flood hits; without it they meet again. A process that does not run for a while
+    finds some 2,000 of its connections waiting, beyond those that it may have."""
     pool.grow(2)
-    assert pool.run(2, "limit_descriptors", 300) == [None] * 2
+    assert pool.run(2, "limit_descriptors", 4096) == [None] * 2
     flooding = Flood([rank.process.pid for rank in pool.ranks[:2]])
     outcomes = []
-    for generation in range(20, 24):
+    for generation, scenario in enumerate(["open_member"] * 4 + ["open_in_a_flood"], 20):
         server = RendezvousServer("127.0.0.1", 2)
         args = (2, 1, generation, way_to(server), 1.0)
         for rank in range(2):
-            pool.ranks[rank].start("open_member", rank, *args)
+            pool.ranks[rank].start(scenario, rank, *args)
         outcomes += [pool.ranks[rank].outcome() for rank in range(2)]
         server.close()
     flooding.end()
