@@ -4,7 +4,6 @@ import json
 import random
 import subprocess
 import sys
-import time
 
 import psutil
 import pytest
@@ -15,6 +14,7 @@ from benchmarks.floors import Ceilings
 from benchmarks.records import BenchRun
 from benchmarks.targets import FP8, WORKLOADS, Target
 from benchmarks.trace_table import GAPS, group_of, tabulate
+from tests.support.waiting import wait_until
 
 CEILINGS = Ceilings(4.5e12, 670e12, 560e12)
 
@@ -74,15 +74,11 @@ def test_an_interruption_ends_what_a_part_has_started(tmp_path):
         f"bench.run_in_group([sys.executable, '-c', {child!r}])\n"
     )
     runner = subprocess.Popen([sys.executable, "-c", script])
-    deadline = time.monotonic() + 30
-    while not (told.exists() and told.read_text()) and time.monotonic() < deadline:
-        time.sleep(0.05)
+    wait_until(lambda: told.exists() and told.read_text(), "the grandchild runs", 60.0)
     pid = int(told.read_text())
     runner.terminate()
-    assert runner.wait(20) == 9
-    while psutil.pid_exists(pid) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not psutil.pid_exists(pid)
+    assert runner.wait(30) == 9
+    wait_until(lambda: not psutil.pid_exists(pid), "the grandchild has ended")
 
 
 @pytest.mark.parametrize(

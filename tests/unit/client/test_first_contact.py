@@ -22,7 +22,7 @@ from tests.unit.server.driver import DaemonProcess
 from worker_client.cli.daemons import connect
 from worker_client.errors import NothingListens, WorkerDied
 from worker_client.listener import Listener
-from worker_client.processes import nobody_listens
+from worker_client.processes import connection_error, nobody_listens
 from worker_client.transport import ControlChannel, Endpoint
 from worker_client.worker_group import WorkerGroup
 
@@ -70,21 +70,26 @@ def test_missing_daemon_is_told_at_once_with_what_to_do(directory, say):
 
 
 @FIRST_WORDS
-def test_daemon_killed_before_it_answers_is_told_at_once(directory, say):
-    """It is stopped as soon as it listens, so that no handshake is done."""
+def test_daemon_killed_before_it_answers_is_told_at_once(directory, say, monkeypatch):
+    """It is stopped as soon as it listens, so that no handshake is done, and killed once it was
+    seen to listen."""
     daemon = DaemonProcess(directory / "d")
+
+    def look_and_kill(address: str) -> OSError | None:
+        error = connection_error(address)
+        daemon.process.kill()
+        return error
+
+    monkeypatch.setattr("worker_client.listener.connection_error", look_and_kill)
     try:
         wait_until(Path(daemon.endpoint.removeprefix("ipc://")).exists, "it listens", 20.0)
         daemon.process.send_signal(signal.SIGSTOP)
-        timer = threading.Timer(0.3, daemon.process.kill)
-        timer.start()
 
         def say_it() -> None:
             with pytest.raises(WorkerDied, match=rf"{daemon.endpoint}: .*\(signal: \w+\)"):
                 say(daemon.endpoint)
 
         assert seconds_of(say_it) < AT_ONCE_S
-        timer.join()
     finally:
         daemon.stop()
     with pytest.raises(NothingListens, match="connections are refused"):
@@ -187,6 +192,6 @@ def test_commands_tell_of_a_missing_daemon_and_wait_for_one_if_told_to(directory
     time.sleep(1.5)  # about as long as they take to begin
     daemon.start()
     for process in waiting:
-        said, _ = process.communicate(timeout=3 * AT_ONCE_S)
+        said, _ = process.communicate(timeout=6 * AT_ONCE_S)
         assert process.returncode == 0 and "CREATED" in said
     daemon.stop()

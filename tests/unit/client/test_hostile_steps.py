@@ -386,9 +386,9 @@ def test_check_of_shared_blocks_does_not_grow_with_the_requests_that_share_them(
     for _ in range(3):
         for step, durations in zip(steps, seconds, strict=True):
             table = SlotTable(1024, GroupLimits(num_blocks=1 << 17, block_size=4))
-            began = time.perf_counter()
+            began = time.thread_time()
             table.encode(step, epoch=1, link=1, seq=1)
-            durations.append(time.perf_counter() - began)
+            durations.append(time.thread_time() - began)
     assert min(seconds[1]) < 8 * min(seconds[0])
 
 

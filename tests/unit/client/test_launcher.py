@@ -1,6 +1,7 @@
 """Local daemons: ready or refused in time, and nothing is left, however they or their driver
 end."""
 
+import gc
 import os
 import signal
 import subprocess
@@ -28,6 +29,7 @@ def command(mode):
 
 def test_daemons_become_ready_and_leave_nothing(monkeypatch):
     monkeypatch.chdir(ROOT)
+    gc.collect()  # what other tests have left
     before = {child.pid for child in psutil.Process().children()}
     fds = psutil.Process().num_fds()
     monkeypatch.setattr("worker_client.launcher.STOP_TIMEOUT_S", 1)

@@ -2,10 +2,12 @@
 are known, even after failures."""
 
 import contextlib
+import math
 import random
 import threading
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -302,7 +304,7 @@ def test_rows_that_share_a_mask_stay_in_one_message(fakes, connect, monkeypatch)
 class SlowGrammars(HandGrammars):
     """Compiles on request."""
 
-    compile_s = 0.3
+    compile_s = 60.0
 
     def __init__(self):
         super().__init__()
@@ -320,7 +322,9 @@ class SlowGrammars(HandGrammars):
 
 
 @pytest.mark.parametrize("in_time", [True, False])
-def test_requests_wait_for_their_grammars_and_the_others_do_not(fakes, connect, in_time):
+def test_requests_wait_for_their_grammars_and_the_others_do_not(
+    fakes, connect, monkeypatch, in_time
+):
     rng = random.Random(11)
     requests = random_requests(rng, 3)
     requests[1:] = with_grammars(requests[1:], rng, share=1)
@@ -336,6 +340,10 @@ def test_requests_wait_for_their_grammars_and_the_others_do_not(fakes, connect, 
     assert [output.req_id for output in first] == ["r0"]
     if in_time:
         grammars.go.set()
+    else:
+        grammars.compile_s = 0.1
+        late = SimpleNamespace(monotonic=lambda: math.inf)
+        monkeypatch.setattr("worker_client.structured.pending.time", late)
     outputs = run_on(driver)
     grammars.go.set()
     grammars.pool.shutdown()
@@ -350,7 +358,6 @@ def test_an_id_in_use_is_refused_at_once(fakes, connect, kind, request):
     rng = random.Random(12)
     first, second, third = (replace(each, max_tokens=9) for each in random_requests(rng, 3))
     grammars = SlowGrammars()
-    grammars.compile_s = 60.0
     request.addfinalizer(grammars.go.set)
     _, driver = driver_of(fakes, connect, grammars, kind)
     driver.add_request(first)

@@ -46,7 +46,7 @@ def lost(fakes, connect):
     model = group.prepare(worker_config(2))
     limits = SchedulerLimits(4, 32, model.max_model_len, model.num_blocks, model.block_size, 2)
     driver = Driver(
-        group, Scheduler(limits), recover=lambda died: group.replace(died.rank, within_s=20.0)
+        group, Scheduler(limits), recover=lambda died: group.replace(died.rank, within_s=60.0)
     )
     driver.add_request(GenerationRequest("a", np.array(PROMPT, np.int32), max_tokens=12))
     driver.step()

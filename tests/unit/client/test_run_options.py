@@ -60,7 +60,8 @@ def test_bench_prints_one_object(fakes, directory, run):
     assert total - 5 < sum(startup.values()) <= total
 
 
-def test_bench_scrapes_every_daemon_when_asked_to(fakes, directory, run):
+def test_bench_scrapes_every_daemon_when_asked_to(fakes, directory, run, monkeypatch):
+    monkeypatch.setattr("worker_client.cli.daemons.SCRAPE_TIMEOUT_S", 30.0)
     daemons = fakes(2)
     words = ["bench", *options(daemons, directory), "--input", directory / "in.jsonl", "--json"]
     (directory / "in.jsonl").write_text('{"prompt_token_ids": [1, 2], "max_tokens": 8}\n')
@@ -184,8 +185,8 @@ import sys
 from tests.support.fake_daemon import FakeDaemon, Fault
 daemon = FakeDaemon(sys.argv[1])
 daemon.faults = [Fault(0, "die")]
-daemon.start()
 print("its last words", flush=True)
+daemon.start()
 daemon._thread.join()
 """
 

@@ -1,5 +1,6 @@
 """A group on fake daemons: attach, load, steps, and each failure of a step or a daemon."""
 
+import math
 import threading
 import time
 
@@ -32,7 +33,7 @@ from worker_client.errors import (
     TooManyStepsInFlight,
     WorkerDied,
 )
-from worker_client.group_channel import LINK_SLACK_S, link_timeout_s
+from worker_client.group_channel import Links, link_timeout_s
 from worker_client.loading import PROFILE_ATTEMPTS
 from worker_client.requests import GenerationRequest
 from worker_client.scheduler import Scheduler, SchedulerLimits
@@ -201,6 +202,8 @@ def test_ranks_at_different_steps_are_linked_anew(fakes, connect):
     daemons, group, _ = ready(fakes, connect, 2)
     daemons.daemons[1].faults = [Fault(0, "swallow")]
     group.execute_model(admit("a"))
+    for daemon in daemons.daemons:
+        wait_until(lambda daemon=daemon: daemon.num_executes == 1, "the step is there")
     other = connect(daemons, 2)
     other.attach(force=True)
     again = other.prepare(worker_config(2))
@@ -357,9 +360,11 @@ def test_a_hung_step_runs_into_its_own_deadline(fakes, connect):
     for daemon in daemons.daemons:
         daemon.faults = [Fault(0, "hang")]
     future = group.execute_model(admit("a"))
+    own_deadline, future.deadline = future.deadline, math.inf
     with pytest.raises(DeadlineExceeded):
         future.result(timeout_s=0.05)
     assert not future.done()
+    future.deadline = own_deadline
     with pytest.raises(StepFailed, match="no answer") as caught:
         future.result()
     assert caught.value.lost_req_ids == {"a"}
@@ -395,8 +400,9 @@ def test_requests_survive_failures_of_any_step(fakes, connect, pp, code):
 
 
 @pytest.mark.parametrize("code", [ErrorCode.DEVICE, ErrorCode.INTERNAL])
-def test_a_daemon_that_tells_of_its_end_is_not_sent_another_step(fakes, connect, code):
+def test_a_daemon_that_tells_of_its_end_is_not_sent_another_step(fakes, connect, monkeypatch, code):
     """It refuses all that comes, as fast as a driver can send it, until it is gone."""
+    monkeypatch.setattr("worker_client.group_channel.ANNOUNCED_END_WAIT_S", 60.0)
     daemons, group, model = ready(fakes, connect, 2)
     doomed = daemons.daemons[1]
     doomed.faults = [Fault(n, code=code, scope=ErrorScope.WORKER) for n in range(50)]
@@ -592,9 +598,8 @@ def test_a_later_failure_of_an_earlier_step_keeps_what_the_first_one_lost(fakes,
 @pytest.mark.parametrize("kind", ["error", "hang"])
 def test_a_relink_that_fails_fails_the_step_that_it_was_for(fakes, connect, monkeypatch, kind):
     daemons, group, model = ready(fakes, connect, 2)
-    monkeypatch.setattr(
-        "worker_client.group_channel.LINK_SLACK_S", 2.5 - link_timeout_s(5.0) + LINK_SLACK_S
-    )
+    limits = iter([2.5 if kind == "hang" else 60.0])  # of the first relink alone
+    monkeypatch.setattr(Links, "timeout_s", property(lambda links: next(limits, 60.0)))
     for daemon in daemons.daemons:
         daemon.faults = [Fault(5, code=ErrorCode.COMM, scope=ErrorScope.GROUP)]
     daemons.daemons[1].relink_faults = [Fault(0, kind, code=ErrorCode.COMM)]
@@ -609,8 +614,9 @@ def break_the_link_for_ever(daemons):
     daemons.daemons[1].relink_faults = [Fault(number, code=ErrorCode.COMM) for number in range(9)]
 
 
-def test_rank_that_ends_as_the_link_is_given_up_is_what_is_told(fakes, connect):
+def test_rank_that_ends_as_the_link_is_given_up_is_what_is_told(fakes, connect, monkeypatch):
     """A rank ends itself where it hangs on one link after the other: it can be replaced."""
+    monkeypatch.setattr("worker_client.group_channel.ANNOUNCED_END_WAIT_S", 60.0)
     daemons, group, model = ready(fakes, connect, 2)
     break_the_link_for_ever(daemons)
     tried = daemons.daemons[0].operations

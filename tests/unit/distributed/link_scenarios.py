@@ -5,6 +5,7 @@ process's one link kept between calls.
 import random
 import resource
 import sys
+import threading
 import time
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.support.waiting import wait_until
 from worker_daemon.contracts.layer_ops import Norm, NormedSum
 from worker_daemon.contracts.window import Window
 from worker_daemon.distributed import link
@@ -80,6 +82,24 @@ def open_without_the_secret(rank, stranger, *args):
         if rank == stranger:
             patch.setattr(link, "member_proof", lambda secret, *names: bytes(32))
         open_member(rank, *args)
+
+
+def open_in_a_flood(rank, *args):
+    """Open a link like open_member, but make its groups only once strangers have all the
+    descriptors that they may have."""
+    make_groups = link._make_groups
+
+    def make_late(*given):
+        wait_until(lambda: "listener-watch" not in _thread_names(), "the listeners are shut")
+        return make_groups(*given)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(link, "_make_groups", make_late)
+        open_member(rank, *args)
+
+
+def _thread_names():
+    return [thread.name for thread in threading.enumerate()]
 
 
 def limit_descriptors(rank, count):

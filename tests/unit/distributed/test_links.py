@@ -1,14 +1,15 @@
 """Links between real processes over gloo: hops, token return, failures, new links."""
 
 import contextlib
+import os
 import socket
 import threading
-import time
 
 import pytest
 from group_processes import Pool
 
 from tests.support.strangers import flood, listening
+from tests.support.waiting import wait_until
 from worker_daemon.distributed.pp import STATUS_FAILED, STATUS_MISMATCH, STATUS_OK
 from worker_daemon.distributed.rendezvous import RendezvousServer, connect_store
 from worker_daemon.errors import CommError
@@ -119,7 +120,7 @@ def test_survivors_of_a_killed_peer_link_anew_with_a_fresh_process(connected, po
     for index in (0, 2):
         outcome, (error, seconds) = pool.ranks[index].outcome()
         assert (outcome, error) == ("returned", "CommError")
-        assert seconds < timeout_s + 5
+        assert seconds < timeout_s + 30  # however busy the host is
     pool.replace(1)
     connected(3, 1, generation=2)
     steps = [(seq, 4, STATUS_OK) for seq in range(1, 6)]
@@ -153,7 +154,7 @@ def test_a_link_that_not_everybody_joins_is_a_comm_error(pool):
 def test_stranger_in_a_ranks_place_is_noticed(pool, shape):
     pool.grow(2)
     server = RendezvousServer("127.0.0.1", 2)
-    args = (*shape, 3, way_to(server), 5.0)
+    args = (*shape, 3, way_to(server), 20.0)
     for rank in range(2):
         pool.ranks[rank].start("open_without_the_secret", rank, 1, *args)
     kind, (error, text, _) = pool.ranks[0].outcome()
@@ -164,16 +165,17 @@ def test_stranger_in_a_ranks_place_is_noticed(pool, shape):
 
 
 def test_flood_while_ranks_meet_ends_none_of_them(connected, pool):
-    """Whatever the flood hits; without it they meet again."""
+    """Whatever the flood hits; without it they meet again. A process that does not run for a while
+    finds some 2,000 of its connections waiting, beyond those that it may have."""
     pool.grow(2)
-    assert pool.run(2, "limit_descriptors", 300) == [None] * 2
+    assert pool.run(2, "limit_descriptors", 4096) == [None] * 2
     flooding = Flood([rank.process.pid for rank in pool.ranks[:2]])
     outcomes = []
-    for generation in range(20, 24):
+    for generation, scenario in enumerate(["open_member"] * 4 + ["open_in_a_flood"], 20):
         server = RendezvousServer("127.0.0.1", 2)
         args = (2, 1, generation, way_to(server), 1.0)
         for rank in range(2):
-            pool.ranks[rank].start("open_member", rank, *args)
+            pool.ranks[rank].start(scenario, rank, *args)
         outcomes += [pool.ranks[rank].outcome() for rank in range(2)]
         server.close()
     flooding.end()
@@ -219,13 +221,7 @@ def test_rendezvous_listens_on_its_own_interface_until_it_is_closed():
     store.end()
     with pytest.raises(OSError, match="refused"):
         socket.create_connection(("127.0.0.2", server.port), 1).close()
-    port = server.port
+    address = (server.host, server.port)
+    assert address in listening(os.getpid())
     server.close()
-    deadline = time.monotonic() + 20
-    while True:
-        try:
-            socket.create_server(("127.0.0.1", port)).close()
-            break
-        except OSError:
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
+    wait_until(lambda: address not in listening(os.getpid()), "it is closed")

@@ -18,12 +18,13 @@ import torch
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
+from tests.support.waiting import wait_until
 from worker_daemon import kernel_compiler
 from worker_daemon.kernel_compiler import CompileRequest, KernelCompiler, hash_sources
 from worker_daemon.kernels import compile_ahead, step_buffers
 from worker_daemon.kernels.argmax import greedy_tokens
 from worker_daemon.kernels.compile_ahead import Launched, compiling_ahead
-from worker_daemon.kernels.compile_server import TargetDriver
+from worker_daemon.kernels.compile_server import TargetDriver, num_processes
 from worker_daemon.kernels.penalties import count_tokens
 from worker_daemon.server.assembly import running_compiler
 
@@ -148,15 +149,22 @@ def test_an_unknown_kernel_is_logged(
     assert batch.has_failed
 
 
+def suspend_compilers(server: psutil.Process) -> list[psutil.Process]:
+    """Suspend all processes of a batch that has replied; they are forked one after the other."""
+    wait_until(lambda: len(server.children()) == num_processes(), "all run", ENDS_WITHIN_S)
+    processes = server.children()
+    for process in processes:
+        process.suspend()
+    return processes
+
+
 def test_requests_never_wait_for_the_processes(compiler: KernelCompiler) -> None:
     """More of them than a socket holds, and than the replies that it holds."""
     server = psutil.Process(compiler.server_pid)
     with compiler.batch() as batch:
         batch.send(UNKNOWN)
-        batch.wait()  # all run
-        processes = server.children()
-        for process in processes:
-            process.suspend()
+        batch.wait()
+        processes = suspend_compilers(server)
         for _ in range(1000):
             batch.send(UNKNOWN)
         for process in processes:
@@ -172,9 +180,7 @@ def test_a_server_whose_processes_hang_is_ended(monkeypatch: pytest.MonkeyPatch)
         with compiler.batch() as batch:
             batch.send(UNKNOWN)
             batch.wait()
-            processes = server.children()
-            for process in processes:
-                process.suspend()
+            processes = suspend_compilers(server)
             monkeypatch.setattr(kernel_compiler, "REPLY_TIMEOUT_S", 0.1)
             batch.send(UNKNOWN)
         assert not psutil.wait_procs([server, *processes], ENDS_WITHIN_S)[1]
@@ -310,14 +316,14 @@ def test_a_killed_process_costs_its_request_and_a_killed_server_all_of_them(
     server = psutil.Process(compiler.server_pid)
     with compiler.batch() as batch:
         batch.send(UNKNOWN)
-        batch.wait()  # all run
-        for process in server.children():
-            process.suspend()
+        batch.wait()
+        killed, *others = suspend_compilers(server)
         batch.send(UNKNOWN)
-        server.children()[0].kill()
-        for process in server.children():
+        killed.kill()
+        for process in others:
             process.resume()
     assert server.is_running()
+    server.suspend()  # it replies to nothing before it is killed
     with compiler.batch() as batch, caplog.at_level(logging.WARNING):
         batch.send(UNKNOWN)
         server.kill()

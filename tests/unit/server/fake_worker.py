@@ -3,7 +3,8 @@ over the wire: `sleep:SECONDS`, `held:FILE` (until there is such a file), `hang`
 aborted, then fail), `freed` (the same, then succeed), `raise:CODE`, `now:CODE` (from a result that
 is ready), `late:CODE` (from one that is waited for), `later:CODE` (from the result, once a relink
 runs), `slow:SECONDS` (a result that takes so long), `silent`. A model named `/huge` or `/mute` is
-described at too great length, or not at all; `/slow` takes a second to load."""
+described at too great length, or not at all; one named `held:FILE` loads until there is such a
+file."""
 
 import os
 import threading
@@ -35,6 +36,11 @@ ERRORS: dict[str, Exception] = {
 
 def ids(message: StepRequest, rank: int = 0) -> dict[str, int]:
     return {"epoch": message.epoch, "seq": message.seq, "rank": rank}
+
+
+def wait_for_file(path: str) -> None:
+    while not Path(path).exists():
+        time.sleep(0.005)
 
 
 class FakePending:
@@ -101,8 +107,7 @@ class FakeWorker:
         if name == "sleep":
             time.sleep(float(value))
         elif name == "held":
-            while not Path(value).exists():
-                time.sleep(0.005)
+            wait_for_file(value)
         elif name in ("hang", "freed"):
             self._hang()
             if name == "hang":
@@ -167,8 +172,9 @@ class FakeWorker:
     def load_model(self, message: lc.LoadModel) -> StepReply:
         if message.model.model == "/missing":
             raise errors.CheckpointError("no such file", field="model", value="/missing")
-        if message.model.model == "/slow":
-            time.sleep(1.0)
+        name, _, file = message.model.model.partition(":")
+        if name == "held":
+            wait_for_file(file)
         self.config = WorkerConfig(
             parallel=self._parallel,
             model=message.model,

@@ -299,12 +299,27 @@ def test_attach_frees_a_step_that_hangs_on_its_peers(
 
 
 def test_attach_that_waits_for_what_waits_for_no_peer_cuts_nothing_off(
-    driver: Driver, shared: DaemonProcess, connect: Callable[[DaemonProcess], Driver]
+    driver: Driver,
+    shared: DaemonProcess,
+    connect: Callable[[DaemonProcess], Driver],
+    tmp_path: Path,
 ) -> None:
     driver.run(lc.Reset, to="DEVICE_READY")
-    driver.send_load("/slow")
+    driver.send_load(f"held:{tmp_path / 'over'}")
     wait_for(lambda: driver.status().phase == "LoadModel")
-    committed = connect(shared).attach()
+    second = connect(shared)
+    second.hello()
+    prepared = second.prepare(driver.epoch + 1, force=True)
+    second.send_control(
+        lc.CommitAttach,
+        driver_id=second.driver_id,
+        epoch=prepared.last_epoch,
+        results_route=second.results_route,
+    )
+    assert not second.control.poll(100)
+    (tmp_path / "over").touch()
+    committed = second.control_reply()
+    assert isinstance(committed, lc.CommitAttachReply), committed
     assert committed.previous_seq == driver.seq
     assert committed.previous_clean
     assert (committed.status.load, committed.status.link_state) == ("MODEL_LOADED", "up")
@@ -363,6 +378,7 @@ def test_worker_that_cannot_be_described_goes_on(driver: Driver) -> None:
 
 
 def test_heartbeats_and_state_changes_are_published(driver: Driver) -> None:
+    wait_for(lambda: driver.events.poll(1000))  # its subscription has reached the daemon
     driver.run(lc.Reset, to="MODEL_LOADED")
     seen: list[object] = []
 

@@ -180,8 +180,8 @@ def test_next_driver_begins_without_any(daemons: list[DaemonProcess], driver: Dr
 
 
 def test_expired_lease_drops_all(driver: Driver) -> None:
-    driver.attach(lease_ttl_ms=1000)
     (chunk,) = tensor_chunks(9)
+    driver.attach(lease_ttl_ms=2000)
     assert put_all(driver, [chunk])
     wait_for(lambda: driver.status().upload_bytes == 0)
     assert driver.status().lease.state == "orphan"
