@@ -244,7 +244,9 @@ class CommitAttachReply(ControlReply, frozen=True, tag=3, kw_only=True):
 
 class Detach(ControlRequest["Acknowledged"], frozen=True, tag=4, kw_only=True):
     """Detach and free the lease. The model stays loaded. The next attach drops the requests, unless
-    it sets keep_requests."""
+    it sets keep_requests. A request that the daemon reads afterwards is refused: first wait until
+    the status of every rank has the last request's seq as last_seq, or else the next driver finds
+    some ranks in a step that the others have refused."""
 
     epoch: Unsigned
 
@@ -306,7 +308,9 @@ class Acknowledged(ControlReply, frozen=True, tag=8, kw_only=True):
 
 
 class Attached(StepReply, frozen=True, tag=3, kw_only=True):
-    """Reply at seq 0 of an epoch: the results socket reaches this driver."""
+    """Reply at seq 0 of an epoch: the results socket reaches this driver. Sent once; it is lost if
+    the connection ends before the driver reads it, and then a connection made anew shows the
+    same."""
 
 
 class InitDevice(StepRequest["InitDeviceReply"], frozen=True, tag=10, kw_only=True):

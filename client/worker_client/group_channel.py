@@ -57,6 +57,14 @@ EVENTS_INTERVAL_S = 0.25
 ABORT_SEND_S = 0.05
 """Limit on sending AbortLink to one rank: a second lost rank must not delay it for the others."""
 
+RANKS_WAIT_S = 2.0
+"""Limit on the wait for ranks whose requests are all settled: a busy host may keep one from
+running."""
+RANKS_POLL_S = 0.002
+
+GREETINGS_S = 1.0
+"""Time in which the greetings come once all ranks have attached, unless they were lost."""
+
 OBSERVER_TIMEOUT_S = 0.5
 """Limit on requests on behalf of an observer."""
 
@@ -248,15 +256,41 @@ class GroupChannel:
     def gather_attached(
         self, commit: Callable[[], CommittedT], deadline: float, timeout_s: float
     ) -> CommittedT:
-        """Return the result of commit(), which has all ranks attach, once each of them has also
-        replied on the results socket."""
+        """Return the result of commit(), which has all ranks attach, once the results socket
+        reaches each of them. A greeting shows that, or else its connection: a daemon greets once,
+        and the greeting is lost if the connection ends before it is read."""
         gather = self._gather = Gathering("attach", 0, len(self.daemons.present))
         try:
             committed = commit()
-            self._collect(gather, deadline, timeout_s)
+            overdue = time.monotonic() + GREETINGS_S
+            self._collect(
+                gather,
+                deadline,
+                timeout_s,
+                lambda: time.monotonic() >= overdue and self.daemons.are_connected(),
+            )
         finally:
             self._gather = None
         return committed
+
+    def await_ranks(self) -> None:
+        """Wait until every rank is done with the last step, RANKS_WAIT_S at most, unless steps have
+        failed. One rank alone may owe its outcome. A rank that reads a step after Detach refuses
+        it, and the others would be in that step until their deadline.
+
+        Raises:
+            ClientError: a rank is dead, or gave no status in that time.
+        """
+        is_serving = self._state.takes_steps_at_once and self.lease.lost is None
+        if len(self.daemons.clients) == 1 or not is_serving:
+            return
+        until = time.monotonic() + RANKS_WAIT_S
+        for client in self.daemons.present:
+            while (left_s := until - time.monotonic()) > 0:
+                status = client.get_status(left_s)
+                if status.epoch != self.epoch or status.last_seq >= self._seq:
+                    break
+                time.sleep(RANKS_POLL_S)
 
     def take_statuses(self, statuses: list[lc.Status]) -> list[lc.Status]:
         """Record the links and identities of the present daemons."""
@@ -456,8 +490,15 @@ class GroupChannel:
             return False
         return self._resending.mend_gap(reply.rank, reply.expected_seq)
 
-    def _collect(self, gather: Gathering, deadline: float, timeout_s: float) -> None:
-        while gather.num_missing:
+    def _collect(
+        self,
+        gather: Gathering,
+        deadline: float,
+        timeout_s: float,
+        can_miss: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """Wait for all replies, or until can_miss() says that those that are missing may be."""
+        while gather.num_missing and not can_miss():
             if gather.has_failed:
                 raise self._root_cause(gather)
             now = time.monotonic()

@@ -67,6 +67,12 @@ class GroupDaemons:
             return self.clients
         return [client for client in self.clients if client.rank not in self.absent]
 
+    def are_connected(self) -> bool:
+        """Return True if the results of all present daemons have a connection. Raises
+        AuthenticationError if a daemon refused us."""
+        self.results.read_news()
+        return all(self.results.is_connected(client.endpoint) for client in self.present)
+
     def new_client(self, rank: int, endpoint: Endpoint) -> WorkerClient:
         """Return a client for a daemon that does not belong to the group (yet); the caller closes
         it."""

@@ -264,6 +264,10 @@ class _Handshakes:
         rank, lock = self._places[address]
         raise AuthenticationError(rank, address, _why(kind, lock))
 
+    def is_made(self, address: str) -> bool:
+        """Return True if the address has a connection, as far as its events were processed."""
+        return address in self._made
+
     def check_cut_off(self) -> None:
         """Raise AuthenticationError if the last handshake of a connection was cut off. To be called
         when there is no time left for another attempt."""
@@ -613,6 +617,10 @@ class ResultsChannel:
                 self._processes.connected(address, descriptor)
             elif kind in self._on_news:
                 self._on_news[kind](rank)
+
+    def is_connected(self, endpoint: Endpoint) -> bool:
+        """Return True if a daemon's connection is made, as far as the news tell."""
+        return self._handshakes.is_made(endpoint.results)
 
     def process_at(self, address: str) -> Process:
         """Return the process that answers at an address of this host, as far as the connection to

@@ -255,7 +255,9 @@ class WorkerGroup:
         return replaced
 
     def detach(self) -> None:
-        """Detach; models stay loaded."""
+        """Detach, once the steps in flight are over, or some time has passed; models stay
+        loaded."""
+        self._finish_steps()
         self._attaching.detach()
 
     def shutdown(self) -> None:
@@ -878,11 +880,17 @@ class WorkerGroup:
             )
 
     def _leave(self) -> None:
+        self._finish_steps()
+        self._attaching.leave()
+
+    def _finish_steps(self) -> None:
+        """Wait for the results in flight, then for the ranks that owe none; not for long."""
         until = time.monotonic() + CLOSE_WAIT_S
         with contextlib.suppress(ClientError, WireError):
             for future in self._steps.pending:
                 self.wait_for(future, until)
-        self._attaching.leave()
+            if self._attaching.is_attached:
+                self._channel.await_ranks()
 
     def _drain(self) -> None:
         """Wait for the steps in flight, so that an operation on all rows finds none running."""

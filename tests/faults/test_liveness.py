@@ -147,6 +147,35 @@ class Interrupted(Exception):
     """Ends a driver that waits for a step."""
 
 
+def test_rank_that_stops_after_its_greeting_keeps_no_driver_out(faulty, checkpoint, cases):
+    """While another rank is still in a step of the former driver, nobody reads the greeting; it is
+    lost with the connection."""
+    config = worker_config(checkpoint().path, 2, step_deadline_ms=20_000)
+    with connect(faulty.endpoints, config) as (group, loaded):
+        faulty.faults[1].put(Fault("forward", "hang", seconds=0.0, is_ended_by_test=True))
+        scheduler = Scheduler(scheduler_limits(group, loaded))
+        scheduler.add_request(cases.requests[0])
+        group.execute_model(scheduler.schedule())
+        wait_until(lambda: not faulty.faults[1].armed, "rank 1 hangs")
+
+    def stop_rank_0() -> None:
+        with zmq.Context() as context:
+            endpoint = parse_endpoint(faulty.endpoints[0])
+            with closing(WorkerClient(context, endpoint, 0, new_driver_id())) as client:
+                wait_until(lambda: client.get_status().lease.state == "held", "it has greeted")
+        stopper = Stopper(faulty.pids[0])
+        stopper()
+        stopper.go_on_later(2.0)
+        stopper.timer.join()
+        faulty.faults[1].end_hang()
+
+    thread = threading.Thread(target=stop_rank_0)
+    thread.start()
+    with connect(faulty.endpoints, config, reload=False) as (group, loaded):
+        thread.join()
+        assert generate(group, loaded, cases.requests).tokens == cases.expected
+
+
 def test_survivor_is_not_lost_while_its_neighbour_is_replaced(faulty, serving, cases, monkeypatch):
     """It hangs in a step, so its reply to the attach takes longer than the silence limit; its
     control thread keeps sending heartbeats."""

@@ -13,7 +13,7 @@ _LISTEN = "0A"
 
 def listening(pid: int) -> list[Address]:
     """Return the TCP addresses at which a process listens, IPv4 only."""
-    own = {link.readlink().name for link in _descriptors(pid)}
+    own = set(_descriptors(pid))
     rows = [row.split() for row in Path("/proc/net/tcp").read_text().splitlines()[1:]]
     return [_address(row[1]) for row in rows if row[3] == _LISTEN and f"socket:[{row[9]}]" in own]
 
@@ -48,12 +48,12 @@ def flood(address: Address, count: int) -> int:
     return num_open
 
 
-def _descriptors(pid: int) -> list[Path]:
+def _descriptors(pid: int) -> list[str]:
+    """Return what the open descriptors of a process refer to."""
     found = []
     for entry in Path(f"/proc/{pid}/fd").iterdir():
         with contextlib.suppress(OSError):  # closed in the meantime
-            entry.readlink()
-            found.append(entry)
+            found.append(entry.readlink().name)
     return found
 
 

@@ -399,6 +399,60 @@ def test_requests_survive_failures_of_any_step(fakes, connect, pp, code):
     assert relinks >= 2 if code is ErrorCode.COMM and pp > 1 else relinks == 0
 
 
+@pytest.mark.parametrize("detaches", [False, True])
+def test_no_rank_is_told_of_the_end_before_it_has_read_the_last_step(fakes, connect, detaches):
+    """Rank 0 alone answers steps; rank 1 reads its own late."""
+    daemons = fakes(2)
+    late = daemons.daemons[1]
+    with WorkerGroup(daemons.endpoints, ParallelConfig(tensor_parallel_size=2)) as group:
+        group.attach()
+        group.prepare(worker_config(1, 2))
+        kept, arrive, flush, read_at = [], late._arrive, late._flush, time.monotonic() + 0.4
+
+        def read_late() -> None:
+            while kept and time.monotonic() >= read_at:
+                arrive(kept.pop(0))
+            flush()
+
+        late._arrive, late._flush = kept.append, read_late
+        group.execute_model(admit("a")).result()
+        if detaches:
+            group.detach()
+    assert late.last_seq == daemons.daemons[0].last_seq
+    again = connect(daemons, 1, 2)
+    again.attach()
+    serve(again, again.prepare(worker_config(1, 2)))
+    assert late.link == 1, "they were linked anew"
+
+
+def test_a_rank_that_never_reads_the_last_step_does_not_keep_the_driver(
+    fakes, connect, monkeypatch
+):
+    monkeypatch.setattr("worker_client.group_channel.RANKS_WAIT_S", 0.3)
+    daemons, group, _ = ready(fakes, connect, 1, 2)
+    daemons.daemons[1]._arrive = lambda frames: None
+    group.execute_model(admit("a")).result()
+    group.detach()
+    assert daemons.daemons[1].operations[-1] == "Detach"
+
+
+def test_a_greeting_that_is_lost_with_its_connection_is_not_waited_for(fakes, connect):
+    daemons = fakes(2)
+    depart, lost = daemons.daemons[1]._depart, []
+
+    def lose_the_first(*reply) -> None:
+        if lost:
+            depart(*reply)
+        else:
+            lost.append(reply)
+
+    daemons.daemons[1]._depart = lose_the_first
+    group = connect(daemons, 2)
+    group.attach(timeout_s=10.0)
+    assert lost
+    serve(group, group.prepare(worker_config(2)), pp=2)
+
+
 @pytest.mark.parametrize("code", [ErrorCode.DEVICE, ErrorCode.INTERNAL])
 def test_a_daemon_that_tells_of_its_end_is_not_sent_another_step(fakes, connect, monkeypatch, code):
     """It refuses all that comes, as fast as a driver can send it, until it is gone."""
