@@ -11,7 +11,7 @@ SPREAD := -n 3 --dist loadfile --no-loadscope-reorder
 # Dozens of daemons and commands are started: each would compile its modules anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup run test faults soak check fmt type bench fuzz schemas matrix test-vllm test-vllm-upstream test-gpu test-gpu-kernels test-gpu-daemons test-multi-gpu golden clean
+.PHONY: help setup run test faults stalls soak check fmt type bench fuzz schemas matrix test-vllm test-vllm-upstream test-gpu test-gpu-kernels test-gpu-daemons test-multi-gpu golden clean
 
 help:            ## list the targets
 	@grep -E '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
@@ -35,6 +35,10 @@ test: $(STAMP)   ## run every test that needs no GPU
 faults: $(STAMP) ## inject each fault, print how soon it was noticed: make faults ARGS=--long-faults
 	mkdir -p build
 	FAULTS=100000 $(BIN)/python -m pytest tests/faults -p no:xdist --fault-report build/faults.json $(ARGS)
+
+STALLED := e2e faults unit/client unit/server unit/distributed unit/worker unit/device
+stalls: $(STAMP) ## tests of several processes, of which one after the other is stopped: make stalls ARGS="--every 0.5 --longest 4"
+	$(BIN)/python -m tests.support.stalls $(ARGS) -- $(BIN)/python -m pytest $(addprefix tests/,$(STALLED)) $(SPREAD)
 
 soak: $(STAMP)   ## half an hour of load with a fault every 10 s: make soak ARGS="--minutes 5 --seed 7 --tp"
 	$(BIN)/python -m tests.support.soak $(ARGS)
