@@ -6,12 +6,7 @@ import pytest
 
 from rpc_schema.uploads import CHUNK_BYTES
 from tests.support.checkpoints import prompts
-from tests.support.serving import (
-    connect,
-    greedy_request,
-    scheduler_limits,
-    worker_config,
-)
+from tests.support.serving import connect, greedy_request, scheduler_limits, worker_config
 from tests.support.uploading_driver import kill_halfway, tensor
 from tests.support.waiting import wait_until
 from worker_client.driver import Driver

@@ -399,6 +399,17 @@ def test_requests_survive_failures_of_any_step(fakes, connect, pp, code):
     assert relinks >= 2 if code is ErrorCode.COMM and pp > 1 else relinks == 0
 
 
+def test_steps_ask_for_nothing_else(fakes, connect):
+    daemons, group, _ = ready(fakes, connect, 2)
+    for daemon in daemons.daemons:
+        daemon.operations.clear()
+    futures = [group.execute_model(admit(name, 3, block)) for block, name in enumerate("ab", 1)]
+    wait_until(futures[1].done, "both steps are over")
+    assert futures[0].done()
+    for daemon in daemons.daemons:
+        assert set(daemon.operations) <= {"ExecuteModel", "RenewLease"}
+
+
 @pytest.mark.parametrize("detaches", [False, True])
 def test_no_rank_is_told_of_the_end_before_it_has_read_the_last_step(fakes, connect, detaches):
     """Rank 0 alone answers steps; rank 1 reads its own late."""
