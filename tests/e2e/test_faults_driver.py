@@ -13,6 +13,7 @@ from rpc_schema.lifecycle import Status
 from tests.support.doomed_driver import Death, DriverNursery, Plan, read_report, start
 from tests.support.driving import Cases, random_cases
 from tests.support.serving import LONG_LEASE, connect, generate, worker_config
+from tests.support.stopping import stop_process
 from worker_client.launcher import LocalDaemons
 from worker_client.worker_group import WorkerGroup
 
@@ -95,7 +96,7 @@ def test_stopped_driver_wakes_up_fenced(loaded_daemons, checkpoint):
     daemons, config = loaded_daemons(2)
     with start(forever(plan_for(daemons.endpoints, config, cases))) as first:
         read_report(first)
-        os.kill(first.pid, signal.SIGSTOP)
+        stop_process(first.pid)
         with connect(daemons.endpoints, config, reload=False, force=False) as (group, loaded):
             assert loaded.was_loaded
             assert generate(group, loaded, cases.requests).tokens == cases.expected

@@ -15,6 +15,7 @@ import zmq
 
 from rpc_schema.lifecycle import Detach
 from tests.support.secured import KeyRing, SecuredDaemon, free_port
+from tests.support.stopping import stop_process
 from worker_client.transport import new_driver_id, parse_endpoint
 from worker_client.worker_client import WorkerClient
 
@@ -52,7 +53,7 @@ def daemon(request, directory, ring):
 @contextmanager
 def stopped_at_first(daemon: SecuredDaemon):
     pid = daemon.process.pid
-    os.kill(pid, signal.SIGSTOP)
+    stop_process(pid)
     timer = threading.Timer(STOPPED_S, os.kill, (pid, signal.SIGCONT))
     timer.start()
     yield

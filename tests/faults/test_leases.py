@@ -26,6 +26,7 @@ from rpc_schema.errors import ControlErrorReply, ErrorCode, ErrorReply
 from rpc_schema.lease import driver_digest
 from tests.contract.random_messages import fixed_example
 from tests.support.leased_driver import admit, decode, living_driver, make_ready
+from tests.support.stopping import stop_process
 from tests.unit.server.driver import DaemonProcess, Driver, wait_for
 from worker_client.errors import LeaseExpiredError, LeaseHeldError
 from worker_client.lease import LeaseTerms
@@ -132,7 +133,7 @@ def test_row_5_stopped_driver_wakes_up_fenced_and_stops(
     daemon: DaemonProcess, detection: Callable
 ) -> None:
     with living_driver(daemon.endpoint, TTL_S) as first, group_on(daemon) as second:
-        os.kill(first.pid, signal.SIGSTOP)
+        stop_process(first.pid)
         second.attach()
         before = admit(second)
         os.kill(first.pid, signal.SIGCONT)
@@ -149,7 +150,7 @@ def test_row_5_stopped_driver_wakes_up_expired_if_nobody_came(
 ) -> None:
     observer = connect()
     with living_driver(daemon.endpoint, TTL_S) as first:
-        os.kill(first.pid, signal.SIGSTOP)
+        stop_process(first.pid)
         wait_for(lambda: observer.status().lease.state == "orphan")
         wait_for(lambda: observer.status().transitions[-1].endswith("(the lease expired)"))
         last_seq = observer.status().last_seq

@@ -15,6 +15,7 @@ import zmq
 from tests.support.driving import Cases, random_cases
 from tests.support.faulty_daemon import Fault, FaultyDaemons
 from tests.support.serving import connect, generate, scheduler_limits, worker_config
+from tests.support.stopping import stop_process
 from tests.support.waiting import wait_until
 from worker_client.driver import Driver, Recover, give_up
 from worker_client.liveness import FENCE_AFTER_S, LivenessEvent
@@ -92,7 +93,7 @@ class Stopper:
 
     def __call__(self) -> None:
         self.at = time.monotonic()
-        os.kill(self.pid, signal.SIGSTOP)
+        stop_process(self.pid)
 
     def go_on_later(self, seconds: float) -> None:
         self.timer = threading.Timer(seconds, os.kill, (self.pid, signal.SIGCONT))

@@ -15,6 +15,7 @@ import pytest
 
 from rpc_schema.exit_codes import ExitCode
 from tests.support.command_line import ask_status, short_directory
+from tests.support.stopping import stop_process
 from tests.support.waiting import wait_until
 from tests.unit.server.driver import SERVE, DaemonProcess
 from worker_daemon.errors import ConfigError
@@ -347,7 +348,7 @@ def test_removed_directory_is_left_to_the_next_daemon(start, directory):
     first = start()
     serves(first)
     # Stopped, so that it makes no new lock in the meantime.
-    first.process.send_signal(signal.SIGSTOP)
+    stop_process(first.process.pid)
     shutil.rmtree(directory / "d")
     first.process.send_signal(signal.SIGCONT)
     second = start()
@@ -362,7 +363,7 @@ def test_daemon_that_was_replaced_leaves_the_other_one_s_files(start, directory)
     """Both locks and sockets are the other's before the first can look again: it is stopped."""
     first = start()
     serves(first)
-    first.process.send_signal(signal.SIGSTOP)
+    stop_process(first.process.pid)
     (directory / "d" / "w0.lock").unlink()
     second = start()
     wait_until(lambda: ask_status(second.endpoint) is not None, "the second", START_LIMIT_S)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from tests.support.command_line import start_daemon, wait_for_daemons
+from tests.support.stopping import stop_process
 
 
 class Supervised:
@@ -44,7 +45,7 @@ class Supervised:
     def stop(self, rank: int) -> float:
         """Send SIGSTOP; return the time."""
         at = time.monotonic()
-        self.processes[rank].send_signal(signal.SIGSTOP)
+        stop_process(self.processes[rank].pid)
         return at
 
     def go_on(self, rank: int) -> None:

@@ -2,7 +2,6 @@
 real sockets, of processes that are stopped and killed."""
 
 import os
-import signal
 import socket
 import threading
 import time
@@ -17,6 +16,7 @@ from rpc_schema import lifecycle as lc
 from rpc_schema.config import ParallelConfig
 from tests.support.command_line import run_client, start_client
 from tests.support.fake_daemon import FakeDaemon
+from tests.support.stopping import stop_process
 from tests.support.waiting import wait_until
 from tests.unit.server.driver import DaemonProcess
 from worker_client.cli.daemons import connect
@@ -83,7 +83,7 @@ def test_daemon_killed_before_it_answers_is_told_at_once(directory, say, monkeyp
     monkeypatch.setattr("worker_client.listener.connection_error", look_and_kill)
     try:
         wait_until(Path(daemon.endpoint.removeprefix("ipc://")).exists, "it listens", 20.0)
-        daemon.process.send_signal(signal.SIGSTOP)
+        stop_process(daemon.process.pid)
 
         def say_it() -> None:
             with pytest.raises(WorkerDied, match=rf"{daemon.endpoint}: .*\(signal: \w+\)"):
