@@ -29,6 +29,7 @@ from tests.support.secured import (
 )
 from tests.support.waiting import wait_until
 from worker_client.transport import parse_endpoint
+from worker_daemon.server.auth.bad_peers import BadPeers
 from worker_daemon.server.auth.connection_limit import (
     BURST,
     RATE_PER_S,
@@ -42,7 +43,9 @@ from worker_daemon.server.auth.handshakes import (
     Handshakes,
     Traffic,
 )
+from worker_daemon.server.auth.keys import AuthorizedKeys
 from worker_daemon.server.auth.security import HANDSHAKE_MS
+from worker_daemon.server.auth.zap import ZapHandler
 
 STRANGER, FRIEND = "127.0.0.3", "127.0.0.1"
 """Two hosts, as far as the daemon can see; drivers come from the second."""
@@ -392,6 +395,27 @@ def is_kept_out(counts: tuple[int, int]) -> bool:
     return accepted <= 3 * RATE_PER_S and refused >= 10
 
 
+def test_connections_that_end_before_they_are_looked_at_are_limited(ring, caplog):
+    """The ZAP thread is as late as can be: it is started after them."""
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as listening:
+        zap = ZapHandler(context, AuthorizedKeys(ring.authorized), BadPeers())
+        zap.watch("step", listening)
+        port = listening.bind_to_random_port("tcp://127.0.0.1")
+        before = num_descriptors()
+        for _ in range(2 * BURST):
+            assert connects(port, LIMIT_S)
+        wait_until(lambda: num_descriptors() == before, "libzmq has closed them")
+        zap.start()
+        wait_until(lambda: "too many connections" in caplog.text, "they are limited", LIMIT_S)
+        wait_until(lambda: connects(port, 0.5), "a stranger gets in again")
+        assert zap.stop(LIMIT_S)
+
+
+def num_descriptors():
+    """Return how many files this process has open."""
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
 class Traffics:
     """Stands in for the kernel: what connections have carried, and those that were shut down."""
 
@@ -511,11 +535,11 @@ def test_socket_is_used_while_no_descriptor_is_free():
 
 def test_what_is_no_socket_leaves_no_descriptor_open():
     opened = os.open(os.devnull, os.O_RDONLY)
-    before = len(list(Path("/proc/self/fd").iterdir()))
+    before = num_descriptors()
     for _ in range(3):
         with pytest.raises(OSError), borrowed(opened):
             pass
-    assert len(list(Path("/proc/self/fd").iterdir())) == before
+    assert num_descriptors() == before
     os.close(opened)
 
 

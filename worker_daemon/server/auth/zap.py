@@ -275,11 +275,13 @@ class _Watch:
         address, name = _address(descriptor)
         if len(self._addresses) < MAX_ADDRESSES:
             self._addresses[descriptor] = address
-        if name is None or self._limit is None:
+        if self._limit is None:
             return
-        host = name[0]
-        self._handshakes.began(descriptor, name)
-        if self._limit.entered(host):
+        if name is not None:
+            self._handshakes.began(descriptor, name)
+        # A peer that has left already counts as unknown: otherwise connections that are as short
+        # as we are late would never be limited.
+        if self._limit.entered(address if name is None else name[0]):
             self._floods.refused(
                 self._name, "unknown addresses", "too many connections: all must wait"
             )
