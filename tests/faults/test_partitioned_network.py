@@ -26,7 +26,6 @@ FIRST_PORT = 7000
 PORTS_APART = 10
 RESULTS_PORTS = {FIRST_PORT + PORTS_APART * rank + 2 for rank in range(2)}
 MAX_TOKENS = 16
-STEPS_BEFORE = 6
 
 
 @pytest.fixture(scope="module")
@@ -126,20 +125,21 @@ def daemons(both_daemons):
 
 
 def serving(daemons, pp, lease_ttl_s):
-    """A driver on the near host, in the middle of its requests."""
+    """A driver on the near host that pauses in the middle of its requests."""
     driver = daemons.driver("near", pp, lease_ttl_s)
     driver.tell("load")
     driver.wait_for("attached")
-    driver.tell("generate")
-    for _ in range(STEPS_BEFORE):
-        driver.wait_for("step")
+    driver.tell("begin")
+    driver.wait_for("paused")
     return driver
 
 
 def break_network(daemons, driver, pp, *senders):
-    """Lose what these hosts send; return when, and when the driver suspected the last rank."""
+    """Lose what these hosts send, and let the driver go on; return when, and when it suspected the
+    last rank."""
     daemons.hosts.lose(*senders)
     at = time.monotonic()
+    driver.tell("go on")
     return at, max(driver.wait_for("suspect").at for _ in range(pp))
 
 
@@ -193,6 +193,7 @@ def test_row_7_two_drivers_on_either_side_of_a_partition_only_one_steps(daemons,
     first = serving(daemons, 1, SHORT_LEASE_S)
     daemons.hosts.lose("near", "far")
     broken_at = time.monotonic()
+    first.tell("go on")
     second.tell("attach")  # waits for the lease
     suspect_s = first.wait_for("suspect").at - broken_at
     second.wait_for("attached")

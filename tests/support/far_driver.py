@@ -1,6 +1,7 @@
 """`python -m tests.support.far_driver PLAN`: a driver that obeys commands, one word per line:
-`attach`, `load` (attach and load again), `generate` (all of the plan's requests), `close`. Prints
-results and liveness events as lines of JSON. For drivers on a separate host."""
+`attach`, `load` (attach and load again), `generate` (all of the plan's requests), `begin` (the
+same, but pause after some steps until the next line), `close`. Prints results and liveness events
+as lines of JSON. For drivers on a separate host."""
 
 import json
 import queue
@@ -29,6 +30,7 @@ from worker_client.worker_group import WorkerGroup
 
 NUM_GPU_BLOCKS = 128
 WAIT_S = 60.0
+STEPS_BEFORE_PAUSE = 6
 
 
 class Plan(msgspec.Struct, frozen=True):
@@ -44,8 +46,8 @@ class Plan(msgspec.Struct, frozen=True):
 
 
 class Said(NamedTuple):
-    """A line that the driver printed: `ready`, `attached`, `step`, `suspect`, `back`, `dead`,
-    `generated`, or the name of an error."""
+    """A line that the driver printed: `ready`, `attached`, `paused`, `suspect`, `back`,
+    `dead`, `generated`, or the name of an error."""
 
     what: str
     at: float
@@ -135,10 +137,16 @@ class ReplayCounter:
         return sum(future.replayed for future in self._futures)
 
 
-def generate(group: WorkerGroup, loaded: LoadedGroup, plan: Plan) -> None:
-    """Serve all of the plan's requests."""
+def generate(group: WorkerGroup, loaded: LoadedGroup, plan: Plan, pause_after: int = 0) -> None:
+    """Serve all of the plan's requests. pause_after: a number of steps, 0 for no pause."""
     counter = ReplayCounter(group)
-    driver = Driver(counter, Scheduler(scheduler_limits(group, loaded)), lambda _: say("step"))
+
+    def pause(_: object) -> None:
+        if len(driver.records) == pause_after:
+            say("paused")
+            sys.stdin.readline()
+
+    driver = Driver(counter, Scheduler(scheduler_limits(group, loaded)), pause)
     for name, prompt in plan.prompts.items():
         driver.add_request(greedy_request(name, prompt, plan.max_tokens))
     tokens = {output.req_id: list(map(int, output.token_ids)) for output in driver.run()}
@@ -157,7 +165,7 @@ def main() -> None:
     with WorkerGroup(plan.endpoints, plan.config.parallel, keys, lease=terms) as group:
         group.on_liveness(hear)
         say("ready")
-        for line in sys.stdin:
+        while line := sys.stdin.readline():
             try:
                 if line.strip() in ("attach", "load"):
                     group.attach()
@@ -168,6 +176,8 @@ def main() -> None:
                     say("attached")
                 elif line.strip() == "generate":
                     generate(group, loaded, plan)
+                elif line.strip() == "begin":
+                    generate(group, loaded, plan, STEPS_BEFORE_PAUSE)
                 else:
                     break
             except ClientError as error:
