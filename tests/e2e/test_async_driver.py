@@ -190,9 +190,17 @@ def test_wrong_requests_are_refused_beside_others(opened, model, prompts):
 
 
 def test_requests_beyond_the_bound_wait(opened, prompts):
+    pace = Pace(0)
+    opened.before_step = pace.before_step
+
+    async def let_go():
+        await pace.held()
+        pace.go_on()
+
     async def main():
         async with AsyncDriver(opened, max_requests=2) as driver:
-            await asyncio.gather(*(collect(driver, request) for request in greedy(prompts)))
+            requests = (collect(driver, request) for request in greedy(prompts))
+            await asyncio.gather(*requests, let_go())  # it begins when the first two are there
 
     asyncio.run(main())
     assert len(opened.driver.timings) == len(prompts)
