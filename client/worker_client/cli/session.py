@@ -225,7 +225,9 @@ def open_session(
         recover = _recovery(options, group, daemons)
         yield Session(group, model, options, startup_s, process_started, ready, recover, tokenizer)
         if options.endpoints:
-            group.detach()
+            # The run is complete. Where this fails, the lease ends by itself.
+            with contextlib.suppress(ClientError, WireError):
+                group.detach()
 
 
 def _recovery(options: RunOptions, group: WorkerGroup, daemons: LocalDaemons | None) -> Recover:

@@ -21,6 +21,7 @@ from worker_client.cli.output_file import OutputFile, check_output, is_special, 
 from worker_client.cli.trace import _write as write_trace
 from worker_client.errors import OutputError
 from worker_client.observer import Recorded
+from worker_daemon.errors import DeviceError
 
 LINE = '{{"id": "r{}", "prompt_token_ids": [1, 2, {}], "max_tokens": 8, "ignore_eos": true}}\n'
 
@@ -75,6 +76,24 @@ def test_new_output_has_whole_lines_as_they_come(directory, run, words):
     assert code == ExitCode.OUTPUT
     assert f"the lines finished before are in {target}" in errors
     assert [json.loads(line)["id"] for line in target.read_text().split("\n")[:-1]] == ["r0", "r1"]
+
+
+@pytest.mark.parametrize("command", ["generate", "bench"])
+def test_run_that_is_complete_succeeds_whatever_becomes_of_the_daemon(
+    fakes, directory, run, command, monkeypatch
+):
+    def fail(epoch: int) -> None:
+        raise DeviceError("it fell off the bus")
+
+    group = fakes(1)
+    (daemon,) = group.daemons
+    source, target = directory / "in.jsonl", directory / "out.jsonl"
+    source.write_text("".join(LINE.format(index, index) for index in range(6)))
+    words = [*options(group, directory), "--input", source]
+    monkeypatch.setattr(daemon.lease, "release", fail)
+    code, _, errors = run(command, *words, "--output", target)
+    assert "Detach" in daemon.operations
+    assert (code, len(target.read_text().splitlines())) == (0, 6), errors
 
 
 @pytest.mark.parametrize("command", ["generate", "bench", "trace"])
