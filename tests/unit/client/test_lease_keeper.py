@@ -171,6 +171,10 @@ def test_lease_that_cannot_be_renewed_for_want_of_descriptors_is_not_taken(drive
     serve(group, group.prepare(worker_config(2)), pp=2)
 
 
+NUM_ATTEMPTS = 10
+"""Each opens two sockets, of two descriptors and more."""
+
+
 @contextlib.contextmanager
 def no_threads():
     """None can be started: no memory holds its stack."""
@@ -186,9 +190,12 @@ def test_lease_that_no_thread_can_renew_is_not_taken_and_leaks_nothing(drivers):
     group.attach()
     group.detach()
     num_open = psutil.Process().num_fds()
-    with no_threads(), pytest.raises(OutOfThreads, match="TasksMax"):
-        group.attach()
-    wait_until(lambda: psutil.Process().num_fds() <= num_open, "its sockets are closed")
+    for _ in range(NUM_ATTEMPTS):
+        with no_threads(), pytest.raises(OutOfThreads, match="TasksMax"):
+            group.attach()
+    # One more or less for each connection of the group: a busy host cuts them now and then.
+    is_closed = lambda: psutil.Process().num_fds() < num_open + NUM_ATTEMPTS  # noqa: E731
+    wait_until(is_closed, "its sockets are closed")
     assert [state_of(daemon) for daemon in drivers.daemons] == ["free", "free"]
     group.attach()
     serve(group, group.prepare(worker_config(2)), pp=2)
