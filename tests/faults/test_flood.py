@@ -404,7 +404,7 @@ def test_connections_that_end_before_they_are_looked_at_are_limited(ring, caplog
         before = num_descriptors()
         for _ in range(2 * BURST):
             assert connects(port, LIMIT_S)
-        wait_until(lambda: num_descriptors() == before, "libzmq has closed them")
+        wait_until(lambda: num_descriptors() <= before, "libzmq has closed them")
         zap.start()
         wait_until(lambda: "too many connections" in caplog.text, "they are limited", LIMIT_S)
         wait_until(lambda: connects(port, 0.5), "a stranger gets in again")

@@ -1,24 +1,32 @@
 """`python -m tests.support.stalls -- COMMAND`: runs tests while their processes are stopped at
-random, one at a time, as a busy host does. Prints how often."""
+random, one at a time, as a busy host does, and prints how often; or, with --lines, while their
+threads sleep before random lines (stalled_lines/sitecustomize.py)."""
 
 import argparse
 import contextlib
+import os
 import random
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import psutil
+
+STALLED_LINES = Path(__file__).with_name("stalled_lines")
 
 
 def main() -> None:
     """Exit with the command's exit code."""
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--lines", action="store_true", help="sleep before lines instead")
     parser.add_argument("--longest", type=float, default=2.0, help="seconds of a stop, at most")
     parser.add_argument("--every", type=float, default=1.0, help="seconds between two, on average")
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(1 << 32))
     parser.add_argument("command", nargs="+")
     options = parser.parse_args()
+    if options.lines:
+        sys.exit(subprocess.call(options.command, env=slow_lines(options.longest)))
     source, num_stops = random.Random(options.seed), 0
     running = subprocess.Popen(options.command)
     try:
@@ -30,6 +38,13 @@ def main() -> None:
         code = running.wait()
     sys.stdout.write(f"seed {options.seed}: {num_stops} stops\n")
     sys.exit(code)
+
+
+def slow_lines(longest_s: float) -> dict[str, str]:
+    """Return the environment in which Python's threads sleep before lines, so long at most."""
+    paths = [str(STALLED_LINES), *filter(None, [os.environ.get("PYTHONPATH")])]
+    new = {"PYTHONPATH": os.pathsep.join(paths), "STALL_LONGEST_S": str(longest_s)}
+    return {**os.environ, **new}
 
 
 def stop_one(parent: int, source: random.Random, longest_s: float) -> bool:

@@ -7,14 +7,14 @@ from pathlib import Path
 
 from tests.support.waiting import wait_until
 
-_RUNS_NOT = frozenset("TtZX")
+_NOT_RUNNING = frozenset("TtZX")
 """States in proc_pid_stat(5): stopped, traced, zombie, dead."""
 
 
 def stop_process(pid: int) -> None:
     """Send SIGSTOP, and wait until no thread of the process runs."""
     os.kill(pid, signal.SIGSTOP)
-    wait_until(lambda: _states(pid) <= _RUNS_NOT, f"process {pid} has stopped")
+    wait_until(lambda: _states(pid) <= _NOT_RUNNING, f"process {pid} has stopped")
 
 
 def _states(pid: int) -> set[str]:

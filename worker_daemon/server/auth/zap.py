@@ -279,8 +279,8 @@ class _Watch:
             return
         if name is not None:
             self._handshakes.began(descriptor, name)
-        # A peer that has left already counts as unknown: otherwise connections that are as short
-        # as we are late would never be limited.
+        # A peer that has left already counts as unknown: otherwise a flood of short connections,
+        # which makes this thread late, would never be limited.
         if self._limit.entered(address if name is None else name[0]):
             self._floods.refused(
                 self._name, "unknown addresses", "too many connections: all must wait"
