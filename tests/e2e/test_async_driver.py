@@ -203,8 +203,10 @@ def test_requests_beyond_the_bound_wait(opened, prompts):
             await asyncio.gather(*requests, let_go())  # it begins when the first two are there
 
     asyncio.run(main())
-    assert len(opened.driver.timings) == len(prompts)
-    assert max(record.num_requests for record in opened.driver.records) == 2
+    times = list(opened.driver.timings.values())
+    assert len(times) == len(prompts)
+    # They need not share a step: on two stages they may take turns.
+    assert max(sum(o.added <= t.added < o.finished for o in times) for t in times) == 2
 
 
 def test_closing_ends_what_is_unfinished(opened, model, prompts):
