@@ -200,7 +200,7 @@ def test_row_7_two_drivers_on_either_side_of_a_partition_only_one_steps(daemons,
     last_epoch = max(epoch for epoch, _ in daemons.runs()[0])
     second.tell("generate")
     daemons.hosts.heal()
-    # Whoever was cut off for longer than the fence timeout gives the daemon up himself.
+    # A driver that is cut off for longer than the fence timeout gives the daemon up first.
     first.wait_for("FencedError", "dead")
     assert second.wait_for("generated").tokens == daemons.cases.expected
     assert_ran_once(daemons)

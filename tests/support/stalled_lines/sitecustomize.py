@@ -1,4 +1,4 @@
-"""Python imports this when it starts a process under `make stalls ARGS=--lines` (module site). The
+"""Python imports this when it starts a process under `make stalls` with --lines (module site). The
 threads sleep before random lines of the project, each for itself, and so run in an order that the
 kernel rarely gives them."""
 
@@ -73,5 +73,5 @@ class LineTracer:
 
 tracer = LineTracer(float(os.environ["STALL_LONGEST_S"]))
 threading.settrace(tracer)
-if "serve" not in sys.orig_argv:  # a daemon's main thread imports torch, traced in a minute
+if "serve" not in sys.orig_argv:  # importing torch takes a daemon too long if it is traced
     sys.settrace(tracer)
