@@ -82,8 +82,10 @@ def _introduction() -> str:
         {codec.MAX_CONTROL_BYTES} on the others. Unknown tags, missing or extra fields, and values
         out of bounds are refused before they have any effect. Only Hello and HelloReply tolerate
         extra fields. A step reply that is sent again, because its seq was repeated, has the same
-        frames after an empty one. Some control requests may be sent again, with the same `call`, if
-        the connection ends before the reply. They take effect only once.
+        frames after an empty one. An empty frame alone on the results socket says nothing: by it
+        the daemon checks that the driver's connection lasts. Some control requests may be sent
+        again, with the same `call`, if the connection ends before the reply. They take effect only
+        once.
 
         A step request is legal in the states listed with it, and only while the daemon serves.
         Otherwise it is refused, and nothing changes. The daemon reports a request as hung when it

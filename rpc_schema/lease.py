@@ -8,13 +8,15 @@ from msgspec import Meta
 
 from rpc_schema.base import ControlReply, ControlRequest, Count, Uid, Unsigned, Value
 
-LeaseState = Literal["free", "held", "orphan"]
-"""free: a driver may attach at once. held: its holder renews it. orphan: it has expired; steps are
+LeaseState = Literal["free", "held", "claimable", "orphan"]
+"""free: a driver may attach at once. held: its holder is there. claimable: its holder's connection
+has ended, though not surely its process; any driver may attach, and until one does, the holder goes
+on as soon as it is back. orphan: the holder has ended or has been silent for too long; steps are
 refused, weights and KV cache stay, any driver may attach."""
 
 MIN_LEASE_TTL_MS = 1_000
 MAX_LEASE_TTL_MS = 60_000
-DEFAULT_LEASE_TTL_MS = 3_000
+DEFAULT_LEASE_TTL_MS = 30_000
 MAX_ORPHAN_KV_TTL_MS = 3_600_000
 DEFAULT_ORPHAN_KV_TTL_MS = 60_000
 
@@ -34,9 +36,11 @@ class LeaseStatus(Value, frozen=True, kw_only=True):
     """Epoch of the holder."""
     ttl_ms: Count = 0
     remaining_ms: Count = 0
-    """Time until it expires, unless it is renewed; 0 unless held."""
+    """Time until it expires, unless it is renewed; 0 unless held or claimable."""
     orphan_kv_remaining_ms: Count = 0
     """Time until the requests of its last holder are dropped; 0 unless orphan."""
+    silent_ms: Count = 0
+    """Time since the holder's last renewal; 0 unless held or claimable."""
 
 
 FREE_LEASE = LeaseStatus(state="free")
@@ -55,9 +59,15 @@ class RenewLease(ControlRequest["RenewLeaseReply"], frozen=True, tag=9, kw_only=
 
     driver_id: Uid
     epoch: Unsigned
+    yields: bool = False
+    """The driver's application has ended or hangs: instead of being renewed, the lease becomes
+    claimable, until a renewal without this."""
 
 
 class RenewLeaseReply(ControlReply, frozen=True, tag=9, kw_only=True):
-    """The lease was renewed."""
+    """The lease was renewed, unless it is being claimed."""
 
     remaining_ms: Count
+    is_claimed: bool = False
+    """Another driver is attaching, because the holder's connection had ended: the lease was not
+    renewed. Ask again: the other driver gets it, or gives up within a second."""

@@ -89,7 +89,8 @@ group is further ahead, a driver sends several requests."""
 class PrepareAttach(ControlRequest["PrepareAttachReply"], frozen=True, tag=2, kw_only=True):
     """First phase of attach: announce an epoch higher than any that this daemon has seen, by at
     most 2^20 (otherwise CONFIG). Refused to a driver that has not sent Hello with this daemon's
-    protocol version, and, with LEASE_HELD, while another driver holds the lease."""
+    protocol version, and, with LEASE_HELD, while another driver holds the lease or is attaching.
+    Once granted, no other driver gets the lease for a second, unless by force."""
 
     driver_id: Uid
     epoch: Annotated[int, Meta(ge=1, le=2**63 - 1)]
@@ -113,12 +114,13 @@ class CommitAttach(ControlRequest["CommitAttachReply"], frozen=True, tag=3, kw_o
     epoch: Annotated[int, Meta(ge=1, le=2**63 - 1)]
     results_route: Uid
     """Routing id of the driver's results socket. A secret: a connection with this id receives the
-    results."""
+    results. While it has no connection, the lease is claimable."""
     keep_requests: bool = False
     """Keep the earlier drivers' requests for AdoptRequests; the first ExecuteModel drops those that
     it does not name."""
     lease_ttl_ms: Unsigned = DEFAULT_LEASE_TTL_MS
-    """1000 to 60000: duration of the lease after each renewal."""
+    """1000 to 60000: time without a renewal after which the lease expires. It ends sooner if the
+    driver's process or its results connection ends."""
     orphan_kv_ttl_ms: Unsigned = DEFAULT_ORPHAN_KV_TTL_MS
     """0 to 3600000: time for which requests stay on the daemon after the lease has expired. Weights
     stay."""
@@ -243,10 +245,10 @@ class CommitAttachReply(ControlReply, frozen=True, tag=3, kw_only=True):
 
 
 class Detach(ControlRequest["Acknowledged"], frozen=True, tag=4, kw_only=True):
-    """Detach and free the lease. The model stays loaded. The next attach drops the requests, unless
-    it sets keep_requests. A request that the daemon reads afterwards is refused: first wait until
-    the status of every rank has the last request's seq as last_seq, or else the next driver finds
-    some ranks in a step that the others have refused."""
+    """Detach and free the lease, or give up a prepared epoch. The model stays loaded. The next
+    attach drops the requests, unless it sets keep_requests. A request that the daemon reads
+    afterwards is refused: first wait until the status of every rank has the last request's seq as
+    last_seq, or else the next driver finds some ranks in a step that the others have refused."""
 
     epoch: Unsigned
 

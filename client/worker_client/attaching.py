@@ -70,7 +70,7 @@ class Attachment:
                 deadline = time.monotonic() + agree_s
             try:
                 return self._commit(epoch, deadline, agree_s, keep_requests=keep_requests)
-            except FencedError:  # another driver was faster: it may have the lease now
+            except (FencedError, LeaseHeldError):  # another driver was faster
                 if not attempts_left:
                     raise
 
@@ -83,11 +83,24 @@ class Attachment:
         return self._commit(epoch, time.monotonic() + agree_s, agree_s)
 
     def detach(self) -> None:
-        """Give the lease back on all daemons, and wait for their replies."""
+        """Give the lease back on all daemons at once, and wait for their replies. A daemon that
+        fails does not keep the others from being asked."""
         self.channel.lease.stop()
         self.is_attached = False
+        failure: ClientError | WireError | None = None
+        pending = []
         for client in self.channel.daemons.present:
-            client.ask(partial(lc.Detach, epoch=self.channel.epoch))
+            try:
+                pending.append(client.begin(partial(lc.Detach, epoch=self.channel.epoch)))
+            except (ClientError, WireError) as error:
+                failure = failure or error
+        for call in pending:
+            try:
+                call.result()
+            except (ClientError, WireError) as error:
+                failure = failure or error
+        if failure is not None:
+            raise failure
 
     def leave(self) -> None:
         """Give the lease back on all daemons that reply in time, if there is one."""
@@ -135,14 +148,28 @@ class Attachment:
         while True:
             # A daemon that is far behind the others catches up in several steps.
             asked = [min(epoch, last + lc.MAX_EPOCH_STEP) for last in known]
-            replies = [
-                client.prepare_attach(wanted, _remaining(deadline), force=force)
-                for client, wanted in zip(present, asked, strict=True)
-            ]
+            replies = self._prepare(asked, deadline, force=force)
             known = [reply.last_epoch for reply in replies]
             if all(reply.granted for reply in replies) and set(asked) == {epoch}:
                 return epoch
             epoch = max(epoch, *known) + 1
+
+    def _prepare(
+        self, epochs: Sequence[int], deadline: float, *, force: bool
+    ) -> list[lc.PrepareAttachReply]:
+        """Announce an epoch to each daemon. If one refuses, the others need not wait for us."""
+        replies: list[lc.PrepareAttachReply] = []
+        present = self.channel.daemons.present
+        try:
+            for client, epoch in zip(present, epochs, strict=True):
+                replies.append(client.prepare_attach(epoch, _remaining(deadline), force=force))
+        except ClientError:
+            for client, epoch, reply in zip(present, epochs, replies, strict=False):
+                if reply.granted:
+                    with contextlib.suppress(ClientError, WireError):
+                        client.begin(partial(lc.Detach, epoch=epoch), LEAVE_TIMEOUT_S)
+            raise
+        return replies
 
     def _commit(
         self, epoch: int, deadline: float, timeout_s: float, *, keep_requests: bool = False

@@ -411,7 +411,7 @@ class NotAttachedError(RemoteProtocolError, code=ErrorCode.NOT_ATTACHED):
 class LeaseHeldError(RemoteProtocolError, code=ErrorCode.LEASE_HELD):
     """Another driver holds the lease of a daemon. `holder` is the driver_digest of its id,
     `holder_name` its HOST:PID, `remaining_s` the time until the lease expires unless it is
-    renewed."""
+    renewed. `is_claim`: that driver does not have it yet, but is attaching."""
 
     def __init__(self, reply: ErrorReply | ControlErrorReply, *, rank: int, endpoint: str) -> None:
         super().__init__(reply, rank=rank, endpoint=endpoint)
@@ -419,6 +419,7 @@ class LeaseHeldError(RemoteProtocolError, code=ErrorCode.LEASE_HELD):
         self.holder = b"" if lease is None else lease.holder
         self.holder_name = "" if lease is None else lease.holder_name
         self.remaining_s = 0.0 if lease is None else lease.remaining_ms / 1000
+        self.is_claim = lease is not None and lease.state == "claimable"
 
 
 class LeaseExpiredError(RemoteProtocolError, code=ErrorCode.LEASE_EXPIRED):

@@ -65,6 +65,11 @@ RANKS_POLL_S = 0.002
 GREETINGS_S = 1.0
 """Time in which the greetings come once all ranks have attached, unless they were lost."""
 
+LEASE_CHECK_S = 0.05
+"""Interval at which the group checks that the lease is its own before it takes a result: less than
+daemons wait for a driver whose connection has ended."""
+LEASE_POLL_S = 0.005
+
 OBSERVER_TIMEOUT_S = 0.5
 """Limit on requests on behalf of an observer."""
 
@@ -149,6 +154,7 @@ class GroupChannel:
         self.links = Links(len(endpoints))
         self._gather: Gathering | None = None
         self._next_events = 0.0
+        self._lease_checked = 0.0
         self._heard: deque[EventMessage] = deque(maxlen=MAX_EVENTS_KEPT)
         """Events still to be handled; the watch has them already."""
 
@@ -481,7 +487,36 @@ class GroupChannel:
         elif isinstance(reply, ErrorReply):
             self._steps.take_error(reply, self._to_error(reply))
         else:
+            if time.monotonic() >= self._lease_checked + LEASE_CHECK_S:
+                self._await_lease()
             self._steps.take_outcome(reply, frames[1:], replayed=replayed)
+
+    def _await_lease(self) -> None:
+        """Wait until no other driver can have the daemons: it would deliver this result too.
+        Epochs fence steps, this fences their results. A dead rank is nobody's.
+
+        Raises:
+            RemoteError, LeaseNotRenewed: the lease is lost.
+            AuthenticationError: a daemon refused us.
+        """
+        watch = self.daemons.watch
+        while True:
+            self.daemons.results.read_news()
+            with contextlib.suppress(WorkerDied):
+                watch.look()
+            unsure = [
+                client.rank
+                for client in self.daemons.present
+                if watch.liveness[client.rank] != "dead"
+                and not self.lease.is_sure(client.rank, watch.cut_at(client.rank))
+            ]
+            if not unsure:
+                self._lease_checked = time.monotonic()
+                return
+            self._listen()
+            self.lease.check()
+            self.lease.renew_now()
+            time.sleep(LEASE_POLL_S)
 
     def _mends_gap(self, reply: ErrorReply) -> bool:
         """Send a rank the requests that it misses, if it refused one for a gap. Others may have

@@ -1,8 +1,10 @@
 """The driver's side of the lease: the thread that renews it on every daemon of a group while the
-application is alive, and the wait for another driver's lease to expire."""
+application is alive, the knowledge of whether the lease is still ours, and the wait for the end of
+another driver's lease."""
 
 import contextlib
 import os
+import random
 import socket
 import threading
 import time
@@ -10,6 +12,7 @@ import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 from rpc_schema.errors import WireError
 from rpc_schema.lease import (
@@ -34,12 +37,17 @@ from worker_client.errors import (
 from worker_client.transport import Context, ControlChannel, Endpoint, PendingCall
 
 RENEWALS_PER_TTL = 4
-"""The application may be stopped for the other three quarters, less the time of one renewal."""
+RENEWAL_S = 0.75
+"""Longest interval between renewals: by them a waiting driver sees that the holder lives."""
+OWNER_CHECK_S = 0.1
+"""Interval at which the keeper checks whether its application lives."""
+CLAIMED_RETRY_S = 0.02
+"""Wait before the next renewal while another driver claims the lease."""
 STOP_CHECK_S = 0.05
 """Interval at which a wait for replies checks whether the keeper is to stop."""
-POLL_S = 0.1
-"""Interval at which a waiting driver checks for renewals: shorter than the shortest renewal
-interval, or each check would find as much time left as the one before."""
+POLL_S = 0.05
+"""Interval at which a waiting driver asks again: shorter than the shortest renewal interval, or
+each check would find as much time left as the one before."""
 EXPIRY_SLACK_S = 0.01
 """Wait beyond the announced expiry, which is rounded to milliseconds."""
 RENEWAL_SLACK_S = 0.02
@@ -61,12 +69,14 @@ class LeaseTerms:
     """Terms of the lease that a driver asks its daemons for."""
 
     ttl_s: float = DEFAULT_LEASE_TTL_MS / 1000
-    """Time without a renewal after which daemons accept another driver, 1 to 60."""
+    """Time without a renewal after which daemons accept another driver, 1 to 60. They accept one
+    sooner if this process or its connection ends."""
     orphan_kv_ttl_s: float = DEFAULT_ORPHAN_KV_TTL_MS / 1000
     """Time for which daemons keep the requests after that, 0 to 3600. Weights stay."""
     heartbeat_timeout_s: float | None = None
     """None: the lease is renewed as long as the group is open and the thread that attached it
-    lives. Otherwise the application must also call `WorkerGroup.heartbeat` within this time."""
+    lives. Otherwise the application must also call `WorkerGroup.heartbeat` within this time; while
+    it has not, daemons accept another driver."""
 
     def __post_init__(self) -> None:
         """Raise ClientConfigError if a time is out of bounds."""
@@ -85,12 +95,25 @@ def holder_name() -> str:
     return f"{socket.gethostname()[:100]}:{os.getpid()}"
 
 
+class _Confirmed(NamedTuple):
+    """When the last renewal that a rank has answered was sent, by two clocks."""
+
+    monotonic: float
+    boottime: float
+    """Counts the time in which this host was suspended; daemons on other hosts ran."""
+
+
+def _now() -> _Confirmed:
+    return _Confirmed(time.monotonic(), time.clock_gettime(time.CLOCK_BOOTTIME))
+
+
 class LeaseKeeper:
     """Renews one epoch's lease on all daemons of a group, from `start` to `stop`, on its own thread
     and sockets.
 
     It renews only while the application is alive: the group is open and referenced, the thread
-    that started the keeper lives, and a heartbeat came in time, if one is required.
+    that started the keeper lives, and a heartbeat came in time, if one is required. Otherwise it
+    lets daemons accept another driver at once.
     """
 
     def __init__(
@@ -107,7 +130,10 @@ class LeaseKeeper:
         self._epoch = 0
         self._attached = False
         self._last_heartbeat = time.monotonic()
+        self._confirmed: dict[int, _Confirmed] = {}
+        """By rank. Written by the keeper's thread alone, once it runs."""
         self._ended = threading.Event()
+        self._wake = threading.Event()
         self._thread: threading.Thread | None = None
 
     def start(self, epoch: int, daemons: Sequence[tuple[int, Endpoint]]) -> None:
@@ -123,12 +149,13 @@ class LeaseKeeper:
         self._epoch = epoch
         self._attached = False
         self._owner = threading.current_thread()
+        self._confirmed = dict.fromkeys((rank for rank, _ in daemons), _now())
         self.heartbeat()
-        self._ended = threading.Event()
+        self._ended, self._wake = threading.Event(), threading.Event()
         # Opened here, so that a failure is raised to the caller; only the thread uses them.
         channels = self._open_channels(daemons)
         thread = threading.Thread(
-            target=self._run, args=(self._ended, channels), name="lease", daemon=True
+            target=self._run, args=(self._ended, self._wake, channels), name="lease", daemon=True
         )
         try:
             thread.start()
@@ -159,9 +186,23 @@ class LeaseKeeper:
         if self.lost is not None:
             raise self.lost
 
+    def is_sure(self, rank: int, cut_at: float | None) -> bool:
+        """Return True if no other driver can have this rank yet: our lease cannot have expired, and
+        a renewal was answered that was sent after `cut_at` (of time.monotonic), when our connection
+        ended for the last time. Always True while no lease is kept."""
+        if self._thread is None or (confirmed := self._confirmed.get(rank)) is None:
+            return True
+        is_current = _now().boottime < confirmed.boottime + self._terms.ttl_s
+        return is_current and (cut_at is None or confirmed.monotonic > cut_at)
+
+    def renew_now(self) -> None:
+        """Send a renewal soon."""
+        self._wake.set()
+
     def stop(self) -> None:
         """Stop renewing. May be repeated."""
         self._ended.set()
+        self._wake.set()
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -171,53 +212,81 @@ class LeaseKeeper:
         self.stop()
         self.lost = None
 
-    def _run(self, ended: threading.Event, channels: Sequence[ControlChannel]) -> None:
+    def _run(
+        self, ended: threading.Event, wake: threading.Event, channels: Sequence[ControlChannel]
+    ) -> None:
         try:
-            self._renew_until(ended, channels)
+            self._renew_until(ended, wake, channels)
         except Exception as error:
             self.lost = LeaseNotRenewed(error)
             self.lost.__cause__ = error
         finally:
             _close(channels)
 
-    def _renew_until(self, ended: threading.Event, channels: Sequence[ControlChannel]) -> None:
-        """Renew at even intervals, even if a daemon takes long to answer."""
-        interval_s = self._terms.ttl_s / RENEWALS_PER_TTL
+    def _renew_until(
+        self, ended: threading.Event, wake: threading.Event, channels: Sequence[ControlChannel]
+    ) -> None:
+        """Renew at even intervals, even if a daemon takes long to answer, and when woken."""
+        interval_s = min(RENEWAL_S, self._terms.ttl_s / RENEWALS_PER_TTL)
         due = time.monotonic() + interval_s
-        while not ended.wait(max(0.0, due - time.monotonic())) and self._group() is not None:
-            if not self._owner.is_alive():
-                return
-            due = time.monotonic() + interval_s
-            if self._is_beating():
-                self._renew(channels, ended, due)
-            if self.lost is not None:
-                return
+        while not ended.is_set() and self.lost is None:
+            is_left = self._group() is None or not self._owner.is_alive()
+            if is_left or wake.is_set() or time.monotonic() >= due:
+                wake.clear()
+                due = time.monotonic() + interval_s
+                is_claimed = self._renew(channels, ended, due, yields=is_left or not self._beats)
+                if is_left:
+                    return
+                if is_claimed:
+                    due = time.monotonic() + CLAIMED_RETRY_S
+            wake.wait(min(OWNER_CHECK_S, max(0.0, due - time.monotonic())))
 
-    def _is_beating(self) -> bool:
+    @property
+    def _beats(self) -> bool:
         timeout_s = self._terms.heartbeat_timeout_s
         return timeout_s is None or time.monotonic() - self._last_heartbeat <= timeout_s
 
     def _renew(
-        self, channels: Sequence[ControlChannel], ended: threading.Event, deadline: float
-    ) -> None:
+        self,
+        channels: Sequence[ControlChannel],
+        ended: threading.Event,
+        deadline: float,
+        *,
+        yields: bool,
+    ) -> bool:
         """Send a renewal to all daemons, then read their replies. One that does not answer is asked
-        again at the next interval."""
-        request = partial(RenewLease, driver_id=self._driver_id, epoch=self._epoch)
-        pending: list[PendingCall[RenewLeaseReply]] = []
+        again at the next interval. Return True if another driver claims one of them."""
+        request = partial(RenewLease, driver_id=self._driver_id, epoch=self._epoch, yields=yields)
+        pending: list[tuple[PendingCall[RenewLeaseReply], _Confirmed]] = []
         for channel in channels:
             with contextlib.suppress(*_ASK_AGAIN):
-                pending.append(channel.send(request, 0.0))
-        for call in pending:
+                sent = _now()
+                pending.append((channel.send(request, 0.0), sent))
+        is_claimed = False
+        for call, sent in pending:
             try:
-                while time.monotonic() < deadline and not ended.is_set():
-                    if call.poll(min(deadline, time.monotonic() + STOP_CHECK_S)) is not None:
-                        break
+                reply = self._await(call, ended, deadline)
             except _ASK_AGAIN:
                 continue
             except RemoteError as error:
                 if self._attached and not ended.is_set():
                     self.lost = error
-                    return
+                    break
+                continue
+            if reply is not None and reply.is_claimed:
+                is_claimed = True
+            elif reply is not None and not yields:
+                self._confirmed[call.channel.rank] = sent
+        return is_claimed
+
+    def _await(
+        self, call: "PendingCall[RenewLeaseReply]", ended: threading.Event, deadline: float
+    ) -> RenewLeaseReply | None:
+        while time.monotonic() < deadline and not ended.is_set():
+            reply = call.poll(min(deadline, time.monotonic() + STOP_CHECK_S))
+            if reply is not None:
+                return reply
+        return None
 
 
 def _close(channels: Sequence[ControlChannel]) -> None:
@@ -226,8 +295,8 @@ def _close(channels: Sequence[ControlChannel]) -> None:
 
 
 class Patience:
-    """Wait of a driver for another one's lease to expire: the time left, and the signs that the
-    holder lives."""
+    """Wait of a driver for another one's lease to end: the time left, and the signs that the holder
+    lives."""
 
     def __init__(self, wait_s: float) -> None:
         self._until = time.monotonic() + wait_s
@@ -240,12 +309,14 @@ class Patience:
 
         Raises:
             LeaseHeldError: the refusal, if the holder has renewed its lease, another driver holds
-                it now, or the time is too short to wait for its end.
+                it now, or the time is over.
         """
-        before = self._remaining.get(refusal.rank, refusal.remaining_s)
-        self._remaining[refusal.rank] = refusal.remaining_s
-        self._renewals += refusal.remaining_s > before + RENEWAL_SLACK_S
-        expiry = time.monotonic() + refusal.remaining_s
-        if self._renewals >= RENEWALS_OF_THE_LIVING or expiry > self._until:
+        if not refusal.is_claim:
+            before = self._remaining.get(refusal.rank, refusal.remaining_s)
+            self._remaining[refusal.rank] = refusal.remaining_s
+            self._renewals += refusal.remaining_s > before + RENEWAL_SLACK_S
+        if self._renewals >= RENEWALS_OF_THE_LIVING or time.monotonic() >= self._until:
             raise refusal
-        time.sleep(min(POLL_S, refusal.remaining_s + EXPIRY_SLACK_S))
+        # At random: two drivers that each claim what the other one lacks must not go on so.
+        pause_s = POLL_S * random.uniform(0.5, 1.5)
+        time.sleep(min(pause_s, refusal.remaining_s + EXPIRY_SLACK_S))

@@ -63,6 +63,8 @@ class _Watched:
     liveness: Liveness = "alive"
     cut_since: float | None = None
     """Time at which its connection was lost, if it was."""
+    cut_at: float | None = None
+    """Time at which its connection ended for the last time, even if there is another one now."""
     heard_at: float | None = None
     """Time of its last heartbeat; None before the first."""
     allowed_s: float = SILENCE_LIMIT_S
@@ -104,6 +106,10 @@ class Watch:
         """Liveness of each rank."""
         return [entry.liveness for entry in self._ranks]
 
+    def cut_at(self, rank: int) -> float | None:
+        """Return the time of time.monotonic at which its connection ended last; None: never."""
+        return self._ranks[rank].cut_at
+
     def pid(self, rank: int) -> int:
         """Return its process id on this host; 0 if unknown."""
         return self._ranks[rank].process.pid
@@ -129,8 +135,9 @@ class Watch:
         entry = self._ranks[rank]
         if not entry.uid:
             return
+        entry.cut_at = self._clock()
         if entry.cut_since is None:
-            entry.cut_since = self._clock()
+            entry.cut_since = entry.cut_at
         # On tcp the next attempt to connect shows it: a probe there is noticed and logged.
         if not entry.address.startswith("tcp://") and nobody_listens(entry.address):
             self._die(rank, "transport", "the connection ended" + entry.process.cause_of_end())

@@ -70,11 +70,16 @@ CUT_OFF_S = 1.5
 about every 0.15 s."""
 _NOBLOCK = int(zmq.NOBLOCK)
 # As plain numbers: pyzmq's flag enumerations cost a microsecond each time two are combined.
+_PROBE = [b""]
+"""By this message a daemon finds out whether it reaches us."""
 DEATH_CHECK_MS = 20
 """Interval at which a wait for replies checks whether a daemon has died."""
 
 HEARTBEAT_INTERVAL_MS = 250
 HEARTBEAT_TIMEOUT_MS = 750
+RECONNECT_MS = 10
+"""Pause before the first attempt to make a results connection again; it doubles each time."""
+MAX_RECONNECT_MS = 500
 CONNECT_TIMEOUT_S = 5.0
 
 
@@ -565,6 +570,10 @@ class ResultsChannel:
         }
         self._socket = _open_socket(context, zmq.DEALER, MAX_STEP_BYTES)
         self._socket.setsockopt(zmq.ROUTING_ID, route)
+        # Without a connection the lease is open to others: libzmq connects again at once, whether
+        # or not Python runs.
+        self._socket.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MS)
+        self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, MAX_RECONNECT_MS)
         self._ranks = {endpoint.results: rank for rank, endpoint in enumerate(endpoints)}
         self._socket.setsockopt(zmq.RCVTIMEO, DEATH_CHECK_MS)
         self._processes = PeerProcesses()
@@ -601,6 +610,8 @@ class ResultsChannel:
         while frame.more:
             frame = self._socket.recv(flags, copy=False)
             frames.append(frame.bytes)
+        if frames == _PROBE:
+            raise zmq.Again
         return frames
 
     def read_news(self, within_s: float = 0.0) -> None:

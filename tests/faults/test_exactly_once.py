@@ -166,7 +166,7 @@ class NeverEnds(Lease):
 class AnybodyRenews(Lease):
     """Renews the lease for any driver."""
 
-    def renew(self, driver: DriverIdentity, epoch: int) -> float:
+    def renew(self, driver: DriverIdentity, epoch: int, *, yields: bool = False) -> bool:
         if self._holder is None:
             return super().renew(driver, epoch)
         return super().renew(self._holder.driver, self._holder.epoch)

@@ -30,6 +30,7 @@ from rpc_schema import lifecycle as lc
 from rpc_schema.codec import StepMessage
 from rpc_schema.config import Rendezvous
 from rpc_schema.errors import ErrorCode, ErrorReply
+from rpc_schema.lease import driver_digest
 from worker_client.resending import Resending
 from worker_daemon.errors import LeaseHeldError, ProtocolError
 from worker_daemon.server.sequence import REPLAYABLE, StepGate, Verdict
@@ -136,11 +137,16 @@ class Daemon:
             return False
         self.epochs.record(epoch)
         self.prepared = (epoch, driver)
+        self.lease.claim(driver, epoch, force=force)
         return True
 
     def commit(self, driver: DriverIdentity, epoch: int) -> bool:
         """Grant it unless another driver has prepared since; return True on success."""
         if self.prepared != (epoch, driver) or epoch <= self.gate.epoch:
+            return False
+        try:
+            self.lease.check_claim(driver, epoch)
+        except LeaseHeldError:
             return False
         self.lease.grant(driver, epoch, TERMS)
         assert epoch > max(self.granted, default=0), "an epoch was granted twice"
@@ -157,12 +163,30 @@ class Daemon:
 
     def renew(self, driver: DriverIdentity, epoch: int) -> bool:
         try:
-            self.lease.renew(driver, epoch)
+            if not self.lease.renew(driver, epoch):
+                return False
         except ProtocolError:
             return False
         assert epoch == self.model.epoch and self._clock.now < self.model.until
         self.model.until = self._clock.now + TERMS.ttl_s
         return True
+
+    def lose_holder(self, how: str) -> None:
+        """Let the holder's connection end or come back, or its process end."""
+        epoch = self.model.epoch
+        if how == "cut":
+            self.lease.contact_lost(epoch)
+        elif how == "return":
+            self.lease.contact_returned(epoch)
+        else:
+            self.lease.holder_ended(epoch)
+            self.model.until = 0.0
+        self.look_at_lease()
+
+    def holds_against(self, driver: DriverIdentity) -> bool:
+        """Return True if another driver has the lease, and a connection."""
+        status = self.lease.status()
+        return status.state == "held" and status.holder != driver_digest(driver.driver_id)
 
     def release(self, epoch: int) -> None:
         if self.lease.release(epoch):
@@ -399,7 +423,9 @@ class ExactlyOnce(RuleBasedStateMachine):
         driver = SimulatedDriver(identity, self.parts)
         if how == "wait":
             self._expire()
+        is_held = any(daemon.holds_against(identity) for daemon in self.daemons)
         epoch = self._prepare(driver, force=how == "force")
+        assert not (epoch and is_held and how != "force"), "a held lease was taken"
         if not epoch:
             return
         committed = [self.daemons[rank].commit(driver.identity, epoch) for rank in sorted(ranks)]
@@ -415,6 +441,8 @@ class ExactlyOnce(RuleBasedStateMachine):
             try:
                 granted = [d.prepare(driver.identity, epoch, force=force) for d in self.daemons]
             except LeaseHeldError:
+                for daemon in self.daemons:
+                    daemon.lease.give_up(epoch)
                 return 0
             if all(granted):
                 return epoch
@@ -509,6 +537,13 @@ class ExactlyOnce(RuleBasedStateMachine):
         driver = self._driver(which)
         for daemon in self.daemons:
             daemon.renew(driver.identity, driver.epoch)
+
+    @rule(rank=st.integers(0, RANKS - 1), how=st.sampled_from(("cut", "cut", "return", "end")))
+    def lose_holder(self, rank: int, how: str) -> None:
+        """Cut a driver's connection to one rank, or to all as its process ends."""
+        self.counts.operations += 1
+        for each in range(RANKS) if how == "end" else (rank,):
+            self.daemons[each].lose_holder(how)
 
     def _expire(self) -> None:
         """Let a lease expire."""

@@ -273,6 +273,7 @@ class FakeDaemon:
                 last = max(self.epoch, self.granted)
                 if granted:
                     self.granted = epoch
+                    self.lease.claim(_driver(request), epoch, force=request.force)
                 return lc.PrepareAttachReply(call=call, granted=granted, last_epoch=last)
             case lc.CommitAttach():
                 reply = lc.CommitAttachReply(
@@ -285,6 +286,7 @@ class FakeDaemon:
                 terms = lease_terms(
                     request.lease_ttl_ms, request.orphan_kv_ttl_ms, request.holder_name
                 )
+                self.lease.check_claim(_driver(request), request.epoch)
                 self.lease.grant(_driver(request), request.epoch, terms)
                 self.gate.attach(request.epoch)
                 self.ring = ReplyRing()
@@ -296,12 +298,15 @@ class FakeDaemon:
                 return reply
             case lc.Detach(epoch=epoch):
                 if not self.lease.release(epoch):
+                    if self.lease.give_up(epoch):
+                        return lc.Acknowledged(call=call)
                     self.lease.need_held(epoch)
                 self.gate.detach(epoch)
                 return lc.Acknowledged(call=call)
             case ls.RenewLease():
-                remaining_s = self.lease.renew(_driver(request), request.epoch)
-                return ls.RenewLeaseReply(call=call, remaining_ms=round(remaining_s * 1000))
+                driver, yields = _driver(request), request.yields
+                is_renewed = self.lease.renew(driver, request.epoch, yields=yields)
+                return ls.RenewLeaseReply(call=call, remaining_ms=1, is_claimed=not is_renewed)
             case lc.Shutdown():
                 return lc.Acknowledged(call=call)
             case lc.OpenRendezvous():

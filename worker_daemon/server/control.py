@@ -100,9 +100,9 @@ class Control:
             message = await self._admit(route, peer, frames)
             if message is None:
                 continue
-            late = self._late_answer(message, peer)
+            late = self._late_answer(message, peer, frames[-1])
             if late is None:
-                await self._reply(route, self._outcome(message, peer))
+                await self._reply(route, self._outcome(message, peer, frames[-1]))
             else:
                 task = asyncio.ensure_future(self._answer_late(route, message, late))
                 self._late.add(task)
@@ -134,7 +134,7 @@ class Control:
             self._access.check(peer, message)
             epoch = getattr(message, "epoch", None)
             if epoch is not None and not isinstance(message, _ATTACHING):
-                self._check_owner(epoch, sender(self._access, peer))
+                self._check_owner(epoch, self._access.owner(peer))
         except ForbiddenError as error:
             reply = control_error_reply(error.with_traceback(None), call=message.call)
             await self._reply(route, reply)
@@ -142,20 +142,22 @@ class Control:
         return message
 
     def _late_answer(
-        self, message: ControlMessage, peer: Peer
+        self, message: ControlMessage, peer: Peer, frame: zmq.Frame
     ) -> Awaitable[ControlReplyMessage] | None:
         """Return the awaitable reply of a request that waits for the step thread; None for other
         requests."""
         if isinstance(message, lc.CommitAttach):
-            return self._commit(message, sender(self._access, peer))
+            return self._commit(message, sender(self._access, peer, frame))
         late = self._late_handlers.get(type(message))
         return None if late is None else late(message)
 
-    def _outcome(self, message: ControlMessage, peer: Peer) -> ControlReplyMessage:
+    def _outcome(
+        self, message: ControlMessage, peer: Peer, frame: zmq.Frame
+    ) -> ControlReplyMessage:
         kind = type(message)
         try:
             if kind in self._driver_handlers:
-                return self._driver_handlers[kind](message, sender(self._access, peer))
+                return self._driver_handlers[kind](message, sender(self._access, peer, frame))
             return self._handlers[kind](message)
         except Exception as error:  # the dispatch boundary: a request never ends the daemon
             return _failure(message, error)

@@ -35,6 +35,7 @@ from worker_daemon.server.progress import Progress
 from worker_daemon.server.runtime_files import FindGpu, RuntimeFiles, raise_file_limit
 from worker_daemon.server.session.attach import AttachHandler
 from worker_daemon.server.session.cached_blocks_handler import CachedBlocksHandler
+from worker_daemon.server.session.contact import HolderContact
 from worker_daemon.server.session.draining import Draining
 from worker_daemon.server.session.expert_loads import ExpertLoadReader
 from worker_daemon.server.session.lease import Lease, suspended_s
@@ -202,8 +203,17 @@ class Daemon:
             expert_loads=ExpertLoadReader(post, progress),
         )
         self._events = Events(sockets.events, report)
+        self._contact = HolderContact(lease, completion.channel.reaches, self._holder_left)
         self._attaching = AttachHandler(
-            self._files.epochs, lease, self._draining, progress, guard, report, uploads, post
+            self._files.epochs,
+            lease,
+            self._contact,
+            self._draining,
+            progress,
+            guard,
+            report,
+            uploads,
+            post,
         )
         need_attached = self._attaching.need_attached
         self._control = Control(
@@ -239,6 +249,7 @@ class Daemon:
         parent_fd = self._settings.exit_with_parent_fd
         if parent_fd is not None:
             self._loop.add_reader(parent_fd, self._parent_wrote, parent_fd)
+        self._security.report_ends(self._loop, self._contact.connection_ended)
         self._threads.start()
 
     async def _loop_until_end(self) -> int:
@@ -269,6 +280,10 @@ class Daemon:
             if not self._progress.overdue():
                 self._service_manager.notify("WATCHDOG=1")
             await asyncio.sleep(HEARTBEAT_S)
+
+    def _holder_left(self) -> None:
+        self._attaching.watch_lease()
+        self._events.publish_heartbeat()
 
     def _keep_files(self) -> None:
         if self._draining.ends:

@@ -178,7 +178,7 @@ def _imbalances(status: Status) -> str:
 
 
 def _holder(lease: LeaseStatus) -> str:
-    return f"its driver: {leased(lease)}" if lease.state == "held" else "no driver"
+    return f"its driver: {leased(lease)}" if lease.state in ("held", "claimable") else "no driver"
 
 
 def _block(status: Status) -> str:

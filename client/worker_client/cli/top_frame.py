@@ -12,6 +12,8 @@ from rpc_schema.plain_text import printable
 
 GIB: Final = 1 << 30
 MIB: Final = 1 << 20
+NOTABLE_SILENCE_MS: Final = 2000
+"""A holder's silence that is shown: drivers renew the lease more often."""
 _HEADING: Final = (
     f"{'rank':>4} {'state':<24} {'req':>5} {'steps/s':>8} {'tokens/s':>9} {'ms/step':>8} "
     f"{'gpu':>5} {'temp':>5} {'kv':>4}"
@@ -165,11 +167,16 @@ def _kv_share(status: Status) -> str:
 
 
 def leased(lease: LeaseStatus) -> str:
-    """Return the holder of a daemon's lease and the time left, or the lease's state."""
+    """Return the holder of a daemon's lease and whether it is there, or the lease's state."""
     holder = lease.holder_name or lease.holder.hex()[:8]
     match lease.state:
+        case "held" if lease.silent_ms < NOTABLE_SILENCE_MS:
+            return holder
         case "held":
-            return f"{holder} for {lease.remaining_ms / 1000:.1f} s"
+            silent_s, left_s = lease.silent_ms / 1000, lease.remaining_ms / 1000
+            return f"{holder}, silent for {silent_s:.0f} s (its lease ends in {left_s:.0f} s)"
+        case "claimable":
+            return f"{holder}, not connected (another driver may attach)"
         case "orphan":
             return f"orphan of {holder}"
     return lease.state

@@ -8,6 +8,7 @@ from typing import Any, Final
 
 import msgspec
 
+from rpc_schema.lease import DEFAULT_LEASE_TTL_MS
 from worker_client.errors import config_error
 from worker_client.keys import Keys, read_keys
 from worker_client.lease import LeaseTerms
@@ -21,11 +22,6 @@ SECTION: Final = "worker_daemon"
 
 LOGGER: Final = "vllm.worker_daemon"
 """Logger below vLLM's own, which has the handlers."""
-
-LEASE_TTL_S: Final = 15.0
-"""Longer than the driver library's default: imports and garbage collections of vLLM have kept the
-thread that renews the lease from running for seconds. It delays a restarted server by no more than
-its own imports."""
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -53,7 +49,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """Wait for the successor of a daemon that has died."""
     drained_for_s: float = 300.0
     """Time for which an operator may drain the group before the server ends."""
-    lease_ttl_s: float = LEASE_TTL_S
+    lease_ttl_s: float = DEFAULT_LEASE_TTL_MS / 1000
     logits_processors: tuple[str, ...] = ()
     """Names of custom logits processors that requests may ask for; the daemons have them."""
     step_deadline_ms: int | None = None

@@ -22,6 +22,7 @@ from tests.unit.client.conftest import worker_config
 from tests.unit.client.test_worker_group import admit, ready, serve
 from worker_client.errors import (
     ClientConfigError,
+    DeadlineExceeded,
     FencedError,
     LeaseExpiredError,
     LeaseHeldError,
@@ -32,6 +33,7 @@ from worker_client.errors import (
 )
 from worker_client.lease import LeaseTerms, holder_name
 from worker_client.worker_group import WorkerGroup
+from worker_daemon.server.session.lease import DriverIdentity
 
 SHORT = LeaseTerms(ttl_s=1.0)
 """For a lease that is to expire."""
@@ -206,7 +208,7 @@ def test_thread_that_fails_says_so_to_the_driver(drivers, monkeypatch):
     group.attach()
     group.prepare(worker_config(2))
 
-    def fail(*_: object) -> None:
+    def fail(*_: object, **__: object) -> None:
         raise MemoryError("none left")
 
     with monkeypatch.context() as patch:
@@ -236,6 +238,23 @@ def beating(group):
         thread.join()
 
 
+def test_loop_that_gives_no_heartbeat_lets_others_attach_until_it_beats_again(drivers):
+    terms = LeaseTerms(ttl_s=20.0, heartbeat_timeout_s=0.5)
+    first, second = drivers(terms), drivers()
+    first.attach()
+    is_claimable = lambda: {state_of(daemon) for daemon in drivers.daemons} == {"claimable"}  # noqa: E731
+    wait_until(is_claimable, "the application does not beat")
+    with beating(first):
+        is_held = lambda: {state_of(daemon) for daemon in drivers.daemons} == {"held"}  # noqa: E731
+        wait_until(is_held, "it beats again")
+        with pytest.raises(LeaseHeldError):
+            second.attach(wait_for_lease_s=0)
+    wait_until(is_claimable, "the application does not beat")
+    second.attach(wait_for_lease_s=0)
+    with pytest.raises(FencedError):
+        first.execute_dummy_batch().result()
+
+
 def test_loop_that_gives_no_heartbeat_loses_its_lease_and_may_attach_again(drivers):
     terms = LeaseTerms(ttl_s=2.0, heartbeat_timeout_s=1.0)
     group = drivers(terms)
@@ -254,12 +273,54 @@ def test_loop_that_gives_no_heartbeat_loses_its_lease_and_may_attach_again(drive
         serve(group, group.prepare(worker_config(2)), pp=2)
 
 
-def test_lease_ends_with_the_thread_that_attached(drivers):
+def test_lease_is_open_to_others_once_the_thread_that_attached_has_ended(drivers):
+    group, other = drivers(LeaseTerms(ttl_s=60.0)), drivers()
+    thread = threading.Thread(target=group.attach)
+    thread.start()
+    thread.join()
+    wait_until(lambda: state_of(drivers.daemons[1]) == "claimable", "the lease is claimable")
+    other.attach(wait_for_lease_s=0)
+
+
+def test_lease_expires_some_time_after_the_thread_that_attached_has_ended(drivers):
     group = drivers(SHORT)
     thread = threading.Thread(target=group.attach)
     thread.start()
     thread.join()
     wait_until(lambda: state_of(drivers.daemons[1]) == "orphan", "the lease expires")
+
+
+def test_driver_that_loses_a_race_is_told_who_attaches(drivers):
+    first, second = drivers(), drivers()
+    for daemon in drivers.daemons:
+        daemon.lease.claim(DriverIdentity("", second.driver_id), 5, force=False)
+    digest = driver_digest(second.driver_id)
+    with pytest.raises(LeaseHeldError, match=f"driver {digest.hex()[:8]} is attaching") as caught:
+        first.attach(wait_for_lease_s=0)
+    assert caught.value.holder == digest
+    first.attach()  # the other one gives up
+    assert state_of(drivers.daemons[0]) == "held"
+
+
+def test_refusal_of_one_rank_leaves_no_claim_on_the_others(drivers):
+    first, second = drivers(), drivers()
+    first.attach()
+    drivers.daemons[0].lease.contact_lost(1)
+    with pytest.raises(LeaseHeldError) as caught:
+        second.attach(wait_for_lease_s=0)
+    assert caught.value.rank == 1
+    assert drivers.daemons[0].lease.contact_returned(1)  # nobody claims it
+    serve(first, first.prepare(worker_config(2)), pp=2)
+
+
+def test_detach_asks_all_ranks_although_one_does_not_answer(drivers):
+    group = drivers()
+    group.attach()
+    silent, other = drivers.daemons
+    silent.mute = True
+    with pytest.raises(DeadlineExceeded):
+        group.detach()
+    assert state_of(other) == "free"
 
 
 def test_group_that_nobody_refers_to_renews_no_more(fakes):

@@ -1,5 +1,7 @@
 """A driver's wait for another driver's lease, depending on the daemon's reports."""
 
+from typing import Literal
+
 import pytest
 
 from rpc_schema.errors import ControlErrorReply, ErrorCode, ErrorScope
@@ -28,13 +30,15 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return made
 
 
-def refusal(remaining_s: float, rank: int = 0) -> LeaseHeldError:
+def refusal(
+    remaining_s: float, rank: int = 0, state: Literal["held", "claimable"] = "held"
+) -> LeaseHeldError:
     reply = ControlErrorReply(
         call=1,
         code=ErrorCode.LEASE_HELD,
         scope=ErrorScope.WORKER,
         message="held",
-        lease=LeaseStatus(state="held", ttl_ms=3000, remaining_ms=round(remaining_s * 1000)),
+        lease=LeaseStatus(state=state, ttl_ms=3000, remaining_ms=round(remaining_s * 1000)),
     )
     return LeaseHeldError(reply, rank=rank, endpoint=f"ipc:///w{rank}")
 
@@ -65,9 +69,20 @@ def test_ranks_are_not_mistaken_for_each_other(clock: Clock) -> None:
         patience.wait(refusal(0.9, rank=1))
 
 
-def test_lease_that_lasts_too_long_is_not_waited_for(clock: Clock) -> None:
+def test_wait_ends_with_its_time_although_the_lease_lasts(clock: Clock) -> None:
     patience = Patience(1.0)
-    wait_through(patience, 0.9)
     with pytest.raises(LeaseHeldError):
-        wait_through(patience, 0.9, 0.9)
-    assert clock.now < 51.0
+        wait_through(patience, *[30.0] * 60)
+    assert 51.0 <= clock.now < 51.1
+
+
+def test_without_time_nothing_is_waited_for(clock: Clock) -> None:
+    with pytest.raises(LeaseHeldError):
+        Patience(0.0).wait(refusal(0.1))
+    assert clock.now == 50.0
+
+
+def test_drivers_that_attach_are_no_holder_that_renews(clock: Clock) -> None:
+    patience = Patience(60.0)
+    for left_s in (0.1, 1.0, 0.1, 1.0, 0.1, 1.0):
+        patience.wait(refusal(left_s, state="claimable"))

@@ -29,7 +29,9 @@ STATUS = Status(
     input_wait_share=0.0,
     reply_delay=ReplyDelay(num_replies=0, p50_us=0.0, p99_us=0.0),
     transitions=(),
-    lease=LeaseStatus(state="held", holder=b"h" * 16, holder_name="host:7", remaining_ms=2100),
+    lease=LeaseStatus(
+        state="held", holder=b"h" * 16, holder_name="host:7", remaining_ms=3100, silent_ms=26900
+    ),
     num_tokens=1000,
     num_requests=8,
     gpu_load=GpuLoad(utilization_percent=87, temperature_c=61, power_w=400),
@@ -78,11 +80,15 @@ def test_details_name_lease_memory_event_and_trouble():
         seen(degraded="NVML is lost", gpu_load=None)._replace(event="a -> b (c)\nd", event_at=11.0),
         width=200,
     )
-    assert "lease: host:7 for 2.1 s" in shown
+    assert "lease: host:7, silent for 27 s (its lease ends in 3 s)" in shown
     assert "memory: weights 3.0 GiB, graphs 5 MiB, free 1.0 GiB of 8.0 GiB" in shown
     assert "4 s ago: a -> b (c) d" in shown
     assert "degraded: NVML is lost" in shown
     assert "no answer for 3 s: it is gone" in text(seen()._replace(error="it is gone"))
+    lost = LeaseStatus(state="claimable", holder_name="host:7")
+    assert "lease: host:7, not connected (another driver may attach)" in text(
+        seen(lease=lost), width=200
+    )
     assert "lease: free" in text(seen(lease=LeaseStatus(state="free")), width=200)
     assert "? ipc:///x: it is gone" in text(Seen("ipc:///x", error="it is gone"))
 
@@ -111,7 +117,10 @@ def test_epoch_and_use_of_the_kv_cache_are_shown():
     cache = KVCacheConfig(num_blocks=129, block_size=16, groups=(), size_bytes=1)
     shown = text(seen(kv_cache=cache, num_kv_blocks_held=31), width=200)
     assert shown.splitlines()[2].split()[-1] == "25%"
-    assert "epoch 4, lease: host:7 for 2.1 s, KV 31 of 128 blocks held" in shown
+    assert (
+        "epoch 4, lease: host:7, silent for 27 s (its lease ends in 3 s), KV 31 of 128 blocks held"
+        in shown
+    )
     assert "100%" in text(seen(kv_cache=cache, num_kv_blocks_held=300))
 
 

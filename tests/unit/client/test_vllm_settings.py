@@ -7,7 +7,6 @@ from worker_client.lease import LeaseTerms
 from worker_client.vllm.plugin import register
 from worker_client.vllm.settings import (
     ENDPOINTS_VARIABLE,
-    LEASE_TTL_S,
     Settings,
     read_endpoints,
     read_settings,
@@ -21,7 +20,7 @@ def test_settings_are_read_from_their_section():
     section = {"model": "/m", "reload": True, "logits_processors": ["a", "b"], "wait_s": 3}
     settings = read_settings({"worker_daemon": section, "others": 1})
     assert settings == Settings(model="/m", reload=True, logits_processors=("a", "b"), wait_s=3.0)
-    assert settings.lease == LeaseTerms(ttl_s=LEASE_TTL_S)
+    assert settings.lease == LeaseTerms()
 
 
 @pytest.mark.parametrize("additional_config", [None, {}, {"others": 1}, object()])

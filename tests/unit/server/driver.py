@@ -176,8 +176,12 @@ class Driver:
         return frames
 
     def frames(self, timeout_ms: int = REPLY_LIMIT_MS) -> list[bytes]:
-        assert self.results.poll(timeout_ms), "no reply"
-        return self.results.recv_multipart()
+        """The next reply, without the empty messages by which the daemon looks for us."""
+        while True:
+            assert self.results.poll(timeout_ms), "no reply"
+            frames = self.results.recv_multipart()
+            if frames != [b""]:
+                return frames
 
     def replay(self) -> list[bytes]:
         """A reply that is marked as sent before, without the mark."""

@@ -111,7 +111,7 @@ def test_who_may_renew(
     before = lease.status()
     watched.wait(1)
     if error is None:
-        assert lease.renew(driver, epoch) == 3.0
+        assert lease.renew(driver, epoch)
         assert lease.status() == before
         return
     with pytest.raises(error):
@@ -228,6 +228,126 @@ def test_clocks_that_are_not_read_at_the_same_moment_suspend_nothing(watched: Wa
     for _ in range(100):
         watched.suspended.now += 0.001
         assert lease.status().remaining_ms == 3000
+
+
+# A holder whose connection has ended, and drivers that claim its lease.
+
+
+def test_holder_without_a_connection_goes_on_once_it_is_back(watched: Watched) -> None:
+    lease = watched.to("held")
+    assert not lease.contact_lost(4)
+    assert lease.contact_lost(5) and not lease.contact_lost(5)
+    assert lease.status().state == "claimable"
+    lease.need_held(5)  # its steps pass
+    lease.check_free_for(B, force=False)
+    assert lease.contact_returned(5) and not lease.contact_returned(5)
+    with pytest.raises(LeaseHeldError):
+        lease.check_free_for(B, force=False)
+
+
+def test_renewal_ends_the_doubt(watched: Watched) -> None:
+    lease = watched.to("held")
+    lease.contact_lost(5)
+    assert lease.renew(A, 5)
+    assert lease.status().state == "held"
+    assert lease.renew(A, 5, yields=True)
+    assert lease.status().state == "claimable"
+
+
+def test_silence_is_told_and_ends_a_claimable_lease_too(watched: Watched) -> None:
+    lease = watched.to("held")
+    lease.contact_lost(5)
+    watched.wait(2)
+    assert lease.status().silent_ms == 2000
+    watched.wait(1)
+    assert (lease.status().state, lease.status().silent_ms) == ("orphan", 0)
+    assert lease.take_expiry() == 5
+
+
+def test_refusal_tells_a_silent_holder(watched: Watched) -> None:
+    lease = watched.to("held")
+    watched.wait(2)
+    with pytest.raises(LeaseHeldError, match=f"{NAME_OF_A} has been silent for 2 s and holds"):
+        lease.check_free_for(B, force=False)
+
+
+def test_process_that_has_ended_leaves_an_orphan_at_once(watched: Watched) -> None:
+    lease = watched.to("held")
+    lease.holder_ended(4)
+    assert lease.status().state == "held"
+    lease.holder_ended(5)
+    status = lease.status()
+    assert (status.state, status.orphan_kv_remaining_ms) == ("orphan", 60_000)
+    assert [lease.take_expiry(), lease.take_expiry()] == [5, 0]
+    with pytest.raises(LeaseExpiredError):
+        lease.renew(A, 5)
+
+
+@pytest.mark.parametrize("state", ["fresh", "free", "orphan", "claimable"])
+def test_claim_keeps_others_out_for_a_moment(watched: Watched, state: str) -> None:
+    lease = watched.to("held" if state == "claimable" else state)
+    lease.contact_lost(5)
+    lease.check_free_for(B, force=False)
+    lease.claim(B, 6, force=False)
+    with pytest.raises(LeaseHeldError, match=r"driver [0-9a-f]{8} is attaching as epoch 6") as told:
+        lease.check_free_for(THIEF, force=False)
+    assert told.value.lease is not None
+    assert told.value.lease.holder == driver_digest(B.driver_id)
+    lease.check_free_for(THIEF, force=True)
+    watched.wait(1)
+    lease.check_free_for(THIEF, force=False)
+    lease.check_claim(B, 6)  # late, but nobody has come between
+
+
+def test_holder_that_is_back_during_a_claim_waits_for_its_end(watched: Watched) -> None:
+    lease = watched.to("held")
+    lease.contact_lost(5)
+    lease.claim(B, 6, force=False)
+    assert not lease.renew(A, 5)
+    assert not lease.contact_returned(5)
+    assert lease.give_up(6) and not lease.give_up(6)
+    assert lease.renew(A, 5)
+    with pytest.raises(LeaseHeldError):
+        lease.check_claim(B, 6)
+
+
+def test_claim_that_is_overdue_yields_to_a_holder_that_is_back(watched: Watched) -> None:
+    lease = watched.to("held")
+    lease.contact_lost(5)
+    lease.claim(B, 6, force=False)
+    watched.wait(1)
+    assert lease.contact_returned(5)
+    with pytest.raises(LeaseHeldError):
+        lease.check_claim(B, 6)
+    lease.claim(B, 7, force=True)
+    watched.wait(1)
+    lease.check_claim(B, 7)
+
+
+def test_claim_by_force_takes_nothing_before_it_is_granted(watched: Watched) -> None:
+    lease = watched.to("held")
+    lease.claim(B, 6, force=True)
+    assert lease.renew(A, 5)
+    lease.grant(B, 6, TERMS)
+    with pytest.raises(FencedError):
+        lease.renew(A, 5)
+
+
+def test_claim_s_time_stands_still_with_the_daemon(watched: Watched) -> None:
+    lease = watched.to("held")
+    lease.contact_lost(5)
+    lease.claim(B, 6, force=False)
+    watched.clock.now += 30
+    assert not lease.renew(A, 5)
+    lease.check_claim(B, 6)
+
+
+def test_claimed_epoch_is_its_owner_s(watched: Watched) -> None:
+    lease = watched.to("free")
+    lease.claim(B, 6, force=False)
+    lease.check_owner(B.owner, 6)
+    with pytest.raises(ForbiddenError, match="epoch = 6"):
+        lease.check_owner(THIEF.owner, 6)
 
 
 @pytest.mark.parametrize(

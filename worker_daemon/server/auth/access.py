@@ -1,6 +1,6 @@
 """Authorization: the role that each request needs, and the role of its sender."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Final, NamedTuple, TypeAlias
 
 import zmq
@@ -22,7 +22,11 @@ class Sender(NamedTuple):
     """The owner that the handshake proved: a public key or, without keys, a user."""
     drives: bool
     """True if its role lets it attach."""
+    pid: int = 0
+    """Its process, if the kernel knows it: of an ipc connection, in this process's namespace."""
 
+
+_UNKNOWN: Final = ("", "", "")
 
 _NEEDED: Final[Mapping[type[Request], Role]] = {
     **{request: row.role for request, row in CONTROL_OPERATIONS.items()},
@@ -111,20 +115,27 @@ class KeyedAccess(Access):
             raise forbidden(key, role, needed, type(message).__name__)
 
 
-def sender(access: Access, peer: Peer) -> Sender:
-    """Return a peer as the sender of a control request."""
-    return Sender(access.owner(peer), drives=access.opens(peer, "step"))
+def sender(access: Access, peer: Peer, frame: zmq.Frame) -> Sender:
+    """Return a peer as the sender of a control request. frame: of that request."""
+    pid = _credentials(frame)[2]
+    drives = access.opens(peer, "step")
+    return Sender(access.owner(peer), drives, int(pid) if pid.isdecimal() else 0)
 
 
 def _user(frame: zmq.Frame) -> str:
-    """Return the user of an ipc connection, which libzmq describes as localhost:UID:GID:PID; empty
-    if the system does not report it."""
+    """Return the user of an ipc connection; empty if the system does not report it."""
+    return _credentials(frame)[0]
+
+
+def _credentials(frame: zmq.Frame) -> Sequence[str]:
+    """Return user, group and process of an ipc connection, which libzmq describes as
+    localhost:UID:GID:PID; empty if the system does not report them."""
     # Runs once per step: plain statements, no context manager.
     try:
         parts = str(frame.get("Peer-Address")).split(":")
     except zmq.ZMQError:
-        return ""
-    return parts[1] if len(parts) == 4 else ""
+        return _UNKNOWN
+    return parts[1:] if len(parts) == 4 else _UNKNOWN
 
 
 def forbidden(key: str, role: Role | None, needed: Role, request: str) -> ForbiddenError:

@@ -1,13 +1,17 @@
 """The protection of the daemon's sockets: only by their directory, or by keys. Chosen once, on the
 main thread."""
 
+import asyncio
+import contextlib
 import logging
 import os
 import time
+from collections.abc import Callable
 from typing import Final, TypeAlias
 
 import zmq
 import zmq.asyncio
+from zmq.utils.monitor import recv_monitor_message
 
 from rpc_schema.codec import CURVE_BYTES
 from worker_daemon.server.auth.access import Access, KeyedAccess
@@ -42,6 +46,7 @@ class Security:
     def __init__(self, access: Access | None = None) -> None:
         self.access = access or Access()
         self.bad_peers = BadPeers()
+        self._monitor: zmq.Socket[bytes] | None = None
 
     @property
     def num_refused(self) -> int:
@@ -52,8 +57,27 @@ class Security:
         """Set the socket options of the protection; called before the socket is bound."""
         socket.setsockopt(zmq.HANDSHAKE_IVL, LOCAL_HANDSHAKE_MS)
 
+    def watch_ends(self, results: "zmq.Socket[bytes]") -> None:
+        """Record the ends of connections of the results socket; called before it is bound."""
+        self._monitor = results.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+
     def start(self) -> None:
         """Let peers connect; called after protect() and before the sockets are bound."""
+
+    def report_ends(self, loop: asyncio.AbstractEventLoop, ended: Callable[[], None]) -> None:
+        """Call `ended` on the loop each time that connections of the results socket end."""
+        monitor = self._monitor
+        assert monitor is not None
+
+        def take() -> None:
+            any_ended = False
+            while monitor.getsockopt(zmq.EVENTS) & zmq.POLLIN:
+                any_ended |= recv_monitor_message(monitor)["event"] == zmq.EVENT_DISCONNECTED
+            if any_ended:
+                ended()
+
+        loop.add_reader(monitor.FD, take)
+        loop.call_soon(take)  # events before the reader was there do not make it run
 
     def reload(self) -> bool:
         """Read the authorized keys again; return True if a key lost rights."""
@@ -61,6 +85,8 @@ class Security:
 
     def stop(self, timeout_s: float) -> bool:
         """Stop accepting peers; return True if that ended in time."""
+        if self._monitor is not None:
+            self._monitor.close(linger=0)
         return True
 
 
@@ -95,9 +121,22 @@ class KeySecurity(Security):
         socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
         self._zap.watch(name, socket)
 
+    def watch_ends(self, results: "zmq.Socket[bytes]") -> None:
+        """See Security. The ZAP handler watches the socket already."""
+
     def start(self) -> None:
         """See Security."""
         self._zap.start()
+
+    def report_ends(self, loop: asyncio.AbstractEventLoop, ended: Callable[[], None]) -> None:
+        """See Security."""
+
+        def report(name: str) -> None:
+            if name == "results":
+                with contextlib.suppress(RuntimeError):  # the loop has ended
+                    loop.call_soon_threadsafe(ended)
+
+        self._zap.report_ends(report)
 
     def reload(self) -> bool:
         """See Security."""

@@ -104,6 +104,7 @@ class ZapHandler:
         self._bell.connect(_BELL)
         self._to_watch: queue.SimpleQueue[tuple[zmq.Socket[bytes], _Watch]] = queue.SimpleQueue()
         self._num_watched = 0
+        self._ended: Callable[[str], None] = lambda name: None
         self._monitors: dict[zmq.Socket[bytes], _Watch] = {}
         """Used only by the ZAP thread."""
         self._thread = threading.Thread(target=self._run, name="zap", daemon=True)
@@ -125,6 +126,11 @@ class ZapHandler:
         self._to_watch.put((monitor, watch))
         if self._thread.ident is not None:
             self._bell.send(_WATCH)
+
+    def report_ends(self, ended: Callable[[str], None]) -> None:
+        """Call `ended` on the ZAP thread with the name of a socket whenever one of its connections
+        has ended, from now on."""
+        self._ended = ended
 
     def start(self) -> None:
         """Start the thread: no peer can connect before."""
@@ -184,7 +190,10 @@ class ZapHandler:
                 poller.unregister(monitor)
                 monitor.close()
                 return
-            self._monitors[monitor].take(int(event["event"]), int(event["value"]))
+            watch = self._monitors[monitor]
+            watch.take(int(event["event"]), int(event["value"]))
+            if event["event"] == zmq.EVENT_DISCONNECTED:
+                self._ended(watch.name)
 
     def _answer(self, request: list[bytes]) -> list[bytes]:
         version, number = [*request, b"", b""][:2]
@@ -243,7 +252,7 @@ class _Watch:
         trusted: TrustedAddresses,
         bad_peers: BadPeers,
     ) -> None:
-        self._name = name
+        self.name = name
         self._audit = audit
         self._floods = floods
         self._trusted = trusted
@@ -266,7 +275,7 @@ class _Watch:
             address = self._addresses.pop(value, "unknown address")
             why = self._handshakes.ended(value) or self._failed
             if why:
-                self._audit.refused(self._name, address, why)
+                self._audit.refused(self.name, address, why)
             self._failed = ""
         else:
             self._failed = _why(kind, value)
@@ -283,7 +292,7 @@ class _Watch:
         # which makes this thread late, would never be limited.
         if self._limit.entered(address if name is None else name[0]):
             self._floods.refused(
-                self._name, "unknown addresses", "too many connections: all must wait"
+                self.name, "unknown addresses", "too many connections: all must wait"
             )
 
     def look(self) -> int | None:
@@ -300,7 +309,7 @@ class _Watch:
 
     def came_in(self, domain: str, address: str, key: str) -> None:
         """Record that an authorized key connected to the socket of this domain."""
-        if domain == self._name:
+        if domain == self.name:
             self._handshakes.came_in(address, key)
 
     def renew(self) -> None:

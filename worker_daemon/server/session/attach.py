@@ -21,9 +21,10 @@ from worker_daemon.errors import FencedError, IncompatibleError, NotAttachedErro
 from worker_daemon.server.auth.access import Sender
 from worker_daemon.server.health.guard import Guard
 from worker_daemon.server.progress import Progress
+from worker_daemon.server.session.contact import HolderContact
 from worker_daemon.server.session.draining import Draining
 from worker_daemon.server.session.epochs import EpochFile
-from worker_daemon.server.session.lease import DriverIdentity, Lease, LeaseRequest, lease_terms
+from worker_daemon.server.session.lease import DriverIdentity, Lease, lease_terms
 from worker_daemon.server.session.status import StatusReport
 from worker_daemon.server.step_senders import EpochOwner
 from worker_daemon.server.step_thread import (
@@ -59,6 +60,7 @@ class AttachHandler:
 
     _epochs: EpochFile
     _lease: Lease
+    _contact: HolderContact
     _draining: Draining
     _progress: Progress
     _guard: Guard
@@ -103,6 +105,7 @@ class AttachHandler:
             return lc.PrepareAttachReply(call=message.call, granted=False, last_epoch=last)
         self._epochs.record(message.epoch)
         self._prepared = (message.epoch, driver)
+        self._lease.claim(driver, message.epoch, force=message.force)
         return lc.PrepareAttachReply(call=message.call, granted=True, last_epoch=message.epoch)
 
     async def commit(self, message: lc.CommitAttach, sender: Sender) -> ControlReplyMessage:
@@ -110,11 +113,12 @@ class AttachHandler:
 
         Raises:
             FencedError: another driver has prepared a higher epoch.
+            LeaseHeldError: the driver prepared it too long ago, and another has the lease now.
             NotAttachedError: the epoch was never prepared by this driver.
             ConfigError: the lease's terms are out of bounds.
             StateError: the step thread was busy for too long.
         """
-        snapshot = await asyncio.shield(self._taking(message, sender.owner))
+        snapshot = await asyncio.shield(self._taking(message, sender))
         return lc.CommitAttachReply(
             call=message.call,
             previous_epoch=snapshot.epoch,
@@ -123,31 +127,39 @@ class AttachHandler:
             status=self._report.status(),
         )
 
-    def check_owner(self, epoch: int, sender: Sender) -> None:
+    def check_owner(self, epoch: int, owner: str) -> None:
         """Raise ForbiddenError if `epoch` was granted to another key or user."""
-        self._lease.check_owner(sender.owner, epoch)
+        self._lease.check_owner(owner, epoch)
 
     def detach(self, message: lc.Detach) -> ControlReplyMessage:
-        """Release the lease, even if it has expired. Idempotent: a late detach does no harm."""
+        """Release the lease, even if it has expired, or give up a prepared epoch. Idempotent: a
+        late detach does no harm."""
         if self._lease.release(message.epoch):
+            self._contact.forget()
             self._keep_uploads_in_use()
             self._post(EndEpoch(message.epoch))
-        elif not self._lease.was_released(message.epoch):
+        elif not self._lease.give_up(message.epoch) and not self._lease.was_released(message.epoch):
             self.need_attached(message.epoch)
         return lc.Acknowledged(call=message.call)
 
     def renew_lease(self, message: ls.RenewLease, sender: Sender) -> ControlReplyMessage:
-        """Renew the lease for its full time from now on. Raises as Lease.renew does."""
+        """Renew the lease for its full time from now on, or make it claimable. Raises as
+        Lease.renew does."""
         driver = DriverIdentity(sender.owner, message.driver_id)
-        remaining_s = self._lease.renew(driver, message.epoch)
-        return ls.RenewLeaseReply(call=message.call, remaining_ms=round(remaining_s * 1000))
+        is_renewed = self._lease.renew(driver, message.epoch, yields=message.yields)
+        self._contact.renewed()
+        remaining_ms = self._lease.status().remaining_ms
+        return ls.RenewLeaseReply(
+            call=message.call, remaining_ms=remaining_ms, is_claimed=not is_renewed
+        )
 
     def watch_lease(self) -> None:
         """Tell the step thread of an expired lease, and of requests that no driver adopted in
         time."""
         expired = self._lease.take_expiry()
         if expired:
-            logger.warning("the lease of epoch %d has expired: waiting for a driver", expired)
+            logger.warning("the lease of epoch %d has ended: waiting for a driver", expired)
+            self._contact.forget()
             self._post(Orphan(expired))  # drops uploads once no step can start to use them
         unclaimed = self._lease.take_kv_end()
         if unclaimed:
@@ -162,7 +174,8 @@ class AttachHandler:
         self._lease.need_held(epoch)
 
     def close(self) -> None:
-        """Stop waiting for the step thread."""
+        """Stop waiting for the step thread, and watching the holder."""
+        self._contact.forget()
         if self._taken is not None:
             self._taken[1].cancel()
 
@@ -181,10 +194,10 @@ class AttachHandler:
             fix="say Hello first" if version is None else "use releases of the same version",
         )
 
-    def _taking(self, message: lc.CommitAttach, owner: str) -> "asyncio.Task[AttachSnapshot]":
+    def _taking(self, message: lc.CommitAttach, sender: Sender) -> "asyncio.Task[AttachSnapshot]":
         """Start to take the prepared epoch; a repeated request of the same driver joins the running
         attempt."""
-        asked = (message.epoch, DriverIdentity(owner, message.driver_id))
+        asked = (message.epoch, DriverIdentity(sender.owner, message.driver_id))
         if message.epoch < self._prepared[0]:
             problem = f"epoch {message.epoch} is fenced by {self._prepared[0]}"
             raise FencedError(problem, fix="prepare again")
@@ -192,17 +205,18 @@ class AttachHandler:
             raise NotAttachedError(f"epoch {message.epoch} was not prepared", fix="prepare first")
         if self._taken is None or self._taken[0] != asked:
             terms = lease_terms(message.lease_ttl_ms, message.orphan_kv_ttl_ms, message.holder_name)
-            taking = self._take_epoch(message, asked[1], terms)
+            self._lease.check_claim(asked[1], message.epoch)
+            taking = self._take_epoch(message, asked[1])
+            # At once: a driver that waits for a hanging step is watched, and renews the lease.
+            self._lease.grant(asked[1], message.epoch, terms)
+            self._contact.watch(message.epoch, message.results_route, sender.pid)
             self._taken = asked, asyncio.ensure_future(taking)
         return self._taken[1]
 
-    async def _take_epoch(
-        self, message: lc.CommitAttach, driver: DriverIdentity, terms: LeaseRequest
-    ) -> AttachSnapshot:
+    async def _take_epoch(self, message: lc.CommitAttach, driver: DriverIdentity) -> AttachSnapshot:
         """Make the step thread take the prepared epoch; abort the link if a step hangs on its
-        peers. The lease starts at once: a driver that waits for a hanging step renews it."""
+        peers."""
         epoch, owner = message.epoch, EpochOwner(driver.owner, message.results_route)
-        self._lease.grant(driver, epoch, terms)
         if not message.keep_requests:
             self._uploads.drop_all()
         self._guard.hangs.forgive()
@@ -221,6 +235,7 @@ class AttachHandler:
             self._keep_uploads_in_use()
             return replace(snapshot, clean=snapshot.clean and not was_freed)
         self._lease.release(epoch)
+        self._contact.forget()
         self._post(EndEpoch(epoch))  # it may still take the epoch
         stamp = self._progress.stamp
         raise StateError(

@@ -96,7 +96,7 @@ class Draining:
 
     async def _give_notice(self, idle: asyncio.Event) -> None:
         until = time.monotonic() + NOTICE_S
-        while time.monotonic() < until and self._lease.status().state == "held":
+        while time.monotonic() < until and self._lease.status().state in ("held", "claimable"):
             await asyncio.sleep(_POLL_S)
         if self._is_current(idle):
             self._post(StopSteps(_setter(idle), stays=True))

@@ -1,9 +1,14 @@
-"""The lease: grants one driver the right to send steps, for a limited time, and tracks what follows
-its expiry. A state machine; its clocks are parameters. Owned by the control thread."""
+"""The lease: grants one driver the right to send steps, and tracks what follows its end. A state
+machine; its clocks are parameters. Owned by the control thread.
+
+It ends when the holder's process does, when the holder has been silent for its whole time, or when
+another driver attaches after the holder's connection has ended. contact.py reports the ends of
+processes and connections.
+"""
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final, NamedTuple
 
 from rpc_schema import lease as ls
@@ -24,6 +29,12 @@ does count: its driver, on another host, kept running."""
 MIN_SUSPENSION_S: Final = 0.1
 """A smaller difference can result from reading the two clocks at different moments."""
 
+
+CLAIM_S: Final = 1.0
+"""Time that a driver whose attach is prepared on all ranks has to commit it: meanwhile no other
+driver gets the lease, nor does a holder whose connection had ended."""
+NOTABLE_SILENCE_S: Final = 2.0
+"""Silence of a holder that a refusal mentions: drivers renew more often."""
 
 MAX_NAME_BYTES: Final = 128
 """Limit of a holder's stored name."""
@@ -64,6 +75,20 @@ class _Holder:
         return f"{self.terms.holder_name} ({driver})" if self.terms.holder_name else driver
 
 
+@dataclass(frozen=True, slots=True)
+class _Claim:
+    """A prepared attach."""
+
+    driver: DriverIdentity
+    epoch: int
+    forced: bool
+    ends: float
+
+
+_LASTING: Final = ("held", "claimable")
+"""States in which the holder's requests pass."""
+
+
 def lease_terms(ttl_ms: int, orphan_kv_ttl_ms: int, holder_name: str) -> LeaseRequest:
     """Return the lease terms of a message.
 
@@ -88,8 +113,9 @@ def suspended_s() -> float:
 
 
 class Lease:
-    """The state machine: FREE -> HELD (grant) -> ORPHAN (expired) or FREE (release); a grant leads
-    from any state to HELD. Every method first applies the time that has passed."""
+    """The state machine: FREE -> HELD (grant) -> ORPHAN (expired) or FREE (release); HELD ->
+    CLAIMABLE (its connection ended) and back (it is there again); CLAIMABLE ends as HELD does. A
+    grant leads from any state to HELD. Every method first applies the time that has passed."""
 
     def __init__(self, clock: Callable[[], float], suspended: Callable[[], float] = float) -> None:
         """clock: monotonic seconds, as time.monotonic. suspended: seconds for which the host has
@@ -99,6 +125,8 @@ class Lease:
         self._suspended_s = suspended()
         self._state: ls.LeaseState = "free"
         self._holder: _Holder | None = None
+        self._claim: _Claim | None = None
+        self._renewed = 0.0
         self._ends = 0.0
         self._kv_ends = 0.0
         self._last_look = clock()
@@ -111,48 +139,117 @@ class Lease:
         return "" if self._holder is None else str(self._holder)
 
     def check_free_for(self, driver: DriverIdentity, *, force: bool) -> None:
-        """Raise LeaseHeldError if another driver holds the lease, unless `force`."""
+        """Raise LeaseHeldError if another driver holds the lease or is attaching, unless
+        `force`."""
         now = self._look()
-        holder = self._holder
-        if force or self._state != "held" or holder is None or holder.driver == driver:
+        if force:
             return
-        remaining_ms = _ms(self._ends - now)
+        claim = self._claim_at(now)
+        if claim is not None and claim.driver != driver:
+            raise _is_claimed(claim, now)
+        holder = self._holder
+        if self._state != "held" or holder is None or holder.driver == driver:
+            return
+        remaining_ms, silent_s = _ms(self._ends - now), now - self._renewed
+        silence = f"has been silent for {silent_s:.0f} s and "
         raise LeaseHeldError(
-            f"{holder} holds the lease of epoch {holder.epoch}, for another "
+            f"{holder} {silence if silent_s >= NOTABLE_SILENCE_S else ''}"
+            f"holds the lease of epoch {holder.epoch}, for another "
             f"{remaining_ms / 1000:.1f} s unless it renews it",
             fix="wait until it is free, or attach by force",
             lease=self.status(),
         )
+
+    def claim(self, driver: DriverIdentity, epoch: int, *, force: bool) -> None:
+        """Record a prepared attach, which `check_free_for` allows. Until it is granted, given up or
+        overdue, other drivers are refused, and a claimable lease is not renewed."""
+        self._claim = _Claim(driver, epoch, force, self._look() + CLAIM_S)
+
+    def check_claim(self, driver: DriverIdentity, epoch: int) -> None:
+        """Raise LeaseHeldError if a prepared attach may not be granted any more: it is overdue, and
+        meanwhile the holder has come back, or another driver is attaching."""
+        now, claim = self._look(), self._claim
+        if claim is None or (claim.driver, claim.epoch) != (driver, epoch):
+            self.check_free_for(driver, force=False)
+        elif now >= claim.ends:
+            self.check_free_for(driver, force=claim.forced)
+
+    def give_up(self, epoch: int) -> bool:
+        """Give up the prepared attach of `epoch`; return True if it was not granted yet."""
+        if self._claim is None or self._claim.epoch != epoch:
+            return False
+        self._claim = None
+        return True
 
     def grant(self, driver: DriverIdentity, epoch: int, terms: LeaseRequest) -> None:
         """Grant the lease to a driver, even if another one holds it. epoch: above all earlier
         ones."""
         now = self._look()
         self._holder = _Holder(driver, epoch, terms)
+        self._claim = None
         self._state = "held"
+        self._renewed = now
         self._ends = now + terms.ttl_s
         self._unheard_expiry = self._unheard_kv_end = False
 
     def check_owner(self, owner: str, epoch: int) -> None:
         """Raise ForbiddenError if the lease of `epoch` was granted to another owner, even if it has
-        ended."""
+        ended, or another owner is attaching under this epoch."""
+        claim = self._claim
+        if claim is not None and claim.epoch == epoch and claim.driver.owner != owner:
+            problem = "a driver with another key, or of another user, is attaching under this epoch"
+            raise ForbiddenError(problem, field="epoch", value=epoch, fix="prepare another epoch")
         holder = self._holder
         if holder is not None and holder.epoch == epoch and holder.driver.owner != owner:
             problem = f"{holder} attached with another key, or as another user"
             fix = "attach: an epoch is for the key that it was granted to"
             raise ForbiddenError(problem, field="epoch", value=epoch, fix=fix)
 
-    def renew(self, driver: DriverIdentity, epoch: int) -> float:
-        """Renew the lease for its full time from now on; return that time in seconds. Raises as
-        `need_held` does."""
+    def renew(self, driver: DriverIdentity, epoch: int, *, yields: bool = False) -> bool:
+        """Renew the lease for its full time from now on; return False if another driver is claiming
+        it, so that it was not renewed. yields: make it claimable instead. Raises as `need_held`
+        does."""
         now = self._look()
         self.need_held(epoch)
         holder = self._holder
         assert holder is not None
         if holder.driver != driver:
             raise FencedError(f"{holder} holds the lease of epoch {epoch}", fix="attach")
+        if self._state == "claimable" and self._claim_at(now) is not None:
+            return False
+        if yields:
+            self._state = "claimable"
+            return True
+        self._state = "held"
+        self._renewed = now
         self._ends = now + holder.terms.ttl_s
-        return holder.terms.ttl_s
+        return True
+
+    def contact_lost(self, epoch: int) -> bool:
+        """Make the lease of `epoch` claimable, as its holder's connection has ended; return True if
+        it was held until now."""
+        self._look()
+        if self._state != "held" or self._holder is None or self._holder.epoch != epoch:
+            return False
+        self._state = "claimable"
+        return True
+
+    def contact_returned(self, epoch: int) -> bool:
+        """Let the holder go on, as it has a connection again; return False if another driver is
+        claiming the lease, or the lease of `epoch` is not claimable."""
+        now = self._look()
+        if self._state != "claimable" or self._holder is None or self._holder.epoch != epoch:
+            return False
+        if self._claim_at(now) is not None:
+            return False
+        self._state = "held"
+        return True
+
+    def holder_ended(self, epoch: int) -> None:
+        """End the lease of `epoch`, as its holder's process has ended."""
+        now = self._look()
+        if self._state in _LASTING and self._holder is not None and self._holder.epoch == epoch:
+            self._expire(now)
 
     def need_held(self, epoch: int) -> None:
         """Raise unless the driver of `epoch` holds the lease.
@@ -215,9 +312,15 @@ class Lease:
             holder_name=holder.terms.holder_name,
             epoch=holder.epoch,
             ttl_ms=_ms(holder.terms.ttl_s),
-            remaining_ms=_ms(self._ends - now) if self._state == "held" else 0,
+            remaining_ms=_ms(self._ends - now) if self._state in _LASTING else 0,
             orphan_kv_remaining_ms=_ms(kept_s),
+            silent_ms=_ms(now - self._renewed) if self._state in _LASTING else 0,
         )
+
+    def _claim_at(self, now: float) -> _Claim | None:
+        """Return the claim, if it is not overdue."""
+        claim = self._claim
+        return claim if claim is not None and now < claim.ends else None
 
     def _look(self) -> float:
         """Apply the time that has passed; return the time."""
@@ -226,17 +329,40 @@ class Lease:
         self._last_look = now
         suspended_s = self._suspended()
         asleep_s, self._suspended_s = suspended_s - self._suspended_s, suspended_s
-        if self._state != "held" or self._holder is None:
+        if self._claim is not None and silence > MAX_SILENCE_S:
+            self._claim = replace(self._claim, ends=self._claim.ends + silence)
+        if self._state not in _LASTING:
             return now
         if silence > MAX_SILENCE_S:
             self._ends += silence
+            self._renewed += silence
         if asleep_s >= MIN_SUSPENSION_S:
             self._ends -= asleep_s
         if now >= self._ends:
-            self._state = "orphan"
-            self._kv_ends = self._ends + self._holder.terms.orphan_kv_ttl_s
-            self._unheard_expiry = self._unheard_kv_end = True
+            self._expire(self._ends)
         return now
+
+    def _expire(self, at: float) -> None:
+        assert self._holder is not None
+        self._state = "orphan"
+        self._kv_ends = at + self._holder.terms.orphan_kv_ttl_s
+        self._unheard_expiry = self._unheard_kv_end = True
+
+
+def _is_claimed(claim: _Claim, now: float) -> LeaseHeldError:
+    """Return the refusal of a driver while another one attaches."""
+    digest, remaining_ms = ls.driver_digest(claim.driver.driver_id), _ms(claim.ends - now)
+    return LeaseHeldError(
+        f"driver {digest.hex()[:8]} is attaching as epoch {claim.epoch}",
+        fix="wait until the lease is free, or attach by force",
+        lease=ls.LeaseStatus(
+            state="claimable",
+            holder=digest,
+            epoch=claim.epoch,
+            ttl_ms=_ms(CLAIM_S),
+            remaining_ms=remaining_ms,
+        ),
+    )
 
 
 def _ms(seconds: float) -> int:

@@ -5,6 +5,7 @@ Two threads use it, one at a time behind its lock, which is the full fence that 
 a socket moves between threads. completion.py decides which thread sends.
 """
 
+import errno
 import logging
 import threading
 import time
@@ -210,6 +211,17 @@ class ReplyChannel:
             elif time.monotonic() > self._greet_until:
                 logger.warning("epoch %d: the driver's results socket never connected", self._epoch)
                 self._greeting = ()
+
+    def reaches(self, route: bytes) -> bool:
+        """Send an empty message; return False if no connection has this routing id. A connection
+        that takes no more messages at the moment has."""
+        with self._lock:
+            try:
+                self._send_part(route, _ADDRESS)
+                self._send_part(b"", _NOBLOCK)
+            except zmq.ZMQError as error:
+                return error.errno == errno.EAGAIN
+        return True
 
     def close(self) -> None:
         """Close the socket, after a moment for the last replies to leave."""

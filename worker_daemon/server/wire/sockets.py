@@ -70,6 +70,7 @@ def bind_sockets(
     # The driver may connect again before its former connection has ended. No other peer knows the
     # routing id of its results socket; libzmq chooses the other sockets' ids.
     sockets.results.setsockopt(zmq.ROUTER_HANDOVER, 1)
+    security.watch_ends(sockets.results)
     security.start()
     with private_umask():
         for name, (socket, _) in max_bytes_of.items():
