@@ -92,7 +92,7 @@ class FarDaemons:
 
     def times_orphaned(self):
         """How often the first daemon has seen a lease expire."""
-        return self.log(0).read_text().count("has expired: waiting")
+        return self.log(0).read_text().count("has ended: waiting")
 
     def runs(self):
         """What has run on each rank: (epoch, seq)."""
