@@ -96,7 +96,7 @@ def holder_name() -> str:
 
 
 class _Confirmed(NamedTuple):
-    """When the last renewal that a rank has answered was sent, by two clocks."""
+    """Time at which the last renewal that a rank has answered was sent, by two clocks."""
 
     monotonic: float
     boottime: float
