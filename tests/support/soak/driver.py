@@ -4,6 +4,7 @@ standard input: `sleep SECONDS` and `leave`. Its exit code says how it ended; tr
 stderr."""
 
 import os
+import random
 import select
 import struct
 import sys
@@ -19,6 +20,7 @@ from rpc_schema.config import WorkerConfig
 from rpc_schema.errors import WireError
 from tests.support.soak.ledger import Entry, Ledger, LedgerFenced
 from tests.support.soak.plan import PlannedRequest
+from tests.support.troubled_driver import hold
 from worker_client.driver import Driver
 from worker_client.errors import (
     ClientError,
@@ -33,7 +35,8 @@ from worker_client.scheduler import RequestOutput, Scheduler, scheduler_limits
 from worker_client.scheduler_output import StepResult
 from worker_client.worker_group import WorkerGroup
 
-LEASE_TTL_S = 2.0
+LEASE_TTLS_S = (2.0, 30.0)
+"""A driver takes one of them: the second outlasts all faults, the first only short ones."""
 REPLACE_WITHIN_S = 180.0
 """Starting a daemon takes long on a busy host."""
 IDLE_S = 0.005
@@ -108,6 +111,8 @@ class Application:
             command = read_command()
             if command == "leave":
                 return LEFT
+            if command.startswith("hold "):
+                hold(float(command.removeprefix("hold ")))
             if command.startswith("sleep "):
                 self._sleep(float(command.removeprefix("sleep ")))
             self._take_arrivals()
@@ -188,7 +193,8 @@ def read_requests(path: Path) -> list[PlannedRequest]:
 
 def serve(life: Life) -> int:
     """Run a driver; return its exit code."""
-    terms = LeaseTerms(ttl_s=LEASE_TTL_S)
+    terms = LeaseTerms(ttl_s=random.choice(LEASE_TTLS_S))
+    print(f"lease of {terms.ttl_s:g} s", file=sys.stderr, flush=True)
     progress = ProgressFile(life.progress)
     with WorkerGroup(life.endpoints, life.config.parallel, lease=terms) as group:
         group.attach(keep_requests=True, wait_s=30.0)

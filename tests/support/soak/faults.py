@@ -40,6 +40,7 @@ class Injector:
             "stop_driver_briefly": self._stop_driver,
             "stop_driver_beyond_lease": self._stop_driver,
             "replace_stopped_driver": self._replace_stopped_driver,
+            "hold_driver": self._hold_driver,
             "sleep_and_wake": self._sleep,
             "strange_frames": self._send_strange_frames,
             "second_driver": self._attach_second_driver,
@@ -97,6 +98,10 @@ class Injector:
         if self._driver() is not None:
             self._scene.start_driver()
         return f"{done}, another one started"
+
+    def _hold_driver(self, fault: Fault) -> str:
+        self._tell(f"hold {fault.seconds:.2f}")
+        return f"the driver runs no Python for {fault.seconds:.1f} s"
 
     def _sleep(self, fault: Fault) -> str:
         self._tell(f"sleep {min(fault.seconds, 1.0):.2f}")

@@ -31,6 +31,7 @@ FaultKind: TypeAlias = Literal[
     "stop_driver_briefly",
     "stop_driver_beyond_lease",
     "replace_stopped_driver",
+    "hold_driver",
     "sleep_and_wake",
     "strange_frames",
     "second_driver",
@@ -50,6 +51,7 @@ WEIGHTS: dict[FaultKind, int] = {
     "stop_driver_briefly": 1,
     "stop_driver_beyond_lease": 2,
     "replace_stopped_driver": 2,
+    "hold_driver": 2,
     "sleep_and_wake": 2,
     "strange_frames": 2,
     "second_driver": 1,
@@ -180,15 +182,17 @@ def _deck(source: random.Random) -> list[FaultKind]:
     return again + once
 
 
+_DURATIONS: dict[str, tuple[float, float]] = {
+    "stop_rank_briefly": (0.2, 3.0),
+    "stop_rank_beyond_fence": (5.5, 8.0),
+    "stop_driver_briefly": (0.2, 0.9),
+    "stop_driver_beyond_lease": (3.0, 7.0),
+    "replace_stopped_driver": (3.0, 7.0),
+    "hold_driver": (0.5, 20.0),
+    "hang_in_step": (2.5, 6.0),
+}
+"""Bounds in seconds, for kinds that others do not suit."""
+
+
 def _duration(source: random.Random, kind: FaultKind) -> float:
-    if kind == "stop_rank_briefly":
-        return source.uniform(0.2, 3.0)
-    if kind == "stop_rank_beyond_fence":
-        return source.uniform(5.5, 8.0)
-    if kind == "stop_driver_briefly":
-        return source.uniform(0.2, 0.9)
-    if kind in ("stop_driver_beyond_lease", "replace_stopped_driver"):
-        return source.uniform(3.0, 7.0)
-    if kind == "hang_in_step":
-        return source.uniform(2.5, 6.0)
-    return source.uniform(0.1, 1.5)
+    return source.uniform(*_DURATIONS.get(kind, (0.1, 1.5)))
