@@ -24,7 +24,7 @@ from worker_client.template_process import (
     Setup,
     TooMuch,
 )
-from worker_client.tokenizer import MAX_TEXT_BYTES, read_tokenizer_file
+from worker_client.tokenizer import MAX_TEXT_BYTES, check_text_bytes, read_tokenizer_file
 
 CONFIG_FILE: Final = "tokenizer_config.json"
 """File with the special tokens and, of older checkpoints, the template or a list of named ones."""
@@ -78,6 +78,7 @@ class ChatTemplate:
         """
         named = {DEFAULT: templates} if isinstance(templates, str) else dict(templates)
         self._names = frozenset(named)
+        check_text_bytes("max_output_bytes", bounds.max_output_bytes)
         self._bounds = bounds
         setup = _setup_message(Setup(named, dict(special_tokens or {}), bounds.max_output_bytes))
         self._pool = JobPool(

@@ -29,6 +29,8 @@ LOAD_S: Final = 30.0
 """Processor seconds in which it must be read."""
 MAX_TEXT_BYTES: Final = 4 << 20
 """Bound on the UTF-8 bytes of a text: as many as a million tokens of prose have."""
+LARGEST_TEXT_BYTES: Final = 10 << 20
+"""Bound on that setting: such a text, or its tokens, is one message to a process."""
 SHORT_TEXT_BYTES: Final = 64 << 10
 """Texts up to this size have processes of their own, and wait for no longer ones."""
 BYTES_PER_LIMIT: Final = 256 << 10
@@ -56,6 +58,11 @@ class TextBounds(NamedTuple):
     memory_bytes: int = 2 << 30
     """Memory of a process, beyond what it has at its start: for the tokenizer and a text."""
 
+    def checked(self) -> "TextBounds":
+        """Return it. Raises ClientConfigError."""
+        check_text_bytes("max_bytes", self.max_bytes)
+        return self
+
     def limit_s(self, num_bytes: int) -> float:
         """Return the processor seconds that a text of so many bytes may take."""
         return self.encode_s * (1 + num_bytes // BYTES_PER_LIMIT)
@@ -75,7 +82,7 @@ class Tokenizer:
         Raises:
             ClientConfigError: it cannot be read, or takes too much.
         """
-        self._bounds = bounds
+        self._bounds = bounds.checked()
         self._max_bytes = bounds.max_bytes
         try:
             file = read_tokenizer_file(path)
@@ -94,8 +101,8 @@ class Tokenizer:
         self._special_ids = frozenset(number for number, token in added.items() if token.special)
 
     def close(self) -> None:
-        """End the processes, and every text that is encoded. Not needed: they end with the last
-        user of this object."""
+        """End the processes, and every text that is encoded; only decode from here on. Not needed:
+        they end with the last user of this object."""
         self._short.close()
         self._long.close()
 
@@ -227,6 +234,13 @@ class TokenStream:
         del self._window[:place]
         self._num_done = self._shown = 0
         return new
+
+
+def check_text_bytes(field: str, value: int) -> None:
+    """Raise ClientConfigError unless texts may have so many bytes."""
+    if not 0 < value <= LARGEST_TEXT_BYTES:
+        fix = f"use 1 to {LARGEST_TEXT_BYTES}"
+        raise config_error(field, value, "it is out of bounds", fix)
 
 
 def load_tokenizer(

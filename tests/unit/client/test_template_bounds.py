@@ -3,6 +3,7 @@ bounds, while other renders go on. Processes end with their parent."""
 
 import contextlib
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -12,10 +13,12 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.fuzz_templates import fuzz
 from tests.support.waiting import wait_until
 from worker_client.chat_template import ChatTemplate, TemplateBounds
 from worker_client.errors import ClientConfigError, RequestError
 
+SEED = random.randrange(10**6)
 HELLO = [{"role": "user", "content": "hello"}]
 GUARD = "{% if messages[0].content == 'hello' %}hello{% else %}BAD{% endif %}"
 """A template that does BAD for another content: it compiles, and serves other messages."""
@@ -219,6 +222,18 @@ def test_close_ends_what_is_rendered():
         assert "closed" in outcome[0]
         assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
         refused(lambda: template.render(HELLO))
+
+
+def test_seconds_of_the_fuzzer():
+    found = fuzz(4.0, SEED)
+    assert found["plain"] > 0, (SEED, found)
+
+
+@pytest.mark.parametrize("value", [0, -1, 11 << 20])
+def test_wrong_bounds_are_refused(value):
+    with pytest.raises(ClientConfigError) as error:
+        ChatTemplate("x", bounds=TemplateBounds(max_output_bytes=value))
+    assert error.value.field == "max_output_bytes"
 
 
 PARENT = """
