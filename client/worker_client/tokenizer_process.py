@@ -33,7 +33,7 @@ class Encode(msgspec.Struct, frozen=True):
 
 
 class Description(msgspec.Struct, frozen=True):
-    """What is needed to decode tokens."""
+    """The part of the file that decodes tokens."""
 
     decoding: bytes
     """The tokenizer.json without all that only encodes: no regular expression is left."""

@@ -32,7 +32,7 @@ FILTERS = (
     "center({})", "tojson(indent={})", "replace('a', {})", "batch({})", "slice({})", "wordwrap({})",
     "indent({})", "join({})", "format({})", "truncate({})", "round({})", "list", "string", "length",
     "urlize", "pprint", "sort", "unique", "map('string')", "select", "groupby('a')", "xmlattr",
-    "int", "sum", "reverse", "first", "escape", "striptags", "title", "wordcount", "attr('__class__')",
+    "int", "sum", "reverse", "first", "escape", "striptags", "title", "attr('__class__')",
     "map(attribute={})", "filesizeformat", "dictsort", "items", "random",
 )  # fmt: skip
 CALLS = (
