@@ -13,11 +13,11 @@ on. At SIGTERM the service takes no new connections, and ends after its last req
 import argparse
 import asyncio
 import contextlib
-import functools
 import itertools
 import json
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
@@ -51,6 +51,9 @@ from worker_client.worker_group import WorkerGroup
 WAIT_S = 60.0
 """Time for daemons to be started, at first and after a death."""
 HEALTH_TIMEOUT_S = 1.0
+MAX_BODY_BYTES = 8 << 20
+MAX_MAKING = 64
+"""Requests whose prompts are made at a time."""
 OPTIONS = {
     *("max_tokens", "min_tokens", "ignore_eos", "stop_token_ids", "stop", "seed", "n"),
     *("include_stop_str_in_output", "temperature", "top_p", "top_k", "min_p", "logit_bias"),
@@ -76,7 +79,8 @@ class FullError(Exception):
 
 class Service:
     """Makes requests of HTTP bodies, and text of their tokens. All of it but _open_driver and the
-    making of requests, which takes time, runs on the event loop."""
+    making of requests, which takes time, runs on the event loop. A prompt that takes too long ends
+    with an error, and holds up nothing but its own thread."""
 
     def __init__(self, model: Path, endpoints: Sequence[str], config: WorkerConfig, most: int):
         """most: bound on unfinished requests."""
@@ -87,13 +91,18 @@ class Service:
         self.endpoints = endpoints
         self.driver = AsyncDriver(self._open_driver, max_requests=most)
         self.num_running = 0
-        self._model = model
         self._config = config
         self._most = most
         self._max_model_len = 0
         self._tokenizer = tokenizer
         self._parser = RequestParser(tokenizer.encode)
         self._numbers = itertools.count()
+        self._threads = ThreadPoolExecutor(MAX_MAKING, "prompts")
+        self._template: ChatTemplate | ClientConfigError
+        try:
+            self._template = load_chat_template(model)
+        except ClientConfigError as error:  # told to those who chat
+            self._template = error
 
     @contextlib.contextmanager
     def _open_driver(self) -> Iterator[Driver]:
@@ -103,6 +112,7 @@ class Service:
             group.attach(wait_s=WAIT_S)
             loaded = group.prepare(self._config)
             self._max_model_len = loaded.max_model_len
+            self._tokenizer.fit_context(loaded.max_model_len)
             scheduler = Scheduler(scheduler_limits(loaded, self._config), self._tokenizer)
 
             def recover(died: WorkerDied) -> None:  # without it, the driver ends with the daemon
@@ -110,9 +120,19 @@ class Service:
 
             yield Driver(group, scheduler, recover=recover)
 
-    @functools.cached_property
-    def _template(self) -> ChatTemplate:
-        return load_chat_template(self._model)
+    async def make(
+        self, work: Callable[[Body], GenerationRequest], body: Body
+    ) -> GenerationRequest:
+        """Return the request of a body, by `completion` or `chat`."""
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._threads, work, body)
+
+    def close(self) -> None:
+        """End the making of requests."""
+        self._tokenizer.close()
+        if isinstance(self._template, ChatTemplate):
+            self._template.close()
+        self._threads.shutdown(wait=False, cancel_futures=True)
 
     def completion(self, body: Body) -> GenerationRequest:
         """Return the request of a body for /v1/completions. Raises ClientConfigError."""
@@ -126,6 +146,8 @@ class Service:
         for field, value in (("messages", messages), ("tools", tools or [])):
             if not isinstance(value, list):
                 raise request_error(field, value, "not a list", "give a list of objects")
+        if isinstance(self._template, ClientConfigError):
+            raise self._template
         prompt = self._template.render(messages, tools)
         ids = self._tokenizer.encode(prompt, add_special_tokens=False)
         if "max_completion_tokens" in body:
@@ -262,9 +284,15 @@ async def unless_client_leaves(http: Request, work: Awaitable[T]) -> T:
 
 
 async def read_body(http: Request) -> Body:
-    """Return the fields that are not null. A proxy in front should bound the size of bodies."""
+    """Return the fields that are not null."""
+    received = bytearray()
+    async for chunk in http.stream():
+        received += chunk
+        if len(received) > MAX_BODY_BYTES:
+            fix = f"send at most {MAX_BODY_BYTES} bytes"
+            raise request_error("body", len(received), "it is too long", fix)
     try:
-        body = json.loads(await http.body())
+        body = json.loads(received)
     except (ValueError, RecursionError) as error:
         raise request_error("body", None, f"not JSON: {error}", "send an object") from None
     if not isinstance(body, dict):
@@ -285,7 +313,10 @@ def make_app(service: Service) -> FastAPI:
     @contextlib.asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         async with service.driver:
-            yield
+            try:
+                yield
+            finally:
+                service.close()
 
     app = FastAPI(title="worker-daemon", lifespan=lifespan)
 
@@ -296,7 +327,7 @@ def make_app(service: Service) -> FastAPI:
         streamed = body.pop("stream", False)
         if not isinstance(streamed, bool):
             raise request_error("stream", streamed, "it is no truth value", "use true or false")
-        request = await asyncio.to_thread(make, body)  # tokenizing takes time
+        request = await service.make(make, body)
         head = {"id": f"req-{request.id}", "created": int(time.time()), "model": service.name}
         parts = service.parts(request)
         if not streamed:

@@ -1,27 +1,30 @@
-"""Turns messages into prompts, by a checkpoint's chat template. The only user of jinja2 (extra
-`chat`)."""
+"""Turns messages into prompts, by a checkpoint's chat template.
+
+Templates come from checkpoints, and what they are given from requests: either may take any time or
+memory. So they are compiled and rendered by worker_client.template_process, in processes that are
+killed when they exceed their bounds."""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from datetime import datetime
 from pathlib import Path
-from typing import Any, Final, NoReturn
+from typing import Any, Final, NamedTuple
 
 import msgspec
 
 from worker_client.errors import ClientConfigError, RequestError, config_error
+from worker_client.job_pool import JobBounds, JobExceeded, JobFailed, JobPool
 from worker_client.requests import Json
-from worker_client.tokenizer import read_tokenizer_file
-
-try:
-    from jinja2 import Template, TemplateError, nodes
-    from jinja2.ext import Extension, LoopControlExtension
-    from jinja2.parser import Parser
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
-except ImportError as error:
-    raise ImportError(
-        'chat templates need jinja2: pip install "worker-daemon[chat]"', name=error.name
-    ) from None
+from worker_client.template_process import (
+    Answer,
+    Compiled,
+    NotCompiled,
+    NotRendered,
+    Render,
+    Rendered,
+    Setup,
+    TooMuch,
+)
+from worker_client.tokenizer import MAX_TEXT_BYTES, check_text_bytes, read_tokenizer_file
 
 CONFIG_FILE: Final = "tokenizer_config.json"
 """File with the special tokens and, of older checkpoints, the template or a list of named ones."""
@@ -29,39 +32,67 @@ TEMPLATE_FILE: Final = "chat_template.jinja"
 NAMED_TEMPLATES: Final = "additional_chat_templates"
 """Directory of further templates, called by the names of their files."""
 TEMPLATE_JSON: Final = "chat_template.json"
+MAX_FILE_BYTES: Final = 16 << 20
+"""Bound on each of these files, and on the templates of a checkpoint together."""
 DEFAULT: Final = "default"
 WITH_TOOLS: Final = "tool_use"
 """Name of a template for requests with tools, if a checkpoint has another one for these."""
 ROLES: Final = frozenset(("system", "developer", "user", "assistant", "tool"))
 """Roles that any template may be given. Others must be named in it."""
+COMPILE_S: Final = 2.0
+"""Processor seconds in which the templates of a checkpoint must be compiled."""
+MAX_PROCESSES: Final = 8
+"""Renders at a time. The usual one takes a millisecond."""
+INPUT_FACTOR: Final = 4
+"""Messages, tools and variables of a request have at most this many times the bytes of the longest
+prompt: a template may show a part of them."""
+
+
+class TemplateBounds(NamedTuple):
+    """Bounds on a render."""
+
+    render_s: float = 1.0
+    """Processor seconds. Templates of published checkpoints take milliseconds."""
+    memory_bytes: int = 512 << 20
+    """Memory of the process, beyond what it has at its start."""
+    max_output_bytes: int = MAX_TEXT_BYTES
+    """UTF-8 bytes of a prompt."""
 
 
 class ChatTemplate:
     """A checkpoint's templates, compiled. They run in a sandbox: they see messages, tools and
-    special tokens, and change nothing. Threads may share it."""
+    special tokens, and change nothing. Threads may share it; a render that takes long delays no
+    other, and one that is interrupted by a crash of its process runs once more."""
 
     def __init__(
-        self, templates: str | Mapping[str, str], special_tokens: Mapping[str, str] | None = None
+        self,
+        templates: str | Mapping[str, str],
+        special_tokens: Mapping[str, str] | None = None,
+        bounds: TemplateBounds = TemplateBounds(),  # noqa: B008  # immutable
     ) -> None:
         """templates: the template, or several by name. special_tokens: variables that templates
         use, as bos_token.
 
         Raises:
-            ClientConfigError: one is no template.
+            ClientConfigError: one is no template, or takes too much to compile.
         """
-        named = {DEFAULT: templates} if isinstance(templates, str) else templates
-        environment = _environment()
-        self._special_tokens = dict(special_tokens or {})
-        self._templates: dict[str, Template] = {}
-        self._roles = ROLES
-        for name, source in named.items():
-            try:
-                tree = environment.parse(source)
-                self._roles |= set(_compared(tree))  # compiling changes the tree
-                self._templates[name] = environment.from_string(tree)
-            except (TemplateError, RecursionError) as error:
-                problem = f"the chat template cannot be compiled: {error}"
-                raise config_error("chat_template", name, problem, "correct it") from None
+        named = {DEFAULT: templates} if isinstance(templates, str) else dict(templates)
+        self._names = frozenset(named)
+        check_text_bytes("max_output_bytes", bounds.max_output_bytes)
+        self._bounds = bounds
+        setup = _setup_message(Setup(named, dict(special_tokens or {}), bounds.max_output_bytes))
+        self._pool = JobPool(
+            "worker_client.template_process",
+            setup,
+            JobBounds(COMPILE_S, bounds.render_s, bounds.memory_bytes),
+            max_processes=MAX_PROCESSES,
+        )
+        self._roles = ROLES | self._compiled()
+
+    def close(self) -> None:
+        """End the processes, and every render that runs. Not needed: they end with the last user of
+        this object."""
+        self._pool.close()
 
     def render(
         self,
@@ -72,6 +103,7 @@ class ChatTemplate:
         variables: Mapping[str, Json] | None = None,
     ) -> str:
         """Return the prompt, special tokens included: encode it with add_special_tokens=False.
+        Blocks for up to the bound, without the GIL: in an asyncio program, call it on a thread.
 
         Args:
             messages: each with a role; most have a content. None is the same as absent.
@@ -81,45 +113,85 @@ class ChatTemplate:
 
         Raises:
             RequestError: a message is malformed or its role is unknown, or the template refuses
-                the messages, or fails.
+                the messages, or fails, or exceeds its bounds.
         """
         plain = [
             {key: value for key, value in message.items() if value is not None}
             for message in self._checked(messages)
         ]
-        try:
-            return self._chosen(tools).render(
-                {
-                    **self._special_tokens,
-                    **_copied("variables", dict(variables or {})),
-                    "messages": plain,
-                    "tools": None if tools is None else _copied("tools", list(tools)),
-                    "documents": None,
-                    "add_generation_prompt": add_generation_prompt,
-                }
-            )
-        except RequestError:
-            raise
-        except Exception as error:  # the template's own, or one that it cannot handle
-            said = "refuses" if isinstance(error, _Refusal) else "fails with"
-            raise RequestError(
-                f"the chat template {said} the messages: {error}",
-                field="messages",
-                value=[message["role"] for message in plain],
-                fix="give messages of the roles and forms that the model was trained on",
-            ) from None
+        name = self._chosen(tools)
+        given = {
+            **_copied("variables", dict(variables or {})),
+            "messages": plain,
+            "tools": None if tools is None else _copied("tools", list(tools)),
+            "documents": None,
+            "add_generation_prompt": add_generation_prompt,
+        }
+        job = msgspec.json.encode(Render(name, given))
+        if len(job) > INPUT_FACTOR * self._bounds.max_output_bytes:
+            raise self._too_much(plain, f"they have {len(job)} bytes")
+        return self._rendered(job, plain)
 
-    def _chosen(self, tools: object) -> Template:
-        if tools is not None and WITH_TOOLS in self._templates:
-            return self._templates[WITH_TOOLS]
-        if DEFAULT not in self._templates:
+    def _rendered(self, job: bytes, messages: Sequence[Mapping[str, Any]]) -> str:
+        try:
+            answer = _decoded(self._pool.run(job))
+        except JobExceeded:
+            raise self._too_much(messages, "the chat template takes too long with them") from None
+        except JobFailed as error:
+            raise self._too_much(messages, f"the chat template cannot run: {error}") from None
+        if isinstance(answer, Rendered):
+            return answer.text
+        if isinstance(answer, TooMuch):
+            raise self._too_much(messages, f"the chat template needs too much {answer.what}")
+        assert isinstance(answer, NotRendered)
+        said = "refuses" if answer.is_refused else "fails with"
+        raise RequestError(
+            f"the chat template {said} the messages: {answer.said}",
+            field="messages",
+            value=_shown(messages),
+            fix="give messages of the roles and forms that the model was trained on",
+        )
+
+    def _too_much(self, messages: Sequence[Mapping[str, Any]], problem: str) -> RequestError:
+        bounds = self._bounds
+        return RequestError(
+            problem,
+            field="messages",
+            value=_shown(messages),
+            fix=f"give fewer and shorter messages, tools and variables: a prompt takes at most "
+            f"{bounds.render_s:g} s, {bounds.memory_bytes >> 20} MiB, and has at most "
+            f"{bounds.max_output_bytes} bytes; or correct the template",
+        )
+
+    def _compiled(self) -> frozenset[str]:
+        """Start a process; return the texts that the templates compare something with."""
+        name = ", ".join(sorted(self._names))[:80]
+        try:
+            answer = _decoded(self._pool.open())
+        except JobExceeded:
+            said = f"it takes longer than {COMPILE_S:g} s"
+        except JobFailed as error:
+            said = str(error)
+        else:
+            if isinstance(answer, Compiled):
+                return frozenset(answer.compared)
+            assert isinstance(answer, NotCompiled)
+            name, said = answer.name, answer.said
+        self._pool.close()
+        problem = f"the chat template cannot be compiled: {said}"
+        raise config_error("chat_template", name, problem, "correct it")
+
+    def _chosen(self, tools: object) -> str:
+        if tools is not None and WITH_TOOLS in self._names:
+            return WITH_TOOLS
+        if DEFAULT not in self._names:
             raise RequestError(
                 "the model has no chat template for messages without tools",
                 field="tools",
                 value=tools,
                 fix="give tools",
             )
-        return self._templates[DEFAULT]
+        return DEFAULT
 
     def _checked(self, messages: Sequence[Mapping[str, Json]]) -> list[dict[str, Any]]:
         copies: list[dict[str, Any]] = _copied("messages", list(messages))
@@ -145,65 +217,27 @@ class ChatTemplate:
         return copies
 
 
-class _Refusal(TemplateError):
-    """Raised by a template."""
+def _shown(messages: Sequence[Mapping[str, Any]]) -> list[object]:
+    """Return the messages' roles, for an error."""
+    return [message["role"] for message in messages[:20]]
 
 
-class _Generation(Extension):
-    """The tag that marks what a model is trained on; here it does nothing."""
-
-    tags = {"generation"}  # noqa: RUF012  # jinja2 declares it so
-
-    def parse(self, parser: Parser) -> nodes.Node:
-        """Return what stands between the tags, as a scope of its own."""
-        line = next(parser.stream).lineno
-        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return nodes.Scope(body, lineno=line)
+def _decoded(answer: bytes) -> Answer:
+    decoded: Answer = msgspec.json.decode(answer, type=Answer)
+    return decoded
 
 
-def _environment() -> ImmutableSandboxedEnvironment:
-    """Return what templates of Hugging Face expect."""
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[LoopControlExtension, _Generation]
-    )
-    environment.filters["tojson"] = _to_json
-    environment.globals["raise_exception"] = _refuse
-    environment.globals["strftime_now"] = _now
-    return environment
-
-
-def _compared(tree: nodes.Template) -> Iterator[str]:
-    """Yield the texts that a template compares something with: its roles are among them."""
-    for node in tree.find_all(nodes.Compare):
-        for side in (node.expr, *(operand.expr for operand in node.ops)):
-            for each in side.items if isinstance(side, (nodes.List, nodes.Tuple)) else [side]:
-                if isinstance(each, nodes.Const) and isinstance(each.value, str):
-                    yield each.value
-
-
-def _to_json(
-    value: object,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    """Return JSON as it is: jinja2's own filter escapes it for HTML."""
-    return json.dumps(
-        value,
-        ensure_ascii=ensure_ascii,
-        indent=indent,
-        separators=separators,
-        sort_keys=sort_keys,
-    )
-
-
-def _refuse(message: str) -> NoReturn:
-    raise _Refusal(message)
-
-
-def _now(form: str) -> str:
-    return datetime.now().strftime(form)
+def _setup_message(setup: Setup) -> bytes:
+    """Return the first message as JSON. Raises ClientConfigError."""
+    try:
+        message = msgspec.json.encode(setup)
+    except UnicodeError as error:
+        problem = f"the chat template cannot be compiled: {error}"
+        raise config_error("chat_template", list(setup.templates), problem, "correct it") from None
+    if len(message) > MAX_FILE_BYTES:
+        problem = f"the chat template has more than {MAX_FILE_BYTES} bytes"
+        raise config_error("chat_template", len(message), problem, "correct it")
+    return message
 
 
 def _copied(field: str, value: Any) -> Any:
@@ -215,7 +249,10 @@ def _copied(field: str, value: Any) -> Any:
         raise RequestError(problem, field=field, value=type(value), fix=fix) from None
 
 
-def load_chat_template(model: Path) -> ChatTemplate:
+def load_chat_template(
+    model: Path,
+    bounds: TemplateBounds = TemplateBounds(),  # noqa: B008  # immutable
+) -> ChatTemplate:
     """Return the chat template of a checkpoint directory.
 
     Raises:
@@ -231,7 +268,7 @@ def load_chat_template(model: Path) -> ChatTemplate:
             "the checkpoint has no chat template",
             "use the checkpoint of a chat model, or render the prompt in your program",
         )
-    return ChatTemplate(found, dict(_special_tokens(tokens)))
+    return ChatTemplate(found, dict(_special_tokens(tokens)), bounds)
 
 
 def _templates(model: Path, config: Mapping[str, Any]) -> dict[str, str]:
@@ -278,7 +315,7 @@ def _read_object(path: Path) -> dict[str, Any]:
 
 def _read_text(path: Path) -> str:
     try:
-        return read_tokenizer_file(path).decode()
+        return read_tokenizer_file(path, MAX_FILE_BYTES).decode()
     except (OSError, UnicodeDecodeError) as error:
         raise _unreadable(path, error) from None
 

@@ -126,9 +126,15 @@ class ChildProcess:
         """The process id."""
         return self._process.pid
 
-    def close(self) -> None:
-        """Kill the process, whatever it does, and wait for its end."""
+    def kill(self) -> None:
+        """Kill the process; any thread may. Who waits for its answer gets ChildEnded."""
+        self._process.kill()
+
+    def close(self) -> int:
+        """Kill the process, whatever it does, and wait for its end. Return its exit status: -N if
+        signal N ended it, which may have been before."""
         self._end()
+        return self._process.wait()
 
 
 def _kill(process: "subprocess.Popen[bytes]", messages: Messages) -> None:

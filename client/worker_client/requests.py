@@ -539,6 +539,9 @@ class RequestParser:
     def _bad_words(self, words: Sequence[str | list[int]]) -> tuple[tuple[int, ...], ...]:
         """Return the sequences of token ids of bad words: of a text, with a space before it and
         without, since tokenizers tell words inside a sentence by that."""
+        if len(words) > MAX_BAD_WORDS:  # before each is tokenized
+            fix = f"give at most {MAX_BAD_WORDS}"
+            raise RequestError("too many", field="bad_words", value=len(words), fix=fix)
         found: dict[tuple[int, ...], None] = {}
         for word in words:
             if not isinstance(word, str):

@@ -34,32 +34,38 @@ class StopWatch:
         self._stream = stream
         self._num_banned = min_tokens
         self._includes_stop = includes_stop
-        self._longest = max(map(len, self._stops))
-        self._text = ""
+        self._num_kept = max(map(len, self._stops)) - 1
+        self._parts: list[str] = []
+        """The text so far. It is joined once: a text of each token would cost its square."""
+        self._end = ""
+        """Its end, in which a stop string may have begun."""
         self.stopped_text: str | None = None
         """The text up to the stop string, once there is one."""
 
     def take(self, token_id: int) -> bool:
         """Append a token; return True if the text now has a stop string."""
-        before = len(self._text)
-        self._text += self._stream.push(token_id)
+        new = self._stream.push(token_id)
+        before, text = len(self._end), self._end + new
+        self._parts.append(new)
+        self._end = text[max(0, len(text) - self._num_kept) :]
         if self._num_banned > 0:
             self._num_banned -= 1
             return False
         # One that was there before has ended the request, or came before min_tokens.
-        begin = max(0, before - self._longest + 1)
-        places = (_first_end_behind(self._text, stop, begin, before) for stop in self._stops)
+        places = (_first_end_behind(text, stop, before) for stop in self._stops)
         found = [place for place in places if place is not None]
         if not found:
             return False
         start, end = min(found)
-        self.stopped_text = self._text[: end if self._includes_stop else start]
+        num_behind = len(text) - (end if self._includes_stop else start)
+        whole = "".join(self._parts)
+        self.stopped_text = whole[: len(whole) - num_behind]
         return True
 
 
-def _first_end_behind(text: str, stop: str, begin: int, before: int) -> tuple[int, int] | None:
-    """Return start and end of the first occurrence from `begin` on that ends after `before`."""
-    start = text.find(stop, begin)
+def _first_end_behind(text: str, stop: str, before: int) -> tuple[int, int] | None:
+    """Return start and end of the first occurrence that ends after `before`."""
+    start = text.find(stop)
     while start >= 0 and start + len(stop) <= before:
         start = text.find(stop, start + 1)
     return None if start < 0 else (start, start + len(stop))

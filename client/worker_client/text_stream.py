@@ -15,11 +15,12 @@ class StreamedText:
         self, tokenizer: Tokenizer, stop: Sequence[str] = (), *, includes_stop: bool = False
     ) -> None:
         """stop, includes_stop: the request's stop and include_stop_str_in_output."""
-        self._tokenizer = tokenizer
         self._stream = tokenizer.stream()
         self._stop = () if includes_stop else tuple(stop)
         self._held = ""
         """Text that may be the beginning of a stop string."""
+        self._num_taken = 0
+        """Number of tokens."""
         self._num_shown = 0
         """Number of characters that were returned."""
 
@@ -27,13 +28,19 @@ class StreamedText:
         """Return the text that is certain after these tokens, any number of them. output: the
         request's, if they are its last: returns the rest of its text."""
         if output is None:
-            text = self._held + "".join(map(self._stream.push, token_ids))
+            text = self._pushed(token_ids)
             place = self._place_undecided(text)
             new, self._held = text[:place], text[place:]
+        elif output.text is None:
+            new = self._pushed(output.token_ids[self._num_taken :]) + self._stream.flush()
         else:
-            new, self._held = final_text(self._tokenizer, output)[self._num_shown :], ""
+            new = output.text[self._num_shown :]
         self._num_shown += len(new)
         return new
+
+    def _pushed(self, token_ids: Sequence[int]) -> str:
+        self._num_taken += len(token_ids)
+        return self._held + "".join(map(self._stream.push, token_ids))
 
     def _place_undecided(self, text: str) -> int:
         """Return the place from which on a text is the beginning of a stop string; its length if

@@ -27,10 +27,22 @@ MAX_REQUESTS = 32
 LONG = 900
 """Tokens of requests that are left before their end."""
 LIMIT_S = 60.0
+BOMBS = {
+    "power": "{{ message.n ** (message.n ** 8) }}",
+    "filler": "{{ lipsum(n=200000) }}",
+    "loops": "{% for a in range(message.n ** 4) %}{% for b in range(message.n ** 4) %}"
+    "{% endfor %}{% endfor %}",
+    "format": "{{ '%1000000000d' | format(message.n) }}",
+    "output": "{% for a in range(message.n ** 4) %}{{ 'x' * message.n ** 4 }}{% endfor %}",
+}
+"""What the template does for a message that names it."""
 TEMPLATE = """\
 {%- for message in messages %}
     {%- if message.role == 'system' and not loop.first %}
         {{- raise_exception('the system speaks first') }}
+    {%- endif %}
+    {%- if message.bomb is defined %}
+        {{- '' }}BOMBS
     {%- endif %}
     {{- message.content | trim + ('\\n' if not loop.last else '') }}
 {%- endfor %}
@@ -88,7 +100,8 @@ def model(model_root):
     """The demo model, with a chat template."""
     path = model_root / "chatty"
     make_demo_model(path)
-    (path / "chat_template.jinja").write_text(TEMPLATE)
+    bombs = "".join(f"{{%- if message.bomb == '{k}' %}}{v}{{%- endif %}}" for k, v in BOMBS.items())
+    (path / "chat_template.jinja").write_text(TEMPLATE.replace("BOMBS", bombs))
     return path
 
 
@@ -288,6 +301,58 @@ def test_bad_requests_name_their_field_and_do_no_harm(service, cases, expected):
 
     again, (texts, _) = asyncio.run(main())
     assert again == texts == expected[0]
+
+
+def bomb(name):
+    message = {"role": "user", "content": "x", "bomb": name, "n": 10}
+    return Case("/v1/chat/completions", {"messages": [message], "max_tokens": 4})
+
+
+COSTLY = [
+    *((bomb(name), "messages") for name in BOMBS),
+    (completion("The driver " * 200_000), "prompt"),
+    (completion("x" * (9 << 20)), "body"),
+    (chat("The driver " * 200_000), "prompt"),
+]
+
+
+def test_prompts_that_cost_too_much_hold_up_nobody(service, cases, expected):
+    """Beside each of them, and beside many at once, a stream goes on and another chat is served."""
+
+    async def refused(client, case, field):
+        answer = await client.post(case.path, json=case.fields)
+        error = answer.json()["error"]
+        assert (answer.status_code, error["param"]) == (400, field), error
+        return True
+
+    async def tokens_until(client, number, ended):
+        """Start long requests one after the other; return the number of events until then."""
+        num_events = 0
+        while not ended.is_set():
+            async for _ in events(client, long_case(number)):
+                num_events += 1
+                if ended.is_set():
+                    break
+        return num_events
+
+    async def main():
+        async with service.client() as client:
+            short = next(n for n, case in enumerate(cases) if case.is_chat)
+            for bad in ([each] for each in COSTLY), [COSTLY * 3]:
+                for costly in bad:
+                    ended = asyncio.Event()
+                    beside = asyncio.create_task(tokens_until(client, 3, ended))
+                    found = [asyncio.create_task(refused(client, *each)) for each in costly]
+                    assert await whole(client, cases[short]) == expected[short]
+                    assert all(await asyncio.gather(*found))
+                    assert (await health(client))["state"] == "serving"
+                    ended.set()
+                    counts.append(await beside)
+            return await whole(client, cases[0])
+
+    counts = []
+    assert asyncio.run(main()) == expected[0]
+    assert min(counts[0], counts[2]) > 10, counts  # of those that take their whole time
 
 
 @pytest.mark.parametrize("is_streamed", [True, False])

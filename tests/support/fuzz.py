@@ -1,5 +1,6 @@
-"""Random and structured frames for every socket of a daemon: `python -m tests.support.fuzz` starts
-one with keys and one without, sends each --frames of them, and prints the results."""
+"""`python -m tests.support.fuzz` runs every fuzzer of TARGETS, or --only some, and prints the
+results. This module has that of the sockets: random and structured frames for a daemon with keys
+and one without."""
 
 import argparse
 import contextlib
@@ -10,8 +11,9 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 import msgspec
 import zmq
@@ -19,6 +21,7 @@ import zmq
 from rpc_schema.codec import encode_control
 from rpc_schema.lifecycle import Shutdown
 from tests.contract.random_messages import fixed_example, messages
+from tests.support import fuzz_templates
 from tests.support.secured import BareSockets, KeyRing, SecuredDaemon, answers, ask
 from tests.support.waiting import wait_until
 from worker_client.keys import NO_KEYS
@@ -216,25 +219,42 @@ def fuzz_daemon(
         daemon.stop()
 
 
-def main() -> None:
-    """Run it."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--frames", type=int, default=1_000_000)
-    parser.add_argument("--seconds", type=float, default=3600.0)
-    parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(2**31))
-    given = parser.parse_args()
+def fuzz_sockets(num_frames: int, seconds: float, seed: int) -> dict[str, object]:
+    """Fuzz a daemon without keys and one with."""
     directory = Path(tempfile.mkdtemp(prefix="fz-"))
-    print(f"seed {given.seed}")
     try:
-        for with_keys in (False, True):
-            print(
-                json.dumps(
-                    fuzz_daemon(directory, with_keys, given.frames, given.seconds, given.seed)
-                )
-            )
-            sys.stdout.flush()
+        return {
+            name: fuzz_daemon(directory, with_keys, num_frames, seconds, seed)
+            for name, with_keys in (("without keys", False), ("with keys", True))
+        }
     finally:
         shutil.rmtree(directory)
+
+
+TARGETS: Mapping[str, Callable[[float, int], dict[str, object]]] = MappingProxyType(
+    {"templates": fuzz_templates.fuzz}
+)
+"""Fuzzers besides that of the sockets: each is called with seconds and a seed, returns a summary,
+and raises AssertionError."""
+SOCKETS = "sockets"
+
+
+def main() -> None:
+    """Run them."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", choices=[SOCKETS, *TARGETS], action="append")
+    parser.add_argument("--frames", type=int, default=1_000_000, help="for each socket")
+    parser.add_argument("--seconds", type=float, help="600, and for the sockets 3600")
+    parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(2**31))
+    given = parser.parse_args()
+    print(f"seed {given.seed}")
+    for name in given.only or [SOCKETS, *TARGETS]:
+        if name == SOCKETS:
+            found = fuzz_sockets(given.frames, given.seconds or 3600.0, given.seed)
+        else:
+            found = TARGETS[name](given.seconds or 600.0, given.seed)
+        print(name, json.dumps(found))
+        sys.stdout.flush()
 
 
 if __name__ == "__main__":

@@ -32,6 +32,7 @@ from worker_client.errors import config_error
 from worker_client.keys import NO_KEYS, Keys, read_keys
 from worker_client.replacement import REPLACE_WITHIN_S
 from worker_client.scheduler.step_budget import check_max_itl_ms
+from worker_client.tokenizer import LARGEST_TEXT_BYTES, MAX_TEXT_BYTES
 
 DEFAULT_MAX_TOKENS: Final = 64
 _LINE_ONLY: Final = ("force", "config", "prompt", "input_", "output", "max_tokens")
@@ -119,6 +120,8 @@ class RunOptions:
     """Applies to each prompt."""
     lora_root: Path | None = None
     """Directory of the LoRA adapters of local daemons."""
+    max_text_bytes: int = MAX_TEXT_BYTES
+    """Bound on the UTF-8 bytes of a prompt's text."""
     max_itl_ms: float | None = None
     """Target for the time between two tokens of a request, in milliseconds."""
 
@@ -232,6 +235,10 @@ def build_run_options(
     prompt: Annotated[
         list[str] | None, typer.Option("--prompt", help="A prompt; may be repeated.")
     ] = None,
+    max_text_bytes: Annotated[
+        int,
+        typer.Option(min=1, max=LARGEST_TEXT_BYTES, help="UTF-8 bytes of a prompt's text at most."),
+    ] = MAX_TEXT_BYTES,
     input_: Annotated[
         Path | None, typer.Option("--input", help="Requests, one JSON object a line (JSONL).")
     ] = None,
@@ -304,6 +311,7 @@ def build_run_options(
         output=output,
         max_tokens=max_tokens,
         lora_root=lora_root,
+        max_text_bytes=max_text_bytes,
         max_itl_ms=max_itl_ms,
     )
 

@@ -25,7 +25,7 @@ from worker_client.cli.session import (
 )
 from worker_client.errors import config_error
 from worker_client.expert_loads import loads_by_layer
-from worker_client.tokenizer import Tokenizer, load_tokenizer
+from worker_client.tokenizer import TextBounds, Tokenizer, load_tokenizer
 from worker_client.worker_group import RankProgress, parse_endpoints
 
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON object on standard output.")]
@@ -103,10 +103,12 @@ def read_requests(
         parse_endpoints(run.endpoints, run.config.parallel, run.keys)
     if run.output is not None:
         check_output(run.output)
-    tokenizer = load_tokenizer(run.model)
-    return tokenizer, read_inputs(
-        lines, tokenizer, run.seed, None if run.input is None else run.input.parent
-    )
+    tokenizer = load_tokenizer(run.model, TextBounds(run.max_text_bytes))
+    directory = None if run.input is None else run.input.parent
+    inputs = read_inputs(lines, tokenizer, run.seed, directory)
+    if tokenizer is not None:
+        tokenizer.close()  # from here on it only decodes
+    return tokenizer, inputs
 
 
 def end_if_all_are_wrong(inputs: Sequence[InputRequest], output: Path | None) -> None:
