@@ -45,7 +45,12 @@ from worker_client.scheduler import (
 )
 from worker_client.scheduler_output import SchedulerOutput, StepResult
 from worker_client.structured.jump_forward import JumpForward
-from worker_client.structured.masked_steps import CompiledGrammars, MaskedStep, MaskedSteps
+from worker_client.structured.masked_steps import (
+    CHECK_S,
+    CompiledGrammars,
+    MaskedStep,
+    MaskedSteps,
+)
 from worker_client.structured.pending import POLL_S, PendingRequests
 
 MAX_CONSECUTIVE_FAILURES = 3
@@ -364,6 +369,12 @@ class Driver:
                 masks.pause(req_id)
         return self._send_masks(masks)
 
+    def _finish_step(self, masks: MaskedSteps, oldest: MaskedStep) -> None:
+        """Send all masks of the oldest step; those of requests that the scheduler cannot pause may
+        take long."""
+        while oldest.is_waiting and self._finish_masks(masks) and oldest.is_waiting:
+            masks.grammars.proceed(CHECK_S)
+
     def _send_masks(self, masks: MaskedSteps) -> bool:
         """Sample the deferred rows of steps in flight whose masks are known, and end requests whose
         grammars have failed. Return False if a daemon has died."""
@@ -454,8 +465,7 @@ class Driver:
     def _take_oldest(self) -> list[RequestOutput]:
         flight = self._in_flight[0]
         if self._masks is not None and flight.masked is not None:
-            while flight.masked.is_waiting and self._finish_masks(self._masks):
-                pass
+            self._finish_step(self._masks, flight.masked)
         try:
             result = self._result(flight.future)
             for future in flight.later:

@@ -156,7 +156,7 @@ class Matchers:
         if isinstance(found, str):
             return found
         matcher = self._matchers[begin.row] = found.deep_copy()
-        if begin.tokens and not matcher.consume_tokens(begin.tokens):
+        if not _consume(matcher, begin.tokens):
             return "its grammar does not allow the tokens that it has"
         return ""
 
@@ -165,7 +165,7 @@ class Matchers:
         matcher = self._matchers.get(take.row)
         if matcher is None:
             return "its request has ended"  # while this was on its way
-        if matcher.consume_tokens(take.tokens):
+        if _consume(matcher, take.tokens):
             return ""
         return f"its grammar does not allow the tokens {take.tokens}"
 
@@ -212,6 +212,11 @@ class Matchers:
         token = 32 * int(words[0]) + bits.bit_length() - 1
         is_end = token in self._setup.eos_token_ids
         return None if is_end or token >= self._setup.vocab_size else token
+
+
+def _consume(matcher: LLMatcher, tokens: Sequence[int]) -> bool:
+    # One by one: consume_tokens refuses an end of sequence behind the end.
+    return all(matcher.consume_token(token) for token in tokens)
 
 
 def shortened(reason: str) -> str:

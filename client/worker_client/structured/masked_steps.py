@@ -42,7 +42,7 @@ MIXED_STEP_COST: Final = 0.5
 """The step that admits a request again after a jump is a mixed one: it takes up to this share
 longer than a step of decodes, for all requests in it."""
 
-CHECK_S: Final = 0.005
+CHECK_S: Final = 0.002
 """Time after which a wait for masks looks at what takes long."""
 
 TOO_LONG: Final = "its grammar was not compiled in time: simplify it, or send fewer at a time"
@@ -306,8 +306,11 @@ class MaskedSteps:
     def await_masks(self) -> None:
         """Wait for the masks that steps in flight need and that were asked for, but for those that
         are overdue."""
-        while any(not row.matcher.is_overdue for row in self._late_rows()):
-            self.grammars.proceed(CHECK_S)
+        while rows := self._late_rows():
+            is_overdue = all(row.matcher.is_overdue for row in rows)
+            self.grammars.proceed(0.0 if is_overdue else CHECK_S)
+            if is_overdue:
+                return
 
     def late(self) -> list[str]:
         """Return the requests of steps in flight whose mask was asked for and is not here."""
