@@ -12,12 +12,14 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TypeAlias
 
 import msgspec
 import zmq
 
 from rpc_schema.codec import encode_control
 from rpc_schema.lifecycle import Shutdown
+from tests.support import fuzz_grammars
 from tests.contract.random_messages import fixed_example, messages
 from tests.support.secured import BareSockets, KeyRing, SecuredDaemon, answers, ask
 from tests.support.waiting import wait_until
@@ -216,25 +218,36 @@ def fuzz_daemon(
         daemon.stop()
 
 
-def main() -> None:
-    """Run it."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--frames", type=int, default=1_000_000)
-    parser.add_argument("--seconds", type=float, default=3600.0)
-    parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(2**31))
-    given = parser.parse_args()
+Fuzzer: TypeAlias = Callable[[float, int], object]
+OTHERS: dict[str, Fuzzer] = {"grammars": fuzz_grammars.fuzz}
+"""Fuzzers of the driver by name: each takes seconds and a seed, and returns a summary."""
+
+
+def fuzz_sockets(num_frames: int, seconds: float, seed: int) -> None:
+    """Fuzz a daemon without keys and one with; print the results."""
     directory = Path(tempfile.mkdtemp(prefix="fz-"))
-    print(f"seed {given.seed}")
     try:
         for with_keys in (False, True):
-            print(
-                json.dumps(
-                    fuzz_daemon(directory, with_keys, given.frames, given.seconds, given.seed)
-                )
-            )
+            print(json.dumps(fuzz_daemon(directory, with_keys, num_frames, seconds, seed)))
             sys.stdout.flush()
     finally:
         shutil.rmtree(directory)
+
+
+def main() -> None:
+    """Run it."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", choices=["sockets", *OTHERS], help="one of them; otherwise all")
+    parser.add_argument("--frames", type=int, default=1_000_000, help="of sockets")
+    parser.add_argument("--seconds", type=float, help="default: 3600 for sockets, 600 for others")
+    parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(2**31))
+    given = parser.parse_args()
+    print(f"seed {given.seed}")
+    for name, fuzzer in OTHERS.items():
+        if given.only in (None, name):
+            print(json.dumps({name: fuzzer(given.seconds or 600.0, given.seed)}), flush=True)
+    if given.only in (None, "sockets"):
+        fuzz_sockets(given.frames, given.seconds or 3600.0, given.seed)
 
 
 if __name__ == "__main__":

@@ -316,17 +316,18 @@ class Grammars:
 
     def _ended(self, process: MaskProcess, *, is_to_blame: bool = True) -> None:
         """Replace a process that has ended, or is to; refuse the grammar that has ended it."""
-        grammar = process.subject
+        grammar, matcher = process.subject, process.matcher
         code = process.child.exit_code(1.0) if is_to_blame else None
         trial = self._trials.processes.pop(process, None)
         process.close()
         if not process.is_ready or process.start_error:
             self._num_failed_starts += 1
         if grammar is not None and is_to_blame:
-            grammar.num_deaths += 1
+            blamed = grammar if matcher is None or matcher is trial else matcher
+            blamed.num_deaths += 1
             if code == -signal.SIGPROF:
                 self._refuse(grammar, self._too_long(is_compiling=process.is_compiling))
-            elif grammar.num_deaths >= MAX_DEATHS:
+            elif blamed.num_deaths >= MAX_DEATHS:
                 self._refuse(grammar, "its process ends, for lack of memory perhaps")
         if self._num_failed_starts >= MAX_FAILED_STARTS:
             self._give_up(process.start_error or "its processes end before they are ready")

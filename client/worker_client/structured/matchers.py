@@ -67,7 +67,7 @@ class Grammar:
     home: "MaskProcess | None" = None
     """The process that serves it if it is heavy."""
     num_deaths: int = 0
-    """Processes that have ended by themselves while they worked on it."""
+    """Processes that have ended by themselves while they compiled it."""
     waiting: "list[Future[None]]" = field(default_factory=list)
     """Futures of requests that wait until it is compiled."""
     unplaced: "list[GrammarMatcher]" = field(default_factory=list)
@@ -101,6 +101,8 @@ class GrammarMatcher:
     process: "MaskProcess | None" = None
     """The process that has it; None if it must be made again."""
     row: int = -1
+    num_deaths: int = 0
+    """Processes that have ended by themselves while they computed its next mask."""
 
     @property
     def is_ready(self) -> bool:
@@ -214,13 +216,16 @@ class MaskProcess:
             return False
 
     @property
+    def matcher(self) -> GrammarMatcher | None:
+        """The matcher that it works on, or was working on when it ended."""
+        return None if self._header is None else self.matchers.get(self._header.subject - 1)
+
+    @property
     def subject(self) -> Grammar | None:
         """The grammar that it works on, or was working on when it ended."""
-        subject = 0 if self._header is None else self._header.subject
-        if subject < 0:
-            return self.known.get(-subject)
-        matcher = self.matchers.get(subject - 1)
-        return None if matcher is None else matcher.grammar
+        if self._header is not None and self._header.subject < 0:
+            return self.known.get(-self._header.subject)
+        return None if self.matcher is None else self.matcher.grammar
 
     def load(self, grammar: Grammar) -> None:
         """Let it compile a grammar, unless it has."""
@@ -281,7 +286,7 @@ class MaskProcess:
             for masked in answers.masked:
                 matcher = self.matchers.get(masked.row)
                 if matcher is not None:  # else it was dropped meanwhile
-                    matcher.error = masked.error
+                    matcher.error, matcher.num_deaths = masked.error, 0
                     matcher.forced = deque(masked.forced)
                     matcher.mask = None if masked.error else self._masks[masked.row]
                     yield matcher

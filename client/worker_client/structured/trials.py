@@ -25,7 +25,7 @@ class Trials:
         self.processes: dict[MaskProcess, GrammarMatcher | None] = {}
         """Each with the matcher of its grammar's first mask, while it compiles one."""
         self._start = start
-        self._most = max(NUM_KEPT, num_compilers)
+        self._most = 1 + num_compilers
         self._queue: deque[Grammar] = deque()
 
     def start(self) -> MaskProcess:
@@ -71,16 +71,20 @@ class Trials:
     def proceed(self) -> None:
         """Compile what waits; start processes for it, and for what may come. Raises OSError."""
         free = [process for process, matcher in self.processes.items() if matcher is None]
-        for process in [each for each in free if each.is_ready and not each.is_busy]:
+        ready = [process for process in free if process.is_ready and not process.is_busy]
+        # One stays free for those who need a spare at once.
+        for process in ready if len(self.processes) == 1 else ready[:-1]:
             if not self._queue:
                 break
             self._compile(process, self._queue.popleft())
             free.remove(process)
-        if not free and (self._queue or self._lasts() or not self.processes):
+        if len(free) < NUM_KEPT and (self._queue or (not free and self._lasts())):
             if len(self.processes) < self._most:
                 self.start()
             elif self._queue:
                 self._make_room()
+        elif not self.processes:
+            self.start()
 
     def close_unneeded(self) -> None:
         """Kill the free processes beyond those that are kept."""
