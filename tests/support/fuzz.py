@@ -19,8 +19,8 @@ import zmq
 
 from rpc_schema.codec import encode_control
 from rpc_schema.lifecycle import Shutdown
-from tests.support import fuzz_grammars
 from tests.contract.random_messages import fixed_example, messages
+from tests.support import fuzz_grammars
 from tests.support.secured import BareSockets, KeyRing, SecuredDaemon, answers, ask
 from tests.support.waiting import wait_until
 from worker_client.keys import NO_KEYS

@@ -164,7 +164,7 @@ class Matchers:
         """Let a matcher take tokens; return why it cannot."""
         matcher = self._matchers.get(take.row)
         if matcher is None:
-            return "its request has ended"  # while this was on its way
+            return "it could not be made again for its request"
         if _consume(matcher, take.tokens):
             return ""
         return f"its grammar does not allow the tokens {take.tokens}"

@@ -258,6 +258,8 @@ class MaskProcess:
         """Let it drop a matcher."""
         del self.matchers[matcher.row]
         self._freed.append(matcher.row)
+        # What was not sent yet must not reach the row's next matcher.
+        self._outbox = [each for each in self._outbox if _row(each) != matcher.row]
         self._outbox.append(End(matcher.row))
         matcher.process = None
 
@@ -310,3 +312,7 @@ class MaskProcess:
             os.setpriority(os.PRIO_PROCESS, self.child.pid, LOW_PRIORITY)
         except ProcessLookupError:
             return
+
+
+def _row(operation: Operation) -> int | None:
+    return None if isinstance(operation, Load | Forget) else operation.row

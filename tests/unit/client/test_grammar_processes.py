@@ -1,5 +1,5 @@
-"""Grammars that take too long or too much memory, and mask processes that end or stop: each costs at
-most its own request."""
+"""Grammars that take too long or too much memory, and mask processes that end or stop: each costs
+at most its own request."""
 
 import itertools
 import os
@@ -201,7 +201,8 @@ from rpc_schema.structured import StructuredOutput
 from worker_client.structured.grammars import GrammarLimits, Grammars
 limits = GrammarLimits(compile_s={compile_s})
 grammars = Grammars(Path({directory!r}), {size}, [{end}], limits)
-grammars.compile(StructuredOutput(kind="json", text='{{"type": "integer", "multipleOf": 62615533}}'))
+text = '{{"type": "integer", "multipleOf": 62615533}}'
+grammars.compile(StructuredOutput(kind="json", text=text))
 for _ in range(20):
     grammars.proceed(0.01)
 print(*grammars.pids, flush=True)

@@ -271,10 +271,10 @@ def test_masks_are_xgrammars_token_by_token(grammars, directory):
     num_compared = 0
     tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
     text_of = [tokenizer.id_to_token(token) or "" for token in range(VOCAB_SIZE)]
-    for options, compiled in reference(directory, seed):
+    for options, theirs_compiled in reference(directory, seed):
         import xgrammar
 
-        ours, theirs = matcher_of(grammars, **options), xgrammar.GrammarMatcher(compiled)
+        ours, theirs = matcher_of(grammars, **options), xgrammar.GrammarMatcher(theirs_compiled)
         for _ in range(30):
             mask = xgrammar.allocate_token_bitmask(1, VOCAB_SIZE)
             theirs.fill_next_token_bitmask(mask)
