@@ -27,8 +27,9 @@ from benchmarks.structured import SCHEMA, make_model
 from rpc_schema.codec import decode_step, encode_step
 from rpc_schema.step import SampleTokens
 from rpc_schema.structured import StructuredOutput
+from tests.support.structured import begun, settle
 from worker_client.masks import encoded
-from worker_client.structured.grammars import Grammars
+from worker_client.structured.grammars import GrammarLimits, Grammars
 from worker_daemon.contracts.arrays import Int32s
 from worker_daemon.runner.parts.grammar_masks import GrammarMasksPart
 from worker_daemon.runner.parts.interface import PartContext
@@ -37,6 +38,8 @@ from worker_daemon.runner.scheduled_step import StepLimits
 from worker_daemon.sample.sampler import TorchSampling
 
 VOCAB_SIZE = 151_936
+SAMPLED = GrammarLimits(max_jump=0)
+"""No forced tokens: each step has a mask."""
 Spawn = multiprocessing.get_context("spawn")
 
 
@@ -50,16 +53,19 @@ class Uploading(TorchSampling):
 
 def masks_of_steps(model: Path, num_rows: int, num_steps: int) -> list[list[Int32s]]:
     """Return each step's masks; rows with equal texts share theirs, as in a driver."""
-    grammars, rng = Grammars(model, VOCAB_SIZE, [VOCAB_SIZE - 1]), random.Random(2)
+    grammars, rng = Grammars(model, VOCAB_SIZE, [VOCAB_SIZE - 1], SAMPLED), random.Random(2)
     grammar = StructuredOutput(kind="json", text=json.dumps(SCHEMA))
-    matchers = [grammars.begin(grammar) for _ in range(num_rows)]
+    matchers = [begun(grammars, grammar) for _ in range(num_rows)]
     texts: list[tuple[int, ...]] = [()] * num_rows
     steps = []
     for _ in range(num_steps):
-        words = dict(zip(texts, grammars.fill(matchers).copy(), strict=True))
+        masks = [matcher.mask.copy() for matcher in matchers]
+        words = dict(zip(texts, masks, strict=True))
         steps.append([words[text] for text in texts])
         tokens = [_any_token(row, rng) for row in steps[-1]]
-        grammars.consume(list(zip(matchers, tokens, strict=True)))
+        for matcher, token in zip(matchers, tokens, strict=True):
+            grammars.take(matcher, [token])
+        settle(grammars, lambda: all(matcher.is_ready for matcher in matchers))
         texts = [(*text, token) for text, token in zip(texts, tokens, strict=True)]
     grammars.close()
     return steps

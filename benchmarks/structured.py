@@ -23,6 +23,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from benchmarks.e2e import OPTIONS, bench
 from rpc_schema.structured import StructuredOutput
+from tests.support.structured import allowed_tokens, compiled, settle
 from worker_client.launcher import LocalDaemons
 from worker_client.structured.grammars import Grammars
 
@@ -94,23 +95,18 @@ def lines(vocab_size: int, num_masked: int, num_tokens: int) -> Iterator[str]:
 
 
 def fill_ms(model: Path, vocab_size: int, eos_token_id: int) -> tuple[float, float]:
-    """Return the mean and the longest time to fill all rows' masks, for random texts."""
+    """Return the mean and the longest time until all rows' masks are there, for random texts."""
     grammars = Grammars(model, vocab_size, [eos_token_id])
     grammar = StructuredOutput(kind="json", text=json.dumps(SCHEMA))
-    for future in [grammars.compile(grammar) for _ in range(NUM_ROWS)]:  # as a driver does
-        future.result()
+    compiled(grammars, grammar)
     matchers, rng = [grammars.begin(grammar) for _ in range(NUM_ROWS)], random.Random(2)
     seconds = []
     for _ in range(60):
+        for matcher in matchers:
+            grammars.take(matcher, [rng.choice(allowed_tokens(matcher))])
         began = time.perf_counter()
-        words = grammars.fill(matchers)
+        settle(grammars, lambda: all(matcher.is_ready for matcher in matchers))
         seconds.append(time.perf_counter() - began)
-        tokens = []
-        for row in words:
-            word = rng.choice(row.nonzero()[0].tolist())
-            bits = int(row[word]) & 0xFFFFFFFF
-            tokens.append(32 * word + rng.choice([b for b in range(32) if bits >> b & 1]))
-        grammars.consume(list(zip(matchers, tokens, strict=True)))
     grammars.close()
     return statistics.mean(seconds) * 1e3, max(seconds) * 1e3
 

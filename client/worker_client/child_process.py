@@ -104,8 +104,9 @@ class ChildProcess:
     """A process that runs a module of this package, which calls `run_jobs`. Owned by one thread;
     killed by close(), when this object is collected, and when the interpreter exits."""
 
-    def __init__(self, module: str, *args: str) -> None:
-        """Start it; it imports the module meanwhile. Raises OSError if it cannot be started."""
+    def __init__(self, module: str, *args: str, pass_fds: tuple[int, ...] = ()) -> None:
+        """Start it; it imports the module meanwhile. pass_fds: descriptors that it inherits, under
+        their numbers. Raises OSError if it cannot be started."""
         ours, theirs = socket.socketpair()
         with theirs, contextlib.ExitStack() as undo:
             undo.callback(ours.close)
@@ -113,7 +114,7 @@ class ChildProcess:
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-m", module, *args],
                 env={**os.environ, "PYTHONPATH": path, _PARENT_FD: str(theirs.fileno())},
-                pass_fds=(theirs.fileno(),),
+                pass_fds=(theirs.fileno(), *pass_fds),
                 stdin=subprocess.DEVNULL,
             )
             undo.pop_all()
@@ -129,6 +130,13 @@ class ChildProcess:
     def kill(self) -> None:
         """Kill the process; any thread may. Who waits for its answer gets ChildEnded."""
         self._process.kill()
+
+    def exit_code(self, timeout_s: float) -> int | None:
+        """Return what the process exited with, or the number of the signal that ended it, negated;
+        None if it still runs after timeout_s."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return self._process.wait(timeout_s)
+        return None
 
     def close(self) -> int:
         """Kill the process, whatever it does, and wait for its end. Return its exit status: -N if
@@ -153,16 +161,23 @@ def run_jobs(handle: Callable[[bytes], bytes], *, job_s: float, memory_bytes: in
             kills it earlier; this is for a parent that cannot.
         memory_bytes: address space that jobs may take beyond what the process has now.
     """
-    for number in (signal.SIGINT, signal.SIGHUP):  # of the terminal: the parent decides
-        signal.signal(number, signal.SIG_IGN)
+    messages = open_parent(memory_bytes=memory_bytes)
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
-    _limit_memory(memory_bytes)
-    messages = Messages(socket.socket(fileno=int(os.environ.pop(_PARENT_FD))))
     with contextlib.suppress(ChildEnded):
         while (message := messages.receive()) is not None:
             signal.setitimer(signal.ITIMER_REAL, job_s)
             messages.send(handle(message))
             signal.setitimer(signal.ITIMER_REAL, 0)
+
+
+def open_parent(*, memory_bytes: int) -> Messages:
+    """Bound this process's memory, and return the messages of its parent: for a module that answers
+    them itself, and sees to it that no job outlives the parent for long. They raise ChildEnded once
+    the parent has ended."""
+    for number in (signal.SIGINT, signal.SIGHUP):  # of the terminal: the parent decides
+        signal.signal(number, signal.SIG_IGN)
+    _limit_memory(memory_bytes)
+    return Messages(socket.socket(fileno=int(os.environ.pop(_PARENT_FD))))
 
 
 def _limit_memory(memory_bytes: int) -> None:

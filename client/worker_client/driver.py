@@ -38,14 +38,20 @@ from worker_client.run_times import RequestTiming, RunTimes, StepTiming
 from worker_client.scheduler import (
     HoldingScheduler,
     JumpingScheduler,
+    PausingScheduler,
     RequestOutput,
     SchedulerInterface,
     failed_request,
 )
 from worker_client.scheduler_output import SchedulerOutput, StepResult
 from worker_client.structured.jump_forward import JumpForward
-from worker_client.structured.masked_steps import CompiledGrammars, MaskedStep, MaskedSteps
-from worker_client.structured.pending import PendingRequests
+from worker_client.structured.masked_steps import (
+    CHECK_S,
+    CompiledGrammars,
+    MaskedStep,
+    MaskedSteps,
+)
+from worker_client.structured.pending import POLL_S, PendingRequests
 
 MAX_CONSECUTIVE_FAILURES = 3
 """Failed steps in a row, and recoveries without a successful step between them, after which the
@@ -299,7 +305,7 @@ class Driver:
                 be called again, and continues once the drain is undone.
         """
         self._drop_uploads()
-        self._admit_compiled()
+        self._attend_grammars()
         if self._jumps is not None and self._jumps.has_new:
             self._ended += self._jump_forward(self._jumps, 0)
         try:
@@ -317,8 +323,8 @@ class Driver:
         self._raise_error()
         if self._uploads.can_proceed:
             return []
-        if self._pending:
-            self._pending.wait()
+        if self._masks is not None and (self._pending or self._masks.has_paused):
+            self._masks.grammars.proceed(POLL_S)
         elif self.scheduler.has_unfinished_requests():
             raise SchedulerStalled(
                 "the scheduler has unfinished requests, but no step for them, and none is in flight"
@@ -338,7 +344,9 @@ class Driver:
             try:
                 if self._masks is not None:
                     if self._masks.must_wait(output):
-                        return
+                        self._finish_masks(self._masks)
+                        if self._masks.must_wait(output):
+                            return
                     masked = self._masks.plan(output)
                 future = self._send(output if masked is None else masked.output)
             except InvalidSchedulerOutput as refusal:
@@ -351,22 +359,50 @@ class Driver:
                 self._masks.sent(masked)
                 self._send_masks(self._masks)
 
-    def _send_masks(self, masks: MaskedSteps) -> None:
-        """Sample the deferred rows of steps in flight whose masks can be computed, and end requests
-        whose grammars have failed."""
+    def _finish_masks(self, masks: MaskedSteps) -> bool:
+        """Send the masks that steps in flight wait for, and pause the requests whose masks take too
+        long. Return False if a daemon has died."""
+        masks.await_masks()
+        if isinstance(self.scheduler, PausingScheduler):
+            for req_id in masks.late():
+                self.scheduler.pause_request(req_id)
+                masks.pause(req_id)
+        return self._send_masks(masks)
+
+    def _finish_step(self, masks: MaskedSteps, oldest: MaskedStep) -> None:
+        """Send all masks of the oldest step; those of requests that the scheduler cannot pause may
+        take long."""
+        while oldest.is_waiting and self._finish_masks(masks) and oldest.is_waiting:
+            masks.grammars.proceed(CHECK_S)
+
+    def _send_masks(self, masks: MaskedSteps) -> bool:
+        """Sample the deferred rows of steps in flight whose masks are known, and end requests whose
+        grammars have failed. Return False if a daemon has died."""
         for flight in self._in_flight:
             if flight.masked is not None:
                 try:
                     masks.sample_ready(flight.masked, partial(_sample, self.group, flight))
                 except WorkerDied as died:
                     self._replace(died)
-                    return  # taking the steps in flight reports the losses
+                    return False  # taking the steps in flight reports the losses
         for output in masks.take_faults().values():
             self.scheduler.abort_request(output.req_id)
             self._end(output)
+        return True
+
+    def _attend_grammars(self) -> None:
+        """Queue the requests whose grammars are compiled by now, and release those that were paused
+        and have their masks."""
+        if self._masks is None or not (self._pending or self._masks.has_paused):
+            return
+        self._masks.grammars.proceed()
+        self._admit_compiled()
+        if isinstance(self.scheduler, PausingScheduler):
+            for req_id in self._masks.take_resumed():
+                self.scheduler.release_request(req_id)
+            self._send_masks(self._masks)
 
     def _admit_compiled(self) -> None:
-        """Queue the requests whose grammars are compiled by now."""
         for request, reason in () if self._pending is None else self._pending.take_done():
             try:
                 if not reason:
@@ -428,6 +464,8 @@ class Driver:
 
     def _take_oldest(self) -> list[RequestOutput]:
         flight = self._in_flight[0]
+        if self._masks is not None and flight.masked is not None:
+            self._finish_step(self._masks, flight.masked)
         try:
             result = self._result(flight.future)
             for future in flight.later:
@@ -445,12 +483,13 @@ class Driver:
         repeated: Collection[str] = ()
         if self._masks is not None and flight.masked is not None:
             repeated = self._masks.take(flight.masked, result)
-            self._send_masks(self._masks)
         if self._on_result is not None:
             self._on_result(result.without(repeated) if repeated else result)
         finished = self.scheduler.update_from_output(flight.output, result)
         for output in finished:
             self._record_finish(output.req_id)
+        if self._masks is not None and flight.masked is not None and flight.masked.sampled:
+            self._finish_masks(self._masks)
         if self._jumps is not None and flight.masked is not None and flight.masked.sampled:
             num_running = flight.output.num_requests
             finished = [*finished, *self._jump_forward(self._jumps, num_running)]

@@ -32,9 +32,6 @@ LATE_IMPORTS = {
     ("worker_daemon.worker.serving", "worker_daemon.kernels.compile_ahead"): TRITON,
     ("worker_daemon.worker.serving", "worker_daemon.kernels.triton_hash"): TRITON,
     ("worker_daemon.server.assembly", "worker_daemon.kernels.triton_hash"): TRITON,
-    ("worker_client.structured.opening", "worker_client.structured.grammars"): (
-        "llguidance, an extra: few drivers have a use for it"
-    ),
     ("worker_daemon.device.cuda_pages", "cuda.bindings"): "for GPUs with sleep mode alone",
     ("worker_daemon.device.nvml", "pynvml"): "for GPUs alone",
     ("worker_daemon.models.tensorized", "tensorizer"): "an extra that few install",

@@ -10,6 +10,7 @@ from tests.support.serving import scheduler_limits
 from tests.support.structured import (
     EOS_TOKEN_ID,
     VOCAB_SIZE,
+    crossing_case,
     forced_schema,
     make_tokenizer,
     random_case,
@@ -127,6 +128,10 @@ def test_jumps_change_no_token(serve, model, jumping, sampling, pp):
     lines += [free_line(rng, f"f{i}") for i in range(2)]
     lines += [
         {**free_line(rng, f"s{i}"), "structured_outputs": random_case(rng).options}
+        for i in range(3)
+    ]
+    lines += [
+        {**free_line(rng, f"x{i}"), "structured_outputs": crossing_case(rng).options}
         for i in range(3)
     ]
     with serve(model.path, pp) as (group, loaded):

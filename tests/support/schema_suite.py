@@ -14,12 +14,21 @@ from pathlib import Path
 from typing import Any
 
 import jsonschema
-import numpy as np
 from tokenizers import Tokenizer
 
-from tests.support.structured import COMPACT, EOS_TOKEN_ID, VOCAB_SIZE, make_tokenizer
+from tests.support.structured import (
+    COMPACT,
+    EOS_TOKEN_ID,
+    VOCAB_SIZE,
+    allowed_tokens,
+    begun,
+    compiled,
+    make_tokenizer,
+    take,
+)
 from worker_client.errors import RequestError
-from worker_client.structured.grammars import GrammarMatcher, Grammars
+from worker_client.structured.grammars import Grammars
+from worker_client.structured.matchers import GrammarMatcher
 from worker_client.structured.options import read_structured_output
 
 DRAFTS = ("draft2019-09", "draft2020-12")
@@ -57,23 +66,25 @@ class Suite:
         compact = {**schema, "x-guidance": COMPACT} if isinstance(schema, dict) else schema
         try:
             grammar = read_structured_output({"json": json.dumps(compact)})
-            self._grammars.compile(grammar).result()
+            compiled(self._grammars, grammar)
         except RequestError:
             self.outcomes["schemas refused"] += 1
             return
         self.outcomes["schemas compiled"] += 1
         for test in case["tests"]:
             text = json.dumps(test["data"], separators=(",", ":"), ensure_ascii=False)
-            matcher = self._grammars.begin(grammar)
-            tokens = self._tokenizer.encode(text).ids
-            is_allowed = matcher.consume_tokens(tokens) and matcher.matcher.is_accepting()
+            matcher = begun(self._grammars, grammar, self._tokenizer.encode(text).ids)
+            is_allowed = matcher.allows(EOS_TOKEN_ID)
+            self._grammars.end(matcher)
             outcome = "allowed" if is_allowed else "not allowed"
             self.outcomes[f"{'valid' if test['valid'] else 'invalid'} texts {outcome}"] += 1
             if is_allowed and not test["valid"]:
                 self.wrong.append(f"{place}: allows {text}")
         validator = jsonschema.validators.validator_for(schema, jsonschema.Draft202012Validator)
         for _ in range(self._num_outputs):
-            output = self._sample(self._grammars.begin(grammar))
+            matcher = begun(self._grammars, grammar)
+            output = self._sample(matcher)
+            self._grammars.end(matcher)
             if output is None:
                 self.outcomes["outputs cut at their length"] += 1
                 continue
@@ -87,15 +98,12 @@ class Suite:
         """Return an output, each token drawn from the mask; None if it does not end."""
         tokens: list[int] = []
         for _ in range(MAX_TOKENS):
-            bits = np.unpackbits(
-                self._grammars.fill([matcher])[0].view(np.uint8), bitorder="little"
-            )
-            allowed = np.flatnonzero(bits[:VOCAB_SIZE]).tolist()
+            allowed = allowed_tokens(matcher)
             can_end = EOS_TOKEN_ID in allowed
             if can_end and (len(allowed) == 1 or self._rng.random() < 0.5):
                 return str(self._tokenizer.decode(tokens))
             token = self._rng.choice([each for each in allowed if each != EOS_TOKEN_ID])
-            assert matcher.consume_tokens([token])
+            take(self._grammars, matcher, token)
             tokens.append(token)
         return None
 

@@ -1,16 +1,22 @@
-"""Random grammars with independent judges of their texts (jsonschema, re and lark), and a tokenizer
-for the tiny models."""
+"""Random grammars with independent judges of their texts (jsonschema, re and lark), a tokenizer for
+the tiny models, and matchers that are waited for."""
 
+import contextlib
 import json
 import random
 import re
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jsonschema
 import lark
+import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from rpc_schema.structured import StructuredOutput
+from worker_client.structured.grammars import Grammars
 
 VOCAB_SIZE = 421
 """Vocabulary size of the model; the tokenizer has fewer tokens."""
@@ -39,6 +45,58 @@ def make_tokenizer(path: Path) -> Tokenizer:
     tokenizer.train_from_iterator(TEXTS, trainer)
     tokenizer.save(str(path / "tokenizer.json"))
     return tokenizer
+
+
+def settle(grammars: Grammars, is_done: Callable[[], bool], cpu_s: float = 60.0) -> None:
+    """Let grammars proceed until something is done: they belong to this thread. cpu_s: CPU time of
+    all its processes after which it fails."""
+    began = _cpu_s(grammars)
+    for _ in range(100_000):
+        grammars.proceed(0.01)
+        if is_done():
+            return
+        if _cpu_s(grammars) - began > cpu_s:
+            break
+    raise AssertionError("it is not done")
+
+
+def _cpu_s(grammars: Grammars) -> float:
+    own = time.process_time()
+    for pid in grammars.pids:
+        with contextlib.suppress(OSError):
+            own += time.clock_gettime((~pid << 3) | 2)
+    return own
+
+
+def compiled(grammars: Grammars, grammar: StructuredOutput) -> Any:
+    """Compile a grammar; raise RequestError if that fails."""
+    future = grammars.compile(grammar)
+    settle(grammars, future.done)
+    return future.result(0)
+
+
+def begun(grammars: Grammars, grammar: StructuredOutput, tokens: Sequence[int] = ()) -> Any:
+    """Return a matcher that is ready."""
+    compiled(grammars, grammar)
+    matcher = grammars.begin(grammar, tokens)
+    settle(grammars, lambda: matcher.is_ready)
+    return matcher
+
+
+def take(grammars: Grammars, matcher: Any, token: int) -> None:
+    """Let a matcher take a token, and wait for the mask after it."""
+    grammars.take(matcher, [token])
+    settle(grammars, lambda: matcher.is_ready)
+
+
+def allowed_tokens(matcher: Any) -> list[int]:
+    """Return the tokens that a matcher allows next; none once it has failed."""
+    if matcher.error:
+        return []
+    if matcher.forced:
+        return [matcher.forced[0]]
+    bits = np.unpackbits(np.ascontiguousarray(matcher.mask).view(np.uint8), bitorder="little")
+    return [int(token) for token in np.flatnonzero(bits)]
 
 
 class Case(NamedTuple):
@@ -145,6 +203,12 @@ def random_regex(rng: random.Random, depth: int = 2) -> str:
             atom = f"({random_regex(rng, depth - 1)}|{random_regex(rng, depth - 1)})"
         parts.append(atom + rng.choice(["", "", "?", "{1,3}", "{2}"]))
     return "".join(parts).replace(".", "[a-z]")
+
+
+def crossing_case(rng: random.Random) -> Case:
+    """Return a regular expression with forced text whose tokens cross its characters."""
+    forced = "".join(rng.choice("テスト中文日本語éüñ😀🎉") for _ in range(rng.randint(2, 6)))
+    return regex_case(f"({rng.choice('ax')}|b){forced}[a-z]{{{rng.randint(1, 12)}}}{forced[:1]}?")
 
 
 def regex_case(regex: str) -> Case:

@@ -15,6 +15,7 @@ from worker_client.scheduler.interface import FinishReason as FinishReason
 from worker_client.scheduler.interface import HoldingScheduler as HoldingScheduler
 from worker_client.scheduler.interface import Jump as Jump
 from worker_client.scheduler.interface import JumpingScheduler as JumpingScheduler
+from worker_client.scheduler.interface import PausingScheduler as PausingScheduler
 from worker_client.scheduler.interface import RequestOutput as RequestOutput
 from worker_client.scheduler.interface import SchedulerInterface as SchedulerInterface
 from worker_client.scheduler.interface import SchedulerLimits as SchedulerLimits

@@ -120,6 +120,17 @@ class HoldingScheduler(SchedulerInterface, Protocol):
         """Admit a held request as any other, in its order of arrival; unknown ids are ignored."""
 
 
+@runtime_checkable
+class PausingScheduler(HoldingScheduler, Protocol):
+    """A scheduler that can take a running request out of its steps, which a driver needs for
+    requests whose grammars are slow. With another one, they hold up the steps that name them."""
+
+    def pause_request(self, req_id: str) -> None:
+        """Preempt a request, and do not admit it until release_request. Steps in flight, and the
+        last one of schedule(), still sample tokens for it: ignore them. Unknown ids are ignored.
+        """
+
+
 class Jump(NamedTuple):
     """The outcome of a scheduler's jump_forward."""
 

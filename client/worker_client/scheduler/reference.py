@@ -138,6 +138,14 @@ class Scheduler:
         """Admit a held request as any other; see HoldingScheduler."""
         self._queues.release(req_id)
 
+    def pause_request(self, req_id: str) -> None:
+        """Preempt a request until release_request; see PausingScheduler."""
+        request = self._queues.unfinished.get(req_id)
+        if request is not None:
+            request.go_on_from_known(num_void=request.num_void + request.num_in_flight)
+            self._begin_again(request)
+            self._queues.hold(request)
+
     def generated_tokens(self, req_id: str, first: int) -> list[int]:
         """Return the generated tokens of an unfinished request from number `first` on."""
         request = self._queues.unfinished.get(req_id)

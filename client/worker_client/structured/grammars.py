@@ -1,79 +1,70 @@
-"""Grammars of one model, compiled by llguidance, which only this module uses. A grammar is compiled
-on one of a few threads, within limits of time and size.
+"""Grammars of one model. They are compiled and their masks are computed in mask processes
+(mask_process.py), since nobody knows before how long that takes: what exceeds a bound is killed,
+and no work for a request's grammar is done in the driver's process.
 
-Copies of a compiled grammar share a lock: threads compute their masks one after the other. So a
-grammar that several requests use is compiled several times, they use copies of each, and a thread
-computes the masks of copies of one compilation.
-
-llguidance itself bounds the work of a grammar: the size of its rules, the states of its lexer, and
-the work for one mask. A grammar that exceeds a bound fails when it is compiled or used.
+A grammar is first compiled on trial, in a process of no request. If that is quick, one of a few
+serving processes compiles it again for its requests. Otherwise the process of the trial serves it
+from then on. If a mask takes long in a serving process, the other matchers there are made again in
+another one, and the grammar keeps that process until the mask is done or exceeds its bound.
 """
 
 import itertools
-import json
 import os
-import re
-import threading
+import signal
 import time
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final
-from weakref import WeakSet
-
-import numpy as np
-from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
-from llguidance.gbnf_to_lark import any_to_lark
-from llguidance.numpy import fill_next_token_bitmask, fill_next_token_bitmask_par
-from numpy.typing import NDArray
 
 from rpc_schema.structured import StructuredOutput
+from worker_client.child_process import ChildEnded, wait_readable
 from worker_client.errors import ClientConfigError, RequestError
-from worker_client.structured.masked_steps import is_ready
+from worker_client.structured.mask_messages import Setup
+from worker_client.structured.masked_steps import TOO_LONG
+from worker_client.structured.matchers import Grammar, GrammarMatcher, MaskProcess
 from worker_client.structured.options import FIELD
-from worker_client.tokenizer import FILE_NAME, read_tokenizer_file
+from worker_client.structured.serving import Serving
+from worker_client.structured.trials import Trials
 
-MAX_ERROR_LENGTH: Final = 300
-_STATE_DUMP: Final = re.compile(r"<(?:non-verbose/|state)>")
-_STRING_CHARACTER: Final = r'[^"\\\x00-\x1F\x7F]'
-SLICES: Final = (
-    r"[\x20\x0A\x0D\x09]+",
-    *(f"{_STRING_CHARACTER}{{1,{most}}}" for most in (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 30)),
-    f"{_STRING_CHARACTER}+",
-)
-"""Tokens that a mask takes as a whole where a grammar allows all of them: whitespace, and the text
-of JSON strings. llguidance's own slices know two lengths of text, which leaves most masks within a
-string of bounded length (maxLength) to be computed token by token."""
-ROWS_PER_THREAD: Final = 4
-"""Masks in a step for each thread that is woken: most take 5 us, few 1 ms and more."""
-REQUESTS_PER_COMPILATION: Final = 4
-"""Requests that share one compilation before another is made. Not fewer, because a new compilation
-is slow in its first steps: it computes lexer states when it first meets them."""
-MAX_AGAIN_S: Final = 0.1
-"""A grammar that took longer to compile is not compiled again: others wait for the threads."""
+QUICK_S: Final = 0.02
+"""A grammar whose compilation and first mask took no longer is compiled again where others are
+served."""
+STOPPED_S: Final = 0.5
+"""Time after which a process that gets no CPU time is replaced."""
+START_S: Final = 120.0
+"""Time in which the first process must have read the tokenizer."""
+MAX_FAILED_STARTS: Final = 3
+"""Processes in a row that end before they are ready, after which grammars are refused."""
+MAX_DEATHS: Final = 2
+"""Processes that end by themselves while they work on a grammar, after which it is refused."""
 
 
-def _num_mask_threads() -> int:
-    return max(1, min(16, len(os.sched_getaffinity(0)) * 3 // 4))
+def _num_serving() -> int:
+    return max(1, min(8, len(os.sched_getaffinity(0)) * 3 // 4))
 
 
 @dataclass(frozen=True, slots=True)
 class GrammarLimits:
     """Bounds on compiling and using a grammar."""
 
-    num_threads: int = 4
-    """Threads that compile, and so grammars that are compiled at a time."""
+    num_compilers: int = 4
+    """Processes that compile, and so grammars that are compiled at a time. Two are kept."""
+    num_serving: int = field(default_factory=_num_serving)
+    """Processes that compute masks, one for each 16 requests. By default 3/4 of the processors, 8
+    at most. Slow grammars have up to 4 more."""
     compile_s: float = 10.0
-    """Seconds in which a grammar must be compiled, including the wait for a thread."""
+    """Seconds in which a grammar must be compiled, including the wait for a process."""
+    mask_s: float = 1.0
+    """CPU seconds in which a mask must be computed."""
+    memory_bytes: int = 2 << 30
+    """Memory that a process may take."""
     max_cached: int = 256
-    """Compiled grammars that are kept for later requests."""
-    num_mask_threads: int = field(default_factory=_num_mask_threads)
-    """Threads that compute masks. By default 3/4 of the processors, 16 at most."""
-    max_compilations: int | None = None
-    """Compilations of one grammar, for requests that use it at the same time; None: one for each
-    thread that computes masks."""
+    """Grammars, compiled or refused, that are remembered for later requests."""
     max_grammar_size: int = 200_000
     """Bound on the symbols in all rules of a grammar."""
     max_lexer_states: int = 50_000
@@ -88,76 +79,8 @@ class GrammarLimits:
     """Tokens that a request may gain at once without sampling them; 0: none."""
 
 
-@dataclass(frozen=True, slots=True, weakref_slot=True, eq=False)
-class GrammarMatcher:
-    """One request's copy of a compilation: it wraps a matcher of llguidance."""
-
-    matcher: LLMatcher
-    compilation: int
-    """Number of the compilation, among those of all grammars."""
-
-    def consume_tokens(self, tokens: list[int]) -> bool:
-        """Take tokens. Return False if the grammar does not allow them: the matcher has failed."""
-        return self.matcher.consume_tokens(tokens)
-
-    def is_error(self) -> bool:
-        """Return True if the matcher has failed. It stays failed."""
-        return self.matcher.is_error()
-
-    def get_error(self) -> str:
-        """Return why the matcher failed."""
-        return self.matcher.get_error()
-
-
-@dataclass(frozen=True, slots=True)
-class _Compilation:
-    """A grammar's matcher in its first state, to be copied."""
-
-    number: int
-    """Its number, among the compilations of all grammars."""
-    matcher: "Future[LLMatcher]"
-    copies: "WeakSet[GrammarMatcher]" = field(default_factory=WeakSet)
-    """Its copies that are in use."""
-
-    def copy(self, timeout_s: float) -> GrammarMatcher:
-        """Return a copy; wait for the compilation."""
-        matcher = GrammarMatcher(self.matcher.result(timeout_s).deep_copy(), self.number)
-        self.copies.add(matcher)
-        return matcher
-
-
-@dataclass(slots=True, eq=False)
-class _Compiled:
-    """A grammar and its compilations."""
-
-    compilations: list[_Compilation] = field(default_factory=list)
-    """At least one, the oldest first."""
-    is_quick: bool = False
-    """It was compiled within MAX_AGAIN_S."""
-    waiting: "list[Future[None]] | None" = field(default_factory=list)
-    """Futures of requests that wait for the first compilation; None once it is done or failed."""
-
-    @property
-    def first(self) -> "Future[LLMatcher]":
-        """The matcher of the first compilation."""
-        return self.compilations[0].matcher
-
-    @property
-    def num_copies(self) -> int:
-        """Copies in use."""
-        return sum(len(each.copies) for each in self.compilations)
-
-    def copy(self, timeout_s: float) -> GrammarMatcher:
-        """Return a copy of the compilation that the fewest use, of those that are done; wait for
-        the first one. Of equals it is the oldest: its lexer knows most states."""
-        first, *others = self.compilations
-        done = [first, *(each for each in others if is_ready(each.matcher))]
-        return min(done, key=lambda each: len(each.copies)).copy(timeout_s)
-
-
 class Grammars:
-    """Owns the tokenizer, the compiled grammars and the threads. Any thread may call compile; only
-    the driver's thread may call the other methods."""
+    """Owns the mask processes. Belongs to the driver's thread."""
 
     def __init__(
         self,
@@ -172,252 +95,330 @@ class Grammars:
         Raises:
             ClientConfigError: there is no usable tokenizer, or the model has no end-of-sequence
                 token.
+            ModuleNotFoundError: llguidance is not installed.
         """
+        if find_spec("llguidance") is None:
+            raise ModuleNotFoundError("No module named 'llguidance'", name="llguidance")
         self.limits = GrammarLimits() if limits is None else limits
-        ends = [token for token in eos_token_ids if token < vocab_size]
+        ends = tuple(token for token in eos_token_ids if token < vocab_size)
         if not ends:
             raise _unusable(model, "the model names no end-of-sequence token")
-        self._tokenizer = _load(model, vocab_size, ends)
-        self._vocab_size = vocab_size
         self.num_words = -(-vocab_size // 32)
         """int32 words of a mask."""
-        self._num_own_words = -(-self._tokenizer.vocab_size // 32)
-        self._parser_limits = LLParserLimits(
-            max_grammar_size=self.limits.max_grammar_size,
-            max_lexer_states=self.limits.max_lexer_states,
-            initial_lexer_fuel=self.limits.initial_lexer_fuel,
-            step_lexer_fuel=self.limits.step_lexer_fuel,
-            step_max_items=self.limits.step_max_items,
-            verbose_errors=False,
-        )
-        self._compiler = ThreadPoolExecutor(self.limits.num_threads, "grammars")
-        self._threads: dict[int, LLExecutor] = {}
-        """Threads that compute masks, by their number: a step wakes no more than it needs."""
-        self._numbers = itertools.count()
-        self._buffer = np.zeros((0, self._num_own_words), np.int32)
-        self._lock = threading.Lock()
+        self._setup = _setup(model, vocab_size, ends, self.limits)
+        self._keys = itertools.count(1)
+        self._grammars: OrderedDict[StructuredOutput, Grammar] = OrderedDict()
+        """The least recently used first."""
+        self._unplaced: deque[tuple[float, GrammarMatcher]] = deque()
+        """Matchers of grammars that were not compiled, and when they give up."""
+        self._num_failed_starts = 0
         self._is_closed = False
-        self._compiling: dict[StructuredOutput, _Compiled] = {}
-        """Grammars whose first compilation is not done."""
-        self._compiled: OrderedDict[StructuredOutput, _Compiled] = OrderedDict()
-        """The others, the least recently used first."""
+        self._failure = "the driver's grammars are closed"
+        self._trials = Trials(self._start, self.limits.num_compilers)
+        self._serving = Serving(self._trials.take_spare, self.limits.num_serving)
+        self._serving.add(self._start())
+        self._await(self._trials.start(), model)
+
+    def _start(self) -> MaskProcess:
+        return MaskProcess(self._setup, self.limits.memory_bytes)
+
+    def _await(self, process: MaskProcess, model: Path) -> None:
+        until, reason = time.monotonic() + START_S, ""
+        try:
+            while not process.is_ready and (left_s := until - time.monotonic()) > 0.0:
+                wait_readable([process.child], left_s)
+                list(process.receive())
+            if not process.is_ready:
+                reason = f"its tokenizer was not read within {START_S:.0f} s"
+        except ChildEnded:
+            reason = f"the process that reads it ended with {process.child.exit_code(1.0)}"
+        if reason or process.start_error:
+            self.close()
+            raise _unusable(model, reason or process.start_error)
 
     @property
     def compile_s(self) -> float:
         """Seconds in which a grammar must be compiled."""
         return self.limits.compile_s
 
+    @property
+    def pids(self) -> list[int]:
+        """Ids of the processes."""
+        return [process.child.pid for process in self._processes]
+
+    @property
+    def _processes(self) -> list[MaskProcess]:
+        return [*self._trials.processes, *self._serving.processes]
+
     def close(self) -> None:
-        """Accept no more compilations, and cancel the futures of requests that wait for a grammar.
-        A compilation that is running goes on, and mask threads end with this object."""
-        with self._lock:
-            self._is_closed = True
-            for compiled in self._compiling.values():
-                for each in compiled.waiting or ():
-                    each.cancel()
-        self._compiler.shutdown(wait=False, cancel_futures=True)
+        """Kill the processes, and cancel the futures of requests that wait for a grammar."""
+        self._is_closed = True
+        for process in self._processes:
+            process.close()
+        for grammar in self._grammars.values():
+            for future in grammar.waiting:
+                future.cancel()
 
-    def compile(self, grammar: StructuredOutput) -> "Future[Any]":
-        """Compile a request's grammar, unless it is compiled. The future is done when the request
-        can begin; it raises RequestError for a grammar that does not compile or exceeds the
-        limits."""
-        with self._lock:
-            compiled = self._find(grammar)
-            if compiled.waiting is None:
-                return compiled.first
-            compiled.waiting.append(Future())
-            return compiled.waiting[-1]
+    def compile(self, source: StructuredOutput) -> "Future[Any]":
+        """Compile a request's grammar, unless it is compiled. The future is done, within proceed(),
+        when the request can begin; it raises RequestError for a grammar that does not compile or
+        exceeds the limits."""
+        grammar = self._find(source)
+        future: Future[Any] = Future()
+        if grammar.error is not None:
+            future.set_exception(grammar.error)
+        elif grammar.is_done:
+            future.set_result(None)
+        else:
+            grammar.waiting.append(future)
+            future.add_done_callback(lambda _: self._abandon(grammar))
+        return future
 
-    def begin(self, grammar: StructuredOutput) -> GrammarMatcher:
-        """Return a new matcher of a grammar; if it is not compiled yet, wait at most compile_s.
+    def forced_first(self, source: StructuredOutput) -> list[int]:
+        """Return the tokens that a grammar forces at the start; none, if it is not compiled."""
+        grammar = self._grammars.get(source)
+        return [] if grammar is None else list(grammar.forced)
 
-        Raises:
-            RequestError: the grammar does not compile or exceeds the limits.
-            TimeoutError: it was not compiled in time.
-        """
-        with self._lock:
-            compiled = self._find(grammar)
-            if compiled.waiting is not None:
-                compiled.waiting.append(Future())  # this caller has not given up
-        matcher = compiled.copy(self.compile_s)
-        with self._lock:
-            self._compile_again(grammar, compiled, compiled.num_copies)
+    def begin(self, source: StructuredOutput, tokens: Sequence[int] = ()) -> GrammarMatcher:
+        """Return a new matcher that takes the tokens of a request. Its mask is known at once if it
+        has none yet and the grammar is compiled."""
+        grammar = self._find(source)
+        matcher = GrammarMatcher(grammar, list(tokens))
+        if grammar.error is not None:
+            matcher.error = grammar.error.reason
+        elif not grammar.is_done:
+            grammar.unplaced.append(matcher)
+            self._unplaced.append((time.monotonic() + self.compile_s, matcher))
+        else:
+            self._place(matcher)
         return matcher
 
-    def _find(self, grammar: StructuredOutput) -> _Compiled:
-        if (found := self._compiled.get(grammar)) is not None:
-            self._compiled.move_to_end(grammar)
+    def _place(self, matcher: GrammarMatcher) -> None:
+        grammar, length = matcher.grammar, len(matcher.taken)
+        if matcher.taken == grammar.forced[:length]:
+            matcher.forced = deque(grammar.forced[length:])
+            matcher.mask = grammar.first_mask
+        try:
+            self._serving.place(matcher)
+        except OSError as error:
+            self._give_up(f"its processes cannot be started: {error}")
+
+    def take(self, matcher: GrammarMatcher, tokens: Sequence[int]) -> None:
+        """Let a matcher that is ready take tokens that its masks allow. Behind the forced ones it
+        asks for its next mask; proceed() sends that."""
+        matcher.taken += tokens
+        left = deque(tokens)
+        while left and matcher.forced:
+            left.popleft()
+            matcher.forced.popleft()
+        if left and not matcher.error and matcher.process is not None:
+            matcher.mask = None
+            matcher.process.take(matcher, list(left))
+
+    def end(self, matcher: GrammarMatcher) -> None:
+        """Give up the matcher of a request that has ended."""
+        if matcher.process is not None:
+            matcher.process.end(matcher)
+        elif matcher in matcher.grammar.unplaced:
+            matcher.grammar.unplaced.remove(matcher)
+            self._abandon(matcher.grammar)
+
+    def proceed(self, timeout_s: float = 0.0) -> None:
+        """Send the processes what is to be done, and take their answers; wait for the first one at
+        most timeout_s. See to what takes too long."""
+        if self._is_closed:
+            return
+        try:
+            self._proceed(timeout_s)
+        except OSError as error:
+            self._give_up(f"its processes cannot be started: {error}")
+
+    def _proceed(self, timeout_s: float) -> None:
+        self._trials.proceed()
+        while self._unplaced and time.monotonic() > self._unplaced[0][0]:
+            _, matcher = self._unplaced.popleft()
+            if matcher in matcher.grammar.unplaced:
+                matcher.error = TOO_LONG
+                self.end(matcher)
+        for process in self._processes:
+            self._attend(process, process.flush)
+        by_child = {process.child: process for process in self._processes}
+        for child in wait_readable(list(by_child), timeout_s):
+            process = by_child[child]
+            self._attend(process, partial(self._receive, process))
+        for process in self._processes:
+            self._attend(process, partial(self._watch, process))
+            self._attend(process, process.flush)
+
+    def _attend(self, process: MaskProcess, action: Callable[[], None]) -> None:
+        try:
+            if not process.is_closed:
+                action()
+        except ChildEnded:
+            self._ended(process)
+
+    def _receive(self, process: MaskProcess) -> None:
+        for _ in process.receive():
+            pass
+        if process.is_ready and process.start_error:
+            raise ChildEnded
+        if process in self._trials.processes:
+            first = self._trials.finish(process)
+            if first is not None:
+                self._tried(process, first)
+        elif self._serving.retire(process):
+            process.close()
+
+    def _tried(self, process: MaskProcess, first: GrammarMatcher) -> None:
+        """Note the outcome of a trial, and release the requests that wait for it."""
+        grammar = first.grammar
+        if first.mask is not None:
+            grammar.first_mask, grammar.forced = first.mask.copy(), list(first.forced)
+        is_kept = False
+        if not first.error and process.compile_s > QUICK_S:
+            is_kept = self._serving.adopt(process, grammar)
+        if is_kept:
+            del self._trials.processes[process]
+        else:
+            process.forget(grammar)
+        self._num_failed_starts = 0
+        self._trials.close_unneeded()
+        if first.error:
+            self._refuse(grammar, first.error)
+        else:
+            self._release(grammar)
+        self._evict()
+
+    def _release(self, grammar: Grammar) -> None:
+        waiting, grammar.waiting = grammar.waiting, []
+        unplaced, grammar.unplaced = grammar.unplaced, []
+        for future in waiting:
+            if not future.set_running_or_notify_cancel():
+                continue
+            if grammar.error is None:
+                future.set_result(None)
+            else:
+                future.set_exception(grammar.error)
+        for matcher in unplaced:
+            if grammar.error is None:
+                self._place(matcher)
+            else:
+                matcher.error = grammar.error.reason
+
+    def _watch(self, process: MaskProcess) -> None:
+        """Look for work that takes too long, and for a process that does not run."""
+        if not process.is_ready or not process.is_busy:
+            return
+        if process.is_stopped(STOPPED_S):
+            self._ended(process, is_to_blame=False)
+        else:
+            self._serving.relieve(process)
+
+    def _ended(self, process: MaskProcess, *, is_to_blame: bool = True) -> None:
+        """Replace a process that has ended, or is to; refuse the grammar that has ended it."""
+        grammar, matcher = process.subject, process.matcher
+        code = process.child.exit_code(1.0) if is_to_blame else None
+        trial = self._trials.processes.pop(process, None)
+        process.close()
+        if not process.is_ready or process.start_error:
+            self._num_failed_starts += 1
+        if grammar is not None and is_to_blame:
+            blamed = grammar if matcher is None or matcher is trial else matcher
+            blamed.num_deaths += 1
+            if code == -signal.SIGPROF:
+                self._refuse(grammar, self._too_long(is_compiling=process.is_compiling))
+            elif blamed.num_deaths >= MAX_DEATHS:
+                self._refuse(grammar, "its process ends, for lack of memory perhaps")
+        if self._num_failed_starts >= MAX_FAILED_STARTS:
+            self._give_up(process.start_error or "its processes end before they are ready")
+            return
+        if trial is not None and not trial.grammar.is_done:
+            self._trials.add(trial.grammar)
+        self._serving.remove(process)
+
+    def _too_long(self, *, is_compiling: bool) -> str:
+        if is_compiling:
+            return f"it takes more than {self.limits.compile_s:g} s to compile"
+        return f"one of its masks takes more than {self.limits.mask_s:g} s"
+
+    def _refuse(self, grammar: Grammar, reason: str) -> None:
+        """End the requests with a grammar, and refuse those to come."""
+        grammar.error = refused(grammar.source, reason)
+        for process in self._processes:
+            for matcher in list(process.matchers.values()):
+                if matcher.grammar is grammar:
+                    process.end(matcher)
+                    matcher.error = grammar.error.reason
+        self._release(grammar)
+
+    def _give_up(self, reason: str) -> None:
+        """Refuse all grammars from now on."""
+        self._is_closed = True
+        for grammar in self._grammars.values():
+            self._refuse(grammar, reason)
+        self.close()
+        self._failure = reason
+
+    def _find(self, source: StructuredOutput) -> Grammar:
+        if (found := self._grammars.get(source)) is not None:
+            self._grammars.move_to_end(source)
             return found
-        if (found := self._compiling.get(grammar)) is not None:
-            return found
-        found = _Compiled()
-        self._submit(found, self._compile_first, grammar, found)
-        self._compiling[grammar] = found
+        found = self._grammars[source] = Grammar(next(self._keys), source)
+        if self._is_closed:
+            found.error = refused(source, self._failure)
+        else:
+            self._trials.add(found)
         return found
 
-    def fill(self, matchers: Sequence[GrammarMatcher]) -> NDArray[np.int32]:
-        """Return the tokens that each matcher allows next, int32 [matchers, num_words]. Valid until
-        the next call. A matcher that fails reports it from then on (`is_error`)."""
-        if len(matchers) > len(self._buffer):
-            self._buffer = np.zeros((2 * len(matchers), self._num_own_words), np.int32)
-        # The threads divide the list into runs: copies that share a lock stand together.
-        order = sorted(range(len(matchers)), key=lambda index: matchers[index].compilation)
-        rows = [(matchers[index].matcher, index) for index in order]
-        num_threads = min(
-            len({matcher.compilation for matcher in matchers}),
-            -(-len(rows) // ROWS_PER_THREAD),
-            self.limits.num_mask_threads,
-        )
-        if num_threads > 1:
-            fill_next_token_bitmask_par(self._executor(num_threads), rows, self._buffer)
-        else:
-            for matcher, index in rows:
-                fill_next_token_bitmask(matcher, self._buffer, index)
-        return self._buffer[: len(matchers), : self.num_words]
+    def _abandon(self, grammar: Grammar) -> None:
+        """Stop the compilation of a grammar for which nobody waits any longer."""
+        if grammar.is_done or grammar.is_awaited or self._is_closed:
+            return
+        process = self._trials.remove(grammar)
+        if process is not None:
+            is_long = process.has_worked(self.limits.compile_s / 2)
+            process.close()
+            if is_long:
+                self._refuse(grammar, self._too_long(is_compiling=True))
+                return
+        del self._grammars[grammar.source]
 
-    def _executor(self, num_threads: int) -> LLExecutor:
-        """Return that many threads, or a few more: a power of two, up to the limit."""
-        size = min(1 << (num_threads - 1).bit_length(), self.limits.num_mask_threads)
-        if size not in self._threads:
-            self._threads[size] = LLExecutor(size)
-        return self._threads[size]
-
-    def consume(self, pairs: "Sequence[tuple[GrammarMatcher, int]]") -> list[bool]:
-        """Let each matcher take a token; return whether it did. One takes about 2 us, less than to
-        wake a thread."""
-        return [own.matcher.consume_token(token) for own, token in pairs]
-
-    def forced(self, matcher: GrammarMatcher) -> list[int]:
-        """Return the tokens that a matcher forces next: each is the only one that its mask would
-        allow after those before it. The matcher takes none of them. An end-of-sequence token is
-        never among them."""
-        return self._forced(matcher.matcher)
-
-    def forced_first(self, grammar: StructuredOutput) -> list[int]:
-        """Return the tokens that a grammar forces at the start; none, if it is not compiled."""
-        with self._lock:
-            compiled = self._compiled.get(grammar)
-        if compiled is None or not is_ready(compiled.first):
-            return []
-        return self._forced(compiled.first.result())
-
-    def _forced(self, matcher: LLMatcher) -> list[int]:
-        most = self.limits.max_jump
-        tokens = matcher.compute_ff_tokens()[:most] if most else []
-        # The tokenizer may have tokens that the model lacks.
-        return list(itertools.takewhile(self._vocab_size.__gt__, tokens))
-
-    def _compile_first(self, grammar: StructuredOutput, compiled: _Compiled) -> LLMatcher:
-        """Compile a grammar, then submit the further compilations that its waiting requests need.
-        The requests are released when the compilation submitted last is done."""
-        with self._lock:
-            if all(each.cancelled() for each in compiled.waiting or ()):
-                del self._compiling[grammar]
-                raise TimeoutError("all its requests have given up")
-        began = time.monotonic()
-        try:
-            matcher = self._compile(grammar)
-        except RequestError as error:
-            for each in self._take_waiting(grammar, compiled):
-                each.set_exception(error)
-            raise
-        compiled.is_quick = time.monotonic() - began < MAX_AGAIN_S
-        waiting = self._take_waiting(grammar, compiled)
-        with self._lock:
-            again = self._compile_again(grammar, compiled, len(waiting))
-
-        def release(_: object = None) -> None:
-            for each in waiting:
-                each.set_result(None)
-
-        if again:
-            again[-1].matcher.add_done_callback(release)
-        else:
-            release()
-        return matcher
-
-    def _take_waiting(self, grammar: StructuredOutput, compiled: _Compiled) -> "list[Future[None]]":
-        """Note that a first compilation is done or failed. Return the requests that wait for it and
-        have not given up."""
-        with self._lock:
-            waiting, compiled.waiting = compiled.waiting or [], None
-            self._compiled[grammar] = self._compiling.pop(grammar)
-            while len(self._compiled) > self.limits.max_cached:
-                self._compiled.popitem(last=False)
-        return [each for each in waiting if each.set_running_or_notify_cancel()]
-
-    def _compile_again(
-        self, grammar: StructuredOutput, compiled: _Compiled, num_requests: int
-    ) -> list[_Compilation]:
-        """Submit the compilations that so many requests at the same time lack, if the first one was
-        quick."""
-        if not compiled.is_quick or self._is_closed:
-            return []
-        most = self.limits.max_compilations or self.limits.num_mask_threads
-        wanted = min(-(-num_requests // REQUESTS_PER_COMPILATION), most)
-        count = wanted - len(compiled.compilations)
-        return [self._submit(compiled, self._compile, grammar) for _ in range(count)]
-
-    def _submit(
-        self, compiled: _Compiled, compile: Callable[..., LLMatcher], *args: object
-    ) -> _Compilation:
-        """Compile on a thread. The caller holds the lock."""
-        future = self._compiler.submit(compile, *args)
-        compiled.compilations.append(_Compilation(next(self._numbers), future))
-        return compiled.compilations[-1]
-
-    def _compile(self, grammar: StructuredOutput) -> LLMatcher:
-        try:
-            text = _as_llguidance(grammar)
-            matcher = LLMatcher(self._tokenizer, text, log_level=0, limits=self._parser_limits)
-        except Exception as error:  # llguidance's converter of EBNF raises bare Exceptions
-            raise refused(grammar, str(error)) from None
-        if matcher.is_error():
-            raise refused(grammar, matcher.get_error())
-        return matcher
+    def _evict(self) -> None:
+        """Forget the grammars that were not used for longest."""
+        done = [grammar for grammar in self._grammars.values() if grammar.is_done]
+        for grammar in done[: max(0, len(self._grammars) - self.limits.max_cached)]:
+            del self._grammars[grammar.source]
+            for process in self._serving.processes:
+                process.forget(grammar)
 
 
 def refused(grammar: StructuredOutput, reason: str) -> RequestError:
     """Return the refusal of a grammar."""
     return RequestError(
-        f"the grammar cannot be used: {shortened(reason)}",
+        f"the grammar cannot be used: {reason}",
         field=f"{FIELD}.{grammar.kind}",
         value=grammar.text,
         fix="fix or simplify it",
     )
 
 
-def shortened(reason: str) -> str:
-    """Return llguidance's reason on one line, without the state dump that may follow."""
-    line = " ".join(_STATE_DUMP.split(reason)[0].split()) or "it is invalid"
-    return line if len(line) <= MAX_ERROR_LENGTH else f"{line[: MAX_ERROR_LENGTH - 3]}..."
-
-
-def _as_llguidance(grammar: StructuredOutput) -> str:
-    """Return a grammar as llguidance reads it. Raises ValueError and others."""
-    if grammar.kind == "json":
-        return LLMatcher.grammar_from_json_schema(grammar.text)
-    if grammar.kind == "regex":
-        return LLMatcher.grammar_from_regex(grammar.text)
-    if grammar.kind == "choice":
-        texts = json.loads(grammar.text)
-        if not isinstance(texts, list) or not texts or not all(isinstance(t, str) for t in texts):
-            raise ValueError("it is not a JSON list of texts")
-        return LLMatcher.grammar_from_lark("start: " + " | ".join(map(json.dumps, texts)))
-    return LLMatcher.grammar_from_lark(any_to_lark(grammar.text))
-
-
-def _load(model: Path, vocab_size: int, eos_token_ids: Sequence[int]) -> LLTokenizer:
-    path = model / FILE_NAME
-    ends, slices = list(eos_token_ids), list(SLICES)
-    try:
-        text = read_tokenizer_file(path).decode()
-        try:
-            return LLTokenizer(text, n_vocab=vocab_size, eos_token=ends, slices=slices)
-        except ValueError:  # the tokenizer has more tokens than the model
-            return LLTokenizer(text, eos_token=ends, slices=slices)
-    except (OSError, ValueError) as error:
-        raise _unusable(path, str(error)) from None
+def _setup(
+    model: Path, vocab_size: int, eos_token_ids: tuple[int, ...], limits: GrammarLimits
+) -> Setup:
+    return Setup(
+        str(model.absolute()),
+        vocab_size,
+        eos_token_ids,
+        memory_fd=-1,
+        max_grammar_size=limits.max_grammar_size,
+        max_lexer_states=limits.max_lexer_states,
+        initial_lexer_fuel=limits.initial_lexer_fuel,
+        step_lexer_fuel=limits.step_lexer_fuel,
+        step_max_items=limits.step_max_items,
+        max_jump=limits.max_jump,
+        compile_s=limits.compile_s,
+        mask_s=limits.mask_s,
+    )
 
 
 def _unusable(model: Path, reason: str) -> ClientConfigError:

@@ -8,6 +8,10 @@ token is known in time, the step itself carries the mask.
 
 Matchers are made from the admissions in steps: from the grammar that a request carries and the
 tokens that it has so far. After a jump (jump_forward.py) a matcher is ahead of the steps in flight.
+
+Masks come from other processes (grammars.py). A request whose mask does not come in time is paused:
+the steps in flight sample it without a mask, and nobody gets these tokens. It is admitted again
+once its mask is there, so that it holds up no other request.
 """
 
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
@@ -22,7 +26,6 @@ from numpy.typing import NDArray
 from rpc_schema.extensions import extension_of
 from rpc_schema.step import NO_TOKEN
 from rpc_schema.structured import StructuredOutput
-from worker_client.errors import RequestError
 from worker_client.parts.registry import may_jump
 from worker_client.scheduler import RequestOutput, failed_request
 from worker_client.scheduler_output import NewRequest, SchedulerOutput, StepResult
@@ -39,22 +42,40 @@ MIXED_STEP_COST: Final = 0.5
 """The step that admits a request again after a jump is a mixed one: it takes up to this share
 longer than a step of decodes, for all requests in it."""
 
+CHECK_S: Final = 0.002
+"""Time after which a wait for masks looks at what takes long."""
+
 TOO_LONG: Final = "its grammar was not compiled in time: simplify it, or send fewer at a time"
 
 Int32s: TypeAlias = NDArray[np.int32]
 
 
 class Matcher(Protocol):
-    """Follows one request through its grammar: llguidance's LLMatcher."""
+    """Follows one request through its grammar."""
 
-    def consume_tokens(self, tokens: list[int]) -> bool:
-        """Take tokens. Return False if the grammar does not allow them: the matcher has failed."""
+    @property
+    def is_ready(self) -> bool:
+        """True if the next mask is known, or the matcher has failed."""
 
-    def is_error(self) -> bool:
-        """Return True if the matcher has failed. It stays failed."""
+    @property
+    def is_overdue(self) -> bool:
+        """True if requests should not wait for its mask any longer in this step."""
 
-    def get_error(self) -> str:
-        """Return why the matcher failed."""
+    @property
+    def error(self) -> str:
+        """Why it has failed; empty if it has not."""
+
+    @property
+    def forced(self) -> Sequence[int]:
+        """Tokens that must follow, each the only one that its mask allows."""
+
+    @property
+    def mask(self) -> Int32s | None:
+        """Tokens that may follow these, int32 [num_words]; valid until it takes another token. None
+        if it is not ready or has failed."""
+
+    def allows(self, token: int) -> bool:
+        """Return True if a token may be next, by its mask."""
 
 
 class CompiledGrammars(Protocol):
@@ -67,27 +88,26 @@ class CompiledGrammars(Protocol):
         """Seconds in which a grammar must be compiled."""
 
     def close(self) -> None:
-        """Stop its threads."""
+        """End its processes."""
 
-    def compile(self, grammar: StructuredOutput) -> "Future[Any]":
-        """Compile a request's grammar; the future is done when the request can begin, and raises
-        RequestError."""
+    def compile(self, source: StructuredOutput) -> "Future[Any]":
+        """Compile a request's grammar; the future is done, within proceed(), when the request can
+        begin, and raises RequestError."""
 
-    def begin(self, grammar: StructuredOutput) -> Any:
-        """Return a new Matcher; wait until the grammar is compiled. Raises RequestError and
-        TimeoutError."""
+    def begin(self, source: StructuredOutput, tokens: Sequence[int] = ()) -> Any:
+        """Return a new Matcher that takes the tokens of a request."""
 
-    def fill(self, matchers: Sequence[Any]) -> Int32s:
-        """Return the allowed tokens, int32 [matchers, num_words]; valid until the next call."""
+    def take(self, matcher: Any, tokens: Sequence[int]) -> None:
+        """Let a matcher that is ready take tokens that its masks allow."""
 
-    def consume(self, pairs: Sequence[tuple[Any, int]]) -> list[bool]:
-        """Let each matcher take a token; return whether it did."""
+    def end(self, matcher: Any) -> None:
+        """Give up the matcher of a request that has ended."""
 
-    def forced_first(self, grammar: StructuredOutput) -> list[int]:
+    def proceed(self, timeout_s: float = 0.0) -> None:
+        """Ask for masks, and take those that are here; wait for the first at most timeout_s."""
+
+    def forced_first(self, source: StructuredOutput) -> list[int]:
         """Return the tokens that a grammar forces at the start; none, if it is not compiled."""
-
-    def forced(self, matcher: Any) -> list[int]:
-        """Return the tokens that a matcher forces next, without taking them."""
 
 
 def is_ready(compiled: "Future[Any]") -> bool:
@@ -122,11 +142,21 @@ class _Row:
     """Tokens that it has gained by a jump, without those whose results are here: the steps in
     flight sample the first ones. The next admission replaces the row."""
 
+    is_paused: bool = False
+    """Nobody gets what steps in flight sample for it."""
+
+    @property
+    def is_known(self) -> bool:
+        """True if its next mask is known, or its matcher has failed."""
+        return bool(self.jumped) or self.matcher.is_ready
+
     @property
     def state(self) -> "_State":
         """Return what its next mask depends on. After a jump that is the token that it has gained
         in the place that is sampled."""
-        return self.jumped[self.num_unknown - 1] if self.jumped else (self.grammar, self.digest)
+        if self.jumped:
+            return self.jumped[self.num_unknown - 1]
+        return self.matcher.forced[0] if self.matcher.forced else (self.grammar, self.digest)
 
     def note(self, tokens: Sequence[int]) -> None:
         """Append tokens that the matcher has taken."""
@@ -166,6 +196,10 @@ class MaskedSteps:
         self._faults: dict[str, RequestOutput] = {}
         self._advanced: list[_Row] = []
         """Rows whose matchers have taken a token of the newest result."""
+        self._paused: dict[str, _Row] = {}
+        """Requests that wait for a mask without a row."""
+        self._resumed: dict[str, _Row] = {}
+        """Requests whose mask has come, and that are not admitted yet."""
 
     def must_wait(self, output: SchedulerOutput) -> bool:
         """Return True if a step cannot be sent yet: it continues, preempts or finishes a request
@@ -193,18 +227,28 @@ class MaskedSteps:
             return self._planned[1]
         check_admissions(tuple(output.scheduled_new_reqs), WIRE_LIMITS)
         read_counts(output.num_scheduled_tokens)
-        admitted = [new.req_id for new in output.scheduled_new_reqs]
-        leaving = (*output.finished_req_ids, *output.preempted_req_ids, *admitted)
-        former = {req_id: self._rows.pop(req_id) for req_id in leaving if req_id in self._rows}
-        for new in output.scheduled_new_reqs:
-            grammar = extension_of(new.extensions, StructuredOutput)
-            if grammar is not None:
-                self._begin(new, grammar, former.get(new.req_id))
+        self._admit(output)
         step = MaskedStep(output)
-        if self._rows:
+        if self._rows or self._paused:
             self._plan_rows(step)
         self._planned = (output, step)
         return step
+
+    def _admit(self, output: SchedulerOutput) -> None:
+        """Make the rows of the requests that a step admits, and drop those of the requests that it
+        ends or preempts."""
+        admitted = [new.req_id for new in output.scheduled_new_reqs]
+        leaving = (*output.finished_req_ids, *output.preempted_req_ids, *admitted)
+        former = {req_id: self._rows.pop(req_id) for req_id in leaving if req_id in self._rows}
+        for req_id in admitted:
+            if req_id in self._resumed:
+                former[req_id] = self._resumed.pop(req_id)
+        for new in output.scheduled_new_reqs:
+            grammar = extension_of(new.extensions, StructuredOutput)
+            if grammar is not None:
+                self._begin(new, grammar, former.pop(new.req_id, None))
+        for row in former.values():
+            self.grammars.end(row.matcher)
 
     def sent(self, step: MaskedStep) -> None:
         """Note that a planned step was sent."""
@@ -218,7 +262,7 @@ class MaskedSteps:
         if not step.is_waiting:
             return
         rows = [row for row in step.deferred if self._rows.get(row.req_id) is row]
-        if any(row.num_unknown > 1 and not row.jumped for row in rows):
+        if any((row.num_unknown > 1 and not row.jumped) or not row.is_known for row in rows):
             return
         masks = self._fill(rows)
         most = max(1, MAX_MASK_BYTES // (4 * self.grammars.num_words))
@@ -232,29 +276,70 @@ class MaskedSteps:
             del self._waiting[row.req_id]
 
     def take(self, step: MaskedStep, result: StepResult) -> Collection[str]:
-        """Let the matchers take what a step sampled. A token that its grammar rejects ends the
-        request (`take_faults`). Return the requests that had their token before, by a jump."""
+        """Let the matchers take what a step sampled, and ask for their next masks. A token that its
+        grammar rejects ends the request (`take_faults`). Return the requests whose tokens are not
+        new, because they had them by a jump, or are void."""
         self._advanced.clear()
-        taken: list[tuple[_Row, int]] = []
         repeated: list[str] = []
         for row in step.sampled:
             row.num_unknown -= 1
             token = result.sampled.get(row.req_id, NO_TOKEN)
-            if row.jumped:
+            if row.is_paused:
+                repeated.append(row.req_id)
+            elif row.jumped:
                 del row.jumped[0]
                 repeated.append(row.req_id)
             elif token != NO_TOKEN and self._rows.get(row.req_id) is row:
-                taken.append((row, token))
-        if not taken:
-            return repeated
-        accepted = self.grammars.consume([(row.matcher, token) for row, token in taken])
-        for (row, token), is_accepted in zip(taken, accepted, strict=True):
-            if is_accepted:
-                row.note([token])
-                self._advanced.append(row)
-            else:
-                self._fail(row, f"its grammar does not allow the sampled token {token}")
+                self._take(row, token)
+        if self._advanced:
+            self.grammars.proceed()
         return repeated
+
+    def _take(self, row: _Row, token: int) -> None:
+        if not row.matcher.allows(token):
+            self._fail(row, f"its grammar does not allow the sampled token {token}")
+            return
+        self.grammars.take(row.matcher, [token])
+        row.note([token])
+        self._advanced.append(row)
+
+    def await_masks(self) -> None:
+        """Wait for the masks that steps in flight need and that were asked for, but for those that
+        are overdue."""
+        while rows := self._late_rows():
+            is_overdue = all(row.matcher.is_overdue for row in rows)
+            self.grammars.proceed(0.0 if is_overdue else CHECK_S)
+            if is_overdue:
+                return
+
+    def late(self) -> list[str]:
+        """Return the requests of steps in flight whose mask was asked for and is not here."""
+        return [row.req_id for row in self._late_rows()]
+
+    def _late_rows(self) -> list[_Row]:
+        rows = (self._rows.get(req_id) for req_id in self._waiting)
+        return [row for row in rows if row and row.num_unknown <= 1 and not row.is_known]
+
+    def pause(self, req_id: str) -> None:
+        """Let a request wait for its mask without holding up the steps that name it."""
+        row = self._paused[req_id] = self._rows.pop(req_id)
+        row.is_paused = True
+
+    @property
+    def has_paused(self) -> bool:
+        """True if a request waits for its mask without a row."""
+        return bool(self._paused)
+
+    def take_resumed(self) -> list[str]:
+        """Return the paused requests whose mask has come since. One whose matcher has failed ends
+        instead (`take_faults`)."""
+        known = [row for row in self._paused.values() if row.is_known]
+        for row in known:
+            if row.matcher.error:
+                self._fail(row, row.matcher.error)
+            else:
+                self._resumed[row.req_id] = self._paused.pop(row.req_id)
+        return [row.req_id for row in known if not row.matcher.error]
 
     def find_jumps(self, num_running: int) -> list[tuple[str, list[int]]]:
         """Return the requests that have taken a token of the newest result and should jump from it,
@@ -265,7 +350,7 @@ class MaskedSteps:
         num_saved = 0
         for row in advanced:
             if row.may_jump and self._rows.get(row.req_id) is row:
-                tokens = self.grammars.forced(row.matcher)
+                tokens = list(row.matcher.forced)
                 if len(tokens) >= row.num_unknown + MIN_STEPS_SAVED:
                     jumps.append((row.req_id, tokens))
                     num_saved += len(tokens) - row.num_unknown
@@ -278,7 +363,7 @@ class MaskedSteps:
         if row is not None:
             row.jumped = list(tokens)
             row.note(tokens)
-            row.matcher.consume_tokens(row.jumped)
+            self.grammars.take(row.matcher, tokens)
 
     def take_faults(self) -> Mapping[str, RequestOutput]:
         """Return the requests that their grammars have ended, by id, and forget them."""
@@ -286,8 +371,11 @@ class MaskedSteps:
         return faults
 
     def forget(self, req_id: str) -> None:
-        """Drop a request that has ended or has lost its row."""
-        self._rows.pop(req_id, None)
+        """Drop a request that has ended."""
+        for rows in (self._rows, self._paused, self._resumed):
+            row = rows.pop(req_id, None)
+            if row is not None:
+                self.grammars.end(row.matcher)
 
     def forget_steps(self) -> None:
         """Drop the steps in flight, which have failed. Their requests are lost or admitted
@@ -298,34 +386,29 @@ class MaskedSteps:
         self._waiting.clear()
 
     def _begin(self, new: NewRequest, grammar: StructuredOutput, former: _Row | None) -> None:
-        """Make a request's matcher, and let it take the tokens that the request has. former: its
-        row until now, whose matcher goes on if it has taken these."""
+        """Make a request's matcher, which takes the tokens that the request has. former: its row
+        until now, whose matcher goes on if it has taken these."""
         tokens = [int(token) for token in new.token_ids[new.num_prompt_tokens :]]
         num_left = len(new.token_ids) - new.num_computed_tokens
         if former is not None and (former.grammar, former.tokens) == (grammar, tokens):
-            self._rows[new.req_id] = replace(former, num_left=num_left, num_unknown=0, jumped=[])
-            return
-        try:
-            # Compiled already, but for an adopted request.
-            matcher: Matcher = self.grammars.begin(grammar)
-        except (RequestError, TimeoutError) as error:
-            reason = error.reason if isinstance(error, RequestError) else TOO_LONG
-            self._faults[new.req_id] = failed_request(
-                new.req_id, reason, num_prompt_tokens=new.num_prompt_tokens, token_ids=tokens
+            self._rows[new.req_id] = replace(
+                former, num_left=num_left, num_unknown=0, jumped=[], is_paused=False
             )
             return
+        if former is not None:
+            self.grammars.end(former.matcher)
         row = _Row(
             new.req_id,
             grammar,
-            matcher,
+            self.grammars.begin(grammar, tokens),
             new.num_prompt_tokens,
             num_left=num_left,
             may_jump=may_jump(new.extensions),
         )
         row.note(tokens)
         self._rows[new.req_id] = row
-        if tokens and not row.matcher.consume_tokens(tokens):
-            self._fail(row, "its grammar does not allow the tokens that it has")
+        if row.matcher.error:
+            self._fail(row, row.matcher.error)
 
     def _plan_rows(self, step: MaskedStep) -> None:
         """Find the rows that sample, and those of them whose masks can be computed now."""
@@ -342,10 +425,13 @@ class MaskedSteps:
             if row.num_left:
                 continue  # a chunk of a prompt
             row.num_left = 1
-            must_wait = row.num_unknown and not row.jumped
+            must_wait = (row.num_unknown and not row.jumped) or not row.is_known
             (step.deferred if must_wait else known).append(row)
             row.num_unknown += 1
             step.sampled.append(row)
+        for row in self._paused.values():
+            if row.req_id in decodes or row.req_id in counts:  # planned before it was paused
+                step.sampled.append(row)
         most = MAX_STEP_MASK_BYTES // (4 * self.grammars.num_words)
         count = _count_within(most, [row.state for row in known])
         step.deferred += known[count:]
@@ -359,27 +445,20 @@ class MaskedSteps:
             )
 
     def _fill(self, rows: Sequence[_Row]) -> dict[str, Int32s]:
-        """Return the masks of rows, except those whose matcher fails. Each row's newest token is
-        the one to be sampled. Rows in the same state have their mask computed once, and share
-        it."""
-        states = [row.state for row in rows]
+        """Return the masks of rows, except those whose matcher has failed. Each row's newest token
+        is the one to be sampled. Rows in the same state share a mask."""
         filled: dict[_State, Int32s] = {}
-        first: dict[_State, Matcher] = {}
-        for row, state in zip(rows, states, strict=True):
-            if isinstance(state, int):
-                if state not in filled:
-                    filled[state] = self._only(state)
-            else:
-                first.setdefault(state, row.matcher)
-        if first:
-            filled.update(zip(first, self.grammars.fill(list(first.values())), strict=True))
         masks: dict[str, Int32s] = {}
-        for row, state in zip(rows, states, strict=True):
-            matcher = first.get(state)
-            if matcher is not None and matcher.is_error():
-                self._fail(row, f"its grammar is too complex: {matcher.get_error()}")
-            else:
-                masks[row.req_id] = filled[state]
+        for row in rows:
+            if row.matcher.error and not row.jumped:
+                self._fail(row, row.matcher.error)
+                continue
+            state = row.state
+            if state not in filled:
+                mask = self._only(state) if isinstance(state, int) else row.matcher.mask
+                assert mask is not None, "it is known"
+                filled[state] = mask
+            masks[row.req_id] = filled[state]
         return masks
 
     def _only(self, token: int) -> Int32s:

@@ -5,12 +5,10 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
 from rpc_schema.structured import StructuredOutput
 from worker_client.errors import ClientConfigError, RequestError
-from worker_client.structured.masked_steps import CompiledGrammars
+from worker_client.structured.grammars import Grammars
+from worker_client.structured.masked_steps import CompiledGrammars, Matcher
 from worker_client.structured.options import FIELD
 
 
@@ -18,8 +16,6 @@ def open_grammars(model: Path, vocab_size: int, eos_token_ids: Sequence[int]) ->
     """Return the grammars of a model (grammars.py). Without llguidance, or with a model that has no
     usable tokenizer, each request with a grammar is refused, with the reason."""
     try:
-        from worker_client.structured.grammars import Grammars
-
         return Grammars(model, vocab_size, eos_token_ids)
     except ImportError as error:
         missing = f"structured output needs a package that is not installed: {error.name}"
@@ -38,34 +34,47 @@ class NoGrammars:
         self._reason, self._fix = reason, fix
 
     def close(self) -> None:
-        """Do nothing: there are no threads."""
+        """Do nothing: there are no processes."""
 
-    def compile(self, grammar: StructuredOutput) -> "Future[Any]":
+    def compile(self, source: StructuredOutput) -> "Future[Any]":
         """Return a future that raises RequestError."""
         refused: Future[Any] = Future()
-        refused.set_exception(self._refusal(grammar))
+        refused.set_exception(self._refusal(source))
         return refused
 
-    def begin(self, grammar: StructuredOutput) -> Any:
-        """Raise RequestError."""
-        raise self._refusal(grammar)
+    def begin(self, source: StructuredOutput, tokens: Sequence[int] = ()) -> Matcher:
+        """Return a matcher that has failed."""
+        return FailedMatcher(self._refusal(source).reason)
 
     def _refusal(self, grammar: StructuredOutput) -> RequestError:
         field, value = f"{FIELD}.{grammar.kind}", grammar.text
         return RequestError(self._reason, field=field, value=value, fix=self._fix)
 
-    def fill(self, matchers: Sequence[Any]) -> NDArray[np.int32]:
-        """Return no masks: there is never a matcher."""
-        return np.zeros((len(matchers), self.num_words), np.int32)
+    def take(self, matcher: Matcher, tokens: Sequence[int]) -> None:
+        """Do nothing: the matcher has failed."""
 
-    def consume(self, pairs: Sequence[tuple[Any, int]]) -> list[bool]:
-        """Accept nothing: there is never a matcher."""
-        return [False for _ in pairs]
+    def end(self, matcher: Matcher) -> None:
+        """Do nothing."""
 
-    def forced_first(self, grammar: StructuredOutput) -> list[int]:
-        """Return no tokens: there is never a matcher."""
+    def proceed(self, timeout_s: float = 0.0) -> None:
+        """Do nothing: there is nothing to wait for."""
+
+    def forced_first(self, source: StructuredOutput) -> list[int]:
+        """Return no tokens."""
         return []
 
-    def forced(self, matcher: Any) -> list[int]:
-        """Return no tokens: there is never a matcher."""
-        return []
+
+class FailedMatcher:
+    """The matcher of a grammar that is refused."""
+
+    mask = None
+    forced = ()
+    is_ready = True
+    is_overdue = False
+
+    def __init__(self, error: str) -> None:
+        self.error = error
+
+    def allows(self, token: int) -> bool:
+        """Return False."""
+        return False

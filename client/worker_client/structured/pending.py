@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Iterator
-from concurrent.futures import FIRST_COMPLETED, CancelledError, Future, wait
+from concurrent.futures import CancelledError, Future
 from typing import Any, NamedTuple
 
 from rpc_schema.structured import StructuredOutput
@@ -52,11 +52,6 @@ class PendingRequests:
         if pending is not None:
             pending.compiled.cancel()  # its grammar is not compiled if nobody else waits for it
 
-    def wait(self) -> None:
-        """Wait until a grammar is compiled, at most POLL_S."""
-        futures = [pending.compiled for pending in self._pending.values()]
-        wait(futures, POLL_S, FIRST_COMPLETED)
-
     def take_done(self) -> Iterator[tuple[GenerationRequest, str]]:
         """Yield the requests that need not wait any longer, each with the reason if it failed."""
         now = time.monotonic()
@@ -70,8 +65,8 @@ class PendingRequests:
 
 def _reason(compiled: "Future[Any]") -> str:
     if not compiled.done():
-        # If it runs, the grammar is compiled, and only further compilations are awaited.
-        return TOO_LONG if compiled.cancel() else ""
+        compiled.cancel()
+        return TOO_LONG
     try:
         compiled.result()
     except RequestError as error:

@@ -2,14 +2,12 @@
 matcher, token by token."""
 
 import json
-import math
 import random
-import threading
-from collections import Counter
+import time
 from concurrent.futures import CancelledError
 from contextlib import closing
 from dataclasses import replace
-from types import SimpleNamespace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -19,23 +17,28 @@ from rpc_schema.structured import MAX_GRAMMAR_LENGTH, StructuredOutput
 from tests.support.structured import (
     EOS_TOKEN_ID,
     VOCAB_SIZE,
+    allowed_tokens,
+    begun,
+    compiled,
+    crossing_case,
     forced_schema,
     make_tokenizer,
     random_case,
     random_regex,
+    regex_case,
     schema_case,
+    settle,
+    take,
 )
-from tests.support.waiting import wait_until
 from worker_client.errors import ClientConfigError, RequestError
 from worker_client.requests import GenerationRequest, RequestParser
-from worker_client.structured.grammars import (
-    REQUESTS_PER_COMPILATION,
-    GrammarLimits,
-    Grammars,
-)
+from worker_client.structured.grammars import GrammarLimits, Grammars
 from worker_client.structured.opening import open_grammars
 from worker_client.structured.options import KEYS, read_structured_output
 from worker_client.structured.pending import PendingRequests
+
+ONE = GrammarLimits(num_compilers=1, num_serving=1)
+COMPILES_LONG = StructuredOutput(kind="json", text='{"type":"integer","multipleOf":62615533}')
 
 
 @pytest.fixture(scope="module")
@@ -52,14 +55,16 @@ def grammars(directory):
     made.close()
 
 
+def cpu_s(pid):
+    return time.clock_gettime((~pid << 3) | 2)
+
+
+def is_idle(pid):
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "S"
+
+
 def matcher_of(grammars, **options):
-    return grammars.begin(read_structured_output(options))
-
-
-def allowed(grammars, *matchers):
-    words = grammars.fill(matchers)
-    bits = np.unpackbits(np.ascontiguousarray(words).view(np.uint8), axis=1, bitorder="little")
-    return [np.flatnonzero(row).tolist() for row in bits]
+    return begun(grammars, read_structured_output(options))
 
 
 @pytest.mark.parametrize(
@@ -119,232 +124,100 @@ HOSTILE = {
 }
 
 
+@pytest.fixture(scope="module")
+def small(directory):
+    limits = GrammarLimits(num_compilers=1, max_grammar_size=20_000, max_lexer_states=2_000)
+    with closing(Grammars(directory, VOCAB_SIZE, [EOS_TOKEN_ID], limits)) as made:
+        yield made
+
+
 @pytest.mark.parametrize("name", HOSTILE)
-def test_hostile_grammars_are_refused_by_name_or_bounded(directory, name):
+def test_hostile_grammars_are_refused_by_name_or_bounded(small, name):
     """Compiled or refused in time; and if one compiles, each of its masks is bounded too."""
-    limits = GrammarLimits(num_threads=1, max_grammar_size=20_000, max_lexer_states=2_000)
-    grammars = Grammars(directory, VOCAB_SIZE, [EOS_TOKEN_ID], limits)
     try:
-        matcher = matcher_of(grammars, **HOSTILE[name])
+        matcher = matcher_of(small, **HOSTILE[name])
     except RequestError as error:
         assert error.field.startswith("structured_outputs.")
         assert "\n" not in error.reason and len(error.reason) < 900
         return
-    finally:
-        grammars.close()
     assert name in ("regex bomb", "states")
     rng = random.Random(1)
     for _ in range(200):
-        (tokens,) = allowed(grammars, matcher)
-        if matcher.is_error() or tokens == [EOS_TOKEN_ID]:
+        tokens = allowed_tokens(matcher)
+        if matcher.error or tokens == [EOS_TOKEN_ID]:
             break
-        assert grammars.consume([(matcher, rng.choice(tokens))]) == [True]
+        take(small, matcher, rng.choice(tokens))
+    small.end(matcher)
 
 
-def check_outcome(future, is_good):
-    if is_good:
-        future.result(20)
-    else:
-        with pytest.raises(RequestError):
-            future.result(20)
-
-
-def test_a_grammar_is_compiled_once_and_failures_are_remembered(grammars):
+def test_a_grammar_is_compiled_once_and_failures_are_remembered(directory):
+    """The least recently used ones are forgotten."""
     good, bad = StructuredOutput(kind="regex", text="a+"), StructuredOutput(kind="regex", text="(")
-    for grammar in (good, bad):
-        for future in [grammars.compile(grammar) for _ in range(2)]:
-            check_outcome(future, grammar is good)
-        first = grammars._compiled[grammar].first
-        check_outcome(grammars.compile(grammar), grammar is good)
-        assert grammars._compiled[grammar].first is first
-    few = grammars.limits.max_cached
-    many = [StructuredOutput(kind="choice", text=f'["{index}"]') for index in range(few + 5)]
-    for future in [grammars.compile(each) for each in many]:
-        future.result(20)
-    assert len(grammars._compiled) == few
-    assert not grammars._compiling
-
-
-def test_a_grammar_that_several_requests_use_is_compiled_a_few_times(directory, monkeypatch):
-    """Copies of one compilation share a lock."""
-    grammar, slow, bad = (
-        StructuredOutput(kind="regex", text=text) for text in ("[ab]+c", "[ab]+d", "[ab")
-    )
-    compiled = []
-    compile_one = Grammars._compile
-    may_go_on = threading.Event()
-
-    def note(self, each):
-        assert may_go_on.wait(20)
-        compiled.append(each)
-        return compile_one(self, each)
-
-    monkeypatch.setattr(Grammars, "_compile", note)
-    monkeypatch.setattr("worker_client.structured.grammars.MAX_AGAIN_S", 60.0)
-    limits = GrammarLimits(max_compilations=3)
+    limits = GrammarLimits(max_cached=9)
     with closing(Grammars(directory, VOCAB_SIZE, [EOS_TOKEN_ID], limits)) as grammars:
-        futures = [grammars.compile(grammar) for _ in range(32)]  # all before it is compiled
-        refused = [grammars.compile(bad) for _ in range(3)]
-        may_go_on.set()
-        for future in futures:
-            future.result(20)
-        for future in refused:
-            with pytest.raises(RequestError):
-                future.result(20)
-        for compilation in grammars._compiled[grammar].compilations:
-            compilation.matcher.result(20)
-        matchers = [grammars.begin(grammar) for _ in range(9)]
-        numbers = [matcher.compilation for matcher in matchers]
-        assert sorted(Counter(numbers).values()) == [3, 3, 3]
-        assert len({tuple(tokens) for tokens in allowed(grammars, *matchers)}) == 1
-        first = allowed(grammars, matchers[0])[0][0]
-        assert grammars.consume([(matchers[0], first)]) == [True]
-        fresh = [grammars.begin(grammar) for _ in range(3)]
-        assert len({tuple(tokens) for tokens in allowed(grammars, *fresh, matchers[1])}) == 1
-
-        monkeypatch.setattr("worker_client.structured.grammars.MAX_AGAIN_S", 0.0)
-        for future in [grammars.compile(slow) for _ in range(9)]:
-            future.result(20)
-        assert len({grammars.begin(slow).compilation for _ in range(9)}) == 1
-    assert compiled.count(grammar) == 3
-    assert compiled.count(bad) == 1
-    assert compiled.count(slow) == 1, "others wait for the threads"
+        for grammar in (good, bad):
+            futures = [grammars.compile(grammar) for _ in range(2)]
+            assert not any(future.done() for future in futures)
+            settle(grammars, lambda futures=futures: all(each.done() for each in futures))
+            again = grammars.compile(grammar)
+            assert again.done()
+            errors = {str(each.exception()) for each in (*futures, again)}
+            assert len(errors) == 1
+        assert "structured_outputs.regex" in errors.pop()
+        for index in range(limits.max_cached):
+            compiled(grammars, StructuredOutput(kind="choice", text=f'["{index}"]'))
+        assert not grammars.compile(good).done()
+        assert grammars.compile(StructuredOutput(kind="choice", text='["7"]')).done()
 
 
-def test_a_grammar_is_compiled_again_for_concurrent_requests_not_for_sequential_ones(directory):
-    grammar = StructuredOutput(kind="regex", text="[ab]+e")
-    limits = GrammarLimits(max_compilations=2)
-
-    def begin_another(grammars):
-        grammars.compile(grammar).result(20)
-        for compilation in grammars._compiled[grammar].compilations[1:]:
-            compilation.matcher.result(20)
-        return grammars.begin(grammar)
-
-    with closing(Grammars(directory, VOCAB_SIZE, [EOS_TOKEN_ID], limits)) as grammars:
-        assert len({begin_another(grammars).compilation for _ in range(20)}) == 1
-        assert len(grammars._compiled[grammar].compilations) == 1
-        matchers = [begin_another(grammars) for _ in range(4 * REQUESTS_PER_COMPILATION)]
-        numbers = [matcher.compilation for matcher in matchers]
-        assert len(set(numbers[:REQUESTS_PER_COMPILATION])) == 1
-        assert sorted(Counter(numbers).values()) == [2 * REQUESTS_PER_COMPILATION] * 2
-        kept = matchers.pop()
-        matchers.clear()
-        assert begin_another(grammars).compilation != kept.compilation, "the other has none"
+def test_a_grammar_whose_requests_have_given_up_is_not_compiled(directory):
+    """The one that runs is stopped, and those that wait do not begin."""
+    with closing(Grammars(directory, VOCAB_SIZE, [EOS_TOKEN_ID], ONE)) as grammars:
+        settle(grammars, lambda: all(is_idle(pid) for pid in grammars.pids))
+        long = [grammars.compile(COMPILES_LONG) for _ in range(2)]
+        settle(grammars, lambda: any(not is_idle(pid) for pid in grammars.pids))
+        short = StructuredOutput(kind="regex", text="[ab]+g")
+        waiting = [grammars.compile(short) for _ in range(2)]
+        assert all(future.cancel() for future in (*long, *waiting))
+        began = [time.process_time(), *(cpu_s(pid) for pid in grammars.pids)]
+        compiled(grammars, StructuredOutput(kind="regex", text="[ab]+h"))
+        assert sum(cpu_s(pid) for pid in grammars.pids) < sum(began) + 5.0
+        assert not grammars.compile(short).done()
+        compiled(grammars, short)
 
 
-def test_a_grammar_whose_requests_have_given_up_is_not_compiled(directory, monkeypatch):
-    long, given_up = (StructuredOutput(kind="regex", text=text) for text in ("[ab]+f", "[ab]+g"))
-    compiled = []
-    compile_one = Grammars._compile
-    may_go_on = threading.Event()
-
-    def note(self, each):
-        assert may_go_on.wait(20)
-        if self is grammars:  # another test's may still be at work
-            compiled.append(each)
-        return compile_one(self, each)
-
-    monkeypatch.setattr(Grammars, "_compile", note)
-    limits = GrammarLimits(num_threads=1)
-    with closing(Grammars(directory, VOCAB_SIZE, [EOS_TOKEN_ID], limits)) as grammars:
-        first = grammars.compile(long)
-        waiting = [grammars.compile(given_up) for _ in range(3)]
-        assert all(future.cancel() for future in waiting)
-        may_go_on.set()
-        first.result(20)
-        last = StructuredOutput(kind="regex", text="[ab]+h")
-        grammars.compile(last).result(20)  # behind the others
-        assert compiled == [long, last]
-        grammars.compile(given_up).result(20)  # of a later request
-        assert compiled == [long, last, given_up]
-
-
-@pytest.fixture
-def may_go_on(monkeypatch):
-    """An event for which each compilation waits."""
-    compile_one, event = Grammars._compile, threading.Event()
-
-    def late(self, each):
-        assert event.wait(20)
-        return compile_one(self, each)
-
-    monkeypatch.setattr(Grammars, "_compile", late)
-    return event
-
-
-def test_begin_without_compile_gets_a_grammar_whose_other_requests_gave_up(directory, may_go_on):
-    grammar, before = (StructuredOutput(kind="regex", text=text) for text in ("[ab]+i", "[ab]+j"))
-    with closing(Grammars(directory, VOCAB_SIZE, [EOS_TOKEN_ID], GrammarLimits(num_threads=1))) as (
-        grammars
-    ):
-        grammars.compile(before)
-        assert grammars.compile(grammar).cancel()
-        begun = []
-        adopting = threading.Thread(target=lambda: begun.append(grammars.begin(grammar)))
-        adopting.start()
-        wait_until(lambda: len(grammars._compiling[grammar].waiting) == 2, "it waits")
-        may_go_on.set()
-        adopting.join(20)
-        assert len(begun) == 1
-
-
-def test_further_compilations_that_take_long_fail_no_request(directory, monkeypatch):
-    grammar = StructuredOutput(kind="regex", text="[ab]+m")
-    compile_one, compiled = Grammars._compile, []
-    may_begin, may_go_on = threading.Event(), threading.Event()
-
-    def late(self, each):
-        compiled.append(each)
-        assert (may_begin if compiled.count(grammar) == 1 else may_go_on).wait(20)
-        return compile_one(self, each)
-
-    monkeypatch.setattr(Grammars, "_compile", late)
-    monkeypatch.setattr("worker_client.structured.grammars.MAX_AGAIN_S", 60.0)
-    limits = GrammarLimits(max_compilations=2, compile_s=60.0)
-    with closing(Grammars(directory, VOCAB_SIZE, [EOS_TOKEN_ID], limits)) as grammars:
-        pending = PendingRequests(grammars)
-        for index in range(2 * REQUESTS_PER_COMPILATION):
-            pending.add(GenerationRequest(str(index), np.array([1], np.int32)), grammar)
-        may_begin.set()
-        wait_until(lambda: compiled.count(grammar) == 2, "it is compiled again")
-        late = SimpleNamespace(monotonic=lambda: math.inf)
-        monkeypatch.setattr("worker_client.structured.pending.time", late)
-        reasons = [reason for _, reason in pending.take_done()]
-        assert reasons == [""] * (2 * REQUESTS_PER_COMPILATION)
-        grammars.begin(grammar)
-        may_go_on.set()
-
-
-def test_closing_ends_the_wait_for_grammars(directory, may_go_on):
-    grammars = Grammars(directory, VOCAB_SIZE, [EOS_TOKEN_ID], GrammarLimits(num_threads=1))
+def test_closing_ends_the_wait_for_grammars(directory):
+    grammars = Grammars(directory, VOCAB_SIZE, [EOS_TOKEN_ID])
     texts = ("[ab]+k", "[ab]+l", "[ab]+l")
     futures = [grammars.compile(StructuredOutput(kind="regex", text=text)) for text in texts]
+    pids = grammars.pids
     grammars.close()
-    may_go_on.set()
     for future in futures:
         with pytest.raises(CancelledError):
-            future.result(20)
+            future.result(0)
+    assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
 
 
 def test_an_ended_text_may_only_end(grammars):
     matcher = matcher_of(grammars, choice=["a"])
-    (first,) = allowed(grammars, matcher)
-    assert len(first) == 1
-    assert grammars.consume([(matcher, first[0])]) == [True]
+    assert len(matcher.forced) == 1
+    (first,) = allowed_tokens(matcher)
+    take(grammars, matcher, first)
     for _ in range(3):
-        assert allowed(grammars, matcher) == [[EOS_TOKEN_ID]]
-        assert grammars.consume([(matcher, EOS_TOKEN_ID)]) == [True]
-    assert grammars.consume([(matcher, first[0])]) == [False]
+        assert allowed_tokens(matcher) == [EOS_TOKEN_ID]
+        take(grammars, matcher, EOS_TOKEN_ID)
+    assert not matcher.allows(first)
+    take(grammars, matcher, first)
+    assert "does not allow" in matcher.error
 
 
 def test_choices_are_any_texts(grammars, directory):
     tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
     choices = ["", 'say "x"', "back\\slash", "é\n\t", "a/b", "{}", "$", "'`"]
+    grammar = read_structured_output({"choice": choices})
     for choice in choices:
-        matcher = matcher_of(grammars, choice=choices)
-        tokens = tokenizer.encode(choice).ids
-        assert matcher.consume_tokens([*tokens, EOS_TOKEN_ID]), choice
+        matcher = begun(grammars, grammar, tokenizer.encode(choice).ids)
+        assert not matcher.error and matcher.allows(EOS_TOKEN_ID), choice
 
 
 def test_a_model_without_a_tokenizer_or_an_end_refuses_each_request(tmp_path, directory):
@@ -362,7 +235,7 @@ def test_a_tokenizer_may_have_more_tokens_than_the_model(directory):
     size = 390
     grammars = Grammars(directory, size, [EOS_TOKEN_ID])
     matcher = matcher_of(grammars, regex=".*")
-    (tokens,) = allowed(grammars, matcher)
+    tokens = allowed_tokens(matcher)
     assert grammars.num_words == -(-size // 32) and max(tokens) < 32 * grammars.num_words
     grammars.close()
 
@@ -398,10 +271,10 @@ def test_masks_are_xgrammars_token_by_token(grammars, directory):
     num_compared = 0
     tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
     text_of = [tokenizer.id_to_token(token) or "" for token in range(VOCAB_SIZE)]
-    for options, compiled in reference(directory, seed):
+    for options, theirs_compiled in reference(directory, seed):
         import xgrammar
 
-        ours, theirs = matcher_of(grammars, **options), xgrammar.GrammarMatcher(compiled)
+        ours, theirs = matcher_of(grammars, **options), xgrammar.GrammarMatcher(theirs_compiled)
         for _ in range(30):
             mask = xgrammar.allocate_token_bitmask(1, VOCAB_SIZE)
             theirs.fill_next_token_bitmask(mask)
@@ -409,7 +282,7 @@ def test_masks_are_xgrammars_token_by_token(grammars, directory):
             expected = np.flatnonzero(bits[:VOCAB_SIZE]).tolist()
             # It takes special tokens for their names.
             expected = [token for token in expected if token >= EOS_TOKEN_ID]
-            (tokens,) = allowed(grammars, ours)
+            tokens = allowed_tokens(ours)
             if tokens != expected:
                 # Where the next bytes are forced, llguidance takes the usual token for them alone.
                 (only,) = tokens
@@ -419,7 +292,7 @@ def test_masks_are_xgrammars_token_by_token(grammars, directory):
                 assert only in expected and all(is_same), (seed, options)
             num_compared += 1
             token = rng.choice(tokens)
-            assert grammars.consume([(ours, token)]) == [True]
+            take(grammars, ours, token)
             assert theirs.accept_token(token)
             if token == EOS_TOKEN_ID or text_of[token].endswith(NARROW_LEADS):
                 break
@@ -427,43 +300,53 @@ def test_masks_are_xgrammars_token_by_token(grammars, directory):
 
 
 def test_a_grammar_that_waits_too_long_is_the_error_of_its_request(directory):
-    """Of one thread, which another grammar keeps busy."""
-    limits = GrammarLimits(num_threads=1, compile_s=0.05)
-    grammars = Grammars(directory, VOCAB_SIZE, [EOS_TOKEN_ID], limits)
-    is_over = threading.Event()
-    grammars._compiler.submit(is_over.wait, 60.0)
-    found = grammars.compile(StructuredOutput(kind="regex", text="abc"))
-    with pytest.raises(TimeoutError):
-        found.result(limits.compile_s)
-    is_over.set()
-    grammars.close()
+    """Of few processes, which other grammars keep busy."""
+    limits = replace(ONE, compile_s=0.05)
+    request = GenerationRequest("a", np.array([1], np.int32))
+    with closing(Grammars(directory, VOCAB_SIZE, [EOS_TOKEN_ID], limits)) as grammars:
+        pending = PendingRequests(grammars)
+        assert not pending.add(request, COMPILES_LONG)
+        ended = []
+        settle(grammars, lambda: ended.extend(pending.take_done()) or ended)
+        ((_, reason),) = ended
+        assert "not compiled in time" in reason or "to compile" in reason
 
 
-def test_forced_tokens_are_those_that_masks_leave_alone(grammars):
-    """Each is the only one of the mask after those before it, and the mask after the last leaves a
-    choice. A matcher that is asked stays as it is: one that is never asked has the same masks."""
+def follow(grammars, options, choose, most=60):
+    """The tokens that a request gets, each drawn from its mask."""
+    matcher = begun(grammars, read_structured_output(options))
+    tokens = []
+    while len(tokens) < most and EOS_TOKEN_ID not in tokens:
+        tokens.append(choose(allowed_tokens(matcher)))
+        take(grammars, matcher, tokens[-1])
+        assert not matcher.error
+    grammars.end(matcher)
+    return tokens
+
+
+def test_forced_tokens_are_those_that_masks_leave_alone(grammars, directory):
+    """For random grammars, also where a token crosses characters: a request that gains its forced
+    tokens gets the same ones as a request that samples each."""
     seed = random.randrange(1 << 30)
     rng = random.Random(seed)
+    cases = [regex_case("(a|b)\u30c6\u30b9\u30c8[a-z]{12}")]
+    makers = (random_case, crossing_case, lambda rng: schema_case(forced_schema(rng)))
+    cases += [makers[number % 3](rng) for number in range(45)]
     num_forced = 0
-    for number in range(60):
-        case = schema_case(forced_schema(rng)) if number % 2 else random_case(rng)
-        asked, other = (matcher_of(grammars, **case.options) for _ in range(2))
-        for _ in range(60):
-            forced = grammars.forced(asked)
-            ahead = replace(other, matcher=other.matcher.deep_copy())
-            for token in forced:
-                assert allowed(grammars, ahead) == [[token]], (seed, case.options)
-                assert ahead.consume_tokens([token])
-            (choice,) = allowed(grammars, ahead)
-            assert len(choice) > 1 or choice == [EOS_TOKEN_ID], (seed, case.options)
-            num_forced += len(forced)
-            mine, theirs = allowed(grammars, asked, other)
-            assert mine == theirs, (seed, case.options)
-            token = rng.choice(mine)
-            if token == EOS_TOKEN_ID:
-                break
-            assert asked.consume_tokens([token]) and other.consume_tokens([token])
-    assert num_forced > 1000, seed
+    none = GrammarLimits(max_jump=0)
+    with closing(Grammars(directory, VOCAB_SIZE, [EOS_TOKEN_ID], none)) as sampling:
+        for case in cases:
+            choices = random.Random(seed)
+            expected = follow(sampling, case.options, choices.choice)
+            choices = random.Random(seed)
+            matcher = begun(grammars, read_structured_output(case.options))
+            for token in expected:
+                tokens = allowed_tokens(matcher)
+                assert choices.choice(tokens) == token, (seed, case.options)
+                num_forced += bool(matcher.forced)
+                take(grammars, matcher, token)
+            grammars.end(matcher)
+    assert num_forced > 200, seed
 
 
 def test_forced_tokens_are_bounded(directory):
@@ -471,19 +354,17 @@ def test_forced_tokens_are_bounded(directory):
     lengths = {}
     for most in (0, 5, 1000):
         made = Grammars(directory, VOCAB_SIZE, [EOS_TOKEN_ID], GrammarLimits(max_jump=most))
-        lengths[most] = len(made.forced(matcher_of(made, **options)))
+        lengths[most] = len(matcher_of(made, **options).forced)
+        assert len(made.forced_first(read_structured_output(options))) == lengths[most]
         made.close()
     assert lengths[0] == 0 and lengths[5] == 5 and lengths[1000] > 5
 
 
 def test_forced_tokens_that_the_model_lacks_are_not_named(directory):
     """The tokenizer has more tokens than the model: the mask of such a token allows none."""
-    grammars = Grammars(directory, 60, [EOS_TOKEN_ID])
-    matcher = matcher_of(grammars, choice=["a\u00e9b"])
-    forced = grammars.forced(matcher)
-    assert all(token < 60 for token in forced)
-    whole = Grammars(directory, VOCAB_SIZE, [EOS_TOKEN_ID])
-    everything = whole.forced(matcher_of(whole, choice=["a\u00e9b"]))
-    assert max(everything) >= 60 and everything[: len(forced)] == forced
-    for made in (grammars, whole):
-        made.close()
+    forced = []
+    for size in (60, VOCAB_SIZE):
+        with closing(Grammars(directory, size, [EOS_TOKEN_ID])) as made:
+            forced.append(list(matcher_of(made, choice=["a\u00e9b"]).forced))
+    assert all(token < 60 for token in forced[0])
+    assert max(forced[1]) >= 60 and forced[1][: len(forced[0])] == forced[0]

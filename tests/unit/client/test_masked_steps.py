@@ -4,8 +4,7 @@ are known, even after failures."""
 import contextlib
 import math
 import random
-import threading
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 
@@ -32,7 +31,7 @@ from worker_client.scheduler_output import NewRequest, SchedulerOutput, StepResu
 from worker_client.structured import masked_steps
 
 
-@dataclass
+@dataclass(eq=False)
 class HandMatcher:
     """Accepts every token before the one that it must reject."""
 
@@ -40,62 +39,97 @@ class HandMatcher:
     tokens: list[int] = field(default_factory=list)
     rejects_at: int = 10**9
     fails_at: int = 10**9
+    forced: list[int] = field(default_factory=list)
+    num_waits: int = 0
+    """Calls of proceed() before the mask is known."""
+    is_overdue: bool = False
+    note_mask: object = None
+    """Called with the matcher when its mask is read."""
 
-    def consume_tokens(self, tokens):
-        self.tokens += tokens
-        return len(self.tokens) <= self.rejects_at
+    @property
+    def error(self):
+        is_failed = not self.num_waits and len(self.tokens) >= self.fails_at
+        return "its grammar is too complex: made up" if is_failed else ""
 
-    def is_error(self):
-        return len(self.tokens) >= self.fails_at
+    @property
+    def is_ready(self):
+        return not self.num_waits
 
-    def get_error(self):
-        return "made up"
+    @property
+    def mask(self):
+        assert self.is_ready and not self.forced
+        self.note_mask(self)
+        return np.full(HandGrammars.num_words, -1, np.int32)
 
-    def deep_copy(self):
-        return replace(self, tokens=list(self.tokens))
+    def allows(self, token):
+        assert self.is_ready
+        if self.forced:
+            return token == self.forced[0]
+        return len(self.tokens) < self.rejects_at
 
 
 class HandGrammars:
-    """A matcher for each request; notes at which token each mask was computed."""
+    """A matcher for each request; notes at which token each mask was asked for."""
 
     num_words = -(-VOCAB_SIZE // 32)
     compile_s = 5.0
 
-    def __init__(self, expected=None, jumps=None, **matchers):
-        """jumps: draws how many of the expected tokens a matcher forces."""
+    def __init__(self, expected=None, jumps=None, lateness=lambda: 0, **matchers):
+        """jumps: draws how many of the expected tokens a matcher forces. lateness: draws how many
+        calls of proceed() a mask takes."""
         self.expected = expected
         self.jumps = jumps
+        self.lateness = lateness
         self.matchers = matchers
         self.masks = set()
-        self.num_filled = 0
+        self.begun = []
 
     def close(self):
         return None
 
-    def compile(self, grammar):
+    def compile(self, source):
         compiled = Future()
-        compiled.set_result(self.matchers.get(grammar.text, HandMatcher(grammar.text)))
+        compiled.set_result(None)
         return compiled
 
-    def begin(self, grammar):
-        return self.compile(grammar).result(self.compile_s).deep_copy()
+    def begin(self, source, tokens=()):
+        model = self.matchers.get(source.text, HandMatcher(source.text))
+        matcher = replace(model, tokens=list(tokens), note_mask=self.note)
+        self.masks.update((source.text, number) for number in range(len(tokens)))
+        self.begun.append(matcher)
+        self.ask(matcher)
+        return matcher
 
-    def fill(self, matchers):
-        states = {(matcher.text, *matcher.tokens) for matcher in matchers}
-        assert len(states) == len(matchers), "a mask is computed twice"
-        self.num_filled += len(matchers)
-        for matcher in matchers:
-            known = len(matcher.tokens)
-            self.masks.add((matcher.text, known))
-            if self.expected is not None:
-                assert matcher.tokens == self.expected[matcher.text][:known]
-        return np.full((len(matchers), self.num_words), -1, np.int32)
+    def ask(self, matcher):
+        matcher.forced = self.forced(matcher)
+        matcher.num_waits = self.lateness()
+        matcher.is_overdue = matcher.num_waits % 2 == 1
 
-    def consume(self, pairs):
-        return [matcher.consume_tokens([token]) for matcher, token in pairs]
+    def note(self, matcher):
+        known = len(matcher.tokens)
+        self.masks.add((matcher.text, known))
+        if self.expected is not None:
+            assert matcher.tokens == self.expected[matcher.text][:known]
 
-    def forced_first(self, grammar):
-        return self.forced(self.matchers.get(grammar.text, HandMatcher(grammar.text)))
+    def take(self, matcher, tokens):
+        assert matcher.is_ready
+        for token in tokens:
+            self.masks.add((matcher.text, len(matcher.tokens)))
+            matcher.tokens.append(token)
+            if matcher.forced:
+                assert matcher.forced.pop(0) == token
+            else:
+                self.ask(matcher)
+
+    def end(self, matcher):
+        self.begun.remove(matcher)
+
+    def proceed(self, timeout_s=0.0):
+        for matcher in self.begun:
+            matcher.num_waits = max(0, matcher.num_waits - 1)
+
+    def forced_first(self, source):
+        return self.forced(self.matchers.get(source.text, HandMatcher(source.text)))
 
     def forced(self, matcher):
         if self.jumps is None:
@@ -133,15 +167,23 @@ def run_on(driver):
     return outputs
 
 
+LATENESS = {
+    "in time": lambda rng: lambda: 0,
+    "late": lambda rng: lambda: rng.choice([0, 0, 0, 1, 2, 3, 8, 9]),
+}
+
+
 @pytest.mark.parametrize("kind", [Scheduler, StaticBatches])
 @pytest.mark.parametrize("pp", [1, 2])
 @pytest.mark.parametrize("trouble", ["none", "few blocks", "failures", "refusals", "both"])
-def test_every_token_of_a_request_has_its_mask(fakes, connect, kind, pp, trouble):
+@pytest.mark.parametrize("lateness", LATENESS)
+def test_every_token_of_a_request_has_its_mask(fakes, connect, kind, pp, trouble, lateness):
+    """Also if masks are late: then its requests are paused, or hold up their steps."""
     seed = random.randrange(1 << 30)
     rng = random.Random(seed)
     requests = with_grammars(random_requests(rng, 12), rng)
     wanted = {request.id: expected(request) for request in requests}
-    grammars = HandGrammars(wanted)
+    grammars = HandGrammars(wanted, lateness=LATENESS[lateness](rng))
     made = spoiling(kind) if trouble in ("refusals", "both") else kind
     num_blocks = 34 if trouble == "few blocks" else None
     daemons, driver = driver_of(fakes, connect, grammars, made, pp, num_blocks)
@@ -161,11 +203,12 @@ def test_every_token_of_a_request_has_its_mask(fakes, connect, kind, pp, trouble
         for index in range(len(wanted[request.id]))
     }
     assert needed <= grammars.masks, seed
+    assert not grammars.begun, "all matchers were given up"
     assert not daemons.daemons[-1].rows
     assert not daemons.daemons[-1].deferred
 
 
-def test_requests_in_one_state_share_a_mask(fakes, connect):
+def test_requests_in_one_state_share_a_mask(fakes, connect, monkeypatch):
     """Those of one grammar with the same output so far."""
     rng = random.Random(random.randrange(1 << 30))
     first, *others = random_requests(rng, 5)
@@ -177,14 +220,21 @@ def test_requests_in_one_state_share_a_mask(fakes, connect):
             replace(each, structured_outputs=StructuredOutput(kind="regex", text=text or each.id))
             for each in [*alike, *others]
         ]
-        grammars = HandGrammars()
-        _, driver = driver_of(fakes, connect, grammars)
+        _, driver = driver_of(fakes, connect, HandGrammars())
+        masks = []
+        sample = driver.group.sample_tokens
+
+        def counting(*args, masks=masks, sample=sample):
+            masks.extend(args[1].values())
+            return sample(*args)
+
+        monkeypatch.setattr(driver.group, "sample_tokens", counting)
         for request in requests:
             driver.add_request(request)
         outputs = run_on(driver)
         for request in requests:
             assert outputs[request.id].token_ids == expected(request)
-        numbers.append(grammars.num_filled)
+        numbers.append(len({id(mask) for mask in masks}))
     assert numbers[0] < numbers[1]
 
 
@@ -308,17 +358,24 @@ class SlowGrammars(HandGrammars):
 
     def __init__(self):
         super().__init__()
-        self.go = threading.Event()
-        self.pool = ThreadPoolExecutor(1)
+        self.may_go = False
+        self.compiling = []
 
-    def compile(self, grammar):
-        return self.pool.submit(self._compile, grammar)
+    def compile(self, source):
+        self.compiling.append((source, Future()))
+        return self.compiling[-1][1]
 
-    def _compile(self, grammar):
-        self.go.wait()
-        if grammar.text == "r1":
-            raise RequestError("made up", field="structured_outputs", value="r1", fix="none")
-        return HandMatcher(grammar.text)
+    def proceed(self, timeout_s=0.0):
+        super().proceed(timeout_s)
+        compiling, self.compiling = (self.compiling, []) if self.may_go else ([], self.compiling)
+        for source, future in compiling:
+            if not future.set_running_or_notify_cancel():
+                continue
+            if source.text == "r1":
+                refused = RequestError("made up", field="structured_outputs", value="", fix="none")
+                future.set_exception(refused)
+            else:
+                future.set_result(None)
 
 
 @pytest.mark.parametrize("in_time", [True, False])
@@ -338,27 +395,23 @@ def test_requests_wait_for_their_grammars_and_the_others_do_not(
     while not first:
         first = driver.step()
     assert [output.req_id for output in first] == ["r0"]
-    if in_time:
-        grammars.go.set()
-    else:
+    grammars.may_go = in_time
+    if not in_time:
         grammars.compile_s = 0.1
         late = SimpleNamespace(monotonic=lambda: math.inf)
         monkeypatch.setattr("worker_client.structured.pending.time", late)
     outputs = run_on(driver)
-    grammars.go.set()
-    grammars.pool.shutdown()
     assert "made up" in outputs["r1"].error if in_time else "in time" in outputs["r1"].error
     if in_time:
         assert outputs["r2"].token_ids == expected(requests[2])
 
 
 @pytest.mark.parametrize("kind", [Scheduler, StaticBatches])
-def test_an_id_in_use_is_refused_at_once(fakes, connect, kind, request):
+def test_an_id_in_use_is_refused_at_once(fakes, connect, kind):
     """Whichever of the two waits for its grammar; and so is what the scheduler would refuse."""
     rng = random.Random(12)
     first, second, third = (replace(each, max_tokens=9) for each in random_requests(rng, 3))
     grammars = SlowGrammars()
-    request.addfinalizer(grammars.go.set)
     _, driver = driver_of(fakes, connect, grammars, kind)
     driver.add_request(first)
     driver.step()
@@ -380,9 +433,8 @@ def test_an_id_in_use_is_refused_at_once(fakes, connect, kind, request):
     assert refused.value.field == "prompt_token_ids"
     driver.abort_request(second.id)
     driver.add_request(second)
-    grammars.go.set()
+    grammars.may_go = True
     outputs = run_on(driver)
-    grammars.pool.shutdown()
     assert {name: output.token_ids for name, output in outputs.items()} == {
         each.id: expected(each) for each in (first, second)
     }
