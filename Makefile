@@ -6,6 +6,7 @@ STAMP := $(VENV)/.installed
 # vLLM pins its own versions of torch and transformers: it has an environment of its own, and runs beside the daemons of .venv.
 VLLM_VENV ?= build/vllm-venv
 VLLM_STAMP := build/vllm-venv/.installed
+PYTEST := $(BIN)/python -m pytest
 # More processes than cores, as tests of faults wait for deadlines; a file's tests share daemons; slow files come first.
 SPREAD := -n 3 --dist loadfile --no-loadscope-reorder
 # Dozens of daemons and commands are started: each would compile its modules anew.
@@ -29,8 +30,8 @@ $(STAMP): pyproject.toml constraints.txt
 run: $(STAMP)    ## make a small checkpoint, start two daemons, generate, stop
 	$(BIN)/python -m benchmarks.demo
 
-test: $(STAMP)   ## run every test that needs no GPU
-	$(BIN)/python -m pytest tests --ignore tests/gpu --ignore tests/multi_gpu --ignore tests/vllm $(SPREAD)
+test: $(STAMP)   ## run the tests that need no GPU: make test ARGS="--cpu-report build/cpu.json"
+	$(PYTEST) tests --ignore tests/gpu --ignore tests/multi_gpu --ignore tests/vllm $(SPREAD) $(ARGS)
 
 faults: $(STAMP) ## inject each fault, print how soon it was noticed: make faults ARGS=--long-faults
 	mkdir -p build

@@ -20,6 +20,8 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 settings.register_profile("any host", deadline=None)  # a busy one is no failure
 settings.load_profile("any host")
 
+pytest_plugins = ["tests.support.cpu_report"]
+
 _LEFT_TIMEOUT_S = 60.0
 
 
