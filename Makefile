@@ -12,7 +12,7 @@ SPREAD := -n 3 --dist loadfile --no-loadscope-reorder
 # Dozens of daemons and commands are started: each would compile its modules anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup run test faults stalls soak check fmt type bench fuzz schemas matrix test-vllm test-vllm-upstream test-gpu test-gpu-kernels test-gpu-daemons test-multi-gpu golden clean
+.PHONY: help setup run test test-all faults stalls soak check fmt type bench fuzz schemas matrix test-vllm test-vllm-upstream test-gpu test-gpu-kernels test-gpu-daemons test-multi-gpu golden clean
 
 help:            ## list the targets
 	@grep -E '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
@@ -33,7 +33,10 @@ run: $(STAMP)    ## make a small checkpoint, start two daemons, generate, stop
 test: $(STAMP)   ## run the tests that need no GPU: make test ARGS="--cpu-report build/cpu.json"
 	$(PYTEST) tests --ignore tests/gpu --ignore tests/multi_gpu --ignore tests/vllm $(SPREAD) $(ARGS)
 
-faults: $(STAMP) ## inject each fault, print how soon it was noticed: make faults ARGS=--long-faults
+test-all:        ## before a release: also the tests that show little beyond others
+	$(MAKE) test ARGS="--exhaustive $(ARGS)"
+
+faults: $(STAMP) ## inject each fault, print how soon it was noticed: make faults ARGS=--exhaustive
 	mkdir -p build
 	FAULTS=100000 $(BIN)/python -m pytest tests/faults -p no:xdist --fault-report build/faults.json $(ARGS)
 

@@ -20,7 +20,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 settings.register_profile("any host", deadline=None)  # a busy one is no failure
 settings.load_profile("any host")
 
-pytest_plugins = ["tests.support.cpu_report"]
+pytest_plugins = ["tests.support.cpu_report", "tests.support.exhaustive"]
 
 _LEFT_TIMEOUT_S = 60.0
 

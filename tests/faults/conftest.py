@@ -65,19 +65,10 @@ class Recorder:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--fault-report", type=Path, help="write the detection times there, as JSON")
-    parser.addoption("--long-faults", action="store_true", help="run variants of faults too")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     config.stash.setdefault(_DETECTIONS, [])
-
-
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if config.getoption("--long-faults", default=False):
-        return
-    for item in items:
-        if item.get_closest_marker("long_fault") is not None:
-            item.add_marker(pytest.mark.skip(reason="runs with --long-faults"))
 
 
 @pytest.fixture

@@ -97,8 +97,8 @@ def loads(status, epoch: int) -> list[str]:
     [
         (2, 1, 0),
         (1, 2, 1),
-        pytest.param(2, 1, 1, marks=pytest.mark.long_fault),
-        pytest.param(1, 2, 0, marks=pytest.mark.long_fault),
+        pytest.param(2, 1, 1, marks=pytest.mark.exhaustive),
+        pytest.param(1, 2, 0, marks=pytest.mark.exhaustive),
     ],
 )
 def test_killed_rank_is_replaced_under_load(pair, config, cases, detection, pp, tp, rank):
@@ -189,7 +189,7 @@ def test_killed_idle_rank_is_known_by_a_look(pair, config, cases, detection):
         assert generate(group, loaded, cases.requests).tokens == cases.expected
 
 
-@pytest.mark.long_fault
+@pytest.mark.exhaustive
 def test_second_death_during_the_replacement(pair, config, cases):
     """Both ranks are lost in the end, the survivor of the first death while it waits at the
     rendezvous or before."""
@@ -232,7 +232,7 @@ def test_new_rank_killed_while_it_is_linked(pair, config, cases):
     assert loss.replaced[0].ranks == (1,)
 
 
-@pytest.mark.long_fault
+@pytest.mark.exhaustive
 def test_spare_takes_the_place(pair, config, cases, supervised):
     spare = supervised(1)
     with connect(pair.endpoints, config(2)) as (group, loaded):

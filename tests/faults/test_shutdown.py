@@ -131,14 +131,14 @@ def ask(daemon: DaemonProcess, driver: BareDriver, home: Home) -> None:
 @pytest.mark.parametrize(
     ("end", "busy", "exit_code", "limit_s"),
     [
-        pytest.param(terminate, False, ExitCode.OK, 2.0, marks=pytest.mark.long_fault),
+        pytest.param(terminate, False, ExitCode.OK, 2.0, marks=pytest.mark.exhaustive),
         (terminate_and_end_the_step, True, ExitCode.OK, DRAIN_S),
         pytest.param(
-            terminate_twice, True, ExitCode.TERMINATED_TWICE, 1.0, marks=pytest.mark.long_fault
+            terminate_twice, True, ExitCode.TERMINATED_TWICE, 1.0, marks=pytest.mark.exhaustive
         ),
         (interrupt_twice, True, ExitCode.INTERRUPTED_TWICE, 1.0),
         (close_pipe, True, ExitCode.OK, 2.0),
-        pytest.param(ask, False, ExitCode.OK, 2.0, marks=pytest.mark.long_fault),
+        pytest.param(ask, False, ExitCode.OK, 2.0, marks=pytest.mark.exhaustive),
     ],
     ids=lambda value: getattr(value, "__name__", None),
 )
@@ -176,7 +176,7 @@ def test_second_daemon_on_an_endpoint_is_refused_and_leaves_the_first_alone(home
     assert driver.status().pid == daemon.process.pid
 
 
-@pytest.mark.parametrize("same_endpoint", [pytest.param(True, marks=pytest.mark.long_fault), False])
+@pytest.mark.parametrize("same_endpoint", [pytest.param(True, marks=pytest.mark.exhaustive), False])
 def test_what_a_killed_daemon_leaves_goes_with_the_next_start(home, same_endpoint):
     daemon, _ = home.serve(busy=True)
     daemon.process.kill()

@@ -49,7 +49,7 @@ def finish(process):
     return out.strip()
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.exhaustive), 3])
 def test_every_rank_gets_the_same_right_bits(windows, size):
     path = windows(size)
     ranks = [start(rank, size, path, "s", CALLS) for rank in range(size)]
