@@ -77,6 +77,7 @@ def nothing_is_left(directory: Path) -> bool:
     return not processes_of(directory) and not list(directory.iterdir())
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
 @pytest.mark.parametrize("moment", ["starting", "serving"])
 def test_killed_generate_leaves_nothing(generating, directory, number, moment):

@@ -16,10 +16,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(NAME, action="store_true", help="run tests that show little beyond others too")
 
 
+def exhaustively(*values: object) -> object:
+    """Return a parameter's value, or those of several, that only --exhaustive adds."""
+    return pytest.param(*values, marks=pytest.mark.exhaustive)
+
+
 def seeds(few: int, *, of: int) -> list[object]:
     """Return the numbers below `of`, all but `few` marked exhaustive: for tests by random input."""
-    others = [pytest.param(seed, marks=pytest.mark.exhaustive) for seed in range(few, of)]
-    return [*range(few), *others]
+    return [*range(few), *map(exhaustively, range(few, of))]
 
 
 @pytest.hookimpl(tryfirst=True)
