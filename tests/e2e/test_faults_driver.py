@@ -15,6 +15,7 @@ from tests.support.driving import Cases, random_cases
 from tests.support.exhaustive import exhaustively
 from tests.support.serving import LONG_LEASE, connect, generate, worker_config
 from tests.support.stopping import stop_process
+from tests.support.waiting import PATIENCE_S
 from worker_client.launcher import LocalDaemons
 from worker_client.worker_group import WorkerGroup
 
@@ -102,7 +103,7 @@ def test_stopped_driver_wakes_up_fenced(loaded_daemons, checkpoint):
             assert loaded.was_loaded
             assert generate(group, loaded, cases.requests).tokens == cases.expected
             os.kill(first.pid, signal.SIGCONT)
-            assert first.wait(60) != 0
+            assert first.wait(PATIENCE_S) != 0
             assert "FencedError" in first.stderr.read().splitlines()[-1]
             assert generate(group, loaded, cases.requests).tokens == cases.expected
 

@@ -18,10 +18,10 @@ from tests.support.command_line import (
     run_client,
     short_directory,
 )
-from tests.support.waiting import wait_until
+from tests.support.waiting import PATIENCE_S, wait_until
 
 NUM_DAEMONS = 2
-LIMIT_S = 60.0
+LIMIT_S = PATIENCE_S
 """Limit of a start, and of an end in the middle of it: each imports torch."""
 
 

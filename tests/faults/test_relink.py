@@ -17,7 +17,7 @@ from tests.support.driving import Cases, random_cases
 from tests.support.embedded_prompts import clear_cases
 from tests.support.serving import connect, generate, scheduler_limits, worker_config
 from tests.support.supervised import Supervised
-from tests.support.waiting import wait_until
+from tests.support.waiting import PATIENCE_S, wait_until
 from worker_client.driver import Driver
 from worker_client.errors import ReplacementFailed, WorkerDied
 from worker_client.replacement import ReplacementReport
@@ -263,7 +263,7 @@ def test_generate_outlives_a_daemon(pair, checkpoint, detection):
         pair.kill(1)
         killed_at = time.monotonic()
         pair.restart(1)
-        assert command.wait(60) == 0, command.stderr.read()
+        assert command.wait(PATIENCE_S) == 0, command.stderr.read()
     detection(
         2, "generate goes on and ends, a daemon restarted", 30.0, time.monotonic() - killed_at
     )

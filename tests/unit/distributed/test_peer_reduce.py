@@ -12,6 +12,8 @@ import numpy as np
 import pytest
 from interpreted_peer_reduce import BLANK, CALLS, WINDOW_BYTES
 
+from tests.support.waiting import PATIENCE_S
+
 pytestmark = pytest.mark.slow
 
 HERE = Path(__file__).parent
@@ -44,7 +46,7 @@ def start(rank, size, path, seed, calls):
 
 
 def finish(process):
-    out, errors = process.communicate(timeout=100)
+    out, errors = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 0, errors
     return out.strip()
 
