@@ -41,7 +41,7 @@ faults: $(STAMP) ## inject each fault, print how soon it was noticed: make fault
 	FAULTS=100000 $(BIN)/python -m pytest tests/faults -p no:xdist --fault-report build/faults.json $(ARGS)
 
 STALLED := e2e faults unit/client unit/server unit/distributed unit/worker unit/device
-stalls: $(STAMP) ## tests of several processes, of which one after the other is stopped: make stalls ARGS="--every 0.5 --longest 4"
+stalls: $(STAMP) ## tests of several processes, of which one after the other is stopped, or all are slow: make stalls ARGS="--every 0.5 --longest 4", ARGS="--speed 0.4"
 	$(BIN)/python -m tests.support.stalls $(ARGS) -- $(BIN)/python -m pytest $(addprefix tests/,$(STALLED)) $(SPREAD)
 
 soak: $(STAMP)   ## half an hour of load with a fault every 10 s: make soak ARGS="--minutes 5 --seed 7 --tp"
