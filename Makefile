@@ -6,12 +6,13 @@ STAMP := $(VENV)/.installed
 # vLLM pins its own versions of torch and transformers: it has an environment of its own, and runs beside the daemons of .venv.
 VLLM_VENV ?= build/vllm-venv
 VLLM_STAMP := build/vllm-venv/.installed
+PYTEST := $(BIN)/python -m pytest
 # More processes than cores, as tests of faults wait for deadlines; a file's tests share daemons; slow files come first.
 SPREAD := -n 3 --dist loadfile --no-loadscope-reorder
 # Dozens of daemons and commands are started: each would compile its modules anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup run test faults stalls soak check fmt type bench fuzz schemas matrix test-vllm test-vllm-upstream test-gpu test-gpu-kernels test-gpu-daemons test-multi-gpu golden clean
+.PHONY: help setup run test test-all faults stalls soak check fmt type bench fuzz schemas matrix test-vllm test-vllm-upstream test-gpu test-gpu-kernels test-gpu-daemons test-multi-gpu golden clean
 
 help:            ## list the targets
 	@grep -E '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
@@ -29,15 +30,18 @@ $(STAMP): pyproject.toml constraints.txt
 run: $(STAMP)    ## make a small checkpoint, start two daemons, generate, stop
 	$(BIN)/python -m benchmarks.demo
 
-test: $(STAMP)   ## run every test that needs no GPU
-	$(BIN)/python -m pytest tests --ignore tests/gpu --ignore tests/multi_gpu --ignore tests/vllm $(SPREAD)
+test: $(STAMP)   ## run the tests that need no GPU: make test ARGS="--cpu-report build/cpu.json"
+	$(PYTEST) tests --ignore tests/gpu --ignore tests/multi_gpu --ignore tests/vllm $(SPREAD) $(ARGS)
 
-faults: $(STAMP) ## inject each fault, print how soon it was noticed: make faults ARGS=--long-faults
+test-all:        ## before a release: also the tests that show little beyond others
+	$(MAKE) test ARGS="--exhaustive $(ARGS)"
+
+faults: $(STAMP) ## inject each fault, print how soon it was noticed: make faults ARGS=--exhaustive
 	mkdir -p build
 	FAULTS=100000 $(BIN)/python -m pytest tests/faults -p no:xdist --fault-report build/faults.json $(ARGS)
 
 STALLED := e2e faults unit/client unit/server unit/distributed unit/worker unit/device
-stalls: $(STAMP) ## tests of several processes, of which one after the other is stopped: make stalls ARGS="--every 0.5 --longest 4"
+stalls: $(STAMP) ## tests of several processes, of which one after the other is stopped, or all are slow: make stalls ARGS="--every 0.5 --longest 4", ARGS="--speed 0.4"
 	$(BIN)/python -m tests.support.stalls $(ARGS) -- $(BIN)/python -m pytest $(addprefix tests/,$(STALLED)) $(SPREAD)
 
 soak: $(STAMP)   ## half an hour of load with a fault every 10 s: make soak ARGS="--minutes 5 --seed 7 --tp"

@@ -9,6 +9,8 @@ import psutil
 import pytest
 from hypothesis import settings
 
+from tests.support.waiting import PATIENCE_S
+
 # Before torch is loaded, and for daemons as well: they share two cores and must not spin.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -20,7 +22,9 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 settings.register_profile("any host", deadline=None)  # a busy one is no failure
 settings.load_profile("any host")
 
-_LEFT_TIMEOUT_S = 60.0
+pytest_plugins = ["tests.support.cpu_report", "tests.support.exhaustive"]
+
+_LEFT_TIMEOUT_S = PATIENCE_S
 
 
 def pytest_collection_finish() -> None:

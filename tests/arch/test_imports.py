@@ -4,12 +4,14 @@ import json
 import subprocess
 import sys
 
+from tests.support.waiting import PATIENCE_S
+
 
 def loaded_by(statement, *suspects):
     """Return the suspects that a fresh interpreter has loaded after the statement."""
     code = f"import sys\n{statement}\nprint(*[m for m in {suspects!r} if m in sys.modules])"
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=PATIENCE_S
     )
     return done.stdout.split()
 

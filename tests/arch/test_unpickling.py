@@ -8,6 +8,8 @@ from pathlib import Path
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from tests.support.waiting import PATIENCE_S
+
 SCRIPT = Path(__file__).with_name("serve_audited.py")
 
 
@@ -27,7 +29,7 @@ def test_serving_raises_no_audit_event_of_code_or_pickles(tmp_path):
         [sys.executable, str(SCRIPT), str(tmp_path), "tiny"],
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=PATIENCE_S,
         cwd=Path(__file__).parents[2],
     )
     assert done.returncode == 0, done.stderr

@@ -26,6 +26,7 @@ from tests.support.command_line import (
     status_of,
 )
 from tests.support.doomed_driver import NUM_GPU_BLOCKS, Death
+from tests.support.exhaustive import exhaustively
 from tests.support.killed_driver import DriverNursery, Plan, begin
 from tests.support.serving import LONG_LEASE, worker_config
 from worker_client.errors import ConfigMismatchError
@@ -115,7 +116,7 @@ def take_over(plan):
         return serving.adopted, tokens_of(serving), list(loaded.seconds)
 
 
-@pytest.mark.parametrize(("pp", "tp", "num_points"), [(1, 2, 1), (1, 1, 2), (2, 1, 3)])
+@pytest.mark.parametrize(("pp", "tp", "num_points"), [(1, 2, 1), exhaustively(1, 1, 2), (2, 1, 3)])
 def test_drivers_killed_one_after_the_other_cost_no_token(make_plan, nursery, pp, tp, num_points):
     """Each dies at a step that only some of the ranks got, with or without waiting for them."""
     seed = random.randrange(1 << 30)
@@ -137,7 +138,7 @@ def test_drivers_killed_one_after_the_other_cost_no_token(make_plan, nursery, pp
             assert sum(request.num_computed_tokens for request in adopted) > 0, (seed, deaths)
 
 
-@pytest.mark.parametrize("told", [[0], [1]])
+@pytest.mark.parametrize("told", [[0], exhaustively([1])])
 def test_adopting_driver_that_dies_in_its_first_step_costs_no_kv(make_plan, nursery, told):
     """Rows that it admitted on one rank, in its own slots, keep the KV that they came with."""
     seed = random.randrange(1 << 30)

@@ -9,6 +9,7 @@ import pytest
 
 from tests.support.checkpoints import decisive_prompts
 from tests.support.serving import connect, greedy_request, kill_and_wait, worker_config
+from tests.support.waiting import PATIENCE_S
 from worker_client.async_driver import AsyncDriver
 from worker_client.driver import Driver, give_up
 from worker_client.errors import DriverClosed, NothingListens, RequestError, WorkerDied
@@ -248,7 +249,7 @@ def test_a_group_that_cannot_be_opened(opened, tmp_path):
     asyncio.run(main())
     for thread in threading.enumerate():
         if thread.name == "driver":
-            thread.join(60)
+            thread.join(PATIENCE_S)
             assert not thread.is_alive(), "a driver that was given up goes on"
 
 

@@ -16,6 +16,7 @@ from tests.support.checkpoints import DYNAMIC
 from tests.support.driving import assert_serves
 from tests.support.faulty_daemon import INJECTED, Fault, FaultyDaemons
 from tests.support.serving import connect, generate, greedy_request, worker_config
+from tests.support.waiting import PATIENCE_S
 from worker_client.errors import (
     ClientError,
     ConfigMismatchError,
@@ -154,7 +155,7 @@ def test_dtype_of_a_checkpoint_that_cannot_be_computed_in(assert_refused, broken
     )
 
 
-@pytest.mark.timeout(20)
+@pytest.mark.timeout(PATIENCE_S)
 def test_dtype_that_no_message_can_carry(daemons, checkpoint):
     """The driver need not wait for an answer that cannot come."""
     endpoints = daemons.endpoints(1)
@@ -346,7 +347,7 @@ def test_tcp_is_refused_on_both_sides(model_root):
         [*command, "--endpoint", "tcp://127.0.0.1:5000"],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=PATIENCE_S,
         check=False,
     )
     assert done.returncode == 78
@@ -358,7 +359,11 @@ def test_endpoint_in_use(daemons, checkpoint):
     endpoint = daemons.endpoints(1)[0]
     command = (sys.executable, "-m", "worker_daemon", "serve", "--device", "cpu")
     done = run(
-        [*command, "--endpoint", endpoint], capture_output=True, text=True, timeout=60, check=False
+        [*command, "--endpoint", endpoint],
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+        check=False,
     )
     assert done.returncode == 73
     assert endpoint.removeprefix("ipc://") in done.stderr

@@ -26,6 +26,7 @@ from tests.support.command_line import (
     status_of,
     wait_for_daemons,
 )
+from tests.support.waiting import PATIENCE_S
 from worker_client.__main__ import app
 
 ROOT = Path(__file__).parents[2]
@@ -383,7 +384,7 @@ def test_shutdown_ends_daemons_in_order(directory, demo, model_options):
     pp = ("--pipeline-parallel-size", "2")
     run_client(directory, "generate", *named, *model_options, *pp, "--prompt", PROMPTS[0])
     run_client(directory, "shutdown", *named)
-    assert [process.wait(60) for process in processes] == [0, 0]
+    assert [process.wait(PATIENCE_S) for process in processes] == [0, 0]
     left = {str(path.relative_to(directory)) for path in directory.rglob("*") if path.is_file()}
     assert {path for path in left if not path.startswith("state/")} == {"daemon.log"}
     assert not list(directory.glob("run/*"))
@@ -399,5 +400,5 @@ def test_sigterm_ends_a_loaded_daemon_in_order(directory, demo, model_options):
     words = ("--endpoints", endpoint, *model_options, "--prompt", PROMPTS[0])
     run_client(directory, "generate", *words)
     process.send_signal(signal.SIGTERM)
-    assert process.wait(60) == 0
+    assert process.wait(PATIENCE_S) == 0
     assert {path.suffix for path in directory.iterdir()} == {".epoch", ".log"}

@@ -17,7 +17,7 @@ from rpc_schema.step import ModelRunnerOutput
 from tests.support.command_line import probe, run_client, short_directory, start_client
 from tests.support.driving import random_cases
 from tests.support.serving import connect, scheduler_limits, worker_config
-from tests.support.waiting import wait_until
+from tests.support.waiting import PATIENCE_S, wait_until
 from tests.unit.server.driver import DaemonProcess
 from tests.unit.server.driver import Driver as BareDriver
 from worker_client.driver import Driver
@@ -73,7 +73,7 @@ def test_driver_stops_when_its_group_drains_and_goes_on_when_that_is_undone(
                 outputs += driver.step()
         assert stopped.value.code is ErrorCode.DRAINING
         assert group.num_in_flight == 0
-        said, complaints = command.communicate(timeout=60)
+        said, complaints = command.communicate(timeout=PATIENCE_S)
         assert command.returncode == 0, complaints
         assert [line.partition(": ")[0] for line in said.splitlines()] == endpoints
         assert all("DRAINING, its driver: " in line for line in said.splitlines())
@@ -129,7 +129,7 @@ def test_running_step_ends_and_later_ones_are_refused_until_the_drain_is_undone(
     assert not bare.results.poll(1500)  # beyond the notice that its driver is given
     (directory / "over").touch()
     assert isinstance(bare.reply(), ModelRunnerOutput)
-    said, complaints = command.communicate(timeout=60)
+    said, complaints = command.communicate(timeout=PATIENCE_S)
     assert command.returncode == 0, complaints
     assert said.startswith(
         f"{fake.endpoint}: DRAINING, its driver: {driver_digest(bare.driver_id).hex()[:8]} for "
@@ -159,5 +159,5 @@ def test_drained_daemon_ends_in_order(fake, bare, directory):
     refused = run_client(directory, "generate", *words, check=False)
     assert (refused.returncode, "DrainingError" in refused.stderr) == (ExitCode.RETRY_LATER, True)
     fake.process.send_signal(signal.SIGTERM)
-    assert fake.wait(60) == 0
+    assert fake.wait(PATIENCE_S) == 0
     assert not (directory / "d").exists()

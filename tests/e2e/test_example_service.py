@@ -18,7 +18,7 @@ import pytest
 
 from benchmarks.demo_model import SENTENCES, make_demo_model
 from tests.support.command_line import environment, run_client, short_directory, status_of
-from tests.support.waiting import wait_until
+from tests.support.waiting import PATIENCE_S, wait_until
 from worker_client.chat_template import load_chat_template
 from worker_client.tokenizer import load_tokenizer
 
@@ -26,7 +26,7 @@ SEED = random.randrange(10**6)
 MAX_REQUESTS = 32
 LONG = 900
 """Tokens of requests that are left before their end."""
-LIMIT_S = 60.0
+LIMIT_S = PATIENCE_S
 BOMBS = {
     "power": "{{ message.n ** (message.n ** 8) }}",
     "filler": "{{ lipsum(n=200000) }}",

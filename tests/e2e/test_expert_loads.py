@@ -14,6 +14,7 @@ from tests.support.doomed_driver import NUM_GPU_BLOCKS, Death
 from tests.support.expert_counts import NearTie, expected_loads
 from tests.support.killed_driver import DriverNursery, Plan, begin
 from tests.support.serving import LONG_LEASE, generate, greedy_request, worker_config
+from tests.support.waiting import PATIENCE_S
 from worker_client.__main__ import app
 from worker_client.expert_loads import loads_by_layer
 from worker_client.worker_group import WorkerGroup
@@ -23,7 +24,6 @@ FIELDS = {"num_experts": 5, "num_hidden_layers": 4, "mlp_only_layers": [1]}
 LAYERS = [0, 2, 3]
 TOKENS = 6
 LENGTHS = [9, 17, 4]
-PATIENCE_S = 10.0
 
 
 @pytest.fixture(scope="module")

@@ -12,8 +12,10 @@ from rpc_schema.config import WorkerConfig
 from rpc_schema.lifecycle import Status
 from tests.support.doomed_driver import Death, DriverNursery, Plan, read_report, start
 from tests.support.driving import Cases, random_cases
+from tests.support.exhaustive import exhaustively
 from tests.support.serving import LONG_LEASE, connect, generate, worker_config
 from tests.support.stopping import stop_process
+from tests.support.waiting import PATIENCE_S
 from worker_client.launcher import LocalDaemons
 from worker_client.worker_group import WorkerGroup
 
@@ -101,12 +103,12 @@ def test_stopped_driver_wakes_up_fenced(loaded_daemons, checkpoint):
             assert loaded.was_loaded
             assert generate(group, loaded, cases.requests).tokens == cases.expected
             os.kill(first.pid, signal.SIGCONT)
-            assert first.wait(60) != 0
+            assert first.wait(PATIENCE_S) != 0
             assert "FencedError" in first.stderr.read().splitlines()[-1]
             assert generate(group, loaded, cases.requests).tokens == cases.expected
 
 
-@pytest.mark.parametrize(("pp", "tp"), [(2, 1), (1, 2)])
+@pytest.mark.parametrize(("pp", "tp"), [(2, 1), exhaustively(1, 2)])
 def test_driver_killed_between_two_ranks(loaded_daemons, nursery, checkpoint, pp, tp):
     """Each driver proves that the one before it left nothing wrong behind, then dies too."""
     cases = random_cases(checkpoint(), seed=42, count=3, max_tokens=10)

@@ -14,6 +14,7 @@ from rpc_schema.errors import ErrorCode
 from rpc_schema.step import ExecuteModel
 from tests.support.command_line import probe, short_directory, start_daemon, wait_for_daemons
 from tests.support.driving import RecordingGroup, assert_serves, random_cases
+from tests.support.exhaustive import exhaustively
 from tests.support.faulty_daemon import INJECTED, Fault, FaultyDaemons
 from tests.support.serving import connect, generate, worker_config
 from tests.support.waiting import wait_until
@@ -90,19 +91,19 @@ def drop_call(group: WorkerGroup, rank: int, number: int) -> SimpleNamespace:
     [
         (1, 1, 0, "forward", 0),
         (1, 1, 0, "likeliest_tokens", 9),
-        (2, 1, 0, "forward", 0),
+        exhaustively(2, 1, 0, "forward", 0),
         (2, 1, 0, "forward", 7),
         (2, 1, 1, "forward", 0),
-        (2, 1, 1, "forward", 8),
+        exhaustively(2, 1, 1, "forward", 8),
         (2, 1, 1, "likeliest_tokens", 5),
-        (1, 2, 0, "forward", 6),
+        exhaustively(1, 2, 0, "forward", 6),
         (1, 2, 1, "forward", 0),
         # Before the runner has the step: it settles nothing, and the others are in it.
         (1, 1, 0, "execute_model", 5),
-        (2, 1, 0, "execute_model", 4),
+        exhaustively(2, 1, 0, "execute_model", 4),
         (2, 1, 1, "execute_model", 7),
-        (1, 2, 0, "execute_model", 7),
-        (1, 2, 1, "execute_model", 6),
+        exhaustively(1, 2, 0, "execute_model", 7),
+        exhaustively(1, 2, 1, "execute_model", 6),
     ],
 )
 def test_rank_that_raises_is_named_and_costs_no_token(
@@ -178,7 +179,7 @@ def test_daemon_that_hangs_is_not_live(faulty, serving, checkpoint):
 
 @pytest.mark.parametrize(
     ("pp", "tp", "rank", "number"),
-    [(1, 1, 0, 1), (1, 1, 0, 6), (2, 1, 0, 1), (2, 1, 1, 6), (1, 2, 1, 4)],
+    [(1, 1, 0, 6), exhaustively(1, 1, 0, 1), exhaustively(2, 1, 0, 1), (2, 1, 1, 6), (1, 2, 1, 4)],
 )
 def test_lost_step_is_repaired_by_a_full_resynchronisation(
     serving, checkpoint, pp, tp, rank, number
@@ -210,7 +211,7 @@ def test_lost_last_step_is_noticed_by_its_deadline(serving, checkpoint):
     assert isinstance(group.failures[0].__cause__, DeadlineExceeded)
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [exhaustively(0), 1])
 def test_daemon_killed_in_a_step_is_named(model_root, tmp_path, checkpoint, rank):
     config = worker_config(checkpoint().path, 2, step_deadline_ms=100_000)
     cases = random_cases(checkpoint(), seed=30)

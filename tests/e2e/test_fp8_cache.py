@@ -19,6 +19,7 @@ from tests.support.checkpoints import (
     prompts,
 )
 from tests.support.doomed_driver import NUM_GPU_BLOCKS, Death
+from tests.support.exhaustive import exhaustively
 from tests.support.killed_driver import DriverNursery, Plan, begin
 from tests.support.pooling_reference import pooling_request
 from tests.support.quantized import quantize
@@ -100,7 +101,7 @@ def test_greedy_tokens_equal_those_over_rounded_keys_and_values(
     assert sum(cached) > 0
 
 
-@pytest.mark.parametrize("check", [check_prefix_hits, check_adoption])
+@pytest.mark.parametrize("check", [exhaustively(check_prefix_hits), check_adoption])
 def test_groups_of_different_layers(serve, make_reference, check):
     """Layers with and without a window, two stages: blocks behind windows are reused, prefixes are
     shared, drivers adopt each other's requests."""
@@ -142,7 +143,7 @@ def test_the_same_memory_holds_twice_the_tokens(serve, make_reference):
     assert num_tokens["fp8"] == 2 * num_tokens["auto"]
 
 
-@pytest.mark.parametrize(("pp", "tp"), [(1, 2), (2, 1)])
+@pytest.mark.parametrize(("pp", "tp"), [exhaustively(1, 2), (2, 1)])
 def test_killed_drivers_cost_no_token(model_root, make_reference, pp, tp):
     reference = make_reference("Qwen3ForCausalLM", "heads")
     rng = random.Random(random.randrange(1 << 30))
@@ -187,7 +188,7 @@ def test_a_driver_with_another_dtype_finds_no_loaded_configuration(serve, make_r
             group.prepare(other, num_gpu_blocks=256)
 
 
-@pytest.mark.parametrize("level", [1, 2])
+@pytest.mark.parametrize("level", [exhaustively(1), 2])
 def test_a_group_sleeps(serve, make_reference, level):
     reference = make_reference("Qwen3ForCausalLM", "heads")
     requests = requests_for(reference)
@@ -285,7 +286,7 @@ def test_models_without_a_cache_ignore_it(serve, checkpoint):
     np.testing.assert_array_equal(*found)
 
 
-@pytest.mark.parametrize(("pp", "tp"), [(2, 1), (1, 2)])
+@pytest.mark.parametrize(("pp", "tp"), [(2, 1), exhaustively(1, 2)])
 def test_weights_in_fp8_bring_the_scales_of_the_cache(serve, make_reference, pp, tp):
     reference = make_reference("Qwen3ForCausalLM", "projections")
     quantize(reference.path, reference.model, "compressed", "channel", "dynamic")

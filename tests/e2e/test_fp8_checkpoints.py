@@ -136,6 +136,7 @@ def test_update_in_another_format_is_refused_before_its_first_byte(serve, quanti
         assert_greedy(generate(group, loaded, requests), model, requests)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("activations", ["dynamic", "static"])
 @pytest.mark.parametrize(("pp", "tp"), [(1, 1), (2, 1), (1, 2)])
 def test_an_unquantized_update_is_quantized_in_place(serve, model_root, activations, pp, tp):

@@ -13,6 +13,7 @@ from rpc_schema.exit_codes import ExitCode
 from rpc_schema.version import SOFTWARE_VERSION
 from tests.support.command_line import short_directory, wait_for_daemons
 from tests.support.installed import Installed, clean_environment
+from tests.support.waiting import PATIENCE_S
 from tests.support.wheel import build_wheel
 
 pytestmark = pytest.mark.skipif(
@@ -147,6 +148,6 @@ def test_a_driver_without_torch_drives_an_installed_daemon(
                 assert done.returncode == 0 and "READY" in done.stdout, done.stderr
             done = driver_side.run(application, "worker-client", "shutdown", *at)
             assert done.returncode == 0, done.stderr
-            assert daemon.wait(60.0) == ExitCode.OK
+            assert daemon.wait(PATIENCE_S) == ExitCode.OK
         finally:
             daemon.kill()

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.exhaustive import exhaustively
 from tests.support.serving import scheduler_limits
 from tests.support.structured import (
     EOS_TOKEN_ID,
@@ -118,7 +119,7 @@ def num_busy(driver):
     return sum(record.num_requests for record in driver.records)
 
 
-@pytest.mark.parametrize("pp", [1, 2])
+@pytest.mark.parametrize("pp", [exhaustively(1), 2])
 def test_jumps_change_no_token(serve, model, jumping, sampling, pp):
     """Whatever else the requests ask for, in few blocks, in chunks, and behind a cached prefix."""
     seed = random.randrange(1 << 30)
@@ -146,7 +147,7 @@ def test_jumps_change_no_token(serve, model, jumping, sampling, pp):
         assert sum(output.num_preemptions for output in outputs.values()) > 0, seed
 
 
-@pytest.mark.parametrize("pp", [1, 2])
+@pytest.mark.parametrize("pp", [1, exhaustively(2)])
 def test_a_lone_request_takes_fewer_steps(serve, model, jumping, sampling, pp):
     names = [f"a_rather_long_property_name_{i}" for i in range(4)]
     schema = {

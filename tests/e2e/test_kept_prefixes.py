@@ -14,6 +14,7 @@ from msgspec.structs import replace
 from rpc_schema.cached_blocks import GetCachedBlocks, NoteCachedBlocks
 from tests.support.checkpoints import prompts
 from tests.support.doomed_driver import NUM_GPU_BLOCKS, Death
+from tests.support.exhaustive import exhaustively
 from tests.support.killed_driver import DriverNursery, Plan, begin
 from tests.support.serving import LONG_LEASE, greedy_request, worker_config
 from tests.support.waiting import wait_until
@@ -109,7 +110,7 @@ def generate(group, loaded, config, prompt, max_tokens, **options):
     return output
 
 
-@pytest.mark.parametrize(("pp", "tp"), SHAPES)
+@pytest.mark.parametrize(("pp", "tp"), [exhaustively(1, 1), *SHAPES[1:]])
 def test_next_driver_begins_with_the_prefixes_of_a_killed_one(make_plans, nursery, pp, tp):
     seed = random.randrange(1 << 30)
     rng = random.Random(seed)

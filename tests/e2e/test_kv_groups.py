@@ -77,6 +77,7 @@ class Holding:
         return self._group.execute_model(output)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize(("name", "pp", "partition", "num_groups"), CASES)
 def test_blocks_behind_windows_serve_others_while_the_first_goes_on(
     serve, models, name, pp, partition, num_groups
@@ -135,6 +136,7 @@ class Forgetful(Scheduler):
         super().step_failed(outputs, lost_req_ids)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize(("name", "pp", "partition", "num_groups"), CASES[1:4])
 def test_requests_go_on_after_failed_steps(serve, models, name, pp, partition, num_groups):
     """Rows that took no part in them stay: the resynchronisation has the counts of each group."""
@@ -158,6 +160,7 @@ def test_prefix_hits(serve, models, name, pp, partition, num_groups):
         check_prefix_hits(served, models[name], seed=1)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize(("name", "pp", "partition", "num_groups"), CASES[:4])
 def test_another_driver_goes_on(serve, models, name, pp, partition, num_groups):
     config = {

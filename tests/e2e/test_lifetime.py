@@ -18,10 +18,10 @@ from tests.support.command_line import (
     run_client,
     short_directory,
 )
-from tests.support.waiting import wait_until
+from tests.support.waiting import PATIENCE_S, wait_until
 
 NUM_DAEMONS = 2
-LIMIT_S = 60.0
+LIMIT_S = PATIENCE_S
 """Limit of a start, and of an end in the middle of it: each imports torch."""
 
 
@@ -77,6 +77,7 @@ def nothing_is_left(directory: Path) -> bool:
     return not processes_of(directory) and not list(directory.iterdir())
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
 @pytest.mark.parametrize("moment", ["starting", "serving"])
 def test_killed_generate_leaves_nothing(generating, directory, number, moment):

@@ -14,6 +14,7 @@ from msgspec.structs import replace
 
 from rpc_schema.weight_transfer import DiskEngine, DiskSource
 from tests.support.doomed_driver import Death
+from tests.support.exhaustive import exhaustively
 from tests.support.installed_processors import NAMES
 from tests.support.killed_driver import DriverNursery, Plan, adapted, begin
 from tests.support.mixed_features import ROOM, Judge, Past, assert_same, make_adapters, random_mix
@@ -138,7 +139,7 @@ def test_each_alone_is_what_its_request_asks_for(mix, alone, judge):
         judge.check(request, alone[name])
 
 
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shape", [*map(exhaustively, SHAPES[:-1]), SHAPES[-1]])
 def test_mixed_requests_are_each_what_it_is_alone(make_plan, mix, alone, judge, shape):
     with started(make_plan(shape)) as (_, serving):
         outputs = by_id(output for done in serving.run() for output in done)

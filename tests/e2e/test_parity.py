@@ -38,6 +38,7 @@ def latin_square():
         yield pytest.param(architecture, rope, form, shape, id=name)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize(("architecture", "rope", "form", "shape"), [*latin_square()])
 def test_greedy_tokens_equal_transformers(serve, checkpoint, architecture, rope, form, shape):
     fields = dict(FIELDS.get((architecture, rope), {}))

@@ -7,6 +7,7 @@ import pytest
 
 from examples.static_batches import StaticBatches
 from tests.support.checkpoints import decisive_prompts
+from tests.support.exhaustive import exhaustively
 from tests.support.mock_schedulers import TRACES, RandomScheduler, TraceScheduler, trace_requests
 from tests.support.serving import (
     LONG_LEASE,
@@ -43,7 +44,7 @@ def make_requests(reference, seed, lengths, max_tokens, prefix=()):
     ]
 
 
-@pytest.mark.parametrize("shape", [(2, 1), (1, 2), (2, 2)])
+@pytest.mark.parametrize("shape", [exhaustively((2, 1)), exhaustively((1, 2)), (2, 2)])
 def test_prefix_cache_hits(serve, reference, shape):
     shared = np.random.default_rng(5).integers(0, 331, 34).tolist()
     lengths = [38, 39, 45, 60]
@@ -60,7 +61,7 @@ def test_prefix_cache_hits(serve, reference, shape):
     assert computed == sum(length - shared_full + 12 - 1 for length in lengths)
 
 
-@pytest.mark.parametrize("shape", [(1, 1), (3, 1), (1, 2)])
+@pytest.mark.parametrize("shape", [(1, 1), (3, 1), exhaustively((1, 2))])
 def test_preemption_in_the_middle(serve, reference, shape):
     requests = make_requests(reference, 3, [9, 22, 5, 31, 14, 18, 27, 11], 24)
     config = {
@@ -79,7 +80,7 @@ def test_preemption_in_the_middle(serve, reference, shape):
         assert sum(output.num_preemptions for output in run.outputs.values()) >= 3
 
 
-@pytest.mark.parametrize("shape", [(3, 1), (2, 2)])
+@pytest.mark.parametrize("shape", [exhaustively((3, 1)), (2, 2)])
 def test_many_requests_of_different_lengths(serve, reference, shape):
     rng = np.random.default_rng(17)
     lengths = rng.integers(1, 60, 40).tolist()
@@ -93,7 +94,7 @@ def test_many_requests_of_different_lengths(serve, reference, shape):
     assert {record.kind for record in run.driver.records} >= {"prefill", "mixed", "decode"}
 
 
-@pytest.mark.parametrize(("shape", "seed"), [((2, 1), 1), ((2, 2), 2), ((3, 1), 3)])
+@pytest.mark.parametrize(("shape", "seed"), [exhaustively((2, 1), 1), ((2, 2), 2), ((3, 1), 3)])
 def test_random_scheduler(serve, reference, shape, seed):
     requests = make_requests(reference, 3, [9, 22, 5, 31, 14, 18, 27, 11], 24)
     config = {"block_size": BLOCK_SIZE, "num_gpu_blocks": 60, "max_num_seqs": 7}
@@ -104,7 +105,7 @@ def test_random_scheduler(serve, reference, shape, seed):
     assert scheduler.num_preemptions > 0
 
 
-@pytest.mark.parametrize("shape", [(2, 1), (1, 2)])
+@pytest.mark.parametrize("shape", [(2, 1), exhaustively((1, 2))])
 def test_recorded_trace(serve, reference, shape):
     requests = trace_requests(TRACE, vocab_size=331)
     with serve(reference.path, *shape, block_size=BLOCK_SIZE) as (group, loaded):
@@ -144,7 +145,7 @@ def test_static_batches(serve, reference):
         assert (output.logprobs is None) == (request.logprobs is None)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("dtype", ["bfloat16", exhaustively("float16")])
 def test_half_precision(serve, checkpoint, dtype):
     """A pipeline computes the very same numbers; tensor parallelism adds them up in another
     order."""

@@ -5,6 +5,7 @@ import pytest
 
 from tests.support.checkpoints import VOCAB_SIZE, decisive_prompts, prompts
 from tests.support.delayed_daemon import DelayedDaemons, most_steps_at_once
+from tests.support.exhaustive import exhaustively
 from tests.support.mock_schedulers import RandomScheduler
 from tests.support.serving import (
     assert_greedy,
@@ -152,7 +153,7 @@ def assert_likeliest(reference, sequence: list[int], mask: np.ndarray, token: in
     assert logprobs[token] >= logprobs[mask].max() - ATOL
 
 
-@pytest.mark.parametrize("shape", [(1, 1), (2, 1), (2, 2)])
+@pytest.mark.parametrize("shape", [exhaustively((1, 1)), exhaustively((2, 1)), (2, 2)])
 def test_grammar_masks(serve, reference, shape):
     num_steps = 8
     rng = np.random.default_rng(71)

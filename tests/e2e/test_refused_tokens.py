@@ -4,6 +4,7 @@ separate requests. Tokens equal those of transformers, as without the feature.""
 
 import pytest
 
+from tests.support.exhaustive import exhaustively
 from tests.support.forked_drivers import ForkedDrivers
 from tests.support.refusing_feature import copy_with_the_feature
 from tests.support.refusing_feature.checks import SHORT, Load, check_serving
@@ -41,12 +42,12 @@ def daemons(tree, model_root):
         yield daemons
 
 
-@pytest.mark.parametrize("pp", [1, 2, 3])
+@pytest.mark.parametrize("pp", [1, exhaustively(2), 3])
 def test_tokens_that_were_refused_are_sampled_again(drivers, daemons, checkpoint, pp):
     check_serving(drivers, daemons.endpoints[:pp], checkpoint())
 
 
-@pytest.mark.parametrize(("partition", "num_requests"), [((8,), 12), ((5, 3), 5)])
+@pytest.mark.parametrize(("partition", "num_requests"), [exhaustively((8,), 12), ((5, 3), 5)])
 def test_windows_keep_what_a_refused_token_sees(
     drivers, daemons, checkpoint, partition, num_requests
 ):
@@ -67,7 +68,7 @@ def test_windows_keep_what_a_refused_token_sees(
     assert whole.num_groups > 1
 
 
-@pytest.mark.parametrize("pp", [1, 3])
+@pytest.mark.parametrize("pp", [exhaustively(1), 3])
 def test_deferred_sampling(drivers, daemons, checkpoint, pp):
     """The driver dies between a step and the request that samples it."""
     check_serving(drivers, daemons.endpoints[:pp], checkpoint(), SHORT._replace(defers=True))

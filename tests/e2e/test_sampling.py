@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from tests.support.checkpoints import decisive_prompts, edit_config, make_checkpoint, prompts
+from tests.support.exhaustive import exhaustively
 from tests.support.serving import generate, greedy_request
 
 MAX_TOKENS = 16
@@ -44,7 +45,7 @@ def alone(serve, reference):
     return tokens
 
 
-@pytest.mark.parametrize("shape", [(1, 1), (2, 1), (1, 2), (3, 1), (2, 2)])
+@pytest.mark.parametrize("shape", [(1, 1), *map(exhaustively, [(2, 1), (1, 2)]), (3, 1), (2, 2)])
 def test_seeded_tokens_are_the_same_everywhere(serve, reference, alone, shape):
     company = [
         greedy_request(
@@ -85,7 +86,7 @@ def ending(reference):
     return prompt, tokens, [tokens[i] for i in fresh[:2]]
 
 
-@pytest.mark.parametrize("shape", [(1, 1), (2, 1), (1, 2)])
+@pytest.mark.parametrize("shape", [exhaustively((1, 1)), (2, 1), (1, 2)])
 def test_ends(serve, reference, ending, shape):
     prompt, tokens, (stop, later) = ending
     requests = {

@@ -12,6 +12,7 @@ import pytest
 from rpc_schema.config import ParallelConfig
 from tests.support.checkpoints import decisive_prompts
 from tests.support.command_line import run_client, short_directory
+from tests.support.exhaustive import exhaustively
 from tests.support.saving_daemons import saving_daemons
 from tests.support.serving import (
     LONG_LEASE,
@@ -61,7 +62,7 @@ def saved_config(home: Path, *shape: int, **options: object):
     return worker_config(home, *shape, load_format="sharded_state", **options)
 
 
-@pytest.mark.parametrize(("pp", "tp"), [(2, 1), (1, 2)])
+@pytest.mark.parametrize(("pp", "tp"), [(2, 1), exhaustively(1, 2)])
 def test_round_trip_of_a_group(pair, save_root, model, requests, pp, tp):
     name = f"pp{pp}-tp{tp}"
     with connect(pair.endpoints, worker_config(model.path, pp, tp)) as (group, loaded):

@@ -10,6 +10,7 @@ import pytest
 from rpc_schema.errors import ErrorCode
 from tests.support.checkpoints import decisive_prompts
 from tests.support.command_line import run_client
+from tests.support.exhaustive import exhaustively
 from tests.support.serving import (
     LONG_LEASE,
     assert_greedy,
@@ -73,7 +74,7 @@ def admission(req_id):
     return SchedulerOutput(num_scheduled_tokens={req_id: 4}, scheduled_new_reqs=(request,))
 
 
-@pytest.mark.parametrize(("pp", "tp"), [(1, 2), (2, 1)])
+@pytest.mark.parametrize(("pp", "tp"), [(1, 2), exhaustively(2, 1)])
 def test_a_group_sleeps_and_generates_the_same_tokens(serve, model, requests, pp, tp):
     with serve(model.path, pp, tp, enable_sleep_mode=True) as (group, loaded):
         assert tags(group) == [AWAKE] * (pp * tp)

@@ -16,7 +16,7 @@ import pytest
 
 from rpc_schema import lifecycle as lc
 from tests.support.command_line import CLIENT, environment, run_client, short_directory
-from tests.support.waiting import wait_until
+from tests.support.waiting import PATIENCE_S, wait_until
 from tests.unit.server.driver import DaemonProcess, Driver
 
 ENTER_SCREEN, LEAVE_SCREEN = b"\x1b[?1049h", b"\x1b[?1049l"
@@ -98,7 +98,7 @@ class Terminal:
 
     def close(self) -> None:
         self.process.kill()
-        self.process.wait(10)
+        self.process.wait(PATIENCE_S)
         os.close(self._ours)
         os.close(self._theirs)
 
@@ -115,7 +115,7 @@ def test_terminal_is_as_it_was_however_it_ends(directory, daemon, ending, exit_c
         else:
             terminal.type(b"xq" if ending == "q" else b"\x03")
         terminal.read_until(LEAVE_SCREEN)
-        assert terminal.process.wait(60) == exit_code
+        assert terminal.process.wait(PATIENCE_S) == exit_code
         assert terminal.settings == terminal.before
         home = terminal.written.replace(b"\x1b[H", b"\n")
         shown = re.sub(rb"\x1b\[[0-9;?]*[A-Za-z]", b"", home).decode()
@@ -140,5 +140,5 @@ def test_frames_follow_what_happens(directory, daemon):
         driver.close()
     finally:
         command.send_signal(signal.SIGINT)
-        assert command.wait(60) == 0
+        assert command.wait(PATIENCE_S) == 0
         command.stdout.close()

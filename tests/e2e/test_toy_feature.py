@@ -4,6 +4,7 @@ Tokens are those of transformers' SequenceBiasLogitsProcessor."""
 
 import pytest
 
+from tests.support.exhaustive import exhaustively
 from tests.support.forked_drivers import ForkedDrivers
 from tests.support.toy_feature import FILES, LINES, copy_with_the_feature
 from tests.support.toy_feature.checks import check_serving, start_daemons
@@ -26,7 +27,7 @@ def daemons(tree, model_root):
         yield daemons
 
 
-@pytest.mark.parametrize("pp", [1, 2])
+@pytest.mark.parametrize("pp", [exhaustively(1), 2])
 def test_feature_in_three_files_serves_through_preemption_and_adoption(
     drivers, daemons, checkpoint, pp
 ):

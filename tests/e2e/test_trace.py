@@ -20,6 +20,7 @@ from rpc_schema.exit_codes import ExitCode
 from rpc_schema.trace import ReadTrace, StartTrace, StopTrace
 from tests.support.command_line import run_client, short_directory, status_of
 from tests.support.serving import LONG_LEASE, connect, generate, greedy_request, worker_config
+from tests.support.waiting import PATIENCE_S
 from worker_client.cli.daemons import connect as observe
 from worker_client.errors import ClientConfigError, IllegalStateError, RemoteConfigError
 from worker_client.launcher import LocalDaemons
@@ -93,11 +94,11 @@ def driven(endpoints, model):
     thread = threading.Thread(target=drive)
     thread.start()
     try:
-        assert ready.wait(60)
+        assert ready.wait(PATIENCE_S)
         yield runs
     finally:
         ended.set()
-        thread.join(60)
+        thread.join(PATIENCE_S)
     assert not errors, errors
     assert len({json.dumps(run, sort_keys=True) for run in runs}) == 1
 

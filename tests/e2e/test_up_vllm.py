@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.waiting import wait_until
+from tests.support.waiting import PATIENCE_S, wait_until
 from worker_client.vllm.health import DaemonsHealth
 
 SERVER = """#!{python}
@@ -49,7 +49,7 @@ def up(tmp_path, checkpoint):
     yield run, log
     for each in started:
         each.terminate()
-        each.wait(60.0)
+        each.wait(PATIENCE_S)
         each.stderr.close()
 
 
@@ -97,7 +97,7 @@ def test_a_killed_server_and_a_killed_daemon_are_started_again(up, checkpoint):
     assert len(starts(log)) == 2
 
     Path(f"{log}.end").touch()
-    assert command.wait(60.0) == 0
+    assert command.wait(PATIENCE_S) == 0
     assert not daemons_of(command.pid)
 
 
@@ -134,6 +134,6 @@ async def ask_health():
 def test_a_server_that_cannot_start_is_given_up(up):
     run, log = up
     command = run("--", "--fail", VLLM_WORKER_MULTIPROC_METHOD="spawn")
-    assert command.wait(120.0) == 3
+    assert command.wait(PATIENCE_S) == 3
     assert [start["method"] for start in starts(log)] == ["spawn"] * 3
     assert "has ended 3 times" in command.stderr.read()

@@ -213,7 +213,7 @@ QUICKLY_FOUND = ("RunsTwice", "SkipsEpochs", "OtherBytes")
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=() if name in QUICKLY_FOUND else pytest.mark.long_fault)
+        pytest.param(name, marks=() if name in QUICKLY_FOUND else pytest.mark.exhaustive)
         for name in BROKEN
     ],
 )

@@ -94,8 +94,8 @@ def fail_once(group: WorkerGroup, scheduler: Scheduler) -> StepFailed:
 @pytest.mark.parametrize(
     ("pp", "rank", "rounds"),
     [
-        pytest.param(1, 0, 100, marks=pytest.mark.long_fault),
-        pytest.param(2, 0, 10, marks=pytest.mark.long_fault),
+        pytest.param(1, 0, 100, marks=pytest.mark.exhaustive),
+        pytest.param(2, 0, 10, marks=pytest.mark.exhaustive),
         (2, 1, 10),
     ],
 )
@@ -169,9 +169,9 @@ def poisoned(checkpoint) -> Checkpoint:
 @pytest.mark.parametrize(
     ("pp", "tp"),
     [
-        pytest.param(1, 1, marks=pytest.mark.long_fault),
+        pytest.param(1, 1, marks=pytest.mark.exhaustive),
         (2, 1),
-        pytest.param(1, 2, marks=pytest.mark.long_fault),
+        pytest.param(1, 2, marks=pytest.mark.exhaustive),
     ],
 )
 def test_request_whose_logits_are_no_numbers_fails_alone(pair, poisoned, pp, tp):
@@ -237,7 +237,7 @@ def await_exit(daemons: LocalDaemons, began: float) -> tuple[int | None, float]:
 
 @pytest.mark.parametrize(
     ("pp", "where"),
-    [(1, "likeliest_tokens"), pytest.param(2, "forward", marks=pytest.mark.long_fault)],
+    [(1, "likeliest_tokens"), pytest.param(2, "forward", marks=pytest.mark.exhaustive)],
 )
 def test_lost_device_gives_no_token_and_ends_the_process(
     model_root, tmp_path, checkpoint, detection, pp, where

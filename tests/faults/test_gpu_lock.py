@@ -14,13 +14,13 @@ import pytest
 
 from rpc_schema.exit_codes import ExitCode
 from tests.support.command_line import ask_status, environment, short_directory
-from tests.support.waiting import wait_until
+from tests.support.waiting import PATIENCE_S, wait_until
 from worker_daemon.device.nvml import CudaDevice, find_uuid
 from worker_daemon.errors import ConfigError
 from worker_daemon.server.gpu_lock import GpuInUseError, GpuLock, lock_directory
 
 UUID = "GPU-5fd4f087-86f3-7a43-b711-4771313afc50"
-START_LIMIT_S = 60.0
+START_LIMIT_S = PATIENCE_S
 
 
 class Host:
@@ -53,7 +53,7 @@ class Host:
     def close(self) -> None:
         for process in self._started:
             process.kill()
-            process.wait(10)
+            process.wait(PATIENCE_S)
             process.stderr.close()
         shutil.rmtree(self.directory)
 
@@ -81,7 +81,7 @@ def test_second_daemon_on_a_gpu_refuses_to_start_and_names_the_first(host, detec
     host.serves("d")
     assert (first.poll(), sharing.poll()) == (None, None)
     first.kill()
-    first.wait(10)
+    first.wait(PATIENCE_S)
     third = host.start("b", UUID)
     host.serves("b")
     assert lock.read_text() == f"{third.pid}\n"

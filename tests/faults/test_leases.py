@@ -27,6 +27,7 @@ from rpc_schema.lease import driver_digest
 from tests.contract.random_messages import fixed_example
 from tests.support.leased_driver import admit, decode, living_driver, make_ready
 from tests.support.stopping import stop_process
+from tests.support.waiting import PATIENCE_S
 from tests.unit.server.driver import DaemonProcess, Driver, wait_for
 from worker_client.errors import LeaseExpiredError, LeaseHeldError
 from worker_client.lease import LeaseTerms
@@ -140,7 +141,7 @@ def test_row_5_stopped_driver_wakes_up_fenced_and_stops(
         before = admit(second)
         os.kill(first.pid, signal.SIGCONT)
         woken = time.monotonic()
-        assert first.wait(60) == 3
+        assert first.wait(PATIENCE_S) == 3
         detection(5, "stopped driver stops itself", TTL_S / 3, time.monotonic() - woken, "reply")
         assert first.stdout is not None
         assert first.stdout.read().split()[-1] == "FencedError"
@@ -157,7 +158,7 @@ def test_row_5_stopped_driver_wakes_up_expired_if_nobody_came(
         wait_for(lambda: observer.status().transitions[-1].endswith("(the lease expired)"))
         last_seq = observer.status().last_seq
         os.kill(first.pid, signal.SIGCONT)
-        assert first.wait(60) == 3
+        assert first.wait(PATIENCE_S) == 3
         assert first.stdout is not None
         assert first.stdout.read().split()[-1] == "LeaseExpiredError"
     assert observer.status().last_seq <= last_seq
@@ -304,7 +305,7 @@ def test_row_27_forced_second_driver_fences_the_first_which_stops(
     with living_driver(daemon.endpoint, LONG_TTL_S) as first, group_on(daemon) as second:
         began = time.monotonic()
         second.attach(force=True)
-        assert first.wait(60) == 3
+        assert first.wait(PATIENCE_S) == 3
         detection(27, "fenced driver stops itself", 1.0, time.monotonic() - began, "reply")
         assert first.stdout is not None
         assert first.stdout.read().split()[-1] == "FencedError"

@@ -104,7 +104,7 @@ def test_data_network_is_cut_and_heals(network, model_root, checkpoint, detectio
     assert min(s.link for s in after) > max(s.link for s in before)
 
 
-@pytest.mark.long_fault
+@pytest.mark.exhaustive
 def test_data_network_that_stays_cut_is_given_up_until_attached_anew(
     network, model_root, checkpoint
 ):

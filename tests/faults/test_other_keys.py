@@ -19,7 +19,7 @@ from rpc_schema.version import PROTOCOL_VERSION
 from tests.faults.test_security import KeyedDriver
 from tests.support.command_line import short_directory
 from tests.support.secured import KeyRing, SecuredDaemon, dealer, unconnected
-from tests.support.waiting import wait_until
+from tests.support.waiting import PATIENCE_S, wait_until
 from tests.unit.server.driver import SERVE, DaemonProcess, rendezvous
 from tests.unit.server.test_daemon_process import SPOILED, spoiled
 from worker_client.transport import parse_endpoint
@@ -229,7 +229,7 @@ def test_operator_resets_an_absurd_epoch_and_the_group_comes_up_to_it(tmp_path):
     stored = EpochFile(directory, IpcEndpoint.parse(endpoint)).path
     stored.write_text(f"{2**63 - 1}\n")
     words = [*SERVE, "--endpoint", endpoint]
-    ended = subprocess.run(words, capture_output=True, text=True, timeout=60)
+    ended = subprocess.run(words, capture_output=True, text=True, timeout=PATIENCE_S)
     assert (ended.returncode, "--reset-epoch" in ended.stderr) == (78, True)
     daemons = [DaemonProcess(directory, "--reset-epoch"), DaemonProcess(tmp_path / "new")]
     endpoints = [daemon.endpoint for daemon in daemons]

@@ -169,7 +169,7 @@ def test_row_8_lost_replies_are_replayed_and_nothing_runs_twice(daemons, detecti
     detection(8, "replies are lost", NOTICED_WITHIN_S, noticed_at - broken_at, "transport")
 
 
-@pytest.mark.long_fault
+@pytest.mark.exhaustive
 def test_row_7_lease_expires_beyond_a_partition_and_the_driver_attaches_again(daemons, detection):
     driver = serving(daemons, 1, SHORT_LEASE_S)
     orphaned = daemons.times_orphaned()

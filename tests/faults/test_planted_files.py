@@ -16,7 +16,7 @@ import pytest
 from rpc_schema.exit_codes import ExitCode
 from tests.support.command_line import ask_status, short_directory
 from tests.support.stopping import stop_process
-from tests.support.waiting import wait_until
+from tests.support.waiting import PATIENCE_S, wait_until
 from tests.unit.server.driver import SERVE, DaemonProcess
 from worker_daemon.errors import ConfigError
 from worker_daemon.server.gpu_lock import GpuInUseError, GpuLock
@@ -27,8 +27,8 @@ from worker_daemon.settings import ProcessSettings, build_settings, prepare_kern
 
 UUID = "GPU-11111111-2222-3333-4444-555555555555"
 NOBODY = 65534
-NOTICE_LIMIT_S = 30.0
-START_LIMIT_S = 60.0
+NOTICE_LIMIT_S = PATIENCE_S
+START_LIMIT_S = PATIENCE_S
 
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, for other users' files")
 
@@ -174,7 +174,7 @@ def test_planted_links_are_neither_followed_nor_written_through(tmp_path):
         EpochFile(state, IpcEndpoint.parse("ipc:///run/a/w0"))
 
 
-@pytest.mark.timeout(20)
+@pytest.mark.timeout(PATIENCE_S)
 @pytest.mark.parametrize("make", [os.mkfifo, os.mkdir])
 def test_gpu_lock_that_is_no_file_ends_the_start_at_once(tmp_path, make):
     make(tmp_path / f"worker-daemon-{UUID}.lock")

@@ -17,7 +17,7 @@ from tests.support.driving import Cases, random_cases
 from tests.support.embedded_prompts import clear_cases
 from tests.support.serving import connect, generate, scheduler_limits, worker_config
 from tests.support.supervised import Supervised
-from tests.support.waiting import wait_until
+from tests.support.waiting import PATIENCE_S, wait_until
 from worker_client.driver import Driver
 from worker_client.errors import ReplacementFailed, WorkerDied
 from worker_client.replacement import ReplacementReport
@@ -97,8 +97,8 @@ def loads(status, epoch: int) -> list[str]:
     [
         (2, 1, 0),
         (1, 2, 1),
-        pytest.param(2, 1, 1, marks=pytest.mark.long_fault),
-        pytest.param(1, 2, 0, marks=pytest.mark.long_fault),
+        pytest.param(2, 1, 1, marks=pytest.mark.exhaustive),
+        pytest.param(1, 2, 0, marks=pytest.mark.exhaustive),
     ],
 )
 def test_killed_rank_is_replaced_under_load(pair, config, cases, detection, pp, tp, rank):
@@ -189,7 +189,7 @@ def test_killed_idle_rank_is_known_by_a_look(pair, config, cases, detection):
         assert generate(group, loaded, cases.requests).tokens == cases.expected
 
 
-@pytest.mark.long_fault
+@pytest.mark.exhaustive
 def test_second_death_during_the_replacement(pair, config, cases):
     """Both ranks are lost in the end, the survivor of the first death while it waits at the
     rendezvous or before."""
@@ -232,7 +232,7 @@ def test_new_rank_killed_while_it_is_linked(pair, config, cases):
     assert loss.replaced[0].ranks == (1,)
 
 
-@pytest.mark.long_fault
+@pytest.mark.exhaustive
 def test_spare_takes_the_place(pair, config, cases, supervised):
     spare = supervised(1)
     with connect(pair.endpoints, config(2)) as (group, loaded):
@@ -263,7 +263,7 @@ def test_generate_outlives_a_daemon(pair, checkpoint, detection):
         pair.kill(1)
         killed_at = time.monotonic()
         pair.restart(1)
-        assert command.wait(60) == 0, command.stderr.read()
+        assert command.wait(PATIENCE_S) == 0, command.stderr.read()
     detection(
         2, "generate goes on and ends, a daemon restarted", 30.0, time.monotonic() - killed_at
     )

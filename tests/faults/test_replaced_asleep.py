@@ -9,7 +9,7 @@ from tests.support.strangers import gets_in, listening
 from worker_client.errors import ClientError, WeightsNotWhole, WorkerDied
 from worker_client.worker_group import WorkerGroup
 
-LONG = pytest.mark.long_fault
+LONG = pytest.mark.exhaustive
 AWAKE = {"weights": "awake", "kv_cache": "awake"}
 
 

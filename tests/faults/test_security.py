@@ -37,7 +37,7 @@ from tests.support.secured import (
     dealer,
     free_port,
 )
-from tests.support.waiting import wait_until
+from tests.support.waiting import PATIENCE_S, wait_until
 from tests.unit.server.driver import Driver
 from worker_client.errors import AuthenticationError, ForbiddenError, WorkerDied
 from worker_client.keys import NO_KEYS
@@ -249,13 +249,13 @@ def test_captured_bytes_say_nothing_a_second_time(daemons, ring, detection):
             back.start()
             pump(near, far, captured)
             far.shutdown(socket.SHUT_RDWR)
-            back.join(10)
+            back.join(PATIENCE_S)
 
     relaying = threading.Thread(target=relay, daemon=True)
     relaying.start()
     before = daemon.decoded[0]
     ask(here, ring.keys("admin"), lambda client: client.hello())
-    relaying.join(10)
+    relaying.join(PATIENCE_S)
     proxy.close()
     assert daemon.decoded[0] == before + 1
     assert len(captured) > 500  # greeting, handshake and a message
@@ -463,12 +463,15 @@ def test_second_daemon_on_a_port_names_the_first(daemons, directory, ring):
     tcp = ("--model-root", str(directory), "--data-interface", "lo")
     second = [sys.executable, "-m", "tests.unit.server.fake_serve", *words, *tcp]
     here = subprocess.run(
-        [*second, "--state-dir", str(directory)], capture_output=True, text=True, timeout=30
+        [*second, "--state-dir", str(directory)], capture_output=True, text=True, timeout=PATIENCE_S
     )
     assert here.returncode == 73
     assert f"pid {first.process.pid}" in here.stderr
     elsewhere = subprocess.run(
-        [*second, "--state-dir", str(directory / "s2")], capture_output=True, text=True, timeout=30
+        [*second, "--state-dir", str(directory / "s2")],
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
     )
     assert elsewhere.returncode == 73
     assert "another process listens" in elsewhere.stderr

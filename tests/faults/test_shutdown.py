@@ -19,7 +19,7 @@ from tests.e2e.conftest import checkpoint, model_root
 from tests.support.command_line import start_daemon, wait_for_daemons
 from tests.support.driving import random_cases
 from tests.support.serving import connect, greedy_request, scheduler_limits, worker_config
-from tests.support.waiting import wait_until
+from tests.support.waiting import PATIENCE_S, wait_until
 from tests.unit.server.driver import DaemonProcess
 from tests.unit.server.driver import Driver as BareDriver
 from worker_client.driver import Driver
@@ -131,14 +131,14 @@ def ask(daemon: DaemonProcess, driver: BareDriver, home: Home) -> None:
 @pytest.mark.parametrize(
     ("end", "busy", "exit_code", "limit_s"),
     [
-        pytest.param(terminate, False, ExitCode.OK, 2.0, marks=pytest.mark.long_fault),
+        pytest.param(terminate, False, ExitCode.OK, 2.0, marks=pytest.mark.exhaustive),
         (terminate_and_end_the_step, True, ExitCode.OK, DRAIN_S),
         pytest.param(
-            terminate_twice, True, ExitCode.TERMINATED_TWICE, 1.0, marks=pytest.mark.long_fault
+            terminate_twice, True, ExitCode.TERMINATED_TWICE, 1.0, marks=pytest.mark.exhaustive
         ),
         (interrupt_twice, True, ExitCode.INTERRUPTED_TWICE, 1.0),
         (close_pipe, True, ExitCode.OK, 2.0),
-        pytest.param(ask, False, ExitCode.OK, 2.0, marks=pytest.mark.long_fault),
+        pytest.param(ask, False, ExitCode.OK, 2.0, marks=pytest.mark.exhaustive),
     ],
     ids=lambda value: getattr(value, "__name__", None),
 )
@@ -146,7 +146,7 @@ def test_nothing_is_left_whoever_ends_it(home, detection, end, busy, exit_code, 
     daemon, driver = home.serve(busy=busy)
     began = time.monotonic()
     end(daemon, driver, home)
-    assert daemon.wait(30) == exit_code
+    assert daemon.wait(PATIENCE_S) == exit_code
     row = 33 if "twice" in end.__name__ else 32
     detection(row, end.__name__, limit_s, time.monotonic() - began, "process end")
     home.check_nothing_is_left()
@@ -160,7 +160,7 @@ def test_nothing_is_left_whoever_ends_it(home, detection, end, busy, exit_code, 
     ],
 )
 def test_nothing_is_left_of_a_failed_start(home, options, exit_code):
-    assert home.start(*options).wait(30) == exit_code
+    assert home.start(*options).wait(PATIENCE_S) == exit_code
     home.check_nothing_is_left()
 
 
@@ -169,18 +169,18 @@ def test_second_daemon_on_an_endpoint_is_refused_and_leaves_the_first_alone(home
     before = sorted(home.sockets.iterdir())
     began = time.monotonic()
     second = home.start()
-    assert second.wait(30) == ExitCode.IN_USE
+    assert second.wait(PATIENCE_S) == ExitCode.IN_USE
     detection(28, "second daemon on an endpoint", 5.0, time.monotonic() - began, "flock")
     assert f"pid {daemon.process.pid} serves this endpoint" in second.stderr()
     assert sorted(home.sockets.iterdir()) == before
     assert driver.status().pid == daemon.process.pid
 
 
-@pytest.mark.parametrize("same_endpoint", [pytest.param(True, marks=pytest.mark.long_fault), False])
+@pytest.mark.parametrize("same_endpoint", [pytest.param(True, marks=pytest.mark.exhaustive), False])
 def test_what_a_killed_daemon_leaves_goes_with_the_next_start(home, same_endpoint):
     daemon, _ = home.serve(busy=True)
     daemon.process.kill()
-    assert daemon.wait(30) == -signal.SIGKILL
+    assert daemon.wait(PATIENCE_S) == -signal.SIGKILL
     left = {path.name for path in home.sockets.iterdir()}
     assert left == {"w0", "w0.step", "w0.results", "w0.events", "w0.lock"}
     other = () if same_endpoint else ("--endpoint", f"ipc://{home.sockets}/w1")
@@ -193,7 +193,7 @@ def test_what_a_killed_daemon_leaves_goes_with_the_next_start(home, same_endpoin
     assert now == {name, f"{name}.step", f"{name}.results", f"{name}.events", f"{name}.lock"}
     driver.close()
     following.process.terminate()
-    assert following.wait(30) == 0
+    assert following.wait(PATIENCE_S) == 0
     assert not home.sockets.exists()
 
 
@@ -226,7 +226,7 @@ def test_real_daemon_that_is_told_to_end_under_load_ends_its_step_first(
                 for number in itertools.count():  # until the end, however late the signal is heard
                     list(driver.run())
                     driver.add_request(greedy_request(f"more {number}", [1, 2, 3], 20))
-        assert process.wait(60) == 0
+        assert process.wait(PATIENCE_S) == 0
         detection(32, "SIGTERM under load", DRAIN_S, time.monotonic() - began, "process end")
     finally:
         process.kill()

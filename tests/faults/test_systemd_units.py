@@ -15,7 +15,7 @@ GENERATE = (
 LINE = '{"prompt_token_ids": [5, 6, 7], "max_tokens": 12, "ignore_eos": true}'
 
 pytestmark = [
-    pytest.mark.long_fault,
+    pytest.mark.exhaustive,
     pytest.mark.skipif(bool(SystemdHost.lacks()), reason=f"needs {SystemdHost.lacks()}"),
 ]
 

@@ -12,13 +12,14 @@ import psutil
 import zmq
 
 from rpc_schema.lifecycle import Status
+from tests.support.waiting import PATIENCE_S
 from worker_client.errors import ClientError
 from worker_client.transport import new_driver_id, parse_endpoint
 from worker_client.worker_client import WorkerClient
 
 CLIENT = (sys.executable, "-m", "worker_client")
 DAEMON = (sys.executable, "-m", "worker_daemon")
-COMMAND_LIMIT_S = 100.0
+COMMAND_LIMIT_S = PATIENCE_S
 """Above the default step deadline, 60 s: after the death of a driver, a rank on a CPU may wait that
 long for a peer that never got the step."""
 

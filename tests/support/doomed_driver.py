@@ -18,6 +18,7 @@ import numpy as np
 from rpc_schema.codec import decode_step
 from rpc_schema.config import WorkerConfig
 from rpc_schema.step import ExecuteModel
+from tests.support.waiting import PATIENCE_S
 from worker_client.driver import Driver
 from worker_client.lease import LeaseTerms
 from worker_client.loading import LoadedGroup
@@ -99,7 +100,7 @@ class DriverNursery:
 
     def close(self) -> None:
         """End the process that forks them."""
-        self._process.communicate(timeout=30)
+        self._process.communicate(timeout=PATIENCE_S)
         assert self._process.returncode == 0
 
 

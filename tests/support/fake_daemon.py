@@ -24,6 +24,7 @@ from rpc_schema.errors import ControlErrorReply, ErrorCode, ErrorReply, ErrorSco
 from rpc_schema.kv_cache import KVCacheConfig, KVCacheSpec
 from rpc_schema.sampling import SamplingParams, TokenLogprobs
 from rpc_schema.version import PROTOCOL_VERSION
+from tests.support.waiting import PATIENCE_S
 from worker_daemon.errors import WorkerError
 from worker_daemon.server.sequence import StepGate, Verdict
 from worker_daemon.server.session.lease import DriverIdentity, Lease, lease_terms
@@ -152,12 +153,12 @@ class FakeDaemon:
 
     def start(self) -> "FakeDaemon":
         self._thread.start()
-        assert self._bound.wait(10)
+        assert self._bound.wait(PATIENCE_S)
         return self
 
     def stop(self) -> None:
         self._stop.set()
-        self._thread.join(10)
+        self._thread.join(PATIENCE_S)
         assert not self._thread.is_alive()
 
     kill = stop
@@ -253,7 +254,7 @@ class FakeDaemon:
         request = codec.decode_control(frames[1:])
         self.operations.append(type(request).__name__)
         if isinstance(request, lc.CommitAttach):
-            self.attach_gate.wait(10)
+            self.attach_gate.wait(PATIENCE_S)
         try:
             reply = self._control_reply(request)
         except WorkerError as error:

@@ -17,6 +17,7 @@ import msgspec
 
 from rpc_schema.config import WorkerConfig
 from tests.support.serving import greedy_request, scheduler_limits
+from tests.support.waiting import PATIENCE_S
 from worker_client.driver import Driver
 from worker_client.errors import ClientError
 from worker_client.keys import read_keys
@@ -29,7 +30,7 @@ from worker_client.scheduler_output import SchedulerOutput
 from worker_client.worker_group import WorkerGroup
 
 NUM_GPU_BLOCKS = 128
-WAIT_S = 60.0
+WAIT_S = PATIENCE_S
 STEPS_BEFORE_PAUSE = 6
 
 

@@ -9,6 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Self
 
+from tests.support.waiting import PATIENCE_S
+
 
 def fork_each(run: Callable[[str], bytes]) -> None:
     """For each plan on stdin, a line, write what `run` returns for it in a fork, as a line, unless
@@ -52,7 +54,7 @@ class ForkedDrivers:
 
     def __exit__(self, *error: object) -> None:
         """End the process that forks them."""
-        self._process.communicate(timeout=30)
+        self._process.communicate(timeout=PATIENCE_S)
         assert self._process.returncode == 0
 
 

@@ -23,7 +23,7 @@ from rpc_schema.lifecycle import Shutdown
 from tests.contract.random_messages import fixed_example, messages
 from tests.support import fuzz_grammars, fuzz_templates
 from tests.support.secured import BareSockets, KeyRing, SecuredDaemon, answers, ask
-from tests.support.waiting import wait_until
+from tests.support.waiting import PATIENCE_S, wait_until
 from worker_client.keys import NO_KEYS
 from worker_client.transport import Endpoint, parse_endpoint
 
@@ -32,7 +32,7 @@ QUIET_S = 0.3
 ENOUGH = 200
 """Frames, answers and decoder calls at least, whatever the time limit: a busy host may not run the
 daemon in that time."""
-LATEST_S = 60.0
+LATEST_S = PATIENCE_S
 """Time after a time limit in which there must be enough."""
 BURST = 200
 """Frames between two checks of the replies."""

@@ -14,7 +14,9 @@ from zipfile import ZipFile
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-COMMAND_LIMIT_S = 60.0
+from tests.support.waiting import PATIENCE_S
+
+COMMAND_LIMIT_S = PATIENCE_S
 
 
 class Installed:

@@ -19,6 +19,7 @@ import msgspec
 from rpc_schema.config import WorkerConfig
 from tests.support.doomed_driver import NUM_GPU_BLOCKS, Death, Executioner
 from tests.support.mock_schedulers import RandomScheduler
+from tests.support.waiting import PATIENCE_S
 from worker_client.adoption import AdoptedRequest
 from worker_client.driver import Driver, Recover, give_up
 from worker_client.loading import LoadedGroup
@@ -170,7 +171,7 @@ class DriverNursery:
     def close(self) -> None:
         assert self._process.stdin is not None
         self._process.stdin.close()
-        assert self._process.wait(30) == 0
+        assert self._process.wait(PATIENCE_S) == 0
         self._process.stdout.close()
 
     def live(self, plan: Plan) -> None:

@@ -15,7 +15,7 @@ import zmq
 from rpc_schema.key_files import SecretKey, read_secret_key
 from tests.support.command_line import environment
 from tests.support.counted_serve import decoder_calls
-from tests.support.waiting import wait_until
+from tests.support.waiting import PATIENCE_S, wait_until
 from worker_client.errors import ClientError
 from worker_client.keys import NO_KEYS, Keys, read_keys
 from worker_client.transport import new_driver_id, parse_endpoint
@@ -140,7 +140,7 @@ class SecuredDaemon:
 
     def stop(self) -> None:
         self.process.kill()
-        self.process.wait(10)
+        self.process.wait(PATIENCE_S)
 
 
 class RealDaemons:
@@ -177,7 +177,7 @@ class RealDaemons:
     def kill(self, rank: int) -> None:
         """End a daemon as a crash would."""
         self.processes[rank].kill()
-        self.processes[rank].wait(10)
+        self.processes[rank].wait(PATIENCE_S)
 
     def restart(self, rank: int) -> None:
         """Restart an ended daemon, as a supervisor would."""
@@ -195,7 +195,7 @@ class RealDaemons:
     def stop(self) -> None:
         for process in self.processes:
             process.kill()
-            process.wait(10)
+            process.wait(PATIENCE_S)
 
 
 def answers(endpoint: str, keys: Keys) -> bool:

@@ -12,6 +12,8 @@ import time
 from pathlib import Path
 from typing import Final
 
+from tests.support.waiting import PATIENCE_S
+
 REPOSITORY: Final = Path(__file__).resolve().parents[2]
 UNITS: Final = REPOSITORY / "docker" / "systemd"
 PREFIX: Final = "/opt/worker-daemon"
@@ -69,7 +71,7 @@ class SystemdHost:
         while not (pids := children.read_text().split()):
             time.sleep(0.01)
         self._init = int(pids[0])
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + PATIENCE_S
         while self.run("systemctl is-system-running", check=False).stdout.strip() not in (
             "running",
             "degraded",

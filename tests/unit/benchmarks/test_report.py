@@ -14,7 +14,7 @@ from benchmarks.floors import Ceilings
 from benchmarks.records import BenchRun
 from benchmarks.targets import FP8, WORKLOADS, Target
 from benchmarks.trace_table import GAPS, group_of, tabulate
-from tests.support.waiting import wait_until
+from tests.support.waiting import PATIENCE_S, wait_until
 
 CEILINGS = Ceilings(4.5e12, 670e12, 560e12)
 
@@ -77,7 +77,7 @@ def test_an_interruption_ends_what_a_part_has_started(tmp_path):
     wait_until(lambda: told.exists() and told.read_text(), "the grandchild runs", 60.0)
     pid = int(told.read_text())
     runner.terminate()
-    assert runner.wait(30) == 9
+    assert runner.wait(PATIENCE_S) == 9
     wait_until(lambda: not psutil.pid_exists(pid), "the grandchild has ended")
 
 

@@ -14,6 +14,7 @@ from rpc_schema.adoption import AdoptRequestsReply, RequestRow
 from rpc_schema.errors import BadFrameError
 from rpc_schema.kv_cache import BlockGroup
 from rpc_schema.sampling import SamplingParams
+from tests.support.exhaustive import seeds
 from tests.unit.client.test_scheduler import Model, expected, make_limits, random_requests
 from worker_client.adoption import AdoptedRequest, RankRow, merge, read_page
 from worker_client.errors import AdoptionMismatch, InvalidSchedulerOutput, RequestError
@@ -124,7 +125,7 @@ def random_limits(rng):
     )
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", seeds(6, of=20))
 def test_requests_go_through_many_drivers_and_end_with_their_tokens(seed):
     rng = random.Random(seed)
     limits = random_limits(rng)

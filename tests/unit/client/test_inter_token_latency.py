@@ -20,6 +20,7 @@ from worker_client.requests import GenerationRequest
 from worker_client.scheduler import Scheduler, SchedulerLimits
 from worker_client.scheduler_output import StepResult
 
+EXHAUSTIVE = pytest.mark.exhaustive
 FLOOR = 64
 """Prompt tokens that a step always has room for."""
 
@@ -158,6 +159,7 @@ def poisson(rate: float, seconds: float, lengths, num_out: int, seed: int = 1):
     return arrivals
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("noise", [0.0, 0.03, 0.08])
 @pytest.mark.parametrize("target", [20.0, 50.0])
 def test_gaps_stay_under_the_target(target, noise):
@@ -173,7 +175,10 @@ def test_gaps_stay_under_the_target(target, noise):
     assert len(paced.outputs) == len(arrivals)
 
 
-@pytest.mark.parametrize(("noise", "least"), [(0.0, 0.9), (0.03, 0.8), (0.08, 0.6)])
+@pytest.mark.parametrize(
+    ("noise", "least"),
+    [(0.0, 0.9), pytest.param(0.03, 0.8, marks=EXHAUSTIVE), (0.08, 0.6)],
+)
 def test_prompts_get_most_of_what_the_target_permits(noise, least):
     base_s, token_s, target_s = 5e-3, 30e-6, 50e-3
     run = Simulation(affine(base_s, token_s, noise=noise), target_s * 1e3)
@@ -221,7 +226,14 @@ def test_a_slow_step_now_and_then_does_not_shrink_the_others():
     assert chunks[len(chunks) // 10] >= 0.75 * (45e-3 / 30e-6)
 
 
-@pytest.mark.parametrize("pp", [2, 3, 4])
+@pytest.mark.parametrize(
+    "pp",
+    [
+        2,
+        pytest.param(3, marks=pytest.mark.exhaustive),
+        pytest.param(4, marks=pytest.mark.exhaustive),
+    ],
+)
 def test_gaps_in_a_pipeline_are_those_of_a_request(pp):
     arrivals = poisson(6.0, 15.0, [500, 1000, 8000], 60)
     plain = Simulation(affine(noise=0.02), None, pp).run(arrivals)

@@ -17,6 +17,7 @@ from rpc_schema.kv_cache import (
     plan_groups,
     request_blocks,
 )
+from tests.support.exhaustive import seeds
 from worker_client.adoption import AdoptedRequest
 from worker_client.errors import InvalidSchedulerOutput, KVPlanError, RequestError
 from worker_client.kv_planning import choose_groups, fit_max_model_len
@@ -52,7 +53,7 @@ def keeps(group, layer_window):
     return group.window is None or (layer_window is not None and layer_window <= group.window)
 
 
-@pytest.mark.parametrize("seed", range(100))
+@pytest.mark.parametrize("seed", seeds(20, of=100))
 def test_every_layer_is_in_one_group_that_keeps_what_it_sees(seed):
     rng = random.Random(seed)
     ranks = random_ranks(rng)
@@ -116,7 +117,7 @@ def _config(block_size):
     return worker_config("model", block_size=block_size)
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", seeds(6, of=20))
 def test_the_longest_length_is_the_last_that_fits(seed):
     rng = random.Random(seed)
     groups = [BlockGroup(4, rng.choice([None, 7, 30])) for _ in range(rng.randint(1, 4))]
@@ -224,7 +225,7 @@ def random_limits(rng):
     )
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", seeds(15, of=60))
 def test_nobody_reads_what_another_wrote_and_no_block_is_lost(seed):
     """Random requests that share prefixes, in few blocks; steps fail, drivers adopt other drivers'
     requests."""

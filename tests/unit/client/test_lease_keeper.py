@@ -17,7 +17,7 @@ from rpc_schema.config import ParallelConfig
 from rpc_schema.lease import driver_digest
 from rpc_schema.step import ModelRunnerOutput
 from tests.support.fake_daemon import FakeDaemon, Fault, next_token
-from tests.support.waiting import wait_until
+from tests.support.waiting import PATIENCE_S, wait_until
 from tests.unit.client.conftest import worker_config
 from tests.unit.client.test_worker_group import admit, ready, serve
 from worker_client.errors import (
@@ -334,7 +334,7 @@ def test_group_that_nobody_refers_to_renews_no_more(fakes):
         client.close()
     del group, client
     gc.collect()
-    thread.join(30)
+    thread.join(PATIENCE_S)
     assert not thread.is_alive()
     context.term()
 

@@ -16,6 +16,7 @@ import pytest
 
 from rpc_schema.exit_codes import ExitCode
 from tests.support.command_line import CLIENT
+from tests.support.waiting import PATIENCE_S
 from tests.unit.client.conftest import options
 from worker_client.cli.output_file import OutputFile, check_output, is_special, output_error
 from worker_client.cli.trace import _write as write_trace
@@ -137,7 +138,7 @@ def test_standard_output_that_is_full_is_an_error(fakes):
             stderr=subprocess.PIPE,
             text=True,
             check=False,
-            timeout=60,
+            timeout=PATIENCE_S,
         )
     assert done.returncode == ExitCode.OUTPUT, done.stderr
     assert done.stderr.startswith("error: OutputError: ") and done.stderr.count("\n") == 1
@@ -262,7 +263,7 @@ def test_descriptor_that_does_not_wait_is_waited_for():
     reader.start()
     file.write([line])
     file.close()
-    reader.join(30)
+    reader.join(PATIENCE_S)
     assert seen == [f"{line}\n".encode()]
 
 
@@ -304,7 +305,7 @@ def test_mount_point_is_told_before_anything_is_loaded(directory):
         capture_output=True,
         text=True,
         check=False,
-        timeout=60,
+        timeout=PATIENCE_S,
     )
     assert done.returncode == ExitCode.OUTPUT, done.stderr
     assert "it is a mount point" in done.stderr and "fix: mount the directory" in done.stderr

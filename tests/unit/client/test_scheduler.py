@@ -16,6 +16,7 @@ from rpc_schema.sampling import (
     SamplingParams,
     StopTokens,
 )
+from tests.support.exhaustive import seeds
 from tests.support.fake_daemon import EOS, VOCAB_SIZE, next_token, reference_tokens
 from tests.unit.client.conftest import worker_config
 from worker_client.driver import Driver
@@ -249,7 +250,7 @@ class Model:
         return outputs
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", seeds(4, of=12))
 def test_rules_hold_under_random_load(seed):
     rng = random.Random(seed)
     pp = rng.choice([1, 2, 3])

@@ -9,6 +9,7 @@ import pytest
 from rpc_schema import codec, step
 from rpc_schema.errors import BadFrameError
 from rpc_schema.sampling import SamplingParams, TokenLogprobs
+from tests.support.exhaustive import seeds
 from tests.support.fake_daemon import bitmap
 from worker_client.errors import InvalidSchedulerOutput
 from worker_client.scheduler_output import NewRequest, SchedulerOutput
@@ -122,7 +123,7 @@ def apply_naively(state: dict, output: SchedulerOutput) -> list[str]:
     return sampled
 
 
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("seed", seeds(4, of=10))
 def test_random_steps_mean_the_same_to_a_worker(seed):
     rng = random.Random(seed)
     capacity = rng.choice([3, 8, 40])

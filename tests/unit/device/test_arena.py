@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from tests.support.waiting import PATIENCE_S
 from worker_daemon.device.arena import ALIGNMENT_BYTES, Arena, arena_bytes, open_arena
 from worker_daemon.device.backup import RESERVE_BYTES, HostBackup, host_room_bytes
 from worker_daemon.device.cuda_pages import CudaPages
@@ -272,7 +273,7 @@ def test_failing_ahead_costs_nothing_and_is_tried_again():
 
     backup = HostBackup([PAGE], CPU, host_room)
     backup.prepare_ahead()
-    assert asked.wait(10)
+    assert asked.wait(PATIENCE_S)
     room[0] = RESERVE_BYTES + PAGE
     assert len(backup.buffers()) == 1
 
@@ -283,17 +284,17 @@ def test_closing_ends_a_preparation_that_is_under_way():
     def host_room():
         calls.append(1)
         asked.set()
-        go_on.wait(10)
+        go_on.wait(PATIENCE_S)
         return 1 << 60
 
     backup = HostBackup([PAGE] * 5000, CPU, host_room)
     backup.prepare_ahead()
-    assert asked.wait(10)
+    assert asked.wait(PATIENCE_S)
     closing = threading.Thread(target=backup.close)
     closing.start()
-    assert backup._stopping.wait(10)
+    assert backup._stopping.wait(PATIENCE_S)
     go_on.set()
-    closing.join(10)
+    closing.join(PATIENCE_S)
     assert backup.held_bytes == 0
     assert len(calls) < 5000
 

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from tests.support.driven_memory import GIB, MIB, DrivenMemory
+from tests.support.waiting import PATIENCE_S
 from worker_daemon.device.memory import (
     DISTURBANCE_BYTES,
     ForeignChange,
@@ -178,6 +179,6 @@ def test_a_daemon_on_the_cpu_never_asks_nvml():
         "print(repr(daemon.find_gpu('cpu')))"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=PATIENCE_S
     )
     assert done.stdout.strip() == "''"

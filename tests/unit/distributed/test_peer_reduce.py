@@ -12,6 +12,8 @@ import numpy as np
 import pytest
 from interpreted_peer_reduce import BLANK, CALLS, WINDOW_BYTES
 
+from tests.support.waiting import PATIENCE_S
+
 pytestmark = pytest.mark.slow
 
 HERE = Path(__file__).parent
@@ -44,12 +46,12 @@ def start(rank, size, path, seed, calls):
 
 
 def finish(process):
-    out, errors = process.communicate(timeout=100)
+    out, errors = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 0, errors
     return out.strip()
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.exhaustive), 3])
 def test_every_rank_gets_the_same_right_bits(windows, size):
     path = windows(size)
     ranks = [start(rank, size, path, "s", CALLS) for rank in range(size)]

@@ -22,7 +22,7 @@ from rpc_schema.rendezvous import (
     StoreServer,
 )
 from tests.support.strangers import gets_in
-from tests.support.waiting import wait_until
+from tests.support.waiting import PATIENCE_S, wait_until
 
 HOST = "127.0.0.1"
 
@@ -84,7 +84,7 @@ def test_threads_share_a_member(place):
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(60)
+            thread.join(PATIENCE_S)
         assert answers == [[True] * 50] * 4
 
 

@@ -14,11 +14,12 @@ import pytest
 import torch
 from torch.distributed import HashStore, PrefixStore
 
+from tests.support.waiting import PATIENCE_S
 from worker_daemon.distributed.peer_memory import PeerMemoryError
 from worker_daemon.distributed.symmetric import MappedPeers, open_peers, share
 
 BLOCK_BYTES = 1 << 20
-TIMEOUT_S = 60.0
+TIMEOUT_S = PATIENCE_S
 
 
 class FileBlock:

@@ -1,5 +1,5 @@
-"""Matrix products with LoRA adapters under Triton's interpreter against fp64; run by
-test_interpreted.
+"""Matrix products with LoRA adapters under Triton's interpreter against fp64; conftest.py
+runs it.
 
 The interpreter holds bf16 as integers and multiplies those; here it multiplies their values.
 """
@@ -20,6 +20,8 @@ from worker_daemon.kernels.adapted_linear import AdaptedLinear
 from worker_daemon.kernels.linear import ThinLinear
 from worker_daemon.kernels.lora import AdapterProducts
 from worker_daemon.kernels.tuning import MatrixTile, Tuning
+
+pytestmark = pytest.mark.each_value  # make test-all runs every combination
 
 CPU = torch.device("cpu")
 ONE_SHARE = MatrixTile(16, 32, num_splits=1, num_warps=4, num_stages=2, prefetch=0)

@@ -1,4 +1,4 @@
-"""Greedy tokens under Triton's interpreter against torch's argmax; run by test_interpreted."""
+"""Greedy tokens under Triton's interpreter against torch's argmax; conftest.py runs it."""
 
 import pytest
 import torch

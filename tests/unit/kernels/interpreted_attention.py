@@ -1,4 +1,4 @@
-"""Paged attention under Triton's interpreter against a dense fp64 softmax; run by test_interpreted.
+"""Paged attention under Triton's interpreter against a dense fp64 softmax; conftest.py runs it.
 
 fp32 and fp16 only: the interpreter's dot reads bf16 operands as integers. The GPU tests cover bf16.
 """
@@ -20,6 +20,8 @@ from tests.support.attention_steps import GivenSinks, layer_of, random_sinks
 from worker_daemon.kernels.paged_attention import TritonAttention, paged_attention
 from worker_daemon.kernels.paged_decode import workspace_elements
 from worker_daemon.kernels.tiles import Tile
+
+pytestmark = pytest.mark.each_value  # make test-all runs every combination
 
 BOUNDS = {torch.float32: 1e-6, torch.float16: 1e-3}
 # A score is exact to 2^-23 of its cap.
@@ -156,7 +158,7 @@ def test_batch_of_padding_only() -> None:
     assert torch.equal(attend(batch, None), torch.zeros(batch.q.shape))
 
 
-@pytest.mark.parametrize("num_padding", [0, 300])
+@pytest.mark.parametrize("num_padding", [0, 40])
 def test_callers_workspace_is_used(num_padding: int) -> None:
     """Padding, of which a step with long prompts may have much, needs none of it."""
     batch = build(Shape(4, 2, 80), DECODES, seed=5, num_padding=num_padding)

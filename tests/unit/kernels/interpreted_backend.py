@@ -1,4 +1,4 @@
-"""The GPU's choice of kernels under Triton's interpreter; run by test_interpreted. What each kernel
+"""The GPU's choice of kernels under Triton's interpreter; conftest.py runs it. What each kernel
 computes is tested beside this one."""
 
 import torch

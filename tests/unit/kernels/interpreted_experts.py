@@ -1,4 +1,4 @@
-"""Kernels of experts under Triton's interpreter against float64; run by test_interpreted.
+"""Kernels of experts under Triton's interpreter against float64; conftest.py runs it.
 
 The interpreter multiplies bf16 tiles wrongly, so products run in fp16 and fp32 here and in bf16 in
 tests/gpu/test_expert_kernels.py.
@@ -39,6 +39,8 @@ from worker_daemon.layers.setup import LayerSetup
 from worker_daemon.layers.torch_experts import TorchExperts
 from worker_daemon.layers.torch_ops import TorchOps
 from worker_daemon.models.weights import load_dummy_weights
+
+pytestmark = pytest.mark.each_value  # make test-all runs every combination
 
 OPS = TritonExperts(torch.device("cpu"))
 LAYER_OPS = TritonOps(torch.device("cpu"))

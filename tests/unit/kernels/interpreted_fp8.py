@@ -1,4 +1,4 @@
-"""Products with weights in FP8 under Triton's interpreter against fp64; run by test_interpreted.
+"""Products with weights in FP8 under Triton's interpreter against fp64; conftest.py runs it.
 
 The interpreter multiplies bf16 tiles wrongly (see interpreted_linear.py), so these run in fp16 with
 values that bf16 has too, and in bf16 in tests/gpu/test_fp8_kernels.py.
@@ -29,6 +29,9 @@ from worker_daemon.kernels.ops import TritonOps
 from worker_daemon.kernels.tiles import DeviceLimits
 from worker_daemon.kernels.tuning import MatrixTile, Tile, VectorTile
 from worker_daemon.layers.torch_ops import TorchOps
+
+EXHAUSTIVE = pytest.mark.exhaustive
+pytestmark = pytest.mark.each_value  # make test-all runs every combination
 
 CPU = torch.device("cpu")
 BOUND = 1e-3
@@ -90,7 +93,8 @@ def test_dequantized_weights_have_the_bits_of_torch(shape: tuple[int, int], scal
 
 
 @pytest.mark.parametrize(
-    ("num_rows", "num_outputs", "num_inputs"), [(130, 72, 200), (65, 150, 256)]
+    ("num_rows", "num_outputs", "num_inputs"),
+    [pytest.param(130, 72, 200, marks=EXHAUSTIVE), (65, 150, 256)],
 )
 @pytest.mark.parametrize("splits", [1, 2])
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of undefined rows of padding
@@ -147,7 +151,7 @@ def sum_of_terms(rows: Fp8Rows) -> torch.Tensor:
     return (first + second / TERM_RATIO) * rows.scale.double().unsqueeze(1)
 
 
-@pytest.mark.parametrize("num_columns", [64, 100, 5000])
+@pytest.mark.parametrize("num_columns", [64, 100, pytest.param(5000, marks=EXHAUSTIVE)])
 def test_two_terms_are_exact(num_columns: int) -> None:
     x = draw_rows(7, num_columns) * torch.logspace(-3, 3, 7).bfloat16().unsqueeze(1)
     x = x.bfloat16()
@@ -169,7 +173,7 @@ def test_a_row_with_nan_is_nan() -> None:
         assert product.isnan().tolist() == [False, True, False, False]
 
 
-@pytest.mark.parametrize("num_columns", [64, 100, 5000])
+@pytest.mark.parametrize("num_columns", [64, 100, pytest.param(5000, marks=EXHAUSTIVE)])
 def test_one_term(num_columns: int) -> None:
     x = torch.randn(7, num_columns) * torch.logspace(-3, 3, 7).unsqueeze(1)
     x[3] = 0
@@ -180,7 +184,7 @@ def test_one_term(num_columns: int) -> None:
     assert_rounded(values, wanted)
 
 
-@pytest.mark.parametrize("num_columns", [64, 100, 384, 17000])
+@pytest.mark.parametrize("num_columns", [64, 384, 4200, pytest.param(17000, marks=EXHAUSTIVE)])
 def test_one_term_with_scales_of_blocks(num_columns: int) -> None:
     x = draw_rows(4, num_columns) * torch.logspace(-3, 3, 4).half().unsqueeze(1)
     x[1] = 0

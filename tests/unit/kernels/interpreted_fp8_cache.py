@@ -1,5 +1,5 @@
 """Attention over a KV cache in FP8 under Triton's interpreter, against fp64 over the same cache in
-float32; run by test_interpreted.
+float32; conftest.py runs it.
 
 Queries in bfloat16 become float16, so that the interpreter's dot takes them too (see
 interpreted_attention).
@@ -25,6 +25,8 @@ from tests.support.rotated_decodes import make_decode
 from worker_daemon.kernels.ops import TritonOps
 from worker_daemon.kernels.paged_attention import TritonAttention, paged_attention
 from worker_daemon.kernels.tiles import DeviceLimits
+
+pytestmark = pytest.mark.each_value  # make test-all runs every combination
 
 CPU = torch.device("cpu")
 SEED = random.randrange(1 << 30)

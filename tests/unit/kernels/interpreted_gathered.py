@@ -1,5 +1,5 @@
 """Attention over gathered keys under Triton's interpreter, against a dense fp64 softmax and copies
-by torch; run by test_interpreted.
+by torch; conftest.py runs it.
 
 fp32 and fp16 only, as in interpreted_attention.
 """
@@ -22,6 +22,8 @@ from tests.support.fp8_caches import in_fp8, random_scales, store
 from worker_daemon.contracts.attention import KeyRange
 from worker_daemon.kernels.gathered_prefill import TritonGathered, gathered_attention
 from worker_daemon.kernels.tiles import Tile
+
+pytestmark = pytest.mark.each_value  # make test-all runs every combination
 
 CPU = torch.device("cpu")
 SEED = random.randrange(1 << 30)

@@ -1,4 +1,4 @@
-"""Products with weights in 4 bits under Triton's interpreter against fp64; run by test_interpreted.
+"""Products with weights in 4 bits under Triton's interpreter against fp64; conftest.py runs it.
 
 The interpreter multiplies bf16 tiles wrongly (see interpreted_linear.py), so these run in fp16, and
 in bf16 in tests/gpu/test_int4_kernels.py, where values are converted by instructions of the device.
@@ -13,6 +13,8 @@ from worker_daemon.kernels.int4_row import choose_row_tile
 from worker_daemon.kernels.ops import TritonOps
 from worker_daemon.kernels.tuning import MatrixTile, Tile, VectorTile
 from worker_daemon.layers.torch_ops import TorchOps
+
+pytestmark = pytest.mark.each_value  # make test-all runs every combination
 
 CPU = torch.device("cpu")
 BOUND = 1e-3

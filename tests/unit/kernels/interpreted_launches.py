@@ -1,5 +1,5 @@
 """The attention kernels that a GPU would launch for published models at their real sizes, with the
-options of each launch; run by test_interpreted. No kernel runs, and no tensor has memory."""
+options of each launch; conftest.py runs it. No kernel runs, and no tensor has memory."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace

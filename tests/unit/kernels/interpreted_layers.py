@@ -1,4 +1,4 @@
-"""The layer kernels under Triton's interpreter against torch in fp64; run by test_interpreted."""
+"""The layer kernels under Triton's interpreter against torch in fp64; conftest.py runs it."""
 
 from typing import get_args
 
@@ -21,7 +21,10 @@ from worker_daemon.contracts.layer_ops import Activation, Norm, NormedSum
 from worker_daemon.kernels.ops import TritonOps
 
 # A gate far below 0 makes exp infinite, and its sigmoid 0.
-pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in exp:RuntimeWarning")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:overflow encountered in exp:RuntimeWarning"),
+    pytest.mark.each_value,
+]  # make test-all runs every combination
 OPS = TritonOps(torch.device("cpu"))
 # The interpreter cuts bf16 off where a device rounds.
 LOOSER = {torch.bfloat16: 8e-3}

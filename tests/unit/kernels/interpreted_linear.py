@@ -1,4 +1,4 @@
-"""Skinny GEMMs under Triton's interpreter against fp64; run by test_interpreted.
+"""Skinny GEMMs under Triton's interpreter against fp64; conftest.py runs it.
 
 The interpreter multiplies bf16 tiles wrongly (it holds them as integers), so matrix tiles run in
 fp16 here and in bf16 in tests/gpu/test_linear_kernels.py. It also cuts a bf16 result off where a
@@ -15,6 +15,8 @@ from worker_daemon.contracts.layer_ops import Activation
 from worker_daemon.kernels.linear import ThinLinear, launch_matrix
 from worker_daemon.kernels.row_linear import launch_row
 from worker_daemon.kernels.tuning import MatrixTile, Tuning, VectorTile
+
+pytestmark = pytest.mark.each_value  # make test-all runs every combination
 
 BOUNDS = {torch.float16: 1e-3, torch.bfloat16: 2**-7}
 

@@ -1,4 +1,4 @@
-"""The kernel of grammar masks under Triton's interpreter; run by test_interpreted."""
+"""The kernel of grammar masks under Triton's interpreter; conftest.py runs it."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Kernels of penalties under Triton's interpreter against plain torch; run by test_interpreted."""
+"""Kernels of penalties under Triton's interpreter against plain torch; conftest.py runs it."""
 
 import pytest
 import torch

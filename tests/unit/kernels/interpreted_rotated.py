@@ -1,4 +1,4 @@
-"""Decodes that turn and store their own heads, under Triton's interpreter; run by test_interpreted.
+"""Decodes that turn and store their own heads, under Triton's interpreter; conftest.py runs it.
 
 fp32 and fp16 only: the interpreter's dot reads bf16 operands as integers. The GPU tests cover bf16.
 """
@@ -22,6 +22,8 @@ from tests.support.rotated_decodes import (
 from worker_daemon.kernels.ops import TritonOps
 from worker_daemon.kernels.paged_attention import TritonAttention
 from worker_daemon.kernels.tiles import DeviceLimits, Tile
+
+pytestmark = pytest.mark.each_value  # make test-all runs every combination
 
 CPU = torch.device("cpu")
 BACKEND = TritonAttention(CPU)

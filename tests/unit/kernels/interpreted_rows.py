@@ -1,4 +1,4 @@
-"""The row kernels under Triton's interpreter; run by test_interpreted."""
+"""The row kernels under Triton's interpreter; conftest.py runs it."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Sampling kernels under Triton's interpreter against plain torch; run by test_interpreted."""
+"""Sampling kernels under Triton's interpreter against plain torch; conftest.py runs it."""
 
 import numpy as np
 import pytest
@@ -17,6 +17,8 @@ from tests.support.sampling_checks import (
 from worker_daemon.kernels import sampling as kernels
 from worker_daemon.kernels.sampling import LIST_BLOCK, READ_BLOCK, TritonSampling
 from worker_daemon.sample.sampler import TorchSampling
+
+pytestmark = pytest.mark.each_value  # make test-all runs every combination
 
 SAMPLING = TritonSampling(torch.device("cpu"))
 LONG = READ_BLOCK + LIST_BLOCK + 77

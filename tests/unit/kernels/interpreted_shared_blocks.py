@@ -6,6 +6,8 @@ import pytest
 from benchmarks.paged_reference import Shape
 from tests.support.shared_blocks import Meeting, check_other_steps, check_planned_steps, is_right
 
+pytestmark = pytest.mark.each_value  # make test-all runs every combination
+
 SHAPE = Shape(2, 1, 16)
 
 

@@ -1,4 +1,4 @@
-"""A step's ends under Triton's interpreter; run by test_interpreted."""
+"""A step's ends under Triton's interpreter; conftest.py runs it."""
 
 import pytest
 

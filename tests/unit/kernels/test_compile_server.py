@@ -18,7 +18,7 @@ import torch
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
-from tests.support.waiting import wait_until
+from tests.support.waiting import PATIENCE_S, wait_until
 from worker_daemon import kernel_compiler
 from worker_daemon.kernel_compiler import CompileRequest, KernelCompiler, hash_sources
 from worker_daemon.kernels import compile_ahead, step_buffers
@@ -31,7 +31,7 @@ from worker_daemon.server.assembly import running_compiler
 HOPPER = GPUTarget("cuda", 90, 32)
 NOTHING = json.dumps({"name": "no.such.kernel"})
 UNKNOWN = CompileRequest("cuda", 90, 32, "", hash_sources(), NOTHING)
-ENDS_WITHIN_S = 30.0
+ENDS_WITHIN_S = PATIENCE_S
 
 ORPHAN = """
 import sys, time

@@ -187,6 +187,7 @@ def test_a_window_of_a_whole_sequence_is_none() -> None:
     assert computed(1024, 1024, window=1023) == "gathered"
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("window", [None, 300])
 @pytest.mark.parametrize(("logit_softcap", "has_sinks"), [(2.0, False), (None, True), (2.0, True)])
 def test_no_whole_attention_for_capped_scores_or_sinks(

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.support.waiting import PATIENCE_S
 from worker_daemon.errors import CapacityError, ConfigError
 from worker_daemon.lora.adapter_files import AdapterFiles
 from worker_daemon.lora.device_slots import DeviceSlots
@@ -93,7 +94,7 @@ class Disk:
 
     def __call__(self, name):
         self.names.append(name)
-        assert self.may_read.wait(30)
+        assert self.may_read.wait(PATIENCE_S)
         if name == "bad":
             raise ConfigError("it is bad")
         return AdapterFiles(torch.zeros(1), len(self.names))

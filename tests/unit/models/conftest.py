@@ -13,6 +13,7 @@ import torch
 import transformers
 
 from tests.support.paged_run import MAX_LEN, PagedRun
+from tests.support.waiting import PATIENCE_S
 from worker_daemon.distributed.tp import SingleRank
 from worker_daemon.layers.torch_attention import TorchPagedAttention
 from worker_daemon.layers.torch_ops import TorchOps
@@ -92,7 +93,7 @@ class ThreadGroup:
     def __init__(self, size):
         self.size = size
         self.slots = [None] * size
-        self.barrier = threading.Barrier(size, timeout=30)
+        self.barrier = threading.Barrier(size, timeout=PATIENCE_S)
 
     def exchange(self, rank, x):
         self.slots[rank] = x
@@ -170,7 +171,7 @@ def on_tensor_parallel_ranks():
         group = ThreadGroup(size)
         with ThreadPoolExecutor(size) as pool:
             futures = [pool.submit(function, ThreadRank(group, rank)) for rank in range(size)]
-            return [future.result(timeout=60) for future in futures]
+            return [future.result(timeout=PATIENCE_S) for future in futures]
 
     return run
 

@@ -7,6 +7,8 @@ import torch
 from worker_daemon.layers.attention import NullAttention
 from worker_daemon.layers.torch_attention import TorchPagedAttention
 
+pytestmark = pytest.mark.each_value  # make test-all runs every combination
+
 ROPES = {
     "default": {"rope_type": "default", "rope_theta": 5e5},
     "linear": {"rope_type": "linear", "factor": 3.0},

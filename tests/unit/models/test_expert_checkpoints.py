@@ -23,6 +23,8 @@ from worker_daemon.models.weight_places import Manifest, checkpoint_places
 from worker_daemon.models.weights import load_weights, tensor_names
 from worker_daemon.worker.resolve import resolve_model
 
+pytestmark = pytest.mark.each_value  # make test-all runs every combination
+
 SIZES = {"num_experts_per_tok": 2, "moe_intermediate_size": 24}
 MODELS = {
     "MixtralForCausalLM": {"num_local_experts": 4},

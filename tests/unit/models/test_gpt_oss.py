@@ -34,6 +34,8 @@ from worker_daemon.models.weights import (
 )
 from worker_daemon.worker.weight_transfer.engines import DiskReader
 
+pytestmark = pytest.mark.each_value  # make test-all runs every combination
+
 ARCHITECTURE = "GptOssForCausalLM"
 FIELDS = {
     "hidden_size": 64,

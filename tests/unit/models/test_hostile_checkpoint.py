@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 from rpc_schema.config import ModelConfig
+from tests.support.waiting import PATIENCE_S
 from worker_client.errors import ClientConfigError
 from worker_client.tokenizer import load_tokenizer
 from worker_daemon.errors import CheckpointError, ConfigError
@@ -32,7 +33,7 @@ BASE = {
 }
 HUGE = 10**400
 
-pytestmark = pytest.mark.timeout(20)
+pytestmark = pytest.mark.timeout(PATIENCE_S)
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,8 @@ from worker_daemon.models.decoder import checkpoint_names
 from worker_daemon.models.int4_order import load_orders
 from worker_daemon.models.weights import load_dummy_weights, load_weights
 
+pytestmark = pytest.mark.each_value  # make test-all runs every combination
+
 LENGTHS = (1, 5, 40, 13)
 TOLERANCE = 2e-4
 SIZES = {

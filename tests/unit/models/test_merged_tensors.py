@@ -30,6 +30,8 @@ from worker_daemon.models.tensorized import read_tensorized, tensorizer_files
 from worker_daemon.models.weight_places import Manifest, checkpoint_places, kernel_places
 from worker_daemon.models.weights import WriteObserver, load_dummy_weights, load_weights
 
+pytestmark = pytest.mark.each_value  # make test-all runs every combination
+
 ARCHITECTURE = "Phi3ForCausalLM"
 LENGTHS = (1, 5, 40, 13)
 QKV = "model.layers.0.self_attn.qkv_proj.weight"

@@ -29,6 +29,8 @@ from worker_daemon.models.weight_places import Manifest, checkpoint_places, kern
 from worker_daemon.models.weights import load_dummy_weights, load_weights
 from worker_daemon.worker.weight_transfer.engines import DiskReader
 
+pytestmark = pytest.mark.each_value  # make test-all runs every combination
+
 LENGTHS = (1, 5, 40, 13)
 TOLERANCE = 1e-4
 BLOCKS = {

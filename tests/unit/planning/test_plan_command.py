@@ -8,6 +8,7 @@ from pathlib import Path
 from typer.testing import CliRunner
 
 from tests.support.command_line import DAEMON, environment
+from tests.support.waiting import PATIENCE_S
 from worker_daemon.cli import app
 
 MODEL = ("--model", str(Path(__file__).parents[3] / "benchmarks" / "models" / "llama-8b"))
@@ -20,7 +21,7 @@ def run_plan(directory, *words):
         [*DAEMON, "plan", *words],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=PATIENCE_S,
         env=environment(directory),
         check=False,
     )
@@ -62,7 +63,7 @@ def test_a_wrong_setting_is_one_line_and_an_exit_code(tmp_path):
 def test_serve_does_not_wait_for_what_a_plan_needs():
     code = "import sys, worker_daemon.cli; print({'torch', 'pynvml'} & set(sys.modules))"
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=PATIENCE_S
     )
     assert done.stdout.strip() == "set()"
 

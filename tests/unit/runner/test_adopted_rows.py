@@ -11,6 +11,7 @@ from row_steps import Admission, NaiveRows, Plan, StepGenerator, encode, int32s,
 
 from rpc_schema.adoption import MAX_PAGE_BYTES, MAX_ROW_BLOCKS
 from rpc_schema.sampling import SamplingParams
+from tests.support.exhaustive import seeds
 from worker_daemon.errors import InvalidStepError
 from worker_daemon.runner import adoption, token_history
 from worker_daemon.runner.adoption import describe_requests
@@ -131,7 +132,7 @@ class Rank:
             assert row.extensions == request.sampling.extensions()
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", seeds(2, of=4))
 def test_rows_are_told_as_the_last_result_left_them(seed):
     rng = np.random.default_rng(seed)
     limits = draw_limits(rng)

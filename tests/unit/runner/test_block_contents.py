@@ -12,6 +12,7 @@ import pytest
 from row_steps import bitmap, int32s, request_state, uint16s
 
 from rpc_schema.step import ExecuteModel, NewRequestData
+from tests.support.exhaustive import seeds
 from worker_daemon.errors import InvalidStepError, PrecededByError
 from worker_daemon.runner.block_contents import BlockContents
 from worker_daemon.runner.scheduled_step import StepLimits
@@ -238,7 +239,7 @@ class SimpleDriver:
         self.running, self.cached, self.fresh, self.resync = {}, {}, {}, True
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", seeds(5, of=20))
 def test_offered_blocks_hold_what_their_hashes_say(seed):
     rng = random.Random(seed)
     rank, num_offered, num_restored = Rank(rng), 0, 0

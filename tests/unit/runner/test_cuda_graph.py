@@ -269,7 +269,7 @@ class RandomRequests:
         return message, arrays
 
 
-@pytest.mark.parametrize("num_stages", [1, 2, 3])
+@pytest.mark.parametrize("num_stages", [1, pytest.param(2, marks=pytest.mark.exhaustive), 3])
 def test_replayed_stages_sample_the_tokens_of_one_eager_stage(tmp_path, graphs, num_stages):
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     config = read_model_config(tmp_path)

@@ -8,6 +8,7 @@ import torch
 from row_steps import NaiveRows, Plan, StepGenerator, encode, request_state
 
 from rpc_schema.sampling import SamplingParams
+from tests.support.exhaustive import seeds
 from worker_daemon.runner.input_batch import InputBuilder
 from worker_daemon.runner.row_tables import RowTables, TorchRowKernels
 from worker_daemon.runner.scheduled_step import StepLimits
@@ -144,7 +145,7 @@ def check_sampling(metadata, chosen, rows):
 
 
 @pytest.mark.parametrize("padded", [False, True])
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("seed", seeds(3, of=10))
 def test_gathered_tensors_equal_naive_ones_over_random_steps(seed, padded):
     rng = np.random.default_rng(100 + seed)
     limits = draw_limits(rng)

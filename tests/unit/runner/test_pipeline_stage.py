@@ -186,6 +186,7 @@ def fitting(place):
 CASES = [(place, name) for place in (FIRST, MIDDLE, LAST) for name in fitting(place)]
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize(("place", "fails_at"), CASES)
 @pytest.mark.parametrize("defer", [0, 0.5, 1])
 def test_failure_leaves_no_exchange_out_or_breaks_the_link(place, fails_at, defer):

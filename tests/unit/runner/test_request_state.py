@@ -21,6 +21,7 @@ from row_steps import (
 
 from rpc_schema.sampling import SamplingParams
 from rpc_schema.step import ExecuteModel
+from tests.support.exhaustive import seeds
 from worker_daemon.errors import InvalidStepError, PrecededByError
 from worker_daemon.runner.scheduled_step import StepLimits
 from worker_daemon.runner.step_judge import MAX_UNSAMPLED_STEPS
@@ -120,7 +121,7 @@ def check_counts(state, rows, seq):
         assert refused.value.field == "resync"
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", seeds(4, of=12))
 def test_rows_follow_a_plain_dict_over_random_steps(seed):
     rng = np.random.default_rng(seed)
     limits = draw_limits(rng) if seed else LIMITS
@@ -659,7 +660,7 @@ def broken_decodes(rng, message, rows):
                 yield replace(message, **other), "num_scheduled_tokens"
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", seeds(3, of=6))
 def test_runs_of_decodes_follow_a_plain_dict_and_refuse_what_is_broken(seed):
     rng = np.random.default_rng(seed)
     limits = StepLimits(12, 400, 41, 19, 2 ** int(rng.integers(1, 4)), 30)

@@ -37,7 +37,7 @@ def random_limits(seed):
     )
 
 
-ALL_LIMITS = TINY + [random_limits(seed) for seed in range(40)]
+ALL_LIMITS = TINY + [random_limits(seed) for seed in range(12)]
 
 
 def test_warm_up_steps_are_valid_within_any_limits():
@@ -114,6 +114,7 @@ def test_the_sweep_of_decodes_is_valid():
         assert max(step.longest for step in steps) == limits.max_model_len
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("has_fp8_cache", [False, True])
 @pytest.mark.parametrize("num_kv_heads", [1, 4, 8])
 @pytest.mark.parametrize("num_sms", [78, 132])

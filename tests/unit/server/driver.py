@@ -34,8 +34,9 @@ from rpc_schema.config import (
 )
 from rpc_schema.kv_cache import KVCacheConfig
 from rpc_schema.version import PROTOCOL_VERSION
+from tests.support.waiting import PATIENCE_S
 
-START_LIMIT_S = 60.0
+START_LIMIT_S = PATIENCE_S
 REPLY_LIMIT_MS = 30_000
 STEP_DEADLINE_MS = 30_000
 """However busy the tests' host is."""
@@ -82,7 +83,7 @@ class DaemonProcess:
     def stop(self) -> None:
         if self.process.poll() is None:
             self.process.kill()
-        self.process.wait(10)
+        self.process.wait(PATIENCE_S)
 
 
 class Driver:

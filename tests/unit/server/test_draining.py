@@ -5,6 +5,7 @@ import time
 
 import pytest
 
+from tests.support.waiting import PATIENCE_S
 from worker_daemon.errors import StateError
 from worker_daemon.server.progress import Progress
 from worker_daemon.server.session import draining as drains_module
@@ -12,7 +13,7 @@ from worker_daemon.server.session.draining import Draining
 from worker_daemon.server.session.lease import DriverIdentity, Lease, LeaseRequest
 from worker_daemon.server.step_thread import Resume, StopSteps
 
-LIMIT_S = 20.0
+LIMIT_S = PATIENCE_S
 
 
 class StepThreadSide:

@@ -7,10 +7,9 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 
+from tests.support.waiting import PATIENCE_S
 from worker_daemon.server.progress import Progress
 from worker_daemon.server.session.expert_loads import LIMIT_S, ExpertLoadReader
-
-PATIENCE_S = 10.0
 
 
 @dataclass

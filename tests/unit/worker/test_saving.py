@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 from worker_driver import WorkerDriver
 
 from rpc_schema import lifecycle
+from tests.support.waiting import PATIENCE_S
 from worker_daemon.errors import CapacityError, CheckpointError, ConfigError, WorkerError
 from worker_daemon.worker.worker import Worker
 
@@ -406,7 +407,7 @@ def test_process_killed_at_any_point_leaves_a_whole_set(model_root, save_root, l
         [sys.executable, str(KILLED), str(model_root), str(save_root), "sharded_state"],
         capture_output=True,
         text=True,
-        timeout=110,
+        timeout=PATIENCE_S,
         env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[3])},
     )
     assert done.returncode == 0, done.stderr

@@ -16,6 +16,7 @@ import torch
 from worker_driver import WorkerDriver
 
 from rpc_schema import lifecycle
+from tests.support.waiting import PATIENCE_S
 from worker_daemon.errors import CapacityError, CheckpointError, ConfigError, WorkerError
 from worker_daemon.worker.worker import Worker
 
@@ -247,7 +248,7 @@ def test_killed_at_any_point_leaves_a_whole_set(library, model_root, save_root, 
         [sys.executable, str(KILLED), str(model_root), str(save_root), "tensorizer"],
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=PATIENCE_S,
         check=False,
         cwd=Path(__file__).parents[3],
         env={**os.environ, "PYTHONPATH": "."},

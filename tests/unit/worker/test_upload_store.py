@@ -15,6 +15,7 @@ import torch
 
 from rpc_schema.uploads import CHUNK_BYTES, MAX_UPLOAD_BYTES, UploadChunk
 from tests.support.uploads import chunks_of, reference_hash
+from tests.support.waiting import PATIENCE_S
 from worker_daemon.errors import CapacityError, ConfigError
 from worker_daemon.worker.uploads import MAX_UNFINISHED, MAX_UPLOADS, Uploads
 
@@ -217,7 +218,7 @@ def test_readers_on_another_thread_see_whole_tensors_or_none() -> None:
     reader = threading.Thread(target=read)
     reader.start()
     try:
-        give_up = time.monotonic() + 30
+        give_up = time.monotonic() + PATIENCE_S
         for chunks in itertools.cycle(tensors):
             for chunk in chunks:
                 try:
@@ -272,6 +273,10 @@ except CapacityError as error:
 
 def test_host_without_memory_refuses_and_says_nothing_else() -> None:
     ended = subprocess.run(
-        [sys.executable, "-c", FULL_HOST], capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-c", FULL_HOST],
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+        check=False,
     )
     assert (ended.stdout, ended.stderr) == ("refused shape 0\n", "")
