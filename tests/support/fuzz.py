@@ -1,8 +1,10 @@
-"""Random and structured frames for every socket of a daemon: `python -m tests.support.fuzz` starts
-one with keys and one without, sends each --frames of them, and prints the results."""
+"""Hostile input: `python -m tests.support.fuzz` runs the fuzzers of a table and prints their
+results, or those that --only names. Has the fuzzer of sockets: random and structured frames for
+every socket of a daemon with keys, and of one without."""
 
 import argparse
 import contextlib
+import importlib
 import json
 import random
 import shutil
@@ -216,25 +218,46 @@ def fuzz_daemon(
         daemon.stop()
 
 
-def main() -> None:
-    """Run it."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--frames", type=int, default=1_000_000)
-    parser.add_argument("--seconds", type=float, default=3600.0)
-    parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(2**31))
-    given = parser.parse_args()
+def fuzz_sockets(given: argparse.Namespace) -> Iterator[dict[str, object]]:
+    """Fuzz a daemon without keys, then one with keys."""
     directory = Path(tempfile.mkdtemp(prefix="fz-"))
-    print(f"seed {given.seed}")
     try:
         for with_keys in (False, True):
-            print(
-                json.dumps(
-                    fuzz_daemon(directory, with_keys, given.frames, given.seconds, given.seed)
-                )
-            )
-            sys.stdout.flush()
+            yield fuzz_daemon(directory, with_keys, given.frames, given.seconds, given.seed)
     finally:
         shutil.rmtree(directory)
+
+
+def in_module(module: str) -> Callable[[argparse.Namespace], Iterator[dict[str, object]]]:
+    """Return the fuzzer of a module, which is imported only if it runs."""
+
+    def run(given: argparse.Namespace) -> Iterator[dict[str, object]]:
+        yield importlib.import_module(module).fuzz(given.seconds, given.seed)
+
+    return run
+
+
+FUZZERS = {
+    "sockets": fuzz_sockets,
+    "patterns": in_module("tests.support.fuzz_patterns"),
+}
+"""By name. A module has a function fuzz(seconds, seed), which returns a summary and raises
+AssertionError."""
+
+
+def main() -> None:
+    """Run them."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", nargs="+", choices=FUZZERS, default=list(FUZZERS))
+    parser.add_argument("--frames", type=int, default=1_000_000, help="for each kind of socket")
+    parser.add_argument("--seconds", type=float, default=600.0, help="for each fuzzer, at most")
+    parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(2**31))
+    given = parser.parse_args()
+    print(f"seed {given.seed}")
+    for name in given.only:
+        for summary in FUZZERS[name](given):
+            print(name, json.dumps(summary))
+            sys.stdout.flush()
 
 
 if __name__ == "__main__":
