@@ -4,18 +4,19 @@ process unless it handles them, even SIGKILL from inside, so it must not be the 
 import os
 import signal
 import sys
+from collections.abc import Mapping
 from typing import Final
 
 _FORWARDED: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 
 
-def run_below(command: list[str]) -> int:
+def run_below(command: list[str], environment: Mapping[str, str]) -> int:
     """Run a command as a child; pass signals on to it, and wait for all processes that end. Return
     its exit code, 128 and N if signal N ended it."""
     awaited = {*_FORWARDED, signal.SIGCHLD}
     signal.pthread_sigmask(signal.SIG_BLOCK, awaited)
     # A group of its own: the terminal's signals come to this process, which passes them on once.
-    child = os.posix_spawn(command[0], command, os.environ, setpgroup=0, setsigmask=())
+    child = os.posix_spawn(command[0], command, environment, setpgroup=0, setsigmask=())
     while True:
         number = signal.sigwait(awaited)
         if number != signal.SIGCHLD:

@@ -1,5 +1,5 @@
-"""Regular expressions of a checkpoint for names of modules. They have Python's meaning, and whoever
-wrote them may want them to take forever: a process that can be killed matches them."""
+"""Regular expressions of a checkpoint for names of modules. They have Python's meaning, and their
+author may want them to take forever: a process that can be killed matches them."""
 
 import json
 import subprocess
