@@ -61,7 +61,7 @@ fmt: $(STAMP)    ## format and fix
 bench: $(STAMP)  ## measure the wire and, on a GPU, all else; update docs/performance.*: make bench ARGS="--only e2e --models llama-8b"
 	$(BIN)/python -m benchmarks $(ARGS)
 
-fuzz: $(STAMP)   ## hostile frames on every socket; grammars, chat templates and texts that cost too much: make fuzz ARGS="--only grammars --seconds 600"
+fuzz: $(STAMP)   ## hostile input, 10 minutes a fuzzer: make fuzz ARGS="--only patterns --seconds 600"
 	$(BIN)/python -m tests.support.fuzz $(ARGS)
 
 schemas: $(STAMP)         ## the public JSON schema suite against our grammars: make schemas ARGS="--outputs 100 --seed 7"

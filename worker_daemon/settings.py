@@ -127,6 +127,11 @@ def load_settings(command_line: Given, config_file: Path | None) -> ProcessSetti
     return replace(build_settings(given), notify_socket=os.environ.get("NOTIFY_SOCKET", ""))
 
 
+def own_environment() -> Mapping[str, str]:
+    """Return the environment, for a child that has the same."""
+    return os.environ
+
+
 def prepare_environment(data_interface: str | None = None) -> None:
     """Set the environment that torch, gloo and NCCL read on import; called before torch is
     imported. data_interface: None keeps the environment's or, without one, sets loopback."""

@@ -15,6 +15,10 @@ TRITON = "Triton takes long to import, and a daemon on the CPU does without"
 TORCH = "torch takes seconds to import, for which no command and no socket should wait"
 
 LATE_IMPORTS = {
+    (
+        "worker_daemon.__main__",
+        "worker_daemon.cli",
+    ): "the first process of a container needs none of it",
     ("worker_daemon.cli", "worker_daemon.plan.plan_report"): TORCH,
     ("worker_daemon.cli", "worker_daemon.plan.planning"): TORCH,
     ("worker_daemon.cli", "worker_daemon.server.assembly"): "the extra `worker` is asked for first",

@@ -4,6 +4,8 @@ and the daemons keep serving."""
 import json
 import shutil
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 from subprocess import run
 
 import pytest
@@ -15,6 +17,8 @@ from rpc_schema.weight_transfer import DiskEngine, DiskSource
 from tests.support.checkpoints import DYNAMIC
 from tests.support.driving import assert_serves
 from tests.support.faulty_daemon import INJECTED, Fault, FaultyDaemons
+from tests.support.quantized import compressed_config
+from tests.support.secured import ask
 from tests.support.serving import connect, generate, greedy_request, worker_config
 from tests.support.waiting import PATIENCE_S
 from worker_client.errors import (
@@ -29,6 +33,7 @@ from worker_client.errors import (
     RemoteConfigError,
     RequestError,
 )
+from worker_client.keys import NO_KEYS
 from worker_client.launcher import LocalDaemons
 from worker_client.worker_client import TensorList
 from worker_client.worker_group import WorkerGroup
@@ -146,6 +151,24 @@ def broken_copy(sharded, model_root):
 def test_broken_checkpoint(assert_refused, broken_copy, change, error, words):
     change(broken_copy)
     assert_refused(worker_config(broken_copy), error, *words)
+
+
+def test_health_is_answered_while_a_catastrophic_pattern_is_matched(
+    assert_refused, daemons, broken_copy
+):
+    quantization = compressed_config("channel", "dynamic", [f"re:{'.?' * 100}!"])
+    set_fields(quantization_config=quantization)(broken_copy)
+    [endpoint] = daemons.endpoints(1)
+    config = worker_config(broken_copy)
+    words = ("quantization_config.ignore", "too much time", "list the names")
+    answered: list[bool] = []
+    with ThreadPoolExecutor(1) as pool:
+        refusal = pool.submit(assert_refused, config, RemoteConfigError, *words)
+        while not refusal.done():
+            answered.append(ask(endpoint, NO_KEYS, lambda client: client.check_health()).healthy)
+            time.sleep(0.05)
+    refusal.result()
+    assert all(answered) and len(answered) > 5
 
 
 def test_dtype_of_a_checkpoint_that_cannot_be_computed_in(assert_refused, broken_copy):

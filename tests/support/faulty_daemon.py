@@ -19,12 +19,13 @@ from typing import Literal
 import pytest
 
 from worker_client.launcher import READY_TIMEOUT_S, LocalDaemons
-from worker_daemon.cli import app
+from worker_daemon.__main__ import main as run_command_line
 from worker_daemon.contracts.uploads import FindUpload
 from worker_daemon.device.gpu_faults import Fault as GpuFault
 from worker_daemon.device.gpu_faults import fault_of
 from worker_daemon.phases import SetPhase
 from worker_daemon.server import assembly
+from worker_daemon.server.events import Events
 
 HANG_S = 3600.0
 INJECTED = "an injected fault"
@@ -42,8 +43,9 @@ class Fault:
         "execute_model",
         "sample_tokens",
         "send",
+        "publish_heartbeat",
     ]
-    """send: activations to the next stage."""
+    """send: activations to the next stage; publish_heartbeat: on the event loop's thread."""
     what: Literal["raise", "hang", "hold", "kill", "lost", "assert", "skip"]
     """hold: hang with the GIL held, so that no thread of the daemon runs, until end_hold(); lost:
     torch's error for a lost device; assert: a real device-side assert, which appears later; skip:
@@ -315,7 +317,8 @@ def main(patch: pytest.MonkeyPatch) -> None:
 
     patch.setattr(assembly, "make_worker", make_faulty)
     patch.setattr(assembly, "open_fault_watch", lambda device: FileWatch(faults.xids))
-    app()
+    patch.setattr(Events, "publish_heartbeat", faulty(Events.publish_heartbeat, faults))
+    run_command_line()
 
 
 if __name__ == "__main__":

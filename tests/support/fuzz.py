@@ -21,7 +21,7 @@ import zmq
 from rpc_schema.codec import encode_control
 from rpc_schema.lifecycle import Shutdown
 from tests.contract.random_messages import fixed_example, messages
-from tests.support import fuzz_grammars, fuzz_templates
+from tests.support import fuzz_grammars, fuzz_patterns, fuzz_templates
 from tests.support.secured import BareSockets, KeyRing, SecuredDaemon, answers, ask
 from tests.support.waiting import PATIENCE_S, wait_until
 from worker_client.keys import NO_KEYS
@@ -232,7 +232,11 @@ def fuzz_sockets(num_frames: int, seconds: float, seed: int) -> dict[str, object
 
 
 TARGETS: Mapping[str, Callable[[float, int], dict[str, object]]] = MappingProxyType(
-    {"grammars": fuzz_grammars.fuzz, "templates": fuzz_templates.fuzz}
+    {
+        "grammars": fuzz_grammars.fuzz,
+        "patterns": fuzz_patterns.fuzz,
+        "templates": fuzz_templates.fuzz,
+    }
 )
 """Fuzzers besides that of the sockets: each is called with seconds and a seed, returns a summary,
 and raises AssertionError."""

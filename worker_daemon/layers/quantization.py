@@ -1,8 +1,9 @@
 """The quantization of a model's matrices, and which of them it covers. models/quantization.py reads
 it from config.json."""
 
-import re
 from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import accumulate
 from typing import Literal, TypeAlias
 
 WeightScales: TypeAlias = Literal["tensor", "channel", "block"]
@@ -12,7 +13,7 @@ Activations: TypeAlias = Literal["none", "dynamic", "static"]
 scale from the checkpoint."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class IgnoredModules:
     """The matrices that a checkpoint leaves unquantized."""
 
@@ -20,6 +21,8 @@ class IgnoredModules:
     """Complete names, without .weight."""
     patterns: tuple[str, ...] = ()
     """Regular expressions that match the beginning of a name."""
+    matched: frozenset[str] = frozenset()
+    """The names of the model's modules that they match."""
     paths: tuple[str, ...] = ()
     """Each matches a name that is equal to it, begins with it and a dot, or ends with it:
     transformers' modules_to_not_convert."""
@@ -28,12 +31,14 @@ class IgnoredModules:
         """Return True if a matrix is not quantized. module: its name without .weight."""
         return (
             module in self.names
-            or any(re.match(pattern, module) for pattern in self.patterns)
-            or any(
-                module == path or module.startswith(f"{path}.") or module.endswith(path)
-                for path in self.paths
-            )
+            or module in self.matched
+            or module.endswith(self.paths)
+            or not self._beginnings.isdisjoint(accumulate(module.split("."), "{}.{}".format))
         )
+
+    @cached_property
+    def _beginnings(self) -> frozenset[str]:
+        return frozenset(self.paths)
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from worker_daemon.models.config_fields import architecture_name
+from worker_daemon.models.decoder import module_names
 from worker_daemon.models.description import DecoderConfig
 from worker_daemon.models.fields import Fields
 from worker_daemon.models.pooling_config import (
@@ -15,7 +16,7 @@ from worker_daemon.models.pooling_config import (
     read_architecture,
     read_modules,
 )
-from worker_daemon.models.quantization import read_quantization
+from worker_daemon.models.quantization import read_quantization, with_matches
 from worker_daemon.models.registry import find_family
 from worker_daemon.models.text_config import text_fields
 from worker_daemon.regular_file import broken_file, read_whole
@@ -54,6 +55,8 @@ def parse_model_config(hf: Mapping[str, object]) -> DecoderConfig:
         raise fields.error(
             "quantization_config", "is not supported for encoders", "use the unquantized checkpoint"
         )
+    if quantization is not None and quantization.ignored.patterns:
+        quantization = with_matches(quantization, module_names(config))
     return replace(config, quantization=quantization)
 
 

@@ -437,6 +437,13 @@ def checkpoint_tensors(config: DecoderConfig) -> dict[str, TensorSpec]:
     return {part.name: part.spec for piece in _loaded_pieces(config) for part in piece.file_pieces}
 
 
+def module_names(config: DecoderConfig) -> frozenset[str]:
+    """Return the names of a model's matrices and vectors, without .weight, as if it were
+    unquantized. Raises ConfigError as build_stage does."""
+    tensors = unpacked_tensors(replace(config, quantization=None))
+    return frozenset(name.removesuffix(".weight") for name in tensors)
+
+
 def unpacked_tensors(config: DecoderConfig) -> dict[str, TensorSpec]:
     """Return all tensors of the model as if unpacked: a matrix that files have in MXFP4 has its own
     name and shape, instead of those of its blocks and scales. Raises ConfigError as build_stage

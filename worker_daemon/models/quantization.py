@@ -5,8 +5,8 @@ All functions raise ConfigError, which names field, value and fix. Only what is 
 accepted.
 """
 
-import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from dataclasses import replace
 from typing import Final, Literal
 
 from worker_daemon.layers.quantization import (
@@ -18,6 +18,7 @@ from worker_daemon.layers.quantization import (
     WeightScales,
 )
 from worker_daemon.models.fields import Fields
+from worker_daemon.models.module_patterns import matching_names
 from worker_daemon.models.quantization_int4 import PACKED, read_awq, read_gptq, read_packed
 from worker_daemon.models.safetensors_file import full_name
 
@@ -28,11 +29,6 @@ _STRATEGIES: Final[tuple[WeightScales, ...]] = ("tensor", "channel", "block")
 _BLOCK: Final = [128, 128]
 _UNQUANTIZED: Final = "use the unquantized checkpoint"
 _REGEX: Final = "re:"
-_MAX_PATTERNS: Final = 32
-_MAX_PATTERN_CHARS: Final = 256
-_MAX_REPEATS: Final = 3
-"""Repeats in a pattern: the time of a match grows with the length of a name to this power."""
-_GROUP_REPEAT: Final = re.compile(r"\)[*+{]")
 _SPECIAL: Final = frozenset("*+?[](){}|^$\\")
 _MODULE_END: Final = r"(?:(?<=\.)|(?=\.|$))"
 """The end of a pattern of modules in MXFP4: the end of a name between dots."""
@@ -55,6 +51,14 @@ def read_quantization(fields: Fields) -> Quantization | None:
     return read_awq(config, _named_ignored(config, "modules_to_not_convert"))
 
 
+def with_matches(quantization: Quantization, modules: Collection[str]) -> Quantization:
+    """Return a checkpoint's quantization with those of a model's modules that its patterns match.
+    Raises ConfigError as matching_names does."""
+    ignored = quantization.ignored
+    matched = matching_names(f"{_FIELD}.ignore", ignored.patterns, modules)
+    return replace(quantization, ignored=replace(ignored, matched=matched))
+
+
 def _method(config: Fields) -> str:
     """Return quant_method, one of _METHODS. Checkpoints of ModelOpt may have quant_algo instead."""
     fix = f"use a checkpoint of {', '.join(_METHODS)}, or the unquantized one"
@@ -66,10 +70,10 @@ def _method(config: Fields) -> str:
     return method
 
 
-def read_mxfp4(fields: Fields) -> IgnoredModules | None:
+def read_mxfp4(fields: Fields, modules: Collection[str]) -> IgnoredModules | None:
     """Return what a checkpoint in MXFP4 leaves unquantized, for a family whose experts may be in
-    this format; None if config.json has no quantization_config. Raises ConfigError for other
-    methods."""
+    this format; None if config.json has no quantization_config. modules: all that may be in it.
+    Raises ConfigError for other methods."""
     values = fields.optional_object(_FIELD)
     if not values:
         return None
@@ -79,10 +83,10 @@ def read_mxfp4(fields: Fields) -> IgnoredModules | None:
         raise config.error("quant_method", "is not supported for this model", fix)
     field = "modules_to_not_convert"
     listed = config.optional_texts(field) or []
-    patterns = [f"(?:{text}){_MODULE_END}" for text in listed if _SPECIAL & set(text)]
-    _check_patterns(config, field, patterns)
+    patterns = tuple(f"(?:{text}){_MODULE_END}" for text in listed if _SPECIAL & set(text))
     return IgnoredModules(
-        patterns=tuple(patterns),
+        patterns=patterns,
+        matched=matching_names(config.full_name(field), patterns, modules),
         paths=tuple(text for text in listed if text and not _SPECIAL & set(text)),
     )
 
@@ -181,33 +185,9 @@ def _compressed_activations(scheme: Fields | None) -> Activations:
 
 def _compressed_ignored(config: Fields) -> IgnoredModules:
     listed = config.optional_texts("ignore") or []
-    patterns = [text.removeprefix(_REGEX) for text in listed if text.startswith(_REGEX)]
-    _check_patterns(config, "ignore", patterns)
+    patterns = tuple(text.removeprefix(_REGEX) for text in listed if text.startswith(_REGEX))
     names = frozenset(full_name(text) for text in listed if not text.startswith(_REGEX))
-    return IgnoredModules(names=names, patterns=tuple(patterns))
-
-
-def _check_patterns(config: Fields, field: str, patterns: Sequence[str]) -> None:
-    """Refuse too many patterns, and those that _check_pattern refuses."""
-    if len(patterns) > _MAX_PATTERNS:
-        problem = f"has more than {_MAX_PATTERNS} patterns"
-        raise config.error(field, problem, "list module names instead")
-    for pattern in patterns:
-        _check_pattern(config, field, pattern)
-
-
-def _check_pattern(config: Fields, field: str, pattern: str) -> None:
-    """Refuse a pattern that does not compile, or whose match could take very long."""
-    num_repeats = sum(pattern.count(sign) for sign in "*+{")
-    is_slow = num_repeats > _MAX_REPEATS or _GROUP_REPEAT.search(pattern) is not None
-    if is_slow or len(pattern) > _MAX_PATTERN_CHARS:
-        problem = f"has the pattern {pattern!r}, which may take too long to match"
-        raise config.error(field, problem, "list the names of the modules")
-    try:
-        re.compile(pattern)
-    except (re.error, RecursionError, OverflowError) as error:
-        problem = f"has {pattern!r}, which is not a regular expression: {error}"
-        raise config.error(field, problem, "correct it in config.json") from error
+    return IgnoredModules(names=names, patterns=patterns)
 
 
 def _read_fp8(config: Fields) -> WeightQuantization:

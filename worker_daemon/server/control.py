@@ -4,7 +4,7 @@ the device without a limit."""
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from typing import Final, TypeAlias
 
 import zmq
@@ -18,6 +18,7 @@ from rpc_schema.errors import ControlErrorReply, WireError
 from worker_daemon.errors import ForbiddenError, WorkerError
 from worker_daemon.server.auth.access import sender
 from worker_daemon.server.auth.bad_peers import Peer
+from worker_daemon.server.auth.request_rate import RequestRate
 from worker_daemon.server.auth.security import Security
 from worker_daemon.server.health.tracing import Tracing
 from worker_daemon.server.session.attach import AttachHandler
@@ -61,6 +62,7 @@ class Control:
         self._socket = socket
         self._access = security.access
         self._bad_peers = security.bad_peers
+        self._rate = RequestRate()
         self._begin_shutdown = begin_shutdown
         self._parts = (tracing, attaching, rendezvous)
         self._late: set[asyncio.Task[None]] = set()
@@ -95,18 +97,41 @@ class Control:
             received = await self._socket.recv_multipart(copy=False)
             route, frames = received[0].bytes, received[1:]
             peer = self._access.peer("control", route, received[-1])
-            if peer in self._bad_peers:
-                continue
-            message = await self._admit(route, peer, frames)
-            if message is None:
-                continue
-            late = self._late_answer(message, peer, frames[-1])
-            if late is None:
-                await self._reply(route, self._outcome(message, peer, frames[-1]))
-            else:
-                task = asyncio.ensure_future(self._answer_late(route, message, late))
-                self._late.add(task)
-                task.add_done_callback(self._late.discard)
+            if peer not in self._bad_peers:
+                await self._take(route, peer, frames)
+            # A receive does not yield while messages are there: a flood would stop all tasks.
+            await asyncio.sleep(0)
+
+    async def _take(self, route: bytes, peer: Peer, frames: Sequence[zmq.Frame]) -> None:
+        """Answer a request now, later, or not at all if its sender floods."""
+        wait_s = self._rate.wait_s(peer) if self._access.only_observes(peer) else 0.0
+        if wait_s is None:
+            return
+        if wait_s:
+            self._spawn(self._answer_after(wait_s, route, peer, frames))
+        else:
+            await self._answer(route, peer, frames)
+
+    async def _answer_after(
+        self, wait_s: float, route: bytes, peer: Peer, frames: Sequence[zmq.Frame]
+    ) -> None:
+        await asyncio.sleep(wait_s)
+        await self._answer(route, peer, frames)
+
+    async def _answer(self, route: bytes, peer: Peer, frames: Sequence[zmq.Frame]) -> None:
+        message = await self._admit(route, peer, frames)
+        if message is None:
+            return
+        late = self._late_answer(message, peer, frames[-1])
+        if late is None:
+            await self._reply(route, self._outcome(message, peer, frames[-1]))
+        else:
+            self._spawn(self._answer_late(route, message, late))
+
+    def _spawn(self, work: Coroutine[None, None, None]) -> None:
+        task = asyncio.ensure_future(work)
+        self._late.add(task)
+        task.add_done_callback(self._late.discard)
 
     def close(self) -> None:
         """Stop answering, and close the parts that answer."""

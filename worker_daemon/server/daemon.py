@@ -52,6 +52,7 @@ from worker_daemon.server.step_thread import (
     fatal_exit_code,
     link_failure,
 )
+from worker_daemon.server.stop_signals import OneShotHandler, StopSignals
 from worker_daemon.server.wire.sockets import bind_sockets, events_socket
 from worker_daemon.settings import ONE_HOST, ProcessSettings
 from worker_daemon.worker.uploads import Uploads
@@ -85,6 +86,7 @@ def serve(
         EndpointInUseError: another daemon has the endpoint.
         StartLaterError: the host has no room for the daemon's files now.
     """
+    OneShotHandler(signal.SIGINT).install()  # it raises KeyboardInterrupt
     signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGHUP,))  # keep a reference for its handler
     _check_parent_fd(settings.exit_with_parent_fd)
     raise_file_limit()
@@ -186,7 +188,9 @@ class Daemon:
         watch = DeviceWatch(open_watch, self._gpu_fault, open_gauges)
         self._threads = _Threads(step, completion, guard, watch, sockets.doorbell)
         self._tasks: set[asyncio.Future[None]] = set()
-        self._signals = 0
+        self._stop_signals = StopSignals(
+            self.begin_shutdown, lambda number: self._exit.now(128 + number)
+        )
         progress, post = self._progress, self._threads.post
         lease = Lease(time.monotonic, suspended_s)
         self._draining = Draining(post, lambda: self._events.publish_heartbeat(), lease, progress)
@@ -236,14 +240,14 @@ class Daemon:
         self._start()
         exit_code = await self._loop_until_end()
         self._shut_down(exit_code)
+        self._stop_signals.close()
         return exit_code
 
     def _start(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._ready: asyncio.Future[int] = self._loop.create_future()
         self._end = self._exit.open(self._loop)
-        for number in (signal.SIGTERM, signal.SIGINT):
-            self._loop.add_signal_handler(number, self._signalled, number)
+        self._stop_signals.open(self._loop)
         self._loop.add_signal_handler(signal.SIGHUP, self._reload_keys)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGHUP,))
         parent_fd = self._settings.exit_with_parent_fd
@@ -314,12 +318,6 @@ class Daemon:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
-
-    def _signalled(self, number: int) -> None:
-        self._signals += 1
-        if self._signals > 1:
-            self._exit.now(128 + number)
-        self.begin_shutdown(signal.Signals(number).name)
 
     def _reload_keys(self) -> None:
         """Read the authorized keys again. Messages on open connections are checked against them

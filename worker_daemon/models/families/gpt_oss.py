@@ -73,12 +73,12 @@ def describe(fields: Fields) -> DecoderConfig:
 
 def _forms(fields: Fields, num_layers: int) -> list[ExpertsForm]:
     """Return the form of each layer's experts in the checkpoint."""
-    ignored = read_mxfp4(fields)
+    names = [f"model.layers.{index}.mlp.experts" for index in range(num_layers)]
+    ignored = read_mxfp4(fields, names)
     if ignored is None:
         return ["interleaved"] * num_layers
     for name in ("hidden_size", "intermediate_size"):
         if fields.integer(name) % MXFP4_BLOCK:
             problem = f"is not a multiple of {MXFP4_BLOCK}, the MXFP4 block size"
             raise fields.error(name, problem, "use the unquantized checkpoint")
-    names = (f"model.layers.{index}.mlp.experts" for index in range(num_layers))
     return ["interleaved" if ignored.has(name) else "mxfp4" for name in names]

@@ -78,6 +78,10 @@ class Access:
         """Return True if messages of the peer on this socket may be read."""
         return True
 
+    def only_observes(self, peer: Peer) -> bool:
+        """Return True if the peer's rate is limited: an observer's key, or one that was removed."""
+        return False
+
     def check(self, peer: Peer, message: Request) -> None:
         """Raise ForbiddenError unless the peer may send this request; without keys, any request in
         the table of operations."""
@@ -106,6 +110,10 @@ class KeyedAccess(Access):
         """See Access."""
         role = self._roles.role(str(peer))
         return role is not None and role.covers(SOCKET_ROLES[socket])
+
+    def only_observes(self, peer: Peer) -> bool:
+        """See Access."""
+        return not self.opens(peer, "step")
 
     def check(self, peer: Peer, message: Request) -> None:
         """See Access."""
