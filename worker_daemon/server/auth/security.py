@@ -71,7 +71,7 @@ class Security:
 
         def take() -> None:
             any_ended = False
-            while monitor.getsockopt(zmq.EVENTS) & zmq.POLLIN:
+            while monitor.poll(0):
                 any_ended |= recv_monitor_message(monitor)["event"] == zmq.EVENT_DISCONNECTED
             if any_ended:
                 ended()
