@@ -20,14 +20,12 @@ from pathlib import Path
 import numpy as np
 import torch
 import zmq
-from numpy.typing import NDArray
 from torch import Tensor
 
-from benchmarks.structured import SCHEMA, make_model
+from benchmarks.structured import SCHEMA, any_token, await_masks, begun, make_model
 from rpc_schema.codec import decode_step, encode_step
 from rpc_schema.step import SampleTokens
 from rpc_schema.structured import StructuredOutput
-from tests.support.structured import begun, settle
 from worker_client.masks import encoded
 from worker_client.structured.grammars import GrammarLimits, Grammars
 from worker_daemon.contracts.arrays import Int32s
@@ -55,26 +53,20 @@ def masks_of_steps(model: Path, num_rows: int, num_steps: int) -> list[list[Int3
     """Return each step's masks; rows with equal texts share theirs, as in a driver."""
     grammars, rng = Grammars(model, VOCAB_SIZE, [VOCAB_SIZE - 1], SAMPLED), random.Random(2)
     grammar = StructuredOutput(kind="json", text=json.dumps(SCHEMA))
-    matchers = [begun(grammars, grammar) for _ in range(num_rows)]
+    matchers = begun(grammars, grammar, num_rows)
     texts: list[tuple[int, ...]] = [()] * num_rows
     steps = []
     for _ in range(num_steps):
-        masks = [matcher.mask.copy() for matcher in matchers]
+        masks = [np.array(matcher.mask) for matcher in matchers]
         words = dict(zip(texts, masks, strict=True))
         steps.append([words[text] for text in texts])
-        tokens = [_any_token(row, rng) for row in steps[-1]]
+        tokens = [any_token(matcher, rng) for matcher in matchers]
         for matcher, token in zip(matchers, tokens, strict=True):
             grammars.take(matcher, [token])
-        settle(grammars, lambda: all(matcher.is_ready for matcher in matchers))
+        await_masks(grammars, matchers)
         texts = [(*text, token) for text, token in zip(texts, tokens, strict=True)]
     grammars.close()
     return steps
-
-
-def _any_token(mask: NDArray[np.int32], rng: random.Random) -> int:
-    word = rng.choice(mask.nonzero()[0].tolist())
-    bits = int(mask[word]) & 0xFFFFFFFF
-    return int(32 * word + rng.choice([bit for bit in range(32) if bits >> bit & 1]))
 
 
 def receive(endpoint: str, num_rows: int, num_steps: int, results: Connection) -> None:

@@ -23,9 +23,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from benchmarks.e2e import OPTIONS, bench
 from rpc_schema.structured import StructuredOutput
-from tests.support.structured import allowed_tokens, compiled, settle
 from worker_client.launcher import LocalDaemons
 from worker_client.structured.grammars import Grammars
+from worker_client.structured.matchers import GrammarMatcher
 
 NUM_ROWS = 64
 MASKED = (0, 8, 64)
@@ -94,18 +94,42 @@ def lines(vocab_size: int, num_masked: int, num_tokens: int) -> Iterator[str]:
         yield json.dumps(line) + "\n"
 
 
+def begun(grammars: Grammars, grammar: StructuredOutput, count: int) -> list[GrammarMatcher]:
+    """Return matchers of a grammar, once it is compiled."""
+    compiled = grammars.compile(grammar)
+    while not compiled.done():
+        grammars.proceed(0.01)
+    return [grammars.begin(grammar) for _ in range(count)]
+
+
+def await_masks(grammars: Grammars, matchers: list[GrammarMatcher]) -> None:
+    """Wait until all matchers have their masks."""
+    grammars.proceed()
+    while not all(matcher.is_ready for matcher in matchers):
+        grammars.proceed(0.01)
+
+
+def any_token(matcher: GrammarMatcher, rng: random.Random) -> int:
+    """Return a random token that a matcher allows."""
+    if matcher.forced:
+        return matcher.forced[0]
+    assert matcher.mask is not None, matcher.error
+    word = rng.choice(matcher.mask.nonzero()[0].tolist())
+    bits = int(matcher.mask[word]) & 0xFFFFFFFF
+    return int(32 * word + rng.choice([bit for bit in range(32) if bits >> bit & 1]))
+
+
 def fill_ms(model: Path, vocab_size: int, eos_token_id: int) -> tuple[float, float]:
     """Return the mean and the longest time until all rows' masks are there, for random texts."""
     grammars = Grammars(model, vocab_size, [eos_token_id])
     grammar = StructuredOutput(kind="json", text=json.dumps(SCHEMA))
-    compiled(grammars, grammar)
-    matchers, rng = [grammars.begin(grammar) for _ in range(NUM_ROWS)], random.Random(2)
+    matchers, rng = begun(grammars, grammar, NUM_ROWS), random.Random(2)
     seconds = []
     for _ in range(60):
         for matcher in matchers:
-            grammars.take(matcher, [rng.choice(allowed_tokens(matcher))])
+            grammars.take(matcher, [any_token(matcher, rng)])
         began = time.perf_counter()
-        settle(grammars, lambda: all(matcher.is_ready for matcher in matchers))
+        await_masks(grammars, matchers)
         seconds.append(time.perf_counter() - began)
     grammars.close()
     return statistics.mean(seconds) * 1e3, max(seconds) * 1e3

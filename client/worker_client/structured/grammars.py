@@ -1,6 +1,6 @@
 """Grammars of one model. They are compiled and their masks are computed in mask processes
-(mask_process.py), since nobody knows before how long that takes: what exceeds a bound is killed,
-and no work for a request's grammar is done in the driver's process.
+(mask_process.py), since nobody knows before how long that takes: what exceeds a bound is killed.
+No work for a request's grammar is done in the driver's process.
 
 A grammar is first compiled on trial, in a process of no request. If that is quick, one of a few
 serving processes compiles it again for its requests. Otherwise the process of the trial serves it

@@ -21,7 +21,6 @@ import msgspec
 import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from llguidance.gbnf_to_lark import any_to_lark
-from llguidance.numpy import fill_next_token_bitmask
 from numpy.typing import NDArray
 
 from worker_client.child_process import ChildEnded, Messages, open_parent
@@ -86,6 +85,7 @@ class Matchers:
         memory = memoryview(mmap.mmap(setup.memory_fd, size))
         self._header = Header(memory)
         self._masks = rows_of(memory, self.num_words)
+        self._address = self._masks.ctypes.data
         self._compiled: dict[int, LLMatcher | str] = {}
         """By key: a matcher in its first state, or why there is none."""
         self._matchers: dict[int, LLMatcher] = {}
@@ -186,7 +186,9 @@ class Matchers:
     def _fill(self, row: int, forced: list[int]) -> None:
         """Write a mask, after as many forced tokens as there is time for; append these."""
         matcher, mask = self._matchers[row], self._masks[row]
-        fill_next_token_bitmask(matcher, self._masks, row)
+        size = mask.nbytes
+        address = self._address + row * size
+        matcher.unsafe_compute_mask_ptr(address, size)
         began_ns = time.process_time_ns()
         until_ns, most = began_ns + self._ahead_ns, self._setup.max_jump
         while not matcher.is_error():
@@ -194,7 +196,7 @@ class Matchers:
             if token is None or time.process_time_ns() > until_ns:
                 break
             matcher.consume_token(token)
-            fill_next_token_bitmask(matcher, self._masks, row)
+            matcher.unsafe_compute_mask_ptr(address, size)
             forced.append(token)
         if matcher.is_error():
             raise _TooComplex(matcher.get_error())
@@ -203,13 +205,13 @@ class Matchers:
     def _only(self, mask: NDArray[np.int32]) -> int | None:
         """Return the token that a mask allows alone, if it is one of the model's and no end of
         sequence."""
-        (words,) = mask.nonzero()
-        if len(words) != 1:
+        if np.count_nonzero(mask) != 1:
             return None
-        bits = int(mask[words[0]]) & 0xFFFFFFFF
+        word = int(mask.nonzero()[0][0])
+        bits = int(mask[word]) & 0xFFFFFFFF
         if bits & (bits - 1):
             return None
-        token = 32 * int(words[0]) + bits.bit_length() - 1
+        token = 32 * word + bits.bit_length() - 1
         is_end = token in self._setup.eos_token_ids
         return None if is_end or token >= self._setup.vocab_size else token
 

@@ -116,7 +116,7 @@ def test_a_slow_grammar_costs_its_own_request_alone(grammars, directory, name):
     num_steps = sum(len(each.masks) for each in healthy) - num_before
     assert num_steps > 60, "its masks or its compilation takes as long as hundreds of theirs"
     assert (time.thread_time() - began_s) / num_steps < 0.01
-    assert all("structured_outputs." in each.error for each in culprits)
+    assert [each.error for each in culprits if "structured_outputs." not in each.error] == []
     again = grammars.compile(slow)
     assert again.done()
     with pytest.raises(RequestError) as refused:
