@@ -27,7 +27,8 @@ from tests.support.structured import (
 )
 from tests.support.waiting import wait_until
 from worker_client.errors import ClientConfigError, RequestError
-from worker_client.requests import GenerationRequest, RequestParser
+from worker_client.request_parser import RequestParser
+from worker_client.requests import GenerationRequest
 from worker_client.structured.grammars import (
     REQUESTS_PER_COMPILATION,
     GrammarLimits,
