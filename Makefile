@@ -57,7 +57,7 @@ fmt: $(STAMP)    ## format and fix
 bench: $(STAMP)  ## measure the wire and, on a GPU, all else; update docs/performance.*: make bench ARGS="--only e2e --models llama-8b"
 	$(BIN)/python -m benchmarks $(ARGS)
 
-fuzz: $(STAMP)   ## hostile frames on every socket, with and without keys: make fuzz ARGS="--frames 10000000"
+fuzz: $(STAMP)   ## hostile frames on every socket, with and without keys, and requests of every kind: make fuzz ARGS="--only requests --seconds 600"
 	$(BIN)/python -m tests.support.fuzz $(ARGS)
 
 schemas: $(STAMP)         ## the public JSON schema suite against our grammars: make schemas ARGS="--outputs 100 --seed 7"

@@ -38,6 +38,7 @@ _Fields: Final = msgspec.defstruct("_Fields", [*FIELD_TYPES.items()], array_like
 """The fields in one struct: msgspec remembers the types of structs alone, and is slow without."""
 _values_of: Final = attrgetter(*_NAMES)
 
+_MAX_ENTRIES: Final = 1 << 14
 _COMMON: Final = ("id", "max_tokens", "seed", "ignore_eos")
 """Fields that most requests have; they come first in FIELD_TYPES."""
 _PLAIN_DEFAULTS: Final[Mapping[str, Any]] = {
@@ -180,7 +181,10 @@ def _refuse(field: str, value: object, error: Exception) -> NoReturn:
 
 
 def _unwrapped(value: object) -> object:
-    """Return a value without numpy's scalars and one-dimensional arrays."""
+    """Return a value without numpy's scalars and one-dimensional arrays; a longer one than any
+    field may have as it is."""
+    if isinstance(value, list | tuple | dict | np.ndarray) and len(value) > _MAX_ENTRIES:
+        return value
     if isinstance(value, np.generic):
         return value.item()
     if isinstance(value, np.ndarray) and value.ndim == 1:

@@ -1,5 +1,8 @@
-"""Random and structured frames for every socket of a daemon: `python -m tests.support.fuzz` starts
-one with keys and one without, sends each --frames of them, and prints the results."""
+"""`python -m tests.support.fuzz` runs the fuzzers of FUZZERS, one after the other, each for --seconds
+at most, and prints what each has counted.
+
+This one sends random and structured frames to every socket of a daemon: it starts one with keys and
+one without, and sends each --frames of them."""
 
 import argparse
 import contextlib
@@ -10,8 +13,10 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
+from typing import Final
 
 import msgspec
 import zmq
@@ -19,6 +24,7 @@ import zmq
 from rpc_schema.codec import encode_control
 from rpc_schema.lifecycle import Shutdown
 from tests.contract.random_messages import fixed_example, messages
+from tests.support import fuzz_requests as requests
 from tests.support.secured import BareSockets, KeyRing, SecuredDaemon, answers, ask
 from tests.support.waiting import wait_until
 from worker_client.keys import NO_KEYS
@@ -216,25 +222,40 @@ def fuzz_daemon(
         daemon.stop()
 
 
+def fuzz_sockets(given: argparse.Namespace) -> Iterator[dict[str, object]]:
+    """Fuzz a daemon without keys and one with keys; yield the results of each."""
+    directory = Path(tempfile.mkdtemp(prefix="fz-"))
+    try:
+        for with_keys in (False, True):
+            yield fuzz_daemon(directory, with_keys, given.frames, given.seconds, given.seed)
+    finally:
+        shutil.rmtree(directory)
+
+
+def fuzz_requests(given: argparse.Namespace) -> Iterator[dict[str, object]]:
+    """Fuzz the requests of a driver."""
+    yield requests.fuzz(given.seconds, given.seed)
+
+
+FUZZERS: Final[Mapping[str, Callable[[argparse.Namespace], Iterator[dict[str, object]]]]] = (
+    MappingProxyType({"sockets": fuzz_sockets, "requests": fuzz_requests})
+)
+"""All fuzzers by name, in the order in which they run."""
+
+
 def main() -> None:
     """Run it."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--frames", type=int, default=1_000_000)
+    parser.add_argument("--only", choices=FUZZERS, help="one of them; by default all run")
+    parser.add_argument("--frames", type=int, default=1_000_000, help="of the sockets")
     parser.add_argument("--seconds", type=float, default=3600.0)
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(2**31))
     given = parser.parse_args()
-    directory = Path(tempfile.mkdtemp(prefix="fz-"))
     print(f"seed {given.seed}")
-    try:
-        for with_keys in (False, True):
-            print(
-                json.dumps(
-                    fuzz_daemon(directory, with_keys, given.frames, given.seconds, given.seed)
-                )
-            )
+    for name in FUZZERS if given.only is None else (given.only,):
+        for found in FUZZERS[name](given):
+            print(json.dumps({"fuzzer": name, **found}))
             sys.stdout.flush()
-    finally:
-        shutil.rmtree(directory)
 
 
 if __name__ == "__main__":

@@ -204,7 +204,7 @@ def test_a_sample_does_not_wait_for_itself():
 
 def test_showing_a_wrong_value_costs_little():
     """A repr of the whole value would have millions of characters."""
-    for value in (["x" * 100] * 10**6, dict.fromkeys(range(10 ** 6), "x"), "x" * 10**8):
+    for value in (["x" * 100] * 10**6, dict.fromkeys(range(10 ** 6), "x"), "x" * 10**7):
         with pytest.raises(RequestError) as refused:
             validated(request(ignore_eos=value))
         assert len(str(refused.value)) < 1000
@@ -232,7 +232,7 @@ def test_random_values_are_taken_or_refused():
 
     rng = random.Random(seed)
     driver = Driver(Ranks(), Scheduler(LIMITS, Texts()))
-    for number in range(2000):
+    for number in range(500):
         before = state(driver)
         try:
             driver.add_request(odd_request(rng))
