@@ -36,11 +36,13 @@ from rpc_schema.config import (
     SchedulerConfig,
     WorkerConfig,
 )
+from rpc_schema.plain_text import printable
 from worker_client.async_driver import AsyncDriver
 from worker_client.chat_template import ChatTemplate, load_chat_template
 from worker_client.driver import Driver
 from worker_client.errors import ClientConfigError, ClientError, WorkerDied, request_error
-from worker_client.requests import GenerationRequest, RequestParser, forked
+from worker_client.request_parser import RequestParser, read_object
+from worker_client.requests import GenerationRequest, forked
 from worker_client.scheduler import RequestOutput, Scheduler, scheduler_limits
 from worker_client.text_stream import StreamedText
 from worker_client.tokenizer import load_tokenizer
@@ -51,7 +53,8 @@ from worker_client.worker_group import WorkerGroup
 WAIT_S = 60.0
 """Time for daemons to be started, at first and after a death."""
 HEALTH_TIMEOUT_S = 1.0
-MAX_BODY_BYTES = 8 << 20
+MAX_BODY_BYTES = 4 << 20
+"""Bound on a request's body: it is parsed at once, and nothing else runs meanwhile."""
 MAX_MAKING = 64
 """Requests whose prompts are made at a time."""
 OPTIONS = {
@@ -75,6 +78,10 @@ class Part(NamedTuple):
 
 class FullError(Exception):
     """As many requests run as may."""
+
+
+class TooLongError(Exception):
+    """A body is longer than MAX_BODY_BYTES."""
 
 
 class Service:
@@ -161,7 +168,7 @@ class Service:
             raise request_error("model", model, "it is not served here", f"use {self.name!r}")
         for field in sorted(options.keys() - OPTIONS):
             fix = "use " + ", ".join(sorted(OPTIONS))
-            raise request_error(field, options[field], "unknown field", fix)
+            raise request_error(field[:80], options[field], "unknown field", fix)
         fields = {"temperature": 1.0, **options, **prompt}
         return self._parser.from_fields(fields, next(self._numbers))
 
@@ -284,26 +291,22 @@ async def unless_client_leaves(http: Request, work: Awaitable[T]) -> T:
 
 
 async def read_body(http: Request) -> Body:
-    """Return the fields that are not null."""
-    received = bytearray()
+    """Return the fields that are not null. Raises TooLongError once the body is too long."""
+    body = bytearray()
     async for chunk in http.stream():
-        received += chunk
-        if len(received) > MAX_BODY_BYTES:
-            fix = f"send at most {MAX_BODY_BYTES} bytes"
-            raise request_error("body", len(received), "it is too long", fix)
-    try:
-        body = json.loads(received)
-    except (ValueError, RecursionError) as error:
-        raise request_error("body", None, f"not JSON: {error}", "send an object") from None
-    if not isinstance(body, dict):
-        raise request_error("body", body, "not a JSON object", "send an object")
-    return {field: value for field, value in body.items() if value is not None}
+        body += chunk
+        if len(body) > MAX_BODY_BYTES:
+            raise TooLongError
+    fields = read_object(bytes(body), "body")
+    return {field: value for field, value in fields.items() if value is not None}
 
 
 def failure(status: int, message: str, field: str | None = None, **headers: str) -> Response:
     """Return an answer with an error in OpenAI's form."""
-    kind = "invalid_request_error" if status == 400 else "server_error"
-    error = {"message": message, "type": kind, "param": field, "code": None}
+    kind = "invalid_request_error" if status < 500 else "server_error"
+    # What a client has sent may have lone surrogates, which no JSON text in UTF-8 can have.
+    named = None if field is None else printable(field)
+    error = {"message": printable(message), "type": kind, "param": named, "code": None}
     return JSONResponse({"error": error}, status, headers)
 
 
@@ -374,6 +377,11 @@ def answer_errors(app: FastAPI) -> None:
     @app.exception_handler(FullError)
     async def full(*_: object) -> Response:
         return failure(503, "too many requests are running", **{"Retry-After": "1"})
+
+    @app.exception_handler(TooLongError)
+    async def too_long(*_: object) -> Response:
+        message = f"the body is too long; fix: send at most {MAX_BODY_BYTES} bytes"
+        return failure(413, message, "body", Connection="close")
 
     @app.exception_handler(ClientError)
     async def ended(_: Request, error: ClientError) -> Response:

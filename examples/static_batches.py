@@ -28,7 +28,8 @@ from worker_client.adoption import AdoptedRequest
 from worker_client.driver import Driver
 from worker_client.errors import ClientConfigError, RequestError
 from worker_client.launcher import LocalDaemons
-from worker_client.requests import GenerationRequest, check_fits
+from worker_client.request_checks import check_fits
+from worker_client.requests import GenerationRequest
 from worker_client.scheduler import FinishReason, RequestOutput, SchedulerLimits, scheduler_limits
 from worker_client.scheduler_output import Logprobs, NewRequest, SchedulerOutput, StepResult
 from worker_client.step_checks import (
@@ -113,13 +114,15 @@ class StaticBatches:
     def add_request(self, request: GenerationRequest) -> None:
         """Queue a request, or raise RequestError and change nothing."""
         limits = self._limits
-        check_fits(request, max_model_len=limits.max_model_len, vocab_size=limits.vocab_size)
+        request = check_fits(
+            request, max_model_len=limits.max_model_len, vocab_size=limits.vocab_size
+        )
         num_prompt = len(request.prompt_token_ids)
         limit = min(num_prompt + request.max_tokens, limits.max_model_len)
         size = limits.vocab_size  # workers refuse stop tokens that the model cannot produce
         eos_token_ids = [t for t in limits.eos_token_ids if size is None or t < size]
         extensions = request.extensions(eos_token_ids)
-        tokens = request.prompt_token_ids.tolist()
+        tokens = np.asarray(request.prompt_token_ids).tolist()
         entry = Entry(tokens, num_prompt, limit, extensions, num_prompt)
         self._check(request.id, entry)
         self._waiting[request.id] = entry

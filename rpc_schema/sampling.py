@@ -46,16 +46,20 @@ MAX_STOP_TOKEN_IDS = 1024
 MIN_TEMPERATURE = 1e-5
 """Logits divided by less than this may exceed float32."""
 
+Temperature = Annotated[float, Meta(ge=0.0, le=1e6)]
+TopP = Annotated[float, Meta(ge=1e-6, le=1.0)]
+NumLogprobs = Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)]
+
 
 class RandomSampling(Extension, frozen=True, tag=1, kw_only=True):
     """Random sampling of a request's tokens; without it, workers take the most likely ones. The
     same (seed, position, logits) gives the same token in any batch and any parallel shape."""
 
-    temperature: Annotated[float, Meta(ge=0.0, le=1e6)] = 0.0
+    temperature: Temperature = 0.0
     """At least MIN_TEMPERATURE, or 0, which also takes the most likely token."""
     top_k: Count = 0
     """Keep the k most likely tokens; 0 keeps all."""
-    top_p: Annotated[float, Meta(ge=1e-6, le=1.0)] = 1.0
+    top_p: TopP = 1.0
     min_p: Fraction = 0.0
     seed: Unsigned = 0
     """Chosen by the client if the caller gave none."""
@@ -74,7 +78,7 @@ class StopTokens(Extension, frozen=True, tag=2, kw_only=True):
 class LogprobsWanted(Extension, frozen=True, tag=3, kw_only=True):
     """A request reports the log probability of each sampled token and of the most likely ones."""
 
-    count: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)]
+    count: NumLogprobs
     """Most likely tokens to report in addition to the sampled one."""
 
 
@@ -84,7 +88,7 @@ class TokenLogprobs(FramedExtension, frozen=True, tag=1, kw_only=True):
     sampled token (1 = most likely). Computed from the logits after grammar masks, before bans,
     temperature and filters."""
 
-    width: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)]
+    width: NumLogprobs
     """Largest width that a row asked for."""
 
     @property
@@ -136,7 +140,7 @@ class PromptLogprobsWanted(Extension, frozen=True, tag=25, kw_only=True):
     the most likely tokens at the same position. Its prompt must be computed from the first token
     on."""
 
-    count: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)]
+    count: NumLogprobs
     """Most likely tokens to report in addition to the prompt's."""
 
 
@@ -145,7 +149,7 @@ class PromptLogprobs(FramedExtension, frozen=True, tag=21, kw_only=True):
     int32 token ids [tokens, width + 1] (the prompt's token first), their float32 log probabilities,
     and the int32 rank [tokens] of the prompt's token. Computed from the unmodified logits."""
 
-    width: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)]
+    width: NumLogprobs
     """Largest width that a request asked for."""
     req_ids: Annotated[tuple[Name, ...], Meta(max_length=65535)]
     """Requests with a chunk."""

@@ -35,6 +35,7 @@ MAX_TOKEN_COUNT: Final = 2**15 - 1
 _INT32: Final = 4
 
 Penalty = Annotated[float, Meta(ge=-MAX_PENALTY, le=MAX_PENALTY)]
+RepetitionPenalty = Annotated[float, Meta(ge=MIN_REPETITION_PENALTY, le=MAX_REPETITION_PENALTY)]
 
 
 class RuleFault(NamedTuple):
@@ -53,9 +54,7 @@ class Penalties(Extension, frozen=True, tag=20, kw_only=True):
     """Subtracted from the logit of each token that is in the output."""
     frequency_penalty: Penalty = 0.0
     """Subtracted once for each occurrence of the token in the output."""
-    repetition_penalty: Annotated[
-        float, Meta(ge=MIN_REPETITION_PENALTY, le=MAX_REPETITION_PENALTY)
-    ] = 1.0
+    repetition_penalty: RepetitionPenalty = 1.0
     """For tokens in the prompt or the output: divides positive logits and multiplies negative ones.
     Applied before the other two."""
 

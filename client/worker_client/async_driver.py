@@ -13,6 +13,7 @@ the thread, since a group belongs to the thread that attached it.
 import asyncio
 import contextlib
 import itertools
+import logging
 import queue
 import threading
 import time
@@ -21,10 +22,18 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Final, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
+import numpy as np
+
 from rpc_schema.errors import WireError
 from worker_client.driver import Driver
-from worker_client.errors import ClientError, DrainingError, DriverClosed, RequestError
-from worker_client.requests import GenerationRequest, forked, seeded
+from worker_client.errors import (
+    ClientError,
+    DrainingError,
+    DriverClosed,
+    InvalidSchedulerOutput,
+)
+from worker_client.request_checks import checked_id, validated
+from worker_client.requests import GenerationRequest, forked, hashed, seeded
 from worker_client.scheduler import RequestOutput
 
 MAX_REQUESTS: Final = 4096
@@ -33,6 +42,8 @@ MAX_UNIQUE_ID: Final = 240
 """Characters of the id by which the daemons know a request, without that of a sample."""
 DRAIN_CHECK_S: Final = 0.2
 """Time between two attempts to send a step while an operator drains the group."""
+
+_LOG = logging.getLogger(__name__)
 
 OpenDriver: TypeAlias = Callable[[], AbstractContextManager[Driver]]
 
@@ -99,15 +110,18 @@ class AsyncDriver:
         generator, or canceling its task, aborts the request.
 
         Raises:
-            RequestError: the request is wrong.
+            RequestError: the request is wrong, or adding it has failed for another reason, which is
+                the error's cause.
+            InvalidSchedulerOutput: the scheduler gave a step that cannot be sent, because of this
+                request.
             DriverClosed: the driver was closed.
             ClientError: the driver has ended, as Driver.step says, and so has every request.
         """
-        request = seeded(request)
-        # Results of an aborted request may still come: its id is not used again.
-        unique = replace(request, id=f"{next(self._serials)}:{request.id}"[:MAX_UNIQUE_ID])
-        names = [sample.id for sample in forked(request)]
+        unique = self._unique(request)
+        if isinstance(unique.prompt_embeds, np.ndarray):  # a second for a gigabyte
+            unique = await asyncio.to_thread(hashed, unique)
         samples = [sample.id for sample in forked(unique)]
+        names = [f"{request.id}{name.removeprefix(unique.id)}" for name in samples]
         async with self._room:
             if self._error is not None:
                 raise self._error
@@ -122,6 +136,13 @@ class AsyncDriver:
                 self._streams.remove(stream)
                 if stream.left:
                     self._loop.abort(unique.id, stream)
+
+    def _unique(self, request: GenerationRequest) -> GenerationRequest:
+        """Return the request, checked and with a seed, under the id by which the daemons know it:
+        results of an aborted request may still come, so no id is used again."""
+        req_id = checked_id(request)
+        unique = replace(request, id=f"{next(self._serials)}:{req_id}"[:MAX_UNIQUE_ID])
+        return seeded(validated(unique))
 
     def _end(self, error: Exception) -> None:
         """Fail every request, and those to come."""
@@ -170,12 +191,12 @@ class _Stream:
         return list(waiting.values())
 
 
-_News: TypeAlias = tuple[_Stream, RequestProgress | RequestError]
+_News: TypeAlias = tuple[_Stream, RequestProgress | Exception]
 
 
 def _deliver(news: Sequence[_News]) -> None:
     for stream, item in news:
-        if isinstance(item, RequestError):
+        if isinstance(item, Exception):
             stream.fail(item)
         else:
             stream.put(item)
@@ -243,10 +264,11 @@ class _DriverLoop:
                     if news:
                         loop.call_soon_threadsafe(_deliver, news)
                 self._abort_all(driver)
-        except Exception as error:  # every request ends with it
+        except BaseException as error:  # every request ends with it
+            reason = error if isinstance(error, Exception) else _ended_by(error)
             with contextlib.suppress(RuntimeError):  # the event loop is closed
-                loop.call_soon_threadsafe(_resolve, ready, error)
-                loop.call_soon_threadsafe(self._on_end, error)
+                loop.call_soon_threadsafe(_resolve, ready, reason)
+                loop.call_soon_threadsafe(self._on_end, reason)
 
     def _take_commands(self, driver: Driver) -> bool:
         """Obey the commands that are here; wait for one if there is nothing else to do. Return
@@ -259,7 +281,7 @@ class _DriverLoop:
                 if command is None:
                     return False
                 if isinstance(command, _Abort):
-                    driver.abort_request(command.req_id)
+                    self._abort(driver, command.req_id)
                     self._forget(command.stream.names)
                 else:
                     self._add(driver, command)
@@ -268,12 +290,30 @@ class _DriverLoop:
     def _add(self, driver: Driver, command: _Add) -> None:
         try:
             driver.add_request(command.request)
-        except RequestError as error:
+        except Exception as error:  # it is this request's alone
             self._refused.append((command.stream, error))
             return
         for sample in command.stream.names:
             self._streams[sample] = command.stream
             self._num_reported[sample] = 0
+
+    @staticmethod
+    def _abort(driver: Driver, req_id: str) -> None:
+        try:
+            driver.abort_request(req_id)
+        except Exception:  # of the scheduler: the others are served
+            _LOG.exception("aborting request %r failed", req_id)
+
+    def _refuse_step(self, driver: Driver, refusal: InvalidSchedulerOutput) -> list[_News]:
+        """End the request for which a step was refused, if it is one of ours; else raise the
+        refusal: nothing tells which request to leave out."""
+        stream = self._streams.get(refusal.req_id) if isinstance(refusal.req_id, str) else None
+        if stream is None:
+            raise refusal
+        for sample in stream.names:
+            self._abort(driver, sample)
+        self._forget(stream.names)
+        return [(stream, refusal)]
 
     def _forget(self, samples: Iterable[str]) -> None:
         for sample in samples:
@@ -290,6 +330,8 @@ class _DriverLoop:
         except DrainingError:
             time.sleep(DRAIN_CHECK_S)
             return news
+        except InvalidSchedulerOutput as refusal:
+            return news + self._refuse_step(driver, refusal)
         for output in outputs:
             stream = self._streams.pop(output.req_id, None)
             if stream is not None:  # else it was aborted
@@ -312,10 +354,15 @@ class _DriverLoop:
     def _abort_all(self, driver: Driver) -> None:
         """End what is unfinished, and let the daemons drop its rows."""
         for sample in self._streams:
-            driver.abort_request(sample)
+            self._abort(driver, sample)
         with contextlib.suppress(ClientError, WireError):
             for _ in driver.run():
                 pass
+
+
+def _ended_by(error: BaseException) -> ClientError:
+    """Return the error of requests that end with an exit, which asyncio would take as its own."""
+    return ClientError(f"the driver's thread has ended by {type(error).__name__}: {error}")
 
 
 def _resolve(ready: "asyncio.Future[None]", error: Exception | None) -> None:

@@ -4,6 +4,7 @@ reports failures to the scheduler, and measures times."""
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, Protocol, TypeAlias
@@ -24,6 +25,7 @@ from worker_client.errors import (
 )
 from worker_client.host_tensor import HostTensor
 from worker_client.kept_prefixes import KeptPrefixes
+from worker_client.request_checks import refusal, validated
 from worker_client.request_uploads import RequestUploads, UploadingGroup
 from worker_client.requests import (
     MAX_SAMPLES,
@@ -32,7 +34,6 @@ from worker_client.requests import (
     hashed,
     sample_id,
     seeded,
-    validated,
 )
 from worker_client.run_times import RequestTiming, RunTimes, StepTiming
 from worker_client.scheduler import (
@@ -174,21 +175,45 @@ class Driver:
         """Queue a request, with a random seed if it needs one and has none; with n > 1 its samples
         (worker_client.requests.forked). One with structured output waits until its grammar is
         compiled, and one with embeddings until they are uploaded, between steps; if that fails it
-        ends with "error". Raises RequestError as the scheduler does; then nothing is queued."""
-        request = hashed(seeded(request))
+        ends with "error".
+
+        Raises:
+            RequestError: a field has the wrong type or is out of bounds, its id is in use, or the
+                scheduler refuses it. So does anything else that adding it raises, as the cause of
+                the error. Nothing of the request is left.
+        """
+        request = hashed(seeded(validated(request)))
         self._check_holds(request)
         samples = forked(request)
-        for index, sample in enumerate(samples):
-            try:
-                if self._pending:
-                    self._pending.check_unused(sample.id)
-                if sample.structured_outputs is None or self._is_compiled(sample):
-                    self._queue(sample)
-            except RequestError:
-                for added in samples[:index]:
-                    self._abort(added.id)
+        for sample in samples:
+            self._check_unused(sample.id)
+        added: list[str] = []
+        try:
+            for sample in samples:
+                self._add(sample)
+                added.append(sample.id)
+        except Exception as error:  # of a scheduler or a compiler of any kind
+            for req_id in added:
+                self._take_back(req_id)
+            if isinstance(error, RequestError):
                 raise
-            self._times.added(sample.id)
+            raise refusal(error) from error
+
+    def _check_unused(self, req_id: str) -> None:
+        if self._times.has(req_id):
+            fix = "choose another"
+            raise RequestError("the id is in use", field="id", value=req_id, fix=fix)
+
+    def _add(self, request: GenerationRequest) -> None:
+        """Queue a request, or wait for its grammar."""
+        if request.structured_outputs is None or self._is_compiled(request):
+            self._queue(request)
+        self._times.added(request.id)
+
+    def _take_back(self, req_id: str) -> None:
+        """Abort a request after a failure, whose error counts rather than one of this."""
+        with suppress(Exception):
+            self._abort(req_id)
 
     def _check_holds(self, request: GenerationRequest) -> None:
         tensor = request.prompt_embeds
@@ -210,29 +235,40 @@ class Driver:
                 value=grammar,
                 fix="give it Driver(grammars=...)",
             )
-        if self._pending.add(validated(request), grammar):
+        if self._pending.add(request, grammar):
             return True
         try:
-            self._probe(request)
-        except RequestError:
+            self._give(request)  # the scheduler may refuse what it gets later
+            self.scheduler.abort_request(request.id)
+        except Exception:
             self._pending.forget(request.id)
             raise
         return False
 
-    def _probe(self, request: GenerationRequest) -> None:
-        """Raise RequestError if the scheduler refuses a request that it gets later."""
-        self.scheduler.add_request(request)
-        self.scheduler.abort_request(request.id)
+    def _give(self, request: GenerationRequest) -> None:
+        """Give the scheduler a request. Raises what it raises; then it has none of it."""
+        try:
+            self.scheduler.add_request(request)
+        except RequestError:  # it has changed nothing, and may have another request of this id
+            raise
+        except Exception:
+            with suppress(Exception):
+                self.scheduler.abort_request(request.id)
+            raise
 
     def _queue(self, request: GenerationRequest) -> None:
         """Give the scheduler a request, to be held until its embeddings are uploaded."""
-        self.scheduler.add_request(request)
-        tensor = request.prompt_embeds
-        if isinstance(tensor, HostTensor) and isinstance(self.scheduler, HoldingScheduler):
-            self.scheduler.hold_request(request.id)
-            self._uploads.add(request.id, tensor)
-        if self._jumps is not None:
-            self._jumps.add(request)
+        self._give(request)
+        try:
+            tensor = request.prompt_embeds
+            if isinstance(tensor, HostTensor) and isinstance(self.scheduler, HoldingScheduler):
+                self.scheduler.hold_request(request.id)
+                self._uploads.add(request.id, tensor)
+            if self._jumps is not None:
+                self._jumps.add(request)
+        except Exception:
+            self._take_back(request.id)
+            raise
 
     def claim_uploads(
         self, requests: Sequence[AdoptedRequest], tensors: Iterable[HostTensor] = ()
@@ -250,17 +286,24 @@ class Driver:
         return kept, [failed_request(req_id, EMBEDS_LOST) for req_id in needs if req_id in lost]
 
     def abort_request(self, req_id: str) -> None:
-        """End a request early, without output: all of its samples, or a single one by its id."""
+        """End a request early, without output: all of its samples, or a single one by its id.
+        Unknown ids are ignored. Raises RequestError: the id is no text."""
+        given: object = req_id
+        if not isinstance(given, str):
+            fix = "give the id of a request"
+            raise RequestError("the id is no text", field="id", value=given, fix=fix)
         samples = [sample_id(req_id, index) for index in range(MAX_SAMPLES)]
         for name in (req_id, *(sample for sample in samples if self._times.has(sample))):
             self._abort(name)
 
     def _abort(self, req_id: str) -> None:
-        self.scheduler.abort_request(req_id)
-        if self._pending is not None:
-            self._pending.forget(req_id)
-        self._release(req_id)
-        self._times.forget(req_id)
+        try:
+            self.scheduler.abort_request(req_id)
+        finally:
+            if self._pending is not None:
+                self._pending.forget(req_id)
+            self._release(req_id)
+            self._times.forget(req_id)
 
     @property
     def records(self) -> deque[StepTiming]:
@@ -410,6 +453,8 @@ class Driver:
                     continue
             except RequestError as error:
                 reason = error.reason
+            except Exception as error:  # as in add_request
+                reason = refusal(error).reason
             num_prompt_tokens = len(request.prompt_token_ids)
             self._end(failed_request(request.id, reason, num_prompt_tokens=num_prompt_tokens))
 

@@ -56,15 +56,12 @@ ClientError
      `- RemoteInternalError       INTERNAL
 """
 
-import reprlib
 from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 from typing import ClassVar
 
 from rpc_schema.errors import ControlErrorReply, ErrorCode, ErrorReply, ErrorScope
-
-MAX_VALUE_LENGTH = 200
-"""Bound on the characters of a wrong value in a request's error."""
+from worker_client.shown_values import shown
 
 
 class ClientError(Exception):
@@ -75,11 +72,15 @@ class ClientConfigError(ClientError):
     """A setting is wrong. `field`, `value` and `fix` are attributes and end the message."""
 
     def __init__(self, message: str, *, field: str, value: object, fix: str) -> None:
-        super().__init__(f"{message}; field {field} = {value!r}; fix: {fix}")
+        super().__init__(f"{message}; field {field} = {self._show(value)}; fix: {fix}")
         self.message = message
         self.field = field
         self.value = value
         self.fix = fix
+
+    @staticmethod
+    def _show(value: object) -> str:
+        return repr(value)
 
 
 def config_error(field: str, value: object, problem: str, fix: str) -> ClientConfigError:
@@ -132,11 +133,15 @@ class RequestError(ClientConfigError):
         self, message: str, *, field: str, value: object, fix: str, line: int | None = None
     ) -> None:
         super().__init__(message, field=field, value=value, fix=fix)
-        where = "" if line is None else f"line {line}: "
-        self.reason = f"{message}; field {field} = {_shortened(value)}; fix: {fix}"
+        self.reason: str = self.args[0]
         """The message without the line."""
-        self.args = (where + self.reason,)
+        if line is not None:
+            self.args = (f"line {line}: {self.reason}",)
         self.line = line
+
+    @staticmethod
+    def _show(value: object) -> str:
+        return shown(value)  # it may be of any type and size
 
     def at_line(self, line: int) -> "RequestError":
         """Return the same error with its line number."""
@@ -155,11 +160,6 @@ class OutputError(ClientConfigError):
     created."""
 
 
-def _shortened(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= MAX_VALUE_LENGTH else f"{text[: MAX_VALUE_LENGTH - 3]}..."
-
-
 class TraceError(ClientError):
     """A trace is malformed or cannot be read."""
 
@@ -172,8 +172,8 @@ class InvalidSchedulerOutput(ClientError):
     def __init__(
         self, message: str, *, field: str, value: object, fix: str, req_id: object = None
     ) -> None:
-        who = "" if req_id is None else f"request {reprlib.repr(req_id)}: "
-        super().__init__(f"{who}{message}; field {field} = {reprlib.repr(value)}; fix: {fix}")
+        who = "" if req_id is None else f"request {shown(req_id)}: "
+        super().__init__(f"{who}{message}; field {field} = {shown(value)}; fix: {fix}")
         self.req_id = req_id
         self.field = field
         self.value = value

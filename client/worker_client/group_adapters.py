@@ -6,12 +6,15 @@ import os
 import time
 from collections.abc import Callable, Collection, Mapping
 from functools import partial
+from types import MappingProxyType
 from typing import Final, NamedTuple
+
+import msgspec
 
 from rpc_schema import lora
 from rpc_schema.lora_request import LoraRequest
 from rpc_schema.operations import StepMessage
-from worker_client.errors import ClientError, DeadlineExceeded, RemoteError
+from worker_client.errors import ClientError, DeadlineExceeded, RemoteError, config_error
 from worker_client.group_channel import GroupChannel
 
 ADD_TIMEOUT_S: Final = 600.0
@@ -19,6 +22,8 @@ ADD_TIMEOUT_S: Final = 600.0
 _POLL_S: Final = 0.02
 _VERSION_BYTES: Final = 7
 """Bytes of a random version, enough that no two contents have the same."""
+
+_TYPES: Final = MappingProxyType({e.name: e.type for e in msgspec.structs.fields(lora.AddLora)})
 
 _LOG = logging.getLogger(__name__)
 
@@ -87,7 +92,12 @@ class GroupAdapters:
 
     def begin(self, name: str, lora_id: int | None, *, load_inplace: bool) -> AddTask:
         """See WorkerGroup.begin_add_lora."""
-        return AddTask(self, name, lora_id or self._id_for(name), load_inplace=load_inplace)
+        _check_field("name", name, "a text of 1 to 256 characters, as UTF-8 has them")
+        if lora_id is None:
+            lora_id = self._id_for(name)
+        _check_id(lora_id)
+        _check_field("load_inplace", load_inplace, "True or False")
+        return AddTask(self, name, lora_id, load_inplace=load_inplace)
 
     def is_there(self, name: str, lora_id: int) -> bool:
         """Return True if all ranks have the adapter with this name and id."""
@@ -126,12 +136,14 @@ class GroupAdapters:
 
     def remove(self, lora_id: int) -> bool:
         """See WorkerGroup.remove_lora."""
+        _check_id(lora_id)
         replies = self._channel.ask(partial(lora.RemoveLora, lora_id=lora_id))
         self._known.pop(lora_id, None)
         return any(reply.removed for reply in replies)
 
     def pin(self, lora_id: int) -> None:
         """See WorkerGroup.pin_lora."""
+        _check_id(lora_id)
         self._channel.ask(partial(lora.PinLora, lora_id=lora_id))
         if lora_id in self._known:
             self._known[lora_id] = self._known[lora_id]._replace(is_pinned=True)
@@ -196,6 +208,19 @@ class GroupAdapters:
             }
             for lora_id in there:
                 self.remove(lora_id)
+
+
+def _check_field(field: str, value: object, wanted: str) -> None:
+    """Raise ClientConfigError for a value that no AddLora can carry."""
+    try:
+        msgspec.convert(value, _TYPES[field])
+        msgspec.msgpack.encode(value)  # which a lone surrogate prevents
+    except (msgspec.ValidationError, TypeError, ValueError):
+        raise config_error(field, value, "no adapter can have it", f"give {wanted}") from None
+
+
+def _check_id(lora_id: object) -> None:
+    _check_field("lora_id", lora_id, "a whole number from 1 to 2147483647")
 
 
 def _known_as(info: lora.LoraInfo) -> GroupAdapter:

@@ -7,6 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rpc_schema import uploads as up
+from rpc_schema.base import HASH_BYTES
 from worker_client.errors import ClientConfigError
 
 
@@ -18,6 +19,22 @@ class HostTensor(NamedTuple):
     data: memoryview
     """uint8 [bytes], row-major and little-endian; must not change before it is uploaded."""
     content_hash: bytes
+
+    @property
+    def is_whole(self) -> bool:
+        """True if its fields fit each other, as those of from_array and from_bytes do."""
+        sizes, data, name = self[1:]
+        return (
+            isinstance(self.dtype, str)
+            and self.dtype in up.ITEM_BYTES
+            and isinstance(sizes, tuple)
+            and all(type(size) is int and size > 0 for size in sizes)
+            and isinstance(data, memoryview)
+            and (data.format, data.ndim, data.c_contiguous) == ("B", 1, True)
+            and data.nbytes == up.tensor_bytes(self.dtype, sizes)
+            and isinstance(name, bytes)
+            and len(name) == HASH_BYTES
+        )
 
     @classmethod
     def from_array(cls, array: NDArray[Any]) -> "HostTensor":

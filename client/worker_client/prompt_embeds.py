@@ -30,21 +30,32 @@ PLACEHOLDER = 0
 _DTYPES: tuple[str, ...] = get_args(EmbedsDtype)
 
 
-def host_tensor(embeds: Embeddings) -> HostTensor:
-    """Return embeddings as a tensor with its hash.
+def check_embeds(embeds: object, ranges: Ranges) -> None:
+    """Check embeddings and their positions, without a look at the values.
 
     Raises:
-        RequestError: the dtype is not supported, there are no rows, or the shape is not
-            [rows, hidden size].
+        RequestError: they are no array or HostTensor, the dtype is not supported, there are no
+            rows, the shape is not [rows, hidden size], or the positions are malformed or not as
+            many as the rows.
     """
-    is_tensor = isinstance(embeds, HostTensor)
-    if not (is_tensor or isinstance(embeds, np.ndarray)):
+    if embeds is None:
+        raise _refused("prompt_embeds_at", ranges, "give prompt_embeds too")
+    if not isinstance(embeds, np.ndarray | HostTensor):
         raise _refused("prompt_embeds", type(embeds).__name__, "give an array or a HostTensor")
+    if isinstance(embeds, HostTensor) and not embeds.is_whole:
+        fix = "make it with HostTensor.from_array or from_bytes"
+        raise _refused("prompt_embeds", "a HostTensor", fix)
     dtype = embeds.dtype if isinstance(embeds, HostTensor) else embeds.dtype.name
     if dtype not in _DTYPES:
         raise _refused("prompt_embeds", dtype, f"use one of {', '.join(_DTYPES)}")
     if len(embeds.shape) != 2 or not all(embeds.shape):
         raise _refused("prompt_embeds", list(embeds.shape), "give [rows, hidden size]")
+    _checked(embeds.shape[0], ranges)
+
+
+def host_tensor(embeds: Embeddings) -> HostTensor:
+    """Return embeddings as a tensor with its hash. Raises RequestError as check_embeds does."""
+    check_embeds(embeds, ())
     if isinstance(embeds, HostTensor):
         return embeds
     try:

@@ -374,8 +374,7 @@ def _check_extensions(request: NewRequest) -> int:
             return extension_bytes(extensions)
         except WRONG_TYPE:
             fault = extension_fault(extensions, WIRE_LIMITS.bounds, request.num_prompt_tokens)
-            if fault is None:
-                raise
+    assert fault is not None, "what cannot be encoded has a fault"
     raise _refused(request.req_id, *fault)
 
 
@@ -396,10 +395,9 @@ def extension_fault(
         return fault
     try:
         _EXTENSIONS.decode(msgspec.msgpack.encode(extensions))
-    except (msgspec.DecodeError, *WRONG_TYPE):
+    except (msgspec.DecodeError, *WRONG_TYPE) as error:
         fault = next((f for f in map(_field_fault, extensions) if f is not None), None)
-        if fault is not None:
-            return fault
+        return fault or ExtensionFault("extensions", extensions, f"give what can be sent: {error}")
     for extension in extensions:
         fault = find_fault(extension, bounds, num_prompt_tokens)
         if fault is not None:

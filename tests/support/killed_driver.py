@@ -23,7 +23,8 @@ from tests.support.waiting import PATIENCE_S
 from worker_client.adoption import AdoptedRequest
 from worker_client.driver import Driver, Recover, give_up
 from worker_client.loading import LoadedGroup
-from worker_client.requests import GenerationRequest, RequestParser, forked, with_adapter
+from worker_client.request_parser import RequestParser
+from worker_client.requests import GenerationRequest, forked, with_adapter
 from worker_client.scheduler import RequestOutput, Scheduler, scheduler_limits
 from worker_client.structured.masked_steps import CompiledGrammars
 from worker_client.structured.opening import open_grammars

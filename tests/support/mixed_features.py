@@ -25,7 +25,8 @@ from tests.support.lora_adapters import ALL, make_adapter
 from tests.support.pooling_reference import embedding
 from tests.support.structured import EOS_TOKEN_ID, VOCAB_SIZE, random_case
 from worker_client.host_tensor import HostTensor
-from worker_client.requests import GenerationRequest, RequestParser, forked
+from worker_client.request_parser import RequestParser
+from worker_client.requests import GenerationRequest, forked
 from worker_client.scheduler import RequestOutput
 from worker_client.scheduler_output import Logprobs
 from worker_client.structured.grammars import Grammars

@@ -31,7 +31,9 @@ from worker_client.errors import (
 from worker_client.host_tensor import HostTensor
 from worker_client.launcher import LocalDaemons
 from worker_client.loading import LoadedGroup
-from worker_client.requests import GenerationRequest, RequestParser, forked, validated
+from worker_client.request_checks import validated
+from worker_client.request_parser import RequestParser
+from worker_client.requests import GenerationRequest, forked
 from worker_client.scheduler import RequestOutput, Scheduler, scheduler_limits
 from worker_client.structured.masked_steps import CompiledGrammars
 from worker_client.structured.opening import open_grammars

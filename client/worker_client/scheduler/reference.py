@@ -15,7 +15,7 @@ from rpc_schema.sampling import PromptLogprobs
 from rpc_schema.step import NO_TOKEN
 from worker_client.adoption import AdoptedRequest
 from worker_client.cached_blocks import CachedBlocks
-from worker_client.requests import GenerationRequest, parent_id, sample_id, seeded
+from worker_client.requests import GenerationRequest, parent_id, sample_id
 from worker_client.scheduler.decode_groups import DecodeGroups
 from worker_client.scheduler.interface import (
     NO_JUMP,
@@ -85,11 +85,12 @@ class Scheduler:
         """Queue a request. Its id may be that of a finished one, once no step in flight names it.
 
         Raises:
-            RequestError: a field is out of bounds, its id is in use, or it can never be served.
+            RequestError: a field has the wrong type or is out of bounds, its id is in use, or it
+                can never be served. Nothing has changed.
         """
-        self._queues.check_unused(request.id, fix="choose another")
-        made = new_request(seeded(request), self._limits, self._texts)
-        first = sample_id(parent_id(request.id), 0) if request.index else ""
+        made = new_request(request, self._limits, self._texts)
+        self._queues.check_unused(made.id, fix="choose another")
+        first = sample_id(parent_id(made.id), 0) if made.sample.place else ""
         self._queues.add(made, behind=first)
 
     def adopt_requests(self, requests: Sequence[AdoptedRequest]) -> list[RequestOutput]:

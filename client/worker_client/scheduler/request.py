@@ -26,7 +26,8 @@ from rpc_schema.step import NO_TOKEN
 from worker_client.adoption import AdoptedRequest
 from worker_client.errors import RequestError
 from worker_client.parts.registry import Extensions, may_refuse, pools, prefix_root
-from worker_client.requests import GenerationRequest, check_fits
+from worker_client.request_checks import check_fits
+from worker_client.requests import GenerationRequest, PromptTokenIds, seeded
 from worker_client.scheduler.interface import FinishReason, RequestOutput, SchedulerLimits
 from worker_client.scheduler_output import Logprobs, NewRequest, PromptChunk, StepResult
 from worker_client.step_checks import (
@@ -395,13 +396,15 @@ def _request_class(
 def new_request(
     request: GenerationRequest, limits: SchedulerLimits, texts: Texts | None = None
 ) -> Request:
-    """Return a request in its initial state. texts: the tokenizer whose text is
-    searched for stop strings.
+    """Return a request in its initial state, with a seed if it needs one. texts: the tokenizer
+    whose text is searched for stop strings.
 
     Raises:
-        RequestError: a field is out of bounds, or it can never be served.
+        RequestError: a field has the wrong type or is out of bounds, or it can never be served.
     """
-    check_fits(request, max_model_len=limits.max_model_len, vocab_size=limits.vocab_size)
+    request = seeded(
+        check_fits(request, max_model_len=limits.max_model_len, vocab_size=limits.vocab_size)
+    )
     if request.n != 1:
         fix = "add each of worker_client.requests.forked(request), as Driver does"
         raise RequestError("a request of several samples", field="n", value=request.n, fix=fix)
@@ -428,7 +431,7 @@ def new_request(
         )
     extensions = request.extensions(limits.end_ids)
     fault = None
-    if extensions and request.has_options:
+    if extensions and (request.features or not _only_stops(extensions)):
         fault = extension_fault(extensions, limits.bounds, num_prompt)
     if fault is None and not (samples and limits.generates):
         fault = pooling_admission_fault(extensions, num_prompt, 0, group_bounds(limits))
@@ -452,8 +455,13 @@ def new_request(
     return made
 
 
-def _int32s(token_ids: NDArray[np.int32]) -> "array[int]":
-    return array("i", token_ids.astype(np.int32, copy=False).tobytes())
+def _only_stops(extensions: Extensions) -> bool:
+    """Return True if there is no more than the stop tokens, whose ids were checked."""
+    return len(extensions) == 1 and type(extensions[0]) is StopTokens
+
+
+def _int32s(token_ids: PromptTokenIds) -> "array[int]":
+    return array("i", np.asarray(token_ids, np.int32).tobytes())
 
 
 def group_bounds(limits: SchedulerLimits) -> GroupLimits:

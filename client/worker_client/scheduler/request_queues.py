@@ -46,8 +46,8 @@ class RequestQueues:
             request.arrival = self._num_arrivals
         if request.arrival >= self._num_arrivals:
             self._num_arrivals = request.arrival + 1
+        first = self.unfinished.get(behind) if behind else None  # never itself
         self.unfinished[request.id] = request
-        first = self.unfinished.get(behind) if behind else None
         if first is not None and (first.id in self.prefilling or not first.is_running):
             self._behind.setdefault(behind, []).append(request)
         else:

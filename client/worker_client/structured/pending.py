@@ -29,12 +29,6 @@ class PendingRequests:
     def __len__(self) -> int:
         return len(self._pending)
 
-    def check_unused(self, req_id: str) -> None:
-        """Raise RequestError if a request here has this id."""
-        if req_id in self._pending:
-            fix = "choose another"
-            raise RequestError("the id is in use", field="id", value=req_id, fix=fix)
-
     def add(self, request: GenerationRequest, grammar: StructuredOutput) -> bool:
         """Start to compile the grammar of a request whose id is not in use. Return True if it is
         compiled already, so that the request need not wait. One whose grammar is known not to

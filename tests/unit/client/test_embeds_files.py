@@ -12,7 +12,7 @@ from tests.support.embedded_prompts import EmbeddedPrompt, save
 from worker_client.embeds_files import EmbedsFiles
 from worker_client.errors import RequestError
 from worker_client.prompt_embeds import PLACEHOLDER, host_tensor
-from worker_client.requests import RequestParser
+from worker_client.request_parser import RequestParser
 
 
 def parse(directory, **fields):

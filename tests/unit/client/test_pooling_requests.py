@@ -16,7 +16,9 @@ from rpc_schema.pooling import (
 from rpc_schema.sampling import RandomSampling
 from rpc_schema.structured import StructuredOutput
 from worker_client.errors import InvalidSchedulerOutput, RequestError
-from worker_client.requests import GenerationRequest, RequestParser, validated
+from worker_client.request_checks import validated
+from worker_client.request_parser import RequestParser
+from worker_client.requests import GenerationRequest
 from worker_client.scheduler_output import NewRequest, SchedulerOutput
 from worker_client.slots import SlotTable
 from worker_client.step_checks import GroupLimits

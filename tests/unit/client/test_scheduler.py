@@ -483,8 +483,9 @@ def test_requests_get_a_seed_where_they_need_one():
     seeds = []
     driver = Driver(None, Seeds(make_limits()))
     prompt = np.arange(3, dtype=np.int32)
-    for fields in ({}, {"seed": 5, "temperature": 1.0}, *[{"temperature": 1.0}] * 20):
-        driver.add_request(GenerationRequest(id="a", prompt_token_ids=prompt, **fields))
+    wanted = ({}, {"seed": 5, "temperature": 1.0}, *[{"temperature": 1.0}] * 20)
+    for number, fields in enumerate(wanted):
+        driver.add_request(GenerationRequest(id=str(number), prompt_token_ids=prompt, **fields))
     assert seeds[:2] == [None, 5]
     assert len(set(seeds[2:])) == 20 and None not in seeds[2:]
     unseeded = GenerationRequest(id="a", prompt_token_ids=prompt, temperature=1.0)

@@ -17,7 +17,7 @@ from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers
 
 from tests.support.waiting import wait_until
 from worker_client.errors import ClientConfigError, RequestError
-from worker_client.requests import RequestParser
+from worker_client.request_parser import RequestParser
 from worker_client.stop_strings import StopWatch
 from worker_client.text_stream import StreamedText
 from worker_client.tokenizer import MAX_WINDOW, SHORT_TEXT_BYTES, Tokenizer
