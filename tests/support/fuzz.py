@@ -1,5 +1,5 @@
-"""`python -m tests.support.fuzz` runs the fuzzers of FUZZERS, one after the other, each for --seconds
-at most, and prints what each has counted.
+"""`python -m tests.support.fuzz` runs the fuzzers of FUZZERS, one after the other, each for
+--seconds at most, and prints what each has counted.
 
 This one sends random and structured frames to every socket of a daemon: it starts one with keys and
 one without, and sends each --frames of them."""

@@ -204,7 +204,7 @@ def test_a_sample_does_not_wait_for_itself():
 
 def test_showing_a_wrong_value_costs_little():
     """A repr of the whole value would have millions of characters."""
-    for value in (["x" * 100] * 10**6, dict.fromkeys(range(10 ** 6), "x"), "x" * 10**7):
+    for value in (["x" * 100] * 10**6, dict.fromkeys(range(10**6), "x"), "x" * 10**7):
         with pytest.raises(RequestError) as refused:
             validated(request(ignore_eos=value))
         assert len(str(refused.value)) < 1000
