@@ -9,7 +9,7 @@ rows' counts are brought up to date only when they are read.
 
 from array import array
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from itertools import chain
+from itertools import chain, islice
 from typing import NamedTuple
 
 import numpy as np
@@ -120,7 +120,7 @@ class SlotTable:
         else:
             steady = None
         if steady is None or not only_decodes:
-            check_shape(output)
+            check_shape(output, self.capacity)
             self._flush()
             steady = steady or self._make_steady(output.decode_req_ids)
         if steady is not None and only_decodes:
@@ -139,8 +139,11 @@ class SlotTable:
         blocks: object = output.new_block_ids
         if type(blocks) is not dict and not isinstance(blocks, Mapping):
             return False
+        if len(blocks) > self.capacity:
+            return False
         if type(output.more_new_block_ids) is not tuple or output.more_new_block_ids:
-            check_more_blocks(output.more_new_block_ids, len(self._limits.block_groups))
+            num_groups = len(self._limits.block_groups)
+            check_more_blocks(output.more_new_block_ids, num_groups, self.capacity)
         try:
             return not (
                 self._must_resync
@@ -318,7 +321,7 @@ class SlotTable:
         self, output: SchedulerOutput, steady: SteadyRequests | None, counts: Mapping[str, int]
     ) -> _Change:
         """Check a whole step, and return its changes. Nothing changes yet."""
-        new = tuple(output.scheduled_new_reqs)
+        new = tuple(islice(output.scheduled_new_reqs, self.capacity + 1))
         ended_ids = self._known(output.finished_req_ids, output.preempted_req_ids)
         ended = sorted(self._slot_of[req_id] for req_id in ended_ids)
         new_slots = self._check_admissions(new, ended_ids, ended)

@@ -4,7 +4,7 @@ Pure; raises InvalidSchedulerOutput with request, field, value and fix."""
 import operator
 from array import array
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence, Sized
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
@@ -34,6 +34,8 @@ from worker_client.scheduler_output import NewRequest, SchedulerOutput
 MAX_COUNT = 2**31 - 1
 MAX_ID_LENGTH = 256
 MAX_NOTE_BYTES = 1024
+MAX_SLOTS = 65_535
+"""Bound on max_num_seqs, set by the slots' columns of the message."""
 MAX_STEP_BLOCKS = 1 << 20
 """Bound on the new blocks of one step, set by their column of the message."""
 
@@ -125,32 +127,53 @@ def extension_bytes(extensions: Sequence[RequestExtension]) -> int:
     return len(msgspec.msgpack.encode(extensions))
 
 
-def check_shape(output: SchedulerOutput) -> None:
-    """Check the types of a step's fields, not their contents."""
+def check_shape(output: SchedulerOutput, num_slots: int = MAX_SLOTS) -> None:
+    """Check the types and the sizes of a step's fields, not their contents: no work grows with
+    them."""
     for field in ("num_scheduled_tokens", "new_block_ids"):
         value = getattr(output, field)
         if not isinstance(value, Mapping):
             raise _wrong(field, value, "give a mapping by request id")
-    for field in ("scheduled_new_reqs", "finished_req_ids", "preempted_req_ids"):
+        _check_size(field, value, num_slots)
+    for field, most in (
+        ("scheduled_new_reqs", num_slots),
+        ("finished_req_ids", MAX_STEP_BLOCKS),
+        ("preempted_req_ids", MAX_STEP_BLOCKS),
+    ):
         value = getattr(output, field)
         if not isinstance(value, Iterable) or isinstance(value, str | bytes):
             raise _wrong(field, value, "give a sequence")
+        if isinstance(value, Sized):
+            _check_size(field, value, most)
     if type(output.decode_req_ids) is not tuple:  # a list could change after it was planned
         raise _wrong("decode_req_ids", output.decode_req_ids, "give a tuple of request ids")
+    _check_size("decode_req_ids", output.decode_req_ids, num_slots)
     deferred: object = output.deferred_req_ids
     if not isinstance(deferred, Collection) or isinstance(deferred, str | bytes):
         raise _wrong("deferred_req_ids", deferred, "give a collection of request ids")
+    _check_size("deferred_req_ids", deferred, MAX_SLOTS)
     if not isinstance(output.masks, Mapping):
         raise _wrong("masks", output.masks, "give a mapping by request id")
+    _check_size("masks", output.masks, MAX_SLOTS)
 
 
-def check_more_blocks(more: object, num_groups: int) -> None:
-    """Check the type of a step's blocks of further groups, not their contents."""
+def _check_size(field: str, value: Sized, most: int) -> None:
+    if len(value) > most:
+        fix = (
+            f"give at most {most}, and the rest in later steps: no step has more than max_num_seqs"
+        )
+        raise _wrong(field, f"{len(value)} entries", fix)
+
+
+def check_more_blocks(more: object, num_groups: int, num_slots: int) -> None:
+    """Check type and size of a step's blocks of further groups, not their contents."""
     field, most = "more_new_block_ids", num_groups - 1
+    if isinstance(more, list | tuple) and len(more) > most:
+        raise _wrong(field, f"{len(more)} mappings", f"the layers have {most} further groups")
     if not isinstance(more, list | tuple) or not all(isinstance(own, Mapping) for own in more):
         raise _wrong(field, more, "give a sequence of mappings by request id")
-    if len(more) > most:
-        raise _wrong(field, f"{len(more)} mappings", f"the layers have {most} further groups")
+    for own in more:
+        _check_size(field, own, num_slots)
 
 
 def named_ids(output: SchedulerOutput) -> frozenset[str]:
@@ -161,6 +184,8 @@ def named_ids(output: SchedulerOutput) -> frozenset[str]:
     names = list(chain.from_iterable(part for part in parts if isinstance(part, Iterable)))
     if isinstance(output.scheduled_new_reqs, Iterable):
         names += [getattr(request, "req_id", None) for request in output.scheduled_new_reqs]
+    if {str}.issuperset(map(type, names)):
+        return frozenset(names)
     return frozenset(name for name in names if isinstance(name, str))
 
 
@@ -225,18 +250,22 @@ def read_blocks(blocks: Mapping[str, Sequence[int]]) -> tuple[list[int], "array[
             ids, lengths = [block_id for (block_id,) in blocks.values()], []
         except ValueError:  # not one block each
             lengths = [len(own) for own in blocks.values()]
+            _check_num_blocks(sum(lengths))
             ids = list(chain.from_iterable(blocks.values()))
         raw = array("i", ids)
     except WRONG_TYPE:
         raise _wrong_blocks(blocks) from None
-    if len(ids) > MAX_STEP_BLOCKS:
+    return ids, raw, lengths
+
+
+def _check_num_blocks(count: int) -> None:
+    if count > MAX_STEP_BLOCKS:
         raise InvalidSchedulerOutput(
             "the step does not fit into a message",
             field="new_block_ids",
-            value=f"{len(ids)} blocks",
+            value=f"{count} blocks",
             fix=f"give at most {MAX_STEP_BLOCKS} blocks in a step",
         )
-    return ids, raw, lengths
 
 
 def _wrong_blocks(blocks: Mapping[str, Any]) -> InvalidSchedulerOutput:

@@ -4,7 +4,10 @@ import asyncio
 import contextlib
 import threading
 import time
+from dataclasses import replace
 
+import msgspec
+import numpy as np
 import pytest
 
 from tests.support.checkpoints import decisive_prompts
@@ -12,7 +15,13 @@ from tests.support.serving import connect, greedy_request, kill_and_wait, worker
 from tests.support.waiting import PATIENCE_S
 from worker_client.async_driver import AsyncDriver
 from worker_client.driver import Driver, give_up
-from worker_client.errors import DriverClosed, NothingListens, RequestError, WorkerDied
+from worker_client.errors import (
+    DriverClosed,
+    InvalidSchedulerOutput,
+    NothingListens,
+    RequestError,
+    WorkerDied,
+)
 from worker_client.launcher import LocalDaemons
 from worker_client.requests import GenerationRequest
 from worker_client.scheduler import Scheduler, scheduler_limits
@@ -81,12 +90,13 @@ class Opened:
         self.config = config
         self.recover = recover
         self.driver = None
+        self.scheduler = Scheduler
         self.before_step = lambda: None
 
     @contextlib.contextmanager
     def __call__(self):
         with connect(self.endpoints, self.config, reload=False) as (group, loaded):
-            scheduler = Scheduler(scheduler_limits(loaded, self.config))
+            scheduler = self.scheduler(scheduler_limits(loaded, self.config))
             recover = lambda died: self.recover(group, died)  # noqa: E731
             self.driver = PacedDriver(group, scheduler, recover=recover)
             self.driver.before_step = self.before_step
@@ -188,6 +198,76 @@ def test_wrong_requests_are_refused_beside_others(opened, model, prompts):
 
     outputs, _ = asyncio.run(main())
     assert outputs["r0"].token_ids == model.greedy(prompts[0], MAX_TOKENS)
+
+
+WRONG = [
+    *({"prompt_token_ids": value} for value in ("text", 5, None, np.array([1.5]), [[1]], [True])),
+    *({"temperature": "1"}, {"stop": (1,)}, {"lora": 5}, {"n": None}, {"max_tokens": 1.5}),
+    *({"id": None}, {"id": "\ud800"}, {"seed": "5"}, {"logit_bias": [1]}, {"features": 5}),
+    *({"bad_words": (1,)}, {"pooling": "embed"}, {"structured_outputs": {"regex": "a"}}),
+]
+
+
+def test_a_wrongly_typed_request_ends_alone(opened, model, prompts):
+    async def main():
+        async with AsyncDriver(opened) as driver:
+            good = [asyncio.create_task(collect(driver, each)) for each in greedy(prompts)]
+            await asyncio.sleep(0)
+            for fields in WRONG:
+                own = {"id": "w", "prompt_token_ids": [1, 2], "max_tokens": 3, **fields}
+                with pytest.raises(RequestError) as refused:
+                    await collect(driver, GenerationRequest(**own))
+                assert [refused.value.field] == list(fields)
+            for nothing in (None, 5, "text", {}):
+                with pytest.raises(RequestError):
+                    await collect(driver, nothing)
+            listed, _ = await collect(driver, greedy(prompts)[0])
+            assert driver.error is None
+            return [listed, *(outputs for outputs, _ in await asyncio.gather(*good))]
+
+    listed, *found = asyncio.run(main())
+    for number, outputs in enumerate(found):
+        assert outputs[f"r{number}"].token_ids == model.greedy(prompts[number], MAX_TOKENS)
+    assert listed["r0"].token_ids == found[0]["r0"].token_ids
+
+
+class Faulty(Scheduler):
+    """A scheduler with faults for requests of some lengths of prompt."""
+
+    def add_request(self, request):
+        super().add_request(request)
+        if len(request.prompt_token_ids) == 1:
+            raise MemoryError
+
+    def schedule(self):
+        output = super().schedule()
+        for new in () if output is None else output.scheduled_new_reqs:
+            if len(new.token_ids) == 2:  # what no message can carry
+                bad = msgspec.structs.replace(new, note="text")
+                rest = [each for each in output.scheduled_new_reqs if each is not new]
+                return replace(output, scheduled_new_reqs=[bad, *rest])
+        return output
+
+
+def test_faults_of_a_scheduler_end_the_requests_that_they_concern(opened, model, prompts):
+    opened.scheduler = Faulty
+
+    async def main():
+        async with AsyncDriver(opened) as driver:
+            good = [asyncio.create_task(collect(driver, each)) for each in greedy(prompts)]
+            await asyncio.sleep(0)
+            with pytest.raises(RequestError) as refused:
+                await collect(driver, greedy_request("w", [1], 3))
+            assert isinstance(refused.value.__cause__, MemoryError)
+            for _ in range(5):
+                with pytest.raises(InvalidSchedulerOutput, match="note"):
+                    await collect(driver, greedy_request("w", [1, 2], 3))
+            found = await asyncio.gather(*good)
+            assert not opened.driver.busy
+            return found
+
+    for number, (outputs, _) in enumerate(asyncio.run(main())):
+        assert outputs[f"r{number}"].token_ids == model.greedy(prompts[number], MAX_TOKENS)
 
 
 def test_requests_beyond_the_bound_wait(opened, prompts):

@@ -283,6 +283,20 @@ BAD = [
 ]
 
 
+BODIES = [
+    *((body, 400, "body") for body in (b"{", b"[]", b"\xff", b"[" * 100_000, b"", b"9" * 5000)),
+    (b'{"prompt": "x", "\\ud800": 1}', 400, r"\ud800"),
+    (b'{"prompt": "\\ud800"}', 400, "prompt"),
+    (b'{"prompt": "x", "max_tokens": 1, "max_tokens": 2}', 400, "max_tokens"),
+    (b'{"prompt": "x", "temperature": NaN}', 400, "temperature"),
+    (b'{"prompt": "x", "max_tokens": 1e999}', 400, "max_tokens"),
+    (b'{"prompt": "x", "seed": %s}' % (b"9" * 400), 400, "seed"),
+    (b'{"prompt": "x", "stop": {"a": 1}}', 400, "stop"),
+    (b'{"prompt": "%s"}' % (b"x" * (5 << 20)), 413, "body"),
+]
+"""Bodies, each with the status of its answer and the field in its error."""
+
+
 def test_bad_requests_name_their_field_and_do_no_harm(service, cases, expected):
     async def main():
         async with service.client() as client:
@@ -292,9 +306,10 @@ def test_bad_requests_name_their_field_and_do_no_harm(service, cases, expected):
                 error = answer.json()["error"]
                 assert (answer.status_code, error["param"]) == (400, field), error
                 assert field.split("[")[0] in error["message"]
-            for body in (b"{", b"[]", b"\xff", b"[" * 100_000):
+            for body, status, field in BODIES:
                 answer = await client.post("/v1/completions", content=body)
-                assert (answer.status_code, answer.json()["error"]["param"]) == (400, "body")
+                assert answer.headers["Content-Type"] == "application/json"
+                assert (answer.status_code, answer.json()["error"]["param"]) == (status, field)
             again = await whole(client, cases[0])
             assert (await until_idle(client))["state"] == "serving"
             return again, await good

@@ -1,5 +1,5 @@
-"""A short run of what `make fuzz ARGS="--only requests"` does for longer: requests of every kind
-for an AsyncDriver and the HTTP example, beside healthy ones."""
+"""A short run of `make fuzz ARGS="--only requests"`: requests of every kind for an AsyncDriver and
+the HTTP example, beside healthy ones."""
 
 import random
 

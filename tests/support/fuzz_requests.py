@@ -6,12 +6,13 @@ import asyncio
 import contextlib
 import itertools
 import json
+import os
 import random
 import shutil
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields
 from pathlib import Path
 from types import MappingProxyType
@@ -252,17 +253,27 @@ class OpenedService(Service):
             yield driver
 
 
-class Watch:
-    """Gaps between the tokens of healthy requests: of time, and of this process's CPU time, which
-    a busy host does not lengthen."""
+def waited_s(pids: Sequence[int]) -> float:
+    """Return the time that threads of processes have waited for a core of a busy host."""
+    waited_ns = 0
+    for pid in pids:
+        for task in Path(f"/proc/{pid}/task").iterdir():
+            with contextlib.suppress(OSError):  # it has just ended
+                waited_ns += int((task / "schedstat").read_text().split()[1])
+    return waited_ns / 1e9
 
-    def __init__(self) -> None:
+
+class Watch:
+    """Gaps between the tokens of healthy requests: less what a busy host adds to them, and of this
+    process's CPU time."""
+
+    def __init__(self, pids: Sequence[int]) -> None:
         self.longest_s = self.longest_cpu_s = 0.0
+        self._pids = pids
         self._last = self._now()
 
-    @staticmethod
-    def _now() -> tuple[float, float]:
-        return time.monotonic(), time.process_time()
+    def _now(self) -> tuple[float, float]:
+        return time.monotonic() - waited_s(self._pids), time.process_time()
 
     def progress(self) -> None:
         now = self._now()
@@ -274,12 +285,15 @@ class Watch:
 class Fuzzer:
     """One run."""
 
-    def __init__(self, service: OpenedService, client: httpx2.AsyncClient, seed: int) -> None:
+    def __init__(
+        self, service: OpenedService, client: httpx2.AsyncClient, pids: Sequence[int], seed: int
+    ) -> None:
         self.service = service
+        self.pids = (os.getpid(), *pids)
         self.client = client
         self.rng = random.Random(seed)
         self.counts: Counter[str] = Counter()
-        self.watch = Watch()
+        self.watch = Watch(self.pids)
         words = SENTENCES.split()
         self.prompts = [
             service._tokenizer.encode(" ".join(words[n:][:3])) for n in range(NUM_HEALTHY)
@@ -337,7 +351,7 @@ class Fuzzer:
     async def run(self, is_enough: Callable[[int], bool]) -> None:
         self.expected = [await self.healthy(number) for number in range(NUM_HEALTHY)]
         healthy = [asyncio.create_task(self.keep_healthy(n)) for n in range(NUM_HEALTHY)]
-        self.watch = Watch()
+        self.watch = Watch(self.pids)
         numbers = itertools.count()
 
         async def attack_on() -> None:
@@ -353,14 +367,16 @@ class Fuzzer:
             await asyncio.gather(*healthy)
 
 
-async def _fuzz(service: OpenedService, is_enough: Callable[[int], bool], seed: int) -> Fuzzer:
+async def _fuzz(
+    service: OpenedService, pids: Sequence[int], is_enough: Callable[[int], bool], seed: int
+) -> Fuzzer:
     app = make_app(service)
     transport = httpx2.ASGITransport(app, raise_app_exceptions=True)
     async with (
         service.driver,
         httpx2.AsyncClient(transport=transport, base_url="http://fuzz", timeout=60) as client,
     ):
-        driver, fuzzer = service.opened, Fuzzer(service, client, seed)
+        driver, fuzzer = service.opened, Fuzzer(service, client, pids, seed)
         num_free = driver.scheduler.num_free_blocks
         await fuzzer.run(is_enough)
         async with asyncio.timeout(60):
@@ -385,7 +401,7 @@ def fuzz_count(is_enough: Callable[[int], bool], seed: int) -> dict[str, object]
         with LocalDaemons(["cpu"], directory) as daemons:
             config = worker_config(model, max_model_len=128)
             service = OpenedService(model, daemons.endpoints, config, 64)
-            fuzzer = asyncio.run(_fuzz(service, is_enough, seed))
+            fuzzer = asyncio.run(_fuzz(service, daemons.pids, is_enough, seed))
     finally:
         shutil.rmtree(directory)
     watch = fuzzer.watch

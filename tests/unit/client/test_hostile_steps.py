@@ -2,6 +2,7 @@
 refused by name without side effects: running requests continue with the right tokens."""
 
 import math
+import sys
 import time
 
 import numpy as np
@@ -513,3 +514,41 @@ def test_request_that_fits_into_no_step_is_refused_alone():
     table = SlotTable(8)
     table.encode(scheduler.schedule(), epoch=1, link=1, seq=1)
     assert table.req_ids == ["good"]
+
+
+MANY = 10**6
+HUGE = {
+    "num_scheduled_tokens": lambda ids: {"num_scheduled_tokens": dict.fromkeys(ids, 1)},
+    "decode_req_ids": lambda ids: {"decode_req_ids": tuple(ids)},
+    "scheduled_new_reqs": lambda ids: {
+        "scheduled_new_reqs": [NewRequest(name, np.zeros(3, np.int32), 3, 0, [1]) for name in ids]
+    },
+    "new_block_ids": lambda ids: {"new_block_ids": dict.fromkeys(ids, (1,))},
+    "more_new_block_ids": lambda ids: {"more_new_block_ids": ({},) * len(ids)},
+    "finished_req_ids": lambda ids: {"finished_req_ids": ids * 2},
+    "deferred_req_ids": lambda ids: {"deferred_req_ids": ids},
+    "masks": lambda ids: {"masks": dict.fromkeys(ids, np.zeros(1, np.int32))},
+}
+
+
+@pytest.mark.parametrize("field", HUGE)
+def test_a_huge_step_is_refused_before_work_that_grows_with_it(field):
+    """Counted in Python's calls: a check of each entry would make a million of them."""
+    table, names = limited(), [f"n{number}" for number in range(MANY)]
+    admit(table, "runs", [1, 2])
+    step = SchedulerOutput(**HUGE[field](names))
+    events = 0
+
+    def count(frame, event, arg):
+        nonlocal events
+        events += 1
+
+    sys.setprofile(count)
+    try:
+        with pytest.raises(InvalidSchedulerOutput) as refused:
+            table.encode(step, epoch=1, link=1, seq=2)
+    finally:
+        sys.setprofile(None)
+    assert refused.value.field == field and refused.value.fix
+    assert events < 2000
+    table.encode(SchedulerOutput(decode_req_ids=("runs",)), epoch=1, link=1, seq=2)
