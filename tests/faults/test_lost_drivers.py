@@ -71,7 +71,7 @@ def observer_of(daemon: DaemonProcess) -> Iterator[Driver]:
 # A driver that lives.
 
 
-@pytest.mark.parametrize("seconds", [HOLD_S, pytest.param(20.0, marks=pytest.mark.long_fault)])
+@pytest.mark.parametrize("seconds", [HOLD_S, pytest.param(20.0, marks=pytest.mark.exhaustive)])
 def test_driver_that_cannot_run_python_keeps_its_lease_and_loses_nothing(
     daemon: DaemonProcess, seconds: float
 ) -> None:

@@ -73,9 +73,9 @@ def attach(daemon: SecuredDaemon, ring: KeyRing) -> float:
     ("request_name", "connections"),
     [
         ("Hello", 20),
-        pytest.param("Hello", 1, marks=pytest.mark.long_fault),
+        pytest.param("Hello", 1, marks=pytest.mark.exhaustive),
         ("GetStatus", 20),
-        pytest.param("CheckHealth", 20, marks=pytest.mark.long_fault),
+        pytest.param("CheckHealth", 20, marks=pytest.mark.exhaustive),
     ],
 )
 def test_flood_of_an_observer_costs_only_its_key(

@@ -103,7 +103,7 @@ def a_signal() -> int:
     return random.choice((signal.SIGTERM, signal.SIGINT))
 
 
-LONG = pytest.mark.long_fault
+LONG = pytest.mark.exhaustive
 
 
 @pytest.mark.parametrize(
