@@ -2,16 +2,12 @@
 each of its masks is sent.
 
 A step is sent before the previous step's tokens are known, but a mask depends on the previous
-token. So a step defers the sampling of such requests (SchedulerOutput.deferred_req_ids). Once the
-token arrives, WorkerGroup.sample_tokens sends the mask, while the step's forward pass runs. If the
-token is known in time, the step itself carries the mask.
+token. So a step defers the sampling of such requests; WorkerGroup.sample_tokens sends the mask
+during the forward pass. If the mask is known in time, the step itself carries it. Matchers are made
+from the admissions in steps. After a jump (jump_forward.py) one is ahead of the steps in flight.
 
-Matchers are made from the admissions in steps: from the grammar that a request carries and the
-tokens that it has so far. After a jump (jump_forward.py) a matcher is ahead of the steps in flight.
-
-Masks come from other processes (grammars.py). A request whose mask does not come in time is paused:
-the steps in flight sample it without a mask, and nobody gets these tokens. It is admitted again
-once its mask is there, so that it holds up no other request.
+Masks come from other processes (grammars.py). A request whose mask is late is paused: the steps in
+flight sample it without a mask, and nobody gets these tokens. It is admitted again with its mask.
 """
 
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
