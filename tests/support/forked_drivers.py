@@ -9,8 +9,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Self
 
-from tests.support.waiting import PATIENCE_S
-
 
 def fork_each(run: Callable[[str], bytes]) -> None:
     """For each plan on stdin, a line, write what `run` returns for it in a fork, as a line, unless
@@ -54,7 +52,7 @@ class ForkedDrivers:
 
     def __exit__(self, *error: object) -> None:
         """End the process that forks them."""
-        self._process.communicate(timeout=PATIENCE_S)
+        self._process.communicate(timeout=300)
         assert self._process.returncode == 0
 
 

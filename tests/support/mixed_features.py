@@ -23,7 +23,14 @@ from tests.support.embedded_prompts import EmbeddedPrompt, random_rows, save
 from tests.support.installed_processors import NAMES, apply_processors
 from tests.support.lora_adapters import ALL, make_adapter
 from tests.support.pooling_reference import embedding
-from tests.support.structured import EOS_TOKEN_ID, VOCAB_SIZE, random_case
+from tests.support.structured import (
+    EOS_TOKEN_ID,
+    VOCAB_SIZE,
+    allowed_tokens,
+    begun,
+    random_case,
+    take,
+)
 from worker_client.host_tensor import HostTensor
 from worker_client.request_parser import RequestParser
 from worker_client.requests import GenerationRequest, forked
@@ -310,16 +317,16 @@ class Judge:
         """logits: float64 [tokens + 1, V]."""
         tokens, matcher = output.token_ids, None
         if request.structured_outputs is not None:
-            matcher = self._grammars.begin(request.structured_outputs)
-        for index in range(len(tokens) + (output.finish_reason == "error")):
+            matcher = begun(self._grammars, request.structured_outputs)
+        num_rows = len(tokens) + (output.finish_reason == "error")
+        for index in range(num_rows):
             row = logits[index].copy()
             if matcher is not None:
-                words = self._grammars.fill([matcher])[0]
-                if matcher.is_error():
-                    _expect(index == len(tokens), request, f"{index}: {matcher.get_error()}")
+                if matcher.error:
+                    _expect(index == len(tokens), request, f"{index}: {matcher.error}")
                     return
-                bits = np.unpackbits(words.view(np.uint8), bitorder="little")[: row.size]
-                row[bits == 0] = -np.inf
+                allowed = allowed_tokens(matcher)
+                row[np.setdiff1d(np.arange(row.size), allowed)] = -np.inf
             if index < len(tokens):
                 _check_reported(request, row, index, output)
             slack = TIE * max(1.0, np.abs(logits[index]).max(), request.repetition_penalty)
@@ -331,7 +338,9 @@ class Judge:
                 _expect(False, request, f"token {index}: nothing may be sampled")
             _check_choice(request, scores, slack, index, tokens[index])
             if matcher is not None:
-                _expect(matcher.matcher.consume_token(tokens[index]), request, f"{index}: grammar")
+                _expect(matcher.allows(tokens[index]), request, f"{index}: grammar")
+                if index + 1 < num_rows:
+                    take(self._grammars, matcher, tokens[index])
 
     def _pooled(self, request: GenerationRequest, pooling: PoolingParams) -> np.ndarray:
         model = self._exact[request.lora]
