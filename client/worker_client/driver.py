@@ -41,6 +41,7 @@ from worker_client.scheduler import (
     JumpingScheduler,
     PausingScheduler,
     RequestOutput,
+    Scheduler,
     SchedulerInterface,
     failed_request,
 )
@@ -168,6 +169,11 @@ class Driver:
         """Number of steps sent."""
         self._ended: list[RequestOutput] = []
         """Requests that have ended outside the scheduler, and were not returned yet."""
+        self._scheduler_checks = (
+            isinstance(scheduler, Scheduler)
+            and type(scheduler).add_request is Scheduler.add_request
+        )
+        """The scheduler checks requests whole: those that it alone uses need no second check."""
         self._prefixes = KeptPrefixes(group, scheduler if keeps_prefixes else None)
         self._prefixes.restore()
 
@@ -182,7 +188,19 @@ class Driver:
                 scheduler refuses it. So does anything else that adding it raises, as the cause of
                 the error. Nothing of the request is left.
         """
-        request = hashed(seeded(validated(request)))
+        try:
+            if self._scheduler_checks and not self._pending and _is_simple(request):
+                self._give(request)
+                self._times.added(request.id)
+            else:
+                self._add_samples(hashed(seeded(validated(request))))
+        except RequestError:
+            raise
+        except Exception as error:  # of a scheduler or a compiler of any kind
+            raise refusal(error) from error
+
+    def _add_samples(self, request: GenerationRequest) -> None:
+        """Queue the samples of a checked request, all or none."""
         self._check_holds(request)
         samples = forked(request)
         for sample in samples:
@@ -192,12 +210,10 @@ class Driver:
             for sample in samples:
                 self._add(sample)
                 added.append(sample.id)
-        except Exception as error:  # of a scheduler or a compiler of any kind
+        except Exception:
             for req_id in added:
                 self._take_back(req_id)
-            if isinstance(error, RequestError):
-                raise
-            raise refusal(error) from error
+            raise
 
     def _check_unused(self, req_id: str) -> None:
         if self._times.has(req_id):
@@ -642,6 +658,17 @@ class Driver:
     def _record_finish(self, req_id: str) -> None:
         self._release(req_id)
         self._times.finished(req_id)
+
+
+def _is_simple(request: GenerationRequest) -> bool:
+    """Return True for one sample without grammar and embeddings. Its fields may have any type."""
+    return (
+        type(request) is GenerationRequest
+        and type(request.n) is int
+        and request.n == 1
+        and request.structured_outputs is None
+        and request.prompt_embeds is None
+    )
 
 
 def _sample(

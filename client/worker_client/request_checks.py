@@ -127,6 +127,7 @@ def refusal(error: Exception) -> RequestError:
 def _guarded(request: GenerationRequest, top: int) -> GenerationRequest:
     """Return the request with plain values; top: the largest token id."""
     try:
+        _check_kind(request)
         return _validated(request, top)
     except RequestError:
         raise
@@ -135,7 +136,6 @@ def _guarded(request: GenerationRequest, top: int) -> GenerationRequest:
 
 
 def _validated(request: GenerationRequest, top: int) -> GenerationRequest:
-    _check_kind(request)
     values = _values_of(request)
     try:
         plain = msgspec.structs.astuple(msgspec.convert(values, _Fields))
@@ -148,7 +148,8 @@ def _validated(request: GenerationRequest, top: int) -> GenerationRequest:
     if prompt is not given or not is_plain:
         own = dict(zip(_NAMES, plain, strict=True))
         request = replace(request, prompt_token_ids=prompt, **own)
-    check_text("id", request.id)
+    if not request.id.isascii():
+        check_unicode("id", request.id)
     if plain[len(_COMMON) :] != _DEFAULTS:
         _check_options(request)
         if top < MAX_COUNT:

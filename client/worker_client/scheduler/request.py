@@ -402,9 +402,9 @@ def new_request(
     Raises:
         RequestError: a field has the wrong type or is out of bounds, or it can never be served.
     """
-    request = seeded(
-        check_fits(request, max_model_len=limits.max_model_len, vocab_size=limits.vocab_size)
-    )
+    request = check_fits(request, max_model_len=limits.max_model_len, vocab_size=limits.vocab_size)
+    if request.temperature:
+        request = seeded(request)
     if request.n != 1:
         fix = "add each of worker_client.requests.forked(request), as Driver does"
         raise RequestError("a request of several samples", field="n", value=request.n, fix=fix)
