@@ -4,7 +4,10 @@ of ours, and no accident changes a token. test_mixed_features.py has them beside
 import json
 import os
 import random
+import time
+from contextlib import closing
 
+import numpy as np
 import pytest
 
 from rpc_schema.step import NO_TOKEN
@@ -229,3 +232,61 @@ def test_a_grammar_that_fails_ends_its_request_alone(serve, model, tokenizer):
     failed = ("explodes", "malformed", "huge", "no_end")
     assert all(outputs[name].finish_reason == "error" for name in failed)
     assert NO_TOKEN not in outputs["no_end"].token_ids
+
+
+def test_requests_go_on_beside_slow_grammars(serve, checkpoint):
+    """With and without grammars, at a step's pace: they gain tokens while a mask takes its second,
+    which would stop all of them if it were computed in the driver's process."""
+    sizes = {"vocab_size": VOCAB_SIZE, "eos_token_id": EOS_TOKEN_ID}
+    model = checkpoint(**sizes, max_position_embeddings=4096)
+    make_tokenizer(model.path)
+    bomb = "(a{1000}){1000}"
+    slow = [{"regex": f"x{{9}}{bomb}"}, {"regex": f"(a|y){bomb}"}, {"regex": bomb}]
+    slow.append({"json": {"type": "integer", "multipleOf": 62615533}})
+    limits = GrammarLimits(max_jump=0, compile_s=3.0)
+    rng = random.Random(3)
+    fields = {"max_tokens": 3000, "ignore_eos": True}
+    healthy = [{**line(rng, f"h{i}", {"regex": "[ab]{4000}"}), **fields} for i in range(2)]
+    healthy.append({**line(rng, "free"), **fields})
+    with (
+        serve(model.path, max_model_len=4096, num_gpu_blocks=4000) as (group, loaded),
+        closing(Grammars(model.path, VOCAB_SIZE, [EOS_TOKEN_ID], limits)) as grammars,
+    ):
+        gaps = Gaps({fields["id"] for fields in healthy})
+        scheduler = Scheduler(scheduler_limits(group, loaded))
+        driver = Driver(group, scheduler, gaps, grammars=grammars)
+        lines = [*healthy, *(line(rng, f"s{i}", options) for i, options in enumerate(slow))]
+        for request in requests_of(lines):
+            driver.add_request(request)
+        outputs = {}
+        while not all(f"s{i}" in outputs for i in range(len(slow))):
+            outputs.update((output.req_id, output) for output in driver.step())
+        print("longest, p99 and median gap in ms:", gaps.summary())
+        for i in range(len(slow)):
+            assert outputs[f"s{i}"].finish_reason == "error", outputs[f"s{i}"]
+            error = outputs[f"s{i}"].error
+            assert "structured_outputs." in error or "in time" in error
+        assert min(len(times) for times in gaps.times.values()) > 100
+        for fields in healthy:
+            driver.abort_request(fields["id"])
+        assert not list(driver.run())
+
+
+class Gaps:
+    """Times at which requests get their tokens."""
+
+    def __init__(self, req_ids):
+        self.times = {req_id: [] for req_id in req_ids}
+
+    def __call__(self, result):
+        for req_id in self.times.keys() & set(result.req_ids):
+            self.times[req_id].append(time.monotonic())
+
+    def summary(self):
+        """The longest gap, the 99th percentile and the median, and how many, by request."""
+        found = {}
+        for name, times in self.times.items():
+            gaps = np.diff(times) * 1e3
+            places = [round(float(each), 1) for each in np.percentile(gaps, [100, 99, 50])]
+            found[name] = (*places, len(gaps))
+        return found

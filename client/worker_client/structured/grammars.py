@@ -28,7 +28,7 @@ from worker_client.structured.mask_messages import Setup
 from worker_client.structured.masked_steps import TOO_LONG
 from worker_client.structured.matchers import Grammar, GrammarMatcher, MaskProcess
 from worker_client.structured.options import FIELD
-from worker_client.structured.serving import Serving
+from worker_client.structured.serving import ServingProcesses
 from worker_client.structured.trials import Trials
 
 QUICK_S: Final = 0.02
@@ -115,7 +115,7 @@ class Grammars:
         self._is_closed = False
         self._failure = "the driver's grammars are closed"
         self._trials = Trials(self._start, self.limits.num_compilers)
-        self._serving = Serving(self._trials.take_spare, self.limits.num_serving)
+        self._serving = ServingProcesses(self._trials.take_spare, self.limits.num_serving)
         self._serving.add(self._start())
         self._await(self._trials.start(), model)
 

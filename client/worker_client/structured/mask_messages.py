@@ -108,8 +108,8 @@ class Answers(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Header:
-    """What a process works on, at the start of the shared memory. Written by the process before
-    each piece of work, and read by the driver when it waits too long, or when the process has
+    """Names what a process works on, at the start of the shared memory. The process writes it
+    before each piece of work; the driver reads it when it waits too long, or when the process has
     ended."""
 
     def __init__(self, memory: memoryview) -> None:
@@ -123,7 +123,7 @@ class Header:
 
     @property
     def subject(self) -> int:
-        """What it works on: IDLE, a matcher's row + 1, or a grammar's key, negated."""
+        """Subject of its work: IDLE, a matcher's row + 1, or a grammar's key, negated."""
         return int(self._words[0])
 
     @property

@@ -15,7 +15,7 @@ MATCHERS_PER_PROCESS: Final = 16
 """Matchers of a process before another is started."""
 
 
-class Serving:
+class ServingProcesses:
     """Owns these processes. A grammar that takes long to compile, or one of whose masks took long,
     is served by a process of its own kind."""
 
