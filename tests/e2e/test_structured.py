@@ -266,7 +266,7 @@ def test_requests_go_on_beside_slow_grammars(serve, checkpoint):
             assert outputs[f"s{i}"].finish_reason == "error", outputs[f"s{i}"]
             error = outputs[f"s{i}"].error
             assert "structured_outputs." in error or "in time" in error
-        assert min(len(times) for times in gaps.times.values()) > 100
+        assert min(len(times) for times in gaps.times.values()) > 20
         for fields in healthy:
             driver.abort_request(fields["id"])
         assert not list(driver.run())
