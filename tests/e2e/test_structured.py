@@ -12,7 +12,6 @@ import pytest
 
 from rpc_schema.step import NO_TOKEN
 from tests.support.doomed_driver import Death
-from tests.support.exhaustive import exhaustively
 from tests.support.faulty_daemon import Fault, FaultyDaemons
 from tests.support.killed_driver import DriverNursery, Plan, begin
 from tests.support.serving import (
@@ -32,7 +31,7 @@ from tests.support.structured import (
     schema_case,
 )
 from worker_client.driver import Driver
-from worker_client.request_parser import RequestParser
+from worker_client.requests import RequestParser
 from worker_client.scheduler import Scheduler
 from worker_client.structured.grammars import GrammarLimits, Grammars
 from worker_client.worker_group import WorkerGroup
@@ -98,7 +97,7 @@ def text_of(tokenizer, output):
     return tokenizer.decode(output.token_ids, skip_special_tokens=True)
 
 
-@pytest.mark.parametrize("pp", [exhaustively(1), 2])
+@pytest.mark.parametrize("pp", [1, 2])
 def test_texts_are_what_their_grammars_allow(serve, model, tokenizer, grammars, pp):
     seed = random.randrange(1 << 30)
     rng = random.Random(seed)
@@ -149,7 +148,7 @@ def nursery():
     nursery.close()
 
 
-@pytest.mark.parametrize("pp", [exhaustively(1), 2])
+@pytest.mark.parametrize("pp", [1, 2])
 def test_killed_driver_costs_no_token(daemons, model, sampling, nursery, pp):
     """The next one has the grammars from the daemons, and its matchers from the tokens, some of
     which were not sampled."""
@@ -267,7 +266,7 @@ def test_requests_go_on_beside_slow_grammars(serve, checkpoint):
             assert outputs[f"s{i}"].finish_reason == "error", outputs[f"s{i}"]
             error = outputs[f"s{i}"].error
             assert "structured_outputs." in error or "in time" in error
-        assert min(len(times) for times in gaps.times.values()) > 100
+        assert min(len(times) for times in gaps.times.values()) > 20
         for fields in healthy:
             driver.abort_request(fields["id"])
         assert not list(driver.run())
