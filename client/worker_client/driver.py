@@ -7,12 +7,12 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from typing import Any, Final, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from rpc_schema.extensions import extension_of
+from rpc_schema.extensions import RequestExtension, extension_of
 from rpc_schema.prompt_embeds import PromptEmbeds
 from worker_client.adoption import AdoptedRequest
 from worker_client.errors import (
@@ -60,6 +60,8 @@ MAX_CONSECUTIVE_FAILURES = 3
 driver gives up."""
 
 EMBEDS_LOST = "the daemons have lost the embeddings of its prompt; fix: send the request again"
+
+_NO_FEATURES: Final[tuple[RequestExtension, ...]] = ()
 
 MAX_HISTORY = 65_536
 """Default number of steps and requests whose times a driver keeps."""
@@ -202,6 +204,7 @@ class Driver:
     def _add_samples(self, request: GenerationRequest) -> None:
         """Queue the samples of a checked request, all or none."""
         self._check_holds(request)
+        self._check_uploads(request)
         samples = forked(request)
         for sample in samples:
             self._check_unused(sample.id)
@@ -241,6 +244,20 @@ class Driver:
                 fix="add hold_request and release_request (HoldingScheduler), or upload them and "
                 "give PromptEmbeds in features",
             )
+
+    def _check_uploads(self, request: GenerationRequest) -> None:
+        """Raise RequestError for extensions that name a missing upload: its steps would fail, and
+        with them those of all others."""
+        named = [name for each in request.features for name in each.uploads]
+        found = self.group.find_uploads(named, self.group.first_stage_ranks) if named else []
+        for name, is_there in zip(named, found, strict=True):
+            if not is_there:
+                raise RequestError(
+                    "the daemons have no such upload",
+                    field="features",
+                    value=name.hex(),
+                    fix="upload it first (WorkerGroup.upload), and keep it until the request ends",
+                )
 
     def _is_compiled(self, request: GenerationRequest) -> bool:
         grammar = request.structured_outputs
@@ -661,13 +678,15 @@ class Driver:
 
 
 def _is_simple(request: GenerationRequest) -> bool:
-    """Return True for one sample without grammar and embeddings. Its fields may have any type."""
+    """Return True for one sample without grammar, embeddings and extensions. Its fields may have
+    any type."""
     return (
         type(request) is GenerationRequest
         and type(request.n) is int
         and request.n == 1
         and request.structured_outputs is None
         and request.prompt_embeds is None
+        and request.features is _NO_FEATURES
     )
 
 

@@ -24,6 +24,7 @@ from benchmarks.demo_model import SENTENCES, VOCAB_SIZE, make_demo_model
 from examples.openai_service import MAX_BODY_BYTES, Service, make_app
 from rpc_schema.lora_request import LoraRequest
 from rpc_schema.pooling import PoolingParams
+from rpc_schema.prompt_embeds import EmbeddedRange, PromptEmbeds
 from rpc_schema.sampling import LogprobsWanted, RandomSampling, StopTokens
 from rpc_schema.structured import StructuredOutput
 from tests.support.serving import worker_config
@@ -118,6 +119,14 @@ ODD: tuple[Callable[[random.Random], object], ...] = (
             name=rng.choice(("a", "\ud800", "", 5)),
             lora_id=rng.choice((1, 0, "x")),
             version=rng.choice((1, 0, None)),
+        ),
+    ),
+    lambda rng: (
+        PromptEmbeds(
+            content_hash=rng.randbytes(32),
+            dtype="float32",
+            width=HIDDEN,
+            ranges=(EmbeddedRange(start=0, length=2),),
         ),
     ),
     lambda rng: (RandomSampling(temperature=rng.choice((0.5, "1", float("nan"), None))),),
