@@ -21,7 +21,7 @@ from worker_client.template_process import (
     NotRendered,
     Render,
     Rendered,
-    Setup,
+    TemplateSetup,
     TooMuch,
 )
 from worker_client.tokenizer import MAX_TEXT_BYTES, check_text_bytes, read_tokenizer_file
@@ -80,7 +80,9 @@ class ChatTemplate:
         self._names = frozenset(named)
         check_text_bytes("max_output_bytes", bounds.max_output_bytes)
         self._bounds = bounds
-        setup = _setup_message(Setup(named, dict(special_tokens or {}), bounds.max_output_bytes))
+        setup = _setup_message(
+            TemplateSetup(named, dict(special_tokens or {}), bounds.max_output_bytes)
+        )
         self._pool = JobPool(
             "worker_client.template_process",
             setup,
@@ -227,7 +229,7 @@ def _decoded(answer: bytes) -> Answer:
     return decoded
 
 
-def _setup_message(setup: Setup) -> bytes:
+def _setup_message(setup: TemplateSetup) -> bytes:
     """Return the first message as JSON. Raises ClientConfigError."""
     try:
         message = msgspec.json.encode(setup)

@@ -27,7 +27,7 @@ MAX_SAID: Final = 500
 """Bound on the characters of a template's own error."""
 
 
-class Setup(msgspec.Struct, frozen=True):
+class TemplateSetup(msgspec.Struct, frozen=True):
     """The first message."""
 
     templates: dict[str, str]
@@ -93,7 +93,7 @@ class _Templates:
 
     def set_up(self, message: bytes) -> bytes:
         """Compile them."""
-        setup = msgspec.json.decode(message, type=Setup)
+        setup = msgspec.json.decode(message, type=TemplateSetup)
         self._special_tokens = setup.special_tokens
         self._max_output_bytes = setup.max_output_bytes
         compared: set[str] = set()

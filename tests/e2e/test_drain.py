@@ -132,7 +132,7 @@ def test_running_step_ends_and_later_ones_are_refused_until_the_drain_is_undone(
     said, complaints = command.communicate(timeout=PATIENCE_S)
     assert command.returncode == 0, complaints
     assert said.startswith(
-        f"{fake.endpoint}: DRAINING, its driver: {driver_digest(bare.driver_id).hex()[:8]} for "
+        f"{fake.endpoint}: DRAINING, its driver: {driver_digest(bare.driver_id).hex()[:8]}"
     )
     for _ in range(2):
         refused = bare.fault()
