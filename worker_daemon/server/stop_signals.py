@@ -15,7 +15,7 @@ from typing import Final
 STALL_S: Final = 2.0
 """An event loop that drains, but has not run for this long, does not handle a second signal."""
 _WATCH_S: Final = 0.5
-_LAST_EXIT_S: Final = 3.0
+_EXITING_S: Final = 3.0
 """Limit of the exit at the second signal, which removes files."""
 _NUMBERS: Final = (signal.SIGTERM, signal.SIGINT)
 _SA_RESETHAND: Final = 0x80000000
@@ -130,7 +130,7 @@ class StopSignals:
         elif self._timers[number].start_again():
             self._handlers[number].install()
         else:
-            signal.setitimer(signal.ITIMER_REAL, _LAST_EXIT_S)  # SIGALRM ends the process
+            signal.setitimer(signal.ITIMER_REAL, _EXITING_S)  # SIGALRM ends the process
             self._on_second(number)
 
     def _await_second(self) -> None:
