@@ -204,7 +204,6 @@ class Driver:
     def _add_samples(self, request: GenerationRequest) -> None:
         """Queue the samples of a checked request, all or none."""
         self._check_holds(request)
-        self._check_uploads(request)
         samples = forked(request)
         for sample in samples:
             self._check_unused(sample.id)
@@ -244,20 +243,6 @@ class Driver:
                 fix="add hold_request and release_request (HoldingScheduler), or upload them and "
                 "give PromptEmbeds in features",
             )
-
-    def _check_uploads(self, request: GenerationRequest) -> None:
-        """Raise RequestError for extensions that name a missing upload: its steps would fail, and
-        with them those of all others."""
-        named = [name for each in request.features for name in each.uploads]
-        found = self.group.find_uploads(named, self.group.first_stage_ranks) if named else []
-        for name, is_there in zip(named, found, strict=True):
-            if not is_there:
-                raise RequestError(
-                    "the daemons have no such upload",
-                    field="features",
-                    value=name.hex(),
-                    fix="upload it first (WorkerGroup.upload), and keep it until the request ends",
-                )
 
     def _is_compiled(self, request: GenerationRequest) -> bool:
         grammar = request.structured_outputs
@@ -302,6 +287,20 @@ class Driver:
         except Exception:
             self._take_back(request.id)
             raise
+
+    def check_uploads(self, request: GenerationRequest) -> None:
+        """Raise RequestError if extensions of a checked request name an upload that the daemons do
+        not have. Its steps would fail, and with them those of all others."""
+        named = [name for each in request.features for name in each.uploads]
+        found = self.group.find_uploads(named, self.group.first_stage_ranks) if named else []
+        for name, is_there in zip(named, found, strict=True):
+            if not is_there:
+                raise RequestError(
+                    "the daemons have no such upload",
+                    field="features",
+                    value=name.hex(),
+                    fix="upload it first (WorkerGroup.upload), and keep it until the request ends",
+                )
 
     def claim_uploads(
         self, requests: Sequence[AdoptedRequest], tensors: Iterable[HostTensor] = ()

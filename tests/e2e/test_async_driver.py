@@ -22,7 +22,9 @@ from worker_client.errors import (
     RequestError,
     WorkerDied,
 )
+from worker_client.host_tensor import HostTensor
 from worker_client.launcher import LocalDaemons
+from worker_client.prompt_embeds import embeds_extension
 from worker_client.requests import GenerationRequest
 from worker_client.scheduler import Scheduler, scheduler_limits
 
@@ -218,6 +220,9 @@ def test_a_wrongly_typed_request_ends_alone(opened, model, prompts):
                 with pytest.raises(RequestError) as refused:
                     await collect(driver, GenerationRequest(**own))
                 assert [refused.value.field] == list(fields)
+            lacking = embeds_extension(HostTensor.from_array(np.ones((2, 64), np.float32)), ())
+            with pytest.raises(RequestError, match="no such upload"):  # its steps would fail
+                await collect(driver, GenerationRequest("w", [1, 2, 3], features=(lacking,)))
             for nothing in (None, 5, "text", {}):
                 with pytest.raises(RequestError):
                     await collect(driver, nothing)

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from rpc_schema.lora_request import LoraRequest
-from rpc_schema.prompt_embeds import EmbeddedRange, PromptEmbeds
 from rpc_schema.structured import StructuredOutput
 from tests.support.fuzz_requests import Listed, Number, Raising, odd_request
 from tests.unit.client.test_request_uploads import Ranks
@@ -247,18 +246,3 @@ def test_random_values_are_taken_or_refused():
             for req_id in list(driver.scheduler._queues.unfinished):
                 driver.abort_request(req_id)
             assert not driver.busy
-
-
-def test_an_extension_for_a_missing_upload_is_refused():
-    """It failed its steps, and after three of them everybody's requests."""
-    driver = Driver(Ranks(), Scheduler(LIMITS))
-    embeds = PromptEmbeds(
-        content_hash=b"x" * 32,
-        dtype="float32",
-        width=4,
-        ranges=(EmbeddedRange(start=0, length=2),),
-    )
-    before = state(driver)
-    with pytest.raises(RequestError, match="no such upload") as refused:
-        driver.add_request(request(features=(embeds,)))
-    assert refused.value.field == "features" and state(driver) == before
