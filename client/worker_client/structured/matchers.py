@@ -10,6 +10,7 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -157,7 +158,8 @@ class MaskProcess:
         self._sent_s = time.monotonic()
         self._sent_cpu_s = 0.0
         self._answers = msgspec.msgpack.Decoder(Answers)
-        self._send(msgspec.structs.replace(setup, memory_fd=self._fd))
+        with suppress(ChildEnded):  # the next receive() raises it
+            self._send(msgspec.structs.replace(setup, memory_fd=self._fd))
 
     def close(self) -> None:
         """Kill it."""

@@ -30,6 +30,7 @@ from tests.support.structured import (
     take,
 )
 from tests.support.waiting import wait_until
+from worker_client.child_process import ChildProcess
 from worker_client.errors import RequestError
 from worker_client.structured.grammars import GrammarLimits, Grammars
 from worker_client.structured.options import read_structured_output
@@ -179,6 +180,27 @@ def test_processes_that_are_killed_or_stopped_cost_no_request(grammars, number):
     expected = follow_all(grammars, cases, seed, lambda: None)
     assert follow_all(grammars, cases, seed, trouble) == expected
     assert left[0] < 4
+
+
+def test_processes_that_end_before_their_first_message_cost_grammars_alone(grammars, monkeypatch):
+    """As when the interpreter was replaced under a running driver: what asks for a mask gets an
+    error, and nothing is raised where steps are made."""
+    start = ChildProcess.__init__
+
+    def start_and_end(self, *args, **options):
+        start(self, *args, **options)
+        os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
+
+    running = Following(grammars, StructuredOutput(kind="regex", text="[ab]+"))
+    settle(grammars, lambda: running.step() or running.masks, cpu_s=60.0)
+    monkeypatch.setattr(ChildProcess, "__init__", start_and_end)
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    for pid in grammars.pids:
+        os.kill(pid, signal.SIGKILL)
+    later = Following(grammars, StructuredOutput(kind="regex", text="[bc]+"))
+    settle(grammars, lambda: running.error and later.error, cpu_s=60.0)
+    assert "end before they are ready" in running.error
+    assert "end before they are ready" in later.error
 
 
 def test_a_grammar_that_takes_too_much_memory_is_refused(directory):
