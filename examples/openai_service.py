@@ -150,9 +150,6 @@ class Service:
     def chat(self, body: Body) -> GenerationRequest:
         """Return the request of a body for /v1/chat/completions. Raises ClientConfigError."""
         messages, tools = body.pop("messages", None), body.pop("tools", None)
-        for field, value in (("messages", messages), ("tools", tools or [])):
-            if not isinstance(value, list):
-                raise request_error(field, value, "not a list", "give a list of objects")
         if isinstance(self._template, ClientConfigError):
             raise self._template
         prompt = self._template.render(messages, tools)

@@ -114,22 +114,21 @@ class ChatTemplate:
             variables: further ones that the template knows, as enable_thinking.
 
         Raises:
-            RequestError: a message is malformed or its role is unknown, or the template refuses
-                the messages, or fails, or exceeds its bounds.
+            RequestError: messages, tools or variables are malformed, a role is unknown, or the
+                template refuses the messages, or fails, or exceeds its bounds.
         """
         plain = [
             {key: value for key, value in message.items() if value is not None}
             for message in self._checked(messages)
         ]
-        name = self._chosen(tools)
         given = {
-            **_copied("variables", dict(variables or {})),
+            **_checked_variables({} if variables is None else variables),
             "messages": plain,
-            "tools": None if tools is None else _copied("tools", list(tools)),
+            "tools": None if tools is None else _checked_list("tools", tools),
             "documents": None,
             "add_generation_prompt": add_generation_prompt,
         }
-        job = msgspec.json.encode(Render(name, given))
+        job = msgspec.json.encode(Render(self._chosen(tools), given))
         if len(job) > INPUT_FACTOR * self._bounds.max_output_bytes:
             raise self._too_much(plain, f"they have {len(job)} bytes")
         return self._rendered(job, plain)
@@ -196,18 +195,11 @@ class ChatTemplate:
         return DEFAULT
 
     def _checked(self, messages: Sequence[Mapping[str, Json]]) -> list[dict[str, Any]]:
-        copies: list[dict[str, Any]] = _copied("messages", list(messages))
+        copies = _checked_list("messages", messages)
         if not copies:
             fix = "give at least one"
             raise RequestError("there are no messages", field="messages", value=copies, fix=fix)
         for place, message in enumerate(copies):
-            if not isinstance(message, dict):
-                raise RequestError(
-                    "a message is not an object",
-                    field=f"messages[{place}]",
-                    value=message,
-                    fix="give a role and a content",
-                )
             role = message.get("role")
             if not isinstance(role, str) or role not in self._roles:
                 raise RequestError(
@@ -240,6 +232,27 @@ def _setup_message(setup: TemplateSetup) -> bytes:
         problem = f"the chat template has more than {MAX_FILE_BYTES} bytes"
         raise config_error("chat_template", len(message), problem, "correct it")
     return message
+
+
+def _checked_list(field: str, given: object) -> list[dict[str, Any]]:
+    """Return a copy of a list of JSON objects."""
+    if not isinstance(given, list | tuple):
+        fix = "give a list of objects"
+        raise RequestError(f"{field} is not a list", field=field, value=given, fix=fix)
+    copies: list[Any] = _copied(field, given)
+    for place, each in enumerate(copies):
+        if not isinstance(each, dict):
+            own, fix = f"{field}[{place}]", "give an object"
+            raise RequestError(f"{own} is not an object", field=own, value=each, fix=fix)
+    return copies
+
+
+def _checked_variables(given: object) -> dict[str, Any]:
+    if not isinstance(given, Mapping):
+        fix = "give an object"
+        raise RequestError("variables is no object", field="variables", value=given, fix=fix)
+    copies: dict[str, Any] = _copied("variables", dict(given))
+    return copies
 
 
 def _copied(field: str, value: Any) -> Any:

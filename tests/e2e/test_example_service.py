@@ -277,7 +277,9 @@ BAD = [
     (completion("a", stream=1), "stream"),
     (chat(), "messages"),
     (chat("a", max_completion_tokens="x"), "max_tokens"),
-    (chat("a", tools="look"), "tools"),
+    *((chat("a", tools=value), "tools") for value in ("look", 0, False, {})),
+    (chat("a", tools=[0]), "tools[0]"),
+    (chat("a", messages=0), "messages"),
     (chat("a", messages=[{"role": "judge", "content": "a"}]), "messages[0].role"),
     (chat("a", messages=[{"role": r, "content": "a"} for r in ("user", "system")]), "messages"),
 ]

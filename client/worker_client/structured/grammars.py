@@ -38,8 +38,9 @@ STOPPED_S: Final = 0.5
 """Time after which a process that gets no CPU time is replaced."""
 START_S: Final = 120.0
 """Time in which the first process must have read the tokenizer."""
-MAX_FAILED_STARTS: Final = 3
-"""Processes in a row that end before they are ready, after which grammars are refused."""
+MAX_FAILED_STARTS: Final = 5
+"""Processes that end before they are ready, and none is between, after which grammars are
+refused."""
 MAX_DEATHS: Final = 2
 """Processes that end by themselves while they work on a grammar, after which it is refused."""
 
@@ -258,10 +259,13 @@ class Grammars:
             self._ended(process)
 
     def _receive(self, process: MaskProcess) -> None:
+        was_ready = process.is_ready
         for _ in process.receive():
             pass
-        if process.is_ready and process.start_error:
+        if process.start_error:
             raise ChildEnded
+        if process.is_ready and not was_ready:
+            self._num_failed_starts = 0
         if process in self._trials.processes:
             first = self._trials.finish(process)
             if first is not None:
@@ -281,7 +285,6 @@ class Grammars:
             del self._trials.processes[process]
         else:
             process.forget(grammar)
-        self._num_failed_starts = 0
         self._trials.close_unneeded()
         if first.error:
             self._refuse(grammar, first.error)

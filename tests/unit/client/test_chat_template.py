@@ -226,6 +226,17 @@ def test_wrong_messages(messages, field, said):
     assert template.render([{"role": "user", "content": "a"}]) == "[I] a [/I]"
 
 
+@pytest.mark.parametrize("value", [0, 5, True, 1.5, "look", {"a": 1}, {1, 2}, object(), [1], [[]]])
+@pytest.mark.parametrize("field", ["messages", "tools", "variables"])
+def test_what_is_no_list_of_objects_is_refused(field, value):
+    if (field, value) == ("variables", {"a": 1}):
+        return
+    given = {"messages": [{"role": "user", "content": "a"}], field: value}
+    with pytest.raises(RequestError) as refused:
+        ChatTemplate(STRICT).render(**given)
+    assert refused.value.field in (field, f"{field}[0]")
+
+
 @pytest.mark.parametrize(
     "text",
     [
