@@ -16,7 +16,7 @@ from rpc_schema.sampling import MIN_TEMPERATURE
 from rpc_schema.structured import StructuredOutput
 from worker_client.errors import RequestError
 from worker_client.prompt_embeds import check_embeds
-from worker_client.request_fields import FIELD_TYPES, described
+from worker_client.request_fields import FIELD_TYPES, FIELDS_OF, described
 from worker_client.requests import (
     GenerationRequest,
     PromptTokenIds,
@@ -312,6 +312,12 @@ def _check_objects(request: GenerationRequest) -> None:
         fix = "give a tuple of extensions"
         raise RequestError("the features are malformed", field="features", value=features, fix=fix)
     if features:
+        for feature in features:
+            if type(feature) in FIELDS_OF:
+                fix = f"use {FIELDS_OF[type(feature)]}"
+                name = type(feature).__name__
+                message = "the request has fields for this extension"
+                raise RequestError(message, field="features", value=name, fix=fix)
         _check_extensions(request, features)
     if request.structured_outputs is not None:
         _check_struct(request, "structured_outputs", StructuredOutput)

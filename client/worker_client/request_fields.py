@@ -19,20 +19,32 @@ from msgspec.inspect import (
 )
 
 from rpc_schema.base import Count, Fraction, Name, Positive, Unsigned
+from rpc_schema.pooling import PoolingParams
 from rpc_schema.prompt_embeds import MAX_EMBEDDED_RANGES
 from rpc_schema.sampling import (
     MAX_LOGITS_PROCESSORS,
     MAX_LOGPROB_TOKEN_IDS,
+    LogitsProcessors,
+    LogprobsWanted,
+    LogprobTokens,
     NumLogprobs,
+    PromptLogprobsWanted,
+    RandomSampling,
+    StopTokens,
     Temperature,
     TopP,
 )
+from rpc_schema.structured import StructuredOutput
 from rpc_schema.token_rules import (
     MAX_ALLOWED_TOKENS,
     MAX_BAD_WORD_TOKENS,
     MAX_BAD_WORDS,
     MAX_BIAS,
     MAX_BIASED_TOKENS,
+    AllowedTokens,
+    BadWords,
+    LogitBias,
+    Penalties,
     Penalty,
     RepetitionPenalty,
 )
@@ -84,6 +96,26 @@ FIELD_TYPES: Final[Mapping[str, Any]] = MappingProxyType(
 )
 """Fields of GenerationRequest that are numbers, texts and collections of them. request_checks.py
 checks the others."""
+
+
+FIELDS_OF: Final[Mapping[type, str]] = MappingProxyType(
+    {
+        AllowedTokens: "allowed_token_ids",
+        BadWords: "bad_words",
+        LogitBias: "logit_bias",
+        LogitsProcessors: "logits_processors",
+        LogprobTokens: "logprob_token_ids",
+        LogprobsWanted: "logprobs",
+        Penalties: "repetition_penalty, presence_penalty or frequency_penalty",
+        PoolingParams: "pooling",
+        PromptLogprobsWanted: "prompt_logprobs",
+        RandomSampling: "temperature",
+        StopTokens: "stop_token_ids",
+        StructuredOutput: "structured_outputs",
+    }
+)
+"""Extensions that fields of a request stand for, and these fields: the driver goes by the fields,
+so that a request must not have them otherwise."""
 
 
 def described(kind: Any) -> str:

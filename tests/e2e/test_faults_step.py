@@ -90,10 +90,10 @@ def drop_call(group: WorkerGroup, rank: int, number: int) -> SimpleNamespace:
     ("pp", "tp", "rank", "where", "calls_before"),
     [
         (1, 1, 0, "forward", 0),
-        (1, 1, 0, "likeliest_tokens", 9),
+        exhaustively(1, 1, 0, "likeliest_tokens", 9),
         exhaustively(2, 1, 0, "forward", 0),
         (2, 1, 0, "forward", 7),
-        (2, 1, 1, "forward", 0),
+        exhaustively(2, 1, 1, "forward", 0),
         exhaustively(2, 1, 1, "forward", 8),
         (2, 1, 1, "likeliest_tokens", 5),
         exhaustively(1, 2, 0, "forward", 6),
@@ -179,7 +179,13 @@ def test_daemon_that_hangs_is_not_live(faulty, serving, checkpoint):
 
 @pytest.mark.parametrize(
     ("pp", "tp", "rank", "number"),
-    [(1, 1, 0, 6), exhaustively(1, 1, 0, 1), exhaustively(2, 1, 0, 1), (2, 1, 1, 6), (1, 2, 1, 4)],
+    [
+        (1, 1, 0, 6),
+        exhaustively(1, 1, 0, 1),
+        exhaustively(2, 1, 0, 1),
+        (2, 1, 1, 6),
+        exhaustively(1, 2, 1, 4),
+    ],
 )
 def test_lost_step_is_repaired_by_a_full_resynchronisation(
     serving, checkpoint, pp, tp, rank, number

@@ -76,9 +76,9 @@ def requests_for(reference):
     ("architecture", "form", "shape", "overrides"),
     [
         ("LlamaForCausalLM", "none", (1, 1), {}),
-        ("MistralForCausalLM", "layer", (2, 1), {"sliding_window": 13}),
+        exhaustively("MistralForCausalLM", "layer", (2, 1), {"sliding_window": 13}),
         ("Qwen2ForCausalLM", "heads", (1, 2), {}),
-        ("Qwen3ForCausalLM", "single", (1, 1), {"head_dim": 64}),
+        exhaustively("Qwen3ForCausalLM", "single", (1, 1), {"head_dim": 64}),
         ("LlamaForCausalLM", "heads", (1, 4), {"num_key_value_heads": 2}),
         ("Qwen3ForCausalLM", "projections", (2, 2), {"head_dim": 128}),
     ],
@@ -202,7 +202,7 @@ def test_a_group_sleeps(serve, make_reference, level):
         assert_greedy(generate(group, loaded, requests), reference, requests)
 
 
-@pytest.mark.parametrize("level", [0, 2])
+@pytest.mark.parametrize("level", [exhaustively(0), 2])
 def test_weight_updates_keep_the_scales(serve, model_root, make_reference, level):
     """After a sleep of that level, if any. The update's checkpoint has no scales."""
     old = make_reference("Qwen3ForCausalLM", "heads")

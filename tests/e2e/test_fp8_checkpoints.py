@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from rpc_schema.weight_transfer import DiskEngine, DiskSource
 from tests.support.checkpoints import Checkpoint, decisive_prompts, edit_config, make_checkpoint
+from tests.support.exhaustive import exhaustively
 from tests.support.quantized import LAYER_MATRICES, quantize, quantized_values
 from tests.support.serving import assert_greedy, connect, generate, greedy_request, worker_config
 from worker_client.errors import RemoteCheckpointError, RemoteConfigError
@@ -67,13 +68,13 @@ def checksums(group):
 @pytest.mark.parametrize(
     ("form", "pp", "tp"),
     [
-        ("tensor-static", 1, 1),
+        exhaustively("tensor-static", 1, 1),
         ("tensor-static", 2, 2),
-        ("channel", 2, 1),
+        exhaustively("channel", 2, 1),
         ("channel", 1, 2),
         ("fp8-tensor", 1, 2),
         ("fp8-block", 1, 2),
-        ("fp8-block", 2, 1),
+        exhaustively("fp8-block", 2, 1),
     ],
 )
 def test_greedy_tokens_equal_transformers(serve, quantized, form, pp, tp):
@@ -84,7 +85,8 @@ def test_greedy_tokens_equal_transformers(serve, quantized, form, pp, tp):
 
 
 @pytest.mark.parametrize(
-    ("form", "pp", "tp"), [("tensor-static", 1, 2), ("channel", 2, 1), ("fp8-block", 1, 2)]
+    ("form", "pp", "tp"),
+    [("tensor-static", 1, 2), exhaustively("channel", 2, 1), ("fp8-block", 1, 2)],
 )
 def test_updates_equal_a_fresh_load_and_sleep_keeps_scales(serve, quantized, form, pp, tp):
     old, new = quantized(form, 90), quantized(form, 91)
@@ -197,7 +199,7 @@ def save_daemons(model_root, tmp_path_factory):
         yield daemons, save_root
 
 
-@pytest.mark.parametrize("form", ["tensor-static", "channel", "fp8-block"])
+@pytest.mark.parametrize("form", ["tensor-static", exhaustively("channel"), "fp8-block"])
 def test_round_trip_of_a_saved_set(quantized, save_daemons, form):
     daemons, save_root = save_daemons
     model = quantized(form, 90)
@@ -272,7 +274,7 @@ def quantized_online(model):
     return tensors
 
 
-@pytest.mark.parametrize(("pp", "tp"), [(2, 1), (1, 2)])
+@pytest.mark.parametrize(("pp", "tp"), [exhaustively(2, 1), (1, 2)])
 def test_online_quantization(model_root, save_daemons, pp, tp):
     daemons, save_root = save_daemons
     old, new = (

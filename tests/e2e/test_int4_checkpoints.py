@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from rpc_schema.weight_transfer import DiskEngine
 from tests.support.checkpoints import Checkpoint, decisive_prompts, edit_config, make_checkpoint
+from tests.support.exhaustive import exhaustively
 from tests.support.quantized_int4 import Scheme, quantize
 from tests.support.serving import assert_greedy, connect, generate, greedy_request, worker_config
 from worker_client.errors import RemoteCheckpointError, RemoteConfigError
@@ -58,7 +59,7 @@ def checksums(group):
 
 @pytest.mark.parametrize(
     ("scheme", "pp", "tp"),
-    [(AWQ, 1, 1), (AWQ, 2, 2), (ORDERED, 2, 1), (PACKED, 1, 2)],
+    [exhaustively(AWQ, 1, 1), (AWQ, 2, 2), (ORDERED, 2, 1), (PACKED, 1, 2)],
     ids=str,
 )
 def test_greedy_tokens_equal_transformers(serve, quantized, scheme, pp, tp):
@@ -109,7 +110,9 @@ def save_daemons(model_root, tmp_path_factory):
         yield daemons, save_root
 
 
-@pytest.mark.parametrize(("scheme", "tp"), [(AWQ, 2), (ORDERED, 1), (PACKED, 2)], ids=str)
+@pytest.mark.parametrize(
+    ("scheme", "tp"), [exhaustively(AWQ, 2), (ORDERED, 1), (PACKED, 2)], ids=str
+)
 def test_round_trip_of_a_saved_set(quantized, save_daemons, scheme, tp):
     daemons, save_root = save_daemons
     model = quantized(scheme, 90)

@@ -110,7 +110,9 @@ def generate(group, loaded, config, prompt, max_tokens, **options):
     return output
 
 
-@pytest.mark.parametrize(("pp", "tp"), [exhaustively(1, 1), *SHAPES[1:]])
+@pytest.mark.parametrize(
+    ("pp", "tp"), [*(exhaustively(*shape) for shape in SHAPES[:-1]), SHAPES[-1]]
+)
 def test_next_driver_begins_with_the_prefixes_of_a_killed_one(make_plans, nursery, pp, tp):
     seed = random.randrange(1 << 30)
     rng = random.Random(seed)

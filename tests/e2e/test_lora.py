@@ -9,6 +9,7 @@ import pytest
 from rpc_schema.config import LoraConfig
 from rpc_schema.lora_request import LoraRequest
 from tests.support.command_line import run_client
+from tests.support.exhaustive import exhaustively
 from tests.support.lora_adapters import adapted_requests, config_of, make_adapter, write_adapter
 from tests.support.serving import LONG_LEASE, connect, generate, scheduler_limits, worker_config
 from worker_client.driver import Driver
@@ -55,7 +56,7 @@ def added(group, merged, *names):
     return [(merged[name], group.add_lora(name)) for name in names]
 
 
-@pytest.mark.parametrize("shape", [(1, 1), (2, 2)])
+@pytest.mark.parametrize("shape", [exhaustively((1, 1)), (2, 2)])
 def test_adapters_of_several_ranks_beside_base_rows(serve, base, merged, shape):
     with serve(base.path, *shape, lora=ROOM, max_num_batched_tokens=32) as (group, loaded):
         models = [(base, None), *added(group, merged, "every", "attention", "patterns")]
@@ -189,7 +190,7 @@ def admission(req_id, lora_id):
     )
 
 
-@pytest.mark.parametrize("level", [1, 2])
+@pytest.mark.parametrize("level", [exhaustively(1), 2])
 def test_adapters_outlive_sleep_and_new_weights(serve, base, merged, level):
     with serve(base.path, 2, lora=ROOM, enable_sleep_mode=True) as (group, loaded):
         models = [(base, None), *added(group, merged, "every", "patterns")]

@@ -6,6 +6,7 @@ import itertools
 import pytest
 
 from tests.support.checkpoints import ARCHITECTURES, ROPES, decisive_prompts
+from tests.support.exhaustive import exhaustively
 from tests.support.serving import assert_greedy, generate, greedy_request
 
 SHAPES = [(1, 1), (2, 1), (3, 1), (1, 2), (2, 2)]
@@ -91,9 +92,9 @@ def test_other_families(serve, checkpoint, architecture, shape, fields):
     ("shape", "layers", "partition"),
     [
         pytest.param((3, 1), 5, None, id="even-as-can-be"),
-        pytest.param((3, 1), 5, (1, 1, 3), id="explicit"),
+        pytest.param((3, 1), 5, (1, 1, 3), id="explicit", marks=pytest.mark.exhaustive),
         pytest.param((2, 2), 4, (3, 1), id="explicit-2x2"),
-        pytest.param((4, 1), 4, None, id="one-layer-a-stage"),
+        pytest.param((4, 1), 4, None, id="one-layer-a-stage", marks=pytest.mark.exhaustive),
     ],
 )
 def test_stages_of_different_sizes(serve, checkpoint, shape, layers, partition):
@@ -109,9 +110,9 @@ def test_stages_of_different_sizes(serve, checkpoint, shape, layers, partition):
 @pytest.mark.parametrize(
     ("architecture", "shape"),
     [
-        ("LlamaForCausalLM", (1, 2)),
+        exhaustively("LlamaForCausalLM", (1, 2)),
         ("LlamaForCausalLM", (2, 2)),
-        ("LlamaForCausalLM", (1, 4)),
+        exhaustively("LlamaForCausalLM", (1, 4)),
         ("Qwen2ForCausalLM", (1, 4)),
     ],
 )

@@ -61,7 +61,7 @@ def test_prefix_cache_hits(serve, reference, shape):
     assert computed == sum(length - shared_full + 12 - 1 for length in lengths)
 
 
-@pytest.mark.parametrize("shape", [(1, 1), (3, 1), exhaustively((1, 2))])
+@pytest.mark.parametrize("shape", [exhaustively((1, 1)), (3, 1), exhaustively((1, 2))])
 def test_preemption_in_the_middle(serve, reference, shape):
     requests = make_requests(reference, 3, [9, 22, 5, 31, 14, 18, 27, 11], 24)
     config = {
@@ -94,7 +94,9 @@ def test_many_requests_of_different_lengths(serve, reference, shape):
     assert {record.kind for record in run.driver.records} >= {"prefill", "mixed", "decode"}
 
 
-@pytest.mark.parametrize(("shape", "seed"), [exhaustively((2, 1), 1), ((2, 2), 2), ((3, 1), 3)])
+@pytest.mark.parametrize(
+    ("shape", "seed"), [exhaustively((2, 1), 1), ((2, 2), 2), exhaustively((3, 1), 3)]
+)
 def test_random_scheduler(serve, reference, shape, seed):
     requests = make_requests(reference, 3, [9, 22, 5, 31, 14, 18, 27, 11], 24)
     config = {"block_size": BLOCK_SIZE, "num_gpu_blocks": 60, "max_num_seqs": 7}

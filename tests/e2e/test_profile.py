@@ -134,6 +134,7 @@ def test_nothing_to_profile_before_there_is_a_device(model_root, tmp_path):
             group.profile("start", "a")
 
 
+@pytest.mark.exhaustive
 def test_bench_names_the_traces_of_its_daemons(directory, demo):
     words = (
         *("bench", "--model", str(demo), "--device", "cpu", "--pipeline-parallel-size", "2"),

@@ -25,6 +25,7 @@ from tests.support.embedded_prompts import (
     random_rows,
     save,
 )
+from tests.support.exhaustive import exhaustively
 from tests.support.killed_driver import DriverNursery, Plan, begin
 from tests.support.lora_adapters import make_adapter
 from tests.support.pooling_reference import embedding
@@ -51,7 +52,11 @@ SIZES = {"max_num_batched_tokens": 16, "max_num_seqs": 16, "max_model_len": 72}
 
 @pytest.mark.parametrize(
     ("architecture", "pp", "tp"),
-    [("LlamaForCausalLM", 1, 1), ("Qwen3ForCausalLM", 2, 1), ("LlamaForCausalLM", 1, 2)],
+    [
+        exhaustively("LlamaForCausalLM", 1, 1),
+        ("Qwen3ForCausalLM", 2, 1),
+        ("LlamaForCausalLM", 1, 2),
+    ],
 )
 def test_embedded_prompts_are_served_beside_others(serve, checkpoint, architecture, pp, tp):
     """With too few blocks for all."""

@@ -12,6 +12,7 @@ import pytest
 
 from rpc_schema.step import NO_TOKEN
 from tests.support.doomed_driver import Death
+from tests.support.exhaustive import exhaustively
 from tests.support.faulty_daemon import Fault, FaultyDaemons
 from tests.support.killed_driver import DriverNursery, Plan, begin
 from tests.support.serving import (
@@ -97,7 +98,7 @@ def text_of(tokenizer, output):
     return tokenizer.decode(output.token_ids, skip_special_tokens=True)
 
 
-@pytest.mark.parametrize("pp", [1, 2])
+@pytest.mark.parametrize("pp", [exhaustively(1), 2])
 def test_texts_are_what_their_grammars_allow(serve, model, tokenizer, grammars, pp):
     seed = random.randrange(1 << 30)
     rng = random.Random(seed)
@@ -148,7 +149,7 @@ def nursery():
     nursery.close()
 
 
-@pytest.mark.parametrize("pp", [1, 2])
+@pytest.mark.parametrize("pp", [exhaustively(1), 2])
 def test_killed_driver_costs_no_token(daemons, model, sampling, nursery, pp):
     """The next one has the grammars from the daemons, and its matchers from the tokens, some of
     which were not sampled."""

@@ -129,6 +129,8 @@ ODD: tuple[Callable[[random.Random], object], ...] = (
             ranges=(EmbeddedRange(start=0, length=2),),
         ),
     ),
+    lambda rng: (PoolingParams(task=rng.choice(("embed", "classify", "x"))),),
+    lambda rng: (StructuredOutput(kind="regex", text=rng.choice(("[ab]+", "("))),),
     lambda rng: (RandomSampling(temperature=rng.choice((0.5, "1", float("nan"), None))),),
     lambda rng: (StopTokens(token_ids=rng.choice(((1,), "ab", None, (10**9,))), min_tokens=0),),
     lambda rng: (LogprobsWanted(count=rng.choice((1, -1, Number(2), "x"))),),

@@ -205,7 +205,7 @@ def test_processes_that_end_before_their_first_message_cost_grammars_alone(gramm
 
 def test_a_grammar_that_takes_too_much_memory_is_refused(directory):
     """It ends its process, twice, and no other request."""
-    limits = replace(LIMITS, memory_bytes=320 << 20, compile_s=60.0)
+    limits = replace(LIMITS, memory_bytes=160 << 20, compile_s=60.0)
     usual = StructuredOutput(kind="regex", text="[ab]+")
     with closing(Grammars(directory, VOCAB_SIZE, [EOS_TOKEN_ID], limits)) as grammars:
         matcher = begun(grammars, usual)

@@ -338,7 +338,7 @@ def test_preempted_requests_end_under_a_target():
     assert {len(output.token_ids) for output in run.outputs.values()} == {60}
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(
     seed=st.integers(0, 2**32),
     pp=st.integers(1, 3),

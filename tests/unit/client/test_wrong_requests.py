@@ -8,21 +8,52 @@ import numpy as np
 import pytest
 
 from rpc_schema.lora_request import LoraRequest
+from rpc_schema.pooling import PoolingParams
+from rpc_schema.prompt_embeds import PromptEmbeds
+from rpc_schema.sampling import (
+    LogitsProcessors,
+    LogprobsWanted,
+    LogprobTokens,
+    PromptLogprobsWanted,
+    RandomSampling,
+    StopTokens,
+)
 from rpc_schema.structured import StructuredOutput
+from rpc_schema.token_rules import AllowedTokens, BadWords, LogitBias, Penalties
 from tests.support.fuzz_requests import Listed, Number, Raising, odd_request
 from tests.unit.client.test_request_uploads import Ranks
 from worker_client.driver import Driver
 from worker_client.errors import RequestError
 from worker_client.group_adapters import GroupAdapters
 from worker_client.host_tensor import HostTensor
+from worker_client.parts.registry import KINDS
 from worker_client.request_checks import validated
+from worker_client.request_fields import FIELDS_OF
 from worker_client.requests import GenerationRequest
 from worker_client.scheduler import Scheduler, SchedulerLimits
+from worker_client.scheduler.request import group_bounds
+from worker_client.slots import SlotTable
 
 LIMITS = SchedulerLimits(8, 64, 64, 64, 4, vocab_size=50, hidden_size=4)
 NAN, INF = float("nan"), float("inf")
 INTEGERS = (None, "1", 1.5, 1.0, True, np.bool_(True), np.float64(2), np.array(5), [1], NAN, 1j)
 HUGE = 10**5000
+ONE = np.int32(1).tobytes()
+OWN_FIELDS = (
+    AllowedTokens(token_ids=ONE),
+    BadWords(lengths=bytes([1]), token_ids=ONE),
+    LogitBias(token_ids=ONE, biases=np.float32(1).tobytes()),
+    LogitsProcessors(names=("a",)),
+    LogprobTokens(token_ids=ONE),
+    LogprobsWanted(count=1),
+    Penalties(presence_penalty=0.5),
+    PoolingParams(task="embed"),
+    PromptLogprobsWanted(count=1),
+    RandomSampling(seed=1),
+    StopTokens(token_ids=(1,)),
+    StructuredOutput(kind="regex", text="a"),
+)
+"""Extensions that requests have by fields: one of each."""
 WRONG = {
     "id": (None, 5, b"a", "", "\ud800", "x" * 257, ("a",), Raising(ValueError)),
     "prompt_token_ids": (
@@ -66,7 +97,7 @@ WRONG = {
         HostTensor("float32", (1, 4), memoryview(bytes(16)), b"x"),
     ),
     "prompt_embeds_at": (None, 5, [1], [(0,)], [(0, 1, 2)], [(-1, 1)], [("0", 1)], [(0, 1)]),
-    "features": (None, 5, [], "ab"),
+    "features": (None, 5, [], "ab", *((extension,) for extension in OWN_FIELDS)),
 }
 """Values that are refused, by field."""
 
@@ -228,6 +259,7 @@ def test_adapters_that_no_message_can_carry(name, lora_id, field):
 
 
 def test_random_values_are_taken_or_refused():
+    """What is taken, a step can admit: one that cannot be sent would end all requests."""
     seed = random.randrange(10**6)
 
     rng = random.Random(seed)
@@ -243,6 +275,15 @@ def test_random_values_are_taken_or_refused():
             error.add_note(f"seed {seed}, number {number}")
             raise
         else:
+            output = driver.scheduler.schedule()
+            if output is not None:  # it does not wait for its embeddings
+                SlotTable(8, group_bounds(LIMITS)).encode(output, epoch=1, link=1, seq=number)
+                driver.scheduler.step_failed([output], frozenset())
             for req_id in list(driver.scheduler._queues.unfinished):
                 driver.abort_request(req_id)
             assert not driver.busy
+
+
+def test_extensions_with_fields_are_all_known():
+    features = {LoraRequest, PromptEmbeds}
+    assert {*KINDS} - features == {type(each) for each in OWN_FIELDS} == {*FIELDS_OF}

@@ -180,8 +180,7 @@ def test_all_rows_to_one_expert(tiles: ExpertTiles, num_tokens: int) -> None:
 def test_a_rank_with_some_of_the_experts(num_tokens: int, first: int, count: int) -> None:
     x = torch.randn(num_tokens, 32).half()
     matrices = draw_matrices(count, 32, 48, torch.float16, "cpu", first)
-    for _ in range(3):
-        check_products(OPS.multiply, x, draw_routed(num_tokens, 3, 8, "cpu"), matrices)
+    check_products(OPS.multiply, x, draw_routed(num_tokens, 3, 8, "cpu"), matrices)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)

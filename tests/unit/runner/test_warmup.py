@@ -37,7 +37,7 @@ def random_limits(seed):
     )
 
 
-ALL_LIMITS = TINY + [random_limits(seed) for seed in range(12)]
+ALL_LIMITS = TINY + [random_limits(seed) for seed in range(6)]
 
 
 def test_warm_up_steps_are_valid_within_any_limits():
