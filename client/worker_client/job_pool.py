@@ -17,7 +17,9 @@ NICENESS: Final = 5
 WALL_FACTOR: Final = 10.0
 """Jobs are bounded by processor time, so that a busy host refuses none. By the clock they may take
 this much more."""
-_EXCEEDED: Final = -signal.SIGPROF
+_EXCEEDED: Final = (-signal.SIGPROF, -signal.SIGALRM)
+"""Exit statuses of a process that a timer of the kernel has ended, by processor time or by the
+clock."""
 
 
 class JobExceeded(Exception):
@@ -206,7 +208,7 @@ def _ask(child: ChildProcess, message: bytes, job_s: float) -> bytes:
     except TimeoutError:
         answer = None
     except ChildEnded:
-        if child.close() == _EXCEEDED:
+        if child.close() in _EXCEEDED:
             raise JobExceeded from None
         raise
     if answer is None:

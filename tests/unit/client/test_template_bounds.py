@@ -201,6 +201,21 @@ def test_a_render_that_always_ends_its_process_is_refused(monkeypatch):
         assert template.render(HELLO) == "hello"
 
 
+@pytest.mark.parametrize("number", [signal.SIGPROF, signal.SIGALRM])
+def test_a_timer_of_the_kernel_ends_a_render_for_good(number):
+    """Whichever comes first, the process's timers or the parent's clock."""
+    with opened(guarded(BAD["loops"]), TemplateBounds(render_s=600.0)) as template:
+        outcome = []
+        bad = lambda: template.render(messages(), variables={"n": 10})  # noqa: E731
+        thread = threading.Thread(target=lambda: outcome.append(refused(bad)))
+        thread.start()
+        wait_until(lambda: template._pool._busy, "it is rendered")
+        (child,) = template._pool._busy
+        os.kill(child.pid, number)
+        thread.join()
+        assert "takes too long" in outcome[0]
+
+
 def test_a_stopped_process_is_given_up():
     with opened(guarded(BAD["loops"]), TemplateBounds(render_s=0.1)) as template:
         assert template.render(HELLO) == "hello"
