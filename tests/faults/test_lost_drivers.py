@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from rpc_schema.config import ParallelConfig
+from tests.support.exhaustive import exhaustively
 from tests.support.leased_driver import admit, decode, make_ready
 from tests.support.relay import Relay
 from tests.support.secured import KeyRing, SecuredDaemon, free_port
@@ -199,9 +200,10 @@ def secured(directory: Path, kind: str) -> tuple[KeyRing, SecuredDaemon]:
 # A driver that has ended.
 
 
+@pytest.mark.parametrize("num_drivers", [5, exhaustively(20)])
 @pytest.mark.parametrize("kind", ["ipc", "ipc without keys", "tcp"])
 def test_killed_driver_s_group_is_taken_at_once(
-    daemon: DaemonProcess, directory: Path, detection: Callable, kind: str
+    daemon: DaemonProcess, directory: Path, detection: Callable, kind: str, num_drivers: int
 ) -> None:
     endpoint, keys, key_files, own = daemon.endpoint, NO_KEYS, (), None
     if kind != "ipc without keys":
@@ -210,7 +212,7 @@ def test_killed_driver_s_group_is_taken_at_once(
         key_files = (str(ring.directory / "driver.key"), str(ring.known))
     try:
         times = []
-        for _ in range(5):
+        for _ in range(num_drivers):
             with (
                 troubled_driver(endpoint, *key_files) as first,
                 WorkerGroup([endpoint], PARALLEL, keys) as second,
