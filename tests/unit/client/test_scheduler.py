@@ -9,10 +9,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from rpc_schema.lora_request import LoraRequest
 from rpc_schema.sampling import (
     GrammarMasks,
-    LogprobsWanted,
-    RandomSampling,
     SamplingParams,
     StopTokens,
 )
@@ -447,10 +446,10 @@ def test_stop_tokens_of_the_model_that_it_cannot_produce_are_ignored():
         ([], "features"),
         (("x",), "extensions"),
         ((GrammarMasks(slots=b"", indices=b""),), "extensions"),
-        ((LogprobsWanted(count=object()),), "LogprobsWanted.count"),
-        ((RandomSampling(temperature=math.nan),), "RandomSampling.temperature"),
-        ((StopTokens(token_ids=(VOCAB_SIZE,)),), "extensions"),  # beside those of the model
-        ((LogprobsWanted(count=1), LogprobsWanted(count=2)), "extensions"),
+        ((LoraRequest(name="a", lora_id=object(), version=1),), "LoraRequest.lora_id"),
+        ((LoraRequest(name=math.nan, lora_id=1, version=1),), "LoraRequest.name"),
+        ((LoraRequest(name="a", lora_id=1, version=1),) * 2, "extensions"),
+        ((StopTokens(token_ids=(5,)),), "features"),  # beside those of the model
     ],
 )
 def test_features_that_no_daemon_would_take_are_refused_at_once(features, field):
