@@ -312,12 +312,7 @@ def _check_objects(request: GenerationRequest) -> None:
         fix = "give a tuple of extensions"
         raise RequestError("the features are malformed", field="features", value=features, fix=fix)
     if features:
-        for feature in features:
-            if type(feature) in FIELDS_OF:
-                fix = f"use {FIELDS_OF[type(feature)]}"
-                name = type(feature).__name__
-                message = "the request has fields for this extension"
-                raise RequestError(message, field="features", value=name, fix=fix)
+        _check_have_no_fields(features)
         _check_extensions(request, features)
     if request.structured_outputs is not None:
         _check_struct(request, "structured_outputs", StructuredOutput)
@@ -326,6 +321,17 @@ def _check_objects(request: GenerationRequest) -> None:
         _check_pooling(request)
     if request.prompt_embeds is not None or request.prompt_embeds_at:
         check_embeds(request.prompt_embeds, request.prompt_embeds_at)
+
+
+def _check_have_no_fields(features: tuple[object, ...]) -> None:
+    for kind in map(type, features):
+        if kind in FIELDS_OF:
+            raise RequestError(
+                "the request has a field for this extension",
+                field="features",
+                value=kind.__name__,
+                fix=f"use {FIELDS_OF[kind]}",
+            )
 
 
 def _check_struct(request: GenerationRequest, field: str, kind: type) -> None:

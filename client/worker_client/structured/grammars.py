@@ -39,8 +39,8 @@ STOPPED_S: Final = 0.5
 START_S: Final = 120.0
 """Time in which the first process must have read the tokenizer."""
 MAX_FAILED_STARTS: Final = 5
-"""Processes that end before they are ready, and none is between, after which grammars are
-refused."""
+"""Processes in a row that end before they are ready, after which grammars are refused. One that
+becomes ready ends the row."""
 MAX_DEATHS: Final = 2
 """Processes that end by themselves while they work on a grammar, after which it is refused."""
 
