@@ -10,6 +10,7 @@ from typing import Annotated
 from msgspec import Meta
 
 from rpc_schema.base import Name, Positive, StepReply, StepRequest, Unsigned, Value
+from rpc_schema.identity import ContentIdentity
 from rpc_schema.step import Done
 
 Version = Annotated[int, Meta(ge=1, le=2**63 - 1)]
@@ -28,6 +29,8 @@ class LoraInfo(Value, frozen=True, kw_only=True):
     is_pinned: bool
     size_bytes: Unsigned
     """Size of its shard on this rank."""
+    identity: ContentIdentity
+    """Identity of the files that it was read from."""
 
 
 class PrepareLora(StepRequest["PrepareLoraReply"], frozen=True, tag=80, kw_only=True):
@@ -40,8 +43,8 @@ class PrepareLora(StepRequest["PrepareLoraReply"], frozen=True, tag=80, kw_only=
 
 
 class PrepareLoraReply(StepReply, frozen=True, tag=80, kw_only=True):
-    is_ready: bool
-    """AddLora will not wait for the disk."""
+    identity: ContentIdentity | None
+    """Identity of the files that were read: AddLora will not wait for the disk. None: not yet."""
 
 
 class AddLora(StepRequest["AddLoraReply"], frozen=True, tag=81, kw_only=True):
@@ -65,8 +68,13 @@ class AddLora(StepRequest["AddLoraReply"], frozen=True, tag=81, kw_only=True):
 class AddLoraReply(StepReply, frozen=True, tag=81, kw_only=True):
     version: Version
     """The version that is in host memory now."""
+    identity: ContentIdentity
+    """Identity of the files that this version was read from. If ranks differ in it, remove the
+    adapter."""
     evicted: Positive | None = None
     """Id of the adapter that was evicted for it."""
+    files_changed: bool = False
+    """The adapter was there, and its files have changed since it was read."""
 
 
 class RemoveLora(StepRequest["RemoveLoraReply"], frozen=True, tag=82, kw_only=True):

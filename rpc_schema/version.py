@@ -3,7 +3,7 @@
 SOFTWARE_VERSION = "0.1.0"
 """The build reads it from here, so that an uninstalled source tree has it too."""
 
-PROTOCOL_VERSION = 13
+PROTOCOL_VERSION = 14
 """Rises with every change of bytes. Driver and daemon must have the same number, or attach is
 refused with both named.
 

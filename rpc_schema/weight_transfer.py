@@ -7,6 +7,7 @@ from msgspec import Meta
 
 from rpc_schema.base import Count, Name, Positive, StepReply, StepRequest, Text, Unsigned, Value
 from rpc_schema.config import RendezvousAddress
+from rpc_schema.identity import ContentIdentity
 from rpc_schema.step import Done
 
 TensorDtype = Literal["float64", "float32", "bfloat16", "float16", "float8_e4m3fn"]
@@ -176,3 +177,5 @@ class WeightsStatus(Value, frozen=True, kw_only=True):
     missing: Annotated[tuple[Name, ...], Meta(max_length=MAX_STATUS_NAMES)]
     cause: Text = ""
     """Reason for the state dirty or discarded."""
+    identity: ContentIdentity | None = None
+    """Identity of the weights when they were last complete. Ranks of a group must have the same."""

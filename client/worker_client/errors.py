@@ -6,6 +6,7 @@ ClientError
  |   +- EndpointError             an endpoint that this version cannot use
  |   |   `- UntrustedEndpointError    another user's process may listen there
  |   +- ConfigMismatchError       the daemons hold another configuration: names the differing fields
+ |   +- ContentMismatchError      ranks, or disk and ranks, hold other weights or another adapter
  |   +- KVPlanError               the KV cache cannot hold what was asked for
  |   |- RequestError              one request or input line: names line, field, value and fix
  |   `- OutputError               output of a command could not be written completely
@@ -120,6 +121,11 @@ class ConfigMismatchError(ClientConfigError):
             fix="ask for the loaded configuration, or load again with reload=True (--reload)",
         )
         self.differences = tuple(differences)
+
+
+class ContentMismatchError(ClientConfigError):
+    """Ranks of a group would hold different contents of one model or adapter, or contents that are
+    no longer those on disk. Nothing is served from them."""
 
 
 class KVPlanError(ClientConfigError):

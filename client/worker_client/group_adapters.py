@@ -4,7 +4,7 @@ import contextlib
 import logging
 import os
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
 from typing import Final, NamedTuple
@@ -12,9 +12,16 @@ from typing import Final, NamedTuple
 import msgspec
 
 from rpc_schema import lora
+from rpc_schema.identity import ContentIdentity, first_difference
 from rpc_schema.lora_request import LoraRequest
 from rpc_schema.operations import StepMessage
-from worker_client.errors import ClientError, DeadlineExceeded, RemoteError, config_error
+from worker_client.errors import (
+    ClientError,
+    ContentMismatchError,
+    DeadlineExceeded,
+    RemoteError,
+    config_error,
+)
 from worker_client.group_channel import GroupChannel
 
 ADD_TIMEOUT_S: Final = 600.0
@@ -34,6 +41,7 @@ class GroupAdapter(NamedTuple):
     name: str
     lora_id: int
     version: int
+    identity: ContentIdentity
     is_pinned: bool = False
 
     @property
@@ -105,14 +113,22 @@ class GroupAdapters:
         return known is not None and known.name == name
 
     def prepare(self, name: str, version: int, ranks: Collection[int] | None = None) -> bool:
-        """Make ranks (None: all) read an adapter; return True once all of them have."""
+        """Make ranks (None: all) read an adapter; return True once all of them have. Raises
+        ContentMismatchError if they have read different files."""
         build = partial(lora.PrepareLora, name=name, version=version)
 
         def build_for(rank: int) -> Callable[..., StepMessage]:
             return build if ranks is None or rank in ranks else lora.ListLoras
 
         replies = self._channel.ask_each(build_for)
-        return all(each.is_ready for each in replies if isinstance(each, lora.PrepareLoraReply))
+        identities = [
+            reply.identity if isinstance(reply, lora.PrepareLoraReply) else None
+            for reply in replies
+        ]
+        if any(identities[rank] is None for rank in ranks or range(len(identities))):
+            return False
+        self._check_same(name, identities)
+        return True
 
     def commit(
         self, name: str, lora_id: int, version: int, *, load_inplace: bool = False
@@ -129,10 +145,37 @@ class GroupAdapters:
         for reply in replies:
             if reply.evicted is not None:
                 self._known.pop(reply.evicted, None)
+        try:
+            self._check_same(name, [reply.identity for reply in replies])
+        except ContentMismatchError:
+            self.remove(lora_id)
+            raise
         pinned = lora_id in self._known and self._known[lora_id].is_pinned
-        adapter = GroupAdapter(name, lora_id, replies[0].version, pinned)
+        adapter = GroupAdapter(name, lora_id, replies[0].version, replies[0].identity, pinned)
         self._known[lora_id] = adapter
+        if any(reply.files_changed for reply in replies):
+            raise ContentMismatchError(
+                "the adapter's files have changed since it was loaded",
+                field="name",
+                value=name,
+                fix="read them with load_inplace=True (worker-client lora add NAME --replace), or "
+                "remove the adapter first",
+            )
         return adapter
+
+    def _check_same(self, name: str, identities: Sequence[ContentIdentity | None]) -> None:
+        """Raise ContentMismatchError if two ranks have read different files of an adapter."""
+        ranks = first_difference(identities)
+        if ranks is not None:
+            endpoints = [client.endpoint.control for client in self._channel.daemons.clients]
+            first, second = (f"rank {rank} ({endpoints[rank]})" for rank in ranks)
+            raise ContentMismatchError(
+                f"{first} and {second} have read different files",
+                field="name",
+                value=name,
+                fix="give all hosts the same files, and write none while they are read; then add "
+                "the adapter again",
+            )
 
     def remove(self, lora_id: int) -> bool:
         """See WorkerGroup.remove_lora."""
@@ -166,7 +209,7 @@ class GroupAdapters:
         self._known = {
             lora_id: adapter
             for lora_id, adapter in first.items()
-            if all(rank.get(lora_id) == adapter for rank in ranks)
+            if _are_same([rank.get(lora_id) for rank in ranks])
         }
         for lora_id in {each for rank in ranks for each in rank} - self._known.keys():
             self._channel.ask(partial(lora.RemoveLora, lora_id=lora_id))
@@ -175,7 +218,7 @@ class GroupAdapters:
         """Give newly loaded ranks the adapters that all ranks had. One that cannot be read there is
         removed from the other ranks too; only its requests fail."""
         for adapter in list(self._known.values()):
-            name, lora_id, version, is_pinned = adapter
+            name, lora_id, version, _, is_pinned = adapter
             try:
                 deadline = time.monotonic() + ADD_TIMEOUT_S
                 while not self.prepare(name, version, newcomers):
@@ -185,7 +228,7 @@ class GroupAdapters:
                 self.commit(name, lora_id, version)
                 if is_pinned:
                     self.pin(lora_id)
-            except (RemoteError, DeadlineExceeded) as error:
+            except (RemoteError, DeadlineExceeded, ContentMismatchError) as error:
                 _LOG.warning("adapter %r is removed: %s", name, error)
                 self.remove(lora_id)
 
@@ -224,4 +267,14 @@ def _check_id(lora_id: object) -> None:
 
 
 def _known_as(info: lora.LoraInfo) -> GroupAdapter:
-    return GroupAdapter(info.name, info.lora_id, info.version, info.is_pinned)
+    return GroupAdapter(info.name, info.lora_id, info.version, info.identity, info.is_pinned)
+
+
+def _are_same(found: Sequence[GroupAdapter | None]) -> bool:
+    """Return True if all ranks have the same adapter."""
+    there = [each for each in found if each is not None]
+    return (
+        len(there) == len(found)
+        and all(each._replace(identity=there[0].identity) == there[0] for each in there)
+        and first_difference([each.identity for each in there]) is None
+    )

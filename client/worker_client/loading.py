@@ -21,10 +21,11 @@ from rpc_schema.kv_cache import (
 )
 from rpc_schema.lifecycle import GetModelMetadataReply, Status
 from rpc_schema.weight_transfer import ReloadWeightsReply
-from worker_client.errors import ConfigMismatchError, config_error
+from worker_client.errors import ConfigMismatchError, ContentMismatchError, config_error
 from worker_client.kv_planning import choose_groups, choose_num_blocks, fit_max_model_len
 from worker_client.load_chain import LoadChain
 from worker_client.step_checks import GroupLimits
+from worker_client.weights_state import describe_difference, differing_ranks
 
 PROFILE_ATTEMPTS = 3
 """Limit on memory profiles while other processes take or free memory."""
@@ -133,6 +134,7 @@ class Loader:
     relink: Callable[[], None]
     reset: Callable[[_ResetLevel], None]
     reload_weights: Callable[[], list[ReloadWeightsReply]]
+    get_status: Callable[[], list[Status]]
     clock: Stopwatch = field(default_factory=Stopwatch)
 
     def load(self, statuses: Sequence[Status]) -> LoadedGroup:
@@ -141,6 +143,7 @@ class Loader:
         Raises:
             ConfigMismatchError: another configuration, or an earlier version of the checkpoint's
                 files, is loaded, and `reload` is False.
+            ContentMismatchError: ranks have read different files.
             KVPlanError: the KV cache cannot hold the requested blocks or context.
         """
         ready = [status for status in statuses if status.load == "READY"]
@@ -153,6 +156,7 @@ class Loader:
                 self.load_chain.init_device(self.config)
         with self.clock.phase("load_model"):
             replies = self.load_chain.load_model(self.config)
+        self._check_same_contents()
         kv_cache, max_model_len = self._load_kv_cache(min(r.max_model_len for r in replies))
         with self.clock.phase("compile_or_warm_up_model"):
             self.load_chain.compile_or_warm_up_model()
@@ -180,9 +184,10 @@ class Loader:
         if self.needs_relink:
             with self.clock.phase("relink"):
                 self.relink()
-        if any(map(_needs_weights, statuses)):
+        if any(map(_needs_weights, statuses)) or differing_ranks(statuses) is not None:
             with self.clock.phase("reload_weights"):
                 self.reload_weights()
+            self._check_same_contents()
         replies = self.load_chain.get_model_metadata()
         if any(reply.checkpoint_changed for reply in replies):
             raise ConfigMismatchError([f"files of {self.config.model.model}: newer != loaded"])
@@ -193,6 +198,19 @@ class Loader:
             raise ConfigMismatchError([f"kv_cache of {without}: none"])
         seconds = self.clock.seconds
         return LoadedGroup(metadata, metadata.max_model_len, tuple(plans), True, seconds)
+
+    def _check_same_contents(self) -> None:
+        """Raise ContentMismatchError if the ranks have just read different weights."""
+        statuses = self.get_status()
+        ranks = differing_ranks(statuses)
+        if ranks is not None:
+            raise ContentMismatchError(
+                describe_difference(ranks, statuses),
+                field="model.model",
+                value=self.config.model.model,
+                fix="give all hosts the same files, and write none while they are read; then load "
+                "again with reload=True (--reload)",
+            )
 
     def _reset(self, statuses: Sequence[Status]) -> _ResetLevel:
         """Bring all ranks to one level: to DEVICE_READY if device and link can stay, else to

@@ -1,9 +1,10 @@
-"""Completeness of a group's weights, from its daemons' states, as events for the failure state. The
-daemons themselves refuse steps on incomplete weights."""
+"""Completeness of a group's weights, and that all are of one model, from its daemons' states, as
+events for the failure state. The daemons themselves refuse steps on incomplete weights."""
 
 from collections.abc import Sequence
 from typing import Literal
 
+from rpc_schema.identity import Difference, first_difference
 from rpc_schema.lifecycle import Status
 from worker_client.failure_state import Change, WeightsGone
 
@@ -15,13 +16,32 @@ def given_up(cause: str) -> WeightsGone:
     return WeightsGone(f"{cause}; {_FIX}")
 
 
-def learned(
-    statuses: Sequence[Status], newcomers: Sequence[int] = ()
-) -> WeightsGone | Literal[Change.WEIGHTS_FILLED]:
-    """Return the event for the daemons' states. newcomers: ranks that have loaded the checkpoint
-    while others already had weights."""
-    cause = _updated_beside(statuses, newcomers) or _not_whole(statuses)
+def learned(statuses: Sequence[Status]) -> WeightsGone | Literal[Change.WEIGHTS_FILLED]:
+    """Return the event for the daemons' states."""
+    cause = _not_whole(statuses)
+    if not cause and (ranks := differing_ranks(statuses)) is not None:
+        cause = f"{describe_difference(ranks, statuses)}; {_FIX}"
     return WeightsGone(cause) if cause else Change.WEIGHTS_FILLED
+
+
+def differing_ranks(statuses: Sequence[Status]) -> Difference | None:
+    """Return two ranks that hold different weights, or None."""
+    weights = (status.weights for status in statuses)
+    return first_difference([None if each is None else each.identity for each in weights])
+
+
+def describe_difference(ranks: Difference, statuses: Sequence[Status]) -> str:
+    """Return which ranks hold different weights, and where they are from."""
+    first, second = (f"rank {rank} ({_source(statuses[rank])})" for rank in ranks)
+    return f"{first} and {second} hold different weights"
+
+
+def _source(status: Status) -> str:
+    weights = status.weights
+    assert weights is not None and weights.identity is not None, "it differs from another"
+    if not weights.identity.place:
+        return f"{status.endpoint}: update {weights.num_updates}"
+    return f"{status.endpoint}: read from files, {weights.identity.content.hex()[:12]}"
 
 
 def _not_whole(statuses: Sequence[Status]) -> str:
@@ -33,18 +53,5 @@ def _not_whole(statuses: Sequence[Status]) -> str:
                 f"the weights of rank {rank} are {weights.state} ({weights.cause or 'open'}): "
                 f"{weights.num_missing} of {weights.num_tensors} tensors are missing "
                 f"({names}...); {_FIX}"
-            )
-    return ""
-
-
-def _updated_beside(statuses: Sequence[Status], newcomers: Sequence[int]) -> str:
-    """Return the cause if the others' weights are not those of the checkpoint that a new rank
-    reads."""
-    for rank, status in enumerate(statuses):
-        weights = status.weights
-        if newcomers and rank not in newcomers and weights is not None and weights.num_updates:
-            return (
-                f"rank {newcomers[0]} was replaced and has the weights of the checkpoint, rank "
-                f"{rank} those of update {weights.num_updates}; {_FIX}"
             )
     return ""

@@ -249,7 +249,7 @@ class WorkerGroup:
         )
         place = None if endpoint is None else parse_endpoint(endpoint, self._keys)
         replaced = replacement.run(rank, place, within_s)
-        self._state.apply(learned(replaced.statuses, replaced.loaded_ranks))
+        self._state.apply(learned(self.get_status()))
         if replaced.loaded_ranks:
             self._adapters.restore(replaced.loaded_ranks)
         return replaced
@@ -289,6 +289,7 @@ class WorkerGroup:
 
         Raises:
             ConfigMismatchError: something else is loaded, and reload is False; names the fields.
+            ContentMismatchError: ranks have read different files; names two of them.
             KVPlanError: not one request of max_model_len fits, or more blocks were asked for than
                 fit.
             RemoteError: an operation failed; names the first rank that did.
@@ -317,6 +318,7 @@ class WorkerGroup:
             self.relink,
             self.reset,
             self.reload_weights,
+            self.get_status,
         )
         model = loader.load(self.get_status())
         self._channel.links.step_deadline_s = deadline_s
@@ -515,7 +517,7 @@ class WorkerGroup:
             RemoteConfigError: tensors are missing; the update is still open.
         """
         replies = self._channel.ask(wt.FinishWeightUpdate)
-        self._state.apply(Change.WEIGHTS_FILLED)
+        self._state.apply(learned(self.get_status()))
         return replies
 
     def reload_weights(self, model: str = "") -> list[wt.ReloadWeightsReply]:
@@ -536,7 +538,7 @@ class WorkerGroup:
             if not before:  # usually refused before the first byte
                 self._state.apply(learned(self.get_status()))
             raise
-        self._state.apply(Change.WEIGHTS_FILLED)
+        self._state.apply(learned(self.get_status()))
         return replies
 
     def update_config(self, overrides: Mapping[str, str | int | bool]) -> None:

@@ -10,16 +10,23 @@ from typing import Final, Literal
 import torch
 from torch import Tensor
 
+from worker_daemon.contracts.source_identity import SourceIdentity
 from worker_daemon.errors import CheckpointError, ConfigError
 from worker_daemon.layers.adapters import AdapterLayout, MatrixShard
-from worker_daemon.lora.adapter_config import AdapterConfig, check_targets, read_adapter_config
+from worker_daemon.lora.adapter_config import (
+    CONFIG_NAME,
+    AdapterConfig,
+    check_targets,
+    read_adapter_config,
+)
+from worker_daemon.models.file_identity import file_identity, file_stamps
 from worker_daemon.models.safetensors_file import (
     FLOAT_DTYPES,
     Entry,
     MalformedError,
     SafetensorsFile,
 )
-from worker_daemon.regular_file import TruncatedError
+from worker_daemon.regular_file import TruncatedError, read_whole
 
 TENSORS_NAME: Final = "adapter_model.safetensors"
 _TENSOR: Final = re.compile(r"base_model\.model\.(.+)\.lora_([AB])\.weight")
@@ -35,6 +42,7 @@ class AdapterFiles:
     """[slot_size] in the model's dtype, on the host; page-locked for a GPU."""
     rank: int
     """The largest LoRA rank of its matrices."""
+    identity: SourceIdentity
 
 
 class AdapterFormat:
@@ -60,16 +68,22 @@ class AdapterFormat:
 
         Raises:
             ConfigError: its configuration is not supported, or exceeds max_lora_rank.
-            CheckpointError: a file is missing, malformed or truncated, or its tensors do not match
-                this model and configuration.
+            CheckpointError: a file is missing, malformed or truncated, was changed during the read,
+                or its tensors do not match this model and configuration.
         """
+        stamps = adapter_stamps(directory)
         config = read_adapter_config(directory)
         check_targets(config, self._shapes)
         path = directory / TENSORS_NAME
         try:
+            identity = _identity_of(directory, stamps)
             with SafetensorsFile(path) as file:
-                ranks = self._check(file.entries, config, directory)
-                return AdapterFiles(self._read(file, config, directory), max(ranks.values()))
+                rank = max(self._check(file.entries, config, directory).values())
+                adapter = AdapterFiles(self._read(file, config, directory), rank, identity)
+            if adapter_stamps(directory) != stamps:
+                what, fix = "its files changed while they were read", "add it again"
+                raise _refused(what, directory, fix)
+            return adapter
         except OSError as error:
             reason = f"{path} cannot be read: {error.strerror}"
         except (MalformedError, TruncatedError) as error:
@@ -155,6 +169,17 @@ class AdapterFormat:
             file.read_into(_tensor_name(shard.module, "B"), (rows, slice(0, rank)), values)
             into[first : first + len(values)].copy_(values.mul_(scale))
             first += len(values)
+
+
+def adapter_stamps(directory: Path) -> bytes:
+    """Return the stamps of an adapter's files: see file_stamps."""
+    return file_stamps([directory / CONFIG_NAME, directory / TENSORS_NAME])
+
+
+def _identity_of(directory: Path, stamps: bytes) -> SourceIdentity:
+    config = directory / CONFIG_NAME
+    texts, files = {config: read_whole(config)}, [directory / TENSORS_NAME]
+    return file_identity(directory, texts, files, stamps)
 
 
 def _tensor_name(module: str, side: _Side) -> str:

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from worker_daemon.contracts.source_identity import SourceIdentity
 from worker_daemon.layers.adapters import AdapterLayout
 from worker_daemon.lora.device_slots import DeviceSlots
 from worker_daemon.lora.host_store import HostAdapter, HostStore
@@ -14,8 +15,12 @@ class Added(NamedTuple):
 
     version: int
     """The version in host memory now."""
-    evicted: int | None
+    identity: SourceIdentity
+    """Identity of the files that this version was read from."""
+    evicted: int | None = None
     """Id of the adapter that was evicted to make room."""
+    files_changed: bool = False
+    """True if they have changed since."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,8 +43,9 @@ class Adapters:
         there = self.store.touch(name, lora_id)
         if there is not None and not load_inplace:
             self.reader.drop(name)
-            return Added(there.version, None)
+            changed = self.reader.has_changed(name, there.identity)
+            return Added(there.version, there.identity, files_changed=changed)
         self.store.check_room(lora_id)
         files = self.reader.take(name, version)
-        adapter = HostAdapter(name, lora_id, version, files.rank, files.weights)
-        return Added(version, self.store.add(adapter))
+        adapter = HostAdapter(name, lora_id, version, files.rank, files.weights, files.identity)
+        return Added(version, files.identity, self.store.add(adapter))

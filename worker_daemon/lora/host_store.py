@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from worker_daemon.contracts.source_identity import SourceIdentity
 from worker_daemon.errors import CapacityError, ConfigError
 
 
@@ -20,6 +21,7 @@ class HostAdapter:
     rank: int
     weights: Tensor
     """[slot_size] on the host."""
+    identity: SourceIdentity
     is_pinned: bool = False
     serial: int = field(init=False, default=0)
     """Unique number in this process, different for each version of an adapter; from 1 on."""

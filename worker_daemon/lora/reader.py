@@ -5,6 +5,7 @@ import threading
 from collections.abc import Callable
 from typing import Final
 
+from worker_daemon.contracts.source_identity import SourceIdentity
 from worker_daemon.errors import CapacityError
 from worker_daemon.lora.adapter_files import AdapterFiles
 
@@ -14,6 +15,8 @@ MAX_PREPARED: Final = 4
 Read = Callable[[str], AdapterFiles]
 """Returns the adapter with a name. Raises ConfigError or CheckpointError if its files are
 faulty."""
+Changed = Callable[[str, SourceIdentity], bool]
+"""Tells whether the files of the adapter with a name have changed since they had this identity."""
 
 
 class _Reading:
@@ -51,12 +54,14 @@ class AdapterReader:
     """Reads adapters from disk on background threads. Owned by the loaded model; used on the step
     thread."""
 
-    def __init__(self, read: Read) -> None:
+    def __init__(self, read: Read, has_changed: Changed) -> None:
+        self.has_changed = has_changed
         self._read = read
         self._readings: dict[str, _Reading] = {}
 
-    def prepare(self, name: str, version: int) -> bool:
-        """Begin to read a version of an adapter; return True once it is read.
+    def prepare(self, name: str, version: int) -> SourceIdentity | None:
+        """Begin to read a version of an adapter; return its identity once it is read, until then
+        None.
 
         Raises:
             CapacityError: MAX_PREPARED others are being read.
@@ -67,15 +72,14 @@ class AdapterReader:
             self.drop(name)
             self._make_room(name)
             self._readings[name] = _Reading(name, version, self._read)
-            return False
+            return None
         if not reading.is_done:
-            return False
+            return None
         try:
-            reading.result()
+            return reading.result().identity
         except BaseException:
             del self._readings[name]
             raise
-        return True
 
     def take(self, name: str, version: int) -> AdapterFiles:
         """Return an adapter and forget it. If this version was not prepared, read it now. Raises as

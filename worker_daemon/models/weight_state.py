@@ -8,6 +8,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Literal
 
+from worker_daemon.contracts.source_identity import SourceIdentity
 from worker_daemon.errors import StateError
 
 State = Literal["whole", "updating", "dirty", "discarded"]
@@ -31,16 +32,18 @@ class WeightReport:
     """Tensors still to be written before the weights are complete again."""
     missing: tuple[str, ...]
     cause: str
+    identity: SourceIdentity
+    """Identity of the weights when they were last complete."""
 
 
 class WeightState:
     """The state of the weights, complete once a load has ended. Belongs to the loaded model."""
 
-    def __init__(self, names: Iterable[str], source: str = "") -> None:
-        """source: identity of the checkpoint that they were read from."""
-        self.source = source
-        """Identity of the checkpoint that the weights are from; empty once a trainer has sent
-        some."""
+    def __init__(self, names: Iterable[str], identity: SourceIdentity) -> None:
+        """identity: of the files that they were read from."""
+        self.identity = identity
+        """Identity of the weights when they were last complete; without place and stamps once a
+        trainer has sent some."""
         self._names = frozenset(names)
         self._dirty: set[str] = set()
         self._missing: set[str] = set()
@@ -71,9 +74,9 @@ class WeightState:
         """Record that these tensors are complete."""
         self._missing.difference_update(names)
 
-    def finish(self, source: str = "") -> int:
-        """Close the update: the weights are complete. Return the number of updates so far. source:
-        identity of the checkpoint that was read; empty: a trainer sent the weights.
+    def finish(self, identity: SourceIdentity) -> int:
+        """Close the update: the weights are complete. Return the number of updates so far.
+        identity: of the weights that the update has brought.
 
         Raises:
             StateError: tensors are missing; the update stays open.
@@ -85,7 +88,7 @@ class WeightState:
                 fix="send them, then finish again",
             )
         self._dirty.clear()
-        self.source = source
+        self.identity = identity
         self._num_updates += 1
         self._move("whole")
         return self._num_updates
@@ -142,6 +145,7 @@ class WeightState:
             num_missing=len(self._missing),
             missing=_first(self._missing),
             cause=cause,
+            identity=self.identity,
         )
 
 

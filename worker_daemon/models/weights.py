@@ -39,7 +39,8 @@ from worker_daemon.raising import Translation
 from worker_daemon.regular_file import TruncatedError, broken_file, is_plain_name, read_whole
 
 _SINGLE_FILE = "model.safetensors"
-_INDEX_FILE = "model.safetensors.index.json"
+INDEX_NAME: Final = "model.safetensors.index.json"
+"""Names the file of each tensor."""
 _SUFFIX = ".safetensors"
 
 _EXPECTED: Final[Mapping[Kind, str]] = MappingProxyType(
@@ -291,6 +292,12 @@ def check_items(wanted: Mapping[Path, Sequence[Item]]) -> None:
                 _checked_entry(file, piece)
 
 
+def weight_files(model_dir: Path) -> tuple[Path, ...]:
+    """Return the files that load_weights reads tensors from, sorted. Raises CheckpointError if
+    there are none, or their index is broken."""
+    return tuple(sorted(set(_tensor_files(model_dir).values())))
+
+
 def tensor_names(model_dir: Path) -> frozenset[str]:
     """Return the names of all tensors of a checkpoint. Raises CheckpointError as read_headers
     does."""
@@ -443,13 +450,13 @@ def _total_bytes(items: Iterable[Item]) -> int:
 
 def _tensor_files(model_dir: Path) -> Mapping[str, Path]:
     """Return tensor name -> the file that holds it."""
-    single, index = model_dir / _SINGLE_FILE, model_dir / _INDEX_FILE
+    single, index = model_dir / _SINGLE_FILE, model_dir / INDEX_NAME
     if single.exists():
         with _open(single) as file:
             return dict.fromkeys(file.entries, single)
     if index.exists():
         return _read_index(index)
-    fix = f"provide {_SINGLE_FILE} or {_INDEX_FILE} with its shards"
+    fix = f"provide {_SINGLE_FILE} or {INDEX_NAME} with its shards"
     if any(model_dir.glob("*.bin")) or any(model_dir.glob("*.pt")):
         fix += "; .bin and .pt files are pickles and are not read, convert them with safetensors"
     raise CheckpointError(

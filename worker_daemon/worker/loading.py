@@ -21,6 +21,7 @@ from rpc_schema.lifecycle import MemoryTag, SleepLevel
 from worker_daemon.backend import Backend
 from worker_daemon.contracts.fp8 import FP8
 from worker_daemon.contracts.logits_processor import MakeLogitsProcessor
+from worker_daemon.contracts.source_identity import SourceIdentity
 from worker_daemon.device.failures import FailureKind, drop_scratch, judge, out_of_memory
 from worker_daemon.device.init import supports
 from worker_daemon.distributed.parallel_state import ParallelState
@@ -30,12 +31,11 @@ from worker_daemon.layers.adapters import AdapterLayout, new_layout
 from worker_daemon.layers.attention import AttentionSpec, HeadSizes, NullAttention
 from worker_daemon.layers.attention_choice import ChosenAttention, choose_attention
 from worker_daemon.layers.rotary import rotary_table
-from worker_daemon.lora.adapter_files import AdapterFormat
+from worker_daemon.lora.adapter_files import AdapterFormat, adapter_stamps
 from worker_daemon.lora.adapters import Adapters
 from worker_daemon.lora.device_slots import DeviceSlots
 from worker_daemon.lora.host_store import HostStore
 from worker_daemon.lora.reader import AdapterReader
-from worker_daemon.models.checkpoint_identity import checkpoint_identity
 from worker_daemon.models.decoder import (
     DecoderStage,
     checkpoint_names,
@@ -43,6 +43,7 @@ from worker_daemon.models.decoder import (
     whole_model,
 )
 from worker_daemon.models.description import DecoderConfig, LayerSpec
+from worker_daemon.models.file_identity import NO_STAMPS
 from worker_daemon.models.int4_order import load_orders, reset_orders
 from worker_daemon.models.kv_scales import load_kv_scales
 from worker_daemon.models.partition import check_partition, partition_layers
@@ -61,6 +62,7 @@ from worker_daemon.models.weights import (
 from worker_daemon.phases import LONG_OPERATION_S, SetPhase
 from worker_daemon.runner.kv_cache import LayerKV, allocate_kv_caches, describe_layers
 from worker_daemon.worker.logits_processors import find_logits_processors
+from worker_daemon.worker.model_identity import ModelFiles
 from worker_daemon.worker.resolve import (
     ResolvedModel,
     check_cache,
@@ -163,10 +165,10 @@ class LoadedModel:
             kept = {piece.name for pieces in scales for piece in pieces}
             self.weights.discard(f"{cause} kept nothing of them", kept)
 
-    def finish_update(self, source: str = "") -> int:
+    def finish_update(self, identity: SourceIdentity) -> int:
         """Record that all weights were written: they are complete, and no longer lost. Takes,
         raises and returns as WeightState.finish does."""
-        number = self.weights.finish(source)
+        number = self.weights.finish(identity)
         self.memory.weights_filled()
         return number
 
@@ -208,13 +210,15 @@ def load(message: lc.LoadModel, place: RankPlace, roots: Roots, set_phase: SetPh
     has_fp8_cache = _has_fp8_cache(message.cache, resolved, place.device)
     if resolved.saved is not None:
         resolved.saved.check(_group_shape(resolved, place), resolved.decoder)
-    source = checkpoint_identity(resolved.directory)
+    files = ModelFiles.of(resolved, message.model)
+    identity = files.identity()
     memory = open_memory(place.device, can_sleep=message.model.enable_sleep_mode)
     try:
         layout = new_layout(message.lora.max_loras, message.lora.max_lora_rank)
         stage = _build_stage(resolved, place, memory, layout, has_fp8_cache=has_fp8_cache)
         adapters = _make_adapters(layout, message.lora, resolved, place, memory, roots)
         _fill(stage, message.model, resolved, place.parallel.rank, set_phase)
+        files.check_unchanged(identity)
     except CapacityError as error:
         memory.close()
         drop_scratch(error)
@@ -239,7 +243,7 @@ def load(message: lc.LoadModel, place: RankPlace, roots: Roots, set_phase: SetPh
         attention=_choose_attention(stage, resolved.decoder, resolved.dtype, place),
         max_model_len=resolved.max_model_len,
         memory=memory,
-        weights=WeightState(stage.loaded_names(), source),
+        weights=WeightState(stage.loaded_names(), identity),
         next_load=message.model,
         adapters=adapters,
         processors=processors,
@@ -267,7 +271,10 @@ def _make_adapters(
         layout,
         HostStore(config.num_cpu_loras),
         DeviceSlots(slots),
-        AdapterReader(lambda name: files.read(_adapter_directory(name, roots.lora_roots))),
+        AdapterReader(
+            lambda name: files.read(_adapter_directory(name, roots.lora_roots)),
+            lambda name, loaded: _adapter_changed(name, loaded, roots.lora_roots),
+        ),
     )
 
 
@@ -276,6 +283,16 @@ def _adapter_directory(name: str, roots: Sequence[Path]) -> Path:
         problem = "this daemon has no directory of LoRA adapters"
         raise config_error("adapter", name, problem, "start it with --lora-root")
     return confine_directory(name, roots, "adapter", "--lora-root")
+
+
+def _adapter_changed(name: str, loaded: SourceIdentity, roots: Sequence[Path]) -> bool:
+    """Return True if an adapter's files have changed. Files that are gone do not count: nothing
+    else could be loaded."""
+    try:
+        directory = _adapter_directory(name, roots)
+    except WorkerError:
+        return False
+    return adapter_stamps(directory) not in (loaded.stamps, NO_STAMPS)
 
 
 def reload(
@@ -300,13 +317,15 @@ def reload(
         resolved.saved.check(_group_shape(model.resolved, place), resolved.decoder)
     elif config.load_format == "auto":
         check_checkpoint(resolved.directory, checkpoint_tensors(resolved.decoder))
-    source = checkpoint_identity(resolved.directory)
+    files = ModelFiles.of(resolved, config)
+    identity = files.identity()
     is_other = resolved.directory != model.resolved.directory
-    is_other |= model.weights.source not in ("", source)  # its files were replaced
+    is_other |= model.weights.identity.stamps not in (b"", identity.stamps)  # files were replaced
     overwriting = _Overwriting(model.weights)
     try:
         report = _fill(model.stage, config, resolved, place.parallel.rank, set_phase, overwriting)
-        number = model.finish_update(source)
+        files.check_unchanged(identity)
+        number = model.finish_update(identity)
     except BaseException as error:
         overwriting.failed(f"{type(error).__name__} in reload_weights: {error}")
         raise
@@ -327,13 +346,14 @@ def reload(
 def checkpoint_changed(model: LoadedModel, roots: Roots) -> bool:
     """Return True if the files that the weights were read from have been replaced since. Files that
     are gone, or that no longer are a model, do not count: nothing else could be loaded."""
-    if not model.weights.source:
+    loaded = model.weights.identity
+    if not loaded.stamps:
         return False
     try:
-        directory = roots.resolve(model.config.model).directory
-    except WorkerError:
+        resolved = roots.resolve(model.config.model)
+        return ModelFiles.of(resolved, model.config.model).stamps() != loaded.stamps
+    except (WorkerError, OSError):
         return False
-    return checkpoint_identity(directory) not in ("", model.weights.source)
 
 
 class _Overwriting(WriteObserver):

@@ -223,9 +223,16 @@ def _check_directory(name: str, directory: Path, root: Path, field: str) -> None
             raise config_error(field, str(file), problem, f"keep it under {root}")
 
 
-def _read_config_files(directory: Path) -> dict[str, bytes]:
+def config_paths(directory: Path) -> dict[str, Path]:
+    """Return the files that configure a model, by their names in a saved set, whether or not they
+    exist."""
     paths = {name: directory / name for name in CONFIG_FILES}
     paths.update(pooling_files(directory))
+    return paths
+
+
+def _read_config_files(directory: Path) -> dict[str, bytes]:
+    paths = config_paths(directory)
     try:
         return {name: read_whole(path) for name, path in paths.items() if path.exists()}
     except OSError as error:

@@ -53,6 +53,7 @@ from worker_daemon.worker.loading import (
 )
 from worker_daemon.worker.memory_ledger import Kind, memory_line
 from worker_daemon.worker.memory_profile import check_step_deadline, profile_memory
+from worker_daemon.worker.model_identity import on_wire
 from worker_daemon.worker.profiling import PlainTrace, Profiler, ProfileRequest
 from worker_daemon.worker.rank_device import RankDevice
 from worker_daemon.worker.resolve import pooling_support
@@ -467,8 +468,9 @@ class Worker:
     def prepare_lora(self, message: lora.PrepareLora) -> lora.PrepareLoraReply:
         """Start to read an adapter; report whether it has been read. Raises: see
         AdapterReader.prepare."""
-        is_ready = self._model.require_adapters().reader.prepare(message.name, message.version)
-        return lora.PrepareLoraReply(**self._identity(message), is_ready=is_ready)
+        identity = self._model.require_adapters().reader.prepare(message.name, message.version)
+        read = None if identity is None else on_wire(identity)
+        return lora.PrepareLoraReply(**self._identity(message), identity=read)
 
     def add_lora(self, message: lora.AddLora) -> lora.AddLoraReply:
         """Put an adapter into host memory. Raises: see Adapters.add."""
@@ -480,7 +482,11 @@ class Worker:
         if message.load_inplace:
             self._forget_contents()
         return lora.AddLoraReply(
-            **self._identity(message), version=added.version, evicted=added.evicted
+            **self._identity(message),
+            version=added.version,
+            identity=on_wire(added.identity),
+            evicted=added.evicted,
+            files_changed=added.files_changed,
         )
 
     def remove_lora(self, message: lora.RemoveLora) -> lora.RemoveLoraReply:
@@ -507,6 +513,7 @@ class Worker:
                 rank=each.rank,
                 is_pinned=each.is_pinned,
                 size_bytes=each.weights.nbytes,
+                identity=on_wire(each.identity),
             )
             for each in there
         )

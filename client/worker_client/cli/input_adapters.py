@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from rpc_schema.config import LoraConfig
 from worker_client.cli.input_request import InputRequest
-from worker_client.errors import RemoteError
+from worker_client.errors import ContentMismatchError, RemoteError
 from worker_client.group_adapters import GroupAdapter
 from worker_client.requests import with_adapter
 from worker_client.worker_group import WorkerGroup
@@ -34,7 +34,7 @@ def _add(
         )
     try:
         return group.add_lora(name)
-    except RemoteError as error:
+    except (RemoteError, ContentMismatchError) as error:
         return f"adapter {name!r}: {error.message}"
 
 

@@ -9,7 +9,7 @@ import msgspec
 
 from rpc_schema import weight_transfer as wt
 from rpc_schema.pooling import NO_POOLING
-from worker_client.errors import config_error
+from worker_client.errors import ContentMismatchError, config_error
 from worker_client.loading import LoadedGroup
 from worker_client.vllm.settings import relative_name
 from worker_client.vllm.workers import Workers
@@ -34,6 +34,8 @@ class Operations:
         self._flush = flush
         self._are_weights_lost = False
         """They were discarded, and not loaded again."""
+        self._added: set[int] = set()
+        """Ids of the adapters that this server has added; an earlier one may have read others."""
         self._by_name: Mapping[str, _Operation] = MappingProxyType(
             {
                 "add_lora": self._add_lora,
@@ -103,8 +105,15 @@ class Operations:
         for other, known in list(self._group.loras.items()):
             if (other == lora_id) != (known.name == name):  # an earlier server's
                 self._group.remove_lora(other)
-        if load_inplace or lora_id not in self._group.loras:
+        if load_inplace or lora_id not in self._added or lora_id not in self._group.loras:
+            self._read_lora(name, lora_id, load_inplace=load_inplace)
+            self._added.add(lora_id)
+
+    def _read_lora(self, name: str, lora_id: int, *, load_inplace: bool) -> None:
+        try:
             self._group.add_lora(name, lora_id, load_inplace=load_inplace)
+        except ContentMismatchError:  # perhaps an earlier server has read other files
+            self._group.add_lora(name, lora_id, load_inplace=True)
 
     def _add_lora(self, request: Any) -> list[bool]:
         self._load_lora(request, load_inplace=request.load_inplace)

@@ -7,16 +7,19 @@ import pytest
 import torch
 
 from tests.support.waiting import PATIENCE_S
+from worker_daemon.contracts.source_identity import SourceIdentity
 from worker_daemon.errors import CapacityError, ConfigError
 from worker_daemon.lora.adapter_files import AdapterFiles
 from worker_daemon.lora.device_slots import DeviceSlots
 from worker_daemon.lora.host_store import HostAdapter, HostStore
 from worker_daemon.lora.reader import MAX_PREPARED, AdapterReader
 
+IDENTITY = SourceIdentity(b"files")
+
 
 def adapter(lora_id, version=1):
     weights = torch.full((4,), float(1000 * lora_id + version))
-    return HostAdapter(f"a{lora_id}", lora_id, version, 1, weights)
+    return HostAdapter(f"a{lora_id}", lora_id, version, 1, weights, IDENTITY)
 
 
 def ids(store):
@@ -97,7 +100,7 @@ class Disk:
         assert self.may_read.wait(PATIENCE_S)
         if name == "bad":
             raise ConfigError("it is bad")
-        return AdapterFiles(torch.zeros(1), len(self.names))
+        return AdapterFiles(torch.zeros(1), len(self.names), IDENTITY)
 
 
 def prepared(reader, name, version):
@@ -107,7 +110,7 @@ def prepared(reader, name, version):
 
 def test_adapters_are_read_ahead():
     disk = Disk()
-    reader = AdapterReader(disk)
+    reader = AdapterReader(disk, lambda name, identity: False)
     assert not reader.prepare("a", 1)
     assert not reader.prepare("a", 1)
     disk.may_read.set()

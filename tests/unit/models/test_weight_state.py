@@ -2,15 +2,17 @@
 
 import pytest
 
+from worker_daemon.contracts.source_identity import SourceIdentity
 from worker_daemon.errors import StateError
 from worker_daemon.models.weight_state import MAX_NAMES, WeightState
 
 NAMES = [f"t{number:02}" for number in range(40)]
+LOADED, SENT = SourceIdentity(b"files"), SourceIdentity(b"update")
 
 
 @pytest.fixture
 def weights():
-    return WeightState(NAMES)
+    return WeightState(NAMES, LOADED)
 
 
 def write(weights, *names):
@@ -31,9 +33,9 @@ def test_complete_update_needs_every_tensor(weights):
     assert not weights.is_whole
     write(weights, *NAMES[:-1])
     with pytest.raises(StateError, match=r"1 tensors of this rank.*t39"):
-        weights.finish()
+        weights.finish(SENT)
     write(weights, NAMES[-1])
-    assert weights.finish() == 1
+    assert weights.finish(SENT) == 1
     weights.require_whole("a step")
 
 
@@ -55,7 +57,7 @@ def test_failure_names_what_is_new_and_what_is_missing(weights):
 def test_partial_update_writes_what_it_likes(weights):
     weights.begin(partial=True)
     write(weights, "t07", "not of this rank")
-    assert weights.finish() == 1
+    assert weights.finish(SENT) == 1
     assert weights.report.num_dirty == 0
 
 
@@ -67,9 +69,9 @@ def test_partial_update_must_rewrite_what_a_broken_one_touched(weights):
     weights.begin(partial=True)
     write(weights, "t02", "t03")
     with pytest.raises(StateError, match="t01"):
-        weights.finish()
+        weights.finish(SENT)
     write(weights, "t01")
-    weights.finish()
+    weights.finish(SENT)
     assert weights.is_whole
 
 
@@ -79,7 +81,7 @@ def test_partial_update_cannot_end_a_broken_complete_one(weights):
     weights.begin(partial=True)
     write(weights, *NAMES[:39])
     with pytest.raises(StateError, match="t39"):
-        weights.finish()
+        weights.finish(SENT)
 
 
 def test_update_in_place_of_one_that_is_open_inherits_what_it_touched(weights):
@@ -87,7 +89,7 @@ def test_update_in_place_of_one_that_is_open_inherits_what_it_touched(weights):
     write(weights, "t05")
     weights.begin(partial=True)
     with pytest.raises(StateError, match="t05"):
-        weights.finish()
+        weights.finish(SENT)
 
 
 def test_discarded_weights_come_back_by_an_update_of_all_of_them(weights):
@@ -97,9 +99,9 @@ def test_discarded_weights_come_back_by_an_update_of_all_of_them(weights):
     weights.begin(partial=True)
     write(weights, *NAMES[1:])
     with pytest.raises(StateError, match="t00"):
-        weights.finish()
+        weights.finish(SENT)
     write(weights, NAMES[0])
-    assert weights.finish() == 1
+    assert weights.finish(SENT) == 1
 
 
 def test_interruption_of_nothing_leaves_the_weights_whole(weights):

@@ -20,6 +20,7 @@ from rpc_schema.adoption import AdoptRequests, AdoptRequestsReply
 from rpc_schema.base import StepReply, StepRequest
 from rpc_schema.codec import Frame
 from rpc_schema.config import WorkerConfig
+from rpc_schema.identity import ContentIdentity
 from worker_daemon import errors
 from worker_daemon.contracts.uploads import FindUpload
 from worker_daemon.phases import SetPhase
@@ -32,6 +33,8 @@ ERRORS: dict[str, Exception] = {
     "UPSTREAM_FAILED": errors.UpstreamFailedError("stage 0 failed"),
     "OTHER": ValueError("nobody foresaw this"),
 }
+
+IDENTITY = ContentIdentity(content=bytes(32))
 
 
 def ids(message: StepRequest, rank: int = 0) -> dict[str, int]:
@@ -235,10 +238,12 @@ class FakeWorker:
         return lc.SaveTensorizedModelReply(**ids(message, self.rank), size_bytes=2, seconds=0.5)
 
     def prepare_lora(self, message: lora.PrepareLora) -> StepReply:
-        return lora.PrepareLoraReply(**ids(message, self.rank), is_ready=True)
+        return lora.PrepareLoraReply(**ids(message, self.rank), identity=IDENTITY)
 
     def add_lora(self, message: lora.AddLora) -> StepReply:
-        return lora.AddLoraReply(**ids(message, self.rank), version=message.version)
+        return lora.AddLoraReply(
+            **ids(message, self.rank), version=message.version, identity=IDENTITY
+        )
 
     def remove_lora(self, message: lora.RemoveLora) -> StepReply:
         return lora.RemoveLoraReply(**ids(message, self.rank), removed=False)

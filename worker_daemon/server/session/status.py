@@ -12,6 +12,7 @@ from rpc_schema import lifecycle as lc
 from rpc_schema.codec import MAX_CONTROL_BYTES, ControlReplyMessage
 from rpc_schema.plain_text import one_line
 from rpc_schema.weight_transfer import WeightsStatus
+from worker_daemon.models.weight_state import WeightReport
 from worker_daemon.server.auth.security import Security
 from worker_daemon.server.completion import Completion
 from worker_daemon.server.health.device_watch import DeviceWatch
@@ -22,6 +23,7 @@ from worker_daemon.server.session.expert_loads import ExpertLoadReader
 from worker_daemon.server.session.lease import Lease
 from worker_daemon.server.step_thread import MAX_FAILURE_BYTES, UID_BYTES
 from worker_daemon.server.wire.endpoints import AnyEndpoint
+from worker_daemon.worker.model_identity import on_wire
 from worker_daemon.worker.uploads import Uploads
 
 MAX_STATUS_BYTES: Final = MAX_CONTROL_BYTES // 2
@@ -110,7 +112,7 @@ class StatusReport:
             degraded=one_line(self.guard.device.problem, MAX_FAILURE_BYTES),
             kv_cache_advice=snapshot.description.kv_cache_advice,
             memory_tags=dict(snapshot.description.memory_tags),
-            weights=None if weights is None else WeightsStatus(**asdict(weights)),
+            weights=None if weights is None else _weights_status(weights),
             lease=self.lease.status(),
             num_bad_frames=self.security.bad_peers.num_bad_frames,
             num_refused=self.security.num_refused,
@@ -146,3 +148,8 @@ class StatusReport:
             lease=lease.state,
             lease_remaining_ms=lease.remaining_ms,
         )
+
+
+def _weights_status(weights: WeightReport) -> WeightsStatus:
+    values = asdict(weights) | {"identity": on_wire(weights.identity)}
+    return WeightsStatus(**values)

@@ -23,9 +23,10 @@ from worker_daemon.distributed.transfer_group import (
     TransferGroup,
 )
 from worker_daemon.errors import CapacityError, ConfigError, TransferError, config_error
+from worker_daemon.models.file_identity import file_identity
 from worker_daemon.models.safetensors_file import full_name
 from worker_daemon.models.weight_places import Manifest, packed_tensor
-from worker_daemon.models.weights import read_headers, read_parts, tensor_names
+from worker_daemon.models.weights import read_headers, read_parts, tensor_names, weight_files
 from worker_daemon.worker.resolve import confine_directory
 
 NUM_BUFFERS: Final = 2
@@ -85,6 +86,11 @@ class TransferEngine:
             TransferError: the trainer is lost, or a tensor cannot be reached.
         """
         raise NotImplementedError
+
+    def contents(self, source: wt.Source) -> bytes:
+        """Return a digest of the contents of the source, if each rank has a source of its own;
+        empty if all receive from one trainer."""
+        return b""
 
     def reserve(self, manifest: Manifest, source: wt.Source) -> None:
         """Allocate the memory for receive(). Raises CapacityError."""
@@ -270,6 +276,11 @@ class DiskReader(TransferEngine):
             tuple(headers[name].dtype for name in names),
             tuple(headers[name].shape for name in names),
         )
+
+    def contents(self, source: wt.Source) -> bytes:
+        assert isinstance(source, wt.DiskSource), "described before"
+        directory = confine_directory(source.model, self._roots)
+        return file_identity(directory, {}, weight_files(directory), b"").content
 
     def receive(self, manifest: Manifest, source: wt.Source, place: Place) -> int:
         assert isinstance(source, wt.DiskSource), "described before"

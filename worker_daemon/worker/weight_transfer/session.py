@@ -15,6 +15,7 @@ from rpc_schema import weight_transfer as wt
 from worker_daemon.distributed.transfer_group import TrainerRendezvous
 from worker_daemon.errors import StateError, config_error
 from worker_daemon.layers.quantization import Int4Quantization
+from worker_daemon.models.update_identity import UpdateIdentity
 from worker_daemon.models.weight_places import Manifest, Places, checkpoint_places, kernel_places
 from worker_daemon.phases import SetPhase
 from worker_daemon.worker.loading import LoadedModel, RankPlace, Roots
@@ -41,6 +42,7 @@ class _Update:
     places: Places
     model: LoadedModel
     partial: bool
+    identity: UpdateIdentity
     received: set[str] = field(default_factory=set)
 
 
@@ -111,7 +113,9 @@ class WeightTransfer:
             )
         else:
             places = checkpoint_places(model.stage, model.resolved.decoder)
-        self._update = _Update(places, model, message.partial)
+        base = model.weights.identity if message.partial else None
+        identity = UpdateIdentity(base, message.epoch, message.seq)
+        self._update = _Update(places, model, message.partial, identity)
         model.weights.begin(partial=message.partial)
 
     def update(self, message: wt.UpdateWeights) -> RoundReport:
@@ -145,6 +149,7 @@ class WeightTransfer:
         try:
             with self._waiting():
                 engine.accept(message.source)
+                update.identity.add(engine.contents(message.source))
                 size_bytes = engine.receive(manifest, message.source, writer.place)
         except BaseException as error:
             self._fail(f"{type(error).__name__} in update_weights: {error}")
@@ -163,7 +168,7 @@ class WeightTransfer:
         update = self._open_update()
         if not update.partial:
             update.places.check_complete(update.received)
-        number = update.model.finish_update()
+        number = update.model.finish_update(update.identity.value())
         self._update = None
         return number
 

@@ -1,0 +1,53 @@
+"""The identity of contents that every rank of a group must share: weights, LoRA adapters."""
+
+from collections.abc import Sequence
+from typing import Annotated, Final, NamedTuple, TypeAlias
+
+from msgspec import Meta
+
+from rpc_schema.base import ContentHash, Value
+
+Digest: TypeAlias = Annotated[bytes, Meta(max_length=32)]
+_ANYWHERE: Final = b""
+"""The place under which contents are compared, wherever they are from."""
+
+
+class ContentIdentity(Value, frozen=True, kw_only=True):
+    """Names the contents that a rank's weights, or its part of an adapter, were read from.
+
+    Equal for equal contents, on any host. Different contents have different identities with the
+    exception of a few bytes that changed between the samples of a large file, on another host or in
+    another directory: see worker_daemon/models/file_identity.py.
+    """
+
+    content: ContentHash
+    """SHA-256 of the contents, and after a weight update of the update too."""
+    place: Digest = b""
+    """Digest that names the directory among all directories of all hosts. Empty: the contents are
+    not those of files alone."""
+    stamps: Digest = b""
+    """Digest of the files' names, sizes and modification times. Comparable where `place` is equal:
+    there it shows every change."""
+
+
+class Difference(NamedTuple):
+    """Two ranks with different contents."""
+
+    first: int
+    second: int
+
+
+def first_difference(identities: Sequence[ContentIdentity | None]) -> Difference | None:
+    """Return two ranks whose contents differ, or None. identities: by rank; ranks without one do
+    not count."""
+    seen: dict[bytes, tuple[int, bytes]] = {}
+    for rank, identity in enumerate(identities):
+        if identity is None:
+            continue
+        first, content = seen.setdefault(_ANYWHERE, (rank, identity.content))
+        if content != identity.content:
+            return Difference(first, rank)
+        first, stamps = seen.setdefault(identity.place or _ANYWHERE, (rank, identity.stamps))
+        if identity.place and stamps != identity.stamps:
+            return Difference(first, rank)
+    return None

@@ -1,0 +1,139 @@
+"""The ranks of a group hold the same weights and adapters, or serve nothing from them: files that
+change on disk, and hosts with different files under one name."""
+
+import contextlib
+import shutil
+
+import pytest
+
+from rpc_schema.config import LoraConfig
+from rpc_schema.weight_transfer import DiskEngine, DiskSource
+from tests.support.lora_adapters import adapted_requests, make_adapter
+from tests.support.serving import connect, generate, greedy_request, worker_config
+from worker_client.errors import ContentMismatchError, WeightsNotWhole
+from worker_client.launcher import LocalDaemons
+from worker_client.worker_client import TensorList
+
+PROMPT = [5, 6, 7, 8]
+ROOM = LoraConfig(max_loras=2, max_lora_rank=16)
+
+
+def tokens(served):
+    run = generate(served.group, served.loaded, [greedy_request("a", PROMPT, 6)])
+    return run.tokens["a"]
+
+
+def overwrite(path, source):
+    """Write a file's contents into an existing file of the same name, in place."""
+    for file in source.path.glob("*.safetensors"):
+        (path / file.name).write_bytes(file.read_bytes())
+
+
+def test_a_replaced_rank_does_not_join_with_other_weights(daemons, checkpoint, model_root):
+    old, new = checkpoint(), checkpoint(seed=1)
+    path = model_root / "overwritten"
+    shutil.copytree(old.path, path)
+    config = worker_config(path, 1, 2)
+    with connect(daemons.endpoints(2), config) as served:
+        group = served.group
+        assert tokens(served) == old.greedy(PROMPT, 6)
+        overwrite(path, new)
+        daemons.kill(1)
+        daemons.restart_dead()
+        group.replace(1)
+        with pytest.raises(WeightsNotWhole, match=r"rank 0 .* and rank 1 .* different weights"):
+            tokens(served)
+        group.init_weight_transfer_engine(DiskEngine())
+        group.start_weight_update(partial=True)
+        norm = TensorList(("model.norm.weight",), (), ())
+        group.update_weights(norm, DiskSource(model=str(new.path)))
+        group.finish_weight_update()
+        with pytest.raises(WeightsNotWhole, match="update 1"):  # all else is still of two models
+            tokens(served)
+        group.reload_weights()
+        assert tokens(served) == new.greedy(PROMPT, 6)
+        overwrite(path, old)
+        daemons.kill(0)
+        daemons.restart_dead()
+        group.replace(0)
+        with pytest.raises(WeightsNotWhole):
+            tokens(served)
+    with connect(daemons.endpoints(2), config, reload=False) as served:  # which loads all anew
+        assert served.loaded.was_loaded
+        assert tokens(served) == old.greedy(PROMPT, 6)
+
+
+@pytest.fixture
+def two_hosts(tmp_path):
+    """Daemons that find different directories under one name: ([root, root], endpoints)."""
+    roots = [tmp_path / "a", tmp_path / "b"]
+    for root in roots:
+        root.mkdir()
+    with contextlib.ExitStack() as stack:
+        started = [
+            stack.enter_context(LocalDaemons(["cpu"], root, lora_root=root)) for root in roots
+        ]
+        yield roots, [each.endpoints[0] for each in started]
+
+
+def test_hosts_with_different_files_at_one_path(two_hosts, checkpoint):
+    (first, second), endpoints = two_hosts
+    base, other = checkpoint(seed=31), checkpoint(seed=32)
+    shutil.copytree(base.path, first / "m")
+    shutil.copytree(other.path, second / "m")
+    config = worker_config("m", 2, lora=ROOM)
+    with (
+        pytest.raises(ContentMismatchError, match=r"rank 0 .* and rank 1 ") as raised,
+        connect(endpoints, config),
+    ):
+        pass
+    assert raised.value.value == "m" and "same files" in raised.value.fix
+    shutil.rmtree(second / "m")
+    shutil.copytree(base.path, second / "m", copy_function=shutil.copyfile)
+    merged = {name: make_adapter(base, name, seed=n) for n, name in enumerate(("x", "y"))}
+    for root, name in ((first, "x"), (second, "y")):
+        shutil.copytree(merged[name].path, root / "z")
+    with connect(endpoints, config) as (group, loaded):
+        with pytest.raises(ContentMismatchError, match="read different files") as raised:
+            group.add_lora("z")
+        assert raised.value.value == "z" and not group.loras
+        assert not any(reply.adapters for reply in group.list_loras())
+        overwrite(second / "z", merged["x"])
+        (second / "z/adapter_config.json").write_bytes(
+            (first / "z/adapter_config.json").read_bytes()
+        )
+        models = [(base, None), (merged["x"], group.add_lora("z"))]
+        requests, expected = adapted_requests(models, 2, 4)
+        assert generate(group, loaded, requests).tokens == expected
+
+
+def test_an_adapter_that_changed_on_disk_is_not_taken_for_the_loaded_one(daemons, checkpoint):
+    base = checkpoint("LlamaForCausalLM", seed=31)
+    old, new = make_adapter(base, "edited", seed=41), make_adapter(base, "edits", seed=42)
+    endpoints, config = daemons.endpoints(2), worker_config(base.path, 2, lora=ROOM)
+    with connect(endpoints, config) as (group, loaded):
+        before = group.add_lora("edited")
+        requests, expected = adapted_requests([(old, before)], 7, 2)
+        assert generate(group, loaded, requests).tokens == expected
+        overwrite(old.path, new)
+        with pytest.raises(ContentMismatchError, match="changed since") as raised:
+            group.add_lora("edited")
+        assert "load_inplace" in raised.value.fix
+        assert generate(group, loaded, requests).tokens == expected, "knowingly, by its version"
+    with connect(endpoints, worker_config(base.path, 2, lora=ROOM), reload=False) as (
+        group,
+        loaded,
+    ):
+        assert loaded.was_loaded and group.loras[before.lora_id].name == "edited"
+        with pytest.raises(ContentMismatchError, match="changed since"):
+            group.add_lora("edited")
+        after = group.add_lora("edited", load_inplace=True)
+        assert group.add_lora("edited") == after
+        requests, expected = adapted_requests([(new, after)], 8, 2)
+        assert generate(group, loaded, requests).tokens == expected
+        overwrite(old.path, make_adapter(base, "edits", seed=43))
+        daemons.kill(1)
+        daemons.restart_dead()
+        group.replace(1)
+        assert not group.loras, "the new rank has read other files"
+        assert not any(reply.adapters for reply in group.list_loras())
