@@ -108,7 +108,8 @@ class ChatTemplate:
         Blocks for up to the bound, without the GIL: in an asyncio program, call it on a thread.
 
         Args:
-            messages: each with a role; most have a content. None is the same as absent.
+            messages: each with a role; most have a content. None is the same as absent, except to
+                a template that fails on an absent field.
             tools: JSON schemas of functions.
             add_generation_prompt: end with the header of the assistant's next message.
             variables: further ones that the template knows, as enable_thinking.
@@ -117,21 +118,17 @@ class ChatTemplate:
             RequestError: messages, tools or variables are malformed, a role is unknown, or the
                 template refuses the messages, or fails, or exceeds its bounds.
         """
-        plain = [
-            {key: value for key, value in message.items() if value is not None}
-            for message in self._checked(messages)
-        ]
+        checked = self._checked(messages)
         given = {
             **_checked_variables({} if variables is None else variables),
-            "messages": plain,
             "tools": None if tools is None else _checked_list("tools", tools),
             "documents": None,
             "add_generation_prompt": add_generation_prompt,
         }
-        job = msgspec.json.encode(Render(self._chosen(tools), given))
+        job = msgspec.json.encode(Render(self._chosen(tools), checked, given))
         if len(job) > INPUT_FACTOR * self._bounds.max_output_bytes:
-            raise self._too_much(plain, f"they have {len(job)} bytes")
-        return self._rendered(job, plain)
+            raise self._too_much(checked, f"they have {len(job)} bytes")
+        return self._rendered(job, checked)
 
     def _rendered(self, job: bytes, messages: Sequence[Mapping[str, Any]]) -> str:
         try:

@@ -55,7 +55,10 @@ class Render(msgspec.Struct, frozen=True):
 
     template: str
     """Name."""
+    messages: list[dict[str, Any]]
+    """As the request has them, nulls included."""
     variables: dict[str, Any]
+    """All others."""
 
 
 class Rendered(msgspec.Struct, frozen=True, tag=True):
@@ -80,6 +83,8 @@ class TooMuch(msgspec.Struct, frozen=True, tag=True):
 Answer = Compiled | NotCompiled | Rendered | NotRendered | TooMuch
 
 _ENCODER: Final = msgspec.json.Encoder()
+_REASONING: Final = ("reasoning_content", "thinking", "reasoning")
+"""Names of a message's reasoning, the preferred one first. Templates read one of the first two."""
 
 
 class _Templates:
@@ -110,24 +115,61 @@ class _Templates:
         """Do a job."""
         try:
             job = msgspec.json.decode(message, type=Render)
-            text = self._text(self._templates[job.template], job.variables)
+            text = self._prompt(self._templates[job.template], job)
             return _ENCODER.encode(TooMuch("output") if text is None else Rendered(text))
         except MemoryError:
             return _ENCODER.encode(TooMuch("memory"))
         except Exception as error:  # the template's own, or one that it cannot handle
             return _ENCODER.encode(NotRendered(isinstance(error, _Refusal), _said(error)))
 
-    def _text(self, template: Template, variables: dict[str, Any]) -> str | None:
-        """Return the prompt; None if it is too long."""
+    def _prompt(self, template: Template, job: Render) -> str | None:
+        """Return the prompt; None if it is too long. Fields that are null are left out, as
+        transformers does: many templates would write None. A template that fails without them, as
+        one that tests for null, gets them; if it still fails, the first error counts."""
+        given = [_with_reasoning(message) for message in job.messages]
+        without = [_without_nulls(message) for message in given]
+        try:
+            return self._text(template, without, job.variables)
+        except MemoryError:
+            raise
+        except Exception as error:  # the template's own, or one that it cannot handle
+            if without == given:
+                raise
+            try:
+                return self._text(template, given, job.variables)
+            except MemoryError:
+                raise
+            except Exception:
+                raise error from None
+
+    def _text(
+        self, template: Template, messages: list[dict[str, Any]], variables: dict[str, Any]
+    ) -> str | None:
+        """Return the prompt of these messages; None if it is too long."""
         parts: list[str] = []
         left = self._max_output_bytes
-        for part in template.generate({**self._special_tokens, **variables}):
+        given = {**self._special_tokens, **variables, "messages": messages}
+        for part in template.generate(given):
             left -= len(part)
             if left < 0:
                 return None
             parts.append(part)
         text = "".join(parts)
         return text if len(text.encode()) <= self._max_output_bytes else None
+
+
+def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
+    """Return a message with its reasoning under the names that templates read, as transformers
+    does."""
+    given = (message[name] for name in _REASONING if message.get(name) is not None)
+    reasoning = next(given, None)
+    if reasoning is None:
+        return message
+    return {"thinking": reasoning, **message, "reasoning_content": reasoning}
+
+
+def _without_nulls(message: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in message.items() if value is not None}
 
 
 class _Refusal(TemplateError):

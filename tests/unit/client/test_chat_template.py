@@ -1,6 +1,7 @@
 """Prompts of chats against transformers' apply_chat_template: templates in the forms of real ones,
 random messages, and every place that a checkpoint may keep its template in."""
 
+import contextlib
 import json
 import random
 
@@ -8,6 +9,7 @@ import pytest
 import tokenizers
 import transformers
 from tokenizers import models
+from transformers.utils.chat_template_utils import render_jinja_template
 
 from worker_client.chat_template import ChatTemplate, load_chat_template
 from worker_client.errors import ClientConfigError, RequestError
@@ -88,7 +90,62 @@ WITH_TOOLS = """\
 {%- endif %}
 """
 
-TEMPLATES = {"plain": PLAIN, "strict": STRICT, "tools": WITH_TOOLS}
+TESTS_NONE = """\
+{{- bos_token }}
+{%- set ns = namespace(first=true, after_tool=false) %}
+{%- for message in messages %}
+    {%- if message['role'] == 'system' %}{{ message['content'] }}{% endif %}
+    {%- if message['role'] == 'user' %}{{ '<U>' + message['content'] }}{% endif %}
+    {%- if message['role'] == 'assistant' and message['content'] is none %}
+        {%- for call in message['tool_calls'] %}
+            {{- '<A><calls>' if loop.first else '\\n' }}
+            {{- call['type'] + '<sep>' + call['function']['name'] + '\\n' }}
+            {{- call['function']['arguments'] | tojson }}
+        {%- endfor %}
+        {{- '</calls>' }}
+        {%- set ns.after_tool = true %}
+    {%- endif %}
+    {%- if message['role'] == 'assistant' and message['content'] is not none %}
+        {%- set content = message['content'] %}
+        {%- if '</think>' in content %}{% set content = content.split('</think>')[-1] %}{% endif %}
+        {{- '<A>' + content + eos_token }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt and not ns.after_tool %}{{ '<A><think>' }}{% endif %}
+"""
+
+TESTS_DEFINED = """\
+{%- for message in messages %}
+    {{- '<' + message.role + '>' }}
+    {%- if message.reasoning_content is defined and message.reasoning_content %}
+        {{- '<think>' + message.reasoning_content + '</think>' }}
+    {%- endif %}
+    {%- if message.thinking %}{{ '<T>' ~ message.thinking }}{% endif %}
+    {%- if message.content is defined %}
+        {{- message.content + '</end>' }}
+    {%- endif %}
+    {%- if message.tool_calls is defined %}{{ message.tool_calls | length }} calls{% endif %}
+{%- endfor %}
+"""
+
+JOINS = """\
+{%- for message in messages %}
+    {%- if message['content'] == none %}
+        {{- message.role ~ ' calls' ~ message.name }}
+    {%- else %}
+        {{- message['role'] + ': ' + message['content'] + (message.name or '') }}
+    {%- endif %}
+{%- endfor %}
+"""
+
+TEMPLATES = {
+    "plain": PLAIN,
+    "strict": STRICT,
+    "tools": WITH_TOOLS,
+    "none": TESTS_NONE,
+    "defined": TESTS_DEFINED,
+    "joins": JOINS,
+}
 
 
 def make_model(path, template, **fields):
@@ -103,7 +160,7 @@ def make_model(path, template, **fields):
 
 
 def random_messages(rng):
-    """Some messages; tool calls, lists of parts and absent contents among them."""
+    """Some messages; tool calls, reasoning, and fields that are null or absent among them."""
     messages = []
     if rng.random() < 0.5:
         messages.append({"role": "system", "content": rng.choice(WORDS)})
@@ -114,6 +171,12 @@ def random_messages(rng):
             arguments = {"city": rng.choice(WORDS), "days": [rng.random(), None, True]}
             call = {"type": "function", "function": {"name": "look", "arguments": arguments}}
             message |= {"tool_calls": [call], "content": rng.choice([None, "so"])}
+        if rng.random() < 0.2:
+            message[rng.choice(["name", "reasoning", "reasoning_content", "thinking"])] = "why"
+        if rng.random() < 0.2:
+            message[rng.choice(["name", "reasoning_content", "content"])] = None
+        if rng.random() < 0.1:
+            del message["content"]
         messages.append(message)
     return messages
 
@@ -128,26 +191,40 @@ def random_tools(rng):
     return rng.choice([None, [], [{"type": "function", "function": function}]])
 
 
+def reference_prompt(reference, messages, tools, **variables):
+    """Return transformers' prompt, else that of its renderer, which keeps nulls, and whether it was
+    the latter; None if both fail."""
+    with contextlib.suppress(Exception):  # jinja2's, or of the operations in the template
+        return reference.apply_chat_template(messages, tools, tokenize=False, **variables), False
+    with contextlib.suppress(Exception):
+        (prompt,), _ = render_jinja_template(
+            [messages], tools, None, reference.chat_template, **reference.special_tokens_map,
+            **variables,
+        )  # fmt: skip
+        return prompt, True
+    return None, False
+
+
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_prompts_are_those_of_transformers(tmp_path, name):
     reference = make_model(tmp_path, TEMPLATES[name])
     template = load_chat_template(tmp_path)
-    rng, num_refused = random.Random(SEED), 0
+    rng, num_refused, num_with_nulls = random.Random(SEED), 0, 0
     for _ in range(200):
         messages, tools = random_messages(rng), random_tools(rng)
         prompting = rng.random() < 0.5
         variables = rng.choice([{}, {"enable_thinking": False}, {"enable_thinking": True}])
-        try:
-            expected = reference.apply_chat_template(
-                messages, tools, tokenize=False, add_generation_prompt=prompting, **variables
-            )
-        except Exception:  # jinja2's, or of the operations in the template
+        expected, has_nulls = reference_prompt(
+            reference, messages, tools, add_generation_prompt=prompting, **variables
+        )
+        if expected is None:
             num_refused += 1
             with pytest.raises(RequestError, match="chat template"):
                 template.render(
                     messages, tools, add_generation_prompt=prompting, variables=variables
                 )
             continue
+        num_with_nulls += has_nulls
         before = json.dumps([messages, tools])
         found = template.render(
             messages, tools, add_generation_prompt=prompting, variables=variables
@@ -155,6 +232,13 @@ def test_prompts_are_those_of_transformers(tmp_path, name):
         assert found == expected, f"seed {SEED}"
         assert json.dumps([messages, tools]) == before
     assert num_refused < 150
+    assert num_with_nulls > 5 or name not in ("none", "joins")
+
+
+def test_first_error_counts_where_messages_with_nulls_fail_too():
+    text = "{{ raise_exception('null' if messages[0].content is none else 'absent') }}"
+    with pytest.raises(RequestError, match="refuses the messages: absent"):
+        ChatTemplate(text).render([{"role": "user", "content": None}])
 
 
 def test_contents_in_parts_and_roles_of_the_templates_own(tmp_path):
