@@ -51,9 +51,9 @@ class Attachment:
         """See WorkerGroup.attach."""
         agree_s = ATTACH_TIMEOUT_S if timeout_s is None else timeout_s
         if wait_s:
-            listen_by = time.monotonic() + wait_s
+            answer_by = time.monotonic() + wait_s
             for client in self.channel.daemons.present:
-                client.greet(agree_s, listen_by)
+                client.greet(agree_s, answer_by)
         deadline = time.monotonic() + agree_s
         links = self.channel.links
         links.step_deadline_s = max(map(_step_deadline_s, self._hello(deadline)))

@@ -74,22 +74,23 @@ class AskingClient:
         """Close the sockets; nothing is sent to the daemon."""
         self._control.close()
 
-    def greet(self, timeout_s: float, listens_by: float) -> lc.HelloReply:
-        """Exchange versions with a daemon that may not be started yet, within timeout_s once
-        something listens there.
+    def greet(self, timeout_s: float, answers_by: float) -> lc.HelloReply:
+        """Exchange versions with a daemon that may not be started yet, or listens before it can
+        answer.
 
         Args:
-            listens_by: limit (of time.monotonic()) of the wait for a listener. A daemon that exits
-                meanwhile may be started again.
+            timeout_s: shortest limit on the wait for an answer once something listens.
+            answers_by: limit (of time.monotonic()) of the wait for a listener and its answer. A
+                daemon that exits meanwhile may be started again.
 
         Raises:
             WorkerDied: nothing listens; see hello for the other errors.
         """
         while True:
             try:
-                return self.hello(timeout_s)
+                return self.hello(max(timeout_s, answers_by - time.monotonic()))
             except WorkerDied:
-                if time.monotonic() >= listens_by:
+                if time.monotonic() >= answers_by:
                     raise
             time.sleep(GREET_POLL_S)
 

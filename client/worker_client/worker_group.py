@@ -168,7 +168,8 @@ class WorkerGroup:
         it is certain that the other driver lives. force takes it at once: the other driver's steps
         are refused from then on.
 
-        wait_s: how long to wait first for daemons that are not started yet.
+        wait_s: how long to wait first for daemons that are not started, or do not answer,
+                yet.
 
         From here on a thread renews the lease, until close() or detach() gives it back.
 

@@ -23,12 +23,13 @@ def connect(
     endpoints: Sequence[str], keys: Keys = NO_KEYS, wait_s: float = 0.0
 ) -> Iterator[list[AskingClient]]:
     """Open a client for each daemon, for control requests only; closed at the end. wait_s: seconds
-    to wait for daemons that are not started yet.
+    to wait for daemons that are not started, or do not answer, yet.
 
     Raises:
         EndpointError: one is not an endpoint.
-        NothingListens: no daemon listens at one after wait_s; without wait_s the first request
-            raises it.
+        NothingListens: no daemon listens at one after wait_s.
+        DeadlineExceeded: one listens, but has not answered after wait_s. Without wait_s the first
+            request raises either.
     """
     parsed = [parse_endpoint(endpoint, keys) for endpoint in endpoints]
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -36,10 +37,10 @@ def connect(
     clients = [
         AskingClient(context, endpoint, rank, driver_id) for rank, endpoint in enumerate(parsed)
     ]
-    listen_by = time.monotonic() + wait_s
+    answer_by = time.monotonic() + wait_s
     try:
         for client in clients if wait_s else ():
-            client.greet(CONTROL_TIMEOUT_S, listen_by)
+            client.greet(CONTROL_TIMEOUT_S, answer_by)
         yield clients
     finally:
         for client in clients:

@@ -90,7 +90,7 @@ Wait = Annotated[
         envvar=_env("WAIT"),
         min=0.0,
         metavar="SECONDS",
-        help="Wait for daemons that are not started yet.",
+        help="Wait for daemons that are not started, or do not answer, yet.",
     ),
 ]
 

@@ -179,6 +179,37 @@ def test_driver_waits_for_a_daemon_that_is_started_later(directory):
     daemon.stop()
 
 
+class LateDaemon(FakeDaemon):
+    """Listens at once, and answers some time after the first request, as one that imports torch."""
+
+    def _on_control(self, frames: list[bytes]) -> None:
+        if not self.answers:
+            time.sleep(2.5)
+            self.answers = True
+        super()._on_control(frames)
+
+    answers = False
+
+
+def attach_waiting(endpoint: str) -> None:
+    with WorkerGroup([endpoint], ParallelConfig()) as group:
+        group.attach(wait_s=3 * AT_ONCE_S)
+
+
+def connect_waiting(endpoint: str) -> None:
+    with connect([endpoint], wait_s=3 * AT_ONCE_S) as (client,):
+        client.hello()
+
+
+@pytest.mark.parametrize("say", [attach_waiting, connect_waiting])
+def test_wait_covers_the_answer_of_a_daemon_that_listens(directory, say, monkeypatch):
+    monkeypatch.setattr("worker_client.cli.daemons.CONTROL_TIMEOUT_S", 1.0)
+    monkeypatch.setattr("worker_client.attaching.ATTACH_TIMEOUT_S", 1.0)
+    daemon = LateDaemon(f"ipc://{directory}/w0").start()
+    say(daemon.endpoint)
+    daemon.stop()
+
+
 def test_commands_tell_of_a_missing_daemon_and_wait_for_one_if_told_to(directory):
     daemon = FakeDaemon(f"ipc://{directory}/w0")
     endpoints = ("--endpoints", daemon.endpoint)
