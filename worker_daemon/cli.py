@@ -181,8 +181,8 @@ def plan(
     pipeline_parallel_size: Annotated[int, typer.Option(help="pipeline stages")] = 1,
     tensor_parallel_size: Annotated[int, typer.Option(help="ranks of a stage")] = 1,
     layer_partition: Annotated[
-        str, typer.Option(help="layers of each stage: N,N,...; default: even")
-    ] = "",
+        str | None, typer.Option(help="layers of each stage: N,N,...; default: even")
+    ] = None,
     dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16, float16")] = "auto",
     quantization: Annotated[
         str, typer.Option(help="auto; fp8 quantizes the matrices of layers")
@@ -236,7 +236,9 @@ def plan(
             parallel=ParallelConfig(
                 pipeline_parallel_size=pipeline_parallel_size,
                 tensor_parallel_size=tensor_parallel_size,
-                layer_partition=read_partition(layer_partition) if layer_partition else None,
+                layer_partition=None
+                if layer_partition is None
+                else read_partition(layer_partition),
             ),
             model=ModelConfig(
                 model=str(directory),

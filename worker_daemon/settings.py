@@ -303,6 +303,8 @@ def _text(given: Given, key: str, default: str) -> str:
         return default
     if not isinstance(value, str):
         raise config_error(key, value, "it is not a string", "put it in quotes")
+    if not value:
+        raise config_error(key, value, "it is empty", "give it a value, or leave it out")
     return value
 
 
@@ -328,7 +330,7 @@ def _roots(given: Given, key: str, content: str, default: tuple[Path, ...]) -> t
     if not isinstance(roots, list) or not all(isinstance(root, str) for root in roots):
         raise config_error(key, value, "it is not a list of paths")
     for root in roots:
-        if not Path(root).is_dir():
+        if not root or not Path(root).is_dir():  # an empty path is the working directory
             fix = f"name a directory that holds {content}"
             raise config_error(key, root, "there is no such directory", fix)
     return tuple(Path(root).resolve() for root in roots)

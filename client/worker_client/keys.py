@@ -62,19 +62,23 @@ class Keys:
 NO_KEYS: Final = Keys()
 
 
-def read_keys(key_file: str, known_daemons: Path | None) -> Keys:
+def read_keys(key_file: str | None, known_daemons: Path | None) -> Keys:
     """Read a driver's two files; without either there are no keys. `credential:NAME` is a file in
     systemd's directory of credentials.
 
     Raises:
         ClientConfigError: one is given without the other, or cannot be used.
     """
-    if not key_file and known_daemons is None:
+    if key_file is None and known_daemons is None:
         return NO_KEYS
-    if not key_file or known_daemons is None:
+    if key_file == "":
+        fix = "name the file, or leave out both --key-file and --known-daemons"
+        raise config_error("key_file", key_file, "it is empty", fix)
+    if key_file is None or known_daemons is None:
         problem = "one is useless without the other"
         fix = "give both --key-file and --known-daemons"
-        raise config_error("known_daemons" if key_file else "key_file", None, problem, fix)
+        missing = "key_file" if key_file is None else "known_daemons"
+        raise config_error(missing, None, problem, fix)
     try:
         own = _read_own(key_file)
         return Keys(own, read_known_daemons(known_daemons, "known_daemons"))

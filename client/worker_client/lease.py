@@ -80,10 +80,11 @@ class LeaseTerms:
 
     def __post_init__(self) -> None:
         """Raise ClientConfigError if a time is out of bounds."""
+        heartbeat_s = 0.0 if self.heartbeat_timeout_s is None else self.heartbeat_timeout_s
         for field, value, low, high in (
             ("ttl_s", self.ttl_s, MIN_LEASE_TTL_MS / 1000, MAX_LEASE_TTL_MS / 1000),
             ("orphan_kv_ttl_s", self.orphan_kv_ttl_s, 0.0, MAX_ORPHAN_KV_TTL_MS / 1000),
-            ("heartbeat_timeout_s", self.heartbeat_timeout_s or 1.0, 0.0, float("inf")),
+            ("heartbeat_timeout_s", heartbeat_s, 0.0, float("inf")),
         ):
             if not low <= value <= high:
                 fix = f"use {low:g} to {high:g} seconds"

@@ -216,11 +216,15 @@ def forked(request: GenerationRequest) -> tuple[GenerationRequest, ...]:
             id=sample_id(request.id, index),
             n=1,
             index=index,
-            seed=derived_seed(request.seed, index) if index and request.seed else request.seed,
+            seed=_sample_seed(request.seed, index),
             prompt_logprobs=None if index else request.prompt_logprobs,
         )
         for index in range(request.n)
     )
+
+
+def _sample_seed(seed: int | None, index: int) -> int | None:
+    return seed if seed is None or index == 0 else derived_seed(seed, index)
 
 
 def sample_id(req_id: str, index: int) -> str:

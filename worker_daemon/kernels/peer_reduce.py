@@ -78,7 +78,8 @@ class PeerReduce:
         self._max_programs = max_programs
         self._polls_per_stop = polls_per_stop
         most = max_programs * self._region_words * _WORD_BYTES
-        self.limit_bytes = min(most, limit_bytes or _limit_bytes(device, self._size))
+        measured = _limit_bytes(device, self._size) if limit_bytes is None else limit_bytes
+        self.limit_bytes = min(most, measured)
         """Largest message for which this is worthwhile."""
 
     def takes(self, x: Tensor) -> bool:

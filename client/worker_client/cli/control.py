@@ -47,7 +47,7 @@ def status(
     probe: Annotated[
         Probe | None, typer.Option(help="Print nothing: exit with 1 if a daemon fails the probe.")
     ] = None,
-    key_file: KeyFile = "",
+    key_file: KeyFile = None,
     known_daemons: KnownDaemons = None,
     wait: Wait = 0.0,
 ) -> None:
@@ -74,7 +74,7 @@ def drain(
     within: Annotated[
         float, typer.Option(help="Seconds for the running steps to end.", min=0.0)
     ] = DRAIN_WITHIN_S,
-    key_file: KeyFile = "",
+    key_file: KeyFile = None,
     known_daemons: KnownDaemons = None,
     wait: Wait = 0.0,
 ) -> None:
@@ -92,7 +92,7 @@ def drain(
 
 def shutdown(
     endpoints: Endpoints,
-    key_file: KeyFile = "",
+    key_file: KeyFile = None,
     known_daemons: KnownDaemons = None,
     wait: Wait = 0.0,
 ) -> None:

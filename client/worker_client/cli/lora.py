@@ -31,7 +31,7 @@ def add_lora(
     replace: Annotated[
         bool, typer.Option("--replace", help="Read it again if it is there already.")
     ] = False,
-    key_file: KeyFile = "",
+    key_file: KeyFile = None,
     known_daemons: KnownDaemons = None,
     wait: Wait = 0.0,
 ) -> None:
@@ -45,7 +45,7 @@ def add_lora(
 def remove_lora(
     lora_id: Id,
     endpoints: Endpoints,
-    key_file: KeyFile = "",
+    key_file: KeyFile = None,
     known_daemons: KnownDaemons = None,
     wait: Wait = 0.0,
 ) -> None:
@@ -61,7 +61,7 @@ def list_loras(
     as_json: Annotated[
         bool, typer.Option("--json", help="One JSON array on standard output.")
     ] = False,
-    key_file: KeyFile = "",
+    key_file: KeyFile = None,
     known_daemons: KnownDaemons = None,
     wait: Wait = 0.0,
 ) -> None:
@@ -86,7 +86,7 @@ def list_loras(
 def pin_lora(
     lora_id: Id,
     endpoints: Endpoints,
-    key_file: KeyFile = "",
+    key_file: KeyFile = None,
     known_daemons: KnownDaemons = None,
     wait: Wait = 0.0,
 ) -> None:
@@ -97,7 +97,7 @@ def pin_lora(
 
 @contextlib.contextmanager
 def _group(
-    endpoints: str, key_file: str, known_daemons: Path | None, wait: float
+    endpoints: str, key_file: str | None, known_daemons: Path | None, wait: float
 ) -> Iterator[WorkerGroup]:
     """Attach to a loaded group; it keeps its requests."""
     keys, names = read_keys(key_file, known_daemons), named_daemons(endpoints)

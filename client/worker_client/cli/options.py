@@ -75,7 +75,7 @@ def _env(name: str) -> str:
 
 
 KeyFile = Annotated[
-    str,
+    str | None,
     typer.Option(
         envvar=_env("KEY_FILE"), help="Our secret file, or credential:NAME; needed on tcp."
     ),
@@ -129,12 +129,14 @@ class RunOptions:
 def build_run_options(
     *,
     model: Annotated[Path, typer.Option(help="Checkpoint directory, Hugging Face format.")],
-    endpoints: Annotated[str, typer.Option(help="Running daemons, in rank order: EP,EP,...")] = "",
+    endpoints: Annotated[
+        str | None, typer.Option(help="Running daemons, in rank order: EP,EP,...")
+    ] = None,
     pipeline_parallel_size: Annotated[int, typer.Option(min=1, help="Pipeline stages.")] = 1,
     tensor_parallel_size: Annotated[int, typer.Option(min=1, help="Ranks of a stage.")] = 1,
     layer_partition: Annotated[
-        str, typer.Option(help="Layers of each stage: N,N,...; default: even.")
-    ] = "",
+        str | None, typer.Option(help="Layers of each stage: N,N,...; default: even.")
+    ] = None,
     device: Annotated[Device | None, typer.Option(help="Default: cuda if there is a GPU.")] = None,
     dtype: Annotated[str, typer.Option(help=", ".join(get_args(Dtype)))] = "auto",
     quantization: Annotated[
@@ -212,7 +214,7 @@ def build_run_options(
     force: Annotated[
         bool, typer.Option("--force", help="Take daemons from a live driver (role admin).")
     ] = False,
-    key_file: KeyFile = "",
+    key_file: KeyFile = None,
     known_daemons: KnownDaemons = None,
     replace_within: Annotated[
         float,
@@ -262,7 +264,7 @@ def build_run_options(
         parallel=ParallelConfig(
             pipeline_parallel_size=pipeline_parallel_size,
             tensor_parallel_size=tensor_parallel_size,
-            layer_partition=_counts(layer_partition) if layer_partition else None,
+            layer_partition=None if layer_partition is None else _counts(layer_partition),
         ),
         model=ModelConfig(
             model=str(model.resolve()),
@@ -294,7 +296,7 @@ def build_run_options(
     )
     return RunOptions(
         model=model.resolve(),
-        endpoints=split_endpoints(endpoints),
+        endpoints=() if endpoints is None else _endpoints(endpoints),
         device=device or default_device(),
         config=group,
         num_gpu_blocks=num_gpu_blocks,
@@ -302,7 +304,7 @@ def build_run_options(
         seed=seed,
         reload=reload,
         force=force,
-        keys=read_keys(key_file, known_daemons) if endpoints else NO_KEYS,
+        keys=NO_KEYS if endpoints is None else read_keys(key_file, known_daemons),
         replace_within_s=replace_within,
         restart=restart,
         wait_s=wait,
@@ -324,6 +326,15 @@ def _check_bounds(model: Path, gpu_memory_utilization: float, max_model_len: int
         raise config_error("gpu_memory_utilization", gpu_memory_utilization, "out of bounds", fix)
     if max_model_len == 0:
         raise config_error("max_model_len", 0, "out of bounds", "use at least 1, or -1 to fit it")
+
+
+def _endpoints(text: str) -> tuple[str, ...]:
+    """Return the endpoints of `EP,EP,...`. Raises ClientConfigError if there are none: then it
+    would be local daemons that are started."""
+    if not (endpoints := split_endpoints(text)):
+        fix = "give EP,EP,..., or leave the option out to start daemons"
+        raise config_error("endpoints", text, "it names no daemon", fix)
+    return endpoints
 
 
 def _counts(text: str) -> tuple[int, ...]:

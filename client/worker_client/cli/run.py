@@ -30,7 +30,8 @@ from worker_client.worker_group import RankProgress, parse_endpoints
 
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON object on standard output.")]
 Profile = Annotated[
-    str, typer.Option(metavar="NAME", help="Write a trace NAME-ppP-tpT-rankR.json.gz of each rank.")
+    str | None,
+    typer.Option(metavar="NAME", help="Write a trace NAME-ppP-tpT-rankR.json.gz of each rank."),
 ]
 Scraped = Annotated[
     bool, typer.Option("--scrape", help="Ask each daemon for its status 10 times a second.")
@@ -64,7 +65,7 @@ def generate(run: RunOptions, adopt: Adopt = False) -> None:
 
 @takes_run_options
 def bench(
-    run: RunOptions, as_json: AsJson = False, profile: Profile = "", scrape: Scraped = False
+    run: RunOptions, as_json: AsJson = False, profile: Profile = None, scrape: Scraped = False
 ) -> None:
     """Generate and measure."""
     tokenizer, inputs = read_requests(run)
@@ -78,18 +79,18 @@ def bench(
 
 
 def _measure(
-    session: Session, inputs: Sequence[InputRequest], profile: str, scraped: bool
+    session: Session, inputs: Sequence[InputRequest], profile: str | None, scraped: bool
 ) -> tuple[Served, JsonObject]:
     daemons = [client.endpoint.control for client in session.group.clients]
     before = loads_by_layer(session.group.get_status())
     with Scrape(daemons if scraped else (), session.options.keys) as scrape:
-        if profile:
+        if profile is not None:
             served, traces = session.serve_profiled(inputs, profile)
         else:  # every run is measured with an empty prefix cache
             served, traces = session.serve(inputs, keeps_prefixes=False), []
     result = bench_object(served, session.group.get_status(), before)
     result["statuses_scraped"] = scrape.num_statuses
-    if profile:
+    if profile is not None:
         result["traces"] = traces
     return served, result
 

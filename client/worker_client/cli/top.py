@@ -114,7 +114,7 @@ def _event_text(event: EventMessage) -> str:
 def top(
     endpoints: Endpoints,
     once: Annotated[bool, typer.Option("--once", help="Print one frame and end.")] = False,
-    key_file: KeyFile = "",
+    key_file: KeyFile = None,
     known_daemons: KnownDaemons = None,
     wait: Wait = 0.0,
 ) -> None:

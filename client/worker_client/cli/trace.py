@@ -30,7 +30,7 @@ def trace(
     endpoints: Endpoints,
     seconds: Seconds = 5.0,
     out: Out = Path("trace.json.gz"),
-    key_file: KeyFile = "",
+    key_file: KeyFile = None,
     known_daemons: KnownDaemons = None,
     wait: Wait = 0.0,
 ) -> None:

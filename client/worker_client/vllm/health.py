@@ -59,7 +59,7 @@ def report_daemons() -> list[dict[str, Any]]:
     """Return endpoint, health and state of each daemon that WORKER_DAEMON_ENDPOINTS names."""
     key_file, known = (os.environ.get(name, "") for name in KEY_VARIABLES)
     try:
-        keys = read_keys(key_file, Path(known) if known else None)
+        keys = read_keys(key_file or None, Path(known) if known else None)
     except ClientError as error:
         return [
             {"endpoint": each, "healthy": False, "why": str(error)} for each in read_endpoints()

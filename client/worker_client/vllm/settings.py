@@ -62,7 +62,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     def keys(self) -> Keys:
         """Read the keys. Raises ClientConfigError as read_keys does."""
-        return read_keys(self.key_file, Path(self.known_daemons) if self.known_daemons else None)
+        known = Path(self.known_daemons) if self.known_daemons else None
+        return read_keys(self.key_file or None, known)
 
 
 def read_settings(additional_config: object) -> Settings:

@@ -126,6 +126,18 @@ def test_options_come_from_line_environment_and_file(fakes, directory, run, monk
         ),
         (["status", "--endpoints", ""], "field endpoints"),
         *(
+            (["generate", "--model", "/tmp", "--prompt", "a", f"--{option}", ""], f"field {field}")
+            for option, field in (
+                ("endpoints", "endpoints"),
+                ("layer-partition", "layer_partition"),
+            )
+        ),
+        (["status", "--endpoints", "ipc:///a", "--key-file", ""], "field key_file"),
+        (
+            ["status", "--endpoints", "ipc:///a", "--key-file", "", "--known-daemons", "/none"],
+            "field key_file",
+        ),
+        *(
             (
                 [command, "--model", "/tmp", "--prompt", "a", "--max-itl-ms", value],
                 f"max_itl_ms = {shown};",

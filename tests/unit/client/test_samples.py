@@ -86,6 +86,12 @@ def test_seeds_are_derived_and_prompts_reported_once():
     assert forked(alone) == (alone,)
 
 
+def test_seed_0_is_a_seed():
+    samples = forked(request(n=3, temperature=1.0, seed=0))
+    assert [sample.seed for sample in samples] == [0, derived_seed(0, 1), derived_seed(0, 2)]
+    assert len({sample.seed for sample in samples}) == 3
+
+
 def test_samples_that_cannot_all_be_queued_are_not():
     scheduler = Scheduler(LIMITS)
     driver = Driver(type("Group", (), {"max_in_flight": 1})(), scheduler)

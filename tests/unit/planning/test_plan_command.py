@@ -84,3 +84,11 @@ def test_an_encoder_has_no_kv_cache(tmp_path):
     assert shown.exit_code == 0, shown.output
     assert "no KV cache" in shown.output
     assert "blocks of" not in shown.output
+
+
+def test_an_empty_partition_is_refused(tmp_path):
+    done = CliRunner().invoke(
+        app, ["plan", *MODEL, "--layer-partition", "", "--memory-bytes", str(H200_BYTES)]
+    )
+    assert done.exit_code != 0
+    assert "layer_partition" in done.output

@@ -188,6 +188,13 @@ def test_unknown_key_in_the_file_is_an_error(tmp_path: Path) -> None:
         ({"endpoint": "ipc:///a/b", "device": "cpu", "model-root": ["/none"]}, "model-root"),
         ({"endpoint": "ipc:///a/b", "device": "cpu", "exit-with-parent-fd": -1}, "descriptor"),
         *(
+            ({"endpoint": "ipc:///a/b", "device": "cpu", key: value}, f"field {key}")
+            for key, value in (
+                *((key, "") for key in ("key-file", "save-root", "data-interface", "state-dir")),
+                *((key, [""]) for key in ("model-root", "lora-root")),
+            )
+        ),
+        *(
             (
                 {"endpoint": "ipc:///a/b", "device": "cpu", "upload-memory-bytes": value},
                 "field upload-memory-bytes",
