@@ -101,18 +101,31 @@ def test_a_killed_server_and_a_killed_daemon_are_started_again(up, checkpoint):
     assert not daemons_of(command.pid)
 
 
-def test_health_has_the_state_of_each_daemon(daemons, monkeypatch):
+def test_health_tells_whether_the_group_can_serve(daemons, serve, checkpoint, monkeypatch):
     (endpoint,) = daemons.endpoints(1)
     missing = f"{endpoint}-missing"
     monkeypatch.setattr("worker_client.vllm.health.ANSWER_S", 30.0)
-    for endpoints, expected in (([endpoint], 200), ([endpoint, missing], 503)):
+
+    def health(*endpoints):
         monkeypatch.setenv("WORKER_DAEMON_ENDPOINTS", ",".join(endpoints))
         status, headers = asyncio.run(ask_health())
-        assert status == expected
         reports = json.loads(headers[b"worker-daemons"])
-        assert [each["endpoint"] for each in reports] == endpoints
-        assert reports[0]["healthy"] and reports[0]["serving"] == "SERVING"
-        assert all("nothing listens" in each["why"] for each in reports[1:])
+        assert [each["endpoint"] for each in reports] == list(endpoints)
+        return status, [each["why"] for each in reports]
+
+    with serve(checkpoint().path, enable_sleep_mode=True) as (group, _):
+        assert health(endpoint) == (200, [""])
+        status, (why, why_missing) = health(endpoint, missing)
+        assert (status, why) == (503, "")
+        assert "nothing listens" in why_missing
+        group.sleep()
+        assert health(endpoint)[0] == 503
+        group.wake_up()
+        assert health(endpoint)[0] == 200
+        group.reset("CREATED")
+        status, (why,) = health(endpoint)
+        assert status == 503
+        assert "CREATED" in why
 
 
 async def ask_health():

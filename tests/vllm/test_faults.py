@@ -5,6 +5,7 @@ import concurrent.futures
 import random
 import re
 import shutil
+import signal
 import threading
 import time
 
@@ -69,9 +70,15 @@ class Front:
         """Start a server, in place of the last, with other settings."""
         self.close()
         words = ("--pipeline-parallel-size", "2", "--shutdown-timeout", "20")
+        words += ("--middleware", "worker_client.vllm.health.DaemonsHealth")
         own = {**SETTINGS, **settings}
         self._server = start_server(
-            self.daemons.endpoints, self._root / "demo", self._root, *words, settings=own
+            self.daemons.endpoints,
+            self._root / "demo",
+            self._root,
+            *words,
+            settings=own,
+            variables={"VLLM_LOGGING_LEVEL": "INFO"},
         )
         self._server.wait_until_ready()
         return self._server
@@ -125,13 +132,14 @@ def load():
 
 
 class Streams:
-    """Streams of all requests at once, one thread each."""
+    """Streams of requests at once, one thread each."""
 
-    def __init__(self, server):
+    def __init__(self, server, requests=None):
+        """requests: those of load() if there are none."""
         self._server = server
         self._seen = threading.Semaphore(0)
         self._pool = concurrent.futures.ThreadPoolExecutor(NUM_REQUESTS)
-        self.pending = [self._pool.submit(self._read, fields) for fields in load()]
+        self.pending = [self._pool.submit(self._read, fields) for fields in requests or load()]
 
     def wait_for_tokens(self, count=LEAST_SEEN):
         """Wait until clients have received this many."""
@@ -243,6 +251,26 @@ def test_daemon_that_dies_while_nothing_runs(server, daemons, expected):
     assert Streams(server).results() == expected
 
 
+def test_health_is_503_until_an_idle_group_can_serve_again(server, daemons, expected):
+    """Nobody sends requests meanwhile: a balancer would not."""
+    seen = []
+
+    def is_healthy():
+        seen.append(server.client.get("/health").status_code)
+        return seen[-1] == 200
+
+    assert is_healthy()
+    daemons.kill(1)
+    wait_until(lambda: not is_healthy(), "it is not healthy", LIMIT_S)
+    daemons.restart(1)
+    wait_until(is_healthy, "it is healthy again", LIMIT_S)
+    assert {*seen} == {200, 503}
+    assert {status_of(each).load for each in daemons.endpoints} == {"READY"}
+    assert {status_of(each).link_state for each in daemons.endpoints} == {"up"}
+    assert Streams(server).results() == expected
+    assert server.process.poll() is None
+
+
 # ---------------------------------------------------------------- drain
 
 
@@ -321,9 +349,37 @@ def test_killed_http_process_takes_its_engine_along(server, daemons, streams, fr
     assert again.complete(**load()[0])["choices"][0]["token_ids"] == expected[0]
 
 
+def num_sampled(daemons):
+    """Return the number of tokens that the daemons have sampled."""
+    return status_of(daemons.endpoints[-1]).num_tokens
+
+
+@pytest.mark.parametrize("first", [None, signal.SIGTERM], ids=["killed", "killed as it drains"])
+def test_orphaned_engine_finishes_no_requests(server, daemons, front, expected, first):
+    """They would take longer than it has, for nobody, and the next server would have to wait."""
+    length = 900
+    fields = {"max_tokens": length, "ignore_eos": True, "return_token_ids": True}
+    streams = Streams(server, [{"prompt": [5 + n], **fields} for n in range(NUM_REQUESTS)])
+    streams.wait_for_tokens()
+    processes = server.processes()
+    if first is not None:
+        before = server.log().count("draining in-flight requests")
+        server.process.send_signal(first)
+        wait_until(lambda: server.log().count("draining in-flight") > before, "it drains", LIMIT_S)
+    sampled = num_sampled(daemons)
+    server.process.kill()
+    server.process.wait()
+    _, alive = psutil.wait_procs(processes, LIMIT_S)
+    assert not alive
+    assert len(streams.ends()) == NUM_REQUESTS
+    assert {status_of(endpoint).lease.state for endpoint in daemons.endpoints} == {"free"}
+    assert num_sampled(daemons) - sampled < NUM_REQUESTS * length / 4
+    again = front.running()
+    assert again.complete(**load()[0])["choices"][0]["token_ids"] == expected[0]
+
+
 def test_server_that_ends_gives_the_daemons_back(server, daemons, streams):
-    """Given time (--shutdown-timeout): vLLM kills its engine at once otherwise, and the lease has
-    to expire."""
+    """Given time (--shutdown-timeout): vLLM kills its engine at once otherwise."""
     server.terminate()
     streams.ends()
     assert {status_of(endpoint).lease.state for endpoint in daemons.endpoints} == {"free"}

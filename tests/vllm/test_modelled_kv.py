@@ -2,9 +2,11 @@
 with random requests, aborts, preemptions and lost steps. `MODELLED_RUNS=200` runs each case so
 often; a failure prints its seed, with which `MODELLED_SEED` begins."""
 
+import dataclasses
 import os
 import random
 import time
+from collections import Counter
 from dataclasses import dataclass, field
 
 import pytest
@@ -333,3 +335,71 @@ def test_next_server_begins_with_what_the_last_has_noted(model, monkeypatch, nam
                 check(asked)
             server.close()
     assert restored > 0
+
+
+class Router:
+    """What a KV-aware router knows of a server: its KV events in order."""
+
+    def __init__(self, core) -> None:
+        self.announced: set = set()
+        self.cached: Counter = Counter()
+        """Number of blocks with each announced hash that are still cached: vLLM may cache equal
+        contents twice."""
+        core.scheduler.kv_event_publisher.publish = self._read
+
+    def _read(self, batch) -> None:
+        for event in batch.events:
+            kind = type(event).__name__
+            if kind == "AllBlocksCleared":
+                self.cached.clear()
+                continue
+            own = Counter((event.group_idx, each) for each in event.block_hashes)
+            if kind == "BlockRemoved":
+                assert own <= self.cached, "it removes blocks that it has never announced"
+                self.cached -= own
+                continue
+            parent = event.parent_block_hash
+            assert parent is None or (event.group_idx, parent) in self.announced, "unknown parent"
+            assert len(event.token_ids) == len(event.block_hashes) * event.block_size
+            self.announced.update(own)
+            self.cached += own
+
+
+def cached_hashes(core):
+    """Return what a router should know."""
+    from vllm.v1.core.kv_cache_utils import (
+        get_block_hash,
+        get_group_id,
+        maybe_convert_block_hash,
+    )
+
+    hashes = (each.block_hash for each in core.scheduler.kv_cache_manager.block_pool.blocks)
+    return Counter(
+        (get_group_id(each), maybe_convert_block_hash(get_block_hash(each)))
+        for each in hashes
+        if each is not None
+    )
+
+
+@pytest.mark.parametrize("name", ["few blocks", "dead daemons", "NaN"])
+def test_router_gets_a_consistent_stream_after_a_restart(model, monkeypatch, name):
+    """The daemons have notes of an earlier server, which announced nothing."""
+    from vllm.config import KVEventsConfig
+
+    monkeypatch.setattr("worker_client.vllm.prefix_notes.ROUND_S", 0.0)
+    events = KVEventsConfig(enable_kv_cache_events=True, publisher="null")
+    for source, daemons, options in runs(name):
+        requests = drawn(source, options.pop("poisoned", 0.0))
+        for config in (None, events, events):
+            asked = {f"r{number}": dataclasses.replace(e) for number, e in enumerate(requests)}
+            for each in asked.values():
+                each.tokens = []
+            server = Server(daemons, model, kv_events_config=config, **options)
+            router = None if config is None else Router(server.core)
+            serve(server, asked, source, 0.02)
+            if router is not None:
+                assert router.cached == cached_hashes(server.core) != Counter()
+            else:
+                assert daemons.notes
+            server.close()
+            check(asked)

@@ -49,6 +49,7 @@ class Operations:
                 "profile": self._profile,
                 "reload_weights": self._reload_weights,
                 "remove_lora": self._remove_lora,
+                "replace_dead": self._replace_dead,
                 "reset_encoder_cache": _nothing,
                 "reset_mm_cache": _nothing,
                 "save_sharded_state": self._save_sharded_state,
@@ -86,6 +87,10 @@ class Operations:
     @property
     def _group(self) -> WorkerGroup:
         return self._workers.group
+
+    def _replace_dead(self) -> list[None]:
+        self._workers.replace_dead()
+        return [None]
 
     # ------------------------------------------------------------------ adapters
 

@@ -86,6 +86,9 @@ class Workers:
     _num_sent: int = 0
     _lost_before: int = 0
     """Steps below this number are covered by a loss that the scheduler knows of."""
+    _untold: str = ""
+    """Why the group was attached again between two steps: the next one is lost, which tells the
+    scheduler. Empty: it was not."""
 
     def open(self) -> LoadedGroup:
         """Attach to the daemons, and load what they lack. Raises what attach() and prepare()
@@ -104,6 +107,21 @@ class Workers:
         """Give the daemons back. They keep the model."""
         self.group.close()
 
+    def replace_dead(self) -> None:
+        """Replace daemons that have died while nothing ran. Not counted as a recovery: it is not
+        repeated unless somebody asks for it.
+
+        Raises:
+            ClientError: a successor did not come, or the daemons cannot be used any more.
+        """
+        try:
+            self.group.look()
+        except WorkerDied as died:
+            self._replace(died)
+        except (LeaseExpiredError, NotAttachedError) as expired:  # a successor was there first
+            self._untold = str(expired)
+            self._attach(expired)
+
     def send(self, step: SchedulerOutput) -> PendingStep:
         """Send a step, once there is credit for it.
 
@@ -111,6 +129,9 @@ class Workers:
             ClientError: the daemons cannot be used any more.
         """
         number, self._num_sent = self._num_sent, self._num_sent + 1
+        untold, self._untold = self._untold, ""
+        if untold:
+            return PendingStep(number, None, untold)
         try:
             return PendingStep(number, self._recovering(self._send, step))
         except InvalidSchedulerOutput as invalid:
@@ -221,10 +242,13 @@ class Workers:
     def _attach_again(self, cause: ClientError) -> NoReturn:
         """Attach again, then raise StepLost."""
         self._count_recovery(cause)
+        self._attach(cause)
+        raise StepLost(str(cause)) from cause
+
+    def _attach(self, cause: ClientError) -> None:
         _LOG.warning("attaching again: %s", cause)
         self.group.attach()
         self._prepare(reload=False)
-        raise StepLost(str(cause)) from cause
 
     def _replace(self, died: WorkerDied) -> None:
         _LOG.warning("waiting for the successor of a daemon: %s", died)

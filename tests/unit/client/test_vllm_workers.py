@@ -251,6 +251,25 @@ def test_daemon_that_died_between_steps_is_replaced_with_the_next(opened):
     assert tokens(workers, begin(), go_on()) == expected(2)
 
 
+def test_daemons_that_die_while_nothing_runs_are_replaced_when_asked_for(opened):
+    """However often: no step could succeed in between."""
+    workers, daemons = opened(2)
+    tokens(workers, begin())
+    for _ in range(MAX_IN_A_ROW + 1):
+        workers.replace_dead()  # none is
+        daemons[1].stop()
+        follow(daemons, 1)
+        assert daemons[1].load == "CREATED"
+
+        def is_ready():
+            workers.replace_dead()
+            return daemons[1].load == "READY"
+
+        wait_until(is_ready, "it is replaced")
+    assert isinstance(workers.outcome([workers.send(go_on())]), LostStep)
+    assert tokens(workers, begin(), go_on()) == expected(2)
+
+
 def test_daemon_without_a_successor_ends_it(opened):
     workers, daemons = opened(replace_within_s=0.5)
     daemons[0].faults = [Fault(0, "die")]

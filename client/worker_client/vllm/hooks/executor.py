@@ -35,7 +35,7 @@ from worker_client.vllm.hooks.platform import WorkerDaemonPlatform
 from worker_client.vllm.hooks.scheduler import DaemonsOutput, WorkerDaemonScheduler
 from worker_client.vllm.operations import Operations
 from worker_client.vllm.outputs import LogprobRows, OutputReader, ResultColumns
-from worker_client.vllm.parent_watch import end_with_parent
+from worker_client.vllm.parent_watch import ParentWatch
 from worker_client.vllm.prefix_notes import PrefixNotes, tag_of
 from worker_client.vllm.requests import Requests, wire_id
 from worker_client.vllm.settings import ENDPOINTS_VARIABLE, read_endpoints, settings_of
@@ -112,7 +112,7 @@ class WorkerDaemonExecutor(Executor):  # type: ignore[misc]
         num_blocks = config.cache_config.num_gpu_blocks_override
         fits = fits_max_model_len(config)
         self._workers = Workers(group, ours, settings, num_blocks, fits)
-        end_with_parent()
+        self._parent = ParentWatch()
         try:
             self._model = self._workers.open()
             check_loaded(config, self._model.metadata)
@@ -143,10 +143,14 @@ class WorkerDaemonExecutor(Executor):  # type: ignore[misc]
         )
 
     def _prefix_notes(self) -> PrefixNotes | None:
-        """Return what keeps the prefix cache for the next server. None without one, and with
-        adapters: vLLM hashes their names, which another server may give to others."""
-        cache = self.vllm_config.cache_config
-        if not cache.enable_prefix_caching or self.vllm_config.lora_config is not None:
+        """Return what keeps the prefix cache for the next server. None without one; with adapters,
+        as vLLM hashes their names, which another server may give to others; and with KV events:
+        they announce a block by its tokens, which no note has, so that a router would learn of
+        restored blocks only as parents that it does not know."""
+        cache, events = self.vllm_config.cache_config, self.vllm_config.kv_events_config
+        is_announced = events is not None and events.enable_kv_cache_events
+        has_adapters = self.vllm_config.lora_config is not None
+        if not cache.enable_prefix_caching or has_adapters or is_announced:
             return None
         hashing = cache.prefix_caching_hash_algo, os.environ.get("PYTHONHASHSEED")
         tag = tag_of("vllm", vllm.__version__, *hashing, self._model.groups)
@@ -185,6 +189,7 @@ class WorkerDaemonExecutor(Executor):  # type: ignore[misc]
     def execute_model(self, scheduler_output: Any, non_block: bool = False) -> Any:
         """Send a step. The result is None, and sample_tokens follows, except for a step without
         tokens and for models that pool."""
+        self._parent.check()
         finished = scheduler_output.finished_req_ids
         if finished:
             self._reader.forget([wire_id(each) for each in finished])
