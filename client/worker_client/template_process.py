@@ -56,7 +56,7 @@ class Render(msgspec.Struct, frozen=True):
     template: str
     """Name."""
     messages: list[dict[str, Any]]
-    """As the request has them, nulls included."""
+    """Messages as the request has them, nulls included."""
     variables: dict[str, Any]
     """All others."""
 

@@ -29,9 +29,14 @@ def padded_vocab_size(vocab_size: int, tp_size: int) -> int:
 
 
 def vocab_parallel_weight(
-    name: str, vocab_size: int, setup: LayerSetup, kind: Kind = "matrix"
+    name: str,
+    vocab_size: int,
+    setup: LayerSetup,
+    kind: Kind = "matrix",
+    alias: str | None = None,
 ) -> Parameter:
-    """Return this rank's rows of checkpoint tensor `name` [V, H]; zeros beyond the vocabulary."""
+    """Return this rank's rows of checkpoint tensor `name` [V, H]; zeros beyond the vocabulary.
+    alias: see Piece."""
     tp, hidden_size = setup.tp, setup.hidden_size
     rows = padded_vocab_size(vocab_size, tp.size) // tp.size
     start = tp.rank * rows
@@ -43,6 +48,7 @@ def vocab_parallel_weight(
         (slice(start, start + present), columns),
         (slice(0, present), columns),
         kind,
+        alias=alias,
     )
     pieces = (piece,) if present else ()
     return setup.parameter(name, (rows, hidden_size), pieces)

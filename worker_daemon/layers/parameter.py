@@ -1,6 +1,6 @@
 """A weight of one rank, and the checkpoint tensors that fill it."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from types import MappingProxyType
@@ -95,6 +95,8 @@ class Piece:
     """Converts values of the source region to those of the target; None: they are equal."""
     packed: "PackedTensors | None" = None
     """The tensors that a checkpoint has instead of this one."""
+    alias: str | None = None
+    """The name that the tensor has in a checkpoint without one of its own name."""
 
     @property
     def spec(self) -> TensorSpec:
@@ -115,6 +117,11 @@ class Piece:
     def file_pieces(self) -> "tuple[Piece, ...]":
         """The pieces to read from files: this one, or those of its packed form."""
         return (self,) if self.packed is None else self.packed.pieces
+
+    def name_among(self, names: Container[str]) -> str:
+        """Return the tensor's name in a checkpoint with tensors of these names."""
+        has_alias = self.alias is not None and self.name not in names and self.alias in names
+        return self.alias if self.alias is not None and has_alias else self.name
 
     def arranged(self, values: Tensor) -> Tensor:
         """Return values of the region as those of the place."""

@@ -8,7 +8,7 @@ bits.
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -42,9 +42,10 @@ from worker_daemon.layers.torch_ops import TorchOps
 from worker_daemon.models.description import DecoderConfig, LayerSpec, distinct_ropes
 from worker_daemon.models.pooler import Pooler
 
-_EMBEDDING = "model.embed_tokens.weight"
+EMBEDDING: Final = "model.embed_tokens.weight"
+LM_HEAD: Final = "lm_head.weight"
+"""Names of a decoder's matrices. A checkpoint may have the one of a tied model under either."""
 _ENCODER_EMBEDDING = "embeddings.word_embeddings.weight"
-_LM_HEAD = "lm_head.weight"
 
 
 class DecoderLayer:
@@ -377,12 +378,12 @@ def build_stage(
         config.expert_parallel,
     )
     embedding, start, end = None, None, None
-    is_tied = config.tie_word_embeddings and config.generates
-    if is_first or (is_last and is_tied):
-        name = _EMBEDDING if config.encoder is None else _ENCODER_EMBEDDING
-        is_routed = any(config.layer_experts) and not is_tied
+    if is_first or (is_last and config.is_tied):
+        name = EMBEDDING if config.encoder is None else _ENCODER_EMBEDDING
+        is_routed = any(config.layer_experts) and not config.is_tied
         kind: Kind = "routed_embedding" if is_routed else "matrix"
-        embedding = vocab_parallel_weight(name, config.vocab_size, setup, kind)
+        alias = LM_HEAD if config.is_tied else None
+        embedding = vocab_parallel_weight(name, config.vocab_size, setup, kind, alias)
     if is_first and embedding is not None:
         spec = config.encoder
         encoder = None if spec is None else EncoderEmbedding(spec, setup)
@@ -392,8 +393,8 @@ def build_stage(
         final_norm = None if norm is None else RMSNorm("model", norm, setup)
         lm_head = None
         if config.generates:
-            tied = embedding if is_tied else None
-            weight = tied or vocab_parallel_weight(_LM_HEAD, config.vocab_size, setup)
+            tied = embedding if config.is_tied else None
+            weight = tied or vocab_parallel_weight(LM_HEAD, config.vocab_size, setup)
             lm_head = LMHead(weight, config.vocab_size, setup, config.final_logit_softcap)
         pooler = Pooler(final_norm, config.pooler, replace(setup, quantization=None))
         end = StageEnd(final_norm, lm_head, pooler)
@@ -426,15 +427,20 @@ def _kind(spec: LayerSpec, layer: DecoderLayer | EncoderLayer) -> BuiltLayerKind
 
 
 def checkpoint_names(config: DecoderConfig) -> frozenset[str]:
-    """Return the names of all tensors that the model reads. Builds the model without memory to find
-    them."""
-    return frozenset(checkpoint_tensors(config))
+    """Return the names of all tensors that the model reads, with both names of a tied model's
+    matrix. Builds the model without memory to find them."""
+    return frozenset((*(piece.name for piece in checkpoint_pieces(config)), *head_aliases(config)))
 
 
-def checkpoint_tensors(config: DecoderConfig) -> dict[str, TensorSpec]:
-    """Return all tensors that the model reads from files. Raises ConfigError as build_stage
-    does."""
-    return {part.name: part.spec for piece in _loaded_pieces(config) for part in piece.file_pieces}
+def checkpoint_pieces(config: DecoderConfig) -> list[Piece]:
+    """Return the pieces of all tensors that the model reads from files, whole. Raises ConfigError
+    as build_stage does."""
+    return [part for piece in _loaded_pieces(config) for part in piece.file_pieces]
+
+
+def head_aliases(config: DecoderConfig) -> dict[str, str]:
+    """Return the other name of a tied model's matrix, and its own; empty for other models."""
+    return {LM_HEAD: EMBEDDING} if config.is_tied else {}
 
 
 def module_names(config: DecoderConfig) -> frozenset[str]:

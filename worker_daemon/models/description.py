@@ -78,6 +78,8 @@ class DecoderConfig:
     max_position_embeddings: int
     """Context length that the model was trained for, in tokens."""
     tie_word_embeddings: bool
+    """True if an LM head would be the embedding. config.json's word, until `stored_head.py` has
+    looked at the weights."""
     dtype: str | None
     """float32, float16 or bfloat16, as the checkpoint states it; None if it does not."""
     eos_token_ids: tuple[int, ...]
@@ -102,6 +104,11 @@ class DecoderConfig:
         assert len(heads) == 1, "partition and memory plan need equal heads"
         inner = {each.mlp.intermediate_size for each in self.layers if not _has_experts(each)}
         assert len(inner) <= 1, "a model has one inner size of MLPs without experts"
+
+    @property
+    def is_tied(self) -> bool:
+        """True if the model has an LM head, and it is the embedding."""
+        return self.tie_word_embeddings and self.generates
 
     @property
     def num_hidden_layers(self) -> int:

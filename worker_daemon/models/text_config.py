@@ -23,9 +23,9 @@ _SHARED: Final = (
     "torch_dtype",
 )
 """Fields of the whole checkpoint: its text_config leaves them out, or has defaults."""
-_FALLBACK: Final = ("tie_word_embeddings",)
-"""Fields of the whole checkpoint for which text_config comes first: transformers 5 writes true for
-the whole of Mistral 3, whose head is not tied."""
+_TIED: Final = "tie_word_embeddings"
+"""A field of the whole checkpoint alone, true by default: text_config's own does not count. Mistral
+3, whose head is stored, has true as well (stored_head.py)."""
 
 
 def text_fields(fields: Fields) -> Fields:
@@ -45,5 +45,5 @@ def text_fields(fields: Fields) -> Fields:
         fix = f"use a checkpoint of {architecture} whose text_config has model_type {names}"
         raise text.error("model_type", "is not supported", fix)
     own = {"architectures": [text_models[model_type]]}
-    text = text.with_defaults(fields.non_null(_FALLBACK))
-    return text.with_values({**fields.non_null(_SHARED), **own})
+    tied = {_TIED: True, **fields.non_null((_TIED,))}
+    return text.with_values({**fields.non_null(_SHARED), **tied, **own})

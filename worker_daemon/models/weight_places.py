@@ -14,7 +14,13 @@ from worker_daemon.contracts.fp8 import FP8
 from worker_daemon.distributed.tp import tensor_parallel
 from worker_daemon.errors import config_error
 from worker_daemon.layers.parameter import Kind, Parameter, Piece, TensorSpec
-from worker_daemon.models.decoder import DecoderStage, unpacked_tensors, whole_model
+from worker_daemon.models.decoder import (
+    LM_HEAD,
+    DecoderStage,
+    head_aliases,
+    unpacked_tensors,
+    whole_model,
+)
 from worker_daemon.models.description import DecoderConfig
 from worker_daemon.models.expert_tensors import StackedPart, stacked_part
 
@@ -64,15 +70,24 @@ class Places:
     scales: Mapping[str, tuple[str, ...]]
     """Names of the scales of each matrix that is quantized if it comes in another dtype than FP8.
     Such a matrix fills its scales too, or leaves those of its inputs as they are."""
+    aliases: Mapping[str, str]
+    """Other names of tensors that the model has once, and their own: an update has one of both."""
 
-    def check(self, manifest: Manifest) -> None:
-        """Check the incoming tensors before any byte arrives; the same on every rank.
+    def check(self, manifest: Manifest, received: Collection[str] = ()) -> None:
+        """Check the incoming tensors before any byte arrives; the same on every rank. received:
+        names of the update's earlier ones.
 
         Raises:
             ConfigError: a name is unknown or occurs twice, a shape or dtype is wrong, or a scale
-                comes with a matrix that is to be quantized.
+                comes with a matrix that is to be quantized; or a tensor comes under both of its
+                names.
         """
         named = set(manifest.names)
+        for alias, name in self.aliases.items():
+            if {alias, name} <= named | set(received):
+                problem = f"the loaded model has one tensor for {alias} and {name}"
+                fix = f"leave out {alias}; if they differ, reset and load that checkpoint"
+                raise config_error("names", alias, problem, fix)
         if len(named) != len(manifest.names):
             twice = next(n for n in manifest.names if manifest.names.count(n) > 1)
             raise config_error("names", twice, "a tensor is named twice", "once")
@@ -153,8 +168,8 @@ class Places:
         return () if dtype == FP8 else self.scales.get(name, ())
 
     def _suggestion(self, name: str) -> str:
-        if name == "lm_head.weight":
-            return "leave it out: the model shares the embedding"
+        if name == LM_HEAD:
+            return "leave it out: the model has no LM head of its own"
         stack = packed_tensor(name)
         if stack in self.specs:
             return f"send {stack} as {list(self.specs[stack].shape)}, in bfloat16"
@@ -175,13 +190,21 @@ def checkpoint_places(stage: DecoderStage, config: DecoderConfig) -> Places:
         for piece in parameter.loaded_pieces:
             places.setdefault(piece.name, []).append(_of_piece(parameter, piece))
     tensors = {name: (name,) for name in places}
+    required: dict[str, tuple[str, ...]] = {name: (name,) for name in specs}
+    aliases = head_aliases(config)
+    for alias, name in aliases.items():
+        specs[alias] = specs[name]
+        required[name] = (name, alias)
+        if name in places:
+            places[alias], tensors[alias] = places[name], (name,)
     made = Places(
         places=places,
         tensors=tensors,
         specs=specs,
         dtypes={},
-        required=[(name,) for name in specs],
+        required=list(required.values()),
         scales=_scales_of_rows(specs),
+        aliases=aliases,
     )
     return _with_stacked(made) if any(config.layer_experts) else made
 
@@ -193,10 +216,11 @@ def _with_stacked(separate: Places) -> Places:
     tensors, specs = dict(separate.tensors), dict(separate.specs)
     scales = dict(separate.scales)
     required: dict[tuple[str, ...], None] = {}
-    for name, spec in separate.specs.items():
-        part = stacked_part(name)
+    for names in separate.required:
+        name = names[0]
+        spec, part = separate.specs[name], stacked_part(name)
         if part is None:
-            required[(name,)] = None
+            required[names] = None
             continue
         required[(part.name,) if part.is_always_stacked else (name, part.name)] = None
         rows, columns = spec.shape
@@ -211,7 +235,7 @@ def _with_stacked(separate: Places) -> Places:
         if part.is_always_stacked:
             for known in (places, tensors, specs, scales):
                 known.pop(name, None)
-    return Places(places, tensors, specs, separate.dtypes, list(required), scales)
+    return Places(places, tensors, specs, separate.dtypes, list(required), scales, separate.aliases)
 
 
 def _stacked_place(place: _WeightPlace, part: StackedPart, num_rows: int) -> _WeightPlace:
@@ -260,7 +284,7 @@ def kernel_places(
     for name in uneven:  # one rank has more experts than another
         for known in (places, tensors, specs, dtypes):
             known.pop(name, None)
-    return Places(places, tensors, specs, dtypes, list(required.values()), scales={})
+    return Places(places, tensors, specs, dtypes, list(required.values()), scales={}, aliases={})
 
 
 def _parameters(

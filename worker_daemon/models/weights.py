@@ -27,6 +27,7 @@ from worker_daemon.layers.parameter import Kind, Parameter, Piece, TensorSpec
 from worker_daemon.models.dummy import fill_dummy, max_chunk_elements
 from worker_daemon.models.expert_tensors import stacked_part
 from worker_daemon.models.safetensors_file import (
+    FLOAT_DTYPES,
     LOADED_DTYPES,
     Entry,
     MalformedError,
@@ -54,6 +55,8 @@ _EXPECTED: Final[Mapping[Kind, str]] = MappingProxyType(
 )
 _ARRIVAL_BYTES = 256 << 20
 """Bytes that wait for their conversion at a time, unless a single tensor has more."""
+_COMPARED_BYTES = 8 << 20
+"""Bytes of two tensors that are compared at a time, unless a single row has more."""
 _PART_BYTES = 64 << 20
 """Bytes of a tensor that are read at a time for an update, unless a single row has more."""
 
@@ -144,7 +147,11 @@ def load_weights(
     the expected shape or type; later if a file changes meanwhile.
     """
     files = _tensor_files(model_dir)
-    items = [(parameter, piece) for parameter in parameters for piece in parameter.loaded_pieces]
+    items = [
+        (parameter, _without_other_name(piece, files))
+        for parameter in parameters
+        for piece in parameter.loaded_pieces
+    ]
     read = [(parameter, part) for parameter, piece in items for part in piece.file_pieces]
     check_items(_group_by_file(read, files, model_dir))
     converted = [_conversion(item, files, model_dir) for item in items if item[0].converts(item[1])]
@@ -189,8 +196,13 @@ def load_items(
 
 
 def _conversion(item: Item, files: Mapping[str, Path], model_dir: Path) -> _Conversion:
-    names = [piece.name for piece in item[1].file_pieces]
+    names = [piece.name_among(files) for piece in item[1].file_pieces]
     return _Conversion(item, tuple(_file_of(name, files, model_dir) for name in names))
+
+
+def _without_other_name(piece: Piece, files: Mapping[str, Path]) -> Piece:
+    """Return a piece that is not read under its alias if the checkpoint has its own name."""
+    return piece if piece.alias is None or piece.name not in files else replace(piece, alias=None)
 
 
 def _convert(
@@ -267,13 +279,16 @@ def load_through_buffers(
         parameter.repeat(piece)
 
 
-def check_checkpoint(model_dir: Path, tensors: Mapping[str, TensorSpec]) -> None:
+def check_checkpoint(model_dir: Path, pieces: Iterable[Piece]) -> None:
     """Check the headers of a complete checkpoint: every tensor of the model, on any rank, exists
-    with its shape and a fitting dtype, and no file is truncated. Reads no weights.
+    with its shape and a fitting dtype, and no file is truncated. Reads no weights. pieces:
+    `decoder.checkpoint_pieces`.
 
     Raises:
         CheckpointError: a check failed; names file and tensor.
     """
+    stored = tensor_names(model_dir)
+    tensors = {piece.name_among(stored): piece.spec for piece in pieces}
     headers = read_headers(model_dir, tensors)
     for name, spec in tensors.items():
         found = headers[name]
@@ -296,6 +311,35 @@ def weight_files(model_dir: Path) -> tuple[Path, ...]:
     """Return the files that load_weights reads tensors from, sorted. Raises CheckpointError if
     there are none, or their index is broken."""
     return tuple(sorted(set(_tensor_files(model_dir).values())))
+
+
+def has_tensors(model_dir: Path) -> bool:
+    """Return True if a directory has the safetensors files of a checkpoint, or their index."""
+    return (model_dir / _SINGLE_FILE).exists() or (model_dir / INDEX_NAME).exists()
+
+
+def hold_the_same(model_dir: Path, first: str, second: str) -> bool:
+    """Return True if two tensors of a checkpoint are unquantized, of one shape, and have the same
+    values (NaN equals nothing). Dtypes may differ: values are compared in one that holds both.
+    Reads up to the first difference. Raises CheckpointError as read_headers does."""
+    headers = read_headers(model_dir, (first, second))
+    one, other = headers[first], headers[second]
+    are_floats = {one.dtype, other.dtype} <= set(FLOAT_DTYPES.values())
+    if one.shape != other.shape or not one.shape or not are_floats:
+        return False
+    dtype = torch.promote_types(one.dtype, other.dtype)
+    step = max(1, _COMPARED_BYTES // max(1, math.prod(one.shape[1:]) * dtype.itemsize))
+    with _open(one.path) as mine, _open(other.path) as its:
+        for start in range(0, one.shape[0], step):
+            stop = min(start + step, one.shape[0])
+            region = (slice(start, stop), *(slice(0, size) for size in one.shape[1:]))
+            parts = [torch.empty((stop - start, *one.shape[1:]), dtype=dtype) for _ in range(2)]
+            for file, name, part in zip((mine, its), (first, second), parts, strict=True):
+                with _reading(file.path, name):
+                    file.read_into(name, region, part)
+            if not torch.equal(*parts):
+                return False
+    return True
 
 
 def tensor_names(model_dir: Path) -> frozenset[str]:
@@ -486,7 +530,8 @@ def _group_by_file(
 ) -> Mapping[Path, list[Item]]:
     wanted: defaultdict[Path, list[Item]] = defaultdict(list)
     for parameter, piece in items:
-        wanted[_file_of(piece.name, files, model_dir)].append((parameter, piece))
+        path = _file_of(piece.name_among(files), files, model_dir)
+        wanted[path].append((parameter, piece))
     return wanted
 
 
@@ -503,11 +548,12 @@ def _load_file(path: Path, items: Iterable[Item], meter: _Meter, observer: Write
     with _open(path) as file:
         for name, tensor in _by_tensor(items):
             _checked_entry(file, tensor[0][1])
-            with _reading(path, name):
-                file.check_whole(name)  # otherwise this tensor would be skipped with the file
+            stored = tensor[0][1].name_among(file.entries)
+            with _reading(path, stored):
+                file.check_whole(stored)  # otherwise this tensor would be skipped with the file
                 observer.writing((name,))
                 for parameter, piece in tensor:
-                    file.read_into(name, piece.source, parameter.memory_for(piece))
+                    file.read_into(stored, piece.source, parameter.memory_for(piece))
             for parameter, piece in tensor:
                 parameter.repeat(piece)
             observer.written((name,))
@@ -547,12 +593,13 @@ def _entry(file: SafetensorsFile, name: str) -> Entry:
 
 def _checked_entry(file: SafetensorsFile, piece: Piece) -> Entry:
     """Return the file's entry of the piece's tensor, after a check of its dtype and shape."""
-    entry, spec = _entry(file, piece.name), piece.spec
+    name = piece.name_among(file.entries)
+    entry, spec = _entry(file, name), piece.spec
     if not spec.fits(entry.shape):
-        problem = f"has {piece.name} in shape {entry.shape}, config.json says {spec.shape}"
+        problem = f"has {name} in shape {entry.shape}, config.json says {spec.shape}"
         raise _broken(file.path, problem)
     if not spec.takes(LOADED_DTYPES[entry.dtype]):
-        raise _other_format(file.path, piece.name, spec, LOADED_DTYPES[entry.dtype])
+        raise _other_format(file.path, name, spec, LOADED_DTYPES[entry.dtype])
     return entry
 
 

@@ -1,5 +1,6 @@
 """Computes the memory plan of a group of daemons from config.json and sizes: the report of
-`worker-daemon plan`. Reads no weights and uses no device.
+`worker-daemon plan`. Uses no device, and needs no weights: of those that there are, it reads only
+what tells whether the LM head is the embedding (models/stored_head.py).
 
 Weights are exact: those of the stages that the daemons would build, built without memory. The
 largest step is an estimate (plan/step_memory.py). Blocks are counted as the driver counts them
@@ -15,7 +16,7 @@ from pathlib import Path
 import msgspec
 import torch
 
-from rpc_schema.config import WorkerConfig, read_layer_partition
+from rpc_schema.config import ModelConfig, WorkerConfig, read_layer_partition
 from rpc_schema.kv_cache import (
     KVCacheSpec,
     LayerGroup,
@@ -33,7 +34,7 @@ from worker_daemon.contracts.fp8 import FP8
 from worker_daemon.device.memory import MemorySnapshot, request_memory
 from worker_daemon.distributed.parallel_state import ParallelState
 from worker_daemon.distributed.tp import tensor_parallel
-from worker_daemon.errors import CapacityError, config_error
+from worker_daemon.errors import CapacityError, CheckpointError, config_error
 from worker_daemon.layers.adapters import new_layout
 from worker_daemon.layers.embedding import padded_vocab_size
 from worker_daemon.layers.int4 import Int4Values
@@ -52,6 +53,7 @@ from worker_daemon.worker.resolve import (
     check_cache,
     check_lora,
     resolve_cache_dtype,
+    resolve_config,
     resolve_model,
 )
 
@@ -154,7 +156,7 @@ def plan_memory(config: WorkerConfig, memory_bytes: int, model_roots: Sequence[P
     _check_values(config)
     check_cache(config.cache, config.scheduler)
     check_lora(config.lora)
-    resolved = resolve_model(config.model, model_roots)
+    resolved = _resolve(config.model, model_roots)
     ranks = _PlannedRanks(config, resolved, _rank_sizes(config, resolved))
     requested = request_memory(
         MemorySnapshot(memory_bytes, memory_bytes, 0, 0), config.cache.gpu_memory_utilization
@@ -353,6 +355,15 @@ class _PlannedRanks:
             value=self._config.cache.gpu_memory_utilization,
             fix="a larger share, a larger device, smaller steps, or more ranks",
         )
+
+
+def _resolve(config: ModelConfig, model_roots: Sequence[Path]) -> ResolvedModel:
+    """Resolve the model with the head that its files have; where they are not complete, with the
+    one of config.json. Raises as plan_memory does."""
+    try:
+        return resolve_model(config, model_roots)
+    except CheckpointError:
+        return resolve_config(config, model_roots)
 
 
 def _check_values(config: WorkerConfig) -> None:

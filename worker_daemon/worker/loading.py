@@ -39,7 +39,7 @@ from worker_daemon.lora.reader import AdapterReader
 from worker_daemon.models.decoder import (
     DecoderStage,
     checkpoint_names,
-    checkpoint_tensors,
+    checkpoint_pieces,
     whole_model,
 )
 from worker_daemon.models.description import DecoderConfig, LayerSpec
@@ -69,6 +69,7 @@ from worker_daemon.worker.resolve import (
     check_lora,
     confine_directory,
     resolve_cache_dtype,
+    resolve_config,
     resolve_model,
 )
 from worker_daemon.worker.sleep_memory import TaggedMemory, open_memory
@@ -105,9 +106,16 @@ class Roots:
 
     def resolve(self, config: ModelConfig) -> ResolvedModel:
         """Find a model. Raises ConfigError and CheckpointError as resolve_model does."""
+        return resolve_model(config, self._of(config))
+
+    def find(self, config: ModelConfig) -> ResolvedModel:
+        """Find a model by its configuration alone. Raises as resolve_config does."""
+        return resolve_config(config, self._of(config))
+
+    def _of(self, config: ModelConfig) -> Sequence[Path]:
         if config.load_format not in LOAD_FORMATS.values() or self.save_root is None:
-            return resolve_model(config, self.model_roots)
-        return resolve_model(config, (self.save_root, *self.model_roots))
+            return self.model_roots
+        return (self.save_root, *self.model_roots)
 
 
 @dataclass(frozen=True, slots=True)
@@ -316,7 +324,7 @@ def reload(
     if resolved.saved is not None:
         resolved.saved.check(_group_shape(model.resolved, place), resolved.decoder)
     elif config.load_format == "auto":
-        check_checkpoint(resolved.directory, checkpoint_tensors(resolved.decoder))
+        check_checkpoint(resolved.directory, checkpoint_pieces(resolved.decoder))
     files = ModelFiles.of(resolved, config)
     identity = files.identity()
     is_other = resolved.directory != model.resolved.directory
@@ -350,7 +358,7 @@ def checkpoint_changed(model: LoadedModel, roots: Roots) -> bool:
     if not loaded.stamps:
         return False
     try:
-        resolved = roots.resolve(model.config.model)
+        resolved = roots.find(model.config.model)
         return ModelFiles.of(resolved, model.config.model).stamps() != loaded.stamps
     except (WorkerError, OSError):
         return False

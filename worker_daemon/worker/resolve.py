@@ -27,7 +27,7 @@ from worker_daemon.layers.attention import NullAttention
 from worker_daemon.layers.quantization import ONLINE
 from worker_daemon.layers.rotary import max_table_length
 from worker_daemon.models.config import pooling_files, read_model_config
-from worker_daemon.models.decoder import DecoderStage, build_stage, checkpoint_tensors
+from worker_daemon.models.decoder import DecoderStage, build_stage, checkpoint_pieces
 from worker_daemon.models.description import DecoderConfig
 from worker_daemon.models.saved_set import (
     CONFIG_FILES,
@@ -37,6 +37,7 @@ from worker_daemon.models.saved_set import (
     SavedSet,
     read_saved_set,
 )
+from worker_daemon.models.stored_head import with_saved_head, with_stored_head
 from worker_daemon.regular_file import read_whole
 
 READ_SUFFIXES = (".json", SAFETENSORS.suffix, TENSORS_SUFFIX)
@@ -91,8 +92,20 @@ class ResolvedModel:
 
 
 def resolve_model(config: ModelConfig, model_roots: Sequence[Path]) -> ResolvedModel:
+    """Resolve a model that is to be loaded: its configuration, and the head that its files have.
+
+    Raises:
+        ConfigError, CheckpointError: as resolve_config and with_stored_head do.
+    """
+    resolved = resolve_config(config, model_roots)
+    if config.load_format != "auto":
+        return resolved
+    return replace(resolved, decoder=with_stored_head(resolved.decoder, resolved.directory))
+
+
+def resolve_config(config: ModelConfig, model_roots: Sequence[Path]) -> ResolvedModel:
     """Read the checkpoint's config.json, or a saved set's, and resolve directory, dtype and context
-    length.
+    length. Of weights only a saved set's index is read.
 
     Raises:
         ConfigError: the model lies outside the roots, or a value does not fit it.
@@ -104,12 +117,14 @@ def resolve_model(config: ModelConfig, model_roots: Sequence[Path]) -> ResolvedM
         saved.check_files(config.load_format)
         directory = confine_directory(str(saved.directory), model_roots)
     decoder = read_model_config(directory)
+    if saved is not None:
+        decoder = with_saved_head(decoder, saved.model)
     decoder = _quantized(decoder, config.quantization)
     if config.enable_expert_parallel:
         decoder = _with_expert_parallelism(decoder)
     if decoder.quantization is not None:
         # Refuses merged matrices in mixed formats, equally on all ranks.
-        checkpoint_tensors(decoder)
+        checkpoint_pieces(decoder)
     stated = decoder.dtype or "float32" if saved is None else saved.shape.dtype
     return ResolvedModel(
         directory=directory,

@@ -21,6 +21,7 @@ from worker_daemon.models.config import read_model_config
 from worker_daemon.models.decoder import build_stage, checkpoint_names
 from worker_daemon.models.int4_order import load_orders
 from worker_daemon.models.partition import check_partition, partition_layers
+from worker_daemon.models.stored_head import with_stored_head
 from worker_daemon.models.weights import load_weights
 
 SIZES = {
@@ -122,7 +123,8 @@ def load_stages(
 ):
     """All stages of one tensor-parallel rank, loaded, each with its caches."""
     tp = tp or SingleRank()
-    config = replace(read_model_config(path), expert_parallel=expert_parallel)
+    config = with_stored_head(read_model_config(path), path)
+    config = replace(config, expert_parallel=expert_parallel)
     check_partition(config, pp_size, tp.size)
     stages = []
     for index, layers in enumerate(partition_layers(config.num_hidden_layers, pp_size, partition)):

@@ -323,7 +323,7 @@ def test_packed_experts_in_an_update_without_names_are_refused(made):
     places = checkpoint_places(build(made.path), read_model_config(made.path))
     source = DiskSource(model=str(made.path))
     message = UpdateWeights(seq=1, epoch=1, link=1, names=(), source=source)
-    manifest = DiskReader([root], torch.device("cpu")).describe(message, None, places.specs)
+    manifest = DiskReader([root], torch.device("cpu")).describe(message, None, places)
     with pytest.raises(ConfigError, match="_blocks") as caught:
         places.check(manifest)
     assert "in bfloat16" in caught.value.fix

@@ -136,15 +136,15 @@ def test_early_names_of_longrope_in_phi_3(old):
 
 @pytest.mark.parametrize(
     ("own", "whole", "expected"),
-    [(None, None, False), (None, True, True), (False, True, False), (None, False, False)],
+    [(None, None, True), (None, True, True), (False, True, True), (True, False, False)],
 )
-def test_a_text_models_own_word_on_the_head_comes_first(own, whole, expected):
-    """transformers 5 writes true for the whole of Mistral 3 and false for its text model, whose
-    head is stored."""
+def test_the_whole_checkpoint_says_whether_the_head_is_tied(tmp_path, own, whole, expected):
     text = MISTRAL3["text_config"] | ({} if own is None else {"tie_word_embeddings": own})
     outer = {} if whole is None else {"tie_word_embeddings": whole}
-    config = parse_model_config(MISTRAL3 | outer | {"text_config": text})
-    assert config.tie_word_embeddings == expected
+    values = MISTRAL3 | outer | {"text_config": text}
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    assert transformers.AutoConfig.from_pretrained(tmp_path).tie_word_embeddings == expected
+    assert parse_model_config(values).tie_word_embeddings == expected
 
 
 @pytest.mark.parametrize(

@@ -195,7 +195,7 @@ def test_an_update_from_files_by_the_published_names(tmp_path, name, names_them)
     reader = DiskReader([tmp_path], torch.device("cpu"))
     source = DiskSource(model=str(tmp_path / "2"))
     message = UpdateWeights(seq=1, epoch=1, link=1, names=tuple(names), source=source)
-    manifest = reader.describe(message, None, places.specs)
+    manifest = reader.describe(message, None, places)
     places.check(manifest)
 
     def place(rows):
@@ -216,7 +216,7 @@ def test_a_tensor_of_the_vision_tower_in_an_update_is_refused_by_name(tmp_path):
     source = DiskSource(model=str(tmp_path))
     message = UpdateWeights(seq=1, epoch=1, link=1, names=(name,), source=source)
     with pytest.raises(ConfigError, match=re.escape(name)) as caught:
-        places.check(reader.describe(message, None, places.specs))
+        places.check(reader.describe(message, None, places))
     assert caught.value.field == "names"
 
 

@@ -213,7 +213,7 @@ def test_scales_of_transformers_own_names(made):
     message = UpdateWeights(seq=1, epoch=1, link=1, names=names, source=source)
     places = checkpoint_places(again, read_model_config(checkpoint.path))
     reader = DiskReader([checkpoint.path.parent], torch.device("cpu"))
-    places.check(manifest := reader.describe(message, None, places.specs))
+    places.check(manifest := reader.describe(message, None, places))
     places.check_complete(manifest.names)
 
 

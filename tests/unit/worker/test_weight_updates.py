@@ -6,6 +6,7 @@ import shutil
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 from worker_driver import WorkerDriver
 
@@ -47,7 +48,7 @@ def reload(driver, model):
     return driver.worker.reload_weights(wt.ReloadWeights(**driver.ids(), model=model))
 
 
-def update(driver, *rounds, partial=False):
+def update(driver, *rounds, partial=False, model="other"):
     worker = driver.worker
     worker.init_weight_transfer_engine(
         wt.InitWeightTransferEngine(**driver.ids(), engine=wt.DiskEngine())
@@ -56,7 +57,7 @@ def update(driver, *rounds, partial=False):
         wt.StartWeightUpdate(**driver.ids(), format="checkpoint", partial=partial)
     )
     for names in rounds:
-        source = wt.DiskSource(model="other")
+        source = wt.DiskSource(model=model)
         worker.update_weights(wt.UpdateWeights(**driver.ids(), names=names, source=source))
     return worker.finish_weight_update(wt.FinishWeightUpdate(**driver.ids()))
 
@@ -81,6 +82,40 @@ def test_weights_of_another_model_are_refused_by_what_tells_them_apart(
         reload(driver, "strange")
     assert (caught.value.field, caught.value.value) == (field, value)
     assert checksums(driver) == before
+
+
+def test_a_head_beside_a_tied_config_is_served_reloaded_and_updated(
+    make_worker, model_root, llama, copy_config, prompts, reference
+):
+    for name in ("own-head", "tied", "same-head"):
+        path = copy_config(name, tie_word_embeddings=True)
+        tensors = load_file(model_root / "llama" / "model.safetensors")
+        if name == "tied":
+            del tensors["lm_head.weight"]
+        if name == "same-head":
+            tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+        save_file(tensors, path / "model.safetensors", {"format": "pt"})
+    driver = WorkerDriver(make_worker())
+    driver.init_device()
+    driver.serve("own-head")
+    (prompt,) = prompts([11], seed=8)
+    expected = reference(LlamaForCausalLM.from_pretrained(model_root / "own-head"), prompt, 6)
+    assert expected != reference(LlamaForCausalLM.from_pretrained(model_root / "tied"), prompt, 6)
+    assert driver.generate(0, prompt, 6) == expected
+    assert {"lm_head.weight", "model.embed_tokens.weight"} <= checksums(driver).keys()
+    with pytest.raises(ConfigError, match="the loaded model has False") as caught:
+        reload(driver, "tied")
+    assert caught.value.field == "tie_word_embeddings"
+    assert reload(driver, "own-head").num_updates == 1
+    assert update(driver, (), model="own-head").num_updates == 2
+    driver.reset("DEVICE_READY")
+    driver.serve("tied")
+    assert reload(driver, "same-head").num_updates == 1
+    for names in ((), ("lm_head.weight",)):
+        with pytest.raises(ConfigError, match=r"another lm_head\.weight"):
+            update(driver, names, model="own-head")
+    with pytest.raises(ConfigError, match=r"one tensor for lm_head\.weight"):
+        update(driver, ("model.embed_tokens.weight",), ("lm_head.weight",), model="same-head")
 
 
 @pytest.mark.parametrize("way", ["reload", "update"])

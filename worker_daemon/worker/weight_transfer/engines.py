@@ -7,7 +7,7 @@ Used on the step thread, except abort().
 import math
 import threading
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -25,8 +25,14 @@ from worker_daemon.distributed.transfer_group import (
 from worker_daemon.errors import CapacityError, ConfigError, TransferError, config_error
 from worker_daemon.models.file_identity import file_identity
 from worker_daemon.models.safetensors_file import full_name
-from worker_daemon.models.weight_places import Manifest, packed_tensor
-from worker_daemon.models.weights import read_headers, read_parts, tensor_names, weight_files
+from worker_daemon.models.weight_places import Manifest, Places, packed_tensor
+from worker_daemon.models.weights import (
+    hold_the_same,
+    read_headers,
+    read_parts,
+    tensor_names,
+    weight_files,
+)
 from worker_daemon.worker.resolve import confine_directory
 
 NUM_BUFFERS: Final = 2
@@ -65,15 +71,16 @@ class TransferEngine:
     """Rank in the trainer's communicator; 0 if there is none."""
 
     def describe(
-        self, message: wt.UpdateWeights, former: Manifest | None, known: Collection[str]
+        self, message: wt.UpdateWeights, former: Manifest | None, places: Places
     ) -> Manifest:
         """Return the tensors of a request, before any byte of them is received.
 
         former: the tensors of the previous request, used if this one names none; DiskReader ignores
-        it and takes all of `known` that the files have. known: the names of the model's tensors.
+        it and takes all of the model's that the files have. places: those of the update.
 
         Raises:
-            ConfigError: the request is for another engine, or names too little.
+            ConfigError: the request is for another engine, or names too little; or the files hold
+                different tensors under two names of one.
             CheckpointError: its files are missing, truncated or not safetensors files.
         """
         raise NotImplementedError
@@ -128,7 +135,7 @@ class BroadcastReceiver(TransferEngine):
         self._group.open()
 
     def describe(
-        self, message: wt.UpdateWeights, former: Manifest | None, known: Collection[str]
+        self, message: wt.UpdateWeights, former: Manifest | None, places: Places
     ) -> Manifest:
         if not isinstance(message.source, wt.BroadcastSource):
             raise _wrong_engine("broadcasts", message.source)
@@ -212,7 +219,7 @@ class IpcReader(TransferEngine):
         self._memory = ImportedMemory(device)
 
     def describe(
-        self, message: wt.UpdateWeights, former: Manifest | None, known: Collection[str]
+        self, message: wt.UpdateWeights, former: Manifest | None, places: Places
     ) -> Manifest:
         source = message.source
         if not isinstance(source, wt.IpcSource):
@@ -256,7 +263,7 @@ class DiskReader(TransferEngine):
         self._device = device
 
     def describe(
-        self, message: wt.UpdateWeights, former: Manifest | None, known: Collection[str]
+        self, message: wt.UpdateWeights, former: Manifest | None, places: Places
     ) -> Manifest:
         source = message.source
         if not isinstance(source, wt.DiskSource):
@@ -266,10 +273,18 @@ class DiskReader(TransferEngine):
             fix = "leave dtypes and shapes empty"
             raise config_error("shapes", len(message.shapes), problem, fix)
         directory = confine_directory(source.model, self._roots)
-        named = list(map(full_name, message.names))
-        held = () if named else sorted(tensor_names(directory))
-        # A packed tensor of the model's is kept, and refused later: updates do not unpack.
-        names = named or [each for each in held if each in known or packed_tensor(each) in known]
+        names = list(map(full_name, message.names))
+        held, known = tensor_names(directory), places.specs
+        copies = [alias for alias, name in places.aliases.items() if {alias, name} <= held]
+        if not names:
+            # A packed tensor of the model's is kept, and refused later: updates do not unpack.
+            wanted = sorted(held.difference(copies))
+            names = [each for each in wanted if each in known or packed_tensor(each) in known]
+        for alias in copies:
+            name = places.aliases[alias]
+            if {alias, name} & set(names) and not hold_the_same(directory, name, alias):
+                problem = f"the files have another {alias} than {name}; the loaded model has one"
+                raise config_error("names", alias, problem, "reset and load that checkpoint")
         headers = read_headers(directory, names)
         return Manifest(
             tuple(names),

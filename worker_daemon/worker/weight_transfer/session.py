@@ -138,8 +138,8 @@ class WeightTransfer:
             fix = "init_weight_transfer_engine for this source first"
             raise config_error("source", type(message.source).__name__, problem, fix)
         try:
-            manifest = engine.describe(message, self._former, update.places.specs)
-            update.places.check(manifest)
+            manifest = engine.describe(message, self._former, update.places)
+            update.places.check(manifest, update.received)
             engine.reserve(manifest, message.source)
         except Exception:
             engine.refuse(message.source)
