@@ -1,6 +1,8 @@
 """LoRA through vLLM: requests that name adapters have the tokens of our own driver and of
 transformers with the adapter in its weights, beside others of the plain model."""
 
+import contextlib
+import shutil
 from dataclasses import replace
 
 import numpy as np
@@ -112,6 +114,23 @@ def test_ids_of_an_earlier_server_may_name_others(engine, references, asked, mod
         for _ in range(2):
             tokens = tokens_of(run(llm, requests, model_root, ids))
             assert {name: tokens[name] for name in wanted} == wanted
+
+
+def test_a_later_server_reads_an_adapter_that_changed(engine, references, asked, model_root):
+    """The daemons still have the former contents of the name, under the same id."""
+    for file in (model_root / "attention").iterdir():
+        shutil.copyfile(file, model_root / "wide" / file.name)
+    requests = [each for each in asked[0] if name_of(each) == "wide" and not each.temperature]
+    wanted = {}
+    for request in requests:
+        with contextlib.suppress(NearTie):
+            tokens = references["attention"].greedy(request.prompt_token_ids, NUM_TOKENS)
+            wanted[request.id] = tokens
+    ids = {"": 0, "all": 3, "attention": 1, "wide": 2}
+    options = {**OPTIONS, "settings": {"reload": False}, "num_gpu_blocks_override": 24}
+    with engine(references[""].path, 2, **options) as llm:
+        tokens = tokens_of(run(llm, requests, model_root, ids))
+    assert wanted and {name: tokens[name] for name in wanted} == wanted
 
 
 def test_embeddings_of_an_adapter(engine, references, asked, model_root):
