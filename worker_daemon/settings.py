@@ -6,6 +6,7 @@ import re
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Final, TypeAlias
 
@@ -15,6 +16,13 @@ from worker_daemon.logs import LEVELS
 from worker_daemon.regular_file import read_whole
 
 ENV_PREFIX: Final = "WORKER_DAEMON_"
+_CONFIG_VARIABLE: Final = f"{ENV_PREFIX}CONFIG"
+_OTHER_VARIABLES: Final = (_CONFIG_VARIABLE, f"{ENV_PREFIX}ENDPOINTS")
+"""The configuration file's, and that of vLLM as a driver, which its daemons may inherit."""
+_SERVICE_LINK: Final = re.compile(
+    r"WORKER_DAEMON_(\w+_)?(SERVICE_(HOST|PORT)(_\w+)?|PORT(_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)?)"
+)
+"""What Kubernetes sets in all containers for a service whose name begins with worker-daemon."""
 KEYS: Final = (
     "endpoint",
     "device",
@@ -119,7 +127,7 @@ def load_settings(command_line: Given, config_file: Path | None) -> ProcessSetti
     Raises:
         ConfigError: a value is missing, malformed or unknown.
     """
-    if config_file is None and (named := os.environ.get(f"{ENV_PREFIX}CONFIG")):
+    if config_file is None and (named := os.environ.get(_CONFIG_VARIABLE)):
         config_file = Path(named)
     given = dict(read_file(config_file)) if config_file is not None else {}
     given |= read_environment(os.environ)
@@ -257,12 +265,24 @@ def read_file(path: Path) -> Given:
 
 def read_environment(environment: Mapping[str, str]) -> Given:
     """Read the options from environment variables; WORKER_DAEMON_MODEL_ROOT and
-    WORKER_DAEMON_LORA_ROOT separate paths by colons."""
+    WORKER_DAEMON_LORA_ROOT separate paths by colons. An empty variable counts as unset.
+
+    Raises:
+        ConfigError: a variable with our prefix is not an option's.
+    """
     given: dict[str, str | int | bool | list[str] | None] = {}
-    for key in KEYS:
-        value = environment.get(ENV_PREFIX + key.upper().replace("-", "_"))
-        if value:
+    keys = {ENV_PREFIX + key.upper().replace("-", "_"): key for key in KEYS}
+    for name, value in environment.items():
+        if not name.startswith(ENV_PREFIX) or not value:
+            continue
+        key = keys.get(name)
+        if key is not None:
             given[key] = value.split(os.pathsep) if key in _LISTS else value
+        elif name not in _OTHER_VARIABLES and not _SERVICE_LINK.fullmatch(name):
+            known = [each.removeprefix(ENV_PREFIX) for each in (*keys, *_OTHER_VARIABLES)]
+            near = get_close_matches(name.removeprefix(ENV_PREFIX), known, 1) or known
+            fix = "unset it, or use " + " or ".join(ENV_PREFIX + each for each in near)
+            raise config_error(name, value, "no option has this environment variable", fix)
     return given
 
 

@@ -221,6 +221,35 @@ def test_model_roots_come_from_the_environment_too(tmp_path: Path) -> None:
     assert given == {"model-root": [str(tmp_path), "/tmp"]}
 
 
+@pytest.mark.parametrize(
+    ("name", "fix"),
+    [
+        ("WORKER_DAEMON_MODEL_ROOTS", "use WORKER_DAEMON_MODEL_ROOT"),
+        ("WORKER_DAEMON_LOGLEVEL", "use WORKER_DAEMON_LOG_LEVEL"),
+        ("WORKER_DAEMON_Device", "WORKER_DAEMON_DEVICE"),
+        ("WORKER_DAEMON_XYZZY", "WORKER_DAEMON_ENDPOINT or WORKER_DAEMON_DEVICE or"),
+        ("WORKER_DAEMON_PORT_RANGE", "unset it"),
+    ],
+)
+def test_a_misspelt_variable_is_refused_by_name(
+    monkeypatch: pytest.MonkeyPatch, name: str, fix: str
+) -> None:
+    monkeypatch.setattr(os, "environ", {name: "x"})
+    with pytest.raises(ConfigError, match=fix) as caught:
+        load_settings({"endpoint": "ipc:///a/b", "device": "cpu"}, None)
+    assert (caught.value.field, caught.value.value) == (name, "x")
+
+
+def test_variables_that_others_set_are_ignored() -> None:
+    # Of vLLM as a driver, and of Kubernetes' services "worker-daemon" and "worker-daemon-a".
+    names = [
+        *("ENDPOINTS", "SERVICE_HOST", "SERVICE_PORT", "SERVICE_PORT_CONTROL", "PORT"),
+        *("PORT_5600_TCP", "PORT_5600_TCP_ADDR", "A_PORT_5600_UDP_PROTO", "A_SERVICE_HOST"),
+    ]
+    environment = {f"WORKER_DAEMON_{name}": "x" for name in names}
+    assert read_environment(environment | {"WORKER_DAEMON_MODEL_ROT": ""}) == {}
+
+
 def test_environment_keeps_an_interface_that_was_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "environ", {"GLOO_SOCKET_IFNAME": "eth7"})
     prepare_environment()
