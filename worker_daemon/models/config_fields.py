@@ -7,7 +7,7 @@ All functions raise ConfigError, which names field and fix.
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from worker_daemon.errors import config_error
 from worker_daemon.layers.attention import AttentionSpec, HeadSizes
@@ -60,6 +60,7 @@ def decoder_config(fields: Fields, layers: Sequence[LayerSpec]) -> DecoderConfig
         tie_word_embeddings=fields.flag("tie_word_embeddings", False),
         dtype=_dtype(fields),
         eos_token_ids=fields.optional_integers("eos_token_id") or (),
+        unknown_fields=_unknown_rope_fields(fields),
     )
 
 
@@ -315,15 +316,15 @@ def _build_rope(
     """
     field = "rope_type" if section.has("rope_type") else "type"
     rope_type = section.text(field, "default")
-    build = _ROPE_BUILDERS.get(rope_type)
-    if build is None:
-        fix = "use " + ", ".join(_ROPE_BUILDERS)
+    kind = _ROPES.get(rope_type)
+    if kind is None:
+        fix = "use " + ", ".join(_ROPES)
         raise section.error(field, f"{rope_type} is not supported", fix)
     rotary_dim = int(head_dim * share)
     if rotary_dim < 2 or rotary_dim % 2:
         problem = f"rotates {rotary_dim} elements of each head, which must be an even number"
         raise config_error("partial_rotary_factor", share, problem, "correct it in config.json")
-    made = build(model, section, rotary_dim, section.number("rope_theta", theta, above=1))
+    made = kind.build(model, section, rotary_dim, section.number("rope_theta", theta, above=1))
     made = replace(made, interleaved=interleaved)
     if not is_finite(made, min(max_length(model), max_table_length([made]))):
         raise model.error(
@@ -413,18 +414,53 @@ def _factors(rope: Fields, name: str, count: int) -> tuple[float, ...]:
 
 def _original_length(model: Fields, rope: Fields) -> int:
     """The model's own field comes first, as in transformers, and max_position_embeddings last."""
-    name = "original_max_position_embeddings"
-    stated = model.optional_integer(name) or rope.optional_integer(name)
+    stated = model.optional_integer(_ORIGINAL) or rope.optional_integer(_ORIGINAL)
     return stated or max_length(model)
 
 
-_ROPE_BUILDERS: Mapping[str, Callable[[Fields, Fields, int, float], Rope]] = MappingProxyType(
+class _RopeKind(NamedTuple):
+    """A rope_type."""
+
+    build: Callable[[Fields, Fields, int, float], Rope]
+    """(model's fields, section, rotated elements of a head, theta) -> the rotation."""
+    keys: tuple[str, ...] = ()
+    """Fields of its section besides _ROPE_KEYS."""
+
+
+_ORIGINAL: Final = "original_max_position_embeddings"
+_ROPE_KEYS: Final = ("rope_type", "type", "rope_theta", "partial_rotary_factor")
+_ROPES: Final[Mapping[str, _RopeKind]] = MappingProxyType(
     {
-        "default": _default_rope,
-        "linear": _linear_rope,
-        "dynamic": _dynamic_rope,
-        "llama3": _llama3_rope,
-        "yarn": _yarn_rope,
-        "longrope": _long_rope,
+        "default": _RopeKind(_default_rope),
+        "linear": _RopeKind(_linear_rope, ("factor",)),
+        "dynamic": _RopeKind(_dynamic_rope, ("factor",)),
+        "llama3": _RopeKind(
+            _llama3_rope, ("factor", "low_freq_factor", "high_freq_factor", _ORIGINAL)
+        ),
+        "yarn": _RopeKind(
+            _yarn_rope,
+            (
+                *("factor", _ORIGINAL, "attention_factor", "beta_fast", "beta_slow"),
+                *("mscale", "mscale_all_dim", "truncate"),
+            ),
+        ),
+        "longrope": _RopeKind(
+            _long_rope, ("factor", _ORIGINAL, "attention_factor", "short_factor", "long_factor")
+        ),
     }
 )
+
+
+def _unknown_rope_fields(fields: Fields) -> tuple[str, ...]:
+    """Return the names of what the sections of rotations have besides the fields of their
+    rope_type, sorted."""
+    found: list[str] = []
+    for field in ("rope_scaling", "rope_parameters"):
+        values = fields.optional_object(field) or {}
+        nested = {name: value for name, value in values.items() if isinstance(value, dict)}
+        for name, section in nested.items() if nested else [("", values)]:
+            kind = _ROPES.get(str(section.get("rope_type") or section.get("type") or "default"))
+            known = {*_ROPE_KEYS, *(kind.keys if kind is not None else ())}
+            prefix = fields.full_name(f"{field}.{name}." if name else f"{field}.")
+            found += [prefix + key for key in section.keys() - known if section[key] is not None]
+    return tuple(sorted(found))

@@ -2,7 +2,7 @@
 it from config.json, `decoder.py` builds it."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from worker_daemon.layers.attention import AttentionSpec
@@ -83,6 +83,8 @@ class DecoderConfig:
     dtype: str | None
     """float32, float16 or bfloat16, as the checkpoint states it; None if it does not."""
     eos_token_ids: tuple[int, ...]
+    unknown_fields: tuple[str, ...] = field(default=(), compare=False)
+    """Names of fields of config.json that have no effect, although they seem to be meant to."""
     generates: bool = True
     """True if it has an LM head."""
     pooler: PoolerSpec = PoolerSpec()

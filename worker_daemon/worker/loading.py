@@ -409,7 +409,7 @@ def _differences(
 def _values(decoder: DecoderConfig) -> dict[str, object]:
     """Return the settings around the layers, nested like their specs."""
     values = asdict(decoder) | {"quantization": decoder.quantization}
-    del values["layers"]
+    del values["layers"], values["unknown_fields"]
     return values
 
 

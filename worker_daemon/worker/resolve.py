@@ -1,6 +1,7 @@
 """Resolves the driver's configuration, with the checkpoint and the device, to the values that the
 worker runs with. Reads files, changes nothing. This is where "auto" is replaced by a value."""
 
+import logging
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -16,6 +17,7 @@ from rpc_schema.config import (
     Quantization,
     SchedulerConfig,
 )
+from rpc_schema.plain_text import one_line
 from rpc_schema.pooling import PooledStates, PooledTask, PoolingSupport
 from worker_daemon.contracts.fp8 import FP8
 from worker_daemon.contracts.layer_ops import LayerOps
@@ -40,6 +42,9 @@ from worker_daemon.models.saved_set import (
 from worker_daemon.models.stored_head import with_saved_head, with_stored_head
 from worker_daemon.regular_file import read_whole
 
+_LOG = logging.getLogger(__name__)
+_MAX_SHOWN = 1000
+"""Limit on the bytes of names in a log line."""
 READ_SUFFIXES = (".json", SAFETENSORS.suffix, TENSORS_SUFFIX)
 """Suffixes of the files that are read from a model's directory: indices may name no others."""
 DEADLINE_MARGIN = 2
@@ -93,11 +98,15 @@ class ResolvedModel:
 
 def resolve_model(config: ModelConfig, model_roots: Sequence[Path]) -> ResolvedModel:
     """Resolve a model that is to be loaded: its configuration, and the head that its files have.
+    Warns of fields of config.json without effect.
 
     Raises:
         ConfigError, CheckpointError: as resolve_config and with_stored_head do.
     """
     resolved = resolve_config(config, model_roots)
+    if resolved.decoder.unknown_fields:
+        names = one_line(", ".join(resolved.decoder.unknown_fields), _MAX_SHOWN)
+        _LOG.warning("config.json has fields without effect; are they misspelt? %s", names)
     if config.load_format != "auto":
         return resolved
     return replace(resolved, decoder=with_stored_head(resolved.decoder, resolved.directory))

@@ -1,15 +1,18 @@
 """config.json in both of transformers' forms, its defaults, and every way to get it wrong."""
 
+import ast
 import json
 
 import pytest
 import torch
 import transformers
 
+from rpc_schema.config import ModelConfig
 from worker_daemon.errors import CheckpointError, ConfigError
 from worker_daemon.layers.norm import QKNormSpec
 from worker_daemon.layers.rotary import DynamicRope, Llama3Rope, LongRope, YarnRope
 from worker_daemon.models.config import parse_model_config, read_model_config
+from worker_daemon.worker.resolve import resolve_model
 
 BASE = {
     "architectures": ["LlamaForCausalLM"],
@@ -27,6 +30,54 @@ LONGROPE = {"rope_type": "longrope"}
 
 def parse(**changes):
     return parse_model_config({**BASE, **changes})
+
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+
+
+@pytest.mark.parametrize(
+    "scaling",
+    [
+        YARN | {"beta_fats": 32, "finetuned": True},
+        YARN | {"attention_factor": 1.0, "beta_fast": 32, "beta_slow": 1, "truncate": False},
+        YARN | {"mscale": 1.0, "mscale_all_dim": 1.0, "type": "yarn"},
+        LLAMA3 | {"low_freq_factors": 1.0, "beta_fast": 2},
+        LLAMA3,
+        {"rope_type": "linear", "factor": 2.0, "original_max_position_embeddings": 64},
+        {"type": "dynamic", "factor": 2.0, "alpha": 1000.0},
+        {"rope_type": "default", "mrope_section": [1, 1, 2]},
+    ],
+)
+@pytest.mark.parametrize("name", ["rope_scaling", "rope_parameters"])
+def test_unknown_fields_of_rotations_are_those_that_transformers_warns_of(
+    tmp_path, caplog, scaling, name
+):
+    values = BASE | {"model_type": "llama", name: scaling | {"rope_theta": 1e4}}
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    with caplog.at_level("WARNING"):
+        transformers.AutoConfig.from_pretrained(tmp_path)
+    said = [each for each in caplog.messages if "Unrecognized keys" in each]
+    theirs = ast.literal_eval(said[0].rpartition(": ")[2]) if said else set()
+    found = parse_model_config(values).unknown_fields
+    assert set(found) == {f"{name}.{key}" for key in theirs}
+    caplog.clear()
+    resolve_model(ModelConfig(model=str(tmp_path)), [tmp_path])
+    (ours,) = caplog.messages or [""]
+    assert all(field in ours for field in found) and bool(ours) == bool(theirs)
+
+
+def test_unknown_fields_of_one_layer_types_rotation_are_named():
+    rope = {"rope_type": "default", "rope_theta": 1e4}
+    both = {"full_attention": rope | {"factr": 8.0}, "sliding_attention": rope | {"factor": None}}
+    config = parse(architectures=["Gemma3ForCausalLM"], rope_parameters=both)
+    assert config.unknown_fields == ("rope_parameters.full_attention.factr",)
 
 
 def biases_and_head_norm(config):
