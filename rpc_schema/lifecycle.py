@@ -231,6 +231,9 @@ class Status(Value, frozen=True, kw_only=True):
     expert_loads: tuple[ExpertLoad, ...] = ()
     """One entry for each layer with experts of this stage. They are as of this GetStatus, or as of
     an earlier one if the step thread did not answer in time."""
+    model_names: tuple[str, ...] = ()
+    """Names in a ModelConfig that mean the loaded directory to this daemon: its absolute path and,
+    if it is below the first root, the path from there. Empty below MODEL_LOADED."""
 
 
 class CommitAttachReply(ControlReply, frozen=True, tag=3, kw_only=True):

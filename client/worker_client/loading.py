@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import count
+from pathlib import PurePosixPath
 from typing import Literal, TypeAlias
 
 import msgspec
@@ -116,6 +117,18 @@ def group_limits(config: WorkerConfig, model: LoadedGroup) -> GroupLimits:
     )
 
 
+def config_differences(config: WorkerConfig, status: Status) -> list[str]:
+    """Return the fields in which a daemon's loaded configuration differs from `config`, as text.
+    The name of the model may differ, if both names mean the same directory to that daemon."""
+    loaded = status.config
+    if loaded is None:
+        return ["config: none"]
+    if PurePosixPath(config.model.model) in map(PurePosixPath, status.model_names):
+        named = msgspec.structs.replace(loaded.model, model=config.model.model)
+        loaded = msgspec.structs.replace(loaded, model=named)
+    return config.differing_fields(loaded)
+
+
 @dataclass(slots=True)
 class Loader:
     """Makes an attached group without steps in flight ready to serve a configuration, once."""
@@ -166,12 +179,7 @@ class Loader:
     def _check_same(self, statuses: Sequence[Status]) -> None:
         differences: dict[str, None] = {}
         for rank, status in enumerate(statuses):
-            loaded = status.config
-            if loaded is None or loaded.fingerprint() != self.config.fingerprint():
-                fields = (
-                    ["config: none"] if loaded is None else self.config.differing_fields(loaded)
-                )
-                differences.update(dict.fromkeys(fields))
+            differences.update(dict.fromkeys(config_differences(self.config, status)))
             if status.rank != rank and len(statuses) == self.config.parallel.world_size:
                 differences[f"rank of {status.endpoint}: {rank} != {status.rank}"] = None
             blocks = status.kv_cache.num_blocks if status.kv_cache is not None else None

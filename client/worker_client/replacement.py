@@ -30,7 +30,7 @@ from worker_client.errors import (
 from worker_client.failure_state import Change, FailureState, RankLost
 from worker_client.group_channel import GroupChannel
 from worker_client.load_chain import LoadChain, init_device
-from worker_client.loading import LoadedGroup, Stopwatch
+from worker_client.loading import LoadedGroup, Stopwatch, config_differences
 from worker_client.outcomes import StepsInFlight
 from worker_client.transport import Endpoint
 from worker_client.worker_client import WorkerClient
@@ -204,8 +204,7 @@ class Replacement:
         return (
             status.load == "READY"
             and status.rank == rank
-            and status.config is not None
-            and status.config.fingerprint() == self.config.fingerprint()
+            and not config_differences(self.config, status)
             and status.kv_cache is not None
             and status.kv_cache.num_blocks == self.model.num_blocks
         )

@@ -12,6 +12,7 @@ import pytest
 import torch
 import transformers
 import typer
+from msgspec import structs
 from tokenizers import Tokenizer
 
 from benchmarks.demo import NEXT
@@ -28,6 +29,8 @@ from tests.support.command_line import (
 )
 from tests.support.waiting import PATIENCE_S
 from worker_client.__main__ import app
+from worker_client.errors import ConfigMismatchError
+from worker_client.worker_group import WorkerGroup
 
 ROOT = Path(__file__).parents[2]
 PROMPTS = ("The driver decides", "A new driver", "Nothing warm")
@@ -315,6 +318,29 @@ def test_another_configuration_is_refused_by_name_or_loaded_anew(served, directo
     assert {"graphs", "activations", "context", "others"} <= status.memory_bytes.keys()
     assert status.config.scheduler.max_num_seqs == 8
     assert status.config.model.max_model_len == 64
+
+
+def test_paths_of_a_model_from_its_root_and_from_slash_name_the_same_model(
+    served, directory, demo, model_options
+):
+    words = ("generate", "--endpoints", served[0], *model_options, "--prompt", PROMPTS[0])
+    run_client(directory, *words, "--reload")
+    config = status_of(served[0]).config
+
+    def prepared(name, **options):
+        named = structs.replace(config, model=structs.replace(config.model, model=name))
+        with WorkerGroup(served[:1], config.parallel) as group:
+            group.attach()
+            return group.prepare(named, num_gpu_blocks=128, **options).was_loaded
+
+    assert config.model.model == str(demo.path)
+    for name in (demo.path.name, f"{demo.path}/", f"./{demo.path.name}"):
+        assert prepared(name)
+    with pytest.raises(ConfigMismatchError, match=f"model.model: 'mode' != '{demo.path}'"):
+        prepared("mode")
+    assert not prepared(demo.path.name, reload=True)
+    assert status_of(served[0]).config.model.model == demo.path.name
+    run_client(directory, *words)
 
 
 def test_options_come_from_command_line_then_environment_then_file(

@@ -18,6 +18,8 @@ class WorkerDescription:
     device: str
     config: WorkerConfig | None = None
     """The loaded configuration; None below MODEL_LOADED."""
+    model_names: tuple[str, ...] = ()
+    """See ResolvedModel.names."""
     kv_cache: KVCacheConfig | None = None
     memory_bytes: Mapping[str, int] = field(default_factory=dict)
     """Device (or host) memory by use (MemoryLedger.by_kind), and the kinds of

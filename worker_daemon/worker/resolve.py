@@ -67,6 +67,9 @@ class ResolvedModel:
     config_files: Mapping[str, bytes]
     """Content of CONFIG_FILES and pooling_files, for later saves: the directory may be removed by
     then."""
+    names: tuple[str, ...]
+    """Names of the model, as a driver may give them: its absolute path and, if it is below the
+    first root, the path from there."""
 
     def build_stage(
         self,
@@ -120,7 +123,7 @@ def resolve_config(config: ModelConfig, model_roots: Sequence[Path]) -> Resolved
         ConfigError: the model lies outside the roots, or a value does not fit it.
         CheckpointError: the directory or its config.json is missing or broken.
     """
-    directory = confine_directory(config.model, model_roots)
+    directory = named = confine_directory(config.model, model_roots)
     saved = read_saved_set(directory) if config.load_format in LOAD_FORMATS.values() else None
     if saved is not None:
         saved.check_files(config.load_format)
@@ -142,7 +145,14 @@ def resolve_config(config: ModelConfig, model_roots: Sequence[Path]) -> Resolved
         max_model_len=_resolve_length(config.max_model_len, decoder),
         saved=saved,
         config_files=_read_config_files(directory),
+        names=_names(named, model_roots[0].resolve()),
     )
+
+
+def _names(directory: Path, root: Path) -> tuple[str, ...]:
+    """Return ResolvedModel.names."""
+    inside = directory.is_relative_to(root)
+    return (str(directory), str(directory.relative_to(root))) if inside else (str(directory),)
 
 
 def _with_expert_parallelism(decoder: DecoderConfig) -> DecoderConfig:

@@ -703,6 +703,7 @@ class Worker:
         return WorkerDescription(
             device=self._device.name,
             config=model.config if model else None,
+            model_names=model.resolved.names if model else (),
             kv_cache=serving.plan if serving else None,
             memory_bytes=self._memory_by_kind(),
             kv_cache_advice=opened.ledger.advice if opened else None,

@@ -80,6 +80,7 @@ class StatusReport:
             memory_bytes={},
             providers={},
             expert_loads=(),
+            model_names=(),
             degraded=note,
         )
 
@@ -126,6 +127,7 @@ class StatusReport:
                 lc.ExpertLoad(layer=layer, counts=counts)
                 for layer, counts in snapshot.description.expert_loads().items()
             ),
+            model_names=snapshot.description.model_names,
         )
 
     def heartbeat(self) -> lc.Heartbeat:
