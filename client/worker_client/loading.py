@@ -22,11 +22,11 @@ from rpc_schema.kv_cache import (
 )
 from rpc_schema.lifecycle import GetModelMetadataReply, Status
 from rpc_schema.weight_transfer import ReloadWeightsReply
-from worker_client.errors import ConfigMismatchError, ContentMismatchError, config_error
+from worker_client.errors import ConfigMismatchError, config_error
 from worker_client.kv_planning import choose_groups, choose_num_blocks, fit_max_model_len
 from worker_client.load_chain import LoadChain
 from worker_client.step_checks import GroupLimits
-from worker_client.weights_state import describe_difference, differing_ranks
+from worker_client.weights_state import check_same_weights, differing_ranks
 
 PROFILE_ATTEMPTS = 3
 """Limit on memory profiles while other processes take or free memory."""
@@ -169,7 +169,7 @@ class Loader:
                 self.load_chain.init_device(self.config)
         with self.clock.phase("load_model"):
             replies = self.load_chain.load_model(self.config)
-        self._check_same_contents()
+        check_same_weights(self.get_status(), self.config.model.model)
         kv_cache, max_model_len = self._load_kv_cache(min(r.max_model_len for r in replies))
         with self.clock.phase("compile_or_warm_up_model"):
             self.load_chain.compile_or_warm_up_model()
@@ -195,7 +195,7 @@ class Loader:
         if any(map(_needs_weights, statuses)) or differing_ranks(statuses) is not None:
             with self.clock.phase("reload_weights"):
                 self.reload_weights()
-            self._check_same_contents()
+            check_same_weights(self.get_status(), self.config.model.model)
         replies = self.load_chain.get_model_metadata()
         if any(reply.checkpoint_changed for reply in replies):
             raise ConfigMismatchError([f"files of {self.config.model.model}: newer != loaded"])
@@ -206,19 +206,6 @@ class Loader:
             raise ConfigMismatchError([f"kv_cache of {without}: none"])
         seconds = self.clock.seconds
         return LoadedGroup(metadata, metadata.max_model_len, tuple(plans), True, seconds)
-
-    def _check_same_contents(self) -> None:
-        """Raise ContentMismatchError if the ranks have just read different weights."""
-        statuses = self.get_status()
-        ranks = differing_ranks(statuses)
-        if ranks is not None:
-            raise ContentMismatchError(
-                describe_difference(ranks, statuses),
-                field="model.model",
-                value=self.config.model.model,
-                fix="give all hosts the same files, and write none while they are read; then load "
-                "again with reload=True (--reload)",
-            )
 
     def _reset(self, statuses: Sequence[Status]) -> _ResetLevel:
         """Bring all ranks to one level: to DEVICE_READY if device and link can stay, else to

@@ -6,6 +6,7 @@ from typing import Literal
 
 from rpc_schema.identity import Difference, first_difference
 from rpc_schema.lifecycle import Status
+from worker_client.errors import ContentMismatchError
 from worker_client.failure_state import Change, WeightsGone
 
 _FIX = "fix: finish a complete update, or reload_weights()"
@@ -20,7 +21,7 @@ def learned(statuses: Sequence[Status]) -> WeightsGone | Literal[Change.WEIGHTS_
     """Return the event for the daemons' states."""
     cause = _not_whole(statuses)
     if not cause and (ranks := differing_ranks(statuses)) is not None:
-        cause = f"{describe_difference(ranks, statuses)}; {_FIX}"
+        cause = f"{_describe(ranks, statuses)}; {_FIX}"
     return WeightsGone(cause) if cause else Change.WEIGHTS_FILLED
 
 
@@ -30,8 +31,21 @@ def differing_ranks(statuses: Sequence[Status]) -> Difference | None:
     return first_difference([None if each is None else each.identity for each in weights])
 
 
-def describe_difference(ranks: Difference, statuses: Sequence[Status]) -> str:
-    """Return which ranks hold different weights, and where they are from."""
+def check_same_weights(statuses: Sequence[Status], model: str) -> None:
+    """Raise ContentMismatchError if two ranks hold different weights. model: what they hold by
+    name."""
+    ranks = differing_ranks(statuses)
+    if ranks is not None:
+        raise ContentMismatchError(
+            _describe(ranks, statuses),
+            field="model.model",
+            value=model,
+            fix="give all hosts the same files, and write none while they are read; then load "
+            "again with reload=True (--reload)",
+        )
+
+
+def _describe(ranks: Difference, statuses: Sequence[Status]) -> str:
     first, second = (f"rank {rank} ({_source(statuses[rank])})" for rank in ranks)
     return f"{first} and {second} hold different weights"
 

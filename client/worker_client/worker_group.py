@@ -55,7 +55,7 @@ from worker_client.uploading import (
     find,
     named_parts,
 )
-from worker_client.weights_state import given_up, learned
+from worker_client.weights_state import check_same_weights, given_up, learned
 from worker_client.worker_client import TensorList
 
 CLOSE_WAIT_S = 0.5
@@ -402,7 +402,9 @@ class WorkerGroup:
             RemoteConfigError: no daemon option --save-root, or not the same one, or the name or the
                 pattern is not allowed.
             RemoteCapacityError: the disk is full.
+            ContentMismatchError: ranks hold different weights.
         """
+        self._check_same_weights()
         return save_weights(
             self._channel,
             partial(lc.SaveShardedState, name=name, pattern=pattern, max_size_bytes=max_size_bytes),
@@ -416,7 +418,12 @@ class WorkerGroup:
         Raises: as save_sharded_state does, and
             RemoteConfigError: a daemon does not have the library.
         """
+        self._check_same_weights()
         return save_weights(self._channel, partial(lc.SaveTensorizedModel, name=name))
+
+    def _check_same_weights(self) -> None:
+        loaded = self._loaded
+        check_same_weights(self.get_status(), "" if loaded is None else loaded[0].model.model)
 
     # ------------------------------------------------------------------ sleep
 
