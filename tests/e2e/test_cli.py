@@ -12,7 +12,7 @@ import pytest
 import torch
 import transformers
 import typer
-from msgspec import structs
+from msgspec import Struct, structs
 from tokenizers import Tokenizer
 
 from benchmarks.demo import NEXT
@@ -380,6 +380,11 @@ def test_status_shows_every_daemon(served, directory, demo, model_options):
         assert (status["load"], status["serving"], status["rank"]) == ("READY", "SERVING", rank)
         assert status["model"] == str(demo.path)
         assert status["num_blocks"] == 128
+        known = status_of(served[rank])
+        assert status["weights"] == json.loads(json.dumps(structs.asdict(known.weights)))
+        for name in status.keys() - {"config"}:
+            has_fields = isinstance(getattr(known, name, None), Struct | dict)
+            assert isinstance(status[name], dict) == has_fields, name
     shown = run_client(directory, "status", "--endpoints", ",".join(served)).stdout
     for rank, block in enumerate(shown.split("\n\n")):
         assert block.startswith(f"daemon     {served[rank]}, pid ")

@@ -63,7 +63,7 @@ def status(
             return
         statuses = [client.get_status() for client in clients]
     if as_json:
-        print_text(json.dumps(msgspec.to_builtins([_named(s) for s in statuses])) + "\n")
+        print_text(json.dumps([_named(s) for s in statuses]) + "\n")
     else:
         print_text("\n".join(map(_block, statuses)))
 
@@ -135,20 +135,25 @@ def _what_is_amiss(client: AskingClient, probe: Probe) -> str:
 
 
 def _named(status: Status) -> dict[str, object]:
-    fields = msgspec.structs.asdict(status)
-    for name in ("reply_delay", "gpu_load", "kv_cache_advice"):
-        if fields[name] is not None:
-            fields[name] = msgspec.structs.asdict(fields[name])
+    config, kv_cache = status.config, status.kv_cache
     loads = loads_by_layer([status]).items()
-    fields["expert_loads"] = [{"layer": layer, "counts": own.tolist()} for layer, own in loads]
-    fields["lease"] = msgspec.structs.asdict(status.lease) | {"holder": status.lease.holder.hex()}
-    uid, config, kv_cache = map(fields.pop, ("worker_uid", "config", "kv_cache"))
-    return fields | {
-        "worker_uid": uid.hex(),
+    own = {
+        "expert_loads": [{"layer": layer, "counts": counts.tolist()} for layer, counts in loads],
         "config": None if config is None else config.fingerprint(),
         "model": None if config is None else config.model.model,
         "num_blocks": None if kv_cache is None else kv_cache.num_blocks,
     }
+    fields = msgspec.structs.asdict(status)
+    del fields["kv_cache"]
+    return {name: _object(value) for name, value in fields.items() if name not in own} | own
+
+
+def _object(value: object) -> object:
+    """Return a field's value for JSON: a struct by the names of its fields, bytes as hex."""
+    if isinstance(value, msgspec.Struct):
+        fields = msgspec.structs.asdict(value)
+        return {name: _object(field) for name, field in fields.items()}
+    return value.hex() if isinstance(value, bytes) else value
 
 
 def _memory(status: Status) -> str:
