@@ -12,7 +12,7 @@ SPREAD := -n 3 --dist loadfile --no-loadscope-reorder
 # Dozens of daemons and commands are started: each would compile its modules anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup run test test-all faults stalls soak check fmt type bench fuzz schemas matrix test-vllm test-vllm-upstream test-gpu test-gpu-kernels test-gpu-daemons test-multi-gpu golden clean
+.PHONY: help setup setup-vllm run test test-all faults stalls soak check fmt type bench fuzz schemas matrix test-vllm test-vllm-upstream test-gpu test-gpu-kernels test-gpu-daemons test-multi-gpu golden clean
 
 help:            ## list the targets
 	@grep -E '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
@@ -26,6 +26,8 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install -q -c constraints.txt torch
 	$(BIN)/python -m pip install -q -c constraints.txt --no-build-isolation -e '.[dev]'
 	touch $(STAMP)
+
+setup-vllm: $(VLLM_STAMP)  ## make build/vllm-venv: vLLM without a device, for `worker-client up-vllm` and make test-vllm
 
 run: $(STAMP)    ## make a small checkpoint, start two daemons, generate, stop
 	$(BIN)/python -m benchmarks.demo

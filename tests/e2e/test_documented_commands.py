@@ -8,7 +8,6 @@ import re
 import shlex
 import subprocess
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,6 +16,7 @@ from tokenizers import Tokenizer
 from benchmarks.demo_model import make_demo_model
 from examples import lora_adapter
 from rpc_schema.config import LoraConfig
+from tests.support.documented import ROOT, commands, examples
 from tests.support.serving import connect, worker_config
 from worker_client.__main__ import main as worker_client_main
 from worker_client.cli import session
@@ -25,20 +25,7 @@ from worker_client.launcher import LocalDaemons
 from worker_client.requests import GenerationRequest
 from worker_client.scheduler import Scheduler, scheduler_limits
 
-ROOT = Path(__file__).parents[2]
 SERVE = "worker-daemon serve"
-
-
-def commands(page):
-    """Indented lines of a page, without their comments."""
-    text = re.sub(r"```.*?```", "", (ROOT / "docs" / page).read_text(), flags=re.DOTALL)
-    lines = re.findall(r"^    (\S.*)$", text, re.MULTILINE)
-    return [re.sub(r"\s+# .*", "", line) for line in lines]
-
-
-def examples(page):
-    """Its blocks of Python."""
-    return re.findall(r"```python\n(.*?)```", (ROOT / "docs" / page).read_text(), re.DOTALL)
 
 
 @pytest.fixture(scope="module")

@@ -39,11 +39,14 @@ def up(tmp_path, checkpoint):
     started = []
 
     def run(*options, **variables):
-        words = [sys.executable, "-m", "worker_client", "up-vllm", str(checkpoint().path)]
+        path = checkpoint().path
+        words = [sys.executable, "-m", "worker_client", "up-vllm", typed_name(path)]
         words += ["--device", "cpu", "--vllm", str(program), *options]
         own = {key: os.environ[key] for key in os.environ if not key.startswith("VLLM_")}
         environment = own | variables
-        started.append(subprocess.Popen(words, stderr=subprocess.PIPE, text=True, env=environment))
+        pipe = subprocess.PIPE
+        process = subprocess.Popen(words, stderr=pipe, text=True, env=environment, cwd=path.parent)
+        started.append(process)
         return started[-1]
 
     yield run, log
@@ -51,6 +54,11 @@ def up(tmp_path, checkpoint):
         each.terminate()
         each.wait(PATIENCE_S)
         each.stderr.close()
+
+
+def typed_name(path: Path) -> str:
+    """Return a relative path of a model as somebody may type it."""
+    return f"./{path.name}/"
 
 
 def starts(log: Path) -> list[dict]:
@@ -70,6 +78,12 @@ def daemons_of(pid: int) -> dict[int, str]:
     return found
 
 
+def described(daemons: dict[int, str]) -> str:
+    """Return what the command says of its daemons."""
+    by_rank = sorted(daemons.items(), key=lambda each: each[1])
+    return ", ".join(f"process {pid} at {endpoint}" for pid, endpoint in by_rank)
+
+
 def test_a_killed_server_and_a_killed_daemon_are_started_again(up, checkpoint):
     run, log = up
     command = run("--pipeline-parallel-size", "2", "--", "--port", "8000")
@@ -80,7 +94,8 @@ def test_a_killed_server_and_a_killed_daemon_are_started_again(up, checkpoint):
     shape = ["--pipeline-parallel-size", "2", "--tensor-parallel-size", "1"]
     health = ["--middleware", "worker_client.vllm.health.DaemonsHealth"]
     timeout = ["--shutdown-timeout", "10"]
-    assert first["argv"] == ["serve", model, *shape, *health, *timeout, "--port", "8000"]
+    name = ["--served-model-name", typed_name(checkpoint().path)]
+    assert first["argv"] == ["serve", model, *name, *shape, *health, *timeout, "--port", "8000"]
     assert set(first["endpoints"].split(",")) == set(daemons.values()) and len(daemons) == 2
     assert first["method"] == "fork"
 
@@ -98,6 +113,13 @@ def test_a_killed_server_and_a_killed_daemon_are_started_again(up, checkpoint):
 
     Path(f"{log}.end").touch()
     assert command.wait(PATIENCE_S) == 0
+    said = command.stderr.read()
+    for line in (
+        f"server: process {first['pid']}; daemons: {described(daemons)}",
+        f"server: process {starts(log)[1]['pid']}; daemons: {described(daemons)}",
+        f"up-vllm: daemons: {described(after)}",
+    ):
+        assert line in said
     assert not daemons_of(command.pid)
 
 

@@ -32,7 +32,12 @@ does not go away by itself."""
 
 
 def up_vllm(
-    model: Annotated[Path, typer.Argument(help="Checkpoint directory, Hugging Face format.")],
+    model: Annotated[
+        str,
+        typer.Argument(
+            help="Checkpoint directory, Hugging Face format; as typed, its name in requests."
+        ),
+    ],
     options: Annotated[
         list[str] | None, typer.Argument(metavar="-- OPTIONS", help="Options for `vllm serve`.")
     ] = None,
@@ -48,11 +53,12 @@ def up_vllm(
     kind = default_device() if device is None else device
     size = pipeline_parallel_size * tensor_parallel_size
     devices = [f"cuda:{i}" if kind is Device.CUDA else "cpu" for i in range(size)]
-    words = [vllm, "serve", str(model.resolve())]
+    directory = Path(model).resolve()
+    words = [vllm, "serve", str(directory), "--served-model-name", model]
     words += ["--pipeline-parallel-size", str(pipeline_parallel_size)]
     words += ["--tensor-parallel-size", str(tensor_parallel_size), "--middleware", HEALTH]
     words += ["--shutdown-timeout", SHUTDOWN_S, *(options or ())]
-    with LocalDaemons(devices, model.resolve(), lora_root=lora_root) as daemons:
+    with LocalDaemons(devices, directory, lora_root=lora_root) as daemons:
         _supervise(words, daemons)
 
 
@@ -80,6 +86,7 @@ def _run_server(words: list[str], daemons: LocalDaemons) -> int:
     except OSError as error:
         problem = f"{words[0]}: {error.strerror}; fix: pip install 'worker-daemon[vllm]', or --vllm"
         raise LaunchError(problem, exit_code=None, log_tail="") from None
+    _say(f"server: process {server.pid}; {_places(daemons)}")
     try:
         while (code := server.poll()) is None:
             _restart_dead(daemons)
@@ -95,6 +102,7 @@ def _restart_dead(daemons: LocalDaemons) -> None:
     except LaunchError as dead:
         _say(f"{str(dead).splitlines()[0]}: starting its successor")
         daemons.restart_dead()
+        _say(_places(daemons))
 
 
 def _stop(server: "subprocess.Popen[bytes]") -> None:
@@ -105,6 +113,12 @@ def _stop(server: "subprocess.Popen[bytes]") -> None:
         except subprocess.TimeoutExpired:
             server.kill()
             server.wait()
+
+
+def _places(daemons: LocalDaemons) -> str:
+    """Return the process and endpoint of each daemon, for operators."""
+    pairs = zip(daemons.pids, daemons.endpoints, strict=True)
+    return "daemons: " + ", ".join(f"process {pid} at {endpoint}" for pid, endpoint in pairs)
 
 
 def _ending(code: int) -> str:
