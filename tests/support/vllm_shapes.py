@@ -115,7 +115,7 @@ class SchedulerOutput:
         return sum(self.num_scheduled_tokens.values())
 
 
-def pooling_config(**changes: Any) -> SimpleNamespace:
+def pooling_config(**changes: Any) -> Any:
     """Return a configuration of a server that pools, with some fields of its pooler_config changed:
     pooler__field=value. Others are as in vllm_config."""
     own = {k.partition("__")[2]: v for k, v in changes.items() if k.startswith("pooler__")}
@@ -132,7 +132,7 @@ def pooling_config(**changes: Any) -> SimpleNamespace:
     return vllm_config(**{**fields, **others})
 
 
-def vllm_config(**changes: Any) -> SimpleNamespace:
+def vllm_config(**changes: Any) -> Any:
     """Return a configuration that is served, with some fields of its sections changed:
     section__field=value."""
     sections: dict[str, dict[str, Any]] = {
@@ -173,6 +173,7 @@ def vllm_config(**changes: Any) -> SimpleNamespace:
             "async_scheduling": True,
             "enable_chunked_prefill": True,
             "long_prefill_token_threshold": 0,
+            "long_prefill_token_threshold_adaptive": False,
         },
         "cache_config": {
             "block_size": 16,
@@ -182,18 +183,22 @@ def vllm_config(**changes: Any) -> SimpleNamespace:
         },
         "load_config": {"load_format": "auto"},
     }
-    absent = ("lora_config", "speculative_config", "quant_config", "kv_transfer_config")
-    config = SimpleNamespace(**dict.fromkeys(absent), additional_config={})
+    given: dict[str, Any] = {
+        "lora_config": None,
+        "speculative_config": None,
+        "quant_config": None,
+        "kv_transfer_config": None,
+        "additional_config": {},
+    }
     changed: dict[str, dict[str, Any]] = {}
     for key, value in changes.items():
         section, _, name = key.partition("__")
         if name:
             changed.setdefault(section, {})[name] = value
         else:
-            setattr(config, section, value)
-    for section, fields in sections.items():
-        setattr(config, section, section_of(fields, changed.get(section, {})))
-    return config
+            given[section] = value
+    made = {name: section_of(own, changed.get(name, {})) for name, own in sections.items()}
+    return section_of(given | made, {})
 
 
 DERIVED = (

@@ -1,6 +1,6 @@
-"""vLLM's configuration as ours, and what of it is refused at start."""
+"""vLLM's configuration as ours, and which of its values are refused at start. sections.py says
+which fields may have another value than vLLM's default."""
 
-import dataclasses
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, Final
@@ -19,108 +19,8 @@ from rpc_schema.config import (
 from rpc_schema.lifecycle import GetModelMetadataReply
 from rpc_schema.pooling import NO_POOLING, PooledStates, PoolingSupport
 from rpc_schema.sampling import MAX_LOGPROBS
-from worker_client.errors import config_error
+from worker_client.vllm.sections import refusal
 from worker_client.vllm.settings import Settings
-
-_ABSENT: Final = (
-    "diffusion_config",
-    "ec_transfer_config",
-    "engram_config",
-    "kv_transfer_config",
-    "speculative_config",
-    "watermark_config",
-)
-"""Sections of vLLM's configuration that must not be there."""
-
-_SERVED: Final[Mapping[str, frozenset[str]]] = MappingProxyType(
-    {
-        "cache_config": frozenset(
-            (
-                "block_size",
-                "cache_dtype",
-                "enable_prefix_caching",
-                "gpu_memory_utilization",
-                "is_attention_free",
-                "kv_cache_memory_bytes",
-                "num_gpu_blocks_override",
-                "prefix_caching_hash_algo",
-                "sliding_window",
-            )
-        ),
-        "load_config": frozenset(("download_dir", "load_format", "use_tqdm_on_load")),
-        "lora_config": frozenset(("lora_dtype", "max_cpu_loras", "max_lora_rank", "max_loras")),
-        "model_config": frozenset(
-            (
-                "code_revision",
-                "config_format",
-                "convert",
-                "disable_cascade_attn",
-                "dtype",
-                "enable_sleep_mode",
-                "enforce_eager",
-                "generation_config",
-                "hf_config_path",
-                "hf_token",
-                "io_processor_plugin",
-                "language_model_only",
-                "max_logprobs",
-                "max_model_len",
-                "model",
-                "model_weights",
-                "multimodal_config",
-                "override_generation_config",
-                "pooler_config",
-                "quantization",
-                "renderer_num_workers",
-                "revision",
-                "runner",
-                "seed",
-                "served_model_name",
-                "skip_tokenizer_init",
-                "tokenizer",
-                "tokenizer_mode",
-                "tokenizer_revision",
-                "trust_remote_code",
-            )
-        ),
-        "parallel_config": frozenset(
-            (
-                "data_parallel_master_ip",  # vLLM sets these itself
-                "data_parallel_master_port",
-                "data_parallel_rank_local",
-                "data_parallel_rpc_port",
-                "dcp_comm_backend",
-                "dcp_q_replicate",
-                "disable_custom_all_reduce",
-                "disable_nccl_for_dp_synchronization",
-                "distributed_executor_backend",
-                "elastic_ep_max_dp_size",
-                "enable_expert_parallel",
-                "is_moe_model",
-                "master_addr",
-                "master_port",
-                "pipeline_parallel_size",
-                "tensor_parallel_size",
-                "worker_cls",
-            )
-        ),
-        "pooler_config": frozenset(
-            (
-                "dimensions",
-                "enable_chunked_processing",
-                "enable_flash_late_interaction",
-                "max_embed_len",
-                "pooling_type",
-                "seq_pooling_type",
-                "task",
-                "tok_pooling_type",
-                "use_activation",
-            )
-        ),
-    }
-)
-"""Fields that may differ from vLLM's defaults, by section: they are translated, or vLLM serves or
-sets them itself. scheduler_config is vLLM's own."""
 
 _LOAD_FORMATS: Final = {
     "auto": "auto",
@@ -211,14 +111,10 @@ def check_config(vllm_config: Any) -> None:
     Raises:
         ClientConfigError: a setting is not served.
     """
-    for section, served in _SERVED.items():
-        _check_section(getattr(vllm_config, section, None), served)
-    for section in _ABSENT:
-        if getattr(vllm_config, section, None) is not None:
-            _refuse(section, getattr(vllm_config, section), "leave it out")
     if vllm_config.model_config is not None:
         _check_model(vllm_config.model_config)
         _check_pooling(vllm_config)
+        _check_lora(vllm_config.lora_config, vllm_config.model_config.dtype)
     cache_dtype = str(vllm_config.cache_config.cache_dtype)
     if cache_dtype not in _CACHE_DTYPES:
         _refuse("cache_dtype", cache_dtype, f"use one of {', '.join(_CACHE_DTYPES)}")
@@ -236,38 +132,6 @@ def pools(vllm_config: Any) -> bool:
     """Return True if the server computes outputs of pooling instead of tokens."""
     model = vllm_config.model_config
     return model is not None and model.runner_type == "pooling"
-
-
-def _check_section(section: Any, served: frozenset[str]) -> None:
-    """Refuse a field of a section that is not at its default, unless it is served."""
-    if section is None:
-        return
-    for entry in dataclasses.fields(section):
-        if not entry.init or entry.name in served or entry.name.startswith("_"):
-            continue
-        value = getattr(section, entry.name)
-        if value not in (None, False, _default(entry)):
-            _refuse(entry.name, value, _FIXES.get(entry.name, "leave it out"))
-
-
-def _default(entry: "dataclasses.Field[Any]") -> object:
-    """Return the default of a field of a dataclass of pydantic."""
-    default: Any = entry.default
-    if hasattr(default, "get_default"):  # its FieldInfo
-        return default.get_default(call_default_factory=True)
-    if entry.default_factory is not dataclasses.MISSING:
-        return entry.default_factory()
-    return default
-
-
-_FIXES: Final[Mapping[str, str]] = MappingProxyType(
-    {
-        "data_parallel_size": "start one server for each group of daemons",
-        "logits_processors": "name them in additional_config.worker_daemon.logits_processors: the "
-        "daemons have their code",
-        "quantization_config": "use --quantization fp8",
-    }
-)
 
 
 def _is_quantized(model: Any) -> bool:
@@ -295,18 +159,24 @@ def _check_model(model: Any) -> None:
         _refuse("max_logprobs", model.max_logprobs, f"use at most {MAX_LOGPROBS}")
 
 
+def _check_lora(lora: Any, dtype: object) -> None:
+    if lora is not None and lora.lora_dtype not in ("auto", dtype):
+        _refuse("lora_dtype", lora.lora_dtype, "leave it out: adapters have the model's dtype")
+
+
 def _check_pooling(vllm_config: Any) -> None:
     """Check what concerns pooling alone."""
     model, scheduler = vllm_config.model_config, vllm_config.scheduler_config
     if not pools(vllm_config):
         return
     pooler = model.pooler_config
-    _check_section(pooler, _SERVED["pooler_config"])
     if pooler.tok_pooling_type == "STEP":
         _refuse("pooler_config.tok_pooling_type", "STEP", "use ALL")
-    threshold = scheduler.long_prefill_token_threshold
-    if threshold:  # many prompts would be unfinished at once, whose tokens' outputs are kept
-        _refuse("long_prefill_token_threshold", threshold, "leave it out")
+    # Many prompts would be unfinished at once, whose tokens' outputs are kept.
+    for field in ("long_prefill_token_threshold", "long_prefill_token_threshold_adaptive"):
+        value = getattr(scheduler, field)
+        if value:
+            _refuse(field, value, "leave it out")
     _check_activation(model.hf_config)
 
 
@@ -366,6 +236,4 @@ def _check_states(theirs: str, support: PoolingSupport) -> None:
 
 
 def _refuse(field: str, value: object, fix: str) -> None:
-    if dataclasses.is_dataclass(value):
-        value = type(value).__name__
-    raise config_error(field, value, "worker daemons do not serve this setting", fix)
+    raise refusal(field, value, fix)

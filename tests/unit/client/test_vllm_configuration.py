@@ -23,7 +23,14 @@ from worker_client.vllm.configuration import (
     fits_max_model_len,
     worker_config,
 )
+from worker_client.vllm.sections import check_sections
 from worker_client.vllm.settings import Settings
+
+
+def check(theirs, defaults):
+    """Check a configuration as the platform does."""
+    check_sections(theirs, defaults)
+    check_config(theirs)
 
 
 def test_every_field_is_translated():
@@ -36,7 +43,15 @@ def test_every_field_is_translated():
         cache_config__kv_cache_memory_bytes=1 << 30,
         cache_config__gpu_memory_utilization=0.5,
         load_config__load_format="tensorizer",
-        lora_config=section_of({"max_loras": 3, "max_lora_rank": 32, "max_cpu_loras": 5}, {}),
+        lora_config=section_of(
+            {
+                "max_loras": 3,
+                "max_lora_rank": 32,
+                "max_cpu_loras": 5,
+                "lora_dtype": "torch.bfloat16",
+            },
+            {},
+        ),
     )
     settings = Settings(logits_processors=("a",), step_deadline_ms=9000)
     check_config(theirs)
@@ -168,13 +183,76 @@ def test_experts_are_divided_where_vllm_divides_them():
         ({"load_config__load_format": "gguf"}, "load_format"),
         ({"cache_config__cache_dtype": "fp8_e5m2"}, "cache_dtype"),
         ({"scheduler_config__async_scheduling": False}, "async_scheduling"),
+        # what a later vLLM may add
+        ({"later_config": section_of({"size": 1}, {})}, "later_config"),
+        ({"lazy": True}, "lazy"),
+        ({"later_config": 0}, "later_config"),
     ],
 )
 def test_what_is_not_served_is_refused_by_name(changes, field):
     with pytest.raises(ClientConfigError, match="do not serve") as caught:
-        check_config(vllm_config(**changes))
+        check(vllm_config(**changes), vllm_config())
     assert caught.value.field == field
     assert caught.value.fix
+
+
+def test_adapters_of_another_dtype_are_refused():
+    lora = section_of({"lora_dtype": "torch.float16"}, {})
+    with pytest.raises(ClientConfigError, match="do not serve") as caught:
+        check_config(vllm_config(lora_config=lora))
+    assert caught.value.field == "lora_dtype"
+
+
+def test_one_error_names_all_that_is_not_served():
+    theirs = vllm_config(parallel_config__nnodes=2, model_config__logprobs_mode="processed_logits")
+    with pytest.raises(ClientConfigError, match="do not serve this setting, nor nnodes"):
+        check(theirs, vllm_config())
+
+
+def part_of(name, value):
+    """Return a part of a section."""
+    return section_of({name: value}, {})
+
+
+@pytest.mark.parametrize(
+    ("section", "made", "usual", "field"),
+    [
+        ("offload_config", part_of("uva", part_of("gb", 4)), part_of("gb", 0), "uva.gb"),
+        ("later_config", part_of("deep", part_of("er", 4)), part_of("er", 0), "deep.er"),
+    ],
+)
+def test_parts_of_sections_are_closed_too(section, made, usual, field):
+    default = part_of(field.partition(".")[0], usual)
+    with pytest.raises(ClientConfigError, match="do not serve") as caught:
+        check_sections(part_of(section, made), part_of(section, default))
+    assert (caught.value.field, caught.value.value) == (f"{section}.{field}", 4)
+
+
+@pytest.mark.parametrize("value", [False, 0, 2])
+def test_what_is_on_by_default_is_refused_where_it_is_off(value):
+    default = part_of("kernel_config", part_of("cute", True))
+    with pytest.raises(ClientConfigError) as caught:
+        check_sections(part_of("kernel_config", part_of("cute", value)), default)
+    assert caught.value.field == "kernel_config.cute"
+
+
+@pytest.mark.parametrize(("value", "usual"), [(None, False), (False, None), (4.0, 4), ([], [])])
+def test_equal_values_are_no_difference(value, usual):
+    made, default = (part_of("later_config", part_of("x", each)) for each in (value, usual))
+    assert check_sections(made, default) == {}
+
+
+def test_fields_without_an_effect_are_returned_with_the_reason():
+    changed = vllm_config(parallel_config__nnodes=1)
+    changed.parallel_config = section_of({"distributed_executor_backend": "mp"}, {})
+    default = vllm_config()
+    default.parallel_config = section_of({"distributed_executor_backend": "uni"}, {})
+    assert check_sections(changed, default) == {
+        "distributed_executor_backend": "daemons are processes"
+    }
+    changed.parallel_config.distributed_executor_backend = "ray"
+    with pytest.raises(ClientConfigError, match="the daemons are the workers"):
+        check_sections(changed, default)
 
 
 def test_text_part_of_a_multimodal_model_is_served():
@@ -249,6 +327,10 @@ def test_servers_that_pool_may_wait_for_each_step(is_async):
         ({"pooler__tok_pooling_type": "STEP"}, "pooler_config.tok_pooling_type"),
         ({"scheduler_config__long_prefill_token_threshold": 8}, "long_prefill_token_threshold"),
         (
+            {"scheduler_config__long_prefill_token_threshold_adaptive": True},
+            "long_prefill_token_threshold_adaptive",
+        ),
+        (
             {"model_config__hf_config": checkpoint_of(activation="torch.nn.Identity")},
             "hf_config.sentence_transformers.activation_fn",
         ),
@@ -268,7 +350,7 @@ def test_servers_that_pool_may_wait_for_each_step(is_async):
 )
 def test_pooling_that_is_not_served_is_refused_by_name(changes, field):
     with pytest.raises(ClientConfigError, match="do not serve") as caught:
-        check_config(pooling_config(**changes))
+        check(pooling_config(**changes), pooling_config())
     assert caught.value.field == field
 
 

@@ -108,7 +108,7 @@ class WorkerDaemonExecutor(Executor):  # type: ignore[misc]
             raise config_error(ENDPOINTS_VARIABLE, "", "there are no daemons", fix)
         parallel = parallel_config(config)
         group = WorkerGroup(endpoints, parallel, settings.keys(), lease=settings.lease)
-        ours = worker_config(config, settings, _local_directory(config.model_config.model))
+        ours = worker_config(config, settings, local_directory(config))
         num_blocks = config.cache_config.num_gpu_blocks_override
         fits = fits_max_model_len(config)
         self._workers = Workers(group, ours, settings, num_blocks, fits)
@@ -297,10 +297,15 @@ class WorkerDaemonExecutor(Executor):  # type: ignore[misc]
             current_platform.end()
 
 
-def _local_directory(model: str) -> str:
-    """Return the directory of a checkpoint: a path, or a repository in the local cache of
+def local_directory(vllm_config: Any) -> str:
+    """Return the directory of a checkpoint: a path, or a repository's revision in a local cache of
     huggingface_hub."""
-    path = model if Path(model).is_dir() else snapshot_download(model, local_files_only=True)
+    model, cache = vllm_config.model_config, vllm_config.load_config.download_dir
+    path = model.model
+    if not Path(path).is_dir():
+        path = snapshot_download(
+            path, revision=model.revision, cache_dir=cache, local_files_only=True
+        )
     return str(Path(path).resolve())
 
 

@@ -5,7 +5,9 @@ from typing import Any, ClassVar, Final
 
 import torch
 from vllm.exceptions import VLLMValidationError
+from vllm.logger import init_logger
 from vllm.platforms.interface import Platform, PlatformEnum
+from vllm.utils.import_utils import resolve_obj_by_qualname
 
 from worker_client.errors import RequestError
 from worker_client.vllm.configuration import check_config
@@ -14,9 +16,13 @@ from worker_client.vllm.requests import (
     check_fields,
     sampling_params,
 )
-from worker_client.vllm.settings import settings_of
+from worker_client.vllm.sections import check_sections
+from worker_client.vllm.settings import LOGGER, settings_of
 
+_LOG = init_logger(LOGGER)
 _EXECUTOR: Final = "worker_client.vllm.hooks.executor.WorkerDaemonExecutor"
+_DEFAULTS: Final = "worker_client.vllm.hooks.defaults.defaults_of"
+"""Not imported here: vLLM makes its platform while it imports its configuration."""
 _WORKER: Final = "vllm.v1.worker.worker_base.WorkerBase"
 """vLLM looks at the signatures of this class; nobody makes one."""
 
@@ -46,6 +52,19 @@ class WorkerDaemonPlatform(Platform):  # type: ignore[misc]
     def pre_register_and_update(cls, parser: Any = None) -> None:
         """Choose the semantics of steps in which resumed requests arrive as new ones."""
         os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "1")
+
+    @classmethod
+    def apply_config_platform_defaults(cls, vllm_config: Any) -> None:
+        """Refuse fields that are not served, while those that vLLM derives still have their
+        defaults; log those without an effect. Raises ClientConfigError."""
+        parallel = vllm_config.parallel_config
+        if (parallel.worker_cls, parallel.distributed_executor_backend) == (_WORKER, _EXECUTOR):
+            return  # a copy of one that was checked, and has what vLLM derives
+        defaults = resolve_obj_by_qualname(_DEFAULTS)(vllm_config)
+        if parallel.distributed_executor_backend == _EXECUTOR:
+            defaults.parallel_config.distributed_executor_backend = _EXECUTOR
+        for field, why in check_sections(vllm_config, defaults).items():
+            _LOG.warning_once("%s has no effect: %s", field, why)
 
     @classmethod
     def check_and_update_config(cls, vllm_config: Any) -> None:

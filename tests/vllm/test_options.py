@@ -1,0 +1,315 @@
+"""vLLM's options before daemons: each is served, refused by name or logged as without effect. Real
+EngineArgs make the configurations; no server and no daemon is started."""
+
+import copy
+import dataclasses
+import json
+import logging
+import shutil
+
+import pytest
+from vllm import EngineArgs
+from vllm.config import ModelConfig, PoolerConfig, VllmConfig
+
+from tests.vllm.models import write_tokenizer
+from worker_client.errors import ClientConfigError
+from worker_client.vllm.hooks.defaults import defaults_of
+from worker_client.vllm.hooks.executor import local_directory
+from worker_client.vllm.sections import SECTIONS, check_sections
+from worker_client.vllm.settings import LOGGER
+
+EXECUTOR = "worker_client.vllm.hooks.executor.WorkerDaemonExecutor"
+FP8_BLOCKS = "blocks in FP8"
+ENCODER = {"runner": "pooling", "enable_chunked_prefill": False}
+
+
+@pytest.fixture(scope="module")
+def configured(checkpoint):
+    """(architecture, options) -> vLLM's configuration, as a server makes it."""
+
+    def make(architecture="LlamaForCausalLM", **options):
+        model = checkpoint("LlamaForCausalLM" if architecture == FP8_BLOCKS else architecture)
+        path = model.path
+        if architecture == FP8_BLOCKS:
+            path = model.path.with_name("blocks")
+            shutil.copytree(model.path, path, dirs_exist_ok=True)
+            config = json.loads((path / "config.json").read_text())
+            config["quantization_config"] = {
+                "quant_method": "fp8",
+                "activation_scheme": "dynamic",
+                "weight_block_size": [128, 128],
+            }
+            (path / "config.json").write_text(json.dumps(config))
+        write_tokenizer(path)
+        given = {"dtype": "bfloat16", **options}
+        return EngineArgs(model=str(path), **given).create_engine_config()
+
+    return make
+
+
+@pytest.fixture
+def warnings():
+    """What the platform has warned of in this test."""
+    said = []
+
+    class Keeping(logging.Handler):
+        def emit(self, record):
+            said.append(record.getMessage())
+
+    logger, handler = logging.getLogger(LOGGER), Keeping()
+    logger.addHandler(handler)
+    yield said
+    logger.removeHandler(handler)
+
+
+SERVED = {
+    "plain": {},
+    "eager": {"enforce_eager": True},
+    "ranks": {"pipeline_parallel_size": 2, "tensor_parallel_size": 2},
+    "cache": {
+        "enable_prefix_caching": False,
+        "block_size": 32,
+        "gpu_memory_utilization": 0.5,
+        "kv_cache_memory_bytes": 32 << 20,
+        "kv_cache_dtype": "fp8",
+        "num_gpu_blocks_override": 256,
+        "prefix_caching_hash_algo": "sha256_cbor",
+    },
+    "chunks": {"enable_chunked_prefill": True, "max_num_batched_tokens": 64, "max_num_seqs": 16},
+    "whole prompts": {"enable_chunked_prefill": False},
+    "adapters": {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8, "max_cpu_loras": 4},
+    "grammars": {"structured_outputs_config": {"backend": "guidance"}},
+    "reasoning": {"reasoning_parser": "qwen3"},
+    "FP8": {"quantization": "fp8"},
+    "context": {"max_model_len": -1},
+    "profile": {"profiler_config": {"profiler": "torch", "torch_profiler_dir": "/tmp/profiles"}},
+    "sleep": {"enable_sleep_mode": True},
+    "dummy": {"load_format": "dummy", "seed": 5},
+    "scheduler": {
+        "scheduling_policy": "priority",
+        "scheduler_reserve_full_isl": False,
+        "long_prefill_token_threshold": 8,
+        "stream_interval": 2,
+        "disable_hybrid_kv_cache_manager": True,
+    },
+    "KV events": {"kv_events_config": {"enable_kv_cache_events": True, "publisher": "zmq"}},
+    "metrics": {"kv_cache_metrics": True, "show_hidden_metrics_for_version": "0.32"},
+    "settings": {"additional_config": {"worker_daemon": {"reload": True}}, "shutdown_timeout": 10},
+    "embeddings": {"runner": "pooling"},
+    "tokens": {"runner": "pooling", "pooler_config": {"task": "token_embed"}},
+    "classes": {"runner": "pooling", "convert": "classify"},
+}
+"""Options that are served without a word."""
+
+MODELS = {
+    "GptOssForCausalLM": {},  # vLLM sets options for it
+    "Gemma3ForCausalLM": {},
+    "MistralForCausalLM": {},
+    "Qwen3MoeForCausalLM": {"enable_expert_parallel": True, "tensor_parallel_size": 2},
+    "BertModel": ENCODER,
+    FP8_BLOCKS: {},
+}
+
+
+@pytest.mark.parametrize("case", SERVED)
+def test_served_options(configured, warnings, case):
+    made = configured(**SERVED[case])
+    assert made.parallel_config.distributed_executor_backend == EXECUTOR
+    assert warnings == []
+
+
+@pytest.mark.parametrize("architecture", MODELS)
+def test_what_vllm_derives_for_a_model_is_no_option(configured, warnings, architecture):
+    for eager in (False, True):
+        configured(architecture, enforce_eager=eager, **MODELS[architecture])
+    assert warnings == []
+
+
+def test_configuration_can_be_copied(configured, warnings):
+    """vLLM derives all again for a copy."""
+    made = configured(enforce_eager=True, enable_lora=True)
+    copied = dataclasses.replace(made, shutdown_timeout=5)
+    assert copied.parallel_config.worker_cls == made.parallel_config.worker_cls
+    assert warnings == []
+
+
+def test_executor_may_be_named(configured, warnings):
+    """It is checked like one that is not."""
+    named = {"distributed_executor_backend": EXECUTOR}
+    configured(**named)
+    assert warnings == []
+    with pytest.raises(ClientConfigError, match="cpu_offload_gb"):
+        configured(cpu_offload_gb=1, **named)
+
+
+REFUSED = {
+    "offload_config.uva.cpu_offload_gb": {"cpu_offload_gb": 1},
+    "offload_config.prefetch.offload_group_size": {"offload_group_size": 2},
+    "attention_config.backend": {"attention_backend": "FLASH_ATTN"},
+    "attention_config.flash_attn_version": {"attention_config": {"flash_attn_version": 3}},
+    "optimization_level": {"optimization_level": 0},
+    "performance_mode": {"performance_mode": "throughput"},
+    "compilation_config.cudagraph_mode": {"compilation_config": {"cudagraph_mode": "PIECEWISE"}},
+    "compilation_config.cudagraph_capture_sizes": {"cudagraph_capture_sizes": [1, 2]},
+    "compilation_config.max_cudagraph_capture_size": {"max_cudagraph_capture_size": 8},
+    "kernel_config.moe_backend": {"moe_backend": "triton"},
+    "kernel_config.linear_backend": {"linear_backend": "triton"},
+    "weight_transfer_config": {"weight_transfer_config": {"backend": "nccl"}},
+    "worker_cls": {"worker_cls": "some.Worker"},
+    "worker_extension_cls": {"worker_extension_cls": "some.Extension"},
+    "distributed_executor_backend": {"distributed_executor_backend": "external_launcher"},
+    "enable_mfu_metrics": {"enable_mfu_metrics": True},
+    "cudagraph_metrics": {"cudagraph_metrics": True},
+    "enable_layerwise_nvtx_tracing": {"enable_layerwise_nvtx_tracing": True},
+    "collect_detailed_traces": {
+        "collect_detailed_traces": ["all"],
+        "otlp_traces_endpoint": "http://localhost:4317",
+    },
+    "kv_offloading_size": {"kv_offloading_size": 1.0},
+    "kv_cache_dtype_skip_layers": {"kv_cache_dtype_skip_layers": ["0"]},
+    "disable_sliding_window": {"disable_sliding_window": True},
+    "model_impl": {"model_impl": "transformers"},
+    "hf_config_path": {},
+    "fully_sharded_loras": {"enable_lora": True, "fully_sharded_loras": True},
+    "lora_dtype": {"enable_lora": True, "lora_dtype": "float16"},
+    "numa_bind": {"numa_bind": True},
+    "expert_placement_strategy": {
+        "expert_placement_strategy": "round_robin",
+        "enable_expert_parallel": True,
+        "tensor_parallel_size": 2,
+    },
+    "assigned_physical_gpu_ids": {"device_ids": "0"},
+    "distributed_timeout_seconds": {"distributed_timeout_seconds": 5},
+    "profiler_config.delay_iterations": {
+        "profiler_config": {
+            "profiler": "torch",
+            "torch_profiler_dir": "/tmp/profiles",
+            "delay_iterations": 2,
+        }
+    },
+    "aux_output_config.enable_return_routed_experts": {"enable_return_routed_experts": True},
+}
+"""Options that are refused, by the field that the error names."""
+
+
+@pytest.mark.parametrize("field", REFUSED)
+def test_options_that_are_not_served_are_refused_by_name(configured, checkpoint, field):
+    options, architecture = dict(REFUSED[field]), "LlamaForCausalLM"
+    if field == "hf_config_path":
+        options[field] = str(checkpoint("MistralForCausalLM").path)
+    if field == "expert_placement_strategy":
+        architecture = "Qwen3MoeForCausalLM"
+    with pytest.raises(ClientConfigError) as caught:
+        configured(architecture, **options)
+    assert caught.value.field == field
+    assert caught.value.fix
+
+
+@pytest.mark.parametrize(
+    ("options", "field"),
+    [
+        ({"distributed_executor_backend": "mp"}, "distributed_executor_backend"),
+        ({"compilation_config": {"mode": 0}}, "compilation_config.mode"),
+        (
+            {"compilation_config": {"pass_config": {"fuse_norm_quant": True}}},
+            "compilation_config.pass_config",
+        ),
+        ({"kernel_config": {"enable_jit_warmup": False}}, "kernel_config.enable_jit_warmup"),
+        ({"safetensors_load_strategy": "eager"}, "safetensors_load_strategy"),
+        ({"allowed_media_domains": ["example.org"]}, "allowed_media_domains"),
+    ],
+)
+def test_options_without_an_effect_are_logged_once(configured, warnings, options, field):
+    for _ in range(2):
+        configured(**options)
+    (said,) = warnings
+    assert said.startswith(f"{field} has no effect: ")
+
+
+@pytest.mark.parametrize("revision", ["main", "b" * 40])
+def test_daemons_read_the_revision_that_vllm_reads(configured, tmp_path, revision):
+    repository = tmp_path / "models--someone--model"
+    for commit in ("a" * 40, "b" * 40):
+        (repository / "snapshots" / commit).mkdir(parents=True)
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text("a" * 40)
+    made = configured(download_dir=str(tmp_path))
+    made.model_config.model, made.model_config.revision = "someone/model", revision
+    commit = "a" * 40 if revision == "main" else revision
+    assert local_directory(made) == str(repository / "snapshots" / commit)
+
+
+# ---------------------------------------------------------------- the table and vLLM's classes
+
+
+def sections():
+    """Return the classes of vLLM's sections, by name, and of the whole."""
+    found = {"vllm_config": VllmConfig, "pooler_config": PoolerConfig, "model_config": ModelConfig}
+    for entry in dataclasses.fields(VllmConfig):
+        for kind in getattr(entry.type, "__args__", (entry.type,)):
+            if dataclasses.is_dataclass(kind):
+                found[entry.name] = kind
+    return found
+
+
+def fields_of(name):
+    """Return the fields of a section that options set."""
+    entries = dataclasses.fields(sections()[name])
+    return [each.name for each in entries if each.init and not each.name.startswith("_")]
+
+
+@pytest.mark.parametrize("name", SECTIONS)
+def test_the_table_names_fields_that_vllm_has(name):
+    section = SECTIONS[name]
+    assert {*section.sent, *section.own, *section.derived, *section.idle} <= {*fields_of(name)}
+
+
+@pytest.fixture(scope="module")
+def defaults(configured):
+    """vLLM's defaults, with all sections that may be absent."""
+    options = {"enable_lora": True, "reasoning_parser": "qwen3"}
+    events = {"kv_events_config": {"enable_kv_cache_events": True}}
+    pooling = defaults_of(configured(runner="pooling"))
+    made = defaults_of(configured(**options, **events))
+    made.model_config.pooler_config = pooling.model_config.pooler_config
+    return made
+
+
+@pytest.mark.parametrize("name", sections())
+def test_fields_that_the_table_does_not_name_are_closed(defaults, name):
+    """Also where they are absent by default."""
+    section = SECTIONS.get(name)
+    for field in fields_of(name):
+        is_named = section is not None and (section.allows(field) or field in section.idle)
+        if is_named or field in SECTIONS or name in SECTIONS["vllm_config"].derived:
+            continue
+        changed = with_value(defaults, name, field, "something else")
+        with pytest.raises(ClientConfigError, match="do not serve") as caught:
+            check_sections(changed, defaults)
+        assert caught.value.field.split(".")[-1] in (field, name)
+
+
+def with_value(defaults, name, field, value):
+    """Return a configuration with another value of one field."""
+    changed = copy.copy(defaults)
+    if name == "vllm_config":
+        return with_field(changed, field, value)
+    holder = changed
+    if name == "pooler_config":
+        holder = changed.model_config = as_section("model_config", defaults.model_config)
+    default = getattr(holder, name)
+    setattr(holder, name, with_field(as_section(name, default), field, value))
+    return changed
+
+
+def as_section(name, default):
+    """Return a section of vLLM's class with the values of a default, unchecked."""
+    made = object.__new__(sections()[name])
+    for entry in dataclasses.fields(made):
+        made.__dict__[entry.name] = getattr(default, entry.name, None)
+    return made
+
+
+def with_field(section, field, value):
+    section.__dict__[field] = value
+    return section
