@@ -22,7 +22,7 @@ _OTHER_VARIABLES: Final = (_CONFIG_VARIABLE, f"{ENV_PREFIX}ENDPOINTS")
 _SERVICE_LINK: Final = re.compile(
     r"WORKER_DAEMON_(\w+_)?(SERVICE_(HOST|PORT)(_\w+)?|PORT(_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)?)"
 )
-"""Variables that Kubernetes sets in all containers for a service named worker-daemon*."""
+"""Variables that Kubernetes sets in all containers for a service whose name begins like this."""
 KEYS: Final = (
     "endpoint",
     "device",

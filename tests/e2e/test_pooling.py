@@ -17,10 +17,13 @@ from tests.support.killed_driver import DriverNursery, Plan, begin
 from tests.support.pooling_reference import (
     embedding,
     last_states,
+    pair_scores,
     pooling_request,
+    save_cross_encoder,
     scores,
     sentence_vectors,
     write_modules,
+    write_tokenizer,
 )
 from tests.support.serving import (
     LONG_LEASE,
@@ -155,6 +158,48 @@ def test_activation_is_that_of_the_problem(serve, checkpoint, problem, labels, a
         run = generate(group, loaded, [pooling_request("a", prompt, "classify")])
     expected = activation(scores(reference, prompt)).numpy()
     np.testing.assert_allclose(run.outputs["a"].pooled, expected, **CLOSE)
+
+
+IDENTITY, SOFTMAX = "torch.nn.modules.linear.Identity", "torch.nn.modules.activation.Softmax"
+SIGMOID = "torch.nn.modules.activation.Sigmoid"
+
+
+@pytest.mark.parametrize(
+    ("labels", "config", "saved_with"),
+    [
+        (1, {}, None),
+        (1, {"sentence_transformers": {"activation_fn": IDENTITY, "version": "5.0"}}, None),
+        (1, {"sbert_ce_default_activation_function": "torch.nn.Identity"}, None),
+        (1, {"problem_type": "regression"}, "Sigmoid"),
+        (3, {"sentence_transformers": {"activation_fn": SOFTMAX}}, "Identity"),
+        (3, {"sentence_transformers": {"activation_fn": SOFTMAX}}, None),
+        (3, {"sentence_transformers": {"version": "4.0"}}, None),
+        (
+            3,
+            {
+                "sentence_transformers": {"activation_fn": None},
+                "sbert_ce_default_activation_function": SIGMOID,
+            },
+            None,
+        ),
+    ],
+)
+def test_scores_of_cross_encoders(serve, checkpoint, labels, config, saved_with):
+    architecture = "XLMRobertaForSequenceClassification"
+    reference = checkpoint(architecture, num_labels=labels, seed=labels)
+    edit_config(reference, **config)
+    write_tokenizer(reference.path, "XLMRoberta")
+    if saved_with is not None:
+        save_cross_encoder(reference.path, saved_with)
+    expected = pair_scores(reference.path, [("w9 w10 w11", "w20 w21"), ("w7", "w30 w9 w100 w8")])
+    requests = [
+        pooling_request(f"{index}", prompt, "classify")
+        for index, prompt in enumerate(expected.token_ids)
+    ]
+    with serve(reference.path, max_num_batched_tokens=160) as (group, loaded):
+        run = generate(group, loaded, requests)
+    for index, scores_of_pair in enumerate(expected.scores):
+        np.testing.assert_allclose(run.outputs[f"{index}"].pooled, scores_of_pair, **CLOSE)
 
 
 @pytest.mark.parametrize(

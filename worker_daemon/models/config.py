@@ -12,8 +12,10 @@ from worker_daemon.models.fields import Fields
 from worker_daemon.models.pooling_config import (
     MODULES_FILE,
     POOLING_FILE,
+    SENTENCE_TRANSFORMERS_FILE,
     pooling_config_path,
     read_architecture,
+    read_cross_encoder,
     read_modules,
 )
 from worker_daemon.models.quantization import read_quantization, with_matches
@@ -25,7 +27,8 @@ _MAX_CONFIG_BYTES = 1 << 20
 
 
 def read_model_config(model_dir: Path) -> DecoderConfig:
-    """Read config.json, and the end tokens of generation_config.json if it has any.
+    """Read config.json, the end tokens of generation_config.json, and what sentence-transformers'
+    files say of pooling, as far as they exist.
 
     Raises CheckpointError for a missing file or invalid JSON, ConfigError for invalid or
     unsupported fields.
@@ -33,6 +36,9 @@ def read_model_config(model_dir: Path) -> DecoderConfig:
     config = parse_model_config(_read_object(model_dir / "config.json"))
     if (model_dir / MODULES_FILE).exists() and config.pooler.head is None:
         config = _with_modules(config, model_dir)
+    if (model_dir / MODULES_FILE).exists() and (model_dir / SENTENCE_TRANSFORMERS_FILE).exists():
+        own = _read_object(model_dir / SENTENCE_TRANSFORMERS_FILE)
+        config = read_cross_encoder(config, Fields(own, f"{SENTENCE_TRANSFORMERS_FILE}: "))
     generation_path = model_dir / "generation_config.json"
     if not generation_path.exists():
         return config
@@ -69,13 +75,15 @@ def _with_modules(config: DecoderConfig, model_dir: Path) -> DecoderConfig:
     return read_modules(config, modules, Fields(_read_object(path), prefix=prefix))
 
 
-def pooling_files(model_dir: Path) -> Mapping[str, Path]:
+def pooling_files(model_dir: Path, config: DecoderConfig) -> Mapping[str, Path]:
     """Return the files that configure a model's pooling, by their names in a saved set; may be
     empty."""
-    if not (model_dir / MODULES_FILE).exists():
+    files = {MODULES_FILE: model_dir / MODULES_FILE}
+    if not files[MODULES_FILE].exists():
         return {}
-    path = _pooling_path(model_dir, _read_json(model_dir / MODULES_FILE))
-    return {MODULES_FILE: model_dir / MODULES_FILE, POOLING_FILE: path}
+    if config.pooler.head is None:
+        files[POOLING_FILE] = _pooling_path(model_dir, _read_json(files[MODULES_FILE]))
+    return files
 
 
 def _pooling_path(model_dir: Path, modules: object) -> Path:

@@ -3,7 +3,7 @@ it from config.json, `decoder.py` builds it."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, TypeAlias
 
 from worker_daemon.layers.attention import AttentionSpec
 from worker_daemon.layers.encoder import (
@@ -16,6 +16,9 @@ from worker_daemon.layers.mlp import MLPSpec
 from worker_daemon.layers.norm import NormSpec
 from worker_daemon.layers.quantization import Quantization
 from worker_daemon.layers.rotary import DynamicRope, Rope
+
+ScoreActivation: TypeAlias = Literal["softmax", "sigmoid", "none"]
+"""Function that turns a classifier's scores into probabilities; none: they stay as they are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,8 +49,7 @@ class HeadSpec:
     """Checkpoint name of a square matrix with a bias and tanh before it; None if there is none."""
     per_token: bool
     """True if it applies to each token, not to the whole prompt."""
-    activation: Literal["softmax", "sigmoid", "none"]
-    """Function that turns its scores into probabilities."""
+    activation: ScoreActivation
 
 
 @dataclass(frozen=True, slots=True)

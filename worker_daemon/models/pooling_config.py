@@ -8,10 +8,17 @@ from types import MappingProxyType
 from typing import Final, Literal
 
 from worker_daemon.errors import ConfigError
-from worker_daemon.models.description import DecoderConfig, HeadSpec, PoolerSpec
+from worker_daemon.models.description import (
+    DecoderConfig,
+    HeadSpec,
+    PoolerSpec,
+    ScoreActivation,
+)
 from worker_daemon.models.fields import Fields
 
 MODULES_FILE: Final = "modules.json"
+SENTENCE_TRANSFORMERS_FILE: Final = "config_sentence_transformers.json"
+_ACTIVATION: Final = "activation_fn"
 POOLING_FILE: Final = "pooling.json"
 """Configuration of the Pooling module in a saved set, which has no directories of modules."""
 _CAUSAL = "ForCausalLM"
@@ -30,7 +37,11 @@ _POOLING_MODES: Final[Mapping[str, Literal["last", "first", "mean"]]] = MappingP
 _NAMED_MODES: Final[Mapping[str, Literal["last", "first", "mean"]]] = MappingProxyType(
     {"lasttoken": "last", "cls": "first", "mean": "mean"}
 )
-_ACTIVATIONS: Final[Mapping[str, Literal["softmax", "sigmoid", "none"]]] = MappingProxyType(
+_TORCH_ACTIVATIONS: Final[Mapping[str, ScoreActivation]] = MappingProxyType(
+    {"Sigmoid": "sigmoid", "Softmax": "softmax", "Identity": "none"}
+)
+"""By the names of torch's classes."""
+_ACTIVATIONS: Final[Mapping[str, ScoreActivation]] = MappingProxyType(
     {
         "single_label_classification": "softmax",
         "multi_label_classification": "sigmoid",
@@ -57,7 +68,7 @@ def read_architecture(config: DecoderConfig, fields: Fields) -> DecoderConfig:
         raise fields.error("is_causal", "must be true", "use a model that sees earlier tokens only")
     if name.endswith((_SEQUENCE, _TOKEN)):
         per_token = name.endswith(_TOKEN)
-        labels, activation = num_labels(fields), _activation(fields)
+        labels, activation = num_labels(fields), _activation(fields, per_token=per_token)
         head = HeadSpec("score", labels, per_token, None, per_token, activation)
         return replace(config, generates=False, pooler=PoolerSpec(head=head))
     return replace(config, generates=name.endswith(_CAUSAL))
@@ -68,10 +79,12 @@ def encoder_pooler(fields: Fields, classifier: str, dense: str) -> PoolerSpec:
     matrices of its per-prompt head."""
     (name, *_) = fields.optional_texts("architectures") or [""]
     if name.endswith(_SEQUENCE):
-        head = HeadSpec(classifier, num_labels(fields), True, dense, False, _activation(fields))
+        activation = _activation(fields)
+        head = HeadSpec(classifier, num_labels(fields), True, dense, False, activation)
         return PoolerSpec("first", head=head)
     if name.endswith(_TOKEN):
-        head = HeadSpec("classifier", num_labels(fields), True, None, True, _activation(fields))
+        activation = _activation(fields, per_token=True)
+        head = HeadSpec("classifier", num_labels(fields), True, None, True, activation)
         return PoolerSpec("first", head=head)
     return PoolerSpec("mean")
 
@@ -86,13 +99,52 @@ def num_labels(fields: Fields) -> int:
     return len(names)
 
 
-def _activation(fields: Fields) -> Literal["softmax", "sigmoid", "none"]:
+def read_cross_encoder(config: DecoderConfig, fields: Fields) -> DecoderConfig:
+    """Return a classifier of whole prompts with the activation of sentence-transformers'
+    configuration, if that has one. fields: of SENTENCE_TRANSFORMERS_FILE."""
+    head = config.pooler.head
+    if head is None or head.per_token or fields.optional_text(_ACTIVATION) is None:
+        return config
+    head = replace(head, activation=_named_activation(fields, _ACTIVATION))
+    return replace(config, pooler=replace(config.pooler, head=head))
+
+
+def _activation(fields: Fields, *, per_token: bool = False) -> ScoreActivation:
+    cross_encoder = None if per_token else _cross_encoder_activation(fields)
+    if cross_encoder is not None:
+        return cross_encoder
     kind = fields.optional_text("problem_type")
     if kind is None:
         return "sigmoid" if num_labels(fields) == 1 else "softmax"
     if kind not in _ACTIVATIONS:
         raise fields.error("problem_type", "is unknown", "use one of " + ", ".join(_ACTIVATIONS))
     return _ACTIVATIONS[kind]
+
+
+def _cross_encoder_activation(fields: Fields) -> ScoreActivation | None:
+    """Return the activation of a CrossEncoder that sentence-transformers has saved; None if it has
+    not saved the model."""
+    section, old = (
+        fields.optional_object("sentence_transformers"),
+        "sbert_ce_default_activation_function",
+    )
+    if section is not None and section.get(_ACTIVATION) is not None:
+        of_section = Fields(section, prefix=fields.full_name("sentence_transformers."))
+        return _named_activation(of_section, _ACTIVATION)
+    if fields.optional_text(old) is not None and not (section and _ACTIVATION in section):
+        return _named_activation(fields, old)
+    if section is None:
+        return None
+    return "sigmoid" if num_labels(fields) == 1 else "none"
+
+
+def _named_activation(fields: Fields, name: str) -> ScoreActivation:
+    """Read a field with the path of a class."""
+    package, _, kind = fields.text(name).rpartition(".")
+    if package.partition(".")[0] != "torch" or kind not in _TORCH_ACTIVATIONS:
+        fix = f"use torch's {' or '.join(_TORCH_ACTIVATIONS)}, or remove the field"
+        raise fields.error(name, "is not supported", fix)
+    return _TORCH_ACTIVATIONS[kind]
 
 
 def pooling_config_path(modules: object) -> str:

@@ -18,8 +18,6 @@ class WorkerDescription:
     device: str
     config: WorkerConfig | None = None
     """The loaded configuration; None below MODEL_LOADED."""
-    model_names: tuple[str, ...] = ()
-    """See ResolvedModel.names."""
     kv_cache: KVCacheConfig | None = None
     memory_bytes: Mapping[str, int] = field(default_factory=dict)
     """Device (or host) memory by use (MemoryLedger.by_kind), and the kinds of
@@ -43,3 +41,5 @@ class WorkerDescription:
     device; empty without experts."""
     block_contents: BlockContents | None = None
     """None below KV_READY. The control thread takes and reads notes there."""
+    model_names: tuple[str, ...] = ()
+    """See ResolvedModel.names."""

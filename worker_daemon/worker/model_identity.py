@@ -32,7 +32,7 @@ class ModelFiles:
         """Find the files of a resolved model. Raises CheckpointError if a checkpoint has no
         weights, or a broken index of them."""
         directory = resolved.directory
-        paths = config_paths(directory)
+        paths = config_paths(directory, resolved.decoder)
         texts = {paths[name]: content for name, content in resolved.config_files.items()}
         if config.load_format == "dummy":
             return cls(directory, texts, ())

@@ -144,7 +144,7 @@ def resolve_config(config: ModelConfig, model_roots: Sequence[Path]) -> Resolved
         dtype=_resolve_dtype(config.dtype, stated),
         max_model_len=_resolve_length(config.max_model_len, decoder),
         saved=saved,
-        config_files=_read_config_files(directory),
+        config_files=_read_config_files(directory, decoder),
         names=_names(named, model_roots[0].resolve()),
     )
 
@@ -257,16 +257,16 @@ def _check_directory(name: str, directory: Path, root: Path, field: str) -> None
             raise config_error(field, str(file), problem, f"keep it under {root}")
 
 
-def config_paths(directory: Path) -> dict[str, Path]:
+def config_paths(directory: Path, decoder: DecoderConfig) -> dict[str, Path]:
     """Return the files that configure a model, by their names in a saved set, whether or not they
     exist."""
     paths = {name: directory / name for name in CONFIG_FILES}
-    paths.update(pooling_files(directory))
+    paths.update(pooling_files(directory, decoder))
     return paths
 
 
-def _read_config_files(directory: Path) -> dict[str, bytes]:
-    paths = config_paths(directory)
+def _read_config_files(directory: Path, decoder: DecoderConfig) -> dict[str, bytes]:
+    paths = config_paths(directory, decoder)
     try:
         return {name: read_whole(path) for name, path in paths.items() if path.exists()}
     except OSError as error:

@@ -180,11 +180,22 @@ def _check_pooling(vllm_config: Any) -> None:
     _check_activation(model.hf_config)
 
 
+_PROBLEM_ACTIVATIONS: Final[Mapping[str, str]] = MappingProxyType(
+    {
+        "single_label_classification": "Softmax",
+        "multi_label_classification": "Sigmoid",
+        "regression": "Identity",
+    }
+)
+"""torch's names of the functions that problem_type means."""
+
+
 def _check_activation(config: Any) -> None:
-    """Refuse a checkpoint that chooses how scores are made of logits in a field that the daemons do
-    not read."""
-    if getattr(config, "problem_type", None) is not None:
-        return  # it decides, for vLLM too
+    """Refuse a checkpoint with two functions that make scores of logits: its problem_type decides
+    for vLLM, and the other field for the daemons, as for sentence-transformers."""
+    problem = getattr(config, "problem_type", None)
+    if problem is None:
+        return
     chosen = {
         "sbert_ce_default_activation_function": getattr(
             config, "sbert_ce_default_activation_function", None
@@ -194,10 +205,9 @@ def _check_activation(config: Any) -> None:
         ).get("activation_fn"),
     }
     for field, value in chosen.items():
-        is_ours = str(value).endswith(".Sigmoid") and config.num_labels == 1
-        if value is not None and not is_ours:
-            fix = "set problem_type in config.json: regression keeps logits as they are"
-            _refuse(f"hf_config.{field}", value, fix)
+        name = str(value).rpartition(".")[2]
+        if value is not None and name != _PROBLEM_ACTIVATIONS.get(problem):
+            _refuse(f"hf_config.{field}", value, f"remove it or problem_type {problem} there")
 
 
 _STATES: Final[Mapping[str, PooledStates]] = MappingProxyType(

@@ -304,8 +304,11 @@ def checkpoint_of(activation, num_labels=1, problem_type=None):
     "checkpoint",
     [
         checkpoint_of(SIGMOID),
+        checkpoint_of(SIGMOID, num_labels=2),
         checkpoint_of(None),
+        checkpoint_of("torch.nn.Identity"),
         checkpoint_of("torch.nn.Identity", problem_type="regression"),
+        SimpleNamespace(num_labels=1, sbert_ce_default_activation_function="torch.nn.Identity"),
     ],
 )
 def test_rerankers_whose_scores_are_made_as_vllm_makes_them(checkpoint):
@@ -331,17 +334,15 @@ def test_servers_that_pool_may_wait_for_each_step(is_async):
             "long_prefill_token_threshold_adaptive",
         ),
         (
-            {"model_config__hf_config": checkpoint_of(activation="torch.nn.Identity")},
-            "hf_config.sentence_transformers.activation_fn",
-        ),
-        (
-            {"model_config__hf_config": checkpoint_of(activation=SIGMOID, num_labels=2)},
+            {"model_config__hf_config": checkpoint_of(SIGMOID, problem_type="regression")},
             "hf_config.sentence_transformers.activation_fn",
         ),
         (
             {
                 "model_config__hf_config": SimpleNamespace(
-                    num_labels=1, sbert_ce_default_activation_function="torch.nn.Identity"
+                    num_labels=2,
+                    problem_type="multi_label_classification",
+                    sbert_ce_default_activation_function="torch.nn.Identity",
                 )
             },
             "hf_config.sbert_ce_default_activation_function",

@@ -53,6 +53,27 @@ def test_heads_of_classifiers(changes, states, labels, activation):
     assert not config.generates
 
 
+def test_an_activation_that_is_not_served_is_named(tmp_path):
+    name = "config_sentence_transformers.json"
+    classifier = ENCODER | {"architectures": ["RobertaForSequenceClassification"], "num_labels": 1}
+    (tmp_path / "config.json").write_text(json.dumps(classifier))
+    (tmp_path / name).write_text('{"activation_fn": "torch.nn.Tanh"}')
+    (tmp_path / "modules.json").write_text('[{"type": "a.Transformer", "path": ""}]')
+    with pytest.raises(ConfigError) as caught:
+        read_model_config(tmp_path)
+    assert (caught.value.field, caught.value.value) == (f"{name}: activation_fn", "torch.nn.Tanh")
+    nested = classifier | {"sentence_transformers": {"activation_fn": 3}}
+    with pytest.raises(ConfigError) as caught:
+        parse_model_config(nested)
+    assert caught.value.field == "sentence_transformers.activation_fn"
+
+
+def test_a_classifier_of_tokens_is_no_cross_encoder():
+    values = ENCODER | {"architectures": ["RobertaForTokenClassification"], "num_labels": 3}
+    section = {"sentence_transformers": {"activation_fn": "torch.nn.Identity"}}
+    assert parse_model_config(values | section).pooler.head.activation == "softmax"
+
+
 def test_bare_models_and_encoders_do_not_generate():
     assert parse_model_config(DECODER).generates
     assert not parse_model_config({**DECODER, "architectures": ["Qwen2Model"]}).generates
@@ -93,12 +114,29 @@ def test_a_saved_set_pools_as_its_model_does(tmp_path):
     saved.mkdir()
     (model / "config.json").write_text(json.dumps(ENCODER))
     write_modules(model, "cls", 64, normalize=False)
+    (model / "config_sentence_transformers.json").write_text('{"prompts": {}}')
     resolved = resolve_model(ModelConfig(model=str(model)), [tmp_path])
     for name, content in resolved.config_files.items():
         (saved / name).write_bytes(content)
     assert read_model_config(saved) == resolved.decoder
     again = resolve_model(ModelConfig(model=str(saved)), [tmp_path])
     assert again.config_files == resolved.config_files
+
+
+def test_a_saved_set_of_a_cross_encoder_scores_as_its_model_does(tmp_path):
+    model, saved = tmp_path / "model", tmp_path / "saved"
+    model.mkdir()
+    saved.mkdir()
+    classifier = ENCODER | {"architectures": ["RobertaForSequenceClassification"]}
+    (model / "config.json").write_text(json.dumps(classifier))
+    (model / "modules.json").write_text('[{"type": "a.Transformer", "path": ""}]')
+    activation = '{"activation_fn": "torch.nn.modules.activation.Sigmoid"}'
+    (model / "config_sentence_transformers.json").write_text(activation)
+    resolved = resolve_model(ModelConfig(model=str(model)), [tmp_path])
+    assert resolved.decoder.pooler.head.activation == "sigmoid"
+    for name, content in resolved.config_files.items():
+        (saved / name).write_bytes(content)
+    assert read_model_config(saved) == resolved.decoder
 
 
 @pytest.mark.parametrize(
@@ -132,6 +170,14 @@ def test_modules_that_are_wrong_are_refused(tmp_path, modules):
         {"hidden_act": "relu"},
         {"is_decoder": True},
         {"position_embedding_type": "relative_key"},
+        {
+            "sbert_ce_default_activation_function": "torch.nn.modules.activation.ReLU",
+            "architectures": ["RobertaForSequenceClassification"],
+        },
+        {
+            "sbert_ce_default_activation_function": "own.package.Sigmoid",
+            "architectures": ["RobertaForSequenceClassification"],
+        },
         {"problem_type": "guess", "architectures": ["RobertaForSequenceClassification"]},
         {"max_position_embeddings": 2},
         {"id2label": {}, "architectures": ["RobertaForTokenClassification"]},
