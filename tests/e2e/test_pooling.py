@@ -25,6 +25,7 @@ from tests.support.pooling_reference import (
     write_modules,
     write_tokenizer,
 )
+from tests.support.published import PUBLISHED, random_model, save_published, shrunk
 from tests.support.serving import (
     LONG_LEASE,
     generate,
@@ -247,6 +248,40 @@ def test_embedding_models_of_sentence_transformers(
         run = generate(group, loaded, requests)
         assert not loaded.metadata.generates
     for index, expected in enumerate(sentence_vectors(reference.path, texts)):
+        np.testing.assert_allclose(run.outputs[f"{index}"].pooled, expected, **CLOSE)
+
+
+GEMMA_4B, GEMMA_1B = "google/gemma-3-4b-it", "google/gemma-3-1b-it"
+
+
+@pytest.mark.parametrize(
+    ("name", "architecture"),
+    [
+        (GEMMA_1B, "Gemma3TextModel"),
+        (GEMMA_1B, "Gemma3TextForSequenceClassification"),
+        (GEMMA_4B, "Gemma3Model"),
+        (GEMMA_4B, "Gemma3ForSequenceClassification"),
+        ("mistralai/Mistral-Small-3.2-24B-Instruct-2506", "Mistral3Model"),
+    ],
+)
+def test_text_models_by_the_names_of_their_classes(serve, model_root, name, architecture):
+    config = shrunk(PUBLISHED[name]) | {"architectures": [architecture]}
+    if architecture.endswith("Classification"):
+        config["id2label"] = {str(label): f"label {label}" for label in range(3)}
+    model, path = random_model(config, seed=5), model_root / architecture
+    save_published(model, path, config)
+    texts = [np.minimum(prompt, 90) for prompt in make_prompts(16, [3, 30])]
+    task = "classify" if "id2label" in config else "embed"
+    requests = [pooling_request(f"{i}", prompt, task) for i, prompt in enumerate(texts)]
+    with serve(path, max_num_batched_tokens=STEP, max_model_len=64) as (group, loaded):
+        run = generate(group, loaded, requests)
+    for index, prompt in enumerate(texts):
+        with torch.no_grad():
+            output = model(torch.tensor([prompt.tolist()]))
+        if task == "classify":
+            expected = output.logits[0].softmax(-1).numpy()
+        else:
+            expected = embedding(output.last_hidden_state[0, -1])
         np.testing.assert_allclose(run.outputs[f"{index}"].pooled, expected, **CLOSE)
 
 

@@ -33,6 +33,7 @@ FAMILIES: Mapping[str, Describe] = MappingProxyType(
         "BertModel": bert.describe,
         "Gemma2ForCausalLM": gemma.describe_gemma2,
         "Gemma3ForCausalLM": gemma.describe_gemma3,
+        "Gemma3TextModel": gemma.describe_gemma3,
         "Glm4ForCausalLM": glm.describe_0414,
         "GlmForCausalLM": glm.describe,
         "GptOssForCausalLM": gpt_oss.describe,

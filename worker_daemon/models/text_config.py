@@ -12,7 +12,12 @@ from worker_daemon.models.fields import Fields
 TEXT_MODELS: Final[Mapping[str, Mapping[str, str]]] = MappingProxyType(
     {
         "Gemma3ForConditionalGeneration": MappingProxyType({"gemma3_text": "Gemma3ForCausalLM"}),
+        "Gemma3ForSequenceClassification": MappingProxyType(
+            {"gemma3_text": "Gemma3TextForSequenceClassification"}
+        ),
+        "Gemma3Model": MappingProxyType({"gemma3_text": "Gemma3TextModel"}),
         "Mistral3ForConditionalGeneration": MappingProxyType({"mistral": "MistralForCausalLM"}),
+        "Mistral3Model": MappingProxyType({"mistral": "MistralModel"}),
     }
 )
 """Multimodal architecture -> model_type of its text_config -> the text model's architecture."""
@@ -23,6 +28,14 @@ _SHARED: Final = (
     "torch_dtype",
 )
 """Fields of the whole checkpoint: its text_config leaves them out, or has defaults."""
+_WHOLE: Final = (
+    "id2label",
+    "num_labels",
+    "problem_type",
+    "sbert_ce_default_activation_function",
+    "sentence_transformers",
+)
+"""Fields of the whole checkpoint alone, about its classifier."""
 _TIED: Final = "tie_word_embeddings"
 """A field of the whole checkpoint alone, true by default: text_config's own does not count. Mistral
 3, whose head is stored, has true as well (stored_head.py)."""
@@ -30,10 +43,14 @@ _TIED: Final = "tie_word_embeddings"
 
 def text_fields(fields: Fields) -> Fields:
     """Return the fields of a multimodal checkpoint's text model, with its own architecture; other
-    checkpoints' fields as they are. Raises ConfigError for a text model of another kind."""
+    checkpoints' fields as they are. Raises ConfigError for a text model of another kind, or one in
+    another architecture."""
     architecture = architecture_name(fields)
     text_models = TEXT_MODELS.get(architecture)
     if text_models is None:
+        if not fields.is_empty("text_config"):
+            fix = "use a checkpoint of " + ", ".join(TEXT_MODELS)
+            raise fields.error("architectures", "is not supported with a text_config", fix)
         return fields
     values = fields.optional_object("text_config")
     if values is None:
@@ -46,4 +63,5 @@ def text_fields(fields: Fields) -> Fields:
         raise text.error("model_type", "is not supported", fix)
     own = {"architectures": [text_models[model_type]]}
     tied = {_TIED: True, **fields.non_null((_TIED,))}
-    return text.with_values({**fields.non_null(_SHARED), **tied, **own})
+    whole = {**dict.fromkeys(_WHOLE), **fields.non_null((*_WHOLE, *_SHARED))}
+    return text.with_values({**whole, **tied, **own})

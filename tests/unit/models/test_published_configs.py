@@ -125,6 +125,8 @@ def test_a_text_model_takes_the_whole_checkpoints_fields():
     config = parse_model_config(GEMMA3)
     assert (config.dtype, config.eos_token_ids) == ("bfloat16", (1, 106))
     assert config.tie_word_embeddings and config.vocab_size == 262_208
+    bare = parse_model_config(GEMMA3 | {"architectures": ["Gemma3Model"]})
+    assert bare.layers == config.layers and not bare.generates
 
 
 @pytest.mark.parametrize("old", ["su", "yarn"])
@@ -170,6 +172,9 @@ def test_the_whole_checkpoint_says_whether_the_head_is_tied(tmp_path, own, whole
             {"text_config": GEMMA3["text_config"] | {"num_hidden_layers": "34"}},
             "text_config.num_hidden_layers",
         ),
+        ("google/gemma-3-4b-it", {"architectures": ["Gemma3ForCausalLM"]}, "architectures"),
+        ("google/gemma-3-4b-it", {"architectures": ["Gemma3TextModel"]}, "architectures"),
+        ("google/gemma-3-1b-it", {"architectures": ["Gemma3Model"]}, "text_config"),
         ("THUDM/glm-4-9b-chat-hf", {"architectures": ["ChatGLMModel"]}, "architectures"),
         ("microsoft/phi-4", {"architectures": ["Phi3SmallForCausalLM"]}, "architectures"),
     ],
