@@ -13,7 +13,15 @@ from typing import Any, NamedTuple
 import jsonschema
 import lark
 import numpy as np
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import (
+    AddedToken,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    trainers,
+)
 
 from rpc_schema.structured import StructuredOutput
 from worker_client.structured.grammars import Grammars
@@ -21,6 +29,8 @@ from worker_client.structured.grammars import Grammars
 VOCAB_SIZE = 421
 """Vocabulary size of the model; the tokenizer has fewer tokens."""
 EOS_TOKEN_ID = 3
+ADDED = "<tool_call>"
+DECOMPOSED = "Zu\u0308rich"
 COMPACT = {"whitespace_flexible": False}
 """Without this, a random model writes blanks forever."""
 NEGATED = '[^ab\\n"\\\\]'
@@ -32,7 +42,8 @@ TEXTS = [
 
 
 def make_tokenizer(path: Path) -> Tokenizer:
-    """Write a byte-level tokenizer of some 400 tokens to a model's directory."""
+    """Write a byte-level tokenizer of some 400 tokens to a model's directory: one that composes
+    characters, and has an added token that is no special one."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -43,6 +54,8 @@ def make_tokenizer(path: Path) -> Tokenizer:
         show_progress=False,
     )
     tokenizer.train_from_iterator(TEXTS, trainer)
+    tokenizer.add_tokens([AddedToken(ADDED, special=False)])
+    tokenizer.normalizer = normalizers.NFC()
     tokenizer.save(str(path / "tokenizer.json"))
     return tokenizer
 
@@ -109,7 +122,10 @@ class Case(NamedTuple):
 
 def random_case(rng: random.Random) -> Case:
     """Return a grammar of any kind; most are schemas."""
-    kind = rng.choices(["json", "regex", "choice", "grammar", "json_text"], [8, 2, 2, 2, 1])[0]
+    kinds = ["json", "regex", "choice", "grammar", "json_text", "tagged"]
+    kind = rng.choices(kinds, [8, 2, 2, 2, 1, 2])[0]
+    if kind == "tagged":
+        return tagged_case(rng)
     if kind == "regex":
         return regex_case(random_regex(rng))
     if kind == "choice":
@@ -209,6 +225,13 @@ def crossing_case(rng: random.Random) -> Case:
     """Return a regular expression with forced text whose tokens cross its characters."""
     forced = "".join(rng.choice("テスト中文日本語éüñ😀🎉") for _ in range(rng.randint(2, 6)))
     return regex_case(f"({rng.choice('ax')}|b){forced}[a-z]{{{rng.randint(1, 12)}}}{forced[:1]}?")
+
+
+def tagged_case(rng: random.Random) -> Case:
+    """Return a regular expression of texts that the tokenizer takes for other ones: an added token,
+    a special one, and characters that it would compose."""
+    before, after = (rng.choice([ADDED, "<eos>", DECOMPOSED, "<a>"]) for _ in range(2))
+    return regex_case(f"{before}[0-9]{{1,3}}{after}")
 
 
 def regex_case(regex: str) -> Case:

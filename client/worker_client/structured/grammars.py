@@ -24,7 +24,7 @@ from typing import Any, Final
 from rpc_schema.structured import StructuredOutput
 from worker_client.child_process import ChildEnded, wait_readable
 from worker_client.errors import ClientConfigError, RequestError
-from worker_client.structured.mask_messages import Setup
+from worker_client.structured.mask_messages import NO_TEXT, Setup
 from worker_client.structured.masked_steps import TOO_LONG
 from worker_client.structured.matchers import Grammar, GrammarMatcher, MaskProcess
 from worker_client.structured.options import FIELD
@@ -41,6 +41,7 @@ START_S: Final = 120.0
 MAX_FAILED_STARTS: Final = 5
 """Processes in a row that end before they are ready, after which grammars are refused. One that
 becomes ready ends the row."""
+_NO_TEXT_FIX: Final = "let a text match it: an alternative without the $ref or rule to itself"
 MAX_DEATHS: Final = 2
 """Processes that end by themselves while they work on a grammar, after which it is refused."""
 
@@ -401,7 +402,7 @@ def refused(grammar: StructuredOutput, reason: str) -> RequestError:
         f"the grammar cannot be used: {reason}",
         field=f"{FIELD}.{grammar.kind}",
         value=grammar.text,
-        fix="fix or simplify it",
+        fix=_NO_TEXT_FIX if reason == NO_TEXT else "fix or simplify it",
     )
 
 

@@ -14,6 +14,8 @@ from numpy.typing import NDArray
 HEADER_BYTES: Final = 64
 MAX_ROWS: Final = 8192
 """Matchers of a process. Memory is taken by the rows that are used."""
+NO_TEXT: Final = "no text goes on from there: the grammar allows none, or requires itself"
+"""Error of a matcher that allows nothing."""
 IDLE: Final = 0
 """Subject of a process that works on nothing."""
 

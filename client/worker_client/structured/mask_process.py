@@ -1,4 +1,4 @@
-"""The process that compiles grammars and computes masks. It alone uses llguidance, whose work a
+"""The process that compiles grammars and computes masks. Only here runs llguidance, whose work a
 grammar can make as long as it likes: the driver may kill it, and the kernel does after a bound of
 CPU time for each grammar and each mask. One thread, so that what it works on is what makes it slow.
 
@@ -13,20 +13,21 @@ import re
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
 import msgspec
 import numpy as np
-from llguidance import LLMatcher, LLParserLimits, LLTokenizer
-from llguidance.gbnf_to_lark import any_to_lark
+from llguidance import LLMatcher, LLParserLimits
+from llguidance.gbnf_to_lark import gbnf_to_lark, is_lark_syntax
 from numpy.typing import NDArray
 
 from worker_client.child_process import ChildEnded, Messages, open_parent
 from worker_client.errors import ClientConfigError
 from worker_client.structured.mask_messages import (
     IDLE,
+    NO_TEXT,
     Answers,
     Begin,
     End,
@@ -41,10 +42,19 @@ from worker_client.structured.mask_messages import (
     memory_bytes,
     rows_of,
 )
+from worker_client.structured.text_tokens import TextTokens
 from worker_client.tokenizer import FILE_NAME, read_tokenizer_file
 
 MAX_ERROR_LENGTH: Final = 300
 _STATE_DUMP: Final = re.compile(r"<(?:non-verbose/|state)>")
+UNWRITABLE: Final = "the model has no tokens for a text that its grammar requires"
+_NO_TOKEN: Final = "NoExtensionBias"
+"""llguidance's error where a mask would allow nothing."""
+_LARK_PART: Final = re.compile(r'"(?:\\.|[^"\\\n])*"|(?:#|//)[^\n]*|/(?:\\.|[^/\\\n])+/|<[^<>\s]+>')
+"""A text, comment, regular expression or token name of Lark."""
+_ESCAPE: Final = re.compile(r"\\(?:u([0-9A-Fa-f]{4})|U([0-9A-Fa-f]{8})|.)", re.DOTALL)
+_SURROGATES: Final = (0xD800, 0xDFFF)
+_LAST_OF_ONE_BYTE: Final = 0x7F
 _STRING_CHARACTER: Final = r'[^"\\\x00-\x1F\x7F]'
 SLICES: Final = (
     r"[\x20\x0A\x0D\x09]+",
@@ -60,8 +70,8 @@ AHEAD_NS: Final = 5_000_000
 """CPU time of a batch in which matchers take forced tokens."""
 
 
-class _TooComplex(Exception):
-    """llguidance has given a matcher up."""
+class _Ended(Exception):
+    """A matcher has no next mask."""
 
 
 class Matchers:
@@ -70,7 +80,9 @@ class Matchers:
     def __init__(self, setup: Setup) -> None:
         """Raises ClientConfigError if the model has no usable tokenizer."""
         self._setup = setup
-        self._tokenizer = _load(setup)
+        file = read_tokenizer_file(Path(setup.model) / FILE_NAME)
+        self._texts = TextTokens(file, setup.vocab_size, setup.eos_token_ids)
+        self._tokenizer = self._texts.tokenizer(SLICES, setup.eos_token_ids)
         self.num_words = -(-self._tokenizer.vocab_size // 32)
         self._limits = LLParserLimits(
             max_grammar_size=setup.max_grammar_size,
@@ -140,7 +152,7 @@ class Matchers:
     def _compile(self, load: Load) -> None:
         began_ns = self._start(-load.key, self._setup.compile_s)
         try:
-            text = as_llguidance(load.kind, load.text)
+            text = as_llguidance(load.kind, load.text, self._texts.names)
             matcher = LLMatcher(self._tokenizer, text, log_level=0, limits=self._limits)
             error = matcher.get_error() if matcher.is_error() else ""
         except MemoryError:
@@ -176,8 +188,8 @@ class Matchers:
         if not error:
             try:
                 self._fill(asked.row, forced)
-            except _TooComplex as reason:
-                error = f"its grammar is too complex: {shortened(str(reason))}"
+            except _Ended as reason:
+                error = str(reason)
         cost_ns = self._cost_ns[asked.row] = time.process_time_ns() - began_ns
         if isinstance(asked, Begin) and not asked.tokens:
             self.compile_ns += cost_ns
@@ -188,19 +200,27 @@ class Matchers:
         matcher, mask = self._matchers[row], self._masks[row]
         size = mask.nbytes
         address = self._address + row * size
-        matcher.unsafe_compute_mask_ptr(address, size)
+        self._compute(matcher, address, size)
         began_ns = time.process_time_ns()
         until_ns, most = began_ns + self._ahead_ns, self._setup.max_jump
-        while not matcher.is_error():
-            token = self._only(mask) if len(forced) < most else None
-            if token is None or time.process_time_ns() > until_ns:
+        while (token := self._only(mask)) is not None:
+            if not matcher.validate_tokens([token]):
+                raise _Ended(_failure(matcher) if matcher.is_error() else UNWRITABLE)
+            if len(forced) >= most or time.process_time_ns() > until_ns:
                 break
             matcher.consume_token(token)
-            matcher.unsafe_compute_mask_ptr(address, size)
+            self._compute(matcher, address, size)
             forced.append(token)
-        if matcher.is_error():
-            raise _TooComplex(matcher.get_error())
         self._ahead_ns -= min(self._ahead_ns, time.process_time_ns() - began_ns)
+
+    def _compute(self, matcher: LLMatcher, address: int, size: int) -> None:
+        """Write a matcher's mask to an address."""
+        self._texts.unwritable = ""
+        matcher.unsafe_compute_mask_ptr(address, size)
+        if self._texts.unwritable:
+            raise _Ended(f"{UNWRITABLE}: {shortened(repr(self._texts.unwritable))}")
+        if matcher.is_error():
+            raise _Ended(_failure(matcher))
 
     def _only(self, mask: NDArray[np.int32]) -> int | None:
         """Return the token that a mask allows alone, if it is one of the model's and no end of
@@ -221,14 +241,23 @@ def _consume(matcher: LLMatcher, tokens: Sequence[int]) -> bool:
     return all(matcher.consume_token(token) for token in tokens)
 
 
+def _failure(matcher: LLMatcher) -> str:
+    """Return why llguidance has given a matcher up."""
+    reason = matcher.get_error()
+    if reason.startswith(_NO_TOKEN):
+        return NO_TEXT
+    return f"its grammar is too complex: {shortened(reason)}"
+
+
 def shortened(reason: str) -> str:
     """Return llguidance's reason on one line, without the state dump that may follow."""
     line = " ".join(_STATE_DUMP.split(reason)[0].split()) or "it is invalid"
     return line if len(line) <= MAX_ERROR_LENGTH else f"{line[: MAX_ERROR_LENGTH - 3]}..."
 
 
-def as_llguidance(kind: str, text: str) -> str:
-    """Return a grammar as llguidance reads it. Raises ValueError and others."""
+def as_llguidance(kind: str, text: str, names: Mapping[str, int]) -> str:
+    """Return a grammar as llguidance reads it. names: tokens that a grammar may name, beside those
+    that llguidance knows. Raises ValueError and others."""
     if kind == "json":
         return LLMatcher.grammar_from_json_schema(text)
     if kind == "regex":
@@ -238,16 +267,23 @@ def as_llguidance(kind: str, text: str) -> str:
         if not isinstance(texts, list) or not texts or not all(isinstance(t, str) for t in texts):
             raise ValueError("it is not a JSON list of texts")
         return LLMatcher.grammar_from_lark("start: " + " | ".join(map(json.dumps, texts)))
-    return LLMatcher.grammar_from_lark(any_to_lark(text))
+    if not is_lark_syntax(text):
+        return LLMatcher.grammar_from_lark(gbnf_to_lark(_ESCAPE.sub(_unescaped, text)))
+
+    def by_id(found: re.Match[str]) -> str:
+        part = found[0]
+        return f"<[{names[part]}]>" if part in names else part
+
+    return LLMatcher.grammar_from_lark(_LARK_PART.sub(by_id, text))
 
 
-def _load(setup: Setup) -> LLTokenizer:
-    ends, slices = list(setup.eos_token_ids), list(SLICES)
-    text = read_tokenizer_file(Path(setup.model) / FILE_NAME).decode()
-    try:
-        return LLTokenizer(text, n_vocab=setup.vocab_size, eos_token=ends, slices=slices)
-    except ValueError:  # the tokenizer has more tokens than the model
-        return LLTokenizer(text, eos_token=ends, slices=slices)
+def _unescaped(found: re.Match[str]) -> str:
+    """Return a character of GBNF that is escaped by its number: llguidance's converter drops the
+    zeros of that."""
+    number = int(found[1] or found[2] or "0", 16)
+    if not number or _SURROGATES[0] <= number <= _SURROGATES[1] or number > sys.maxunicode:
+        return found[0]
+    return chr(number) if number > _LAST_OF_ONE_BYTE else f"\\x{number:02x}"
 
 
 def _encode(message: Any) -> bytes:
