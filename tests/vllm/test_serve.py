@@ -27,6 +27,7 @@ from tests.vllm.serving import (
     SMALL,
     serving,
     start_daemons,
+    start_server,
     vllm_environment,
 )
 
@@ -469,6 +470,18 @@ def test_a_client_that_goes_away_frees_its_blocks(alive, daemons):
 def test_cuda_was_not_initialized(server):
     server.text(PROMPT, max_tokens=2)
     assert not server.cuda_calls.exists(), server.cuda_calls.read_text()
+
+
+def test_second_server_is_refused_in_its_last_line(alive, daemons, root):
+    second = start_server(daemons.endpoints, root / "demo", root)
+    second.wait_for_the_end()
+    last = second.log().rstrip().splitlines()[-1]
+    holder = alive.processes()[1].pid
+    assert f":{holder} (driver " in last
+    assert "holds the lease" in last
+    assert last.endswith("""fix: stop that driver, or take the daemons from it: \
+--additional-config '{"worker_daemon": {"force": true}}'""")
+    second.close()
 
 
 # ---------------------------------------------------------------- settings

@@ -242,7 +242,8 @@ def confine_directory(
         problem = f"this is not a path: {error}"
         raise config_error(field, name, problem, "name a directory") from None
     problem = f"the {field} lies outside this daemon's {field} roots"
-    fix = f"a directory under {[str(root) for root in roots]}, or another {option}"
+    under = f"a directory under {[str(root) for root in roots]}"
+    fix = f"{under}, or start the daemon with another {option}"
     raise config_error(field, name, problem, fix)
 
 

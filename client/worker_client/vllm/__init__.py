@@ -4,5 +4,6 @@
 executor and scheduler. The rest translates, and is tested without vLLM: `settings.py`,
 `configuration.py`, `sections.py` (which fields of it may differ from vLLM's defaults),
 `requests.py` (a request's fields), `steps.py` (a step), `outputs.py` (its result), `operations.py`
-(calls by name), `workers.py` (the group, and what becomes of a lost step).
+(calls by name), `workers.py` (the group, and what becomes of a lost step), `refusals.py` (why a
+server ends at its start).
 """

@@ -20,7 +20,7 @@ from vllm.v1.outputs import (
 )
 
 from rpc_schema.extensions import RequestExtension
-from worker_client.errors import config_error
+from worker_client.errors import ClientError, config_error
 from worker_client.loading import group_limits
 from worker_client.vllm.batches import RequestBatch
 from worker_client.vllm.configuration import (
@@ -37,6 +37,7 @@ from worker_client.vllm.operations import Operations
 from worker_client.vllm.outputs import LogprobRows, OutputReader, ResultColumns
 from worker_client.vllm.parent_watch import ParentWatch
 from worker_client.vllm.prefix_notes import PrefixNotes, tag_of
+from worker_client.vllm.refusals import leave_reason, unusable
 from worker_client.vllm.requests import Requests, wire_id
 from worker_client.vllm.settings import ENDPOINTS_VARIABLE, read_endpoints, settings_of
 from worker_client.vllm.steps import StepWriter, fitted_mask, split_by_outputs
@@ -97,6 +98,14 @@ class WorkerDaemonExecutor(Executor):  # type: ignore[misc]
     # ------------------------------------------------------------------ start
 
     def _init_executor(self) -> None:
+        try:
+            self._start()
+        except ClientError as error:
+            reason = unusable(error)
+            leave_reason(reason)
+            raise reason from error
+
+    def _start(self) -> None:
         if not isinstance(current_platform, WorkerDaemonPlatform):
             fix = f"set {ENDPOINTS_VARIABLE} before vLLM is imported: its platform plugin reads it"
             problem = "vLLM runs on another platform, which would use this process's devices"

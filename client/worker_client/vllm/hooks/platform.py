@@ -11,6 +11,7 @@ from vllm.utils.import_utils import resolve_obj_by_qualname
 
 from worker_client.errors import RequestError
 from worker_client.vllm.configuration import check_config
+from worker_client.vllm.refusals import end_with_reason
 from worker_client.vllm.requests import (
     POOLING_FIELDS,
     check_fields,
@@ -69,6 +70,7 @@ class WorkerDaemonPlatform(Platform):  # type: ignore[misc]
     @classmethod
     def check_and_update_config(cls, vllm_config: Any) -> None:
         """Refuse what is not served, and choose the executor. Raises ClientConfigError."""
+        end_with_reason()
         settings_of(vllm_config)
         check_config(vllm_config)
         parallel = vllm_config.parallel_config
