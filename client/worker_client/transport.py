@@ -32,6 +32,7 @@ from rpc_schema.codec import (
     encode_control,
 )
 from rpc_schema.errors import BadFrameError, ControlErrorReply, WireError
+from rpc_schema.key_files import Role
 from rpc_schema.operations import CONTROL_OPERATIONS
 from worker_client.errors import (
     AuthenticationError,
@@ -204,10 +205,11 @@ class _Handshakes:
     """Watches the handshakes of a socket's connections: libzmq reports a daemon's refusal in no
     other way, and would retry forever."""
 
-    def __init__(self, socket: Socket, events: int = 0) -> None:
-        """events: of the socket monitor, to report in addition. To be made before the first
-        connect."""
+    def __init__(self, socket: Socket, events: int = 0, role: Role = Role.OBSERVER) -> None:
+        """events: of the socket monitor, to report in addition. role: what a key needs for this
+        socket. To be made before the first connect."""
         self._socket = socket
+        self._role = role
         self._places: dict[str, tuple[int, Lock | None]] = {}
         self._made: set[str] = set()
         """Addresses with a successful handshake."""
@@ -267,7 +269,7 @@ class _Handshakes:
             if now < self._cut_off_at.setdefault(address, now) + CUT_OFF_S:
                 return _News("nothing", address)  # libzmq tries again
         rank, lock = self._places[address]
-        raise AuthenticationError(rank, address, _why(kind, lock))
+        raise AuthenticationError(rank, address, _why(kind, lock, self._role))
 
     def is_made(self, address: str) -> bool:
         """Return True if the address has a connection, as far as its events were processed."""
@@ -278,7 +280,7 @@ class _Handshakes:
         when there is no time left for another attempt."""
         for address in self._cut_off_at:
             rank, lock = self._places[address]
-            why = _why(int(zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL), lock)
+            why = _why(int(zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL), lock, self._role)
             raise AuthenticationError(rank, address, why)
 
     def _of_connection(self, kind: int, address: str, value: int) -> _News | None:
@@ -297,8 +299,14 @@ class _Handshakes:
         self.monitor.close(linger=0)
 
 
-def _why(event: int, lock: Lock | None) -> str:
+def _why(event: int, lock: Lock | None, role: Role) -> str:
     if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
+        # The control socket, which every authorized key may use, tells a key that is not.
+        if role is not Role.OBSERVER:
+            return (
+                f"the daemon does not let our key drive it, since it lacks the role {role}: ask to "
+                "change its role in the daemon's --authorized-keys"
+            )
         return "the daemon does not accept our key: ask to add it to its --authorized-keys"
     if lock is None:
         return "the daemon requires keys: give --key-file and --known-daemons"
@@ -513,7 +521,7 @@ class StepChannel:
         self.endpoint = endpoint
         self._check_deaths = check_deaths
         self._socket = _open_socket(context, zmq.DEALER, MAX_STEP_BYTES)
-        self._handshakes = _Handshakes(self._socket)
+        self._handshakes = _Handshakes(self._socket, role=Role.DRIVER)
         self._handshakes.connect(rank, endpoint.step, endpoint.lock)
 
     def send(self, frames: Sequence[Frame]) -> None:
@@ -578,7 +586,9 @@ class ResultsChannel:
         self._socket.setsockopt(zmq.RCVTIMEO, DEATH_CHECK_MS)
         self._processes = PeerProcesses()
         self._handshakes = _Handshakes(
-            self._socket, zmq.EVENT_CONNECTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED
+            self._socket,
+            zmq.EVENT_CONNECTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED,
+            Role.DRIVER,
         )
         for rank, endpoint in enumerate(endpoints):
             self._handshakes.connect(rank, endpoint.results, endpoint.lock, is_watched=True)

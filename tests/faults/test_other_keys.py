@@ -22,6 +22,7 @@ from tests.support.secured import KeyRing, SecuredDaemon, dealer, unconnected
 from tests.support.waiting import PATIENCE_S, wait_until
 from tests.unit.server.driver import SERVE, DaemonProcess, rendezvous
 from tests.unit.server.test_daemon_process import SPOILED, spoiled
+from worker_client.errors import AuthenticationError, ForbiddenError
 from worker_client.transport import parse_endpoint
 from worker_client.worker_group import WorkerGroup
 from worker_daemon.server.auth.keygen import make_key_files
@@ -78,6 +79,14 @@ def rival(daemon, ring, holder):
     made.hello()
     yield made
     made.context.destroy(linger=0)
+
+
+def test_key_whose_role_is_too_low_to_drive_is_told_so(daemon, ring):
+    with (
+        WorkerGroup([daemon.endpoint], ParallelConfig(), ring.keys(OBSERVER)) as group,
+        pytest.raises((AuthenticationError, ForbiddenError), match="the role driver"),
+    ):
+        group.attach()
 
 
 def refused(reply, code):
