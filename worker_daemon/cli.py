@@ -28,7 +28,12 @@ from worker_daemon.logs import configure_logs
 from worker_daemon.server.auth.keygen import make_key_files
 from worker_daemon.server.gpu_lock import GpuInUseError
 from worker_daemon.server.wire.endpoints import EndpointInUseError
-from worker_daemon.settings import load_settings, prepare_environment, prepare_kernel_cache
+from worker_daemon.settings import (
+    journal_stream,
+    load_settings,
+    prepare_environment,
+    prepare_kernel_cache,
+)
 
 # Without rich, help and errors are plain text: option names are not truncated and errors not
 # wrapped.
@@ -153,13 +158,13 @@ def serve(
     in this order of precedence.
     """
     given = {name.replace("_", "-"): value for name, value in locals().items() if name != "config"}
-    configure_logs("info")
+    configure_logs("info", journal_stream())
     with _exit_codes():
         _check_worker_extra()
         from worker_daemon.server.assembly import run_daemon  # it needs the extra
 
         settings = load_settings(given, config)
-        configure_logs(settings.log_level)
+        configure_logs(settings.log_level, journal_stream())
         prepare_kernel_cache(settings)
         raise typer.Exit(run_daemon(settings))
 

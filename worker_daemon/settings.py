@@ -135,6 +135,11 @@ def load_settings(command_line: Given, config_file: Path | None) -> ProcessSetti
     return replace(build_settings(given), notify_socket=os.environ.get("NOTIFY_SOCKET", ""))
 
 
+def journal_stream() -> str:
+    """Return systemd's name of the file that is its journal; empty without systemd."""
+    return os.environ.get("JOURNAL_STREAM", "")
+
+
 def own_environment() -> Mapping[str, str]:
     """Return the environment, for a child that has the same."""
     return os.environ

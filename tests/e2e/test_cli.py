@@ -416,6 +416,9 @@ def test_shutdown_ends_daemons_in_order(directory, demo, model_options):
     run_client(directory, "generate", *named, *model_options, *pp, "--prompt", PROMPTS[0])
     run_client(directory, "shutdown", *named)
     assert [process.wait(PATIENCE_S) for process in processes] == [0, 0]
+    log = (directory / "daemon.log").read_text()
+    assert log.count(f"loaded {demo.path}: ") == log.count(" has attached (pid ") == 2
+    assert log.count("Shutdown asked for by pid ") == 2
     left = {str(path.relative_to(directory)) for path in directory.rglob("*") if path.is_file()}
     assert {path for path in left if not path.startswith("state/")} == {"daemon.log"}
     assert not list(directory.glob("run/*"))

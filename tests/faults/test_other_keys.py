@@ -3,8 +3,11 @@ keys of drivers, one of an observer."""
 
 import json
 import os
+import re
 import shutil
+import socket
 import subprocess
+from functools import partial
 
 import pytest
 import zmq
@@ -15,10 +18,11 @@ from rpc_schema import step
 from rpc_schema.codec import decode_event
 from rpc_schema.config import ParallelConfig
 from rpc_schema.errors import ControlErrorReply, ErrorCode, ErrorReply
+from rpc_schema.key_files import fingerprint
 from rpc_schema.version import PROTOCOL_VERSION
 from tests.faults.test_security import KeyedDriver
 from tests.support.command_line import short_directory
-from tests.support.secured import KeyRing, SecuredDaemon, dealer, unconnected
+from tests.support.secured import KeyRing, SecuredDaemon, ask, dealer, unconnected
 from tests.support.waiting import PATIENCE_S, wait_until
 from tests.unit.server.driver import SERVE, DaemonProcess, rendezvous
 from tests.unit.server.test_daemon_process import SPOILED, spoiled
@@ -87,6 +91,22 @@ def test_key_whose_role_is_too_low_to_drive_is_told_so(daemon, ring):
         pytest.raises((AuthenticationError, ForbiddenError), match="the role driver"),
     ):
         group.attach()
+
+
+def test_log_says_who_attached_and_who_asked_what_only_an_admin_may(daemon, ring):
+    with WorkerGroup([daemon.endpoint], ParallelConfig(), ring.keys("driver")) as group:
+        group.attach()
+        epoch = group.get_status()[0].epoch
+    ask(
+        daemon.endpoint, ring.keys("admin"), lambda client: client.ask(partial(lc.Drain, undo=True))
+    )
+    host, us = socket.gethostname(), f"pid {os.getpid()} of user {os.getuid()}"
+    shown = {name: f"key '{name}' ({fingerprint(key)}), {us}" for name, key in ring.public.items()}
+    log = daemon.log.read_text()
+    who = rf"epoch {epoch}: {re.escape(host)}:{os.getpid()} \(driver [0-9a-f]{{8}}\) has attached "
+    assert re.search(who + re.escape(f"({shown['driver']}) and finds no model, CREATED\n"), log)
+    assert f"epoch {epoch}: its driver has detached\n" in log
+    assert f"Drain asked for by {shown['admin']}\n" in log
 
 
 def refused(reply, code):

@@ -15,8 +15,9 @@ from rpc_schema import lifecycle as lc
 from rpc_schema import trace as tr
 from rpc_schema.codec import ControlMessage, ControlReplyMessage, decode_control, encode_control
 from rpc_schema.errors import ControlErrorReply, WireError
+from rpc_schema.key_files import Role
 from worker_daemon.errors import ForbiddenError, WorkerError
-from worker_daemon.server.auth.access import sender
+from worker_daemon.server.auth.access import needed_role, sender
 from worker_daemon.server.auth.bad_peers import Peer
 from worker_daemon.server.auth.request_rate import RequestRate
 from worker_daemon.server.auth.security import Security
@@ -122,6 +123,9 @@ class Control:
         message = await self._admit(route, peer, frames)
         if message is None:
             return
+        if needed_role(message) is Role.ADMIN:
+            who = sender(self._access, peer, frames[-1]).shown
+            logger.info("%s asked for by %s", type(message).__name__, who)
         late = self._late_answer(message, peer, frames[-1])
         if late is None:
             await self._reply(route, self._outcome(message, peer, frames[-1]))

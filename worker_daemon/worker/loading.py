@@ -541,7 +541,8 @@ def _fill(
         names |= load_kv_scales(stage.kv_scales, resolved.directory)
         names |= load_orders(parameters, resolved.directory, observer)
         report = load_weights(parameters, resolved.directory, names, progress, observer)
-    _LOG.info("loaded %.3f GB in %.1f s", report.bytes_loaded / 1e9, report.seconds)
+    size_gb = report.bytes_loaded / 1e9
+    _LOG.info("loaded %s: %.3f GB in %.1f s", resolved.directory, size_gb, report.seconds)
     if report.ignored_tensors:
         shown = ", ".join(map(repr, report.ignored_tensors[:_MAX_NAMES]))
         _LOG.warning("the model does not use %d tensors: %s", len(report.ignored_tensors), shown)

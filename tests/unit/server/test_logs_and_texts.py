@@ -2,10 +2,16 @@
 
 import io
 import logging
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from msgspec import structs
 
+from rpc_schema.exit_codes import ExitCode
 from rpc_schema.lifecycle import Status
 from rpc_schema.plain_text import bounded, one_line, printable
 from tests.contract.random_messages import fixed_example
@@ -46,6 +52,56 @@ def test_peer_cannot_forge_a_line_of_the_log(monkeypatch: pytest.MonkeyPatch) ->
     assert len(lines) > 2
     assert all(line.startswith("    ") for line in lines[1:])
     assert all(line.isprintable() for line in lines)
+
+
+@pytest.fixture
+def root_logger() -> Iterator[logging.Logger]:
+    root = logging.getLogger()
+    handlers, level = root.handlers, root.level
+    yield root
+    root.handlers, root.level = handlers, level
+
+
+@pytest.mark.parametrize("is_journal", [True, False])
+def test_lines_in_systemds_journal_have_priorities(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    root_logger: logging.Logger,
+    is_journal: bool,
+) -> None:
+    """sd-daemon(3): "<N>" before each line, where JOURNAL_STREAM (systemd.exec(5)) is stderr."""
+    with (tmp_path / "stderr").open("w+") as stderr:
+        monkeypatch.setattr("sys.stderr", stderr)
+        inode = os.fstat(stderr.fileno()).st_ino + (not is_journal)
+        logs.configure_logs("debug", f"{os.fstat(stderr.fileno()).st_dev}:{inode}")
+        root_logger.debug("a")
+        logs.set_rank(3)
+        root_logger.info("b")
+        root_logger.warning("c")
+        try:
+            raise ValueError("two\nlines")
+        except ValueError:
+            root_logger.exception("d")
+        root_logger.critical("e")
+        stderr.seek(0)
+        lines = stderr.read().splitlines()
+    assert "rank 3" in lines[1] and len(lines) > 7
+    found = [int(line[1]) if line[0] == "<" and line[2] == ">" else None for line in lines]
+    expected = [7, 6, 4, *[3] * (len(lines) - 4), 2]
+    assert found == (expected if is_journal else [None] * len(lines))
+
+
+def test_daemon_under_systemd_tells_the_journal_its_errors(tmp_path: Path) -> None:
+    with (tmp_path / "stderr").open("w") as stderr:
+        status = os.fstat(stderr.fileno())
+        done = subprocess.run(
+            [sys.executable, "-m", "worker_daemon", "serve", "--device", "none"],
+            stderr=stderr,
+            env={**os.environ, "JOURNAL_STREAM": f"{status.st_dev}:{status.st_ino}"},
+            check=False,
+        )
+    assert done.returncode == ExitCode.CONFIG
+    assert (tmp_path / "stderr").read_text().startswith("<3>2")
 
 
 def test_status_and_top_show_no_escape_sequences() -> None:

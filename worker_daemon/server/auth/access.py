@@ -24,6 +24,8 @@ class Sender(NamedTuple):
     """True if its role lets it attach."""
     pid: int = 0
     """Its process, if the kernel knows it: of an ipc connection, in this process's namespace."""
+    shown: str = ""
+    """Its key by name, if there are keys, and its process or address, for the log."""
 
 
 _UNKNOWN: Final = ("", "", "")
@@ -74,6 +76,11 @@ class Access:
         user."""
         return peer[2]
 
+    def key_name(self, peer: Peer) -> str:
+        """Return the name of a peer's key for the log, and the key's first characters; empty
+        without keys."""
+        return ""
+
     def opens(self, peer: Peer, socket: str) -> bool:
         """Return True if messages of the peer on this socket may be read."""
         return True
@@ -106,6 +113,11 @@ class KeyedAccess(Access):
         """See Access: a public key."""
         return str(peer)
 
+    def key_name(self, peer: Peer) -> str:
+        """See Access."""
+        key = str(peer)
+        return f"key {self._roles.name(key)!r} ({fingerprint(key)}), "
+
     def opens(self, peer: Peer, socket: str) -> bool:
         """See Access."""
         role = self._roles.role(str(peer))
@@ -127,7 +139,21 @@ def sender(access: Access, peer: Peer, frame: zmq.Frame) -> Sender:
     """Return a peer as the sender of a control request. frame: of that request."""
     pid = _credentials(frame)[2]
     drives = access.opens(peer, "step")
-    return Sender(access.owner(peer), drives, int(pid) if pid.isdecimal() else 0)
+    shown = access.key_name(peer) + place_of(_address(frame))
+    return Sender(access.owner(peer), drives, int(pid) if pid.isdecimal() else 0, shown)
+
+
+def place_of(address: str) -> str:
+    """Return libzmq's address of a peer for the log; that of ipc is localhost:UID:GID:PID."""
+    host, *ids = address.split(":")
+    return f"pid {ids[2]} of user {ids[0]}" if host == "localhost" and len(ids) == 3 else address
+
+
+def _address(frame: zmq.Frame) -> str:
+    try:
+        return str(frame.get("Peer-Address"))
+    except zmq.ZMQError:
+        return "unknown address"
 
 
 def _user(frame: zmq.Frame) -> str:

@@ -63,6 +63,11 @@ class AuthorizedKeys:
         entry = self._by_key.get(public_key)
         return None if entry is None else entry.role
 
+    def name(self, public_key: str) -> str:
+        """Return a key's name, which is for people; empty for a key without rights."""
+        entry = self._by_key.get(public_key)
+        return "" if entry is None else entry.name
+
     def reload(self) -> bool:
         """Read the file again; return True if a key lost rights. A file that cannot be read changes
         nothing."""

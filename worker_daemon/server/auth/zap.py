@@ -25,7 +25,7 @@ from zmq.utils.monitor import recv_monitor_message
 
 from rpc_schema.borrowed_sockets import borrowed
 from rpc_schema.key_files import fingerprint
-from worker_daemon.server.auth.access import SOCKET_ROLES
+from worker_daemon.server.auth.access import SOCKET_ROLES, place_of
 from worker_daemon.server.auth.bad_peers import BadPeers
 from worker_daemon.server.auth.connection_limit import ConnectionLimit, TrustedAddresses
 from worker_daemon.server.auth.handshakes import Handshakes, PeerName
@@ -211,7 +211,7 @@ class ZapHandler:
         if len(request) != _REQUEST_FRAMES or request[5] != b"CURVE":
             self._audit.refused("?", "?", "no key")
             return "a key is needed"
-        domain, address = request[2].decode(), _zap_address(request[3].decode(errors="replace"))
+        domain, address = request[2].decode(), place_of(request[3].decode(errors="replace"))
         key = z85.encode(request[6]).decode()
         role, needed = self._roles.role(key), SOCKET_ROLES[domain]
         if role is None:
@@ -326,12 +326,6 @@ def _why(kind: int, value: int) -> str:
     if value == zmq.PROTOCOL_ERROR_ZMTP_CRYPTOGRAPHIC:
         return "it looks for a daemon with another key"
     return f"it does not speak ZMTP (protocol error {value:#x})"
-
-
-def _zap_address(text: str) -> str:
-    """Return a peer's address for a log line; ipc reports "localhost:UID:GID:PID"."""
-    host, *ids = text.split(":")
-    return f"pid {ids[2]} of user {ids[0]}" if host == "localhost" and len(ids) == 3 else text
 
 
 def _address(descriptor: int) -> tuple[str, PeerName | None]:

@@ -135,6 +135,7 @@ class AttachHandler:
         """Release the lease, even if it has expired, or give up a prepared epoch. Idempotent: a
         late detach does no harm."""
         if self._lease.release(message.epoch):
+            logger.info("epoch %d: its driver has detached", message.epoch)
             self._contact.forget()
             self._keep_uploads_in_use()
             self._post(EndEpoch(message.epoch))
@@ -206,14 +207,16 @@ class AttachHandler:
         if self._taken is None or self._taken[0] != asked:
             terms = lease_terms(message.lease_ttl_ms, message.orphan_kv_ttl_ms, message.holder_name)
             self._lease.check_claim(asked[1], message.epoch)
-            taking = self._take_epoch(message, asked[1])
+            taking = self._take_epoch(message, asked[1], sender)
             # At once: a driver that waits for a hanging step is watched, and renews the lease.
             self._lease.grant(asked[1], message.epoch, terms)
             self._contact.watch(message.epoch, message.results_route, sender.pid)
             self._taken = asked, asyncio.ensure_future(taking)
         return self._taken[1]
 
-    async def _take_epoch(self, message: lc.CommitAttach, driver: DriverIdentity) -> AttachSnapshot:
+    async def _take_epoch(
+        self, message: lc.CommitAttach, driver: DriverIdentity, sender: Sender
+    ) -> AttachSnapshot:
         """Make the step thread take the prepared epoch; abort the link if a step hangs on its
         peers."""
         epoch, owner = message.epoch, EpochOwner(driver.owner, message.results_route)
@@ -233,6 +236,7 @@ class AttachHandler:
         if taken.done():
             snapshot = taken.result()
             self._keep_uploads_in_use()
+            self._log_attached(epoch, sender)
             return replace(snapshot, clean=snapshot.clean and not was_freed)
         self._lease.release(epoch)
         self._contact.forget()
@@ -241,6 +245,15 @@ class AttachHandler:
         raise StateError(
             f"the step thread has been in {stamp.phase} for {stamp.age_ms(time.monotonic())} ms",
             fix="attach again later, or restart this daemon",
+        )
+
+    def _log_attached(self, epoch: int, sender: Sender) -> None:
+        loaded = self._progress.snapshot
+        config = loaded.description.config
+        model = "no model" if config is None else f"model {config.model.model}"
+        logger.info(
+            *("epoch %d: %s has attached (%s) and finds %s", epoch, self._lease.holder),
+            *(sender.shown, f"{model}, {loaded.state.load}"),
         )
 
     def _free_from_peers(self, cause: str) -> bool:
