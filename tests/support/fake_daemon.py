@@ -164,6 +164,10 @@ class FakeDaemon:
     kill = stop
 
     @property
+    def is_running(self) -> bool:
+        return not self._stop.is_set()
+
+    @property
     def epoch(self) -> int:
         return self.gate.epoch
 

@@ -99,6 +99,8 @@ def shutdown(
     """Stop daemons; a running step is finished first. Needs the role admin, if there are keys."""
     keys = read_keys(key_file, known_daemons)
     with connect(named_daemons(endpoints), keys, wait) as clients:
+        for client in clients:  # all of them, before one ends
+            client.hello()
         for client in clients:
             client.shutdown()
 

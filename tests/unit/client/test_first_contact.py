@@ -14,6 +14,7 @@ import zmq
 
 from rpc_schema import lifecycle as lc
 from rpc_schema.config import ParallelConfig
+from rpc_schema.version import PROTOCOL_VERSION
 from tests.support.command_line import run_client, start_client
 from tests.support.fake_daemon import FakeDaemon
 from tests.support.stopping import stop_process
@@ -177,6 +178,18 @@ def test_driver_waits_for_a_daemon_that_is_started_later(directory):
     assert status.load == "CREATED"
     timer.join()
     daemon.stop()
+
+
+def test_shutdown_ends_no_daemon_if_one_has_another_version(directory):
+    own = FakeDaemon(f"ipc://{directory}/w0").start()
+    other = FakeDaemon(f"ipc://{directory}/w1", version=PROTOCOL_VERSION + 1).start()
+    words = ("shutdown", "--endpoints", f"{own.endpoint},{other.endpoint}")
+    done = run_client(directory, *words, check=False)
+    assert done.returncode == 2
+    assert f"version {PROTOCOL_VERSION + 1}, this driver {PROTOCOL_VERSION}" in done.stderr
+    for daemon in (own, other):
+        assert daemon.is_running
+        daemon.stop()
 
 
 class LateDaemon(FakeDaemon):
