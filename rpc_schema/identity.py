@@ -30,14 +30,14 @@ class ContentIdentity(Value, frozen=True, kw_only=True):
     there it shows every change."""
 
 
-class Difference(NamedTuple):
+class DifferingRanks(NamedTuple):
     """Two ranks with different contents."""
 
     first: int
     second: int
 
 
-def first_difference(identities: Sequence[ContentIdentity | None]) -> Difference | None:
+def first_difference(identities: Sequence[ContentIdentity | None]) -> DifferingRanks | None:
     """Return two ranks whose contents differ, or None. identities: by rank; ranks without one do
     not count."""
     seen: dict[bytes, tuple[int, bytes]] = {}
@@ -46,8 +46,8 @@ def first_difference(identities: Sequence[ContentIdentity | None]) -> Difference
             continue
         first, content = seen.setdefault(_ANYWHERE, (rank, identity.content))
         if content != identity.content:
-            return Difference(first, rank)
+            return DifferingRanks(first, rank)
         first, stamps = seen.setdefault(identity.place or _ANYWHERE, (rank, identity.stamps))
         if identity.place and stamps != identity.stamps:
-            return Difference(first, rank)
+            return DifferingRanks(first, rank)
     return None

@@ -4,7 +4,7 @@ events for the failure state. The daemons themselves refuse steps on incomplete 
 from collections.abc import Sequence
 from typing import Literal
 
-from rpc_schema.identity import Difference, first_difference
+from rpc_schema.identity import DifferingRanks, first_difference
 from rpc_schema.lifecycle import Status
 from worker_client.errors import ContentMismatchError
 from worker_client.failure_state import Change, WeightsGone
@@ -25,7 +25,7 @@ def learned(statuses: Sequence[Status]) -> WeightsGone | Literal[Change.WEIGHTS_
     return WeightsGone(cause) if cause else Change.WEIGHTS_FILLED
 
 
-def differing_ranks(statuses: Sequence[Status]) -> Difference | None:
+def differing_ranks(statuses: Sequence[Status]) -> DifferingRanks | None:
     """Return two ranks that hold different weights, or None."""
     weights = (status.weights for status in statuses)
     return first_difference([None if each is None else each.identity for each in weights])
@@ -45,7 +45,7 @@ def check_same_weights(statuses: Sequence[Status], model: str) -> None:
         )
 
 
-def _describe(ranks: Difference, statuses: Sequence[Status]) -> str:
+def _describe(ranks: DifferingRanks, statuses: Sequence[Status]) -> str:
     first, second = (f"rank {rank} ({_source(statuses[rank])})" for rank in ranks)
     return f"{first} and {second} hold different weights"
 
