@@ -31,9 +31,9 @@ def quantize(
     """Replace the checkpoint in `path` with an FP8 one, and the model's weights with those that it
     stands for.
 
-    method: "compressed" (compressed-tensors) or "fp8" (Hugging Face's). strategy: "tensor",
-    "channel" or "block". activations: "none", "dynamic" or "static". ignore: complete names of
-    matrices that stay unquantized.
+    method: "compressed" (compressed-tensors), "fp8" (Hugging Face's) or "modelopt". strategy:
+    "tensor", "channel" or "block". activations: "none", "dynamic" or "static". ignore: complete
+    names of matrices that stay unquantized.
     """
     tensors = load_file(path / "model.safetensors")
     weights = dict(model.named_parameters())
@@ -46,12 +46,18 @@ def quantize(
             continue
         values, scale, restored = quantized_values(tensor, strategy, scale_dtype)
         suffix = "weight_scale_inv" if method == "fp8" and strategy == "block" else "weight_scale"
-        stored[name], stored[f"{module}.{suffix}"] = values, scale
+        stored[name] = values
+        is_vector = method == "modelopt" and strategy == "channel"
+        stored[f"{module}.{suffix}"] = scale.flatten() if is_vector else scale
         if activations == "static":
             stored[f"{module}.input_scale"] = torch.rand(1).squeeze() / 20 + 0.02
         with torch.no_grad():
             _matrix(weights, name).copy_(restored)
     save_file(stored, path / "model.safetensors")
+    if method == "modelopt":
+        file = path / "hf_quant_config.json"
+        file.write_text(json.dumps(modelopt_config(strategy, activations, ignore)))
+        return
     config = json.loads((path / "config.json").read_text())
     make = compressed_config if method == "compressed" else fp8_config
     config["quantization_config"] = make(strategy, activations, ignore)
@@ -131,6 +137,19 @@ def compressed_config(strategy: str, activations: str, ignore: Sequence[str]) ->
                 "input_activations": None if activations == "none" else inputs,
                 "output_activations": None,
             }
+        },
+    }
+
+
+def modelopt_config(strategy: str, activations: str, ignore: Sequence[str]) -> dict[str, object]:
+    """Return hf_quant_config.json as ModelOpt writes it."""
+    names = {("tensor", "static"): "FP8", ("channel", "dynamic"): "FP8_PER_CHANNEL_PER_TOKEN"}
+    return {
+        "producer": {"name": "modelopt", "version": "0.29.0"},
+        "quantization": {
+            "quant_algo": names[strategy, activations],
+            "kv_cache_quant_algo": "FP8",
+            "exclude_modules": ["lm_head", *ignore],
         },
     }
 

@@ -19,21 +19,26 @@ from worker_daemon.models.pooling_config import (
     read_modules,
 )
 from worker_daemon.models.quantization import read_quantization, with_matches
+from worker_daemon.models.quantization_modelopt import MODELOPT_FILE
 from worker_daemon.models.registry import find_family
 from worker_daemon.models.text_config import text_fields
 from worker_daemon.regular_file import broken_file, read_whole
 
 _MAX_CONFIG_BYTES = 1 << 20
+_NO_MODELOPT = "use the checkpoint in mxfp4, or the unquantized one"
 
 
 def read_model_config(model_dir: Path) -> DecoderConfig:
-    """Read config.json, the end tokens of generation_config.json, and what sentence-transformers'
-    files say of pooling, as far as they exist.
+    """Read config.json, ModelOpt's file, the end tokens of generation_config.json, and what
+    sentence-transformers' files say of pooling, as far as they exist.
 
     Raises CheckpointError for a missing file or invalid JSON, ConfigError for invalid or
     unsupported fields.
     """
-    config = parse_model_config(_read_object(model_dir / "config.json"))
+    modelopt = None
+    if (model_dir / MODELOPT_FILE).exists():
+        modelopt = Fields(_read_object(model_dir / MODELOPT_FILE), f"{MODELOPT_FILE}: ")
+    config = parse_model_config(_read_object(model_dir / "config.json"), modelopt)
     if (model_dir / MODULES_FILE).exists() and config.pooler.head is None:
         config = _with_modules(config, model_dir)
     if (model_dir / MODULES_FILE).exists() and (model_dir / SENTENCE_TRANSFORMERS_FILE).exists():
@@ -46,9 +51,10 @@ def read_model_config(model_dir: Path) -> DecoderConfig:
     return config if eos_token_ids is None else replace(config, eos_token_ids=eos_token_ids)
 
 
-def parse_model_config(hf: Mapping[str, object]) -> DecoderConfig:
+def parse_model_config(hf: Mapping[str, object], modelopt: Fields | None = None) -> DecoderConfig:
     """Return the decoder that transformers would build from this config.json, of a multimodal
-    checkpoint its text model. Raises ConfigError, which names field and fix."""
+    checkpoint its text model. modelopt: the fields of MODELOPT_FILE, if there is one. Raises
+    ConfigError, which names field and fix."""
     fields = text_fields(Fields(hf))
     describe = find_family(architecture_name(fields))
     config = read_architecture(describe(fields), fields)
@@ -56,7 +62,9 @@ def parse_model_config(hf: Mapping[str, object]) -> DecoderConfig:
     has_read_it = any(
         each is not None and each.checkpoint_form != "separate" for each in config.layer_experts
     )
-    quantization = None if has_read_it else read_quantization(fields)
+    if has_read_it and modelopt is not None and fields.is_empty("quantization_config"):
+        raise modelopt.error("quantization", "is not supported for this model", _NO_MODELOPT)
+    quantization = None if has_read_it else read_quantization(fields, modelopt)
     if quantization is not None and config.encoder is not None:
         raise fields.error(
             "quantization_config", "is not supported for encoders", "use the unquantized checkpoint"

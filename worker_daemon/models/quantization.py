@@ -1,5 +1,5 @@
 """Reads quantization_config of config.json: compressed-tensors and Hugging Face's fp8; 4 bits in
-quantization_int4.py.
+quantization_int4.py, ModelOpt's formats in quantization_modelopt.py.
 
 All functions raise ConfigError, which names field, value and fix. Only what is served exactly is
 accepted.
@@ -20,10 +20,11 @@ from worker_daemon.layers.quantization import (
 from worker_daemon.models.fields import Fields
 from worker_daemon.models.module_patterns import matching_names
 from worker_daemon.models.quantization_int4 import PACKED, read_awq, read_gptq, read_packed
+from worker_daemon.models.quantization_modelopt import modelopt_section, read_modelopt
 from worker_daemon.models.safetensors_file import full_name
 
 _FIELD: Final = "quantization_config"
-_METHODS: Final = ("compressed-tensors", "fp8", "gptq", "awq")
+_METHODS: Final = ("compressed-tensors", "fp8", "modelopt", "gptq", "awq")
 _FORMATS: Final = ("float-quantized", "naive-quantized")
 _STRATEGIES: Final[tuple[WeightScales, ...]] = ("tensor", "channel", "block")
 _BLOCK: Final = [128, 128]
@@ -34,13 +35,16 @@ _MODULE_END: Final = r"(?:(?<=\.)|(?=\.|$))"
 """The end of a pattern of modules in MXFP4: the end of a name between dots."""
 
 
-def read_quantization(fields: Fields) -> Quantization | None:
-    """Return the quantization that config.json describes; None if it has none."""
+def read_quantization(fields: Fields, modelopt: Fields | None = None) -> Quantization | None:
+    """Return the quantization that config.json describes, or else ModelOpt's file; None if there is
+    none. modelopt: the fields of MODELOPT_FILE."""
     values = fields.optional_object(_FIELD)
     if not values:
-        return None
+        return None if modelopt is None else read_modelopt(modelopt_section(modelopt))
     config = Fields(values, prefix=f"{_FIELD}.")
     method = _method(config)
+    if method == "modelopt":
+        return _read_modelopt(config)
     _check_kv_cache_scheme(config)
     if method == "compressed-tensors":
         return _read_compressed(config)
@@ -60,10 +64,10 @@ def with_matches(quantization: Quantization, modules: Collection[str]) -> Quanti
 
 
 def _method(config: Fields) -> str:
-    """Return quant_method, one of _METHODS. Checkpoints of ModelOpt may have quant_algo instead."""
+    """Return quant_method, one of _METHODS. Checkpoints of ModelOpt may have quant_algo alone."""
     fix = f"use a checkpoint of {', '.join(_METHODS)}, or the unquantized one"
     if config.has("quant_algo") and not config.has("quant_method"):
-        raise config.error("quant_algo", "is not supported", fix)
+        return "modelopt"
     method = config.text("quant_method")
     if method not in _METHODS:
         raise config.error("quant_method", "is not supported", fix)
@@ -91,15 +95,36 @@ def read_mxfp4(fields: Fields, modules: Collection[str]) -> IgnoredModules | Non
     )
 
 
-def _check_kv_cache_scheme(config: Fields) -> None:
+def _read_modelopt(config: Fields) -> WeightQuantization:
+    """Read ModelOpt's form of quantization_config. Its groups, if there are any, must agree with
+    its quant_algo; the scheme of the KV cache is that of a group, or a name."""
+    found = read_modelopt(config)
+    groups = config.optional_object("config_groups") or {}
+    for name in groups:
+        prefix = config.full_name("config_groups.")
+        group = Fields(Fields(groups, prefix).optional_object(name) or {}, f"{prefix}{name}.")
+        _scheme(group, "weights")
+        inputs = _scheme(group, "input_activations")
+        is_dynamic = found.activations == "dynamic"
+        if inputs is not None and inputs.flag("dynamic", is_dynamic) != is_dynamic:
+            raise inputs.error("dynamic", "contradicts quant_algo", _UNQUANTIZED)
+    scheme = config.non_null(("kv_cache_scheme",)).get("kv_cache_scheme")
+    if not isinstance(scheme, str):
+        _check_kv_cache_scheme(config, strategy="tensor")
+    elif scheme != "FP8":
+        raise config.error("kv_cache_scheme", "is not supported", _UNQUANTIZED)
+    return found
+
+
+def _check_kv_cache_scheme(config: Fields, strategy: str | None = None) -> None:
     """Refuse scales of a KV cache that layers/kv_scales.py does not read. They are used with
-    kv_cache_dtype fp8 alone."""
+    kv_cache_dtype fp8 alone. strategy: the default."""
     scheme = _scheme(config, "kv_cache_scheme")
     if scheme is None:
         return
     if scheme.flag("dynamic", False):
         raise scheme.error("dynamic", "must be false", _UNQUANTIZED)
-    _require_one_of(scheme, "strategy", ("tensor", "attn_head"))
+    _require_one_of(scheme, "strategy", ("tensor", "attn_head"), strategy)
 
 
 def _read_compressed(config: Fields) -> Quantization:

@@ -38,7 +38,12 @@ from worker_daemon.models.weights import (
 from worker_daemon.regular_file import broken_file, is_plain_name, read_whole
 
 INDEX_FILE = "index.json"
-CONFIG_FILES = ("config.json", "generation_config.json", "config_sentence_transformers.json")
+CONFIG_FILES = (
+    "config.json",
+    "generation_config.json",
+    "hf_quant_config.json",
+    "config_sentence_transformers.json",
+)
 """Files of a model's directory that a set copies, if they exist."""
 FORMAT = 1
 _SAVE_ID = re.compile(r"[0-9a-f]{32}")

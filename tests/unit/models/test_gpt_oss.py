@@ -24,6 +24,7 @@ from worker_daemon.layers.torch_ops import TorchOps
 from worker_daemon.models import weights
 from worker_daemon.models.config import parse_model_config, read_model_config
 from worker_daemon.models.decoder import build_stage, checkpoint_names
+from worker_daemon.models.fields import Fields
 from worker_daemon.models.partition import check_partition
 from worker_daemon.models.weight_places import Manifest, checkpoint_places
 from worker_daemon.models.weights import (
@@ -380,6 +381,13 @@ def test_fields_that_are_wrong_are_named(fields, named):
     with pytest.raises(ConfigError) as caught:
         parse_model_config(description(**fields))
     assert caught.value.field == named
+
+
+def test_modelopts_file_is_refused_by_name():
+    modelopt = Fields({"quantization": {"quant_algo": "FP8"}}, "hf_quant_config.json: ")
+    with pytest.raises(ConfigError) as caught:
+        parse_model_config(description(), modelopt)
+    assert caught.value.field == "hf_quant_config.json: quantization"
 
 
 def test_experts_that_ranks_cannot_share_are_refused():

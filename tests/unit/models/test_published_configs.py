@@ -1,6 +1,7 @@
 """Published checkpoints: config.json is accepted, and a small copy of each gives the logits of the
 model that transformers builds from the same file."""
 
+import fnmatch
 import json
 
 import pytest
@@ -16,7 +17,8 @@ from tests.support.published import (
     with_factors,
 )
 from worker_daemon.errors import ConfigError
-from worker_daemon.models.config import parse_model_config
+from worker_daemon.models.config import parse_model_config, read_model_config
+from worker_daemon.models.decoder import module_names
 
 PROMPT_LEN, NUM_DECODES = 40, 3
 YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
@@ -102,6 +104,62 @@ def test_fp8_checkpoints_list_what_is_not_quantized():
     assert quantization.covers("model.layers.3.mlp.experts.5.gate_proj")
 
 
+def test_a_published_checkpoint_of_modelopt():
+    config = PUBLISHED["Qwen/Qwen3-32B"] | {"quantization_config": MODELOPT}
+    found = parse_model_config(config).quantization
+    assert (found.scales, found.activations) == ("tensor", "static")
+    assert found.covers("model.layers.3.mlp.up_proj") and not found.covers("lm_head")
+    named = parse_model_config(
+        PUBLISHED["Qwen/Qwen3-32B"]
+        | {"quantization_config": {"quant_method": "modelopt"} | MODELOPT}
+    )
+    assert named.quantization == found
+
+
+EXCLUDED = [
+    *("lm_head", "model.layers.0*", "*.1.self_attn.[kq]_proj", "model.layers.2.mlp"),
+    *(f"model.layers.{layer}.mlp.*_proj" for layer in range(20, 64)),
+]
+
+
+def test_modules_that_modelopt_excludes_are_those_of_its_shell_patterns(tmp_path):
+    config = PUBLISHED["Qwen/Qwen3-32B"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    section = {"quant_algo": "FP8", "kv_cache_quant_algo": None, "exclude_modules": EXCLUDED}
+    (tmp_path / "hf_quant_config.json").write_text(json.dumps({"quantization": section}))
+    found = read_model_config(tmp_path).quantization
+    for module in module_names(parse_model_config(config)):
+        excluded = any(
+            fnmatch.fnmatchcase(module, each) or module.startswith(f"{each}.") for each in EXCLUDED
+        )
+        assert found.covers(module) != excluded, module
+
+
+@pytest.mark.parametrize(
+    ("content", "field"),
+    [
+        ({"quantization": {"quant_algo": "NVFP4"}}, "quantization.quant_algo"),
+        ({"quantization": {"quant_algo": "MIXED_PRECISION"}}, "quantization.quant_algo"),
+        ({"quantization": {}}, "quantization.quant_algo"),
+        ({"producer": {}}, "quantization"),
+        (
+            {"quantization": {"quant_algo": "FP8", "kv_cache_quant_algo": "NVFP4"}},
+            "quantization.kv_cache_quant_algo",
+        ),
+        (
+            {"quantization": {"quant_algo": "FP8", "exclude_modules": [""]}},
+            "quantization.exclude_modules",
+        ),
+    ],
+)
+def test_what_is_not_served_of_modelopts_file_is_refused_by_name(tmp_path, content, field):
+    (tmp_path / "config.json").write_text(json.dumps(PUBLISHED["Qwen/Qwen3-32B"]))
+    (tmp_path / "hf_quant_config.json").write_text(json.dumps(content))
+    with pytest.raises(ConfigError) as caught:
+        read_model_config(tmp_path)
+    assert caught.value.field == f"hf_quant_config.json: {field}"
+
+
 def test_ignored_modules_of_a_multimodal_checkpoint_have_its_names():
     scheme = {"num_bits": 8, "type": "float", "symmetric": True, "dynamic": False}
     group = {"targets": ["Linear"], "weights": scheme | {"strategy": "channel"}}
@@ -152,7 +210,26 @@ def test_the_whole_checkpoint_says_whether_the_head_is_tied(tmp_path, own, whole
 @pytest.mark.parametrize(
     ("config", "changes", "field"),
     [
-        ("Qwen/Qwen3-32B", {"quantization_config": MODELOPT}, "quantization_config.quant_algo"),
+        (
+            "Qwen/Qwen3-32B",
+            {"quantization_config": MODELOPT | {"quant_algo": "NVFP4"}},
+            "quantization_config.quant_algo",
+        ),
+        (
+            "Qwen/Qwen3-32B",
+            {"quantization_config": MODELOPT | {"kv_cache_scheme": "NVFP4"}},
+            "quantization_config.kv_cache_scheme",
+        ),
+        (
+            "Qwen/Qwen3-32B",
+            {"quantization_config": MODELOPT | {"quant_algo": "FP8_PER_CHANNEL_PER_TOKEN"}},
+            "quantization_config.config_groups.group_0.input_activations.dynamic",
+        ),
+        (
+            "Qwen/Qwen3-32B",
+            {"quantization_config": MODELOPT | {"ignore": [f"{'a' * 1023}*"]}},
+            "quantization_config.ignore",
+        ),
         ("Qwen/Qwen2.5-7B-Instruct", {"is_causal": False}, "is_causal"),
         ("Qwen/Qwen2.5-7B-Instruct", {"rope_scaling": {"type": "mrope"}}, "rope_scaling.type"),
         (

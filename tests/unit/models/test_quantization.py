@@ -51,6 +51,8 @@ FORMATS = [
     ("fp8", "tensor", "static", torch.float32),
     ("fp8", "tensor", "dynamic", torch.float32),
     ("fp8", "block", "dynamic", torch.float32),
+    ("modelopt", "tensor", "static", torch.float32),
+    ("modelopt", "channel", "dynamic", torch.float32),
 ]
 IDS = [f"{method}-{strategy}-{activations}" for method, strategy, activations, _ in FORMATS]
 

@@ -17,7 +17,7 @@ from rpc_schema.config import (
     SchedulerConfig,
     WorkerConfig,
 )
-from tests.support.quantized import compressed_config
+from tests.support.quantized import compressed_config, modelopt_config
 from worker_client import kv_planning
 from worker_client.errors import KVPlanError
 from worker_daemon.distributed.tp import tensor_parallel
@@ -147,6 +147,10 @@ def test_matrices_in_fp8_take_half_and_their_scales_count(write_model):
     saved = sum(matrix.numel() - 4 * matrix.shape[0] for matrix in matrices)
     assert plain.ranks[0].weights_bytes - quantized.ranks[0].weights_bytes == saved
     assert (plain.quantization, quantized.quantization) == (None, "fp8")
+    modelopt = modelopt_config("channel", "dynamic", [])
+    (path / "hf_quant_config.json").write_text(json.dumps(modelopt))
+    from_file = plan(path)
+    assert (from_file.quantization, from_file.ranks) == ("fp8", quantized.ranks)
     assert "bfloat16 with matrices in FP8: 1 pipeline stage" in plan_text(quantized)
     assert "bfloat16: 1 pipeline stage" in plan_text(plain)
 
