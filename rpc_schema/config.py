@@ -81,6 +81,10 @@ class ModelConfig(Value, frozen=True, kw_only=True):
     enable_sleep_mode: bool = False
     """Lay out weights and KV cache so that Sleep can release their memory. After warm-up the daemon
     then allocates page-locked host memory for its weights, if the host has enough."""
+    hf_overrides: Annotated[str, Meta(max_length=65536)] = ""
+    """JSON object with fields that replace those of config.json (of its text_config, if the
+    checkpoint is multimodal): rope_parameters, which then stands for all fields that scale
+    positions, and max_position_embeddings. Empty: none."""
 
 
 class SchedulerConfig(Value, frozen=True, kw_only=True):

@@ -195,6 +195,9 @@ def plan(
     enable_expert_parallel: Annotated[
         bool, typer.Option(help="give each tensor-parallel rank whole experts")
     ] = False,
+    hf_overrides: Annotated[
+        str, typer.Option(help="JSON: fields that replace those of config.json")
+    ] = "",
     max_model_len: Annotated[
         int | None, typer.Option(help="default: the model's own limit; -1: the longest that fits")
     ] = None,
@@ -251,6 +254,7 @@ def plan(
                 quantization=quantization,  # type: ignore[arg-type]  # as with dtype
                 max_model_len=None if is_fitted else max_model_len,
                 enable_expert_parallel=enable_expert_parallel,
+                hf_overrides=hf_overrides,
             ),
             scheduler=SchedulerConfig(
                 max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens

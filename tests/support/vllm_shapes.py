@@ -156,6 +156,8 @@ def vllm_config(**changes: Any) -> Any:
             "runner_type": "generate",
             "convert_type": "none",
             "hf_config": None,
+            "hf_overrides": {},
+            "hf_text_config": None,
             "pooler_config": None,
         },
         "parallel_config": {
@@ -204,6 +206,7 @@ def vllm_config(**changes: Any) -> Any:
 DERIVED = (
     "convert_type",
     "hf_config",
+    "hf_text_config",
     "is_encoder_decoder",
     "is_multimodal_model",
     "original_max_model_len",

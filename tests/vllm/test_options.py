@@ -95,6 +95,9 @@ SERVED = {
     "KV events": {"kv_events_config": {"enable_kv_cache_events": True, "publisher": "zmq"}},
     "metrics": {"kv_cache_metrics": True, "show_hidden_metrics_for_version": "0.32"},
     "settings": {"additional_config": {"worker_daemon": {"reload": True}}, "shutdown_timeout": 10},
+    "positions": {
+        "hf_overrides": {"rope_parameters": {"rope_type": "linear", "factor": 2, "rope_theta": 9}}
+    },
     "embeddings": {"runner": "pooling"},
     "tokens": {"runner": "pooling", "pooler_config": {"task": "token_embed"}},
     "classes": {"runner": "pooling", "convert": "classify"},
@@ -172,6 +175,8 @@ REFUSED = {
     "hf_config_path": {},
     "fully_sharded_loras": {"enable_lora": True, "fully_sharded_loras": True},
     "lora_dtype": {"enable_lora": True, "lora_dtype": "float16"},
+    "hf_overrides.bos_token_id": {"hf_overrides": {"bos_token_id": 5}},
+    "hf_overrides.rope_parameters": {"hf_overrides": {"rope_scaling": {"rope_type": "linear"}}},
     "numa_bind": {"numa_bind": True},
     "expert_placement_strategy": {
         "expert_placement_strategy": "round_robin",

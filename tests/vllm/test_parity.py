@@ -4,8 +4,10 @@ ask."""
 from dataclasses import replace
 
 import pytest
+import torch
+import transformers
 
-from tests.support.checkpoints import prompts
+from tests.support.checkpoints import Checkpoint, decisive_prompts, prompts
 from tests.support.serving import generate, greedy_request
 from tests.support.structured import EOS_TOKEN_ID, VOCAB_SIZE
 from tests.vllm.models import write_tokenizer
@@ -226,3 +228,33 @@ def test_sleep_and_collective_rpc(engine, model):
         with pytest.raises(NotImplementedError):
             llm.collective_rpc("no_such_operation")
         assert tokens_of(run_vllm(llm, requests)) == before
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {"rope_type": "yarn", "factor": 3.0, "original_max_position_embeddings": 64},
+        {"rope_type": "linear", "factor": 4.0},
+    ],
+    ids=["yarn", "linear"],
+)
+def test_rope_scaling_by_hf_overrides(engine, model, rope):
+    """The tokens of transformers' model with that config.json."""
+    overrides = {"rope_parameters": {**rope, "rope_theta": 2e4}}
+    config = transformers.AutoConfig.from_pretrained(model.path, **overrides)
+    scaled = transformers.AutoModelForCausalLM.from_pretrained(
+        model.path, config=config, dtype=torch.float32
+    ).eval()
+    scaled.generation_config.eos_token_id = None
+    reference = Checkpoint(model.path, scaled)
+    given = decisive_prompts(reference, 7, (30, 70), NUM_TOKENS)
+    requests = [
+        greedy_request(f"r{at}", tokens, NUM_TOKENS, ignore_eos=True)
+        for at, tokens in enumerate(given)
+    ]
+    with engine(model.path, hf_overrides=overrides) as llm:
+        found = tokens_of(run_vllm(llm, requests))
+    expected = {f"r{at}": reference.greedy(tokens, NUM_TOKENS) for at, tokens in enumerate(given)}
+    assert found == expected
+    with engine(model.path) as llm:
+        assert tokens_of(run_vllm(llm, requests)) != expected

@@ -4,7 +4,10 @@ import json
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
+from typing import Final
 
+from worker_daemon.errors import config_error
 from worker_daemon.models.config_fields import architecture_name
 from worker_daemon.models.decoder import module_names
 from worker_daemon.models.description import DecoderConfig
@@ -26,11 +29,54 @@ from worker_daemon.regular_file import broken_file, read_whole
 
 _MAX_CONFIG_BYTES = 1 << 20
 _NO_MODELOPT = "use the checkpoint in mxfp4, or the unquantized one"
+OVERRIDES: Final = ("max_position_embeddings", "rope_parameters")
+"""Fields that a driver may replace: they change positions alone, no size of a weight."""
+_SCALING_FIELDS: Final = (
+    "original_max_position_embeddings",
+    "rope_local_base_freq",
+    "rope_scaling",
+    "rope_theta",
+)
+"""Fields whose values rope_parameters may have too, in another place."""
+_NO_OVERRIDES: Final[Mapping[str, object]] = MappingProxyType({})
 
 
-def read_model_config(model_dir: Path) -> DecoderConfig:
+def read_overrides(text: str) -> Mapping[str, object]:
+    """Return the fields that ModelConfig.hf_overrides names. Raises ConfigError if it is no JSON
+    object, or names a field that cannot be replaced."""
+    if not text:
+        return _NO_OVERRIDES
+    fix = f"give a JSON object with some of {', '.join(OVERRIDES)}"
+    try:
+        values = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise config_error("hf_overrides", text, f"it is not valid JSON: {error}", fix) from error
+    if not isinstance(values, dict):
+        raise config_error("hf_overrides", text, "it is not a JSON object", fix)
+    for name, value in values.items():
+        if name not in OVERRIDES:
+            problem = "this field of config.json cannot be replaced"
+            raise config_error(f"hf_overrides.{name}", value, problem, fix)
+    return values
+
+
+def overridden(hf: Mapping[str, object], overrides: Mapping[str, object]) -> Mapping[str, object]:
+    """Return a config.json with the fields of read_overrides in place of its own."""
+    text = hf.get("text_config")
+    if isinstance(text, dict):
+        return {**hf, "text_config": overridden(text, overrides)}
+    kept = hf
+    if "rope_parameters" in overrides:
+        kept = {name: value for name, value in hf.items() if name not in _SCALING_FIELDS}
+    return {**kept, **overrides}
+
+
+def read_model_config(
+    model_dir: Path, overrides: Mapping[str, object] = _NO_OVERRIDES
+) -> DecoderConfig:
     """Read config.json, ModelOpt's file, the end tokens of generation_config.json, and what
-    sentence-transformers' files say of pooling, as far as they exist.
+    sentence-transformers' files say of pooling, as far as they exist. overrides: fields that replace
+    those of config.json, as read_overrides returns them.
 
     Raises CheckpointError for a missing file or invalid JSON, ConfigError for invalid or
     unsupported fields.
@@ -38,7 +84,8 @@ def read_model_config(model_dir: Path) -> DecoderConfig:
     modelopt = None
     if (model_dir / MODELOPT_FILE).exists():
         modelopt = Fields(_read_object(model_dir / MODELOPT_FILE), f"{MODELOPT_FILE}: ")
-    config = parse_model_config(_read_object(model_dir / "config.json"), modelopt)
+    hf = _read_object(model_dir / "config.json")
+    config = parse_model_config(overridden(hf, overrides) if overrides else hf, modelopt)
     if (model_dir / MODULES_FILE).exists() and config.pooler.head is None:
         config = _with_modules(config, model_dir)
     if (model_dir / MODULES_FILE).exists() and (model_dir / SENTENCE_TRANSFORMERS_FILE).exists():

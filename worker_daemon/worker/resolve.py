@@ -28,7 +28,7 @@ from worker_daemon.layers.adapters import AdapterLayout
 from worker_daemon.layers.attention import NullAttention
 from worker_daemon.layers.quantization import ONLINE
 from worker_daemon.layers.rotary import max_table_length
-from worker_daemon.models.config import pooling_files, read_model_config
+from worker_daemon.models.config import pooling_files, read_model_config, read_overrides
 from worker_daemon.models.decoder import DecoderStage, build_stage, checkpoint_pieces
 from worker_daemon.models.description import DecoderConfig
 from worker_daemon.models.saved_set import (
@@ -128,7 +128,7 @@ def resolve_config(config: ModelConfig, model_roots: Sequence[Path]) -> Resolved
     if saved is not None:
         saved.check_files(config.load_format)
         directory = confine_directory(str(saved.directory), model_roots)
-    decoder = read_model_config(directory)
+    decoder = read_model_config(directory, read_overrides(config.hf_overrides))
     if saved is not None:
         decoder = with_saved_head(decoder, saved.model)
     decoder = _quantized(decoder, config.quantization)

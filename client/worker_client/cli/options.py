@@ -146,6 +146,13 @@ def build_run_options(
     enable_expert_parallel: Annotated[
         bool, typer.Option(help="Give each tensor-parallel rank whole experts.")
     ] = False,
+    hf_overrides: Annotated[
+        str,
+        typer.Option(
+            help="JSON object of fields that replace those of config.json: rope_parameters, "
+            "max_position_embeddings."
+        ),
+    ] = "",
     max_model_len: Annotated[
         int | None,
         typer.Option(
@@ -275,6 +282,7 @@ def build_run_options(
             enable_expert_parallel=enable_expert_parallel,
             seed=seed or 0,
             enable_sleep_mode=enable_sleep_mode,
+            hf_overrides=hf_overrides,
         ),
         scheduler=SchedulerConfig(
             max_num_seqs=max_num_seqs,

@@ -1,6 +1,7 @@
 """vLLM's configuration as ours, and which of its values are refused at start. sections.py says
 which fields may have another value than vLLM's default."""
 
+import json
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, Final
@@ -76,6 +77,7 @@ def worker_config(vllm_config: Any, settings: Settings, directory: str) -> Worke
             max_model_len=None if fits_max_model_len(vllm_config) else model.max_model_len,
             seed=model.seed,
             enable_sleep_mode=model.enable_sleep_mode,
+            hf_overrides=_overrides(model),
         ),
         scheduler=SchedulerConfig(
             max_num_seqs=scheduler.max_num_seqs,
@@ -113,6 +115,7 @@ def check_config(vllm_config: Any) -> None:
     """
     if vllm_config.model_config is not None:
         _check_model(vllm_config.model_config)
+        _overrides(vllm_config.model_config)
         _check_pooling(vllm_config)
         _check_lora(vllm_config.lora_config, vllm_config.model_config.dtype)
     cache_dtype = str(vllm_config.cache_config.cache_dtype)
@@ -157,6 +160,48 @@ def _check_model(model: Any) -> None:
         _refuse("model", model.model, "use a text model, or --language-model-only")
     if not 0 <= model.max_logprobs <= MAX_LOGPROBS:
         _refuse("max_logprobs", model.max_logprobs, f"use at most {MAX_LOGPROBS}")
+
+
+_ROPE: Final = ("rope_parameters", "rope_scaling")
+"""vLLM's names of one field."""
+_LENGTH: Final = "max_position_embeddings"
+
+
+def _overrides(model: Any) -> str:
+    """Return what the daemons are to read in place of config.json's fields: what vLLM has made of
+    its hf_overrides."""
+    given = model.hf_overrides
+    if not given:
+        return ""
+    if not isinstance(given, Mapping):
+        _refuse("hf_overrides", str(given), f"give a JSON object with {_ROPE[0]} or {_LENGTH}")
+    nested = given.get("text_config")
+    named = dict(given)
+    if isinstance(nested, Mapping):
+        named = {**given, **nested}
+        del named["text_config"]
+    for key, value in named.items():
+        if key not in (*_ROPE, _LENGTH):
+            fix = f"change it in config.json; only {_ROPE[0]} and {_LENGTH} are replaced"
+            _refuse(f"hf_overrides.{key}", value, fix)
+    text, overrides = model.hf_text_config, {}
+    if _LENGTH in named:
+        overrides[_LENGTH] = text.max_position_embeddings
+    if any(key in named for key in _ROPE):
+        overrides[_ROPE[0]] = _whole_rope(text.rope_parameters)
+    return json.dumps(overrides, sort_keys=True)
+
+
+def _whole_rope(parameters: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return rope_parameters whose fields do not depend on who supplies defaults: they replace the
+    checkpoint's as a whole."""
+    by_type = [each for each in parameters.values() if isinstance(each, Mapping)]
+    for part in by_type or [parameters]:
+        for key in ("rope_type", "rope_theta"):
+            if key not in part:
+                fix = f"add {key}, as config.json has it"
+                _refuse(f"hf_overrides.{_ROPE[0]}", dict(part), fix)
+    return parameters
 
 
 def _check_lora(lora: Any, dtype: object) -> None:

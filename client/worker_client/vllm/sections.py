@@ -122,6 +122,7 @@ SECTIONS: Final[Mapping[str, Section]] = MappingProxyType(
                 "dtype",
                 "enable_sleep_mode",
                 "enforce_eager",
+                "hf_overrides",
                 "max_logprobs",
                 "max_model_len",
                 "model",

@@ -236,6 +236,11 @@ def test_sleep_mode_is_asked_for_by_name(directory):
     assert (asleep.enable_sleep_mode, awake.enable_sleep_mode) == (True, False)
 
 
+def test_overrides_reach_the_configuration(directory):
+    text = '{"max_position_embeddings": 64}'
+    assert build_run_options(model=directory, hf_overrides=text).config.model.hf_overrides == text
+
+
 def test_quantization_while_loading_is_asked_for_by_name(directory):
     assert build_run_options(model=directory).config.model.quantization == "auto"
     options = build_run_options(model=directory, quantization="fp8")

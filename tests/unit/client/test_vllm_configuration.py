@@ -1,5 +1,6 @@
 """vLLM's configuration as ours, and what of it is refused."""
 
+import json
 from types import SimpleNamespace
 
 import pytest
@@ -194,6 +195,62 @@ def test_what_is_not_served_is_refused_by_name(changes, field):
         check(vllm_config(**changes), vllm_config())
     assert caught.value.field == field
     assert caught.value.fix
+
+
+YARN = {
+    "rope_type": "yarn",
+    "factor": 4.0,
+    "original_max_position_embeddings": 96,
+    "rope_theta": 10000.0,
+}
+
+
+def with_overrides(given, rope=YARN, longest=384):
+    text = SimpleNamespace(rope_parameters=rope, max_position_embeddings=longest)
+    return vllm_config(model_config__hf_overrides=given, model_config__hf_text_config=text)
+
+
+@pytest.mark.parametrize(
+    ("given", "sent"),
+    [
+        ({}, None),
+        ({"rope_parameters": {}}, {"rope_parameters": YARN}),
+        ({"rope_scaling": {}}, {"rope_parameters": YARN}),
+        ({"max_position_embeddings": 5}, {"max_position_embeddings": 384}),
+        (
+            {"text_config": {"rope_parameters": {}, "max_position_embeddings": 5}},
+            {"rope_parameters": YARN, "max_position_embeddings": 384},
+        ),
+    ],
+)
+def test_overrides_are_sent_as_vllm_has_them(given, sent):
+    theirs = with_overrides(given)
+    check_config(theirs)
+    text = worker_config(theirs, Settings(), "/m").model.hf_overrides
+    assert (json.loads(text) if text else None) == sent
+
+
+@pytest.mark.parametrize(
+    ("given", "rope", "field"),
+    [
+        ({"architectures": ["LlamaModel"]}, YARN, "hf_overrides.architectures"),
+        ({"rope_theta": 5.0}, YARN, "hf_overrides.rope_theta"),
+        ({"text_config": {"hidden_size": 5}}, YARN, "hf_overrides.hidden_size"),
+        ({"text_config": 5}, YARN, "hf_overrides.text_config"),
+        (print, YARN, "hf_overrides"),
+        ({"rope_scaling": {}}, {"rope_type": "yarn"}, "hf_overrides.rope_parameters"),
+        ({"rope_scaling": {}}, {"rope_theta": 1e4}, "hf_overrides.rope_parameters"),
+        (
+            {"rope_parameters": {}},
+            {"full_attention": YARN, "sliding_attention": {"rope_type": "default"}},
+            "hf_overrides.rope_parameters",
+        ),
+    ],
+)
+def test_other_overrides_are_refused(given, rope, field):
+    with pytest.raises(ClientConfigError, match="do not serve") as caught:
+        check_config(with_overrides(given, rope))
+    assert caught.value.field == field
 
 
 def test_adapters_of_another_dtype_are_refused():

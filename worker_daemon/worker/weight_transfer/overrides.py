@@ -17,6 +17,7 @@ _FIELDS: Final = {
 _AT_LOAD: Final = {
     "model.dtype": "reset, and load_model in that dtype",
     "model.quantization": "reset, and load_model with that quantization",
+    "model.hf_overrides": "reset, and load_model with those overrides",
     "model.max_model_len": "update_max_model_len",
 }
 
