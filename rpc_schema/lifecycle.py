@@ -220,7 +220,7 @@ class Status(Value, frozen=True, kw_only=True):
     num_tokens: Unsigned = 0
     """Tokens sampled since the daemon's start; 0 on ranks that do not answer steps."""
     num_requests: Count = 0
-    """Requests of the last step with a sample; 0 on ranks that do not answer steps."""
+    """Running requests: those that have a slot, with or without tokens in the last step."""
     usual_step_us: Count = 0
     """Moving average of the time from step to step, without idle times."""
     gpu_load: GpuLoad | None = None

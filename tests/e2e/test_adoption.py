@@ -3,6 +3,7 @@ equals that of an undisturbed run."""
 
 import json
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -307,10 +308,17 @@ def test_killed_run_is_finished_by_the_next(directory, tmp_path, options, input_
     assert [line["id"] for line in cut_off] == ["short"]
     held = held_blocks(two_daemons.endpoints)
     assert all(3 <= count <= 127 for count in held)  # of the requests that wait for a driver
+    for name in two_daemons.endpoints:  # on each rank, as many as wait for a driver
+        assert 3 <= status_of(name).num_requests <= 5
+    frame = run_client(
+        directory, "top", "--once", "--endpoints", ",".join(two_daemons.endpoints)
+    ).stdout.splitlines()
+    assert re.match(r" all 2 of 2 ranks +[345] ", frame[2])
     shown = run_client(directory, "status", "--endpoints", two_daemons.endpoints[0]).stdout
     assert f"kv cache   {held[0]} of 127 blocks held\n" in shown
     done = run_client(directory, *options, "--adopt", "--output", str(output))
     assert [status_of(name).num_kv_blocks_held for name in two_daemons.endpoints] == [0, 0]
+    assert [status_of(name).num_requests for name in two_daemons.endpoints] == [0, 0]
     # A step that ends one and begins another may have come to one rank alone.
     running = [f"{count} requests are running" for count in (3, 4, 5)]
     assert done.stderr.splitlines()[-1] in running

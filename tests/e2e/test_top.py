@@ -52,9 +52,9 @@ def test_once_prints_a_frame_of_those_that_answer_and_those_that_do_not(director
     assert done.returncode == 1
     lines = done.stdout.splitlines()
     assert lines[0].startswith("2 daemons")
-    assert " ".join(lines[1].split()) == "rank state req steps/s tokens/s ms/step gpu temp kv"
+    assert " ".join(lines[1].split()) == "rank state req steps/s tokens/s ms/step gpu temp power kv"
     rank, serving, load, requests, steps, tokens, *_ = lines[2].split()
-    assert (rank, serving, load, requests) == ("0", "SERVING", "READY", "1")
+    assert (rank, serving, load, requests) == ("0", "SERVING", "READY", "0")
     assert (steps, tokens) == ("0.0", "0.0")
     text = "\n".join(lines)
     assert "IDLE for" in text and f"{daemon.endpoint}, pid {daemon.process.pid}, cpu" in text

@@ -41,7 +41,7 @@ _NO_TOKENS = np.zeros(0, np.int32)
 
 class RequestState:
     """All rows of one rank. Owned by the model runner, used on the step thread only, except
-    num_held_blocks."""
+    num_requests, num_held_blocks and uploads_in_use."""
 
     def __init__(self, limits: StepLimits, parts: StepParts) -> None:
         num_rows = limits.max_num_seqs + 1
@@ -87,6 +87,10 @@ class RequestState:
         for batch in self._steady.values():
             self._counts.write(batch)
         return self._counts
+
+    def num_requests(self) -> int:
+        """Return the number of rows with a request. Any thread may call it."""
+        return int(np.count_nonzero(self._counts.live))
 
     def num_held_blocks(self) -> int:
         """Return the number of blocks of all rows. A shared block counts once per row, blocks

@@ -30,6 +30,8 @@ class WorkerDescription:
     """The implementation of each part of a step."""
     weights: Callable[[], WeightReport | None] = lambda: None
     """Returns the state of the weights now; None below MODEL_LOADED."""
+    num_requests: Callable[[], int] = int
+    """Returns the number of requests that run now."""
     num_kv_blocks_held: Callable[[], int] = int
     """Returns the number of KV blocks that running requests hold now."""
     uploads_in_use: Callable[[], frozenset[bytes]] = frozenset

@@ -711,6 +711,7 @@ class Worker:
             memory_tags=model.memory.states if model else {},
             weights=partial(_weights_report, model.weights if model else None),
             # The description outlives a reset: it must hold no device memory.
+            num_requests=serving.runner.state.num_requests if serving else int,
             num_kv_blocks_held=serving.runner.state.num_held_blocks if serving else int,
             uploads_in_use=serving.runner.state.uploads_in_use if serving else frozenset,
             input_wait_share=partial(_waiting_share, serving.runner.waits if serving else None),

@@ -1,23 +1,22 @@
 """The lines of text that `worker-client top` shows at one moment. Pure."""
 
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import chain
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, TypeVar
 
 from rpc_schema.kv_cache import NUM_NULL_BLOCKS
 from rpc_schema.lease import LeaseStatus
-from rpc_schema.lifecycle import Status
+from rpc_schema.lifecycle import GpuLoad, Status
 from rpc_schema.plain_text import printable
+
+Value = TypeVar("Value", int, float)
 
 GIB: Final = 1 << 30
 MIB: Final = 1 << 20
 NOTABLE_SILENCE_MS: Final = 2000
 """A holder's silence that is shown: drivers renew the lease more often."""
-_HEADING: Final = (
-    f"{'rank':>4} {'state':<24} {'req':>5} {'steps/s':>8} {'tokens/s':>9} {'ms/step':>8} "
-    f"{'gpu':>5} {'temp':>5} {'kv':>4}"
-)
+_COLUMNS: Final = "rank state req steps/s tokens/s ms/step gpu temp power kv"
 _INDENT: Final = " " * 5
 _MAX_WRAPPED: Final = 4
 """Maximum lines of one text; `status` shows all of it."""
@@ -79,7 +78,10 @@ def frame(daemons: Sequence[Seen], now: float, width: int, height: int | None) -
     wrapped. height None: as many lines as there are. If the height is short, daemons are shown with
     less detail, then fewer of them."""
     title = f"{len(daemons)} daemon{'s' if len(daemons) != 1 else ''}; q quits"
-    lines = [Line(title), Line(_HEADING, "bold")]
+    lines = [Line(title), Line(_row(*_COLUMNS.split()), "bold")]
+    groups = [_group(members) for members in _groups(daemons)]
+    if height is None or len(lines) + len(groups) < height:
+        lines += groups
     room = None if height is None else max(1, height - len(lines))
     each = None if room is None else max(1, room // max(1, len(daemons)))
     for index, seen in enumerate(daemons):
@@ -88,6 +90,17 @@ def frame(daemons: Sequence[Seen], now: float, width: int, height: int | None) -
             break
         lines += _daemon(seen, now, width)[:each]
     return [Line(line.text[:width], line.style) for line in lines]
+
+
+def _groups(daemons: Sequence[Seen]) -> list[list[Seen]]:
+    """Return the daemons by group: ranks of one epoch of one driver. A daemon alone, or without a
+    model, is none."""
+    members: dict[tuple[int, bytes], list[Seen]] = {}
+    for seen in daemons:
+        if seen.last is not None and seen.last.status.config is not None:
+            status = seen.last.status
+            members.setdefault((status.epoch, status.lease.holder), []).append(seen)
+    return [group for group in members.values() if len(group) > 1]
 
 
 def _daemon(seen: Seen, now: float, width: int) -> list[Line]:
@@ -126,19 +139,70 @@ def _wrapped(line: Line, width: int) -> list[Line]:
     return [Line(text, line.style) for text in texts]
 
 
+def _row(rank: str, state: str, requests: str, *figures: str) -> str:
+    """Return a line of the table: 80 characters."""
+    steps, tokens, step_ms, percent, celsius, watts, kv_share = figures
+    return (
+        f"{rank:>4} {state:<21} {requests:>5} {steps:>7} {tokens:>8} {step_ms:>7} {percent:>5} "
+        f"{celsius:>5} {watts:>5} {kv_share:>4}"
+    )
+
+
 def _figures(seen: Seen) -> str:
     assert seen.last is not None
     status, speed = seen.last.status, rates(seen)
-    load = status.gpu_load
-    requests = str(status.num_requests) if status.num_tokens else "-"
-    percent = _unit(None if load is None else load.utilization_percent, "%")
-    celsius = _unit(None if load is None else load.temperature_c, "C")
-    state = f"{status.serving} {status.load}"
-    return (
-        f"{status.rank:>4} {state:<24} {requests:>5} {_number(speed.steps_per_s):>8} "
-        f"{_number(speed.tokens_per_s):>9} {_step_ms(status, speed):>8} {percent:>5} {celsius:>5} "
-        f"{_kv_share(status):>4}"
+    load = status.gpu_load or GpuLoad()
+    return _row(
+        str(status.rank),
+        f"{status.serving} {status.load}",
+        _requests(status),
+        _number(speed.steps_per_s),
+        _number(speed.tokens_per_s),
+        _step_ms(status, speed),
+        _unit(load.utilization_percent, "%"),
+        _unit(load.temperature_c, "C"),
+        _unit(load.power_w, "W"),
+        _unit(_kv_share(status), "%"),
     )
+
+
+def _group(members: Sequence[Seen]) -> Line:
+    """Return the line of a group. Its ranks run the same requests and steps, and one of them
+    answers: the largest count is the group's. Power is the sum; a GPU's use the mean; temperature
+    and KV cache are the largest."""
+    there = [seen for seen in members if not seen.error] or members
+    samples = [seen.last for seen in there if seen.last is not None]
+    config = samples[0].status.config
+    assert config is not None
+    speeds = [rates(seen) for seen in there]
+    loads = [sample.status.gpu_load or GpuLoad() for sample in samples]
+    percents = _known(load.utilization_percent for load in loads)
+    watts = _known(load.power_w for load in loads)
+    busiest = max(samples, key=lambda sample: sample.status.usual_step_us).status
+    steps = max(_known(speed.steps_per_s for speed in speeds), default=None)
+    tokens = max(_known(speed.tokens_per_s for speed in speeds), default=None)
+    size, num_there = config.parallel.world_size, sum(not seen.error for seen in members)
+    row = _row(
+        "all",
+        f"{num_there} of {size} ranks",
+        _requests(max(samples, key=lambda sample: sample.status.num_requests).status),
+        _number(steps),
+        _number(tokens),
+        _step_ms(busiest, Rates(steps, tokens)),
+        _unit(round(sum(percents) / len(percents)) if percents else None, "%"),
+        _unit(max(_known(load.temperature_c for load in loads), default=None), "C"),
+        _unit(sum(watts) if watts else None, "W"),
+        _unit(max(_known(_kv_share(sample.status) for sample in samples), default=None), "%"),
+    )
+    return Line(row, "bold" if num_there == size else "bold red")
+
+
+def _known(values: Iterable[Value | None]) -> list[Value]:
+    return [value for value in values if value is not None]
+
+
+def _requests(status: Status) -> str:
+    return str(status.num_requests) if status.load == "READY" else "-"
 
 
 def _doing(status: Status) -> str:
@@ -159,11 +223,10 @@ def _usable_blocks(status: Status) -> int:
     return 0 if status.kv_cache is None else status.kv_cache.num_blocks - NUM_NULL_BLOCKS
 
 
-def _kv_share(status: Status) -> str:
+def _kv_share(status: Status) -> int | None:
+    """Return the percentage of the KV cache that running requests hold; None without one."""
     total = _usable_blocks(status)
-    if not total:
-        return "-"
-    return f"{min(100, -(-100 * status.num_kv_blocks_held // total))}%"
+    return min(100, -(-100 * status.num_kv_blocks_held // total)) if total else None
 
 
 def leased(lease: LeaseStatus) -> str:

@@ -3,6 +3,14 @@
 import msgspec
 import pytest
 
+from rpc_schema.config import (
+    CacheConfig,
+    GraphConfig,
+    ModelConfig,
+    ParallelConfig,
+    SchedulerConfig,
+    WorkerConfig,
+)
 from rpc_schema.kv_cache import KVCacheConfig
 from rpc_schema.lease import LeaseStatus
 from rpc_schema.lifecycle import GpuLoad, ReplyDelay, Status
@@ -55,7 +63,7 @@ def test_rates_are_those_between_two_samples():
     busy = seen({"last_seq": 60, "num_tokens": 200})
     assert rates(busy) == (20.0, 400.0)
     row = text(busy).splitlines()[2].split()
-    assert row == ["1", "SERVING", "READY", "8", "20.0", "400", "50.00", "87%", "61C", "-"]
+    assert row == ["1", "SERVING", "READY", "8", "20.0", "400", "50.00", "87%", "61C", "400W", "-"]
 
 
 @pytest.mark.parametrize(
@@ -71,8 +79,48 @@ def test_what_cannot_be_compared_gives_no_rate(before, expected):
 
 
 def test_rank_without_answers_has_no_tokens():
-    shown = text(seen({"last_seq": 98, "num_tokens": 0}, num_tokens=0, num_requests=0))
-    assert shown.splitlines()[2].split()[3:6] == ["-", "1.0", "-"]
+    shown = text(seen({"last_seq": 98, "num_tokens": 0}, num_tokens=0))
+    assert shown.splitlines()[2].split()[3:6] == ["8", "1.0", "-"]
+
+
+GROUP = WorkerConfig(
+    parallel=ParallelConfig(pipeline_parallel_size=2),
+    model=ModelConfig(model="/m"),
+    scheduler=SchedulerConfig(),
+    cache=CacheConfig(),
+    graph=GraphConfig(),
+)
+
+
+def test_group_has_a_line_of_its_own():
+    cache = KVCacheConfig(num_blocks=101, block_size=16, groups=(), size_bytes=1)
+    first = seen(
+        {"last_seq": 60, "num_tokens": 0, "config": GROUP},
+        config=GROUP,
+        rank=0,
+        num_tokens=0,
+        kv_cache=cache,
+        num_kv_blocks_held=50,
+        gpu_load=GpuLoad(utilization_percent=50, temperature_c=70, power_w=300),
+    )
+    last = seen({"last_seq": 60, "num_tokens": 200, "config": GROUP}, config=GROUP)
+    spare = seen(load="CREATED", epoch=0)
+    row = text(first, last, spare).splitlines()[2].split()
+    assert row[:5] == ["all", "2", "of", "2", "ranks"]
+    assert row[5:] == ["8", "20.0", "400", "50.00", "68%", "70C", "700W", "50%"]
+    lost = last._replace(error="gone")
+    assert "1 of 2 ranks" in text(first, lost) and "400W" not in text(first, lost).splitlines()[2]
+    other = seen({"config": GROUP}, config=GROUP, epoch=5)
+    for none in ([first], [first, other], [spare, spare]):
+        assert "ranks" not in text(*none)
+    lines = frame([first, last], 15.0, 80, 24)
+    assert all(len(line.text) == 80 for line in lines[1:4]) and len(lines) <= 24
+    assert len(frame([first, last], 15.0, 80, 3)) == 3
+
+
+def test_daemon_without_a_ready_model_runs_no_requests():
+    row = text(seen(load="KV_READY", num_requests=0)).splitlines()[2].split()
+    assert row[1:4] == ["SERVING", "KV_READY", "-"]
 
 
 def test_details_name_lease_memory_event_and_trouble():
@@ -105,7 +153,7 @@ def test_frame_fits_its_terminal(count, width, height):
 
 
 def test_idle_daemon_shows_no_step_time():
-    row = ["1", "SERVING", "READY", "8", "0.0", "0.0", "-", "87%", "61C", "-"]
+    row = ["1", "SERVING", "READY", "8", "0.0", "0.0", "-", "87%", "61C", "400W", "-"]
     assert text(seen({}, usual_step_us=4000)).splitlines()[2].split() == row
     assert text(seen(None, usual_step_us=4000)).splitlines()[2].split()[6] == "-"
     mostly_idle = seen({"last_seq": 98, "num_tokens": 984}, usual_step_us=4000)

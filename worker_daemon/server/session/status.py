@@ -118,7 +118,7 @@ class StatusReport:
             num_bad_frames=self.security.bad_peers.num_bad_frames,
             num_refused=self.security.num_refused,
             num_tokens=replied.num_tokens,
-            num_requests=replied.num_requests,
+            num_requests=snapshot.description.num_requests(),
             usual_step_us=min(int(progress.step_times.usual_s * 1e6), 2**31 - 1),
             gpu_load=None if load is None else lc.GpuLoad(**asdict(load)),
             num_kv_blocks_held=snapshot.description.num_kv_blocks_held(),

@@ -72,19 +72,16 @@ class ReplyRing:
 class ReplyCounts:
     """Counts since the daemon's start. Written by one thread at a time, read by any."""
 
-    __slots__ = ("num_requests", "num_tokens")
+    __slots__ = ("num_tokens",)
 
     def __init__(self) -> None:
         self.num_tokens = 0
         """Tokens sampled."""
-        self.num_requests = 0
-        """Requests of the last step with a sample."""
 
     def add(self, reply: StepReply) -> None:
         """Count a reply that is sent for the first time."""
         if type(reply) is ModelRunnerOutput and reply.sampled_token_ids:
-            self.num_requests = len(reply.sampled_token_ids) // 4
-            self.num_tokens += self.num_requests
+            self.num_tokens += len(reply.sampled_token_ids) // 4
 
 
 class ReplyDelays:
