@@ -54,6 +54,7 @@ def generate(run: RunOptions, adopt: Adopt = False) -> None:
         adopted = _adopted(session, finished) if adopt else []
         inputs = with_adopted(inputs, adopted)
         left = [entry for entry in inputs if entry.id not in finished]
+        report_cuts(left, session.model.max_model_len)
         names = dict.fromkeys([entry.id for entry in inputs] + list(finished))
         with Results(list(names), tokenizer, finished, run.output) as collected:
             served = session.serve(left, adopted, collected.take)
@@ -71,6 +72,7 @@ def bench(
     tokenizer, inputs = read_requests(run)
     end_if_all_are_wrong(inputs, run.output)
     with open_session(run, print_progress(), tokenizer=tokenizer) as session:
+        report_cuts(inputs, session.model.max_model_len)
         served, result = _measure(session, inputs, profile, scrape)
     print_text(json.dumps(result, indent=None if as_json else 2) + "\n")
     if run.output is not None:
@@ -172,6 +174,25 @@ def report_errors(
         sys.stderr.write(f"{printable(names.get(req_id, req_id))}: {printable(error)}\n")
     if errors and len(errors) == num_requests:
         raise typer.Exit(1)
+
+
+def report_cuts(inputs: Sequence[InputRequest], max_model_len: int) -> None:
+    """Print one line, to standard error, if requests ask for more tokens than fit after their
+    prompts: they get fewer."""
+    cut = [
+        (entry.shown_as, request.max_tokens, room)
+        for entry in inputs
+        if (request := entry.request) is not None
+        and request.pooling is None
+        and 0 < (room := max_model_len - len(request.prompt_token_ids)) < request.max_tokens
+    ]
+    if cut:
+        name, asked, room = cut[0]
+        in_all = f"; requests cut in all: {len(cut)}" if len(cut) > 1 else ""
+        sys.stderr.write(
+            f"{printable(name)}: max_tokens = {asked} is cut to {room}, which max_model_len = "
+            f"{max_model_len} leaves after the prompt{in_all}\n"
+        )
 
 
 def print_progress() -> Callable[[RankProgress], None]:

@@ -16,6 +16,26 @@ from worker_client.launcher import LocalDaemons
 ROOT = Path(__file__).parents[3]
 
 
+@pytest.mark.parametrize("command", ["generate", "bench"])
+def test_max_tokens_beyond_the_model_is_told(fakes, directory, run, command):
+    source, target = directory / "in.jsonl", directory / "out.jsonl"
+    source.write_text(
+        "".join(
+            f'{{"prompt_token_ids": [1, 2, 3], "max_tokens": {count}, "ignore_eos": true}}\n'
+            for count in (29, 30, 5, 1000)
+        )
+    )
+    words = ("--max-model-len", 32, "--input", source, "--output", target)
+    code, _, errors = run(command, *options(fakes(1), directory), *words)
+    assert code == 0
+    assert (
+        "line 2, request 1: max_tokens = 30 is cut to 29, which max_model_len = 32 leaves after "
+        "the prompt; requests cut in all: 2\n" in errors
+    )
+    lines = [json.loads(line) for line in target.read_text().splitlines()]
+    assert [len(line["token_ids"]) for line in lines] == [29, 29, 5, 29]
+
+
 def test_generate_writes_lines_in_input_order(fakes, directory, run):
     daemons = fakes(2)
     source, target = directory / "in.jsonl", directory / "out.jsonl"
