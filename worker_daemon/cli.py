@@ -39,7 +39,7 @@ from worker_daemon.settings import (
 # wrapped.
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 
-_WORKER_MODULES: Final = ("torch", "safetensors", "uvloop", "pynvml")
+_WORKER_MODULES: Final = ("torch", "uvloop", "pynvml")
 """Packages of the extra `worker` that every device needs. Triton's kernels need CUDA."""
 
 

@@ -1,13 +1,19 @@
 """What is installed: the wheel's files and metadata, and the versions that it claims."""
 
+import ast
+import importlib.metadata
 import re
 import tomllib
 import zipfile
+from collections import defaultdict
+from collections.abc import Iterator
 from email import message_from_string
 from email.message import Message
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 from tests.support.wheel import PACKAGES, build_wheel
 
@@ -38,6 +44,29 @@ def test_metadata_names_licence_and_no_address(wheel: tuple[list[str], Message])
     _, metadata = wheel
     assert metadata["License-Expression"] == "Apache-2.0"
     assert not {"Author", "Author-email", "Home-page", "Project-URL"} & set(metadata.keys())
+
+
+def test_packages_import_all_that_they_require():
+    required = [*PROJECT["dependencies"], *PROJECT["optional-dependencies"]["worker"]]
+    modules = defaultdict(set)
+    for module, distributions in importlib.metadata.packages_distributions().items():
+        for distribution in distributions:
+            modules[canonicalize_name(distribution)].add(module)
+    folders = ("rpc_schema", "client", "worker_daemon")
+    files = [path for name in folders for path in (ROOT / name).rglob("*.py")]
+    imported = {module for path in files for module in imports_of(path)}
+    for requirement in map(Requirement, required):
+        names = modules[canonicalize_name(requirement.name)] or {requirement.name}
+        assert names & imported, f"{requirement.name} is required and never imported"
+
+
+def imports_of(path: Path) -> Iterator[str]:
+    """Yield the first words of the modules that a file imports, late imports included."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name.split(".")[0] for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            yield node.module.split(".")[0]
 
 
 def test_claimed_versions_are_those_of_the_matrix():
