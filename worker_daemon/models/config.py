@@ -75,8 +75,8 @@ def read_model_config(
     model_dir: Path, overrides: Mapping[str, object] = _NO_OVERRIDES
 ) -> DecoderConfig:
     """Read config.json, ModelOpt's file, the end tokens of generation_config.json, and what
-    sentence-transformers' files say of pooling, as far as they exist. overrides: fields that replace
-    those of config.json, as read_overrides returns them.
+    sentence-transformers' files say of pooling, as far as they exist. overrides: fields that
+    replace those of config.json, as read_overrides returns them.
 
     Raises CheckpointError for a missing file or invalid JSON, ConfigError for invalid or
     unsupported fields.
