@@ -36,6 +36,9 @@ class PoolingParams(Extension, frozen=True, tag=9, kw_only=True):
     probabilities. None: the model's files decide."""
     dimensions: Count = 0
     """Number of leading values of an embedding to keep, before it is normalized; 0: all."""
+    second_start: Count | None = None
+    """Index of the first prompt token of token type 1, as in the second text of a pair; at most the
+    prompt's length. None: all tokens have type 0."""
 
 
 class PooledOutputs(FramedExtension, frozen=True, tag=9, kw_only=True):
@@ -69,6 +72,8 @@ class PoolingSupport(Value, frozen=True, kw_only=True):
     whole_prompts: bool = False
     """True if a prompt must be computed in one step, because all its tokens attend to each
     other."""
+    token_types: bool = False
+    """True if the model tells the two texts of a pair apart by token types."""
 
     def find(self, task: PoolingTask) -> PooledTask | None:
         """Return a task, if the model supports it."""
@@ -90,12 +95,19 @@ def sampling_kind(extensions: Iterable[Extension]) -> str | None:
     return next((type(each).__name__ for each in found), None)
 
 
-def pooling_fault(params: PoolingParams, support: PoolingSupport) -> tuple[str, object, str] | None:
+def pooling_fault(
+    params: PoolingParams, support: PoolingSupport, num_tokens: int
+) -> tuple[str, object, str] | None:
     """Return field, value and fix of the first unsupported setting; None if the model supports
-    all."""
-    found = support.find(params.task)
+    all. num_tokens: of the prompt."""
+    found, second = support.find(params.task), params.second_start
     if found is None:
         return "task", params.task, f"ask for one of the model's tasks: {support.names}"
+    if second is not None and (not support.token_types or second > num_tokens):
+        fix = f"use at most {num_tokens}, the length of the prompt"
+        if not support.token_types:
+            fix = "leave it out: the model has one token type"
+        return "second_start", second, fix
     if not params.dimensions:
         return None
     if params.task not in ("embed", "token_embed"):
@@ -114,7 +126,7 @@ def admission_fault(
 ) -> tuple[str, object, str] | None:
     """Return field, value and fix of the first reason to refuse a new request; None if there is
     none."""
-    fault = pooling_fault(params, support)
+    fault = pooling_fault(params, support, num_tokens)
     if fault is not None:
         return fault
     found = support.find(params.task)

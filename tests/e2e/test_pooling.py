@@ -203,6 +203,42 @@ def test_scores_of_cross_encoders(serve, checkpoint, labels, config, saved_with)
         np.testing.assert_allclose(run.outputs[f"{index}"].pooled, scores_of_pair, **CLOSE)
 
 
+@pytest.mark.parametrize("shape", [(1, 1), (2, 2)])
+def test_pairs_of_texts_have_token_types(serve, checkpoint, shape):
+    reference = checkpoint("BertForSequenceClassification", num_labels=1, seed=4)
+    write_tokenizer(reference.path, "Bert")
+    pairs = [("w9 w10 w11", "w20 w21"), ("w7", "w30 w9 w100 w8"), ("w40 w41", "w9")]
+    expected = pair_scores(reference.path, pairs)
+    assert all(expected.second_starts)
+    requests = [
+        pooling_request(f"{index}", prompt, "classify", second_start=start)
+        for index, (prompt, start) in enumerate(
+            zip(expected.token_ids, expected.second_starts, strict=True)
+        )
+    ]
+    prompt = expected.token_ids[1]
+    starts = [None, 0, 1, len(prompt) - 1, len(prompt)]
+    requests += [
+        pooling_request(f"of {start}", prompt, "classify", use_activation=False, second_start=start)
+        for start in starts
+    ]
+    with serve(reference.path, *shape, max_num_batched_tokens=160) as (group, loaded):
+        run = generate(group, loaded, requests)
+        for wrong in (len(prompt) + 1, -1):
+            driver = Driver(group, Scheduler(scheduler_limits(group, loaded)))
+            with pytest.raises(RequestError, match="second_start"):
+                driver.add_request(pooling_request("w", prompt, "classify", second_start=wrong))
+    for index, scores_of_pair in enumerate(expected.scores):
+        np.testing.assert_allclose(run.outputs[f"{index}"].pooled, scores_of_pair, **CLOSE)
+    for start in starts:
+        types = torch.arange(len(prompt)) >= (len(prompt) if start is None else start)
+        with torch.no_grad():
+            logits = reference.model(torch.tensor([prompt]), token_type_ids=types.long()[None])
+        np.testing.assert_allclose(
+            run.outputs[f"of {start}"].pooled, logits.logits[0].numpy(), **CLOSE
+        )
+
+
 @pytest.mark.parametrize(
     ("architecture", "shape"),
     [
@@ -331,6 +367,7 @@ def test_what_cannot_be_served_is_refused_by_name_and_alone(serve, checkpoint):
             (pooling_request("b", prompt, "sort"), "sort"),
             (pooling_request("c", prompt, "embed", dimensions=65), "at most 64"),
             (pooling_request("d", prompt, "embed", dimensions=-1), "dimensions"),
+            (pooling_request("s", prompt, "embed", second_start=3), "one token type"),
         ):
             with pytest.raises(RequestError, match=named):
                 driver.add_request(bad)

@@ -112,7 +112,9 @@ ODD: tuple[Callable[[random.Random], object], ...] = (
         kind=rng.choice(("json", "x", 5)), text=rng.choice(("{}", 5, "\ud800"))
     ),
     lambda rng: PoolingParams(
-        task=rng.choice(("embed", "x", 5)), dimensions=rng.choice((0, "1", -1))
+        task=rng.choice(("embed", "x", 5)),
+        dimensions=rng.choice((0, "1", -1)),
+        second_start=rng.choice((None, 0, 3, "1", -1)),
     ),
     lambda rng: (
         LoraRequest(

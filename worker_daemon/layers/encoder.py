@@ -71,8 +71,8 @@ class LayerNorm:
 
 
 class EncoderEmbedding:
-    """Adds positions and the first token type to token embeddings. Replicated on every rank of the
-    first stage."""
+    """Adds positions and token types to token embeddings: type 0, unless add_second_type was called
+    before. Replicated on every rank of the first stage."""
 
     def __init__(self, spec: EncoderEmbeddingSpec, setup: LayerSetup) -> None:
         self._first = spec.first_position
@@ -84,6 +84,12 @@ class EncoderEmbedding:
         """hidden [N, H], positions int32 or int64 [N] -> [N, H]."""
         places = functional.embedding(positions + self._first, self._positions.data)
         return self._norm.forward(hidden + self._types.data[0] + places)
+
+    def add_second_type(self, hidden: Tensor, tokens: Tensor) -> Tensor:
+        """Give tokens of hidden [N, H], the input of forward, type 1. tokens: their indices, int64
+        [E]. Changes hidden and returns it."""
+        difference = self._types.data[1] - self._types.data[0]
+        return hidden.index_add_(0, tokens, difference.expand(tokens.shape[0], -1))
 
     def parameters(self) -> Iterator[Parameter]:
         yield self._positions

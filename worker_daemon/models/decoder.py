@@ -286,6 +286,11 @@ class DecoderStage:
         )
 
     @property
+    def encoder(self) -> EncoderEmbedding | None:
+        """The embedding of an encoder's first stage; None on other stages, and in decoders."""
+        return None if self._start is None else self._start.encoder
+
+    @property
     def is_first(self) -> bool:
         """True if the stage embeds tokens."""
         return self._start is not None

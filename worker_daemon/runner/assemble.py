@@ -82,6 +82,7 @@ def assemble_runner(
         is_first_stage=parallel.is_first_stage,
         is_last_stage=parallel.is_last_stage,
         pooler=parts.stage.pooler,
+        encoder=parts.stage.encoder,
         adapters=parts.adapters,
         processors=parts.processors,
         dtype=parts.dtype,

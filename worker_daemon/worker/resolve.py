@@ -166,18 +166,23 @@ def pooling_support(decoder: DecoderConfig) -> PoolingSupport:
     """Return the pooling that a model supports, in wire types."""
     spec, head = decoder.pooler, decoder.pooler.head
     states: PooledStates = spec.states
+    encoder = decoder.encoder
+    of_encoder = {
+        "whole_prompts": encoder is not None,
+        "token_types": encoder is not None and encoder.num_token_types > 1,
+    }
     if head is None:
         width = decoder.hidden_size
         tasks = (
             PooledTask(task="embed", width=width, states=states),
             PooledTask(task="token_embed", width=width, states="each"),
         )
-        return PoolingSupport(tasks=tasks, whole_prompts=decoder.encoder is not None)
+        return PoolingSupport(tasks=tasks, **of_encoder)
     if head.per_token:
         task = PooledTask(task="token_classify", width=head.num_labels, states="each")
     else:
         task = PooledTask(task="classify", width=head.num_labels, states=states)
-    return PoolingSupport(tasks=(task,), whole_prompts=decoder.encoder is not None)
+    return PoolingSupport(tasks=(task,), **of_encoder)
 
 
 def check_cache(cache: CacheConfig, scheduler: SchedulerConfig) -> None:

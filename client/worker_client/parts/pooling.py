@@ -17,11 +17,12 @@ class PoolingRequestPart(RequestPart):
     extension = PoolingParams
     reply_extension = PooledOutputs
     pools = True
+    judges_prompt = True
 
     def find_fault(self, extension: PoolingParams, bounds: ModelBounds) -> ExtensionFault | None:
         if bounds.pooling is None:
             return None
-        fault = pooling_fault(extension, bounds.pooling)
+        fault = pooling_fault(extension, bounds.pooling, bounds.num_prompt_tokens)
         return None if fault is None else ExtensionFault(*fault)
 
     def read_outputs(

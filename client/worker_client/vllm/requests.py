@@ -78,9 +78,13 @@ _PACKED: Final = ("allowed_token_ids", "bad_words", "logit_bias", "logprob_token
 SAMPLING_FIELDS: Final = _SERVED_BY_VLLM | _TRANSLATED
 """Fields of vLLM's SamplingParams that a request may set."""
 
+_TOKEN_TYPES: Final = "compressed_token_type_ids"
+"""Key of extra_kwargs with the index of a pair's first token of type 1."""
+
 POOLING_FIELDS: Final = frozenset(
     (
         "dimensions",
+        "extra_kwargs",
         "output_kind",
         "requires_token_ids",
         "skip_reading_prefix_cache",
@@ -206,8 +210,15 @@ def pooling_params(params: Any) -> PoolingParams:
         RequestError: a field is not served.
     """
     check_fields(params, POOLING_FIELDS)
+    extra = params.extra_kwargs
+    if extra is not None and set(extra) != {_TOKEN_TYPES}:
+        fix = f"leave it out, or give {_TOKEN_TYPES} alone"
+        raise request_error("extra_kwargs", extra, "the field is not supported", fix)
     return PoolingParams(
-        task=params.task, use_activation=params.use_activation, dimensions=params.dimensions or 0
+        task=params.task,
+        use_activation=params.use_activation,
+        dimensions=params.dimensions or 0,
+        second_start=None if extra is None else extra[_TOKEN_TYPES],
     )
 
 

@@ -17,7 +17,6 @@ from worker_client.errors import ClientError, RequestError
 from worker_client.parts.interface import ModelBounds
 from worker_client.step_checks import MAX_ADMITTED_TOKENS, MAX_ID_LENGTH, check_id
 from worker_client.vllm.requests import (
-    POOLING_FIELDS,
     SAMPLING_FIELDS,
     Requests,
     check_fields,
@@ -154,6 +153,10 @@ def test_pooling_fields_are_translated():
     ours = PoolingParams(task="embed", use_activation=False, dimensions=4)
     assert pooling_params(theirs) == ours
     assert pooling_params(vllm.PoolingParams(task="classify")) == PoolingParams(task="classify")
+    for start in (0, 7):
+        pair = {"compressed_token_type_ids": start}
+        theirs = vllm.PoolingParams(task="classify", extra_kwargs=pair)
+        assert pooling_params(theirs) == PoolingParams(task="classify", second_start=start)
 
 
 @pytest.mark.parametrize(
@@ -165,12 +168,13 @@ def test_pooling_fields_are_translated():
         ("late_interaction_params", object()),
         ("late_chunking_params", object()),
         ("extra_kwargs", {"width": 8}),
+        ("extra_kwargs", {"compressed_token_type_ids": 3, "width": 8}),
         ("extra_kwargs", {}),
     ],
 )
 def test_pooling_fields_that_are_not_served_are_refused(field, value):
     with pytest.raises(RequestError, match=field):
-        check_fields(vllm.PoolingParams(task="embed", **{field: value}), POOLING_FIELDS)
+        pooling_params(vllm.PoolingParams(task="embed", **{field: value}))
 
 
 @given(st.text() | st.text(alphabet=st.characters(codec=None)))

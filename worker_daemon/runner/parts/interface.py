@@ -19,6 +19,7 @@ from worker_daemon.contracts.arrays import Int32s, Int64s
 from worker_daemon.contracts.logits_processor import MakeLogitsProcessor
 from worker_daemon.contracts.sampling import Sampling
 from worker_daemon.contracts.uploads import FindUpload, no_uploads
+from worker_daemon.layers.encoder import EncoderEmbedding
 from worker_daemon.lora.adapters import Adapters
 from worker_daemon.models.pooler import Pooler
 from worker_daemon.runner.report import Report as Report
@@ -52,6 +53,8 @@ class PartContext:
     """Sampling kernels of the device."""
     pooler: Pooler | None = None
     """Turns hidden states into the model's outputs; None except on the last stage."""
+    encoder: EncoderEmbedding | None = None
+    """Gives tokens their types; None except on an encoder's first stage."""
     adapters: Adapters | None = None
     """The model's LoRA adapters; None if it was loaded without."""
     processors: Mapping[str, MakeLogitsProcessor] = field(default_factory=dict)

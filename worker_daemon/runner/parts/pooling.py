@@ -6,10 +6,11 @@ output.
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import numpy as np
 import torch
+from msgspec import structs
 from torch import Tensor
 
 from rpc_schema.pooling import (
@@ -26,6 +27,9 @@ from worker_daemon.device.pinned import download, upload
 from worker_daemon.models.pooler import Pooler
 from worker_daemon.runner.parts.interface import PartContext, Report, StepPart
 from worker_daemon.runner.scheduled_step import OutputSize, ScheduledStep, StepLimits, invalid
+
+_NONE: Final = 1 << 62
+"""A position behind all prompts."""
 
 
 class _PooledRows(NamedTuple):
@@ -79,16 +83,26 @@ def _tokens_of(rows: _PooledRows, hidden: Tensor) -> Tensor:
 
 
 class PoolingPart(StepPart):
-    """Pools on the last stage. Between the chunks of a prompt it keeps the sum of hidden states or
-    per-token outputs. The next step that pools drops the per-token outputs of aborted
-    requests."""
+    """Pools on the last stage, and gives tokens their types on an encoder's first one.
+
+    Between the chunks of a prompt it keeps the sum of hidden states or per-token outputs. The next
+    step that pools drops the per-token outputs of aborted requests.
+    """
 
     request_extension = PoolingParams
+    in_forward = True
+    has_graphs = False  # encoders have none
     pools = True
 
     def __init__(self, context: PartContext) -> None:
         num_rows = context.num_rows
         self._pooler = context.pooler
+        self._encoder = context.encoder
+        self._device = context.device
+        self._typed: Tensor | None = None
+        """int64 [E]: the current step's tokens of type 1."""
+        self._seconds = np.full(num_rows, _NONE, np.int64)
+        """[S] the position of each prompt's first token of type 1."""
         self._support = context.limits.pooling
         self._params: list[PoolingParams | None] = [None] * num_rows
         self._num_tokens = np.zeros(num_rows, np.int32)
@@ -122,11 +136,33 @@ class PoolingPart(StepPart):
         """Return False: the part does nothing when rows are sampled."""
         return False
 
+    def uses_step(self, step: ScheduledStep) -> bool:
+        return self._support.token_types and bool((self._seconds[step.slots] < step.ends).any())
+
+    def fill(self, columns: Sequence[Int32s], step: ScheduledStep, brought: None) -> None:
+        if self._encoder is None:
+            return
+        counts = step.num_tokens.astype(np.int64)
+        firsts = np.cumsum(counts) - counts
+        positions = np.arange(counts.sum()) - np.repeat(firsts - step.starts, counts)
+        is_second = positions >= np.repeat(self._seconds[step.slots], counts)
+        self._typed = upload(np.flatnonzero(is_second), self._device)
+
+    def before_forward(self, hidden: Tensor, columns: Sequence[Tensor]) -> Tensor:
+        typed, self._typed = self._typed, None
+        if self._encoder is None or typed is None:
+            return hidden
+        return self._encoder.add_second_type(hidden, typed)  # this step's own embeddings
+
     def admit(
         self, requests: Sequence[NewRequestData], extensions: Sequence[PoolingParams | None]
     ) -> None:
         for request, params in zip(requests, extensions, strict=True):
-            self._params[request.slot] = params
+            second = None if params is None else params.second_start
+            self._seconds[request.slot] = _NONE if second is None else second
+            # Rows are pooled together, whatever their types.
+            plain = None if params is None else structs.replace(params, second_start=None)
+            self._params[request.slot] = plain
             self._num_tokens[request.slot] = request.num_tokens
             self._kept.pop(request.slot, None)
 

@@ -13,6 +13,7 @@ from worker_daemon.contracts.arrays import Int64s
 from worker_daemon.contracts.logits_processor import MakeLogitsProcessor
 from worker_daemon.contracts.sampling import Sampling
 from worker_daemon.contracts.uploads import FindUpload, no_uploads
+from worker_daemon.layers.encoder import EncoderEmbedding
 from worker_daemon.lora.adapters import Adapters
 from worker_daemon.models.pooler import Pooler
 from worker_daemon.runner.parts.allowed_tokens import AllowedTokensPart
@@ -67,6 +68,7 @@ def make_parts(
     is_first_stage: bool = True,
     is_last_stage: bool = True,
     pooler: Pooler | None = None,
+    encoder: EncoderEmbedding | None = None,
     adapters: Adapters | None = None,
     processors: Mapping[str, MakeLogitsProcessor] | None = None,
     dtype: torch.dtype = torch.float32,
@@ -80,6 +82,7 @@ def make_parts(
         is_last_stage,
         sampling,
         pooler=pooler,
+        encoder=encoder,
         adapters=adapters,
         processors=processors or {},
         dtype=dtype,
