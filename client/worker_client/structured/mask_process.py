@@ -68,6 +68,9 @@ ANSWER_NS: Final = 2_000_000
 """CPU time after which the masks that are done are answered before others are computed."""
 AHEAD_NS: Final = 5_000_000
 """CPU time of a batch in which matchers take forced tokens."""
+JSON_DEFAULTS: Final = {"whitespace_flexible": False}
+"""Form of JSON that a schema's x-guidance may change: without whitespace between tokens, of which a
+weak model may never stop writing more."""
 
 
 class _Ended(Exception):
@@ -259,7 +262,8 @@ def as_llguidance(kind: str, text: str, names: Mapping[str, int]) -> str:
     """Return a grammar as llguidance reads it. names: tokens that a grammar may name, beside those
     that llguidance knows. Raises ValueError and others."""
     if kind == "json":
-        return LLMatcher.grammar_from_json_schema(text)
+        schema = "{}" if text.strip() == "true" else text  # only an object takes defaults
+        return LLMatcher.grammar_from_json_schema(schema, defaults=JSON_DEFAULTS)
     if kind == "regex":
         return LLMatcher.grammar_from_regex(text)
     if kind == "choice":

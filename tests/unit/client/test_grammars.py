@@ -221,6 +221,36 @@ def test_choices_are_any_texts(grammars, directory):
         assert not matcher.error and matcher.allows(EOS_TOKEN_ID), choice
 
 
+VALUE = {"a": [1, {"b c": "d\n e"}], "f": None}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"json_object": True},
+        {"json": {"type": "object"}},
+        {"json": {"x-guidance": {"coerce_one_of": True}}},
+        {"json": "{}"},
+        {"json": " true "},
+    ],
+)
+def test_json_is_compact_unless_its_schema_asks_for_another_form(grammars, directory, options):
+    encode = Tokenizer.from_file(str(directory / "tokenizer.json")).encode
+    grammar = read_structured_output(options)
+
+    def is_allowed(grammar, **form):
+        matcher = begun(grammars, grammar, encode(json.dumps(VALUE, **form)).ids)
+        return not matcher.error and matcher.allows(EOS_TOKEN_ID)
+
+    assert is_allowed(grammar, separators=(",", ":"))
+    for form in ({"separators": (", ", ":")}, {"separators": (",", ": ")}, {"indent": 1}):
+        assert not is_allowed(grammar, **form)
+    flexible = read_structured_output({"json": {"x-guidance": {"whitespace_flexible": True}}})
+    assert is_allowed(flexible, indent=1) and is_allowed(flexible, separators=(",", ":"))
+    spaced = {"item_separator": ", ", "key_separator": ": "}
+    assert is_allowed(read_structured_output({"json": {"x-guidance": spaced}}))
+
+
 def test_a_model_without_a_tokenizer_or_an_end_refuses_each_request(tmp_path, directory):
     for path, ends in ((tmp_path, [EOS_TOKEN_ID]), (directory, []), (directory, [VOCAB_SIZE])):
         with pytest.raises(ClientConfigError):
