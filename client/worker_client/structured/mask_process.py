@@ -68,9 +68,6 @@ ANSWER_NS: Final = 2_000_000
 """CPU time after which the masks that are done are answered before others are computed."""
 AHEAD_NS: Final = 5_000_000
 """CPU time of a batch in which matchers take forced tokens."""
-JSON_DEFAULTS: Final = {"whitespace_flexible": False}
-"""Form of JSON that a schema's x-guidance may change: without whitespace between tokens, of which a
-weak model may never stop writing more."""
 
 
 class _Ended(Exception):
@@ -263,7 +260,8 @@ def as_llguidance(kind: str, text: str, names: Mapping[str, int]) -> str:
     that llguidance knows. Raises ValueError and others."""
     if kind == "json":
         schema = "{}" if text.strip() == "true" else text  # only an object takes defaults
-        return LLMatcher.grammar_from_json_schema(schema, defaults=JSON_DEFAULTS)
+        # Without whitespace, of which a weak model may never stop writing more.
+        return LLMatcher.grammar_from_json_schema(schema, defaults={"whitespace_flexible": False})
     if kind == "regex":
         return LLMatcher.grammar_from_regex(text)
     if kind == "choice":
