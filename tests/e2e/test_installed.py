@@ -25,7 +25,13 @@ INSTALL = 'pip install "worker-daemon[worker]"'
 IMPORT_ALL = """
 import importlib, importlib.util, pkgutil, sys
 import rpc_schema, worker_client
-NEED_MORE = ("__main__", "structured.mask_process", "chat_template", "template_process")
+NEED_MORE = (
+    "__main__",
+    "structured.mask_process",
+    "structured.text_tokens",
+    "chat_template",
+    "template_process",
+)
 for package in (rpc_schema, worker_client):
     for module in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
         if ".trainer" in module.name or ".vllm.hooks" in module.name:

@@ -17,7 +17,12 @@ from tests.support.driving import random_cases
 from tests.support.serving import LONG_LEASE, connect, generate, worker_config
 from tests.unit.server.driver import DaemonProcess
 from tests.unit.server.driver import Driver as BareDriver
-from worker_client.errors import CommError, ConfigMismatchError, IncompatibleError
+from worker_client.errors import (
+    CommError,
+    ConfigMismatchError,
+    ContentMismatchError,
+    IncompatibleError,
+)
 from worker_client.launcher import LocalDaemons
 from worker_client.worker_group import WorkerGroup
 
@@ -52,17 +57,26 @@ def set_dtype(root, dtype):
     path.write_text(json.dumps({**json.loads(path.read_text()), "dtype": dtype}))
 
 
-def test_row_42_neighbours_with_different_dtypes_are_refused(pair, copies, checkpoint, detection):
-    """The hop carries the expected number of bytes, with another meaning."""
+def test_row_42_neighbours_with_different_dtypes_are_refused(
+    pair, copies, checkpoint, detection, monkeypatch
+):
+    """By the driver, which compares files; and by the daemons of one that does not: the hop carries
+    the expected number of bytes, with another meaning."""
     mixed = worker_config("m", 2, dtype="auto", step_deadline_ms=5000)
     for root, dtype in zip(copies, ("float16", "bfloat16"), strict=True):
         set_dtype(root, dtype)
+    with pytest.raises(ContentMismatchError), connect(pair.endpoints, mixed):
+        pass
+    monkeypatch.setattr("worker_client.loading.check_same_weights", lambda *_: None)
     began = time.monotonic()
     with pytest.raises(CommError, match="PP_MISMATCH") as refused, connect(pair.endpoints, mixed):
         pass  # the first step is the profile's
     took_s = time.monotonic() - began
     assert refused.value.rank == 1
     detection(42, "neighbors with different dtypes", 2.0, took_s, "the hop's trailer")
+    monkeypatch.undo()
+    for root in copies:
+        set_dtype(root, "float32")
     cases = random_cases(checkpoint(), seed=90, count=3, max_tokens=8)
     with connect(pair.endpoints, worker_config("m", 2)) as (group, loaded):
         assert generate(group, loaded, cases.requests).tokens == cases.expected

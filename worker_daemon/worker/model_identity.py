@@ -1,11 +1,10 @@
 """The files that a model's weights are read from, for each load format, and their identity."""
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 from rpc_schema.config import ModelConfig
-from rpc_schema.identity import ContentIdentity
 from worker_daemon.contracts.source_identity import SourceIdentity
 from worker_daemon.errors import CheckpointError
 from worker_daemon.models.file_identity import file_identity, file_stamps
@@ -60,11 +59,6 @@ class ModelFiles:
                 value=str(self.directory),
                 fix="load it again, once nothing writes them",
             )
-
-
-def on_wire(identity: SourceIdentity) -> ContentIdentity:
-    """Return an identity as messages carry it."""
-    return ContentIdentity(**asdict(identity))
 
 
 def _small(path: Path) -> dict[Path, bytes]:

@@ -53,13 +53,13 @@ from worker_daemon.worker.loading import (
 )
 from worker_daemon.worker.memory_ledger import Kind, memory_line
 from worker_daemon.worker.memory_profile import check_step_deadline, profile_memory
-from worker_daemon.worker.model_identity import on_wire
 from worker_daemon.worker.profiling import PlainTrace, Profiler, ProfileRequest
 from worker_daemon.worker.rank_device import RankDevice
 from worker_daemon.worker.resolve import pooling_support
 from worker_daemon.worker.serving import Serving
 from worker_daemon.worker.weight_transfer.overrides import apply_overrides
 from worker_daemon.worker.weight_transfer.session import WeightTransfer
+from worker_daemon.worker.wire_identity import on_wire
 
 _LOG = logging.getLogger(__name__)
 

@@ -36,6 +36,7 @@ IN_VLLM: Final[Mapping[str, str]] = MappingProxyType(
         "--key-file and --known-daemons, a driver keys=Keys(...)": _KEYS,
         "both --key-file and --known-daemons": _KEYS,
         "--key-file and --known-daemons": _KEYS,
+        " (worker-client lora add NAME --replace)": "",
         "the file of --known-daemons": "the file of known_daemons",
         "the one in --known-daemons": "the one in known_daemons",
     }

@@ -21,7 +21,10 @@ from worker_client.keys import NO_KEYS, read_keys
 from worker_client.vllm.refusals import unusable
 
 OPTION = re.compile(r"--[a-z][a-z-]+")
-OF_OTHERS = ("worker-daemon serve --", "worker-client drain --", "its --authorized-keys")
+OF_OTHERS = (
+    *("worker-daemon serve --", "worker-client drain --"),
+    *("its --authorized-keys", "the daemon's --authorized-keys"),
+)
 """Beginnings of other programs' options, which texts may name as theirs."""
 LIBRARY = Path(worker_client.__file__).parent
 PROGRAMS = ("cli", "vllm", "__main__.py", "launcher.py", "request_parser.py")

@@ -23,8 +23,8 @@ from worker_daemon.server.session.expert_loads import ExpertLoadReader
 from worker_daemon.server.session.lease import Lease
 from worker_daemon.server.step_thread import MAX_FAILURE_BYTES, UID_BYTES
 from worker_daemon.server.wire.endpoints import AnyEndpoint
-from worker_daemon.worker.model_identity import on_wire
 from worker_daemon.worker.uploads import Uploads
+from worker_daemon.worker.wire_identity import on_wire
 
 MAX_STATUS_BYTES: Final = MAX_CONTROL_BYTES // 2
 _ENCODER: Final = msgpack.Encoder()
