@@ -204,8 +204,8 @@ def test_every_token_of_a_request_has_its_mask(fakes, connect, kind, pp, trouble
     }
     assert needed <= grammars.masks, seed
     assert not grammars.begun, "all matchers were given up"
-    assert not daemons.daemons[-1].rows
-    assert not daemons.daemons[-1].deferred
+    assert not daemons.daemons[-1].rows, seed
+    assert not daemons.daemons[-1].deferred, seed
 
 
 def test_requests_in_one_state_share_a_mask(fakes, connect, monkeypatch):
