@@ -358,10 +358,10 @@ class Driver:
         """Step until nothing is left; yield requests as they finish."""
         while self.busy:
             yield from self.step()
-        self._fill()  # a step that says which requests have ended, and again if it fails
-        while self._in_flight:
-            yield from self._take_oldest()
-            self._fill()
+        for _ in range(MAX_CONSECUTIVE_FAILURES):
+            self._fill()  # a step that says which requests have ended, and again if it fails
+            while self._in_flight:
+                yield from self._take_oldest()
         self._raise_error()
 
     def step(self) -> list[RequestOutput]:
