@@ -1,15 +1,13 @@
 """The identity of contents that every rank of a group must share: weights, LoRA adapters."""
 
 from collections.abc import Sequence
-from typing import Annotated, Final, NamedTuple, TypeAlias
+from typing import Annotated, NamedTuple, TypeAlias
 
 from msgspec import Meta
 
 from rpc_schema.base import ContentHash, Value
 
 Digest: TypeAlias = Annotated[bytes, Meta(max_length=32)]
-_ANYWHERE: Final = b""
-"""The place under which contents are compared, wherever they are from."""
 
 
 class ContentIdentity(Value, frozen=True, kw_only=True):
@@ -40,14 +38,13 @@ class DifferingRanks(NamedTuple):
 def first_difference(identities: Sequence[ContentIdentity | None]) -> DifferingRanks | None:
     """Return two ranks whose contents differ, or None. identities: by rank; ranks without one do
     not count."""
-    seen: dict[bytes, tuple[int, bytes]] = {}
-    for rank, identity in enumerate(identities):
-        if identity is None:
-            continue
-        first, content = seen.setdefault(_ANYWHERE, (rank, identity.content))
-        if content != identity.content:
+    known = [(rank, each) for rank, each in enumerate(identities) if each is not None]
+    first_in: dict[bytes, tuple[int, ContentIdentity]] = {}
+    for rank, identity in known:
+        first, other = known[0]
+        if identity.content != other.content:
             return DifferingRanks(first, rank)
-        first, stamps = seen.setdefault(identity.place or _ANYWHERE, (rank, identity.stamps))
-        if identity.place and stamps != identity.stamps:
+        first, other = first_in.setdefault(identity.place, (rank, identity))
+        if identity.stamps != other.stamps:
             return DifferingRanks(first, rank)
     return None

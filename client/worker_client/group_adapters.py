@@ -50,6 +50,14 @@ class GroupAdapter(NamedTuple):
         return LoraRequest(name=self.name, lora_id=self.lora_id, version=self.version)
 
 
+class Committed(NamedTuple):
+    """An adapter that was added, or was there."""
+
+    adapter: GroupAdapter
+    files_changed: bool
+    """True if it was there, and its files have changed since on some host."""
+
+
 class AddTask:
     """An adapter being added to all ranks. Belongs to the group's thread."""
 
@@ -70,9 +78,18 @@ class AddTask:
         must_read = self._load_inplace or not self._adapters.is_there(self._name, self._lora_id)
         if must_read and not self._adapters.prepare(self._name, self._version):
             return True
-        self.adapter = self._adapters.commit(
+        added = self._adapters.commit(
             self._name, self._lora_id, self._version, load_inplace=self._load_inplace
         )
+        if added.files_changed:
+            raise ContentMismatchError(
+                "the adapter's files have changed since it was loaded",
+                field="name",
+                value=self._name,
+                fix="read them with load_inplace=True (worker-client lora add NAME --replace), or "
+                "remove the adapter first",
+            )
+        self.adapter = added.adapter
         return False
 
     def finish(self) -> GroupAdapter:
@@ -132,8 +149,9 @@ class GroupAdapters:
 
     def commit(
         self, name: str, lora_id: int, version: int, *, load_inplace: bool = False
-    ) -> GroupAdapter:
-        """Add an adapter to all ranks."""
+    ) -> Committed:
+        """Add an adapter to all ranks. Raises ContentMismatchError, and removes it from all, if
+        they have read different files."""
         build = partial(
             lora.AddLora, name=name, lora_id=lora_id, version=version, load_inplace=load_inplace
         )
@@ -153,15 +171,7 @@ class GroupAdapters:
         pinned = lora_id in self._known and self._known[lora_id].is_pinned
         adapter = GroupAdapter(name, lora_id, replies[0].version, replies[0].identity, pinned)
         self._known[lora_id] = adapter
-        if any(reply.files_changed for reply in replies):
-            raise ContentMismatchError(
-                "the adapter's files have changed since it was loaded",
-                field="name",
-                value=name,
-                fix="read them with load_inplace=True (worker-client lora add NAME --replace), or "
-                "remove the adapter first",
-            )
-        return adapter
+        return Committed(adapter, any(reply.files_changed for reply in replies))
 
     def _check_same(self, name: str, identities: Sequence[ContentIdentity | None]) -> None:
         """Raise ContentMismatchError if two ranks have read different files of an adapter."""

@@ -53,7 +53,7 @@ def _describe(ranks: DifferingRanks, statuses: Sequence[Status]) -> str:
 def _source(status: Status) -> str:
     weights = status.weights
     assert weights is not None and weights.identity is not None, "it differs from another"
-    if not weights.identity.place:
+    if not weights.identity.stamps:
         return f"{status.endpoint}: update {weights.num_updates}"
     return f"{status.endpoint}: read from files, {weights.identity.content.hex()[:12]}"
 

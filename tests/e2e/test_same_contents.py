@@ -2,6 +2,7 @@
 change on disk, and hosts with different files under one name."""
 
 import contextlib
+import os
 import shutil
 
 import pytest
@@ -9,7 +10,13 @@ import pytest
 from rpc_schema.config import LoraConfig
 from rpc_schema.weight_transfer import DiskEngine, DiskSource
 from tests.support.lora_adapters import adapted_requests, make_adapter
-from tests.support.serving import connect, generate, greedy_request, worker_config
+from tests.support.serving import (
+    connect,
+    generate,
+    greedy_request,
+    kill_and_wait,
+    worker_config,
+)
 from worker_client.errors import ContentMismatchError, WeightsNotWhole
 from worker_client.launcher import LocalDaemons
 from worker_client.worker_client import TensorList
@@ -67,7 +74,7 @@ def test_a_replaced_rank_does_not_join_with_other_weights(daemons, checkpoint, m
 
 @pytest.fixture
 def two_hosts(tmp_path):
-    """Daemons that find different directories under one name: ([root, root], endpoints)."""
+    """Daemons that find different directories under one name: ([root, root], LocalDaemons)."""
     roots = [tmp_path / "a", tmp_path / "b"]
     for root in roots:
         root.mkdir()
@@ -75,11 +82,12 @@ def two_hosts(tmp_path):
         started = [
             stack.enter_context(LocalDaemons(["cpu"], root, lora_root=root)) for root in roots
         ]
-        yield roots, [each.endpoints[0] for each in started]
+        yield roots, started
 
 
 def test_hosts_with_different_files_at_one_path(two_hosts, checkpoint):
-    (first, second), endpoints = two_hosts
+    (first, second), started = two_hosts
+    endpoints = [each.endpoints[0] for each in started]
     base, other = checkpoint(seed=31), checkpoint(seed=32)
     shutil.copytree(base.path, first / "m")
     shutil.copytree(other.path, second / "m")
@@ -107,6 +115,13 @@ def test_hosts_with_different_files_at_one_path(two_hosts, checkpoint):
         models = [(base, None), (merged["x"], group.add_lora("z"))]
         requests, expected = adapted_requests(models, 2, 4)
         assert generate(group, loaded, requests).tokens == expected
+        os.utime(first / "z/adapter_model.safetensors", (1, 1))
+        kill_and_wait(started[1].pids[0])
+        started[1].restart_dead()
+        group.replace(1)
+        assert generate(group, loaded, requests).tokens == expected, "both still have the same"
+        with pytest.raises(ContentMismatchError, match="changed since"):
+            group.add_lora("z")
 
 
 def test_an_adapter_that_changed_on_disk_is_not_taken_for_the_loaded_one(daemons, checkpoint):
