@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 
 from benchmarks.control_plane import LIMITS, DaemonGroup, Requests, median_us
-from worker_client.slots import SlotTable
+from worker_client.steps.slots import SlotTable
 
 COUNT = 300
 

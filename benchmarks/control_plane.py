@@ -43,14 +43,14 @@ from rpc_schema.key_files import read_secret_key
 from rpc_schema.kv_cache import KVCacheConfig
 from rpc_schema.operations import StepMessage
 from rpc_schema.step import ExecuteModel, ModelRunnerOutput
-from worker_client.keys import NO_KEYS, Keys
-from worker_client.lease import LeaseKeeper, LeaseTerms
-from worker_client.liveness import Watch
 from worker_client.scheduler_output import NewRequest, SchedulerOutput
-from worker_client.slots import SlotTable
-from worker_client.step_checks import GroupLimits
-from worker_client.transport import ResultsChannel, new_driver_id, parse_endpoint
-from worker_client.worker_client import WorkerClient
+from worker_client.steps.slots import SlotTable
+from worker_client.steps.step_checks import GroupLimits
+from worker_client.wire.keys import NO_KEYS, Keys
+from worker_client.wire.lease import LeaseKeeper, LeaseTerms
+from worker_client.wire.liveness import Watch
+from worker_client.wire.transport import ResultsChannel, new_driver_id, parse_endpoint
+from worker_client.wire.worker_client import WorkerClient
 from worker_daemon.server.auth.keygen import make_key_files
 from worker_daemon.server.auth.security import SLOW_CIPHER_MB_S, cipher_mb_s
 

@@ -25,11 +25,11 @@ from rpc_schema.config import (
     WorkerConfig,
 )
 from worker_client.driver import Driver
+from worker_client.inputs.grammar_options import read_structured_output
 from worker_client.launcher import LocalDaemons
 from worker_client.requests import GenerationRequest
 from worker_client.scheduler import Scheduler, scheduler_limits
 from worker_client.structured.grammars import GrammarLimits, Grammars
-from worker_client.structured.options import read_structured_output
 from worker_client.worker_group import WorkerGroup
 
 NAMES = [f"the measured value of quantity number {index}" for index in range(12)]

@@ -26,7 +26,7 @@ from benchmarks.structured import SCHEMA, any_token, await_masks, begun, make_mo
 from rpc_schema.codec import decode_step, encode_step
 from rpc_schema.step import SampleTokens
 from rpc_schema.structured import StructuredOutput
-from worker_client.masks import encoded
+from worker_client.steps.masks import encoded
 from worker_client.structured.grammars import GrammarLimits, Grammars
 from worker_daemon.contracts.arrays import Int32s
 from worker_daemon.runner.parts.grammar_masks import GrammarMasksPart

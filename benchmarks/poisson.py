@@ -40,8 +40,8 @@ from rpc_schema.config import (
     WorkerConfig,
 )
 from worker_client.driver import Driver, GroupLike
+from worker_client.group.loading import LoadedGroup
 from worker_client.launcher import LocalDaemons
-from worker_client.loading import LoadedGroup
 from worker_client.requests import GenerationRequest
 from worker_client.scheduler import Scheduler, SchedulerLimits, scheduler_limits
 from worker_client.scheduler_output import StepResult

@@ -38,13 +38,13 @@ from rpc_schema.config import (
 from rpc_schema.lifecycle import AbortLink, Profile, Status
 from worker_client.driver import Driver
 from worker_client.errors import StepFailed, WorkerDied
+from worker_client.group.loading import LoadedGroup
+from worker_client.group.replacement import ReplacementReport
 from worker_client.launcher import LocalDaemons
-from worker_client.liveness import LivenessEvent
-from worker_client.loading import LoadedGroup
-from worker_client.replacement import ReplacementReport
 from worker_client.requests import GenerationRequest
 from worker_client.scheduler import Scheduler, scheduler_limits
-from worker_client.worker_client import StepIds, WorkerClient
+from worker_client.wire.liveness import LivenessEvent
+from worker_client.wire.worker_client import StepIds, WorkerClient
 from worker_client.worker_group import WorkerGroup
 
 NUM_REQUESTS = 32

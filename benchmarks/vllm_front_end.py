@@ -56,9 +56,9 @@ from worker_client.errors import ClientError
 from worker_client.launcher import LocalDaemons
 from worker_client.requests import GenerationRequest
 from worker_client.scheduler import Scheduler, SchedulerLimits, scheduler_limits
-from worker_client.transport import new_driver_id, parse_endpoint
 from worker_client.vllm.settings import ENDPOINTS_VARIABLE
-from worker_client.worker_client import AskingClient
+from worker_client.wire.transport import new_driver_id, parse_endpoint
+from worker_client.wire.worker_client import AskingClient
 from worker_client.worker_group import WorkerGroup
 
 NAME: Final = "model"

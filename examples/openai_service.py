@@ -38,16 +38,16 @@ from rpc_schema.config import (
 )
 from rpc_schema.plain_text import printable
 from worker_client.async_driver import AsyncDriver
-from worker_client.chat_template import ChatTemplate, load_chat_template
 from worker_client.driver import Driver
 from worker_client.errors import ClientConfigError, ClientError, WorkerDied, request_error
-from worker_client.request_parser import RequestParser, read_object
+from worker_client.inputs.chat_template import ChatTemplate, load_chat_template
+from worker_client.inputs.request_parser import RequestParser, read_object
+from worker_client.inputs.text_stream import StreamedText
+from worker_client.inputs.tokenizer import load_tokenizer
 from worker_client.requests import GenerationRequest, forked
 from worker_client.scheduler import RequestOutput, Scheduler, scheduler_limits
-from worker_client.text_stream import StreamedText
-from worker_client.tokenizer import load_tokenizer
-from worker_client.transport import new_driver_id, parse_endpoint
-from worker_client.worker_client import AskingClient
+from worker_client.wire.transport import new_driver_id, parse_endpoint
+from worker_client.wire.worker_client import AskingClient
 from worker_client.worker_group import WorkerGroup
 
 WAIT_S = 60.0

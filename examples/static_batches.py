@@ -24,15 +24,15 @@ from rpc_schema.extensions import RequestExtension, extension_of
 from rpc_schema.kv_cache import NULL_BLOCK, blocks_for
 from rpc_schema.sampling import MAX_STOP_TOKEN_IDS, LogprobsWanted, StopTokens
 from rpc_schema.step import NO_TOKEN
-from worker_client.adoption import AdoptedRequest
 from worker_client.driver import Driver
 from worker_client.errors import ClientConfigError, RequestError
+from worker_client.group.adoption import AdoptedRequest
+from worker_client.inputs.request_checks import check_fits
 from worker_client.launcher import LocalDaemons
-from worker_client.request_checks import check_fits
 from worker_client.requests import GenerationRequest
 from worker_client.scheduler import FinishReason, RequestOutput, SchedulerLimits, scheduler_limits
 from worker_client.scheduler_output import Logprobs, NewRequest, SchedulerOutput, StepResult
-from worker_client.step_checks import (
+from worker_client.steps.step_checks import (
     MAX_ADMITTED_BYTES,
     MAX_ADMITTED_TOKENS,
     admission_bytes,

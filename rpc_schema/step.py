@@ -1,5 +1,5 @@
 """Step messages, which name slots and only the changes since the last step. A driver's
-`client/worker_client/slots.py` writes these messages, `runner/` reads them.
+`client/worker_client/steps/slots.py` writes these messages, `runner/` reads them.
 
 A request gets a slot at admission and keeps it until it finishes. Preemption is a finish;
 resumption is a new admission with all tokens so far. Integer columns travel as raw little-endian

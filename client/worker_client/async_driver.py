@@ -32,7 +32,7 @@ from worker_client.errors import (
     DriverClosed,
     InvalidSchedulerOutput,
 )
-from worker_client.request_checks import checked_id, validated
+from worker_client.inputs.request_checks import checked_id, validated
 from worker_client.requests import GenerationRequest, forked, hashed, seeded
 from worker_client.scheduler import RequestOutput
 

@@ -14,7 +14,8 @@ from numpy.typing import NDArray
 
 from rpc_schema.extensions import RequestExtension, extension_of
 from rpc_schema.prompt_embeds import PromptEmbeds
-from worker_client.adoption import AdoptedRequest
+from worker_client.driver_parts.kept_prefixes import KeptPrefixes
+from worker_client.driver_parts.request_uploads import RequestUploads, UploadingGroup
 from worker_client.errors import (
     DrainingError,
     InvalidSchedulerOutput,
@@ -23,10 +24,9 @@ from worker_client.errors import (
     StepFailed,
     WorkerDied,
 )
-from worker_client.host_tensor import HostTensor
-from worker_client.kept_prefixes import KeptPrefixes
-from worker_client.request_checks import refusal, validated
-from worker_client.request_uploads import RequestUploads, UploadingGroup
+from worker_client.group.adoption import AdoptedRequest
+from worker_client.inputs.host_tensor import HostTensor
+from worker_client.inputs.request_checks import refusal, validated
 from worker_client.requests import (
     MAX_SAMPLES,
     GenerationRequest,
@@ -35,7 +35,6 @@ from worker_client.requests import (
     sample_id,
     seeded,
 )
-from worker_client.run_times import RequestTiming, RunTimes, StepTiming
 from worker_client.scheduler import (
     HoldingScheduler,
     JumpingScheduler,
@@ -54,6 +53,7 @@ from worker_client.structured.masked_steps import (
     MaskedSteps,
 )
 from worker_client.structured.pending import POLL_S, PendingRequests
+from worker_client.tracing.run_times import RequestTiming, RunTimes, StepTiming
 
 MAX_CONSECUTIVE_FAILURES = 3
 """Failed steps in a row, and recoveries without a successful step between them, after which the
@@ -68,7 +68,7 @@ MAX_HISTORY = 65_536
 
 
 class FutureLike(Protocol):
-    """The part of worker_client.outcomes.StepFuture that the driver uses."""
+    """The part of worker_client.group.outcomes.StepFuture that the driver uses."""
 
     def result(self, timeout_s: float | None = None) -> StepResult:
         """Wait for the outcome; raises StepFailed."""
@@ -145,7 +145,7 @@ class Driver:
         (worker_client.structured.grammars.Grammars) serves requests with structured output, which
         jump forward if the scheduler can (JumpingScheduler); it stays the caller's. keeps_prefixes:
         begin with the cached prefixes of earlier drivers, and keep one's own for later ones, if the
-        scheduler can (worker_client.kept_prefixes.RestoringScheduler)."""
+        scheduler can (worker_client.driver_parts.kept_prefixes.RestoringScheduler)."""
         self.group = group
         self.scheduler = scheduler
         self._times = RunTimes(max_history)

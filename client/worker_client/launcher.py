@@ -16,8 +16,8 @@ import zmq
 
 from rpc_schema.exit_codes import describe_exit
 from worker_client.errors import ClientError, DeadlineExceeded, LaunchError, Unkillable, WorkerDied
-from worker_client.transport import new_driver_id, parse_endpoint
-from worker_client.worker_client import AskingClient
+from worker_client.wire.transport import new_driver_id, parse_endpoint
+from worker_client.wire.worker_client import AskingClient
 
 READY_TIMEOUT_S = 120.0
 HELLO_TIMEOUT_S = 0.5

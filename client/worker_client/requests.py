@@ -1,5 +1,5 @@
-"""Requests, for generation or pooling, and what is derived from them: seeds, samples and the
-extensions for the workers. request_checks.py checks their fields."""
+"""Requests, for generation or pooling, their outputs, and what is derived from them: seeds, samples
+and the extensions for the workers. inputs/request_checks.py checks their fields."""
 
 import dataclasses
 import os
@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from hashlib import blake2b
 from operator import attrgetter
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, Literal, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,11 +19,10 @@ from rpc_schema.prompt_embeds import PromptEmbeds
 from rpc_schema.sampling import MAX_STOP_TOKEN_IDS, SamplingParams, StopTokens
 from rpc_schema.structured import StructuredOutput
 from worker_client.errors import RequestError
-from worker_client.host_tensor import HostTensor
-from worker_client.prompt_embeds import Embeddings, Ranges, embeds_extension, host_tensor
-from worker_client.request_fields import MAX_SAMPLES as MAX_SAMPLES
-
-Json: TypeAlias = "bool | int | float | str | list[Json] | dict[str, Json] | None"
+from worker_client.inputs.host_tensor import HostTensor
+from worker_client.inputs.prompt_embeds import Embeddings, Ranges, embeds_extension, host_tensor
+from worker_client.inputs.request_fields import MAX_SAMPLES as MAX_SAMPLES
+from worker_client.scheduler_output import Logprobs
 
 PromptTokenIds: TypeAlias = NDArray[np.integer[Any]] | Sequence[int]
 
@@ -246,3 +245,51 @@ def check_num_stop_ids(count: int) -> None:
             value=count,
             fix=f"give at most {MAX_STOP_TOKEN_IDS}",
         )
+
+
+FinishReason: TypeAlias = Literal["stop", "length", "abort", "error"]
+
+
+@dataclass(frozen=True, slots=True)
+class RequestOutput:
+    """A finished request."""
+
+    req_id: str
+    token_ids: list[int]
+    """Generated tokens; a stop token is the last of them."""
+    finish_reason: FinishReason
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    """Prompt tokens found in the prefix cache at the first admission."""
+    num_preemptions: int
+    logprobs: list[Logprobs] | None
+    """One per token, if the request asked for them."""
+    token_id_logprobs: list[NDArray[np.float32]] | None = None
+    """For each token the log probabilities of the request's logprob_token_ids, in their order."""
+    prompt_logprobs: list[Logprobs | None] | None = None
+    """One per prompt token (None for the first), if the request asked for them."""
+    pooled: NDArray[np.float32] | None = None
+    """Output of a pooling request: float32 [width], or [num_prompt_tokens, width] for a task on
+    tokens. It has no token_ids."""
+    text: str | None = None
+    """The text up to the stop string that ended it; None if no stop string did."""
+    index: int | None = None
+    """Index among the samples of the request `parent_id(req_id)`; None: it is the only one."""
+    error: str = ""
+    """Reason for the failure if finish_reason is "error"; token_ids are the tokens before it."""
+
+
+def failed_request(
+    req_id: str, reason: str, *, num_prompt_tokens: int = 0, token_ids: Sequence[int] = ()
+) -> RequestOutput:
+    """Return the output of a request that has ended with an error outside of its scheduler."""
+    return RequestOutput(
+        req_id=req_id,
+        token_ids=list(token_ids),
+        finish_reason="error",
+        num_prompt_tokens=num_prompt_tokens,
+        num_cached_tokens=0,
+        num_preemptions=0,
+        logprobs=None,
+        error=reason,
+    )

@@ -20,10 +20,6 @@ from rpc_schema.config import ParallelConfig, WorkerConfig
 from rpc_schema.errors import WireError
 from rpc_schema.kv_cache import groups_of
 from rpc_schema.step import ExecuteDummyBatch, SampleTokens
-from worker_client.adoption import AdoptedRequest, RankRow, merge, read_page
-from worker_client.attaching import LEASE_WAIT_S, Attachment
-from worker_client.block_notes import BlockNotes
-from worker_client.cached_blocks import NO_CACHED_BLOCKS, CachedBlocks
 from worker_client.errors import (
     ClientConfigError,
     ClientError,
@@ -31,23 +27,25 @@ from worker_client.errors import (
     TooManyStepsInFlight,
     WorkerDied,
 )
-from worker_client.failure_state import Answer, Change, FailureState, GroupRequest, WeightsGone
-from worker_client.group_adapters import AddTask, GroupAdapter, GroupAdapters
-from worker_client.group_channel import LONG_TIMEOUT_S, GroupChannel
-from worker_client.group_channel import RankProgress as RankProgress
-from worker_client.keys import NO_KEYS, Keys
-from worker_client.lease import LeaseTerms
-from worker_client.liveness import Liveness, LivenessEvent, OnEvent
-from worker_client.load_chain import LoadChain
-from worker_client.loading import LoadedGroup, Loader, check_config, group_limits
-from worker_client.masks import named
-from worker_client.outcomes import Failure, StepFuture, StepsInFlight
-from worker_client.replacement import REPLACE_WITHIN_S, Replacement, ReplacementReport
-from worker_client.saves import SHARD_MAX_SIZE_BYTES, SHARD_PATTERN, save_weights
-from worker_client.scheduler_output import SchedulerOutput
-from worker_client.slots import SlotTable
-from worker_client.transport import Endpoint, new_driver_id, parse_endpoint
-from worker_client.uploading import (
+from worker_client.group.adoption import AdoptedRequest, RankRow, merge, read_page
+from worker_client.group.attaching import LEASE_WAIT_S, Attachment
+from worker_client.group.block_notes import BlockNotes
+from worker_client.group.failure_state import (
+    Answer,
+    Change,
+    FailureState,
+    GroupRequest,
+    WeightsGone,
+)
+from worker_client.group.group_adapters import AddTask, GroupAdapter, GroupAdapters
+from worker_client.group.group_channel import LONG_TIMEOUT_S, GroupChannel
+from worker_client.group.group_channel import RankProgress as RankProgress
+from worker_client.group.load_chain import LoadChain
+from worker_client.group.loading import LoadedGroup, Loader, check_config, group_limits
+from worker_client.group.outcomes import Failure, StepFuture, StepsInFlight
+from worker_client.group.replacement import REPLACE_WITHIN_S, Replacement, ReplacementReport
+from worker_client.group.saves import SHARD_MAX_SIZE_BYTES, SHARD_PATTERN, save_weights
+from worker_client.group.uploading import (
     HostTensor,
     UploadTask,
     attached_epoch,
@@ -55,8 +53,16 @@ from worker_client.uploading import (
     find,
     named_parts,
 )
-from worker_client.weights_state import check_same_weights, given_up, learned
-from worker_client.worker_client import TensorList
+from worker_client.group.weights_state import check_same_weights, given_up, learned
+from worker_client.scheduler_output import SchedulerOutput
+from worker_client.steps.cached_blocks import NO_CACHED_BLOCKS, CachedBlocks
+from worker_client.steps.masks import named
+from worker_client.steps.slots import SlotTable
+from worker_client.wire.keys import NO_KEYS, Keys
+from worker_client.wire.lease import LeaseTerms
+from worker_client.wire.liveness import Liveness, LivenessEvent, OnEvent
+from worker_client.wire.transport import Endpoint, new_driver_id, parse_endpoint
+from worker_client.wire.worker_client import TensorList
 
 CLOSE_WAIT_S = 0.5
 """Wait of close() for steps in flight, so that all ranks are left at the same one."""

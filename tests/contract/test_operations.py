@@ -18,7 +18,7 @@ from rpc_schema.operations import (
     StepOperation,
     operation_name,
 )
-from worker_client.load_chain import LoadChain
+from worker_client.group.load_chain import LoadChain
 from worker_client.worker_group import WorkerGroup
 from worker_daemon.errors import ForbiddenError
 from worker_daemon.server.auth.access import Access

@@ -22,9 +22,9 @@ from worker_client.errors import (
     RequestError,
     WorkerDied,
 )
-from worker_client.host_tensor import HostTensor
+from worker_client.inputs.host_tensor import HostTensor
+from worker_client.inputs.prompt_embeds import embeds_extension
 from worker_client.launcher import LocalDaemons
-from worker_client.prompt_embeds import embeds_extension
 from worker_client.requests import GenerationRequest
 from worker_client.scheduler import Scheduler, scheduler_limits
 

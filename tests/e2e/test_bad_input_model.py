@@ -33,9 +33,9 @@ from worker_client.errors import (
     RemoteConfigError,
     RequestError,
 )
-from worker_client.keys import NO_KEYS
 from worker_client.launcher import LocalDaemons
-from worker_client.worker_client import TensorList
+from worker_client.wire.keys import NO_KEYS
+from worker_client.wire.worker_client import TensorList
 from worker_client.worker_group import WorkerGroup
 
 
@@ -353,7 +353,7 @@ def test_other_protocol_version_names_both(daemons, checkpoint, monkeypatch):
     endpoints = daemons.endpoints(1)
     config = worker_config(checkpoint().path)
     with monkeypatch.context() as patch:
-        patch.setattr("worker_client.worker_client.PROTOCOL_VERSION", 4711)
+        patch.setattr("worker_client.wire.worker_client.PROTOCOL_VERSION", 4711)
         with pytest.raises(IncompatibleError) as raised, connect(endpoints, config):
             pass
     assert f"version {PROTOCOL_VERSION}," in str(raised.value)

@@ -27,8 +27,8 @@ from worker_client.errors import (
     StepFailed,
 )
 from worker_client.scheduler_output import NewRequest, SchedulerOutput
-from worker_client.slots import SlotTable
-from worker_client.worker_client import WorkerClient
+from worker_client.steps.slots import SlotTable
+from worker_client.wire.worker_client import WorkerClient
 from worker_client.worker_group import WorkerGroup
 
 NUM_BLOCKS = 32
@@ -104,7 +104,7 @@ def test_step_with_a_value_that_no_kernel_may_see(serving, checkpoint, monkeypat
             group.execute_model(output)
         assert refused.value.req_id == "a"
     with monkeypatch.context() as patched:  # a driver library that does not look
-        patched.setattr("worker_client.slots.read_tokens", lambda new, _: new[0].token_ids)
+        patched.setattr("worker_client.steps.slots.read_tokens", lambda new, _: new[0].token_ids)
         patched.setattr(steps, "slots", SlotTable(MAX_NUM_SEQS))
         steps.slots.require_resync()
         with pytest.raises(StepFailed) as raised:

@@ -19,8 +19,8 @@ import pytest
 from benchmarks.demo_model import SENTENCES, make_demo_model
 from tests.support.command_line import environment, run_client, short_directory, status_of
 from tests.support.waiting import PATIENCE_S, wait_until
-from worker_client.chat_template import load_chat_template
-from worker_client.tokenizer import load_tokenizer
+from worker_client.inputs.chat_template import load_chat_template
+from worker_client.inputs.tokenizer import load_tokenizer
 
 SEED = random.randrange(10**6)
 MAX_REQUESTS = 32

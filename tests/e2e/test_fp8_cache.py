@@ -46,7 +46,7 @@ from tests.support.window_models import (
 from worker_client.errors import ConfigMismatchError, RemoteCheckpointError
 from worker_client.launcher import LocalDaemons
 from worker_client.scheduler import Scheduler
-from worker_client.worker_client import TensorList
+from worker_client.wire.worker_client import TensorList
 from worker_client.worker_group import WorkerGroup
 
 LENGTHS = [3, 17, 40, 70]

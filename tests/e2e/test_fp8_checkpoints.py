@@ -16,7 +16,7 @@ from tests.support.serving import assert_greedy, connect, generate, greedy_reque
 from worker_client.errors import RemoteCheckpointError, RemoteConfigError
 from worker_client.launcher import LocalDaemons
 from worker_client.trainer.sender import WeightSender
-from worker_client.worker_client import TensorList
+from worker_client.wire.worker_client import TensorList
 
 ARCHITECTURE = "Qwen3ForCausalLM"
 TOKENS = 8

@@ -45,7 +45,7 @@ from worker_client.structured.opening import open_grammars
 refusal = open_grammars(None, 9, [1]).compile(StructuredOutput(kind="regex", text="a")).exception()
 assert "worker-daemon[structured]" in refusal.fix
 try:
-    import worker_client.chat_template
+    import worker_client.inputs.chat_template
 except ImportError as error:
     assert "worker-daemon[chat]" in str(error)
 print(*[name for name in sys.argv[1:] if importlib.util.find_spec(name)])

@@ -18,10 +18,10 @@ from tests.support.structured import (
     schema_case,
 )
 from worker_client.driver import Driver
-from worker_client.request_parser import RequestParser
+from worker_client.inputs.request_parser import RequestParser
+from worker_client.inputs.tokenizer import load_tokenizer
 from worker_client.scheduler import Scheduler
 from worker_client.structured.grammars import GrammarLimits, Grammars
-from worker_client.tokenizer import load_tokenizer
 
 MAX_TOKENS = 90
 

@@ -18,11 +18,11 @@ from tests.support.exhaustive import exhaustively
 from tests.support.killed_driver import DriverNursery, Plan, begin
 from tests.support.serving import LONG_LEASE, greedy_request, worker_config
 from tests.support.waiting import wait_until
-from worker_client.cached_blocks import CachedBlocks
 from worker_client.driver import Driver
 from worker_client.errors import ClientConfigError, FencedError, RemoteConfigError, WorkerDied
 from worker_client.launcher import LocalDaemons
 from worker_client.scheduler import Scheduler, scheduler_limits
+from worker_client.steps.cached_blocks import CachedBlocks
 from worker_client.worker_group import WorkerGroup
 
 STEP_DEADLINE_MS = 1000

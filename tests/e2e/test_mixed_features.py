@@ -23,7 +23,7 @@ from tests.support.structured import EOS_TOKEN_ID, VOCAB_SIZE, make_tokenizer
 from worker_client.driver import Driver, give_up
 from worker_client.scheduler import Scheduler
 from worker_client.structured.grammars import Grammars
-from worker_client.worker_client import TensorList
+from worker_client.wire.worker_client import TensorList
 from worker_client.worker_group import WorkerGroup
 
 pytestmark = pytest.mark.slow

@@ -10,7 +10,7 @@ from tests.support.published import PUBLISHED, random_model, save_published, shr
 from tests.support.serving import assert_greedy, generate, greedy_request
 from worker_client.errors import RemoteConfigError
 from worker_client.trainer.sender import WeightSender
-from worker_client.worker_client import TensorList
+from worker_client.wire.worker_client import TensorList
 
 TOKENS = 8
 LENGTHS = (9, 25)

@@ -15,7 +15,7 @@ from tests.support.serving import (
     scheduler_limits,
     worker_config,
 )
-from worker_client.outcomes import StepFuture
+from worker_client.group.outcomes import StepFuture
 from worker_client.requests import GenerationRequest
 from worker_client.scheduler_output import NewRequest, SchedulerOutput
 from worker_client.worker_group import WorkerGroup

@@ -39,7 +39,7 @@ from tests.support.serving import (
 )
 from worker_client.driver import EMBEDS_LOST, Driver
 from worker_client.errors import StepFailed
-from worker_client.prompt_embeds import host_tensor
+from worker_client.inputs.prompt_embeds import host_tensor
 from worker_client.scheduler import Scheduler
 from worker_client.worker_group import WorkerGroup
 

@@ -19,7 +19,7 @@ from tests.support.serving import (
 )
 from worker_client.errors import ContentMismatchError, WeightsNotWhole
 from worker_client.launcher import LocalDaemons
-from worker_client.worker_client import TensorList
+from worker_client.wire.worker_client import TensorList
 
 PROMPT = [5, 6, 7, 8]
 ROOM = LoraConfig(max_loras=2, max_lora_rank=16)

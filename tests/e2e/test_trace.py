@@ -24,7 +24,7 @@ from tests.support.waiting import PATIENCE_S
 from worker_client.cli.daemons import connect as observe
 from worker_client.errors import ClientConfigError, IllegalStateError, RemoteConfigError
 from worker_client.launcher import LocalDaemons
-from worker_client.observer import record as record_group
+from worker_client.tracing.observer import record as record_group
 from worker_client.worker_group import WorkerGroup
 
 SKEWS_S = (0, 4000)

@@ -10,9 +10,9 @@ from tests.support.serving import connect, greedy_request, scheduler_limits, wor
 from tests.support.uploading_driver import kill_halfway, tensor
 from tests.support.waiting import wait_until
 from worker_client.driver import Driver
+from worker_client.group.uploading import HostTensor
 from worker_client.launcher import LocalDaemons
 from worker_client.scheduler import Scheduler
-from worker_client.uploading import HostTensor
 from worker_client.worker_group import WorkerGroup
 
 SIZE = 50 << 20

@@ -49,7 +49,7 @@ from worker_client.errors import (
 )
 from worker_client.scheduler import Scheduler
 from worker_client.trainer.sender import WeightSender
-from worker_client.worker_client import TensorList
+from worker_client.wire.worker_client import TensorList
 from worker_client.worker_group import WorkerGroup
 
 ARCHITECTURE = "Qwen3ForCausalLM"

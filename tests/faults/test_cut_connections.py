@@ -17,8 +17,8 @@ from rpc_schema.lifecycle import Detach
 from tests.support.secured import KeyRing, SecuredDaemon, free_port
 from tests.support.stopping import stop_process
 from tests.support.waiting import PATIENCE_S
-from worker_client.transport import new_driver_id, parse_endpoint
-from worker_client.worker_client import WorkerClient
+from worker_client.wire.transport import new_driver_id, parse_endpoint
+from worker_client.wire.worker_client import WorkerClient
 
 STOPPED_S = 1.8
 """Twice as long as heartbeats may go unanswered."""

@@ -26,8 +26,8 @@ from tests.support.fake_daemon import FakeDaemon, reference_tokens
 from tests.support.serving import LONG_LEASE
 from tests.unit.client.conftest import directory, worker_config  # noqa: F401  # a fixture
 from worker_client.driver import Driver
+from worker_client.group.resending import Resending
 from worker_client.requests import GenerationRequest
-from worker_client.resending import Resending
 from worker_client.scheduler import Scheduler, SchedulerLimits
 from worker_client.worker_group import WorkerGroup
 from worker_daemon.server.sequence import StepGate, Verdict
@@ -268,9 +268,9 @@ def faulty(directory):  # noqa: F811
 
 
 def test_generation_over_a_faulty_network_gives_the_right_tokens(faulty, monkeypatch):
-    monkeypatch.setattr("worker_client.resending.RESEND_AFTER_S", 0.01)
-    monkeypatch.setattr("worker_client.resending.MEND_AGAIN_S", 0.002)
-    monkeypatch.setattr("worker_client.resending.MAX_MENDS", 1000)
+    monkeypatch.setattr("worker_client.group.resending.RESEND_AFTER_S", 0.01)
+    monkeypatch.setattr("worker_client.group.resending.MEND_AGAIN_S", 0.002)
+    monkeypatch.setattr("worker_client.group.resending.MAX_MENDS", 1000)
     randomness = random.Random(3)
     parallel = ParallelConfig(pipeline_parallel_size=RANKS)
     with WorkerGroup([daemon.endpoint for daemon in faulty], parallel, lease=LONG_LEASE) as group:

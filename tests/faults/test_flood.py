@@ -28,7 +28,7 @@ from tests.support.secured import (
     free_port,
 )
 from tests.support.waiting import wait_until
-from worker_client.transport import parse_endpoint
+from worker_client.wire.transport import parse_endpoint
 from worker_daemon.server.auth.bad_peers import BadPeers
 from worker_daemon.server.auth.connection_limit import (
     BURST,

@@ -15,10 +15,10 @@ from rpc_schema.config import ParallelConfig
 from tests.support.leased_driver import admit, decode, make_ready
 from tests.support.waiting import wait_until
 from tests.unit.server.driver import DaemonProcess
-from worker_client import processes
 from worker_client.errors import LeaseExpiredError, Unkillable, WorkerDied
 from worker_client.launcher import LocalDaemons
-from worker_client.lease import LeaseTerms
+from worker_client.wire import processes
+from worker_client.wire.lease import LeaseTerms
 from worker_client.worker_group import WorkerGroup
 
 TTL_S = 20.0

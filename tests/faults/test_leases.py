@@ -30,7 +30,7 @@ from tests.support.stopping import stop_process
 from tests.support.waiting import PATIENCE_S
 from tests.unit.server.driver import DaemonProcess, Driver, wait_for
 from worker_client.errors import LeaseExpiredError, LeaseHeldError
-from worker_client.lease import LeaseTerms
+from worker_client.wire.lease import LeaseTerms
 from worker_client.worker_group import WorkerGroup
 
 TTL_S = 1.0

@@ -18,10 +18,10 @@ from tests.support.serving import connect, generate, scheduler_limits, worker_co
 from tests.support.stopping import stop_process
 from tests.support.waiting import wait_until
 from worker_client.driver import Driver, Recover, give_up
-from worker_client.liveness import FENCE_AFTER_S, LivenessEvent
 from worker_client.scheduler import Scheduler
-from worker_client.transport import new_driver_id, parse_endpoint
-from worker_client.worker_client import WorkerClient
+from worker_client.wire.liveness import FENCE_AFTER_S, LivenessEvent
+from worker_client.wire.transport import new_driver_id, parse_endpoint
+from worker_client.wire.worker_client import WorkerClient
 from worker_client.worker_group import WorkerGroup
 from worker_daemon.server.health.guard import SLOW_AT_LEAST_S, SLOW_FACTOR
 
@@ -180,8 +180,8 @@ def test_rank_that_stops_after_its_greeting_keeps_no_driver_out(faulty, checkpoi
 def test_survivor_is_not_lost_while_its_neighbour_is_replaced(faulty, serving, cases, monkeypatch):
     """It hangs in a step, so its reply to the attach takes longer than the silence limit; its
     control thread keeps sending heartbeats."""
-    monkeypatch.setattr("worker_client.liveness.SILENCE_LIMIT_S", 3.0)
-    monkeypatch.setattr("worker_client.replacement.REPLACE_ATTEMPTS", 1)
+    monkeypatch.setattr("worker_client.wire.liveness.SILENCE_LIMIT_S", 3.0)
+    monkeypatch.setattr("worker_client.group.replacement.REPLACE_ATTEMPTS", 1)
     stopper = Stopper(faulty.pids[1])
     interrupted = []
 

@@ -26,8 +26,8 @@ from tests.support.troubled_driver import troubled_driver
 from tests.support.waiting import wait_until
 from tests.unit.server.driver import SERVE, DaemonProcess, Driver, wait_for
 from worker_client.errors import FencedError, LeaseHeldError
-from worker_client.keys import NO_KEYS
-from worker_client.lease import LeaseTerms
+from worker_client.wire.keys import NO_KEYS
+from worker_client.wire.lease import LeaseTerms
 from worker_client.worker_group import WorkerGroup
 
 PARALLEL = ParallelConfig()

@@ -67,7 +67,7 @@ def test_row_42_neighbours_with_different_dtypes_are_refused(
         set_dtype(root, dtype)
     with pytest.raises(ContentMismatchError), connect(pair.endpoints, mixed):
         pass
-    monkeypatch.setattr("worker_client.loading.check_same_weights", lambda *_: None)
+    monkeypatch.setattr("worker_client.group.loading.check_same_weights", lambda *_: None)
     began = time.monotonic()
     with pytest.raises(CommError, match="PP_MISMATCH") as refused, connect(pair.endpoints, mixed):
         pass  # the first step is the profile's

@@ -14,7 +14,7 @@ from tests.support.serving import connect, generate, scheduler_limits, worker_co
 from tests.support.supervised import Supervised
 from worker_client.driver import Driver
 from worker_client.errors import LinkGivenUp
-from worker_client.failure_state import MAX_LINK_FAILURES
+from worker_client.group.failure_state import MAX_LINK_FAILURES
 from worker_client.scheduler import Scheduler
 
 STEP_DEADLINE_S = 1.0

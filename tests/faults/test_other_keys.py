@@ -27,7 +27,7 @@ from tests.support.waiting import PATIENCE_S, wait_until
 from tests.unit.server.driver import SERVE, DaemonProcess, rendezvous
 from tests.unit.server.test_daemon_process import SPOILED, spoiled
 from worker_client.errors import AuthenticationError, ForbiddenError
-from worker_client.transport import parse_endpoint
+from worker_client.wire.transport import parse_endpoint
 from worker_client.worker_group import WorkerGroup
 from worker_daemon.server.auth.keygen import make_key_files
 from worker_daemon.server.session.epochs import EpochFile

@@ -20,7 +20,7 @@ from tests.support.supervised import Supervised
 from tests.support.waiting import PATIENCE_S, wait_until
 from worker_client.driver import Driver
 from worker_client.errors import ReplacementFailed, WorkerDied
-from worker_client.replacement import ReplacementReport
+from worker_client.group.replacement import ReplacementReport
 from worker_client.scheduler import Scheduler
 from worker_client.worker_group import WorkerGroup
 

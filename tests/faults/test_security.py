@@ -40,9 +40,9 @@ from tests.support.secured import (
 from tests.support.waiting import PATIENCE_S, wait_until
 from tests.unit.server.driver import Driver
 from worker_client.errors import AuthenticationError, ForbiddenError, WorkerDied
-from worker_client.keys import NO_KEYS
-from worker_client.liveness import Watch
-from worker_client.transport import CUT_OFF_S, ResultsChannel, parse_endpoint
+from worker_client.wire.keys import NO_KEYS
+from worker_client.wire.liveness import Watch
+from worker_client.wire.transport import CUT_OFF_S, ResultsChannel, parse_endpoint
 from worker_client.worker_group import WorkerGroup
 
 TOLD_WITHIN_S = 1.0

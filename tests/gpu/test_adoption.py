@@ -20,7 +20,7 @@ from rpc_schema.sampling import SamplingParams
 from rpc_schema.step import ExecuteModel, NewRequestData
 from tests.support.gpu_generation import SHARED_CACHE, worker_config
 from tests.support.killed_driver import DriverNursery, Plan, begin
-from worker_client.adoption import merge, read_page
+from worker_client.group.adoption import merge, read_page
 from worker_client.launcher import LocalDaemons
 from worker_client.worker_group import WorkerGroup
 

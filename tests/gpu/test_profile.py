@@ -15,8 +15,8 @@ from benchmarks.stage_driver import StageDriver, pipelined
 from benchmarks.timeline import timeline
 from rpc_schema.codec import decode_step
 from rpc_schema.lifecycle import Profile
-from worker_client.clocks import ClockMap, Offset
-from worker_client.trace_merge import RankTrace, merge_traces
+from worker_client.tracing.clocks import ClockMap, Offset
+from worker_client.tracing.trace_merge import RankTrace, merge_traces
 
 pytestmark = [
     pytest.mark.gpu,

@@ -7,8 +7,8 @@ import pytest
 
 from tests.support.gpu_generation import generate, gpu_group, make_requests
 from tests.support.structured import make_tokenizer, random_case
+from worker_client.inputs.grammar_options import read_structured_output
 from worker_client.structured.grammars import Grammars
-from worker_client.structured.options import read_structured_output
 
 pytestmark = pytest.mark.gpu
 

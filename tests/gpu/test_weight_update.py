@@ -16,7 +16,7 @@ from tests.support.gpu_generation import (
 from tests.support.waiting import wait_until
 from worker_client.errors import RemoteConfigError, WeightsNotWhole, WeightTransferError
 from worker_client.trainer.sender import WeightSender
-from worker_client.worker_client import TensorList
+from worker_client.wire.worker_client import TensorList
 
 pytestmark = [
     pytest.mark.gpu,

@@ -98,7 +98,7 @@ def test_seeded_sampling_does_not_depend_on_the_shape(checkpoint, pp, tp):
 DYING_DRIVER = """
 import os, signal, sys, time
 from pathlib import Path
-from worker_client.worker_client import WorkerClient
+from worker_client.wire.worker_client import WorkerClient
 from worker_client.worker_group import WorkerGroup
 from rpc_schema.codec import decode_step
 from rpc_schema.config import ParallelConfig

@@ -19,7 +19,7 @@ from tests.support.gpu_generation import (
 )
 from worker_client.errors import WeightsNotWhole, WeightTransferError
 from worker_client.trainer.sender import WeightSender
-from worker_client.worker_client import TensorList
+from worker_client.wire.worker_client import TensorList
 
 pytestmark = [pytest.mark.multi_gpu, pytest.mark.timeout(400)]
 ROOT = Path(__file__).parents[2]

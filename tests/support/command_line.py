@@ -14,8 +14,8 @@ import zmq
 from rpc_schema.lifecycle import Status
 from tests.support.waiting import PATIENCE_S
 from worker_client.errors import ClientError
-from worker_client.transport import new_driver_id, parse_endpoint
-from worker_client.worker_client import WorkerClient
+from worker_client.wire.transport import new_driver_id, parse_endpoint
+from worker_client.wire.worker_client import WorkerClient
 
 CLIENT = (sys.executable, "-m", "worker_client")
 DAEMON = (sys.executable, "-m", "worker_daemon")

@@ -20,11 +20,11 @@ from rpc_schema.config import WorkerConfig
 from rpc_schema.step import ExecuteModel
 from tests.support.waiting import PATIENCE_S
 from worker_client.driver import Driver
-from worker_client.lease import LeaseTerms
-from worker_client.loading import LoadedGroup
+from worker_client.group.loading import LoadedGroup
 from worker_client.requests import GenerationRequest
 from worker_client.scheduler import Scheduler, SchedulerLimits
-from worker_client.worker_client import WorkerClient
+from worker_client.wire.lease import LeaseTerms
+from worker_client.wire.worker_client import WorkerClient
 from worker_client.worker_group import WorkerGroup
 
 NUM_GPU_BLOCKS = 256

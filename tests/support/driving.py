@@ -7,11 +7,11 @@ from typing import Any
 
 from tests.support.checkpoints import Checkpoint, NearTie, prompts
 from tests.support.serving import connect, generate, greedy_request, worker_config
-from worker_client.cached_blocks import CachedBlocks
 from worker_client.errors import StepFailed
-from worker_client.outcomes import StepFuture
+from worker_client.group.outcomes import StepFuture
 from worker_client.requests import GenerationRequest
 from worker_client.scheduler_output import SchedulerOutput, StepResult
+from worker_client.steps.cached_blocks import CachedBlocks
 from worker_client.worker_group import WorkerGroup
 
 

@@ -17,8 +17,8 @@ from tests.support.checkpoints import (
     Checkpoint,
     NearTie,
 )
-from worker_client.host_tensor import HostTensor
-from worker_client.prompt_embeds import with_placeholders
+from worker_client.inputs.host_tensor import HostTensor
+from worker_client.inputs.prompt_embeds import with_placeholders
 from worker_client.requests import GenerationRequest
 
 

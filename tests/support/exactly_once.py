@@ -31,7 +31,7 @@ from rpc_schema.codec import StepMessage
 from rpc_schema.config import Rendezvous
 from rpc_schema.errors import ErrorCode, ErrorReply
 from rpc_schema.lease import driver_digest
-from worker_client.resending import Resending
+from worker_client.group.resending import Resending
 from worker_daemon.errors import LeaseHeldError, ProtocolError
 from worker_daemon.server.sequence import REPLAYABLE, StepGate, Verdict
 from worker_daemon.server.session.epochs import EpochFile
@@ -376,7 +376,7 @@ class ExactlyOnce(RuleBasedStateMachine):
         super().__init__()
         self.clock = Clock()
         patched = {"time": self.clock, "MAX_MENDS": 10**6}
-        self._patch = mock.patch.multiple("worker_client.resending", **patched)
+        self._patch = mock.patch.multiple("worker_client.group.resending", **patched)
         self._patch.start()
         self._directory = tempfile.TemporaryDirectory(prefix="eo-")
         path = Path(self._directory.name)

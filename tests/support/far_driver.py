@@ -20,13 +20,13 @@ from tests.support.serving import greedy_request, scheduler_limits
 from tests.support.waiting import PATIENCE_S
 from worker_client.driver import Driver
 from worker_client.errors import ClientError
-from worker_client.keys import read_keys
-from worker_client.lease import LeaseTerms
-from worker_client.liveness import LivenessEvent
-from worker_client.loading import LoadedGroup
-from worker_client.outcomes import StepFuture
+from worker_client.group.loading import LoadedGroup
+from worker_client.group.outcomes import StepFuture
 from worker_client.scheduler import Scheduler
 from worker_client.scheduler_output import SchedulerOutput
+from worker_client.wire.keys import read_keys
+from worker_client.wire.lease import LeaseTerms
+from worker_client.wire.liveness import LivenessEvent
 from worker_client.worker_group import WorkerGroup
 
 NUM_GPU_BLOCKS = 128

@@ -23,8 +23,8 @@ from tests.support.structured import (
     make_tokenizer,
 )
 from worker_client.errors import RequestError
+from worker_client.inputs.grammar_options import read_structured_output
 from worker_client.structured.grammars import GrammarLimits, Grammars
-from worker_client.structured.options import read_structured_output
 
 MAX_STALL_S: Final = 1.0
 """On a host with as many processors as runnable threads; longer in proportion to its load."""

@@ -30,7 +30,7 @@ from rpc_schema.structured import StructuredOutput
 from tests.support.serving import worker_config
 from worker_client.driver import Driver
 from worker_client.errors import RequestError
-from worker_client.host_tensor import HostTensor
+from worker_client.inputs.host_tensor import HostTensor
 from worker_client.launcher import LocalDaemons
 from worker_client.requests import GenerationRequest
 

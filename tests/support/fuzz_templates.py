@@ -14,9 +14,9 @@ from pathlib import Path
 
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
-from worker_client import tokenizer as ours
-from worker_client.chat_template import ChatTemplate
 from worker_client.errors import ClientConfigError, RequestError
+from worker_client.inputs import tokenizer as ours
+from worker_client.inputs.chat_template import ChatTemplate
 
 MAX_STALL_S = 1.0
 """Processor time that a stall of this process may take: Python runs whatever the others do."""

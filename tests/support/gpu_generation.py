@@ -25,8 +25,8 @@ from rpc_schema.config import (
 )
 from tests.support.serving import SHARED_GPU
 from worker_client.driver import Driver
+from worker_client.group.loading import LoadedGroup
 from worker_client.launcher import LocalDaemons
-from worker_client.loading import LoadedGroup
 from worker_client.requests import GenerationRequest
 from worker_client.scheduler import RequestOutput, Scheduler, SchedulerLimits
 from worker_client.structured.masked_steps import CompiledGrammars

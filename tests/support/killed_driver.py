@@ -20,10 +20,10 @@ from rpc_schema.config import WorkerConfig
 from tests.support.doomed_driver import NUM_GPU_BLOCKS, Death, Executioner
 from tests.support.mock_schedulers import RandomScheduler
 from tests.support.waiting import PATIENCE_S
-from worker_client.adoption import AdoptedRequest
 from worker_client.driver import Driver, Recover, give_up
-from worker_client.loading import LoadedGroup
-from worker_client.request_parser import RequestParser
+from worker_client.group.adoption import AdoptedRequest
+from worker_client.group.loading import LoadedGroup
+from worker_client.inputs.request_parser import RequestParser
 from worker_client.requests import GenerationRequest, forked, with_adapter
 from worker_client.scheduler import RequestOutput, Scheduler, scheduler_limits
 from worker_client.structured.masked_steps import CompiledGrammars

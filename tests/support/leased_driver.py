@@ -20,8 +20,8 @@ from rpc_schema.config import (
 )
 from rpc_schema.kv_cache import KVCacheConfig
 from worker_client.errors import ClientError
-from worker_client.lease import LeaseTerms
 from worker_client.scheduler_output import NewRequest, SchedulerOutput
+from worker_client.wire.lease import LeaseTerms
 from worker_client.worker_group import WorkerGroup
 
 CONFIG = WorkerConfig(

@@ -31,8 +31,8 @@ from tests.support.structured import (
     random_case,
     take,
 )
-from worker_client.host_tensor import HostTensor
-from worker_client.request_parser import RequestParser
+from worker_client.inputs.host_tensor import HostTensor
+from worker_client.inputs.request_parser import RequestParser
 from worker_client.requests import GenerationRequest, forked
 from worker_client.scheduler import RequestOutput
 from worker_client.scheduler_output import Logprobs

@@ -11,7 +11,7 @@ import numpy as np
 
 from rpc_schema.kv_cache import NULL_BLOCK
 from rpc_schema.sampling import SamplingParams
-from worker_client.adoption import AdoptedRequest
+from worker_client.group.adoption import AdoptedRequest
 from worker_client.requests import GenerationRequest
 from worker_client.scheduler import RequestOutput, SchedulerLimits
 from worker_client.scheduler_output import NewRequest, SchedulerOutput, StepResult

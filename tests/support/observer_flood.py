@@ -11,7 +11,7 @@ from rpc_schema import lifecycle as lc
 from rpc_schema.codec import encode_control
 from rpc_schema.key_files import read_secret_key
 from rpc_schema.version import PROTOCOL_VERSION
-from worker_client.transport import new_driver_id
+from worker_client.wire.transport import new_driver_id
 
 REQUESTS = {
     "Hello": lambda: lc.Hello(call=1, protocol_version=PROTOCOL_VERSION, driver_id=new_driver_id()),

@@ -27,9 +27,9 @@ from tests.support.structured import (
     take,
 )
 from worker_client.errors import RequestError
+from worker_client.inputs.grammar_options import read_structured_output
 from worker_client.structured.grammars import Grammars
 from worker_client.structured.matchers import GrammarMatcher
-from worker_client.structured.options import read_structured_output
 
 DRAFTS = ("draft2019-09", "draft2020-12")
 """Drafts whose schemas name their draft. Others are read as the newest one."""

@@ -17,9 +17,9 @@ from tests.support.command_line import environment
 from tests.support.counted_serve import decoder_calls
 from tests.support.waiting import PATIENCE_S, wait_until
 from worker_client.errors import ClientError
-from worker_client.keys import NO_KEYS, Keys, read_keys
-from worker_client.transport import new_driver_id, parse_endpoint
-from worker_client.worker_client import AskingClient, WorkerClient
+from worker_client.wire.keys import NO_KEYS, Keys, read_keys
+from worker_client.wire.transport import new_driver_id, parse_endpoint
+from worker_client.wire.worker_client import AskingClient, WorkerClient
 from worker_daemon.server.auth.keygen import make_key_files
 
 ROLES = ("driver", "observer", "admin")

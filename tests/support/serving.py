@@ -37,10 +37,9 @@ from tests.support.checkpoints import Checkpoint
 from tests.support.installed_processors import install_processors
 from worker_client.driver import Driver
 from worker_client.errors import LaunchError
+from worker_client.group.loading import LoadedGroup
+from worker_client.group.outcomes import StepFuture
 from worker_client.launcher import LocalDaemons
-from worker_client.lease import LeaseTerms
-from worker_client.loading import LoadedGroup
-from worker_client.outcomes import StepFuture
 from worker_client.requests import GenerationRequest
 from worker_client.scheduler import (
     RequestOutput,
@@ -49,6 +48,7 @@ from worker_client.scheduler import (
     SchedulerLimits,
 )
 from worker_client.scheduler_output import SchedulerOutput
+from worker_client.wire.lease import LeaseTerms
 from worker_client.worker_group import WorkerGroup
 
 MAX_DAEMONS = 4

@@ -20,9 +20,9 @@ from pathlib import Path
 from rpc_schema.config import ParallelConfig
 from tests.support.leased_driver import admit, decode, make_ready
 from worker_client.errors import ClientError
-from worker_client.keys import NO_KEYS, read_keys
-from worker_client.lease import LeaseTerms
 from worker_client.scheduler_output import SchedulerOutput
+from worker_client.wire.keys import NO_KEYS, read_keys
+from worker_client.wire.lease import LeaseTerms
 from worker_client.worker_group import WorkerGroup
 
 

@@ -8,8 +8,8 @@ import time
 from collections.abc import Sequence
 
 from rpc_schema.config import ParallelConfig
-from worker_client.lease import LeaseTerms
-from worker_client.uploading import HostTensor
+from worker_client.group.uploading import HostTensor
+from worker_client.wire.lease import LeaseTerms
 from worker_client.worker_group import WorkerGroup
 
 

@@ -6,8 +6,8 @@ from types import SimpleNamespace
 from typing import Any
 
 from rpc_schema.kv_cache import BlockGroup
-from worker_client.slots import SlotTable
-from worker_client.step_checks import GroupLimits
+from worker_client.steps.slots import SlotTable
+from worker_client.steps.step_checks import GroupLimits
 from worker_client.vllm.requests import KnownRequest
 from worker_client.vllm.steps import StepWriter
 

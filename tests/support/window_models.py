@@ -23,8 +23,8 @@ from tests.support.serving import (
     scheduler_limits,
     worker_config,
 )
-from worker_client.adoption import AdoptedRequest
 from worker_client.driver import Driver
+from worker_client.group.adoption import AdoptedRequest
 from worker_client.requests import GenerationRequest
 from worker_client.scheduler import Scheduler
 

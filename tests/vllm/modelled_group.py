@@ -21,18 +21,18 @@ from rpc_schema.pooling import NO_POOLING
 from rpc_schema.sampling import SamplingParams
 from rpc_schema.step import NO_TOKEN, ModelRunnerOutput
 from tests.support.structured import VOCAB_SIZE
-from worker_client.cached_blocks import CachedBlocks
-from worker_client.encoded_step import EncodedStep, bitmap_of
 from worker_client.errors import (
     InvalidSchedulerOutput,
     WorkerDied,
     local_error,
     remote_error,
 )
-from worker_client.failure_state import Change, FailureState, GroupRequest
-from worker_client.loading import group_limits
-from worker_client.outcomes import StepFuture, StepsInFlight
+from worker_client.group.failure_state import Change, FailureState, GroupRequest
+from worker_client.group.loading import group_limits
+from worker_client.group.outcomes import StepFuture, StepsInFlight
 from worker_client.scheduler_output import SchedulerOutput
+from worker_client.steps.cached_blocks import CachedBlocks
+from worker_client.steps.encoded_step import EncodedStep, bitmap_of
 
 POISON = 5
 """A token whose keys and values are no numbers, like all that are written together with them."""

@@ -17,7 +17,7 @@ from tests.support.structured import (
 )
 from tests.vllm.models import write_tokenizer
 from worker_client.driver import Driver
-from worker_client.request_parser import RequestParser
+from worker_client.inputs.request_parser import RequestParser
 from worker_client.scheduler import Scheduler
 from worker_client.structured.grammars import GrammarLimits, Grammars
 

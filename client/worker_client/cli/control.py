@@ -15,13 +15,13 @@ from rpc_schema.lease import LeaseStatus
 from rpc_schema.lifecycle import Drain, KVCacheAdvice, ReplyDelay, Status
 from rpc_schema.plain_text import printable
 from worker_client.cli.daemons import connect
+from worker_client.cli.expert_loads import imbalance, loads_by_layer
 from worker_client.cli.options import KeyFile, KnownDaemons, Wait, split_endpoints
 from worker_client.cli.output_file import print_text
 from worker_client.cli.top_frame import held_blocks, leased
 from worker_client.errors import config_error
-from worker_client.expert_loads import imbalance, loads_by_layer
-from worker_client.keys import read_keys
-from worker_client.worker_client import AskingClient
+from worker_client.wire.keys import read_keys
+from worker_client.wire.worker_client import AskingClient
 
 Endpoints = Annotated[
     str, typer.Option(envvar="WORKER_CLIENT_ENDPOINTS", help="Running daemons: EP,EP,...")

@@ -10,9 +10,9 @@ import zmq
 
 from rpc_schema.errors import WireError
 from worker_client.errors import ClientError
-from worker_client.keys import NO_KEYS, Keys
-from worker_client.transport import new_driver_id, parse_endpoint
-from worker_client.worker_client import CONTROL_TIMEOUT_S, AskingClient
+from worker_client.wire.keys import NO_KEYS, Keys
+from worker_client.wire.transport import new_driver_id, parse_endpoint
+from worker_client.wire.worker_client import CONTROL_TIMEOUT_S, AskingClient
 
 SCRAPE_INTERVAL_S: Final = 0.1
 SCRAPE_TIMEOUT_S: Final = 1.0

@@ -19,7 +19,7 @@ from worker_client.cli.results import Results
 from worker_client.cli.run import end_if_all_are_wrong, print_progress, read_requests, report_errors
 from worker_client.cli.session import InputRequest, Served, open_session
 from worker_client.errors import RequestError, config_error
-from worker_client.request_checks import validated
+from worker_client.inputs.request_checks import validated
 
 
 class Format(StrEnum):

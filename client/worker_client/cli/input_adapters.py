@@ -6,7 +6,7 @@ from dataclasses import replace
 from rpc_schema.config import LoraConfig
 from worker_client.cli.input_request import InputRequest
 from worker_client.errors import ContentMismatchError, RemoteError
-from worker_client.group_adapters import GroupAdapter
+from worker_client.group.group_adapters import GroupAdapter
 from worker_client.requests import with_adapter
 from worker_client.worker_group import WorkerGroup
 

@@ -14,7 +14,7 @@ from worker_client.cli.daemons import connect
 from worker_client.cli.options import KeyFile, KnownDaemons, Wait
 from worker_client.cli.output_file import print_text
 from worker_client.errors import ClientConfigError
-from worker_client.keys import read_keys
+from worker_client.wire.keys import read_keys
 from worker_client.worker_group import WorkerGroup
 
 lora = typer.Typer(no_args_is_help=True, rich_markup_mode=None)

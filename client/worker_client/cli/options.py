@@ -29,10 +29,10 @@ from rpc_schema.config import (
     read_layer_partition,
 )
 from worker_client.errors import config_error
-from worker_client.keys import NO_KEYS, Keys, read_keys
-from worker_client.replacement import REPLACE_WITHIN_S
+from worker_client.group.replacement import REPLACE_WITHIN_S
+from worker_client.inputs.tokenizer import LARGEST_TEXT_BYTES, MAX_TEXT_BYTES
 from worker_client.scheduler.step_budget import check_max_itl_ms
-from worker_client.tokenizer import LARGEST_TEXT_BYTES, MAX_TEXT_BYTES
+from worker_client.wire.keys import NO_KEYS, Keys, read_keys
 
 DEFAULT_MAX_TOKENS: Final = 64
 _LINE_ONLY: Final = ("force", "config", "prompt", "input_", "output", "max_tokens")

@@ -8,19 +8,19 @@ import msgspec
 import numpy as np
 
 from rpc_schema.lifecycle import Status
-from worker_client.cli.session import InputRequest, Served, versions
-from worker_client.expert_loads import (
+from worker_client.cli.expert_loads import (
     LoadsByLayer,
     load_figures,
     loads_by_layer,
     loads_since,
 )
+from worker_client.cli.session import InputRequest, Served, versions
+from worker_client.inputs.text_stream import final_text
+from worker_client.inputs.tokenizer import Tokenizer
 from worker_client.requests import parent_id
-from worker_client.run_times import StepTiming
 from worker_client.scheduler import RequestOutput
 from worker_client.scheduler_output import Logprobs
-from worker_client.text_stream import final_text
-from worker_client.tokenizer import Tokenizer
+from worker_client.tracing.run_times import StepTiming
 
 JsonValue: TypeAlias = "int | float | str | Sequence[JsonValue] | Mapping[str, JsonValue] | None"
 JsonObject: TypeAlias = dict[str, JsonValue]

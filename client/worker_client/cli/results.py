@@ -9,14 +9,14 @@ import numpy as np
 
 from rpc_schema.extensions import extension_of
 from rpc_schema.prompt_embeds import PromptEmbeds
-from worker_client.adoption import AdoptedRequest
 from worker_client.cli.output_file import OutputFile, is_special, part_of, write_whole
 from worker_client.cli.report import JsonObject, output_line
 from worker_client.cli.session import InputRequest
 from worker_client.errors import config_error
+from worker_client.group.adoption import AdoptedRequest
+from worker_client.inputs.tokenizer import Tokenizer
 from worker_client.requests import GenerationRequest
 from worker_client.scheduler import RequestOutput
-from worker_client.tokenizer import Tokenizer
 
 
 class Results:

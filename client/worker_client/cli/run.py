@@ -9,8 +9,8 @@ from typing import Annotated
 import typer
 
 from rpc_schema.plain_text import printable
-from worker_client.adoption import AdoptedRequest
 from worker_client.cli.daemons import Scrape
+from worker_client.cli.expert_loads import loads_by_layer
 from worker_client.cli.options import RunOptions, takes_run_options
 from worker_client.cli.output_file import check_output, print_text, write_whole
 from worker_client.cli.report import JsonObject, bench_object, output_line, output_lines
@@ -24,8 +24,8 @@ from worker_client.cli.session import (
     read_lines,
 )
 from worker_client.errors import config_error
-from worker_client.expert_loads import loads_by_layer
-from worker_client.tokenizer import TextBounds, Tokenizer, load_tokenizer
+from worker_client.group.adoption import AdoptedRequest
+from worker_client.inputs.tokenizer import TextBounds, Tokenizer, load_tokenizer
 from worker_client.worker_group import RankProgress, parse_endpoints
 
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON object on standard output.")]

@@ -15,7 +15,6 @@ from rpc_schema.errors import WireError
 from rpc_schema.extensions import extension_of
 from rpc_schema.structured import StructuredOutput
 from rpc_schema.version import PROTOCOL_VERSION, SOFTWARE_VERSION
-from worker_client.adoption import AdoptedRequest
 from worker_client.cli.input_adapters import with_adapters
 from worker_client.cli.input_request import InputRequest as InputRequest
 from worker_client.cli.options import Device, RunOptions
@@ -28,16 +27,17 @@ from worker_client.errors import (
     config_error,
     request_error,
 )
-from worker_client.host_tensor import HostTensor
+from worker_client.group.adoption import AdoptedRequest
+from worker_client.group.loading import LoadedGroup
+from worker_client.inputs.host_tensor import HostTensor
+from worker_client.inputs.request_checks import validated
+from worker_client.inputs.request_parser import RequestParser
+from worker_client.inputs.tokenizer import Tokenizer
 from worker_client.launcher import LocalDaemons
-from worker_client.loading import LoadedGroup
-from worker_client.request_checks import validated
-from worker_client.request_parser import RequestParser
 from worker_client.requests import GenerationRequest, forked
 from worker_client.scheduler import RequestOutput, Scheduler, scheduler_limits
 from worker_client.structured.masked_steps import CompiledGrammars
 from worker_client.structured.opening import open_grammars
-from worker_client.tokenizer import Tokenizer
 from worker_client.worker_group import RankProgress, WorkerGroup
 
 OnOutcome: TypeAlias = Callable[[str, RequestOutput | str], None]

@@ -26,9 +26,9 @@ from worker_client.cli.options import KeyFile, KnownDaemons, Wait
 from worker_client.cli.output_file import print_text
 from worker_client.cli.top_frame import Line, Sample, Seen, frame
 from worker_client.errors import AuthenticationError, ClientError, DeadlineExceeded, NothingListens
-from worker_client.keys import Keys, read_keys
-from worker_client.transport import Endpoint, EventsChannel, new_driver_id, parse_endpoint
-from worker_client.worker_client import AskingClient
+from worker_client.wire.keys import Keys, read_keys
+from worker_client.wire.transport import Endpoint, EventsChannel, new_driver_id, parse_endpoint
+from worker_client.wire.worker_client import AskingClient
 
 INTERVAL_S: Final = 1.0
 ANSWER_WITHIN_S: Final = 1.0

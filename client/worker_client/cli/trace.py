@@ -18,9 +18,9 @@ from worker_client.cli.output_file import (
     output_error,
     print_text,
 )
-from worker_client.keys import read_keys
-from worker_client.observer import Recorded, record
-from worker_client.trace_merge import Summary, merge_traces
+from worker_client.tracing.observer import Recorded, record
+from worker_client.tracing.trace_merge import Summary, merge_traces
+from worker_client.wire.keys import read_keys
 
 Seconds = Annotated[float, typer.Option(help="Seconds to record.")]
 Out = Annotated[Path, typer.Option(help="File for the trace; replaced if it exists.")]

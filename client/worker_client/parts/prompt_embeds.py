@@ -1,4 +1,4 @@
-"""The driver's side of prompt embeddings. worker_client/request_uploads.py uploads them."""
+"""The driver's side of prompt embeddings. driver_parts/request_uploads.py uploads them."""
 
 import msgspec
 

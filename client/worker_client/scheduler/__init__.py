@@ -10,15 +10,15 @@ request.py         one request: its counts, its end, its start or adoption
 request_blocks.py  blocks held by requests, and the prefix cache; built on block_pool.py
 """
 
+from worker_client.requests import FinishReason as FinishReason
+from worker_client.requests import RequestOutput as RequestOutput
+from worker_client.requests import failed_request as failed_request
 from worker_client.scheduler.interface import NO_JUMP as NO_JUMP
-from worker_client.scheduler.interface import FinishReason as FinishReason
 from worker_client.scheduler.interface import HoldingScheduler as HoldingScheduler
 from worker_client.scheduler.interface import Jump as Jump
 from worker_client.scheduler.interface import JumpingScheduler as JumpingScheduler
 from worker_client.scheduler.interface import PausingScheduler as PausingScheduler
-from worker_client.scheduler.interface import RequestOutput as RequestOutput
 from worker_client.scheduler.interface import SchedulerInterface as SchedulerInterface
 from worker_client.scheduler.interface import SchedulerLimits as SchedulerLimits
-from worker_client.scheduler.interface import failed_request as failed_request
 from worker_client.scheduler.interface import scheduler_limits as scheduler_limits
 from worker_client.scheduler.reference import Scheduler as Scheduler

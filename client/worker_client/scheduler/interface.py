@@ -1,71 +1,21 @@
-"""The interface between a driver and a scheduler, and the values that they exchange. Steps are in
-scheduler_output.py."""
+"""The interface between a driver and a scheduler, and the values that they exchange. Requests and
+their outputs are in requests.py, steps in scheduler_output.py."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Final, Literal, NamedTuple, Protocol, TypeAlias, runtime_checkable
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import Final, NamedTuple, Protocol, runtime_checkable
 
 from rpc_schema.config import WorkerConfig
 from rpc_schema.kv_cache import BlockGroup, block_groups, longest_request
 from rpc_schema.pooling import PoolingSupport
-from worker_client.loading import LoadedGroup
+from worker_client.group.loading import LoadedGroup
 from worker_client.parts.interface import ModelBounds
-from worker_client.requests import GenerationRequest
-from worker_client.scheduler_output import Logprobs, SchedulerOutput, StepResult
+from worker_client.requests import GenerationRequest, RequestOutput
+from worker_client.scheduler_output import SchedulerOutput, StepResult
 
 _UNCHECKED: Final = 1 << 31
 """A vocabulary of every token id that a message can carry."""
-
-FinishReason: TypeAlias = Literal["stop", "length", "abort", "error"]
-
-
-@dataclass(frozen=True, slots=True)
-class RequestOutput:
-    """A finished request."""
-
-    req_id: str
-    token_ids: list[int]
-    """Generated tokens; a stop token is the last of them."""
-    finish_reason: FinishReason
-    num_prompt_tokens: int
-    num_cached_tokens: int
-    """Prompt tokens found in the prefix cache at the first admission."""
-    num_preemptions: int
-    logprobs: list[Logprobs] | None
-    """One per token, if the request asked for them."""
-    token_id_logprobs: list[NDArray[np.float32]] | None = None
-    """For each token the log probabilities of the request's logprob_token_ids, in their order."""
-    prompt_logprobs: list[Logprobs | None] | None = None
-    """One per prompt token (None for the first), if the request asked for them."""
-    pooled: NDArray[np.float32] | None = None
-    """Output of a pooling request: float32 [width], or [num_prompt_tokens, width] for a task on
-    tokens. It has no token_ids."""
-    text: str | None = None
-    """The text up to the stop string that ended it; None if no stop string did."""
-    index: int | None = None
-    """Index among the samples of the request `parent_id(req_id)`; None: it is the only one."""
-    error: str = ""
-    """Reason for the failure if finish_reason is "error"; token_ids are the tokens before it."""
-
-
-def failed_request(
-    req_id: str, reason: str, *, num_prompt_tokens: int = 0, token_ids: Sequence[int] = ()
-) -> RequestOutput:
-    """Return the output of a request that has ended with an error outside of its scheduler."""
-    return RequestOutput(
-        req_id=req_id,
-        token_ids=list(token_ids),
-        finish_reason="error",
-        num_prompt_tokens=num_prompt_tokens,
-        num_cached_tokens=0,
-        num_preemptions=0,
-        logprobs=None,
-        error=reason,
-    )
 
 
 class SchedulerInterface(Protocol):

@@ -11,7 +11,7 @@ from worker_client.scheduler.request import Request
 from worker_client.scheduler.request_blocks import RequestBlocks
 from worker_client.scheduler.request_queues import RequestQueues
 from worker_client.scheduler.step_budget import PromptAllowance, StepBudget, StepLoad
-from worker_client.step_checks import MAX_ADMITTED_BYTES, MAX_ADMITTED_TOKENS
+from worker_client.steps.step_checks import MAX_ADMITTED_BYTES, MAX_ADMITTED_TOKENS
 
 PIPELINE_CHUNK = 2048
 """In a pipeline, a step combines several prompts only up to this many prompt tokens, or more if

@@ -13,15 +13,19 @@ from rpc_schema.lora_request import LoraRequest
 from rpc_schema.pooling import PoolingParams
 from rpc_schema.sampling import PromptLogprobs
 from rpc_schema.step import NO_TOKEN
-from worker_client.adoption import AdoptedRequest
-from worker_client.cached_blocks import CachedBlocks
-from worker_client.requests import GenerationRequest, parent_id, sample_id
+from worker_client.group.adoption import AdoptedRequest
+from worker_client.inputs.stop_strings import Texts
+from worker_client.requests import (
+    FinishReason,
+    GenerationRequest,
+    RequestOutput,
+    parent_id,
+    sample_id,
+)
 from worker_client.scheduler.decode_groups import DecodeGroups
 from worker_client.scheduler.interface import (
     NO_JUMP,
-    FinishReason,
     Jump,
-    RequestOutput,
     SchedulerLimits,
 )
 from worker_client.scheduler.planning import Step
@@ -30,7 +34,7 @@ from worker_client.scheduler.request_blocks import CachedNews, RequestBlocks
 from worker_client.scheduler.request_queues import RequestQueues
 from worker_client.scheduler.step_budget import Clock, StepBudget
 from worker_client.scheduler_output import PromptChunk, SchedulerOutput, StepResult
-from worker_client.stop_strings import Texts
+from worker_client.steps.cached_blocks import CachedBlocks
 
 POOLED_NOT_FINITE = (
     "the model's output is NaN or infinite for this input: activations overflow, or the weights "

@@ -23,14 +23,21 @@ from rpc_schema.sampling import (
     StopTokens,
 )
 from rpc_schema.step import NO_TOKEN
-from worker_client.adoption import AdoptedRequest
 from worker_client.errors import RequestError
+from worker_client.group.adoption import AdoptedRequest
+from worker_client.inputs.request_checks import check_fits
+from worker_client.inputs.stop_strings import StopWatch, Texts
 from worker_client.parts.registry import Extensions, may_refuse, pools, prefix_root
-from worker_client.request_checks import check_fits
-from worker_client.requests import GenerationRequest, PromptTokenIds, seeded
-from worker_client.scheduler.interface import FinishReason, RequestOutput, SchedulerLimits
+from worker_client.requests import (
+    FinishReason,
+    GenerationRequest,
+    PromptTokenIds,
+    RequestOutput,
+    seeded,
+)
+from worker_client.scheduler.interface import SchedulerLimits
 from worker_client.scheduler_output import Logprobs, NewRequest, PromptChunk, StepResult
-from worker_client.step_checks import (
+from worker_client.steps.step_checks import (
     MAX_ADMITTED_BYTES,
     MAX_ADMITTED_TOKENS,
     WIRE_LIMITS,
@@ -39,7 +46,6 @@ from worker_client.step_checks import (
     extension_fault,
     pooling_admission_fault,
 )
-from worker_client.stop_strings import StopWatch, Texts
 
 _NOTE_BYTES: Final = 64
 """Bound on an encoded _Note without its stop strings, whose bytes Traits.fixed_bytes counts."""

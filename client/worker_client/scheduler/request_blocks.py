@@ -14,10 +14,10 @@ from typing import Final, NamedTuple, TypeAlias
 import numpy as np
 
 from rpc_schema.kv_cache import NULL_BLOCK, blocks_behind, blocks_for, most_blocks
-from worker_client.cached_blocks import CachedBlocks
 from worker_client.scheduler.block_pool import BlockPool
 from worker_client.scheduler.interface import SchedulerLimits
 from worker_client.scheduler.request import Request
+from worker_client.steps.cached_blocks import CachedBlocks
 
 _TOKEN_BYTES: Final = 4
 _HASH_BYTES: Final = 16

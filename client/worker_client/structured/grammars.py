@@ -22,12 +22,12 @@ from pathlib import Path
 from typing import Any, Final
 
 from rpc_schema.structured import StructuredOutput
-from worker_client.child_process import ChildEnded, wait_readable
 from worker_client.errors import ClientConfigError, RequestError
+from worker_client.inputs.child_process import ChildEnded, wait_readable
+from worker_client.inputs.grammar_options import FIELD
 from worker_client.structured.mask_messages import NO_TEXT, Setup
 from worker_client.structured.masked_steps import TOO_LONG
 from worker_client.structured.matchers import Grammar, GrammarMatcher, MaskProcess
-from worker_client.structured.options import FIELD
 from worker_client.structured.serving import ServingProcesses
 from worker_client.structured.trials import Trials
 

@@ -23,8 +23,9 @@ from llguidance import LLMatcher, LLParserLimits
 from llguidance.gbnf_to_lark import gbnf_to_lark, is_lark_syntax
 from numpy.typing import NDArray
 
-from worker_client.child_process import ChildEnded, Messages, open_parent
 from worker_client.errors import ClientConfigError
+from worker_client.inputs.child_process import ChildEnded, Messages, open_parent
+from worker_client.inputs.tokenizer import FILE_NAME, read_tokenizer_file
 from worker_client.structured.mask_messages import (
     IDLE,
     NO_TEXT,
@@ -43,7 +44,6 @@ from worker_client.structured.mask_messages import (
     rows_of,
 )
 from worker_client.structured.text_tokens import TextTokens
-from worker_client.tokenizer import FILE_NAME, read_tokenizer_file
 
 MAX_ERROR_LENGTH: Final = 300
 _STATE_DUMP: Final = re.compile(r"<(?:non-verbose/|state)>")

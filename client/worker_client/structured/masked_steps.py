@@ -25,7 +25,7 @@ from rpc_schema.structured import StructuredOutput
 from worker_client.parts.registry import may_jump
 from worker_client.scheduler import RequestOutput, failed_request
 from worker_client.scheduler_output import NewRequest, SchedulerOutput, StepResult
-from worker_client.step_checks import WIRE_LIMITS, check_admissions, check_shape, read_counts
+from worker_client.steps.step_checks import WIRE_LIMITS, check_admissions, check_shape, read_counts
 
 MAX_STEP_MASK_BYTES: Final = 1 << 20
 """Bound on the masks that a step itself carries, since admissions need room too. Rows with further

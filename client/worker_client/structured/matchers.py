@@ -19,8 +19,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rpc_schema.structured import StructuredOutput
-from worker_client.child_process import ChildEnded, ChildProcess
 from worker_client.errors import RequestError
+from worker_client.inputs.child_process import ChildEnded, ChildProcess
 from worker_client.structured.mask_messages import (
     MAX_ROWS,
     Answers,

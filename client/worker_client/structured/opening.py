@@ -7,9 +7,9 @@ from typing import Any
 
 from rpc_schema.structured import StructuredOutput
 from worker_client.errors import ClientConfigError, RequestError
+from worker_client.inputs.grammar_options import FIELD
 from worker_client.structured.grammars import Grammars
 from worker_client.structured.masked_steps import CompiledGrammars, Matcher
-from worker_client.structured.options import FIELD
 
 
 def open_grammars(model: Path, vocab_size: int, eos_token_ids: Sequence[int]) -> CompiledGrammars:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Final
 
-from worker_client.child_process import ChildEnded
+from worker_client.inputs.child_process import ChildEnded
 from worker_client.structured.matchers import Grammar, GrammarMatcher, MaskProcess
 
 YIELD_S: Final = 0.5

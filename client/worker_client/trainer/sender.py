@@ -18,7 +18,7 @@ from rpc_schema import weight_transfer as wt
 from worker_client.errors import RemoteConfigError, config_error
 from worker_client.trainer.broadcast import DTYPE_NAMES, BroadcastChannel, TransferStopped
 from worker_client.trainer.cuda_blocks import locate
-from worker_client.worker_client import TensorList
+from worker_client.wire.worker_client import TensorList
 from worker_client.worker_group import WorkerGroup
 
 SendBackend: TypeAlias = Literal["gloo", "nccl", "ipc"]

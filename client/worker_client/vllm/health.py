@@ -15,10 +15,10 @@ import zmq
 from rpc_schema import lifecycle as lc
 from rpc_schema.errors import WireError
 from worker_client.errors import ClientError
-from worker_client.keys import Keys, read_keys
-from worker_client.transport import new_driver_id, parse_endpoint
 from worker_client.vllm.settings import LOGGER, read_endpoints
-from worker_client.worker_client import AskingClient
+from worker_client.wire.keys import Keys, read_keys
+from worker_client.wire.transport import new_driver_id, parse_endpoint
+from worker_client.wire.worker_client import AskingClient
 
 ANSWER_S: Final = 2.0
 """Limit on a daemon's answer."""

@@ -10,10 +10,10 @@ import msgspec
 from rpc_schema import weight_transfer as wt
 from rpc_schema.pooling import NO_POOLING
 from worker_client.errors import ContentMismatchError, config_error
-from worker_client.loading import LoadedGroup
+from worker_client.group.loading import LoadedGroup
 from worker_client.vllm.settings import relative_name
 from worker_client.vllm.workers import Workers
-from worker_client.worker_client import TensorList
+from worker_client.wire.worker_client import TensorList
 from worker_client.worker_group import WorkerGroup
 
 _T = TypeVar("_T")

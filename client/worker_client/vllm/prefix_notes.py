@@ -8,10 +8,10 @@ from hashlib import blake2b
 from operator import attrgetter
 from typing import Any, Final, NamedTuple
 
-from worker_client.cached_blocks import CachedBlocks
+from worker_client.driver_parts.kept_prefixes import NotingGroup
 from worker_client.errors import ClientError
-from worker_client.kept_prefixes import NotingGroup
-from worker_client.outcomes import StepFuture
+from worker_client.group.outcomes import StepFuture
+from worker_client.steps.cached_blocks import CachedBlocks
 from worker_client.vllm.settings import LOGGER
 
 SWEPT_AT_ONCE: Final = 256

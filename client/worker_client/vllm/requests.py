@@ -16,7 +16,7 @@ from rpc_schema.sampling import SamplingParams
 from worker_client.errors import ClientError, RequestError, request_error
 from worker_client.parts.interface import ModelBounds
 from worker_client.requests import MAX_SEED, random_seed
-from worker_client.step_checks import (
+from worker_client.steps.step_checks import (
     MAX_ADMITTED_TOKENS,
     MAX_COUNT,
     MAX_ID_LENGTH,

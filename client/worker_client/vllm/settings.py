@@ -10,9 +10,9 @@ import msgspec
 
 from rpc_schema.lease import DEFAULT_LEASE_TTL_MS
 from worker_client.errors import config_error
-from worker_client.keys import Keys, read_keys
-from worker_client.lease import LeaseTerms
-from worker_client.replacement import REPLACE_WITHIN_S
+from worker_client.group.replacement import REPLACE_WITHIN_S
+from worker_client.wire.keys import Keys, read_keys
+from worker_client.wire.lease import LeaseTerms
 
 ENDPOINTS_VARIABLE: Final = "WORKER_DAEMON_ENDPOINTS"
 """Endpoints of the daemons, in rank order: EP,EP,... vLLM uses daemons only where it is set."""

@@ -11,7 +11,7 @@ from rpc_schema.extensions import RequestExtension
 from rpc_schema.pooling import MAX_POOLED_BYTES
 from rpc_schema.sampling import PromptLogprobsWanted
 from worker_client.scheduler_output import NewRequest, SchedulerOutput
-from worker_client.step_checks import MAX_ADMITTED_TOKENS
+from worker_client.steps.step_checks import MAX_ADMITTED_TOKENS
 from worker_client.vllm.batches import RequestBatch, RequestBatches
 from worker_client.vllm.requests import KnownRequest, Requests, wire_id
 

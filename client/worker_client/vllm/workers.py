@@ -22,10 +22,10 @@ from worker_client.errors import (
     StepLost,
     WorkerDied,
 )
-from worker_client.loading import LoadedGroup
-from worker_client.masks import Masks
-from worker_client.outcomes import StepFuture
+from worker_client.group.loading import LoadedGroup
+from worker_client.group.outcomes import StepFuture
 from worker_client.scheduler_output import SchedulerOutput, StepResult
+from worker_client.steps.masks import Masks
 from worker_client.vllm.settings import LOGGER, Settings
 from worker_client.worker_group import WorkerGroup
 

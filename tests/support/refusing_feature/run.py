@@ -12,7 +12,7 @@ from plans import Outcome, Plan, Wanted
 from rpc_schema.random_refusals import RandomRefusals
 
 from worker_client.driver import Driver
-from worker_client.outcomes import StepFuture
+from worker_client.group.outcomes import StepFuture
 from worker_client.requests import GenerationRequest
 from worker_client.scheduler import Scheduler, scheduler_limits
 from worker_client.scheduler_output import SchedulerOutput, StepResult

@@ -30,9 +30,9 @@ from worker_client.errors import (
     NotAttachedError,
     WorkerDied,
 )
-from worker_client.lease import LeaseTerms
 from worker_client.scheduler import RequestOutput, Scheduler, scheduler_limits
 from worker_client.scheduler_output import StepResult
+from worker_client.wire.lease import LeaseTerms
 from worker_client.worker_group import WorkerGroup
 
 LEASE_TTLS_S = (2.0, 30.0)

@@ -14,7 +14,7 @@ from tests.support.secured import BareSockets
 from tests.support.soak.plan import Fault, FaultKind
 from tests.support.soak.scene import Scene
 from worker_client.errors import ClientError, LeaseHeldError
-from worker_client.transport import parse_endpoint
+from worker_client.wire.transport import parse_endpoint
 from worker_client.worker_group import WorkerGroup
 
 STRANGE_MESSAGES = 60

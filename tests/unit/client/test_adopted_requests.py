@@ -16,12 +16,12 @@ from rpc_schema.kv_cache import BlockGroup
 from rpc_schema.sampling import SamplingParams
 from tests.support.exhaustive import seeds
 from tests.unit.client.test_scheduler import Model, expected, make_limits, random_requests
-from worker_client.adoption import AdoptedRequest, RankRow, merge, read_page
 from worker_client.errors import AdoptionMismatch, InvalidSchedulerOutput, RequestError
+from worker_client.group.adoption import AdoptedRequest, RankRow, merge, read_page
 from worker_client.requests import GenerationRequest
 from worker_client.scheduler import Scheduler
 from worker_client.scheduler_output import NewRequest, SchedulerOutput
-from worker_client.slots import SlotTable
+from worker_client.steps.slots import SlotTable
 
 
 class TwoRanks(Model):

@@ -11,9 +11,9 @@ import transformers
 from tokenizers import models
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from worker_client.chat_template import ChatTemplate, load_chat_template
 from worker_client.errors import ClientConfigError, RequestError
-from worker_client.tokenizer import load_tokenizer
+from worker_client.inputs.chat_template import ChatTemplate, load_chat_template
+from worker_client.inputs.tokenizer import load_tokenizer
 
 SEED = random.randrange(10**6)
 WORDS = ["<b>", "it's", 'say "x"', " two\n lines\n", "é你🙂", "{{ 7 }}", "", "  ", "</s>", "a\\n"]

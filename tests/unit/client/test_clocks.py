@@ -5,7 +5,7 @@ import random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from worker_client.clocks import ClockMap, Offset, measure
+from worker_client.tracing.clocks import ClockMap, Offset, measure
 
 NS = st.integers(0, 10**7)
 

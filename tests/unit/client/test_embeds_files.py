@@ -9,10 +9,10 @@ import torch
 from safetensors.torch import save_file
 
 from tests.support.embedded_prompts import EmbeddedPrompt, save
-from worker_client.embeds_files import EmbedsFiles
 from worker_client.errors import RequestError
-from worker_client.prompt_embeds import PLACEHOLDER, host_tensor
-from worker_client.request_parser import RequestParser
+from worker_client.inputs.embeds_files import EmbedsFiles
+from worker_client.inputs.prompt_embeds import PLACEHOLDER, host_tensor
+from worker_client.inputs.request_parser import RequestParser
 
 
 def parse(directory, **fields):

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from rpc_schema.errors import BadFrameError, ErrorCode, ErrorReply, ErrorScope
-from worker_client import failure_state as fs
 from worker_client.errors import (
     ClientError,
     DeadlineExceeded,
@@ -27,7 +26,8 @@ from worker_client.errors import (
     WorkerDied,
     remote_error,
 )
-from worker_client.failure_state import MAX_LINK_FAILURES, Answer, GroupRequest, Ownership
+from worker_client.group import failure_state as fs
+from worker_client.group.failure_state import MAX_LINK_FAILURES, Answer, GroupRequest, Ownership
 
 FIELD_OF = {kind: name for name, kind in get_type_hints(fs.GroupState).items()}
 AXES = tuple(FIELD_OF)

@@ -22,9 +22,9 @@ from tests.support.waiting import wait_until
 from tests.unit.server.driver import DaemonProcess
 from worker_client.cli.daemons import connect
 from worker_client.errors import NothingListens, WorkerDied
-from worker_client.listener import Listener
-from worker_client.processes import connection_error, nobody_listens
-from worker_client.transport import ControlChannel, Endpoint
+from worker_client.wire.listener import Listener
+from worker_client.wire.processes import connection_error, nobody_listens
+from worker_client.wire.transport import ControlChannel, Endpoint
 from worker_client.worker_group import WorkerGroup
 
 AT_ONCE_S = 10.0
@@ -81,7 +81,7 @@ def test_daemon_killed_before_it_answers_is_told_at_once(directory, say, monkeyp
         daemon.process.kill()
         return error
 
-    monkeypatch.setattr("worker_client.listener.connection_error", look_and_kill)
+    monkeypatch.setattr("worker_client.wire.listener.connection_error", look_and_kill)
     try:
         wait_until(Path(daemon.endpoint.removeprefix("ipc://")).exists, "it listens", 20.0)
         stop_process(daemon.process.pid)
@@ -162,9 +162,9 @@ def test_socket_that_may_not_be_connected_to_is_told_at_once(directory, say):
 def test_daemon_once_met_is_not_lost_by_a_failure_to_look_for_it(directory, monkeypatch, failure):
     listener = Listener(f"ipc://{directory}/w0", 0)
     listener.is_there()
-    monkeypatch.setattr("worker_client.listener.connection_error", lambda _: failure)
+    monkeypatch.setattr("worker_client.wire.listener.connection_error", lambda _: failure)
     listener.check()
-    monkeypatch.setattr("worker_client.processes.connection_error", lambda _: failure)
+    monkeypatch.setattr("worker_client.wire.processes.connection_error", lambda _: failure)
     assert not nobody_listens(f"ipc://{directory}/w0")
 
 
@@ -217,7 +217,7 @@ def connect_waiting(endpoint: str) -> None:
 @pytest.mark.parametrize("say", [attach_waiting, connect_waiting])
 def test_wait_covers_the_answer_of_a_daemon_that_listens(directory, say, monkeypatch):
     monkeypatch.setattr("worker_client.cli.daemons.CONTROL_TIMEOUT_S", 1.0)
-    monkeypatch.setattr("worker_client.attaching.ATTACH_TIMEOUT_S", 1.0)
+    monkeypatch.setattr("worker_client.group.attaching.ATTACH_TIMEOUT_S", 1.0)
     daemon = LateDaemon(f"ipc://{directory}/w0").start()
     say(daemon.endpoint)
     daemon.stop()

@@ -30,10 +30,10 @@ from tests.support.structured import (
     take,
 )
 from tests.support.waiting import wait_until
-from worker_client.child_process import ChildProcess
 from worker_client.errors import RequestError
+from worker_client.inputs.child_process import ChildProcess
+from worker_client.inputs.grammar_options import read_structured_output
 from worker_client.structured.grammars import GrammarLimits, Grammars
-from worker_client.structured.options import read_structured_output
 
 LIMITS = GrammarLimits(mask_s=0.4, compile_s=2.0, max_jump=0)
 """The kernel ends a process after so much CPU time."""

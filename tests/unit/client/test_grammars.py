@@ -31,11 +31,11 @@ from tests.support.structured import (
     take,
 )
 from worker_client.errors import ClientConfigError, RequestError
-from worker_client.request_parser import RequestParser
+from worker_client.inputs.grammar_options import KEYS, read_structured_output
+from worker_client.inputs.request_parser import RequestParser
 from worker_client.requests import GenerationRequest
 from worker_client.structured.grammars import GrammarLimits, Grammars
 from worker_client.structured.opening import open_grammars
-from worker_client.structured.options import KEYS, read_structured_output
 from worker_client.structured.pending import PendingRequests
 
 ONE = GrammarLimits(num_compilers=1, num_serving=1)

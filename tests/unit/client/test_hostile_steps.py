@@ -24,8 +24,8 @@ from worker_client.errors import InvalidSchedulerOutput, RequestError
 from worker_client.requests import GenerationRequest
 from worker_client.scheduler import Scheduler, SchedulerLimits
 from worker_client.scheduler_output import NewRequest, SchedulerOutput
-from worker_client.slots import SlotTable
-from worker_client.step_checks import GroupLimits
+from worker_client.steps.slots import SlotTable
+from worker_client.steps.step_checks import GroupLimits
 
 SURROGATE = "\ud800"
 ENDLESS = []

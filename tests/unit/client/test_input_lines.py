@@ -12,8 +12,8 @@ from rpc_schema.sampling import MAX_STOP_TOKEN_IDS, SamplingParams
 from tests.unit.client.conftest import options
 from worker_client.cli.run import _print_texts
 from worker_client.errors import RequestError
-from worker_client.request_checks import validated
-from worker_client.request_parser import RequestParser
+from worker_client.inputs.request_checks import validated
+from worker_client.inputs.request_parser import RequestParser
 from worker_client.requests import GenerationRequest
 
 GOOD = b'{"id": "%s", "prompt_token_ids": [1, 2, 3], "max_tokens": 4, "ignore_eos": true}'

@@ -6,7 +6,7 @@ import pytest
 from rpc_schema import kv_cache
 from rpc_schema.config import read_layer_partition
 from worker_client.errors import KVPlanError
-from worker_client.kv_planning import choose_num_blocks, fit_max_model_len
+from worker_client.group.kv_planning import choose_num_blocks, fit_max_model_len
 
 
 def layer(name, bytes_per_token):

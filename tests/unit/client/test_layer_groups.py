@@ -18,14 +18,14 @@ from rpc_schema.kv_cache import (
     request_blocks,
 )
 from tests.support.exhaustive import seeds
-from worker_client.adoption import AdoptedRequest
 from worker_client.errors import InvalidSchedulerOutput, KVPlanError, RequestError
-from worker_client.kv_planning import choose_groups, fit_max_model_len
+from worker_client.group.adoption import AdoptedRequest
+from worker_client.group.kv_planning import choose_groups, fit_max_model_len
 from worker_client.requests import GenerationRequest
 from worker_client.scheduler import Scheduler, SchedulerLimits
 from worker_client.scheduler_output import NewRequest, SchedulerOutput, StepResult
-from worker_client.slots import SlotTable
-from worker_client.step_checks import GroupLimits
+from worker_client.steps.slots import SlotTable
+from worker_client.steps.step_checks import GroupLimits
 
 FULL_AND_SLIDING = (BlockGroup(4), BlockGroup(4, 9), BlockGroup(4, 9))
 

@@ -31,7 +31,7 @@ from worker_client.errors import (
     OutOfDescriptors,
     OutOfThreads,
 )
-from worker_client.lease import LeaseTerms, holder_name
+from worker_client.wire.lease import LeaseTerms, holder_name
 from worker_client.worker_group import WorkerGroup
 from worker_daemon.server.session.lease import DriverIdentity
 
@@ -46,7 +46,7 @@ NUM_RENEWALS = 16
 @pytest.fixture
 def drivers(fakes, monkeypatch):
     """drivers(terms) -> another group on the same two fake daemons."""
-    monkeypatch.setattr("worker_client.lease.RENEWALS_PER_TTL", NUM_RENEWALS)
+    monkeypatch.setattr("worker_client.wire.lease.RENEWALS_PER_TTL", NUM_RENEWALS)
     daemons = fakes(2)
     groups = []
 
@@ -81,7 +81,8 @@ def test_polite_driver_is_refused_while_the_holder_lives(drivers):
 
 
 def test_next_driver_need_not_wait_for_one_that_left_in_order(drivers, monkeypatch):
-    monkeypatch.setattr("worker_client.attaching.LEAVE_TIMEOUT_S", 20.0)  # however busy the host is
+    # However busy the host is.
+    monkeypatch.setattr("worker_client.group.attaching.LEAVE_TIMEOUT_S", 20.0)
     for _ in range(3):
         with WorkerGroup(
             [daemon.endpoint for daemon in drivers.daemons],

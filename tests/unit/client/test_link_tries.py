@@ -1,7 +1,7 @@
 """Conditions for giving up a failing link, for different orders of events."""
 
 from worker_client.errors import ClientError, LinkGivenUp
-from worker_client.failure_state import LinkTries
+from worker_client.group.failure_state import LinkTries
 
 
 def fail(tries, *seqs):

@@ -9,10 +9,10 @@ import time
 import pytest
 
 from rpc_schema.lifecycle import Heartbeat, Hung, Slow
-from worker_client import liveness
 from worker_client.errors import WorkerDied
-from worker_client.liveness import FENCE_AFTER_S, SILENCE_LIMIT_S, SUSPECT_AFTER_S, Watch
-from worker_client.processes import PeerProcesses, Process
+from worker_client.wire import liveness
+from worker_client.wire.liveness import FENCE_AFTER_S, SILENCE_LIMIT_S, SUSPECT_AFTER_S, Watch
+from worker_client.wire.processes import PeerProcesses, Process
 
 UIDS = (b"a" * 16, b"b" * 16)
 

@@ -6,7 +6,7 @@ from msgspec.structs import replace
 
 from rpc_schema.lifecycle import ExpertLoad, GetStatusReply
 from tests.contract.random_messages import fixed_example
-from worker_client.expert_loads import imbalance, load_figures, loads_by_layer, loads_since
+from worker_client.cli.expert_loads import imbalance, load_figures, loads_by_layer, loads_since
 
 
 def statuses(*daemons):

@@ -21,7 +21,7 @@ from tests.unit.client.conftest import options
 from worker_client.cli.output_file import OutputFile, check_output, is_special, output_error
 from worker_client.cli.trace import _write as write_trace
 from worker_client.errors import OutputError
-from worker_client.observer import Recorded
+from worker_client.tracing.observer import Recorded
 from worker_daemon.errors import DeviceError
 
 LINE = '{{"id": "r{}", "prompt_token_ids": [1, 2, {}], "max_tokens": 8, "ignore_eos": true}}\n'

@@ -7,7 +7,7 @@ import pytest
 from rpc_schema.errors import ControlErrorReply, ErrorCode, ErrorScope
 from rpc_schema.lease import LeaseStatus
 from worker_client.errors import LeaseHeldError
-from worker_client.lease import Patience
+from worker_client.wire.lease import Patience
 
 
 class Clock:
@@ -26,7 +26,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     made = Clock()
-    monkeypatch.setattr("worker_client.lease.time", made)
+    monkeypatch.setattr("worker_client.wire.lease.time", made)
     return made
 
 

@@ -16,12 +16,12 @@ from rpc_schema.pooling import (
 from rpc_schema.sampling import RandomSampling
 from rpc_schema.structured import StructuredOutput
 from worker_client.errors import InvalidSchedulerOutput, RequestError
-from worker_client.request_checks import validated
-from worker_client.request_parser import RequestParser
+from worker_client.inputs.request_checks import validated
+from worker_client.inputs.request_parser import RequestParser
 from worker_client.requests import GenerationRequest
 from worker_client.scheduler_output import NewRequest, SchedulerOutput
-from worker_client.slots import SlotTable
-from worker_client.step_checks import GroupLimits
+from worker_client.steps.slots import SlotTable
+from worker_client.steps.step_checks import GroupLimits
 
 IDS = {"epoch": 3, "link": 2}
 TASKS = (

@@ -9,13 +9,13 @@ import pytest
 
 from tests.support.fake_daemon import EOS, VOCAB_SIZE, reference_tokens
 from tests.unit.client.conftest import worker_config
-from worker_client.adoption import AdoptedRequest
-from worker_client.cached_blocks import NO_CACHED_BLOCKS, CachedBlocks
 from worker_client.driver import Driver
-from worker_client.kept_prefixes import NOTE_INTERVAL, KeptPrefixes
+from worker_client.driver_parts.kept_prefixes import NOTE_INTERVAL, KeptPrefixes
+from worker_client.group.adoption import AdoptedRequest
 from worker_client.requests import GenerationRequest
 from worker_client.scheduler import Scheduler, SchedulerLimits
 from worker_client.scheduler_output import StepResult
+from worker_client.steps.cached_blocks import NO_CACHED_BLOCKS, CachedBlocks
 
 LIMITS = SchedulerLimits(
     max_num_seqs=8,

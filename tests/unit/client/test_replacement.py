@@ -11,7 +11,7 @@ from tests.support.fake_daemon import FakeDaemon, Fault, reference_tokens
 from tests.unit.client.conftest import worker_config
 from worker_client.driver import Driver
 from worker_client.errors import ReplacementFailed, WorkerDied
-from worker_client.replacement import REPLACE_ATTEMPTS
+from worker_client.group.replacement import REPLACE_ATTEMPTS
 from worker_client.requests import GenerationRequest
 from worker_client.scheduler import Scheduler, SchedulerLimits
 

@@ -8,9 +8,9 @@ import pytest
 
 from rpc_schema.errors import ControlErrorReply, ErrorCode
 from worker_client.driver import EMBEDS_LOST, Driver
+from worker_client.driver_parts.request_uploads import CHUNKS_AT_ONCE, RequestUploads
 from worker_client.errors import RequestError, WorkerDied, remote_error
-from worker_client.host_tensor import HostTensor
-from worker_client.request_uploads import CHUNKS_AT_ONCE, RequestUploads
+from worker_client.inputs.host_tensor import HostTensor
 from worker_client.requests import GenerationRequest
 from worker_client.scheduler import Scheduler, SchedulerLimits
 from worker_client.scheduler_output import StepResult

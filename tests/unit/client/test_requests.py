@@ -7,8 +7,8 @@ import pytest
 
 from worker_client.cli.session import read_inputs
 from worker_client.errors import RequestError
-from worker_client.request_checks import check_fits
-from worker_client.request_parser import RequestParser
+from worker_client.inputs.request_checks import check_fits
+from worker_client.inputs.request_parser import RequestParser
 from worker_client.requests import GenerationRequest, derived_seed
 from worker_client.scheduler import Scheduler, SchedulerLimits
 

@@ -3,7 +3,7 @@
 import pytest
 
 from rpc_schema.lifecycle import Heartbeat
-from worker_client.resending import Resending
+from worker_client.group.resending import Resending
 
 
 class Rank:

@@ -9,15 +9,15 @@ import pytest
 from benchmarks.demo_model import make_demo_model
 from tests.support.fake_daemon import reference_tokens
 from tests.unit.client.conftest import worker_config
-from worker_client.adoption import AdoptedRequest
 from worker_client.cli.session import read_inputs
 from worker_client.driver import Driver
 from worker_client.errors import RequestError
+from worker_client.group.adoption import AdoptedRequest
+from worker_client.inputs.stop_strings import StopWatch
+from worker_client.inputs.tokenizer import load_tokenizer
 from worker_client.requests import GenerationRequest, derived_seed, forked
 from worker_client.scheduler import Scheduler, SchedulerLimits, scheduler_limits
 from worker_client.scheduler_output import StepResult
-from worker_client.stop_strings import StopWatch
-from worker_client.tokenizer import load_tokenizer
 
 LIMITS = SchedulerLimits(8, 16, 128, 64, 4, vocab_size=300)
 

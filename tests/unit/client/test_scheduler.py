@@ -23,7 +23,7 @@ from worker_client.errors import RequestError, SchedulerStalled
 from worker_client.requests import GenerationRequest
 from worker_client.scheduler import Scheduler, SchedulerLimits, scheduler_limits
 from worker_client.scheduler_output import StepResult
-from worker_client.slots import MAX_ADMITTED_TOKENS
+from worker_client.steps.slots import MAX_ADMITTED_TOKENS
 
 
 def make_limits(**fields) -> SchedulerLimits:

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from worker_client.errors import InvalidSchedulerOutput
-from worker_client.masks import MAX_COMPARED, encoded
+from worker_client.steps.masks import MAX_COMPARED, encoded
 
 
 def random_mask(rng, num_words):

@@ -13,8 +13,8 @@ from tests.support.exhaustive import seeds
 from tests.support.fake_daemon import bitmap
 from worker_client.errors import InvalidSchedulerOutput
 from worker_client.scheduler_output import NewRequest, SchedulerOutput
-from worker_client.slots import MAX_ADMITTED_TOKENS, SlotTable
-from worker_client.step_checks import GroupLimits
+from worker_client.steps.slots import MAX_ADMITTED_TOKENS, SlotTable
+from worker_client.steps.step_checks import GroupLimits
 
 IDS = {"epoch": 3, "link": 2}
 
@@ -294,7 +294,7 @@ def test_logprobs_are_cut_to_what_each_request_asked_for():
 
 @pytest.mark.parametrize("uncounted", [0, 1 << 16, 1 << 30])
 def test_a_step_that_no_message_can_carry_changes_nothing(monkeypatch, uncounted):
-    monkeypatch.setattr("worker_client.block_tables.MAX_UNCOUNTED_BYTES", uncounted)
+    monkeypatch.setattr("worker_client.steps.block_tables.MAX_UNCOUNTED_BYTES", uncounted)
     table, worker = SlotTable(4), NaiveWorker()
     start = SchedulerOutput(
         {"a": 4, "b": 4}, scheduled_new_reqs=[new_request("a", 4), new_request("b", 4)]

@@ -18,13 +18,13 @@ from rpc_schema.sampling import MAX_STOP_TOKEN_IDS
 from tests.support.fake_daemon import EOS, VOCAB_SIZE, Fault
 from tests.unit.client.conftest import worker_config
 from tests.unit.client.test_scheduler import expected, make_limits, random_requests
-from worker_client.adoption import AdoptedRequest
 from worker_client.driver import Driver
 from worker_client.errors import RequestError
+from worker_client.group.adoption import AdoptedRequest
 from worker_client.requests import GenerationRequest
 from worker_client.scheduler import RequestOutput, SchedulerInterface, SchedulerLimits
 from worker_client.scheduler_output import Logprobs, NewRequest, SchedulerOutput, StepResult
-from worker_client.slots import SlotTable
+from worker_client.steps.slots import SlotTable
 
 DOCUMENT = (Path(__file__).parents[3] / "docs" / "scheduler.md").read_text()
 CODE = re.findall(r"^```python\n(.*?)^```$", DOCUMENT, re.MULTILINE | re.DOTALL)

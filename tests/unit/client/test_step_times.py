@@ -6,9 +6,9 @@ import numpy as np
 
 from rpc_schema.codec import MAX_CONTROL_BYTES, encode_control
 from rpc_schema.trace import MAX_DRIVER_STEPS, PutDriverSteps
-from worker_client.clocks import Offset
 from worker_client.scheduler_output import SchedulerOutput
-from worker_client.step_times import StepHistory
+from worker_client.tracing.clocks import Offset
+from worker_client.tracing.step_times import StepHistory
 
 AHEAD = 10**15
 CLOCK = Offset(5, AHEAD, 3)

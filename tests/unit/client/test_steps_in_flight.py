@@ -10,12 +10,12 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from rpc_schema.errors import ErrorCode, ErrorReply, ErrorScope
 from rpc_schema.step import ModelRunnerOutput
-from worker_client import failure_state as fs
 from worker_client.errors import LinkGivenUp, RemoteError, StepFailed, WorkerDied, remote_error
-from worker_client.failure_state import Answer, FailureState, GroupRequest
-from worker_client.outcomes import StepFuture, StepsInFlight
+from worker_client.group import failure_state as fs
+from worker_client.group.failure_state import Answer, FailureState, GroupRequest
+from worker_client.group.outcomes import StepFuture, StepsInFlight
 from worker_client.scheduler_output import NewRequest, SchedulerOutput
-from worker_client.step_checks import GroupLimits
+from worker_client.steps.step_checks import GroupLimits
 
 OUTPUT_RANK = 1
 SLOTS = 512

@@ -15,8 +15,8 @@ import pytest
 
 from tests.support.fuzz_templates import fuzz
 from tests.support.waiting import wait_until
-from worker_client.chat_template import ChatTemplate, TemplateBounds
 from worker_client.errors import ClientConfigError, RequestError
+from worker_client.inputs.chat_template import ChatTemplate, TemplateBounds
 
 SEED = random.randrange(10**6)
 HELLO = [{"role": "user", "content": "hello"}]
@@ -253,7 +253,7 @@ def test_wrong_bounds_are_refused(value):
 
 PARENT = """
 import sys, threading
-from worker_client.chat_template import ChatTemplate, TemplateBounds
+from worker_client.inputs.chat_template import ChatTemplate, TemplateBounds
 template = ChatTemplate(sys.argv[1], bounds=TemplateBounds(render_s=1.0))
 bad = lambda: template.render([{"role": "user", "content": "x"}], variables={"n": 10})
 thread = threading.Thread(target=bad, daemon=sys.argv[2] == "exit")

@@ -17,10 +17,10 @@ from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers
 
 from tests.support.waiting import wait_until
 from worker_client.errors import ClientConfigError, RequestError
-from worker_client.request_parser import RequestParser
-from worker_client.stop_strings import StopWatch
-from worker_client.text_stream import StreamedText
-from worker_client.tokenizer import MAX_WINDOW, SHORT_TEXT_BYTES, Tokenizer
+from worker_client.inputs.request_parser import RequestParser
+from worker_client.inputs.stop_strings import StopWatch
+from worker_client.inputs.text_stream import StreamedText
+from worker_client.inputs.tokenizer import MAX_WINDOW, SHORT_TEXT_BYTES, Tokenizer
 
 SEED = random.randrange(10**6)
 CATASTROPHIC = Regex("(a+)+b")

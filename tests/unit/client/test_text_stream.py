@@ -10,11 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, trainers
 
+from worker_client.inputs.text_stream import StreamedText
+from worker_client.inputs.tokenizer import MAX_WINDOW, REPLACEMENT, Tokenizer
 from worker_client.requests import GenerationRequest
 from worker_client.scheduler import RequestOutput, Scheduler, SchedulerLimits
 from worker_client.scheduler_output import StepResult
-from worker_client.text_stream import StreamedText
-from worker_client.tokenizer import MAX_WINDOW, REPLACEMENT, Tokenizer
 
 CHARACTERS = "aab  \n.Zé\u0301\u200d🙂👩🏽你好한ᄀ\U0001f1e9\U0001f1ea"
 TEXTS = ["a ab aab. Zab é aé 🙂🙂 你好 a你", "aaab baba. ba\nb \u0301a \U0001f1e9\U0001f1ea"] * 8

@@ -25,9 +25,9 @@ from rpc_schema.structured import StructuredOutput
 from tests.support.exhaustive import exhaustively
 from tests.support.structured import allowed_tokens, begun, compiled, settle, take
 from worker_client.errors import RequestError
+from worker_client.inputs.grammar_options import read_structured_output
 from worker_client.structured.grammars import GrammarLimits, Grammars
 from worker_client.structured.mask_process import SLICES, as_llguidance
-from worker_client.structured.options import read_structured_output
 from worker_client.structured.text_tokens import TextTokens
 
 END = "</s>"

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from rpc_schema.trace import DriverSteps
-from worker_client.clocks import ClockMap, Offset
 from worker_client.errors import TraceError
-from worker_client.trace_merge import DriverTrace, RankTrace, merge_traces
+from worker_client.tracing.clocks import ClockMap, Offset
+from worker_client.tracing.trace_merge import DriverTrace, RankTrace, merge_traces
 
 ORIGIN = 7 * 10**12
 PID = 4321

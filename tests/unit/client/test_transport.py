@@ -11,8 +11,8 @@ import zmq
 from rpc_schema import lifecycle as lc
 from rpc_schema.codec import decode_control, encode_control
 from worker_client.errors import AuthenticationError, DeadlineExceeded, WorkerDied
-from worker_client.transport import ControlChannel, StepChannel, parse_endpoint
-from worker_client.worker_client import AskingClient
+from worker_client.wire.transport import ControlChannel, StepChannel, parse_endpoint
+from worker_client.wire.worker_client import AskingClient
 
 
 @pytest.fixture
@@ -25,7 +25,7 @@ def test_a_request_that_nobody_takes_asks_who_died(context, directory, monkeypat
     def check_deaths() -> None:
         raise WorkerDied(3, "there")
 
-    monkeypatch.setattr("worker_client.transport.CONNECT_TIMEOUT_S", 0.1)
+    monkeypatch.setattr("worker_client.wire.transport.CONNECT_TIMEOUT_S", 0.1)
     endpoint = parse_endpoint(f"ipc://{directory}/w0")
     for check, rank in ((check_deaths, 3), (lambda: None, 7)):
         channel = StepChannel(context, endpoint, 7, check)
@@ -47,7 +47,7 @@ def test_daemon_that_does_not_answer_has_not_refused(context, directory):
 
 
 def test_daemon_that_hangs_up_in_some_handshakes_has_not_refused(context, directory, monkeypatch):
-    monkeypatch.setattr("worker_client.transport.CUT_OFF_S", 60.0)  # however busy the host is
+    monkeypatch.setattr("worker_client.wire.transport.CUT_OFF_S", 60.0)  # however busy the host is
     address = Path(f"{directory}/w0")
     with socket.socket(socket.AF_UNIX) as hanging_up, context.socket(zmq.ROUTER) as daemon:
         daemon.linger = 0

@@ -17,7 +17,7 @@ from rpc_schema.config import (
 from rpc_schema.pooling import PooledTask, PoolingSupport
 from tests.support.vllm_shapes import pooling_config, section_of, vllm_config
 from worker_client.errors import ClientConfigError
-from worker_client.loading import check_config as check_ours
+from worker_client.group.loading import check_config as check_ours
 from worker_client.vllm.configuration import (
     check_config,
     check_loaded,

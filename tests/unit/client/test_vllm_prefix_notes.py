@@ -4,8 +4,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from worker_client.cached_blocks import CachedBlocks
 from worker_client.errors import ClientError
+from worker_client.steps.cached_blocks import CachedBlocks
 from worker_client.vllm.prefix_notes import SWEEP_STEPS, SWEPT_AT_ONCE, PrefixNotes, tag_of
 
 NUM_BLOCKS = SWEPT_AT_ONCE + 8

@@ -17,8 +17,8 @@ from worker_client.errors import (
     NothingListens,
     UntrustedEndpointError,
 )
-from worker_client.keys import NO_KEYS, read_keys
 from worker_client.vllm.refusals import unusable
+from worker_client.wire.keys import NO_KEYS, read_keys
 
 OPTION = re.compile(r"--[a-z][a-z-]+")
 OF_OTHERS = (

@@ -15,7 +15,7 @@ from rpc_schema.token_rules import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, MAX_BIASE
 from tests.support import vllm_shapes as vllm
 from worker_client.errors import ClientError, RequestError
 from worker_client.parts.interface import ModelBounds
-from worker_client.step_checks import MAX_ADMITTED_TOKENS, MAX_ID_LENGTH, check_id
+from worker_client.steps.step_checks import MAX_ADMITTED_TOKENS, MAX_ID_LENGTH, check_id
 from worker_client.vllm.requests import (
     SAMPLING_FIELDS,
     Requests,

@@ -3,7 +3,6 @@
 import pytest
 
 from worker_client.errors import ClientConfigError
-from worker_client.lease import LeaseTerms
 from worker_client.vllm.plugin import register
 from worker_client.vllm.settings import (
     ENDPOINTS_VARIABLE,
@@ -12,6 +11,7 @@ from worker_client.vllm.settings import (
     read_settings,
     relative_name,
 )
+from worker_client.wire.lease import LeaseTerms
 
 FIELD = "additional_config.worker_daemon"
 

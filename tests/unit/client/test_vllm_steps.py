@@ -11,8 +11,8 @@ from rpc_schema.pooling import MAX_POOLED_BYTES, PooledTask, PoolingSupport
 from rpc_schema.sampling import PromptLogprobsWanted
 from tests.support import vllm_shapes as vllm
 from worker_client.parts.interface import ModelBounds
-from worker_client.slots import SlotTable
-from worker_client.step_checks import MAX_ADMITTED_TOKENS, GroupLimits
+from worker_client.steps.slots import SlotTable
+from worker_client.steps.step_checks import MAX_ADMITTED_TOKENS, GroupLimits
 from worker_client.vllm.requests import Requests, wire_id
 from worker_client.vllm.steps import StepWriter, fitted_mask, split_by_outputs
 

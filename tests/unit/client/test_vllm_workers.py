@@ -19,10 +19,10 @@ from worker_client.errors import (
     StepFailed,
     WorkerDied,
 )
-from worker_client.lease import LeaseTerms
 from worker_client.scheduler_output import NewRequest, SchedulerOutput
 from worker_client.vllm.settings import Settings
 from worker_client.vllm.workers import MAX_IN_A_ROW, LostStep, Workers
+from worker_client.wire.lease import LeaseTerms
 from worker_client.worker_group import WorkerGroup
 
 PROMPT = [3, 1, 4, 1, 5]

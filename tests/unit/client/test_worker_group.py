@@ -33,8 +33,8 @@ from worker_client.errors import (
     TooManyStepsInFlight,
     WorkerDied,
 )
-from worker_client.group_channel import Links, link_timeout_s
-from worker_client.loading import PROFILE_ATTEMPTS
+from worker_client.group.group_channel import Links, link_timeout_s
+from worker_client.group.loading import PROFILE_ATTEMPTS
 from worker_client.requests import GenerationRequest
 from worker_client.scheduler import Scheduler, SchedulerLimits
 from worker_client.scheduler_output import NewRequest, SchedulerOutput
@@ -297,7 +297,7 @@ def test_a_step_sent_before_the_failure_was_heard_of_fails_with_it(fakes, connec
 
 
 def test_the_root_cause_is_preferred_to_its_consequence(fakes, connect, monkeypatch):
-    monkeypatch.setattr("worker_client.outcomes.ROOT_CAUSE_WAIT_S", 20.0)
+    monkeypatch.setattr("worker_client.group.outcomes.ROOT_CAUSE_WAIT_S", 20.0)
     daemons, group, _ = ready(fakes, connect, 2)
     daemons.daemons[0].faults = [Fault(0, code=ErrorCode.DEVICE, message="cause", delay_s=0.2)]
     daemons.daemons[1].faults = [Fault(0, code=ErrorCode.UPSTREAM_FAILED)]
@@ -439,7 +439,7 @@ def test_no_rank_is_told_of_the_end_before_it_has_read_the_last_step(fakes, conn
 def test_a_rank_that_never_reads_the_last_step_does_not_keep_the_driver(
     fakes, connect, monkeypatch
 ):
-    monkeypatch.setattr("worker_client.group_channel.RANKS_WAIT_S", 0.3)
+    monkeypatch.setattr("worker_client.group.group_channel.RANKS_WAIT_S", 0.3)
     daemons, group, _ = ready(fakes, connect, 1, 2)
     daemons.daemons[1]._arrive = lambda frames: None
     group.execute_model(admit("a")).result()
@@ -467,7 +467,7 @@ def test_a_greeting_that_is_lost_with_its_connection_is_not_waited_for(fakes, co
 @pytest.mark.parametrize("code", [ErrorCode.DEVICE, ErrorCode.INTERNAL])
 def test_a_daemon_that_tells_of_its_end_is_not_sent_another_step(fakes, connect, monkeypatch, code):
     """It refuses all that comes, as fast as a driver can send it, until it is gone."""
-    monkeypatch.setattr("worker_client.group_channel.ANNOUNCED_END_WAIT_S", 60.0)
+    monkeypatch.setattr("worker_client.group.group_channel.ANNOUNCED_END_WAIT_S", 60.0)
     daemons, group, model = ready(fakes, connect, 2)
     doomed = daemons.daemons[1]
     doomed.faults = [Fault(n, code=code, scope=ErrorScope.WORKER) for n in range(50)]
@@ -681,7 +681,7 @@ def break_the_link_for_ever(daemons):
 
 def test_rank_that_ends_as_the_link_is_given_up_is_what_is_told(fakes, connect, monkeypatch):
     """A rank ends itself where it hangs on one link after the other: it can be replaced."""
-    monkeypatch.setattr("worker_client.group_channel.ANNOUNCED_END_WAIT_S", 60.0)
+    monkeypatch.setattr("worker_client.group.group_channel.ANNOUNCED_END_WAIT_S", 60.0)
     daemons, group, model = ready(fakes, connect, 2)
     break_the_link_for_ever(daemons)
     tried = daemons.daemons[0].operations
@@ -704,7 +704,7 @@ def test_rank_that_ends_as_the_link_is_given_up_is_what_is_told(fakes, connect, 
 def test_link_that_fails_again_and_again_is_given_up_until_attached_anew(
     fakes, connect, monkeypatch
 ):
-    monkeypatch.setattr("worker_client.group_channel.ANNOUNCED_END_WAIT_S", 0.2)
+    monkeypatch.setattr("worker_client.group.group_channel.ANNOUNCED_END_WAIT_S", 0.2)
     daemons, group, model = ready(fakes, connect, 2)
     break_the_link_for_ever(daemons)
     with pytest.raises(LinkGivenUp, match="3 times in a row") as given_up:
@@ -734,7 +734,7 @@ def test_ranks_get_the_time_that_they_may_take_to_meet(fakes, connect, monkeypat
     for deadline_s in (0.1, 60.0, 3600.0):
         assert link_timeout_s(deadline_s) > 2 * (deadline_s + 1) + 5
     daemons, group, _ = ready(fakes, connect, 2, step_deadline_ms=1000)
-    monkeypatch.setattr("worker_client.group_channel.LINK_SLACK_S", -7.3)
+    monkeypatch.setattr("worker_client.group.group_channel.LINK_SLACK_S", -7.3)
     daemons.daemons[0].relink_faults = [Fault(0, "hang")]
     with pytest.raises(DeadlineExceeded, match="relink") as caught:
         group.relink()
@@ -757,9 +757,9 @@ def test_all_ranks_are_told_to_attach_before_one_is_waited_for(fakes, connect, m
 
     thread = threading.Thread(target=release)
     thread.start()
-    monkeypatch.setattr("worker_client.attaching.ATTACH_TIMEOUT_S", agree_s)
+    monkeypatch.setattr("worker_client.group.attaching.ATTACH_TIMEOUT_S", agree_s)
     monkeypatch.setattr(
-        "worker_client.attaching.ATTACH_SLACK_S", 3.0
+        "worker_client.group.attaching.ATTACH_SLACK_S", 3.0
     )  # less than the gate's own 10 s
     other = connect(daemons, 2)
     other.attach(force=True)
@@ -837,7 +837,7 @@ def test_requests_may_finish_before_their_deferred_sampling(fakes, connect):
 
 def test_events_are_cleared_away_while_steps_run(fakes, connect, monkeypatch):
     _, group, model = ready(fakes, connect)
-    monkeypatch.setattr("worker_client.group_channel.EVENTS_INTERVAL_S", 0.0)
+    monkeypatch.setattr("worker_client.group.group_channel.EVENTS_INTERVAL_S", 0.0)
     monkeypatch.setattr(group._channel, "_next_events", 0.0)
     discarded = []
     receive_all = group._channel.daemons.events.receive_all

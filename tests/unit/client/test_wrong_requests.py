@@ -24,15 +24,15 @@ from tests.support.fuzz_requests import Listed, Number, Raising, odd_request
 from tests.unit.client.test_request_uploads import Ranks
 from worker_client.driver import Driver
 from worker_client.errors import RequestError
-from worker_client.group_adapters import GroupAdapters
-from worker_client.host_tensor import HostTensor
+from worker_client.group.group_adapters import GroupAdapters
+from worker_client.inputs.host_tensor import HostTensor
+from worker_client.inputs.request_checks import validated
+from worker_client.inputs.request_fields import FIELDS_OF
 from worker_client.parts.registry import KINDS
-from worker_client.request_checks import validated
-from worker_client.request_fields import FIELDS_OF
 from worker_client.requests import GenerationRequest
 from worker_client.scheduler import Scheduler, SchedulerLimits
 from worker_client.scheduler.request import group_bounds
-from worker_client.slots import SlotTable
+from worker_client.steps.slots import SlotTable
 
 LIMITS = SchedulerLimits(8, 64, 64, 64, 4, vocab_size=50, hidden_size=4)
 NAN, INF = float("nan"), float("inf")

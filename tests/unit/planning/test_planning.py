@@ -18,8 +18,8 @@ from rpc_schema.config import (
     WorkerConfig,
 )
 from tests.support.quantized import compressed_config, modelopt_config
-from worker_client import kv_planning
 from worker_client.errors import KVPlanError
+from worker_client.group import kv_planning
 from worker_daemon.distributed.tp import tensor_parallel
 from worker_daemon.errors import CapacityError, CheckpointError, ConfigError
 from worker_daemon.layers.attention import NullAttention

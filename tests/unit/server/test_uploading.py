@@ -26,7 +26,7 @@ from worker_client.errors import (
     RemoteCapacityError,
     RemoteConfigError,
 )
-from worker_client.uploading import HostTensor
+from worker_client.group.uploading import HostTensor
 from worker_client.worker_group import WorkerGroup
 
 ROOM = 8 << 20

@@ -22,7 +22,7 @@ from worker_daemon.settings import ProcessSettings
 
 HANDSHAKE_MS: Final = 1000
 """Limit of a handshake with keys; handshakes.py has the other limits. Must exceed the driver's
-limit in client/worker_client/keys.py."""
+limit in client/worker_client/wire/keys.py."""
 LOCAL_HANDSHAKE_MS: Final = 3000
 """Limit of a handshake if only this user can connect."""
 SLOW_CIPHER_MB_S: Final = 300

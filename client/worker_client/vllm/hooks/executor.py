@@ -21,7 +21,7 @@ from vllm.v1.outputs import (
 
 from rpc_schema.extensions import RequestExtension
 from worker_client.errors import ClientError, config_error
-from worker_client.loading import group_limits
+from worker_client.group.loading import group_limits
 from worker_client.vllm.batches import RequestBatch
 from worker_client.vllm.configuration import (
     check_loaded,

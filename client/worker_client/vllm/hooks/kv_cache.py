@@ -14,7 +14,7 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from rpc_schema.kv_cache import BlockGroup
-from worker_client.loading import LoadedGroup
+from worker_client.group.loading import LoadedGroup
 
 _DTYPE = torch.bfloat16
 _BLOCK_VALUES = 64

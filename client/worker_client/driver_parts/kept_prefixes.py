@@ -1,0 +1,122 @@
+"""A prefix cache that survives its driver: notes the scheduler's cached blocks on the daemons, and
+restores those that an earlier driver has noted."""
+
+import logging
+from collections.abc import Sequence
+from typing import Any, Final, NamedTuple, Protocol, runtime_checkable
+
+from rpc_schema.errors import WireError
+from worker_client.errors import ClientError
+from worker_client.steps.cached_blocks import CachedBlocks
+
+NOTE_INTERVAL: Final = 16
+"""Number of steps between two notes: more than are ever in flight."""
+NEVER: Final = 2**63
+"""Number of steps that no driver sends."""
+
+_LOG = logging.getLogger(__name__)
+
+
+class NewsLike(Protocol):
+    """Changes of a prefix cache since they were taken last."""
+
+    @property
+    def cached(self) -> CachedBlocks:
+        """Blocks that are full once all sent steps have run, and can be shared from then on."""
+
+    @property
+    def distrusted(self) -> Sequence[int]:
+        """Blocks that were cached, and whose contents cannot be trusted."""
+
+
+@runtime_checkable
+class RestoringScheduler(Protocol):
+    """A scheduler whose prefix cache can be restored after its process has ended."""
+
+    @property
+    def prefix_tag(self) -> bytes:
+        """The name of its hashes, at most 64 bytes: schedulers of one tag make equal hashes of
+        equal contents."""
+
+    def restore_prefixes(self, blocks: CachedBlocks) -> int:
+        """Take blocks with known contents into the prefix cache, before the first step; return how
+        many were taken. Blocks that are in use stay out."""
+
+    def take_cached_news(self) -> NewsLike:
+        """Return what has changed in the prefix cache since the last call. Blocks that were cached
+        and given to another request since may be left out."""
+
+
+@runtime_checkable
+class NotingGroup(Protocol):
+    """The part of worker_client.worker_group.WorkerGroup that is used here."""
+
+    def note_cached_blocks(
+        self, tag: bytes, blocks: CachedBlocks, after: Any, *, distrusted: Sequence[int] = ()
+    ) -> bool:
+        """Note blocks; return False to be called again later."""
+
+    def cached_blocks(self, tag: bytes) -> CachedBlocks:
+        """Return the noted blocks."""
+
+
+class _Waiting(NamedTuple):
+    """Changes that are noted once a step has succeeded."""
+
+    news: NewsLike
+    after: Any
+    """Future of the last step that was sent when they were collected."""
+    num_sent: int
+    """Number of steps sent by then."""
+
+
+class KeptPrefixes:
+    """Owned by a driver; for one group and one scheduler."""
+
+    def __init__(self, group: object, scheduler: object) -> None:
+        self._parts: tuple[NotingGroup, RestoringScheduler] | None = None
+        if isinstance(group, NotingGroup) and isinstance(scheduler, RestoringScheduler):
+            self._parts = group, scheduler
+        self._waiting: _Waiting | None = None
+        self.due = NEVER if self._parts is None else NOTE_INTERVAL
+        """Number of sent steps at which proceed() is to be called."""
+
+    def restore(self) -> None:
+        """Give the scheduler the blocks that earlier drivers have noted. If the group cannot tell,
+        it begins without."""
+        if self._parts is None:
+            return
+        group, scheduler = self._parts
+        try:
+            num_restored = scheduler.restore_prefixes(group.cached_blocks(scheduler.prefix_tag))
+        except (ClientError, WireError) as error:
+            _LOG.warning("the prefix cache of earlier drivers is not restored: %s", error)
+            return
+        if num_restored:
+            _LOG.info("restored %d cached blocks of earlier drivers", num_restored)
+
+    def proceed(self, num_sent: int, num_done: int, newest: object) -> None:
+        """Note the blocks that were cached by an earlier call, if the steps sent by then have
+        succeeded, and collect the next ones. newest: future of the last step sent."""
+        if self._parts is None:
+            return
+        self.due = num_sent + NOTE_INTERVAL
+        group, scheduler = self._parts
+        self._send(group, scheduler.prefix_tag, num_done)
+        if self._waiting is None:
+            news = scheduler.take_cached_news()
+            if news.cached.block_ids.size or news.distrusted:
+                self._waiting = _Waiting(news, newest, num_sent)
+            self._send(group, scheduler.prefix_tag, num_done)
+
+    def forget(self) -> None:
+        """Forget what is not noted yet: steps have failed."""
+        self._waiting = None
+
+    def _send(self, group: NotingGroup, tag: bytes, num_done: int) -> None:
+        waiting = self._waiting
+        if waiting is None or waiting.num_sent > num_done:
+            return
+        news = waiting.news
+        if group.note_cached_blocks(tag, news.cached, waiting.after, distrusted=news.distrusted):
+            self._waiting = None

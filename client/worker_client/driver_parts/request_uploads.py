@@ -1,0 +1,195 @@
+"""Uploads of a driver's requests. They are sent between steps, before their requests are admitted,
+and dropped once no request needs them."""
+
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from typing import NamedTuple, Protocol
+
+from worker_client.errors import (
+    DeadlineExceeded,
+    RemoteCapacityError,
+    RemoteConfigError,
+    RemoteError,
+    WorkerDied,
+)
+from worker_client.inputs.host_tensor import HostTensor
+
+CHUNKS_AT_ONCE = 4
+"""Chunks of half a MiB that are sent between two steps."""
+
+
+class UploadingLike(Protocol):
+    """The part of worker_client.group.uploading.UploadTask that is used here."""
+
+    def proceed(self) -> bool:
+        """Send one chunk; return False if nothing was left."""
+
+
+class UploadingGroup(Protocol):
+    """The part of worker_client.worker_group.WorkerGroup that is used here."""
+
+    @property
+    def first_stage_ranks(self) -> Sequence[int]:
+        """Ranks that embed prompts."""
+
+    def begin_upload(
+        self, tensors: Sequence[HostTensor], ranks: Sequence[int] | None = None
+    ) -> UploadingLike:
+        """Begin an upload."""
+
+    def find_uploads(
+        self, content_hashes: Sequence[bytes], ranks: Sequence[int] | None = None
+    ) -> list[bool]:
+        """Return for each tensor whether all ranks have it."""
+
+    def drop_uploads(
+        self, content_hashes: Sequence[bytes], ranks: Sequence[int] | None = None
+    ) -> None:
+        """Make ranks drop tensors."""
+
+
+class UploadProgress(NamedTuple):
+    """Requests that need not wait any longer."""
+
+    ready: list[str]
+    refused: list[tuple[str, str]]
+    """Requests whose uploads the daemons refuse, and why."""
+
+
+class RequestUploads:
+    """Uploads that unfinished requests need. Owned by a driver, for one group."""
+
+    def __init__(self, group: UploadingGroup) -> None:
+        self._group = group
+        self._needs: dict[str, bytes] = {}
+        """Content hash that each request needs."""
+        self._tensors: dict[bytes, HostTensor] = {}
+        """Tensors that can be sent again; those of adopted requests may be missing."""
+        self._present: set[bytes] = set()
+        """Hashes that all ranks of the first stage have."""
+        self._queue: deque[str] = deque()
+        """Held requests, in the order in which their tensors are sent."""
+        self._task: UploadingLike | None = None
+        """The upload of the first request in the queue."""
+        self._lacks_room = False
+        self.to_drop: deque[tuple[int, bytes]] = deque()
+        """Hashes that no request needs, each with the number of steps sent by then: steps in flight
+        may still read the tensor."""
+
+    @property
+    def can_proceed(self) -> bool:
+        """True if a held request's tensor can be sent."""
+        return bool(self._queue) and not self._lacks_room
+
+    def add(self, req_id: str, tensor: HostTensor) -> None:
+        """Queue a tensor for a held request."""
+        self._needs[req_id] = tensor.content_hash
+        self._tensors[tensor.content_hash] = tensor
+        self._queue.append(req_id)
+
+    def claim(self, needs: Mapping[str, bytes], tensors: Iterable[HostTensor]) -> set[str]:
+        """Take over the uploads that adopted requests need. Send missing ones again if they are
+        among `tensors`. Return the requests whose upload is still missing. Waits, so call it before
+        the first step."""
+        self._tensors |= {each.content_hash: each for each in tensors}
+        hashes = list(dict.fromkeys(needs.values()))
+        missing = self._send_missing(hashes)
+        lacking = {req_id for req_id, name in needs.items() if name in missing}
+        self._needs |= {r: name for r, name in needs.items() if r not in lacking}
+        self._present |= {*hashes} - missing
+        unused = self._tensors.keys() - self._needs.values()
+        self._tensors = {name: t for name, t in self._tensors.items() if name not in unused}
+        return lacking
+
+    def proceed(self) -> UploadProgress:
+        """Send a few chunks, and wait for their replies. Raises as UploadTask.proceed does, except
+        for errors of a single request."""
+        progress = UploadProgress([], [])
+        for _ in range(CHUNKS_AT_ONCE):
+            if not self.can_proceed:
+                break
+            req_id = self._queue[0]
+            try:
+                is_complete = self._send_chunk(self._needs[req_id])
+            except (RemoteCapacityError, RemoteConfigError) as error:
+                self._task = None
+                self._lacks_room = isinstance(error, RemoteCapacityError) and self._others_end()
+                if not self._lacks_room:
+                    progress.refused.append((req_id, f"its upload is refused: {error}"))
+                    self._queue.popleft()
+                continue
+            if is_complete:
+                progress.ready.append(req_id)
+                self._queue.popleft()
+        return progress
+
+    def end(self, req_id: str, num_sent: int) -> None:
+        """Note that a request has ended. num_sent: the number of steps sent by then."""
+        name = self._needs.pop(req_id, None)
+        if name is None:
+            return
+        if req_id in self._queue:
+            if self._queue[0] == req_id:
+                self._task = None
+            self._queue.remove(req_id)
+        if name not in self._needs.values():
+            self._tensors.pop(name, None)
+            self.to_drop.append((num_sent, name))
+
+    def drop_unused(self, num_done: int) -> None:
+        """Drop the uploads of ended requests that no step can read any more. num_done: the number
+        of steps that are done."""
+        unused = []
+        while self.to_drop and self.to_drop[0][0] <= num_done:
+            name = self.to_drop.popleft()[1]
+            if name not in self._needs.values():
+                unused.append(name)
+        if unused:
+            self._present.difference_update(unused)
+            self._lacks_room = False
+            # Those that are not dropped here end with the lease.
+            with suppress(RemoteError, DeadlineExceeded, WorkerDied):
+                self._group.drop_uploads(unused, self._group.first_stage_ranks)
+
+    def restart(self) -> set[str]:
+        """Send everything again that running requests need, after the ranks have lost all uploads.
+        Return the requests whose tensors the driver does not have. Waits."""
+        self._present.clear()
+        self.to_drop.clear()
+        self._task = None
+        self._lacks_room = False
+        if not self._needs:
+            return set()
+        running = {r: name for r, name in self._needs.items() if r not in self._queue}
+        missing = self._send_missing(list(dict.fromkeys(running.values())))
+        self._present |= {*running.values()} - missing
+        return {req_id for req_id, name in running.items() if name in missing}
+
+    def _send_missing(self, hashes: Sequence[bytes]) -> set[bytes]:
+        """Send the tensors that the driver has; return the hashes that ranks then still lack."""
+        ranks = self._group.first_stage_ranks
+        here = [self._tensors[name] for name in hashes if name in self._tensors]
+        if here:
+            task = self._group.begin_upload(here, ranks)
+            while task.proceed():
+                pass
+        found = self._group.find_uploads(hashes, ranks) if hashes else []
+        return {name for name, is_there in zip(hashes, found, strict=True) if not is_there}
+
+    def _send_chunk(self, name: bytes) -> bool:
+        """Send a chunk of a tensor; return True if it is complete."""
+        if name in self._present:
+            return True
+        if self._task is None:
+            ranks = self._group.first_stage_ranks
+            self._task = self._group.begin_upload([self._tensors[name]], ranks)
+        if self._task.proceed():
+            return False
+        self._task = None
+        self._present.add(name)
+        return True
+
+    def _others_end(self) -> bool:
+        """Return True if room will become free, because other uploads are there that will end."""
+        return bool(self._present or self.to_drop)

@@ -1,0 +1,242 @@
+"""Attaches to a group's daemons and detaches from them: compares versions, agrees on an epoch in
+two phases, and waits for an earlier driver's lease."""
+
+import contextlib
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from rpc_schema import lifecycle as lc
+from rpc_schema.errors import ErrorCode, WireError
+from rpc_schema.lease import MAX_LEASE_TTL_MS
+from worker_client.errors import ClientError, FencedError, LeaseHeldError, local_error
+from worker_client.group.failure_state import Change, FailureState
+from worker_client.group.group_channel import GroupChannel
+from worker_client.group.outcomes import DEFAULT_STEP_DEADLINE_S, StepsInFlight
+from worker_client.wire.lease import LeaseTerms, Patience
+from worker_client.wire.worker_client import WorkerClient
+
+ATTACH_TIMEOUT_S = 30.0
+ATTACH_ATTEMPTS = 5
+"""Number of attempts after which attach gives up, if other drivers that attach at the same time
+win."""
+LEASE_WAIT_S = MAX_LEASE_TTL_MS / 1000 + 5.0
+"""Longest wait for a dead driver's lease: any lease has expired by then."""
+ATTACH_SLACK_S = 15.0
+"""Time beyond the step deadline in which daemons abandon a hung step and attach."""
+LEAVE_TIMEOUT_S = 0.3
+"""Limit on each daemon's reply to Detach; without it the lease expires."""
+
+
+@dataclass(slots=True)
+class Attachment:
+    """A group's attachment to its daemons, over its channel. Belongs to the group's thread."""
+
+    channel: GroupChannel
+    steps: StepsInFlight
+    state: FailureState
+    terms: LeaseTerms
+    is_attached: bool = False
+
+    def attach(
+        self,
+        timeout_s: float | None,
+        *,
+        wait_for_lease_s: float,
+        force: bool,
+        keep_requests: bool,
+        wait_s: float = 0.0,
+    ) -> list[lc.Status]:
+        """See WorkerGroup.attach."""
+        agree_s = ATTACH_TIMEOUT_S if timeout_s is None else timeout_s
+        if wait_s:
+            answer_by = time.monotonic() + wait_s
+            for client in self.channel.daemons.present:
+                client.greet(agree_s, answer_by)
+        deadline = time.monotonic() + agree_s
+        links = self.channel.links
+        links.step_deadline_s = max(map(_step_deadline_s, self._hello(deadline)))
+        patience = Patience(
+            wait_for_lease_s if timeout_s is None else min(wait_for_lease_s, agree_s)
+        )
+        attempts_left = ATTACH_ATTEMPTS
+        while True:
+            attempts_left -= 1
+            epoch = self._agree_patiently(timeout_s, deadline, patience, force=force)
+            self.steps.abandon()
+            if timeout_s is None:
+                agree_s = links.step_deadline_s + ATTACH_SLACK_S
+                deadline = time.monotonic() + agree_s
+            try:
+                return self._commit(epoch, deadline, agree_s, keep_requests=keep_requests)
+            except (FencedError, LeaseHeldError):  # another driver was faster
+                if not attempts_left:
+                    raise
+
+    def attach_present(self) -> list[lc.Status]:
+        """Attach to the daemons that are present, under a new epoch that fences the lost ones."""
+        deadline = time.monotonic() + ATTACH_TIMEOUT_S
+        self._hello(deadline)
+        epoch = self._agree_on_epoch(deadline)
+        agree_s = self.channel.links.step_deadline_s + ATTACH_SLACK_S
+        return self._commit(epoch, time.monotonic() + agree_s, agree_s)
+
+    def detach(self) -> None:
+        """Give the lease back on all daemons at once, and wait for their replies. A daemon that
+        fails does not keep the others from being asked."""
+        self.channel.lease.stop()
+        self.is_attached = False
+        failure: ClientError | WireError | None = None
+        pending = []
+        for client in self.channel.daemons.present:
+            try:
+                pending.append(client.begin(partial(lc.Detach, epoch=self.channel.epoch)))
+            except (ClientError, WireError) as error:
+                failure = failure or error
+        for call in pending:
+            try:
+                call.result()
+            except (ClientError, WireError) as error:
+                failure = failure or error
+        if failure is not None:
+            raise failure
+
+    def leave(self) -> None:
+        """Give the lease back on all daemons that reply in time, if there is one."""
+        channel = self.channel
+        channel.lease.stop()
+        if not self.is_attached or channel.lease.lost is not None:
+            return
+        self.is_attached = False
+        pending = []
+        for client in channel.daemons.present:
+            with contextlib.suppress(ClientError):
+                pending.append(
+                    client.begin(partial(lc.Detach, epoch=channel.epoch), LEAVE_TIMEOUT_S)
+                )
+        for call in pending:
+            with contextlib.suppress(ClientError, WireError):
+                call.result()
+
+    def _hello(self, deadline: float) -> list[lc.Status]:
+        """Exchange versions with every daemon, then return their states."""
+        channel = self.channel
+        greetings = []
+        for client in channel.daemons.present:
+            greeting = client.hello(_remaining(deadline))
+            channel.daemons.watch.met(client.rank, greeting.worker_uid)
+            greetings.append((client, greeting.link_software))
+        _check_alike(greetings)
+        return [client.get_status(_remaining(deadline)) for client in channel.daemons.present]
+
+    def _agree_patiently(
+        self, timeout_s: float | None, deadline: float, patience: Patience, *, force: bool
+    ) -> int:
+        while True:
+            try:
+                return self._agree_on_epoch(deadline, force=force)
+            except LeaseHeldError as refusal:
+                patience.wait(refusal)
+            if timeout_s is None:
+                deadline = time.monotonic() + ATTACH_TIMEOUT_S
+
+    def _agree_on_epoch(self, deadline: float, *, force: bool = False) -> int:
+        """Return an epoch that no daemon has seen, announced to all. Raises LeaseHeldError."""
+        present = self.channel.daemons.present
+        epoch, known = 1, [0] * len(present)
+        while True:
+            # A daemon that is far behind the others catches up in several steps.
+            asked = [min(epoch, last + lc.MAX_EPOCH_STEP) for last in known]
+            replies = self._prepare(asked, deadline, force=force)
+            known = [reply.last_epoch for reply in replies]
+            if all(reply.granted for reply in replies) and set(asked) == {epoch}:
+                return epoch
+            epoch = max(epoch, *known) + 1
+
+    def _prepare(
+        self, epochs: Sequence[int], deadline: float, *, force: bool
+    ) -> list[lc.PrepareAttachReply]:
+        """Announce an epoch to each daemon. If one refuses, the others need not wait for us."""
+        replies: list[lc.PrepareAttachReply] = []
+        present = self.channel.daemons.present
+        try:
+            for client, epoch in zip(present, epochs, strict=True):
+                replies.append(client.prepare_attach(epoch, _remaining(deadline), force=force))
+        except ClientError:
+            for client, epoch, reply in zip(present, epochs, replies, strict=False):
+                if reply.granted:
+                    with contextlib.suppress(ClientError, WireError):
+                        client.begin(partial(lc.Detach, epoch=epoch), LEAVE_TIMEOUT_S)
+            raise
+        return replies
+
+    def _commit(
+        self, epoch: int, deadline: float, timeout_s: float, *, keep_requests: bool = False
+    ) -> list[lc.Status]:
+        """Begin an epoch and return the daemons' states. All requests are sent before any reply is
+        waited for: gloo has no abort, so only its peers can release a rank that hangs in a step.
+        After an error no reachable daemon is attached."""
+        channel = self.channel
+        channel.begin_epoch(epoch)
+        self.is_attached = True
+
+        def commit() -> list[lc.CommitAttachReply]:
+            pending = [
+                client.send_commit_attach(
+                    epoch,
+                    channel.daemons.results_route,
+                    _remaining(deadline),
+                    self.terms,
+                    keep_requests=keep_requests,
+                )
+                for client in channel.daemons.present
+            ]
+            return [call.result() for call in pending]
+
+        try:
+            channel.lease.start(
+                epoch, [(client.rank, client.endpoint) for client in channel.daemons.present]
+            )
+            attached = channel.gather_attached(commit, deadline, timeout_s)
+        except BaseException:
+            self.leave()
+            raise
+        channel.lease.confirm()
+        self.state.apply(Change.GROUP_ATTACHED)
+        if _must_relink(attached):
+            self.state.apply(Change.LINK_BROKEN)
+        return channel.take_statuses([reply.status for reply in attached])
+
+
+def _check_alike(greetings: Sequence[tuple[WorkerClient, str]]) -> None:
+    """Raise IncompatibleError for a daemon whose link software differs from the first one's."""
+    known = [(client, software) for client, software in greetings if software]
+    for client, software in known:
+        first, expected = known[0]
+        if software != expected:
+            raise local_error(
+                ErrorCode.INCOMPATIBLE,
+                f"the daemon has {software}, that of rank {first.rank} {expected}; fix: give all "
+                "ranks of a group the same versions",
+                rank=client.rank,
+                endpoint=client.endpoint.control,
+            )
+
+
+def _remaining(deadline: float) -> float:
+    return max(0.0, deadline - time.monotonic())
+
+
+def _step_deadline_s(status: lc.Status) -> float:
+    if status.config is None:
+        return DEFAULT_STEP_DEADLINE_S
+    return status.config.scheduler.step_deadline_ms / 1000
+
+
+def _must_relink(attached: Sequence[lc.CommitAttachReply]) -> bool:
+    """Return False only if every rank is idle at the same step of the same link."""
+    stand = {(r.previous_epoch, r.previous_seq, r.status.link) for r in attached}
+    clean = all(r.previous_clean and r.status.link_state == "up" for r in attached)
+    linked = any(r.status.link for r in attached)
+    return len(attached) > 1 and linked and not (clean and len(stand) == 1)

@@ -1,0 +1,140 @@
+"""Notes of the contents of KV blocks on a group's ranks: sent without waiting, and read where all
+ranks have the same."""
+
+import time
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Final
+
+import numpy as np
+
+from rpc_schema import cached_blocks as cb
+from rpc_schema.errors import BadFrameError, WireError
+from worker_client.errors import ClientError, config_error
+from worker_client.group.group_channel import GroupChannel
+from worker_client.steps.cached_blocks import NO_CACHED_BLOCKS, CachedBlocks
+from worker_client.wire.transport import PendingCall
+from worker_client.wire.worker_client import WorkerClient
+
+SEND_TIMEOUT_S: Final = 0.05
+"""Limit on sending a note to one rank: it may be lost."""
+ANSWER_TIMEOUT_S: Final = 5.0
+"""Time after which the answer to a note counts as lost."""
+
+
+class BlockNotes:
+    """Notes of one group. Belongs to the group's thread."""
+
+    def __init__(self, channel: GroupChannel) -> None:
+        self._channel = channel
+        self._sent: list[tuple[WorkerClient, PendingCall[cb.NoteCachedBlocksReply]]] = []
+        """The last note to each rank."""
+
+    @property
+    def are_pending(self) -> bool:
+        """True while a rank has not answered the last notes."""
+        present = self._channel.daemons.present
+        sent_since = time.monotonic() - ANSWER_TIMEOUT_S
+        self._sent = [
+            (client, call)
+            for client, call in self._sent
+            if client in present and call.deadline > sent_since and not call.is_answered
+        ]
+        return bool(self._sent)
+
+    def send(
+        self, tag: bytes, blocks: CachedBlocks, after_seq: int, distrusted: Sequence[int]
+    ) -> None:
+        """Send notes to all ranks that take them at once: what another rank lacks is not offered.
+        Raises ClientConfigError as WorkerGroup.note_cached_blocks does."""
+        _check(tag, blocks)
+        for build in _messages(tag, blocks, after_seq, distrusted, self._channel.epoch):
+            for client in self._channel.daemons.present:
+                try:
+                    self._sent.append((client, client.begin(build, SEND_TIMEOUT_S)))
+                except (ClientError, WireError):
+                    continue  # callers that wait for that rank learn why
+
+    def read(self, tag: bytes) -> CachedBlocks:
+        """Return the blocks that all ranks have, with the same hashes. Raises as
+        WorkerGroup.cached_blocks does."""
+        self._channel.check_usable()
+        epoch = self._channel.epoch
+        ranks = [_read_rank(client, tag, epoch) for client in self._channel.daemons.present]
+        common = ranks[0]
+        for other in ranks[1:]:
+            common = _common(common, other)
+        return common
+
+
+def _check(tag: bytes, blocks: CachedBlocks) -> None:
+    if not 1 <= len(tag) <= cb.MAX_TAG_BYTES:
+        fix = f"use 1 to {cb.MAX_TAG_BYTES} bytes"
+        raise config_error("tag", f"{len(tag)} bytes", "its length is out of bounds", fix)
+    num_hashes, width = blocks.hashes.shape
+    if num_hashes and not 1 <= width <= cb.MAX_BLOCK_HASH_BYTES:
+        fix = f"use hashes of 1 to {cb.MAX_BLOCK_HASH_BYTES} bytes"
+        raise config_error("hashes", f"{width} bytes", "their length is out of bounds", fix)
+    if num_hashes != blocks.block_ids.size:
+        fix = f"one for each of {blocks.block_ids.size} blocks"
+        raise config_error("hashes", f"{num_hashes} hashes", "they do not fit", fix)
+
+
+def _messages(
+    tag: bytes, blocks: CachedBlocks, after_seq: int, distrusted: Sequence[int], epoch: int
+) -> Iterator["partial[cb.NoteCachedBlocks]"]:
+    """Yield the messages of notes, without their calls."""
+    most = cb.MAX_BLOCKS_AT_ONCE
+    for first in range(0, max(len(blocks.block_ids), len(distrusted)), most):
+        part = slice(first, first + most)
+        yield partial(
+            cb.NoteCachedBlocks,
+            epoch=epoch,
+            block_tag=tag,
+            after_seq=after_seq,
+            hash_bytes=max(1, blocks.hashes.shape[1]),
+            block_ids=blocks.block_ids[part].astype("<i4", copy=False).tobytes(),
+            hashes=blocks.hashes[part].tobytes(),
+            distrusted=np.array(distrusted[part], "<i4").tobytes(),
+        )
+
+
+def _read_rank(client: WorkerClient, tag: bytes, epoch: int) -> CachedBlocks:
+    pages, first = [NO_CACHED_BLOCKS], 0
+    while True:
+        build = partial(cb.GetCachedBlocks, epoch=epoch, block_tag=tag, first_block=first)
+        reply = client.ask(build)
+        if reply.hash_bytes and reply.block_ids:
+            pages.append(_read_page(reply))
+        if not reply.next_block:
+            break
+        if reply.next_block <= first:
+            raise BadFrameError("GetCachedBlocksReply.next_block does not advance")
+        first = reply.next_block
+    filled = [page for page in pages if page.block_ids.size]
+    if not filled:
+        return NO_CACHED_BLOCKS
+    if len({page.hashes.shape[1] for page in filled}) > 1:
+        raise BadFrameError("pages of GetCachedBlocksReply have hashes of different lengths")
+    block_ids, hashes = zip(*filled, strict=True)
+    return CachedBlocks(np.concatenate(block_ids), np.concatenate(hashes))
+
+
+def _read_page(reply: cb.GetCachedBlocksReply) -> CachedBlocks:
+    """Return a page's blocks. Raises BadFrameError: its columns do not fit."""
+    num_blocks, rest = divmod(len(reply.block_ids), 4)
+    if rest or len(reply.hashes) != num_blocks * reply.hash_bytes:
+        raise BadFrameError("the columns of GetCachedBlocksReply do not match")
+    hashes = np.frombuffer(reply.hashes, np.uint8).reshape(num_blocks, reply.hash_bytes)
+    return CachedBlocks(np.frombuffer(reply.block_ids, "<i4").astype(np.int32), hashes)
+
+
+def _common(one: CachedBlocks, other: CachedBlocks) -> CachedBlocks:
+    """Return the blocks of both that have the same hash."""
+    if one.hashes.shape[1] != other.hashes.shape[1]:
+        return NO_CACHED_BLOCKS
+    block_ids, mine, theirs = np.intersect1d(
+        one.block_ids, other.block_ids, assume_unique=True, return_indices=True
+    )
+    same = (one.hashes[mine] == other.hashes[theirs]).all(axis=1)
+    return CachedBlocks(block_ids[same], one.hashes[mine[same]])

@@ -1,0 +1,290 @@
+"""LoRA adapters of a group: adds them to all ranks, and tracks which adapters all ranks have."""
+
+import contextlib
+import logging
+import os
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
+from types import MappingProxyType
+from typing import Final, NamedTuple
+
+import msgspec
+
+from rpc_schema import lora
+from rpc_schema.identity import ContentIdentity, first_difference
+from rpc_schema.lora_request import LoraRequest
+from rpc_schema.operations import StepMessage
+from worker_client.errors import (
+    ClientError,
+    ContentMismatchError,
+    DeadlineExceeded,
+    RemoteError,
+    config_error,
+)
+from worker_client.group.group_channel import GroupChannel
+
+ADD_TIMEOUT_S: Final = 600.0
+"""Limit on reading an adapter from disk."""
+_POLL_S: Final = 0.02
+_VERSION_BYTES: Final = 7
+"""Bytes of a random version, enough that no two contents have the same."""
+
+_TYPES: Final = MappingProxyType({e.name: e.type for e in msgspec.structs.fields(lora.AddLora)})
+
+_LOG = logging.getLogger(__name__)
+
+
+class GroupAdapter(NamedTuple):
+    """An adapter that every rank has in host memory."""
+
+    name: str
+    lora_id: int
+    version: int
+    identity: ContentIdentity
+    is_pinned: bool = False
+
+    @property
+    def extension(self) -> LoraRequest:
+        """The extension of requests that use it."""
+        return LoraRequest(name=self.name, lora_id=self.lora_id, version=self.version)
+
+
+class Committed(NamedTuple):
+    """An adapter that was added, or was there."""
+
+    adapter: GroupAdapter
+    files_changed: bool
+    """True if it was there, and its files have changed since on some host."""
+
+
+class AddTask:
+    """An adapter being added to all ranks. Belongs to the group's thread."""
+
+    def __init__(self, adapters: "GroupAdapters", name: str, lora_id: int, *, load_inplace: bool):
+        self._adapters = adapters
+        self._name = name
+        self._lora_id = lora_id
+        self._load_inplace = load_inplace
+        self._version = 1 + int.from_bytes(os.urandom(_VERSION_BYTES), "little")
+        self.adapter: GroupAdapter | None = None
+        """The adapter, once it is added."""
+
+    def proceed(self) -> bool:
+        """Ask whether the ranks have read the adapter, and add it once all have. Steps may run
+        meanwhile. Return False once it is added. Raises as WorkerGroup.add_lora does."""
+        if self.adapter is not None:
+            return False
+        must_read = self._load_inplace or not self._adapters.is_there(self._name, self._lora_id)
+        if must_read and not self._adapters.prepare(self._name, self._version):
+            return True
+        added = self._adapters.commit(
+            self._name, self._lora_id, self._version, load_inplace=self._load_inplace
+        )
+        if added.files_changed:
+            raise ContentMismatchError(
+                "the adapter's files have changed since it was loaded",
+                field="name",
+                value=self._name,
+                fix="read them with load_inplace=True (worker-client lora add NAME --replace), or "
+                "remove the adapter first",
+            )
+        self.adapter = added.adapter
+        return False
+
+    def finish(self) -> GroupAdapter:
+        """Wait until it is added. Raises as WorkerGroup.add_lora does."""
+        deadline = time.monotonic() + ADD_TIMEOUT_S
+        while self.proceed():
+            if time.monotonic() >= deadline:
+                raise DeadlineExceeded(f"reading adapter {self._name!r}", ADD_TIMEOUT_S)
+            time.sleep(_POLL_S)
+        assert self.adapter is not None, "it was added"
+        return self.adapter
+
+
+class GroupAdapters:
+    """Adapters that all ranks have. Owned by the group; used on its thread."""
+
+    def __init__(self, channel: GroupChannel) -> None:
+        self._channel = channel
+        self._known: dict[int, GroupAdapter] = {}
+
+    @property
+    def known(self) -> Mapping[int, GroupAdapter]:
+        """The adapters that all ranks have, by id, if this driver has added or found them."""
+        return self._known
+
+    def begin(self, name: str, lora_id: int | None, *, load_inplace: bool) -> AddTask:
+        """See WorkerGroup.begin_add_lora."""
+        _check_field("name", name, "a text of 1 to 256 characters, as UTF-8 has them")
+        if lora_id is None:
+            lora_id = self._id_for(name)
+        _check_id(lora_id)
+        _check_field("load_inplace", load_inplace, "True or False")
+        return AddTask(self, name, lora_id, load_inplace=load_inplace)
+
+    def is_there(self, name: str, lora_id: int) -> bool:
+        """Return True if all ranks have the adapter with this name and id."""
+        known = self._known.get(lora_id)
+        return known is not None and known.name == name
+
+    def prepare(self, name: str, version: int, ranks: Collection[int] | None = None) -> bool:
+        """Make ranks (None: all) read an adapter; return True once all of them have. Raises
+        ContentMismatchError if they have read different files."""
+        build = partial(lora.PrepareLora, name=name, version=version)
+
+        def build_for(rank: int) -> Callable[..., StepMessage]:
+            return build if ranks is None or rank in ranks else lora.ListLoras
+
+        replies = self._channel.ask_each(build_for)
+        identities = [
+            reply.identity if isinstance(reply, lora.PrepareLoraReply) else None
+            for reply in replies
+        ]
+        if any(identities[rank] is None for rank in ranks or range(len(identities))):
+            return False
+        self._check_same(name, identities)
+        return True
+
+    def commit(
+        self, name: str, lora_id: int, version: int, *, load_inplace: bool = False
+    ) -> Committed:
+        """Add an adapter to all ranks. Raises ContentMismatchError, and removes it from all, if
+        they have read different files."""
+        build = partial(
+            lora.AddLora, name=name, lora_id=lora_id, version=version, load_inplace=load_inplace
+        )
+        try:
+            replies = self._channel.ask(build)
+        except RemoteError:
+            self._take_back(version)
+            raise
+        for reply in replies:
+            if reply.evicted is not None:
+                self._known.pop(reply.evicted, None)
+        try:
+            self._check_same(name, [reply.identity for reply in replies])
+        except ContentMismatchError:
+            self.remove(lora_id)
+            raise
+        pinned = lora_id in self._known and self._known[lora_id].is_pinned
+        adapter = GroupAdapter(name, lora_id, replies[0].version, replies[0].identity, pinned)
+        self._known[lora_id] = adapter
+        return Committed(adapter, any(reply.files_changed for reply in replies))
+
+    def _check_same(self, name: str, identities: Sequence[ContentIdentity | None]) -> None:
+        """Raise ContentMismatchError if two ranks have read different files of an adapter."""
+        ranks = first_difference(identities)
+        if ranks is not None:
+            endpoints = [client.endpoint.control for client in self._channel.daemons.clients]
+            first, second = (f"rank {rank} ({endpoints[rank]})" for rank in ranks)
+            raise ContentMismatchError(
+                f"{first} and {second} have read different files",
+                field="name",
+                value=name,
+                fix="give all hosts the same files, and write none while they are read; then add "
+                "the adapter again",
+            )
+
+    def remove(self, lora_id: int) -> bool:
+        """See WorkerGroup.remove_lora."""
+        _check_id(lora_id)
+        replies = self._channel.ask(partial(lora.RemoveLora, lora_id=lora_id))
+        self._known.pop(lora_id, None)
+        return any(reply.removed for reply in replies)
+
+    def pin(self, lora_id: int) -> None:
+        """See WorkerGroup.pin_lora."""
+        _check_id(lora_id)
+        self._channel.ask(partial(lora.PinLora, lora_id=lora_id))
+        if lora_id in self._known:
+            self._known[lora_id] = self._known[lora_id]._replace(is_pinned=True)
+
+    def reports(self) -> list[lora.ListLorasReply]:
+        """See WorkerGroup.list_loras."""
+        return self._channel.ask(lora.ListLoras)
+
+    def forget(self) -> None:
+        """Forget all adapters, which the daemons have dropped."""
+        self._known.clear()
+
+    def learn(self) -> None:
+        """Find the adapters that are the same on all ranks, and remove all others: a driver may
+        have died while it added one."""
+        ranks = [
+            {each.lora_id: _known_as(each) for each in reply.adapters} for reply in self.reports()
+        ]
+        first = ranks[0]
+        self._known = {
+            lora_id: adapter
+            for lora_id, adapter in first.items()
+            if _are_same([rank.get(lora_id) for rank in ranks])
+        }
+        for lora_id in {each for rank in ranks for each in rank} - self._known.keys():
+            self._channel.ask(partial(lora.RemoveLora, lora_id=lora_id))
+
+    def restore(self, newcomers: Collection[int]) -> None:
+        """Give newly loaded ranks the adapters that all ranks had. One that cannot be read there is
+        removed from the other ranks too; only its requests fail."""
+        for adapter in list(self._known.values()):
+            name, lora_id, version, _, is_pinned = adapter
+            try:
+                deadline = time.monotonic() + ADD_TIMEOUT_S
+                while not self.prepare(name, version, newcomers):
+                    if time.monotonic() >= deadline:
+                        raise DeadlineExceeded(f"reading adapter {name!r}", ADD_TIMEOUT_S)
+                    time.sleep(_POLL_S)
+                self.commit(name, lora_id, version)
+                if is_pinned:
+                    self.pin(lora_id)
+            except (RemoteError, DeadlineExceeded, ContentMismatchError) as error:
+                _LOG.warning("adapter %r is removed: %s", name, error)
+                self.remove(lora_id)
+
+    def _id_for(self, name: str) -> int:
+        for lora_id, adapter in self._known.items():
+            if adapter.name == name:
+                return lora_id
+        return next(
+            number for number in range(1, len(self._known) + 2) if number not in self._known
+        )
+
+    def _take_back(self, version: int) -> None:
+        """Remove an adapter that only some ranks have added."""
+        with contextlib.suppress(ClientError):
+            there = {
+                a.lora_id
+                for reply in self.reports()
+                for a in reply.adapters
+                if a.version == version
+            }
+            for lora_id in there:
+                self.remove(lora_id)
+
+
+def _check_field(field: str, value: object, wanted: str) -> None:
+    """Raise ClientConfigError for a value that no AddLora can carry."""
+    try:
+        msgspec.convert(value, _TYPES[field])
+        msgspec.msgpack.encode(value)  # which a lone surrogate prevents
+    except (msgspec.ValidationError, TypeError, ValueError):
+        raise config_error(field, value, "no adapter can have it", f"give {wanted}") from None
+
+
+def _check_id(lora_id: object) -> None:
+    _check_field("lora_id", lora_id, "a whole number from 1 to 2147483647")
+
+
+def _known_as(info: lora.LoraInfo) -> GroupAdapter:
+    return GroupAdapter(info.name, info.lora_id, info.version, info.identity, info.is_pinned)
+
+
+def _are_same(found: Sequence[GroupAdapter | None]) -> bool:
+    """Return True if all ranks have the same adapter."""
+    there = [each for each in found if each is not None]
+    return (
+        len(there) == len(found)
+        and all(each._replace(identity=there[0].identity) == there[0] for each in there)
+        and first_difference([each.identity for each in there]) is None
+    )

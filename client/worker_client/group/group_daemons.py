@@ -1,0 +1,124 @@
+"""A driver's connections to the daemons of a group: a client for each rank, the shared sockets for
+results and events, and the watch over liveness."""
+
+import contextlib
+from collections.abc import Callable, Sequence
+
+import zmq
+
+from worker_client.errors import WorkerDied
+from worker_client.wire.liveness import Watch
+from worker_client.wire.processes import Process, find_process
+from worker_client.wire.transport import (
+    CheckDeaths,
+    Endpoint,
+    EventsChannel,
+    ResultsChannel,
+    new_driver_id,
+)
+from worker_client.wire.worker_client import OnSent, WorkerClient
+
+
+class GroupDaemons:
+    """Owned by the group's channel. Belongs to one thread; close() frees the sockets."""
+
+    def __init__(
+        self,
+        endpoints: Sequence[Endpoint],
+        driver_id: bytes,
+        look: CheckDeaths,
+        listen: Callable[[], None],
+        on_sent: OnSent,
+    ) -> None:
+        """Connect; nothing is sent yet. look: called while a daemon's step socket or results are
+        waited for; see StepChannel and ResultsChannel. listen: called while a control reply is
+        waited for; it passes events to the watch. on_sent: see WorkerClient."""
+        self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._driver_id = driver_id
+        self._look = look
+        self._listen = listen
+        self._on_sent = on_sent
+        self._keyed = {endpoint.results for endpoint in endpoints if endpoint.lock is not None}
+        self.watch = Watch(
+            [e.results for e in endpoints], [e.control for e in endpoints], find=self._find_process
+        )
+        self.results_route = new_driver_id()
+        """Routing id of the results socket. A secret: another connection with it would receive the
+        results."""
+        self.results = ResultsChannel(self.context, endpoints, self.results_route, self.watch, look)
+        self.events = EventsChannel(self.context, endpoints)
+        self.clients = [self._connect(rank, endpoint) for rank, endpoint in enumerate(endpoints)]
+        self.absent: frozenset[int] = frozenset()
+        """Lost ranks: nothing is sent to them, nor expected of them."""
+
+    def close(self) -> None:
+        """Close all sockets, and the context."""
+        for client in self.clients:
+            client.close()
+        self.results.close()
+        self.events.close()
+        self.watch.close()
+        self.context.term()
+
+    @property
+    def present(self) -> Sequence[WorkerClient]:
+        """Clients of the daemons that the group has at the moment."""
+        if not self.absent:
+            return self.clients
+        return [client for client in self.clients if client.rank not in self.absent]
+
+    def are_connected(self) -> bool:
+        """Return True if the results of all present daemons have a connection. Raises
+        AuthenticationError if a daemon refused us."""
+        self.results.read_news()
+        return all(self.results.is_connected(client.endpoint) for client in self.present)
+
+    def new_client(self, rank: int, endpoint: Endpoint) -> WorkerClient:
+        """Return a client for a daemon that does not belong to the group (yet); the caller closes
+        it."""
+        return WorkerClient(self.context, endpoint, rank, self._driver_id)
+
+    def move(self, rank: int, endpoint: Endpoint) -> None:
+        """Replace a rank's daemon by the one that listens at `endpoint` now."""
+        old = self.clients[rank].endpoint
+        self.clients[rank].close()
+        if endpoint.lock is not None:
+            self._keyed.add(endpoint.results)
+        self.watch.expect(rank, endpoint.results, endpoint.control)
+        self.results.move(old, endpoint)
+        self.events.move(old, endpoint)
+        self.clients[rank] = self._connect(rank, endpoint)
+
+    def check_lives(self) -> None:
+        """Raise WorkerDied for a dead rank that is not known to be absent."""
+        try:
+            self.watch.look()
+        except WorkerDied as error:
+            if error.rank not in self.absent:
+                raise
+
+    def _check_alive(self, rank: int) -> None:
+        """Raise WorkerDied if this rank is dead: the others may be asked even then."""
+        self.results.read_news()
+        self._listen()
+        with contextlib.suppress(WorkerDied):
+            self.watch.look()
+        if self.watch.liveness[rank] == "dead":
+            raise self.watch.death_of(rank)
+
+    def _connect(self, rank: int, endpoint: Endpoint) -> WorkerClient:
+        return WorkerClient(
+            self.context,
+            endpoint,
+            rank,
+            self._driver_id,
+            self._look,
+            lambda: self._check_alive(rank),
+            self._on_sent,
+        )
+
+    def _find_process(self, address: str) -> Process:
+        """Return the process at an address. Daemons with keys are not probed: they would refuse the
+        connection and log it."""
+        keyed = address in self._keyed
+        return self.results.process_at(address) if keyed else find_process(address)

@@ -1,0 +1,286 @@
+"""Brings daemons from any state to a loaded model: keeps an equal configuration, refuses or resets
+another one, and runs the load chain with a plan of the KV cache."""
+
+import logging
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import count
+from pathlib import PurePosixPath
+from typing import Literal, TypeAlias
+
+import msgspec
+
+from rpc_schema.config import MIN_STEP_DEADLINE_MS, WorkerConfig
+from rpc_schema.kv_cache import (
+    BlockGroup,
+    KVCacheConfig,
+    build_kv_cache_config,
+    groups_of,
+    smallest_fitting_blocks,
+)
+from rpc_schema.lifecycle import GetModelMetadataReply, Status
+from rpc_schema.weight_transfer import ReloadWeightsReply
+from worker_client.errors import ConfigMismatchError, config_error
+from worker_client.group.kv_planning import choose_groups, choose_num_blocks, fit_max_model_len
+from worker_client.group.load_chain import LoadChain
+from worker_client.group.weights_state import check_same_weights, differing_ranks
+from worker_client.steps.step_checks import GroupLimits
+
+PROFILE_ATTEMPTS = 3
+"""Limit on memory profiles while other processes take or free memory."""
+
+_LOG = logging.getLogger(__name__)
+_ResetLevel: TypeAlias = Literal["CREATED", "DEVICE_READY"]
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedGroup:
+    """A group that is ready to serve."""
+
+    metadata: GetModelMetadataReply
+    max_model_len: int
+    kv_cache: tuple[KVCacheConfig, ...]
+    """Configuration of each rank."""
+    was_loaded: bool
+    """Nothing had to be loaded."""
+    seconds: dict[str, float]
+    """Duration of each operation."""
+
+    @property
+    def num_blocks(self) -> int:
+        """Number of blocks, null block included: usable ids are 1 to num_blocks - 1."""
+        return self.kv_cache[0].num_blocks
+
+    @property
+    def block_size(self) -> int:
+        """Tokens per block, as configured."""
+        return self.kv_cache[0].block_size
+
+    @property
+    def groups(self) -> tuple[BlockGroup, ...]:
+        """Block size and window of each KV group; the same on all ranks."""
+        return groups_of(self.kv_cache[0])
+
+
+class Stopwatch:
+    """Durations of named phases, in seconds."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Measure the body of a `with`, unless it raises."""
+        start = time.monotonic()
+        yield
+        self.seconds[name] = time.monotonic() - start
+
+
+def check_config(config: WorkerConfig) -> None:
+    """Check every field against the schema, which itself checks only when it decodes.
+
+    Raises:
+        ClientConfigError: a value that no message can carry.
+    """
+    for section in WorkerConfig.__struct_fields__:
+        part: msgspec.Struct = getattr(config, section)
+        for entry in msgspec.structs.fields(part):
+            value = getattr(part, entry.name)
+            try:
+                msgspec.convert(value, entry.type)
+            except msgspec.ValidationError as error:
+                problem = "the value is not allowed"
+                raise config_error(f"{section}.{entry.name}", value, problem, str(error)) from None
+    deadline_ms = config.scheduler.step_deadline_ms
+    if deadline_ms < MIN_STEP_DEADLINE_MS:
+        problem = "slow steps would count as hung"
+        fix = f"use at least {MIN_STEP_DEADLINE_MS}"
+        raise config_error("scheduler.step_deadline_ms", deadline_ms, problem, fix)
+
+
+def group_limits(config: WorkerConfig, model: LoadedGroup) -> GroupLimits:
+    """Return the limits on the steps of a group that was loaded with `config`."""
+    return GroupLimits(
+        max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
+        max_model_len=model.max_model_len,
+        vocab_size=model.metadata.vocab_size,
+        hidden_size=model.metadata.hidden_size,
+        num_blocks=model.num_blocks,
+        block_size=model.block_size,
+        groups=model.groups,
+        generates=model.metadata.generates,
+        pooling=model.metadata.pooling,
+        max_loras=config.lora.max_loras,
+        logits_processors=config.scheduler.logits_processors,
+    )
+
+
+def config_differences(config: WorkerConfig, status: Status) -> list[str]:
+    """Return the fields in which a daemon's loaded configuration differs from `config`, as text.
+    The name of the model may differ, if both names mean the same directory to that daemon."""
+    loaded = status.config
+    if loaded is None:
+        return ["config: none"]
+    if PurePosixPath(config.model.model) in map(PurePosixPath, status.model_names):
+        named = msgspec.structs.replace(loaded.model, model=config.model.model)
+        loaded = msgspec.structs.replace(loaded, model=named)
+    return config.differing_fields(loaded)
+
+
+@dataclass(slots=True)
+class Loader:
+    """Makes an attached group without steps in flight ready to serve a configuration, once."""
+
+    config: WorkerConfig
+    num_gpu_blocks: int | None
+    """None: all that fit."""
+    fit_max_model_len: bool
+    """Lower max_model_len to the longest request that the KV cache can hold."""
+    reload: bool
+    """Load again, even if an equal configuration is loaded."""
+    load_chain: LoadChain
+    output_rank: int
+    needs_relink: bool
+    """The communicators cannot stay."""
+    relink: Callable[[], None]
+    reset: Callable[[_ResetLevel], None]
+    reload_weights: Callable[[], list[ReloadWeightsReply]]
+    get_status: Callable[[], list[Status]]
+    clock: Stopwatch = field(default_factory=Stopwatch)
+
+    def load(self, statuses: Sequence[Status]) -> LoadedGroup:
+        """Load the group. statuses: of its daemons, by rank.
+
+        Raises:
+            ConfigMismatchError: another configuration, or an earlier version of the checkpoint's
+                files, is loaded, and `reload` is False.
+            ContentMismatchError: ranks have read different files.
+            KVPlanError: the KV cache cannot hold the requested blocks or context.
+        """
+        ready = [status for status in statuses if status.load == "READY"]
+        if not self.reload:
+            self._check_same(ready)
+            if len(ready) == len(statuses):
+                return self._resume(statuses)
+        if self._reset(statuses) == "CREATED":
+            with self.clock.phase("init_device"):
+                self.load_chain.init_device(self.config)
+        with self.clock.phase("load_model"):
+            replies = self.load_chain.load_model(self.config)
+        check_same_weights(self.get_status(), self.config.model.model)
+        kv_cache, max_model_len = self._load_kv_cache(min(r.max_model_len for r in replies))
+        with self.clock.phase("compile_or_warm_up_model"):
+            self.load_chain.compile_or_warm_up_model()
+        metadata = self.load_chain.get_model_metadata()[self.output_rank]
+        return LoadedGroup(metadata, max_model_len, kv_cache, False, self.clock.seconds)
+
+    def _check_same(self, statuses: Sequence[Status]) -> None:
+        differences: dict[str, None] = {}
+        for rank, status in enumerate(statuses):
+            differences.update(dict.fromkeys(config_differences(self.config, status)))
+            if status.rank != rank and len(statuses) == self.config.parallel.world_size:
+                differences[f"rank of {status.endpoint}: {rank} != {status.rank}"] = None
+            blocks = status.kv_cache.num_blocks if status.kv_cache is not None else None
+            if self.num_gpu_blocks not in (None, blocks):
+                differences[f"num_gpu_blocks: {self.num_gpu_blocks} != {blocks}"] = None
+        if differences:
+            raise ConfigMismatchError(list(differences))
+
+    def _resume(self, statuses: Sequence[Status]) -> LoadedGroup:
+        if self.needs_relink:
+            with self.clock.phase("relink"):
+                self.relink()
+        if any(map(_needs_weights, statuses)) or differing_ranks(statuses) is not None:
+            with self.clock.phase("reload_weights"):
+                self.reload_weights()
+            check_same_weights(self.get_status(), self.config.model.model)
+        replies = self.load_chain.get_model_metadata()
+        if any(reply.checkpoint_changed for reply in replies):
+            raise ConfigMismatchError([f"files of {self.config.model.model}: newer != loaded"])
+        metadata = replies[self.output_rank]
+        plans = [status.kv_cache for status in statuses if status.kv_cache is not None]
+        if len(plans) < len(statuses):
+            without = next(status.endpoint for status in statuses if status.kv_cache is None)
+            raise ConfigMismatchError([f"kv_cache of {without}: none"])
+        seconds = self.clock.seconds
+        return LoadedGroup(metadata, metadata.max_model_len, tuple(plans), True, seconds)
+
+    def _reset(self, statuses: Sequence[Status]) -> _ResetLevel:
+        """Bring all ranks to one level: to DEVICE_READY if device and link can stay, else to
+        CREATED."""
+        if all(status.load == "CREATED" for status in statuses):
+            return "CREATED"
+        keeps_devices = not self.needs_relink and all(map(self._keeps_device, count(), statuses))
+        level: _ResetLevel = "DEVICE_READY" if keeps_devices else "CREATED"
+        with self.clock.phase("reset"):
+            self.reset(level)
+        return level
+
+    def _keeps_device(self, rank: int, status: Status) -> bool:
+        loaded = status.config
+        return (
+            loaded is not None
+            and status.rank == rank
+            and status.link_state == "up"
+            and status.load not in ("CREATED", "DEVICE_READY")
+            and loaded.parallel == self.config.parallel
+            and loaded.cache == self.config.cache
+            and loaded.scheduler == self.config.scheduler
+        )
+
+    def _load_kv_cache(self, resolved_len: int) -> tuple[tuple[KVCacheConfig, ...], int]:
+        """Plan and allocate the KV cache; return it, and the context length that it allows."""
+        specs = [reply.layers for reply in self.load_chain.get_kv_cache_spec()]
+        with self.clock.phase("determine_available_memory"):
+            available = _profile_memory(self.load_chain)
+        groups = choose_groups(specs, self.config, resolved_len)
+        num_blocks = choose_num_blocks(
+            smallest_fitting_blocks(groups, available), self.num_gpu_blocks
+        )
+        max_model_len = fit_max_model_len(
+            num_blocks,
+            [group.blocks for group in groups],
+            resolved_len,
+            self.config.scheduler.max_num_batched_tokens,
+            may_lower=self.fit_max_model_len,
+        )
+        plans = tuple(build_kv_cache_config(groups, rank, num_blocks) for rank in range(len(specs)))
+        if max_model_len != resolved_len:
+            self.load_chain.update_max_model_len(max_model_len)
+        with self.clock.phase("initialize_from_config"):
+            self.load_chain.initialize_from_config(plans)
+            self.load_chain.initialize_cache(num_blocks)
+        return plans, max_model_len
+
+
+def _needs_weights(status: Status) -> bool:
+    """Return True if another driver has left an update open, or weights that were woken without
+    content. A driver that puts weights to sleep must wake them itself."""
+    is_there = status.memory_tags.get("weights", "awake") in ("awake", "lost")
+    return is_there and status.weights is not None and status.weights.state != "whole"
+
+
+def _profile_memory(load_chain: LoadChain) -> list[int]:
+    """Return the bytes that each rank has for its KV cache.
+
+    All ranks profile again, since they compute together, until no other process takes or frees
+    memory meanwhile. If that fails, the smallest result of each rank is used.
+    """
+    found: list[list[int]] = []
+    for _ in range(PROFILE_ATTEMPTS):
+        replies = load_chain.determine_available_memory()
+        found.append([reply.available_bytes for reply in replies])
+        changes = [(reply.rank, change) for reply in replies for change in reply.changes]
+        if not changes:
+            return found[-1]
+        for rank, change in changes:
+            _LOG.warning(
+                "while rank %d profiled its memory, %s %s %d bytes of it",
+                rank,
+                f"process {change.pid}" if change.pid else "an unknown process",
+                "took" if change.num_bytes > 0 else "freed",
+                abs(change.num_bytes),
+            )
+    return [min(of_rank) for of_rank in zip(*found, strict=True)]

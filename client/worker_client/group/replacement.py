@@ -1,0 +1,303 @@
+"""Replaces a lost rank by another daemon: fences the survivors off from the lost one, waits for the
+new one, relinks all, and loads the new one. `outcomes.py` reports the lost requests."""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TypeAlias
+
+from rpc_schema import lifecycle as lc
+from rpc_schema.config import WorkerConfig
+from rpc_schema.operations import StepMessage
+from worker_client.errors import (
+    ClientError,
+    CommError,
+    DeadlineExceeded,
+    FencedError,
+    LeaseExpiredError,
+    LeaseNotRenewed,
+    NotAttachedError,
+    RemoteCapacityError,
+    RemoteDeviceError,
+    RemoteError,
+    RemoteInternalError,
+    ReplacementFailed,
+    WorkerDied,
+)
+from worker_client.group.attaching import Attachment
+from worker_client.group.failure_state import Change, FailureState, RankLost
+from worker_client.group.group_channel import GroupChannel
+from worker_client.group.load_chain import LoadChain, init_device
+from worker_client.group.loading import LoadedGroup, Stopwatch, config_differences
+from worker_client.group.outcomes import StepsInFlight
+from worker_client.wire.transport import Endpoint
+from worker_client.wire.worker_client import WorkerClient
+
+REPLACE_WITHIN_S = 60.0
+"""Default wait for a successor. A supervisor restarts a daemon, and the daemon loads torch, in far
+less time."""
+
+REPLACE_ATTEMPTS = 3
+"""Attempts, each ended by the loss of a rank, after which replace() gives up."""
+
+MEMORY_PAUSE_S = 1.0
+"""A killed process's device memory may become free only some time after its end."""
+
+_ASK_S = 0.25
+_PAUSE_S = 0.02
+_AWAY = ("asleep", "discarded")
+
+_Tags: TypeAlias = Mapping[lc.MemoryTag, lc.TagState]
+_Build: TypeAlias = partial[lc.Sleep] | partial[lc.WakeUp] | partial[lc.Discard]
+
+
+@dataclass(frozen=True, slots=True)
+class ReplacementReport:
+    """Result of a replacement."""
+
+    ranks: tuple[int, ...]
+    """Ranks with another daemon, or with the same one after it was given up."""
+    loaded_ranks: tuple[int, ...]
+    """Ranks that had to load their shard, including ranks that stayed and were not ready."""
+    seconds: dict[str, float]
+    """Durations of phases of the successful attempt: fence, wait, attach, link, load, warm_up. If
+    ranks had to be reset or woken, clear; if they sleep again, sleep, wake_up or discard."""
+    statuses: list[lc.Status] = field(repr=False)
+    """States of the daemons at attach."""
+
+
+_PASSING = (
+    WorkerDied,
+    CommError,
+    FencedError,
+    LeaseExpiredError,
+    LeaseNotRenewed,
+    NotAttachedError,
+    DeadlineExceeded,
+    RemoteCapacityError,
+    RemoteDeviceError,
+    RemoteInternalError,
+)
+"""Errors after which another attempt may succeed."""
+
+
+@dataclass(slots=True)
+class Replacement:
+    """One call of replace(). Used on the group's thread."""
+
+    channel: GroupChannel
+    attaching: Attachment
+    steps: StepsInFlight
+    state: FailureState
+    config: WorkerConfig
+    model: LoadedGroup
+    """Served by the group, under `config`."""
+    clock: Stopwatch = field(default_factory=Stopwatch)
+    vacant: dict[int, Endpoint] = field(default_factory=dict)
+    memory: _Tags | None = None
+    """Memory of the ranks that stayed, as the first attempt found it."""
+
+    def run(self, rank: int, endpoint: Endpoint | None, within_s: float) -> ReplacementReport:
+        """See WorkerGroup.replace."""
+        deadline = time.monotonic() + within_s
+        own = self.channel.daemons.clients[rank].endpoint
+        self.vacant = {rank: own if endpoint is None else endpoint}
+        cause = self.state.cause or ClientError(f"rank {rank} was given up")
+        self.channel.daemons.watch.mark_dead(rank)
+        self.channel.lose(self.channel.daemons.watch.death_of(rank))
+        try:
+            for _ in range(REPLACE_ATTEMPTS):
+                try:
+                    replaced = self._fill(deadline, within_s)
+                except _PASSING as error:
+                    cause = self._take_stock(error)
+                else:
+                    self.steps.revive()
+                    return replaced
+            raise ReplacementFailed(
+                max(self.vacant),
+                f"ranks were lost {REPLACE_ATTEMPTS} times in a row during the replacement; "
+                f"the last time: {cause}",
+            ) from cause
+        except BaseException as error:
+            self.channel.abort_links(f"a replacement failed: {error}")
+            lost = self.channel.daemons.watch.death_of(max(self.vacant))
+            self.state.apply(RankLost(lost))
+            raise
+
+    def _take_stock(self, error: ClientError) -> ClientError:
+        """Find further losses after a failed attempt; return the reason for the failure."""
+        try:
+            if self.state.is_end_announced:
+                self.channel.await_announced_end()
+            self.channel.check_deaths()
+        except WorkerDied as died:
+            error = died
+        except (RemoteError, LeaseNotRenewed):
+            pass  # the lease is lost: the next attempt asks for it again
+        if isinstance(error, RemoteCapacityError):
+            time.sleep(MEMORY_PAUSE_S)
+        self.channel.abort_links(str(error))
+        if isinstance(error, WorkerDied):
+            self.channel.lose(error)
+            own = self.channel.daemons.clients[error.rank].endpoint
+            self.vacant.setdefault(error.rank, own)
+        for rank, liveness in enumerate(self.channel.daemons.watch.liveness):  # perhaps several
+            if liveness == "dead":
+                self.vacant.setdefault(rank, self.channel.daemons.clients[rank].endpoint)
+        return error
+
+    def _fill(self, deadline: float, within_s: float) -> ReplacementReport:
+        channel = self.channel
+        self.clock = Stopwatch()
+        self.state.apply(Change.REPLACE_BEGUN)
+        channel.daemons.absent = frozenset(self.vacant)
+        with self.clock.phase("fence"):
+            if channel.daemons.present:
+                self.attaching.attach_present()
+            else:
+                channel.lease.drop()
+        with self.clock.phase("wait"):
+            for rank, endpoint in self.vacant.items():
+                self._wait_for(rank, endpoint, deadline, within_s)
+        with self.clock.phase("attach"):
+            for rank, endpoint in self.vacant.items():
+                channel.daemons.move(rank, endpoint)
+                channel.links.numbers[rank] = 0
+            channel.daemons.absent = frozenset()
+            statuses = self.attaching.attach_present()
+        newcomers = tuple(
+            rank for rank, status in enumerate(statuses) if not self._can_stay(rank, status)
+        )
+        self._remember_memory(newcomers, statuses)
+        self._clear_the_way(newcomers, statuses)
+        self._link(newcomers)
+        if newcomers:
+            self._load(newcomers)
+        self._put_memory_back()
+        return ReplacementReport(tuple(self.vacant), newcomers, self.clock.seconds, statuses)
+
+    def _wait_for(self, rank: int, endpoint: Endpoint, deadline: float, within_s: float) -> None:
+        """Wait until a daemon answers there; watch the others meanwhile."""
+        with closing(self.channel.daemons.new_client(rank, endpoint)) as client:
+            while not _answers(client):
+                self.channel.look()
+                if time.monotonic() >= deadline:
+                    raise ReplacementFailed(
+                        rank,
+                        f"no daemon has answered at {endpoint.control} within {within_s:g} s: "
+                        f"rank {rank} is not replaced",
+                    )
+                time.sleep(_PAUSE_S)
+
+    def _can_stay(self, rank: int, status: lc.Status) -> bool:
+        """Return True if a daemon need not load. Ranks that stayed have the group's model, unless
+        they were reset."""
+        if rank in self.vacant:
+            return self._has_all(rank, status)
+        return status.load == "READY"
+
+    def _has_all(self, rank: int, status: lc.Status) -> bool:
+        """Return True if a daemon is ready as it is: it may have been given up too early."""
+        return (
+            status.load == "READY"
+            and status.rank == rank
+            and not config_differences(self.config, status)
+            and status.kv_cache is not None
+            and status.kv_cache.num_blocks == self.model.num_blocks
+        )
+
+    def _remember_memory(self, newcomers: Sequence[int], statuses: Sequence[lc.Status]) -> None:
+        """Record the memory tags of the ranks that stayed, at the first attempt: a failed attempt
+        leaves them awake."""
+        others = [status for rank, status in enumerate(statuses) if rank not in newcomers]
+        if self.memory is None and others:
+            self.memory = _common_tags(others)
+
+    def _clear_the_way(self, newcomers: Sequence[int], statuses: Sequence[lc.Status]) -> None:
+        """Reset newcomers that have something else loaded, and wake the others: links, graphs and
+        warm-up need their memory."""
+        occupied = [rank for rank in newcomers if statuses[rank].load != "CREATED"]
+        asleep = [
+            rank
+            for rank, status in enumerate(statuses)
+            if rank not in newcomers and _is_away(status.memory_tags)
+        ]
+        if not occupied and not asleep:
+            return
+
+        def build_for(rank: int) -> Callable[..., StepMessage]:
+            if rank in newcomers:
+                return partial(lc.Reset, to="CREATED")
+            return partial(lc.WakeUp, tags=None) if rank in asleep else lc.GetSupportedTasks
+
+        with self.clock.phase("clear"):
+            self.channel.ask_each(build_for)
+            self.channel.refresh_links()
+
+    def _put_memory_back(self) -> None:
+        """Bring all ranks back to the tags of those that stayed."""
+        for operation, build in _way_back(self.memory or {}):
+            with self.clock.phase(operation):
+                self.channel.ask(build)
+
+    def _link(self, newcomers: Sequence[int]) -> None:
+        """Bring all ranks to the same rendezvous, by InitDevice or Relink."""
+        with self.clock.phase("link"):
+            rendezvous = self.channel.open_rendezvous()
+
+            def build_for(rank: int) -> Callable[..., StepMessage]:
+                if rank not in newcomers:
+                    return partial(
+                        lc.Relink, rendezvous=rendezvous[rank], warm_up_follows=bool(newcomers)
+                    )
+                return init_device(self.config, rendezvous[rank])
+
+            self.channel.ask_each(build_for)
+            self.channel.use_link(rendezvous)
+
+    def _load(self, newcomers: Sequence[int]) -> None:
+        """Load the new ranks alone; then warm all up, since they compute together."""
+        model, everyone = self.model, LoadChain(self.channel)
+        alone = LoadChain(self.channel, newcomers)
+        with self.clock.phase("load"):
+            alone.load_model(self.config)
+            alone.update_max_model_len(model.max_model_len)
+            alone.initialize_from_config(model.kv_cache)
+            alone.initialize_cache(model.num_blocks)
+        with self.clock.phase("warm_up"):
+            everyone.compile_or_warm_up_model()
+
+
+def _answers(client: WorkerClient) -> bool:
+    try:
+        client.hello(_ASK_S)
+    except (DeadlineExceeded, WorkerDied):
+        return False
+    return True
+
+
+def _is_away(tags: _Tags) -> bool:
+    """Return True if some memory is not mapped: steps, warm-up and graphs need all of it."""
+    return any(state in _AWAY for state in tags.values())
+
+
+def _common_tags(statuses: Sequence[lc.Status]) -> _Tags:
+    """Return the tags of all these ranks; nothing if they differ, or there are none. Ranks that
+    differ were not brought there by an operation that succeeded."""
+    tags = [status.memory_tags for status in statuses]
+    return tags[0] if tags and all(each == tags[0] for each in tags) else {}
+
+
+def _way_back(tags: _Tags) -> list[tuple[str, _Build]]:
+    """Return the operations, by name, that bring ranks from awake to these tags. A KV cache that
+    was asleep is discarded: it had no content."""
+    if tags.get("weights") == "asleep":
+        operations: list[tuple[str, _Build]] = [("sleep", partial(lc.Sleep, level=1))]
+        if tags["kv_cache"] not in _AWAY:
+            operations.append(("wake_up", partial(lc.WakeUp, tags=("kv_cache",))))
+        return operations
+    gone = tuple(tag for tag, state in tags.items() if state in _AWAY)
+    return [("discard", partial(lc.Discard, tags=gone))] if gone else []

@@ -1,0 +1,121 @@
+"""Upload of tensors that are too large for a message to a group's daemons, chunk by chunk, so that
+a driver can run steps in between."""
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import NamedTuple
+
+from rpc_schema import uploads as up
+from rpc_schema.base import HASH_BYTES
+from worker_client.errors import ClientError, config_error
+from worker_client.group.group_channel import GroupChannel
+from worker_client.inputs.host_tensor import HostTensor as HostTensor
+from worker_client.wire.worker_client import WorkerClient
+
+
+class _Planned(NamedTuple):
+    """A chunk that some ranks lack."""
+
+    tensor: HostTensor
+    offset: int
+    clients: Sequence[WorkerClient]
+
+    @property
+    def is_last(self) -> bool:
+        return self.offset + up.CHUNK_BYTES >= len(self.tensor.data)
+
+
+class UploadTask:
+    """Tensors being uploaded to some ranks of a group. Belongs to the group's thread. An abandoned
+    task leaves unfinished uploads, for `drop_uploads` or another try."""
+
+    def __init__(
+        self, channel: GroupChannel, tensors: Sequence[HostTensor], ranks: Sequence[int] | None
+    ) -> None:
+        """Ask the ranks (None: all) which tensors they have already. Raises as WorkerGroup.upload
+        does."""
+        self._channel = channel
+        self._epoch = attached_epoch(channel)
+        self.content_hashes = [tensor.content_hash for tensor in tensors]
+        """In the order of the tensors."""
+        wanted = {tensor.content_hash: tensor for tensor in tensors}
+        clients = chosen(channel, ranks)
+        found = [find(client, self._epoch, list(wanted)) for client in clients]
+        self._rest: deque[_Planned] = deque()
+        for name, tensor in wanted.items():
+            lacking = [client for client, has in zip(clients, found, strict=True) if not has[name]]
+            if lacking:
+                offsets = range(0, len(tensor.data), up.CHUNK_BYTES)
+                self._rest += [_Planned(tensor, offset, lacking) for offset in offsets]
+
+    def proceed(self) -> bool:
+        """Send one chunk to all ranks that lack it, and wait for their replies. Return False if
+        nothing was left to send. After an error the next call tries the same chunk again. Raises as
+        WorkerGroup.upload does."""
+        if not self._rest:
+            return False
+        self._channel.check_usable()
+        planned = self._rest[0]
+        are_complete = self._send(planned)
+        if planned.is_last and not all(are_complete):
+            raise ClientError("uploads were dropped while they were sent: upload them again")
+        self._rest.popleft()
+        return True
+
+    def finish(self) -> list[bytes]:
+        """Send all that is left; return content_hashes. Raises as WorkerGroup.upload does."""
+        while self.proceed():
+            pass
+        return self.content_hashes
+
+    def _send(self, planned: _Planned) -> list[bool]:
+        tensor, begin = planned.tensor, planned.offset
+        chunk = partial(
+            up.UploadChunk,
+            epoch=self._epoch,
+            content_hash=tensor.content_hash,
+            dtype=tensor.dtype,
+            shape=tensor.shape,
+            offset=begin,
+            data=bytes(tensor.data[begin : begin + up.CHUNK_BYTES]),
+        )
+        pending = [client.begin(chunk) for client in planned.clients]
+        return [call.result().is_complete for call in pending]
+
+
+def attached_epoch(channel: GroupChannel) -> int:
+    """Return the epoch that uploads belong to. Raises as GroupChannel.check_usable does."""
+    channel.check_usable()
+    return channel.epoch
+
+
+def chosen(channel: GroupChannel, ranks: Sequence[int] | None) -> list[WorkerClient]:
+    """Return the clients of some ranks (None: all). Raises ClientConfigError: there is none."""
+    clients = {client.rank: client for client in channel.daemons.present}
+    if ranks is None:
+        return list(clients.values())
+    if not ranks or not clients.keys() >= set(ranks):
+        fix = f"use some of {list(clients)}"
+        raise config_error("ranks", list(ranks), "the group has no such ranks", fix)
+    return [clients[rank] for rank in sorted(set(ranks))]
+
+
+def find(client: WorkerClient, epoch: int, content_hashes: Sequence[bytes]) -> dict[bytes, bool]:
+    """Return, by hash, True for tensors that a rank has completely."""
+    found: dict[bytes, bool] = {}
+    for part in named_parts(content_hashes):
+        reply = client.ask(partial(up.FindUploads, epoch=epoch, content_hashes=part))
+        found |= zip(part, reply.are_complete, strict=True)
+    return found
+
+
+def named_parts(content_hashes: Sequence[bytes]) -> Iterator[tuple[bytes, ...]]:
+    """Split hashes into parts of the size that a request may name. Raises ClientConfigError: one is
+    not a hash."""
+    for name in content_hashes:
+        if len(name) != HASH_BYTES:
+            fix = f"use the {HASH_BYTES} bytes that upload() has returned"
+            raise config_error("content_hashes", name, "it is not a content hash", fix)
+    for begin in range(0, len(content_hashes), up.MAX_NAMED_UPLOADS):
+        yield tuple(content_hashes[begin : begin + up.MAX_NAMED_UPLOADS])

@@ -1,0 +1,71 @@
+"""Completeness of a group's weights, and that all are of one model, from its daemons' states, as
+events for the failure state. The daemons themselves refuse steps on incomplete weights."""
+
+from collections.abc import Sequence
+from typing import Literal
+
+from rpc_schema.identity import DifferingRanks, first_difference
+from rpc_schema.lifecycle import Status
+from worker_client.errors import ContentMismatchError
+from worker_client.group.failure_state import Change, WeightsGone
+
+_FIX = "fix: finish a complete update, or reload_weights()"
+
+
+def given_up(cause: str) -> WeightsGone:
+    """Return the event of weights that are being replaced."""
+    return WeightsGone(f"{cause}; {_FIX}")
+
+
+def learned(statuses: Sequence[Status]) -> WeightsGone | Literal[Change.WEIGHTS_FILLED]:
+    """Return the event for the daemons' states."""
+    cause = _not_whole(statuses)
+    if not cause and (ranks := differing_ranks(statuses)) is not None:
+        cause = f"{_describe(ranks, statuses)}; {_FIX}"
+    return WeightsGone(cause) if cause else Change.WEIGHTS_FILLED
+
+
+def differing_ranks(statuses: Sequence[Status]) -> DifferingRanks | None:
+    """Return two ranks that hold different weights, or None."""
+    weights = (status.weights for status in statuses)
+    return first_difference([None if each is None else each.identity for each in weights])
+
+
+def check_same_weights(statuses: Sequence[Status], model: str) -> None:
+    """Raise ContentMismatchError if two ranks hold different weights. model: what they hold by
+    name."""
+    ranks = differing_ranks(statuses)
+    if ranks is not None:
+        raise ContentMismatchError(
+            _describe(ranks, statuses),
+            field="model.model",
+            value=model,
+            fix="give all hosts the same files, and write none while they are read; then load "
+            "again with reload=True (--reload)",
+        )
+
+
+def _describe(ranks: DifferingRanks, statuses: Sequence[Status]) -> str:
+    first, second = (f"rank {rank} ({_source(statuses[rank])})" for rank in ranks)
+    return f"{first} and {second} hold different weights"
+
+
+def _source(status: Status) -> str:
+    weights = status.weights
+    assert weights is not None and weights.identity is not None, "it differs from another"
+    if not weights.identity.stamps:
+        return f"{status.endpoint}: update {weights.num_updates}"
+    return f"{status.endpoint}: read from files, {weights.identity.content.hex()[:12]}"
+
+
+def _not_whole(statuses: Sequence[Status]) -> str:
+    for rank, status in enumerate(statuses):
+        weights = status.weights
+        if weights is not None and weights.state != "whole":
+            names = ", ".join(weights.missing[:4])
+            return (
+                f"the weights of rank {rank} are {weights.state} ({weights.cause or 'open'}): "
+                f"{weights.num_missing} of {weights.num_tensors} tensors are missing "
+                f"({names}...); {_FIX}"
+            )
+    return ""

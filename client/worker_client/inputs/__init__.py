@@ -1,0 +1,10 @@
+"""Texts, messages, JSON, tensors and files of callers, checked and turned into requests.
+
+request_fields.py   type and bounds of each field; request_checks.py, request_parser.py use them
+tokenizer.py        text to tokens and back, in other processes (tokenizer_process.py, job_pool.py)
+chat_template.py    messages to text, in other processes (template_process.py)
+text_stream.py      text of a request while its tokens come; stop_strings.py: where it ends
+prompt_embeds.py    prompts with embeddings; embeds_files.py, host_tensor.py
+grammar_options.py  structured output, as callers ask for it
+child_process.py    processes that are killed when their work takes too long
+"""

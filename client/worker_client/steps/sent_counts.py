@@ -1,0 +1,180 @@
+"""Mirrors the counts of the workers' rows, by slot: tokens computed and tokens known, so that a
+step can be checked before it is sent, and sent in full."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rpc_schema.pooling import MAX_POOLED_BYTES
+from worker_client.errors import InvalidSchedulerOutput
+from worker_client.parts.registry import NONE_POOLED, pools
+from worker_client.scheduler_output import NewRequest
+from worker_client.steps.step_checks import GroupLimits, output_bytes, read_counts, wrong_count
+
+Int32s = NDArray[np.int32]
+
+
+class ScheduledRows(NamedTuple):
+    """Scheduled rows, slots ascending, with their counts after the step."""
+
+    slots: Int32s
+    num_scheduled: Int32s
+    num_computed: Int32s
+    num_tokens: Int32s
+    samples: NDArray[np.bool_]
+    sampling_ids: Sequence[str]
+    """Ids of the requests whose rows sample, in the order of slots."""
+    pooled: Mapping[int, str]
+    """By slot, the ids of the requests whose pooled output the step computes."""
+
+
+class SentCounts:
+    """The counts of a SlotTable's rows, after the steps that were sent."""
+
+    def __init__(self, num_slots: int, limits: GroupLimits) -> None:
+        self._limits = limits
+        self.num_computed = np.zeros(num_slots, np.int32)
+        """For each slot, tokens whose steps were sent."""
+        self._num_tokens = np.zeros(num_slots, np.int32)
+        self._output_bytes = np.zeros(num_slots, np.int32)
+        """Bytes of each slot's output; 0 unless its request pools."""
+        self._admitted_at = np.zeros(num_slots, np.int64)
+        """For each slot, the seq of the step that admitted its request."""
+        self._refused: dict[int, int] = {}
+        """By slot, the number of refused tokens that the workers' counts still include."""
+
+    def can_decode(self, slots: Int32s) -> bool:
+        """Return True if each of these rows has exactly one token left to compute, and samples."""
+        if np.any(self.num_computed[slots] + 1 != self._num_tokens[slots]):
+            return False
+        return not self._output_bytes[slots].any()
+
+    def advance(self, slots: Int32s, num_tokens: int) -> None:
+        """Count tokens of rows that decode."""
+        self.num_computed[slots] += num_tokens
+        self._num_tokens[slots] += num_tokens
+
+    def check(
+        self,
+        counts: Mapping[str, int],
+        slots: Int32s,
+        new: Sequence[NewRequest],
+        slot_of_new: Mapping[str, int],
+    ) -> ScheduledRows:
+        """Check the scheduled tokens of requests; return their rows' counts after the step. Nothing
+        changes.
+
+        slots: of the requests, in the order of counts.
+
+        Raises:
+            InvalidSchedulerOutput: a count does not fit its row, or outputs are too large.
+        """
+        req_ids = list(counts)
+        num_scheduled = read_counts(counts)
+        num_computed, num_tokens = self.num_computed[slots], self._num_tokens[slots]
+        if new:
+            place = {req_id: index for index, req_id in enumerate(req_ids)}
+            begun = [request for request in new if request.req_id in place]
+            at = [place[request.req_id] for request in begun]
+            num_computed[at] = [request.num_computed_tokens for request in begun]
+            num_tokens[at] = [len(request.token_ids) for request in begun]
+        left = num_tokens - num_computed
+        for at in np.flatnonzero((num_scheduled < 1) | (num_scheduled > left))[:1].tolist():
+            fix = f"give 1 to {left[at]}: it has {left[at]} tokens left to compute"
+            raise wrong_count(req_ids[at], int(num_scheduled[at]), fix)
+        order = np.argsort(slots)
+        scheduled = num_scheduled[order].astype(np.int32)
+        num_computed, num_tokens = num_computed[order] + scheduled, num_tokens[order]
+        samples: NDArray[np.bool_] = num_computed == num_tokens
+        pooled = NONE_POOLED
+        if self._output_bytes.any() or any(r.extensions and pools(r.extensions) for r in new):
+            sizes = self._check_outputs(slots[order], new, slot_of_new, scheduled, samples)
+            ends = samples & (sizes > 0)
+            samples &= sizes == 0
+            names = [req_ids[at] for at in order[ends].tolist()]
+            pooled = dict(zip(slots[order][ends].tolist(), names, strict=True))
+        names = [req_ids[at] for at in order[samples].tolist()]
+        num_tokens[samples] += 1
+        return ScheduledRows(
+            slots[order], scheduled, num_computed, num_tokens, samples, names, pooled
+        )
+
+    def _check_outputs(
+        self,
+        slots: Int32s,
+        new: Sequence[NewRequest],
+        slot_of_new: Mapping[str, int],
+        scheduled: Int32s,
+        is_last: NDArray[np.bool_],
+    ) -> Int32s:
+        """Return the bytes of each row's output, 0 where its request samples; check those of the
+        rows whose last token the step computes."""
+        by_slot = self._output_bytes.copy()
+        for request in new:
+            by_slot[slot_of_new[request.req_id]] = output_bytes(request, self._limits)
+        sizes: Int32s = by_slot[slots]
+        support = self._limits.pooling
+        if support is not None and support.whole_prompts:
+            for at in np.flatnonzero((sizes > 0) & ~is_last)[:1].tolist():
+                name = next((r for r, s in slot_of_new.items() if s == slots[at]), "")
+                fix = "give it all its tokens: the model computes a prompt in one step"
+                raise wrong_count(name, int(scheduled[at]), fix)
+        total = int(sizes[is_last].sum(dtype=np.int64))
+        if total > MAX_POOLED_BYTES:
+            raise InvalidSchedulerOutput(
+                f"the outputs of the prompts that end take more than {MAX_POOLED_BYTES} bytes",
+                field="num_scheduled_tokens",
+                value=f"{total} bytes",
+                fix="let fewer of them end in a step",
+            )
+        return sizes
+
+    def admit(self, new: Sequence[NewRequest], slots: Sequence[int], seq: int) -> None:
+        """Begin requests in free slots: the step `seq` admits them."""
+        at = list(slots)
+        self.num_computed[at] = [request.num_computed_tokens for request in new]
+        self._num_tokens[at] = [len(request.token_ids) for request in new]
+        self._admitted_at[at] = seq
+        for request, slot in zip(new, at, strict=True):
+            if request.extensions and pools(request.extensions):
+                self._output_bytes[slot] = output_bytes(request, self._limits)
+
+    def apply(self, rows: ScheduledRows) -> None:
+        """Account for the checked rows of a step."""
+        self.num_computed[rows.slots] = rows.num_computed
+        self._num_tokens[rows.slots] = rows.num_tokens
+
+    def release(self, slots: Sequence[int]) -> None:
+        """End the requests in these slots."""
+        self._output_bytes[slots] = 0
+        for slot in slots if self._refused else ():
+            self._refused.pop(slot, None)
+
+    def count_refused(self, slot: int, seq: int, count: int) -> None:
+        """Record tokens of the step `seq` that its request did not gain after all, though the
+        workers' counts include them. A later step corrects the workers."""
+        if self._admitted_at[slot] <= seq:
+            self._refused[slot] = self._refused.get(slot, 0) + count
+
+    def corrections(self, ended: Sequence[int] = ()) -> bytes:
+        """Return the recorded refusals as pairs (slot, tokens) of int32, without those of slots
+        that end."""
+        if not self._refused:
+            return b""
+        pairs = [pair for pair in self._refused.items() if pair[0] not in ended]
+        return np.array(pairs, "<i4").tobytes()
+
+    def correct(self) -> None:
+        """Account for the recorded refusals: an encoded step carries them to the workers."""
+        if self._refused:
+            slots, by = list(self._refused), np.array(list(self._refused.values()), np.int32)
+            self.num_computed[slots] -= by
+            self._num_tokens[slots] -= by
+            self._refused.clear()
+
+    def columns(self, slots: Int32s) -> Iterable[Int32s]:
+        """Yield the columns of these rows that a step sent in full has."""
+        yield self.num_computed[slots]
+        yield self._num_tokens[slots]

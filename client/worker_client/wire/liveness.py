@@ -1,0 +1,274 @@
+"""Liveness of a group's daemons, judged by three signals that fail independently: the connection
+(transport), the process if it is on this host, and heartbeats that report progress. Owns the file
+descriptors of processes."""
+
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple, TypeAlias
+
+from rpc_schema.lifecycle import Heartbeat, Hung, Slow
+from worker_client.errors import WorkerDied
+from worker_client.wire.processes import Process, find_process, nobody_listens
+
+SUSPECT_AFTER_S = 0.95
+"""Silence after which a rank is suspect, nearly four heartbeats: a second is guaranteed, and
+noticing takes up to 50 ms more."""
+
+FENCE_AFTER_S = 5.0
+"""Silence after which the group gives up a rank whose connection is lost."""
+
+SILENCE_LIMIT_S = 9.9
+"""Silence after which a process with a live connection counts as dead, unless its phase has
+announced a longer one. Ten seconds are guaranteed."""
+
+BLIND_AFTER_S = 0.5
+"""After this long without reading events, the time does not count as silence: heartbeats may have
+been lost."""
+
+_FENCE_AFTER_CUT_S = FENCE_AFTER_S - 1.0
+"""Time since the end of a connection, which itself comes after about a second of silence."""
+
+MAX_EVENTS = 256
+
+Signal: TypeAlias = Literal["transport", "process", "progress"]
+EventKind: TypeAlias = Literal["suspect", "back", "dead", "hung", "slow"]
+Liveness: TypeAlias = Literal["alive", "suspect", "dead"]
+
+
+class LivenessEvent(NamedTuple):
+    """A change of a rank's liveness. `hung` and `slow` are the rank's own reports."""
+
+    kind: EventKind
+    rank: int
+    signal: Signal
+    detail: str
+    at: float
+    """Time of time.monotonic()."""
+
+
+OnEvent: TypeAlias = Callable[[LivenessEvent], None]
+
+
+@dataclass(slots=True)
+class _Watched:
+    """State of one daemon."""
+
+    address: str
+    """Address of the socket whose connection is watched."""
+    control: str
+    uid: bytes = b""
+    process: Process = field(default_factory=Process)
+    liveness: Liveness = "alive"
+    cut_since: float | None = None
+    """Time at which its connection was lost, if it was."""
+    cut_at: float | None = None
+    """Time at which its connection ended for the last time, even if there is another one now."""
+    heard_at: float | None = None
+    """Time of its last heartbeat; None before the first."""
+    allowed_s: float = SILENCE_LIMIT_S
+    """Silence that its last heartbeat allows from now on."""
+
+
+class Watch:
+    """Judges the daemons of a group. Belongs to one thread, which calls look() as often as it can,
+    and listened() each time that it has read their events."""
+
+    def __init__(
+        self,
+        addresses: Sequence[str],
+        controls: Sequence[str],
+        clock: Callable[[], float] = time.monotonic,
+        find: Callable[[str], Process] = find_process,
+    ) -> None:
+        """addresses: of the sockets whose connections are watched; controls: the endpoints to name
+        in errors; both in rank order. find: returns the process behind an address."""
+        self.on_event: OnEvent | None = None
+        self.events: deque[LivenessEvent] = deque(maxlen=MAX_EVENTS)
+        """The newest events."""
+        self.returned: set[int] = set()
+        """Ranks whose connection came back, until the owner removes them."""
+        self._clock = clock
+        self._find = find
+        self._ranks = [
+            _Watched(address, control) for address, control in zip(addresses, controls, strict=True)
+        ]
+        self._listened_at = clock()
+
+    def close(self) -> None:
+        """Close the descriptors."""
+        for entry in self._ranks:
+            entry.process.close()
+
+    @property
+    def liveness(self) -> list[Liveness]:
+        """Liveness of each rank."""
+        return [entry.liveness for entry in self._ranks]
+
+    def cut_at(self, rank: int) -> float | None:
+        """Return the time of time.monotonic at which its connection ended last; None: never."""
+        return self._ranks[rank].cut_at
+
+    def pid(self, rank: int) -> int:
+        """Return its process id on this host; 0 if unknown."""
+        return self._ranks[rank].process.pid
+
+    def expect(self, rank: int, address: str, control: str) -> None:
+        """Watch another daemon in this rank's place, without regard to the old one."""
+        self._ranks[rank].process.close()
+        self._ranks[rank] = _Watched(address, control)
+        self.returned.discard(rank)
+
+    def met(self, rank: int, uid: bytes) -> None:
+        """Record that the daemon of this rank has answered, and its uid."""
+        entry = self._ranks[rank]
+        if entry.uid != uid:
+            entry.process.close()
+            entry.process = self._find(entry.address)
+            entry.uid = uid
+            entry.heard_at = None
+
+    def disconnected(self, rank: int) -> None:
+        """Record the end of a rank's connection. Before it was met its ControlChannel handles
+        that."""
+        entry = self._ranks[rank]
+        if not entry.uid:
+            return
+        entry.cut_at = self._clock()
+        if entry.cut_since is None:
+            entry.cut_since = entry.cut_at
+        # On tcp the next attempt to connect shows it: a probe there is noticed and logged.
+        if not entry.address.startswith("tcp://") and nobody_listens(entry.address):
+            self._die(rank, "transport", "the connection ended" + entry.process.cause_of_end())
+        elif entry.liveness == "alive":
+            self._suspect(rank, "transport", "it does not answer, though it has not ended")
+
+    def refused(self, rank: int) -> None:
+        """Record that a new connection could not be made: no process listens any more, or the
+        network between us is down."""
+        entry = self._ranks[rank]
+        if entry.cut_since is not None and nobody_listens(entry.address):
+            self._die(rank, "transport", "the connection ended, and another was refused")
+
+    def connected(self, rank: int) -> None:
+        """Record that a rank has answered on a new connection."""
+        if self._ranks[rank].cut_since is not None:
+            self._ranks[rank].cut_since = None
+            self.returned.add(rank)
+        entry = self._ranks[rank]
+        if entry.uid and not entry.process.pid:
+            entry.process = self._find(entry.address)
+        self._come_back(rank)
+
+    def begin_steps(self) -> None:
+        """Withdraw announced silences: no operation is running any more."""
+        for entry in self._ranks:
+            entry.allowed_s = SILENCE_LIMIT_S
+
+    def heard(self, beat: Heartbeat, *, operating: bool) -> None:
+        """Record a heartbeat. operating: an operation is running, which may have announced a long
+        silence; heartbeats of an earlier one may arrive late."""
+        rank = self._rank_of(beat.worker_uid)
+        if rank is None:
+            return
+        entry = self._ranks[rank]
+        entry.heard_at = self._clock()
+        entry.allowed_s = SILENCE_LIMIT_S
+        if operating:
+            left_s = (beat.phase_limit_ms - beat.phase_ms) / 1000
+            entry.allowed_s = max(SILENCE_LIMIT_S, left_s)
+        self._come_back(rank)
+
+    def report(self, event: Hung | Slow) -> None:
+        """Record a daemon's report on itself."""
+        rank = self._rank_of(event.worker_uid)
+        if rank is None:
+            return
+        if isinstance(event, Hung):
+            detail = f"{event.phase} has lasted {event.phase_ms} ms; stacks: {event.stacks}"
+            self._tell("hung", rank, "progress", detail)
+        else:
+            detail = f"{event.phase} has lasted {event.phase_ms} ms, usually {event.usual_ms} ms"
+            self._tell("slow", rank, "progress", detail)
+
+    def listened(self) -> None:
+        """Judge silence, after all events that are here have been read: a heartbeat that waits to
+        be read does not count as silence."""
+        now = self._clock()
+        blind_s = now - self._listened_at
+        if blind_s > BLIND_AFTER_S:
+            for entry in self._ranks:
+                if entry.heard_at is not None:
+                    entry.heard_at = min(now, entry.heard_at + blind_s)
+        self._listened_at = now
+        for rank, entry in enumerate(self._ranks):
+            if entry.heard_at is not None and entry.cut_since is None and entry.liveness != "dead":
+                self._judge_silence(rank, entry, now - entry.heard_at)
+
+    def look(self) -> None:
+        """Check for exited processes and for connections that stay lost.
+
+        Raises:
+            WorkerDied: one of them is dead, now or since the last call; names the first.
+        """
+        now = self._clock()
+        for rank, entry in enumerate(self._ranks):
+            if entry.liveness != "dead":
+                self._judge(rank, entry, now)
+        for rank, entry in enumerate(self._ranks):
+            if entry.liveness == "dead":
+                raise self.death_of(rank)
+
+    def mark_dead(self, rank: int) -> None:
+        """Record that this rank is known to be dead, or is not to be waited for."""
+        if self._ranks[rank].liveness != "dead":
+            self._die(rank, "transport", "it was given up")
+
+    def death_of(self, rank: int) -> WorkerDied:
+        """Return the error for a dead rank."""
+        entry = self._ranks[rank]
+        last = next((e for e in reversed(self.events) if e.rank == rank and e.kind == "dead"), None)
+        if last is None:
+            return WorkerDied(rank, entry.control)
+        return WorkerDied(rank, entry.control, f"{last.detail} (signal: {last.signal})")
+
+    def _judge(self, rank: int, entry: _Watched, now: float) -> None:
+        if entry.process.has_ended():
+            ended = f"process {entry.process.pid} has ended"
+            self._die(rank, "process", ended + entry.process.cause_of_end())
+        elif entry.cut_since is not None and now - entry.cut_since >= _FENCE_AFTER_CUT_S:
+            self._die(rank, "transport", f"it has not answered for {FENCE_AFTER_S:g} s: fenced")
+
+    def _judge_silence(self, rank: int, entry: _Watched, silent_s: float) -> None:
+        if silent_s >= entry.allowed_s:
+            self._die(rank, "progress", f"it has reported no progress for {silent_s:.1f} s")
+        elif entry.allowed_s > SILENCE_LIMIT_S or entry.liveness != "alive":
+            return  # it has announced silence, or is suspect already
+        elif silent_s >= SUSPECT_AFTER_S:
+            self._suspect(rank, "progress", f"no heartbeat for {silent_s:.1f} s")
+
+    def _rank_of(self, uid: bytes) -> int | None:
+        return next((rank for rank, entry in enumerate(self._ranks) if entry.uid == uid), None)
+
+    def _suspect(self, rank: int, signal: Signal, detail: str) -> None:
+        self._ranks[rank].liveness = "suspect"
+        self._tell("suspect", rank, signal, detail)
+
+    def _come_back(self, rank: int) -> None:
+        entry = self._ranks[rank]
+        if entry.liveness != "suspect" or entry.cut_since is not None:
+            return
+        entry.liveness = "alive"
+        self._tell("back", rank, "transport", "it answers again")
+
+    def _die(self, rank: int, signal: Signal, detail: str) -> None:
+        if self._ranks[rank].liveness != "dead":
+            self._ranks[rank].liveness = "dead"
+            self._tell("dead", rank, signal, detail)
+
+    def _tell(self, kind: EventKind, rank: int, signal: Signal, detail: str) -> None:
+        event = LivenessEvent(kind, rank, signal, detail, self._clock())
+        self.events.append(event)
+        if self.on_event is not None:
+            self.on_event(event)
