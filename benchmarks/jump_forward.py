@@ -25,6 +25,7 @@ from rpc_schema.config import (
     WorkerConfig,
 )
 from worker_client.driver import Driver
+from worker_client.driver_parts.registry import DriverOptions
 from worker_client.inputs.grammar_options import read_structured_output
 from worker_client.launcher import LocalDaemons
 from worker_client.requests import GenerationRequest
@@ -92,8 +93,7 @@ def main() -> None:
                     driver = Driver(
                         group,
                         Scheduler(scheduler_limits(loaded, config)),
-                        grammars=grammars,
-                        keeps_prefixes=False,
+                        options=DriverOptions(grammars, keeps_prefixes=False),
                     )
                     for request in requests(count):
                         driver.add_request(request)

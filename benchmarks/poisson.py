@@ -39,7 +39,9 @@ from rpc_schema.config import (
     SchedulerConfig,
     WorkerConfig,
 )
-from worker_client.driver import Driver, GroupLike
+from worker_client.driver import Driver
+from worker_client.driver_parts.context import GroupLike
+from worker_client.driver_parts.registry import DriverOptions
 from worker_client.group.loading import LoadedGroup
 from worker_client.launcher import LocalDaemons
 from worker_client.requests import GenerationRequest
@@ -96,7 +98,9 @@ def serve(group: GroupLike, limits: SchedulerLimits, requests: Sequence[TimedReq
     """Serve requests as they arrive, until all have ended."""
     latencies = Latencies()
     clock = TokenClock(latencies)
-    driver = Driver(group, Scheduler(limits), clock.take, keeps_prefixes=False)
+    driver = Driver(
+        group, Scheduler(limits), clock.take, options=DriverOptions(keeps_prefixes=False)
+    )
     numbers = itertools.count()
     waiting = deque(requests)
     began = time.monotonic()

@@ -51,7 +51,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from benchmarks.poisson import JsonFigure, Latencies, TokenClock, figures, serve
 from benchmarks.workloads import TimedRequest
 from rpc_schema.config import ParallelConfig
-from worker_client.driver import Driver, GroupLike
+from worker_client.driver import Driver
+from worker_client.driver_parts.context import GroupLike
+from worker_client.driver_parts.registry import DriverOptions
 from worker_client.errors import ClientError
 from worker_client.launcher import LocalDaemons
 from worker_client.requests import GenerationRequest
@@ -371,7 +373,9 @@ def serve_closed(
     ignored."""
     latencies = Latencies()
     clock = TokenClock(latencies)
-    driver = Driver(group, Scheduler(limits), clock.take, keeps_prefixes=False)
+    driver = Driver(
+        group, Scheduler(limits), clock.take, options=DriverOptions(keeps_prefixes=False)
+    )
     waiting = deque(enumerate(requests))
     num_running = 0
     began = time.monotonic()

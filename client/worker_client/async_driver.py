@@ -289,7 +289,6 @@ class _DriverLoop:
 
     def _add(self, driver: Driver, command: _Add) -> None:
         try:
-            driver.check_uploads(command.request)
             driver.add_request(command.request)
         except Exception as error:  # it is this request's alone
             self._refused.append((command.stream, error))

@@ -18,6 +18,7 @@ from tests.support.structured import (
     schema_case,
 )
 from worker_client.driver import Driver
+from worker_client.driver_parts.registry import DriverOptions
 from worker_client.inputs.request_parser import RequestParser
 from worker_client.inputs.tokenizer import load_tokenizer
 from worker_client.scheduler import Scheduler
@@ -100,7 +101,7 @@ def serve_all(group, loaded, grammars, lines, **limits):
     texts = load_tokenizer(Path(group.get_status()[0].config.model.model))
     scheduler = Scheduler(scheduler_limits(group, loaded, **limits), texts)
     heard = Heard()
-    driver = Driver(group, scheduler, heard, grammars=grammars)
+    driver = Driver(group, scheduler, heard, options=DriverOptions(grammars))
     parser = RequestParser(texts.encode, seed=1, encode_word=texts.encode_word)
     for index, fields in enumerate(lines):
         driver.add_request(parser.from_fields(fields, index))

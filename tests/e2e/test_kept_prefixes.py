@@ -19,6 +19,7 @@ from tests.support.killed_driver import DriverNursery, Plan, begin
 from tests.support.serving import LONG_LEASE, greedy_request, worker_config
 from tests.support.waiting import wait_until
 from worker_client.driver import Driver
+from worker_client.driver_parts.registry import DriverOptions
 from worker_client.errors import ClientConfigError, FencedError, RemoteConfigError, WorkerDied
 from worker_client.launcher import LocalDaemons
 from worker_client.scheduler import Scheduler, scheduler_limits
@@ -104,7 +105,8 @@ def clear(plan):
 
 def generate(group, loaded, config, prompt, max_tokens, **options):
     """Generate with a driver of its own."""
-    driver = Driver(group, Scheduler(scheduler_limits(loaded, config)), **options)
+    scheduler = Scheduler(scheduler_limits(loaded, config))
+    driver = Driver(group, scheduler, options=DriverOptions(**options))
     driver.add_request(greedy_request("a", prompt.tolist(), max_tokens))
     (output,) = driver.run()
     return output

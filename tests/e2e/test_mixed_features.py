@@ -21,6 +21,7 @@ from tests.support.mixed_features import ROOM, Judge, Past, assert_same, make_ad
 from tests.support.serving import LONG_LEASE, connect, scheduler_limits, worker_config
 from tests.support.structured import EOS_TOKEN_ID, VOCAB_SIZE, make_tokenizer
 from worker_client.driver import Driver, give_up
+from worker_client.driver_parts.registry import DriverOptions
 from worker_client.scheduler import Scheduler
 from worker_client.structured.grammars import Grammars
 from worker_client.wire.worker_client import TensorList
@@ -98,7 +99,7 @@ def alone(serve, model, grammars, judge, mix):
     with serve(model.path, max_model_len=MAX_MODEL_LEN, **FEATURES) as (group, loaded):
         for request in mix.requests.values():
             scheduler = Scheduler(scheduler_limits(group, loaded))
-            driver = Driver(group, scheduler, grammars=grammars)
+            driver = Driver(group, scheduler, options=DriverOptions(grammars))
             driver.add_request(adapted(group, request))
             outputs |= by_id(driver.run())
     return outputs

@@ -37,8 +37,9 @@ from tests.support.serving import (
     scheduler_limits,
     worker_config,
 )
-from worker_client.driver import EMBEDS_LOST, Driver
-from worker_client.errors import StepFailed
+from worker_client.driver import Driver
+from worker_client.driver_parts.request_uploads import EMBEDS_LOST
+from worker_client.errors import RequestError, StepFailed
 from worker_client.inputs.prompt_embeds import host_tensor
 from worker_client.scheduler import Scheduler
 from worker_client.worker_group import WorkerGroup
@@ -226,12 +227,15 @@ def test_missing_upload_fails_the_step_and_says_so(serve, checkpoint):
         ranges=(EmbeddedRange(start=1, length=3),),
     )
     with serve(model.path, **SIZES) as (group, loaded):
-        driver = Driver(group, Scheduler(scheduler_limits(group, loaded)))
-        driver.add_request(greedy_request("lacks", [1, 0, 0, 0], 4, features=(lacking,)))
+        scheduler = Scheduler(scheduler_limits(group, loaded))
+        lacks = greedy_request("lacks", [1, 0, 0, 0], 4, features=(lacking,))
+        with pytest.raises(RequestError, match="the daemons have no such upload"):
+            Driver(group, scheduler).add_request(lacks)
+        assert not scheduler.has_unfinished_requests()
+        scheduler.add_request(lacks)
+        failed = group.execute_model(scheduler.schedule())
         with pytest.raises(StepFailed, match=r"request lacks needs an upload of float32 \[3, 64\]"):
-            list(driver.run())
-        driver.abort_request("lacks")
-        list(driver.run())
+            failed.result()
         cases = clear_cases(model, 7, 2, MAX_TOKENS, LONGEST)
         assert generate(group, loaded, cases.requests).tokens == cases.expected
 
@@ -302,7 +306,7 @@ def test_adopted_request_without_its_upload_ends_alone(daemons, checkpoint):
             group.drop_uploads([tensors[name].content_hash for name in ("e0", "e1")])
             scheduler = Scheduler(scheduler_limits(group, loaded))
             driver = Driver(group, scheduler)
-            kept, lost = driver.claim_uploads(adopted, [tensors["e1"]])
+            kept, lost = driver.claim(adopted, [tensors["e1"]])
             assert [(output.req_id, output.error) for output in lost] == [("e0", EMBEDS_LOST)]
             assert not scheduler.adopt_requests(kept)
             assert {output.req_id: output.token_ids for output in driver.run()} == {

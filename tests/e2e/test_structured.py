@@ -32,6 +32,7 @@ from tests.support.structured import (
     schema_case,
 )
 from worker_client.driver import Driver
+from worker_client.driver_parts.registry import DriverOptions
 from worker_client.inputs.request_parser import RequestParser
 from worker_client.scheduler import Scheduler
 from worker_client.structured.grammars import GrammarLimits, Grammars
@@ -87,7 +88,7 @@ def requests_of(lines):
 def serve_all(group, loaded, grammars, lines, **limits):
     """Outputs by id, and the driver."""
     scheduler = Scheduler(scheduler_limits(group, loaded, **limits))
-    driver = Driver(group, scheduler, grammars=grammars)
+    driver = Driver(group, scheduler, options=DriverOptions(grammars))
     for request in requests_of(lines):
         driver.add_request(request)
     return {output.req_id: output for output in driver.run()}, driver
@@ -255,7 +256,7 @@ def test_requests_go_on_beside_slow_grammars(serve, checkpoint):
     ):
         gaps = Gaps({fields["id"] for fields in healthy})
         scheduler = Scheduler(scheduler_limits(group, loaded))
-        driver = Driver(group, scheduler, gaps, grammars=grammars)
+        driver = Driver(group, scheduler, gaps, options=DriverOptions(grammars))
         lines = [*healthy, *(line(rng, f"s{i}", options) for i, options in enumerate(slow))]
         for request in requests_of(lines):
             driver.add_request(request)

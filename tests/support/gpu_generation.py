@@ -25,6 +25,7 @@ from rpc_schema.config import (
 )
 from tests.support.serving import SHARED_GPU
 from worker_client.driver import Driver
+from worker_client.driver_parts.registry import DriverOptions
 from worker_client.group.loading import LoadedGroup
 from worker_client.launcher import LocalDaemons
 from worker_client.requests import GenerationRequest
@@ -145,7 +146,7 @@ def generate(
         pipeline_parallel_size=group.parallel.pipeline_parallel_size,
         eos_token_ids=model.metadata.eos_token_ids,
     )
-    driver = Driver(group, Scheduler(limits), grammars=grammars, keeps_prefixes=False)
+    driver = Driver(group, Scheduler(limits), options=DriverOptions(grammars, keeps_prefixes=False))
     for request in requests:
         driver.add_request(request)
     return {output.req_id: output for output in driver.run()}

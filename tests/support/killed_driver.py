@@ -21,6 +21,7 @@ from tests.support.doomed_driver import NUM_GPU_BLOCKS, Death, Executioner
 from tests.support.mock_schedulers import RandomScheduler
 from tests.support.waiting import PATIENCE_S
 from worker_client.driver import Driver, Recover, give_up
+from worker_client.driver_parts.registry import DriverOptions
 from worker_client.group.adoption import AdoptedRequest
 from worker_client.group.loading import LoadedGroup
 from worker_client.inputs.request_parser import RequestParser
@@ -89,8 +90,10 @@ def begin(
     itself."""
     scheduler = make_scheduler(plan, loaded)
     adopted = group.adopt_requests() if plan.adopt else []
-    driver = Driver(group, scheduler, recover=recover, grammars=grammars_of(plan, loaded))
-    kept, lost = driver.claim_uploads(adopted)
+    driver = Driver(
+        group, scheduler, recover=recover, options=DriverOptions(grammars_of(plan, loaded))
+    )
+    kept, lost = driver.claim(adopted)
     done = [*lost, *scheduler.adopt_requests(kept)] if adopted else []
     known = {request.req_id for request in adopted}
     directory = None if plan.directory is None else Path(plan.directory)

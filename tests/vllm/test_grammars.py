@@ -17,6 +17,7 @@ from tests.support.structured import (
 )
 from tests.vllm.models import write_tokenizer
 from worker_client.driver import Driver
+from worker_client.driver_parts.registry import DriverOptions
 from worker_client.inputs.request_parser import RequestParser
 from worker_client.scheduler import Scheduler
 from worker_client.structured.grammars import GrammarLimits, Grammars
@@ -119,7 +120,8 @@ def test_tokens_are_those_of_our_driver(serve, ours, model, pp, num_blocks):
     lines = lines_of(cases, rng)
     grammars = Grammars(model.path, VOCAB_SIZE, [EOS_TOKEN_ID], GrammarLimits(max_jump=0))
     with ours(model.path, pp, **SIZES) as (group, loaded):
-        driver = Driver(group, Scheduler(scheduler_limits(group, loaded)), grammars=grammars)
+        scheduler = Scheduler(scheduler_limits(group, loaded))
+        driver = Driver(group, scheduler, options=DriverOptions(grammars))
         parser = RequestParser(None, seed=1)
         for index, line in enumerate(lines):
             driver.add_request(parser.from_fields(line, index))

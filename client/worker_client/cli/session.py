@@ -19,6 +19,7 @@ from worker_client.cli.input_adapters import with_adapters
 from worker_client.cli.input_request import InputRequest as InputRequest
 from worker_client.cli.options import Device, RunOptions
 from worker_client.driver import Driver, Recover, give_up
+from worker_client.driver_parts.registry import DriverOptions
 from worker_client.errors import (
     ClientError,
     IllegalStateError,
@@ -83,7 +84,7 @@ class Session:
         keeps_prefixes: bool = True,
     ) -> Served:
         """Generate for all requests that can be served, including adopted ones. on_outcome is
-        called for each as it ends; keeps_prefixes: see Driver."""
+        called for each as it ends; keeps_prefixes: see DriverOptions."""
         with contextlib.ExitStack() as stack:
             grammars = self._grammars(inputs, adopted)
             if grammars is not None:
@@ -107,13 +108,12 @@ class Session:
             scheduler,
             max_history=None,
             recover=self.recover,
-            grammars=grammars,
-            keeps_prefixes=keeps_prefixes,
+            options=DriverOptions(grammars, keeps_prefixes),
         )
         inputs = with_adapters(self.group, self.options.config.lora, inputs)
         start = time.monotonic()
         embeds = [entry.request.prompt_embeds for entry in inputs if entry.request is not None]
-        kept, lost = driver.claim_uploads(
+        kept, lost = driver.claim(
             adopted, [tensor for tensor in embeds if isinstance(tensor, HostTensor)]
         )
         ended = [*lost, *scheduler.adopt_requests(kept)]

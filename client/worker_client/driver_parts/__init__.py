@@ -1,2 +1,12 @@
-"""Optional features of a driver: uploads of requests (request_uploads.py) and prefixes that outlive
-their driver (kept_prefixes.py)."""
+"""Optional features of a driver. In reading order:
+
+interface.py         DriverPart: the calls of a driver to its features
+context.py           the driver as they see it
+registry.py          the list of the features, and their options
+live_requests.py     the requests of a driver, from add_request to their outputs
+driver_parts.py      the features of one driver, asked in their order
+request_uploads.py   uploads of requests
+kept_prefixes.py     cached prefixes that outlive their driver
+
+Those of structured output are in structured/driver_parts.py.
+"""

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from typing import Any, Final, NamedTuple, Protocol, runtime_checkable
 
 from rpc_schema.errors import WireError
+from worker_client.driver_parts.context import DriverContext
+from worker_client.driver_parts.interface import DriverPart, StepInFlight
 from worker_client.errors import ClientError
 from worker_client.steps.cached_blocks import CachedBlocks
 
@@ -120,3 +122,28 @@ class KeptPrefixes:
         news = waiting.news
         if group.note_cached_blocks(tag, news.cached, waiting.after, distrusted=news.distrusted):
             self._waiting = None
+
+
+class KeptPrefixesPart(DriverPart):
+    """Begins a driver with the cached prefixes of earlier ones, and notes its own."""
+
+    def __init__(self, context: DriverContext) -> None:
+        self._context = context
+        self._prefixes = KeptPrefixes(context.group, context.scheduler)
+        self._prefixes.restore()
+
+    def settled(self, flight: StepInFlight) -> None:
+        """Note what is cached, now and then and once all is done."""
+        steps = self._context.steps
+        if steps.num_sent < self._prefixes.due and steps.in_flight:
+            return
+        if steps.unsent is not None or steps.has_failed:
+            return  # the scheduler counts the unsent step as sent, and a failed one too
+        has_more = self._context.scheduler.has_unfinished_requests()
+        if steps.num_sent < self._prefixes.due and has_more:
+            return
+        newest = (steps.in_flight[-1] if steps.in_flight else flight).future
+        self._prefixes.proceed(steps.num_sent, steps.num_done, newest)
+
+    def steps_failed(self) -> None:
+        self._prefixes.forget()

@@ -6,17 +6,26 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import NamedTuple, Protocol
 
+from rpc_schema.extensions import extension_of
+from rpc_schema.prompt_embeds import PromptEmbeds
+from worker_client.driver_parts.context import DriverContext
+from worker_client.driver_parts.interface import DriverPart, StepInFlight
 from worker_client.errors import (
     DeadlineExceeded,
     RemoteCapacityError,
     RemoteConfigError,
     RemoteError,
+    RequestError,
     WorkerDied,
 )
+from worker_client.group.adoption import AdoptedRequest
 from worker_client.inputs.host_tensor import HostTensor
+from worker_client.requests import GenerationRequest, failed_request
+from worker_client.scheduler import HoldingScheduler
 
 CHUNKS_AT_ONCE = 4
 """Chunks of half a MiB that are sent between two steps."""
+EMBEDS_LOST = "the daemons have lost the embeddings of its prompt; fix: send the request again"
 
 
 class UploadingLike(Protocol):
@@ -193,3 +202,102 @@ class RequestUploads:
     def _others_end(self) -> bool:
         """Return True if room will become free, because other uploads are there that will end."""
         return bool(self._present or self.to_drop)
+
+
+class UploadsPart(DriverPart):
+    """Uploads what a driver's requests need, while they wait in the scheduler."""
+
+    def __init__(self, context: DriverContext) -> None:
+        self._context = context
+        self._uploads = RequestUploads(context.group)
+        self._must_restart = False
+        """The ranks have lost all uploads."""
+
+    def check(self, request: GenerationRequest) -> None:
+        tensor = request.prompt_embeds
+        if tensor is not None and not isinstance(self._context.scheduler, HoldingScheduler):
+            raise RequestError(
+                "the scheduler cannot hold a request until its embeddings are uploaded",
+                field="prompt_embeds",
+                value=list(tensor.shape),
+                fix="add hold_request and release_request (HoldingScheduler), or upload them and "
+                "give PromptEmbeds in features",
+            )
+        named = [name for each in request.features for name in each.uploads]
+        if named:
+            self._check_present(named)
+
+    def _check_present(self, named: Sequence[bytes]) -> None:
+        """Steps with a missing upload would fail, and with them those of all requests."""
+        group: UploadingGroup = self._context.group
+        found = group.find_uploads(named, group.first_stage_ranks)
+        for name, is_there in zip(named, found, strict=True):
+            if not is_there:
+                raise RequestError(
+                    "the daemons have no such upload",
+                    field="features",
+                    value=name.hex(),
+                    fix="upload it first (WorkerGroup.upload), and keep it until the request ends",
+                )
+
+    def queued(self, request: GenerationRequest) -> None:
+        """Hold a request until its tensor is uploaded."""
+        tensor, scheduler = request.prompt_embeds, self._context.scheduler
+        if isinstance(tensor, HostTensor) and isinstance(scheduler, HoldingScheduler):
+            scheduler.hold_request(request.id)
+            self._uploads.add(request.id, tensor)
+
+    def ended(self, req_id: str) -> None:
+        self._uploads.end(req_id, self._context.steps.num_sent)
+
+    def adopt(
+        self, requests: Sequence[AdoptedRequest], tensors: Iterable[HostTensor]
+    ) -> Mapping[str, str]:
+        needs = {
+            request.req_id: embeds.content_hash
+            for request in requests
+            if (embeds := extension_of(request.extensions, PromptEmbeds)) is not None
+        }
+        lost = self._uploads.claim(needs, tensors) if needs else set()
+        return dict.fromkeys(sorted(lost), EMBEDS_LOST)
+
+    def attend(self) -> None:
+        if self._uploads.to_drop:
+            self._uploads.drop_unused(self._context.steps.num_done)
+
+    def settled(self, flight: StepInFlight) -> None:
+        self.attend()
+
+    def prepare(self) -> None:
+        """Send again what requests need. They have lost their rows too."""
+        while self._must_restart:
+            try:
+                lost = self._uploads.restart()
+            except WorkerDied as died:
+                self._context.replace(died)
+                continue
+            self._must_restart = False
+            for req_id in lost:
+                self._context.requests.stop(failed_request(req_id, EMBEDS_LOST))
+
+    def group_replaced(self) -> None:
+        self._must_restart = True
+
+    def work_in_flight(self) -> bool:
+        """Send some chunks for held requests."""
+        if not self._uploads.can_proceed:
+            return False
+        try:
+            progress = self._uploads.proceed()
+        except WorkerDied as died:
+            self._context.replace(died)
+            return True
+        for req_id, reason in progress.refused:
+            self._context.requests.stop(failed_request(req_id, reason))
+        for req_id in progress.ready:
+            assert isinstance(self._context.scheduler, HoldingScheduler), "it held the request"
+            self._context.scheduler.release_request(req_id)
+        return True
+
+    def wait(self) -> bool:
+        return self._uploads.can_proceed

@@ -24,6 +24,7 @@ from tests.unit.client.test_driver import (
 )
 from tests.unit.client.test_scheduler import expected, make_limits, random_requests
 from worker_client.driver import MAX_CONSECUTIVE_FAILURES, Driver
+from worker_client.driver_parts.registry import DriverOptions
 from worker_client.errors import InvalidSchedulerOutput, RequestError, StepFailed
 from worker_client.requests import sample_id
 from worker_client.scheduler import Scheduler, failed_request
@@ -154,7 +155,7 @@ def driver_of(fakes, connect, grammars, kind=Scheduler, pp=1, num_blocks=None):
     group.attach()
     model = group.prepare(worker_config(pp, max_model_len=128), num_gpu_blocks=num_blocks)
     limits = make_limits(num_blocks=model.num_blocks, pipeline_parallel_size=pp)
-    return daemons, Driver(group, kind(limits), grammars=grammars)
+    return daemons, Driver(group, kind(limits), options=DriverOptions(grammars=grammars))
 
 
 def run_on(driver):
@@ -455,11 +456,11 @@ class LastWords(EndlessScheduler):
 def test_what_ends_before_a_failure_that_is_given_up_is_returned_first():
     """A step has sampled, and the sampling that it deferred fails."""
     group = ScriptedGroup(["fails"] * (MAX_CONSECUTIVE_FAILURES - 1) + ["works"])
-    driver = Driver(group, LastWords(), grammars=HandGrammars())
+    driver = Driver(group, LastWords(), options=DriverOptions(grammars=HandGrammars()))
     for _ in range(MAX_CONSECUTIVE_FAILURES - 1):
         assert driver.step() == []
     driver._fill()
-    driver._in_flight[0].later.append(ScriptedFuture("fails"))
+    driver._steps.in_flight[0].later.append(ScriptedFuture("fails"))
     run = driver.run()
     assert next(run) is LastWords.output
     with pytest.raises(StepFailed, match="scripted"):

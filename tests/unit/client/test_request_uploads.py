@@ -7,8 +7,13 @@ import numpy as np
 import pytest
 
 from rpc_schema.errors import ControlErrorReply, ErrorCode
-from worker_client.driver import EMBEDS_LOST, Driver
-from worker_client.driver_parts.request_uploads import CHUNKS_AT_ONCE, RequestUploads
+from worker_client.driver import Driver
+from worker_client.driver_parts.request_uploads import (
+    CHUNKS_AT_ONCE,
+    EMBEDS_LOST,
+    RequestUploads,
+    UploadsPart,
+)
 from worker_client.errors import RequestError, WorkerDied, remote_error
 from worker_client.inputs.host_tensor import HostTensor
 from worker_client.requests import GenerationRequest
@@ -112,6 +117,16 @@ def admitted(ranks):
     return [new.req_id for output in ranks.steps for new in output.scheduled_new_reqs]
 
 
+def uploads_part(driver):
+    (part,) = [part for part in driver._parts._all if isinstance(part, UploadsPart)]
+    return part
+
+
+def uploads_of(driver):
+    """The uploads of a driver's requests."""
+    return uploads_part(driver)._uploads
+
+
 def test_held_requests_wait_for_their_chunks_and_others_do_not():
     ranks = Ranks()
     uploads = RequestUploads(ranks)
@@ -138,7 +153,7 @@ def test_driver_admits_others_while_it_uploads():
     ranks = Ranks()
     driver = Driver(ranks, Scheduler(LIMITS))
     embeds = tensor(40)
-    driver._uploads.add("elsewhere", tensor(50 * CHUNK_ROWS, 1))  # goes first
+    uploads_of(driver).add("elsewhere", tensor(50 * CHUNK_ROWS, 1))  # goes first
     driver.add_request(request("embedded", embeds))
     driver.add_request(request("plain"))
     outputs = [output.req_id for output in driver.run()]
@@ -191,19 +206,19 @@ def test_replaced_ranks_get_again_what_is_here_and_the_rest_ends():
     def recover(died):
         ranks.there.clear()
 
-    uploads_of = {"mine": tensor(8, 1), "adopted": tensor(9, 2)}
+    tensors = {"mine": tensor(8, 1), "adopted": tensor(9, 2)}
     driver = Driver(ranks, Scheduler(LIMITS), recover=recover)
-    driver.add_request(request("mine", uploads_of["mine"], max_tokens=30))
+    driver.add_request(request("mine", tensors["mine"], max_tokens=30))
     driver.step()
     driver.step()
-    ranks.there[uploads_of["adopted"].content_hash] = 1
-    claims = {"adopted": uploads_of["adopted"].content_hash, "gone": bytes(32)}
-    assert driver._uploads.claim(claims, []) == {"gone"}
-    assert uploads_of["mine"].content_hash in ranks.there
+    ranks.there[tensors["adopted"].content_hash] = 1
+    claims = {"adopted": tensors["adopted"].content_hash, "gone": bytes(32)}
+    assert uploads_of(driver).claim(claims, []) == {"gone"}
+    assert tensors["mine"].content_hash in ranks.there
     ranks.there.clear()
-    assert driver._uploads.restart() == {"adopted"}
-    assert ranks.there.keys() == {uploads_of["mine"].content_hash}
-    driver._must_restart_uploads = True
+    assert uploads_of(driver).restart() == {"adopted"}
+    assert ranks.there.keys() == {tensors["mine"].content_hash}
+    uploads_part(driver).group_replaced()
     ended = driver.step()
     assert [(output.req_id, output.error) for output in ended] == [("adopted", EMBEDS_LOST)]
 

@@ -21,7 +21,7 @@ from rpc_schema.sampling import (
 from rpc_schema.structured import StructuredOutput
 from rpc_schema.token_rules import AllowedTokens, BadWords, LogitBias, Penalties
 from tests.support.fuzz_requests import Listed, Number, Raising, odd_request
-from tests.unit.client.test_request_uploads import Ranks
+from tests.unit.client.test_request_uploads import Ranks, uploads_of
 from worker_client.driver import Driver
 from worker_client.errors import RequestError
 from worker_client.group.group_adapters import GroupAdapters
@@ -125,7 +125,7 @@ def request(**fields):
 
 def state(driver):
     """Everything that a request changes."""
-    queues, uploads = driver.scheduler._queues, driver._uploads
+    queues, uploads = driver.scheduler._queues, uploads_of(driver)
     return (
         *(dict(queues.unfinished), list(queues.waiting), dict(queues._behind), dict(queues._held)),
         *(driver.scheduler.num_free_blocks, driver.scheduler.has_unfinished_requests()),

@@ -1,0 +1,170 @@
+"""The requests of a driver, from add_request to their outputs."""
+
+from collections.abc import Iterable
+from contextlib import suppress
+from typing import Final
+
+from rpc_schema.extensions import RequestExtension
+from worker_client.driver_parts.driver_parts import DriverParts
+from worker_client.driver_parts.interface import DriverPart
+from worker_client.errors import RequestError
+from worker_client.inputs.request_checks import refusal, validated
+from worker_client.requests import (
+    MAX_SAMPLES,
+    GenerationRequest,
+    RequestOutput,
+    failed_request,
+    forked,
+    hashed,
+    sample_id,
+    seeded,
+)
+from worker_client.scheduler import Scheduler, SchedulerInterface
+from worker_client.tracing.run_times import RunTimes
+
+_NO_FEATURES: Final[tuple[RequestExtension, ...]] = ()
+
+
+class LiveRequests:
+    """Owned by a driver; its features end and queue requests here."""
+
+    def __init__(self, scheduler: SchedulerInterface, times: RunTimes) -> None:
+        self._scheduler = scheduler
+        self._times = times
+        self._parts = DriverParts(())
+        self._ended: list[RequestOutput] = []
+        """Requests that have ended, and were not returned yet."""
+        self._scheduler_checks = (
+            isinstance(scheduler, Scheduler)
+            and type(scheduler).add_request is Scheduler.add_request
+        )
+        """The scheduler checks requests whole: simple ones need no second check."""
+
+    def serve_with(self, parts: DriverParts) -> None:
+        """Take the features, which are made after this object, before the first request."""
+        self._parts = parts
+
+    @property
+    def has_ended(self) -> bool:
+        """True if take_ended has outputs."""
+        return bool(self._ended)
+
+    def add(self, request: GenerationRequest) -> None:
+        """Queue a request, all of its samples or none. Raises RequestError as Driver.add_request
+        does."""
+        try:
+            if not (self._scheduler_checks and self._is_simple(request)):
+                request = hashed(seeded(validated(request)))
+            self._parts.check(request)
+            self._add_samples((request,) if request.n == 1 else forked(request))
+        except RequestError:
+            raise
+        except Exception as error:  # of a scheduler or a feature of any kind
+            raise refusal(error) from error
+
+    def abort(self, req_id: str) -> None:
+        """End a request early: all of its samples, or a single one. Unknown ids are ignored."""
+        samples = [sample_id(req_id, index) for index in range(MAX_SAMPLES)]
+        for name in (req_id, *(sample for sample in samples if self._times.has(sample))):
+            self._abort(name)
+
+    def queue(self, request: GenerationRequest, after: DriverPart | None = None) -> None:
+        """Give the scheduler a request, unless a feature keeps it. after: the feature that has kept
+        it. Raises what the scheduler raises; then nothing of the request is left."""
+        if not self._parts.begin(request, after):
+            return
+        self._give(request)
+        try:
+            self._parts.queued(request)
+        except Exception:
+            self._take_back(request.id)
+            raise
+
+    def offer(self, request: GenerationRequest) -> None:
+        """Let the scheduler check a request that it gets later. Raises what it raises."""
+        self._give(request)
+        self._scheduler.abort_request(request.id)
+
+    def queue_or_fail(self, request: GenerationRequest, after: DriverPart) -> None:
+        """Queue a request that a feature has kept; it ends if the scheduler refuses it."""
+        try:
+            self.queue(request, after)
+        except Exception as error:  # as in add
+            known = error if isinstance(error, RequestError) else refusal(error)
+            self.fail(request, known.reason)
+
+    def fail(self, request: GenerationRequest, reason: str) -> None:
+        """End a request that the scheduler does not have, with an error."""
+        num_prompt_tokens = len(request.prompt_token_ids)
+        self.end([failed_request(request.id, reason, num_prompt_tokens=num_prompt_tokens)])
+
+    def stop(self, output: RequestOutput) -> None:
+        """End a request that the scheduler has."""
+        self._scheduler.abort_request(output.req_id)
+        self.end([output])
+
+    def end(self, outputs: Iterable[RequestOutput]) -> None:
+        """Note requests that have ended; the scheduler has them no more."""
+        for output in outputs:
+            self._parts.ended(output.req_id)
+            self._times.finished(output.req_id)
+            self._ended.append(output)
+
+    def take_ended(self) -> list[RequestOutput]:
+        """Return the requests that have ended since the last call."""
+        ended, self._ended = self._ended, []
+        return ended
+
+    def _is_simple(self, request: GenerationRequest) -> bool:
+        """Return True for a new request of one sample without grammar, embeddings and extensions.
+        Its fields may have any type."""
+        return (
+            type(request) is GenerationRequest
+            and type(request.id) is str
+            and not self._times.has(request.id)
+            and type(request.n) is int
+            and request.n == 1
+            and request.structured_outputs is None
+            and request.prompt_embeds is None
+            and request.features is _NO_FEATURES
+        )
+
+    def _add_samples(self, samples: Iterable[GenerationRequest]) -> None:
+        samples = tuple(samples)
+        for sample in samples:
+            if self._times.has(sample.id):
+                fix = "choose another"
+                raise RequestError("the id is in use", field="id", value=sample.id, fix=fix)
+        added: list[str] = []
+        try:
+            for sample in samples:
+                self.queue(sample)
+                self._times.added(sample.id)
+                added.append(sample.id)
+        except Exception:
+            for req_id in added:
+                self._take_back(req_id)
+            raise
+
+    def _give(self, request: GenerationRequest) -> None:
+        """Give the scheduler a request. Raises what it raises; then it has none of it."""
+        try:
+            self._scheduler.add_request(request)
+        except RequestError:  # it has changed nothing, and may have another request of this id
+            raise
+        except Exception:
+            with suppress(Exception):
+                self._scheduler.abort_request(request.id)
+            raise
+
+    def _take_back(self, req_id: str) -> None:
+        """Abort a request after a failure, whose error counts rather than one of this."""
+        with suppress(Exception):
+            self._abort(req_id)
+
+    def _abort(self, req_id: str) -> None:
+        try:
+            self._scheduler.abort_request(req_id)
+        finally:
+            self._parts.ended(req_id)
+            self._times.forget(req_id)
