@@ -110,7 +110,7 @@ def prepare(group: WorkerGroup, options: argparse.Namespace, shape: str) -> Load
     loaded = group.prepare(configuration(options.model, shape, "dummy"), num_gpu_blocks=blocks)
     if options.page_cache is None:
         return loaded
-    group.save_sharded_state(shape)
+    group.weights.save_sharded_state(shape)
     saved = configuration(options.page_cache / shape, shape, "sharded_state")
     return group.prepare(saved, num_gpu_blocks=blocks, reload=True)
 
@@ -241,7 +241,7 @@ def abort_inside_cuda(
             print("  it did not wait inside CUDA: the figure is meaningless")
         os.kill(daemons.pids[1], signal.SIGCONT)
 
-    group.on_liveness(abort)
+    group.watch.on_event = abort
     load = Load(group, loaded, lambda: os.kill(daemons.pids[1], signal.SIGSTOP), _give_up)
     with suppress(StepFailed, WorkerDied):
         load.run()
@@ -257,7 +257,7 @@ def measure(options: argparse.Namespace) -> Iterator[Figure]:
     for shape in options.shapes:
         parallel = configuration(options.model, shape, "dummy").parallel
         with start(options) as daemons, WorkerGroup(daemons.endpoints, parallel) as group:
-            group.on_liveness(lambda event: print(f"  {event.kind}: rank {event.rank}"))
+            group.watch.on_event = lambda event: print(f"  {event.kind}: rank {event.rank}")
             loaded = prepare(group, options, shape)
             for _ in range(options.rounds):
                 yield from kill_and_replace(daemons, group, loaded, shape, options.rank)

@@ -18,8 +18,8 @@ os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 from vllm import LLM, SamplingParams
 from vllm.v1.engine.core import EngineCore
 
+from worker_client.group.waiting import Waiter
 from worker_client.vllm.hooks.executor import WorkerDaemonExecutor
-from worker_client.worker_group import WorkerGroup
 
 PROMPT_TOKENS = 32
 OURS = ("execute_model", "sample_tokens", "_take")
@@ -53,7 +53,7 @@ class Steps:
     """Times of vLLM's steps, by part."""
 
     def __init__(self) -> None:
-        self._waits = Clock(WorkerGroup, "wait_for")
+        self._waits = Clock(Waiter, "wait_for")
         self._ours = {name: Clock(WorkerDaemonExecutor, name) for name in OURS}
         self._core = Clock(EngineCore, "step_with_batch_queue", self._end)
         self.rows: list[dict[str, float]] = []

@@ -101,7 +101,7 @@ def measure_reload(options: argparse.Namespace, scratch: Path) -> Iterator[Figur
         yield Figure("pinned host to device", ways[-1], "GB/s")
     with daemon(options.device, directory, "auto") as group:
         for number in range(1, ROUNDS + 1):
-            (reply,) = group.reload_weights()
+            (reply,) = group.weights.reload()
             rate = reply.size_bytes / reply.seconds / 1e9
             yield Figure(f"reload_weights, {number}", rate, "GB/s", min(ways))
 

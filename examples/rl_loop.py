@@ -99,11 +99,11 @@ def train(serving: Serving, policy: PreTrainedModel, iterations: int) -> list[fl
     with WeightSender(serving.group, "gloo") as sender:
         for number in range(iterations):
             samples = sample(serving.driver, seed=number)
-            serving.group.sleep(2)  # new weights follow, so the old ones need not be kept
+            serving.group.memory.sleep(2)  # new weights follow, so the old ones need not be kept
             rewards.append(step(policy, optimizer, samples))
-            serving.group.wake_up(["weights"])
+            serving.group.memory.wake_up(["weights"])
             sender.send(policy.state_dict())
-            serving.group.wake_up(["kv_cache"])
+            serving.group.memory.wake_up(["kv_cache"])
             serving.scheduler.forget_prefixes()  # the cached prefixes belong to the old weights
     return rewards
 

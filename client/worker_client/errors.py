@@ -300,7 +300,7 @@ class AuthenticationError(ClientError):
 
 class WeightsNotWhole(ClientError):
     """A weight update is open or has failed on some rank: finish a complete update, or call
-    reload_weights()."""
+    GroupWeights.reload()."""
 
 
 class AdoptionMismatch(ClientError):

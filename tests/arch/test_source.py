@@ -93,6 +93,15 @@ def test_process_groups_are_made_in_one_place():
     }
 
 
+def test_a_group_is_a_facade():
+    """Weights, adapters and the like have classes of their own in worker_client/group/: see
+    `WorkerGroup.__init__`."""
+    body = TREES["client/worker_client/worker_group.py"].body
+    (facade,) = (each for each in body if getattr(each, "name", "") == "WorkerGroup")
+    methods = [each.name for each in facade.body if isinstance(each, ast.FunctionDef)]
+    assert len(methods) <= 25, methods
+
+
 def test_no_name_from_the_wire_becomes_an_attribute():
     """getattr with a computed name appears nowhere in the daemon, except for names derived from the
     table of operations."""

@@ -227,7 +227,7 @@ def test_requests_of_replaced_weights_are_not_adopted(make_plan, nursery):
         group.attach(keep_requests=True)
         group.prepare(plan.config, num_gpu_blocks=NUM_GPU_BLOCKS)
         assert group.adopt_requests()
-        group.reload_weights()
+        group.weights.reload()
         assert group.adopt_requests() == []
 
 

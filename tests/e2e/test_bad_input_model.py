@@ -327,13 +327,13 @@ def test_a_checkpoint_replaced_in_place_is_not_taken_for_the_loaded_one(
     shutil.copy2(old.path / "model.safetensors", path)
     with connect(endpoints, worker_config(path, 2), reload=True) as (group, _):
         shutil.copy2(new.path / "model.safetensors", path)
-        group.reload_weights()
+        group.weights.reload()
     assert serves(new, reload=False), "reloaded from the files as they are"
     with connect(endpoints, config, reload=False) as (group, _):
-        group.init_weight_transfer_engine(DiskEngine())
-        group.start_weight_update()
-        group.update_weights(TensorList(), DiskSource(model=str(old.path)))
-        group.finish_weight_update()
+        group.weights.init_transfer_engine(DiskEngine())
+        group.weights.start_update()
+        group.weights.update(TensorList(), DiskSource(model=str(old.path)))
+        group.weights.finish_update()
     shutil.copy2(old.path / "model.safetensors", path)
     assert serves(old, reload=False), "the weights are a trainer's, not the files'"
     shutil.rmtree(path)

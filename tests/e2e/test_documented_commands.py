@@ -167,13 +167,13 @@ def test_lora(typed, driving):
     (example,) = examples("lora.md")
     typed("python -m examples.lora_adapter build/demo-model build/adapters/second --seed 1")
     with driving(lora=LoraConfig(max_loras=2)) as names:
-        before, removal = example.split("group.remove_lora")
+        before, removal = example.split("group.loras.remove")
         exec(before, names)  # noqa: S102
         while names["task"].proceed():
             pass
         (output,) = names["driver"].run()
-        exec(f"group.remove_lora{removal}", names)  # noqa: S102
-        assert [adapter.name for adapter in names["group"].loras.values()] == ["second"]
+        exec(f"group.loras.remove{removal}", names)  # noqa: S102
+        assert [adapter.name for adapter in names["group"].loras.known.values()] == ["second"]
     assert output.finish_reason != "error"
 
 

@@ -139,14 +139,14 @@ def test_sleep_and_other_weights(serve, checkpoint, model, requests, expected):
     with serve(model.path, enable_sleep_mode=True) as (group, loaded):
         generate(group, loaded, requests)
         for level in (1, 2):
-            group.sleep(level)
+            group.memory.sleep(level)
             assert_counts(group, expected)
-            group.wake_up()
-        group.reload_weights(str(model.path))
+            group.memory.wake_up()
+        group.weights.reload(str(model.path))
         assert_counts(group, expected)
         generate(group, loaded, requests)
         assert_counts(group, times(expected, 2))
-        group.reload_weights(str(other.path))
+        group.weights.reload(str(other.path))
         assert_counts(group, times(expected, 0))
 
 

@@ -48,7 +48,7 @@ def requests_for(model):
 
 
 def checksums(group):
-    return [reply.checksums for reply in group.compute_weight_checksums()]
+    return [reply.checksums for reply in group.weights.compute_checksums()]
 
 
 @pytest.fixture(scope="module")
@@ -70,10 +70,10 @@ def test_sleep_updates_and_saved_sets(pair, save_root, old, new, old_requests, n
         names = [{name for name in sums if ".experts." in name} for sums in before]
         assert [len(held) for held in names] == [2 * 3 * 3, 2 * 2 * 3]  # layers, experts, matrices
         assert not names[0] & names[1]
-        group.sleep(1)
-        group.wake_up()
+        group.memory.sleep(1)
+        group.memory.wake_up()
         assert_greedy(generate(group, loaded, old_requests), old, old_requests)
-        group.save_sharded_state("old")
+        group.weights.save_sharded_state("old")
 
         with WeightSender(group, "gloo", timeout_s=TIMEOUT_S) as sender:
             stacked = dict(new.model.state_dict())
@@ -83,12 +83,12 @@ def test_sleep_updates_and_saved_sets(pair, save_root, old, new, old_requests, n
             assert_greedy(generate(group, loaded, new_requests), new, new_requests)
             sender.send(load_file(old.path / "model.safetensors"))
             assert checksums(group) == before
-        group.reload_weights(str(new.path))
+        group.weights.reload(str(new.path))
         assert checksums(group) == updated
-        group.sleep(2)
-        group.wake_up(["weights"])
-        group.reload_weights(str(old.path))
-        group.wake_up(["kv_cache"])
+        group.memory.sleep(2)
+        group.memory.wake_up(["weights"])
+        group.weights.reload(str(old.path))
+        group.memory.wake_up(["kv_cache"])
         assert checksums(group) == before
         assert_greedy(generate(group, loaded, old_requests), old, old_requests)
 
@@ -116,7 +116,7 @@ def test_kernel_names_of_ranks_with_different_experts(pair, old, old_requests):
             named = {f"{name}@tp{rank}": part for rank, part in enumerate(rows)}
             sender.send(named, format="kernel", partial=True)
         assert all(a != b for a, b in zip(checksums(group), before, strict=True))
-        group.reload_weights(str(old.path))
+        group.weights.reload(str(old.path))
         assert checksums(group) == before
         assert_greedy(generate(group, loaded, old_requests), old, old_requests)
 
@@ -134,8 +134,8 @@ def test_adapters_of_experts_are_refused_by_name(serve, old, old_requests):
     room = LoraConfig(max_loras=1, max_lora_rank=4, max_cpu_loras=2)
     with serve(old.path, lora=room) as (group, loaded):
         with pytest.raises(RemoteCheckpointError, match=r"experts.1.up_proj.*not supported"):
-            group.add_lora("experts")
-        group.add_lora("attention")
+            group.loras.add("experts")
+        group.loras.add("attention")
         assert_greedy(generate(group, loaded, old_requests), old, old_requests)
 
 

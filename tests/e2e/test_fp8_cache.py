@@ -195,10 +195,10 @@ def test_a_group_sleeps(serve, make_reference, level):
     config = {"enable_sleep_mode": True, "kv_cache_dtype": "fp8"}
     with serve(reference.path, 1, 2, **config) as (group, loaded):
         assert_greedy(generate(group, loaded, requests), reference, requests)
-        group.sleep(level)
-        group.wake_up()
+        group.memory.sleep(level)
+        group.memory.wake_up()
         if level == 2:
-            group.reload_weights()
+            group.weights.reload()
         assert_greedy(generate(group, loaded, requests), reference, requests)
 
 
@@ -211,12 +211,12 @@ def test_weight_updates_keep_the_scales(serve, model_root, make_reference, level
     config = {"enable_sleep_mode": True, "kv_cache_dtype": "fp8"}
     with serve(old.path, 1, 2, **config) as (group, loaded):
         if level:
-            group.sleep(level)
-            group.wake_up()
-        group.init_weight_transfer_engine(DiskEngine())
-        group.start_weight_update()
-        group.update_weights(TensorList(), DiskSource(model=str(new.path)))
-        group.finish_weight_update()
+            group.memory.sleep(level)
+            group.memory.wake_up()
+        group.weights.init_transfer_engine(DiskEngine())
+        group.weights.start_update()
+        group.weights.update(TensorList(), DiskSource(model=str(new.path)))
+        group.weights.finish_update()
         requests = requests_for(new)
         assert_greedy(generate(group, loaded, requests), new, requests)
 
@@ -229,7 +229,7 @@ def test_saved_sets_have_the_scales(model_root, make_reference):
     config = worker_config(reference.path, 1, 2, **options)
     with saving_daemons(model_root, save_root, save_root) as daemons:
         with connect(daemons.endpoints, config) as (group, loaded):
-            group.save_sharded_state("scaled")
+            group.weights.save_sharded_state("scaled")
             assert_greedy(generate(group, loaded, requests), reference, requests)
         options["load_format"] = "sharded_state"
         config = worker_config(save_root / "scaled", 1, 2, **options)
@@ -248,7 +248,7 @@ def test_a_set_without_scales_gives_ones(model_root, make_reference):
     save_root = model_root / "plain-saves"
     with saving_daemons(model_root, save_root) as daemons:
         with connect(daemons.endpoints, worker_config(reference.path)) as (group, _):
-            group.save_sharded_state("plain")
+            group.weights.save_sharded_state("plain")
         options = {"kv_cache_dtype": "fp8", "load_format": "sharded_state"}
         config = worker_config(save_root / "plain", **options)
         with connect(daemons.endpoints, config) as (group, loaded):

@@ -62,7 +62,7 @@ def requests_for(model, seed=5):
 
 
 def checksums(group):
-    return [reply.checksums for reply in group.compute_weight_checksums()]
+    return [reply.checksums for reply in group.weights.compute_checksums()]
 
 
 @pytest.mark.parametrize(
@@ -95,10 +95,10 @@ def test_updates_equal_a_fresh_load_and_sleep_keeps_scales(serve, quantized, for
         expected = checksums(group)
     with serve(old.path, pp, tp, enable_sleep_mode=True) as (group, loaded):
         before = checksums(group)
-        group.init_weight_transfer_engine(DiskEngine())
-        group.start_weight_update()
-        group.update_weights(TensorList(), DiskSource(model=str(new.path)))
-        group.finish_weight_update()
+        group.weights.init_transfer_engine(DiskEngine())
+        group.weights.start_update()
+        group.weights.update(TensorList(), DiskSource(model=str(new.path)))
+        group.weights.finish_update()
         assert checksums(group) == expected
         assert_greedy(generate(group, loaded, requests), new, requests)
         with WeightSender(group, "gloo", timeout_s=TIMEOUT_S) as sender:
@@ -107,12 +107,12 @@ def test_updates_equal_a_fresh_load_and_sleep_keeps_scales(serve, quantized, for
             sender.send({names[name]: tensor for name, tensor in tensors.items()})
         assert checksums(group) == before
         assert_greedy(generate(group, loaded, old_requests), old, old_requests)
-        group.sleep(1)
-        group.wake_up()
+        group.memory.sleep(1)
+        group.memory.wake_up()
         assert checksums(group) == before
-        group.sleep(2)
-        group.wake_up()
-        group.reload_weights(str(new.path))
+        group.memory.sleep(2)
+        group.memory.wake_up()
+        group.weights.reload(str(new.path))
         assert checksums(group) == expected
         assert_greedy(generate(group, loaded, requests), new, requests)
 
@@ -156,8 +156,8 @@ def test_an_unquantized_update_is_quantized_in_place(serve, model_root, activati
             updated = checksums(group)
             if tp == 1:  # otherwise o_proj and down_proj have scales for each rank's columns
                 assert_greedy(generate(group, loaded, requests), new, requests)
-            group.sleep(2)
-            group.wake_up()
+            group.memory.sleep(2)
+            group.memory.wake_up()
             with pytest.raises(RemoteConfigError, match="tensors are missing"):
                 sender.send({"lm_head.weight": tensors["lm_head.weight"]})
             sender.send(tensors)
@@ -206,7 +206,7 @@ def test_round_trip_of_a_saved_set(quantized, save_daemons, form):
     requests = requests_for(model)
     with connect(daemons.endpoints, worker_config(model.path, 1, 2)) as (group, _):
         before = checksums(group)
-        group.save_sharded_state(form)
+        group.weights.save_sharded_state(form)
     saved = worker_config(save_root / form, 1, 2, load_format="sharded_state")
     with connect(daemons.endpoints, saved) as (group, loaded):
         assert checksums(group) == before
@@ -294,14 +294,14 @@ def test_online_quantization(model_root, save_daemons, pp, tp):
         assert updated != before
         if tp == 1:
             assert_greedy(generate(group, loaded, requests), new, requests)
-        group.sleep(2)
-        group.wake_up()
-        group.reload_weights()
+        group.memory.sleep(2)
+        group.memory.wake_up()
+        group.weights.reload()
         assert checksums(group) == before
-        group.reload_weights(str(new.path))
+        group.weights.reload(str(new.path))
         assert checksums(group) == updated
         name = f"online-{pp}-{tp}"
-        group.save_sharded_state(name)
+        group.weights.save_sharded_state(name)
     saved = worker_config(save_root / name, pp, tp, quantization="fp8", load_format="sharded_state")
     with connect(daemons.endpoints, saved) as (group, loaded):
         assert checksums(group) == updated

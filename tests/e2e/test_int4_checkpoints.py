@@ -54,7 +54,7 @@ def requests_for(model, seed=5):
 
 
 def checksums(group):
-    return [reply.checksums for reply in group.compute_weight_checksums()]
+    return [reply.checksums for reply in group.weights.compute_checksums()]
 
 
 @pytest.mark.parametrize(
@@ -77,15 +77,15 @@ def test_sleep_and_reload(serve, quantized, scheme, tp):
         expected = checksums(group)
     with serve(old.path, 1, tp, enable_sleep_mode=True) as (group, loaded):
         before = checksums(group)
-        group.init_weight_transfer_engine(DiskEngine())
+        group.weights.init_transfer_engine(DiskEngine())
         with pytest.raises(RemoteConfigError, match="4 bits are not supported"):
-            group.start_weight_update()
-        group.sleep(1)
-        group.wake_up()
+            group.weights.start_update()
+        group.memory.sleep(1)
+        group.memory.wake_up()
         assert checksums(group) == before
-        group.sleep(2)
-        group.wake_up()
-        group.reload_weights(str(new.path))
+        group.memory.sleep(2)
+        group.memory.wake_up()
+        group.weights.reload(str(new.path))
         assert checksums(group) == expected
         assert_greedy(generate(group, loaded, requests), new, requests)
 
@@ -120,7 +120,7 @@ def test_round_trip_of_a_saved_set(quantized, save_daemons, scheme, tp):
     endpoints, pp = daemons.endpoints, 2 // tp
     with connect(endpoints, worker_config(model.path, pp, tp)) as (group, _):
         before = checksums(group)
-        group.save_sharded_state(str(scheme))
+        group.weights.save_sharded_state(str(scheme))
     saved = worker_config(save_root / str(scheme), pp, tp, load_format="sharded_state")
     with connect(endpoints, saved) as (group, loaded):
         assert checksums(group) == before

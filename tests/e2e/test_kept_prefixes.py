@@ -78,7 +78,7 @@ def run(plan, reload=False, keep_requests=False):
     with WorkerGroup(plan.endpoints, plan.config.parallel, lease=LONG_LEASE) as group:
         group.attach(keep_requests=keep_requests)
         loaded = group.prepare(plan.config, num_gpu_blocks=NUM_GPU_BLOCKS, reload=reload)
-        offered = group.cached_blocks(tag_of(plan, loaded))
+        offered = group.prefixes.get(tag_of(plan, loaded))
         serving = begin(group, loaded, replace(plan, adopt=keep_requests))
         outputs = [*serving.done, *serving.driver.run()]
         return {output.req_id: output for output in outputs}, offered
@@ -154,15 +154,15 @@ def test_nothing_is_offered_once_the_weights_or_the_memory_have_changed(serve, c
         expected = generate(group, loaded, config, prompt, 8)
         assert expected.num_cached_tokens == 0
         for change in (
-            lambda: (group.sleep(2), group.wake_up(), group.reload_weights()),
-            lambda: (group.sleep(1), group.wake_up()),
-            lambda: group.reload_weights(),
+            lambda: (group.memory.sleep(2), group.memory.wake_up(), group.weights.reload()),
+            lambda: (group.memory.sleep(1), group.memory.wake_up()),
+            lambda: group.weights.reload(),
             lambda: group.attach() and group.prepare(loaded_config(group), reload=True),
         ):
-            assert group.cached_blocks(tag).block_ids.size >= 40 // loaded.block_size
-            assert group.cached_blocks(b"another tag").block_ids.size == 0
+            assert group.prefixes.get(tag).block_ids.size >= 40 // loaded.block_size
+            assert group.prefixes.get(b"another tag").block_ids.size == 0
             change()
-            assert group.cached_blocks(tag).block_ids.size == 0
+            assert group.prefixes.get(tag).block_ids.size == 0
             again = generate(group, loaded, config, prompt, 8)
             assert (again.num_cached_tokens, again.token_ids) == (0, expected.token_ids)
 
@@ -179,17 +179,17 @@ def test_replaced_rank_offers_nothing_until_blocks_are_filled_again(make_plans, 
         loaded = group.prepare(plan.config, num_gpu_blocks=NUM_GPU_BLOCKS, reload=True)
         tag = tag_of(plan, loaded)
         assert list(begin(group, loaded, plan).driver.run())
-        assert group.cached_blocks(tag).block_ids.size > 0
+        assert group.prefixes.get(tag).block_ids.size > 0
         os.kill(two_daemons.pids[1], signal.SIGKILL)
         with pytest.raises(WorkerDied):
             while True:
                 group.look()
         two_daemons.restart_dead()
         group.replace(1)
-        assert group.cached_blocks(tag).block_ids.size == 0
+        assert group.prefixes.get(tag).block_ids.size == 0
         outputs = {o.req_id: o for o in begin(group, loaded, again).driver.run()}
         assert tokens_of(outputs) == tokens_of(cold)
-        assert group.cached_blocks(tag).block_ids.size > 0
+        assert group.prefixes.get(tag).block_ids.size > 0
 
 
 class FutureKeeper:
@@ -223,9 +223,9 @@ def test_notes_of_any_hashes_in_any_order(serve, checkpoint):
             """A rank offers what is noted as of a step once its own part of the step is done."""
             seq = keeper.futures[-1].seq
             wait_until(lambda: all(s.last_seq >= seq for s in group.get_status()), "the last step")
-            return group.cached_blocks(tag)
+            return group.prefixes.get(tag)
 
-        assert group.note_cached_blocks(tag, blocks, last)
+        assert group.prefixes.note(tag, blocks, last)
         assert offered().block_ids.tolist() == [*range(1, 11)]
         assert [*map(bytes, offered().hashes)] == names
         # Others take some of the blocks; notes as of earlier steps come too late.
@@ -233,20 +233,20 @@ def test_notes_of_any_hashes_in_any_order(serve, checkpoint):
         left = offered()
         assert 0 < left.block_ids.size < 10
         for after in (first, last):
-            assert group.note_cached_blocks(tag, blocks, after)
+            assert group.prefixes.note(tag, blocks, after)
             assert offered().block_ids.tolist() == left.block_ids.tolist()
-        assert group.note_cached_blocks(tag, blocks, keeper.futures[-1])
+        assert group.prefixes.note(tag, blocks, keeper.futures[-1])
         assert offered().block_ids.size == 10
         none = blocks.only(blocks.block_ids < 0)
-        assert group.note_cached_blocks(tag, none, last, distrusted=[2, 3])
+        assert group.prefixes.note(tag, none, last, distrusted=[2, 3])
         assert offered().block_ids.tolist() == [1, *range(4, 11)]
         with pytest.raises(ClientConfigError, match="block_ids"):
-            group.note_cached_blocks(tag, CachedBlocks.of([64], [b"a"]), last)
+            group.prefixes.note(tag, CachedBlocks.of([64], [b"a"]), last)
         for wrong in (b"", b"t" * 65):
             with pytest.raises(ClientConfigError, match="tag"):
-                group.note_cached_blocks(wrong, blocks, last)
+                group.prefixes.note(wrong, blocks, last)
         with pytest.raises(ClientConfigError, match="hashes"):
-            group.note_cached_blocks(tag, CachedBlocks.of([1], [b"a" * 65]), last)
+            group.prefixes.note(tag, CachedBlocks.of([1], [b"a" * 65]), last)
         assert offered().block_ids.tolist() == [1, *range(4, 11)]
 
 
@@ -260,10 +260,10 @@ def test_notes_as_of_steps_of_an_earlier_attach_are_void(serve, checkpoint):
         group.attach()
         group.prepare(config, num_gpu_blocks=64)
         generate(keeper, loaded, config, prompts(6, [40])[0], 12, keeps_prefixes=False)
-        assert group.note_cached_blocks(b"t", blocks, earlier)
-        assert group.cached_blocks(b"t").block_ids.size == 0
-        assert group.note_cached_blocks(b"t", blocks, keeper.futures[-1])
-        assert group.cached_blocks(b"t").block_ids.tolist() == [1, 2]
+        assert group.prefixes.note(b"t", blocks, earlier)
+        assert group.prefixes.get(b"t").block_ids.size == 0
+        assert group.prefixes.note(b"t", blocks, keeper.futures[-1])
+        assert group.prefixes.get(b"t").block_ids.tolist() == [1, 2]
 
 
 def test_bad_notes_are_refused_with_nothing_noted(serve, checkpoint):
@@ -292,4 +292,4 @@ def test_bad_notes_are_refused_with_nothing_noted(serve, checkpoint):
         reply = group.clients[0].ask(partial(GetCachedBlocks, epoch=epoch, block_tag=b"t"))
         assert (reply.block_ids, reply.next_block) == (b"", 0)
         assert note([1], b"aa").num_noted == 1  # and is offered once that step has run
-        assert group.cached_blocks(b"t").block_ids.size == 0
+        assert group.prefixes.get(b"t").block_ids.size == 0

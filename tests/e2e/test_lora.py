@@ -53,7 +53,7 @@ def merged(base):
 
 def added(group, merged, *names):
     """Pairs of a merged model and its adapter in the group, as adapted_requests takes them."""
-    return [(merged[name], group.add_lora(name)) for name in names]
+    return [(merged[name], group.loras.add(name)) for name in names]
 
 
 @pytest.mark.parametrize("shape", [exhaustively((1, 1)), (2, 2)])
@@ -117,13 +117,13 @@ def test_one_adapter_is_refused_and_the_others_go_on(serve, base, merged):
             ("bad\0", RemoteConfigError, "not a path"),
         ):
             with pytest.raises(error, match=words):
-                group.add_lora(name)
+                group.loras.add(name)
         with pytest.raises(RemoteConfigError, match="has id"):
-            group.add_lora("fourth", every.lora_id)
+            group.loras.add("fourth", every.lora_id)
         with pytest.raises(RemoteConfigError, match="no such adapter"):
-            group.pin_lora(77)
-        assert not group.remove_lora(77)
-        assert [[each.name for each in rank.adapters] for rank in group.list_loras()] == [
+            group.loras.pin(77)
+        assert not group.loras.remove(77)
+        assert [[each.name for each in rank.adapters] for rank in group.loras.list_by_rank()] == [
             ["every"],
             ["every"],
         ]
@@ -143,8 +143,8 @@ def test_a_version_stays_with_its_requests(serve, checkpoint):
     old = make_adapter(base, "changing", seed=11, rank=2)
     room = LoraConfig(max_loras=2, max_lora_rank=16)
     with serve(base.path, lora=room) as (group, loaded):
-        before = group.add_lora("changing")
-        assert group.add_lora("changing") == before
+        before = group.loras.add("changing")
+        assert group.loras.add("changing") == before
         driver = Driver(group, Scheduler(scheduler_limits(group, loaded)))
         requests, expected = adapted_requests([(old, before)], 9, 2)
         outputs = []
@@ -152,24 +152,24 @@ def test_a_version_stays_with_its_requests(serve, checkpoint):
             driver.add_request(request)
         outputs += driver.step()
         new = make_adapter(base, "changing", seed=12, rank=5)
-        after = group.add_lora("changing", load_inplace=True)
+        after = group.loras.add("changing", load_inplace=True)
         assert after.lora_id == before.lora_id and after.version != before.version
         more, their_tokens = adapted_requests([(new, after)], 10, 2)
         for request in more:
             driver.add_request(request)
         outputs += [*driver.step(), *driver.step()]
-        assert group.remove_lora(after.lora_id)
+        assert group.loras.remove(after.lora_id)
         outputs += driver.run()
         tokens = {output.req_id: output.token_ids for output in outputs}
         assert tokens == expected | their_tokens
-        first = group.add_lora("changing")
-        group.pin_lora(first.lora_id)
-        second = group.add_lora("every")
-        third = group.add_lora("fourth")
-        assert second.lora_id not in group.loras and third.lora_id in group.loras
-        group.pin_lora(third.lora_id)
+        first = group.loras.add("changing")
+        group.loras.pin(first.lora_id)
+        second = group.loras.add("every")
+        third = group.loras.add("fourth")
+        assert second.lora_id not in group.loras.known and third.lora_id in group.loras.known
+        group.loras.pin(third.lora_id)
         with pytest.raises(RemoteCapacityError, match="pinned"):
-            group.add_lora("every")
+            group.loras.add("every")
         step = SchedulerOutput(
             num_scheduled_tokens=dict.fromkeys("abc", 1),
             scheduled_new_reqs=[admission(name, n) for n, name in enumerate("abc", 1)],
@@ -197,12 +197,12 @@ def test_adapters_outlive_sleep_and_new_weights(serve, base, merged, level):
         requests, expected = adapted_requests(models, 13, 3)
         assert generate(group, loaded, requests).tokens == expected
         awake = [status.memory_bytes["adapters"] for status in group.get_status()]
-        group.sleep(level)
+        group.memory.sleep(level)
         asleep = [status.memory_bytes["adapters"] for status in group.get_status()]
         assert all(awake) and not any(asleep)
-        group.wake_up()
+        group.memory.wake_up()
         if level == 2:
-            group.reload_weights()
+            group.weights.reload()
         assert generate(group, loaded, requests).tokens == expected
 
 
@@ -215,11 +215,11 @@ def test_the_next_driver_adopts_requests_with_their_adapters(serve, base, merged
             driver.add_request(request)
         for _ in range(5):
             outputs += driver.step()
-        known, config = dict(group.loras), group.get_status()[0].config
+        known, config = dict(group.loras.known), group.get_status()[0].config
     with WorkerGroup(serve.pool.endpoints(2), config.parallel, lease=LONG_LEASE) as group:
         group.attach(keep_requests=True)
         loaded = group.prepare(config)
-        assert group.loras == known
+        assert group.loras.known == known
         adopted = group.adopt_requests()
         assert any(request.num_computed_tokens for request in adopted)
         scheduler = Scheduler(scheduler_limits(group, loaded))
@@ -233,7 +233,7 @@ def test_a_new_rank_gets_the_adapters_of_the_group(daemons, base, merged):
     config = worker_config(base.path, 2, lora=ROOM)
     with connect(daemons.endpoints(2), config) as (group, loaded):
         models = [(base, None), *added(group, merged, "every", "patterns")]
-        group.pin_lora(models[1][1].lora_id)
+        group.loras.pin(models[1][1].lora_id)
         requests, expected = adapted_requests(models, 15, 6, max_tokens=12)
 
         def recover(died):
@@ -249,7 +249,7 @@ def test_a_new_rank_gets_the_adapters_of_the_group(daemons, base, merged):
             outputs += driver.step()
         daemons.kill(1)
         outputs += driver.run()
-        reports = group.list_loras()
+        reports = group.loras.list_by_rank()
     assert {output.req_id: output.token_ids for output in outputs} == expected
     known = [{(each.name, each.version, each.is_pinned) for each in r.adapters} for r in reports]
     assert known[0] == known[1] and len(known[0]) == 2

@@ -206,10 +206,10 @@ def test_sleep_costs_no_token(make_plan, seed, mix, alone, judge):
             level = moments.get(num_results)
             if level is not None:
                 assert_crowded(group)
-                group.sleep(level)
-                group.wake_up()
+                group.memory.sleep(level)
+                group.memory.wake_up()
             if level == 2:
-                group.reload_weights()
+                group.weights.reload()
     assert serving.driver.num_failures == len(moments)
     assert_all_same(judge, mix, alone, outputs)
 
@@ -238,10 +238,10 @@ def test_requests_go_on_with_new_weights(
             if num_results == at:
                 assert_crowded(group)
                 early = set(outputs)
-                group.init_weight_transfer_engine(DiskEngine())
-                group.start_weight_update()
-                group.update_weights(TensorList(), DiskSource(model=str(new.path)))
-                group.finish_weight_update()
+                group.weights.init_transfer_engine(DiskEngine())
+                group.weights.start_update()
+                group.weights.update(TensorList(), DiskSource(model=str(new.path)))
+                group.weights.finish_update()
     assert serving.driver.num_failures == 1 and any(known.values())
     for name, request in mix.requests.items():
         if name in early:

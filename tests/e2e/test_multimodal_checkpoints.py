@@ -44,10 +44,10 @@ def test_tokens_and_updates(serve, gemma):
     trained = dict(last.model.state_dict())
     with serve(old.path, 2, 2) as (group, loaded):
         assert_greedy(generate(group, loaded, asked := requests_for(old)), old, asked)
-        group.init_weight_transfer_engine(DiskEngine())
-        group.start_weight_update()
-        group.update_weights(TensorList(), DiskSource(model=str(new.path)))
-        group.finish_weight_update()
+        group.weights.init_transfer_engine(DiskEngine())
+        group.weights.start_update()
+        group.weights.update(TensorList(), DiskSource(model=str(new.path)))
+        group.weights.finish_update()
         assert_greedy(generate(group, loaded, asked := requests_for(new)), new, asked)
         with WeightSender(group, "gloo", timeout_s=20.0) as sender:
             with pytest.raises(RemoteConfigError, match="vision_tower"):
@@ -55,5 +55,5 @@ def test_tokens_and_updates(serve, gemma):
             text = {name: each for name, each in trained.items() if ".language_model." in name}
             sender.send(text)
         assert_greedy(generate(group, loaded, asked := requests_for(last)), last, asked)
-        group.reload_weights()
+        group.weights.reload()
         assert_greedy(generate(group, loaded, asked := requests_for(old)), old, asked)

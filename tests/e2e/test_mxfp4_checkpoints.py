@@ -34,7 +34,7 @@ def requests_for(model):
 
 
 def checksums(group):
-    return [reply.checksums for reply in group.compute_weight_checksums()]
+    return [reply.checksums for reply in group.weights.compute_checksums()]
 
 
 def test_sleep_updates_and_saved_sets(make, model_root, tmp_path_factory):
@@ -46,20 +46,20 @@ def test_sleep_updates_and_saved_sets(make, model_root, tmp_path_factory):
         config = worker_config(old.path, 1, 2, enable_sleep_mode=True)
         with connect(pair.endpoints, config) as (group, loaded):
             before = checksums(group)
-            group.sleep(1)
-            group.wake_up()
+            group.memory.sleep(1)
+            group.memory.wake_up()
             assert_greedy(generate(group, loaded, old_requests), old, old_requests)
-            group.save_sharded_state("old")
+            group.weights.save_sharded_state("old")
             with WeightSender(group, "gloo", timeout_s=TIMEOUT_S) as sender:
                 sender.send(dict(new.model.state_dict()), packed_bytes=40_000)
             updated = checksums(group)
             assert_greedy(generate(group, loaded, new_requests), new, new_requests)
-            group.reload_weights(str(old.path))
+            group.weights.reload(str(old.path))
             assert checksums(group) == before
-            group.sleep(2)
-            group.wake_up(["weights"])
-            group.reload_weights(str(new.path))
-            group.wake_up(["kv_cache"])
+            group.memory.sleep(2)
+            group.memory.wake_up(["weights"])
+            group.weights.reload(str(new.path))
+            group.memory.wake_up(["kv_cache"])
             assert checksums(group) == updated
             assert_greedy(generate(group, loaded, new_requests), new, new_requests)
         saved = worker_config(root / "old", 1, 2, load_format="sharded_state")
@@ -83,14 +83,14 @@ def test_experts_in_fp8_with_adapters_of_attention(serve, make):
     requests = requests_for(model)
     with serve(model.path, lora=room) as (group, loaded):
         with pytest.raises(RemoteCheckpointError, match=r"mlp.experts.lora_A.*not supported"):
-            group.add_lora("mxfp4-experts")
-        group.add_lora("mxfp4-attention")
+            group.loras.add("mxfp4-experts")
+        group.loras.add("mxfp4-attention")
         assert_greedy(generate(group, loaded, requests), model, requests)
     with serve(model.path, quantization="fp8") as (group, loaded):
         name = "model.layers.0.mlp.experts.5.gate_up_proj"
         (sums,) = checksums(group)
         assert f"{name}.weight_scale" in sums
-        group.reload_weights()
+        group.weights.reload()
         assert checksums(group) == [sums]
         tokens = generate(group, loaded, requests).tokens
         assert [len(each) for each in tokens.values()] == [TOKENS] * len(requests)

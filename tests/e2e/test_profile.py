@@ -66,9 +66,9 @@ def steps(path: Path) -> list[str]:
 
 def test_every_rank_writes_its_trace_and_they_fit_together(pair, traces, demo):
     with connect(pair.endpoints, worker_config(demo, 2, max_model_len=256)) as (group, loaded):
-        assert [reply.file for reply in group.profile("start", "demo")] == ["", ""]
+        assert [reply.file for reply in group.profiling.start("demo")] == ["", ""]
         run = generate(group, loaded, requests(2))
-        files = [Path(reply.file) for reply in group.profile("stop")]
+        files = [Path(reply.file) for reply in group.profiling.stop()]
     assert len(run.tokens) == 2
     assert files == [traces / f"demo{name}" for name in NAMES]
     assert steps(files[0]) == steps(files[1])
@@ -93,32 +93,32 @@ def test_refusals_reach_the_driver_and_the_group_serves_on(pair, traces, demo):
         group,
         loaded,
     ):
-        assert [reply.file for reply in group.profile("stop")] == ["", ""]
+        assert [reply.file for reply in group.profiling.stop()] == ["", ""]
         for prefix in ("../demo", "a/b"):
             with pytest.raises(RemoteConfigError, match="field prefix"):
-                group.profile("start", prefix)
+                group.profiling.start(prefix)
         with pytest.raises(RemoteConfigError, match="field kind"):
-            group.profile("start", "a", "cuda")
-        group.profile("start", "kept")
+            group.profiling.start("a", "cuda")
+        group.profiling.start("kept")
         with pytest.raises(IllegalStateError, match="runs already"):
-            group.profile("start", "other")
+            group.profiling.start("other")
         assert len(generate(group, loaded, requests(1)).tokens) == 1
         group.relink()
         generate(group, loaded, requests(1))
-        assert [Path(r.file).name for r in group.profile("stop")] == [f"kept{n}" for n in NAMES]
+        assert [Path(r.file).name for r in group.profiling.stop()] == [f"kept{n}" for n in NAMES]
     assert not list(traces.glob("other*"))
 
 
 def test_a_profile_ends_with_its_driver_and_its_trace_with_a_reset(pair, traces, demo):
     config = worker_config(demo, 2, max_model_len=256)
     with connect(pair.endpoints, config, reload=False) as (group, loaded):
-        group.profile("start", "gone")
+        group.profiling.start("gone")
         generate(group, loaded, requests(1))
     with connect(pair.endpoints, config, reload=False) as (group, loaded):
         assert loaded.was_loaded
-        assert [reply.file for reply in group.profile("stop")] == ["", ""]
+        assert [reply.file for reply in group.profiling.stop()] == ["", ""]
         assert not list(traces.glob("gone*"))
-        group.profile("start", "left")
+        group.profiling.start("left")
         generate(group, loaded, requests(1))
         group.reset("DEVICE_READY")
         assert all(len(steps(traces / f"left{name}")) > 3 for name in NAMES)
@@ -131,7 +131,7 @@ def test_nothing_to_profile_before_there_is_a_device(model_root, tmp_path):
     ):
         group.attach()
         with pytest.raises(IllegalStateError, match="Profile is not legal in CREATED"):
-            group.profile("start", "a")
+            group.profiling.start("a")
 
 
 @pytest.mark.exhaustive
@@ -164,7 +164,7 @@ def test_shutdown_during_a_profile_keeps_its_trace(model_root, demo, tmp_path, m
     monkeypatch.setenv("WORKER_DAEMON_PROFILE_DIR", str(tmp_path / "t"))
     with LocalDaemons(["cpu"], model_root) as daemons:
         with connect(daemons.endpoints, worker_config(demo, max_model_len=256)) as (group, loaded):
-            group.profile("start", "end")
+            group.profiling.start("end")
             generate(group, loaded, requests(1))
             group.shutdown()
         pid = daemons.pids[0]

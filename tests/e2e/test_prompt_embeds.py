@@ -124,7 +124,7 @@ def test_embeddings_go_with_adapters_pooling_and_logprobs_of_prompts(serve, chec
     merged = make_adapter(base, "embedded", seed=6)
     cases = clear_cases(merged, random.randrange(1 << 30), 3, MAX_TOKENS, LONGEST)
     with serve(base.path, 2, lora=LoraConfig(max_loras=1), **SIZES) as (group, loaded):
-        adapter = group.add_lora("embedded").extension
+        adapter = group.loras.add("embedded").extension
         requests = []
         for (name, prompt), adapted in zip(cases.prompts.items(), cases.requests, strict=True):
             requests += [
@@ -301,9 +301,9 @@ def test_adopted_request_without_its_upload_ends_alone(daemons, checkpoint):
             adopted = group.adopt_requests()
             assert {request.req_id for request in adopted} == cases.expected.keys()
             names = [extension_of(r.extensions, PromptEmbeds).content_hash for r in adopted]
-            assert group.find_uploads(names) == [True] * 3
+            assert group.uploads.find(names) == [True] * 3
             tensors = {r.id: host_tensor(r.prompt_embeds) for r in cases.requests}
-            group.drop_uploads([tensors[name].content_hash for name in ("e0", "e1")])
+            group.uploads.drop([tensors[name].content_hash for name in ("e0", "e1")])
             scheduler = Scheduler(scheduler_limits(group, loaded))
             driver = Driver(group, scheduler)
             kept, lost = driver.claim(adopted, [tensors["e1"]])

@@ -51,15 +51,15 @@ def test_a_replaced_rank_does_not_join_with_other_weights(daemons, checkpoint, m
         with pytest.raises(WeightsNotWhole, match=r"rank 0 .* and rank 1 .* different weights"):
             tokens(served)
         with pytest.raises(ContentMismatchError, match=r"rank 0 .* and rank 1 "):
-            group.save_sharded_state("mixed")
-        group.init_weight_transfer_engine(DiskEngine())
-        group.start_weight_update(partial=True)
+            group.weights.save_sharded_state("mixed")
+        group.weights.init_transfer_engine(DiskEngine())
+        group.weights.start_update(partial=True)
         norm = TensorList(("model.norm.weight",), (), ())
-        group.update_weights(norm, DiskSource(model=str(new.path)))
-        group.finish_weight_update()
+        group.weights.update(norm, DiskSource(model=str(new.path)))
+        group.weights.finish_update()
         with pytest.raises(WeightsNotWhole, match="update 1"):  # all else is still of two models
             tokens(served)
-        group.reload_weights()
+        group.weights.reload()
         assert tokens(served) == new.greedy(PROMPT, 6)
         overwrite(path, old)
         daemons.kill(0)
@@ -105,14 +105,14 @@ def test_hosts_with_different_files_at_one_path(two_hosts, checkpoint):
         shutil.copytree(merged[name].path, root / "z")
     with connect(endpoints, config) as (group, loaded):
         with pytest.raises(ContentMismatchError, match="read different files") as raised:
-            group.add_lora("z")
-        assert raised.value.value == "z" and not group.loras
-        assert not any(reply.adapters for reply in group.list_loras())
+            group.loras.add("z")
+        assert raised.value.value == "z" and not group.loras.known
+        assert not any(reply.adapters for reply in group.loras.list_by_rank())
         overwrite(second / "z", merged["x"])
         (second / "z/adapter_config.json").write_bytes(
             (first / "z/adapter_config.json").read_bytes()
         )
-        models = [(base, None), (merged["x"], group.add_lora("z"))]
+        models = [(base, None), (merged["x"], group.loras.add("z"))]
         requests, expected = adapted_requests(models, 2, 4)
         assert generate(group, loaded, requests).tokens == expected
         os.utime(first / "z/adapter_model.safetensors", (1, 1))
@@ -121,7 +121,7 @@ def test_hosts_with_different_files_at_one_path(two_hosts, checkpoint):
         group.replace(1)
         assert generate(group, loaded, requests).tokens == expected, "both still have the same"
         with pytest.raises(ContentMismatchError, match="changed since"):
-            group.add_lora("z")
+            group.loras.add("z")
 
 
 def test_an_adapter_that_changed_on_disk_is_not_taken_for_the_loaded_one(daemons, checkpoint):
@@ -129,28 +129,28 @@ def test_an_adapter_that_changed_on_disk_is_not_taken_for_the_loaded_one(daemons
     old, new = make_adapter(base, "edited", seed=41), make_adapter(base, "edits", seed=42)
     endpoints, config = daemons.endpoints(2), worker_config(base.path, 2, lora=ROOM)
     with connect(endpoints, config) as (group, loaded):
-        before = group.add_lora("edited")
+        before = group.loras.add("edited")
         requests, expected = adapted_requests([(old, before)], 7, 2)
         assert generate(group, loaded, requests).tokens == expected
         overwrite(old.path, new)
         with pytest.raises(ContentMismatchError, match="changed since") as raised:
-            group.add_lora("edited")
+            group.loras.add("edited")
         assert "load_inplace" in raised.value.fix
         assert generate(group, loaded, requests).tokens == expected, "knowingly, by its version"
     with connect(endpoints, worker_config(base.path, 2, lora=ROOM), reload=False) as (
         group,
         loaded,
     ):
-        assert loaded.was_loaded and group.loras[before.lora_id].name == "edited"
+        assert loaded.was_loaded and group.loras.known[before.lora_id].name == "edited"
         with pytest.raises(ContentMismatchError, match="changed since"):
-            group.add_lora("edited")
-        after = group.add_lora("edited", load_inplace=True)
-        assert group.add_lora("edited") == after
+            group.loras.add("edited")
+        after = group.loras.add("edited", load_inplace=True)
+        assert group.loras.add("edited") == after
         requests, expected = adapted_requests([(new, after)], 8, 2)
         assert generate(group, loaded, requests).tokens == expected
         overwrite(old.path, make_adapter(base, "edits", seed=43))
         daemons.kill(1)
         daemons.restart_dead()
         group.replace(1)
-        assert not group.loras, "the new rank has read other files"
-        assert not any(reply.adapters for reply in group.list_loras())
+        assert not group.loras.known, "the new rank has read other files"
+        assert not any(reply.adapters for reply in group.loras.list_by_rank())

@@ -55,7 +55,7 @@ def requests(model):
 
 
 def checksums(group: WorkerGroup) -> list[dict[str, bytes]]:
-    return [reply.checksums for reply in group.compute_weight_checksums()]
+    return [reply.checksums for reply in group.weights.compute_checksums()]
 
 
 def saved_config(home: Path, *shape: int, **options: object):
@@ -67,7 +67,7 @@ def test_round_trip_of_a_group(pair, save_root, model, requests, pp, tp):
     name = f"pp{pp}-tp{tp}"
     with connect(pair.endpoints, worker_config(model.path, pp, tp)) as (group, loaded):
         before = checksums(group)
-        replies = group.save_sharded_state(name, max_size_bytes=100_000)
+        replies = group.weights.save_sharded_state(name, max_size_bytes=100_000)
         assert_greedy(generate(group, loaded, requests), model, requests)
     assert [reply.rank for reply in replies] == [0, 1]
     assert all(reply.num_files > 1 for reply in replies)
@@ -76,7 +76,7 @@ def test_round_trip_of_a_group(pair, save_root, model, requests, pp, tp):
         assert checksums(group) == before
         assert_greedy(generate(group, loaded, requests), model, requests)
         # The same weights once more, over the set that they were read from.
-        group.save_sharded_state(name)
+        group.weights.save_sharded_state(name)
     with connect(pair.endpoints, saved_config(save_root / name, pp, tp)) as (group, _):
         assert checksums(group) == before
     assert len(list((save_root / name).iterdir())) == 2
@@ -85,7 +85,7 @@ def test_round_trip_of_a_group(pair, save_root, model, requests, pp, tp):
 def test_command_line_generates_from_a_saved_set(pair, save_root, model, requests, tmp_path):
     """Read by daemons without a save root."""
     with connect(pair.endpoints, worker_config(model.path, 2)) as (group, _):
-        group.save_sharded_state("by-command")
+        group.weights.save_sharded_state("by-command")
     (tmp_path / "input.jsonl").write_text(
         "".join(
             json.dumps({"prompt_token_ids": r.prompt_token_ids.tolist(), "max_tokens": 10}) + "\n"
@@ -106,7 +106,7 @@ def test_command_line_generates_from_a_saved_set(pair, save_root, model, request
 def test_group_of_another_shape_is_told_which(pair, save_root, model):
     endpoints, home = pair.endpoints, save_root / "two-stages"
     with connect(endpoints, worker_config(model.path, 2, layer_partition=(1, 3))) as (group, _):
-        group.save_sharded_state("two-stages")
+        group.weights.save_sharded_state("two-stages")
     cases = [
         ((1, 2), {}, "pipeline_parallel_size = 1"),
         ((1, 1), {}, "pipeline_parallel_size = 1"),
@@ -127,7 +127,7 @@ def test_group_of_another_shape_is_told_which(pair, save_root, model):
 
 def test_damaged_file_of_one_rank_is_named_by_it(pair, save_root, model):
     with connect(pair.endpoints, worker_config(model.path, 1, 2)) as (group, _):
-        group.save_sharded_state("damaged")
+        group.weights.save_sharded_state("damaged")
     (path,) = (save_root / "damaged").glob("*/model-rank-1-part-0.safetensors")
     path.write_bytes(path.read_bytes()[:-1])
     with (
@@ -145,9 +145,9 @@ def test_save_is_refused_before_there_is_a_model(pair):
         group.attach()
         group.reset("CREATED")
         with pytest.raises(IllegalStateError, match="SaveShardedState is not legal"):
-            group.save_sharded_state("early")
+            group.weights.save_sharded_state("early")
         with pytest.raises(IllegalStateError, match="ComputeWeightChecksums is not legal"):
-            group.compute_weight_checksums()
+            group.weights.compute_checksums()
 
 
 @pytest.mark.parametrize(
@@ -163,7 +163,7 @@ def test_save_that_one_rank_cannot_share_leaves_nothing_on_any(
         connect(daemons.endpoints, worker_config(model.path, 2)) as (group, loaded),
     ):
         with pytest.raises(RemoteConfigError, match=words):
-            group.save_sharded_state("set")
+            group.weights.save_sharded_state("set")
         assert not [file for path in paths if path is not None for file in path.iterdir()]
         assert_greedy(generate(group, loaded, requests), model, requests)
 
@@ -174,17 +174,17 @@ def test_daemon_killed_before_the_end_of_a_save_leaves_the_old_set(model_root, m
     config = worker_config(model.path, 2)
     with saving_daemons(model_root, root, root) as daemons:
         with connect(daemons.endpoints, config) as (group, _):
-            group.save_sharded_state("set")
+            group.weights.save_sharded_state("set")
             before = checksums(group)
             index = (root / "set" / "index.json").read_bytes()
             os.kill(daemons.pids[1], signal.SIGKILL)
             with pytest.raises(WorkerDied):
-                group.save_sharded_state("set")
+                group.weights.save_sharded_state("set")
         assert (root / "set" / "index.json").read_bytes() == index
     with saving_daemons(model_root, root, root) as daemons:
         with connect(daemons.endpoints, saved_config(root / "set", 2)) as (group, _):
             assert checksums(group) == before
-            group.save_sharded_state("set")
+            group.weights.save_sharded_state("set")
         assert len(list((root / "set").iterdir())) == 2
 
 
@@ -193,7 +193,7 @@ def test_round_trip_by_the_tensorizer_library(pair, save_root, model, requests):
     home = save_root / "tensorized"
     with connect(pair.endpoints, worker_config(model.path, 2)) as (group, _):
         before = checksums(group)
-        replies = group.save_tensorized_model("tensorized")
+        replies = group.weights.save_tensorized_model("tensorized")
     assert [reply.rank for reply in replies] == [0, 1]
     config = worker_config(home, 2, load_format="tensorizer")
     with connect(pair.endpoints, config) as (group, loaded):

@@ -80,26 +80,26 @@ def test_a_group_sleeps_and_generates_the_same_tokens(serve, model, requests, pp
         assert tags(group) == [AWAKE] * (pp * tp)
         assert_greedy(generate(group, loaded, requests), model, requests)
         before = memory(group)
-        replies = group.sleep(1)
+        replies = group.memory.sleep(1)
         assert [reply.memory_tags for reply in replies] == [ASLEEP] * (pp * tp)
         assert tags(group) == [ASLEEP] * (pp * tp)
         assert all(kinds[:3] == [0, 0, 0] and kinds[3] > 0 for kinds in memory(group))
         assert "wake_up" in refused(group, loaded, requests)
         with pytest.raises(IllegalStateError, match="ComputeWeightChecksums"):
-            group.compute_weight_checksums()
-        group.wake_up(["kv_cache"])
+            group.weights.compute_checksums()
+        group.memory.wake_up(["kv_cache"])
         assert "wake_up(['weights'])" in refused(group, loaded, requests)
-        group.wake_up()
+        group.memory.wake_up()
         assert [kinds[:3] for kinds in memory(group)] == [kinds[:3] for kinds in before]
         assert_greedy(generate(group, loaded, requests), model, requests)
 
 
 def test_level_2_loses_the_weights_and_says_so(serve, model, requests):
     with serve(model.path, enable_sleep_mode=True) as (group, loaded):
-        group.sleep(2)
+        group.memory.sleep(2)
         assert tags(group) == [{"weights": "discarded", "kv_cache": "asleep"}]
         assert "load the weights again" in refused(group, loaded, requests)
-        group.wake_up()
+        group.memory.wake_up()
         assert tags(group) == [{"weights": "lost", "kv_cache": "awake"}]
         assert "fix: load the weights again" in refused(group, loaded, requests)
     with serve(model.path, enable_sleep_mode=True, reload=True) as (group, loaded):
@@ -109,10 +109,10 @@ def test_level_2_loses_the_weights_and_says_so(serve, model, requests):
 def test_discarded_kv_cache_comes_back_empty_and_serves(serve, model, requests):
     with serve(model.path, enable_sleep_mode=True) as (group, loaded):
         generate(group, loaded, requests)
-        group.discard(["kv_cache"])
+        group.memory.discard(["kv_cache"])
         assert tags(group) == [{"weights": "awake", "kv_cache": "discarded"}]
         refused(group, loaded, requests)
-        group.wake_up(["kv_cache"])
+        group.memory.wake_up(["kv_cache"])
         assert_greedy(generate(group, loaded, requests), model, requests)
 
 
@@ -120,9 +120,9 @@ def test_fifty_cycles_leave_every_byte_where_it_was(serve, model, requests):
     with serve(model.path, enable_sleep_mode=True) as (group, loaded):
         figures = []
         for _ in range(50):
-            group.sleep(1)
+            group.memory.sleep(1)
             asleep = memory(group)
-            group.wake_up()
+            group.memory.wake_up()
             figures.append((asleep, memory(group)))
         assert figures[1] == figures[-1]
         assert_greedy(generate(group, loaded, requests), model, requests)
@@ -148,30 +148,30 @@ def test_waking_without_memory_leaves_all_asleep(serve, model, requests, kept):
     with serve(model.path, enable_sleep_mode=True, num_gpu_blocks=blocks) as (group, loaded):
         (status,) = group.get_status()
         assert status.memory_bytes["kv_cache"] >= 128 << 20
-        group.sleep(1)
+        group.memory.sleep(1)
         if kept != ASLEEP:
-            group.wake_up(["weights"])
+            group.memory.wake_up(["weights"])
         held = memory(group)
         with short_of_memory(status.pid, 64 << 20):
             for _ in range(2):
                 with pytest.raises(RemoteCapacityError, match="host memory"):
-                    group.wake_up()
+                    group.memory.wake_up()
                 assert (tags(group), memory(group)) == ([kept], held)
             refused(group, loaded, requests)
-        group.wake_up()
+        group.memory.wake_up()
         assert_greedy(generate(group, loaded, requests), model, requests)
 
 
 def test_running_requests_are_lost_by_name(serve, model, requests):
     with serve(model.path, enable_sleep_mode=True) as (group, loaded):
         assert_greedy(generate(group, loaded, requests), model, requests)
-        group.sleep(1)
-        group.wake_up()
+        group.memory.sleep(1)
+        group.memory.wake_up()
         group.execute_model(admission("a")).result()
-        group.discard(["weights"])  # its keys and values are there still
-        group.wake_up()
-        group.sleep(1)
-        group.wake_up()
+        group.memory.discard(["weights"])  # its keys and values are there still
+        group.memory.wake_up()
+        group.memory.sleep(1)
+        group.memory.wake_up()
         with pytest.raises(StepFailed) as raised:
             group.execute_model(admission("b")).result()
         assert raised.value.lost_req_ids == {"a", "b"}
@@ -198,8 +198,8 @@ def test_adopted_requests_whose_cache_is_lost_before_their_first_step(
         adopted = group.adopt_requests()
         assert any(request.num_computed_tokens for request in adopted)
         scheduler.adopt_requests(adopted)
-        group.sleep(1)
-        group.wake_up()
+        group.memory.sleep(1)
+        group.memory.wake_up()
         driver = Driver(group, scheduler)
         if forgets:
             scheduler.forget_prefixes()
@@ -212,21 +212,25 @@ def test_adopted_requests_whose_cache_is_lost_before_their_first_step(
 
 def test_a_new_driver_finds_a_group_asleep_and_wakes_it(serve, model, requests, tmp_path):
     with serve(model.path, enable_sleep_mode=True) as (group, _):
-        group.sleep(1)
+        group.memory.sleep(1)
     with serve(model.path, enable_sleep_mode=True, reload=False) as (group, loaded):
         assert loaded.was_loaded
         assert tags(group) == [ASLEEP]
         status = run_client(tmp_path, "status", "--endpoints", group.clients[0].endpoint.control)
         assert "asleep     weights asleep, kv_cache asleep\n" in status.stdout
         refused(group, loaded, requests)
-        group.wake_up()
+        group.memory.wake_up()
         assert_greedy(generate(group, loaded, requests), model, requests)
 
 
 def test_a_group_without_sleep_mode_refuses_and_serves_on(serve, model, requests):
     with serve(model.path) as (group, loaded):
         assert tags(group) == [{}]
-        for change in (group.sleep, group.wake_up, lambda: group.discard(["weights"])):
+        for change in (
+            group.memory.sleep,
+            group.memory.wake_up,
+            lambda: group.memory.discard(["weights"]),
+        ):
             with pytest.raises(RemoteConfigError, match="enable_sleep_mode"):
                 change()
         assert_greedy(generate(group, loaded, requests), model, requests)

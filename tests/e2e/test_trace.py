@@ -201,17 +201,17 @@ def test_observer_and_driver_keep_out_of_each_other_s_way(pair, traces, model):
 
             def drive(seconds):
                 with pytest.raises(IllegalStateError, match="an observer's trace"):
-                    group.profile("start", "mine")
-                assert [reply.file for reply in group.profile("stop")] == ["", ""]
+                    group.profiling.start("mine")
+                assert [reply.file for reply in group.profiling.stop()] == ["", ""]
                 generate(group, loaded, [greedy_request("a", [1, 2, 3], 6)])
 
             recorded = record(clients, 0.1, wait=drive)
             assert recorded.driver is None  # its thread is this one: it waits for no step
-            group.profile("start", "mine")
+            group.profiling.start("mine")
             with pytest.raises(IllegalStateError, match="a profile of kind torch runs"):
                 record(clients, 0.1)
             generate(group, loaded, [greedy_request("b", [1, 2, 3], 6)])
-            files = [reply.file for reply in group.profile("stop")]
+            files = [reply.file for reply in group.profiling.stop()]
         assert files == [str(traces / f"mine-pp{r}-tp0-rank{r}.json.gz") for r in (0, 1)]
         assert (traces / "observed-pp1-tp0-rank1.json.gz").read_bytes() == recorded.ranks[1].packed
 
@@ -282,15 +282,15 @@ def test_observer_that_gives_up_or_dies_leaves_nothing_behind(pair, model):
         for client in clients:
             with pytest.raises(IllegalStateError, match="no such trace was kept"):
                 client.ask(partial(ReadTrace, trace=bytes(16), offset=0))
-        group.profile("stop")
+        group.profiling.stop()
         assert len(record(clients, 0.05).ranks) == 2
 
 
 def started(group):
     """Whether a profile could be started on all ranks."""
     try:
-        group.profile("start", "after")
+        group.profiling.start("after")
     except IllegalStateError:
-        group.profile("stop")
+        group.profiling.stop()
         return False
     return True

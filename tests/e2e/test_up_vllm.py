@@ -140,9 +140,9 @@ def test_health_tells_whether_the_group_can_serve(daemons, serve, checkpoint, mo
         status, (why, why_missing) = health(endpoint, missing)
         assert (status, why) == (503, "")
         assert "nothing listens" in why_missing
-        group.sleep()
+        group.memory.sleep()
         assert health(endpoint)[0] == 503
-        group.wake_up()
+        group.memory.wake_up()
         assert health(endpoint)[0] == 200
         group.reset("CREATED")
         status, (why,) = health(endpoint)

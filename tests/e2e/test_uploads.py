@@ -10,7 +10,7 @@ from tests.support.serving import connect, greedy_request, scheduler_limits, wor
 from tests.support.uploading_driver import kill_halfway, tensor
 from tests.support.waiting import wait_until
 from worker_client.driver import Driver
-from worker_client.group.uploading import HostTensor
+from worker_client.group.uploads import HostTensor
 from worker_client.launcher import LocalDaemons
 from worker_client.scheduler import Scheduler
 from worker_client.worker_group import WorkerGroup
@@ -63,19 +63,19 @@ def test_generation_runs_on_while_50_mib_are_uploaded(two_daemons, config, check
     between, at_once = random_tensor(1), random_tensor(2)
     with connect(two_daemons.endpoints, config) as (group, loaded):
         driver, requests = begin(group, loaded)
-        uploading, outputs, num_steps = group.begin_upload([between]), [], 0
+        uploading, outputs, num_steps = group.uploads.begin([between]), [], 0
         while uploading.proceed():
             if num_steps < MAX_TOKENS // 2:
                 outputs += driver.step()
                 num_steps += 1
         assert driver.busy
         assert group.num_in_flight, "no step was in flight meanwhile"
-        names = group.upload([between, at_once])
-        assert group.find_uploads(names) == [True, True]
+        names = group.uploads.put([between, at_once])
+        assert group.uploads.find(names) == [True, True]
         assert group.num_in_flight
         finished(driver, outputs, checkpoint, requests)
         assert [status.upload_bytes for status in group.get_status()] == [2 * SIZE] * 2
-        assert not group.begin_upload([at_once, between]).proceed(), "nothing is sent twice"
+        assert not group.uploads.begin([at_once, between]).proceed(), "nothing is sent twice"
 
 
 def test_killed_driver_leaves_nothing_behind(two_daemons, config, checkpoint):
@@ -89,9 +89,9 @@ def test_killed_driver_leaves_nothing_behind(two_daemons, config, checkpoint):
             "they are gone with the lease",
         )
     with connect(two_daemons.endpoints, config, reload=False) as (group, loaded):
-        assert group.find_uploads([held.content_hash]) == [False]
-        assert group.upload([held]) == [held.content_hash]
+        assert group.uploads.find([held.content_hash]) == [False]
+        assert group.uploads.put([held]) == [held.content_hash]
         driver, requests = begin(group, loaded)
         finished(driver, [], checkpoint, requests)
     with connect(two_daemons.endpoints, config, reload=False) as (group, _):
-        assert group.find_uploads([held.content_hash]) == [False]
+        assert group.uploads.find([held.content_hash]) == [False]

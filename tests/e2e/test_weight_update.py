@@ -84,7 +84,7 @@ def tensors_of(model):
 
 
 def checksums(group):
-    return [reply.checksums for reply in group.compute_weight_checksums()]
+    return [reply.checksums for reply in group.weights.compute_checksums()]
 
 
 def states(group):
@@ -121,7 +121,7 @@ def served(pair, old, old_requests):
     """The pair, and a check that it serves the old weights again in the end."""
     yield pair
     group, loaded = pair
-    group.reload_weights(str(old.path))
+    group.weights.reload(str(old.path))
     assert_greedy(generate(group, loaded, old_requests), old, old_requests)
 
 
@@ -213,7 +213,7 @@ def test_update_that_cannot_be_is_refused_before_its_first_byte(served, new, old
         with pytest.raises(WeightsNotWhole, match="reload_weights"):
             generate(group, loaded, old_requests)
         with pytest.raises(IllegalStateError, match="needs complete weights"):
-            group.save_sharded_state("dirty")
+            group.weights.save_sharded_state("dirty")
         # A partial update may end only once it has brought what that one lacked.
         with pytest.raises(IllegalStateError, match="have not been written"):
             sender.send({"model.norm.weight": tensors["model.norm.weight"]}, partial=True)
@@ -224,23 +224,23 @@ def test_update_that_cannot_be_is_refused_before_its_first_byte(served, new, old
 def test_names_of_the_former_round_are_meant_where_none_are_sent(served, old, new):
     group, _ = served
     with pytest.raises(IllegalStateError, match="start_weight_update first"):
-        group.update_weights(listed(tensors_of(new)), BroadcastSource())
-    group.init_weight_transfer_engine(DiskEngine())
-    group.start_weight_update()
+        group.weights.update(listed(tensors_of(new)), BroadcastSource())
+    group.weights.init_transfer_engine(DiskEngine())
+    group.weights.start_update()
     with pytest.raises(RemoteConfigError, match="the weight transfer engine is disk"):
-        group.update_weights(TensorList(), BroadcastSource())
+        group.weights.update(TensorList(), BroadcastSource())
     with WeightSender(group, "gloo", timeout_s=TIMEOUT_S) as sender:
         sender.connect()
-        group.start_weight_update()
+        group.weights.start_update()
         with pytest.raises(RemoteConfigError, match="no names were given, now or before"):
             sender._update(TensorList(), [], 0)
         with pytest.raises(RemoteConfigError, match="different lengths"):
             sender._update(listed(tensors_of(new))._replace(shapes=()), [], 0)
         sender.send(tensors_of(old))
         before = checksums(group)
-        group.start_weight_update()
+        group.weights.start_update()
         sender._update(TensorList(), list(tensors_of(new).values()), 0)
-        group.finish_weight_update()
+        group.weights.finish_update()
     assert all(a != b for a, b in zip(before, checksums(group), strict=True))
 
 
@@ -257,11 +257,11 @@ def test_engine_that_cannot_be_leaves_the_group_serving(served, old, old_request
         place = RendezvousAddress(host="127.0.0.1", port=port, secret=bytes(32))
         fields = {"backend": "gloo", "place": place}
         with pytest.raises(error, match=words):
-            group.init_weight_transfer_engine(
+            group.weights.init_transfer_engine(
                 BroadcastEngine(**{**fields, "world_size": 3, **changes}), timeout_s=0.5
             )
     with pytest.raises(RemoteConfigError, match="between GPU"):
-        group.init_weight_transfer_engine(IpcEngine())
+        group.weights.init_transfer_engine(IpcEngine())
     assert_greedy(generate(group, loaded, old_requests), old, old_requests)
 
 
@@ -313,12 +313,12 @@ def test_killed_trainer_leaves_dirty_weights_that_name_themselves(served, new, o
         sender.send(tensors)  # what is started once, and stays, is there from here on
     threads = settled_threads(group)
     with trainer(2, new.path, lifetime) as (process, engine):
-        group.init_weight_transfer_engine(engine, timeout_s=TIMEOUT_S)
-        group.start_weight_update()
+        group.weights.init_transfer_engine(engine, timeout_s=TIMEOUT_S)
+        group.weights.start_update()
         process.stdin.write("send\n")
         process.stdin.flush()
         with pytest.raises(WeightTransferError):
-            group.update_weights(listed(tensors_in_file(new)), BroadcastSource(round=1))
+            group.weights.update(listed(tensors_in_file(new)), BroadcastSource(round=1))
     # Rank 0 failed or rank 1 did: the other may still be about to.
     assert set(settled_states(group)) == {"dirty"}
     weights = [status.weights for status in group.get_status()]
@@ -331,7 +331,7 @@ def test_killed_trainer_leaves_dirty_weights_that_name_themselves(served, new, o
     with pytest.raises(WeightsNotWhole):
         generate(group, loaded, old_requests)
     with pytest.raises(IllegalStateError, match="no weight update is open"):
-        group.finish_weight_update()
+        group.weights.finish_update()
     # Another trainer may mend it.
     with WeightSender(group, "gloo", timeout_s=TIMEOUT_S) as sender:
         sender.send(tensors)
@@ -344,8 +344,8 @@ def test_new_driver_is_not_kept_waiting_by_a_trainer_that_never_sends(served, ol
     group, _ = served
     config = worker_config(old.path, 2)
     with trainer(2, new.path, -1) as (_, engine):
-        group.init_weight_transfer_engine(engine, timeout_s=100)
-        group.start_weight_update()
+        group.weights.init_transfer_engine(engine, timeout_s=100)
+        group.weights.start_update()
         ids = group._channel.next_ids()
         for client in group.clients:
             tensors = listed(tensors_in_file(new))._asdict()
@@ -367,8 +367,8 @@ def test_new_driver_is_not_kept_waiting_by_a_trainer_that_never_sends(served, ol
 
 def test_update_from_disk(served, new, old, new_requests, model_root):
     group, loaded = served
-    group.init_weight_transfer_engine(DiskEngine())
-    group.start_weight_update()
+    group.weights.init_transfer_engine(DiskEngine())
+    group.weights.start_update()
     damaged = model_root / "disk-damaged"
     shutil.copytree(new.path, damaged)
     file = damaged / "model.safetensors"
@@ -379,11 +379,11 @@ def test_update_from_disk(served, new, old, new_requests, model_root):
         ("/etc", RemoteConfigError, "outside this daemon's model roots"),
     ]:
         with pytest.raises(error, match=words):
-            group.update_weights(TensorList(), DiskSource(model=str(path)))
+            group.weights.update(TensorList(), DiskSource(model=str(path)))
         assert checksums(group) == before
-    replies = group.update_weights(TensorList(), DiskSource(model=str(new.path)))
+    replies = group.weights.update(TensorList(), DiskSource(model=str(new.path)))
     assert all(reply.num_tensors > 0 for reply in replies)
-    group.finish_weight_update()
+    group.weights.finish_update()
     assert_greedy(generate(group, loaded, new_requests), new, new_requests)
 
 
@@ -402,10 +402,10 @@ def test_reload_is_in_place_or_not_at_all(served, checkpoint, old, new, new_requ
         (other.path, RemoteConfigError, "the loaded model has 96; field intermediate_size"),
     ]:
         with pytest.raises(error, match=words):
-            group.reload_weights(str(path))
+            group.weights.reload(str(path))
         assert checksums(group) == before
         assert states(group) == ["whole"] * 2
-    replies = group.reload_weights(str(new.path))
+    replies = group.weights.reload(str(new.path))
     assert {reply.num_updates for reply in replies} == {group.get_status()[0].weights.num_updates}
     assert_greedy(generate(group, loaded, new_requests), new, new_requests)
     assert {status.config.model.model for status in group.get_status()} == {str(new.path)}
@@ -422,18 +422,18 @@ def test_update_config_takes_load_and_model_overrides_only(served, old, new, new
         ({"model.seed": -1}, "the value is not allowed"),
     ]:
         with pytest.raises(RemoteConfigError, match=words):
-            group.update_config(overrides)
+            group.weights.update_config(overrides)
     before = checksums(group)
-    group.reload_weights()
+    group.weights.reload()
     assert checksums(group) == before, "a refused override leaves nothing behind"
-    group.update_config({"model.model": str(new.path)})
+    group.weights.update_config({"model.model": str(new.path)})
     assert checksums(group) == before
-    group.reload_weights()
+    group.weights.reload()
     assert_greedy(generate(group, loaded, new_requests), new, new_requests)
-    group.update_config({"load.load_format": "dummy", "model.seed": 3})
-    group.reload_weights()
+    group.weights.update_config({"load.load_format": "dummy", "model.seed": 3})
+    group.weights.reload()
     assert checksums(group) != before
-    group.update_config({"load.load_format": "auto"})
+    group.weights.update_config({"load.load_format": "auto"})
 
 
 def tensors_in_file(model):
@@ -443,7 +443,7 @@ def tensors_in_file(model):
 
 def settled_threads(group, at_most=0):
     """Threads of all daemons without an engine, once they are few enough or stay as they are."""
-    group.init_weight_transfer_engine(DiskEngine())
+    group.weights.init_transfer_engine(DiskEngine())
     daemons = [psutil.Process(status.pid) for status in group.get_status()]
     counts, deadline = [], time.monotonic() + TIMEOUT_S
     while time.monotonic() < deadline:
@@ -462,7 +462,7 @@ def eventually(read, wanted, seconds=10.0):
 
 
 def settled_states(group):
-    return eventually(lambda: states(group), ["dirty"] * group.world_size, TIMEOUT_S)
+    return eventually(lambda: states(group), ["dirty"] * group.parallel.world_size, TIMEOUT_S)
 
 
 def test_fifty_cycles_of_sleep_and_update_leak_nothing(serve, old, new, old_requests, new_requests):
@@ -471,12 +471,12 @@ def test_fifty_cycles_of_sleep_and_update_leak_nothing(serve, old, new, old_requ
     with serve(old.path, enable_sleep_mode=True) as (group, loaded):
         with WeightSender(group, "gloo") as sender:
             for number in range(51):
-                group.sleep(2)
+                group.memory.sleep(2)
                 with pytest.raises(IllegalStateError, match="wake_up"):
-                    group.reload_weights()
-                group.wake_up(["weights"])
+                    group.weights.reload()
+                group.memory.wake_up(["weights"])
                 sender.send(tensors_of(old if number % 2 else new))
-                group.wake_up(["kv_cache"])
+                group.memory.wake_up(["kv_cache"])
                 figures.append([dict(status.memory_bytes) for status in group.get_status()])
         for figure in figures:  # the host's, which never stand still
             for kinds in figure:
@@ -485,8 +485,8 @@ def test_fifty_cycles_of_sleep_and_update_leak_nothing(serve, old, new, old_requ
         assert figures[1] == figures[-1]
         assert_greedy(generate(group, loaded, new_requests), new, new_requests)
         sent = checksums(group)
-        group.sleep(2)
-        group.wake_up()
+        group.memory.sleep(2)
+        group.memory.wake_up()
     with serve(old.path, enable_sleep_mode=True, reload=False) as (group, loaded):
         assert loaded.was_loaded  # and its weights are read again, since nobody has them
         assert_greedy(generate(group, loaded, old_requests), old, old_requests)

@@ -186,7 +186,7 @@ def clocked(tmp_path, clocks):
 def is_alive(group):
     """Return True if the group suspects nobody, after the news that are here."""
     group.look()
-    return group.liveness == ["alive"]
+    return group.watch.liveness == ["alive"]
 
 
 def test_row_34_wall_clock_that_jumps_changes_nothing(clocked, clocks, monkeypatch):
@@ -206,7 +206,7 @@ def test_row_34_wall_clock_that_jumps_changes_nothing(clocked, clocks, monkeypat
             assert status.lease.state == "held"
             assert TTL_S * 0.5 < status.lease.remaining_ms / 1000 <= TTL_S
             group.look()
-        assert not [event for event in group.liveness_events if event.kind == "dead"]
+        assert not [event for event in group.watch.events if event.kind == "dead"]
         wait_until(lambda: is_alive(group), "its heartbeats are heard")
 
 

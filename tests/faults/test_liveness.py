@@ -72,7 +72,7 @@ def disturbed(
 
 def first(group: WorkerGroup, kind: str, rank: int, since: float) -> LivenessEvent:
     """The first event of a kind about a rank."""
-    events = group.liveness_events
+    events = group.watch.events
     found = [e for e in events if (e.kind, e.rank) == (kind, rank) and e.at >= since]
     assert found, events
     return found[0]
@@ -81,7 +81,7 @@ def first(group: WorkerGroup, kind: str, rank: int, since: float) -> LivenessEve
 def are_alive(group: WorkerGroup) -> bool:
     """After the news that are here."""
     group.look()
-    return group.liveness == ["alive", "alive"]
+    return group.watch.liveness == ["alive", "alive"]
 
 
 class Stopper:
@@ -110,7 +110,7 @@ def test_stopped_rank_is_suspect_and_comes_back(faulty, serving, cases, detectio
             stopper.go_on_later(1.0)
 
     with serving(20_000) as (group, loaded):
-        group.on_liveness(go_on_soon)
+        group.watch.on_event = go_on_soon
         tokens = disturbed(group, loaded, cases, stopper)
         (suspect,) = suspected
         wait_until(lambda: are_alive(group), "the news of its return", 20.0)
@@ -195,7 +195,7 @@ def test_survivor_is_not_lost_while_its_neighbour_is_replaced(faulty, serving, c
             raise Interrupted
 
     with serving(7_000) as (group, loaded):
-        group.on_liveness(interrupt)
+        group.watch.on_event = interrupt
         with pytest.raises(Interrupted):
             disturbed(group, loaded, cases, act)
         stopper.go_on_later(3.0)
@@ -206,7 +206,7 @@ def test_survivor_is_not_lost_while_its_neighbour_is_replaced(faulty, serving, c
         end_of_hang.join()
         assert replaced.ranks == (1,)
         assert replaced.seconds["fence"] > 3.0
-        assert [e.rank for e in group.liveness_events if e.kind == "dead"] == [1]
+        assert [e.rank for e in group.watch.events if e.kind == "dead"] == [1]
         assert generate(group, loaded, cases.requests).tokens == cases.expected
 
 
@@ -309,7 +309,7 @@ def test_slow_rank_is_named_and_serves_on(faulty, serving, cases, detection):
         wait_until(is_pace_known, "steps are known to be fast", 60.0)
         tokens = disturbed(group, loaded, cases, act)
         slow = first(group, "slow", 0, slow_at[0])
-        assert not [event for event in group.liveness_events if event.kind == "dead"]
+        assert not [event for event in group.watch.events if event.kind == "dead"]
     assert tokens == cases.expected
     detection(10, "a step takes 8x its usual time", 1.25, slow.at - slow_at[0], "progress")
 

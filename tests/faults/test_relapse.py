@@ -40,8 +40,8 @@ def test_row_18_second_hang_ends_the_daemon_and_its_successor_serves(
             for request in cases.requests:
                 driver.add_request(request)
             tokens = {output.req_id: output.token_ids for output in driver.run()}
-            hung = [e for e in group.liveness_events if e.kind == "hung" and e.rank == 1]
-            dead = [e for e in group.liveness_events if e.kind == "dead"]
+            hung = [e for e in group.watch.events if e.kind == "hung" and e.rank == 1]
+            dead = [e for e in group.watch.events if e.kind == "dead"]
         log = daemons.log_tail(1)
     assert tokens == cases.expected
     assert len(hung) >= 2 and failed

@@ -167,8 +167,8 @@ def test_killed_idle_rank_is_known_by_a_look(pair, config, cases, detection):
         detection(
             2, "kill -9 of an idle rank", 0.1, time.monotonic() - killed_at, died.value.detail
         )
-        assert group.liveness[1] == "dead" != group.liveness[0]
-        events = [event for event in group.liveness_events if event.at >= killed_at]
+        assert group.watch.liveness[1] == "dead" != group.watch.liveness[0]
+        events = [event for event in group.watch.events if event.at >= killed_at]
         kinds = [event.kind for event in events if event.rank == 1]
         # A process that ends may close its connection before its listening socket.
         assert kinds in (["dead"], ["suspect", "dead"])

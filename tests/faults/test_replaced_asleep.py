@@ -30,20 +30,20 @@ def config(checkpoint):
 
 
 def wake(group: WorkerGroup) -> None:
-    group.wake_up()
+    group.memory.wake_up()
 
 
 def wake_and_reload(group: WorkerGroup) -> None:
-    group.wake_up()
+    group.memory.wake_up()
     with pytest.raises(WeightsNotWhole):
         group.execute_model(None)
-    group.reload_weights()
+    group.weights.reload()
 
 
 def reload(group: WorkerGroup) -> None:
     with pytest.raises(WeightsNotWhole):
         group.execute_model(None)
-    group.reload_weights()
+    group.weights.reload()
 
 
 def nothing(group: WorkerGroup) -> None:
@@ -51,36 +51,36 @@ def nothing(group: WorkerGroup) -> None:
 
 
 def lose_weights(group: WorkerGroup) -> None:
-    group.sleep(2)
-    group.wake_up()
+    group.memory.sleep(2)
+    group.memory.wake_up()
 
 
 def wake_weights_alone(group: WorkerGroup) -> None:
-    group.sleep(1)
-    group.wake_up(["weights"])
+    group.memory.sleep(1)
+    group.memory.wake_up(["weights"])
 
 
 def wake_kv_cache_alone(group: WorkerGroup) -> None:
-    group.sleep(1)
-    group.wake_up(["kv_cache"])
+    group.memory.sleep(1)
+    group.memory.wake_up(["kv_cache"])
 
 
 STATES = {
-    "asleep at level 1": (lambda group: group.sleep(1), wake, ("asleep", "asleep")),
+    "asleep at level 1": (lambda group: group.memory.sleep(1), wake, ("asleep", "asleep")),
     "asleep at level 2": (
-        lambda group: group.sleep(2),
+        lambda group: group.memory.sleep(2),
         wake_and_reload,
         ("discarded", "discarded"),
     ),
     "kv cache discarded": (
-        lambda group: group.discard(["kv_cache"]),
+        lambda group: group.memory.discard(["kv_cache"]),
         wake,
         ("awake", "discarded"),
     ),
     "weights awake alone": (wake_weights_alone, wake, ("awake", "discarded")),
     "kv cache awake alone": (wake_kv_cache_alone, wake, ("asleep", "awake")),
     "weights lost": (lose_weights, reload, None),
-    "updating": (lambda group: group.start_weight_update(), reload, ("awake", "awake")),
+    "updating": (lambda group: group.weights.start_update(), reload, ("awake", "awake")),
     "reset": (lambda group: group.reset("MODEL_LOADED"), nothing, ("awake", "awake")),
     "reset to nothing": (lambda group: group.reset("CREATED"), nothing, ("awake", "awake")),
 }

@@ -42,7 +42,7 @@ def served(models):
 def back_to_old(served, models):
     """After the test the old weights are there again."""
     yield
-    served[0].reload_weights(str(models[0]))
+    served[0].weights.reload(str(models[0]))
 
 
 def tensors_of(checkpoint, device="cuda:0"):
@@ -88,19 +88,19 @@ def test_fifty_cycles_of_sleep_and_update_leak_nothing(models):
         both = [tensors_of(checkpoint) for checkpoint in models]
         with WeightSender(group, "ipc") as sender:
             for number in range(51):
-                group.sleep(2)
-                group.wake_up(["weights"])
+                group.memory.sleep(2)
+                group.memory.wake_up(["weights"])
                 sender.send(both[(number + 1) % 2])
-                group.wake_up(["kv_cache"])
+                group.memory.wake_up(["kv_cache"])
                 figures.append(figures_by_kind(group))
                 if number == 0:  # host memory for the next sleep is taken beside all this
                     wait_until(lambda: host_backup_is_whole(group), "the backup is there")
         assert figures[1] == figures[-1]
         assert num_graphs(group) == graphs
         assert_tokens_of(models[1], (group, model), seed=5)
-        sent = group.compute_weight_checksums()[0].checksums
+        sent = group.weights.compute_checksums()[0].checksums
     with gpu_group(models[1], 1, 1, "float32") as (_, group, _):
-        assert group.compute_weight_checksums()[0].checksums == sent
+        assert group.weights.compute_checksums()[0].checksums == sent
 
 
 @pytest.mark.parametrize("backend", ["ipc", "gloo"])
@@ -110,7 +110,7 @@ def test_update_is_seen_by_the_graphs_that_were_captured_before(
     group, _ = served
     graphs = num_graphs(group)
     assert graphs > 0
-    old = group.compute_weight_checksums()[0].checksums
+    old = group.weights.compute_checksums()[0].checksums
     tensors = tensors_of(models[1])
     with WeightSender(group, backend) as sender:
         assert sender.send(tensors, packed_bytes=16 << 20).num_updates >= 1
@@ -121,14 +121,14 @@ def test_update_is_seen_by_the_graphs_that_were_captured_before(
         for name, tensor in tensors_of(models[0]).items():
             tensors[name].copy_(tensor)
         sender.send(tensors)
-    assert group.compute_weight_checksums()[0].checksums == old
+    assert group.weights.compute_checksums()[0].checksums == old
     assert num_graphs(group) == graphs
 
 
 def test_reload_is_seen_by_the_graphs(served, models, back_to_old):
     group, _ = served
     before = group.get_status()[0].memory_bytes["weights"]
-    group.reload_weights(str(models[1]))
+    group.weights.reload(str(models[1]))
     assert_tokens_of(models[1], served, seed=4)
     assert group.get_status()[0].memory_bytes["weights"] == before
 
@@ -142,12 +142,12 @@ def test_memory_that_cannot_be_mapped_is_a_typed_error(served, models, back_to_o
             sender.send({name: tensors[name][:1]}, partial=True)
     shape = tuple(tensors["model.norm.weight"].shape)
     listed = TensorList(("model.norm.weight",), ("float32",), (shape,))
-    group.init_weight_transfer_engine(IpcEngine())
-    group.start_weight_update(partial=True)
+    group.weights.init_transfer_engine(IpcEngine())
+    group.weights.start_update(partial=True)
     with pytest.raises(RemoteConfigError, match="no such handle"):
-        group.update_weights(listed, IpcSource(handles=(), blocks=(0,), offsets=(0,)))
+        group.weights.update(listed, IpcSource(handles=(), blocks=(0,), offsets=(0,)))
     with pytest.raises(WeightTransferError, match="cuIpcOpenMemHandle"):
-        group.update_weights(listed, IpcSource(handles=(bytes(64),), blocks=(0,), offsets=(0,)))
+        group.weights.update(listed, IpcSource(handles=(bytes(64),), blocks=(0,), offsets=(0,)))
     assert group.get_status()[0].weights.state == "dirty"
     with pytest.raises(WeightsNotWhole):
         generate(group, model, make_requests(1))

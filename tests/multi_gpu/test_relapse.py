@@ -72,8 +72,8 @@ def test_sends_that_are_left_out(tmp_path, case):
         except StepFailed as error:
             error.add_note(daemons.log_tail(0) + daemons.log_tail(1))
             raise
-        hung = [event for event in group.liveness_events if event.kind == "hung"]
-        print("\n".join(f"{event.at:.3f} {event}" for event in group.liveness_events))
+        hung = [event for event in group.watch.events if event.kind == "hung"]
+        print("\n".join(f"{event.at:.3f} {event}" for event in group.watch.events))
         codes = [process.poll() for process in processes]
     assert failures
     assert bool(hung) == (case != "lost")

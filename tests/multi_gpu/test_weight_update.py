@@ -59,7 +59,7 @@ def test_update_over_nccl_equals_a_fresh_load(models, pp, tp):
     needs(trainer + 1)
     device = f"cuda:{trainer}"
     with gpu_group(models[0], pp, tp, "float32") as (_, group, model):
-        old = [reply.checksums for reply in group.compute_weight_checksums()]
+        old = [reply.checksums for reply in group.weights.compute_checksums()]
         with WeightSender(group, "nccl", device=device) as sender:
             for packed_bytes, checkpoint in [(8 << 20, models[1]), (0, models[0])]:
                 tensors = {
@@ -68,7 +68,7 @@ def test_update_over_nccl_equals_a_fresh_load(models, pp, tp):
                 }
                 sender.send(tensors, packed_bytes=packed_bytes)
                 assert_tokens_of(checkpoint, group, model, seed=5)
-        assert [reply.checksums for reply in group.compute_weight_checksums()] == old
+        assert [reply.checksums for reply in group.weights.compute_checksums()] == old
 
 
 def test_killed_trainer_is_a_typed_error_and_the_worker_serves_on(models):
@@ -98,12 +98,12 @@ def test_killed_trainer_is_a_typed_error_and_the_worker_serves_on(models):
                 place=place,
                 world_size=2,
             )
-            group.init_weight_transfer_engine(engine, timeout_s=30)
-            group.start_weight_update()
+            group.weights.init_transfer_engine(engine, timeout_s=30)
+            group.weights.start_update()
             process.stdin.write("send\n")
             process.stdin.flush()
             with pytest.raises(WeightTransferError):
-                group.update_weights(listed, BroadcastSource(round=1))
+                group.weights.update(listed, BroadcastSource(round=1))
         finally:
             process.kill()
             process.communicate()
@@ -112,7 +112,7 @@ def test_killed_trainer_is_a_typed_error_and_the_worker_serves_on(models):
         assert 0 < status.weights.num_dirty <= LIFETIME
         with pytest.raises(WeightsNotWhole):
             generate(group, model, make_requests(1))
-        group.reload_weights()
+        group.weights.reload()
         assert_tokens_of(models[0], group, model, seed=6)
         with WeightSender(group, "nccl", device="cuda:1") as sender:
             sender.send({name: tensor.to("cuda:1") for name, tensor in tensors.items()})

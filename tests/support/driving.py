@@ -65,10 +65,22 @@ class RecordingGroup:
     def execute_model(self, output: SchedulerOutput) -> RecordingFuture:
         return RecordingFuture(self._group.execute_model(output), self.failures)
 
-    def note_cached_blocks(
+    @property
+    def prefixes(self) -> "RecordingPrefixes":
+        return RecordingPrefixes(self._group)
+
+
+@dataclass
+class RecordingPrefixes:
+    group: WorkerGroup
+
+    def note(
         self, tag: bytes, blocks: CachedBlocks, after: RecordingFuture, **options: Any
     ) -> bool:
-        return self._group.note_cached_blocks(tag, blocks, after.future, **options)
+        return self.group.prefixes.note(tag, blocks, after.future, **options)
+
+    def get(self, tag: bytes) -> CachedBlocks:
+        return self.group.prefixes.get(tag)
 
 
 def assert_serves(

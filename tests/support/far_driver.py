@@ -164,7 +164,7 @@ def main() -> None:
         say(event.kind, rank=event.rank, detail=f"{event.signal}: {event.detail}")
 
     with WorkerGroup(plan.endpoints, plan.config.parallel, keys, lease=terms) as group:
-        group.on_liveness(hear)
+        group.watch.on_event = hear
         say("ready")
         while line := sys.stdin.readline():
             try:

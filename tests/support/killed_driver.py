@@ -115,7 +115,7 @@ def adapted(group: WorkerGroup, request: GenerationRequest) -> GenerationRequest
     """The request with its adapter, if it has one, which the group has from now on."""
     if request.lora is None:
         return request
-    return with_adapter(request, group.add_lora(request.lora).extension)
+    return with_adapter(request, group.loras.add(request.lora).extension)
 
 
 def grammars_of(plan: Plan, loaded: LoadedGroup) -> CompiledGrammars | None:

@@ -12,7 +12,7 @@ from peft import LoraConfig, get_peft_model
 from safetensors.torch import save_file
 
 from tests.support.checkpoints import Checkpoint, NearTie, prompts
-from worker_client.group.group_adapters import GroupAdapter
+from worker_client.group.loras import GroupAdapter
 from worker_client.requests import GenerationRequest
 
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")

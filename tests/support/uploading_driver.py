@@ -8,7 +8,7 @@ import time
 from collections.abc import Sequence
 
 from rpc_schema.config import ParallelConfig
-from worker_client.group.uploading import HostTensor
+from worker_client.group.uploads import HostTensor
 from worker_client.wire.lease import LeaseTerms
 from worker_client.worker_group import WorkerGroup
 
@@ -35,7 +35,7 @@ def main(num_bytes: int, num_chunks: int, ttl_s: float, endpoints: Sequence[str]
     parallel = ParallelConfig(pipeline_parallel_size=len(endpoints))
     with WorkerGroup(endpoints, parallel, lease=LeaseTerms(ttl_s=ttl_s)) as group:
         group.attach()
-        uploading = group.begin_upload([tensor(num_bytes)])
+        uploading = group.uploads.begin([tensor(num_bytes)])
         for _ in range(num_chunks):
             assert uploading.proceed()
         held = [status.upload_bytes for status in group.get_status()]

@@ -306,7 +306,8 @@ class ModelledGroup:
         self.is_loss_unreported = False
         """The group was attached again, of which the scheduler does not know: its steps are of no
         use, whether the driver library takes them or not."""
-        self.loras: dict[int, object] = {}
+        self.loras = SimpleNamespace(known={})
+        self.prefixes = self
 
     @property
     def slots(self):
@@ -377,7 +378,7 @@ class ModelledGroup:
         failure = self._steps.unreported_failure
         if failure is not None:
             failure.lost |= self.slots.fail([output])
-            return self._refuse(failure)
+            return failure.refuse(self)
         assert self.num_in_flight < self.max_in_flight
         kept = frozenset(self.slots.req_ids)
         self._seq += 1
@@ -400,7 +401,7 @@ class ModelledGroup:
         self._state.check(GroupRequest.OPERATION)
         failure = deferred.failure or self._steps.unreported_failure
         if failure is not None:
-            return self._refuse(failure)
+            return failure.refuse(self)
         chosen, _ = self.slots.encode_later(deferred.step, masks, req_ids)
         self._seq += 1
         step = deferred.step.later(chosen)
@@ -412,11 +413,6 @@ class ModelledGroup:
 
     def withdraw(self, output: SchedulerOutput) -> frozenset[str]:
         return self.slots.withdraw(output)
-
-    def _refuse(self, failure) -> StepFuture:
-        refused = StepFuture(self, 0, None, 0.0)
-        failure.settle(refused)
-        return refused
 
     def take_replies(self, future: StepFuture) -> None:
         """Process the replies that are here."""
@@ -502,12 +498,12 @@ class ModelledGroup:
 
     # ------------------------------------------------------------------ notes
 
-    def cached_blocks(self, tag: bytes) -> CachedBlocks:
+    def get(self, tag: bytes) -> CachedBlocks:
         """Return the blocks that were noted."""
         notes = self._daemons.notes if tag == self._daemons.tag else {}
         return CachedBlocks.of(list(notes), list(notes.values()))
 
-    def note_cached_blocks(
+    def note(
         self, tag: bytes, blocks: CachedBlocks, after: StepFuture, *, distrusted: Sequence[int]
     ) -> bool:
         """Note blocks, as a WorkerGroup does."""

@@ -89,7 +89,7 @@ def test_requests_have_the_tokens_of_their_adapters(
     with ours(path, pp, tp, lora=lora, **sizes) as (group, loaded):
         features = {"": ()}
         for index, name in enumerate(NAMES[1:], 1):
-            features[name] = (group.add_lora(name, index).extension,)
+            features[name] = (group.loras.add(name, index).extension,)
         adapted = [replace(each, features=features[name_of(each)]) for each in requests]
         expected = generate(group, loaded, adapted).tokens
     assert {name: expected[name] for name in wanted} == wanted

@@ -6,7 +6,7 @@ from dataclasses import replace
 from rpc_schema.config import LoraConfig
 from worker_client.cli.input_request import InputRequest
 from worker_client.errors import ContentMismatchError, RemoteError
-from worker_client.group.group_adapters import GroupAdapter
+from worker_client.group.loras import GroupAdapter
 from worker_client.requests import with_adapter
 from worker_client.worker_group import WorkerGroup
 
@@ -33,7 +33,7 @@ def _add(
             f"{config.num_cpu_loras}; fix: give --max-cpu-loras {len(names)}, or several inputs"
         )
     try:
-        return group.add_lora(name)
+        return group.loras.add(name)
     except (RemoteError, ContentMismatchError) as error:
         return f"adapter {name!r}: {error.message}"
 

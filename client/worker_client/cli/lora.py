@@ -37,7 +37,7 @@ def add_lora(
 ) -> None:
     """Put an adapter into the host memory of a group that no driver holds."""
     with _group(endpoints, key_file, known_daemons, wait) as group:
-        adapter = group.add_lora(name, lora_id, load_inplace=replace)
+        adapter = group.loras.add(name, lora_id, load_inplace=replace)
         print_text(f"{printable(adapter.name)}: id {adapter.lora_id}\n")
 
 
@@ -51,7 +51,7 @@ def remove_lora(
 ) -> None:
     """Remove an adapter from the host memory of a group that no driver holds."""
     with _group(endpoints, key_file, known_daemons, wait) as group:
-        if not group.remove_lora(lora_id):
+        if not group.loras.remove(lora_id):
             print_text(f"no adapter has id {lora_id}\n")
 
 
@@ -68,7 +68,7 @@ def list_loras(
     """List the adapters in the host memory of a group that no driver holds, least recently used
     first."""
     with _group(endpoints, key_file, known_daemons, wait) as group:
-        adapters = group.list_loras()[0].adapters
+        adapters = group.loras.list_by_rank()[0].adapters
     if as_json:
         fields = ("name", "lora_id", "rank", "is_pinned", "size_bytes")
         shown = [{field: getattr(each, field) for field in fields} for each in adapters]
@@ -92,7 +92,7 @@ def pin_lora(
 ) -> None:
     """Pin an adapter in the host memory of a group that no driver holds: it is never evicted."""
     with _group(endpoints, key_file, known_daemons, wait) as group:
-        group.pin_lora(lora_id)
+        group.loras.pin(lora_id)
 
 
 @contextlib.contextmanager

@@ -136,18 +136,18 @@ class Session:
         with contextlib.ExitStack() as recording:
             recording.callback(self._stop_recording)
             try:
-                self.group.profile("start", name)
+                self.group.profiling.start(name)
             except IllegalStateError:  # another driver's profile runs: not ours to stop
                 recording.pop_all()
                 raise
             served = self.serve(inputs, keeps_prefixes=False)
             recording.pop_all()
-        return served, [reply.file for reply in self.group.profile("stop")]
+        return served, [reply.file for reply in self.group.profiling.stop()]
 
     def _stop_recording(self) -> None:
         """End a profile after a failure: the daemons would keep recording."""
         with contextlib.suppress(ClientError, WireError):
-            self.group.profile("stop")
+            self.group.profiling.stop()
 
     def _grammars(
         self, inputs: Sequence[InputRequest], adopted: Sequence[AdoptedRequest]

@@ -9,6 +9,7 @@ from rpc_schema.errors import WireError
 from worker_client.driver_parts.context import DriverContext
 from worker_client.driver_parts.interface import DriverPart, StepInFlight
 from worker_client.errors import ClientError
+from worker_client.group.prefixes import GroupPrefixes
 from worker_client.steps.cached_blocks import CachedBlocks
 
 NOTE_INTERVAL: Final = 16
@@ -53,13 +54,9 @@ class RestoringScheduler(Protocol):
 class NotingGroup(Protocol):
     """The part of worker_client.worker_group.WorkerGroup that is used here."""
 
-    def note_cached_blocks(
-        self, tag: bytes, blocks: CachedBlocks, after: Any, *, distrusted: Sequence[int] = ()
-    ) -> bool:
-        """Note blocks; return False to be called again later."""
-
-    def cached_blocks(self, tag: bytes) -> CachedBlocks:
-        """Return the noted blocks."""
+    @property
+    def prefixes(self) -> GroupPrefixes:
+        """Notes on the ranks."""
 
 
 class _Waiting(NamedTuple):
@@ -90,7 +87,7 @@ class KeptPrefixes:
             return
         group, scheduler = self._parts
         try:
-            num_restored = scheduler.restore_prefixes(group.cached_blocks(scheduler.prefix_tag))
+            num_restored = scheduler.restore_prefixes(group.prefixes.get(scheduler.prefix_tag))
         except (ClientError, WireError) as error:
             _LOG.warning("the prefix cache of earlier drivers is not restored: %s", error)
             return
@@ -120,7 +117,7 @@ class KeptPrefixes:
         if waiting is None or waiting.num_sent > num_done:
             return
         news = waiting.news
-        if group.note_cached_blocks(tag, news.cached, waiting.after, distrusted=news.distrusted):
+        if group.prefixes.note(tag, news.cached, waiting.after, distrusted=news.distrusted):
             self._waiting = None
 
 

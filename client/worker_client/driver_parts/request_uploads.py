@@ -19,6 +19,7 @@ from worker_client.errors import (
     WorkerDied,
 )
 from worker_client.group.adoption import AdoptedRequest
+from worker_client.group.uploads import GroupUploads, UploadTask
 from worker_client.inputs.host_tensor import HostTensor
 from worker_client.requests import GenerationRequest, failed_request
 from worker_client.scheduler import HoldingScheduler
@@ -28,13 +29,6 @@ CHUNKS_AT_ONCE = 4
 EMBEDS_LOST = "the daemons have lost the embeddings of its prompt; fix: send the request again"
 
 
-class UploadingLike(Protocol):
-    """The part of worker_client.group.uploading.UploadTask that is used here."""
-
-    def proceed(self) -> bool:
-        """Send one chunk; return False if nothing was left."""
-
-
 class UploadingGroup(Protocol):
     """The part of worker_client.worker_group.WorkerGroup that is used here."""
 
@@ -42,20 +36,9 @@ class UploadingGroup(Protocol):
     def first_stage_ranks(self) -> Sequence[int]:
         """Ranks that embed prompts."""
 
-    def begin_upload(
-        self, tensors: Sequence[HostTensor], ranks: Sequence[int] | None = None
-    ) -> UploadingLike:
-        """Begin an upload."""
-
-    def find_uploads(
-        self, content_hashes: Sequence[bytes], ranks: Sequence[int] | None = None
-    ) -> list[bool]:
-        """Return for each tensor whether all ranks have it."""
-
-    def drop_uploads(
-        self, content_hashes: Sequence[bytes], ranks: Sequence[int] | None = None
-    ) -> None:
-        """Make ranks drop tensors."""
+    @property
+    def uploads(self) -> GroupUploads:
+        """Tensors in the ranks' host memory."""
 
 
 class UploadProgress(NamedTuple):
@@ -79,7 +62,7 @@ class RequestUploads:
         """Hashes that all ranks of the first stage have."""
         self._queue: deque[str] = deque()
         """Held requests, in the order in which their tensors are sent."""
-        self._task: UploadingLike | None = None
+        self._task: UploadTask | None = None
         """The upload of the first request in the queue."""
         self._lacks_room = False
         self.to_drop: deque[tuple[int, bytes]] = deque()
@@ -159,7 +142,7 @@ class RequestUploads:
             self._lacks_room = False
             # Those that are not dropped here end with the lease.
             with suppress(RemoteError, DeadlineExceeded, WorkerDied):
-                self._group.drop_uploads(unused, self._group.first_stage_ranks)
+                self._group.uploads.drop(unused, self._group.first_stage_ranks)
 
     def restart(self) -> set[str]:
         """Send everything again that running requests need, after the ranks have lost all uploads.
@@ -180,10 +163,10 @@ class RequestUploads:
         ranks = self._group.first_stage_ranks
         here = [self._tensors[name] for name in hashes if name in self._tensors]
         if here:
-            task = self._group.begin_upload(here, ranks)
+            task = self._group.uploads.begin(here, ranks)
             while task.proceed():
                 pass
-        found = self._group.find_uploads(hashes, ranks) if hashes else []
+        found = self._group.uploads.find(hashes, ranks) if hashes else []
         return {name for name, is_there in zip(hashes, found, strict=True) if not is_there}
 
     def _send_chunk(self, name: bytes) -> bool:
@@ -192,7 +175,7 @@ class RequestUploads:
             return True
         if self._task is None:
             ranks = self._group.first_stage_ranks
-            self._task = self._group.begin_upload([self._tensors[name]], ranks)
+            self._task = self._group.uploads.begin([self._tensors[name]], ranks)
         if self._task.proceed():
             return False
         self._task = None
@@ -230,14 +213,14 @@ class UploadsPart(DriverPart):
     def _check_present(self, named: Sequence[bytes]) -> None:
         """Steps with a missing upload would fail, and with them those of all requests."""
         group: UploadingGroup = self._context.group
-        found = group.find_uploads(named, group.first_stage_ranks)
+        found = group.uploads.find(named, group.first_stage_ranks)
         for name, is_there in zip(named, found, strict=True):
             if not is_there:
                 raise RequestError(
                     "the daemons have no such upload",
                     field="features",
                     value=name.hex(),
-                    fix="upload it first (WorkerGroup.upload), and keep it until the request ends",
+                    fix="upload it first (group.uploads.put), and keep it until the request ends",
                 )
 
     def queued(self, request: GenerationRequest) -> None:

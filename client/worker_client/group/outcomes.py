@@ -78,6 +78,12 @@ class Failure:
         future.failure = self
         self.futures.append(future)
 
+    def refuse(self, waiter: StepWaiter) -> "StepFuture":
+        """Return a future that fails at once: nothing was sent for it."""
+        refused = StepFuture(waiter, 0, None, 0.0)
+        self.settle(refused)
+        return refused
+
     def take_over(self, older: "Failure") -> None:
         """Report an older failure's losses too, to the holders of its futures."""
         self.lost |= older.lost

@@ -9,7 +9,7 @@ from rpc_schema.lifecycle import Status
 from worker_client.errors import ContentMismatchError
 from worker_client.group.failure_state import Change, WeightsGone
 
-_FIX = "fix: finish a complete update, or reload_weights()"
+_FIX = "fix: finish a complete update, or reload_weights (group.weights.reload)"
 
 
 def given_up(cause: str) -> WeightsGone:

@@ -1,4 +1,4 @@
-"""The driver's side of LoRA adapters (group/group_adapters.py puts them into a group)."""
+"""The driver's side of LoRA adapters (group/loras.py puts them into a group)."""
 
 from collections.abc import Sequence
 

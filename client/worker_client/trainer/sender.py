@@ -85,11 +85,11 @@ class WeightSender:
         """
         self.close()
         if self._backend == "ipc":
-            self._group.init_weight_transfer_engine(wt.IpcEngine(), self._timeout_s)
+            self._group.weights.init_transfer_engine(wt.IpcEngine(), self._timeout_s)
         else:
             channel = self._channel = BroadcastChannel(
                 self._backend,
-                self._group.world_size,
+                self._group.parallel.world_size,
                 device=self._device,
                 host=self._host,
                 timeout_s=self._timeout_s,
@@ -97,7 +97,8 @@ class WeightSender:
             engine, timeout_s = channel.engine, self._timeout_s
             try:
                 self._beside(
-                    channel.open, lambda: self._group.init_weight_transfer_engine(engine, timeout_s)
+                    channel.open,
+                    lambda: self._group.weights.init_transfer_engine(engine, timeout_s),
                 )
             except BaseException:
                 self.close()
@@ -123,13 +124,13 @@ class WeightSender:
             RemoteConfigError: the model has no such tensors, or some are missing; a corrected
                 send() fixes that.
             WeightTransferError, TransferStopped, WorkerDied: a transfer was interrupted; the
-                weights are dirty until another send() or reload_weights() succeeds.
+                weights are dirty until another send() or GroupWeights.reload() succeeds.
         """
         unique = _without_aliases(tensors)
         listed = _list(unique)
         if not self._has_engine:
             self.connect()
-        self._group.start_weight_update(format, partial=partial)
+        self._group.weights.start_update(format, partial=partial)
         try:
             replies = self._update(listed, list(unique.values()), packed_bytes)
         except RemoteConfigError:
@@ -137,7 +138,7 @@ class WeightSender:
         except BaseException:
             self.close()
             raise
-        finished = self._group.finish_weight_update()
+        finished = self._group.weights.finish_update()
         return SendReport(
             num_tensors=len(unique),
             size_bytes=max(reply.size_bytes for reply in replies),
@@ -152,12 +153,12 @@ class WeightSender:
             torch.cuda.synchronize(device)  # they may have been computed on any stream
         channel = self._channel
         if channel is None:
-            return self._group.update_weights(listed, locate(tensors))
+            return self._group.weights.update(listed, locate(tensors))
         number = next(self._rounds)
         source = wt.BroadcastSource(packed_bytes=packed_bytes, round=number)
         return self._beside(
             lambda: channel.send(tensors, packed_bytes=packed_bytes, round=number),
-            lambda: self._group.update_weights(listed, source),
+            lambda: self._group.weights.update(listed, source),
         )
 
     def _beside(self, communicate: Callable[[], None], call: Callable[[], _T]) -> _T:

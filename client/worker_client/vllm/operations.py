@@ -107,56 +107,56 @@ class Operations:
         field = "additional_config.worker_daemon.lora_root"
         name = relative_name(request.lora_path, self._workers.settings.lora_root, field)
         lora_id = request.lora_int_id
-        for other, known in list(self._group.loras.items()):
+        for other, known in list(self._group.loras.known.items()):
             if (other == lora_id) != (known.name == name):  # an earlier server's
-                self._group.remove_lora(other)
-        if load_inplace or lora_id not in self._added or lora_id not in self._group.loras:
+                self._group.loras.remove(other)
+        if load_inplace or lora_id not in self._added or lora_id not in self._group.loras.known:
             self._read_lora(name, lora_id, load_inplace=load_inplace)
             self._added.add(lora_id)
 
     def _read_lora(self, name: str, lora_id: int, *, load_inplace: bool) -> None:
         try:
-            self._group.add_lora(name, lora_id, load_inplace=load_inplace)
+            self._group.loras.add(name, lora_id, load_inplace=load_inplace)
         except ContentMismatchError:  # perhaps an earlier server has read other files
-            self._group.add_lora(name, lora_id, load_inplace=True)
+            self._group.loras.add(name, lora_id, load_inplace=True)
 
     def _add_lora(self, request: Any) -> list[bool]:
         self._load_lora(request, load_inplace=request.load_inplace)
         return [True]
 
     def _remove_lora(self, lora_id: int) -> list[bool]:
-        return [self._group.remove_lora(lora_id)]
+        return [self._group.loras.remove(lora_id)]
 
     def _pin_lora(self, lora_id: int) -> list[bool]:
-        self._group.pin_lora(lora_id)
+        self._group.loras.pin(lora_id)
         return [True]
 
     def _list_loras(self) -> list[set[int]]:
-        return [set(self._group.loras)]
+        return [set(self._group.loras.known)]
 
     # ------------------------------------------------------------------ memory and weights
 
     def _sleep(self, level: Any = 1) -> list[None]:
         self._flush()
         self._are_weights_lost |= level == 2
-        self._group.sleep(level)
+        self._group.memory.sleep(level)
         return [None]
 
     def _wake_up(self, tags: Sequence[Any] | None = None) -> list[None]:
-        self._group.wake_up(tags)
+        self._group.memory.wake_up(tags)
         return [None]
 
     def _discard(self, tags: Sequence[Any]) -> list[None]:
         self._flush()
         self._are_weights_lost |= "weights" in tags
-        self._group.discard(tags)
+        self._group.memory.discard(tags)
         return [None]
 
     def _reload_weights(self, weights_path: str = "", **unknown: Any) -> list[None]:
         if unknown:
             raise NotImplementedError(f"reload_weights takes weights_path alone, not {[*unknown]}")
         self._flush()
-        self._group.reload_weights(weights_path)
+        self._group.weights.reload(weights_path)
         self._are_weights_lost = False
         return [None]
 
@@ -164,13 +164,13 @@ class Operations:
         """Choose the source of updates. init_info: {"engine": "broadcast", "disk" or "ipc"} and the
         fields of that engine (rpc_schema/weight_transfer.py), bytes in base64."""
         engine = _chosen("init_info", init_info, _ENGINES)
-        self._group.init_weight_transfer_engine(engine)
+        self._group.weights.init_transfer_engine(engine)
         return [None]
 
     def _start_weight_update(self) -> list[None]:
         """Open a complete update in the checkpoint's format."""
         self._flush()
-        self._group.start_weight_update()
+        self._group.weights.start_update()
         return [None]
 
     def _update_weights(self, update_info: Mapping[str, Any]) -> list[None]:
@@ -179,20 +179,20 @@ class Operations:
         source = _chosen("update_info.source", update_info.get("source", {}), _SOURCES)
         lists = {key: value for key, value in update_info.items() if key != "source"}
         tensors = _converted("update_info", lists, _Tensors)
-        self._group.update_weights(
+        self._group.weights.update(
             TensorList(tensors.names, tensors.dtypes, tensors.shapes), source
         )
         return [None]
 
     def _finish_weight_update(self) -> list[None]:
-        self._group.finish_weight_update()
+        self._group.weights.finish_update()
         self._are_weights_lost = False
         return [None]
 
     def _compute_weight_checksums(self) -> list[dict[str, str]]:
         return [
             {name: value.hex() for name, value in each.checksums.items()}
-            for each in self._group.compute_weight_checksums()
+            for each in self._group.weights.compute_checksums()
         ]
 
     def _save_sharded_state(
@@ -203,7 +203,7 @@ class Operations:
         options: dict[str, Any] = {"pattern": pattern, "max_size_bytes": max_size}
         given = {key: value for key, value in options.items() if value is not None}
         self._flush()
-        self._group.save_sharded_state(name, **given)
+        self._group.weights.save_sharded_state(name, **given)
         return [None]
 
     # ------------------------------------------------------------------ the rest
@@ -219,7 +219,10 @@ class Operations:
 
     def _profile(self, is_start: bool = True, profile_prefix: str | None = None) -> list[None]:
         prefix = PurePath(profile_prefix or "").name
-        self._group.profile("start" if is_start else "stop", prefix)
+        if is_start:
+            self._group.profiling.start(prefix)
+        else:
+            self._group.profiling.stop()
         return [None]
 
 

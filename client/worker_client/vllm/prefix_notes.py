@@ -69,7 +69,7 @@ class PrefixNotes:
         self._blocks = pool.blocks
         self._noted = [None] * len(self._blocks)
         try:
-            known = self._group.cached_blocks(self._tag)
+            known = self._group.prefixes.get(self._tag)
         except ClientError as error:
             _LOG.warning("the prefix cache of earlier servers is not restored: %s", error)
             return 0
@@ -139,7 +139,7 @@ class PrefixNotes:
         if waiting is None or waiting.after.value is None:
             return
         blocks = CachedBlocks.of(list(waiting.hashes), list(waiting.hashes.values()))
-        if self._group.note_cached_blocks(
+        if self._group.prefixes.note(
             self._tag, blocks, waiting.after, distrusted=waiting.distrusted
         ):
             for block_id in waiting.distrusted:

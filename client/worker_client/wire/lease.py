@@ -75,8 +75,8 @@ class LeaseTerms:
     """Time for which daemons keep the requests after that, 0 to 3600. Weights stay."""
     heartbeat_timeout_s: float | None = None
     """None: the lease is renewed as long as the group is open and the thread that attached it
-    lives. Otherwise the application must also call `WorkerGroup.heartbeat` within this time; while
-    it has not, daemons accept another driver."""
+    lives. Otherwise the application must also call `WorkerGroup.lease.heartbeat` within this time;
+    while it has not, daemons accept another driver."""
 
     def __post_init__(self) -> None:
         """Raise ClientConfigError if a time is out of bounds."""

@@ -160,9 +160,9 @@ class Application:
 
     def _sleep(self, seconds: float) -> None:
         try:
-            self.group.sleep(1)
+            self.group.memory.sleep(1)
             time.sleep(seconds)
-            self.group.wake_up()
+            self.group.memory.wake_up()
         except WorkerDied as died:
             recover(self.group, died)
         self.scheduler.forget_prefixes()
@@ -177,7 +177,7 @@ def wake(group: WorkerGroup) -> None:
     """Wake the group: the previous driver may have died while it slept."""
     tags = [status.memory_tags for status in group.get_status()]
     if all(tags) and any("asleep" in of_rank.values() for of_rank in tags):
-        group.wake_up()
+        group.memory.wake_up()
 
 
 def read_command() -> str:

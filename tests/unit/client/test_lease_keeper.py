@@ -228,7 +228,7 @@ def beating(group):
 
     def beat() -> None:
         while not ended.wait(0.05):
-            group.heartbeat()
+            group.lease.heartbeat()
 
     thread = threading.Thread(target=beat)
     thread.start()

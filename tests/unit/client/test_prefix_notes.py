@@ -168,14 +168,15 @@ class Group:
     def __init__(self):
         self.notes = []
         self.busy = False
+        self.prefixes = self
 
-    def note_cached_blocks(self, tag, blocks, after, *, distrusted=()):
+    def note(self, tag, blocks, after, *, distrusted=()):
         if self.busy:
             return False
         self.notes.append((blocks.block_ids.tolist(), after.number, list(distrusted)))
         return True
 
-    def cached_blocks(self, tag):
+    def get(self, tag):
         return NO_CACHED_BLOCKS
 
 

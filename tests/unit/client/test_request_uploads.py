@@ -38,6 +38,7 @@ class Ranks:
     first_stage_ranks = range(2)
 
     def __init__(self, room: int = 1 << 40) -> None:
+        self.uploads = self
         self.there: dict[bytes, int] = {}
         self.room = room
         self.num_chunks: Counter[bytes] = Counter()
@@ -45,14 +46,14 @@ class Ranks:
         self.steps = []
         self.dies = False
 
-    def begin_upload(self, tensors, ranks=None):
+    def begin(self, tensors, ranks=None):
         assert ranks == self.first_stage_ranks
         return Chunks(self, [t for t in tensors if t.content_hash not in self.there])
 
-    def find_uploads(self, names, ranks=None):
+    def find(self, names, ranks=None):
         return [name in self.there for name in names]
 
-    def drop_uploads(self, names, ranks=None):
+    def drop(self, names, ranks=None):
         for name in names:
             self.there.pop(name, None)
 

@@ -26,13 +26,14 @@ class Group:
     def __init__(self, **known):
         self.known = {int(key[1:]): value for key, value in known.items()}
         self.notes, self.is_busy = [], False
+        self.prefixes = self
 
-    def note_cached_blocks(self, tag, blocks, after, *, distrusted=()):
+    def note(self, tag, blocks, after, *, distrusted=()):
         if not self.is_busy:
             self.notes.append((blocks.block_ids.tolist(), after, list(distrusted)))
         return not self.is_busy
 
-    def cached_blocks(self, tag):
+    def get(self, tag):
         return CachedBlocks.of(list(self.known), list(self.known.values()))
 
 
@@ -70,7 +71,7 @@ def test_cache_begins_empty_where_the_daemons_cannot_tell():
     def refuse(tag):
         raise ClientError("no")
 
-    notes = PrefixNotes(SimpleNamespace(cached_blocks=refuse), b"t")
+    notes = PrefixNotes(SimpleNamespace(prefixes=SimpleNamespace(get=refuse)), b"t")
     assert notes.restore(SimpleNamespace(blocks=[Block()])) == 0
 
 

@@ -24,7 +24,7 @@ from tests.support.fuzz_requests import Listed, Number, Raising, odd_request
 from tests.unit.client.test_request_uploads import Ranks, uploads_of
 from worker_client.driver import Driver
 from worker_client.errors import RequestError
-from worker_client.group.group_adapters import GroupAdapters
+from worker_client.group.loras import GroupLoras
 from worker_client.inputs.host_tensor import HostTensor
 from worker_client.inputs.request_checks import validated
 from worker_client.inputs.request_fields import FIELDS_OF
@@ -249,9 +249,9 @@ def test_showing_a_wrong_value_costs_little():
     ],
 )
 def test_adapters_that_no_message_can_carry(name, lora_id, field):
-    adapters = GroupAdapters(None)  # which it does not ask
+    adapters = GroupLoras(None)  # which it does not ask
     with pytest.raises(Exception, match="fix: give") as refused:
-        adapters.begin(name, lora_id, load_inplace=False)
+        adapters.begin_add(name, lora_id)
     assert refused.value.field == field
     for ask in (adapters.remove, adapters.pin):
         with pytest.raises(Exception, match="lora_id"):

@@ -26,7 +26,7 @@ from worker_client.errors import (
     RemoteCapacityError,
     RemoteConfigError,
 )
-from worker_client.group.uploading import HostTensor
+from worker_client.group.uploads import HostTensor
 from worker_client.worker_group import WorkerGroup
 
 ROOM = 8 << 20
@@ -209,23 +209,23 @@ def test_group_uploads_once(group: WorkerGroup) -> None:
         HostTensor.from_array(source.integers(0, 99, (50, 4), np.int32).astype(">i4")[::2]),
         HostTensor.from_bytes("bfloat16", (3, 5), os.urandom(30)),
     ]
-    names = group.upload(tensors)
+    names = group.uploads.put(tensors)
     assert names == [tensor.content_hash for tensor in tensors]
     for tensor in tensors:
         (expected, *_) = chunks_of(tensor.dtype, tensor.shape, tensor.data.tobytes())
         assert tensor.content_hash == expected.content_hash
-    assert group.find_uploads([*names, bytes(32)]) == [True] * 4 + [False]
-    assert not group.begin_upload([*tensors, tensors[0]]).proceed(), "nothing is sent twice"
-    for ask in (group.find_uploads, group.drop_uploads):
+    assert group.uploads.find([*names, bytes(32)]) == [True] * 4 + [False]
+    assert not group.uploads.begin([*tensors, tensors[0]]).proceed(), "nothing is sent twice"
+    for ask in (group.uploads.find, group.uploads.drop):
         with pytest.raises(ClientConfigError, match="field content_hashes"):
             ask([*names, b"short"])
-    assert group.find_uploads(names) == [True] * 4
-    group.drop_uploads(names[1:2])
-    assert group.find_uploads(names) == [True, False, True, True]
-    again = group.begin_upload(tensors)
+    assert group.uploads.find(names) == [True] * 4
+    group.uploads.drop(names[1:2])
+    assert group.uploads.find(names) == [True, False, True, True]
+    again = group.uploads.begin(tensors)
     assert again.proceed()
     assert not again.proceed()
-    assert group.find_uploads(names * 300, ranks=[0]) == [True] * 1200
+    assert group.uploads.find(names * 300, ranks=[0]) == [True] * 1200
 
 
 def test_full_daemon_refuses_and_goes_on_when_there_is_room(group: WorkerGroup) -> None:
@@ -233,33 +233,33 @@ def test_full_daemon_refuses_and_goes_on_when_there_is_room(group: WorkerGroup) 
         HostTensor.from_bytes("uint8", (size,), os.urandom(size))
         for size in (ROOM - up.CHUNK_BYTES, 2 * up.CHUNK_BYTES)
     )
-    group.upload([large])
-    uploading = group.begin_upload([other])
+    group.uploads.put([large])
+    uploading = group.uploads.begin([other])
     for _ in range(2):
         with pytest.raises(RemoteCapacityError, match="--upload-memory-bytes"):
             uploading.proceed()
-    group.drop_uploads([large.content_hash])
+    group.uploads.drop([large.content_hash])
     assert uploading.finish() == [other.content_hash]
-    assert group.find_uploads([large.content_hash, other.content_hash]) == [False, True]
+    assert group.uploads.find([large.content_hash, other.content_hash]) == [False, True]
 
 
 def test_uploading_that_is_cut_off_says_so(group: WorkerGroup) -> None:
     tensor = HostTensor.from_bytes("uint8", (SIZE,), os.urandom(SIZE))
-    uploading = group.begin_upload([tensor])
+    uploading = group.uploads.begin([tensor])
     assert uploading.proceed()
     group.reset("MODEL_LOADED")
     assert uploading.proceed()
     with pytest.raises(ClientError, match="dropped while they were sent"):
         uploading.finish()
-    old = group.begin_upload([tensor])
+    old = group.uploads.begin([tensor])
     assert old.proceed()
     group.attach()
     with pytest.raises(FencedError):
         old.proceed()
-    assert group.upload([tensor]) == [tensor.content_hash]
+    assert group.uploads.put([tensor]) == [tensor.content_hash]
     group.reset("DEVICE_READY")
     with pytest.raises(IllegalStateError, match="load it first"):
-        group.upload([tensor])
+        group.uploads.put([tensor])
 
 
 def test_changed_array_is_no_upload(group: WorkerGroup) -> None:
@@ -267,7 +267,7 @@ def test_changed_array_is_no_upload(group: WorkerGroup) -> None:
     tensor = HostTensor.from_array(array)
     array[-1] = 0
     with pytest.raises(RemoteConfigError, match="another hash"):
-        group.upload([tensor])
+        group.uploads.put([tensor])
     assert group.get_status()[0].upload_bytes == 0
 
 
@@ -277,20 +277,20 @@ def test_only_the_ranks_that_were_named_have_it(daemons: list[DaemonProcess]) ->
     with WorkerGroup([daemon.endpoint for daemon in daemons], parallel) as group:
         group.attach(force=True)
         make_ready(group)
-        names = group.upload(tensors[:1], ranks=[0]) + group.upload(tensors[1:])
-        assert [group.find_uploads(names, ranks=[rank]) for rank in (0, 1)] == [
+        names = group.uploads.put(tensors[:1], ranks=[0]) + group.uploads.put(tensors[1:])
+        assert [group.uploads.find(names, ranks=[rank]) for rank in (0, 1)] == [
             [True, True],
             [False, True],
         ]
-        assert group.find_uploads(names) == [False, True]
-        group.upload(tensors)
-        assert group.find_uploads(names) == [True, True]
-        group.drop_uploads(names, ranks=[1])
-        assert group.find_uploads(names, ranks=[0]) == [True, True]
+        assert group.uploads.find(names) == [False, True]
+        group.uploads.put(tensors)
+        assert group.uploads.find(names) == [True, True]
+        group.uploads.drop(names, ranks=[1])
+        assert group.uploads.find(names, ranks=[0]) == [True, True]
         assert group.get_status()[1].upload_bytes == 0
         for ranks in ([], [2], [0, -1]):
             with pytest.raises(ClientConfigError) as caught:
-                group.upload(tensors, ranks)
+                group.uploads.put(tensors, ranks)
             assert caught.value.field == "ranks"
 
 

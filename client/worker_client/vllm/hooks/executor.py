@@ -271,7 +271,7 @@ class WorkerDaemonExecutor(Executor):  # type: ignore[misc]
             self._noted.forget()
 
     def _adapter_of(self, lora_id: int) -> RequestExtension:
-        return self._workers.group.loras[lora_id].extension
+        return self._workers.group.loras.known[lora_id].extension
 
     # ------------------------------------------------------------------ other operations
 

@@ -28,20 +28,20 @@ class _Planned(NamedTuple):
 
 class UploadTask:
     """Tensors being uploaded to some ranks of a group. Belongs to the group's thread. An abandoned
-    task leaves unfinished uploads, for `drop_uploads` or another try."""
+    task leaves unfinished uploads, for GroupUploads.drop or another try."""
 
     def __init__(
         self, channel: GroupChannel, tensors: Sequence[HostTensor], ranks: Sequence[int] | None
     ) -> None:
-        """Ask the ranks (None: all) which tensors they have already. Raises as WorkerGroup.upload
+        """Ask the ranks (None: all) which tensors they have already. Raises as GroupUploads.put
         does."""
         self._channel = channel
-        self._epoch = attached_epoch(channel)
+        self._epoch = _attached_epoch(channel)
         self.content_hashes = [tensor.content_hash for tensor in tensors]
         """In the order of the tensors."""
         wanted = {tensor.content_hash: tensor for tensor in tensors}
-        clients = chosen(channel, ranks)
-        found = [find(client, self._epoch, list(wanted)) for client in clients]
+        clients = _chosen(channel, ranks)
+        found = [_find(client, self._epoch, list(wanted)) for client in clients]
         self._rest: deque[_Planned] = deque()
         for name, tensor in wanted.items():
             lacking = [client for client, has in zip(clients, found, strict=True) if not has[name]]
@@ -52,7 +52,7 @@ class UploadTask:
     def proceed(self) -> bool:
         """Send one chunk to all ranks that lack it, and wait for their replies. Return False if
         nothing was left to send. After an error the next call tries the same chunk again. Raises as
-        WorkerGroup.upload does."""
+        GroupUploads.put does."""
         if not self._rest:
             return False
         self._channel.check_usable()
@@ -64,7 +64,7 @@ class UploadTask:
         return True
 
     def finish(self) -> list[bytes]:
-        """Send all that is left; return content_hashes. Raises as WorkerGroup.upload does."""
+        """Send all that is left; return content_hashes. Raises as GroupUploads.put does."""
         while self.proceed():
             pass
         return self.content_hashes
@@ -84,13 +84,60 @@ class UploadTask:
         return [call.result().is_complete for call in pending]
 
 
-def attached_epoch(channel: GroupChannel) -> int:
+class GroupUploads:
+    """`WorkerGroup.uploads`: tensors of requests in the host memory of ranks. Belongs to the
+    group's thread."""
+
+    def __init__(self, channel: GroupChannel) -> None:
+        self._channel = channel
+
+    def put(self, tensors: Sequence[HostTensor], ranks: Sequence[int] | None = None) -> list[bytes]:
+        """Put tensors into the host memory of ranks (by default all), and return the content hashes
+        that steps name them by. Tensors that are there already are not sent. Daemons run steps
+        meanwhile, but this returns only when all is there: while it serves requests, a driver calls
+        begin instead.
+
+        They stay until drop(), a WorkerGroup.reset() or the end of the lease: after attach() and
+        replace(), upload them again. attach(keep_requests=True) keeps those that requests name.
+
+        Raises:
+            RemoteCapacityError: a daemon has no room. Tensors that others have received stay.
+            IllegalStateError: no model is loaded.
+            ClientError: uploads were dropped meanwhile, by a reset.
+        """
+        return self.begin(tensors, ranks).finish()
+
+    def begin(
+        self, tensors: Sequence[HostTensor], ranks: Sequence[int] | None = None
+    ) -> UploadTask:
+        """Begin an upload, to be sent chunk by chunk: call its proceed() between steps, until that
+        returns False."""
+        return UploadTask(self._channel, tensors, ranks)
+
+    def find(
+        self, content_hashes: Sequence[bytes], ranks: Sequence[int] | None = None
+    ) -> list[bool]:
+        """Return, for each tensor, True if all of these ranks have it completely."""
+        epoch = _attached_epoch(self._channel)
+        found = [_find(client, epoch, content_hashes) for client in _chosen(self._channel, ranks)]
+        return [all(on_rank[name] for on_rank in found) for name in content_hashes]
+
+    def drop(self, content_hashes: Sequence[bytes], ranks: Sequence[int] | None = None) -> None:
+        """Have ranks forget tensors, also incomplete ones. A step that uses one keeps it until it
+        is done. Unknown hashes are no error."""
+        epoch = _attached_epoch(self._channel)
+        for client in _chosen(self._channel, ranks):
+            for part in _named_parts(content_hashes):
+                client.ask(partial(up.DropUploads, epoch=epoch, content_hashes=part))
+
+
+def _attached_epoch(channel: GroupChannel) -> int:
     """Return the epoch that uploads belong to. Raises as GroupChannel.check_usable does."""
     channel.check_usable()
     return channel.epoch
 
 
-def chosen(channel: GroupChannel, ranks: Sequence[int] | None) -> list[WorkerClient]:
+def _chosen(channel: GroupChannel, ranks: Sequence[int] | None) -> list[WorkerClient]:
     """Return the clients of some ranks (None: all). Raises ClientConfigError: there is none."""
     clients = {client.rank: client for client in channel.daemons.present}
     if ranks is None:
@@ -101,21 +148,21 @@ def chosen(channel: GroupChannel, ranks: Sequence[int] | None) -> list[WorkerCli
     return [clients[rank] for rank in sorted(set(ranks))]
 
 
-def find(client: WorkerClient, epoch: int, content_hashes: Sequence[bytes]) -> dict[bytes, bool]:
+def _find(client: WorkerClient, epoch: int, content_hashes: Sequence[bytes]) -> dict[bytes, bool]:
     """Return, by hash, True for tensors that a rank has completely."""
     found: dict[bytes, bool] = {}
-    for part in named_parts(content_hashes):
+    for part in _named_parts(content_hashes):
         reply = client.ask(partial(up.FindUploads, epoch=epoch, content_hashes=part))
         found |= zip(part, reply.are_complete, strict=True)
     return found
 
 
-def named_parts(content_hashes: Sequence[bytes]) -> Iterator[tuple[bytes, ...]]:
+def _named_parts(content_hashes: Sequence[bytes]) -> Iterator[tuple[bytes, ...]]:
     """Split hashes into parts of the size that a request may name. Raises ClientConfigError: one is
     not a hash."""
     for name in content_hashes:
         if len(name) != HASH_BYTES:
-            fix = f"use the {HASH_BYTES} bytes that upload() has returned"
+            fix = f"use the {HASH_BYTES} bytes that put() has returned"
             raise config_error("content_hashes", name, "it is not a content hash", fix)
     for begin in range(0, len(content_hashes), up.MAX_NAMED_UPLOADS):
         yield tuple(content_hashes[begin : begin + up.MAX_NAMED_UPLOADS])

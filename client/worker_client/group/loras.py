@@ -61,7 +61,7 @@ class Committed(NamedTuple):
 class AddTask:
     """An adapter being added to all ranks. Belongs to the group's thread."""
 
-    def __init__(self, adapters: "GroupAdapters", name: str, lora_id: int, *, load_inplace: bool):
+    def __init__(self, adapters: "GroupLoras", name: str, lora_id: int, *, load_inplace: bool):
         self._adapters = adapters
         self._name = name
         self._lora_id = lora_id
@@ -72,7 +72,7 @@ class AddTask:
 
     def proceed(self) -> bool:
         """Ask whether the ranks have read the adapter, and add it once all have. Steps may run
-        meanwhile. Return False once it is added. Raises as WorkerGroup.add_lora does."""
+        meanwhile. Return False once it is added. Raises as GroupLoras.add does."""
         if self.adapter is not None:
             return False
         must_read = self._load_inplace or not self._adapters.is_there(self._name, self._lora_id)
@@ -93,7 +93,7 @@ class AddTask:
         return False
 
     def finish(self) -> GroupAdapter:
-        """Wait until it is added. Raises as WorkerGroup.add_lora does."""
+        """Wait until it is added. Raises as GroupLoras.add does."""
         deadline = time.monotonic() + ADD_TIMEOUT_S
         while self.proceed():
             if time.monotonic() >= deadline:
@@ -103,8 +103,8 @@ class AddTask:
         return self.adapter
 
 
-class GroupAdapters:
-    """Adapters that all ranks have. Owned by the group; used on its thread."""
+class GroupLoras:
+    """`WorkerGroup.loras`: the adapters that all ranks have. Belongs to the group's thread."""
 
     def __init__(self, channel: GroupChannel) -> None:
         self._channel = channel
@@ -115,8 +115,29 @@ class GroupAdapters:
         """The adapters that all ranks have, by id, if this driver has added or found them."""
         return self._known
 
-    def begin(self, name: str, lora_id: int | None, *, load_inplace: bool) -> AddTask:
-        """See WorkerGroup.begin_add_lora."""
+    def add(
+        self, name: str, lora_id: int | None = None, *, load_inplace: bool = False
+    ) -> GroupAdapter:
+        """Put an adapter below the daemons' --lora-root into every rank's host memory, and return
+        it: requests name it by its `extension`. Daemons keep running steps, but this call blocks
+        until it is loaded: a serving driver uses begin_add.
+
+        lora_id: by default its current ID, or a free one. An adapter that is already in host memory
+        only counts as used, unless load_inplace replaces it. The least recently used adapter is
+        evicted if there is no room: see `known`.
+
+        Raises:
+            RemoteConfigError: it is not supported, or exceeds max_lora_rank; the model was loaded
+                without adapters; the id or the name belongs to another one.
+            RemoteCheckpointError: its files are missing or faulty.
+            RemoteCapacityError: all adapters are pinned. Whatever is raised, nothing has changed.
+        """
+        return self.begin_add(name, lora_id, load_inplace=load_inplace).finish()
+
+    def begin_add(
+        self, name: str, lora_id: int | None = None, *, load_inplace: bool = False
+    ) -> AddTask:
+        """Begin to add an adapter: call its proceed() between steps, until that returns False."""
         _check_field("name", name, "a text of 1 to 256 characters, as UTF-8 has them")
         if lora_id is None:
             lora_id = self._id_for(name)
@@ -188,21 +209,23 @@ class GroupAdapters:
             )
 
     def remove(self, lora_id: int) -> bool:
-        """See WorkerGroup.remove_lora."""
+        """Remove an adapter from host memory; running requests keep using it. Return False if there
+        was none of that id."""
         _check_id(lora_id)
         replies = self._channel.ask(partial(lora.RemoveLora, lora_id=lora_id))
         self._known.pop(lora_id, None)
         return any(reply.removed for reply in replies)
 
     def pin(self, lora_id: int) -> None:
-        """See WorkerGroup.pin_lora."""
+        """Pin an adapter: it is never evicted. Raises RemoteConfigError if there is none of that
+        id."""
         _check_id(lora_id)
         self._channel.ask(partial(lora.PinLora, lora_id=lora_id))
         if lora_id in self._known:
             self._known[lora_id] = self._known[lora_id]._replace(is_pinned=True)
 
-    def reports(self) -> list[lora.ListLorasReply]:
-        """See WorkerGroup.list_loras."""
+    def list_by_rank(self) -> list[lora.ListLorasReply]:
+        """Return every rank's adapters in host memory, least recently used first."""
         return self._channel.ask(lora.ListLoras)
 
     def forget(self) -> None:
@@ -213,7 +236,8 @@ class GroupAdapters:
         """Find the adapters that are the same on all ranks, and remove all others: a driver may
         have died while it added one."""
         ranks = [
-            {each.lora_id: _known_as(each) for each in reply.adapters} for reply in self.reports()
+            {each.lora_id: _known_as(each) for each in reply.adapters}
+            for reply in self.list_by_rank()
         ]
         first = ranks[0]
         self._known = {
@@ -255,7 +279,7 @@ class GroupAdapters:
         with contextlib.suppress(ClientError):
             there = {
                 a.lora_id
-                for reply in self.reports()
+                for reply in self.list_by_rank()
                 for a in reply.adapters
                 if a.version == version
             }

@@ -12,6 +12,7 @@ from rpc_schema import cached_blocks as cb
 from rpc_schema.errors import BadFrameError, WireError
 from worker_client.errors import ClientError, config_error
 from worker_client.group.group_channel import GroupChannel
+from worker_client.group.outcomes import StepFuture, StepsInFlight
 from worker_client.steps.cached_blocks import NO_CACHED_BLOCKS, CachedBlocks
 from worker_client.wire.transport import PendingCall
 from worker_client.wire.worker_client import WorkerClient
@@ -22,16 +23,78 @@ ANSWER_TIMEOUT_S: Final = 5.0
 """Time after which the answer to a note counts as lost."""
 
 
-class BlockNotes:
-    """Notes of one group. Belongs to the group's thread."""
+class GroupPrefixes:
+    """`WorkerGroup.prefixes`: what the ranks' KV blocks hold, noted for the next driver. Belongs to
+    the group's thread."""
 
-    def __init__(self, channel: GroupChannel) -> None:
+    def __init__(self, channel: GroupChannel, steps: StepsInFlight) -> None:
         self._channel = channel
+        self._steps = steps
         self._sent: list[tuple[WorkerClient, PendingCall[cb.NoteCachedBlocksReply]]] = []
         """The last note to each rank."""
 
+    def note(
+        self,
+        tag: bytes,
+        blocks: CachedBlocks,
+        after: StepFuture,
+        *,
+        distrusted: Sequence[int] = (),
+    ) -> bool:
+        """Have all ranks note the contents of full blocks, for get() of the next driver; does not
+        wait: a rank that cannot take the note at once lacks it. Return False, with nothing sent,
+        while ranks have not answered earlier notes: try again later.
+
+        tag: at most 64 bytes that identify how the hashes were made, with everything that decides a
+        block's contents and is not hashed. Notes of another tag replace all others. A hash has at
+        most 64 bytes, and names the KV group of its block, if there are several.
+        after: a step of execute_model. Once it and those before it have run, the blocks have these
+        contents. Pass one whose result has arrived: for a step that failed, or one of an earlier
+        attach, nothing is noted. Later steps may already have given the blocks to other requests:
+        ranks allow for that, however late the note arrives.
+        distrusted: blocks whose earlier notes are to be dropped.
+
+        Blocks that a running request still has to fill, and those that have lost their contents by
+        new weights or sleep, are left out.
+
+        Raises:
+            ClientConfigError: a block does not exist, or a field is out of bounds. Nothing was
+                sent.
+        """
+        if self._are_pending:
+            return False
+        chosen = self._steps.slots.with_contents(blocks)
+        if after.failure is not None or after.epoch != self._channel.epoch:
+            chosen = NO_CACHED_BLOCKS  # seqs of another epoch would mean other steps
+        _check(tag, chosen)
+        for build in _messages(tag, chosen, after.seq, distrusted, self._channel.epoch):
+            for client in self._channel.daemons.present:
+                try:
+                    self._sent.append((client, client.begin(build, SEND_TIMEOUT_S)))
+                except (ClientError, WireError):
+                    continue  # callers that wait for that rank learn why
+        return True
+
+    def get(self, tag: bytes) -> CachedBlocks:
+        """Return the blocks with known contents on every rank, as noted by this driver and by
+        earlier ones; none if their tag is another. A daemon that was started or loaded since has
+        none. For a driver that has prepared the group and not yet sent a step.
+
+        A request may begin with such a block as with any that was filled before.
+
+        Raises:
+            RemoteError: a rank refuses; names the first one.
+        """
+        self._channel.check_usable()
+        epoch = self._channel.epoch
+        ranks = [_read_rank(client, tag, epoch) for client in self._channel.daemons.present]
+        common = ranks[0]
+        for other in ranks[1:]:
+            common = _common(common, other)
+        return common
+
     @property
-    def are_pending(self) -> bool:
+    def _are_pending(self) -> bool:
         """True while a rank has not answered the last notes."""
         present = self._channel.daemons.present
         sent_since = time.monotonic() - ANSWER_TIMEOUT_S
@@ -41,30 +104,6 @@ class BlockNotes:
             if client in present and call.deadline > sent_since and not call.is_answered
         ]
         return bool(self._sent)
-
-    def send(
-        self, tag: bytes, blocks: CachedBlocks, after_seq: int, distrusted: Sequence[int]
-    ) -> None:
-        """Send notes to all ranks that take them at once: what another rank lacks is not offered.
-        Raises ClientConfigError as WorkerGroup.note_cached_blocks does."""
-        _check(tag, blocks)
-        for build in _messages(tag, blocks, after_seq, distrusted, self._channel.epoch):
-            for client in self._channel.daemons.present:
-                try:
-                    self._sent.append((client, client.begin(build, SEND_TIMEOUT_S)))
-                except (ClientError, WireError):
-                    continue  # callers that wait for that rank learn why
-
-    def read(self, tag: bytes) -> CachedBlocks:
-        """Return the blocks that all ranks have, with the same hashes. Raises as
-        WorkerGroup.cached_blocks does."""
-        self._channel.check_usable()
-        epoch = self._channel.epoch
-        ranks = [_read_rank(client, tag, epoch) for client in self._channel.daemons.present]
-        common = ranks[0]
-        for other in ranks[1:]:
-            common = _common(common, other)
-        return common
 
 
 def _check(tag: bytes, blocks: CachedBlocks) -> None:

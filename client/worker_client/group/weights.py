@@ -1,0 +1,200 @@
+"""The weights of a group: updates in place, reloads, checksums and saves. weights_state.py says
+whether the ranks' weights are complete, and of one model."""
+
+import contextlib
+import secrets
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Final, TypeVar
+
+from rpc_schema import lifecycle as lc
+from rpc_schema import weight_transfer as wt
+from rpc_schema.base import StepReply, StepRequest
+from rpc_schema.errors import WireError
+from worker_client.errors import ClientError, DeadlineExceeded, RemoteError
+from worker_client.group.failure_state import Change, FailureState, WeightsGone
+from worker_client.group.group_channel import GroupChannel
+from worker_client.group.outcomes import StepsInFlight
+from worker_client.group.waiting import Waiter
+from worker_client.group.weights_state import check_same_weights, given_up, learned
+from worker_client.wire.worker_client import TensorList
+
+SHARD_PATTERN: Final = "model-rank-{rank}-part-{part}.safetensors"
+SHARD_MAX_SIZE_BYTES: Final = 5 << 30
+
+TRANSFER_SLACK_S: Final = 30.0
+"""Time between a rank's timeout for a trainer and ours."""
+
+ReplyT = TypeVar("ReplyT", bound=StepReply)
+
+
+class GroupWeights:
+    """`WorkerGroup.weights`. Belongs to the group's thread."""
+
+    def __init__(
+        self, channel: GroupChannel, steps: StepsInFlight, state: FailureState, waiter: Waiter
+    ) -> None:
+        self._channel = channel
+        self._steps = steps
+        self._state = state
+        self._waiter = waiter
+
+    def init_transfer_engine(
+        self, engine: wt.Engine, timeout_s: float = 60.0
+    ) -> list[wt.InitWeightTransferEngineReply]:
+        """Choose the source of the weights of later updates, on every rank. With broadcasts: wait
+        for the trainer, which must come at the same time (`worker_client.trainer` has one).
+
+        timeout_s: how long a rank waits for the trainer here, and later for its next data.
+
+        Raises:
+            WeightTransferError: the trainer has not connected.
+            RemoteConfigError: the engine is not for this group. The daemons continue to serve,
+                without an engine.
+        """
+        return self._channel.ask(
+            partial(
+                wt.InitWeightTransferEngine,
+                engine=engine,
+                timeout_ms=max(100, int(timeout_s * 1000)),
+            ),
+            timeout_s=timeout_s + TRANSFER_SLACK_S,
+        )
+
+    def start_update(
+        self, format: wt.WeightFormat = "checkpoint", *, partial: bool = False
+    ) -> None:
+        """Open an update on every rank. No step can be sent until finish_update() or reload().
+        Running requests are lost, and the next step's failure names them. A scheduler must forget
+        its cached prefixes: they belong to the old weights.
+
+        format: `checkpoint`, tensors as in the checkpoint, or `kernel`, as the ranks hold them.
+        partial: tensors that are not sent stay as they are.
+        """
+        self._give_up("a weight update is open")
+        self._channel.ask(lambda **ids: wt.StartWeightUpdate(format=format, partial=partial, **ids))
+
+    def update(self, tensors: TensorList, source: wt.Source) -> list[wt.UpdateWeightsReply]:
+        """Update tensors on every rank, from the engine's source. A trainer's broadcasts must run
+        at the same time as this call: it returns once they are complete.
+
+        Raises:
+            RemoteConfigError: the model has no such tensors; nothing was taken, and the update is
+                still open.
+            RemoteCheckpointError: files are missing or truncated; likewise.
+            WeightTransferError: the trainer is lost. The weights are dirty: begin again with
+                init_transfer_engine and start_update, or reload.
+        """
+        return self._channel.ask(partial(wt.UpdateWeights, **tensors._asdict(), source=source))
+
+    def finish_update(self) -> list[wt.FinishWeightUpdateReply]:
+        """Close the update on every rank: steps can be sent again.
+
+        Raises:
+            RemoteConfigError: tensors are missing; the update is still open.
+        """
+        replies = self._channel.ask(wt.FinishWeightUpdate)
+        self._state.apply(learned(self._statuses()))
+        return replies
+
+    def reload(self, model: str = "") -> list[wt.ReloadWeightsReply]:
+        """Read the weights again on every rank, in place, from `model` or from their previous
+        source; requests are lost as in start_update(). Completes dirty weights.
+
+        Raises:
+            RemoteConfigError: the directory lies outside the daemons' roots, or holds another
+                model.
+            RemoteCheckpointError: a file is missing, truncated or not of this model.
+        """
+        before = self._state.weights_cause
+        self._give_up("reload_weights has failed on some rank")
+        try:
+            replies = self._channel.ask(partial(wt.ReloadWeights, model=model))
+        except RemoteError:
+            self._state.apply(WeightsGone(before) if before else Change.WEIGHTS_FILLED)
+            if not before:  # usually refused before the first byte
+                self._state.apply(learned(self._statuses()))
+            raise
+        self._state.apply(learned(self._statuses()))
+        return replies
+
+    def update_config(self, overrides: Mapping[str, str | int | bool]) -> None:
+        """Change what the next reload() reads, on every rank: `model.model`, `model.seed`,
+        `load.load_format`, `load.verify_checksums`.
+
+        Raises:
+            RemoteConfigError: a field is not one of these, or its value is not allowed.
+        """
+        self._channel.ask(partial(wt.UpdateConfig, overrides=dict(overrides)))
+
+    def compute_checksums(self) -> list[lc.ComputeWeightChecksumsReply]:
+        """Hash every rank's current weights, tensor by tensor."""
+        return self._channel.ask(lc.ComputeWeightChecksums)
+
+    def save_sharded_state(
+        self,
+        name: str,
+        pattern: str = SHARD_PATTERN,
+        max_size_bytes: int = SHARD_MAX_SIZE_BYTES,
+    ) -> list[lc.SaveShardedStateReply]:
+        """Save the group's weights as the set `name` under the daemons' save root, which they must
+        share; load it with load_format="sharded_state".
+
+        All ranks write at once, next to an existing set of that name; rank 0 then replaces it in
+        one step. After a rank's error only the old set is left; the next save removes files of a
+        dead rank. No group may load the set meanwhile. pattern names the files, by {rank} and
+        {part}; max_size_bytes bounds each.
+
+        Raises:
+            RemoteConfigError: no daemon option --save-root, or not the same one, or the name or the
+                pattern is not allowed.
+            RemoteCapacityError: the disk is full.
+            ContentMismatchError: ranks hold different weights.
+        """
+        return self._save(
+            partial(lc.SaveShardedState, name=name, pattern=pattern, max_size_bytes=max_size_bytes)
+        )
+
+    def save_tensorized_model(self, name: str) -> list[lc.SaveTensorizedModelReply]:
+        """Save like save_sharded_state, through the tensorizer library, which the daemons must have
+        (`pip install "worker-daemon[tensorizer]"`): one file per rank, for
+        load_format="tensorizer".
+
+        Raises: as save_sharded_state does, and
+            RemoteConfigError: a daemon does not have the library.
+        """
+        return self._save(partial(lc.SaveTensorizedModel, name=name))
+
+    def _give_up(self, cause: str) -> None:
+        """Mark the weights incomplete and drop all rows: no step may run on weights that are being
+        replaced, nor on their KV cache."""
+        self._waiter.wait_for_all()
+        self._steps.lose_cache("the weights were replaced")
+        self._state.apply(given_up(cause))
+
+    def _save(self, build: Callable[..., StepRequest[ReplyT]]) -> list[ReplyT]:
+        """Have each rank write, and keep the files if all have succeeded; else remove them, as far
+        as ranks can be reached. build: returns the request, with the save's id as `save`."""
+        statuses = self._statuses()
+        config = statuses[0].config
+        check_same_weights(statuses, "" if config is None else config.model.model)
+        save = secrets.token_bytes(16)
+        try:
+            replies = self._channel.ask(partial(build, save=save))
+        except (RemoteError, DeadlineExceeded):
+            self._remove_saved(save)
+            raise
+        try:
+            self._channel.ask(partial(lc.FinishShardedState, save=save, keep=True))
+        except RemoteError as error:
+            if error.rank == 0:  # otherwise rank 0 may be about to move those files into place
+                self._remove_saved(save)
+            raise
+        return replies
+
+    def _remove_saved(self, save: bytes) -> None:
+        with contextlib.suppress(ClientError, WireError):  # the next save cleans up as well
+            self._channel.ask(partial(lc.FinishShardedState, save=save, keep=False))
+
+    def _statuses(self) -> list[lc.Status]:
+        return [client.get_status() for client in self._channel.daemons.clients]
