@@ -107,9 +107,11 @@ def measure(steps: Sequence[Sequence[Int32s]]) -> tuple[list[int], list[float], 
             socket.connect(arguments[0])
             for seq, masks in enumerate(steps):
                 began = time.process_time()
-                extensions, arrays = encoded(dict(zip(names, masks, strict=True)), slot_of)
+                sent = encoded(dict(zip(names, masks, strict=True)), slot_of)
+                assert sent is not None, "every row has a mask"
+                extension, arrays = sent
                 request = SampleTokens(
-                    epoch=1, link=1, seq=seq + 1, step_seq=seq, extensions=extensions
+                    epoch=1, link=1, seq=seq + 1, step_seq=seq, extensions=(extension,)
                 )
                 frames = encode_step(request, arrays)
                 socket.send_multipart(frames)

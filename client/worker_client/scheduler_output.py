@@ -10,7 +10,8 @@ import numpy as np
 from msgspec import Struct
 from numpy.typing import NDArray
 
-from rpc_schema.extensions import ReplyExtension, RequestExtension
+from rpc_schema.codec import Frame
+from rpc_schema.extensions import ReplyExtension, RequestExtension, StepExtension
 from rpc_schema.pooling import PooledOutputs
 from rpc_schema.sampling import TokenLogprobs
 
@@ -47,6 +48,37 @@ class NewRequest(Struct, frozen=True, gc=False):
         return (self.block_ids, *self.more_block_ids)
 
 
+class StepValues:
+    """Values of an optional feature for some requests of one step. A feature has a subclass."""
+
+    @property
+    def req_ids(self) -> Collection[str]:
+        """Requests with values. Those that do not sample are left out."""
+        return ()
+
+    @property
+    def deferred_req_ids(self) -> Collection[str]:
+        """Requests whose sampling waits for WorkerGroup.sample_tokens, which comes before their
+        next step; those that sample nothing in this one are ignored."""
+        return ()
+
+    def check(self) -> None:
+        """Check types and sizes, not contents: no work grows with them.
+
+        Raises:
+            InvalidSchedulerOutput: they are malformed.
+        """
+
+    def encode(self, slot_of: Mapping[str, int]) -> tuple[StepExtension, Sequence[Frame]] | None:
+        """Return the extension in the message and its frames; None if nothing is left of it.
+        slot_of: slots of the requests that sample now, from which the values of others are missing.
+
+        Raises:
+            InvalidSchedulerOutput: values are malformed.
+        """
+        return None
+
+
 @dataclass(slots=True)
 class SchedulerOutput:
     """One step. Order of application: finished and preempted, new requests, new blocks, then the
@@ -72,12 +104,14 @@ class SchedulerOutput:
     """Requests to forget; unknown ones are ignored."""
     preempted_req_ids: Sequence[str] = ()
     """Requests to forget as well; separate only for the reader of a trace."""
-    deferred_req_ids: Collection[str] = ()
-    """Requests whose sampling waits for WorkerGroup.sample_tokens, which comes before their next
-    step; those that sample nothing in this one are ignored."""
-    masks: Mapping[str, NDArray[np.int32]] = field(default_factory=dict)
-    """Tokens that requests may sample in this step: int32 [ceil(vocab_size / 32)], bit 1 = allowed.
-    Masks of requests that sample nothing in it, or later, are ignored."""
+    extensions: tuple["StepValues", ...] = ()
+    """Values of optional features for this step, at most one of each kind; see
+    worker_client/steps/masks.py for grammars' masks and deferred sampling."""
+
+    @property
+    def deferred_req_ids(self) -> list[str]:
+        """Requests whose sampling extensions defer."""
+        return [req_id for each in self.extensions for req_id in each.deferred_req_ids]
 
     @property
     def num_requests(self) -> int:

@@ -2,12 +2,9 @@
 timeouts."""
 
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Literal
-
-import numpy as np
-from numpy.typing import NDArray
 
 from rpc_schema import lifecycle as lc
 from rpc_schema.adoption import AdoptRequests
@@ -44,9 +41,9 @@ from worker_client.group.uploads import GroupUploads
 from worker_client.group.waiting import Waiter
 from worker_client.group.weights import GroupWeights
 from worker_client.group.weights_state import learned
-from worker_client.scheduler_output import SchedulerOutput
-from worker_client.steps.masks import named
+from worker_client.scheduler_output import SchedulerOutput, StepValues
 from worker_client.steps.slots import SlotTable
+from worker_client.steps.step_values import named
 from worker_client.wire.keys import NO_KEYS, Keys
 from worker_client.wire.lease import LeaseTerms
 from worker_client.wire.transport import Endpoint, new_driver_id, parse_endpoint
@@ -379,19 +376,19 @@ class WorkerGroup:
     def sample_tokens(
         self,
         deferred: StepFuture,
-        masks: Mapping[str, NDArray[np.int32]] | None = None,
+        extensions: tuple[StepValues, ...] = (),
         req_ids: Collection[str] | None = None,
     ) -> StepFuture:
         """Sample requests that a step has deferred: req_ids, some of those that are left, or None
         for all. It counts as part of its step: any number may be in flight.
 
-        masks: for some of these, int32 [ceil(vocab_size / 32)], bit 1 = allowed. Requests that have
-        finished since, and their masks, are left out.
+        extensions: values for some of these, as StepMasks with their masks. Requests that have
+        finished since, and their values, are left out.
 
         Raises: as execute_model does, and
-            InvalidSchedulerOutput: the step has not deferred a request, or it was sampled, or masks
-            differ in length; nothing was sent.
-            TooLargeError: the masks do not fit into a message; nothing was sent.
+            InvalidSchedulerOutput: the step has not deferred a request, or it was sampled, or
+            values are malformed; nothing was sent.
+            TooLargeError: the values do not fit into a message; nothing was sent.
         """
         self._channel.check_usable()
         failure = deferred.failure or self._steps.unreported_failure
@@ -401,7 +398,7 @@ class WorkerGroup:
         if step is None or not step.deferred:
             raise ClientError(f"step {deferred.seq} did not defer its sampling")
         began_ns, slots = time.monotonic_ns(), self._steps.slots
-        chosen, sampling = slots.encode_later(step, masks or {}, req_ids)
+        chosen, sampling = slots.encode_later(step, extensions, req_ids)
         if not chosen:
             raise ClientError(f"step {deferred.seq} has nothing left to sample")
         ids = self._channel.next_ids()

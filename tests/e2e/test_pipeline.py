@@ -18,6 +18,7 @@ from tests.support.serving import (
 from worker_client.group.outcomes import StepFuture
 from worker_client.requests import GenerationRequest
 from worker_client.scheduler_output import NewRequest, SchedulerOutput
+from worker_client.steps.masks import StepMasks
 from worker_client.worker_group import WorkerGroup
 
 BLOCK_SIZE = 4
@@ -98,20 +99,22 @@ class DeferredLoop:
             SchedulerOutput(
                 num_scheduled_tokens={r.req_id: len(r.token_ids) for r in new},
                 scheduled_new_reqs=new,
-                deferred_req_ids=[r.req_id for r in new],
+                extensions=(StepMasks(deferred=[r.req_id for r in new]),),
             )
         )
 
     def decode(self) -> StepFuture:
         """Decode one more token for each request."""
         return self.group.execute_model(
-            SchedulerOutput(decode_req_ids=tuple(self.tokens), deferred_req_ids=self.tokens)
+            SchedulerOutput(
+                decode_req_ids=tuple(self.tokens), extensions=(StepMasks(deferred=self.tokens),)
+            )
         )
 
     def sample(self, deferred: StepFuture, masks: dict[str, np.ndarray]) -> None:
         """masks: bool [VOCAB_SIZE] for some requests."""
         packed = {req_id: pack(mask) for req_id, mask in masks.items()}
-        future = self.group.sample_tokens(deferred, packed)
+        future = self.group.sample_tokens(deferred, (StepMasks(packed),))
         assert not deferred.result().req_ids
         sampled = future.result().sampled
         assert sampled.keys() == self.tokens.keys()

@@ -37,6 +37,7 @@ from worker_client.driver import Driver
 from worker_client.errors import RequestError
 from worker_client.scheduler import Scheduler
 from worker_client.scheduler_output import NewRequest, SchedulerOutput
+from worker_client.steps.masks import StepMasks
 from worker_client.worker_group import WorkerGroup
 
 LENGTHS = [3, 7, 40, 90, 1, 150, 33]
@@ -407,10 +408,10 @@ def test_outputs_do_not_wait_for_deferred_sampling(serve, checkpoint):
     counts = {request.req_id: len(request.token_ids) for request in new}
     with serve(reference.path, 2, 1, block_size=4) as (group, _):
         deferred = group.execute_model(
-            SchedulerOutput(counts, scheduled_new_reqs=new, deferred_req_ids=["g"])
+            SchedulerOutput(counts, scheduled_new_reqs=new, extensions=(StepMasks(deferred=["g"]),))
         )
         pooled = deferred.result().pooled
-        sampled = group.sample_tokens(deferred, {}).result()
+        sampled = group.sample_tokens(deferred).result()
         group.execute_model(SchedulerOutput(finished_req_ids=("e", "g"))).result()
     expected = embedding(last_states(reference, texts[0])[-1])
     np.testing.assert_allclose(pooled["e"][0], expected, **CLOSE)

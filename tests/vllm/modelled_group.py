@@ -33,6 +33,7 @@ from worker_client.group.outcomes import StepFuture, StepsInFlight
 from worker_client.scheduler_output import SchedulerOutput
 from worker_client.steps.cached_blocks import CachedBlocks
 from worker_client.steps.encoded_step import EncodedStep, bitmap_of
+from worker_client.steps.masks import StepMasks
 
 POISON = 5
 """A token whose keys and values are no numbers, like all that are written together with them."""
@@ -394,7 +395,7 @@ class ModelledGroup:
         return future
 
     def sample_tokens(
-        self, deferred: StepFuture, masks: Mapping[str, np.ndarray], req_ids: Sequence[str]
+        self, deferred: StepFuture, extensions: tuple[StepMasks, ...], req_ids: Sequence[str]
     ) -> StepFuture:
         """Sample deferred requests of a step."""
         self._proceed()
@@ -402,11 +403,14 @@ class ModelledGroup:
         failure = deferred.failure or self._steps.unreported_failure
         if failure is not None:
             return failure.refuse(self)
-        chosen, _ = self.slots.encode_later(deferred.step, masks, req_ids)
+        chosen, _ = self.slots.encode_later(deferred.step, extensions, req_ids)
         self._seq += 1
         step = deferred.step.later(chosen)
         future = self._steps.expect(self, self._epoch, self._seq, step)
-        copied = {req_id: mask.copy() for req_id, mask in masks.items()}  # vLLM fills them anew
+        (values,) = extensions
+        copied = {
+            req_id: mask.copy() for req_id, mask in values.masks.items()
+        }  # vLLM fills them anew
         self._sent.append(_Sent(future, step, None, copied))
         self.slots.take_later(deferred.step, chosen)
         return future

@@ -1,18 +1,15 @@
 """The driver, as its optional features see it: its group, scheduler, requests and steps."""
 
 from collections import deque
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Any, Protocol
-
-import numpy as np
-from numpy.typing import NDArray
 
 from worker_client.driver_parts.interface import FutureLike, StepInFlight
 from worker_client.driver_parts.live_requests import LiveRequests
 from worker_client.errors import WorkerDied
 from worker_client.scheduler import SchedulerInterface
-from worker_client.scheduler_output import SchedulerOutput, StepResult
+from worker_client.scheduler_output import SchedulerOutput, StepResult, StepValues
 
 
 class GroupLike(Protocol):
@@ -27,7 +24,7 @@ class GroupLike(Protocol):
     def sample_tokens(
         self,
         deferred: Any,
-        masks: Mapping[str, NDArray[np.int32]] | None = None,
+        extensions: tuple[StepValues, ...] = (),
         req_ids: Collection[str] | None = None,
     ) -> FutureLike:
         """Sample requests that a step has deferred."""

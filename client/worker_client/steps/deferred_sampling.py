@@ -31,7 +31,7 @@ class DeferredSampling:
                 f"{num_sampling} requests sample in a step that defers some, and {held} of earlier "
                 f"steps wait for their sampling: more than max_num_seqs = {self._num_slots} "
                 "together",
-                field="deferred_req_ids",
+                field="deferred",
                 value=f"{num_sampling} requests",
                 fix=f"call WorkerGroup.sample_tokens for step {min(self._held)} first, even if its "
                 "requests have finished",

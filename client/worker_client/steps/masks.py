@@ -1,8 +1,10 @@
-"""Grammar masks and deferred sampling of a step, translated from request ids to slots."""
+"""Grammar masks and deferred sampling: values of a step for those of its requests that have a
+grammar."""
 
 from array import array
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Final, NamedTuple
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -10,9 +12,8 @@ from numpy.typing import NDArray
 from rpc_schema.codec import Frame
 from rpc_schema.extensions import StepExtension
 from rpc_schema.sampling import GrammarMasks
-from worker_client.scheduler_output import SchedulerOutput
-from worker_client.steps.encoded_step import NONE_DEFERRED, bitmap_of
-from worker_client.steps.step_checks import check_mask, wrong_ids
+from worker_client.scheduler_output import StepValues
+from worker_client.steps.step_checks import check_mask, check_masks_shape, wrong_ids
 
 Masks = Mapping[str, NDArray[np.int32]]
 
@@ -22,44 +23,34 @@ MAX_COMPARED: Final = 8
 """Most masks with which a mask is compared."""
 
 
-class StepSampling(NamedTuple):
-    """The fields of a step that concern the sampling of its requests."""
+@dataclass(frozen=True, slots=True)
+class StepMasks(StepValues):
+    """Masks of a step that are known when it is sent, and the requests whose masks come later."""
 
-    deferred: Mapping[int, str] = NONE_DEFERRED
-    """Requests that are sampled later, by slot."""
-    extensions: tuple[StepExtension, ...] = ()
-    frames: Sequence[Frame] = ()
+    masks: Masks = field(default_factory=dict)
+    """Tokens that requests may sample: int32 [ceil(vocab_size / 32)], bit 1 = allowed."""
+    deferred: Collection[str] = ()
 
     @property
-    def bitmap(self) -> bytes | None:
-        """The deferred slots as a bitmap; None if there are none."""
-        return named(self.deferred) if self.deferred else None
+    def req_ids(self) -> Collection[str]:
+        return self.masks.keys()
 
+    @property
+    def deferred_req_ids(self) -> Collection[str]:
+        return self.deferred
 
-ALL_AT_ONCE = StepSampling()
+    def check(self) -> None:
+        check_masks_shape(self.masks, self.deferred)
 
-
-def named(slots: Iterable[int]) -> bytes:
-    """Return slots as a bitmap."""
-    return bitmap_of(array("H", slots).tobytes())
-
-
-def sampling_of(output: SchedulerOutput, slot_of: Mapping[str, int]) -> StepSampling:
-    """Return a step's fields about sampling. slot_of: slots of the requests that it samples.
-
-    Raises:
-        InvalidSchedulerOutput: masks are malformed, or differ in length.
-    """
-    later = {slot_of[r]: r for r in output.deferred_req_ids if r in slot_of}
-    now = {req_id: slot for req_id, slot in slot_of.items() if slot not in later}
-    return StepSampling(dict(sorted(later.items())), *encoded(output.masks, now))
+    def encode(self, slot_of: Mapping[str, int]) -> tuple[StepExtension, Sequence[Frame]] | None:
+        return encoded(self.masks, slot_of)
 
 
 def encoded(
     masks: Masks, slot_of: Mapping[str, int]
-) -> tuple[tuple[StepExtension, ...], list[Frame]]:
-    """Return the extension for masks and its frame, for the requests that have a slot here. Equal
-    masks are sent once.
+) -> tuple[StepExtension, Sequence[Frame]] | None:
+    """Return the extension for masks and its frame, for the requests that have a slot here; None if
+    none has. Equal masks are sent once.
 
     Raises:
         InvalidSchedulerOutput: masks are malformed, or differ in length.
@@ -71,11 +62,11 @@ def encoded(
         raise wrong_ids(f"masks differ in length: {lengths}", "masks", masks)
     rows = [(slot_of[req_id], mask) for req_id, mask in masks.items() if req_id in slot_of]
     if not rows:
-        return (), []
+        return None
     distinct, indices = _shared([mask for _, mask in rows])
     slots = array("H", [slot for slot, _ in rows])
     extension = GrammarMasks(slots=slots.tobytes(), indices=array("H", indices).tobytes())
-    return (extension,), [b"".join(distinct)]
+    return extension, [b"".join(distinct)]
 
 
 def _shared(masks: Sequence[NDArray[np.int32]]) -> tuple[list[bytes], list[int]]:

@@ -19,7 +19,7 @@ from rpc_schema.codec import Frame, encode_step
 from rpc_schema.step import ExecuteModel, ModelRunnerOutput, NewRequestData
 from worker_client.errors import InvalidSchedulerOutput
 from worker_client.parts.registry import Extensions, pools, reports
-from worker_client.scheduler_output import NewRequest, SchedulerOutput, StepResult
+from worker_client.scheduler_output import NewRequest, SchedulerOutput, StepResult, StepValues
 from worker_client.steps.block_tables import BlockTables, CheckedBlocks
 from worker_client.steps.cached_blocks import CachedBlocks
 from worker_client.steps.deferred_sampling import DeferredSampling
@@ -30,7 +30,6 @@ from worker_client.steps.encoded_step import (
     decode_reply,
     pack_bits,
 )
-from worker_client.steps.masks import ALL_AT_ONCE, Masks, StepSampling, encoded, sampling_of
 from worker_client.steps.sent_counts import ScheduledRows, SentCounts
 from worker_client.steps.step_checks import MAX_ADMITTED_TOKENS as MAX_ADMITTED_TOKENS
 from worker_client.steps.step_checks import (
@@ -39,6 +38,7 @@ from worker_client.steps.step_checks import (
     check_admissions,
     check_more_blocks,
     check_shape,
+    check_step_values,
     encode_checked,
     named_ids,
     not_running,
@@ -47,6 +47,7 @@ from worker_client.steps.step_checks import (
     unknown_request,
     wrong_ids,
 )
+from worker_client.steps.step_values import ALL_AT_ONCE, StepSampling, sampling_of
 
 MAX_STEADY = 16
 """Number of steady sets that are kept: more than a pipeline has micro-batches."""
@@ -148,8 +149,7 @@ class SlotTable:
             return not (
                 self._must_resync
                 or self._deferred.slots
-                or output.deferred_req_ids
-                or output.masks
+                or output.extensions
                 or output.num_scheduled_tokens
                 or output.finished_req_ids
                 or output.preempted_req_ids
@@ -159,26 +159,28 @@ class SlotTable:
             return False
 
     def encode_later(
-        self, step: EncodedStep, masks: Masks, req_ids: Collection[str] | None
+        self, step: EncodedStep, values: Sequence[StepValues], req_ids: Collection[str] | None
     ) -> tuple[dict[int, str], StepSampling]:
         """Return the deferred requests of `step` that are to be sampled now, by slot, and what a
-        SampleTokens says of them; masks of requests that have left their slots since are left out.
+        SampleTokens says of them; values of requests that have left their slots since are left out.
         req_ids: some of those that are left, None for all. None are left once rows were lost.
 
         Raises:
-            InvalidSchedulerOutput: the step has not deferred a request, or it was sampled, or masks
-            differ in shape.
+            InvalidSchedulerOutput: the step has not deferred a request, or it was sampled, or
+            values are malformed.
         """
+        check_step_values(values)
         chosen = {} if self._must_resync else step.left  # then its rows are gone
         if req_ids is not None:
             chosen = {slot: req_id for slot, req_id in chosen.items() if req_id in req_ids}
         slot_of = {req_id: slot for slot, req_id in chosen.items()}
-        for field, names in (("masks", masks.keys()), ("req_ids", req_ids or ())):
+        given = [("extensions", each.req_ids) for each in values]
+        for field, names in (*given, ("req_ids", req_ids or ())):
             wrong = [req_id for req_id in names if req_id not in slot_of]
             if wrong:
                 raise wrong_ids(f"step {step.seq} has not deferred it", field, wrong)
         staying = {name: slot for name, slot in slot_of.items() if self._slot_of.get(name) == slot}
-        return chosen, StepSampling(NONE_DEFERRED, *encoded(masks, staying))
+        return chosen, sampling_of(values, staying)._replace(deferred=NONE_DEFERRED)
 
     def take_later(self, step: EncodedStep, chosen: Iterable[int]) -> None:
         """Note that deferred requests of a step, given by slot, were sampled."""
@@ -345,11 +347,11 @@ class SlotTable:
         if self._deferred.slots:
             decoding = [] if steady is None else steady.slots.tolist()
             self._deferred.check_sampled(chain(rows.slots.tolist(), decoding), ended, self._slot_of)
-        if output.deferred_req_ids or output.masks:
+        if output.extensions:
             slot_of = dict(zip(rows.sampling_ids, rows.slots[rows.samples].tolist(), strict=True))
             if steady is not None:
                 slot_of |= zip(steady.sorted_req_ids, steady.slots.tolist(), strict=True)
-            sampling = sampling_of(output, slot_of)
+            sampling = sampling_of(output.extensions, slot_of)
             if sampling.deferred:
                 self._deferred.check_room(len(slot_of), resync=self._must_resync)
         blocks = self._blocks.check(

@@ -29,7 +29,7 @@ from rpc_schema.step import ExecuteModel
 from worker_client.errors import InvalidSchedulerOutput
 from worker_client.parts.interface import ExtensionFault, ModelBounds
 from worker_client.parts.registry import KINDS, find_fault, pools
-from worker_client.scheduler_output import NewRequest, SchedulerOutput
+from worker_client.scheduler_output import NewRequest, SchedulerOutput, StepValues
 
 MAX_COUNT = 2**31 - 1
 MAX_ID_LENGTH = 256
@@ -148,13 +148,27 @@ def check_shape(output: SchedulerOutput, num_slots: int = MAX_SLOTS) -> None:
     if type(output.decode_req_ids) is not tuple:  # a list could change after it was planned
         raise _wrong("decode_req_ids", output.decode_req_ids, "give a tuple of request ids")
     _check_size("decode_req_ids", output.decode_req_ids, num_slots)
-    deferred: object = output.deferred_req_ids
+    check_step_values(output.extensions)
+
+
+def check_step_values(values: object) -> None:
+    """Check the types and the sizes of a step's extensions, not their contents."""
+    if not isinstance(values, tuple) or not all(isinstance(each, StepValues) for each in values):
+        raise _wrong("extensions", values, "give a tuple of StepValues")
+    if len({type(each) for each in values}) < len(values):
+        raise _wrong("extensions", values, "give at most one of each kind")
+    for each in values:
+        each.check()
+
+
+def check_masks_shape(masks: object, deferred: object) -> None:
+    """Check the types and the sizes of StepMasks, not its contents."""
     if not isinstance(deferred, Collection) or isinstance(deferred, str | bytes):
-        raise _wrong("deferred_req_ids", deferred, "give a collection of request ids")
-    _check_size("deferred_req_ids", deferred, MAX_SLOTS)
-    if not isinstance(output.masks, Mapping):
-        raise _wrong("masks", output.masks, "give a mapping by request id")
-    _check_size("masks", output.masks, MAX_SLOTS)
+        raise _wrong("deferred", deferred, "give a collection of request ids")
+    _check_size("deferred", deferred, MAX_SLOTS)
+    if not isinstance(masks, Mapping):
+        raise _wrong("masks", masks, "give a mapping by request id")
+    _check_size("masks", masks, MAX_SLOTS)
 
 
 def _check_size(field: str, value: Sized, most: int) -> None:

@@ -10,6 +10,7 @@ from worker_client.errors import RequestError, WorkerDied
 from worker_client.requests import GenerationRequest
 from worker_client.scheduler import JumpingScheduler, PausingScheduler
 from worker_client.scheduler_output import SchedulerOutput, StepResult
+from worker_client.steps.masks import StepMasks
 from worker_client.structured.jump_forward import JumpForward
 from worker_client.structured.masked_steps import (
     CHECK_S,
@@ -182,7 +183,8 @@ class MasksPart(DriverPart):
     def _sample(
         self, flight: StepInFlight, masks: Mapping[str, Int32s], req_ids: Sequence[str] | None
     ) -> None:
-        flight.later.append(self._context.group.sample_tokens(flight.future, masks, req_ids))
+        group = self._context.group
+        flight.later.append(group.sample_tokens(flight.future, (StepMasks(masks),), req_ids))
 
 
 class JumpForwardPart(DriverPart):

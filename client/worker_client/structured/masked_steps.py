@@ -25,6 +25,7 @@ from rpc_schema.structured import StructuredOutput
 from worker_client.parts.registry import may_jump
 from worker_client.scheduler import RequestOutput, failed_request
 from worker_client.scheduler_output import NewRequest, SchedulerOutput, StepResult
+from worker_client.steps.masks import StepMasks
 from worker_client.steps.step_checks import WIRE_LIMITS, check_admissions, check_shape, read_counts
 
 MAX_STEP_MASK_BYTES: Final = 1 << 20
@@ -434,11 +435,11 @@ class MaskedSteps:
         if step.sampled:
             masks = self._fill(known[:count])
             copies = {id(mask): mask.copy() for mask in masks.values()}
-            step.output = replace(
-                output,
-                deferred_req_ids=[row.req_id for row in step.deferred],
-                masks={req_id: copies[id(mask)] for req_id, mask in masks.items()},
+            values = StepMasks(
+                {req_id: copies[id(mask)] for req_id, mask in masks.items()},
+                [row.req_id for row in step.deferred],
             )
+            step.output = replace(output, extensions=(*output.extensions, values))
 
     def _fill(self, rows: Sequence[_Row]) -> dict[str, Int32s]:
         """Return the masks of rows, except those whose matcher has failed. Each row's newest token

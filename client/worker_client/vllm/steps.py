@@ -10,7 +10,8 @@ from numpy.typing import NDArray
 from rpc_schema.extensions import RequestExtension
 from rpc_schema.pooling import MAX_POOLED_BYTES
 from rpc_schema.sampling import PromptLogprobsWanted
-from worker_client.scheduler_output import NewRequest, SchedulerOutput
+from worker_client.scheduler_output import NewRequest, SchedulerOutput, StepValues
+from worker_client.steps.masks import StepMasks
 from worker_client.steps.step_checks import MAX_ADMITTED_TOKENS
 from worker_client.vllm.batches import RequestBatch, RequestBatches
 from worker_client.vllm.requests import KnownRequest, Requests, wire_id
@@ -91,7 +92,7 @@ class StepWriter:
             scheduled_new_reqs=new,
             finished_req_ids=finished,
             preempted_req_ids=preempted,
-            deferred_req_ids=self._deferred(output),
+            extensions=_deferring(self._deferred(output)),
         )
         self._add_counts(step, output, decodes)
         self._add_blocks(step, output.scheduled_cached_reqs)
@@ -195,14 +196,14 @@ class StepWriter:
             SchedulerOutput(
                 num_scheduled_tokens={each.req_id: counts[each.req_id] for each in some},
                 scheduled_new_reqs=some,
-                deferred_req_ids=[each.req_id for each in some if each.req_id in deferred],
+                extensions=_deferring([r.req_id for r in some if r.req_id in deferred]),
             )
             for some in later
         ]
         moved = {each.req_id for some in later for each in some}
         step.scheduled_new_reqs = first
         step.num_scheduled_tokens = {r: n for r, n in counts.items() if r not in moved}
-        step.deferred_req_ids = [r for r in deferred if r not in moved]
+        step.extensions = _deferring([r for r in deferred if r not in moved])
         return [step, *steps]
 
     def _levels(self, step: SchedulerOutput, cached: Any) -> list[list[NewRequest]]:
@@ -322,3 +323,8 @@ def fitted_mask(mask: NDArray[np.int32], num_words: int) -> NDArray[np.int32]:
     fitted = np.zeros(num_words, np.int32)
     fitted[: len(mask)] = mask[:num_words]
     return fitted
+
+
+def _deferring(req_ids: Sequence[str]) -> tuple[StepValues, ...]:
+    """Return the extension of a step whose requests with a grammar are sampled later."""
+    return (StepMasks(deferred=req_ids),) if req_ids else ()

@@ -25,7 +25,7 @@ from worker_client.errors import (
 from worker_client.group.loading import LoadedGroup
 from worker_client.group.outcomes import StepFuture
 from worker_client.scheduler_output import SchedulerOutput, StepResult
-from worker_client.steps.masks import Masks
+from worker_client.steps.masks import Masks, StepMasks
 from worker_client.vllm.settings import LOGGER, Settings
 from worker_client.worker_group import WorkerGroup
 
@@ -167,7 +167,7 @@ class Workers:
     ) -> PendingStep:
         own = {req_id: masks[req_id] for req_id in req_ids if req_id in masks}
         try:
-            later = self._recovering(self.group.sample_tokens, future, own, req_ids)
+            later = self._recovering(self.group.sample_tokens, future, (StepMasks(own),), req_ids)
             return PendingStep(number, later)
         except StepLost as again:
             return PendingStep(number, None, str(again))

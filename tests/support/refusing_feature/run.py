@@ -16,6 +16,7 @@ from worker_client.group.outcomes import StepFuture
 from worker_client.requests import GenerationRequest
 from worker_client.scheduler import Scheduler, scheduler_limits
 from worker_client.scheduler_output import SchedulerOutput, StepResult
+from worker_client.steps.masks import StepMasks
 from worker_client.worker_group import WorkerGroup
 
 
@@ -44,7 +45,9 @@ class DeferringGroup:
     def execute_model(self, output: SchedulerOutput) -> TwoFutures:
         """Send a step, and immediately the request that samples it."""
         req_ids = (*output.decode_req_ids, *output.num_scheduled_tokens)
-        deferred = self._group.execute_model(replace(output, deferred_req_ids=req_ids))
+        deferred = self._group.execute_model(
+            replace(output, extensions=(StepMasks(deferred=req_ids),))
+        )
         self._num_steps += 1
         if self._num_steps == self._dies_after:
             deferred.result()

@@ -24,6 +24,7 @@ from worker_client.errors import InvalidSchedulerOutput, RequestError
 from worker_client.requests import GenerationRequest
 from worker_client.scheduler import Scheduler, SchedulerLimits
 from worker_client.scheduler_output import NewRequest, SchedulerOutput
+from worker_client.steps.masks import StepMasks
 from worker_client.steps.slots import SlotTable
 from worker_client.steps.step_checks import GroupLimits
 
@@ -125,10 +126,14 @@ WHOLE = [
     {"new_block_ids": {"runs": [2**31]}, "decode_req_ids": ("runs",)},
     {"scheduled_new_reqs": ["runs"]},
     {"scheduled_new_reqs": None},
-    {"deferred_req_ids": "runs", "decode_req_ids": ("runs",)},
-    {"deferred_req_ids": 1, "decode_req_ids": ("runs",)},
-    {"masks": ["runs"], "decode_req_ids": ("runs",)},
-    {"masks": {"runs": [1]}, "decode_req_ids": ("runs",)},
+    {"extensions": (StepMasks(deferred="runs"),), "decode_req_ids": ("runs",)},
+    {"extensions": (StepMasks(deferred=1),), "decode_req_ids": ("runs",)},
+    {"extensions": (StepMasks(["runs"]),), "decode_req_ids": ("runs",)},
+    {"extensions": (StepMasks({"runs": [1]}),), "decode_req_ids": ("runs",)},
+    {"extensions": {"runs": 1}, "decode_req_ids": ("runs",)},
+    {"extensions": ("runs",), "decode_req_ids": ("runs",)},
+    {"extensions": [StepMasks()], "decode_req_ids": ("runs",)},
+    {"extensions": (StepMasks(), StepMasks()), "decode_req_ids": ("runs",)},
 ]
 
 
@@ -526,8 +531,8 @@ HUGE = {
     "new_block_ids": lambda ids: {"new_block_ids": dict.fromkeys(ids, (1,))},
     "more_new_block_ids": lambda ids: {"more_new_block_ids": ({},) * len(ids)},
     "finished_req_ids": lambda ids: {"finished_req_ids": ids * 2},
-    "deferred_req_ids": lambda ids: {"deferred_req_ids": ids},
-    "masks": lambda ids: {"masks": dict.fromkeys(ids, np.zeros(1, np.int32))},
+    "deferred": lambda ids: {"extensions": (StepMasks(deferred=ids),)},
+    "masks": lambda ids: {"extensions": (StepMasks(dict.fromkeys(ids, np.zeros(1, np.int32))),)},
 }
 
 

@@ -226,7 +226,7 @@ def test_requests_in_one_state_share_a_mask(fakes, connect, monkeypatch):
         sample = driver.group.sample_tokens
 
         def counting(*args, masks=masks, sample=sample):
-            masks.extend(args[1].values())
+            masks.extend(args[1][0].masks.values())
             return sample(*args)
 
         monkeypatch.setattr(driver.group, "sample_tokens", counting)
@@ -311,9 +311,9 @@ def test_masks_that_do_not_fit_into_a_message_are_split(fakes, connect, monkeypa
     sizes = []
     sample = driver.group.sample_tokens
 
-    def counting(deferred, masks=None, req_ids=None):
-        sizes.append(len(masks))
-        return sample(deferred, masks, req_ids)
+    def counting(deferred, extensions=(), req_ids=None):
+        sizes.append(len(extensions[0].masks))
+        return sample(deferred, extensions, req_ids)
 
     monkeypatch.setattr(driver.group, "sample_tokens", counting)
     for request in requests:
@@ -341,7 +341,7 @@ def test_rows_that_share_a_mask_stay_in_one_message(fakes, connect, monkeypatch)
         sample = driver.group.sample_tokens
 
         def counting(*args, sizes=sizes, sample=sample):
-            sizes.append(len(args[1]))
+            sizes.append(len(args[1][0].masks))
             return sample(*args)
 
         monkeypatch.setattr(driver.group, "sample_tokens", counting)

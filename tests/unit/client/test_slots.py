@@ -13,10 +13,16 @@ from tests.support.exhaustive import seeds
 from tests.support.fake_daemon import bitmap
 from worker_client.errors import InvalidSchedulerOutput
 from worker_client.scheduler_output import NewRequest, SchedulerOutput
+from worker_client.steps.masks import StepMasks
 from worker_client.steps.slots import MAX_ADMITTED_TOKENS, SlotTable
 from worker_client.steps.step_checks import GroupLimits
 
 IDS = {"epoch": 3, "link": 2}
+
+
+def deferring(req_ids):
+    """The extension that lets a step defer these requests."""
+    return (StepMasks(deferred=tuple(req_ids)),)
 
 
 def new_request(req_id: str, num_tokens: int, num_computed: int = 0, blocks=(1,), **sampling):
@@ -336,7 +342,7 @@ def test_only_a_deferred_step_may_be_answered_in_part():
     with pytest.raises(BadFrameError):
         table.decode(whole, reply(1, 0, 2), [])
     step_2 = table.encode(
-        SchedulerOutput(dict.fromkeys("abc", 1), deferred_req_ids=["a", "b", "c"]), **IDS, seq=2
+        SchedulerOutput(dict.fromkeys("abc", 1), extensions=deferring("abc")), **IDS, seq=2
     )
     with pytest.raises(BadFrameError):
         table.decode(step_2, reply(2, 0, 2), [])
@@ -406,40 +412,40 @@ def test_deferred_requests_are_no_more_than_slots_even_if_they_have_ended():
     table = SlotTable(3)
     new = [new_request(name, 3, blocks=(1 + at,)) for at, name in enumerate("abc")]
     first = SchedulerOutput(
-        dict.fromkeys("abc", 3), scheduled_new_reqs=new, deferred_req_ids=("a", "c")
+        dict.fromkeys("abc", 3), scheduled_new_reqs=new, extensions=deferring("ac")
     )
     first = table.encode(first, **IDS, seq=1)
     another = SchedulerOutput(
         {"d": 3, "b": 1},
         finished_req_ids=["a"],
         scheduled_new_reqs=[new_request("d", 3, blocks=(4,))],
-        deferred_req_ids=("d",),
+        extensions=deferring("d"),
     )
     for _ in range(2):
         with pytest.raises(InvalidSchedulerOutput, match="2 requests sample") as refused:
             table.encode(another, **IDS, seq=2)
-        assert (refused.value.field, refused.value.value) == ("deferred_req_ids", "2 requests")
+        assert (refused.value.field, refused.value.value) == ("deferred", "2 requests")
         assert "for step 1 first" in refused.value.fix
-    table.take_later(first, table.encode_later(first, {}, ["a"])[0])
+    table.take_later(first, table.encode_later(first, (), ["a"])[0])
     second = table.encode(another, **IDS, seq=2)
-    table.take_later(second, table.encode_later(second, {}, None)[0])
-    once_more = SchedulerOutput({"b": 1, "d": 1}, deferred_req_ids=("d", "b"))
+    table.take_later(second, table.encode_later(second, (), None)[0])
+    once_more = SchedulerOutput({"b": 1, "d": 1}, extensions=deferring("db"))
     third = table.encode(once_more, **IDS, seq=3)
     assert read(third).deferred == b"\3"
-    table.take_later(first, table.encode_later(first, {}, None)[0])
-    rest = SchedulerOutput({"c": 1}, finished_req_ids=["b"], deferred_req_ids=("c",))
+    table.take_later(first, table.encode_later(first, (), None)[0])
+    rest = SchedulerOutput({"c": 1}, finished_req_ids=["b"], extensions=deferring("c"))
     table.encode(rest, **IDS, seq=4)
     table.drop_all()  # the workers free their copies with the next step
     afresh = [new_request(name, 3, blocks=(1 + at,)) for at, name in enumerate("efg")]
     counts = dict.fromkeys("efg", 3)
-    afresh = SchedulerOutput(counts, scheduled_new_reqs=afresh, deferred_req_ids=("e", "f", "g"))
+    afresh = SchedulerOutput(counts, scheduled_new_reqs=afresh, extensions=deferring("efg"))
     assert read(table.encode(afresh, **IDS, seq=5)).deferred == b"\7"
     with pytest.raises(InvalidSchedulerOutput, match="wait for their sampling"):
         ended = SchedulerOutput(
             {"h": 3},
             finished_req_ids=["e"],
             scheduled_new_reqs=[new_request("h", 3, blocks=(1,))],
-            deferred_req_ids=("h",),
+            extensions=deferring("h"),
         )
         table.encode(ended, **IDS, seq=6)
 

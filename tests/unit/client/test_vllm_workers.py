@@ -20,6 +20,7 @@ from worker_client.errors import (
     WorkerDied,
 )
 from worker_client.scheduler_output import NewRequest, SchedulerOutput
+from worker_client.steps.masks import StepMasks
 from worker_client.vllm.settings import Settings
 from worker_client.vllm.workers import MAX_IN_A_ROW, LostStep, Workers
 from worker_client.wire.lease import LeaseTerms
@@ -91,7 +92,7 @@ def test_deferred_requests_are_sampled_in_messages_that_hold_their_masks(opened,
     new = [each for i in range(5) for each in begin(f"r{i}", 1 + 3 * i).scheduled_new_reqs]
     names = [each.req_id for each in new]
     step = SchedulerOutput(
-        dict.fromkeys(names, 5), scheduled_new_reqs=new, deferred_req_ids=names[1:]
+        dict.fromkeys(names, 5), scheduled_new_reqs=new, extensions=(StepMasks(deferred=names[1:]),)
     )
     sent = workers.send(step)
     later = workers.sample(sent, dict.fromkeys(names[:3], ALLOW_ALL))
@@ -154,7 +155,7 @@ def test_step_sent_before_a_loss_was_told_is_covered_by_it(opened):
 def test_masks_of_a_lost_step_are_not_sent(opened):
     workers, (daemon,) = opened()
     daemon.faults = [Fault(0)]
-    sent = workers.send(begin(deferred_req_ids=["a"]))
+    sent = workers.send(begin(extensions=(StepMasks(deferred=["a"]),)))
     wait_until(lambda: sent.future.done(), "the step fails")
     assert workers.sample(sent, {"a": ALLOW_ALL}) == []
     assert isinstance(workers.outcome([sent]), LostStep)
@@ -163,7 +164,7 @@ def test_masks_of_a_lost_step_are_not_sent(opened):
 def test_step_and_its_masks_that_one_failure_loses_count_once(opened):
     workers, (daemon,) = opened()
     daemon.faults = [Fault(0, delay_s=HELD)]
-    sent = workers.send(begin(deferred_req_ids=["a"]))
+    sent = workers.send(begin(extensions=(StepMasks(deferred=["a"]),)))
     later = workers.sample(sent, {"a": ALLOW_ALL})
     after = workers.send(begin("b", 11))
     daemon.let_go.set()

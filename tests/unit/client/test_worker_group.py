@@ -38,6 +38,7 @@ from worker_client.group.loading import PROFILE_ATTEMPTS
 from worker_client.requests import GenerationRequest
 from worker_client.scheduler import Scheduler, SchedulerLimits
 from worker_client.scheduler_output import NewRequest, SchedulerOutput
+from worker_client.steps.masks import StepMasks
 from worker_client.worker_group import WorkerGroup
 
 
@@ -532,11 +533,11 @@ def test_a_daemons_death_is_known_at_once(fakes, connect, rank):
 def test_deferred_sampling(fakes, connect):
     _, group, _ = ready(fakes, connect)
     output = admit("a")
-    output.deferred_req_ids = ["a"]
+    output.extensions = (StepMasks(deferred=["a"]),)
     deferred = group.execute_model(output)
     with pytest.raises(InvalidSchedulerOutput, match="sample_tokens"):
         group.execute_model(SchedulerOutput(decode_req_ids=("a",)))
-    sampled = group.sample_tokens(deferred, {"a": np.full(32, -1, np.int32)})
+    sampled = group.sample_tokens(deferred, (StepMasks({"a": np.full(32, -1, np.int32)}),))
     with pytest.raises(ClientError, match="nothing left"):
         group.sample_tokens(deferred)
     assert deferred.result().sampled == {}
@@ -550,16 +551,15 @@ def test_some_rows_of_a_step_are_deferred_and_sampled_in_parts(fakes, connect):
     names = "abcd"
     requests = [admit(n, first_block=1 + i).scheduled_new_reqs[0] for i, n in enumerate(names)]
     output = SchedulerOutput(dict.fromkeys(names, 3), scheduled_new_reqs=requests)
-    output.deferred_req_ids = {"b", "d", "a", "nobody"}
     mask = np.full(32, -1, np.int32)
-    output.masks = {"c": mask}
+    output.extensions = (StepMasks({"c": mask}, {"b", "d", "a", "nobody"}),)
     step = group.execute_model(output)
-    parts = [group.sample_tokens(step, {"d": mask}, ["d"])]
+    parts = [group.sample_tokens(step, (StepMasks({"d": mask}),), ["d"])]
     with pytest.raises(InvalidSchedulerOutput, match="'d'"):
-        group.sample_tokens(step, {}, ["d"])
+        group.sample_tokens(step, (), ["d"])
     others = group.execute_model(SchedulerOutput(decode_req_ids=("c", "d")))
     assert group.num_in_flight == 2
-    parts.append(group.sample_tokens(step, {"a": mask}))
+    parts.append(group.sample_tokens(step, (StepMasks({"a": mask}),)))
     assert step.result().sampled == {"c": token}
     assert [part.result().sampled for part in parts] == [{"d": token}, {"a": token, "b": token}]
     assert others.result().sampled.keys() == {"c", "d"}
@@ -572,7 +572,7 @@ def test_rows_that_wait_for_their_sampling_are_lost_with_a_failed_step(fakes, co
     daemons, group, _ = ready(fakes, connect)
     requests = [admit(n, first_block=1 + i).scheduled_new_reqs[0] for i, n in enumerate("abc")]
     output = SchedulerOutput(dict.fromkeys("abc", 3), scheduled_new_reqs=requests)
-    output.deferred_req_ids = ["a"]
+    output.extensions = (StepMasks(deferred=["a"]),)
     step = group.execute_model(output)
     assert step.result().sampled.keys() == {"b", "c"}
     daemons.daemons[0].faults = [Fault(1)]
@@ -812,7 +812,7 @@ def test_requests_may_finish_before_their_deferred_sampling(fakes, connect):
     _, group, _ = ready(fakes, connect)
     requests = [admit(name, first_block=i + 1).scheduled_new_reqs[0] for i, name in enumerate("ab")]
     output = SchedulerOutput(
-        {"a": 3, "b": 3}, scheduled_new_reqs=requests, deferred_req_ids=("a", "b")
+        {"a": 3, "b": 3}, scheduled_new_reqs=requests, extensions=(StepMasks(deferred=("a", "b")),)
     )
     deferred = group.execute_model(output)
     deferred.result()
@@ -825,13 +825,15 @@ def test_requests_may_finish_before_their_deferred_sampling(fakes, connect):
     ).result()
     mask = np.full(32, -1, np.int32)
     with pytest.raises(InvalidSchedulerOutput, match="'c'"):
-        group.sample_tokens(deferred, {"c": mask})
+        group.sample_tokens(deferred, (StepMasks({"c": mask}),))
+    with pytest.raises(InvalidSchedulerOutput, match="extensions"):
+        group.sample_tokens(deferred, {"a": mask})
     with pytest.raises(InvalidSchedulerOutput, match="length"):
-        group.sample_tokens(deferred, {"a": mask, "b": mask[1:]})
+        group.sample_tokens(deferred, (StepMasks({"a": mask, "b": mask[1:]}),))
     with pytest.raises(TooLargeError):
-        group.sample_tokens(deferred, {"b": np.zeros(1 << 22, np.int32)})
+        group.sample_tokens(deferred, (StepMasks({"b": np.zeros(1 << 22, np.int32)}),))
     assert group.num_in_flight == 0
-    sampled = group.sample_tokens(deferred, {"a": mask, "b": mask}).result()
+    sampled = group.sample_tokens(deferred, (StepMasks({"a": mask, "b": mask}),)).result()
     assert sampled.sampled == {"b": next_token(range(3))}
 
 
