@@ -31,8 +31,8 @@ from rpc_schema.config import (
     SchedulerConfig,
     WorkerConfig,
 )
+from rpc_schema.errors import WorkerError
 from worker_client.driver import Driver
-from worker_client.errors import RemoteError
 from worker_client.launcher import LocalDaemons
 from worker_client.requests import GenerationRequest
 from worker_client.scheduler import Scheduler, scheduler_limits
@@ -107,7 +107,7 @@ def attach(group: WorkerGroup, plan: Plan) -> None:
     while True:
         try:
             group.attach(keep_requests=plan.adopt)
-        except RemoteError:
+        except WorkerError:
             if time.monotonic() > deadline:
                 raise
             time.sleep(0.01)

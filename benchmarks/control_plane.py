@@ -38,7 +38,7 @@ from rpc_schema.config import (
     Rendezvous,
     SchedulerConfig,
 )
-from rpc_schema.errors import ErrorReply
+from rpc_schema.error_replies import ErrorReply
 from rpc_schema.key_files import read_secret_key
 from rpc_schema.kv_cache import KVCacheConfig
 from rpc_schema.operations import StepMessage

@@ -11,9 +11,9 @@ from rpc_schema import step
 from rpc_schema.adoption import AdoptRequests
 from rpc_schema.base import StepReply
 from rpc_schema.codec import Frame
+from rpc_schema.errors import ConfigError
 from rpc_schema.operations import StepMessage
 from worker_daemon.contracts.arrays import Bools
-from worker_daemon.errors import ConfigError
 from worker_daemon.runner.parts.registry import make_parts
 from worker_daemon.runner.request_state import RequestState
 from worker_daemon.runner.scheduled_step import StepLimits

@@ -51,10 +51,12 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from benchmarks.poisson import JsonFigure, Latencies, TokenClock, figures, serve
 from benchmarks.workloads import TimedRequest
 from rpc_schema.config import ParallelConfig
+from rpc_schema.errors import (
+    WorkerDaemonError,
+)
 from worker_client.driver import Driver
 from worker_client.driver_parts.context import GroupLike
 from worker_client.driver_parts.registry import DriverOptions
-from worker_client.errors import ClientError
 from worker_client.launcher import LocalDaemons
 from worker_client.requests import GenerationRequest
 from worker_client.scheduler import Scheduler, SchedulerLimits, scheduler_limits
@@ -422,7 +424,7 @@ def kill_and_restart(
     deadline = killed + READY_LIMIT_S
     while not server.is_ready():
         if "attach" not in moments:
-            with contextlib.suppress(ClientError):
+            with contextlib.suppress(WorkerDaemonError):
                 if client.get_status().epoch != before:
                     moments["attach"] = time.monotonic()
         if time.monotonic() > deadline:

@@ -36,10 +36,11 @@ from rpc_schema.config import (
     SchedulerConfig,
     WorkerConfig,
 )
+from rpc_schema.errors import WorkerDaemonError
 from rpc_schema.plain_text import printable
 from worker_client.async_driver import AsyncDriver
 from worker_client.driver import Driver
-from worker_client.errors import ClientConfigError, ClientError, WorkerDied, request_error
+from worker_client.errors import ClientConfigError, WorkerDied, request_error
 from worker_client.inputs.chat_template import ChatTemplate, load_chat_template
 from worker_client.inputs.request_parser import RequestParser, read_object
 from worker_client.inputs.text_stream import StreamedText
@@ -260,7 +261,7 @@ async def events(
         yield event(first)
         async for part in parts:
             yield event(part)
-    except ClientError as error:  # the driver has ended
+    except WorkerDaemonError as error:  # the driver has ended
         yield error_event(str(error))
     yield "data: [DONE]\n\n"
 
@@ -380,8 +381,8 @@ def answer_errors(app: FastAPI) -> None:
         message = f"the body is too long; fix: send at most {MAX_BODY_BYTES} bytes"
         return failure(413, message, "body", Connection="close")
 
-    @app.exception_handler(ClientError)
-    async def ended(_: Request, error: ClientError) -> Response:
+    @app.exception_handler(WorkerDaemonError)
+    async def ended(_: Request, error: WorkerDaemonError) -> Response:
         return failure(503, str(error))
 
     @app.exception_handler(ClientDisconnect)
@@ -395,7 +396,7 @@ def daemon_state(endpoint: str) -> Body:
         client = AskingClient(context, parse_endpoint(endpoint), 0, new_driver_id())
         try:
             status = client.get_status(HEALTH_TIMEOUT_S)
-        except ClientError as error:
+        except WorkerDaemonError as error:
             return {"endpoint": endpoint, "error": str(error)}
         finally:
             client.close()

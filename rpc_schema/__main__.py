@@ -12,7 +12,7 @@ from rpc_schema import (
     adoption,
     codec,
     config,
-    errors,
+    error_replies,
     kv_cache,
     lease,
     lifecycle,
@@ -22,6 +22,7 @@ from rpc_schema import (
     uploads,
     weight_transfer,
 )
+from rpc_schema.errors import ErrorCode
 from rpc_schema.operations import (
     CONTROL_OPERATIONS,
     LINK_STATES,
@@ -52,7 +53,7 @@ _MODULES = (
     adoption,
     trace,
     uploads,
-    errors,
+    error_replies,
 )
 
 
@@ -65,7 +66,7 @@ def render() -> str:
         messages += members
         parts += [f"## {title}\n", *(_describe(member) for member in members)]
     parts += ["## Values\n", *(_describe(value) for value in _values(messages))]
-    parts += ["## Error codes\n", *(f"- `{code}`" for code in errors.ErrorCode)]
+    parts += ["## Error codes\n", *(f"- `{code}`" for code in ErrorCode)]
     return "\n".join(parts) + "\n"
 
 

@@ -12,7 +12,8 @@ import msgspec
 from rpc_schema import lifecycle as lc
 from rpc_schema import trace
 from rpc_schema.base import Answered, ControlReply, StepReply, Unsigned
-from rpc_schema.errors import BadFrameError, ControlErrorReply, ErrorReply, TooLargeError
+from rpc_schema.error_replies import ControlErrorReply, ErrorReply
+from rpc_schema.errors import BadFrameError, TooLargeError
 from rpc_schema.operations import (
     CONTROL_OPERATIONS,
     STEP_OPERATIONS,

@@ -20,10 +20,11 @@ from rpc_schema.config import (
     SchedulerConfig,
     WorkerConfig,
 )
+from rpc_schema.errors import CapacityError, CheckpointError, ConfigError
 from rpc_schema.exit_codes import ExitCode
 from rpc_schema.version import version_line
 from worker_daemon.device.nvml import CudaDevice, load_nvml, total_memory_bytes
-from worker_daemon.errors import CapacityError, CheckpointError, ConfigError, StartLaterError
+from worker_daemon.errors import StartLaterError
 from worker_daemon.logs import configure_logs
 from worker_daemon.server.auth.keygen import make_key_files
 from worker_daemon.server.gpu_lock import GpuInUseError

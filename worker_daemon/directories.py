@@ -9,8 +9,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
+from rpc_schema.errors import ConfigError
 from rpc_schema.safe_paths import WRITABLE_BY_OTHERS, why_unsafe
-from worker_daemon.errors import ConfigError, StartLaterError, config_error
+from worker_daemon.errors import StartLaterError, config_error
 
 _APPLICATION = "worker-daemon"
 _TRANSIENT: Final = frozenset(

@@ -7,7 +7,7 @@ import stat
 from pathlib import Path
 from typing import Final
 
-from worker_daemon.errors import CheckpointError
+from rpc_schema.errors import CheckpointError
 
 MAX_TEXT_BYTES: Final = 16 << 20
 """Limit of config.json and other files that are read as a whole."""

@@ -10,8 +10,9 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Final, TypeAlias
 
+from rpc_schema.errors import ConfigError
 from worker_daemon.directories import claim_directory, state_home
-from worker_daemon.errors import ConfigError, config_error
+from worker_daemon.errors import config_error
 from worker_daemon.logs import LEVELS
 from worker_daemon.regular_file import read_whole
 

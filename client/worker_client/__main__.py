@@ -7,7 +7,7 @@ from typing import Annotated, Final
 
 import typer
 
-from rpc_schema.errors import WireError
+from rpc_schema.errors import DrainingError, ForbiddenError, WorkerDaemonError
 from rpc_schema.exit_codes import ExitCode
 from rpc_schema.version import version_line
 from worker_client.cli.control import drain, shutdown, status
@@ -18,13 +18,7 @@ from worker_client.cli.run import bench, generate
 from worker_client.cli.top import top
 from worker_client.cli.trace import trace
 from worker_client.cli.up_vllm import up_vllm
-from worker_client.errors import (
-    AuthenticationError,
-    ClientError,
-    DrainingError,
-    ForbiddenError,
-    OutputError,
-)
+from worker_client.errors import AuthenticationError, OutputError
 
 _NOT_ALLOWED: Final = (AuthenticationError, ForbiddenError)
 
@@ -79,7 +73,7 @@ def main() -> None:
     signal.signal(signal.SIGTERM, _on_terminate)
     try:
         app()
-    except (ClientError, WireError) as error:
+    except WorkerDaemonError as error:
         sys.stderr.write(f"error: {type(error).__name__}: {error}\n")
         sys.exit(_exit_code(error))
 

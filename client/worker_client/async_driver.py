@@ -24,14 +24,9 @@ from typing import Final, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
 
-from rpc_schema.errors import WireError
+from rpc_schema.errors import DrainingError, WorkerDaemonError
 from worker_client.driver import Driver
-from worker_client.errors import (
-    ClientError,
-    DrainingError,
-    DriverClosed,
-    InvalidSchedulerOutput,
-)
+from worker_client.errors import ClientError, DriverClosed, InvalidSchedulerOutput
 from worker_client.inputs.request_checks import checked_id, validated
 from worker_client.requests import GenerationRequest, forked, hashed, seeded
 from worker_client.scheduler import RequestOutput
@@ -115,7 +110,7 @@ class AsyncDriver:
             InvalidSchedulerOutput: the scheduler gave a step that cannot be sent, because of this
                 request.
             DriverClosed: the driver was closed.
-            ClientError: the driver has ended, as Driver.step says, and so has every request.
+            WorkerDaemonError: the driver has ended, as Driver.step says, and so has every request.
         """
         unique = self._unique(request)
         if isinstance(unique.prompt_embeds, np.ndarray):  # a second for a gigabyte
@@ -355,7 +350,7 @@ class _DriverLoop:
         """End what is unfinished, and let the daemons drop its rows."""
         for sample in self._streams:
             self._abort(driver, sample)
-        with contextlib.suppress(ClientError, WireError):
+        with contextlib.suppress(WorkerDaemonError):
             for _ in driver.run():
                 pass
 

@@ -7,12 +7,14 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias, TypeVar
 
+from rpc_schema.errors import (
+    DrainingError,
+)
 from worker_client.driver_parts.context import DriverContext, GroupLike, StepQueue
 from worker_client.driver_parts.interface import FutureLike, StepInFlight
 from worker_client.driver_parts.live_requests import LiveRequests
 from worker_client.driver_parts.registry import DriverOptions, make_driver_parts
 from worker_client.errors import (
-    DrainingError,
     InvalidSchedulerOutput,
     RequestError,
     SchedulerStalled,

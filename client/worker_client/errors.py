@@ -1,5 +1,5 @@
-"""Defines every error that the driver library raises on purpose, as one tree, and maps each wire
-code to a class.
+"""Defines the errors that only a driver raises, below WorkerDaemonError (rpc_schema/errors.py), and
+makes a daemon's errors from its replies.
 
 ClientError
  +- ClientConfigError         a setting of the driver is wrong: names field, value and fix
@@ -29,44 +29,25 @@ ClientError
  +- WeightsNotWhole           a weight update is open or has failed: no step can be sent
  +- AdoptionMismatch          ranks disagree about a request that was to be adopted
  +- StepFailed                a step failed on a rank; carries the traceback and what was lost
- +- StepLost                  a step has no outcome: it was not sent, or its attach has ended
- `- RemoteError               a daemon refused or failed a request: one class for each ErrorCode
-     +- RemoteProtocolError       PROTOCOL
-     |   +- RemoteBadFrameError       BAD_FRAME
-     |   +- RemoteTooLargeError       TOO_LARGE
-     |   +- IncompatibleError         INCOMPATIBLE
-     |   +- FencedError               FENCED
-     |   +- NotAttachedError          NOT_ATTACHED
-     |   +- LeaseHeldError            LEASE_HELD
-     |   +- LeaseExpiredError         LEASE_EXPIRED
-     |   +- DrainingError             DRAINING
-     |   +- ForbiddenError            FORBIDDEN
-     |   +- StaleError                STALE
-     |   `- GapError                  GAP
-     +- IllegalStateError         ILLEGAL_STATE
-     +- RemoteConfigError         CONFIG
-     |   `- RemoteCheckpointError     CHECKPOINT
-     +- InvalidStepError          INVALID_STEP
-     +- RemoteCapacityError       CAPACITY
-     |   `- RemoteOutOfMemoryError    OUT_OF_MEMORY
-     +- CommError                 COMM
-     |   `- UpstreamFailedError       UPSTREAM_FAILED
-     +- WeightTransferError       TRANSFER
-     +- PrecededByError           PRECEDED_BY
-     +- RemoteDeviceError         DEVICE
-     `- RemoteInternalError       INTERNAL
+ `- StepLost                  a step has no outcome: it was not sent, or its attach has ended
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from types import MappingProxyType
-from typing import ClassVar
 
-from rpc_schema.errors import ControlErrorReply, ErrorCode, ErrorReply, ErrorScope
+from rpc_schema.error_replies import ControlErrorReply, ErrorReply
+from rpc_schema.errors import (
+    ErrorCode,
+    LeaseHeldError,
+    WorkerDaemonError,
+    WorkerError,
+    error_of_rank,
+)
 from worker_client.shown_values import shown
 
 
-class ClientError(Exception):
-    """Base of the tree."""
+class ClientError(WorkerDaemonError):
+    """Base of the errors that a driver finds."""
 
 
 class ClientConfigError(ClientError):
@@ -370,160 +351,18 @@ class StepLost(ClientError):
     """A step was not sent, or this driver had to attach again after it: it has no outcome."""
 
 
-class RemoteError(ClientError):
-    """A daemon answered with an error. `remote_traceback` is text for people."""
-
-    of_code: ClassVar[ErrorCode]
-    """Code of the class; each subclass has another one."""
-
-    def __init_subclass__(cls, *, code: ErrorCode) -> None:
-        cls.of_code = code
-
-    def __init__(self, reply: ErrorReply | ControlErrorReply, *, rank: int, endpoint: str) -> None:
-        text = f"rank {rank} at {endpoint}: {reply.code}: {reply.message}"
-        super().__init__(f"{text}\n{reply.traceback}".rstrip())
-        self.rank = rank
-        self.endpoint = endpoint
-        self.code: ErrorCode = reply.code
-        self.scope: ErrorScope = reply.scope
-        self.message = reply.message
-        self.remote_traceback = reply.traceback
-
-
-class RemoteProtocolError(RemoteError, code=ErrorCode.PROTOCOL):
-    """The daemon reports that this driver broke a rule of the wire."""
-
-
-class RemoteBadFrameError(RemoteProtocolError, code=ErrorCode.BAD_FRAME):
-    """The daemon could not decode a message."""
-
-
-class RemoteTooLargeError(RemoteProtocolError, code=ErrorCode.TOO_LARGE):
-    """The daemon refused a message for its size."""
-
-
-class IncompatibleError(RemoteProtocolError, code=ErrorCode.INCOMPATIBLE):
-    """Protocol versions differ; the message names both."""
-
-
-class FencedError(RemoteProtocolError, code=ErrorCode.FENCED):
-    """Another driver has attached since, or the link is outdated."""
-
-
-class NotAttachedError(RemoteProtocolError, code=ErrorCode.NOT_ATTACHED):
-    """The daemon never granted this epoch."""
-
-
-class LeaseHeldError(RemoteProtocolError, code=ErrorCode.LEASE_HELD):
-    """Another driver holds the lease of a daemon. `holder` is the driver_digest of its id,
-    `holder_name` its HOST:PID, `remaining_s` the time until the lease expires unless it is
-    renewed. `is_claim`: that driver does not have it yet, but is attaching."""
-
-    def __init__(self, reply: ErrorReply | ControlErrorReply, *, rank: int, endpoint: str) -> None:
-        super().__init__(reply, rank=rank, endpoint=endpoint)
-        lease = reply.lease if isinstance(reply, ControlErrorReply) else None
-        self.holder = b"" if lease is None else lease.holder
-        self.holder_name = "" if lease is None else lease.holder_name
-        self.remaining_s = 0.0 if lease is None else lease.remaining_ms / 1000
-        self.is_claim = lease is not None and lease.state == "claimable"
-
-
-class LeaseExpiredError(RemoteProtocolError, code=ErrorCode.LEASE_EXPIRED):
-    """This driver did not renew its lease in time: attach again."""
-
-
-class DrainingError(RemoteProtocolError, code=ErrorCode.DRAINING):
-    """An operator drains the daemon: it takes no more steps and no more drivers. Everything that is
-    loaded stays; once the drain is undone, a driver can continue."""
-
-
-class ForbiddenError(RemoteProtocolError, code=ErrorCode.FORBIDDEN):
-    """Our key lacks the role that the request needs; the message names both."""
-
-
-class StaleError(RemoteProtocolError, code=ErrorCode.STALE):
-    """A request is older than the replies that the daemon keeps."""
-
-
-class GapError(RemoteProtocolError, code=ErrorCode.GAP):
-    """A request before this one never reached the daemon."""
-
-
-class IllegalStateError(RemoteError, code=ErrorCode.ILLEGAL_STATE):
-    """The operation is not legal in the daemon's state."""
-
-
-class RemoteConfigError(RemoteError, code=ErrorCode.CONFIG):
-    """The daemon refused a setting."""
-
-
-class RemoteCheckpointError(RemoteConfigError, code=ErrorCode.CHECKPOINT):
-    """The model's files are missing, truncated or inconsistent with config.json."""
-
-
-class InvalidStepError(RemoteError, code=ErrorCode.INVALID_STEP):
-    """The step had a value that must not reach the kernels."""
-
-
-class RemoteCapacityError(RemoteError, code=ErrorCode.CAPACITY):
-    """Not enough device memory, KV blocks or rows."""
-
-
-class RemoteOutOfMemoryError(RemoteCapacityError, code=ErrorCode.OUT_OF_MEMORY):
-    """An allocation failed; the message has the requested and the free amount. The next step may
-    succeed."""
-
-
-class CommError(RemoteError, code=ErrorCode.COMM):
-    """A peer or a link is lost."""
-
-
-class UpstreamFailedError(CommError, code=ErrorCode.UPSTREAM_FAILED):
-    """An earlier pipeline stage failed in this step."""
-
-
-class WeightTransferError(RemoteError, code=ErrorCode.TRANSFER):
-    """A trainer did not connect, died, or its memory cannot be reached. The daemon continues to
-    serve as its state allows."""
-
-
-class PrecededByError(RemoteError, code=ErrorCode.PRECEDED_BY):
-    """A step before this one failed."""
-
-
-class RemoteDeviceError(RemoteError, code=ErrorCode.DEVICE):
-    """The device is unusable: the daemon exits."""
-
-
-class RemoteInternalError(RemoteError, code=ErrorCode.INTERNAL):
-    """An invariant of the daemon is broken: it exits."""
-
-
-def _with_code(kind: type[RemoteError]) -> Iterator[type[RemoteError]]:
-    for direct in kind.__subclasses__():
-        yield direct
-        yield from _with_code(direct)
-
-
-REMOTE_ERRORS: Mapping[ErrorCode, type[RemoteError]] = MappingProxyType(
-    {kind.of_code: kind for kind in _with_code(RemoteError)}
-)
-"""Maps every ErrorCode; a test checks that."""
-
-
-def remote_error(reply: ErrorReply | ControlErrorReply, *, rank: int, endpoint: str) -> RemoteError:
-    """Return the exception for an error reply."""
-    return REMOTE_ERRORS[reply.code](reply, rank=rank, endpoint=endpoint)
-
-
-def local_error(
-    code: ErrorCode,
-    message: str,
-    *,
-    rank: int,
-    endpoint: str,
-    scope: ErrorScope = ErrorScope.WORKER,
-) -> RemoteError:
-    """Return the exception for a code that this driver finds itself, before the daemon does."""
-    reply = ControlErrorReply(call=0, code=code, scope=scope, message=message)
-    return remote_error(reply, rank=rank, endpoint=endpoint)
+def remote_error(reply: ErrorReply | ControlErrorReply, *, rank: int, endpoint: str) -> WorkerError:
+    """Return the error of an error reply, to be raised again."""
+    error = error_of_rank(
+        reply.code,
+        reply.message,
+        rank=rank,
+        endpoint=endpoint,
+        scope=reply.scope,
+        traceback=reply.traceback,
+    )
+    if isinstance(error, LeaseHeldError) and isinstance(reply, ControlErrorReply) and reply.lease:
+        error.holder, error.holder_name = reply.lease.holder, reply.lease.holder_name
+        error.remaining_s = reply.lease.remaining_ms / 1000
+        error.is_claim = reply.lease.state == "claimable"
+    return error

@@ -14,8 +14,9 @@ from pathlib import Path
 
 import zmq
 
+from rpc_schema.errors import WorkerDaemonError
 from rpc_schema.exit_codes import describe_exit
-from worker_client.errors import ClientError, DeadlineExceeded, LaunchError, Unkillable, WorkerDied
+from worker_client.errors import DeadlineExceeded, LaunchError, Unkillable, WorkerDied
 from worker_client.wire.transport import new_driver_id, parse_endpoint
 from worker_client.wire.worker_client import AskingClient
 
@@ -247,7 +248,7 @@ def _try(
         ask(client)
     except (DeadlineExceeded, WorkerDied):
         return False
-    except ClientError:
+    except WorkerDaemonError:
         return True
     finally:
         client.close()

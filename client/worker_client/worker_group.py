@@ -10,7 +10,9 @@ from rpc_schema import lifecycle as lc
 from rpc_schema.adoption import AdoptRequests
 from rpc_schema.codec import encode_step
 from rpc_schema.config import ParallelConfig, WorkerConfig
-from rpc_schema.errors import WireError
+from rpc_schema.errors import (
+    WorkerDaemonError,
+)
 from rpc_schema.kv_cache import groups_of
 from rpc_schema.step import ExecuteDummyBatch, SampleTokens
 from worker_client.errors import (
@@ -200,7 +202,7 @@ class WorkerGroup:
         Raises:
             ReplacementFailed: no daemon answered, or attempts failed because of another death or
                 lack of memory. It may be tried again.
-            RemoteError: the new daemon refuses the model or the device.
+            WorkerError: the new daemon refuses the model or the device.
             ClientError: nothing was loaded that a new daemon could load.
         """
         if self._loaded is None:
@@ -256,7 +258,7 @@ class WorkerGroup:
             ContentMismatchError: ranks have read different files; names two of them.
             KVPlanError: not one request of max_model_len fits, or more blocks were asked for than
                 fit.
-            RemoteError: an operation failed; names the first rank that did.
+            WorkerError: an operation failed; names the first rank that did.
         """
         self._channel.check_usable()
         check_config(config)
@@ -304,7 +306,7 @@ class WorkerGroup:
 
         Raises:
             AdoptionMismatch: ranks report different data for a request.
-            RemoteError: a rank cannot report; names the first one.
+            WorkerError: a rank cannot report; names the first one.
         """
         rows = _read_rows(self._channel)
         kv_cache = self.clients[0].get_status().kv_cache
@@ -449,7 +451,7 @@ class WorkerGroup:
                 self.relink()
             except WorkerDied:
                 raise
-            except (ClientError, WireError) as error:
+            except WorkerDaemonError as error:
                 self._steps.fail_relink(error)
         return self._steps.unreported_failure
 

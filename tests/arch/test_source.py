@@ -3,13 +3,8 @@
 import ast
 from pathlib import Path
 
-import pytest
-
 from rpc_schema import step
-from rpc_schema.errors import ControlErrorReply, ErrorCode, ErrorReply, ErrorScope, WireError
-from worker_client.errors import REMOTE_ERRORS, RemoteError, remote_error
 from worker_daemon.contracts import layer_ops
-from worker_daemon.errors import WorkerError
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("rpc_schema", "client", "worker_daemon")
@@ -117,46 +112,6 @@ def test_no_name_from_the_wire_becomes_an_attribute():
                 and ast.unparse(node.args[1]) != "operation_name(request)"
             ]
             assert not computed, name
-
-
-# Error codes.
-
-
-def subclasses(base):
-    for direct in base.__subclasses__():
-        yield direct
-        yield from subclasses(direct)
-
-
-def test_every_code_of_the_wire_is_raised_by_the_daemon_or_the_codec_and_no_other():
-    raised = {error.code for error in (WorkerError, *subclasses(WorkerError))}
-    raised |= {str(error.code) for error in (WireError, *subclasses(WireError))}
-    assert raised == {code.value for code in ErrorCode}
-
-
-def test_every_scope_of_the_daemons_errors_is_one_of_the_wires():
-    scopes = {error.scope for error in (WorkerError, *subclasses(WorkerError))}
-    assert scopes <= {scope.value for scope in ErrorScope}
-
-
-@pytest.mark.parametrize("code", ErrorCode)
-def test_the_client_has_an_exception_of_its_own_for_every_code(code):
-    fields = {"code": code, "scope": ErrorScope.STEP, "message": "why", "traceback": "where"}
-    for reply in (
-        ErrorReply(epoch=1, seq=2, rank=3, **fields),
-        ControlErrorReply(call=1, **fields),
-    ):
-        error = remote_error(reply, rank=3, endpoint="ipc:///run/w")
-        assert type(error) is REMOTE_ERRORS[code]
-        assert isinstance(error, RemoteError)
-        assert (error.code, error.rank, error.message) == (code, 3, "why")
-        assert "ipc:///run/w" in str(error)
-        assert "where" in str(error)
-
-
-def test_no_two_codes_share_an_exception():
-    assert set(REMOTE_ERRORS) == set(ErrorCode)
-    assert len({*REMOTE_ERRORS.values()}) == len(ErrorCode)
 
 
 def test_no_two_test_files_share_a_name():

@@ -10,7 +10,7 @@ import pytest
 from rpc_schema import codec
 from rpc_schema import lifecycle as lc
 from rpc_schema.base import StepReply, StepRequest
-from rpc_schema.errors import BadFrameError
+from rpc_schema.errors import BadFrameError, ForbiddenError
 from rpc_schema.operations import (
     CONTROL_OPERATIONS,
     STEP_OPERATIONS,
@@ -20,7 +20,6 @@ from rpc_schema.operations import (
 )
 from worker_client.group.load_chain import LoadChain
 from worker_client.worker_group import WorkerGroup
-from worker_daemon.errors import ForbiddenError
 from worker_daemon.server.auth.access import Access
 from worker_daemon.server.dispatch import STEPS
 from worker_daemon.worker.worker import Worker

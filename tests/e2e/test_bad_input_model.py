@@ -11,6 +11,13 @@ from subprocess import run
 import pytest
 
 from rpc_schema.config import ParallelConfig
+from rpc_schema.errors import (
+    CheckpointError,
+    ConfigError,
+    IncompatibleError,
+    WorkerDaemonError,
+    WorkerError,
+)
 from rpc_schema.exit_codes import ExitCode
 from rpc_schema.version import PROTOCOL_VERSION
 from rpc_schema.weight_transfer import DiskEngine, DiskSource
@@ -25,12 +32,9 @@ from worker_client.errors import (
     ClientError,
     ConfigMismatchError,
     EndpointError,
-    IncompatibleError,
     KVPlanError,
     LaunchError,
     NothingListens,
-    RemoteCheckpointError,
-    RemoteConfigError,
     RequestError,
 )
 from worker_client.launcher import LocalDaemons
@@ -121,29 +125,29 @@ def broken_copy(sharded, model_root):
     [
         (
             set_fields(architectures=["BertForMaskedLM"]),
-            RemoteConfigError,
+            ConfigError,
             ("architectures", "BertForMaskedLM", "LlamaForCausalLM"),
         ),
-        (set_fields(architectures=None), RemoteConfigError, ("architectures",)),
-        (set_fields(hidden_size="64"), RemoteConfigError, ("hidden_size", "'64'", "integer")),
-        (set_fields(num_hidden_layers=2.5), RemoteConfigError, ("num_hidden_layers", "2.5")),
-        (set_fields(vocab_size=True), RemoteConfigError, ("vocab_size", "True")),
-        (set_fields(vocab_size=-1), RemoteConfigError, ("vocab_size", "-1")),
-        (set_fields(rms_norm_eps="tiny"), RemoteConfigError, ("rms_norm_eps", "tiny")),
-        (set_fields(rope_parameters=[1]), RemoteConfigError, ("rope_parameters",)),
-        (set_fields(hidden_act="gelu"), RemoteConfigError, ("hidden_act", "gelu")),
-        (set_fields(intermediate_size=None), RemoteConfigError, ("intermediate_size",)),
-        (set_fields(intermediate_size=80), RemoteCheckpointError, ("model-", "80")),
-        (lambda path: last_shard(path).unlink(), RemoteCheckpointError, ("model-", "missing")),
-        (cut_shard, RemoteCheckpointError, ("model-", "truncated")),
-        (cut_header, RemoteCheckpointError, ("model-", "truncated")),
-        (remove_weights, RemoteCheckpointError, ("safetensors",)),
-        (break_index, RemoteCheckpointError, ("index.json",)),
-        (leave_directory, RemoteCheckpointError, ("../other",)),
-        (lambda path: (path / "config.json").unlink(), RemoteCheckpointError, ("config.json",)),
+        (set_fields(architectures=None), ConfigError, ("architectures",)),
+        (set_fields(hidden_size="64"), ConfigError, ("hidden_size", "'64'", "integer")),
+        (set_fields(num_hidden_layers=2.5), ConfigError, ("num_hidden_layers", "2.5")),
+        (set_fields(vocab_size=True), ConfigError, ("vocab_size", "True")),
+        (set_fields(vocab_size=-1), ConfigError, ("vocab_size", "-1")),
+        (set_fields(rms_norm_eps="tiny"), ConfigError, ("rms_norm_eps", "tiny")),
+        (set_fields(rope_parameters=[1]), ConfigError, ("rope_parameters",)),
+        (set_fields(hidden_act="gelu"), ConfigError, ("hidden_act", "gelu")),
+        (set_fields(intermediate_size=None), ConfigError, ("intermediate_size",)),
+        (set_fields(intermediate_size=80), CheckpointError, ("model-", "80")),
+        (lambda path: last_shard(path).unlink(), CheckpointError, ("model-", "missing")),
+        (cut_shard, CheckpointError, ("model-", "truncated")),
+        (cut_header, CheckpointError, ("model-", "truncated")),
+        (remove_weights, CheckpointError, ("safetensors",)),
+        (break_index, CheckpointError, ("index.json",)),
+        (leave_directory, CheckpointError, ("../other",)),
+        (lambda path: (path / "config.json").unlink(), CheckpointError, ("config.json",)),
         (
             lambda path: (path / "config.json").write_text('{"hidden_size":'),
-            RemoteCheckpointError,
+            CheckpointError,
             ("config.json", "JSON"),
         ),
     ],
@@ -163,7 +167,7 @@ def test_health_is_answered_while_a_catastrophic_pattern_is_matched(
     words = ("quantization_config.ignore", "too much time", "list the names")
     answered: list[bool] = []
     with ThreadPoolExecutor(1) as pool:
-        refusal = pool.submit(assert_refused, config, RemoteConfigError, *words)
+        refusal = pool.submit(assert_refused, config, ConfigError, *words)
         while not refusal.done():
             answered.append(ask(endpoint, NO_KEYS, lambda client: client.check_health()).healthy)
             time.sleep(0.05)
@@ -174,7 +178,7 @@ def test_health_is_answered_while_a_catastrophic_pattern_is_matched(
 def test_dtype_of_a_checkpoint_that_cannot_be_computed_in(assert_refused, broken_copy):
     set_fields(dtype="float64")(broken_copy)
     assert_refused(
-        worker_config(broken_copy, dtype="auto"), RemoteConfigError, "dtype", "float64", "float32"
+        worker_config(broken_copy, dtype="auto"), ConfigError, "dtype", "float64", "float32"
     )
 
 
@@ -183,7 +187,7 @@ def test_dtype_that_no_message_can_carry(daemons, checkpoint):
     """The driver need not wait for an answer that cannot come."""
     endpoints = daemons.endpoints(1)
     config = worker_config(checkpoint().path, dtype="float64")
-    with pytest.raises(ClientError, match="float64") as raised, connect(endpoints, config):
+    with pytest.raises(WorkerDaemonError, match="float64") as raised, connect(endpoints, config):
         pass
     assert "dtype" in str(raised.value)
     assert_serves(endpoints, checkpoint())
@@ -209,7 +213,7 @@ def test_shape_that_does_not_fit_the_model(
     assert_refused, checkpoint, pp, tp, overrides, options, words
 ):
     config = worker_config(checkpoint(**overrides).path, pp, tp, **options)
-    assert_refused(config, RemoteConfigError, *words)
+    assert_refused(config, ConfigError, *words)
 
 
 def test_number_of_endpoints_that_is_not_the_group_s(daemons):
@@ -232,22 +236,20 @@ def test_model_outside_the_roots(assert_refused, checkpoint, model_root, tmp_pat
     }
     link.symlink_to(outside)
     try:
-        assert_refused(
-            worker_config(paths[how]), RemoteConfigError, "model", "outside", "--model-root"
-        )
+        assert_refused(worker_config(paths[how]), ConfigError, "model", "outside", "--model-root")
     finally:
         link.unlink()
 
 
 def test_model_that_is_not_there(assert_refused, model_root):
     config = worker_config(model_root / "nothing")
-    assert_refused(config, RemoteCheckpointError, "model", "nothing", "no such directory")
+    assert_refused(config, CheckpointError, "model", "nothing", "no such directory")
 
 
 def test_context_beyond_dynamic_rope_s_exact_range(assert_refused, checkpoint):
     model = checkpoint(rope=DYNAMIC)
     config = worker_config(model.path, max_model_len=193)
-    assert_refused(config, RemoteConfigError, "max_model_len", "193", "exact", "at most 192")
+    assert_refused(config, ConfigError, "max_model_len", "193", "exact", "at most 192")
 
 
 def test_too_few_blocks_for_one_request(assert_refused, checkpoint):
@@ -268,7 +270,7 @@ def test_more_blocks_than_fit(assert_refused, checkpoint):
     ],
 )
 def test_sizes_that_no_step_could_run_with(assert_refused, checkpoint, options, field):
-    assert_refused(worker_config(checkpoint().path, **options), RemoteConfigError, field)
+    assert_refused(worker_config(checkpoint().path, **options), ConfigError, field)
 
 
 def test_another_configuration_names_every_field_that_differs(daemons, checkpoint):
@@ -418,7 +420,7 @@ def test_worker_that_raises_in_a_load(model_root, tmp_path, checkpoint):
     with FaultyDaemons(2, model_root, tmp_path) as daemons:
         daemons.faults[1].put(Fault("load_model", "raise"))
         with (
-            pytest.raises(ClientError, match=INJECTED) as raised,
+            pytest.raises(WorkerError, match=INJECTED) as raised,
             connect(daemons.endpoints, config),
         ):
             pass

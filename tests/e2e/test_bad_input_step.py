@@ -14,18 +14,14 @@ import zmq
 
 from rpc_schema import lifecycle as lc
 from rpc_schema.codec import MAX_CONTROL_BYTES, MAX_FRAMES, MAX_STEP_BYTES, decode_step, encode_step
-from rpc_schema.errors import ControlErrorReply, ErrorCode, ErrorReply
+from rpc_schema.error_replies import ControlErrorReply, ErrorReply
+from rpc_schema.errors import ErrorCode, InvalidStepError, StateError
 from rpc_schema.sampling import RandomSampling
 from rpc_schema.step import ExecuteDummyBatch, ExecuteModel, NewRequestData
 from tests.support.driving import RecordingGroup, assert_serves, random_cases
 from tests.support.serving import LONG_LEASE, connect, generate, worker_config
 from tests.unit.server.driver import Driver
-from worker_client.errors import (
-    IllegalStateError,
-    InvalidSchedulerOutput,
-    InvalidStepError,
-    StepFailed,
-)
+from worker_client.errors import InvalidSchedulerOutput, StepFailed
 from worker_client.scheduler_output import NewRequest, SchedulerOutput
 from worker_client.steps.slots import SlotTable
 from worker_client.wire.worker_client import WorkerClient
@@ -179,7 +175,7 @@ def test_operation_before_its_time(daemons, checkpoint, operation):
     with WorkerGroup(endpoints, config.parallel, lease=LONG_LEASE) as group:
         group.attach()
         group.reset("CREATED")
-        with pytest.raises((IllegalStateError, StepFailed)) as raised:
+        with pytest.raises((StateError, StepFailed)) as raised:
             OPERATIONS_BEFORE_LOAD[operation](group)
         assert raised.value.code == ErrorCode.ILLEGAL_STATE
         for words in (f"{operation}", "is not legal in CREATED", "legal are: InitDevice"):
@@ -189,7 +185,7 @@ def test_operation_before_its_time(daemons, checkpoint, operation):
 
 def test_second_load_without_reset(serving, checkpoint):
     group, loaded = serving
-    with pytest.raises(IllegalStateError, match=r"LoadModel is not legal in READY.*Reset"):
+    with pytest.raises(StateError, match=r"LoadModel is not legal in READY.*Reset"):
         group.load_chain.load_model(worker_config(checkpoint().path))
     cases = random_cases(checkpoint(), seed=51, count=2, max_tokens=4)
     assert generate(group, loaded, cases.requests).tokens == cases.expected

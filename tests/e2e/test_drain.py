@@ -10,7 +10,8 @@ from contextlib import closing
 import pytest
 
 from rpc_schema import lifecycle as lc
-from rpc_schema.errors import ControlErrorReply, ErrorCode, ErrorReply
+from rpc_schema.error_replies import ControlErrorReply, ErrorReply
+from rpc_schema.errors import DrainingError, ErrorCode
 from rpc_schema.exit_codes import ExitCode
 from rpc_schema.lease import driver_digest
 from rpc_schema.step import ModelRunnerOutput
@@ -21,7 +22,6 @@ from tests.support.waiting import PATIENCE_S, wait_until
 from tests.unit.server.driver import DaemonProcess
 from tests.unit.server.driver import Driver as BareDriver
 from worker_client.driver import Driver
-from worker_client.errors import DrainingError
 from worker_client.scheduler import Scheduler
 
 

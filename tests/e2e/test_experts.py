@@ -8,11 +8,14 @@ import torch
 from safetensors.torch import load_file
 
 from rpc_schema.config import LoraConfig
+from rpc_schema.errors import (
+    CheckpointError,
+    ConfigError,
+)
 from tests.support.checkpoints import decisive_prompts
 from tests.support.lora_adapters import config_of, write_adapter
 from tests.support.saving_daemons import saving_daemons
 from tests.support.serving import assert_greedy, connect, generate, greedy_request, worker_config
-from worker_client.errors import RemoteCheckpointError, RemoteConfigError
 from worker_client.trainer.sender import WeightSender
 
 ARCHITECTURE = "Qwen2MoeForCausalLM"
@@ -98,7 +101,7 @@ def test_sleep_updates_and_saved_sets(pair, save_root, old, new, old_requests, n
         assert_greedy(generate(group, loaded, old_requests), old, old_requests)
     split = worker_config(save_root / "old", 1, 2, load_format="sharded_state")
     with (
-        pytest.raises(RemoteConfigError, match="enable_expert_parallel"),
+        pytest.raises(ConfigError, match="enable_expert_parallel"),
         connect(pair.endpoints, split),
     ):
         pass
@@ -111,7 +114,7 @@ def test_kernel_names_of_ranks_with_different_experts(pair, old, old_requests):
         before = checksums(group)
         rows = [torch.randn(count * 64, 48) for count in (3, 2)]
         with WeightSender(group, "gloo", timeout_s=TIMEOUT_S) as sender:
-            with pytest.raises(RemoteConfigError, match="no such tensor"):
+            with pytest.raises(ConfigError, match="no such tensor"):
                 sender.send({name: rows[0]}, format="kernel", partial=True)
             named = {f"{name}@tp{rank}": part for rank, part in enumerate(rows)}
             sender.send(named, format="kernel", partial=True)
@@ -133,7 +136,7 @@ def test_adapters_of_experts_are_refused_by_name(serve, old, old_requests):
     write_adapter(directory / "attention", config_of(2, 4.0, ["q_proj"]), attention)
     room = LoraConfig(max_loras=1, max_lora_rank=4, max_cpu_loras=2)
     with serve(old.path, lora=room) as (group, loaded):
-        with pytest.raises(RemoteCheckpointError, match=r"experts.1.up_proj.*not supported"):
+        with pytest.raises(CheckpointError, match=r"experts.1.up_proj.*not supported"):
             group.loras.add("experts")
         group.loras.add("attention")
         assert_greedy(generate(group, loaded, old_requests), old, old_requests)
@@ -143,5 +146,5 @@ def test_experts_that_are_missing_are_named(serve, checkpoint, tmp_path):
     broken = checkpoint(ARCHITECTURE, seed=94, **FIELDS)
     path = broken.path / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "num_experts": 6}))
-    with pytest.raises(RemoteCheckpointError, match=r"experts\.5"), serve(broken.path):
+    with pytest.raises(CheckpointError, match=r"experts\.5"), serve(broken.path):
         pass

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from rpc_schema.codec import decode_step
-from rpc_schema.errors import ErrorCode
+from rpc_schema.errors import ErrorCode, GapError
 from rpc_schema.step import ExecuteModel
 from tests.support.command_line import probe, short_directory, start_daemon, wait_for_daemons
 from tests.support.driving import RecordingGroup, assert_serves, random_cases
@@ -18,7 +18,7 @@ from tests.support.exhaustive import exhaustively
 from tests.support.faulty_daemon import INJECTED, Fault, FaultyDaemons
 from tests.support.serving import connect, generate, worker_config
 from tests.support.waiting import wait_until
-from worker_client.errors import DeadlineExceeded, GapError, StepFailed, WorkerDied
+from worker_client.errors import DeadlineExceeded, StepFailed, WorkerDied
 from worker_client.scheduler_output import SchedulerOutput
 from worker_client.worker_group import WorkerGroup
 

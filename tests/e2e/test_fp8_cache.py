@@ -10,6 +10,7 @@ import pytest
 from msgspec.structs import replace
 from safetensors.torch import load_file, save_file
 
+from rpc_schema.errors import CheckpointError
 from rpc_schema.weight_transfer import DiskEngine, DiskSource
 from tests.support.checkpoints import (
     Checkpoint,
@@ -43,7 +44,7 @@ from tests.support.window_models import (
     check_adoption,
     check_prefix_hits,
 )
-from worker_client.errors import ConfigMismatchError, RemoteCheckpointError
+from worker_client.errors import ConfigMismatchError
 from worker_client.launcher import LocalDaemons
 from worker_client.scheduler import Scheduler
 from worker_client.wire.worker_client import TensorList
@@ -264,7 +265,7 @@ def test_a_scale_that_is_no_scale_is_refused(serve, make_reference, value):
     tensors["model.layers.1.self_attn.v_scale"].fill_(value)
     save_file(tensors, path, metadata={"format": "pt"})
     with (
-        pytest.raises(RemoteCheckpointError, match=r"not above 0 and finite.*v_scale"),
+        pytest.raises(CheckpointError, match=r"not above 0 and finite.*v_scale"),
         serve(reference.path, kv_cache_dtype="fp8"),
     ):
         pass

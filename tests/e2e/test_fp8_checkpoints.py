@@ -8,12 +8,15 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from rpc_schema.errors import (
+    CheckpointError,
+    ConfigError,
+)
 from rpc_schema.weight_transfer import DiskEngine, DiskSource
 from tests.support.checkpoints import Checkpoint, decisive_prompts, edit_config, make_checkpoint
 from tests.support.exhaustive import exhaustively
 from tests.support.quantized import LAYER_MATRICES, quantize, quantized_values
 from tests.support.serving import assert_greedy, connect, generate, greedy_request, worker_config
-from worker_client.errors import RemoteCheckpointError, RemoteConfigError
 from worker_client.launcher import LocalDaemons
 from worker_client.trainer.sender import WeightSender
 from worker_client.wire.worker_client import TensorList
@@ -130,7 +133,7 @@ def test_update_in_another_format_is_refused_before_its_first_byte(serve, quanti
                 ({"lm_head.weight": tensors["lm_head.weight"].to(torch.float8_e4m3fn)}, "format"),
                 ({f"{name}_scale": tensors[f"{name}_scale"][:5]}, "another shape"),
             ]:
-                with pytest.raises(RemoteConfigError, match=words):
+                with pytest.raises(ConfigError, match=words):
                     sender.send({**tensors, **wrong})
                 assert checksums(group) == before
             sender.send(tensors)
@@ -158,7 +161,7 @@ def test_an_unquantized_update_is_quantized_in_place(serve, model_root, activati
                 assert_greedy(generate(group, loaded, requests), new, requests)
             group.memory.sleep(2)
             group.memory.wake_up()
-            with pytest.raises(RemoteConfigError, match="tensors are missing"):
+            with pytest.raises(ConfigError, match="tensors are missing"):
                 sender.send({"lm_head.weight": tensors["lm_head.weight"]})
             sender.send(tensors)
         assert checksums(group) == updated
@@ -172,7 +175,7 @@ def test_unquantized_matrices_with_scales_of_blocks_are_refused(serve, quantized
         before = checksums(group)
         with (
             WeightSender(group, "gloo", timeout_s=TIMEOUT_S) as sender,
-            pytest.raises(RemoteConfigError, match="another format"),
+            pytest.raises(ConfigError, match="another format"),
         ):
             name = "model.layers.1.mlp.down_proj.weight"
             sender.send({name: model.model.state_dict()[name]})
@@ -214,7 +217,7 @@ def test_round_trip_of_a_saved_set(quantized, save_daemons, form):
     config = next((save_root / form).glob("*/config.json"))
     config.write_text(config.read_text().replace('"lm_head"', '"other_head"'))
     with (
-        pytest.raises(RemoteCheckpointError, match="quantization"),
+        pytest.raises(CheckpointError, match="quantization"),
         connect(daemons.endpoints, saved),
     ):
         pass
@@ -249,9 +252,9 @@ def test_refused_checkpoints_leave_the_daemon_serving(serve, quantized, model_ro
 
     for number, (spoil, error, words) in enumerate(
         [
-            (drop_scale, RemoteCheckpointError, scale),
-            (change_method, RemoteConfigError, "quantization_config.quant_method = 'aqlm'"),
-            (drop_config, RemoteCheckpointError, "float8_e4m3fn"),
+            (drop_scale, CheckpointError, scale),
+            (change_method, ConfigError, "quantization_config.quant_method = 'aqlm'"),
+            (drop_config, CheckpointError, "float8_e4m3fn"),
         ]
     ):
         path = model_root / f"spoiled-{number}"
@@ -309,7 +312,7 @@ def test_online_quantization(model_root, save_daemons, pp, tp):
             assert_greedy(generate(group, loaded, requests), new, requests)
     unquantized = worker_config(save_root / name, pp, tp, load_format="sharded_state")
     with (
-        pytest.raises(RemoteCheckpointError, match="same quantization"),
+        pytest.raises(CheckpointError, match="same quantization"),
         connect(daemons.endpoints, unquantized),
     ):
         pass

@@ -8,12 +8,15 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from rpc_schema.errors import (
+    CheckpointError,
+    ConfigError,
+)
 from rpc_schema.weight_transfer import DiskEngine
 from tests.support.checkpoints import Checkpoint, decisive_prompts, edit_config, make_checkpoint
 from tests.support.exhaustive import exhaustively
 from tests.support.quantized_int4 import Scheme, quantize
 from tests.support.serving import assert_greedy, connect, generate, greedy_request, worker_config
-from worker_client.errors import RemoteCheckpointError, RemoteConfigError
 from worker_client.launcher import LocalDaemons
 
 TOKENS = 8
@@ -78,7 +81,7 @@ def test_sleep_and_reload(serve, quantized, scheme, tp):
     with serve(old.path, 1, tp, enable_sleep_mode=True) as (group, loaded):
         before = checksums(group)
         group.weights.init_transfer_engine(DiskEngine())
-        with pytest.raises(RemoteConfigError, match="4 bits are not supported"):
+        with pytest.raises(ConfigError, match="4 bits are not supported"):
             group.weights.start_update()
         group.memory.sleep(1)
         group.memory.wake_up()
@@ -157,9 +160,9 @@ def test_refused_checkpoints_leave_the_daemon_serving(serve, quantized, model_ro
 
     for number, (spoil, error, words) in enumerate(
         [
-            (drop_scale, RemoteCheckpointError, scale),
-            (change_method, RemoteConfigError, "quantization_config.quant_method = 'aqlm'"),
-            (drop_config, RemoteCheckpointError, "has no tensor"),
+            (drop_scale, CheckpointError, scale),
+            (change_method, ConfigError, "quantization_config.quant_method = 'aqlm'"),
+            (drop_config, CheckpointError, "has no tensor"),
         ]
     ):
         path = model_root / f"spoiled-int4-{number}"

@@ -12,6 +12,10 @@ import pytest
 from msgspec.structs import replace
 
 from rpc_schema.cached_blocks import GetCachedBlocks, NoteCachedBlocks
+from rpc_schema.errors import (
+    ConfigError,
+    FencedError,
+)
 from tests.support.checkpoints import prompts
 from tests.support.doomed_driver import NUM_GPU_BLOCKS, Death
 from tests.support.exhaustive import exhaustively
@@ -20,7 +24,10 @@ from tests.support.serving import LONG_LEASE, greedy_request, worker_config
 from tests.support.waiting import wait_until
 from worker_client.driver import Driver
 from worker_client.driver_parts.registry import DriverOptions
-from worker_client.errors import ClientConfigError, FencedError, RemoteConfigError, WorkerDied
+from worker_client.errors import (
+    ClientConfigError,
+    WorkerDied,
+)
 from worker_client.launcher import LocalDaemons
 from worker_client.scheduler import Scheduler, scheduler_limits
 from worker_client.steps.cached_blocks import CachedBlocks
@@ -283,7 +290,7 @@ def test_bad_notes_are_refused_with_nothing_noted(serve, checkpoint):
             ({"ids": [1, 2], "hashes": b"aab"}, "hashes"),
             ({"ids": [1], "hashes": b"aa", "distrusted": b"abc"}, "distrusted"),
         ):
-            with pytest.raises(RemoteConfigError, match=field):
+            with pytest.raises(ConfigError, match=field):
                 note(**fields)
         with pytest.raises(FencedError):
             note([1], b"aa", epoch=epoch - 1)

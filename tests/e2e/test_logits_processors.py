@@ -6,10 +6,11 @@ import pytest
 import torch
 import transformers
 
+from rpc_schema.errors import ConfigError
 from rpc_schema.sampling import LogitsProcessors
 from tests.support.installed_processors import apply_processors
 from tests.support.serving import connect, generate, greedy_request, worker_config
-from worker_client.errors import InvalidSchedulerOutput, RemoteConfigError, RequestError
+from worker_client.errors import InvalidSchedulerOutput, RequestError
 from worker_client.requests import GenerationRequest
 from worker_client.scheduler import Scheduler, SchedulerLimits, scheduler_limits
 from worker_client.scheduler_output import NewRequest, SchedulerOutput
@@ -66,7 +67,7 @@ def test_processors_act_on_the_rows_that_ask_for_them(daemons, checkpoint):
 )
 def test_a_configuration_with_other_processors_is_refused(daemons, checkpoint, names, message):
     config = configured(checkpoint(seed=63).path, *names)
-    with pytest.raises(RemoteConfigError, match=message), connect(daemons.endpoints(2), config):
+    with pytest.raises(ConfigError, match=message), connect(daemons.endpoints(2), config):
         pass
 
 

@@ -7,6 +7,11 @@ import numpy as np
 import pytest
 
 from rpc_schema.config import LoraConfig
+from rpc_schema.errors import (
+    CapacityError,
+    CheckpointError,
+    ConfigError,
+)
 from rpc_schema.lora_request import LoraRequest
 from tests.support.command_line import run_client
 from tests.support.exhaustive import exhaustively
@@ -14,9 +19,6 @@ from tests.support.lora_adapters import adapted_requests, config_of, make_adapte
 from tests.support.serving import LONG_LEASE, connect, generate, scheduler_limits, worker_config
 from worker_client.driver import Driver
 from worker_client.errors import (
-    RemoteCapacityError,
-    RemoteCheckpointError,
-    RemoteConfigError,
     StepFailed,
 )
 from worker_client.scheduler import Scheduler
@@ -110,17 +112,17 @@ def test_one_adapter_is_refused_and_the_others_go_on(serve, base, merged):
         models = [(base, None), *added(group, merged, "every")]
         every = models[1][1]
         for name, error, words in (
-            ("bad", RemoteConfigError, "use_dora"),
-            ("absent", RemoteCheckpointError, "no such directory"),
-            ("../..", RemoteConfigError, "lies outside this daemon's adapter roots"),
-            ("etc-link", RemoteConfigError, "lies outside this daemon's adapter roots"),
-            ("bad\0", RemoteConfigError, "not a path"),
+            ("bad", ConfigError, "use_dora"),
+            ("absent", CheckpointError, "no such directory"),
+            ("../..", ConfigError, "lies outside this daemon's adapter roots"),
+            ("etc-link", ConfigError, "lies outside this daemon's adapter roots"),
+            ("bad\0", ConfigError, "not a path"),
         ):
             with pytest.raises(error, match=words):
                 group.loras.add(name)
-        with pytest.raises(RemoteConfigError, match="has id"):
+        with pytest.raises(ConfigError, match="has id"):
             group.loras.add("fourth", every.lora_id)
-        with pytest.raises(RemoteConfigError, match="no such adapter"):
+        with pytest.raises(ConfigError, match="no such adapter"):
             group.loras.pin(77)
         assert not group.loras.remove(77)
         assert [[each.name for each in rank.adapters] for rank in group.loras.list_by_rank()] == [
@@ -168,7 +170,7 @@ def test_a_version_stays_with_its_requests(serve, checkpoint):
         third = group.loras.add("fourth")
         assert second.lora_id not in group.loras.known and third.lora_id in group.loras.known
         group.loras.pin(third.lora_id)
-        with pytest.raises(RemoteCapacityError, match="pinned"):
+        with pytest.raises(CapacityError, match="pinned"):
             group.loras.add("every")
         step = SchedulerOutput(
             num_scheduled_tokens=dict.fromkeys("abc", 1),

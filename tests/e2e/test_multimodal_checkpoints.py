@@ -4,11 +4,11 @@ checkpoint's files, and one from a trainer, by the names of the whole model."""
 import pytest
 import torch
 
+from rpc_schema.errors import ConfigError
 from rpc_schema.weight_transfer import DiskEngine, DiskSource
 from tests.support.checkpoints import MAX_LEN, VOCAB_SIZE, Checkpoint, decisive_prompts
 from tests.support.published import PUBLISHED, random_model, save_published, shrunk
 from tests.support.serving import assert_greedy, generate, greedy_request
-from worker_client.errors import RemoteConfigError
 from worker_client.trainer.sender import WeightSender
 from worker_client.wire.worker_client import TensorList
 
@@ -50,7 +50,7 @@ def test_tokens_and_updates(serve, gemma):
         group.weights.finish_update()
         assert_greedy(generate(group, loaded, asked := requests_for(new)), new, asked)
         with WeightSender(group, "gloo", timeout_s=20.0) as sender:
-            with pytest.raises(RemoteConfigError, match="vision_tower"):
+            with pytest.raises(ConfigError, match="vision_tower"):
                 sender.send(trained)
             text = {name: each for name, each in trained.items() if ".language_model." in name}
             sender.send(text)

@@ -5,12 +5,14 @@ import pytest
 import torch
 
 from rpc_schema.config import LoraConfig
+from rpc_schema.errors import (
+    CheckpointError,
+)
 from tests.support.checkpoints import Checkpoint, decisive_prompts
 from tests.support.lora_adapters import config_of, write_adapter
 from tests.support.quantized_mxfp4 import to_mxfp4
 from tests.support.saving_daemons import saving_daemons
 from tests.support.serving import assert_greedy, connect, generate, greedy_request, worker_config
-from worker_client.errors import RemoteCheckpointError
 from worker_client.trainer.sender import WeightSender
 
 TOKENS = 8
@@ -82,7 +84,7 @@ def test_experts_in_fp8_with_adapters_of_attention(serve, make):
     room = LoraConfig(max_loras=1, max_lora_rank=4, max_cpu_loras=2)
     requests = requests_for(model)
     with serve(model.path, lora=room) as (group, loaded):
-        with pytest.raises(RemoteCheckpointError, match=r"mlp.experts.lora_A.*not supported"):
+        with pytest.raises(CheckpointError, match=r"mlp.experts.lora_A.*not supported"):
             group.loras.add("mxfp4-experts")
         group.loras.add("mxfp4-attention")
         assert_greedy(generate(group, loaded, requests), model, requests)

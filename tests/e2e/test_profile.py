@@ -13,9 +13,12 @@ import pytest
 from benchmarks.demo_model import make_demo_model
 from benchmarks.timeline import LEGEND, timeline
 from rpc_schema.config import ParallelConfig
+from rpc_schema.errors import (
+    ConfigError,
+    StateError,
+)
 from tests.support.command_line import run_client, short_directory, status_of
 from tests.support.serving import LONG_LEASE, connect, generate, greedy_request, worker_config
-from worker_client.errors import IllegalStateError, RemoteConfigError
 from worker_client.launcher import LocalDaemons
 from worker_client.worker_group import WorkerGroup
 
@@ -95,12 +98,12 @@ def test_refusals_reach_the_driver_and_the_group_serves_on(pair, traces, demo):
     ):
         assert [reply.file for reply in group.profiling.stop()] == ["", ""]
         for prefix in ("../demo", "a/b"):
-            with pytest.raises(RemoteConfigError, match="field prefix"):
+            with pytest.raises(ConfigError, match="field prefix"):
                 group.profiling.start(prefix)
-        with pytest.raises(RemoteConfigError, match="field kind"):
+        with pytest.raises(ConfigError, match="field kind"):
             group.profiling.start("a", "cuda")
         group.profiling.start("kept")
-        with pytest.raises(IllegalStateError, match="runs already"):
+        with pytest.raises(StateError, match="runs already"):
             group.profiling.start("other")
         assert len(generate(group, loaded, requests(1)).tokens) == 1
         group.relink()
@@ -130,7 +133,7 @@ def test_nothing_to_profile_before_there_is_a_device(model_root, tmp_path):
         WorkerGroup(daemons.endpoints, ParallelConfig(), lease=LONG_LEASE) as group,
     ):
         group.attach()
-        with pytest.raises(IllegalStateError, match="Profile is not legal in CREATED"):
+        with pytest.raises(StateError, match="Profile is not legal in CREATED"):
             group.profiling.start("a")
 
 

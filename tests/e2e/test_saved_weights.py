@@ -10,6 +10,11 @@ from pathlib import Path
 import pytest
 
 from rpc_schema.config import ParallelConfig
+from rpc_schema.errors import (
+    CheckpointError,
+    ConfigError,
+    StateError,
+)
 from tests.support.checkpoints import decisive_prompts
 from tests.support.command_line import run_client, short_directory
 from tests.support.exhaustive import exhaustively
@@ -23,9 +28,6 @@ from tests.support.serving import (
     worker_config,
 )
 from worker_client.errors import (
-    IllegalStateError,
-    RemoteCheckpointError,
-    RemoteConfigError,
     WorkerDied,
 )
 from worker_client.worker_group import WorkerGroup
@@ -116,7 +118,7 @@ def test_group_of_another_shape_is_told_which(pair, save_root, model):
     for shape, options, words in cases:
         config = saved_config(home, *shape, **options)
         with (
-            pytest.raises(RemoteConfigError, match=f"field {words}; fix: load it with"),
+            pytest.raises(ConfigError, match=f"field {words}; fix: load it with"),
             connect(endpoints[: config.parallel.world_size], config),
         ):
             pass
@@ -131,7 +133,7 @@ def test_damaged_file_of_one_rank_is_named_by_it(pair, save_root, model):
     (path,) = (save_root / "damaged").glob("*/model-rank-1-part-0.safetensors")
     path.write_bytes(path.read_bytes()[:-1])
     with (
-        pytest.raises(RemoteCheckpointError, match="model-rank-1-part-0") as caught,
+        pytest.raises(CheckpointError, match="model-rank-1-part-0") as caught,
         connect(pair.endpoints, saved_config(save_root / "damaged", 1, 2)),
     ):
         pass
@@ -144,9 +146,9 @@ def test_save_is_refused_before_there_is_a_model(pair):
     ) as group:
         group.attach()
         group.reset("CREATED")
-        with pytest.raises(IllegalStateError, match="SaveShardedState is not legal"):
+        with pytest.raises(StateError, match="SaveShardedState is not legal"):
             group.weights.save_sharded_state("early")
-        with pytest.raises(IllegalStateError, match="ComputeWeightChecksums is not legal"):
+        with pytest.raises(StateError, match="ComputeWeightChecksums is not legal"):
             group.weights.compute_checksums()
 
 
@@ -162,7 +164,7 @@ def test_save_that_one_rank_cannot_share_leaves_nothing_on_any(
         saving_daemons(model_root, *paths) as daemons,
         connect(daemons.endpoints, worker_config(model.path, 2)) as (group, loaded),
     ):
-        with pytest.raises(RemoteConfigError, match=words):
+        with pytest.raises(ConfigError, match=words):
             group.weights.save_sharded_state("set")
         assert not [file for path in paths if path is not None for file in path.iterdir()]
         assert_greedy(generate(group, loaded, requests), model, requests)
@@ -200,12 +202,12 @@ def test_round_trip_by_the_tensorizer_library(pair, save_root, model, requests):
         assert checksums(group) == before
         assert_greedy(generate(group, loaded, requests), model, requests)
     with (
-        pytest.raises(RemoteConfigError, match="field pipeline_parallel_size = 1; fix: load it"),
+        pytest.raises(ConfigError, match="field pipeline_parallel_size = 1; fix: load it"),
         connect(pair.endpoints, worker_config(home, 1, 2, load_format="tensorizer")),
     ):
         pass
     with (
-        pytest.raises(RemoteConfigError, match="field load_format = 'sharded_state'"),
+        pytest.raises(ConfigError, match="field load_format = 'sharded_state'"),
         connect(pair.endpoints, saved_config(home, 2)),
     ):
         pass

@@ -7,7 +7,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rpc_schema.errors import ErrorCode
+from rpc_schema.errors import (
+    CapacityError,
+    ConfigError,
+    ErrorCode,
+    StateError,
+)
 from tests.support.checkpoints import decisive_prompts
 from tests.support.command_line import run_client
 from tests.support.exhaustive import exhaustively
@@ -20,10 +25,7 @@ from tests.support.serving import (
 )
 from worker_client.driver import Driver
 from worker_client.errors import (
-    IllegalStateError,
     InvalidSchedulerOutput,
-    RemoteCapacityError,
-    RemoteConfigError,
     StepFailed,
 )
 from worker_client.scheduler import Scheduler
@@ -85,7 +87,7 @@ def test_a_group_sleeps_and_generates_the_same_tokens(serve, model, requests, pp
         assert tags(group) == [ASLEEP] * (pp * tp)
         assert all(kinds[:3] == [0, 0, 0] and kinds[3] > 0 for kinds in memory(group))
         assert "wake_up" in refused(group, loaded, requests)
-        with pytest.raises(IllegalStateError, match="ComputeWeightChecksums"):
+        with pytest.raises(StateError, match="ComputeWeightChecksums"):
             group.weights.compute_checksums()
         group.memory.wake_up(["kv_cache"])
         assert "wake_up(['weights'])" in refused(group, loaded, requests)
@@ -154,7 +156,7 @@ def test_waking_without_memory_leaves_all_asleep(serve, model, requests, kept):
         held = memory(group)
         with short_of_memory(status.pid, 64 << 20):
             for _ in range(2):
-                with pytest.raises(RemoteCapacityError, match="host memory"):
+                with pytest.raises(CapacityError, match="host memory"):
                     group.memory.wake_up()
                 assert (tags(group), memory(group)) == ([kept], held)
             refused(group, loaded, requests)
@@ -231,6 +233,6 @@ def test_a_group_without_sleep_mode_refuses_and_serves_on(serve, model, requests
             group.memory.wake_up,
             lambda: group.memory.discard(["weights"]),
         ):
-            with pytest.raises(RemoteConfigError, match="enable_sleep_mode"):
+            with pytest.raises(ConfigError, match="enable_sleep_mode"):
                 change()
         assert_greedy(generate(group, loaded, requests), model, requests)

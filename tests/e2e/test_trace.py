@@ -16,13 +16,19 @@ from pathlib import Path
 import pytest
 
 from rpc_schema.config import ParallelConfig
+from rpc_schema.errors import (
+    ConfigError,
+    StateError,
+)
 from rpc_schema.exit_codes import ExitCode
 from rpc_schema.trace import ReadTrace, StartTrace, StopTrace
 from tests.support.command_line import run_client, short_directory, status_of
 from tests.support.serving import LONG_LEASE, connect, generate, greedy_request, worker_config
 from tests.support.waiting import PATIENCE_S
 from worker_client.cli.daemons import connect as observe
-from worker_client.errors import ClientConfigError, IllegalStateError, RemoteConfigError
+from worker_client.errors import (
+    ClientConfigError,
+)
 from worker_client.launcher import LocalDaemons
 from worker_client.tracing.observer import record as record_group
 from worker_client.worker_group import WorkerGroup
@@ -200,7 +206,7 @@ def test_observer_and_driver_keep_out_of_each_other_s_way(pair, traces, model):
         with connect(pair.endpoints, worker_config(model, 2)) as (group, loaded):
 
             def drive(seconds):
-                with pytest.raises(IllegalStateError, match="an observer's trace"):
+                with pytest.raises(StateError, match="an observer's trace"):
                     group.profiling.start("mine")
                 assert [reply.file for reply in group.profiling.stop()] == ["", ""]
                 generate(group, loaded, [greedy_request("a", [1, 2, 3], 6)])
@@ -208,7 +214,7 @@ def test_observer_and_driver_keep_out_of_each_other_s_way(pair, traces, model):
             recorded = record(clients, 0.1, wait=drive)
             assert recorded.driver is None  # its thread is this one: it waits for no step
             group.profiling.start("mine")
-            with pytest.raises(IllegalStateError, match="a profile of kind torch runs"):
+            with pytest.raises(StateError, match="a profile of kind torch runs"):
                 record(clients, 0.1)
             generate(group, loaded, [greedy_request("b", [1, 2, 3], 6)])
             files = [reply.file for reply in group.profiling.stop()]
@@ -236,7 +242,7 @@ def test_trace_is_refused_where_it_cannot_be(pair, directory, tmp_path):
         group.reset("CREATED")
     refused = run_client(directory, "trace", "--endpoints", pair.endpoints[0], check=False)
     assert refused.returncode == 2
-    assert "IllegalStateError" in refused.stderr
+    assert "StateError" in refused.stderr
     assert "no trace can run in CREATED" in refused.stderr
     with observe(pair.endpoints) as clients:
         with pytest.raises(ClientConfigError, match="not the ranks of one group"):
@@ -255,7 +261,7 @@ def test_trace_without_a_directory_is_a_typed_error(pair, traces, model):
         traces.rename(traces.with_name("aside"))
         traces.symlink_to(traces.with_name("aside"))
         with observe(pair.endpoints) as clients:
-            with pytest.raises(RemoteConfigError, match="field profile-dir"):
+            with pytest.raises(ConfigError, match="field profile-dir"):
                 record(clients, 0.1)
             traces.unlink()
             traces.with_name("aside").rename(traces)
@@ -274,13 +280,13 @@ def test_observer_that_gives_up_or_dies_leaves_nothing_behind(pair, model):
             record(clients, 60, wait=interrupted)
         for client in clients:
             client.ask(partial(StartTrace, trace=bytes(16), max_ms=100), 10)  # and nobody stops it
-        with pytest.raises(IllegalStateError, match="no such trace runs"):
+        with pytest.raises(StateError, match="no such trace runs"):
             clients[0].ask(partial(StopTrace, trace=bytes(15) + b"x", keep=True), 10)
         deadline = time.monotonic() + 20
         while not started(group):
             assert time.monotonic() < deadline, "the trace that nobody stopped still runs"
         for client in clients:
-            with pytest.raises(IllegalStateError, match="no such trace was kept"):
+            with pytest.raises(StateError, match="no such trace was kept"):
                 client.ask(partial(ReadTrace, trace=bytes(16), offset=0))
         group.profiling.stop()
         assert len(record(clients, 0.05).ranks) == 2
@@ -290,7 +296,7 @@ def started(group):
     """Whether a profile could be started on all ranks."""
     try:
         group.profiling.start("after")
-    except IllegalStateError:
+    except StateError:
         group.profiling.stop()
         return False
     return True

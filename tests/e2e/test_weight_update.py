@@ -19,6 +19,12 @@ from safetensors.torch import load_file
 from examples import rl_loop
 from rpc_schema.codec import encode_step
 from rpc_schema.config import RendezvousAddress
+from rpc_schema.errors import (
+    CheckpointError,
+    ConfigError,
+    StateError,
+    TransferError,
+)
 from rpc_schema.weight_transfer import (
     BroadcastEngine,
     BroadcastSource,
@@ -41,11 +47,7 @@ from tests.support.strangers import gets_in, listening
 from tests.support.waiting import wait_until
 from worker_client.driver import Driver
 from worker_client.errors import (
-    IllegalStateError,
-    RemoteCheckpointError,
-    RemoteConfigError,
     WeightsNotWhole,
-    WeightTransferError,
 )
 from worker_client.scheduler import Scheduler
 from worker_client.trainer.sender import WeightSender
@@ -195,14 +197,14 @@ def test_update_that_cannot_be_is_refused_before_its_first_byte(served, new, old
     before = checksums(group)
     with WeightSender(group, "gloo", timeout_s=TIMEOUT_S) as sender:
         for format, damage, words in REFUSALS:
-            with pytest.raises(RemoteConfigError, match=words):
+            with pytest.raises(ConfigError, match=words):
                 sender.send(damage(tensors_of(new)), format=format)
             assert checksums(group) == before
             assert states(group) == ["updating"] * 2
         # All that the model needs, but for one tensor of the second stage.
         tensors = tensors_of(new)
         last = {"lm_head.weight": tensors.pop("lm_head.weight")}
-        with pytest.raises(RemoteConfigError, match=r"1 tensors are missing.*lm_head"):
+        with pytest.raises(ConfigError, match=r"1 tensors are missing.*lm_head"):
             sender.send(tensors)
         weights = group.get_status()[1].weights
         assert (weights.state, weights.num_missing, weights.missing) == (
@@ -212,10 +214,10 @@ def test_update_that_cannot_be_is_refused_before_its_first_byte(served, new, old
         )
         with pytest.raises(WeightsNotWhole, match="reload_weights"):
             generate(group, loaded, old_requests)
-        with pytest.raises(IllegalStateError, match="needs complete weights"):
+        with pytest.raises(StateError, match="needs complete weights"):
             group.weights.save_sharded_state("dirty")
         # A partial update may end only once it has brought what that one lacked.
-        with pytest.raises(IllegalStateError, match="have not been written"):
+        with pytest.raises(StateError, match="have not been written"):
             sender.send({"model.norm.weight": tensors["model.norm.weight"]}, partial=True)
         sender.send(tensors | last)
     assert states(group) == ["whole"] * 2
@@ -223,18 +225,18 @@ def test_update_that_cannot_be_is_refused_before_its_first_byte(served, new, old
 
 def test_names_of_the_former_round_are_meant_where_none_are_sent(served, old, new):
     group, _ = served
-    with pytest.raises(IllegalStateError, match="start_weight_update first"):
+    with pytest.raises(StateError, match="start_weight_update first"):
         group.weights.update(listed(tensors_of(new)), BroadcastSource())
     group.weights.init_transfer_engine(DiskEngine())
     group.weights.start_update()
-    with pytest.raises(RemoteConfigError, match="the weight transfer engine is disk"):
+    with pytest.raises(ConfigError, match="the weight transfer engine is disk"):
         group.weights.update(TensorList(), BroadcastSource())
     with WeightSender(group, "gloo", timeout_s=TIMEOUT_S) as sender:
         sender.connect()
         group.weights.start_update()
-        with pytest.raises(RemoteConfigError, match="no names were given, now or before"):
+        with pytest.raises(ConfigError, match="no names were given, now or before"):
             sender._update(TensorList(), [], 0)
-        with pytest.raises(RemoteConfigError, match="different lengths"):
+        with pytest.raises(ConfigError, match="different lengths"):
             sender._update(listed(tensors_of(new))._replace(shapes=()), [], 0)
         sender.send(tensors_of(old))
         before = checksums(group)
@@ -249,9 +251,9 @@ def test_engine_that_cannot_be_leaves_the_group_serving(served, old, old_request
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
     cases = [
-        (RemoteConfigError, "NCCL needs a GPU", {"backend": "nccl"}),
-        (RemoteConfigError, "a world_size of 3 at least", {"world_size": 2}),
-        (WeightTransferError, "trainer", {}),
+        (ConfigError, "NCCL needs a GPU", {"backend": "nccl"}),
+        (ConfigError, "a world_size of 3 at least", {"world_size": 2}),
+        (TransferError, "trainer", {}),
     ]
     for error, words, changes in cases:
         place = RendezvousAddress(host="127.0.0.1", port=port, secret=bytes(32))
@@ -260,7 +262,7 @@ def test_engine_that_cannot_be_leaves_the_group_serving(served, old, old_request
             group.weights.init_transfer_engine(
                 BroadcastEngine(**{**fields, "world_size": 3, **changes}), timeout_s=0.5
             )
-    with pytest.raises(RemoteConfigError, match="between GPU"):
+    with pytest.raises(ConfigError, match="between GPU"):
         group.weights.init_transfer_engine(IpcEngine())
     assert_greedy(generate(group, loaded, old_requests), old, old_requests)
 
@@ -317,7 +319,7 @@ def test_killed_trainer_leaves_dirty_weights_that_name_themselves(served, new, o
         group.weights.start_update()
         process.stdin.write("send\n")
         process.stdin.flush()
-        with pytest.raises(WeightTransferError):
+        with pytest.raises(TransferError):
             group.weights.update(listed(tensors_in_file(new)), BroadcastSource(round=1))
     # Rank 0 failed or rank 1 did: the other may still be about to.
     assert set(settled_states(group)) == {"dirty"}
@@ -330,7 +332,7 @@ def test_killed_trainer_leaves_dirty_weights_that_name_themselves(served, new, o
         assert set(report.dirty) <= set(tensors)
     with pytest.raises(WeightsNotWhole):
         generate(group, loaded, old_requests)
-    with pytest.raises(IllegalStateError, match="no weight update is open"):
+    with pytest.raises(StateError, match="no weight update is open"):
         group.weights.finish_update()
     # Another trainer may mend it.
     with WeightSender(group, "gloo", timeout_s=TIMEOUT_S) as sender:
@@ -375,8 +377,8 @@ def test_update_from_disk(served, new, old, new_requests, model_root):
     file.write_bytes(file.read_bytes()[:-1])
     before = checksums(group)
     for path, error, words in [
-        (damaged, RemoteCheckpointError, "truncated"),
-        ("/etc", RemoteConfigError, "outside this daemon's model roots"),
+        (damaged, CheckpointError, "truncated"),
+        ("/etc", ConfigError, "outside this daemon's model roots"),
     ]:
         with pytest.raises(error, match=words):
             group.weights.update(TensorList(), DiskSource(model=str(path)))
@@ -396,10 +398,10 @@ def test_reload_is_in_place_or_not_at_all(served, checkpoint, old, new, new_requ
     file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
     other = checkpoint(ARCHITECTURE, seed=83, **(OPTIONS | {"intermediate_size": 128}))
     for path, error, words in [
-        (truncated, RemoteCheckpointError, "model.safetensors is truncated"),
-        (model_root / "nowhere", RemoteCheckpointError, "no such directory"),
-        ("/tmp", RemoteConfigError, "outside this daemon's model roots"),
-        (other.path, RemoteConfigError, "the loaded model has 96; field intermediate_size"),
+        (truncated, CheckpointError, "model.safetensors is truncated"),
+        (model_root / "nowhere", CheckpointError, "no such directory"),
+        ("/tmp", ConfigError, "outside this daemon's model roots"),
+        (other.path, ConfigError, "the loaded model has 96; field intermediate_size"),
     ]:
         with pytest.raises(error, match=words):
             group.weights.reload(str(path))
@@ -421,7 +423,7 @@ def test_update_config_takes_load_and_model_overrides_only(served, old, new, new
         ({"load.load_format": "pickle"}, "the value is not allowed"),
         ({"model.seed": -1}, "the value is not allowed"),
     ]:
-        with pytest.raises(RemoteConfigError, match=words):
+        with pytest.raises(ConfigError, match=words):
             group.weights.update_config(overrides)
     before = checksums(group)
     group.weights.reload()
@@ -472,7 +474,7 @@ def test_fifty_cycles_of_sleep_and_update_leak_nothing(serve, old, new, old_requ
         with WeightSender(group, "gloo") as sender:
             for number in range(51):
                 group.memory.sleep(2)
-                with pytest.raises(IllegalStateError, match="wake_up"):
+                with pytest.raises(StateError, match="wake_up"):
                     group.weights.reload()
                 group.memory.wake_up(["weights"])
                 sender.send(tensors_of(old if number % 2 else new))

@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from rpc_schema.errors import ErrorCode
+from rpc_schema.errors import CapacityError, ErrorCode
 from rpc_schema.exit_codes import ExitCode
 from tests.e2e.conftest import checkpoint, model_root
 from tests.support.checkpoints import Checkpoint, NearTie, decisive_prompts
@@ -28,7 +28,7 @@ from tests.support.serving import (
 )
 from tests.support.waiting import wait_until
 from worker_client.driver import Driver
-from worker_client.errors import LaunchError, RemoteCapacityError, StepFailed, WorkerDied
+from worker_client.errors import LaunchError, StepFailed, WorkerDied
 from worker_client.launcher import LocalDaemons
 from worker_client.requests import GenerationRequest
 from worker_client.scheduler import Scheduler
@@ -138,7 +138,7 @@ def test_load_without_memory_leaves_all_as_it_was(pair, checkpoint, detection):
     began = time.monotonic()
     with (
         starved(pair.pids[0], 4 << 20),
-        pytest.raises(RemoteCapacityError, match=r"the weights do not fit.*fix: ") as refused,
+        pytest.raises(CapacityError, match=r"the weights do not fit.*fix: ") as refused,
         connect(endpoints, config),
     ):
         began = time.monotonic()

@@ -12,10 +12,11 @@ from pathlib import Path
 import pytest
 
 from rpc_schema.config import ParallelConfig
+from rpc_schema.errors import LeaseExpiredError
 from tests.support.leased_driver import admit, decode, make_ready
 from tests.support.waiting import wait_until
 from tests.unit.server.driver import DaemonProcess
-from worker_client.errors import LeaseExpiredError, Unkillable, WorkerDied
+from worker_client.errors import Unkillable, WorkerDied
 from worker_client.launcher import LocalDaemons
 from worker_client.wire import processes
 from worker_client.wire.lease import LeaseTerms

@@ -22,14 +22,14 @@ from rpc_schema.codec import (
     split_replayed,
 )
 from rpc_schema.config import ParallelConfig
-from rpc_schema.errors import ControlErrorReply, ErrorCode, ErrorReply
+from rpc_schema.error_replies import ControlErrorReply, ErrorReply
+from rpc_schema.errors import ErrorCode, LeaseExpiredError, LeaseHeldError
 from rpc_schema.lease import driver_digest
 from tests.contract.random_messages import fixed_example
 from tests.support.leased_driver import admit, decode, living_driver, make_ready
 from tests.support.stopping import stop_process
 from tests.support.waiting import PATIENCE_S
 from tests.unit.server.driver import DaemonProcess, Driver, wait_for
-from worker_client.errors import LeaseExpiredError, LeaseHeldError
 from worker_client.wire.lease import LeaseTerms
 from worker_client.worker_group import WorkerGroup
 

@@ -15,7 +15,8 @@ import zmq
 from rpc_schema import step
 from rpc_schema.codec import Frame, encode_control, split_replayed
 from rpc_schema.config import ParallelConfig
-from rpc_schema.errors import ErrorCode, ErrorReply
+from rpc_schema.error_replies import ErrorReply
+from rpc_schema.errors import ErrorCode
 from rpc_schema.lifecycle import Heartbeat
 from tests.contract.random_messages import fixed_example
 from tests.support.command_line import short_directory

@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from rpc_schema.config import ParallelConfig
+from rpc_schema.errors import FencedError, LeaseHeldError
 from tests.support.exhaustive import exhaustively
 from tests.support.leased_driver import admit, decode, make_ready
 from tests.support.relay import Relay
@@ -25,7 +26,6 @@ from tests.support.stopping import stop_process
 from tests.support.troubled_driver import troubled_driver
 from tests.support.waiting import wait_until
 from tests.unit.server.driver import SERVE, DaemonProcess, Driver, wait_for
-from worker_client.errors import FencedError, LeaseHeldError
 from worker_client.wire.keys import NO_KEYS
 from worker_client.wire.lease import LeaseTerms
 from worker_client.worker_group import WorkerGroup

@@ -11,18 +11,14 @@ import pytest
 
 from rpc_schema import lifecycle as lc
 from rpc_schema.config import ParallelConfig
-from rpc_schema.errors import ControlErrorReply, ErrorCode
+from rpc_schema.error_replies import ControlErrorReply
+from rpc_schema.errors import CommError, ErrorCode, IncompatibleError
 from rpc_schema.version import PROTOCOL_VERSION
 from tests.support.driving import random_cases
 from tests.support.serving import LONG_LEASE, connect, generate, worker_config
 from tests.unit.server.driver import DaemonProcess
 from tests.unit.server.driver import Driver as BareDriver
-from worker_client.errors import (
-    CommError,
-    ConfigMismatchError,
-    ContentMismatchError,
-    IncompatibleError,
-)
+from worker_client.errors import ConfigMismatchError, ContentMismatchError
 from worker_client.launcher import LocalDaemons
 from worker_client.worker_group import WorkerGroup
 

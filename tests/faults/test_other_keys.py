@@ -17,7 +17,8 @@ from rpc_schema import lifecycle as lc
 from rpc_schema import step
 from rpc_schema.codec import decode_event
 from rpc_schema.config import ParallelConfig
-from rpc_schema.errors import ControlErrorReply, ErrorCode, ErrorReply
+from rpc_schema.error_replies import ControlErrorReply, ErrorReply
+from rpc_schema.errors import ErrorCode, ForbiddenError
 from rpc_schema.key_files import fingerprint
 from rpc_schema.version import PROTOCOL_VERSION
 from tests.faults.test_security import KeyedDriver
@@ -26,7 +27,7 @@ from tests.support.secured import KeyRing, SecuredDaemon, ask, dealer, unconnect
 from tests.support.waiting import PATIENCE_S, wait_until
 from tests.unit.server.driver import SERVE, DaemonProcess, rendezvous
 from tests.unit.server.test_daemon_process import SPOILED, spoiled
-from worker_client.errors import AuthenticationError, ForbiddenError
+from worker_client.errors import AuthenticationError
 from worker_client.wire.transport import parse_endpoint
 from worker_client.worker_group import WorkerGroup
 from worker_daemon.server.auth.keygen import make_key_files

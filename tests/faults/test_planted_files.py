@@ -13,12 +13,12 @@ from pathlib import Path
 
 import pytest
 
+from rpc_schema.errors import ConfigError
 from rpc_schema.exit_codes import ExitCode
 from tests.support.command_line import ask_status, short_directory
 from tests.support.stopping import stop_process
 from tests.support.waiting import PATIENCE_S, wait_until
 from tests.unit.server.driver import SERVE, DaemonProcess
-from worker_daemon.errors import ConfigError
 from worker_daemon.server.gpu_lock import GpuInUseError, GpuLock
 from worker_daemon.server.runtime_files import RuntimeFiles
 from worker_daemon.server.session.epochs import EpochFile

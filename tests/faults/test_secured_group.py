@@ -8,12 +8,13 @@ from pathlib import Path
 
 import pytest
 
+from rpc_schema.errors import ConfigError
 from tests.e2e.conftest import checkpoint, model_root
 from tests.support.checkpoints import decisive_prompts
 from tests.support.secured import KeyRing, RealDaemons
 from tests.support.serving import LONG_LEASE, assert_greedy, generate, greedy_request, worker_config
 from tests.support.waiting import wait_until
-from worker_client.errors import RemoteConfigError, WorkerDied
+from worker_client.errors import WorkerDied
 from worker_client.worker_group import WorkerGroup
 
 __all__ = ["checkpoint", "model_root"]
@@ -66,7 +67,7 @@ def test_secured_group_serves_and_nothing_else_gets_in(daemons, ring, checkpoint
             addresses, ports = daemons.listening(rank)
             assert addresses == {"127.0.0.1"}
             assert ports, "the tensor plane listens too"
-        with pytest.raises(RemoteConfigError):
+        with pytest.raises(ConfigError):
             group.prepare(worker_config(Path("../secret"), 2), num_gpu_blocks=64, reload=True)
         loaded = group.prepare(config, num_gpu_blocks=64)
         daemons.kill(1)

@@ -27,7 +27,8 @@ from rpc_schema.codec import (
     encode_control,
 )
 from rpc_schema.config import ParallelConfig
-from rpc_schema.errors import ControlErrorReply, ErrorCode, ErrorReply
+from rpc_schema.error_replies import ControlErrorReply, ErrorReply
+from rpc_schema.errors import ErrorCode, ForbiddenError
 from tests.support.command_line import run_client
 from tests.support.secured import (
     BareSockets,
@@ -39,7 +40,7 @@ from tests.support.secured import (
 )
 from tests.support.waiting import PATIENCE_S, wait_until
 from tests.unit.server.driver import Driver
-from worker_client.errors import AuthenticationError, ForbiddenError, WorkerDied
+from worker_client.errors import AuthenticationError, WorkerDied
 from worker_client.wire.keys import NO_KEYS
 from worker_client.wire.liveness import Watch
 from worker_client.wire.transport import CUT_OFF_S, ResultsChannel, parse_endpoint

@@ -13,6 +13,7 @@ import psutil
 import pytest
 
 from rpc_schema import lifecycle as lc
+from rpc_schema.errors import WorkerDaemonError
 from rpc_schema.exit_codes import ExitCode
 from rpc_schema.step import ModelRunnerOutput
 from tests.e2e.conftest import checkpoint, model_root
@@ -23,7 +24,6 @@ from tests.support.waiting import PATIENCE_S, wait_until
 from tests.unit.server.driver import DaemonProcess
 from tests.unit.server.driver import Driver as BareDriver
 from worker_client.driver import Driver
-from worker_client.errors import ClientError
 from worker_client.scheduler import Scheduler
 
 __all__ = ["checkpoint", "model_root"]
@@ -222,7 +222,7 @@ def test_real_daemon_that_is_told_to_end_under_load_ends_its_step_first(
                 driver.step()
             began = time.monotonic()
             process.terminate()
-            with pytest.raises(ClientError):
+            with pytest.raises(WorkerDaemonError):
                 for number in itertools.count():  # until the end, however late the signal is heard
                     list(driver.run())
                     driver.add_request(greedy_request(f"more {number}", [1, 2, 3], 20))

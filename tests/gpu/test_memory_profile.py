@@ -20,8 +20,8 @@ from benchmarks.stage_driver import (
 )
 from rpc_schema import lifecycle
 from rpc_schema.config import CacheConfig
+from rpc_schema.errors import CapacityError
 from worker_daemon.device.memory_sources import memory_source
-from worker_daemon.errors import CapacityError
 from worker_daemon.runner.warmup import largest_step
 from worker_daemon.worker.memory_ledger import CUSHION_BYTES
 from worker_daemon.worker.serving import Serving

@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from rpc_schema.config import ParallelConfig
+from rpc_schema.errors import WorkerDaemonError
 from tests.support.command_line import start_daemon, wait_for_daemons
 from tests.support.gpu_generation import make_requests, worker_config
 from tests.support.serving import connect, scheduler_limits
 from worker_client.driver import Driver
-from worker_client.errors import ClientError
 from worker_client.scheduler import Scheduler
 
 pytestmark = [
@@ -66,7 +66,7 @@ def test_memory_is_back_at_its_baseline(llama, tmp_path, signals, exit_code, bus
                 process.send_signal(number)
                 time.sleep(0.02)
             if busy:
-                with pytest.raises(ClientError):
+                with pytest.raises(WorkerDaemonError):
                     list(driver.run())
             code = process.wait(DRAIN_S + 5)
         took_s = time.monotonic() - began

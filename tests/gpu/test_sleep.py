@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from benchmarks.stage_driver import StageDriver
+from rpc_schema.errors import CapacityError
 from rpc_schema.lifecycle import Discard, Sleep, WakeUp
 from rpc_schema.step import ExecuteModel
 from rpc_schema.weight_transfer import ReloadWeights
 from worker_daemon.device.arena import open_arena
-from worker_daemon.errors import CapacityError
 from worker_daemon.runner.cuda_graph import GraphedProgram
 
 pytestmark = [

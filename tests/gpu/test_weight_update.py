@@ -5,6 +5,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from rpc_schema.errors import (
+    ConfigError,
+    TransferError,
+)
 from rpc_schema.weight_transfer import IpcEngine, IpcSource
 from tests.support.gpu_generation import (
     generate,
@@ -14,7 +18,9 @@ from tests.support.gpu_generation import (
     reference_logprobs,
 )
 from tests.support.waiting import wait_until
-from worker_client.errors import RemoteConfigError, WeightsNotWhole, WeightTransferError
+from worker_client.errors import (
+    WeightsNotWhole,
+)
 from worker_client.trainer.sender import WeightSender
 from worker_client.wire.worker_client import TensorList
 
@@ -138,15 +144,15 @@ def test_memory_that_cannot_be_mapped_is_a_typed_error(served, models, back_to_o
     tensors = tensors_of(models[1])
     with WeightSender(group, "ipc") as sender:
         name = next(iter(tensors))
-        with pytest.raises(RemoteConfigError, match="another shape"):
+        with pytest.raises(ConfigError, match="another shape"):
             sender.send({name: tensors[name][:1]}, partial=True)
     shape = tuple(tensors["model.norm.weight"].shape)
     listed = TensorList(("model.norm.weight",), ("float32",), (shape,))
     group.weights.init_transfer_engine(IpcEngine())
     group.weights.start_update(partial=True)
-    with pytest.raises(RemoteConfigError, match="no such handle"):
+    with pytest.raises(ConfigError, match="no such handle"):
         group.weights.update(listed, IpcSource(handles=(), blocks=(0,), offsets=(0,)))
-    with pytest.raises(WeightTransferError, match="cuIpcOpenMemHandle"):
+    with pytest.raises(TransferError, match="cuIpcOpenMemHandle"):
         group.weights.update(listed, IpcSource(handles=(bytes(64),), blocks=(0,), offsets=(0,)))
     assert group.get_status()[0].weights.state == "dirty"
     with pytest.raises(WeightsNotWhole):

@@ -12,12 +12,12 @@ import time
 import torch
 
 from benchmarks.layer_reference import normed
+from rpc_schema.errors import CommError
 from worker_daemon.backend import choose_backend
 from worker_daemon.contracts.layer_ops import Norm, NormedSum
 from worker_daemon.distributed.link import Link, RendezvousPoint
 from worker_daemon.distributed.parallel_state import ParallelState
 from worker_daemon.distributed.tp import tensor_parallel
-from worker_daemon.errors import CommError
 
 HOST = "127.0.0.1"
 EPS = 1e-5

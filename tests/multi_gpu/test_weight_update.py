@@ -9,6 +9,9 @@ import torch
 from safetensors.torch import load_file
 
 from rpc_schema.config import RendezvousAddress
+from rpc_schema.errors import (
+    TransferError,
+)
 from rpc_schema.weight_transfer import BroadcastEngine, BroadcastSource
 from tests.support.gpu_generation import (
     generate,
@@ -17,7 +20,9 @@ from tests.support.gpu_generation import (
     make_requests,
     reference_logprobs,
 )
-from worker_client.errors import WeightsNotWhole, WeightTransferError
+from worker_client.errors import (
+    WeightsNotWhole,
+)
 from worker_client.trainer.sender import WeightSender
 from worker_client.wire.worker_client import TensorList
 
@@ -102,7 +107,7 @@ def test_killed_trainer_is_a_typed_error_and_the_worker_serves_on(models):
             group.weights.start_update()
             process.stdin.write("send\n")
             process.stdin.flush()
-            with pytest.raises(WeightTransferError):
+            with pytest.raises(TransferError):
                 group.weights.update(listed, BroadcastSource(round=1))
         finally:
             process.kill()

@@ -11,9 +11,9 @@ from pathlib import Path
 import psutil
 import zmq
 
+from rpc_schema.errors import WorkerDaemonError
 from rpc_schema.lifecycle import Status
 from tests.support.waiting import PATIENCE_S
-from worker_client.errors import ClientError
 from worker_client.wire.transport import new_driver_id, parse_endpoint
 from worker_client.wire.worker_client import WorkerClient
 
@@ -90,7 +90,7 @@ def ask_status(endpoint: str, timeout_s: float = 0.5) -> Status | None:
     client = WorkerClient(context, parse_endpoint(endpoint), 0, new_driver_id())
     try:
         return client.get_status(timeout_s)
-    except ClientError:
+    except WorkerDaemonError:
         return None
     finally:
         client.close()

@@ -20,12 +20,12 @@ from rpc_schema import codec, step
 from rpc_schema import lease as ls
 from rpc_schema import lifecycle as lc
 from rpc_schema.config import RendezvousAddress, WorkerConfig
-from rpc_schema.errors import ControlErrorReply, ErrorCode, ErrorReply, ErrorScope
+from rpc_schema.error_replies import ControlErrorReply, ErrorReply
+from rpc_schema.errors import ErrorCode, ErrorScope, WorkerError
 from rpc_schema.kv_cache import KVCacheConfig, KVCacheSpec
 from rpc_schema.sampling import SamplingParams, TokenLogprobs
 from rpc_schema.version import PROTOCOL_VERSION
 from tests.support.waiting import PATIENCE_S
-from worker_daemon.errors import WorkerError
 from worker_daemon.server.sequence import StepGate, Verdict
 from worker_daemon.server.session.lease import DriverIdentity, Lease, lease_terms
 from worker_daemon.server.wire.replies import control_error_reply, error_reply

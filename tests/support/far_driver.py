@@ -16,10 +16,10 @@ from typing import NamedTuple
 import msgspec
 
 from rpc_schema.config import WorkerConfig
+from rpc_schema.errors import WorkerDaemonError
 from tests.support.serving import greedy_request, scheduler_limits
 from tests.support.waiting import PATIENCE_S
 from worker_client.driver import Driver
-from worker_client.errors import ClientError
 from worker_client.group.loading import LoadedGroup
 from worker_client.group.outcomes import StepFuture
 from worker_client.scheduler import Scheduler
@@ -181,7 +181,7 @@ def main() -> None:
                     generate(group, loaded, plan, STEPS_BEFORE_PAUSE)
                 else:
                     break
-            except ClientError as error:
+            except WorkerDaemonError as error:
                 say(type(error).__name__, detail=str(error))
 
 

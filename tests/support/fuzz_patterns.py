@@ -9,8 +9,8 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from rpc_schema.errors import ConfigError
 from tests.support.published import PUBLISHED
-from worker_daemon.errors import ConfigError
 from worker_daemon.models.config import parse_model_config
 from worker_daemon.models.decoder import module_names
 from worker_daemon.models.module_patterns import CPU_S, matching_names

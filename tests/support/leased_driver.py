@@ -18,8 +18,8 @@ from rpc_schema.config import (
     SchedulerConfig,
     WorkerConfig,
 )
+from rpc_schema.errors import WorkerDaemonError
 from rpc_schema.kv_cache import KVCacheConfig
-from worker_client.errors import ClientError
 from worker_client.scheduler_output import NewRequest, SchedulerOutput
 from worker_client.wire.lease import LeaseTerms
 from worker_client.worker_group import WorkerGroup
@@ -68,7 +68,7 @@ def main(endpoint: str, ttl_s: float) -> None:
             while True:
                 print(decode(group), flush=True)
                 time.sleep(0.005)
-    except ClientError as error:
+    except WorkerDaemonError as error:
         print(type(error).__name__, flush=True)
         raise SystemExit(3) from None
 

@@ -12,11 +12,11 @@ from pathlib import Path
 import psutil
 import zmq
 
+from rpc_schema.errors import WorkerDaemonError
 from rpc_schema.key_files import SecretKey, read_secret_key
 from tests.support.command_line import environment
 from tests.support.counted_serve import decoder_calls
 from tests.support.waiting import PATIENCE_S, wait_until
-from worker_client.errors import ClientError
 from worker_client.wire.keys import NO_KEYS, Keys, read_keys
 from worker_client.wire.transport import new_driver_id, parse_endpoint
 from worker_client.wire.worker_client import AskingClient, WorkerClient
@@ -202,7 +202,7 @@ def answers(endpoint: str, keys: Keys) -> bool:
     """Return True if a daemon answers there."""
     try:
         return ask(endpoint, keys, lambda client: bool(client.hello(0.5)))
-    except ClientError:
+    except WorkerDaemonError:
         return False
 
 

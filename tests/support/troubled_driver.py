@@ -18,8 +18,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from rpc_schema.config import ParallelConfig
+from rpc_schema.errors import WorkerDaemonError
 from tests.support.leased_driver import admit, decode, make_ready
-from worker_client.errors import ClientError
 from worker_client.scheduler_output import SchedulerOutput
 from worker_client.wire.keys import NO_KEYS, read_keys
 from worker_client.wire.lease import LeaseTerms
@@ -59,7 +59,7 @@ def main(ttl_s: float, endpoint: str, *key_files: str) -> None:
                 time.sleep(0.005)
                 if select.select([sys.stdin], [], [], 0)[0]:
                     run(group, sys.stdin.readline())
-    except ClientError as error:
+    except WorkerDaemonError as error:
         print(type(error).__name__, flush=True)
         raise SystemExit(3) from None
 

@@ -15,18 +15,14 @@ from typing import NamedTuple
 
 import numpy as np
 
-from rpc_schema.errors import ErrorCode, ErrorReply, ErrorScope
+from rpc_schema.error_replies import ErrorReply
+from rpc_schema.errors import ErrorCode, ErrorScope, error_of_rank
 from rpc_schema.kv_cache import NULL_BLOCK, BlockGroup
 from rpc_schema.pooling import NO_POOLING
 from rpc_schema.sampling import SamplingParams
 from rpc_schema.step import NO_TOKEN, ModelRunnerOutput
 from tests.support.structured import VOCAB_SIZE
-from worker_client.errors import (
-    InvalidSchedulerOutput,
-    WorkerDied,
-    local_error,
-    remote_error,
-)
+from worker_client.errors import InvalidSchedulerOutput, WorkerDied, remote_error
 from worker_client.group.failure_state import Change, FailureState, GroupRequest
 from worker_client.group.loading import group_limits
 from worker_client.group.outcomes import StepFuture, StepsInFlight
@@ -478,7 +474,7 @@ class ModelledGroup:
             reply: object = WorkerDied(0, "ipc:///nowhere")
         elif chance < faults.dies + faults.expires:
             code = ErrorCode.LEASE_EXPIRED
-            reply = local_error(code, "expired", rank=0, endpoint="ipc:///nowhere")
+            reply = error_of_rank(code, "expired", rank=0, endpoint="ipc:///nowhere")
         else:
             self._lost_link = not self._lost_link and self._source.random() < 0.2
             reply = ErrorReply(

@@ -13,9 +13,9 @@ from typing import Final
 
 import torch
 
+from rpc_schema.errors import CapacityError
 from worker_daemon.device.host_limits import MEMINFO, own_cgroups, read_sizes
 from worker_daemon.device.pinned import PinnedBuffer
-from worker_daemon.errors import CapacityError
 
 RESERVE_BYTES: Final = 1 << 30
 """Host memory that a backup leaves to other processes."""

@@ -13,7 +13,8 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from worker_daemon.errors import CapacityError, ConfigError, DeviceError, config_error
+from rpc_schema.errors import CapacityError, ConfigError, DeviceError
+from worker_daemon.errors import config_error
 
 _SUCCESS: Final = 0
 _OUT_OF_MEMORY: Final = 2

@@ -14,8 +14,8 @@ from typing import Final
 
 import torch
 
+from rpc_schema.errors import DeviceError, OutOfMemoryError
 from worker_daemon.device.host_limits import MEMINFO, STATUS, read_sizes
-from worker_daemon.errors import DeviceError, OutOfMemoryError
 
 STEP_FIX: Final = "smaller steps, or less of the memory for the KV cache"
 

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from worker_daemon.errors import CapacityError
+from rpc_schema.errors import CapacityError
 
 _FIXED: Final = 0x10
 _NO_RESERVE: Final = 0x4000

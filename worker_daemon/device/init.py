@@ -4,9 +4,10 @@ from typing import Final
 
 import torch
 
+from rpc_schema.errors import ConfigError
 from worker_daemon.contracts.fp8 import FP8
 from worker_daemon.device.threads import Threads
-from worker_daemon.errors import ConfigError, config_error
+from worker_daemon.errors import config_error
 
 _FIRST_WITH_FP8: Final = (8, 9)
 """The first compute capability with conversions from and to float8_e4m3fn."""

@@ -12,8 +12,8 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from rpc_schema.errors import TransferError
 from worker_daemon.device.cuda_pages import CudaArray
-from worker_daemon.errors import TransferError
 
 HANDLE_BYTES: Final = 64
 _LIBRARY = "libcuda.so.1"

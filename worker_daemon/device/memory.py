@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Final, Protocol
 
-from worker_daemon.errors import CapacityError
+from rpc_schema.errors import CapacityError
 
 DISTURBANCE_BYTES: Final = 32 << 20
 """A process that allocates or frees less than this during a profile does not disturb it."""

@@ -9,7 +9,8 @@ import logging
 import re
 from typing import Any, Final, NamedTuple, TypeAlias
 
-from worker_daemon.errors import ConfigError, config_error
+from rpc_schema.errors import ConfigError
+from worker_daemon.errors import config_error
 
 _INDEX: Final = re.compile(r"[0-9]{1,3}")
 _UUID_KINDS: Final = ("GPU", "MIG")

@@ -11,7 +11,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from worker_daemon.errors import CapacityError
+from rpc_schema.errors import CapacityError
 
 
 def upload(values: npt.NDArray[Any], device: torch.device) -> Tensor:

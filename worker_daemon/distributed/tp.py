@@ -11,10 +11,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from rpc_schema.errors import CommError
 from worker_daemon.contracts.layer_ops import NormedSum
 from worker_daemon.contracts.window import Window
 from worker_daemon.distributed.symmetric import Peers, is_device_done
-from worker_daemon.errors import CommError
 from worker_daemon.raising import Translation
 
 _LOG = logging.getLogger(__name__)

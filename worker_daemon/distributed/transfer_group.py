@@ -22,10 +22,10 @@ from torch.distributed import (  # type: ignore[attr-defined]  # public neverthe
     distributed_c10d,
 )
 
+from rpc_schema.errors import CommError, TransferError
 from rpc_schema.listeners import ListenerWatch
 from worker_daemon.distributed.link import prove_members
 from worker_daemon.distributed.rendezvous import RendezvousStore, connect_store
-from worker_daemon.errors import CommError, TransferError
 from worker_daemon.raising import Translation
 
 TransferBackend: TypeAlias = Literal["gloo", "nccl"]

@@ -8,13 +8,13 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from rpc_schema.errors import ConfigError
 from worker_daemon.contracts.attention import (
     AttentionBackend,
     AttentionLayer,
     AttentionMetadata,
     GatheredAttention,
 )
-from worker_daemon.errors import ConfigError
 from worker_daemon.layers.attention import HeadSizes
 from worker_daemon.layers.prompt_attention import (
     PLAN_TOKENS,

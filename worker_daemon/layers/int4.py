@@ -12,9 +12,10 @@ from typing import Final, NamedTuple
 import torch
 from torch import Tensor
 
+from rpc_schema.errors import ConfigError
 from worker_daemon.contracts.int4 import INT4_BLOCK, INT4_PER_WORD, Int4Matrix, pack
 from worker_daemon.contracts.layer_ops import GateUp, LayerOps, activated
-from worker_daemon.errors import ConfigError, config_error
+from worker_daemon.errors import config_error
 from worker_daemon.layers.int4_formats import PACKINGS, CheckpointPacking, Packing, module_of
 from worker_daemon.layers.parameter import Kind, Parameter, Piece
 from worker_daemon.layers.quantization import Int4Quantization

@@ -9,7 +9,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Final, TypeVar
 
-from worker_daemon.errors import CheckpointError, ConfigError
+from rpc_schema.errors import CheckpointError, ConfigError
 from worker_daemon.models.fields import Fields
 from worker_daemon.models.safetensors_file import full_name
 from worker_daemon.regular_file import read_whole

@@ -10,8 +10,8 @@ from typing import Final, Literal
 import torch
 from torch import Tensor
 
+from rpc_schema.errors import CheckpointError, ConfigError
 from worker_daemon.contracts.source_identity import SourceIdentity
-from worker_daemon.errors import CheckpointError, ConfigError
 from worker_daemon.layers.adapters import AdapterLayout, MatrixShard
 from worker_daemon.lora.adapter_config import (
     CONFIG_NAME,

@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from rpc_schema.errors import CapacityError, ConfigError
 from worker_daemon.contracts.source_identity import SourceIdentity
-from worker_daemon.errors import CapacityError, ConfigError
 
 
 @dataclass(slots=True, eq=False)

@@ -5,8 +5,8 @@ import threading
 from collections.abc import Callable
 from typing import Final
 
+from rpc_schema.errors import CapacityError
 from worker_daemon.contracts.source_identity import SourceIdentity
-from worker_daemon.errors import CapacityError
 from worker_daemon.lora.adapter_files import AdapterFiles
 
 MAX_PREPARED: Final = 4

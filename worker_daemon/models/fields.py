@@ -3,8 +3,9 @@
 from collections.abc import Collection, Mapping
 from typing import Final, TypeVar
 
+from rpc_schema.errors import ConfigError
 from rpc_schema.plain_text import printable
-from worker_daemon.errors import ConfigError, config_error
+from worker_daemon.errors import config_error
 
 MAX_INTEGER: Final = (1 << 31) - 1
 """Upper bound on integers, unless a field has a smaller one."""

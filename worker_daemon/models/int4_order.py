@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from worker_daemon.errors import CheckpointError
+from rpc_schema.errors import CheckpointError
 from worker_daemon.layers.int4 import Int4Values
 from worker_daemon.layers.int4_formats import PACKINGS, module_of
 from worker_daemon.layers.parameter import Parameter

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from worker_daemon.errors import CheckpointError
+from rpc_schema.errors import CheckpointError
 from worker_daemon.layers.kv_scales import HeadScales
 from worker_daemon.models.weights import read_headers, read_tensor, tensor_names
 from worker_daemon.regular_file import broken_file

@@ -2,7 +2,8 @@
 
 from collections.abc import Iterator, Sequence
 
-from worker_daemon.errors import ConfigError, config_error
+from rpc_schema.errors import ConfigError
+from worker_daemon.errors import config_error
 from worker_daemon.models.description import DecoderConfig
 
 

@@ -7,7 +7,7 @@ from pathlib import PurePosixPath
 from types import MappingProxyType
 from typing import Final, Literal
 
-from worker_daemon.errors import ConfigError
+from rpc_schema.errors import ConfigError
 from worker_daemon.models.description import (
     DecoderConfig,
     HeadSpec,

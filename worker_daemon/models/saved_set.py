@@ -20,7 +20,8 @@ from typing import BinaryIO, TypeVar
 
 from torch import Tensor
 
-from worker_daemon.errors import CheckpointError, config_error
+from rpc_schema.errors import CheckpointError
+from worker_daemon.errors import config_error
 from worker_daemon.layers.experts import ExpertsSpec
 from worker_daemon.layers.parameter import Parameter, Piece
 from worker_daemon.layers.quantization import Int4Quantization, Quantization

@@ -22,7 +22,8 @@ from typing import BinaryIO
 
 from torch import Tensor
 
-from worker_daemon.errors import CapacityError, CheckpointError, ConfigError, config_error
+from rpc_schema.errors import CapacityError, CheckpointError, ConfigError
+from worker_daemon.errors import config_error
 from worker_daemon.models.description import DecoderConfig
 from worker_daemon.models.saved_set import (
     INDEX_FILE,

@@ -16,7 +16,8 @@ from typing import Any, BinaryIO, Final
 import torch
 from torch import Tensor
 
-from worker_daemon.errors import CheckpointError, config_error
+from rpc_schema.errors import CheckpointError
+from worker_daemon.errors import config_error
 from worker_daemon.models.saved_set import TENSORS_SUFFIX, FileKind
 from worker_daemon.models.tensor_bytes import checksum, num_bytes
 from worker_daemon.models.weights import Item

@@ -8,8 +8,8 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Literal
 
+from rpc_schema.errors import StateError
 from worker_daemon.contracts.source_identity import SourceIdentity
-from worker_daemon.errors import StateError
 
 State = Literal["whole", "updating", "dirty", "discarded"]
 MAX_NAMES = 16

@@ -22,7 +22,7 @@ from typing import Final, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from worker_daemon.errors import CheckpointError
+from rpc_schema.errors import CheckpointError
 from worker_daemon.layers.parameter import Kind, Parameter, Piece, TensorSpec
 from worker_daemon.models.dummy import fill_dummy, max_chunk_elements
 from worker_daemon.models.expert_tensors import stacked_part

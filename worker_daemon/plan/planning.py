@@ -17,6 +17,7 @@ import msgspec
 import torch
 
 from rpc_schema.config import ModelConfig, WorkerConfig, read_layer_partition
+from rpc_schema.errors import CapacityError, CheckpointError
 from rpc_schema.kv_cache import (
     KVCacheSpec,
     LayerGroup,
@@ -34,7 +35,7 @@ from worker_daemon.contracts.fp8 import FP8
 from worker_daemon.device.memory import MemorySnapshot, request_memory
 from worker_daemon.distributed.parallel_state import ParallelState
 from worker_daemon.distributed.tp import tensor_parallel
-from worker_daemon.errors import CapacityError, CheckpointError, config_error
+from worker_daemon.errors import config_error
 from worker_daemon.layers.adapters import new_layout
 from worker_daemon.layers.embedding import padded_vocab_size
 from worker_daemon.layers.int4 import Int4Values

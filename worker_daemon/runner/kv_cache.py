@@ -7,9 +7,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from rpc_schema.errors import CapacityError
 from rpc_schema.kv_cache import KVCacheConfig, KVCacheGroup, KVCacheSpec
 from worker_daemon.device.failures import FailureKind, judge
-from worker_daemon.errors import CapacityError, config_error
+from worker_daemon.errors import config_error
 from worker_daemon.layers.attention import KVLayerSpec
 
 

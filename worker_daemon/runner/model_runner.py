@@ -15,13 +15,13 @@ import torch
 from torch import Tensor
 
 from rpc_schema.codec import Frame
+from rpc_schema.errors import CommError, DeviceError
 from rpc_schema.operations import StepMessage
 from rpc_schema.step import ExecuteDummyBatch, ExecuteModel, SampleTokens
 from worker_daemon.contracts.arrays import Bools, Int64s
 from worker_daemon.device.failures import drop_scratch, typed_device_error
 from worker_daemon.distributed.bubbles import InputWaits
 from worker_daemon.distributed.pp import STATUS_OK
-from worker_daemon.errors import CommError, DeviceError
 from worker_daemon.raising import raise_caused
 from worker_daemon.runner.adoption import Page, describe_requests
 from worker_daemon.runner.input_batch import InputBuilder

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from rpc_schema.codec import Frame
+from rpc_schema.errors import CommError, UpstreamFailedError
 from rpc_schema.step import ModelRunnerOutput
 from worker_daemon.device.failures import typed_device_error
 from worker_daemon.device.pinned import download
 from worker_daemon.distributed.link import Link
 from worker_daemon.distributed.pp import STATUS_MISMATCH, STATUS_OK
-from worker_daemon.errors import CommError, UpstreamFailedError
 from worker_daemon.raising import raise_caused
 from worker_daemon.runner.parts.step_parts import SamplerOutput
 from worker_daemon.runner.report import Report

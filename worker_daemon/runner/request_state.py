@@ -13,11 +13,11 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from rpc_schema.codec import Frame
+from rpc_schema.errors import InvalidStepError, PrecededByError
 from rpc_schema.extensions import RequestExtension
 from rpc_schema.kv_cache import BlockGroup
 from rpc_schema.step import ExecuteModel, NewRequestData
 from worker_daemon.contracts.arrays import Bools, Int32s, Int64s
-from worker_daemon.errors import InvalidStepError, PrecededByError
 from worker_daemon.runner.block_contents import BlockContents
 from worker_daemon.runner.parts.step_parts import StepParts
 from worker_daemon.runner.row_counts import FREE_ROW_BLOCKS, NOT_SAMPLED, RowCounts

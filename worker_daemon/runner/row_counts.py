@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from rpc_schema.errors import InvalidStepError
 from worker_daemon.contracts.arrays import Bools, Int32s, Int64s
-from worker_daemon.errors import InvalidStepError
 from worker_daemon.runner.scheduled_step import BlockUpdates, OutputSize, invalid
 from worker_daemon.runner.steady_batch import SteadyBatch
 

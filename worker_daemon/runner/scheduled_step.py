@@ -10,11 +10,11 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 
+from rpc_schema.errors import InvalidStepError
 from rpc_schema.kv_cache import BlockGroup, block_groups
 from rpc_schema.pooling import NO_POOLING, PoolingSupport
 from rpc_schema.step import NewRequestData
 from worker_daemon.contracts.arrays import Bools, Int32s, Int64s
-from worker_daemon.errors import InvalidStepError
 from worker_daemon.runner.steady_batch import SteadyBatch
 
 MAX_BLOCK_UPDATES: Final = 1 << 20

@@ -13,11 +13,11 @@ import numpy as np
 import numpy.typing as npt
 
 from rpc_schema.codec import Frame
+from rpc_schema.errors import InvalidStepError
 from rpc_schema.kv_cache import NULL_BLOCK
 from rpc_schema.pooling import MAX_KEPT_BYTES, MAX_POOLED_BYTES, PoolingParams
 from rpc_schema.step import ExecuteModel, NewRequestData
 from worker_daemon.contracts.arrays import Bools, Int32s, Int64s
-from worker_daemon.errors import InvalidStepError
 from worker_daemon.runner.parts.step_parts import StepParts
 from worker_daemon.runner.row_counts import EXACT, NOT_SAMPLED, RowCounts
 from worker_daemon.runner.scheduled_step import (

@@ -12,7 +12,7 @@ from typing import Final, NamedTuple
 import zmq
 
 from rpc_schema.base import StepReply
-from rpc_schema.errors import ErrorReply
+from rpc_schema.error_replies import ErrorReply
 from rpc_schema.lifecycle import Attached
 from worker_daemon.server.dispatch import PendingReply
 from worker_daemon.server.progress import NO_RESULT, Progress

@@ -14,9 +14,9 @@ from rpc_schema import lease as ls
 from rpc_schema import lifecycle as lc
 from rpc_schema import trace as tr
 from rpc_schema.codec import ControlMessage, ControlReplyMessage, decode_control, encode_control
-from rpc_schema.errors import ControlErrorReply, WireError
+from rpc_schema.error_replies import ControlErrorReply
+from rpc_schema.errors import ForbiddenError, WireError, WorkerError
 from rpc_schema.key_files import Role
-from worker_daemon.errors import ForbiddenError, WorkerError
 from worker_daemon.server.auth.access import needed_role, sender
 from worker_daemon.server.auth.bad_peers import Peer
 from worker_daemon.server.auth.request_rate import RequestRate

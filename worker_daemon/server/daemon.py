@@ -16,10 +16,11 @@ from typing import Final
 import uvloop
 import zmq
 
-from rpc_schema.errors import ErrorReply
+from rpc_schema.error_replies import ErrorReply
+from rpc_schema.errors import ConfigError
 from rpc_schema.exit_codes import ExitCode
 from worker_daemon.device.gpu_faults import Fault
-from worker_daemon.errors import ConfigError, config_error
+from worker_daemon.errors import config_error
 from worker_daemon.interfaces import interface_address
 from worker_daemon.server.auth.security import open_security
 from worker_daemon.server.completion import Completion

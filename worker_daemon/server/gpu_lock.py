@@ -8,7 +8,8 @@ import stat
 from pathlib import Path
 from typing import Final
 
-from worker_daemon.errors import ConfigError, config_error
+from rpc_schema.errors import ConfigError
+from worker_daemon.errors import config_error
 from worker_daemon.server.lock_file import LockFile, LockHeldError
 
 PATIENCE_S: Final = 1.0

@@ -12,11 +12,11 @@ from types import MappingProxyType
 from typing import Final
 
 from rpc_schema import lifecycle as lc
+from rpc_schema.errors import StateError
 from rpc_schema.lease import LeaseState
 from rpc_schema.lifecycle import LinkState, LoadState, ServingState
 from rpc_schema.operations import LOAD_CHAIN, STEP_OPERATIONS, THERE, Rule, StepMessage
 from rpc_schema.plain_text import one_line
-from worker_daemon.errors import StateError
 from worker_daemon.worker.memory_tags import ALL_AWAKE, MemoryTags
 
 SERVING_STATES: Final[tuple[ServingState, ...]] = ("SERVING", "DRAINING", "CLOSED", "FAILED")

@@ -15,8 +15,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final, TypeAlias
 
+from rpc_schema.errors import CapacityError, ConfigError
 from worker_daemon.directories import claim_directory, open_own_file
-from worker_daemon.errors import CapacityError, ConfigError, config_error
+from worker_daemon.errors import config_error
 from worker_daemon.server.gpu_lock import GpuLock, lock_directory
 from worker_daemon.server.health.hang_reports import HangReports
 from worker_daemon.server.lock_file import is_at, read_pid

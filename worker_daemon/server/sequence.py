@@ -7,7 +7,7 @@ from typing import Final
 from rpc_schema import lifecycle as lc
 from rpc_schema import step
 from rpc_schema.codec import StepHead, StepMessage
-from worker_daemon.errors import (
+from rpc_schema.errors import (
     DrainingError,
     FencedError,
     GapError,

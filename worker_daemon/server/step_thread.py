@@ -14,17 +14,19 @@ import zmq
 
 from rpc_schema import lifecycle as lc
 from rpc_schema.codec import MAX_FRAMES, Frame, StepHead, StepMessage, decode_step
-from rpc_schema.errors import ErrorCode, ErrorReply, WireError
+from rpc_schema.error_replies import ErrorReply
+from rpc_schema.errors import (
+    CapacityError,
+    ConfigError,
+    ErrorCode,
+    ForbiddenError,
+    ProtocolError,
+    WireError,
+    WorkerError,
+)
 from rpc_schema.exit_codes import ExitCode
 from rpc_schema.lease import LeaseState
 from rpc_schema.plain_text import one_line
-from worker_daemon.errors import (
-    CapacityError,
-    ConfigError,
-    ForbiddenError,
-    ProtocolError,
-    WorkerError,
-)
 from worker_daemon.logs import set_rank
 from worker_daemon.server.auth.bad_peers import Peer
 from worker_daemon.server.auth.security import Security

@@ -16,6 +16,7 @@ from rpc_schema.config import (
     ParallelConfig,
     WorkerConfig,
 )
+from rpc_schema.errors import CapacityError, WorkerError
 from rpc_schema.kv_cache import KVCacheConfig, KVCacheSpec
 from rpc_schema.lifecycle import MemoryTag, SleepLevel
 from worker_daemon.backend import Backend
@@ -26,7 +27,7 @@ from worker_daemon.device.failures import FailureKind, drop_scratch, judge, out_
 from worker_daemon.device.init import supports
 from worker_daemon.distributed.parallel_state import ParallelState
 from worker_daemon.distributed.tp import SingleRank, TensorParallel
-from worker_daemon.errors import CapacityError, WorkerError, config_error
+from worker_daemon.errors import config_error
 from worker_daemon.layers.adapters import AdapterLayout, new_layout
 from worker_daemon.layers.attention import AttentionSpec, HeadSizes, NullAttention
 from worker_daemon.layers.attention_choice import ChosenAttention, choose_attention

@@ -3,8 +3,8 @@
 from collections.abc import Mapping, Sequence
 from importlib.metadata import EntryPoint, entry_points
 
+from rpc_schema.errors import ConfigError
 from worker_daemon.contracts.logits_processor import ENTRY_POINT_GROUP, MakeLogitsProcessor
-from worker_daemon.errors import ConfigError
 
 FIELD = "scheduler.logits_processors"
 

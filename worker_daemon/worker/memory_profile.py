@@ -9,10 +9,10 @@ from typing import Final
 
 from msgspec.structs import replace
 
+from rpc_schema.errors import CapacityError, CommError
 from rpc_schema.kv_cache import KVCacheConfig, KVCacheSpec, build_kv_cache_config, plan_groups
 from rpc_schema.operations import StepMessage
 from worker_daemon.device.memory import MemoryProfile, profile
-from worker_daemon.errors import CapacityError, CommError
 from worker_daemon.kernel_compiler import KernelCompiler
 from worker_daemon.layers.attention import NullAttention
 from worker_daemon.models.partition import partition_layers

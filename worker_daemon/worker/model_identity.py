@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rpc_schema.config import ModelConfig
+from rpc_schema.errors import CheckpointError
 from worker_daemon.contracts.source_identity import SourceIdentity
-from worker_daemon.errors import CheckpointError
 from worker_daemon.models.file_identity import file_identity, file_stamps
 from worker_daemon.models.saved_set import INDEX_FILE
 from worker_daemon.models.weights import INDEX_NAME, weight_files

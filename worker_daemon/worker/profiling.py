@@ -20,10 +20,11 @@ import numpy as np
 import torch
 from torch.autograd import profiler as autograd_profiler
 
+from rpc_schema.errors import CapacityError, ConfigError, StateError
 from rpc_schema.step import ExecuteDummyBatch, ExecuteModel, SampleTokens
 from worker_daemon.directories import claim_directory
 from worker_daemon.distributed.parallel_state import ParallelState
-from worker_daemon.errors import CapacityError, ConfigError, StateError, config_error
+from worker_daemon.errors import config_error
 from worker_daemon.raising import Translation
 
 Kind: TypeAlias = Literal["torch", "cuda"]

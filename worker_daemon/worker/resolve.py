@@ -17,13 +17,14 @@ from rpc_schema.config import (
     Quantization,
     SchedulerConfig,
 )
+from rpc_schema.errors import CheckpointError
 from rpc_schema.plain_text import one_line
 from rpc_schema.pooling import PooledStates, PooledTask, PoolingSupport
 from worker_daemon.contracts.fp8 import FP8
 from worker_daemon.contracts.layer_ops import LayerOps
 from worker_daemon.distributed.parallel_state import ParallelState
 from worker_daemon.distributed.tp import TensorParallel
-from worker_daemon.errors import CheckpointError, config_error
+from worker_daemon.errors import config_error
 from worker_daemon.layers.adapters import AdapterLayout
 from worker_daemon.layers.attention import NullAttention
 from worker_daemon.layers.quantization import ONLINE

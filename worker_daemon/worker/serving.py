@@ -10,12 +10,12 @@ from dataclasses import replace
 import numpy as np
 import torch
 
+from rpc_schema.errors import CapacityError, CommError
 from rpc_schema.kv_cache import KVCacheConfig, groups_of
 from rpc_schema.operations import StepMessage
 from worker_daemon.contracts.uploads import FindUpload, no_uploads
 from worker_daemon.device.init import device_name
 from worker_daemon.distributed.link import Link
-from worker_daemon.errors import CapacityError, CommError
 from worker_daemon.kernel_compiler import KernelCompiler, hash_sources
 from worker_daemon.phases import LONG_OPERATION_S, SetPhase
 from worker_daemon.raising import Translation

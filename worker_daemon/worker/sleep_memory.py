@@ -16,11 +16,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rpc_schema.errors import ConfigError
 from rpc_schema.lifecycle import MemoryTag, SleepLevel, TagState
 from worker_daemon.device.arena import Arena, arena_bytes, open_arena
 from worker_daemon.device.backup import HostBackup
 from worker_daemon.device.pinned import DeviceCopier, open_uploads
-from worker_daemon.errors import ConfigError, config_error
+from worker_daemon.errors import config_error
 from worker_daemon.models.decoder import DecoderStage
 from worker_daemon.worker.memory_tags import ALL_AWAKE, MemoryTags
 

@@ -14,6 +14,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
+from rpc_schema.errors import CapacityError, StateError
 from rpc_schema.uploads import (
     CHUNK_BYTES,
     MAX_UPLOAD_BYTES,
@@ -23,7 +24,7 @@ from rpc_schema.uploads import (
     content_hash,
     tensor_bytes,
 )
-from worker_daemon.errors import CapacityError, StateError, config_error
+from worker_daemon.errors import config_error
 
 MAX_UPLOADS: Final = 4096
 MAX_UNFINISHED: Final = 64

@@ -22,6 +22,7 @@ from rpc_schema import lora
 from rpc_schema import weight_transfer as wt
 from rpc_schema.adoption import AdoptRequests, AdoptRequestsReply
 from rpc_schema.codec import Frame
+from rpc_schema.errors import CommError, StateError
 from rpc_schema.kv_cache import KVCacheConfig
 from rpc_schema.operations import StepMessage
 from rpc_schema.step import Done, ExecuteDummyBatch, ExecuteModel, SampleTokens
@@ -32,7 +33,7 @@ from worker_daemon.device.init import device_name
 from worker_daemon.device.memory import MemorySource
 from worker_daemon.device.memory_sources import memory_source
 from worker_daemon.distributed.bubbles import InputWaits
-from worker_daemon.errors import CommError, StateError, config_error
+from worker_daemon.errors import config_error
 from worker_daemon.kernel_compiler import KernelCompiler
 from worker_daemon.layers.attention import NullAttention
 from worker_daemon.models.saving import Saver, SaveReport, SaveRequest

@@ -8,8 +8,7 @@ from typing import Final
 
 import zmq
 
-from rpc_schema.errors import WireError
-from worker_client.errors import ClientError
+from rpc_schema.errors import WorkerDaemonError
 from worker_client.wire.keys import NO_KEYS, Keys
 from worker_client.wire.transport import new_driver_id, parse_endpoint
 from worker_client.wire.worker_client import CONTROL_TIMEOUT_S, AskingClient
@@ -73,7 +72,7 @@ class Scrape:
         with connect(self._endpoints, self._keys) as clients:
             while clients:
                 for client in clients:
-                    with contextlib.suppress(ClientError, WireError):
+                    with contextlib.suppress(WorkerDaemonError):
                         client.get_status(SCRAPE_TIMEOUT_S)
                         self.num_statuses += 1
                 if self._ended.wait(SCRAPE_INTERVAL_S):

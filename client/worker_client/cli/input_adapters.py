@@ -4,8 +4,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from rpc_schema.config import LoraConfig
+from rpc_schema.errors import (
+    WorkerError,
+)
 from worker_client.cli.input_request import InputRequest
-from worker_client.errors import ContentMismatchError, RemoteError
+from worker_client.errors import (
+    ContentMismatchError,
+)
 from worker_client.group.loras import GroupAdapter
 from worker_client.requests import with_adapter
 from worker_client.worker_group import WorkerGroup
@@ -34,7 +39,7 @@ def _add(
         )
     try:
         return group.loras.add(name)
-    except (RemoteError, ContentMismatchError) as error:
+    except (WorkerError, ContentMismatchError) as error:
         return f"adapter {name!r}: {error.message}"
 
 

@@ -11,7 +11,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeAlias
 
-from rpc_schema.errors import WireError
+from rpc_schema.errors import (
+    StateError,
+    WorkerDaemonError,
+)
 from rpc_schema.extensions import extension_of
 from rpc_schema.structured import StructuredOutput
 from rpc_schema.version import PROTOCOL_VERSION, SOFTWARE_VERSION
@@ -21,8 +24,6 @@ from worker_client.cli.options import Device, RunOptions
 from worker_client.driver import Driver, Recover, give_up
 from worker_client.driver_parts.registry import DriverOptions
 from worker_client.errors import (
-    ClientError,
-    IllegalStateError,
     RequestError,
     WorkerDied,
     config_error,
@@ -137,7 +138,7 @@ class Session:
             recording.callback(self._stop_recording)
             try:
                 self.group.profiling.start(name)
-            except IllegalStateError:  # another driver's profile runs: not ours to stop
+            except StateError:  # another driver's profile runs: not ours to stop
                 recording.pop_all()
                 raise
             served = self.serve(inputs, keeps_prefixes=False)
@@ -146,7 +147,7 @@ class Session:
 
     def _stop_recording(self) -> None:
         """End a profile after a failure: the daemons would keep recording."""
-        with contextlib.suppress(ClientError, WireError):
+        with contextlib.suppress(WorkerDaemonError):
             self.group.profiling.stop()
 
     def _grammars(
@@ -228,7 +229,7 @@ def open_session(
         yield Session(group, model, options, startup_s, process_started, ready, recover, tokenizer)
         if options.endpoints:
             # The run is complete. Where this fails, the lease ends by itself.
-            with contextlib.suppress(ClientError, WireError):
+            with contextlib.suppress(WorkerDaemonError):
                 group.detach()
 
 

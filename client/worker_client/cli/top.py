@@ -20,12 +20,12 @@ from rich.text import Text
 
 from rpc_schema import lifecycle as lc
 from rpc_schema.codec import EventMessage
-from rpc_schema.errors import WireError
+from rpc_schema.errors import WorkerDaemonError
 from worker_client.cli.control import Endpoints, named_daemons
 from worker_client.cli.options import KeyFile, KnownDaemons, Wait
 from worker_client.cli.output_file import print_text
 from worker_client.cli.top_frame import Line, Sample, Seen, frame
-from worker_client.errors import AuthenticationError, ClientError, DeadlineExceeded, NothingListens
+from worker_client.errors import AuthenticationError, DeadlineExceeded, NothingListens
 from worker_client.wire.keys import Keys, read_keys
 from worker_client.wire.transport import Endpoint, EventsChannel, new_driver_id, parse_endpoint
 from worker_client.wire.worker_client import AskingClient
@@ -88,7 +88,7 @@ class Feed:
                 self.seen = self.seen._replace(error=f"nothing listens there: {error.why}")
             except DeadlineExceeded:
                 self.seen = self.seen._replace(error="it does not answer")
-            except (ClientError, WireError) as error:
+            except WorkerDaemonError as error:
                 self.seen = self.seen._replace(error=str(error))
             self._read_events(events)
             self._ended.wait(max(0.0, due - time.monotonic()))

@@ -5,10 +5,11 @@ import logging
 from collections.abc import Sequence
 from typing import Any, Final, NamedTuple, Protocol, runtime_checkable
 
-from rpc_schema.errors import WireError
+from rpc_schema.errors import (
+    WorkerDaemonError,
+)
 from worker_client.driver_parts.context import DriverContext
 from worker_client.driver_parts.interface import DriverPart, StepInFlight
-from worker_client.errors import ClientError
 from worker_client.group.prefixes import GroupPrefixes
 from worker_client.steps.cached_blocks import CachedBlocks
 
@@ -88,7 +89,7 @@ class KeptPrefixes:
         group, scheduler = self._parts
         try:
             num_restored = scheduler.restore_prefixes(group.prefixes.get(scheduler.prefix_tag))
-        except (ClientError, WireError) as error:
+        except WorkerDaemonError as error:
             _LOG.warning("the prefix cache of earlier drivers is not restored: %s", error)
             return
         if num_restored:

@@ -6,15 +6,17 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import NamedTuple, Protocol
 
+from rpc_schema.errors import (
+    CapacityError,
+    ConfigError,
+    WorkerError,
+)
 from rpc_schema.extensions import extension_of
 from rpc_schema.prompt_embeds import PromptEmbeds
 from worker_client.driver_parts.context import DriverContext
 from worker_client.driver_parts.interface import DriverPart, StepInFlight
 from worker_client.errors import (
     DeadlineExceeded,
-    RemoteCapacityError,
-    RemoteConfigError,
-    RemoteError,
     RequestError,
     WorkerDied,
 )
@@ -104,9 +106,9 @@ class RequestUploads:
             req_id = self._queue[0]
             try:
                 is_complete = self._send_chunk(self._needs[req_id])
-            except (RemoteCapacityError, RemoteConfigError) as error:
+            except (CapacityError, ConfigError) as error:
                 self._task = None
-                self._lacks_room = isinstance(error, RemoteCapacityError) and self._others_end()
+                self._lacks_room = isinstance(error, CapacityError) and self._others_end()
                 if not self._lacks_room:
                     progress.refused.append((req_id, f"its upload is refused: {error}"))
                     self._queue.popleft()
@@ -141,7 +143,7 @@ class RequestUploads:
             self._present.difference_update(unused)
             self._lacks_room = False
             # Those that are not dropped here end with the lease.
-            with suppress(RemoteError, DeadlineExceeded, WorkerDied):
+            with suppress(WorkerError, DeadlineExceeded, WorkerDied):
                 self._group.uploads.drop(unused, self._group.first_stage_ranks)
 
     def restart(self) -> set[str]:

@@ -8,9 +8,14 @@ from dataclasses import dataclass
 from functools import partial
 
 from rpc_schema import lifecycle as lc
-from rpc_schema.errors import ErrorCode, WireError
+from rpc_schema.errors import (
+    ErrorCode,
+    FencedError,
+    LeaseHeldError,
+    WorkerDaemonError,
+    error_of_rank,
+)
 from rpc_schema.lease import MAX_LEASE_TTL_MS
-from worker_client.errors import ClientError, FencedError, LeaseHeldError, local_error
 from worker_client.group.failure_state import Change, FailureState
 from worker_client.group.group_channel import GroupChannel
 from worker_client.group.outcomes import DEFAULT_STEP_DEADLINE_S, StepsInFlight
@@ -87,17 +92,17 @@ class Attachment:
         fails does not keep the others from being asked."""
         self.channel.lease.stop()
         self.is_attached = False
-        failure: ClientError | WireError | None = None
+        failure: WorkerDaemonError | None = None
         pending = []
         for client in self.channel.daemons.present:
             try:
                 pending.append(client.begin(partial(lc.Detach, epoch=self.channel.epoch)))
-            except (ClientError, WireError) as error:
+            except WorkerDaemonError as error:
                 failure = failure or error
         for call in pending:
             try:
                 call.result()
-            except (ClientError, WireError) as error:
+            except WorkerDaemonError as error:
                 failure = failure or error
         if failure is not None:
             raise failure
@@ -111,12 +116,12 @@ class Attachment:
         self.is_attached = False
         pending = []
         for client in channel.daemons.present:
-            with contextlib.suppress(ClientError):
+            with contextlib.suppress(WorkerDaemonError):
                 pending.append(
                     client.begin(partial(lc.Detach, epoch=channel.epoch), LEAVE_TIMEOUT_S)
                 )
         for call in pending:
-            with contextlib.suppress(ClientError, WireError):
+            with contextlib.suppress(WorkerDaemonError):
                 call.result()
 
     def _hello(self, deadline: float) -> list[lc.Status]:
@@ -163,10 +168,10 @@ class Attachment:
         try:
             for client, epoch in zip(present, epochs, strict=True):
                 replies.append(client.prepare_attach(epoch, _remaining(deadline), force=force))
-        except ClientError:
+        except WorkerDaemonError:
             for client, epoch, reply in zip(present, epochs, replies, strict=False):
                 if reply.granted:
-                    with contextlib.suppress(ClientError, WireError):
+                    with contextlib.suppress(WorkerDaemonError):
                         client.begin(partial(lc.Detach, epoch=epoch), LEAVE_TIMEOUT_S)
             raise
         return replies
@@ -215,7 +220,7 @@ def _check_alike(greetings: Sequence[tuple[WorkerClient, str]]) -> None:
     for client, software in known:
         first, expected = known[0]
         if software != expected:
-            raise local_error(
+            raise error_of_rank(
                 ErrorCode.INCOMPATIBLE,
                 f"the daemon has {software}, that of rank {first.rank} {expected}; fix: give all "
                 "ranks of a group the same versions",

@@ -8,19 +8,20 @@ from dataclasses import dataclass, fields
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple, TypeAlias
 
-from rpc_schema.errors import ErrorCode, ErrorReply, ErrorScope, WireError
-from worker_client.errors import (
-    ClientError,
+from rpc_schema.error_replies import ErrorReply
+from rpc_schema.errors import (
     DrainingError,
+    ErrorCode,
+    ErrorScope,
     FencedError,
     LeaseExpiredError,
-    LinkGivenUp,
     NotAttachedError,
-    RemoteError,
-    WeightsNotWhole,
-    WorkerDied,
-    local_error,
+    WireError,
+    WorkerDaemonError,
+    WorkerError,
+    error_of_rank,
 )
+from worker_client.errors import ClientError, LinkGivenUp, WeightsNotWhole, WorkerDied
 
 ENDS_OWNERSHIP: Final = (
     DrainingError,
@@ -113,7 +114,7 @@ class Suspect(NamedTuple):
     """A rank failed a step because another one did, which may still report the cause."""
 
     reply: ErrorReply
-    error: RemoteError
+    error: WorkerError
     until: float
     """Time (of time.monotonic()) from which it counts as the cause itself."""
 
@@ -145,7 +146,7 @@ class RankLost:
 class OwnershipLost:
     """The daemons no longer take this driver's steps."""
 
-    cause: ClientError
+    cause: WorkerDaemonError
 
 
 @dataclass(frozen=True, slots=True)
@@ -341,7 +342,7 @@ def _before_sending(state: GroupState) -> Answer:
     return Answer.RELINK if state.link is LinkState.BROKEN else Answer.GO
 
 
-def loss_of(error: ClientError) -> RankLost | LinkGaveUp | OwnershipLost:
+def loss_of(error: WorkerDaemonError) -> RankLost | LinkGaveUp | OwnershipLost:
     """Return the event that ends a group with this error."""
     if isinstance(error, WorkerDied):
         return RankLost(error)
@@ -360,7 +361,7 @@ class LinkTries:
     network between two ranks is cut. Owned by the FailureState."""
 
     def __init__(self) -> None:
-        self._failures: list[tuple[int, ClientError]] = []
+        self._failures: list[tuple[int, WorkerDaemonError]] = []
 
     def clear(self) -> None:
         """Forget all failures."""
@@ -372,14 +373,18 @@ class LinkTries:
         if self._failures:
             self._failures = [entry for entry in self._failures if entry[0] > seq]
 
-    def failed(self, seq: int, error: ClientError) -> LinkGivenUp | None:
+    def failed(self, seq: int, error: WorkerDaemonError) -> LinkGivenUp | None:
         """Record a failure of the link in step `seq`, or of relinking (0). Return the error to stop
         with after MAX_LINK_FAILURES."""
         latest = max([seq, *(failed for failed, _ in self._failures)])
         self._failures.append((latest, error))
         if len(self._failures) < MAX_LINK_FAILURES:
             return None
-        ranks = {entry.rank for _, entry in self._failures if isinstance(entry, RemoteError)}
+        ranks = {
+            entry.rank
+            for _, entry in self._failures
+            if isinstance(entry, WorkerError) and entry.rank is not None
+        }
         given_up = LinkGivenUp(tuple(sorted(ranks)), len(self._failures), str(error))
         given_up.__cause__ = error
         return given_up
@@ -393,7 +398,7 @@ class FailureState:
         self._answers = answers(self.state)
         self.takes_steps_at_once = False
         """True if a step is allowed and may be sent without another action before it."""
-        self.cause: ClientError | None = None
+        self.cause: WorkerDaemonError | None = None
         """The error because of which the group takes no more steps; None if it takes steps."""
         self.suspect: Suspect | None = None
         """Set while a cause is awaited."""
@@ -476,7 +481,7 @@ class FailureState:
         """Record that step `seq` succeeded: the link worked after all earlier failures."""
         self._tries.worked(seq)
 
-    def step_failed(self, reply: ErrorReply, error: RemoteError) -> ClientError:
+    def step_failed(self, reply: ErrorReply, error: WorkerError) -> WorkerDaemonError:
         """Apply a rank's failure of a step, with `error` for its reply. Return the error that the
         step fails with: this one, or LinkGivenUp."""
         breaks = reply.scope is ErrorScope.GROUP or reply.code in (ErrorCode.COMM, ErrorCode.GAP)
@@ -488,12 +493,12 @@ class FailureState:
             return self._link_failed(reply.seq, error)
         return error
 
-    def relink_failed(self, error: ClientError | WireError) -> ClientError | WireError:
+    def relink_failed(self, error: WorkerDaemonError) -> WorkerDaemonError:
         """Apply a failure to relink. Return the error that the next step fails with."""
         if isinstance(error, ENDS_OWNERSHIP):
             self.apply(loss_of(error))
-        elif isinstance(error, ClientError):
-            return self._link_failed(0, error)
+        elif not isinstance(error, WireError) or error.is_reported:  # an unreadable reply proves
+            return self._link_failed(0, error)  # nothing about the link
         return error
 
     def report_drain(self, rank: int, *, drains: bool) -> None:
@@ -502,7 +507,7 @@ class FailureState:
             ranks = self._draining ^ {rank}
             self.apply(DrainReported(ranks) if ranks else Change.DRAIN_OVER)
 
-    def _link_failed(self, seq: int, error: ClientError) -> ClientError:
+    def _link_failed(self, seq: int, error: WorkerDaemonError) -> WorkerDaemonError:
         given_up = self._tries.failed(seq, error)
         if given_up is None:
             return error
@@ -545,12 +550,12 @@ class FailureState:
                 pass
 
 
-def _draining_error(ranks: frozenset[int], endpoints: Sequence[str]) -> RemoteError:
+def _draining_error(ranks: frozenset[int], endpoints: Sequence[str]) -> WorkerError:
     rank = min(ranks)
     problem = (
         f"ranks {sorted(ranks)} drain: no step was sent, what is loaded stays; fix: continue "
         "elsewhere, or here after worker-client drain --undo"
     )
-    return local_error(
+    return error_of_rank(
         ErrorCode.DRAINING, problem, rank=rank, endpoint=endpoints[rank], scope=ErrorScope.GROUP
     )

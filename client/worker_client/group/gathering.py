@@ -1,7 +1,8 @@
 """Collection of the ranks' replies to one operation."""
 
 from rpc_schema.codec import StepReplyMessage
-from rpc_schema.errors import ErrorCode, ErrorReply
+from rpc_schema.error_replies import ErrorReply
+from rpc_schema.errors import ErrorCode
 
 _CONSEQUENCES = (ErrorCode.UPSTREAM_FAILED, ErrorCode.COMM)
 """Codes with which a rank fails because another one has."""

@@ -23,14 +23,13 @@ from rpc_schema.codec import (
     split_replayed,
 )
 from rpc_schema.config import Rendezvous
-from rpc_schema.errors import BadFrameError, ErrorCode, ErrorReply, WireError
+from rpc_schema.error_replies import ErrorReply
+from rpc_schema.errors import BadFrameError, ErrorCode, WireError, WorkerDaemonError, WorkerError
 from rpc_schema.operations import STEP_OPERATIONS, StepMessage, operation_name
 from rpc_schema.trace import DriverStepsWanted, PutDriverSteps
 from worker_client.errors import (
-    ClientError,
     DeadlineExceeded,
     LeaseNotRenewed,
-    RemoteError,
     WorkerDied,
     remote_error,
 )
@@ -86,7 +85,7 @@ LONG_TIMEOUT_S = 3600.0
 
 MAX_EVENTS_KEPT = 1024
 
-_LOSSES = (WorkerDied, RemoteError, LeaseNotRenewed)
+_LOSSES = (WorkerDied, WorkerError, LeaseNotRenewed)
 """Errors of look() that end a group until it attaches again, or replaces a rank."""
 _UNREAD = (ErrorCode.BAD_FRAME, ErrorCode.TOO_LARGE)
 _LOG = logging.getLogger(__name__)
@@ -229,7 +228,7 @@ class GroupChannel:
         Raises:
             WorkerDied: one of them is dead. The steps in flight are not failed by this: lose() does
                 that.
-            RemoteError, LeaseNotRenewed: the lease is lost.
+            WorkerError, LeaseNotRenewed: the lease is lost.
             AuthenticationError: a daemon refused us.
         """
         self.daemons.results.read_news()
@@ -239,7 +238,7 @@ class GroupChannel:
         while self.daemons.watch.returned:
             self._send_lost(self.daemons.watch.returned.pop())
 
-    def lose(self, error: WorkerDied | WireError | RemoteError | LeaseNotRenewed) -> None:
+    def lose(self, error: WorkerDied | WorkerError | LeaseNotRenewed) -> None:
         """Fail all steps, as a daemon or the lease is lost. For a daemon, have the other ranks
         leave the link at once."""
         if self._state.is_lost:
@@ -254,7 +253,7 @@ class GroupChannel:
             return
         for client in self.daemons.present:
             if self.daemons.watch.liveness[client.rank] != "dead":
-                with contextlib.suppress(ClientError, WireError):
+                with contextlib.suppress(WorkerDaemonError):
                     client.begin(
                         partial(lc.AbortLink, epoch=self.epoch, cause=cause[:1024]), ABORT_SEND_S
                     )
@@ -291,7 +290,7 @@ class GroupChannel:
         it, and the others would be in that step until their deadline.
 
         Raises:
-            ClientError: a rank is dead, or gave no status in that time.
+            WorkerDaemonError: a rank is dead, or gave no status in that time.
         """
         is_serving = self._state.takes_steps_at_once and self.lease.lost is None
         if len(self.daemons.clients) == 1 or not is_serving:
@@ -391,9 +390,10 @@ class GroupChannel:
         self._send_each(encoded)
         try:
             self._collect(gather, time.monotonic() + timeout_s, timeout_s)
-        except (RemoteError, DeadlineExceeded):
-            self._resending.forget()
-            self.refresh_links()
+        except (WorkerError, DeadlineExceeded) as error:
+            if not isinstance(error, WireError) or error.is_reported:
+                self._resending.forget()
+                self.refresh_links()
             raise
         finally:
             self._gather = None
@@ -432,7 +432,7 @@ class GroupChannel:
                 return False
             replayed, own_frames = split_replayed(frames)
             reply = decode_step_reply(own_frames)
-        except (*_LOSSES, WireError) as error:
+        except _LOSSES as error:
             self.lose(error)
             raise
         if reply.epoch == self.epoch:
@@ -502,7 +502,7 @@ class GroupChannel:
         Epochs fence steps, this fences their results. A dead rank is nobody's.
 
         Raises:
-            RemoteError, LeaseNotRenewed: the lease is lost.
+            WorkerError, LeaseNotRenewed: the lease is lost.
             AuthenticationError: a daemon refused us.
         """
         watch = self.daemons.watch
@@ -549,7 +549,7 @@ class GroupChannel:
             self.take_reply(min(deadline, now + EVENTS_INTERVAL_S))
         self._gather = None
 
-    def _root_cause(self, gather: Gathering) -> RemoteError:
+    def _root_cause(self, gather: Gathering) -> WorkerError:
         """Return the first failure. If it is a consequence of a peer's, return that one, should it
         come soon."""
         until = time.monotonic() + ROOT_CAUSE_WAIT_S
@@ -560,7 +560,7 @@ class GroupChannel:
         error.add_note(f"in {gather.operation}")
         return error
 
-    def _to_error(self, reply: ErrorReply) -> RemoteError:
+    def _to_error(self, reply: ErrorReply) -> WorkerError:
         rank = min(reply.rank, len(self.daemons.clients) - 1)
         endpoint = self.daemons.clients[rank].endpoint.control
         return remote_error(reply, rank=reply.rank, endpoint=endpoint)
@@ -610,7 +610,7 @@ class GroupChannel:
         if event.rank >= len(self.daemons.clients):
             return
         client = self.daemons.clients[event.rank]
-        with contextlib.suppress(ClientError, WireError):
+        with contextlib.suppress(WorkerDaemonError):
             clock = measure(lambda: client.read_clock(OBSERVER_TIMEOUT_S))
             steps = self._steps.times.between(event.begin_ns, event.end_ns, clock)
             answer = partial(PutDriverSteps, epoch=self.epoch, trace=event.trace, steps=steps)

@@ -12,14 +12,16 @@ from typing import Final, NamedTuple
 import msgspec
 
 from rpc_schema import lora
+from rpc_schema.errors import (
+    WorkerDaemonError,
+    WorkerError,
+)
 from rpc_schema.identity import ContentIdentity, first_difference
 from rpc_schema.lora_request import LoraRequest
 from rpc_schema.operations import StepMessage
 from worker_client.errors import (
-    ClientError,
     ContentMismatchError,
     DeadlineExceeded,
-    RemoteError,
     config_error,
 )
 from worker_client.group.group_channel import GroupChannel
@@ -127,10 +129,10 @@ class GroupLoras:
         evicted if there is no room: see `known`.
 
         Raises:
-            RemoteConfigError: it is not supported, or exceeds max_lora_rank; the model was loaded
+            ConfigError: it is not supported, or exceeds max_lora_rank; the model was loaded
                 without adapters; the id or the name belongs to another one.
-            RemoteCheckpointError: its files are missing or faulty.
-            RemoteCapacityError: all adapters are pinned. Whatever is raised, nothing has changed.
+            CheckpointError: its files are missing or faulty.
+            CapacityError: all adapters are pinned. Whatever is raised, nothing has changed.
         """
         return self.begin_add(name, lora_id, load_inplace=load_inplace).finish()
 
@@ -178,7 +180,7 @@ class GroupLoras:
         )
         try:
             replies = self._channel.ask(build)
-        except RemoteError:
+        except WorkerError:
             self._take_back(version)
             raise
         for reply in replies:
@@ -217,7 +219,7 @@ class GroupLoras:
         return any(reply.removed for reply in replies)
 
     def pin(self, lora_id: int) -> None:
-        """Pin an adapter: it is never evicted. Raises RemoteConfigError if there is none of that
+        """Pin an adapter: it is never evicted. Raises ConfigError if there is none of that
         id."""
         _check_id(lora_id)
         self._channel.ask(partial(lora.PinLora, lora_id=lora_id))
@@ -262,7 +264,7 @@ class GroupLoras:
                 self.commit(name, lora_id, version)
                 if is_pinned:
                     self.pin(lora_id)
-            except (RemoteError, DeadlineExceeded, ContentMismatchError) as error:
+            except (WorkerError, DeadlineExceeded, ContentMismatchError) as error:
                 _LOG.warning("adapter %r is removed: %s", name, error)
                 self.remove(lora_id)
 
@@ -276,7 +278,7 @@ class GroupLoras:
 
     def _take_back(self, version: int) -> None:
         """Remove an adapter that only some ranks have added."""
-        with contextlib.suppress(ClientError):
+        with contextlib.suppress(WorkerDaemonError):
             there = {
                 a.lora_id
                 for reply in self.list_by_rank()

@@ -27,9 +27,9 @@ class GroupMemory:
         scheduler must forget its cached prefixes.
 
         Raises:
-            RemoteCapacityError: a host has no room for the weights. That rank is as it was; others
+            CapacityError: a host has no room for the weights. That rank is as it was; others
                 may sleep: call wake_up, or sleep again.
-            RemoteConfigError: the model was loaded without enable_sleep_mode.
+            ConfigError: the model was loaded without enable_sleep_mode.
         """
         self._waiter.wait_for_all()
         self._steps.lose_cache("the group was put to sleep")
@@ -40,9 +40,9 @@ class GroupMemory:
         are refused until both are awake. Repeating it changes nothing.
 
         Raises:
-            RemoteCapacityError: a device has not that much left. That rank stays asleep; others may
+            CapacityError: a device has not that much left. That rank stays asleep; others may
                 be awake: call it again once there is memory, or sleep.
-            RemoteConfigError: as sleep() does.
+            ConfigError: as sleep() does.
         """
         wanted = None if tags is None else tuple(tags)
         return self._channel.ask(partial(WakeUp, tags=wanted))
@@ -52,7 +52,7 @@ class GroupMemory:
         the KV cache, requests are lost as in sleep().
 
         Raises:
-            RemoteConfigError: as sleep() does.
+            ConfigError: as sleep() does.
         """
         self._waiter.wait_for_all()
         if "kv_cache" in tags:

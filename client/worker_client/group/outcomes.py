@@ -8,15 +8,10 @@ from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from rpc_schema.codec import StepReplyMessage
-from rpc_schema.errors import BadFrameError, ErrorCode, ErrorReply, WireError
+from rpc_schema.error_replies import ErrorReply
+from rpc_schema.errors import BadFrameError, ErrorCode, WorkerDaemonError, WorkerError
 from rpc_schema.step import ModelRunnerOutput
-from worker_client.errors import (
-    ClientError,
-    DeadlineExceeded,
-    RemoteError,
-    StepFailed,
-    WorkerDied,
-)
+from worker_client.errors import ClientError, DeadlineExceeded, StepFailed, WorkerDied
 from worker_client.group.failure_state import (
     ENDS_OWNERSHIP,
     Change,
@@ -59,7 +54,7 @@ class Failure:
 
     state: FailureState
     number: int
-    error: ClientError
+    error: WorkerDaemonError
     rank: int
     code: ErrorCode
     traceback: str = ""
@@ -101,13 +96,13 @@ class Failure:
         is_death = self.ends_group and isinstance(self.error, WorkerDied)
         return (DeathFailed if is_death else Failed)(self.number, last_seq)
 
-    def to_exception(self) -> ClientError:
+    def to_exception(self) -> WorkerDaemonError:
         """Return the exception for the caller of result(). After this the group accepts steps
         again, unless the failure ends it."""
         self.state.apply(FailureReported(self.number))
         if self.ends_group:
             return self.error
-        message = self.error.message if isinstance(self.error, RemoteError) else str(self.error)
+        message = self.error.message if isinstance(self.error, WorkerError) else str(self.error)
         failed = StepFailed(
             rank=self.rank,
             code=self.code,
@@ -242,7 +237,7 @@ class StepsInFlight:
             if future.step is not None and future.value.refused:
                 self.slots.count_refused(future.step, future.value.refused)
         except BadFrameError as error:
-            failure = self._new_failure(_as_client(error), reply.rank, error.code)
+            failure = self._new_failure(error, reply.rank, error.code)
             self._fail_from(reply.seq, failure)
             return
         del self._futures[reply.seq]
@@ -250,7 +245,7 @@ class StepsInFlight:
         self.times.settled(reply.seq)
         self._recently_done.append(reply.seq)
 
-    def take_error(self, reply: ErrorReply, error: RemoteError) -> None:
+    def take_error(self, reply: ErrorReply, error: WorkerError) -> None:
         """Fail the step that the reply is for, and the later ones; `error` is the reply as an
         exception. An UPSTREAM_FAILED may wait for its cause."""
         if reply.seq in self._recently_done:
@@ -278,13 +273,13 @@ class StepsInFlight:
         self._state.apply(Change.LINK_BROKEN)
         self._fail_from(future.seq, failure)
 
-    def fail_relink(self, error: ClientError | WireError) -> None:
+    def fail_relink(self, error: WorkerDaemonError) -> None:
         """Fail the step before which relinking failed: its scheduler has committed to it."""
         cause = self._state.relink_failed(error)
         rank, code, traceback = self.output_rank, ErrorCode.COMM, ""
-        if isinstance(error, RemoteError):
+        if isinstance(error, WorkerError) and error.rank is not None:
             rank, code, traceback = error.rank, error.code, error.remote_traceback
-        self._fail_from(0, self._new_failure(_as_client(cause), rank, code, traceback))
+        self._fail_from(0, self._new_failure(cause, rank, code, traceback))
 
     def lose_cache(self, reason: str) -> None:
         """Forget all requests as lose_rows does, and the contents of all KV blocks."""
@@ -300,12 +295,11 @@ class StepsInFlight:
             failure.lost |= lost
             self._fail_from(0, failure)
 
-    def die(self, error: ClientError | WireError) -> None:
+    def die(self, error: WorkerDaemonError) -> None:
         """Fail everything: the group is unusable."""
-        cause = _as_client(error)
-        self._state.apply(loss_of(cause))
-        rank = cause.rank if isinstance(cause, WorkerDied) else self.output_rank
-        self._fail_from(0, self._new_failure(cause, rank, ErrorCode.COMM))
+        self._state.apply(loss_of(error))
+        rank = error.rank if isinstance(error, WorkerDied) else self.output_rank
+        self._fail_from(0, self._new_failure(error, rank, ErrorCode.COMM))
 
     def revive(self) -> None:
         """Begin again with another daemon in the dead one's place. No row is left; futures of
@@ -324,7 +318,7 @@ class StepsInFlight:
         if left.lost or left.futures:  # otherwise there is nothing to report
             self._tell_next(left)
 
-    def _fail_by_reply(self, reply: ErrorReply, error: RemoteError) -> None:
+    def _fail_by_reply(self, reply: ErrorReply, error: WorkerError) -> None:
         suspect = self._state.suspect
         cause = self._state.step_failed(reply, error)
         seq = reply.seq if suspect is None else min(reply.seq, suspect.reply.seq)
@@ -332,7 +326,7 @@ class StepsInFlight:
             seq = min(seq, reply.expected_seq)  # the missing ones never ran either
         self._fail_from(seq, self._new_failure(cause, reply.rank, reply.code, reply.traceback))
 
-    def _fail_all_rows(self, reply: ErrorReply, error: RemoteError) -> None:
+    def _fail_all_rows(self, reply: ErrorReply, error: WorkerError) -> None:
         """Handle the failure of a rank in a step whose result is out already: its rows lag behind
         all others."""
         self._state.apply(Change.LINK_BROKEN)
@@ -341,7 +335,7 @@ class StepsInFlight:
         self._fail_from(0, failure)
 
     def _new_failure(
-        self, error: ClientError, rank: int, code: ErrorCode, traceback: str = ""
+        self, error: WorkerDaemonError, rank: int, code: ErrorCode, traceback: str = ""
     ) -> Failure:
         self._num_failures += 1
         return Failure(self._state, self._num_failures, error, rank, code, traceback)
@@ -365,10 +359,6 @@ class StepsInFlight:
     def _tell_next(self, failure: Failure, last_seq: int = 0) -> None:
         self._latest = failure
         self._state.apply(failure.event(last_seq))
-
-
-def _as_client(error: ClientError | WireError) -> ClientError:
-    return error if isinstance(error, ClientError) else ClientError(f"{error.code}: {error}")
 
 
 def _decode_outcome(

@@ -9,8 +9,13 @@ from typing import Final
 import numpy as np
 
 from rpc_schema import cached_blocks as cb
-from rpc_schema.errors import BadFrameError, WireError
-from worker_client.errors import ClientError, config_error
+from rpc_schema.errors import (
+    BadFrameError,
+    WorkerDaemonError,
+)
+from worker_client.errors import (
+    config_error,
+)
 from worker_client.group.group_channel import GroupChannel
 from worker_client.group.outcomes import StepFuture, StepsInFlight
 from worker_client.steps.cached_blocks import NO_CACHED_BLOCKS, CachedBlocks
@@ -71,7 +76,7 @@ class GroupPrefixes:
             for client in self._channel.daemons.present:
                 try:
                     self._sent.append((client, client.begin(build, SEND_TIMEOUT_S)))
-                except (ClientError, WireError):
+                except WorkerDaemonError:
                     continue  # callers that wait for that rank learn why
         return True
 
@@ -83,7 +88,7 @@ class GroupPrefixes:
         A request may begin with such a block as with any that was filled before.
 
         Raises:
-            RemoteError: a rank refuses; names the first one.
+            WorkerError: a rank refuses; names the first one.
         """
         self._channel.check_usable()
         epoch = self._channel.epoch

@@ -21,8 +21,8 @@ class GroupProfiling:
         prefix names the traces; without one they have the previous names, and replace those files.
 
         Raises:
-            IllegalStateError: a profile runs already.
-            RemoteConfigError: the prefix is not a plain name, or traces cannot be written.
+            StateError: a profile runs already.
+            ConfigError: the prefix is not a plain name, or traces cannot be written.
         """
         return self._channel.ask(
             partial(Profile, action="start", kind=kind, prefix=prefix), timeout_s=LONG_TIMEOUT_S
@@ -33,9 +33,9 @@ class GroupProfiling:
         It does not fail on ranks that do not record.
 
         Raises:
-            IllegalStateError: a profile of the other kind runs.
-            RemoteConfigError: traces cannot be written.
-            RemoteCapacityError: the disk is full.
+            StateError: a profile of the other kind runs.
+            ConfigError: traces cannot be written.
+            CapacityError: the disk is full.
         """
         return self._channel.ask(
             partial(Profile, action="stop", kind=kind), timeout_s=LONG_TIMEOUT_S

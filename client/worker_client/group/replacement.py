@@ -10,19 +10,22 @@ from typing import TypeAlias
 
 from rpc_schema import lifecycle as lc
 from rpc_schema.config import WorkerConfig
+from rpc_schema.errors import (
+    CapacityError,
+    CommError,
+    DeviceError,
+    FencedError,
+    InternalError,
+    LeaseExpiredError,
+    NotAttachedError,
+    WorkerDaemonError,
+    WorkerError,
+)
 from rpc_schema.operations import StepMessage
 from worker_client.errors import (
     ClientError,
-    CommError,
     DeadlineExceeded,
-    FencedError,
-    LeaseExpiredError,
     LeaseNotRenewed,
-    NotAttachedError,
-    RemoteCapacityError,
-    RemoteDeviceError,
-    RemoteError,
-    RemoteInternalError,
     ReplacementFailed,
     WorkerDied,
 )
@@ -76,9 +79,9 @@ _PASSING = (
     LeaseNotRenewed,
     NotAttachedError,
     DeadlineExceeded,
-    RemoteCapacityError,
-    RemoteDeviceError,
-    RemoteInternalError,
+    CapacityError,
+    DeviceError,
+    InternalError,
 )
 """Errors after which another attempt may succeed."""
 
@@ -127,7 +130,7 @@ class Replacement:
             self.state.apply(RankLost(lost))
             raise
 
-    def _take_stock(self, error: ClientError) -> ClientError:
+    def _take_stock(self, error: WorkerDaemonError) -> WorkerDaemonError:
         """Find further losses after a failed attempt; return the reason for the failure."""
         try:
             if self.state.is_end_announced:
@@ -135,9 +138,9 @@ class Replacement:
             self.channel.check_deaths()
         except WorkerDied as died:
             error = died
-        except (RemoteError, LeaseNotRenewed):
+        except (WorkerError, LeaseNotRenewed):
             pass  # the lease is lost: the next attempt asks for it again
-        if isinstance(error, RemoteCapacityError):
+        if isinstance(error, CapacityError):
             time.sleep(MEMORY_PAUSE_S)
         self.channel.abort_links(str(error))
         if isinstance(error, WorkerDied):

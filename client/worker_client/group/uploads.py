@@ -8,7 +8,10 @@ from typing import NamedTuple
 
 from rpc_schema import uploads as up
 from rpc_schema.base import HASH_BYTES
-from worker_client.errors import ClientError, config_error
+from worker_client.errors import (
+    ClientError,
+    config_error,
+)
 from worker_client.group.group_channel import GroupChannel
 from worker_client.inputs.host_tensor import HostTensor as HostTensor
 from worker_client.wire.worker_client import WorkerClient
@@ -101,8 +104,8 @@ class GroupUploads:
         replace(), upload them again. attach(keep_requests=True) keeps those that requests name.
 
         Raises:
-            RemoteCapacityError: a daemon has no room. Tensors that others have received stay.
-            IllegalStateError: no model is loaded.
+            CapacityError: a daemon has no room. Tensors that others have received stay.
+            StateError: no model is loaded.
             ClientError: uploads were dropped meanwhile, by a reset.
         """
         return self.begin(tensors, ranks).finish()

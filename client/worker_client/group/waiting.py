@@ -3,8 +3,9 @@
 import contextlib
 import time
 
-from rpc_schema.errors import WireError
-from worker_client.errors import ClientError
+from rpc_schema.errors import (
+    WorkerDaemonError,
+)
 from worker_client.group.group_channel import GroupChannel
 from worker_client.group.outcomes import StepFuture, StepsInFlight
 
@@ -48,7 +49,7 @@ class Waiter:
         """Wait for the steps in flight, and if attached for the ranks that owe no outcome; not for
         long, and raise nothing."""
         until = time.monotonic() + CLOSE_WAIT_S
-        with contextlib.suppress(ClientError, WireError):
+        with contextlib.suppress(WorkerDaemonError):
             for future in self._steps.pending:
                 self.wait_for(future, until)
             if is_attached:

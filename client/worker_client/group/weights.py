@@ -10,8 +10,13 @@ from typing import Final, TypeVar
 from rpc_schema import lifecycle as lc
 from rpc_schema import weight_transfer as wt
 from rpc_schema.base import StepReply, StepRequest
-from rpc_schema.errors import WireError
-from worker_client.errors import ClientError, DeadlineExceeded, RemoteError
+from rpc_schema.errors import (
+    WorkerDaemonError,
+    WorkerError,
+)
+from worker_client.errors import (
+    DeadlineExceeded,
+)
 from worker_client.group.failure_state import Change, FailureState, WeightsGone
 from worker_client.group.group_channel import GroupChannel
 from worker_client.group.outcomes import StepsInFlight
@@ -48,8 +53,8 @@ class GroupWeights:
         timeout_s: how long a rank waits for the trainer here, and later for its next data.
 
         Raises:
-            WeightTransferError: the trainer has not connected.
-            RemoteConfigError: the engine is not for this group. The daemons continue to serve,
+            TransferError: the trainer has not connected.
+            ConfigError: the engine is not for this group. The daemons continue to serve,
                 without an engine.
         """
         return self._channel.ask(
@@ -79,10 +84,10 @@ class GroupWeights:
         at the same time as this call: it returns once they are complete.
 
         Raises:
-            RemoteConfigError: the model has no such tensors; nothing was taken, and the update is
+            ConfigError: the model has no such tensors; nothing was taken, and the update is
                 still open.
-            RemoteCheckpointError: files are missing or truncated; likewise.
-            WeightTransferError: the trainer is lost. The weights are dirty: begin again with
+            CheckpointError: files are missing or truncated; likewise.
+            TransferError: the trainer is lost. The weights are dirty: begin again with
                 init_transfer_engine and start_update, or reload.
         """
         return self._channel.ask(partial(wt.UpdateWeights, **tensors._asdict(), source=source))
@@ -91,7 +96,7 @@ class GroupWeights:
         """Close the update on every rank: steps can be sent again.
 
         Raises:
-            RemoteConfigError: tensors are missing; the update is still open.
+            ConfigError: tensors are missing; the update is still open.
         """
         replies = self._channel.ask(wt.FinishWeightUpdate)
         self._state.apply(learned(self._statuses()))
@@ -102,15 +107,15 @@ class GroupWeights:
         source; requests are lost as in start_update(). Completes dirty weights.
 
         Raises:
-            RemoteConfigError: the directory lies outside the daemons' roots, or holds another
+            ConfigError: the directory lies outside the daemons' roots, or holds another
                 model.
-            RemoteCheckpointError: a file is missing, truncated or not of this model.
+            CheckpointError: a file is missing, truncated or not of this model.
         """
         before = self._state.weights_cause
         self._give_up("reload_weights has failed on some rank")
         try:
             replies = self._channel.ask(partial(wt.ReloadWeights, model=model))
-        except RemoteError:
+        except WorkerError:
             self._state.apply(WeightsGone(before) if before else Change.WEIGHTS_FILLED)
             if not before:  # usually refused before the first byte
                 self._state.apply(learned(self._statuses()))
@@ -123,7 +128,7 @@ class GroupWeights:
         `load.load_format`, `load.verify_checksums`.
 
         Raises:
-            RemoteConfigError: a field is not one of these, or its value is not allowed.
+            ConfigError: a field is not one of these, or its value is not allowed.
         """
         self._channel.ask(partial(wt.UpdateConfig, overrides=dict(overrides)))
 
@@ -146,9 +151,9 @@ class GroupWeights:
         {part}; max_size_bytes bounds each.
 
         Raises:
-            RemoteConfigError: no daemon option --save-root, or not the same one, or the name or the
+            ConfigError: no daemon option --save-root, or not the same one, or the name or the
                 pattern is not allowed.
-            RemoteCapacityError: the disk is full.
+            CapacityError: the disk is full.
             ContentMismatchError: ranks hold different weights.
         """
         return self._save(
@@ -161,7 +166,7 @@ class GroupWeights:
         load_format="tensorizer".
 
         Raises: as save_sharded_state does, and
-            RemoteConfigError: a daemon does not have the library.
+            ConfigError: a daemon does not have the library.
         """
         return self._save(partial(lc.SaveTensorizedModel, name=name))
 
@@ -181,19 +186,19 @@ class GroupWeights:
         save = secrets.token_bytes(16)
         try:
             replies = self._channel.ask(partial(build, save=save))
-        except (RemoteError, DeadlineExceeded):
+        except (WorkerError, DeadlineExceeded):
             self._remove_saved(save)
             raise
         try:
             self._channel.ask(partial(lc.FinishShardedState, save=save, keep=True))
-        except RemoteError as error:
+        except WorkerError as error:
             if error.rank == 0:  # otherwise rank 0 may be about to move those files into place
                 self._remove_saved(save)
             raise
         return replies
 
     def _remove_saved(self, save: bytes) -> None:
-        with contextlib.suppress(ClientError, WireError):  # the next save cleans up as well
+        with contextlib.suppress(WorkerDaemonError):  # the next save cleans up as well
             self._channel.ask(partial(lc.FinishShardedState, save=save, keep=False))
 
     def _statuses(self) -> list[lc.Status]:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from rpc_schema import lifecycle as lc
-from rpc_schema.errors import WireError
+from rpc_schema.errors import WorkerDaemonError
 from rpc_schema.trace import (
     MAX_TRACE_MS,
     AskDriver,
@@ -21,7 +21,7 @@ from rpc_schema.trace import (
     StopTrace,
     StopTraceReply,
 )
-from worker_client.errors import ClientError, config_error
+from worker_client.errors import config_error
 from worker_client.tracing.clocks import ClockMap, measure
 from worker_client.tracing.trace_merge import DriverTrace, RankTrace
 from worker_client.wire.transport import PendingCall
@@ -60,9 +60,9 @@ def record(
     Raises:
         ClientConfigError: the duration is out of bounds, or the daemons are not the ranks of one
             group.
-        IllegalStateError: a daemon's profile runs already, or it has no device yet.
-        RemoteConfigError: a daemon has no directory for traces, or cannot use it.
-        RemoteCapacityError: its disk is full. After an error no daemon records.
+        StateError: a daemon's profile runs already, or it has no device yet.
+        ConfigError: a daemon has no directory for traces, or cannot use it.
+        CapacityError: its disk is full. After an error no daemon records.
     """
     max_ms = _checked_ms(seconds)
     statuses = _group_of(clients)
@@ -77,7 +77,7 @@ def record(
         end_ns = time.monotonic_ns()
     except BaseException:
         for call in _stop(clients, trace, keep=False, timeout_s=GIVE_UP_TIMEOUT_S):
-            with contextlib.suppress(ClientError, WireError):  # not all have started
+            with contextlib.suppress(WorkerDaemonError):  # not all have started
                 call.result()
         raise
     _await_all(_stop(clients, trace, keep=True, timeout_s=STOP_TIMEOUT_S))
@@ -129,7 +129,7 @@ def _await_all(
     for call in pending:
         try:
             call.result()
-        except (ClientError, WireError) as error:
+        except WorkerDaemonError as error:
             errors.append(error)
     if errors:
         raise errors[0]
@@ -140,7 +140,7 @@ def _stop(
 ) -> list[PendingCall[StopTraceReply]]:
     pending = []
     for client in clients:
-        with contextlib.suppress(ClientError) if not keep else contextlib.nullcontext():
+        with contextlib.suppress(WorkerDaemonError) if not keep else contextlib.nullcontext():
             pending.append(client.begin(partial(StopTrace, trace=trace, keep=keep), timeout_s))
     return pending
 

@@ -15,7 +15,12 @@ import torch
 from torch import Tensor
 
 from rpc_schema import weight_transfer as wt
-from worker_client.errors import RemoteConfigError, config_error
+from rpc_schema.errors import (
+    ConfigError,
+)
+from worker_client.errors import (
+    config_error,
+)
 from worker_client.trainer.broadcast import DTYPE_NAMES, BroadcastChannel, TransferStopped
 from worker_client.trainer.cuda_blocks import locate
 from worker_client.wire.worker_client import TensorList
@@ -80,8 +85,8 @@ class WeightSender:
         """Create the communicator; send() does this if there is none.
 
         Raises:
-            WeightTransferError, TransferStopped: not all workers have connected.
-            RemoteConfigError: the engine is not for this group.
+            TransferError, TransferStopped: not all workers have connected.
+            ConfigError: the engine is not for this group.
         """
         self.close()
         if self._backend == "ipc":
@@ -121,9 +126,9 @@ class WeightSender:
         sent. packed_bytes: size of the buffers that small tensors share; 0 sends each by itself.
 
         Raises:
-            RemoteConfigError: the model has no such tensors, or some are missing; a corrected
+            ConfigError: the model has no such tensors, or some are missing; a corrected
                 send() fixes that.
-            WeightTransferError, TransferStopped, WorkerDied: a transfer was interrupted; the
+            TransferError, TransferStopped, WorkerDied: a transfer was interrupted; the
                 weights are dirty until another send() or GroupWeights.reload() succeeds.
         """
         unique = _without_aliases(tensors)
@@ -133,7 +138,7 @@ class WeightSender:
         self._group.weights.start_update(format, partial=partial)
         try:
             replies = self._update(listed, list(unique.values()), packed_bytes)
-        except RemoteConfigError:
+        except ConfigError:
             raise  # all refused before the first byte: the communicator is intact
         except BaseException:
             self.close()
@@ -170,7 +175,7 @@ class WeightSender:
             sending = pool.submit(communicate)
             try:
                 result = call()
-            except RemoteConfigError:
+            except ConfigError:
                 if not _was_refused(sending):
                     self.close()
                 raise

@@ -13,8 +13,7 @@ from typing import Any, Final
 import zmq
 
 from rpc_schema import lifecycle as lc
-from rpc_schema.errors import WireError
-from worker_client.errors import ClientError
+from rpc_schema.errors import WorkerDaemonError
 from worker_client.vllm.settings import LOGGER, read_endpoints
 from worker_client.wire.keys import Keys, read_keys
 from worker_client.wire.transport import new_driver_id, parse_endpoint
@@ -83,7 +82,7 @@ def report_daemons() -> list[dict[str, Any]]:
     key_file, known = (os.environ.get(name, "") for name in KEY_VARIABLES)
     try:
         keys = read_keys(key_file or None, Path(known) if known else None)
-    except ClientError as error:
+    except WorkerDaemonError as error:
         return [
             {"endpoint": each, "healthy": False, "why": str(error)} for each in read_endpoints()
         ]
@@ -94,11 +93,11 @@ def report_daemons() -> list[dict[str, Any]]:
 def _report(context: "zmq.Context[zmq.Socket[bytes]]", endpoint: str, keys: Keys) -> dict[str, Any]:
     try:
         client = AskingClient(context, parse_endpoint(endpoint, keys), 0, new_driver_id())
-    except ClientError as error:
+    except WorkerDaemonError as error:
         return {"endpoint": endpoint, "healthy": False, "why": str(error)}
     try:
         health, status = client.check_health(ANSWER_S), client.get_status(ANSWER_S)
-    except (ClientError, WireError) as error:
+    except WorkerDaemonError as error:
         return {"endpoint": endpoint, "healthy": False, "why": str(error)}
     finally:
         client.close()

@@ -68,7 +68,7 @@ class Operations:
 
         Raises:
             NotImplementedError: the daemons do not have it.
-            ClientError: it is refused, or has failed.
+            WorkerDaemonError: it is refused, or has failed.
         """
         operation = self._by_name.get(method)
         if operation is None:
@@ -99,7 +99,7 @@ class Operations:
 
         Raises:
             ClientConfigError: it lies outside the daemons' directory of adapters.
-            RemoteError: a daemon refuses it.
+            WorkerError: a daemon refuses it.
         """
         self._load_lora(request, load_inplace=False)
 

@@ -8,8 +8,10 @@ from hashlib import blake2b
 from operator import attrgetter
 from typing import Any, Final, NamedTuple
 
+from rpc_schema.errors import (
+    WorkerDaemonError,
+)
 from worker_client.driver_parts.kept_prefixes import NotingGroup
-from worker_client.errors import ClientError
 from worker_client.group.outcomes import StepFuture
 from worker_client.steps.cached_blocks import CachedBlocks
 from worker_client.vllm.settings import LOGGER
@@ -70,7 +72,7 @@ class PrefixNotes:
         self._noted = [None] * len(self._blocks)
         try:
             known = self._group.prefixes.get(self._tag)
-        except ClientError as error:
+        except WorkerDaemonError as error:
             _LOG.warning("the prefix cache of earlier servers is not restored: %s", error)
             return 0
         for block_id, row in zip(known.block_ids.tolist(), known.hashes, strict=True):

@@ -12,6 +12,7 @@ from pathlib import Path
 from types import MappingProxyType, TracebackType
 from typing import Final
 
+from rpc_schema.errors import WorkerDaemonError
 from worker_client.errors import ClientError
 from worker_client.vllm.settings import SECTION
 
@@ -49,7 +50,7 @@ class DaemonsUnusable(ClientError):
     """A server cannot use its daemons. The message is one line."""
 
 
-def unusable(error: ClientError) -> DaemonsUnusable:
+def unusable(error: WorkerDaemonError) -> DaemonsUnusable:
     """Return an error of the driver library in vLLM's words."""
     text = str(error).partition("\n")[0]  # the rest is a traceback
     for words, others in IN_VLLM.items():
@@ -79,7 +80,7 @@ def end_with_reason() -> None:
     sys.excepthook = print_reason_last
 
 
-def leave_reason(reason: ClientError) -> None:
+def leave_reason(reason: WorkerDaemonError) -> None:
     """Leave the reason for the end of this engine process to the server's process that started
     it."""
     parent = multiprocessing.parent_process()

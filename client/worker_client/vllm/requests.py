@@ -10,10 +10,11 @@ from typing import Any, Final
 
 import msgspec
 
+from rpc_schema.errors import WorkerDaemonError
 from rpc_schema.extensions import RequestExtension
 from rpc_schema.pooling import NO_POOLING, PoolingParams, output_fault, pooled_bytes
 from rpc_schema.sampling import SamplingParams
-from worker_client.errors import ClientError, RequestError, request_error
+from worker_client.errors import RequestError, request_error
 from worker_client.parts.interface import ModelBounds
 from worker_client.requests import MAX_SEED, random_seed
 from worker_client.steps.step_checks import (
@@ -250,7 +251,8 @@ class KnownRequest:
 
 
 Adapters = Callable[[Any], None]
-"""Makes the adapter of a vLLM LoRARequest known to all daemons. Raises ClientError."""
+"""Makes the adapter of a vLLM LoRARequest known to all daemons. Raises
+WorkerDaemonError."""
 
 
 class Requests:
@@ -280,7 +282,7 @@ class Requests:
             self._accept(request)
         except RequestError as error:
             return error.reason
-        except ClientError as error:
+        except WorkerDaemonError as error:
             return str(error)
         return ""
 

@@ -9,14 +9,10 @@ from typing import Final, NamedTuple, NoReturn, TypeVar, TypeVarTuple
 
 from rpc_schema.codec import MAX_STEP_BYTES
 from rpc_schema.config import WorkerConfig
-from rpc_schema.errors import WireError
+from rpc_schema.errors import DrainingError, LeaseExpiredError, NotAttachedError, WorkerDaemonError
 from worker_client.errors import (
-    ClientError,
     ConfigMismatchError,
-    DrainingError,
     InvalidSchedulerOutput,
-    LeaseExpiredError,
-    NotAttachedError,
     ReplacementFailed,
     StepFailed,
     StepLost,
@@ -112,7 +108,7 @@ class Workers:
         repeated unless somebody asks for it.
 
         Raises:
-            ClientError: a successor did not come, or the daemons cannot be used any more.
+            WorkerDaemonError: a successor did not come, or the daemons cannot be used any more.
         """
         try:
             self.group.look()
@@ -126,7 +122,7 @@ class Workers:
         """Send a step, once there is credit for it.
 
         Raises:
-            ClientError: the daemons cannot be used any more.
+            WorkerDaemonError: the daemons cannot be used any more.
         """
         number, self._num_sent = self._num_sent, self._num_sent + 1
         untold, self._untold = self._untold, ""
@@ -176,7 +172,7 @@ class Workers:
         """Wait for the outcome of steps that count as one.
 
         Raises:
-            ClientError: the daemons cannot be used any more, or steps were lost MAX_IN_A_ROW times
+            WorkerDaemonError: the daemons cannot be used any more, or steps were lost MAX_IN_A_ROW
                 in a row.
         """
         try:
@@ -194,7 +190,7 @@ class Workers:
             raise StepLost(sent.reason)
         return self._recovering(_result_of, sent.future)
 
-    def _lost(self, number: int, error: ClientError) -> LostStep:
+    def _lost(self, number: int, error: WorkerDaemonError) -> LostStep:
         reason = error.message if isinstance(error, StepFailed) else str(error)
         if number < self._lost_before:
             return LostStep(reason, is_known=True)
@@ -236,16 +232,16 @@ class Workers:
         """Return whether no daemon says that it is drained."""
         try:
             return all(each.serving == "SERVING" for each in self.group.get_status())
-        except (ClientError, WireError):
+        except WorkerDaemonError:
             return False
 
-    def _attach_again(self, cause: ClientError) -> NoReturn:
+    def _attach_again(self, cause: WorkerDaemonError) -> NoReturn:
         """Attach again, then raise StepLost."""
         self._count_recovery(cause)
         self._attach(cause)
         raise StepLost(str(cause)) from cause
 
-    def _attach(self, cause: ClientError) -> None:
+    def _attach(self, cause: WorkerDaemonError) -> None:
         _LOG.warning("attaching again: %s", cause)
         self.group.attach()
         self._prepare(reload=False)
@@ -258,7 +254,7 @@ class Workers:
             raise failed from died
         _LOG.warning("replaced ranks %s in %.1f s", report.ranks, sum(report.seconds.values()))
 
-    def _count_recovery(self, error: ClientError) -> None:
+    def _count_recovery(self, error: WorkerDaemonError) -> None:
         if self._since_success.recoveries >= MAX_IN_A_ROW:
             raise error
         self._since_success.recoveries += 1

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
-from rpc_schema.errors import WireError
+from rpc_schema.errors import LeaseHeldError, WireError, WorkerError
 from rpc_schema.lease import (
     DEFAULT_LEASE_TTL_MS,
     DEFAULT_ORPHAN_KV_TTL_MS,
@@ -27,10 +27,8 @@ from rpc_schema.lease import (
 from worker_client.errors import (
     AuthenticationError,
     DeadlineExceeded,
-    LeaseHeldError,
     LeaseNotRenewed,
     OutOfThreads,
-    RemoteError,
     WorkerDied,
     config_error,
 )
@@ -121,7 +119,7 @@ class LeaseKeeper:
         self, context: Context, driver_id: bytes, terms: LeaseTerms, group: object
     ) -> None:
         """group: the keeper stops when it is collected without having been closed."""
-        self.lost: RemoteError | LeaseNotRenewed | None = None
+        self.lost: WorkerError | LeaseNotRenewed | None = None
         """Reason for which the lease is lost; written by the keeper's thread, once."""
         self._context = context
         self._driver_id = driver_id
@@ -267,12 +265,12 @@ class LeaseKeeper:
         for call, sent in pending:
             try:
                 reply = self._await(call, ended, deadline)
-            except _ASK_AGAIN:
-                continue
-            except RemoteError as error:
-                if self._attached and not ended.is_set():
+            except WorkerError as error:
+                if error.is_reported and self._attached and not ended.is_set():
                     self.lost = error
                     break
+                continue
+            except _ASK_AGAIN:
                 continue
             if reply is not None and reply.is_claimed:
                 is_claimed = True
@@ -301,8 +299,8 @@ class Patience:
 
     def __init__(self, wait_s: float) -> None:
         self._until = time.monotonic() + wait_s
-        self._remaining: dict[int, float] = {}
-        """Remaining time of each rank's lease at the last check."""
+        self._remaining: dict[str, float] = {}
+        """Remaining time of the lease at each rank's endpoint at the last check."""
         self._renewals = 0
 
     def wait(self, refusal: LeaseHeldError) -> None:
@@ -313,8 +311,8 @@ class Patience:
                 it now, or the time is over.
         """
         if not refusal.is_claim:
-            before = self._remaining.get(refusal.rank, refusal.remaining_s)
-            self._remaining[refusal.rank] = refusal.remaining_s
+            before = self._remaining.get(refusal.endpoint, refusal.remaining_s)
+            self._remaining[refusal.endpoint] = refusal.remaining_s
             self._renewals += refusal.remaining_s > before + RENEWAL_SLACK_S
         if self._renewals >= RENEWALS_OF_THE_LIVING or time.monotonic() >= self._until:
             raise refusal

@@ -31,7 +31,8 @@ from rpc_schema.codec import (
     decode_event,
     encode_control,
 )
-from rpc_schema.errors import BadFrameError, ControlErrorReply, WireError
+from rpc_schema.error_replies import ControlErrorReply
+from rpc_schema.errors import BadFrameError, WireError
 from rpc_schema.key_files import Role
 from rpc_schema.operations import CONTROL_OPERATIONS
 from worker_client.errors import (
@@ -337,7 +338,7 @@ class PendingCall(Generic[ReplyT]):
 
         Raises:
             DeadlineExceeded: none came within the timeout, which began with the sending.
-            RemoteError: the daemon answered with an error.
+            WorkerError: the daemon answered with an error.
             BadFrameError: the answer is of another type.
         """
         reply = self.poll(self.deadline)
@@ -602,7 +603,7 @@ class ResultsChannel:
 
         Raises:
             WorkerDied: a daemon is dead.
-            RemoteError: the lease is lost.
+            WorkerError: the lease is lost.
             AuthenticationError: a daemon refused us.
         """
         while True:

@@ -12,9 +12,9 @@ from rpc_schema import trace as tr
 from rpc_schema import weight_transfer as wt
 from rpc_schema.base import Answered
 from rpc_schema.codec import ControlReplyMessage, Frame
-from rpc_schema.errors import ErrorCode
+from rpc_schema.errors import ErrorCode, error_of_rank
 from rpc_schema.version import PROTOCOL_VERSION
-from worker_client.errors import WorkerDied, local_error
+from worker_client.errors import WorkerDied
 from worker_client.wire.lease import LeaseTerms, holder_name
 from worker_client.wire.transport import (
     CheckDeaths,
@@ -52,7 +52,7 @@ class TensorList(NamedTuple):
 class AskingClient:
     """Sends one daemon's control requests. It opens no step socket, so an observer's key is enough.
 
-    Methods that wait for the reply raise DeadlineExceeded, WorkerDied and RemoteError. Belongs to
+    Methods that wait for the reply raise DeadlineExceeded, WorkerDied and WorkerError. Belongs to
     one thread.
     """
 
@@ -118,7 +118,7 @@ class AskingClient:
             timeout_s,
         )
         if reply.protocol_version != PROTOCOL_VERSION:
-            raise local_error(
+            raise error_of_rank(
                 ErrorCode.INCOMPATIBLE,
                 f"the daemon ({reply.software}) has protocol version {reply.protocol_version}, "
                 f"this driver {PROTOCOL_VERSION}; fix: run the same release on both sides",

@@ -17,19 +17,18 @@ from pathlib import Path
 import msgspec
 
 from rpc_schema.config import WorkerConfig
-from rpc_schema.errors import WireError
-from tests.support.soak.ledger import Entry, Ledger, LedgerFenced
-from tests.support.soak.plan import PlannedRequest
-from tests.support.troubled_driver import hold
-from worker_client.driver import Driver
-from worker_client.errors import (
-    ClientError,
+from rpc_schema.errors import (
     FencedError,
     LeaseExpiredError,
     LeaseHeldError,
     NotAttachedError,
-    WorkerDied,
+    WorkerDaemonError,
 )
+from tests.support.soak.ledger import Entry, Ledger, LedgerFenced
+from tests.support.soak.plan import PlannedRequest
+from tests.support.troubled_driver import hold
+from worker_client.driver import Driver
+from worker_client.errors import WorkerDied
 from worker_client.scheduler import RequestOutput, Scheduler, scheduler_limits
 from worker_client.scheduler_output import StepResult
 from worker_client.wire.lease import LeaseTerms
@@ -220,7 +219,7 @@ def serve(life: Life) -> int:
         application.deliver(done)
         try:
             return application.run()
-        except (ClientError, WireError) as error:
+        except WorkerDaemonError as error:
             if isinstance(error, SEATLESS):
                 raise
             traceback.print_exc()
@@ -264,7 +263,7 @@ def main(path: Path) -> int:
     except (*SEATLESS, LedgerFenced):
         traceback.print_exc()
         return UNSEATED
-    except (ClientError, WireError):
+    except WorkerDaemonError:
         traceback.print_exc()
         return NEVER_SERVED
 

@@ -9,11 +9,11 @@ from collections.abc import Callable
 from rpc_schema import step
 from rpc_schema.codec import encode_step
 from rpc_schema.config import ParallelConfig
+from rpc_schema.errors import LeaseHeldError, WorkerDaemonError
 from tests.support.faulty_daemon import Fault as InjectedFault
 from tests.support.secured import BareSockets
 from tests.support.soak.plan import Fault, FaultKind
 from tests.support.soak.scene import Scene
-from worker_client.errors import ClientError, LeaseHeldError
 from worker_client.wire.transport import parse_endpoint
 from worker_client.worker_group import WorkerGroup
 
@@ -126,7 +126,7 @@ class Injector:
                 group.attach(1.0, wait_for_lease_s=0.0, keep_requests=True)
         except LeaseHeldError:
             return "a second driver was refused"
-        except ClientError as error:
+        except WorkerDaemonError as error:
             return f"a second driver gave up: {type(error).__name__}"
         return "a second driver came between"
 

@@ -10,7 +10,7 @@ import pytest
 from benchmarks import step_trace
 from benchmarks.stage_driver import StageDriver, bitmap, pipelined
 from rpc_schema.codec import decode_step
-from worker_daemon.errors import InvalidStepError
+from rpc_schema.errors import InvalidStepError
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 32,

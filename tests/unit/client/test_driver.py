@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 
 from examples.static_batches import StaticBatches
-from rpc_schema.errors import ControlErrorReply, ErrorCode, ErrorScope
+from rpc_schema.errors import ErrorCode, ErrorScope, error_of_rank
 from tests.support.fake_daemon import VOCAB_SIZE, Fault
 from tests.unit.client.conftest import worker_config
 from tests.unit.client.test_scheduler import expected, make_limits, random_requests
 from worker_client.driver import MAX_CONSECUTIVE_FAILURES, Driver
-from worker_client.errors import DrainingError, InvalidSchedulerOutput, StepFailed, WorkerDied
+from worker_client.errors import InvalidSchedulerOutput, StepFailed, WorkerDied
 from worker_client.requests import GenerationRequest
 from worker_client.scheduler import Scheduler, SchedulerInterface
 from worker_client.scheduler_output import SchedulerOutput, StepResult
@@ -125,8 +125,7 @@ class DrainingGroup(ScriptedGroup):
     def execute_model(self, output: SchedulerOutput) -> ScriptedFuture:
         if not self.fates:
             code, scope = ErrorCode.DRAINING, ErrorScope.GROUP
-            reply = ControlErrorReply(call=0, code=code, scope=scope, message="scripted")
-            raise DrainingError(reply, rank=0, endpoint="scripted")
+            raise error_of_rank(code, "scripted", rank=0, endpoint="scripted", scope=scope)
         return super().execute_model(output)
 
     def withdraw(self, output: SchedulerOutput) -> frozenset[str]:

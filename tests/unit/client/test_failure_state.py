@@ -12,16 +12,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from rpc_schema.errors import BadFrameError, ErrorCode, ErrorReply, ErrorScope
+from rpc_schema.error_replies import ErrorReply
+from rpc_schema.errors import (
+    BadFrameError,
+    DrainingError,
+    ErrorCode,
+    ErrorScope,
+    FencedError,
+    LeaseExpiredError,
+    NotAttachedError,
+    WorkerDaemonError,
+)
 from worker_client.errors import (
     ClientError,
     DeadlineExceeded,
-    DrainingError,
-    FencedError,
-    LeaseExpiredError,
     LeaseNotRenewed,
     LinkGivenUp,
-    NotAttachedError,
     WeightsNotWhole,
     WorkerDied,
     remote_error,
@@ -571,7 +577,7 @@ class Histories(RuleBasedStateMachine):
             try:
                 self.owner.check(request, ["here", "there"])
                 raised = None
-            except ClientError as error:
+            except WorkerDaemonError as error:
                 raised = type(error)
             assert raised is expected, (request, self.owner.state)
 

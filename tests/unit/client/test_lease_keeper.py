@@ -14,6 +14,7 @@ import pytest
 
 from rpc_schema import codec
 from rpc_schema.config import ParallelConfig
+from rpc_schema.errors import FencedError, LeaseExpiredError, LeaseHeldError, NotAttachedError
 from rpc_schema.lease import driver_digest
 from rpc_schema.step import ModelRunnerOutput
 from tests.support.fake_daemon import FakeDaemon, Fault, next_token
@@ -23,11 +24,7 @@ from tests.unit.client.test_worker_group import admit, ready, serve
 from worker_client.errors import (
     ClientConfigError,
     DeadlineExceeded,
-    FencedError,
-    LeaseExpiredError,
-    LeaseHeldError,
     LeaseNotRenewed,
-    NotAttachedError,
     OutOfDescriptors,
     OutOfThreads,
 )

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from rpc_schema.errors import DeviceError
 from rpc_schema.exit_codes import ExitCode
 from tests.support.command_line import CLIENT
 from tests.support.waiting import PATIENCE_S
@@ -22,7 +23,6 @@ from worker_client.cli.output_file import OutputFile, check_output, is_special, 
 from worker_client.cli.trace import _write as write_trace
 from worker_client.errors import OutputError
 from worker_client.tracing.observer import Recorded
-from worker_daemon.errors import DeviceError
 
 LINE = '{{"id": "r{}", "prompt_token_ids": [1, 2, {}], "max_tokens": 8, "ignore_eos": true}}\n'
 

@@ -4,9 +4,10 @@ from typing import Literal
 
 import pytest
 
-from rpc_schema.errors import ControlErrorReply, ErrorCode, ErrorScope
+from rpc_schema.error_replies import ControlErrorReply
+from rpc_schema.errors import ErrorCode, ErrorScope, LeaseHeldError
 from rpc_schema.lease import LeaseStatus
-from worker_client.errors import LeaseHeldError
+from worker_client.errors import remote_error
 from worker_client.wire.lease import Patience
 
 
@@ -40,7 +41,9 @@ def refusal(
         message="held",
         lease=LeaseStatus(state=state, ttl_ms=3000, remaining_ms=round(remaining_s * 1000)),
     )
-    return LeaseHeldError(reply, rank=rank, endpoint=f"ipc:///w{rank}")
+    error = remote_error(reply, rank=rank, endpoint=f"ipc:///w{rank}")
+    assert isinstance(error, LeaseHeldError)
+    return error
 
 
 def wait_through(patience: Patience, *remaining_s: float) -> None:

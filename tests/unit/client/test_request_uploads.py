@@ -6,7 +6,12 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from rpc_schema.errors import ControlErrorReply, ErrorCode
+from rpc_schema.error_replies import (
+    ControlErrorReply,
+)
+from rpc_schema.errors import (
+    ErrorCode,
+)
 from worker_client.driver import Driver
 from worker_client.driver_parts.request_uploads import (
     CHUNKS_AT_ONCE,
@@ -14,7 +19,11 @@ from worker_client.driver_parts.request_uploads import (
     RequestUploads,
     UploadsPart,
 )
-from worker_client.errors import RequestError, WorkerDied, remote_error
+from worker_client.errors import (
+    RequestError,
+    WorkerDied,
+    remote_error,
+)
 from worker_client.inputs.host_tensor import HostTensor
 from worker_client.requests import GenerationRequest
 from worker_client.scheduler import Scheduler, SchedulerLimits

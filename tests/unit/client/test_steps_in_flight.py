@@ -8,9 +8,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from rpc_schema.errors import ErrorCode, ErrorReply, ErrorScope
+from rpc_schema.error_replies import ErrorReply
+from rpc_schema.errors import ErrorCode, ErrorScope, WorkerError
 from rpc_schema.step import ModelRunnerOutput
-from worker_client.errors import LinkGivenUp, RemoteError, StepFailed, WorkerDied, remote_error
+from worker_client.errors import LinkGivenUp, StepFailed, WorkerDied, remote_error
 from worker_client.group import failure_state as fs
 from worker_client.group.failure_state import Answer, FailureState, GroupRequest
 from worker_client.group.outcomes import StepFuture, StepsInFlight
@@ -283,7 +284,7 @@ def exception_of(future):
     """The error of a future that has failed; no step may hang, and none end otherwise."""
     try:
         future.result(0.0)
-    except (StepFailed, WorkerDied, RemoteError, LinkGivenUp) as error:
+    except (StepFailed, WorkerDied, WorkerError, LinkGivenUp) as error:
         return error
     raise AssertionError("it has not failed")
 

@@ -9,13 +9,14 @@ from pathlib import Path
 import pytest
 
 import worker_client
-from rpc_schema.errors import ControlErrorReply
+from rpc_schema.error_replies import ControlErrorReply
+from rpc_schema.errors import WorkerDaemonError
 from worker_client.errors import (
     ClientError,
     ConfigMismatchError,
-    LeaseHeldError,
     NothingListens,
     UntrustedEndpointError,
+    remote_error,
 )
 from worker_client.vllm.refusals import unusable
 from worker_client.wire.keys import NO_KEYS, read_keys
@@ -32,7 +33,7 @@ PROGRAMS = ("cli", "vllm", "__main__.py", "launcher.py", "request_parser.py")
 
 
 def caught(call, *arguments):
-    with pytest.raises(ClientError) as error:
+    with pytest.raises(WorkerDaemonError) as error:
         call(*arguments)
     return error.value
 
@@ -41,7 +42,7 @@ def held():
     """Return a daemon's refusal, with a traceback."""
     text = "host:12 (driver 9af) holds the lease; fix: wait until it is free, or attach by force"
     reply = ControlErrorReply(call=1, code="LEASE_HELD", scope="request", message=text)
-    return LeaseHeldError(reply, rank=0, endpoint="ipc:///w0")
+    return remote_error(reply, rank=0, endpoint="ipc:///w0")
 
 
 ERRORS = {

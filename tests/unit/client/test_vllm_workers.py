@@ -8,17 +8,11 @@ import numpy as np
 import pytest
 
 from rpc_schema.config import ParallelConfig
-from rpc_schema.errors import ErrorCode, ErrorScope
+from rpc_schema.errors import DrainingError, ErrorCode, ErrorScope, WorkerDaemonError
 from tests.support.fake_daemon import HELD, VOCAB_SIZE, FakeDaemon, Fault, reference_tokens
 from tests.support.waiting import wait_until
 from tests.unit.client.conftest import worker_config
-from worker_client.errors import (
-    ClientError,
-    DrainingError,
-    ReplacementFailed,
-    StepFailed,
-    WorkerDied,
-)
+from worker_client.errors import ReplacementFailed, StepFailed, WorkerDied
 from worker_client.scheduler_output import NewRequest, SchedulerOutput
 from worker_client.steps.masks import StepMasks
 from worker_client.vllm.settings import Settings
@@ -291,7 +285,7 @@ def test_daemons_that_die_one_after_the_other_end_it(opened):
     thread = threading.Thread(target=supervise)
     thread.start()
     try:
-        with pytest.raises(ClientError):
+        with pytest.raises(WorkerDaemonError):
             tokens(workers, *[begin()] * (MAX_IN_A_ROW + 1))
     finally:
         stop.set()

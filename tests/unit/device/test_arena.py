@@ -10,12 +10,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from rpc_schema.errors import CapacityError, ConfigError, DeviceError
 from tests.support.waiting import PATIENCE_S
 from worker_daemon.device.arena import ALIGNMENT_BYTES, Arena, arena_bytes, open_arena
 from worker_daemon.device.backup import RESERVE_BYTES, HostBackup, host_room_bytes
 from worker_daemon.device.cuda_pages import CudaPages
 from worker_daemon.device.host_pages import HostPages
-from worker_daemon.errors import CapacityError, ConfigError, DeviceError
 
 CPU = torch.device("cpu")
 PAGE = mmap.PAGESIZE

@@ -6,6 +6,7 @@ import os
 import pytest
 import torch
 
+from rpc_schema.errors import CapacityError, ConfigError
 from tests.support.driven_memory import DrivenMemory
 from worker_daemon.device.init import device_name, open_device, supports
 from worker_daemon.device.memory import (
@@ -19,7 +20,6 @@ from worker_daemon.device.memory_sources import (
     memory_source,
 )
 from worker_daemon.device.threads import choose_threads, usable_cores
-from worker_daemon.errors import CapacityError, ConfigError
 
 CPU = torch.device("cpu")
 MIB = 1 << 20

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from rpc_schema.errors import CapacityError, CommError, DeviceError, OutOfMemoryError
 from worker_daemon.device.failures import (
     FailureKind,
     drop_scratch,
@@ -10,7 +11,6 @@ from worker_daemon.device.failures import (
     out_of_memory,
     typed_device_error,
 )
-from worker_daemon.errors import CapacityError, CommError, DeviceError, OutOfMemoryError
 
 CUDA_OOM = (
     "CUDA out of memory. Tried to allocate 1.50 GiB. GPU 0 has a total capacity of 139.80 GiB of "

@@ -7,9 +7,9 @@ from pathlib import Path
 import pynvml
 import pytest
 
+from rpc_schema.errors import ConfigError
 from worker_daemon import device
 from worker_daemon.device.nvml import CudaDevice, load_nvml, total_memory_bytes
-from worker_daemon.errors import ConfigError
 
 
 class NvmlTrouble(Exception):

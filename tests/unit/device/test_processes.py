@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from rpc_schema.errors import CapacityError
 from tests.support.driven_memory import GIB, MIB, DrivenMemory
 from tests.support.waiting import PATIENCE_S
 from worker_daemon.device.memory import (
@@ -16,7 +17,6 @@ from worker_daemon.device.memory import (
     request_memory,
 )
 from worker_daemon.device.processes import PROBE_BYTES, find_own, open_processes
-from worker_daemon.errors import CapacityError
 
 
 class NvmlTrouble(Exception):

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from rpc_schema.errors import CommError
 from tests.support.waiting import wait_until
 from worker_daemon.contracts.layer_ops import Norm, NormedSum
 from worker_daemon.contracts.window import Window
@@ -23,7 +24,6 @@ from worker_daemon.distributed.pp import HopShape, StageInbound, StageOutbound
 from worker_daemon.distributed.symmetric import BLANK, Peers
 from worker_daemon.distributed.tokens import TokenBroadcast
 from worker_daemon.distributed.tp import tensor_parallel
-from worker_daemon.errors import CommError
 
 CPU = torch.device("cpu")
 MAX_TOKENS = 33

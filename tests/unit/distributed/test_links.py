@@ -8,11 +8,11 @@ import threading
 import pytest
 from group_processes import Pool
 
+from rpc_schema.errors import CommError
 from tests.support.strangers import flood, listening
 from tests.support.waiting import wait_until
 from worker_daemon.distributed.pp import STATUS_FAILED, STATUS_MISMATCH, STATUS_OK
 from worker_daemon.distributed.rendezvous import RendezvousServer, connect_store
-from worker_daemon.errors import CommError
 
 TAG_RANGE = 1 << 30
 

@@ -2,9 +2,9 @@
 
 import pytest
 
+from rpc_schema.errors import ConfigError
 from worker_daemon.distributed.parallel_state import ParallelState
 from worker_daemon.distributed.tp import SingleRank, tensor_parallel
-from worker_daemon.errors import ConfigError
 
 SHAPES = [(pp, tp) for pp in range(1, 5) for tp in range(1, 5)]
 

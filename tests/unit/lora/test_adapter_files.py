@@ -8,9 +8,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from rpc_schema.errors import CheckpointError, ConfigError
 from tests.support.lora_adapters import config_of, write_adapter
 from worker_daemon.distributed.tp import tensor_parallel
-from worker_daemon.errors import CheckpointError, ConfigError
 from worker_daemon.layers.adapters import AdapterLayout
 from worker_daemon.layers.attention import NullAttention
 from worker_daemon.layers.torch_ops import TorchOps

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
+from rpc_schema.errors import CapacityError, ConfigError
 from tests.support.waiting import PATIENCE_S
 from worker_daemon.contracts.source_identity import SourceIdentity
-from worker_daemon.errors import CapacityError, ConfigError
 from worker_daemon.lora.adapter_files import AdapterFiles
 from worker_daemon.lora.device_slots import DeviceSlots
 from worker_daemon.lora.host_store import HostAdapter, HostStore

@@ -8,7 +8,7 @@ import pytest
 import torch
 import transformers
 
-from worker_daemon.errors import ConfigError
+from rpc_schema.errors import ConfigError
 from worker_daemon.models import registry
 from worker_daemon.models.config import parse_model_config
 

@@ -10,7 +10,7 @@ from transformers.models.gemma3 import modeling_gemma3
 from transformers.models.gpt_oss import modeling_gpt_oss
 from transformers.models.mistral import modeling_mistral
 
-from worker_daemon.errors import ConfigError
+from rpc_schema.errors import ConfigError
 from worker_daemon.layers.rotary import DefaultRope, LinearRope
 from worker_daemon.models import registry
 from worker_daemon.models.config import parse_model_config

@@ -8,7 +8,7 @@ import torch
 import transformers
 
 from rpc_schema.config import ModelConfig
-from worker_daemon.errors import CheckpointError, ConfigError
+from rpc_schema.errors import CheckpointError, ConfigError
 from worker_daemon.layers.norm import QKNormSpec
 from worker_daemon.layers.rotary import DynamicRope, Llama3Rope, LongRope, YarnRope
 from worker_daemon.models.config import parse_model_config, read_model_config

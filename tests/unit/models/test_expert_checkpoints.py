@@ -10,9 +10,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from rpc_schema.config import ModelConfig
+from rpc_schema.errors import CheckpointError, ConfigError
 from tests.support.quantized import compressed_config, quantize, quantized_values
 from worker_daemon.distributed.tp import SingleRank
-from worker_daemon.errors import CheckpointError, ConfigError
 from worker_daemon.layers.attention import NullAttention
 from worker_daemon.layers.quantization import ONLINE
 from worker_daemon.layers.torch_ops import TorchOps

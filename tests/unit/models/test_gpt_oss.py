@@ -11,11 +11,11 @@ from safetensors.torch import load_file, save_file
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from transformers.models.gpt_oss import modeling_gpt_oss
 
+from rpc_schema.errors import CheckpointError, ConfigError
 from rpc_schema.weight_transfer import DiskSource, UpdateWeights
 from tests.support.quantized_mxfp4 import to_mxfp4
 from tests.support.quantized_stages import build
 from worker_daemon.distributed.tp import SingleRank
-from worker_daemon.errors import CheckpointError, ConfigError
 from worker_daemon.layers.attention import NullAttention
 from worker_daemon.layers.mxfp4 import dequantized
 from worker_daemon.layers.quantization import ONLINE

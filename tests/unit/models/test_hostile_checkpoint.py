@@ -10,10 +10,10 @@ import torch
 from safetensors.torch import save_file
 
 from rpc_schema.config import ModelConfig
+from rpc_schema.errors import CheckpointError, ConfigError
 from tests.support.waiting import PATIENCE_S
 from worker_client.errors import ClientConfigError
 from worker_client.inputs.tokenizer import load_tokenizer
-from worker_daemon.errors import CheckpointError, ConfigError
 from worker_daemon.models.config import parse_model_config, read_model_config
 from worker_daemon.models.safetensors_file import MalformedError, SafetensorsFile
 from worker_daemon.models.saved_set import read_saved_set

@@ -6,9 +6,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from rpc_schema.errors import CheckpointError, ConfigError
 from tests.support.quantized_int4 import Scheme, int4_config, quantize
 from tests.support.quantized_stages import Elsewhere, build
-from worker_daemon.errors import CheckpointError, ConfigError
 from worker_daemon.models import weights
 from worker_daemon.models.config import read_model_config
 from worker_daemon.models.decoder import checkpoint_names

@@ -7,8 +7,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from rpc_schema.errors import CheckpointError
 from worker_daemon.distributed.tp import tensor_parallel
-from worker_daemon.errors import CheckpointError
 from worker_daemon.layers.kv_scales import HeadScales
 from worker_daemon.layers.setup import LayerSetup
 from worker_daemon.layers.torch_ops import TorchOps

@@ -8,11 +8,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from rpc_schema.errors import ConfigError
 from tests.support import checkpoints, quantized, quantized_int4
 from tests.support.lora_adapters import make_adapter
 from tests.support.quantized_stages import Elsewhere, build
 from worker_daemon.distributed.tp import SingleRank
-from worker_daemon.errors import ConfigError
 from worker_daemon.layers.adapters import AdapterLayout
 from worker_daemon.layers.attention import NullAttention
 from worker_daemon.layers.quantization import ONLINE

@@ -7,6 +7,7 @@ import time
 
 import pytest
 
+from rpc_schema.errors import ConfigError
 from tests.support.fuzz_patterns import (
     CATASTROPHIC,
     FIELD,
@@ -17,7 +18,6 @@ from tests.support.fuzz_patterns import (
 )
 from tests.support.published import PUBLISHED
 from tests.support.quantized import compressed_config
-from worker_daemon.errors import ConfigError
 from worker_daemon.models.config import parse_model_config
 from worker_daemon.models.decoder import unpacked_tensors
 from worker_daemon.models.module_patterns import CPU_S, MAX_CHARS, MAX_PATTERNS, matching_names

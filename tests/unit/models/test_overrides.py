@@ -5,8 +5,8 @@ import json
 import pytest
 
 from rpc_schema.config import ModelConfig
+from rpc_schema.errors import ConfigError
 from tests.support.model_configs import MODEL_CONFIGS
-from worker_daemon.errors import ConfigError
 from worker_daemon.models.config import read_model_config, read_overrides
 from worker_daemon.worker.resolve import resolve_model
 

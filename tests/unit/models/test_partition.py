@@ -2,7 +2,7 @@
 
 import pytest
 
-from worker_daemon.errors import ConfigError
+from rpc_schema.errors import ConfigError
 from worker_daemon.models.config import parse_model_config
 from worker_daemon.models.partition import check_partition, partition_layers
 

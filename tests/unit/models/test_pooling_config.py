@@ -5,8 +5,8 @@ import json
 import pytest
 
 from rpc_schema.config import ModelConfig
+from rpc_schema.errors import CheckpointError, ConfigError
 from tests.support.pooling_reference import write_modules
-from worker_daemon.errors import CheckpointError, ConfigError
 from worker_daemon.models.config import parse_model_config, read_model_config
 from worker_daemon.models.safetensors_file import full_name
 from worker_daemon.worker.resolve import resolve_model

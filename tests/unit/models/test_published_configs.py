@@ -8,6 +8,7 @@ import pytest
 import torch
 import transformers
 
+from rpc_schema.errors import ConfigError
 from tests.support.published import (
     PUBLISHED,
     VOCAB_SIZE,
@@ -16,7 +17,6 @@ from tests.support.published import (
     shrunk,
     with_factors,
 )
-from worker_daemon.errors import ConfigError
 from worker_daemon.models.config import parse_model_config, read_model_config
 from worker_daemon.models.decoder import module_names
 

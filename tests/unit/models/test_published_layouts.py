@@ -10,6 +10,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 
+from rpc_schema.errors import ConfigError
 from rpc_schema.weight_transfer import DiskSource, UpdateWeights
 from tests.support.published import (
     PUBLISHED,
@@ -20,7 +21,6 @@ from tests.support.published import (
 )
 from tests.support.quantized_stages import build
 from worker_daemon.distributed.tp import SingleRank
-from worker_daemon.errors import ConfigError
 from worker_daemon.layers.adapters import AdapterLayout
 from worker_daemon.lora.adapter_files import AdapterFormat
 from worker_daemon.models.config import read_model_config

@@ -7,6 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from rpc_schema.errors import CheckpointError, ConfigError
 from rpc_schema.weight_transfer import DiskSource, UpdateWeights
 from tests.support.quantized import (
     LAYER_MATRICES,
@@ -17,7 +18,6 @@ from tests.support.quantized import (
 )
 from tests.support.quantized_stages import Elsewhere, build
 from worker_daemon.distributed.tp import SingleRank
-from worker_daemon.errors import CheckpointError, ConfigError
 from worker_daemon.layers import fp8
 from worker_daemon.layers.attention import NullAttention
 from worker_daemon.layers.quantization import ONLINE, IgnoredModules

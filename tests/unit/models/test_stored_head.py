@@ -17,9 +17,9 @@ from rpc_schema.config import (
     SchedulerConfig,
     WorkerConfig,
 )
+from rpc_schema.errors import CheckpointError, ConfigError
 from rpc_schema.weight_transfer import DiskSource, UpdateWeights
 from tests.support.published import PUBLISHED, random_model, save_published, shrunk
-from worker_daemon.errors import CheckpointError, ConfigError
 from worker_daemon.models.config import read_model_config
 from worker_daemon.models.decoder import checkpoint_names, checkpoint_pieces
 from worker_daemon.models.saved_set import GroupShape, load_saved, read_saved_set

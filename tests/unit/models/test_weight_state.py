@@ -2,8 +2,8 @@
 
 import pytest
 
+from rpc_schema.errors import StateError
 from worker_daemon.contracts.source_identity import SourceIdentity
-from worker_daemon.errors import StateError
 from worker_daemon.models.weight_state import MAX_NAMES, WeightState
 
 NAMES = [f"t{number:02}" for number in range(40)]

@@ -17,11 +17,11 @@ from rpc_schema.config import (
     SchedulerConfig,
     WorkerConfig,
 )
+from rpc_schema.errors import CapacityError, CheckpointError, ConfigError
 from tests.support.quantized import compressed_config, modelopt_config
 from worker_client.errors import KVPlanError
 from worker_client.group import kv_planning
 from worker_daemon.distributed.tp import tensor_parallel
-from worker_daemon.errors import CapacityError, CheckpointError, ConfigError
 from worker_daemon.layers.attention import NullAttention
 from worker_daemon.layers.torch_ops import TorchOps
 from worker_daemon.models.config import read_model_config

@@ -10,9 +10,9 @@ import torch
 from row_steps import Admission, NaiveRows, Plan, StepGenerator, encode, int32s, request_state
 
 from rpc_schema.adoption import MAX_PAGE_BYTES, MAX_ROW_BLOCKS
+from rpc_schema.errors import InvalidStepError
 from rpc_schema.sampling import SamplingParams
 from tests.support.exhaustive import seeds
-from worker_daemon.errors import InvalidStepError
 from worker_daemon.runner import adoption, token_history
 from worker_daemon.runner.adoption import describe_requests
 from worker_daemon.runner.input_batch import InputBuilder

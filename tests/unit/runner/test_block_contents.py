@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 from row_steps import bitmap, int32s, request_state, uint16s
 
+from rpc_schema.errors import InvalidStepError, PrecededByError
 from rpc_schema.step import ExecuteModel, NewRequestData
 from tests.support.exhaustive import seeds
-from worker_daemon.errors import InvalidStepError, PrecededByError
 from worker_daemon.runner.block_contents import BlockContents
 from worker_daemon.runner.scheduled_step import StepLimits
 

@@ -5,9 +5,9 @@ import numpy as np
 import pytest
 from row_steps import bitmap, int32s
 
+from rpc_schema.errors import InvalidStepError
 from rpc_schema.sampling import RandomSampling
 from rpc_schema.step import ExecuteModel, NewRequestData
-from worker_daemon.errors import InvalidStepError
 from worker_daemon.runner.parts.interface import PartContext, StepPart
 from worker_daemon.runner.parts.step_parts import StepParts
 from worker_daemon.runner.request_state import RequestState

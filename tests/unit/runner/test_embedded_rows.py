@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
+from rpc_schema.errors import InvalidStepError, StateError
 from rpc_schema.prompt_embeds import EmbeddedRange, PromptEmbeds
 from rpc_schema.step import NewRequestData
-from worker_daemon.errors import InvalidStepError, StateError
 from worker_daemon.runner.parts.registry import make_parts
 from worker_daemon.runner.scheduled_step import (
     NO_UPDATES,

@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 import torch
 
+from rpc_schema.errors import InvalidStepError
 from rpc_schema.sampling import GrammarMasks
 from rpc_schema.step import NO_TOKEN
 from tests.support.sample_rows import sample_rows
-from worker_daemon.errors import InvalidStepError
 from worker_daemon.runner.parts.grammar_masks import GrammarMasksPart
 from worker_daemon.runner.parts.interface import PartContext
 from worker_daemon.runner.parts.registry import make_parts

@@ -6,9 +6,9 @@ import pytest
 import torch
 from row_steps import request_state
 
+from rpc_schema.errors import InvalidStepError
 from rpc_schema.kv_cache import BlockGroup
 from rpc_schema.step import ExecuteModel, NewRequestData
-from worker_daemon.errors import InvalidStepError
 from worker_daemon.runner.adoption import describe_requests
 from worker_daemon.runner.input_batch import InputBuilder
 from worker_daemon.runner.row_tables import RowTables, TorchRowKernels

@@ -5,11 +5,11 @@ import pytest
 import torch
 
 from rpc_schema.codec import decode_step_reply, encode_step
+from rpc_schema.errors import CommError
 from rpc_schema.sampling import TokenLogprobs
 from tests.support.fake_daemon import named_slots
 from worker_daemon.distributed.link import Link
 from worker_daemon.distributed.pp import STATUS_FAILED, STATUS_MISMATCH, STATUS_OK
-from worker_daemon.errors import CommError
 from worker_daemon.runner.output import NoTokens, ReplyIdentity, StepOutput
 from worker_daemon.runner.parts.interface import Report
 from worker_daemon.runner.parts.step_parts import SamplerOutput

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from rpc_schema import extensions
+from rpc_schema.errors import InvalidStepError
 from rpc_schema.sampling import (
     GrammarMasks,
     LogprobsWanted,
@@ -19,7 +20,6 @@ from rpc_schema.sampling import (
 from rpc_schema.step import NO_TOKEN, NewRequestData
 from tests.support.sample_rows import sample_rows
 from worker_client.parts.registry import PARTS as DRIVER_PARTS
-from worker_daemon.errors import InvalidStepError
 from worker_daemon.runner.parts.registry import PARTS, make_parts
 from worker_daemon.runner.scheduled_step import NOTHING_BROUGHT, StepLimits
 from worker_daemon.sample.sampler import TorchSampling

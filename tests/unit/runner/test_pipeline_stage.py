@@ -6,11 +6,11 @@ import pytest
 import torch
 from row_steps import NaiveRows, StepGenerator, encode, request_state
 
+from rpc_schema.errors import CommError, PrecededByError
 from rpc_schema.step import SampleTokens
 from worker_daemon.distributed.bubbles import input_waits
 from worker_daemon.distributed.link import Link
 from worker_daemon.distributed.pp import STATUS_FAILED, STATUS_OK
-from worker_daemon.errors import CommError, PrecededByError
 from worker_daemon.runner.input_batch import InputBuilder
 from worker_daemon.runner.model_runner import ModelRunner
 from worker_daemon.runner.output import StepReplies

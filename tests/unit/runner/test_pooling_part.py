@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 import torch
 
+from rpc_schema.errors import InvalidStepError
 from rpc_schema.pooling import (
     MAX_POOLED_BYTES,
     PooledTask,
@@ -14,7 +15,6 @@ from rpc_schema.pooling import (
 from rpc_schema.sampling import RandomSampling
 from rpc_schema.step import ExecuteModel, NewRequestData
 from worker_daemon.distributed.tp import SingleRank
-from worker_daemon.errors import InvalidStepError
 from worker_daemon.layers.setup import LayerSetup
 from worker_daemon.layers.torch_ops import TorchOps
 from worker_daemon.models.description import PoolerSpec

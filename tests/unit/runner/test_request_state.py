@@ -19,10 +19,10 @@ from row_steps import (
     uint16s,
 )
 
+from rpc_schema.errors import InvalidStepError, PrecededByError
 from rpc_schema.sampling import SamplingParams
 from rpc_schema.step import ExecuteModel
 from tests.support.exhaustive import seeds
-from worker_daemon.errors import InvalidStepError, PrecededByError
 from worker_daemon.runner.scheduled_step import StepLimits
 from worker_daemon.runner.step_judge import MAX_UNSAMPLED_STEPS
 

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 import torch
 
+from rpc_schema.errors import InvalidStepError
 from rpc_schema.sampling import LogitsProcessors, LogprobTokens, SamplingParams
 from rpc_schema.step import NO_TOKEN, NewRequestData
 from rpc_schema.token_rules import (
@@ -17,7 +18,6 @@ from rpc_schema.token_rules import (
 )
 from tests.support.sample_rows import sample_rows
 from tests.support.token_rules import RuleProcessor, random_params
-from worker_daemon.errors import InvalidStepError
 from worker_daemon.runner.parts.registry import make_parts
 from worker_daemon.runner.scheduled_step import NOTHING_BROUGHT, StepLimits
 from worker_daemon.sample.sampler import TorchSampling

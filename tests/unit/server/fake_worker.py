@@ -13,15 +13,14 @@ from array import array
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from rpc_schema import errors, lora, step
 from rpc_schema import lifecycle as lc
-from rpc_schema import lora, step
 from rpc_schema import weight_transfer as wt
 from rpc_schema.adoption import AdoptRequests, AdoptRequestsReply
 from rpc_schema.base import StepReply, StepRequest
 from rpc_schema.codec import Frame
 from rpc_schema.config import WorkerConfig
 from rpc_schema.identity import ContentIdentity
-from worker_daemon import errors
 from worker_daemon.contracts.uploads import FindUpload
 from worker_daemon.phases import SetPhase
 from worker_daemon.worker.description import WorkerDescription

@@ -9,11 +9,11 @@ import zmq
 
 from rpc_schema import key_files as kf
 from rpc_schema.base import ControlRequest
+from rpc_schema.errors import ConfigError, ForbiddenError
 from rpc_schema.key_files import KeyFileError, Role
 from rpc_schema.operations import CONTROL_OPERATIONS, STEP_OPERATIONS
 from tests.contract.random_messages import fixed_example
 from worker_client.wire import keys as client_keys
-from worker_daemon.errors import ConfigError, ForbiddenError
 from worker_daemon.interfaces import interface_address
 from worker_daemon.server.auth import security
 from worker_daemon.server.auth.access import Access, KeyedAccess, needed_role

@@ -20,10 +20,10 @@ from rpc_schema.codec import (
     encode_step,
     split_replayed,
 )
-from rpc_schema.errors import ErrorCode, ErrorReply
+from rpc_schema.error_replies import ErrorReply
+from rpc_schema.errors import CommError, ErrorCode
 from rpc_schema.lifecycle import Attached
 from tests.unit.server.driver import wait_for
-from worker_daemon.errors import CommError
 from worker_daemon.server.completion import Completion
 from worker_daemon.server.progress import Progress
 

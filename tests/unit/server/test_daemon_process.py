@@ -15,7 +15,8 @@ import zmq
 from rpc_schema import lifecycle as lc
 from rpc_schema import step
 from rpc_schema.codec import MAX_FRAMES, decode_event, decode_step_reply, encode_step
-from rpc_schema.errors import ControlErrorReply, ErrorCode, ErrorReply, ErrorScope
+from rpc_schema.error_replies import ControlErrorReply, ErrorReply
+from rpc_schema.errors import ErrorCode, ErrorScope
 from tests.unit.server.driver import DaemonProcess, Driver, rendezvous, wait_for
 
 SHORT_DEADLINE_MS = 500

@@ -5,8 +5,8 @@ import time
 
 import pytest
 
+from rpc_schema.errors import StateError
 from tests.support.waiting import PATIENCE_S
-from worker_daemon.errors import StateError
 from worker_daemon.server.progress import Progress
 from worker_daemon.server.session import draining as drains_module
 from worker_daemon.server.session.draining import Draining

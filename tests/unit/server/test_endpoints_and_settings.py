@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from rpc_schema.errors import ConfigError
 from rpc_schema.lifecycle import MAX_EPOCH_STEP
 from worker_daemon.directories import claim_directory
-from worker_daemon.errors import ConfigError
 from worker_daemon.server.session.epochs import EpochFile
 from worker_daemon.server.wire.endpoints import (
     CLOSED_TO_OTHERS,

@@ -2,8 +2,7 @@
 
 import pytest
 
-from rpc_schema.lease import FREE_LEASE, driver_digest
-from worker_daemon.errors import (
+from rpc_schema.errors import (
     ConfigError,
     FencedError,
     ForbiddenError,
@@ -11,6 +10,7 @@ from worker_daemon.errors import (
     LeaseHeldError,
     NotAttachedError,
 )
+from rpc_schema.lease import FREE_LEASE, driver_digest
 from worker_daemon.server.session.lease import DriverIdentity, Lease, LeaseRequest, lease_terms
 
 A, B = DriverIdentity("key", b"a" * 16), DriverIdentity("key", b"b" * 16)

@@ -10,9 +10,9 @@ from rpc_schema import lifecycle as lc
 from rpc_schema import lora, step
 from rpc_schema import weight_transfer as wt
 from rpc_schema.adoption import AdoptRequests
+from rpc_schema.errors import StateError
 from rpc_schema.operations import LINK_STATES, LOAD_CHAIN, STEP_OPERATIONS, StepMessage
 from tests.unit.server.driver import rendezvous
-from worker_daemon.errors import StateError
 from worker_daemon.server.lifecycle import (
     HISTORY,
     SERVING_STATES,

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from worker_daemon.errors import ConfigError
+from rpc_schema.errors import ConfigError
 from worker_daemon.settings import build_settings, profile_directory, read_environment
 
 REQUIRED = {"endpoint": "ipc:///a/b", "device": "cpu"}

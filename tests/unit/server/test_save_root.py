@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from worker_daemon.errors import ConfigError
+from rpc_schema.errors import ConfigError
 from worker_daemon.settings import ProcessSettings, build_settings, read_environment
 
 REQUIRED = {"endpoint": "ipc:///a/b", "device": "cpu"}

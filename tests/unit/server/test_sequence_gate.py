@@ -5,14 +5,8 @@ import pytest
 from rpc_schema import lifecycle as lc
 from rpc_schema import step
 from rpc_schema.codec import StepMessage
+from rpc_schema.errors import FencedError, GapError, LeaseExpiredError, NotAttachedError, StaleError
 from tests.unit.server.driver import rendezvous
-from worker_daemon.errors import (
-    FencedError,
-    GapError,
-    LeaseExpiredError,
-    NotAttachedError,
-    StaleError,
-)
 from worker_daemon.server.sequence import REPLAYABLE, StepGate, Verdict
 
 

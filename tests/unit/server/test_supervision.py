@@ -4,7 +4,7 @@ import socket
 
 import pytest
 
-from worker_daemon.errors import ConfigError
+from rpc_schema.errors import ConfigError
 from worker_daemon.server.health.guard import SLOW_AT_LEAST_S, SLOW_FACTOR, Pace
 from worker_daemon.server.health.hang_reports import MAX_STACKS_BYTES, HangReports
 from worker_daemon.server.health.systemd import ServiceManager

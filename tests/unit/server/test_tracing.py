@@ -11,7 +11,8 @@ import pytest
 from rpc_schema import lifecycle as lc
 from rpc_schema import trace as tr
 from rpc_schema.codec import ControlMessage, ControlReplyMessage, decode_event
-from rpc_schema.errors import ControlErrorReply, ErrorCode
+from rpc_schema.error_replies import ControlErrorReply
+from rpc_schema.errors import ErrorCode
 from rpc_schema.step import ModelRunnerOutput
 from tests.unit.server.driver import DaemonProcess, Driver, wait_for
 from tests.unit.server.fake_worker import FakeTrace

@@ -13,7 +13,16 @@ from rpc_schema import lifecycle as lc
 from rpc_schema import uploads as up
 from rpc_schema.codec import ControlReplyMessage
 from rpc_schema.config import ParallelConfig
-from rpc_schema.errors import ControlErrorReply, ErrorCode
+from rpc_schema.error_replies import (
+    ControlErrorReply,
+)
+from rpc_schema.errors import (
+    CapacityError,
+    ConfigError,
+    ErrorCode,
+    FencedError,
+    StateError,
+)
 from rpc_schema.step import Done, ModelRunnerOutput
 from tests.support.leased_driver import make_ready
 from tests.support.uploads import chunks_of
@@ -21,10 +30,6 @@ from tests.unit.server.driver import DaemonProcess, Driver, wait_for
 from worker_client.errors import (
     ClientConfigError,
     ClientError,
-    FencedError,
-    IllegalStateError,
-    RemoteCapacityError,
-    RemoteConfigError,
 )
 from worker_client.group.uploads import HostTensor
 from worker_client.worker_group import WorkerGroup
@@ -236,7 +241,7 @@ def test_full_daemon_refuses_and_goes_on_when_there_is_room(group: WorkerGroup) 
     group.uploads.put([large])
     uploading = group.uploads.begin([other])
     for _ in range(2):
-        with pytest.raises(RemoteCapacityError, match="--upload-memory-bytes"):
+        with pytest.raises(CapacityError, match="--upload-memory-bytes"):
             uploading.proceed()
     group.uploads.drop([large.content_hash])
     assert uploading.finish() == [other.content_hash]
@@ -258,7 +263,7 @@ def test_uploading_that_is_cut_off_says_so(group: WorkerGroup) -> None:
         old.proceed()
     assert group.uploads.put([tensor]) == [tensor.content_hash]
     group.reset("DEVICE_READY")
-    with pytest.raises(IllegalStateError, match="load it first"):
+    with pytest.raises(StateError, match="load it first"):
         group.uploads.put([tensor])
 
 
@@ -266,7 +271,7 @@ def test_changed_array_is_no_upload(group: WorkerGroup) -> None:
     array = np.arange(400_000, dtype=np.int32)
     tensor = HostTensor.from_array(array)
     array[-1] = 0
-    with pytest.raises(RemoteConfigError, match="another hash"):
+    with pytest.raises(ConfigError, match="another hash"):
         group.uploads.put([tensor])
     assert group.get_status()[0].upload_bytes == 0
 

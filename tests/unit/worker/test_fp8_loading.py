@@ -5,10 +5,10 @@ import torch
 from worker_driver import WorkerDriver
 
 from rpc_schema import config, lifecycle
+from rpc_schema.errors import ConfigError
 from worker_daemon.backend import choose_backend
 from worker_daemon.distributed.parallel_state import ParallelState
 from worker_daemon.distributed.tp import SingleRank
-from worker_daemon.errors import ConfigError
 from worker_daemon.worker.loading import RankPlace, Roots, load
 
 CPU = torch.device("cpu")

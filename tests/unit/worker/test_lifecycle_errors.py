@@ -8,7 +8,7 @@ import torch
 from worker_driver import GREEDY, WorkerDriver
 
 from rpc_schema import config, lifecycle
-from worker_daemon.errors import (
+from rpc_schema.errors import (
     CapacityError,
     CheckpointError,
     ConfigError,

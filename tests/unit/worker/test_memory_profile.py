@@ -11,9 +11,9 @@ import torch
 from worker_driver import GREEDY, WorkerDriver
 
 from rpc_schema import config
+from rpc_schema.errors import CapacityError, ConfigError
 from tests.support.driven_memory import GIB, MIB, DrivenMemory
 from worker_daemon.device.memory_sources import HOST_KV_CACHE_LIMIT_BYTES, HostMemory
-from worker_daemon.errors import CapacityError, ConfigError
 from worker_daemon.runner.cuda_graph import StepGraphs
 from worker_daemon.worker.memory_ledger import CUSHION_BYTES
 from worker_daemon.worker.resolve import check_deadline

@@ -14,10 +14,15 @@ from worker_driver import GREEDY, WorkerDriver
 
 from rpc_schema import lifecycle
 from rpc_schema.codec import decode_step, encode_step
-from rpc_schema.errors import BadFrameError
+from rpc_schema.errors import (
+    BadFrameError,
+    CapacityError,
+    ConfigError,
+    InvalidStepError,
+    StateError,
+)
 from rpc_schema.step import ExecuteDummyBatch, ExecuteModel, SampleTokens
 from worker_daemon.distributed.parallel_state import ParallelState
-from worker_daemon.errors import CapacityError, ConfigError, InvalidStepError, StateError
 from worker_daemon.worker.profiling import Profiler, ProfileRequest, step_label, trace_name
 from worker_daemon.worker.worker import Worker
 

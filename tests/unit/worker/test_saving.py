@@ -17,8 +17,8 @@ from safetensors.torch import load_file
 from worker_driver import WorkerDriver
 
 from rpc_schema import lifecycle
+from rpc_schema.errors import CapacityError, CheckpointError, ConfigError, WorkerError
 from tests.support.waiting import PATIENCE_S
-from worker_daemon.errors import CapacityError, CheckpointError, ConfigError, WorkerError
 from worker_daemon.worker.worker import Worker
 
 pytestmark = pytest.mark.slow

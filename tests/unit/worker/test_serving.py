@@ -8,8 +8,8 @@ import torch
 from worker_driver import GREEDY, SCHEDULER, WorkerDriver
 
 from rpc_schema import lifecycle, step
+from rpc_schema.errors import InvalidStepError
 from rpc_schema.sampling import SamplingParams
-from worker_daemon.errors import InvalidStepError
 from worker_daemon.layers.torch_ops import TorchOps
 from worker_daemon.runner.step_sampler import StepSampler
 

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
+from rpc_schema.errors import CapacityError, ConfigError
 from worker_daemon.device.backup import RESERVE_BYTES
 from worker_daemon.distributed.tp import SingleRank
-from worker_daemon.errors import CapacityError, ConfigError
 from worker_daemon.layers.attention import NullAttention
 from worker_daemon.layers.rotary import rotary_table
 from worker_daemon.layers.torch_ops import TorchOps

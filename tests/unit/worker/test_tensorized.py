@@ -16,8 +16,8 @@ import torch
 from worker_driver import WorkerDriver
 
 from rpc_schema import lifecycle
+from rpc_schema.errors import CapacityError, CheckpointError, ConfigError, WorkerError
 from tests.support.waiting import PATIENCE_S
-from worker_daemon.errors import CapacityError, CheckpointError, ConfigError, WorkerError
 from worker_daemon.worker.worker import Worker
 
 KILLED = Path(__file__).with_name("killed_save.py")

@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 import torch
 
+from rpc_schema.errors import CapacityError, ConfigError
 from rpc_schema.uploads import CHUNK_BYTES, MAX_UPLOAD_BYTES, UploadChunk
 from tests.support.uploads import chunks_of, reference_hash
 from tests.support.waiting import PATIENCE_S
-from worker_daemon.errors import CapacityError, ConfigError
 from worker_daemon.worker.uploads import MAX_UNFINISHED, MAX_UPLOADS, Uploads
 
 ROOM = 64 << 20

@@ -12,8 +12,8 @@ from worker_driver import WorkerDriver
 
 from rpc_schema import lifecycle
 from rpc_schema import weight_transfer as wt
+from rpc_schema.errors import CheckpointError, ConfigError, StateError
 from tests.unit.worker.conftest import SIZES, randomise
-from worker_daemon.errors import CheckpointError, ConfigError, StateError
 from worker_daemon.models.safetensors_file import SafetensorsFile
 
 

@@ -12,12 +12,12 @@ import numpy as np
 from torch import Tensor
 
 from rpc_schema.codec import Frame
+from rpc_schema.errors import InvalidStepError
 from rpc_schema.extensions import StepExtension
 from rpc_schema.sampling import GrammarMasks
 from rpc_schema.structured import StructuredOutput
 from worker_daemon.contracts.arrays import Int32s, Int64s
 from worker_daemon.device.pinned import upload, upload_rows
-from worker_daemon.errors import InvalidStepError
 from worker_daemon.runner.parts.interface import PartContext, StepPart
 from worker_daemon.runner.sample_rows import SampleRows
 from worker_daemon.runner.scheduled_step import StepLimits

@@ -15,12 +15,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rpc_schema.errors import StateError
 from rpc_schema.prompt_embeds import PromptEmbeds, embeds_fault
 from rpc_schema.step import NewRequestData
 from worker_daemon.contracts.arrays import Int32s, Int64s
 from worker_daemon.contracts.uploads import UploadedTensor
 from worker_daemon.device.pinned import upload
-from worker_daemon.errors import StateError
 from worker_daemon.runner.parts.interface import PartContext, StepPart
 from worker_daemon.runner.scheduled_step import ScheduledStep, StepLimits, invalid
 

@@ -6,9 +6,9 @@ from typing import Final, NamedTuple, TypeAlias
 import zmq
 
 from rpc_schema import lifecycle as lc
+from rpc_schema.errors import ForbiddenError
 from rpc_schema.key_files import Role, fingerprint
 from rpc_schema.operations import CONTROL_OPERATIONS, STEP_OPERATIONS, ControlMessage, StepMessage
-from worker_daemon.errors import ForbiddenError
 from worker_daemon.server.auth.bad_peers import Peer
 from worker_daemon.server.auth.keys import AuthorizedKeys
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import zmq
 
+from rpc_schema.errors import ConfigError
 from rpc_schema.key_files import (
     AuthorizedKey,
     KeyFileError,
@@ -15,7 +16,7 @@ from rpc_schema.key_files import (
     read_authorized_keys,
     read_secret_key,
 )
-from worker_daemon.errors import ConfigError, config_error
+from worker_daemon.errors import config_error
 
 logger = logging.getLogger(__name__)
 

@@ -17,7 +17,7 @@ from typing import Final, TypeVar
 from rpc_schema import lifecycle as lc
 from rpc_schema import trace as tr
 from rpc_schema.codec import ControlMessage, ControlReplyMessage
-from worker_daemon.errors import StateError
+from rpc_schema.errors import StateError
 from worker_daemon.server.dispatch import PlainTraceLike, WorkerLike
 from worker_daemon.server.step_thread import OutOfBandTask
 

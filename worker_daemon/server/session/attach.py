@@ -16,8 +16,8 @@ from typing import Final, TypeAlias
 from rpc_schema import lease as ls
 from rpc_schema import lifecycle as lc
 from rpc_schema.codec import ControlReplyMessage
+from rpc_schema.errors import FencedError, IncompatibleError, NotAttachedError, StateError
 from rpc_schema.version import PROTOCOL_VERSION, SOFTWARE_VERSION
-from worker_daemon.errors import FencedError, IncompatibleError, NotAttachedError, StateError
 from worker_daemon.server.auth.access import Sender
 from worker_daemon.server.health.guard import Guard
 from worker_daemon.server.progress import Progress

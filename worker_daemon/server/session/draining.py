@@ -10,7 +10,7 @@ from typing import Final
 
 from rpc_schema import lifecycle as lc
 from rpc_schema.codec import ControlReplyMessage
-from worker_daemon.errors import StateError
+from rpc_schema.errors import StateError
 from worker_daemon.server.progress import Progress
 from worker_daemon.server.sequence import drained
 from worker_daemon.server.session.lease import Lease

@@ -7,9 +7,10 @@ import time
 from pathlib import Path
 from typing import Final
 
+from rpc_schema.errors import ConfigError
 from rpc_schema.lifecycle import MAX_EPOCH_STEP
 from worker_daemon.directories import claim_directory, open_own_file, replace_own_file, unusable
-from worker_daemon.errors import ConfigError, config_error
+from worker_daemon.errors import config_error
 from worker_daemon.server.wire.endpoints import AnyEndpoint
 
 MAX_EPOCH: Final = 1 << 62

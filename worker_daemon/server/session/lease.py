@@ -12,15 +12,15 @@ from dataclasses import dataclass, replace
 from typing import Final, NamedTuple
 
 from rpc_schema import lease as ls
-from rpc_schema.plain_text import one_line
-from worker_daemon.errors import (
+from rpc_schema.errors import (
     FencedError,
     ForbiddenError,
     LeaseExpiredError,
     LeaseHeldError,
     NotAttachedError,
-    config_error,
 )
+from rpc_schema.plain_text import one_line
+from worker_daemon.errors import config_error
 
 MAX_SILENCE_S: Final = 1.0
 """The owner checks the lease four times a second. After a longer gap the daemon did not run and

@@ -8,7 +8,7 @@ from typing import Final
 from rpc_schema import lifecycle as lc
 from rpc_schema import uploads as up
 from rpc_schema.codec import ControlMessage, ControlReplyMessage
-from worker_daemon.errors import StateError
+from rpc_schema.errors import StateError
 from worker_daemon.server.progress import Progress
 from worker_daemon.server.session.draining import Draining
 from worker_daemon.worker.uploads import Uploads

@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, TypeAlias
 
+from rpc_schema.errors import ConfigError, WorkerError
 from worker_daemon.directories import open_own_file, unusable
-from worker_daemon.errors import ConfigError, WorkerError, config_error
+from worker_daemon.errors import config_error
 from worker_daemon.raising import Translation
 from worker_daemon.server.lock_file import LockFile, LockHeldError
 

@@ -1,12 +1,13 @@
-"""Turns exceptions into error replies: maps the daemon's error tree to the wire's codes."""
+"""Turns exceptions into error replies: with the code of their class."""
 
 import traceback
 from typing import Final
 
-from rpc_schema.errors import ControlErrorReply, ErrorCode, ErrorReply, ErrorScope, WireError
-from rpc_schema.lease import LeaseStatus
-from worker_daemon.errors import (
+from rpc_schema.error_replies import ControlErrorReply, ErrorReply
+from rpc_schema.errors import (
     ConfigError,
+    ErrorCode,
+    ErrorScope,
     GapError,
     InvalidStepError,
     LeaseHeldError,
@@ -14,6 +15,7 @@ from worker_daemon.errors import (
     StateError,
     WorkerError,
 )
+from rpc_schema.lease import LeaseStatus
 
 MAX_MESSAGE: Final = 8192
 MAX_TRACEBACK: Final = 32768
@@ -54,14 +56,12 @@ def classify(error: Exception) -> tuple[ErrorCode, ErrorScope]:
     """Return the code and scope of an exception; an unexpected one is INTERNAL and costs one
     step."""
     if isinstance(error, WorkerError):
-        return ErrorCode(error.code), ErrorScope(error.scope)
-    if isinstance(error, WireError):
-        return error.code, ErrorScope.STEP
+        return error.code, error.scope
     return ErrorCode.INTERNAL, ErrorScope.STEP
 
 
 def _message(error: Exception) -> str:
-    text = str(error) if isinstance(error, WorkerError | WireError) else repr(error)
+    text = str(error) if isinstance(error, WorkerError) else repr(error)
     return text[:MAX_MESSAGE]
 
 

@@ -18,10 +18,10 @@ import zmq
 
 from rpc_schema.base import StepReply
 from rpc_schema.codec import Frame, encode_step, mark_replayed
-from rpc_schema.errors import ErrorReply
+from rpc_schema.error_replies import ErrorReply
+from rpc_schema.errors import StaleError
 from rpc_schema.lifecycle import Attached, ReplyDelay
 from rpc_schema.step import ModelRunnerOutput
-from worker_daemon.errors import StaleError
 from worker_daemon.server.sequence import REPLAYABLE
 from worker_daemon.server.wire.replies import error_reply
 

@@ -11,8 +11,7 @@ from msgspec import inspect
 
 from rpc_schema import step
 from rpc_schema.codec import Frame, StepHead, decode_step_head
-from rpc_schema.errors import TooLargeError, WireError
-from worker_daemon.errors import InvalidStepError
+from rpc_schema.errors import InvalidStepError, TooLargeError, WireError
 
 _STEPS: Final[Mapping[object, type[msgspec.Struct]]] = {
     kind.__struct_config__.tag: kind

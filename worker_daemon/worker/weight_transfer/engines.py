@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from rpc_schema import weight_transfer as wt
+from rpc_schema.errors import CapacityError, ConfigError, TransferError
 from rpc_schema.weight_packing import Part, Transfer, plan_transfers
 from worker_daemon.device.ipc_memory import ImportedMemory
 from worker_daemon.distributed.transfer_group import (
@@ -22,7 +23,7 @@ from worker_daemon.distributed.transfer_group import (
     TrainerRendezvous,
     TransferGroup,
 )
-from worker_daemon.errors import CapacityError, ConfigError, TransferError, config_error
+from worker_daemon.errors import config_error
 from worker_daemon.models.file_identity import file_identity, file_stamps
 from worker_daemon.models.safetensors_file import full_name
 from worker_daemon.models.weight_places import Manifest, Places, packed_tensor

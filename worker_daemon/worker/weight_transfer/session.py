@@ -12,8 +12,9 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from rpc_schema import weight_transfer as wt
+from rpc_schema.errors import StateError
 from worker_daemon.distributed.transfer_group import TrainerRendezvous
-from worker_daemon.errors import StateError, config_error
+from worker_daemon.errors import config_error
 from worker_daemon.layers.quantization import Int4Quantization
 from worker_daemon.models.update_identity import UpdateIdentity
 from worker_daemon.models.weight_places import Manifest, Places, checkpoint_places, kernel_places

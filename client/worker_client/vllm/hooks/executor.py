@@ -19,8 +19,9 @@ from vllm.v1.outputs import (
     ModelRunnerOutput,
 )
 
+from rpc_schema.errors import WorkerDaemonError
 from rpc_schema.extensions import RequestExtension
-from worker_client.errors import ClientError, config_error
+from worker_client.errors import config_error
 from worker_client.group.loading import group_limits
 from worker_client.vllm.batches import RequestBatch
 from worker_client.vllm.configuration import (
@@ -100,7 +101,7 @@ class WorkerDaemonExecutor(Executor):  # type: ignore[misc]
     def _init_executor(self) -> None:
         try:
             self._start()
-        except ClientError as error:
+        except WorkerDaemonError as error:
             reason = unusable(error)
             leave_reason(reason)
             raise reason from error
