@@ -33,8 +33,10 @@ WorkerDaemonError
 """
 
 import enum
+import time
 from collections.abc import Iterator, Mapping
 from types import MappingProxyType
+from typing import NamedTuple
 
 
 class ErrorCode(enum.StrEnum):
@@ -75,8 +77,29 @@ class ErrorScope(enum.StrEnum):
     GROUP = "group"
 
 
+class DriverEvent(NamedTuple):
+    """An event that a driver's failure state has taken."""
+
+    at: float
+    """Time (time.time())."""
+    name: str
+    rank: int | None
+    """The rank that the event is about, if it is about one."""
+    change: str
+    """The values that it has changed, as "axis BEFORE -> AFTER"; empty if none."""
+
+    def __str__(self) -> str:
+        clock = time.strftime("%H:%M:%S", time.localtime(self.at)) + f"{self.at % 1:.3f}"[1:]
+        where = "" if self.rank is None else f" rank {self.rank}"
+        return f"{clock} {self.name}{where}: {self.change or 'no change'}"
+
+
 class WorkerDaemonError(Exception):
     """Base of every error that a driver or a daemon raises on purpose."""
+
+    events: tuple[DriverEvent, ...] = ()
+    """In a driver that refuses a request because of an earlier failure: its last events, oldest
+    first. Tracebacks end with them."""
 
 
 class WorkerError(WorkerDaemonError):

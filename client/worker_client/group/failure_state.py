@@ -3,7 +3,9 @@ and the answer of each state to each request. The only owner of these facts. Pur
 
 import enum
 import math
-from collections.abc import Collection, Mapping, Sequence
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, fields
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple, TypeAlias
@@ -11,6 +13,7 @@ from typing import Any, Final, NamedTuple, TypeAlias
 from rpc_schema.error_replies import ErrorReply
 from rpc_schema.errors import (
     DrainingError,
+    DriverEvent,
     ErrorCode,
     ErrorScope,
     FencedError,
@@ -36,6 +39,9 @@ them, or they cannot reach each other."""
 
 MAX_LINK_FAILURES: Final = 3
 """In a row: steps that break the link, and failed attempts to relink."""
+MAX_EVENTS_TOLD: Final = 20
+"""Events that an error carries."""
+_EVENTS_TITLE: Final = "The driver's last events:"
 
 
 class Ownership(enum.Enum):
@@ -108,6 +114,9 @@ class GroupState:
     root_cause: RootCause = RootCause.SETTLED
     weights: Weights = Weights.WHOLE
     drain: DrainState = DrainState.NONE
+
+
+_AXES: Final = fields(GroupState)
 
 
 class Suspect(NamedTuple):
@@ -393,7 +402,9 @@ class LinkTries:
 class FailureState:
     """One group's state, with the values that go with it. Belongs to the group's thread."""
 
-    def __init__(self, world_size: int) -> None:
+    def __init__(self, world_size: int, clock: Callable[[], float] = time.time) -> None:
+        self._clock = clock
+        self._events: deque[DriverEvent] = deque(maxlen=MAX_EVENTS_TOLD)
         self.state = GroupState(link=LinkState.WHOLE if world_size > 1 else LinkState.NONE)
         self._answers = answers(self.state)
         self.takes_steps_at_once = False
@@ -451,26 +462,37 @@ class FailureState:
         return self._answers[request]
 
     def check(self, request: GroupRequest, endpoints: Sequence[str] = ()) -> None:
-        """Raise the error of a request that is refused now. endpoints: by rank, for the message of
-        DrainingError."""
-        found = self._answers[request]
-        if found is Answer.GO:
+        """Raise the error of a request that is refused now, with the last events. endpoints: by
+        rank, for the message of DrainingError."""
+        if self._answers[request] is Answer.GO:
             return
+        error = self._refusal(request, endpoints)
+        error.events = tuple(self._events)
+        notes = getattr(error, "__notes__", [])  # a cause is raised many times
+        notes[:] = [note for note in notes if not note.startswith(_EVENTS_TITLE)]
+        error.add_note("\n  ".join([_EVENTS_TITLE, *map(str, self._events)]))
+        raise error
+
+    def _refusal(self, request: GroupRequest, endpoints: Sequence[str]) -> WorkerDaemonError:
+        found = self._answers[request]
         if self.cause is not None and found in (Answer.CAUSE, Answer.AWAIT_END):
-            raise self.cause
+            return self.cause
         if found is Answer.NOT_ATTACHED:
-            raise ClientError("the group is not attached: call attach() and prepare() first")
+            return ClientError("the group is not attached: call attach() and prepare() first")
         if found is Answer.DRAINING:
-            raise _draining_error(self._draining, endpoints)
+            return _draining_error(self._draining, endpoints)
         if found is Answer.NOT_WHOLE:
-            raise WeightsNotWhole(self.weights_cause)
-        raise AssertionError(f"{request} is {found} in {self.state}")
+            return WeightsNotWhole(self.weights_cause)
+        story = "; ".join(map(str, self._events))
+        raise AssertionError(f"{request} is {found} in {self.state}, after: {story}")
 
     def apply(self, event: Event) -> None:
         """Apply an event."""
         if isinstance(event, FailureReported) and event.number != self._latest:
             return
         before, self.state = self.state, after(self.state, event)
+        change = _change(before, self.state)
+        self._events.append(DriverEvent(self._clock(), _name(event), _rank_of(event), change))
         self._answers = answers(self.state)
         before_step = GroupRequest.OPERATION, GroupRequest.STEP, GroupRequest.SEND
         self.takes_steps_at_once = all(self._answers[each] is _GO for each in before_step)
@@ -548,6 +570,24 @@ class FailureState:
                 self._draining = frozenset()
             case _:
                 pass
+
+
+def _name(event: Event) -> str:
+    return event.name if isinstance(event, Change) else type(event).__name__
+
+
+def _rank_of(event: Event) -> int | None:
+    if isinstance(event, Suspect):
+        return event.reply.rank
+    if isinstance(event, RankLost):
+        return event.cause.rank
+    cause = event.cause if isinstance(event, OwnershipLost) else None
+    return cause.rank if isinstance(cause, WorkerError) else None
+
+
+def _change(before: GroupState, now: GroupState) -> str:
+    pairs = [(axis.name, getattr(before, axis.name), getattr(now, axis.name)) for axis in _AXES]
+    return ", ".join(f"{name} {old.name} -> {new.name}" for name, old, new in pairs if old != new)
 
 
 def _draining_error(ranks: frozenset[int], endpoints: Sequence[str]) -> WorkerError:

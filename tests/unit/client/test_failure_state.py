@@ -3,6 +3,7 @@ description in docs/reliability.md."""
 
 import itertools
 import math
+import traceback
 from dataclasses import fields
 from pathlib import Path
 from typing import get_args, get_type_hints
@@ -75,6 +76,44 @@ EVENTS = (
     fs.DrainReported(frozenset([1])),
     fs.Change.DRAIN_OVER,
 )
+
+
+def refused(state, request):
+    with pytest.raises(WorkerDaemonError) as caught:
+        state.check(request, ["here", "there"])
+    return caught.value
+
+
+def test_refusal_tells_how_the_group_came_there():
+    state = fs.FailureState(2, clock=itertools.count(1000).__next__)
+    state.apply(fs.Change.ATTACH_BEGUN)
+    state.step_failed(reply(scope=ErrorScope.GROUP), error_of(reply(scope=ErrorScope.GROUP)))
+    state.apply(fs.RankLost(DEATH))
+    error = refused(state, GroupRequest.STEP)
+    assert error is DEATH
+    assert [(each.at, each.name, each.rank, each.change) for each in error.events] == [
+        (1000, "ATTACH_BEGUN", None, "ownership NEW -> SERVING"),
+        (1001, "LINK_BROKEN", None, "link WHOLE -> BROKEN"),
+        (1002, "RankLost", 1, "ownership SERVING -> LOST"),
+    ]
+    refused(state, GroupRequest.LOOK)
+    shown = "".join(traceback.format_exception(error))
+    assert shown.count("RankLost rank 1: ownership SERVING -> LOST") == 1
+    assert str(error) == "rank 1 at ipc:///there: the connection ended"
+
+
+def test_refusal_carries_the_last_events_only():
+    state = fs.FailureState(2)
+    state.apply(fs.Change.ATTACH_BEGUN)
+    for _ in range(fs.MAX_EVENTS_TOLD):
+        state.report_drain(0, drains=True)
+        state.report_drain(0, drains=False)
+    state.report_drain(1, drains=True)
+    error = refused(state, GroupRequest.STEP)
+    assert isinstance(error, DrainingError)
+    assert len(error.events) == fs.MAX_EVENTS_TOLD
+    assert error.events[-1].change == "drain NONE -> DRAINING"
+    assert {each.name for each in error.events} == {"DrainReported", "DRAIN_OVER"}
 
 
 # ------------------------------------------------------------------ the table
