@@ -67,13 +67,19 @@ class RequestUploads:
         self._task: UploadTask | None = None
         """The upload of the first request in the queue."""
         self._lacks_room = False
+        self._untold = UploadProgress([], [])
+        """What proceed() has not returned yet, since an error came after it."""
         self.to_drop: deque[tuple[int, bytes]] = deque()
         """Hashes that no request needs, each with the number of steps sent by then: steps in flight
         may still read the tensor."""
 
     @property
     def can_proceed(self) -> bool:
-        """True if a held request's tensor can be sent."""
+        """True if proceed() sends something of a held request's tensor, or has news."""
+        return self._can_send or any(self._untold)
+
+    @property
+    def _can_send(self) -> bool:
         return bool(self._queue) and not self._lacks_room
 
     def add(self, req_id: str, tensor: HostTensor) -> None:
@@ -98,10 +104,10 @@ class RequestUploads:
 
     def proceed(self) -> UploadProgress:
         """Send a few chunks, and wait for their replies. Raises as UploadTask.proceed does, except
-        for errors of a single request."""
-        progress = UploadProgress([], [])
+        for errors of a single request; the next call then returns what is known by now."""
+        progress = self._untold
         for _ in range(CHUNKS_AT_ONCE):
-            if not self.can_proceed:
+            if not self._can_send:
                 break
             req_id = self._queue[0]
             try:
@@ -116,6 +122,7 @@ class RequestUploads:
             if is_complete:
                 progress.ready.append(req_id)
                 self._queue.popleft()
+        self._untold = UploadProgress([], [])
         return progress
 
     def end(self, req_id: str, num_sent: int) -> None:
@@ -127,6 +134,10 @@ class RequestUploads:
             if self._queue[0] == req_id:
                 self._task = None
             self._queue.remove(req_id)
+        if any(self._untold):
+            ready, refused = self._untold
+            others = [entry for entry in refused if entry[0] != req_id]
+            self._untold = UploadProgress([other for other in ready if other != req_id], others)
         if name not in self._needs.values():
             self._tensors.pop(name, None)
             self.to_drop.append((num_sent, name))

@@ -1,17 +1,13 @@
 """Uploads of requests, with a group that keeps them in a dictionary: waiting, dropping and
 resending."""
 
-from collections import Counter
+from collections import deque
 
 import numpy as np
 import pytest
 
-from rpc_schema.error_replies import (
-    ControlErrorReply,
-)
-from rpc_schema.errors import (
-    ErrorCode,
-)
+from rpc_schema.errors import DrainingError, ErrorCode
+from tests.support.uploading_ranks import CHUNK_ROWS, HIDDEN, UploadingRanks, refusal, tensor
 from worker_client.driver import Driver
 from worker_client.driver_parts.request_uploads import (
     CHUNKS_AT_ONCE,
@@ -19,52 +15,23 @@ from worker_client.driver_parts.request_uploads import (
     RequestUploads,
     UploadsPart,
 )
-from worker_client.errors import (
-    RequestError,
-    WorkerDied,
-    remote_error,
-)
-from worker_client.inputs.host_tensor import HostTensor
+from worker_client.errors import RequestError, WorkerDied
 from worker_client.requests import GenerationRequest
 from worker_client.scheduler import Scheduler, SchedulerLimits
 from worker_client.scheduler_output import StepResult
 
-CHUNK_ROWS = 2048
-HIDDEN = 64
 LIMITS = SchedulerLimits(8, 64, 128, 100, 4, hidden_size=HIDDEN)
 
 
-def tensor(num_rows: int, seed: int = 0) -> HostTensor:
-    rows = np.random.default_rng(seed).standard_normal((num_rows, HIDDEN), np.float32)
-    return HostTensor.from_array(rows)
-
-
-class Ranks:
-    """Uploads of the first stage, a few chunks each, within a limit in bytes. Steps give each
-    scheduled request a token."""
+class Ranks(UploadingRanks):
+    """Steps give each scheduled request a token."""
 
     max_in_flight = 2
-    first_stage_ranks = range(2)
 
     def __init__(self, room: int = 1 << 40) -> None:
-        self.uploads = self
-        self.there: dict[bytes, int] = {}
-        self.room = room
-        self.num_chunks: Counter[bytes] = Counter()
-        self.refuses = False
+        super().__init__(room)
         self.steps = []
         self.dies = False
-
-    def begin(self, tensors, ranks=None):
-        assert ranks == self.first_stage_ranks
-        return Chunks(self, [t for t in tensors if t.content_hash not in self.there])
-
-    def find(self, names, ranks=None):
-        return [name in self.there for name in names]
-
-    def drop(self, names, ranks=None):
-        for name in names:
-            self.there.pop(name, None)
 
     def execute_model(self, output):
         self.steps.append(output)
@@ -72,32 +39,6 @@ class Ranks:
 
     def withdraw(self, output):
         return frozenset()
-
-
-class Chunks:
-    def __init__(self, ranks, tensors):
-        self.ranks = ranks
-        sizes = {t.content_hash: len(t.data) for t in tensors}
-        self.left = [
-            (t.content_hash, offset)
-            for t in tensors
-            for offset in range(0, len(t.data), CHUNK_ROWS * HIDDEN * 4)
-        ]
-        self.sizes = sizes
-
-    def proceed(self):
-        if not self.left:
-            return False
-        name, _ = self.left[0]
-        if self.ranks.refuses:
-            raise refusal(ErrorCode.CONFIG)
-        if sum(self.ranks.there.values()) + self.sizes[name] > self.ranks.room:
-            raise refusal(ErrorCode.CAPACITY)
-        self.ranks.num_chunks[name] += 1
-        self.left.pop(0)
-        if name not in {other for other, _ in self.left}:
-            self.ranks.there[name] = self.sizes[name]
-        return True
 
 
 class Answer:
@@ -110,11 +51,6 @@ class Answer:
             raise WorkerDied(0, "ipc:///w0", "killed")
         ids = [*self.output.decode_req_ids, *self.output.num_scheduled_tokens]
         return StepResult(ids, [7] * len(ids), {})
-
-
-def refusal(code):
-    reply = ControlErrorReply(call=1, code=code, scope="request", message="no")
-    return remote_error(reply, rank=0, endpoint="ipc:///w0")
 
 
 def request(req_id, embeds=None, max_tokens=3, **fields):
@@ -157,6 +93,43 @@ def test_held_requests_wait_for_their_chunks_and_others_do_not():
     assert long.content_hash in ranks.there, "a step in flight may read it"
     uploads.drop_unused(7)
     assert ranks.there.keys() == {short.content_hash}
+
+
+def test_request_that_was_ready_before_an_error_is_still_told():
+    """The error is one after which the same uploads go on."""
+    ranks = Ranks()
+    uploads = RequestUploads(ranks)
+    uploads.add("a", tensor(3))
+    uploads.add("b", tensor(3, 1))
+    ranks.errors = deque([None, refusal(ErrorCode.DRAINING)])
+    with pytest.raises(DrainingError):
+        uploads.proceed()
+    assert uploads.can_proceed
+    assert uploads.proceed().ready == ["a", "b"]
+    assert not uploads.can_proceed
+
+
+def test_request_that_ended_after_an_error_is_not_told():
+    ranks = Ranks()
+    uploads = RequestUploads(ranks)
+    for index, name in enumerate("abc"):
+        uploads.add(name, tensor(3, index))
+    ranks.errors = deque([None, refusal(ErrorCode.CONFIG), refusal(ErrorCode.DRAINING)])
+    with pytest.raises(DrainingError):
+        uploads.proceed()
+    uploads.end("a", 0)
+    uploads.end("b", 0)
+    progress = uploads.proceed()
+    assert (progress.ready, progress.refused) == (["c"], [])
+
+
+def test_driver_goes_on_with_what_was_ready_before_a_rank_died():
+    ranks = Ranks()
+    driver = Driver(ranks, Scheduler(LIMITS), recover=lambda died: ranks.there.clear())
+    driver.add_request(request("first", tensor(8)))
+    driver.add_request(request("second", tensor(8, 1)))
+    ranks.errors = deque([None, WorkerDied(0, "ipc:///w0", "killed")])
+    assert sorted(output.req_id for output in driver.run()) == ["first", "second"]
 
 
 def test_driver_admits_others_while_it_uploads():
