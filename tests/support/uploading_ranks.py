@@ -6,9 +6,17 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from rpc_schema.error_replies import ControlErrorReply
-from rpc_schema.errors import ErrorCode, WorkerError
-from worker_client.errors import remote_error
+from rpc_schema.error_replies import (
+    ControlErrorReply,
+)
+from rpc_schema.errors import (
+    ErrorCode,
+    ErrorScope,
+    WorkerError,
+)
+from worker_client.errors import (
+    remote_error,
+)
 from worker_client.inputs.host_tensor import HostTensor
 
 CHUNK_ROWS = 2048
@@ -23,7 +31,7 @@ def tensor(num_rows: int, seed: int = 0) -> HostTensor:
 
 def refusal(code: ErrorCode) -> WorkerError:
     """Return a daemon's refusal."""
-    reply = ControlErrorReply(call=1, code=code, scope="request", message="no")
+    reply = ControlErrorReply(call=1, code=code, scope=ErrorScope.REQUEST, message="no")
     return remote_error(reply, rank=0, endpoint="ipc:///w0")
 
 

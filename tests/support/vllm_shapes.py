@@ -76,7 +76,17 @@ class Request:
     pooling_params: Any = None
     num_prompt_tokens: int = 5
     lora_request: Any = None
+    prompt_token_ids: Sequence[int] | None = None
+    prompt_embeds: Any = None
+    prompt_is_token_ids: Sequence[bool] | None = None
+    mm_features: Sequence[Any] = ()
+    cache_salt: Any = None
+    block_hashes: list[Any] = field(default_factory=list)
     skip_reading_prefix_cache: bool = False
+
+    def update_block_hashes(self) -> None:
+        """Hash the only block anew."""
+        self.block_hashes.append(self.cache_salt)
 
 
 @dataclass
@@ -84,9 +94,11 @@ class NewRequestData:
     """A request's first step, and each after a preemption."""
 
     req_id: str
-    prompt_token_ids: Sequence[int]
+    prompt_token_ids: Sequence[int] | None
     block_ids: tuple[list[int], ...]
     num_computed_tokens: int = 0
+    prompt_embeds: Any = None
+    prompt_is_token_ids: Sequence[bool] | None = None
     prefill_token_ids: Sequence[int] | None = None
 
 

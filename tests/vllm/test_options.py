@@ -12,7 +12,9 @@ from vllm import EngineArgs
 from vllm.config import ModelConfig, PoolerConfig, VllmConfig
 
 from tests.vllm.models import write_tokenizer
-from worker_client.errors import ClientConfigError
+from worker_client.errors import (
+    ClientConfigError,
+)
 from worker_client.vllm.hooks.defaults import defaults_of
 from worker_client.vllm.hooks.executor import local_directory
 from worker_client.vllm.sections import SECTIONS, check_sections
@@ -98,6 +100,7 @@ SERVED = {
     "positions": {
         "hf_overrides": {"rope_parameters": {"rope_type": "linear", "factor": 2, "rope_theta": 9}}
     },
+    "embedded prompts": {"enable_prompt_embeds": True},
     "embeddings": {"runner": "pooling"},
     "tokens": {"runner": "pooling", "pooler_config": {"task": "token_embed"}},
     "classes": {"runner": "pooling", "convert": "classify"},

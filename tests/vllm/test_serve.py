@@ -502,7 +502,6 @@ SETTINGS = {
     "async_scheduling": {"async_scheduling": False},
     "logprobs_mode": {"logprobs_mode": "processed_logprobs"},
     "logits_processors": {"logits_processors": ["some.module:Processor"]},
-    "enable_prompt_embeds": {"enable_prompt_embeds": True},
     "kv_transfer_config": {
         "kv_transfer_config": {"kv_connector": "OffloadingConnector", "kv_role": "kv_both"}
     },

@@ -23,6 +23,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutput
 from vllm.v1.executor.abstract import Executor
 from vllm.v1.outputs import LogprobsLists, LogprobsTensors, ModelRunnerOutput
+from vllm.v1.request import Request
 
 from worker_client.vllm.hooks.platform import WorkerDaemonPlatform
 
@@ -31,6 +32,7 @@ SCHEDULER = (
     "__init__",
     "_handle_blocked_waiting_request",
     "_preempt_request",
+    "add_request",
     "finish_requests",
     "reset_prefix_cache",
     "schedule",
@@ -77,6 +79,7 @@ def surface():
         "executor": methods(Executor, public(Executor)),
         "platform": methods(Platform, (n for n in overridden if callable(getattr(Platform, n)))),
         "scheduler": methods(Scheduler, SCHEDULER) | methods(AsyncScheduler, ["__init__"]),
+        "request": methods(Request, ["__init__", "update_block_hashes"]),
         "blocks": methods(KVCacheBlock, ["set_block_hash"])
         | methods(BlockHashToBlockMap, ["insert"]),
         "tuples": {each.__name__: each._fields for each in (LogprobsLists, LogprobsTensors)},

@@ -10,11 +10,16 @@ from typing import Any, Final
 
 import msgspec
 
-from rpc_schema.errors import WorkerDaemonError
+from rpc_schema.errors import (
+    WorkerDaemonError,
+)
 from rpc_schema.extensions import RequestExtension
 from rpc_schema.pooling import NO_POOLING, PoolingParams, output_fault, pooled_bytes
 from rpc_schema.sampling import SamplingParams
-from worker_client.errors import RequestError, request_error
+from worker_client.errors import (
+    RequestError,
+    request_error,
+)
 from worker_client.parts.interface import ModelBounds
 from worker_client.requests import MAX_SEED, random_seed
 from worker_client.steps.step_checks import (
@@ -23,6 +28,7 @@ from worker_client.steps.step_checks import (
     MAX_ID_LENGTH,
     extension_fault,
 )
+from worker_client.vllm.embedded_prompts import EmbeddedPrompts, embedded_prompt, salt_request
 
 PROCESSORS_KEY: Final = "logits_processors"
 """Key of extra_args (vllm_xargs in HTTP requests) with the names of custom logits processors."""
@@ -263,9 +269,12 @@ class Requests:
         bounds: ModelBounds,
         load_adapter: Adapters,
         why_closed: Callable[[], str] = lambda: "",
+        embeds: EmbeddedPrompts | None = None,
     ) -> None:
-        """why_closed returns why no request can be served at the moment; empty: they can."""
+        """why_closed returns why no request can be served at the moment; empty: they can. embeds:
+        uploads prompts with embeddings; None: they are refused."""
         self._why_closed = why_closed
+        self._embeds = embeds
         self._bounds = bounds
         self._load_adapter = load_adapter
         self._known: dict[str, KnownRequest] = {}
@@ -284,7 +293,28 @@ class Requests:
             return error.reason
         except WorkerDaemonError as error:
             return str(error)
-        return ""
+        return "" if self._embeds is None else self._embeds.find_refusal(request.request_id)
+
+    def is_ready(self, req_id: str) -> bool:
+        """Return whether the daemons have what an accepted request needs beside its step."""
+        return self._embeds is None or self._embeds.is_ready(req_id)
+
+    def proceed(self) -> None:
+        """Send some of what accepted requests need. Raises ClientError: the daemons cannot be used
+        any more."""
+        if self._embeds is not None:
+            self._embeds.proceed()
+
+    def salt_hashes(self, request: Any) -> None:
+        """Prepare a request before vLLM's scheduler has it: no other prompt may have the block
+        hashes of its embeddings."""
+        if self._embeds is not None and request.prompt_embeds is not None:
+            salt_request(request, self._embeds.model_dtype)
+
+    def embeds_extension(self, req_id: str) -> RequestExtension:
+        """Return the extension of an accepted request with embeddings that is ready."""
+        assert self._embeds is not None, "it was refused"
+        return self._embeds.extension(req_id)
 
     def _accept(self, request: Any) -> None:
         params = request.sampling_params or request.pooling_params
@@ -293,6 +323,8 @@ class Requests:
         if known is None or known.params is not params:
             num_prompt_tokens = request.num_prompt_tokens
             known = self._translate(request.request_id, params, num_prompt_tokens, adapter)
+            if request.prompt_embeds is not None:
+                self._begin_upload(request)
             self._known[request.request_id] = known
             if known.wire_id != request.request_id:
                 self._renamed[known.wire_id] = request.request_id
@@ -300,6 +332,12 @@ class Requests:
             request.skip_reading_prefix_cache = True
         if adapter is not None:
             self._load_adapter(adapter)
+
+    def _begin_upload(self, request: Any) -> None:
+        if self._embeds is None:
+            shape, fix = [*request.prompt_embeds.shape], "start the server with it"
+            raise request_error("prompt_embeds", shape, "--enable-prompt-embeds is off", fix)
+        self._embeds.begin(request.request_id, embedded_prompt(request, self._bounds))
 
     def _needs_all_states(self, params: Any) -> bool:
         """Return whether an output is computed from states that the KV cache does not have."""
@@ -364,6 +402,8 @@ class Requests:
             known = self._known.pop(req_id, None)
             if known is not None:
                 self._renamed.pop(known.wire_id, None)
+                if self._embeds is not None:
+                    self._embeds.end(req_id)
 
 
 def _lora_id(adapter: Any) -> int:

@@ -8,7 +8,10 @@ from enum import Enum
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
-from worker_client.errors import ClientConfigError, config_error
+from worker_client.errors import (
+    ClientConfigError,
+    config_error,
+)
 
 
 class Idle(NamedTuple):
@@ -120,6 +123,7 @@ SECTIONS: Final[Mapping[str, Section]] = MappingProxyType(
         "model_config": Section(
             sent=(
                 "dtype",
+                "enable_prompt_embeds",
                 "enable_sleep_mode",
                 "enforce_eager",
                 "hf_overrides",

@@ -14,6 +14,7 @@ from worker_client.scheduler_output import NewRequest, SchedulerOutput, StepValu
 from worker_client.steps.masks import StepMasks
 from worker_client.steps.step_checks import MAX_ADMITTED_TOKENS
 from worker_client.vllm.batches import RequestBatch, RequestBatches
+from worker_client.vllm.embedded_prompts import with_placeholders
 from worker_client.vllm.requests import KnownRequest, Requests, wire_id
 
 ADMITTED_AT_ONCE: Final = MAX_ADMITTED_TOKENS // 2
@@ -106,16 +107,22 @@ class StepWriter:
 
     def _admission(self, data: Any) -> NewRequest:
         known = self._requests[data.req_id]
-        prompt = data.prompt_token_ids
-        tokens = np.array(data.prefill_token_ids or prompt, np.int32)
+        if data.prompt_embeds is None:
+            num_prompt_tokens = len(data.prompt_token_ids)
+            tokens = np.array(data.prefill_token_ids or data.prompt_token_ids, np.int32)
+        else:
+            num_prompt_tokens, tokens = len(data.prompt_embeds), with_placeholders(data)
         first, *more = data.block_ids
+        extensions = self._extensions(known, has_output=len(tokens) > num_prompt_tokens)
+        if data.prompt_embeds is not None:
+            extensions += (self._requests.embeds_extension(data.req_id),)
         return NewRequest(
             known.wire_id,
             tokens,
-            len(prompt),
+            num_prompt_tokens,
             data.num_computed_tokens,
             first,
-            self._extensions(known, has_output=len(tokens) > len(prompt)),
+            extensions,
             more_block_ids=tuple(more),
         )
 

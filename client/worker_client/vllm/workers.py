@@ -9,7 +9,12 @@ from typing import Final, NamedTuple, NoReturn, TypeVar, TypeVarTuple
 
 from rpc_schema.codec import MAX_STEP_BYTES
 from rpc_schema.config import WorkerConfig
-from rpc_schema.errors import DrainingError, LeaseExpiredError, NotAttachedError, WorkerDaemonError
+from rpc_schema.errors import (
+    DrainingError,
+    LeaseExpiredError,
+    NotAttachedError,
+    WorkerDaemonError,
+)
 from worker_client.errors import (
     ConfigMismatchError,
     InvalidSchedulerOutput,
@@ -78,13 +83,26 @@ class Workers:
     num_gpu_blocks: int | None = None
     """None: all that fit."""
     fit_max_model_len: bool = False
+    generation: int = 0
+    """Rises when daemons are replaced or attached again: what was uploaded to them is lost."""
     _since_success: _SinceSuccess = field(default_factory=_SinceSuccess)
     _num_sent: int = 0
+    _num_done: int = 0
     _lost_before: int = 0
     """Steps below this number are covered by a loss that the scheduler knows of."""
     _untold: str = ""
     """Why the group was attached again between two steps: the next one is lost, which tells the
     scheduler. Empty: it was not."""
+
+    @property
+    def num_sent(self) -> int:
+        """Steps that were sent, or given up."""
+        return self._num_sent
+
+    @property
+    def num_done(self) -> int:
+        """Steps whose outcome is known, the first ones of those sent."""
+        return self._num_done
 
     def open(self) -> LoadedGroup:
         """Attach to the daemons, and load what they lack. Raises what attach() and prepare()
@@ -117,6 +135,18 @@ class Workers:
         except (LeaseExpiredError, NotAttachedError) as expired:  # a successor was there first
             self._untold = str(expired)
             self._attach(expired)
+
+    def use_between_steps(self, use: Callable[[], None]) -> None:
+        """Use the group by a call that is no step; recover and use it again as often as may help.
+        If it had to be attached again, the next step is lost, which tells the scheduler.
+
+        Raises:
+            ClientError: the daemons cannot be used any more, or the call was refused.
+        """
+        try:
+            self._recovering(use)
+        except StepLost as again:
+            self._untold = str(again)
 
     def send(self, step: SchedulerOutput) -> PendingStep:
         """Send a step, once there is credit for it.
@@ -179,6 +209,8 @@ class Workers:
             results = [self._result(each) for each in steps]
         except (StepFailed, StepLost) as error:
             return self._lost(steps[0].number, error)
+        finally:
+            self._num_done = steps[-1].number + 1
         self._since_success.losses = self._since_success.recoveries = 0
         result = results[0]
         for other in results[1:]:
@@ -244,6 +276,7 @@ class Workers:
     def _attach(self, cause: WorkerDaemonError) -> None:
         _LOG.warning("attaching again: %s", cause)
         self.group.attach()
+        self.generation += 1
         self._prepare(reload=False)
 
     def _replace(self, died: WorkerDied) -> None:
@@ -252,6 +285,7 @@ class Workers:
             report = self.group.replace(died.rank, within_s=self.settings.replace_within_s)
         except ReplacementFailed as failed:
             raise failed from died
+        self.generation += 1
         _LOG.warning("replaced ranks %s in %.1f s", report.ranks, sum(report.seconds.values()))
 
     def _count_recovery(self, error: WorkerDaemonError) -> None:

@@ -176,7 +176,6 @@ def test_experts_are_divided_where_vllm_divides_them():
             "model",
         ),
         ({"model_config__logits_processors": ["a.B"]}, "logits_processors"),
-        ({"model_config__enable_prompt_embeds": True}, "enable_prompt_embeds"),
         ({"model_config__enable_return_routed_experts": True}, "enable_return_routed_experts"),
         ({"model_config__max_logprobs": 21}, "max_logprobs"),
         ({"model_config__max_logprobs": -1}, "max_logprobs"),

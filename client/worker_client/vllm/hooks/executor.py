@@ -19,9 +19,13 @@ from vllm.v1.outputs import (
     ModelRunnerOutput,
 )
 
-from rpc_schema.errors import WorkerDaemonError
+from rpc_schema.errors import (
+    WorkerDaemonError,
+)
 from rpc_schema.extensions import RequestExtension
-from worker_client.errors import config_error
+from worker_client.errors import (
+    config_error,
+)
 from worker_client.group.loading import group_limits
 from worker_client.vllm.batches import RequestBatch
 from worker_client.vllm.configuration import (
@@ -31,6 +35,8 @@ from worker_client.vllm.configuration import (
     pools,
     worker_config,
 )
+from worker_client.vllm.embedded_prompts import EmbeddedPrompts
+from worker_client.vllm.hooks.embedded_rows import rows_of
 from worker_client.vllm.hooks.kv_cache import available_bytes, specs_of
 from worker_client.vllm.hooks.platform import WorkerDaemonPlatform
 from worker_client.vllm.hooks.scheduler import DaemonsOutput, WorkerDaemonScheduler
@@ -135,8 +141,9 @@ class WorkerDaemonExecutor(Executor):  # type: ignore[misc]
             self._workers, self._model, self._flush, pools=self._is_pooling
         )
         limits = group_limits(ours, self._model)
+        self._embeds = self._embedded_prompts()
         self._requests = Requests(
-            limits.bounds, self._operations.ensure_lora, self._operations.why_closed
+            limits.bounds, self._operations.ensure_lora, self._operations.why_closed, self._embeds
         )
         sizes = [each.block_size for each in self._model.groups]
         slots = lambda req_id: req_id in group.slots  # noqa: E731
@@ -151,6 +158,12 @@ class WorkerDaemonExecutor(Executor):  # type: ignore[misc]
         config.scheduler_config.scheduler_cls = partial(
             WorkerDaemonScheduler, translated=self._requests, noted=self._noted
         )
+
+    def _embedded_prompts(self) -> EmbeddedPrompts | None:
+        model = self.vllm_config.model_config
+        if not model.enable_prompt_embeds:
+            return None
+        return EmbeddedPrompts(self._workers, str(model.dtype), partial(rows_of, dtype=model.dtype))
 
     def _prefix_notes(self) -> PrefixNotes | None:
         """Return what keeps the prefix cache for the next server. None without one; with adapters,
@@ -205,6 +218,7 @@ class WorkerDaemonExecutor(Executor):  # type: ignore[misc]
             self._reader.forget([wire_id(each) for each in finished])
         if scheduler_output.total_num_scheduled_tokens == 0:
             self._writer.end_of(scheduler_output)
+            self._drop_embeds()
             if self._noted is not None:
                 self._noted.finish_round()
             return _at_once(EMPTY_MODEL_RUNNER_OUTPUT, non_block)
@@ -244,6 +258,7 @@ class WorkerDaemonExecutor(Executor):  # type: ignore[misc]
     def _take(self, pending: _VllmStep) -> ModelRunnerOutput:
         """Wait for a step's result."""
         outcome = self._workers.outcome(pending.sent)
+        self._drop_embeds()
         if not isinstance(outcome, LostStep):
             if self._noted is not None:
                 self._noted.settle()
@@ -266,6 +281,10 @@ class WorkerDaemonExecutor(Executor):  # type: ignore[misc]
         step = self._writer.take_ended()
         if step is not None:
             self._workers.outcome([self._workers.send(step)])
+
+    def _drop_embeds(self) -> None:
+        if self._embeds is not None:
+            self._embeds.drop_unused()
 
     def _forget_notes(self) -> None:
         if self._noted is not None:
@@ -302,6 +321,8 @@ class WorkerDaemonExecutor(Executor):  # type: ignore[misc]
 
     def shutdown(self) -> None:
         """Give the daemons back. They keep model, KV cache and graphs for the next server."""
+        if self._embeds is not None:
+            self._embeds.close()
         self._workers.close()
         if isinstance(current_platform, WorkerDaemonPlatform):
             current_platform.end()

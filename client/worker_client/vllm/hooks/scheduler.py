@@ -54,16 +54,22 @@ class WorkerDaemonScheduler(AsyncScheduler):  # type: ignore[misc]
         if noted is not None:
             noted.restore(self.kv_cache_manager.block_pool)
 
+    def add_request(self, request: Request) -> None:
+        """Take a request in."""
+        self._translated.salt_hashes(request)
+        super().add_request(request)
+
     def _handle_blocked_waiting_request(self, request: Request) -> bool:
         """Return True if a waiting request may be scheduled; vLLM asks before it schedules one. A
-        request that cannot be translated ends as one whose grammar does not compile."""
+        request that cannot be translated ends as one whose grammar does not compile; one whose
+        embeddings are being uploaded waits, and others go first."""
         if request.request_id in self.grammar_compile_error_reqs:
             return False
         if not super()._handle_blocked_waiting_request(request):
             return False
         refusal = self._translated.find_refusal(request)
         if not refusal:
-            return True
+            return self._translated.is_ready(request.request_id)
         _LOG.info("request %s is refused: %s", request.request_id, refusal)
         error = RequestError(code="validation_error", message=refusal)
         self.grammar_compile_error_reqs[request.request_id] = error
@@ -71,6 +77,7 @@ class WorkerDaemonScheduler(AsyncScheduler):  # type: ignore[misc]
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
         """Plan a step."""
+        self._translated.proceed()
         output = super().schedule(*args, **kwargs)
         self._sharing -= output.finished_req_ids
         for new in output.scheduled_new_reqs:
