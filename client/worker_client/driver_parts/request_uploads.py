@@ -68,7 +68,7 @@ class RequestUploads:
         """The upload of the first request in the queue."""
         self._lacks_room = False
         self._untold = UploadProgress([], [])
-        """What proceed() has not returned yet, since an error came after it."""
+        """Progress that proceed() has not returned yet, since an error came after it."""
         self.to_drop: deque[tuple[int, bytes]] = deque()
         """Hashes that no request needs, each with the number of steps sent by then: steps in flight
         may still read the tensor."""

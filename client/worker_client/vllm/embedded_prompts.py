@@ -161,7 +161,7 @@ class EmbeddedPrompts:
         self._held: dict[str, _Held] = {}
         self._uploads = RequestUploads(workers.group)
         self._generation = workers.generation
-        """Of the daemons that have what was uploaded."""
+        """Workers.generation of the daemons that have what was uploaded."""
 
     def begin(self, req_id: str, prompt: EmbeddedPrompt) -> None:
         """Begin with a request's rows."""
