@@ -304,7 +304,7 @@ def test_killed_run_is_finished_by_the_next(directory, tmp_path, options, input_
     source, expected = input_file
     options, output = (*options, "--input", str(source)), tmp_path / "out.jsonl"
     kill_in_the_middle(directory, options, output)
-    cut_off = read_lines(output)
+    cut_off = read_lines(tmp_path / "out.jsonl.part")
     assert [line["id"] for line in cut_off] == ["short"]
     held = held_blocks(two_daemons.endpoints)
     assert all(3 <= count <= 127 for count in held)  # of the requests that wait for a driver

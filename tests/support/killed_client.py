@@ -6,13 +6,13 @@ import signal
 from collections.abc import Iterable
 
 from worker_client.__main__ import main
-from worker_client.cli.output_file import LineFile
+from worker_client.cli.output_file import OutputFile
 
 
 def killed_by(write):
-    """Return LineFile.write with an end after its first line."""
+    """Return OutputFile.write with an end after its first line."""
 
-    def write_and_die(file: LineFile, lines: Iterable[str]) -> None:
+    def write_and_die(file: OutputFile, lines: Iterable[str]) -> None:
         before = file.size
         write(file, lines)
         if file.size > before:
@@ -22,5 +22,5 @@ def killed_by(write):
 
 
 if __name__ == "__main__":
-    LineFile.write = killed_by(LineFile.write)
+    OutputFile.write = killed_by(OutputFile.write)
     main()

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from rpc_schema.pooling import PoolingParams, PoolingTask
 from worker_client.cli.options import RunOptions, one_of, takes_run_options
-from worker_client.cli.output_file import print_text, write_bytes
+from worker_client.cli.output_file import check_writable, print_text, replacement
 from worker_client.cli.report import JsonObject
 from worker_client.cli.results import Results
 from worker_client.cli.run import end_if_all_are_wrong, print_progress, read_requests, report_errors
@@ -64,6 +64,8 @@ def embed(
     if form is not Format.JSONL and run.output is None:
         fix = "give --output, or --format jsonl"
         raise config_error("format", form.value, "it needs a file", fix)
+    if form is not Format.JSONL and run.output is not None:
+        check_writable(run.output)
     tokenizer, lines = read_requests(run)
     inputs = [_pooling(entry, params) for entry in lines]
     end_if_all_are_wrong(inputs, run.output if form is Format.JSONL else None)
@@ -76,7 +78,9 @@ def embed(
         served = session.serve(inputs, (), collected.take)
         results = collected.finish()
     if form is not Format.JSONL and run.output is not None:
-        write_bytes(run.output, _array(inputs, served, form))
+        array = _array(inputs, served, form)
+        with replacement(run.output) as file:
+            file.write(array)
         print_text("".join(f"{json.dumps(_shape(result))}\n" for result in results))
     elif run.output is None:
         print_text("".join(f"{json.dumps(result)}\n" for result in results))

@@ -1,185 +1,103 @@
-"""Output of a command: files of complete lines, replaced only by complete ones, and standard
-output. Every failure to write becomes an OutputError."""
+"""Output of a command: standard output, and regular files, which only complete ones replace. Every
+failure to write becomes an OutputError."""
 
 import contextlib
 import errno
 import fcntl
 import os
-import re
 import secrets
-import select
 import stat
 import sys
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import BinaryIO, Final
 
 from worker_client.errors import OutputError
 
+STANDARD_OUTPUT: Final = Path("/dev/stdout")
+"""The only path that need not be a regular file."""
+
 _NO_ROOM: Final = "make room, or name a file on another disk"
-_NOT_ALLOWED: Final = (
-    "name a file that you may read and write, in a directory that you may write: a new file is "
-    "made next to the old one"
-)
+_NOT_ALLOWED: Final = "name a file that you may replace, in a directory that you may write"
 _NO_DIRECTORY: Final = "name a file in a directory that exists"
+_NOT_REGULAR: Final = f"name a regular file; lines may also go to {STANDARD_OUTPUT}"
 _FIXES: Final = {
-    errno.ENOSPC: _NO_ROOM,
-    errno.EDQUOT: _NO_ROOM,
-    errno.EFBIG: _NO_ROOM,
-    errno.EISDIR: "name a file",
-    errno.ENOENT: _NO_DIRECTORY,
-    errno.ENOTDIR: _NO_DIRECTORY,
-    errno.EACCES: _NOT_ALLOWED,
-    errno.EPERM: _NOT_ALLOWED,
-    errno.EROFS: _NOT_ALLOWED,
-    errno.EBADF: "name a descriptor that is open for writing",
+    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT, errno.EFBIG), _NO_ROOM),
+    **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), _NOT_ALLOWED),
+    **dict.fromkeys((errno.ENOENT, errno.ENOTDIR), _NO_DIRECTORY),
+    **dict.fromkeys((errno.EISDIR, errno.ELOOP, errno.EINVAL), _NOT_REGULAR),
     errno.EBUSY: "mount the directory it is in, or name another file",
     errno.EEXIST: "move it away, or name another file",
     errno.ETXTBSY: "wait until that run has ended, or name another file",
 }
 _RESULT: Final = b'{"id": '
 """Start of every line of a run."""
-_CANNOT_SYNC: Final = (errno.EINVAL, errno.ENOTSUP)
-"""Errors of fsync for pipes, terminals and devices."""
-_MAX_LINKS: Final = 40
 
 
-@dataclass(slots=True)
-class LineFile:
-    """A file that grows by complete lines: after a failed write, a partial line is removed."""
+class OutputFile:
+    """The output of one run, in lines. A file's lines go to NAME.part, locked against other runs,
+    until `finish` gives it the file's name. Lines for STANDARD_OUTPUT are printed."""
 
-    file: int
-    """Its descriptor, closed by close()."""
-    shown: Path
-    """For error messages."""
-    is_ours: bool
-    """True if no other process writes to it, and it was empty; otherwise nothing is removed."""
-    size: int = 0
+    def __init__(self, path: Path, kept: Iterable[str] = ()) -> None:
+        """kept: lines of the run that is continued; they replace those in NAME.part at once.
+
+        Raises:
+            OutputError: it cannot be written, or another run writes to it.
+        """
+        self._path, self._part = path, part_of(path)
+        self._file: int | None = None
+        self.size = 0
+        if path != STANDARD_OUTPUT:
+            with _typed(path), _claimed(self._part), _sibling(path) as (file, new):
+                _lock(file)
+                self._append(file, kept)
+                _publish(file, new, self._part)
+                self._file = os.dup(file)  # has the same lock
 
     def write(self, lines: Iterable[str]) -> None:
         """Append lines, given without line ends, and flush them to the kernel.
 
         Raises:
-            OutputError: not all of them fit; those before are complete.
+            OutputError: not all of them fit; it names the file with the lines before them.
         """
-        for line in lines:
-            data = f"{line}\n".encode()
-            try:
-                _write_all(self.file, data)
-            except OSError as error:
-                if self.is_ours:
-                    with contextlib.suppress(OSError):
-                        os.ftruncate(self.file, self.size)
-                raise output_error(self.shown, error) from error
-            self.size += len(data)
-
-    def sync(self) -> None:
-        """Wait until all lines are on the disk. Raises OutputError."""
+        if self._file is None:
+            print_text("".join(f"{line}\n" for line in lines))
+            return
         try:
-            _sync(self.file)
-        except OSError as error:
-            raise output_error(self.shown, error) from error
-
-    def close(self) -> None:
-        """Close it."""
-        os.close(self.file)
-
-
-class OutputFile:
-    """The output file of one run. If there was no file, or the run continues an interrupted one,
-    lines are written to it as they arrive. Otherwise they go to NAME.part next to the old file,
-    until `finish` replaces the old file. The file being written is locked against other runs.
-    Pipes, devices and descriptors are written directly."""
-
-    def __init__(self, path: Path, kept: Iterable[str] = ()) -> None:
-        """kept: lines of the run that is continued.
-
-        Raises:
-            OutputError: it cannot be written, or another run writes to it.
-        """
-        self._shown = path
-        self._is_special = is_special(path)
-        self._final = path if self._is_special else _target(path)
-        self._live = self._final
-        try:
-            if self._is_special:
-                self._file = LineFile(open_special(path), shown=path, is_ours=False)
-                return
-            with _claimed(path) as (has_old, has_part):
-                self._begin(list(kept), has_old, has_part)
-        except OSError as error:
-            raise output_error(path, error) from error
-
-    def _begin(self, lines: list[str], has_old: bool, has_part: bool) -> None:
-        part = part_of(self._shown)
-        goes_on_elsewhere = has_part if lines else has_old
-        self._live = part if goes_on_elsewhere else self._final
-        is_there = has_part if goes_on_elsewhere else has_old
-        new = _new_beside(self._live) if is_there else self._live
-        self._file = LineFile(self._create(new, has_old), shown=self._shown, is_ours=True)
-        try:
-            self._file.write(lines)
-            self._file.sync()
-            if is_there:
-                new.replace(self._live)
-            _sync_directory(self._live.parent)
-        except BaseException:
-            self._file.close()
-            _remove(new)
-            raise
-        if has_part and not goes_on_elsewhere:
-            _remove(part)
-
-    def _create(self, path: Path, has_old: bool) -> int:
-        """Return a new, locked file with the permissions of the old one."""
-        try:
-            file = _open_new(path, 0o600 if has_old else 0o666)
-        except FileExistsError:  # appeared since it was claimed
-            raise _another_run() from None
-        try:
-            _lock(file)
-            if has_old:
-                with contextlib.suppress(PermissionError):  # a file system without modes
-                    os.fchmod(file, stat.S_IMODE(self._final.stat().st_mode))
-        except BaseException:
-            os.close(file)
-            _remove(path)
-            raise
-        return file
-
-    def write(self, lines: Iterable[str]) -> None:
-        """Append lines. Raises OutputError, which names the file with the lines before them."""
-        try:
-            self._file.write(lines)
-        except OutputError as error:
-            if self._is_special:
-                raise
-            problem = f"{error.message}; the lines finished before are in {self._live}"
+            self._append(self._file, lines)
+        except OSError as cause:
+            error = output_error(self._path, cause)
+            problem = f"{error.message}; the lines finished before are in {self._part}"
             fix = f"{error.fix}; with --endpoints, --adopt continues from there"
-            raise OutputError(problem, field=error.field, value=error.value, fix=fix) from error
+            raise OutputError(problem, field=error.field, value=error.value, fix=fix) from cause
+
+    def _append(self, file: int, lines: Iterable[str]) -> None:
+        for line in lines:
+            data = left = memoryview(f"{line}\n".encode())
+            try:
+                while left:
+                    left = left[os.write(file, left) :]
+            except OSError:
+                with contextlib.suppress(OSError):
+                    os.ftruncate(file, self.size)  # removes a partial line
+                raise
+            self.size += len(data)
 
     def finish(self) -> None:
         """Sync all lines to disk under the file's name. Raises OutputError."""
-        self._file.sync()
-        if self._live == self._final:
-            return
-        try:
-            self._live.replace(self._final)
-            _sync_directory(self._final.parent)
-        except OSError as error:
-            raise output_error(self._shown, error) from error
-        self._live = self._final
+        if self._file is not None:
+            with _typed(self._path):
+                _publish(self._file, self._part, self._path)
 
     def close(self) -> None:
         """Close it, finished or not."""
-        self._file.close()
+        if self._file is not None:
+            os.close(self._file)
 
 
 def part_of(path: Path) -> Path:
-    """Return the path for the lines of an unfinished run that will replace the file."""
-    target = _target(path)
-    return target.parent / f"{target.name}.part"
+    """Return the path for the lines of an unfinished run."""
+    return path.parent / f"{path.name}.part"
 
 
 def write_whole(path: Path, lines: Iterable[str]) -> None:
@@ -189,63 +107,34 @@ def write_whole(path: Path, lines: Iterable[str]) -> None:
         file.finish()
 
 
-def write_bytes(path: Path, data: bytes) -> None:
-    """Write or replace a file atomically. Raises OutputError and leaves the old one unchanged."""
-    target = path if is_special(path) else _target(path)
-    new = target if is_special(path) else _new_beside(target)
-    try:
-        file = open_special(path) if is_special(path) else _open_new(new, 0o666)
-        try:
-            _write_all(file, data)
-            _sync(file)
-        finally:
-            os.close(file)
-        if new != target:
-            new.replace(target)
-            _sync_directory(target.parent)
-    except OSError as error:
-        if new != target:
-            _remove(new)
-        raise output_error(path, error) from error
+@contextlib.contextmanager
+def replacement(path: Path, field: str = "output") -> Iterator[BinaryIO]:
+    """Yield a binary file that takes the path's name at the end of the block, if that succeeds.
+    field: the option that names it. Raises OutputError and leaves the old file unchanged."""
+    with (
+        _typed(path, field),
+        _sibling(path) as (file, new),
+        os.fdopen(os.dup(file), "wb") as stream,
+    ):
+        yield stream
+        stream.flush()
+        _publish(file, new, path)
 
 
 def check_output(path: Path) -> None:
     """Raise OutputError if an OutputFile cannot be written, as far as can be known in advance."""
-    check_writable(path)
-    if not is_special(path):
-        try:
-            with _claimed(path):
-                pass
-        except OSError as error:
-            raise output_error(path, error) from error
+    if path != STANDARD_OUTPUT:
+        check_writable(path)
+        with _typed(path), _claimed(part_of(path)):
+            pass
 
 
 def check_writable(path: Path, field: str = "output") -> None:
-    """Raise OutputError if a file cannot be written, as far as can be known in advance, by writing
-    a byte to a new file next to it. The file itself is not changed. field: the option that names
-    it."""
-    try:
-        if path.is_dir():
-            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
-        if is_special(path):
-            _check_special(path)
-        else:
-            _try_beside(_target(path))
-    except OSError as error:
-        raise output_error(path, error, field) from error
-
-
-def _try_beside(path: Path) -> None:
-    if path.exists() and _mount_id(path) != _mount_id(path.parent):
-        raise OSError(errno.EBUSY, "it is a mount point, which cannot be replaced")
-    new = _new_beside(path)
-    file = _open_new(new, 0o600)
-    try:
+    """Raise OutputError if a regular file cannot be written, as far as can be known in advance, by
+    writing a byte to a new file next to it. field: the option that names it."""
+    with _typed(path, field), _sibling(path) as (file, _):
         os.write(file, b"\n")
-        _sync(file)
-    finally:
-        os.close(file)
-        _remove(new)
+        os.fsync(file)
 
 
 def print_text(text: str) -> None:
@@ -270,6 +159,14 @@ def output_error(path: Path, error: OSError, field: str = "output") -> OutputErr
     return OutputError(problem, field=field, value=str(path), fix=fix)
 
 
+@contextlib.contextmanager
+def _typed(path: Path, field: str = "output") -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise output_error(path, error, field) from error
+
+
 def _drop_standard_output() -> None:
     """Discard the buffer's contents, so that the interpreter's exit does not fail too."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
@@ -277,75 +174,73 @@ def _drop_standard_output() -> None:
     os.close(nowhere)
 
 
-def is_special(path: Path) -> bool:
-    """Return True for a path of a pipe, a device or a descriptor, which cannot be replaced."""
-    if _descriptor(path) is not None:
-        return True
+@contextlib.contextmanager
+def _sibling(path: Path) -> Iterator[tuple[int, Path]]:
+    """Yield a new file next to a path, with its mode. Unless it is renamed, it is removed."""
+    mode = _mode_of(path)
+    new = path.parent / f".worker-client-{secrets.token_hex(8)}.new"
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+    file = os.open(new, flags, 0o666 if mode is None else 0o600)
     try:
-        mode = path.stat().st_mode
-    except OSError:
-        return False
-    return not stat.S_ISREG(mode) and not stat.S_ISDIR(mode)
+        if mode is not None:
+            with contextlib.suppress(PermissionError):  # a file system without modes
+                os.fchmod(file, mode)
+        yield file, new
+    finally:
+        os.close(file)
+        with contextlib.suppress(OSError):
+            new.unlink()
 
 
-def open_special(path: Path) -> int:
-    """Open a special path for writing; a descriptor of this process is duplicated and shares its
-    position."""
-    match _descriptor(path):
-        case (pid, number) if pid == os.getpid():
-            return fcntl.fcntl(number, fcntl.F_DUPFD_CLOEXEC, 0)
-    return os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
+def _mode_of(path: Path) -> int | None:
+    """Return a file's mode, None if there is none. A link is not followed: its maker would choose
+    the file that is replaced."""
+    try:
+        status = path.lstat()
+    except FileNotFoundError:
+        return None
+    if not stat.S_ISREG(status.st_mode):
+        raise OSError(errno.EINVAL, "it is a link, a directory, a pipe or a device")
+    if status.st_dev != path.parent.stat().st_dev:
+        raise OSError(errno.EBUSY, "it is a mount point, which cannot be replaced")
+    return stat.S_IMODE(status.st_mode)
 
 
-def _check_special(path: Path) -> None:
-    match _descriptor(path):
-        case (pid, number) if pid == os.getpid():
-            if fcntl.fcntl(number, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDONLY:
-                raise OSError(errno.EBADF, os.strerror(errno.EBADF))
-        case _ if not os.access(path, os.W_OK):
-            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
-
-
-def _descriptor(path: Path) -> tuple[int, int] | None:
-    """Return the process and number of the descriptor that a path such as /dev/stdout names."""
-    for _ in range(_MAX_LINKS):
-        parent = Path(os.path.realpath(path.parent))
-        found = re.fullmatch(r"/proc/(\d+)(?:/task/\d+)?/fd/(\d+)", str(parent / path.name))
-        if found is not None:
-            return int(found[1]), int(found[2])
-        if not path.is_symlink():
-            return None
-        path = parent / path.readlink()
-    return None
+def _publish(file: int, path: Path, target: Path) -> None:
+    os.fsync(file)
+    path.replace(target)
+    directory = os.open(target.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(directory)
+    except OSError as error:
+        if error.errno != errno.EINVAL:  # a file system that syncs no directories
+            raise
+    finally:
+        os.close(directory)
 
 
 @contextlib.contextmanager
-def _claimed(path: Path) -> Iterator[tuple[bool, bool]]:
-    """Hold the locks of the old file and of NAME.part; yield which of the two exist. A file that
-    appears in the meantime belongs to another run. Raises OSError if another run has one, or
-    NAME.part is not the output of a run."""
+def _claimed(part: Path) -> Iterator[None]:
+    """Hold the lock of NAME.part, made if it is missing and removed if it stays empty. Raises
+    OSError if another run has it, or it is not the output of a run."""
+    conflict = OSError(errno.EEXIST, f"{part} is in the way and is not the output of a run")
+    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     with contextlib.ExitStack() as stack:
-        old, part = _claim(_target(path), stack), part_of(path)
-        left = _claim(part, stack)
-        if left is not None:
-            _check_left_by_run(left, part)
-        yield old is not None, left is not None
-
-
-def _claim(path: Path, stack: contextlib.ExitStack) -> int | None:
-    """Return a file, locked until the stack is closed; None if there is none."""
-    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-    while True:
+        while True:
+            if part.is_symlink() or (part.exists() and not part.is_file()):
+                raise conflict
+            file = os.open(part, flags, 0o600)
+            stack.callback(os.close, file)
+            _lock(file)
+            if _is_at(file, part):  # check that it was not replaced before it was locked
+                break
+        if not _RESULT.startswith(os.pread(file, len(_RESULT), 0)):
+            raise conflict
         try:
-            file = os.open(path, flags)
-        except FileNotFoundError:
-            return None
-        except OSError as error:
-            raise _in_the_way(path) if error.errno == errno.ELOOP else error from None
-        stack.callback(os.close, file)
-        _lock(file)
-        if _is_at(file, path):  # check that it was not replaced before it was locked
-            return file
+            yield
+        finally:
+            if os.fstat(file).st_size == 0 and _is_at(file, part):
+                part.unlink()
 
 
 def _is_at(file: int, path: Path) -> bool:
@@ -359,79 +254,6 @@ def _lock(file: int) -> None:
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        raise _another_run() from None
+        raise OSError(errno.ETXTBSY, "another run writes to it") from None
     except OSError:  # a file system without locks
         return
-
-
-def _another_run() -> OSError:
-    return OSError(errno.ETXTBSY, "another run writes to it")
-
-
-def _in_the_way(path: Path) -> OSError:
-    return OSError(errno.EEXIST, f"{path} is in the way and is not the output of a run")
-
-
-def _check_left_by_run(file: int, path: Path) -> None:
-    is_file = stat.S_ISREG(os.fstat(file).st_mode)
-    start = os.pread(file, len(_RESULT), 0) if is_file else b""
-    if not is_file or not _RESULT.startswith(start):
-        raise _in_the_way(path)
-
-
-def _mount_id(path: Path) -> str:
-    """Return the id of a path's mount. Unlike st_dev, this distinguishes mounts of one file
-    system."""
-    file = os.open(path, os.O_PATH | os.O_CLOEXEC)
-    try:
-        lines = Path(f"/proc/self/fdinfo/{file}").read_text().splitlines()
-    finally:
-        os.close(file)
-    return next((line for line in lines if line.startswith("mnt_id:")), "")
-
-
-def _open_new(path: Path, mode: int) -> int:
-    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
-
-
-def _new_beside(path: Path) -> Path:
-    """Return an unused name in the same directory."""
-    return path.parent / f".worker-client-{secrets.token_hex(8)}.new"
-
-
-def _target(path: Path) -> Path:
-    """Return the target if the path is a link, so that the link stays."""
-    return Path(os.path.realpath(path))
-
-
-def _write_all(file: int, data: bytes) -> None:
-    """Write all data; wait if the descriptor is non-blocking."""
-    left = memoryview(data)
-    while left:
-        try:
-            left = left[os.write(file, left) :]
-        except BlockingIOError:
-            poll = select.poll()
-            poll.register(file, select.POLLOUT)
-            poll.poll()
-
-
-def _sync(file: int) -> None:
-    try:
-        os.fsync(file)
-    except OSError as error:
-        if error.errno not in _CANNOT_SYNC:
-            raise
-
-
-def _sync_directory(path: Path) -> None:
-    directory = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        _sync(directory)
-    finally:
-        os.close(directory)
-
-
-def _remove(path: Path) -> None:
-    with contextlib.suppress(OSError):
-        path.unlink()

@@ -9,7 +9,7 @@ import numpy as np
 
 from rpc_schema.extensions import extension_of
 from rpc_schema.prompt_embeds import PromptEmbeds
-from worker_client.cli.output_file import OutputFile, is_special, part_of, write_whole
+from worker_client.cli.output_file import STANDARD_OUTPUT, OutputFile, part_of, write_whole
 from worker_client.cli.report import JsonObject, output_line
 from worker_client.cli.session import InputRequest
 from worker_client.errors import config_error
@@ -84,7 +84,7 @@ class Results:
 
 def read_finished(path: Path | None) -> dict[str, JsonObject]:
     """Return the finished requests' lines of an earlier run, by id; ignores a partial line."""
-    if path is None or is_special(path):
+    if path is None or path == STANDARD_OUTPUT:
         return {}
     part = part_of(path)
     source = part if part.is_file() else path

@@ -1,8 +1,5 @@
 """`worker-client trace`: one trace of all ranks and the driver of a running group."""
 
-import contextlib
-import os
-import tempfile
 from pathlib import Path
 from typing import Annotated
 
@@ -11,13 +8,7 @@ import typer
 from worker_client.cli.control import Endpoints, named_daemons
 from worker_client.cli.daemons import connect
 from worker_client.cli.options import KeyFile, KnownDaemons, Wait
-from worker_client.cli.output_file import (
-    check_writable,
-    is_special,
-    open_special,
-    output_error,
-    print_text,
-)
+from worker_client.cli.output_file import check_writable, print_text, replacement
 from worker_client.tracing.observer import Recorded, record
 from worker_client.tracing.trace_merge import Summary, merge_traces
 from worker_client.wire.keys import read_keys
@@ -45,25 +36,9 @@ def trace(
 
 
 def _write(recorded: Recorded, out: Path) -> Summary:
-    """Write the file atomically; write directly to a pipe or a device."""
-    try:
-        if is_special(out):
-            with os.fdopen(open_special(out), "wb") as file:
-                return merge_traces(recorded.ranks, recorded.driver, recorded.begin_ns, file)
-        number, name = tempfile.mkstemp(prefix=f".{out.name}.", dir=out.parent)
-        try:
-            with os.fdopen(number, "wb") as file:
-                summary = merge_traces(recorded.ranks, recorded.driver, recorded.begin_ns, file)
-                file.flush()
-                os.fsync(file.fileno())
-            Path(name).replace(out)
-        except BaseException:
-            with contextlib.suppress(OSError):
-                Path(name).unlink()
-            raise
-    except OSError as error:
-        raise output_error(out, error, "out") from error
-    return summary
+    """Write or replace the file atomically. Raises OutputError."""
+    with replacement(out, "out") as file:
+        return merge_traces(recorded.ranks, recorded.driver, recorded.begin_ns, file)
 
 
 def _lines(summary: Summary) -> list[str]:

@@ -9,7 +9,6 @@ import os
 import resource
 import stat
 import subprocess
-import threading
 from pathlib import Path
 
 import pytest
@@ -19,7 +18,7 @@ from rpc_schema.exit_codes import ExitCode
 from tests.support.command_line import CLIENT
 from tests.support.waiting import PATIENCE_S
 from tests.unit.client.conftest import options
-from worker_client.cli.output_file import OutputFile, check_output, is_special, output_error
+from worker_client.cli.output_file import OutputFile, output_error
 from worker_client.cli.trace import _write as write_trace
 from worker_client.errors import OutputError
 from worker_client.tracing.observer import Recorded
@@ -45,17 +44,22 @@ def words(fakes, directory):
     return [*options(fakes(1), directory), "--input", source]
 
 
-@pytest.mark.parametrize("command", ["generate", "bench"])
-def test_full_disk_leaves_an_old_output_and_whole_lines_of_the_new(directory, run, words, command):
+@pytest.mark.parametrize(
+    ("command", "old"), [("generate", True), ("bench", True), ("generate", False)]
+)
+def test_full_disk_leaves_an_old_output_and_whole_lines_of_the_new(
+    directory, run, words, command, old
+):
     target = directory / "out" / "out.jsonl"
     target.parent.mkdir()
-    target.write_text("of another run\n")
+    if old:
+        target.write_text("of another run\n")
     with file_size_limit(300):
         code, _, errors = run(command, *words, "--output", target)
     assert code == ExitCode.OUTPUT
     assert "OutputError: it cannot be written: File too large" in errors
     assert "field output" in errors and "fix: make room" in errors
-    assert target.read_text() == "of another run\n"
+    assert target.read_text() == "of another run\n" if old else not target.exists()
     part = target.with_name("out.jsonl.part")
     if command == "generate":
         assert str(part) in errors
@@ -68,15 +72,6 @@ def test_full_disk_leaves_an_old_output_and_whole_lines_of_the_new(directory, ru
         f"r{index}" for index in range(6)
     ]
     assert list(target.parent.iterdir()) == [target]
-
-
-def test_new_output_has_whole_lines_as_they_come(directory, run, words):
-    target = directory / "out.jsonl"
-    with file_size_limit(300):
-        code, _, errors = run("generate", *words, "--output", target)
-    assert code == ExitCode.OUTPUT
-    assert f"the lines finished before are in {target}" in errors
-    assert [json.loads(line)["id"] for line in target.read_text().split("\n")[:-1]] == ["r0", "r1"]
 
 
 @pytest.mark.parametrize("command", ["generate", "bench"])
@@ -114,19 +109,59 @@ def test_what_cannot_be_a_file_is_told_before_anything_is_loaded(
     assert not [path for path in directory.iterdir() if path.name.endswith((".new", ".part"))]
 
 
-def test_device_that_is_full_is_an_error(run, words):
-    code, _, errors = run("generate", *words, "--output", "/dev/full")
+def make_link(target):
+    target.with_name("real").write_text("old\n")
+    target.symlink_to("real")
+
+
+@pytest.mark.parametrize("command", ["generate", "embed", "trace"])
+@pytest.mark.parametrize("make", [make_link, os.mkfifo, os.mkdir])
+def test_what_is_no_regular_file_is_told_and_left(directory, run, words, command, make):
+    target = directory / "out"
+    make(target)
+    before = target.lstat()
+    words = {
+        "generate": [*words, "--output", target],
+        "embed": [*words, "--format", "npy", "--output", target],
+        "trace": [*words[:2], "--out", target],
+    }[command]
+    code, _, errors = run(command, *words)
     assert code == ExitCode.OUTPUT
-    assert "No space left on device" in errors
-    assert run("generate", *words, "--output", "/dev/null")[0] == 0
+    assert "it is a link, a directory, a pipe or a device" in errors
+    assert f"{target}" in errors and "fix: name a regular file" in errors
+    assert os.path.samestat(before, target.lstat())
+    assert make is not make_link or target.read_text() == "old\n"
 
 
-def test_link_stays_and_its_file_is_replaced(directory, run, words):
-    real, link = directory / "real", directory / "link"
-    real.write_text("old\n")
-    link.symlink_to(real)
-    assert run("generate", *words, "--output", link)[0] == 0
-    assert link.is_symlink() and len(real.read_text().splitlines()) == 6
+def test_link_that_is_planted_during_a_run_is_replaced_and_not_followed(directory):
+    target, mine = directory / "out.jsonl", directory / "mine"
+    mine.write_text("mine\n")
+    file = OutputFile(target)
+    file.write(['{"id": "a"}'])
+    target.symlink_to(mine)
+    file.finish()
+    file.close()
+    assert (target.read_text(), mine.read_text()) == ('{"id": "a"}\n', "mine\n")
+
+
+def test_lines_for_standard_output_are_printed(run, words):
+    code, printed, _ = run("generate", *words, "--output", "/dev/stdout")
+    assert code == 0
+    assert [json.loads(line)["id"] for line in printed.splitlines()] == [
+        f"r{index}" for index in range(6)
+    ]
+
+
+@pytest.mark.parametrize("command", ["embed", "trace"])
+def test_standard_output_takes_no_arrays_and_traces(run, words, command):
+    """They would be mixed with the lines that the command prints."""
+    words = {
+        "embed": [*words, "--format", "npy", "--output", "/dev/stdout"],
+        "trace": [*words[:2], "--out", "/dev/stdout"],
+    }[command]
+    code, printed, errors = run(command, *words)
+    assert (code, printed) == (ExitCode.OUTPUT, "")
+    assert "/dev/stdout" in errors and "fix: name a regular file" in errors
 
 
 def test_standard_output_that_is_full_is_an_error(fakes):
@@ -157,15 +192,11 @@ def test_results_are_on_the_disk_before_success_is_claimed(directory, run, words
 
     monkeypatch.setattr(os, "fsync", record)
     assert run("generate", *words, "--output", target)[0] == 0
-    assert (f"{target}.part", True) in seen
-    assert seen[-1] == (str(directory), False)
+    assert seen[-2:] == [(f"{target}.part", True), (str(directory), False)]
 
 
-@pytest.mark.parametrize("old", [None, "old\n"])
-def test_second_run_to_an_output_is_refused(directory, run, words, old):
+def test_second_run_to_an_output_is_refused(directory, run, words):
     target = directory / "out.jsonl"
-    if old is not None:
-        target.write_text(old)
     first = OutputFile(target)
     first.write(['{"id": "first"}'])
     code, _, errors = run("generate", *words, "--output", target)
@@ -180,20 +211,32 @@ def test_second_run_to_an_output_is_refused(directory, run, words, old):
     assert len(target.read_text().splitlines()) == 6
 
 
-def test_output_that_another_run_makes_meanwhile_is_refused(directory, monkeypatch):
-    """Between the look for an old file and the making of a new one."""
+def test_lines_that_another_run_publishes_meanwhile_stay(directory, monkeypatch):
+    """Between the opening of NAME.part and the lock."""
     target, part = directory / "out.jsonl", directory / "out.jsonl.part"
-    part.write_text('{"id": "left"}\n')
+    part.write_text('{"id": "theirs"}\n')
     flock = fcntl.flock
 
-    def make_and_lock(*arguments):
-        target.touch()
+    def publish_and_lock(*arguments):
+        monkeypatch.undo()
+        part.rename(target)
         flock(*arguments)
 
-    monkeypatch.setattr(fcntl, "flock", make_and_lock)
-    with pytest.raises(OutputError, match="another run"):
-        OutputFile(target)
-    assert (target.read_text(), part.read_text()) == ("", '{"id": "left"}\n')
+    monkeypatch.setattr(fcntl, "flock", publish_and_lock)
+    with contextlib.closing(OutputFile(target)) as file:
+        file.write(['{"id": "ours"}'])
+        assert target.read_text() == '{"id": "theirs"}\n'
+    assert part.read_text() == '{"id": "ours"}\n'
+
+
+def test_lines_of_an_interrupted_run_stay_if_they_cannot_be_copied(directory):
+    target, part = directory / "out.jsonl", directory / "out.jsonl.part"
+    lines = [f'{{"id": "{index}"}}' for index in range(40)]
+    part.write_text("".join(f"{line}\n" for line in lines))
+    before = part.read_text()
+    with file_size_limit(300), pytest.raises(OutputError, match="File too large"):
+        OutputFile(target, lines)
+    assert (list(directory.iterdir()), part.read_text()) == ([part], before)
 
 
 @pytest.mark.parametrize("part", ["mine", "link", "fifo"])
@@ -227,81 +270,31 @@ def test_replaced_file_keeps_its_mode(directory, run, words):
     assert stat.S_IMODE(target.stat().st_mode) == 0o600
 
 
-def test_descriptor_is_written_to_as_it_is(directory, run, words):
-    """Its file is not replaced, nothing in it is lost, and the position is shared."""
-    target = directory / "out.txt"
-    file = os.open(target, os.O_RDWR | os.O_CREAT)
-    name = f"/dev/fd/{file}"
-    try:
-        os.write(file, b"before\n")
-        with file_size_limit(300):
-            assert run("generate", *words, "--output", name)[0] == ExitCode.OUTPUT
-        assert target.read_text().startswith('before\n{"id": "r0"')
-        os.ftruncate(file, 7)
-        os.lseek(file, 7, os.SEEK_SET)
-        assert run("generate", *words, "--output", name)[0] == 0
-        os.write(file, b"after\n")
-    finally:
-        os.close(file)
-    lines = target.read_text().splitlines()
-    assert (lines[0], len(lines), lines[-1]) == ("before", 8, "after")
-    assert [path.name for path in directory.iterdir() if "out" in path.name] == ["out.txt"]
-
-
-def test_descriptor_that_does_not_wait_is_waited_for():
-    reading, writing = os.pipe()
-    os.set_blocking(writing, False)
-    line, seen = "x" * 500_000, []
-
-    def read():
-        with os.fdopen(reading, "rb") as pipe:
-            seen.append(pipe.read())
-
-    reader = threading.Thread(target=read)
-    file = OutputFile(Path(f"/dev/fd/{writing}"))
-    os.close(writing)
-    reader.start()
-    file.write([line])
-    file.close()
-    reader.join(PATIENCE_S)
-    assert seen == [f"{line}\n".encode()]
-
-
-def test_trace_replaces_no_descriptor(directory):
-    target, link = directory / "file", directory / "link"
-    file = os.open(target, os.O_RDWR | os.O_CREAT)
-    try:
-        link.symlink_to(f"/dev/fd/{file}")
-        os.write(file, b"before")
-        write_trace(Recorded([], None, 0), link)
-        assert link.is_symlink()
-        assert json.loads(gzip.decompress(target.read_bytes().removeprefix(b"before")))
-    finally:
-        os.close(file)
-
-
-def test_descriptors_are_known_by_any_name(directory):
-    link, file = directory / "link", os.open("/dev/null", os.O_RDONLY)
-    try:
-        link.symlink_to(f"/proc/self/fd/{file}")
-        assert is_special(link) and is_special(Path("/dev/stdout"))
-        with pytest.raises(OutputError, match="open for writing"):
-            check_output(link)
-    finally:
-        os.close(file)
+def test_trace_replaces_a_file(directory):
+    target = directory / "trace.json.gz"
+    target.write_text("old\n")
+    target.chmod(0o640)
+    write_trace(Recorded([], None, 0), target)
+    assert json.loads(gzip.decompress(target.read_bytes()))
+    assert stat.S_IMODE(target.stat().st_mode) == 0o640
+    assert list(directory.iterdir()) == [target]
 
 
 def test_mount_point_is_told_before_anything_is_loaded(directory):
-    """Bound on itself: st_dev does not tell."""
+    """A file of another file system, as a container gets it."""
     target = directory / "out.jsonl"
+    (directory / "other").mkdir()
     target.write_text("old\n")
-    line = 'mount --bind "$0" "$0" && exec "$@" --output "$0"'
+    line = (
+        'cd "$0" && mount -t tmpfs none other && touch other/file && '
+        'mount --bind other/file out.jsonl && exec "$@" --output "$0/out.jsonl"'
+    )
     apart = ["unshare", "--map-root-user", "--mount"]
     if subprocess.run([*apart, "true"], capture_output=True, check=False).returncode:
         pytest.skip("user namespaces are not allowed here")
     command = [*CLIENT, "generate", "--model", directory, "--prompt", "a", "--device", "cpu"]
     done = subprocess.run(
-        [*apart, "sh", "-c", line, target, *command],
+        [*apart, "sh", "-c", line, directory, *command],
         capture_output=True,
         text=True,
         check=False,
