@@ -6,6 +6,7 @@ from typing import Final
 
 import zmq
 
+from rpc_schema.operations import StepMessage
 from worker_daemon.server.auth.bad_peers import Peer
 from worker_daemon.server.auth.security import Security
 
@@ -23,11 +24,24 @@ class EpochOwner:
     """Routing id of the driver's results socket."""
 
 
+@dataclass(frozen=True, slots=True)
+class Clearance:
+    """A request that its sender was allowed to send. So is another request that is equal in all of
+    this."""
+
+    sender: bytes = b""
+    """Routing id that ZeroMQ chose, so that it stays the same peer's."""
+    rights: object = None
+    """`Access.keys.by_key` from before the checks."""
+    epoch: int = 0
+    kind: type[StepMessage] | None = None
+
+
 class StepSenders:
     """The known peers, epoch owners and current driver. Every step reads the attributes; the step
     loop sets `driver` when it accepts a request."""
 
-    __slots__ = ("access", "bad_peers", "driver", "known", "owners")
+    __slots__ = ("access", "bad_peers", "cleared", "driver", "known", "owners")
 
     def __init__(self, security: Security) -> None:
         self.access = security.access
@@ -35,6 +49,8 @@ class StepSenders:
         self.driver = b""
         """Routing id of the socket that sent the last accepted request; empty before the first one
         of an epoch."""
+        self.cleared = Clearance()
+        """The last request that was cleared: steps of a driver are checked once."""
         self.known: dict[bytes, Peer] = {}
         """Peers by routing id, if ZeroMQ chose the id."""
         self.owners: dict[int, EpochOwner] = {}
@@ -50,9 +66,15 @@ class StepSenders:
             self.known[sender] = peer
         return peer
 
+    def clear(self, sender: bytes, rights: object, message: StepMessage) -> None:
+        """Note that the sender may send this request, for others like it."""
+        if sender in self.known:
+            self.cleared = Clearance(sender, rights, message.epoch, type(message))
+
     def attach(self, epoch: int, owner: EpochOwner) -> None:
         """Begin an epoch; owners of the oldest epochs are forgotten."""
         self.driver = b""
+        self.cleared = Clearance()
         self.owners[epoch] = owner
         if len(self.owners) > MAX_OLD_DRIVERS:
             del self.owners[min(self.owners)]

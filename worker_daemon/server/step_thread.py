@@ -291,7 +291,9 @@ class _StepLoop:
         senders = self._senders
         if sender != senders.driver and peer in senders.bad_peers:
             return
-        if not senders.access.opens(peer, "step"):
+        rights, cleared = senders.access.keys.by_key, senders.cleared
+        is_cleared = cleared.sender == sender and cleared.rights is rights
+        if not is_cleared and not senders.access.opens(peer, "step"):
             self._refuse_unread(
                 sender, ForbiddenError("steps need the role driver", fix="use its key")
             )
@@ -301,27 +303,40 @@ class _StepLoop:
         except WireError as error:
             self._refuse_frames(sender, peer, frames, error)
             return
-        owner = senders.owners.get(message.epoch)
-        if owner is not None and owner.owner != senders.access.owner(peer):
-            senders.bad_peers.note(peer, "step", _not_its_epoch(message.epoch))
-            return  # no reply: the epoch's replies go to its driver
+        if not is_cleared or cleared.epoch != message.epoch or cleared.kind is not type(message):
+            is_cleared = False
+            owner = senders.owners.get(message.epoch)
+            if owner is not None and owner.owner != senders.access.owner(peer):
+                senders.bad_peers.note(peer, "step", _not_its_epoch(message.epoch))
+                return  # no reply: the epoch's replies go to its driver
         verdict = self._gate.judge(message)
         if verdict is Verdict.RUN:
             self._gate.accept(message)
             senders.driver = sender
             del frames[0]
-            self._run(message, frames, peer)
+            self._run(message, frames, None if is_cleared else (sender, peer, rights))
         elif verdict is Verdict.REPLAY:
             self._completion.replay(message.seq)
         else:
             self._refuse(message, self._gate.refusal(verdict, message))
 
-    def _run(self, message: StepMessage, arrays: Sequence[Frame], peer: Peer) -> None:
+    def _run(
+        self,
+        message: StepMessage,
+        arrays: Sequence[Frame],
+        unchecked: tuple[bytes, Peer, object] | None,
+    ) -> None:
         """Run an accepted request. Exactly one outcome goes to the completion thread, after
-        `progress` shows it: a driver that has the reply may ask for the status."""
+        `progress` shows it: a driver that has the reply may ask for the status.
+
+        unchecked: sender, peer and rights to check; None if they are cleared.
+        """
         kind = type(message)
         try:
-            self._senders.access.check(peer, message)
+            if unchecked is not None:
+                sender, peer, rights = unchecked
+                self._senders.access.check(peer, message)
+                self._senders.clear(sender, rights, message)
             if kind not in self._lifecycle.legal or kind is lc.Reset:  # a Reset also names a target
                 self._lifecycle.check(message)
             self._begin(message)

@@ -168,11 +168,12 @@ def test_reload_tells_whether_somebody_lost_a_role(tmp_path: Path) -> None:
     write(first="observer", second="observer")
     assert keys.reload()
     file.write_text("{")
+    before = keys.by_key  # verdicts hold while this is the same object
     assert not keys.reload()
-    assert keys.role(first) is Role.OBSERVER
+    assert keys.role(first) is Role.OBSERVER and keys.by_key is before
     write(second="observer")
     assert keys.reload()
-    assert keys.role(first) is None
+    assert keys.role(first) is None and keys.by_key is not before
 
 
 # Roles.

@@ -10,7 +10,7 @@ from rpc_schema.errors import ForbiddenError
 from rpc_schema.key_files import Role, fingerprint
 from rpc_schema.operations import CONTROL_OPERATIONS, STEP_OPERATIONS, ControlMessage, StepMessage
 from worker_daemon.server.auth.bad_peers import Peer
-from worker_daemon.server.auth.keys import AuthorizedKeys
+from worker_daemon.server.auth.keys import AuthorizedKeys, Keys
 
 Request: TypeAlias = ControlMessage | StepMessage
 
@@ -66,6 +66,10 @@ class Access:
     proves_owners = False
     """True if each owner has its own key; otherwise all peers may have the same owner."""
 
+    def __init__(self, keys: Keys | None = None) -> None:
+        self.keys = keys or Keys()
+        """A verdict of this class holds while `keys.by_key` is the same object."""
+
     def peer(self, socket: str, route: bytes, frame: zmq.Frame) -> Peer:
         """Identify a sender. frame: the first of a message from `route`. Without keys, the peer is
         its routing id and the user that the kernel reports for the connection."""
@@ -98,11 +102,13 @@ class Access:
 
 class KeyedAccess(Access):
     """Identifies peers by the key that they proved in the handshake. The role is looked up for
-    every message, so that a removed key is refused on open connections too."""
+    every message, unless no key has changed since the last one, so that a removed key is refused on
+    open connections too."""
 
     proves_owners = True
 
     def __init__(self, roles: AuthorizedKeys) -> None:
+        super().__init__(roles)
         self._roles = roles
 
     def peer(self, socket: str, route: bytes, frame: zmq.Frame) -> Peer:

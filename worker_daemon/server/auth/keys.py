@@ -4,6 +4,7 @@ import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 
 import zmq
 
@@ -46,39 +47,46 @@ def read_identity(path: Path, *, is_credential: bool) -> Identity:
     return Identity(key.public_key, secret)
 
 
-class AuthorizedKeys:
+class Keys:
+    """The keys that have rights. This class is for sockets without keys: it has none."""
+
+    by_key: Mapping[str, AuthorizedKey] = MappingProxyType({})
+    """The rights of each public key. Never changed in place: as long as it is the same object, no
+    right has changed."""
+
+
+class AuthorizedKeys(Keys):
     """The authorized keys and their roles. Reloaded by the main thread; any thread may read
     them."""
 
     def __init__(self, path: Path) -> None:
         """Read the file. Raises ConfigError if it cannot be used."""
         self._path = path
-        self._by_key: Mapping[str, AuthorizedKey] = {}
         try:
-            self._by_key = _read(path)
+            self.by_key = _read(path)
         except KeyFileError as error:
             raise _config_error(error) from None
 
     def role(self, public_key: str) -> Role | None:
         """Return a key's role; None if it has no rights."""
-        entry = self._by_key.get(public_key)
+        entry = self.by_key.get(public_key)
         return None if entry is None else entry.role
 
     def name(self, public_key: str) -> str:
         """Return a key's name, which is for people; empty for a key without rights."""
-        entry = self._by_key.get(public_key)
+        entry = self.by_key.get(public_key)
         return "" if entry is None else entry.name
 
     def reload(self) -> bool:
         """Read the file again; return True if a key lost rights. A file that cannot be read changes
         nothing."""
-        before = self._by_key
+        before = self.by_key
         try:
-            self._by_key = _read(self._path)
+            self.by_key = _read(self._path)
         except KeyFileError as error:
             logger.error("the authorized keys were not reloaded: %s", error)
             return False
-        logger.info("%d authorized keys", len(self._by_key))
+        logger.info("%d authorized keys", len(self.by_key))
         lessened = [key for key, entry in before.items() if not self._covers(key, entry.role)]
         if lessened:
             logger.info("keys with fewer rights: %s", ", ".join(map(fingerprint, lessened)))
