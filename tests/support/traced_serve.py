@@ -1,9 +1,11 @@
 """`python -m tests.support.traced_serve FILE ARGS`: the daemon's real command line, which writes
 the call trace of each steady decode to FILE as JSON: the project's calls, as [file, function], from
-the step message to the first operation of the model."""
+the step message to its reply, without those inside the forward pass, which a CUDA graph replaces.
+"""
 
 import json
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -14,13 +16,15 @@ from worker_daemon.server import step_thread
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("rpc_schema/", "worker_daemon/")
-LOOP = "worker_daemon/server/step_thread.py"
-MODEL = "worker_daemon/models/"
-"""The first call into one of these files ends a trace."""
+STEP = ("worker_daemon/server/step_thread.py", "_take")
+"""The step thread's part of a trace ends as this function returns."""
+FORWARD = ("worker_daemon/runner/stage_program.py", "run")
+COMPLETION = "completion"
+"""Name of the other thread that is traced."""
 
 
 class StepTracer:
-    """Traces from the point where the step loop decodes a message."""
+    """Traces the step thread from where it decodes a message, and the completion thread."""
 
     def __init__(self, file: Path) -> None:
         self._file = file
@@ -28,11 +32,14 @@ class StepTracer:
         self._calls: list[tuple[str, str]] = []
         self._scheduled = b""
         self._is_steady = False
+        self._in_forward = False
 
-    def __call__(self, frames):
-        """Replace decode_step."""
-        self._calls, self._is_steady = [(LOOP, "_take")], False
-        sys.setprofile(self._called)
+    def decode_step(self, frames):
+        """Replace the step thread's decode_step."""
+        if self._is_steady:
+            self._file.write_text(json.dumps(self._calls))
+        self._calls, self._is_steady = [STEP], False
+        sys.setprofile(self._stepped)
         message = self._decode(frames)
         if isinstance(message, ExecuteModel):
             changes = message.num_scheduled_tokens or message.scheduled_new_reqs or message.finished
@@ -40,22 +47,39 @@ class StepTracer:
             self._scheduled = message.scheduled
         return message
 
-    def _called(self, frame, event, argument) -> None:
-        if event != "call":
+    def started(self, frame, event, argument) -> None:
+        """Be the first profile function of every thread."""
+        is_traced = threading.current_thread().name == COMPLETION
+        sys.setprofile(self._completed if is_traced else None)
+
+    def _completed(self, frame, event, argument) -> None:
+        call = _call(frame)
+        if event == "call" and call is not None:
+            self._calls.append(call)
+
+    def _stepped(self, frame, event, argument) -> None:
+        call = _call(frame)
+        if call is None or event not in ("call", "return"):
             return
-        name = frame.f_code.co_filename.removeprefix(f"{ROOT}/")
-        if name.startswith(MODEL):
+        if call == FORWARD:
+            self._in_forward = event == "call"
+        elif event == "call" and not self._in_forward:
+            self._calls.append(call)
+        elif event == "return" and call == STEP:
             sys.setprofile(None)
-            if self._is_steady:
-                self._file.write_text(json.dumps(self._calls))
-        elif name.startswith(PACKAGES):
-            self._calls.append((name, frame.f_code.co_name))
+
+
+def _call(frame) -> tuple[str, str] | None:
+    name = frame.f_code.co_filename.removeprefix(f"{ROOT}/")
+    return (name, frame.f_code.co_name) if name.startswith(PACKAGES) else None
 
 
 def main() -> None:
     """Serve."""
+    tracer = StepTracer(Path(sys.argv.pop(1)))
+    threading.setprofile(tracer.started)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(step_thread, "decode_step", StepTracer(Path(sys.argv.pop(1))))
+        patch.setattr(step_thread, "decode_step", tracer.decode_step)
         app()
 
 

@@ -77,7 +77,8 @@ class Link:
         """Memory that the ranks of this stage share."""
         self._device = device
         self._store: RendezvousStore | None = None
-        self._aborted = False
+        self.is_aborted = False
+        """True once the output of the link's kernels is invalid. Any thread may read it."""
 
     def open(self, state: ParallelState, place: RendezvousPoint | None, timeout_s: float) -> None:
         """Connect to the other ranks, create every group, and pass one message over each pair.
@@ -151,7 +152,7 @@ class Link:
 
     def raise_if_aborted(self) -> None:
         """Raise CommError if the link was aborted: the output of its kernels is then invalid."""
-        if self._aborted:
+        if self.is_aborted:
             raise CommError("the link was aborted", fix="relink the group")
 
     def abort(self) -> bool:
@@ -164,7 +165,7 @@ class Link:
         members = [group for group in self._members() if group is not None]
         if self.backend != "nccl" or not members:
             return False
-        self._aborted = True
+        self.is_aborted = True
         self.peers.stop()
         aborts = [threading.Thread(target=group.abort, daemon=True) for group in members]
         for thread in aborts:

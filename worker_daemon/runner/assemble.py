@@ -126,7 +126,7 @@ def tie_stage(
     sampler = StepSampler(parts.stage, state.parts, inputs.tables)
     no_hidden = torch.zeros((1, parts.hidden_size), dtype=parts.dtype, device=parts.device)
     if waits is None:
-        return SoleStage(inputs, sampler, replies, no_hidden[:0])
+        return SoleStage(inputs, state.parts, sampler, replies, no_hidden[:0])
     last = sampler if parallel.is_last_stage else None
     neighbours = _neighbours(parts, link, state.limits, inputs.tables)
     return PipelineStage(state, inputs, neighbours, waits, last, replies, no_hidden)

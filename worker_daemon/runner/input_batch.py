@@ -88,6 +88,10 @@ class InputBuilder:
         self._state = state
         self._staging = staging
         self._ladder = ladder
+        self._planned: SteadyBatch | None = None
+        """The batch to which `_plan` belongs."""
+        self._plan: StepPlan | None = None
+        """Plan of a step without block updates, by the current ladder."""
         self._no_column = torch.zeros(0, dtype=torch.int32, device=tables.device)
         self._count = np.arange(most_seqs(state) + 1, dtype=np.int32)
 
@@ -100,6 +104,7 @@ class InputBuilder:
     def pad_by(self, ladder: ExactShapes, plans: Sequence[StepPlan]) -> None:
         """Pad steps by another ladder from now on. plans: its recurring plans."""
         self._ladder = ladder
+        self._planned = None
         self._staging.keep(plan.shape for plan in plans)
 
     def build(self, step: ScheduledStep) -> StepInputs:
@@ -107,7 +112,7 @@ class InputBuilder:
         if step.new_requests:
             known = self._state.known_tokens
             self._parts.admit(step.new_requests, [known[r.slot] for r in step.new_requests])
-        plan = self._ladder.fit(step)
+        plan = self._fit(step)
         if self._parts.active_in_forward | step.brought.used:
             plan = self._parts.extended(plan, self._used_by(step) | step.brought.used)
         packed = self._staging.open(plan.shape)
@@ -144,6 +149,21 @@ class InputBuilder:
             ),
             rows.reads,
         )
+
+    def _fit(self, step: ScheduledStep) -> StepPlan:
+        """Return the plan that the ladder has for a step. The steps of a steady batch differ only
+        in their lengths, which grow, and in their block updates."""
+        steady, plan = step.steady, self._plan
+        num_updates = step.block_updates.rows.size
+        if steady is not None and steady is self._planned and plan is not None:
+            if num_updates <= plan.shape.num_updates and step.longest <= plan.max_seq_len:
+                return plan
+            if not num_updates and not self._ladder.pads:
+                return plan._replace(max_seq_len=step.longest)
+        fitted = self._ladder.fit(step)
+        if steady is not None and not num_updates:
+            self._planned, self._plan = steady, fitted
+        return fitted
 
     def _used_by(self, step: ScheduledStep) -> int:
         """Return the bits of the parts that a step uses. In a steady batch, none depends on token

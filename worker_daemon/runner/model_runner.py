@@ -26,6 +26,8 @@ from worker_daemon.raising import raise_caused
 from worker_daemon.runner.adoption import Page, describe_requests
 from worker_daemon.runner.input_batch import InputBuilder
 from worker_daemon.runner.output import PendingOutput, ReplyIdentity, StepReplies
+from worker_daemon.runner.parts.step_parts import SamplerOutput, StepParts
+from worker_daemon.runner.report import Report
 from worker_daemon.runner.request_state import RequestState
 from worker_daemon.runner.sample_rows import Unsampled
 from worker_daemon.runner.scheduled_step import (
@@ -68,10 +70,16 @@ class SoleStage:
     """The stage of a model that is not split: it receives and sends nothing."""
 
     def __init__(
-        self, inputs: InputBuilder, sampler: StepSampler, replies: StepReplies, no_hidden: Tensor
+        self,
+        inputs: InputBuilder,
+        parts: StepParts,
+        sampler: StepSampler,
+        replies: StepReplies,
+        no_hidden: Tensor,
     ) -> None:
         """no_hidden: [0, H], passed in place of received hidden states."""
         self._inputs = inputs
+        self._parts = parts
         self._sampler = sampler
         self.replies = replies
         self._no_hidden = no_hidden
@@ -81,7 +89,9 @@ class SoleStage:
         """See Stage."""
         inputs = self._inputs.build(step)
         output = program.run(inputs, self._no_hidden)
-        reports = self._sampler.report_forward(step, output.hidden)
+        reports: tuple[Report, ...] = ()
+        if step.pooling is not None or self._parts.has_reports_of_forward:
+            reports = self._sampler.report_forward(step, output.hidden)
         return Unsampled(inputs.sample_rows, output.chosen, self._ok, step.brought, reports)
 
     def sample(self, step: Unsampled, identity: ReplyIdentity) -> PendingOutput | None:
@@ -92,10 +102,13 @@ class SoleStage:
         is_greedy = not rows.used | step.brought.used
         if is_greedy and rows.delivery is not None and not step.reports:
             return self.replies.of_delivery(identity, rows, rows.delivery)
+        if is_greedy and step.chosen is not None:
+            sampled = SamplerOutput(step.chosen.greedy[:count], step.reports)
+            return self.replies.of_tokens(identity, rows, sampled, step.status)
         sampled = self._sampler.sample(step)
         if sampled.refused is not None:
             self._sampler.refuse(step, sampled, sampled.refused)
-        elif not is_greedy:
+        else:
             self._inputs.tables.last_sampled[rows.slots[:count].long()] = sampled.token_ids
         return self.replies.of_tokens(identity, rows, sampled, step.status)
 

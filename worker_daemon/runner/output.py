@@ -20,7 +20,7 @@ from worker_daemon.runner.parts.step_parts import SamplerOutput
 from worker_daemon.runner.report import Report
 from worker_daemon.runner.sample_rows import SampleRows
 from worker_daemon.runner.staging import Delivered, Delivery
-from worker_daemon.runner.token_history import ALL_GAIN_ONE, Sampled, TokenHistory
+from worker_daemon.runner.token_history import ALL_GAIN_ONE, FOLD_AT, Result, Sampled, TokenHistory
 
 
 class ReplyIdentity(NamedTuple):
@@ -134,7 +134,10 @@ class StepOutput:
                 gained = has_gained.numpy().astype(np.uint8).tobytes()
         column, *reported = columns
         token_ids = column.numpy().astype("<i4").tobytes()
-        self._history.note(self._identity.epoch, self._identity.seq, self._rows, token_ids, gained)
+        _record(
+            self._history,
+            Result(self._identity.epoch, self._identity.seq, self._rows, token_ids, gained),
+        )
         reply = ModelRunnerOutput(
             epoch=self._identity.epoch,
             seq=self._identity.seq,
@@ -180,9 +183,10 @@ class DeliveredOutput:
             token_ids = self._tokens.wait()
         except RuntimeError as error:
             raise_caused(typed_device_error(error), error)
-        self._link.raise_if_aborted()
+        if self._link.is_aborted:
+            self._link.raise_if_aborted()
         identity = self._identity
-        self._history.note(identity.epoch, identity.seq, self._rows, token_ids)
+        _record(self._history, Result(identity.epoch, identity.seq, self._rows, token_ids))
         reply = ModelRunnerOutput(
             epoch=identity.epoch,
             seq=identity.seq,
@@ -219,7 +223,7 @@ class NoTokens:
         """Wait for the step's status. Raises as StepOutput does."""
         reported = self._copies.wait()
         identity = self._identity
-        self._history.confirm(identity.epoch, identity.seq)
+        _record(self._history, Result(identity.epoch, identity.seq))
         reply = ModelRunnerOutput(
             epoch=identity.epoch,
             seq=identity.seq,
@@ -235,8 +239,11 @@ class _HostCopies:
 
     def __init__(self, columns: Sequence[Tensor], link: Link) -> None:
         self._link = link
-        self._columns = [download(column) for column in columns]
-        self._copied = _record_event(columns)
+        self._columns = columns
+        self._copied: torch.cuda.Event | None = None
+        if any(column.is_cuda for column in columns):
+            self._columns = [download(column) for column in columns]
+            self._copied = _record_event()
 
     @property
     def on_host(self) -> bool:
@@ -250,7 +257,8 @@ class _HostCopies:
                 self._copied.synchronize()
         except RuntimeError as error:
             raise_caused(typed_device_error(error), error)
-        self._link.raise_if_aborted()
+        if self._link.is_aborted:
+            self._link.raise_if_aborted()
         status, *columns = self._columns
         _raise_for_status(int(status))
         return columns
@@ -268,12 +276,16 @@ def _raise_for_status(status: int) -> None:
     raise UpstreamFailedError("an earlier pipeline stage failed in this step")
 
 
-def _record_event(columns: Sequence[Tensor]) -> torch.cuda.Event | None:
-    if all(column.device.type == "cpu" for column in columns):
-        return None
+def _record_event() -> torch.cuda.Event:
     event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
     event.record()
     return event
+
+
+def _record(history: TokenHistory, result: Result) -> None:
+    history.news.append(result)
+    if len(history.news) >= FOLD_AT:
+        history.fold()
 
 
 def _frames(reports: Sequence[Report], columns: Sequence[Tensor]) -> list[Frame]:

@@ -142,6 +142,9 @@ class ExactShapes:
     """Chooses the size to which a step is padded, from the step message, so that all ranks pad
     alike. This class does not pad."""
 
+    pads = False
+    """False if each size is the step's own."""
+
     def fit(self, step: ScheduledStep) -> StepPlan:
         """Return the plan of a step."""
         shape = StepShape(
@@ -156,6 +159,8 @@ class ExactShapes:
 class StepLadder(ExactShapes):
     """Decodes are padded to the next of a few numbers of sequences, other steps to the next of a
     few numbers of tokens; what is larger is exact."""
+
+    pads = True
 
     def __init__(
         self,

@@ -21,7 +21,7 @@ _MAP_NORESERVE: Final = 0x4000
 _UNRESERVED: Final = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
 """Almost none of this memory is ever touched."""
 
-_FOLD_AT = 128
+FOLD_AT: Final = 128
 """Number of results between two writes to the table."""
 
 
@@ -41,19 +41,31 @@ ALL_GAIN_ONE: Final = b""
 """Value of `gained` when each row of a step has gained one token."""
 
 
+class Result(NamedTuple):
+    """A step that succeeded on every participating rank."""
+
+    epoch: int
+    seq: int
+    sampled: Sampled | None = None
+    """None if it sampled nothing."""
+    token_ids: bytes = b""
+    """int32 little-endian: the tokens of each row, concatenated."""
+    gained: bytes = ALL_GAIN_ONE
+    """uint8 [R], the number of tokens that each row gained, or ALL_GAIN_ONE."""
+
+
 class TokenHistory:
     """A rank's record of results. This class is for ranks that get none, which count every step
     that they ran as successful."""
 
-    def confirm(self, epoch: int, seq: int) -> None:
-        """Record a step that sampled nothing and succeeded on every participating rank."""
+    def __init__(self) -> None:
+        self.news: deque[Result] = deque()
+        """Results that are not in the record yet. The thread that takes results appends them, in
+        step order, and calls fold() once there are FOLD_AT: a step costs an append."""
 
-    def note(
-        self, epoch: int, seq: int, sampled: Sampled, token_ids: bytes, gained: bytes = ALL_GAIN_ONE
-    ) -> None:
-        """Record a step that succeeded. gained: uint8 [R], the number of tokens that each row
-        gained, or ALL_GAIN_ONE; token_ids: int32 little-endian, that many for each row,
-        concatenated."""
+    def fold(self) -> None:
+        """Move the news into the record. Any thread may call it."""
+        self.news.clear()
 
     def has_confirmed(self, epoch: int, seq: int) -> bool:
         """Return True if the step succeeded, as far as this rank can know."""
@@ -74,36 +86,24 @@ class SampledTokens(TokenHistory):
     are sampled."""
 
     def __init__(self, num_rows: int, max_model_len: int) -> None:
+        super().__init__()
         width = max_model_len + 1
         memory = mmap.mmap(-1, 4 * num_rows * width, flags=_UNRESERVED)
         self._tokens: Int32s = np.frombuffer(memory, np.int32).reshape(num_rows, width)
         self._known_to = np.zeros(num_rows, np.int64)
         self._generations = np.full(num_rows, -1, np.int64)
-        self._results: list[tuple[Sampled, bytes]] = []
         self._confirmed: deque[tuple[int, int]] = deque(maxlen=MAX_CONFIRMED)
         self._lock = threading.Lock()
 
-    def confirm(self, epoch: int, seq: int) -> None:
+    def fold(self) -> None:
         """See TokenHistory."""
         with self._lock:
-            self._confirmed.append((epoch, seq))
-
-    def note(
-        self, epoch: int, seq: int, sampled: Sampled, token_ids: bytes, gained: bytes = ALL_GAIN_ONE
-    ) -> None:
-        """See TokenHistory."""
-        with self._lock:
-            self._confirmed.append((epoch, seq))
-            if sampled.are_bounds:
-                self._append(sampled, token_ids, gained)
-                return
-            self._results.append((sampled, token_ids))
-            if len(self._results) == _FOLD_AT:
-                self._fold()
+            self._fold()
 
     def has_confirmed(self, epoch: int, seq: int) -> bool:
         """See TokenHistory."""
         with self._lock:
+            self._fold()
             return (epoch, seq) in self._confirmed
 
     def known_to(self, slot: int, generation: int, default: int) -> int:
@@ -119,9 +119,23 @@ class SampledTokens(TokenHistory):
             self._fold()
             return self._tokens[slot, first:last].copy()
 
+    def _fold(self) -> None:
+        exact: list[tuple[Sampled, bytes]] = []
+        while self.news:
+            epoch, seq, sampled, token_ids, gained = self.news.popleft()
+            self._confirmed.append((epoch, seq))
+            if sampled is None:
+                continue
+            if not sampled.are_bounds:
+                exact.append((sampled, token_ids))
+                continue
+            self._place(exact)
+            exact.clear()
+            self._append(sampled, token_ids, gained)
+        self._place(exact)
+
     def _append(self, sampled: Sampled, token_ids: bytes, gained: bytes) -> None:
         """Append a result to its rows' earlier tokens."""
-        self._fold()
         slots = sampled.slots
         is_current = self._generations[slots] == sampled.generations
         firsts = np.where(is_current, self._known_to[slots], sampled.positions)
@@ -132,13 +146,12 @@ class SampledTokens(TokenHistory):
         self._generations[slots] = sampled.generations
         self._known_to[slots] = firsts + counts
 
-    def _fold(self) -> None:
-        """Write the collected results into the table. If two results name the same place, the later
-        one stays: results arrive in step order, so a slot's current request wins."""
-        if not self._results:
+    def _place(self, results: list[tuple[Sampled, bytes]]) -> None:
+        """Write results at their positions. If two name the same place, the later one stays:
+        results arrive in step order, so a slot's current request wins."""
+        if not results:
             return
-        columns, raw = zip(*self._results, strict=True)
-        self._results.clear()
+        columns, raw = zip(*results, strict=True)
         slots = np.concatenate([sampled.slots for sampled in columns])
         generations = np.concatenate([sampled.generations for sampled in columns])
         positions = np.concatenate([sampled.positions for sampled in columns])

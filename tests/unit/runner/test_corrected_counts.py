@@ -12,7 +12,7 @@ from worker_daemon.runner.parts.interface import PartContext, StepPart
 from worker_daemon.runner.parts.step_parts import StepParts
 from worker_daemon.runner.request_state import RequestState
 from worker_daemon.runner.scheduled_step import StepLimits
-from worker_daemon.runner.token_history import Sampled, SampledTokens
+from worker_daemon.runner.token_history import Result, Sampled, SampledTokens
 
 LIMITS = StepLimits(4, 40, 30, 50, 4, 30)
 
@@ -99,7 +99,8 @@ def test_history_appends_what_was_gained(seed):
         tokens = rng.integers(0, 99, int(gained.sum())).astype("<i4")
         bounds = np.full(5, 7 + step, np.int32)
         raw = b"" if (gained == 1).all() else gained.tobytes()
-        history.note(1, step, Sampled(slots, generations, bounds, True), tokens.tobytes(), raw)
+        sampled = Sampled(slots, generations, bounds, True)
+        history.news.append(Result(1, step, sampled, tokens.tobytes(), raw))
         for slot, own in enumerate(np.split(tokens, np.cumsum(gained)[:-1])):
             expected[slot] += own.tolist()
     for slot, tokens in expected.items():

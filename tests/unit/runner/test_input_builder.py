@@ -184,18 +184,23 @@ def test_steps_that_only_go_on_fill_the_columns_as_if_they_were_the_first(padded
     rng = np.random.default_rng()
     limits = StepLimits(12, 200, 64, 50, 4, 300)
     state, rows, steps = request_state(limits), NaiveRows(limits), StepGenerator(rng, limits)
-    builder = make_builder(state, make_ladder(limits) if padded else None)
+    ladder, exact = make_ladder(limits) if padded else ExactShapes(), ExactShapes()
+    builder = make_builder(state, ladder)
     seq = num_same = 0
 
     def run(plan):
-        nonlocal seq
+        nonlocal seq, ladder, exact
         seq += 1
+        if rng.random() < 0.1:
+            ladder, exact = exact, ladder
+            builder.pad_by(ladder, ())
         message, arrays = encode(seq, plan, rows)
         rows.apply(seq, plan)
         step = state.apply(message, arrays)
         inputs = builder.build(step)
-        other = make_builder(state, make_ladder(limits) if padded else None)
-        pairs = zip(inputs.columns.every, other.build(step).columns.every, strict=True)
+        other = make_builder(state, ladder).build(step)
+        assert inputs.plan == other.plan
+        pairs = zip(inputs.columns.every, other.columns.every, strict=True)
         for place, (own, column) in enumerate(pairs):
             assert own.tolist() == column.tolist(), inputs.columns._fields[place]
         for slot in inputs.sample_rows.slots_np.tolist():

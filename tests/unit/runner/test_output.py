@@ -1,5 +1,7 @@
 """A step's reply: columns as raw little-endian bytes, and failures that came from upstream."""
 
+from unittest.mock import Mock
+
 import numpy as np
 import pytest
 import torch
@@ -8,13 +10,13 @@ from rpc_schema.codec import decode_step_reply, encode_step
 from rpc_schema.errors import CommError
 from rpc_schema.sampling import TokenLogprobs
 from tests.support.fake_daemon import named_slots
-from worker_daemon.distributed.link import Link
+from worker_daemon.distributed.link import Link, LinkGroups
 from worker_daemon.distributed.pp import STATUS_FAILED, STATUS_MISMATCH, STATUS_OK
-from worker_daemon.runner.output import NoTokens, ReplyIdentity, StepOutput
+from worker_daemon.runner.output import DeliveredOutput, NoTokens, ReplyIdentity, StepOutput
 from worker_daemon.runner.parts.interface import Report
 from worker_daemon.runner.parts.step_parts import SamplerOutput
 from worker_daemon.runner.slot_bitmap import slot_bitmap
-from worker_daemon.runner.token_history import Sampled, TokenHistory
+from worker_daemon.runner.token_history import FOLD_AT, Sampled, SampledTokens, TokenHistory
 
 LINK = Link(1, torch.device("cpu"))
 IDENTITY = ReplyIdentity(epoch=4, seq=17, rank=3)
@@ -74,6 +76,35 @@ def test_no_report_means_no_frames():
     assert (reply.extensions, frames) == ((), [])
     reply, frames = NoTokens(IDENTITY, status(STATUS_OK), LINK, HISTORY).result()
     assert (reply.slots, reply.sampled_token_ids, reply.extensions, frames) == (b"", b"", (), [])
+
+
+def test_abort_of_the_link_fails_results_that_are_awaited():
+    link, group = Link(1, torch.device("cuda")), Mock(spec=["abort"])
+    link.groups = LinkGroups(group, None, None, None)
+    sampled = SamplerOutput(torch.tensor([5]))
+    delivered = Mock(spec=["wait"])
+    awaited = [
+        StepOutput(IDENTITY, *columns(np.array([2])), sampled, status(STATUS_OK), link, HISTORY),
+        NoTokens(IDENTITY, status(STATUS_OK), link, HISTORY),
+        DeliveredOutput(IDENTITY, *columns(np.array([2])), delivered, link, HISTORY),
+    ]
+    assert link.abort()
+    for output in awaited:
+        with pytest.raises(CommError, match=r"aborted.*relink the group"):
+            output.result()
+
+
+def test_results_are_recorded_before_they_pile_up():
+    history, slots = SampledTokens(3, 400), np.array([2])
+    for position in range(300):
+        sampled = SamplerOutput(torch.tensor([position]))
+        row = Sampled(slots, np.array([1]), np.array([position], np.int32))
+        identity = ReplyIdentity(epoch=4, seq=position, rank=0)
+        made = StepOutput(identity, row, b"", sampled, status(STATUS_OK), LINK, history)
+        made.result()
+        assert len(history.news) < FOLD_AT
+    assert history.has_confirmed(4, 299) and not history.has_confirmed(4, 300)
+    assert history.between(2, 0, history.known_to(2, 1, 0)).tolist() == list(range(300))
 
 
 @pytest.mark.parametrize(
