@@ -448,7 +448,7 @@ def _bytes(given: Given, key: str, default: int) -> int:
         return default
     number = _integer(value)
     if not 0 < number < 1 << 62:
-        problem = "it is no number of bytes"
+        problem = "it is not a valid byte count"
         raise config_error(key, value, problem, f"use 1 or more; default: {default}")
     return number
 

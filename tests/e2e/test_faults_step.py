@@ -90,12 +90,12 @@ def drop_call(group: WorkerGroup, rank: int, number: int) -> SimpleNamespace:
     ("pp", "tp", "rank", "where", "calls_before"),
     [
         (1, 1, 0, "forward", 0),
-        exhaustively(1, 1, 0, "likeliest_tokens", 9),
+        exhaustively(1, 1, 0, "argmax_tokens", 9),
         exhaustively(2, 1, 0, "forward", 0),
         (2, 1, 0, "forward", 7),
         exhaustively(2, 1, 1, "forward", 0),
         exhaustively(2, 1, 1, "forward", 8),
-        (2, 1, 1, "likeliest_tokens", 5),
+        (2, 1, 1, "argmax_tokens", 5),
         exhaustively(1, 2, 0, "forward", 6),
         (1, 2, 1, "forward", 0),
         # Before the runner has the step: it settles nothing, and the others are in it.
@@ -128,7 +128,7 @@ def test_failures_of_several_ranks_one_after_the_other(faulty, serving, checkpoi
     cases = random_cases(checkpoint(), seed=3, count=8, max_tokens=24)
     with serving(2) as (group, loaded):
         faulty.faults[0].put(Fault("forward", "raise", 4))
-        faulty.faults[1].put(Fault("likeliest_tokens", "raise", 13))
+        faulty.faults[1].put(Fault("argmax_tokens", "raise", 13))
         run = generate(group, loaded, cases.requests)
     assert run.tokens == cases.expected
     assert [failure.rank for failure in injected(group)] == [0, 1]

@@ -86,7 +86,7 @@ def test_failed_steps_and_another_driver_change_no_token(model_root, tmp_path, r
                 driver.add_request(request)
             last_stage = daemons.faults[1]
             for calls in (7, 5):
-                last_stage.put(Fault("likeliest_tokens", "raise", calls))
+                last_stage.put(Fault("argmax_tokens", "raise", calls))
                 while last_stage.armed:
                     outputs += driver.step()
             while len(outputs) < 3:

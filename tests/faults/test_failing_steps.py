@@ -237,7 +237,7 @@ def await_exit(daemons: LocalDaemons, began: float) -> tuple[int | None, float]:
 
 @pytest.mark.parametrize(
     ("pp", "where"),
-    [(1, "likeliest_tokens"), pytest.param(2, "forward", marks=pytest.mark.exhaustive)],
+    [(1, "argmax_tokens"), pytest.param(2, "forward", marks=pytest.mark.exhaustive)],
 )
 def test_lost_device_gives_no_token_and_ends_the_process(
     model_root, tmp_path, checkpoint, detection, pp, where

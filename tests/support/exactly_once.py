@@ -467,7 +467,7 @@ class ExactlyOnce(RuleBasedStateMachine):
             return
         resync = b"" if driver.must_resync else None
         if resync is not None:
-            driver.resending.begin_anew(driver.seq + 1)
+            driver.resending.restart_from(driver.seq + 1)
             driver.must_resync = False
         message = step.ExecuteModel(
             epoch=driver.epoch,
@@ -495,7 +495,7 @@ class ExactlyOnce(RuleBasedStateMachine):
         self.counts.links += 1
         driver.give_up()
         link = max(daemon.gate.link for daemon in self.daemons) + 1
-        driver.resending.begin_anew(driver.seq + 1)
+        driver.resending.restart_from(driver.seq + 1)
         place = Rendezvous(link=link, place=None, rank=0, local_world_size=1)
         ids = {"epoch": driver.epoch, "link": driver.link, "seq": driver.seq + 1}
         driver.send(lc.Relink(**ids, rendezvous=place), set(range(RANKS)), self.sent)

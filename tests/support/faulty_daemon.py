@@ -39,7 +39,7 @@ class Fault:
         "make_worker",
         "load_model",
         "forward",
-        "likeliest_tokens",
+        "argmax_tokens",
         "execute_model",
         "sample_tokens",
         "send",
@@ -310,7 +310,7 @@ def main(patch: pytest.MonkeyPatch) -> None:
         from worker_daemon.distributed.pp import StageOutbound  # torch is loaded here, not before
         from worker_daemon.models.decoder import DecoderStage
 
-        for name in ("forward", "likeliest_tokens"):
+        for name in ("forward", "argmax_tokens"):
             patch.setattr(DecoderStage, name, faulty(getattr(DecoderStage, name), faults))
         patch.setattr(StageOutbound, "send", faulty(StageOutbound.send, faults))
         return FaultyWorker(worker, faults)

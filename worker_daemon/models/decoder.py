@@ -240,7 +240,7 @@ class DecoderStage:
         norm, lm_head = self._output
         return lm_head.multiply(norm.forward(hidden), out)
 
-    def likeliest_tokens(self, logits: Tensor) -> Tensor:
+    def argmax_tokens(self, logits: Tensor) -> Tensor:
         """Last stage only: each rank's logits [R, v] -> int64 [R], the token with each row's
         largest logit, the lowest id among equals."""
         return self._output[1].likeliest(logits)

@@ -437,7 +437,7 @@ def _measure(
 
 
 def _inner_size(decoder: DecoderConfig) -> int:
-    """Return the inner size of the widest MLP that a token passes whole."""
+    """Return the inner size of the widest MLP that every token runs through."""
     shared = (each.shared for each in decoder.layer_experts if each is not None)
     sizes = [each.intermediate_size for each in shared if each is not None]
     return max(decoder.intermediate_size or 0, *sizes, 0)

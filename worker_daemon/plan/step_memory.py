@@ -39,7 +39,7 @@ class StageWidths:
     q_size: int
     """Query heads of a token."""
     inner_size: int
-    """Inner size of the widest MLP that a token passes whole; 0 if there is none."""
+    """Inner size of the widest MLP that every token runs through; 0 if there is none."""
     vocab_size: int
     """Vocabulary of the whole model."""
     vocab_rows: int

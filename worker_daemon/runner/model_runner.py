@@ -173,7 +173,7 @@ class ModelRunner:
         finally:
             self._program = before
 
-    def tie(self, stage: Stage) -> None:
+    def rebind_stage(self, stage: Stage) -> None:
         """Use a new link's stage from now on."""
         self._stage = stage
 

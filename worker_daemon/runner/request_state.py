@@ -27,8 +27,8 @@ from worker_daemon.runner.scheduled_step import (
     BlockUpdates,
     ScheduledStep,
     StepLimits,
+    blocks_before_window,
     invalid,
-    places_behind,
 )
 from worker_daemon.runner.slot_bitmap import read_bitmap, slot_bitmap
 from worker_daemon.runner.steady_batch import SteadyBatch
@@ -101,7 +101,7 @@ class RequestState:
             num_computed[batch.rows] = batch.ends
         num_held = 0
         for own, group in zip(num_blocks, self.limits.block_groups, strict=True):
-            held = own - np.minimum(places_behind(num_computed, group), own)
+            held = own - np.minimum(blocks_before_window(num_computed, group), own)
             num_held += int(held[own < FREE_ROW_BLOCKS].sum())
         return num_held
 
@@ -249,7 +249,7 @@ class RequestState:
             counts.unsampled[later] = True
             self._deferred[step.seq], self._generations[step.seq] = later, self.generation[later]
         steady = self._steady_batch(scheduled, batch, capacity)
-        still = self._still_steady(step)
+        still = self._surviving_steady_batches(step)
         if steady is not None:
             still[step.scheduled] = steady
             scheduled = scheduled._replace(steady=steady)
@@ -296,7 +296,7 @@ class RequestState:
             capacity=capacity,
         )
 
-    def _still_steady(self, step: ExecuteModel) -> dict[bytes, SteadyBatch]:
+    def _surviving_steady_batches(self, step: ExecuteModel) -> dict[bytes, SteadyBatch]:
         """Return the steady batches that a judged step does not touch: those that share no row with
         it, if the step only schedules."""
         changes_rows = step.finished or step.corrections or step.scheduled_new_reqs
@@ -442,7 +442,9 @@ class StepRecord:
         the last step: other rows may have taken and overwritten these blocks. released_to: [S + 1],
         each row's position at that time."""
         for group in self._groups:
-            released, seen = (places_behind(at, group) for at in (released_to, counts.num_computed))
+            released, seen = (
+                blocks_before_window(at, group) for at in (released_to, counts.num_computed)
+            )
             lost = released > seen
             counts.num_computed[lost] = 0
             counts.blocks_by_group[:, lost] = 0

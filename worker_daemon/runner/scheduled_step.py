@@ -132,7 +132,7 @@ class ScheduledStep(NamedTuple):
     """Slots of all pooling requests; None if none of them has tokens in this step."""
 
 
-def places_behind(num_computed: Int32s, group: BlockGroup) -> Int32s:
+def blocks_before_window(num_computed: Int32s, group: BlockGroup) -> Int32s:
     """Return rpc_schema.kv_cache.blocks_behind for many rows: [n] -> [n]."""
     if group.window is None:
         return np.zeros_like(num_computed)

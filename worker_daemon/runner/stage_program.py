@@ -137,7 +137,7 @@ class EagerProgram:
             return SamplingInputs(hidden[:0], columns.sample_rows[:0])
         rows = hidden.index_select(0, columns.sample_tokens)
         logits = self._stage.rank_logits(rows, self._logits[: rows.shape[0]])
-        likeliest = self._stage.likeliest_tokens(logits)
+        likeliest = self._stage.argmax_tokens(logits)
         if self._tokens is not None and likeliest.shape[0]:
             self._tokens.store(self._tables.last_sampled, columns.sample_rows, likeliest)
         if not columns.corrections.shape[0]:

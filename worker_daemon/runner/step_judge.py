@@ -26,8 +26,8 @@ from worker_daemon.runner.scheduled_step import (
     BlockUpdates,
     ScheduledStep,
     StepLimits,
+    blocks_before_window,
     invalid,
-    places_behind,
 )
 from worker_daemon.runner.slot_bitmap import read_bitmap
 
@@ -343,7 +343,7 @@ class BlockReader:
         behind = np.zeros(rows.size, np.int32)
         for number, group in enumerate(self._groups):
             own = groups == number
-            behind[own] = places_behind(computed[own], group)
+            behind[own] = blocks_before_window(computed[own], group)
         may_be_null = (block_ids == NULL_BLOCK) & (indices < behind)
         outside = ((block_ids < 1) | (block_ids > self._max_block_id)) & ~may_be_null
         if outside.any():

@@ -184,16 +184,18 @@ class Serving:
         """Drop the graphs that use the communicators, before a relink."""
         self._graphs.before_relink(self.runner)
 
-    def tie(self, link: Link, *, restore_graphs: bool) -> None:
+    def rebind_stage(self, link: Link, *, restore_graphs: bool) -> None:
         """Use a new link. Graphs that were dropped are captured again now, or at the next
         warm-up."""
         runner = self.runner
         state, inputs = runner.state, runner.inputs
-        runner.tie(tie_stage(self._parts, link, state, inputs, runner.waits, runner.history))
+        runner.rebind_stage(
+            tie_stage(self._parts, link, state, inputs, runner.waits, runner.history)
+        )
         if restore_graphs:
             self._restore_graphs()
 
-    def settle_if_sound(self) -> None:
+    def drain_transfers_if_healthy(self) -> None:
         """Wait for the transfers from and to the neighbors; after a failure the relink handles
         them."""
         if not self.runner.state.has_failed:

@@ -607,7 +607,7 @@ class Worker:
         self._profiler.link_left(self._device.leave_link())
         link = self._device.relink(message.rendezvous)
         if serving is not None:
-            serving.tie(link, restore_graphs=not message.warm_up_follows)
+            serving.rebind_stage(link, restore_graphs=not message.warm_up_follows)
         return Done(**self._identity(message))
 
     def reset(self, message: lc.Reset) -> Done:
@@ -648,7 +648,7 @@ class Worker:
 
     def _settle_transfers(self) -> None:
         if self._serving_or_none is not None:
-            self._serving_or_none.settle_if_sound()
+            self._serving_or_none.drain_transfers_if_healthy()
 
     def abort_link(self) -> bool:
         """Abort waits in NCCL; return True if there was a link to abort. A wait for a trainer is

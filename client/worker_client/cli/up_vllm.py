@@ -1,5 +1,5 @@
 """`worker-client up-vllm`: local daemons and vLLM's server in front of them, in one command.
-Whatever dies is started again; the rest stays warm meanwhile."""
+Restarts any process that exits; the others keep their state."""
 
 import os
 import subprocess

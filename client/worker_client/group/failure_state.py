@@ -453,7 +453,7 @@ class FailureState:
         return self.has_failure and self.state.report is not FailureReport.REPORTED
 
     @property
-    def verdict_due(self) -> float:
+    def root_cause_deadline(self) -> float:
         """Time (time.monotonic()) from which the suspect counts as the cause; inf without one."""
         return math.inf if self.suspect is None else self.suspect.until
 

@@ -344,7 +344,7 @@ class GroupChannel:
         gaps. Raises WorkerDied."""
         self._seq = ids.seq
         if stands_alone:
-            self._resending.begin_anew(ids.seq)
+            self._resending.restart_from(ids.seq)
         self._send_each(dict.fromkeys(self.daemons.present, frames))
 
     def ask(
@@ -382,7 +382,7 @@ class GroupChannel:
         encoded = {client: encode_step(request) for client, request in requests.items()}
         self._seq = seq
         if stands_alone:
-            self._resending.begin_anew(seq)
+            self._resending.restart_from(seq)
         kinds = [type(request) for request in requests.values()]
         if timeout_s is None:
             timeout_s = max(map(self._timeout_s, kinds))
@@ -425,9 +425,11 @@ class GroupChannel:
         resend_at = self._resending.due if self._outstanding else math.inf
         try:
             self._read_events_now_and_then()
-            frames = self.daemons.results.receive(min(deadline, self._state.verdict_due, resend_at))
+            frames = self.daemons.results.receive(
+                min(deadline, self._state.root_cause_deadline, resend_at)
+            )
             if frames is None:
-                self._steps.convict_suspect()
+                self._steps.fail_by_upstream_timeout()
                 self._send_overdue()
                 return False
             replayed, own_frames = split_replayed(frames)

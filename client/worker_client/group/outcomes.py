@@ -258,7 +258,7 @@ class StepsInFlight:
             until = time.monotonic() + ROOT_CAUSE_WAIT_S
             self._state.apply(Suspect(reply, error, until))
 
-    def convict_suspect(self) -> None:
+    def fail_by_upstream_timeout(self) -> None:
         """Fail the step with the UPSTREAM_FAILED that reported it if no rank reports a root cause
         in time."""
         suspect = self._state.suspect

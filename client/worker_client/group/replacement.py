@@ -115,7 +115,7 @@ class Replacement:
                 try:
                     replaced = self._fill(deadline, within_s)
                 except _PASSING as error:
-                    cause = self._take_stock(error)
+                    cause = self._refresh_statuses(error)
                 else:
                     self.steps.revive()
                     return replaced
@@ -130,7 +130,7 @@ class Replacement:
             self.state.apply(RankLost(lost))
             raise
 
-    def _take_stock(self, error: WorkerDaemonError) -> WorkerDaemonError:
+    def _refresh_statuses(self, error: WorkerDaemonError) -> WorkerDaemonError:
         """Find further losses after a failed attempt; return the reason for the failure."""
         try:
             if self.state.is_end_announced:
@@ -175,7 +175,7 @@ class Replacement:
             rank for rank, status in enumerate(statuses) if not self._can_stay(rank, status)
         )
         self._remember_memory(newcomers, statuses)
-        self._clear_the_way(newcomers, statuses)
+        self._free_memory_for_load(newcomers, statuses)
         self._link(newcomers)
         if newcomers:
             self._load(newcomers)
@@ -219,7 +219,9 @@ class Replacement:
         if self.memory is None and others:
             self.memory = _common_tags(others)
 
-    def _clear_the_way(self, newcomers: Sequence[int], statuses: Sequence[lc.Status]) -> None:
+    def _free_memory_for_load(
+        self, newcomers: Sequence[int], statuses: Sequence[lc.Status]
+    ) -> None:
         """Reset newcomers that have something else loaded, and wake the others: links, graphs and
         warm-up need their memory."""
         occupied = [rank for rank in newcomers if statuses[rank].load != "CREATED"]

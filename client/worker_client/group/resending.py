@@ -46,14 +46,14 @@ class Resending:
         self._mended.clear()
         self.restart()
 
-    def begin_anew(self, seq: int) -> None:
+    def restart_from(self, seq: int) -> None:
         """Begin with request `seq`, which does not depend on earlier ones."""
-        self._sent.begin_anew(seq)
+        self._sent.restart_from(seq)
         self._mended.clear()
 
     def forget(self) -> None:
         """Forget what was sent: it must not run any more."""
-        self._sent.begin_anew(0)
+        self._sent.restart_from(0)
 
     def meet(self, ranks: Sequence[int], statuses: Sequence[lc.Status]) -> None:
         """Record the identities of the daemons in these places of the group; the other places are

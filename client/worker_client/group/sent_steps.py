@@ -44,7 +44,7 @@ class SentSteps:
         self._ranks = [_Rank() for _ in self._ranks]
         self._first_alone = 1
 
-    def begin_anew(self, seq: int) -> None:
+    def restart_from(self, seq: int) -> None:
         """Record that request `seq` does not depend on earlier ones: these need never be sent
         again."""
         for rank in self._ranks:

@@ -67,7 +67,7 @@ class Injector:
 
     def _arm(self, fault: Fault, what: str) -> str:
         where = fault.where
-        if where == "likeliest_tokens" and fault.rank != len(self._scene.daemons) - 1:
+        if where == "argmax_tokens" and fault.rank != len(self._scene.daemons) - 1:
             where = "forward"  # only the last stage samples tokens
         self._scene.daemons[fault.rank].faults.put(
             InjectedFault(where, what, fault.calls_before, fault.seconds, fault.times)  # type: ignore[arg-type]

@@ -70,7 +70,7 @@ class Fault(msgspec.Struct, frozen=True):
     """Duration, if it has one."""
     calls_before: int
     """Calls of the worker's function before it strikes in a step."""
-    where: Literal["forward", "likeliest_tokens", "execute_model"]
+    where: Literal["forward", "argmax_tokens", "execute_model"]
     times: int
 
 
@@ -166,7 +166,7 @@ def plan_faults(seed: int, seconds: float, every_s: float, num_ranks: int) -> li
                 rank=source.randrange(num_ranks),
                 seconds=round(_duration(source, kind), 3),
                 calls_before=source.randrange(40),
-                where=source.choice(("forward", "likeliest_tokens", "execute_model")),
+                where=source.choice(("forward", "argmax_tokens", "execute_model")),
                 times=source.choice((1, 1, 2)),
             )
         )

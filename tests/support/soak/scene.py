@@ -186,7 +186,7 @@ class Scene:
             self._supervise(daemon)
         self.wait_for_daemons()
         for daemon in self.daemons:
-            self._take_stock(daemon)
+            self._refresh_statuses(daemon)
             daemon.process.terminate()
         return [daemon.process.wait(30) for daemon in self.daemons]
 
@@ -219,7 +219,7 @@ class Scene:
         if code is None:
             return
         daemon.exits[code] += 1
-        self._take_stock(daemon)
+        self._refresh_statuses(daemon)
         daemon.process = self._start_daemon(daemon.endpoint, daemon.faults)
         daemon.began = time.monotonic()
 
@@ -260,7 +260,7 @@ class Scene:
             daemon.first = daemon.first or weight
             daemon.last = weight or daemon.last
 
-    def _take_stock(self, daemon: Daemon) -> None:
+    def _refresh_statuses(self, daemon: Daemon) -> None:
         if daemon.first is not None and daemon.last is not None:
             self.growths.append(daemon.last.since(daemon.first))
         daemon.first = daemon.last = None

@@ -274,10 +274,10 @@ def serving(world_size):
 
 def test_first_suspect_is_kept_until_the_step_has_failed():
     state = serving(2)
-    assert state.verdict_due == math.inf
+    assert state.root_cause_deadline == math.inf
     state.apply(SUSPECT)
     state.apply(SUSPECT._replace(until=9.0))
-    assert state.suspect == SUSPECT and state.verdict_due == 7.0
+    assert state.suspect == SUSPECT and state.root_cause_deadline == 7.0
     state.apply(fs.Failed(1, 5))
     assert state.suspect is None and state.last_given_up == 5
 

@@ -62,5 +62,5 @@ def test_refusal_that_the_rank_has_overtaken_is_no_failure(ranks, resending):
 
 
 def test_gap_before_what_is_kept_cannot_be_mended(ranks, resending):
-    resending.begin_anew(5)
+    resending.restart_from(5)
     assert not resending.mend_gap(0, 2)

@@ -165,8 +165,8 @@ class Futures(RuleBasedStateMachine):
             assert not future.settled
         suspected = self.state.suspect.reply.seq
         if is_convicted:
-            with mock.patch("time.monotonic", return_value=self.state.verdict_due):
-                self.steps.convict_suspect()
+            with mock.patch("time.monotonic", return_value=self.state.root_cause_deadline):
+                self.steps.fail_by_upstream_timeout()
             assert last.failure.code is ErrorCode.UPSTREAM_FAILED
         else:
             self.told(self.reply(last.seq, *failure))

@@ -66,7 +66,7 @@ def asked_by(paged_run, random_sequences):
         load_dummy_weights(stage.parameters(), 1, lambda progress: None)
         paged_run([stage], random_sequences((5, 2))).prefill()
         prefill, ops.asked = ops.asked, []
-        stage.likeliest_tokens(stage.rank_logits(torch.ones(2, 32), stage.new_logits(2)))
+        stage.argmax_tokens(stage.rank_logits(torch.ones(2, 32), stage.new_logits(2)))
         return prefill, ops.asked
 
     return run

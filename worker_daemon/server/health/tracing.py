@@ -139,7 +139,7 @@ class Tracing:
                 return tr.ReadTraceReply(call=message.call, data=file.read(tr.TRACE_CHUNK_BYTES))
         except OSError as error:
             problem = f"the trace's file cannot be read: {error.strerror}"
-            raise StateError(problem, fix="trace anew") from (error)
+            raise StateError(problem, fix="start a new trace") from error
 
     def _ask_driver(self, message: tr.AskDriver) -> ControlReplyMessage:
         self._asked, self._driver_steps = message.trace, None
