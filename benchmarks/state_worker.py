@@ -2,17 +2,17 @@
 step, and replies with the real size."""
 
 from collections.abc import Callable, Sequence
+from typing import Final
 
 import numpy as np
 import torch
 
 from rpc_schema import lifecycle as lc
 from rpc_schema import step
-from rpc_schema.adoption import AdoptRequests
 from rpc_schema.base import StepReply
 from rpc_schema.codec import Frame
 from rpc_schema.errors import ConfigError
-from rpc_schema.operations import StepMessage
+from rpc_schema.operations import STEP_OPERATIONS, StepMessage, operation_name
 from worker_daemon.contracts.arrays import Bools
 from worker_daemon.runner.parts.registry import make_parts
 from worker_daemon.runner.request_state import RequestState
@@ -28,6 +28,9 @@ BLOCK_SIZE = 16
 NUM_BLOCKS = 1 << 17
 """More blocks than all rounds of a table use (100,800 in compare_steps), and about as many as a GPU
 has."""
+
+
+_OPERATIONS: Final = frozenset(map(operation_name, STEP_OPERATIONS))
 
 
 class _Ready:
@@ -91,12 +94,6 @@ class StateWorker:
         self._is_output_rank = self.rank == message.parallel.world_size - 1
         return self._done(message)
 
-    def relink(self, message: lc.Relink) -> StepReply:
-        return self._done(message)
-
-    def reset(self, message: lc.Reset) -> StepReply:
-        return self._done(message)
-
     def load_model(self, message: lc.LoadModel) -> StepReply:
         self._answers = self._is_output_rank or message.model.model == ALL_RANKS
         limits = StepLimits(
@@ -110,37 +107,17 @@ class StateWorker:
         self._state = RequestState(limits, make_parts(limits, torch.device("cpu"), TorchSampling()))
         return self._done(message)
 
-    def initialize_from_config(self, message: lc.InitializeFromConfig) -> StepReply:
-        return self._done(message)
-
-    def compile_or_warm_up_model(self, message: lc.CompileOrWarmUpModel) -> StepReply:
-        return self._done(message)
-
-    def initialize_cache(self, message: lc.InitializeCache) -> StepReply:
-        return self._done(message)
-
-    def update_max_model_len(self, message: lc.UpdateMaxModelLen) -> StepReply:
-        return self._done(message)
-
-    def _no_model(self, message: StepMessage) -> StepReply:
-        raise ConfigError("this worker has no model")
-
-    get_kv_cache_spec = determine_available_memory = get_supported_tasks = _no_model
-    get_model_metadata = compute_weight_checksums = profile = _no_model
-    save_sharded_state = finish_sharded_state = save_tensorized_model = _no_model
-    sleep = wake_up = discard = _no_model
-    init_weight_transfer_engine = start_weight_update = update_weights = _no_model
-    finish_weight_update = reload_weights = update_config = _no_model
-    prepare_lora = add_lora = remove_lora = list_loras = pin_lora = _no_model
+    def __getattr__(self, name: str) -> Callable[[StepMessage], StepReply]:
+        """Return the method of any other operation, which changes nothing."""
+        if name not in _OPERATIONS:
+            raise AttributeError(name)
+        return self._done
 
     def start_trace(self) -> None:
         raise ConfigError("this worker has no profiler")
 
     def stop_trace(self, *, keep: bool) -> None:
         raise ConfigError("this worker has no profiler")
-
-    def adopt_requests(self, message: AdoptRequests) -> StepReply:
-        raise ConfigError("this worker has no KV cache")
 
     def read_expert_loads(self) -> Callable[[], bool]:
         return lambda: True

@@ -270,6 +270,6 @@ CONTROL_OPERATIONS: Final[Mapping[type[Any], ControlOperation[Any]]] = MappingPr
 
 
 def operation_name(request: type[object]) -> str:
-    """Return the name of the methods for a request, on the worker and on the group: init_device for
-    InitDevice, get_kv_cache_spec for GetKVCacheSpec."""
+    """Return the name of the worker's method for a request: init_device for InitDevice,
+    get_kv_cache_spec for GetKVCacheSpec."""
     return _WORD.sub("_", request.__name__).lower()

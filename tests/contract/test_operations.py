@@ -1,11 +1,16 @@
-"""Checks the table of operations against its users: declared replies, the worker's and the group's
-methods, and refusals of requests without a row."""
+"""Checks the table of operations against its users: declared replies, the worker's methods, what
+the driver library sends, and refusals of requests without a row."""
 
+import ast
 import inspect
 import typing
+from pathlib import Path
 
 import msgspec
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from msgspec import inspect as mi
 
 from rpc_schema import codec
 from rpc_schema import lifecycle as lc
@@ -18,8 +23,8 @@ from rpc_schema.operations import (
     StepOperation,
     operation_name,
 )
-from worker_client.group.load_chain import LoadChain
-from worker_client.worker_group import WorkerGroup
+from tests.contract.random_messages import strategy
+from tests.support.default_replies import control_reply, step_reply
 from worker_daemon.server.auth.access import Access
 from worker_daemon.server.dispatch import STEPS
 from worker_daemon.worker.worker import Worker
@@ -52,11 +57,38 @@ def test_worker_has_a_method_for_each_operation(row: StepOperation) -> None:
     assert issubclass(row.reply, hints["return"])
 
 
-@pytest.mark.parametrize("row", STEP_OPERATIONS.values(), ids=named)
-def test_group_has_a_method_for_each_operation(row: StepOperation) -> None:
-    inside = {"adopt_requests", "finish_sharded_state", "prepare_lora"}  # of attach and of saves
-    name = operation_name(row.request)
-    assert name in inside or hasattr(WorkerGroup, name) or hasattr(LoadChain, name)
+def test_driver_library_sends_each_operation() -> None:
+    library = Path(__file__).parents[2] / "client/worker_client"
+    nodes = [
+        node for file in library.rglob("*.py") for node in ast.walk(ast.parse(file.read_text()))
+    ]
+    used = {node.attr for node in nodes if isinstance(node, ast.Attribute)}
+    used |= {node.id for node in nodes if isinstance(node, ast.Name)}
+    assert {named(row) for row in ROWS} <= used
+
+
+@pytest.mark.parametrize("row", ROWS, ids=named)
+@settings(max_examples=5, deadline=None)
+@given(data=st.data())
+def test_every_request_has_a_least_reply(
+    row: ControlOperation | StepOperation, data: st.DataObject
+) -> None:
+    request = data.draw(strategy(mi.type_info(row.request)))
+    own = [
+        f for f in mi.type_info(row.reply).fields if f.name not in ("epoch", "seq", "rank", "call")
+    ]
+    chosen = data.draw(st.lists(st.sampled_from(own), max_size=1)) if own else []
+    fields = {each.name: data.draw(strategy(each.type)) for each in chosen}
+    if isinstance(row, StepOperation):
+        reply = step_reply(request, 3, **fields)
+        assert (reply.epoch, reply.seq, reply.rank) == (request.epoch, request.seq, 3)
+        assert codec.decode_step_reply(codec.encode_step(reply)) == reply
+    else:
+        reply = control_reply(request, **fields)
+        assert reply.call == request.call
+        assert codec.decode_control_reply([codec.encode_control(reply)]) == reply
+    assert type(reply) is row.reply
+    assert all(getattr(reply, name) == value for name, value in fields.items())
 
 
 class Unlisted(StepRequest[StepReply], frozen=True, tag=999, kw_only=True):

@@ -20,11 +20,12 @@ from rpc_schema import codec, step
 from rpc_schema import lease as ls
 from rpc_schema import lifecycle as lc
 from rpc_schema.config import RendezvousAddress, WorkerConfig
-from rpc_schema.error_replies import ControlErrorReply, ErrorReply
+from rpc_schema.error_replies import ErrorReply
 from rpc_schema.errors import ErrorCode, ErrorScope, WorkerError
 from rpc_schema.kv_cache import KVCacheConfig, KVCacheSpec
 from rpc_schema.sampling import SamplingParams, TokenLogprobs
 from rpc_schema.version import PROTOCOL_VERSION
+from tests.support.default_replies import control_reply, step_reply
 from tests.support.waiting import PATIENCE_S
 from worker_daemon.server.sequence import StepGate, Verdict
 from worker_daemon.server.session.lease import DriverIdentity, Lease, lease_terms
@@ -266,11 +267,10 @@ class FakeDaemon:
         self._control.send_multipart([frames[0], codec.encode_control(reply)])
 
     def _control_reply(self, request):  # noqa: PLR0911
-        call = request.call
         match request:
             case lc.Hello():
-                return lc.HelloReply(
-                    call=call, protocol_version=self.version, worker_uid=self.uid, software="fake"
+                return control_reply(
+                    request, protocol_version=self.version, worker_uid=self.uid, software="fake"
                 )
             case lc.PrepareAttach(epoch=epoch):
                 self.lease.check_free_for(_driver(request), force=request.force)
@@ -279,10 +279,10 @@ class FakeDaemon:
                 if granted:
                     self.granted = epoch
                     self.lease.claim(_driver(request), epoch, force=request.force)
-                return lc.PrepareAttachReply(call=call, granted=granted, last_epoch=last)
+                return control_reply(request, granted=granted, last_epoch=last)
             case lc.CommitAttach():
-                reply = lc.CommitAttachReply(
-                    call=call,
+                reply = control_reply(
+                    request,
                     previous_epoch=self.epoch,
                     previous_seq=self.last_seq,
                     previous_clean=True,
@@ -302,30 +302,23 @@ class FakeDaemon:
                 self._reply(lc.Attached(epoch=self.epoch, seq=0, rank=self.rank), keep=False)
                 return reply
             case lc.Detach(epoch=epoch):
-                if not self.lease.release(epoch):
-                    if self.lease.give_up(epoch):
-                        return lc.Acknowledged(call=call)
+                if self.lease.release(epoch):
+                    self.gate.detach(epoch)
+                elif not self.lease.give_up(epoch):
                     self.lease.need_held(epoch)
-                self.gate.detach(epoch)
-                return lc.Acknowledged(call=call)
+                    self.gate.detach(epoch)
             case ls.RenewLease():
                 driver, yields = _driver(request), request.yields
                 is_renewed = self.lease.renew(driver, request.epoch, yields=yields)
-                return ls.RenewLeaseReply(call=call, remaining_ms=1, is_claimed=not is_renewed)
-            case lc.Shutdown():
-                return lc.Acknowledged(call=call)
+                return control_reply(request, remaining_ms=1, is_claimed=not is_renewed)
             case lc.OpenRendezvous():
-                return lc.OpenRendezvousReply(
-                    call=call,
-                    place=RendezvousAddress(host="127.0.0.1", port=1234, secret=bytes(32)),
-                )
+                place = RendezvousAddress(host="127.0.0.1", port=1234, secret=bytes(32))
+                return control_reply(request, place=place)
             case lc.CheckHealth():
-                return lc.CheckHealthReply(call=call, healthy=True, phase="IDLE", phase_ms=0)
+                return control_reply(request, healthy=True, phase="IDLE")
             case lc.GetStatus():
-                return lc.GetStatusReply(call=call, status=self.status())
-        return ControlErrorReply(
-            call=call, code=ErrorCode.PROTOCOL, scope=ErrorScope.WORKER, message="unknown"
-        )
+                return control_reply(request, status=self.status())
+        return control_reply(request)
 
     def status(self) -> lc.Status:
         return lc.Status(
@@ -419,33 +412,26 @@ class FakeDaemon:
                 self._sample(request, ids)
             case step.ExecuteDummyBatch():
                 if self._is_output:
-                    self._reply(step.ModelRunnerOutput(**ids))
+                    self._reply(step_reply(request, self.rank))
             case _:
-                self._lifecycle(request, ids)
+                self._lifecycle(request)
 
     @property
     def _is_output(self) -> bool:
         parallel = self._parallel
         return self.rank == (parallel.pipeline_parallel_size - 1) * parallel.tensor_parallel_size
 
-    def _lifecycle(self, request, ids) -> None:  # noqa: PLR0912
+    def _lifecycle(self, request) -> None:  # noqa: PLR0912
+        said: dict[str, object] = {}
         match request:
             case lc.InitDevice(rendezvous=meeting):
                 self.gate.begin_link(request)
                 self.rank, self.link_state = meeting.rank, "up"
                 self._parallel = request.parallel
-                ids["rank"] = self.rank
                 if self.load != "CREATED":
                     self._error(request, ErrorCode.ILLEGAL_STATE, self.load)
                     return
                 self.load = "DEVICE_READY"
-                reply = lc.InitDeviceReply(
-                    **ids,
-                    device_name="fake",
-                    total_memory_bytes=1,
-                    free_memory_bytes=1,
-                    backend="gloo",
-                )
             case lc.CompileOrWarmUpModel() if self.warm_up_faults:
                 fault = self.warm_up_faults.pop(0)
                 self._error(request, fault.code, fault.message, fault=fault)
@@ -458,14 +444,12 @@ class FakeDaemon:
             case lc.Relink():
                 self.gate.begin_link(request)
                 self.link_state = "up"
-                reply = step.Done(**ids)
             case lc.Reset(to=to):
                 self.load = to
                 self.rows.clear()
                 self.kv_cache = None
                 if to == "CREATED":
                     self.link_state = "none"
-                reply = step.Done(**ids)
             case lc.LoadModel():
                 if self.load != "DEVICE_READY":
                     self._error(request, ErrorCode.ILLEGAL_STATE, self.load)
@@ -479,9 +463,7 @@ class FakeDaemon:
                     graph=request.graph,
                 )
                 self.max_len = request.model.max_model_len or self.model_max_len
-                reply = lc.LoadModelReply(
-                    **ids, model_memory_bytes=1, seconds=0.0, max_model_len=self.max_len
-                )
+                said = {"max_model_len": self.max_len}
             case lc.GetKVCacheSpec():
                 layer = KVCacheSpec(
                     layer_name=f"layers.{self.rank}",
@@ -490,46 +472,26 @@ class FakeDaemon:
                     dtype="float32",
                     bytes_per_token=32,
                 )
-                reply = lc.GetKVCacheSpecReply(**ids, layers=(layer,))
+                said = {"layers": (layer,)}
             case lc.DetermineAvailableMemory():
                 available, changes = self.available_bytes, ()
                 if self.profiles:
                     available, changes = self.profiles.pop(0)
-                reply = lc.DetermineAvailableMemoryReply(
-                    **ids,
-                    available_bytes=available,
-                    changes=changes,
-                    weights_bytes=1,
-                    activation_peak_bytes=1,
-                    requested_bytes=1,
-                )
+                said = {"available_bytes": available, "changes": changes}
             case lc.InitializeFromConfig(kv_cache_configs=configs):
                 self.kv_cache, self.load = configs[self.rank], "KV_READY"
                 self.kv.clear()
-                reply = step.Done(**ids)
             case lc.UpdateMaxModelLen(max_model_len=length):
                 self.max_len = length
-                reply = step.Done(**ids)
             case lc.CompileOrWarmUpModel():
                 self.load = "READY"
-                reply = lc.CompileOrWarmUpModelReply(**ids, seconds=0.0)
-            case lc.GetSupportedTasks():
-                reply = lc.GetSupportedTasksReply(**ids, tasks=("generate",))
             case lc.GetModelMetadata():
-                reply = lc.GetModelMetadataReply(
-                    **ids,
-                    architecture="Fake",
-                    vocab_size=VOCAB_SIZE,
-                    hidden_size=1,
-                    num_layers=1,
-                    max_model_len=self.max_len,
-                    dtype="float32",
-                    eos_token_ids=(EOS,),
-                    attention_backend="none",
-                )
-            case _:
-                reply = step.Done(**ids)
-        self._reply(reply)
+                said = {
+                    "vocab_size": VOCAB_SIZE,
+                    "max_model_len": self.max_len,
+                    "eos_token_ids": (EOS,),
+                }
+        self._reply(step_reply(request, self.rank, **said))
 
     def _execute(self, request: step.ExecuteModel, arrays, fault, ids) -> None:
         if self.failed and request.resync is None:

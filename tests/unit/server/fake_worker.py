@@ -15,12 +15,12 @@ from pathlib import Path
 
 from rpc_schema import errors, lora, step
 from rpc_schema import lifecycle as lc
-from rpc_schema import weight_transfer as wt
-from rpc_schema.adoption import AdoptRequests, AdoptRequestsReply
-from rpc_schema.base import StepReply, StepRequest
+from rpc_schema.base import StepReply
 from rpc_schema.codec import Frame
 from rpc_schema.config import WorkerConfig
 from rpc_schema.identity import ContentIdentity
+from rpc_schema.operations import STEP_OPERATIONS, StepMessage, operation_name
+from tests.support.default_replies import step_reply
 from worker_daemon.contracts.uploads import FindUpload
 from worker_daemon.phases import SetPhase
 from worker_daemon.worker.description import WorkerDescription
@@ -36,8 +36,7 @@ ERRORS: dict[str, Exception] = {
 IDENTITY = ContentIdentity(content=bytes(32))
 
 
-def ids(message: StepRequest, rank: int = 0) -> dict[str, int]:
-    return {"epoch": message.epoch, "seq": message.seq, "rank": rank}
+OPERATION_NAMES = frozenset(map(operation_name, STEP_OPERATIONS))
 
 
 def wait_for_file(path: str) -> None:
@@ -121,9 +120,7 @@ class FakeWorker:
         late = ERRORS[value] if name in ("now", "late", "later") else None
         self._relinked.clear()
         tokens = array("i", [self.steps]).tobytes()
-        reply = step.ModelRunnerOutput(
-            **ids(message, self.rank), slots=b"\1", sampled_token_ids=tokens
-        )
+        reply = step_reply(message, self.rank, slots=b"\1", sampled_token_ids=tokens)
         return FakePending(
             reply,
             late,
@@ -152,24 +149,18 @@ class FakeWorker:
         self._set_phase("CONNECTING", 5.0)
         self.rank = message.rendezvous.rank
         self._parallel, self._cache = message.parallel, message.cache
-        return lc.InitDeviceReply(
-            **ids(message, self.rank),
-            device_name="fake",
-            total_memory_bytes=2,
-            free_memory_bytes=1,
-            backend="gloo",
-        )
+        return step_reply(message, self.rank)
 
     def relink(self, message: lc.Relink) -> StepReply:
         self._relinked.set()
         if message.rendezvous.place.host == "nowhere":
             raise errors.CommError("nobody there")
-        return self._done(message)
+        return step_reply(message, self.rank)
 
     def reset(self, message: lc.Reset) -> StepReply:
         if message.to != "MODEL_LOADED":
             self.config = None
-        return self._done(message)
+        return step_reply(message, self.rank)
 
     def load_model(self, message: lc.LoadModel) -> StepReply:
         if message.model.model == "/missing":
@@ -184,83 +175,19 @@ class FakeWorker:
             cache=self._cache,
             graph=message.graph,
         )
-        return lc.LoadModelReply(
-            **ids(message, self.rank), model_memory_bytes=1, seconds=0.0, max_model_len=64
-        )
-
-    def sleep(self, message: lc.Sleep) -> StepReply:
-        return self._tags(message)
-
-    def wake_up(self, message: lc.WakeUp) -> StepReply:
-        return self._tags(message)
-
-    def discard(self, message: lc.Discard) -> StepReply:
-        return self._tags(message)
-
-    def _tags(self, message: StepRequest) -> StepReply:
-        return lc.MemoryTagsReply(**ids(message, self.rank), memory_tags={}, seconds=0.0)
-
-    def get_kv_cache_spec(self, message: lc.GetKVCacheSpec) -> StepReply:
-        return lc.GetKVCacheSpecReply(**ids(message, self.rank), layers=())
-
-    def determine_available_memory(self, message: lc.DetermineAvailableMemory) -> StepReply:
-        return lc.DetermineAvailableMemoryReply(
-            **ids(message, self.rank),
-            available_bytes=1,
-            weights_bytes=1,
-            activation_peak_bytes=1,
-            requested_bytes=1,
-        )
-
-    def initialize_from_config(self, message: lc.InitializeFromConfig) -> StepReply:
-        return self._done(message)
-
-    def initialize_cache(self, message: lc.InitializeCache) -> StepReply:
-        return self._done(message)
-
-    def update_max_model_len(self, message: lc.UpdateMaxModelLen) -> StepReply:
-        return self._done(message)
-
-    def compile_or_warm_up_model(self, message: lc.CompileOrWarmUpModel) -> StepReply:
-        return lc.CompileOrWarmUpModelReply(**ids(message, self.rank), seconds=0.0)
-
-    def get_supported_tasks(self, message: lc.GetSupportedTasks) -> StepReply:
-        return lc.GetSupportedTasksReply(**ids(message, self.rank), tasks=("generate",))
-
-    def get_model_metadata(self, message: lc.GetModelMetadata) -> StepReply:
-        return self._done(message)
-
-    def save_sharded_state(self, message: lc.SaveShardedState) -> StepReply:
-        return self._done(message)
-
-    def save_tensorized_model(self, message: lc.SaveTensorizedModel) -> StepReply:
-        return lc.SaveTensorizedModelReply(**ids(message, self.rank), size_bytes=2, seconds=0.5)
+        return step_reply(message, self.rank, max_model_len=64)
 
     def prepare_lora(self, message: lora.PrepareLora) -> StepReply:
-        return lora.PrepareLoraReply(**ids(message, self.rank), identity=IDENTITY)
+        return step_reply(message, self.rank, identity=IDENTITY)
 
     def add_lora(self, message: lora.AddLora) -> StepReply:
-        return lora.AddLoraReply(
-            **ids(message, self.rank), version=message.version, identity=IDENTITY
-        )
+        return step_reply(message, self.rank, version=message.version, identity=IDENTITY)
 
-    def remove_lora(self, message: lora.RemoveLora) -> StepReply:
-        return lora.RemoveLoraReply(**ids(message, self.rank), removed=False)
-
-    def list_loras(self, message: lora.ListLoras) -> StepReply:
-        return lora.ListLorasReply(**ids(message, self.rank))
-
-    def pin_lora(self, message: lora.PinLora) -> StepReply:
-        return self._done(message)
-
-    def finish_sharded_state(self, message: lc.FinishShardedState) -> StepReply:
-        return self._done(message)
-
-    def compute_weight_checksums(self, message: lc.ComputeWeightChecksums) -> StepReply:
-        return self._done(message)
-
-    def profile(self, message: lc.Profile) -> StepReply:
-        return self._done(message)
+    def __getattr__(self, name: str) -> Callable[[StepMessage], StepReply]:
+        """Return the method of any other operation, which has nothing to say."""
+        if name not in OPERATION_NAMES:
+            raise AttributeError(name)
+        return lambda message: step_reply(message, self.rank)
 
     def start_trace(self) -> None:
         if self.config is None:
@@ -272,27 +199,6 @@ class FakeWorker:
     def stop_trace(self, *, keep: bool) -> FakeTrace | None:
         self.tracing = False
         return FakeTrace() if keep else None
-
-    def init_weight_transfer_engine(self, message: wt.InitWeightTransferEngine) -> StepReply:
-        return wt.InitWeightTransferEngineReply(**ids(message, self.rank), transfer_rank=1)
-
-    def start_weight_update(self, message: wt.StartWeightUpdate) -> StepReply:
-        return self._done(message)
-
-    def update_weights(self, message: wt.UpdateWeights) -> StepReply:
-        return self._done(message)
-
-    def finish_weight_update(self, message: wt.FinishWeightUpdate) -> StepReply:
-        return self._done(message)
-
-    def reload_weights(self, message: wt.ReloadWeights) -> StepReply:
-        return self._done(message)
-
-    def update_config(self, message: wt.UpdateConfig) -> StepReply:
-        return self._done(message)
-
-    def adopt_requests(self, message: AdoptRequests) -> StepReply:
-        return AdoptRequestsReply(**ids(message, self.rank), rows=(), next_slot=0)
 
     def read_expert_loads(self) -> Callable[[], bool]:
         return lambda: True
@@ -329,9 +235,6 @@ class FakeWorker:
 
     def close(self) -> None:
         pass
-
-    def _done(self, message: StepRequest) -> step.Done:
-        return step.Done(**ids(message, self.rank))
 
 
 def make_fake_worker(

@@ -10,7 +10,7 @@ from rpc_schema.errors import ForbiddenError
 from rpc_schema.key_files import Role, fingerprint
 from rpc_schema.operations import CONTROL_OPERATIONS, STEP_OPERATIONS, ControlMessage, StepMessage
 from worker_daemon.server.auth.bad_peers import Peer
-from worker_daemon.server.auth.keys import AuthorizedKeys, Keys
+from worker_daemon.server.auth.keys import AuthorizedKeys, KeyRights
 
 Request: TypeAlias = ControlMessage | StepMessage
 
@@ -66,8 +66,8 @@ class Access:
     proves_owners = False
     """True if each owner has its own key; otherwise all peers may have the same owner."""
 
-    def __init__(self, keys: Keys | None = None) -> None:
-        self.keys = keys or Keys()
+    def __init__(self, keys: KeyRights | None = None) -> None:
+        self.keys = keys or KeyRights()
         """A verdict of this class holds while `keys.by_key` is the same object."""
 
     def peer(self, socket: str, route: bytes, frame: zmq.Frame) -> Peer:

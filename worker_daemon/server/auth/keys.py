@@ -47,7 +47,7 @@ def read_identity(path: Path, *, is_credential: bool) -> Identity:
     return Identity(key.public_key, secret)
 
 
-class Keys:
+class KeyRights:
     """The keys that have rights. This class is for sockets without keys: it has none."""
 
     by_key: Mapping[str, AuthorizedKey] = MappingProxyType({})
@@ -55,7 +55,7 @@ class Keys:
     right has changed."""
 
 
-class AuthorizedKeys(Keys):
+class AuthorizedKeys(KeyRights):
     """The authorized keys and their roles. Reloaded by the main thread; any thread may read
     them."""
 
