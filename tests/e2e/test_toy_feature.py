@@ -1,13 +1,14 @@
-"""A new feature is three files and their registration: a bias on one token, added to a copy of the
-tree, whose daemons then serve it over a pipeline, through preemption and the death of a driver.
-Tokens are those of transformers' SequenceBiasLogitsProcessor."""
+"""A new feature is four files and their registration: a bias on every second token, with values for
+each step, added to a copy of the tree. Its daemons then serve it over a pipeline, through
+preemption and the death of a driver. Tokens are those of transformers'
+SequenceBiasLogitsProcessor."""
 
 import pytest
 
 from tests.support.exhaustive import exhaustively
 from tests.support.forked_drivers import ForkedDrivers
 from tests.support.toy_feature import FILES, LINES, copy_with_the_feature
-from tests.support.toy_feature.checks import check_serving, start_daemons
+from tests.support.toy_feature.checks import biased, check_serving, start_daemons
 
 
 @pytest.fixture(scope="module")
@@ -28,16 +29,16 @@ def daemons(tree, model_root):
 
 
 @pytest.mark.parametrize("pp", [exhaustively(1), 2])
-def test_feature_in_three_files_serves_through_preemption_and_adoption(
+def test_feature_in_its_own_files_serves_through_preemption_and_adoption(
     drivers, daemons, checkpoint, pp
 ):
-    plain, biased = checkpoint().greedy([1, 2, 3], 4), checkpoint().biased([1, 2, 3], 4, 5, 40.0)
-    assert biased == [5] * 4 != plain
+    plain, changed = checkpoint().greedy([1, 2, 3], 4), biased(checkpoint(), [1, 2, 3], 4, 5, 40.0)
+    assert changed[::2] == [5, 5] and 5 not in plain
     check_serving(drivers, daemons.endpoints[:pp], checkpoint())
 
 
 def test_registration_is_a_line_a_place():
     """What docs/adding-a-feature.md promises."""
-    assert len([name for name in FILES if name not in ("run.py", "plans.py")]) == 3
-    assert len({line.path for line in LINES}) == 3
-    assert sum(line.text.count("\n") or 1 for line in LINES) == 6
+    assert len([name for name in FILES if name not in ("run.py", "plans.py")]) == 4
+    assert len({line.path for line in LINES}) == 4
+    assert sum(line.text.count("\n") or 1 for line in LINES) == 9

@@ -133,18 +133,6 @@ class Checkpoint:
         """Return the tokens that `found` must equal: those of greedy, whatever was found."""
         return self.greedy(prompt, max_tokens)
 
-    def biased(
-        self, prompt: Sequence[int], max_tokens: int, token_id: int, bias: float
-    ) -> list[int]:
-        """Return the tokens of generate with a bias on one token's logit. Raises NearTie as greedy
-        does."""
-        ids = tuple(int(token) for token in prompt)
-        key = (ids, max_tokens, token_id, bias)
-        if key not in self._greedy:
-            biases = {"sequence_bias": [[[token_id], bias]]} if bias else {}
-            self._greedy[key] = self._generate(ids, max_tokens, biases)
-        return self._greedy[key]
-
     def processed(
         self,
         prompt: Sequence[int],

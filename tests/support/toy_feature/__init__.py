@@ -1,6 +1,6 @@
 """An example feature, added to a copy of the tree: a bias on the logit of one token, for requests
-that ask for it. Three files (wire.py, daemon.py, driver.py) and the lines that register them;
-`run.py` drives daemons of the copy."""
+that ask for it, in every second token. Four files (wire.py, daemon.py, driver.py; steps.py has the
+values for each step) and the lines that register them; `run.py` drives daemons of the copy."""
 
 import shutil
 from pathlib import Path
@@ -13,6 +13,7 @@ FILES = {
     "wire.py": "rpc_schema/token_bias.py",
     "daemon.py": "worker_daemon/runner/parts/token_bias.py",
     "driver.py": "client/worker_client/parts/token_bias.py",
+    "steps.py": "client/worker_client/driver_parts/token_bias.py",
     "run.py": "run.py",
     "plans.py": "plans.py",
 }
@@ -31,9 +32,10 @@ LINES = [
     Line(
         "rpc_schema/extensions.py",
         "\nRequestExtension",
-        "from rpc_schema.token_bias import TokenBias\n",
+        "from rpc_schema.token_bias import BiasedRows, TokenBias\n",
     ),
     Line("rpc_schema/extensions.py", " | LogprobsWanted", " | TokenBias"),
+    Line("rpc_schema/extensions.py", '\n"""Extension of one step', " | BiasedRows"),
     Line(
         "worker_daemon/runner/parts/registry.py",
         "from worker_daemon.runner.parts.token_logprobs",
@@ -49,6 +51,16 @@ LINES = [
         "client/worker_client/parts/registry.py",
         "    LogprobsPart(),\n",
         "    TokenBiasPart(),\n",
+    ),
+    Line(
+        "client/worker_client/driver_parts/registry.py",
+        "\n\n@dataclass",
+        "from worker_client.driver_parts.token_bias import EvenTokensPart\n",
+    ),
+    Line(
+        "client/worker_client/driver_parts/registry.py",
+        "    lambda context, options: structured_parts",
+        "    lambda context, options: (EvenTokensPart(),),\n",
     ),
 ]
 

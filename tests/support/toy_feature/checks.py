@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
+import torch
+import transformers
 
 from tests.support.checkpoints import Checkpoint, NearTie, prompts
 from tests.support.forked_drivers import ForkedDrivers, path_of
@@ -58,6 +60,28 @@ def live(drivers: ForkedDrivers, plan: Plan, code: int = 0) -> Outcome | None:
     return msgspec.json.decode(outcome, type=Outcome) if code == 0 else None
 
 
+class _EvenTokens(transformers.LogitsProcessor):  # type: ignore[misc]
+    """Applies a processor to every second token of an output, from the first on."""
+
+    def __init__(self, inner: transformers.LogitsProcessor, num_prompt_tokens: int) -> None:
+        self._inner = inner
+        self._num_prompt_tokens = num_prompt_tokens
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        is_odd = (input_ids.shape[1] - self._num_prompt_tokens) % 2
+        return scores if is_odd else self._inner(input_ids, scores)
+
+
+def biased(
+    checkpoint: Checkpoint, prompt: Sequence[int], max_tokens: int, token_id: int, bias: float
+) -> list[int]:
+    """Return the tokens that transformers generates. Raises NearTie as Checkpoint.greedy does."""
+    inner = transformers.SequenceBiasLogitsProcessor([[[token_id], bias]]) if bias else None
+    if inner is None:
+        return checkpoint.greedy(prompt, max_tokens)
+    return checkpoint.processed(prompt, max_tokens, _EvenTokens(inner, len(prompt)))
+
+
 def biased_requests(
     checkpoint: Checkpoint, rng: random.Random, count: int = 6
 ) -> tuple[list[Wanted], dict[str, list[int]]]:
@@ -68,11 +92,11 @@ def biased_requests(
         name, length = f"r{index}", 14 + index % 5
         token_id, bias = rng.randrange(150), rng.choice([None, 1.5, -3.0])
         try:
-            tokens = checkpoint.biased(prompt.tolist(), length, token_id, bias or 0.0)
-            unbiased = checkpoint.biased(prompt.tolist(), length, token_id, 0.0)
+            unbiased = checkpoint.greedy(prompt.tolist(), length)
+            tokens = biased(checkpoint, prompt.tolist(), length, token_id, bias or 0.0)
             if bias is not None and tokens == unbiased:
-                token_id, bias = tokens[1], -6.0  # a token that it would sample without a bias
-                tokens = checkpoint.biased(prompt.tolist(), length, token_id, bias)
+                token_id, bias = tokens[2], -6.0  # a token that it would sample without a bias
+                tokens = biased(checkpoint, prompt.tolist(), length, token_id, bias)
         except NearTie:
             continue
         expected[name] = tokens
