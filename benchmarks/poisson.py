@@ -40,7 +40,6 @@ from rpc_schema.config import (
     WorkerConfig,
 )
 from worker_client.driver import Driver
-from worker_client.driver_parts.context import GroupLike
 from worker_client.driver_parts.registry import DriverOptions
 from worker_client.group.loading import LoadedGroup
 from worker_client.launcher import LocalDaemons
@@ -94,7 +93,9 @@ class TokenClock:
         self._latencies.num_tokens += len(result.req_ids)
 
 
-def serve(group: GroupLike, limits: SchedulerLimits, requests: Sequence[TimedRequest]) -> Latencies:
+def serve(
+    group: WorkerGroup, limits: SchedulerLimits, requests: Sequence[TimedRequest]
+) -> Latencies:
     """Serve requests as they arrive, until all have ended."""
     latencies = Latencies()
     clock = TokenClock(latencies)

@@ -55,7 +55,6 @@ from rpc_schema.errors import (
     WorkerDaemonError,
 )
 from worker_client.driver import Driver
-from worker_client.driver_parts.context import GroupLike
 from worker_client.driver_parts.registry import DriverOptions
 from worker_client.launcher import LocalDaemons
 from worker_client.requests import GenerationRequest
@@ -369,7 +368,7 @@ def requests_of(report: Mapping[str, Any], vocab_size: int, seed: int) -> list[T
 
 
 def serve_closed(
-    group: GroupLike, limits: SchedulerLimits, requests: Iterable[TimedRequest], concurrency: int
+    group: WorkerGroup, limits: SchedulerLimits, requests: Iterable[TimedRequest], concurrency: int
 ) -> Latencies:
     """Serve requests in a closed loop: `concurrency` of them run at a time, and their arrivals are
     ignored."""

@@ -5,13 +5,14 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeAlias, TypeVar
 
 from rpc_schema.errors import (
     DrainingError,
 )
-from worker_client.driver_parts.context import DriverContext, GroupLike, StepQueue
-from worker_client.driver_parts.interface import FutureLike, StepInFlight
+from worker_client.driver_parts.context import DriverContext, StepQueue
+from worker_client.driver_parts.interface import StepInFlight
 from worker_client.driver_parts.live_requests import LiveRequests
 from worker_client.driver_parts.registry import DriverOptions, make_driver_parts
 from worker_client.errors import (
@@ -27,6 +28,7 @@ from worker_client.requests import GenerationRequest, RequestOutput, failed_requ
 from worker_client.scheduler import SchedulerInterface
 from worker_client.scheduler_output import SchedulerOutput, StepResult
 from worker_client.tracing.run_times import RequestTiming, RunTimes, StepTiming
+from worker_client.worker_group import WorkerGroup
 
 MAX_CONSECUTIVE_FAILURES = 3
 """Failed steps in a row, and recoveries without a successful step between them, after which the
@@ -60,7 +62,7 @@ class Driver:
 
     def __init__(
         self,
-        group: GroupLike,
+        group: WorkerGroup,
         scheduler: SchedulerInterface,
         on_result: Callable[[StepResult], None] | None = None,
         *,
@@ -205,7 +207,8 @@ class Driver:
                     return
                 if self._planned is None:
                     self._planned = self._parts.plan(output)
-                future = self._execute(self._planned)
+                # After a recovery, a future that reports the losses.
+                future = self._recovering(partial(self.group.execute_model, self._planned))
             except InvalidSchedulerOutput as refusal:
                 self._error = refusal
                 return
@@ -214,10 +217,6 @@ class Driver:
             steps.in_flight.append(flight)
             steps.num_sent += 1
             self._parts.sent(flight)
-
-    def _execute(self, output: SchedulerOutput) -> FutureLike:
-        # After a recovery it returns a future that reports the losses.
-        return self._recovering(lambda: self.group.execute_model(output))
 
     def _take_oldest(self) -> None:
         """Wait for the oldest step, and pass its result or its failure on."""

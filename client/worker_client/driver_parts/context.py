@@ -1,37 +1,15 @@
 """The driver, as its optional features see it: its group, scheduler, requests and steps."""
 
 from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Protocol
 
-from worker_client.driver_parts.interface import FutureLike, StepInFlight
+from worker_client.driver_parts.interface import StepInFlight
 from worker_client.driver_parts.live_requests import LiveRequests
 from worker_client.errors import WorkerDied
 from worker_client.scheduler import SchedulerInterface
-from worker_client.scheduler_output import SchedulerOutput, StepResult, StepValues
-
-
-class GroupLike(Protocol):
-    """The part of worker_client.worker_group.WorkerGroup that every driver uses. Features may need
-    more of it."""
-
-    max_in_flight: int
-
-    def execute_model(self, output: SchedulerOutput) -> FutureLike:
-        """Send a step."""
-
-    def sample_tokens(
-        self,
-        deferred: Any,
-        extensions: tuple[StepValues, ...] = (),
-        req_ids: Collection[str] | None = None,
-    ) -> FutureLike:
-        """Sample requests that a step has deferred."""
-
-    def withdraw(self, output: SchedulerOutput) -> frozenset[str]:
-        """Give up a step that was not sent, and drop all rows; return the ids of the requests that
-        lost theirs."""
+from worker_client.scheduler_output import SchedulerOutput, StepResult
+from worker_client.worker_group import WorkerGroup
 
 
 @dataclass(slots=True)
@@ -56,8 +34,7 @@ class StepQueue:
 class DriverContext:
     """The driver, as its features see it."""
 
-    group: Any
-    """A GroupLike; features look for the further calls that they need."""
+    group: WorkerGroup
     scheduler: SchedulerInterface
     requests: LiveRequests
     steps: StepQueue

@@ -6,19 +6,13 @@ points of its loop, on its thread. It overrides the calls that it needs; the dri
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from worker_client.group.adoption import AdoptedRequest
+from worker_client.group.outcomes import StepFuture
 from worker_client.inputs.host_tensor import HostTensor
 from worker_client.requests import GenerationRequest
 from worker_client.scheduler_output import SchedulerOutput, StepResult
-
-
-class FutureLike(Protocol):
-    """The part of worker_client.group.outcomes.StepFuture that a driver uses."""
-
-    def result(self, timeout_s: float | None = None) -> StepResult:
-        """Wait for the outcome; raises StepFailed."""
 
 
 @dataclass(slots=True, eq=False)
@@ -27,10 +21,10 @@ class StepInFlight:
 
     output: SchedulerOutput
     """The scheduler's, without what features have added."""
-    future: FutureLike
+    future: StepFuture
     sent: float
     """time.monotonic() when it was sent."""
-    later: list[FutureLike] = field(default_factory=list)
+    later: list[StepFuture] = field(default_factory=list)
     """Replies to the messages that sample its deferred requests."""
     notes: dict["DriverPart", Any] = field(default_factory=dict)
     """Values that features keep with it."""

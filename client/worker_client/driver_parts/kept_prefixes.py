@@ -2,7 +2,6 @@
 restores those that an earlier driver has noted."""
 
 import logging
-from collections.abc import Sequence
 from typing import Any, Final, NamedTuple, Protocol, runtime_checkable
 
 from rpc_schema.errors import (
@@ -11,6 +10,7 @@ from rpc_schema.errors import (
 from worker_client.driver_parts.context import DriverContext
 from worker_client.driver_parts.interface import DriverPart, StepInFlight
 from worker_client.group.prefixes import GroupPrefixes
+from worker_client.scheduler.request_blocks import CachedNews
 from worker_client.steps.cached_blocks import CachedBlocks
 
 NOTE_INTERVAL: Final = 16
@@ -19,18 +19,6 @@ NEVER: Final = 2**63
 """Number of steps that no driver sends."""
 
 _LOG = logging.getLogger(__name__)
-
-
-class NewsLike(Protocol):
-    """Changes of a prefix cache since they were taken last."""
-
-    @property
-    def cached(self) -> CachedBlocks:
-        """Blocks that are full once all sent steps have run, and can be shared from then on."""
-
-    @property
-    def distrusted(self) -> Sequence[int]:
-        """Blocks that were cached, and whose contents cannot be trusted."""
 
 
 @runtime_checkable
@@ -46,24 +34,15 @@ class RestoringScheduler(Protocol):
         """Take blocks with known contents into the prefix cache, before the first step; return how
         many were taken. Blocks that are in use stay out."""
 
-    def take_cached_news(self) -> NewsLike:
+    def take_cached_news(self) -> CachedNews:
         """Return what has changed in the prefix cache since the last call. Blocks that were cached
         and given to another request since may be left out."""
-
-
-@runtime_checkable
-class NotingGroup(Protocol):
-    """The part of worker_client.worker_group.WorkerGroup that is used here."""
-
-    @property
-    def prefixes(self) -> GroupPrefixes:
-        """Notes on the ranks."""
 
 
 class _Waiting(NamedTuple):
     """Changes that are noted once a step has succeeded."""
 
-    news: NewsLike
+    news: CachedNews
     after: Any
     """Future of the last step that was sent when they were collected."""
     num_sent: int
@@ -74,9 +53,10 @@ class KeptPrefixes:
     """Owned by a driver; for one group and one scheduler."""
 
     def __init__(self, group: object, scheduler: object) -> None:
-        self._parts: tuple[NotingGroup, RestoringScheduler] | None = None
-        if isinstance(group, NotingGroup) and isinstance(scheduler, RestoringScheduler):
-            self._parts = group, scheduler
+        self._parts: tuple[GroupPrefixes, RestoringScheduler] | None = None
+        prefixes: GroupPrefixes | None = getattr(group, "prefixes", None)
+        if prefixes is not None and isinstance(scheduler, RestoringScheduler):
+            self._parts = prefixes, scheduler
         self._waiting: _Waiting | None = None
         self.due = NEVER if self._parts is None else NOTE_INTERVAL
         """Number of sent steps at which proceed() is to be called."""
@@ -86,9 +66,9 @@ class KeptPrefixes:
         it begins without."""
         if self._parts is None:
             return
-        group, scheduler = self._parts
+        prefixes, scheduler = self._parts
         try:
-            num_restored = scheduler.restore_prefixes(group.prefixes.get(scheduler.prefix_tag))
+            num_restored = scheduler.restore_prefixes(prefixes.get(scheduler.prefix_tag))
         except WorkerDaemonError as error:
             _LOG.warning("the prefix cache of earlier drivers is not restored: %s", error)
             return
@@ -101,24 +81,24 @@ class KeptPrefixes:
         if self._parts is None:
             return
         self.due = num_sent + NOTE_INTERVAL
-        group, scheduler = self._parts
-        self._send(group, scheduler.prefix_tag, num_done)
+        prefixes, scheduler = self._parts
+        self._send(prefixes, scheduler.prefix_tag, num_done)
         if self._waiting is None:
             news = scheduler.take_cached_news()
             if news.cached.block_ids.size or news.distrusted:
                 self._waiting = _Waiting(news, newest, num_sent)
-            self._send(group, scheduler.prefix_tag, num_done)
+            self._send(prefixes, scheduler.prefix_tag, num_done)
 
     def forget(self) -> None:
         """Forget what is not noted yet: steps have failed."""
         self._waiting = None
 
-    def _send(self, group: NotingGroup, tag: bytes, num_done: int) -> None:
+    def _send(self, prefixes: GroupPrefixes, tag: bytes, num_done: int) -> None:
         waiting = self._waiting
         if waiting is None or waiting.num_sent > num_done:
             return
         news = waiting.news
-        if group.prefixes.note(tag, news.cached, waiting.after, distrusted=news.distrusted):
+        if prefixes.note(tag, news.cached, waiting.after, distrusted=news.distrusted):
             self._waiting = None
 
 

@@ -4,7 +4,7 @@ and dropped once no request needs them."""
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from rpc_schema.errors import (
     CapacityError,
@@ -21,26 +21,15 @@ from worker_client.errors import (
     WorkerDied,
 )
 from worker_client.group.adoption import AdoptedRequest
-from worker_client.group.uploads import GroupUploads, UploadTask
+from worker_client.group.uploads import UploadTask
 from worker_client.inputs.host_tensor import HostTensor
 from worker_client.requests import GenerationRequest, failed_request
 from worker_client.scheduler import HoldingScheduler
+from worker_client.worker_group import WorkerGroup
 
 CHUNKS_AT_ONCE = 4
 """Chunks of half a MiB that are sent between two steps."""
 EMBEDS_LOST = "the daemons have lost the embeddings of its prompt; fix: send the request again"
-
-
-class UploadingGroup(Protocol):
-    """The part of worker_client.worker_group.WorkerGroup that is used here."""
-
-    @property
-    def first_stage_ranks(self) -> Sequence[int]:
-        """Ranks that embed prompts."""
-
-    @property
-    def uploads(self) -> GroupUploads:
-        """Tensors in the ranks' host memory."""
 
 
 class UploadProgress(NamedTuple):
@@ -54,7 +43,7 @@ class UploadProgress(NamedTuple):
 class RequestUploads:
     """Uploads that unfinished requests need. Owned by a driver, for one group."""
 
-    def __init__(self, group: UploadingGroup) -> None:
+    def __init__(self, group: WorkerGroup) -> None:
         self._group = group
         self._needs: dict[str, bytes] = {}
         """Content hash that each request needs."""
@@ -225,7 +214,7 @@ class UploadsPart(DriverPart):
 
     def _check_present(self, named: Sequence[bytes]) -> None:
         """Steps with a missing upload would fail, and with them those of all requests."""
-        group: UploadingGroup = self._context.group
+        group: WorkerGroup = self._context.group
         found = group.uploads.find(named, group.first_stage_ranks)
         for name, is_there in zip(named, found, strict=True):
             if not is_there:

@@ -1,32 +1,21 @@
 """Stop strings: found in a request's text as its tokens arrive."""
 
 from collections.abc import Sequence
-from typing import Final, Protocol
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:  # it needs the library of an extra
+    from worker_client.inputs.tokenizer import TokenStream
 
 MAX_STOP_STRINGS: Final = 16
 MAX_STOP_BYTES: Final = 512
 """Bound on the UTF-8 bytes of all stop strings of a request, which are stored in its note."""
 
 
-class TextStream(Protocol):
-    """Turns tokens into text one by one."""
-
-    def push(self, token_id: int) -> str:
-        """Return the text that a token adds; empty while a character is incomplete."""
-
-
-class Texts(Protocol):
-    """Makes streams, as worker_client.inputs.tokenizer.Tokenizer does."""
-
-    def stream(self) -> TextStream:
-        """Return a stream at the start of a text."""
-
-
 class StopWatch:
     """Looks for stop strings in the text of one request."""
 
     def __init__(
-        self, stops: Sequence[str], stream: TextStream, *, min_tokens: int, includes_stop: bool
+        self, stops: Sequence[str], stream: "TokenStream", *, min_tokens: int, includes_stop: bool
     ) -> None:
         """min_tokens: stop strings that end within this many tokens are ignored. includes_stop: the
         text ends after the stop string, not before it."""

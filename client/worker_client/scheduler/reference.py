@@ -4,6 +4,7 @@ recompute. Takes the driver's calls, commits steps and processes their results."
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,7 +15,6 @@ from rpc_schema.pooling import PoolingParams
 from rpc_schema.sampling import PromptLogprobs
 from rpc_schema.step import NO_TOKEN
 from worker_client.group.adoption import AdoptedRequest
-from worker_client.inputs.stop_strings import Texts
 from worker_client.requests import (
     FinishReason,
     GenerationRequest,
@@ -35,6 +35,10 @@ from worker_client.scheduler.request_queues import RequestQueues
 from worker_client.scheduler.step_budget import Clock, StepBudget
 from worker_client.scheduler_output import PromptChunk, SchedulerOutput, StepResult
 from worker_client.steps.cached_blocks import CachedBlocks
+
+if TYPE_CHECKING:  # it needs the library of an extra
+    from worker_client.inputs.tokenizer import Tokenizer
+
 
 POOLED_NOT_FINITE = (
     "the model's output is NaN or infinite for this input: activations overflow, or the weights "
@@ -57,7 +61,7 @@ class Scheduler:
     def __init__(
         self,
         limits: SchedulerLimits,
-        texts: Texts | None = None,
+        texts: "Tokenizer | None" = None,
         *,
         clock: Clock = time.monotonic,
     ) -> None:

@@ -5,7 +5,7 @@ from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import msgspec
 import numpy as np
@@ -26,7 +26,7 @@ from rpc_schema.step import NO_TOKEN
 from worker_client.errors import RequestError
 from worker_client.group.adoption import AdoptedRequest
 from worker_client.inputs.request_checks import check_fits
-from worker_client.inputs.stop_strings import StopWatch, Texts
+from worker_client.inputs.stop_strings import StopWatch
 from worker_client.parts.registry import Extensions, may_refuse, pools, prefix_root
 from worker_client.requests import (
     FinishReason,
@@ -46,6 +46,10 @@ from worker_client.steps.step_checks import (
     extension_fault,
     pooling_admission_fault,
 )
+
+if TYPE_CHECKING:  # it needs the library of an extra
+    from worker_client.inputs.tokenizer import Tokenizer
+
 
 _NOTE_BYTES: Final = 64
 """Bound on an encoded _Note without its stop strings, whose bytes Traits.fixed_bytes counts."""
@@ -373,7 +377,7 @@ class WatchedRequest(Request):
 
 
 def _request_class(
-    sample: SampleIdentity, extensions: Extensions, texts: Texts | None
+    sample: SampleIdentity, extensions: Extensions, texts: "Tokenizer | None"
 ) -> Callable[..., Request]:
     """Return the class that a request's stop strings need, with their watch.
 
@@ -400,7 +404,7 @@ def _request_class(
 
 
 def new_request(
-    request: GenerationRequest, limits: SchedulerLimits, texts: Texts | None = None
+    request: GenerationRequest, limits: SchedulerLimits, texts: "Tokenizer | None" = None
 ) -> Request:
     """Return a request in its initial state, with a seed if it needs one. texts: the tokenizer
     whose text is searched for stop strings.
@@ -513,7 +517,7 @@ def _check_admission(made: Request, groups: Sequence[BlockGroup]) -> None:
 
 
 def adopted_request(
-    request: AdoptedRequest, limits: SchedulerLimits, texts: Texts | None = None
+    request: AdoptedRequest, limits: SchedulerLimits, texts: "Tokenizer | None" = None
 ) -> Request:
     """Return a request of another driver in the state from which it continues here, not running
     yet. texts: as new_request takes it.

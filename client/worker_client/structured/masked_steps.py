@@ -27,6 +27,7 @@ from worker_client.scheduler import RequestOutput, failed_request
 from worker_client.scheduler_output import NewRequest, SchedulerOutput, StepResult
 from worker_client.steps.masks import StepMasks
 from worker_client.steps.step_checks import WIRE_LIMITS, check_admissions, check_shape, read_counts
+from worker_client.structured.matchers import GrammarMatcher
 
 MAX_STEP_MASK_BYTES: Final = 1 << 20
 """Bound on the masks that a step itself carries, since admissions need room too. Rows with further
@@ -47,34 +48,6 @@ TOO_LONG: Final = "its grammar was not compiled in time: simplify it, or send fe
 Int32s: TypeAlias = NDArray[np.int32]
 
 
-class Matcher(Protocol):
-    """Follows one request through its grammar."""
-
-    @property
-    def is_ready(self) -> bool:
-        """True if the next mask is known, or the matcher has failed."""
-
-    @property
-    def is_overdue(self) -> bool:
-        """True if requests should not wait for its mask any longer in this step."""
-
-    @property
-    def error(self) -> str:
-        """Why it has failed; empty if it has not."""
-
-    @property
-    def forced(self) -> Sequence[int]:
-        """Tokens that must follow, each the only one that its mask allows."""
-
-    @property
-    def mask(self) -> Int32s | None:
-        """Tokens that may follow these, int32 [num_words]; valid until it takes another token. None
-        if it is not ready or has failed."""
-
-    def allows(self, token: int) -> bool:
-        """Return True if a token may be next, by its mask."""
-
-
 class CompiledGrammars(Protocol):
     """The part of worker_client.structured.grammars.Grammars that is used here."""
 
@@ -92,7 +65,7 @@ class CompiledGrammars(Protocol):
         begin, and raises RequestError."""
 
     def begin(self, source: StructuredOutput, tokens: Sequence[int] = ()) -> Any:
-        """Return a new Matcher that takes the tokens of a request."""
+        """Return a new GrammarMatcher that takes the tokens of a request."""
 
     def take(self, matcher: Any, tokens: Sequence[int]) -> None:
         """Let a matcher that is ready take tokens that its masks allow."""
@@ -123,7 +96,7 @@ class _Row:
 
     req_id: str
     grammar: StructuredOutput
-    matcher: Matcher
+    matcher: GrammarMatcher
     num_prompt_tokens: int
     tokens: list[int] = field(default_factory=list)
     """Generated tokens that are known and that the matcher has taken."""

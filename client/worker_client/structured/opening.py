@@ -9,7 +9,8 @@ from rpc_schema.structured import StructuredOutput
 from worker_client.errors import ClientConfigError, RequestError
 from worker_client.inputs.grammar_options import FIELD
 from worker_client.structured.grammars import Grammars
-from worker_client.structured.masked_steps import CompiledGrammars, Matcher
+from worker_client.structured.masked_steps import CompiledGrammars
+from worker_client.structured.matchers import Grammar, GrammarMatcher
 
 
 def open_grammars(model: Path, vocab_size: int, eos_token_ids: Sequence[int]) -> CompiledGrammars:
@@ -42,18 +43,19 @@ class NoGrammars:
         refused.set_exception(self._refusal(source))
         return refused
 
-    def begin(self, source: StructuredOutput, tokens: Sequence[int] = ()) -> Matcher:
+    def begin(self, source: StructuredOutput, tokens: Sequence[int] = ()) -> GrammarMatcher:
         """Return a matcher that has failed."""
-        return FailedMatcher(self._refusal(source).reason)
+        error = self._refusal(source)
+        return GrammarMatcher(Grammar(0, source, error), list(tokens), error=error.reason)
 
     def _refusal(self, grammar: StructuredOutput) -> RequestError:
         field, value = f"{FIELD}.{grammar.kind}", grammar.text
         return RequestError(self._reason, field=field, value=value, fix=self._fix)
 
-    def take(self, matcher: Matcher, tokens: Sequence[int]) -> None:
+    def take(self, matcher: GrammarMatcher, tokens: Sequence[int]) -> None:
         """Do nothing: the matcher has failed."""
 
-    def end(self, matcher: Matcher) -> None:
+    def end(self, matcher: GrammarMatcher) -> None:
         """Do nothing."""
 
     def proceed(self, timeout_s: float = 0.0) -> None:
@@ -62,19 +64,3 @@ class NoGrammars:
     def forced_first(self, source: StructuredOutput) -> list[int]:
         """Return no tokens."""
         return []
-
-
-class FailedMatcher:
-    """The matcher of a grammar that is refused."""
-
-    mask = None
-    forced = ()
-    is_ready = True
-    is_overdue = False
-
-    def __init__(self, error: str) -> None:
-        self.error = error
-
-    def allows(self, token: int) -> bool:
-        """Return False."""
-        return False

@@ -11,10 +11,10 @@ from typing import Any, Final, NamedTuple
 from rpc_schema.errors import (
     WorkerDaemonError,
 )
-from worker_client.driver_parts.kept_prefixes import NotingGroup
 from worker_client.group.outcomes import StepFuture
 from worker_client.steps.cached_blocks import CachedBlocks
 from worker_client.vllm.settings import LOGGER
+from worker_client.worker_group import WorkerGroup
 
 SWEPT_AT_ONCE: Final = 256
 """Blocks looked at after every SWEEP_STEPS-th step. Steps thus cost the same, whatever the cache's
@@ -49,7 +49,7 @@ class PrefixNotes:
     """Notes the hashes of vLLM's cached blocks on the daemons, and restores them at the start.
     Serves one scheduler and one group, on their thread."""
 
-    def __init__(self, group: NotingGroup, tag: bytes) -> None:
+    def __init__(self, group: WorkerGroup, tag: bytes) -> None:
         self._group = group
         self._tag = tag
         self._blocks: Sequence[Any] = ()
