@@ -182,7 +182,8 @@ def time_products(setting: Setting, name: str) -> list[Figure]:
     def compute(layer: int) -> torch.Tensor:
         x, weights, adapters, token_slots = products
         inputs = (x, weights[layer], None, adapters[layer], token_slots)
-        return adapted.gated_linear(*inputs, "silu") if gated else adapted.linear(*inputs)
+        y = adapted.linear(*inputs)
+        return act_and_mul(y, "silu", pdl=pdl) if gated else y
 
     def run() -> None:
         for layer in layers:

@@ -8,10 +8,11 @@ import torch
 
 from benchmarks.layer_reference import activated
 from benchmarks.paged_reference import relative_error
-from tests.support.adapter_products import BOUNDS, check, draw
-from worker_daemon.contracts.layer_ops import Activation, AdapterWeights
+from tests.support.adapter_products import BOUNDS, Case, check, draw
+from worker_daemon.contracts.layer_ops import Activation, AdapterWeights, Epilogue, RowAdapters
 from worker_daemon.kernels.adapted_linear import AdaptedLinear
 from worker_daemon.kernels.linear import ThinLinear
+from worker_daemon.kernels.ops import TritonOps
 from worker_daemon.kernels.tuning import load_tuning
 
 pytestmark = [
@@ -66,15 +67,22 @@ def test_gated_decodes(
     num_rows: int, num_slots: int, rank: int, dtype: torch.dtype, activation: Activation
 ) -> None:
     case = draw(num_rows, num_slots, rank, *GATE_UP, dtype, "cuda", seed=num_rows)
-    adapted = AdaptedLinear(torch.device("cuda"), thin())
-    y = adapted.gated_linear(*case[:-1], activation)
+    y = gated_product(case, case.token_slots, activation)
     expected = activated(case.expected, activation)
     there = case.token_slots >= 0
     assert bool(y[~there].isnan().all())
     assert relative_error(y[there], expected[there]) < BOUNDS[dtype]
-    base = adapted.gated_linear(*case[:-2], torch.zeros_like(case.token_slots), activation)
+    base = gated_product(case, torch.zeros_like(case.token_slots), activation)
     is_base = case.token_slots == 0
     assert torch.equal(y[is_base], base[is_base])
+
+
+def gated_product(case: Case, token_slots: torch.Tensor, activation: Activation) -> torch.Tensor:
+    adapters = RowAdapters(case.adapters, token_slots)
+    epilogue = Epilogue(case.bias, adapters, activation)
+    y, _ = TritonOps(torch.device("cuda")).product(case.x, case.weight, epilogue)
+    assert isinstance(y, torch.Tensor)
+    return y
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.support.fp8_products import block_rounded, draw_matrix, expected_product
-from worker_daemon.contracts.layer_ops import Activation, GateUp, Norm, NormedSum, activated
+from worker_daemon.contracts.layer_ops import Activation, GateUp, Norm, NormedSum, computed
 from worker_daemon.kernels.fp8_blocks import choose_block_tile, multiply_blocks
 from worker_daemon.kernels.fp8_linear import Fp8Linear
 from worker_daemon.kernels.fp8_rows import (
@@ -172,7 +172,7 @@ def test_fused_rows_equal_two_operations(num_columns: int, form: RowForm) -> Non
     weight = torch.rand(num_columns, device=device).bfloat16()
     gate_up = torch.randn(72, 2 * num_columns, device=device).bfloat16()
     gates = [GateUp(gate_up, activation) for activation in get_args(Activation)]
-    cases = [(fp8_gate_rows(gate, form, pdl=pdl), activated(gate, ops)) for gate in gates]
+    cases = [(fp8_gate_rows(gate, form, pdl=pdl), computed(gate, ops)[0]) for gate in gates]
     norms = [Norm(weight, 1e-5, offset) for offset in (0.0, 1.0)]
     sources = [NormedSum(added, residual, norm) for added in (part, None) for norm in norms]
     sources.append(NormedSum(part, residual, *norms))

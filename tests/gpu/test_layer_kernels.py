@@ -20,7 +20,14 @@ from tests.support.layer_checks import (
     run_projection,
 )
 from worker_daemon.backend import choose_backend
-from worker_daemon.contracts.layer_ops import Activation, LayerOps, Norm, NormedSum, SpanNorms
+from worker_daemon.contracts.layer_ops import (
+    Activation,
+    Epilogue,
+    LayerOps,
+    Norm,
+    NormedSum,
+    SpanNorms,
+)
 from worker_daemon.layers.rotary import LongRope, rotary_table
 from worker_daemon.layers.torch_ops import TorchOps
 
@@ -260,7 +267,8 @@ def make_chain(model: Model, num_tokens: int) -> Callable[[LayerOps], torch.Tens
         delta, residual = hidden, hidden
         for _ in range(6):
             source = NormedSum(delta, residual, norm, part_norm)
-            qkv, residual = using.norm_linear(source, projections[0], None)
+            qkv, residual = using.product(source, projections[0], Epilogue())
+            assert isinstance(qkv, torch.Tensor)
             if spans is not None:
                 qkv = using.norm_spans(qkv, spans)
             q = using.rotate_and_store(
@@ -274,12 +282,13 @@ def make_chain(model: Model, num_tokens: int) -> Callable[[LayerOps], torch.Tens
                 step.slot_mapping,
                 interleaved=heads.interleaved,
             )
-            delta = using.linear(q.flatten(1), projections[1], None)
+            delta, _ = using.product(q.flatten(1), projections[1], Epilogue())
+            assert isinstance(delta, torch.Tensor)
             source = NormedSum(delta, residual, norm, part_norm)
-            inner_rows, residual = using.norm_gated_linear(
-                source, projections[2], None, model.activation
-            )
-            delta = using.linear(inner_rows, projections[3], None)
+            gated = Epilogue(activation=model.activation)
+            inner_rows, residual = using.product(source, projections[2], gated)
+            delta, _ = using.product(inner_rows, projections[3], Epilogue())
+            assert isinstance(delta, torch.Tensor)
         return residual + delta
 
     return chain

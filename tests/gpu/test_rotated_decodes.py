@@ -15,7 +15,7 @@ from tests.support.rotated_decodes import (
     run_apart,
     run_fused,
 )
-from worker_daemon.contracts.layer_ops import Norm
+from worker_daemon.contracts.layer_ops import Epilogue, Norm
 from worker_daemon.kernels.ops import TritonOps
 from worker_daemon.kernels.paged_attention import TritonAttention
 
@@ -132,7 +132,8 @@ def test_a_chain_in_a_cuda_graph_gives_the_same_bits_every_time(
     def chain(*, is_fused: bool) -> torch.Tensor:
         attended = start
         for kv_cache in caches:
-            qkv = ops.linear(ops.rms_norm(attended, norm), weight, None)
+            qkv, _ = ops.product(ops.rms_norm(attended, norm), weight, Epilogue())
+            assert isinstance(qkv, torch.Tensor)
             if is_fused:
                 out = backend.rotate_and_attend(qkv, kv_cache, layer, step.step)
             else:

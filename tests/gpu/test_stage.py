@@ -11,14 +11,14 @@ import torch
 from benchmarks.paged_reference import PagedBatch, Shape, make_batch, relative_error
 from worker_daemon.backend import choose_backend
 from worker_daemon.contracts.fp8 import FP8_BLOCK, FP8_LEAST_SCALE, FP8_MAX, to_fp8
-from worker_daemon.contracts.layer_ops import Activation, Fp8Matrix, LayerOps, NormedSum
+from worker_daemon.contracts.layer_ops import Fp8Matrix, LayerOps, computed
 from worker_daemon.distributed.tp import SingleRank
 from worker_daemon.kernels.paged_attention import TritonAttention
 from worker_daemon.layers.attention import AttentionSpec
 from worker_daemon.layers.mlp import MLPSpec
 from worker_daemon.layers.norm import NormSpec, QKNormSpec
 from worker_daemon.layers.quantization import WeightQuantization
-from worker_daemon.layers.torch_ops import DequantizingOps, TorchOps
+from worker_daemon.layers.torch_ops import TorchOps
 from worker_daemon.models.config import read_model_config
 from worker_daemon.models.decoder import DecoderStage, build_stage
 from worker_daemon.models.description import DecoderConfig, LayerSpec
@@ -186,33 +186,22 @@ def test_quantized_stages_agree_with_torch(config, scales, activations, lengths)
     assert relative_error(ours, plain) < QUANTIZED_BOUNDS[activations]
 
 
-class RoundingOps(DequantizingOps):
-    """Fp8Ops of a GPU in plain torch: inputs are rounded to FP8, each row or each block of a row by
-    its largest value."""
+class RoundingOps(TorchOps):
+    """Products in FP8 of a GPU in plain torch: inputs are rounded to FP8, each row or each block of
+    a row by its largest value."""
 
-    def linear(self, x: torch.Tensor, matrix: Fp8Matrix, bias: torch.Tensor | None) -> torch.Tensor:
+    def product(self, source, matrix, epilogue):
+        if not isinstance(matrix, Fp8Matrix):
+            return super().product(source, matrix, epilogue)
+        x, total = computed(source, self)
         size = x.shape[1] if matrix.scale.dim() == 1 else FP8_BLOCK
         blocks = x.float().unflatten(1, (-1, size))
         scale = blocks.abs().amax(2, keepdim=True).clamp(min=FP8_LEAST_SCALE) / FP8_MAX
         rounded = (to_fp8(blocks, scale).float() * scale).flatten(1)
         y = rounded @ matrix.dequantized(torch.float32).T
-        return (y if bias is None else y + bias).to(x.dtype)
-
-    def norm_linear(
-        self, source: NormedSum, matrix: Fp8Matrix, bias: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        normed, total = TorchOps().sum_and_norm(source)
-        return self.linear(normed, matrix, bias), total
-
-    def norm_gated_linear(
-        self,
-        source: NormedSum,
-        matrix: Fp8Matrix,
-        bias: torch.Tensor | None,
-        activation: Activation,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        gate_up, total = self.norm_linear(source, matrix, bias)
-        return TorchOps().act_and_mul(gate_up, activation), total
+        y = (y if epilogue.bias is None else y + epilogue.bias).to(x.dtype)
+        gate = epilogue.activation
+        return (y if gate is None else self.act_and_mul(y, gate)), total
 
 
 @pytest.mark.parametrize(("scales", "num_requests"), [("channel", 9), ("block", 2)])
@@ -221,12 +210,10 @@ def test_rounded_inputs_cost_no_more_than_in_torch(config, scales, num_requests)
     """Error of the log probabilities of up to 4,500 rows, against unrounded inputs."""
     quantized = replace(config, quantization=WeightQuantization(scales, "dynamic"))
     step = make_step(quantized, [(500, 500)] * num_requests, torch.bfloat16)
-    rounding = TorchOps()
-    rounding.fp8 = RoundingOps(rounding)
     fused = choose_backend(torch.device("cuda")).make_ops()
     ours, theirs, exact = (
         run(make_stages(quantized, [NUM_LAYERS], torch.bfloat16, ops), *step).float().log_softmax(1)
-        for ops in (fused, rounding, TorchOps())
+        for ops in (fused, RoundingOps(), TorchOps())
     )
     assert (ours - exact).abs().mean() < 1.1 * (theirs - exact).abs().mean()
 

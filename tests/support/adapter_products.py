@@ -11,7 +11,7 @@ BOUNDS = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.2e-2}
 
 
 class Case(NamedTuple):
-    """One call of LayerOps.adapted_linear, and its expected result."""
+    """One product with adapters, and its expected result."""
 
     x: Tensor
     weight: Tensor

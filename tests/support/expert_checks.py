@@ -186,7 +186,7 @@ def check_normed_routing(
     bounds = torch.tensor([0, num_used, num_used], dtype=torch.int32, device=device)
     source = NormedSum(x if has_part else None, residual, Norm(gain, 1e-6))
     for repeat in range(1, 3):
-        normed, total, routed = ops.norm_route(source, router, bias, routing, bounds, loads)
+        normed, total, routed = ops.route(source, router, bias, routing, bounds, loads)
         assert torch.equal(total, residual + x if has_part else residual)
         exact = functional.rms_norm(total.double(), [hidden], gain.double(), 1e-6)
         torch.testing.assert_close(normed.double(), exact, rtol=2 * BOUNDS[dtype], atol=1e-3)

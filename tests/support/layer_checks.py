@@ -17,6 +17,7 @@ from benchmarks.paged_reference import relative_error
 from worker_daemon.contracts.kv_scales import KVScales
 from worker_daemon.contracts.layer_ops import (
     Activation,
+    Epilogue,
     LayerOps,
     Norm,
     NormedSum,
@@ -171,7 +172,8 @@ def check_products(
     bias = make_rows(1, num_outputs, dtype, random)[0]
     for b in (None, bias):
         exact = _product(residual.double(), weight, b)
-        gated = ops.gated_linear(residual, weight, b, activation)
+        gated, _ = ops.product(residual, weight, Epilogue(b, activation=activation))
+        assert isinstance(gated, torch.Tensor)
         assert relative_error(gated, activated(exact, activation)) < bound
         sums = [
             (NormedSum(None, residual, norm), residual),
@@ -179,12 +181,14 @@ def check_products(
             (NormedSum(part, residual, norm, norm), residual + normed(part, norm)),
         ]
         for source, expected in sums:
-            y, total = ops.norm_linear(source, weight, b)
+            y, total = ops.product(source, weight, Epilogue(b))
+            assert isinstance(y, torch.Tensor)
             assert relative_error(total, expected.double()) < 2 * BOUNDS[dtype] + bound / 5
             exact = _product(normed(total, norm), weight, b)
             assert y.dtype == dtype
             assert relative_error(y, exact) < bound
-            y, total_again = ops.norm_gated_linear(source, weight, b, activation)
+            y, total_again = ops.product(source, weight, Epilogue(b, activation=activation))
+            assert isinstance(y, torch.Tensor)
             assert torch.equal(total_again, total)
             assert relative_error(y, activated(exact, activation)) < bound
 

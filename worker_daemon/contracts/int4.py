@@ -31,6 +31,8 @@ class Int4Matrix(NamedTuple):
     ahead."""
     has_zeros: bool
     """False: all zero points are 8, and groups does not have them."""
+    order: Tensor | None = None
+    """int32 [K]: the input of each column; None: as they come."""
 
     @property
     def group_size(self) -> int:
@@ -42,8 +44,13 @@ class Int4Matrix(NamedTuple):
         """(M, K)"""
         return self.values.shape[0], self.values.shape[1] * INT4_PER_WORD
 
+    def ordered(self, x: Tensor) -> Tensor:
+        """Return inputs x [N, K] in the order of the columns."""
+        return x if self.order is None else x.index_select(1, self.order)
+
     def dequantized(self, dtype: torch.dtype) -> Tensor:
-        """Return W [M, K], computed in float32 and rounded once to dtype."""
+        """Return W [M, K], computed in float32 and rounded once to dtype; columns in their own
+        order."""
         num_rows, num_columns = self.shape
         scale, zero = self.groups.float().transpose(0, 1).unsqueeze(3).unbind(2)
         grouped = unpack(self.values).view(num_rows, scale.shape[1], -1).float()

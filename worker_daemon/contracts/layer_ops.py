@@ -95,6 +95,15 @@ class AdapterWeights(NamedTuple):
     """For each of the G matrices, the end of its rows among the M."""
 
 
+class RowAdapters(NamedTuple):
+    """A matrix's adapters, and which of them each row uses. Sums and A x are in float32."""
+
+    weights: AdapterWeights
+    token_slots: Tensor
+    """int32 [N]: 0 adds nothing and leaves the row's bits, s + 1 adds the adapter of slot s, and a
+    negative one makes the row NaN."""
+
+
 class Fp8Matrix(NamedTuple):
     """A matrix W [M, K] in FP8: values times scales."""
 
@@ -131,27 +140,28 @@ def _multiply(values: Tensor, scale: Tensor) -> None:
     torch.mul(values, scale, out=values)
 
 
-class Fp8Ops(Protocol):
-    """The products with a matrix in FP8. Tensors are like those of LayerOps."""
+Source: TypeAlias = Tensor | NormedSum | GateUp
+"""The inputs of a product, [N, K]: a tensor, or what computes it."""
 
-    def linear(self, x: Tensor | GateUp, matrix: Fp8Matrix, bias: Tensor | None) -> Tensor:
-        """x W^T + b: x [N, K], W [M, K], bias [M] -> [N, M]."""
+Matrix: TypeAlias = Tensor | Fp8Matrix | Int4Matrix
+"""A matrix W [M, K] in one of the formats; a tensor has the model's dtype."""
 
-    def gated_linear(
-        self, x: Tensor, matrix: Fp8Matrix, bias: Tensor | None, activation: Activation
-    ) -> Tensor | GateUp:
-        """activation(gate) * up, (gate, up) = linear(x, matrix, bias): W [2 I, K], the gate's rows
-        first -> [N, I], or what it is computed from."""
 
-    def norm_linear(
-        self, source: NormedSum, matrix: Fp8Matrix, bias: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        """Return (linear(n, matrix, bias), s), like LayerOps.norm_linear."""
+class Epilogue(NamedTuple):
+    """The steps behind a product's sums, in the order of the fields."""
 
-    def norm_gated_linear(
-        self, source: NormedSum, matrix: Fp8Matrix, bias: Tensor | None, activation: Activation
-    ) -> tuple[Tensor | GateUp, Tensor]:
-        """Like norm_linear, with gated_linear instead of linear."""
+    bias: Tensor | None = None
+    """[M]"""
+    adapters: RowAdapters | None = None
+    """Adds B (A x) by each row's adapter; None adds nothing."""
+    activation: Activation | None = None
+    """The rows of W are gate and up, the gate's first: activation(gate) * up, [N, M / 2]."""
+    out: Tensor | None = None
+    """[N, M], receives and is the result; only of a matrix in the model's dtype, without the other
+    fields."""
+    is_separate: bool = False
+    """Norm and activation are kernels of their own, although there are no adapters: rows without
+    one keep the bits that they have beside rows with one."""
 
 
 class LayerOps(Protocol):
@@ -164,83 +174,33 @@ class LayerOps(Protocol):
         """The name that a daemon reports."""
 
     @property
-    def fp8(self) -> Fp8Ops:
-        """The products with matrices in FP8."""
-
-    @property
     def experts(self) -> ExpertOps:
         """The routing and the products of experts."""
 
-    def linear(
-        self, x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None = None
-    ) -> Tensor:
-        """x W^T + b: x [N, K], weight [M, K], bias [M] -> [N, M]. out [N, M] receives and is the
-        result; given only without a bias."""
+    def product(
+        self, source: Source, matrix: Matrix, epilogue: Epilogue
+    ) -> tuple[Tensor | GateUp, Tensor]:
+        """Return (x W^T + b, s): x [N, K] of source, W [M, K], b and more by epilogue -> [N, M], or
+        [N, M / 2] with an activation, which may be left to the next product as a GateUp. s is the
+        sum of a NormedSum, whose norm need not be rounded before the product; of other sources
+        their own tensor."""
 
-    def gated_linear(
-        self, x: Tensor, weight: Tensor, bias: Tensor | None, activation: Activation
-    ) -> Tensor:
-        """activation(gate) * up, (gate, up) = linear(x, weight, bias): weight [2 I, K], the gate's
-        rows first -> [N, I]."""
-
-    def norm_linear(
-        self, source: NormedSum, weight: Tensor, bias: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        """Return (linear(n, weight, bias), s), where s is the sum of source and n its norm, which
-        need not be rounded. Without a part, s is source's residual itself."""
-
-    def norm_gated_linear(
-        self, source: NormedSum, weight: Tensor, bias: Tensor | None, activation: Activation
-    ) -> tuple[Tensor, Tensor]:
-        """Like norm_linear, with gated_linear instead of linear."""
-
-    def norm_route(
+    def route(
         self,
-        source: NormedSum,
+        source: Tensor | NormedSum,
         router: Tensor,
         bias: Tensor | None,
         routing: Routing,
         query_start_loc: Tensor,
         loads: Tensor | None,
     ) -> tuple[Tensor, Tensor, RoutedTokens]:
-        """Return (n, s, experts.route(linear(n, router, bias), ...)) with n and s [N, H] of
-        sum_and_norm: router [E, H], bias [E]; the rest as for ExpertOps.route. Scores are rounded
-        to the model's dtype."""
-
-    def int4_linear(self, x: Tensor, matrix: Int4Matrix, bias: Tensor | None) -> Tensor:
-        """x W^T + b: x [N, K], W [M, K], bias [M] -> [N, M]."""
+        """Return (x, s, experts.route(x router^T + bias, ...)) with x and s [N, H] of source, see
+        computed: router [E, H], bias [E]; the rest as for ExpertOps.route. Scores are rounded to
+        the model's dtype."""
 
     def sum_and_norm(self, source: NormedSum) -> tuple[Tensor, Tensor]:
         """Return (n, s) with the norm n and the sum s of source; without a part, s is source's
         residual itself."""
-
-    def add_adapters(
-        self, y: Tensor, x: Tensor, adapters: AdapterWeights, token_slots: Tensor
-    ) -> None:
-        """Add B (A x) to y [N, M] in place, by each row's adapter: see adapted_linear."""
-
-    def adapted_linear(
-        self,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        adapters: AdapterWeights,
-        token_slots: Tensor,
-    ) -> Tensor:
-        """linear(x, weight, bias) + B (A x), by each row's adapter; sums and A x are in float32.
-        token_slots int32 [N]: 0 adds nothing and leaves the row's bits, s + 1 adds the adapter of
-        slot s, and a negative one makes the row NaN."""
-
-    def adapted_gated_linear(
-        self,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        adapters: AdapterWeights,
-        token_slots: Tensor,
-        activation: Activation,
-    ) -> Tensor:
-        """activation(gate) * up, (gate, up) = adapted_linear(...): see gated_linear."""
 
     def rms_norm(self, x: Tensor, norm: Norm) -> Tensor:
         """The norm of each row: x [N, H] -> [N, H]."""
@@ -292,6 +252,11 @@ class LayerOps(Protocol):
         """
 
 
-def activated(x: Tensor | GateUp, ops: LayerOps) -> Tensor:
-    """Return x [N, I], computed if it has not been yet."""
-    return ops.act_and_mul(*x) if isinstance(x, GateUp) else x
+def computed(source: Source, ops: LayerOps) -> tuple[Tensor, Tensor]:
+    """Return (x, s): the inputs x [N, K] of source, computed if they have not been yet, and s as
+    LayerOps.product does."""
+    if isinstance(source, NormedSum):
+        return ops.sum_and_norm(source)
+    if isinstance(source, GateUp):
+        return ops.act_and_mul(*source), source.values
+    return source, source

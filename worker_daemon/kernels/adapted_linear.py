@@ -4,8 +4,7 @@ launch does both (lora.py)."""
 
 import torch
 
-from worker_daemon.contracts.layer_ops import Activation, AdapterWeights
-from worker_daemon.kernels.activation import act_and_mul
+from worker_daemon.contracts.layer_ops import AdapterWeights
 from worker_daemon.kernels.launch import has_dependent_launch
 from worker_daemon.kernels.linear import ThinLinear
 from worker_daemon.kernels.lora import AdapterProducts
@@ -31,7 +30,7 @@ class AdaptedLinear:
         adapters: AdapterWeights,
         token_slots: torch.Tensor,
     ) -> torch.Tensor:
-        """See LayerOps.adapted_linear."""
+        """x [N, K] weight [M, K]^T + bias [M] + B (A x) -> [N, M]: see RowAdapters."""
         tile = self._thin.matrix_tile(x, weight)
         if tile is None:
             y = self._thin.linear(x, weight, bias)
@@ -48,18 +47,5 @@ class AdaptedLinear:
         adapters: AdapterWeights,
         token_slots: torch.Tensor,
     ) -> None:
-        """See LayerOps.add_adapters."""
+        """Add B (A x) of x [N, K] to y [N, M] in place: see RowAdapters."""
         self._products.add(y, x, adapters, token_slots)
-
-    def gated_linear(
-        self,
-        x: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        adapters: AdapterWeights,
-        token_slots: torch.Tensor,
-        activation: Activation,
-    ) -> torch.Tensor:
-        """See LayerOps.adapted_gated_linear."""
-        y = self.linear(x, weight, bias, adapters, token_slots)
-        return act_and_mul(y, activation, pdl=self._pdl)

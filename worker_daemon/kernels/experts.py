@@ -79,7 +79,7 @@ class TritonExperts:
         query_start_loc: torch.Tensor,
         loads: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor, RoutedTokens]:
-        """See LayerOps.norm_route; source has one row [1, H]."""
+        """See LayerOps.route; source has one row [1, H]."""
         args = source, router, bias, routing, query_start_loc, loads
         return route_row(*args, self._arrivals, pdl=self._pdl)
 

@@ -22,8 +22,7 @@ import triton.language as tl
 from torch.nn import functional
 
 from worker_daemon.contracts.fp8 import FP8_BLOCK
-from worker_daemon.contracts.layer_ops import Activation, Fp8Matrix, GateUp, NormedSum
-from worker_daemon.kernels.activation import act_and_mul
+from worker_daemon.contracts.layer_ops import Activation, Fp8Matrix, GateUp, NormedSum, Source
 from worker_daemon.kernels.compile_ahead import launched
 from worker_daemon.kernels.fp8_blocks import choose_block_tile, multiply_blocks
 from worker_daemon.kernels.fp8_rows import (
@@ -48,7 +47,7 @@ from worker_daemon.kernels.launch import (
 from worker_daemon.kernels.linear import MAX_TILES, add_splits, has_aligned_rows
 from worker_daemon.kernels.norm import sum_and_norm
 from worker_daemon.kernels.prefetch import prefetch
-from worker_daemon.kernels.row_linear import RowNorm, launch_row, row_norm
+from worker_daemon.kernels.row_linear import launch_row, row_norm
 from worker_daemon.kernels.tiles import DeviceLimits
 from worker_daemon.kernels.tuning import (
     MatrixTile,
@@ -75,8 +74,7 @@ _RATIO = tl.constexpr(TERM_RATIO)
 
 
 class Fp8Linear:
-    """Fp8Ops: the products of all layers with matrices in FP8. One object per daemon, on one
-    stream.
+    """The products of all layers with matrices in FP8. One object per daemon, on one stream.
 
     Owns MAX_TILES int32 counters on the device, which are zero between launches.
     """
@@ -95,78 +93,77 @@ class Fp8Linear:
         self._tuning = load_tuning(f"{name} fp8")
         self._arrivals = torch.zeros(MAX_TILES, dtype=torch.int32, device=device)
 
-    def linear(
-        self, x: torch.Tensor | GateUp, matrix: Fp8Matrix, bias: torch.Tensor | None
-    ) -> torch.Tensor:
+    def linear(self, x: torch.Tensor, matrix: Fp8Matrix, bias: torch.Tensor | None) -> torch.Tensor:
         """y [M, O], contiguous, of x [M, I] and bias [O], both of one dtype. Up to 64 rows, a row
         of y depends only on its row of x and on the bucket of M."""
-        if isinstance(x, GateUp):
-            return self._linear_of_gate(x, matrix, bias)
-        tile = self._row_tile(x, matrix)
-        if tile is not None:
-            return self._multiply_row(x, matrix, bias, tile)
-        form = self._row_form(x, matrix)
-        if form is None:
+        fused = self.fused(x, matrix, bias, None)
+        if fused is None:
             return functional.linear(x, self._dequantized(matrix, x.dtype), bias)
-        rows = fp8_rows(x, form, pdl=self._pdl)
-        return self._multiply(rows, x.shape[0], matrix, bias, x.dtype)
+        y, _ = fused
+        assert isinstance(y, torch.Tensor), "no activation was asked for"
+        return y
 
-    def _linear_of_gate(
-        self, gate_up: GateUp, matrix: Fp8Matrix, bias: torch.Tensor | None
-    ) -> torch.Tensor:
-        form = self._row_form(gate_up.values, matrix)
-        if form is None or matrix.weight.shape[1] > MAX_SIZE:
-            return self.linear(act_and_mul(*gate_up, pdl=self._pdl), matrix, bias)
-        rows = fp8_gate_rows(gate_up, form, pdl=self._pdl)
-        num_rows, dtype = gate_up.values.shape[0], gate_up.values.dtype
-        return self._multiply(rows, num_rows, matrix, bias, dtype)
-
-    def gated_linear(
+    def fused(
         self,
-        x: torch.Tensor,
+        source: Source,
         matrix: Fp8Matrix,
         bias: torch.Tensor | None,
-        activation: Activation,
-    ) -> torch.Tensor | GateUp:
-        """x [M, I], matrix [O, I], gate first, bias [O] -> [M, O / 2]."""
-        tile = self._row_tile(x, matrix)
-        if tile is not None:
-            return self._multiply_row(x, matrix, bias, tile, gate=activation)
-        return GateUp(self.linear(x, matrix, bias), activation)
+        activation: Activation | None,
+    ) -> tuple[torch.Tensor | GateUp, torch.Tensor] | None:
+        """Return LayerOps.product, without a separate launch for the norm or the gate of the
+        source; None if the weights must be dequantized, or if rows have more than MAX_SIZE values
+        to compute. An activation is part of the launch of one row, and left to the next product of
+        several rows."""
+        if isinstance(source, GateUp):
+            given = source.values
+        else:
+            given = source.residual if isinstance(source, NormedSum) else source
+            tile = self._row_tile(given, matrix)
+            if tile is not None:
+                return self._row_product(source, matrix, bias, tile, activation)
+        form = self._row_form(given, matrix)
+        if form is None:
+            return None
+        if isinstance(source, torch.Tensor):
+            rows, total = fp8_rows(source, form, pdl=self._pdl), source
+        elif matrix.weight.shape[1] > MAX_SIZE:
+            return None
+        elif isinstance(source, NormedSum):
+            rows, total = fp8_norm_rows(source, form, pdl=self._pdl)
+        else:
+            rows, total = fp8_gate_rows(source, form, pdl=self._pdl), source.values
+        y = self._multiply(rows, given.shape[0], matrix, bias, given.dtype)
+        return (y if activation is None else GateUp(y, activation)), total
 
-    def norm_linear(
-        self, source: NormedSum, matrix: Fp8Matrix, bias: torch.Tensor | None
+    def _row_product(
+        self,
+        source: torch.Tensor | NormedSum,
+        matrix: Fp8Matrix,
+        bias: torch.Tensor | None,
+        tile: VectorTile,
+        activation: Activation | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The product with source's norm [M, O], and source's sum [M, I]."""
-        residual = source.residual
-        tile = self._row_tile(residual, matrix)
-        if tile is not None:
+        num_outputs, norm = matrix.weight.shape[0], None
+        if isinstance(source, torch.Tensor):
+            x = total = source
+        elif activation is not None and num_outputs > _MOST_FUSED_PROGRAMS * tile.block_o:
+            x, total = sum_and_norm(source, pdl=self._pdl)
+        else:
             x, norm = row_norm(source, pdl=self._pdl)
-            return self._multiply_row(x, matrix, bias, tile, norm), norm.total
-        form = self._row_form(residual, matrix)
-        if form is None or residual.shape[1] > MAX_SIZE:
-            normed, total = sum_and_norm(source, pdl=self._pdl)
-            return self.linear(normed, matrix, bias), total
-        rows, total = fp8_norm_rows(source, form, pdl=self._pdl)
-        return self._multiply(rows, total.shape[0], matrix, bias, total.dtype), total
-
-    def norm_gated_linear(
-        self,
-        source: NormedSum,
-        matrix: Fp8Matrix,
-        bias: torch.Tensor | None,
-        activation: Activation,
-    ) -> tuple[torch.Tensor | GateUp, torch.Tensor]:
-        """Like norm_linear, with gated_linear's product -> [M, O / 2] and [M, I]."""
-        tile = self._row_tile(source.residual, matrix)
-        if tile is not None and matrix.weight.shape[0] > _MOST_FUSED_PROGRAMS * tile.block_o:
-            normed, total = sum_and_norm(source, pdl=self._pdl)
-            return self._multiply_row(normed, matrix, bias, tile, gate=activation), total
-        if tile is not None:
-            x, norm = row_norm(source, pdl=self._pdl)
-            return self._multiply_row(x, matrix, bias, tile, norm, gate=activation), norm.total
-        gate_up, total = self.norm_linear(source, matrix, bias)
-        return GateUp(gate_up, activation), total
+            total = norm.total
+        y = x.new_empty(1, num_outputs // (1 if activation is None else 2))
+        launch_row(
+            y,
+            x,
+            matrix.weight,
+            bias,
+            tile,
+            pdl=self._pdl,
+            norm=norm,
+            gate=activation,
+            scale=matrix.scale,
+        )
+        return y, total
 
     def _row_tile(self, x: torch.Tensor, matrix: Fp8Matrix) -> VectorTile | None:
         """Return the tile of a product of one row; None if there are more."""
@@ -199,30 +196,6 @@ class Fp8Linear:
     def _multiplies(self, x: torch.Tensor) -> bool:
         has_half = x.dtype in (torch.bfloat16, torch.float16)
         return self._has_fp8 and has_half and x.shape[0] > 0
-
-    def _multiply_row(
-        self,
-        x: torch.Tensor,
-        matrix: Fp8Matrix,
-        bias: torch.Tensor | None,
-        tile: VectorTile,
-        norm: RowNorm | None = None,
-        *,
-        gate: Activation | None = None,
-    ) -> torch.Tensor:
-        y = x.new_empty(1, matrix.weight.shape[0] // (1 if gate is None else 2))
-        launch_row(
-            y,
-            x,
-            matrix.weight,
-            bias,
-            tile,
-            pdl=self._pdl,
-            norm=norm,
-            gate=gate,
-            scale=matrix.scale,
-        )
-        return y
 
     def _multiply(
         self,

@@ -109,6 +109,7 @@ class Int4Linear:
     ) -> torch.Tensor:
         """y [M, O], contiguous, of x [M, I] and bias [O], both of one dtype. Up to 64 rows, a row
         of y depends only on its row of x and on the bucket of M."""
+        x = matrix.ordered(x)
         num_rows = x.shape[0]
         has_half = x.dtype in (torch.bfloat16, torch.float16)
         if not (self._multiplies and has_half and num_rows and row_bucket(num_rows) is not None):

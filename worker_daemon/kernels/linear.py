@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from torch.nn import functional
 
+from worker_daemon.contracts.layer_ops import Activation, NormedSum, Source
 from worker_daemon.kernels.compile_ahead import launched
 from worker_daemon.kernels.launch import (
     await_previous,
@@ -23,7 +24,7 @@ from worker_daemon.kernels.launch import (
     start_next,
 )
 from worker_daemon.kernels.prefetch import prefetch
-from worker_daemon.kernels.row_linear import launch_row
+from worker_daemon.kernels.row_linear import launch_row, row_norm
 from worker_daemon.kernels.tuning import MatrixTile, Tile, Tuning, VectorTile, load_tuning
 
 MAX_TILES = 16384
@@ -68,11 +69,33 @@ class ThinLinear:
             launch_matrix(y, x, weight, bias, tile, self._pdl, self._arrivals)
         return y
 
-    def row_tile(self, x: torch.Tensor, weight: torch.Tensor) -> VectorTile | None:
-        """Return the tile of a product of x [1, I] by row_linear.py; None if there are more rows or
-        torch computes it."""
+    def fused(
+        self,
+        source: Source,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        activation: Activation | None,
+        out: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Return LayerOps.product in one launch, as row_linear.py has it of one row with its norm,
+        its activation or both; None if it takes several."""
+        if isinstance(source, torch.Tensor):
+            if activation is None:
+                return self.linear(source, weight, bias, out), source
+            x = source
+        elif isinstance(source, NormedSum):
+            x = source.residual
+        else:
+            return None
         tile = self._choose(x, weight)
-        return tile if isinstance(tile, VectorTile) else None
+        if not isinstance(tile, VectorTile):
+            return None
+        norm = None
+        if isinstance(source, NormedSum):
+            x, norm = row_norm(source, pdl=self._pdl)
+        y = x.new_empty(1, weight.shape[0] // (1 if activation is None else 2))
+        launch_row(y, x, weight, bias, tile, pdl=self._pdl, norm=norm, gate=activation)
+        return y, x if norm is None else norm.total
 
     def matrix_tile(self, x: torch.Tensor, weight: torch.Tensor) -> MatrixTile | None:
         """Return the tile of a product of several rows x [M, I]; None for one row, or if torch

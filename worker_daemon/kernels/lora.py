@@ -61,7 +61,7 @@ class AdapterProducts:
         weights: AdapterWeights,
         token_slots: torch.Tensor,
     ) -> None:
-        """Compute y [M, O] += B (A x [M, I]) with each row's slot: see LayerOps.adapted_linear."""
+        """Compute y [M, O] += B (A x [M, I]) with each row's slot: see RowAdapters."""
         most = MAX_ROW_TILES * _MAX_DECODE_ROWS
         for first in range(0, x.shape[0], most):
             rows = slice(first, first + most)

@@ -40,7 +40,7 @@ def add_expanded(
 
     shrunk: s, float32 [M, L * G * r], contiguous: A x of every row for every slot that any row
     uses; entries of unused slots are undefined. token_slots: int32 [M], see
-    LayerOps.adapted_linear.
+    RowAdapters.
     """
     a, b, ends = adapters
     num_rows, num_outputs = y.shape

@@ -11,11 +11,17 @@ from worker_daemon.contracts.int4 import Int4Matrix
 from worker_daemon.contracts.kv_scales import KVScales
 from worker_daemon.contracts.layer_ops import (
     Activation,
-    AdapterWeights,
+    Epilogue,
+    Fp8Matrix,
+    GateUp,
     HeadNorms,
+    Matrix,
     Norm,
     NormedSum,
+    RowAdapters,
+    Source,
     SpanNorms,
+    computed,
 )
 from worker_daemon.kernels.activation import act_and_mul
 from worker_daemon.kernels.adapted_linear import AdaptedLinear
@@ -27,7 +33,6 @@ from worker_daemon.kernels.launch import has_dependent_launch
 from worker_daemon.kernels.linear import ThinLinear
 from worker_daemon.kernels.norm import rms_norm, rms_norm_add, sum_and_norm
 from worker_daemon.kernels.rope_store import rotate_and_store
-from worker_daemon.kernels.row_linear import launch_row, row_norm
 from worker_daemon.kernels.span_norm import norm_spans, span_means
 
 
@@ -42,125 +47,79 @@ class TritonOps:
         self._pdl = has_dependent_launch(device)
         self._thin = ThinLinear(device)
         self._adapted = AdaptedLinear(device, self._thin)
-        self.fp8 = Fp8Linear(device)
+        self._fp8 = Fp8Linear(device)
         self.experts = TritonExperts(device)
         self._int4 = Int4Linear(device)
 
-    def linear(
+    def product(
+        self, source: Source, matrix: Matrix, epilogue: Epilogue
+    ) -> tuple[torch.Tensor | GateUp, torch.Tensor]:
+        """source [N, K], matrix [M, K] -> [N, M], or [N, M / 2] with an activation; and the
+        source's sum [N, K]. Without adapters, norm and activation are fused with the product where
+        a kernel of the matrix's format can."""
+        bias, adapters, activation, out, is_separate = epilogue
+        fused: tuple[torch.Tensor | GateUp, torch.Tensor] | None = None
+        if adapters is None and not is_separate:
+            if isinstance(matrix, torch.Tensor):
+                fused = self._thin.fused(source, matrix, bias, activation, out)
+            elif isinstance(matrix, Fp8Matrix):
+                fused = self._fp8.fused(source, matrix, bias, activation)
+        if fused is not None:
+            return fused
+        y, total = self._separate(source, matrix, bias, adapters, out)
+        return (y if activation is None else self.act_and_mul(y, activation)), total
+
+    def _separate(
+        self,
+        source: Source,
+        matrix: Matrix,
+        bias: torch.Tensor | None,
+        adapters: RowAdapters | None,
+        out: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return product's results without an activation, norm and product by kernels of their
+        own."""
+        x, total = computed(source, self)
+        if adapters is not None and isinstance(matrix, torch.Tensor):
+            return self._adapted.linear(x, matrix, bias, *adapters), total
+        y = self._linear(x, matrix, bias, out)
+        if adapters is not None:
+            self._adapted.add(y, x, *adapters)
+        return y, total
+
+    def _linear(
         self,
         x: torch.Tensor,
-        weight: torch.Tensor,
+        matrix: Matrix,
         bias: torch.Tensor | None,
-        out: torch.Tensor | None = None,
+        out: torch.Tensor | None,
     ) -> torch.Tensor:
-        """x [N, K] times weight [M, K] transposed, plus bias [M] -> [N, M]; out: see LayerOps."""
-        return self._thin.linear(x, weight, bias, out)
+        if isinstance(matrix, Fp8Matrix):
+            return self._fp8.linear(x, matrix, bias)
+        if isinstance(matrix, Int4Matrix):
+            return self._int4.linear(x, matrix, bias)
+        return self._thin.linear(x, matrix, bias, out)
 
-    def gated_linear(
+    def route(
         self,
-        x: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        activation: Activation,
-    ) -> torch.Tensor:
-        """x [N, K], weight [2 I, K], gate first, bias [2 I] -> [N, I]."""
-        tile = self._thin.row_tile(x, weight)
-        if tile is None:
-            return self.act_and_mul(self.linear(x, weight, bias), activation)
-        y = x.new_empty(1, weight.shape[0] // 2)
-        launch_row(y, x, weight, bias, tile, pdl=self._pdl, gate=activation)
-        return y
-
-    def norm_linear(
-        self, source: NormedSum, weight: torch.Tensor, bias: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """weight [M, H], bias [M] -> the product with source's norm [N, M], and source's sum [N,
-        H]."""
-        tile = self._thin.row_tile(source.residual, weight)
-        if tile is None:
-            normed, total = self.sum_and_norm(source)
-            return self.linear(normed, weight, bias), total
-        y = source.residual.new_empty(1, weight.shape[0])
-        x, norm = row_norm(source, pdl=self._pdl)
-        launch_row(y, x, weight, bias, tile, pdl=self._pdl, norm=norm)
-        return y, norm.total
-
-    def norm_gated_linear(
-        self,
-        source: NormedSum,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        activation: Activation,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Like norm_linear, with weight [2 I, H], gate first -> [N, I] and [N, H]."""
-        tile = self._thin.row_tile(source.residual, weight)
-        if tile is None:
-            gate_up, total = self.norm_linear(source, weight, bias)
-            return self.act_and_mul(gate_up, activation), total
-        x, norm = row_norm(source, pdl=self._pdl)
-        y = x.new_empty(1, weight.shape[0] // 2)
-        launch_row(y, x, weight, bias, tile, pdl=self._pdl, norm=norm, gate=activation)
-        return y, norm.total
-
-    def norm_route(
-        self,
-        source: NormedSum,
+        source: torch.Tensor | NormedSum,
         router: torch.Tensor,
         bias: torch.Tensor | None,
         routing: Routing,
         query_start_loc: torch.Tensor,
         loads: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor, RoutedTokens]:
-        """router [E, H], bias [E], loads int64 [E] -> norm and sum [N, H], and experts. One row is
-        one launch."""
-        if source.residual.shape[0] == 1:
+        """router [E, H], bias [E], loads int64 [E] -> norm and sum [N, H], and experts. The norm of
+        one row is part of one launch."""
+        if isinstance(source, NormedSum) and source.residual.shape[0] == 1:
             return self.experts.route_row(source, router, bias, routing, query_start_loc, loads)
-        normed, total = self.sum_and_norm(source)
-        scores = self.linear(normed, router, bias)
-        return normed, total, self.experts.route(scores, routing, query_start_loc, loads)
-
-    def int4_linear(
-        self, x: torch.Tensor, matrix: Int4Matrix, bias: torch.Tensor | None
-    ) -> torch.Tensor:
-        """x [N, K], matrix [M, K], bias [M] -> [N, M]."""
-        return self._int4.linear(x, matrix, bias)
+        x, total = computed(source, self)
+        scores = self._thin.linear(x, router, bias)
+        return x, total, self.experts.route(scores, routing, query_start_loc, loads)
 
     def sum_and_norm(self, source: NormedSum) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the norm and the sum, [N, H]."""
         return sum_and_norm(source, pdl=self._pdl)
-
-    def add_adapters(
-        self,
-        y: torch.Tensor,
-        x: torch.Tensor,
-        adapters: AdapterWeights,
-        token_slots: torch.Tensor,
-    ) -> None:
-        """y [N, M] changes; x [N, K], token_slots int32 [N]."""
-        self._adapted.add(y, x, adapters, token_slots)
-
-    def adapted_linear(
-        self,
-        x: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        adapters: AdapterWeights,
-        token_slots: torch.Tensor,
-    ) -> torch.Tensor:
-        """x [N, K], weight [M, K], bias [M], token_slots int32 [N] -> [N, M]."""
-        return self._adapted.linear(x, weight, bias, adapters, token_slots)
-
-    def adapted_gated_linear(
-        self,
-        x: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        adapters: AdapterWeights,
-        token_slots: torch.Tensor,
-        activation: Activation,
-    ) -> torch.Tensor:
-        """x [N, K], weight [2 I, K], gate first, bias [2 I], token_slots int32 [N] -> [N, I]."""
-        return self._adapted.gated_linear(x, weight, bias, adapters, token_slots, activation)
 
     def rms_norm(self, x: torch.Tensor, norm: Norm) -> torch.Tensor:
         """x [N, H] -> [N, H]."""

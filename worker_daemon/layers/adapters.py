@@ -1,27 +1,19 @@
-"""LoRA adapters of a stage's matrices: their layout in device memory, and the linear method that
-adds their products. worker_daemon/lora/ fills the memory.
+"""LoRA adapters of a stage's matrices: their layout in device memory, and those that a step uses.
+worker_daemon/lora/ fills the memory, LinearMethod reads it.
 
 An adapter slot is one row of a buffer [L, size], so that an adapter arrives by one copy. Letters:
 L slots, N tokens, K input features, M output features, G matrices merged into one, r largest rank.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Final, NamedTuple
 
 from torch import Tensor
 
-from worker_daemon.contracts.layer_ops import (
-    Activation,
-    AdapterWeights,
-    GateUp,
-    LayerOps,
-    NormedSum,
-    activated,
-)
-from worker_daemon.layers.linear_method import LinearMethod, MatrixProduct
-from worker_daemon.layers.parameter import Parameter, Piece
+from worker_daemon.contracts.layer_ops import AdapterWeights, RowAdapters
+from worker_daemon.layers.parameter import Piece
 
 _ALIGNMENT: Final = 64
 """Elements: each matrix begins at a multiple, so that kernels may load vectors."""
@@ -79,7 +71,7 @@ class AdapterLayout:
         self.max_rank = max_rank
         self.merged: list[MergedShards] = []
         self.token_slots: Tensor | None = None
-        """int32 [N], see LayerOps.adapted_linear: set during a forward pass whose rows use
+        """int32 [N], see RowAdapters: set during a forward pass whose rows use
         adapters. None: only the base model."""
         self._size = 0
         self._weights: list[AdapterWeights] = []
@@ -149,73 +141,16 @@ def new_layout(max_slots: int, max_rank: int) -> AdapterLayout | None:
     return AdapterLayout(max_slots, max_rank) if max_slots else None
 
 
-class AdaptedLinearMethod(LinearMethod):
-    """A LinearMethod that adds the products of adapters, in forward passes that use any. Norm,
-    product and gate are then separate kernels."""
+class MatrixAdapters:
+    """The adapters of one matrix of a layout."""
 
-    def __init__(
-        self, weight: Parameter, bias: Parameter | None, ops: LayerOps, adapters: AdapterLayout
-    ) -> None:
-        super().__init__(weight, bias, ops)
-        self._adapters = adapters
-        self._number = adapters.add(weight.data.shape, weight.pieces)
+    def __init__(self, layout: AdapterLayout, number: int) -> None:
+        """number: from AdapterLayout.add."""
+        self._layout = layout
+        self._number = number
 
-    def forward(self, x: Tensor | GateUp) -> Tensor:
-        token_slots = self._adapters.token_slots
-        if token_slots is None:
-            return super().forward(x)
-        weights = self._adapters.weights(self._number)
-        x = activated(x, self._ops)
-        return self._ops.adapted_linear(x, *self._matrix, weights, token_slots)
-
-    def forward_normed(self, source: NormedSum) -> tuple[Tensor, Tensor]:
-        if self._adapters.token_slots is None:
-            return super().forward_normed(source)
-        normed, total = self._ops.sum_and_norm(source)
-        return self.forward(normed), total
-
-    def forward_gated(self, x: Tensor, activation: Activation) -> Tensor:
-        token_slots = self._adapters.token_slots
-        if token_slots is None:
-            return super().forward_gated(x, activation)
-        weights = self._adapters.weights(self._number)
-        return self._ops.adapted_gated_linear(x, *self._matrix, weights, token_slots, activation)
-
-    def forward_normed_gated(
-        self, source: NormedSum, activation: Activation
-    ) -> tuple[Tensor, Tensor]:
-        if self._adapters.token_slots is None:
-            return super().forward_normed_gated(source, activation)
-        normed, total = self._ops.sum_and_norm(source)
-        return self.forward_gated(normed, activation), total
-
-
-class AdaptedProduct:
-    """A MatrixProduct that adds the products of adapters, in forward passes that use any."""
-
-    def __init__(
-        self,
-        base: MatrixProduct,
-        shape: Sequence[int],
-        pieces: Sequence[Piece],
-        ops: LayerOps,
-        adapters: AdapterLayout,
-    ) -> None:
-        """shape [M, K] and pieces: those of base's matrix, see AdapterLayout.add."""
-        self._base = base
-        self._ops = ops
-        self._adapters = adapters
-        self._number = adapters.add(shape, pieces)
-
-    def forward(self, x: Tensor | GateUp) -> Tensor:
-        """See MatrixProduct."""
-        token_slots = self._adapters.token_slots
-        if token_slots is None:
-            return self._base.forward(x)
-        x = activated(x, self._ops)
-        y = self._base.forward(x)
-        self._ops.add_adapters(y, x, self._adapters.weights(self._number), token_slots)
-        return y
-
-    def parameters(self) -> Iterator[Parameter]:
-        return self._base.parameters()
+    @property
+    def of_step(self) -> RowAdapters | None:
+        """The adapters of the present forward pass; None if it uses none."""
+        slots = self._layout.token_slots
+        return None if slots is None else RowAdapters(self._layout.weights(self._number), slots)

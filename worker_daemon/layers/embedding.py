@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from worker_daemon.contracts.layer_ops import NO_TOKEN
 from worker_daemon.distributed.tp import TensorParallel
-from worker_daemon.layers.linear_method import LinearMethod
+from worker_daemon.layers.linear_method import LinearMethod, PlainMatrix
 from worker_daemon.layers.parameter import Kind, Parameter, Piece
 from worker_daemon.layers.setup import LayerSetup
 
@@ -94,8 +94,9 @@ class LMHead:
     ) -> None:
         """weight: from `vocab_parallel_weight`; may be shared with the embedding. logit_softcap:
         limits all logits, which become logit_softcap * tanh(logit / logit_softcap)."""
+        self._weight = weight
         self._rows = weight.data.shape[0]
-        self._method = LinearMethod(weight, None, setup.ops)
+        self._method = LinearMethod(PlainMatrix(weight), None, setup.ops)
         self._vocab_size = vocab_size
         self._softcap = logit_softcap
         self._ops = setup.ops
@@ -107,7 +108,7 @@ class LMHead:
 
     def new_logits(self, num_rows: int) -> Tensor:
         """Return memory for this rank's logits [num_rows, v]."""
-        return self._method.new_output(num_rows)
+        return self._weight.data.new_empty((num_rows, self._rows))
 
     def new_gathered(self, num_rows: int) -> Tensor:
         """Return memory for all logits [num_rows, V], with the strides of gather's result."""
@@ -118,7 +119,7 @@ class LMHead:
 
     def multiply(self, hidden: Tensor, out: Tensor) -> Tensor:
         """hidden [R, H] -> this rank's logits [R, v], in out."""
-        return self._capped(self._method.forward_into(hidden, out))
+        return self._capped(self._method.forward(hidden, out))
 
     def _capped(self, logits: Tensor) -> Tensor:
         """Limit logits in place; each operation rounds, as in transformers."""

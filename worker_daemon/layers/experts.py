@@ -11,13 +11,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from worker_daemon.contracts.experts import ClampedSwiGLU, ExpertMatrices, RoutedTokens, Routing
+from worker_daemon.contracts.experts import ClampedSwiGLU, ExpertMatrices, Routing
 from worker_daemon.contracts.layer_ops import NormedSum
 from worker_daemon.errors import config_error
 from worker_daemon.layers.expert_loads import LayerLoad
 from worker_daemon.layers.expert_pieces import ExpertPieces, ExpertsForm
 from worker_daemon.layers.fp8 import make_fp8_parameters
 from worker_daemon.layers.linear import GatedColumnParallelLinear, RowParallelLinear, even_shard
+from worker_daemon.layers.linear_method import LinearMethod, PlainMatrix
 from worker_daemon.layers.norm import NormSpec, Part, RMSNorm
 from worker_daemon.layers.parameter import Parameter, Piece, whole_vector
 from worker_daemon.layers.quantization import Int4Quantization, Quantization
@@ -132,33 +133,19 @@ class _Experts:
             )
         self._shared = None if spec.shared is None else _SharedExpert(name, spec.shared, setup)
 
-    def forward(self, x: Tensor, query_start_loc: Tensor) -> Tensor:
-        """Return this rank's part of the block's output, [N, H], of the normed x [N, H]."""
-        scores = self._ops.linear(x, self._router.data, _data(self._biases.router))
-        routed = self._ops.experts.route(
-            scores, self._spec.routing, query_start_loc, self._load_counts
-        )
-        return self._multiply(x, routed)
-
-    def forward_normed(self, source: NormedSum, query_start_loc: Tensor) -> tuple[Tensor, Tensor]:
-        """Return (forward(n), s), with the norm n and the sum s of source, all [N, H]."""
-        normed, total, routed = self._ops.norm_route(
+    def project(self, source: Tensor | NormedSum, query_start_loc: Tensor) -> tuple[Tensor, Tensor]:
+        """Return this rank's part of the block's output of source, and its s, like LayerOps.route;
+        all [N, H]."""
+        x, total, routed = self._ops.route(
             source,
             self._router.data,
             _data(self._biases.router),
             self._spec.routing,
             query_start_loc,
-            self._load_counts,
+            None if self._load is None else self._load.counts,
         )
-        return self._multiply(normed, routed), total
-
-    def _multiply(self, x: Tensor, routed: RoutedTokens) -> Tensor:
         y = self._ops.experts.multiply(x, routed, self._matrices)
-        return y if self._shared is None else y + self._shared.forward(x)
-
-    @property
-    def _load_counts(self) -> Tensor | None:
-        return None if self._load is None else self._load.counts
+        return (y if self._shared is None else y + self._shared.forward(x)), total
 
     @property
     def _matrices(self) -> ExpertMatrices:
@@ -218,7 +205,7 @@ class _Stack:
                 "use a checkpoint with experts in FP8, or the unquantized one",
             )
         made = make_fp8_parameters(name, shape, pieces, quantization, setup.device)
-        self._weight, self._scale, self._input_scale = made
+        self._weight, self._scale, self._input_scale, _ = made
 
     def divided(self, count: int) -> tuple[Tensor, Tensor | None]:
         """Return the matrices [count, rows, columns] and their scales, as ExpertMatrices has
@@ -241,8 +228,8 @@ class _SharedExpert:
 
     def __init__(self, name: str, spec: SharedExpertSpec, setup: LayerSetup) -> None:
         inner, prefix = spec.intermediate_size, f"{name}.shared_expert"
-        self._ops = setup.ops
-        self._score = _whole(f"{name}.shared_expert_gate.weight", (1, setup.hidden_size), setup)
+        score = _whole(f"{name}.shared_expert_gate.weight", (1, setup.hidden_size), setup)
+        self._score = LinearMethod(PlainMatrix(score), None, setup.ops)
         self._gate_up = GatedColumnParallelLinear(
             f"{prefix}.gate_up_proj",
             even_shard(f"{prefix}.gate_proj", inner, setup.tp),
@@ -258,11 +245,11 @@ class _SharedExpert:
 
     def forward(self, x: Tensor) -> Tensor:
         """Return this rank's part of the shared expert's output, [N, H], of x [N, H]."""
-        score = self._ops.linear(x, self._score.data, None)
-        return torch.sigmoid(score) * self._down.forward(self._gate_up.forward(x))
+        score = self._score.forward(x)
+        return torch.sigmoid(score) * self._down.forward(self._gate_up.project(x)[0])
 
     def parameters(self) -> Iterator[Parameter]:
-        yield self._score
+        yield from self._score.parameters()
         yield from self._gate_up.parameters()
         yield from self._down.parameters()
 
@@ -274,13 +261,9 @@ class _RoutedStep:
     experts: _Experts
     query_start_loc: Tensor
 
-    def forward(self, x: Tensor) -> Tensor:
+    def project(self, source: Tensor | NormedSum) -> tuple[Tensor, Tensor]:
         """See Projection."""
-        return self.experts.forward(x, self.query_start_loc)
-
-    def forward_normed(self, source: NormedSum) -> tuple[Tensor, Tensor]:
-        """See Projection."""
-        return self.experts.forward_normed(source, self.query_start_loc)
+        return self.experts.project(source, self.query_start_loc)
 
 
 def _whole(name: str, shape: tuple[int, int], setup: LayerSetup) -> Parameter:

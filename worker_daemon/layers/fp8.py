@@ -1,12 +1,12 @@
-"""Matrices in FP8 with their scales, and the products with them.
+"""The parameters of matrices in FP8: values and scales.
 
 A merged matrix keeps the scales of its checkpoint tensors: a scale of a whole tensor is repeated
 for each of its rows. So merging needs no requantization, and tensors and channels have one layout.
 
-Shapes: N tokens, K input features, M output features of this rank, G matrices merged into one.
+Shapes: K input features, M output features of this rank, G matrices merged into one.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from worker_daemon.contracts.fp8 import FP8, FP8_BLOCK, FP8_LEAST_SCALE, FP8_MAX, to_fp8
-from worker_daemon.contracts.layer_ops import Activation, Fp8Matrix, Fp8Ops, GateUp, NormedSum
+from worker_daemon.contracts.layer_ops import Fp8Matrix
 from worker_daemon.errors import config_error
 from worker_daemon.layers.parameter import Parameter, Piece
-from worker_daemon.layers.quantization import Quantization, WeightQuantization
+from worker_daemon.layers.quantization import Activations, Quantization, WeightQuantization
 
 _WEIGHT = ".weight"
 _CHUNK_ELEMENTS = 1 << 22
@@ -25,7 +25,7 @@ _CHUNK_ELEMENTS = 1 << 22
 
 
 class Fp8Parameters(NamedTuple):
-    """The parameters of a matrix in FP8."""
+    """StoredMatrix in FP8."""
 
     weight: Parameter
     """float8_e4m3fn [M, K]"""
@@ -33,6 +33,20 @@ class Fp8Parameters(NamedTuple):
     """float32 [M], or [ceil(M / 128), ceil(K / 128)] for blocks"""
     input_scale: Parameter | None
     """float32 [G]; None without static scales of inputs"""
+    activations: Activations
+
+    @property
+    def matrix(self) -> Fp8Matrix:
+        """See StoredMatrix."""
+        weight, scale, input_scale, activations = self
+        given = None if input_scale is None else input_scale.data
+        return Fp8Matrix(weight.data, scale.data, given, activations)
+
+    @property
+    def parameters(self) -> tuple[Parameter, ...]:
+        """See StoredMatrix."""
+        required = self.weight, self.scale
+        return required if self.input_scale is None else (*required, self.input_scale)
 
 
 class QuantizingParameter(Parameter):
@@ -71,60 +85,6 @@ def quantize_rows(values: Tensor, into: Tensor, scale: Tensor) -> None:
     largest absolute value becomes 448. A row with a NaN becomes NaN."""
     scale.copy_((values.float().abs().amax(1) / FP8_MAX).clamp_(min=FP8_LEAST_SCALE))
     into.copy_(to_fp8(values, scale.unsqueeze(1)))
-
-
-class Fp8Method:
-    """MatrixMethod of a matrix in FP8.
-
-    Owned by one layer. Parameters are read at each use, since their data may move to other memory
-    later.
-    """
-
-    def __init__(
-        self,
-        parameters: Fp8Parameters,
-        bias: Parameter | None,
-        quantization: WeightQuantization,
-        ops: Fp8Ops,
-    ) -> None:
-        """bias [M], in the model's dtype."""
-        self._parameters = parameters
-        self._bias = bias
-        self._activations = quantization.activations
-        self._ops = ops
-
-    def forward(self, x: Tensor | GateUp) -> Tensor:
-        """See MatrixMethod."""
-        return self._ops.linear(x, *self._matrix)
-
-    def forward_normed(self, source: NormedSum) -> tuple[Tensor, Tensor]:
-        """See MatrixMethod."""
-        return self._ops.norm_linear(source, *self._matrix)
-
-    def forward_gated(self, x: Tensor, activation: Activation) -> Tensor | GateUp:
-        """See MatrixMethod."""
-        return self._ops.gated_linear(x, *self._matrix, activation)
-
-    def forward_normed_gated(
-        self, source: NormedSum, activation: Activation
-    ) -> tuple[Tensor | GateUp, Tensor]:
-        """See MatrixMethod."""
-        return self._ops.norm_gated_linear(source, *self._matrix, activation)
-
-    def parameters(self) -> Iterator[Parameter]:
-        yield self._parameters.weight
-        yield self._parameters.scale
-        if self._parameters.input_scale is not None:
-            yield self._parameters.input_scale
-        if self._bias is not None:
-            yield self._bias
-
-    @property
-    def _matrix(self) -> tuple[Fp8Matrix, Tensor | None]:
-        weight, scale, input_scale = self._parameters
-        given = None if input_scale is None else input_scale.data
-        matrix = Fp8Matrix(weight.data, scale.data, given, self._activations)
-        return matrix, None if self._bias is None else self._bias.data
 
 
 def is_quantized(quantization: Quantization, pieces: Sequence[Piece]) -> bool:
@@ -169,7 +129,7 @@ def make_fp8_parameters(
         scale = parameter("weight_scale", shape[:1], computed, torch.float32)
         name = f"{prefix}.weight"
         matrix = QuantizingParameter(shape, pieces, scale, name=name, device=device)
-        return Fp8Parameters(matrix, scale, None)
+        return Fp8Parameters(matrix, scale, None, quantization.activations)
     values = [replace(piece, kind="fp8") for piece in pieces]
     if quantization.scales == "block":
         scales = [_block_scale(piece) for piece in pieces]
@@ -181,13 +141,12 @@ def make_fp8_parameters(
         scale = parameter("weight_scale", shape[:1], [make(p) for p in pieces], torch.float32)
         name = f"{prefix}.weight"
         weight = QuantizingParameter(shape, values, scale, name=name, device=device)
-    if quantization.activations != "static":
-        return Fp8Parameters(weight, scale, None)
-    modules = dict.fromkeys(map(_module, pieces))
-    inputs = [_input_scale(module, index) for index, module in enumerate(modules)]
-    return Fp8Parameters(
-        weight, scale, parameter("input_scale", (len(inputs),), inputs, torch.float32)
-    )
+    input_scale = None
+    if quantization.activations == "static":
+        modules = dict.fromkeys(map(_module, pieces))
+        inputs = [_input_scale(module, index) for index, module in enumerate(modules)]
+        input_scale = parameter("input_scale", (len(inputs),), inputs, torch.float32)
+    return Fp8Parameters(weight, scale, input_scale, quantization.activations)
 
 
 def _tensor_scale(piece: Piece) -> Piece:

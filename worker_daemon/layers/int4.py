@@ -1,12 +1,12 @@
-"""Matrices in 4 bits with the scales and zero points of their groups, and the products with them.
+"""The parameters of matrices in 4 bits: values, and the scales and zero points of their groups.
 
 All formats of checkpoints are converted as they arrive (int4_formats.py), so that kernels see one
 layout (contracts/int4.py).
 
-Shapes: N tokens, K input features, M output features of this rank, G groups of a row.
+Shapes: K input features, M output features of this rank, G groups of a row.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Final, NamedTuple
 
 import torch
@@ -14,7 +14,6 @@ from torch import Tensor
 
 from rpc_schema.errors import ConfigError
 from worker_daemon.contracts.int4 import INT4_BLOCK, INT4_PER_WORD, Int4Matrix, pack
-from worker_daemon.contracts.layer_ops import GateUp, LayerOps, activated
 from worker_daemon.errors import config_error
 from worker_daemon.layers.int4_formats import PACKINGS, CheckpointPacking, Packing, module_of
 from worker_daemon.layers.parameter import Kind, Parameter, Piece
@@ -107,7 +106,7 @@ class Int4Values(Int4Parameter):
 
 
 class Int4Parameters(NamedTuple):
-    """The parameters of a matrix in 4 bits."""
+    """StoredMatrix in 4 bits."""
 
     values: Int4Values
     """int32 [M, K / 8], in the layout of contracts/int4.py"""
@@ -116,33 +115,18 @@ class Int4Parameters(NamedTuple):
     order: Parameter | None
     """int32 [K]: the input of each column; None: as they come"""
 
+    @property
+    def matrix(self) -> Int4Matrix:
+        """See StoredMatrix."""
+        values, groups, order = self
+        given = None if order is None else order.data
+        return Int4Matrix(values.data, groups.data, values.quantization.has_zeros, given)
 
-class Int4Product:
-    """Multiplies by a matrix in 4 bits: x W^T + b.
-
-    Owned by one layer. Parameters are read at each use, since their data may move to other memory
-    later.
-    """
-
-    def __init__(self, parameters: Int4Parameters, bias: Parameter | None, ops: LayerOps) -> None:
-        """bias [M], in the model's dtype."""
-        self._parameters = parameters
-        self._bias = bias
-        self._ops = ops
-
-    def forward(self, x: Tensor | GateUp) -> Tensor:
-        """x [N, K] -> [N, M]."""
-        x = activated(x, self._ops)
-        values, groups, order = self._parameters
-        if order is not None:
-            x = x.index_select(1, order.data)
-        matrix = Int4Matrix(values.data, groups.data, values.quantization.has_zeros)
-        return self._ops.int4_linear(x, matrix, None if self._bias is None else self._bias.data)
-
-    def parameters(self) -> Iterator[Parameter]:
-        yield from (each for each in self._parameters if each is not None)
-        if self._bias is not None:
-            yield self._bias
+    @property
+    def parameters(self) -> tuple[Parameter, ...]:
+        """See StoredMatrix."""
+        required = self.values, self.groups
+        return required if self.order is None else (*required, self.order)
 
 
 def make_int4_parameters(

@@ -50,12 +50,9 @@ def stacked_shards(prefix: str, shards: Sequence[RowShard]) -> list[RowShard]:
 class Projection(Protocol[OutputT]):
     """A linear layer that can fuse the norm of its input with its product."""
 
-    def forward(self, x: Tensor) -> OutputT:
-        """x [N, I] -> [N, O]."""
-
-    def forward_normed(self, source: NormedSum) -> tuple[OutputT, Tensor]:
-        """Return (forward(n), s) with the norm n and the sum s of source, like
-        LayerOps.norm_linear."""
+    def project(self, source: Tensor | NormedSum) -> tuple[OutputT, Tensor]:
+        """Return (y, s): y [N, O] of the inputs [N, I] of source, and its s, like
+        LayerOps.product."""
 
 
 class ColumnParallelLinear:
@@ -86,9 +83,9 @@ class ColumnParallelLinear:
         """x [N, I] -> [N, local O]."""
         return self._method.forward(x)
 
-    def forward_normed(self, source: NormedSum) -> tuple[Tensor, Tensor]:
-        """See Projection."""
-        return self._method.forward_normed(source)
+    def project(self, source: Tensor | NormedSum) -> tuple[Tensor, Tensor]:
+        """See Projection: y [N, local O]."""
+        return self._method.project(source)
 
     def parameters(self) -> Iterator[Parameter]:
         return self._method.parameters()
@@ -119,13 +116,9 @@ class GatedColumnParallelLinear:
             _bias_pieces(shards) if bias else None,
         )
 
-    def forward(self, x: Tensor) -> Tensor | GateUp:
-        """x [N, I] -> [N, local O / 2]."""
-        return self._method.forward_gated(x, self._activation)
-
-    def forward_normed(self, source: NormedSum) -> tuple[Tensor | GateUp, Tensor]:
-        """See Projection."""
-        return self._method.forward_normed_gated(source, self._activation)
+    def project(self, source: Tensor | NormedSum) -> tuple[Tensor | GateUp, Tensor]:
+        """See Projection: y [N, local O / 2]."""
+        return self._method.project_gated(source, self._activation)
 
     def parameters(self) -> Iterator[Parameter]:
         return self._method.parameters()

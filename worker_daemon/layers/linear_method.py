@@ -1,131 +1,102 @@
-"""The multiplication in a linear layer: its parameters, and the device's kernels for them.
+"""The multiplication in a linear layer: its parameters, and the device's product with them.
 
 Shapes: N tokens, K input features, M output features of this rank.
 """
 
 from collections.abc import Iterator
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
 from worker_daemon.contracts.layer_ops import (
     Activation,
+    Epilogue,
     GateUp,
     LayerOps,
+    Matrix,
     NormedSum,
-    activated,
 )
+from worker_daemon.layers.adapters import MatrixAdapters
 from worker_daemon.layers.parameter import Parameter
 
 
-class MatrixMethod(Protocol):
-    """Multiplies by a matrix: x W^T + b. Its storage is the implementation's choice."""
+class StoredMatrix(Protocol):
+    """The parameters of a matrix [M, K] in one weight format."""
 
-    def forward(self, x: Tensor | GateUp) -> Tensor:
-        """x [N, K] -> [N, M]."""
+    @property
+    def matrix(self) -> Matrix:
+        """The matrix in the parameters' present memory."""
 
-    def forward_normed(self, source: NormedSum) -> tuple[Tensor, Tensor]:
-        """Return (forward(n), s) with the norm n and the sum s of source."""
-
-    def forward_gated(self, x: Tensor, activation: Activation) -> Tensor | GateUp:
-        """x [N, K] -> activation(gate) * up [N, M / 2]; the gate's rows are the first half."""
-
-    def forward_normed_gated(
-        self, source: NormedSum, activation: Activation
-    ) -> tuple[Tensor | GateUp, Tensor]:
-        """Return (forward_gated(n), s) with the norm n and the sum s of source."""
-
-    def parameters(self) -> Iterator[Parameter]:
-        """Yield all parameters."""
+    @property
+    def parameters(self) -> tuple[Parameter, ...]:
+        """All parameters."""
 
 
-class MatrixProduct(Protocol):
-    """Multiplies by a matrix: x W^T + b."""
+class PlainMatrix(NamedTuple):
+    """A matrix in the model's dtype."""
 
-    def forward(self, x: Tensor | GateUp) -> Tensor:
-        """x [N, K] -> [N, M]."""
+    weight: Parameter
 
-    def parameters(self) -> Iterator[Parameter]:
-        """Yield all parameters."""
+    @property
+    def matrix(self) -> Tensor:
+        """See StoredMatrix."""
+        return self.weight.data
 
-
-class UnfusedMethod:
-    """A MatrixMethod that computes norm, product and gate by operations of their own."""
-
-    def __init__(self, product: MatrixProduct, ops: LayerOps) -> None:
-        self._product = product
-        self._ops = ops
-
-    def forward(self, x: Tensor | GateUp) -> Tensor:
-        """See MatrixMethod."""
-        return self._product.forward(x)
-
-    def forward_normed(self, source: NormedSum) -> tuple[Tensor, Tensor]:
-        """See MatrixMethod."""
-        normed, total = self._ops.sum_and_norm(source)
-        return self.forward(normed), total
-
-    def forward_gated(self, x: Tensor, activation: Activation) -> Tensor:
-        """See MatrixMethod."""
-        return self._ops.act_and_mul(self.forward(x), activation)
-
-    def forward_normed_gated(
-        self, source: NormedSum, activation: Activation
-    ) -> tuple[Tensor, Tensor]:
-        """See MatrixMethod."""
-        normed, total = self._ops.sum_and_norm(source)
-        return self.forward_gated(normed, activation), total
-
-    def parameters(self) -> Iterator[Parameter]:
-        return self._product.parameters()
+    @property
+    def parameters(self) -> tuple[Parameter, ...]:
+        """See StoredMatrix."""
+        return (self.weight,)
 
 
 class LinearMethod:
-    """Multiplies by a matrix in the model's dtype: x W^T + b.
+    """Multiplies by a matrix in any format: x W^T + b, plus the products of adapters in forward
+    passes that use any.
 
     Owned by one layer. Parameters are read at each use, since their data may move to other memory
     later.
     """
 
-    def __init__(self, weight: Parameter, bias: Parameter | None, ops: LayerOps) -> None:
-        """weight [M, K], bias [M]."""
-        self._weight = weight
+    def __init__(
+        self,
+        stored: StoredMatrix,
+        bias: Parameter | None,
+        ops: LayerOps,
+        adapters: MatrixAdapters | None = None,
+    ) -> None:
+        """bias [M], in the model's dtype."""
+        self._stored = stored
         self._bias = bias
         self._ops = ops
+        self._adapters = adapters
+        self._is_separate = adapters is not None and not isinstance(stored, PlainMatrix)
 
-    def forward(self, x: Tensor | GateUp) -> Tensor:
-        """x [N, K] -> [N, M]."""
-        return self._ops.linear(activated(x, self._ops), *self._matrix)
+    def forward(self, x: Tensor | GateUp, out: Tensor | None = None) -> Tensor:
+        """x [N, K] -> [N, M]. out: see Epilogue."""
+        y, _ = self._ops.product(x, self._stored.matrix, self._epilogue(out=out))
+        assert isinstance(y, Tensor), "no activation was asked for"
+        return y
 
-    def new_output(self, num_rows: int) -> Tensor:
-        """Return memory [num_rows, M] for forward_into."""
-        return self._weight.data.new_empty((num_rows, self._weight.data.shape[0]))
+    def project(self, source: Tensor | NormedSum) -> tuple[Tensor, Tensor]:
+        """Return (forward(x), s) with x [N, K] and s of source, like LayerOps.product."""
+        y, total = self._ops.product(source, self._stored.matrix, self._epilogue())
+        assert isinstance(y, Tensor), "no activation was asked for"
+        return y, total
 
-    def forward_into(self, x: Tensor, out: Tensor) -> Tensor:
-        """Return forward(x) in out [N, M]. Only without a bias."""
-        return self._ops.linear(x, *self._matrix, out)
-
-    def forward_normed(self, source: NormedSum) -> tuple[Tensor, Tensor]:
-        """Return (forward(n), s) with the norm n and the sum s of source, like
-        LayerOps.norm_linear."""
-        return self._ops.norm_linear(source, *self._matrix)
-
-    def forward_gated(self, x: Tensor, activation: Activation) -> Tensor:
-        """x [N, K] -> activation(gate) * up [N, M / 2]; the gate's rows are the first half."""
-        return self._ops.gated_linear(x, *self._matrix, activation)
-
-    def forward_normed_gated(
-        self, source: NormedSum, activation: Activation
-    ) -> tuple[Tensor, Tensor]:
-        """Return (forward_gated(n), s) with the norm n and the sum s of source, like
-        LayerOps.norm_gated_linear."""
-        return self._ops.norm_gated_linear(source, *self._matrix, activation)
+    def project_gated(
+        self, source: Tensor | NormedSum, activation: Activation
+    ) -> tuple[Tensor | GateUp, Tensor]:
+        """Like project, with activation(gate) * up [N, M / 2] of the product; the gate's rows are
+        the first half."""
+        return self._ops.product(source, self._stored.matrix, self._epilogue(activation))
 
     def parameters(self) -> Iterator[Parameter]:
-        yield self._weight
+        yield from self._stored.parameters
         if self._bias is not None:
             yield self._bias
 
-    @property
-    def _matrix(self) -> tuple[Tensor, Tensor | None]:
-        return self._weight.data, None if self._bias is None else self._bias.data
+    def _epilogue(
+        self, activation: Activation | None = None, out: Tensor | None = None
+    ) -> Epilogue:
+        bias = None if self._bias is None else self._bias.data
+        adapters = None if self._adapters is None else self._adapters.of_step
+        return Epilogue(bias, adapters, activation, out, self._is_separate)

@@ -84,9 +84,9 @@ class RMSNorm:
         output, part_norm = part if isinstance(part, NormedPart) else (part, None)
         source = NormedSum(output, residual, self.norm, part_norm)
         if part is None or self._tp.size == 1:
-            return projection.forward_normed(source)
+            return projection.project(source)
         normed, total = self._tp.all_reduce_and_norm(source, self._ops.sum_and_norm)
-        return projection.forward(normed), total
+        return projection.project(normed)[0], total
 
     def parameters(self) -> Iterator[Parameter]:
         yield self._weight
@@ -119,8 +119,7 @@ class BlockNorms:
         itself."""
         if self._before is not None:
             return self._before.project(projection, part, residual)
-        total = residual_stream(part, residual, self._ops, self._tp)
-        return projection.forward(total), total
+        return projection.project(residual_stream(part, residual, self._ops, self._tp))
 
     def part(self, output: Tensor) -> Part:
         """Return what the block adds to the residual stream. output [N, H]: this rank's summand of

@@ -7,20 +7,11 @@ import torch
 
 from worker_daemon.contracts.layer_ops import LayerOps
 from worker_daemon.distributed.tp import TensorParallel
-from worker_daemon.layers.adapters import (
-    AdaptedLinearMethod,
-    AdaptedProduct,
-    AdapterLayout,
-)
+from worker_daemon.layers.adapters import AdapterLayout, MatrixAdapters
 from worker_daemon.layers.expert_loads import ExpertLoads
-from worker_daemon.layers.fp8 import Fp8Method, is_quantized, make_fp8_parameters
-from worker_daemon.layers.int4 import Int4Product, make_int4_parameters
-from worker_daemon.layers.linear_method import (
-    LinearMethod,
-    MatrixMethod,
-    MatrixProduct,
-    UnfusedMethod,
-)
+from worker_daemon.layers.fp8 import is_quantized, make_fp8_parameters
+from worker_daemon.layers.int4 import make_int4_parameters
+from worker_daemon.layers.linear_method import LinearMethod, PlainMatrix, StoredMatrix
 from worker_daemon.layers.parameter import Parameter, Piece
 from worker_daemon.layers.quantization import Int4Quantization, Quantization
 
@@ -58,7 +49,7 @@ class LayerSetup:
         shape: tuple[int, int],
         weight: Iterable[Piece],
         bias: Iterable[Piece] | None,
-    ) -> MatrixMethod:
+    ) -> LinearMethod:
         """Return the method of a matrix [M, K]. prefix is its name without .weight or .bias; bias
         is None if it has none. Owned by the caller.
 
@@ -68,34 +59,19 @@ class LayerSetup:
         """
         pieces = tuple(weight)
         vector = None if bias is None else self.parameter(f"{prefix}.bias", shape[:1], bias)
-        quantization = self.quantization
-        if quantization is not None and is_quantized(quantization, pieces):
-            return self._quantized_method(prefix, shape, pieces, vector, quantization)
-        matrix = self.parameter(f"{prefix}.weight", shape, pieces)
-        if self.adapters is None:
-            return LinearMethod(matrix, vector, self.ops)
-        return AdaptedLinearMethod(matrix, vector, self.ops, self.adapters)
+        stored, adapters = self._stored(prefix, shape, pieces), None
+        if self.adapters is not None:
+            adapters = MatrixAdapters(self.adapters, self.adapters.add(shape, pieces))
+        return LinearMethod(stored, vector, self.ops, adapters)
 
-    def _quantized_method(
-        self,
-        prefix: str,
-        shape: tuple[int, int],
-        pieces: tuple[Piece, ...],
-        bias: Parameter | None,
-        quantization: Quantization,
-    ) -> MatrixMethod:
-        product: MatrixProduct
+    def _stored(
+        self, prefix: str, shape: tuple[int, int], pieces: tuple[Piece, ...]
+    ) -> StoredMatrix:
+        quantization = self.quantization
+        if quantization is None or not is_quantized(quantization, pieces):
+            return PlainMatrix(self.parameter(f"{prefix}.weight", shape, pieces))
         if isinstance(quantization, Int4Quantization):
-            int4 = make_int4_parameters(
+            return make_int4_parameters(
                 prefix, shape, pieces, quantization, self.dtype, self.device
             )
-            product = Int4Product(int4, bias, self.ops)
-        else:
-            fp8 = make_fp8_parameters(prefix, shape, pieces, quantization, self.device)
-            method = Fp8Method(fp8, bias, quantization, self.ops.fp8)
-            if self.adapters is None:
-                return method
-            product = method
-        if self.adapters is not None:
-            product = AdaptedProduct(product, shape, pieces, self.ops, self.adapters)
-        return UnfusedMethod(product, self.ops)
+        return make_fp8_parameters(prefix, shape, pieces, quantization, self.device)

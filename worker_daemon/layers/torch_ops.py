@@ -10,14 +10,15 @@ from worker_daemon.contracts.kv_scales import KVScales
 from worker_daemon.contracts.layer_ops import (
     NO_TOKEN,
     Activation,
-    AdapterWeights,
-    Fp8Matrix,
-    GateUp,
+    Epilogue,
     HeadNorms,
+    Matrix,
     Norm,
     NormedSum,
+    RowAdapters,
+    Source,
     SpanNorms,
-    activated,
+    computed,
 )
 from worker_daemon.layers.fp8_cache import quantize
 from worker_daemon.layers.rotary import rotate
@@ -30,49 +31,28 @@ class TorchOps:
     name = "torch"
 
     def __init__(self) -> None:
-        self.fp8 = DequantizingOps(self)
         self.experts = TorchExperts()
 
-    def linear(
-        self, x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None = None
-    ) -> Tensor:
-        if out is None:
-            return functional.linear(x, weight, bias)
-        assert bias is None
-        return torch.mm(x, weight.t(), out=out)
+    def product(self, source: Source, matrix: Matrix, epilogue: Epilogue) -> tuple[Tensor, Tensor]:
+        bias, adapters, activation, out, _ = epilogue
+        x, total = computed(source, self)
+        y = _multiply(x, matrix, bias, out)
+        if adapters is not None:
+            _add_adapters(y, x, adapters)
+        return (y if activation is None else self.act_and_mul(y, activation)), total
 
-    def gated_linear(
-        self, x: Tensor, weight: Tensor, bias: Tensor | None, activation: Activation
-    ) -> Tensor:
-        return self.act_and_mul(self.linear(x, weight, bias), activation)
-
-    def norm_linear(
-        self, source: NormedSum, weight: Tensor, bias: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        normed, total = self.sum_and_norm(source)
-        return self.linear(normed, weight, bias), total
-
-    def norm_gated_linear(
-        self, source: NormedSum, weight: Tensor, bias: Tensor | None, activation: Activation
-    ) -> tuple[Tensor, Tensor]:
-        gate_up, total = self.norm_linear(source, weight, bias)
-        return self.act_and_mul(gate_up, activation), total
-
-    def norm_route(
+    def route(
         self,
-        source: NormedSum,
+        source: Tensor | NormedSum,
         router: Tensor,
         bias: Tensor | None,
         routing: Routing,
         query_start_loc: Tensor,
         loads: Tensor | None,
     ) -> tuple[Tensor, Tensor, RoutedTokens]:
-        normed, total = self.sum_and_norm(source)
-        scores = self.linear(normed, router, bias)
-        return normed, total, self.experts.route(scores, routing, query_start_loc, loads)
-
-    def int4_linear(self, x: Tensor, matrix: Int4Matrix, bias: Tensor | None) -> Tensor:
-        return functional.linear(x, matrix.dequantized(x.dtype), bias)
+        x, total = computed(source, self)
+        scores = functional.linear(x, router, bias)
+        return x, total, self.experts.route(scores, routing, query_start_loc, loads)
 
     def sum_and_norm(self, source: NormedSum) -> tuple[Tensor, Tensor]:
         part, residual, norm, part_norm = source
@@ -82,48 +62,6 @@ class TorchOps:
             part = self.rms_norm(part, part_norm)
         total = residual + part
         return self.rms_norm(total, norm), total
-
-    def adapted_linear(
-        self,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        adapters: AdapterWeights,
-        token_slots: Tensor,
-    ) -> Tensor:
-        y = self.linear(x, weight, bias)
-        self.add_adapters(y, x, adapters, token_slots)
-        return y
-
-    def add_adapters(
-        self, y: Tensor, x: Tensor, adapters: AdapterWeights, token_slots: Tensor
-    ) -> None:
-        a, b, ends = adapters
-        rank = b.shape[2]
-        y[token_slots < 0] = torch.nan
-        for slot in range(a.shape[0]):
-            rows = (token_slots == slot + 1).nonzero().squeeze(1)
-            if not rows.numel():
-                continue
-            shrunk = x[rows].float() @ a[slot].float().T
-            starts = (0, *ends[:-1])
-            parts = [
-                shrunk[:, index * rank : (index + 1) * rank] @ b[slot, start:end].float().T
-                for index, (start, end) in enumerate(zip(starts, ends, strict=True))
-            ]
-            y[rows] = (y[rows].float() + torch.cat(parts, dim=1)).to(y.dtype)
-
-    def adapted_gated_linear(
-        self,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        adapters: AdapterWeights,
-        token_slots: Tensor,
-        activation: Activation,
-    ) -> Tensor:
-        gate_up = self.adapted_linear(x, weight, bias, adapters, token_slots)
-        return self.act_and_mul(gate_up, activation)
 
     def span_means(self, qkv: Tensor, norms: SpanNorms, num_ranks: int) -> Tensor:
         spans = _spans(qkv, norms)
@@ -187,31 +125,32 @@ class TorchOps:
         return rotate(q, cos, sin, interleaved=interleaved)
 
 
-class DequantizingOps:
-    """Fp8Ops that dequantize the matrix at each use."""
+def _multiply(x: Tensor, matrix: Matrix, bias: Tensor | None, out: Tensor | None) -> Tensor:
+    """Return x W^T + b; a quantized matrix is dequantized at each use."""
+    if isinstance(matrix, Int4Matrix):
+        x = matrix.ordered(x)
+    weight = matrix if isinstance(matrix, Tensor) else matrix.dequantized(x.dtype)
+    if out is None:
+        return functional.linear(x, weight, bias)
+    assert bias is None
+    return torch.mm(x, weight.t(), out=out)
 
-    def __init__(self, ops: TorchOps) -> None:
-        self._ops = ops
 
-    def linear(self, x: Tensor | GateUp, matrix: Fp8Matrix, bias: Tensor | None) -> Tensor:
-        x = activated(x, self._ops)
-        return self._ops.linear(x, matrix.dequantized(x.dtype), bias)
-
-    def gated_linear(
-        self, x: Tensor, matrix: Fp8Matrix, bias: Tensor | None, activation: Activation
-    ) -> Tensor:
-        return self._ops.gated_linear(x, matrix.dequantized(x.dtype), bias, activation)
-
-    def norm_linear(
-        self, source: NormedSum, matrix: Fp8Matrix, bias: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        return self._ops.norm_linear(source, matrix.dequantized(source.residual.dtype), bias)
-
-    def norm_gated_linear(
-        self, source: NormedSum, matrix: Fp8Matrix, bias: Tensor | None, activation: Activation
-    ) -> tuple[Tensor, Tensor]:
-        weight = matrix.dequantized(source.residual.dtype)
-        return self._ops.norm_gated_linear(source, weight, bias, activation)
+def _add_adapters(y: Tensor, x: Tensor, adapters: RowAdapters) -> None:
+    (a, b, ends), token_slots = adapters
+    rank = b.shape[2]
+    y[token_slots < 0] = torch.nan
+    for slot in range(a.shape[0]):
+        rows = (token_slots == slot + 1).nonzero().squeeze(1)
+        if not rows.numel():
+            continue
+        shrunk = x[rows].float() @ a[slot].float().T
+        starts = (0, *ends[:-1])
+        parts = [
+            shrunk[:, index * rank : (index + 1) * rank] @ b[slot, start:end].float().T
+            for index, (start, end) in enumerate(zip(starts, ends, strict=True))
+        ]
+        y[rows] = (y[rows].float() + torch.cat(parts, dim=1)).to(y.dtype)
 
 
 def _activate(gate: Tensor, activation: Activation) -> Tensor:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from worker_daemon.layers.linear_method import MatrixMethod
+from worker_daemon.layers.linear_method import LinearMethod
 from worker_daemon.layers.norm import RMSNorm
 from worker_daemon.layers.parameter import Parameter, Piece, whole_vector
 from worker_daemon.layers.setup import LayerSetup
@@ -25,8 +25,8 @@ class Pooler:
         self._norm = norm
         self._spec = spec
         self.hidden_size = setup.hidden_size
-        self._dense: MatrixMethod | None = None
-        self._head: MatrixMethod | None = None
+        self._dense: LinearMethod | None = None
+        self._head: LinearMethod | None = None
         if spec.head is not None:
             head, width = spec.head, setup.hidden_size
             self._head = _matrix(head.prefix, head.num_labels, setup, bias=head.bias)
@@ -64,7 +64,7 @@ class Pooler:
                 yield from method.parameters()
 
 
-def _matrix(prefix: str, num_rows: int, setup: LayerSetup, *, bias: bool) -> MatrixMethod:
+def _matrix(prefix: str, num_rows: int, setup: LayerSetup, *, bias: bool) -> LinearMethod:
     shape = (num_rows, setup.hidden_size)
     whole = tuple(slice(0, size) for size in shape)
     weight = Piece(f"{prefix}.weight", shape, whole, whole)

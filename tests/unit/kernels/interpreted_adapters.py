@@ -14,11 +14,12 @@ from triton.runtime import interpreter
 
 from benchmarks.lora import dry_setting, time_layer
 from tests.support.adapter_products import check, draw
-from worker_daemon.contracts.layer_ops import Activation
+from worker_daemon.contracts.layer_ops import Activation, Epilogue, RowAdapters
 from worker_daemon.kernels.activation import act_and_mul
 from worker_daemon.kernels.adapted_linear import AdaptedLinear
 from worker_daemon.kernels.linear import ThinLinear
 from worker_daemon.kernels.lora import AdapterProducts
+from worker_daemon.kernels.ops import TritonOps
 from worker_daemon.kernels.tuning import MatrixTile, Tuning
 
 pytestmark = pytest.mark.each_value  # make test-all runs every combination
@@ -103,11 +104,15 @@ def test_a_product_that_shrinks_too(
 @pytest.mark.parametrize("activation", get_args(Activation))
 def test_a_gate_behind_a_product(activation: Activation) -> None:
     case = draw(5, 3, 8, (40, 40), 200, torch.float16, "cpu", seed=5)
-    adapted = AdaptedLinear(CPU, ThinLinear(CPU, Tuning({(80, 200, 16): ONE_SHARE})))
-    gated = adapted.gated_linear(*case[:-1], activation)
+    adapters, ops = RowAdapters(case.adapters, case.token_slots), TritonOps(CPU)
+    y, gated = (
+        ops.product(case.x, case.weight, Epilogue(case.bias, adapters, gate))[0]
+        for gate in (None, activation)
+    )
+    assert isinstance(y, torch.Tensor) and isinstance(gated, torch.Tensor)
     missing = case.token_slots < 0
     assert bool(gated[missing].isnan().all())
-    expected = act_and_mul(adapted.linear(*case[:-1]), activation)
+    expected = act_and_mul(y, activation)
     assert torch.equal(gated[~missing], expected[~missing])
 
 

@@ -11,7 +11,16 @@ import torch
 
 from tests.support.adapter_products import draw
 from tests.support.fp8_products import block_rounded, draw_matrix, expected_product
-from worker_daemon.contracts.layer_ops import Activation, GateUp, Norm, NormedSum, activated
+from worker_daemon.contracts.layer_ops import (
+    Activation,
+    Epilogue,
+    GateUp,
+    LayerOps,
+    Norm,
+    NormedSum,
+    RowAdapters,
+    computed,
+)
 from worker_daemon.kernels.fp8_blocks import BlockTile, choose_block_tile, multiply_blocks
 from worker_daemon.kernels.fp8_linear import Fp8Linear, choose_tile
 from worker_daemon.kernels.fp8_rows import (
@@ -227,7 +236,7 @@ def test_fused_rows_have_the_bits_of_two_operations(num_columns: int, form: RowF
         assert_equal_rows(rows, fp8_rows(normed, form, pdl=False))
     for activation in get_args(Activation):
         gate_up = GateUp(draw_rows(8, 2 * num_columns), activation)
-        gated = activated(gate_up, plain)
+        gated, _ = computed(gate_up, plain)
         assert_equal_rows(fp8_gate_rows(gate_up, form, pdl=False), fp8_rows(gated, form, pdl=False))
 
 
@@ -259,16 +268,19 @@ def test_the_operations_of_a_layer_agree_with_torch(
     slots = case.token_slots.clamp(min=0)
     down = draw_matrix(64, 48, "row", CPU)
     results = []
-    for ops in (ours, plain):
+    each: tuple[LayerOps, ...] = (ours, plain)
+    for ops in each:
         normed, total = ops.sum_and_norm(source)
-        y = ops.fp8.linear(normed, matrix, None)
-        ops.add_adapters(y, normed, case.adapters, slots)
-        fused, also_total = ops.fp8.norm_linear(source, matrix, None)
-        gated, third_total = ops.fp8.norm_gated_linear(source, matrix, None, activation)
-        also_gated = ops.fp8.gated_linear(normed, matrix, y[0], activation)
+        adapters = RowAdapters(case.adapters, slots)
+        y, also_normed = ops.product(normed, matrix, Epilogue(adapters=adapters))
+        assert also_normed is normed
+        fused, also_total = ops.product(source, matrix, Epilogue())
+        assert isinstance(y, torch.Tensor) and isinstance(fused, torch.Tensor)
+        gated, third_total = ops.product(source, matrix, Epilogue(activation=activation))
+        also_gated, _ = ops.product(normed, matrix, Epilogue(y[0], activation=activation))
         totals = (total, also_total, third_total)
-        of_gates = (ops.fp8.linear(gate, down, None) for gate in (gated, also_gated))
-        gates = (activated(gate, ops) for gate in (gated, also_gated))
+        of_gates = (ops.product(gate, down, Epilogue())[0] for gate in (gated, also_gated))
+        gates = (computed(gate, ops)[0] for gate in (gated, also_gated))
         results.append((normed, y, fused, *totals, *gates, *of_gates))
     for mine, theirs in zip(*results, strict=True):
         assert (mine - theirs).double().norm() / theirs.double().norm() < LAYER_BOUND

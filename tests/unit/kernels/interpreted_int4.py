@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tests.support.int4_products import draw_int4, expected_int4
+from worker_daemon.contracts.layer_ops import Epilogue
 from worker_daemon.kernels.int4_linear import Int4Linear, choose_tile
 from worker_daemon.kernels.int4_row import choose_row_tile
 from worker_daemon.kernels.ops import TritonOps
@@ -91,4 +92,8 @@ def test_chosen_tiles_of_one_row_take_at_most_four_steps(shape: tuple[int, int])
 def test_the_operations_of_a_layer_agree_with_torch(num_rows: int) -> None:
     matrix, _ = draw_int4(96, 64, 32, torch.float16, CPU)
     x = torch.randn(num_rows, 64).half()
-    check(TritonOps(CPU).int4_linear(x, matrix, None), TorchOps().int4_linear(x, matrix, None))
+    shuffled = matrix._replace(order=torch.randperm(64, dtype=torch.int32))
+    for each in (matrix, shuffled):
+        ours, _ = TritonOps(CPU).product(x, each, Epilogue())
+        assert isinstance(ours, torch.Tensor)
+        check(ours, TorchOps().product(x, each, Epilogue())[0])

@@ -59,14 +59,10 @@ def assert_equal_products(quantized, plain):
     assert torch.allclose(quantized.forward(x), plain.forward(x), atol=1e-5)
     for part in (None, x):
         source = NormedSum(part, residual, norm)
-        assert_close(quantized.forward_normed(source), plain.forward_normed(source))
+        assert_close(quantized.project(source), plain.project(source))
     for activation in get_args(Activation):
-        ours, theirs = (method.forward_gated(x, activation) for method in (quantized, plain))
-        assert_close([ours], [theirs])
-        ours, theirs = (
-            method.forward_normed_gated(source, activation) for method in (quantized, plain)
-        )
-        assert_close(ours, theirs)
+        for each in (x, source):
+            assert_close(*(m.project_gated(each, activation) for m in (quantized, plain)))
 
 
 def assert_close(ours, theirs):

@@ -19,7 +19,7 @@ from tests.support.layer_checks import (
     run_projection,
 )
 from worker_daemon.backend import choose_backend
-from worker_daemon.contracts.layer_ops import Activation, Norm
+from worker_daemon.contracts.layer_ops import Activation, Epilogue, Norm
 from worker_daemon.layers.torch_ops import TorchOps
 
 OPS = TorchOps()
@@ -101,8 +101,8 @@ def test_linear_adds_the_bias() -> None:
     random = generator("cpu", 3)
     x, weight, bias = (torch.randn(shape, generator=random) for shape in ((5, 16), (7, 16), (7,)))
     exact = x.double() @ weight.double().T
-    assert relative_error(OPS.linear(x, weight, None), exact) < 1e-6
-    assert relative_error(OPS.linear(x, weight, bias), exact + bias.double()) < 1e-6
+    assert relative_error(OPS.product(x, weight, Epilogue())[0], exact) < 1e-6
+    assert relative_error(OPS.product(x, weight, Epilogue(bias))[0], exact + bias.double()) < 1e-6
 
 
 def test_a_cpu_gets_plain_torch() -> None:

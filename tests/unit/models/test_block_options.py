@@ -4,7 +4,7 @@ precision and alone, against transformers' models that have them."""
 import pytest
 import torch
 
-from worker_daemon.contracts.layer_ops import Norm
+from worker_daemon.contracts.layer_ops import Norm, computed
 from worker_daemon.layers.norm import BlockNorms, NormSpec
 from worker_daemon.layers.setup import LayerSetup
 from worker_daemon.layers.torch_ops import TorchOps
@@ -83,11 +83,8 @@ def test_a_block_reads_and_changes_the_stream_of_all_ranks(on_tensor_parallel_ra
     weight, ops = torch.rand(16), TorchOps()
 
     class Identity:
-        def forward(self, x):
-            return x
-
-        def forward_normed(self, source):
-            return ops.sum_and_norm(source)
+        def project(self, source):
+            return computed(source, ops)
 
     def run(tp):
         setup = LayerSetup(16, tp, torch.float32, torch.device("cpu"), ops)

@@ -13,11 +13,12 @@ from worker_daemon.models.decoder import build_stage
 from worker_daemon.models.weights import load_dummy_weights
 
 NUM_LAYERS = 3
-HEAD = ["rms_norm", "linear"]
+PRODUCT, NORMED = "product of Tensor", "product of NormedSum"
+HEAD = ["rms_norm", PRODUCT]
 
 
 class RecordedOps:
-    """Plain torch, and the names of the operations that were asked for."""
+    """Plain torch, and the operations that were asked for: names, and the sources of products."""
 
     def __init__(self):
         self.asked = []
@@ -26,10 +27,15 @@ class RecordedOps:
         operation = getattr(TorchOps(), name)
 
         def ask(*args, **named):
-            self.asked.append(name)
+            self.asked.append(product_of(*args) if name == "product" else name)
             return operation(*args, **named)
 
         return ask
+
+
+def product_of(source, matrix, epilogue):
+    gate = "" if epilogue.activation is None else ", then a gate"
+    return f"product of {type(source).__name__}{gate}"
 
 
 @pytest.fixture
@@ -74,16 +80,16 @@ def asked_by(paged_run, random_sequences):
 
 def test_norms_and_gates_are_asked_for_with_the_products_beside_them(asked_by):
     prefill, likeliest = asked_by(SingleRank())
-    layer = ["norm_linear", "rotate_and_store", "linear", "norm_gated_linear", "linear"]
+    layer = [NORMED, "rotate_and_store", PRODUCT, f"{NORMED}, then a gate", PRODUCT]
     assert prefill == layer * NUM_LAYERS + HEAD
     assert likeliest == [*HEAD, "greedy_tokens"]
 
 
 def test_of_several_ranks_norms_go_with_the_sum_over_them(asked_by, on_tensor_parallel_ranks):
     summed = ["sum_and_norm"]
-    attention = ["linear", "rotate_and_store", "linear"]
-    mlp = [*summed, "gated_linear", "linear"]
-    first = ["norm_linear", *attention[1:], *mlp]  # nothing is to be summed yet
+    attention = [PRODUCT, "rotate_and_store", PRODUCT]
+    mlp = [*summed, f"{PRODUCT}, then a gate", PRODUCT]
+    first = [NORMED, *attention[1:], *mlp]  # nothing is to be summed yet
     later = [*summed, *attention, *mlp]
     expected = [*first, *chain.from_iterable([later] * (NUM_LAYERS - 1)), *HEAD]
     for prefill, likeliest in on_tensor_parallel_ranks(2, asked_by):
