@@ -17,6 +17,7 @@ from benchmarks.paged_reference import (
     relative_error,
 )
 from tests.support.attention_steps import GivenSinks, layer_of, random_sinks
+from tests.support.exhaustive import exhaustively, seeds
 from worker_daemon.kernels.paged_attention import TritonAttention, paged_attention
 from worker_daemon.kernels.paged_decode import workspace_elements
 from worker_daemon.kernels.tiles import Tile
@@ -79,7 +80,7 @@ def check(
     assert torch.equal(out[batch.num_real_tokens :], torch.zeros_like(out[batch.num_real_tokens :]))
 
 
-@pytest.mark.parametrize(("group_size", "window"), [(1, 24), (4, 24), (7, None)])
+@pytest.mark.parametrize(("group_size", "window"), [(1, 24), exhaustively(4, 24), (7, None)])
 def test_mixed_batch_groups(group_size: int, window: int | None) -> None:
     lengths = MIXED if group_size == 4 else SHORTER
     check(build(Shape(2 * group_size, 2, 64), lengths, seed=group_size, num_padding=3), window)
@@ -87,7 +88,11 @@ def test_mixed_batch_groups(group_size: int, window: int | None) -> None:
 
 @pytest.mark.parametrize(
     ("head_dim", "block_size"),
-    [(8, 8), (8, 128), (64, 16), (80, 8), (80, 32), (96, 16), (128, 32), (256, 8), (256, 128)],
+    [
+        *((8, 8), (8, 128), (80, 8), (80, 32), (96, 16), (256, 8), (256, 128)),
+        exhaustively(64, 16),
+        exhaustively(128, 32),
+    ],
 )
 def test_head_dims_and_block_sizes(head_dim: int, block_size: int) -> None:
     shape = Shape(4, 2, head_dim, block_size)
@@ -95,7 +100,9 @@ def test_head_dims_and_block_sizes(head_dim: int, block_size: int) -> None:
     check(build(shape, [(1, 40), (1, 129)], seed=head_dim - block_size), None)
 
 
-@pytest.mark.parametrize(("window", "num_splits"), [(None, 1), (1, 3), (16, 9), (100, 9)])
+@pytest.mark.parametrize(
+    ("window", "num_splits"), [(None, 1), (1, 3), exhaustively(16, 9), (100, 9)]
+)
 def test_decode_splits(window: int | None, num_splits: int) -> None:
     batch = build(Shape(4, 2, 64), DECODES, seed=num_splits, num_padding=2)
     check(batch, window, num_splits=num_splits)
@@ -112,7 +119,9 @@ def test_capped_scores_and_sinks_of_mixed_batches(
 
 
 @OPTIONS
-@pytest.mark.parametrize(("window", "num_splits"), [(None, 1), (1, 3), (16, 9), (None, 24)])
+@pytest.mark.parametrize(
+    ("window", "num_splits"), [(None, 1), (1, 3), (16, 9), exhaustively(None, 24)]
+)
 def test_capped_scores_and_sinks_of_split_decodes(
     window: int | None, num_splits: int, logit_softcap: float | None, has_sinks: bool
 ) -> None:
@@ -128,7 +137,7 @@ def test_sinks_in_fp16() -> None:
         check(batch, 31, logit_softcap=3.0, has_sinks=True)
 
 
-@pytest.mark.parametrize("value", [-100.0, 0.0, 80.0, float("-inf")])
+@pytest.mark.parametrize("value", [*map(exhaustively, [-100.0, 0.0]), 80.0, float("-inf")])
 def test_sinks_of_any_size(value: float) -> None:
     for lengths in (SHORTER, DECODES):
         batch = build(Shape(4, 2, 64), lengths, seed=14, num_padding=1)
@@ -158,7 +167,7 @@ def test_batch_of_padding_only() -> None:
     assert torch.equal(attend(batch, None), torch.zeros(batch.q.shape))
 
 
-@pytest.mark.parametrize("num_padding", [0, 40])
+@pytest.mark.parametrize("num_padding", [exhaustively(0), 40])
 def test_callers_workspace_is_used(num_padding: int) -> None:
     """Padding, of which a step with long prompts may have much, needs none of it."""
     batch = build(Shape(4, 2, 80), DECODES, seed=5, num_padding=num_padding)
@@ -177,13 +186,15 @@ def test_runs_are_bit_equal_whatever_the_rest_of_the_cache_holds() -> None:
     assert torch.equal(first, attend(other, None, num_splits=3))
 
 
-@pytest.mark.parametrize("tile", [Tile(16, 16, 4, 1), Tile(64, 32, 4, 3), Tile(256, 128, 8, 3)])
+@pytest.mark.parametrize(
+    "tile", [exhaustively(Tile(16, 16, 4, 1)), Tile(64, 32, 4, 3), Tile(256, 128, 8, 3)]
+)
 def test_any_tile_gives_the_same(tile: Tile) -> None:
     check(build(Shape(8, 2, 64), SHORTER, seed=7), None, tile=tile)
     check(build(Shape(8, 2, 64), DECODES, seed=8), 40, tile=tile)
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", seeds(2, of=3))
 def test_random_batches(seed: int) -> None:
     rng = random.Random(seed)
     num_kv_heads = rng.choice([1, 2, 3])
@@ -222,7 +233,7 @@ def test_blocks_behind_the_window_are_not_seen(lengths: list[tuple[int, int]]) -
     assert relative_error(out, expected) < BOUNDS[torch.float32]
 
 
-@pytest.mark.parametrize("lengths", [SHORTER, DECODES, DECODES[:1]])
+@pytest.mark.parametrize("lengths", [SHORTER, DECODES, exhaustively(DECODES[:1])])
 @pytest.mark.parametrize("window", [None, 31])
 def test_the_backend_attends(lengths: list[tuple[int, int]], window: int | None) -> None:
     batch = build(Shape(8, 2, 64), lengths, seed=9, num_padding=4)

@@ -10,6 +10,7 @@ from functools import partial
 import pytest
 import torch
 
+from tests.support.exhaustive import exhaustively
 from tests.support.expert_checks import (
     check_loads,
     check_normed_routing,
@@ -68,7 +69,7 @@ def test_many_rows_are_routed_alike() -> None:
 
 
 @pytest.mark.parametrize(("shape", "num_tokens"), [
-    ((1, 8), 1), ((1, 8), 0), ((6, 60), 4), ((3, 128), 3), ((515, 6), 514)
+    ((1, 8), 1), ((1, 8), 0), ((6, 60), 4), ((3, 128), 3), exhaustively((515, 6), 514)
 ], ids=str)  # fmt: skip
 @pytest.mark.parametrize("top_k", [1, 4, 6])
 def test_loads(shape: tuple[int, int], num_tokens: int, top_k: int) -> None:
@@ -176,15 +177,15 @@ def test_all_rows_to_one_expert(tiles: ExpertTiles, num_tokens: int) -> None:
 
 
 @pytest.mark.parametrize("num_tokens", [1, 9])
-@pytest.mark.parametrize(("first", "count"), [(0, 2), (2, 5), (6, 1)])
+@pytest.mark.parametrize(("first", "count"), [exhaustively(0, 2), (2, 5), (6, 1)])
 def test_a_rank_with_some_of_the_experts(num_tokens: int, first: int, count: int) -> None:
     x = torch.randn(num_tokens, 32).half()
     matrices = draw_matrices(count, 32, 48, torch.float16, "cpu", first)
     check_products(OPS.multiply, x, draw_routed(num_tokens, 3, 8, "cpu"), matrices)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize(("hidden", "inner"), [(64, 32), (40, 24)])
+@pytest.mark.parametrize("dtype", [exhaustively(torch.float16), torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("hidden", "inner"), [exhaustively(64, 32), (40, 24)])
 def test_one_row(dtype: torch.dtype, hidden: int, inner: int) -> None:
     tile = RowTile(block_o=4, block_i=32, num_warps=4)
     multiply = partial(multiply_row, gate_up_tile=tile, down_tile=tile, pdl=False)
@@ -213,7 +214,8 @@ def test_chosen_tiles(dtype: torch.dtype, num_tokens: int) -> None:
 
 @pytest.mark.parametrize("form", ["row", "block"])
 @pytest.mark.parametrize(
-    ("num_tokens", "dtype"), [(1, torch.float16), (6, torch.float16), (2, torch.float32)]
+    ("num_tokens", "dtype"),
+    [exhaustively(1, torch.float16), (6, torch.float16), (2, torch.float32)],
 )
 def test_weights_in_fp8(form: str, num_tokens: int, dtype: torch.dtype) -> None:
     sizes = (256, 128) if form == "block" else (48, 40)

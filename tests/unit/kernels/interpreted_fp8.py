@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tests.support.adapter_products import draw
+from tests.support.exhaustive import exhaustively
 from tests.support.fp8_products import block_rounded, draw_matrix, expected_product
 from worker_daemon.contracts.layer_ops import (
     Activation,
@@ -62,7 +63,8 @@ def check(y: torch.Tensor, expected: torch.Tensor) -> None:
 @pytest.mark.parametrize("has_bias", [False, True], ids=["plain", "bias"])
 @pytest.mark.parametrize("scales", ["row", "block"])
 @pytest.mark.parametrize(
-    ("num_rows", "num_outputs", "num_inputs"), [(1, 96, 256), (5, 37, 200), (17, 300, 384)]
+    ("num_rows", "num_outputs", "num_inputs"),
+    [(1, 96, 256), (5, 37, 200), exhaustively(17, 300, 384)],
 )
 @pytest.mark.parametrize(
     "tile",
@@ -94,7 +96,7 @@ def test_many_rows_dequantize(dtype: torch.dtype, scales: str) -> None:
 
 
 @pytest.mark.parametrize("scales", ["row", "block"])
-@pytest.mark.parametrize("shape", [(150, 200), (3, 1100), (9, 40)])
+@pytest.mark.parametrize("shape", [(150, 200), exhaustively(3, 1100), (9, 40)])
 def test_dequantized_weights_have_the_bits_of_torch(shape: tuple[int, int], scales: str) -> None:
     matrix = draw_matrix(*shape, scales, CPU)
     for dtype in (torch.float16, torch.float32):
@@ -193,7 +195,7 @@ def test_one_term(num_columns: int) -> None:
     assert_rounded(values, wanted)
 
 
-@pytest.mark.parametrize("num_columns", [64, 384, 4200, pytest.param(17000, marks=EXHAUSTIVE)])
+@pytest.mark.parametrize("num_columns", [64, 384, *map(exhaustively, [4200, 17000])])
 def test_one_term_with_scales_of_blocks(num_columns: int) -> None:
     x = draw_rows(4, num_columns) * torch.logspace(-3, 3, 4).half().unsqueeze(1)
     x[1] = 0
@@ -221,7 +223,7 @@ def test_rows_by_the_largest_given_scale() -> None:
 @pytest.mark.parametrize(
     "form", [SPLIT_ROWS, RowForm(1, None), RowForm(1, torch.tensor([0.02])), BLOCK_SCALED_ROWS]
 )
-@pytest.mark.parametrize("num_columns", [64, 100, 384])
+@pytest.mark.parametrize("num_columns", [exhaustively(64), 100, 384])
 def test_fused_rows_have_the_bits_of_two_operations(num_columns: int, form: RowForm) -> None:
     plain = TritonOps(CPU)
     part, residual = draw_rows(2, 8, num_columns)

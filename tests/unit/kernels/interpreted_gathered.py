@@ -18,6 +18,7 @@ from benchmarks.paged_reference import (
     relative_error,
 )
 from tests.support.attention_steps import layer_of, random_sinks
+from tests.support.exhaustive import exhaustively
 from tests.support.fp8_caches import in_fp8, random_scales, store
 from worker_daemon.contracts.attention import KeyRange
 from worker_daemon.kernels.gathered_prefill import TritonGathered, gathered_attention
@@ -50,7 +51,7 @@ def check(batch: PagedBatch, window: int | None, tile: Tile, **options: object) 
 
 
 @pytest.mark.parametrize("tile", TILES)
-@pytest.mark.parametrize("window", [None, 1, 5, 16, 33, 1000])
+@pytest.mark.parametrize("window", [None, 1, *map(exhaustively, [5, 16]), 33, 1000])
 def test_windows_and_tiles(window: int | None, tile: Tile) -> None:
     for lengths in [(37, 37), (1, 40), (50, 101), (17, 64), (64, 128)]:
         check(build(Shape(4, 2, 16), [lengths]), window, tile)

@@ -7,6 +7,7 @@ import torch
 
 from benchmarks.layer_reference import Heads, make_projected, rotated
 from benchmarks.paged_reference import relative_error
+from tests.support.exhaustive import exhaustively
 from tests.support.layer_checks import (
     BOUNDS,
     check_activation,
@@ -34,7 +35,10 @@ ACTIVATIONS = pytest.mark.parametrize("activation", get_args(Activation))
 
 
 @DTYPES
-@pytest.mark.parametrize(("num_rows", "size"), [(3, 64), (2, 1024), (5, 72), (1, 5120), (2, 16384)])
+@pytest.mark.parametrize(
+    ("num_rows", "size"),
+    [(3, 64), exhaustively(2, 1024), (5, 72), exhaustively(1, 5120), (2, 16384)],
+)
 @OFFSETS
 def test_norms(dtype: torch.dtype, num_rows: int, size: int, weight_offset: float) -> None:
     check_norms(
@@ -86,7 +90,7 @@ def test_products(
 @pytest.mark.parametrize("is_normed", [False, True])
 @pytest.mark.parametrize(
     ("num_q_heads", "num_kv_heads", "head_dim", "block_size"),
-    [(4, 2, 8, 8), (6, 3, 80, 16), (16, 2, 128, 16), (7, 1, 24, 32), (2, 2, 256, 4)],
+    [(4, 2, 8, 8), (6, 3, 80, 16), exhaustively(16, 2, 128, 16), (7, 1, 24, 32), (2, 2, 256, 4)],
 )
 def test_projection(
     dtype: torch.dtype,

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from benchmarks.paged_reference import Shape, make_batch, relative_error
+from tests.support.exhaustive import exhaustively
 from tests.support.rotated_decodes import (
     BOUNDS,
     RotatedDecode,
@@ -42,14 +43,18 @@ def build(
 @pytest.mark.parametrize("is_normed", [False, True])
 @pytest.mark.parametrize(
     ("num_q_heads", "num_kv_heads", "head_dim"),
-    [(2, 2, 64), (4, 1, 128), (7, 1, 32), (16, 1, 64), (2, 1, 80), (4, 2, 8), (2, 1, 256)],
+    [
+        *((2, 2, 64), (7, 1, 32), (16, 1, 64), (4, 2, 8), (2, 1, 256)),
+        exhaustively(4, 1, 128),
+        exhaustively(2, 1, 80),
+    ],
 )
 def test_head_shapes(is_normed: bool, num_q_heads: int, num_kv_heads: int, head_dim: int) -> None:
     shape = Shape(num_q_heads, num_kv_heads, head_dim)
     check_fused(build(shape, [1, 33], head_dim, is_normed=is_normed), None)
 
 
-@pytest.mark.parametrize("head_dim", [32, 80])
+@pytest.mark.parametrize("head_dim", [32, exhaustively(80)])
 def test_norms_with_an_offset(head_dim: int) -> None:
     shape = Shape(4, 2, head_dim)
     step = make_decode(
@@ -60,7 +65,12 @@ def test_norms_with_an_offset(head_dim: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("window", "num_splits"), [(None, 1), (1, 1), (2, 1), (16, 1), (None, 4), (1, 3), (100, 4)]
+    ("window", "num_splits"),
+    [
+        *((None, 1), (1, 1), (16, 1), (1, 3), (100, 4)),
+        exhaustively(2, 1),
+        exhaustively(None, 4),
+    ],
 )
 def test_splits_and_windows(window: int | None, num_splits: int) -> None:
     step = build(Shape(2, 1, 32), SEQ_LENS, 10 * num_splits + (window or 0), is_normed=True)
@@ -69,7 +79,13 @@ def test_splits_and_windows(window: int | None, num_splits: int) -> None:
 
 ROTATIONS = pytest.mark.parametrize(
     ("head_dim", "rotary_dim", "interleaved"),
-    [(128, 96, False), (80, 2, False), (128, 64, True), (80, 80, True), (8, 2, True)],
+    [
+        (128, 96, False),
+        exhaustively(80, 2, False),
+        exhaustively(128, 64, True),
+        (80, 80, True),
+        (8, 2, True),
+    ],
 )
 
 
@@ -83,7 +99,8 @@ def test_other_rotations(
 
 
 @pytest.mark.parametrize(
-    ("window", "num_splits"), [(None, 1), (1, 1), (16, 1), (None, 4), (1, 3), (100, 9)]
+    ("window", "num_splits"),
+    [(None, 1), (1, 3), (100, 9), *(exhaustively(*case) for case in [(1, 1), (16, 1), (None, 4)])],
 )
 @pytest.mark.parametrize(("logit_softcap", "has_sinks"), [(1.5, False), (None, True), (5.0, True)])
 def test_capped_scores_and_sinks(
