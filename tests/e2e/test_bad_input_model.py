@@ -23,6 +23,7 @@ from rpc_schema.version import PROTOCOL_VERSION
 from rpc_schema.weight_transfer import DiskEngine, DiskSource
 from tests.support.checkpoints import DYNAMIC
 from tests.support.driving import assert_serves
+from tests.support.exhaustive import exhaustively
 from tests.support.faulty_daemon import INJECTED, Fault, FaultyDaemons
 from tests.support.quantized import compressed_config
 from tests.support.secured import ask
@@ -128,13 +129,13 @@ def broken_copy(sharded, model_root):
             ConfigError,
             ("architectures", "BertForMaskedLM", "LlamaForCausalLM"),
         ),
-        (set_fields(architectures=None), ConfigError, ("architectures",)),
+        exhaustively(set_fields(architectures=None), ConfigError, ("architectures",)),
         (set_fields(hidden_size="64"), ConfigError, ("hidden_size", "'64'", "integer")),
         (set_fields(num_hidden_layers=2.5), ConfigError, ("num_hidden_layers", "2.5")),
         (set_fields(vocab_size=True), ConfigError, ("vocab_size", "True")),
-        (set_fields(vocab_size=-1), ConfigError, ("vocab_size", "-1")),
-        (set_fields(rms_norm_eps="tiny"), ConfigError, ("rms_norm_eps", "tiny")),
-        (set_fields(rope_parameters=[1]), ConfigError, ("rope_parameters",)),
+        exhaustively(set_fields(vocab_size=-1), ConfigError, ("vocab_size", "-1")),
+        exhaustively(set_fields(rms_norm_eps="tiny"), ConfigError, ("rms_norm_eps", "tiny")),
+        exhaustively(set_fields(rope_parameters=[1]), ConfigError, ("rope_parameters",)),
         (set_fields(hidden_act="gelu"), ConfigError, ("hidden_act", "gelu")),
         (set_fields(intermediate_size=None), ConfigError, ("intermediate_size",)),
         (set_fields(intermediate_size=80), CheckpointError, ("model-", "80")),
@@ -198,7 +199,7 @@ def test_dtype_that_no_message_can_carry(daemons, checkpoint):
     [
         (2, 1, {"num_hidden_layers": 1}, {}, ("pipeline_parallel_size", "2", "at most 1")),
         (2, 1, {}, {"layer_partition": (1, 2)}, ("partition", "1, 2", "sum 4")),
-        (2, 1, {}, {"layer_partition": (4,)}, ("partition", "4", "2 positive counts")),
+        exhaustively(2, 1, {}, {"layer_partition": (4,)}, ("partition", "4", "2 positive counts")),
         (
             1,
             2,
@@ -206,7 +207,7 @@ def test_dtype_that_no_message_can_carry(daemons, checkpoint):
             {},
             ("tensor_parallel_size", "2", "num_attention_heads 3"),
         ),
-        (1, 2, {"intermediate_size": 97}, {}, ("tensor_parallel_size", "2", "97")),
+        exhaustively(1, 2, {"intermediate_size": 97}, {}, ("tensor_parallel_size", "2", "97")),
     ],
 )
 def test_shape_that_does_not_fit_the_model(

@@ -428,6 +428,7 @@ def test_shutdown_ends_daemons_in_order(directory, demo, model_options):
     assert not list(directory.glob("run/*"))
 
 
+@pytest.mark.exhaustive
 def test_sigterm_ends_a_loaded_daemon_in_order(directory, demo, model_options):
     endpoint = f"ipc://{directory}/w"
     process = start_daemon(

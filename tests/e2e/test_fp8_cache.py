@@ -78,7 +78,7 @@ def requests_for(reference):
     [
         ("LlamaForCausalLM", "none", (1, 1), {}),
         exhaustively("MistralForCausalLM", "layer", (2, 1), {"sliding_window": 13}),
-        ("Qwen2ForCausalLM", "heads", (1, 2), {}),
+        exhaustively("Qwen2ForCausalLM", "heads", (1, 2), {}),
         exhaustively("Qwen3ForCausalLM", "single", (1, 1), {"head_dim": 64}),
         ("LlamaForCausalLM", "heads", (1, 4), {"num_key_value_heads": 2}),
         ("Qwen3ForCausalLM", "projections", (2, 2), {"head_dim": 128}),
@@ -144,7 +144,8 @@ def test_the_same_memory_holds_twice_the_tokens(serve, make_reference):
     assert num_tokens["fp8"] == 2 * num_tokens["auto"]
 
 
-@pytest.mark.parametrize(("pp", "tp"), [exhaustively(1, 2), (2, 1)])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("pp", "tp"), [(1, 2), (2, 1)])
 def test_killed_drivers_cost_no_token(model_root, make_reference, pp, tp):
     reference = make_reference("Qwen3ForCausalLM", "heads")
     rng = random.Random(random.randrange(1 << 30))
@@ -256,7 +257,7 @@ def test_a_set_without_scales_gives_ones(model_root, make_reference):
             assert_greedy(generate(group, loaded, requests), reference, requests)
 
 
-@pytest.mark.parametrize("value", [0.0, float("nan")])
+@pytest.mark.parametrize("value", [0.0, exhaustively(float("nan"))])
 def test_a_scale_that_is_no_scale_is_refused(serve, make_reference, value):
     """The daemon goes on, and without FP8 the tensor is not read."""
     reference = make_reference("LlamaForCausalLM", "layer")

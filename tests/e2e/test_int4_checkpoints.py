@@ -62,7 +62,7 @@ def checksums(group):
 
 @pytest.mark.parametrize(
     ("scheme", "pp", "tp"),
-    [exhaustively(AWQ, 1, 1), (AWQ, 2, 2), (ORDERED, 2, 1), (PACKED, 1, 2)],
+    [(AWQ, 1, 1), exhaustively(AWQ, 2, 2), (ORDERED, 2, 1), (PACKED, 1, 2)],
     ids=str,
 )
 def test_greedy_tokens_equal_transformers(serve, quantized, scheme, pp, tp):
@@ -114,7 +114,7 @@ def save_daemons(model_root, tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    ("scheme", "tp"), [exhaustively(AWQ, 2), (ORDERED, 1), (PACKED, 2)], ids=str
+    ("scheme", "tp"), [exhaustively(AWQ, 2), exhaustively(ORDERED, 1), (PACKED, 2)], ids=str
 )
 def test_round_trip_of_a_saved_set(quantized, save_daemons, scheme, tp):
     daemons, save_root = save_daemons

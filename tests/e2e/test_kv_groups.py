@@ -41,8 +41,9 @@ CASES = [
     ("upper", 2, (4, 1), (1, 2, 3, 4, 5)),
 ]
 """Model, stages, their layers, and how many groups there may be."""
-PIPELINES = [exhaustively(*case) if case[1] == 1 else case for case in CASES]
-"""In `make test`, groups of two stages only."""
+USUAL = CASES[3]
+PIPELINES = [case if case is USUAL else exhaustively(*case) for case in CASES]
+"""In `make test`, two stages with layers of both kinds: others repeat parts of it."""
 
 
 class Holding:

@@ -18,6 +18,7 @@ from tests.support.command_line import (
     run_client,
     short_directory,
 )
+from tests.support.exhaustive import exhaustively
 from tests.support.waiting import PATIENCE_S, wait_until
 
 NUM_DAEMONS = 2
@@ -78,7 +79,7 @@ def nothing_is_left(directory: Path) -> bool:
 
 
 @pytest.mark.each_value
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, exhaustively(signal.SIGINT)])
 @pytest.mark.parametrize("moment", ["starting", "serving"])
 def test_killed_generate_leaves_nothing(generating, directory, number, moment):
     if moment == "starting":

@@ -91,7 +91,7 @@ def test_other_families(serve, checkpoint, architecture, shape, fields):
 @pytest.mark.parametrize(
     ("shape", "layers", "partition"),
     [
-        pytest.param((3, 1), 5, None, id="even-as-can-be"),
+        pytest.param((3, 1), 5, None, id="even-as-can-be", marks=pytest.mark.exhaustive),
         pytest.param((3, 1), 5, (1, 1, 3), id="explicit", marks=pytest.mark.exhaustive),
         pytest.param((2, 2), 4, (3, 1), id="explicit-2x2"),
         pytest.param((4, 1), 4, None, id="one-layer-a-stage", marks=pytest.mark.exhaustive),
@@ -111,7 +111,7 @@ def test_stages_of_different_sizes(serve, checkpoint, shape, layers, partition):
     ("architecture", "shape"),
     [
         exhaustively("LlamaForCausalLM", (1, 2)),
-        ("LlamaForCausalLM", (2, 2)),
+        exhaustively("LlamaForCausalLM", (2, 2)),
         exhaustively("LlamaForCausalLM", (1, 4)),
         ("Qwen2ForCausalLM", (1, 4)),
     ],

@@ -80,7 +80,8 @@ def test_preemption_in_the_middle(serve, reference, shape):
         assert sum(output.num_preemptions for output in run.outputs.values()) >= 3
 
 
-@pytest.mark.parametrize("shape", [exhaustively((3, 1)), (2, 2)])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("shape", [(3, 1), (2, 2)])
 def test_many_requests_of_different_lengths(serve, reference, shape):
     rng = np.random.default_rng(17)
     lengths = rng.integers(1, 60, 40).tolist()

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from tests.support.checkpoints import VOCAB_SIZE, prompts
+from tests.support.exhaustive import exhaustively
 from tests.support.serving import LONG_LEASE, generate, greedy_request, scheduler_limits
 from worker_client.driver import Driver
 from worker_client.scheduler import Scheduler
@@ -36,7 +37,7 @@ def make_requests():
     ]
 
 
-@pytest.mark.parametrize("shape", [(1, 1), (2, 1), (1, 2)])
+@pytest.mark.parametrize("shape", [*map(exhaustively, [(1, 1), (2, 1)]), (1, 2)])
 def test_logprobs_equal_transformers(serve, reference, shape):
     requests = make_requests()
     with serve(reference.path, *shape) as (group, loaded):
@@ -57,7 +58,7 @@ def test_logprobs_equal_transformers(serve, reference, shape):
     assert min(ranks) == 1
 
 
-@pytest.mark.parametrize("shape", [(1, 1), (2, 1), (1, 2)])
+@pytest.mark.parametrize("shape", [exhaustively((1, 1)), (2, 1), exhaustively((1, 2))])
 def test_logprobs_of_prompts_and_of_named_tokens(serve, reference, shape):
     """In chunks, with prefixes cached by other requests, and with preemption."""
     rng = np.random.default_rng()

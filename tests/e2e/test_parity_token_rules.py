@@ -75,6 +75,7 @@ def test_tokens_are_those_of_transformers(serve, reference, greedy, shape):
     assert sum(output.num_preemptions for output in run.outputs.values()) > 0
 
 
+@pytest.mark.exhaustive
 def test_failed_steps_and_another_driver_change_no_token(model_root, tmp_path, reference, greedy):
     requests, expected = zip(*greedy, strict=True)
     config = worker_config(reference.path, 2, **SIZES)

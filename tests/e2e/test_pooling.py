@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from tests.support.checkpoints import edit_config, prompts
 from tests.support.command_line import run_client, short_directory
 from tests.support.doomed_driver import NUM_GPU_BLOCKS, Death
+from tests.support.exhaustive import exhaustively
 from tests.support.killed_driver import DriverNursery, Plan, begin
 from tests.support.pooling_reference import (
     embedding,
@@ -51,7 +52,7 @@ def make_prompts(seed, lengths=LENGTHS):
     return [np.maximum(prompt, 5) for prompt in prompts(seed, lengths)]
 
 
-@pytest.mark.parametrize("shape", [(1, 1), (2, 1), (1, 2)])
+@pytest.mark.parametrize("shape", [exhaustively((1, 1)), (2, 1), (1, 2)])
 def test_embeddings_share_steps_with_generation(serve, checkpoint, shape):
     reference = checkpoint("Qwen3ForCausalLM", seed=3)
     texts = make_prompts(1)
@@ -122,7 +123,7 @@ def test_preempted_requests_begin_again(serve, checkpoint):
             np.testing.assert_allclose(output.pooled, embedding(expected), **CLOSE)
 
 
-@pytest.mark.parametrize("family", ["Llama", "Mistral", "Qwen2", "Qwen3"])
+@pytest.mark.parametrize("family", ["Llama", *map(exhaustively, ["Mistral", "Qwen2"]), "Qwen3"])
 def test_classifiers_of_decoders(serve, checkpoint, family):
     texts = make_prompts(4)
     whole = checkpoint(f"{family}ForSequenceClassification", num_labels=3, pad_token_id=None)
@@ -204,7 +205,7 @@ def test_scores_of_cross_encoders(serve, checkpoint, labels, config, saved_with)
         np.testing.assert_allclose(run.outputs[f"{index}"].pooled, scores_of_pair, **CLOSE)
 
 
-@pytest.mark.parametrize("shape", [(1, 1), (2, 2)])
+@pytest.mark.parametrize("shape", [exhaustively((1, 1)), (2, 2)])
 def test_pairs_of_texts_have_token_types(serve, checkpoint, shape):
     reference = checkpoint("BertForSequenceClassification", num_labels=1, seed=4)
     write_tokenizer(reference.path, "Bert")

@@ -56,7 +56,7 @@ SIZES = {"max_num_batched_tokens": 16, "max_num_seqs": 16, "max_model_len": 72}
     [
         exhaustively("LlamaForCausalLM", 1, 1),
         ("Qwen3ForCausalLM", 2, 1),
-        ("LlamaForCausalLM", 1, 2),
+        exhaustively("LlamaForCausalLM", 1, 2),
     ],
 )
 def test_embedded_prompts_are_served_beside_others(serve, checkpoint, architecture, pp, tp):

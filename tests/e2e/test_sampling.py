@@ -45,7 +45,7 @@ def alone(serve, reference):
     return tokens
 
 
-@pytest.mark.parametrize("shape", [(1, 1), *map(exhaustively, [(2, 1), (1, 2)]), (3, 1), (2, 2)])
+@pytest.mark.parametrize("shape", [*map(exhaustively, [(1, 1), (2, 1), (1, 2), (3, 1)]), (2, 2)])
 def test_seeded_tokens_are_the_same_everywhere(serve, reference, alone, shape):
     company = [
         greedy_request(
@@ -86,7 +86,7 @@ def ending(reference):
     return prompt, tokens, [tokens[i] for i in fresh[:2]]
 
 
-@pytest.mark.parametrize("shape", [exhaustively((1, 1)), (2, 1), (1, 2)])
+@pytest.mark.parametrize("shape", [exhaustively((1, 1)), (2, 1), exhaustively((1, 2))])
 def test_ends(serve, reference, ending, shape):
     prompt, tokens, (stop, later) = ending
     requests = {

@@ -150,7 +150,8 @@ def nursery():
     nursery.close()
 
 
-@pytest.mark.parametrize("pp", [exhaustively(1), 2])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("pp", [1, 2])
 def test_killed_driver_costs_no_token(daemons, model, sampling, nursery, pp):
     """The next one has the grammars from the daemons, and its matchers from the tokens, some of
     which were not sampled."""
@@ -183,6 +184,7 @@ def _fields(plan):
     return {name: getattr(plan, name) for name in plan.__struct_fields__}
 
 
+@pytest.mark.exhaustive
 def test_failed_steps_cost_no_token(model, grammars, sampling, model_root, tmp_path):
     """Also those that have deferred rows, and the sampling of these."""
     seed = random.randrange(1 << 30)
