@@ -117,7 +117,9 @@ def take_over(plan):
         return serving.adopted, tokens_of(serving), list(loaded.seconds)
 
 
-@pytest.mark.parametrize(("pp", "tp", "num_points"), [(1, 2, 1), exhaustively(1, 1, 2), (2, 1, 3)])
+@pytest.mark.parametrize(
+    ("pp", "tp", "num_points"), [(1, 2, 1), exhaustively(1, 1, 2), exhaustively(2, 1, 3)]
+)
 def test_drivers_killed_one_after_the_other_cost_no_token(make_plan, nursery, pp, tp, num_points):
     """Each dies at a step that only some of the ranks got, with or without waiting for them."""
     seed = random.randrange(1 << 30)
@@ -166,7 +168,7 @@ def test_adopting_driver_that_dies_in_its_first_step_costs_no_kv(make_plan, nurs
         assert kept[request.req_id] >= request.num_computed_tokens, (seed, request.req_id)
 
 
-@pytest.mark.parametrize("scheduler", ["reference", "random"])
+@pytest.mark.parametrize("scheduler", ["reference", exhaustively("random")])
 def test_driver_killed_from_outside_costs_no_token(make_plan, nursery, scheduler):
     seed = random.randrange(1 << 30)
     rng = random.Random(seed)

@@ -12,7 +12,6 @@ from rpc_schema.config import WorkerConfig
 from rpc_schema.lifecycle import Status
 from tests.support.doomed_driver import Death, DriverNursery, Plan, read_report, start
 from tests.support.driving import Cases, random_cases
-from tests.support.exhaustive import exhaustively
 from tests.support.serving import LONG_LEASE, connect, generate, worker_config
 from tests.support.stopping import stop_process
 from tests.support.waiting import PATIENCE_S
@@ -108,7 +107,8 @@ def test_stopped_driver_wakes_up_fenced(loaded_daemons, checkpoint):
             assert generate(group, loaded, cases.requests).tokens == cases.expected
 
 
-@pytest.mark.parametrize(("pp", "tp"), [(2, 1), exhaustively(1, 2)])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("pp", "tp"), [(2, 1), (1, 2)])
 def test_driver_killed_between_two_ranks(loaded_daemons, nursery, checkpoint, pp, tp):
     """Each driver proves that the one before it left nothing wrong behind, then dies too."""
     cases = random_cases(checkpoint(), seed=42, count=3, max_tokens=10)

@@ -89,10 +89,10 @@ def drop_call(group: WorkerGroup, rank: int, number: int) -> SimpleNamespace:
 @pytest.mark.parametrize(
     ("pp", "tp", "rank", "where", "calls_before"),
     [
-        (1, 1, 0, "forward", 0),
+        exhaustively(1, 1, 0, "forward", 0),
         exhaustively(1, 1, 0, "argmax_tokens", 9),
         exhaustively(2, 1, 0, "forward", 0),
-        (2, 1, 0, "forward", 7),
+        exhaustively(2, 1, 0, "forward", 7),
         exhaustively(2, 1, 1, "forward", 0),
         exhaustively(2, 1, 1, "forward", 8),
         (2, 1, 1, "argmax_tokens", 5),
@@ -101,7 +101,7 @@ def drop_call(group: WorkerGroup, rank: int, number: int) -> SimpleNamespace:
         # Before the runner has the step: it settles nothing, and the others are in it.
         (1, 1, 0, "execute_model", 5),
         exhaustively(2, 1, 0, "execute_model", 4),
-        (2, 1, 1, "execute_model", 7),
+        exhaustively(2, 1, 1, "execute_model", 7),
         exhaustively(1, 2, 0, "execute_model", 7),
         exhaustively(1, 2, 1, "execute_model", 6),
     ],

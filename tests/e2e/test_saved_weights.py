@@ -170,6 +170,7 @@ def test_save_that_one_rank_cannot_share_leaves_nothing_on_any(
         assert_greedy(generate(group, loaded, requests), model, requests)
 
 
+@pytest.mark.exhaustive
 def test_daemon_killed_before_the_end_of_a_save_leaves_the_old_set(model_root, model, tmp_path):
     """Rank 1 dies between the two halves: the set stays as it was, and the next save cleans up."""
     root = tmp_path / "root"

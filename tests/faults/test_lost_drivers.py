@@ -161,7 +161,7 @@ def test_group_of_which_one_rank_is_cut_off_stays_with_its_driver(
         other.stop()
 
 
-@pytest.mark.parametrize("kind", ["ipc", "tcp"])
+@pytest.mark.parametrize("kind", [exhaustively("ipc"), "tcp"])
 def test_daemon_that_is_stopped_for_two_seconds_keeps_its_driver(
     directory: Path, kind: str
 ) -> None:
@@ -201,7 +201,7 @@ def secured(directory: Path, kind: str) -> tuple[KeyRing, SecuredDaemon]:
 
 
 @pytest.mark.parametrize("num_drivers", [5, exhaustively(20)])
-@pytest.mark.parametrize("kind", ["ipc", "ipc without keys", "tcp"])
+@pytest.mark.parametrize("kind", ["ipc", exhaustively("ipc without keys"), "tcp"])
 def test_killed_driver_s_group_is_taken_at_once(
     daemon: DaemonProcess, directory: Path, detection: Callable, kind: str, num_drivers: int
 ) -> None:

@@ -241,6 +241,7 @@ def test_daemon_of_a_launcher_leaves_the_other_one_s_epoch_and_stacks(directory)
     second.leave()
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("name", ["w0", "w0.results", "w0.lock"])
 @pytest.mark.parametrize("make", [Path.mkdir, os.mkfifo, Path.touch])
 def test_what_is_in_the_place_of_our_files_is_named_and_left(directory, name, make):

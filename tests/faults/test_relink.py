@@ -95,7 +95,7 @@ def loads(status, epoch: int) -> list[str]:
 @pytest.mark.parametrize(
     ("pp", "tp", "rank"),
     [
-        (2, 1, 0),
+        pytest.param(2, 1, 0, marks=pytest.mark.exhaustive),
         (1, 2, 1),
         pytest.param(2, 1, 1, marks=pytest.mark.exhaustive),
         pytest.param(1, 2, 0, marks=pytest.mark.exhaustive),
@@ -132,6 +132,7 @@ def test_embeddings_are_sent_again_to_a_replaced_rank(pair, config, checkpoint):
         assert [status.upload_bytes for status in group.get_status()] == [0, 0]
 
 
+@pytest.mark.exhaustive
 def test_survivor_of_killed_ranks_keeps_no_communicator(pair, config, cases):
     """A failed step leaks neither threads nor descriptors."""
     with connect(pair.endpoints, config(2)) as (group, loaded):

@@ -84,7 +84,7 @@ STATES = {
     "reset": (lambda group: group.reset("MODEL_LOADED"), nothing, ("awake", "awake")),
     "reset to nothing": (lambda group: group.reset("CREATED"), nothing, ("awake", "awake")),
 }
-DEFAULT = ("asleep at level 1", "asleep at level 2", "reset")
+DEFAULT = ("asleep at level 2", "reset")
 
 
 @pytest.mark.parametrize(

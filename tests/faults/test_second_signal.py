@@ -108,7 +108,11 @@ LONG = pytest.mark.exhaustive
 
 @pytest.mark.parametrize(
     "where",
-    [pytest.param("make_worker", marks=LONG), "load_model", "publish_heartbeat"],
+    [
+        pytest.param("make_worker", marks=LONG),
+        "load_model",
+        pytest.param("publish_heartbeat", marks=LONG),
+    ],
 )
 def test_lock_held_before_the_first_signal(daemons, end_by_two, where):
     if where == "load_model":

@@ -4,6 +4,7 @@ group accept no strangers after the rendezvous, and no number of connections end
 import pytest
 
 from tests.support.driving import random_cases
+from tests.support.exhaustive import exhaustively
 from tests.support.serving import connect, generate, worker_config
 from tests.support.strangers import flood, gets_in, listening, num_descriptors
 
@@ -29,7 +30,7 @@ def test_single_daemon_listens_nowhere(pair, checkpoint, cases):
         assert listening(pair.processes[0].pid) == []
 
 
-@pytest.mark.parametrize(("pp", "tp"), [(2, 1), (1, 2)])
+@pytest.mark.parametrize(("pp", "tp"), [(2, 1), exhaustively(1, 2)])
 def test_ranks_that_have_met_let_nobody_in(pair, checkpoint, cases, pp, tp):
     with connect(pair.endpoints, worker_config(checkpoint().path, pp, tp)) as (group, loaded):
         assert generate(group, loaded, cases.requests).tokens == cases.expected
