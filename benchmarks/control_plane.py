@@ -46,10 +46,11 @@ from rpc_schema.step import ExecuteModel, ModelRunnerOutput
 from worker_client.scheduler_output import NewRequest, SchedulerOutput
 from worker_client.steps.slots import SlotTable
 from worker_client.steps.step_checks import GroupLimits
+from worker_client.wire.endpoint import new_driver_id, parse_endpoint
 from worker_client.wire.keys import NO_KEYS, Keys
 from worker_client.wire.lease import LeaseKeeper, LeaseTerms
 from worker_client.wire.liveness import Watch
-from worker_client.wire.transport import ResultsChannel, new_driver_id, parse_endpoint
+from worker_client.wire.transport import ResultsChannel
 from worker_client.wire.worker_client import WorkerClient
 from worker_daemon.server.auth.keygen import make_key_files
 from worker_daemon.server.auth.security import SLOW_CIPHER_MB_S, cipher_mb_s

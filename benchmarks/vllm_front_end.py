@@ -51,16 +51,14 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from benchmarks.poisson import JsonFigure, Latencies, TokenClock, figures, serve
 from benchmarks.workloads import TimedRequest
 from rpc_schema.config import ParallelConfig
-from rpc_schema.errors import (
-    WorkerDaemonError,
-)
+from rpc_schema.errors import WorkerDaemonError
 from worker_client.driver import Driver
 from worker_client.driver_parts.registry import DriverOptions
 from worker_client.launcher import LocalDaemons
 from worker_client.requests import GenerationRequest
 from worker_client.scheduler import Scheduler, SchedulerLimits, scheduler_limits
 from worker_client.vllm.settings import ENDPOINTS_VARIABLE
-from worker_client.wire.transport import new_driver_id, parse_endpoint
+from worker_client.wire.endpoint import new_driver_id, parse_endpoint
 from worker_client.wire.worker_client import AskingClient
 from worker_client.worker_group import WorkerGroup
 

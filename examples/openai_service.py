@@ -47,7 +47,7 @@ from worker_client.inputs.text_stream import StreamedText
 from worker_client.inputs.tokenizer import load_tokenizer
 from worker_client.requests import GenerationRequest, forked
 from worker_client.scheduler import RequestOutput, Scheduler, scheduler_limits
-from worker_client.wire.transport import new_driver_id, parse_endpoint
+from worker_client.wire.endpoint import new_driver_id, parse_endpoint
 from worker_client.wire.worker_client import AskingClient
 from worker_client.worker_group import WorkerGroup
 

@@ -4,38 +4,31 @@ A message is one msgpack frame, then raw little-endian array frames. Each direct
 union and one decoder.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, Final, TypeAlias, TypeVar, Union, get_args
 
 import msgspec
 
 from rpc_schema import lifecycle as lc
 from rpc_schema import trace
-from rpc_schema.base import Answered, ControlReply, StepReply, Unsigned
-from rpc_schema.error_replies import ControlErrorReply, ErrorReply
-from rpc_schema.errors import BadFrameError, TooLargeError
-from rpc_schema.operations import (
-    CONTROL_OPERATIONS,
-    STEP_OPERATIONS,
-    ControlOperation,
-    StepOperation,
-)
+from rpc_schema.base import StepReply, Unsigned
+from rpc_schema.control import ControlOperations
+from rpc_schema.control import ControlReplyMessage as ControlReplyMessage
+from rpc_schema.error_replies import ErrorReply
+from rpc_schema.frames import CURVE_BYTES as CURVE_BYTES
+from rpc_schema.frames import MAX_CONTROL_BYTES as MAX_CONTROL_BYTES
+from rpc_schema.frames import MAX_FRAMES as MAX_FRAMES
+from rpc_schema.frames import MAX_STEP_BYTES as MAX_STEP_BYTES
+from rpc_schema.frames import Frame as Frame
+from rpc_schema.frames import decode_frame, encode_frames
+from rpc_schema.frames import encode_control as encode_control
+from rpc_schema.operations import CONTROL_OPERATIONS, STEP_OPERATIONS
 from rpc_schema.operations import ControlMessage as ControlMessage
 from rpc_schema.operations import StepMessage as StepMessage
 
-MAX_FRAMES = 16
-MAX_STEP_BYTES = 16 << 20
-MAX_CONTROL_BYTES = 1 << 20
-CURVE_BYTES = 33
-"""Growth of an encrypted frame (ZeroMQ RFC 26: name 8, nonce 8, flags 1, code 16). A receiver's
-bound applies to the encrypted frame."""
-
-MessageT = TypeVar("MessageT")
-Frame: TypeAlias = bytes | memoryview | bytearray
 FrameT = TypeVar("FrameT", bound=bytes | memoryview | bytearray)
 
 StepReplyMessage: TypeAlias = StepReply
-ControlReplyMessage: TypeAlias = ControlReply | lc.HelloReply
 EventMessage: TypeAlias = (
     lc.Heartbeat | lc.StateChanged | lc.Hung | lc.Slow | trace.DriverStepsWanted
 )
@@ -50,12 +43,6 @@ class StepHead(msgspec.Struct, array_like=True, frozen=True, gc=False):
     seq: Unsigned
 
 
-def _unique(
-    rows: Mapping[type[Any], StepOperation[Any] | ControlOperation[Any]],
-) -> tuple[type[Any], ...]:
-    return tuple(dict.fromkeys(row.reply for row in rows.values()))
-
-
 def _decoder(messages: tuple[type[Any], ...]) -> "msgspec.msgpack.Decoder[Any]":
     """Return the decoder of one closed union. The union comes from the table, so a request without
     a row is unknown."""
@@ -63,18 +50,21 @@ def _decoder(messages: tuple[type[Any], ...]) -> "msgspec.msgpack.Decoder[Any]":
 
 
 STEP_REQUESTS: Final = tuple(STEP_OPERATIONS)
-STEP_REPLIES: Final[tuple[type[Any], ...]] = (ErrorReply, lc.Attached, *_unique(STEP_OPERATIONS))
+STEP_REPLIES: Final[tuple[type[Any], ...]] = (
+    ErrorReply,
+    lc.Attached,
+    *dict.fromkeys(row.reply for row in STEP_OPERATIONS.values()),
+)
 CONTROL_REQUESTS: Final = tuple(CONTROL_OPERATIONS)
-CONTROL_REPLIES: Final[tuple[type[Any], ...]] = (ControlErrorReply, *_unique(CONTROL_OPERATIONS))
+DRIVER_OPERATIONS: Final = ControlOperations(CONTROL_OPERATIONS.values())
+CONTROL_REPLIES: Final = DRIVER_OPERATIONS.replies
 EVENTS: Final = get_args(EventMessage)
 """Messages of each direction."""
 
-_ENCODER = msgspec.msgpack.Encoder()
 _STEP: msgspec.msgpack.Decoder[StepMessage] = _decoder(STEP_REQUESTS)
 _STEP_HEAD: msgspec.msgpack.Decoder[StepHead] = msgspec.msgpack.Decoder(StepHead)
 _STEP_REPLY: msgspec.msgpack.Decoder[StepReplyMessage] = _decoder(STEP_REPLIES)
 _CONTROL: msgspec.msgpack.Decoder[ControlMessage] = _decoder(CONTROL_REQUESTS)
-_CONTROL_REPLY: msgspec.msgpack.Decoder[ControlReplyMessage] = _decoder(CONTROL_REPLIES)
 _EVENT: msgspec.msgpack.Decoder[EventMessage] = msgspec.msgpack.Decoder(EventMessage)
 
 
@@ -86,20 +76,7 @@ def encode_step(
     Raises:
         TooLargeError: over MAX_FRAMES frames or MAX_STEP_BYTES bytes.
     """
-    frames: list[Frame] = [_ENCODER.encode(message), *arrays]
-    _check_bounds(frames, MAX_STEP_BYTES)
-    return frames
-
-
-def encode_control(message: Answered[Any] | ControlReplyMessage | EventMessage) -> bytes:
-    """Encode a control request, its reply, or an event: always one frame.
-
-    Raises:
-        TooLargeError: over MAX_CONTROL_BYTES bytes.
-    """
-    frame = _ENCODER.encode(message)
-    _check_bounds([frame], MAX_CONTROL_BYTES)
-    return frame
+    return encode_frames(message, arrays, MAX_STEP_BYTES)
 
 
 def decode_step(frames: Sequence[Frame]) -> StepMessage:
@@ -109,7 +86,7 @@ def decode_step(frames: Sequence[Frame]) -> StepMessage:
         BadFrameError: it does not decode into a known request with fields in their bounds.
         TooLargeError: over MAX_FRAMES frames or MAX_STEP_BYTES bytes.
     """
-    return _decode(_STEP, frames, MAX_STEP_BYTES)
+    return decode_frame(_STEP, frames, MAX_STEP_BYTES)
 
 
 def decode_step_head(frames: Sequence[Frame]) -> StepHead:
@@ -119,7 +96,7 @@ def decode_step_head(frames: Sequence[Frame]) -> StepHead:
     Raises:
         BadFrameError: frame 0 is not an array with this beginning.
     """
-    return _decode(_STEP_HEAD, frames, None)
+    return decode_frame(_STEP_HEAD, frames, None)
 
 
 def mark_replayed(frames: Sequence[Frame]) -> list[Frame]:
@@ -137,40 +114,19 @@ def split_replayed(frames: Sequence[FrameT]) -> tuple[bool, Sequence[FrameT]]:
 
 def decode_step_reply(frames: Sequence[Frame]) -> StepReplyMessage:
     """Decode frame 0 of a step reply. Raises as decode_step does."""
-    return _decode(_STEP_REPLY, frames, MAX_STEP_BYTES)
+    return decode_frame(_STEP_REPLY, frames, MAX_STEP_BYTES)
 
 
 def decode_control(frames: Sequence[Frame]) -> ControlMessage:
     """Decode a control request. Raises as decode_step does, with MAX_CONTROL_BYTES."""
-    return _decode(_CONTROL, frames, MAX_CONTROL_BYTES)
+    return decode_frame(_CONTROL, frames, MAX_CONTROL_BYTES)
 
 
 def decode_control_reply(frames: Sequence[Frame]) -> ControlReplyMessage:
     """Decode a control reply. Raises as decode_control does."""
-    return _decode(_CONTROL_REPLY, frames, MAX_CONTROL_BYTES)
+    return DRIVER_OPERATIONS.decode_reply(frames)
 
 
 def decode_event(frames: Sequence[Frame]) -> EventMessage:
     """Decode an event. Raises as decode_control does."""
-    return _decode(_EVENT, frames, MAX_CONTROL_BYTES)
-
-
-def _decode(
-    decoder: msgspec.msgpack.Decoder[MessageT], frames: Sequence[Frame], max_bytes: int | None
-) -> MessageT:
-    """Decode frame 0. max_bytes: of all frames; None checks no bounds."""
-    if max_bytes is not None:
-        _check_bounds(frames, max_bytes)
-    try:
-        return decoder.decode(frames[0])
-    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
-        problem = f"frame 0 ({len(frames[0])} bytes) is not a known message: {error}"
-        raise BadFrameError(problem) from None
-
-
-def _check_bounds(frames: Sequence[Frame], max_bytes: int) -> None:
-    if not 1 <= len(frames) <= MAX_FRAMES:
-        raise TooLargeError(f"{len(frames)} frames; a message has 1 to {MAX_FRAMES}")
-    size = len(frames[0]) if len(frames) == 1 else sum(map(len, frames))
-    if size > max_bytes:
-        raise TooLargeError(f"{size} bytes; a message has at most {max_bytes}: split it")
+    return decode_frame(_EVENT, frames, MAX_CONTROL_BYTES)

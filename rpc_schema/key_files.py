@@ -1,7 +1,6 @@
 """The key files of drivers and daemons: their JSON formats, and functions that read them after
 checking that no other user could read or change them."""
 
-import enum
 import os
 import stat
 from pathlib import Path
@@ -10,27 +9,14 @@ from typing import Annotated, Final, Literal, TypeVar
 import msgspec
 from msgspec import Meta
 
+from rpc_schema.roles import Role
+
 MAX_FILE_BYTES: Final = 1 << 20
 FINGERPRINT_CHARS: Final = 8
 
 Z85Key = Annotated[str, Meta(pattern=r"^[0-9a-zA-Z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}$")]
 """32 bytes in Z85 (ZeroMQ RFC 32)."""
 FileT = TypeVar("FileT")
-
-
-class Role(enum.StrEnum):
-    """Permissions of a key; each role includes those before it."""
-
-    OBSERVER = "observer"
-    DRIVER = "driver"
-    ADMIN = "admin"
-
-    def covers(self, needed: "Role") -> bool:
-        """Return True if this role includes `needed`."""
-        return _LEVELS[self] >= _LEVELS[needed]
-
-
-_LEVELS: Final = {role: level for level, role in enumerate(Role)}
 
 
 class SecretKey(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -1,8 +1,7 @@
 """The lease, by which attach allows one driver to run steps on a daemon: its renewal, and its
 public state."""
 
-import hashlib
-from typing import Annotated, Final, Literal
+from typing import Annotated, Literal
 
 from msgspec import Meta
 
@@ -44,13 +43,6 @@ class LeaseStatus(Value, frozen=True, kw_only=True):
 
 
 FREE_LEASE = LeaseStatus(state="free")
-
-DIGEST_BYTES: Final = 8
-
-
-def driver_digest(driver_id: bytes) -> bytes:
-    """Return the digest of a driver's id, which others may see."""
-    return hashlib.sha256(driver_id).digest()[:DIGEST_BYTES]
 
 
 class RenewLease(ControlRequest["RenewLeaseReply"], frozen=True, tag=9, kw_only=True):

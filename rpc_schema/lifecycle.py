@@ -7,7 +7,6 @@ import msgspec
 from msgspec import Meta
 
 from rpc_schema.base import (
-    Answered,
     ControlReply,
     ControlRequest,
     Count,
@@ -32,6 +31,7 @@ from rpc_schema.config import (
     SchedulerConfig,
     WorkerConfig,
 )
+from rpc_schema.health import LoadState, ServingState, StatusHead
 from rpc_schema.kv_cache import KVCacheConfig, KVCacheSpec
 from rpc_schema.lease import (
     DEFAULT_LEASE_TTL_MS,
@@ -45,37 +45,13 @@ from rpc_schema.pooling import NO_POOLING, PoolingSupport
 from rpc_schema.step import Done
 from rpc_schema.weight_transfer import WeightsStatus
 
-LoadState = Literal["CREATED", "DEVICE_READY", "MODEL_LOADED", "KV_READY", "READY"]
 LinkState = Literal["none", "up", "broken"]
-ServingState = Literal["SERVING", "DRAINING", "CLOSED", "FAILED"]
 MemoryTag = Literal["weights", "kv_cache"]
 TagState = Literal["awake", "asleep", "discarded", "lost"]
 """awake: mapped. asleep: not mapped, until WakeUp restores it (a KV cache is empty then).
 discarded: not mapped, without content to restore. lost: mapped, but the weights must be loaded
 again."""
 SleepLevel = Literal[1, 2]
-
-
-class Hello(
-    msgspec.Struct, Answered["HelloReply"], array_like=True, frozen=True, tag=1, kw_only=True
-):
-    """The first message on a control socket. Never changes; fields may only be appended."""
-
-    call: Unsigned
-    protocol_version: Unsigned
-    driver_id: bytes
-
-
-class HelloReply(msgspec.Struct, array_like=True, frozen=True, tag=1, kw_only=True):
-    """The answer to Hello, in any version. Never changes; fields may only be appended."""
-
-    call: Unsigned
-    protocol_version: Unsigned
-    worker_uid: bytes
-    software: str
-    link_software: str = ""
-    """Software that linked ranks must have in the same version: torch, and NCCL if present. Empty:
-    unknown."""
 
 
 _MAX_EXPERTS = 1024
@@ -168,15 +144,9 @@ class ExpertLoad(Value, frozen=True, kw_only=True):
     """Little-endian int64 [E], one count for each expert."""
 
 
-class Status(Value, frozen=True, kw_only=True):
+class Status(StatusHead, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """A daemon's state at one moment."""
 
-    worker_uid: Uid
-    pid: Positive
-    endpoint: str
-    device: str
-    serving: ServingState
-    load: LoadState
     link_state: LinkState
     link: Unsigned
     epoch: Unsigned
@@ -274,17 +244,6 @@ class AbortLink(ControlRequest["Acknowledged"], frozen=True, tag=30, kw_only=Tru
 
     epoch: Unsigned
     cause: Text
-
-
-class CheckHealth(ControlRequest["CheckHealthReply"], frozen=True, tag=6, kw_only=True):
-    """Report whether the daemon is healthy and its step thread makes progress."""
-
-
-class CheckHealthReply(ControlReply, frozen=True, tag=6, kw_only=True):
-    healthy: bool
-    phase: str
-    phase_ms: Count
-    detail: Text = ""
 
 
 class GetStatus(ControlRequest["GetStatusReply"], frozen=True, tag=7, kw_only=True):

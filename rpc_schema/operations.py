@@ -11,15 +11,16 @@ from typing import Any, Final, Generic, TypeAlias, TypeVar
 from rpc_schema import adoption, cached_blocks, lease, lora, step, trace, uploads
 from rpc_schema import lifecycle as lc
 from rpc_schema import weight_transfer as wt
-from rpc_schema.base import Answered, ControlReply, ControlRequest, StepReply, StepRequest
-from rpc_schema.key_files import Role
-from rpc_schema.lifecycle import LinkState, LoadState, TagState
+from rpc_schema.base import ControlRequest, StepReply, StepRequest
+from rpc_schema.control import GREETING, ControlOperation
+from rpc_schema.health import Hello, LoadState
+from rpc_schema.lifecycle import LinkState, TagState
+from rpc_schema.roles import Role
 
 StepReplyT = TypeVar("StepReplyT", bound=StepReply)
-ControlReplyT = TypeVar("ControlReplyT", bound=ControlReply | lc.HelloReply)
 
 StepMessage: TypeAlias = StepRequest[Any]
-ControlMessage: TypeAlias = ControlRequest[Any] | lc.Hello
+ControlMessage: TypeAlias = ControlRequest[Any] | Hello
 
 LOAD_CHAIN: Final[tuple[LoadState, ...]] = (
     "CREATED",
@@ -82,18 +83,6 @@ class StepOperation(Generic[StepReplyT]):
     ends."""
     waits_for_peers: bool = False
     """True if aborting the link, or a trainer's communicator, ends its wait."""
-
-
-@dataclass(frozen=True, slots=True)
-class ControlOperation(Generic[ControlReplyT]):
-    """A request on the control socket, answered at any time."""
-
-    request: type[Answered[ControlReplyT]]
-    reply: type[ControlReplyT]
-    role: Role
-    repeatable: bool = False
-    """A repetition with the same `call` has no further effect. A driver sends it again if the
-    connection ends before the reply."""
 
 
 _STEP = Rule(_only("READY"), _UP, weights=_AWAKE, kv_cache=_AWAKE)
@@ -222,8 +211,7 @@ _STEP_ROWS: Final[tuple[StepOperation[Any], ...]] = (
 )
 
 _CONTROL_ROWS: Final[tuple[ControlOperation[Any], ...]] = (
-    ControlOperation(lc.Hello, lc.HelloReply, Role.OBSERVER, repeatable=True),
-    ControlOperation(lc.CheckHealth, lc.CheckHealthReply, Role.OBSERVER, repeatable=True),
+    *GREETING,
     ControlOperation(lc.GetStatus, lc.GetStatusReply, Role.OBSERVER, repeatable=True),
     # Attach and lease. PrepareAttach by force needs an admin.
     ControlOperation(lc.PrepareAttach, lc.PrepareAttachReply, Role.DRIVER, repeatable=True),

@@ -1,15 +1,14 @@
 """Entry point of `worker-client`: the commands, signals, and errors as one line each."""
 
 import signal
-import sys
 from types import FrameType
-from typing import Annotated, Final
+from typing import Annotated
 
 import typer
 
-from rpc_schema.errors import DrainingError, ForbiddenError, WorkerDaemonError
-from rpc_schema.exit_codes import ExitCode
+from rpc_schema.errors import WorkerDaemonError
 from rpc_schema.version import version_line
+from worker_client.cli.command_errors import exit_with
 from worker_client.cli.control import drain, shutdown, status
 from worker_client.cli.embed import embed
 from worker_client.cli.lora import lora
@@ -18,9 +17,6 @@ from worker_client.cli.run import bench, generate
 from worker_client.cli.top import top
 from worker_client.cli.trace import trace
 from worker_client.cli.up_vllm import up_vllm
-from worker_client.errors import AuthenticationError, OutputError
-
-_NOT_ALLOWED: Final = (AuthenticationError, ForbiddenError)
 
 # Without rich, help and errors are plain text: option names are not truncated and errors not
 # wrapped.
@@ -74,16 +70,7 @@ def main() -> None:
     try:
         app()
     except WorkerDaemonError as error:
-        sys.stderr.write(f"error: {type(error).__name__}: {error}\n")
-        sys.exit(_exit_code(error))
-
-
-def _exit_code(error: Exception) -> int:
-    if isinstance(error, _NOT_ALLOWED):
-        return ExitCode.KEY_REFUSED
-    if isinstance(error, OutputError):
-        return ExitCode.OUTPUT
-    return ExitCode.RETRY_LATER if isinstance(error, DrainingError) else 2
+        exit_with(error)
 
 
 if __name__ == "__main__":

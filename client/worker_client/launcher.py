@@ -17,7 +17,7 @@ import zmq
 from rpc_schema.errors import WorkerDaemonError
 from rpc_schema.exit_codes import describe_exit
 from worker_client.errors import DeadlineExceeded, LaunchError, Unkillable, WorkerDied
-from worker_client.wire.transport import new_driver_id, parse_endpoint
+from worker_client.wire.endpoint import new_driver_id, parse_endpoint
 from worker_client.wire.worker_client import AskingClient
 
 READY_TIMEOUT_S = 120.0

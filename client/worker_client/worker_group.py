@@ -10,25 +10,14 @@ from rpc_schema import lifecycle as lc
 from rpc_schema.adoption import AdoptRequests
 from rpc_schema.codec import encode_step
 from rpc_schema.config import ParallelConfig, WorkerConfig
-from rpc_schema.errors import (
-    WorkerDaemonError,
-)
+from rpc_schema.errors import WorkerDaemonError
+from rpc_schema.health import CheckHealthReply
 from rpc_schema.kv_cache import groups_of
 from rpc_schema.step import ExecuteDummyBatch, SampleTokens
-from worker_client.errors import (
-    ClientConfigError,
-    ClientError,
-    TooManyStepsInFlight,
-    WorkerDied,
-)
+from worker_client.errors import ClientConfigError, ClientError, TooManyStepsInFlight, WorkerDied
 from worker_client.group.adoption import AdoptedRequest, RankRow, merge, read_page
 from worker_client.group.attaching import LEASE_WAIT_S, Attachment
-from worker_client.group.failure_state import (
-    Answer,
-    Change,
-    FailureState,
-    GroupRequest,
-)
+from worker_client.group.failure_state import Answer, Change, FailureState, GroupRequest
 from worker_client.group.group_channel import GroupChannel
 from worker_client.group.group_channel import RankProgress as RankProgress
 from worker_client.group.load_chain import LoadChain
@@ -46,9 +35,9 @@ from worker_client.group.weights_state import learned
 from worker_client.scheduler_output import SchedulerOutput, StepValues
 from worker_client.steps.slots import SlotTable
 from worker_client.steps.step_values import named
+from worker_client.wire.endpoint import Endpoint, new_driver_id, parse_endpoint
 from worker_client.wire.keys import NO_KEYS, Keys
 from worker_client.wire.lease import LeaseTerms
-from worker_client.wire.transport import Endpoint, new_driver_id, parse_endpoint
 
 NO_MORE_SLOTS = 65535
 """A row number that does not exist."""
@@ -237,7 +226,7 @@ class WorkerGroup:
         """Return every daemon's state."""
         return [client.get_status() for client in self.clients]
 
-    def check_health(self) -> list[lc.CheckHealthReply]:
+    def check_health(self) -> list[CheckHealthReply]:
         """Return every daemon's health."""
         return [client.check_health() for client in self.clients]
 

@@ -6,9 +6,13 @@ import importlib
 import inspect
 import json
 import math
+import os
 import re
+import shlex
 import shutil
 import subprocess
+import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -93,6 +97,25 @@ def test_composed_daemons_share_what_they_must():
         assert str(found.state_dir.parent) in kept
 
 
+def test_composed_daemons_are_probed_where_they_listen(tmp_path):
+    """By the words that compose.yaml gives the image's shell."""
+    project = tomllib.loads((DOCKER.parent / "pyproject.toml").read_text())["project"]
+    services = yaml.safe_load((DOCKER / "compose.yaml").read_text())["services"]
+    for name in ("w0", "w1"):
+        kind, line = services[name]["healthcheck"]["test"]
+        command, *options = shlex.split(line.replace("$$", "$"))
+        module, _, function = project["scripts"][command].partition(":")
+        assert (kind, function) == ("CMD-SHELL", "main")
+        own = f"ipc://{tmp_path}/{name}"
+        environment = {**os.environ, "WORKER_DAEMON_ENDPOINT": own}
+        words = " ".join([sys.executable, "-m", module, *options])
+        done = subprocess.run(
+            words, shell=True, env=environment, capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 2
+        assert own in done.stderr and "NothingListens" in done.stderr
+
+
 @pytest.mark.parametrize(
     ("file", "digest"), [("compose.yaml", "BASE_DIGEST"), ("compose.vllm.yaml", "VLLM_DIGEST")]
 )
@@ -132,7 +155,6 @@ def test_composed_server_has_all_daemons_in_rank_order(composed):
     }
     assert server["depends_on"].keys() == composed.keys() - {"vllm", "namespaces"}
     assert all(each == {"condition": "service_healthy"} for each in server["depends_on"].values())
-    assert all("healthcheck" in daemon for daemon in daemons)
 
 
 def test_composed_server_is_asked_for_what_it_has(composed):

@@ -48,6 +48,33 @@ def test_client_brings_neither_torch_nor_the_daemon():
     assert loaded_by(import_all("worker_client", apart), *suspects) == ["zmq"]
 
 
+PROBE_MODULES = {
+    "rpc_schema": "base control error_replies errors exit_codes frames health key_files lease"
+    " plain_text roles safe_paths version borrowed_sockets",
+    "worker_client": "cli errors shown_values wire",
+    "worker_client.cli": "command_errors probe",
+    "worker_client.wire": "control_channel endpoint health_client ipc_owner keys listener processes"
+    " sockets",
+}
+
+
+def test_a_health_probe_brings_a_part_of_the_client_and_no_framework():
+    """Supervisors start it every few seconds, beside the daemon."""
+    ours = {
+        f"{package}.{name}" for package, names in PROBE_MODULES.items() for name in names.split()
+    }
+    code = "import sys, worker_client.cli.probe\nprint(*sys.modules)"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=PATIENCE_S
+    )
+    loaded = set(done.stdout.split())
+    assert {name for name in loaded if name.startswith(("rpc_schema.", "worker_client."))} <= ours
+    tops = {name.partition(".")[0] for name in loaded}
+    assert {"zmq", "msgspec"} <= tops
+    heavy = {"asyncio", "click", "concurrent", "logging", "numpy", "rich", "ssl", "subprocess"}
+    assert not tops & (heavy | {"tokenizers", "typer"})
+
+
 def test_the_trainers_side_brings_torch_alone():
     suspects = ("torch", "safetensors", "uvloop", "worker_daemon")
     assert loaded_by(import_all("worker_client.trainer"), *suspects) == ["torch"]

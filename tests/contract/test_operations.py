@@ -15,14 +15,9 @@ from msgspec import inspect as mi
 from rpc_schema import codec
 from rpc_schema import lifecycle as lc
 from rpc_schema.base import StepReply, StepRequest
+from rpc_schema.control import ControlOperation
 from rpc_schema.errors import BadFrameError, ForbiddenError
-from rpc_schema.operations import (
-    CONTROL_OPERATIONS,
-    STEP_OPERATIONS,
-    ControlOperation,
-    StepOperation,
-    operation_name,
-)
+from rpc_schema.operations import CONTROL_OPERATIONS, STEP_OPERATIONS, StepOperation, operation_name
 from tests.contract.random_messages import strategy
 from tests.support.default_replies import control_reply, step_reply
 from worker_daemon.server.auth.access import Access

@@ -11,9 +11,11 @@ from hypothesis import strategies as st
 from msgspec import inspect as mi
 
 from rpc_schema import codec, step
+from rpc_schema import lifecycle as lc
 from rpc_schema.base import Value
+from rpc_schema.control import PROBE_OPERATIONS
 from rpc_schema.errors import BadFrameError, TooLargeError
-from rpc_schema.lifecycle import Hello, HelloReply
+from rpc_schema.health import GetStatusHead, GetStatusHeadReply, Hello, HelloReply, StatusHead
 from rpc_schema.version import PROTOCOL_VERSION
 from tests.contract import make_golden
 from tests.contract.make_golden import GOLDEN, VERSIONS, digest_of_bytes, golden
@@ -61,6 +63,19 @@ def test_golden_bytes_decode_into_what_they_were_made_of(direction: str) -> None
     kept = json.loads((GOLDEN / f"{direction}.json").read_text())["messages"]
     for kind in messages(direction):
         assert DECODE[direction]([bytes.fromhex(kept[kind.__name__])]) == fixed_example(kind)
+
+
+@settings(max_examples=15, deadline=None)
+@given(data=st.data())
+def test_beginning_of_a_status_is_read_from_the_whole(data: st.DataObject) -> None:
+    """A probe sends the same bytes, and skips what it does not need of the reply."""
+    asked = [codec.encode_control(kind(call=7)) for kind in (lc.GetStatus, GetStatusHead)]
+    assert asked[0] == asked[1]
+    whole = data.draw(strategy(mi.type_info(lc.GetStatusReply)))
+    head = PROBE_OPERATIONS.decode_reply([codec.encode_control(whole)])
+    assert isinstance(head, GetStatusHeadReply)
+    for field in StatusHead.__struct_fields__:
+        assert getattr(head.status, field) == getattr(whole.status, field)
 
 
 @pytest.mark.parametrize(("direction", "kind"), ALL, ids=name)

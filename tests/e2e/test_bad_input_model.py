@@ -356,7 +356,7 @@ def test_other_protocol_version_names_both(daemons, checkpoint, monkeypatch):
     endpoints = daemons.endpoints(1)
     config = worker_config(checkpoint().path)
     with monkeypatch.context() as patch:
-        patch.setattr("worker_client.wire.worker_client.PROTOCOL_VERSION", 4711)
+        patch.setattr("worker_client.wire.health_client.PROTOCOL_VERSION", 4711)
         with pytest.raises(IncompatibleError) as raised, connect(endpoints, config):
             pass
     assert f"version {PROTOCOL_VERSION}," in str(raised.value)

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 import zmq
 
-from rpc_schema import lifecycle as lc
 from rpc_schema.codec import MAX_CONTROL_BYTES, MAX_FRAMES, MAX_STEP_BYTES, decode_step, encode_step
 from rpc_schema.error_replies import ControlErrorReply, ErrorReply
 from rpc_schema.errors import ErrorCode, InvalidStepError, StateError
+from rpc_schema.health import CheckHealth
 from rpc_schema.sampling import RandomSampling
 from rpc_schema.step import ExecuteDummyBatch, ExecuteModel, NewRequestData
 from tests.support.driving import RecordingGroup, assert_serves, random_cases
@@ -230,7 +230,7 @@ def test_frames_that_do_not_decode_on_the_control_socket(raw, frames, code):
     reply = raw.control_reply()
     assert isinstance(reply, ControlErrorReply)
     assert reply.code is code
-    assert raw.call(lc.CheckHealth).healthy
+    assert raw.call(CheckHealth).healthy
 
 
 @pytest.mark.parametrize(
@@ -249,7 +249,7 @@ def test_frame_over_a_socket_s_bound_costs_its_sender_the_connection(
     socket.disable_monitor()
     monitor.close()
     socket.close()
-    assert raw.call(lc.CheckHealth).healthy
+    assert raw.call(CheckHealth).healthy
     assert not isinstance(raw.run(ExecuteDummyBatch), ErrorReply)
     assert_serves(daemons.endpoints(1), checkpoint())
 

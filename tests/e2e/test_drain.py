@@ -10,14 +10,16 @@ from contextlib import closing
 import pytest
 
 from rpc_schema import lifecycle as lc
+from rpc_schema.driver_digest import driver_digest
 from rpc_schema.error_replies import ControlErrorReply, ErrorReply
 from rpc_schema.errors import DrainingError, ErrorCode
 from rpc_schema.exit_codes import ExitCode
-from rpc_schema.lease import driver_digest
+from rpc_schema.health import CheckHealth
 from rpc_schema.step import ModelRunnerOutput
 from tests.support.command_line import probe, run_client, short_directory, start_client
 from tests.support.driving import random_cases
 from tests.support.serving import connect, scheduler_limits, worker_config
+from tests.support.stopping import stop_process
 from tests.support.waiting import PATIENCE_S, wait_until
 from tests.unit.server.driver import DaemonProcess
 from tests.unit.server.driver import Driver as BareDriver
@@ -90,14 +92,30 @@ def test_driver_stops_when_its_group_drains_and_goes_on_when_that_is_undone(
     assert {output.req_id: output.token_ids for output in outputs} == cases.expected
 
 
-def test_probes_tell_a_supervisor_where_a_daemon_is(fake, directory):
+@pytest.fixture
+def both_probes(fake, directory):
+    """both_probes(what): the outcome of the probe, which `status --probe` shares."""
+
+    def run(what: str) -> tuple[int, str]:
+        small = probe(directory, fake.endpoint, what)
+        words = ("status", "--endpoints", fake.endpoint, "--probe", what)
+        large = run_client(directory, *words, check=False)
+        assert not small.stdout and not large.stdout
+        assert (small.returncode, small.stderr) == (large.returncode, large.stderr)
+        return small.returncode, small.stderr
+
+    return run
+
+
+def test_probes_tell_a_supervisor_where_a_daemon_is(fake, directory, both_probes):
     def answers():
         return [probe(directory, fake.endpoint, what).returncode for what in ("live", "ready")]
 
     both = ("--endpoints", fake.endpoint, "--probe", "live", "--json")
     assert "leave out --json" in run_client(directory, "status", *both, check=False).stderr
     assert answers() == [0, 1]
-    assert "CREATED" in probe(directory, fake.endpoint, "ready").stderr
+    expected = f"{fake.endpoint}: its model is not ready: CREATED\n"
+    assert both_probes("ready") == (1, expected)
     with closing(BareDriver(fake.endpoint)) as driver:
         driver.attach()
         driver.make_ready()
@@ -105,6 +123,37 @@ def test_probes_tell_a_supervisor_where_a_daemon_is(fake, directory):
         run_client(directory, "drain", "--endpoints", fake.endpoint)
         assert answers() == [0, 1]
         assert "DRAINING" in probe(directory, fake.endpoint, "ready").stderr
+
+
+def test_probes_of_a_daemon_that_does_not_answer_end_with_an_error(fake, both_probes):
+    """A stopped process listens, and the kernel takes connections for it."""
+    assert both_probes("live") == (0, "")
+    stop_process(fake.process.pid)
+    code, error = both_probes("live")
+    assert code == 2
+    assert error.startswith("error: DeadlineExceeded: ") and fake.endpoint in error
+    fake.process.send_signal(signal.SIGCONT)
+    assert both_probes("live") == (0, "")
+    fake.stop()
+    code, error = both_probes("ready")
+    assert code == 2
+    assert error.startswith("error: NothingListens: ") and fake.endpoint in error
+
+
+def test_wrong_options_of_a_probe_are_named(directory):
+    for options, what in (
+        (("--endpoints", " , "), "endpoints"),
+        (("--endpoints", "ipc:///w0", "--wait", "soon"), "wait"),
+        (("--endpoints", "ipc:///w0", "--wait", "-1"), "wait"),
+        (("--endpoints", "tcp://h:5555"), "endpoint"),
+        (("--endpoints", "ipc:///w0", "--key-file", "k"), "known_daemons"),
+    ):
+        done = probe(directory, "", "live", *options)
+        (line,) = done.stderr.splitlines()
+        assert done.returncode == 2
+        assert f"; field {what} = " in line and "; fix: " in line
+    done = probe(directory, "ipc:///w0", "alive")
+    assert (done.returncode, "'live', 'ready'" in done.stderr) == (2, True)
 
 
 def drains(group):
@@ -143,7 +192,7 @@ def test_running_step_ends_and_later_ones_are_refused_until_the_drain_is_undone(
         late = bare.call(lc.PrepareAttach, driver_id=bare.driver_id, epoch=99, force=force)
         assert isinstance(late, ControlErrorReply)
         assert late.code is ErrorCode.DRAINING
-    health = bare.call(lc.CheckHealth)
+    health = bare.call(CheckHealth)
     assert health.healthy
     run_client(directory, "drain", "--endpoints", fake.endpoint, "--undo")
     assert isinstance(bare.fault(), ModelRunnerOutput)

@@ -95,12 +95,19 @@ def test_both_commands_say_what_they_are(driver_side, application, name):
     assert "Commands:" in done.stdout and not done.stderr
 
 
-@pytest.mark.parametrize("command", [("worker-client",), ("python", "-m", "worker_client")])
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("worker-client", "status"),
+        ("python", "-m", "worker_client", "status"),
+        ("worker-probe", "live"),
+    ],
+)
 def test_an_endpoint_where_nobody_listens_is_an_error_of_one_line(
     driver_side, application, command
 ):
     missing = f"ipc://{application}/w0"
-    done = driver_side.run(application, *command, "status", "--endpoints", missing)
+    done = driver_side.run(application, *command, "--endpoints", missing)
     assert done.returncode == 2 and not done.stdout
     (line,) = done.stderr.splitlines()
     assert line.startswith("error: NothingListens:") and missing in line

@@ -17,7 +17,7 @@ from rpc_schema.lifecycle import Detach
 from tests.support.secured import KeyRing, SecuredDaemon, free_port
 from tests.support.stopping import stop_process
 from tests.support.waiting import PATIENCE_S
-from worker_client.wire.transport import new_driver_id, parse_endpoint
+from worker_client.wire.endpoint import new_driver_id, parse_endpoint
 from worker_client.wire.worker_client import WorkerClient
 
 STOPPED_S = 1.8

@@ -19,16 +19,9 @@ from zmq.utils.monitor import recv_monitor_message
 
 from rpc_schema.borrowed_sockets import borrowed
 from tests.support.command_line import short_directory
-from tests.support.secured import (
-    BareSockets,
-    KeyRing,
-    SecuredDaemon,
-    ask,
-    dealer,
-    free_port,
-)
+from tests.support.secured import BareSockets, KeyRing, SecuredDaemon, ask, dealer, free_port
 from tests.support.waiting import wait_until
-from worker_client.wire.transport import parse_endpoint
+from worker_client.wire.endpoint import parse_endpoint
 from worker_daemon.server.auth.bad_peers import BadPeers
 from worker_daemon.server.auth.connection_limit import (
     BURST,

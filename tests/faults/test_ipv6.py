@@ -10,7 +10,7 @@ from rpc_schema.errors import ConfigError
 from tests.support.command_line import run_client, short_directory
 from tests.support.secured import KeyRing, SecuredDaemon, ask, free_port
 from worker_client.errors import AuthenticationError, EndpointError
-from worker_client.wire.transport import parse_endpoint
+from worker_client.wire.endpoint import parse_endpoint
 from worker_daemon.distributed.rendezvous import RendezvousServer, connect_store
 from worker_daemon.interfaces import interface_address, ipv6_address
 from worker_daemon.server.wire.endpoints import TcpEndpoint

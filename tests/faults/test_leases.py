@@ -22,9 +22,9 @@ from rpc_schema.codec import (
     split_replayed,
 )
 from rpc_schema.config import ParallelConfig
+from rpc_schema.driver_digest import driver_digest
 from rpc_schema.error_replies import ControlErrorReply, ErrorReply
 from rpc_schema.errors import ErrorCode, LeaseExpiredError, LeaseHeldError
-from rpc_schema.lease import driver_digest
 from tests.contract.random_messages import fixed_example
 from tests.support.leased_driver import admit, decode, living_driver, make_ready
 from tests.support.stopping import stop_process

@@ -19,8 +19,8 @@ from tests.support.stopping import stop_process
 from tests.support.waiting import wait_until
 from worker_client.driver import Driver, Recover, give_up
 from worker_client.scheduler import Scheduler
+from worker_client.wire.endpoint import new_driver_id, parse_endpoint
 from worker_client.wire.liveness import FENCE_AFTER_S, LivenessEvent
-from worker_client.wire.transport import new_driver_id, parse_endpoint
 from worker_client.wire.worker_client import WorkerClient
 from worker_client.worker_group import WorkerGroup
 from worker_daemon.server.health.guard import SLOW_AT_LEAST_S, SLOW_FACTOR

@@ -19,6 +19,7 @@ from rpc_schema.codec import decode_event
 from rpc_schema.config import ParallelConfig
 from rpc_schema.error_replies import ControlErrorReply, ErrorReply
 from rpc_schema.errors import ErrorCode, ForbiddenError
+from rpc_schema.health import Hello
 from rpc_schema.key_files import fingerprint
 from rpc_schema.version import PROTOCOL_VERSION
 from tests.faults.test_security import KeyedDriver
@@ -28,7 +29,7 @@ from tests.support.waiting import PATIENCE_S, wait_until
 from tests.unit.server.driver import SERVE, DaemonProcess, rendezvous
 from tests.unit.server.test_daemon_process import SPOILED, spoiled
 from worker_client.errors import AuthenticationError
-from worker_client.wire.transport import parse_endpoint
+from worker_client.wire.endpoint import parse_endpoint
 from worker_client.worker_group import WorkerGroup
 from worker_daemon.server.auth.keygen import make_key_files
 from worker_daemon.server.session.epochs import EpochFile
@@ -311,7 +312,7 @@ def test_hello_of_another_key_does_not_keep_a_driver_from_attaching(daemon, ring
     driver.hello()
     for number in range(300):
         own = driver.driver_id if number % 2 else os.urandom(16)
-        other.call(lc.Hello, protocol_version=PROTOCOL_VERSION + 997, driver_id=own)
+        other.call(Hello, protocol_version=PROTOCOL_VERSION + 997, driver_id=own)
     answer = driver.call(lc.PrepareAttach, driver_id=driver.driver_id, epoch=1)
     assert isinstance(answer, lc.PrepareAttachReply), answer
     other.context.destroy(linger=0)

@@ -29,21 +29,17 @@ from rpc_schema.codec import (
 from rpc_schema.config import ParallelConfig
 from rpc_schema.error_replies import ControlErrorReply, ErrorReply
 from rpc_schema.errors import ErrorCode, ForbiddenError
-from tests.support.command_line import run_client
-from tests.support.secured import (
-    BareSockets,
-    KeyRing,
-    SecuredDaemon,
-    ask,
-    dealer,
-    free_port,
-)
+from rpc_schema.health import Hello
+from tests.support.command_line import probe, run_client
+from tests.support.secured import BareSockets, KeyRing, SecuredDaemon, ask, dealer, free_port
 from tests.support.waiting import PATIENCE_S, wait_until
 from tests.unit.server.driver import Driver
 from worker_client.errors import AuthenticationError, WorkerDied
+from worker_client.wire.endpoint import parse_endpoint
 from worker_client.wire.keys import NO_KEYS
 from worker_client.wire.liveness import Watch
-from worker_client.wire.transport import CUT_OFF_S, ResultsChannel, parse_endpoint
+from worker_client.wire.sockets import CUT_OFF_S
+from worker_client.wire.transport import ResultsChannel
 from worker_client.worker_group import WorkerGroup
 
 TOLD_WITHIN_S = 1.0
@@ -189,6 +185,10 @@ def test_refusals_name_the_peer_and_no_whole_key(daemon, ring):
 
 def test_command_ends_with_77(daemons, ring, directory):
     endpoint = daemons["tcp"].endpoint
+    passed = probe(directory, endpoint, "live", *ring.options("observer"))
+    assert (passed.returncode, passed.stderr) == (0, "")
+    refused = probe(directory, endpoint, "live", *ring.options("stranger"))
+    assert (refused.returncode, "AuthenticationError" in refused.stderr) == (77, True)
     refused = run_client(
         directory, "status", "--endpoints", endpoint, *ring.options("stranger"), check=False
     )
@@ -206,7 +206,7 @@ def test_raw_bytes_of_a_stranger_reach_no_decoder(daemons, ring, sockets, scheme
     before = daemon.decoded
     null_greeting = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32)
     ready = b"\x04\x26\x05READY\x0bSocket-Type\x00\x00\x00\x06DEALER\x08Identity\0\0\0\0"
-    hello = encode_control(lc.Hello(call=1, protocol_version=1, driver_id=bytes(16)))
+    hello = encode_control(Hello(call=1, protocol_version=1, driver_id=bytes(16)))
     frame = bytes([0, len(hello)]) + hello
     for address in addresses:
         for data in (os.urandom(2000), null_greeting, null_greeting + ready + frame, hello):

@@ -14,10 +14,11 @@ import zmq
 from rpc_schema.errors import WorkerDaemonError
 from rpc_schema.lifecycle import Status
 from tests.support.waiting import PATIENCE_S
-from worker_client.wire.transport import new_driver_id, parse_endpoint
+from worker_client.wire.endpoint import new_driver_id, parse_endpoint
 from worker_client.wire.worker_client import WorkerClient
 
 CLIENT = (sys.executable, "-m", "worker_client")
+PROBE = (sys.executable, "-m", "worker_client.cli.probe")
 DAEMON = (sys.executable, "-m", "worker_daemon")
 COMMAND_LIMIT_S = PATIENCE_S
 """Above the default step deadline, 60 s: after the death of a driver, a rank on a CPU may wait that
@@ -39,21 +40,29 @@ def run_client(
     directory: Path, *words: str, check: bool = True, **variables: str
 ) -> "subprocess.CompletedProcess[str]":
     """Run `worker-client WORDS` to its end. check: require success."""
-    done = subprocess.run(
-        [*CLIENT, *words],
+    done = _run(directory, (*CLIENT, *words), **variables)
+    assert done.returncode == 0 or not check, done.stderr
+    return done
+
+
+def _run(
+    directory: Path, words: Sequence[str], **variables: str
+) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run(
+        words,
         capture_output=True,
         text=True,
         timeout=COMMAND_LIMIT_S,
         env=environment(directory, **variables),
         check=False,
     )
-    assert done.returncode == 0 or not check, done.stderr
-    return done
 
 
-def probe(directory: Path, endpoint: str, what: str) -> "subprocess.CompletedProcess[str]":
+def probe(
+    directory: Path, endpoint: str, what: str, *options: str
+) -> "subprocess.CompletedProcess[str]":
     """Probe a daemon for liveness or readiness, as a supervisor does."""
-    return run_client(directory, "status", "--endpoints", endpoint, "--probe", what, check=False)
+    return _run(directory, (*PROBE, what, "--endpoints", endpoint, *options))
 
 
 def start_client(directory: Path, *words: object, **variables: str) -> "subprocess.Popen[str]":

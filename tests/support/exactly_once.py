@@ -29,9 +29,9 @@ from rpc_schema import codec, step
 from rpc_schema import lifecycle as lc
 from rpc_schema.codec import StepMessage
 from rpc_schema.config import Rendezvous
+from rpc_schema.driver_digest import driver_digest
 from rpc_schema.error_replies import ErrorReply
 from rpc_schema.errors import ErrorCode, LeaseHeldError, ProtocolError
-from rpc_schema.lease import driver_digest
 from worker_client.group.resending import Resending
 from worker_daemon.server.sequence import REPLAYABLE, StepGate, Verdict
 from worker_daemon.server.session.epochs import EpochFile

@@ -22,6 +22,7 @@ from rpc_schema import lifecycle as lc
 from rpc_schema.config import RendezvousAddress, WorkerConfig
 from rpc_schema.error_replies import ErrorReply
 from rpc_schema.errors import ErrorCode, ErrorScope, WorkerError
+from rpc_schema.health import CheckHealth, Hello
 from rpc_schema.kv_cache import KVCacheConfig, KVCacheSpec
 from rpc_schema.sampling import SamplingParams, TokenLogprobs
 from rpc_schema.version import PROTOCOL_VERSION
@@ -268,7 +269,7 @@ class FakeDaemon:
 
     def _control_reply(self, request):  # noqa: PLR0911
         match request:
-            case lc.Hello():
+            case Hello():
                 return control_reply(
                     request, protocol_version=self.version, worker_uid=self.uid, software="fake"
                 )
@@ -314,7 +315,7 @@ class FakeDaemon:
             case lc.OpenRendezvous():
                 place = RendezvousAddress(host="127.0.0.1", port=1234, secret=bytes(32))
                 return control_reply(request, place=place)
-            case lc.CheckHealth():
+            case CheckHealth():
                 return control_reply(request, healthy=True, phase="IDLE")
             case lc.GetStatus():
                 return control_reply(request, status=self.status())

@@ -24,8 +24,8 @@ from tests.contract.random_messages import fixed_example, messages
 from tests.support import fuzz_grammars, fuzz_patterns, fuzz_requests, fuzz_templates
 from tests.support.secured import BareSockets, KeyRing, SecuredDaemon, answers, ask
 from tests.support.waiting import PATIENCE_S, wait_until
+from worker_client.wire.endpoint import Endpoint, parse_endpoint
 from worker_client.wire.keys import NO_KEYS
-from worker_client.wire.transport import Endpoint, parse_endpoint
 
 MAX_GROWTH_BYTES = 64 << 20
 QUIET_S = 0.3

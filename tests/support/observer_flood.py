@@ -9,14 +9,15 @@ import zmq
 
 from rpc_schema import lifecycle as lc
 from rpc_schema.codec import encode_control
+from rpc_schema.health import CheckHealth, Hello
 from rpc_schema.key_files import read_secret_key
 from rpc_schema.version import PROTOCOL_VERSION
-from worker_client.wire.transport import new_driver_id
+from worker_client.wire.endpoint import new_driver_id
 
 REQUESTS = {
-    "Hello": lambda: lc.Hello(call=1, protocol_version=PROTOCOL_VERSION, driver_id=new_driver_id()),
+    "Hello": lambda: Hello(call=1, protocol_version=PROTOCOL_VERSION, driver_id=new_driver_id()),
     "GetStatus": lambda: lc.GetStatus(call=1),
-    "CheckHealth": lambda: lc.CheckHealth(call=1),
+    "CheckHealth": lambda: CheckHealth(call=1),
 }
 AT_ONCE = 10
 """Messages sent on one connection before the next one's."""

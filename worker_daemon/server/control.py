@@ -16,7 +16,8 @@ from rpc_schema import trace as tr
 from rpc_schema.codec import ControlMessage, ControlReplyMessage, decode_control, encode_control
 from rpc_schema.error_replies import ControlErrorReply
 from rpc_schema.errors import ForbiddenError, WireError, WorkerError
-from rpc_schema.key_files import Role
+from rpc_schema.health import CheckHealth, Hello
+from rpc_schema.roles import Role
 from worker_daemon.server.auth.access import needed_role, sender
 from worker_daemon.server.auth.bad_peers import Peer
 from worker_daemon.server.auth.request_rate import RequestRate
@@ -72,14 +73,14 @@ class Control:
             lc.Detach: attaching.detach,
             lc.OpenRendezvous: rendezvous.open,
             lc.AbortLink: rendezvous.abort_link,
-            lc.CheckHealth: report.check_health,
+            CheckHealth: report.check_health,
             lc.Shutdown: self._shutdown,
             **tracing.handlers,
             **uploading.handlers,
             **caching.handlers,
         }
         self._driver_handlers: Mapping[type[ControlMessage], Handler] = {
-            lc.Hello: attaching.hello,
+            Hello: attaching.hello,
             lc.PrepareAttach: attaching.prepare,
             ls.RenewLease: attaching.renew_lease,
         }

@@ -13,8 +13,9 @@ from typing import Final
 
 from rpc_schema import lifecycle as lc
 from rpc_schema.errors import StateError
+from rpc_schema.health import LoadState, ServingState
 from rpc_schema.lease import LeaseState
-from rpc_schema.lifecycle import LinkState, LoadState, ServingState
+from rpc_schema.lifecycle import LinkState
 from rpc_schema.operations import LOAD_CHAIN, STEP_OPERATIONS, THERE, Rule, StepMessage
 from rpc_schema.plain_text import one_line
 from worker_daemon.worker.memory_tags import ALL_AWAKE, MemoryTags

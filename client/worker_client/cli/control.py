@@ -2,9 +2,6 @@
 attaching."""
 
 import json
-import sys
-from collections.abc import Sequence
-from enum import StrEnum
 from functools import partial
 from typing import Annotated
 
@@ -16,12 +13,13 @@ from rpc_schema.lifecycle import Drain, KVCacheAdvice, ReplyDelay, Status
 from rpc_schema.plain_text import printable
 from worker_client.cli.daemons import connect
 from worker_client.cli.expert_loads import imbalance, loads_by_layer
-from worker_client.cli.options import KeyFile, KnownDaemons, Wait, split_endpoints
+from worker_client.cli.options import KeyFile, KnownDaemons, Wait
 from worker_client.cli.output_file import print_text
+from worker_client.cli.probe import Probe, run_probe
 from worker_client.cli.top_frame import held_blocks, leased
 from worker_client.errors import config_error
+from worker_client.wire.endpoint import named_daemons
 from worker_client.wire.keys import read_keys
-from worker_client.wire.worker_client import AskingClient
 
 Endpoints = Annotated[
     str, typer.Option(envvar="WORKER_CLIENT_ENDPOINTS", help="Running daemons: EP,EP,...")
@@ -30,15 +28,6 @@ AsJson = Annotated[bool, typer.Option("--json", help="One JSON array on standard
 MIB = 1 << 20
 DRAIN_WITHIN_S = 90.0
 """More than the default step deadline."""
-
-
-class Probe(StrEnum):
-    """Condition that a supervisor probes for."""
-
-    LIVE = "live"
-    """The daemon answers, and nothing is past its deadline."""
-    READY = "ready"
-    """LIVE, and the daemon has a model that is ready and accepts drivers."""
 
 
 def status(
@@ -55,12 +44,11 @@ def status(
     if as_json and probe is not None:
         raise config_error("probe", probe.value, "a probe prints no status", "leave out --json")
     keys = read_keys(key_file, known_daemons)
+    if probe is not None:
+        raise typer.Exit(run_probe(named_daemons(endpoints), probe, keys, wait))
     with connect(named_daemons(endpoints), keys, wait) as clients:
         for client in clients:
             client.hello()
-        if probe is not None:
-            _probe(clients, probe)
-            return
         statuses = [client.get_status() for client in clients]
     if as_json:
         print_text(json.dumps([_named(s) for s in statuses]) + "\n")
@@ -103,37 +91,6 @@ def shutdown(
             client.hello()
         for client in clients:
             client.shutdown()
-
-
-def named_daemons(endpoints: str) -> tuple[str, ...]:
-    """Return the endpoints of "EP,EP,...". Raises ClientConfigError if there are none."""
-    names = split_endpoints(endpoints)
-    if not names:
-        raise config_error("endpoints", endpoints, "no daemon is named", "give EP,EP,...")
-    return names
-
-
-def _probe(clients: Sequence[AskingClient], probe: Probe) -> None:
-    amiss = [
-        f"{c.endpoint.control}: {printable(what)}\n"
-        for c in clients
-        if (what := _what_is_amiss(c, probe))
-    ]
-    if amiss:
-        sys.stderr.write("".join(amiss))
-        raise typer.Exit(1)
-
-
-def _what_is_amiss(client: AskingClient, probe: Probe) -> str:
-    health = client.check_health()
-    if not health.healthy:
-        return health.detail
-    if probe is Probe.LIVE:
-        return ""
-    status = client.get_status()
-    if status.serving != "SERVING":
-        return f"it is {status.serving}"
-    return "" if status.load == "READY" else f"its model is not ready: {status.load}"
 
 
 def _named(status: Status) -> dict[str, object]:

@@ -9,11 +9,12 @@ from typing import Annotated
 import typer
 
 from rpc_schema.plain_text import printable
-from worker_client.cli.control import Endpoints, named_daemons
+from worker_client.cli.control import Endpoints
 from worker_client.cli.daemons import connect
 from worker_client.cli.options import KeyFile, KnownDaemons, Wait
 from worker_client.cli.output_file import print_text
 from worker_client.errors import ClientConfigError
+from worker_client.wire.endpoint import named_daemons
 from worker_client.wire.keys import read_keys
 from worker_client.worker_group import WorkerGroup
 

@@ -32,6 +32,7 @@ from worker_client.errors import config_error
 from worker_client.group.replacement import REPLACE_WITHIN_S
 from worker_client.inputs.tokenizer import LARGEST_TEXT_BYTES, MAX_TEXT_BYTES
 from worker_client.scheduler.step_budget import check_max_itl_ms
+from worker_client.wire.endpoint import split_endpoints
 from worker_client.wire.keys import NO_KEYS, Keys, read_keys
 
 DEFAULT_MAX_TOKENS: Final = 64
@@ -379,11 +380,6 @@ def _from_environment(parameter: inspect.Parameter) -> inspect.Parameter:
     option = copy.copy(option)
     option.envvar = _env(parameter.name.upper())
     return parameter.replace(annotation=Annotated[kind, option])
-
-
-def split_endpoints(text: str) -> tuple[str, ...]:
-    """Return the endpoints of `EP,EP,...`."""
-    return tuple(part.strip() for part in text.split(",") if part.strip())
 
 
 def one_of(field: str, value: str, kind: Any) -> Any:

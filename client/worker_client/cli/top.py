@@ -21,13 +21,14 @@ from rich.text import Text
 from rpc_schema import lifecycle as lc
 from rpc_schema.codec import EventMessage
 from rpc_schema.errors import WorkerDaemonError
-from worker_client.cli.control import Endpoints, named_daemons
+from worker_client.cli.control import Endpoints
 from worker_client.cli.options import KeyFile, KnownDaemons, Wait
 from worker_client.cli.output_file import print_text
 from worker_client.cli.top_frame import Line, Sample, Seen, frame
 from worker_client.errors import AuthenticationError, DeadlineExceeded, NothingListens
+from worker_client.wire.endpoint import Endpoint, named_daemons, new_driver_id, parse_endpoint
 from worker_client.wire.keys import Keys, read_keys
-from worker_client.wire.transport import Endpoint, EventsChannel, new_driver_id, parse_endpoint
+from worker_client.wire.transport import EventsChannel
 from worker_client.wire.worker_client import AskingClient
 
 INTERVAL_S: Final = 1.0

@@ -5,12 +5,13 @@ from typing import Annotated
 
 import typer
 
-from worker_client.cli.control import Endpoints, named_daemons
+from worker_client.cli.control import Endpoints
 from worker_client.cli.daemons import connect
 from worker_client.cli.options import KeyFile, KnownDaemons, Wait
 from worker_client.cli.output_file import check_writable, print_text, replacement
 from worker_client.tracing.observer import Recorded, record
 from worker_client.tracing.trace_merge import Summary, merge_traces
+from worker_client.wire.endpoint import named_daemons
 from worker_client.wire.keys import read_keys
 
 Seconds = Annotated[float, typer.Option(help="Seconds to record.")]

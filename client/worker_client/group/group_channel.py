@@ -27,12 +27,7 @@ from rpc_schema.error_replies import ErrorReply
 from rpc_schema.errors import BadFrameError, ErrorCode, WireError, WorkerDaemonError, WorkerError
 from rpc_schema.operations import STEP_OPERATIONS, StepMessage, operation_name
 from rpc_schema.trace import DriverStepsWanted, PutDriverSteps
-from worker_client.errors import (
-    DeadlineExceeded,
-    LeaseNotRenewed,
-    WorkerDied,
-    remote_error,
-)
+from worker_client.errors import DeadlineExceeded, LeaseNotRenewed, WorkerDied, remote_error
 from worker_client.group.failure_state import (
     Answer,
     Change,
@@ -45,8 +40,8 @@ from worker_client.group.group_daemons import GroupDaemons
 from worker_client.group.outcomes import DEFAULT_STEP_DEADLINE_S, ROOT_CAUSE_WAIT_S, StepsInFlight
 from worker_client.group.resending import Resending
 from worker_client.tracing.clocks import measure
+from worker_client.wire.endpoint import Endpoint
 from worker_client.wire.lease import LeaseKeeper, LeaseTerms
-from worker_client.wire.transport import Endpoint
 from worker_client.wire.worker_client import StepIds, WorkerClient
 
 DEATH_NEWS_S = 0.1

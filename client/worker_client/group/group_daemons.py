@@ -7,15 +7,11 @@ from collections.abc import Callable, Sequence
 import zmq
 
 from worker_client.errors import WorkerDied
+from worker_client.wire.control_channel import CheckDeaths
+from worker_client.wire.endpoint import Endpoint, new_driver_id
 from worker_client.wire.liveness import Watch
 from worker_client.wire.processes import Process, find_process
-from worker_client.wire.transport import (
-    CheckDeaths,
-    Endpoint,
-    EventsChannel,
-    ResultsChannel,
-    new_driver_id,
-)
+from worker_client.wire.transport import EventsChannel, ResultsChannel
 from worker_client.wire.worker_client import OnSent, WorkerClient
 
 

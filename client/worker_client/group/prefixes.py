@@ -9,17 +9,12 @@ from typing import Final
 import numpy as np
 
 from rpc_schema import cached_blocks as cb
-from rpc_schema.errors import (
-    BadFrameError,
-    WorkerDaemonError,
-)
-from worker_client.errors import (
-    config_error,
-)
+from rpc_schema.errors import BadFrameError, WorkerDaemonError
+from worker_client.errors import config_error
 from worker_client.group.group_channel import GroupChannel
 from worker_client.group.outcomes import StepFuture, StepsInFlight
 from worker_client.steps.cached_blocks import NO_CACHED_BLOCKS, CachedBlocks
-from worker_client.wire.transport import PendingCall
+from worker_client.wire.control_channel import PendingCall
 from worker_client.wire.worker_client import WorkerClient
 
 SEND_TIMEOUT_S: Final = 0.05

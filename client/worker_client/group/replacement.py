@@ -35,7 +35,7 @@ from worker_client.group.group_channel import GroupChannel
 from worker_client.group.load_chain import LoadChain, init_device
 from worker_client.group.loading import LoadedGroup, Stopwatch, config_differences
 from worker_client.group.outcomes import StepsInFlight
-from worker_client.wire.transport import Endpoint
+from worker_client.wire.endpoint import Endpoint
 from worker_client.wire.worker_client import WorkerClient
 
 REPLACE_WITHIN_S = 60.0

@@ -24,7 +24,7 @@ from rpc_schema.trace import (
 from worker_client.errors import config_error
 from worker_client.tracing.clocks import ClockMap, measure
 from worker_client.tracing.trace_merge import DriverTrace, RankTrace
-from worker_client.wire.transport import PendingCall
+from worker_client.wire.control_channel import PendingCall
 from worker_client.wire.worker_client import AskingClient
 
 START_TIMEOUT_S = 90.0

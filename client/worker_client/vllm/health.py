@@ -14,9 +14,10 @@ import zmq
 
 from rpc_schema import lifecycle as lc
 from rpc_schema.errors import WorkerDaemonError
+from rpc_schema.health import CheckHealthReply
 from worker_client.vllm.settings import LOGGER, read_endpoints
+from worker_client.wire.endpoint import new_driver_id, parse_endpoint
 from worker_client.wire.keys import Keys, read_keys
-from worker_client.wire.transport import new_driver_id, parse_endpoint
 from worker_client.wire.worker_client import AskingClient
 
 ANSWER_S: Final = 2.0
@@ -106,7 +107,7 @@ def _report(context: "zmq.Context[zmq.Socket[bytes]]", endpoint: str, keys: Keys
     return {"endpoint": endpoint, "healthy": not why, "why": why, **state}
 
 
-def _obstacle(health: lc.CheckHealthReply, status: lc.Status) -> str:
+def _obstacle(health: CheckHealthReply, status: lc.Status) -> str:
     """Return why the daemon would not run a step; empty: it would."""
     if not health.healthy:
         return health.detail or "it is not healthy"

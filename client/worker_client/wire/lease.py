@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
+from rpc_schema.codec import DRIVER_OPERATIONS
 from rpc_schema.errors import LeaseHeldError, WireError, WorkerError
 from rpc_schema.lease import (
     DEFAULT_LEASE_TTL_MS,
@@ -32,7 +33,9 @@ from worker_client.errors import (
     WorkerDied,
     config_error,
 )
-from worker_client.wire.transport import Context, ControlChannel, Endpoint, PendingCall
+from worker_client.wire.control_channel import ControlChannel, PendingCall
+from worker_client.wire.endpoint import Endpoint
+from worker_client.wire.sockets import Context
 
 RENEWALS_PER_TTL = 4
 RENEWAL_S = 0.75
@@ -167,7 +170,7 @@ class LeaseKeeper:
         with contextlib.ExitStack() as opened:
             channels = []
             for rank, endpoint in daemons:
-                channels.append(ControlChannel(self._context, endpoint, rank))
+                channels.append(ControlChannel(self._context, endpoint, rank, DRIVER_OPERATIONS))
                 opened.callback(channels[-1].close)
             opened.pop_all()
         return channels

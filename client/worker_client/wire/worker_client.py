@@ -2,33 +2,22 @@
 results socket."""
 
 import contextlib
-import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import NamedTuple, TypeAlias, TypeVar
+from typing import NamedTuple, TypeAlias
 
 from rpc_schema import lifecycle as lc
 from rpc_schema import trace as tr
 from rpc_schema import weight_transfer as wt
-from rpc_schema.base import Answered
-from rpc_schema.codec import ControlReplyMessage, Frame
-from rpc_schema.errors import ErrorCode, error_of_rank
-from rpc_schema.version import PROTOCOL_VERSION
+from rpc_schema.codec import DRIVER_OPERATIONS, Frame
 from worker_client.errors import WorkerDied
+from worker_client.wire.control_channel import CheckDeaths, PendingCall
+from worker_client.wire.endpoint import Endpoint
+from worker_client.wire.health_client import CONTROL_TIMEOUT_S, HealthClient
 from worker_client.wire.lease import LeaseTerms, holder_name
-from worker_client.wire.transport import (
-    CheckDeaths,
-    Context,
-    ControlChannel,
-    Endpoint,
-    PendingCall,
-    StepChannel,
-)
+from worker_client.wire.sockets import Context
+from worker_client.wire.transport import StepChannel
 
-CONTROL_TIMEOUT_S = 5.0
-GREET_POLL_S = 0.1
-
-ReplyT = TypeVar("ReplyT", bound=ControlReplyMessage)
 OnSent: TypeAlias = Callable[[int, Sequence[Frame]], None]
 
 
@@ -49,83 +38,14 @@ class TensorList(NamedTuple):
     shapes: tuple[tuple[int, ...], ...] = ()
 
 
-class AskingClient:
+class AskingClient(HealthClient):
     """Sends one daemon's control requests. It opens no step socket, so an observer's key is enough.
 
     Methods that wait for the reply raise DeadlineExceeded, WorkerDied and WorkerError. Belongs to
     one thread.
     """
 
-    def __init__(
-        self,
-        context: Context,
-        endpoint: Endpoint,
-        rank: int,
-        driver_id: bytes,
-        check_alive: CheckDeaths = lambda: None,
-    ) -> None:
-        """check_alive: see ControlChannel."""
-        self.endpoint = endpoint
-        self.rank = rank
-        self._driver_id = driver_id
-        self._control = ControlChannel(context, endpoint, rank, check_alive)
-
-    def close(self) -> None:
-        """Close the sockets; nothing is sent to the daemon."""
-        self._control.close()
-
-    def greet(self, timeout_s: float, answers_by: float) -> lc.HelloReply:
-        """Exchange versions with a daemon that may not be started yet, or listens before it can
-        answer.
-
-        Args:
-            timeout_s: shortest limit on the wait for an answer once something listens.
-            answers_by: limit (of time.monotonic()) of the wait for a listener and its answer. A
-                daemon that exits meanwhile may be started again.
-
-        Raises:
-            WorkerDied: nothing listens; see hello for the other errors.
-        """
-        while True:
-            try:
-                return self.hello(max(timeout_s, answers_by - time.monotonic()))
-            except WorkerDied:
-                if time.monotonic() >= answers_by:
-                    raise
-            time.sleep(GREET_POLL_S)
-
-    def ask(
-        self, build: Callable[..., Answered[ReplyT]], timeout_s: float = CONTROL_TIMEOUT_S
-    ) -> ReplyT:
-        """Send a control request and wait for its reply. build: its class, or a partial of it that
-        lacks only `call`."""
-        return self.begin(build, timeout_s).result()
-
-    def begin(
-        self, build: Callable[..., Answered[ReplyT]], timeout_s: float = CONTROL_TIMEOUT_S
-    ) -> PendingCall[ReplyT]:
-        """Send a control request, like ask, without waiting for its reply."""
-        return self._control.send(build, timeout_s)
-
-    def hello(self, timeout_s: float = CONTROL_TIMEOUT_S) -> lc.HelloReply:
-        """Exchange versions.
-
-        Raises:
-            IncompatibleError: they differ; both are named.
-        """
-        reply = self.ask(
-            partial(lc.Hello, protocol_version=PROTOCOL_VERSION, driver_id=self._driver_id),
-            timeout_s,
-        )
-        if reply.protocol_version != PROTOCOL_VERSION:
-            raise error_of_rank(
-                ErrorCode.INCOMPATIBLE,
-                f"the daemon ({reply.software}) has protocol version {reply.protocol_version}, "
-                f"this driver {PROTOCOL_VERSION}; fix: run the same release on both sides",
-                rank=self.rank,
-                endpoint=self.endpoint.control,
-            )
-        return reply
+    operations = DRIVER_OPERATIONS
 
     def prepare_attach(
         self, epoch: int, timeout_s: float = CONTROL_TIMEOUT_S, *, force: bool = False
@@ -167,10 +87,6 @@ class AskingClient:
             ),
             timeout_s,
         )
-
-    def check_health(self, timeout_s: float = CONTROL_TIMEOUT_S) -> lc.CheckHealthReply:
-        """Return whether the daemon is healthy and its step thread makes progress."""
-        return self.ask(lc.CheckHealth, timeout_s)
 
     def get_status(self, timeout_s: float = CONTROL_TIMEOUT_S) -> lc.Status:
         """Return the daemon's state."""

@@ -14,7 +14,7 @@ from tests.support.faulty_daemon import Fault as InjectedFault
 from tests.support.secured import BareSockets
 from tests.support.soak.plan import Fault, FaultKind
 from tests.support.soak.scene import Scene
-from worker_client.wire.transport import parse_endpoint
+from worker_client.wire.endpoint import parse_endpoint
 from worker_client.worker_group import WorkerGroup
 
 STRANGE_MESSAGES = 60

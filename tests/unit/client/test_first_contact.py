@@ -13,6 +13,7 @@ import pytest
 import zmq
 
 from rpc_schema import lifecycle as lc
+from rpc_schema.codec import DRIVER_OPERATIONS
 from rpc_schema.config import ParallelConfig
 from rpc_schema.version import PROTOCOL_VERSION
 from tests.support.command_line import run_client, start_client
@@ -22,9 +23,10 @@ from tests.support.waiting import wait_until
 from tests.unit.server.driver import DaemonProcess
 from worker_client.cli.daemons import connect
 from worker_client.errors import NothingListens, WorkerDied
+from worker_client.wire.control_channel import ControlChannel
+from worker_client.wire.endpoint import Endpoint
 from worker_client.wire.listener import Listener
 from worker_client.wire.processes import connection_error, nobody_listens
-from worker_client.wire.transport import ControlChannel, Endpoint
 from worker_client.worker_group import WorkerGroup
 
 AT_ONCE_S = 10.0
@@ -44,7 +46,7 @@ def ask(endpoint: str) -> None:
 def call(address: str, timeout_s: float) -> None:
     """Over one socket, without keys."""
     with zmq.Context() as context:
-        channel = ControlChannel(context, Endpoint(address, "", "", ""), 0)
+        channel = ControlChannel(context, Endpoint(address, "", "", ""), 0, DRIVER_OPERATIONS)
         with closing(channel):
             channel.send(lambda call: lc.GetStatus(call=call), timeout_s).result()
 
@@ -216,7 +218,7 @@ def connect_waiting(endpoint: str) -> None:
 
 @pytest.mark.parametrize("say", [attach_waiting, connect_waiting])
 def test_wait_covers_the_answer_of_a_daemon_that_listens(directory, say, monkeypatch):
-    monkeypatch.setattr("worker_client.cli.daemons.CONTROL_TIMEOUT_S", 1.0)
+    monkeypatch.setattr("worker_client.wire.health_client.CONTROL_TIMEOUT_S", 1.0)
     monkeypatch.setattr("worker_client.group.attaching.ATTACH_TIMEOUT_S", 1.0)
     daemon = LateDaemon(f"ipc://{directory}/w0").start()
     say(daemon.endpoint)

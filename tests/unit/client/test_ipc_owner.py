@@ -10,8 +10,8 @@ import zmq
 from rpc_schema.config import ParallelConfig
 from tests.support.command_line import short_directory
 from worker_client.errors import NothingListens, UntrustedEndpointError
+from worker_client.wire.endpoint import new_driver_id, parse_endpoint
 from worker_client.wire.ipc_owner import check_owner
-from worker_client.wire.transport import new_driver_id, parse_endpoint
 from worker_client.wire.worker_client import AskingClient
 from worker_client.worker_group import WorkerGroup
 

@@ -14,8 +14,8 @@ import pytest
 
 from rpc_schema import codec
 from rpc_schema.config import ParallelConfig
+from rpc_schema.driver_digest import driver_digest
 from rpc_schema.errors import FencedError, LeaseExpiredError, LeaseHeldError, NotAttachedError
-from rpc_schema.lease import driver_digest
 from rpc_schema.step import ModelRunnerOutput
 from tests.support.fake_daemon import FakeDaemon, Fault, next_token
 from tests.support.waiting import PATIENCE_S, wait_until

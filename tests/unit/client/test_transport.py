@@ -9,9 +9,11 @@ import pytest
 import zmq
 
 from rpc_schema import lifecycle as lc
-from rpc_schema.codec import decode_control, encode_control
+from rpc_schema.codec import DRIVER_OPERATIONS, decode_control, encode_control
 from worker_client.errors import AuthenticationError, DeadlineExceeded, WorkerDied
-from worker_client.wire.transport import ControlChannel, StepChannel, parse_endpoint
+from worker_client.wire.control_channel import ControlChannel
+from worker_client.wire.endpoint import parse_endpoint
+from worker_client.wire.transport import StepChannel
 from worker_client.wire.worker_client import AskingClient
 
 
@@ -40,14 +42,16 @@ def test_daemon_that_does_not_answer_has_not_refused(context, directory):
     with socket.socket(socket.AF_UNIX) as silent:
         silent.bind(f"{directory}/w0")
         silent.listen()
-        channel = ControlChannel(context, parse_endpoint(f"ipc://{directory}/w0"), 0)
+        channel = ControlChannel(
+            context, parse_endpoint(f"ipc://{directory}/w0"), 0, DRIVER_OPERATIONS
+        )
         with pytest.raises(DeadlineExceeded):
             channel.send(lambda call: lc.GetStatus(call=call), 2.2).result()
         channel.close()
 
 
 def test_daemon_that_hangs_up_in_some_handshakes_has_not_refused(context, directory, monkeypatch):
-    monkeypatch.setattr("worker_client.wire.transport.CUT_OFF_S", 60.0)  # however busy the host is
+    monkeypatch.setattr("worker_client.wire.sockets.CUT_OFF_S", 60.0)  # however busy the host is
     address = Path(f"{directory}/w0")
     with socket.socket(socket.AF_UNIX) as hanging_up, context.socket(zmq.ROUTER) as daemon:
         daemon.linger = 0
@@ -64,7 +68,7 @@ def test_daemon_that_hangs_up_in_some_handshakes_has_not_refused(context, direct
 
         thread = threading.Thread(target=hang_up)
         thread.start()
-        channel = ControlChannel(context, parse_endpoint(f"ipc://{address}"), 0)
+        channel = ControlChannel(context, parse_endpoint(f"ipc://{address}"), 0, DRIVER_OPERATIONS)
         channel.send(lambda call: lc.GetStatus(call=call), 30.0)
         thread.join()
         assert daemon.poll(30_000)
@@ -85,7 +89,9 @@ def test_daemon_that_hangs_up_in_every_handshake_has_refused(context, directory)
 
         thread = threading.Thread(target=hang_up)
         thread.start()
-        channel = ControlChannel(context, parse_endpoint(f"ipc://{directory}/w0"), 0)
+        channel = ControlChannel(
+            context, parse_endpoint(f"ipc://{directory}/w0"), 0, DRIVER_OPERATIONS
+        )
         with pytest.raises(AuthenticationError, match="requires keys"):
             channel.send(lambda call: lc.GetStatus(call=call), 5.0).result()
         channel.close()
@@ -97,7 +103,7 @@ def test_connection_that_ends_while_a_request_is_about_to_leave(context, directo
     """As a daemon's does that is killed: the request waits for the next one."""
     daemon, address = context.socket(zmq.ROUTER), f"ipc://{directory}/w0"
     daemon.bind(address)
-    channel = ControlChannel(context, parse_endpoint(address), 0)
+    channel = ControlChannel(context, parse_endpoint(address), 0, DRIVER_OPERATIONS)
     successors = []
 
     def end_once(self) -> None:

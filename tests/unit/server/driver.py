@@ -32,6 +32,7 @@ from rpc_schema.config import (
     RendezvousAddress,
     SchedulerConfig,
 )
+from rpc_schema.health import Hello, HelloReply
 from rpc_schema.kv_cache import KVCacheConfig
 from rpc_schema.version import PROTOCOL_VERSION
 from tests.support.waiting import PATIENCE_S
@@ -152,9 +153,9 @@ class Driver:
         assert (attached.epoch, attached.seq) == (self.epoch, 0)
         return committed
 
-    def hello(self, version: int = PROTOCOL_VERSION) -> lc.HelloReply:
-        reply = self.call(lc.Hello, protocol_version=version, driver_id=self.driver_id)
-        assert isinstance(reply, lc.HelloReply)
+    def hello(self, version: int = PROTOCOL_VERSION) -> HelloReply:
+        reply = self.call(Hello, protocol_version=version, driver_id=self.driver_id)
+        assert isinstance(reply, HelloReply)
         return reply
 
     def prepare(self, epoch: int, *, force: bool = False) -> lc.PrepareAttachReply:

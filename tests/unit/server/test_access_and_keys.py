@@ -10,8 +10,9 @@ import zmq
 from rpc_schema import key_files as kf
 from rpc_schema.base import ControlRequest
 from rpc_schema.errors import ConfigError, ForbiddenError
-from rpc_schema.key_files import KeyFileError, Role
+from rpc_schema.key_files import KeyFileError
 from rpc_schema.operations import CONTROL_OPERATIONS, STEP_OPERATIONS
+from rpc_schema.roles import Role
 from tests.contract.random_messages import fixed_example
 from worker_client.wire import keys as client_keys
 from worker_daemon.interfaces import interface_address

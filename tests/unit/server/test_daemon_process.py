@@ -17,6 +17,7 @@ from rpc_schema import step
 from rpc_schema.codec import MAX_FRAMES, decode_event, decode_step_reply, encode_step
 from rpc_schema.error_replies import ControlErrorReply, ErrorReply
 from rpc_schema.errors import ErrorCode, ErrorScope
+from rpc_schema.health import CheckHealth, CheckHealthReply, Hello, HelloReply
 from tests.unit.server.driver import DaemonProcess, Driver, rendezvous, wait_for
 
 SHORT_DEADLINE_MS = 500
@@ -266,9 +267,9 @@ def test_failed_load_leaves_the_state(driver: Driver) -> None:
 def test_control_answers_during_a_step(driver: Driver, tmp_path: Path) -> None:
     began = time.monotonic()
     driver.send_step_until(tmp_path / "over")
-    health = driver.call(lc.CheckHealth)
+    health = driver.call(CheckHealth)
     status = driver.status()
-    assert isinstance(health, lc.CheckHealthReply)
+    assert isinstance(health, CheckHealthReply)
     assert health.healthy
     assert status.phase == "ExecuteModel"
     assert status.phase_ms <= (time.monotonic() - began) * 1000
@@ -459,8 +460,8 @@ def test_request_that_does_not_decode_is_an_outcome_of_its_seq(
 
 
 def test_hello_of_another_version_is_answered_with_ours(driver: Driver) -> None:
-    reply = driver.call(lc.Hello, protocol_version=999, driver_id=b"any length")
-    assert isinstance(reply, lc.HelloReply)
+    reply = driver.call(Hello, protocol_version=999, driver_id=b"any length")
+    assert isinstance(reply, HelloReply)
     assert reply.protocol_version != 999
 
 
@@ -504,7 +505,7 @@ def test_status_over_the_bound_is_told_without_what_is_loaded(
     for status in (second.status(), committed.status):
         assert (status.config, status.kv_cache) == (None, None)
         assert "are left out: the whole status would have" in status.degraded
-    assert isinstance(second.call(lc.CheckHealth), lc.CheckHealthReply)
+    assert isinstance(second.call(CheckHealth), CheckHealthReply)
     assert isinstance(second.reply(), lc.Attached)
     second.epoch, second.link = prepared.last_epoch, driver.link
     assert isinstance(second.run(lc.Reset, to="CREATED"), step.Done)
@@ -538,7 +539,7 @@ def test_random_frames_on_all_sockets_leave_the_daemon_serving(
     while reply.seq != driver.seq:  # one changed byte may name our epoch, and ask for a replay
         reply = driver.reply()
     assert isinstance(reply, step.ModelRunnerOutput)
-    assert isinstance(driver.call(lc.CheckHealth), lc.CheckHealthReply)
+    assert isinstance(driver.call(CheckHealth), CheckHealthReply)
 
 
 def test_peer_that_fills_queues_and_dies_is_survived(driver: Driver, shared: DaemonProcess) -> None:

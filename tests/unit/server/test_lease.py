@@ -2,6 +2,7 @@
 
 import pytest
 
+from rpc_schema.driver_digest import driver_digest
 from rpc_schema.errors import (
     ConfigError,
     FencedError,
@@ -10,7 +11,7 @@ from rpc_schema.errors import (
     LeaseHeldError,
     NotAttachedError,
 )
-from rpc_schema.lease import FREE_LEASE, driver_digest
+from rpc_schema.lease import FREE_LEASE
 from worker_daemon.server.session.lease import DriverIdentity, Lease, LeaseRequest, lease_terms
 
 A, B = DriverIdentity("key", b"a" * 16), DriverIdentity("key", b"b" * 16)

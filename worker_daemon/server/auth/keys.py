@@ -12,11 +12,11 @@ from rpc_schema.errors import ConfigError
 from rpc_schema.key_files import (
     AuthorizedKey,
     KeyFileError,
-    Role,
     fingerprint,
     read_authorized_keys,
     read_secret_key,
 )
+from rpc_schema.roles import Role
 from worker_daemon.errors import config_error
 
 logger = logging.getLogger(__name__)

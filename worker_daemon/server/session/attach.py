@@ -17,6 +17,7 @@ from rpc_schema import lease as ls
 from rpc_schema import lifecycle as lc
 from rpc_schema.codec import ControlReplyMessage
 from rpc_schema.errors import FencedError, IncompatibleError, NotAttachedError, StateError
+from rpc_schema.health import Hello, HelloReply
 from rpc_schema.version import PROTOCOL_VERSION, SOFTWARE_VERSION
 from worker_daemon.server.auth.access import Sender
 from worker_daemon.server.health.guard import Guard
@@ -77,7 +78,7 @@ class AttachHandler:
     _taken: tuple[_Claim, asyncio.Task[AttachSnapshot]] | None = field(default=None, init=False)
     """The driver that took the daemon over last, or is about to."""
 
-    def hello(self, message: lc.Hello, sender: Sender) -> ControlReplyMessage:
+    def hello(self, message: Hello, sender: Sender) -> ControlReplyMessage:
         """Answer any version, and remember it if the sender may drive and has a valid driver id."""
         if sender.drives and len(message.driver_id) == UID_BYTES:
             versions = self._versions.setdefault(sender.owner, OrderedDict())
@@ -85,7 +86,7 @@ class AttachHandler:
             versions.move_to_end(message.driver_id)
             if len(versions) > MAX_GREETED:
                 versions.popitem(last=False)
-        return lc.HelloReply(
+        return HelloReply(
             call=message.call,
             protocol_version=PROTOCOL_VERSION,
             worker_uid=self._report.worker_uid,

@@ -11,6 +11,7 @@ from typing import Final
 from rpc_schema import lifecycle as lc
 from rpc_schema.codec import ControlReplyMessage
 from rpc_schema.errors import StateError
+from rpc_schema.health import ServingState
 from worker_daemon.server.progress import Progress
 from worker_daemon.server.sequence import drained
 from worker_daemon.server.session.lease import Lease
@@ -44,7 +45,7 @@ class Draining:
         self._serving.set()
 
     @property
-    def serving(self) -> lc.ServingState:
+    def serving(self) -> ServingState:
         """The serving state that drivers see: that of the lifecycle, or DRAINING if no step is
         taken."""
         serving = self._progress.snapshot.state.serving

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Final, NamedTuple
 
 from rpc_schema import lease as ls
+from rpc_schema.driver_digest import driver_digest
 from rpc_schema.errors import (
     FencedError,
     ForbiddenError,
@@ -68,7 +69,7 @@ class _Holder:
     @property
     def digest(self) -> bytes:
         """Digest of its id, which other drivers may see."""
-        return ls.driver_digest(self.driver.driver_id)
+        return driver_digest(self.driver.driver_id)
 
     def __str__(self) -> str:
         driver = f"driver {self.digest.hex()[:8]}"
@@ -351,7 +352,7 @@ class Lease:
 
 def _is_claimed(claim: _Claim, now: float) -> LeaseHeldError:
     """Return the refusal of a driver while another one attaches."""
-    digest, remaining_ms = ls.driver_digest(claim.driver.driver_id), _ms(claim.ends - now)
+    digest, remaining_ms = driver_digest(claim.driver.driver_id), _ms(claim.ends - now)
     return LeaseHeldError(
         f"driver {digest.hex()[:8]} is attaching as epoch {claim.epoch}",
         fix="wait until the lease is free, or attach by force",

@@ -10,6 +10,7 @@ from msgspec import msgpack, structs
 
 from rpc_schema import lifecycle as lc
 from rpc_schema.codec import MAX_CONTROL_BYTES, ControlReplyMessage
+from rpc_schema.health import CheckHealth, CheckHealthReply
 from rpc_schema.plain_text import one_line
 from rpc_schema.weight_transfer import WeightsStatus
 from worker_daemon.models.weight_state import WeightReport
@@ -52,11 +53,11 @@ class StatusReport:
         await self.expert_loads.refresh()
         return lc.GetStatusReply(call=message.call, status=self.status())
 
-    def check_health(self, message: lc.CheckHealth) -> ControlReplyMessage:
+    def check_health(self, message: CheckHealth) -> ControlReplyMessage:
         """Report whether the daemon can work, and its last hang."""
         stamp = self.progress.stamp
         failure = self.progress.snapshot.failure or self.progress.overdue()
-        return lc.CheckHealthReply(
+        return CheckHealthReply(
             call=message.call,
             healthy=not failure,
             phase=stamp.phase,
