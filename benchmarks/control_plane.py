@@ -39,7 +39,6 @@ from rpc_schema.config import (
     SchedulerConfig,
 )
 from rpc_schema.error_replies import ErrorReply
-from rpc_schema.key_files import read_secret_key
 from rpc_schema.kv_cache import KVCacheConfig
 from rpc_schema.operations import StepMessage
 from rpc_schema.step import ExecuteModel, ModelRunnerOutput
@@ -54,6 +53,7 @@ from worker_client.wire.transport import ResultsChannel
 from worker_client.wire.worker_client import WorkerClient
 from worker_daemon.server.auth.keygen import make_key_files
 from worker_daemon.server.auth.security import SLOW_CIPHER_MB_S, cipher_mb_s
+from worker_host.key_files import read_secret_key
 
 GROUPS = (1, 4, 8)
 SIZES = (256, 1024)

@@ -37,7 +37,6 @@ from rpc_schema.config import (
     WorkerConfig,
 )
 from rpc_schema.errors import WorkerDaemonError
-from rpc_schema.plain_text import printable
 from worker_client.async_driver import AsyncDriver
 from worker_client.driver import Driver
 from worker_client.errors import ClientConfigError, WorkerDied, request_error
@@ -50,6 +49,7 @@ from worker_client.scheduler import RequestOutput, Scheduler, scheduler_limits
 from worker_client.wire.endpoint import new_driver_id, parse_endpoint
 from worker_client.wire.worker_client import AskingClient
 from worker_client.worker_group import WorkerGroup
+from worker_host.plain_text import printable
 
 WAIT_S = 60.0
 """Time for daemons to be started, at first and after a death."""

@@ -167,7 +167,7 @@ class WorkerConfig(Value, frozen=True, kw_only=True):
 
 class RendezvousAddress(Value, frozen=True, kw_only=True):
     """Address of a rendezvous: a key-value store that serves only members that prove its secret
-    (rpc_schema/rendezvous.py)."""
+    (rendezvous/store.py)."""
 
     host: Annotated[str, Meta(min_length=1, max_length=256)]
     port: Annotated[int, Meta(ge=1, le=65535)]

@@ -21,7 +21,6 @@ from rpc_schema.config import (
     WorkerConfig,
 )
 from rpc_schema.errors import CapacityError, CheckpointError, ConfigError
-from rpc_schema.exit_codes import ExitCode
 from rpc_schema.version import version_line
 from worker_daemon.device.nvml import CudaDevice, load_nvml, total_memory_bytes
 from worker_daemon.errors import StartLaterError
@@ -35,6 +34,7 @@ from worker_daemon.settings import (
     prepare_environment,
     prepare_kernel_cache,
 )
+from worker_host.exit_codes import ExitCode
 
 # Without rich, help and errors are plain text: option names are not truncated and errors not
 # wrapped.

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Final
 
 from rpc_schema.errors import ConfigError
-from rpc_schema.safe_paths import WRITABLE_BY_OTHERS, why_unsafe
 from worker_daemon.errors import StartLaterError, config_error
+from worker_host.safe_paths import WRITABLE_BY_OTHERS, why_unsafe
 
 _APPLICATION = "worker-daemon"
 _TRANSIENT: Final = frozenset(

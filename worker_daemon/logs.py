@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Final
 
-from rpc_schema.plain_text import printable
+from worker_host.plain_text import printable
 
 LEVELS: Final = ("debug", "info", "warning", "error")
 

@@ -15,10 +15,10 @@ from pathlib import Path
 import zmq
 
 from rpc_schema.errors import WorkerDaemonError
-from rpc_schema.exit_codes import describe_exit
 from worker_client.errors import DeadlineExceeded, LaunchError, Unkillable, WorkerDied
 from worker_client.wire.endpoint import new_driver_id, parse_endpoint
 from worker_client.wire.worker_client import AskingClient
+from worker_host.exit_codes import describe_exit
 
 READY_TIMEOUT_S = 120.0
 HELLO_TIMEOUT_S = 0.5

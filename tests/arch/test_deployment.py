@@ -18,9 +18,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from rpc_schema.exit_codes import ExitCode
 from worker_client.vllm.settings import read_endpoints, read_settings
 from worker_daemon.settings import ENV_PREFIX, KEYS, build_settings, read_environment
+from worker_host.exit_codes import ExitCode
 
 DOCKER = Path(__file__).resolve().parents[2] / "docker"
 UNIT = DOCKER / "systemd" / "worker-daemon@.service"

@@ -10,7 +10,7 @@ DOCUMENTS = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")]
 LIVING = [path for path in DOCUMENTS if path.name != "CHANGELOG.md"]
 """Documents that describe the current tree."""
 BASES = (ROOT, ROOT / "worker_daemon", ROOT / "client" / "worker_client")
-SOURCES = ("worker_daemon", "client", "rpc_schema", "tests", "docker")
+SOURCES = ("worker_daemon", "worker_host", "client", "rendezvous", "rpc_schema", "tests", "docker")
 MAX_ARCHITECTURE_WORDS = 1000
 
 CODE = re.compile(r"`([^`\n]+)`")

@@ -37,9 +37,22 @@ def test_rpc_schema_needs_msgspec_and_the_standard_library_only():
         "uvloop",
         "worker_client",
         "worker_daemon",
+        "worker_host",
+        "rendezvous",
         "msgspec",
     )
     assert loaded_by(import_all("rpc_schema"), *suspects) == ["msgspec"]
+
+
+def test_the_schema_is_messages_their_codec_and_their_errors():
+    """Files, sockets and processes are others' business."""
+    machinery = ("socket", "selectors", "subprocess", "ctypes", "pwd", "grp", "hmac", "secrets")
+    assert loaded_by(import_all("rpc_schema"), *machinery) == []
+
+
+def test_a_rendezvous_needs_the_standard_library_only():
+    suspects = ("msgspec", "zmq", "torch", "numpy", "rpc_schema", "worker_host", "rendezvous.store")
+    assert loaded_by(import_all("rendezvous"), *suspects) == ["rendezvous.store"]
 
 
 def test_client_brings_neither_torch_nor_the_daemon():
@@ -49,12 +62,13 @@ def test_client_brings_neither_torch_nor_the_daemon():
 
 
 PROBE_MODULES = {
-    "rpc_schema": "base control error_replies errors exit_codes frames health key_files lease"
-    " plain_text roles safe_paths version borrowed_sockets",
+    "rendezvous": "borrowed_sockets",
+    "rpc_schema": "base control error_replies errors frames health lease roles version",
     "worker_client": "cli errors shown_values wire",
     "worker_client.cli": "command_errors probe",
     "worker_client.wire": "control_channel endpoint health_client ipc_owner keys listener processes"
     " sockets",
+    "worker_host": "exit_codes key_files plain_text safe_paths",
 }
 
 
@@ -68,7 +82,9 @@ def test_a_health_probe_brings_a_part_of_the_client_and_no_framework():
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=PATIENCE_S
     )
     loaded = set(done.stdout.split())
-    assert {name for name in loaded if name.startswith(("rpc_schema.", "worker_client."))} <= ours
+    assert {
+        name for name in loaded if name.startswith(tuple(f"{top}." for top in PROBE_MODULES))
+    } <= ours
     tops = {name.partition(".")[0] for name in loaded}
     assert {"zmq", "msgspec"} <= tops
     heavy = {"asyncio", "click", "concurrent", "logging", "numpy", "rich", "ssl", "subprocess"}

@@ -7,7 +7,7 @@ from rpc_schema import step
 from worker_daemon.contracts import layer_ops
 
 ROOT = Path(__file__).parents[2]
-PACKAGES = ("rpc_schema", "client", "worker_daemon")
+PACKAGES = ("rendezvous", "rpc_schema", "client", "worker_daemon", "worker_host")
 MODULES = sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
 TREES = {path.relative_to(ROOT).as_posix(): ast.parse(path.read_text()) for path in MODULES}
 

@@ -13,7 +13,6 @@ import time
 import pytest
 from msgspec.structs import replace
 
-from rpc_schema.exit_codes import ExitCode
 from rpc_schema.extensions import extension_of
 from rpc_schema.sampling import LogprobsWanted
 from tests.support.checkpoints import prompts
@@ -33,6 +32,7 @@ from tests.support.serving import LONG_LEASE, worker_config
 from worker_client.errors import ConfigMismatchError
 from worker_client.launcher import LocalDaemons
 from worker_client.worker_group import WorkerGroup
+from worker_host.exit_codes import ExitCode
 
 STEP_DEADLINE_MS = 1000
 """gloo ends a wait for a missing peer one second after this."""

@@ -18,7 +18,6 @@ from rpc_schema.errors import (
     WorkerDaemonError,
     WorkerError,
 )
-from rpc_schema.exit_codes import ExitCode
 from rpc_schema.version import PROTOCOL_VERSION
 from rpc_schema.weight_transfer import DiskEngine, DiskSource
 from tests.support.checkpoints import DYNAMIC
@@ -42,6 +41,7 @@ from worker_client.launcher import LocalDaemons
 from worker_client.wire.keys import NO_KEYS
 from worker_client.wire.worker_client import TensorList
 from worker_client.worker_group import WorkerGroup
+from worker_host.exit_codes import ExitCode
 
 
 def set_fields(**fields):

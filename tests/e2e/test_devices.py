@@ -7,11 +7,11 @@ import sys
 
 import pytest
 
-from rpc_schema.exit_codes import ExitCode
 from tests.support.command_line import COMMAND_LIMIT_S, DAEMON, environment, short_directory
 from tests.support.serving import connect, worker_config
 from worker_client.launcher import LocalDaemons
 from worker_daemon.device.threads import usable_cores
+from worker_host.exit_codes import ExitCode
 
 
 @pytest.fixture

@@ -13,7 +13,6 @@ from rpc_schema import lifecycle as lc
 from rpc_schema.driver_digest import driver_digest
 from rpc_schema.error_replies import ControlErrorReply, ErrorReply
 from rpc_schema.errors import DrainingError, ErrorCode
-from rpc_schema.exit_codes import ExitCode
 from rpc_schema.health import CheckHealth
 from rpc_schema.step import ModelRunnerOutput
 from tests.support.command_line import probe, run_client, short_directory, start_client
@@ -25,6 +24,7 @@ from tests.unit.server.driver import DaemonProcess
 from tests.unit.server.driver import Driver as BareDriver
 from worker_client.driver import Driver
 from worker_client.scheduler import Scheduler
+from worker_host.exit_codes import ExitCode
 
 
 @pytest.fixture

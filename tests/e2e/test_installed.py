@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from rpc_schema.exit_codes import ExitCode
 from rpc_schema.version import SOFTWARE_VERSION
 from tests.support.command_line import short_directory, wait_for_daemons
 from tests.support.installed import Installed, clean_environment
 from tests.support.waiting import PATIENCE_S
 from tests.support.wheel import build_wheel
+from worker_host.exit_codes import ExitCode
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("pip") is None, reason="pip, which installs the wheel, is not here"
@@ -24,7 +24,7 @@ WORKERS_MODULES = ("torch", "triton", "safetensors", "uvloop", "pynvml", "llguid
 INSTALL = 'pip install "worker-daemon[worker]"'
 IMPORT_ALL = """
 import importlib, importlib.util, pkgutil, sys
-import rpc_schema, worker_client
+import rendezvous, rpc_schema, worker_client, worker_host
 NEED_MORE = (
     "__main__",
     "structured.mask_process",
@@ -32,7 +32,7 @@ NEED_MORE = (
     "chat_template",
     "template_process",
 )
-for package in (rpc_schema, worker_client):
+for package in (rendezvous, rpc_schema, worker_client, worker_host):
     for module in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
         if ".trainer" in module.name or ".vllm.hooks" in module.name:
             continue

@@ -16,22 +16,17 @@ from pathlib import Path
 import pytest
 
 from rpc_schema.config import ParallelConfig
-from rpc_schema.errors import (
-    ConfigError,
-    StateError,
-)
-from rpc_schema.exit_codes import ExitCode
+from rpc_schema.errors import ConfigError, StateError
 from rpc_schema.trace import ReadTrace, StartTrace, StopTrace
 from tests.support.command_line import run_client, short_directory, status_of
 from tests.support.serving import LONG_LEASE, connect, generate, greedy_request, worker_config
 from tests.support.waiting import PATIENCE_S
 from worker_client.cli.daemons import connect as observe
-from worker_client.errors import (
-    ClientConfigError,
-)
+from worker_client.errors import ClientConfigError
 from worker_client.launcher import LocalDaemons
 from worker_client.tracing.observer import record as record_group
 from worker_client.worker_group import WorkerGroup
+from worker_host.exit_codes import ExitCode
 
 SKEWS_S = (0, 4000)
 """How far each daemon's clock is ahead: whole hours, as between hosts."""

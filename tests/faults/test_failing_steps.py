@@ -13,7 +13,6 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from rpc_schema.errors import CapacityError, ErrorCode
-from rpc_schema.exit_codes import ExitCode
 from tests.e2e.conftest import checkpoint, model_root
 from tests.support.checkpoints import Checkpoint, NearTie, decisive_prompts
 from tests.support.driving import assert_serves, random_cases
@@ -33,6 +32,7 @@ from worker_client.launcher import LocalDaemons
 from worker_client.requests import GenerationRequest
 from worker_client.scheduler import Scheduler
 from worker_client.worker_group import WorkerGroup
+from worker_host.exit_codes import ExitCode
 
 __all__ = ["checkpoint", "model_root"]
 

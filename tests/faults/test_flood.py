@@ -17,7 +17,7 @@ import pytest
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from rpc_schema.borrowed_sockets import borrowed
+from rendezvous.borrowed_sockets import borrowed
 from tests.support.command_line import short_directory
 from tests.support.secured import BareSockets, KeyRing, SecuredDaemon, ask, dealer, free_port
 from tests.support.waiting import wait_until

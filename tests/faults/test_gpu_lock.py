@@ -13,11 +13,11 @@ import pynvml
 import pytest
 
 from rpc_schema.errors import ConfigError
-from rpc_schema.exit_codes import ExitCode
 from tests.support.command_line import ask_status, environment, short_directory
 from tests.support.waiting import PATIENCE_S, wait_until
 from worker_daemon.device.nvml import CudaDevice, find_uuid
 from worker_daemon.server.gpu_lock import GpuInUseError, GpuLock, lock_directory
+from worker_host.exit_codes import ExitCode
 
 UUID = "GPU-5fd4f087-86f3-7a43-b711-4771313afc50"
 START_LIMIT_S = PATIENCE_S

@@ -20,7 +20,6 @@ from rpc_schema.config import ParallelConfig
 from rpc_schema.error_replies import ControlErrorReply, ErrorReply
 from rpc_schema.errors import ErrorCode, ForbiddenError
 from rpc_schema.health import Hello
-from rpc_schema.key_files import fingerprint
 from rpc_schema.version import PROTOCOL_VERSION
 from tests.faults.test_security import KeyedDriver
 from tests.support.command_line import short_directory
@@ -34,6 +33,7 @@ from worker_client.worker_group import WorkerGroup
 from worker_daemon.server.auth.keygen import make_key_files
 from worker_daemon.server.session.epochs import EpochFile
 from worker_daemon.server.wire.endpoints import IpcEndpoint
+from worker_host.key_files import fingerprint
 
 OBSERVER, RIVAL = "observer", "rival"
 EPOCH_STEP = 1 << 20

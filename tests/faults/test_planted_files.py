@@ -14,7 +14,6 @@ from pathlib import Path
 import pytest
 
 from rpc_schema.errors import ConfigError
-from rpc_schema.exit_codes import ExitCode
 from tests.support.command_line import ask_status, short_directory
 from tests.support.stopping import stop_process
 from tests.support.waiting import PATIENCE_S, wait_until
@@ -24,6 +23,7 @@ from worker_daemon.server.runtime_files import RuntimeFiles
 from worker_daemon.server.session.epochs import EpochFile
 from worker_daemon.server.wire.endpoints import IpcEndpoint
 from worker_daemon.settings import ProcessSettings, build_settings, prepare_kernel_cache
+from worker_host.exit_codes import ExitCode
 
 UUID = "GPU-11111111-2222-3333-4444-555555555555"
 NOBODY = 65534

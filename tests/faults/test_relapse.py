@@ -3,12 +3,12 @@ another expects. The link is replaced; if that hangs too, new processes replace 
 
 import time
 
-from rpc_schema.exit_codes import ExitCode
 from tests.support.driving import random_cases
 from tests.support.faulty_daemon import Fault, FaultyDaemons
 from tests.support.serving import connect, scheduler_limits, worker_config
 from worker_client.driver import Driver
 from worker_client.scheduler import Scheduler
+from worker_host.exit_codes import ExitCode
 
 DEADLINE_S = 1.0
 STEPS_BEFORE = 4

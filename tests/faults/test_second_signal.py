@@ -12,10 +12,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from rpc_schema.exit_codes import ExitCode
 from tests.support.faulty_daemon import Fault, FaultFile
 from tests.support.waiting import wait_until
 from tests.unit.server.driver import DaemonProcess, Driver
+from worker_host.exit_codes import ExitCode
 
 LIMIT_S = 5.0
 BETWEEN_S = 0.3

@@ -14,7 +14,6 @@ import pytest
 
 from rpc_schema import lifecycle as lc
 from rpc_schema.errors import WorkerDaemonError
-from rpc_schema.exit_codes import ExitCode
 from rpc_schema.step import ModelRunnerOutput
 from tests.e2e.conftest import checkpoint, model_root
 from tests.support.command_line import start_daemon, wait_for_daemons
@@ -25,6 +24,7 @@ from tests.unit.server.driver import DaemonProcess
 from tests.unit.server.driver import Driver as BareDriver
 from worker_client.driver import Driver
 from worker_client.scheduler import Scheduler
+from worker_host.exit_codes import ExitCode
 
 __all__ = ["checkpoint", "model_root"]
 

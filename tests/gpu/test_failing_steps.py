@@ -13,7 +13,6 @@ import torch
 from benchmarks.stage_driver import StageDriver
 from rpc_schema.config import ParallelConfig
 from rpc_schema.errors import CapacityError, OutOfMemoryError
-from rpc_schema.exit_codes import ExitCode
 from rpc_schema.step import ExecuteModel
 from tests.support.faulty_daemon import Fault, FaultyDaemons
 from tests.support.gpu_generation import make_requests, worker_config
@@ -21,6 +20,7 @@ from tests.support.serving import connect, scheduler_limits
 from worker_client.driver import Driver
 from worker_client.errors import LaunchError, StepFailed, WorkerDied
 from worker_client.scheduler import Scheduler
+from worker_host.exit_codes import ExitCode
 
 pytestmark = [
     pytest.mark.gpu,

@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from rpc_schema.config import ParallelConfig
-from rpc_schema.exit_codes import ExitCode
 from tests.support.command_line import ask_status, run_client, start_daemon, wait_for_daemons
 from tests.support.gpu_generation import make_requests, worker_config
 from tests.support.serving import connect, generate
 from worker_daemon.device.fault_watch import RECOVERY_ACTION
 from worker_daemon.device.nvml import CudaDevice, find_uuid
+from worker_host.exit_codes import ExitCode
 
 pytestmark = [
     pytest.mark.gpu,

@@ -7,13 +7,13 @@ import pytest
 import torch
 
 from rpc_schema.config import ParallelConfig
-from rpc_schema.exit_codes import ExitCode
 from tests.support.faulty_daemon import Fault, FaultyDaemons
 from tests.support.gpu_generation import generate, make_checkpoint, make_requests, worker_config
 from worker_client.driver import Driver
 from worker_client.errors import StepFailed
 from worker_client.scheduler import Scheduler, scheduler_limits
 from worker_client.worker_group import WorkerGroup
+from worker_host.exit_codes import ExitCode
 
 pytestmark = [
     pytest.mark.multi_gpu,

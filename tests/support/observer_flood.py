@@ -10,9 +10,9 @@ import zmq
 from rpc_schema import lifecycle as lc
 from rpc_schema.codec import encode_control
 from rpc_schema.health import CheckHealth, Hello
-from rpc_schema.key_files import read_secret_key
 from rpc_schema.version import PROTOCOL_VERSION
 from worker_client.wire.endpoint import new_driver_id
+from worker_host.key_files import read_secret_key
 
 REQUESTS = {
     "Hello": lambda: Hello(call=1, protocol_version=PROTOCOL_VERSION, driver_id=new_driver_id()),

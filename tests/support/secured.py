@@ -13,7 +13,6 @@ import psutil
 import zmq
 
 from rpc_schema.errors import WorkerDaemonError
-from rpc_schema.key_files import SecretKey, read_secret_key
 from tests.support.command_line import environment
 from tests.support.counted_serve import decoder_calls
 from tests.support.waiting import PATIENCE_S, wait_until
@@ -21,6 +20,7 @@ from worker_client.wire.endpoint import new_driver_id, parse_endpoint
 from worker_client.wire.keys import NO_KEYS, Keys, read_keys
 from worker_client.wire.worker_client import AskingClient, WorkerClient
 from worker_daemon.server.auth.keygen import make_key_files
+from worker_host.key_files import SecretKey, read_secret_key
 
 ROLES = ("driver", "observer", "admin")
 FIRST_PORT = 10_000

@@ -8,11 +8,18 @@ from pathlib import Path
 from typing import Final
 
 ROOT: Final = Path(__file__).resolve().parents[2]
-PACKAGES: Final = ("rpc_schema", "worker_client", "worker_daemon")
+PACKAGES: Final = ("rendezvous", "rpc_schema", "worker_client", "worker_daemon", "worker_host")
 """Packages in the wheel, by import name."""
 
 _FILES: Final = ("pyproject.toml", "README.md", "LICENSE")
-_DIRECTORIES: Final = ("rpc_schema", "client", "worker_daemon", "examples")
+_DIRECTORIES: Final = (
+    "rendezvous",
+    "rpc_schema",
+    "client",
+    "worker_daemon",
+    "worker_host",
+    "examples",
+)
 """Source directories; examples must not be in the wheel."""
 _BUILD: Final = "import sys; from setuptools import build_meta; build_meta.build_wheel(sys.argv[1])"
 

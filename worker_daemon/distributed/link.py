@@ -15,9 +15,9 @@ import torch.distributed as dist
 from torch._C import _distributed_c10d
 from torch.distributed import distributed_c10d
 
+from rendezvous.listeners import ListenerWatch
+from rendezvous.store import member_proof
 from rpc_schema.errors import CommError
-from rpc_schema.listeners import ListenerWatch
-from rpc_schema.rendezvous import member_proof
 from worker_daemon.distributed.parallel_state import ParallelState
 from worker_daemon.distributed.rendezvous import RendezvousStore, connect_store
 from worker_daemon.distributed.symmetric import Peers, open_peers

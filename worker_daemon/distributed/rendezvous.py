@@ -8,8 +8,8 @@ from typing import Final
 
 from torch.distributed import Store  # type: ignore[attr-defined]  # public nevertheless
 
+from rendezvous.store import Member, RendezvousError, StoreServer
 from rpc_schema.errors import CommError
-from rpc_schema.rendezvous import Member, RendezvousError, StoreServer
 from worker_daemon.raising import Translation
 
 REACHABLE_S: Final = 0.2

@@ -22,8 +22,8 @@ from torch.distributed import (  # type: ignore[attr-defined]  # public neverthe
     distributed_c10d,
 )
 
+from rendezvous.listeners import ListenerWatch
 from rpc_schema.errors import CommError, TransferError
-from rpc_schema.listeners import ListenerWatch
 from worker_daemon.distributed.link import prove_members
 from worker_daemon.distributed.rendezvous import RendezvousStore, connect_store
 from worker_daemon.raising import Translation

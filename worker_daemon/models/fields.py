@@ -4,8 +4,8 @@ from collections.abc import Collection, Mapping
 from typing import Final, TypeVar
 
 from rpc_schema.errors import ConfigError
-from rpc_schema.plain_text import printable
 from worker_daemon.errors import config_error
+from worker_host.plain_text import printable
 
 MAX_INTEGER: Final = (1 << 31) - 1
 """Upper bound on integers, unless a field has a smaller one."""

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Final
 
 from rpc_schema.errors import ConfigError
-from rpc_schema.plain_text import one_line
 from worker_daemon.errors import config_error
+from worker_host.plain_text import one_line
 
 CPU_S: Final = 3
 """CPU time for all patterns of a checkpoint."""

@@ -18,7 +18,6 @@ import zmq
 
 from rpc_schema.error_replies import ErrorReply
 from rpc_schema.errors import ConfigError
-from rpc_schema.exit_codes import ExitCode
 from worker_daemon.device.gpu_faults import Fault
 from worker_daemon.errors import config_error
 from worker_daemon.interfaces import interface_address
@@ -57,6 +56,7 @@ from worker_daemon.server.stop_signals import OneShotHandler, StopSignals
 from worker_daemon.server.wire.sockets import bind_sockets, events_socket
 from worker_daemon.settings import ONE_HOST, ProcessSettings
 from worker_daemon.worker.uploads import Uploads
+from worker_host.exit_codes import ExitCode
 
 HEARTBEAT_S: Final = 0.25
 DRAIN_LIMIT_S: Final = 10.0

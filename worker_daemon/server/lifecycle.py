@@ -17,8 +17,8 @@ from rpc_schema.health import LoadState, ServingState
 from rpc_schema.lease import LeaseState
 from rpc_schema.lifecycle import LinkState
 from rpc_schema.operations import LOAD_CHAIN, STEP_OPERATIONS, THERE, Rule, StepMessage
-from rpc_schema.plain_text import one_line
 from worker_daemon.worker.memory_tags import ALL_AWAKE, MemoryTags
+from worker_host.plain_text import one_line
 
 SERVING_STATES: Final[tuple[ServingState, ...]] = ("SERVING", "DRAINING", "CLOSED", "FAILED")
 HISTORY: Final = 20

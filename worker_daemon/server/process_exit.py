@@ -6,8 +6,8 @@ import os
 import threading
 from typing import Final, NoReturn
 
-from rpc_schema.exit_codes import ExitCode
 from worker_daemon.server.runtime_files import RuntimeFiles
+from worker_host.exit_codes import ExitCode
 
 DEVICE_LIMIT_S: Final = 1.5
 """After the loss of the device the process ends within this time, even if its main thread hangs."""

@@ -24,9 +24,7 @@ from rpc_schema.errors import (
     WireError,
     WorkerError,
 )
-from rpc_schema.exit_codes import ExitCode
 from rpc_schema.lease import LeaseState
-from rpc_schema.plain_text import one_line
 from worker_daemon.logs import set_rank
 from worker_daemon.server.auth.bad_peers import Peer
 from worker_daemon.server.auth.security import Security
@@ -49,6 +47,8 @@ from worker_daemon.server.step_senders import EpochOwner, StepSenders
 from worker_daemon.server.wire.replies import error_reply
 from worker_daemon.server.wire.unreadable import head_of, is_step, refusal
 from worker_daemon.worker.uploads import Uploads
+from worker_host.exit_codes import ExitCode
+from worker_host.plain_text import one_line
 
 SWITCH_INTERVAL_S: Final = 0.0002
 """The interpreter's switch interval, which limits how long the step thread can block the completion

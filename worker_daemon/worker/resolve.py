@@ -18,7 +18,6 @@ from rpc_schema.config import (
     SchedulerConfig,
 )
 from rpc_schema.errors import CheckpointError
-from rpc_schema.plain_text import one_line
 from rpc_schema.pooling import PooledStates, PooledTask, PoolingSupport
 from worker_daemon.contracts.fp8 import FP8
 from worker_daemon.contracts.layer_ops import LayerOps
@@ -42,6 +41,7 @@ from worker_daemon.models.saved_set import (
 )
 from worker_daemon.models.stored_head import with_saved_head, with_stored_head
 from worker_daemon.regular_file import read_whole
+from worker_host.plain_text import one_line
 
 _LOG = logging.getLogger(__name__)
 _MAX_SHOWN = 1000

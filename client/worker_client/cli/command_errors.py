@@ -4,8 +4,8 @@ import sys
 from typing import Final, NoReturn
 
 from rpc_schema.errors import DrainingError, ForbiddenError, WorkerDaemonError
-from rpc_schema.exit_codes import ExitCode
 from worker_client.errors import AuthenticationError, OutputError
+from worker_host.exit_codes import ExitCode
 
 _NOT_ALLOWED: Final = (AuthenticationError, ForbiddenError)
 FAILED: Final = 2

@@ -10,7 +10,6 @@ import typer
 
 from rpc_schema.lease import LeaseStatus
 from rpc_schema.lifecycle import Drain, KVCacheAdvice, ReplyDelay, Status
-from rpc_schema.plain_text import printable
 from worker_client.cli.daemons import connect
 from worker_client.cli.expert_loads import imbalance, loads_by_layer
 from worker_client.cli.options import KeyFile, KnownDaemons, Wait
@@ -20,6 +19,7 @@ from worker_client.cli.top_frame import held_blocks, leased
 from worker_client.errors import config_error
 from worker_client.wire.endpoint import named_daemons
 from worker_client.wire.keys import read_keys
+from worker_host.plain_text import printable
 
 Endpoints = Annotated[
     str, typer.Option(envvar="WORKER_CLIENT_ENDPOINTS", help="Running daemons: EP,EP,...")

@@ -8,7 +8,6 @@ from typing import Annotated
 
 import typer
 
-from rpc_schema.plain_text import printable
 from worker_client.cli.control import Endpoints
 from worker_client.cli.daemons import connect
 from worker_client.cli.options import KeyFile, KnownDaemons, Wait
@@ -17,6 +16,7 @@ from worker_client.errors import ClientConfigError
 from worker_client.wire.endpoint import named_daemons
 from worker_client.wire.keys import read_keys
 from worker_client.worker_group import WorkerGroup
+from worker_host.plain_text import printable
 
 lora = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
 

@@ -13,12 +13,12 @@ from typing import Final
 from rpc_schema.control import PROBE_OPERATIONS
 from rpc_schema.errors import WorkerDaemonError
 from rpc_schema.health import GetStatusHead
-from rpc_schema.plain_text import printable
 from worker_client.cli.command_errors import exit_with
 from worker_client.errors import config_error
 from worker_client.wire.endpoint import named_daemons
 from worker_client.wire.health_client import HealthClient, connected
 from worker_client.wire.keys import NO_KEYS, Keys, read_keys
+from worker_host.plain_text import printable
 
 NOT_PASSED: Final = 1
 """Exit code if a daemon fails the probe."""

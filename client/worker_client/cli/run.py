@@ -8,7 +8,6 @@ from typing import Annotated
 
 import typer
 
-from rpc_schema.plain_text import printable
 from worker_client.cli.daemons import Scrape
 from worker_client.cli.expert_loads import loads_by_layer
 from worker_client.cli.options import RunOptions, takes_run_options
@@ -27,6 +26,7 @@ from worker_client.errors import config_error
 from worker_client.group.adoption import AdoptedRequest
 from worker_client.inputs.tokenizer import TextBounds, Tokenizer, load_tokenizer
 from worker_client.worker_group import RankProgress, parse_endpoints
+from worker_host.plain_text import printable
 
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON object on standard output.")]
 Profile = Annotated[

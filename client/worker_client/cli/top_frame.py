@@ -8,7 +8,7 @@ from typing import Final, NamedTuple, TypeVar
 from rpc_schema.kv_cache import NUM_NULL_BLOCKS
 from rpc_schema.lease import LeaseStatus
 from rpc_schema.lifecycle import GpuLoad, Status
-from rpc_schema.plain_text import printable
+from worker_host.plain_text import printable
 
 Value = TypeVar("Value", int, float)
 

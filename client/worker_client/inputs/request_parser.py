@@ -11,7 +11,6 @@ import msgspec
 import numpy as np
 
 from rpc_schema.base import Count
-from rpc_schema.plain_text import printable
 from rpc_schema.pooling import PoolingParams
 from rpc_schema.token_rules import MAX_BAD_WORDS
 from worker_client.errors import RequestError
@@ -21,12 +20,8 @@ from worker_client.inputs.host_tensor import HostTensor
 from worker_client.inputs.prompt_embeds import Ranges, with_placeholders
 from worker_client.inputs.request_checks import check_unicode, refusal, validated
 from worker_client.inputs.request_fields import FIELD_TYPES, Json
-from worker_client.requests import (
-    GenerationRequest,
-    PromptTokenIds,
-    derived_seed,
-    random_seed,
-)
+from worker_client.requests import GenerationRequest, PromptTokenIds, derived_seed, random_seed
+from worker_host.plain_text import printable
 
 Encode = Callable[[str], Sequence[int]]
 

@@ -23,10 +23,10 @@ from torch.distributed import (  # type: ignore[attr-defined]  # public neverthe
     distributed_c10d,
 )
 
+from rendezvous.listeners import ListenerWatch
+from rendezvous.store import RendezvousError, StoreServer, member_proof
 from rpc_schema import weight_transfer as wt
 from rpc_schema.config import RendezvousAddress
-from rpc_schema.listeners import ListenerWatch
-from rpc_schema.rendezvous import RendezvousError, StoreServer, member_proof
 from rpc_schema.weight_packing import Transfer, plan_transfers
 from worker_client.errors import ClientError, config_error
 

@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from rpc_schema.safe_paths import trusted_users, why_unsafe
 from worker_client.errors import UntrustedEndpointError
+from worker_host.safe_paths import trusted_users, why_unsafe
 
 SCHEME = "ipc://"
 

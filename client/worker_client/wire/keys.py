@@ -9,8 +9,8 @@ from typing import Final
 
 import zmq
 
-from rpc_schema.key_files import KeyFileError, SecretKey, read_known_daemons, read_secret_key
 from worker_client.errors import EndpointError, config_error
+from worker_host.key_files import KeyFileError, SecretKey, read_known_daemons, read_secret_key
 
 CREDENTIAL_PREFIX: Final = "credential:"
 HANDSHAKE_MS: Final = 700

@@ -9,7 +9,7 @@ import struct
 from pathlib import Path
 from typing import Final
 
-from rpc_schema.borrowed_sockets import borrowed
+from rendezvous.borrowed_sockets import borrowed
 
 PROCESSES = Path("/proc")
 CGROUPS = Path("/sys/fs/cgroup")

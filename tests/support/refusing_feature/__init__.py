@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[2]
+PACKAGES = ("rendezvous", "rpc_schema", "worker_daemon", "worker_host", "client/worker_client")
 
 FILES = {
     "wire.py": "rpc_schema/random_refusals.py",
@@ -57,8 +58,8 @@ LINES = [
 
 
 def copy_with_the_feature(directory: Path) -> Path:
-    """Return a copy of the three packages that has it."""
-    for package in ("rpc_schema", "worker_daemon", "client/worker_client"):
+    """Return a copy of the packages that has it."""
+    for package in PACKAGES:
         ignored = shutil.ignore_patterns("*.pyc.*")  # being written; the others stay valid
         shutil.copytree(ROOT / package, directory / package, ignore=ignored)
     for name, place in FILES.items():

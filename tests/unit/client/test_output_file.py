@@ -14,7 +14,6 @@ from pathlib import Path
 import pytest
 
 from rpc_schema.errors import DeviceError
-from rpc_schema.exit_codes import ExitCode
 from tests.support.command_line import CLIENT
 from tests.support.waiting import PATIENCE_S
 from tests.unit.client.conftest import options
@@ -22,6 +21,7 @@ from worker_client.cli.output_file import OutputFile, output_error
 from worker_client.cli.trace import _write as write_trace
 from worker_client.errors import OutputError
 from worker_client.tracing.observer import Recorded
+from worker_host.exit_codes import ExitCode
 
 LINE = '{{"id": "r{}", "prompt_token_ids": [1, 2, {}], "max_tokens": 8, "ignore_eos": true}}\n'
 

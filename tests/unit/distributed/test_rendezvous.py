@@ -10,8 +10,8 @@ import time
 import pytest
 import torch.distributed as dist
 
-from rpc_schema.listeners import ListenerWatch, inheritable_listeners
-from rpc_schema.rendezvous import (
+from rendezvous.listeners import ListenerWatch, inheritable_listeners
+from rendezvous.store import (
     MAX_STORED_BYTES,
     MAX_UNPROVEN,
     MAX_VALUE_BYTES,

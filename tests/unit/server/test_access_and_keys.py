@@ -7,10 +7,8 @@ from pathlib import Path
 import pytest
 import zmq
 
-from rpc_schema import key_files as kf
 from rpc_schema.base import ControlRequest
 from rpc_schema.errors import ConfigError, ForbiddenError
-from rpc_schema.key_files import KeyFileError
 from rpc_schema.operations import CONTROL_OPERATIONS, STEP_OPERATIONS
 from rpc_schema.roles import Role
 from tests.contract.random_messages import fixed_example
@@ -31,6 +29,8 @@ from worker_daemon.server.auth.security import cipher_mb_s
 from worker_daemon.server.auth.zap import AuditLog
 from worker_daemon.server.wire.endpoints import TcpEndpoint
 from worker_daemon.settings import load_settings, prepare_environment
+from worker_host import key_files as kf
+from worker_host.key_files import KeyFileError
 
 
 class Clock:

@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-from rpc_schema.exit_codes import DO_NOT_RESTART, ExitCode, describe_exit
+from worker_host.exit_codes import DO_NOT_RESTART, ExitCode, describe_exit
 
 ROOT = Path(__file__).parents[3]
 

@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 from msgspec import structs
 
-from rpc_schema.exit_codes import ExitCode
 from rpc_schema.lifecycle import Status
-from rpc_schema.plain_text import bounded, one_line, printable
 from tests.contract.random_messages import fixed_example
 from worker_client.cli.control import _block
 from worker_client.cli.top_frame import Sample, Seen, frame
 from worker_daemon import logs
+from worker_host.exit_codes import ExitCode
+from worker_host.plain_text import bounded, one_line, printable
 
 HOSTILE = "a\x1b[31m\r\nb\x00\x85\u2028\u202e\ud800\x7f"
 

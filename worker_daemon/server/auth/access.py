@@ -7,11 +7,11 @@ import zmq
 
 from rpc_schema import lifecycle as lc
 from rpc_schema.errors import ForbiddenError
-from rpc_schema.key_files import fingerprint
 from rpc_schema.operations import CONTROL_OPERATIONS, STEP_OPERATIONS, ControlMessage, StepMessage
 from rpc_schema.roles import Role
 from worker_daemon.server.auth.bad_peers import Peer
 from worker_daemon.server.auth.keys import AuthorizedKeys, KeyRights
+from worker_host.key_files import fingerprint
 
 Request: TypeAlias = ControlMessage | StepMessage
 

@@ -7,7 +7,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable
 from typing import Final, TypeAlias
 
-from rpc_schema.key_files import fingerprint
+from worker_host.key_files import fingerprint
 
 Peer: TypeAlias = str | tuple[str, bytes, str]
 """A public key or, without keys, a socket, the peer's routing id on it and its user."""

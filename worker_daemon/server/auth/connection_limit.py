@@ -17,8 +17,8 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Final, TypeAlias
 
-from rpc_schema.borrowed_sockets import borrowed
-from rpc_schema.listeners import NOBODY, RETURN, Instruction, attach_filter
+from rendezvous.borrowed_sockets import borrowed
+from rendezvous.listeners import NOBODY, RETURN, Instruction, attach_filter
 
 RATE_PER_S: Final = 20.0
 """Connections from unknown addresses that each socket accepts per second on average."""

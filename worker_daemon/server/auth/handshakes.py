@@ -15,7 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple, TypeAlias
 
-from rpc_schema.borrowed_sockets import borrowed
+from rendezvous.borrowed_sockets import borrowed
 
 MAX_UNKNOWN: Final = 8
 """Unfinished handshakes from unknown addresses at a socket."""

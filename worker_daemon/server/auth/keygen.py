@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 import zmq
 
-from rpc_schema.key_files import PublicKey, SecretKey, encode_key_file
 from worker_daemon.errors import config_error
+from worker_host.key_files import PublicKey, SecretKey, encode_key_file
 
 
 class KeyFiles(NamedTuple):

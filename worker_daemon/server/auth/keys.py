@@ -9,15 +9,15 @@ from types import MappingProxyType
 import zmq
 
 from rpc_schema.errors import ConfigError
-from rpc_schema.key_files import (
+from rpc_schema.roles import Role
+from worker_daemon.errors import config_error
+from worker_host.key_files import (
     AuthorizedKey,
     KeyFileError,
     fingerprint,
     read_authorized_keys,
     read_secret_key,
 )
-from rpc_schema.roles import Role
-from worker_daemon.errors import config_error
 
 logger = logging.getLogger(__name__)
 

@@ -23,13 +23,13 @@ import zmq.asyncio
 from zmq.utils import z85
 from zmq.utils.monitor import recv_monitor_message
 
-from rpc_schema.borrowed_sockets import borrowed
-from rpc_schema.key_files import fingerprint
+from rendezvous.borrowed_sockets import borrowed
 from worker_daemon.server.auth.access import SOCKET_ROLES, place_of
 from worker_daemon.server.auth.bad_peers import BadPeers
 from worker_daemon.server.auth.connection_limit import ConnectionLimit, TrustedAddresses
 from worker_daemon.server.auth.handshakes import Handshakes, PeerName
 from worker_daemon.server.auth.keys import AuthorizedKeys
+from worker_host.key_files import fingerprint
 
 ZAP_ADDRESS: Final = "inproc://zeromq.zap.01"
 _BELL: Final = "inproc://zap-wakeup"

@@ -20,8 +20,8 @@ from rpc_schema.errors import (
     LeaseHeldError,
     NotAttachedError,
 )
-from rpc_schema.plain_text import one_line
 from worker_daemon.errors import config_error
+from worker_host.plain_text import one_line
 
 MAX_SILENCE_S: Final = 1.0
 """The owner checks the lease four times a second. After a longer gap the daemon did not run and

@@ -10,12 +10,12 @@ from rpc_schema import lifecycle as lc
 from rpc_schema.codec import ControlReplyMessage
 from rpc_schema.config import RendezvousAddress
 from rpc_schema.errors import FencedError
-from rpc_schema.plain_text import one_line
 from worker_daemon.server.dispatch import OpenRendezvousServer, RendezvousServerLike
 from worker_daemon.server.health.guard import Guard
 from worker_daemon.server.lifecycle import MAX_CAUSE_BYTES
 from worker_daemon.server.progress import Progress
 from worker_daemon.server.step_thread import Command, LinkLost
+from worker_host.plain_text import one_line
 
 
 @dataclass(slots=True, eq=False)

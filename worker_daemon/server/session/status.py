@@ -11,7 +11,6 @@ from msgspec import msgpack, structs
 from rpc_schema import lifecycle as lc
 from rpc_schema.codec import MAX_CONTROL_BYTES, ControlReplyMessage
 from rpc_schema.health import CheckHealth, CheckHealthReply
-from rpc_schema.plain_text import one_line
 from rpc_schema.weight_transfer import WeightsStatus
 from worker_daemon.models.weight_state import WeightReport
 from worker_daemon.server.auth.security import Security
@@ -26,6 +25,7 @@ from worker_daemon.server.step_thread import MAX_FAILURE_BYTES, UID_BYTES
 from worker_daemon.server.wire.endpoints import AnyEndpoint
 from worker_daemon.worker.uploads import Uploads
 from worker_daemon.worker.wire_identity import on_wire
+from worker_host.plain_text import one_line
 
 MAX_STATUS_BYTES: Final = MAX_CONTROL_BYTES // 2
 _ENCODER: Final = msgpack.Encoder()

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final, TypeAlias
 
-from rpc_schema.borrowed_sockets import borrowed
+from rendezvous.borrowed_sockets import borrowed
 
 Instruction: TypeAlias = tuple[int, int, int, int]
 """linux/filter.h, struct sock_filter: code, jt, jf, k."""
