@@ -26,7 +26,7 @@ from benchmarks.structured import SCHEMA, any_token, await_masks, begun, make_mo
 from rpc_schema.codec import decode_step, encode_step
 from rpc_schema.step import SampleTokens
 from rpc_schema.structured import StructuredOutput
-from worker_client.steps.masks import encoded
+from worker_client.steps.masks import StepMasks
 from worker_client.structured.grammars import GrammarLimits, Grammars
 from worker_daemon.contracts.arrays import Int32s
 from worker_daemon.runner.parts.grammar_masks import GrammarMasksPart
@@ -107,8 +107,8 @@ def measure(steps: Sequence[Sequence[Int32s]]) -> tuple[list[int], list[float], 
             socket.connect(arguments[0])
             for seq, masks in enumerate(steps):
                 began = time.process_time()
-                sent = encoded(dict(zip(names, masks, strict=True)), slot_of)
-                assert sent is not None, "every row has a mask"
+                sent = StepMasks(dict(zip(names, masks, strict=True))).encode(slot_of)
+                assert isinstance(sent, tuple), "every row has a mask, and they are right"
                 extension, arrays = sent
                 request = SampleTokens(
                     epoch=1, link=1, seq=seq + 1, step_seq=seq, extensions=(extension,)

@@ -4,7 +4,7 @@ converts it to the wire's."""
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 from msgspec import Struct
@@ -48,6 +48,22 @@ class NewRequest(Struct, frozen=True, gc=False):
         return (self.block_ids, *self.more_block_ids)
 
 
+@dataclass(frozen=True, slots=True)
+class StepFault:
+    """The first fault that a check has found in a scheduler's output."""
+
+    message: str
+    field: str
+    value: object
+    fix: str
+    req_id: object = None
+    """The request at fault; None if it is the step as a whole."""
+
+
+EncodedValues: TypeAlias = tuple[StepExtension, Sequence[Frame]]
+"""An extension of a message, and its frames."""
+
+
 class StepValues:
     """Values of an optional feature for some requests of one step. A feature has a subclass."""
 
@@ -62,20 +78,13 @@ class StepValues:
         next step; those that sample nothing in this one are ignored."""
         return ()
 
-    def check(self) -> None:
-        """Check types and sizes, not contents: no work grows with them.
+    def find_fault(self) -> StepFault | None:
+        """Check types and sizes, not contents: no work grows with them."""
+        return None
 
-        Raises:
-            InvalidSchedulerOutput: they are malformed.
-        """
-
-    def encode(self, slot_of: Mapping[str, int]) -> tuple[StepExtension, Sequence[Frame]] | None:
+    def encode(self, slot_of: Mapping[str, int]) -> EncodedValues | StepFault | None:
         """Return the extension in the message and its frames; None if nothing is left of it.
-        slot_of: slots of the requests that sample now, from which the values of others are missing.
-
-        Raises:
-            InvalidSchedulerOutput: values are malformed.
-        """
+        slot_of: slots of the requests that sample now. Values of others are left out."""
         return None
 
 

@@ -4,8 +4,8 @@ message, the length of each block table, and who may write to which block (block
 from array import array
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from itertools import chain
-from typing import Literal, NamedTuple
+from itertools import chain, product
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from msgspec import Struct
@@ -13,18 +13,21 @@ from msgspec.structs import astuple
 from numpy.typing import NDArray
 
 from rpc_schema.kv_cache import NULL_BLOCK, blocks_behind
-from worker_client.errors import InvalidSchedulerOutput, config_error
+from worker_client.errors import config_error
 from worker_client.scheduler_output import NewRequest, SchedulerOutput
 from worker_client.steps.block_holders import BlockHolders, BlockTaken
 from worker_client.steps.cached_blocks import CachedBlocks
 from worker_client.steps.step_checks import (
-    BLOCK_KINDS,
+    MAX_COUNT,
+    MAX_STEP_BLOCKS,
     WRONG_TYPE,
     GroupLimits,
-    not_running,
-    read_blocks,
-    wrong_block,
+    is_integer,
 )
+from worker_client.steps.step_fault import StepFault, malformed, not_running, wrong_block
+
+BLOCK_KINDS = frozenset((list, tuple, range, array, np.ndarray))
+"""Types of collections of block ids. Bytes and sets would iterate, but are mistakes."""
 
 MAX_UNCOUNTED_BYTES = 1 << 16
 """Bytes of appended blocks, two each, that are collected before they are counted at once with
@@ -66,6 +69,39 @@ class CheckedBlocks(NamedTuple):
 NONE_CHECKED = CheckedBlocks(NO_BLOCKS, NO_BLOCKS, ())
 
 
+def _read_blocks(
+    blocks: Mapping[str, Sequence[int]],
+) -> tuple[list[int], "array[int]", list[int]] | StepFault:
+    """Return the blocks of all requests, also as int32, and the number of each request's blocks;
+    the last is empty if each has one."""
+    if not BLOCK_KINDS.issuperset(map(type, blocks.values())):
+        return _wrong_blocks(blocks)
+    try:
+        try:
+            ids, lengths = [block_id for (block_id,) in blocks.values()], []
+        except ValueError:  # not one block each
+            lengths = [len(own) for own in blocks.values()]
+            if sum(lengths) > MAX_STEP_BLOCKS:
+                message, value = "the step does not fit into a message", f"{sum(lengths)} blocks"
+                fix = f"give at most {MAX_STEP_BLOCKS} blocks in a step"
+                return StepFault(message, "new_block_ids", value, fix)
+            ids = list(chain.from_iterable(blocks.values()))
+        return ids, array("i", ids), lengths
+    except WRONG_TYPE:
+        return _wrong_blocks(blocks)
+
+
+def _wrong_blocks(blocks: Mapping[str, Any]) -> StepFault:
+    for req_id, own in blocks.items():
+        if type(own) not in BLOCK_KINDS or (type(own) is np.ndarray and own.ndim != 1):
+            fix = "give a list, a tuple, a range or a one-dimensional array of integers"
+            return wrong_block(req_id, own, fix)
+        for block_id in own:
+            if not is_integer(block_id, -MAX_COUNT - 1, MAX_COUNT):
+                return wrong_block(req_id, block_id, "give whole numbers of 32 bits")
+    return malformed("new_block_ids", blocks, "give sequences of block ids")
+
+
 class BlockTables:
     """The block tables of a SlotTable's requests, one for each slot and KV group. Blocks are
     checked if the limits say how many there are."""
@@ -74,6 +110,7 @@ class BlockTables:
         self._num_slots = num_slots
         self._limits = limits
         self._groups = groups = limits.block_groups
+        self._row_code: Literal["H", "I"] = "H" if len(groups) == 1 else "I"
         self._holders: BlockHolders | None = None
         if limits.num_blocks:
             self._holders = BlockHolders(num_slots, limits.num_blocks, groups)
@@ -81,10 +118,6 @@ class BlockTables:
         """For each group and slot, entries of its block table, including those behind a window."""
         self._appended_rows, self._appended_ids = bytearray(), bytearray()
         """Rows and ids (int32) of blocks that were taken, but are not counted and held yet."""
-
-    @property
-    def _row_code(self) -> Literal["H", "I"]:
-        return "H" if len(self._groups) == 1 else "I"
 
     def lengths(self, slots: Int32s) -> Int32s:
         """Return [groups, slots]: entries of each block table. Call count_appended() before."""
@@ -128,20 +161,21 @@ class BlockTables:
 
     def take(
         self, output: SchedulerOutput, slot_of: Mapping[str, int], num_computed: Int32s
-    ) -> GivenBlocks:
-        """Take the blocks of running requests for a step. Call count_appended() before.
-        num_computed: tokens of each slot whose steps were sent.
-
-        Raises:
-            InvalidSchedulerOutput: a block cannot be taken; none was.
-        """
-        given = (output.new_block_ids, *output.more_new_block_ids)
-        blocks = _joined([self._read_group(group, own, slot_of) for group, own in enumerate(given)])
+    ) -> GivenBlocks | StepFault:
+        """Take the blocks of running requests for a step, or return the fault of one that cannot be
+        taken; none was then. Call count_appended() before. num_computed: tokens of each slot whose
+        steps were sent."""
+        blocks = self._read_groups((output.new_block_ids, *output.more_new_block_ids), slot_of)
+        if isinstance(blocks, StepFault):
+            return blocks
+        joined = _joined(blocks)
         if self._holders is not None:
             self._holders.leave_behind(num_computed)
-            self._check_written(self._holders, blocks, slot_of)
-            self._holders.take(blocks.listed)
-        return blocks
+            fault = self._written_fault(self._holders, joined, slot_of)
+            if fault is not None:
+                return fault
+            self._holders.take(joined.listed)
+        return joined
 
     def give_back(self, blocks: GivenBlocks) -> None:
         """Undo take or take_free: the step is not sent."""
@@ -171,17 +205,16 @@ class BlockTables:
         slot_of: Mapping[str, int],
         slot_of_new: Mapping[str, int],
         num_computed: Int32s,
-    ) -> CheckedBlocks:
-        """Check the blocks of a step, those of its new requests included; take none. Call
-        count_appended() before.
+    ) -> CheckedBlocks | StepFault:
+        """Check the blocks of a step, those of its new requests included; take none. Return the
+        fault of one that cannot be used as the step says. Call count_appended() before.
 
         new: the step's new requests. ended: slots of the requests that end with it. slot_of: of the
         requests before it.
-
-        Raises:
-            InvalidSchedulerOutput: a block cannot be used as the step says.
         """
         by_group = self._read_step(output, new, slot_of, slot_of_new)
+        if isinstance(by_group, StepFault):
+            return by_group
         if not by_group:
             return NONE_CHECKED
         blocks = _joined(by_group)
@@ -192,23 +225,21 @@ class BlockTables:
             checked = CheckedBlocks(blocks, *self._split(by_group, new))
         self._holders.leave_behind(num_computed)
         with self._holders.without(ended) if ended else nullcontext():
-            self._check_prefixes(self._holders, new, checked)
-            self._check_written(self._holders, checked.written, slot_of, slot_of_new)
-        for request in new:
-            if request.num_computed_tokens:
-                self._check_contents(self._holders, request)
-        return checked
+            fault = self._prefixes_fault(self._holders, new, checked) if checked.prefixes else None
+            if fault is None:
+                fault = self._written_fault(self._holders, checked.written, slot_of, slot_of_new)
+        if fault is None and checked.prefixes:
+            fault = self._contents_fault(self._holders, new)
+        return fault or checked
 
-    def append(self, checked: CheckedBlocks) -> None:
-        """Account for the blocks of a checked step. Its new requests were admitted."""
+    def apply(self, checked: CheckedBlocks, slots: Sequence[int]) -> None:
+        """Account for the blocks of a checked step, which begins requests in these free slots."""
+        if slots:
+            self._lengths[:, slots] = 0
+            if self._holders is not None:
+                self._holders.admit(self._holders.rows_of(slots), checked.prefixes)
         if checked.given.rows:
             self._append(checked.given.rows, checked.written.rows, checked.written.ids)
-
-    def admit(self, slots: Sequence[int], prefixes: Sequence[Int32s]) -> None:
-        """Begin requests in free slots. prefixes: see CheckedBlocks."""
-        self._lengths[:, slots] = 0
-        if self._holders is not None:
-            self._holders.admit(self._holders.rows_of(slots), prefixes)
 
     def release(self, slots: Sequence[int]) -> None:
         """End the requests in these slots. Call count_appended() before."""
@@ -243,7 +274,7 @@ class BlockTables:
         new: Sequence[NewRequest],
         slot_of: Mapping[str, int],
         slot_of_new: Mapping[str, int],
-    ) -> list[GivenBlocks]:
+    ) -> list[GivenBlocks] | StepFault:
         """Return all blocks of a step, group by group, not checked yet; empty if there are none."""
         given: list[dict[str, Sequence[int]]] = [{each.req_id: each.block_ids for each in new}]
         for group in range(1, len(self._groups)):
@@ -253,20 +284,34 @@ class BlockTables:
             own.update(added)
         if not any(given):
             return []
-        every = enumerate(given)
-        return [self._read_group(group, own, slot_of, slot_of_new) for group, own in every]
+        return self._read_groups(given, slot_of, slot_of_new)
+
+    def _read_groups(
+        self,
+        given: Sequence[Mapping[str, Sequence[int]]],
+        slot_of: Mapping[str, int],
+        slot_of_new: Mapping[str, int] = _NONE_NEW,
+    ) -> list[GivenBlocks] | StepFault:
+        """Return blocks for requests, group by group, as columns, not checked yet."""
+        columns = []
+        for group, own in enumerate(given):
+            blocks = self._read_group(group, own, slot_of, slot_of_new) if own else NO_BLOCKS
+            if isinstance(blocks, StepFault):
+                return blocks
+            columns.append(blocks)
+        return columns
 
     def _read_group(
         self,
         group: int,
         given: Mapping[str, Sequence[int]],
         slot_of: Mapping[str, int],
-        slot_of_new: Mapping[str, int] = _NONE_NEW,
-    ) -> GivenBlocks:
-        """Return blocks of one group for requests as columns, not checked yet."""
-        if not given:
-            return NO_BLOCKS
-        listed, raw, lengths = read_blocks(given)
+        slot_of_new: Mapping[str, int],
+    ) -> GivenBlocks | StepFault:
+        read = _read_blocks(given)
+        if isinstance(read, StepFault):
+            return read
+        listed, raw, lengths = read
         try:
             if slot_of_new:
                 own = [slot_of_new[n] if n in slot_of_new else slot_of[n] for n in given]
@@ -274,7 +319,7 @@ class BlockTables:
             else:
                 slots = array("H", map(slot_of.__getitem__, given)).tobytes()
         except KeyError as error:
-            raise not_running(error.args[0], given[error.args[0]]) from None
+            return not_running(error.args[0], given[error.args[0]])
         if lengths:
             slots = np.repeat(np.frombuffer(slots, _UINT16), lengths).tobytes()
         return self._in_group(group, slots, raw.tobytes(), listed)
@@ -313,52 +358,57 @@ class BlockTables:
         slots, ids = np.frombuffer(blocks.slots, _UINT16)[is_written], ids[is_written]
         return self._in_group(group, slots.tobytes(), ids.tobytes(), ids.tolist()), prefixes
 
-    def _check_prefixes(
+    def _prefixes_fault(
         self, holders: BlockHolders, new: Sequence[NewRequest], checked: CheckedBlocks
-    ) -> None:
-        filled = frozenset(checked.written.listed) if checked.prefixes else frozenset()
-        count = len(self._groups)
+    ) -> StepFault | None:
+        """Check the blocks that new requests only read."""
+        filled, count = frozenset(checked.written.listed), len(self._groups)
         for index, request in enumerate(new):
             own = checked.prefixes[count * index : count * (index + 1)]
             if any(prefix.size for prefix in own):
-                self._check_prefix(holders, request, own, filled)
+                fault = self._prefix_fault(holders, request, own, filled)
+                if fault is not None:
+                    return fault
+        return None
 
-    def _check_prefix(
+    def _prefix_fault(
         self,
         holders: BlockHolders,
         request: NewRequest,
         prefixes: Sequence[Int32s],
         filled: frozenset[int],
-    ) -> None:
+    ) -> StepFault | None:
         """Check the blocks of each group that a request only reads; `filled` are those that this
         step writes to."""
         for group, prefix in zip(self._groups, prefixes, strict=True):
             try:
                 holders.check_prefix(prefix, blocks_behind(request.num_computed_tokens, group))
             except BlockTaken as taken:
-                raise self._outside(request.req_id, int(prefix[taken.index])) from None
+                return self._outside(request.req_id, int(prefix[taken.index]))
         listed = [i for prefix in prefixes for i in prefix.tolist() if i != NULL_BLOCK]
         own = frozenset(listed)
         if len(own) < len(listed):
             fix = "name each block once: they hold different tokens"
-            raise wrong_block(request.req_id, listed, fix)
+            return wrong_block(request.req_id, listed, fix)
         both = own & filled
         if both:
             fix = "begin with this block in a later step: this step is the one that fills it"
-            raise wrong_block(request.req_id, min(both), fix)
+            return wrong_block(request.req_id, min(both), fix)
+        return None
 
-    def _check_contents(self, holders: BlockHolders, request: NewRequest) -> None:
-        """Check that the blocks of a new request's computed tokens have contents."""
-        for number, group in enumerate(self._groups):
+    def _contents_fault(self, holders: BlockHolders, new: Sequence[NewRequest]) -> StepFault | None:
+        """Check that the blocks of new requests' computed tokens have contents."""
+        for request, (number, group) in product(new, enumerate(self._groups)):
             num_filled = -(-request.num_computed_tokens // group.block_size)
             emptied = holders.first_emptied(_of_group(request, number)[:num_filled])
             if emptied is not None:
                 fix = "begin at num_computed_tokens = 0: the KV cache has lost its contents since"
-                raise wrong_block(request.req_id, emptied, fix)
+                return wrong_block(request.req_id, emptied, fix)
+        return None
 
-    def _check_written(
+    def _written_fault(
         self, holders: BlockHolders, blocks: GivenBlocks, *slots_of: Mapping[str, int]
-    ) -> None:
+    ) -> StepFault | None:
         """Check that the blocks exist, and that no other request has them. slots_of: the slots of
         running requests, then of new ones."""
         try:
@@ -369,13 +419,14 @@ class BlockTables:
             slot = int(np.frombuffer(blocks.slots, _UINT16)[taken.index])
             block_id, who = blocks.listed[taken.index], "another request reads it"
             if not 1 <= block_id < self._limits.num_blocks:
-                raise self._outside(names[slot], block_id) from None
+                return self._outside(names[slot], block_id)
             if taken.row is not None:
                 who = f"request {names[taken.row % self._num_slots]!r} writes to it"
             fix = f"give a block that no other request uses: {who} until it finishes"
-            raise wrong_block(names[slot], block_id, fix) from None
+            return wrong_block(names[slot], block_id, fix)
+        return None
 
-    def _outside(self, req_id: str, block_id: object) -> InvalidSchedulerOutput:
+    def _outside(self, req_id: str, block_id: object) -> StepFault:
         most = self._limits.num_blocks - 1
         return wrong_block(req_id, block_id, f"give block ids from 1 to {most}")
 

@@ -3,9 +3,8 @@ logits, and the workers hold a copy of each row until it is sampled."""
 
 from collections.abc import Collection, Iterable, Mapping
 
-from worker_client.errors import InvalidSchedulerOutput
 from worker_client.steps.encoded_step import EncodedStep
-from worker_client.steps.step_checks import wrong_ids
+from worker_client.steps.step_fault import StepFault, wrong_ids
 
 
 class DeferredSampling:
@@ -18,38 +17,31 @@ class DeferredSampling:
         self._held: dict[int, int] = {}
         """By a step's seq, its requests that wait, ended or not."""
 
-    def check_room(self, num_sampling: int, *, resync: bool) -> None:
+    def room_fault(self, num_sampling: int, *, resync: bool) -> StepFault | None:
         """Check that the workers have memory for the logits of a step that defers: one row for each
-        slot. resync: the step is sent in full; workers then drop the logits of earlier steps.
-
-        Raises:
-            InvalidSchedulerOutput: there is no room.
-        """
+        slot. resync: the step is sent in full; workers then drop the logits of earlier steps."""
         held = 0 if resync else sum(self._held.values())
-        if held + num_sampling > self._num_slots:
-            raise InvalidSchedulerOutput(
-                f"{num_sampling} requests sample in a step that defers some, and {held} of earlier "
-                f"steps wait for their sampling: more than max_num_seqs = {self._num_slots} "
-                "together",
-                field="deferred",
-                value=f"{num_sampling} requests",
-                fix=f"call WorkerGroup.sample_tokens for step {min(self._held)} first, even if its "
-                "requests have finished",
-            )
+        if held + num_sampling <= self._num_slots:
+            return None
+        return StepFault(
+            f"{num_sampling} requests sample in a step that defers some, and {held} of earlier "
+            f"steps wait for their sampling: more than max_num_seqs = {self._num_slots} together",
+            field="deferred",
+            value=f"{num_sampling} requests",
+            fix=f"call WorkerGroup.sample_tokens for step {min(self._held)} first, even if its "
+            "requests have finished",
+        )
 
-    def check_sampled(
+    def waiting_fault(
         self, scheduled: Iterable[int], ended: Collection[int], slot_of: Mapping[str, int]
-    ) -> None:
-        """Check that no scheduled slot waits for its sampling, unless its request ends.
-
-        Raises:
-            InvalidSchedulerOutput: a scheduled slot waits.
-        """
+    ) -> StepFault | None:
+        """Check that no scheduled slot waits for its sampling, unless its request ends."""
         waiting = self.slots.intersection(scheduled).difference(ended)
-        if waiting:
-            names = [req_id for req_id, slot in slot_of.items() if slot in waiting]
-            message = "its last token waits for WorkerGroup.sample_tokens"
-            raise wrong_ids(message, "num_scheduled_tokens, decode_req_ids", names)
+        if not waiting:
+            return None
+        names = [req_id for req_id, slot in slot_of.items() if slot in waiting]
+        message = "its last token waits for WorkerGroup.sample_tokens"
+        return wrong_ids(message, "num_scheduled_tokens, decode_req_ids", names)
 
     def defer(self, seq: int, slots: Collection[int]) -> None:
         """Record the requests that a step defers."""

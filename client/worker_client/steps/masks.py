@@ -9,11 +9,10 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from rpc_schema.codec import Frame
-from rpc_schema.extensions import StepExtension
 from rpc_schema.sampling import GrammarMasks
-from worker_client.scheduler_output import StepValues
-from worker_client.steps.step_checks import check_mask, check_masks_shape, wrong_ids
+from worker_client.scheduler_output import EncodedValues, StepFault, StepValues
+from worker_client.steps.step_checks import size_fault
+from worker_client.steps.step_fault import wrong_ids
 
 Masks = Mapping[str, NDArray[np.int32]]
 
@@ -21,6 +20,7 @@ SAMPLED_WORD: Final = 97
 """One of so many words of a mask is looked at before masks are compared."""
 MAX_COMPARED: Final = 8
 """Most masks with which a mask is compared."""
+_DTYPES: Final = (np.int32, np.uint32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,34 +39,35 @@ class StepMasks(StepValues):
     def deferred_req_ids(self) -> Collection[str]:
         return self.deferred
 
-    def check(self) -> None:
-        check_masks_shape(self.masks, self.deferred)
+    def find_fault(self) -> StepFault | None:
+        fault = size_fault("deferred", self.deferred, Collection, "give a collection of ids")
+        return fault or size_fault("masks", self.masks, Mapping, "give a mapping by request id")
 
-    def encode(self, slot_of: Mapping[str, int]) -> tuple[StepExtension, Sequence[Frame]] | None:
-        return encoded(self.masks, slot_of)
+    def encode(self, slot_of: Mapping[str, int]) -> EncodedValues | StepFault | None:
+        """Equal masks are sent once. The fault: they are malformed, or differ in length."""
+        fault = _masks_fault(self.masks)
+        if fault is not None:
+            return fault
+        rows = [(slot_of[req_id], mask) for req_id, mask in self.masks.items() if req_id in slot_of]
+        if not rows:
+            return None
+        distinct, indices = _shared([mask for _, mask in rows])
+        slots = array("H", [slot for slot, _ in rows])
+        extension = GrammarMasks(slots=slots.tobytes(), indices=array("H", indices).tobytes())
+        return extension, [b"".join(distinct)]
 
 
-def encoded(
-    masks: Masks, slot_of: Mapping[str, int]
-) -> tuple[StepExtension, Sequence[Frame]] | None:
-    """Return the extension for masks and its frame, for the requests that have a slot here; None if
-    none has. Equal masks are sent once.
-
-    Raises:
-        InvalidSchedulerOutput: masks are malformed, or differ in length.
-    """
+def _masks_fault(masks: Masks) -> StepFault | None:
+    """Check that each mask is a row of 32-bit words, and that all have one length."""
     for req_id, mask in masks.items():
-        check_mask(req_id, mask)
-    if len({mask.shape for mask in masks.values()}) > 1:
-        lengths = sorted({mask.size for mask in masks.values()})
-        raise wrong_ids(f"masks differ in length: {lengths}", "masks", masks)
-    rows = [(slot_of[req_id], mask) for req_id, mask in masks.items() if req_id in slot_of]
-    if not rows:
-        return None
-    distinct, indices = _shared([mask for _, mask in rows])
-    slots = array("H", [slot for slot, _ in rows])
-    extension = GrammarMasks(slots=slots.tobytes(), indices=array("H", indices).tobytes())
-    return extension, [b"".join(distinct)]
+        if not (isinstance(mask, np.ndarray) and mask.ndim == 1 and mask.dtype in _DTYPES):
+            value = f"{mask.dtype} {list(mask.shape)}" if isinstance(mask, np.ndarray) else mask
+            fix = "give int32 [ceil(vocab_size / 32)]"
+            return StepFault("its mask is malformed", "masks", value, fix, req_id)
+    lengths = sorted({mask.size for mask in masks.values()})
+    if len(lengths) > 1:
+        return wrong_ids(f"masks differ in length: {lengths}", "masks", masks)
+    return None
 
 
 def _shared(masks: Sequence[NDArray[np.int32]]) -> tuple[list[bytes], list[int]]:

@@ -1,6 +1,7 @@
 """Mirrors the counts of the workers' rows, by slot: tokens computed and tokens known, so that a
 step can be checked before it is sent, and sent in full."""
 
+from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -8,12 +9,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rpc_schema.pooling import MAX_POOLED_BYTES
-from worker_client.errors import InvalidSchedulerOutput
 from worker_client.parts.registry import NONE_POOLED, pools
 from worker_client.scheduler_output import NewRequest
-from worker_client.steps.step_checks import GroupLimits, output_bytes, read_counts, wrong_count
+from worker_client.steps.step_checks import (
+    MAX_COUNT,
+    WRONG_TYPE,
+    GroupLimits,
+    is_integer,
+    output_bytes,
+)
+from worker_client.steps.step_fault import StepFault, malformed, wrong_count
 
 Int32s = NDArray[np.int32]
+Int64s = NDArray[np.int64]
 
 
 class ScheduledRows(NamedTuple):
@@ -28,6 +36,19 @@ class ScheduledRows(NamedTuple):
     """Ids of the requests whose rows sample, in the order of slots."""
     pooled: Mapping[int, str]
     """By slot, the ids of the requests whose pooled output the step computes."""
+
+
+def read_counts(counts: Mapping[str, int]) -> Int64s | StepFault:
+    """Return the scheduled tokens of each request."""
+    try:
+        if bool not in map(type, counts.values()):
+            return np.frombuffer(array("q", counts.values()), np.int64)
+    except WRONG_TYPE:
+        pass
+    for req_id, count in counts.items():
+        if type(count) is bool or not is_integer(count, -MAX_COUNT, MAX_COUNT):
+            return wrong_count(req_id, count, "give a whole number")
+    return malformed("num_scheduled_tokens", counts, "give whole numbers")
 
 
 class SentCounts:
@@ -62,17 +83,16 @@ class SentCounts:
         slots: Int32s,
         new: Sequence[NewRequest],
         slot_of_new: Mapping[str, int],
-    ) -> ScheduledRows:
-        """Check the scheduled tokens of requests; return their rows' counts after the step. Nothing
-        changes.
+    ) -> ScheduledRows | StepFault:
+        """Check the scheduled tokens of requests; return their rows' counts after the step, or the
+        fault: a count does not fit its row, or outputs are too large. Nothing changes.
 
         slots: of the requests, in the order of counts.
-
-        Raises:
-            InvalidSchedulerOutput: a count does not fit its row, or outputs are too large.
         """
         req_ids = list(counts)
         num_scheduled = read_counts(counts)
+        if isinstance(num_scheduled, StepFault):
+            return num_scheduled
         num_computed, num_tokens = self.num_computed[slots], self._num_tokens[slots]
         if new:
             place = {req_id: index for index, req_id in enumerate(req_ids)}
@@ -83,14 +103,16 @@ class SentCounts:
         left = num_tokens - num_computed
         for at in np.flatnonzero((num_scheduled < 1) | (num_scheduled > left))[:1].tolist():
             fix = f"give 1 to {left[at]}: it has {left[at]} tokens left to compute"
-            raise wrong_count(req_ids[at], int(num_scheduled[at]), fix)
+            return wrong_count(req_ids[at], int(num_scheduled[at]), fix)
         order = np.argsort(slots)
         scheduled = num_scheduled[order].astype(np.int32)
         num_computed, num_tokens = num_computed[order] + scheduled, num_tokens[order]
         samples: NDArray[np.bool_] = num_computed == num_tokens
         pooled = NONE_POOLED
         if self._output_bytes.any() or any(r.extensions and pools(r.extensions) for r in new):
-            sizes = self._check_outputs(slots[order], new, slot_of_new, scheduled, samples)
+            sizes = self._output_sizes(slots[order], new, slot_of_new, scheduled, samples)
+            if isinstance(sizes, StepFault):
+                return sizes
             ends = samples & (sizes > 0)
             samples &= sizes == 0
             names = [req_ids[at] for at in order[ends].tolist()]
@@ -101,14 +123,14 @@ class SentCounts:
             slots[order], scheduled, num_computed, num_tokens, samples, names, pooled
         )
 
-    def _check_outputs(
+    def _output_sizes(
         self,
         slots: Int32s,
         new: Sequence[NewRequest],
         slot_of_new: Mapping[str, int],
         scheduled: Int32s,
         is_last: NDArray[np.bool_],
-    ) -> Int32s:
+    ) -> Int32s | StepFault:
         """Return the bytes of each row's output, 0 where its request samples; check those of the
         rows whose last token the step computes."""
         by_slot = self._output_bytes.copy()
@@ -120,10 +142,10 @@ class SentCounts:
             for at in np.flatnonzero((sizes > 0) & ~is_last)[:1].tolist():
                 name = next((r for r, s in slot_of_new.items() if s == slots[at]), "")
                 fix = "give it all its tokens: the model computes a prompt in one step"
-                raise wrong_count(name, int(scheduled[at]), fix)
+                return wrong_count(name, int(scheduled[at]), fix)
         total = int(sizes[is_last].sum(dtype=np.int64))
         if total > MAX_POOLED_BYTES:
-            raise InvalidSchedulerOutput(
+            return StepFault(
                 f"the outputs of the prompts that end take more than {MAX_POOLED_BYTES} bytes",
                 field="num_scheduled_tokens",
                 value=f"{total} bytes",
@@ -131,20 +153,23 @@ class SentCounts:
             )
         return sizes
 
-    def admit(self, new: Sequence[NewRequest], slots: Sequence[int], seq: int) -> None:
-        """Begin requests in free slots: the step `seq` admits them."""
-        at = list(slots)
-        self.num_computed[at] = [request.num_computed_tokens for request in new]
-        self._num_tokens[at] = [len(request.token_ids) for request in new]
-        self._admitted_at[at] = seq
-        for request, slot in zip(new, at, strict=True):
-            if request.extensions and pools(request.extensions):
-                self._output_bytes[slot] = output_bytes(request, self._limits)
-
-    def apply(self, rows: ScheduledRows) -> None:
-        """Account for the checked rows of a step."""
+    def apply(
+        self, rows: ScheduledRows, new: Sequence[NewRequest], slots: Sequence[int], seq: int
+    ) -> None:
+        """Account for the checked step `seq`: begin its new requests in these free slots, count the
+        tokens of its rows, and the recorded refusals, which it carries to the workers."""
+        if new:
+            at = list(slots)
+            self.num_computed[at] = [request.num_computed_tokens for request in new]
+            self._num_tokens[at] = [len(request.token_ids) for request in new]
+            self._admitted_at[at] = seq
+            for request, slot in zip(new, at, strict=True):
+                if request.extensions and pools(request.extensions):
+                    self._output_bytes[slot] = output_bytes(request, self._limits)
         self.num_computed[rows.slots] = rows.num_computed
         self._num_tokens[rows.slots] = rows.num_tokens
+        if self._refused:
+            self.correct()
 
     def release(self, slots: Sequence[int]) -> None:
         """End the requests in these slots."""

@@ -9,7 +9,7 @@ rows' counts are brought up to date only when they are read.
 
 from array import array
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from itertools import chain, islice
+from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
@@ -17,14 +17,12 @@ from numpy.typing import NDArray
 
 from rpc_schema.codec import Frame, encode_step
 from rpc_schema.step import ExecuteModel, ModelRunnerOutput, NewRequestData
-from worker_client.errors import InvalidSchedulerOutput
 from worker_client.parts.registry import Extensions, pools, reports
 from worker_client.scheduler_output import NewRequest, SchedulerOutput, StepResult, StepValues
 from worker_client.steps.block_tables import BlockTables, CheckedBlocks
 from worker_client.steps.cached_blocks import CachedBlocks
 from worker_client.steps.deferred_sampling import DeferredSampling
 from worker_client.steps.encoded_step import (
-    NONE_DEFERRED,
     EncodedStep,
     SteadyRequests,
     decode_reply,
@@ -35,18 +33,16 @@ from worker_client.steps.step_checks import MAX_ADMITTED_TOKENS as MAX_ADMITTED_
 from worker_client.steps.step_checks import (
     WIRE_LIMITS,
     GroupLimits,
-    check_admissions,
-    check_more_blocks,
-    check_shape,
-    check_step_values,
+    ReadStep,
     encode_checked,
+    more_blocks_fault,
     named_ids,
-    not_running,
-    read_tokens,
+    read_step,
     repeated,
     unknown_request,
-    wrong_ids,
+    values_fault,
 )
+from worker_client.steps.step_fault import StepFault, not_running, refuse, wrong_ids
 from worker_client.steps.step_values import ALL_AT_ONCE, StepSampling, sampling_of
 
 MAX_STEADY = 16
@@ -56,14 +52,22 @@ Int32s = NDArray[np.int32]
 _NONE_NEW: Mapping[str, int] = {}
 
 
-class _Change(NamedTuple):
-    """Changes that a checked step makes to the table."""
+class _Members(NamedTuple):
+    """Requests of a checked step."""
 
     ended_ids: Sequence[str]
     ended: Sequence[int]
     """Slots of those, ascending."""
     slot_of_new: Mapping[str, int]
-    admitted: Sequence[NewRequest]
+    new: Sequence[NewRequest]
+    slots: Int32s
+    """Slots of the requests of num_scheduled_tokens."""
+
+
+class _Change(NamedTuple):
+    """Changes that a checked step makes to the table."""
+
+    members: _Members
     blocks: CheckedBlocks
     rows: ScheduledRows
     total: int
@@ -114,26 +118,43 @@ class SlotTable:
             InvalidSchedulerOutput: the output breaks a rule; nothing has changed.
         """
         ids = epoch, link, seq
-        only_decodes = self._only_decodes(output)
         for steady in self._steady:
             if steady.req_ids is output.decode_req_ids:
                 break
         else:
             steady = None
-        if steady is None or not only_decodes:
-            check_shape(output, self.capacity)
-            self._flush()
-            steady = steady or self._make_steady(output.decode_req_ids)
-        if steady is not None and only_decodes:
-            return self._encode_steady(output, steady, ids)
+        if steady is not None and self._only_decodes(output):
+            encoded_step = self._encode_steady(output, steady, ids)
+        else:
+            encoded_step = self._encode_other(output, steady, ids)
+        if not isinstance(encoded_step, EncodedStep):
+            refuse(encoded_step)
+        return encoded_step
+
+    def _encode_other(
+        self, output: SchedulerOutput, steady: SteadyRequests | None, ids: tuple[int, int, int]
+    ) -> EncodedStep | StepFault:
+        """Encode a step that may have any fault. steady: the requests of decode_req_ids, if they
+        are known as such."""
+        read = read_step(output, self.capacity, self._limits)
+        if isinstance(read, StepFault):
+            return read
+        self._flush()
         counts = output.num_scheduled_tokens
         if steady is None and output.decode_req_ids:
-            counts = {**dict.fromkeys(output.decode_req_ids, 1), **counts}
-            if len(counts) != len(output.decode_req_ids) + len(output.num_scheduled_tokens):
-                both = chain(output.decode_req_ids, output.num_scheduled_tokens)
-                message = "it is in decode_req_ids twice, or in num_scheduled_tokens too"
-                raise wrong_ids(message, "decode_req_ids", repeated(both))
-        return self._encode_changed(output, steady, counts, ids)
+            found = self._make_steady(output.decode_req_ids)
+            if isinstance(found, StepFault):
+                return found
+            if found is None:
+                counts = {**dict.fromkeys(output.decode_req_ids, 1), **counts}
+                if len(counts) != len(output.decode_req_ids) + len(output.num_scheduled_tokens):
+                    both = chain(output.decode_req_ids, output.num_scheduled_tokens)
+                    message = "it is in decode_req_ids twice, or in num_scheduled_tokens too"
+                    return wrong_ids(message, "decode_req_ids", repeated(both))
+            elif self._only_decodes(output):
+                return self._encode_steady(output, found, ids)
+            steady = found
+        return self._encode_changed(output, steady, counts, read, ids)
 
     def _only_decodes(self, output: SchedulerOutput) -> bool:
         """Return True if a step only decodes and appends blocks."""
@@ -142,9 +163,11 @@ class SlotTable:
             return False
         if len(blocks) > self.capacity:
             return False
-        if type(output.more_new_block_ids) is not tuple or output.more_new_block_ids:
+        more = output.more_new_block_ids
+        if type(more) is not tuple or more:
             num_groups = len(self._limits.block_groups)
-            check_more_blocks(output.more_new_block_ids, num_groups, self.capacity)
+            if more_blocks_fault(more, num_groups, self.capacity) is not None:
+                return False
         try:
             return not (
                 self._must_resync
@@ -169,7 +192,9 @@ class SlotTable:
             InvalidSchedulerOutput: the step has not deferred a request, or it was sampled, or
             values are malformed.
         """
-        check_step_values(values)
+        fault = values_fault(values)
+        if fault is not None:
+            refuse(fault)
         chosen = {} if self._must_resync else step.left  # then its rows are gone
         if req_ids is not None:
             chosen = {slot: req_id for slot, req_id in chosen.items() if req_id in req_ids}
@@ -178,9 +203,12 @@ class SlotTable:
         for field, names in (*given, ("req_ids", req_ids or ())):
             wrong = [req_id for req_id in names if req_id not in slot_of]
             if wrong:
-                raise wrong_ids(f"step {step.seq} has not deferred it", field, wrong)
+                refuse(wrong_ids(f"step {step.seq} has not deferred it", field, wrong))
         staying = {name: slot for name, slot in slot_of.items() if self._slot_of.get(name) == slot}
-        return chosen, sampling_of(values, staying)._replace(deferred=NONE_DEFERRED)
+        sampling = sampling_of(values, staying)
+        if isinstance(sampling, StepFault):
+            refuse(sampling)
+        return chosen, sampling._replace(deferred=ALL_AT_ONCE.deferred)
 
     def take_later(self, step: EncodedStep, chosen: Iterable[int]) -> None:
         """Note that deferred requests of a step, given by slot, were sampled."""
@@ -241,19 +269,20 @@ class SlotTable:
         """Send the next step in full."""
         self._must_resync = True
 
-    def _make_steady(self, req_ids: tuple[str, ...]) -> SteadyRequests | None:
+    def _make_steady(self, req_ids: tuple[str, ...]) -> SteadyRequests | StepFault | None:
         """Return those of decode_req_ids; None where not all of them are at their last token and
         sample."""
-        if not req_ids:
-            return None
         slots = self._slots(req_ids)
+        if isinstance(slots, StepFault):
+            return slots
         if not self._rows.can_decode(slots):
             return None
         steady = SteadyRequests(req_ids, slots, self.capacity)
         if int(np.count_nonzero(steady.bits)) != len(req_ids):
             twice = repeated(req_ids)
-            raise wrong_ids("it is in decode_req_ids twice", "decode_req_ids", twice)
-        self._check_total(len(req_ids))
+            return wrong_ids("it is in decode_req_ids twice", "decode_req_ids", twice)
+        if len(req_ids) > self._limits.max_num_batched_tokens:
+            return self._too_many_tokens(len(req_ids))
         if len(self._steady) == MAX_STEADY:
             self._steady.clear()
         self._steady.append(steady)
@@ -261,12 +290,15 @@ class SlotTable:
 
     def _encode_steady(
         self, output: SchedulerOutput, steady: SteadyRequests, ids: tuple[int, int, int]
-    ) -> EncodedStep:
+    ) -> EncodedStep | StepFault:
         epoch, link, seq = ids
         blocks = self._blocks.take_free(output, self._slot_of)
         if blocks is None:
             self._flush()
-            blocks = self._blocks.take(output, self._slot_of, self._rows.num_computed)
+            taken = self._blocks.take(output, self._slot_of, self._rows.num_computed)
+            if isinstance(taken, StepFault):
+                return taken
+            blocks = taken
         corrections = self._rows.corrections()
         message = ExecuteModel(
             epoch=epoch,
@@ -296,11 +328,16 @@ class SlotTable:
         output: SchedulerOutput,
         steady: SteadyRequests | None,
         counts: Mapping[str, int],
+        read: ReadStep,
         ids: tuple[int, int, int],
-    ) -> EncodedStep:
-        change = self._check(output, steady, counts)
-        resync = self._resync_rows(change.ended) if self._must_resync else None
-        frames = self._encode_change(output, steady, change, resync, ids)
+    ) -> EncodedStep | StepFault:
+        change = self._check(output, steady, counts, read.new)
+        if isinstance(change, StepFault):
+            return change
+        resync = self._resync_rows(change.members.ended) if self._must_resync else None
+        frames = self._encode_change(steady, change, read.tokens, resync, ids)
+        if isinstance(frames, StepFault):
+            return frames
         self._apply(change, ids[2])
         self._must_resync = False
         if steady is not None:
@@ -320,122 +357,164 @@ class SlotTable:
         )
 
     def _check(
-        self, output: SchedulerOutput, steady: SteadyRequests | None, counts: Mapping[str, int]
-    ) -> _Change:
+        self,
+        output: SchedulerOutput,
+        steady: SteadyRequests | None,
+        counts: Mapping[str, int],
+        new: Sequence[NewRequest],
+    ) -> _Change | StepFault:
         """Check a whole step, and return its changes. Nothing changes yet."""
-        new = tuple(islice(output.scheduled_new_reqs, self.capacity + 1))
-        ended_ids = self._known(output.finished_req_ids, output.preempted_req_ids)
-        ended = sorted(self._slot_of[req_id] for req_id in ended_ids)
-        new_slots = self._check_admissions(new, ended_ids, ended)
-        slot_of_new = dict(zip((request.req_id for request in new), new_slots, strict=True))
-        gone = set(ended_ids)
-        self._check_gone(output, gone.difference(slot_of_new), ended, steady, counts)
-        slots = self._slots([*counts], slot_of_new)
-        rows = self._rows.check(counts, slots, new, slot_of_new)
-        num_decodes = 0
-        if steady is not None:
-            num_decodes = len(steady.req_ids)
-            if steady.bits[rows.slots].any():
-                both = counts.keys() & set(steady.req_ids)
-                message = "it is in decode_req_ids and in num_scheduled_tokens"
-                raise wrong_ids(message, "decode_req_ids", both)
+        members = self._members(output, steady, counts, new)
+        if isinstance(members, StepFault):
+            return members
+        ended, slot_of_new = members.ended, members.slot_of_new
+        rows = self._rows.check(counts, members.slots, new, slot_of_new)
+        if isinstance(rows, StepFault):
+            return rows
+        num_decodes = 0 if steady is None else len(steady.req_ids)
         total = num_decodes + int(rows.num_scheduled.sum())
-        self._check_total(total)
-        for given in (output.new_block_ids, *output.more_new_block_ids):
-            self._check_standing(given, gone, slot_of_new)
-        sampling = ALL_AT_ONCE
-        if self._deferred.slots:
-            decoding = [] if steady is None else steady.slots.tolist()
-            self._deferred.check_sampled(chain(rows.slots.tolist(), decoding), ended, self._slot_of)
-        if output.extensions:
-            slot_of = dict(zip(rows.sampling_ids, rows.slots[rows.samples].tolist(), strict=True))
-            if steady is not None:
-                slot_of |= zip(steady.sorted_req_ids, steady.slots.tolist(), strict=True)
-            sampling = sampling_of(output.extensions, slot_of)
-            if sampling.deferred:
-                self._deferred.check_room(len(slot_of), resync=self._must_resync)
+        if total > self._limits.max_num_batched_tokens:
+            return self._too_many_tokens(total)
+        sampling = self._sampling(output, steady, rows, ended)
+        if isinstance(sampling, StepFault):
+            return sampling
         blocks = self._blocks.check(
             output, new, ended, self._slot_of, slot_of_new, self._rows.num_computed
         )
-        return _Change(ended_ids, ended, slot_of_new, new, blocks, rows, total, sampling)
+        if isinstance(blocks, StepFault):
+            return blocks
+        return _Change(members, blocks, rows, total, sampling)
 
-    def _check_admissions(
-        self, new: Sequence[NewRequest], ended_ids: Sequence[str], ended: Sequence[int]
-    ) -> list[int]:
-        """Check new requests; return their slots, the lowest free ones."""
-        if not new:
-            return []
-        check_admissions(new, self._limits)
-        names = {request.req_id for request in new}
-        if len(names) < len(new):
-            twice = repeated(request.req_id for request in new)
-            raise wrong_ids("it is new twice in one step", "scheduled_new_reqs", twice)
-        gone = set(ended_ids)
+    def _members(
+        self,
+        output: SchedulerOutput,
+        steady: SteadyRequests | None,
+        counts: Mapping[str, int],
+        new: Sequence[NewRequest],
+    ) -> _Members | StepFault:
+        """Check who takes part in a step, who begins and who ends."""
+        try:
+            ended_ids = self._known(output.finished_req_ids, output.preempted_req_ids)
+        except TypeError:  # not hashable
+            names = chain(output.finished_req_ids, output.preempted_req_ids)
+            wrong = [name for name in names if not isinstance(name, str)]
+            return wrong_ids("request ids are strings", "finished_req_ids", wrong)
+        ended, gone = sorted(self._slot_of[req_id] for req_id in ended_ids), set(ended_ids)
+        slot_of_new = self._place(new, gone, ended) if new else {}
+        if isinstance(slot_of_new, StepFault):
+            return slot_of_new
+        fault = self._ended_fault(output, gone.difference(slot_of_new), ended, steady, counts)
+        fault = fault or self._standing_fault(output, gone, slot_of_new)
+        if fault is not None:
+            return fault
+        slots = self._slots([*counts], slot_of_new)
+        if isinstance(slots, StepFault):
+            return slots
+        if steady is not None and steady.bits[slots].any():
+            both = counts.keys() & set(steady.req_ids)
+            message = "it is in decode_req_ids and in num_scheduled_tokens"
+            return wrong_ids(message, "decode_req_ids", both)
+        return _Members(ended_ids, ended, slot_of_new, new, slots)
+
+    def _place(
+        self, new: Sequence[NewRequest], gone: Collection[str], ended: Sequence[int]
+    ) -> Mapping[str, int] | StepFault:
+        """Return the slots of new requests, the lowest free ones."""
+        names = [request.req_id for request in new]
+        if len({*names}) < len(new):
+            return wrong_ids("it is new twice in one step", "scheduled_new_reqs", repeated(names))
         taken = [name for name in names if name in self._slot_of and name not in gone]
         if taken:
-            raise wrong_ids("it is new, but has a slot", "scheduled_new_reqs", taken)
+            return wrong_ids("it is new, but has a slot", "scheduled_new_reqs", taken)
         is_free = self._is_free.copy()
         is_free[ended] = True
         slots: list[int] = np.flatnonzero(is_free)[: len(new)].tolist()
         if len(slots) < len(new):
-            raise InvalidSchedulerOutput(
+            return StepFault(
                 f"only {len(slots)} of max_num_seqs = {self.capacity} slots are free",
                 field="scheduled_new_reqs",
                 value=f"{len(new)} requests",
                 fix="admit some later",
             )
-        return slots
+        return dict(zip(names, slots, strict=True))
 
-    def _check_gone(
+    def _ended_fault(
         self,
         output: SchedulerOutput,
-        gone: set[str],
+        gone: Collection[str],
         ended: Sequence[int],
         steady: SteadyRequests | None,
         counts: Mapping[str, int],
-    ) -> None:
+    ) -> StepFault | None:
+        """Check that no request ends and is scheduled. gone: those that do not begin again."""
         decodes_on = steady is not None and steady.bits[ended].any()
-        if decodes_on or any(req_id in counts for req_id in gone):
-            scheduled = {*counts, *output.decode_req_ids}
-            message = "it is finished and scheduled in the same step"
-            again = [name for name in output.decode_req_ids if self._slot_of.get(name) in ended]
-            raise wrong_ids(message, "finished_req_ids", gone & scheduled or again)
+        if not decodes_on and counts.keys().isdisjoint(gone):
+            return None
+        both = {*counts, *output.decode_req_ids}.intersection(gone)
+        again = [name for name in output.decode_req_ids if self._slot_of.get(name) in ended]
+        message = "it is finished and scheduled in the same step"
+        return wrong_ids(message, "finished_req_ids", both or again)
 
-    def _check_total(self, num_tokens: int) -> None:
-        most = self._limits.max_num_batched_tokens
-        if num_tokens > most:
-            raise InvalidSchedulerOutput(
-                f"the step has more tokens than max_num_batched_tokens = {most}",
-                field="num_scheduled_tokens",
-                value=num_tokens,
-                fix=f"schedule at most {most} tokens, decodes included",
-            )
-
-    def _check_standing(
-        self, given: Mapping[str, object], gone: set[str], slot_of_new: Mapping[str, int]
-    ) -> None:
+    def _standing_fault(
+        self, output: SchedulerOutput, gone: Collection[str], slot_of_new: Mapping[str, int]
+    ) -> StepFault | None:
         """Check that blocks are appended only to requests that continue; new requests bring their
         own."""
-        for req_id in given:
-            if req_id in slot_of_new or req_id in gone or req_id not in self._slot_of:
-                raise not_running(req_id, given[req_id])
+        for given in (output.new_block_ids, *output.more_new_block_ids):
+            for req_id in given:
+                if req_id in slot_of_new or req_id in gone or req_id not in self._slot_of:
+                    return not_running(req_id, given[req_id])
+        return None
 
-    def _encode_change(
+    def _too_many_tokens(self, num_tokens: int) -> StepFault:
+        most = self._limits.max_num_batched_tokens
+        return StepFault(
+            f"the step has more tokens than max_num_batched_tokens = {most}",
+            field="num_scheduled_tokens",
+            value=num_tokens,
+            fix=f"schedule at most {most} tokens, decodes included",
+        )
+
+    def _sampling(
         self,
         output: SchedulerOutput,
         steady: SteadyRequests | None,
+        rows: ScheduledRows,
+        ended: Sequence[int],
+    ) -> StepSampling | StepFault:
+        """Check what a step samples at once and later, and under which masks."""
+        fault = None
+        if self._deferred.slots:
+            decoding = [] if steady is None else steady.slots.tolist()
+            scheduled = chain(rows.slots.tolist(), decoding)
+            fault = self._deferred.waiting_fault(scheduled, ended, self._slot_of)
+        if fault is not None:
+            return fault
+        if not output.extensions:
+            return ALL_AT_ONCE
+        slot_of = dict(zip(rows.sampling_ids, rows.slots[rows.samples].tolist(), strict=True))
+        if steady is not None:
+            slot_of |= zip(steady.sorted_req_ids, steady.slots.tolist(), strict=True)
+        sampling = sampling_of(output.extensions, slot_of)
+        if isinstance(sampling, StepSampling) and sampling.deferred:
+            fault = self._deferred.room_fault(len(slot_of), resync=self._must_resync)
+        return fault or sampling
+
+    def _encode_change(
+        self,
+        steady: SteadyRequests | None,
         change: _Change,
+        tokens: Sequence[Frame],
         resync: bytes | None,
         ids: tuple[int, int, int],
-    ) -> list[Frame]:
+    ) -> list[Frame] | StepFault:
         """Encode a checked step."""
-        rows, new = change.rows, change.admitted
+        rows, new, slot_of_new = change.rows, change.members.new, change.members.slot_of_new
         bits = np.zeros(self.capacity, np.bool_) if steady is None else steady.bits.copy()
         bits[rows.slots] = True
         several = rows.num_scheduled != 1
         pairs = np.empty((int(np.count_nonzero(several)), 2), "<i4")
         pairs[:, 0], pairs[:, 1] = rows.slots[several], rows.num_scheduled[several]
-        tokens = [read_tokens(new, self._limits).astype("<i4", copy=False).tobytes()] if new else []
         message = ExecuteModel(
             epoch=ids[0],
             link=ids[1],
@@ -446,14 +525,12 @@ class SlotTable:
             new_block_slots=change.blocks.given.slots,
             new_block_ids=change.blocks.given.ids,
             new_block_groups=change.blocks.given.groups,
-            finished=b"" if resync is not None else array("H", change.ended).tobytes(),
-            scheduled_new_reqs=tuple(
-                _as_message(request, change.slot_of_new[request.req_id]) for request in new
-            ),
+            finished=b"" if resync is not None else array("H", change.members.ended).tobytes(),
+            scheduled_new_reqs=tuple([_as_message(r, slot_of_new[r.req_id]) for r in new]),
             resync=resync,
             deferred=change.sampling.bitmap,
             extensions=change.sampling.extensions,
-            corrections=self._rows.corrections(change.ended),
+            corrections=self._rows.corrections(change.members.ended),
         )
         return encode_checked(message, [*tokens, *change.sampling.frames], new, self._limits)
 
@@ -467,18 +544,22 @@ class SlotTable:
 
     def _apply(self, change: _Change, seq: int) -> None:
         """Account for a checked and encoded step; nothing here can fail."""
-        self._release(change.ended_ids)
-        if change.admitted:
-            self._admit(change, seq)
-        self._blocks.append(change.blocks)
-        self._rows.apply(change.rows)
+        members = change.members
+        if members.ended_ids:
+            self._release(members.ended_ids)
+        slots = list(members.slot_of_new.values())
+        self._blocks.apply(change.blocks, slots)
+        self._rows.apply(change.rows, members.new, slots, seq)
+        if members.new:
+            self._admit(members, slots)
         if self._must_resync:
             self._deferred.drop_held()
         if change.sampling.deferred:
             self._deferred.defer(seq, change.sampling.deferred)
-        self._rows.correct()
 
-    def _slots(self, req_ids: Sequence[str], slot_of_new: Mapping[str, int] = _NONE_NEW) -> Int32s:
+    def _slots(
+        self, req_ids: Sequence[str], slot_of_new: Mapping[str, int] = _NONE_NEW
+    ) -> Int32s | StepFault:
         slot_of = self._slot_of
         if slot_of_new:
             slot_of = {req_id: slot_of[req_id] for req_id in req_ids if req_id in slot_of}
@@ -487,14 +568,11 @@ class SlotTable:
             return np.fromiter(map(slot_of.__getitem__, req_ids), np.int32, len(req_ids))
         except (KeyError, TypeError):
             unknown = next(r for r in req_ids if not isinstance(r, str) or r not in slot_of)
-            raise unknown_request(unknown) from None
+            return unknown_request(unknown)
 
     def _known(self, *groups: Iterable[str]) -> list[str]:
-        try:
-            return list(dict.fromkeys(name for name in chain(*groups) if name in self._slot_of))
-        except TypeError:
-            wrong = [name for name in chain(*groups) if not isinstance(name, str)]
-            raise wrong_ids("request ids are strings", "finished_req_ids", wrong) from None
+        """Return those that have a slot, each once. Raises TypeError: one is not hashable."""
+        return list(dict.fromkeys([name for name in chain(*groups) if name in self._slot_of]))
 
     def _release(self, req_ids: Sequence[str]) -> None:
         """Free the slots of known requests, and drop the steady sets that name them. Call _flush()
@@ -512,13 +590,10 @@ class SlotTable:
         self._blocks.release(slots)
         self._steady = [steady for steady in self._steady if not steady.bits[slots].any()]
 
-    def _admit(self, change: _Change, seq: int) -> None:
-        self._slot_of.update(change.slot_of_new)
-        slots = list(change.slot_of_new.values())
+    def _admit(self, members: _Members, slots: Sequence[int]) -> None:
+        self._slot_of.update(members.slot_of_new)
         self._is_free[slots] = False
-        self._rows.admit(change.admitted, slots, seq)
-        self._blocks.admit(slots, change.blocks.prefixes)
-        for new in change.admitted:
+        for new in members.new:
             if new.extensions and not pools(new.extensions) and reports(new.extensions):
                 self._reporting = {**self._reporting, new.req_id: new.extensions}
 

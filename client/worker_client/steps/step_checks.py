@@ -1,14 +1,13 @@
 """Checks of a scheduler's output: each field by itself and against the limits of the loaded group.
-Pure; raises InvalidSchedulerOutput with request, field, value and fix."""
+Pure; returns the first fault (step_fault.py)."""
 
 import operator
-from array import array
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence, Sized
+from collections.abc import Iterable, Mapping, Sequence, Sized
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import chain
-from typing import Any, Final
+from itertools import chain, islice
+from typing import Any, Final, NamedTuple
 
 import msgspec
 import numpy as np
@@ -26,10 +25,10 @@ from rpc_schema.pooling import (
     sampling_kind,
 )
 from rpc_schema.step import ExecuteModel
-from worker_client.errors import InvalidSchedulerOutput
 from worker_client.parts.interface import ExtensionFault, ModelBounds
 from worker_client.parts.registry import KINDS, find_fault, pools
 from worker_client.scheduler_output import NewRequest, SchedulerOutput, StepValues
+from worker_client.steps.step_fault import StepFault, malformed
 
 MAX_COUNT = 2**31 - 1
 MAX_ID_LENGTH = 256
@@ -55,11 +54,6 @@ _ADMISSION_BYTES = 128
 
 WRONG_TYPE = (TypeError, ValueError, OverflowError, AttributeError, RecursionError)
 """Exceptions of Python, numpy and msgspec for a value of the wrong type."""
-
-BLOCK_KINDS = frozenset((list, tuple, range, array, np.ndarray))
-"""Types of collections of block ids. Bytes and sets would iterate, but are mistakes."""
-
-_MASK_DTYPES = (np.int32, np.uint32)
 
 _KINDS: Final = frozenset(KINDS)
 _EXTENSIONS: Final = msgspec.msgpack.Decoder(tuple[RequestExtension, ...])
@@ -127,67 +121,85 @@ def extension_bytes(extensions: Sequence[RequestExtension]) -> int:
     return len(msgspec.msgpack.encode(extensions))
 
 
-def check_shape(output: SchedulerOutput, num_slots: int = MAX_SLOTS) -> None:
+def shape_fault(output: SchedulerOutput, num_slots: int = MAX_SLOTS) -> StepFault | None:
     """Check the types and the sizes of a step's fields, not their contents: no work grows with
-    them."""
-    for field in ("num_scheduled_tokens", "new_block_ids"):
-        value = getattr(output, field)
-        if not isinstance(value, Mapping):
-            raise _wrong(field, value, "give a mapping by request id")
-        _check_size(field, value, num_slots)
-    for field, most in (
-        ("scheduled_new_reqs", num_slots),
-        ("finished_req_ids", MAX_STEP_BLOCKS),
-        ("preempted_req_ids", MAX_STEP_BLOCKS),
+    them. more_new_block_ids is another check's: more_blocks_fault."""
+    sequence, mapping = "give a sequence", "give a mapping by request id"
+    of_ids = "give a tuple of request ids"  # a list could change after it was planned
+    for field, value, kind, most, fix in (
+        ("num_scheduled_tokens", output.num_scheduled_tokens, Mapping, num_slots, mapping),
+        ("new_block_ids", output.new_block_ids, Mapping, num_slots, mapping),
+        ("scheduled_new_reqs", output.scheduled_new_reqs, Iterable, num_slots, sequence),
+        ("finished_req_ids", output.finished_req_ids, Iterable, MAX_STEP_BLOCKS, sequence),
+        ("preempted_req_ids", output.preempted_req_ids, Iterable, MAX_STEP_BLOCKS, sequence),
+        ("decode_req_ids", output.decode_req_ids, tuple, num_slots, of_ids),
     ):
-        value = getattr(output, field)
-        if not isinstance(value, Iterable) or isinstance(value, str | bytes):
-            raise _wrong(field, value, "give a sequence")
-        if isinstance(value, Sized):
-            _check_size(field, value, most)
-    if type(output.decode_req_ids) is not tuple:  # a list could change after it was planned
-        raise _wrong("decode_req_ids", output.decode_req_ids, "give a tuple of request ids")
-    _check_size("decode_req_ids", output.decode_req_ids, num_slots)
-    check_step_values(output.extensions)
+        fault = size_fault(field, value, kind, fix, most)
+        if fault is not None:
+            return fault
+    return values_fault(output.extensions)
 
 
-def check_step_values(values: object) -> None:
+def size_fault(
+    field: str, value: object, kind: type, fix: str, most: int = MAX_SLOTS
+) -> StepFault | None:
+    """Check the type and the size of a field, of which a text is none."""
+    if not isinstance(value, kind) or isinstance(value, str | bytes):
+        return malformed(field, value, fix)
+    return _too_many(field, value, most) if isinstance(value, Sized) and len(value) > most else None
+
+
+def values_fault(values: object) -> StepFault | None:
     """Check the types and the sizes of a step's extensions, not their contents."""
     if not isinstance(values, tuple) or not all(isinstance(each, StepValues) for each in values):
-        raise _wrong("extensions", values, "give a tuple of StepValues")
+        return malformed("extensions", values, "give a tuple of StepValues")
     if len({type(each) for each in values}) < len(values):
-        raise _wrong("extensions", values, "give at most one of each kind")
-    for each in values:
-        each.check()
+        return malformed("extensions", values, "give at most one of each kind")
+    faults = (each.find_fault() for each in values)
+    return next((fault for fault in faults if fault is not None), None)
 
 
-def check_masks_shape(masks: object, deferred: object) -> None:
-    """Check the types and the sizes of StepMasks, not its contents."""
-    if not isinstance(deferred, Collection) or isinstance(deferred, str | bytes):
-        raise _wrong("deferred", deferred, "give a collection of request ids")
-    _check_size("deferred", deferred, MAX_SLOTS)
-    if not isinstance(masks, Mapping):
-        raise _wrong("masks", masks, "give a mapping by request id")
-    _check_size("masks", masks, MAX_SLOTS)
+class ReadStep(NamedTuple):
+    """A step whose fields have the right types and sizes."""
+
+    new: Sequence[NewRequest] = ()
+    """Its new requests, each checked by itself; their blocks are not."""
+    tokens: Sequence[Frame] = ()
+    """One frame with the tokens of all new requests; none without these."""
 
 
-def _check_size(field: str, value: Sized, most: int) -> None:
-    if len(value) > most:
-        fix = (
-            f"give at most {most}, and the rest in later steps: no step has more than max_num_seqs"
-        )
-        raise _wrong(field, f"{len(value)} entries", fix)
+def read_step(output: SchedulerOutput, num_slots: int, limits: GroupLimits) -> ReadStep | StepFault:
+    """Check the fields of a step by themselves, and read its new requests."""
+    fault, more = shape_fault(output, num_slots), output.more_new_block_ids
+    if fault is None and (type(more) is not tuple or more):
+        fault = more_blocks_fault(more, len(limits.block_groups), num_slots)
+    if fault is not None:
+        return fault
+    new = tuple(islice(output.scheduled_new_reqs, num_slots + 1))
+    if not new:
+        return ReadStep()
+    fault = admissions_fault(new, limits)
+    tokens = read_tokens(new, limits) if fault is None else fault
+    if isinstance(tokens, StepFault):
+        return tokens
+    return ReadStep(new, (tokens.astype("<i4", copy=False).tobytes(),))
 
 
-def check_more_blocks(more: object, num_groups: int, num_slots: int) -> None:
+def more_blocks_fault(more: object, num_groups: int, num_slots: int) -> StepFault | None:
     """Check type and size of a step's blocks of further groups, not their contents."""
     field, most = "more_new_block_ids", num_groups - 1
     if isinstance(more, list | tuple) and len(more) > most:
-        raise _wrong(field, f"{len(more)} mappings", f"the layers have {most} further groups")
+        fix = f"the layers have {most} further groups"
+        return malformed(field, f"{len(more)} mappings", fix)
     if not isinstance(more, list | tuple) or not all(isinstance(own, Mapping) for own in more):
-        raise _wrong(field, more, "give a sequence of mappings by request id")
-    for own in more:
-        _check_size(field, own, num_slots)
+        return malformed(field, more, "give a sequence of mappings by request id")
+    large = next((own for own in more if len(own) > num_slots), None)
+    return None if large is None else _too_many(field, large, num_slots)
+
+
+def _too_many(field: str, value: Sized, most: int) -> StepFault:
+    fix = f"give at most {most}, and the rest in later steps: no step has more than max_num_seqs"
+    return malformed(field, f"{len(value)} entries", fix)
 
 
 def named_ids(output: SchedulerOutput) -> frozenset[str]:
@@ -203,214 +215,123 @@ def named_ids(output: SchedulerOutput) -> frozenset[str]:
     return frozenset(name for name in names if isinstance(name, str))
 
 
-def wrong_ids(message: str, field: str, req_ids: Iterable[object]) -> InvalidSchedulerOutput:
-    """Return the refusal of a step because of these requests; names the first."""
-    fix = "name each request in one part of a step, and only while it has a slot"
-    req_id = next(iter(req_ids), "")
-    return InvalidSchedulerOutput(message, field=field, value=req_id, fix=fix, req_id=req_id)
-
-
 def repeated(req_ids: Iterable[str]) -> list[str]:
     """Return the ids that occur more than once."""
     return [req_id for req_id, count in Counter(req_ids).items() if count > 1]
 
 
-def unknown_request(req_id: object) -> InvalidSchedulerOutput:
-    """Return the refusal of a step that schedules a request without a slot."""
-    return InvalidSchedulerOutput(
-        "it has no slot",
-        field="num_scheduled_tokens, decode_req_ids",
-        value=req_id,
-        fix="put it into scheduled_new_reqs first",
-        req_id=req_id,
-    )
+def unknown_request(req_id: object) -> StepFault:
+    """Return the fault of a step that schedules a request without a slot."""
+    field, fix = "num_scheduled_tokens, decode_req_ids", "put it into scheduled_new_reqs first"
+    return StepFault("it has no slot", field, req_id, fix, req_id)
 
 
-def _wrong(field: str, value: object, fix: str) -> InvalidSchedulerOutput:
-    return InvalidSchedulerOutput("the step is malformed", field=field, value=value, fix=fix)
-
-
-def read_counts(counts: Mapping[str, int]) -> Int64s:
-    """Return the scheduled tokens of each request."""
-    try:
-        if bool not in map(type, counts.values()):
-            return np.frombuffer(array("q", counts.values()), np.int64)
-    except WRONG_TYPE:
-        pass
-    for req_id, count in counts.items():
-        if type(count) is bool or not _is_integer(count, -MAX_COUNT, MAX_COUNT):
-            raise wrong_count(req_id, count, "give a whole number")
-    raise _wrong("num_scheduled_tokens", counts, "give whole numbers")
-
-
-def wrong_count(req_id: str, count: object, fix: str) -> InvalidSchedulerOutput:
-    """Return the refusal of a request's number of tokens."""
-    return InvalidSchedulerOutput(
-        "it cannot have this many tokens in this step",
-        field="num_scheduled_tokens",
-        value=count,
-        fix=fix,
-        req_id=req_id,
-    )
-
-
-def read_blocks(blocks: Mapping[str, Sequence[int]]) -> tuple[list[int], "array[int]", list[int]]:
-    """Return the blocks of all requests, also as int32, and the number of each request's blocks;
-    the last is empty if each has one."""
-    try:
-        if not BLOCK_KINDS.issuperset(map(type, blocks.values())):
-            raise _wrong_blocks(blocks)
-        try:
-            ids, lengths = [block_id for (block_id,) in blocks.values()], []
-        except ValueError:  # not one block each
-            lengths = [len(own) for own in blocks.values()]
-            _check_num_blocks(sum(lengths))
-            ids = list(chain.from_iterable(blocks.values()))
-        raw = array("i", ids)
-    except WRONG_TYPE:
-        raise _wrong_blocks(blocks) from None
-    return ids, raw, lengths
-
-
-def _check_num_blocks(count: int) -> None:
-    if count > MAX_STEP_BLOCKS:
-        raise InvalidSchedulerOutput(
-            "the step does not fit into a message",
-            field="new_block_ids",
-            value=f"{count} blocks",
-            fix=f"give at most {MAX_STEP_BLOCKS} blocks in a step",
-        )
-
-
-def _wrong_blocks(blocks: Mapping[str, Any]) -> InvalidSchedulerOutput:
-    for req_id, own in blocks.items() if isinstance(blocks, Mapping) else ():
-        if type(own) not in BLOCK_KINDS or (type(own) is np.ndarray and own.ndim != 1):
-            fix = "give a list, a tuple, a range or a one-dimensional array of integers"
-            return wrong_block(req_id, own, fix)
-        for block_id in own:
-            if not _is_integer(block_id, -MAX_COUNT - 1, MAX_COUNT):
-                return wrong_block(req_id, block_id, "give whole numbers of 32 bits")
-    return _wrong("new_block_ids", blocks, "give sequences of block ids")
-
-
-def wrong_block(
-    req_id: str, block_id: object, fix: str, field: str = "block_ids"
-) -> InvalidSchedulerOutput:
-    """Return the refusal of one of a request's blocks."""
-    return InvalidSchedulerOutput(
-        "it cannot have this block", field=field, value=block_id, fix=fix, req_id=req_id
-    )
-
-
-def not_running(req_id: str, block_ids: object) -> InvalidSchedulerOutput:
-    """Return the refusal of blocks for a request that is new or does not continue."""
-    fix = "append blocks to running requests; a new one has its own list"
-    return wrong_block(req_id, block_ids, fix, "new_block_ids")
-
-
-def _is_integer(value: Any, low: int, high: int) -> bool:
+def is_integer(value: Any, low: int, high: int) -> bool:
+    """Return True for an integer of Python or numpy within these bounds."""
     try:
         return low <= operator.index(value) <= high
     except TypeError:
         return False
 
 
-def check_mask(req_id: str, mask: object) -> None:
-    """Check a request's grammar mask: a row of 32-bit words."""
-    if not (isinstance(mask, np.ndarray) and mask.ndim == 1 and mask.dtype in _MASK_DTYPES):
-        value = f"{mask.dtype} {list(mask.shape)}" if isinstance(mask, np.ndarray) else mask
-        raise InvalidSchedulerOutput(
-            "its mask is malformed",
-            field="masks",
-            value=value,
-            fix="give int32 [ceil(vocab_size / 32)]",
-            req_id=req_id,
-        )
-
-
-def check_admissions(requests: Sequence[NewRequest], limits: GroupLimits) -> None:
+def admissions_fault(requests: Sequence[NewRequest], limits: GroupLimits) -> StepFault | None:
     """Check each new request, without its tokens and blocks, and the size of all together."""
-    num_bytes = 0
+    num_tokens = num_bytes = 0
     for request in requests:
-        if not isinstance(request, NewRequest):
-            raise _wrong("scheduled_new_reqs", request, "give NewRequest values")
-        check_id(request.req_id)
-        num_tokens, num_blocks = _check_lengths(request, limits)
-        _check_note(request)
-        own_bytes = _check_extensions(request)
-        num_bytes += admission_bytes(
-            num_tokens, num_blocks, len(request.req_id), own_bytes, len(request.note)
-        )
-    num_tokens = sum(len(request.token_ids) for request in requests)
-    if num_tokens > MAX_ADMITTED_TOKENS or num_bytes > MAX_ADMITTED_BYTES:
-        raise InvalidSchedulerOutput(
-            "the step does not fit into a message: its new requests are too large",
-            field="scheduled_new_reqs",
-            value=f"{num_tokens} tokens, {num_bytes} bytes",
-            fix=f"admit some later: {MAX_ADMITTED_TOKENS} tokens and {MAX_ADMITTED_BYTES} bytes "
-            "(worker_client.steps.step_checks.admission_bytes) are the most",
-        )
+        own_bytes = _own_bytes(request, limits)
+        if isinstance(own_bytes, StepFault):
+            return own_bytes
+        num_tokens += len(request.token_ids)
+        num_bytes += own_bytes
+    if num_tokens <= MAX_ADMITTED_TOKENS and num_bytes <= MAX_ADMITTED_BYTES:
+        return None
+    return StepFault(
+        "the step does not fit into a message: its new requests are too large",
+        field="scheduled_new_reqs",
+        value=f"{num_tokens} tokens, {num_bytes} bytes",
+        fix=f"admit some later: {MAX_ADMITTED_TOKENS} tokens and {MAX_ADMITTED_BYTES} bytes "
+        "(worker_client.steps.step_checks.admission_bytes) are the most",
+    )
 
 
-def check_id(req_id: object) -> None:
+def _own_bytes(request: Any, limits: GroupLimits) -> int | StepFault:
+    """Check a new request; return the bytes that it counts for."""
+    if not isinstance(request, NewRequest):
+        return malformed("scheduled_new_reqs", request, "give NewRequest values")
+    fault = id_fault(request.req_id) or _lengths_fault(request, limits) or _note_fault(request)
+    if fault is not None:
+        return fault
+    encoded = 0
+    if type(request.extensions) is not tuple or request.extensions:
+        encoded_or_fault = _extension_bytes(request)
+        if isinstance(encoded_or_fault, StepFault):
+            return encoded_or_fault
+        encoded = encoded_or_fault
+    num_blocks = len(request.block_ids)
+    for own in request.more_block_ids:
+        num_blocks += len(own)
+    num_tokens, id_length = len(request.token_ids), len(request.req_id)
+    return admission_bytes(num_tokens, num_blocks, id_length, encoded, len(request.note))
+
+
+def id_fault(req_id: object) -> StepFault | None:
     """Check a new request's id."""
     if not (isinstance(req_id, str) and 1 <= len(req_id) <= MAX_ID_LENGTH):
-        raise _refused(req_id, "req_id", req_id, f"give a string of 1 to {MAX_ID_LENGTH}")
+        return _refused(req_id, "req_id", req_id, f"give a string of 1 to {MAX_ID_LENGTH}")
     try:
         req_id.encode()
     except UnicodeEncodeError:
         fix = "remove lone surrogates, which UTF-8 cannot encode"
-        raise _refused(req_id, "req_id", req_id, fix) from None
+        return _refused(req_id, "req_id", req_id, fix)
+    return None
 
 
-def _refused(req_id: object, field: str, value: object, fix: str) -> InvalidSchedulerOutput:
-    return InvalidSchedulerOutput(
-        "it cannot be admitted", field=field, value=value, fix=fix, req_id=req_id
-    )
+def _refused(req_id: object, field: str, value: object, fix: str) -> StepFault:
+    return StepFault("it cannot be admitted", field, value, fix, req_id)
 
 
-def _check_lengths(request: NewRequest, limits: GroupLimits) -> tuple[int, int]:
-    """Check the counts of a new request; return the numbers of its tokens and blocks."""
-    req_id = request.req_id
+def _lengths_fault(request: NewRequest, limits: GroupLimits) -> StepFault | None:
+    """Check the counts of a new request."""
     try:
         num_tokens, num_groups = len(request.token_ids), 1 + len(request.more_block_ids)
-        num_blocks = len(request.block_ids)
+        len(request.block_ids)
         for own in request.more_block_ids:
-            num_blocks += len(own)
+            len(own)
     except TypeError:
-        value = (type(request.token_ids).__name__, type(request.block_ids).__name__)
+        kinds = (type(request.token_ids).__name__, type(request.block_ids).__name__)
         fix = "give an int32 array and a sequence"
-        raise _refused(req_id, "token_ids, block_ids", value, fix) from None
-    if not 1 <= num_tokens <= limits.max_model_len:
-        fix = f"give 1 to {limits.max_model_len} tokens"
-        raise _refused(req_id, "token_ids", f"{num_tokens} tokens", fix)
-    if num_groups not in (1, len(limits.block_groups)):
-        given = f"of {num_groups - 1} groups"
-        fix = f"the layers have {len(limits.block_groups) - 1} groups beside the first"
-        raise _refused(req_id, "more_block_ids", given, fix)
+        return _refused(request.req_id, "token_ids, block_ids", kinds, fix)
     prompt, computed = request.num_prompt_tokens, request.num_computed_tokens
-    if type(prompt) is not int or not 1 <= prompt <= num_tokens:
-        raise _refused(req_id, "num_prompt_tokens", prompt, f"give 1 to {num_tokens}")
-    if type(computed) is not int or not 0 <= computed < num_tokens:
+    field: str | None = None
+    value: object = None
+    fix = ""
+    if not 1 <= num_tokens <= limits.max_model_len:
+        field, value = "token_ids", f"{num_tokens} tokens"
+        fix = f"give 1 to {limits.max_model_len} tokens"
+    elif num_groups not in (1, len(limits.block_groups)):
+        field, value = "more_block_ids", f"of {num_groups - 1} groups"
+        fix = f"the layers have {len(limits.block_groups) - 1} groups beside the first"
+    elif type(prompt) is not int or not 1 <= prompt <= num_tokens:
+        field, value, fix = "num_prompt_tokens", prompt, f"give 1 to {num_tokens}"
+    elif type(computed) is not int or not 0 <= computed < num_tokens:
+        field, value = "num_computed_tokens", computed
         fix = f"give 0 to {num_tokens - 1}: at least one token must be left to compute"
-        raise _refused(req_id, "num_computed_tokens", computed, fix)
-    return num_tokens, num_blocks
+    return None if field is None else _refused(request.req_id, field, value, fix)
 
 
-def _check_note(request: NewRequest) -> None:
-    note = request.note
+def _note_fault(request: NewRequest) -> StepFault | None:
+    note: object = request.note
     if not isinstance(note, bytes):
-        raise _refused(request.req_id, "note", note, "give bytes")
+        return _refused(request.req_id, "note", note, "give bytes")
     if len(note) > MAX_NOTE_BYTES:
         fix = f"give at most {MAX_NOTE_BYTES} bytes"
-        raise _refused(request.req_id, "note", f"{len(note)} bytes", fix)
+        return _refused(request.req_id, "note", f"{len(note)} bytes", fix)
+    return None
 
 
-def _check_extensions(request: NewRequest) -> int:
+def _extension_bytes(request: NewRequest) -> int | StepFault:
     """Check the types of a new request's extensions; return their bytes."""
     extensions = request.extensions
-    if type(extensions) is tuple and not extensions:
-        return 0
     fault = _kind_fault(extensions)
     if fault is None:
         try:
@@ -418,15 +339,14 @@ def _check_extensions(request: NewRequest) -> int:
         except WRONG_TYPE:
             fault = extension_fault(extensions, WIRE_LIMITS.bounds, request.num_prompt_tokens)
     assert fault is not None, "what cannot be encoded has a fault"
-    raise _refused(request.req_id, *fault)
+    return _refused(request.req_id, *fault)
 
 
-def check_values(request: NewRequest, limits: GroupLimits) -> None:
+def _values_fault(request: NewRequest, limits: GroupLimits) -> StepFault | None:
     """Check each value of a new request's extensions against the schema and the model; names the
     first that cannot be sent, or that the daemons would refuse."""
     fault = extension_fault(request.extensions, limits.bounds, request.num_prompt_tokens)
-    if fault is not None:
-        raise _refused(request.req_id, *fault)
+    return None if fault is None else _refused(request.req_id, *fault)
 
 
 def extension_fault(
@@ -518,41 +438,41 @@ def encode_checked(
     tokens: Sequence[Frame],
     new: Sequence[NewRequest],
     limits: GroupLimits,
-) -> list[Frame]:
+) -> list[Frame] | StepFault:
     """Encode a step. One that admits requests is decoded again as the daemons will, to apply the
-    bounds of the schema itself: the other columns are built here, of values that were checked.
-
-    Raises:
-        InvalidSchedulerOutput: no message can carry it; names the request with that value.
-    """
+    bounds of the schema itself: the other columns are built here, of values that were checked. If
+    no message can carry it, the fault names the request with that value."""
     try:
         frames = encode_step(message, tokens)
         if new:
             decode_step(frames)
     except TooLargeError as error:
-        raise _too_large(error) from None
+        return _too_large(error)
     except (WireError, *WRONG_TYPE) as error:
-        for request in new:
-            check_values(request, limits)
-        raise _too_large(error) from None
+        own = (_values_fault(request, limits) for request in new)
+        return next(filter(None, own), None) or _too_large(error)
     for request in new:
-        for extension in request.extensions:
-            if find_fault(extension, limits.bounds, request.num_prompt_tokens) is not None:
-                check_values(request, limits)
-        if pools(request.extensions) or not limits.generates:
-            _check_pooling(request, limits)
+        if request.extensions or not limits.generates:
+            fault = _model_fault(request, limits)
+            if fault is not None:
+                return fault
     return frames
 
 
-def _check_pooling(request: NewRequest, limits: GroupLimits) -> None:
+def _model_fault(request: NewRequest, limits: GroupLimits) -> StepFault | None:
+    """Check a new request's extensions, whose fields are within their bounds, against the model."""
+    for extension in request.extensions:
+        if find_fault(extension, limits.bounds, request.num_prompt_tokens) is not None:
+            return _values_fault(request, limits)
+    if not pools(request.extensions) and limits.generates:
+        return None
     num_tokens, num_computed = len(request.token_ids), request.num_computed_tokens
     fault = pooling_admission_fault(request.extensions, num_tokens, num_computed, limits)
-    if fault is not None:
-        raise _refused(request.req_id, *fault)
+    return None if fault is None else _refused(request.req_id, *fault)
 
 
-def _too_large(error: Exception) -> InvalidSchedulerOutput:
-    return InvalidSchedulerOutput(
+def _too_large(error: Exception) -> StepFault:
+    return StepFault(
         f"the step does not fit into a message: {error}",
         field="scheduled_new_reqs, new_block_ids",
         value="this step's",
@@ -560,36 +480,40 @@ def _too_large(error: Exception) -> InvalidSchedulerOutput:
     )
 
 
-def read_tokens(requests: Sequence[NewRequest], limits: GroupLimits) -> Int32s:
+def read_tokens(requests: Sequence[NewRequest], limits: GroupLimits) -> Int32s | StepFault:
     """Return the tokens of all new requests, one request after the other."""
-    rows = [_int32(request) for request in requests]
+    rows: list[Int32s] = []
+    for request in requests:
+        own: object = request.token_ids
+        if not (isinstance(own, np.ndarray) and own.dtype == np.int32 and own.ndim == 1):
+            own = _int32(request)
+            if isinstance(own, StepFault):
+                return own
+        rows.append(own)
     tokens = np.concatenate(rows) if len(rows) > 1 else np.ascontiguousarray(rows[0])
     if int(tokens.view(np.uint32).max()) >= limits.vocab_size:  # negative ids are the largest here
-        for request in requests:
-            own = np.asarray(request.token_ids)
+        for request, own in zip(requests, rows, strict=True):
             wrong = own[(own < 0) | (own >= limits.vocab_size)]
             if wrong.size:
-                raise _wrong_token(request, int(wrong[0]), limits.vocab_size - 1)
+                return _wrong_token(request, int(wrong[0]), limits.vocab_size - 1)
     return tokens
 
 
-def _int32(request: NewRequest) -> Int32s:
-    tokens = request.token_ids
-    if isinstance(tokens, np.ndarray) and tokens.dtype == np.int32 and tokens.ndim == 1:
-        return tokens
+def _int32(request: NewRequest) -> Int32s | StepFault:
+    """Return tokens of another type as int32."""
     given: NDArray[Any]
     try:
-        given = np.asarray(tokens)
+        given = np.asarray(request.token_ids)
     except WRONG_TYPE:
         given = np.zeros(0)
     if given.dtype.kind not in "iu" or given.ndim != 1:
         value = f"{given.dtype} {list(given.shape)}"
-        raise _refused(request.req_id, "token_ids", value, "give a one-dimensional int32 array")
+        return _refused(request.req_id, "token_ids", value, "give a one-dimensional int32 array")
     low, high = int(given.min()), int(given.max())
     if low < 0 or high > MAX_COUNT:
-        raise _wrong_token(request, low if low < 0 else high, MAX_COUNT)
+        return _wrong_token(request, low if low < 0 else high, MAX_COUNT)
     return given.astype(np.int32)
 
 
-def _wrong_token(request: NewRequest, token_id: int, most: int) -> InvalidSchedulerOutput:
+def _wrong_token(request: NewRequest, token_id: int, most: int) -> StepFault:
     return _refused(request.req_id, "token_ids", token_id, f"use token ids from 0 to {most}")

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from rpc_schema.codec import Frame
 from rpc_schema.extensions import StepExtension
-from worker_client.scheduler_output import StepValues
+from worker_client.scheduler_output import StepFault, StepValues
 from worker_client.steps.encoded_step import NONE_DEFERRED, bitmap_of
 
 
@@ -32,14 +32,20 @@ def named(slots: Iterable[int]) -> bytes:
     return bitmap_of(array("H", slots).tobytes())
 
 
-def sampling_of(values: Sequence[StepValues], slot_of: Mapping[str, int]) -> StepSampling:
-    """Return a step's fields about sampling. slot_of: slots of the requests that it samples.
-
-    Raises:
-        InvalidSchedulerOutput: values are malformed.
-    """
+def sampling_of(
+    values: Sequence[StepValues], slot_of: Mapping[str, int]
+) -> StepSampling | StepFault:
+    """Return a step's fields about sampling, or the first fault of the values. slot_of: slots of
+    the requests that it samples."""
     later = {slot_of[r]: r for each in values for r in each.deferred_req_ids if r in slot_of}
     now = {req_id: slot for req_id, slot in slot_of.items() if slot not in later}
-    parts = [part for each in values if (part := each.encode(now)) is not None]
-    frames = [frame for _, own in parts for frame in own]
-    return StepSampling(dict(sorted(later.items())), tuple(part[0] for part in parts), frames)
+    extensions: list[StepExtension] = []
+    frames: list[Frame] = []
+    for each in values:
+        encoded = each.encode(now)
+        if isinstance(encoded, StepFault):
+            return encoded
+        if encoded is not None:
+            extensions.append(encoded[0])
+            frames += encoded[1]
+    return StepSampling(dict(sorted(later.items())), tuple(extensions), frames)

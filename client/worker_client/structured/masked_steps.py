@@ -26,7 +26,9 @@ from worker_client.parts.registry import may_jump
 from worker_client.scheduler import RequestOutput, failed_request
 from worker_client.scheduler_output import NewRequest, SchedulerOutput, StepResult
 from worker_client.steps.masks import StepMasks
-from worker_client.steps.step_checks import WIRE_LIMITS, check_admissions, check_shape, read_counts
+from worker_client.steps.sent_counts import read_counts
+from worker_client.steps.step_checks import WIRE_LIMITS, admissions_fault, shape_fault
+from worker_client.steps.step_fault import StepFault, refuse
 from worker_client.structured.matchers import GrammarMatcher
 
 MAX_STEP_MASK_BYTES: Final = 1 << 20
@@ -177,7 +179,9 @@ class MaskedSteps:
         lost their row, and the scheduler expects a token of those that it preempts. Those that
         finish give their slots to others, which could defer too: workers hold logits for as many
         requests as have slots. Raises InvalidSchedulerOutput as plan does."""
-        check_shape(output)
+        fault = shape_fault(output)
+        if fault is not None:
+            refuse(fault)
         waiting = self._waiting.keys()
         return bool(waiting) and not (
             waiting.isdisjoint(output.decode_req_ids)
@@ -195,8 +199,10 @@ class MaskedSteps:
         """
         if self._planned is not None and self._planned[0] is output:
             return self._planned[1]
-        check_admissions(tuple(output.scheduled_new_reqs), WIRE_LIMITS)
-        read_counts(output.num_scheduled_tokens)
+        fault = admissions_fault(tuple(output.scheduled_new_reqs), WIRE_LIMITS)
+        for found in (fault, read_counts(output.num_scheduled_tokens)):
+            if isinstance(found, StepFault):
+                refuse(found)
         self._admit(output)
         step = MaskedStep(output)
         if self._rows or self._paused:

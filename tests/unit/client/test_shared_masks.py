@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from worker_client.errors import InvalidSchedulerOutput
-from worker_client.steps.masks import MAX_COMPARED, encoded
+from worker_client.steps.masks import MAX_COMPARED, StepMasks
+from worker_client.steps.step_fault import StepFault
 
 
 def random_mask(rng, num_words):
@@ -41,7 +41,7 @@ def test_each_request_gets_its_mask_and_equal_ones_are_sent_once(num_distinct, n
         slot_of = dict(zip(names, slots, strict=True))
         gone = names[0]
         slot_of.pop(gone)
-        given_masks = encoded(masks, slot_of)
+        given_masks = StepMasks(masks).encode(slot_of)
         if not slot_of:
             assert given_masks is None
             continue
@@ -62,5 +62,7 @@ def test_each_request_gets_its_mask_and_equal_ones_are_sent_once(num_distinct, n
 
 def test_masks_of_two_lengths_are_refused():
     masks = {"a": np.zeros(3, np.int32), "b": np.zeros(4, np.int32)}
-    with pytest.raises(InvalidSchedulerOutput, match="length"):
-        encoded(masks, {"a": 1, "b": 2})
+    fault = StepMasks(masks).encode({"a": 1, "b": 2})
+    assert isinstance(fault, StepFault)
+    assert (fault.field, fault.req_id) == ("masks", "a")
+    assert "[3, 4]" in fault.message

@@ -1,11 +1,15 @@
 """SlotTable against a naive model that reads the encoded bytes as a worker would; and sizes."""
 
+import ast
 import random
+import sys
+from pathlib import Path
 
 import msgspec
 import numpy as np
 import pytest
 
+import worker_client
 from rpc_schema import codec, step
 from rpc_schema.errors import BadFrameError
 from rpc_schema.sampling import SamplingParams, TokenLogprobs
@@ -453,3 +457,34 @@ def test_deferred_requests_are_no_more_than_slots_even_if_they_have_ended():
 def read(encoded):
     """The message of an encoded step."""
     return codec.decode_step(encoded.frames)
+
+
+def test_steady_step_takes_few_calls():
+    """A greedy group of four rows; whatever a step's requests cost is in other steps."""
+    table, ids = SlotTable(8), ("a", "b", "c", "d")
+    counts = dict.fromkeys(ids, 3)
+    new = [new_request(name, 3, blocks=(number,)) for number, name in enumerate(ids)]
+    table.encode(SchedulerOutput(counts, scheduled_new_reqs=new), seq=1, **IDS)
+    table.encode(SchedulerOutput(decode_req_ids=ids), seq=2, **IDS)
+    calls = []
+    output = SchedulerOutput(decode_req_ids=ids)
+    sys.setprofile(lambda frame, event, _: event == "call" and calls.append(frame.f_code.co_name))
+    try:
+        table.encode(output, seq=3, **IDS)
+    finally:
+        sys.setprofile(None)
+    assert calls[0] == "encode"
+    assert len(calls) <= 12
+
+
+def test_checks_return_faults_and_one_function_raises_them():
+    library = Path(worker_client.__file__).parent
+    calls = {
+        f"{path.name}:{function.name}"
+        for path in library.rglob("*.py")
+        for function in ast.walk(ast.parse(path.read_text()))
+        if isinstance(function, ast.FunctionDef)
+        for node in ast.walk(function)
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "InvalidSchedulerOutput"
+    }
+    assert calls == {"step_fault.py:refuse"}
