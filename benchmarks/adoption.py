@@ -34,7 +34,7 @@ from rpc_schema.config import (
 from rpc_schema.errors import WorkerError
 from worker_client.driver import Driver
 from worker_client.launcher import LocalDaemons
-from worker_client.requests import GenerationRequest
+from worker_client.requests import GenerationRequest, SamplingParams
 from worker_client.scheduler import Scheduler, scheduler_limits
 from worker_client.scheduler_output import StepResult
 from worker_client.worker_group import WorkerGroup
@@ -141,7 +141,9 @@ def serve(driver: Driver, plan: Plan) -> None:
         prompt = rng.integers(3, 1000, plan.prompt_len).astype(np.int32)
         max_tokens = MAX_MODEL_LEN - plan.prompt_len
         driver.add_request(
-            GenerationRequest(str(index), prompt, max_tokens=max_tokens, ignore_eos=True)
+            GenerationRequest(
+                str(index), prompt, max_tokens=max_tokens, sampling=SamplingParams(ignore_eos=True)
+            )
         )
     while driver.busy:
         driver.step()

@@ -21,7 +21,7 @@ from rpc_schema.config import (
 )
 from worker_client.driver import Driver
 from worker_client.launcher import LocalDaemons
-from worker_client.requests import GenerationRequest
+from worker_client.requests import GenerationRequest, SamplingParams
 from worker_client.scheduler import RequestOutput, Scheduler, scheduler_limits
 from worker_client.worker_group import WorkerGroup
 
@@ -81,10 +81,9 @@ def generate(driver: Driver) -> None:
             driver.add_request(
                 GenerationRequest(
                     id=f"{prompt}/{sample}",
-                    prompt_token_ids=token_ids,
+                    prompt=token_ids,
                     max_tokens=60,
-                    temperature=0.0 if sample == 0 else 0.9,
-                    seed=sample,
+                    sampling=SamplingParams(temperature=0.0 if sample == 0 else 0.9, seed=sample),
                 )
             )
     began = time.monotonic()

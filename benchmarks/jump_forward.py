@@ -28,7 +28,7 @@ from worker_client.driver import Driver
 from worker_client.driver_parts.registry import DriverOptions
 from worker_client.inputs.grammar_options import read_structured_output
 from worker_client.launcher import LocalDaemons
-from worker_client.requests import GenerationRequest
+from worker_client.requests import GenerationRequest, SamplingParams
 from worker_client.scheduler import Scheduler, scheduler_limits
 from worker_client.structured.grammars import GrammarLimits, Grammars
 from worker_client.worker_group import WorkerGroup
@@ -50,11 +50,9 @@ def requests(count: int) -> list[GenerationRequest]:
     return [
         GenerationRequest(
             id=str(index),
-            prompt_token_ids=rng.integers(100, 200, 32).astype(np.int32),
+            prompt=rng.integers(100, 200, 32).astype(np.int32),
             max_tokens=1000,
-            temperature=1.0,
-            seed=index,
-            structured_outputs=grammar,
+            sampling=SamplingParams(temperature=1.0, seed=index, structured_outputs=grammar),
         )
         for index in range(count)
     ]

@@ -43,7 +43,7 @@ from worker_client.driver import Driver
 from worker_client.driver_parts.registry import DriverOptions
 from worker_client.group.loading import LoadedGroup
 from worker_client.launcher import LocalDaemons
-from worker_client.requests import GenerationRequest
+from worker_client.requests import GenerationRequest, SamplingParams
 from worker_client.scheduler import Scheduler, SchedulerLimits, scheduler_limits
 from worker_client.scheduler_output import StepResult
 from worker_client.worker_group import WorkerGroup
@@ -111,7 +111,9 @@ def serve(
             req_id = str(next(numbers))
             clock.arrived(req_id, began + arrival_s)
             tokens = np.array(prompt, np.int32)
-            driver.add_request(GenerationRequest(req_id, tokens, num_out, ignore_eos=True))
+            driver.add_request(
+                GenerationRequest(req_id, tokens, num_out, sampling=SamplingParams(ignore_eos=True))
+            )
         if driver.busy:
             driver.step()
         elif waiting:

@@ -41,7 +41,7 @@ from worker_client.errors import StepFailed, WorkerDied
 from worker_client.group.loading import LoadedGroup
 from worker_client.group.replacement import ReplacementReport
 from worker_client.launcher import LocalDaemons
-from worker_client.requests import GenerationRequest
+from worker_client.requests import GenerationRequest, SamplingParams
 from worker_client.scheduler import Scheduler, scheduler_limits
 from worker_client.wire.liveness import LivenessEvent
 from worker_client.wire.worker_client import StepIds, WorkerClient
@@ -141,7 +141,12 @@ class Load:
         for index in range(NUM_REQUESTS):
             prompt = rng.integers(3, loaded.metadata.vocab_size, PROMPT_LEN).astype(np.int32)
             self.driver.add_request(
-                GenerationRequest(str(index), prompt, max_tokens=NUM_TOKENS, ignore_eos=True)
+                GenerationRequest(
+                    str(index),
+                    prompt,
+                    max_tokens=NUM_TOKENS,
+                    sampling=SamplingParams(ignore_eos=True),
+                )
             )
 
     def run(self) -> None:

@@ -26,9 +26,9 @@ import triton.testing
 from benchmarks import workloads
 from benchmarks.e2e import OPTIONS, bench
 from benchmarks.kernels import host_us
-from rpc_schema.sampling import SamplingParams
 from rpc_schema.step import NewRequestData
 from worker_client.launcher import LocalDaemons
+from worker_client.requests import SamplingParams
 from worker_daemon.backend import choose_backend
 from worker_daemon.runner.parts.registry import make_parts
 from worker_daemon.runner.parts.step_parts import StepParts

@@ -55,7 +55,7 @@ from rpc_schema.errors import WorkerDaemonError
 from worker_client.driver import Driver
 from worker_client.driver_parts.registry import DriverOptions
 from worker_client.launcher import LocalDaemons
-from worker_client.requests import GenerationRequest
+from worker_client.requests import GenerationRequest, SamplingParams
 from worker_client.scheduler import Scheduler, SchedulerLimits, scheduler_limits
 from worker_client.vllm.settings import ENDPOINTS_VARIABLE
 from worker_client.wire.endpoint import new_driver_id, parse_endpoint
@@ -383,7 +383,11 @@ def serve_closed(
             index, (_, prompt, num_out) = waiting.popleft()
             clock.arrived(str(index), time.monotonic())
             tokens = np.array(prompt, np.int32)
-            driver.add_request(GenerationRequest(str(index), tokens, num_out, ignore_eos=True))
+            driver.add_request(
+                GenerationRequest(
+                    str(index), tokens, num_out, sampling=SamplingParams(ignore_eos=True)
+                )
+            )
             num_running += 1
         num_running -= len(driver.step())
     latencies.seconds = time.monotonic() - began

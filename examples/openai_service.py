@@ -39,8 +39,14 @@ from rpc_schema.config import (
 from rpc_schema.errors import WorkerDaemonError
 from worker_client.async_driver import AsyncDriver
 from worker_client.driver import Driver
-from worker_client.errors import ClientConfigError, WorkerDied, request_error
+from worker_client.errors import (
+    ClientConfigError,
+    RequestError,
+    WorkerDied,
+    request_error,
+)
 from worker_client.inputs.chat_template import ChatTemplate, load_chat_template
+from worker_client.inputs.request_fields import flat
 from worker_client.inputs.request_parser import RequestParser, read_object
 from worker_client.inputs.text_stream import StreamedText
 from worker_client.inputs.tokenizer import load_tokenizer
@@ -176,10 +182,8 @@ class Service:
         if self.num_running >= self._most:
             raise FullError
         ids = [sample.id for sample in forked(request)]
-        includes_stop = request.include_stop_str_in_output
-        texts = [
-            StreamedText(self._tokenizer, request.stop, includes_stop=includes_stop) for _ in ids
-        ]
+        stop, includes_stop = request.sampling.stop, request.sampling.include_stop_str_in_output
+        texts = [StreamedText(self._tokenizer, stop, includes_stop=includes_stop) for _ in ids]
         self.num_running += 1
         try:
             async with contextlib.aclosing(self.driver.generate(request)) as stream:
@@ -193,8 +197,10 @@ class Service:
 
 
 class Form(NamedTuple):
-    """Response format of an endpoint: `object` of a whole response and of a chunk."""
+    """Form of an endpoint. whole, part: `object` of a whole response and of a chunk."""
 
+    prompt: str
+    """Field that the prompt is made of."""
     whole: str
     part: str
     say: Callable[[str, bool, bool], Body]
@@ -210,8 +216,8 @@ def say_message(text: str, is_part: bool, is_first: bool) -> Body:
     return {"delta" if is_part else "message": {**role, "content": text}}
 
 
-COMPLETION = Form("text_completion", "text_completion", say_text)
-CHAT = Form("chat.completion", "chat.completion.chunk", say_message)
+COMPLETION = Form("prompt", "text_completion", "text_completion", say_text)
+CHAT = Form("messages", "chat.completion", "chat.completion.chunk", say_message)
 
 
 async def answer_whole(parts: AsyncGenerator[Part, None], form: Form, head: Body) -> Response:
@@ -325,6 +331,18 @@ def make_app(service: Service) -> FastAPI:
         http: Request, make: Callable[[Body], GenerationRequest], form: Form
     ) -> Response:
         body = await read_body(http)
+        names = {"prompt_token_ids": form.prompt}
+        if "max_completion_tokens" in body:
+            names["max_tokens"] = "max_completion_tokens"
+        try:
+            return await answer_body(http, body, make, form)
+        except RequestError as error:
+            found = flat(error, form.prompt)
+            raise found.named(names.get(found.field, found.field)) from None
+
+    async def answer_body(
+        http: Request, body: Body, make: Callable[[Body], GenerationRequest], form: Form
+    ) -> Response:
         streamed = body.pop("stream", False)
         if not isinstance(streamed, bool):
             raise request_error("stream", streamed, "it is no truth value", "use true or false")

@@ -27,7 +27,7 @@ from rpc_schema.config import (
 )
 from worker_client.driver import Driver
 from worker_client.launcher import LocalDaemons
-from worker_client.requests import GenerationRequest
+from worker_client.requests import GenerationRequest, SamplingParams
 from worker_client.scheduler import Scheduler, scheduler_limits
 from worker_client.trainer.sender import WeightSender
 from worker_client.worker_group import WorkerGroup
@@ -114,11 +114,11 @@ def sample(driver: Driver, seed: int) -> Tensor:
         driver.add_request(
             GenerationRequest(
                 id=f"{seed}/{number}",
-                prompt_token_ids=np.array(PROMPT, np.int32),
+                prompt=np.array(PROMPT, np.int32),
                 max_tokens=NUM_TOKENS,
-                temperature=1.0,
-                seed=seed * NUM_SAMPLES + number,
-                ignore_eos=True,
+                sampling=SamplingParams(
+                    temperature=1.0, seed=seed * NUM_SAMPLES + number, ignore_eos=True
+                ),
             )
         )
     return torch.tensor([output.token_ids for output in driver.run()])
@@ -145,7 +145,10 @@ def step(policy: PreTrainedModel, optimizer: torch.optim.Optimizer, samples: Ten
 def greedy(driver: Driver, prompt: Sequence[int], count: int) -> list[int]:
     """Return the workers' greedy continuation."""
     request = GenerationRequest(
-        id="greedy", prompt_token_ids=np.array(prompt, np.int32), max_tokens=count, ignore_eos=True
+        id="greedy",
+        prompt=np.array(prompt, np.int32),
+        max_tokens=count,
+        sampling=SamplingParams(ignore_eos=True),
     )
     driver.add_request(request)
     (output,) = driver.run()

@@ -117,12 +117,12 @@ class StaticBatches:
         request = check_fits(
             request, max_model_len=limits.max_model_len, vocab_size=limits.vocab_size
         )
-        num_prompt = len(request.prompt_token_ids)
+        num_prompt = len(request.prompt)
         limit = min(num_prompt + request.max_tokens, limits.max_model_len)
         size = limits.vocab_size  # workers refuse stop tokens that the model cannot produce
         eos_token_ids = [t for t in limits.eos_token_ids if size is None or t < size]
         extensions = request.extensions(eos_token_ids)
-        tokens = np.asarray(request.prompt_token_ids).tolist()
+        tokens = np.asarray(request.prompt).tolist()
         entry = Entry(tokens, num_prompt, limit, extensions, num_prompt)
         self._check(request.id, entry)
         self._waiting[request.id] = entry

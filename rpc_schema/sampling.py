@@ -1,10 +1,8 @@
-"""Sampling, stop tokens and logprobs of one request, and SamplingParams, which combines these
-extensions with the rules on tokens (rpc_schema/token_rules.py)."""
+"""Sampling, stop tokens and logprobs of one request: its extensions, and the types of their values.
+The rules on tokens are in rpc_schema/token_rules.py."""
 
-from collections.abc import Iterable, Mapping
-from typing import Annotated, Any, TypeAlias
+from typing import Annotated, TypeAlias
 
-import msgspec
 from msgspec import Meta
 
 from rpc_schema.base import (
@@ -17,17 +15,7 @@ from rpc_schema.base import (
     RawUInt16,
     Unsigned,
 )
-from rpc_schema.token_rules import (
-    AllowedTokens,
-    BadWords,
-    LogitBias,
-    Penalties,
-    RuleFault,
-    TokenRule,
-    column_fault,
-    pack_token_ids,
-    unpack_token_ids,
-)
+from rpc_schema.token_rules import RuleFault, TokenRule, column_fault
 
 MAX_LOGPROBS = 20
 
@@ -49,6 +37,8 @@ MIN_TEMPERATURE = 1e-5
 Temperature = Annotated[float, Meta(ge=0.0, le=1e6)]
 TopP = Annotated[float, Meta(ge=1e-6, le=1.0)]
 NumLogprobs = Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)]
+LogprobTokenIds = Annotated[tuple[Count, ...], Meta(min_length=1, max_length=MAX_LOGPROB_TOKEN_IDS)]
+ProcessorNames = Annotated[tuple[Name, ...], Meta(max_length=MAX_LOGITS_PROCESSORS)]
 
 
 class RandomSampling(Extension, frozen=True, tag=1, kw_only=True):
@@ -186,106 +176,3 @@ SamplingExtension: TypeAlias = (
     | PromptLogprobsWanted
     | LogitsProcessors
 )
-
-
-class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
-    """The extensions of one request that concern sampling in one value, for callers."""
-
-    temperature: float = 0.0
-    """0 takes the most likely token; top_k, top_p, min_p and seed then have no effect."""
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    seed: int = 0
-    min_tokens: int = 0
-    stop_token_ids: tuple[int, ...] = ()
-    logprobs: int | None = None
-    """None reports none."""
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    repetition_penalty: float = 1.0
-    logit_bias: Mapping[int, float] = {}
-    """Added to the logit of each token id."""
-    allowed_token_ids: tuple[int, ...] | None = None
-    """None allows all."""
-    bad_words: tuple[tuple[int, ...], ...] = ()
-    """Sequences of token ids."""
-    logprob_token_ids: tuple[int, ...] | None = None
-    """Tokens whose log probabilities are reported at each position; None reports none."""
-    prompt_logprobs: int | None = None
-    """None reports none."""
-    logits_processors: tuple[str, ...] = ()
-
-    @classmethod
-    def of(cls, extensions: Iterable[Extension]) -> "SamplingParams":
-        """Return the parameters of a request's extensions: the inverse of `extensions`."""
-        values: dict[str, Any] = {}
-        for extension in extensions:
-            if isinstance(extension, SamplingExtension):
-                values |= _params_of(extension)
-        return cls(**values)
-
-    def extensions(self) -> tuple[SamplingExtension, ...]:
-        """Return the extensions for a request, without those at their defaults."""
-        wanted: list[SamplingExtension] = []
-        drawn = self.temperature, self.top_k, self.top_p, self.min_p, self.seed
-        if drawn != (0.0, 0, 1.0, 0.0, 0):
-            temperature, top_k, top_p, min_p, seed = drawn
-            wanted.append(
-                RandomSampling(
-                    temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed
-                )
-            )
-        if (self.stop_token_ids, self.min_tokens) != ((), 0):
-            wanted.append(StopTokens(token_ids=self.stop_token_ids, min_tokens=self.min_tokens))
-        if self.logprobs is not None:
-            wanted.append(LogprobsWanted(count=self.logprobs))
-        penalties = self.presence_penalty, self.frequency_penalty, self.repetition_penalty
-        if penalties != (0.0, 0.0, 1.0):
-            presence, frequency, repetition = penalties
-            wanted.append(
-                Penalties(
-                    presence_penalty=presence,
-                    frequency_penalty=frequency,
-                    repetition_penalty=repetition,
-                )
-            )
-        if self.logit_bias:
-            wanted.append(LogitBias.of(self.logit_bias))
-        if self.allowed_token_ids is not None:
-            wanted.append(AllowedTokens(token_ids=pack_token_ids(self.allowed_token_ids)))
-        if self.bad_words:
-            wanted.append(BadWords.of(self.bad_words))
-        if self.logprob_token_ids is not None:
-            wanted.append(LogprobTokens(token_ids=pack_token_ids(self.logprob_token_ids)))
-        if self.prompt_logprobs is not None:
-            wanted.append(PromptLogprobsWanted(count=self.prompt_logprobs))
-        if self.logits_processors:
-            wanted.append(LogitsProcessors(names=self.logits_processors))
-        return tuple(wanted)
-
-
-def _params_of(extension: SamplingExtension) -> dict[str, Any]:
-    """Return the fields of SamplingParams that an extension stands for."""
-    params: dict[str, Any]
-    match extension:
-        case StopTokens():
-            params = {"stop_token_ids": extension.token_ids, "min_tokens": extension.min_tokens}
-        case LogprobsWanted():
-            params = {"logprobs": extension.count}
-        case PromptLogprobsWanted():
-            params = {"prompt_logprobs": extension.count}
-        case LogitsProcessors():
-            params = {"logits_processors": extension.names}
-        case LogprobTokens():
-            params = {"logprob_token_ids": unpack_token_ids(extension.token_ids)}
-        case LogitBias():
-            token_ids = unpack_token_ids(extension.token_ids)
-            params = {"logit_bias": dict(zip(token_ids, extension.values, strict=True))}
-        case AllowedTokens():
-            params = {"allowed_token_ids": unpack_token_ids(extension.token_ids)}
-        case BadWords():
-            params = {"bad_words": extension.words}
-        case _:
-            params = msgspec.structs.asdict(extension)
-    return params

@@ -12,7 +12,7 @@ from typing import Annotated, Final, NamedTuple
 
 from msgspec import Meta
 
-from rpc_schema.base import Extension
+from rpc_schema.base import Count, Extension
 
 MAX_PENALTY: Final = 2.0
 """Largest presence or frequency penalty; the smallest is its negative."""
@@ -36,6 +36,11 @@ _INT32: Final = 4
 
 Penalty = Annotated[float, Meta(ge=-MAX_PENALTY, le=MAX_PENALTY)]
 RepetitionPenalty = Annotated[float, Meta(ge=MIN_REPETITION_PENALTY, le=MAX_REPETITION_PENALTY)]
+Bias = Annotated[float, Meta(ge=-MAX_BIAS, le=MAX_BIAS)]
+BiasedTokens = Annotated[dict[Count, Bias], Meta(max_length=MAX_BIASED_TOKENS)]
+AllowedTokenIds = Annotated[tuple[Count, ...], Meta(min_length=1, max_length=MAX_ALLOWED_TOKENS)]
+BadWord = Annotated[tuple[Count, ...], Meta(min_length=1, max_length=MAX_BAD_WORD_TOKENS)]
+BadWordList = Annotated[tuple[BadWord, ...], Meta(max_length=MAX_BAD_WORDS)]
 
 
 class RuleFault(NamedTuple):
@@ -57,23 +62,6 @@ class Penalties(Extension, frozen=True, tag=20, kw_only=True):
     repetition_penalty: RepetitionPenalty = 1.0
     """For tokens in the prompt or the output: divides positive logits and multiplies negative ones.
     Applied before the other two."""
-
-    def find_fault(self, vocab_size: int) -> RuleFault | None:
-        """Return the first fault."""
-        bounds = (
-            ("presence_penalty", self.presence_penalty, -MAX_PENALTY, MAX_PENALTY),
-            ("frequency_penalty", self.frequency_penalty, -MAX_PENALTY, MAX_PENALTY),
-            (
-                "repetition_penalty",
-                self.repetition_penalty,
-                MIN_REPETITION_PENALTY,
-                MAX_REPETITION_PENALTY,
-            ),
-        )
-        for field, value, low, high in bounds:
-            if not low <= value <= high:  # also rejects NaN
-                return RuleFault(field, value, f"use {low} to {high}")
-        return None
 
 
 class LogitBias(Extension, frozen=True, tag=21, kw_only=True):

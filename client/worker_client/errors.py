@@ -136,6 +136,12 @@ class RequestError(ClientConfigError):
             self.message, field=self.field, value=self.value, fix=self.fix, line=line
         )
 
+    def named(self, field: str) -> "RequestError":
+        """Return the same error with another name of its field, which may begin its message."""
+        is_first = self.message.startswith(self.field)
+        message = field + self.message.removeprefix(self.field) if is_first else self.message
+        return RequestError(message, field=field, value=self.value, fix=self.fix, line=self.line)
+
 
 def request_error(field: str, value: object, problem: str, fix: str) -> RequestError:
     """Return the error of one field of a request."""

@@ -8,7 +8,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from rpc_schema import codec, config, kv_cache, lifecycle, sampling, step
+from rpc_schema import codec, config, kv_cache, lifecycle, step
+from worker_client.requests import SamplingParams
 from worker_daemon.worker.worker import Worker
 
 SEEN: Counter[str] = Counter()
@@ -63,7 +64,7 @@ def main(root, model):
 def serve(worker):
     """Admission and decodes, each as it comes off the wire."""
     prompt = np.arange(5, dtype="<i4")
-    params = sampling.SamplingParams(temperature=1.0, top_k=5, top_p=0.9, seed=3, logprobs=2)
+    params = SamplingParams(temperature=1.0, top_k=5, top_p=0.9, seed=3, logprobs=2)
     request = step.NewRequestData(
         slot=2,
         req_id="a",

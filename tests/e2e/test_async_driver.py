@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from tests.support.checkpoints import decisive_prompts
+from tests.support.flat_requests import flat_request, path_of
 from tests.support.serving import connect, greedy_request, kill_and_wait, worker_config
 from tests.support.waiting import PATIENCE_S
 from worker_client.async_driver import AsyncDriver
@@ -25,7 +26,7 @@ from worker_client.errors import (
 from worker_client.inputs.host_tensor import HostTensor
 from worker_client.inputs.prompt_embeds import embeds_extension
 from worker_client.launcher import LocalDaemons
-from worker_client.requests import GenerationRequest
+from worker_client.requests import GenerationRequest, SamplingParams
 from worker_client.scheduler import Scheduler, scheduler_limits
 
 MAX_TOKENS = 12
@@ -130,7 +131,12 @@ def greedy(prompts, max_tokens=MAX_TOKENS):
 
 
 def test_tokens_come_one_after_the_other_and_are_those_of_transformers(opened, model, prompts):
-    samples = GenerationRequest("many", prompts[0], MAX_TOKENS, temperature=1.0, seed=5, n=3)
+    samples = GenerationRequest(
+        "many",
+        prompts[0],
+        MAX_TOKENS,
+        sampling=SamplingParams(temperature=1.0, seed=5, n=3),
+    )
 
     async def main():
         loop = asyncio.get_running_loop()
@@ -187,7 +193,7 @@ def test_wrong_requests_are_refused_beside_others(opened, model, prompts):
             await asyncio.sleep(0)
             for wrong, match in [
                 (greedy_request("w", prompts[0], 0), "max_tokens"),
-                (greedy_request("w", [10**6], 3), "prompt_token_ids"),
+                (greedy_request("w", [10**6], 3), "prompt"),
             ]:
                 with pytest.raises(RequestError, match=match):
                     await collect(driver, wrong)
@@ -203,7 +209,7 @@ def test_wrong_requests_are_refused_beside_others(opened, model, prompts):
 
 
 WRONG = [
-    *({"prompt_token_ids": value} for value in ("text", 5, None, np.array([1.5]), [[1]], [True])),
+    *({"prompt": value} for value in ("text", 5, None, np.array([1.5]), [[1]], [True])),
     *({"temperature": "1"}, {"stop": (1,)}, {"lora": 5}, {"n": None}, {"max_tokens": 1.5}),
     *({"id": None}, {"id": "\ud800"}, {"seed": "5"}, {"logit_bias": [1]}, {"features": 5}),
     *({"bad_words": (1,)}, {"pooling": "embed"}, {"structured_outputs": {"regex": "a"}}),
@@ -216,10 +222,10 @@ def test_a_wrongly_typed_request_ends_alone(opened, model, prompts):
             good = [asyncio.create_task(collect(driver, each)) for each in greedy(prompts)]
             await asyncio.sleep(0)
             for fields in WRONG:
-                own = {"id": "w", "prompt_token_ids": [1, 2], "max_tokens": 3, **fields}
+                own = {"id": "w", "prompt": [1, 2], "max_tokens": 3, **fields}
                 with pytest.raises(RequestError) as refused:
-                    await collect(driver, GenerationRequest(**own))
-                assert [refused.value.field] == list(fields)
+                    await collect(driver, flat_request(**own))
+                assert [refused.value.field] == [path_of(field) for field in fields]
             lacking = embeds_extension(HostTensor.from_array(np.ones((2, 64), np.float32)), ())
             with pytest.raises(RequestError, match="no such upload"):  # its steps would fail
                 await collect(driver, GenerationRequest("w", [1, 2, 3], features=(lacking,)))
@@ -241,7 +247,7 @@ class Faulty(Scheduler):
 
     def add_request(self, request):
         super().add_request(request)
-        if len(request.prompt_token_ids) == 1:
+        if len(request.prompt) == 1:
             raise MemoryError
 
     def schedule(self):

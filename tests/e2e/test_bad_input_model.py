@@ -349,7 +349,7 @@ def test_prompt_longer_than_the_context(serve, checkpoint):
         pytest.raises(RequestError, match="max_model_len = 32") as raised,
     ):
         generate(group, loaded, [greedy_request("long", [1] * 32, 4)])
-    assert raised.value.field == "prompt_token_ids"
+    assert raised.value.field == "prompt"
 
 
 def test_other_protocol_version_names_both(daemons, checkpoint, monkeypatch):

@@ -271,12 +271,14 @@ BAD = [
     (completion("a", n=65), "n"),
     (completion(5), "prompt"),
     (completion(None), "prompt"),
-    (completion([10**6]), "prompt_token_ids"),
-    (completion("The driver " * 800), "prompt_token_ids"),
-    (completion("The driver " * 800, stream=True), "prompt_token_ids"),
+    (completion([10**6]), "prompt"),
+    (completion("The driver " * 800), "prompt"),
+    (completion("The driver " * 800, stream=True), "prompt"),
+    (chat("The driver " * 800), "messages"),
+    (chat("a", max_tokens="x"), "max_tokens"),
     (completion("a", stream=1), "stream"),
     (chat(), "messages"),
-    (chat("a", max_completion_tokens="x"), "max_tokens"),
+    (chat("a", max_completion_tokens="x"), "max_completion_tokens"),
     *((chat("a", tools=value), "tools") for value in ("look", 0, False, {})),
     (chat("a", tools=[0]), "tools[0]"),
     (chat("a", messages=0), "messages"),
@@ -328,7 +330,7 @@ def bomb(name):
 COSTLY = [
     *((bomb(name), "messages") for name in BOMBS),
     (completion("The driver " * 200_000), "prompt"),
-    (chat("The driver " * 200_000), "prompt"),
+    (chat("The driver " * 200_000), "messages"),
 ]
 
 

@@ -169,7 +169,7 @@ def test_the_commands_show_them(serve, model, requests, expected, tmp_path):
         assert {each["layer"]: each["counts"] for each in shown["expert_loads"]} == expected
     file = tmp_path / "requests.jsonl"
     prompts = [
-        {"id": own.id, "prompt_token_ids": own.prompt_token_ids.tolist(), "max_tokens": TOKENS}
+        {"id": own.id, "prompt_token_ids": own.prompt.tolist(), "max_tokens": TOKENS}
         for own in requests
     ]
     file.write_text("".join(json.dumps(own) + "\n" for own in prompts))

@@ -30,7 +30,7 @@ def plan_for(endpoints: list[str], config: WorkerConfig, cases: Cases) -> Plan:
     return Plan(
         endpoints=endpoints,
         config=config,
-        prompts=[request.prompt_token_ids.tolist() for request in cases.requests],
+        prompts=[request.prompt.tolist() for request in cases.requests],
         max_tokens=cases.requests[0].max_tokens,
         force=True,
         lease_ttl_s=LONG_LEASE.ttl_s,

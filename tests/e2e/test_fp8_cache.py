@@ -125,7 +125,7 @@ def test_scales_and_rounding_matter(make_reference):
             for scales in ({}, shifted)
         ),
     ]
-    given = [request.prompt_token_ids.tolist() for request in requests_for(reference)]
+    given = [request.prompt.tolist() for request in requests_for(reference)]
     for other in wrong:
         found = [other.greedy(prompt, MAX_TOKENS) for prompt in given]
         pairs = zip(given, found, strict=True)
@@ -151,7 +151,7 @@ def test_killed_drivers_cost_no_token(model_root, make_reference, pp, tp):
     rng = random.Random(random.randrange(1 << 30))
     requests = requests_for(reference)
     lines = [
-        f'{{"id": "{each.id}", "prompt_token_ids": {each.prompt_token_ids.tolist()}, '
+        f'{{"id": "{each.id}", "prompt_token_ids": {each.prompt.tolist()}, '
         f'"max_tokens": {MAX_TOKENS}}}'
         for each in requests
     ]

@@ -111,7 +111,7 @@ def test_blocks_behind_windows_serve_others_while_the_first_goes_on(
                 driver.add_request(replace(request, id=f"{request.id}.{enable}"))
             outputs = {output.req_id.partition(".")[0]: output for output in driver.run()}
             for request in requests:
-                expected = reference.greedy(request.prompt_token_ids.tolist(), request.max_tokens)
+                expected = reference.greedy(request.prompt.tolist(), request.max_tokens)
                 assert outputs[request.id].token_ids == expected, request.id
             assert scheduler.num_free_blocks == loaded.num_blocks - 1
             assert holding.num_reused > 0

@@ -11,7 +11,7 @@ from rpc_schema.sampling import LogitsProcessors
 from tests.support.installed_processors import apply_processors
 from tests.support.serving import connect, generate, greedy_request, worker_config
 from worker_client.errors import InvalidSchedulerOutput, RequestError
-from worker_client.requests import GenerationRequest
+from worker_client.requests import GenerationRequest, SamplingParams
 from worker_client.scheduler import Scheduler, SchedulerLimits, scheduler_limits
 from worker_client.scheduler_output import NewRequest, SchedulerOutput
 
@@ -53,7 +53,7 @@ def test_processors_act_on_the_rows_that_ask_for_them(daemons, checkpoint):
         with pytest.raises(InvalidSchedulerOutput, match="odd"):
             group.execute_model(SchedulerOutput({"x": 1}, scheduled_new_reqs=[new]))
     for request, names in zip(requests, asked, strict=True):
-        prompt = request.prompt_token_ids.tolist()
+        prompt = request.prompt.tolist()
         assert tokens[request.id] == reference.processed(prompt, 8, Reference(names)), names
 
 
@@ -73,6 +73,8 @@ def test_a_configuration_with_other_processors_is_refused(daemons, checkpoint, n
 
 def test_without_any_configured_none_may_be_asked_for():
     limits = SchedulerLimits(4, 32, 64, 64, 4, vocab_size=12, logits_processors=())
-    request = GenerationRequest("a", np.array([5], np.int32), logits_processors=("even",))
+    request = GenerationRequest(
+        "a", np.array([5], np.int32), sampling=SamplingParams(logits_processors=("even",))
+    )
     with pytest.raises(RequestError, match="none: load with"):
         Scheduler(limits).add_request(request)

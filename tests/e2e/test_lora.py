@@ -93,7 +93,7 @@ def test_prefixes_are_shared_within_an_adapter_alone(serve, base, merged):
         models = [(base, None), *added(group, merged, "every", "attention")]
         scheduler = Scheduler(scheduler_limits(group, loaded))
         requests, _ = adapted_requests(models[:1], 4, 1, lengths=[38])
-        prompt = requests[0].prompt_token_ids.tolist()
+        prompt = requests[0].prompt.tolist()
         cached = []
         for seed in (5, 6):  # each adapter for the first time, then again
             requests, expected = adapted_requests(models, seed, 3, same_prompt=prompt)
@@ -261,7 +261,7 @@ def test_input_lines_name_adapters(serve, base, merged, tmp_path):
     """The commands: generate adds adapters on demand; lora lists, pins, adds and removes them."""
     requests, expected = adapted_requests([(base, None), (merged["every"], None)], 16, 4)
     lines = [
-        {"id": r.id, "prompt_token_ids": r.prompt_token_ids.tolist(), "max_tokens": r.max_tokens}
+        {"id": r.id, "prompt_token_ids": r.prompt.tolist(), "max_tokens": r.max_tokens}
         for r in requests
     ]
     for line in lines[1::2]:

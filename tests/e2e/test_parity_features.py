@@ -1,13 +1,12 @@
 """Greedy tokens equal transformers' while blocks are shared, preempted and scarce."""
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 
 from examples.static_batches import StaticBatches
 from tests.support.checkpoints import decisive_prompts
 from tests.support.exhaustive import exhaustively
+from tests.support.flat_requests import changed
 from tests.support.mock_schedulers import TRACES, RandomScheduler, TraceScheduler, trace_requests
 from tests.support.serving import (
     LONG_LEASE,
@@ -121,7 +120,7 @@ def test_recorded_trace(serve, reference, shape):
 def test_static_batches(serve, reference):
     """The example's scheduler, and a second one that continues its requests."""
     requests = make_requests(reference, 3, [9, 22, 5, 31, 14, 18, 27, 11], 24)
-    requests += [replace(request, id=f"{request.id}+", logprobs=2) for request in requests[:2]]
+    requests += [changed(request, id=f"{request.id}+", logprobs=2) for request in requests[:2]]
     config = {"block_size": BLOCK_SIZE, "num_gpu_blocks": 60, "max_num_seqs": 5}
     with serve(reference.path, 2, **config, max_num_batched_tokens=32) as (group, loaded):
         limits = scheduler_limits(group, loaded)
@@ -143,9 +142,9 @@ def test_static_batches(serve, reference):
     assert left.isdisjoint(request.req_id for request in adopted)
     for output in outputs:
         (request,) = (request for request in requests if request.id == output.req_id)
-        expected = reference.greedy(request.prompt_token_ids.tolist(), request.max_tokens)
+        expected = reference.greedy(request.prompt.tolist(), request.max_tokens)
         assert output.token_ids == expected
-        assert (output.logprobs is None) == (request.logprobs is None)
+        assert (output.logprobs is None) == (request.sampling.logprobs is None)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", exhaustively("float16")])
@@ -169,7 +168,7 @@ def test_half_precision(serve, checkpoint, dtype):
         for alone, staged in zip(ours[0], ours[1], strict=True):
             np.testing.assert_array_equal(staged.logprobs, alone.logprobs)
             np.testing.assert_array_equal(staged.token_ids, alone.token_ids)
-        exact = reference.logprobs(request.prompt_token_ids.tolist())[-1]
+        exact = reference.logprobs(request.prompt.tolist())[-1]
         for run in ours:
             first = run[0]
             np.testing.assert_allclose(

@@ -46,13 +46,13 @@ def test_logprobs_equal_transformers(serve, reference, shape):
     for request in requests:
         output = outputs[request.id]
         assert len(output.token_ids) == MAX_TOKENS
-        if request.logprobs is None:
+        if request.sampling.logprobs is None:
             assert output.logprobs is None
             continue
-        sequence = [*request.prompt_token_ids.tolist(), *output.token_ids]
-        exact = reference.logprobs(sequence)[len(request.prompt_token_ids) - 1 : -1]
+        sequence = [*request.prompt.tolist(), *output.token_ids]
+        exact = reference.logprobs(sequence)[len(request.prompt) - 1 : -1]
         for token, row, ours in zip(output.token_ids, exact, output.logprobs, strict=True):
-            check_row(row, token, request.logprobs, ours)
+            check_row(row, token, request.sampling.logprobs, ours)
             ranks.append(ours.rank)
     assert max(ranks) > 1
     assert min(ranks) == 1
@@ -77,17 +77,17 @@ def test_logprobs_of_prompts_and_of_named_tokens(serve, reference, shape):
     with serve(reference.path, *shape, num_gpu_blocks=26, **sizes) as (group, loaded):
         outputs = generate(group, loaded, requests).outputs
     for request in requests:
-        output, prompt = outputs[request.id], request.prompt_token_ids.tolist()
+        output, prompt = outputs[request.id], request.prompt.tolist()
         exact = reference.logprobs([*prompt, *output.token_ids])
-        if request.prompt_logprobs is None:
+        if request.sampling.prompt_logprobs is None:
             assert output.prompt_logprobs is None
         else:
             first, *others = output.prompt_logprobs
             assert first is None and len(others) == len(prompt) - 1
             for row, token, ours in zip(exact, prompt[1:], others, strict=False):
-                check_row(row, token, request.prompt_logprobs, ours)
+                check_row(row, token, request.sampling.prompt_logprobs, ours)
             assert output.num_cached_tokens == 0
-        ours, named = np.stack(output.token_id_logprobs), list(request.logprob_token_ids)
+        ours, named = np.stack(output.token_id_logprobs), list(request.sampling.logprob_token_ids)
         np.testing.assert_allclose(ours, exact[len(prompt) - 1 : -1, named], atol=ATOL)
     assert sum(output.num_preemptions for output in outputs.values()) > 0
 

@@ -5,7 +5,6 @@ import numpy as np
 import pytest
 from msgspec.structs import asdict
 
-from rpc_schema.sampling import SamplingParams
 from tests.support.checkpoints import VOCAB_SIZE, NearTie
 from tests.support.faulty_daemon import Fault, FaultyDaemons
 from tests.support.serving import (
@@ -18,6 +17,7 @@ from tests.support.serving import (
 )
 from tests.support.token_rules import NUM_COMMON, RuleProcessor, random_params
 from worker_client.driver import Driver
+from worker_client.requests import SamplingParams
 from worker_client.scheduler import Scheduler
 from worker_client.worker_group import WorkerGroup
 
@@ -63,7 +63,7 @@ def rules_of(params):
 
 
 def params_of(request):
-    return SamplingParams(**{name: getattr(request, name) for name in RULES})
+    return SamplingParams(**{name: getattr(request.sampling, name) for name in RULES})
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (2, 1), (1, 2)])

@@ -87,10 +87,10 @@ class DeferredLoop:
         new = [
             NewRequest(
                 req_id=request.id,
-                token_ids=request.prompt_token_ids,
-                num_prompt_tokens=len(request.prompt_token_ids),
+                token_ids=request.prompt,
+                num_prompt_tokens=len(request.prompt),
                 num_computed_tokens=0,
-                block_ids=self._take_blocks(len(request.prompt_token_ids) + request.max_tokens),
+                block_ids=self._take_blocks(len(request.prompt) + request.max_tokens),
                 extensions=request.extensions(()),
             )
             for request in self.requests
@@ -173,7 +173,7 @@ def test_grammar_masks(serve, reference, shape):
             history.append(masks)
         loop.finish()
     for request in requests:
-        sequence = request.prompt_token_ids.tolist()
+        sequence = request.prompt.tolist()
         for masks, token in zip(history, loop.tokens[request.id], strict=True):
             assert_likeliest(reference, sequence, masks.get(request.id, EVERYTHING), token)
             sequence.append(token)
@@ -232,7 +232,7 @@ def test_two_steps_wait_for_their_masks(serve, reference):
             loop.finish()
     for name, loop in loops.items():
         for request in requests[name]:
-            sequence = request.prompt_token_ids.tolist()
+            sequence = request.prompt.tolist()
             for token in loop.tokens[request.id]:
                 assert_likeliest(reference, sequence, only[name], token)
                 sequence.append(token)

@@ -353,7 +353,7 @@ def test_output_that_is_not_finite_fails_alone(serve, checkpoint, model_root):
 
 
 def replace_id(request, req_id):
-    return pooling_request(req_id, request.prompt_token_ids, request.pooling.task)
+    return pooling_request(req_id, request.prompt, request.pooling.task)
 
 
 def test_what_cannot_be_served_is_refused_by_name_and_alone(serve, checkpoint):
@@ -398,8 +398,8 @@ def test_outputs_do_not_wait_for_deferred_sampling(serve, checkpoint):
     new = [
         NewRequest(
             req_id=request.id,
-            token_ids=request.prompt_token_ids,
-            num_prompt_tokens=len(request.prompt_token_ids),
+            token_ids=request.prompt,
+            num_prompt_tokens=len(request.prompt),
             num_computed_tokens=0,
             block_ids=range(1 + 8 * index, 5 + 8 * index),
             extensions=request.extensions(()),

@@ -73,7 +73,7 @@ def test_seeds_and_temperatures_matter(serve, reference, alone):
         tokens = generate(group, loaded, requests).tokens
     assert len({tuple(value) for value in tokens.values()}) == len(requests)
     cold = next(request for request in sampled_requests() if request.id == "cold")
-    assert alone["cold"] == reference.greedy(cold.prompt_token_ids.tolist(), MAX_TOKENS)
+    assert alone["cold"] == reference.greedy(cold.prompt.tolist(), MAX_TOKENS)
 
 
 @pytest.fixture(scope="module")

@@ -90,7 +90,7 @@ def test_command_line_generates_from_a_saved_set(pair, save_root, model, request
         group.weights.save_sharded_state("by-command")
     (tmp_path / "input.jsonl").write_text(
         "".join(
-            json.dumps({"prompt_token_ids": r.prompt_token_ids.tolist(), "max_tokens": 10}) + "\n"
+            json.dumps({"prompt_token_ids": r.prompt.tolist(), "max_tokens": 10}) + "\n"
             for r in requests
         )
     )
@@ -102,7 +102,7 @@ def test_command_line_generates_from_a_saved_set(pair, save_root, model, request
     run_client(directory, "generate", *options, *sizes, *files)
     shutil.rmtree(directory)
     tokens = [json.loads(line)["token_ids"] for line in output.read_text().splitlines()]
-    assert tokens == [model.greedy(r.prompt_token_ids.tolist(), 10) for r in requests]
+    assert tokens == [model.greedy(r.prompt.tolist(), 10) for r in requests]
 
 
 def test_group_of_another_shape_is_told_which(pair, save_root, model):

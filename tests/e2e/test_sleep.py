@@ -206,7 +206,7 @@ def test_adopted_requests_whose_cache_is_lost_before_their_first_step(
         if forgets:
             scheduler.forget_prefixes()
             outputs = {output.req_id: output.token_ids for output in driver.run()}
-            assert outputs == {r.id: model.greedy(r.prompt_token_ids, 8) for r in requests}
+            assert outputs == {r.id: model.greedy(r.prompt, 8) for r in requests}
         else:
             with pytest.raises(InvalidSchedulerOutput, match="has lost its contents"):
                 list(driver.run())

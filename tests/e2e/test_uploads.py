@@ -54,8 +54,7 @@ def finished(driver, outputs, checkpoint, requests):
     outputs += driver.run()
     found = {output.req_id: output.token_ids for output in outputs}
     assert found == {
-        request.id: checkpoint().greedy(request.prompt_token_ids.tolist(), MAX_TOKENS)
-        for request in requests
+        request.id: checkpoint().greedy(request.prompt.tolist(), MAX_TOKENS) for request in requests
     }
 
 

@@ -289,9 +289,7 @@ def test_generation_over_a_faulty_network_gives_the_right_tokens(faulty, monkeyp
         }
         for name, prompt in prompts.items():
             driver.add_request(
-                GenerationRequest(
-                    id=name, prompt_token_ids=np.array(prompt, np.int32), max_tokens=40
-                )
+                GenerationRequest(id=name, prompt=np.array(prompt, np.int32), max_tokens=40)
             )
         outputs = {output.req_id: output.token_ids for output in driver.run()}
         assert recording.failures == []

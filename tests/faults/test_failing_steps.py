@@ -105,7 +105,7 @@ def test_step_without_memory_costs_nothing_but_itself(
     model = wide(checkpoint)
     long, short = decisive_prompts(model, rank + rounds, (LONG, SHORT), 6)
     requests = [greedy_request("long", long, 6), greedy_request("short", short, 6)]
-    expected = {request.id: model.greedy(request.prompt_token_ids, 6) for request in requests}
+    expected = {request.id: model.greedy(request.prompt, 6) for request in requests}
     config = worker_config(model.path, pp, max_num_batched_tokens=LONG + 16, block_size=16)
     pid = pair.pids[rank]
     with connect(pair.endpoints[:pp], config) as (group, loaded):
@@ -201,7 +201,7 @@ def test_request_whose_logits_are_no_numbers_fails_alone(pair, poisoned, pp, tp)
         if output.finish_reason == "error":  # it has sampled the token itself
             assert output.token_ids[-1] == POISON
     for entry in good[:3]:
-        expected = expected_tokens(poisoned, entry.prompt_token_ids.tolist())
+        expected = expected_tokens(poisoned, entry.prompt.tolist())
         assert expected in (None, run.tokens[entry.id])
     for entry in bad:
         output = run.outputs[entry.id]

@@ -82,7 +82,7 @@ class FarDaemons:
             key_file=str(self._ring.directory / "driver.key"),
             known_daemons=str(self._ring.known),
             config=worker_config(self._model, pp),
-            prompts={case.id: case.prompt_token_ids.tolist() for case in self.cases.requests},
+            prompts={case.id: case.prompt.tolist() for case in self.cases.requests},
             max_tokens=MAX_TOKENS,
             lease_ttl_s=lease_ttl_s,
         )

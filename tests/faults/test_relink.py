@@ -250,7 +250,7 @@ def test_generate_outlives_a_daemon(pair, checkpoint, detection):
     lines = [
         {
             "id": request.id,
-            "prompt_token_ids": request.prompt_token_ids.tolist(),
+            "prompt_token_ids": request.prompt.tolist(),
             "max_tokens": request.max_tokens,
         }
         for request in cases.requests

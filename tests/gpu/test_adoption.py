@@ -16,12 +16,12 @@ from benchmarks.stage_driver import BLOCK_SIZE, StageDriver, bitmap
 from rpc_schema.adoption import AdoptRequests
 from rpc_schema.config import ParallelConfig
 from rpc_schema.kv_cache import BlockGroup, blocks_for
-from rpc_schema.sampling import SamplingParams
 from rpc_schema.step import ExecuteModel, NewRequestData
 from tests.support.gpu_generation import SHARED_CACHE, worker_config
 from tests.support.killed_driver import DriverNursery, Plan, begin
 from worker_client.group.adoption import merge, read_page
 from worker_client.launcher import LocalDaemons
+from worker_client.requests import SamplingParams
 from worker_client.worker_group import WorkerGroup
 
 pytestmark = [

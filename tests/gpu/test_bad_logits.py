@@ -31,9 +31,9 @@ def test_request_whose_logits_are_no_numbers_fails_alone(llama, tmp_path, fields
     good = make_requests(12, seed=1, max_tokens=24, **fields)
     bad = []
     for index, request in enumerate(make_requests(8, seed=2, max_tokens=24, **fields)):
-        prompt = request.prompt_token_ids.copy()
+        prompt = request.prompt.copy()
         prompt[index % len(prompt)] = POISON
-        bad.append(replace(request, id=f"bad {index}", prompt_token_ids=prompt))
+        bad.append(replace(request, id=f"bad {index}", prompt=prompt))
     with gpu_group(checkpoint, 1, 1, "float32") as (_, group, loaded):
         alone = generate(group, loaded, good)
         both = generate(group, loaded, [*bad[:4], *good[:6], *bad[4:], *good[6:]])

@@ -51,9 +51,7 @@ def test_counts_are_those_of_transformers_routers(architecture, tmp_path):
             run = generate(group, loaded, requests)
             group.execute_dummy_batch().result()
             after = counts(group)
-            computed = [
-                [*own.prompt_token_ids.tolist(), *run.tokens[own.id][:-1]] for own in requests
-            ]
+            computed = [[*own.prompt.tolist(), *run.tokens[own.id][:-1]] for own in requests]
             try:
                 expected = expected_loads(checkpoint.model, computed, least_margin=1e-3)
             except NearTie:

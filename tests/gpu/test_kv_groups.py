@@ -17,7 +17,6 @@ import torch
 
 from benchmarks.stage_driver import BLOCK_SIZE, StageDriver, bitmap
 from rpc_schema.kv_cache import BlockGroup, blocks_for, groups_of, most_blocks
-from rpc_schema.sampling import SamplingParams
 from rpc_schema.step import ExecuteModel, NewRequestData
 from tests.support import window_models
 from tests.support.forked_drivers import ForkedDrivers
@@ -27,6 +26,7 @@ from tests.support.refusing_feature.checks import Load, check_serving
 from tests.support.serving import connect
 from tests.support.toy_feature.checks import start_daemons
 from worker_client.launcher import LocalDaemons
+from worker_client.requests import SamplingParams
 from worker_daemon.runner.cuda_graph import GraphedProgram
 from worker_daemon.runner.output import PendingOutput
 

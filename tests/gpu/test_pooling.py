@@ -55,9 +55,7 @@ def reference_states(checkpoint, requests, dtype):
     """transformers' last hidden states, by id."""
     model = AutoModel.from_pretrained(checkpoint, dtype=dtype).to("cuda:0").eval()
     return {
-        request.id: model(
-            torch.from_numpy(request.prompt_token_ids).long().unsqueeze(0).to("cuda:0")
-        )
+        request.id: model(torch.from_numpy(request.prompt).long().unsqueeze(0).to("cuda:0"))
         .last_hidden_state[0]
         .float()
         .cpu()

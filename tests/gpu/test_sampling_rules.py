@@ -8,10 +8,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from rpc_schema.sampling import SamplingParams
 from tests.support.gpu_generation import generate, gpu_group, make_requests
 from tests.support.penalty_checks import check_counts, check_penalized
 from tests.support.token_rules import RuleProcessor, random_params
+from worker_client.requests import SamplingParams
 
 pytestmark = [
     pytest.mark.gpu,
@@ -80,16 +80,16 @@ def test_generations_under_graphs(llama):
     reference = AutoModelForCausalLM.from_pretrained(llama, dtype=torch.float32).to("cuda").eval()
     gaps, errors = [], []
     for request in requests:
-        output, prompt = outputs[request.id], request.prompt_token_ids.tolist()
+        output, prompt = outputs[request.id], request.prompt.tolist()
         ids = torch.tensor([[*prompt, *output.token_ids]], device="cuda")
         logits = reference(ids).logits[0].float().cpu()
         rules = RuleProcessor(
-            SamplingParams(**{name: getattr(request, name) for name in RULES}), len(prompt)
+            SamplingParams(**{name: getattr(request.sampling, name) for name in RULES}), len(prompt)
         )
         for place, token in enumerate(output.token_ids, len(prompt)):
             scores = rules(ids[:, :place].cpu(), logits[place - 1 : place])[0]
             gaps.append(float(scores.max() - scores[token]))
-        if request.prompt_logprobs is not None:
+        if request.sampling.prompt_logprobs is not None:
             exact = logits.log_softmax(-1)
             ours = [entry.logprobs[0] for entry in output.prompt_logprobs[1:]]
             theirs = exact[range(len(ours)), prompt[1:]]

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from benchmarks.stage_driver import StageDriver
-from rpc_schema.sampling import SamplingParams
 from rpc_schema.step import ExecuteModel, NewRequestData
 from tests.support.gpu_generation import SHARED_CACHE
+from worker_client.requests import SamplingParams
 from worker_daemon.runner.cuda_graph import GraphedProgram
 
 pytestmark = [

@@ -1,10 +1,10 @@
 """Structured output on a GPU: masks under CUDA graphs, with some rows of each step deferred."""
 
 import random
-from dataclasses import replace
 
 import pytest
 
+from tests.support.flat_requests import changed
 from tests.support.gpu_generation import generate, gpu_group, make_requests
 from tests.support.structured import make_tokenizer, random_case
 from worker_client.inputs.grammar_options import read_structured_output
@@ -23,7 +23,7 @@ def test_texts_are_what_their_grammars_allow_beside_free_requests(llama, tmp_pat
         metadata = loaded.metadata
         grammars = Grammars(tmp_path, metadata.vocab_size, metadata.eos_token_ids)
         requests = [
-            replace(
+            changed(
                 request,
                 ignore_eos=False,
                 structured_outputs=read_structured_output(cases[request.id].options),

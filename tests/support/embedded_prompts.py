@@ -17,6 +17,7 @@ from tests.support.checkpoints import (
     Checkpoint,
     NearTie,
 )
+from tests.support.flat_requests import flat_request
 from worker_client.inputs.host_tensor import HostTensor
 from worker_client.inputs.prompt_embeds import with_placeholders
 from worker_client.requests import GenerationRequest
@@ -58,9 +59,9 @@ class EmbeddedPrompt:
 
     def request(self, req_id: str, max_tokens: int, **fields: object) -> GenerationRequest:
         """Return its request."""
-        return GenerationRequest(
+        return flat_request(
             id=req_id,
-            prompt_token_ids=self.ids,
+            prompt=self.ids,
             max_tokens=max_tokens,
             prompt_embeds=self.embeds,
             prompt_embeds_at=self.at,

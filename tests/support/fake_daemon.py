@@ -24,10 +24,11 @@ from rpc_schema.error_replies import ErrorReply
 from rpc_schema.errors import ErrorCode, ErrorScope, WorkerError
 from rpc_schema.health import CheckHealth, Hello
 from rpc_schema.kv_cache import KVCacheConfig, KVCacheSpec
-from rpc_schema.sampling import SamplingParams, TokenLogprobs
+from rpc_schema.sampling import TokenLogprobs
 from rpc_schema.version import PROTOCOL_VERSION
 from tests.support.default_replies import control_reply, step_reply
 from tests.support.waiting import PATIENCE_S
+from worker_client.requests import SamplingParams
 from worker_daemon.server.sequence import StepGate, Verdict
 from worker_daemon.server.session.lease import DriverIdentity, Lease, lease_terms
 from worker_daemon.server.wire.replies import control_error_reply, error_reply
@@ -573,7 +574,7 @@ class FakeDaemon:
                 new.req_id,
                 own,
                 new.num_computed_tokens,
-                SamplingParams.of(new.extensions).seed,
+                SamplingParams.of(new.extensions).seed or 0,
                 SamplingParams.of(new.extensions).logprobs,
             )
         assert not tokens

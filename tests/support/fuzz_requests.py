@@ -32,7 +32,7 @@ from worker_client.driver import Driver
 from worker_client.errors import RequestError
 from worker_client.inputs.host_tensor import HostTensor
 from worker_client.launcher import LocalDaemons
-from worker_client.requests import GenerationRequest
+from worker_client.requests import GenerationRequest, SamplingParams
 
 MAX_STALL_S = 1.0
 NUM_HEALTHY = 3
@@ -147,7 +147,7 @@ ODD: tuple[Callable[[random.Random], object], ...] = (
 
 RIGHT: MappingProxyType[str, Callable[[random.Random], object]] = MappingProxyType(
     {
-        "prompt_token_ids": lambda rng: rng.choice((list, tuple, np.array))(
+        "prompt": lambda rng: rng.choice((list, tuple, np.array))(
             [rng.randrange(1, VOCAB_SIZE) for _ in range(rng.randint(1, 9))]
         ),
         "max_tokens": lambda rng: rng.choice((1, 5, 40, np.int32(3))),
@@ -185,13 +185,16 @@ def odd_request(rng: random.Random) -> object:
     """Return a request of which some fields are odd, or something else."""
     if rng.random() < 0.02:
         return odd_value(rng)
-    own: dict[str, object] = {"id": "r", "prompt_token_ids": [1, 2, 3], "max_tokens": 4}
-    names = [field.name for field in fields(GenerationRequest)]
+    own: dict[str, object] = {"id": "r", "prompt": [1, 2, 3], "max_tokens": 4}
+    options: dict[str, object] = {}
+    sampling = SamplingParams.__struct_fields__
+    names = [*(field.name for field in fields(GenerationRequest)), *sampling]
     for name in rng.sample(sorted(RIGHT), rng.choice((0, 1, 2, 4))):
-        own[name] = RIGHT[name](rng)
+        (options if name in sampling else own)[name] = RIGHT[name](rng)
     if rng.random() < 0.8:
         for name in rng.sample(names, rng.choice((1, 1, 1, 2))):
-            own[name] = odd_value(rng)
+            (options if name in sampling else own)[name] = odd_value(rng)
+    own.setdefault("sampling", SamplingParams(**options))  # type: ignore[arg-type]  # on purpose
     return rng.choice((GenerationRequest, GenerationRequest, Named))(**own)  # type: ignore[arg-type]  # on purpose
 
 
@@ -316,7 +319,10 @@ class Fuzzer:
 
     async def healthy(self, number: int) -> list[int]:
         request = GenerationRequest(
-            "healthy", self.prompts[number], HEALTHY_TOKENS, ignore_eos=True
+            "healthy",
+            self.prompts[number],
+            HEALTHY_TOKENS,
+            sampling=SamplingParams(ignore_eos=True),
         )
         async for progress in self.service.driver.generate(request):
             self.watch.progress()

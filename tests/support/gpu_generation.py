@@ -23,6 +23,7 @@ from rpc_schema.config import (
     SchedulerConfig,
     WorkerConfig,
 )
+from tests.support.flat_requests import flat_request
 from tests.support.serving import SHARED_GPU
 from worker_client.driver import Driver
 from worker_client.driver_parts.registry import DriverOptions
@@ -82,9 +83,9 @@ def make_requests(count: int, seed: int = 0, **fields: object) -> list[Generatio
     """Return requests of 5 to 200 random tokens in and 64 out."""
     rng = np.random.default_rng(seed)
     return [
-        GenerationRequest(
+        flat_request(
             id=str(index),
-            prompt_token_ids=rng.integers(3, 8192, rng.integers(5, 200)).astype(np.int32),
+            prompt=rng.integers(3, 8192, rng.integers(5, 200)).astype(np.int32),
             ignore_eos=True,
             seed=index,
             **{"max_tokens": 64, **fields},
@@ -165,8 +166,8 @@ def reference_logprobs(
     rows = {}
     for request in requests:
         generated = list(outputs[request.id].token_ids)
-        tokens = [*request.prompt_token_ids.tolist(), *generated]
+        tokens = [*request.prompt.tolist(), *generated]
         logits = model(torch.tensor([tokens], device="cuda:0")).logits[0].float()
-        start = len(request.prompt_token_ids) - 1
+        start = len(request.prompt) - 1
         rows[request.id] = torch.log_softmax(logits[start:-1], dim=-1).cpu()
     return rows

@@ -114,7 +114,7 @@ def adapted_requests(
         requests.append(
             GenerationRequest(
                 id=name,
-                prompt_token_ids=torch.tensor(prompt, dtype=torch.int32).numpy(),
+                prompt=torch.tensor(prompt, dtype=torch.int32).numpy(),
                 max_tokens=max_tokens,
                 features=() if adapter is None else (adapter.extension,),
             )

@@ -286,7 +286,7 @@ class Judge:
             expected = self._pooled(request, request.pooling)
             np.testing.assert_allclose(output.pooled, expected, **CLOSE)
             return
-        stops = set(request.stop_ids([EOS_TOKEN_ID]))
+        stops = set(request.sampling.stop_ids([EOS_TOKEN_ID]))
         tokens = output.token_ids
         ended = [index for index, token in enumerate(tokens) if token in stops]
         _expect(ended in ([], [len(tokens) - 1]), request, "goes on past a stop token")
@@ -298,9 +298,9 @@ class Judge:
             _expect(bool(ended) or len(tokens) == request.max_tokens, request, "length")
         logits = self._logits(request, tokens)
         _check_prompt_logprobs(request, logits, output)
-        own = logits[len(request.prompt_token_ids) - 1 :]
+        own = logits[len(request.prompt) - 1 :]
         if before is not None:
-            count, num_prompt = before.num_tokens, len(request.prompt_token_ids)
+            count, num_prompt = before.num_tokens, len(request.prompt)
             earlier = before.judge._logits(request, tokens)[num_prompt - 1 :]
             own[:count] = earlier[:count]
         self._check_tokens(request, output, own)
@@ -316,8 +316,8 @@ class Judge:
     ) -> None:
         """logits: float64 [tokens + 1, V]."""
         tokens, matcher = output.token_ids, None
-        if request.structured_outputs is not None:
-            matcher = begun(self._grammars, request.structured_outputs)
+        if request.sampling.structured_outputs is not None:
+            matcher = begun(self._grammars, request.sampling.structured_outputs)
         num_rows = len(tokens) + (output.finish_reason == "error")
         for index in range(num_rows):
             row = logits[index].copy()
@@ -329,7 +329,7 @@ class Judge:
                 row[np.setdiff1d(np.arange(row.size), allowed)] = -np.inf
             if index < len(tokens):
                 _check_reported(request, row, index, output)
-            slack = TIE * max(1.0, np.abs(logits[index]).max(), request.repetition_penalty)
+            slack = TIE * max(1.0, np.abs(logits[index]).max(), request.sampling.repetition_penalty)
             scores = _scores(request, row, tokens[:index])
             if index == len(tokens):
                 _expect(not np.isfinite(scores).any(), request, f"{index}: something is left")
@@ -362,7 +362,7 @@ def _inputs(
     model: transformers.PreTrainedModel, request: GenerationRequest, tokens: list[int]
 ) -> torch.Tensor:
     """float64 [1, prompt and tokens, hidden size]: embeddings in the places of placeholders."""
-    ids = torch.tensor([*request.prompt_token_ids.tolist(), *tokens])
+    ids = torch.tensor([*request.prompt.tolist(), *tokens])
     whole = model.get_input_embeddings()(ids).detach().clone()
     tensor = request.prompt_embeds
     if tensor is not None:
@@ -377,39 +377,45 @@ def _inputs(
 def _scores(request: GenerationRequest, row: np.ndarray, output: list[int]) -> np.ndarray:
     """Return float64 [V] after the grammar mask, by the rules of docs/sampling.md, without
     temperature and filters."""
-    scores, prompt = row.copy(), request.prompt_token_ids.tolist()
-    if request.allowed_token_ids is not None:
+    scores, prompt = row.copy(), request.prompt.tolist()
+    if request.sampling.allowed_token_ids is not None:
         banned = np.ones(scores.size, bool)
-        banned[list(request.allowed_token_ids)] = False
+        banned[list(request.sampling.allowed_token_ids)] = False
         scores[banned] = -np.inf
     known = [*prompt, *output]
-    for word in request.bad_words:
+    for word in request.sampling.bad_words:
         *before, last = word
         if known[len(known) - len(before) :] == before:
             scores[last] = -np.inf
-    for token, bias in request.logit_bias.items():
+    for token, bias in request.sampling.logit_bias.items():
         scores[token] += bias
-    apply_processors(request.logits_processors, scores, len(known))
-    if len(output) < request.min_tokens:
-        scores[list(request.stop_ids([EOS_TOKEN_ID]))] = -np.inf
+    apply_processors(request.sampling.logits_processors, scores, len(known))
+    if len(output) < request.sampling.min_tokens:
+        scores[list(request.sampling.stop_ids([EOS_TOKEN_ID]))] = -np.inf
     seen = list({*known})
-    penalty = request.repetition_penalty
+    penalty = request.sampling.repetition_penalty
     scores[seen] = np.where(scores[seen] > 0, scores[seen] / penalty, scores[seen] * penalty)
     counts = np.bincount(output, minlength=scores.size)
-    return scores - request.frequency_penalty * counts - request.presence_penalty * (counts > 0)
+    return (
+        scores
+        - request.sampling.frequency_penalty * counts
+        - request.sampling.presence_penalty * (counts > 0)
+    )
 
 
 def _check_choice(
     request: GenerationRequest, scores: np.ndarray, slack: float, index: int, token: int
 ) -> None:
-    if not request.temperature:
+    if not request.sampling.temperature:
         short = scores.max() - scores[token]
         _expect(short <= 2 * slack, request, f"token {index} is {token}, short of {short:.3g}")
         return
-    scaled, slack = scores / request.temperature, slack / request.temperature
+    scaled, slack = scores / request.sampling.temperature, slack / request.sampling.temperature
     scaled -= scaled.max()
-    position = len(request.prompt_token_ids) + index
-    noise = gumbel_noise(torch.tensor([request.seed]), torch.tensor([position]), scores.size)
+    position = len(request.prompt) + index
+    noise = gumbel_noise(
+        torch.tensor([request.sampling.seed]), torch.tensor([position]), scores.size
+    )
     noisy = scaled + noise[0].double().numpy()
     may_be = _kept(request, scaled, slack)
     must_be = _kept(request, scaled, -slack)
@@ -423,15 +429,15 @@ def _kept(request: GenerationRequest, scaled: np.ndarray, slack: float) -> np.nd
     """Return bool [V]: tokens that min-p, top-k and top-p may keep, or certainly keep if slack is
     negative."""
     kept = np.isfinite(scaled)
-    if request.min_p:
-        kept &= scaled >= np.log(request.min_p) - 2 * slack
-    if request.top_k:
+    if request.sampling.min_p:
+        kept &= scaled >= np.log(request.sampling.min_p) - 2 * slack
+    if request.sampling.top_k:
         ordered = np.sort(np.where(kept, scaled, -np.inf))[::-1]
         if slack > 0:
-            kept &= scaled >= ordered[request.top_k - 1] - 2 * slack
+            kept &= scaled >= ordered[request.sampling.top_k - 1] - 2 * slack
         else:
-            kept &= scaled > ordered[request.top_k] - 2 * slack
-    if request.top_p < 1:
+            kept &= scaled > ordered[request.sampling.top_k] - 2 * slack
+    if request.sampling.top_p < 1:
         weights = np.where(kept, np.exp(scaled), 0.0)
         order = np.argsort(-scaled, kind="stable")
         before = np.empty_like(weights)
@@ -441,7 +447,9 @@ def _kept(request: GenerationRequest, scaled: np.ndarray, slack: float) -> np.nd
         tied = np.abs(likely[:, None] - likely) <= 2 * abs(slack)
         own = (tied * weights).sum(1) - weights
         before += -own if slack > 0 else own
-        kept &= before < weights.sum() * request.top_p * (1 + 8 * slack) + 1e-6 * np.sign(slack)
+        kept &= before < weights.sum() * request.sampling.top_p * (1 + 8 * slack) + 1e-6 * np.sign(
+            slack
+        )
     return kept
 
 
@@ -450,19 +458,19 @@ def _check_prompt_logprobs(
 ) -> None:
     """logits: float64 [prompt and more, V]."""
     _expect(
-        (output.prompt_logprobs is None) == (request.prompt_logprobs is None),
+        (output.prompt_logprobs is None) == (request.sampling.prompt_logprobs is None),
         request,
         "log probabilities of the prompt",
     )
     if output.prompt_logprobs is None:
         return
     first, *others = output.prompt_logprobs
-    tokens = request.prompt_token_ids.tolist()
+    tokens = request.prompt.tolist()
     _expect(first is None and len(others) == len(tokens) - 1, request, "prompt logprobs")
     for place, given in enumerate(others):
         assert given is not None, request
         exact = _log_softmax(logits[place])
-        _check_logprobs(request, exact, tokens[place + 1], given, request.prompt_logprobs)
+        _check_logprobs(request, exact, tokens[place + 1], given, request.sampling.prompt_logprobs)
 
 
 def _check_reported(
@@ -470,12 +478,12 @@ def _check_reported(
 ) -> None:
     """row: float64 [V] logits after the grammar."""
     exact, token = _log_softmax(row), output.token_ids[index]
-    if request.logprobs is not None:
+    if request.sampling.logprobs is not None:
         assert output.logprobs is not None, request
-        _check_logprobs(request, exact, token, output.logprobs[index], request.logprobs)
-    if request.logprob_token_ids is not None:
+        _check_logprobs(request, exact, token, output.logprobs[index], request.sampling.logprobs)
+    if request.sampling.logprob_token_ids is not None:
         assert output.token_id_logprobs is not None, request
-        wanted = exact[list(request.logprob_token_ids)]
+        wanted = exact[list(request.sampling.logprob_token_ids)]
         np.testing.assert_allclose(output.token_id_logprobs[index], wanted, **CLOSE)
 
 

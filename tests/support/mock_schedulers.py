@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import msgspec
 import numpy as np
 
 from rpc_schema.kv_cache import NULL_BLOCK
-from rpc_schema.sampling import SamplingParams
 from worker_client.group.adoption import AdoptedRequest
-from worker_client.requests import GenerationRequest
+from worker_client.requests import GenerationRequest, SamplingParams
 from worker_client.scheduler import RequestOutput, SchedulerLimits
 from worker_client.scheduler_output import NewRequest, SchedulerOutput, StepResult
 
@@ -34,7 +34,7 @@ class MockRequest:
         return NewRequest(
             req_id=self.request.id,
             token_ids=np.array(self.tokens, np.int32),
-            num_prompt_tokens=len(self.request.prompt_token_ids),
+            num_prompt_tokens=len(self.request.prompt),
             num_computed_tokens=self.num_computed,
             block_ids=list(self.blocks),
             extensions=self.request.extensions(eos_token_ids),
@@ -53,7 +53,7 @@ class MockScheduler:
         self.in_flight = 0
 
     def add_request(self, request: GenerationRequest) -> None:
-        tokens = request.prompt_token_ids.tolist()
+        tokens = request.prompt.tolist()
         self.requests[request.id] = MockRequest(request, tokens, len(tokens))
 
     def adopt_requests(self, requests: Sequence[AdoptedRequest]) -> list[RequestOutput]:
@@ -65,17 +65,9 @@ class MockScheduler:
         prompt = adopted.token_ids[: adopted.num_prompt_tokens]
         request = GenerationRequest(
             id=adopted.req_id,
-            prompt_token_ids=prompt,
+            prompt=prompt,
             max_tokens=int(adopted.note),
-            temperature=sampling.temperature,
-            top_p=sampling.top_p,
-            top_k=sampling.top_k,
-            min_p=sampling.min_p,
-            seed=sampling.seed,
-            min_tokens=sampling.min_tokens,
-            ignore_eos=True,
-            stop_token_ids=sampling.stop_token_ids,
-            logprobs=sampling.logprobs,
+            sampling=msgspec.structs.replace(sampling, ignore_eos=True),
         )
         mock = self.requests[request.id] = MockRequest(request, prompt.tolist())
         for token in adopted.token_ids[adopted.num_prompt_tokens :].tolist():
@@ -89,7 +81,7 @@ class MockScheduler:
         return []
 
     def reason_to_end(self, mock: MockRequest):
-        if mock.tokens[-1] in mock.request.stop_ids(self.limits.eos_token_ids):
+        if mock.tokens[-1] in mock.request.sampling.stop_ids(self.limits.eos_token_ids):
             return "stop"
         return "length" if len(mock.tokens) == self.limit(mock) else None
 
@@ -103,7 +95,7 @@ class MockScheduler:
         return bool(self.requests)
 
     def limit(self, mock: MockRequest) -> int:
-        prompt = len(mock.request.prompt_token_ids)
+        prompt = len(mock.request.prompt)
         return min(prompt + mock.request.max_tokens, self.limits.max_model_len)
 
     def stop_running(self, mock: MockRequest) -> None:
@@ -162,7 +154,7 @@ class MockScheduler:
         if mock.running:
             self.stop_running(mock)
             self.finished.append(mock.request.id)
-        num_prompt = len(mock.request.prompt_token_ids)
+        num_prompt = len(mock.request.prompt)
         return RequestOutput(
             mock.request.id, mock.tokens[num_prompt:], reason, num_prompt, 0, 0, None
         )
@@ -246,11 +238,11 @@ def trace_requests(trace: Path, vocab_size: int) -> list[GenerationRequest]:
     return [
         GenerationRequest(
             id=entry["id"],
-            prompt_token_ids=np.random.default_rng(index)
+            prompt=np.random.default_rng(index)
             .integers(8, vocab_size, entry["num_prompt_tokens"])
             .astype(np.int32),
             max_tokens=entry["max_tokens"],
-            ignore_eos=True,
+            sampling=SamplingParams(ignore_eos=True),
         )
         for index, entry in enumerate(json.loads(trace.read_text())["requests"])
     ]

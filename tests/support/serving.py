@@ -34,6 +34,7 @@ from rpc_schema.config import (
     WorkerConfig,
 )
 from tests.support.checkpoints import Checkpoint
+from tests.support.flat_requests import flat_request
 from tests.support.installed_processors import install_processors
 from worker_client.driver import Driver
 from worker_client.errors import LaunchError
@@ -313,9 +314,9 @@ def greedy_request(
     req_id: str, prompt: Sequence[int], max_tokens: int, **fields: object
 ) -> GenerationRequest:
     """Return a request at temperature 0; `fields` of GenerationRequest."""
-    return GenerationRequest(
+    return flat_request(
         id=req_id,
-        prompt_token_ids=np.asarray(prompt, np.int32),
+        prompt=np.asarray(prompt, np.int32),
         max_tokens=max_tokens,
         **fields,
     )
@@ -332,7 +333,7 @@ def assert_greedy_tokens(
     """Assert that these are the requests' tokens of transformers' generate, by their ids."""
     expected = {
         request.id: checkpoint.expected(
-            request.prompt_token_ids.tolist(), request.max_tokens, tokens.get(request.id, [])
+            request.prompt.tolist(), request.max_tokens, tokens.get(request.id, [])
         )
         for request in requests
     }

@@ -9,7 +9,7 @@ from transformers import (
     SequenceBiasLogitsProcessor,
 )
 
-from rpc_schema.sampling import SamplingParams
+from worker_client.requests import SamplingParams
 
 NUM_COMMON = 12
 """Number of first tokens of the vocabulary that bad words use."""

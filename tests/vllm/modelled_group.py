@@ -19,13 +19,13 @@ from rpc_schema.error_replies import ErrorReply
 from rpc_schema.errors import ErrorCode, ErrorScope, error_of_rank
 from rpc_schema.kv_cache import NULL_BLOCK, BlockGroup
 from rpc_schema.pooling import NO_POOLING
-from rpc_schema.sampling import SamplingParams
 from rpc_schema.step import NO_TOKEN, ModelRunnerOutput
 from tests.support.structured import VOCAB_SIZE
 from worker_client.errors import InvalidSchedulerOutput, WorkerDied, remote_error
 from worker_client.group.failure_state import Change, FailureState, GroupRequest
 from worker_client.group.loading import group_limits
 from worker_client.group.outcomes import StepFuture, StepsInFlight
+from worker_client.requests import SamplingParams
 from worker_client.scheduler_output import SchedulerOutput
 from worker_client.steps.cached_blocks import CachedBlocks
 from worker_client.steps.encoded_step import EncodedStep, bitmap_of
@@ -198,7 +198,7 @@ class ModelledDaemons:
         for new in output.scheduled_new_reqs:
             assert new.req_id not in self.rows
             blocks = [list(own) for own in new.blocks_by_group]
-            seed, first = SamplingParams.of(new.extensions).seed, new.num_computed_tokens
+            seed, first = SamplingParams.of(new.extensions).seed or 0, new.num_computed_tokens
             self.rows[new.req_id] = Row(new.token_ids.tolist(), first, seed, blocks)
             self.num_shared += first
             for group, own in zip(self.groups, blocks, strict=True):

@@ -10,6 +10,7 @@ import pytest
 
 from rpc_schema.config import LoraConfig
 from tests.support.checkpoints import NearTie, prompts
+from tests.support.flat_requests import changed
 from tests.support.serving import generate, greedy_request
 from tests.vllm.models import ATTENTION, merged, write_adapter
 from tests.vllm.test_parity import as_vllm, tokens_of
@@ -50,7 +51,7 @@ def asked(references):
         request = greedy_request(f"{name}-{index}", prompt, NUM_TOKENS, ignore_eos=True)
         requests += [
             request,
-            replace(request, id=f"{request.id}-sampled", temperature=0.9, seed=index),
+            changed(request, id=f"{request.id}-sampled", temperature=0.9, seed=index),
         ]
         wanted[request.id] = tokens
     return requests, wanted
@@ -120,11 +121,13 @@ def test_a_later_server_reads_an_adapter_that_changed(engine, references, asked,
     """The daemons still have the former contents of the name, under the same id."""
     for file in (model_root / "attention").iterdir():
         shutil.copyfile(file, model_root / "wide" / file.name)
-    requests = [each for each in asked[0] if name_of(each) == "wide" and not each.temperature]
+    requests = [
+        each for each in asked[0] if name_of(each) == "wide" and not each.sampling.temperature
+    ]
     wanted = {}
     for request in requests:
         with contextlib.suppress(NearTie):
-            tokens = references["attention"].greedy(request.prompt_token_ids, NUM_TOKENS)
+            tokens = references["attention"].greedy(request.prompt, NUM_TOKENS)
             wanted[request.id] = tokens
     ids = {"": 0, "all": 3, "attention": 1, "wide": 2}
     options = {**OPTIONS, "settings": {"reload": False}, "num_gpu_blocks_override": 24}

@@ -8,6 +8,7 @@ import torch
 import transformers
 
 from tests.support.checkpoints import Checkpoint, decisive_prompts, prompts
+from tests.support.flat_requests import changed
 from tests.support.serving import generate, greedy_request
 from tests.support.structured import EOS_TOKEN_ID, VOCAB_SIZE
 from tests.vllm.models import write_tokenizer
@@ -62,7 +63,7 @@ def cases():
             tail = prompts(100 * index + length, [length], VOCAB_SIZE)[0].tolist()
             prompt = (shared + tail)[: 32 + length] if length > 1 else tail
             request = greedy_request(f"{name} {length}", prompt, NUM_TOKENS, ignore_eos=True)
-            requests.append(replace(request, **fields))
+            requests.append(changed(request, **fields))
     return requests
 
 
@@ -71,21 +72,22 @@ def as_vllm(request):
     from vllm import SamplingParams
 
     names = (
-        "max_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "logprobs",
+        "temperature", "top_p", "top_k", "min_p", "seed", "logprobs",
         "presence_penalty", "frequency_penalty", "repetition_penalty", "prompt_logprobs",
         "min_tokens", "ignore_eos",
     )  # fmt: skip
-    fields = {name: getattr(request, name) for name in names}
+    fields = {name: getattr(request.sampling, name) for name in names}
     for name in ("allowed_token_ids", "logprob_token_ids"):
-        value = getattr(request, name)
+        value = getattr(request.sampling, name)
         fields[name] = None if value is None else list(value)
     params = SamplingParams(
         **fields,
-        logit_bias=dict(request.logit_bias) or None,
-        stop_token_ids=list(request.stop_token_ids),
+        max_tokens=request.max_tokens,
+        logit_bias=dict(request.sampling.logit_bias) or None,
+        stop_token_ids=list(request.sampling.stop_token_ids),
         detokenize=False,
     )
-    return {"prompt_token_ids": request.prompt_token_ids.tolist()}, params
+    return {"prompt_token_ids": request.prompt.tolist()}, params
 
 
 def run_vllm(llm, requests):
@@ -137,13 +139,13 @@ def test_requests_have_the_tokens_of_our_driver(ours, engine, model, pp, tp):
 def check_logprobs(requests, outputs, expected):
     for request in requests:
         own, output = expected[request.id], outputs[request.id]
-        if request.logprobs is not None:
+        if request.sampling.logprobs is not None:
             assert_entries(output.outputs[0].logprobs, own.logprobs)
-        if request.logprob_token_ids is not None:
+        if request.sampling.logprob_token_ids is not None:
             for their, entry in zip(output.outputs[0].logprobs, own.token_id_logprobs, strict=True):
-                values = [their[token].logprob for token in request.logprob_token_ids]
+                values = [their[token].logprob for token in request.sampling.logprob_token_ids]
                 assert values == pytest.approx(list(entry), abs=1e-4)
-        if request.prompt_logprobs is not None:
+        if request.sampling.prompt_logprobs is not None:
             assert output.prompt_logprobs[0] is None
             assert_entries(output.prompt_logprobs[1:], own.prompt_logprobs[1:])
 
@@ -183,7 +185,7 @@ def test_bad_words_do_not_occur(ours, engine, model, pp):
         split = params.clone()
         split.update_from_tokenizer(tokenizer)
         banned = tuple(tuple(word) for word in split.bad_words_token_ids)
-        requests = [replace(each, id=f"-{each.id}", bad_words=banned) for each in requests]
+        requests = [changed(each, id=f"-{each.id}", bad_words=banned) for each in requests]
         expected = generate(*served, requests).tokens
     assert expected["-0"] != plain["0"]
     with engine(model.path, pp, skip_tokenizer_init=False) as llm:

@@ -1,12 +1,11 @@
 """Models with several KV groups, through vLLM: layers with a window and layers that see everything
 give the tokens of our own driver, and the greedy ones those of transformers."""
 
-from dataclasses import replace
-
 import pytest
 
 from rpc_schema.kv_cache import request_blocks
 from tests.support.checkpoints import VOCAB_SIZE, prompts
+from tests.support.flat_requests import changed
 from tests.support.serving import generate
 from tests.support.window_models import BLOCK_SIZE, MAX_MODEL_LEN, MODELS, WINDOW, make_requests
 from tests.vllm.test_parity import run_vllm, tokens_of
@@ -48,7 +47,7 @@ def counted(llm, name):
 def as_seeded(requests):
     """Return the requests again, sampled."""
     return [
-        replace(each, id=f"{each.id}-seeded", temperature=1.1, top_p=0.95, seed=index)
+        changed(each, id=f"{each.id}-seeded", temperature=1.1, top_p=0.95, seed=index)
         for index, each in enumerate(requests)
     ]
 
@@ -67,7 +66,7 @@ def test_tokens_are_those_of_our_driver(ours, engine, models, name, pp, tp, num_
         groups = served.loaded.groups
     assert len(groups) in num_groups
     for request in greedy:
-        prompt = request.prompt_token_ids.tolist()
+        prompt = request.prompt.tolist()
         assert expected[request.id] == reference.greedy(prompt, request.max_tokens)
     in_flight = STEP_TOKENS * (pp + 1)  # vLLM keeps blocks until their step has ended
     longest, other = (request_blocks(n, groups, in_flight) for n in (MAX_MODEL_LEN, 110))
@@ -92,12 +91,12 @@ def test_shared_prefixes_of_several_windows(ours, engine, models):
         for requests in (first, sampled, first[::-1]):
             for each, output in run_vllm(llm, requests).items():
                 known = next(r for r in requests if r.id == each)
-                if not known.temperature:
-                    prompt = known.prompt_token_ids.tolist()
+                if not known.sampling.temperature:
+                    prompt = known.prompt.tolist()
                     tokens = reference.greedy(prompt, known.max_tokens)
                     assert list(output.outputs[0].token_ids) == tokens
                 if requests is not first:
-                    wanted = (len(known.prompt_token_ids) - 1) // BLOCK_SIZE * BLOCK_SIZE
+                    wanted = (len(known.prompt) - 1) // BLOCK_SIZE * BLOCK_SIZE
                     assert output.num_cached_tokens == wanted
         outputs = tokens_of(run_vllm(llm, sampled))
     with ours(reference.path, 2, max_model_len=MAX_MODEL_LEN, **sizes) as served:

@@ -20,6 +20,7 @@ from worker_client.cli.run import end_if_all_are_wrong, print_progress, read_req
 from worker_client.cli.session import InputRequest, Served, open_session
 from worker_client.errors import RequestError, config_error
 from worker_client.inputs.request_checks import validated
+from worker_client.inputs.request_fields import flat
 
 
 class Format(StrEnum):
@@ -95,7 +96,7 @@ def _pooling(entry: InputRequest, params: PoolingParams) -> InputRequest:
     try:
         return replace(entry, request=validated(request))
     except RequestError as error:
-        return InputRequest(entry.id, None, error.reason, entry.line)
+        return InputRequest(entry.id, None, flat(error).reason, entry.line)
 
 
 def _array(inputs: Sequence[InputRequest], served: Served, form: Format) -> bytes:

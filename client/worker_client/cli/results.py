@@ -123,10 +123,7 @@ def with_adopted(
 def _check_same_prompt(request: GenerationRequest, running: AdoptedRequest) -> None:
     prompt = running.token_ids[: running.num_prompt_tokens].tolist()
     embeds = extension_of(running.extensions, PromptEmbeds)
-    if (
-        np.asarray(request.prompt_token_ids).tolist() != prompt
-        or request.embeds_extension() != embeds
-    ):
+    if np.asarray(request.prompt).tolist() != prompt or request.embeds_extension() != embeds:
         problem = "a request of this id is running with another prompt"
         fix = "give the input that it came from, or drop it by running without --adopt"
         raise config_error("id", request.id, problem, fix)

@@ -184,7 +184,7 @@ def report_cuts(inputs: Sequence[InputRequest], max_model_len: int) -> None:
         for entry in inputs
         if (request := entry.request) is not None
         and request.pooling is None
-        and 0 < (room := max_model_len - len(request.prompt_token_ids)) < request.max_tokens
+        and 0 < (room := max_model_len - len(request.prompt)) < request.max_tokens
     ]
     if cut:
         name, asked, room = cut[0]

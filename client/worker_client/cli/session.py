@@ -33,6 +33,7 @@ from worker_client.group.adoption import AdoptedRequest
 from worker_client.group.loading import LoadedGroup
 from worker_client.inputs.host_tensor import HostTensor
 from worker_client.inputs.request_checks import validated
+from worker_client.inputs.request_fields import flat
 from worker_client.inputs.request_parser import RequestParser
 from worker_client.inputs.tokenizer import Tokenizer
 from worker_client.launcher import LocalDaemons
@@ -154,7 +155,10 @@ class Session:
         self, inputs: Sequence[InputRequest], adopted: Sequence[AdoptedRequest]
     ) -> CompiledGrammars | None:
         """Return the model's grammars if a request has structured output."""
-        asked = any(e.request and e.request.structured_outputs is not None for e in inputs)
+        asked = any(
+            entry.request is not None and entry.request.sampling.structured_outputs is not None
+            for entry in inputs
+        )
         if not asked and not any(extension_of(e.extensions, StructuredOutput) for e in adopted):
             return None
         metadata = self.model.metadata
@@ -183,7 +187,7 @@ def _add_all(
         try:
             driver.add_request(entry.request)
         except RequestError as error:
-            errors[entry.id] = error.reason
+            errors[entry.id] = flat(error).reason
     return errors
 
 

@@ -9,10 +9,11 @@ from worker_client.driver_parts.driver_parts import DriverParts
 from worker_client.driver_parts.interface import DriverPart
 from worker_client.errors import RequestError
 from worker_client.inputs.request_checks import refusal, validated
+from worker_client.inputs.sampling_params import MAX_SAMPLES
 from worker_client.requests import (
-    MAX_SAMPLES,
     GenerationRequest,
     RequestOutput,
+    SamplingParams,
     failed_request,
     forked,
     hashed,
@@ -56,7 +57,7 @@ class LiveRequests:
             if not (self._scheduler_checks and self._is_simple(request)):
                 request = hashed(seeded(validated(request)))
             self._parts.check(request)
-            self._add_samples((request,) if request.n == 1 else forked(request))
+            self._add_samples((request,) if request.sampling.n == 1 else forked(request))
         except RequestError:
             raise
         except Exception as error:  # of a scheduler or a feature of any kind
@@ -95,7 +96,7 @@ class LiveRequests:
 
     def fail(self, request: GenerationRequest, reason: str) -> None:
         """End a request that the scheduler does not have, with an error."""
-        num_prompt_tokens = len(request.prompt_token_ids)
+        num_prompt_tokens = len(request.prompt)
         self.end([failed_request(request.id, reason, num_prompt_tokens=num_prompt_tokens)])
 
     def stop(self, output: RequestOutput) -> None:
@@ -122,9 +123,10 @@ class LiveRequests:
             type(request) is GenerationRequest
             and type(request.id) is str
             and not self._times.has(request.id)
-            and type(request.n) is int
-            and request.n == 1
-            and request.structured_outputs is None
+            and type(request.sampling) is SamplingParams
+            and type(request.sampling.n) is int
+            and request.sampling.n == 1
+            and request.sampling.structured_outputs is None
             and request.prompt_embeds is None
             and request.features is _NO_FEATURES
         )

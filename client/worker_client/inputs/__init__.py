@@ -1,6 +1,8 @@
 """Texts, messages, JSON, tensors and files of callers, checked and turned into requests.
 
-request_fields.py   type and bounds of each field; request_checks.py, request_parser.py use them
+sampling_params.py  sampling options of a request
+request_checks.py   requests, checked whole; request_fields.py: values as the types of fields
+request_parser.py   requests in JSON
 tokenizer.py        text to tokens and back, in other processes (tokenizer_process.py, job_pool.py)
 chat_template.py    messages to text, in other processes (template_process.py)
 text_stream.py      text of a request while its tokens come; stop_strings.py: where it ends

@@ -1,11 +1,9 @@
-"""The type and the bounds of each field of a request, and their description for an error."""
+"""Values of callers as the types of a struct's fields, or the error of the first that is wrong."""
 
-from collections.abc import Mapping
-from types import MappingProxyType
-from typing import Annotated, Any, Final, TypeAlias
+from typing import Final, NoReturn, TypeAlias, TypeVar
 
 import msgspec
-from msgspec import Meta
+import numpy as np
 from msgspec.inspect import (
     BoolType,
     CollectionType,
@@ -14,116 +12,80 @@ from msgspec.inspect import (
     IntType,
     NoneType,
     StrType,
+    StructType,
     TupleType,
     UnionType,
 )
 
-from rpc_schema.base import Count, Fraction, Name, Positive, Unsigned
-from rpc_schema.pooling import PoolingParams
-from rpc_schema.prompt_embeds import MAX_EMBEDDED_RANGES
-from rpc_schema.sampling import (
-    MAX_LOGITS_PROCESSORS,
-    MAX_LOGPROB_TOKEN_IDS,
-    LogitsProcessors,
-    LogprobsWanted,
-    LogprobTokens,
-    NumLogprobs,
-    PromptLogprobsWanted,
-    RandomSampling,
-    StopTokens,
-    Temperature,
-    TopP,
-)
-from rpc_schema.structured import StructuredOutput
-from rpc_schema.token_rules import (
-    MAX_ALLOWED_TOKENS,
-    MAX_BAD_WORD_TOKENS,
-    MAX_BAD_WORDS,
-    MAX_BIAS,
-    MAX_BIASED_TOKENS,
-    AllowedTokens,
-    BadWords,
-    LogitBias,
-    Penalties,
-    Penalty,
-    RepetitionPenalty,
-)
-from worker_client.inputs.stop_strings import MAX_STOP_STRINGS
-
-MAX_SAMPLES: Final = 64
-"""Bound on n."""
+from worker_client.errors import RequestError
 
 Json: TypeAlias = "bool | int | float | str | list[Json] | dict[str, Json] | None"
 """A value as JSON has it."""
 
-TokenIds = tuple[Count, ...]
-Bias = Annotated[float, Meta(ge=-MAX_BIAS, le=MAX_BIAS)]
-BadWord = Annotated[TokenIds, Meta(min_length=1, max_length=MAX_BAD_WORD_TOKENS)]
-StopString = Annotated[str, Meta(min_length=1)]
+SAMPLING: Final = "sampling."
+"""Path of the fields of SamplingParams in the errors of a GenerationRequest."""
 
-FIELD_TYPES: Final[Mapping[str, Any]] = MappingProxyType(
-    {
-        "id": Name,
-        "max_tokens": Positive,
-        "seed": Unsigned | None,
-        "ignore_eos": bool,
-        "temperature": Temperature,
-        "top_p": TopP,
-        "top_k": Count,
-        "min_p": Fraction,
-        "min_tokens": Count,
-        "stop_token_ids": TokenIds,
-        "logprobs": NumLogprobs | None,
-        "lora": Name | None,
-        "presence_penalty": Penalty,
-        "frequency_penalty": Penalty,
-        "repetition_penalty": RepetitionPenalty,
-        "logit_bias": Annotated[dict[Count, Bias], Meta(max_length=MAX_BIASED_TOKENS)],
-        "allowed_token_ids": Annotated[TokenIds, Meta(min_length=1, max_length=MAX_ALLOWED_TOKENS)]
-        | None,
-        "bad_words": Annotated[tuple[BadWord, ...], Meta(max_length=MAX_BAD_WORDS)],
-        "logprob_token_ids": Annotated[
-            TokenIds, Meta(min_length=1, max_length=MAX_LOGPROB_TOKEN_IDS)
-        ]
-        | None,
-        "prompt_logprobs": NumLogprobs | None,
-        "logits_processors": Annotated[tuple[Name, ...], Meta(max_length=MAX_LOGITS_PROCESSORS)],
-        "n": Annotated[int, Meta(ge=1, le=MAX_SAMPLES)],
-        "index": Count | None,
-        "stop": Annotated[tuple[StopString, ...], Meta(max_length=MAX_STOP_STRINGS)],
-        "include_stop_str_in_output": bool,
-        "prompt_embeds_at": Annotated[
-            tuple[tuple[Count, Positive], ...], Meta(max_length=MAX_EMBEDDED_RANGES)
-        ],
-    }
-)
-"""Fields of GenerationRequest that are numbers, texts and collections of them. request_checks.py
-checks the others."""
+_MAX_ENTRIES: Final = 1 << 14
+
+StructT = TypeVar("StructT", bound=msgspec.Struct)
 
 
-FIELDS_OF: Final[Mapping[type, str]] = MappingProxyType(
-    {
-        AllowedTokens: "allowed_token_ids",
-        BadWords: "bad_words",
-        LogitBias: "logit_bias",
-        LogitsProcessors: "logits_processors",
-        LogprobTokens: "logprob_token_ids",
-        LogprobsWanted: "logprobs",
-        Penalties: "repetition_penalty, presence_penalty or frequency_penalty",
-        PoolingParams: "pooling",
-        PromptLogprobsWanted: "prompt_logprobs",
-        RandomSampling: "temperature",
-        StopTokens: "stop_token_ids",
-        StructuredOutput: "structured_outputs",
-    }
-)
-"""Extensions that fields of a request stand for, and these fields: the driver goes by the fields,
-so that a request must not have them otherwise."""
+def plain(given: StructT, path: str = "", *, is_json: bool = False) -> StructT:
+    """Return a struct with the values of `given`, which may be of any type: lists as tuples,
+    numpy's numbers as Python's. It is the same one if it has those already. path: of the struct, in
+    errors. is_json: keys of mappings are texts.
+
+    Raises:
+        RequestError: a field has the wrong type or is out of bounds; names it by its path.
+    """
+    kind, values = type(given), msgspec.structs.asdict(given)
+    try:
+        found = msgspec.convert(values, kind, str_keys=is_json)
+    except Exception:  # a method of a value may raise anything
+        each = {name: _plain(kind, name, own, path, is_json) for name, own in values.items()}
+        return kind(**each)
+    return given if found == given else found
 
 
-def described(kind: Any) -> str:
-    """Return a description of the values of a type of FIELD_TYPES."""
-    return _described(msgspec.inspect.type_info(kind))
+def _plain(kind: type[StructT], name: str, value: object, path: str, is_json: bool) -> object:
+    try:
+        found = msgspec.convert({name: _unwrapped(value)}, kind, str_keys=is_json)
+        return getattr(found, name)
+    except Exception as error:  # as above
+        _refuse(kind, name, value, path, error)
+
+
+def _refuse(kind: type, name: str, value: object, path: str, error: Exception) -> NoReturn:
+    wanted = {each.name: each.type for each in msgspec.structs.fields(kind)}[name]
+    reason = str(error).replace("`$.", f"`{path}")
+    raise RequestError(
+        f"{path}{name} has the wrong type or is out of bounds: {reason}",
+        field=path + name,
+        value=value,
+        fix=f"give {_described(msgspec.inspect.type_info(wanted))}",
+    ) from None
+
+
+def flat(error: RequestError, prompt: str = "prompt") -> RequestError:
+    """Return an error with the name that a field has in JSON, where sampling options lie beside the
+    others. prompt: the field that the prompt was made of."""
+    return error.named(prompt if error.field == "prompt" else error.field.removeprefix(SAMPLING))
+
+
+def _unwrapped(value: object) -> object:
+    """Return a value without numpy's scalars and one-dimensional arrays; a longer one than any
+    field may have as it is."""
+    if isinstance(value, list | tuple | dict | np.ndarray) and len(value) > _MAX_ENTRIES:
+        return value
+    if isinstance(value, np.generic):
+        return value.item()
+    if isinstance(value, np.ndarray) and value.ndim == 1:
+        return value.tolist()
+    if isinstance(value, list | tuple):
+        return [_unwrapped(each) for each in value]
+    if isinstance(value, dict):
+        return {_unwrapped(key): _unwrapped(own) for key, own in value.items()}
+    return value
 
 
 def _described(kind: msgspec.inspect.Type) -> str:
@@ -137,20 +99,20 @@ def _described(kind: msgspec.inspect.Type) -> str:
         case FloatType():
             text = f"a number{_range(kind.ge, kind.le)}"
         case StrType():
-            text = f"a text{_length(kind.min_length, kind.max_length, 'characters')}"
+            text = f"a text{_length(kind, 'characters')}"
         case CollectionType():
-            size = _length(kind.min_length, kind.max_length, "entries")
-            text = f"a list{size}, each {_described(kind.item_type)}"
+            text = f"a list{_length(kind, 'entries')}, each {_described(kind.item_type)}"
         case TupleType():
             text = f"a list of {' and '.join(map(_described, kind.item_types))}"
         case DictType():
-            size = _length(kind.min_length, kind.max_length, "entries")
             key, value = _described(kind.key_type), _described(kind.value_type)
-            text = f"a mapping{size} from {key} to {value}"
+            text = f"a mapping{_length(kind, 'entries')} from {key} to {value}"
         case UnionType():
             text = ", or ".join(map(_described, kind.types))
+        case StructType():
+            text = f"an object with {', '.join(each.name for each in kind.fields)}"
         case _:
-            raise AssertionError(f"no field has a {type(kind).__name__}")
+            text = "an object"
     return text
 
 
@@ -158,7 +120,8 @@ def _range(low: float | None, high: float | None) -> str:
     return "" if low is None else f" from {low} to {high}"
 
 
-def _length(low: int | None, high: int | None, of: str) -> str:
+def _length(kind: StrType | CollectionType | DictType, of: str) -> str:
+    low, high = kind.min_length, kind.max_length
     if high is not None:
         return f" of {low or 0} to {high} {of}"
     return "" if low is None else f" of at least {low} {of}"

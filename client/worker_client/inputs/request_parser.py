@@ -4,8 +4,7 @@ import json
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any, Final
+from typing import Any, Final, Optional, get_type_hints
 
 import msgspec
 import numpy as np
@@ -18,8 +17,9 @@ from worker_client.inputs.embeds_files import EmbedsFiles
 from worker_client.inputs.grammar_options import read_structured_output
 from worker_client.inputs.host_tensor import HostTensor
 from worker_client.inputs.prompt_embeds import Ranges, with_placeholders
-from worker_client.inputs.request_checks import check_unicode, refusal, validated
-from worker_client.inputs.request_fields import FIELD_TYPES, Json
+from worker_client.inputs.request_checks import FACT_TYPES, check_unicode, refusal, validated
+from worker_client.inputs.request_fields import Json, flat, plain
+from worker_client.inputs.sampling_params import SamplingParams
 from worker_client.requests import GenerationRequest, PromptTokenIds, derived_seed, random_seed
 from worker_host.plain_text import printable
 
@@ -66,8 +66,9 @@ class RequestParser:
         """Return the request with these fields. Raises as parse does, without the line."""
         try:
             return self._made(_typed(fields), index)
-        except RequestError:
-            raise
+        except RequestError as error:
+            by_ids = "prompt_token_ids" in fields and "prompt" not in fields
+            raise flat(error, "prompt_token_ids" if by_ids else "prompt") from None
         except Exception as error:  # too deep a schema for json, a fault of a tokenizer
             raise refusal(error) from error
 
@@ -84,7 +85,7 @@ class RequestParser:
         if "structured_outputs" in values:
             values["structured_outputs"] = read_structured_output(values["structured_outputs"])
         if "pooling" in values:
-            values["pooling"] = _read_pooling(values["pooling"])
+            values["pooling"] = PoolingParams(**_given(values["pooling"]))
         if "bad_words" in values:
             values["bad_words"] = self._bad_words(values["bad_words"])
         if isinstance(values.get("stop"), str):
@@ -92,8 +93,10 @@ class RequestParser:
         if "seed" not in values:
             own = self._seed
             values["seed"] = random_seed() if own is None else derived_seed(own, index)
+        names = values.keys() & _SAMPLING_TYPES.keys()
+        sampling = SamplingParams(**{name: values.pop(name) for name in names})
         name = str(values.pop("id", index))
-        return validated(GenerationRequest(id=name, prompt_token_ids=prompt, **values))
+        return validated(GenerationRequest(id=name, prompt=prompt, sampling=sampling, **values))
 
     def _bad_words(self, words: Sequence[str | list[int]]) -> tuple[tuple[int, ...], ...]:
         """Return the sequences of token ids of bad words: of a text, with a space before it and
@@ -151,23 +154,38 @@ class RequestParser:
         return np.array(self._encode(text), np.int32)
 
 
-_FORMS: Final[Mapping[str, Any]] = MappingProxyType(
-    {
-        "id": str | int,
-        "prompt": str,
-        "prompt_token_ids": list[Count],
-        "stop": str | list[str],
-        "logit_bias": dict[int, float],
-        "bad_words": list[str | list[int]],
-        "structured_outputs": dict[str, Any],
-        "pooling": dict[str, Any],
-        "prompt_embeds": str,
-        "prompt_embeds_at": list[list[int]],
-    }
-)
-"""Types of the fields that have another form than in a GenerationRequest."""
+def _optional(types: Mapping[str, Any]) -> list[tuple[str, Any, None]]:
+    return [(name, Optional[kind], None) for name, kind in types.items()]  # noqa: UP045  # a value
 
-FIELDS: Final = frozenset({*FIELD_TYPES, *_FORMS} - {"index"})
+
+_SAMPLING_TYPES: Final = get_type_hints(SamplingParams, include_extras=True)
+_POOLING_TYPES: Final = get_type_hints(PoolingParams, include_extras=True)
+_Pooling: Final = msgspec.defstruct(
+    "_Pooling",
+    [("task", _POOLING_TYPES.pop("task")), *_optional(_POOLING_TYPES)],
+    forbid_unknown_fields=True,
+)
+_Line: Final = msgspec.defstruct(
+    "_Line",
+    _optional(
+        {
+            **FACT_TYPES,
+            **_SAMPLING_TYPES,
+            "id": str | int,
+            "prompt": str,
+            "prompt_token_ids": list[Count],
+            "stop": str | list[str],
+            "bad_words": list[str | list[int]],
+            "structured_outputs": dict[str, Any],
+            "pooling": _Pooling,
+            "prompt_embeds": str,
+        }
+    ),
+)
+"""The fields of a GenerationRequest and of its SamplingParams side by side, some in another form.
+None: absent."""
+
+FIELDS: Final = frozenset({*_Line.__struct_fields__} - {"index"})
 """Fields of a request in JSON."""
 
 
@@ -184,7 +202,8 @@ def read_object(text: str | bytes, field: str) -> dict[str, Json]:
             f"not JSON: {error}", field=field, value=text[:_MAX_NAME], fix="give one JSON object"
         ) from None
     if not isinstance(value, dict):
-        raise _wrong_type(field, value, "give a JSON object")
+        message = f"{field} has the wrong type or is out of bounds"
+        raise RequestError(message, field=field, value=value, fix="give a JSON object")
     return value
 
 
@@ -221,8 +240,7 @@ def _decoded(text: str | bytes, field: str) -> str:
 
 
 def _typed(fields: Mapping[str, Json]) -> dict[str, Any]:
-    """Return the fields that are not null, those of _FORMS of their type; `validated` checks the
-    others."""
+    """Return the fields that are not null, of their types."""
     unknown = sorted(fields.keys() - FIELDS)
     if unknown:
         raise RequestError(
@@ -231,28 +249,8 @@ def _typed(fields: Mapping[str, Json]) -> dict[str, Any]:
             value=fields[unknown[0]],
             fix="use " + ", ".join(sorted(FIELDS)),
         )
-    values: dict[str, Any] = {name: own for name, own in fields.items() if own is not None}
-    for field in values.keys() & _FORMS.keys():
-        try:
-            values[field] = msgspec.convert(values[field], _FORMS[field], str_keys=True)
-        except msgspec.ValidationError as error:
-            raise _wrong_type(field, values[field], str(error)) from None
-    return values
+    return _given(plain(_Line(**fields), is_json=True))
 
 
-def _wrong_type(field: str, value: Json, fix: str) -> RequestError:
-    message = f"{field} has the wrong type or is out of bounds"
-    return RequestError(message, field=field, value=value, fix=fix)
-
-
-def _read_pooling(fields: Mapping[str, Json]) -> PoolingParams:
-    """Return a request's pooling, whose values `validated` checks."""
-    unknown = sorted(fields.keys() - set(PoolingParams.__struct_fields__))
-    if unknown or "task" not in fields:
-        raise RequestError(
-            "pooling has other fields" if unknown else "pooling has no task",
-            field="pooling",
-            value=fields,
-            fix="use " + ", ".join(PoolingParams.__struct_fields__),
-        )
-    return PoolingParams(**{k: v for k, v in fields.items() if v is not None})  # type: ignore[arg-type]  # checked later
+def _given(values: msgspec.Struct) -> dict[str, Any]:
+    return {name: own for name, own in msgspec.structs.asdict(values).items() if own is not None}

@@ -25,7 +25,7 @@ from rpc_schema.sampling import (
 from rpc_schema.step import NO_TOKEN
 from worker_client.errors import RequestError
 from worker_client.group.adoption import AdoptedRequest
-from worker_client.inputs.request_checks import check_fits
+from worker_client.inputs.request_checks import check_fits, feature_error
 from worker_client.inputs.stop_strings import StopWatch
 from worker_client.parts.registry import Extensions, may_refuse, pools, prefix_root
 from worker_client.requests import (
@@ -389,7 +389,7 @@ def _request_class(
     if texts is None:
         raise RequestError(
             "stop strings need the model's tokenizer",
-            field="stop",
+            field="sampling.stop",
             value=sample.stop[0],
             fix="give the Scheduler a tokenizer, or use stop_token_ids",
         )
@@ -413,12 +413,16 @@ def new_request(
         RequestError: a field has the wrong type or is out of bounds, or it can never be served.
     """
     request = check_fits(request, max_model_len=limits.max_model_len, vocab_size=limits.vocab_size)
-    if request.temperature:
-        request = seeded(request)
-    if request.n != 1:
-        fix = "add each of worker_client.requests.forked(request), as Driver does"
-        raise RequestError("a request of several samples", field="n", value=request.n, fix=fix)
-    num_prompt = len(request.prompt_token_ids)
+    request = seeded(request)
+    sampling = request.sampling
+    if sampling.n != 1:
+        raise RequestError(
+            "a request of several samples",
+            field="sampling.n",
+            value=sampling.n,
+            fix="add each of worker_client.requests.forked(request), as Driver does",
+        )
+    num_prompt = len(request.prompt)
     limit = min(num_prompt + request.max_tokens, limits.max_model_len)
     if request.pooling is not None:
         limit = num_prompt
@@ -427,16 +431,16 @@ def new_request(
         usable = limits.num_blocks - NUM_NULL_BLOCKS
         raise RequestError(
             f"{limit} tokens do not fit into {usable} blocks of {limits.block_size}",
-            field="max_tokens" if samples else "prompt_token_ids",
+            field="max_tokens" if samples else "prompt",
             value=request.max_tokens if samples else num_prompt,
             fix="ask for less" if samples else "use a shorter prompt",
         )
     most_tokens = limits.max_num_batched_tokens
-    if request.prompt_logprobs is not None and most_tokens > MAX_PROMPT_LOGPROBS_TOKENS:
+    if sampling.prompt_logprobs is not None and most_tokens > MAX_PROMPT_LOGPROBS_TOKENS:
         raise RequestError(
             f"a step may have {most_tokens} tokens, too many for log probabilities of prompts",
-            field="prompt_logprobs",
-            value=request.prompt_logprobs,
+            field="sampling.prompt_logprobs",
+            value=sampling.prompt_logprobs,
             fix=f"load with max_num_batched_tokens of at most {MAX_PROMPT_LOGPROBS_TOKENS}",
         )
     extensions = request.extensions(limits.end_ids)
@@ -446,14 +450,14 @@ def new_request(
     if fault is None and not (samples and limits.generates):
         fault = pooling_admission_fault(extensions, num_prompt, 0, group_bounds(limits))
     if fault is not None:
-        message = "a feature of the request is refused"
-        raise RequestError(message, field=fault.field, value=fault.value, fix=fault.fix)
+        raise feature_error(fault)
     sample = ONLY_SAMPLE
-    if request.stop or request.index is not None:
-        sample = SampleIdentity(request.index, request.stop, request.include_stop_str_in_output)
+    if sampling.stop or request.index is not None:
+        includes_stop = sampling.include_stop_str_in_output
+        sample = SampleIdentity(request.index, sampling.stop, includes_stop)
     made = _request_class(sample, extensions, texts)(
         id=request.id,
-        tokens=_int32s(request.prompt_token_ids),
+        tokens=_int32s(request.prompt),
         num_prompt_tokens=num_prompt,
         limit=limit,
         extensions=extensions,
@@ -510,7 +514,7 @@ def _check_admission(made: Request, groups: Sequence[BlockGroup]) -> None:
     too_long = made.num_prompt_tokens > most
     raise RequestError(
         f"{made.limit} tokens are more than a step can admit",
-        field="prompt_token_ids" if too_long else "max_tokens",
+        field="prompt" if too_long else "max_tokens",
         value=made.num_prompt_tokens if too_long else made.limit - made.num_prompt_tokens,
         fix=f"use at most {most} tokens, prompt and output together",
     )

@@ -40,11 +40,11 @@ class NoGrammarsPart(DriverPart):
     """Refuses requests with a grammar."""
 
     def check(self, request: GenerationRequest) -> None:
-        if request.structured_outputs is not None:
+        if request.sampling.structured_outputs is not None:
             raise RequestError(
                 "this driver has no grammars",
-                field="structured_outputs",
-                value=request.structured_outputs,
+                field="sampling.structured_outputs",
+                value=request.sampling.structured_outputs,
                 fix="give it Driver(options=DriverOptions(grammars=...))",
             )
 
@@ -58,7 +58,7 @@ class PendingGrammarsPart(DriverPart):
         self._pending = PendingRequests(grammars)
 
     def begin(self, request: GenerationRequest) -> bool:
-        grammar = request.structured_outputs
+        grammar = request.sampling.structured_outputs
         if grammar is None or self._pending.add(request, grammar):
             return True
         try:

@@ -47,7 +47,7 @@ class JumpForward:
 
     def add(self, request: GenerationRequest) -> None:
         """Note a request that was queued."""
-        grammar = request.structured_outputs
+        grammar = request.sampling.structured_outputs
         if grammar is not None and may_jump(request.extensions(())):
             self._new[request.id] = grammar
 

@@ -1,7 +1,6 @@
 """Fields of vLLM's requests: each is served by vLLM itself, translated to extensions of ours, or
 refused by name. Fields that a later vLLM adds are refused as soon as they are set."""
 
-import struct
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache, lru_cache
@@ -15,16 +14,13 @@ from rpc_schema.errors import (
 )
 from rpc_schema.extensions import RequestExtension
 from rpc_schema.pooling import NO_POOLING, PoolingParams, output_fault, pooled_bytes
-from rpc_schema.sampling import SamplingParams
-from worker_client.errors import (
-    RequestError,
-    request_error,
-)
+from worker_client.errors import RequestError, request_error
+from worker_client.inputs.request_fields import plain
+from worker_client.inputs.sampling_params import SamplingParams
 from worker_client.parts.interface import ModelBounds
-from worker_client.requests import MAX_SEED, random_seed
+from worker_client.requests import MAX_SEED, SamplingParams, random_seed
 from worker_client.steps.step_checks import (
     MAX_ADMITTED_TOKENS,
-    MAX_COUNT,
     MAX_ID_LENGTH,
     extension_fault,
 )
@@ -33,7 +29,7 @@ from worker_client.vllm.embedded_prompts import EmbeddedPrompts, embedded_prompt
 PROCESSORS_KEY: Final = "logits_processors"
 """Key of extra_args (vllm_xargs in HTTP requests) with the names of custom logits processors."""
 
-MIN_TOP_P: Final = 1e-6
+MIN_TOP_P: Final = 1e-6  # vLLM allows 0
 
 _SERVED_BY_VLLM: Final = frozenset(
     (
@@ -80,8 +76,6 @@ _TRANSLATED: Final = frozenset(
         "top_p",
     )
 )
-_PACKED: Final = ("allowed_token_ids", "bad_words", "logit_bias", "logprob_token_ids")
-
 SAMPLING_FIELDS: Final = _SERVED_BY_VLLM | _TRANSLATED
 """Fields of vLLM's SamplingParams that a request may set."""
 
@@ -140,7 +134,7 @@ def sampling_params(params: Any, seed: int) -> SamplingParams:
     """Translate vLLM's SamplingParams. seed: for a request that names none.
 
     Raises:
-        RequestError: a field is not served.
+        RequestError: a field is not served, has the wrong type or is out of bounds.
     """
     check_fields(params, SAMPLING_FIELDS)
     is_random = params.temperature > 0.0
@@ -149,33 +143,21 @@ def sampling_params(params: Any, seed: int) -> SamplingParams:
         top_k=max(params.top_k, 0) if is_random else 0,
         top_p=max(params.top_p, MIN_TOP_P) if is_random else 1.0,
         min_p=params.min_p if is_random else 0.0,
-        seed=(seed if params.seed is None else params.seed & MAX_SEED) if is_random else 0,
+        seed=(seed if params.seed is None else params.seed & MAX_SEED) if is_random else None,
         min_tokens=params.min_tokens,
         stop_token_ids=tuple(sorted(params.all_stop_token_ids)) if params.min_tokens else (),
         logprobs=_sampled_logprobs(params),
         prompt_logprobs=params.prompt_logprobs,
-        logprob_token_ids=tuple(params.logprob_token_ids) if params.logprob_token_ids else None,
+        logprob_token_ids=params.logprob_token_ids or None,
         presence_penalty=params.presence_penalty,
         frequency_penalty=params.frequency_penalty,
         repetition_penalty=params.repetition_penalty,
         logit_bias=params.logit_bias or {},
-        allowed_token_ids=_tuple_or_none(params.allowed_token_ids),
-        bad_words=tuple(tuple(word) for word in params.bad_words_token_ids or ()),
+        allowed_token_ids=params.allowed_token_ids,
+        bad_words=params.bad_words_token_ids or (),
         logits_processors=_processors(params.extra_args or {}),
     )
-    for field in _PACKED:
-        _check_packed(field, getattr(ours, field))
-    return ours
-
-
-def _check_packed(field: str, value: Any) -> None:
-    """Raise RequestError if the columns of an extension cannot hold these values. Their bounds are
-    checked with the extension (_translate)."""
-    try:
-        SamplingParams(**{field: value}).extensions()
-    except (struct.error, OverflowError, ValueError):
-        fix = f"use token ids from 0 to {MAX_COUNT}"
-        raise request_error(field, value, "no message can carry it", fix) from None
+    return plain(ours)
 
 
 def _sampled_logprobs(params: Any) -> int | None:
@@ -188,10 +170,6 @@ def _sampled_logprobs(params: Any) -> int | None:
         fix = "ask for at most 20, or name tokens in logprob_token_ids"
         raise request_error("logprobs", count, "the whole vocabulary is not reported", fix)
     return count
-
-
-def _tuple_or_none(values: Iterable[int] | None) -> tuple[int, ...] | None:
-    return None if values is None else tuple(values)
 
 
 def _processors(extra: Mapping[str, Any]) -> tuple[str, ...]:

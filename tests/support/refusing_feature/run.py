@@ -13,7 +13,7 @@ from rpc_schema.random_refusals import RandomRefusals
 
 from worker_client.driver import Driver
 from worker_client.group.outcomes import StepFuture
-from worker_client.requests import GenerationRequest
+from worker_client.requests import GenerationRequest, SamplingParams
 from worker_client.scheduler import Scheduler, scheduler_limits
 from worker_client.scheduler_output import SchedulerOutput, StepResult
 from worker_client.steps.masks import StepMasks
@@ -66,9 +66,9 @@ def as_request(wanted: Wanted) -> GenerationRequest:
     percent = wanted.percent
     return GenerationRequest(
         id=wanted.id,
-        prompt_token_ids=np.array(wanted.prompt, np.int32),
+        prompt=np.array(wanted.prompt, np.int32),
         max_tokens=wanted.max_tokens,
-        ignore_eos=True,
+        sampling=SamplingParams(ignore_eos=True),
         features=(RandomRefusals(percent=percent),) if percent else (),
     )
 

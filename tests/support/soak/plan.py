@@ -7,6 +7,7 @@ from typing import Literal, TypeAlias
 import msgspec
 import numpy as np
 
+from tests.support.flat_requests import flat_request
 from worker_client.requests import GenerationRequest
 
 POISON = 7
@@ -92,9 +93,9 @@ class PlannedRequest(msgspec.Struct, frozen=True):
     sampling: dict[str, float | int]
 
     def to_request(self) -> GenerationRequest:
-        return GenerationRequest(
+        return flat_request(
             id=self.req_id,
-            prompt_token_ids=np.array(self.prompt, np.int32),
+            prompt=np.array(self.prompt, np.int32),
             max_tokens=self.max_tokens,
             **self.sampling,
         )

@@ -11,7 +11,7 @@ from plans import Outcome, Plan, Wanted
 from rpc_schema.token_bias import TokenBias
 
 from worker_client.driver import Driver
-from worker_client.requests import GenerationRequest
+from worker_client.requests import GenerationRequest, SamplingParams
 from worker_client.scheduler import Scheduler, scheduler_limits
 from worker_client.worker_group import WorkerGroup
 
@@ -21,9 +21,9 @@ def as_request(wanted: Wanted) -> GenerationRequest:
     bias = wanted.bias
     return GenerationRequest(
         id=wanted.id,
-        prompt_token_ids=np.array(wanted.prompt, np.int32),
+        prompt=np.array(wanted.prompt, np.int32),
         max_tokens=wanted.max_tokens,
-        ignore_eos=True,
+        sampling=SamplingParams(ignore_eos=True),
         features=() if bias is None else (TokenBias(token_id=wanted.token_id, bias=bias),),
     )
 

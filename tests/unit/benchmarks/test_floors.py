@@ -16,7 +16,7 @@ from benchmarks.floors import (
     step_floor_s,
     workload_floor_s,
 )
-from worker_client.requests import GenerationRequest
+from worker_client.requests import GenerationRequest, SamplingParams
 from worker_client.scheduler import Scheduler, SchedulerLimits
 from worker_client.scheduler_output import StepResult
 from worker_daemon.distributed.tp import SingleRank
@@ -76,7 +76,9 @@ def test_steps_are_those_of_the_reference_scheduler(seed):
     for index, (num_in, num_out) in enumerate(requests):
         prompt = rng.integers(0, 50, num_in).astype(np.int32)
         scheduler.add_request(
-            GenerationRequest(str(index), prompt, max_tokens=num_out, ignore_eos=True)
+            GenerationRequest(
+                str(index), prompt, max_tokens=num_out, sampling=SamplingParams(ignore_eos=True)
+            )
         )
     computed, rows = dict.fromkeys(map(str, range(len(requests))), 0), []
     while (output := scheduler.schedule()) is not None:

@@ -13,12 +13,11 @@ import pytest
 from rpc_schema.adoption import AdoptRequestsReply, RequestRow
 from rpc_schema.errors import BadFrameError
 from rpc_schema.kv_cache import BlockGroup
-from rpc_schema.sampling import SamplingParams
 from tests.support.exhaustive import seeds
 from tests.unit.client.test_scheduler import Model, expected, make_limits, random_requests
 from worker_client.errors import AdoptionMismatch, InvalidSchedulerOutput, RequestError
 from worker_client.group.adoption import AdoptedRequest, RankRow, merge, read_page
-from worker_client.requests import GenerationRequest
+from worker_client.requests import GenerationRequest, SamplingParams
 from worker_client.scheduler import Scheduler
 from worker_client.scheduler_output import NewRequest, SchedulerOutput
 from worker_client.steps.slots import SlotTable
@@ -191,7 +190,11 @@ def test_request_that_ranks_have_differently_begins_again_from_its_tokens(other)
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("num_prompt_tokens", 1), ("extensions", SamplingParams(seed=4).extensions()), ("note", b"x")],
+    [
+        ("num_prompt_tokens", 1),
+        ("extensions", SamplingParams(top_k=4).extensions()),
+        ("note", b"x"),
+    ],
 )
 def test_disagreement_is_named(field, value):
     ranks = [
@@ -235,7 +238,7 @@ def served(limits, request, tokens):
     scheduler = Scheduler(limits)
     scheduler.add_request(request)
     (new,) = scheduler.schedule().scheduled_new_reqs
-    known = np.array([*request.prompt_token_ids, *tokens], np.int32)
+    known = np.array([*request.prompt, *tokens], np.int32)
     computed = len(known) - 1
     blocks = tuple(range(1, 1 - (-computed // limits.block_size)))
     return AdoptedRequest(
@@ -260,7 +263,7 @@ def test_tokens_past_a_request_s_end_are_dropped():
 
 def test_request_that_reports_logprobs_begins_again_from_its_prompt():
     limits, prompt = make_limits(), np.arange(10, 16, dtype=np.int32)
-    request = GenerationRequest("a", prompt, max_tokens=4, logprobs=2)
+    request = GenerationRequest("a", prompt, max_tokens=4, sampling=SamplingParams(logprobs=2))
     scheduler = Scheduler(limits)
     assert scheduler.adopt_requests([served(limits, request, [1, 2])]) == []
     (new,) = scheduler.schedule().scheduled_new_reqs

@@ -15,7 +15,7 @@ from tests.unit.client.conftest import worker_config
 from tests.unit.client.test_scheduler import expected, make_limits, random_requests
 from worker_client.driver import MAX_CONSECUTIVE_FAILURES, Driver
 from worker_client.errors import InvalidSchedulerOutput, StepFailed, WorkerDied
-from worker_client.requests import GenerationRequest
+from worker_client.requests import GenerationRequest, SamplingParams
 from worker_client.scheduler import Scheduler, SchedulerInterface
 from worker_client.scheduler_output import SchedulerOutput, StepResult
 
@@ -213,9 +213,9 @@ def test_request_that_is_refused_at_admission_can_be_aborted(fakes, connect):
     model = group.prepare(worker_config(max_model_len=128))
     driver = Driver(group, Scheduler(make_limits(num_blocks=model.num_blocks)))
     good, bad = np.array([1, 2, 3], np.int32), np.array([1, VOCAB_SIZE, 3], np.int32)
-    request = GenerationRequest("good", good, max_tokens=6, seed=0)
+    request = GenerationRequest("good", good, max_tokens=6, sampling=SamplingParams(seed=0))
     driver.add_request(request)
-    driver.add_request(GenerationRequest("bad", bad, max_tokens=6, seed=0))
+    driver.add_request(GenerationRequest("bad", bad, max_tokens=6, sampling=SamplingParams(seed=0)))
     with pytest.raises(InvalidSchedulerOutput) as refused:
         driver.step()
     assert refused.value.req_id == "bad"

@@ -27,7 +27,7 @@ def test_a_line_has_the_rows_of_its_file_at_its_positions(tmp_path, dtype, at):
     prompt = EmbeddedPrompt([3, 4, 5], rows, at)
     request = parse(tmp_path, **save(prompt, tmp_path, "one"))
     assert request.prompt_embeds.content_hash == host_tensor(prompt.embeds).content_hash
-    ids = request.prompt_token_ids.tolist()
+    ids = request.prompt.tolist()
     taken = [
         position for start, length in at or ((0, 5),) for position in range(start, start + length)
     ]
@@ -39,7 +39,7 @@ def test_a_line_has_the_rows_of_its_file_at_its_positions(tmp_path, dtype, at):
 
 def test_text_follows_the_rows_and_a_file_is_read_once(tmp_path):
     np.save(tmp_path / "a.npy", np.ones((2, 8), np.float32))
-    assert parse(tmp_path, prompt="four", prompt_embeds="a.npy").prompt_token_ids.tolist() == [
+    assert parse(tmp_path, prompt="four", prompt_embeds="a.npy").prompt.tolist() == [
         *[PLACEHOLDER] * 2,
         *[4] * 3,
     ]

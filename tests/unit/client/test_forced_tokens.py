@@ -12,6 +12,7 @@ from examples.static_batches import StaticBatches
 from rpc_schema.errors import ErrorCode
 from rpc_schema.step import NO_TOKEN
 from tests.support.fake_daemon import Fault
+from tests.support.flat_requests import changed
 from tests.support.mock_schedulers import RandomScheduler
 from tests.unit.client.test_driver import spoiling
 from tests.unit.client.test_masked_steps import HandGrammars, driver_of, run_on, with_grammars
@@ -82,7 +83,7 @@ def test_requests_that_jump_get_the_same_tokens_in_fewer_places_of_steps(
 def test_forced_tokens_of_a_lone_request_cost_one_step_each_jump(fakes, connect, pp):
     """Also in a pipeline, where a further step of the request is decided before a jump is known."""
     (request,) = with_grammars(random_requests(random.Random(3), 1), random.Random(3), share=1)
-    request = replace(request, max_tokens=61, ignore_eos=True, stop_token_ids=())
+    request = changed(request, max_tokens=61, ignore_eos=True, stop_token_ids=())
     wanted = {request.id: expected(request)}
     num_steps = {}
     for length in (0, 10):
@@ -118,7 +119,7 @@ class JumpingRandomly(RandomScheduler):
         if mock is None or self.void[req_id]:
             return NO_JUMP
         room = self.limit(mock) - 1 - len(mock.tokens)
-        stops = mock.request.stop_ids(self.limits.eos_token_ids)
+        stops = mock.request.sampling.stop_ids(self.limits.eos_token_ids)
         taken = list(takewhile(lambda token: token not in stops, token_ids[:room]))
         in_flight = mock.num_tokens - len(mock.tokens)
         if len(taken) <= in_flight:
@@ -174,7 +175,7 @@ def test_any_scheduler_can_jump(fakes, connect, pp, faults):
 def test_a_request_jumps_only_if_its_output_stays_the_same(fakes, connect):
     rng = random.Random(3)
     (request,) = with_grammars(random_requests(rng, 1), rng, share=1)
-    request = replace(request, max_tokens=20, ignore_eos=True, stop_token_ids=())
+    request = changed(request, max_tokens=20, ignore_eos=True, stop_token_ids=())
     for fields in (
         {"logprobs": 1},
         {"logprob_token_ids": (5,)},
@@ -183,9 +184,15 @@ def test_a_request_jumps_only_if_its_output_stays_the_same(fakes, connect):
         {"allowed_token_ids": (1, 2)},
         {"logits_processors": ("own",)},
     ):
-        assert not may_jump(replace(request, **fields).extensions(()))
-    fields = {"temperature": 1.0, "min_tokens": 3, "presence_penalty": 1.0, "logit_bias": {4: 2.0}}
-    assert may_jump(replace(request, **fields).extensions((7,)))
+        assert not may_jump(changed(request, **fields).extensions(()))
+    fields = {
+        "temperature": 1.0,
+        "seed": 1,
+        "min_tokens": 3,
+        "presence_penalty": 1.0,
+        "logit_bias": {4: 2.0},
+    }
+    assert may_jump(changed(request, **fields).extensions((7,)))
     asked = []
 
     class Spy(Scheduler):
@@ -193,7 +200,7 @@ def test_a_request_jumps_only_if_its_output_stays_the_same(fakes, connect):
             asked.append(req_id)
             return super().jump_forward(req_id, token_ids)
 
-    requests = [replace(request, id="a", logprobs=1), replace(request, id="b")]
+    requests = [changed(request, id="a", logprobs=1), replace(request, id="b")]
     requests = with_grammars(requests, rng, share=1)
     wanted = {each.id: expected(each) for each in requests}
     grammars = HandGrammars(wanted, lambda: 9)
@@ -210,9 +217,9 @@ def test_a_token_that_is_none_ends_a_request_where_it_would_without_a_jump(fakes
     seed = random.randrange(1 << 30)
     rng = random.Random(seed)
     requests = [
-        replace(request, ignore_eos=True)
+        changed(request, ignore_eos=True)
         for request in with_grammars(random_requests(rng, 20), rng, share=1)
-        if POISON.isdisjoint(request.prompt_token_ids.tolist())
+        if POISON.isdisjoint(request.prompt.tolist())
     ]
     wanted = {request.id: expected(request) for request in requests}
     ends = {request.id: until_poison(request) for request in requests}

@@ -15,13 +15,13 @@ from rpc_schema.sampling import (
     MAX_STOP_TOKEN_IDS,
     GrammarMasks,
     LogprobsWanted,
-    SamplingParams,
+    RandomSampling,
     StopTokens,
 )
 from tests.support.fake_daemon import VOCAB_SIZE, next_token
 from tests.unit.client.conftest import worker_config
 from worker_client.errors import InvalidSchedulerOutput, RequestError
-from worker_client.requests import GenerationRequest
+from worker_client.requests import GenerationRequest, SamplingParams
 from worker_client.scheduler import Scheduler, SchedulerLimits
 from worker_client.scheduler_output import NewRequest, SchedulerOutput
 from worker_client.steps.masks import StepMasks
@@ -137,7 +137,7 @@ WHOLE = [
 ]
 
 
-SAMPLING = SamplingParams(temperature=0.5, seed=3)
+SAMPLING = (RandomSampling(temperature=0.5, seed=3),)
 
 NAMES = {
     "temperature": "RandomSampling.temperature",
@@ -149,12 +149,13 @@ NAMES = {
     "stop_token_ids": "StopTokens.token_ids",
     "logprobs": "LogprobsWanted.count",
 }
-"""What the fields of SamplingParams are called in the extensions that it makes."""
+"""What the options of sampling are called in their extensions."""
+KINDS = {kind.__name__: kind for kind in (RandomSampling, StopTokens, LogprobsWanted)}
 
 
 def new_request(req_id="new", block_ids=(9,), **fields):
     tokens = np.array(PROMPT, np.int32)
-    made = NewRequest(req_id, tokens, len(tokens), 0, list(block_ids), SAMPLING.extensions())
+    made = NewRequest(req_id, tokens, len(tokens), 0, list(block_ids), SAMPLING)
     return replace(made, **fields)
 
 
@@ -164,8 +165,8 @@ def hostile(field, value):
     if field == "count":
         count = value
     elif field in NAMES:
-        params = replace(SAMPLING, **{field: value})
-        request = replace(request, extensions=params.extensions())
+        kind, _, name = NAMES[field].partition(".")
+        request = replace(request, extensions=(KINDS[kind](**{name: value}),))
     else:
         request = replace(request, **{field: value})
     return SchedulerOutput({request.req_id: count}, scheduled_new_reqs=[request])
@@ -492,7 +493,7 @@ def test_blocks_belong_to_whom_a_plain_account_gives_them(random):
 def stopping(req_id, num_stop_ids, num_tokens=3):
     stop_ids = tuple(range(2**30, 2**30 + num_stop_ids))
     prompt = np.arange(num_tokens, dtype=np.int32)
-    return GenerationRequest(req_id, prompt, 4, stop_token_ids=stop_ids)
+    return GenerationRequest(req_id, prompt, 4, sampling=SamplingParams(stop_token_ids=stop_ids))
 
 
 def test_admissions_that_outgrow_a_message_are_split_over_steps():
@@ -512,10 +513,10 @@ def test_request_that_fits_into_no_step_is_refused_alone():
     scheduler.add_request(stopping("good", MAX_STOP_TOKEN_IDS))
     with pytest.raises(RequestError) as refused:
         scheduler.add_request(stopping("many", MAX_STOP_TOKEN_IDS + 1))
-    assert refused.value.field == "stop_token_ids"
+    assert refused.value.field == "sampling.stop_token_ids"
     with pytest.raises(RequestError) as refused:
         scheduler.add_request(stopping("long", 1, num_tokens=1_000_000))
-    assert refused.value.field == "prompt_token_ids"
+    assert refused.value.field == "prompt"
     table = SlotTable(8)
     table.encode(scheduler.schedule(), epoch=1, link=1, seq=1)
     assert table.req_ids == ["good"]

@@ -8,13 +8,13 @@ import sys
 import pytest
 
 from benchmarks.demo_model import make_demo_model
-from rpc_schema.sampling import MAX_STOP_TOKEN_IDS, SamplingParams
+from rpc_schema.sampling import MAX_STOP_TOKEN_IDS
 from tests.unit.client.conftest import options
 from worker_client.cli.run import _print_texts
 from worker_client.errors import RequestError
 from worker_client.inputs.request_checks import validated
 from worker_client.inputs.request_parser import RequestParser
-from worker_client.requests import GenerationRequest
+from worker_client.requests import GenerationRequest, SamplingParams
 
 GOOD = b'{"id": "%s", "prompt_token_ids": [1, 2, 3], "max_tokens": 4, "ignore_eos": true}'
 MANY = json.dumps(list(range(MAX_STOP_TOKEN_IDS + 1))).encode()
@@ -79,8 +79,8 @@ def test_stop_tokens_are_bounded_with_those_of_the_model():
 
 def test_drivers_are_told_of_an_id_that_no_message_can_carry():
     with pytest.raises(RequestError, match="lone surrogate") as caught:
-        validated(GenerationRequest("a\udc80", prompt_token_ids=RequestParser(None).parse(
-            '{"prompt_token_ids": [1]}', 0).prompt_token_ids))  # fmt: skip
+        validated(GenerationRequest("a\udc80", prompt=RequestParser(None).parse(
+            '{"prompt_token_ids": [1]}', 0).prompt))  # fmt: skip
     assert caught.value.field == "id"
 
 
@@ -88,7 +88,7 @@ def test_no_line_is_named_twice(fakes, directory, run):
     source = directory / "in.jsonl"
     source.write_bytes(GOOD % b"ok" + b'\n{"prompt_token_ids": []}\n')
     _, _, errors = run("generate", *options(fakes(1), directory), "--input", source)
-    assert "\nline 2: the length of prompt_token_ids" in f"\n{errors}"
+    assert "\nline 2: the length of the prompt " in f"\n{errors}"
 
 
 @pytest.mark.parametrize("req_id", [b"", b'"id": "own", '])

@@ -13,10 +13,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rpc_schema.sampling import SamplingParams
 from tests.support.fake_daemon import next_token, reference_tokens
 from worker_client.errors import ClientConfigError
-from worker_client.requests import GenerationRequest
+from worker_client.requests import GenerationRequest, SamplingParams
 from worker_client.scheduler import Scheduler, SchedulerLimits
 from worker_client.scheduler_output import StepResult
 
@@ -95,7 +94,7 @@ class Simulation:
         for req_id in (*output.finished_req_ids, *output.preempted_req_ids):
             self.rows.pop(req_id, None)
         for new in output.scheduled_new_reqs:
-            seed = SamplingParams.of(new.extensions).seed
+            seed = SamplingParams.of(new.extensions).seed or 0
             self.rows[new.req_id] = Row(new.token_ids.tolist(), new.num_computed_tokens, seed)
         pairs, tokens = 0.0, {}
         counts = {**dict.fromkeys(output.decode_req_ids, 1), **output.num_scheduled_tokens}
@@ -149,7 +148,9 @@ def affine(base_s=5e-3, token_s=30e-6, pair_s=0.0, noise=0.0, seed=1):
 
 def request(name, num_prompt: int, num_out: int, seed: int = 0) -> GenerationRequest:
     prompt = (np.arange(num_prompt) % 97 + seed).astype(np.int32)
-    return GenerationRequest(str(name), prompt, max_tokens=num_out, ignore_eos=True)
+    return GenerationRequest(
+        str(name), prompt, max_tokens=num_out, sampling=SamplingParams(ignore_eos=True)
+    )
 
 
 def poisson(rate: float, seconds: float, lengths, num_out: int, seed: int = 1):
@@ -369,7 +370,7 @@ def test_requests_get_their_tokens_at_any_target(
     cost_s = affine(1e-3, 50e-6, noise=noise, seed=seed)
     run = Simulation(cost_s, target, pp, limits).run(arrivals)
     assert {name: output.token_ids for name, output in run.outputs.items()} == {
-        each.id: reference_tokens(each.prompt_token_ids.tolist(), each.max_tokens, frozenset(), 0)
+        each.id: reference_tokens(each.prompt.tolist(), each.max_tokens, frozenset(), 0)
         for _, each in arrivals
     }
     assert run.scheduler.num_free_blocks == num_blocks - 1

@@ -21,7 +21,7 @@ from tests.support.exhaustive import seeds
 from worker_client.errors import InvalidSchedulerOutput, KVPlanError, RequestError
 from worker_client.group.adoption import AdoptedRequest
 from worker_client.group.kv_planning import choose_groups, fit_max_model_len
-from worker_client.requests import GenerationRequest
+from worker_client.requests import GenerationRequest, SamplingParams
 from worker_client.scheduler import Scheduler, SchedulerLimits
 from worker_client.scheduler_output import NewRequest, SchedulerOutput, StepResult
 from worker_client.steps.slots import SlotTable
@@ -241,7 +241,12 @@ def test_nobody_reads_what_another_wrote_and_no_block_is_lost(seed):
         most = rng.randint(1, 80 - len(prompt))
         requests[str(index)] = prompt, most
         scheduler.add_request(
-            GenerationRequest(str(index), np.array(prompt, np.int32), most, ignore_eos=True)
+            GenerationRequest(
+                str(index),
+                np.array(prompt, np.int32),
+                most,
+                sampling=SamplingParams(ignore_eos=True),
+            )
         )
     done, in_flight, seq = {}, [], 0
     while scheduler.has_unfinished_requests() or in_flight:
@@ -290,7 +295,9 @@ def test_request_of_twenty_windows_stays_within_its_bound():
     assert limits.num_blocks - 1 == -(-(15 + 8) // 4) + 1
     workers, scheduler = make_workers(limits), Scheduler(limits)
     prompt = np.arange(200, dtype=np.int32)
-    scheduler.add_request(GenerationRequest("long", prompt, 150, ignore_eos=True))
+    scheduler.add_request(
+        GenerationRequest("long", prompt, 150, sampling=SamplingParams(ignore_eos=True))
+    )
     seq = 0
     while scheduler.has_unfinished_requests():
         output = scheduler.schedule()
@@ -299,7 +306,9 @@ def test_request_of_twenty_windows_stays_within_its_bound():
     assert scheduler.num_free_blocks == limits.num_blocks - 1
     with pytest.raises(RequestError, match="do not fit"):
         few = SchedulerLimits(2, 8, 400, limits.num_blocks - 1, 4, groups=groups)
-        Scheduler(few).add_request(GenerationRequest("long", prompt, 150, ignore_eos=True))
+        Scheduler(few).add_request(
+            GenerationRequest("long", prompt, 150, sampling=SamplingParams(ignore_eos=True))
+        )
 
 
 # The judge.

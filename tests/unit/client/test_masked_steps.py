@@ -15,6 +15,7 @@ from examples.static_batches import StaticBatches
 from rpc_schema.errors import ErrorCode
 from rpc_schema.structured import StructuredOutput
 from tests.support.fake_daemon import VOCAB_SIZE, Fault
+from tests.support.flat_requests import changed
 from tests.unit.client.conftest import worker_config
 from tests.unit.client.test_driver import (
     EndlessScheduler,
@@ -142,7 +143,7 @@ class HandGrammars:
 def with_grammars(requests, rng, share=0.5):
     """Some requests get a grammar, whose text is their id."""
     return [
-        replace(request, structured_outputs=StructuredOutput(kind="regex", text=request.id))
+        changed(request, structured_outputs=StructuredOutput(kind="regex", text=request.id))
         if rng.random() < share
         else request
         for request in requests
@@ -200,7 +201,7 @@ def test_every_token_of_a_request_has_its_mask(fakes, connect, kind, pp, trouble
     needed = {
         (request.id, index)
         for request in requests
-        if request.structured_outputs is not None
+        if request.sampling.structured_outputs is not None
         for index in range(len(wanted[request.id]))
     }
     assert needed <= grammars.masks, seed
@@ -213,12 +214,12 @@ def test_requests_in_one_state_share_a_mask(fakes, connect, monkeypatch):
     """Those of one grammar with the same output so far."""
     rng = random.Random(random.randrange(1 << 30))
     first, *others = random_requests(rng, 5)
-    first = replace(first, prompt_token_ids=first.prompt_token_ids[:1], max_tokens=9)
-    alike = [replace(first, id=f"alike{n}", ignore_eos=True) for n in range(4)]
+    first = replace(first, prompt=first.prompt[:1], max_tokens=9)
+    alike = [changed(first, id=f"alike{n}", ignore_eos=True) for n in range(4)]
     numbers = []
     for text in ("one", None):
         requests = [
-            replace(each, structured_outputs=StructuredOutput(kind="regex", text=text or each.id))
+            changed(each, structured_outputs=StructuredOutput(kind="regex", text=text or each.id))
             for each in [*alike, *others]
         ]
         _, driver = driver_of(fakes, connect, HandGrammars())
@@ -242,7 +243,7 @@ def test_requests_in_one_state_share_a_mask(fakes, connect, monkeypatch):
 def test_requests_are_ended_by_their_grammars_alone(fakes, connect):
     rng = random.Random(4)
     requests = [
-        replace(r, max_tokens=20, ignore_eos=True, stop_token_ids=())
+        changed(r, max_tokens=20, ignore_eos=True, stop_token_ids=())
         for r in with_grammars(random_requests(rng, 6), rng, share=1)
     ]
     grammars = HandGrammars(
@@ -328,12 +329,12 @@ def test_rows_that_share_a_mask_stay_in_one_message(fakes, connect, monkeypatch)
     for bound in ("MAX_STEP_MASK_BYTES", "MAX_MASK_BYTES"):
         monkeypatch.setattr(masked_steps, bound, 4 * HandGrammars.num_words)
     (first,) = random_requests(random.Random(9), 1)
-    first = replace(first, prompt_token_ids=first.prompt_token_ids[:1], max_tokens=9)
-    wanted = expected(replace(first, ignore_eos=True))
+    first = replace(first, prompt=first.prompt[:1], max_tokens=9)
+    wanted = expected(changed(first, ignore_eos=True))
     for text, most in (("one", 6), (None, 1)):
-        requests = [replace(first, id=f"r{n}", ignore_eos=True) for n in range(6)]
+        requests = [changed(first, id=f"r{n}", ignore_eos=True) for n in range(6)]
         requests = [
-            replace(each, structured_outputs=StructuredOutput(kind="regex", text=text or each.id))
+            changed(each, structured_outputs=StructuredOutput(kind="regex", text=text or each.id))
             for each in requests
         ]
         _, driver = driver_of(fakes, connect, HandGrammars())
@@ -416,7 +417,7 @@ def test_an_id_in_use_is_refused_at_once(fakes, connect, kind):
     _, driver = driver_of(fakes, connect, grammars, kind)
     driver.add_request(first)
     driver.step()
-    with_grammar = replace(first, structured_outputs=StructuredOutput(kind="regex", text="x"))
+    with_grammar = changed(first, structured_outputs=StructuredOutput(kind="regex", text="x"))
     with pytest.raises(RequestError, match="in use"):
         driver.add_request(with_grammar)
     waiting = replace(with_grammar, id=second.id)
@@ -426,12 +427,12 @@ def test_an_id_in_use_is_refused_at_once(fakes, connect, kind):
             driver.add_request(clashing)
     driver.add_request(replace(third, id=sample_id(third.id, 1)))
     with pytest.raises(RequestError, match="in use"):
-        driver.add_request(replace(with_grammar, id=third.id, n=2))
+        driver.add_request(changed(with_grammar, id=third.id, n=2))
     driver.abort_request(sample_id(third.id, 1))
-    too_long = replace(with_grammar, id="long", prompt_token_ids=np.zeros(500, np.int32))
+    too_long = replace(with_grammar, id="long", prompt=np.zeros(500, np.int32))
     with pytest.raises(RequestError) as refused:
         driver.add_request(too_long)
-    assert refused.value.field == "prompt_token_ids"
+    assert refused.value.field == "prompt"
     driver.abort_request(second.id)
     driver.add_request(second)
     grammars.may_go = True
@@ -472,5 +473,5 @@ def test_a_driver_without_grammars_refuses_such_requests(fakes, connect):
     (request,) = with_grammars(random_requests(random.Random(1), 1), random.Random(1), share=1)
     with pytest.raises(RequestError) as refused:
         driver.add_request(request)
-    assert refused.value.field == "structured_outputs"
+    assert refused.value.field == "sampling.structured_outputs"
     assert not driver.busy

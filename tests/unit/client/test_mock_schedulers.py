@@ -49,5 +49,5 @@ def test_trace_scheduler(fakes, connect):
         driver.add_request(request)
     outputs = {output.req_id: output.token_ids for output in driver.run()}
     for request in requests:
-        prompt = request.prompt_token_ids.tolist()
+        prompt = request.prompt.tolist()
         assert outputs[request.id] == reference_tokens(prompt, request.max_tokens, frozenset())

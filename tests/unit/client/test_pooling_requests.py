@@ -15,6 +15,7 @@ from rpc_schema.pooling import (
 )
 from rpc_schema.sampling import RandomSampling
 from rpc_schema.structured import StructuredOutput
+from tests.support.flat_requests import flat_request, path_of
 from worker_client.errors import InvalidSchedulerOutput, RequestError
 from worker_client.inputs.request_checks import validated
 from worker_client.inputs.request_parser import RequestParser
@@ -156,8 +157,8 @@ def test_requests_with_pooling_are_checked():
         {"stop": ("a",)},
     ):
         with pytest.raises(RequestError) as caught:
-            validated(GenerationRequest("a", prompt, pooling=good.pooling, **fields))
-        assert caught.value.field == next(iter(fields))
+            validated(flat_request("a", prompt, pooling=good.pooling, **fields))
+        assert caught.value.field == path_of(next(iter(fields)))
     with pytest.raises(RequestError, match="no id yet"):
         validated(GenerationRequest("a", prompt, pooling=good.pooling, lora="b")).extensions(())
     parse = RequestParser(None).parse

@@ -12,7 +12,7 @@ from tests.unit.client.conftest import worker_config
 from worker_client.driver import Driver
 from worker_client.driver_parts.kept_prefixes import NOTE_INTERVAL, KeptPrefixes
 from worker_client.group.adoption import AdoptedRequest
-from worker_client.requests import GenerationRequest
+from worker_client.requests import GenerationRequest, SamplingParams
 from worker_client.scheduler import Scheduler, SchedulerLimits
 from worker_client.scheduler_output import StepResult
 from worker_client.steps.cached_blocks import NO_CACHED_BLOCKS, CachedBlocks
@@ -29,7 +29,10 @@ LIMITS = SchedulerLimits(
 
 def request(name, tokens, max_tokens=8):
     return GenerationRequest(
-        id=name, prompt_token_ids=np.array(tokens, np.int32), max_tokens=max_tokens, ignore_eos=True
+        id=name,
+        prompt=np.array(tokens, np.int32),
+        max_tokens=max_tokens,
+        sampling=SamplingParams(ignore_eos=True),
     )
 
 

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from rpc_schema.errors import DrainingError, ErrorCode
+from tests.support.flat_requests import flat_request
 from tests.support.uploading_ranks import CHUNK_ROWS, HIDDEN, UploadingRanks, refusal, tensor
 from worker_client.driver import Driver
 from worker_client.driver_parts.request_uploads import (
@@ -16,7 +17,6 @@ from worker_client.driver_parts.request_uploads import (
     UploadsPart,
 )
 from worker_client.errors import RequestError, WorkerDied
-from worker_client.requests import GenerationRequest
 from worker_client.scheduler import Scheduler, SchedulerLimits
 from worker_client.scheduler_output import StepResult
 
@@ -56,7 +56,7 @@ class Answer:
 def request(req_id, embeds=None, max_tokens=3, **fields):
     rows = 5 if embeds is None else embeds.shape[0]
     ids = np.zeros(min(rows, 100), np.int32)
-    return GenerationRequest(req_id, ids, max_tokens, prompt_embeds=embeds, **fields)
+    return flat_request(req_id, ids, max_tokens, prompt_embeds=embeds, **fields)
 
 
 def admitted(ranks):
@@ -234,16 +234,14 @@ def wrong(**fields):
         (wrong(prompt_embeds_at=[(-1, 5)]), "prompt_embeds_at"),
         (wrong(prompt_embeds_at=[(0, 3), (2, 2)]), "PromptEmbeds.ranges"),
         (wrong(prompt_embeds_at=[(4, 5)]), "PromptEmbeds.ranges"),
-        (wrong(prompt_token_ids=np.zeros(200, np.int32)), "prompt_token_ids"),
+        (wrong(prompt=np.zeros(200, np.int32)), "prompt"),
     ],
 )
 def test_what_no_daemon_would_take_is_refused_before_anything_is_sent(fields, field):
     ranks = Ranks()
     driver = Driver(ranks, Scheduler(LIMITS))
     with pytest.raises(RequestError) as refused:
-        driver.add_request(
-            GenerationRequest(**{"id": "r", "prompt_token_ids": np.zeros(8, np.int32), **fields})
-        )
+        driver.add_request(flat_request(**{"id": "r", "prompt": np.zeros(8, np.int32), **fields}))
     assert refused.value.field == field
     assert refused.value.fix
     assert not driver.busy and not ranks.num_chunks

@@ -5,11 +5,12 @@ import json
 import numpy as np
 import pytest
 
+from tests.support.flat_requests import flat_request, path_of
 from worker_client.cli.session import read_inputs
 from worker_client.errors import RequestError
 from worker_client.inputs.request_checks import check_fits
 from worker_client.inputs.request_parser import RequestParser
-from worker_client.requests import GenerationRequest, derived_seed
+from worker_client.requests import derived_seed
 from worker_client.scheduler import Scheduler, SchedulerLimits
 
 
@@ -21,8 +22,8 @@ def parse(fields, **options):
 
 def test_fields_and_defaults():
     request = parse({"prompt": "ab"}, seed=9)
-    assert (request.id, request.prompt_token_ids.tolist()) == ("4", [97, 98])
-    assert (request.temperature, request.seed) == (0.0, derived_seed(9, 4))
+    assert (request.id, request.prompt.tolist()) == ("4", [97, 98])
+    assert (request.sampling.temperature, request.sampling.seed) == (0.0, derived_seed(9, 4))
     given = {
         "id": "x", "prompt_token_ids": [3, 4], "max_tokens": 5, "temperature": 1, "top_p": 0.5,
         "top_k": 7, "min_p": 0.1, "seed": 8, "min_tokens": 2, "ignore_eos": True,
@@ -31,19 +32,21 @@ def test_fields_and_defaults():
     }  # fmt: skip
     rules = {"logit_bias": {"3": 1, "70": -2.5}, "allowed_token_ids": [5, 3], "bad_words": [[4, 5]]}
     request = parse({**given, **rules})
-    assert request.logit_bias == {3: 1.0, 70: -2.5}
-    assert request.allowed_token_ids == (5, 3) and request.bad_words == ((4, 5),)
-    assert request.prompt_token_ids.tolist() == given.pop("prompt_token_ids")
-    assert request.stop_token_ids == tuple(given.pop("stop_token_ids"))
-    assert all(getattr(request, field) == value for field, value in given.items())
-    assert request.stop_ids([2]) == (1,)
-    assert parse({"prompt": "a"}).stop_ids([2]) == (2,)
+    assert request.sampling.logit_bias == {3: 1.0, 70: -2.5}
+    assert request.sampling.allowed_token_ids == (5, 3) and request.sampling.bad_words == ((4, 5),)
+    assert request.prompt.tolist() == given.pop("prompt_token_ids")
+    assert request.sampling.stop_token_ids == tuple(given.pop("stop_token_ids"))
+    assert (request.id, request.max_tokens) == (given.pop("id"), given.pop("max_tokens"))
+    assert all(getattr(request.sampling, field) == value for field, value in given.items())
+    assert request.sampling.stop_ids([2]) == (1,)
+    assert parse({"prompt": "a"}).sampling.stop_ids([2]) == (2,)
 
 
 def test_requests_without_seeds_differ():
-    seeds = {parse({"prompt": "a"}).seed for _ in range(20)}
+    seeds = {parse({"prompt": "a"}).sampling.seed for _ in range(20)}
     assert len(seeds) == 20
-    assert parse({"prompt": "a"}, seed=1).seed != parse({"prompt": "a"}, seed=2).seed
+    one, two = (parse({"prompt": "a"}, seed=seed) for seed in (1, 2))
+    assert one.sampling.seed != two.sampling.seed
 
 
 @pytest.mark.parametrize(
@@ -52,7 +55,7 @@ def test_requests_without_seeds_differ():
         ({}, "prompt"),
         ({"prompt": "a", "prompt_token_ids": [1]}, "prompt"),
         ({"prompt": 3}, "prompt"),
-        ({"prompt": ""}, "prompt_token_ids"),
+        ({"prompt": ""}, "prompt"),
         ({"prompt_token_ids": []}, "prompt_token_ids"),
         ({"prompt_token_ids": [1, -2]}, "prompt_token_ids"),
         ({"prompt_token_ids": [2**31]}, "prompt_token_ids"),
@@ -122,7 +125,7 @@ def test_bad_words_of_text_are_banned_with_a_space_before_them_too():
 
     parser = RequestParser(encode, encode_word=encode)
     line = json.dumps({"prompt": "a", "bad_words": ["ab", " ab", [7, 8]]})
-    assert set(parser.parse(line, 0).bad_words) == {(97, 98), (32, 97, 98), (7, 8)}
+    assert set(parser.parse(line, 0).sampling.bad_words) == {(97, 98), (32, 97, 98), (7, 8)}
 
 
 def test_rules_on_tokens_are_checked_against_the_model():
@@ -134,10 +137,10 @@ def test_rules_on_tokens_are_checked_against_the_model():
         ({"logprob_token_ids": (3, 12)}, "logprob_token_ids"),
         ({"bad_words": ((3, 12),)}, "bad_words"),
     ):
-        request = GenerationRequest("a", np.array([5], np.int32), **rules)
+        request = flat_request("a", np.array([5], np.int32), **rules)
         with pytest.raises(RequestError) as refused:
             Scheduler(limits).add_request(request)
-        assert (refused.value.field, bool(refused.value.fix)) == (field, True)
+        assert (refused.value.field, bool(refused.value.fix)) == (path_of(field), True)
 
 
 def test_requests_are_checked_against_the_model():

@@ -8,6 +8,7 @@ import pytest
 
 from benchmarks.demo_model import make_demo_model
 from tests.support.fake_daemon import reference_tokens
+from tests.support.flat_requests import flat_request
 from tests.unit.client.conftest import worker_config
 from worker_client.cli.session import read_inputs
 from worker_client.driver import Driver
@@ -15,7 +16,7 @@ from worker_client.errors import RequestError
 from worker_client.group.adoption import AdoptedRequest
 from worker_client.inputs.stop_strings import StopWatch
 from worker_client.inputs.tokenizer import load_tokenizer
-from worker_client.requests import GenerationRequest, derived_seed, forked
+from worker_client.requests import derived_seed, forked
 from worker_client.scheduler import Scheduler, SchedulerLimits, scheduler_limits
 from worker_client.scheduler_output import StepResult
 
@@ -33,7 +34,7 @@ class Letters:
 
 
 def request(name="a", prompt=(1, 2, 3), **fields):
-    return GenerationRequest(name, np.array(prompt, np.int32), **fields)
+    return flat_request(name, np.array(prompt, np.int32), **fields)
 
 
 def sampled(scheduler, text):
@@ -75,21 +76,31 @@ def test_samples_wait_for_the_prompt_of_the_first_and_share_its_blocks(fakes, co
     assert outputs["b"].index is None
     assert [outputs[f"a#{i}"].num_cached_tokens for i in range(4)] == [0, 40, 40, 40]
     for sample in forked(several):
-        assert outputs[sample.id].token_ids == reference_tokens(prompt, 9, frozenset(), sample.seed)
+        assert outputs[sample.id].token_ids == reference_tokens(
+            prompt, 9, frozenset(), sample.sampling.seed
+        )
 
 
 def test_seeds_are_derived_and_prompts_reported_once():
     samples = forked(request(n=3, temperature=1.0, seed=5, prompt_logprobs=1))
-    assert [sample.seed for sample in samples] == [5, derived_seed(5, 1), derived_seed(5, 2)]
-    assert [sample.prompt_logprobs for sample in samples] == [1, None, None]
+    assert [sample.sampling.seed for sample in samples] == [
+        5,
+        derived_seed(5, 1),
+        derived_seed(5, 2),
+    ]
+    assert [sample.sampling.prompt_logprobs for sample in samples] == [1, None, None]
     alone = request()
     assert forked(alone) == (alone,)
 
 
 def test_seed_0_is_a_seed():
     samples = forked(request(n=3, temperature=1.0, seed=0))
-    assert [sample.seed for sample in samples] == [0, derived_seed(0, 1), derived_seed(0, 2)]
-    assert len({sample.seed for sample in samples}) == 3
+    assert [sample.sampling.seed for sample in samples] == [
+        0,
+        derived_seed(0, 1),
+        derived_seed(0, 2),
+    ]
+    assert len({sample.sampling.seed for sample in samples}) == 3
 
 
 def test_samples_that_cannot_all_be_queued_are_not():

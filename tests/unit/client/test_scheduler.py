@@ -10,17 +10,14 @@ import numpy as np
 import pytest
 
 from rpc_schema.lora_request import LoraRequest
-from rpc_schema.sampling import (
-    GrammarMasks,
-    SamplingParams,
-    StopTokens,
-)
+from rpc_schema.sampling import GrammarMasks, StopTokens
 from tests.support.exhaustive import seeds
 from tests.support.fake_daemon import EOS, VOCAB_SIZE, next_token, reference_tokens
+from tests.support.flat_requests import flat_request, path_of
 from tests.unit.client.conftest import worker_config
 from worker_client.driver import Driver
 from worker_client.errors import RequestError, SchedulerStalled
-from worker_client.requests import GenerationRequest
+from worker_client.requests import GenerationRequest, SamplingParams
 from worker_client.scheduler import Scheduler, SchedulerLimits, scheduler_limits
 from worker_client.scheduler_output import StepResult
 from worker_client.steps.slots import MAX_ADMITTED_TOKENS
@@ -49,21 +46,25 @@ def random_requests(rng: random.Random, count: int, longest: int = 60) -> list[G
         requests.append(
             GenerationRequest(
                 id=f"r{index}",
-                prompt_token_ids=np.array(prompt[:longest], np.int32),
+                prompt=np.array(prompt[:longest], np.int32),
                 max_tokens=rng.randrange(1, 40),
-                ignore_eos=rng.random() < 0.5,
-                stop_token_ids=tuple(rng.sample(range(VOCAB_SIZE), rng.choice([0, 20]))),
-                temperature=float(seed > 0),
-                seed=seed,
+                sampling=SamplingParams(
+                    ignore_eos=rng.random() < 0.5,
+                    stop_token_ids=tuple(rng.sample(range(VOCAB_SIZE), rng.choice([0, 20]))),
+                    temperature=float(seed > 0),
+                    seed=seed,
+                ),
             )
         )
     return requests
 
 
 def expected(request: GenerationRequest, max_model_len: int = 10**9) -> list[int]:
-    prompt = request.prompt_token_ids.tolist()
+    prompt = request.prompt.tolist()
     num = min(request.max_tokens, max_model_len - len(prompt))
-    return reference_tokens(prompt, num, frozenset(request.stop_ids((EOS,))), request.seed)
+    return reference_tokens(
+        prompt, num, frozenset(request.sampling.stop_ids((EOS,))), request.sampling.seed
+    )
 
 
 @pytest.mark.parametrize("pp", [1, 2, 3])
@@ -99,13 +100,13 @@ POISON = frozenset(range(100, 120))
 def until_poison(request: GenerationRequest) -> tuple[list[int], str]:
     """The tokens of a request alone on a model to which POISON is not a number, and whether that
     ended it."""
-    if POISON.intersection(request.prompt_token_ids.tolist()):
+    if POISON.intersection(request.prompt.tolist()):
         return [], "error"
     tokens = expected(request)
     for count, token in enumerate(tokens[:-1], 1):
         if token in POISON:
             return tokens[:count], "error"
-    return tokens, "stop" if tokens[-1] in request.stop_ids((EOS,)) else "length"
+    return tokens, "stop" if tokens[-1] in request.sampling.stop_ids((EOS,)) else "length"
 
 
 @pytest.mark.parametrize("pp", [1, 2, 3])
@@ -135,16 +136,14 @@ def test_requests_without_numbers_fail_alone(
     requests, good = [], []
     while not good:  # all may begin alike, with poison in it
         requests = random_requests(rng, 60)
-        prompts = [request.prompt_token_ids for request in requests]
+        prompts = [request.prompt for request in requests]
         good = [prompt for prompt in prompts if POISON.isdisjoint(prompt.tolist())]
     stem = max(good, key=len)
     for index, request in enumerate(requests):  # many that share a stem, every fifth one poisoned
         if index % 2:
             tail = [rng.randrange(200, VOCAB_SIZE) for _ in range(3)]
             bad = [min(POISON)] if index % 10 == 1 else []
-            requests[index] = replace(
-                request, prompt_token_ids=np.array([*stem, *bad, *tail], np.int32)
-            )
+            requests[index] = replace(request, prompt=np.array([*stem, *bad, *tail], np.int32))
     for request in requests:
         driver.add_request(request)
     outputs = {output.req_id: output for output in driver.run()}
@@ -169,7 +168,12 @@ def test_blocks_of_a_failed_request_are_not_shared(fakes, connect):
 
     def run(req_id: str, prompt: list[int]):
         driver.add_request(
-            GenerationRequest(req_id, np.array(prompt, np.int32), max_tokens=4, ignore_eos=True)
+            GenerationRequest(
+                req_id,
+                np.array(prompt, np.int32),
+                max_tokens=4,
+                sampling=SamplingParams(ignore_eos=True),
+            )
         )
         return next(iter(driver.run()))
 
@@ -200,7 +204,7 @@ class Model:
                 "tokens": new.token_ids.tolist(),
                 "computed": new.num_computed_tokens,
                 "blocks": list(new.block_ids),
-                "seed": SamplingParams.of(new.extensions).seed,
+                "seed": SamplingParams.of(new.extensions).seed or 0,
             }
         assert len(self.rows) <= limits.max_num_seqs
         for req_id, blocks in output.new_block_ids.items():
@@ -272,8 +276,8 @@ def test_rules_hold_under_random_load(seed):
 def test_prefix_hits_leave_one_token_to_compute():
     model = Model(make_limits(), latency=1)
     prompt = np.arange(16, dtype=np.int32)
-    first = GenerationRequest(id="a", prompt_token_ids=prompt, max_tokens=1)
-    again = GenerationRequest(id="b", prompt_token_ids=prompt, max_tokens=1)
+    first = GenerationRequest(id="a", prompt=prompt, max_tokens=1)
+    again = GenerationRequest(id="b", prompt=prompt, max_tokens=1)
     model.run([first])
     assert model.run([again])["b"].num_cached_tokens == 12
 
@@ -283,9 +287,9 @@ def test_the_pipeline_is_filled_with_different_requests():
     requests = [
         GenerationRequest(
             id=str(i),
-            prompt_token_ids=np.arange(4, dtype=np.int32) + i,
+            prompt=np.arange(4, dtype=np.int32) + i,
             max_tokens=20,
-            ignore_eos=True,
+            sampling=SamplingParams(ignore_eos=True),
         )
         for i in range(8)
     ]
@@ -301,9 +305,9 @@ def decoding(pp, num_requests):
         scheduler.add_request(
             GenerationRequest(
                 id=str(i),
-                prompt_token_ids=np.arange(5, dtype=np.int32) + i,
+                prompt=np.arange(5, dtype=np.int32) + i,
                 max_tokens=40,
-                ignore_eos=True,
+                sampling=SamplingParams(ignore_eos=True),
             )
         )
     output = scheduler.schedule()
@@ -338,7 +342,7 @@ def test_prompts_of_a_pipeline_come_in_short_steps_unless_one_is_long():
     lengths = [900, 900, 900, 5000, 100, 2048, 2047, 1]
     for i, length in enumerate(lengths):
         prompt = np.full(length, i, np.int32)
-        scheduler.add_request(GenerationRequest(id=str(i), prompt_token_ids=prompt, max_tokens=9))
+        scheduler.add_request(GenerationRequest(id=str(i), prompt=prompt, max_tokens=9))
     steps = [scheduler.schedule() for _ in range(6)]
     prompts = [[lengths[int(new.req_id)] for new in s.scheduled_new_reqs] for s in steps]
     # A quarter of what waits, but at least 2048 tokens: 2974, 2524, 2299, 1049, ...
@@ -350,7 +354,7 @@ def chunks_of(lengths: list[int], num_steps: int) -> list[list[int]]:
     scheduler = Scheduler(make_limits())
     for i, length in enumerate(lengths):
         prompt = np.full(length, i, np.int32)
-        scheduler.add_request(GenerationRequest(id=str(i), prompt_token_ids=prompt, max_tokens=9))
+        scheduler.add_request(GenerationRequest(id=str(i), prompt=prompt, max_tokens=9))
     steps = [scheduler.schedule() for _ in range(num_steps)]
     return [list(step.num_scheduled_tokens.values()) for step in steps]
 
@@ -374,9 +378,9 @@ def test_the_decode_tuple_is_reused_while_its_set_stays():
         scheduler.add_request(
             GenerationRequest(
                 id=str(i),
-                prompt_token_ids=np.arange(5, dtype=np.int32),
+                prompt=np.arange(5, dtype=np.int32),
                 max_tokens=30,
-                ignore_eos=True,
+                sampling=SamplingParams(ignore_eos=True),
             )
         )
     outputs = [scheduler.schedule() for _ in range(10)]
@@ -387,20 +391,18 @@ def test_requests_that_can_never_be_served_are_refused():
     scheduler = Scheduler(make_limits(num_blocks=5))
     prompt = np.zeros(16, np.int32)
     with pytest.raises(RequestError, match="blocks"):
-        scheduler.add_request(GenerationRequest(id="a", prompt_token_ids=prompt, max_tokens=5))
+        scheduler.add_request(GenerationRequest(id="a", prompt=prompt, max_tokens=5))
     with pytest.raises(RequestError, match="max_model_len"):
-        scheduler.add_request(GenerationRequest(id="a", prompt_token_ids=np.zeros(128, np.int32)))
-    scheduler.add_request(GenerationRequest(id="a", prompt_token_ids=prompt, max_tokens=1))
+        scheduler.add_request(GenerationRequest(id="a", prompt=np.zeros(128, np.int32)))
+    scheduler.add_request(GenerationRequest(id="a", prompt=prompt, max_tokens=1))
     with pytest.raises(RequestError, match="in use"):
-        scheduler.add_request(GenerationRequest(id="a", prompt_token_ids=prompt, max_tokens=1))
+        scheduler.add_request(GenerationRequest(id="a", prompt=prompt, max_tokens=1))
 
 
 def test_aborted_requests_leave_nothing():
     scheduler = Scheduler(make_limits())
     for i in range(3):
-        scheduler.add_request(
-            GenerationRequest(id=str(i), prompt_token_ids=np.arange(8, dtype=np.int32))
-        )
+        scheduler.add_request(GenerationRequest(id=str(i), prompt=np.arange(8, dtype=np.int32)))
     output = scheduler.schedule()
     for i in range(4):
         scheduler.abort_request(str(i))
@@ -417,24 +419,26 @@ def test_aborted_requests_leave_nothing():
         ({"temperature": -1.0}, "temperature"),
         ({"min_tokens": 99}, "min_tokens"),
         ({"stop_token_ids": (VOCAB_SIZE,)}, "stop_token_ids"),
-        ({"prompt_token_ids": np.array([1, VOCAB_SIZE], np.int32)}, "prompt_token_ids"),
-        ({"prompt_token_ids": np.array([3, -1, 3], np.int32)}, "prompt_token_ids"),
-        ({"prompt_token_ids": np.array([], np.int32)}, "prompt_token_ids"),
+        ({"prompt": np.array([1, VOCAB_SIZE], np.int32)}, "prompt"),
+        ({"prompt": np.array([3, -1, 3], np.int32)}, "prompt"),
+        ({"prompt": np.array([], np.int32)}, "prompt"),
     ],
 )
 def test_a_request_that_would_fail_its_whole_batch_is_refused(fields, field):
     scheduler = Scheduler(make_limits(vocab_size=VOCAB_SIZE))
-    defaults = {"id": "a", "prompt_token_ids": np.arange(3, dtype=np.int32)}
+    defaults = {"id": "a", "prompt": np.arange(3, dtype=np.int32)}
     with pytest.raises(RequestError) as caught:
-        scheduler.add_request(GenerationRequest(**{**defaults, **fields}))
-    assert caught.value.field == field
+        scheduler.add_request(flat_request(**{**defaults, **fields}))
+    assert caught.value.field == path_of(field)
     assert not scheduler.has_unfinished_requests()
 
 
 def test_stop_tokens_of_the_model_that_it_cannot_produce_are_ignored():
     scheduler = Scheduler(make_limits(vocab_size=VOCAB_SIZE, eos_token_ids=(EOS, VOCAB_SIZE)))
     prompt = np.arange(3, dtype=np.int32)
-    scheduler.add_request(GenerationRequest(id="a", prompt_token_ids=prompt, temperature=1e-5))
+    scheduler.add_request(
+        GenerationRequest(id="a", prompt=prompt, sampling=SamplingParams(temperature=1e-5))
+    )
     (new,) = scheduler.schedule().scheduled_new_reqs
     assert SamplingParams.of(new.extensions).stop_token_ids == (EOS,)
 
@@ -454,9 +458,7 @@ def test_stop_tokens_of_the_model_that_it_cannot_produce_are_ignored():
 )
 def test_features_that_no_daemon_would_take_are_refused_at_once(features, field):
     scheduler = Scheduler(make_limits(vocab_size=VOCAB_SIZE, eos_token_ids=(EOS,)))
-    request = GenerationRequest(
-        id="a", prompt_token_ids=np.arange(3, dtype=np.int32), features=features
-    )
+    request = GenerationRequest(id="a", prompt=np.arange(3, dtype=np.int32), features=features)
     with pytest.raises(RequestError) as refused:
         scheduler.add_request(request)
     assert refused.value.field == field
@@ -467,27 +469,27 @@ def test_what_no_step_can_admit_is_refused():
     scheduler = Scheduler(make_limits(max_model_len=10**7, num_blocks=4000, block_size=1024))
     long = np.zeros(MAX_ADMITTED_TOKENS + 1, np.int32)
     with pytest.raises(RequestError, match="admit") as caught:
-        scheduler.add_request(GenerationRequest(id="a", prompt_token_ids=long))
-    assert caught.value.field == "prompt_token_ids"
+        scheduler.add_request(GenerationRequest(id="a", prompt=long))
+    assert caught.value.field == "prompt"
     with pytest.raises(RequestError, match="admit") as caught:
-        scheduler.add_request(GenerationRequest(id="a", prompt_token_ids=long[:-9], max_tokens=11))
+        scheduler.add_request(GenerationRequest(id="a", prompt=long[:-9], max_tokens=11))
     assert caught.value.field == "max_tokens"
 
 
 def test_requests_get_a_seed_where_they_need_one():
     class Seeds(Scheduler):
         def add_request(self, request) -> None:
-            seeds.append(request.seed)
+            seeds.append(request.sampling.seed)
 
     seeds = []
     driver = Driver(None, Seeds(make_limits()))
     prompt = np.arange(3, dtype=np.int32)
     wanted = ({}, {"seed": 5, "temperature": 1.0}, *[{"temperature": 1.0}] * 20)
     for number, fields in enumerate(wanted):
-        driver.add_request(GenerationRequest(id=str(number), prompt_token_ids=prompt, **fields))
+        driver.add_request(flat_request(id=str(number), prompt=prompt, **fields))
     assert seeds[:2] == [None, 5]
     assert len(set(seeds[2:])) == 20 and None not in seeds[2:]
-    unseeded = GenerationRequest(id="a", prompt_token_ids=prompt, temperature=1.0)
+    unseeded = GenerationRequest(id="a", prompt=prompt, sampling=SamplingParams(temperature=1.0))
     with pytest.raises(RequestError, match="seeded"):
         unseeded.extensions(())
     scheduler = Scheduler(make_limits())
@@ -505,7 +507,7 @@ def test_a_scheduler_that_is_stuck_ends_the_driver(fakes, connect):
     group = connect(fakes(1))
     driver = Driver(group, Stuck(make_limits()))
     assert driver.step() == []
-    driver.add_request(GenerationRequest(id="a", prompt_token_ids=np.arange(3, dtype=np.int32)))
+    driver.add_request(GenerationRequest(id="a", prompt=np.arange(3, dtype=np.int32)))
     with pytest.raises(SchedulerStalled):
         list(driver.run())
 
@@ -528,12 +530,14 @@ def test_a_driver_s_history_is_bounded(fakes, connect):
 def test_blocks_of_requests_that_go_on_are_found_again_after_a_failure():
     scheduler = Scheduler(make_limits())
     prompt = np.arange(16, dtype=np.int32)
-    scheduler.add_request(GenerationRequest(id="on", prompt_token_ids=prompt, ignore_eos=True))
+    scheduler.add_request(
+        GenerationRequest(id="on", prompt=prompt, sampling=SamplingParams(ignore_eos=True))
+    )
     scheduler.update_from_output(scheduler.schedule(), StepResult(["on"], [9]))
     scheduler.step_failed([scheduler.schedule()], frozenset())
     for _ in range(4):
         output = scheduler.schedule()
         scheduler.update_from_output(output, StepResult(output.decode_req_ids, [9]))
-    scheduler.add_request(GenerationRequest(id="new", prompt_token_ids=prompt))
+    scheduler.add_request(GenerationRequest(id="new", prompt=prompt))
     (new,) = scheduler.schedule().scheduled_new_reqs
     assert new.num_computed_tokens == 12

@@ -12,10 +12,11 @@ import pytest
 import worker_client
 from rpc_schema import codec, step
 from rpc_schema.errors import BadFrameError
-from rpc_schema.sampling import SamplingParams, TokenLogprobs
+from rpc_schema.sampling import TokenLogprobs
 from tests.support.exhaustive import seeds
 from tests.support.fake_daemon import bitmap
 from worker_client.errors import InvalidSchedulerOutput
+from worker_client.requests import SamplingParams
 from worker_client.scheduler_output import NewRequest, SchedulerOutput
 from worker_client.steps.masks import StepMasks
 from worker_client.steps.slots import MAX_ADMITTED_TOKENS, SlotTable

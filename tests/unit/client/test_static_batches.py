@@ -16,6 +16,7 @@ from examples.static_batches import StaticBatches
 from rpc_schema.errors import ErrorCode
 from rpc_schema.sampling import MAX_STOP_TOKEN_IDS
 from tests.support.fake_daemon import EOS, VOCAB_SIZE, Fault
+from tests.support.flat_requests import changed, path_of
 from tests.unit.client.conftest import worker_config
 from tests.unit.client.test_scheduler import expected, make_limits, random_requests
 from worker_client.driver import Driver
@@ -109,7 +110,7 @@ def test_what_can_never_be_served_changes_nothing():
         {"stop_token_ids": (VOCAB_SIZE,)},
     ):
         with pytest.raises(RequestError):
-            scheduler.add_request(replace(request, **fields_of_another))
+            scheduler.add_request(changed(request, **fields_of_another))
     assert not scheduler.has_unfinished_requests() and scheduler.schedule() is None
     scheduler.add_request(replace(request, max_tokens=2))
     with pytest.raises(RequestError, match="in use"):
@@ -135,6 +136,6 @@ def test_admissions_that_outgrow_a_message_are_split_over_steps():
         scheduler = StaticBatches(replace(limits, eos_token_ids=(MAX_STOP_TOKEN_IDS,)))
         request = GenerationRequest("long", prompt, max_tokens=5)
         with pytest.raises(RequestError) as refused:
-            scheduler.add_request(replace(request, **fields_of_another))
-        assert refused.value.field == field
+            scheduler.add_request(changed(request, **fields_of_another))
+        assert refused.value.field == path_of(field)
         scheduler.add_request(request)

@@ -12,7 +12,7 @@ from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 
 from worker_client.inputs.text_stream import StreamedText
 from worker_client.inputs.tokenizer import MAX_WINDOW, REPLACEMENT, Tokenizer
-from worker_client.requests import GenerationRequest
+from worker_client.requests import GenerationRequest, SamplingParams
 from worker_client.scheduler import RequestOutput, Scheduler, SchedulerLimits
 from worker_client.scheduler_output import StepResult
 
@@ -205,10 +205,13 @@ def test_a_stop_string_that_comes_too_early_is_shown(tmp_path, min_tokens):
     tokens = [reference.token_to_id(each) for each in "ab.ab.ab.ab."]
     scheduler = Scheduler(SchedulerLimits(8, 16, 128, 64, 4, vocab_size=400), ours)
     request = GenerationRequest(
-        "a", np.array([1], np.int32), 12, min_tokens=min_tokens, stop=("b.a", ".ab.")
+        "a",
+        np.array([1], np.int32),
+        12,
+        sampling=SamplingParams(min_tokens=min_tokens, stop=("b.a", ".ab.")),
     )
     scheduler.add_request(request)
-    streamed, shown, outputs, sent = StreamedText(ours, request.stop), "", [], 0
+    streamed, shown, outputs, sent = StreamedText(ours, request.sampling.stop), "", [], 0
     while not outputs:
         output = scheduler.schedule()
         outputs = scheduler.update_from_output(output, StepResult(["a"], [tokens[sent]]))

@@ -1,5 +1,7 @@
 """Fields of vLLM's requests: translated, left to vLLM, or refused; and which requests are known."""
 
+import json
+from pathlib import Path
 from types import SimpleNamespace
 
 import msgspec
@@ -10,11 +12,11 @@ from hypothesis import strategies as st
 
 from rpc_schema.pooling import MAX_POOLED_BYTES, PooledTask, PoolingParams, PoolingSupport
 from rpc_schema.sampling import MAX_STOP_TOKEN_IDS
-from rpc_schema.sampling import SamplingParams as Ours
 from rpc_schema.token_rules import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, MAX_BIASED_TOKENS
 from tests.support import vllm_shapes as vllm
 from worker_client.errors import ClientError, RequestError
 from worker_client.parts.interface import ModelBounds
+from worker_client.requests import SamplingParams as Ours
 from worker_client.steps.step_checks import MAX_ADMITTED_TOKENS, MAX_ID_LENGTH, id_fault
 from worker_client.vllm.requests import (
     SAMPLING_FIELDS,
@@ -128,6 +130,12 @@ def test_fields_that_are_not_served_are_refused_by_name(fields, named):
     assert caught.value.field == named
 
 
+def test_our_options_have_the_names_of_vllms():
+    """As its golden file lists them."""
+    theirs = json.loads(Path("tests/vllm/surface.json").read_text())["structs"]["SamplingParams"]
+    assert {*Ours.__struct_fields__} - {*theirs} == {"logits_processors"}  # there in extra_args
+
+
 @pytest.mark.parametrize("value", [None, False])
 def test_unserved_field_that_is_off_is_let_through(value):
     check_fields(vllm.SamplingParams(watermarking=value), SAMPLING_FIELDS)
@@ -211,16 +219,16 @@ def refusal(requests, req_id="a", num_prompt_tokens=5, **fields):
         ({"min_tokens": 1, "_all_stop_token_ids": set(range(MAX_STOP_TOKEN_IDS + 1))}, "token_ids"),
         ({"min_tokens": 1, "_all_stop_token_ids": {-4}}, "token_ids"),
         ({"min_tokens": 1, "_all_stop_token_ids": {2**40}}, "token_ids"),
-        ({"logit_bias": dict.fromkeys(range(MAX_BIASED_TOKENS + 1), 1.0)}, "LogitBias"),
+        ({"logit_bias": dict.fromkeys(range(MAX_BIASED_TOKENS + 1), 1.0)}, "logit_bias"),
         ({"logit_bias": {VOCAB_SIZE: 1.0}}, "logit_bias"),
         ({"logit_bias": {2**40: 1.0}}, "logit_bias"),
-        ({"allowed_token_ids": list(range(4097))}, "AllowedTokens"),
+        ({"allowed_token_ids": list(range(4097))}, "allowed_token_ids"),
         ({"allowed_token_ids": [VOCAB_SIZE]}, "allowed_token_ids"),
-        ({"_bad_words_token_ids": [[1]] * (MAX_BAD_WORDS + 1)}, "BadWords"),
+        ({"_bad_words_token_ids": [[1]] * (MAX_BAD_WORDS + 1)}, "bad_words"),
         ({"_bad_words_token_ids": [[1] * (MAX_BAD_WORD_TOKENS + 1)]}, "bad_words"),
-        ({"logprob_token_ids": list(range(129))}, "LogprobTokens"),
-        ({"logprobs": 21}, "LogprobsWanted"),
-        ({"prompt_logprobs": -1}, "PromptLogprobsWanted"),
+        ({"logprob_token_ids": list(range(129))}, "logprob_token_ids"),
+        ({"logprobs": 21}, "logprobs"),
+        ({"prompt_logprobs": -1}, "prompt_logprobs"),
         ({"temperature": 1e9}, "temperature"),
         ({"temperature": 1.0, "top_k": 2**40}, "top_k"),
         ({"repetition_penalty": 1e5}, "repetition_penalty"),

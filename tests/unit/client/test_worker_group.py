@@ -63,7 +63,7 @@ def serve(group: WorkerGroup, model, count: int = 10, pp: int = 1) -> Driver:
     driver = Driver(group, Scheduler(limits))
     for i in range(count):
         prompt = np.arange(i + 1, dtype=np.int32)
-        driver.add_request(GenerationRequest(id=str(i), prompt_token_ids=prompt, max_tokens=12))
+        driver.add_request(GenerationRequest(id=str(i), prompt=prompt, max_tokens=12))
     outputs = {output.req_id: output.token_ids for output in driver.run()}
     for i in range(count):
         tokens = list(range(i + 1))
@@ -597,7 +597,7 @@ def test_long_prompts_are_sent_whole(fakes, connect):
     limits = SchedulerLimits(8, 70_000, model.max_model_len, model.num_blocks, 1024)
     driver = Driver(group, Scheduler(limits))
     prompt = np.arange(139_000, dtype=np.int32) % 1000
-    driver.add_request(GenerationRequest(id="long", prompt_token_ids=prompt, max_tokens=2))
+    driver.add_request(GenerationRequest(id="long", prompt=prompt, max_tokens=2))
     (output,) = driver.run()
     assert output.token_ids[0] == next_token(prompt)
 

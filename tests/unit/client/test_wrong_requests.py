@@ -2,7 +2,7 @@
 it is left in a driver, its scheduler and its uploads."""
 
 import random
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import numpy as np
 import pytest
@@ -20,6 +20,7 @@ from rpc_schema.sampling import (
 )
 from rpc_schema.structured import StructuredOutput
 from rpc_schema.token_rules import AllowedTokens, BadWords, LogitBias, Penalties
+from tests.support.flat_requests import flat_request, path_of
 from tests.support.fuzz_requests import Listed, Number, Raising, odd_request
 from tests.unit.client.test_request_uploads import Ranks, uploads_of
 from worker_client.driver import Driver
@@ -27,9 +28,8 @@ from worker_client.errors import RequestError
 from worker_client.group.loras import GroupLoras
 from worker_client.inputs.host_tensor import HostTensor
 from worker_client.inputs.request_checks import validated
-from worker_client.inputs.request_fields import FIELDS_OF
 from worker_client.parts.registry import KINDS
-from worker_client.requests import GenerationRequest
+from worker_client.requests import GenerationRequest, SamplingParams
 from worker_client.scheduler import Scheduler, SchedulerLimits
 from worker_client.scheduler.request import group_bounds
 from worker_client.steps.slots import SlotTable
@@ -56,7 +56,7 @@ OWN_FIELDS = (
 """Extensions that requests have by fields: one of each."""
 WRONG = {
     "id": (None, 5, b"a", "", "\ud800", "x" * 257, ("a",), Raising(ValueError)),
-    "prompt_token_ids": (
+    "prompt": (
         *(None, "123", b"123", 5, "", [], [1.0], [True], [None], ["1"], [[1]], [-1], [2**31]),
         *([HUGE], {1}, {1: 1}, range(3), (n for n in [1]), Listed([1]), Raising(MemoryError)),
         *(np.array([1.5]), np.array([[1]]), np.array(1), np.array([-1]), np.array([True])),
@@ -98,11 +98,12 @@ WRONG = {
     ),
     "prompt_embeds_at": (None, 5, [1], [(0,)], [(0, 1, 2)], [(-1, 1)], [("0", 1)], [(0, 1)]),
     "features": (None, 5, [], "ab", *((extension,) for extension in OWN_FIELDS)),
+    "sampling": (None, 5, {"temperature": 1.0}, PoolingParams(task="embed"), SamplingParams),
 }
 """Values that are refused, by field."""
 
 NEAR = {
-    "prompt_token_ids": (
+    "prompt": (
         *([1, 2], (1, 2), [np.int64(1), 2], np.array([1, 2]), np.array([1, 2], np.uint8)),
         np.array([1, 9, 2], ">i4")[::2],
     ),
@@ -118,9 +119,14 @@ NEAR = {
 """Values that are taken, by field."""
 
 
+def test_there_are_wrong_values_of_every_field():
+    names = {field.name for field in fields(GenerationRequest)}
+    assert names | {*SamplingParams.__struct_fields__} == WRONG.keys()
+
+
 def request(**fields):
-    own = {"id": "r", "prompt_token_ids": np.array([1, 2, 3], np.int32), "max_tokens": 4}
-    return GenerationRequest(**{**own, **fields})
+    own = {"id": "r", "prompt": np.array([1, 2, 3], np.int32), "max_tokens": 4}
+    return flat_request(**{**own, **fields})
 
 
 def state(driver):
@@ -141,7 +147,7 @@ def test_a_wrong_value_is_refused_by_its_field_and_leaves_nothing(field):
     for value in WRONG[field]:
         with pytest.raises(RequestError) as refused:
             driver.add_request(request(**{field: value}))
-        assert refused.value.field == field, refused.value
+        assert refused.value.field == path_of(field), refused.value
         assert refused.value.fix and len(str(refused.value).encode()) < 2000
         assert state(driver) == before
         if field != "lora":  # whose adapter's id is missing anyway
@@ -157,8 +163,8 @@ def test_a_wrong_value_is_refused_by_its_field_and_leaves_nothing(field):
 def test_values_that_are_meant_become_plain_ones(field):
     for value in NEAR[field]:
         plain = validated(request(**{field: value}))
-        found = getattr(plain, field)
-        if field == "prompt_token_ids":
+        found = getattr(plain if hasattr(plain, field) else plain.sampling, field)
+        if field == "prompt":
             assert found.dtype == np.int32 and found.tolist() == [1, 2]
         else:
             assert not isinstance(found, np.generic | np.ndarray | list)
@@ -286,4 +292,4 @@ def test_random_values_are_taken_or_refused():
 
 def test_extensions_with_fields_are_all_known():
     features = {LoraRequest, PromptEmbeds}
-    assert {*KINDS} - features == {type(each) for each in OWN_FIELDS} == {*FIELDS_OF}
+    assert {*KINDS} - features == {type(each) for each in OWN_FIELDS}

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from rpc_schema.sampling import SamplingParams
 from rpc_schema.step import ExecuteModel, NewRequestData
+from worker_client.requests import SamplingParams
 from worker_daemon.runner.parts.registry import make_parts
 from worker_daemon.runner.request_state import RequestState
 from worker_daemon.sample.sampler import TorchSampling

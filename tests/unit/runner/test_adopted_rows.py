@@ -11,8 +11,9 @@ from row_steps import Admission, NaiveRows, Plan, StepGenerator, encode, int32s,
 
 from rpc_schema.adoption import MAX_PAGE_BYTES, MAX_ROW_BLOCKS
 from rpc_schema.errors import InvalidStepError
-from rpc_schema.sampling import SamplingParams
 from tests.support.exhaustive import seeds
+from worker_client.inputs.sampling_params import SamplingParams
+from worker_client.requests import SamplingParams
 from worker_daemon.runner import adoption, token_history
 from worker_daemon.runner.adoption import describe_requests
 from worker_daemon.runner.input_batch import InputBuilder
@@ -225,7 +226,7 @@ def test_row_keeps_the_kv_it_came_with_though_its_step_never_reached_the_device(
     rank.run(2, Plan(finished=[1]), rng)
     rank.deliver(0)
     plan = admit(1, 6, [5, 6, 7], computed=5)
-    plan.admissions[0].sampling = SamplingParams(seed=8)
+    plan.admissions[0].sampling = SamplingParams(temperature=0.5, seed=8)
     plan.admissions.append(Admission(2, [0] * 9, 9, 8, SamplingParams()))
     plan.blocks.append((2, 9))  # too few for its tokens
     for seq, step in ((3, plan), (4, admit(0, 6, [8, 9], computed=5))):

@@ -12,7 +12,7 @@ import torch
 from row_steps import Admission, NaiveRows, Plan, encode, request_state
 
 from rpc_schema.base import Count, Extension
-from rpc_schema.sampling import SamplingParams
+from worker_client.requests import SamplingParams
 from worker_daemon.distributed.tp import SingleRank
 from worker_daemon.layers.torch_ops import TorchOps
 from worker_daemon.models.config import read_model_config

@@ -7,8 +7,8 @@ import pytest
 import torch
 from row_steps import NaiveRows, Plan, StepGenerator, encode, request_state
 
-from rpc_schema.sampling import SamplingParams
 from tests.support.exhaustive import seeds
+from worker_client.requests import SamplingParams
 from worker_daemon.runner.input_batch import InputBuilder
 from worker_daemon.runner.row_tables import RowTables, TorchRowKernels
 from worker_daemon.runner.scheduled_step import StepLimits
@@ -131,7 +131,9 @@ def check_sampling(metadata, chosen, rows):
         assert getattr(metadata, name)[: len(params)].numpy().tobytes() == expected.tobytes()
     assert metadata.temperature.shape == (len(params),)
     assert metadata.top_k[: len(params)].tolist() == [p.top_k for p in params]
-    assert metadata.seeds[: len(params)].tolist() == [p.seed for p in params]
+    assert metadata.seeds[: len(params)].tolist() == [
+        p.seed if p.temperature else 0 for p in params
+    ]
     assert metadata.positions.tolist() == chosen.positions_np.tolist()
     assert (chosen.used == 0) == all(
         p.temperature == 0 and p.logprobs is None and not (p.min_tokens and p.stop_token_ids)

@@ -10,16 +10,12 @@ import torch
 
 from rpc_schema import extensions
 from rpc_schema.errors import InvalidStepError
-from rpc_schema.sampling import (
-    GrammarMasks,
-    LogprobsWanted,
-    RandomSampling,
-    SamplingParams,
-    StopTokens,
-)
+from rpc_schema.sampling import GrammarMasks, LogprobsWanted, RandomSampling, StopTokens
 from rpc_schema.step import NO_TOKEN, NewRequestData
 from tests.support.sample_rows import sample_rows
+from worker_client.inputs.sampling_params import SamplingParams
 from worker_client.parts.registry import PARTS as DRIVER_PARTS
+from worker_client.requests import SamplingParams
 from worker_daemon.runner.parts.registry import PARTS, make_parts
 from worker_daemon.runner.scheduled_step import NOTHING_BROUGHT, StepLimits
 from worker_daemon.sample.sampler import TorchSampling
@@ -69,7 +65,7 @@ def test_rows_without_an_extension_use_nothing():
 @pytest.mark.parametrize(
     "params",
     [
-        SamplingParams(temperature=0.3),
+        SamplingParams(temperature=0.3, seed=0),
         SamplingParams(logprobs=0),
         SamplingParams(min_tokens=2, stop_token_ids=(1,)),
     ],
@@ -81,7 +77,7 @@ def test_a_row_uses_its_parts_until_another_request_has_its_slot(params):
     logits = torch.randn(2, VOCAB)
     parts.admit([admission(1)])
     assert parts.used_by(np.arange(2)) == 0
-    parts.admit([admission(0, SamplingParams(temperature=1.0))])
+    parts.admit([admission(0, SamplingParams(temperature=1.0, seed=0))])
     # The former request's temperature, ban and logprobs have gone with it.
     after = sample(parts, logits)
     assert after.token_ids[1] == logits[1].argmax()
@@ -98,7 +94,9 @@ def test_stop_tokens_are_banned_until_min_tokens_are_there():
     for temperature, allowed in ((0.0, {0}), (1.0, {0, 1, 4, 5})):
         parts = admitted(
             *(
-                SamplingParams(temperature=temperature, min_tokens=least, stop_token_ids=ids)
+                SamplingParams(
+                    temperature=temperature, seed=0, min_tokens=least, stop_token_ids=ids
+                )
                 for least, ids in stops
             )
         )
@@ -189,7 +187,7 @@ def test_random_rows_get_what_their_parameters_say():
         )
         for _ in range(16)
     ]
-    params[0] = SamplingParams(temperature=1.0)
+    params[0] = SamplingParams(temperature=1.0, seed=0)
     parts, logits = admitted(*params), torch.randn(16, VOCAB) * 4
     together = sample(parts, logits).token_ids.tolist()
     for slot, each in enumerate(params):
@@ -202,7 +200,7 @@ def test_random_rows_get_what_their_parameters_say():
 def test_an_admission_that_fails_half_way_leaves_nothing_to_the_next_request(monkeypatch):
     """Its step fails, and another request gets the slot."""
     parts = admitted(SamplingParams(min_tokens=9, stop_token_ids=(7,)))
-    doomed = SamplingParams(min_tokens=9, stop_token_ids=(2,), temperature=1.0, logprobs=1)
+    doomed = SamplingParams(min_tokens=9, stop_token_ids=(2,), temperature=1.0, seed=0, logprobs=1)
     with monkeypatch.context() as patched:
 
         def full(*_):

@@ -1,12 +1,13 @@
 """Rules on tokens against transformers' processors, over whole generations of rows that come and
 go."""
 
+import msgspec
 import numpy as np
 import pytest
 import torch
 
 from rpc_schema.errors import InvalidStepError
-from rpc_schema.sampling import LogitsProcessors, LogprobTokens, SamplingParams
+from rpc_schema.sampling import LogitsProcessors, LogprobTokens
 from rpc_schema.step import NO_TOKEN, NewRequestData
 from rpc_schema.token_rules import (
     MAX_BIASED_TOKENS,
@@ -18,6 +19,8 @@ from rpc_schema.token_rules import (
 )
 from tests.support.sample_rows import sample_rows
 from tests.support.token_rules import RuleProcessor, random_params
+from worker_client.inputs.sampling_params import SamplingParams
+from worker_client.requests import SamplingParams
 from worker_daemon.runner.parts.registry import make_parts
 from worker_daemon.runner.scheduled_step import NOTHING_BROUGHT, StepLimits
 from worker_daemon.sample.sampler import TorchSampling
@@ -144,9 +147,6 @@ def test_logprobs_are_those_before_all_rules():
 @pytest.mark.parametrize(
     ("extension", "field"),
     [
-        (Penalties(presence_penalty=float("nan")), "presence_penalty"),
-        (Penalties(frequency_penalty=-2.5), "frequency_penalty"),
-        (Penalties(repetition_penalty=0.0), "repetition_penalty"),
         (LogitBias.of({VOCAB: 1.0}), "logit_bias"),
         (LogitBias.of({-1: 1.0}), "logit_bias"),
         (LogitBias.of({1: float("nan")}), "logit_bias"),
@@ -178,6 +178,20 @@ def test_what_no_row_may_have_is_refused_by_name(extension, field):
         make_parts(LIMITS, CPU, TorchSampling()).judge(request, LIMITS)
     assert refused.value.field == f"scheduled_new_reqs[odd].{field}"
     assert refused.value.fix
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("presence_penalty", float("nan")),
+        ("frequency_penalty", -2.5),
+        ("repetition_penalty", 0.0),
+    ],
+)
+def test_no_message_brings_penalties_out_of_bounds(field, value):
+    sent = msgspec.msgpack.encode(Penalties(**{field: value}))
+    with pytest.raises(msgspec.ValidationError):
+        msgspec.msgpack.decode(sent, type=Penalties)
 
 
 def test_params_come_back_from_their_extensions():

@@ -6,7 +6,7 @@ import torch
 from row_steps import request_state
 
 from rpc_schema.lifecycle import CompileOrWarmUpModel, DetermineAvailableMemory
-from rpc_schema.sampling import SamplingParams
+from worker_client.requests import SamplingParams
 from worker_daemon.kernels.tiles import DeviceLimits, choose_num_splits, decode_tile, run_at_once
 from worker_daemon.runner.scheduled_step import StepLimits
 from worker_daemon.runner.warmup import decode_sweep, largest_step, size_sweep, warm_up_steps

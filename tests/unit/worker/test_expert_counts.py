@@ -10,10 +10,10 @@ from worker_driver import WorkerDriver
 from rpc_schema import lifecycle as lc
 from rpc_schema import weight_transfer as wt
 from rpc_schema.config import SchedulerConfig
-from rpc_schema.sampling import SamplingParams
 from rpc_schema.step import ExecuteDummyBatch
 from tests.support.checkpoints import VOCAB_SIZE, make_checkpoint
 from tests.support.expert_counts import NearTie, expected_loads, read_counts
+from worker_client.requests import SamplingParams
 from worker_daemon.runner.step_layout import StepLadder, decode_sizes, mixed_plans
 
 GREEDY = SamplingParams()

@@ -9,7 +9,7 @@ import pytest
 from worker_driver import WorkerDriver
 
 from rpc_schema import lifecycle as lc
-from rpc_schema.sampling import SamplingParams
+from worker_client.requests import SamplingParams
 from worker_daemon.runner.step_layout import (
     ExactShapes,
     StepLadder,

@@ -6,8 +6,9 @@ import numpy as np
 
 from rpc_schema import config, kv_cache, lifecycle, sampling, step
 from tests.support.fake_daemon import named_slots
+from worker_client.requests import SamplingParams
 
-GREEDY = sampling.SamplingParams()
+GREEDY = SamplingParams()
 SCHEDULER = config.SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=64)
 
 

@@ -20,9 +20,8 @@ from rpc_schema.token_rules import MAX_TOKEN_COUNT, Penalties
 from worker_daemon.contracts.arrays import Int32s, Int64s
 from worker_daemon.contracts.sampling import PenaltyTables
 from worker_daemon.device.pinned import upload
-from worker_daemon.runner.parts.interface import PartContext, StepPart, refuse_fault
+from worker_daemon.runner.parts.interface import PartContext, StepPart
 from worker_daemon.runner.sample_rows import SampleRows
-from worker_daemon.runner.scheduled_step import StepLimits
 
 _FLOAT32: Final = 4
 _INT16: Final = 2
@@ -41,9 +40,6 @@ class PenaltiesPart(StepPart):
     def __init__(self, context: PartContext) -> None:
         self._sampling = context.sampling
         self._tables = _tables(context) if context.is_last_stage else None
-
-    def judge(self, extension: Penalties, request: NewRequestData, limits: StepLimits) -> None:
-        refuse_fault(extension.find_fault(limits.vocab_size), request)
 
     def uses(self, extension: Penalties) -> bool:
         return extension != _NONE
