@@ -67,7 +67,7 @@ MAX_MAKING = 64
 OPTIONS = {
     *("max_tokens", "min_tokens", "ignore_eos", "stop_token_ids", "stop", "seed", "n"),
     *("include_stop_str_in_output", "temperature", "top_p", "top_k", "min_p", "logit_bias"),
-    *("presence_penalty", "frequency_penalty", "repetition_penalty"),
+    *("presence_penalty", "frequency_penalty", "repetition_penalty", "priority"),
 }
 """Fields that RequestParser reads as they are; it has more."""
 

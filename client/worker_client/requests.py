@@ -26,6 +26,9 @@ from worker_client.scheduler_output import Logprobs
 
 PromptTokenIds: TypeAlias = NDArray[np.integer[Any]] | Sequence[int]
 EmbeddedAt = Annotated[tuple[tuple[Count, Positive], ...], Meta(max_length=MAX_EMBEDDED_RANGES)]
+Priority = Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)]
+Moment = Annotated[float, Meta(ge=0.0, le=1e12)]
+"""Seconds of time.monotonic()."""
 
 DEFAULT_MAX_TOKENS = 16
 MAX_SEED = 2**63 - 1
@@ -51,6 +54,11 @@ class GenerationRequest:
     (prompt_embeds.with_placeholders)."""
     prompt_embeds_at: EmbeddedAt = ()
     """Those positions, as pairs (start, length); empty: the first ones."""
+    priority: Priority = 0
+    """Lower is served earlier, as in vLLM."""
+    deadline: Moment | None = None
+    """Time at which it ends, with "error", if it has not ended before: seconds of
+    time.monotonic(). None: never."""
     index: Count | None = None
     """Index among the samples of a request; None: it is the only one."""
     features: tuple[RequestExtension, ...] = ()

@@ -272,6 +272,7 @@ BAD = [
     (completion(5), "prompt"),
     (completion(None), "prompt"),
     (completion([10**6]), "prompt"),
+    (completion("a", priority=1.5), "priority"),
     (completion("The driver " * 800), "prompt"),
     (completion("The driver " * 800, stream=True), "prompt"),
     (chat("The driver " * 800), "messages"),

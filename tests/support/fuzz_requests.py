@@ -176,6 +176,8 @@ RIGHT: MappingProxyType[str, Callable[[random.Random], object]] = MappingProxyTy
             rng.choices((-1.0, 1.0), k=2 * HIDDEN), np.float32
         ).reshape(2, HIDDEN),
         "id": lambda rng: rng.choice(("a", "a#0", "x#1", "é", "y" * 300)),
+        "priority": lambda rng: rng.choice((-5, 0, np.int64(3))),
+        "deadline": lambda rng: rng.choice((0, 1e9, np.float32(0.5), float(2**40))),
     }
 )
 """Makers of values that a field may have."""
@@ -230,6 +232,7 @@ JSON_FIELDS = (
     *("max_tokens", "min_tokens", "ignore_eos", "stop_token_ids", "stop", "seed", "n", "id"),
     *("include_stop_str_in_output", "temperature", "top_p", "top_k", "min_p", "logit_bias"),
     *("presence_penalty", "frequency_penalty", "repetition_penalty", "prompt_token_ids"),
+    "priority",
 )
 
 

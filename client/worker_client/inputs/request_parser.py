@@ -185,7 +185,7 @@ _Line: Final = msgspec.defstruct(
 """The fields of a GenerationRequest and of its SamplingParams side by side, some in another form.
 None: absent."""
 
-FIELDS: Final = frozenset({*_Line.__struct_fields__} - {"index"})
+FIELDS: Final = frozenset({*_Line.__struct_fields__} - {"index", "deadline"})
 """Fields of a request in JSON."""
 
 

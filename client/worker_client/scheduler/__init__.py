@@ -22,3 +22,5 @@ from worker_client.scheduler.interface import SchedulerInterface as SchedulerInt
 from worker_client.scheduler.interface import SchedulerLimits as SchedulerLimits
 from worker_client.scheduler.interface import scheduler_limits as scheduler_limits
 from worker_client.scheduler.reference import Scheduler as Scheduler
+from worker_client.scheduler.request_queues import Urgency as Urgency
+from worker_client.scheduler.request_queues import by_priority as by_priority

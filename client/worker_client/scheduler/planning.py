@@ -1,5 +1,5 @@
-"""The plan of one step: first come, first served, decodes before prefills. Finds blocks for it,
-preempts and admits; tokens count as computed only once the scheduler commits the step."""
+"""The plan of one step: decodes before prefills, waiting requests in order of urgency. Finds blocks
+for it, preempts and admits; tokens count as computed only once the scheduler commits the step."""
 
 from itertools import chain, islice
 
@@ -66,6 +66,8 @@ class Step:
         self._whole_prompts = support is not None and support.whole_prompts
         self._step_budget = step_budget
         self._allowance: PromptAllowance | None = None
+        self._victims: list[Request] | None = None
+        """Running requests, those that lose their blocks first at the end; once they are needed."""
 
     @property
     def is_empty(self) -> bool:
@@ -130,7 +132,7 @@ class Step:
             self.new_blocks = given
             return
         if len(needy) * len(self.new_blocks) > self._blocks.num_free:
-            needy.sort(key=lambda request: request.admission)
+            needy.sort(key=lambda request: (request.urgency, request.admission))
         for request in needy:
             if request.id in self.decodes and not self._extend(request, 1):
                 del self.decodes[request.id]
@@ -255,15 +257,17 @@ class Step:
         self._num_admitted_bytes += num_bytes
 
     def _extend(self, request: Request, count: int) -> bool:
-        """Find blocks for `count` more tokens, preempting the latest admitted if need be.
+        """Find blocks for `count` more tokens, preempting the least urgent requests if need be.
 
-        Only requests admitted after this one are preempted; without any, this one waits.
+        Only requests that are less urgent than this one, or as urgent and admitted after it, are
+        preempted; without any, this one waits. So the most urgent one always proceeds.
         """
         while (given := self._blocks.extend(request, count)) is None:
-            victim = next(reversed(self._queues.running.values()))
-            if victim is request:
+            if self._victims is None:
+                self._victims = self._queues.victims()
+            if self._victims[-1] is request:
                 return False
-            self._preempt(victim)
+            self._preempt(self._victims.pop())
         for of_group, block_ids in zip(self.new_blocks, given, strict=False):
             if block_ids:
                 of_group[request.id] = block_ids

@@ -31,7 +31,7 @@ from worker_client.scheduler.interface import (
 from worker_client.scheduler.planning import Step
 from worker_client.scheduler.request import Request, adopted_request, new_request
 from worker_client.scheduler.request_blocks import CachedNews, RequestBlocks
-from worker_client.scheduler.request_queues import RequestQueues
+from worker_client.scheduler.request_queues import RequestQueues, Urgency, by_priority
 from worker_client.scheduler.step_budget import Clock, StepBudget
 from worker_client.scheduler_output import PromptChunk, SchedulerOutput, StepResult
 from worker_client.steps.cached_blocks import CachedBlocks
@@ -50,13 +50,15 @@ LOGITS_NOT_FINITE = (
     "affected"
 )
 
+OVERDUE = "its deadline has passed; fix: allow more time, or send fewer requests at once"
+
 MAX_IMBALANCE = 8
 """Largest difference in size between decode groups if max_itl_ms is set."""
 
 
 class Scheduler:
-    """The reference scheduler. First come, first served; decodes before prefills. Owns the numbers
-    of the steps, and which of them are in flight."""
+    """The reference scheduler. Decodes before prefills; the most urgent requests first. Owns the
+    numbers of the steps, and which of them are in flight."""
 
     def __init__(
         self,
@@ -64,9 +66,11 @@ class Scheduler:
         texts: "Tokenizer | None" = None,
         *,
         clock: Clock = time.monotonic,
+        urgency: Urgency = by_priority,
     ) -> None:
-        """texts: the model's tokenizer, for requests with stop strings. clock: returns seconds;
-        used only if limits.max_itl_ms is set.
+        """texts: the model's tokenizer, for requests with stop strings. clock: returns seconds, as
+        time.monotonic does, for limits.max_itl_ms and deadlines. urgency: the policy by which
+        requests are admitted and preempted.
 
         Raises:
             ClientConfigError: limits.max_itl_ms is not a positive, finite number.
@@ -83,9 +87,13 @@ class Scheduler:
         self._groups = DecodeGroups(num_stages, max_imbalance)
         # A decode group never exceeds the token budget, whatever the groups' imbalance.
         most = (num_tokens + 1 - max_imbalance) * num_stages
-        self._queues = RequestQueues(self._blocks, self._groups, min(limits.max_num_seqs, most))
+        most = min(limits.max_num_seqs, most)
+        self._queues = RequestQueues(self._blocks, self._groups, most, urgency)
         self._ended: list[str] = []
         """Ended requests that the workers have still to forget."""
+        self._clock = clock
+        self._overdue: list[RequestOutput] = []
+        """Requests that their deadlines have ended, for the next result."""
         self._num_steps = 0
         self._in_flight: deque[int] = deque()
 
@@ -118,10 +126,11 @@ class Scheduler:
         adopted = [
             (adopted_request(request, self._limits, self._texts), request) for request in requests
         ]
-        adopted.sort(key=lambda pair: pair[0].arrival)
         done = []
-        for entry, request in adopted:
+        for entry, _ in adopted:
             self._queues.add(entry)
+        adopted.sort(key=lambda pair: (pair[0].urgency, pair[0].arrival))
+        for entry, request in adopted:
             reason = entry.take_again()
             is_whole = entry.num_tokens == len(request.token_ids) and entry.blocks.may_share
             has_kv = request.num_computed_tokens and is_whole
@@ -138,6 +147,7 @@ class Scheduler:
         request = self._queues.unfinished.get(req_id)
         if request is not None:
             self._remove(request)
+        self._overdue = [output for output in self._overdue if output.req_id != req_id]
 
     def hold_request(self, req_id: str) -> None:
         """Do not admit a request that was just added; see HoldingScheduler."""
@@ -162,7 +172,7 @@ class Scheduler:
 
     def has_unfinished_requests(self) -> bool:
         """Return True while a request has not finished."""
-        return bool(self._queues.unfinished)
+        return bool(self._queues.unfinished or self._overdue)
 
     @property
     def num_free_blocks(self) -> int:
@@ -172,11 +182,14 @@ class Scheduler:
     def schedule(self) -> SchedulerOutput | None:
         """Decide the next step; see SchedulerInterface."""
         self._blocks.remember_sent()
+        self._overdue += self._end_overdue(idle=bool(self._in_flight))
         step = Step(self._limits, self._queues, self._blocks, self._groups, self._step_budget)
         step.plan(self._num_steps, self._in_flight[0] if self._in_flight else self._num_steps)
-        # Once all is done, send the ended requests to the workers; else a later step has them.
+        # Once all is done, send the ended requests to the workers; else a later step has them. A
+        # result must come for those that their deadlines have ended.
         all_done = not self._queues.unfinished and not self._in_flight
-        if step.is_empty and not (all_done and self._ended):
+        must_send = (all_done and self._ended) or (self._overdue and not self._in_flight)
+        if step.is_empty and not must_send:
             return None
         if self._step_budget is not None:
             self._step_budget.sent(step.load())
@@ -219,7 +232,7 @@ class Scheduler:
     ) -> list[RequestOutput]:
         """Process the tokens that a step sampled; see SchedulerInterface."""
         self._end_oldest()
-        done = []
+        done, self._overdue = self._overdue, []
         find, block_size = self._queues.unfinished.get, self._blocks.unit
         if result.reports:
             self._take_prompts(result.reports.get(PromptLogprobs, {}))
@@ -245,7 +258,13 @@ class Scheduler:
             done += self._take_outputs(result.pooled)
         for req_id, count in result.refused.items():
             self._take_back(find(req_id), count)
-        return done
+        return done + self._end_overdue()
+
+    def _end_overdue(self, *, idle: bool = False) -> list[RequestOutput]:
+        """End the requests whose deadlines have passed. idle: only those that no step in flight
+        names. A driver must hear of the others before it sends another step."""
+        overdue = self._queues.find_overdue(self._clock, idle=idle)
+        return [self._finish(request, "error", OVERDUE) for request in overdue]
 
     def _end_oldest(self) -> None:
         """Note that the oldest step in flight has its result."""

@@ -1,11 +1,13 @@
 """One request of the reference scheduler: its counts, its end, and its start, here or by adoption
 from another driver."""
 
+import math
+import time
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import msgspec
 import numpy as np
@@ -65,6 +67,9 @@ class _Note(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=
     index: int | None = None
     stop: tuple[str, ...] = ()
     includes_stop: bool = False
+    priority: int = 0
+    deadline_unix_s: float | None = None
+    """Time of day: the monotonic clock of another host differs."""
 
 
 @dataclass(slots=True)
@@ -190,6 +195,11 @@ class Request:
     extensions: Extensions
     arrival: int = -1
     """Place in the order of arrival; the request queues assign it."""
+    priority: int = 0
+    deadline: float = math.inf
+    """Seconds of time.monotonic() at which it ends, whether it has finished or not."""
+    urgency: Any = ()
+    """Its key by the scheduler's policy; the request queues assign it when it is queued."""
     sample: SampleIdentity = ONLY_SAMPLE
     traits: Traits = PLAIN
     num_tokens: int = field(init=False)
@@ -322,6 +332,8 @@ class Request:
             self.blocks.num_cached_tokens,
             self.blocks.num_preemptions,
             *self.sample,
+            self.priority,
+            None if self.deadline == math.inf else self.deadline + _unix_offset_s(),
         )
         return NewRequest(
             req_id=self.id,
@@ -461,12 +473,19 @@ def new_request(
         num_prompt_tokens=num_prompt,
         limit=limit,
         extensions=extensions,
+        priority=request.priority,
+        deadline=math.inf if request.deadline is None else request.deadline,
         sample=sample,
     )
     if made.pools:
         _note_pooling(made, limits)
     _check_admission(made, limits.block_groups)
     return made
+
+
+def _unix_offset_s() -> float:
+    """Return what to add to a monotonic time for the time of day."""
+    return time.time() - time.monotonic()
 
 
 def _only_stops(extensions: Extensions) -> bool:
@@ -545,7 +564,7 @@ def adopted_request(
             value=note.limit,
             fix="use the limits that it was admitted under",
         )
-    sample = SampleIdentity(note.index, note.stop, note.includes_stop)
+    sample, unix_s = SampleIdentity(note.index, note.stop, note.includes_stop), note.deadline_unix_s
     made = _request_class(sample, request.extensions, texts)(
         id=request.req_id,
         tokens=_int32s(request.token_ids),
@@ -553,6 +572,8 @@ def adopted_request(
         limit=note.limit,
         extensions=request.extensions,
         arrival=note.arrival,
+        priority=note.priority,
+        deadline=math.inf if unix_s is None else unix_s - _unix_offset_s(),
         sample=sample,
     )
     made.blocks.num_cached_tokens = note.num_cached_tokens

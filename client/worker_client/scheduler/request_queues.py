@@ -1,20 +1,46 @@
 """Queues of unfinished requests: waiting, or running with blocks."""
 
+import math
 from bisect import insort
 from collections import deque
+from collections.abc import Callable
+from typing import Any, TypeAlias
 
 from worker_client.errors import RequestError
 from worker_client.scheduler.decode_groups import DecodeGroups
 from worker_client.scheduler.request import Request
 from worker_client.scheduler.request_blocks import RequestBlocks
 
+Urgency: TypeAlias = Callable[[Request], Any]
+"""A scheduler's policy: returns a request's key, by which it is compared with others; the lowest is
+the most urgent. Waiting requests are admitted in the order of their keys, and of equal ones in the
+order of arrival. If blocks are short, the running request with the highest key loses its own, and
+of equal ones that which was admitted last. It is called whenever a request is queued: at first, and
+after a preemption."""
+
+
+def by_priority(request: Request) -> tuple[int, float]:
+    """Return the key of the default policy: the lowest priority first, as in vLLM, then the
+    earliest deadline."""
+    return request.priority, request.deadline
+
+
+def _place(request: Request) -> tuple[Any, int]:
+    return request.urgency, request.arrival
+
 
 class RequestQueues:
-    """Waiting requests in order of arrival, and running ones in order of admission. A running
+    """Waiting requests in order of urgency, and running ones in order of admission. A running
     request is in one of three places: `prefilling`, a decode group, or neither, while its last
     token is being sampled. Others may read the collections; only the methods change them."""
 
-    def __init__(self, blocks: RequestBlocks, groups: DecodeGroups, max_running: int) -> None:
+    def __init__(
+        self,
+        blocks: RequestBlocks,
+        groups: DecodeGroups,
+        max_running: int,
+        urgency: Urgency = by_priority,
+    ) -> None:
         self.unfinished: dict[str, Request] = {}
         self.waiting: deque[Request] = deque()
         self.running: dict[str, Request] = {}
@@ -23,6 +49,9 @@ class RequestQueues:
         """Requests that wait behind another one's prompt, by its id."""
         self._held: dict[str, Request] = {}
         """Requests that `hold` took out of line, by id; not admitted until `release`."""
+        self._urgency = urgency
+        self._next_deadline = math.inf
+        """No deadline of an unfinished request is earlier."""
         self._blocks = blocks
         self._groups = groups
         self._max_running = max_running
@@ -40,18 +69,36 @@ class RequestQueues:
             raise RequestError("the id is in use", field="id", value=req_id, fix=fix)
 
     def add(self, request: Request, behind: str = "") -> None:
-        """Queue a request: at the end, unless it was adopted and has its place already. behind: the
-        request whose prompt it shares; it waits until that one has computed it."""
+        """Queue a request: as the last arrival, unless it was adopted and has its place already.
+        behind: the request whose prompt it shares; it waits until that one has computed it."""
         if request.arrival < 0:
             request.arrival = self._num_arrivals
         if request.arrival >= self._num_arrivals:
             self._num_arrivals = request.arrival + 1
         first = self.unfinished.get(behind) if behind else None  # never itself
         self.unfinished[request.id] = request
+        self._next_deadline = min(self._next_deadline, request.deadline)
         if first is not None and (first.id in self.prefilling or not first.is_running):
             self._behind.setdefault(behind, []).append(request)
         else:
             self._wait(request)
+
+    def find_overdue(self, now: Callable[[], float], *, idle: bool) -> list[Request]:
+        """Return the unfinished requests whose deadlines have passed, to be ended. now: returns
+        seconds, as time.monotonic does; called only if a request has a deadline. idle: only those
+        that no step in flight names."""
+        if self._next_deadline == math.inf or (moment := now()) < self._next_deadline:
+            return []
+        late = {each for each in self.unfinished.values() if each.deadline <= moment}
+        if idle:
+            late = {r for r in late if not (r.is_running or r.num_in_flight or r.num_void)}
+        left = (each.deadline for each in self.unfinished.values() if each not in late)
+        self._next_deadline = min(left, default=math.inf)
+        return sorted(late, key=lambda each: each.arrival)
+
+    def victims(self) -> list[Request]:
+        """Return the running requests, those that lose their blocks first at the end."""
+        return sorted(self.running.values(), key=lambda each: (each.urgency, each.admission))
 
     def release_behind(self, req_id: str) -> None:
         """Move the requests that wait behind this one's prompt to `waiting`."""
@@ -112,10 +159,11 @@ class RequestQueues:
             self.waiting.remove(request)
 
     def _wait(self, request: Request) -> None:
-        if not self.waiting or self.waiting[-1].arrival < request.arrival:
+        request.urgency = self._urgency(request)
+        if not self.waiting or _place(self.waiting[-1]) < _place(request):
             self.waiting.append(request)
-            return
-        insort(self.waiting, request, key=lambda waiting: waiting.arrival)
+        else:
+            insort(self.waiting, request, key=_place)
 
     def _stop(self, request: Request) -> None:
         self._groups.leave(request)

@@ -16,7 +16,6 @@ from rpc_schema.extensions import RequestExtension
 from rpc_schema.pooling import NO_POOLING, PoolingParams, output_fault, pooled_bytes
 from worker_client.errors import RequestError, request_error
 from worker_client.inputs.request_fields import plain
-from worker_client.inputs.sampling_params import SamplingParams
 from worker_client.parts.interface import ModelBounds
 from worker_client.requests import MAX_SEED, SamplingParams, random_seed
 from worker_client.steps.step_checks import (

@@ -9,6 +9,7 @@ from tests.support.flat_requests import flat_request, path_of
 from worker_client.cli.session import read_inputs
 from worker_client.errors import RequestError
 from worker_client.inputs.request_checks import check_fits
+from worker_client.inputs.request_fields import flat
 from worker_client.inputs.request_parser import RequestParser
 from worker_client.requests import derived_seed
 from worker_client.scheduler import Scheduler, SchedulerLimits
@@ -152,6 +153,29 @@ def test_requests_are_checked_against_the_model():
         check_fits(request, max_model_len=11, vocab_size=5)
     with pytest.raises(RequestError, match="stop_token_ids"):
         check_fits(request, max_model_len=11, vocab_size=6)
+
+
+def test_what_a_scheduler_refuses_has_the_names_of_json_too():
+    scheduler = Scheduler(SchedulerLimits(4, 32, 16, 64, 4, vocab_size=12))
+    for fields, path, name in (
+        ({"stop": "x"}, "sampling.stop", "stop"),
+        ({"logit_bias": {"12": 1}}, "sampling.logit_bias", "logit_bias"),
+        ({"prompt_token_ids": [5] * 16}, "prompt", "prompt_token_ids"),
+        ({"lora": "a"}, "lora", "lora"),
+    ):
+        with pytest.raises(RequestError) as refused:
+            scheduler.add_request(parse({"prompt_token_ids": [5], **fields}))
+        assert refused.value.field == path
+        error = flat(refused.value, "prompt_token_ids")
+        assert error.field == name and "sampling" not in str(error)
+
+
+def test_priorities_are_read():
+    assert parse({"prompt": "a", "priority": -3}).priority == -3
+    for wrong in ({"priority": 1.5}, {"priority": 2**31}, {"deadline": 5.0}):
+        with pytest.raises(RequestError) as refused:
+            parse({"prompt": "a", **wrong})
+        assert [refused.value.field] == [*wrong]
 
 
 def test_wrong_lines_do_not_stop_the_others():

@@ -99,6 +99,8 @@ WRONG = {
     "prompt_embeds_at": (None, 5, [1], [(0,)], [(0, 1, 2)], [(-1, 1)], [("0", 1)], [(0, 1)]),
     "features": (None, 5, [], "ab", *((extension,) for extension in OWN_FIELDS)),
     "sampling": (None, 5, {"temperature": 1.0}, PoolingParams(task="embed"), SamplingParams),
+    "priority": (*INTEGERS, -(2**31) - 1, 2**31, HUGE, Raising(TypeError)),
+    "deadline": ("1", True, NAN, INF, -1, HUGE, np.array([1.0]), np.datetime64("2026-01-01")),
 }
 """Values that are refused, by field."""
 
@@ -115,6 +117,8 @@ NEAR = {
     "ignore_eos": (True, np.bool_(True)),
     "logit_bias": ({1: 2}, {np.int64(1): np.float32(2)}),
     "features": ((LoraRequest(name="a", lora_id=1, version=1),),),
+    "priority": (-3, np.int64(3)),
+    "deadline": (None, 7, np.float32(0.5)),
 }
 """Values that are taken, by field."""
 
@@ -269,7 +273,7 @@ def test_random_values_are_taken_or_refused():
     seed = random.randrange(10**6)
 
     rng = random.Random(seed)
-    driver = Driver(Ranks(), Scheduler(LIMITS, Texts()))
+    driver = Driver(Ranks(), Scheduler(LIMITS, Texts(), clock=lambda: -1.0))  # no deadline passes
     for number in range(500):
         before = state(driver)
         try:

@@ -12,7 +12,6 @@ from row_steps import Admission, NaiveRows, Plan, StepGenerator, encode, int32s,
 from rpc_schema.adoption import MAX_PAGE_BYTES, MAX_ROW_BLOCKS
 from rpc_schema.errors import InvalidStepError
 from tests.support.exhaustive import seeds
-from worker_client.inputs.sampling_params import SamplingParams
 from worker_client.requests import SamplingParams
 from worker_daemon.runner import adoption, token_history
 from worker_daemon.runner.adoption import describe_requests

@@ -13,7 +13,6 @@ from rpc_schema.errors import InvalidStepError
 from rpc_schema.sampling import GrammarMasks, LogprobsWanted, RandomSampling, StopTokens
 from rpc_schema.step import NO_TOKEN, NewRequestData
 from tests.support.sample_rows import sample_rows
-from worker_client.inputs.sampling_params import SamplingParams
 from worker_client.parts.registry import PARTS as DRIVER_PARTS
 from worker_client.requests import SamplingParams
 from worker_daemon.runner.parts.registry import PARTS, make_parts

@@ -22,7 +22,6 @@ from row_steps import (
 from rpc_schema.errors import InvalidStepError, PrecededByError
 from rpc_schema.step import ExecuteModel
 from tests.support.exhaustive import seeds
-from worker_client.inputs.sampling_params import SamplingParams
 from worker_client.requests import SamplingParams
 from worker_daemon.runner.scheduled_step import StepLimits
 from worker_daemon.runner.step_judge import MAX_UNSAMPLED_STEPS

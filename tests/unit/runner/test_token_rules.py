@@ -19,7 +19,6 @@ from rpc_schema.token_rules import (
 )
 from tests.support.sample_rows import sample_rows
 from tests.support.token_rules import RuleProcessor, random_params
-from worker_client.inputs.sampling_params import SamplingParams
 from worker_client.requests import SamplingParams
 from worker_daemon.runner.parts.registry import make_parts
 from worker_daemon.runner.scheduled_step import NOTHING_BROUGHT, StepLimits

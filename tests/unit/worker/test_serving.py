@@ -9,7 +9,6 @@ from worker_driver import GREEDY, SCHEDULER, WorkerDriver
 
 from rpc_schema import lifecycle, step
 from rpc_schema.errors import InvalidStepError
-from worker_client.inputs.sampling_params import SamplingParams
 from worker_client.requests import SamplingParams
 from worker_daemon.layers.torch_ops import TorchOps
 from worker_daemon.runner.step_sampler import StepSampler
