@@ -150,7 +150,7 @@ NAMES = {
     "logprobs": "LogprobsWanted.count",
 }
 """What the options of sampling are called in their extensions."""
-KINDS = {kind.__name__: kind for kind in (RandomSampling, StopTokens, LogprobsWanted)}
+OF_SAMPLING = {kind.__name__: kind for kind in (RandomSampling, StopTokens, LogprobsWanted)}
 
 
 def new_request(req_id="new", block_ids=(9,), **fields):
@@ -166,7 +166,7 @@ def hostile(field, value):
         count = value
     elif field in NAMES:
         kind, _, name = NAMES[field].partition(".")
-        request = replace(request, extensions=(KINDS[kind](**{name: value}),))
+        request = replace(request, extensions=(OF_SAMPLING[kind](**{name: value}),))
     else:
         request = replace(request, **{field: value})
     return SchedulerOutput({request.req_id: count}, scheduled_new_reqs=[request])
