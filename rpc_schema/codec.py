@@ -4,7 +4,8 @@ A message is one msgpack frame, then raw little-endian array frames. Each direct
 union and one decoder.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Final, TypeAlias, TypeVar, Union, get_args
 
 import msgspec
@@ -20,8 +21,9 @@ from rpc_schema.frames import MAX_CONTROL_BYTES as MAX_CONTROL_BYTES
 from rpc_schema.frames import MAX_FRAMES as MAX_FRAMES
 from rpc_schema.frames import MAX_STEP_BYTES as MAX_STEP_BYTES
 from rpc_schema.frames import Frame as Frame
-from rpc_schema.frames import decode_frame, encode_frames
+from rpc_schema.frames import decode_frame
 from rpc_schema.frames import encode_control as encode_control
+from rpc_schema.frames import encode_step as encode_step
 from rpc_schema.operations import CONTROL_OPERATIONS, STEP_OPERATIONS
 from rpc_schema.operations import ControlMessage as ControlMessage
 from rpc_schema.operations import StepMessage as StepMessage
@@ -68,25 +70,15 @@ _CONTROL: msgspec.msgpack.Decoder[ControlMessage] = _decoder(CONTROL_REQUESTS)
 _EVENT: msgspec.msgpack.Decoder[EventMessage] = msgspec.msgpack.Decoder(EventMessage)
 
 
-def encode_step(
-    message: StepMessage | StepReplyMessage, arrays: Sequence[Frame] = ()
-) -> list[Frame]:
-    """Encode a step request or reply and its array frames.
+decode_step: Callable[[Sequence[Frame]], StepMessage] = partial(
+    decode_frame, _STEP, max_bytes=MAX_STEP_BYTES
+)
+"""Decodes frame 0 of a step request; the rest are its arrays.
 
-    Raises:
-        TooLargeError: over MAX_FRAMES frames or MAX_STEP_BYTES bytes.
-    """
-    return encode_frames(message, arrays, MAX_STEP_BYTES)
-
-
-def decode_step(frames: Sequence[Frame]) -> StepMessage:
-    """Decode frame 0 of a step request; the rest are its arrays.
-
-    Raises:
-        BadFrameError: it does not decode into a known request with fields in their bounds.
-        TooLargeError: over MAX_FRAMES frames or MAX_STEP_BYTES bytes.
-    """
-    return decode_frame(_STEP, frames, MAX_STEP_BYTES)
+Raises:
+    BadFrameError: it does not decode into a known request with fields in their bounds.
+    TooLargeError: over MAX_FRAMES frames or MAX_STEP_BYTES bytes.
+"""
 
 
 def decode_step_head(frames: Sequence[Frame]) -> StepHead:

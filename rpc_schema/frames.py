@@ -20,14 +20,14 @@ Frame: TypeAlias = bytes | memoryview | bytearray
 _ENCODER = msgspec.msgpack.Encoder()
 
 
-def encode_frames(message: Any, arrays: Sequence[Frame], max_bytes: int) -> list[Frame]:
-    """Return a message's frame and its array frames.
+def encode_step(message: Any, arrays: Sequence[Frame] = ()) -> list[Frame]:
+    """Encode a step request or its reply, and its array frames.
 
     Raises:
-        TooLargeError: over MAX_FRAMES frames or max_bytes bytes.
+        TooLargeError: over MAX_FRAMES frames or MAX_STEP_BYTES bytes.
     """
     frames: list[Frame] = [_ENCODER.encode(message), *arrays]
-    _check_bounds(frames, max_bytes)
+    _check_bounds(frames, MAX_STEP_BYTES)
     return frames
 
 

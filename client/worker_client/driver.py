@@ -264,9 +264,11 @@ class Driver:
         """Handle the failure of the oldest step, and so of all behind it. Requests that have
         finished nevertheless are returned before the error is raised, if it is."""
         self._parts.steps_failed()
-        self._steps.has_failed = True
-        lost = self._settle_partly(error.lost_req_ids)
-        self._steps.has_failed = False
+        lost = error.lost_req_ids
+        if any(flight.later for flight in self._steps.in_flight):
+            self._steps.has_failed = True
+            lost = self._settle_partly(lost)
+            self._steps.has_failed = False
         outputs = [flight.output for flight in self._steps.in_flight]
         self._steps.in_flight.clear()
         self.num_failures += 1

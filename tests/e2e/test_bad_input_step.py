@@ -100,7 +100,9 @@ def test_step_with_a_value_that_no_kernel_may_see(serving, checkpoint, monkeypat
             group.execute_model(output)
         assert refused.value.req_id == "a"
     with monkeypatch.context() as patched:  # a driver library that does not look
-        patched.setattr("worker_client.steps.slots.read_tokens", lambda new, _: new[0].token_ids)
+        patched.setattr(
+            "worker_client.steps.step_checks.read_tokens", lambda new, _: new[0].token_ids
+        )
         patched.setattr(steps, "slots", SlotTable(MAX_NUM_SEQS))
         steps.slots.require_resync()
         with pytest.raises(StepFailed) as raised:

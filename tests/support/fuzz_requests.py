@@ -29,6 +29,7 @@ from rpc_schema.sampling import LogprobsWanted, RandomSampling, StopTokens
 from rpc_schema.structured import StructuredOutput
 from tests.support.serving import worker_config
 from worker_client.driver import Driver
+from worker_client.driver_parts.request_uploads import RequestUploads, UploadsPart
 from worker_client.errors import RequestError
 from worker_client.inputs.host_tensor import HostTensor
 from worker_client.launcher import LocalDaemons
@@ -406,8 +407,13 @@ async def _fuzz(
                 await asyncio.sleep(0.01)
         assert service.driver.error is None
         assert driver.scheduler.num_free_blocks == num_free, "blocks are lost"
-        assert not driver._times._added and not driver._uploads._needs
+        assert not driver._times._added and not _uploads_of(driver)._needs
         return fuzzer
+
+
+def _uploads_of(driver: Driver) -> RequestUploads:
+    (part,) = [part for part in driver._parts._all if isinstance(part, UploadsPart)]
+    return part._uploads
 
 
 def fuzz_count(is_enough: Callable[[int], bool], seed: int) -> dict[str, object]:

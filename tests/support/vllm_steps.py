@@ -71,6 +71,8 @@ def new_request(
         req_id=req_id,
         prompt_token_ids=[7] * num_tokens,
         prefill_token_ids=None,
+        prompt_embeds=None,
+        prompt_is_token_ids=None,
         num_computed_tokens=computed,
         block_ids=(blocks,),
     )

@@ -34,10 +34,10 @@ class Heard:
 
 def serve(fakes, connect, requests, grammars, kind=Scheduler, pp=1, faults=(), **options):
     """Outputs by id, what was heard, and the driver."""
-    daemons, driver = driver_of(fakes, connect, grammars, kind, pp, **options)
+    heard = Heard()
+    daemons, driver = driver_of(fakes, connect, grammars, kind, pp, on_result=heard, **options)
     for daemon in daemons.daemons:
         daemon.faults = [Fault(n, code=ErrorCode.CAPACITY) for n in faults]
-    driver._on_result = heard = Heard()
     for request in requests:
         driver.add_request(request)
     outputs = run_on(driver)

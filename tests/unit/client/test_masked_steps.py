@@ -150,13 +150,14 @@ def with_grammars(requests, rng, share=0.5):
     ]
 
 
-def driver_of(fakes, connect, grammars, kind=Scheduler, pp=1, num_blocks=None):
+def driver_of(fakes, connect, grammars, kind=Scheduler, pp=1, num_blocks=None, on_result=None):
     daemons = fakes(pp)
     group = connect(daemons, pp)
     group.attach()
     model = group.prepare(worker_config(pp, max_model_len=128), num_gpu_blocks=num_blocks)
     limits = make_limits(num_blocks=model.num_blocks, pipeline_parallel_size=pp)
-    return daemons, Driver(group, kind(limits), options=DriverOptions(grammars=grammars))
+    options = DriverOptions(grammars=grammars)
+    return daemons, Driver(group, kind(limits), on_result, options=options)
 
 
 def run_on(driver):

@@ -1,8 +1,12 @@
 """The content of a run's output file, whenever the run ends."""
 
 import json
+from pathlib import Path
+
+import pytest
 
 from worker_client.cli.results import Results, read_finished
+from worker_client.errors import OutputError
 
 
 def line(name):
@@ -17,11 +21,12 @@ def test_lines_of_a_run_before_are_never_out_of_the_file(tmp_path):
     with path.open() as old, Results(["a", "b", "c", "d"], None, kept, path):
         assert [json.loads(text)["id"] for text in old] == ["a", "b", "d"]
         assert list(read_finished(path)) == ["a", "b", "d"]
-    assert [entry.name for entry in tmp_path.iterdir()] == ["out.jsonl"]
+    assert list(read_finished(path)) == ["a", "b", "d"], "c is missing: the run can be resumed"
 
 
-def test_what_is_no_file_is_written_to_as_it_is(tmp_path):
-    with Results(["a"], None, {"a": line("a")}, tmp_path / "new.jsonl"):
-        assert list(read_finished(tmp_path / "new.jsonl")) == ["a"]
-    with Results(["a"], None, {"a": line("a")}, tmp_path.__class__("/dev/null")):
-        pass
+def test_a_device_is_no_output(tmp_path):
+    with (
+        pytest.raises(OutputError, match="name a regular file"),
+        Results(["a"], None, {"a": line("a")}, Path("/dev/null")),
+    ):
+        raise AssertionError("not reached")

@@ -28,7 +28,7 @@ OF_OTHERS = (
 )
 """Beginnings of other programs' options, which texts may name as theirs."""
 LIBRARY = Path(worker_client.__file__).parent
-PROGRAMS = ("cli", "vllm", "__main__.py", "launcher.py", "request_parser.py")
+PROGRAMS = {"cli", "vllm", "__main__.py", "launcher.py", "request_parser.py"}
 """Parts of the package that are programs, or start some."""
 
 
@@ -70,7 +70,7 @@ def test_reason_is_one_line():
 def texts():
     """Yield the texts of the driver library that name options, with their places."""
     for path in sorted(LIBRARY.rglob("*.py")):
-        if path.relative_to(LIBRARY).parts[0] in PROGRAMS:
+        if {*path.relative_to(LIBRARY).parts} & PROGRAMS:
             continue
         tree = ast.parse(path.read_text())
         alone = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}

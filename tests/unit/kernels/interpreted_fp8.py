@@ -96,7 +96,7 @@ def test_many_rows_dequantize(dtype: torch.dtype, scales: str) -> None:
 
 
 @pytest.mark.parametrize("scales", ["row", "block"])
-@pytest.mark.parametrize("shape", [(150, 200), exhaustively(3, 1100), (9, 40)])
+@pytest.mark.parametrize("shape", [(150, 200), exhaustively((3, 1100)), (9, 40)])
 def test_dequantized_weights_have_the_bits_of_torch(shape: tuple[int, int], scales: str) -> None:
     matrix = draw_matrix(*shape, scales, CPU)
     for dtype in (torch.float16, torch.float32):

@@ -198,19 +198,20 @@ def test_rows_that_are_sampled_in_parts_hold_the_logits_of_those_that_are_left(
     masks = dict.fromkeys((0, 1), np.arange(151) % 3 == 0)
     assert list(serving.sample(step_seq, masks, slots=(0, 1))) == [0]
     assert waiting[step_seq].chosen.logits.shape[0] == 2
-    assert sorted(serving.sample(step_seq)) == [2, 3]
+    masks = dict.fromkeys((2, 3), np.arange(151) % 3 == 0)
+    assert sorted(serving.sample(step_seq, masks)) == [2, 3]
     assert (are_gone, list(waiting)) == ([True, True], [])
 
 
 def test_a_step_reads_the_output_layer_once(serving, prompts, monkeypatch):
-    reads, linear = [], TorchOps.linear
+    reads, product = [], TorchOps.product
 
-    def counting(ops, x, weight, *rest):
-        if weight.shape[0] == 192:  # 151 tokens, padded
-            reads.append(x.shape[0])
-        return linear(ops, x, weight, *rest)
+    def counting(ops, source, matrix, *rest):
+        if matrix.shape[0] == 192:  # 151 tokens, padded
+            reads.append(source.shape[0])
+        return product(ops, source, matrix, *rest)
 
-    monkeypatch.setattr(TorchOps, "linear", counting)
+    monkeypatch.setattr(TorchOps, "product", counting)
     texts = prompts([9, 14, 3, 7, 11, 5], seed=21)
     new = [(slot, text, LOGIT_USERS[slot]) for slot, text in enumerate(texts)]
     serving.execute({slot: len(text) for slot, text in enumerate(texts)}, new)
