@@ -173,10 +173,14 @@ class Driver:
             DrainingError: an operator drains the group, and the steps in flight are settled. It may
                 be called again, and continues once the drain is undone.
         """
-        self._parts.attend()
+        for attend in self._parts.attend:
+            attend()
         try:
             self._fill()
-            if self._parts.work_in_flight():
+            has_worked = False
+            for work_in_flight in self._parts.work_in_flight:
+                has_worked = work_in_flight() or has_worked
+            if has_worked:
                 self._fill()
         except DrainingError:
             if not self._steps.in_flight:
@@ -194,8 +198,9 @@ class Driver:
 
     def _fill(self) -> None:
         """Send steps while the group takes some and the scheduler has some."""
-        steps = self._steps
-        self._parts.prepare()
+        steps, parts = self._steps, self._parts
+        for prepare in parts.prepare:
+            prepare()
         while self._error is None and len(steps.in_flight) < self.group.max_in_flight:
             output = steps.unsent or self.scheduler.schedule()
             if output is None:
@@ -203,10 +208,14 @@ class Driver:
             sent = time.monotonic()
             steps.unsent = output
             try:
-                if not self._parts.can_send(output):
-                    return
+                for can_send in parts.can_send:
+                    if not can_send(output):
+                        return
                 if self._planned is None:
-                    self._planned = self._parts.plan(output)
+                    planned = output
+                    for plan in parts.plan:
+                        planned = plan(planned)
+                    self._planned = planned
                 # After a recovery, a future that reports the losses.
                 future = self._recovering(partial(self.group.execute_model, self._planned))
             except InvalidSchedulerOutput as refusal:
@@ -216,12 +225,14 @@ class Driver:
             flight = StepInFlight(output, future, sent)
             steps.in_flight.append(flight)
             steps.num_sent += 1
-            self._parts.sent(flight)
+            for sent_by in parts.sent:
+                sent_by(flight)
 
     def _take_oldest(self) -> None:
         """Wait for the oldest step, and pass its result or its failure on."""
         flight = self._steps.in_flight[0]
-        self._parts.complete(flight)
+        for complete in self._parts.complete:
+            complete(flight)
         try:
             result = self._recovering(flight.future.result)
             for later in flight.later:
@@ -236,11 +247,14 @@ class Driver:
     def _settle(self, flight: StepInFlight, result: StepResult) -> None:
         """Pass the result of the oldest step on."""
         self._steps.in_flight.popleft()
-        shown = self._parts.settle(flight, result)
+        shown = result
+        for settle in self._parts.settle:
+            shown = settle(flight, shown)
         if self._on_result is not None:
             self._on_result(shown)
         self._requests.end(self.scheduler.update_from_output(flight.output, result))
-        self._parts.settled(flight)
+        for settled in self._parts.settled:
+            settled(flight)
 
     def _recovering(self, call: Callable[[], ResultT]) -> ResultT:
         """Make a call to the group, and again after a recovery from the death of a daemon."""

@@ -12,19 +12,24 @@ from worker_client.scheduler_output import SchedulerOutput, StepResult
 
 
 class DriverParts:
-    """Owned by a driver. Its methods are those of DriverPart, for all parts."""
+    """Owned by a driver. Its methods are those of DriverPart, for all parts. The calls of each step
+    are attributes, so that a step costs nothing for those that no part overrides."""
 
     def __init__(self, parts: Sequence[DriverPart]) -> None:
         self._all = tuple(parts)
-        self._attend = _overridden(parts, "attend")
-        self._prepare = _overridden(parts, "prepare")
-        self._can_send = _overridden(parts, "can_send")
-        self._plan = _overridden(parts, "plan")
-        self._sent = _overridden(parts, "sent")
-        self._work_in_flight = _overridden(parts, "work_in_flight")
-        self._complete = _overridden(parts, "complete")
-        self._settle = _overridden(parts, "settle")
-        self._settled = _overridden(parts, "settled")
+        self.attend: tuple[Callable[[], None], ...] = _overridden(parts, "attend")
+        self.prepare: tuple[Callable[[], None], ...] = _overridden(parts, "prepare")
+        self.can_send: tuple[Callable[[SchedulerOutput], bool], ...]
+        self.can_send = _overridden(parts, "can_send")
+        self.plan: tuple[Callable[[SchedulerOutput], SchedulerOutput], ...]
+        self.plan = _overridden(parts, "plan")
+        self.sent: tuple[Callable[[StepInFlight], None], ...] = _overridden(parts, "sent")
+        self.work_in_flight: tuple[Callable[[], bool], ...]
+        self.work_in_flight = _overridden(parts, "work_in_flight")
+        self.complete: tuple[Callable[[StepInFlight], None], ...] = _overridden(parts, "complete")
+        self.settle: tuple[Callable[[StepInFlight, StepResult], StepResult], ...]
+        self.settle = _overridden(parts, "settle")
+        self.settled: tuple[Callable[[StepInFlight], None], ...] = _overridden(parts, "settled")
 
     @property
     def has_waiting(self) -> bool:
@@ -54,45 +59,6 @@ class DriverParts:
         for part in self._all:
             lost |= part.adopt(requests, tensors)
         return lost
-
-    def attend(self) -> None:
-        for call in self._attend:
-            call()
-
-    def prepare(self) -> None:
-        for call in self._prepare:
-            call()
-
-    def can_send(self, output: SchedulerOutput) -> bool:
-        return all(call(output) for call in self._can_send)
-
-    def plan(self, output: SchedulerOutput) -> SchedulerOutput:
-        for call in self._plan:
-            output = call(output)
-        return output
-
-    def sent(self, flight: StepInFlight) -> None:
-        for call in self._sent:
-            call(flight)
-
-    def work_in_flight(self) -> bool:
-        done = False
-        for call in self._work_in_flight:
-            done = call() or done
-        return done
-
-    def complete(self, flight: StepInFlight) -> None:
-        for call in self._complete:
-            call(flight)
-
-    def settle(self, flight: StepInFlight, result: StepResult) -> StepResult:
-        for call in self._settle:
-            result = call(flight, result)
-        return result
-
-    def settled(self, flight: StepInFlight) -> None:
-        for call in self._settled:
-            call(flight)
 
     def steps_failed(self) -> None:
         for part in self._all:

@@ -251,7 +251,8 @@ class UploadsPart(DriverPart):
             self._uploads.drop_unused(self._context.steps.num_done)
 
     def settled(self, flight: StepInFlight) -> None:
-        self.attend()
+        if self._uploads.to_drop:
+            self.attend()
 
     def prepare(self) -> None:
         """Send again what requests need. They have lost their rows too."""

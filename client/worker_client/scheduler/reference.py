@@ -1,6 +1,7 @@
 """The reference scheduler: continuous batching, chunked prefill, prefix caching, preemption by
 recompute. Takes the driver's calls, commits steps and processes their results."""
 
+import math
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -182,7 +183,8 @@ class Scheduler:
     def schedule(self) -> SchedulerOutput | None:
         """Decide the next step; see SchedulerInterface."""
         self._blocks.remember_sent()
-        self._overdue += self._end_overdue(idle=bool(self._in_flight))
+        if self._queues.next_deadline != math.inf:
+            self._overdue += self._end_overdue(idle=bool(self._in_flight))
         step = Step(self._limits, self._queues, self._blocks, self._groups, self._step_budget)
         step.plan(self._num_steps, self._in_flight[0] if self._in_flight else self._num_steps)
         # Once all is done, send the ended requests to the workers; else a later step has them. A
@@ -258,7 +260,7 @@ class Scheduler:
             done += self._take_outputs(result.pooled)
         for req_id, count in result.refused.items():
             self._take_back(find(req_id), count)
-        return done + self._end_overdue()
+        return done if self._queues.next_deadline == math.inf else done + self._end_overdue()
 
     def _end_overdue(self, *, idle: bool = False) -> list[RequestOutput]:
         """End the requests whose deadlines have passed. idle: only those that no step in flight

@@ -50,8 +50,8 @@ class RequestQueues:
         self._held: dict[str, Request] = {}
         """Requests that `hold` took out of line, by id; not admitted until `release`."""
         self._urgency = urgency
-        self._next_deadline = math.inf
-        """No deadline of an unfinished request is earlier."""
+        self.next_deadline = math.inf
+        """No deadline of an unfinished request is earlier; infinity if none has any."""
         self._blocks = blocks
         self._groups = groups
         self._max_running = max_running
@@ -77,7 +77,7 @@ class RequestQueues:
             self._num_arrivals = request.arrival + 1
         first = self.unfinished.get(behind) if behind else None  # never itself
         self.unfinished[request.id] = request
-        self._next_deadline = min(self._next_deadline, request.deadline)
+        self.next_deadline = min(self.next_deadline, request.deadline)
         if first is not None and (first.id in self.prefilling or not first.is_running):
             self._behind.setdefault(behind, []).append(request)
         else:
@@ -85,15 +85,14 @@ class RequestQueues:
 
     def find_overdue(self, now: Callable[[], float], *, idle: bool) -> list[Request]:
         """Return the unfinished requests whose deadlines have passed, to be ended. now: returns
-        seconds, as time.monotonic does; called only if a request has a deadline. idle: only those
-        that no step in flight names."""
-        if self._next_deadline == math.inf or (moment := now()) < self._next_deadline:
+        seconds, as time.monotonic does. idle: only those that no step in flight names."""
+        if (moment := now()) < self.next_deadline:
             return []
         late = {each for each in self.unfinished.values() if each.deadline <= moment}
         if idle:
             late = {r for r in late if not (r.is_running or r.num_in_flight or r.num_void)}
         left = (each.deadline for each in self.unfinished.values() if each not in late)
-        self._next_deadline = min(left, default=math.inf)
+        self.next_deadline = min(left, default=math.inf)
         return sorted(late, key=lambda each: each.arrival)
 
     def victims(self) -> list[Request]:
