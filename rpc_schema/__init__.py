@@ -1,2 +1,2 @@
-"""The wire between drivers and daemons: messages, bounds and codec; the errors of both; and the
-rendezvous of a group's members. Needs only msgspec and the standard library."""
+"""The wire between drivers and daemons: messages, bounds and codec, and the errors of
+both. Needs only msgspec and the standard library."""

@@ -1,5 +1,5 @@
-"""A scheduler's output and its results, by request id: the convenient form of a step. `slots.py`
-converts it to the wire's."""
+"""A scheduler's output and its results, by request id: the convenient form of a step.
+`steps/slots.py` converts it to the wire's."""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -33,8 +33,8 @@ class NewRequest(Struct, frozen=True, gc=False):
     """All its blocks so far in the first KV group: those of the computed tokens, and those
     that this step writes."""
     extensions: tuple[RequestExtension, ...] = ()
-    """Its optional features, at most one of each kind: rpc_schema.sampling.SamplingParams makes
-    those of sampling. Without any, decoding is greedy."""
+    """Its optional features, at most one of each kind: worker_client.requests.SamplingParams
+    makes those of sampling. Without any, decoding is greedy."""
     note: bytes = b""
     """At most 1024 bytes for the scheduler of another driver that continues the request: see
     adoption.py."""

@@ -1,6 +1,6 @@
 """Optional features of a driver. In reading order:
 
-interface.py         DriverPart: the calls of a driver to its features
+interface.py         DriverPart: the calls of a driver to its features; plan adds values to a step
 context.py           the driver as they see it
 registry.py          the list of the features, and their options
 live_requests.py     the requests of a driver, from add_request to their outputs

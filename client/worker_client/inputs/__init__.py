@@ -1,6 +1,6 @@
 """Texts, messages, JSON, tensors and files of callers, checked and turned into requests.
 
-sampling_params.py  sampling options of a request
+sampling_params.py  sampling options of a request; a new one: docs/adding-a-feature.md
 request_checks.py   requests, checked whole; request_fields.py: values as the types of fields
 request_parser.py   requests in JSON
 tokenizer.py        text to tokens and back, in other processes (tokenizer_process.py, job_pool.py)

@@ -1,9 +1,12 @@
 """A step on its way to the daemons and back. In reading order:
 
 slots.py              SlotTable: encodes a step; requests become slots, and only changes are sent
-step_checks.py        what a step must fulfill; each check returns the first fault (step_fault.py)
+step_checks.py        what a step must fulfill; each check returns the first fault (step_fault.py).
+                      The last one, encode_checked, encodes
 sent_counts.py        what the daemons know of each request's tokens
 block_tables.py       which blocks they know of each request; block_holders.py, cached_blocks.py
-masks.py              masks of a step's requests, and what is sampled later (deferred_sampling.py)
-encoded_step.py       a step as sent, and its reply in terms of requests
+step_values.py        values of optional features, by slot
+masks.py              those of grammars, which structured/ makes
+deferred_sampling.py  requests that are sampled later
+encoded_step.py       a step once it is encoded; reads its reply
 """

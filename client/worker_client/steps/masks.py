@@ -1,5 +1,5 @@
-"""Grammar masks and deferred sampling: values of a step for those of its requests that have a
-grammar."""
+"""StepMasks: carries grammar masks (made in structured/mask_process.py) into a step, and says which
+requests are sampled later."""
 
 from array import array
 from collections.abc import Collection, Mapping, Sequence

@@ -1,4 +1,11 @@
-"""Structured output: grammars, and where the work for them is done (grammars.py, trials.py,
-serving.py, matchers.py), the process that does it with llguidance (mask_process.py, text_tokens.py,
-mask_messages.py), requests that wait for theirs (pending.py), and the masks of a driver's steps
-(masked_steps.py). docs/structured-output.md explains the design."""
+"""Structured output; docs/structured-output.md explains the design. In reading order:
+
+driver_parts.py    its calls from the driver: where masks enter steps
+pending.py         requests that wait for their grammars
+masked_steps.py    the masks of a driver's steps, and when each is sent
+jump_forward.py    tokens about which a grammar leaves no choice
+grammars.py        grammars, and where the work for them is done; opening.py: those of a model
+trials.py          compiles a grammar for the first time; serving.py, matchers.py: its masks
+mask_process.py    the process that computes masks with llguidance; text_tokens.py,
+                   mask_messages.py
+"""

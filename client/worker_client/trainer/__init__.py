@@ -1,5 +1,4 @@
-"""A trainer's side of weight updates. The only part of the client that needs torch; no other module
-of the client imports it."""
+"""A trainer's side of weight updates. It needs torch; no other module of the client imports it."""
 
 from importlib.util import find_spec
 

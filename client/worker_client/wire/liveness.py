@@ -1,6 +1,6 @@
 """Liveness of a group's daemons, judged by three signals that fail independently: the connection
 (transport), the process if it is on this host, and heartbeats that report progress. Owns the file
-descriptors of processes."""
+descriptors of processes. GroupChannel.look asks it, and GroupChannel.lose acts on a death."""
 
 import time
 from collections import deque

@@ -23,7 +23,7 @@ from worker_daemon.runner.scheduled_step import StepLimits, invalid
 
 _TABLE_COLUMNS: Final = 6
 """int32 values of a row: temperature, top_p and min_p as float32 bits, top_k, then the two
-int32 halves of the int64 seed."""
+int32 halves of the int64 seed, at an even column; the number of columns is even."""
 _INT32: Final = 4
 _GREEDY: Final = RandomSampling()
 
