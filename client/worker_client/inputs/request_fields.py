@@ -1,5 +1,7 @@
 """Values of callers as the types of a struct's fields, or the error of the first that is wrong."""
 
+from collections.abc import Iterable
+from itertools import chain
 from typing import Final, NoReturn, TypeAlias, TypeVar
 
 import msgspec
@@ -26,6 +28,7 @@ SAMPLING: Final = "sampling."
 """Path of the fields of SamplingParams in the errors of a GenerationRequest."""
 
 _MAX_ENTRIES: Final = 1 << 14
+_PLAIN: Final = frozenset((int, float, str, bool, type(None)))
 
 StructT = TypeVar("StructT", bound=msgspec.Struct)
 
@@ -40,6 +43,8 @@ def plain(given: StructT, path: str = "", *, is_json: bool = False) -> StructT:
     """
     kind, values = type(given), msgspec.structs.asdict(given)
     try:
+        if not _has_plain_types(values.values()):  # equal values may have types of their own
+            return msgspec.convert(_unwrapped(values), kind, str_keys=is_json)
         found = msgspec.convert(values, kind, str_keys=is_json)
     except Exception:  # a method of a value may raise anything
         each = {name: _plain(kind, name, own, path, is_json) for name, own in values.items()}
@@ -72,15 +77,26 @@ def flat(error: RequestError, prompt: str = "prompt") -> RequestError:
     return error.named(prompt if error.field == "prompt" else error.field.removeprefix(SAMPLING))
 
 
+def _has_plain_types(values: Iterable[object]) -> bool:
+    """Return True if values and what they hold have types that a message can carry."""
+    return all(
+        type(value) in _PLAIN
+        or (isinstance(value, tuple | list) and _has_plain_types(value))
+        or (isinstance(value, dict) and _has_plain_types(chain(value, value.values())))
+        or isinstance(value, msgspec.Struct)
+        for value in values
+    )
+
+
 def _unwrapped(value: object) -> object:
-    """Return a value without numpy's scalars and one-dimensional arrays; a longer one than any
-    field may have as it is."""
+    """Return a value without numpy's scalars and one-dimensional arrays, and without types derived
+    from texts; a longer one than any field may have as it is."""
     if isinstance(value, list | tuple | dict | np.ndarray) and len(value) > _MAX_ENTRIES:
         return value
-    if isinstance(value, np.generic):
-        return value.item()
-    if isinstance(value, np.ndarray) and value.ndim == 1:
+    if isinstance(value, np.generic) or (isinstance(value, np.ndarray) and value.ndim == 1):
         return value.tolist()
+    if isinstance(value, str):
+        return str.__str__(value)
     if isinstance(value, list | tuple):
         return [_unwrapped(each) for each in value]
     if isinstance(value, dict):

@@ -294,6 +294,26 @@ def test_random_values_are_taken_or_refused():
             assert not driver.busy
 
 
+class Text(str):
+    """A text of a type of its own."""
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        *({name: Number(4)} for name in ("max_tokens", "priority", "deadline", "seed", "top_k")),
+        *({"stop_token_ids": (Number(4),)}, {"logit_bias": {Number(1): 2.0}}),
+        *({"id": Text("a")}, {"stop": (Text("a"),)}, {"stop": [Text("a")]}),
+    ],
+    ids=lambda fields: next(iter(fields)),
+)
+def test_equal_values_of_other_types_become_plain(fields):
+    """A message carries numbers and texts, not what is derived from them."""
+    driver = Driver(Ranks(), Scheduler(LIMITS, Texts(), clock=lambda: -1.0))
+    driver.add_request(request(**fields))
+    SlotTable(8, group_bounds(LIMITS)).encode(driver.scheduler.schedule(), epoch=1, link=1, seq=1)
+
+
 def test_extensions_with_fields_are_all_known():
     features = {LoraRequest, PromptEmbeds}
     assert {*KINDS} - features == {type(each) for each in OWN_FIELDS}
