@@ -161,8 +161,6 @@ class MaskedSteps:
     def __init__(self, grammars: CompiledGrammars) -> None:
         self.grammars = grammars
         self._rows: dict[str, _Row] = {}
-        self._planned: tuple[SchedulerOutput, MaskedStep] | None = None
-        """The step that is being sent, as it came from the scheduler and as it is sent."""
         self._waiting: dict[str, MaskedStep] = {}
         """Requests whose sampling waits for a mask, and their steps."""
         self._faults: dict[str, RequestOutput] = {}
@@ -191,14 +189,12 @@ class MaskedSteps:
         )
 
     def plan(self, output: SchedulerOutput) -> MaskedStep:
-        """Return a step with the masks that are known, and the rows that must wait for theirs. The
-        same step gives the same result, because it may be sent again.
+        """Return a step with the masks that are known, and the rows that must wait for theirs. A
+        driver plans a step once, and may send it again.
 
         Raises:
             InvalidSchedulerOutput: the step is malformed.
         """
-        if self._planned is not None and self._planned[0] is output:
-            return self._planned[1]
         fault = admissions_fault(tuple(output.scheduled_new_reqs), WIRE_LIMITS)
         for found in (fault, read_counts(output.num_scheduled_tokens)):
             if isinstance(found, StepFault):
@@ -207,7 +203,6 @@ class MaskedSteps:
         step = MaskedStep(output)
         if self._rows or self._paused:
             self._plan_rows(step)
-        self._planned = (output, step)
         return step
 
     def _admit(self, output: SchedulerOutput) -> None:
@@ -228,7 +223,6 @@ class MaskedSteps:
 
     def sent(self, step: MaskedStep) -> None:
         """Note that a planned step was sent."""
-        self._planned = None
         step.is_waiting = bool(step.deferred)
         self._waiting.update((row.req_id, step) for row in step.deferred)
 
@@ -356,7 +350,6 @@ class MaskedSteps:
     def forget_steps(self) -> None:
         """Drop the steps in flight, which have failed. Their requests are lost or admitted
         again."""
-        self._planned = None
         for step in self._waiting.values():
             step.is_waiting = False
         self._waiting.clear()
