@@ -113,9 +113,12 @@ def kinds(rng):
 
 @pytest.mark.parametrize(("pp", "num_blocks"), [(1, 20), (2, 256)])
 def test_tokens_are_those_of_our_driver(serve, ours, model, pp, num_blocks):
-    """In batches with few blocks, where requests are preempted, and from cached prefixes."""
+    """In batches with few blocks, where requests are preempted, and from cached prefixes.
+
+    vLLM's matcher refuses forced text that is an added token, which our driver serves.
+    """
     rng = random.Random(31 + pp)
-    cases = [*kinds(rng), *(random_case(rng) for _ in range(16))]
+    cases = [*kinds(rng), *(random_case(rng, tagged=False) for _ in range(16))]
     cases = [case for case in cases if not isinstance(case.options.get("json"), str)]
     lines = lines_of(cases, rng)
     grammars = Grammars(model.path, VOCAB_SIZE, [EOS_TOKEN_ID], GrammarLimits(max_jump=0))
