@@ -39,8 +39,12 @@ STOPPED_S: Final = 0.5
 START_S: Final = 120.0
 """Time in which the first process must have read the tokenizer."""
 MAX_FAILED_STARTS: Final = 5
-"""Processes in a row that end before they are ready, after which grammars are refused. One that
-becomes ready ends the row."""
+"""Processes in a row that end before they are ready, after which grammars are refused for a while.
+One that becomes ready ends the row."""
+RETRY_S: Final = 5.0
+"""Time for which grammars are refused once there can be no processes. The next one starts them."""
+_NO_PROCESS_FIX: Final = f"send it again after {RETRY_S:g} s; the host may lack memory"
+_FIX: Final = "fix or simplify it"
 _NO_TEXT_FIX: Final = "let a text match it: an alternative without the $ref or rule to itself"
 MAX_DEATHS: Final = 2
 """Processes that end by themselves while they work on a grammar, after which it is refused."""
@@ -115,11 +119,15 @@ class Grammars:
         """Matchers of grammars that were not compiled, and when they give up."""
         self._num_failed_starts = 0
         self._is_closed = False
-        self._failure = "the driver's grammars are closed"
-        self._trials = Trials(self._start, self.limits.num_compilers)
-        self._serving = ServingProcesses(self._trials.take_spare, self.limits.num_serving)
+        self._failure, self._failed_until = "", 0.0
+        """Why there are no processes; the next grammar after that time starts them."""
+        self._trials, self._serving = self._without_processes()
         self._serving.add(self._start())
         self._await(self._trials.start(), model)
+
+    def _without_processes(self) -> tuple[Trials, ServingProcesses]:
+        trials = Trials(self._start, self.limits.num_compilers)
+        return trials, ServingProcesses(trials.take_spare, self.limits.num_serving)
 
     def _start(self) -> MaskProcess:
         return MaskProcess(self._setup, self.limits.memory_bytes)
@@ -228,7 +236,7 @@ class Grammars:
     def proceed(self, timeout_s: float = 0.0) -> None:
         """Send the processes what is to be done, and take their answers; wait for the first one at
         most timeout_s. See to what takes too long."""
-        if self._is_closed:
+        if self._is_closed or self._failure:
             return
         try:
             self._proceed(timeout_s)
@@ -345,9 +353,9 @@ class Grammars:
             return f"it takes more than {self.limits.compile_s:g} s to compile"
         return f"one of its masks takes more than {self.limits.mask_s:g} s"
 
-    def _refuse(self, grammar: Grammar, reason: str) -> None:
+    def _refuse(self, grammar: Grammar, reason: str, fix: str = _FIX) -> None:
         """End the requests with a grammar, and refuse those to come."""
-        grammar.error = refused(grammar.source, reason)
+        grammar.error = refused(grammar.source, reason, fix)
         for process in self._processes:
             for matcher in list(process.matchers.values()):
                 if matcher.grammar is grammar:
@@ -356,23 +364,38 @@ class Grammars:
         self._release(grammar)
 
     def _give_up(self, reason: str) -> None:
-        """Refuse all grammars from now on."""
-        self._is_closed = True
-        for grammar in self._grammars.values():
-            self._refuse(grammar, reason)
-        self.close()
-        self._failure = reason
+        """Refuse all grammars for a while: there can be no processes."""
+        self._failure, self._failed_until = reason, time.monotonic() + RETRY_S
+        known, self._grammars = self._grammars, OrderedDict()
+        for grammar in known.values():
+            self._refuse(grammar, reason, _NO_PROCESS_FIX)
+        for process in self._processes:
+            process.close()
+        self._trials, self._serving = self._without_processes()
 
     def _find(self, source: StructuredOutput) -> Grammar:
         if (found := self._grammars.get(source)) is not None:
             self._grammars.move_to_end(source)
             return found
-        found = self._grammars[source] = Grammar(next(self._keys), source)
+        found = Grammar(next(self._keys), source)
         if self._is_closed:
-            found.error = refused(source, self._failure)
-        else:
+            found.error = refused(source, "the driver's grammars are closed")
+        elif self._has_processes():
+            self._grammars[source] = found
             self._trials.add(found)
+        else:
+            found.error = refused(source, self._failure, _NO_PROCESS_FIX)
         return found
+
+    def _has_processes(self) -> bool:
+        """Return False if they have failed; some time after, start them."""
+        if self._failure and time.monotonic() >= self._failed_until:
+            self._failure, self._num_failed_starts = "", 0
+            try:
+                self._serving.add(self._start())
+            except OSError as error:
+                self._give_up(f"its processes cannot be started: {error}")
+        return not self._failure
 
     def _abandon(self, grammar: Grammar) -> None:
         """Stop the compilation of a grammar for which nobody waits any longer."""
@@ -396,13 +419,13 @@ class Grammars:
                 process.forget(grammar)
 
 
-def refused(grammar: StructuredOutput, reason: str) -> RequestError:
+def refused(grammar: StructuredOutput, reason: str, fix: str = _FIX) -> RequestError:
     """Return the refusal of a grammar."""
     return RequestError(
         f"the grammar cannot be used: {reason}",
         field=f"{FIELD}.{grammar.kind}",
         value=grammar.text,
-        fix=_NO_TEXT_FIX if reason == NO_TEXT else "fix or simplify it",
+        fix=_NO_TEXT_FIX if reason == NO_TEXT else fix,
     )
 
 

@@ -183,8 +183,8 @@ def test_processes_that_are_killed_or_stopped_cost_no_request(grammars, number):
 
 
 def test_processes_that_end_before_their_first_message_cost_grammars_alone(grammars, monkeypatch):
-    """As when the interpreter was replaced under a running driver: what asks for a mask gets an
-    error, and nothing is raised where steps are made."""
+    """As when memory is short for a while: what asks for a mask gets an error, nothing is raised
+    where steps are made, and later requests with the same grammars are served."""
     start = ChildProcess.__init__
 
     def start_and_end(self, *args, **options):
@@ -195,12 +195,27 @@ def test_processes_that_end_before_their_first_message_cost_grammars_alone(gramm
     settle(grammars, lambda: running.step() or running.masks, cpu_s=60.0)
     monkeypatch.setattr(ChildProcess, "__init__", start_and_end)
     monkeypatch.setattr(sys, "executable", "/bin/false")
+    monkeypatch.setattr("worker_client.structured.grammars.RETRY_S", 0.5)
     for pid in grammars.pids:
         os.kill(pid, signal.SIGKILL)
     later = Following(grammars, StructuredOutput(kind="regex", text="[bc]+"))
     settle(grammars, lambda: running.error and later.error, cpu_s=60.0)
     assert "end before they are ready" in running.error
     assert "end before they are ready" in later.error
+    with pytest.raises(RequestError, match="fix: send it again after 5 s"):
+        grammars.compile(StructuredOutput(kind="regex", text="[cd]+")).result(0)
+    monkeypatch.undo()
+    time.sleep(0.5)
+    texts = ("[ab]+", "[bc]+", "[cd]+")
+    served = [Following(grammars, StructuredOutput(kind="regex", text=text)) for text in texts]
+
+    def have_masks():
+        for each in served:
+            each.step()
+        return all(each.masks or each.error for each in served)
+
+    settle(grammars, have_masks, cpu_s=60.0)
+    assert not any(each.error for each in served)
 
 
 def test_a_grammar_that_takes_too_much_memory_is_refused(directory):
