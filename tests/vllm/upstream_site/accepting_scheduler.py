@@ -4,8 +4,17 @@ from worker_client.vllm.hooks.scheduler import WorkerDaemonScheduler
 
 
 class _Accepting:
+    def salt_hashes(self, request):
+        pass
+
     def find_refusal(self, request):
         return ""
+
+    def is_ready(self, req_id):
+        return True
+
+    def proceed(self):
+        pass
 
 
 class AcceptingScheduler(WorkerDaemonScheduler):
