@@ -50,6 +50,8 @@ def main() -> None:
     build = arguments.sdist.resolve().parent
     source = _unpack(arguments.sdist, build, listed["version"])
     texts = [(source / name).read_text() for name in TEXTS]
+    for change in listed["replace"]:
+        _replace(source / change["path"], change["old"], change["new"])
     make_cache(build / "hf", listed["models"], [*texts, *[WORDS] * 20])
     wrong = 0
     for entry in listed["file"]:
