@@ -182,14 +182,28 @@ def dense_attention(
 ) -> torch.Tensor:
     """Return [N, Hq, D] fp64: a plain softmax over each sequence's keys, and over the sinks; 0 in
     padding rows. logit_softcap: scores become cap * tanh(score / cap)."""
+    return dense_with_lse(batch, window, logit_softcap=logit_softcap, sinks=sinks)[0]
+
+
+def dense_with_lse(
+    batch: PagedBatch,
+    window: int | None,
+    *,
+    logit_softcap: float | None = None,
+    sinks: AttentionSinks | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return dense_attention, and [N, Hq] fp64: the natural logarithm of each softmax's
+    denominator, -inf in padding rows."""
     out = torch.zeros(batch.q.shape, dtype=torch.float64, device=batch.q.device)
+    lse = torch.full_like(out[..., 0], -torch.inf)
     first = 0
     for query_len, (keys, values) in zip(batch.query_lens, batch.history, strict=True):
         past = len(keys) - query_len
         for chunk in range(0, query_len, QUERIES_AT_ONCE):
             stop = min(chunk + QUERIES_AT_ONCE, query_len)
             queries = batch.q[first + chunk : first + stop]
-            result = _dense_rows(
+            rows = slice(first + chunk, first + stop)
+            out[rows], lse[rows] = _dense_rows(
                 queries,
                 keys,
                 values,
@@ -199,9 +213,8 @@ def dense_attention(
                 logit_softcap,
                 None if sinks is None else sinks.values,
             )
-            out[first + chunk : first + stop] = result
         first += query_len
-    return out
+    return out, lse
 
 
 def _dense_rows(
@@ -213,9 +226,9 @@ def _dense_rows(
     scale: float,
     logit_softcap: float | None,
     sinks: torch.Tensor | None,
-) -> torch.Tensor:
-    """Return [n, Hq, D] fp64 for n queries from position first_pos on over keys and values [L, Hkv,
-    D]."""
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return [n, Hq, D] and [n, Hq] fp64 for n queries from position first_pos on over keys and
+    values [L, Hkv, D]."""
     grouped = queries.double().unflatten(1, (keys.shape[1], -1)).permute(1, 2, 0, 3)  # Hkv G n D
     key_pos = torch.arange(len(keys), device=keys.device)
     query_pos = first_pos + torch.arange(len(queries), device=keys.device)[:, None]
@@ -231,7 +244,8 @@ def _dense_rows(
         scores = torch.cat((scores, own), dim=-1)
     weights = scores.softmax(-1)[..., : len(keys)]
     result = weights @ values.double().permute(1, 0, 2)[:, None]  # Hkv G n D
-    return result.permute(2, 0, 1, 3).flatten(1, 2)
+    lse = scores.logsumexp(-1)  # Hkv G n
+    return result.permute(2, 0, 1, 3).flatten(1, 2), lse.permute(2, 0, 1).flatten(1)
 
 
 def relative_error(got: torch.Tensor, expected: torch.Tensor) -> float:

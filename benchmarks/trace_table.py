@@ -9,7 +9,7 @@ from typing import Any
 GROUPS = (
     ("communication", r"nccl|gloo|c10d|all_?reduce"),
     ("copies", r"^Memcpy|^Memset|copy_kernel|direct_copy|CatArray"),
-    ("attention", r"attend|attention|flash|fmha|_prefill_kernel|_decode_kernel|merge_splits"),
+    ("attention", r"attend|attention|flash|fmha|_prefill_kernel|_decode_kernel|merge_parts"),
     (
         "gemm",
         r"gemm|gemv|nvjet|cutlass|cublas|xmma|splitK|_row_kernel|_matrix_kernel|_fp8_kernel|linear",

@@ -34,7 +34,12 @@ class TorchGathered:
         return out
 
     def attend(
-        self, q: torch.Tensor, context: torch.Tensor, layer: AttentionLayer, window: int | None
+        self,
+        q: torch.Tensor,
+        context: torch.Tensor,
+        layer: AttentionLayer,
+        window: int | None,
+        lse: torch.Tensor | None = None,
     ) -> torch.Tensor:
         num_queries, num_keys = q.shape[0], context.shape[1]
         self.attended.append((num_queries, num_keys, window))
@@ -43,8 +48,8 @@ class TorchGathered:
         visible = keys <= queries
         if window is not None:
             visible &= keys > queries - window
-        if layer.logit_softcap is not None or layer.sinks is not None:
-            return self._attend_eagerly(q, context, layer, visible)
+        if lse is not None or layer.logit_softcap is not None or layer.sinks is not None:
+            return self._attend_eagerly(q, context, layer, visible, lse)
         parts = (rows.transpose(0, 1).unsqueeze(0) for rows in (q, *context))
         out = functional.scaled_dot_product_attention(
             *parts, attn_mask=visible, scale=layer.scale, enable_gqa=True
@@ -53,7 +58,11 @@ class TorchGathered:
 
     @staticmethod
     def _attend_eagerly(
-        q: torch.Tensor, context: torch.Tensor, layer: AttentionLayer, visible: torch.Tensor
+        q: torch.Tensor,
+        context: torch.Tensor,
+        layer: AttentionLayer,
+        visible: torch.Tensor,
+        lse: torch.Tensor | None,
     ) -> torch.Tensor:
         """Add the sinks to a softmax that was computed without them, by its log-sum-exp."""
         copies = q.shape[1] // context.shape[2]
@@ -62,7 +71,11 @@ class TorchGathered:
         if (cap := layer.logit_softcap) is not None:
             scores = (scores / cap).tanh() * cap
         scores = scores.masked_fill(~visible, float("-inf"))
-        weights = scores.softmax(-1)
+        weights, sums = scores.softmax(-1), scores.logsumexp(-1)
         if layer.sinks is not None:
-            weights *= (scores.logsumexp(-1) - layer.sinks.values.view(-1, 1)).sigmoid()[..., None]
+            sinks = layer.sinks.values.view(-1, 1)
+            weights *= (sums - sinks).sigmoid()[..., None]
+            sums = sums.logaddexp(sinks.double())
+        if lse is not None:
+            lse.copy_(sums.t())
         return torch.einsum("hlr,rhd->lhd", weights, values).to(q.dtype)

@@ -115,7 +115,12 @@ class AttentionBackend(Protocol):
     share."""
 
     def attend(
-        self, q: Tensor, kv_cache: Tensor, layer: AttentionLayer, metadata: AttentionMetadata
+        self,
+        q: Tensor,
+        kv_cache: Tensor,
+        layer: AttentionLayer,
+        metadata: AttentionMetadata,
+        lse: Tensor | None = None,
     ) -> Tensor:
         """Return attention [N, Hq, D] of q [N, Hq, D], whose last dimension is contiguous. kv_cache
         already has this step's keys and values.
@@ -124,17 +129,40 @@ class AttentionBackend(Protocol):
         window); blocks that no query of a sequence sees may hold anything, even NaN. Tokens after
         the last sequence are padding; their output is finite and otherwise unspecified. Never waits
         for the device.
+
+        lse: float32 [N, Hq], contiguous; receives each query's log-sum-exp: the natural logarithm
+        of the sum of exp(score) over the keys that it sees, and over its sink if the layer has
+        sinks. Scores are scaled and capped. With lse, a sequence may have fewer keys than query
+        tokens, even none; the first of these then see no key. A query without a key has the output
+        0, and the log-sum-exp -inf, or its sink. Padding has -inf.
         """
 
     def rotate_and_attend(
-        self, qkv: Tensor, kv_cache: Tensor, layer: AttentionLayer, step: AttentionStep
+        self,
+        qkv: Tensor,
+        kv_cache: Tensor,
+        layer: AttentionLayer,
+        step: AttentionStep,
+        lse: Tensor | None = None,
     ) -> Tensor:
         """Call layer.rotate_and_store, then attend with its result, or do both in one kernel: qkv
-        [N, (Hq + 2 Hkv) D], which may be overwritten -> [N, Hq, D].
+        [N, (Hq + 2 Hkv) D], which may be overwritten -> [N, Hq, D]. lse: see attend.
 
         The blocks of a sequence must not contain tokens that another one stores in the same step.
         Behind a sequence's window, its block table row may name any block. The content of block 0
         is unspecified afterwards.
+        """
+
+    def merge(self, outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
+        """Merge attention over P >= 1 parts of the keys into attention over all of them: outs [P,
+        N, Hq, D] and lses float32 [P, N, Hq] of attend, contiguous -> (out [N, Hq, D] of the same
+        dtype, lse float32 [N, Hq]), summed in float32.
+
+        No two parts may have the same key. Sinks, like a key, belong to one part only: compute the
+        others without them (replace(layer, sinks=None)), or compute all without them and add the
+        part with outputs 0 and the sinks as its log-sum-exps. A part with -inf has weight 0; its
+        output must be finite. If all have -inf, the output is 0 and lse -inf. Never waits for the
+        device.
         """
 
 
@@ -167,9 +195,14 @@ class GatheredAttention(Protocol):
         device."""
 
     def attend(
-        self, q: Tensor, context: Tensor, layer: AttentionLayer, window: int | None
+        self,
+        q: Tensor,
+        context: Tensor,
+        layer: AttentionLayer,
+        window: int | None,
+        lse: Tensor | None = None,
     ) -> Tensor:
         """Return attention [L, Hq, D] of q [L, Hq, D], whose last dimension is contiguous, at the
         last L of the R >= L positions of context, a result of gather without rows after its
         range. See AttentionBackend.attend for what a query sees, with `window` in place of the
-        layer's."""
+        layer's, and for lse, here [L, Hq]."""

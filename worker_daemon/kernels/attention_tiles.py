@@ -10,6 +10,8 @@ Letters: D head dimension; a tile is BLOCK_M rows against BLOCK_N keys, BLOCK_D 
 # Parameters of a Triton kernel are pointers and scalars that Python's types cannot name:
 # mypy: disable-error-code="no-untyped-def"
 
+import math
+
 import triton
 import triton.language as tl
 
@@ -21,6 +23,7 @@ STEP_TENSORS = ("block_table", "seq_rows", "query_start_loc", "seq_lens", "seq_o
 
 # Below every real score, but finite: the difference of two is 0, that of two infinities is NaN.
 NO_SCORE = tl.constexpr(-1.0e30)
+LOG_OF_2 = tl.constexpr(math.log(2))
 
 
 @triton.jit
@@ -145,3 +148,12 @@ def attend(
             HAS_WINDOW, SOFTCAP, MASKED,
         )  # fmt: skip
     return acc, row_sum, row_max
+
+
+@triton.jit
+def store_log_sum_exp(lse, place, row_max, row_sum, mask, UNIT: tl.constexpr = LOG_OF_2):
+    """Store the natural log-sum-exp of running softmaxes to lse + place: -inf of those without keys
+    and sinks. UNIT is that of row_max. Does nothing if lse is None. See attend."""
+    if lse is not None:
+        value = row_max * UNIT + tl.log2(tl.where(row_sum == 0.0, 1.0, row_sum)) * LOG_OF_2
+        tl.store(lse + place, tl.where(row_max > NO_SCORE, value, float("-inf")), mask=mask)

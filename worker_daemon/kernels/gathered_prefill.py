@@ -23,7 +23,7 @@ from worker_daemon.contracts.attention import (
     AttentionSinks,
     KeyRange,
 )
-from worker_daemon.kernels.attention_tiles import attend_to_none, fold
+from worker_daemon.kernels.attention_tiles import attend_to_none, fold, store_log_sum_exp
 from worker_daemon.kernels.compile_ahead import launched
 from worker_daemon.kernels.scores import Scoring, join_sinks
 from worker_daemon.kernels.tiles import (
@@ -83,7 +83,12 @@ class TritonGathered:
         return out
 
     def attend(
-        self, q: torch.Tensor, context: torch.Tensor, layer: AttentionLayer, window: int | None
+        self,
+        q: torch.Tensor,
+        context: torch.Tensor,
+        layer: AttentionLayer,
+        window: int | None,
+        lse: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """See GatheredAttention. The result is contiguous."""
         return gathered_attention(
@@ -93,6 +98,7 @@ class TritonGathered:
             window=window,
             logit_softcap=layer.logit_softcap,
             sinks=layer.sinks,
+            lse=lse,
             limits=self._limits,
         )
 
@@ -105,6 +111,7 @@ def gathered_attention(
     window: int | None,
     logit_softcap: float | None = None,
     sinks: AttentionSinks | None = None,
+    lse: torch.Tensor | None = None,
     limits: DeviceLimits | None = None,
     tile: Tile | None = None,
 ) -> torch.Tensor:
@@ -121,6 +128,7 @@ def gathered_attention(
         scale: factor of the scores, > 0.
         window: keys a query sees, itself included; None = all.
         logit_softcap, sinks: see AttentionLayer.
+        lse: [L, Hq] fp32, contiguous; see AttentionBackend.
         limits: the device's; looked up when None.
         tile: overrides the choice of tile.
 
@@ -134,6 +142,7 @@ def gathered_attention(
     assert q.stride(2) == 1
     assert context.is_contiguous()
     assert num_queries <= num_keys
+    assert lse is None or (lse.is_contiguous() and lse.dtype == torch.float32)
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     if tile is None:
         limits = DeviceLimits.of(q.device) if limits is None else limits
@@ -146,6 +155,7 @@ def gathered_attention(
     )
     _gathered_kernel[(triton.cdiv(num_queries, tile.block_m), num_q_heads)](
         out,
+        lse,
         q,
         keys,
         values,
@@ -254,9 +264,13 @@ def _attend(
 
 
 @launched
-@triton.jit(do_not_specialize=("num_queries", "num_keys", "window"))
+@triton.jit(
+    do_not_specialize=("num_queries", "num_keys", "window"),
+    do_not_specialize_on_alignment=("lse",),
+)
 def _gathered_kernel(
     out,
+    lse,
     q,
     keys,
     values,
@@ -319,3 +333,5 @@ def _gathered_kernel(
     # Rows past the last query may see no key in their window.
     result = acc / tl.where(row_sum == 0.0, 1.0, row_sum)[:, None]
     tl.store(out_ptr, result.to(out.dtype.element_ty), mask=inside)
+    place = token * tl.num_programs(1) + head
+    store_log_sum_exp(lse, place, row_max, row_sum, query < num_queries)

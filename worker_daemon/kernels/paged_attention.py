@@ -15,6 +15,7 @@ from worker_daemon.contracts.attention import (
 )
 from worker_daemon.contracts.fp8 import FP8
 from worker_daemon.contracts.kv_scales import KVScales
+from worker_daemon.kernels.attention_merge import merge_parts
 from worker_daemon.kernels.launch import has_dependent_launch
 from worker_daemon.kernels.paged_decode import launch_decode, plan_decode, rotate_and_attend
 from worker_daemon.kernels.paged_prefill import launch_prefill
@@ -44,6 +45,7 @@ class TritonAttention:
         kv_cache: torch.Tensor,
         layer: AttentionLayer,
         metadata: AttentionMetadata,
+        lse: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """See AttentionBackend. The result is contiguous, 0 in the rows of padding.
 
@@ -66,6 +68,7 @@ class TritonAttention:
             logit_softcap=layer.logit_softcap,
             sinks=layer.sinks,
             kv_scales=layer.kv_scales,
+            lse=lse,
             limits=self._limits,
             tile=tile,
             num_splits=num_splits,
@@ -78,6 +81,7 @@ class TritonAttention:
         kv_cache: torch.Tensor,
         layer: AttentionLayer,
         step: AttentionStep,
+        lse: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """See AttentionBackend. A step with only decodes that is not too large uses one kernel,
         which stores nothing for padding."""
@@ -85,7 +89,7 @@ class TritonAttention:
         num_programs = metadata.num_seqs * kv_cache.shape[3]
         if metadata.max_query_len != 1 or not run_at_once(num_programs, self._limits):
             q = layer.rotate_and_store(qkv, kv_cache, step)
-            return self.attend(q, kv_cache, layer, metadata)
+            return self.attend(q, kv_cache, layer, metadata, lse)
         return rotate_and_attend(
             qkv,
             kv_cache,
@@ -97,9 +101,14 @@ class TritonAttention:
             logit_softcap=layer.logit_softcap,
             sinks=layer.sinks,
             kv_scales=layer.kv_scales,
+            lse=lse,
             limits=self._limits,
             pdl=self._pdl,
         )
+
+    def merge(self, outs: torch.Tensor, lses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """See AttentionBackend."""
+        return merge_parts(outs, lses, pdl=self._pdl)
 
 
 def paged_attention(
@@ -113,6 +122,7 @@ def paged_attention(
     sinks: AttentionSinks | None = None,
     kv_scales: KVScales | None = None,
     out: torch.Tensor | None = None,
+    lse: torch.Tensor | None = None,
     limits: DeviceLimits | None = None,
     tile: Tile | None = None,
     num_splits: int | None = None,
@@ -138,6 +148,7 @@ def paged_attention(
         logit_softcap, sinks: see AttentionLayer.
         kv_scales: the scales of a cache in FP8, with D a multiple of 16.
         out: [N, Hq, D], dtype of q; allocated when None. Rows past the last real token become 0.
+        lse: [N, Hq] fp32, contiguous; see AttentionBackend.
         limits: the device's; looked up when None.
         tile: overrides the choice of tile.
         num_splits: overrides the choice of splits, >= 1; without effect outside the decode path.
@@ -151,6 +162,7 @@ def paged_attention(
     assert kv_cache.dtype == (q.dtype if scales is None else FP8)
     assert q.stride(2) == kv_cache.stride(4) == batch.block_table.stride(1) == 1
     assert q.shape[1] % kv_cache.shape[3] == 0
+    assert lse is None or (lse.is_contiguous() and lse.dtype == torch.float32)
     scoring = Scoring(scale, window, logit_softcap, sinks)
     out = torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out
     if q.shape[0] == 0:
@@ -158,7 +170,7 @@ def paged_attention(
     limits = DeviceLimits.of(q.device) if limits is None else limits
     if batch.max_query_len == 1:
         plan = plan_decode(q, kv_cache, batch, window, limits, tile, num_splits)
-        launch_decode(out, q, kv_cache, scales, batch, None, scoring, plan, workspace, pdl)
+        launch_decode(out, lse, q, kv_cache, scales, batch, None, scoring, plan, workspace, pdl)
     else:
         num_kv_heads = kv_cache.shape[3]
         group_size = q.shape[1] // num_kv_heads
@@ -166,5 +178,5 @@ def paged_attention(
             q.shape[0], batch.num_seqs, num_kv_heads, group_size, q.shape[2], q.dtype, limits,
             has_window=window is not None,
         )  # fmt: skip
-        launch_prefill(out, q, kv_cache, scales, batch, scoring, tile, pdl)
+        launch_prefill(out, lse, q, kv_cache, scales, batch, scoring, tile, pdl)
     return out

@@ -21,6 +21,7 @@ from worker_daemon.contracts.attention import AttentionMetadata, AttentionSinks,
 from worker_daemon.contracts.fp8 import FP8
 from worker_daemon.contracts.kv_scales import KVScales
 from worker_daemon.contracts.layer_ops import HeadNorms
+from worker_daemon.kernels.attention_merge import launch_merge_splits
 from worker_daemon.kernels.attention_tiles import (
     NO_SCORE,
     STEP_SIZES,
@@ -29,6 +30,7 @@ from worker_daemon.kernels.attention_tiles import (
     attend_to_none,
     fold,
     load_keys,
+    store_log_sum_exp,
 )
 from worker_daemon.kernels.compile_ahead import launched
 from worker_daemon.kernels.fp8 import head_scales, quantize
@@ -47,9 +49,6 @@ from worker_daemon.kernels.tiles import (
     run_at_once,
 )
 
-# Splits that the reduction merges at a time.
-_REDUCE_CHUNK = 64
-
 
 def rotate_and_attend(
     qkv: torch.Tensor,
@@ -64,6 +63,7 @@ def rotate_and_attend(
     sinks: AttentionSinks | None = None,
     kv_scales: KVScales | None = None,
     out: torch.Tensor | None = None,
+    lse: torch.Tensor | None = None,
     limits: DeviceLimits | None = None,
     tile: Tile | None = None,
     num_splits: int | None = None,
@@ -81,8 +81,8 @@ def rotate_and_attend(
         kv_cache: as in paged_attention, not empty.
         step: a slot below 0 is not stored.
         head_norms, interleaved: as in rope_store.rotate_and_store.
-        scale, window, logit_softcap, sinks, kv_scales, out, limits, tile, num_splits, pdl: as in
-            paged_attention.
+        scale, window, logit_softcap, sinks, kv_scales, out, lse, limits, tile, num_splits, pdl: as
+            in paged_attention.
 
     Returns:
         [N, Hq, D], 0 in the rows past the last real token.
@@ -94,6 +94,7 @@ def rotate_and_attend(
     assert qkv.is_contiguous() and step.rotary_table.is_contiguous()
     assert 2 * step.rotary_table.shape[2] <= head_dim
     assert kv_cache.stride(4) == batch.block_table.stride(1) == 1
+    assert lse is None or (lse.is_contiguous() and lse.dtype == torch.float32)
     scoring = Scoring(scale, window, logit_softcap, sinks)
     q = qkv.view(qkv.shape[0], -1, head_dim)[:, : -2 * num_kv_heads]
     assert q.shape[1] % num_kv_heads == 0
@@ -103,7 +104,7 @@ def rotate_and_attend(
     limits = DeviceLimits.of(q.device) if limits is None else limits
     plan = plan_decode(q, kv_cache, batch, window, limits, tile, num_splits)
     turning = Turning(step, head_norms, interleaved)
-    launch_decode(out, q, kv_cache, scales, batch, turning, scoring, plan, None, pdl)
+    launch_decode(out, lse, q, kv_cache, scales, batch, turning, scoring, plan, None, pdl)
     return out
 
 
@@ -165,6 +166,7 @@ class Turning(NamedTuple):
 
 def launch_decode(
     out: torch.Tensor,
+    lse: torch.Tensor | None,
     q: torch.Tensor,
     kv_cache: torch.Tensor,
     scales: torch.Tensor | None,
@@ -175,8 +177,8 @@ def launch_decode(
     workspace: torch.Tensor | None,
     pdl: bool,
 ) -> None:
-    """Launch one program per (KV head, sequence, split); a second kernel merges splits. scales:
-    those of a cache in FP8.
+    """Launch one program per (KV head, sequence, split); a second kernel merges splits. lse: see
+    paged_attention; scales: those of a cache in FP8.
 
     turning: q is the start of a projection that must still be rotated and stored; None = already
     rotated and stored."""
@@ -197,6 +199,7 @@ def launch_decode(
     rows = max(num_tokens, batch.num_seqs)
     _decode_kernel[(num_kv_heads, rows, num_splits)](
         out,
+        lse,
         partial_out,
         partial_lse,
         q,
@@ -246,27 +249,15 @@ def launch_decode(
         **launch_options(pdl),
     )
     if num_splits > 1:
-        _merge_splits_kernel[(batch.num_seqs, num_q_heads)](
-            out,
-            partial_out,
-            partial_lse,
-            batch.query_start_loc,
-            num_splits,
-            *out.stride()[:2],
-            NUM_Q_HEADS=num_q_heads,
-            HEAD_DIM=head_dim,
-            CHUNK=_REDUCE_CHUNK,
-            BLOCK_D=padded_head_dim(head_dim),
-            PDL=pdl,
-            num_warps=4,
-            enable_fp_fusion=True,
-            **launch_options(pdl),
-        )
+        launch_merge_splits(out, lse, partial_out, partial_lse, batch, num_splits, pdl)
 
 
 @triton.jit
-def _clear(pointers, inside):
+def _clear(pointers, inside, lse, place, is_row):
+    """Store a row of padding: 0, and -inf to lse + place."""
     tl.store(pointers, tl.zeros(pointers.shape, pointers.dtype.element_ty), mask=inside)
+    row_sum = tl.zeros(place.shape, tl.float32)
+    store_log_sum_exp(lse, place, row_sum + NO_SCORE, row_sum, is_row)
 
 
 @triton.jit
@@ -511,10 +502,17 @@ def _find_decode(place, num_seqs, query_start_loc, seq_rows, seq_lens, seq_order
 @launched
 @triton.jit(
     do_not_specialize=(*STEP_SIZES, "num_splits"),
-    do_not_specialize_on_alignment=(*STEP_TENSORS, "partial_lse", "positions", "slot_mapping"),
+    do_not_specialize_on_alignment=(
+        *STEP_TENSORS,
+        "lse",
+        "partial_lse",
+        "positions",
+        "slot_mapping",
+    ),
 )
 def _decode_kernel(
     out,
+    lse,
     partial_out,
     partial_lse,
     q,
@@ -609,7 +607,9 @@ def _decode_kernel(
         padding = (tl.load(query_start_loc + num_seqs) + seq - token).to(tl.int64)
         padding_ptr = out + padding * out_token_stride + (head * out_head_stride)[:, None]
         if (padding < num_tokens) & (split == 0):
-            _clear(padding_ptr + dim[None, :], inside)
+            _clear(
+                padding_ptr + dim[None, :], inside, lse, padding * NUM_Q_HEADS + head, row < GROUP
+            )
         return
 
     token = token.to(tl.int64)
@@ -648,58 +648,9 @@ def _decode_kernel(
             result, row_max + tl.log2(divisor), inside, row < GROUP, HEAD_DIM,
         )  # fmt: skip
     else:
-        out_ptr = out + token * out_token_stride + (head * out_head_stride)[:, None]
-        tl.store(out_ptr + dim[None, :], result.to(out.dtype.element_ty), mask=inside)
-
-
-@launched
-@triton.jit(
-    do_not_specialize=["num_splits"],
-    do_not_specialize_on_alignment=["partial_lse", "query_start_loc"],
-)
-def _merge_splits_kernel(
-    out,
-    partial_out,
-    partial_lse,
-    query_start_loc,
-    num_splits,
-    out_token_stride,
-    out_head_stride,
-    NUM_Q_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    CHUNK: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """Set out[token, head] to the mean of its partial rows, weighted by exp2 of their
-    log-sum-exps."""
-    start_next(PDL)
-    seq = tl.program_id(0)
-    head = tl.program_id(1)
-    token = tl.load(query_start_loc + seq)
-    next_token = tl.load(query_start_loc + seq + 1)
-    await_previous(PDL)
-    if next_token == token:
-        return
-    token = token.to(tl.int64)
-    dim = tl.arange(0, BLOCK_D)
-    first = (token * NUM_Q_HEADS + head) * num_splits
-    acc = tl.zeros([BLOCK_D], tl.float32)
-    total = 0.0
-    top = NO_SCORE
-    for chunk in range(0, num_splits, CHUNK):
-        split = chunk + tl.arange(0, CHUNK)
-        present = split < num_splits
-        lse = tl.load(partial_lse + first + split, mask=present, other=float("-inf"))
-        partial_ptr = partial_out + ((first + split) * HEAD_DIM)[:, None] + dim[None, :]
-        inside = present[:, None] & (dim < HEAD_DIM)[None, :]
-        partial = tl.load(partial_ptr, mask=inside, other=0.0)
-        new_top = tl.maximum(top, tl.max(lse, 0))
-        weights = tl.exp2(lse - new_top)
-        rescale = tl.exp2(top - new_top)
-        total = total * rescale + tl.sum(weights, 0)
-        acc = acc * rescale + tl.sum(partial * weights[:, None], 0)
-        top = new_top
-    result = acc / tl.where(total == 0.0, 1.0, total)
-    out_ptr = out + token * out_token_stride + head * out_head_stride + dim
-    tl.store(out_ptr, result.to(out.dtype.element_ty), mask=dim < HEAD_DIM)
+        tl.store(
+            out + token * out_token_stride + (head * out_head_stride)[:, None] + dim[None, :],
+            result.to(out.dtype.element_ty),
+            mask=inside,
+        )
+        store_log_sum_exp(lse, token * NUM_Q_HEADS + head, row_max, row_sum, row < GROUP)

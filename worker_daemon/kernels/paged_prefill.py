@@ -17,6 +17,7 @@ from worker_daemon.kernels.attention_tiles import (
     STEP_TENSORS,
     attend,
     attend_to_none,
+    store_log_sum_exp,
 )
 from worker_daemon.kernels.compile_ahead import launched
 from worker_daemon.kernels.fp8 import head_scales
@@ -28,6 +29,7 @@ from worker_daemon.kernels.tiles import Tile, padded_head_dim
 
 def launch_prefill(
     out: torch.Tensor,
+    lse: torch.Tensor | None,
     q: torch.Tensor,
     kv_cache: torch.Tensor,
     scales: torch.Tensor | None,
@@ -36,7 +38,8 @@ def launch_prefill(
     tile: Tile,
     pdl: bool,
 ) -> None:
-    """Launch one program per (block of query tokens, KV head). scales: those of a cache in FP8.
+    """Launch one program per (block of query tokens, KV head). lse: see paged_attention; scales:
+    those of a cache in FP8.
 
     Sequence s owns the blocks from query_start_loc[s] // BLOCK_Q + s on, which are at least as many
     as it needs. There are N // BLOCK_Q + B + 1 blocks in total (the last for padding rows), so the
@@ -49,6 +52,7 @@ def launch_prefill(
     grid = (num_tokens // block_q + batch.num_seqs + 1, kv_cache.shape[3])
     _prefill_kernel[grid](
         out,
+        lse,
         q,
         kv_cache,
         scales,
@@ -99,10 +103,11 @@ def _find_sequence(query_start_loc, q_block, num_seqs, BLOCK_Q: tl.constexpr):
 @launched
 @triton.jit(
     do_not_specialize=STEP_SIZES,
-    do_not_specialize_on_alignment=STEP_TENSORS,
+    do_not_specialize_on_alignment=("lse", *STEP_TENSORS),
 )
 def _prefill_kernel(
     out,
+    lse,
     q,
     kv_cache,
     kv_scales,
@@ -153,15 +158,18 @@ def _prefill_kernel(
     query = first_query + row // GROUP
     token = (seq_start + query).to(tl.int64)
     head = kv_head * GROUP + row % GROUP
-    inside = ((query < query_len) & (row < BLOCK_Q * GROUP))[:, None] & (dim < HEAD_DIM)[None, :]
+    is_row = (query < query_len) & (row < BLOCK_Q * GROUP)
+    inside = is_row[:, None] & (dim < HEAD_DIM)[None, :]
     out_ptr = out + (token * out_token_stride + head * out_head_stride)[:, None] + dim[None, :]
+    place = token * (tl.num_programs(1) * GROUP) + head
+    acc, row_sum, row_max = attend_to_none(BLOCK_M, BLOCK_D)
     if seq == num_seqs:
-        tl.store(out_ptr, tl.zeros([BLOCK_M, BLOCK_D], out.dtype.element_ty), mask=inside)
+        tl.store(out_ptr, acc.to(out.dtype.element_ty), mask=inside)
+        store_log_sum_exp(lse, place, row_max, row_sum, is_row)
         return
 
     q_ptr = q + (token * q_token_stride + head * q_head_stride)[:, None] + dim[None, :]
     queries = tl.load(q_ptr, mask=inside, other=0.0)
-    acc, row_sum, row_max = attend_to_none(BLOCK_M, BLOCK_D)
     if sinks is not None:
         acc, row_sum, row_max = join_sinks(acc, row_sum, row_max, sinks + head, row >= 0)
     seq_len = tl.load(seq_lens + seq)
@@ -178,7 +186,9 @@ def _prefill_kernel(
         masked_from = tl.maximum(first_pos - window + 1, 0) // BLOCK_N * BLOCK_N
     else:
         # Every row of the tile sees the keys up to the first row's own.
-        masked_from = (first_pos + 1) // BLOCK_N * BLOCK_N
+        # With lse, there may be fewer keys than queries.
+        masked_from = first_pos + 1 if lse is None else tl.maximum(first_pos + 1, 0)
+        masked_from = masked_from // BLOCK_N * BLOCK_N
         acc, row_sum, row_max = attend(
             queries, first_pos + row // GROUP, acc, row_sum, row_max, cache_view,
             0, masked_from, window, score_scale,
@@ -191,3 +201,4 @@ def _prefill_kernel(
     )  # fmt: skip
     result = acc / tl.where(row_sum == 0.0, 1.0, row_sum)[:, None] * value_scale
     tl.store(out_ptr, result.to(out.dtype.element_ty), mask=inside)
+    store_log_sum_exp(lse, place, row_max, row_sum, is_row)

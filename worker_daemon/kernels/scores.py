@@ -18,7 +18,7 @@ import triton.language as tl
 from worker_daemon.contracts.attention import AttentionSinks
 
 _LOG2_E = math.log2(math.e)
-_LOG2_OF_E = tl.constexpr(_LOG2_E)
+LOG2_OF_E = tl.constexpr(_LOG2_E)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +71,7 @@ def join_sinks(acc, row_sum, row_max, sinks, joins):
     """Fold sinks into the running softmax of a tile (attention_tiles.attend), whose row_max is not
     infinite. sinks are pointers, one for each row or one for all; joins masks them. A sink must
     join once for each query, so only in one of its splits."""
-    sink = tl.load(sinks, mask=joins, other=float("-inf")).to(tl.float32) * _LOG2_OF_E
+    sink = tl.load(sinks, mask=joins, other=float("-inf")).to(tl.float32) * LOG2_OF_E
     new_max = tl.maximum(row_max, sink)
     rescale = tl.exp2(row_max - new_max)
     return acc * rescale[:, None], row_sum * rescale + tl.exp2(sink - new_max), new_max

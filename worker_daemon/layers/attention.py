@@ -42,15 +42,30 @@ class NullAttention:
     """AttentionBackend that returns zeros while there is no KV cache, as in the memory profile."""
 
     def attend(
-        self, q: Tensor, kv_cache: Tensor, layer: AttentionLayer, metadata: AttentionMetadata
+        self,
+        q: Tensor,
+        kv_cache: Tensor,
+        layer: AttentionLayer,
+        metadata: AttentionMetadata,
+        lse: Tensor | None = None,
     ) -> Tensor:
+        if lse is not None:
+            lse.fill_(-torch.inf)
         return torch.zeros_like(q)
 
     def rotate_and_attend(
-        self, qkv: Tensor, kv_cache: Tensor, layer: AttentionLayer, step: AttentionStep
+        self,
+        qkv: Tensor,
+        kv_cache: Tensor,
+        layer: AttentionLayer,
+        step: AttentionStep,
+        lse: Tensor | None = None,
     ) -> Tensor:
         q = layer.rotate_and_store(qkv, kv_cache, step)
-        return self.attend(q, kv_cache, layer, step.metadata)
+        return self.attend(q, kv_cache, layer, step.metadata, lse)
+
+    def merge(self, outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
+        return torch.zeros_like(outs[0]), torch.full_like(lses[0], -torch.inf)
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,8 +7,9 @@ and values are gathered out of the cache into contiguous memory once a layer, in
 At 8,192 tokens with the attention heads of Llama 8B this moves 67 MB, 20 to 30 us on an H200,
 compared with 1 ms of attention. cuDNN, the fastest, needs a plan for each length, so it computes
 only whole prompts near a few lengths (PLAN_TOKENS), padded: a causal query never sees later rows. A
-GatheredAttention computes the others: after earlier context, with a window, of other lengths, or in
-a layer that caps its scores or has sinks.
+GatheredAttention computes the others: after earlier context, with a window, of other lengths, in a
+layer that caps its scores or has sinks, or with a log-sum-exp, which torch's call of cuDNN does not
+return.
 """
 
 from collections.abc import Callable
@@ -82,18 +83,25 @@ class PromptAttention:
         self._last: _Split | None = None
 
     def attend(
-        self, q: Tensor, kv_cache: Tensor, layer: AttentionLayer, metadata: AttentionMetadata
+        self,
+        q: Tensor,
+        kv_cache: Tensor,
+        layer: AttentionLayer,
+        metadata: AttentionMetadata,
+        lse: Tensor | None = None,
     ) -> Tensor:
         """See AttentionBackend. kv_cache is contiguous."""
         if metadata.max_query_len < MIN_TOKENS:
-            return self._paged.attend(q, kv_cache, layer, metadata)
+            return self._paged.attend(q, kv_cache, layer, metadata, lse)
         split = self._split(metadata)
         if not split.chunks:
-            return self._paged.attend(q, kv_cache, layer, metadata)
-        chunks = [self._attend_chunk(q, kv_cache, chunk, layer, metadata) for chunk in split.chunks]
+            return self._paged.attend(q, kv_cache, layer, metadata, lse)
+        chunks = [
+            self._attend_chunk(q, kv_cache, chunk, layer, metadata, lse) for chunk in split.chunks
+        ]
         # Groups of layers differ only in their block tables.
         others = replace(split.others, block_table=metadata.block_table)
-        gaps = self._attend_gaps(q, kv_cache, layer, split.gaps, others)
+        gaps = self._attend_gaps(q, kv_cache, layer, split.gaps, others, lse)
         ordered = [gaps[0]]
         for chunk, gap in zip(chunks, gaps[1:], strict=True):
             ordered += [chunk, gap]
@@ -101,12 +109,20 @@ class PromptAttention:
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
     def rotate_and_attend(
-        self, qkv: Tensor, kv_cache: Tensor, layer: AttentionLayer, step: AttentionStep
+        self,
+        qkv: Tensor,
+        kv_cache: Tensor,
+        layer: AttentionLayer,
+        step: AttentionStep,
+        lse: Tensor | None = None,
     ) -> Tensor:
         if step.metadata.max_query_len < MIN_TOKENS:
-            return self._paged.rotate_and_attend(qkv, kv_cache, layer, step)
+            return self._paged.rotate_and_attend(qkv, kv_cache, layer, step, lse)
         q = layer.rotate_and_store(qkv, kv_cache, step)
-        return self.attend(q, kv_cache, layer, step.metadata)
+        return self.attend(q, kv_cache, layer, step.metadata, lse)
+
+    def merge(self, outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
+        return self._paged.merge(outs, lses)
 
     def _split(self, metadata: AttentionMetadata) -> "_Split":
         # All layers share the step's arrays, so their identity tells if the split is of this step.
@@ -121,13 +137,14 @@ class PromptAttention:
         chunk: "_LongChunk",
         layer: AttentionLayer,
         metadata: AttentionMetadata,
+        lse: Tensor | None,
     ) -> Tensor:
-        """Return the attention output of a chunk, [length, Hq, D]."""
+        """Return the attention output of a chunk, [length, Hq, D]. lse [N, Hq]: of the step."""
         window = layer.window
         if window is not None and window >= chunk.seq_len:
             window = None
         is_plain = window is None and layer.logit_softcap is None and layer.sinks is None
-        if self._whole is not None and is_plain and chunk.num_planned:
+        if self._whole is not None and is_plain and lse is None and chunk.num_planned:
             keys = KeyRange(chunk.seq, 0, chunk.seq_len, chunk.num_planned)
             context = self._gathered.gather(kv_cache, layer, metadata, keys, q.dtype)
             queries, (k, v) = _padded_queries(q, chunk), context.unbind(0)
@@ -137,8 +154,9 @@ class PromptAttention:
         first = 0 if window is None else max(0, past - window + 1)
         keys = KeyRange(chunk.seq, first, chunk.seq_len, chunk.seq_len - first)
         context = self._gathered.gather(kv_cache, layer, metadata, keys, q.dtype)
-        queries = q[chunk.start : chunk.start + chunk.length]
-        return self._gathered.attend(queries, context, layer, window)
+        rows = slice(chunk.start, chunk.start + chunk.length)
+        of_chunk = None if lse is None else lse[rows]
+        return self._gathered.attend(q[rows], context, layer, window, of_chunk)
 
     def _attend_gaps(
         self,
@@ -147,15 +165,22 @@ class PromptAttention:
         layer: AttentionLayer,
         gaps: tuple[slice, ...],
         others: AttentionMetadata,
+        lse: Tensor | None,
     ) -> tuple[Tensor, ...]:
-        """Return the rows before each chunk, then those after the last one; each may be empty."""
+        """Return the rows before each chunk, then those after the last one; each may be empty. lse
+        [N, Hq]: of the step."""
         queries = [q[gap] for gap in gaps]
         filled = [part for part in queries if part.shape[0]]
         if not filled:
             return tuple(queries)
         together = filled[0] if len(filled) == 1 else torch.cat(filled)
-        out = self._paged.attend(together, kv_cache, layer, others)
-        return torch.split(out, [part.shape[0] for part in queries])
+        lengths = [part.shape[0] for part in queries]
+        of_gaps = None if lse is None else lse.new_empty(together.shape[:2])
+        out = self._paged.attend(together, kv_cache, layer, others, of_gaps)
+        if lse is not None and of_gaps is not None:
+            for gap, rows in zip(gaps, torch.split(of_gaps, lengths), strict=True):
+                lse[gap] = rows
+        return torch.split(out, lengths)
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,6 +226,8 @@ def _split_step(metadata: AttentionMetadata) -> _Split:
 def _long_chunks(
     query_lens: npt.NDArray[np.int32], seq_lens: npt.NDArray[np.int32]
 ) -> list[_LongChunk]:
+    # Gathered keys are at least as many as the queries.
+    are_long = (query_lens >= MIN_TOKENS) & (seq_lens >= query_lens)
     lengths, totals = query_lens.tolist(), seq_lens.tolist()
     starts = [0, *accumulate(lengths)]
     return [
@@ -211,7 +238,7 @@ def _long_chunks(
             totals[seq],
             _num_planned(lengths[seq]) if lengths[seq] == totals[seq] else 0,
         )
-        for seq in np.flatnonzero(query_lens >= MIN_TOKENS).tolist()
+        for seq in np.flatnonzero(are_long).tolist()
     ]
 
 

@@ -1,8 +1,8 @@
 """Paged attention in plain torch, for the CPU and as the reference for faster backends.
 
 It calls scaled_dot_product_attention once per sequence, so that a sequence's result does not depend
-on the others. That function neither caps scores nor knows sinks: layers with either have a softmax
-of their own, in float32.
+on the others. That function neither caps scores nor knows sinks nor returns a log-sum-exp: layers
+with either, and calls for it, have a softmax of their own, in float32.
 """
 
 import torch
@@ -21,9 +21,16 @@ class TorchPagedAttention:
     waits for the device to read their lengths."""
 
     def attend(
-        self, q: Tensor, kv_cache: Tensor, layer: AttentionLayer, metadata: AttentionMetadata
+        self,
+        q: Tensor,
+        kv_cache: Tensor,
+        layer: AttentionLayer,
+        metadata: AttentionMetadata,
+        lse: Tensor | None = None,
     ) -> Tensor:
         out = torch.zeros_like(q)
+        if lse is not None:
+            lse.fill_(-torch.inf)
         start = 0
         query_lens = metadata.query_lens_np.tolist()
         seq_lens = metadata.seq_lens[: len(query_lens)].tolist()
@@ -32,21 +39,38 @@ class TorchPagedAttention:
             start += query_len
             if query_len:
                 blocks = metadata.block_table[metadata.seq_rows[seq]]
-                out[tokens] = _attend(q[tokens], kv_cache, blocks, seq_len, layer)
+                of_seq = None if lse is None else lse[tokens]
+                out[tokens] = _attend(q[tokens], kv_cache, blocks, seq_len, layer, of_seq)
         return out
 
     def rotate_and_attend(
-        self, qkv: Tensor, kv_cache: Tensor, layer: AttentionLayer, step: AttentionStep
+        self,
+        qkv: Tensor,
+        kv_cache: Tensor,
+        layer: AttentionLayer,
+        step: AttentionStep,
+        lse: Tensor | None = None,
     ) -> Tensor:
         q = layer.rotate_and_store(qkv, kv_cache, step)
-        return self.attend(q, kv_cache, layer, step.metadata)
+        return self.attend(q, kv_cache, layer, step.metadata, lse)
+
+    def merge(self, outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
+        lse = lses.logsumexp(0)
+        # Without keys, the softmax is NaN.
+        weights = lses.softmax(0).masked_fill_(lse.isneginf(), 0.0)
+        return torch.einsum("pnh,pnhd->nhd", weights, outs.float()).to(outs.dtype), lse
 
 
 def _attend(
-    q: Tensor, kv_cache: Tensor, blocks: Tensor, seq_len: int, layer: AttentionLayer
+    q: Tensor,
+    kv_cache: Tensor,
+    blocks: Tensor,
+    seq_len: int,
+    layer: AttentionLayer,
+    lse: Tensor | None,
 ) -> Tensor:
     """q [L, Hq, D] at positions seq_len - L to seq_len - 1 -> [L, Hq, D], in float32 if the cache
-    is in FP8 or the softmax is our own."""
+    is in FP8 or the softmax is our own. lse [L, Hq]: see AttentionBackend."""
     query_len, window = q.shape[0], layer.window
     first_position = seq_len - query_len
     first_block = 0
@@ -61,8 +85,8 @@ def _attend(
         of_keys, of_values = layer.kv_scales.values
         q, keys, values = q.float(), dequantize(keys, of_keys), dequantize(values, of_values)
     keys, values = (half.flatten(0, 1)[:num_keys].transpose(0, 1) for half in (keys, values))
-    if layer.logit_softcap is not None or layer.sinks is not None:
-        return _softmax_of_own(q, keys.float(), values.float(), layer)
+    if lse is not None or layer.logit_softcap is not None or layer.sinks is not None:
+        return _softmax_of_own(q, keys.float(), values.float(), layer, lse)
     keys, values = keys.unsqueeze(0), values.unsqueeze(0)
     is_causal = query_len == num_keys > 1 and window is None
     mask = None
@@ -80,13 +104,16 @@ def _attend(
     return out.squeeze(0).transpose(0, 1)
 
 
-def _softmax_of_own(q: Tensor, keys: Tensor, values: Tensor, layer: AttentionLayer) -> Tensor:
-    """q [L, Hq, D] at the last of S positions; keys and values float32 [Hkv, S, D] -> float32 [L,
-    Hq, D]."""
+def _softmax_of_own(
+    q: Tensor, keys: Tensor, values: Tensor, layer: AttentionLayer, lse: Tensor | None
+) -> Tensor:
+    """q [L, Hq, D] at positions S - L to S - 1; keys and values float32 [Hkv, S, D] -> float32 [L,
+    Hq, D]. lse [L, Hq]: see AttentionBackend."""
     num_kv_heads, num_keys = keys.shape[:2]
     num_queries, num_q_heads = q.shape[:2]
     sinks = None if layer.sinks is None else layer.sinks.values.float()
-    first, pieces = num_keys - num_queries, []
+    first_row = first = num_keys - num_queries
+    pieces = []
     for some in torch.split(q.float(), _QUERIES_AT_ONCE):
         rows = range(first, first + len(some))
         heads = _grouped(some.transpose(0, 1), num_kv_heads)
@@ -97,7 +124,13 @@ def _softmax_of_own(q: Tensor, keys: Tensor, values: Tensor, layer: AttentionLay
         if sinks is not None:
             of_rows = sinks.view(-1, 1, 1).expand(num_q_heads, len(some), 1)
             scores = torch.cat((scores, of_rows), dim=-1)
-        weights = _grouped(scores.softmax(dim=-1)[..., :num_keys], num_kv_heads)
+        weights = scores.softmax(dim=-1)
+        if lse is not None:
+            sums = scores.logsumexp(dim=-1)
+            lse[rows.start - first_row : rows.stop - first_row] = sums.t()
+            # Without keys, the softmax is NaN.
+            weights.masked_fill_(sums.isneginf().unsqueeze(-1), 0.0)
+        weights = _grouped(weights[..., :num_keys], num_kv_heads)
         pieces.append((weights @ values.unsqueeze(1)).flatten(0, 1).transpose(0, 1))
         first = rows.stop
     return torch.cat(pieces)
@@ -105,7 +138,7 @@ def _softmax_of_own(q: Tensor, keys: Tensor, values: Tensor, layer: AttentionLay
 
 def _grouped(heads: Tensor, num_kv_heads: int) -> Tensor:
     """Return [Hq, ...] as [Hkv, G, ...]."""
-    return heads.reshape(num_kv_heads, -1, *heads.shape[1:])
+    return heads.reshape(num_kv_heads, heads.shape[0] // num_kv_heads, *heads.shape[1:])
 
 
 def _visible(rows: range, num_keys: int, window: int | None, device: torch.device) -> Tensor:

@@ -104,7 +104,7 @@ KERNEL_NAMES = {
     "nvjet_tst_64x8_64x16_4x1_v_bz_TNT": "gemm",
     "void gemv2T_kernel_val<int, int, __nv_bfloat16>": "gemm",
     "_decode_kernel": "attention",
-    "_merge_splits_kernel": "attention",
+    "_merge_parts_kernel": "attention",
     "_rms_norm_kernel": "norm",
     "_rotate_and_store_kernel": "rope and store",
     "_act_and_mul_kernel": "activation",

@@ -143,6 +143,7 @@ def check_scores(launch: Launch, spec: AttentionSpec, *, sees_all: bool) -> None
     scoring = Scoring(1.0, spec.sliding_window, spec.logit_softcap)
     assert given["SOFTCAP"] == scoring.softcap
     assert (given["sinks"] is not None) == spec.has_sinks
+    assert given["lse"] is None
     has_window = spec.sliding_window is not None and not (sees_all and kernel == "_gathered_kernel")
     assert given["HAS_WINDOW"] == has_window
     assert given["window"] == (spec.sliding_window if has_window else 0)

@@ -13,9 +13,11 @@ from benchmarks.paged_reference import (
     PagedBatch,
     Shape,
     dense_attention,
+    dense_with_lse,
     make_batch,
     relative_error,
 )
+from tests.support.attention_parts import attend_with_lse, check_attended, keys_from
 from tests.support.attention_steps import layer_of, random_sinks, token_rows
 from tests.support.fp8_caches import in_fp8, random_scales, store
 from tests.support.torch_gathered import TorchGathered
@@ -63,9 +65,10 @@ class Recorder:
         kv_cache: torch.Tensor,
         layer: AttentionLayer,
         metadata: AttentionMetadata,
+        lse: torch.Tensor | None = None,
     ) -> torch.Tensor:
         self.steps.append(metadata)
-        return TorchPagedAttention().attend(q, kv_cache, layer, metadata)
+        return TorchPagedAttention().attend(q, kv_cache, layer, metadata, lse)
 
     def rotate_and_attend(
         self,
@@ -73,10 +76,14 @@ class Recorder:
         kv_cache: torch.Tensor,
         layer: AttentionLayer,
         step: AttentionStep,
+        lse: torch.Tensor | None = None,
     ) -> torch.Tensor:
         self.rotated.append(step.metadata)
         q = layer.rotate_and_store(qkv, kv_cache, step)
-        return self.attend(q, kv_cache, layer, step.metadata)
+        return self.attend(q, kv_cache, layer, step.metadata, lse)
+
+    def merge(self, outs: torch.Tensor, lses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return TorchPagedAttention().merge(outs, lses)
 
 
 def build(lengths: list[tuple[int, int]], num_padding: int = 0, shape: Shape = SHAPE) -> PagedBatch:
@@ -204,6 +211,32 @@ def test_no_whole_attention_for_capped_scores_or_sinks(
     assert out.isfinite().all()
     for rows in token_rows(batch):
         assert relative_error(out[rows], expected[rows]) < 1e-5
+
+
+@pytest.mark.each_value
+@pytest.mark.parametrize("window", [None, 300])
+@pytest.mark.parametrize("has_sinks", [False, True])
+def test_a_log_sum_exp_of_every_row(has_sinks: bool, window: int | None) -> None:
+    """cuDNN returns none: whole prompts are gathered. Neither is a chunk that is short of keys."""
+    lengths = [(1, 300), (1024, 1024), (40, 40), (1030, 1200), (1100, 1300), (1, 1)]
+    batch = build(lengths, num_padding=2)
+    sinks = random_sinks(SHAPE.num_q_heads, torch.float32) if has_sinks else None
+    options = {"logit_softcap": 2.0 if has_sinks else None, "sinks": sinks}
+    recorder = Recorder()
+    backend, gathered = backend_of(recorder)
+    layer = layer_of(SHAPE, window, **options)
+    out, lse = attend_with_lse(backend, batch, layer)
+    assert not recorder.plans
+    assert len(gathered.attended) == 3
+    assert len(recorder.steps) == 1
+    check_attended(out, lse, dense_with_lse(batch, window, **options), 1e-5)
+
+    short = keys_from(batch, 304)  # of which the third sequence has none, the fourth 896
+    expected = attend_with_lse(TorchPagedAttention(), batch, layer, short)
+    gathered.attended.clear()
+    out, lse = attend_with_lse(backend, batch, layer, short)
+    assert gathered.attended == []
+    check_attended(out, lse, expected, 1e-5)
 
 
 def test_only_keys_in_the_window_are_gathered() -> None:

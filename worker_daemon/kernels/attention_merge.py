@@ -1,0 +1,172 @@
+"""Merges attention over parts of the keys by log-sum-exp, in Triton: the splits of decodes, and
+parts that were computed apart, as on several ranks.
+
+Letters: P parts, N tokens, B sequences, Hq query heads, D head dimension.
+"""
+
+# Parameters of a Triton kernel are pointers and scalars that Python's types cannot name:
+# mypy: disable-error-code="no-untyped-def"
+
+import torch
+import triton
+import triton.language as tl
+
+from worker_daemon.contracts.attention import AttentionMetadata
+from worker_daemon.kernels.attention_tiles import LOG_OF_2, NO_SCORE, store_log_sum_exp
+from worker_daemon.kernels.compile_ahead import launched
+from worker_daemon.kernels.launch import await_previous, launch_options, start_next
+from worker_daemon.kernels.scores import LOG2_OF_E
+from worker_daemon.kernels.tiles import next_power_of_two, padded_head_dim
+
+_MOST_AT_ONCE = 64
+"""Parts that a program merges at a time."""
+
+_ELEMENTS_PER_WARP = 1024
+"""Elements of the rows that a program loads at a time."""
+
+_MOST_WARPS = 4
+
+
+def merge_parts(
+    outs: torch.Tensor, lses: torch.Tensor, *, pdl: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Merge attention over disjoint parts of the keys; see AttentionBackend.merge.
+
+    Args:
+        outs: [P, N, Hq, D] fp32, bf16 or fp16, contiguous, P >= 1.
+        lses: [P, N, Hq] fp32, contiguous; natural logarithms.
+        pdl: launch as launch.has_dependent_launch allows on this device.
+
+    Returns:
+        [N, Hq, D], dtype of outs, and [N, Hq] fp32, contiguous.
+    """
+    num_parts, num_tokens = outs.shape[:2]
+    assert num_parts > 0
+    assert lses.shape == outs.shape[:3] and lses.dtype == torch.float32
+    assert outs.is_contiguous() and lses.is_contiguous()
+    out, lse = torch.empty_like(outs[0]), torch.empty_like(lses[0])
+    if lse.numel():
+        chunk = min(_MOST_AT_ONCE, next_power_of_two(num_parts))
+        _launch(out, lse, outs, lses, None, num_tokens, num_parts, chunk, pdl)
+    return out, lse
+
+
+def launch_merge_splits(
+    out: torch.Tensor,
+    lse: torch.Tensor | None,
+    partial_out: torch.Tensor,
+    partial_lse: torch.Tensor,
+    batch: AttentionMetadata,
+    num_splits: int,
+    pdl: bool,
+) -> None:
+    """Set the row of each decode in out [N, Hq, D], and in lse [N, Hq] if given, to the merge of
+    its splits: partial_out [N, Hq, num_splits, D] and partial_lse [N, Hq, num_splits], flat, fp32,
+    in log2 units; NO_SCORE marks a split without keys."""
+    starts, chunk = batch.query_start_loc, _MOST_AT_ONCE
+    _launch(out, lse, partial_out, partial_lse, starts, batch.num_seqs, num_splits, chunk, pdl)
+
+
+def _launch(
+    out: torch.Tensor,
+    lse: torch.Tensor | None,
+    part_out: torch.Tensor,
+    part_lse: torch.Tensor,
+    query_start_loc: torch.Tensor | None,
+    num_rows: int,
+    num_parts: int,
+    chunk: int,
+    pdl: bool,
+) -> None:
+    """Launch one program per (row, head). Rows are decodes, or tokens."""
+    num_q_heads, head_dim = out.shape[1:]
+    block_d = padded_head_dim(head_dim)
+    warps = next_power_of_two(max(1, chunk * block_d // _ELEMENTS_PER_WARP))
+    _merge_parts_kernel[(num_rows, num_q_heads)](
+        out,
+        lse,
+        part_out,
+        part_lse,
+        query_start_loc,
+        num_parts,
+        *out.stride()[:2],
+        NUM_Q_HEADS=num_q_heads,
+        HEAD_DIM=head_dim,
+        CHUNK=chunk,
+        BLOCK_D=block_d,
+        PDL=pdl,
+        num_warps=_MOST_WARPS if query_start_loc is not None else min(_MOST_WARPS, warps),
+        enable_fp_fusion=True,
+        **launch_options(pdl),
+    )
+
+
+@launched
+@triton.jit(
+    do_not_specialize=["num_parts"],
+    do_not_specialize_on_alignment=["lse", "part_lse", "query_start_loc"],
+)
+def _merge_parts_kernel(
+    out,
+    lse,
+    part_out,
+    part_lse,
+    query_start_loc,
+    num_parts,
+    out_token_stride,
+    out_head_stride,
+    NUM_Q_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Set out[token, head] to the mean of its rows in the parts, weighted by exp of their
+    log-sum-exps; and lse[token, head] to the log-sum-exp of these.
+
+    query_start_loc: the rows are decodes, of which a row's parts lie one after another, with
+    log-sum-exps in log2 units. None: the rows are tokens, and each part has all of them, with
+    natural logarithms.
+    """
+    start_next(PDL)
+    row = tl.program_id(0)
+    head = tl.program_id(1)
+    if query_start_loc is None:
+        await_previous(PDL)
+        token = row.to(tl.int64)
+        step = tl.num_programs(0).to(tl.int64) * NUM_Q_HEADS
+        exponent, unit = LOG2_OF_E, 1.0
+    else:
+        token = tl.load(query_start_loc + row)
+        next_token = tl.load(query_start_loc + row + 1)
+        await_previous(PDL)
+        if next_token == token:
+            return
+        token = token.to(tl.int64)
+        step = 1
+        exponent, unit = 1.0, LOG_OF_2
+    dim = tl.arange(0, BLOCK_D)
+    first = token * NUM_Q_HEADS + head
+    if query_start_loc is not None:
+        first *= num_parts
+    acc = tl.zeros([BLOCK_D], tl.float32)
+    total = 0.0
+    top = NO_SCORE
+    for chunk in range(0, num_parts, CHUNK):
+        part = chunk + tl.arange(0, CHUNK)
+        present = part < num_parts
+        part *= step
+        sums = tl.load(part_lse + first + part, mask=present, other=float("-inf"))
+        part_ptr = part_out + ((first + part) * HEAD_DIM)[:, None] + dim[None, :]
+        inside = present[:, None] & (dim < HEAD_DIM)[None, :]
+        values = tl.load(part_ptr, mask=inside, other=0.0).to(tl.float32)
+        new_top = tl.maximum(top, tl.max(sums, 0))
+        weights = tl.exp2((sums - new_top) * exponent)
+        rescale = tl.exp2((top - new_top) * exponent)
+        total = total * rescale + tl.sum(weights, 0)
+        acc = acc * rescale + tl.sum(values * weights[:, None], 0)
+        top = new_top
+    result = acc / tl.where(total == 0.0, 1.0, total)
+    out_ptr = out + token * out_token_stride + head * out_head_stride + dim
+    tl.store(out_ptr, result.to(out.dtype.element_ty), mask=dim < HEAD_DIM)
+    store_log_sum_exp(lse, token * NUM_Q_HEADS + head, top, total, True, unit)
