@@ -9,7 +9,7 @@ from typing import Annotated
 
 from msgspec import Meta
 
-from rpc_schema.base import Count, Name, Positive, StepReply, StepRequest, Value
+from rpc_schema.base import Count, Name, Positive, StepReply, StepRequest, Unsigned, Value
 from rpc_schema.extensions import RequestExtensions
 from rpc_schema.kv_cache import MAX_GROUPS
 from rpc_schema.step import SchedulerNote, Slot
@@ -45,6 +45,9 @@ class RequestRow(Value, frozen=True, kw_only=True):
     extensions: RequestExtensions
     """Extensions of its admission."""
     note: SchedulerNote
+    weights_version: Unsigned
+    """Number of the version of the weights that have computed its KV and sampled its tokens since
+    its admission."""
 
 
 class AdoptRequests(StepRequest["AdoptRequestsReply"], frozen=True, tag=70, kw_only=True):

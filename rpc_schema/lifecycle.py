@@ -318,6 +318,8 @@ class LoadModel(StepRequest["LoadModelReply"], frozen=True, tag=13, kw_only=True
     cache: CacheConfig
     graph: GraphConfig
     lora: LoraConfig = LoraConfig()
+    weights_version: Unsigned | None = None
+    """Number of the weights' version. None: that of the saved set, or 0."""
 
 
 class LoadModelReply(StepReply, frozen=True, tag=13, kw_only=True):

@@ -131,6 +131,8 @@ class ModelRunnerOutput(StepReply, frozen=True, tag=1, kw_only=True):
     num_gained: RawUInt8 = b""
     """Number of tokens that each slot gained, consecutive in sampled_token_ids; empty: one each. If
     fewer than the step counted, a feature has refused the others."""
+    weights_version: Unsigned = 0
+    """Number of the version of the weights that the step ran with."""
 
 
 class Done(StepReply, frozen=True, tag=2, kw_only=True):

@@ -14,6 +14,10 @@ TensorDtype = Literal["float64", "float32", "bfloat16", "float16", "float8_e4m3f
 WeightFormat = Literal["checkpoint", "kernel"]
 WeightsState = Literal["none", "whole", "updating", "dirty", "discarded"]
 
+NewVersion: TypeAlias = Unsigned | None
+"""Number of the version that an update makes, larger than the rank's present one. None: one more. A
+driver names it, since ranks may have different ones and must have the same afterwards."""
+
 MAX_TENSORS = 65536
 MAX_STATUS_NAMES = 16
 
@@ -70,6 +74,7 @@ class StartWeightUpdate(StepRequest[Done], frozen=True, tag=51, kw_only=True):
     for tensor-parallel rank N alone."""
     partial: bool = False
     """True: tensors that are not sent keep their content. False: all must be sent."""
+    version: NewVersion = None
 
 
 class BroadcastSource(Value, frozen=True, tag=1, kw_only=True):
@@ -133,8 +138,7 @@ class FinishWeightUpdate(StepRequest["FinishWeightUpdateReply"], frozen=True, ta
 
 
 class FinishWeightUpdateReply(StepReply, frozen=True, tag=53, kw_only=True):
-    num_updates: Unsigned
-    """Updates finished since the model was loaded, reloads included."""
+    version: Unsigned
 
 
 class ReloadWeights(StepRequest["ReloadWeightsReply"], frozen=True, tag=54, kw_only=True):
@@ -144,12 +148,13 @@ class ReloadWeights(StepRequest["ReloadWeightsReply"], frozen=True, tag=54, kw_o
     model: Annotated[str, Meta(max_length=4096)] = ""
     """Another directory under the model roots, with a model of the same shape. Empty: the directory
     that was loaded, or that UpdateConfig has named since."""
+    version: NewVersion = None
 
 
 class ReloadWeightsReply(StepReply, frozen=True, tag=54, kw_only=True):
     size_bytes: Unsigned
     seconds: float
-    num_updates: Unsigned
+    version: Unsigned
 
 
 class UpdateConfig(StepRequest[Done], frozen=True, tag=55, kw_only=True):
@@ -167,7 +172,8 @@ class WeightsStatus(Value, frozen=True, kw_only=True):
     """updating and dirty: some tensors are new, some are not, and no step runs; dirty means that
     the update has failed. discarded: the memory has no content."""
     num_tensors: Count
-    num_updates: Unsigned
+    version: Unsigned
+    """Number of the weights' version when they were last complete."""
     num_dirty: Count
     """Tensors written since the weights were last complete, including one whose write failed."""
     dirty: Annotated[tuple[Name, ...], Meta(max_length=MAX_STATUS_NAMES)]

@@ -168,6 +168,8 @@ class StepResult:
     refused: Mapping[str, int] = field(default_factory=dict)
     """Number of tokens that a request did not gain although the step counted them. They are to be
     computed again: lower the request's computed and known tokens by this."""
+    weights_version: int = 0
+    """Number of the version of the weights that the step ran with (GroupWeights.version)."""
 
     def without(self, req_ids: Collection[str]) -> "StepResult":
         """Return the result without the tokens of some requests."""
@@ -189,6 +191,7 @@ class StepResult:
             [*self.token_ids, *later.token_ids],
             reports,
             {**self.refused, **later.refused},
+            self.weights_version,
         )
 
     @property

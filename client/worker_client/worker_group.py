@@ -31,7 +31,6 @@ from worker_client.group.replacement import REPLACE_WITHIN_S, Replacement, Repla
 from worker_client.group.uploads import GroupUploads
 from worker_client.group.waiting import Waiter
 from worker_client.group.weights import GroupWeights
-from worker_client.group.weights_state import learned
 from worker_client.scheduler_output import SchedulerOutput, StepValues
 from worker_client.steps.slots import SlotTable
 from worker_client.steps.step_values import named
@@ -163,7 +162,7 @@ class WorkerGroup:
             keep_requests=keep_requests,
             wait_s=wait_s,
         )
-        self._state.apply(learned(statuses))
+        self.weights.learn(statuses)
         return statuses
 
     def look(self) -> None:
@@ -201,12 +200,19 @@ class WorkerGroup:
             )
         self._state.check(GroupRequest.REPLACE)
         config, model = self._loaded
+        known = self.weights.version
         replacement = Replacement(
-            self._channel, self._attaching, self._steps, self._state, config, model
+            self._channel,
+            self._attaching,
+            self._steps,
+            self._state,
+            config,
+            model,
+            known.number if known is not None and known.identity.stamps else None,
         )
         place = None if endpoint is None else parse_endpoint(endpoint, self._keys)
         replaced = replacement.run(rank, place, within_s)
-        self._state.apply(learned(self.get_status()))
+        self.weights.learn_replaced(self.get_status())
         if replaced.loaded_ranks:
             self.loras.restore(replaced.loaded_ranks)
         return replaced
@@ -237,10 +243,14 @@ class WorkerGroup:
         num_gpu_blocks: int | None = None,
         fit_max_model_len: bool = False,
         reload: bool = False,
+        weights_version: int | None = None,
         on_progress: Callable[[RankProgress], None] | None = None,
     ) -> LoadedGroup:
         """Make the group ready to serve `config`; returns at once if it is loaded already. Requests
         are dropped, unless they are adopted next: start with a new scheduler.
+
+        weights_version: number of the weights' version if they are loaded now. None: that of the
+        saved set, or 0.
 
         Raises:
             ConfigMismatchError: something else is loaded, and reload is False; names the fields.
@@ -274,12 +284,13 @@ class WorkerGroup:
             self.reset,
             self.weights.reload,
             self.get_status,
+            weights_version,
         )
         model = loader.load(self.get_status())
         self._channel.links.step_deadline_s = deadline_s
         self._loaded = config, model
         if not model.was_loaded:
-            self._state.apply(Change.WEIGHTS_FILLED)
+            self.weights.learn(self.get_status())
             self.loras.forget()
         elif config.lora.max_loras:
             self.loras.learn()

@@ -17,7 +17,12 @@ from tests.support.serving import (
     kill_and_wait,
     worker_config,
 )
-from worker_client.errors import ContentMismatchError, WeightsNotWhole
+from worker_client.errors import (
+    ClientConfigError,
+    ContentMismatchError,
+    WeightsNotWhole,
+    WorkerDied,
+)
 from worker_client.launcher import LocalDaemons
 from worker_client.wire.worker_client import TensorList
 
@@ -57,7 +62,9 @@ def test_a_replaced_rank_does_not_join_with_other_weights(daemons, checkpoint, m
         norm = TensorList(("model.norm.weight",), (), ())
         group.weights.update(norm, DiskSource(model=str(new.path)))
         group.weights.finish_update()
-        with pytest.raises(WeightsNotWhole, match="update 1"):  # all else is still of two models
+        with pytest.raises(
+            WeightsNotWhole, match="version 1, sent"
+        ):  # all else is still of two models
             tokens(served)
         group.weights.reload()
         assert tokens(served) == new.greedy(PROMPT, 6)
@@ -70,6 +77,92 @@ def test_a_replaced_rank_does_not_join_with_other_weights(daemons, checkpoint, m
     with connect(daemons.endpoints(2), config, reload=False) as served:  # which loads all anew
         assert served.loaded.was_loaded
         assert tokens(served) == old.greedy(PROMPT, 6)
+
+
+def numbers(group):
+    return [status.weights.version for status in group.get_status()]
+
+
+def digests(group):
+    return {status.weights.identity.content for status in group.get_status()}
+
+
+def send(group, model, names=((),), **options):
+    """Update all ranks from a checkpoint's files, in rounds of some names each."""
+    group.weights.init_transfer_engine(DiskEngine())
+    group.weights.start_update(**options)
+    for some in names:
+        group.weights.update(TensorList(tuple(some), (), ()), DiskSource(model=str(model.path)))
+    return {reply.version for reply in group.weights.finish_update()}
+
+
+def test_versions_over_updates_whose_ranks_are_killed(daemons, checkpoint):
+    old, new = checkpoint(), checkpoint(seed=1)
+    config = worker_config(old.path, 1, 2)
+    some = sorted(new.model.state_dict())[:5]
+
+    def lose(group, *ranks):
+        for rank in ranks:
+            daemons.kill(rank)
+        daemons.restart_dead()
+        group.replace(ranks[0])
+
+    with connect(daemons.endpoints(2), config) as served:
+        group = served.group
+        assert numbers(group) == [0, 0] and group.weights.version.number == 0
+        loaded = digests(group)
+        assert send(group, new, version=40) == {40}
+        assert numbers(group) == [40, 40]
+        assert len(digests(group)) == 1 and digests(group) != loaded
+        assert tokens(served) == new.greedy(PROMPT, 6)
+        for wrong in (40, 39, 0, True, 2**63, "41"):
+            for change in (group.weights.start_update, group.weights.reload):
+                with pytest.raises(ClientConfigError, match="version 40 already") as raised:
+                    change(version=wrong)
+                assert (raised.value.field, raised.value.value) == ("version", wrong)
+        assert numbers(group) == [40, 40] and tokens(served) == new.greedy(PROMPT, 6)
+
+        # In the middle of an update: it makes no version.
+        group.weights.start_update(version=50)
+        group.weights.update(TensorList(tuple(some), (), ()), DiskSource(model=str(old.path)))
+        assert numbers(group) == [40, 40] and group.weights.version.number == 40
+        lose(group, 1)
+        assert numbers(group) == [40, 0]
+        with pytest.raises(WeightsNotWhole, match="the weights of rank 0 are dirty"):
+            tokens(served)
+        assert send(group, old, version=50) == {50}
+        assert numbers(group) == [50, 50] and tokens(served) == old.greedy(PROMPT, 6)
+
+        # Between the ends of an update on two ranks: one of them has the version.
+        group.weights.start_update()
+        group.weights.update(TensorList(), DiskSource(model=str(new.path)))
+        daemons.kill(1)
+        with pytest.raises(WorkerDied):
+            group.weights.finish_update()
+        daemons.restart_dead()
+        group.replace(1)
+        assert numbers(group) == [51, 0]
+        both = r"rank 0 \(.*: version 51, sent, .*\) and rank 1 \(.*: version 0, read from files, "
+        with pytest.raises(WeightsNotWhole, match=both):
+            tokens(served)
+        with pytest.raises(ClientConfigError, match="version 51 already"):
+            group.weights.start_update(version=51)
+        group.weights.reload()
+        assert numbers(group) == [52, 52] and digests(group) == loaded
+        assert tokens(served) == old.greedy(PROMPT, 6)
+
+        # A rank that reads the files that the others have read has their version.
+        lose(group, 1)
+        assert numbers(group) == [52, 52] and tokens(served) == old.greedy(PROMPT, 6)
+        send(group, new)
+        lose(group, 0, 1)
+        with pytest.raises(WeightsNotWhole, match="version 53 of the weights is lost with the"):
+            tokens(served)
+        assert send(group, new) == {54}
+        assert tokens(served) == new.greedy(PROMPT, 6)
+    with connect(daemons.endpoints(2), config, reload=False) as served:
+        assert served.loaded.was_loaded and served.group.weights.version.number == 54
+        assert tokens(served) == new.greedy(PROMPT, 6)
 
 
 @pytest.fixture

@@ -69,6 +69,7 @@ def test_round_trip_of_a_group(pair, save_root, model, requests, pp, tp):
     name = f"pp{pp}-tp{tp}"
     with connect(pair.endpoints, worker_config(model.path, pp, tp)) as (group, loaded):
         before = checksums(group)
+        group.weights.reload(version=7)
         replies = group.weights.save_sharded_state(name, max_size_bytes=100_000)
         assert_greedy(generate(group, loaded, requests), model, requests)
     assert [reply.rank for reply in replies] == [0, 1]
@@ -76,11 +77,17 @@ def test_round_trip_of_a_group(pair, save_root, model, requests, pp, tp):
     assert save_root.stat().st_mode & 0o777 == 0o700
     with connect(pair.endpoints, saved_config(save_root / name, pp, tp)) as (group, loaded):
         assert checksums(group) == before
+        assert [status.weights.version for status in group.get_status()] == [7, 7]
         assert_greedy(generate(group, loaded, requests), model, requests)
         # The same weights once more, over the set that they were read from.
         group.weights.save_sharded_state(name)
+        assert group.weights.reload()[0].version == 8
     with connect(pair.endpoints, saved_config(save_root / name, pp, tp)) as (group, _):
         assert checksums(group) == before
+        assert group.weights.version.number == 7, "as it was saved"
+        config = saved_config(save_root / name, pp, tp)
+        group.prepare(config, num_gpu_blocks=64, reload=True, weights_version=12)
+        assert group.weights.version.number == 12
     assert len(list((save_root / name).iterdir())) == 2
 
 

@@ -141,14 +141,14 @@ def test_update_over_gloo_equals_a_fresh_load(serve, checkpoint, pp, tp, packed_
         generate(group, loaded, old_requests)
         with WeightSender(group, "gloo", timeout_s=TIMEOUT_S) as sender:
             report = sender.send(tensors_of(new), packed_bytes=packed_bytes)
-            assert report.num_updates == 1
+            assert report.version == 1
             assert checksums(group) == expected
             assert_greedy(generate(group, loaded, new_requests), new, new_requests)
             # The same communicator serves the next update: back, by the ranks' own names.
             kernel = kernel_tensors(old.path, tp)
             packed_bytes = 50_000 - packed_bytes
             report = sender.send(kernel, format="kernel", packed_bytes=packed_bytes)
-            assert report.num_updates == 2
+            assert report.version == 2
         assert checksums(group) == before
         assert_greedy(generate(group, loaded, old_requests), old, old_requests)
         assert states(group) == ["whole"] * (pp * tp)
@@ -408,7 +408,7 @@ def test_reload_is_in_place_or_not_at_all(served, checkpoint, old, new, new_requ
         assert checksums(group) == before
         assert states(group) == ["whole"] * 2
     replies = group.weights.reload(str(new.path))
-    assert {reply.num_updates for reply in replies} == {group.get_status()[0].weights.num_updates}
+    assert {reply.version for reply in replies} == {group.get_status()[0].weights.version}
     assert_greedy(generate(group, loaded, new_requests), new, new_requests)
     assert {status.config.model.model for status in group.get_status()} == {str(new.path)}
 

@@ -104,6 +104,8 @@ class SavedSet:
     """See model_fields."""
     files: str = SAFETENSORS.name
     """Name of the FileKind of the set's files."""
+    version: int = 0
+    """Number of the version of the saved weights."""
 
     def check_files(self, load_format: str) -> None:
         """Raise ConfigError unless this format reads the set."""
@@ -186,12 +188,15 @@ def _format_name(quantization: Quantization | None) -> str | None:
     return f"fp8 {origin} {quantization.scales} {quantization.activations} {json.dumps(lists)}"
 
 
-def index_bytes(save: str, shape: GroupShape, decoder: DecoderConfig, files: str) -> bytes:
+def index_bytes(
+    save: str, shape: GroupShape, decoder: DecoderConfig, files: str, version: int
+) -> bytes:
     """Return the content of index.json."""
     values = {
         "format": FORMAT,
         "files": files,
         "save": save,
+        "weights_version": version,
         "shape": asdict(shape),
         "model": model_fields(decoder),
     }
@@ -225,7 +230,10 @@ def read_saved_set(home: Path) -> SavedSet:
         files = values.get("files", SAFETENSORS.name)  # older sets lack it
         if not isinstance(files, str) or files not in LOAD_FORMATS:
             raise ValueError(f"files is {files!r}")
-        return SavedSet(home / save, shape, _take(values, "model", dict), files)
+        version = values.get("weights_version", 0)  # older sets lack it
+        if not isinstance(version, int) or not 0 <= version < 2**63:
+            raise ValueError(f"weights_version is {version!r}")
+        return SavedSet(home / save, shape, _take(values, "model", dict), files, version)
     except (ValueError, TypeError) as error:
         raise _broken(path, f"is not an index of a saved set ({error})") from error
 

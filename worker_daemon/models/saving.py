@@ -69,6 +69,8 @@ class RankWeights:
     """Files that rank 0 writes."""
     tensors: Mapping[str, Tensor]
     """Checkpoint name -> this rank's part; any strides, any device."""
+    version: int
+    """Number of the weights' version."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,7 +162,9 @@ class _PendingSave:
         self._directory = home / request.save
         self._rank = weights.rank
         self._world_size = weights.shape.pipeline_parallel_size * weights.shape.tensor_parallel_size
-        self._index = index_bytes(request.save, weights.shape, weights.decoder, request.files.name)
+        self._index = index_bytes(
+            request.save, weights.shape, weights.decoder, request.files.name, weights.version
+        )
         self._write_tensors = request.files.write
         self._files: list[Path] = []
         self._lock: int | None = _open_locked(self._directory)

@@ -10,6 +10,7 @@ from typing import Literal
 
 from rpc_schema.errors import StateError
 from worker_daemon.contracts.source_identity import SourceIdentity
+from worker_daemon.errors import config_error
 
 State = Literal["whole", "updating", "dirty", "discarded"]
 MAX_NAMES = 16
@@ -22,8 +23,8 @@ class WeightReport:
 
     state: State
     num_tensors: int
-    num_updates: int
-    """Finished updates since the model was loaded."""
+    version: int
+    """Number of the weights' version when they were last complete."""
     num_dirty: int
     """Tensors written since the weights were last complete."""
     dirty: tuple[str, ...]
@@ -39,20 +40,35 @@ class WeightReport:
 class WeightState:
     """The state of the weights, complete once a load has ended. Belongs to the loaded model."""
 
-    def __init__(self, names: Iterable[str], identity: SourceIdentity) -> None:
-        """identity: of the files that they were read from."""
+    def __init__(self, names: Iterable[str], identity: SourceIdentity, version: int) -> None:
+        """identity: of the files that they were read from; version: their number."""
+        self.version = version
+        """Number of the weights' version when they were last complete."""
         self.identity = identity
         """Identity of the weights when they were last complete; without place and stamps once a
         trainer has sent some."""
         self._names = frozenset(names)
         self._dirty: set[str] = set()
         self._missing: set[str] = set()
-        self._num_updates = 0
         self._is_complete = False
         """True if the open or failed update replaces every tensor."""
         self.state: State = "whole"
         self.is_whole = True
         self.report = self._report("")
+
+    def next_version(self, version: int | None) -> int:
+        """Return the number of the version that an update makes, `version` if it is named.
+
+        Raises:
+            ConfigError: it is not larger than the present one.
+        """
+        if version is None:
+            return self.version + 1
+        if version <= self.version:
+            problem = f"the weights have version {self.version} already"
+            fix = f"name a larger one, {self.version + 1} for example, or none"
+            raise config_error("version", version, problem, fix)
+        return version
 
     def begin(self, *, partial: bool) -> None:
         """Open an update and drop one that is open. Unless it is partial, every tensor must be
@@ -74,9 +90,9 @@ class WeightState:
         """Record that these tensors are complete."""
         self._missing.difference_update(names)
 
-    def finish(self, identity: SourceIdentity) -> int:
-        """Close the update: the weights are complete. Return the number of updates so far.
-        identity: of the weights that the update has brought.
+    def finish(self, identity: SourceIdentity, version: int) -> None:
+        """Close the update: the weights are complete. identity: of the weights that the update has
+        brought; version: their number, of next_version.
 
         Raises:
             StateError: tensors are missing; the update stays open.
@@ -88,10 +104,8 @@ class WeightState:
                 fix="send them, then finish again",
             )
         self._dirty.clear()
-        self.identity = identity
-        self._num_updates += 1
+        self.identity, self.version = identity, version
         self._move("whole")
-        return self._num_updates
 
     def interrupt(self, cause: str) -> None:
         """Record that the open update failed: the weights are dirty until later updates or a reload
@@ -139,7 +153,7 @@ class WeightState:
         return WeightReport(
             state=self.state,
             num_tensors=len(self._names),
-            num_updates=self._num_updates,
+            version=self.version,
             num_dirty=len(self._dirty),
             dirty=_first(self._dirty),
             num_missing=len(self._missing),

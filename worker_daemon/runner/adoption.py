@@ -40,10 +40,14 @@ class Page(NamedTuple):
 
 
 def describe_requests(
-    state: RequestState, inputs: InputBuilder, history: TokenHistory, first_slot: int
+    state: RequestState,
+    inputs: InputBuilder,
+    history: TokenHistory,
+    first_slot: int,
+    weights_version: int,
 ) -> Page:
     """Return rows from first_slot on: as many as fit into a reply, at least one. Waits for the
-    device."""
+    device. weights_version: the present one; new weights drop all rows."""
     rows: list[RequestRow] = []
     tokens: list[Int32s] = []
     blocks: list[Int32s] = []
@@ -53,7 +57,7 @@ def describe_requests(
             continue
         token_ids = _tokens(state, history, slot)[:MAX_ROW_TOKENS]
         by_group = _blocks(state, inputs, slot)
-        row = _row(state, slot, token_ids, by_group)
+        row = _row(state, slot, token_ids, by_group, weights_version)
         block_ids = np.concatenate(by_group)
         size += _size(row) + token_ids.nbytes + block_ids.nbytes
         if rows and size > MAX_PAGE_BYTES:
@@ -87,7 +91,13 @@ def _blocks(state: RequestState, inputs: InputBuilder, slot: int) -> list[Int32s
     return by_group
 
 
-def _row(state: RequestState, slot: int, tokens: Int32s, blocks: Sequence[Int32s]) -> RequestRow:
+def _row(
+    state: RequestState,
+    slot: int,
+    tokens: Int32s,
+    blocks: Sequence[Int32s],
+    weights_version: int,
+) -> RequestRow:
     num_blocks = [own.size for own in blocks]
     return RequestRow(
         slot=slot,
@@ -99,6 +109,7 @@ def _row(state: RequestState, slot: int, tokens: Int32s, blocks: Sequence[Int32s
         num_more_blocks=tuple(num_blocks[1:]),
         extensions=state.extensions[slot],
         note=state.notes[slot],
+        weights_version=weights_version,
     )
 
 

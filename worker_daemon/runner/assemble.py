@@ -17,6 +17,7 @@ from worker_daemon.distributed.tp import TensorParallel
 from worker_daemon.kernels.tiles import DeviceLimits, length_bounds
 from worker_daemon.lora.adapters import Adapters
 from worker_daemon.models.decoder import DecoderStage
+from worker_daemon.models.weight_state import WeightState
 from worker_daemon.runner.cuda_graph import LadderGraphs, StepGraphs
 from worker_daemon.runner.input_batch import InputBuilder, most_seqs, staging_capacity
 from worker_daemon.runner.kv_cache import LayerKV
@@ -48,6 +49,7 @@ class RunnerParts:
     parallel: ParallelState
     tp: TensorParallel
     stage: DecoderStage
+    weights: WeightState
     hidden_size: int
     layer_weights: int
     """Weights by which a layer multiplies a token, on one rank."""
@@ -104,6 +106,7 @@ def assemble_runner(
         state,
         inputs,
         tie_stage(parts, link, state, inputs, waits, history),
+        parts.weights,
         rank=parallel.rank,
         tp_size=parallel.tp_size,
         num_ranks=parallel.world_size,

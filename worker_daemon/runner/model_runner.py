@@ -22,6 +22,7 @@ from worker_daemon.contracts.arrays import Bools, Int64s
 from worker_daemon.device.failures import drop_scratch, typed_device_error
 from worker_daemon.distributed.bubbles import InputWaits
 from worker_daemon.distributed.pp import STATUS_OK
+from worker_daemon.models.weight_state import WeightState
 from worker_daemon.raising import raise_caused
 from worker_daemon.runner.adoption import Page, describe_requests
 from worker_daemon.runner.input_batch import InputBuilder
@@ -137,6 +138,7 @@ class ModelRunner:
         state: RequestState,
         inputs: InputBuilder,
         stage: Stage,
+        weights: WeightState,
         *,
         rank: int,
         tp_size: int,
@@ -154,6 +156,7 @@ class ModelRunner:
         """Creates results; outlives a link."""
         self._program: StageProgram = eager
         self._stage = stage
+        self._weights = weights
         self._rank = rank
         self._tp_size = tp_size
         self._num_ranks = num_ranks
@@ -205,7 +208,8 @@ class ModelRunner:
         """Roll back steps that are not known to have succeeded, and describe rows from first_slot
         on."""
         self.inputs.tables.restore(self.state.take_back(self.history.has_confirmed))
-        return describe_requests(self.state, self.inputs, self.history, first_slot)
+        version = self._weights.version
+        return describe_requests(self.state, self.inputs, self.history, first_slot, version)
 
     def execute_model(self, request: ExecuteModel, arrays: Sequence[Frame]) -> PendingOutput | None:
         """Run one step: apply the scheduler's changes, then receive, forward, send, sample.
@@ -307,4 +311,4 @@ class ModelRunner:
         return failure
 
     def _identify(self, request: StepMessage) -> ReplyIdentity:
-        return ReplyIdentity(request.epoch, request.seq, self._rank)
+        return ReplyIdentity(request.epoch, request.seq, self._rank, self._weights.version)

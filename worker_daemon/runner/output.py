@@ -24,11 +24,13 @@ from worker_daemon.runner.token_history import ALL_GAIN_ONE, FOLD_AT, Result, Sa
 
 
 class ReplyIdentity(NamedTuple):
-    """The request that an output answers, and the rank that answers."""
+    """The request that an output answers, the rank that answers, and the weights that it ran
+    with."""
 
     epoch: int
     seq: int
     rank: int
+    weights_version: int
 
 
 class PendingOutput(Protocol):
@@ -146,6 +148,7 @@ class StepOutput:
             sampled_token_ids=token_ids,
             extensions=tuple(report.extension for report in self._reports),
             num_gained=gained,
+            weights_version=self._identity.weights_version,
         )
         return reply, _frames(self._reports, reported)
 
@@ -193,6 +196,7 @@ class DeliveredOutput:
             rank=identity.rank,
             slots=self._slots,
             sampled_token_ids=token_ids,
+            weights_version=identity.weights_version,
         )
         return reply, []
 
@@ -229,6 +233,7 @@ class NoTokens:
             seq=identity.seq,
             rank=identity.rank,
             extensions=tuple(report.extension for report in self._reports),
+            weights_version=identity.weights_version,
         )
         return reply, _frames(self._reports, reported)
 

@@ -174,12 +174,11 @@ class LoadedModel:
             kept = {piece.name for pieces in scales for piece in pieces}
             self.weights.discard(f"{cause} kept nothing of them", kept)
 
-    def finish_update(self, identity: SourceIdentity) -> int:
-        """Record that all weights were written: they are complete, and no longer lost. Takes,
-        raises and returns as WeightState.finish does."""
-        number = self.weights.finish(identity)
+    def finish_update(self, identity: SourceIdentity, version: int) -> None:
+        """Record that all weights were written: they are complete, and no longer lost. Takes and
+        raises as WeightState.finish does."""
+        self.weights.finish(identity, version)
         self.memory.weights_filled()
-        return number
 
     @property
     def kv_cache_specs(self) -> tuple[KVCacheSpec, ...]:
@@ -252,11 +251,17 @@ def load(message: lc.LoadModel, place: RankPlace, roots: Roots, set_phase: SetPh
         attention=_choose_attention(stage, resolved.decoder, resolved.dtype, place),
         max_model_len=resolved.max_model_len,
         memory=memory,
-        weights=WeightState(stage.loaded_names(), identity),
+        weights=WeightState(stage.loaded_names(), identity, _loaded_version(message, resolved)),
         next_load=message.model,
         adapters=adapters,
         processors=processors,
     )
+
+
+def _loaded_version(message: lc.LoadModel, resolved: ResolvedModel) -> int:
+    if message.weights_version is not None:
+        return message.weights_version
+    return 0 if resolved.saved is None else resolved.saved.version
 
 
 def _make_adapters(
@@ -305,10 +310,15 @@ def _adapter_changed(name: str, loaded: SourceIdentity, roots: Sequence[Path]) -
 
 
 def reload(
-    model: LoadedModel, config: ModelConfig, place: RankPlace, roots: Roots, set_phase: SetPhase
-) -> tuple[LoadedModel, int, int]:
-    """Fill the stage again, in place: no tensor moves, and none is held twice. Return the model,
-    the bytes read, and the number of updates that the model has had.
+    model: LoadedModel,
+    config: ModelConfig,
+    version: int,
+    place: RankPlace,
+    roots: Roots,
+    set_phase: SetPhase,
+) -> tuple[LoadedModel, int]:
+    """Fill the stage again, in place: no tensor moves, and none is held twice. Return the model and
+    the bytes read. version: the number of the weights from then on.
 
     The expert loads are set to 0 if the directory is another one, or its files were replaced since
     the last load. After a weight update in between, replaced files are not detected.
@@ -334,7 +344,7 @@ def reload(
     try:
         report = _fill(model.stage, config, resolved, place.parallel.rank, set_phase, overwriting)
         files.check_unchanged(identity)
-        number = model.finish_update(identity)
+        model.finish_update(identity, version)
     except BaseException as error:
         overwriting.failed(f"{type(error).__name__} in reload_weights: {error}")
         raise
@@ -349,7 +359,7 @@ def reload(
         resolved=resolved,
         next_load=config,
     )
-    return renewed, report.bytes_loaded, number
+    return renewed, report.bytes_loaded
 
 
 def checkpoint_changed(model: LoadedModel, roots: Roots) -> bool:
@@ -441,6 +451,7 @@ def rank_weights(model: LoadedModel, place: RankPlace) -> RankWeights:
         decoder=model.resolved.decoder,
         config_files=model.resolved.config_files,
         tensors={**model.stage.checkpoint_views(), **model.stage.scale_views()},
+        version=model.weights.version,
     )
 
 

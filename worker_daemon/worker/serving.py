@@ -61,6 +61,7 @@ class Serving:
             parallel=opened.place.parallel,
             tp=opened.place.tp,
             stage=model.stage,
+            weights=model.weights,
             hidden_size=model.resolved.decoder.hidden_size,
             layer_weights=model.resolved.decoder.layer_weights // opened.place.parallel.tp_size,
             dtype=model.resolved.dtype,

@@ -418,24 +418,25 @@ class Worker:
 
         Raises: see WeightTransfer.finish.
         """
-        number = self._transfer.finish()
+        version = self._transfer.finish()
         if self._device.opened.place.device.type == "cuda":
             torch.cuda.empty_cache()  # frees the buffers for other processes
-        return wt.FinishWeightUpdateReply(**self._identity(message), num_updates=number)
+        return wt.FinishWeightUpdateReply(**self._identity(message), version=version)
 
     def reload_weights(self, message: wt.ReloadWeights) -> wt.ReloadWeightsReply:
         """Read the weights again, in place; an open update is dropped.
 
-        Raises: see loading.reload.
+        Raises: see WeightState.next_version and loading.reload.
         """
         began = time.monotonic()
+        version = self._model.weights.next_version(message.version)
         self._set_phase("LOADING", LONG_OPERATION_S)
         config = self._model.next_load
         if message.model:
             config = apply_overrides(config, {"model.model": message.model})
         place = self._device.opened.place
-        model, size_bytes, num_updates = reload(
-            self._model, config, place, self._roots, self._set_phase
+        model, size_bytes = reload(
+            self._model, config, version, place, self._roots, self._set_phase
         )
         self._transfer.drop_update()
         self._forget_cache()
@@ -444,7 +445,7 @@ class Worker:
             **self._identity(message),
             size_bytes=size_bytes,
             seconds=time.monotonic() - began,
-            num_updates=num_updates,
+            version=version,
         )
 
     def _forget_cache(self) -> None:

@@ -43,6 +43,9 @@ class AdoptedRequest:
     """Present slot on the output rank; for information."""
     more_block_ids: tuple[tuple[int, ...], ...] = ()
     """Blocks of each further group, like block_ids."""
+    weights_version: int = 0
+    """Number of the version of the weights that have computed its KV and sampled its tokens since
+    its admission."""
 
     @property
     def blocks_by_group(self) -> tuple[tuple[int, ...], ...]:
@@ -154,6 +157,7 @@ def _merge_request(
         note=longest.row.note,
         slot=longest.row.slot,
         more_block_ids=tuple(blocks[1:]),
+        weights_version=longest.row.weights_version,
     )
 
 
@@ -183,7 +187,7 @@ def _common_kv(rows: Sequence[RankRow], longest: RankRow) -> int:
 
 
 def _check_same(one: RankRow, other: RankRow) -> None:
-    for field in ("num_prompt_tokens", "extensions", "note"):
+    for field in ("num_prompt_tokens", "extensions", "note", "weights_version"):
         if getattr(one.row, field) != getattr(other.row, field):
             raise _mismatch(field, one, other)
     shared = other.token_ids.size

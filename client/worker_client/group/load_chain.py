@@ -59,8 +59,10 @@ class LoadChain:
         self._ask(partial(lc.Reset, to=to), timeout_s, stands_alone=self._ranks is None)
         self._channel.refresh_links()
 
-    def load_model(self, config: WorkerConfig) -> list[lc.LoadModelReply]:
-        """Load every rank's part of the model."""
+    def load_model(
+        self, config: WorkerConfig, weights_version: int | None = None
+    ) -> list[lc.LoadModelReply]:
+        """Load every rank's part of the model. weights_version: see LoadModel."""
         return self._ask(
             partial(
                 lc.LoadModel,
@@ -69,6 +71,7 @@ class LoadChain:
                 cache=config.cache,
                 graph=config.graph,
                 lora=config.lora,
+                weights_version=weights_version,
             )
         )
 

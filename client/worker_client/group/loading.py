@@ -148,6 +148,8 @@ class Loader:
     reset: Callable[[_ResetLevel], None]
     reload_weights: Callable[[], list[ReloadWeightsReply]]
     get_status: Callable[[], list[Status]]
+    weights_version: int | None = None
+    """See LoadModel."""
     clock: Stopwatch = field(default_factory=Stopwatch)
 
     def load(self, statuses: Sequence[Status]) -> LoadedGroup:
@@ -168,7 +170,7 @@ class Loader:
             with self.clock.phase("init_device"):
                 self.load_chain.init_device(self.config)
         with self.clock.phase("load_model"):
-            replies = self.load_chain.load_model(self.config)
+            replies = self.load_chain.load_model(self.config, self.weights_version)
         check_same_weights(self.get_status(), self.config.model.model)
         kv_cache, max_model_len = self._load_kv_cache(min(r.max_model_len for r in replies))
         with self.clock.phase("compile_or_warm_up_model"):

@@ -367,5 +367,5 @@ def _decode_outcome(
     if not isinstance(reply, ModelRunnerOutput):
         raise BadFrameError(f"step {future.seq} was answered with {type(reply).__name__}")
     if future.step is None:
-        return StepResult((), ())
+        return StepResult((), (), weights_version=reply.weights_version)
     return SlotTable.decode(future.step, reply, arrays)

@@ -97,6 +97,9 @@ class Replacement:
     config: WorkerConfig
     model: LoadedGroup
     """Served by the group, under `config`."""
+    weights_version: int | None
+    """Number of the weights that a new rank reads from files, as those that stayed have; None if
+    theirs are not of files."""
     clock: Stopwatch = field(default_factory=Stopwatch)
     vacant: dict[int, Endpoint] = field(default_factory=dict)
     memory: _Tags | None = None
@@ -268,7 +271,7 @@ class Replacement:
         model, everyone = self.model, LoadChain(self.channel)
         alone = LoadChain(self.channel, newcomers)
         with self.clock.phase("load"):
-            alone.load_model(self.config)
+            alone.load_model(self.config, self.weights_version)
             alone.update_max_model_len(model.max_model_len)
             alone.initialize_from_config(model.kv_cache)
             alone.initialize_cache(model.num_blocks)

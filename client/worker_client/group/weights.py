@@ -3,7 +3,7 @@ whether the ranks' weights are complete, and of one model."""
 
 import contextlib
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Final, TypeVar
 
@@ -14,14 +14,22 @@ from rpc_schema.errors import (
     WorkerDaemonError,
     WorkerError,
 )
+from rpc_schema.identity import first_difference
 from worker_client.errors import (
     DeadlineExceeded,
+    config_error,
 )
 from worker_client.group.failure_state import Change, FailureState, WeightsGone
 from worker_client.group.group_channel import GroupChannel
 from worker_client.group.outcomes import StepsInFlight
 from worker_client.group.waiting import Waiter
-from worker_client.group.weights_state import check_same_weights, given_up, learned
+from worker_client.group.weights_state import (
+    WeightsVersion,
+    check_same_weights,
+    common_version,
+    given_up,
+    learned,
+)
 from worker_client.wire.worker_client import TensorList
 
 SHARD_PATTERN: Final = "model-rank-{rank}-part-{part}.safetensors"
@@ -29,6 +37,9 @@ SHARD_MAX_SIZE_BYTES: Final = 5 << 30
 
 TRANSFER_SLACK_S: Final = 30.0
 """Time between a rank's timeout for a trainer and ours."""
+
+MAX_VERSION: Final = 2**63 - 1
+"""Largest number of a version."""
 
 ReplyT = TypeVar("ReplyT", bound=StepReply)
 
@@ -43,6 +54,34 @@ class GroupWeights:
         self._steps = steps
         self._state = state
         self._waiter = waiter
+        self.version: WeightsVersion | None = None
+        """Version of the weights when all ranks were last known to have the same ones, and all of
+        them. None before they are loaded."""
+        self.on_version: Callable[[WeightsVersion], None] | None = None
+        """Called with each new version before a step can run with it; must not call the group. The
+        newest driver of the group sets it."""
+
+    def learn(self, statuses: Sequence[lc.Status]) -> None:
+        """Note what the ranks hold: steps are refused unless all have complete weights of one
+        version."""
+        self._state.apply(learned(statuses))
+        found = common_version(statuses)
+        if found is None or found == self.version:
+            return
+        self.version = found
+        if self.on_version is not None:
+            self.on_version(found)
+
+    def learn_replaced(self, statuses: Sequence[lc.Status]) -> None:
+        """Note what the ranks hold after some were replaced. If that is another model than before,
+        since nobody is left who had it, steps are refused too."""
+        known, found = self.version, common_version(statuses)
+        both = [None if each is None else each.identity for each in (known, found)]
+        if known is None or first_difference(both) is None:
+            self.learn(statuses)
+        else:
+            lost = f"version {known.number} of the weights is lost with the ranks that had it"
+            self._state.apply(given_up(lost))
 
     def init_transfer_engine(
         self, engine: wt.Engine, timeout_s: float = 60.0
@@ -67,7 +106,11 @@ class GroupWeights:
         )
 
     def start_update(
-        self, format: wt.WeightFormat = "checkpoint", *, partial: bool = False
+        self,
+        format: wt.WeightFormat = "checkpoint",
+        *,
+        partial: bool = False,
+        version: int | None = None,
     ) -> None:
         """Open an update on every rank. No step can be sent until finish_update() or reload().
         Running requests are lost, and the next step's failure names them. A scheduler must forget
@@ -75,9 +118,18 @@ class GroupWeights:
 
         format: `checkpoint`, tensors as in the checkpoint, or `kernel`, as the ranks hold them.
         partial: tensors that are not sent stay as they are.
+        version: number of the version that the update makes; None: one more than before.
+
+        Raises:
+            ConfigError: the version is not larger than that of every rank. Nothing has changed.
         """
+        number = self._next_version(version)
         self._give_up("a weight update is open")
-        self._channel.ask(lambda **ids: wt.StartWeightUpdate(format=format, partial=partial, **ids))
+        self._channel.ask(
+            lambda **ids: wt.StartWeightUpdate(
+                format=format, partial=partial, version=number, **ids
+            )
+        )
 
     def update(self, tensors: TensorList, source: wt.Source) -> list[wt.UpdateWeightsReply]:
         """Update tensors on every rank, from the engine's source. A trainer's broadcasts must run
@@ -99,28 +151,30 @@ class GroupWeights:
             ConfigError: tensors are missing; the update is still open.
         """
         replies = self._channel.ask(wt.FinishWeightUpdate)
-        self._state.apply(learned(self._statuses()))
+        self.learn(self._statuses())
         return replies
 
-    def reload(self, model: str = "") -> list[wt.ReloadWeightsReply]:
+    def reload(self, model: str = "", *, version: int | None = None) -> list[wt.ReloadWeightsReply]:
         """Read the weights again on every rank, in place, from `model` or from their previous
-        source; requests are lost as in start_update(). Completes dirty weights.
+        source; requests are lost as in start_update(). Completes dirty weights. version: as in
+        start_update().
 
         Raises:
             ConfigError: the directory lies outside the daemons' roots, or holds another
-                model.
+                model; or the version is not larger than that of every rank.
             CheckpointError: a file is missing, truncated or not of this model.
         """
+        version = self._next_version(version)
         before = self._state.weights_cause
         self._give_up("reload_weights has failed on some rank")
         try:
-            replies = self._channel.ask(partial(wt.ReloadWeights, model=model))
+            replies = self._channel.ask(partial(wt.ReloadWeights, model=model, version=version))
         except WorkerError:
             self._state.apply(WeightsGone(before) if before else Change.WEIGHTS_FILLED)
             if not before:  # usually refused before the first byte
-                self._state.apply(learned(self._statuses()))
+                self.learn(self._statuses())
             raise
-        self._state.apply(learned(self._statuses()))
+        self.learn(self._statuses())
         return replies
 
     def update_config(self, overrides: Mapping[str, str | int | bool]) -> None:
@@ -169,6 +223,20 @@ class GroupWeights:
             ConfigError: a daemon does not have the library.
         """
         return self._save(partial(lc.SaveTensorizedModel, name=name))
+
+    def _next_version(self, version: int | None) -> int:
+        """Return the number of the version that an update makes: larger than that of any rank, and
+        than any that this driver has seen."""
+        self._channel.check_usable()
+        known = [0 if self.version is None else self.version.number]
+        known += [each.weights.version for each in self._statuses() if each.weights is not None]
+        if version is None:
+            return max(known) + 1
+        if type(version) is not int or not max(known) < version <= MAX_VERSION:
+            problem = f"the weights have version {max(known)} already"
+            fix = f"give a number from {max(known) + 1} to {MAX_VERSION}, or None for the next one"
+            raise config_error("version", version, problem, fix)
+        return version
 
     def _give_up(self, cause: str) -> None:
         """Mark the weights incomplete and drop all rows: no step may run on weights that are being

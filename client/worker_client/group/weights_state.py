@@ -1,15 +1,30 @@
-"""Completeness of a group's weights, and that all are of one model, from its daemons' states, as
-events for the failure state. The daemons themselves refuse steps on incomplete weights."""
+"""Completeness and version of a group's weights, and that all ranks have the same, from its
+daemons' states, as events for the failure state. The daemons themselves refuse steps on incomplete
+weights."""
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import Literal, NamedTuple
 
-from rpc_schema.identity import DifferingRanks, first_difference
+from rpc_schema.identity import ContentIdentity, DifferingRanks, first_difference
 from rpc_schema.lifecycle import Status
 from worker_client.errors import ContentMismatchError
 from worker_client.group.failure_state import Change, WeightsGone
 
 _FIX = "fix: finish a complete update, or reload_weights (group.weights.reload)"
+
+
+class WeightsVersion(NamedTuple):
+    """Version of the weights that all ranks of a group have."""
+
+    number: int
+    """Grows with every change of the weights that were loaded."""
+    identity: ContentIdentity
+    """Of the weights, as rank 0 has it."""
+
+    @property
+    def key(self) -> bytes:
+        """40 bytes that the weights of no other version have."""
+        return self.number.to_bytes(8, "little") + self.identity.content
 
 
 def given_up(cause: str) -> WeightsGone:
@@ -25,10 +40,27 @@ def learned(statuses: Sequence[Status]) -> WeightsGone | Literal[Change.WEIGHTS_
     return WeightsGone(cause) if cause else Change.WEIGHTS_FILLED
 
 
+def common_version(statuses: Sequence[Status]) -> WeightsVersion | None:
+    """Return the version that all ranks have completely; None if there is none."""
+    first = statuses[0].weights
+    if first is None or first.identity is None or _not_whole(statuses):
+        return None
+    if any(status.weights is None for status in statuses) or differing_ranks(statuses) is not None:
+        return None
+    return WeightsVersion(first.version, first.identity)
+
+
 def differing_ranks(statuses: Sequence[Status]) -> DifferingRanks | None:
-    """Return two ranks that hold different weights, or None."""
-    weights = (status.weights for status in statuses)
-    return first_difference([None if each is None else each.identity for each in weights])
+    """Return two ranks that hold weights of different versions or contents, or None."""
+    weights = [status.weights for status in statuses]
+    contents = first_difference([None if each is None else each.identity for each in weights])
+    if contents is not None:
+        return contents
+    numbers = [(rank, each.version) for rank, each in enumerate(weights) if each is not None]
+    for rank, number in numbers:
+        if number != numbers[0][1]:
+            return DifferingRanks(numbers[0][0], rank)
+    return None
 
 
 def check_same_weights(statuses: Sequence[Status], model: str) -> None:
@@ -53,9 +85,9 @@ def _describe(ranks: DifferingRanks, statuses: Sequence[Status]) -> str:
 def _source(status: Status) -> str:
     weights = status.weights
     assert weights is not None and weights.identity is not None, "it differs from another"
-    if not weights.identity.stamps:
-        return f"{status.endpoint}: update {weights.num_updates}"
-    return f"{status.endpoint}: read from files, {weights.identity.content.hex()[:12]}"
+    source = "read from files" if weights.identity.stamps else "sent"
+    digest = weights.identity.content.hex()[:12]
+    return f"{status.endpoint}: version {weights.version}, {source}, {digest}"
 
 
 def _not_whole(statuses: Sequence[Status]) -> str:

@@ -165,11 +165,12 @@ def decode_reply(
         )
     token_ids: list[int] = np.frombuffer(reply.sampled_token_ids, _INT32).tolist()
     if not (reply.extensions or step.pooled):
-        return StepResult(req_ids, token_ids, refused=refused)
+        version = reply.weights_version
+        return StepResult(req_ids, token_ids, refused=refused, weights_version=version)
     reports = read_reports(reply.extensions, arrays, req_ids, step.reporting, step.pooled)
     if len(reports.get(PooledOutputs, ())) != len(step.pooled):
         raise BadFrameError(f"step {step.seq} was to end {len(step.pooled)} requests with outputs")
-    return StepResult(req_ids, token_ids, reports, refused)
+    return StepResult(req_ids, token_ids, reports, refused, reply.weights_version)
 
 
 def _those_left(slots: bytes, req_ids: Sequence[str], named: bytes) -> tuple[bytes, Sequence[str]]:

@@ -41,8 +41,8 @@ class SendReport:
     size_bytes: int
     seconds: float
     """Time from the first byte to the last on the slowest rank."""
-    num_updates: int
-    """Number of updates of the group's weights, this one included."""
+    version: int
+    """Number of the weights' version from now on."""
 
 
 class WeightSender:
@@ -117,6 +117,7 @@ class WeightSender:
         format: wt.WeightFormat = "checkpoint",
         partial: bool = False,
         packed_bytes: int = PACKED_BYTES,
+        version: int | None = None,
     ) -> SendReport:
         """Replace the weights of every rank, as one complete update. The scheduler must forget its
         cached prefixes (`Scheduler.forget_prefixes`).
@@ -124,10 +125,11 @@ class WeightSender:
         tensors: by checkpoint or kernel name, of any device and strides (ipc: contiguous, on the
         workers' GPU). Of names that share a tensor, as with tied embeddings, only the first is
         sent. packed_bytes: size of the buffers that small tensors share; 0 sends each by itself.
+        version: as GroupWeights.start_update takes it.
 
         Raises:
-            ConfigError: the model has no such tensors, or some are missing; a corrected
-                send() fixes that.
+            ConfigError: the model has no such tensors, or some are missing, or the version is
+                not larger; a corrected send() fixes that.
             TransferError, TransferStopped, WorkerDied: a transfer was interrupted; the
                 weights are dirty until another send() or GroupWeights.reload() succeeds.
         """
@@ -135,7 +137,7 @@ class WeightSender:
         listed = _list(unique)
         if not self._has_engine:
             self.connect()
-        self._group.weights.start_update(format, partial=partial)
+        self._group.weights.start_update(format, partial=partial, version=version)
         try:
             replies = self._update(listed, list(unique.values()), packed_bytes)
         except ConfigError:
@@ -148,7 +150,7 @@ class WeightSender:
             num_tensors=len(unique),
             size_bytes=max(reply.size_bytes for reply in replies),
             seconds=max(reply.seconds for reply in replies),
-            num_updates=min(reply.num_updates for reply in finished),
+            version=finished[0].version,
         )
 
     def _update(

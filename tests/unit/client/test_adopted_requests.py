@@ -86,6 +86,7 @@ class TwoRanks(Model):
                     num_computed_tokens=row["computed"],
                     extensions=about.extensions,
                     note=about.note,
+                    weights_version=0,
                 )
             )
         return told
@@ -99,6 +100,7 @@ def make_row(rank, tokens, blocks, **fields):
         "num_computed_tokens": 0,
         "extensions": (),
         "note": b"",
+        "weights_version": 0,
     }
     row = RequestRow(**{**defaults, **fields}, num_tokens=len(tokens), num_blocks=len(blocks))
     return RankRow(rank, row, np.array(tokens, np.int32), np.array(blocks, np.int32))

@@ -14,7 +14,7 @@ from worker_client.vllm.health import DaemonsHealth
 DIRTY = WeightsStatus(
     state="dirty",
     num_tensors=2,
-    num_updates=1,
+    version=1,
     num_dirty=1,
     dirty=("a",),
     num_missing=1,

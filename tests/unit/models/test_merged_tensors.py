@@ -206,7 +206,7 @@ def test_saved_sets_come_back(made, tmp_path, form, quantization):
     request = save_request(form)
     for rank, (saver, stage) in enumerate(zip(savers, stages, strict=True)):
         load(checkpoint.path, stage, config)
-        given = RankWeights(rank, shape, config, {}, stage.checkpoint_views())
+        given = RankWeights(rank, shape, config, {}, stage.checkpoint_views(), 0)
         saver.write(request, given, lambda: None)
     for saver in savers:
         saver.finish(request.save, keep=True)

@@ -252,7 +252,7 @@ def test_a_saved_set_has_the_head_that_was_loaded(tied, stages_of, tmp_path, edi
     saver, shape = Saver(tmp_path / "saved"), GroupShape(1, 1, (4,), "float32")
     request = SaveRequest(os.urandom(16).hex(), "set", "r{rank}-p{part}.safetensors", 1 << 20)
     files = {"config.json": (made.path / "config.json").read_bytes()}
-    weights = RankWeights(0, shape, config, files, stage.checkpoint_views())
+    weights = RankWeights(0, shape, config, files, stage.checkpoint_views(), 0)
     saver.write(request, weights, lambda: None)
     saver.finish(request.save, keep=True)
     found = read_saved_set(tmp_path / "saved" / "set")

@@ -2,7 +2,7 @@
 
 import pytest
 
-from rpc_schema.errors import StateError
+from rpc_schema.errors import ConfigError, StateError
 from worker_daemon.contracts.source_identity import SourceIdentity
 from worker_daemon.models.weight_state import MAX_NAMES, WeightState
 
@@ -12,7 +12,7 @@ LOADED, SENT = SourceIdentity(b"files"), SourceIdentity(b"update")
 
 @pytest.fixture
 def weights():
-    return WeightState(NAMES, LOADED)
+    return WeightState(NAMES, LOADED, 3)
 
 
 def write(weights, *names):
@@ -23,9 +23,25 @@ def write(weights, *names):
 def test_weights_are_whole_at_first(weights):
     report = weights.report
     assert weights.is_whole
-    assert (report.state, report.num_tensors, report.num_updates) == ("whole", 40, 0)
+    assert (report.state, report.num_tensors, report.version) == ("whole", 40, 3)
     assert (report.dirty, report.missing, report.cause) == ((), (), "")
     weights.require_whole("a step")
+
+
+def test_version_of_an_update_is_larger_than_the_present_one(weights):
+    assert (weights.next_version(None), weights.next_version(4), weights.next_version(99)) == (
+        4,
+        4,
+        99,
+    )
+    for wrong in (3, 2, 0):
+        with pytest.raises(ConfigError, match="version 3 already") as raised:
+            weights.next_version(wrong)
+        assert (raised.value.field, raised.value.value) == ("version", wrong)
+    weights.begin(partial=False)
+    weights.interrupt("lost")
+    weights.discard("asleep")
+    assert weights.report.version == 3, "that of the last complete weights"
 
 
 def test_complete_update_needs_every_tensor(weights):
@@ -33,9 +49,10 @@ def test_complete_update_needs_every_tensor(weights):
     assert not weights.is_whole
     write(weights, *NAMES[:-1])
     with pytest.raises(StateError, match=r"1 tensors of this rank.*t39"):
-        weights.finish(SENT)
+        weights.finish(SENT, 4)
     write(weights, NAMES[-1])
-    assert weights.finish(SENT) == 1
+    weights.finish(SENT, 4)
+    assert weights.report.version == 4
     weights.require_whole("a step")
 
 
@@ -57,7 +74,7 @@ def test_failure_names_what_is_new_and_what_is_missing(weights):
 def test_partial_update_writes_what_it_likes(weights):
     weights.begin(partial=True)
     write(weights, "t07", "not of this rank")
-    assert weights.finish(SENT) == 1
+    weights.finish(SENT, 7)
     assert weights.report.num_dirty == 0
 
 
@@ -69,9 +86,9 @@ def test_partial_update_must_rewrite_what_a_broken_one_touched(weights):
     weights.begin(partial=True)
     write(weights, "t02", "t03")
     with pytest.raises(StateError, match="t01"):
-        weights.finish(SENT)
+        weights.finish(SENT, 4)
     write(weights, "t01")
-    weights.finish(SENT)
+    weights.finish(SENT, 4)
     assert weights.is_whole
 
 
@@ -81,7 +98,7 @@ def test_partial_update_cannot_end_a_broken_complete_one(weights):
     weights.begin(partial=True)
     write(weights, *NAMES[:39])
     with pytest.raises(StateError, match="t39"):
-        weights.finish(SENT)
+        weights.finish(SENT, 4)
 
 
 def test_update_in_place_of_one_that_is_open_inherits_what_it_touched(weights):
@@ -89,7 +106,7 @@ def test_update_in_place_of_one_that_is_open_inherits_what_it_touched(weights):
     write(weights, "t05")
     weights.begin(partial=True)
     with pytest.raises(StateError, match="t05"):
-        weights.finish(SENT)
+        weights.finish(SENT, 4)
 
 
 def test_discarded_weights_come_back_by_an_update_of_all_of_them(weights):
@@ -99,9 +116,10 @@ def test_discarded_weights_come_back_by_an_update_of_all_of_them(weights):
     weights.begin(partial=True)
     write(weights, *NAMES[1:])
     with pytest.raises(StateError, match="t00"):
-        weights.finish(SENT)
+        weights.finish(SENT, 4)
     write(weights, NAMES[0])
-    assert weights.finish(SENT) == 1
+    weights.finish(SENT, 4)
+    assert weights.report.version == 4
 
 
 def test_interruption_of_nothing_leaves_the_weights_whole(weights):

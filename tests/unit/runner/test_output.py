@@ -19,7 +19,7 @@ from worker_daemon.runner.slot_bitmap import slot_bitmap
 from worker_daemon.runner.token_history import FOLD_AT, Sampled, SampledTokens, TokenHistory
 
 LINK = Link(1, torch.device("cpu"))
-IDENTITY = ReplyIdentity(epoch=4, seq=17, rank=3)
+IDENTITY = ReplyIdentity(epoch=4, seq=17, rank=3, weights_version=9)
 HISTORY = TokenHistory()
 
 
@@ -51,6 +51,7 @@ def test_tokens_and_logprobs_come_back_from_their_bytes():
     ).result()
     received = decode_step_reply(encode_step(reply, frames))
     assert (received.epoch, received.seq, received.rank) == (4, 17, 3)
+    assert received.weights_version == 9
     assert named_slots(received.slots) == slots.tolist()
     assert np.frombuffer(received.sampled_token_ids, "<i4").tolist() == token_ids.tolist()
     assert received.extensions == (TokenLogprobs(width=5),)
@@ -76,6 +77,7 @@ def test_no_report_means_no_frames():
     assert (reply.extensions, frames) == ((), [])
     reply, frames = NoTokens(IDENTITY, status(STATUS_OK), LINK, HISTORY).result()
     assert (reply.slots, reply.sampled_token_ids, reply.extensions, frames) == (b"", b"", (), [])
+    assert reply.weights_version == 9
 
 
 def test_abort_of_the_link_fails_results_that_are_awaited():
@@ -99,7 +101,7 @@ def test_results_are_recorded_before_they_pile_up():
     for position in range(300):
         sampled = SamplerOutput(torch.tensor([position]))
         row = Sampled(slots, np.array([1]), np.array([position], np.int32))
-        identity = ReplyIdentity(epoch=4, seq=position, rank=0)
+        identity = ReplyIdentity(epoch=4, seq=position, rank=0, weights_version=0)
         made = StepOutput(identity, row, b"", sampled, status(STATUS_OK), LINK, history)
         made.result()
         assert len(history.news) < FOLD_AT

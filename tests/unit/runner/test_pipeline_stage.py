@@ -8,9 +8,11 @@ from row_steps import NaiveRows, StepGenerator, encode, request_state
 
 from rpc_schema.errors import CommError, PrecededByError
 from rpc_schema.step import SampleTokens
+from worker_daemon.contracts.source_identity import SourceIdentity
 from worker_daemon.distributed.bubbles import input_waits
 from worker_daemon.distributed.link import Link
 from worker_daemon.distributed.pp import STATUS_FAILED, STATUS_OK
+from worker_daemon.models.weight_state import WeightState
 from worker_daemon.runner.input_batch import InputBuilder
 from worker_daemon.runner.model_runner import ModelRunner
 from worker_daemon.runner.output import StepReplies
@@ -111,8 +113,9 @@ class Rank:
             replies,
             torch.zeros(1, HIDDEN),
         )
+        weights = WeightState([], SourceIdentity(b"files"), 0)
         self.runner = ModelRunner(
-            self, self.state, inputs, stage,
+            self, self.state, inputs, stage, weights,
             rank=place, tp_size=1, num_ranks=3, waits=None, history=TokenHistory(),
         )  # fmt: skip
 

@@ -106,11 +106,11 @@ def test_a_head_beside_a_tied_config_is_served_reloaded_and_updated(
     with pytest.raises(ConfigError, match="the loaded model has False") as caught:
         reload(driver, "tied")
     assert caught.value.field == "tie_word_embeddings"
-    assert reload(driver, "own-head").num_updates == 1
-    assert update(driver, (), model="own-head").num_updates == 2
+    assert reload(driver, "own-head").version == 1
+    assert update(driver, (), model="own-head").version == 2
     driver.reset("DEVICE_READY")
     driver.serve("tied")
-    assert reload(driver, "same-head").num_updates == 1
+    assert reload(driver, "same-head").version == 1
     for names in ((), ("lm_head.weight",)):
         with pytest.raises(ConfigError, match=r"another lm_head\.weight"):
             update(driver, names, model="own-head")
@@ -122,10 +122,10 @@ def test_a_head_beside_a_tied_config_is_served_reloaded_and_updated(
 def test_new_weights_lie_where_the_old_ones_did(driver, other, prompts, reference, way):
     before = addresses(driver.worker)
     if way == "reload":
-        assert reload(driver, "other").num_updates == 1
+        assert reload(driver, "other").version == 1
     else:
         names = sorted(other.state_dict())
-        assert update(driver, tuple(names[:5]), tuple(names[5:])).num_updates == 1
+        assert update(driver, tuple(names[:5]), tuple(names[5:])).version == 1
     assert addresses(driver.worker) == before
     state = other.state_dict()
     for name, view in driver.worker._model.stage.checkpoint_views().items():

@@ -43,6 +43,7 @@ class _Update:
     places: Places
     model: LoadedModel
     partial: bool
+    version: int
     identity: UpdateIdentity
     received: set[str] = field(default_factory=set)
 
@@ -98,11 +99,12 @@ class WeightTransfer:
 
     def start(self, message: wt.StartWeightUpdate, model: LoadedModel, place: RankPlace) -> None:
         """Open an update; one that is open is dropped, and its tensors must be sent again. Raises
-        ConfigError for a model in 4 bits."""
+        ConfigError for a model in 4 bits, and for a version that is not a larger one."""
         if isinstance(model.resolved.decoder.quantization, Int4Quantization):
             problem = "updates of matrices in 4 bits are not supported: formats are converted"
             fix = "reload_weights with a 4-bit checkpoint, or load the unquantized model"
             raise config_error("format", message.format, problem, fix)
+        version = model.weights.next_version(message.version)
         if message.format == "kernel":
             parallel = place.parallel
             places = kernel_places(
@@ -116,7 +118,7 @@ class WeightTransfer:
             places = checkpoint_places(model.stage, model.resolved.decoder)
         base = model.weights.identity if message.partial else None
         identity = UpdateIdentity(base, message.epoch, message.seq)
-        self._update = _Update(places, model, message.partial, identity)
+        self._update = _Update(places, model, message.partial, version, identity)
         model.weights.begin(partial=message.partial)
 
     def update(self, message: wt.UpdateWeights) -> RoundReport:
@@ -160,7 +162,7 @@ class WeightTransfer:
         return RoundReport(writer.num_tensors, size_bytes, time.monotonic() - began)
 
     def finish(self) -> int:
-        """Close the update; return how many updates the model has had.
+        """Close the update; return the number of the weights' version.
 
         Raises:
             StateError: no update is open, or tensors of this rank are missing.
@@ -169,9 +171,9 @@ class WeightTransfer:
         update = self._open_update()
         if not update.partial:
             update.places.check_complete(update.received)
-        number = update.model.finish_update(update.identity.value())
+        update.model.finish_update(update.identity.value(), update.version)
         self._update = None
-        return number
+        return update.version
 
     def drop_update(self) -> None:
         """Drop an open update: the weights have been reloaded meanwhile."""
