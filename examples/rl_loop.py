@@ -44,7 +44,6 @@ class Serving:
 
     group: WorkerGroup
     driver: Driver
-    scheduler: Scheduler
 
 
 def main() -> None:
@@ -68,7 +67,7 @@ def main() -> None:
         ):
             group.attach()
             scheduler = Scheduler(scheduler_limits(group.prepare(config), config))
-            serving = Serving(group, Driver(group, scheduler), scheduler)
+            serving = Serving(group, Driver(group, scheduler))
             for number, reward in enumerate(train(serving, policy, iterations)):
                 sys.stdout.write(f"round {number}: mean reward {reward:.3f}\n")
 
@@ -104,7 +103,6 @@ def train(serving: Serving, policy: PreTrainedModel, iterations: int) -> list[fl
             serving.group.memory.wake_up(["weights"])
             sender.send(policy.state_dict())
             serving.group.memory.wake_up(["kv_cache"])
-            serving.scheduler.forget_prefixes()  # the cached prefixes belong to the old weights
     return rewards
 
 

@@ -35,8 +35,9 @@ class NoteCachedBlocks(ControlRequest["NoteCachedBlocksReply"], frozen=True, tag
     replaces all earlier ones.
 
     A note is void, and stays so, if a step after after_seq gave the block to a request to write to,
-    if a step failed, or if the cache lost its contents: by new weights, Sleep, Discard, a replaced
-    or removed adapter, a warm-up, or a new KV cache. No error is reported then.
+    if a step failed, if the weights have another version, or if the cache lost its contents: by new
+    weights, Sleep, Discard, a replaced or removed adapter, a warm-up, or a new KV cache. No error
+    is reported then.
     """
 
     epoch: Unsigned
@@ -47,6 +48,8 @@ class NoteCachedBlocks(ControlRequest["NoteCachedBlocksReply"], frozen=True, tag
     """Length of each hash."""
     block_ids: BlockIds
     hashes: BlockHashes
+    weights_version: Unsigned
+    """Number of the version of the weights that have computed the contents."""
     distrusted: BlockIds = b""
     """Blocks whose notes are dropped first: their contents are not to be shared."""
 
@@ -61,7 +64,7 @@ class GetCachedBlocks(ControlRequest["GetCachedBlocksReply"], frozen=True, tag=4
 
     epoch: Unsigned
     block_tag: BlockTag
-    """Notes of other tags are not returned."""
+    """Notes of other tags, and of other versions of the weights, are not returned."""
     first_block: Count = 0
 
 

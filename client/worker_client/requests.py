@@ -5,7 +5,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from hashlib import blake2b
-from typing import Annotated, Any, Literal, TypeAlias
+from typing import Annotated, Any, Literal, NamedTuple, TypeAlias
 
 import msgspec
 import numpy as np
@@ -168,6 +168,14 @@ def parent_id(sample: str) -> str:
 FinishReason: TypeAlias = Literal["stop", "length", "abort", "error"]
 
 
+class VersionRun(NamedTuple):
+    """Consecutive tokens that weights of one version have sampled."""
+
+    version: int | None
+    """Its number (GroupWeights.version); None: it is not known any more."""
+    num_tokens: int
+
+
 @dataclass(frozen=True, slots=True)
 class RequestOutput:
     """A finished request."""
@@ -193,6 +201,9 @@ class RequestOutput:
     """The text up to the stop string that ended it; None if no stop string did."""
     index: int | None = None
     """Index among the samples of the request `parent_id(req_id)`; None: it is the only one."""
+    weights_versions: tuple[VersionRun, ...] = ()
+    """Versions of the weights that have sampled its tokens, in their order; one run, unless the
+    weights have changed. Of a pooling request, one run without tokens."""
     error: str = ""
     """Reason for the failure if finish_reason is "error"; token_ids are the tokens before it."""
 

@@ -160,16 +160,18 @@ def test_nothing_is_offered_once_the_weights_or_the_memory_have_changed(serve, c
         tag = Scheduler(scheduler_limits(loaded, config)).prefix_tag
         expected = generate(group, loaded, config, prompt, 8)
         assert expected.num_cached_tokens == 0
-        for change in (
-            lambda: (group.memory.sleep(2), group.memory.wake_up(), group.weights.reload()),
-            lambda: (group.memory.sleep(1), group.memory.wake_up()),
-            lambda: group.weights.reload(),
-            lambda: group.attach() and group.prepare(loaded_config(group), reload=True),
+        for change, version in (
+            (lambda: (group.memory.sleep(2), group.memory.wake_up(), group.weights.reload()), 1),
+            (lambda: (group.memory.sleep(1), group.memory.wake_up()), 1),
+            (lambda: group.weights.reload(), 2),
+            (lambda: group.attach() and group.prepare(loaded_config(group), reload=True), 0),
         ):
             assert group.prefixes.get(tag).block_ids.size >= 40 // loaded.block_size
             assert group.prefixes.get(b"another tag").block_ids.size == 0
             change()
             assert group.prefixes.get(tag).block_ids.size == 0
+            assert group.weights.version.number == version
+            assert {each.weights.version for each in group.get_status()} == {version}
             again = generate(group, loaded, config, prompt, 8)
             assert (again.num_cached_tokens, again.token_ids) == (0, expected.token_ids)
 
@@ -282,6 +284,7 @@ def test_bad_notes_are_refused_with_nothing_noted(serve, checkpoint):
         def note(ids, hashes, **fields):
             request = {"epoch": epoch, "block_tag": b"t", "after_seq": 1 << 40, "hash_bytes": 2}
             request |= {"block_ids": np.array(ids, "<i4").tobytes(), "hashes": hashes}
+            request["weights_version"] = group.weights.version.number
             return group.clients[0].ask(partial(NoteCachedBlocks, **request | fields))
 
         for fields, field in (
@@ -296,6 +299,7 @@ def test_bad_notes_are_refused_with_nothing_noted(serve, checkpoint):
             note([1], b"aa", epoch=epoch - 1)
         with pytest.raises(ClientConfigError):
             CachedBlocks.of([1, 2], [b"aa", b"b"])
+        assert note([1], b"aa", weights_version=group.weights.version.number + 1).num_noted == 0
         reply = group.clients[0].ask(partial(GetCachedBlocks, epoch=epoch, block_tag=b"t"))
         assert (reply.block_ids, reply.next_block) == (b"", 0)
         assert note([1], b"aa").num_noted == 1  # and is offered once that step has run

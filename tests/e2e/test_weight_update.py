@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections import defaultdict
 from pathlib import Path
 
 import psutil
@@ -33,7 +34,7 @@ from rpc_schema.weight_transfer import (
     IpcEngine,
     UpdateWeights,
 )
-from tests.support.checkpoints import Checkpoint, decisive_prompts
+from tests.support.checkpoints import Checkpoint, decisive_prompts, prompts
 from tests.support.kernel_weights import kernel_tensors
 from tests.support.serving import (
     LONG_LEASE,
@@ -152,6 +153,87 @@ def test_update_over_gloo_equals_a_fresh_load(serve, checkpoint, pp, tp, packed_
         assert checksums(group) == before
         assert_greedy(generate(group, loaded, old_requests), old, old_requests)
         assert states(group) == ["whole"] * (pp * tp)
+
+
+def of_version(model, prompt, output):
+    """Check every token by the model of its version: model(version). Returns the runs."""
+    tokens, start = output.token_ids, 0
+    for run in output.weights_versions:
+        known = [*prompt.tolist(), *tokens[:start]]
+        expected = model(run.version).greedy(known, run.num_tokens)
+        assert tokens[start : start + run.num_tokens] == expected, (output, run)
+        start += run.num_tokens
+    assert start == len(tokens)
+    return [run.version for run in output.weights_versions]
+
+
+def test_tokens_and_prefixes_are_of_the_weights_that_the_outputs_name(served, old, new):
+    """Updates between steps, none of which the scheduler is told of; then another driver."""
+    group, loaded = served
+    requests = [
+        greedy_request(f"r{i}", prompt.tolist(), count)
+        for i, (prompt, count) in enumerate(zip(prompts(3, [40, 33, 9]), (30, 3, 24), strict=True))
+    ]
+    first = group.weights.version.number
+    models = {first: old}
+
+    def reload(model):
+        (version,) = {reply.version for reply in group.weights.reload(str(model.path))}
+        models[version] = model
+
+    sampled = defaultdict(list)
+
+    def listen(result):
+        for req_id in result.req_ids:
+            sampled[req_id].append(result.weights_version)
+
+    driver = Driver(group, Scheduler(scheduler_limits(group, loaded)), listen)
+    outputs = {}
+    for request in requests:
+        driver.add_request(request)
+    for number in range(20):
+        outputs |= {output.req_id: output for output in driver.step()}
+        if number in (8, 13):
+            reload(new if number == 8 else old)
+    assert outputs.keys() == {"r1"}
+    reload(new)
+    while len(sampled["r2"]) < 18:
+        assert driver.step() == []
+    endpoints = [status.endpoint for status in group.get_status()]
+    config = worker_config(new.path, 2)
+    with WorkerGroup(endpoints, config.parallel, lease=LONG_LEASE) as other:
+        other.attach(force=True, keep_requests=True)
+        assert other.prepare(config, num_gpu_blocks=256).was_loaded
+        assert other.weights.version == group.weights.version
+        scheduler = Scheduler(scheduler_limits(other, loaded))
+        successor = Driver(other, scheduler)
+        adopted, _ = successor.claim(other.adopt_requests())
+        assert {each.weights_version for each in adopted} == {max(models)}
+        done = [*scheduler.adopt_requests(adopted), *successor.run()]
+        outputs |= {output.req_id: output for output in done}
+        # A prompt that the old weights have cached.
+        other.weights.reload(str(old.path))
+        models[other.weights.version.number] = old
+        successor.add_request(greedy_request("cached", requests[0].prompt, 3))
+        (output,) = successor.run()
+        outputs["cached"] = output
+        assert output.num_cached_tokens == 0
+    group.attach()
+    group.prepare(worker_config(old.path, 2), num_gpu_blocks=256)
+    by_id = {request.id: request.prompt for request in requests} | {"cached": requests[0].prompt}
+    found = {
+        name: of_version(models.__getitem__, by_id[name], output)
+        for name, output in outputs.items()
+    }
+    assert found == {
+        "r0": [first, first + 1, first + 2, first + 3],
+        "r1": [first],
+        "r2": [first, first + 1, first + 2, first + 3],
+        "cached": [first + 4],
+    }
+    for name, output in outputs.items():
+        runs = [run.version for run in output.weights_versions for _ in range(run.num_tokens)]
+        assert sampled[name][: len(runs)] == runs[: len(sampled[name])]
 
 
 def test_partial_update_changes_nothing_else_and_converts_dtypes(served, new):
@@ -503,7 +585,7 @@ def test_toy_reinforcement_learning_keeps_workers_and_trainer_equal(serve, model
     options = {"max_num_seqs": rl_loop.NUM_SAMPLES, "enable_sleep_mode": True}
     with serve(model_root / "policy", 2, **options) as (group, loaded):
         scheduler = Scheduler(scheduler_limits(group, loaded))
-        serving = rl_loop.Serving(group, Driver(group, scheduler), scheduler)
+        serving = rl_loop.Serving(group, Driver(group, scheduler))
         assert rl_loop.greedy(serving.driver, [5, 6, 7], 8) == before
         rewards = rl_loop.train(serving, policy, 4)
         after = Checkpoint(model_root / "policy", policy).greedy([5, 6, 7], 8)

@@ -49,13 +49,13 @@ class GroupPrefixes:
         block's contents and is not hashed. Notes of another tag replace all others. A hash has at
         most 64 bytes, and names the KV group of its block, if there are several.
         after: a step of execute_model. Once it and those before it have run, the blocks have these
-        contents. Pass one whose result has arrived: for a step that failed, or one of an earlier
-        attach, nothing is noted. Later steps may already have given the blocks to other requests:
-        ranks allow for that, however late the note arrives.
+        contents, by the weights of its version. Pass one whose result has arrived: otherwise, and
+        for one of an earlier attach, nothing is noted. Later steps may already have given the
+        blocks to other requests: ranks allow for that, however late the note arrives.
         distrusted: blocks whose earlier notes are to be dropped.
 
         Blocks that a running request still has to fill, and those that have lost their contents by
-        new weights or sleep, are left out.
+        new weights or sleep, are left out; get() offers none of another version of the weights.
 
         Raises:
             ClientConfigError: a block does not exist, or a field is out of bounds. Nothing was
@@ -63,11 +63,12 @@ class GroupPrefixes:
         """
         if self._are_pending:
             return False
-        chosen = self._steps.slots.with_contents(blocks)
-        if after.failure is not None or after.epoch != self._channel.epoch:
+        chosen, result = self._steps.slots.with_contents(blocks), after.value
+        if result is None or after.epoch != self._channel.epoch:
             chosen = NO_CACHED_BLOCKS  # seqs of another epoch would mean other steps
         _check(tag, chosen)
-        for build in _messages(tag, chosen, after.seq, distrusted, self._channel.epoch):
+        version = 0 if result is None else result.weights_version
+        for build in _messages(tag, chosen, after.seq, version, distrusted, self._channel.epoch):
             for client in self._channel.daemons.present:
                 try:
                     self._sent.append((client, client.begin(build, SEND_TIMEOUT_S)))
@@ -120,7 +121,12 @@ def _check(tag: bytes, blocks: CachedBlocks) -> None:
 
 
 def _messages(
-    tag: bytes, blocks: CachedBlocks, after_seq: int, distrusted: Sequence[int], epoch: int
+    tag: bytes,
+    blocks: CachedBlocks,
+    after_seq: int,
+    weights_version: int,
+    distrusted: Sequence[int],
+    epoch: int,
 ) -> Iterator["partial[cb.NoteCachedBlocks]"]:
     """Yield the messages of notes, without their calls."""
     most = cb.MAX_BLOCKS_AT_ONCE
@@ -134,6 +140,7 @@ def _messages(
             hash_bytes=max(1, blocks.hashes.shape[1]),
             block_ids=blocks.block_ids[part].astype("<i4", copy=False).tobytes(),
             hashes=blocks.hashes[part].tobytes(),
+            weights_version=weights_version,
             distrusted=np.array(distrusted[part], "<i4").tobytes(),
         )
 

@@ -19,7 +19,7 @@ class WeightsVersion(NamedTuple):
     number: int
     """Grows with every change of the weights that were loaded."""
     identity: ContentIdentity
-    """Of the weights, as rank 0 has it."""
+    """Identity of the weights, as rank 0 has it."""
 
     @property
     def key(self) -> bytes:

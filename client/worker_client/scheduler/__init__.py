@@ -20,6 +20,7 @@ from worker_client.scheduler.interface import JumpingScheduler as JumpingSchedul
 from worker_client.scheduler.interface import PausingScheduler as PausingScheduler
 from worker_client.scheduler.interface import SchedulerInterface as SchedulerInterface
 from worker_client.scheduler.interface import SchedulerLimits as SchedulerLimits
+from worker_client.scheduler.interface import VersionedScheduler as VersionedScheduler
 from worker_client.scheduler.interface import scheduler_limits as scheduler_limits
 from worker_client.scheduler.reference import Scheduler as Scheduler
 from worker_client.scheduler.request_queues import Urgency as Urgency

@@ -10,6 +10,7 @@ from rpc_schema.config import WorkerConfig
 from rpc_schema.kv_cache import BlockGroup, block_groups, longest_request
 from rpc_schema.pooling import PoolingSupport
 from worker_client.group.loading import LoadedGroup
+from worker_client.group.weights_state import WeightsVersion
 from worker_client.parts.interface import ModelBounds
 from worker_client.requests import GenerationRequest, RequestOutput
 from worker_client.scheduler_output import SchedulerOutput, StepResult
@@ -79,6 +80,17 @@ class PausingScheduler(HoldingScheduler, Protocol):
         """Preempt a request, and do not admit it until release_request. Steps in flight, and the
         last one of schedule(), still sample tokens for it: ignore them. Unknown ids are ignored.
         """
+
+
+@runtime_checkable
+class VersionedScheduler(SchedulerInterface, Protocol):
+    """A scheduler that caches prefixes by the version of the weights."""
+
+    def use_weights(self, version: WeightsVersion) -> None:
+        """Begin no request that is admitted from now on with blocks that other weights have
+        computed. Called at the driver's start, then with each new version; the group has dropped
+        the rows of running requests then. It fails the next step, and step_failed gets their
+        ids."""
 
 
 class Jump(NamedTuple):

@@ -16,6 +16,7 @@ from rpc_schema.pooling import PoolingParams
 from rpc_schema.sampling import PromptLogprobs
 from rpc_schema.step import NO_TOKEN
 from worker_client.group.adoption import AdoptedRequest
+from worker_client.group.weights_state import WeightsVersion
 from worker_client.requests import (
     FinishReason,
     GenerationRequest,
@@ -97,6 +98,8 @@ class Scheduler:
         """Requests that their deadlines have ended, for the next result."""
         self._num_steps = 0
         self._in_flight: deque[int] = deque()
+        self._sampled_by = 0
+        """Number of the weights' version that has sampled the newest tokens."""
 
     def add_request(self, request: GenerationRequest) -> None:
         """Queue a request. Its id may be that of a finished one, once no step in flight names it.
@@ -133,6 +136,7 @@ class Scheduler:
         adopted.sort(key=lambda pair: (pair[0].urgency, pair[0].arrival))
         for entry, request in adopted:
             reason = entry.take_again()
+            entry.stamp(request.weights_version)
             is_whole = entry.num_tokens == len(request.token_ids) and entry.blocks.may_share
             has_kv = request.num_computed_tokens and is_whole
             if reason is not None:
@@ -198,7 +202,7 @@ class Scheduler:
         return self._commit(step)
 
     def _commit(self, step: Step) -> SchedulerOutput:
-        new = [request.as_new() for request in step.new]
+        new = [request.as_new(self._sampled_by) for request in step.new]
         preempted = step.preempted
         for request in step.new:
             if request.needs_admission:
@@ -234,6 +238,8 @@ class Scheduler:
     ) -> list[RequestOutput]:
         """Process the tokens that a step sampled; see SchedulerInterface."""
         self._end_oldest()
+        if result.weights_version != self._sampled_by:
+            self._note_weights(result.weights_version)
         done, self._overdue = self._overdue, []
         find, block_size = self._queues.unfinished.get, self._blocks.unit
         if result.reports:
@@ -261,6 +267,12 @@ class Scheduler:
         for req_id, count in result.refused.items():
             self._take_back(find(req_id), count)
         return done if self._queues.next_deadline == math.inf else done + self._end_overdue()
+
+    def _note_weights(self, version: int) -> None:
+        """Note that other weights have sampled the tokens from here on."""
+        for request in self._queues.unfinished.values():
+            request.stamp(self._sampled_by)
+        self._sampled_by = version
 
     def _end_overdue(self, *, idle: bool = False) -> list[RequestOutput]:
         """End the requests whose deadlines have passed. idle: only those that no step in flight
@@ -339,12 +351,19 @@ class Scheduler:
             if was_complete:
                 self._groups.join(request)
 
+    def use_weights(self, version: WeightsVersion) -> None:
+        """Cache prefixes of this version alone from now on; see VersionedScheduler."""
+        self._note_weights(version.number)
+        if self._blocks.use_weights(version.key, self._queues.unfinished.values()):
+            self.forget_prefixes()
+
     def forget_prefixes(self) -> None:
-        """Drop the prefix cache after the group has lost its KV cache: by a sleep, a discard or a
-        change of weights. Requests that the next step would admit with their present blocks are
-        recomputed instead, from their known tokens: adopted ones, which have no row yet, and those
-        that have jumped forward, which may still have one. The group has dropped the rows of the
-        other running requests. It fails the next step, and step_failed gets their ids."""
+        """Drop the prefix cache after the group has lost its KV cache: by a sleep or a discard, or
+        by new weights of which use_weights does not tell. Requests that the next step would admit
+        with their present blocks are recomputed instead, from their known tokens: adopted ones,
+        which have no row yet, and those that have jumped forward, which may still have one. The
+        group has dropped the rows of the other running requests. It fails the next step, and
+        step_failed gets their ids."""
         for request in [each for each in self._queues.running.values() if each.needs_admission]:
             self._begin_again(request)
         self._blocks.forget_all()
@@ -407,7 +426,7 @@ class Scheduler:
         if request.is_running and not error:
             self._blocks.remember(request)
         self._remove(request)
-        return request.output(reason, error, pooled)
+        return request.output(reason, self._sampled_by, error, pooled)
 
     def _remove(self, request: Request) -> None:
         if request.is_running:

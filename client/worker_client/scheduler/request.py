@@ -35,6 +35,7 @@ from worker_client.requests import (
     GenerationRequest,
     PromptTokenIds,
     RequestOutput,
+    VersionRun,
     seeded,
 )
 from worker_client.scheduler.interface import SchedulerLimits
@@ -53,8 +54,10 @@ if TYPE_CHECKING:  # it needs the library of an extra
     from worker_client.inputs.tokenizer import Tokenizer
 
 
-_NOTE_BYTES: Final = 64
+_NOTE_BYTES: Final = 192
 """Bound on an encoded _Note without its stop strings, whose bytes Traits.fixed_bytes counts."""
+MAX_NOTED_RUNS: Final = 8
+"""Runs of versions in a note; earlier ones become one run of an unknown version."""
 
 
 class _Note(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
@@ -70,6 +73,7 @@ class _Note(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=
     priority: int = 0
     deadline_unix_s: float | None = None
     """Time of day: the monotonic clock of another host differs."""
+    weights_versions: tuple[VersionRun, ...] = ()
 
 
 @dataclass(slots=True)
@@ -219,6 +223,8 @@ class Request:
     blocks: HeldBlocks = field(default_factory=HeldBlocks)
     reported: Reported | None = None
     """None if it reports nothing."""
+    weights_versions: tuple[VersionRun, ...] = ()
+    """Versions of the weights that have sampled its tokens, as far as stamp() was told."""
 
     def __post_init__(self) -> None:
         self.num_tokens = len(self.tokens)
@@ -288,6 +294,19 @@ class Request:
         self.num_tokens = len(self.tokens)
         return reason
 
+    def stamp(self, version: int) -> None:
+        """Note that weights of this version have sampled the tokens that are not stamped yet."""
+        runs, left = [], len(self.tokens) - self.num_prompt_tokens
+        for run in self.weights_versions:
+            if left:
+                runs.append(VersionRun(run.version, min(run.num_tokens, left)))
+                left -= runs[-1].num_tokens
+        if left and runs and runs[-1].version == version:
+            runs[-1] = VersionRun(version, runs[-1].num_tokens + left)
+        elif left:
+            runs.append(VersionRun(version, left))
+        self.weights_versions = tuple(runs)
+
     def go_on_from_known(self, num_void: int = 0) -> None:
         """Give up the tokens in flight. num_void: how many of them still arrive, to be ignored."""
         self.num_tokens = len(self.tokens)
@@ -323,8 +342,11 @@ class Request:
         own = self.traits.fixed_bytes
         return admission_bytes(num_tokens, num_blocks, len(self.id), own, _NOTE_BYTES)
 
-    def as_new(self) -> NewRequest:
-        """Return its admission for the workers."""
+    def as_new(self, sampled_by: int) -> NewRequest:
+        """Return its admission for the workers. sampled_by: version of the weights that have
+        sampled its newest tokens."""
+        if len(self.tokens) > self.num_prompt_tokens:
+            self.stamp(sampled_by)
         by_group = self.blocks.by_group  # their lists grow later
         note = _Note(
             self.limit,
@@ -334,6 +356,7 @@ class Request:
             *self.sample,
             self.priority,
             None if self.deadline == math.inf else self.deadline + _unix_offset_s(),
+            _shortened(self.weights_versions),
         )
         return NewRequest(
             req_id=self.id,
@@ -347,9 +370,17 @@ class Request:
         )
 
     def output(
-        self, reason: FinishReason, error: str = "", pooled: NDArray[np.float32] | None = None
+        self,
+        reason: FinishReason,
+        sampled_by: int,
+        error: str = "",
+        pooled: NDArray[np.float32] | None = None,
     ) -> RequestOutput:
-        """Return its output as it ends."""
+        """Return its output as it ends. sampled_by: version of the weights that have sampled its
+        newest tokens, or pooled it."""
+        self.stamp(sampled_by)
+        if pooled is not None:
+            self.weights_versions = (VersionRun(sampled_by, 0),)
         reported = self.reported or Reported(None, None, None)
         return RequestOutput(
             req_id=self.id,
@@ -364,6 +395,7 @@ class Request:
             pooled=pooled,
             text=self.stopped_text if reason == "stop" else None,
             index=self.sample.place,
+            weights_versions=self.weights_versions,
             error=error,
         )
 
@@ -483,6 +515,14 @@ def new_request(
     return made
 
 
+def _shortened(runs: tuple[VersionRun, ...]) -> tuple[VersionRun, ...]:
+    """Return runs as a note has them."""
+    if len(runs) <= MAX_NOTED_RUNS:
+        return runs
+    first, last = runs[: 1 - MAX_NOTED_RUNS], runs[1 - MAX_NOTED_RUNS :]
+    return (VersionRun(None, sum(run.num_tokens for run in first)), *last)
+
+
 def _unix_offset_s() -> float:
     """Return what to add to a monotonic time for the time of day."""
     return time.time() - time.monotonic()
@@ -575,6 +615,7 @@ def adopted_request(
         priority=note.priority,
         deadline=math.inf if unix_s is None else unix_s - _unix_offset_s(),
         sample=sample,
+        weights_versions=note.weights_versions,
     )
     made.blocks.num_cached_tokens = note.num_cached_tokens
     made.blocks.num_preemptions = note.num_preemptions

@@ -21,7 +21,7 @@ from worker_client.steps.cached_blocks import CachedBlocks
 
 _TOKEN_BYTES: Final = 4
 _HASH_BYTES: Final = 16
-_FORMAT: Final = b"worker_client blake2b 1"
+_FORMAT: Final = b"worker_client blake2b 2"
 """To be changed with the hashes."""
 
 Prefix: TypeAlias = Sequence[Sequence[int]]
@@ -55,6 +55,8 @@ class RequestBlocks:
         self._caches_prefixes = limits.enable_prefix_caching
         self._pool = BlockPool(limits.num_blocks, len(self._groups))
         self._to_remember: list[Request] = []
+        self._weights = b""
+        """Names the version of the weights; empty: none was named."""
 
     @property
     def num_free(self) -> int:
@@ -67,6 +69,15 @@ class RequestBlocks:
         driver made them."""
         groups = ",".join(f"{group.block_size}/{group.window}" for group in self._groups)
         return _FORMAT + blake2b(groups.encode(), digest_size=_HASH_BYTES).digest()
+
+    def use_weights(self, key: bytes, unfinished: Iterable[Request]) -> bool:
+        """Hash blocks as those of the weights that `key` names, and the requests' blocks anew.
+        Return True if other weights were named before."""
+        before, self._weights = self._weights, key
+        if key != before:
+            for request in unfinished:
+                request.blocks.hashes.clear()
+        return before not in (b"", key)
 
     def take_news(self) -> CachedNews:
         """Return what has changed in the prefix cache since the last call."""
@@ -296,7 +307,7 @@ class RequestBlocks:
         if num_new <= 0:
             return
         raw = request.tokens[len(hashes) * self.unit :].tobytes()
-        parent = hashes[-1] if hashes else request.blocks.root
+        parent = hashes[-1] if hashes else self._weights + request.blocks.root
         for start in range(0, num_new * num_bytes, num_bytes):
             block = raw[start : start + num_bytes]
             parent = blake2b(parent + block, digest_size=_HASH_BYTES).digest()

@@ -19,7 +19,7 @@ from worker_client.errors import AdoptionMismatch, InvalidSchedulerOutput, Reque
 from worker_client.group.adoption import AdoptedRequest, RankRow, merge, read_page
 from worker_client.requests import GenerationRequest, SamplingParams
 from worker_client.scheduler import Scheduler
-from worker_client.scheduler_output import NewRequest, SchedulerOutput
+from worker_client.scheduler_output import NewRequest, SchedulerOutput, StepResult
 from worker_client.steps.slots import SlotTable
 
 
@@ -246,6 +246,32 @@ def served(limits, request, tokens):
     return AdoptedRequest(
         new.req_id, known, new.num_prompt_tokens, computed, blocks, new.extensions, new.note, 0
     )
+
+
+def test_outputs_say_which_weights_have_sampled_over_updates_and_drivers():
+    limits, prompt = make_limits(eos_token_ids=()), [10, 11, 12]
+    first = Scheduler(limits)
+    first.add_request(GenerationRequest("a", prompt, max_tokens=17))
+    for version in range(12):  # an update after each step, which loses all rows
+        step = first.schedule()
+        first.update_from_output(step, StepResult(["a"], [version], weights_version=version))
+        first.step_failed([first.schedule()], frozenset("a"))
+    (new,) = first.schedule().scheduled_new_reqs
+    known = np.array([*prompt, *range(12), 50, 51, 52], np.int32)  # three tokens since then
+    left = AdoptedRequest("a", known, 3, 0, (), new.extensions, new.note, 0, weights_version=30)
+    second = Scheduler(limits)
+    assert second.adopt_requests([left]) == []
+    (output,) = [
+        output
+        for token, version in ((53, 30), (54, 31))
+        for output in second.update_from_output(
+            second.schedule(), StepResult(["a"], [token], weights_version=version)
+        )
+    ]
+    recent = [(version, 1) for version in range(5, 12)]
+    assert output.weights_versions == ((None, 5), *recent, (30, 4), (31, 1))
+    assert sum(count for _, count in output.weights_versions) == len(output.token_ids) == 17
+    assert len(new.note) <= 192, "the bound that admissions count with"
 
 
 def test_tokens_past_a_request_s_end_are_dropped():

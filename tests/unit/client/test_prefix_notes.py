@@ -7,11 +7,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from rpc_schema.identity import ContentIdentity
 from tests.support.fake_daemon import EOS, VOCAB_SIZE, reference_tokens
 from tests.unit.client.conftest import worker_config
 from worker_client.driver import Driver
 from worker_client.driver_parts.kept_prefixes import NOTE_INTERVAL, KeptPrefixes
 from worker_client.group.adoption import AdoptedRequest
+from worker_client.group.weights_state import WeightsVersion
 from worker_client.requests import GenerationRequest, SamplingParams
 from worker_client.scheduler import Scheduler, SchedulerLimits
 from worker_client.scheduler_output import StepResult
@@ -94,6 +96,45 @@ def test_restored_blocks_are_found_by_the_same_tokens_alone():
     assert by_name["same"].num_computed_tokens == 28
     new = news_of(second)
     assert new and not new.keys() & set(by_hash[:7]), "those are noted already"
+
+
+def weights(number, content=b"a"):
+    return WeightsVersion(number, ContentIdentity(content=content * 32))
+
+
+def num_cached(scheduler, tokens):
+    scheduler.add_request(request("a", tokens))
+    return run(scheduler)["a"].num_cached_tokens
+
+
+def test_blocks_of_other_weights_never_match():
+    tokens = list(range(30))
+    first = Scheduler(LIMITS)
+    first.use_weights(weights(3))
+    assert num_cached(first, tokens) == 0
+    known = news_of(first)
+    for version, count in (
+        (weights(3), 28),
+        (weights(4), 0),
+        (weights(3, b"b"), 0),
+    ):
+        second = Scheduler(LIMITS)
+        second.use_weights(version)
+        assert second.restore_prefixes(blocks_of(known)) == len(known)
+        assert num_cached(second, tokens) == count
+    first.use_weights(weights(3))
+    assert num_cached(first, tokens) == 28
+    first.add_request(request("lost", [*tokens[:20], 9]))
+    output = first.schedule()
+    assert output.scheduled_new_reqs[0].num_computed_tokens == 20
+    first.use_weights(weights(4))
+    first.step_failed([output], frozenset(["lost"]))
+    again = []
+    run(first, lambda output: again.extend(output.scheduled_new_reqs))
+    assert [new.num_computed_tokens for new in again] == [0]
+    assert num_cached(first, tokens) == 20, "of the blocks that the lost one has filled anew"
+    first.use_weights(weights(5))
+    assert num_cached(first, tokens) == 0
 
 
 @pytest.mark.parametrize("change", [{"block_size": 8}, {"groups": None}])

@@ -15,6 +15,7 @@ from rpc_schema.codec import ControlMessage, ControlReplyMessage
 from rpc_schema.kv_cache import NULL_BLOCK
 from worker_daemon.contracts.arrays import Int32s
 from worker_daemon.errors import config_error
+from worker_daemon.runner.block_contents import BlockContents
 from worker_daemon.server.progress import Progress
 
 _ITEM_BYTES = 4
@@ -40,7 +41,7 @@ class CachedBlocksHandler:
         """Raises as need_attached does, and ConfigError: a block does not exist, or has no hash.
         Then nothing is noted."""
         self._need_attached(message.epoch)
-        contents = self._progress.snapshot.description.block_contents
+        contents, version = self._contents()
         if contents is None:
             return cb.NoteCachedBlocksReply(call=message.call, num_noted=0)
         block_ids = _read("block_ids", message.block_ids, contents.num_blocks)
@@ -51,18 +52,22 @@ class CachedBlocksHandler:
             raise config_error("hashes", f"{len(message.hashes)} bytes", problem, "send as many")
         hashes = np.frombuffer(message.hashes, np.uint8).reshape(-1, message.hash_bytes)
         contents.distrust(distrusted)
-        num_noted = contents.note(message.block_tag, block_ids, hashes, message.after_seq)
+        if message.weights_version != version:
+            return cb.NoteCachedBlocksReply(call=message.call, num_noted=0)
+        tag = _tag(message.block_tag, version)
+        num_noted = contents.note(tag, block_ids, hashes, message.after_seq)
         return cb.NoteCachedBlocksReply(call=message.call, num_noted=num_noted)
 
     def _get_cached_blocks(self, message: cb.GetCachedBlocks) -> ControlReplyMessage:
         self._need_attached(message.epoch)
-        contents = self._progress.snapshot.description.block_contents
+        contents, version = self._contents()
         if contents is None:
             return _no_blocks(message.call)
         first, end = message.first_block, contents.num_blocks
         last = min(end, first + cb.MAX_BLOCKS_AT_ONCE)
         # Steps that are sent but have not run yet may still fill a block that is noted.
-        noted = contents.noted(message.block_tag, first, last, self._progress.last_seq)
+        tag = _tag(message.block_tag, version)
+        noted = contents.noted(tag, first, last, self._progress.last_seq)
         if not noted.block_ids.size and last >= end:
             return _no_blocks(message.call)
         return cb.GetCachedBlocksReply(
@@ -72,6 +77,17 @@ class CachedBlocksHandler:
             hashes=noted.hashes.tobytes(),
             next_block=last if last < end else 0,
         )
+
+    def _contents(self) -> tuple[BlockContents | None, int]:
+        """Return what is known of the blocks, if there are any, and the weights' version."""
+        description = self._progress.snapshot.description
+        weights = description.weights()
+        return description.block_contents, 0 if weights is None else weights.version
+
+
+def _tag(of_driver: bytes, version: int) -> bytes:
+    """Return a tag by which blocks of another version of the weights never match."""
+    return version.to_bytes(8, "little") + of_driver
 
 
 def _no_blocks(call: int) -> cb.GetCachedBlocksReply:
