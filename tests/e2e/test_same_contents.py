@@ -7,16 +7,19 @@ import shutil
 
 import pytest
 
+from rpc_schema.codec import encode_step
 from rpc_schema.config import LoraConfig
-from rpc_schema.weight_transfer import DiskEngine, DiskSource
+from rpc_schema.weight_transfer import DiskEngine, DiskSource, ReloadWeights
 from tests.support.lora_adapters import adapted_requests, make_adapter
 from tests.support.serving import (
+    LONG_LEASE,
     connect,
     generate,
     greedy_request,
     kill_and_wait,
     worker_config,
 )
+from tests.support.waiting import wait_until
 from worker_client.errors import (
     ClientConfigError,
     ContentMismatchError,
@@ -25,6 +28,7 @@ from worker_client.errors import (
 )
 from worker_client.launcher import LocalDaemons
 from worker_client.wire.worker_client import TensorList
+from worker_client.worker_group import WorkerGroup
 
 PROMPT = [5, 6, 7, 8]
 ROOM = LoraConfig(max_loras=2, max_lora_rank=16)
@@ -161,8 +165,24 @@ def test_versions_over_updates_whose_ranks_are_killed(daemons, checkpoint):
         assert send(group, new) == {54}
         assert tokens(served) == new.greedy(PROMPT, 6)
     with connect(daemons.endpoints(2), config, reload=False) as served:
-        assert served.loaded.was_loaded and served.group.weights.version.number == 54
+        group = served.group
+        assert served.loaded.was_loaded and group.weights.version.number == 54
         assert tokens(served) == new.greedy(PROMPT, 6)
+
+        # A driver that dies between the ranks of a reload, which changes nothing but the number.
+        group.weights.reload()
+        request = ReloadWeights(**group._channel.next_ids()._asdict())
+        group.clients[0].send(encode_step(request))
+        wait_until(lambda: numbers(group) == [56, 55], "the reload of rank 0")
+        assert digests(group) == loaded
+        with WorkerGroup(daemons.endpoints(2), config.parallel, lease=LONG_LEASE) as other:
+            other.attach(force=True)
+            both = r"rank 0 \(.*: version 56, .* and rank 1 \(.*: version 55, .* different weights"
+            with pytest.raises(WeightsNotWhole, match=both):
+                other.execute_model(None)
+            model = other.prepare(config, num_gpu_blocks=256)
+            assert model.was_loaded and numbers(other) == [57, 57]
+            assert tokens(served._replace(group=other)) == old.greedy(PROMPT, 6)
 
 
 @pytest.fixture
