@@ -100,6 +100,8 @@ class Scheduler:
         self._in_flight: deque[int] = deque()
         self._sampled_by = 0
         """Number of the weights' version that has sampled the newest tokens."""
+        self._admits_with = 0
+        """Number of the version that samples for requests which are admitted now."""
 
     def add_request(self, request: GenerationRequest) -> None:
         """Queue a request. Its id may be that of a finished one, once no step in flight names it.
@@ -137,6 +139,7 @@ class Scheduler:
         for entry, request in adopted:
             reason = entry.take_again()
             entry.stamp(request.weights_version)
+            self._admits_with = request.weights_version
             is_whole = entry.num_tokens == len(request.token_ids) and entry.blocks.may_share
             has_kv = request.num_computed_tokens and is_whole
             if reason is not None:
@@ -202,7 +205,7 @@ class Scheduler:
         return self._commit(step)
 
     def _commit(self, step: Step) -> SchedulerOutput:
-        new = [request.as_new(self._sampled_by) for request in step.new]
+        new = [request.as_new(self._sampled_by, self._admits_with) for request in step.new]
         preempted = step.preempted
         for request in step.new:
             if request.needs_admission:
@@ -273,6 +276,7 @@ class Scheduler:
         for request in self._queues.unfinished.values():
             request.stamp(self._sampled_by)
         self._sampled_by = version
+        self._admits_with = max(self._admits_with, version)  # results may come after use_weights
 
     def _end_overdue(self, *, idle: bool = False) -> list[RequestOutput]:
         """End the requests whose deadlines have passed. idle: only those that no step in flight
@@ -354,6 +358,7 @@ class Scheduler:
     def use_weights(self, version: WeightsVersion) -> None:
         """Cache prefixes of this version alone from now on; see VersionedScheduler."""
         self._note_weights(version.number)
+        self._admits_with = version.number
         if self._blocks.use_weights(version.key, self._queues.unfinished.values()):
             self.forget_prefixes()
 

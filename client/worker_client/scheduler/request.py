@@ -342,9 +342,9 @@ class Request:
         own = self.traits.fixed_bytes
         return admission_bytes(num_tokens, num_blocks, len(self.id), own, _NOTE_BYTES)
 
-    def as_new(self, sampled_by: int) -> NewRequest:
+    def as_new(self, sampled_by: int, samples_next: int) -> NewRequest:
         """Return its admission for the workers. sampled_by: version of the weights that have
-        sampled its newest tokens."""
+        sampled its newest tokens; samples_next: that of the present ones."""
         if len(self.tokens) > self.num_prompt_tokens:
             self.stamp(sampled_by)
         by_group = self.blocks.by_group  # their lists grow later
@@ -356,7 +356,7 @@ class Request:
             *self.sample,
             self.priority,
             None if self.deadline == math.inf else self.deadline + _unix_offset_s(),
-            _shortened(self.weights_versions),
+            _noted(self.weights_versions, samples_next),
         )
         return NewRequest(
             req_id=self.id,
@@ -515,8 +515,11 @@ def new_request(
     return made
 
 
-def _shortened(runs: tuple[VersionRun, ...]) -> tuple[VersionRun, ...]:
-    """Return runs as a note has them."""
+def _noted(runs: tuple[VersionRun, ...], present: int) -> tuple[VersionRun, ...]:
+    """Return runs as a note has them: those before the present version, which the workers know. So
+    the note of a request stays the same for as long as its row does, whoever admits it."""
+    if runs and runs[-1].version == present:
+        runs = runs[:-1]
     if len(runs) <= MAX_NOTED_RUNS:
         return runs
     first, last = runs[: 1 - MAX_NOTED_RUNS], runs[1 - MAX_NOTED_RUNS :]
