@@ -9,6 +9,8 @@ import psutil
 import pytest
 from hypothesis import settings
 
+from tests.support.forked_processes import end_fork_server
+from tests.support.left_running import own_programs
 from tests.support.waiting import PATIENCE_S
 
 # Before torch is loaded, and for daemons as well: they share two cores and must not spin.
@@ -48,21 +50,9 @@ def pytest_unconfigure() -> None:
 @pytest.fixture(scope="session", autouse=True)
 def nothing_left_running():
     """Daemons that a session started must be gone at its end."""
-    before = set(_daemons())
+    before = set(own_programs())
     yield
-    left = [process for process in _daemons() if process not in before]
+    end_fork_server()
+    left = [process for process in own_programs() if process not in before]
     _, alive = psutil.wait_procs(left, timeout=_LEFT_TIMEOUT_S)
     assert not alive, f"left running: {alive}"
-
-
-def _daemons() -> list[psutil.Process]:
-    """Our child processes that run one of our programs."""
-    found = []
-    for process in psutil.Process().children(recursive=True):
-        try:
-            words = process.cmdline()
-        except psutil.Error:
-            continue
-        if any("worker_daemon" in word or "tests.support" in word for word in words):
-            found.append(process)
-    return found

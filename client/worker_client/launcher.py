@@ -38,6 +38,9 @@ Command = Callable[[str, str, int], Sequence[str]]
 """Function from endpoint, device and the file descriptor of the parent's pipe to a daemon's command
 line."""
 
+StartProcess = Callable[..., "subprocess.Popen[bytes]"]
+"""Function like subprocess.Popen, with its arguments, that starts a daemon's process, our child."""
+
 
 @dataclass(frozen=True, slots=True)
 class _Daemon:
@@ -63,12 +66,14 @@ class LocalDaemons:
         lora_root: Path | None = None,
         ready_timeout_s: float = READY_TIMEOUT_S,
         command: Command | None = None,
+        start_process: StartProcess = subprocess.Popen,
     ) -> None:
         """Start a daemon for each device ("cpu", "cuda:0", ...) and wait until all answer.
 
         model_root: the directory that they may read models under; lora_root: that of LoRA adapters.
         command: command line to use instead of `python -m worker_daemon serve` with this
             interpreter.
+        start_process: what starts them.
 
         Raises:
             LaunchError: one exited, or did not answer in time; none is left behind.
@@ -80,6 +85,7 @@ class LocalDaemons:
         self._daemons: list[_Daemon] = []
         self._reaper, self._reaper_pipe = _start_reaper(self.directory)
         self._command = command or self._serve_command(model_root, lora_root)
+        self._start_process = start_process
         began = time.monotonic()
         try:
             for index, device in enumerate(devices):
@@ -197,7 +203,7 @@ class LocalDaemons:
         theirs, ours = os.pipe()
         try:
             with log.open("ab") as out:
-                process = subprocess.Popen(
+                process = self._start_process(
                     self._command(endpoint, device, theirs),
                     stdin=subprocess.DEVNULL,
                     stdout=out,

@@ -33,7 +33,15 @@ def test_daemons_become_ready_and_leave_nothing(monkeypatch):
     before = {child.pid for child in psutil.Process().children()}
     fds = psutil.Process().num_fds()
     monkeypatch.setattr("worker_client.launcher.STOP_TIMEOUT_S", 1)
-    with LocalDaemons(["cpu", "cpu"], ROOT, command=command("serve")) as daemons:
+    started = []
+
+    def start(*words, **how):
+        started.append(subprocess.Popen(*words, **how))
+        return started[-1]
+
+    how = {"command": command("serve"), "start_process": start}
+    with LocalDaemons(["cpu", "cpu"], ROOT, **how) as daemons:
+        assert daemons.pids == [process.pid for process in started]
         assert daemons.directory.stat().st_mode & 0o777 == 0o700
         assert daemons.seconds.keys() == {"spawn", "import"}
         assert min(daemons.seconds.values()) > 0
