@@ -118,7 +118,8 @@ def exact_activation(
 def check_products(
     multiply: Multiply, x: torch.Tensor, routed: RoutedTokens, matrices: ExpertMatrices
 ) -> None:
-    """Check a sum over experts against float64, and that repeating it gives the same bits."""
+    """Check a sum over experts against float64, and on a GPU, where programs run at once, that
+    repeating it gives the same bits."""
     expected = expected_sum(x, routed, matrices)
     y = multiply(x, routed, matrices)
     assert y.shape == x.shape
@@ -128,7 +129,8 @@ def check_products(
     is_unused = ((routed.experts < matrices.first)
         | (routed.experts >= matrices.first + matrices.down.shape[0])).all(1)  # fmt: skip
     assert (y[is_unused] == 0).all()
-    assert torch.equal(multiply(x, routed, matrices), y)
+    if x.is_cuda:
+        assert torch.equal(multiply(x, routed, matrices), y)
 
 
 def check_routing(

@@ -2,10 +2,13 @@
 as devices do.
 
 At each call of one jit function by another, Triton 3.9 searches all of triton.language again for
-builtins to replace, although the running launch has replaced them already. That takes a third of
-the run time. Other versions may lack this function and are not changed.
+builtins to replace, although the running launch has replaced them already. At each operation, it
+makes a table of dtypes, and computes in int64 whether an integer overflows, for an assertion that
+only `debug` turns on. All that takes half of the run time. Other versions may lack these functions
+and are not changed.
 """
 
+import dataclasses
 import inspect
 from collections.abc import Callable
 from typing import Protocol
@@ -29,16 +32,19 @@ class PatchOnce:
     def __init__(self, patch_lang: Callable[[object], Scope]) -> None:
         self._patch_lang = patch_lang
         self._patched: set[str] = set()
+        self._langs: dict[str, set[str]] = {}
         self._launch: Scope | None = None
 
     def __call__(self, fn: object) -> Scope | None:
         """Replace builtins that this launch has not replaced yet; its first call returns the scope
         that ends it."""
-        langs = {
-            value.__name__
-            for value in fn.__globals__.values()
-            if inspect.ismodule(value) and value.__name__.startswith("triton.language")
-        }
+        langs = self._langs.get(fn.__module__)
+        if langs is None:
+            langs = self._langs[fn.__module__] = {
+                value.__name__
+                for value in fn.__globals__.values()
+                if inspect.ismodule(value) and value.__name__.startswith("triton.language")
+            }
         if self._launch is None:
             self._launch = self._patch_lang(fn)
             self._patched = langs
@@ -55,10 +61,32 @@ class PatchOnce:
         launch.restore()
 
 
+class NumpyDtypes:
+    """Replaces the interpreter's `_get_np_dtype(dtype)`."""
+
+    def __init__(self, find: Callable[[tl.dtype], np.dtype]) -> None:
+        self._find = find
+        self._found: dict[str, np.dtype] = {}
+
+    def __call__(self, dtype: tl.dtype) -> np.dtype:
+        """Return the dtype of the elements in numpy."""
+        element = dtype.scalar
+        found = self._found.get(element.name)
+        if found is None:
+            found = self._found[element.name] = self._find(element)
+        return found
+
+
 def speed_up(patch: pytest.MonkeyPatch) -> None:
-    """Apply the speed-up until `patch` is undone, if this Triton has the known function."""
+    """Apply the speed-ups until `patch` is undone, if this Triton has the known functions."""
     if hasattr(interpreter, "_LangPatchScope") and hasattr(interpreter, "_patch_lang"):
         patch.setattr(interpreter, "_patch_lang", PatchOnce(interpreter._patch_lang))
+    if hasattr(interpreter, "_get_np_dtype"):
+        patch.setattr(interpreter, "_get_np_dtype", NumpyDtypes(interpreter._get_np_dtype))
+    builder = interpreter.interpreter_builder
+    if hasattr(builder.options, "sanitize_overflow") and not builder.options.debug:
+        options = dataclasses.replace(builder.options, sanitize_overflow=False)
+        patch.setattr(builder, "options", options)
 
 
 def round_to_fp8(patch: pytest.MonkeyPatch) -> None:
