@@ -113,18 +113,21 @@ def circles(imports: Iterable[Import]) -> list[tuple[str, ...]]:
     )
 
 
-TREES = {name: tree for root in PACKAGES for name, tree in modules_below(ROOT / root).items()}
-IMPORTS = imports_of(TREES)
+@pytest.fixture(scope="module")
+def imports() -> set[Import]:
+    """All imports of the packages."""
+    trees = {name: tree for root in PACKAGES for name, tree in modules_below(ROOT / root).items()}
+    assert len(trees) > 250
+    return imports_of(trees)
 
 
 @pytest.mark.parametrize("also", [None, "late", "for types"])
-def test_no_module_imports_itself_over_others(also):
-    assert len(TREES) > 250
-    assert circles(found for found in IMPORTS if found.when in ("at load", also)) == []
+def test_no_module_imports_itself_over_others(imports, also):
+    assert circles(found for found in imports if found.when in ("at load", also)) == []
 
 
-def test_every_late_import_has_a_reason():
-    late = {(found.importer, found.imported) for found in IMPORTS if found.when == "late"}
+def test_every_late_import_has_a_reason(imports):
+    late = {(found.importer, found.imported) for found in imports if found.when == "late"}
     assert late == LATE_IMPORTS.keys()
 
 

@@ -3,13 +3,14 @@
 import ast
 from pathlib import Path
 
+import pytest
+
 from rpc_schema import step
 from worker_daemon.contracts import layer_ops
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("rendezvous", "rpc_schema", "client", "worker_daemon", "worker_host")
 MODULES = sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
-TREES = {path.relative_to(ROOT).as_posix(): ast.parse(path.read_text()) for path in MODULES}
 
 BANNED_IMPORTS = {"pickle", "cPickle", "cloudpickle", "dill", "marshal", "shelve", "joblib"}
 BANNED_CALLS = {"eval", "exec", "compile", "__import__", "globals"}
@@ -26,6 +27,12 @@ BANNED_ATTRIBUTES = {
     "dist.all_gather_object",
     "dist.gather_object",
 }
+
+
+@pytest.fixture(scope="module")
+def trees() -> dict[str, ast.Module]:
+    """The syntax trees of all modules, by path."""
+    return {path.relative_to(ROOT).as_posix(): ast.parse(path.read_text()) for path in MODULES}
 
 
 def dotted(node):
@@ -57,50 +64,50 @@ def called_names(tree):
     }
 
 
-def test_the_trees_are_those_of_the_three_packages():
-    assert len(TREES) > 60
-    assert {name.split("/")[0] for name in TREES} == set(PACKAGES)
+def test_the_trees_are_those_of_the_three_packages(trees):
+    assert len(trees) > 60
+    assert {name.split("/")[0] for name in trees} == set(PACKAGES)
 
 
-def test_no_module_can_run_or_unpickle_what_it_was_sent():
-    for name, tree in TREES.items():
+def test_no_module_can_run_or_unpickle_what_it_was_sent(trees):
+    for name, tree in trees.items():
         assert not {module.split(".")[0] for module in imported(tree)} & BANNED_IMPORTS, name
         assert not called_names(tree) & BANNED_CALLS, name
         assert not attributes(tree) & BANNED_ATTRIBUTES, name
 
 
-def test_every_module_says_what_it_is_in_a_few_lines():
-    for name, tree in TREES.items():
+def test_every_module_says_what_it_is_in_a_few_lines(trees):
+    for name, tree in trees.items():
         docstring = ast.get_docstring(tree)
         assert docstring, name
         assert name.endswith("errors.py") or len(docstring.splitlines()) <= 12, name
 
 
-def test_the_environment_is_read_in_one_place():
-    readers = {n for n, t in TREES.items() if attributes(t) & {"os.environ", "os.getenv"}}
+def test_the_environment_is_read_in_one_place(trees):
+    readers = {n for n, t in trees.items() if attributes(t) & {"os.environ", "os.getenv"}}
     assert {n for n in readers if n.startswith("worker_daemon")} <= {"worker_daemon/settings.py"}
 
 
-def test_process_groups_are_made_in_one_place():
+def test_process_groups_are_made_in_one_place(trees):
     makers = {"dist.new_group", "dist.init_process_group", "dist.new_subgroups"}
-    assert {n for n, t in TREES.items() if attributes(t) & makers} == {
+    assert {n for n, t in trees.items() if attributes(t) & makers} == {
         "worker_daemon/distributed/link.py"
     }
 
 
-def test_a_group_is_a_facade():
+def test_a_group_is_a_facade(trees):
     """Weights, adapters and the like have classes of their own in worker_client/group/: see
     `WorkerGroup.__init__`."""
-    body = TREES["client/worker_client/worker_group.py"].body
+    body = trees["client/worker_client/worker_group.py"].body
     (facade,) = (each for each in body if getattr(each, "name", "") == "WorkerGroup")
     methods = [each.name for each in facade.body if isinstance(each, ast.FunctionDef)]
     assert len(methods) <= 25, methods
 
 
-def test_no_name_from_the_wire_becomes_an_attribute():
+def test_no_name_from_the_wire_becomes_an_attribute(trees):
     """getattr with a computed name appears nowhere in the daemon, except for names derived from the
     table of operations."""
-    for name, tree in TREES.items():
+    for name, tree in trees.items():
         if name.startswith("worker_daemon"):
             computed = [
                 node
