@@ -10,7 +10,7 @@ blocks.
 
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Annotated, Literal, NamedTuple
+from typing import Annotated, ClassVar, Literal, NamedTuple, TypeAlias
 
 from msgspec import Meta
 
@@ -31,8 +31,15 @@ MAX_BLOCKS_WITHOUT_MEMORY = 1 << 16
 DType = Annotated[str, Meta(max_length=32)]
 
 
-class KVCacheSpec(Value, frozen=True, kw_only=True):
-    """KV cache per token of one layer of one rank. Sizes are the local shard's."""
+Layout = Literal["NHD", "latent"]
+"""Layout of a layer's tensor of pages. NHD: [num_blocks, 2, block_size, kv_heads, head_dim]; dim 1:
+K, V. latent: [num_blocks, block_size, width]."""
+
+
+class KVPages(Value, frozen=True, kw_only=True, tag=1):
+    """Keys and values of one layer of one rank, in pages. Sizes are the local shard's."""
+
+    layout: ClassVar[Layout] = "NHD"
 
     layer_name: Name
     num_kv_heads: Positive
@@ -40,6 +47,33 @@ class KVCacheSpec(Value, frozen=True, kw_only=True):
     dtype: DType
     bytes_per_token: Positive
     sliding_window: Positive | None = None
+
+    @property
+    def token_shape(self) -> tuple[int, ...]:
+        """Shape of a token's values."""
+        return 2, self.num_kv_heads, self.head_size
+
+
+class LatentPages(Value, frozen=True, kw_only=True, tag=2):
+    """One vector per token of one layer of one rank, in pages: what the layer computes its keys and
+    values from."""
+
+    layout: ClassVar[Layout] = "latent"
+
+    layer_name: Name
+    width: Positive
+    dtype: DType
+    bytes_per_token: Positive
+    sliding_window: Positive | None = None
+
+    @property
+    def token_shape(self) -> tuple[int, ...]:
+        """Shape of a token's values."""
+        return (self.width,)
+
+
+KVCacheSpec: TypeAlias = KVPages | LatentPages
+"""Spec of one layer of one rank. Pages of all kinds have block tables, and can be shared."""
 
 
 class KVCacheGroup(Value, frozen=True, kw_only=True):
@@ -53,8 +87,7 @@ class KVCacheGroup(Value, frozen=True, kw_only=True):
     sliding_window: Positive | None
     """Number of tokens that a token sees, itself included; None: itself and all before it."""
     dtype: DType
-    layout: Literal["NHD"] = "NHD"
-    """Layout of a layer's tensor: [num_blocks, 2, block_size, kv_heads, head_dim]; dim 1: K, V."""
+    layout: Layout = "NHD"
 
 
 class KVCacheConfig(Value, frozen=True, kw_only=True):
@@ -83,8 +116,8 @@ class LayerKind(NamedTuple):
     window: int | None
     dtype: str
     bytes_per_token: int
-    num_kv_heads: int
-    head_size: int
+    layout: Layout
+    token_shape: tuple[int, ...]
 
 
 class LayerGroup(NamedTuple):
@@ -170,7 +203,7 @@ def plan_groups(
         UnequalPages: pages of different kinds cannot be made equal.
     """
     if not any(ranks):
-        nothing = LayerKind(None, "none", 0, 0, 0)
+        nothing = LayerKind(None, "none", 0, "NHD", ())
         return (LayerGroup(BlockGroup(max_model_len), nothing, ((),) * len(ranks)),)
     cuts = [
         _cut(
@@ -229,8 +262,8 @@ def _names_by_kind(layers: Sequence[KVCacheSpec], longest: int) -> dict[LayerKin
             None if window is None or window >= longest else window,
             layer.dtype,
             layer.bytes_per_token,
-            layer.num_kv_heads,
-            layer.head_size,
+            layer.layout,
+            layer.token_shape,
         )
         names[kind] = (*names.get(kind, ()), layer.layer_name)
     return names
@@ -320,6 +353,7 @@ def build_kv_cache_config(
                 block_size=group.blocks.block_size,
                 sliding_window=group.blocks.window,
                 dtype=group.kind.dtype,
+                layout=group.kind.layout,
             )
             for group in groups
         ),

@@ -19,7 +19,6 @@ from worker_daemon.backend import choose_backend
 from worker_daemon.distributed.tp import SingleRank
 from worker_daemon.kernel_compiler import KernelCompiler
 from worker_daemon.kernels.compile_ahead import compiling_ahead
-from worker_daemon.layers.attention import HeadSizes
 from worker_daemon.layers.attention_choice import choose_attention
 from worker_daemon.models.config import read_model_config
 from worker_daemon.models.decoder import DecoderStage, build_stage, checkpoint_names
@@ -103,7 +102,7 @@ def load(checkpoint: Checkpoint, dtype: torch.dtype) -> DecoderStage:
     """Return the whole model as one stage, with the kernels that a daemon chooses."""
     device, config = torch.device(DEVICE), read_model_config(checkpoint.path)
     backend = choose_backend(device)
-    heads = HeadSizes(config.num_attention_heads, config.num_key_value_heads, config.head_dim)
+    heads = config.heads
     stage = build_stage(
         config,
         range(config.num_hidden_layers),

@@ -121,7 +121,8 @@ def make_stages(
 
 
 def make_step(config: DecoderConfig, lengths: list[tuple[int, int]], dtype: torch.dtype):
-    shape = Shape(config.num_attention_heads, config.num_key_value_heads, config.head_dim)
+    heads = config.heads
+    shape = Shape(heads.num_attention_heads, heads.num_key_value_heads, heads.head_dim)
     batch = make_batch(shape, lengths, dtype=dtype, device="cuda", seed=5)
     starts = [torch.arange(length - count, length) for count, length in lengths]
     return batch, torch.cat(starts).cuda()

@@ -23,7 +23,7 @@ from rpc_schema.config import RendezvousAddress, WorkerConfig
 from rpc_schema.error_replies import ErrorReply
 from rpc_schema.errors import ErrorCode, ErrorScope, WorkerError
 from rpc_schema.health import CheckHealth, Hello
-from rpc_schema.kv_cache import KVCacheConfig, KVCacheSpec
+from rpc_schema.kv_cache import KVCacheConfig, KVPages
 from rpc_schema.sampling import TokenLogprobs
 from rpc_schema.version import PROTOCOL_VERSION
 from tests.support.default_replies import control_reply, step_reply
@@ -467,7 +467,7 @@ class FakeDaemon:
                 self.max_len = request.model.max_model_len or self.model_max_len
                 said = {"max_model_len": self.max_len}
             case lc.GetKVCacheSpec():
-                layer = KVCacheSpec(
+                layer = KVPages(
                     layer_name=f"layers.{self.rank}",
                     num_kv_heads=1,
                     head_size=4,

@@ -61,7 +61,7 @@ class PagedRun:
         self.caches = [
             [
                 torch.full(
-                    (num_blocks, 2, block_size, s.num_kv_heads, s.head_dim),
+                    (num_blocks, *s.page_shape(block_size)),
                     torch.nan,
                     dtype=dtype,
                     device=device,

@@ -4,8 +4,8 @@ Shapes: N tokens in the step, Hq query heads and Hkv KV heads of this rank, D he
 size. contracts/attention.py defines the layout of a layer's cache.
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ from worker_daemon.contracts.attention import (
     AttentionStep,
 )
 from worker_daemon.distributed.tp import TensorParallel
+from worker_daemon.layers.cache_spec import KVLayerSpec
 from worker_daemon.layers.kv_scales import HeadScales
 from worker_daemon.layers.linear import (
     ColumnParallelLinear,
@@ -36,6 +37,7 @@ from worker_daemon.layers.norm import (
 from worker_daemon.layers.parameter import Parameter, Piece
 from worker_daemon.layers.rotary import Rope
 from worker_daemon.layers.setup import LayerSetup
+from worker_daemon.layers.token_mixer import MixerWidths
 
 
 class NullAttention:
@@ -69,19 +71,6 @@ class NullAttention:
 
 
 @dataclass(frozen=True, slots=True)
-class KVLayerSpec:
-    """KV cache requirements of one local layer."""
-
-    name: str
-    """Checkpoint prefix of the layer's attention."""
-    num_kv_heads: int
-    """KV heads on this rank."""
-    head_dim: int
-    window: int | None
-    """Sliding window in tokens; None keeps everything."""
-
-
-@dataclass(frozen=True, slots=True)
 class HeadSizes:
     """The heads of an attention block, either of the model or of one tensor-parallel rank."""
 
@@ -89,10 +78,15 @@ class HeadSizes:
     num_key_value_heads: int
     head_dim: int
 
+    def local_kv_heads(self, tp_size: int) -> int:
+        """Return the KV heads of each of tp_size ranks."""
+        return max(1, self.num_key_value_heads // tp_size)
+
 
 @dataclass(frozen=True, slots=True)
 class AttentionSpec:
-    """Sizes and switches of an attention block, before tensor parallelism splits it."""
+    """Sizes and switches of an attention block, before tensor parallelism splits it: a
+    TokenMixerSpec."""
 
     norm: NormSpec | None
     """The norm of the residual stream, before the projections; None: they take the stream
@@ -120,9 +114,42 @@ class AttentionSpec:
     """True if the checkpoint has q, k and v as one matrix self_attn.qkv_proj, in this order of
     rows."""
 
+    @property
+    def split_sizes(self) -> Mapping[str, int]:
+        """See TokenMixerSpec. KV heads may be replicated instead (models/partition.py)."""
+        return {"num_attention_heads": self.heads.num_attention_heads}
+
+    @property
+    def weight_sizes(self) -> Mapping[str, int]:
+        """See TokenMixerSpec."""
+        return asdict(self.heads)
+
+    def num_weights(self, hidden_size: int) -> int:
+        """See TokenMixerSpec."""
+        heads = self.heads
+        num_heads = 2 * (heads.num_attention_heads + heads.num_key_value_heads)
+        return hidden_size * num_heads * heads.head_dim
+
+    def widths(self, tp_size: int) -> MixerWidths:
+        """See TokenMixerSpec."""
+        heads = self.heads
+        queries = heads.num_attention_heads // tp_size * heads.head_dim
+        keys_and_values = 2 * heads.local_kv_heads(tp_size) * heads.head_dim
+        return MixerWidths(queries + keys_and_values, queries, keys_and_values)
+
+    def cache_spec(self, prefix: str, tp_size: int) -> KVLayerSpec:
+        """See TokenMixerSpec."""
+        heads = self.heads
+        num_kv_heads = heads.local_kv_heads(tp_size)
+        return KVLayerSpec(f"{prefix}.self_attn", num_kv_heads, heads.head_dim, self.sliding_window)
+
+    def build(self, prefix: str, setup: LayerSetup) -> "AttentionBlock":
+        """See TokenMixerSpec."""
+        return AttentionBlock(prefix, self, setup)
+
 
 class AttentionBlock:
-    """Computes projections of the residual stream, after an optional norm; optional norms of
+    """TokenMixer: projections of the residual stream, after an optional norm; optional norms of
     queries and keys, rotation, and attention by the backend; output projection, and an optional
     norm of the result.
 
@@ -130,14 +157,12 @@ class AttentionBlock:
     larger group replicates each KV head on size / num_key_value_heads consecutive ranks.
     """
 
-    kv_spec: KVLayerSpec
-
     def __init__(self, prefix: str, spec: AttentionSpec, setup: LayerSetup) -> None:
         """prefix: the checkpoint's name of the layer."""
         name, heads, hidden_size = f"{prefix}.self_attn", spec.heads, setup.hidden_size
-        num_kv_heads = max(1, heads.num_key_value_heads // setup.tp.size)
+        num_kv_heads = heads.local_kv_heads(setup.tp.size)
         first_kv_head = setup.tp.rank * heads.num_key_value_heads // setup.tp.size
-        self.kv_spec = KVLayerSpec(name, num_kv_heads, heads.head_dim, spec.sliding_window)
+        self.kv_spec = spec.cache_spec(prefix, setup.tp.size)
         self._norms = BlockNorms(prefix, spec.norm, spec.post_norm, setup)
         merged = f"{name}.qkv_proj"
         q, k, v = _qkv_shards(name, heads, first_kv_head, num_kv_heads, setup.tp)
@@ -159,7 +184,6 @@ class AttentionBlock:
             else None
         )
         """None if the cache has the model's dtype."""
-        self.rope = spec.rope
         self._sinks = SinkLogits(name, heads.num_attention_heads, setup) if spec.has_sinks else None
         self._layer = AttentionLayer(
             setup.ops,

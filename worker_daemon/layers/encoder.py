@@ -4,8 +4,8 @@ cached. A norm follows each addition to the residual stream.
 Shapes: N tokens in the step, B prompts, Hq heads of this rank, D head_dim, H hidden size.
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
 from typing import ClassVar
 
 import torch
@@ -18,6 +18,7 @@ from worker_daemon.layers.linear import ColumnParallelLinear, RowParallelLinear,
 from worker_daemon.layers.norm import Part, residual_stream
 from worker_daemon.layers.parameter import Parameter, Piece, whole_vector
 from worker_daemon.layers.setup import LayerSetup
+from worker_daemon.layers.token_mixer import MixerWidths
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +40,27 @@ class EncoderAttentionSpec:
     heads: HeadSizes
     """The model's heads."""
     layer_norm_eps: float
+    rope: ClassVar[None] = None
     sliding_window: ClassVar[int | None] = None
+
+    @property
+    def split_sizes(self) -> Mapping[str, int]:
+        """See TokenMixerSpec."""
+        return {"num_attention_heads": self.heads.num_attention_heads}
+
+    @property
+    def weight_sizes(self) -> Mapping[str, int]:
+        """See TokenMixerSpec."""
+        return asdict(self.heads)
+
+    def num_weights(self, hidden_size: int) -> int:
+        """See TokenMixerSpec."""
+        return 4 * hidden_size * self.heads.num_attention_heads * self.heads.head_dim
+
+    def widths(self, tp_size: int) -> MixerWidths:
+        """See TokenMixerSpec."""
+        size = self.heads.num_attention_heads // tp_size * self.heads.head_dim
+        return MixerWidths(3 * size, size, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +123,7 @@ class EncoderLayer:
     KV cache."""
 
     kv_spec = None
+    rope = None
 
     def __init__(
         self, index: int, attention: EncoderAttentionSpec, mlp: EncoderMLPSpec, setup: LayerSetup

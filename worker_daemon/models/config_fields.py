@@ -66,8 +66,10 @@ def decoder_config(fields: Fields, layers: Sequence[LayerSpec]) -> DecoderConfig
 
 def _without_full_window(layer: LayerSpec, longest: int) -> LayerSpec:
     """Return the layer without its sliding window if the window covers the longest context."""
-    window = layer.attention.sliding_window
-    is_full = window is not None and window >= longest
+    attention = layer.attention
+    if not isinstance(attention, AttentionSpec) or attention.sliding_window is None:
+        return layer
+    is_full = attention.sliding_window >= longest
     return with_attention(layer, sliding_window=None) if is_full else layer
 
 
@@ -107,6 +109,7 @@ def dense_layer(
 
 def with_attention(layer: LayerSpec, **changes: Any) -> LayerSpec:
     """Return the layer with other fields of its AttentionSpec."""
+    assert isinstance(layer.attention, AttentionSpec), "the layer has attention"
     return replace(layer, attention=replace(layer.attention, **changes))
 
 

@@ -17,12 +17,8 @@ from worker_daemon.contracts.attention import AttentionBackend, AttentionMetadat
 from worker_daemon.contracts.layer_ops import LayerOps
 from worker_daemon.distributed.tp import SingleRank, TensorParallel
 from worker_daemon.layers.adapters import AdapterLayout
-from worker_daemon.layers.attention import (
-    AttentionBlock,
-    AttentionSpec,
-    KVLayerSpec,
-    NullAttention,
-)
+from worker_daemon.layers.attention import NullAttention
+from worker_daemon.layers.cache_spec import CacheSpec
 from worker_daemon.layers.embedding import LMHead, VocabParallelEmbedding, vocab_parallel_weight
 from worker_daemon.layers.encoder import (
     EncoderAttentionSpec,
@@ -38,8 +34,14 @@ from worker_daemon.layers.norm import Part, RMSNorm, residual_stream
 from worker_daemon.layers.parameter import Kind, Parameter, Piece, TensorSpec
 from worker_daemon.layers.rotary import Rope, rotary_table
 from worker_daemon.layers.setup import LayerSetup
+from worker_daemon.layers.token_mixer import TokenMixerSpec
 from worker_daemon.layers.torch_ops import TorchOps
-from worker_daemon.models.description import DecoderConfig, LayerSpec, distinct_ropes
+from worker_daemon.models.description import (
+    DecoderConfig,
+    LayerSpec,
+    distinct_ropes,
+    layer_name,
+)
 from worker_daemon.models.pooler import Pooler
 
 EMBEDDING: Final = "model.embed_tokens.weight"
@@ -49,14 +51,16 @@ _ENCODER_EMBEDDING = "embeddings.word_embeddings.weight"
 
 
 class DecoderLayer:
-    """An attention block and an MLP block, or one with experts, each added to the residual
-    stream."""
+    """A block that reads earlier tokens, such as attention, and an MLP block, or one with experts,
+    each added to the residual stream."""
 
     def __init__(
-        self, index: int, attention: AttentionSpec, mlp: MLPSpec | ExpertsSpec, setup: LayerSetup
+        self, index: int, attention: TokenMixerSpec, mlp: MLPSpec | ExpertsSpec, setup: LayerSetup
     ) -> None:
-        prefix = f"model.layers.{index}"
-        self._attention = AttentionBlock(prefix, attention, setup)
+        prefix = layer_name(index)
+        self.rope = attention.rope
+        """The rotation whose table forward takes; None: none."""
+        self._attention = attention.build(prefix, setup)
         self._mlp: MLPBlock | ExpertsBlock
         if isinstance(mlp, ExpertsSpec):
             load = setup.expert_loads.add(index, mlp.num_experts)
@@ -65,17 +69,12 @@ class DecoderLayer:
             self._mlp = MLPBlock(prefix, mlp, setup)
 
     @property
-    def kv_spec(self) -> KVLayerSpec:
+    def kv_spec(self) -> CacheSpec:
         return self._attention.kv_spec
 
     @property
     def kv_scales(self) -> HeadScales | None:
         return self._attention.kv_scales
-
-    @property
-    def rope(self) -> Rope:
-        """The rotation whose table forward takes."""
-        return self._attention.rope
 
     def forward(
         self,
@@ -85,7 +84,7 @@ class DecoderLayer:
         step: AttentionStep,
         backend: AttentionBackend,
     ) -> tuple[Part, Tensor]:
-        """Write this layer's k and v into kv_cache; return the next (part, residual).
+        """Write what this layer keeps into kv_cache; return the next (part, residual).
 
         The residual stream [N, H] is residual + part. The next norm computes both.
         """
@@ -152,8 +151,7 @@ class DecoderStage:
         """The table of each rotation, device tensors that are not parameters; may be replaced with
         equal ones."""
         self._tables = [
-            self.ropes.index(layer.rope) if isinstance(layer, DecoderLayer) else None
-            for layer in layers
+            None if layer.rope is None else self.ropes.index(layer.rope) for layer in layers
         ]
         self._start = start
         self._end = end
@@ -316,7 +314,7 @@ class DecoderStage:
         return sum(parameter.num_bytes for parameter in self.parameters())
 
     @property
-    def kv_layer_specs(self) -> tuple[KVLayerSpec, ...]:
+    def kv_layer_specs(self) -> tuple[CacheSpec, ...]:
         """Return one spec per local layer, in the order of forward's kv_caches; none for an
         encoder."""
         return tuple(layer.kv_spec for layer in self._layers if layer.kv_spec is not None)

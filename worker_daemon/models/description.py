@@ -5,7 +5,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
-from worker_daemon.layers.attention import AttentionSpec
+from worker_daemon.layers.attention import AttentionSpec, HeadSizes
+from worker_daemon.layers.cache_spec import CacheSpec
 from worker_daemon.layers.encoder import (
     EncoderAttentionSpec,
     EncoderEmbeddingSpec,
@@ -16,6 +17,7 @@ from worker_daemon.layers.mlp import MLPSpec
 from worker_daemon.layers.norm import NormSpec
 from worker_daemon.layers.quantization import Quantization
 from worker_daemon.layers.rotary import DynamicRope, Rope
+from worker_daemon.layers.token_mixer import TokenMixerSpec
 
 ScoreActivation: TypeAlias = Literal["softmax", "sigmoid", "none"]
 """Function that turns a classifier's scores into probabilities; none: they stay as they are."""
@@ -26,15 +28,15 @@ class LayerSpec:
     """The blocks of one layer, in order: both of a decoder, or both of an encoder. Identical layers
     share it."""
 
-    attention: AttentionSpec | EncoderAttentionSpec
+    attention: TokenMixerSpec | EncoderAttentionSpec
     mlp: MLPSpec | ExpertsSpec | EncoderMLPSpec
 
 
 def distinct_ropes(layers: Iterable[LayerSpec]) -> tuple[Rope, ...]:
     """Return the rotations of these layers, each once, in the order of their first use; none for an
     encoder. Each has a table."""
-    attentions = (layer.attention for layer in layers)
-    return tuple(dict.fromkeys(a.rope for a in attentions if isinstance(a, AttentionSpec)))
+    ropes = (layer.attention.rope for layer in layers)
+    return tuple(dict.fromkeys(rope for rope in ropes if rope is not None))
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,8 +75,8 @@ class DecoderConfig:
     vocab_size: int
     hidden_size: int
     layers: tuple[LayerSpec, ...]
-    """At least one. All have equal heads, and all without experts equal inner sizes; other settings
-    may differ."""
+    """At least one. All with attention heads have equal ones, and all without experts equal inner
+    sizes; other settings may differ."""
     final_norm: NormSpec | None
     """None: the layers normalize their results themselves."""
     max_position_embeddings: int
@@ -104,8 +106,8 @@ class DecoderConfig:
     """Limit of the logits, which become limit * tanh(logit / limit); None: no limit."""
 
     def __post_init__(self) -> None:
-        heads = {each.attention.heads for each in self.layers}
-        assert len(heads) == 1, "partition and memory plan need equal heads"
+        heads = {_heads(each) for each in self.layers} - {None}
+        assert len(heads) <= 1, "a model has one implementation of attention, for one head size"
         inner = {each.mlp.intermediate_size for each in self.layers if not _has_experts(each)}
         assert len(inner) <= 1, "a model has one inner size of MLPs without experts"
 
@@ -119,19 +121,14 @@ class DecoderConfig:
         return len(self.layers)
 
     @property
-    def num_attention_heads(self) -> int:
-        """Query heads of every layer."""
-        return self.layers[0].attention.heads.num_attention_heads
+    def heads(self) -> HeadSizes | None:
+        """Heads of the layers with attention heads; None if there are none."""
+        return next(filter(None, map(_heads, self.layers)), None)
 
     @property
-    def num_key_value_heads(self) -> int:
-        """KV heads of every layer."""
-        return self.layers[0].attention.heads.num_key_value_heads
-
-    @property
-    def head_dim(self) -> int:
-        """Head size of every layer."""
-        return self.layers[0].attention.heads.head_dim
+    def mixers(self) -> tuple[TokenMixerSpec | EncoderAttentionSpec, ...]:
+        """The distinct first blocks of the layers, in the order of their first use."""
+        return tuple(dict.fromkeys(layer.attention for layer in self.layers))
 
     @property
     def intermediate_size(self) -> int | None:
@@ -143,10 +140,10 @@ class DecoderConfig:
     def layer_weights(self) -> int:
         """Weights of attention's and MLPs' matrices by which a layer multiplies a token, on average
         over the layers; of experts, those of the token and the shared one."""
-        heads = self.layers[0].attention.heads
-        num_heads = 2 * (heads.num_attention_heads + heads.num_key_value_heads)
+        size = self.hidden_size
+        mixed = sum(layer.attention.num_weights(size) for layer in self.layers)
         inner = sum(_inner_values(layer) for layer in self.layers)
-        return self.hidden_size * (num_heads * heads.head_dim + 3 * inner // len(self.layers))
+        return mixed // len(self.layers) + size * (3 * inner // len(self.layers))
 
     @property
     def layer_experts(self) -> tuple[ExpertsSpec | None, ...]:
@@ -154,10 +151,14 @@ class DecoderConfig:
         mlps = (layer.mlp for layer in self.layers)
         return tuple(mlp if isinstance(mlp, ExpertsSpec) else None for mlp in mlps)
 
-    @property
-    def layer_windows(self) -> tuple[int | None, ...]:
-        """Sliding window of each layer in tokens; None for no window."""
-        return tuple(layer.attention.sliding_window for layer in self.layers)
+    def cache_specs(self, layers: Iterable[int], tp_size: int) -> tuple[CacheSpec, ...]:
+        """Return what these layers keep on each of tp_size ranks, by their indices; nothing for an
+        encoder's."""
+        return tuple(
+            attention.cache_spec(layer_name(index), tp_size)
+            for index in layers
+            if not isinstance(attention := self.layers[index].attention, EncoderAttentionSpec)
+        )
 
     @property
     def ropes(self) -> tuple[Rope, ...]:
@@ -173,6 +174,18 @@ class DecoderConfig:
         """
         is_dynamic = any(isinstance(rope, DynamicRope) for rope in self.ropes)
         return self.max_position_embeddings if is_dynamic else None
+
+
+def layer_name(index: int) -> str:
+    """Return the checkpoint's name of a decoder's layer."""
+    return f"model.layers.{index}"
+
+
+def _heads(layer: LayerSpec) -> HeadSizes | None:
+    attention = layer.attention
+    if isinstance(attention, AttentionSpec | EncoderAttentionSpec):
+        return attention.heads
+    return None
 
 
 def _has_experts(layer: LayerSpec) -> bool:

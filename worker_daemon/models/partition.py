@@ -12,14 +12,15 @@ def check_partition(config: DecoderConfig, pp_size: int, tp_size: int) -> None:
     _require_positive("pipeline_parallel_size", pp_size)
     _require_positive("tensor_parallel_size", tp_size)
     _check_stage_count(config.num_hidden_layers, pp_size)
-    for name, count in (("num_attention_heads", config.num_attention_heads), *_inner_sizes(config)):
+    split = (size for mixer in config.mixers for size in mixer.split_sizes.items())
+    for name, count in (*split, *_inner_sizes(config)):
         if count % tp_size:
             raise _tp_error(tp_size, f"does not divide {name} {count}")
     for experts in filter(None, config.layer_experts if config.expert_parallel else ()):
         if experts.num_experts < tp_size:
             problem = f"is more than the {experts.num_experts} experts that are to be divided"
             raise _tp_error(tp_size, problem, "use fewer ranks, or no expert parallelism")
-    kv_heads = config.num_key_value_heads
+    kv_heads = tp_size if config.heads is None else config.heads.num_key_value_heads
     if kv_heads % tp_size and tp_size % kv_heads:
         raise _tp_error(
             tp_size, f"neither divides num_key_value_heads {kv_heads} nor is a multiple of it"

@@ -151,19 +151,25 @@ def rank_index_name(rank: int) -> str:
 def model_fields(decoder: DecoderConfig) -> dict[str, object]:
     """Return the fields of a model that determine the shapes of its weights."""
     experts = [None if spec is None else _expert_sizes(spec) for spec in decoder.layer_experts]
-    fields = {
+    fields: dict[str, object] = {
         "architecture": decoder.architecture,
         "vocab_size": decoder.vocab_size,
         "hidden_size": decoder.hidden_size,
         "intermediate_size": decoder.intermediate_size,
         "num_hidden_layers": decoder.num_hidden_layers,
-        "num_attention_heads": decoder.num_attention_heads,
-        "num_key_value_heads": decoder.num_key_value_heads,
-        "head_dim": decoder.head_dim,
+        **_mixer_sizes(decoder),
         "tie_word_embeddings": decoder.tie_word_embeddings,
         "quantization": _format_name(decoder.quantization),
     }
     return fields | {"experts": experts} if any(experts) else fields
+
+
+def _mixer_sizes(decoder: DecoderConfig) -> dict[str, object]:
+    """Return the sizes of the layers' first blocks; of each layer, unless all have the same."""
+    sizes = [layer.attention.weight_sizes for layer in decoder.layers]
+    if all(each == sizes[0] for each in sizes):
+        return dict(sizes[0])
+    return {"mixers": [dict(each) for each in sizes]}
 
 
 def _expert_sizes(spec: ExpertsSpec) -> list[int]:

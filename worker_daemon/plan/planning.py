@@ -402,12 +402,11 @@ def _measure(
     tp = tensor_parallel(state.tp_rank, state.tp_size)
     adapters = new_layout(config.lora.max_loras, config.lora.max_lora_rank)
     stage = resolved.build_stage(layers, state, tp, TorchOps(), adapters)
-    cache_dtype = resolve_cache_dtype(config.cache, resolved.dtype)
+    cache_dtype = resolve_cache_dtype(config.cache, resolved)
     specs = describe_layers(stage.kv_layer_specs, cache_dtype)
     decoder, tp_size = resolved.decoder, state.tp_size
-    q_size = decoder.num_attention_heads // tp_size * decoder.head_dim
+    widths = [decoder.layers[index].attention.widths(tp_size) for index in layers]
     num_logits = decoder.vocab_size if decoder.generates else 0
-    num_kv_heads = max(1, decoder.num_key_value_heads // tp_size)
     return _RankSizes(
         state=state,
         layers=layers,
@@ -416,8 +415,8 @@ def _measure(
         kv_specs=specs,
         widths=StageWidths(
             hidden_size=decoder.hidden_size,
-            qkv_size=q_size + 2 * num_kv_heads * decoder.head_dim,
-            q_size=q_size,
+            projected_size=max(each.projected for each in widths),
+            mixed_size=max(each.mixed for each in widths),
             inner_size=_inner_size(decoder) // tp_size,
             routed_size=_routed_size(decoder, tp_size),
             padded_size=_padded_size(decoder, tp_size),
@@ -429,7 +428,7 @@ def _measure(
             tp_size=tp_size,
             is_first_stage=state.is_first_stage,
             is_last_stage=state.is_last_stage,
-            gathered_size=2 * num_kv_heads * decoder.head_dim if specs else 0,
+            gathered_size=max(each.gathered for each in widths),
             dequantized_bytes=_dequantized_bytes(stage, decoder, resolved.dtype),
             expert_load_bytes=stage.expert_loads.num_bytes,
         ),

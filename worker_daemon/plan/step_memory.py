@@ -34,10 +34,10 @@ class StageWidths:
 
     hidden_size: int
     """Hidden size of the whole model."""
-    qkv_size: int
-    """Query, key and value heads of a token."""
-    q_size: int
-    """Query heads of a token."""
+    projected_size: int
+    """Largest result of a layer's input projections for a token: query, key and value heads."""
+    mixed_size: int
+    """Largest input of a layer's output projection for a token: query heads."""
     inner_size: int
     """Inner size of the widest MLP that every token runs through; 0 if there is none."""
     vocab_size: int
@@ -52,7 +52,7 @@ class StageWidths:
     is_last_stage: bool
     gathered_size: int = 0
     """Key and value heads of a token, which a long prompt gathers (layers/prompt_attention.py); 0
-    without a KV cache."""
+    if no layer keeps them."""
     routed_size: int = 0
     """Inner values and results of a token's experts (kernels/experts.py); 0 without experts."""
     padded_size: int = 0
@@ -88,7 +88,7 @@ def _layer_bytes(widths: StageWidths, tokens: int, gathered: int) -> int:
     """Return the peak of a layer: the larger of attention and MLP, each before its output is
     added. gathered: elements of gathered keys and values."""
     hidden = widths.hidden_size
-    attention = tokens * (widths.qkv_size + widths.q_size + hidden) + gathered
+    attention = tokens * (widths.projected_size + widths.mixed_size + hidden) + gathered
     # Attention's output stays alive during the MLP, whose inner size counts twice and then once
     # more.
     beside = hidden if widths.has_shared_expert else 0

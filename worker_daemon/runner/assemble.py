@@ -165,7 +165,8 @@ def step_graphs(parts: RunnerParts, runner: ModelRunner, *, enforce_eager: bool)
     if parts.device.type != "cuda" or enforce_eager or not parts.stage.kv_layer_specs:
         return StepGraphs()
     limits = runner.state.limits
-    num_kv_heads = parts.stage.kv_layer_specs[0].num_kv_heads
+    # A latent is read like one KV head that all query heads share.
+    num_kv_heads = max(getattr(spec, "num_kv_heads", 1) for spec in parts.stage.kv_layer_specs)
     device_limits = DeviceLimits.of(parts.device)
     has_fp8_cache = bool(parts.stage.kv_scales)
     num_groups = limits.num_groups

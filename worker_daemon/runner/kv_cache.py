@@ -8,40 +8,50 @@ import torch
 from torch import Tensor
 
 from rpc_schema.errors import CapacityError
-from rpc_schema.kv_cache import KVCacheConfig, KVCacheGroup, KVCacheSpec
+from rpc_schema.kv_cache import KVCacheConfig, KVCacheGroup, KVCacheSpec, KVPages, LatentPages
 from worker_daemon.device.failures import FailureKind, judge
 from worker_daemon.errors import config_error
-from worker_daemon.layers.attention import KVLayerSpec
+from worker_daemon.layers.cache_spec import CacheSpec, LatentLayerSpec
 
 
 class LayerKV(NamedTuple):
-    """The K and V of a layer."""
+    """The pages of a layer."""
 
     cache: Tensor
-    """[num_blocks, 2, block_size, num_kv_heads, head_dim]. A layer of another group may use other
+    """[num_blocks, *page shape]: CacheSpec.page_shape. A layer of another group may use other
     blocks of the same memory."""
     group: int
     """The layer's KV group; its block table lists the layer's blocks."""
 
 
-def describe_layers(layers: Sequence[KVLayerSpec], dtype: torch.dtype) -> tuple[KVCacheSpec, ...]:
-    """Return one KVCacheSpec per local layer: K and V of every local KV head."""
-    return tuple(
-        KVCacheSpec(
+def describe_layers(layers: Sequence[CacheSpec], dtype: torch.dtype) -> tuple[KVCacheSpec, ...]:
+    """Return one KVCacheSpec per local layer."""
+    return tuple(_describe(layer, dtype) for layer in layers)
+
+
+def _describe(layer: CacheSpec, dtype: torch.dtype) -> KVCacheSpec:
+    name, bytes_per_token = str(dtype).removeprefix("torch."), layer.token_values * dtype.itemsize
+    if isinstance(layer, LatentLayerSpec):
+        return LatentPages(
             layer_name=layer.name,
-            num_kv_heads=layer.num_kv_heads,
-            head_size=layer.head_dim,
-            dtype=str(dtype).removeprefix("torch."),
-            bytes_per_token=2 * layer.num_kv_heads * layer.head_dim * dtype.itemsize,
+            width=layer.width,
+            dtype=name,
+            bytes_per_token=bytes_per_token,
             sliding_window=layer.window,
         )
-        for layer in layers
+    return KVPages(
+        layer_name=layer.name,
+        num_kv_heads=layer.num_kv_heads,
+        head_size=layer.head_dim,
+        dtype=name,
+        bytes_per_token=bytes_per_token,
+        sliding_window=layer.window,
     )
 
 
 def allocate_kv_caches(
     config: KVCacheConfig,
-    layers: Sequence[KVLayerSpec],
+    layers: Sequence[CacheSpec],
     dtype: torch.dtype,
     make_zeros: Callable[[int, torch.dtype], Tensor],
 ) -> list[LayerKV]:
@@ -78,13 +88,12 @@ def allocate_kv_caches(
     caches = []
     for layer in layers:
         tensor, number = places[layer.name]
-        block_size = config.groups[number].block_size
-        shape = (config.num_blocks, 2, block_size, layer.num_kv_heads, layer.head_dim)
+        shape = (config.num_blocks, *layer.page_shape(config.groups[number].block_size))
         caches.append(LayerKV(pieces[tensor].view(shape), number))
     return caches
 
 
-def _check_plan(config: KVCacheConfig, layers: Sequence[KVLayerSpec], dtype: torch.dtype) -> None:
+def _check_plan(config: KVCacheConfig, layers: Sequence[CacheSpec], dtype: torch.dtype) -> None:
     planned = sorted(name for group in config.groups for name in group.layer_names)
     local = sorted(layer.name for layer in layers)
     if planned != local:
@@ -105,12 +114,15 @@ def _check_plan(config: KVCacheConfig, layers: Sequence[KVLayerSpec], dtype: tor
 
 
 def _check_layer(
-    group: KVCacheGroup, layer: KVLayerSpec, dtype: torch.dtype, page_bytes: int
+    group: KVCacheGroup, layer: CacheSpec, dtype: torch.dtype, page_bytes: int
 ) -> None:
     own, seen = str(dtype).removeprefix("torch."), group.sliding_window
     if group.dtype != own:
         problem = "the model was loaded for a KV cache of another dtype"
         raise config_error("kv_cache_config.groups.dtype", group.dtype, problem, own)
+    if group.layout != layer.layout:
+        problem = f"{layer.name} has pages of another layout"
+        raise config_error("kv_cache_config.groups.layout", group.layout, problem, layer.layout)
     if seen is not None and (layer.window is None or layer.window > seen):
         problem = f"{layer.name} sees more than its group keeps"
         fix = "none" if layer.window is None else f"{layer.window} or more"
@@ -121,6 +133,6 @@ def _check_layer(
         raise config_error("kv_cache_config.groups.block_size", group.block_size, problem, fix)
 
 
-def _page_bytes(group: KVCacheGroup, layer: KVLayerSpec, dtype: torch.dtype) -> int:
-    """Return the bytes of K and V of a block's tokens."""
-    return 2 * group.block_size * layer.num_kv_heads * layer.head_dim * dtype.itemsize
+def _page_bytes(group: KVCacheGroup, layer: CacheSpec, dtype: torch.dtype) -> int:
+    """Return the bytes that a layer keeps of a block's tokens."""
+    return group.block_size * layer.token_values * dtype.itemsize

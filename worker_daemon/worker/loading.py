@@ -29,7 +29,7 @@ from worker_daemon.distributed.parallel_state import ParallelState
 from worker_daemon.distributed.tp import SingleRank, TensorParallel
 from worker_daemon.errors import config_error
 from worker_daemon.layers.adapters import AdapterLayout, new_layout
-from worker_daemon.layers.attention import AttentionSpec, HeadSizes, NullAttention
+from worker_daemon.layers.attention import HeadSizes, NullAttention
 from worker_daemon.layers.attention_choice import ChosenAttention, choose_attention
 from worker_daemon.layers.rotary import rotary_table
 from worker_daemon.lora.adapter_files import AdapterFormat, adapter_stamps
@@ -188,7 +188,7 @@ class LoadedModel:
     @property
     def cache_dtype(self) -> torch.dtype:
         """Dtype of the KV cache."""
-        return resolve_cache_dtype(self.config.cache, self.resolved.dtype)
+        return resolve_cache_dtype(self.config.cache, self.resolved)
 
     def allocate_kv_caches(
         self, plan: KVCacheConfig, make_zeros: Callable[[int, torch.dtype], torch.Tensor]
@@ -427,8 +427,7 @@ def _values(decoder: DecoderConfig) -> dict[str, object]:
 def _layer_values(layer: LayerSpec) -> dict[str, object]:
     """Return a layer's settings, nested like its specs, with its rotation as one value."""
     values = asdict(layer)
-    if isinstance(layer.attention, AttentionSpec):
-        values["attention"]["rope"] = layer.attention.rope
+    values["attention"]["rope"] = layer.attention.rope
     return values
 
 
@@ -494,16 +493,15 @@ def _build_stage(
 def _has_fp8_cache(cache: CacheConfig, resolved: ResolvedModel, device: torch.device) -> bool:
     """Return True if the model has a KV cache, and it is in FP8. Raises ConfigError if the device
     or its kernels do not support that."""
-    dtype = resolve_cache_dtype(cache, resolved.dtype)
-    if dtype is not FP8 or resolved.decoder.encoder is not None:
+    dtype, heads = resolve_cache_dtype(cache, resolved), resolved.decoder.heads
+    if dtype is not FP8 or resolved.decoder.encoder is not None or heads is None:
         return False
     if not supports(device, dtype):
         problem = "this device has no conversions to FP8: its compute capability is below 8.9"
         raise config_error("cache.kv_cache_dtype", cache.kv_cache_dtype, problem, "auto")
-    head_dim = resolved.decoder.head_dim
-    if device.type == "cuda" and head_dim % _FP8_HEAD_MULTIPLE:
+    if device.type == "cuda" and heads.head_dim % _FP8_HEAD_MULTIPLE:
         problem = f"a KV cache in FP8 needs heads of a multiple of {_FP8_HEAD_MULTIPLE} elements"
-        fix = f"auto: this model's heads have {head_dim}"
+        fix = f"auto: this model's heads have {heads.head_dim}"
         raise config_error("cache.kv_cache_dtype", cache.kv_cache_dtype, problem, fix)
     return True
 
@@ -513,10 +511,11 @@ def _choose_attention(
 ) -> ChosenAttention:
     if not stage.kv_layer_specs:
         return ChosenAttention("whole", NullAttention())
+    model, tp_size = decoder.heads, place.parallel.tp_size
+    if model is None:
+        return ChosenAttention("none", NullAttention())
     heads = HeadSizes(
-        decoder.num_attention_heads // place.parallel.tp_size,
-        stage.kv_layer_specs[0].num_kv_heads,
-        decoder.head_dim,
+        model.num_attention_heads // tp_size, model.local_kv_heads(tp_size), model.head_dim
     )
     return choose_attention(place.backend.attention, place.device, heads, dtype)
 

@@ -2,22 +2,20 @@
 over a KV cache of two blocks."""
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Final
 
-from msgspec.structs import replace
-
 from rpc_schema.errors import CapacityError, CommError
-from rpc_schema.kv_cache import KVCacheConfig, KVCacheSpec, build_kv_cache_config, plan_groups
+from rpc_schema.kv_cache import KVCacheConfig, build_kv_cache_config, plan_groups
 from rpc_schema.operations import StepMessage
 from worker_daemon.device.memory import MemoryProfile, profile
 from worker_daemon.kernel_compiler import KernelCompiler
 from worker_daemon.layers.attention import NullAttention
 from worker_daemon.models.partition import partition_layers
 from worker_daemon.phases import LONG_OPERATION_S, SetPhase
-from worker_daemon.runner.kv_cache import LayerKV
+from worker_daemon.runner.kv_cache import LayerKV, describe_layers
 from worker_daemon.worker.loading import LoadedModel
 from worker_daemon.worker.rank_device import OpenedDevice
 from worker_daemon.worker.resolve import check_deadline
@@ -152,25 +150,22 @@ def _profiling_runner(
 
 def _plan(opened: OpenedDevice, model: LoadedModel) -> KVCacheConfig:
     """Return the KV groups of the whole pipeline, which the driver will plan in the same way."""
-    own, windows = model.kv_cache_specs, model.resolved.decoder.layer_windows
-    parallel, pp_rank = model.config.parallel, opened.place.parallel.pp_rank
-    stages: list[Sequence[KVCacheSpec]] = [
-        [
-            replace(own[0], layer_name=str(layer), sliding_window=windows[layer])
-            for layer in layers
-            if own
-        ]
+    decoder, parallel = model.resolved.decoder, model.config.parallel
+    stages = [
+        describe_layers(
+            decoder.cache_specs(layers, parallel.tensor_parallel_size), model.cache_dtype
+        )
         for layers in partition_layers(
-            len(windows), parallel.pipeline_parallel_size, parallel.layer_partition
+            decoder.num_hidden_layers, parallel.pipeline_parallel_size, parallel.layer_partition
         )
     ]
     groups = plan_groups(
-        [*stages[:pp_rank], own, *stages[pp_rank + 1 :]],
+        stages,
         model.config.cache.block_size,
         model.max_model_len,
         model.config.scheduler.max_num_batched_tokens,
     )
-    return build_kv_cache_config(groups, pp_rank, _NUM_BLOCKS)
+    return build_kv_cache_config(groups, opened.place.parallel.pp_rank, _NUM_BLOCKS)
 
 
 def _log(profile: MemoryProfile, graphs: int) -> None:

@@ -204,9 +204,16 @@ def check_cache(cache: CacheConfig, scheduler: SchedulerConfig) -> None:
         raise config_error("scheduler.step_deadline_ms", scheduler.step_deadline_ms, problem, fix)
 
 
-def resolve_cache_dtype(cache: CacheConfig, model_dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of the KV cache."""
-    return FP8 if cache.kv_cache_dtype == "fp8" else model_dtype
+def resolve_cache_dtype(cache: CacheConfig, model: ResolvedModel) -> torch.dtype:
+    """Return the dtype of the KV cache. Raises ConfigError if layers cannot keep it in FP8."""
+    if cache.kv_cache_dtype != "fp8":
+        return model.dtype
+    decoder = model.decoder
+    kept = decoder.cache_specs(range(decoder.num_hidden_layers), tp_size=1)
+    if any(spec.layout != "NHD" for spec in kept):
+        problem = "this model has layers that keep other things than keys and values"
+        raise config_error("cache.kv_cache_dtype", cache.kv_cache_dtype, problem, "auto")
+    return FP8
 
 
 def check_lora(config: LoraConfig) -> None:

@@ -10,7 +10,7 @@ from worker_client.group.kv_planning import choose_num_blocks, fit_max_model_len
 
 
 def layer(name, bytes_per_token):
-    return kv_cache.KVCacheSpec(
+    return kv_cache.KVPages(
         layer_name=name,
         num_kv_heads=1,
         head_size=1,

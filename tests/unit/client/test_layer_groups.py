@@ -31,7 +31,7 @@ FULL_AND_SLIDING = (BlockGroup(4), BlockGroup(4, 9), BlockGroup(4, 9))
 
 
 def layer(name, window, bytes_per_token=64, heads=2):
-    return kv_cache.KVCacheSpec(
+    return kv_cache.KVPages(
         layer_name=name,
         num_kv_heads=heads,
         head_size=8,

@@ -70,8 +70,8 @@ def test_its_defaults_are_those_of_transformers():
     )  # fmt: skip
     required = {name: getattr(hf, name) for name in names}
     config = parse_model_config({"architectures": [ARCHITECTURE], **required})
-    assert config.num_key_value_heads == hf.num_key_value_heads
-    assert config.head_dim == hf.head_dim
+    assert config.heads.num_key_value_heads == hf.num_key_value_heads
+    assert config.heads.head_dim == hf.head_dim
     assert config.eos_token_ids == (hf.eos_token_id,)
     (layer,) = set(config.layers)
     assert layer.attention.qkv_bias == hf.attention_bias

@@ -92,8 +92,8 @@ def biases_and_head_norm(config):
 
 def test_required_fields_and_llama_defaults():
     config = parse(num_key_value_heads=None)
-    assert (config.head_dim, config.num_key_value_heads) == (16, 4)
-    assert config.layer_windows == (None,) * 4
+    assert (config.heads.head_dim, config.heads.num_key_value_heads) == (16, 4)
+    assert [layer.attention.sliding_window for layer in config.layers] == [None] * 4
     assert config.dtype is None and not config.tie_word_embeddings
     assert config.eos_token_ids == (2,)
     assert biases_and_head_norm(config) == (False, False, False, None)
@@ -146,10 +146,10 @@ def test_windows_and_head_dim_are_those_of_transformers(architecture, changes):
     expected = tuple(hf.sliding_window if t == "sliding_attention" else None for t in types)
     config = parse(architectures=[f"{architecture}ForCausalLM"], **changes)
     longest = hf.max_position_embeddings
-    assert config.layer_windows == tuple(
+    assert [layer.attention.sliding_window for layer in config.layers] == [
         None if window is not None and window >= longest else window for window in expected
-    )
-    assert config.head_dim == (getattr(hf, "head_dim", None) or 16)
+    ]
+    assert config.heads.head_dim == (getattr(hf, "head_dim", None) or 16)
 
 
 def test_both_rope_forms_give_the_same_rope():

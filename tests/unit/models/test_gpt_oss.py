@@ -401,7 +401,7 @@ def test_fields_that_transformers_fills_in():
     config = parse_model_config(description(max_position_embeddings=131072))
     rope = config.layers[0].attention.rope
     assert (rope.theta, rope.factor, rope.truncate) == (150_000.0, 32.0, False)
-    assert config.layer_windows == (7, None, 7)
+    assert [layer.attention.sliding_window for layer in config.layers] == [7, None, 7]
     assert config.dtype == "bfloat16"
     for field in ("dtype", "torch_dtype"):
         assert parse_model_config(description(**{field: "float16"})).dtype == "float16"

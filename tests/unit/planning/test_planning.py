@@ -190,7 +190,7 @@ def test_a_step_that_dequantizes_has_room_for_the_largest_matrix(write_model):
         )
     )
     config = read_model_config(write_model("LlamaForCausalLM", **sizes))
-    heads = config.num_attention_heads + 2 * config.num_key_value_heads
+    heads = config.heads.num_attention_heads + 2 * config.heads.num_key_value_heads
     largest_bytes = max(heads * 128, 2 * 512) * 256 * 2
     assert largest_bytes < none - channel < 1.1 * largest_bytes
     assert block_none == none

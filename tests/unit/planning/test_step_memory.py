@@ -135,8 +135,8 @@ def limits(max_num_seqs=1, max_num_batched_tokens=NUM_TOKENS, max_model_len=NUM_
 def widths(**changes):
     fields = {
         "hidden_size": 64,
-        "qkv_size": 96,
-        "q_size": 64,
+        "projected_size": 96,
+        "mixed_size": 64,
         "inner_size": 128,
         "vocab_size": 1000,
         "vocab_rows": 1024,
@@ -172,8 +172,8 @@ def test_layers_take_what_a_stage_keeps_alive(heads, kv_heads, head_dim, inner_s
     estimate = estimate_step_bytes(
         widths(
             hidden_size=HIDDEN_SIZE,
-            qkv_size=(heads + 2 * kv_heads) * head_dim,
-            q_size=heads * head_dim,
+            projected_size=(heads + 2 * kv_heads) * head_dim,
+            mixed_size=heads * head_dim,
             inner_size=inner_size,
             itemsize=4,
             is_last_stage=False,
