@@ -6,6 +6,9 @@ block consists of the pages with the same number, one from each tensor; that num
 group consists of layers that share one block table: its first layer uses the first tensor, its
 second layer the second, and so on. Any block can serve any group, so all groups share the free
 blocks.
+
+Layers that keep a state per request have no pages: each has a tensor with a row for every request
+row and the spare one, before the pages in the same memory.
 """
 
 from bisect import bisect_right
@@ -27,6 +30,9 @@ MAX_GROUPS = 16
 
 MAX_BLOCKS_WITHOUT_MEMORY = 1 << 16
 """Number of slots of a group, and the null block."""
+
+STATE_ALIGNMENT = 256
+"""Each layer's states begin at a multiple of this many bytes."""
 
 DType = Annotated[str, Meta(max_length=32)]
 
@@ -72,7 +78,18 @@ class LatentPages(Value, frozen=True, kw_only=True, tag=2):
         return (self.width,)
 
 
-KVCacheSpec: TypeAlias = KVPages | LatentPages
+class RowState(Value, frozen=True, kw_only=True, tag=3):
+    """State of each request in one layer of one rank, whatever the request's length. It cannot be
+    shared or taken back: a request begins at position 0 with a state of zeros."""
+
+    layer_name: Name
+    shape: Annotated[tuple[Positive, ...], Meta(min_length=1, max_length=8)]
+    """Shape of a request's state."""
+    dtype: DType
+    bytes_per_row: Positive
+
+
+KVCacheSpec: TypeAlias = KVPages | LatentPages | RowState
 """Spec of one layer of one rank. Pages of all kinds have block tables, and can be shared."""
 
 
@@ -99,7 +116,11 @@ class KVCacheConfig(Value, frozen=True, kw_only=True):
     """Configured block size, used by the groups with the most bytes per token."""
     groups: Annotated[tuple[KVCacheGroup, ...], Meta(max_length=MAX_GROUPS)]
     size_bytes: Unsigned
-    """Size of all tensors: num_blocks * the bytes of a page * the layers of the largest group."""
+    """Size of all pages: num_blocks * the bytes of a page * the layers of the largest group."""
+    state_layers: tuple[Name, ...] = ()
+    """Layers of this rank that keep a state per request, in the order of their memory."""
+    state_bytes: Unsigned = 0
+    """Size of all states: see rank_states."""
 
 
 class BlockGroup(NamedTuple):
@@ -137,6 +158,29 @@ class UnequalPages(ValueError):
         super().__init__(f"pages of {block_size} tokens cannot be equal for layers of {sizes}")
         self.sizes = sizes
         """Bytes per token."""
+
+
+class RankStates(NamedTuple):
+    """A rank's layers with a state per request."""
+
+    layer_names: tuple[str, ...] = ()
+    size_bytes: int = 0
+    """Of all rows, each layer's rounded up to STATE_ALIGNMENT."""
+
+
+NO_STATES = RankStates()
+
+
+def rank_states(layers: Iterable[KVCacheSpec], max_num_seqs: int) -> RankStates:
+    """Return what a rank's layers keep per request: max_num_seqs rows, and a spare one."""
+    states = [layer for layer in layers if isinstance(layer, RowState)]
+    size = sum(state_tensor_bytes(layer.bytes_per_row, max_num_seqs) for layer in states)
+    return RankStates(tuple(layer.layer_name for layer in states), size)
+
+
+def state_tensor_bytes(bytes_per_row: int, max_num_seqs: int) -> int:
+    """Return the bytes of a layer's states, rounded up to STATE_ALIGNMENT."""
+    return -(-bytes_per_row * (max_num_seqs + 1) // STATE_ALIGNMENT) * STATE_ALIGNMENT
 
 
 def block_groups(groups: Sequence[BlockGroup], block_size: int) -> tuple[BlockGroup, ...]:
@@ -196,18 +240,19 @@ def plan_groups(
     and keep all blocks. A window that no request outgrows is ignored. block_size: for the kind with
     the most bytes per token.
 
-    Layers without a KV cache are left out. If none remain, there is one group, whose blocks take
-    no memory and hold max_model_len tokens each.
+    Layers that keep states are left out. If no others remain, there is one group, whose blocks
+    take no memory and hold max_model_len tokens each.
 
     Raises:
         UnequalPages: pages of different kinds cannot be made equal.
     """
-    if not any(ranks):
+    paged = [[layer for layer in rank if not isinstance(layer, RowState)] for rank in ranks]
+    if not any(paged):
         nothing = LayerKind(None, "none", 0, "NHD", ())
         return (LayerGroup(BlockGroup(max_model_len), nothing, ((),) * len(ranks)),)
     cuts = [
         _cut(
-            [_names_by_kind(layers, longest) for layers in ranks],
+            [_names_by_kind(layers, longest) for layers in paged],
             block_size,
             max_model_len,
             max_num_batched_tokens,
@@ -253,7 +298,9 @@ def _cut(
     return _Cut(groups, best[0] * page_bytes)
 
 
-def _names_by_kind(layers: Sequence[KVCacheSpec], longest: int) -> dict[LayerKind, tuple[str, ...]]:
+def _names_by_kind(
+    layers: Sequence[KVPages | LatentPages], longest: int
+) -> dict[LayerKind, tuple[str, ...]]:
     """Return the layers of each kind; windows of `longest` tokens or more are ignored."""
     names: dict[LayerKind, tuple[str, ...]] = {}
     for layer in layers:
@@ -341,9 +388,9 @@ def longest_request(
 
 
 def build_kv_cache_config(
-    groups: Sequence[LayerGroup], rank: int, num_blocks: int
+    groups: Sequence[LayerGroup], rank: int, num_blocks: int, states: RankStates = NO_STATES
 ) -> KVCacheConfig:
-    """Return one rank's configuration."""
+    """Return one rank's configuration. states: of this rank's layers."""
     return KVCacheConfig(
         num_blocks=num_blocks,
         block_size=min(group.blocks.block_size for group in groups),
@@ -358,4 +405,6 @@ def build_kv_cache_config(
             for group in groups
         ),
         size_bytes=num_blocks * bytes_per_block(groups, rank),
+        state_layers=states.layer_names,
+        state_bytes=states.size_bytes,
     )

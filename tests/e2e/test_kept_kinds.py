@@ -11,6 +11,7 @@ import pytest
 from msgspec.structs import replace
 
 from tests.support.checkpoints import Checkpoint, decisive_prompts
+from tests.support.decaying_reference import make_decaying
 from tests.support.families import command
 from tests.support.killed_driver import DriverNursery, Plan, begin
 from tests.support.serving import (
@@ -89,9 +90,19 @@ def nursery():
     nursery.close()
 
 
-@pytest.fixture(params=["latent"])
-def case(request, checkpoint):
-    reference = checkpoint("DeepseekV3ForCausalLM", seed=41, **LATENT)
+@pytest.fixture(scope="module")
+def references(model_root, checkpoint):
+    """Models by what their layers keep: state has layers with attention too, states has none."""
+    return {
+        "latent": checkpoint("DeepseekV3ForCausalLM", seed=41, **LATENT),
+        "state": make_decaying(model_root, "state", (1, 2), seed=43),
+        "states": make_decaying(model_root, "states", (0, 1, 2, 3), seed=44),
+    }
+
+
+@pytest.fixture(params=["latent", "state"])
+def case(request, references):
+    reference = references[request.param]
     drawn = decisive_prompts(reference, 42, LENGTHS, MAX_TOKENS)
     requests = [greedy_request(f"r{i}", prompt, MAX_TOKENS) for i, prompt in enumerate(drawn)]
     return Case(reference, requests)
@@ -116,6 +127,24 @@ def test_tokens_are_those_of_the_reference(two_daemons, case, pp, tp):
         assert sum(output.num_preemptions for output in run.outputs.values())
 
 
+def test_states_sleep_and_wake_in_a_model_without_pages(two_daemons, references):
+    """Requests share no prefix, although they begin alike: each is computed from its start."""
+    reference = references["states"]
+    first = decisive_prompts(reference, 45, [30], MAX_TOKENS)[0].tolist()
+    drawn = decisive_prompts(reference, 46, [33, 35], MAX_TOKENS, prefix=first)
+    requests = [greedy_request(f"r{i}", prompt, MAX_TOKENS) for i, prompt in enumerate(drawn)]
+    config = config_of(Case(reference, requests), 2, 1, enable_sleep_mode=True)
+    with connect(two_daemons.endpoints, config, num_gpu_blocks=None) as (group, loaded):
+        assert loaded.keeps_state
+        before = generate(group, loaded, requests)
+        group.memory.sleep(1)
+        group.memory.wake_up()
+        after = generate(group, loaded, requests)
+    for run in (before, after):
+        assert_greedy(run, reference, requests)
+        assert not any(output.num_cached_tokens for output in run.outputs.values())
+
+
 @pytest.mark.parametrize(("pp", "tp"), SHAPES)
 def test_requests_of_a_killed_driver_are_continued(two_daemons, nursery, case, pp, tp):
     config = config_of(case, pp, tp, step_deadline_ms=1000)
@@ -129,6 +158,8 @@ def test_requests_of_a_killed_driver_are_continued(two_daemons, nursery, case, p
         serving = begin(group, loaded, replace(plan, adopt=True))
         outputs = [*serving.done, *serving.driver.run()]
     assert len(serving.adopted) == len(case.requests)
+    kept = [request.num_computed_tokens > 0 for request in serving.adopted]
+    assert any(kept) is not loaded.keeps_state
     case.check({output.req_id: output.token_ids for output in outputs})
 
 

@@ -7,6 +7,7 @@ import numpy as np
 import torch
 
 from worker_daemon.contracts.attention import AttentionMetadata
+from worker_daemon.layers.cache_spec import CacheSpec, StateLayerSpec
 from worker_daemon.models.decoder import DecoderStage
 
 MAX_LEN = 96
@@ -58,18 +59,16 @@ class PagedRun:
         num_blocks = 1 + blocks_each * len(sequences)
         order = np.random.default_rng(seed).permutation(num_blocks - 1) + 1
         self.table = order.reshape(len(sequences), blocks_each).astype(np.int32)
-        self.caches = [
-            [
-                torch.full(
-                    (num_blocks, *s.page_shape(block_size)),
-                    torch.nan,
-                    dtype=dtype,
-                    device=device,
-                )
-                for s in stage.kv_layer_specs
-            ]
-            for stage in stages
-        ]
+        spare = len(sequences)
+
+        def cache(spec: CacheSpec) -> torch.Tensor:
+            if isinstance(spec, StateLayerSpec):
+                shape, kept = (spare + 1, *spec.shape), spec.dtype
+            else:
+                shape, kept = (num_blocks, *spec.page_shape(block_size)), dtype
+            return torch.full(shape, torch.nan, dtype=kept, device=device)
+
+        self.caches = [[cache(spec) for spec in stage.kv_layer_specs] for stage in stages]
 
     def step(self, counts: Sequence[int], num_padding: int = 0) -> torch.Tensor:
         """Run counts[i] more tokens of sequence i; return float32 logits of all real tokens."""

@@ -1,7 +1,10 @@
 """Specs of what a layer keeps in the KV cache."""
 
+import math
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
+
+import torch
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,5 +60,24 @@ class LatentLayerSpec:
         return block_size, self.width
 
 
-CacheSpec: TypeAlias = KVLayerSpec | LatentLayerSpec
+@dataclass(frozen=True, slots=True)
+class StateLayerSpec:
+    """A local layer that keeps a state of each request, whatever the request's length."""
+
+    name: str
+    """Checkpoint prefix of the layer's first block."""
+    shape: tuple[int, ...]
+    """Shape of a request's state on this rank."""
+    dtype: torch.dtype
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a request's state."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+PageSpec: TypeAlias = KVLayerSpec | LatentLayerSpec
+"""Spec of a local layer that keeps pages."""
+
+CacheSpec: TypeAlias = PageSpec | StateLayerSpec
 """Spec of what one local layer keeps."""

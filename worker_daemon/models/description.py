@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
 from worker_daemon.layers.attention import AttentionSpec, HeadSizes
-from worker_daemon.layers.cache_spec import CacheSpec
+from worker_daemon.layers.cache_spec import CacheSpec, StateLayerSpec
 from worker_daemon.layers.encoder import (
     EncoderAttentionSpec,
     EncoderEmbeddingSpec,
@@ -164,6 +164,12 @@ class DecoderConfig:
     def ropes(self) -> tuple[Rope, ...]:
         """The distinct rotations of all layers."""
         return distinct_ropes(self.layers)
+
+    @property
+    def keeps_state(self) -> bool:
+        """True if a layer keeps a state per request."""
+        specs = self.cache_specs(range(self.num_hidden_layers), tp_size=1)
+        return any(isinstance(spec, StateLayerSpec) for spec in specs)
 
     @property
     def max_supported_len(self) -> int | None:

@@ -64,7 +64,10 @@ def _lines(plan: GroupPlan) -> Iterator[str]:
     yield ""
     yield from _table([_row(rank) for rank in ranks])
     yield ""
-    if not plan.layer_groups[0].num_layers:
+    if most := max(rank.state_bytes for rank in ranks):
+        rows = _count(plan.max_num_seqs, "request")
+        yield f"layers that keep states take up to {most:,} bytes of a rank for {rows}"
+    elif not plan.layer_groups[0].num_layers:
         yield "the group: no KV cache, a prompt is computed in one step"
         yield from _notes()
         return

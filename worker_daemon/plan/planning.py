@@ -21,11 +21,13 @@ from rpc_schema.errors import CapacityError, CheckpointError
 from rpc_schema.kv_cache import (
     KVCacheSpec,
     LayerGroup,
+    RowState,
     bytes_per_block,
     fitting_blocks,
     longest_requests,
     most_blocks,
     plan_groups,
+    rank_states,
     request_blocks,
     smallest_fitting_blocks,
     usable_tokens,
@@ -79,7 +81,9 @@ class RankPlan:
     step_estimate_bytes: int
     """Memory of the largest step: an estimate."""
     kv_available_bytes: int
-    """Rest of the group's requested_bytes."""
+    """Rest of the group's requested_bytes, without state_bytes."""
+    state_bytes: int
+    """States of all request rows. Exact."""
     kv_block_bytes: int
     """Bytes of a block: one page for each layer of the KV group with the most layers on this
     rank."""
@@ -271,6 +275,7 @@ class _PlannedRanks:
             rotary_table_bytes=self._rotary_table_bytes(sizes, length),
             step_estimate_bytes=self._step_bytes(sizes, length),
             kv_available_bytes=available,
+            state_bytes=self._state_bytes(sizes),
             kv_block_bytes=block_bytes,
             num_blocks=blocks,
             num_tokens=usable_tokens(blocks, self._groups, length, self._max_num_batched_tokens),
@@ -316,7 +321,10 @@ class _PlannedRanks:
     def _kv_cache_memory_bytes(self, num_blocks: int) -> int:
         """Return one value for all ranks. Each rank uses only as much of it as its blocks need, so
         the rank with the largest blocks decides."""
-        return num_blocks * max(map(self._block_bytes, self._sizes))
+        return max(
+            num_blocks * self._block_bytes(sizes) + self._state_bytes(sizes)
+            for sizes in self._sizes
+        )
 
     def _num_blocks(self, length: int, budget: int) -> int:
         available = [self._available(sizes, length, budget) for sizes in self._sizes]
@@ -324,7 +332,10 @@ class _PlannedRanks:
 
     def _available(self, sizes: _RankSizes, length: int, budget: int) -> int:
         taken = sizes.weights_bytes + sizes.adapter_bytes + self._rotary_table_bytes(sizes, length)
-        return budget - taken - self._step_bytes(sizes, length)
+        return budget - taken - self._state_bytes(sizes) - self._step_bytes(sizes, length)
+
+    def _state_bytes(self, sizes: _RankSizes) -> int:
+        return rank_states(sizes.kv_specs, self._config.scheduler.max_num_seqs).size_bytes
 
     def _block_bytes(self, sizes: _RankSizes) -> int:
         return bytes_per_block(self._layers, sizes.state.rank)
@@ -349,7 +360,7 @@ class _PlannedRanks:
     def _nothing_left(self, rank: RankPlan, requested: int) -> CapacityError:
         return CapacityError(
             f"on rank {rank.rank} weights take {rank.weights_bytes}, LoRA adapters "
-            f"{rank.adapter_bytes}, the rotary tables "
+            f"{rank.adapter_bytes}, the states of requests {rank.state_bytes}, the rotary tables "
             f"{rank.rotary_table_bytes} and a step about {rank.step_estimate_bytes} of {requested} "
             f"bytes: nothing is left for a KV cache",
             field="gpu_memory_utilization",
@@ -505,4 +516,9 @@ def _dequantized_bytes(stage: DecoderStage, decoder: DecoderConfig, dtype: torch
 
 
 def _without_windows(layers: Sequence[KVCacheSpec]) -> list[KVCacheSpec]:
-    return [msgspec.structs.replace(layer, sliding_window=None) for layer in layers]
+    return [
+        layer
+        if isinstance(layer, RowState)
+        else msgspec.structs.replace(layer, sliding_window=None)
+        for layer in layers
+    ]

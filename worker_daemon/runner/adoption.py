@@ -76,9 +76,10 @@ def _tokens(state: RequestState, history: TokenHistory, slot: int) -> Int32s:
 
 def _blocks(state: RequestState, inputs: InputBuilder, slot: int) -> list[Int32s]:
     """Return the row's blocks in each group, with the null block in place of those behind a window;
-    none if there are too many to report."""
+    none if there are too many to report, or if the row has a state, which may be of a step that
+    failed on another rank: such a request is computed again."""
     num_blocks: list[int] = state.counts.blocks_by_group[:, slot].tolist()
-    if sum(num_blocks) > MAX_ROW_BLOCKS:
+    if sum(num_blocks) > MAX_ROW_BLOCKS or state.limits.keeps_state:
         num_blocks = [0] * len(num_blocks)
     num_computed = int(state.counts.num_computed[slot])
     by_group = []

@@ -15,6 +15,7 @@ from worker_daemon.distributed.pp import HopShape, StageInbound, StageOutbound
 from worker_daemon.distributed.tokens import TokenBroadcast
 from worker_daemon.distributed.tp import TensorParallel
 from worker_daemon.kernels.tiles import DeviceLimits, length_bounds
+from worker_daemon.layers.cache_spec import KVLayerSpec
 from worker_daemon.lora.adapters import Adapters
 from worker_daemon.models.decoder import DecoderStage
 from worker_daemon.models.weight_state import WeightState
@@ -165,8 +166,9 @@ def step_graphs(parts: RunnerParts, runner: ModelRunner, *, enforce_eager: bool)
     if parts.device.type != "cuda" or enforce_eager or not parts.stage.kv_layer_specs:
         return StepGraphs()
     limits = runner.state.limits
+    specs = [spec for spec in parts.stage.kv_layer_specs if isinstance(spec, KVLayerSpec)]
     # A latent is read like one KV head that all query heads share.
-    num_kv_heads = max(getattr(spec, "num_kv_heads", 1) for spec in parts.stage.kv_layer_specs)
+    num_kv_heads = specs[0].num_kv_heads if specs else 1
     device_limits = DeviceLimits.of(parts.device)
     has_fp8_cache = bool(parts.stage.kv_scales)
     num_groups = limits.num_groups

@@ -1,5 +1,5 @@
-"""The KV cache's memory: one allocation for all layers of this rank, split into tensors of pages.
-Each tensor serves one layer of every group."""
+"""The KV cache's memory: one allocation for all layers of this rank, split into the states of
+requests and tensors of pages. Each tensor of pages serves one layer of every group."""
 
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -8,34 +8,50 @@ import torch
 from torch import Tensor
 
 from rpc_schema.errors import CapacityError
-from rpc_schema.kv_cache import KVCacheConfig, KVCacheGroup, KVCacheSpec, KVPages, LatentPages
+from rpc_schema.kv_cache import (
+    KVCacheConfig,
+    KVCacheGroup,
+    KVCacheSpec,
+    KVPages,
+    LatentPages,
+    RowState,
+    state_tensor_bytes,
+)
 from worker_daemon.device.failures import FailureKind, judge
 from worker_daemon.errors import config_error
-from worker_daemon.layers.cache_spec import CacheSpec, LatentLayerSpec
+from worker_daemon.layers.cache_spec import CacheSpec, LatentLayerSpec, PageSpec, StateLayerSpec
 
 
 class LayerKV(NamedTuple):
-    """The pages of a layer."""
+    """The memory of a layer."""
 
     cache: Tensor
-    """[num_blocks, *page shape]: CacheSpec.page_shape. A layer of another group may use other
-    blocks of the same memory."""
+    """[num_blocks, *page shape]: PageSpec.page_shape. A layer of another group may use other
+    blocks of the same memory. Of a layer with states: [S + 1, *state shape]."""
     group: int
-    """The layer's KV group; its block table lists the layer's blocks."""
+    """The layer's KV group; its block table lists the layer's blocks. 0 for a layer with
+    states."""
 
 
 def describe_layers(layers: Sequence[CacheSpec], dtype: torch.dtype) -> tuple[KVCacheSpec, ...]:
-    """Return one KVCacheSpec per local layer."""
+    """Return one KVCacheSpec per local layer. dtype: of pages."""
     return tuple(_describe(layer, dtype) for layer in layers)
 
 
 def _describe(layer: CacheSpec, dtype: torch.dtype) -> KVCacheSpec:
-    name, bytes_per_token = str(dtype).removeprefix("torch."), layer.token_values * dtype.itemsize
+    if isinstance(layer, StateLayerSpec):
+        return RowState(
+            layer_name=layer.name,
+            shape=layer.shape,
+            dtype=_name(layer.dtype),
+            bytes_per_row=layer.row_bytes,
+        )
+    bytes_per_token = layer.token_values * dtype.itemsize
     if isinstance(layer, LatentLayerSpec):
         return LatentPages(
             layer_name=layer.name,
             width=layer.width,
-            dtype=name,
+            dtype=_name(dtype),
             bytes_per_token=bytes_per_token,
             sliding_window=layer.window,
         )
@@ -43,19 +59,25 @@ def _describe(layer: CacheSpec, dtype: torch.dtype) -> KVCacheSpec:
         layer_name=layer.name,
         num_kv_heads=layer.num_kv_heads,
         head_size=layer.head_dim,
-        dtype=name,
+        dtype=_name(dtype),
         bytes_per_token=bytes_per_token,
         sliding_window=layer.window,
     )
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def allocate_kv_caches(
     config: KVCacheConfig,
     layers: Sequence[CacheSpec],
     dtype: torch.dtype,
+    max_num_seqs: int,
     make_zeros: Callable[[int, torch.dtype], Tensor],
 ) -> list[LayerKV]:
     """Return zeroed caches, one per layer, in memory from make_zeros(number of elements, dtype).
+    dtype: of pages. max_num_seqs: request rows, for which layers with states have memory.
 
     Zeroed: a kernel may read past the end of a sequence, and NaN times a zero weight is NaN.
 
@@ -63,60 +85,100 @@ def allocate_kv_caches(
         ConfigError: the plan does not match these layers.
         CapacityError: the device has too little memory.
     """
-    _check_plan(config, layers, dtype)
+    _check_plan(config, layers, dtype, max_num_seqs)
     if not layers:
         return []
-    num_tensors = max(len(group.layer_names) for group in config.groups)
-    sizes = [config.size_bytes // dtype.itemsize // num_tensors] * num_tensors
+    size_bytes = config.state_bytes + config.size_bytes
     try:
-        arena = make_zeros(sum(sizes), dtype)
+        arena = make_zeros(size_bytes, torch.uint8)
     except (RuntimeError, MemoryError, CapacityError) as error:
         if not isinstance(error, CapacityError) and judge(error) is not FailureKind.OUT_OF_MEMORY:
             raise
         raise CapacityError(
             f"the KV cache does not fit: {error}",
             field="kv_cache_config.size_bytes",
-            value=config.size_bytes,
+            value=size_bytes,
             fix="plan fewer blocks",
         ) from None
-    pieces = torch.split(arena, sizes)
+    caches = _states(arena[: config.state_bytes], layers, max_num_seqs)
+    caches |= _pages(arena[config.state_bytes :].view(dtype), config, layers)
+    return [caches[layer.name] for layer in layers]
+
+
+def _states(memory: Tensor, layers: Sequence[CacheSpec], max_num_seqs: int) -> dict[str, LayerKV]:
+    """Return the states [S + 1, *shape] of the layers that keep some, by name. memory: uint8."""
+    found, start = {}, 0
+    for layer in layers:
+        if not isinstance(layer, StateLayerSpec):
+            continue
+        own = memory[start : start + layer.row_bytes * (max_num_seqs + 1)]
+        found[layer.name] = LayerKV(own.view(layer.dtype).view(-1, *layer.shape), 0)
+        start += state_tensor_bytes(layer.row_bytes, max_num_seqs)
+    return found
+
+
+def _pages(
+    memory: Tensor, config: KVCacheConfig, layers: Sequence[CacheSpec]
+) -> dict[str, LayerKV]:
+    """Return the pages of the layers that keep some, by name. memory: [values of all tensors]."""
+    num_tensors = _num_tensors(config)
+    if not num_tensors:
+        return {}
+    pieces = torch.split(memory, memory.shape[0] // num_tensors)
     places = {
         name: (tensor, number)
         for number, group in enumerate(config.groups)
         for tensor, name in enumerate(group.layer_names)
     }
-    caches = []
+    found = {}
     for layer in layers:
+        if isinstance(layer, StateLayerSpec):
+            continue
         tensor, number = places[layer.name]
         shape = (config.num_blocks, *layer.page_shape(config.groups[number].block_size))
-        caches.append(LayerKV(pieces[tensor].view(shape), number))
-    return caches
+        found[layer.name] = LayerKV(pieces[tensor].view(shape), number)
+    return found
 
 
-def _check_plan(config: KVCacheConfig, layers: Sequence[CacheSpec], dtype: torch.dtype) -> None:
+def _num_tensors(config: KVCacheConfig) -> int:
+    return max((len(group.layer_names) for group in config.groups), default=0)
+
+
+def _check_plan(
+    config: KVCacheConfig, layers: Sequence[CacheSpec], dtype: torch.dtype, max_num_seqs: int
+) -> None:
+    states = [layer for layer in layers if isinstance(layer, StateLayerSpec)]
+    pages = [layer for layer in layers if not isinstance(layer, StateLayerSpec)]
     planned = sorted(name for group in config.groups for name in group.layer_names)
-    local = sorted(layer.name for layer in layers)
+    local = sorted(layer.name for layer in pages)
     if planned != local:
         problem = "the plan names other layers than this rank has"
         raise config_error("kv_cache_config.groups", planned, problem, f"exactly {local}")
-    by_name = {layer.name: layer for layer in layers}
+    names = tuple(layer.name for layer in states)
+    if config.state_layers != names:
+        problem = "the plan names other layers with states than this rank has"
+        raise config_error("kv_cache_config.state_layers", config.state_layers, problem, f"{names}")
+    expected = sum(state_tensor_bytes(layer.row_bytes, max_num_seqs) for layer in states)
+    if config.state_bytes != expected:
+        problem = f"the states of {max_num_seqs} requests and a spare row have another size"
+        raise config_error(
+            "kv_cache_config.state_bytes", config.state_bytes, problem, f"{expected}"
+        )
+    by_name = {layer.name: layer for layer in pages}
     page_bytes = 0
     for group in config.groups:
         for name in group.layer_names:
             page_bytes = page_bytes or _page_bytes(group, by_name[name], dtype)
             _check_layer(group, by_name[name], dtype, page_bytes)
-    num_tensors = max(len(group.layer_names) for group in config.groups)
-    expected = config.num_blocks * num_tensors * page_bytes
+    expected = config.num_blocks * _num_tensors(config) * page_bytes
     if config.size_bytes != expected:
         problem = "the plan's size does not follow from its blocks"
         fix = f"{config.num_blocks} blocks of {config.block_size} tokens take {expected} bytes"
         raise config_error("kv_cache_config.size_bytes", config.size_bytes, problem, fix)
 
 
-def _check_layer(
-    group: KVCacheGroup, layer: CacheSpec, dtype: torch.dtype, page_bytes: int
-) -> None:
-    own, seen = str(dtype).removeprefix("torch."), group.sliding_window
+def _check_layer(group: KVCacheGroup, layer: PageSpec, dtype: torch.dtype, page_bytes: int) -> None:
+    own, seen = _name(dtype), group.sliding_window
     if group.dtype != own:
         problem = "the model was loaded for a KV cache of another dtype"
         raise config_error("kv_cache_config.groups.dtype", group.dtype, problem, own)
@@ -133,6 +195,6 @@ def _check_layer(
         raise config_error("kv_cache_config.groups.block_size", group.block_size, problem, fix)
 
 
-def _page_bytes(group: KVCacheGroup, layer: CacheSpec, dtype: torch.dtype) -> int:
+def _page_bytes(group: KVCacheGroup, layer: PageSpec, dtype: torch.dtype) -> int:
     """Return the bytes that a layer keeps of a block's tokens."""
     return group.block_size * layer.token_values * dtype.itemsize

@@ -41,6 +41,8 @@ class StepLimits:
     """Names of the logits processors that requests may ask for."""
     hidden_size: int = 0
     """Width of prompt embeddings; 0: prompts may have none."""
+    keeps_state: bool = False
+    """Layers keep a state per request, on this rank or another: a request begins at position 0."""
 
     @property
     def block_groups(self) -> tuple[BlockGroup, ...]:

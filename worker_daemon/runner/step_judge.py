@@ -84,6 +84,8 @@ def _change_requests(
     for request in step.scheduled_new_reqs:
         _admit(request, counts)
         _check_admitted(request, limits)
+        if limits.keeps_state:
+            _check_state(request, parts)
         parts.judge(request, limits)
         if parts.may_refuse(request.extensions):
             counts.corrected[request.slot] = NOT_SAMPLED
@@ -194,6 +196,18 @@ def _check_admitted(request: NewRequestData, limits: StepLimits) -> None:
     if num_computed >= num_tokens:
         fix = "leave at least one token to compute"
         raise invalid(f"{name}.num_computed_tokens", num_computed, fix)
+
+
+def _check_state(request: NewRequestData, parts: StepParts) -> None:
+    """Check a new request of a model whose layers keep a state per request: it can neither be
+    shared nor taken back."""
+    name = f"scheduled_new_reqs[{request.req_id}]"
+    if request.num_computed_tokens:
+        fix = "0: layers of this model keep a state per request"
+        raise invalid(f"{name}.num_computed_tokens", request.num_computed_tokens, fix)
+    if parts.may_refuse(request.extensions):
+        fix = "no feature that refuses tokens: layers of this model keep a state per request"
+        raise invalid(f"{name}.extensions", [type(e).__name__ for e in request.extensions], fix)
 
 
 class Batch(NamedTuple):

@@ -194,7 +194,8 @@ class LoadedModel:
         self, plan: KVCacheConfig, make_zeros: Callable[[int, torch.dtype], torch.Tensor]
     ) -> list[LayerKV]:
         """Return zeroed caches. Raises: see runner.kv_cache.allocate_kv_caches."""
-        return allocate_kv_caches(plan, self.stage.kv_layer_specs, self.cache_dtype, make_zeros)
+        rows, specs = self.config.scheduler.max_num_seqs, self.stage.kv_layer_specs
+        return allocate_kv_caches(plan, specs, self.cache_dtype, rows, make_zeros)
 
 
 def load(message: lc.LoadModel, place: RankPlace, roots: Roots, set_phase: SetPhase) -> LoadedModel:

@@ -8,7 +8,12 @@ from dataclasses import dataclass
 from typing import Final
 
 from rpc_schema.errors import CapacityError, CommError
-from rpc_schema.kv_cache import KVCacheConfig, build_kv_cache_config, plan_groups
+from rpc_schema.kv_cache import (
+    KVCacheConfig,
+    build_kv_cache_config,
+    plan_groups,
+    rank_states,
+)
 from rpc_schema.operations import StepMessage
 from worker_daemon.device.memory import MemoryProfile, profile
 from worker_daemon.kernel_compiler import KernelCompiler
@@ -34,8 +39,8 @@ class ProfiledMemory:
     """The result of a profile, in bytes."""
 
     available: int
-    """For the KV cache; negative if nothing is left because other processes allocated memory
-    meanwhile."""
+    """For the KV cache, with the states of requests; negative if nothing is left because other
+    processes allocated memory meanwhile."""
     graphs: int
     profile: MemoryProfile
 
@@ -68,7 +73,9 @@ def profile_memory(
     graphs = _estimate_graphs(opened, model, set_phase)
     memory.reset_peak()  # frees the memory of the profiled graphs
     _log(result, graphs)
-    available = memory.limit_kv_cache(result.available(opened.budget_bytes, graphs))
+    # The steps' own states, of all rows, are the size of those that the driver will plan.
+    own = _plan(opened, model).state_bytes if opened.place.device.type == "cuda" else 0
+    available = memory.limit_kv_cache(result.available(opened.budget_bytes, graphs) + own)
     # If other processes allocated memory meanwhile, the driver may ask again.
     if cache.kv_cache_memory_bytes is None and available <= 0 and not result.changes:
         raise _nothing_left(result, graphs, cache.gpu_memory_utilization)
@@ -165,7 +172,9 @@ def _plan(opened: OpenedDevice, model: LoadedModel) -> KVCacheConfig:
         model.max_model_len,
         model.config.scheduler.max_num_batched_tokens,
     )
-    return build_kv_cache_config(groups, opened.place.parallel.pp_rank, _NUM_BLOCKS)
+    pp_rank = opened.place.parallel.pp_rank
+    states = rank_states(stages[pp_rank], model.config.scheduler.max_num_seqs)
+    return build_kv_cache_config(groups, pp_rank, _NUM_BLOCKS, states)
 
 
 def _log(profile: MemoryProfile, graphs: int) -> None:

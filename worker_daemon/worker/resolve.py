@@ -26,6 +26,7 @@ from worker_daemon.distributed.tp import TensorParallel
 from worker_daemon.errors import config_error
 from worker_daemon.layers.adapters import AdapterLayout
 from worker_daemon.layers.attention import NullAttention
+from worker_daemon.layers.cache_spec import LatentLayerSpec
 from worker_daemon.layers.quantization import ONLINE
 from worker_daemon.layers.rotary import max_table_length
 from worker_daemon.models.config import pooling_files, read_model_config, read_overrides
@@ -210,8 +211,8 @@ def resolve_cache_dtype(cache: CacheConfig, model: ResolvedModel) -> torch.dtype
         return model.dtype
     decoder = model.decoder
     kept = decoder.cache_specs(range(decoder.num_hidden_layers), tp_size=1)
-    if any(spec.layout != "NHD" for spec in kept):
-        problem = "this model has layers that keep other things than keys and values"
+    if any(isinstance(spec, LatentLayerSpec) for spec in kept):
+        problem = "this model has layers that keep other things of a token than keys and values"
         raise config_error("cache.kv_cache_dtype", cache.kv_cache_dtype, problem, "auto")
     return FP8
 

@@ -269,4 +269,5 @@ def _limits(model: LoadedModel, plan: KVCacheConfig) -> StepLimits:
         pooling=pooling_support(model.resolved.decoder),
         logits_processors=scheduler.logits_processors,
         hidden_size=model.resolved.decoder.hidden_size,
+        keeps_state=model.resolved.decoder.keeps_state,
     )

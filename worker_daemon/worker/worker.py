@@ -174,7 +174,8 @@ class Worker:
             problem = "one entry per rank is needed"
             raise config_error("kv_cache_configs", len(configs), problem, f"{world_size} entries")
         plan = configs[self.rank]
-        if model.stage.kv_layer_specs and plan.block_size != model.config.cache.block_size:
+        has_pages = any(group.layer_names for group in plan.groups)
+        if has_pages and plan.block_size != model.config.cache.block_size:
             problem = "the model was loaded for another block size"
             fix = str(model.config.cache.block_size)
             raise config_error("kv_cache_config.block_size", plan.block_size, problem, fix)

@@ -18,6 +18,7 @@ from rpc_schema.kv_cache import (
     KVCacheConfig,
     build_kv_cache_config,
     groups_of,
+    rank_states,
     smallest_fitting_blocks,
 )
 from rpc_schema.lifecycle import GetModelMetadataReply, Status
@@ -63,6 +64,11 @@ class LoadedGroup:
         """Block size and window of each KV group; the same on all ranks."""
         return groups_of(self.kv_cache[0])
 
+    @property
+    def keeps_state(self) -> bool:
+        """True if layers keep a state per request: requests begin at position 0."""
+        return any(rank.state_layers for rank in self.kv_cache)
+
 
 class Stopwatch:
     """Durations of named phases, in seconds."""
@@ -107,6 +113,7 @@ def group_limits(config: WorkerConfig, model: LoadedGroup) -> GroupLimits:
         max_model_len=model.max_model_len,
         vocab_size=model.metadata.vocab_size,
         hidden_size=model.metadata.hidden_size,
+        keeps_state=model.keeps_state,
         num_blocks=model.num_blocks,
         block_size=model.block_size,
         groups=model.groups,
@@ -237,9 +244,13 @@ class Loader:
         specs = [reply.layers for reply in self.load_chain.get_kv_cache_spec()]
         with self.clock.phase("determine_available_memory"):
             available = _profile_memory(self.load_chain)
+        states = [rank_states(layers, self.config.scheduler.max_num_seqs) for layers in specs]
+        for_pages = [
+            of_rank - own.size_bytes for of_rank, own in zip(available, states, strict=True)
+        ]
         groups = choose_groups(specs, self.config, resolved_len)
         num_blocks = choose_num_blocks(
-            smallest_fitting_blocks(groups, available), self.num_gpu_blocks
+            smallest_fitting_blocks(groups, for_pages), self.num_gpu_blocks
         )
         max_model_len = fit_max_model_len(
             num_blocks,
@@ -248,7 +259,9 @@ class Loader:
             self.config.scheduler.max_num_batched_tokens,
             may_lower=self.fit_max_model_len,
         )
-        plans = tuple(build_kv_cache_config(groups, rank, num_blocks) for rank in range(len(specs)))
+        plans = tuple(
+            build_kv_cache_config(groups, rank, num_blocks, own) for rank, own in enumerate(states)
+        )
         if max_model_len != resolved_len:
             self.load_chain.update_max_model_len(max_model_len)
         with self.clock.phase("initialize_from_config"):

@@ -151,6 +151,8 @@ class SchedulerLimits:
     """Names that requests may ask for; None leaves them unchecked."""
     hidden_size: int = 0
     """0 leaves the width of prompt embeddings unchecked."""
+    keeps_state: bool = False
+    """Layers keep a state per request: requests share no prefixes, and begin at position 0."""
     max_itl_ms: float | None = None
     """Target for the time between two tokens of a request, in milliseconds; None: no target."""
 
@@ -201,6 +203,7 @@ def scheduler_limits(
         eos_token_ids=model.metadata.eos_token_ids,
         vocab_size=model.metadata.vocab_size,
         hidden_size=model.metadata.hidden_size,
+        keeps_state=model.keeps_state,
         groups=model.groups,
         generates=model.metadata.generates,
         pooling=model.metadata.pooling,

@@ -295,7 +295,7 @@ class Scheduler:
         """Let a request gain tokens that its grammar forces; see JumpingScheduler."""
         request = self._queues.unfinished.get(req_id)
         count = 0 if request is None else request.num_jumped(token_ids)
-        if request is None or not count:
+        if request is None or not count or self._limits.keeps_state:
             return NO_JUMP
         count, reason = request.jump(token_ids[:count])
         if reason is not None:

@@ -52,7 +52,7 @@ class RequestBlocks:
         self._longest = max(self._strides)
         self._no_prefix: Prefix = ((),) * len(self._groups)
         self._most_tokens = limits.max_num_batched_tokens
-        self._caches_prefixes = limits.enable_prefix_caching
+        self._caches_prefixes = limits.enable_prefix_caching and not limits.keeps_state
         self._pool = BlockPool(limits.num_blocks, len(self._groups))
         self._to_remember: list[Request] = []
         self._weights = b""

@@ -84,6 +84,8 @@ class GroupLimits:
     """Names that requests may ask for; None leaves them unchecked."""
     hidden_size: int = 0
     """0 if unknown: the width of embeddings is not checked then."""
+    keeps_state: bool = False
+    """Layers keep a state per request: requests begin at position 0."""
 
     @cached_property
     def bounds(self) -> ModelBounds:
@@ -316,6 +318,9 @@ def _lengths_fault(request: NewRequest, limits: GroupLimits) -> StepFault | None
     elif type(computed) is not int or not 0 <= computed < num_tokens:
         field, value = "num_computed_tokens", computed
         fix = f"give 0 to {num_tokens - 1}: at least one token must be left to compute"
+    elif computed and limits.keeps_state:
+        field, value = "num_computed_tokens", computed
+        fix = "give 0: layers of this model keep a state per request, which no other one can share"
     return None if field is None else _refused(request.req_id, field, value, fix)
 
 

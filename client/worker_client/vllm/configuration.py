@@ -281,6 +281,14 @@ def check_loaded(vllm_config: Any, metadata: GetModelMetadataReply) -> None:
     _check_states(model.pooler_config.seq_pooling_type, support)
 
 
+def check_shares_prefixes(vllm_config: Any, *, keeps_state: bool) -> None:
+    """Check that vLLM shares no prefixes of a model whose layers keep a state per request. Raises
+    ClientConfigError as check_loaded does."""
+    if keeps_state and vllm_config.cache_config.enable_prefix_caching:
+        fix = "use --no-enable-prefix-caching: layers of the model keep a state per request"
+        _refuse("enable_prefix_caching", True, fix)
+
+
 def _check_states(theirs: str, support: PoolingSupport) -> None:
     """Refuse another kind of pooling than the daemons': it is theirs that counts."""
     for each in support.tasks:

@@ -9,12 +9,17 @@ from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
 
-from tests.support.families import latent
+from tests.support.families import decaying, latent
 from worker_client.launcher import Command
 from worker_daemon.models import registry
 from worker_daemon.models.registry import Describe
 
-TEST_FAMILIES: Mapping[str, Describe] = MappingProxyType({"DeepseekV3ForCausalLM": latent.describe})
+TEST_FAMILIES: Mapping[str, Describe] = MappingProxyType(
+    {
+        "DecayingSumForCausalLM": decaying.describe,
+        "DeepseekV3ForCausalLM": latent.describe,
+    }
+)
 
 
 def all_families() -> Mapping[str, Describe]:

@@ -196,6 +196,15 @@ class Running:
         assert self.group.execute_model(step).result().sampled == {"runs": self.tokens[-1]}
 
 
+def test_a_request_with_a_state_begins_at_its_first_token():
+    table = SlotTable(2, GroupLimits(keeps_state=True))
+    new = NewRequest("a", np.array(PROMPT, np.int32), 3, 1, [1])
+    with pytest.raises(InvalidSchedulerOutput, match="state per request") as refused:
+        table.encode(SchedulerOutput({"a": 2}, scheduled_new_reqs=[new]), epoch=1, link=1, seq=1)
+    assert refused.value.field == "num_computed_tokens"
+    assert "a" not in table
+
+
 @pytest.fixture
 def running(fakes, connect):
     group = connect(fakes(1))

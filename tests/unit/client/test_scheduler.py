@@ -18,7 +18,7 @@ from tests.unit.client.conftest import worker_config
 from worker_client.driver import Driver
 from worker_client.errors import RequestError, SchedulerStalled
 from worker_client.requests import GenerationRequest, SamplingParams
-from worker_client.scheduler import Scheduler, SchedulerLimits, scheduler_limits
+from worker_client.scheduler import NO_JUMP, Scheduler, SchedulerLimits, scheduler_limits
 from worker_client.scheduler_output import StepResult
 from worker_client.steps.slots import MAX_ADMITTED_TOKENS
 
@@ -263,6 +263,7 @@ def test_rules_hold_under_random_load(seed):
         num_blocks=rng.choice([33, 40, 100]),
         pipeline_parallel_size=pp,
         enable_prefix_caching=rng.random() < 0.8,
+        keeps_state=rng.random() < 0.2,
     )
     model = Model(limits, latency=rng.randrange(1, pp + 2))
     requests = random_requests(rng, 30)
@@ -280,6 +281,17 @@ def test_prefix_hits_leave_one_token_to_compute():
     again = GenerationRequest(id="b", prompt=prompt, max_tokens=1)
     model.run([first])
     assert model.run([again])["b"].num_cached_tokens == 12
+
+
+def test_requests_whose_layers_keep_states_share_no_prefix_and_do_not_jump():
+    model = Model(make_limits(keeps_state=True), latency=1)
+    prompt = np.arange(16, dtype=np.int32)
+    model.run([GenerationRequest(id="a", prompt=prompt, max_tokens=1)])
+    scheduler = model.scheduler
+    scheduler.add_request(GenerationRequest(id="b", prompt=prompt, max_tokens=4))
+    (new,) = scheduler.schedule().scheduled_new_reqs
+    assert new.num_computed_tokens == 0
+    assert scheduler.jump_forward("b", [7, 8, 9]) == NO_JUMP
 
 
 def test_the_pipeline_is_filled_with_different_requests():

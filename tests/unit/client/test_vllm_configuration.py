@@ -21,6 +21,7 @@ from worker_client.group.loading import check_config as check_ours
 from worker_client.vllm.configuration import (
     check_config,
     check_loaded,
+    check_shares_prefixes,
     fits_max_model_len,
     worker_config,
 )
@@ -452,3 +453,13 @@ def test_models_that_do_something_else_are_refused(config, model, field):
     with pytest.raises(ClientConfigError, match="do not serve") as caught:
         check_loaded(config, model)
     assert caught.value.field == field
+
+
+def test_vllm_shares_no_prefixes_of_models_that_keep_states():
+    sharing = vllm_config(cache_config__enable_prefix_caching=True)
+    check_shares_prefixes(sharing, keeps_state=False)
+    alone = vllm_config(cache_config__enable_prefix_caching=False)
+    check_shares_prefixes(alone, keeps_state=True)
+    with pytest.raises(ClientConfigError, match="--no-enable-prefix-caching") as caught:
+        check_shares_prefixes(sharing, keeps_state=True)
+    assert caught.value.field == "enable_prefix_caching"

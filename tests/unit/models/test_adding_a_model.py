@@ -9,10 +9,12 @@ import torch
 import transformers
 
 from rpc_schema.errors import ConfigError
+from tests.support.families import decaying
 from worker_daemon.models import registry
 from worker_daemon.models.config import parse_model_config
 
 DOCUMENT = (Path(__file__).parents[3] / "docs" / "adding-a-model.md").read_text()
+CODE = re.findall(r"^```python\n(.*?)^```$", DOCUMENT, re.MULTILINE | re.DOTALL)
 ARCHITECTURE = "SeedOssForCausalLM"
 LENGTHS = (1, 5, 40, 13)
 
@@ -20,7 +22,7 @@ LENGTHS = (1, 5, 40, 13)
 @pytest.fixture
 def seed_oss(tmp_path, monkeypatch):
     """Puts the document's module into the table."""
-    (code,) = re.findall(r"^```python\n(.*?)^```$", DOCUMENT, re.MULTILINE | re.DOTALL)
+    code = CODE[0]
     path = tmp_path / "seed_oss.py"
     path.write_text(code)
     spec = importlib.util.spec_from_file_location("seed_oss", path)
@@ -82,3 +84,9 @@ def test_its_defaults_are_those_of_transformers():
 def test_without_its_row_it_is_refused():
     with pytest.raises(ConfigError, match="not supported"):
         parse_model_config({"architectures": [ARCHITECTURE]})
+
+
+def test_the_document_s_sums_are_those_of_the_family_of_tests():
+    """test_row_states.py compares them with a reference."""
+    _, sums = CODE
+    assert sums in Path(decaying.__file__).read_text()

@@ -88,7 +88,7 @@ def test_a_saved_set_names_the_sizes_of_such_layers(made):
 
 
 def test_a_cache_in_fp8_is_refused(made):
-    with pytest.raises(ConfigError, match="other things than keys and values") as refused:
+    with pytest.raises(ConfigError, match="other things of a token") as refused:
         plan(made.path, kv_cache_dtype="fp8")
     assert refused.value.field == "cache.kv_cache_dtype"
 
@@ -121,7 +121,7 @@ def test_layers_of_both_kinds_share_the_pages_of_one_arena():
         made.append(torch.zeros(count, dtype=dtype))
         return made[-1]
 
-    caches = allocate_kv_caches(config, layers, torch.float32, zeros)
+    caches = allocate_kv_caches(config, layers, torch.float32, 3, zeros)
     assert [tuple(kv.cache.shape) for kv in caches] == [
         (5, 2, 4, 2, 4), (5, 2, 4, 2, 4), (5, 16, 4), (5, 16, 4),
     ]  # fmt: skip
@@ -138,6 +138,7 @@ def test_a_plan_for_another_layout_is_refused():
             planned([KVLayerSpec("a", 1, 2, None)]),
             [LatentLayerSpec("a", 4)],
             torch.float32,
+            3,
             torch.zeros,
         )
     assert refused.value.field == "kv_cache_config.groups.layout"

@@ -332,3 +332,23 @@ def test_history_keeps_a_slot_s_requests_apart():
             assert end == known + len(sampled)
             assert history.between(slot, known, end).tolist() == sampled
             assert history.known_to(slot, generation[slot] + 1, 3) == 3
+
+
+def test_a_request_with_a_state_begins_at_its_first_token_and_is_adopted_without_it():
+    """Another rank may not have taken the last step: nobody could take the state back."""
+    tokens = [3, 1, 4, 1, 5, 9]
+    rank = Rank(StepLimits(4, 40, 32, 50, 4, 30, keeps_state=True), SampledTokens(4, 32))
+    plan = Plan(blocks=[(0, 1), (0, 2)], scheduled={0: 2})
+    plan.admissions = [Admission(0, tokens, 6, 4, SamplingParams())]
+    with pytest.raises(InvalidStepError) as refused:
+        rank.state.apply(*encode(1, plan, rank.rows))
+    assert refused.value.field.endswith("num_computed_tokens")
+    assert not rank.state.num_requests()
+    rank.state.drop_all()
+    plan.scheduled = {0: 6}
+    plan.admissions = [Admission(0, tokens, 6, 0, SamplingParams())]
+    rank.run(2, plan, np.random.default_rng(0))
+    rank.deliver(0)
+    ((row, told, blocks),) = rank.told(rank.state)
+    assert (row.num_computed_tokens, row.num_blocks, blocks) == (0, 0, [])
+    assert len(told) == 7 and told[:6] == tokens
