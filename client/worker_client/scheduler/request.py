@@ -517,7 +517,7 @@ def new_request(
 
 def _noted(runs: tuple[VersionRun, ...], present: int) -> tuple[VersionRun, ...]:
     """Return runs as a note has them: those before the present version, which the workers know. So
-    the note of a request stays the same for as long as its row does, whoever admits it."""
+    the note of a request stays the same for as long as its row does, whatever driver admits it."""
     if runs and runs[-1].version == present:
         runs = runs[:-1]
     if len(runs) <= MAX_NOTED_RUNS:
