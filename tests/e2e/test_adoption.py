@@ -27,10 +27,10 @@ from tests.support.command_line import (
 )
 from tests.support.doomed_driver import NUM_GPU_BLOCKS, Death
 from tests.support.exhaustive import exhaustively
+from tests.support.forked_daemons import ForkedDaemons
 from tests.support.killed_driver import DriverNursery, Plan, begin
 from tests.support.serving import LONG_LEASE, worker_config
 from worker_client.errors import ConfigMismatchError
-from worker_client.launcher import LocalDaemons
 from worker_client.worker_group import WorkerGroup
 from worker_host.exit_codes import ExitCode
 
@@ -46,7 +46,7 @@ KILLED_CLIENT = (sys.executable, "-m", "tests.support.killed_client")
 @pytest.fixture(scope="module")
 def two_daemons(model_root):
     """Daemons for this module only."""
-    with LocalDaemons(["cpu", "cpu"], model_root) as daemons:
+    with ForkedDaemons(["cpu", "cpu"], model_root) as daemons:
         yield daemons
 
 

@@ -12,6 +12,7 @@ import pytest
 
 from tests.support.checkpoints import decisive_prompts
 from tests.support.flat_requests import flat_request, path_of
+from tests.support.forked_daemons import ForkedDaemons
 from tests.support.serving import connect, greedy_request, kill_and_wait, worker_config
 from tests.support.waiting import PATIENCE_S
 from worker_client.async_driver import AsyncDriver
@@ -25,7 +26,6 @@ from worker_client.errors import (
 )
 from worker_client.inputs.host_tensor import HostTensor
 from worker_client.inputs.prompt_embeds import embeds_extension
-from worker_client.launcher import LocalDaemons
 from worker_client.requests import GenerationRequest, SamplingParams
 from worker_client.scheduler import Scheduler, scheduler_limits
 
@@ -347,7 +347,7 @@ def test_a_group_that_cannot_be_opened(opened, tmp_path):
 @pytest.mark.parametrize("replaces", [True, False])
 def test_a_daemon_that_is_killed(model_root, model, prompts, replaces):
     """Replaced: no request notices. Else all of them end with the reason, and later ones too."""
-    with LocalDaemons(["cpu", "cpu"], model_root) as daemons:
+    with ForkedDaemons(["cpu", "cpu"], model_root) as daemons:
 
         def recover(group, died):
             daemons.restart_dead()

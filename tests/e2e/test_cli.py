@@ -27,6 +27,7 @@ from tests.support.command_line import (
     status_of,
     wait_for_daemons,
 )
+from tests.support.forked_processes import ForkedPopen
 from tests.support.waiting import PATIENCE_S
 from worker_client.__main__ import app
 from worker_client.errors import ConfigMismatchError
@@ -411,6 +412,7 @@ def test_shutdown_ends_daemons_in_order(directory, demo, model_options):
             directory,
             *("--endpoint", endpoint, "--device", "cpu", "--model-root", str(demo.path.parent)),
             *("--state-dir", str(directory / "state")),
+            start=ForkedPopen,
         )
         for endpoint in endpoints
     ]

@@ -12,10 +12,10 @@ from rpc_schema.config import WorkerConfig
 from rpc_schema.lifecycle import Status
 from tests.support.doomed_driver import Death, DriverNursery, Plan, read_report, start
 from tests.support.driving import Cases, random_cases
+from tests.support.forked_daemons import ForkedDaemons
 from tests.support.serving import LONG_LEASE, connect, generate, worker_config
 from tests.support.stopping import stop_process
 from tests.support.waiting import PATIENCE_S
-from worker_client.launcher import LocalDaemons
 from worker_client.worker_group import WorkerGroup
 
 STEP_DEADLINE_MS = 2000
@@ -44,7 +44,7 @@ def forever(plan: Plan) -> Plan:
 @pytest.fixture(scope="module")
 def two_daemons(model_root):
     """Daemons for this module only."""
-    with LocalDaemons(["cpu", "cpu"], model_root) as daemons:
+    with ForkedDaemons(["cpu", "cpu"], model_root) as daemons:
         yield daemons
 
 

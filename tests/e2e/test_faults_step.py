@@ -16,6 +16,7 @@ from tests.support.command_line import probe, short_directory, start_daemon, wai
 from tests.support.driving import RecordingGroup, assert_serves, random_cases
 from tests.support.exhaustive import exhaustively
 from tests.support.faulty_daemon import INJECTED, Fault, FaultyDaemons
+from tests.support.forked_processes import ForkedPopen
 from tests.support.serving import connect, generate, worker_config
 from tests.support.waiting import wait_until
 from worker_client.errors import DeadlineExceeded, StepFailed, WorkerDied
@@ -245,7 +246,7 @@ def test_new_daemon_takes_a_dead_one_s_place(model_root, checkpoint):
 
     def start(endpoint: str):
         options = ("--endpoint", endpoint, "--device", "cpu", "--model-root", str(model_root))
-        return start_daemon(directory, *options)
+        return start_daemon(directory, *options, start=ForkedPopen)
 
     processes = [start(endpoint) for endpoint in endpoints]
     try:

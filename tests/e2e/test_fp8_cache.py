@@ -21,6 +21,7 @@ from tests.support.checkpoints import (
 )
 from tests.support.doomed_driver import NUM_GPU_BLOCKS, Death
 from tests.support.exhaustive import exhaustively
+from tests.support.forked_daemons import ForkedDaemons
 from tests.support.killed_driver import DriverNursery, Plan, begin
 from tests.support.pooling_reference import pooling_request
 from tests.support.quantized import quantize
@@ -45,7 +46,6 @@ from tests.support.window_models import (
     check_prefix_hits,
 )
 from worker_client.errors import ConfigMismatchError
-from worker_client.launcher import LocalDaemons
 from worker_client.scheduler import Scheduler
 from worker_client.wire.worker_client import TensorList
 from worker_client.worker_group import WorkerGroup
@@ -158,7 +158,7 @@ def test_killed_drivers_cost_no_token(model_root, make_reference, pp, tp):
     sizes = {"max_num_batched_tokens": 32, "step_deadline_ms": 1000, "kv_cache_dtype": "fp8"}
     config = worker_config(reference.path, pp, tp, **sizes)
     nursery = DriverNursery()
-    with LocalDaemons(["cpu"] * (pp * tp), model_root) as daemons:
+    with ForkedDaemons(["cpu"] * (pp * tp), model_root) as daemons:
         plan = Plan(daemons.endpoints, config, lines)
         deaths = [
             Death(rng.randint(3, 7), rng.sample(range(pp * tp), rng.randint(0, 2)), late)

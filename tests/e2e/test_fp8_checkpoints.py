@@ -15,9 +15,9 @@ from rpc_schema.errors import (
 from rpc_schema.weight_transfer import DiskEngine, DiskSource
 from tests.support.checkpoints import Checkpoint, decisive_prompts, edit_config, make_checkpoint
 from tests.support.exhaustive import exhaustively
+from tests.support.forked_daemons import ForkedDaemons
 from tests.support.quantized import LAYER_MATRICES, quantize, quantized_values
 from tests.support.serving import assert_greedy, connect, generate, greedy_request, worker_config
-from worker_client.launcher import LocalDaemons
 from worker_client.trainer.sender import WeightSender
 from worker_client.wire.worker_client import TensorList
 
@@ -198,7 +198,7 @@ def save_daemons(model_root, tmp_path_factory):
         words = [word for option in options.items() for word in option]
         return [sys.executable, "-m", "worker_daemon", "serve", *words]
 
-    with LocalDaemons(["cpu"] * 2, model_root, command=command) as daemons:
+    with ForkedDaemons(["cpu"] * 2, model_root, command=command) as daemons:
         yield daemons, save_root
 
 

@@ -19,6 +19,7 @@ from rpc_schema.errors import (
 from tests.support.checkpoints import prompts
 from tests.support.doomed_driver import NUM_GPU_BLOCKS, Death
 from tests.support.exhaustive import exhaustively
+from tests.support.forked_daemons import ForkedDaemons
 from tests.support.killed_driver import DriverNursery, Plan, begin
 from tests.support.serving import LONG_LEASE, greedy_request, worker_config
 from tests.support.waiting import wait_until
@@ -28,7 +29,6 @@ from worker_client.errors import (
     ClientConfigError,
     WorkerDied,
 )
-from worker_client.launcher import LocalDaemons
 from worker_client.scheduler import Scheduler, scheduler_limits
 from worker_client.steps.cached_blocks import CachedBlocks
 from worker_client.worker_group import WorkerGroup
@@ -40,7 +40,7 @@ SHAPES = ((1, 1), (2, 1), (1, 2))
 @pytest.fixture(scope="module")
 def two_daemons(model_root):
     """Daemons for this module only."""
-    with LocalDaemons(["cpu", "cpu"], model_root) as daemons:
+    with ForkedDaemons(["cpu", "cpu"], model_root) as daemons:
         yield daemons
 
 

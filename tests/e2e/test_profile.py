@@ -18,8 +18,8 @@ from rpc_schema.errors import (
     StateError,
 )
 from tests.support.command_line import run_client, short_directory, status_of
+from tests.support.forked_daemons import ForkedDaemons
 from tests.support.serving import LONG_LEASE, connect, generate, greedy_request, worker_config
-from worker_client.launcher import LocalDaemons
 from worker_client.worker_group import WorkerGroup
 
 NAMES = [f"-pp{stage}-tp0-rank{stage}.json.gz" for stage in range(2)]
@@ -41,7 +41,7 @@ def pair(model_root, traces):
     """Two daemons that write traces to one directory."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("WORKER_DAEMON_PROFILE_DIR", str(traces))
-        daemons = LocalDaemons(["cpu"] * 2, model_root)
+        daemons = ForkedDaemons(["cpu"] * 2, model_root)
     with daemons:
         yield daemons
 
@@ -129,7 +129,7 @@ def test_a_profile_ends_with_its_driver_and_its_trace_with_a_reset(pair, traces,
 
 def test_nothing_to_profile_before_there_is_a_device(model_root, tmp_path):
     with (
-        LocalDaemons(["cpu"], model_root) as daemons,
+        ForkedDaemons(["cpu"], model_root) as daemons,
         WorkerGroup(daemons.endpoints, ParallelConfig(), lease=LONG_LEASE) as group,
     ):
         group.attach()
@@ -165,7 +165,7 @@ def test_bench_leaves_running_daemons_without_a_profile(directory, pair, traces,
 
 def test_shutdown_during_a_profile_keeps_its_trace(model_root, demo, tmp_path, monkeypatch):
     monkeypatch.setenv("WORKER_DAEMON_PROFILE_DIR", str(tmp_path / "t"))
-    with LocalDaemons(["cpu"], model_root) as daemons:
+    with ForkedDaemons(["cpu"], model_root) as daemons:
         with connect(daemons.endpoints, worker_config(demo, max_model_len=256)) as (group, loaded):
             group.profiling.start("end")
             generate(group, loaded, requests(1))

@@ -10,6 +10,7 @@ import pytest
 from rpc_schema.codec import encode_step
 from rpc_schema.config import LoraConfig
 from rpc_schema.weight_transfer import DiskEngine, DiskSource, ReloadWeights
+from tests.support.forked_daemons import ForkedDaemons
 from tests.support.lora_adapters import adapted_requests, make_adapter
 from tests.support.serving import (
     LONG_LEASE,
@@ -26,7 +27,6 @@ from worker_client.errors import (
     WeightsNotWhole,
     WorkerDied,
 )
-from worker_client.launcher import LocalDaemons
 from worker_client.wire.worker_client import TensorList
 from worker_client.worker_group import WorkerGroup
 
@@ -193,7 +193,7 @@ def two_hosts(tmp_path):
         root.mkdir()
     with contextlib.ExitStack() as stack:
         started = [
-            stack.enter_context(LocalDaemons(["cpu"], root, lora_root=root)) for root in roots
+            stack.enter_context(ForkedDaemons(["cpu"], root, lora_root=root)) for root in roots
         ]
         yield roots, started
 

@@ -19,11 +19,11 @@ from rpc_schema.config import ParallelConfig
 from rpc_schema.errors import ConfigError, StateError
 from rpc_schema.trace import ReadTrace, StartTrace, StopTrace
 from tests.support.command_line import run_client, short_directory, status_of
+from tests.support.forked_daemons import ForkedDaemons
 from tests.support.serving import LONG_LEASE, connect, generate, greedy_request, worker_config
 from tests.support.waiting import PATIENCE_S
 from worker_client.cli.daemons import connect as observe
 from worker_client.errors import ClientConfigError
-from worker_client.launcher import LocalDaemons
 from worker_client.tracing.observer import record as record_group
 from worker_client.worker_group import WorkerGroup
 from worker_host.exit_codes import ExitCode
@@ -59,7 +59,7 @@ def pair(model_root, traces):
         module = "tests.support.skewed_daemon"
         return (sys.executable, "-m", module, str(next(skews)), json.dumps(options))
 
-    with LocalDaemons(["cpu"] * 2, model_root, command=command) as daemons:
+    with ForkedDaemons(["cpu"] * 2, model_root, command=command) as daemons:
         yield daemons
 
 

@@ -6,12 +6,12 @@ import pytest
 
 from rpc_schema.uploads import CHUNK_BYTES
 from tests.support.checkpoints import prompts
+from tests.support.forked_daemons import ForkedDaemons
 from tests.support.serving import connect, greedy_request, scheduler_limits, worker_config
 from tests.support.uploading_driver import kill_halfway, tensor
 from tests.support.waiting import wait_until
 from worker_client.driver import Driver
 from worker_client.group.uploads import HostTensor
-from worker_client.launcher import LocalDaemons
 from worker_client.scheduler import Scheduler
 from worker_client.worker_group import WorkerGroup
 
@@ -24,7 +24,7 @@ LEASE_TTL_S = 2.0
 @pytest.fixture(scope="module")
 def two_daemons(model_root):
     """Daemons that no other module uses."""
-    with LocalDaemons(["cpu", "cpu"], model_root) as daemons:
+    with ForkedDaemons(["cpu", "cpu"], model_root) as daemons:
         yield daemons
 
 

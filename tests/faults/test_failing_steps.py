@@ -17,6 +17,7 @@ from tests.e2e.conftest import checkpoint, model_root
 from tests.support.checkpoints import Checkpoint, NearTie, decisive_prompts
 from tests.support.driving import assert_serves, random_cases
 from tests.support.faulty_daemon import Fault, FaultyDaemons
+from tests.support.forked_daemons import ForkedDaemons
 from tests.support.serving import (
     LONG_LEASE,
     connect,
@@ -47,7 +48,7 @@ SPARE_BYTES = 24 << 20
 @pytest.fixture(scope="module")
 def pair(model_root) -> Iterator[LocalDaemons]:
     """Two daemons as shipped."""
-    with LocalDaemons(["cpu"] * 2, model_root) as daemons:
+    with ForkedDaemons(["cpu"] * 2, model_root) as daemons:
         yield daemons
 
 

@@ -15,11 +15,11 @@ from rpc_schema.error_replies import ControlErrorReply
 from rpc_schema.errors import CommError, ErrorCode, IncompatibleError
 from rpc_schema.version import PROTOCOL_VERSION
 from tests.support.driving import random_cases
+from tests.support.forked_daemons import ForkedDaemons
 from tests.support.serving import LONG_LEASE, connect, generate, worker_config
 from tests.unit.server.driver import DaemonProcess
 from tests.unit.server.driver import Driver as BareDriver
 from worker_client.errors import ConfigMismatchError, ContentMismatchError
-from worker_client.launcher import LocalDaemons
 from worker_client.worker_group import WorkerGroup
 
 OTHER_VERSION = PROTOCOL_VERSION + 1
@@ -44,7 +44,7 @@ def pair(copies):
         options = ("--model-root", str(next(roots)), "--exit-with-parent-fd", str(pipe))
         return (sys.executable, "-m", "worker_daemon", *words, *options)
 
-    with LocalDaemons(["cpu", "cpu"], copies[0], command=command) as daemons:
+    with ForkedDaemons(["cpu", "cpu"], copies[0], command=command) as daemons:
         yield daemons
 
 

@@ -1,4 +1,5 @@
-"""Runs the commands as a user does: as separate processes, in a separate temporary directory."""
+"""Runs the commands as a user does, in processes of their own (forks: forked_processes.py) and in a
+separate temporary directory."""
 
 import os
 import subprocess
@@ -13,6 +14,7 @@ import zmq
 
 from rpc_schema.errors import WorkerDaemonError
 from rpc_schema.lifecycle import Status
+from tests.support.forked_processes import ForkedPopen
 from tests.support.waiting import PATIENCE_S
 from worker_client.wire.endpoint import new_driver_id, parse_endpoint
 from worker_client.wire.worker_client import WorkerClient
@@ -48,14 +50,12 @@ def run_client(
 def _run(
     directory: Path, words: Sequence[str], **variables: str
 ) -> "subprocess.CompletedProcess[str]":
-    return subprocess.run(
-        words,
-        capture_output=True,
-        text=True,
-        timeout=COMMAND_LIMIT_S,
-        env=environment(directory, **variables),
-        check=False,
-    )
+    with _start(directory, words, **variables) as process:
+        try:
+            stdout, stderr = process.communicate(timeout=COMMAND_LIMIT_S)
+        finally:
+            process.kill()
+    return subprocess.CompletedProcess(words, process.returncode, stdout, stderr)
 
 
 def probe(
@@ -67,8 +67,12 @@ def probe(
 
 def start_client(directory: Path, *words: object, **variables: str) -> "subprocess.Popen[str]":
     """Start `worker-client WORDS`."""
-    return subprocess.Popen(
-        [*CLIENT, *map(str, words)],
+    return _start(directory, [*CLIENT, *map(str, words)], **variables)
+
+
+def _start(directory: Path, words: Sequence[str], **variables: str) -> "subprocess.Popen[str]":
+    return ForkedPopen(
+        words,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -81,11 +85,13 @@ def start_daemon(
     *words: str,
     within: Sequence[str] = (),
     python: str = sys.executable,
+    start: type["subprocess.Popen[bytes]"] = subprocess.Popen,
     **variables: str,
 ) -> "subprocess.Popen[bytes]":
-    """Start `worker-daemon serve WORDS` through the command `within`, which execs it."""
+    """Start `worker-daemon serve WORDS` through the command `within`, which execs it. start:
+    ForkedPopen where the start is not the subject."""
     with (directory / "daemon.log").open("ab") as log:
-        return subprocess.Popen(
+        return start(
             [*within, python, *DAEMON[1:], "serve", *words],
             stdout=log,
             stderr=log,

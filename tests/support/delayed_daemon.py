@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from rpc_schema.step import ExecuteModel, SampleTokens
-from worker_client.launcher import LocalDaemons
+from tests.support.forked_daemons import ForkedDaemons
 from worker_daemon.server import assembly
 from worker_daemon.server.dispatch import PendingReply, WorkerLike
 from worker_daemon.settings import load_settings, prepare_environment
@@ -27,7 +27,7 @@ class Stay(NamedTuple):
     epoch: int = 0
 
 
-class DelayedDaemons(LocalDaemons):
+class DelayedDaemons(ForkedDaemons):
     """Local daemons on the CPU with delayed steps."""
 
     def __init__(self, count: int, model_root: Path, journals: Path) -> None:

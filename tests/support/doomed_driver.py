@@ -18,6 +18,7 @@ import numpy as np
 from rpc_schema.codec import decode_step
 from rpc_schema.config import WorkerConfig
 from rpc_schema.step import ExecuteModel
+from tests.support.forked_processes import ForkedPopen
 from tests.support.waiting import PATIENCE_S
 from worker_client.driver import Driver
 from worker_client.group.loading import LoadedGroup
@@ -62,7 +63,7 @@ class Report(msgspec.Struct, frozen=True):
 
 def start(plan: Plan) -> "subprocess.Popen[str]":
     """Start a driver in a separate process."""
-    return subprocess.Popen(
+    return ForkedPopen(
         [sys.executable, "-m", "tests.support.doomed_driver", msgspec.json.encode(plan).decode()],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -82,7 +83,7 @@ class DriverNursery:
     """Runs drivers one at a time until each dies."""
 
     def __init__(self) -> None:
-        self._process = subprocess.Popen(
+        self._process = ForkedPopen(
             [sys.executable, "-m", "tests.support.doomed_driver"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,

@@ -17,6 +17,7 @@ import msgspec
 
 from rpc_schema.config import WorkerConfig
 from rpc_schema.errors import WorkerDaemonError
+from tests.support.forked_processes import ForkedPopen
 from tests.support.serving import greedy_request, scheduler_limits
 from tests.support.waiting import PATIENCE_S
 from worker_client.driver import Driver
@@ -64,7 +65,7 @@ class FarDriver:
 
     def __init__(self, plan: Plan, within: Sequence[str], log: Path) -> None:
         with log.open("ab") as errors:
-            self._process = subprocess.Popen(
+            self._process = ForkedPopen(
                 [*within, sys.executable, "-m", "tests.support.far_driver"],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,

@@ -18,7 +18,8 @@ from typing import Literal
 
 import pytest
 
-from worker_client.launcher import READY_TIMEOUT_S, LocalDaemons
+from tests.support.forked_daemons import ForkedDaemons
+from worker_client.launcher import READY_TIMEOUT_S
 from worker_daemon.__main__ import main as run_command_line
 from worker_daemon.contracts.uploads import FindUpload
 from worker_daemon.device.gpu_faults import Fault as GpuFault
@@ -177,7 +178,7 @@ class LosableNvml:
         return int(self._throttle.read_text()) if self._throttle.exists() else 0
 
 
-class FaultyDaemons(LocalDaemons):
+class FaultyDaemons(ForkedDaemons):
     """Local daemons with a fault file each."""
 
     def __init__(

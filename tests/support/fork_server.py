@@ -35,7 +35,6 @@ _PRELOADED: Final = (
     "worker_daemon.server.assembly",
     "worker_daemon.worker.worker",
 )
-"""No module that is a command: runpy warns of those that are there already."""
 
 
 @dataclass(frozen=True)
@@ -124,6 +123,8 @@ def _become(command: Command) -> None:
     sys.orig_argv[1:] = ["-m", command.module, *command.arguments]
     sys.argv[:] = [command.module, *command.arguments]
     _show(sys.orig_argv, command.environment)
+    if not hasattr(sys.modules.get(command.module), "__path__"):
+        sys.modules.pop(command.module, None)  # preloaded, of which runpy warns
     runpy.run_module(command.module, run_name="__main__", alter_sys=True)
 
 

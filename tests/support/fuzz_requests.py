@@ -27,12 +27,12 @@ from rpc_schema.pooling import PoolingParams
 from rpc_schema.prompt_embeds import EmbeddedRange, PromptEmbeds
 from rpc_schema.sampling import LogprobsWanted, RandomSampling, StopTokens
 from rpc_schema.structured import StructuredOutput
+from tests.support.forked_daemons import ForkedDaemons
 from tests.support.serving import worker_config
 from worker_client.driver import Driver
 from worker_client.driver_parts.request_uploads import RequestUploads, UploadsPart
 from worker_client.errors import RequestError
 from worker_client.inputs.host_tensor import HostTensor
-from worker_client.launcher import LocalDaemons
 from worker_client.requests import GenerationRequest, SamplingParams
 
 MAX_STALL_S = 1.0
@@ -426,7 +426,7 @@ def fuzz_count(is_enough: Callable[[int], bool], seed: int) -> dict[str, object]
         model = directory / "model"
         make_demo_model(model)
         (model / "chat_template.jinja").write_text(TEMPLATE)
-        with LocalDaemons(["cpu"], directory) as daemons:
+        with ForkedDaemons(["cpu"], directory) as daemons:
             config = worker_config(model, max_model_len=128)
             service = OpenedService(model, daemons.endpoints, config, 64)
             fuzzer = asyncio.run(_fuzz(service, daemons.pids, is_enough, seed))

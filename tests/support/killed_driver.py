@@ -18,6 +18,7 @@ import msgspec
 
 from rpc_schema.config import WorkerConfig
 from tests.support.doomed_driver import NUM_GPU_BLOCKS, Death, Executioner
+from tests.support.forked_processes import ForkedPopen
 from tests.support.mock_schedulers import RandomScheduler
 from tests.support.waiting import PATIENCE_S
 from worker_client.driver import Driver, Recover, give_up
@@ -165,7 +166,7 @@ class DriverNursery:
     """Runs drivers one at a time."""
 
     def __init__(self) -> None:
-        self._process = subprocess.Popen(
+        self._process = ForkedPopen(
             [sys.executable, "-m", "tests.support.killed_driver"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,

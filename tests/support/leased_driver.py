@@ -20,6 +20,7 @@ from rpc_schema.config import (
 )
 from rpc_schema.errors import WorkerDaemonError
 from rpc_schema.kv_cache import KVCacheConfig
+from tests.support.forked_processes import ForkedPopen
 from worker_client.scheduler_output import NewRequest, SchedulerOutput
 from worker_client.wire.lease import LeaseTerms
 from worker_client.worker_group import WorkerGroup
@@ -77,7 +78,7 @@ def main(endpoint: str, ttl_s: float) -> None:
 def living_driver(endpoint: str, ttl_s: float) -> Iterator["subprocess.Popen[str]"]:
     """Start a driver, wait for its first steps, and end it on exit."""
     words = [sys.executable, "-m", "tests.support.leased_driver", endpoint, str(ttl_s)]
-    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as process:
+    with ForkedPopen(words, stdout=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None
             assert process.stdout.readline().strip().isdecimal()

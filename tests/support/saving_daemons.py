@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from tests.support.forked_daemons import ForkedDaemons
 from worker_client.launcher import LocalDaemons
 
 
@@ -25,5 +26,5 @@ def saving_daemons(model_root: Path, *save_roots: Path | None) -> Iterator[Local
         words = [word for option in options.items() for word in option]
         return [sys.executable, "-m", "worker_daemon", "serve", *words]
 
-    with LocalDaemons(["cpu"] * len(save_roots), model_root, command=command) as daemons:
+    with ForkedDaemons(["cpu"] * len(save_roots), model_root, command=command) as daemons:
         yield daemons

@@ -15,6 +15,7 @@ import zmq
 from rpc_schema.errors import WorkerDaemonError
 from tests.support.command_line import environment
 from tests.support.counted_serve import decoder_calls
+from tests.support.forked_processes import ForkedPopen
 from tests.support.waiting import PATIENCE_S, wait_until
 from worker_client.wire.endpoint import new_driver_id, parse_endpoint
 from worker_client.wire.keys import NO_KEYS, Keys, read_keys
@@ -117,7 +118,7 @@ class SecuredDaemon:
         serve = (sys.executable, *interpreter, "-m", "tests.support.counted_serve")
         words = ("serve", "--device", "cpu", "--endpoint", endpoint, "--state-dir", str(directory))
         with self.log.open("wb") as log:
-            self.process = subprocess.Popen(
+            self.process = ForkedPopen(
                 [*serve, str(self._counters), bans, *words, *options],
                 stdout=log,
                 stderr=log,

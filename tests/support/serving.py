@@ -35,6 +35,7 @@ from rpc_schema.config import (
 )
 from tests.support.checkpoints import Checkpoint
 from tests.support.flat_requests import flat_request
+from tests.support.forked_daemons import ForkedDaemons
 from tests.support.installed_processors import install_processors
 from worker_client.driver import Driver
 from worker_client.errors import LaunchError
@@ -143,7 +144,7 @@ class DaemonPool:
         if have < count:
             devices, root = ["cpu"] * (count - have), self.model_root
             with self._installed():
-                self._started.append(LocalDaemons(devices, root, lora_root=root))
+                self._started.append(ForkedDaemons(devices, root, lora_root=root))
         return [e for daemons in self._started for e in daemons.endpoints][:count]
 
     def kill(self, index: int) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from tests.support.command_line import start_daemon, wait_for_daemons
+from tests.support.forked_processes import ForkedPopen
 from tests.support.stopping import stop_process
 
 
@@ -94,5 +95,10 @@ class Supervised:
         words = ("--endpoint", self.endpoints[rank], "--device", "cpu")
         roots = ("--model-root", os.fspath(self._model_root))
         return start_daemon(
-            self.directory, *words, *roots, within=self._within, python=self._python
+            self.directory,
+            *words,
+            *roots,
+            within=self._within,
+            python=self._python,
+            start=ForkedPopen,
         )

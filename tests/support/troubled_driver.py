@@ -19,6 +19,7 @@ from pathlib import Path
 
 from rpc_schema.config import ParallelConfig
 from rpc_schema.errors import WorkerDaemonError
+from tests.support.forked_processes import ForkedPopen
 from tests.support.leased_driver import admit, decode, make_ready
 from worker_client.scheduler_output import SchedulerOutput
 from worker_client.wire.keys import NO_KEYS, read_keys
@@ -108,7 +109,7 @@ def troubled_driver(
     """Start a driver, wait for its first step, and end it on exit. prefix: of its command."""
     words = [*prefix, sys.executable, "-m", "tests.support.troubled_driver", str(ttl_s), endpoint]
     pipe = subprocess.PIPE
-    with subprocess.Popen([*words, *key_files], stdin=pipe, stdout=pipe, text=True) as process:
+    with ForkedPopen([*words, *key_files], stdin=pipe, stdout=pipe, text=True) as process:
         try:
             driver = TroubledDriver(process)
             assert driver.line().isdecimal()

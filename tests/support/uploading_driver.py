@@ -8,6 +8,7 @@ import time
 from collections.abc import Sequence
 
 from rpc_schema.config import ParallelConfig
+from tests.support.forked_processes import ForkedPopen
 from worker_client.group.uploads import HostTensor
 from worker_client.wire.lease import LeaseTerms
 from worker_client.worker_group import WorkerGroup
@@ -22,7 +23,7 @@ def kill_halfway(num_bytes: int, num_chunks: int, ttl_s: float, endpoints: Seque
     """Start the driver, and kill it once it is ready."""
     words = [str(num_bytes), str(num_chunks), str(ttl_s), *endpoints]
     command = [sys.executable, "-m", "tests.support.uploading_driver", *words]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+    with ForkedPopen(command, stdout=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None
             assert process.stdout.readline() == "ready\n"

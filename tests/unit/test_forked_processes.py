@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.command_line import processes_of
+from tests.support.command_line import probe, processes_of
 from tests.support.forked_processes import ForkedPopen, fork_server
 from tests.support.left_running import own_programs
 
@@ -113,3 +113,9 @@ def test_a_directory_s_processes_include_forks(program: Path) -> None:
         assert process.stdout.readline() == "up\n"
         assert process.pid in [found.pid for found in processes_of(program)]
         process.kill()
+
+
+def test_a_command_that_was_imported_before_runs_as_any_other(tmp_path: Path) -> None:
+    helped = probe(tmp_path, "ipc:///none", "live", "--help")
+    assert (helped.returncode, helped.stderr) == (0, "")
+    assert helped.stdout
