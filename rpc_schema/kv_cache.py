@@ -165,7 +165,7 @@ class RankStates(NamedTuple):
 
     layer_names: tuple[str, ...] = ()
     size_bytes: int = 0
-    """Of all rows, each layer's rounded up to STATE_ALIGNMENT."""
+    """Bytes of all rows, each layer's rounded up to STATE_ALIGNMENT."""
 
 
 NO_STATES = RankStates()

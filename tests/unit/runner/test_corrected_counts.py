@@ -1,6 +1,8 @@
 """Counts that are upper bounds: what a message may lower them by, and what the history makes of
 tokens that some rows did not gain."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from row_steps import bitmap, int32s
@@ -22,10 +24,10 @@ class Refusing(StepPart):
     may_refuse = True
 
 
-def rows():
+def rows(limits=LIMITS):
     """Slot 0 may refuse, slot 1 not; both have sampled once after three known tokens."""
     state = RequestState(
-        LIMITS, StepParts([Refusing(None)], None, PartContext(LIMITS, *[None] * 4))
+        limits, StepParts([Refusing(None)], None, PartContext(limits, *[None] * 4))
     )
     new = tuple(
         NewRequestData(
@@ -107,3 +109,10 @@ def test_history_appends_what_was_gained(seed):
         end = history.known_to(slot, 3, 7)
         assert history.between(slot, 7, end).tolist() == tokens
         assert history.known_to(slot, 4, 7) == 7
+
+
+def test_a_feature_that_refuses_tokens_is_refused_where_layers_keep_states():
+    """Nobody can take a refused token out of a state."""
+    with pytest.raises(InvalidStepError) as refused:
+        rows(replace(LIMITS, keeps_state=True))
+    assert refused.value.field == "scheduled_new_reqs[r0].extensions"
