@@ -13,7 +13,7 @@ from rpc_schema.base import StepReply
 from rpc_schema.codec import Frame
 from rpc_schema.errors import ConfigError
 from rpc_schema.operations import STEP_OPERATIONS, StepMessage, operation_name
-from worker_daemon.contracts.arrays import Bools
+from worker_daemon.contracts.arrays import Int32s
 from worker_daemon.runner.parts.registry import make_parts
 from worker_daemon.runner.request_state import RequestState
 from worker_daemon.runner.scheduled_step import StepLimits
@@ -55,7 +55,7 @@ class StateWorker:
         self._is_output_rank = True
         self._answers = True
         self._state: RequestState | None = None
-        self._samples: Bools = np.zeros(0, np.bool_)
+        self._samples: Int32s = np.zeros(0, np.int32)
         self._slots = b""
         self._tokens = b""
         """Encoded slots of _samples, and a token for each."""
@@ -65,9 +65,9 @@ class StateWorker:
         scheduled = self._state.apply(message, arrays)
         if not self._answers:
             return None
-        if scheduled.samples is not self._samples:  # equal rows: same object
-            self._samples = scheduled.samples
-            slots = scheduled.slots[scheduled.samples]
+        if scheduled.num_samples is not self._samples:  # equal rows: same object
+            self._samples = scheduled.num_samples
+            slots = scheduled.slots[scheduled.num_samples > 0]
             self._slots, self._tokens = slot_bitmap(slots), bytes(4 * slots.size)
         return _Ready(
             step.ModelRunnerOutput(

@@ -22,6 +22,9 @@ MIN_STEP_DEADLINE_MS = 1000
 """A busy host can stop a process for tenths of a second. A shorter deadline would treat that as a
 hang and end daemons."""
 
+MAX_SAMPLES_PER_SEQ = 255
+"""Bound on max_samples_per_seq, set by the column of counts in replies."""
+
 _MOST_DIGITS = 9
 
 
@@ -98,6 +101,9 @@ class SchedulerConfig(Value, frozen=True, kw_only=True):
     logits_processors: Annotated[tuple[Name, ...], Meta(max_length=16)] = ()
     """Names of custom logits processors that requests may ask for; each daemon has them
     installed."""
+    max_samples_per_seq: Annotated[int, Meta(ge=1, le=MAX_SAMPLES_PER_SEQ)] = 1
+    """Most tokens that a request samples in one step (ExecuteModel.num_samples). The buffers for
+    logits have room for as many of each request."""
 
 
 class CacheConfig(Value, frozen=True, kw_only=True):

@@ -157,7 +157,8 @@ class GrammarMasks(FramedExtension, frozen=True, tag=1, kw_only=True):
     bit 1 = allowed; slots may share a mask. A slot whose mask allows none gets NO_TOKEN."""
 
     slots: RawUInt16
-    """Slots with a mask. Slots that sample nothing are skipped."""
+    """Slots with a mask. Slots that sample nothing are skipped. A slot that samples several tokens
+    may be named for each: its masks, in their order, are those of its newest samples."""
     indices: RawUInt16
     """For each of slots, the row of the frame that is its mask. There are no more masks than
     slots."""

@@ -60,9 +60,10 @@ class ExecuteModel(StepRequest["ModelRunnerOutput"], frozen=True, tag=1, kw_only
     """One step: the scheduler's output, as a difference to the previous step (seq - 1), or in full.
 
     Order of application: finished, resync, corrections, scheduled_new_reqs, new blocks, then the
-    scheduled tokens. A slot whose scheduled tokens reach its last known token samples one token,
-    or, for a pooling request, has its output in the reply. Frame 0 holds the tokens of
-    scheduled_new_reqs, in their order, if there are any; the frames of extensions follow.
+    scheduled tokens. A slot whose scheduled tokens reach its last known token samples one token
+    (or as many as num_samples says), or, for a pooling request, has its output in the reply. Frame
+    0 holds the tokens of scheduled_new_reqs, in their order, if there are any; the frames of
+    extensions follow.
 
     If a feature may refuse tokens that a step has counted, a slot's counts of computed and of known
     tokens are upper bounds: the device has the true ones, from which a step continues. Replies
@@ -101,6 +102,11 @@ class ExecuteModel(StepRequest["ModelRunnerOutput"], frozen=True, tag=1, kw_only
     corrections: RawInt32 = b""
     """Pairs (slot, tokens): reduction of a slot's counts for tokens that earlier steps have
     refused. A slot occurs once, and only if a feature of its request may refuse."""
+    num_samples: RawInt32 = b""
+    """Pairs (slot, samples) for slots that sample in this step, and not one token: one after each
+    of their last scheduled tokens, at most max_samples_per_seq. The last sample continues the
+    request. The others are at positions whose tokens it has: what the model would have chosen
+    there, as if the request ended before."""
 
 
 class SampleTokens(StepRequest["ModelRunnerOutput"], frozen=True, tag=2, kw_only=True):
@@ -123,14 +129,14 @@ class ModelRunnerOutput(StepReply, frozen=True, tag=1, kw_only=True):
     slots: Bitmap = b""
     """Slots that sampled, without trailing zero bytes."""
     sampled_token_ids: RawInt32 = b""
-    """One for each slot, slots ascending; NO_TOKEN (-1) if its logits contain NaN or have no finite
-    maximum."""
+    """The tokens of each slot, slots ascending, oldest first; NO_TOKEN (-1) if the logits contain
+    NaN or have no finite maximum."""
     extensions: ReplyExtensions = ()
     """Reports of features, which own the frames; one entry for each sampled token unless the report
     says otherwise."""
-    num_gained: RawUInt8 = b""
-    """Number of tokens that each slot gained, consecutive in sampled_token_ids; empty: one each. If
-    fewer than the step counted, a feature has refused the others."""
+    num_sampled: RawUInt8 = b""
+    """Number of tokens of each slot in sampled_token_ids; empty: one each. If fewer than the step's
+    samples of the slot, a feature has refused the newest."""
     weights_version: Unsigned = 0
     """Number of the version of the weights that the step ran with."""
 

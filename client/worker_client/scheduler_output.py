@@ -93,9 +93,9 @@ class SchedulerOutput:
     """One step. Order of application: finished and preempted, new requests, new blocks, then the
     scheduled tokens.
 
-    A request that reaches its last known token samples one token, which counts as known from the
-    next step on: a scheduler need not wait for it. One that pools (rpc_schema.pooling) has its
-    output instead, and is not scheduled again.
+    A request that reaches its last known token samples one token (num_samples: or several), which
+    counts as known from the next step on: a scheduler need not wait for it. One that pools
+    (rpc_schema.pooling) has its output instead, and is not scheduled again.
     """
 
     num_scheduled_tokens: Mapping[str, int] = field(default_factory=dict)
@@ -116,6 +116,10 @@ class SchedulerOutput:
     extensions: tuple["StepValues", ...] = ()
     """Values of optional features for this step, at most one of each kind; see
     worker_client/steps/masks.py for grammars' masks and deferred sampling."""
+    num_samples: Mapping[str, int] = field(default_factory=dict)
+    """For requests that sample in this step: after how many of their last scheduled tokens, if not
+    after the last one alone. At most max_samples_per_seq of the configuration. Each request gains
+    one token as always; StepResult.samples has all of them."""
 
     @property
     def deferred_req_ids(self) -> list[str]:
@@ -154,6 +158,16 @@ class PromptChunk:
     logprobs: Sequence[Logprobs]
 
 
+@dataclass(frozen=True, slots=True)
+class SampledToken:
+    """One of several tokens that a request sampled in a step."""
+
+    token_id: int
+    """The token, as in StepResult.token_ids."""
+    reports: Mapping[type[ReplyExtension], Any] = field(default_factory=dict)
+    """Reports of features on this token, by kind."""
+
+
 @dataclass(frozen=True)
 class StepResult:
     """Tokens that a step sampled. Only requests that reached their last known token are in it."""
@@ -170,6 +184,12 @@ class StepResult:
     computed again: lower the request's computed and known tokens by this."""
     weights_version: int = 0
     """Number of the version of the weights that the step ran with (GroupWeights.version)."""
+    samples: Mapping[str, Sequence[SampledToken]] = field(default_factory=dict)
+    """All samples of each request that had several (SchedulerOutput.num_samples), in order, without
+    one that was refused. The last one is the token that it gained. Those before it are what the
+    model would have chosen in place of tokens that the request has: with its seed, penalties and
+    other rules as if it ended before them, and with a grammar's mask if StepMasks has one of
+    each."""
 
     def without(self, req_ids: Collection[str]) -> "StepResult":
         """Return the result without the tokens of some requests."""
@@ -192,6 +212,7 @@ class StepResult:
             reports,
             {**self.refused, **later.refused},
             self.weights_version,
+            {**self.samples, **later.samples},
         )
 
     @property

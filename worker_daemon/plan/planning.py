@@ -354,6 +354,7 @@ class _PlannedRanks:
             block_size=self._block_size,
             num_blocks=1 << 30,
             groups=tuple(self._groups),
+            max_samples_per_seq=scheduler.max_samples_per_seq,
         )
         return estimate_step_bytes(sizes.widths, limits)
 

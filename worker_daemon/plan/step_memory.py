@@ -4,7 +4,7 @@ arithmetic.
 Adds up the live tensors at the peak of a step: in a layer's attention or MLP, or when the last
 stage samples tokens and reports logprobs. MARGIN_DIVISOR adds a share for the kernels' workspaces.
 
-Letters: N tokens, H hidden size, R rows that sample, V vocabulary.
+Letters: N tokens, H hidden size, R samples, V vocabulary.
 """
 
 from dataclasses import dataclass
@@ -71,7 +71,8 @@ def estimate_step_bytes(widths: StageWidths, limits: StepLimits) -> int:
     buffers."""
     rows = limits.max_num_seqs
     tokens = min(limits.max_num_batched_tokens, rows * limits.max_model_len)
-    sampling = _sampling_bytes(widths, tokens, rows) if widths.is_last_stage else 0
+    samples = limits.max_num_samples
+    sampling = _sampling_bytes(widths, tokens, samples) if widths.is_last_stage else 0
     is_long = min(tokens, limits.max_model_len) >= MIN_TOKENS
     gathered = widths.gathered_size * limits.max_model_len if is_long else 0
     peak = max(_layer_bytes(widths, tokens, gathered) + widths.dequantized_bytes, sampling)
@@ -101,9 +102,10 @@ def _layer_bytes(widths: StageWidths, tokens: int, gathered: int) -> int:
 
 def _logits_bytes(widths: StageWidths, limits: StepLimits) -> int:
     """Return the bytes of the buffer for a step's logits on this rank (runner/stage_program.py),
-    and of the rows that wait for their sampling, of which there are at most max_num_seqs
+    and of the rows that wait for their sampling: those of at most max_num_seqs requests
     (runner/step_judge.py)."""
-    rows = largest_shape(limits).num_samples + limits.max_num_seqs
+    waiting = limits.max_num_seqs * limits.max_samples_per_seq
+    rows = largest_shape(limits).num_samples + waiting
     return rows * widths.vocab_rows * widths.itemsize
 
 

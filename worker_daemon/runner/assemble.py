@@ -20,7 +20,7 @@ from worker_daemon.lora.adapters import Adapters
 from worker_daemon.models.decoder import DecoderStage
 from worker_daemon.models.weight_state import WeightState
 from worker_daemon.runner.cuda_graph import LadderGraphs, StepGraphs
-from worker_daemon.runner.input_batch import InputBuilder, most_seqs, staging_capacity
+from worker_daemon.runner.input_batch import InputBuilder, staging_capacity
 from worker_daemon.runner.kv_cache import LayerKV
 from worker_daemon.runner.model_runner import ModelRunner, SoleStage, Stage
 from worker_daemon.runner.output import StepReplies
@@ -94,13 +94,13 @@ def assemble_runner(
     state = RequestState(limits, step_parts)
     tables = RowTables(limits, parts.device, parts.rows)
     is_sole = parallel.pp_size == 1
+    most_samples = largest_shape(limits).num_samples
     buffers = parts.open_staging(
-        staging_capacity(state), most_seqs(state), parts.depth, delivers=is_sole
+        staging_capacity(state), most_samples, parts.depth, delivers=is_sole
     )
     inputs = InputBuilder(state, tables, buffers, ExactShapes())
     history = _token_history(parts, state)
     waits = None if is_sole else input_waits(parts.device)
-    most_samples = largest_shape(limits).num_samples
     logits = parts.stage.new_logits(most_samples) if parts.stage.samples else None
     return ModelRunner(
         EagerProgram(parts.stage, tables, kv, step_parts, buffers if is_sole else None, logits),
@@ -191,6 +191,7 @@ def step_graphs(parts: RunnerParts, runner: ModelRunner, *, enforce_eager: bool)
             limits.max_model_len,
             num_groups,
             mixed_sizes(parts.layer_weights),
+            limits.max_num_samples,
         ),
         num_groups,
     )

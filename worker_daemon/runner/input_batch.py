@@ -1,6 +1,6 @@
 """Fills a step's columns from the request rows, for the device to take.
 
-Shapes: N tokens, B sequences, R sequences that sample (step_layout.py). Nothing in this module
+Shapes: N tokens, B sequences, R samples (step_layout.py). Nothing in this module
 waits for the device, unless all buffers are in use.
 """
 
@@ -138,14 +138,15 @@ class InputBuilder:
             SampleRows(
                 rows.slots,
                 rows.generations,
-                step.ends if steady is not None else step.ends[rows.sampling],
+                step.ends if steady is not None else rows.positions,
                 rows.used,
                 columns.sample_rows,
                 columns.sample_tokens,
                 columns.sample_positions,
-                packed.delivery,
+                None if step.has_several else packed.delivery,
                 step.corrections is not None,
                 rows.bitmap,
+                step.has_several,
             ),
             rows.reads,
         )
@@ -174,7 +175,7 @@ class InputBuilder:
 
     def _fill(self, columns: StepColumns[Int32s], step: ScheduledStep) -> "_Filled":
         on_device = step.starts >= self._state.num_known_tokens[step.slots]
-        sampling = np.flatnonzero(step.samples)
+        sampling = _sampling(step)
         self._fill_query_starts(columns.query_start_loc, step)
         if step.total_num_tokens == step.slots.size:
             self._fill_decode(columns, step)
@@ -185,17 +186,18 @@ class InputBuilder:
         self._fill_samples(columns, step, sampling)
         return _Filled(step.steady, columns, self._rows_of(step, on_device, sampling))
 
-    def _rows_of(self, step: ScheduledStep, on_device: Bools, sampling: Int64s) -> "_StepRows":
+    def _rows_of(self, step: ScheduledStep, on_device: Bools, sampling: "_Sampling") -> "_StepRows":
         # Counts of a slot's former request must have arrived before a new request's are set to
         # zero.
         reads = step.slots[on_device] if step.corrections is None else step.slots
         steady, in_sampling = step.steady, self._parts.in_sampling
         if steady is not None:
             slots, used = steady.slots, steady.used & in_sampling
-            return _StepRows(sampling, slots, steady.generations, used, reads, steady.reply_bitmap)
-        slots = step.slots[sampling]
+            return _StepRows(slots, steady.generations, step.ends, used, reads, steady.reply_bitmap)
+        slots = step.slots[sampling.seqs]
         used = self._parts.used_by(slots) & in_sampling
-        return _StepRows(sampling, slots, self._state.generation[slots], used, reads, b"")
+        generations = self._state.generation[slots]
+        return _StepRows(slots, generations, sampling.positions, used, reads, b"")
 
     def padding(self, plan: StepPlan) -> StepInputs:
         """Return inputs that consist only of padding, for warm-up and capture."""
@@ -307,14 +309,17 @@ class InputBuilder:
         self,
         columns: StepColumns[Int32s],
         step: ScheduledStep,
-        sampling: Int64s,
+        sampling: "_Sampling",
     ) -> None:
-        used = sampling.size
-        columns.sample_rows[:used] = step.slots[sampling]
+        seqs, positions, num_newer = sampling
+        used = seqs.size
+        columns.sample_rows[:used] = step.slots[seqs]
         columns.sample_rows[used:] = self._state.spare_slot
-        columns.sample_tokens[:used] = columns.query_start_loc[sampling + 1] - 1
+        columns.sample_tokens[:used] = columns.query_start_loc[seqs + 1] - 1
+        if num_newer is not None:
+            columns.sample_tokens[:used] -= num_newer
         columns.sample_tokens[used:] = 0
-        columns.sample_positions[:used] = step.ends[sampling]
+        columns.sample_positions[:used] = positions
         columns.sample_positions[used:] = 0
 
     def _fill_updates(
@@ -332,15 +337,35 @@ class InputBuilder:
             columns.update_block_ids[used:num_filled] = 0
 
 
+class _Sampling(NamedTuple):
+    """The samples of a step. Aligned columns [R]."""
+
+    seqs: Int64s
+    """Index of each one's sequence."""
+    positions: Int32s
+    num_newer: Int32s | None
+    """Number of later samples of the same sequence; None: each has one."""
+
+
+def _sampling(step: ScheduledStep) -> _Sampling:
+    seqs = np.flatnonzero(step.num_samples)
+    if not step.has_several:
+        return _Sampling(seqs, step.ends[seqs], None)
+    counts = step.num_samples[seqs]
+    ends, seqs = np.repeat(np.cumsum(counts), counts), np.repeat(seqs, counts)
+    num_newer = (ends - 1 - np.arange(seqs.size)).astype(np.int32)
+    return _Sampling(seqs, step.ends[seqs] - num_newer, num_newer)
+
+
 class _StepRows(NamedTuple):
     """The rows of a step."""
 
-    sampling: Int64s
-    """Indices of the sequences that sample."""
     slots: Int64s
-    """Slots of the sequences that sample."""
+    """Slot of each sample."""
     generations: Int64s
-    """Generations of the sequences that sample."""
+    """Generation of each one's row."""
+    positions: Int32s
+    """Position of each sample; of a steady batch, those of its first step."""
     used: int
     """The value of SampleRows.used."""
     reads: Int64s

@@ -96,21 +96,23 @@ class SoleStage:
         return Unsampled(inputs.sample_rows, output.chosen, self._ok, step.brought, reports)
 
     def sample(self, step: Unsampled, identity: ReplyIdentity) -> PendingOutput | None:
-        """See Stage. The forward pass has already given the rows their most likely tokens."""
+        """See Stage. The forward pass has already given the rows their most likely tokens: a row
+        with several samples any of them, which the newest replaces here."""
         rows, count = step.rows, step.rows.slots_np.size
         if not count:
             return self.replies.without_tokens(identity, step.status, step.reports)
         is_greedy = not rows.used | step.brought.used
         if is_greedy and rows.delivery is not None and not step.reports:
             return self.replies.of_delivery(identity, rows, rows.delivery)
-        if is_greedy and step.chosen is not None:
+        if is_greedy and step.chosen is not None and not rows.has_several:
             sampled = SamplerOutput(step.chosen.greedy[:count], step.reports)
             return self.replies.of_tokens(identity, rows, sampled, step.status)
         sampled = self._sampler.sample(step)
         if sampled.refused is not None:
             self._sampler.refuse(step, sampled, sampled.refused)
         else:
-            self._inputs.tables.last_sampled[rows.slots[:count].long()] = sampled.token_ids
+            newest = rows.newest_of(rows.slots).long()
+            self._inputs.tables.last_sampled[newest] = rows.newest_of(sampled.token_ids)
         return self.replies.of_tokens(identity, rows, sampled, step.status)
 
     def sample_later(
@@ -234,7 +236,8 @@ class ModelRunner:
         try:
             computed = self._stage.forward(self._program, step)
             if step.deferred is not None:
-                computed = self._defer(step.seq, computed, step.deferred[step.samples])
+                later = np.repeat(step.deferred, step.num_samples)
+                computed = self._defer(step.seq, computed, later)
             reply = self._stage.sample(computed, identity)
         except Exception as error:
             if step.deferred is not None:
@@ -244,8 +247,8 @@ class ModelRunner:
         return reply
 
     def _defer(self, seq: int, step: Unsampled, later: Bools) -> Unsampled:
-        """Keep rows of a step for SampleTokens, and return the others. later [R]: True for rows to
-        keep."""
+        """Keep samples of a step for SampleTokens, and return the others. later [R]: True for those
+        to keep."""
         parts, slots = self.state.parts, step.rows.slots_np
         kept, now = np.flatnonzero(later), np.flatnonzero(~later)
         self._unsampled[seq] = step.keep(kept, parts.used_by(slots[kept]))

@@ -11,6 +11,7 @@ from torch import Tensor
 from rpc_schema.codec import Frame
 from rpc_schema.errors import CommError, UpstreamFailedError
 from rpc_schema.step import ModelRunnerOutput
+from worker_daemon.contracts.arrays import Bools
 from worker_daemon.device.failures import typed_device_error
 from worker_daemon.device.pinned import download
 from worker_daemon.distributed.link import Link
@@ -69,7 +70,10 @@ class StepReplies:
         if not self._is_output_rank:
             return None
         link, history = self._link, self._history
-        return StepOutput(identity, rows.sampled, rows.bitmap, sampled, status, link, history)
+        newest = rows.num_newer == 0 if rows.has_several else None
+        return StepOutput(
+            identity, rows.sampled, rows.bitmap, sampled, status, link, history, newest
+        )
 
     def of_delivery(
         self, identity: ReplyIdentity, rows: SampleRows, delivery: Delivery
@@ -88,7 +92,8 @@ class StepOutput:
     thread if it is ready.
 
     The copies are enqueued after the step and before the next one, which may overwrite their
-    sources. slots: of the rows, as a bitmap.
+    sources. rows: of the tokens that are gained; slots: of these, as a bitmap; is_newest: bool [R],
+    the samples that are gained, None for all.
     """
 
     def __init__(
@@ -100,6 +105,7 @@ class StepOutput:
         status: Tensor,
         link: Link,
         history: TokenHistory,
+        is_newest: Bools | None = None,
     ) -> None:
         self._identity = identity
         self._rows = rows
@@ -107,6 +113,7 @@ class StepOutput:
         self._history = history
         self._reports = sampled.reports
         reported = [column for report in sampled.reports for column in report.columns]
+        self._is_newest = is_newest
         self._may_refuse = sampled.refused is not None
         refused = [] if sampled.refused is None else [sampled.refused]
         self._copies = _HostCopies([status, sampled.token_ids, *refused, *reported], link)
@@ -125,32 +132,46 @@ class StepOutput:
             DeviceError: the device is lost.
         """
         columns, gained = self._copies.wait(), ALL_GAIN_ONE
+        is_newest, num_sampled = self._is_newest, b""
+        if is_newest is not None:
+            num_sampled = _counts(is_newest)
         if self._may_refuse:
-            has_gained = columns.pop(1) == 0
+            has_gained = columns.pop(1).numpy() == 0
             if not has_gained.all():
-                per_row = [True, *(r.per_row for r in self._reports for _ in r.columns)]
-                columns = [
-                    column[has_gained] if is_filtered else column
-                    for column, is_filtered in zip(columns, per_row, strict=True)
-                ]
-                gained = has_gained.numpy().astype(np.uint8).tobytes()
+                gained = num_sampled = has_gained.astype(np.uint8).tobytes()
+                kept = has_gained
+                if is_newest is not None:
+                    kept = ~is_newest
+                    kept[is_newest] = has_gained
+                    num_sampled = _counts(is_newest, has_gained)
+                    is_newest = is_newest[kept]
+                columns = self._kept(columns, kept)
         column, *reported = columns
-        token_ids = column.numpy().astype("<i4").tobytes()
-        _record(
-            self._history,
-            Result(self._identity.epoch, self._identity.seq, self._rows, token_ids, gained),
-        )
+        token_ids = column.numpy().astype("<i4")
+        sent = token_ids.tobytes()
+        own = sent if is_newest is None else token_ids[is_newest].tobytes()
+        identity = self._identity
+        _record(self._history, Result(identity.epoch, identity.seq, self._rows, own, gained))
         reply = ModelRunnerOutput(
-            epoch=self._identity.epoch,
-            seq=self._identity.seq,
-            rank=self._identity.rank,
+            epoch=identity.epoch,
+            seq=identity.seq,
+            rank=identity.rank,
             slots=self._slots,
-            sampled_token_ids=token_ids,
+            sampled_token_ids=sent,
             extensions=tuple(report.extension for report in self._reports),
-            num_gained=gained,
+            num_sampled=num_sampled,
             weights_version=self._identity.weights_version,
         )
         return reply, _frames(self._reports, reported)
+
+    def _kept(self, columns: Sequence[Tensor], kept: Bools) -> list[Tensor]:
+        """Return the columns with an entry for each sample without those that were refused."""
+        per_row = [True, *(r.per_row for r in self._reports for _ in r.columns)]
+        chosen = torch.from_numpy(kept)
+        return [
+            column[chosen] if is_filtered else column
+            for column, is_filtered in zip(columns, per_row, strict=True)
+        ]
 
 
 class DeliveredOutput:
@@ -291,6 +312,15 @@ def _record(history: TokenHistory, result: Result) -> None:
     history.news.append(result)
     if len(history.news) >= FOLD_AT:
         history.fold()
+
+
+def _counts(is_newest: Bools, has_gained: Bools | None = None) -> bytes:
+    """Return the number of samples of each row, as ModelRunnerOutput has it. is_newest [R]: the
+    last one of each row; has_gained [Q]: False where that is refused."""
+    counts = np.diff(np.flatnonzero(is_newest), prepend=-1)
+    if has_gained is not None:
+        counts = counts - ~has_gained
+    return counts.astype(np.uint8).tobytes()
 
 
 def _frames(reports: Sequence[Report], columns: Sequence[Tensor]) -> list[Frame]:

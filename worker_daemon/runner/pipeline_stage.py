@@ -2,7 +2,7 @@
 own to the next one, and takes part in the return of sampled tokens. Every rank makes the same
 exchanges in the same order, even if the step fails on one of them.
 
-Shapes: N tokens, H hidden size, R sequences that sample. Status is an int64 scalar on the device
+Shapes: N tokens, H hidden size. Status is an int64 scalar on the device
 (distributed/pp.py).
 """
 
@@ -110,13 +110,13 @@ class PipelineStage:
         rows, count = step.rows, step.rows.slots_np.size
         if not count:
             return self.replies.without_tokens(identity, step.status, step.reports)
-        slots = rows.slots[:count]
+        slots = rows.newest_of(rows.slots)
         if self._sampler is None:
             self._publish(slots, None, counted=self._state.parts.any_may_refuse(rows.used))
             return None
         sampled = self._sampler.sample(step)
         if sampled.refused is None:
-            self._publish(slots, sampled.token_ids, counted=False)
+            self._publish(slots, rows.newest_of(sampled.token_ids), counted=False)
         else:
             news = self._sampler.refuse(step, sampled, sampled.refused)
             self._publish(slots, news, counted=True)
@@ -169,7 +169,9 @@ class PipelineStage:
 
     def _begin(self, step: ScheduledStep) -> _Due:
         """Record a step's exchanges, and start to receive before anything else."""
-        samples = step.samples if step.deferred is None else step.samples & ~step.deferred
+        samples = step.num_samples > 0
+        if step.deferred is not None:
+            samples &= ~step.deferred
         sends = self._neighbours.outbound is not None
         self._due = due = _Due(step.slots[samples], step.seq, step.total_num_tokens, sends)
         if self._neighbours.inbound is not None:

@@ -14,6 +14,6 @@ class Report(NamedTuple):
     columns: tuple[Tensor, ...]
     """On the device or the host; as many as the extension has frames."""
     per_row: bool = True
-    """True if the columns have an entry for each row that sampled."""
+    """True if the columns have an entry for each sample."""
     is_one_frame: bool = False
     """True if the concatenated columns are the only frame."""

@@ -207,6 +207,7 @@ class RequestState:
             or step.extensions
             or step.deferred is not None
             or step.resync is not None
+            or step.num_samples
             or arrays
         ):
             return None
@@ -224,7 +225,7 @@ class RequestState:
         # checks above.
         return ScheduledStep(
             step.seq, batch.slots, batch.one_each, starts, batch.ends, batch.slots.size,
-            batch.longest, batch.all_sample, (), updates, None, NOTHING_BROUGHT, None, batch,
+            batch.longest, batch.one_each, (), updates, None, NOTHING_BROUGHT, None, batch,
         )  # fmt: skip
 
     def _accept(self, step: ExecuteModel, judged: JudgedStep) -> ScheduledStep:
@@ -238,9 +239,9 @@ class RequestState:
             self._generations.clear()
         if scheduled.block_updates.rows.size:
             self._note_written(scheduled)
-        samples = scheduled.samples
+        samples = scheduled.num_samples > 0
         counts.num_computed[batch.rows] = scheduled.ends
-        counts.num_tokens[batch.rows] += samples
+        counts.num_tokens[batch.rows] += samples  # of several, only the last is a new token
         if scheduled.corrections is not None:
             first = batch.slots[samples & (counts.corrected[batch.rows] == NOT_SAMPLED)]
             counts.corrected[first] = 0
@@ -277,7 +278,7 @@ class RequestState:
             or step.deferred is not None
             or step.new_requests
             or step.corrections is not None
-            or not step.samples.all()
+            or not step.num_samples.all()
             or np.count_nonzero(step.starts < self.num_known_tokens[slots])
         ):
             return None
@@ -288,7 +289,6 @@ class RequestState:
             rows=batch.rows,
             generations=self.generation[slots],
             one_each=batch.one_each,
-            all_sample=step.samples,
             used=self.parts.used_by(slots),
             max_model_len=self.limits.max_model_len,
             ends=step.ends,
@@ -349,11 +349,11 @@ class RequestState:
     def dummy_step(self, seq: int) -> ScheduledStep:
         """Return a step of one token of padding on the spare row, which may write to the null block
         and samples nothing."""
-        slots, samples = np.array([self.spare_slot], np.int64), np.zeros(1, np.bool_)
+        slots = np.array([self.spare_slot], np.int64)
         zero, one = np.zeros(1, np.int32), np.ones(1, np.int32)
         # By position, in the order of the fields.
         return ScheduledStep(
-            seq, slots, one, zero, one, 1, 1, samples, (), NO_UPDATES, None, NOTHING_BROUGHT
+            seq, slots, one, zero, one, 1, 1, zero, (), NO_UPDATES, None, NOTHING_BROUGHT
         )
 
 

@@ -1,8 +1,15 @@
-"""Values for the sequences of a step that sample, on the host and on the device, and for their
-results."""
+"""Values for the tokens that a step samples, on the host and on the device, and for their results.
+
+Most sequences that sample take one token. One that takes several has a sample after each of its
+last tokens in the step. Its newest sample, the last one, is what it gains; the others are at the
+positions of tokens that it has.
+
+Shapes: R samples, Q sequences that sample.
+"""
 
 from typing import Final, NamedTuple
 
+import numpy as np
 from torch import Tensor
 
 from worker_daemon.contracts.arrays import Int32s, Int64s
@@ -19,11 +26,11 @@ because the step failed."""
 
 
 class SampleRows(NamedTuple):
-    """The sequences of a step that sample. The device's columns may be longer: padding points at
-    the spare row."""
+    """The samples of a step, those of a sequence in order. The device's columns may be longer:
+    padding points at the spare row."""
 
     slots_np: Int64s
-    """[R]"""
+    """[R] ascending; repeated for the samples of a sequence."""
     generations: Int64s
     """[R] generations of the rows when the step was accepted."""
     positions_np: Int32s
@@ -34,7 +41,7 @@ class SampleRows(NamedTuple):
     slots: Tensor
     """int32 [>= R], device"""
     token_indices: Tensor
-    """int32 [>= R], device: each sequence's last token in the step."""
+    """int32 [>= R], device: index in the step of the token that each sample follows."""
     positions: Tensor
     """int32 [>= R], device"""
     delivery: Delivery | None
@@ -43,6 +50,8 @@ class SampleRows(NamedTuple):
     """True if a row's tokens may have been refused: then only the device has all positions."""
     known_bitmap: bytes = b""
     """slots_np as the bitmap of a reply, if it was packed before."""
+    has_several: bool = False
+    """True if a sequence has more than one sample. Otherwise R is Q."""
 
     @property
     def bitmap(self) -> bytes:
@@ -52,23 +61,49 @@ class SampleRows(NamedTuple):
     @property
     def sampled(self) -> Sampled:
         """The columns that the token history keeps."""
+        if self.has_several:
+            newest = np.flatnonzero(self.num_newer == 0)
+            columns = (self.slots_np[newest], self.generations[newest], self.positions_np[newest])
+            return Sampled(*columns, self.are_bounds)
         return Sampled(self.slots_np, self.generations, self.positions_np, self.are_bounds)
 
+    @property
+    def num_newer(self) -> Int64s:
+        """[R] number of later samples of the same sequence; 0 for the one that it gains."""
+        if not self.has_several:
+            return np.zeros(self.slots_np.size, np.int64)
+        ends = np.searchsorted(self.slots_np, self.slots_np, side="right")
+        return ends - 1 - np.arange(self.slots_np.size)
+
+    def newest(self) -> "SampleRows":
+        """Return the samples that sequences gain, [Q], without padding."""
+        if self.has_several:
+            return self.keep(np.flatnonzero(self.num_newer == 0), self.used)
+        return self.without_padding()
+
+    def newest_of(self, column: Tensor) -> Tensor:
+        """Return the entries [Q] of a column [>= R] for the samples that sequences gain."""
+        if self.has_several:
+            return column[upload(np.flatnonzero(self.num_newer == 0), column.device)]
+        return column[: self.slots_np.size]
+
     def keep(self, chosen: Int64s, used: int) -> "SampleRows":
-        """Return these rows only, in columns of their own. chosen [R'] int64: indices into the
-        rows; used: the bits of the parts that these use."""
+        """Return these samples only, in columns of their own. chosen [R'] int64: their indices,
+        ascending; used: the bits of the parts that their rows use."""
         columns = (self.slots, self.token_indices, self.positions)
         if self.slots.shape[0]:  # otherwise the step failed before it had any
             on_device = upload(chosen, self.slots.device)
             columns = (columns[0][on_device], columns[1][on_device], columns[2][on_device])
+        slots = self.slots_np[chosen]
         return SampleRows(
-            self.slots_np[chosen],
+            slots,
             self.generations[chosen],
             self.positions_np[chosen],
             used | self.used & BY_LOGITS,
             *columns,
             None,
             self.are_bounds,
+            has_several=self.has_several and bool((slots[1:] == slots[:-1]).any()),
         )
 
     def without_padding(self) -> "SampleRows":
@@ -85,13 +120,14 @@ class SamplingInputs(NamedTuple):
     """Logits and tokens to sample from: empty tensors on a stage that does not sample."""
 
     logits: Tensor
-    """[R, v] this rank's share of the logits of each sequence's last token, in the model's dtype
-    and with the vocabulary's padding. Of a step, a view of the stage's buffer, to which only the
-    next step writes."""
+    """[R, v] this rank's share of the logits of each sample, in the model's dtype and with the
+    vocabulary's padding. Of a step, a view of the stage's buffer, to which only the next step
+    writes."""
     greedy: Tensor
     """int64 [R] the most likely token."""
     inputs: Tensor | None = None
-    """int64 [R] each sequence's last token, if it may have to be computed again; otherwise None."""
+    """int64 [R] the token that each sample follows, if it may have to be computed again; otherwise
+    None."""
 
     def keep(self, kept: Int64s, *, by_logits: bool = True) -> "SamplingInputs":
         """Return a copy of these rows only: kept int64 [R'] indexes the rows. by_logits: False

@@ -43,6 +43,8 @@ class StepLimits:
     """Width of prompt embeddings; 0: prompts may have none."""
     keeps_state: bool = False
     """Layers keep a state per request, on this rank or another: a request begins at position 0."""
+    max_samples_per_seq: int = 1
+    """Most tokens that a request samples in a step."""
 
     @property
     def block_groups(self) -> tuple[BlockGroup, ...]:
@@ -56,6 +58,12 @@ class StepLimits:
     def max_blocks_per_seq(self) -> int:
         """Largest number of blocks of a request in one group."""
         return -(-self.max_model_len // self.block_size)
+
+    @property
+    def max_num_samples(self) -> int:
+        """Most tokens that a step samples: each follows one of its tokens."""
+        most = self.max_num_seqs * self.max_samples_per_seq
+        return max(self.max_num_seqs, min(most, self.max_num_batched_tokens))
 
 
 class BlockUpdates(NamedTuple):
@@ -117,8 +125,9 @@ class ScheduledStep(NamedTuple):
     total_num_tokens: int
     longest: int
     """Tokens of the longest context, this step's included; 0 without requests."""
-    samples: Bools
-    """[B] True if the request's last token of this step samples a new one."""
+    num_samples: Int32s
+    """[B] tokens that the request samples, one after each of its last tokens of this step; 0 unless
+    the step computes its last known token."""
     new_requests: tuple[NewRequestData, ...]
     block_updates: BlockUpdates
     deferred: Bools | None
@@ -132,6 +141,8 @@ class ScheduledStep(NamedTuple):
     """The steady batch that this step starts or continues; None for any other step."""
     pooling: Int64s | None = None
     """Slots of all pooling requests; None if none of them has tokens in this step."""
+    has_several: bool = False
+    """True if a request samples more than one token."""
 
 
 def blocks_before_window(num_computed: Int32s, group: BlockGroup) -> Int32s:

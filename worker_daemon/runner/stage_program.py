@@ -1,6 +1,6 @@
 """Runs the forward pass of a stage: the part of a step that one CUDA graph can hold.
 
-Shapes: N tokens, H hidden size, R sequences that sample; N and R with padding.
+Shapes: N tokens, H hidden size, R samples; N and R with padding.
 """
 
 from collections.abc import Sequence
@@ -132,7 +132,7 @@ class EagerProgram:
     def _choose(
         self, hidden: Tensor, columns: StepColumns[Tensor], token_ids: Tensor
     ) -> SamplingInputs:
-        """Return the logits of each sequence's last token, and the most likely token."""
+        """Return the logits after each token that a sample follows, and the most likely token."""
         if self._logits is None:
             return SamplingInputs(hidden[:0], columns.sample_rows[:0])
         rows = hidden.index_select(0, columns.sample_tokens)

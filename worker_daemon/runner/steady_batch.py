@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from worker_daemon.contracts.arrays import Bools, Int32s, Int64s
+from worker_daemon.contracts.arrays import Int32s, Int64s
 
 _ONE = np.array(1, np.int32)
 
@@ -29,7 +29,7 @@ class SteadyBatch:
     """The slots as an index: a slice, which is faster, if they are contiguous."""
     generations: Int64s
     one_each: Int32s
-    all_sample: Bools
+    """One token of the step, and one sample, for each."""
     used: int
     """Bits of the parts that any row uses."""
     max_model_len: int

@@ -54,6 +54,20 @@ def _read(field: str, raw: Frame, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
     return np.frombuffer(raw, dtype)
 
 
+def _read_pairs(field: str, raw: bytes, slots: Int64s) -> tuple[Int32s, Int32s, Int64s]:
+    """Read pairs (slot, number) for some of the scheduled slots [B]. Return the columns, and each
+    slot's index among the scheduled ones."""
+    pairs = _read(field, raw, _INT32)
+    if pairs.size % 2:
+        raise invalid(field, f"{pairs.size} values", "send pairs (slot, number)")
+    named, numbers = pairs.reshape(-1, 2).T
+    positions = np.searchsorted(slots, named)
+    if not ((positions < slots.size).all() and (slots[positions] == named).all()):
+        raise invalid(field, named.tolist()[:8], "name scheduled slots only")
+    _check_unique(field, named)
+    return named, numbers, positions
+
+
 def _check_unique(field: str, slots: Int64s | Int32s) -> None:
     values, counts = np.unique(slots, return_counts=True)
     if values.size < slots.size:
@@ -259,14 +273,7 @@ class BatchReader:
         """Return the number of tokens of each slot: one, except for the (slot, tokens) pairs in
         raw."""
         field, most = "num_scheduled_tokens", self._limits.max_model_len
-        pairs = _read(field, raw, _INT32)
-        if pairs.size % 2:
-            raise invalid(field, f"{pairs.size} values", "send pairs (slot, tokens)")
-        named, tokens = pairs.reshape(-1, 2).T
-        positions = np.searchsorted(slots, named)
-        if not ((positions < slots.size).all() and (slots[positions] == named).all()):
-            raise invalid(field, named.tolist()[:8], "name scheduled slots only")
-        _check_unique(field, named)
+        _, tokens, positions = _read_pairs(field, raw, slots)
         low, high = int(tokens.min()), int(tokens.max())
         if low < 1 or high > most:
             wrong = low if low < 1 else high
@@ -473,6 +480,9 @@ class StepJudge:
         try:
             if counts.num_pooling:
                 samples, pooling = self._judge_pooling(counts, slots, starts, ends)
+            num_samples = samples.astype(np.int32)
+            if step.num_samples:
+                self._read_samples(step.num_samples, slots, num_tokens, num_samples)
             if step.deferred is not None:
                 later = _deferred(step.deferred, slots, samples)
                 self._check_held(samples, waiting)
@@ -487,20 +497,45 @@ class StepJudge:
             ends=ends,
             total_num_tokens=step.total_num_scheduled_tokens,
             longest=int(ends.max()) if ends.size else 0,
-            samples=samples,
+            num_samples=num_samples,
             new_requests=step.scheduled_new_reqs,
             block_updates=updates,
             deferred=later,
             brought=brought,
             corrections=self._corrections(counts, rows),
             pooling=pooling,
+            has_several=bool(step.num_samples) and int(num_samples.max()) > 1,
         )
         return JudgedStep(scheduled, batch, counts, capacity, tokens)
 
+    def _read_samples(
+        self, raw: bytes, slots: Int64s, num_tokens: Int32s, num_samples: Int32s
+    ) -> None:
+        """Replace the numbers of samples, 1 or 0 for each slot [B], by those that a message
+        names."""
+        field = "num_samples"
+        named, counts, positions = _read_pairs(field, raw, slots)
+        idle = np.flatnonzero(num_samples[positions] == 0)
+        if idle.size:
+            fix = f"name slots that sample in this step: {slots[num_samples > 0].tolist()[:8]}"
+            raise invalid(field, int(named[idle[0]]), fix)
+        most = np.minimum(num_tokens[positions], self._limits.max_samples_per_seq)
+        wrong = np.flatnonzero((counts < 1) | (counts > most))
+        if wrong.size:
+            at = int(wrong[0])
+            raise invalid(
+                field,
+                f"slot {int(named[at])}: {int(counts[at])}",
+                f"use 1 to {most[at]}: the step has {num_tokens[positions[at]]} tokens of it, and "
+                f"max_samples_per_seq is {self._limits.max_samples_per_seq}",
+            )
+        num_samples[positions] = counts
+
     def _check_held(self, samples: Bools, waiting: Mapping[int, Int64s]) -> None:
-        """Check the rows of logits that are copied by a step that defers, and those that are still
-        held for earlier ones. A request that ends does not free its copy, its SampleTokens does.
-        The memory profile and the plan count one copy for each request."""
+        """Check the requests whose logits are copied by a step that defers, and those whose logits
+        are still held for earlier ones. A request that ends does not free its copies, its
+        SampleTokens does. The memory profile and the plan count max_samples_per_seq copies for each
+        request."""
         held, new = sum(each.size for each in waiting.values()), int(np.count_nonzero(samples))
         if held + new > self._limits.max_num_seqs:
             raise invalid(

@@ -42,7 +42,7 @@ class StepShape(NamedTuple):
     num_seqs: int
     """B"""
     num_samples: int
-    """R, sequences that sample."""
+    """R, tokens that are sampled: one for most sequences that sample."""
     num_updates: int
     """U, entries of the block table that the step writes."""
     extra: tuple[int, ...] = ()
@@ -82,9 +82,9 @@ class StepColumns(NamedTuple, Generic[_Column]):
     seq_order: _Column
     """[B] indices of the sequences, longest context first."""
     sample_rows: _Column
-    """[R] request row of each sequence that samples; the spare row for padding."""
+    """[R] request row of each sampled token; the spare row for padding."""
     sample_tokens: _Column
-    """[R] index of its last token in the step."""
+    """[R] index in the step of the token that it follows."""
     sample_positions: _Column
     """[R] position of the token that is sampled."""
     update_rows: _Column
@@ -150,7 +150,7 @@ class ExactShapes:
         shape = StepShape(
             num_tokens=step.total_num_tokens,
             num_seqs=step.slots.size,
-            num_samples=int(step.samples.sum()),
+            num_samples=int(step.num_samples.sum()),
             num_updates=step.block_updates.rows.size,
         )
         return StepPlan(shape, int(step.num_tokens.max(initial=0)), step.longest)
@@ -224,15 +224,17 @@ def mixed_plans(
     longest: int,
     num_groups: int = 1,
     sizes: Sequence[int] = MIXED_SIZES,
+    max_num_samples: int = 0,
 ) -> list[StepPlan]:
-    """Return the plans of steps that are not decodes, ascending; max_num_tokens and max_num_seqs
-    are the largest step's, longest its longest context. sizes: those of mixed_sizes."""
+    """Return the plans of steps that are not decodes, ascending; max_num_tokens, max_num_seqs and
+    max_num_samples (0: max_num_seqs) are the largest step's, longest its longest context. sizes:
+    those of mixed_sizes."""
     plans = []
     for size in sizes:
         if size <= max_num_tokens:
             bound = longest if size <= MIXED_SIZES[-1] else min(longest, LARGE_MIXED_LONGEST)
-            count = min(size, max_num_seqs)
-            plans.append(StepPlan(StepShape(size, count, count, num_groups * size), size, bound))
+            count, samples = min(size, max_num_seqs), min(size, max_num_samples or max_num_seqs)
+            plans.append(StepPlan(StepShape(size, count, samples, num_groups * size), size, bound))
     return plans
 
 
@@ -246,12 +248,14 @@ def decode_sizes(max_num_seqs: int) -> list[int]:
 
 def largest_shape(limits: StepLimits) -> StepShape:
     """Return the shape of the largest step: tokens, sequences and block-table entries, each
-    including padding."""
+    including padding. Samples are those of all requests: the memory profile counts as many for
+    deferred ones, which may be of several steps."""
     seqs = max(limits.max_num_seqs + 1, *decode_sizes(limits.max_num_seqs))
     tokens, groups = limits.max_num_batched_tokens + seqs, limits.num_groups
     entries = groups * seqs * limits.max_blocks_per_seq
     updates = max(min(entries, max(groups * seqs, MAX_BLOCK_UPDATES)), groups * tokens)
-    return StepShape(tokens, seqs, seqs, updates)
+    samples = max(seqs, limits.max_num_seqs * limits.max_samples_per_seq)
+    return StepShape(tokens, seqs, samples, updates)
 
 
 def _decode_plan(size: int, longest: int, num_groups: int) -> StepPlan:

@@ -31,7 +31,7 @@ class StepSampler:
         return reports if step.pooling is None else reports + self._parts.pool(hidden, step)
 
     def sample(self, step: Unsampled) -> SamplerOutput:
-        """Choose a token for each row."""
+        """Choose the token of each sample."""
         rows, chosen = step.rows, step.chosen
         assert chosen is not None, "the step has got this far"
         count = rows.slots_np.size
@@ -42,12 +42,13 @@ class StepSampler:
         return replace(sampled, reports=sampled.reports + step.reports) if step.reports else sampled
 
     def refuse(self, step: Unsampled, sampled: SamplerOutput, refused: Tensor) -> Tensor:
-        """Write the refusals to this rank's rows. Return int64 [2, R]: the token from which each
-        row continues (after a refusal the one before it), and each row's total refusals."""
+        """Write the refusals, int32 [Q], to this rank's rows. Return int64 [2, Q]: the token from
+        which each row continues (after a refusal the one before it), and each row's total
+        refusals."""
         assert step.chosen is not None, "the step has got this far"
         assert step.chosen.inputs is not None, "steps that may refuse keep their last tokens"
-        count = step.rows.slots_np.size
-        last = step.chosen.inputs[:count]
-        token_ids = torch.where(refused > 0, last, sampled.token_ids)
-        total = self._tables.refuse(step.rows.slots[:count], token_ids, refused)
+        rows = step.rows
+        last, newest = rows.newest_of(step.chosen.inputs), rows.newest_of(sampled.token_ids)
+        token_ids = torch.where(refused > 0, last, newest)
+        total = self._tables.refuse(rows.newest_of(rows.slots), token_ids, refused)
         return torch.stack((token_ids, total.long()))

@@ -37,13 +37,14 @@ class SyntheticStep:
 def largest_step(
     request: StepMessage, limits: StepLimits, heaviest: tuple[RequestExtension, ...] = ()
 ) -> SyntheticStep:
-    """Return the step with the most tokens and the most sampling rows, even with few blocks.
-    heaviest: extensions of its requests."""
+    """Return the step with the most tokens and the most samples, even with few blocks. heaviest:
+    extensions of its requests."""
     num_seqs = limits.max_num_seqs
     budget = min(_most_tokens(limits), num_seqs * limits.max_model_len)
     lengths = [budget // num_seqs + (index < budget % num_seqs) for index in range(num_seqs)]
     extensions = heaviest if limits.generates else _lightest(limits)
-    return with_all_parts(prefill_step(request, limits, lengths, extensions), limits)
+    step = with_all_samples(prefill_step(request, limits, lengths, extensions), limits)
+    return with_all_parts(step, limits)
 
 
 def longest_step(request: StepMessage, limits: StepLimits) -> SyntheticStep:
@@ -58,7 +59,8 @@ def warm_up_steps(
     request: StepMessage, limits: StepLimits, heaviest: tuple[RequestExtension, ...] = ()
 ) -> Iterator[SyntheticStep]:
     """Yield a prefill and a decode without parts; then a prefill with each part alone; then
-    prefills and a decode with all parts. `heaviest` has the extensions that switch parts on. Each
+    prefills and a decode with all parts, and a prefill with several samples for each request, if
+    there may be several. `heaviest` has the extensions that switch parts on. Each
     part is run alone because its kernels depend on the logits' dtype, which other parts change.
 
     Each prefill frees the previous one's rows; the caller frees the last ones.
@@ -87,6 +89,8 @@ def warm_up_steps(
         yield with_all_parts(prefill(heaviest), limits)
         if has_decode:
             yield with_all_parts(_decode_step(request, num_seqs), limits)
+        if limits.max_samples_per_seq > 1:
+            yield with_all_parts(with_all_samples(prefill(heaviest), limits), limits)
 
 
 def with_all_parts(step: SyntheticStep, limits: StepLimits) -> SyntheticStep:
@@ -98,6 +102,17 @@ def with_all_parts(step: SyntheticStep, limits: StepLimits) -> SyntheticStep:
     extensions, frames = heaviest_of_step(slots, limits)
     message = msgspec.structs.replace(step.message, extensions=extensions)
     return SyntheticStep(message, (*step.arrays, *frames))
+
+
+def with_all_samples(step: SyntheticStep, limits: StepLimits) -> SyntheticStep:
+    """Return the step with as many samples of each request as its tokens and the limits allow; the
+    step of a model that does not generate is returned unchanged."""
+    if not limits.generates or limits.max_samples_per_seq == 1:
+        return step
+    pairs = np.frombuffer(step.message.num_scheduled_tokens, "<i4").reshape(-1, 2).copy()
+    pairs[:, 1] = np.minimum(pairs[:, 1], limits.max_samples_per_seq)
+    message = msgspec.structs.replace(step.message, num_samples=pairs.tobytes())
+    return SyntheticStep(message, step.arrays)
 
 
 def size_sweep(request: StepMessage, limits: StepLimits) -> Iterator[SyntheticStep]:

@@ -161,7 +161,7 @@ class Serving:
                 # First, as kernels of large steps take the longest. The profile's cache of two
                 # blocks does not limit them, since nothing runs.
                 self._launch_layers(subset, replace(limits, num_blocks=limits.max_num_seqs + 1))
-            subset.launch_sampling(limits.max_num_seqs)
+            subset.launch_sampling(limits.max_num_samples)
             self._step_graphs().launch(self.runner)
         return not batch.has_failed
 
@@ -270,4 +270,5 @@ def _limits(model: LoadedModel, plan: KVCacheConfig) -> StepLimits:
         logits_processors=scheduler.logits_processors,
         hidden_size=model.resolved.decoder.hidden_size,
         keeps_state=model.resolved.decoder.keeps_state,
+        max_samples_per_seq=scheduler.max_samples_per_seq,
     )

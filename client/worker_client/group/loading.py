@@ -121,6 +121,7 @@ def group_limits(config: WorkerConfig, model: LoadedGroup) -> GroupLimits:
         pooling=model.metadata.pooling,
         max_loras=config.lora.max_loras,
         logits_processors=config.scheduler.logits_processors,
+        max_samples_per_seq=config.scheduler.max_samples_per_seq,
     )
 
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Final, NamedTuple
 
 from rpc_schema.codec import Frame
+from rpc_schema.config import MAX_SAMPLES_PER_SEQ
 from rpc_schema.extensions import ReplyExtension, RequestExtension
 from rpc_schema.pooling import PoolingSupport
 
@@ -35,6 +36,8 @@ class ModelBounds:
     """0 if unknown."""
     num_prompt_tokens: int = MAX_PROMPT_TOKENS
     """Length of the request's prompt, for parts that ask for it (RequestPart.judges_prompt)."""
+    max_samples_per_seq: int = MAX_SAMPLES_PER_SEQ
+    """Most samples of a request in a step."""
 
     def of_prompt(self, num_tokens: int) -> "ModelBounds":
         """Return the bounds on a request with a prompt of so many tokens."""
@@ -48,6 +51,8 @@ class RequestPart:
     """Extension of a request that uses it."""
     reply_extension: ClassVar[type[ReplyExtension] | None] = None
     """Its extension of a step's reply; None if it reports nothing."""
+    reports_tokens: ClassVar[bool] = True
+    """False if it reports on something other than the sampled tokens."""
     judges_prompt: ClassVar[bool] = False
     """True if `find_fault` needs ModelBounds.num_prompt_tokens."""
     limits_running: ClassVar[bool] = False
@@ -84,8 +89,9 @@ class RequestPart:
         req_ids: Sequence[str],
         asked: Mapping[str, Any],
     ) -> Mapping[str, Any]:
-        """Return the reports of a reply, by request. frames: the extension's own; req_ids: the rows
-        of the reply; asked: extensions of the requests that have the feature, by id.
+        """Return the reports of a reply, by request. frames: the extension's own; req_ids: the
+        request of each token of the reply, "" for those to leave out; asked: extensions of the
+        requests that have the feature, by id.
 
         Raises:
             BadFrameError: the frames do not fit.

@@ -79,6 +79,7 @@ class PromptLogprobsRequestPart(RequestPart):
 
     extension = PromptLogprobsWanted
     reply_extension = PromptLogprobs
+    reports_tokens = False
 
     def find_fault(
         self, extension: PromptLogprobsWanted, bounds: ModelBounds

@@ -1,7 +1,7 @@
 """Lists the features, and asks all of them on the driver's behalf. A new feature needs its file and
 a line here; its structs are registered in rpc_schema/extensions.py."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from hashlib import blake2b
 from types import MappingProxyType
 from typing import Any, Final, TypeAlias
@@ -133,29 +133,54 @@ def read_reports(
     asked: Mapping[str, Extensions],
     pooled: Mapping[int, str] = NONE_POOLED,
 ) -> Mapping[type[ReplyExtension], Mapping[str, Any]]:
-    """Return the reports of a reply, by kind of extension and request id. asked: the extensions of
-    the requests that it may report on; pooled: those that the step ends, by slot.
+    """Return the reports of a reply, by kind of extension and request id. req_ids: the request of
+    each token, "" for a token that the reports leave out; asked: the extensions of the requests
+    that it may report on; pooled: those that the step ends, by slot.
 
     Raises:
         BadFrameError: the frames do not fit.
     """
     found: dict[type[ReplyExtension], Mapping[str, Any]] = {}
+    for extension, part, own in _parts_of(extensions, frames):
+        if part.pools:
+            found[type(extension)] = part.read_outputs(extension, own, pooled)
+        else:
+            theirs = _asked(part, asked)
+            found[type(extension)] = part.read_reply(extension, own, req_ids, theirs)
+    return found
+
+
+def read_token_reports(
+    extensions: Sequence[ReplyExtension],
+    frames: Sequence[Frame],
+    req_ids: Sequence[str],
+    asked: Mapping[str, Extensions],
+) -> Mapping[type[ReplyExtension], Mapping[str, Any]]:
+    """Return those reports of a reply that are on sampled tokens, as read_reports does."""
+    return {
+        type(extension): part.read_reply(extension, own, req_ids, _asked(part, asked))
+        for extension, part, own in _parts_of(extensions, frames)
+        if part.reports_tokens and not part.pools
+    }
+
+
+def _parts_of(
+    extensions: Sequence[ReplyExtension], frames: Sequence[Frame]
+) -> Iterator[tuple[ReplyExtension, RequestPart, Sequence[Frame]]]:
+    """Yield each extension with its part and its frames."""
     expected = sum(extension.num_frames for extension in extensions)
     if len(frames) != expected:
         raise BadFrameError(f"{len(frames)} frames; the extensions of the reply have {expected}")
     first = 0
     for extension in extensions:
-        part = _OF_REPLY[type(extension)]
-        own = frames[first : first + extension.num_frames]
+        yield extension, _OF_REPLY[type(extension)], frames[first : first + extension.num_frames]
         first += extension.num_frames
-        theirs = {
-            req_id: each
-            for req_id, carried in asked.items()
-            for each in carried
-            if type(each) is part.extension
-        }
-        if part.pools:
-            found[type(extension)] = part.read_outputs(extension, own, pooled)
-        else:
-            found[type(extension)] = part.read_reply(extension, own, req_ids, theirs)
-    return found
+
+
+def _asked(part: RequestPart, asked: Mapping[str, Extensions]) -> Mapping[str, Any]:
+    return {
+        req_id: each
+        for req_id, carried in asked.items()
+        for each in carried
+        if type(each) is part.extension
+    }

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Final, NamedTuple, Protocol, runtime_checkable
 
-from rpc_schema.config import WorkerConfig
+from rpc_schema.config import MAX_SAMPLES_PER_SEQ, WorkerConfig
 from rpc_schema.kv_cache import BlockGroup, block_groups, longest_request
 from rpc_schema.pooling import PoolingSupport
 from worker_client.group.loading import LoadedGroup
@@ -153,6 +153,8 @@ class SchedulerLimits:
     """0 leaves the width of prompt embeddings unchecked."""
     keeps_state: bool = False
     """Layers keep a state per request: requests share no prefixes, and begin at position 0."""
+    max_samples_per_seq: int = MAX_SAMPLES_PER_SEQ
+    """Most samples of a request in a step (SchedulerOutput.num_samples)."""
     max_itl_ms: float | None = None
     """Target for the time between two tokens of a request, in milliseconds; None: no target."""
 
@@ -166,6 +168,7 @@ class SchedulerLimits:
             max_loras=self.max_loras,
             logits_processors=self.logits_processors,
             hidden_size=self.hidden_size,
+            max_samples_per_seq=self.max_samples_per_seq,
         )
 
     @cached_property
@@ -209,5 +212,6 @@ def scheduler_limits(
         pooling=model.metadata.pooling,
         max_loras=config.lora.max_loras,
         logits_processors=config.scheduler.logits_processors,
+        max_samples_per_seq=config.scheduler.max_samples_per_seq,
         max_itl_ms=max_itl_ms,
     )

@@ -549,6 +549,7 @@ def group_bounds(limits: SchedulerLimits) -> GroupLimits:
         max_loras=limits.max_loras,
         generates=limits.generates,
         pooling=limits.pooling,
+        max_samples_per_seq=limits.max_samples_per_seq,
     )
 
 

@@ -15,6 +15,7 @@ from rpc_schema.pooling import PooledOutputs
 from rpc_schema.step import ModelRunnerOutput
 from worker_client.parts.registry import NONE_POOLED, Extensions, read_reports
 from worker_client.scheduler_output import SchedulerOutput, StepResult
+from worker_client.steps.several_samples import ONE_EACH, TokenRows, read_samples, token_rows
 
 Int32s = NDArray[np.int32]
 _INT32 = np.dtype("<i4")
@@ -58,6 +59,7 @@ class EncodedStep:
         "frames",
         "is_later",
         "left",
+        "num_samples",
         "output",
         "pooled",
         "reporting",
@@ -80,6 +82,7 @@ class EncodedStep:
         resync: bool = False,
         deferred: Mapping[int, str] = NONE_DEFERRED,
         is_later: bool = False,
+        num_samples: Mapping[str, int] = ONE_EACH,
     ) -> None:
         self.seq = seq
         self.output = output
@@ -100,6 +103,8 @@ class EncodedStep:
         """Those of them that were not sampled yet."""
         self.is_later = is_later
         """It is the later sampling of a step's requests; some may have finished since."""
+        self.num_samples = num_samples
+        """Samples of the requests that do not have one each."""
 
     def later(self, chosen: Mapping[int, str]) -> "EncodedStep":
         """Return the later sampling of deferred requests, given by slot."""
@@ -114,6 +119,7 @@ class EncodedStep:
             self.reporting,
             resync=self.resync,
             is_later=True,
+            num_samples=self.num_samples,
         )
 
     def sampled_bitmap(self) -> tuple[bytes, Sequence[str]]:
@@ -152,25 +158,30 @@ def decode_reply(
     slots, req_ids = step.sampled_bitmap()
     if step.is_later and reply.slots != slots:
         slots, req_ids = _those_left(*step.sampled(), reply.slots)
-    refused: Mapping[str, int] = {}
-    num_sampling, is_whole = len(req_ids), True
-    if reply.num_gained:
-        is_whole = len(reply.num_gained) == num_sampling and max(reply.num_gained) <= 1
-        gained = list(zip(req_ids, reply.num_gained, strict=False))
-        refused = {req_id: 1 for req_id, count in gained if not count}
-        req_ids = [req_id for req_id, count in gained if count]
-    if reply.slots != slots or len(reply.sampled_token_ids) != 4 * len(req_ids) or not is_whole:
+    rows: TokenRows | None = None
+    gained, is_whole = req_ids, True
+    if reply.num_sampled or step.num_samples:
+        rows = token_rows(req_ids, reply.num_sampled, step.num_samples)
+        gained, is_whole = ([], False) if rows is None else (rows.gained, True)
+    if reply.slots != slots or len(reply.sampled_token_ids) != 4 * len(gained) or not is_whole:
         raise BadFrameError(
-            f"step {step.seq} was to sample {num_sampling} slots; the reply's columns differ"
+            f"step {step.seq} was to sample {len(req_ids)} slots; the reply's columns differ"
         )
     token_ids: list[int] = np.frombuffer(reply.sampled_token_ids, _INT32).tolist()
-    if not (reply.extensions or step.pooled):
-        version = reply.weights_version
-        return StepResult(req_ids, token_ids, refused=refused, weights_version=version)
-    reports = read_reports(reply.extensions, arrays, req_ids, step.reporting, step.pooled)
+    version = reply.weights_version
+    if rows is None and not (reply.extensions or step.pooled):
+        return StepResult(gained, token_ids, weights_version=version)
+    reports = read_reports(reply.extensions, arrays, gained, step.reporting, step.pooled)
     if len(reports.get(PooledOutputs, ())) != len(step.pooled):
         raise BadFrameError(f"step {step.seq} was to end {len(step.pooled)} requests with outputs")
-    return StepResult(req_ids, token_ids, reports, refused, reply.weights_version)
+    if rows is None:
+        return StepResult(gained, token_ids, reports, weights_version=version)
+    if not rows.several:
+        return StepResult(gained, token_ids, reports, rows.refused, version)
+    samples = read_samples(rows.several, token_ids, reply.extensions, arrays, step.reporting)
+    pairs = [pair for pair in zip(gained, token_ids, strict=True) if pair[0]]
+    req_ids, token_ids = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
+    return StepResult(req_ids, token_ids, reports, rows.refused, version, samples)
 
 
 def _those_left(slots: bytes, req_ids: Sequence[str], named: bytes) -> tuple[bytes, Sequence[str]]:

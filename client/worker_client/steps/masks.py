@@ -28,7 +28,8 @@ class StepMasks(StepValues):
     """Masks of a step that are known when it is sent, and the requests whose masks come later."""
 
     masks: Masks = field(default_factory=dict)
-    """Tokens that requests may sample: int32 [ceil(vocab_size / 32)], bit 1 = allowed."""
+    """Tokens that requests may sample: int32 [ceil(vocab_size / 32)], bit 1 = allowed; for several
+    samples of a request int32 [n, ceil(vocab_size / 32)], for its newest n in order."""
     deferred: Collection[str] = ()
 
     @property
@@ -48,7 +49,12 @@ class StepMasks(StepValues):
         fault = _masks_fault(self.masks)
         if fault is not None:
             return fault
-        rows = [(slot_of[req_id], mask) for req_id, mask in self.masks.items() if req_id in slot_of]
+        rows = [
+            (slot_of[req_id], own)
+            for req_id, mask in self.masks.items()
+            if req_id in slot_of
+            for own in (mask if mask.ndim == 2 else (mask,))
+        ]
         if not rows:
             return None
         distinct, indices = _shared([mask for _, mask in rows])
@@ -58,13 +64,13 @@ class StepMasks(StepValues):
 
 
 def _masks_fault(masks: Masks) -> StepFault | None:
-    """Check that each mask is a row of 32-bit words, and that all have one length."""
+    """Check that each mask is a row of 32-bit words, or several, and that all have one length."""
     for req_id, mask in masks.items():
-        if not (isinstance(mask, np.ndarray) and mask.ndim == 1 and mask.dtype in _DTYPES):
+        if not (isinstance(mask, np.ndarray) and mask.ndim in (1, 2) and mask.dtype in _DTYPES):
             value = f"{mask.dtype} {list(mask.shape)}" if isinstance(mask, np.ndarray) else mask
-            fix = "give int32 [ceil(vocab_size / 32)]"
+            fix = "give int32 [ceil(vocab_size / 32)], or a row of them for each sample"
             return StepFault("its mask is malformed", "masks", value, fix, req_id)
-    lengths = sorted({mask.size for mask in masks.values()})
+    lengths = sorted({mask.shape[-1] for mask in masks.values()})
     if len(lengths) > 1:
         return wrong_ids(f"masks differ in length: {lengths}", "masks", masks)
     return None

@@ -2,7 +2,7 @@
 step can be checked before it is sent, and sent in full."""
 
 from array import array
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from rpc_schema.pooling import MAX_POOLED_BYTES
 from worker_client.parts.registry import NONE_POOLED, pools
 from worker_client.scheduler_output import NewRequest
+from worker_client.steps.several_samples import ONE_EACH
 from worker_client.steps.step_checks import (
     MAX_COUNT,
     WRONG_TYPE,
@@ -31,11 +32,18 @@ class ScheduledRows(NamedTuple):
     num_scheduled: Int32s
     num_computed: Int32s
     num_tokens: Int32s
-    samples: NDArray[np.bool_]
+    num_samples: Int32s
+    """Tokens that each row samples; 0 for most rows with a part of a prompt."""
     sampling_ids: Sequence[str]
     """Ids of the requests whose rows sample, in the order of slots."""
     pooled: Mapping[int, str]
     """By slot, the ids of the requests whose pooled output the step computes."""
+
+    @property
+    def sampling_slots(self) -> list[int]:
+        """Slots of the rows that sample."""
+        slots: list[int] = self.slots[self.num_samples > 0].tolist()
+        return slots
 
 
 def read_counts(counts: Mapping[str, int]) -> Int64s | StepFault:
@@ -49,6 +57,24 @@ def read_counts(counts: Mapping[str, int]) -> Int64s | StepFault:
         if type(count) is bool or not is_integer(count, -MAX_COUNT, MAX_COUNT):
             return wrong_count(req_id, count, "give a whole number")
     return malformed("num_scheduled_tokens", counts, "give whole numbers")
+
+
+def _samples_fault(
+    wanted: Mapping[str, int], tokens: Mapping[str, int], most: int
+) -> StepFault | None:
+    """Check a step's num_samples. tokens: scheduled tokens of the requests that sample; most:
+    max_samples_per_seq."""
+    message = "it cannot sample so many tokens in this step"
+    for req_id, count in wanted.items():
+        own = tokens.get(req_id, 0)
+        if not own:
+            fix = "name requests whose last known token the step computes, and which do not pool"
+            return StepFault("it does not sample", "num_samples", count, fix, req_id)
+        if type(count) is bool or not is_integer(count, 1, min(own, most)):
+            fix = f"give 1 to {min(own, most)}: {own} of its tokens are scheduled, and "
+            fix += f"max_samples_per_seq of the configuration is {most}"
+            return StepFault(message, "num_samples", count, fix, req_id)
+    return None
 
 
 class SentCounts:
@@ -83,11 +109,14 @@ class SentCounts:
         slots: Int32s,
         new: Sequence[NewRequest],
         slot_of_new: Mapping[str, int],
+        wanted: Mapping[str, int] = ONE_EACH,
+        decoding: Collection[str] = (),
     ) -> ScheduledRows | StepFault:
         """Check the scheduled tokens of requests; return their rows' counts after the step, or the
         fault: a count does not fit its row, or outputs are too large. Nothing changes.
 
-        slots: of the requests, in the order of counts.
+        slots: of the requests, in the order of counts. wanted: the step's num_samples; decoding:
+        its requests that are not in counts.
         """
         req_ids = list(counts)
         num_scheduled = read_counts(counts)
@@ -119,8 +148,16 @@ class SentCounts:
             pooled = dict(zip(slots[order][ends].tolist(), names, strict=True))
         names = [req_ids[at] for at in order[samples].tolist()]
         num_tokens[samples] += 1
+        num_samples = samples.astype(np.int32)
+        if wanted:
+            tokens = dict.fromkeys(decoding, 1)
+            tokens |= zip(names, scheduled[samples].tolist(), strict=True)
+            fault = _samples_fault(wanted, tokens, self._limits.max_samples_per_seq)
+            if fault is not None:
+                return fault
+            num_samples[samples] = [wanted.get(name, 1) for name in names]
         return ScheduledRows(
-            slots[order], scheduled, num_computed, num_tokens, samples, names, pooled
+            slots[order], scheduled, num_computed, num_tokens, num_samples, names, pooled
         )
 
     def _output_sizes(

@@ -177,6 +177,7 @@ class SlotTable:
                 or output.finished_req_ids
                 or output.preempted_req_ids
                 or output.scheduled_new_reqs
+                or output.num_samples
             )
         except ValueError:  # an array in place of a sequence
             return False
@@ -348,12 +349,13 @@ class SlotTable:
             output,
             frames,
             steady,
-            rows.slots[rows.samples].tolist(),
+            rows.sampling_slots,
             rows.sampling_ids,
             self._reporting,
             pooled=rows.pooled,
             resync=resync is not None,
             deferred=change.sampling.deferred,
+            num_samples={**output.num_samples},
         )
 
     def _check(
@@ -368,7 +370,10 @@ class SlotTable:
         if isinstance(members, StepFault):
             return members
         ended, slot_of_new = members.ended, members.slot_of_new
-        rows = self._rows.check(counts, members.slots, new, slot_of_new)
+        decoding = () if steady is None else steady.req_ids
+        rows = self._rows.check(
+            counts, members.slots, new, slot_of_new, output.num_samples, decoding
+        )
         if isinstance(rows, StepFault):
             return rows
         num_decodes = 0 if steady is None else len(steady.req_ids)
@@ -492,7 +497,7 @@ class SlotTable:
             return fault
         if not output.extensions:
             return ALL_AT_ONCE
-        slot_of = dict(zip(rows.sampling_ids, rows.slots[rows.samples].tolist(), strict=True))
+        slot_of = dict(zip(rows.sampling_ids, rows.sampling_slots, strict=True))
         if steady is not None:
             slot_of |= zip(steady.sorted_req_ids, steady.slots.tolist(), strict=True)
         sampling = sampling_of(output.extensions, slot_of)
@@ -512,16 +517,13 @@ class SlotTable:
         rows, new, slot_of_new = change.rows, change.members.new, change.members.slot_of_new
         bits = np.zeros(self.capacity, np.bool_) if steady is None else steady.bits.copy()
         bits[rows.slots] = True
-        several = rows.num_scheduled != 1
-        pairs = np.empty((int(np.count_nonzero(several)), 2), "<i4")
-        pairs[:, 0], pairs[:, 1] = rows.slots[several], rows.num_scheduled[several]
         message = ExecuteModel(
             epoch=ids[0],
             link=ids[1],
             seq=ids[2],
             total_num_scheduled_tokens=change.total,
             scheduled=pack_bits(bits),
-            num_scheduled_tokens=pairs.tobytes(),
+            num_scheduled_tokens=_pairs(rows.slots, rows.num_scheduled, rows.num_scheduled != 1),
             new_block_slots=change.blocks.given.slots,
             new_block_ids=change.blocks.given.ids,
             new_block_groups=change.blocks.given.groups,
@@ -531,6 +533,7 @@ class SlotTable:
             deferred=change.sampling.bitmap,
             extensions=change.sampling.extensions,
             corrections=self._rows.corrections(change.members.ended),
+            num_samples=_pairs(rows.slots, rows.num_samples, rows.num_samples > 1),
         )
         return encode_checked(message, [*tokens, *change.sampling.frames], new, self._limits)
 
@@ -610,6 +613,13 @@ class SlotTable:
         slots = np.flatnonzero(is_live).astype(np.int32)
         columns = (slots, *self._rows.columns(slots), *self._blocks.lengths(slots))
         return np.stack(columns, axis=1).astype("<i4").tobytes()
+
+
+def _pairs(slots: Int32s, numbers: Int32s, chosen: NDArray[np.bool_]) -> bytes:
+    """Return pairs (slot, number) of the chosen rows."""
+    pairs = np.empty((int(np.count_nonzero(chosen)), 2), "<i4")
+    pairs[:, 0], pairs[:, 1] = slots[chosen], numbers[chosen]
+    return pairs.tobytes()
 
 
 def _as_message(request: NewRequest, slot: int) -> NewRequestData:

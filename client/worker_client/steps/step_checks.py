@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rpc_schema.codec import MAX_STEP_BYTES, Frame, decode_step, encode_step
+from rpc_schema.config import MAX_SAMPLES_PER_SEQ
 from rpc_schema.errors import TooLargeError, WireError
 from rpc_schema.extensions import RequestExtension, extension_of
 from rpc_schema.kv_cache import BlockGroup, block_groups
@@ -86,6 +87,7 @@ class GroupLimits:
     """0 if unknown: the width of embeddings is not checked then."""
     keeps_state: bool = False
     """Layers keep a state per request: requests begin at position 0."""
+    max_samples_per_seq: int = MAX_SAMPLES_PER_SEQ
 
     @cached_property
     def bounds(self) -> ModelBounds:
@@ -96,6 +98,7 @@ class GroupLimits:
             max_loras=self.max_loras,
             logits_processors=self.logits_processors,
             hidden_size=self.hidden_size,
+            max_samples_per_seq=self.max_samples_per_seq,
         )
 
     @cached_property
@@ -135,6 +138,7 @@ def shape_fault(output: SchedulerOutput, num_slots: int = MAX_SLOTS) -> StepFaul
         ("finished_req_ids", output.finished_req_ids, Iterable, MAX_STEP_BLOCKS, sequence),
         ("preempted_req_ids", output.preempted_req_ids, Iterable, MAX_STEP_BLOCKS, sequence),
         ("decode_req_ids", output.decode_req_ids, tuple, num_slots, of_ids),
+        ("num_samples", output.num_samples, Mapping, num_slots, mapping),
     ):
         fault = size_fault(field, value, kind, fix, most)
         if fault is not None:

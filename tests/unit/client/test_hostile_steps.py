@@ -124,6 +124,12 @@ WHOLE = [
     {"new_block_ids": [9], "decode_req_ids": ("runs",)},
     {"new_block_ids": {"runs": [9, 9]}, "decode_req_ids": ("runs",)},
     {"new_block_ids": {"runs": [2**31]}, "decode_req_ids": ("runs",)},
+    {"num_samples": {"nobody": 1}, "decode_req_ids": ("runs",)},
+    {"num_samples": {"runs": 2}, "decode_req_ids": ("runs",)},
+    {"num_samples": {"runs": None}, "num_scheduled_tokens": {"runs": 1}},
+    {"num_samples": {"runs": True}, "decode_req_ids": ("runs",)},
+    {"num_samples": [("runs", 1)], "decode_req_ids": ("runs",)},
+    {"num_samples": {"runs": 1}},
     {"scheduled_new_reqs": ["runs"]},
     {"scheduled_new_reqs": None},
     {"extensions": (StepMasks(deferred="runs"),), "decode_req_ids": ("runs",)},
@@ -535,6 +541,7 @@ MANY = 10**6
 HUGE = {
     "num_scheduled_tokens": lambda ids: {"num_scheduled_tokens": dict.fromkeys(ids, 1)},
     "decode_req_ids": lambda ids: {"decode_req_ids": tuple(ids)},
+    "num_samples": lambda ids: {"num_samples": dict.fromkeys(ids, 1)},
     "scheduled_new_reqs": lambda ids: {
         "scheduled_new_reqs": [NewRequest(name, np.zeros(3, np.int32), 3, 0, [1]) for name in ids]
     },

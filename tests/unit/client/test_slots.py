@@ -383,7 +383,7 @@ def test_refused_tokens_lower_the_bounds_of_the_request_that_refused_them():
         rank=0,
         slots=bitmap([0, 1]),
         sampled_token_ids=np.array([7], "<i4").tobytes(),
-        num_gained=bytes([0, 1]),
+        num_sampled=bytes([0, 1]),
     )
     result = table.decode(first, reply, [])
     assert (list(result.req_ids), list(result.token_ids)) == (["b"], [7])
@@ -409,7 +409,7 @@ def test_refused_tokens_lower_the_bounds_of_the_request_that_refused_them():
     assert rows == [[0, 2, 3, 1], [1, 6, 7, 1]]
     for broken in (bytes([0]), bytes([0, 2]), bytes([0, 0])):
         with pytest.raises(BadFrameError):
-            table.decode(first, msgspec.structs.replace(reply, num_gained=broken), [])
+            table.decode(first, msgspec.structs.replace(reply, num_sampled=broken), [])
 
 
 def test_deferred_requests_are_no_more_than_slots_even_if_they_have_ended():

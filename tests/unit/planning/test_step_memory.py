@@ -121,7 +121,13 @@ def peak_of_layers(heads, kv_heads, head_dim, inner_size):
     return live.peak
 
 
-def limits(max_num_seqs=1, max_num_batched_tokens=NUM_TOKENS, max_model_len=NUM_TOKENS, block=16):
+def limits(
+    max_num_seqs=1,
+    max_num_batched_tokens=NUM_TOKENS,
+    max_model_len=NUM_TOKENS,
+    block=16,
+    max_samples_per_seq=1,
+):
     return StepLimits(
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
@@ -129,6 +135,7 @@ def limits(max_num_seqs=1, max_num_batched_tokens=NUM_TOKENS, max_model_len=NUM_
         vocab_size=1000,
         block_size=block,
         num_blocks=1 << 30,
+        max_samples_per_seq=max_samples_per_seq,
     )
 
 
@@ -149,14 +156,15 @@ def widths(**changes):
     return StageWidths(**{**fields, **changes})
 
 
-def test_the_buffer_of_logits_counts_and_the_rows_of_it_that_wait_to_be_sampled():
-    """Of this rank's share of the vocabulary, with its padding."""
+@pytest.mark.parametrize("samples", [1, 3])
+def test_the_buffer_of_logits_counts_and_the_rows_of_it_that_wait_to_be_sampled(samples):
+    """Of this rank's share of the vocabulary, with its padding; of several samples of a request."""
     rows, more = 32, 640
+    own = limits(max_num_seqs=rows, max_samples_per_seq=samples)
     small, large = (
-        estimate_step_bytes(widths(vocab_rows=size), limits(max_num_seqs=rows))
-        for size in (1024, 1024 + more)
+        estimate_step_bytes(widths(vocab_rows=size), own) for size in (1024, 1024 + more)
     )
-    least = 2 * rows * more * 2
+    least = 2 * rows * samples * more * 2
     assert least < large - small < 1.1 * least
     inner = widths(vocab_rows=1024 + more, is_last_stage=False)
     outer = widths(vocab_rows=1024, is_last_stage=False)

@@ -54,6 +54,8 @@ class Plan:
     """Scheduled requests that reach their last token."""
     deferred: list[int] = field(default_factory=list)
     """Scheduled requests whose sampling is deferred."""
+    several: dict[int, int] = field(default_factory=dict)
+    """Number of samples of requests that sample more than one token."""
 
 
 class NaiveRows:
@@ -67,7 +69,7 @@ class NaiveRows:
         self.admissions = [0] * limits.max_num_seqs
 
     def apply(self, seq, plan):
-        """Returns {slot: (start, count, samples)} of the step."""
+        """Returns {slot: (start, count, number of samples)} of the step."""
         for slot in plan.finished:
             del self.requests[slot]
             for slots in self.unsampled.values():
@@ -89,9 +91,9 @@ class NaiveRows:
             request.computed += count
             samples = request.computed == request.num_tokens
             request.num_tokens += samples
-            ran[slot] = (start, count, samples)
+            ran[slot] = (start, count, plan.several.get(slot, 1) if samples else 0)
         if plan.deferred:
-            assert all(ran[slot][2] for slot in plan.deferred)
+            assert all(ran[slot][2] > 0 for slot in plan.deferred)
             self.unsampled[seq] = {*plan.deferred}
             self.held[seq] = len(plan.deferred)
         return ran
@@ -192,6 +194,9 @@ class StepGenerator:
             plan.scheduled[slot] = count
             if computed + count == num_tokens:
                 plan.sampling.append(slot)
+                most = min(count, limits.max_samples_per_seq)
+                if most > 1 and rng.random() < 0.6:
+                    plan.several[slot] = int(rng.integers(1, most + 1))
         rng.shuffle(plan.blocks)
         plan.blocks = [(int(s), int(b)) for s, b in plan.blocks]
 
@@ -240,6 +245,7 @@ def encode(seq, plan, rows):
         ),
         resync=resync,
         deferred=bitmap(plan.deferred) if plan.deferred else None,
+        num_samples=int32s(*(v for pair in sorted(plan.several.items()) for v in pair)),
     )
     tokens = [token for new in plan.admissions for token in new.tokens]
     return message, [int32s(*tokens)] if plan.admissions else []

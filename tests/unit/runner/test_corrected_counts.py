@@ -65,7 +65,7 @@ def test_bounds_fall_by_corrections_and_the_device_hears_of_them():
     assert second.corrections.tolist() == [0, -1] and second.starts.tolist() == [3, 3]
     third = state.apply(message(3, corrections=int32s([0, 2])), [])
     assert third.corrections.tolist() == [2, -1]
-    assert third.starts.tolist() == [2, 4] and third.samples.all()
+    assert third.starts.tolist() == [2, 4] and third.num_samples.all()
     assert state.counts.num_tokens[:2].tolist() == [4, 6]
 
 

@@ -43,7 +43,7 @@ from worker_daemon.runner.step_layout import (
 from worker_daemon.sample.sampler import TorchSampling
 
 CPU = torch.device("cpu")
-LIMITS = StepLimits(11, 200, 40, 64, 4, 200)
+LIMITS = StepLimits(11, 200, 40, 64, 4, 200, max_samples_per_seq=3)
 HIDDEN = 32
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
@@ -204,7 +204,7 @@ class Rank:
     def capture(self, graphs, is_first):
         recorded = Recorded(self.program)
         graphs.append(recorded)
-        mixed = mixed_plans(LIMITS.max_num_seqs, 64, 40)
+        mixed = mixed_plans(LIMITS.max_num_seqs, 64, 40, max_num_samples=LIMITS.max_num_samples)
         ladder = StepLadder(decode_sizes(LIMITS.max_num_seqs), lambda size: [12, 40], mixed)
         arriving = 0 if is_first else max(plan.shape.num_tokens for plan in ladder.plans)
         self.program = GraphedProgram(recorded, torch.zeros(arriving, HIDDEN), None)
@@ -220,7 +220,7 @@ class Rank:
 
 
 def run_step(ranks, message, arrays):
-    """The tokens that a pipeline samples, by slot."""
+    """The tokens that a pipeline samples, with their slots and positions."""
     hidden = torch.zeros(0, HIDDEN)
     for rank in ranks:
         inputs, hidden, chosen = rank.run(message, arrays, hidden)
@@ -229,9 +229,9 @@ def run_step(ranks, message, arrays):
     last = hidden[rows.token_indices[: rows.slots_np.size].long()]
     logits = ranks[-1].stage.gather_logits(chosen.logits[: rows.slots_np.size])
     torch.testing.assert_close(logits, ranks[-1].stage.compute_logits(last))
-    for rank in ranks[:-1]:
-        rank.tables.last_sampled[rows.slots[: rows.slots_np.size].long()] = tokens
-    return dict(zip(rows.slots_np.tolist(), tokens.tolist(), strict=True))
+    for rank in ranks if rows.has_several else ranks[:-1]:
+        rank.tables.last_sampled[rows.newest().slots.long()] = rows.newest_of(tokens)
+    return [*zip(rows.slots_np.tolist(), rows.positions_np.tolist(), tokens.tolist(), strict=True)]
 
 
 class RandomRequests:
@@ -254,6 +254,11 @@ class RandomRequests:
                 plan.admissions.append(Admission(slot, tokens, len(tokens), 0, SamplingParams()))
         plan.scheduled = {s: 1 for s in live if rng.random() < 0.9}
         plan.scheduled |= {new.slot: len(new.tokens) for new in plan.admissions}
+        plan.several = {
+            slot: int(rng.integers(1, min(count, LIMITS.max_samples_per_seq) + 1))
+            for slot, count in plan.scheduled.items()
+            if count > 1
+        }
         for slot, count in sorted(plan.scheduled.items()):
             computed = live[slot].computed if slot in live else 0
             have = len(live[slot].blocks) if slot in live else 0
@@ -285,7 +290,7 @@ def test_replayed_stages_sample_the_tokens_of_one_eager_stage(tmp_path, graphs, 
         message, arrays = requests.message()
         expected = run_step(whole, message, arrays)
         assert run_step(pipeline, message, arrays) == expected
-        seen |= {*expected.values()}
+        seen |= {token for *_, token in expected}
     replays = sum(rank.program.run.replays for rank in pipeline)
     assert replays > 40 * num_stages
     assert all(rank.program.run.mixed > 10 for rank in pipeline)

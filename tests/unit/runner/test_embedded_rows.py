@@ -61,7 +61,7 @@ def a_step(scheduled):
     starts, counts = np.array([scheduled[slot] for slot in slots.tolist()], np.int32).T
     return ScheduledStep(
         1, slots, counts.copy(), starts.copy(), starts + counts, int(counts.sum()),
-        int((starts + counts).max()), np.zeros(slots.size, np.bool_), (), NO_UPDATES, False,
+        int((starts + counts).max()), np.zeros(slots.size, np.int32), (), NO_UPDATES, False,
         NOTHING_BROUGHT,
     )  # fmt: skip
 

@@ -19,6 +19,7 @@ from worker_daemon.runner.step_layout import (
     ExactShapes,
     StepLadder,
     decode_sizes,
+    largest_shape,
     mixed_plans,
     mixed_sizes,
 )
@@ -34,7 +35,12 @@ def make_builder(state, ladder=None):
 def make_ladder(limits):
     middle = max(1, limits.max_model_len // 2)
     bounds = sorted({middle, limits.max_model_len})
-    mixed = mixed_plans(limits.max_num_seqs, limits.max_num_batched_tokens, limits.max_model_len)
+    mixed = mixed_plans(
+        limits.max_num_seqs,
+        limits.max_num_batched_tokens,
+        limits.max_model_len,
+        max_num_samples=limits.max_num_samples,
+    )
     return StepLadder(decode_sizes(limits.max_num_seqs), lambda size: bounds, mixed)
 
 
@@ -47,6 +53,7 @@ def draw_limits(rng):
         vocab_size=int(rng.integers(5, 1000)),
         block_size=2 ** int(rng.integers(0, 5)),
         num_blocks=int(rng.integers(2, 60)),
+        max_samples_per_seq=int(rng.choice([1, 4])),
     )
 
 
@@ -104,19 +111,35 @@ def check_attention(limits, inputs, attention, rows, ran):
 
 
 def check_sample_rows(state, inputs, rows, ran):
-    sampling = {slot: (start, n) for slot, (start, n, samples) in ran.items() if samples}
-    chosen = inputs.sample_rows
-    count = len(sampling)
-    assert chosen.slots_np.tolist() == list(sampling)
-    assert chosen.slots.shape[0] == inputs.plan.shape.num_samples
-    assert chosen.slots[:count].tolist() == list(sampling)
-    assert (chosen.slots[count:] == state.spare_slot).all()
     last = np.cumsum([n for _, n, _ in ran.values()]) - 1
-    indices = dict(zip(ran, last.tolist(), strict=True))
-    assert chosen.token_indices[:count].tolist() == [indices[slot] for slot in sampling]
-    positions = [start + n for start, n in sampling.values()]
+    samples = [
+        (slot, index - newer, start + n - newer, newer)
+        for (slot, (start, n, count)), index in zip(ran.items(), last.tolist(), strict=True)
+        for newer in reversed(range(count))
+    ]
+    chosen = inputs.sample_rows
+    count, slots = len(samples), [slot for slot, *_ in samples]
+    assert chosen.slots_np.tolist() == slots
+    assert chosen.slots.shape[0] == inputs.plan.shape.num_samples <= staged_samples(state)
+    assert chosen.slots[:count].tolist() == slots
+    assert (chosen.slots[count:] == state.spare_slot).all()
+    assert chosen.token_indices[:count].tolist() == [index for _, index, *_ in samples]
+    positions = [position for *_, position, _ in samples]
     assert chosen.positions[:count].tolist() == chosen.positions_np.tolist() == positions
     assert state.are_current(chosen.slots_np, chosen.generations).all()
+    newest = [place for place, (*_, newer) in enumerate(samples) if not newer]
+    assert chosen.num_newer.tolist() == [newer for *_, newer in samples]
+    assert chosen.has_several == (len(newest) < count)
+    assert chosen.newest_of(chosen.positions).tolist() == [positions[place] for place in newest]
+    assert chosen.sampled.slots.tolist() == sorted({*slots})
+    kept = np.sort(np.random.default_rng(count).permutation(count)[: count // 2])
+    few = chosen.keep(kept, 0)
+    assert few.slots_np.tolist() == [slots[place] for place in kept]
+    assert few.has_several == (len({*few.slots_np.tolist()}) < kept.size)
+
+
+def staged_samples(state):
+    return largest_shape(state.limits).num_samples
 
 
 def metadata_of(state, chosen):
@@ -171,11 +194,10 @@ def test_gathered_tensors_equal_naive_ones_over_random_steps(seed, padded):
         chosen = inputs.sample_rows
         check_sampling(metadata_of(state, chosen), chosen, rows)
         num_from_device += len(read)
-        sampled = rng.integers(0, limits.vocab_size, chosen.slots_np.size)
-        count = chosen.slots_np.size
-        rows_of = chosen.slots[:count].long()
-        builder.tables.last_sampled[rows_of] = torch.from_numpy(sampled)
-        for slot, token in zip(chosen.slots_np.tolist(), sampled.tolist(), strict=True):
+        newest = chosen.newest()
+        sampled = rng.integers(0, limits.vocab_size, newest.slots_np.size)
+        builder.tables.last_sampled[newest.slots.long()] = torch.from_numpy(sampled)
+        for slot, token in zip(newest.slots_np.tolist(), sampled.tolist(), strict=True):
             rows.requests[slot].sampled.append(token)
     assert num_from_device > 5
     assert not num_padded or padded
@@ -247,7 +269,7 @@ def test_decodes_of_every_size_are_padded_to_the_next_of_the_ladder():
             num_tokens=np.ones(count, np.int32),
             starts=np.zeros(count, np.int32),
             total_num_tokens=count,
-            samples=np.ones(count, np.bool_),
+            num_samples=np.ones(count, np.int32),
         )
         for longest in (1, 32, 33, 64):
             plan = ladder.fit(step._replace(longest=longest))
@@ -274,7 +296,7 @@ def test_other_steps_are_padded_to_the_next_number_of_tokens_unless_their_update
         assert shape.num_tokens == min((n for n in MIXED_SIZES if n >= count), default=count)
         assert (ladder.fit(step) in ladder.plans) == (count <= MIXED_SIZES[-1])
         updates = step.block_updates._replace(rows=np.zeros(shape.num_tokens + 1, np.int64))
-        exact = ladder.fit(step._replace(block_updates=updates, samples=np.ones(2, np.bool_)))
+        exact = ladder.fit(step._replace(block_updates=updates, num_samples=np.ones(2, np.int32)))
         assert exact.shape.num_tokens == count
         assert exact.shape.num_updates == shape.num_tokens + 1
 

@@ -28,7 +28,7 @@ from worker_daemon.runner.token_history import TokenHistory
 
 CPU = torch.device("cpu")
 HIDDEN = 4
-LIMITS = StepLimits(8, 40, 30, 19, 4, 60)
+LIMITS = StepLimits(8, 40, 30, 19, 4, 60, max_samples_per_seq=3)
 FIRST, MIDDLE, LAST = range(3)
 OUTSIDE = ("build", "wait", "run", "sample")
 """Where a failure leaves every exchange whole, or to be made."""
@@ -158,7 +158,7 @@ class Steps:
         message, arrays = encode(self.seq, plan, self.rows)
         ran = self.rows.apply(self.seq, plan)
         for slot, (_, _, samples) in ran.items():
-            self.rows.requests[slot].sampled += [0] * samples
+            self.rows.requests[slot].sampled += [0] * bool(samples)
         return message, arrays, ran
 
     def exchanges(self, ran, *, fails=False):

@@ -146,7 +146,7 @@ def test_outputs_of_random_chunks_beside_rows_that_sample(states):
             first = False
             left = {s: n - chosen.get(s, 0) for s, n in left.items() if n > chosen.get(s, 0)}
             assert {s for s in chosen if s not in left and asked[s]} == ended.keys()
-            sampling = step.slots[step.samples].tolist()
+            sampling = step.slots[step.num_samples > 0].tolist()
             assert sampling == [s for s in sorted(chosen) if s not in left and not asked[s]]
             found |= ended
         for slot, params in enumerate(asked):
@@ -172,11 +172,11 @@ def test_rows_of_a_request_that_was_ended_early_are_dropped():
 def test_steps_without_a_row_that_pools_do_not_name_one():
     steps = Steps(make_rows(support()))
     _, step = steps.run({0: 5}, [admission(0, 5)])
-    assert step.pooling is None and step.samples.all()
+    assert step.pooling is None and step.num_samples.all()
     _, step = steps.run({1: 3}, [admission(1, 5, PoolingParams(task="embed"))])
     assert step.pooling.tolist() == [1]
     _, step = steps.run({0: 1})
-    assert step.pooling is None and step.samples.all()
+    assert step.pooling is None and step.num_samples.all()
 
 
 @pytest.mark.parametrize(

@@ -46,6 +46,7 @@ def draw_limits(rng):
         vocab_size=int(rng.integers(1, 100)),
         block_size=2 ** int(rng.integers(0, 5)),
         num_blocks=int(rng.integers(2, 60)),
+        max_samples_per_seq=int(rng.choice([1, 3])),
     )
 
 
@@ -81,7 +82,7 @@ def check_step(step, ran, plan, rows):
     assert step.slots.tolist() == list(ran)
     assert step.starts.tolist() == [start for start, _, _ in ran.values()]
     assert step.num_tokens.tolist() == [count for _, count, _ in ran.values()]
-    assert step.samples.tolist() == [samples for _, _, samples in ran.values()]
+    assert step.num_samples.tolist() == [samples for _, _, samples in ran.values()]
     assert step.total_num_tokens == sum(plan.scheduled.values())
     deferred = [] if step.deferred is None else step.slots[step.deferred].tolist()
     assert deferred == sorted(plan.deferred)
@@ -875,6 +876,6 @@ def test_dummy_step_lies_on_a_row_that_no_request_can_have():
     state = request_state(LIMITS)
     step = state.dummy_step(5)
     assert (step.seq, step.slots.tolist(), step.total_num_tokens) == (5, [LIMITS.max_num_seqs], 1)
-    assert not step.samples.any()
+    assert not step.num_samples.any()
     with pytest.raises(InvalidStepError):
         admit(state, LIMITS.max_num_seqs, 4)

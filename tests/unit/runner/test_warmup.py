@@ -34,6 +34,7 @@ def random_limits(seed):
         vocab_size=int(rng.integers(1, 1000)),
         block_size=2 ** int(rng.integers(0, 8)),
         num_blocks=2 + int(rng.integers(0, 2 ** rng.integers(1, 13))),
+        max_samples_per_seq=1 + seed % 3,
     )
 
 
@@ -49,7 +50,7 @@ def test_warm_up_steps_are_valid_within_any_limits():
             for s in warm_up_steps(request, limits, state.parts.heaviest)
         ]
         assert len(steps) >= 2
-        assert all(step.samples.all() and step.slots.size for step in steps)
+        assert all(step.num_samples.all() and step.slots.size for step in steps)
         admitting = [step.new_requests[0] for step in steps if step.new_requests]
         kinds = {SamplingParams.of(new.extensions).temperature for new in admitting}
         assert kinds == {0.0, 1.0}
@@ -109,7 +110,7 @@ def test_the_sweep_of_decodes_is_valid():
         state = request_state(limits)
         steps = [state.apply(s.message, s.arrays) for s in decode_sweep(request, limits)]
         assert not state.has_failed
-        assert all(step.num_tokens.max() == 1 and step.samples.all() for step in steps)
+        assert all(step.num_tokens.max() == 1 and step.num_samples.all() for step in steps)
         assert max(step.slots.size for step in steps) == limits.max_num_seqs
         assert max(step.longest for step in steps) == limits.max_model_len
 
@@ -144,17 +145,17 @@ def test_the_sweep_of_decodes_takes_every_kernel_that_a_decode_takes(
         assert kernel(int(size), int(longest)) in swept, (size, longest, limits)
 
 
-def test_largest_step_fills_the_batch_and_every_row():
+def test_largest_step_fills_the_batch_and_samples_all_that_it_may_of_every_row():
     request = DetermineAvailableMemory(epoch=1, link=1, seq=4)
     for limits in ALL_LIMITS:
         num_seqs = limits.max_num_seqs
         state = request_state(limits)
         synthetic = largest_step(request, limits, state.parts.heaviest)
         step = state.apply(synthetic.message, synthetic.arrays)
-        assert step.slots.size == step.samples.sum() == num_seqs
-        assert step.total_num_tokens == min(
-            limits.max_num_batched_tokens, num_seqs * limits.max_model_len
-        )
+        most = min(limits.max_num_batched_tokens, num_seqs * limits.max_model_len)
+        assert step.slots.size == num_seqs and step.total_num_tokens == most
+        assert step.num_samples.all()
+        assert step.num_samples.sum() == min(limits.max_num_samples, most)
 
 
 @pytest.mark.parametrize("kind", [CompileOrWarmUpModel, DetermineAvailableMemory])

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 
+import msgspec
 import numpy as np
 
 from rpc_schema import config, kv_cache, lifecycle, sampling, step
@@ -19,6 +20,8 @@ class Sampled:
     token: int
     logprobs: list[tuple[int, float]] = field(default_factory=list)
     rank: int = 0
+    earlier: list["Sampled"] = field(default_factory=list)
+    """The slot's samples before this one."""
 
 
 class WorkerDriver:
@@ -112,13 +115,16 @@ class WorkerDriver:
 
     # Steps.
 
-    def execute(self, scheduled, new=(), finished=(), resync=None, defer=()):
+    def execute(self, scheduled, new=(), finished=(), resync=None, defer=(), several=None):
         """Runs one step and returns {slot: Sampled}. defer: slots that are sampled later, or True
-        for all.
+        for all; several: {slot: samples}.
 
         scheduled: {slot: tokens}; new: [(slot, token ids, SamplingParams)], where a fourth entry
         says (tokens already computed, their blocks)."""
         message, arrays = self.step(scheduled, new, finished, resync, defer)
+        if several:
+            pairs = int32s(v for slot in sorted(several) for v in (slot, several[slot]))
+            message = msgspec.structs.replace(message, num_samples=pairs)
         return self.read(self.worker.execute_model(message, arrays))
 
     def step(self, scheduled, new=(), finished=(), resync=None, defer=()):
@@ -175,10 +181,12 @@ class WorkerDriver:
         del self.computed[slot]
 
     def sample(self, step_seq, masks=None, slots=None):
-        """Samples a deferred step. masks: {slot: bool [V]}; slots: some of those that are left."""
-        masks = masks or {}
-        frames = [pack_masks(list(masks.values()))] if masks else []
-        own = sampling.GrammarMasks(slots=uint16s(masks), indices=uint16s(range(len(masks))))
+        """Samples a deferred step. masks: {slot: bool [V]}, or [n, V] for the newest n samples;
+        slots: some of those that are left."""
+        masks = {slot: np.atleast_2d(mask) for slot, mask in (masks or {}).items()}
+        frames = [pack_masks(np.concatenate([*masks.values()]))] if masks else []
+        named = [slot for slot, mask in masks.items() for _ in mask]
+        own = sampling.GrammarMasks(slots=uint16s(named), indices=uint16s(range(len(named))))
         extensions = (own,) if masks else ()
         named = None if slots is None else bytes([sum(1 << slot for slot in slots)])
         message = step.SampleTokens(
@@ -190,16 +198,23 @@ class WorkerDriver:
         reply, frames = pending.result()
         slots = named_slots(reply.slots)
         tokens = np.frombuffer(reply.sampled_token_ids, "<i4").tolist()
-        sampled = {slot: Sampled(token) for slot, token in zip(slots, tokens, strict=True)}
+        counts = reply.num_sampled or bytes([1]) * len(slots)
+        samples = [Sampled(token) for token in tokens]
         for report in reply.extensions:
             width = report.width + 1
             ids = np.frombuffer(frames[0], "<i4").reshape(-1, width).tolist()
             values = np.frombuffer(frames[1], "<f4").reshape(-1, width).tolist()
             ranks = np.frombuffer(frames[2], "<i4").tolist()
-            for index, slot in enumerate(slots):
-                sampled[slot].logprobs = list(zip(ids[index], values[index], strict=True))
-                sampled[slot].rank = ranks[index]
-        return sampled
+            for index, own in enumerate(samples):
+                own.logprobs = list(zip(ids[index], values[index], strict=True))
+                own.rank = ranks[index]
+        found = {}
+        for slot, count in zip(slots, counts, strict=True):
+            *earlier, found[slot] = samples[:count]
+            found[slot].earlier = earlier
+            samples = samples[count:]
+        assert not samples
+        return found
 
     def generate(self, slot, prompt, count, params=GREEDY, chunk=64):
         """Runs one request alone from admission to its count-th token, then finishes it."""

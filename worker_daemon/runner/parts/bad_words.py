@@ -4,7 +4,7 @@ tokens before it are the row's newest.
 The sequences are stored on the device when a request is admitted. So are each row's newest tokens,
 which are updated with each token that the row samples.
 
-Shapes: S rows, R rows that sample, V vocabulary, W sequences of a row, L tokens before the last.
+Shapes: S rows, R samples, V vocabulary, W sequences of a row, L tokens before the last.
 """
 
 from collections.abc import Sequence
@@ -31,6 +31,7 @@ _NEVER: Final = -2
 """Entry that no token matches: the row has no such sequence."""
 _NO_TOKEN: Final = -3
 """Filler in the newest tokens of a row that has fewer than L tokens."""
+_NO_TOKENS: Final = np.zeros(0, np.int32)
 
 
 class BadWordsPart(StepPart):
@@ -53,6 +54,8 @@ class BadWordsPart(StepPart):
         """[S, L], right-aligned."""
         self._counts = np.zeros(context.num_rows, np.int32)
         """[S] host"""
+        self._tokens: list[Int32s] = [_NO_TOKENS] * context.num_rows
+        """For each row, the tokens of its admission: the request state's own arrays."""
 
     def judge(self, extension: BadWords, request: NewRequestData, limits: StepLimits) -> None:
         refuse_fault(extension.find_fault(limits.vocab_size), request)
@@ -79,8 +82,8 @@ class BadWordsPart(StepPart):
                 before[index, place] = _ANY
                 before[index, place, _BEFORE + 1 - len(word) :] = word[:-1]
                 last[index, place] = word[-1]
-            recent = tokens[index][-_BEFORE:]
-            newest[index, _BEFORE - recent.size :] = recent
+            _fill_recent(newest[index], tokens[index])
+            self._tokens[request.slot] = tokens[index]
         device = self._last.device
         slots = upload(np.array([request.slot for request in requests], np.int64), device)
         self._before[slots] = upload(before, device)
@@ -96,11 +99,24 @@ class BadWordsPart(StepPart):
     def adjust_logits(self, logits: Tensor, rows: SampleRows, brought: None) -> Tensor:
         width, slots = int(self._counts[rows.slots_np].max(initial=0)), rows.slots.long()
         before, last = self._before[slots, :width], self._last[slots, :width]
-        agrees = (before == self._newest[slots].unsqueeze(1)) | (before == _ANY)
+        agrees = (before == self._recent(rows).unsqueeze(1)) | (before == _ANY)
         most = logits.new_full((), torch.inf)
         bound = torch.where(agrees.all(dim=2), -most, most)
         # If two sequences have the same last token, the lower bound applies.
         return logits.clone().scatter_reduce_(1, last, bound, "amin")
+
+    def _recent(self, rows: SampleRows) -> Tensor:
+        """Return the tokens before each sample, int32 [R, L]: of those that are not their rows'
+        newest, of the tokens of the admission."""
+        recent = self._newest[rows.slots.long()]
+        if not rows.has_several:
+            return recent
+        earlier = np.flatnonzero(rows.num_newer)
+        own = np.full((earlier.size, _BEFORE), _NO_TOKEN, np.int32)
+        for entry, sample in zip(own, earlier, strict=True):
+            _fill_recent(entry, self._tokens[rows.slots_np[sample]][: rows.positions_np[sample]])
+        recent[upload(earlier, recent.device)] = upload(own, recent.device)
+        return recent
 
     @staticmethod
     def sampling_row_bytes(vocab_size: int) -> int:
@@ -111,3 +127,9 @@ class BadWordsPart(StepPart):
         """Count a copy of the logits, and of the rows' sequences with their comparisons."""
         words = MAX_BAD_WORDS * (_BEFORE * (_INT32 + 3) + _INT64 + itemsize)
         return num_rows * (vocab_size * itemsize + words)
+
+
+def _fill_recent(recent: Int32s, tokens: Int32s) -> None:
+    """Fill the last tokens, right-aligned, into an entry [L]."""
+    last = tokens[-_BEFORE:]
+    recent[_BEFORE - last.size :] = last

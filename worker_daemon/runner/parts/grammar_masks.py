@@ -1,7 +1,7 @@
 """Grammar masks: the tokens that a structured output allows next. The driver computes them.
 
-Shapes: R rows that sample, S slots with a mask, M distinct masks, V vocabulary, W = ceil(V / 32)
-words per mask.
+Shapes: R samples, S samples with a mask, M distinct masks, V vocabulary, W = ceil(V / 32) words per
+mask.
 """
 
 from collections.abc import Sequence
@@ -12,6 +12,7 @@ import numpy as np
 from torch import Tensor
 
 from rpc_schema.codec import Frame
+from rpc_schema.config import MAX_SAMPLES_PER_SEQ
 from rpc_schema.errors import InvalidStepError
 from rpc_schema.extensions import StepExtension
 from rpc_schema.sampling import GrammarMasks
@@ -29,10 +30,10 @@ _INT32 = 4
 class Masks:
     """Masks of a step, in host memory."""
 
-    slots: Int64s
-    """[S], ascending or not"""
+    samples: Int64s
+    """[S] the sample that each mask is for (_named), ascending or not"""
     indices: Int64s
-    """[S] each slot's mask"""
+    """[S] each sample's mask"""
     words: Int32s
     """[M, W]"""
 
@@ -60,8 +61,11 @@ class GrammarMasksPart(StepPart):
             InvalidStepError: slots, indices and words do not fit each other.
         """
         slots, indices = _uint16s("slots", extension.slots), _uint16s("indices", extension.indices)
-        if np.unique(slots).size < slots.size:
-            raise _invalid("masks.slots", slots.tolist()[:8], "name each slot once")
+        num_newer = _num_newer(slots)
+        if num_newer.max(initial=0) >= limits.max_samples_per_seq:
+            most = limits.max_samples_per_seq
+            fix = "name each slot once" if most == 1 else f"name each slot at most {most} times"
+            raise _invalid("masks.slots", slots.tolist()[:8], fix)
         if indices.size != slots.size:
             fix = f"{slots.size}: one for each of slots"
             raise _invalid("masks.indices", f"{indices.size} values", fix)
@@ -76,18 +80,19 @@ class GrammarMasksPart(StepPart):
             fix = f"indices below {num_masks}, the number of masks in the frame"
             raise _invalid("masks.indices", highest, fix)
         words = np.frombuffer(frame, np.dtype("<i4")).reshape(num_masks, num_words)
-        return Masks(slots, indices, words)
+        return Masks(_named(slots, num_newer), indices, words)
 
     def adjust_logits(self, logits: Tensor, rows: SampleRows, brought: Masks | None) -> Tensor:
         if brought is None:
             return logits
-        named = np.flatnonzero(np.isin(rows.slots_np, brought.slots))
+        samples = _named(rows.slots_np, rows.num_newer)
+        named = np.flatnonzero(np.isin(samples, brought.samples))
         if not named.size:
             return logits
-        order = np.argsort(brought.slots)
-        at = order[np.searchsorted(brought.slots, rows.slots_np[named], sorter=order)]
+        order = np.argsort(brought.samples)
+        at = order[np.searchsorted(brought.samples, samples[named], sorter=order)]
         masks, places = np.unique(brought.indices[at], return_inverse=True)
-        mask_of_row = np.full(rows.slots_np.size, -1, np.int32)
+        mask_of_row = np.full(samples.size, -1, np.int32)
         mask_of_row[named] = places
         words = upload_rows(brought.words, masks, logits.device)
         return self._sampling.masked(logits, words, upload(mask_of_row, logits.device))
@@ -111,6 +116,21 @@ class GrammarMasksPart(StepPart):
     def sampling_bytes(num_rows: int, vocab_size: int, itemsize: int) -> int:
         """Count a copy of the logits, and the words."""
         return num_rows * (vocab_size * itemsize + num_mask_words(vocab_size) * _INT32)
+
+
+def _named(slots: Int64s, num_newer: Int64s) -> Int64s:
+    """Return a number for each sample: of its slot, and of how many newer ones that has."""
+    return slots * (MAX_SAMPLES_PER_SEQ + 1) + num_newer
+
+
+def _num_newer(slots: Int64s) -> Int64s:
+    """Return for each entry the number of later ones with the same slot."""
+    order = np.argsort(slots, kind="stable")
+    ordered = slots[order]
+    result = np.empty_like(slots)
+    ends = np.searchsorted(ordered, ordered, side="right")
+    result[order] = ends - 1 - np.arange(slots.size)
+    return result
 
 
 def num_mask_words(vocab_size: int) -> int:

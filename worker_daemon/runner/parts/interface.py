@@ -1,7 +1,8 @@
 """The interface of a part: one optional feature of a step, in one object. A step that uses no part
 only tests a few integers.
 
-Letters: R rows that sample, V vocabulary, N tokens, H hidden size, S rows.
+Letters: R samples, Q sequences that sample (sample_rows.py), V vocabulary, N tokens, H hidden size,
+S rows.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -32,7 +33,7 @@ from worker_daemon.runner.scheduled_step import (
 )
 
 Per: TypeAlias = Literal["token", "sequence", "sample"]
-"""The number of entries in a column: one per token, per sequence, or per sequence that samples."""
+"""The number of entries in a column: one per token, per sequence, or per sampled token."""
 
 ComputeLogits: TypeAlias = Callable[[Tensor], Tensor]
 """Computes logits [P, V] in the model's dtype from hidden states [P, H]. Every rank of a stage must
@@ -197,7 +198,8 @@ class StepPart:
 
     def adjust_logits(self, logits: Tensor, rows: SampleRows, brought: Any | None) -> Tensor:
         """Return logits [R, V]: the given ones, or new ones. Must not modify the given ones. They
-        are in the model's dtype or in float32; new ones may be in float32.
+        are in the model's dtype or in float32; new ones may be in float32. A sample that is not its
+        row's newest is adjusted as if the row's tokens ended before its position.
         rows: without padding. brought: what judge_step returned for the step's extension; None if
         the step has none. Never waits for the device."""
         return logits
@@ -208,15 +210,15 @@ class StepPart:
         that is not launched here is compiled when a step needs it."""
 
     def refuse(self, token_ids: Tensor, rows: SampleRows) -> Tensor:
-        """Return int32 [R]: 1 where the token in token_ids, int64 [R], is refused, otherwise 0. A
-        row with a refused token computes its last token again in its next step. Every rank of the
-        stage must return the same. Called if `may_refuse` and a row uses the part; NO_TOKEN is
-        never refused."""
+        """Return int32 [Q]: 1 where the token in token_ids, int64 [Q], which a row would gain, is
+        refused, otherwise 0. A row with a refused token computes its last token again in its next
+        step. rows: the newest samples. Every rank of the stage must return the same. Called if
+        `may_refuse` and a row uses the part; NO_TOKEN is never refused."""
         return torch.zeros_like(token_ids, dtype=torch.int32)
 
     def gain(self, token_ids: Tensor, rows: SampleRows) -> None:
-        """Process the rows' new tokens, int64 [R]; negative: none. Called if `follows_tokens` and a
-        row uses the part. Never waits for the device."""
+        """Process the rows' new tokens, int64 [Q]; negative: none. rows: the newest samples. Called
+        if `follows_tokens` and a row uses the part. Never waits for the device."""
 
     def report(self, logits: Tensor, token_ids: Tensor, rows: SampleRows) -> Report | None:
         """Return the part's addition to the reply. logits [R, V]: as adjust_logits returned them;
@@ -259,7 +261,7 @@ class StepPart:
 
     @staticmethod
     def sampling_bytes(num_rows: int, vocab_size: int, itemsize: int) -> int:
-        """Return the bytes that a step with num_rows sampled rows takes, in addition to their
+        """Return the bytes that a step with num_rows samples takes, in addition to their
         logits. itemsize: bytes of the model's dtype."""
         return NO_BYTES
 
@@ -268,7 +270,7 @@ class TokenChooser(Protocol):
     """Chooses tokens once all parts have adjusted the logits."""
 
     def choose(self, logits: Tensor, rows: SampleRows) -> Tensor:
-        """Return int64 [R], a token for each row of logits [R, V], NO_TOKEN where the
+        """Return int64 [R], a token for each sample of logits [R, V], NO_TOKEN where the
         logits are NaN or infinite. rows: without padding. Never waits for the device."""
 
 

@@ -2,9 +2,10 @@
 output (presence, frequency).
 
 A table on the device counts each row's tokens. It is built from a request's tokens when the request
-is admitted, and updated with each token that the row samples.
+is admitted, and updated with each token that the row gains. A sample at the position of a token
+that the row has is penalized as if the row's tokens ended there.
 
-Shapes: S rows, R rows that sample, V vocabulary.
+Shapes: S rows, R samples, V vocabulary, K pairs of a sample and a token.
 """
 
 from collections.abc import Sequence
@@ -22,12 +23,14 @@ from worker_daemon.contracts.sampling import PenaltyTables
 from worker_daemon.device.pinned import upload
 from worker_daemon.runner.parts.interface import PartContext, StepPart
 from worker_daemon.runner.sample_rows import SampleRows
+from worker_daemon.sample import penalties
 
 _FLOAT32: Final = 4
 _INT16: Final = 2
 _IN_PROMPT: Final = -(2**15)
 """Sign bit of a count: the token is in the prompt."""
 _NONE: Final = Penalties()
+_NO_TOKENS: Final = np.zeros(0, np.int32)
 
 
 class PenaltiesPart(StepPart):
@@ -40,6 +43,11 @@ class PenaltiesPart(StepPart):
     def __init__(self, context: PartContext) -> None:
         self._sampling = context.sampling
         self._tables = _tables(context) if context.is_last_stage else None
+        self._tokens: list[Int32s] = [_NO_TOKENS] * context.num_rows
+        """For each row with penalties, the tokens of its admission: the request state's own
+        array."""
+        self._num_prompt = np.zeros(context.num_rows, np.int32)
+        """[S] host"""
 
     def uses(self, extension: Penalties) -> bool:
         return extension != _NONE
@@ -56,11 +64,12 @@ class PenaltiesPart(StepPart):
         slots = np.array([request.slot for request in requests], np.int64)
         weights = np.array([_weights(each or _NONE) for each in extensions], np.float32)
         self._tables.weights[upload(slots, device)] = upload(weights, device)
-        begun = [
-            (request, own)
-            for request, each, own in zip(requests, extensions, tokens, strict=True)
-            if each is not None
-        ]
+        begun = []
+        for request, each, own in zip(requests, extensions, tokens, strict=True):
+            self._tokens[request.slot] = _NO_TOKENS if each is None else own
+            self._num_prompt[request.slot] = request.num_prompt_tokens
+            if each is not None:
+                begun.append((request, own))
         if not begun:
             return
         seen[upload(np.array([request.slot for request, _ in begun], np.int64), device)] = 0
@@ -79,7 +88,35 @@ class PenaltiesPart(StepPart):
 
     def adjust_logits(self, logits: Tensor, rows: SampleRows, brought: None) -> Tensor:
         assert self._tables is not None, "rows are sampled on the last stage"
-        return self._sampling.penalized(logits, rows.slots, self._tables)
+        scores = self._sampling.penalized(logits, rows.slots, self._tables)
+        if not rows.has_several:
+            return scores
+        samples, token_ids, values = self._unseen(rows)
+        if not samples.size:
+            return scores
+        device = logits.device
+        places = upload(samples, device), upload(token_ids, device)
+        weights = self._tables.weights[rows.slots[places[0]].long()]
+        entries = PenaltyTables(upload(values, device).unsqueeze(1), weights)
+        own = torch.arange(samples.size, device=device)
+        again = penalties.penalized(logits[places].unsqueeze(1), own, entries)
+        return scores.index_put_(places, again.squeeze(1))
+
+    def _unseen(self, rows: SampleRows) -> tuple[Int64s, Int64s, NDArray[np.int16]]:
+        """Return the samples and tokens [K] whose table entries count tokens at or after the
+        sample's position, and what these entries would be without them."""
+        pairs: list[tuple[int, int, int]] = []
+        for sample in np.flatnonzero(rows.num_newer).tolist():
+            slot, position = rows.slots_np[sample], rows.positions_np[sample]
+            tokens, num_prompt = self._tokens[slot], min(self._num_prompt[slot], position)
+            for token in np.unique(tokens[position:]).tolist():
+                count = int(np.count_nonzero(tokens[num_prompt:position] == token))
+                value = min(count, MAX_TOKEN_COUNT)
+                if (tokens[:num_prompt] == token).any():
+                    value += _IN_PROMPT
+                pairs.append((sample, token, value))
+        samples, token_ids, values = np.array(pairs, np.int64).reshape(-1, 3).T
+        return samples.copy(), token_ids.copy(), values.astype(np.int16)
 
     def launch_sampling(self, logits: Tensor, rows: SampleRows) -> None:
         self.adjust_logits(logits, rows, None)

@@ -45,7 +45,8 @@ class SamplerOutput:
     """int64 [R]; NO_TOKEN in rows whose logits are NaN or infinite."""
     reports: tuple[Report, ...] = ()
     refused: Tensor | None = None
-    """int32 [R], 1 if the row's token is refused; None if no row uses a part that may refuse."""
+    """int32 [Q], 1 if the token that a row would gain is refused; None if no row uses a part that
+    may refuse."""
 
 
 class _Member(NamedTuple):
@@ -271,8 +272,8 @@ class StepParts:
     # Sampling.
 
     def sample(self, logits: Tensor, rows: SampleRows, brought: StepExtensions) -> SamplerOutput:
-        """Choose a token for each row. logits [R, V]: in the model's dtype, not modified; each row
-        is contiguous. Never waits for the device."""
+        """Choose the token of each sample. logits [R, V]: in the model's dtype, not modified; each
+        row is contiguous. Never waits for the device."""
         rows = rows.without_padding()
         used = rows.used | brought.used
         acted = []
@@ -284,9 +285,11 @@ class StepParts:
         token_ids = self.chooser.choose(logits, rows)
         reports = (part.report(left, token_ids, rows) for part, left in acted)
         told = tuple(report for report in reports if report is not None)
-        refused = self._refuse(token_ids, rows)
-        if used & self._following:
-            self._gain(token_ids, refused, rows)
+        refused = None
+        if used & (self.refusing | self._following):
+            own, gained = rows.newest(), rows.newest_of(token_ids)
+            refused = self._refuse(gained, own)
+            self._gain(gained, refused, own)
         return SamplerOutput(token_ids, told, refused)
 
     def launch_sampling(self, logits: Tensor) -> None:
