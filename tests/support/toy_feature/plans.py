@@ -14,6 +14,17 @@ class Wanted(msgspec.Struct):
     token_id: int
     bias: float | None
     """None: without the feature."""
+    num_checked: int = 0
+    """Number of its last tokens to check; 0: without that feature."""
+
+
+class Checked(msgspec.Struct):
+    """The samples of a request in a step."""
+
+    req_id: str
+    num_tokens: int
+    """Tokens that the request had before."""
+    token_ids: list[int]
 
 
 class Plan(msgspec.Struct):
@@ -34,3 +45,6 @@ class Outcome(msgspec.Struct):
     num_adopted: int
     num_preemptions: int
     tokens: dict[str, list[int]]
+    checked: list[Checked]
+    refusal: str
+    """Why a request that asks for too many samples is refused."""
