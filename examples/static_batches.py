@@ -2,7 +2,7 @@
 
 Static batches: as many waiting requests as fit start together, and the next ones start when all of
 these have ended. Each request has the blocks for all of its tokens from the start, so that nothing
-is ever preempted, and requests share no blocks. docs/scheduler.md explains the rules.
+is ever preempted, and requests share no blocks. docs/scheduler.md has the interface.
 """
 
 import sys

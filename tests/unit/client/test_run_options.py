@@ -1,4 +1,5 @@
-"""worker-client against fake daemons, and the examples of README and docs/scheduler.md."""
+"""worker-client against fake daemons, and the examples of README and of the
+scheduler's cookbook."""
 
 import contextlib
 import json
@@ -224,11 +225,11 @@ def test_a_configuration_needs_two_parts_only():
 
 def test_the_documented_example_runs(fakes, capsys):
     daemons = fakes(1)
-    text = (ROOT / "docs" / "scheduler.md").read_text()
+    text = (ROOT / "docs" / "scheduler-cookbook.md").read_text()
     blocks = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
     (source,) = (block for block in blocks if "ENDPOINTS" in block)
     source = source.replace('f"ipc://{Path.home()}/.cache/wd/w0"', repr(daemons.endpoints[0]))
-    exec(compile(source, "docs/scheduler.md", "exec"), {})  # noqa: S102
+    exec(compile(source, "docs/scheduler-cookbook.md", "exec"), {})  # noqa: S102
     tokens = [1, 2, 3, 4, 5]
     for _ in range(10):
         tokens.append(next_token(tokens))
