@@ -38,9 +38,35 @@ def row(part, name, value, unit="tok/s out", target=None, met=None):
 
 def test_the_page_shows_the_records():
     page = records.PAGE.read_text()
-    table = records.rendered(records.read_records())
+    tables = records.rendered(records.read_records())
     message = "run: python -m benchmarks.records"
-    assert records.with_table(page, table) == page, message
+    assert records.with_tables(page, tables) == page, message
+
+
+def test_the_page_names_the_run_of_each_figure_and_each_command_once():
+    kept = records.read_records()
+    rows = [cells(line) for line in records.PAGE.read_text().splitlines() if line[:2] == "| "]
+    figures = rows_below(rows, records.FIGURES)[: len(kept)]
+    runs = {
+        row[0]: BenchRun(*row[1:4], row[4].strip("`")) for row in rows_below(rows, records.RUNS)
+    }
+    workload = ""
+    for record, (named, name, value, _, run) in zip(kept, figures, strict=True):
+        workload = named or workload
+        assert (workload, name, runs[run]) == (record.part, record.name, record.run)
+        assert value.endswith(record.unit)
+    assert len(set(runs.values())) == len(runs) < len(kept) / 2
+
+
+def cells(line: str) -> list[str]:
+    return [cell.strip() for cell in line.strip("|").split("|")]
+
+
+def rows_below(rows: list[list[str]], header: tuple[str, ...]) -> list[list[str]]:
+    """Return the rows of as many cells below a table's header and its rule."""
+    first = rows.index(list(header)) + 2
+    last = next((n for n, row in enumerate(rows[first:], first) if len(row) != len(header)), None)
+    return rows[first:last]
 
 
 def test_every_record_has_date_device_commit_command_and_its_target():
@@ -80,7 +106,8 @@ def test_a_run_replaces_its_own_figures_and_leaves_the_others(docs):
     }
     assert [r for r in new if r in old] == [r for r in old if r != first]
     page = (docs / records.PAGE.name).read_text()
-    assert "| 123,456 tok/s out |" in page and "| 7.25 tok/s out |  | 2026-12-01 |" in page
+    assert "| 123,456 tok/s out |" in page and "| 7.25 tok/s out |" in page
+    assert f"| {RUN.date} | {RUN.device} | {RUN.commit} | `{RUN.command}` |" in page
     assert page.count(records.BEGIN) == page.count(records.END) == 1
 
 
@@ -91,7 +118,8 @@ def test_what_make_bench_writes_can_be_kept(docs, tmp_path, capsys):
     bench.report(parts, tmp_path / "bench.json", RUN)
     content = json.loads((tmp_path / "bench.json").read_text())
     assert records.keep(content, docs) == 1
-    assert "| 401.5 tok/s out | 400, met | 2026-12-01 |" in (docs / records.PAGE.name).read_text()
+    page = (docs / records.PAGE.name).read_text()
+    assert "| 401.5 tok/s out | 400, met |" in page and f"| {RUN.date} | {RUN.device} |" in page
 
 
 def test_a_run_outside_a_checkout_has_no_commit_but_a_given_one(monkeypatch, tmp_path):
