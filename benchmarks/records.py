@@ -19,7 +19,6 @@ RECORDS = DOCS / "performance.json"
 PAGE = DOCS / "performance.md"
 BEGIN = "<!-- rendered from performance.json by python -m benchmarks.records -->"
 END = "<!-- end of the rendered tables -->"
-FIGURES = ("workload", "figure", "value", "target", "run")
 RUNS = ("run", "date", "device", "commit", "command")
 UNKNOWN = "unknown"
 RECORDED_PARTS = ("e2e ", "latency ", "sleep ", "startup ")
@@ -112,20 +111,18 @@ def merged(old: Iterable[Record], new: Iterable[Record]) -> list[Record]:
 
 
 def rendered(records: Sequence[Record]) -> str:
-    """Return the page's tables: figures with the numbers of their runs, then the runs. Only its
-    first row names a workload."""
+    """Return the page's tables: one of figures for each kind of measurement, then one of their
+    runs. A figure has its target in parentheses, and the number of its run in brackets."""
     runs = {run: str(number) for number, run in enumerate(_runs_of(records), 1)}
-    workloads = [record.part for record in records]
-    is_first = [new != old for new, old in zip(workloads, ["", *workloads], strict=False)]
-    figures = [
-        (record.part if first else "", *_cells(record), runs[record.run])
-        for record, first in zip(records, is_first, strict=True)
-    ]
+    kinds: dict[str, list[Record]] = {}
+    for record in records:
+        kinds.setdefault(record.part.split(" ")[0], []).append(record)
+    figures = [_figures(kind, members, runs) for kind, members in kinds.items()]
     made = [
         (number, run.date, run.device, run.commit, f"`{run.command}`")
         for run, number in runs.items()
     ]
-    return _table(FIGURES, figures) + "\n" + _table(RUNS, made)
+    return "\n".join([*figures, _table(RUNS, made)])
 
 
 def _runs_of(records: Iterable[Record]) -> list[BenchRun]:
@@ -133,17 +130,39 @@ def _runs_of(records: Iterable[Record]) -> list[BenchRun]:
     return list(dict.fromkeys(record.run for record in records))
 
 
+def _figures(kind: str, records: Iterable[Record], runs: Mapping[BenchRun, str]) -> str:
+    """Return the table of one kind: a row for each workload and device, a column for each name."""
+    rows: dict[tuple[str, str], dict[str, str]] = {}
+    columns: dict[str, None] = {}
+    for record in records:
+        row, column = _place(record)
+        cells = rows.setdefault((row, record.device), {})
+        cells[column] = f"{_cell(record)} [{runs[record.run]}]"
+        columns[column] = None
+    filled = [
+        (row, *(cells.get(column, "") for column in columns)) for (row, _), cells in rows.items()
+    ]
+    return _table((kind, *columns), filled)
+
+
+def _place(record: Record) -> tuple[str, str]:
+    """Return a figure's row and column. The name of a figure may begin with a part of its row."""
+    case, _, name = record.name.rpartition(": ")
+    workload = record.part.partition(" ")[2]
+    return ", ".join(filter(None, (workload, case))), f"{name}, {record.unit}"
+
+
+def _cell(record: Record) -> str:
+    """Return a figure with its target."""
+    value = _number(record.value)
+    if record.target is None:
+        return value
+    return f"{value} ({'met' if record.met else 'missed'} {_number(record.target)})"
+
+
 def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     lines = [header, ("---",) * len(header), *rows]
     return "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
-
-
-def _cells(record: Record) -> tuple[str, str, str]:
-    """Return a figure's name, value and target."""
-    target = ""
-    if record.target is not None:
-        target = f"{_number(record.target)}, {'met' if record.met else 'missed'}"
-    return record.name, f"{_number(record.value)} {record.unit}", target
 
 
 def _number(value: float) -> str:

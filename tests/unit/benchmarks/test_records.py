@@ -43,30 +43,31 @@ def test_the_page_shows_the_records():
     assert records.with_tables(page, tables) == page, message
 
 
-def test_the_page_names_the_run_of_each_figure_and_each_command_once():
+def test_the_page_has_each_figure_with_its_run_and_each_command_once():
     kept = records.read_records()
-    rows = [cells(line) for line in records.PAGE.read_text().splitlines() if line[:2] == "| "]
-    figures = rows_below(rows, records.FIGURES)[: len(kept)]
-    runs = {
-        row[0]: BenchRun(*row[1:4], row[4].strip("`")) for row in rows_below(rows, records.RUNS)
-    }
-    workload = ""
-    for record, (named, name, value, _, run) in zip(kept, figures, strict=True):
-        workload = named or workload
-        assert (workload, name, runs[run]) == (record.part, record.name, record.run)
-        assert value.endswith(record.unit)
+    tables = [table.splitlines() for table in records.rendered(kept).split("\n\n")]
+    *figures, made = [[cells(line) for line in table if "---" not in line] for table in tables]
+    runs = {number: BenchRun(*run, command.strip("`")) for number, *run, command in made[1:]}
     assert len(set(runs.values())) == len(runs) < len(kept) / 2
+    shown = {
+        (f"{kind} {row}", column): re.fullmatch(r"(\S+)(?: \((\w+) (\S+)\))? \[(\d+)\]", cell)
+        for (kind, *columns), *rows in figures
+        for row, *values in rows
+        for column, cell in zip(columns, values, strict=True)
+        if cell
+    }
+    assert len(shown) == len(kept)
+    for record in kept:
+        case, _, name = record.name.rpartition(": ")
+        place = record.part + (f", {case}" if case else "")
+        value, outcome, target, run = shown[place, f"{name}, {record.unit}"].groups()
+        assert float(value.replace(",", "")) == pytest.approx(record.value, rel=1e-3, abs=0.5)
+        assert outcome == {True: "met", False: "missed", None: None}[record.met]
+        assert (target is None) == (record.target is None) and runs[run] == record.run
 
 
 def cells(line: str) -> list[str]:
-    return [cell.strip() for cell in line.strip("|").split("|")]
-
-
-def rows_below(rows: list[list[str]], header: tuple[str, ...]) -> list[list[str]]:
-    """Return the rows of as many cells below a table's header and its rule."""
-    first = rows.index(list(header)) + 2
-    last = next((n for n, row in enumerate(rows[first:], first) if len(row) != len(header)), None)
-    return rows[first:last]
+    return [cell.strip() for cell in line.split("|")[1:-1]]
 
 
 def test_every_record_has_date_device_commit_command_and_its_target():
@@ -106,7 +107,7 @@ def test_a_run_replaces_its_own_figures_and_leaves_the_others(docs):
     }
     assert [r for r in new if r in old] == [r for r in old if r != first]
     page = (docs / records.PAGE.name).read_text()
-    assert "| 123,456 tok/s out |" in page and "| 7.25 tok/s out |" in page
+    assert "| 123,456 (met 262) [" in page and "| new-model 1x1 | 7.25 [" in page
     assert f"| {RUN.date} | {RUN.device} | {RUN.commit} | `{RUN.command}` |" in page
     assert page.count(records.BEGIN) == page.count(records.END) == 1
 
@@ -119,7 +120,7 @@ def test_what_make_bench_writes_can_be_kept(docs, tmp_path, capsys):
     content = json.loads((tmp_path / "bench.json").read_text())
     assert records.keep(content, docs) == 1
     page = (docs / records.PAGE.name).read_text()
-    assert "| 401.5 tok/s out | 400, met |" in page and f"| {RUN.date} | {RUN.device} |" in page
+    assert "401.5 (met 400) [" in page and f"| {RUN.date} | {RUN.device} |" in page
 
 
 def test_a_run_outside_a_checkout_has_no_commit_but_a_given_one(monkeypatch, tmp_path):
