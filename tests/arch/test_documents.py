@@ -9,7 +9,8 @@ ROOT = Path(__file__).parents[2]
 LIVING = [path for path in ROOT.glob("*.md") if path.name != "CHANGELOG.md"]
 LIVING += (ROOT / "docs").glob("*.md")
 """Documents that describe the current tree."""
-DOCUMENTS = [*LIVING, ROOT / "CHANGELOG.md", *(ROOT / "benchmarks").rglob("*.md")]
+DOCUMENTS = [*LIVING, ROOT / "CHANGELOG.md"]
+DOCUMENTS += [path for name in ("benchmarks", "tests") for path in (ROOT / name).rglob("*.md")]
 BASES = (ROOT, ROOT / "worker_daemon", ROOT / "client" / "worker_client")
 SOURCES = ("worker_daemon", "worker_host", "client", "rendezvous", "rpc_schema", "tests", "docker")
 MAX_ARCHITECTURE_WORDS = 1000
