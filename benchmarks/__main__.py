@@ -1,6 +1,6 @@
 """`make bench`: every benchmark that this machine can run, one table at the end, and the figures in
 build/bench.json. Runs each in a separate process; measures nothing itself. Figures of whole
-workloads, start-up and sleep also go into docs/performance.json and the table of
+workloads, start-up and sleep also go into docs/performance.json and the tables of
 docs/performance.md (benchmarks/records.py), unless --quick or --no-records says otherwise.
 
 Sections: `wire` (codec, transport and control plane, on any machine), and with a CUDA device

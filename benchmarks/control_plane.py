@@ -281,7 +281,7 @@ class DaemonGroup:
             assert not isinstance(reply, ErrorReply), reply
 
     def _look(self) -> None:
-        self._results.read_news()
+        self._results.read_connection_events()
         self._watch.look()
         self._lease.check()
 

@@ -1,8 +1,8 @@
 """Keeps the figures of docs/performance.md: one record per figure in docs/performance.json, from
-which the page's table is rendered.
+which the page's tables are rendered.
 
 `make bench` adds what it measures on a GPU. `python -m benchmarks.records [BENCH.json ...]` adds
-figures of runs on other machines (the files that `make bench` writes), and renders the table.
+figures of runs on other machines (the files that `make bench` writes), and renders the tables.
 """
 
 import argparse
@@ -18,8 +18,8 @@ DOCS = Path(__file__).parents[1] / "docs"
 RECORDS = DOCS / "performance.json"
 PAGE = DOCS / "performance.md"
 BEGIN = "<!-- rendered from performance.json by python -m benchmarks.records -->"
-END = "<!-- end of the rendered table -->"
-HEADER = ("workload", "figure", "value", "target", "date", "device", "commit", "command")
+END = "<!-- end of the rendered tables -->"
+RUNS = ("run", "date", "device", "commit", "command")
 UNKNOWN = "unknown"
 RECORDED_PARTS = ("e2e ", "latency ", "sleep ", "startup ")
 """Beginnings of the parts of `make bench` whose figures are kept."""
@@ -45,6 +45,11 @@ class Record:
     def key(self) -> tuple[str, str, str]:
         """Key of a figure; a newer figure replaces an older one with the same key."""
         return self.part, self.name, self.device
+
+    @property
+    def run(self) -> "BenchRun":
+        """The run that measured it."""
+        return BenchRun(self.date, self.device, self.commit, self.command)
 
 
 @dataclass(frozen=True)
@@ -105,20 +110,59 @@ def merged(old: Iterable[Record], new: Iterable[Record]) -> list[Record]:
     return sorted(by_key.values(), key=lambda record: record.part)
 
 
-def rendered(records: Iterable[Record]) -> str:
-    """Return the page's table."""
-    lines = [HEADER, ("---",) * len(HEADER), *(_cells(record) for record in records)]
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines) + "\n"
+def rendered(records: Sequence[Record]) -> str:
+    """Return the page's tables: one of figures for each kind of measurement, then one of their
+    runs. A figure has its target in parentheses, and the number of its run in brackets."""
+    runs = {run: str(number) for number, run in enumerate(_runs_of(records), 1)}
+    kinds: dict[str, list[Record]] = {}
+    for record in records:
+        kinds.setdefault(record.part.split(" ")[0], []).append(record)
+    figures = [_figures(kind, members, runs) for kind, members in kinds.items()]
+    made = [
+        (number, run.date, run.device, run.commit, f"`{run.command}`")
+        for run, number in runs.items()
+    ]
+    return "\n".join([*figures, _table(RUNS, made)])
 
 
-def _cells(record: Record) -> tuple[str, ...]:
-    """Return a figure's cells in the table."""
-    target = ""
-    if record.target is not None:
-        target = f"{_number(record.target)}, {'met' if record.met else 'missed'}"
-    value = f"{_number(record.value)} {record.unit}"
-    made = (record.date, record.device, record.commit, f"`{record.command}`")
-    return record.part, record.name, value, target, *made
+def _runs_of(records: Iterable[Record]) -> list[BenchRun]:
+    """Return each run once, in the order of its first figure."""
+    return list(dict.fromkeys(record.run for record in records))
+
+
+def _figures(kind: str, records: Iterable[Record], runs: Mapping[BenchRun, str]) -> str:
+    """Return the table of one kind: a row for each workload and device, a column for each name."""
+    rows: dict[tuple[str, str], dict[str, str]] = {}
+    columns: dict[str, None] = {}
+    for record in records:
+        row, column = _place(record)
+        cells = rows.setdefault((row, record.device), {})
+        cells[column] = f"{_cell(record)} [{runs[record.run]}]"
+        columns[column] = None
+    filled = [
+        (row, *(cells.get(column, "") for column in columns)) for (row, _), cells in rows.items()
+    ]
+    return _table((kind, *columns), filled)
+
+
+def _place(record: Record) -> tuple[str, str]:
+    """Return a figure's row and column. The name of a figure may begin with a part of its row."""
+    case, _, name = record.name.rpartition(": ")
+    workload = record.part.partition(" ")[2]
+    return ", ".join(filter(None, (workload, case))), f"{name}, {record.unit}"
+
+
+def _cell(record: Record) -> str:
+    """Return a figure with its target."""
+    value = _number(record.value)
+    if record.target is None:
+        return value
+    return f"{value} ({'met' if record.met else 'missed'} {_number(record.target)})"
+
+
+def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [header, ("---",) * len(header), *rows]
+    return "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
 
 
 def _number(value: float) -> str:
@@ -126,19 +170,19 @@ def _number(value: float) -> str:
     return f"{value:,.0f}" if value >= 1000 else f"{value:.4g}"
 
 
-def with_table(page: str, table: str) -> str:
-    """Return the page with the table between its two marks replaced."""
+def with_tables(page: str, tables: str) -> str:
+    """Return the page with the tables between its two marks replaced."""
     before, rest = page.split(BEGIN)
     _, after = rest.split(END)
-    return f"{before}{BEGIN}\n\n{table}\n{END}{after}"
+    return f"{before}{BEGIN}\n\n{tables}\n{END}{after}"
 
 
 def write(records: Sequence[Record], docs: Path = DOCS) -> None:
-    """Write the figures, and the page's table with them."""
+    """Write the figures, and the page's tables with them."""
     lines = ",\n".join(json.dumps(asdict(record), ensure_ascii=False) for record in records)
     (docs / RECORDS.name).write_text(f"[\n{lines}\n]\n")
     page = docs / PAGE.name
-    page.write_text(with_table(page.read_text(), rendered(records)))
+    page.write_text(with_tables(page.read_text(), rendered(records)))
 
 
 def keep(content: Mapping[str, Any], docs: Path = DOCS) -> int:
@@ -152,7 +196,7 @@ def keep(content: Mapping[str, Any], docs: Path = DOCS) -> int:
 
 
 def main() -> None:
-    """Add the figures of the given files, and render the table."""
+    """Add the figures of the given files, and render the tables."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("files", type=Path, nargs="*", metavar="BENCH.json")
     options = parser.parse_args()

@@ -1,9 +1,9 @@
-"""Measures vLLM's server in front of a daemon, and our own driver on the same daemon:
+"""Measures vLLM's server with a daemon as its worker, and our own driver on the same daemon:
 `python -m benchmarks.vllm_front_end --model DIR --vllm PROGRAM [--rate 8] [--num-open 200]
 [--concurrency 64] [--num-closed 256] [--tokens-in 1000] [--tokens-out 200] [--kills 3]
 [--device cuda] [--log FILE] [--out FILE.json]`.
 
-Starts one daemon, and PROGRAM `serve` in front of it, with dummy weights. PROGRAM `bench serve`
+Starts one daemon, and PROGRAM `serve` as its driver, with dummy weights. PROGRAM `bench serve`
 then sends requests over HTTP: first an open loop (arrivals by a Poisson process), then a closed
 loop (a new request when one ends). Then, --kills times, the server gets kill -9 while a request
 runs, and a new one is started at once: this is timed from the kill to the first token of a request

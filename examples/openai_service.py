@@ -29,8 +29,6 @@ from starlette.background import BackgroundTask
 from starlette.requests import ClientDisconnect
 
 from rpc_schema.config import (
-    CacheConfig,
-    GraphConfig,
     ModelConfig,
     ParallelConfig,
     SchedulerConfig,
@@ -440,8 +438,6 @@ def main() -> None:
         ),
         model=ModelConfig(model=str(options.model.resolve())),
         scheduler=SchedulerConfig(max_num_batched_tokens=options.max_num_batched_tokens),
-        cache=CacheConfig(),
-        graph=GraphConfig(),
     )
     service = Service(options.model, options.endpoints.split(","), config, options.max_requests)
     uvicorn.run(make_app(service), host=options.host, port=options.port)

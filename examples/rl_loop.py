@@ -19,7 +19,6 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from rpc_schema.config import (
     CacheConfig,
-    GraphConfig,
     ModelConfig,
     ParallelConfig,
     SchedulerConfig,
@@ -59,7 +58,6 @@ def main() -> None:
             ),
             scheduler=SchedulerConfig(max_num_seqs=NUM_SAMPLES, max_num_batched_tokens=512),
             cache=CacheConfig(kv_cache_memory_bytes=32 << 20),
-            graph=GraphConfig(),
         )
         with (
             LocalDaemons(devices, Path(root)) as daemons,

@@ -2,7 +2,7 @@
 
 Static batches: as many waiting requests as fit start together, and the next ones start when all of
 these have ended. Each request has the blocks for all of its tokens from the start, so that nothing
-is ever preempted, and requests share no blocks. docs/scheduler.md explains the rules.
+is ever preempted, and requests share no blocks. docs/scheduler.md has the interface.
 """
 
 import sys
@@ -12,14 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from rpc_schema.config import (
-    CacheConfig,
-    GraphConfig,
-    ModelConfig,
-    ParallelConfig,
-    SchedulerConfig,
-    WorkerConfig,
-)
+from rpc_schema.config import ModelConfig, ParallelConfig, SchedulerConfig, WorkerConfig
 from rpc_schema.extensions import RequestExtension, extension_of
 from rpc_schema.kv_cache import NULL_BLOCK, blocks_for
 from rpc_schema.sampling import MAX_STOP_TOKEN_IDS, LogprobsWanted, StopTokens
@@ -312,8 +305,6 @@ def main() -> None:
         parallel=ParallelConfig(),
         model=ModelConfig(model=str(model)),
         scheduler=SchedulerConfig(max_num_seqs=4),
-        cache=CacheConfig(),
-        graph=GraphConfig(),
     )
     with (
         LocalDaemons(["cpu"], model.parent) as daemons,

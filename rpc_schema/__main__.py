@@ -33,6 +33,8 @@ from rpc_schema.operations import (
 )
 from rpc_schema.version import PROTOCOL_VERSION
 
+_WIDTH = 100
+"""Columns of a line of text; docstrings have as many."""
 TAG_STATES = typing.get_args(lifecycle.TagState)
 
 _DIRECTIONS = (
@@ -132,11 +134,11 @@ def _operation(member: type[msgspec.Struct]) -> list[str]:
     if (row := dict[type, StepOperation[typing.Any]](STEP_OPERATIONS).get(member)) is not None:
         silence = "a step's deadline" if row.deadline_s is None else f"{row.deadline_s:g} s"
         meeting = " and the rendezvous of the ranks" if row.meets else ""
-        return [
+        text = (
             f"Reply: `{row.reply.__name__}`. Role: {row.role}. Legal: {_states(row.rule)}. "
-            f"Silence allowed: {silence}{meeting}.",
-            "",
-        ]
+            f"Silence allowed: {silence}{meeting}."
+        )
+        return [textwrap.fill(text, _WIDTH), ""]
     return []
 
 

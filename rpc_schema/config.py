@@ -148,9 +148,9 @@ class WorkerConfig(Value, frozen=True, kw_only=True):
 
     parallel: ParallelConfig
     model: ModelConfig
-    scheduler: SchedulerConfig
-    cache: CacheConfig
-    graph: GraphConfig
+    scheduler: SchedulerConfig = SchedulerConfig()
+    cache: CacheConfig = CacheConfig()
+    graph: GraphConfig = GraphConfig()
     lora: LoraConfig = LoraConfig()
 
     def fingerprint(self) -> str:

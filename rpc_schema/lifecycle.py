@@ -273,7 +273,7 @@ class Acknowledged(ControlReply, frozen=True, tag=8, kw_only=True):
 
 class Attached(StepReply, frozen=True, tag=3, kw_only=True):
     """Reply at seq 0 of an epoch: the results socket reaches this driver. Sent once; it is lost if
-    the connection ends before the driver reads it, and then a connection made anew shows the
+    the connection ends before the driver reads it, and then the next connection shows the
     same."""
 
 
@@ -436,7 +436,7 @@ class SaveShardedState(StepRequest["SaveShardedStateReply"], frozen=True, tag=22
     pattern: Annotated[str, Meta(min_length=1, max_length=128)]
     """Pattern of the file names, with {rank} and {part}."""
     max_size_bytes: Annotated[int, Meta(ge=1, le=2**63 - 1)]
-    """Bound on the tensors in one file; a larger tensor has a file of its own."""
+    """Bound on the tensors in one file; a larger tensor has a separate file."""
 
 
 class SaveShardedStateReply(StepReply, frozen=True, tag=22, kw_only=True):

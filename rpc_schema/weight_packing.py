@@ -42,7 +42,7 @@ def plan_transfers(
     """Return the transfers of these tensors, in order; tensors without elements take no part.
 
     packed_bytes 0: one transfer for each tensor. Else a transfer holds as many rows of as many
-    tensors as fit, each tensor at a multiple of 256 bytes; a longer row has a transfer of its own.
+    tensors as fit, each tensor at a multiple of 256 bytes; a longer row has a separate transfer.
     """
     if packed_bytes == 0:
         sizes = [_num_rows(s) * _row_bytes(s, d) for s, d in zip(shapes, dtypes, strict=True)]

@@ -15,7 +15,8 @@ def run_below(command: list[str], environment: Mapping[str, str]) -> int:
     its exit code, 128 and N if signal N ended it."""
     awaited = {*_FORWARDED, signal.SIGCHLD}
     signal.pthread_sigmask(signal.SIG_BLOCK, awaited)
-    # A group of its own: the terminal's signals come to this process, which passes them on once.
+    # A separate process group: the terminal's signals come to this process, which passes them
+    # on once.
     child = os.posix_spawn(command[0], command, environment, setpgroup=0, setsigmask=())
     while True:
         number = signal.sigwait(awaited)

@@ -33,7 +33,7 @@ for command, summary in (
     (status, "Show what each daemon is and does."),
     (top, "Watch the daemons' activity, refreshed every second."),
     (trace, "Trace a running group, for Perfetto."),
-    (up_vllm, "Start daemons, and vLLM's server in front of them."),
+    (up_vllm, "Start daemons, and vLLM's server as their driver."),
     (drain, "Make daemons refuse new steps and new drivers."),
     (shutdown, "End daemons; a running step is finished first."),
 ):

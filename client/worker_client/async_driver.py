@@ -1,4 +1,4 @@
-"""Serves the requests of an asyncio program. A thread of its own opens the group and runs the
+"""Serves the requests of an asyncio program. A separate thread opens the group and runs the
 driver's loop; requests and their tokens cross between it and the event loop.
 
     async with AsyncDriver(open_driver) as driver:
@@ -160,12 +160,12 @@ class _Stream:
         self._changed = asyncio.Event()
         self._error: Exception | None = None
 
-    def put(self, news: RequestProgress) -> None:
-        """Add what a step has brought."""
-        before = self._waiting.get(news.req_id)
+    def put(self, progress: RequestProgress) -> None:
+        """Add the progress of a step."""
+        before = self._waiting.get(progress.req_id)
         if before is not None:
-            news = news._replace(token_ids=before.token_ids + news.token_ids)
-        self._waiting[news.req_id] = news
+            progress = progress._replace(token_ids=before.token_ids + progress.token_ids)
+        self._waiting[progress.req_id] = progress
         self._changed.set()
 
     def fail(self, error: Exception) -> None:
@@ -174,7 +174,7 @@ class _Stream:
         self._changed.set()
 
     async def take(self) -> list[RequestProgress]:
-        """Wait for news, and return them. Raises the error if there are none before it."""
+        """Wait for progress, and return it. Raises the error if there is none before it."""
         await self._changed.wait()
         waiting, self._waiting = self._waiting, {}
         if not waiting and self._error is not None:
@@ -182,15 +182,15 @@ class _Stream:
             raise self._error
         if self._error is None:
             self._changed.clear()
-        self.left.difference_update(name for name, news in waiting.items() if news.output)
+        self.left.difference_update(name for name, progress in waiting.items() if progress.output)
         return list(waiting.values())
 
 
-_News: TypeAlias = tuple[_Stream, RequestProgress | Exception]
+_Update: TypeAlias = tuple[_Stream, RequestProgress | Exception]
 
 
-def _deliver(news: Sequence[_News]) -> None:
-    for stream, item in news:
+def _deliver(updates: Sequence[_Update]) -> None:
+    for stream, item in updates:
         if isinstance(item, Exception):
             stream.fail(item)
         else:
@@ -221,7 +221,7 @@ class _DriverLoop:
         """By the id of an unfinished sample."""
         self._num_reported: dict[str, int] = {}
         """Likewise, the number of tokens that were reported."""
-        self._refused: list[_News] = []
+        self._refused: list[_Update] = []
         """Requests that were refused, to be reported after the next step."""
 
     # On the event loop.
@@ -255,9 +255,9 @@ class _DriverLoop:
             with self._open_driver() as driver:
                 loop.call_soon_threadsafe(_resolve, ready, None)
                 while self._take_commands(driver):
-                    news = self._step(driver)
-                    if news:
-                        loop.call_soon_threadsafe(_deliver, news)
+                    updates = self._step(driver)
+                    if updates:
+                        loop.call_soon_threadsafe(_deliver, updates)
                 self._abort_all(driver)
         except BaseException as error:  # every request ends with it
             reason = error if isinstance(error, Exception) else _ended_by(error)
@@ -299,9 +299,9 @@ class _DriverLoop:
         except Exception:  # of the scheduler: the others are served
             _LOG.exception("aborting request %r failed", req_id)
 
-    def _refuse_step(self, driver: Driver, refusal: InvalidSchedulerOutput) -> list[_News]:
+    def _refuse_step(self, driver: Driver, refusal: InvalidSchedulerOutput) -> list[_Update]:
         """End the request for which a step was refused, if it is one of ours; else raise the
-        refusal: nothing tells which request to leave out."""
+        refusal: it does not say which request to leave out."""
         stream = self._streams.get(refusal.req_id) if isinstance(refusal.req_id, str) else None
         if stream is None:
             raise refusal
@@ -315,29 +315,29 @@ class _DriverLoop:
             self._streams.pop(sample, None)
             self._num_reported.pop(sample, None)
 
-    def _step(self, driver: Driver) -> list[_News]:
-        """Run a step, if there is one; return what it has brought."""
-        news, self._refused = self._refused, []
+    def _step(self, driver: Driver) -> list[_Update]:
+        """Run a step, if there is one; return the updates of its requests."""
+        updates, self._refused = self._refused, []
         if not driver.busy:
-            return news
+            return updates
         try:
             outputs = driver.step()
         except DrainingError:
             time.sleep(DRAIN_CHECK_S)
-            return news
+            return updates
         except InvalidSchedulerOutput as refusal:
-            return news + self._refuse_step(driver, refusal)
+            return updates + self._refuse_step(driver, refusal)
         for output in outputs:
             stream = self._streams.pop(output.req_id, None)
             if stream is not None:  # else it was aborted
                 first, name = self._num_reported.pop(output.req_id), stream.names[output.req_id]
                 named = replace(output, req_id=name)
-                news.append((stream, RequestProgress(name, output.token_ids[first:], named)))
+                updates.append((stream, RequestProgress(name, output.token_ids[first:], named)))
         if isinstance(driver.scheduler, StreamingScheduler):
-            news += self._new_tokens(driver.scheduler)
-        return news
+            updates += self._new_tokens(driver.scheduler)
+        return updates
 
-    def _new_tokens(self, scheduler: StreamingScheduler) -> Iterator[_News]:
+    def _new_tokens(self, scheduler: StreamingScheduler) -> Iterator[_Update]:
         """Yield the tokens of unfinished requests that were not reported yet."""
         for sample, first in self._num_reported.items():
             tokens = scheduler.generated_tokens(sample, first)

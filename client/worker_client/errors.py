@@ -85,7 +85,7 @@ class UntrustedEndpointError(EndpointError):
         super().__init__(
             f"another user's process may listen there: {why}",
             address,
-            "use a directory of your own, as $XDG_RUNTIME_DIR/wd, run as the daemon's user, or "
+            "use a private directory, as $XDG_RUNTIME_DIR/wd, run as the daemon's user, or "
             "give --key-file and --known-daemons",
         )
 
@@ -254,7 +254,7 @@ class NothingListens(WorkerDied):
 class LinkGivenUp(ClientError):
     """Links failed several times in a row without a successful step in between, though all daemons
     live. `ranks` are those that reported it; each is next to a broken connection. Nothing more is
-    sent; attach() begins again."""
+    sent; attach() starts over."""
 
     def __init__(self, ranks: tuple[int, ...], num_failures: int, last: str) -> None:
         who = ", ".join(map(str, ranks)) or "none"

@@ -126,7 +126,7 @@ def derived_seed(seed: int, index: int) -> int:
 
 
 def forked(request: GenerationRequest) -> tuple[GenerationRequest, ...]:
-    """Return the samples of a request as requests of their own, called ID#0, ID#1 and so on: of
+    """Return the samples of a request as separate requests, called ID#0, ID#1 and so on: of
     n = 1 itself alone. The first has the request's seed, the others have seeds derived from it and
     their index; log probabilities of the prompt are reported with the first.
 

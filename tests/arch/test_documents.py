@@ -1,4 +1,5 @@
-"""The documents name files, anchors and symbols that exist, and ARCHITECTURE.md is one page."""
+"""The documents name files, anchors and symbols that exist, their lines are of 110 columns at most,
+and ARCHITECTURE.md is one page."""
 
 import re
 from pathlib import Path
@@ -6,12 +7,16 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-DOCUMENTS = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")]
-LIVING = [path for path in DOCUMENTS if path.name != "CHANGELOG.md"]
+LIVING = [path for path in ROOT.glob("*.md") if path.name != "CHANGELOG.md"]
+LIVING += (ROOT / "docs").glob("*.md")
 """Documents that describe the current tree."""
+DOCUMENTS = [*LIVING, ROOT / "CHANGELOG.md"]
+DOCUMENTS += [path for name in ("benchmarks", "tests") for path in (ROOT / name).rglob("*.md")]
 BASES = (ROOT, ROOT / "worker_daemon", ROOT / "client" / "worker_client")
 SOURCES = ("worker_daemon", "worker_host", "client", "rendezvous", "rpc_schema", "tests", "docker")
 MAX_ARCHITECTURE_WORDS = 1000
+MAX_COLUMNS = 110
+LONE_LINK = re.compile(r"\s*(?:[-*]|\d+\.)?\s*(?:<https?:\S+>|\[[^\]]*\]\(\S+\))[.,;:]?")
 
 CODE = re.compile(r"`([^`\n]+)`")
 SOURCE = re.compile(r"([\w./@-]+\.(?:py|toml|yaml|txt|service))(?::([\w.]+))?")
@@ -74,6 +79,17 @@ def test_links_lead_to_files_and_headings(path):
 
 def test_architecture_is_one_page():
     assert len((ROOT / "ARCHITECTURE.md").read_text().split()) <= MAX_ARCHITECTURE_WORDS
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=ids)
+def test_lines_fit_a_terminal(path):
+    """But for tables, and for lines that are one link."""
+    long = [
+        f"line {number} has {len(line)} columns"
+        for number, line in enumerate(path.read_text().splitlines(), 1)
+        if len(line) > MAX_COLUMNS and line[:1] != "|" and not LONE_LINK.fullmatch(line)
+    ]
+    assert not long
 
 
 def test_every_document_is_listed_in_the_readme():

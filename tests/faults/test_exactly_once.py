@@ -30,7 +30,7 @@ from worker_client.group.resending import Resending
 from worker_client.requests import GenerationRequest
 from worker_client.scheduler import Scheduler, SchedulerLimits
 from worker_client.worker_group import WorkerGroup
-from worker_daemon.server.sequence import StepGate, Verdict
+from worker_daemon.server.sequence import GateResult, StepGate
 from worker_daemon.server.session.epochs import EpochFile
 from worker_daemon.server.session.lease import DriverIdentity, Lease
 from worker_daemon.server.wire.reply_channel import ReplyRing
@@ -90,31 +90,31 @@ def has_seen_all(counts: Counts) -> bool:
 class RunsTwice(StepGate):
     """Takes a repeated step for a new one."""
 
-    def judge(self, message: StepMessage) -> Verdict:
-        verdict = super().judge(message)
-        return Verdict.RUN if verdict is Verdict.REPLAY else verdict
+    def check(self, message: StepMessage) -> GateResult:
+        result = super().check(message)
+        return GateResult.RUN if result is GateResult.REPLAY else result
 
 
 class SkipsEpochs(StepGate):
     """Does not check the driver of a step."""
 
-    def judge(self, message: StepMessage) -> Verdict:
-        return super().judge(_with(message, epoch=self.epoch))
+    def check(self, message: StepMessage) -> GateResult:
+        return super().check(_with(message, epoch=self.epoch))
 
 
 class SkipsLinks(StepGate):
     """Does not check the link of a step."""
 
-    def judge(self, message: StepMessage) -> Verdict:
-        return super().judge(_with(message, link=self.link))
+    def check(self, message: StepMessage) -> GateResult:
+        return super().check(_with(message, link=self.link))
 
 
 class SkipsGaps(StepGate):
     """Runs a step although an earlier one is missing."""
 
-    def judge(self, message: StepMessage) -> Verdict:
-        verdict = super().judge(message)
-        return Verdict.RUN if verdict is Verdict.GAP else verdict
+    def check(self, message: StepMessage) -> GateResult:
+        result = super().check(message)
+        return GateResult.RUN if result is GateResult.GAP else result
 
 
 class ForgetsExpiry(StepGate):
@@ -127,14 +127,14 @@ class ForgetsDetach(StepGate):
         pass
 
 
-class AcceptsWhileJudging(StepGate):
+class AcceptsWhileChecking(StepGate):
     """A refused request uses its seq up."""
 
-    def judge(self, message: StepMessage) -> Verdict:
-        verdict = super().judge(message)
-        if verdict is Verdict.GAP:
+    def check(self, message: StepMessage) -> GateResult:
+        result = super().check(message)
+        if result is GateResult.GAP:
             self.last_seq = message.seq
-        return verdict
+        return result
 
 
 RANK = 3

@@ -493,7 +493,7 @@ def test_killed_daemon_with_keys_is_known_by_its_process(directory, ring, detect
             watch.met(0, uid)
 
             def found() -> bool:
-                results.read_news(0.01)
+                results.read_connection_events(0.01)
                 return watch.pid(0) == daemon.process.pid
 
             wait_until(found, "it is found")

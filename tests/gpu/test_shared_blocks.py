@@ -1,6 +1,6 @@
 """Requests that begin with a block which another request of vLLM's step fills (rule 4 of
-docs/scheduler.md). A step of a few decodes stores and reads keys in one kernel: there, only the
-steps of vLLM's mapping keep the reader from what the block held before."""
+docs/scheduler-rules.md). A step of a few decodes stores and reads keys in one kernel: there, only
+the steps of vLLM's mapping keep the reader from what the block held before."""
 
 import pytest
 import torch

@@ -7,8 +7,10 @@ ROOT = Path(__file__).parents[2]
 
 
 def commands(page: str) -> list[str]:
-    """Return the indented lines of a page, without their comments."""
+    """Return the indented lines of a page, without their comments. Lines that end in a backslash
+    are joined with the next."""
     text = re.sub(r"```.*?```", "", (ROOT / "docs" / page).read_text(), flags=re.DOTALL)
+    text = re.sub(r"\\\n +", "", text)
     lines = re.findall(r"^    (\S.*)$", text, re.MULTILINE)
     return [re.sub(r"\s+# .*", "", line) for line in lines]
 

@@ -33,7 +33,7 @@ from rpc_schema.driver_digest import driver_digest
 from rpc_schema.error_replies import ErrorReply
 from rpc_schema.errors import ErrorCode, LeaseHeldError, ProtocolError
 from worker_client.group.resending import Resending
-from worker_daemon.server.sequence import REPLAYABLE, StepGate, Verdict
+from worker_daemon.server.sequence import REPLAYABLE, GateResult, StepGate
 from worker_daemon.server.session.epochs import EpochFile
 from worker_daemon.server.session.lease import DriverIdentity, Lease, LeaseRequest
 from worker_daemon.server.wire.endpoints import IpcEndpoint
@@ -199,13 +199,13 @@ class Daemon:
         (epoch, seq)."""
         message = codec.decode_step(frames)
         before = self._state()
-        verdict = self.gate.judge(message)
-        if verdict is Verdict.RUN:
+        result = self.gate.check(message)
+        if result is GateResult.RUN:
             self._check_may_run(message)
             assert sent.get((message.epoch, message.seq)) == frames, "not what the driver meant"
             counts.applied += 1
             return self._run(message)
-        if verdict is Verdict.REPLAY:
+        if result is GateResult.REPLAY:
             kept = self.ring.get(message.seq)
             has_run = (message.epoch, message.seq) in self.first_replies
             assert (kept is not None) == has_run, "a reply was forgotten, or made up"
@@ -213,8 +213,8 @@ class Daemon:
                 counts.replayed += 1
                 assert self._state() == before, "a replay has changed something"
                 return codec.mark_replayed(kept)
-        counts.refused[verdict.value] += 1
-        refusal = self.gate.refusal(verdict, message)
+        counts.refused[result.value] += 1
+        refusal = self.gate.refusal(result, message)
         assert self._state() == before, "a refused request has changed something"
         return codec.encode_step(
             error_reply(refusal, epoch=message.epoch, seq=message.seq, rank=self.rank)

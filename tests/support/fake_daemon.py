@@ -29,7 +29,7 @@ from rpc_schema.version import PROTOCOL_VERSION
 from tests.support.default_replies import control_reply, step_reply
 from tests.support.waiting import PATIENCE_S
 from worker_client.requests import SamplingParams
-from worker_daemon.server.sequence import StepGate, Verdict
+from worker_daemon.server.sequence import GateResult, StepGate
 from worker_daemon.server.session.lease import DriverIdentity, Lease, lease_terms
 from worker_daemon.server.wire.replies import control_error_reply, error_reply
 from worker_daemon.server.wire.reply_channel import ReplyRing
@@ -366,9 +366,9 @@ class FakeDaemon:
 
     def _on_step(self, frames) -> None:
         request = codec.decode_step(frames[1:])
-        verdict = self.gate.judge(request)
+        result = self.gate.check(request)
         fault = None
-        if isinstance(request, step.ExecuteModel) and verdict is Verdict.RUN:
+        if isinstance(request, step.ExecuteModel) and result is GateResult.RUN:
             fault = next((f for f in self.faults if f.execute == self.num_executes), None)
             self.num_executes += 1
         if fault is not None and fault.kind == "swallow":
@@ -376,17 +376,17 @@ class FakeDaemon:
         if fault is not None and fault.kind == "die":
             self._stop.set()
             return
-        if verdict is Verdict.RUN:
+        if result is GateResult.RUN:
             self.operations.append(type(request).__name__)
             self.gate.accept(request)
             self.ring.keep(request.seq, ())
             self._handle(request, frames[2:], fault)
-        elif verdict is Verdict.REPLAY:
+        elif result is GateResult.REPLAY:
             kept = self.ring.get(request.seq)
             if kept:
                 self._depart(request.epoch, codec.mark_replayed(kept))
         elif request.epoch in self.drivers:
-            refusal = self.gate.refusal(verdict, request)
+            refusal = self.gate.refusal(result, request)
             ids = {"epoch": request.epoch, "seq": request.seq, "rank": self.rank}
             self._reply(error_reply(refusal, **ids), keep=False)
 

@@ -1,4 +1,4 @@
-"""A relay in front of a daemon's four ipc sockets, whose connections a test can cut and refuse, as
+"""A proxy of a daemon's four ipc sockets, whose connections a test can cut and refuse, as
 a network does."""
 
 import asyncio

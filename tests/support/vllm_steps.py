@@ -1,4 +1,4 @@
-"""vLLM's steps as StepWriter translates them, in front of a real SlotTable: which requests share a
+"""vLLM's steps as StepWriter translates them for a real SlotTable: which requests share a
 step."""
 
 from collections.abc import Mapping, Sequence

@@ -1,4 +1,4 @@
-"""Runs `vllm serve` as a user does, in front of daemons of this tree. vLLM and the tests run in one
+"""Runs `vllm serve` as a user does, on daemons of this tree. vLLM and the tests run in one
 environment, the daemons in another (DAEMON_PYTHON)."""
 
 import contextlib
@@ -41,7 +41,7 @@ SMALL = {
 
 
 def vllm_environment(endpoints: Sequence[str], **variables: str) -> dict[str, str]:
-    """Return the environment of a vLLM process in front of these daemons. A forked engine core
+    """Return the environment of a vLLM process on these daemons. A forked engine core
     need not import vLLM again."""
     own = {
         ENDPOINTS_VARIABLE: ",".join(endpoints),

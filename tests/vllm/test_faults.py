@@ -1,4 +1,4 @@
-"""`vllm serve` in front of a pipeline of two daemons while one side is killed, stopped, drained or
+"""`vllm serve` on a pipeline of two daemons while one side is killed, stopped, drained or
 taken. Each request ends with the same tokens as in an undisturbed run."""
 
 import concurrent.futures

@@ -1,4 +1,4 @@
-"""vLLM's engine core and our scheduler, executor and translation in front of a modelled KV cache,
+"""vLLM's engine core and our scheduler, executor and translation on a modelled KV cache,
 with random requests, aborts, preemptions and lost steps. `MODELLED_RUNS=200` runs each case so
 often; a failure prints its seed, with which `MODELLED_SEED` begins."""
 
@@ -90,7 +90,7 @@ def drawn(source: random.Random, poisoned: float = 0.0, patterned: float = 0.0) 
 
 
 class Server:
-    """An engine core in front of modelled daemons."""
+    """An engine core on modelled daemons."""
 
     def __init__(self, daemons: ModelledDaemons, path, pp: int = 1, **options) -> None:
         from vllm import EngineArgs

@@ -1,4 +1,4 @@
-"""`vllm serve` in front of one daemon, by HTTP: what it serves and what it refuses. The demo's
+"""`vllm serve` on one daemon, by HTTP: what it serves and what it refuses. The demo's
 model continues its sentences; log probabilities and adapters are compared with transformers."""
 
 import concurrent.futures

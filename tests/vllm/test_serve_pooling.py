@@ -1,4 +1,4 @@
-"""`vllm serve --runner pooling` in front of two daemons, by HTTP."""
+"""`vllm serve --runner pooling` on two daemons, by HTTP."""
 
 import base64
 import itertools

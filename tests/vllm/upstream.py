@@ -1,4 +1,4 @@
-"""Runs vLLM's own tests, from its source distribution, in front of a daemon on a CPU, and compares
+"""Runs vLLM's own tests, from its source distribution, on a daemon on a CPU, and compares
 their outcomes with upstream.toml.
 
     python -m tests.vllm.upstream build/vllm/vllm-0.33.0.tar.gz [PART OF A PATH ...]

@@ -160,7 +160,7 @@ class Epilogue(NamedTuple):
     """[N, M], receives and is the result; only of a matrix in the model's dtype, without the other
     fields."""
     is_separate: bool = False
-    """Norm and activation are kernels of their own, although there are no adapters: rows without
+    """Norm and activation are separate kernels, although there are no adapters: rows without
     one keep the bits that they have beside rows with one."""
 
 

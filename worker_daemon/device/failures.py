@@ -69,10 +69,10 @@ def judge(error: BaseException) -> FailureKind:
         return FailureKind.OUT_OF_MEMORY
     if isinstance(error, DeviceError):
         return FailureKind.LOST
-    return _judge_text(error) if isinstance(error, RuntimeError) else FailureKind.OTHER
+    return _kind_by_text(error) if isinstance(error, RuntimeError) else FailureKind.OTHER
 
 
-def _judge_text(error: RuntimeError) -> FailureKind:
+def _kind_by_text(error: RuntimeError) -> FailureKind:
     """Classify an exception of torch or Triton by its text, as it has no specific class."""
     text = str(error)
     code = _cuda_code(error)
@@ -91,10 +91,10 @@ def typed_device_error(error: Exception, fix: str = STEP_FIX) -> Exception:
     error unchanged. fix: the advice for a lack of memory."""
     if isinstance(error, OutOfMemoryError | DeviceError):
         return error
-    verdict = judge(error)
-    if verdict is FailureKind.OUT_OF_MEMORY:
+    kind = judge(error)
+    if kind is FailureKind.OUT_OF_MEMORY:
         return out_of_memory(error, fix)
-    if verdict is FailureKind.LOST:
+    if kind is FailureKind.LOST:
         return DeviceError(f"the device is lost: {_first_line(error)}")
     return error
 

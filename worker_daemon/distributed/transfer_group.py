@@ -208,7 +208,7 @@ class TransferGroup:
                 raise TransferError("the wait for the trainer was aborted")
             if time.monotonic() >= deadline:
                 problem = f"nothing has come from the trainer for {self.meeting.timeout_s:g} s"
-                fix = "see why the trainer stopped, then init_weight_transfer_engine anew"
+                fix = "see why the trainer stopped, then call init_weight_transfer_engine again"
                 raise TransferError(problem, fix=fix)
             time.sleep(_SHORT_PAUSE_S if time.monotonic() < patience else _LONG_PAUSE_S)
 

@@ -41,7 +41,7 @@ _BLOCK_T: Final = 16
 _GROUP: Final = 4
 """Experts whose rows one program places."""
 _FEW_ROWS: Final = 512
-"""Up to as many tokens, each is routed by a program of its own."""
+"""Up to as many tokens, each is routed by a separate program."""
 _NUMBER_BITS = tl.constexpr(13)
 """Low bits of a key that hold an expert's number: there are at most 8,192 experts."""
 

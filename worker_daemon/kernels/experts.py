@@ -1,6 +1,6 @@
 """The operations of experts on a GPU: routing, then products grouped by expert.
 
-One row has kernels of its own (multiply_row). Of several rows, those of an expert are divided into
+One row has separate kernels (multiply_row). Of several rows, those of an expert are divided into
 tiles (expert_routing.py), whose sizes expert_tiles.py chooses (multiply_rows). Weights in FP8 are
 converted in registers. Scales of rows multiply the sums. Scales of blocks multiply the sum over
 each block or, for one row, its inputs. Biases are added to float32 sums. benchmarks/NOTES.md has

@@ -68,7 +68,7 @@ _LEAST_STEPS: Final = 4
 """Fewest steps of BLOCK_I columns in a split. With fewer, the split-K reduction costs more than the
 split gains."""
 _MOST_FUSED_PROGRAMS: Final = 2048
-"""With more, a norm of one row is a kernel of its own: each program of a fused one reads the row,
+"""With more, a norm of one row is a separate kernel: each program of a fused one reads the row,
 the residual and the norm's weights."""
 _RATIO = tl.constexpr(TERM_RATIO)
 

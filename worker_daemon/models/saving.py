@@ -54,7 +54,7 @@ class SaveRequest:
     pattern: str
     """Pattern of the file names, with {rank} and {part}."""
     max_size_bytes: int
-    """Maximum bytes of tensors per file; a larger tensor has a file of its own."""
+    """Maximum bytes of tensors per file; a larger tensor has a separate file."""
     files: FileKind = SAFETENSORS
 
 

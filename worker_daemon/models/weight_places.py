@@ -169,7 +169,7 @@ class Places:
 
     def _suggestion(self, name: str) -> str:
         if name == LM_HEAD:
-            return "leave it out: the model has no LM head of its own"
+            return "leave it out: the model has no separate LM head"
         stack = packed_tensor(name)
         if stack in self.specs:
             return f"send {stack} as {list(self.specs[stack].shape)}, in bfloat16"

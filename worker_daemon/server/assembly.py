@@ -101,7 +101,7 @@ def make_worker(
 
 
 def _prepare_triton() -> None:
-    """Import Triton and hash its files, on a thread of its own while torch is imported. This takes
+    """Import Triton and hash its files, on a separate thread while torch is imported. This takes
     0.4 s, mostly without the interpreter's lock."""
     with suppress(ImportError):  # init_device raises the error
         from worker_daemon.kernels.triton_hash import hash_triton

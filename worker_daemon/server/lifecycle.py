@@ -24,7 +24,7 @@ SERVING_STATES: Final[tuple[ServingState, ...]] = ("SERVING", "DRAINING", "CLOSE
 HISTORY: Final = 20
 MAX_CAUSE_BYTES: Final = 1024
 """Limit on the length of a cause, which a driver may have written; a status has HISTORY of them."""
-TOLD: Final = 3
+NUM_RECENT: Final = 3
 """Transitions that a refusal lists."""
 
 _SERVING_MOVES: Final[Mapping[ServingState, frozenset[ServingState]]] = MappingProxyType(
@@ -170,14 +170,14 @@ class Lifecycle:
 
     def _refuse(self, message: StepMessage) -> None:
         names = ", ".join(sorted(kind.__name__ for kind in self.legal)) or "none"
-        told = list(self._history)[-TOLD:]  # the status has all of them
+        recent = list(self._history)[-NUM_RECENT:]  # the status has all of them
         wanted = type(message).__name__
         if isinstance(message, lc.Reset):
             wanted += f"(to={message.to})"
             names += f"; Reset to {', '.join(reset_targets(self.state))}"
         raise StateError(
             f"{wanted} is not legal in {self.state}; legal are: {names}; "
-            f"last transitions: {' | '.join(told) or 'none'}",
+            f"last transitions: {' | '.join(recent) or 'none'}",
             fix=_way_to_wake(self.state, message),
         )
 

@@ -24,8 +24,8 @@ REPLAYABLE: Final = 64
 _LINKING: Final = (lc.InitDevice, lc.Relink)
 
 
-class Verdict(enum.Enum):
-    """The verdict on a request."""
+class GateResult(enum.Enum):
+    """Decision of the gate on a request."""
 
     RUN = "run"
     REPLAY = "replay"
@@ -75,35 +75,36 @@ class StepGate:
         if epoch == self.epoch:
             self.expired = True
 
-    def judge(self, message: StepMessage | StepHead) -> Verdict:
-        """Return the verdict on a request. Only a request with the verdict RUN may be passed to
-        `accept`.
+    def check(self, message: StepMessage | StepHead) -> GateResult:
+        """Decide what happens to a request. Only one that gets RUN may be passed to `accept`.
 
         The next seq runs. Relink, Reset and an ExecuteModel with a resynchronization close a gap:
         their seq only needs to be new. InitDevice and Relink name a link above the current one in
         `rendezvous`; all others name the current one. A repeated seq is replayed regardless of its
         link, even after the lease has expired: a replay changes nothing. A request with a readable
-        head but an unreadable body is judged by its head; it closes no gap.
+        head but an unreadable body is checked by its head; it closes no gap.
         """
         if message.epoch != self.epoch or not self.attached:
-            return Verdict.FENCED if message.epoch < self.epoch else Verdict.NOT_ATTACHED
+            return GateResult.FENCED if message.epoch < self.epoch else GateResult.NOT_ATTACHED
         seq = message.seq
         if seq <= self.last_seq:
-            return Verdict.REPLAY if seq > max(0, self.last_seq - REPLAYABLE) else Verdict.STALE
+            return (
+                GateResult.REPLAY if seq > max(0, self.last_seq - REPLAYABLE) else GateResult.STALE
+            )
         if self.expired:
-            return Verdict.EXPIRED
-        return Verdict.DRAINING if self.draining else self._judge_new(message)
+            return GateResult.EXPIRED
+        return GateResult.DRAINING if self.draining else self._check_new(message)
 
-    def _judge_new(self, message: StepMessage | StepHead) -> Verdict:
+    def _check_new(self, message: StepMessage | StepHead) -> GateResult:
         if message.link != self.link and not isinstance(message, _LINKING):
-            return Verdict.FENCED
+            return GateResult.FENCED
         if message.seq != self.last_seq + 1 and not closes_gap(message):
-            return Verdict.GAP
+            return GateResult.GAP
         if isinstance(message, _LINKING) and not (
             message.link <= self.link < message.rendezvous.link
         ):
-            return Verdict.FENCED
-        return Verdict.RUN
+            return GateResult.FENCED
+        return GateResult.RUN
 
     def accept(self, message: StepMessage | StepHead) -> None:
         """Accept a request that may run: its seq is used up, regardless of the outcome."""
@@ -114,19 +115,19 @@ class StepGate:
         it."""
         self.link = message.rendezvous.link
 
-    def refusal(self, verdict: Verdict, message: StepMessage | StepHead) -> ProtocolError:
+    def refusal(self, result: GateResult, message: StepMessage | StepHead) -> ProtocolError:
         """Return the error for a request that does not run."""
-        if verdict is Verdict.GAP:
+        if result is GateResult.GAP:
             return GapError(self.last_seq + 1, message.seq)
-        if verdict is Verdict.NOT_ATTACHED:
+        if result is GateResult.NOT_ATTACHED:
             problem = f"epoch {message.epoch} is not attached; the last one granted is {self.epoch}"
             return NotAttachedError(problem, fix="attach")
-        if verdict is Verdict.EXPIRED:
+        if result is GateResult.EXPIRED:
             problem = f"the lease of epoch {self.epoch} has expired"
             return LeaseExpiredError(problem, fix="attach again")
-        if verdict is Verdict.DRAINING:
+        if result is GateResult.DRAINING:
             return drained()
-        if verdict is Verdict.FENCED:
+        if result is GateResult.FENCED:
             return self._fenced(message)
         return self._stale(message.seq)
 

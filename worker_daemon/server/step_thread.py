@@ -41,7 +41,7 @@ from worker_daemon.server.dispatch import (
 )
 from worker_daemon.server.lifecycle import Lifecycle
 from worker_daemon.server.progress import Progress
-from worker_daemon.server.sequence import StepGate, Verdict
+from worker_daemon.server.sequence import GateResult, StepGate
 from worker_daemon.server.server_thread import ServerThread
 from worker_daemon.server.step_senders import EpochOwner, StepSenders
 from worker_daemon.server.wire.replies import error_reply
@@ -309,16 +309,16 @@ class _StepLoop:
             if owner is not None and owner.owner != senders.access.owner(peer):
                 senders.bad_peers.note(peer, "step", _not_its_epoch(message.epoch))
                 return  # no reply: the epoch's replies go to its driver
-        verdict = self._gate.judge(message)
-        if verdict is Verdict.RUN:
+        result = self._gate.check(message)
+        if result is GateResult.RUN:
             self._gate.accept(message)
             senders.driver = sender
             del frames[0]
             self._run(message, frames, None if is_cleared else (sender, peer, rights))
-        elif verdict is Verdict.REPLAY:
+        elif result is GateResult.REPLAY:
             self._completion.replay(message.seq)
         else:
-            self._refuse(message, self._gate.refusal(verdict, message))
+            self._refuse(message, self._gate.refusal(result, message))
 
     def _run(
         self,
@@ -431,15 +431,15 @@ class _StepLoop:
                 senders.bad_peers.note(peer, "step", error)
             self._refuse_unread(sender, error)
             return
-        verdict = self._gate.judge(head)
-        if verdict is Verdict.RUN:
+        result = self._gate.check(head)
+        if result is GateResult.RUN:
             self._gate.accept(head)
             senders.driver = sender
             self._fail_unread(head, refusal(head, frames, error))
-        elif verdict is Verdict.REPLAY:
+        elif result is GateResult.REPLAY:
             self._completion.replay(head.seq)
         else:
-            self._refuse(head, self._gate.refusal(verdict, head))
+            self._refuse(head, self._gate.refusal(result, head))
 
     def _fail_unread(self, head: StepHead, error: Exception) -> None:
         """Report the failure of a request that was accepted only by its head."""

@@ -1,4 +1,4 @@
-"""`worker-client up-vllm`: local daemons and vLLM's server in front of them, in one command.
+"""`worker-client up-vllm`: local daemons and vLLM's server as their driver, in one command.
 Restarts any process that exits; the others keep their state."""
 
 import os

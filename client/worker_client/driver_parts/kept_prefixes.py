@@ -10,7 +10,7 @@ from rpc_schema.errors import (
 from worker_client.driver_parts.context import DriverContext
 from worker_client.driver_parts.interface import DriverPart, StepInFlight
 from worker_client.group.prefixes import GroupPrefixes
-from worker_client.scheduler.request_blocks import CachedNews
+from worker_client.scheduler.request_blocks import CachedChanges
 from worker_client.steps.cached_blocks import CachedBlocks
 
 NOTE_INTERVAL: Final = 16
@@ -34,7 +34,7 @@ class RestoringScheduler(Protocol):
         """Take blocks with known contents into the prefix cache, before the first step; return how
         many were taken. Blocks that are in use stay out."""
 
-    def take_cached_news(self) -> CachedNews:
+    def take_cached_changes(self) -> CachedChanges:
         """Return what has changed in the prefix cache since the last call. Blocks that were cached
         and given to another request since may be left out."""
 
@@ -42,7 +42,7 @@ class RestoringScheduler(Protocol):
 class _Waiting(NamedTuple):
     """Changes that are noted once a step has succeeded."""
 
-    news: CachedNews
+    changes: CachedChanges
     after: Any
     """Future of the last step that was sent when they were collected."""
     num_sent: int
@@ -84,9 +84,9 @@ class KeptPrefixes:
         prefixes, scheduler = self._parts
         self._send(prefixes, scheduler.prefix_tag, num_done)
         if self._waiting is None:
-            news = scheduler.take_cached_news()
-            if news.cached.block_ids.size or news.distrusted:
-                self._waiting = _Waiting(news, newest, num_sent)
+            changes = scheduler.take_cached_changes()
+            if changes.cached.block_ids.size or changes.distrusted:
+                self._waiting = _Waiting(changes, newest, num_sent)
             self._send(prefixes, scheduler.prefix_tag, num_done)
 
     def forget(self) -> None:
@@ -97,8 +97,8 @@ class KeptPrefixes:
         waiting = self._waiting
         if waiting is None or waiting.num_sent > num_done:
             return
-        news = waiting.news
-        if prefixes.note(tag, news.cached, waiting.after, distrusted=news.distrusted):
+        changes = waiting.changes
+        if prefixes.note(tag, changes.cached, waiting.after, distrusted=changes.distrusted):
             self._waiting = None
 
 

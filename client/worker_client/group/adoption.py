@@ -23,7 +23,7 @@ from worker_client.scheduler_output import NewRequest
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AdoptedRequest:
-    """A request of an earlier driver, to be continued: see docs/scheduler.md."""
+    """A request of an earlier driver, to be continued: see docs/scheduler-rules.md."""
 
     req_id: str
     token_ids: NDArray[np.int32]

@@ -39,7 +39,7 @@ them, or they cannot reach each other."""
 
 MAX_LINK_FAILURES: Final = 3
 """In a row: steps that break the link, and failed attempts to relink."""
-MAX_EVENTS_TOLD: Final = 20
+MAX_EVENTS_KEPT: Final = 20
 """Events that an error carries."""
 _EVENTS_TITLE: Final = "The driver's last events:"
 
@@ -129,7 +129,7 @@ class Suspect(NamedTuple):
 
 
 class Change(enum.Enum):
-    """Events without values of their own."""
+    """Events without values."""
 
     LINK_BROKEN = "a step has left bytes between ranks, or a rank without its peers"
     LINK_MADE = "all ranks have joined a new link, or have given up the one that they had"
@@ -404,7 +404,7 @@ class FailureState:
 
     def __init__(self, world_size: int, clock: Callable[[], float] = time.time) -> None:
         self._clock = clock
-        self._events: deque[DriverEvent] = deque(maxlen=MAX_EVENTS_TOLD)
+        self._events: deque[DriverEvent] = deque(maxlen=MAX_EVENTS_KEPT)
         self.state = GroupState(link=LinkState.WHOLE if world_size > 1 else LinkState.NONE)
         self._answers = answers(self.state)
         self.takes_steps_at_once = False

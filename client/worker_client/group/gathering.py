@@ -31,8 +31,8 @@ class Gathering:
     @property
     def may_learn_cause(self) -> bool:
         """True if all errors so far are consequences of a peer's, and a rank has still to reply."""
-        told = all(error.code in _CONSEQUENCES for error in self._errors)
-        return told and self.num_missing > len(self._errors)
+        all_follow = all(error.code in _CONSEQUENCES for error in self._errors)
+        return all_follow and self.num_missing > len(self._errors)
 
     @property
     def cause(self) -> ErrorReply:

@@ -76,7 +76,7 @@ OBSERVER_TIMEOUT_S = 0.5
 OPERATION_TIMEOUT_S = 60.0
 LINK_SLACK_S = 30.0
 LONG_TIMEOUT_S = 3600.0
-"""Timeout of operations whose row in the table of operations has a deadline of its own."""
+"""Timeout of operations whose row in the table of operations has a deadline."""
 
 MAX_EVENTS_KEPT = 1024
 
@@ -189,7 +189,7 @@ class GroupChannel:
     def check_deaths(self, within_s: float = DEATH_NEWS_S) -> None:
         """Raise WorkerDied if a daemon is dead, or turns out to be within a moment."""
         try:
-            self.daemons.results.read_news(within_s)
+            self.daemons.results.read_connection_events(within_s)
             self.look()
         except _LOSSES as error:
             self.lose(error)
@@ -226,7 +226,7 @@ class GroupChannel:
             WorkerError, LeaseNotRenewed: the lease is lost.
             AuthenticationError: a daemon refused us.
         """
-        self.daemons.results.read_news()
+        self.daemons.results.read_connection_events()
         self._read_events_now_and_then()
         self.daemons.check_lives()
         self.lease.check()
@@ -504,7 +504,7 @@ class GroupChannel:
         """
         watch = self.daemons.watch
         while True:
-            self.daemons.results.read_news()
+            self.daemons.results.read_connection_events()
             with contextlib.suppress(WorkerDied):
                 watch.look()
             unsure = [

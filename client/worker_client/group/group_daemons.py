@@ -66,7 +66,7 @@ class GroupDaemons:
     def are_connected(self) -> bool:
         """Return True if the results of all present daemons have a connection. Raises
         AuthenticationError if a daemon refused us."""
-        self.results.read_news()
+        self.results.read_connection_events()
         return all(self.results.is_connected(client.endpoint) for client in self.present)
 
     def new_client(self, rank: int, endpoint: Endpoint) -> WorkerClient:
@@ -95,7 +95,7 @@ class GroupDaemons:
 
     def _check_alive(self, rank: int) -> None:
         """Raise WorkerDied if this rank is dead: the others may be asked even then."""
-        self.results.read_news()
+        self.results.read_connection_events()
         self._listen()
         with contextlib.suppress(WorkerDied):
             self.watch.look()

@@ -139,7 +139,7 @@ class GroupWeights:
             ConfigError: the model has no such tensors; nothing was taken, and the update is
                 still open.
             CheckpointError: files are missing or truncated; likewise.
-            TransferError: the trainer is lost. The weights are dirty: begin again with
+            TransferError: the trainer is lost. The weights are dirty: restart with
                 init_transfer_engine and start_update, or reload.
         """
         return self._channel.ask(partial(wt.UpdateWeights, **tensors._asdict(), source=source))

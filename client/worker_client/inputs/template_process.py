@@ -182,7 +182,7 @@ class _Generation(Extension):
     tags = {"generation"}  # noqa: RUF012  # jinja2 declares it so
 
     def parse(self, parser: Parser) -> nodes.Node:
-        """Return what stands between the tags, as a scope of its own."""
+        """Return what stands between the tags, as a separate scope."""
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
         return nodes.Scope(body, lineno=line)

@@ -32,7 +32,7 @@ MAX_TEXT_BYTES: Final = 4 << 20
 LARGEST_TEXT_BYTES: Final = 10 << 20
 """Bound on that setting: such a text, or its tokens, is one message to a process."""
 SHORT_TEXT_BYTES: Final = 64 << 10
-"""Texts up to this size have processes of their own, and wait for no longer ones."""
+"""Texts up to this size have separate processes, and wait for no longer ones."""
 BYTES_PER_LIMIT: Final = 256 << 10
 """Bytes for which a text has the time of TextBounds.encode_s, begun ones included. Published
 tokenizers encode 1 to 3 MB a second."""

@@ -10,7 +10,7 @@ FIRST_BLOCK_ID = 1
 """Block 0 is the workers' null block."""
 
 
-class PoolNews(NamedTuple):
+class PoolChanges(NamedTuple):
     """Changes of the cached blocks, other than by allocation."""
 
     cached: list[int]
@@ -37,9 +37,9 @@ class BlockPool:
         """Group of each block that has a hash. Kept apart from _hash_of: a tuple (hash, group) for
         each block would be one more object for Python's garbage collector to traverse."""
         self._fresh: set[int] = set()
-        """Blocks whose contents were recorded since the last take_news()."""
+        """Blocks whose contents were recorded since the last take_changes()."""
         self._distrusted: set[int] = set()
-        """Blocks whose contents were dropped by forget() since the last take_news()."""
+        """Blocks whose contents were dropped by forget() since the last take_changes()."""
 
     @property
     def num_free(self) -> int:
@@ -111,12 +111,14 @@ class BlockPool:
         self._free.move_to_end(block_id)
         return True
 
-    def take_news(self) -> PoolNews:
+    def take_changes(self) -> PoolChanges:
         """Return the changes since the last call."""
-        news = PoolNews([i for i in self._fresh if i in self._hash_of], list(self._distrusted))
+        changes = PoolChanges(
+            [i for i in self._fresh if i in self._hash_of], list(self._distrusted)
+        )
         self._fresh.clear()
         self._distrusted.clear()
-        return news
+        return changes
 
     def contents_of(self, block_id: int) -> tuple[bytes, int]:
         """Return the hash and the group of a cached block."""

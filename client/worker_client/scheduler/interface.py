@@ -141,7 +141,7 @@ class SchedulerLimits:
     max_loras: int | None = None
     """Maximum number of adapters in a step; None leaves the adapters of requests unchecked."""
     groups: tuple[BlockGroup, ...] = ()
-    """Groups of layers; each gives every request blocks of its own. Empty: one of block_size,
+    """Groups of layers; each gives every request separate blocks. Empty: one of block_size,
     without a window."""
     generates: bool = True
     """The model has an output layer for tokens."""

@@ -32,7 +32,7 @@ from worker_client.scheduler.interface import (
 )
 from worker_client.scheduler.planning import Step
 from worker_client.scheduler.request import Request, adopted_request, new_request
-from worker_client.scheduler.request_blocks import CachedNews, RequestBlocks
+from worker_client.scheduler.request_blocks import CachedChanges, RequestBlocks
 from worker_client.scheduler.request_queues import RequestQueues, Urgency, by_priority
 from worker_client.scheduler.step_budget import Clock, StepBudget
 from worker_client.scheduler_output import PromptChunk, SchedulerOutput, StepResult
@@ -382,9 +382,9 @@ class Scheduler:
         """Continue with the prefix cache of an earlier driver; see RestoringScheduler."""
         return self._blocks.restore(blocks)
 
-    def take_cached_news(self) -> CachedNews:
+    def take_cached_changes(self) -> CachedChanges:
         """Return what has changed in the prefix cache; see RestoringScheduler."""
-        return self._blocks.take_news()
+        return self._blocks.take_changes()
 
     def step_failed(self, outputs: Sequence[SchedulerOutput], lost_req_ids: frozenset[str]) -> None:
         """Roll back failed steps: lost requests wait again, in order of arrival."""

@@ -132,7 +132,7 @@ class Reported:
             self.token_id_logprobs.append(result.reports[GivenLogprobs][req_id])
 
     def take_prompt(self, chunk: PromptChunk) -> None:
-        """Note a chunk of the prompt, perhaps again: after a preemption it is computed anew."""
+        """Note a chunk of the prompt, perhaps again: after a preemption it is computed again."""
         if self.prompt_logprobs is not None:
             places = range(chunk.first, len(self.prompt_logprobs))
             for place, entry in zip(places, chunk.logprobs, strict=False):
@@ -282,7 +282,7 @@ class Request:
 
     def take_again(self) -> FinishReason | None:
         """Append all generated tokens of an adopted request again, up to its end or to a NO_TOKEN;
-        return the reason if it ends. A request that reports anything begins again from its prompt:
+        return the reason if it ends. A request that reports anything restarts from its prompt:
         earlier reports are not kept."""
         generated = self.tokens[self.num_prompt_tokens :]
         del self.tokens[self.num_prompt_tokens :]
@@ -408,7 +408,7 @@ class WatchedRequest(Request):
 
     def take(self, token: int) -> FinishReason | None:
         """Append a sampled token; return the reason if the request ends with it."""
-        # @dataclass(slots=True) creates the class anew: super() would refer to the original one.
+        # @dataclass(slots=True) creates another class: super() would refer to the original one.
         reason = Request.take(self, token)
         if reason != "stop" and self.watch.take(token):
             return "stop"

@@ -28,7 +28,7 @@ Prefix: TypeAlias = Sequence[Sequence[int]]
 """First blocks of a request in each group."""
 
 
-class CachedNews(NamedTuple):
+class CachedChanges(NamedTuple):
     """Changes of the prefix cache, for the group's notes."""
 
     cached: CachedBlocks
@@ -79,12 +79,12 @@ class RequestBlocks:
                 request.blocks.hashes.clear()
         return before not in (b"", key)
 
-    def take_news(self) -> CachedNews:
+    def take_changes(self) -> CachedChanges:
         """Return what has changed in the prefix cache since the last call."""
-        news = self._pool.take_news()
-        contents = map(self._pool.contents_of, news.cached)
+        changes = self._pool.take_changes()
+        contents = map(self._pool.contents_of, changes.cached)
         hashes = [block_hash + bytes((group,)) for block_hash, group in contents]
-        return CachedNews(CachedBlocks.of(news.cached, hashes), news.distrusted)
+        return CachedChanges(CachedBlocks.of(changes.cached, hashes), changes.distrusted)
 
     def restore(self, blocks: CachedBlocks) -> int:
         """Put blocks that an earlier driver has filled into the prefix cache, as far as no request

@@ -451,7 +451,7 @@ class SlotTable:
         steady: SteadyRequests | None,
         counts: Mapping[str, int],
     ) -> StepFault | None:
-        """Check that no request ends and is scheduled. gone: those that do not begin again."""
+        """Check that no request ends and is scheduled. gone: those that do not restart."""
         decodes_on = steady is not None and steady.bits[ended].any()
         if not decodes_on and counts.keys().isdisjoint(gone):
             return None

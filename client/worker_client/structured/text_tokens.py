@@ -4,7 +4,7 @@ the tokens that a text is written with.
 A grammar's text is written with tokens that stay in the text of an output: those of the vocabulary,
 and added tokens that are not special. Special tokens, ends of sequence and ids without a token are
 no text; a grammar gets them by name or id only. The tokens of a text are those of the tokenizer,
-without what it would do to a prompt besides: it finds no special tokens, puts no space in front,
+without what it would do to a prompt besides: it finds no special tokens, adds no leading space,
 and normalizes nothing.
 """
 
@@ -142,7 +142,7 @@ def _spaces_alone(normalizer: Any) -> Any:
 
 
 def _without_prefix(part: Any) -> Any:
-    """Return a pre-tokenizer that puts no space in front of a text."""
+    """Return a pre-tokenizer that adds no leading space."""
     if not isinstance(part, Mapping):
         return part
     made = dict(part)

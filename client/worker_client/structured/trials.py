@@ -10,7 +10,7 @@ from worker_client.inputs.child_process import ChildEnded
 from worker_client.structured.matchers import Grammar, GrammarMatcher, MaskProcess
 
 YIELD_S: Final = 0.5
-"""CPU time after which a compilation makes room for others, and begins again behind them."""
+"""CPU time after which a compilation makes room for others, and restarts after them."""
 SPARE_S: Final = 0.05
 """CPU time of a compilation after which another process is started, for what comes next, and after
 which it gets a lower priority."""

@@ -1,4 +1,4 @@
-"""vLLM's scheduler and server in front of worker daemons; docs/vllm.md has the user's side.
+"""vLLM's scheduler and server as a driver of worker daemons; docs/vllm.md has the user's side.
 
 `hooks/` has the classes that vLLM loads: the platform (where WORKER_DAEMON_ENDPOINTS is set),
 executor and scheduler. The rest translates, and is tested without vLLM: `settings.py`,

@@ -150,7 +150,7 @@ class _Held:
 
 class EmbeddedPrompts:
     """Uploads of the requests of vLLM's scheduler, sent between steps on its thread while requests
-    wait. Rows are copied and hashed on a thread of its own, which takes a second for a gigabyte."""
+    wait. Rows are copied and hashed on a separate thread, which takes a second for a gigabyte."""
 
     def __init__(self, workers: Workers, model_dtype: str, take_rows: TakeRows) -> None:
         """model_dtype: as salt_request takes it."""

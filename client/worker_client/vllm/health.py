@@ -1,6 +1,6 @@
 """vLLM's /health for a group of daemons: `vllm serve --middleware
-worker_client.vllm.health.DaemonsHealth`. It tells whether the group can serve. Without it, /health
-tells only that the server's engine lives."""
+worker_client.vllm.health.DaemonsHealth`. It reports whether the group can serve. Without it,
+/health reports only that the server's engine is up."""
 
 import asyncio
 import json

@@ -130,7 +130,7 @@ class PrefixNotes:
                 self._waiting.hashes.pop(block_id, None)
 
     def forget(self) -> None:
-        """Note all blocks anew: the daemons have dropped their notes, or may have."""
+        """Note all blocks again: the daemons have dropped their notes, or may have."""
         self._noted = [None] * len(self._blocks)
         self._changed.clear()
         self._newest = self._waiting = None

@@ -42,7 +42,7 @@ class Section:
 
 
 _COMPILES: Final = Idle("daemons compile no model")
-_MEETS: Final = Idle("daemons meet at a rendezvous of their own")
+_MEETS: Final = Idle("daemons meet at a separate rendezvous")
 _NO_MEDIA: Final = Idle("requests with media are refused")
 _READS: Final = Idle("daemons read files in their own way")
 _WARMS: Final = Idle("vLLM's kernels do not run")

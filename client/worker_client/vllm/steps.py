@@ -190,8 +190,8 @@ class StepWriter:
 
     def _apart(self, step: SchedulerOutput, cached: Any) -> list[SchedulerOutput]:
         """Put new requests that begin with a block which this step fills into steps after it. vLLM
-        counts a block as cached once the step that fills it is planned; rule 4 of docs/scheduler.md
-        allows it from the next step on."""
+        counts a block as cached once the step that fills it is planned; docs/scheduler-rules.md
+        allows it from the next step on (rule 4)."""
         new = step.scheduled_new_reqs
         if not any(each.num_computed_tokens for each in new):
             return [step]

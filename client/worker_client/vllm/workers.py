@@ -47,7 +47,7 @@ _Args = TypeVarTuple("_Args")
 
 
 class LostStep(NamedTuple):
-    """The outcome of a step whose requests begin again: the workers have no row of any request, and
+    """The outcome of a step whose requests restart: the workers have no row of any request, and
     no block keeps its contents."""
 
     reason: str
@@ -230,7 +230,7 @@ class Workers:
         self._since_success.losses += 1
         if self._since_success.losses >= MAX_IN_A_ROW:
             raise error
-        _LOG.warning("a step was lost, its requests begin again: %s", error)
+        _LOG.warning("a step was lost, its requests restart: %s", error)
         return LostStep(reason, is_known=False)
 
     def _recovering(self, use: Callable[[*_Args], _T], *args: *_Args) -> _T:

@@ -79,7 +79,7 @@ def connect(socket: Socket, address: str, lock: Lock | None, *, is_watched: bool
     socket.connect(address)
 
 
-class News(NamedTuple):
+class ConnectionEvent(NamedTuple):
     """Change of a connection: opened (not yet made), made, ended after that, or refused."""
 
     kind: Literal["opened", "made", "ended", "refused", "nothing"]
@@ -131,7 +131,7 @@ class HandshakeWatch:
         while self.monitor.poll(0):
             self.take()
 
-    def take(self) -> News:
+    def take(self) -> ConnectionEvent:
         """Process the next event.
 
         Raises:
@@ -144,18 +144,20 @@ class HandshakeWatch:
             self.num_made += 1
             self._made.add(address)
             self._cut_off_at.pop(address, None)
-            return News("made", address)
-        news = self._of_connection(kind, address, value)
-        if news is not None:
-            return news
+            return ConnectionEvent("made", address)
+        change = self._of_connection(kind, address, value)
+        if change is not None:
+            return change
         if address not in self._places:
-            return News("nothing", address)  # of a connection that was given up
+            return ConnectionEvent("nothing", address)  # of a connection that was given up
         if kind == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL:
             if value not in _CUT_OFF:
-                return News("nothing", address)  # our timeout: a busy daemon has not answered
+                return ConnectionEvent(
+                    "nothing", address
+                )  # our timeout: a busy daemon has not answered
             now = time.monotonic()
             if now < self._cut_off_at.setdefault(address, now) + CUT_OFF_S:
-                return News("nothing", address)  # libzmq tries again
+                return ConnectionEvent("nothing", address)  # libzmq tries again
         rank, lock = self._places[address]
         raise AuthenticationError(rank, address, _why(kind, lock, self._role))
 
@@ -171,15 +173,15 @@ class HandshakeWatch:
             why = _why(int(zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL), lock, self._role)
             raise AuthenticationError(rank, address, why)
 
-    def _of_connection(self, kind: int, address: str, value: int) -> News | None:
+    def _of_connection(self, kind: int, address: str, value: int) -> ConnectionEvent | None:
         """Return the change of a connection, ignoring its handshake."""
         if kind == zmq.EVENT_CONNECTED:
-            return News("opened", address, value)
+            return ConnectionEvent("opened", address, value)
         if kind == zmq.EVENT_DISCONNECTED:
             was_made = address in self._made
             self._made.discard(address)
-            return News("ended" if was_made else "nothing", address)
-        return News("refused", address) if kind == zmq.EVENT_CLOSED else None
+            return ConnectionEvent("ended" if was_made else "nothing", address)
+        return ConnectionEvent("refused", address) if kind == zmq.EVENT_CLOSED else None
 
     def close(self) -> None:
         """Close the monitor; the socket is closed by its owner, after this."""

@@ -94,7 +94,7 @@ class ResultsChannel:
         """watch is notified of changes of connections; look is called while replies are waited for,
         and raises WorkerDied."""
         self._look = look
-        self._on_news: dict[str, Callable[[int], None]] = {
+        self._on_event: dict[str, Callable[[int], None]] = {
             "ended": watch.disconnected,
             "refused": watch.refused,
             "made": watch.connected,
@@ -147,7 +147,7 @@ class ResultsChannel:
             raise zmq.Again
         return frames
 
-    def read_news(self, within_s: float = 0.0) -> None:
+    def read_connection_events(self, within_s: float = 0.0) -> None:
         """Pass changes of connections to the watch, waiting up to `within_s` for the first. Raises
         AuthenticationError if a daemon refused us."""
         wait_ms = int(within_s * 1000)
@@ -159,11 +159,11 @@ class ResultsChannel:
                 continue
             if kind == "opened":
                 self._processes.connected(address, descriptor)
-            elif kind in self._on_news:
-                self._on_news[kind](rank)
+            elif kind in self._on_event:
+                self._on_event[kind](rank)
 
     def is_connected(self, endpoint: Endpoint) -> bool:
-        """Return True if a daemon's connection is made, as far as the news tell."""
+        """Return True if a daemon's connection is made, as far as the monitors report."""
         return self._handshakes.is_made(endpoint.results)
 
     def process_at(self, address: str) -> Process:
@@ -176,7 +176,7 @@ class ResultsChannel:
         the same one."""
         rank = self._ranks.pop(old.results)
         self._handshakes.disconnect(old.results)
-        self.read_news()
+        self.read_connection_events()
         self._processes.forget(old.results)
         self._ranks[new.results] = rank
         self._handshakes.connect(rank, new.results, new.lock, is_watched=True)

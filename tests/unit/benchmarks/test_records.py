@@ -38,9 +38,36 @@ def row(part, name, value, unit="tok/s out", target=None, met=None):
 
 def test_the_page_shows_the_records():
     page = records.PAGE.read_text()
-    table = records.rendered(records.read_records())
+    tables = records.rendered(records.read_records())
     message = "run: python -m benchmarks.records"
-    assert records.with_table(page, table) == page, message
+    assert records.with_tables(page, tables) == page, message
+
+
+def test_the_page_has_each_figure_with_its_run_and_each_command_once():
+    kept = records.read_records()
+    tables = [table.splitlines() for table in records.rendered(kept).split("\n\n")]
+    *figures, made = [[cells(line) for line in table if "---" not in line] for table in tables]
+    runs = {number: BenchRun(*run, command.strip("`")) for number, *run, command in made[1:]}
+    assert len(set(runs.values())) == len(runs) < len(kept) / 2
+    shown = {
+        (f"{kind} {row}", column): re.fullmatch(r"(\S+)(?: \((\w+) (\S+)\))? \[(\d+)\]", cell)
+        for (kind, *columns), *rows in figures
+        for row, *values in rows
+        for column, cell in zip(columns, values, strict=True)
+        if cell
+    }
+    assert len(shown) == len(kept)
+    for record in kept:
+        case, _, name = record.name.rpartition(": ")
+        place = record.part + (f", {case}" if case else "")
+        value, outcome, target, run = shown[place, f"{name}, {record.unit}"].groups()
+        assert float(value.replace(",", "")) == pytest.approx(record.value, rel=1e-3, abs=0.5)
+        assert outcome == {True: "met", False: "missed", None: None}[record.met]
+        assert (target is None) == (record.target is None) and runs[run] == record.run
+
+
+def cells(line: str) -> list[str]:
+    return [cell.strip() for cell in line.split("|")[1:-1]]
 
 
 def test_every_record_has_date_device_commit_command_and_its_target():
@@ -80,7 +107,8 @@ def test_a_run_replaces_its_own_figures_and_leaves_the_others(docs):
     }
     assert [r for r in new if r in old] == [r for r in old if r != first]
     page = (docs / records.PAGE.name).read_text()
-    assert "| 123,456 tok/s out |" in page and "| 7.25 tok/s out |  | 2026-12-01 |" in page
+    assert "| 123,456 (met 262) [" in page and "| new-model 1x1 | 7.25 [" in page
+    assert f"| {RUN.date} | {RUN.device} | {RUN.commit} | `{RUN.command}` |" in page
     assert page.count(records.BEGIN) == page.count(records.END) == 1
 
 
@@ -91,7 +119,8 @@ def test_what_make_bench_writes_can_be_kept(docs, tmp_path, capsys):
     bench.report(parts, tmp_path / "bench.json", RUN)
     content = json.loads((tmp_path / "bench.json").read_text())
     assert records.keep(content, docs) == 1
-    assert "| 401.5 tok/s out | 400, met | 2026-12-01 |" in (docs / records.PAGE.name).read_text()
+    page = (docs / records.PAGE.name).read_text()
+    assert "401.5 (met 400) [" in page and f"| {RUN.date} | {RUN.device} |" in page
 
 
 def test_a_run_outside_a_checkout_has_no_commit_but_a_given_one(monkeypatch, tmp_path):

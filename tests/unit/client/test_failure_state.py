@@ -105,13 +105,13 @@ def test_refusal_tells_how_the_group_came_there():
 def test_refusal_carries_the_last_events_only():
     state = fs.FailureState(2)
     state.apply(fs.Change.ATTACH_BEGUN)
-    for _ in range(fs.MAX_EVENTS_TOLD):
+    for _ in range(fs.MAX_EVENTS_KEPT):
         state.report_drain(0, drains=True)
         state.report_drain(0, drains=False)
     state.report_drain(1, drains=True)
     error = refused(state, GroupRequest.STEP)
     assert isinstance(error, DrainingError)
-    assert len(error.events) == fs.MAX_EVENTS_TOLD
+    assert len(error.events) == fs.MAX_EVENTS_KEPT
     assert error.events[-1].change == "drain NONE -> DRAINING"
     assert {each.name for each in error.events} == {"DrainReported", "DRAIN_OVER"}
 

@@ -57,9 +57,9 @@ def is_ready(scheduler, name):
 
 
 def news_of(scheduler):
-    news = scheduler.take_cached_news()
-    hashes = map(bytes, news.cached.hashes)
-    return dict(zip(news.cached.block_ids.tolist(), hashes, strict=True))
+    changes = scheduler.take_cached_changes()
+    hashes = map(bytes, changes.cached.hashes)
+    return dict(zip(changes.cached.block_ids.tolist(), hashes, strict=True))
 
 
 def filled(tokens, max_tokens=8):
@@ -224,30 +224,30 @@ class Group:
         return NO_CACHED_BLOCKS
 
 
-class News:
+class Changes:
     def __init__(self, *block_ids, distrusted=()):
         self.cached = CachedBlocks.of(block_ids, [bytes((i,)) for i in block_ids])
         self.distrusted = list(distrusted)
 
 
 class Reporting:
-    """A scheduler with news."""
+    """A scheduler with changes."""
 
     prefix_tag = b"t"
 
-    def __init__(self, *news):
-        self.news = list(news)
+    def __init__(self, *changes):
+        self.changes = list(changes)
 
     def restore_prefixes(self, blocks):
         return 0
 
-    def take_cached_news(self):
-        return self.news.pop(0) if self.news else News()
+    def take_cached_changes(self):
+        return self.changes.pop(0) if self.changes else Changes()
 
 
 def test_blocks_are_noted_as_of_the_step_at_which_they_were_collected_once_that_is_done():
     group = Group()
-    kept = KeptPrefixes(group, Reporting(News(1, 2), News(3, distrusted=[2]), News(4)))
+    kept = KeptPrefixes(group, Reporting(Changes(1, 2), Changes(3, distrusted=[2]), Changes(4)))
     assert kept.due == NOTE_INTERVAL
     kept.proceed(20, 18, Future(20))
     assert (group.notes, kept.due) == ([], 20 + NOTE_INTERVAL)
@@ -265,14 +265,14 @@ def test_blocks_are_noted_as_of_the_step_at_which_they_were_collected_once_that_
 
 def test_all_is_noted_at_once_when_nothing_is_in_flight():
     group = Group()
-    kept = KeptPrefixes(group, Reporting(News(1), News(2)))
+    kept = KeptPrefixes(group, Reporting(Changes(1), Changes(2)))
     kept.proceed(20, 18, Future(20))
     kept.proceed(22, 22, Future(22))
     assert group.notes == [([1], 20, []), ([2], 22, [])]
 
 
 def test_other_schedulers_and_groups_note_nothing():
-    for kept in (KeptPrefixes(Group(), object()), KeptPrefixes(object(), Reporting(News(1)))):
+    for kept in (KeptPrefixes(Group(), object()), KeptPrefixes(object(), Reporting(Changes(1)))):
         kept.restore()
         kept.proceed(20, 20, Future(20))
         assert kept.due > 10**12

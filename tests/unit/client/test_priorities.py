@@ -36,7 +36,7 @@ def random_request(rng, number):
 
 
 class Queue:
-    """What a reader of docs/scheduler.md expects: a waiting line, and the requests that run."""
+    """What the cookbook (docs) makes a reader expect: a waiting line, and the requests that run."""
 
     def __init__(self):
         self.waiting = {}
@@ -160,7 +160,7 @@ def test_a_policy_chooses_who_is_preempted():
 
 
 def test_a_policy_with_arrivals_starves_nobody():
-    """As docs/scheduler.md has it: a level counts as much as 5 arrivals."""
+    """As in docs/scheduler-cookbook.md: a level counts as much as 5 arrivals."""
     scheduler = Scheduler(ONE_AT_A_TIME, urgency=lambda each: 5 * each.priority + each.arrival)
     scheduler.add_request(request("low", priority=2))
     for number in range(20):

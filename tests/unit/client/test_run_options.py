@@ -1,12 +1,23 @@
-"""worker-client against fake daemons, and the example of docs/scheduler.md."""
+"""worker-client against fake daemons, and the examples of README and of the
+scheduler's cookbook."""
 
+import contextlib
 import json
 import re
 import sys
 from pathlib import Path
 
+import msgspec
 import pytest
 
+from rpc_schema.config import (
+    CacheConfig,
+    GraphConfig,
+    ModelConfig,
+    ParallelConfig,
+    SchedulerConfig,
+    WorkerConfig,
+)
 from tests.support.fake_daemon import next_token
 from tests.unit.client.conftest import options
 from worker_client.cli.options import build_run_options
@@ -191,13 +202,34 @@ def test_status_and_shutdown(fakes, run):
     assert [daemon.operations[-1] for daemon in daemons.daemons] == ["Shutdown"] * 2
 
 
+def test_the_readmes_example_runs(fakes, monkeypatch, capsys):
+    daemons = fakes(2)
+    (source,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    started = contextlib.nullcontext(daemons)
+    monkeypatch.setattr("worker_client.launcher.LocalDaemons", lambda *_: started)
+    exec(compile(source, "README.md", "exec"), {})  # noqa: S102
+    tokens = [1, 2, 3]
+    for _ in range(8):
+        tokens.append(next_token(tokens))
+    assert capsys.readouterr().out == f"[{tokens[3:]}]\n"
+
+
+def test_a_configuration_needs_two_parts_only():
+    needed = [field.name for field in msgspec.structs.fields(WorkerConfig) if field.required]
+    assert needed == ["parallel", "model"]
+    short = WorkerConfig(parallel=ParallelConfig(), model=ModelConfig(model="m"))
+    parts = {"scheduler": SchedulerConfig(), "cache": CacheConfig(), "graph": GraphConfig()}
+    long = msgspec.structs.replace(short, **parts)
+    assert short == long and short.fingerprint() == long.fingerprint()
+
+
 def test_the_documented_example_runs(fakes, capsys):
     daemons = fakes(1)
-    text = (ROOT / "docs" / "scheduler.md").read_text()
+    text = (ROOT / "docs" / "scheduler-cookbook.md").read_text()
     blocks = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
     (source,) = (block for block in blocks if "ENDPOINTS" in block)
     source = source.replace('f"ipc://{Path.home()}/.cache/wd/w0"', repr(daemons.endpoints[0]))
-    exec(compile(source, "docs/scheduler.md", "exec"), {})  # noqa: S102
+    exec(compile(source, "docs/scheduler-cookbook.md", "exec"), {})  # noqa: S102
     tokens = [1, 2, 3, 4, 5]
     for _ in range(10):
         tokens.append(next_token(tokens))

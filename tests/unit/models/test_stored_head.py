@@ -323,7 +323,7 @@ def test_a_trainer_sends_a_tied_matrix_under_one_of_its_names(tied, stages_of):
             places.check(manifest(*names), received)
         assert (caught.value.field, caught.value.value) == ("names", HEAD)
     kernel = kernel_places(stage, read_model_config(made.path), 0, 1, torch.float32)
-    with pytest.raises(ConfigError, match="no LM head of its own"):
+    with pytest.raises(ConfigError, match="no separate LM head"):
         kernel.check(manifest(HEAD))
 
 

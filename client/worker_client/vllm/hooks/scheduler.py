@@ -126,7 +126,7 @@ class WorkerDaemonScheduler(AsyncScheduler):  # type: ignore[misc]
             self._noted.distrust(held)
 
     def _begin_alone(self, request: Request) -> None:
-        """Let a request begin again, without blocks of others."""
+        """Restart a request, without blocks of others."""
         request.skip_reading_prefix_cache = True
         if request.status == RequestStatus.RUNNING:
             self.running.remove(request)
