@@ -145,6 +145,7 @@ def test_states_sleep_and_wake_in_a_model_without_pages(two_daemons, references)
         assert not any(output.num_cached_tokens for output in run.outputs.values())
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize(("pp", "tp"), SHAPES)
 def test_requests_of_a_killed_driver_are_continued(two_daemons, nursery, case, pp, tp):
     config = config_of(case, pp, tp, step_deadline_ms=1000)
@@ -163,6 +164,7 @@ def test_requests_of_a_killed_driver_are_continued(two_daemons, nursery, case, p
     case.check({output.req_id: output.token_ids for output in outputs})
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize(("pp", "tp"), SHAPES)
 def test_a_killed_rank_is_replaced(two_daemons, case, pp, tp):
     config, results, replaced = config_of(case, pp, tp, step_deadline_ms=1000), [], []

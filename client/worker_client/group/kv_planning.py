@@ -9,6 +9,7 @@ from rpc_schema.kv_cache import (
     BlockGroup,
     KVCacheSpec,
     LayerGroup,
+    RankStates,
     UnequalPages,
     longest_request,
     plan_groups,
@@ -30,6 +31,30 @@ def choose_num_blocks(fitting: int, asked: int | None) -> int:
         fix = f"ask for at most {fitting}, or leave it out"
         raise KVPlanError(problem, field="num_gpu_blocks", value=asked, fix=fix)
     return asked
+
+
+def bytes_for_pages(
+    available_bytes: Sequence[int], states: Sequence[RankStates], max_num_seqs: int
+) -> list[int]:
+    """Return each rank's memory for pages: what the states of max_num_seqs requests leave of
+    available_bytes.
+
+    Raises:
+        KVPlanError: a rank lacks memory for the states.
+    """
+    left = [
+        available - own.size_bytes for available, own in zip(available_bytes, states, strict=True)
+    ]
+    for rank, (available, own) in enumerate(zip(available_bytes, states, strict=True)):
+        if own.size_bytes > max(available, 0):
+            problem = (
+                f"the states of that many requests take {own.size_bytes} bytes on rank {rank}, "
+                f"and {available} are left"
+            )
+            fix = "lower it, raise gpu_memory_utilization, or use more ranks"
+            field = "scheduler.max_num_seqs"
+            raise KVPlanError(problem, field=field, value=max_num_seqs, fix=fix)
+    return left
 
 
 def fit_max_model_len(

@@ -24,7 +24,12 @@ from rpc_schema.kv_cache import (
 from rpc_schema.lifecycle import GetModelMetadataReply, Status
 from rpc_schema.weight_transfer import ReloadWeightsReply
 from worker_client.errors import ConfigMismatchError, config_error
-from worker_client.group.kv_planning import choose_groups, choose_num_blocks, fit_max_model_len
+from worker_client.group.kv_planning import (
+    bytes_for_pages,
+    choose_groups,
+    choose_num_blocks,
+    fit_max_model_len,
+)
 from worker_client.group.load_chain import LoadChain
 from worker_client.group.weights_state import check_same_weights, differing_ranks
 from worker_client.steps.step_checks import GroupLimits
@@ -246,9 +251,7 @@ class Loader:
         with self.clock.phase("determine_available_memory"):
             available = _profile_memory(self.load_chain)
         states = [rank_states(layers, self.config.scheduler.max_num_seqs) for layers in specs]
-        for_pages = [
-            of_rank - own.size_bytes for of_rank, own in zip(available, states, strict=True)
-        ]
+        for_pages = bytes_for_pages(available, states, self.config.scheduler.max_num_seqs)
         groups = choose_groups(specs, self.config, resolved_len)
         num_blocks = choose_num_blocks(
             smallest_fitting_blocks(groups, for_pages), self.num_gpu_blocks

@@ -6,7 +6,11 @@ import pytest
 from rpc_schema import kv_cache
 from rpc_schema.config import read_layer_partition
 from worker_client.errors import KVPlanError
-from worker_client.group.kv_planning import choose_num_blocks, fit_max_model_len
+from worker_client.group.kv_planning import (
+    bytes_for_pages,
+    choose_num_blocks,
+    fit_max_model_len,
+)
 
 
 def layer(name, bytes_per_token):
@@ -88,3 +92,17 @@ def test_a_layer_partition_is_a_list_of_counts():
     for text in ("", "3,", "3,x", "0,3", "-1,4", "\u00b2", "1" * 5000, "1.5"):
         with pytest.raises(ValueError, match="not a list of counts"):
             read_layer_partition(text)
+
+
+def test_states_take_their_memory_before_pages_do():
+    states = [
+        kv_cache.RowState(layer_name=str(i), shape=(3, 5), dtype="float32", bytes_per_row=60)
+        for i in range(2)
+    ]
+    ranks = [kv_cache.rank_states(states, 8), kv_cache.rank_states([layer("kv", 4)], 8)]
+    assert [own.size_bytes for own in ranks] == [2 * 768, 0]  # 540 bytes, rounded up to 256
+    assert bytes_for_pages([4000, 3000], ranks, 8) == [4000 - 1536, 3000]
+    with pytest.raises(KVPlanError, match="on rank 0, and 1500 are left") as refused:
+        bytes_for_pages([1500, 3000], ranks, 8)
+    assert (refused.value.field, refused.value.value) == ("scheduler.max_num_seqs", 8)
+    assert bytes_for_pages([-5], ranks[1:], 8) == [-5], "without states, pages lack memory"
