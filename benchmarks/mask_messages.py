@@ -87,7 +87,7 @@ def receive(endpoint: str, num_rows: int, num_steps: int, results: Connection) -
             frames = [frame.buffer for frame in socket.recv_multipart(copy=False)[1:]]
             message = decode_step(frames)
             assert isinstance(message, SampleTokens)
-            brought = part.judge_step(message.extensions[0], frames[1:], limits)
+            brought = part.check_step(message.extensions[0], frames[1:], limits)
             part.adjust_logits(logits, rows, brought)
             results.send(time.process_time() - began)
 

@@ -33,7 +33,7 @@ from worker_daemon.backend import choose_backend
 from worker_daemon.runner.parts.registry import make_parts
 from worker_daemon.runner.parts.step_parts import StepParts
 from worker_daemon.runner.sample_rows import BY_LOGITS, SampleRows
-from worker_daemon.runner.scheduled_step import NOTHING_BROUGHT, StepLimits
+from worker_daemon.runner.scheduled_step import NO_STEP_VALUES, StepLimits
 
 HBM_BYTES_PER_S: Final = 4.5e12
 VOCAB_SIZE: Final = 128_256
@@ -113,7 +113,7 @@ def main() -> None:
         rows = sampled_rows(parts, num_rows, device)
 
         def choose(parts: StepParts = parts, rows: SampleRows = rows) -> None:
-            parts.sample(logits, rows, NOTHING_BROUGHT)
+            parts.sample(logits, rows, NO_STEP_VALUES)
 
         us = 1e3 * float(triton.testing.do_bench_cudagraph(choose))
         base = us if base is None else base

@@ -63,7 +63,7 @@ class FailureKind(Enum):
     OTHER = 2
 
 
-def judge(error: BaseException) -> FailureKind:
+def failure_kind(error: BaseException) -> FailureKind:
     """Classify an exception."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError | OutOfMemoryError):
         return FailureKind.OUT_OF_MEMORY
@@ -91,7 +91,7 @@ def typed_device_error(error: Exception, fix: str = STEP_FIX) -> Exception:
     error unchanged. fix: the advice for a lack of memory."""
     if isinstance(error, OutOfMemoryError | DeviceError):
         return error
-    kind = judge(error)
+    kind = failure_kind(error)
     if kind is FailureKind.OUT_OF_MEMORY:
         return out_of_memory(error, fix)
     if kind is FailureKind.LOST:

@@ -79,7 +79,7 @@ class BlockContents:
         self._written_at.fill(UNKNOWN)
 
     def end_epoch(self, last_seq: int) -> None:
-        """Begin to count anew, and drop the notes that do not hold as of last_seq, the last step
+        """Restart the count, and drop the notes that do not hold as of last_seq, the last step
         that is known to have succeeded."""
         self._settle()
         noted_at, written_at = self._noted_at, self._written_at

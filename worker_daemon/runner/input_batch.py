@@ -113,8 +113,8 @@ class InputBuilder:
             known = self._state.known_tokens
             self._parts.admit(step.new_requests, [known[r.slot] for r in step.new_requests])
         plan = self._fit(step)
-        if self._parts.active_in_forward | step.brought.used:
-            plan = self._parts.extended(plan, self._used_by(step) | step.brought.used)
+        if self._parts.active_in_forward | step.step_values.used:
+            plan = self._parts.extended(plan, self._used_by(step) | step.step_values.used)
         packed = self._staging.open(plan.shape)
         filled, steady = packed.holds, step.steady
         if steady is not None and isinstance(filled, _Filled) and filled.steady is steady:
@@ -251,7 +251,7 @@ class InputBuilder:
             positions=none,
             delivery=None,
         )
-        return Unsampled(rows, None, none, step.brought)
+        return Unsampled(rows, None, none, step.step_values)
 
     def _fill_query_starts(self, query_start_loc: Int32s, step: ScheduledStep) -> None:
         """Fill in the starts of sequences; the last entry is the number of tokens that are not

@@ -17,7 +17,7 @@ from rpc_schema.kv_cache import (
     RowState,
     state_tensor_bytes,
 )
-from worker_daemon.device.failures import FailureKind, judge
+from worker_daemon.device.failures import FailureKind, failure_kind
 from worker_daemon.errors import config_error
 from worker_daemon.layers.cache_spec import CacheSpec, LatentLayerSpec, PageSpec, StateLayerSpec
 
@@ -92,7 +92,10 @@ def allocate_kv_caches(
     try:
         arena = make_zeros(size_bytes, torch.uint8)
     except (RuntimeError, MemoryError, CapacityError) as error:
-        if not isinstance(error, CapacityError) and judge(error) is not FailureKind.OUT_OF_MEMORY:
+        if (
+            not isinstance(error, CapacityError)
+            and failure_kind(error) is not FailureKind.OUT_OF_MEMORY
+        ):
             raise
         raise CapacityError(
             f"the KV cache does not fit: {error}",

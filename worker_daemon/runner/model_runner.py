@@ -32,7 +32,7 @@ from worker_daemon.runner.report import Report
 from worker_daemon.runner.request_state import RequestState
 from worker_daemon.runner.sample_rows import Unsampled
 from worker_daemon.runner.scheduled_step import (
-    NOTHING_BROUGHT,
+    NO_STEP_VALUES,
     ScheduledStep,
     StepExtensions,
 )
@@ -93,7 +93,7 @@ class SoleStage:
         reports: tuple[Report, ...] = ()
         if step.pooling is not None or self._parts.has_reports_of_forward:
             reports = self._sampler.report_forward(step, output.hidden)
-        return Unsampled(inputs.sample_rows, output.chosen, self._ok, step.brought, reports)
+        return Unsampled(inputs.sample_rows, output.chosen, self._ok, step.step_values, reports)
 
     def sample(self, step: Unsampled, identity: ReplyIdentity) -> PendingOutput | None:
         """See Stage. The forward pass has already given the rows their most likely tokens: a row
@@ -101,7 +101,7 @@ class SoleStage:
         rows, count = step.rows, step.rows.slots_np.size
         if not count:
             return self.replies.without_tokens(identity, step.status, step.reports)
-        is_greedy = not rows.used | step.brought.used
+        is_greedy = not rows.used | step.step_values.used
         if is_greedy and rows.delivery is not None and not step.reports:
             return self.replies.of_delivery(identity, rows, rows.delivery)
         if is_greedy and step.chosen is not None and not rows.has_several:
@@ -252,11 +252,11 @@ class ModelRunner:
         parts, slots = self.state.parts, step.rows.slots_np
         kept, now = np.flatnonzero(later), np.flatnonzero(~later)
         self._unsampled[seq] = step.keep(kept, parts.used_by(slots[kept]))
-        rest = step.take(now, parts.used_by(slots[now]), NOTHING_BROUGHT)
+        rest = step.take(now, parts.used_by(slots[now]), NO_STEP_VALUES)
         return rest._replace(reports=step.reports)
 
     def _take_deferred(
-        self, seq: int, slots: Int64s, left: Int64s, brought: StepExtensions
+        self, seq: int, slots: Int64s, left: Int64s, step_values: StepExtensions
     ) -> Unsampled:
         """Return rows that a step has deferred, to be sampled now. Unless these are all, they and
         those that are left become copies, and the rest is freed before the rows are sampled."""
@@ -267,7 +267,7 @@ class ModelRunner:
         else:
             del self._unsampled[seq]
         taken = np.flatnonzero(np.isin(step.rows.slots_np, slots))
-        return step.take(taken, parts.used_by(slots), brought)
+        return step.take(taken, parts.used_by(slots), step_values)
 
     def sample_tokens(self, request: SampleTokens, arrays: Sequence[Frame]) -> PendingOutput | None:
         """Sample rows that a step has deferred. Requests that have finished in between are left
@@ -277,10 +277,10 @@ class ModelRunner:
             InvalidStepError: no such rows wait, or an extension does not fit.
         """
         state, seq = self.state, request.step_seq
-        brought = state.parts.judge_step(request.extensions, arrays, state.limits)
+        step_values = state.parts.check_step(request.extensions, arrays, state.limits)
         slots, left = state.take_unsampled(seq, request.slots)
         try:
-            take = partial(self._take_deferred, seq, slots, left, brought)
+            take = partial(self._take_deferred, seq, slots, left, step_values)
             reply = self._stage.sample_later(slots, take, self._identify(request))
         except Exception as error:
             raise_caused(self._failure(request.seq, error), error)

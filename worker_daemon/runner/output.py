@@ -309,8 +309,8 @@ def _record_event() -> torch.cuda.Event:
 
 
 def _record(history: TokenHistory, result: Result) -> None:
-    history.news.append(result)
-    if len(history.news) >= FOLD_AT:
+    history.unrecorded.append(result)
+    if len(history.unrecorded) >= FOLD_AT:
         history.fold()
 
 

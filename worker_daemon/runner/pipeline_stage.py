@@ -103,7 +103,7 @@ class PipelineStage:
         self._send(due, output.hidden, self._failed if self._state.has_failed else status)
         last = self._sampler
         reports = () if last is None else last.report_forward(step, output.hidden)
-        return Unsampled(inputs.sample_rows, output.chosen, status, step.brought, reports)
+        return Unsampled(inputs.sample_rows, output.chosen, status, step.step_values, reports)
 
     def sample(self, step: Unsampled, identity: ReplyIdentity) -> PendingOutput | None:
         """Sample and return the tokens to the other stages, or start to receive them."""

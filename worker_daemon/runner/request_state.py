@@ -2,7 +2,7 @@
 be rolled back.
 
 A row is a slot of the wire. A whole step is checked before any of it is applied. The check uses
-only its bytes and these rows, so that all ranks accept or refuse alike. step_judge.py checks it
+only its bytes and these rows, so that all ranks accept or refuse alike. step_checker.py checks it
 against the rows' counts (row_counts.py); a step that continues a steady batch (steady_batch.py)
 takes a shorter path. Host memory is the source of truth; input_batch.py makes the device copies.
 """
@@ -22,8 +22,8 @@ from worker_daemon.runner.block_contents import BlockContents
 from worker_daemon.runner.parts.step_parts import StepParts
 from worker_daemon.runner.row_counts import FREE_ROW_BLOCKS, NOT_SAMPLED, RowCounts
 from worker_daemon.runner.scheduled_step import (
+    NO_STEP_VALUES,
     NO_UPDATES,
-    NOTHING_BROUGHT,
     BlockUpdates,
     ScheduledStep,
     StepLimits,
@@ -32,7 +32,7 @@ from worker_daemon.runner.scheduled_step import (
 )
 from worker_daemon.runner.slot_bitmap import read_bitmap, slot_bitmap
 from worker_daemon.runner.steady_batch import SteadyBatch
-from worker_daemon.runner.step_judge import Batch, JudgedStep, StepJudge
+from worker_daemon.runner.step_checker import Batch, CheckedStep, StepChecker
 
 MAX_TAKEN_BACK = 64
 """Number of steps that can be rolled back: more than a driver may have in flight."""
@@ -72,7 +72,7 @@ class RequestState:
         self._generations: dict[int, Int64s] = {}
         """For each step in _deferred, the generations of its slots."""
         self._record = StepRecord(limits.block_groups)
-        self._judge = StepJudge(limits, parts)
+        self._checker = StepChecker(limits, parts)
         self.contents = BlockContents(limits.num_blocks)
         """Outlives the rows: blocks keep their contents."""
 
@@ -185,8 +185,8 @@ class RequestState:
             scheduled = self._go_on(step, arrays)
             if scheduled is None:
                 known, deferred = self.num_known_tokens, self._deferred
-                judged = self._judge.judge(step, arrays, self.counts, known, deferred)
-                scheduled = self._accept(step, judged)
+                checked = self._checker.check(step, arrays, self.counts, known, deferred)
+                scheduled = self._accept(step, checked)
         except InvalidStepError:
             self.mark_failed(step.seq)
             raise
@@ -213,9 +213,9 @@ class RequestState:
             return None
         updates, capacity, starts = NO_UPDATES, None, batch.ends
         if step.new_block_slots or step.new_block_ids or step.new_block_groups:
-            updates = self._judge.blocks.updates(step, self._counts)
+            updates = self._checker.blocks.updates(step, self._counts)
             self._counts.append(updates)
-            capacity = self._counts.capacity(batch.rows, self._judge.block_sizes)
+            capacity = self._counts.capacity(batch.rows, self._checker.block_sizes)
         if not batch.advance(capacity):
             self._counts.remove(updates)
             return None
@@ -225,12 +225,12 @@ class RequestState:
         # checks above.
         return ScheduledStep(
             step.seq, batch.slots, batch.one_each, starts, batch.ends, batch.slots.size,
-            batch.longest, batch.one_each, (), updates, None, NOTHING_BROUGHT, None, batch,
+            batch.longest, batch.one_each, (), updates, None, NO_STEP_VALUES, None, batch,
         )  # fmt: skip
 
-    def _accept(self, step: ExecuteModel, judged: JudgedStep) -> ScheduledStep:
+    def _accept(self, step: ExecuteModel, checked: CheckedStep) -> ScheduledStep:
         """Apply a checked step."""
-        scheduled, batch, counts, capacity, tokens = judged
+        scheduled, batch, counts, capacity, tokens = checked
         self._counts = counts
         self._remember(scheduled.new_requests, tokens)
         if step.resync is not None:
@@ -263,7 +263,7 @@ class RequestState:
         rows, indices, block_ids = step.block_updates
         if any(request.num_computed_tokens for request in step.new_requests):
             groups, slots = np.divmod(rows, self._counts.live.size)
-            sizes = self._judge.block_sizes.reshape(-1)[groups]
+            sizes = self._checker.block_sizes.reshape(-1)[groups]
             block_ids = block_ids[indices >= self._counts.num_computed[slots] // sizes]
         self.contents.write(block_ids, step.seq)
 
@@ -297,8 +297,8 @@ class RequestState:
         )
 
     def _surviving_steady_batches(self, step: ExecuteModel) -> dict[bytes, SteadyBatch]:
-        """Return the steady batches that a judged step does not touch: those that share no row with
-        it, if the step only schedules."""
+        """Return the steady batches that a checked step does not touch: those that share no row
+        with it, if the step only schedules."""
         changes_rows = step.finished or step.corrections or step.scheduled_new_reqs
         if not self._steady or changes_rows or step.resync is not None:
             return {}
@@ -353,7 +353,7 @@ class RequestState:
         zero, one = np.zeros(1, np.int32), np.ones(1, np.int32)
         # By position, in the order of the fields.
         return ScheduledStep(
-            seq, slots, one, zero, one, 1, 1, zero, (), NO_UPDATES, None, NOTHING_BROUGHT
+            seq, slots, one, zero, one, 1, 1, zero, (), NO_UPDATES, None, NO_STEP_VALUES
         )
 
 

@@ -27,7 +27,7 @@ _ONE = np.array(1, np.int32)
 @dataclass(slots=True)
 class RowCounts:
     """Columns, [S + 1] each except num_blocks. Owned by RequestState. A step that starts or ends
-    requests is judged on a copy."""
+    requests is checked on a copy."""
 
     live: Bools
     num_computed: Int32s

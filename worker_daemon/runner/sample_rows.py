@@ -149,7 +149,7 @@ class Unsampled(NamedTuple):
     """None if the step failed on this rank before it was known."""
     status: Tensor
     """int64 [], see distributed/pp.py; on the device if there are other stages."""
-    brought: StepExtensions
+    step_values: StepExtensions
     reports: tuple[Report, ...] = ()
     """Reports of the forward pass, such as the outputs of requests that pool. They do not wait for
     the step's sampling."""
@@ -158,14 +158,14 @@ class Unsampled(NamedTuple):
         """Return a copy of these rows only, without reports, which no later step overwrites. kept
         int64 [R'] indexes the rows; used: the bits of the parts that these use."""
         chosen = None if self.chosen is None else self.chosen.keep(kept)
-        return Unsampled(self.rows.keep(kept, used), chosen, self.status, self.brought)
+        return Unsampled(self.rows.keep(kept, used), chosen, self.status, self.step_values)
 
     def take(self, taken: Int64s, used: int, later: StepExtensions) -> "Unsampled":
         """Return these rows only, without reports, to be sampled now. taken int64 [R'] indexes the
         rows; used: as for keep; later: extensions of the message that samples them, if it is
         another."""
-        rows, brought = self.rows.keep(taken, used), self.brought.with_those_of(later)
+        rows, step_values = self.rows.keep(taken, used), self.step_values.with_those_of(later)
         chosen = self.chosen
         if chosen is not None and taken.size < self.rows.slots_np.size:
-            chosen = chosen.keep(taken, by_logits=bool(rows.used | brought.used))
-        return Unsampled(rows, chosen, self.status, brought)
+            chosen = chosen.keep(taken, by_logits=bool(rows.used | step_values.used))
+        return Unsampled(rows, chosen, self.status, step_values)

@@ -107,7 +107,7 @@ class StepExtensions(NamedTuple):
         return StepExtensions(self.used | later.used, (*later.data, *self.data))
 
 
-NOTHING_BROUGHT: Final = StepExtensions(0, ())
+NO_STEP_VALUES: Final = StepExtensions(0, ())
 
 
 class ScheduledStep(NamedTuple):
@@ -132,7 +132,7 @@ class ScheduledStep(NamedTuple):
     block_updates: BlockUpdates
     deferred: Bools | None
     """[B] True if the request's token is sampled later, by SampleTokens; None: none is."""
-    brought: StepExtensions
+    step_values: StepExtensions
     corrections: Int32s | None = None
     """[B] tokens by which the row's bounds were lowered since its admission; -1 if none of its
     tokens can have been refused. If not None, starts and ends are upper bounds and the device has

@@ -160,8 +160,8 @@ class OpenStaging(Protocol):
 
 
 class _HostEvent:
-    """A point of the work that was launched, recorded anew for each use of a slot. Work on the host
-    is done when it is launched."""
+    """A point of the work that was launched, recorded again for each use of a slot. Work on the
+    host is done when it is launched."""
 
     def record(self) -> None:
         return None

@@ -35,10 +35,10 @@ class StepSampler:
         rows, chosen = step.rows, step.chosen
         assert chosen is not None, "the step has got this far"
         count = rows.slots_np.size
-        if not rows.used | step.brought.used:
+        if not rows.used | step.step_values.used:
             return SamplerOutput(chosen.greedy[:count], step.reports)
         logits = self._stage.gather_logits(chosen.logits[:count])
-        sampled = self._parts.sample(logits, rows, step.brought)
+        sampled = self._parts.sample(logits, rows, step.step_values)
         return replace(sampled, reports=sampled.reports + step.reports) if step.reports else sampled
 
     def refuse(self, step: Unsampled, sampled: SamplerOutput, refused: Tensor) -> Tensor:

@@ -59,13 +59,13 @@ class TokenHistory:
     that they ran as successful."""
 
     def __init__(self) -> None:
-        self.news: deque[Result] = deque()
+        self.unrecorded: deque[Result] = deque()
         """Results that are not in the record yet. The thread that takes results appends them, in
         step order, and calls fold() once there are FOLD_AT: a step costs an append."""
 
     def fold(self) -> None:
-        """Move the news into the record. Any thread may call it."""
-        self.news.clear()
+        """Move the results into the record. Any thread may call it."""
+        self.unrecorded.clear()
 
     def has_confirmed(self, epoch: int, seq: int) -> bool:
         """Return True if the step succeeded, as far as this rank can know."""
@@ -121,8 +121,8 @@ class SampledTokens(TokenHistory):
 
     def _fold(self) -> None:
         exact: list[tuple[Sampled, bytes]] = []
-        while self.news:
-            epoch, seq, sampled, token_ids, gained = self.news.popleft()
+        while self.unrecorded:
+            epoch, seq, sampled, token_ids, gained = self.unrecorded.popleft()
             self._confirmed.append((epoch, seq))
             if sampled is None:
                 continue

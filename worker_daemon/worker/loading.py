@@ -23,7 +23,7 @@ from worker_daemon.backend import Backend
 from worker_daemon.contracts.fp8 import FP8
 from worker_daemon.contracts.logits_processor import MakeLogitsProcessor
 from worker_daemon.contracts.source_identity import SourceIdentity
-from worker_daemon.device.failures import FailureKind, drop_scratch, judge, out_of_memory
+from worker_daemon.device.failures import FailureKind, drop_scratch, failure_kind, out_of_memory
 from worker_daemon.device.init import supports
 from worker_daemon.distributed.parallel_state import ParallelState
 from worker_daemon.distributed.tp import SingleRank, TensorParallel
@@ -234,7 +234,7 @@ def load(message: lc.LoadModel, place: RankPlace, roots: Roots, set_phase: SetPh
         raise CapacityError(f"the weights do not fit: {error}", fix=_FIT) from None
     except BaseException as error:
         memory.close()
-        if isinstance(error, Exception) and judge(error) is FailureKind.OUT_OF_MEMORY:
+        if isinstance(error, Exception) and failure_kind(error) is FailureKind.OUT_OF_MEMORY:
             drop_scratch(error)
             raise out_of_memory(error, _FIT, "the weights do not fit") from None
         raise

@@ -27,7 +27,12 @@ from rpc_schema.kv_cache import KVCacheConfig
 from rpc_schema.operations import StepMessage
 from rpc_schema.step import Done, ExecuteDummyBatch, ExecuteModel, SampleTokens
 from worker_daemon.contracts.uploads import FindUpload, no_uploads
-from worker_daemon.device.failures import FailureKind, drop_scratch, judge, typed_device_error
+from worker_daemon.device.failures import (
+    FailureKind,
+    drop_scratch,
+    failure_kind,
+    typed_device_error,
+)
 from worker_daemon.device.health import CheckDevice, open_health
 from worker_daemon.device.init import device_name
 from worker_daemon.device.memory import MemorySource
@@ -672,7 +677,7 @@ class Worker:
         """Return the typed error of a failed operation: OutOfMemoryError, after freeing the
         operation's memory, DeviceError, or the error itself."""
         typed = typed_device_error(error, "smaller settings, or free memory and try again")
-        if judge(error) is FailureKind.OUT_OF_MEMORY:
+        if failure_kind(error) is FailureKind.OUT_OF_MEMORY:
             drop_scratch(error)
         if typed is not error:
             typed.__cause__ = error

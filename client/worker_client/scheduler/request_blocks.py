@@ -71,7 +71,7 @@ class RequestBlocks:
         return _FORMAT + blake2b(groups.encode(), digest_size=_HASH_BYTES).digest()
 
     def use_weights(self, key: bytes, unfinished: Iterable[Request]) -> bool:
-        """Hash blocks as those of the weights that `key` names, and the requests' blocks anew.
+        """Hash blocks as those of the weights that `key` names, and the requests' blocks again.
         Return True if other weights were named before."""
         before, self._weights = self._weights, key
         if key != before:

@@ -1,4 +1,4 @@
-"""Liveness of a group's daemons, judged by three signals that fail independently: the connection
+"""Liveness of a group's daemons, found by three signals that fail independently: the connection
 (transport), the process if it is on this host, and heartbeats that report progress. Owns the file
 descriptors of processes. GroupChannel.look asks it, and GroupChannel.lose acts on a death."""
 
@@ -204,7 +204,7 @@ class Watch:
         self._listened_at = now
         for rank, entry in enumerate(self._ranks):
             if entry.heard_at is not None and entry.cut_since is None and entry.liveness != "dead":
-                self._judge_silence(rank, entry, now - entry.heard_at)
+                self._assess_silence(rank, entry, now - entry.heard_at)
 
     def look(self) -> None:
         """Check for exited processes and for connections that stay lost.
@@ -215,7 +215,7 @@ class Watch:
         now = self._clock()
         for rank, entry in enumerate(self._ranks):
             if entry.liveness != "dead":
-                self._judge(rank, entry, now)
+                self._assess(rank, entry, now)
         for rank, entry in enumerate(self._ranks):
             if entry.liveness == "dead":
                 raise self.death_of(rank)
@@ -233,14 +233,14 @@ class Watch:
             return WorkerDied(rank, entry.control)
         return WorkerDied(rank, entry.control, f"{last.detail} (signal: {last.signal})")
 
-    def _judge(self, rank: int, entry: _Watched, now: float) -> None:
+    def _assess(self, rank: int, entry: _Watched, now: float) -> None:
         if entry.process.has_ended():
             ended = f"process {entry.process.pid} has ended"
             self._die(rank, "process", ended + entry.process.cause_of_end())
         elif entry.cut_since is not None and now - entry.cut_since >= _FENCE_AFTER_CUT_S:
             self._die(rank, "transport", f"it has not answered for {FENCE_AFTER_S:g} s: fenced")
 
-    def _judge_silence(self, rank: int, entry: _Watched, silent_s: float) -> None:
+    def _assess_silence(self, rank: int, entry: _Watched, silent_s: float) -> None:
         if silent_s >= entry.allowed_s:
             self._die(rank, "progress", f"it has reported no progress for {silent_s:.1f} s")
         elif entry.allowed_s > SILENCE_LIMIT_S or entry.liveness != "alive":

@@ -13,7 +13,7 @@ class CheckedTokensPart(StepPart):
     request_extension = CheckedTokens
     in_sampling = False
 
-    def judge(self, extension: CheckedTokens, request: NewRequestData, limits: StepLimits) -> None:
+    def check(self, extension: CheckedTokens, request: NewRequestData, limits: StepLimits) -> None:
         most = limits.max_samples_per_seq - 1
         if extension.count > most:
             field = f"scheduled_new_reqs[{request.req_id}].checked_tokens"

@@ -28,12 +28,12 @@ class TokenBiasPart(StepPart):
         self._token_ids = np.zeros(context.num_rows, np.int64)
         self._biases = np.zeros(context.num_rows, np.float32)
 
-    def judge(self, extension: TokenBias, request: NewRequestData, limits: StepLimits) -> None:
+    def check(self, extension: TokenBias, request: NewRequestData, limits: StepLimits) -> None:
         if extension.token_id >= limits.vocab_size:
             field = f"scheduled_new_reqs[{request.req_id}].token_bias"
             raise invalid(field, extension.token_id, f"below {limits.vocab_size}")
 
-    def judge_step(
+    def check_step(
         self, extension: BiasedRows, frames: Sequence[Frame], limits: StepLimits
     ) -> NDArray[np.uint16]:
         if len(extension.slots) % 2:
@@ -51,12 +51,12 @@ class TokenBiasPart(StepPart):
             self._biases[request.slot] = 0.0 if wanted is None else wanted.bias
 
     def adjust_logits(
-        self, logits: Tensor, rows: SampleRows, brought: NDArray[np.uint16] | None
+        self, logits: Tensor, rows: SampleRows, step_values: NDArray[np.uint16] | None
     ) -> Tensor:
-        if brought is None:
+        if step_values is None:
             return logits
         device, slots = logits.device, rows.slots_np
-        named = np.flatnonzero(np.isin(slots, brought))
+        named = np.flatnonzero(np.isin(slots, step_values))
         token_ids = upload(self._token_ids[slots[named]], device)
         biases = upload(self._biases[slots[named]], device).to(logits.dtype)
         return logits.index_put((upload(named, device), token_ids), biases, accumulate=True)

@@ -7,7 +7,7 @@ from rpc_schema.errors import CapacityError, CommError, DeviceError, OutOfMemory
 from worker_daemon.device.failures import (
     FailureKind,
     drop_scratch,
-    judge,
+    failure_kind,
     out_of_memory,
     typed_device_error,
 )
@@ -50,7 +50,7 @@ CUDA_OOM = (
     ids=str,
 )
 def test_verdicts(error, verdict):
-    assert judge(error) is verdict
+    assert failure_kind(error) is verdict
     typed = typed_device_error(error)
     assert isinstance(typed, OutOfMemoryError) == (verdict is FailureKind.OUT_OF_MEMORY)
     assert isinstance(typed, DeviceError) == (verdict is FailureKind.LOST)

@@ -99,9 +99,11 @@ class Rank:
         while len(self.late) > left:
             seq, sampled, tokens, self.good = self.late.popleft()
             if tokens:
-                self.history.news.append(Result(1, seq, sampled, np.array(tokens, "<i4").tobytes()))
+                self.history.unrecorded.append(
+                    Result(1, seq, sampled, np.array(tokens, "<i4").tobytes())
+                )
             else:
-                self.history.news.append(Result(1, seq))
+                self.history.unrecorded.append(Result(1, seq))
 
     def told(self, state):
         self.builder.tables.restore(state.take_back(self.history.has_confirmed))
@@ -259,11 +261,11 @@ def test_tokens_that_wait_for_their_sampling_are_not_told():
     rank.rows.apply(1, plan)
     inputs = rank.builder.build(rank.state.apply(message, arrays))
     rank.builder.tables.update(inputs.columns)
-    rank.history.news.append(Result(1, 1))
+    rank.history.unrecorded.append(Result(1, 1))
     ((row, tokens, _),) = rank.told(copy.deepcopy(rank.state))
     assert (tokens, row.num_computed_tokens) == ([0] * 6, 6)
     rank.state.take_unsampled(1, None)
-    rank.history.news.append(Result(1, 2, inputs.sample_rows.sampled, int32s(9)))
+    rank.history.unrecorded.append(Result(1, 2, inputs.sample_rows.sampled, int32s(9)))
     ((row, tokens, _),) = rank.told(rank.state)
     assert (tokens, row.num_computed_tokens) == ([0] * 6 + [9], 6)
 
@@ -323,7 +325,7 @@ def test_history_keeps_a_slot_s_requests_apart():
         for slot, token in zip(slots.tolist(), tokens, strict=True):
             truth[slot][1].append(token)
         columns = token_history.Sampled(slots, np.array(generation)[slots], positions)
-        history.news.append(Result(7, seq, columns, np.array(tokens, "<i4").tobytes()))
+        history.unrecorded.append(Result(7, seq, columns, np.array(tokens, "<i4").tobytes()))
         if rng.random() < 0.6:
             continue  # so that several results are recorded at once
         assert history.has_confirmed(7, seq) and not history.has_confirmed(8, seq)

@@ -156,7 +156,7 @@ class SimpleDriver:
         for slot in set(range(LIMITS.max_num_seqs)) - self.running.keys():
             if rng.random() < 0.5:
                 self.admit(slot)
-        new, scheduled, brought, writes, budget = [], {}, [], [], LIMITS.max_num_batched_tokens
+        new, scheduled, step_values, writes, budget = [], {}, [], [], LIMITS.max_num_batched_tokens
         for slot, request in self.running.items():
             count = min(budget, rng.randint(1, len(request.tokens) - request.computed))
             end = request.computed + count
@@ -168,7 +168,7 @@ class SimpleDriver:
             budget -= count
             before = [] if request.admitted else list(request.blocks)
             request.blocks += lacking
-            brought += [(slot, block) for block in (*before, *lacking)]
+            step_values += [(slot, block) for block in (*before, *lacking)]
             if not request.admitted:
                 new.append((slot, request, request.computed))
                 request.admitted = True
@@ -188,8 +188,8 @@ class SimpleDriver:
             total_num_scheduled_tokens=sum(scheduled.values()),
             scheduled=bitmap(scheduled),
             num_scheduled_tokens=int32s(*pairs),
-            new_block_slots=uint16s(*(slot for slot, _ in brought)),
-            new_block_ids=int32s(*(block for _, block in brought)),
+            new_block_slots=uint16s(*(slot for slot, _ in step_values)),
+            new_block_ids=int32s(*(block for _, block in step_values)),
             finished=uint16s(*finished),
             scheduled_new_reqs=tuple(
                 NewRequestData(

@@ -102,7 +102,7 @@ def test_history_appends_what_was_gained(seed):
         bounds = np.full(5, 7 + step, np.int32)
         raw = b"" if (gained == 1).all() else gained.tobytes()
         sampled = Sampled(slots, generations, bounds, True)
-        history.news.append(Result(1, step, sampled, tokens.tobytes(), raw))
+        history.unrecorded.append(Result(1, step, sampled, tokens.tobytes(), raw))
         for slot, own in enumerate(np.split(tokens, np.cumsum(gained)[:-1])):
             expected[slot] += own.tolist()
     for slot, tokens in expected.items():

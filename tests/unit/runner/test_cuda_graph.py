@@ -323,8 +323,8 @@ class LeaningPart(StepPart):
         for request, lean in zip(requests, extensions, strict=True):
             self.amounts[request.slot] = 0 if lean is None else lean.amount
 
-    def fill(self, columns, step, brought):
-        assert brought is None
+    def fill(self, columns, step, step_values):
+        assert step_values is None
         assert all(not column.any() for column in columns)
         amounts = self.amounts[step.slots]
         columns[0][: step.total_num_tokens] = np.repeat(amounts, step.num_tokens)

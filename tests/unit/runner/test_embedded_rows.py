@@ -13,8 +13,8 @@ from rpc_schema.prompt_embeds import EmbeddedRange, PromptEmbeds
 from rpc_schema.step import NewRequestData
 from worker_daemon.runner.parts.registry import make_parts
 from worker_daemon.runner.scheduled_step import (
+    NO_STEP_VALUES,
     NO_UPDATES,
-    NOTHING_BROUGHT,
     ScheduledStep,
     StepLimits,
 )
@@ -62,7 +62,7 @@ def a_step(scheduled):
     return ScheduledStep(
         1, slots, counts.copy(), starts.copy(), starts + counts, int(counts.sum()),
         int((starts + counts).max()), np.zeros(slots.size, np.int32), (), NO_UPDATES, False,
-        NOTHING_BROUGHT,
+        NO_STEP_VALUES,
     )  # fmt: skip
 
 
@@ -105,7 +105,7 @@ def test_rows_replace_the_hidden_states_of_their_positions(dtype, of_upload):
         places = [p for start, length in ranges for p in range(start, start + length)]
         parts_of[slot] = num_prompt, dict(zip(places, rows.to(dtype), strict=True))
         embeds = embeds_of(*ranges, dtype=of_upload, name=name)
-        parts.judge(admission(slot, embeds, num_prompt, num_prompt), LIMITS)
+        parts.check(admission(slot, embeds, num_prompt, num_prompt), LIMITS)
         parts.admit([admission(slot, embeds, num_prompt, num_prompt)])
     parts_of[5] = 9, {}
     parts.admit([admission(5, None, 9, 9)])
@@ -190,8 +190,8 @@ def test_missing_or_other_tensor_fails_the_step_by_name(there):
 )
 def test_what_does_not_fit_is_refused_by_name(embeds, field):
     with pytest.raises(InvalidStepError) as refused:
-        parts_with({}).judge(admission(2, embeds), LIMITS)
+        parts_with({}).check(admission(2, embeds), LIMITS)
     assert refused.value.field == f"scheduled_new_reqs[r2].prompt_embeds.{field}"
     assert refused.value.fix
     with pytest.raises(InvalidStepError):
-        parts_with({}).judge(admission(2, embeds_of((0, 4))), replace(LIMITS, hidden_size=9))
+        parts_with({}).check(admission(2, embeds_of((0, 4))), replace(LIMITS, hidden_size=9))

@@ -30,7 +30,7 @@ def read(slots, words, vocab_size, indices=None):
     part = GrammarMasksPart(PartContext(limits(vocab_size), CPU, True, True, TorchSampling()))
     indices = range(len(slots)) if indices is None else indices
     extension = GrammarMasks(slots=uint16s(slots), indices=uint16s(indices))
-    return part, part.judge_step(extension, [words], limits(vocab_size))
+    return part, part.check_step(extension, [words], limits(vocab_size))
 
 
 def masked(part, masks, logits, slots):
@@ -89,9 +89,9 @@ def test_a_row_whose_mask_allows_no_token_gets_none_and_the_others_theirs():
         parts = make_parts(limits(33), CPU, TorchSampling())
         frame = np.array([*words, [-1, -1]], "<i4").tobytes()
         masks = GrammarMasks(slots=uint16s([5, 6]), indices=uint16s([0, 1]))
-        brought = parts.judge_step((masks,), [frame], limits(33))
+        step_values = parts.check_step((masks,), [frame], limits(33))
         logits = torch.randn(3, 33)
-        sampled = parts.sample(logits, sample_rows(np.array([4, 5, 6])), brought)
+        sampled = parts.sample(logits, sample_rows(np.array([4, 5, 6])), step_values)
         expected = logits.argmax(dim=1).tolist()
         assert sampled.token_ids.tolist() == [expected[0], NO_TOKEN, expected[2]]
 
@@ -121,7 +121,7 @@ def test_masks_that_do_not_fit_are_refused(slots, indices, frames, field, value)
     parts = make_parts(limits(40), CPU, TorchSampling())
     masks = GrammarMasks(slots=slots, indices=indices)
     with pytest.raises(InvalidStepError) as refused:
-        parts.judge_step((masks,), frames, limits(40))
+        parts.check_step((masks,), frames, limits(40))
     assert refused.value.field == field
     assert value is None or refused.value.value == value
     assert refused.value.fix
@@ -131,5 +131,5 @@ def test_a_step_has_masks_once():
     parts = make_parts(limits(40), CPU, TorchSampling())
     one = GrammarMasks(slots=uint16s([0]), indices=uint16s([0]))
     with pytest.raises(InvalidStepError) as refused:
-        parts.judge_step((one, one), [b"\1" * 8] * 2, limits(40))
+        parts.check_step((one, one), [b"\1" * 8] * 2, limits(40))
     assert (refused.value.field, refused.value.value) == ("extensions", "GrammarMasks")

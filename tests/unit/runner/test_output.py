@@ -104,7 +104,7 @@ def test_results_are_recorded_before_they_pile_up():
         identity = ReplyIdentity(epoch=4, seq=position, rank=0, weights_version=0)
         made = StepOutput(identity, row, b"", sampled, status(STATUS_OK), LINK, history)
         made.result()
-        assert len(history.news) < FOLD_AT
+        assert len(history.unrecorded) < FOLD_AT
     assert history.has_confirmed(4, 299) and not history.has_confirmed(4, 300)
     assert history.between(2, 0, history.known_to(2, 1, 0)).tolist() == list(range(300))
 

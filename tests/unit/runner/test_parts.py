@@ -16,7 +16,7 @@ from tests.support.sample_rows import sample_rows
 from worker_client.parts.registry import PARTS as DRIVER_PARTS
 from worker_client.requests import SamplingParams
 from worker_daemon.runner.parts.registry import PARTS, make_parts
-from worker_daemon.runner.scheduled_step import NOTHING_BROUGHT, StepLimits
+from worker_daemon.runner.scheduled_step import NO_STEP_VALUES, StepLimits
 from worker_daemon.sample.sampler import TorchSampling
 
 CPU = torch.device("cpu")
@@ -42,16 +42,16 @@ def admitted(*params: SamplingParams) -> Any:
     parts = make_parts(LIMITS, CPU, TorchSampling())
     requests = [admission(slot, each) for slot, each in enumerate(params)]
     for request in requests:
-        parts.judge(request, LIMITS)
+        parts.check(request, LIMITS)
     parts.admit(requests)
     return parts
 
 
-def sample(parts, logits, positions=None, brought=NOTHING_BROUGHT):
+def sample(parts, logits, positions=None, step_values=NO_STEP_VALUES):
     slots = np.arange(logits.shape[0])
     positions = [PROMPT] * slots.size if positions is None else positions
     rows = sample_rows(slots, positions, parts.used_by(slots))
-    return parts.sample(logits, rows, brought)
+    return parts.sample(logits, rows, step_values)
 
 
 def test_rows_without_an_extension_use_nothing():
@@ -155,8 +155,8 @@ def test_masks_come_before_logprobs():
     for token in allowed:
         words[token // 32] |= np.uint32(1 << token % 32)
     masks = GrammarMasks(slots=b"\0\0", indices=b"\0\0")
-    brought = parts.judge_step((masks,), [words.astype("<u4").tobytes()], LIMITS)
-    output = sample(parts, logits, brought=brought)
+    step_values = parts.check_step((masks,), [words.astype("<u4").tobytes()], LIMITS)
+    output = sample(parts, logits, step_values=step_values)
     (report,) = output.reports
     token_ids, logprobs, _ = report.columns
     assert set(token_ids[0, 1:].tolist()) == set(allowed)
@@ -192,7 +192,7 @@ def test_random_rows_get_what_their_parameters_say():
     for slot, each in enumerate(params):
         alone = admitted(*params[:slot], each)
         rows = sample_rows([slot], [PROMPT], 1)
-        own = alone.sample(logits[slot : slot + 1], rows, NOTHING_BROUGHT).token_ids
+        own = alone.sample(logits[slot : slot + 1], rows, NO_STEP_VALUES).token_ids
         assert own.tolist() == [together[slot]]
 
 
@@ -224,12 +224,12 @@ def test_a_later_extension_replaces_an_earlier_one_of_its_kind():
         words = np.zeros((1, 2), np.uint32)
         words[:, token // 32] = np.uint32(1 << token % 32)
         shared = GrammarMasks(slots=slots, indices=bytes(len(slots)))
-        return parts.judge_step((shared,), [words.tobytes()], LIMITS)
+        return parts.check_step((shared,), [words.tobytes()], LIMITS)
 
     of_step, of_sampling = masks(b"\0\0\1\0", 5), masks(b"\1\0", 33)
     both = of_step.with_those_of(of_sampling)
-    assert sample(parts, logits, brought=of_step).token_ids.tolist() == [5, 5]
-    assert sample(parts, logits, brought=both).token_ids.tolist() == [0, 33]
+    assert sample(parts, logits, step_values=of_step).token_ids.tolist() == [5, 5]
+    assert sample(parts, logits, step_values=both).token_ids.tolist() == [0, 33]
 
 
 def test_every_struct_of_a_union_has_one_part_on_each_side():
@@ -262,6 +262,6 @@ def test_what_no_row_may_have_is_refused_by_name(carried, field):
         extensions=carried,
     )
     with pytest.raises(InvalidStepError) as refused:
-        make_parts(LIMITS, CPU, TorchSampling()).judge(request, LIMITS)
+        make_parts(LIMITS, CPU, TorchSampling()).check(request, LIMITS)
     assert refused.value.field == f"scheduled_new_reqs[odd].{field}"
     assert refused.value.fix

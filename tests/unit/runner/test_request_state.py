@@ -24,7 +24,7 @@ from rpc_schema.step import ExecuteModel
 from tests.support.exhaustive import seeds
 from worker_client.requests import SamplingParams
 from worker_daemon.runner.scheduled_step import StepLimits
-from worker_daemon.runner.step_judge import MAX_UNSAMPLED_STEPS
+from worker_daemon.runner.step_checker import MAX_UNSAMPLED_STEPS
 
 LIMITS = StepLimits(
     max_num_seqs=9,
@@ -34,7 +34,7 @@ LIMITS = StepLimits(
     block_size=4,
     num_blocks=30,
 )
-MEMOS = {"_record", "_judge", "_steady", "limits"}
+MEMOS = {"_record", "_checker", "_steady", "limits"}
 
 
 def draw_limits(rng):
@@ -72,7 +72,7 @@ def everything(state):
     """All that a step may change, copied; counts where the rows have them, also those that steps
     which only go on keep elsewhere. A refusal voids the notes of the blocks' contents, as any
     failure does."""
-    state = copied(state, state._judge, state._record)
+    state = copied(state, state._checker, state._record)
     assert state.counts is state._counts
     kept = {k: flatten(v) for k, v in vars(state).items() if k not in (*MEMOS, "parts", "contents")}
     return kept | {"steps": len(state._record._steps)}

@@ -21,7 +21,7 @@ from worker_daemon.runner.parts.random_sampling import RandomSamplingPart
 from worker_daemon.runner.parts.step_parts import StepParts
 from worker_daemon.runner.row_tables import RowTables, TorchRowKernels
 from worker_daemon.runner.sample_rows import SampleRows, SamplingInputs, Unsampled
-from worker_daemon.runner.scheduled_step import NOTHING_BROUGHT, StepLimits
+from worker_daemon.runner.scheduled_step import NO_STEP_VALUES, StepLimits
 from worker_daemon.runner.step_sampler import StepSampler
 from worker_daemon.runner.token_history import SampledTokens
 from worker_daemon.sample.sampler import TorchSampling
@@ -130,7 +130,7 @@ def test_a_refused_token_is_the_newest_of_its_row():
     )
     logits = torch.eye(6, LIMITS.vocab_size).roll(10, 1)  # tokens 10 to 15
     chosen = SamplingInputs(logits, logits.argmax(1), torch.arange(20, 26))
-    step = Unsampled(rows, chosen, torch.tensor(STATUS_OK), NOTHING_BROUGHT)
+    step = Unsampled(rows, chosen, torch.tensor(STATUS_OK), NO_STEP_VALUES)
     tables = RowTables(LIMITS, CPU, TorchRowKernels())
     stage = SimpleNamespace(gather_logits=lambda own: own)
     sampler = StepSampler(stage, parts, tables)
@@ -142,7 +142,9 @@ def test_a_refused_token_is_the_newest_of_its_row():
     assert tables.last_sampled[[0, 1, 3]].tolist() == [11, 24, 15]
     history = SampledTokens(6, 30)
     replies = StepReplies(Link(1, CPU), history, is_output_rank=True)
-    output = replies.of_tokens(ReplyIdentity(1, 2, 0), rows, sampled, step.status)
+    output = replies.of_tokens(
+        ReplyIdentity(1, 2, 0, weights_version=0), rows, sampled, step.status
+    )
     reply, _ = output.result()
     assert reply.slots == bitmap([0, 1, 3])
     assert np.frombuffer(reply.sampled_token_ids, "<i4").tolist() == [10, 11, 12, 13, 15]

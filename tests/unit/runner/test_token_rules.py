@@ -21,7 +21,7 @@ from tests.support.sample_rows import sample_rows
 from tests.support.token_rules import RuleProcessor, random_params
 from worker_client.requests import SamplingParams
 from worker_daemon.runner.parts.registry import make_parts
-from worker_daemon.runner.scheduled_step import NOTHING_BROUGHT, StepLimits
+from worker_daemon.runner.scheduled_step import NO_STEP_VALUES, StepLimits
 from worker_daemon.sample.sampler import TorchSampling
 
 CPU = torch.device("cpu")
@@ -49,7 +49,7 @@ class Rows:
 
     def admit(self, slot, tokens, num_prompt, params):
         request = admission(slot, tokens, num_prompt, params)
-        self.parts.judge(request, LIMITS)
+        self.parts.check(request, LIMITS)
         self.parts.admit([request], [np.array(tokens, np.int32)])
         self.rows[slot] = (list(tokens), num_prompt, params)
 
@@ -59,7 +59,7 @@ class Rows:
         positions = [len(self.rows[slot][0]) for slot in slots]
         rows = sample_rows(slots, positions, self.parts.used_by(np.array(slots)))
         given = logits[slots]
-        tokens = self.parts.sample(given, rows, NOTHING_BROUGHT).token_ids.tolist()
+        tokens = self.parts.sample(given, rows, NO_STEP_VALUES).token_ids.tolist()
         # Rows that are sampled later still need them.
         assert torch.equal(given.nan_to_num(), logits[slots].nan_to_num())
         for slot, token in zip(slots, tokens, strict=True):
@@ -124,7 +124,7 @@ def test_rules_of_rows_that_have_ended_are_no_others():
     rows.admit(0, [4], 1, every)
     rows.admit(1, [4], 1, SamplingParams())
     used, logits = rows.parts.used_by(np.array([0])), torch.randn(1, VOCAB)
-    output = rows.parts.sample(logits, sample_rows([1], [1], used), NOTHING_BROUGHT)
+    output = rows.parts.sample(logits, sample_rows([1], [1], used), NO_STEP_VALUES)
     assert output.token_ids.tolist() == logits.argmax(1).tolist()
 
 
@@ -136,7 +136,7 @@ def test_logprobs_are_those_before_all_rules():
     rows.admit(0, [4, 1], 1, params)
     logits = torch.randn(6, VOCAB)
     used = rows.parts.used_by(np.array([0]))
-    output = rows.parts.sample(logits[:1], sample_rows([0], [2], used), NOTHING_BROUGHT)
+    output = rows.parts.sample(logits[:1], sample_rows([0], [2], used), NO_STEP_VALUES)
     token_ids, logprobs, _ = output.reports[0].columns
     exact = logits[0].log_softmax(-1)
     assert token_ids[0, 1:].tolist() == exact.topk(2).indices.tolist()
@@ -174,7 +174,7 @@ def test_what_no_row_may_have_is_refused_by_name(extension, field):
         extensions=(extension,),
     )
     with pytest.raises(InvalidStepError) as refused:
-        make_parts(LIMITS, CPU, TorchSampling()).judge(request, LIMITS)
+        make_parts(LIMITS, CPU, TorchSampling()).check(request, LIMITS)
     assert refused.value.field == f"scheduled_new_reqs[odd].{field}"
     assert refused.value.fix
 

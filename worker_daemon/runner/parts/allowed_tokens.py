@@ -42,7 +42,7 @@ class AllowedTokensPart(StepPart):
         self._counts = np.zeros(context.num_rows, np.int32)
         """[S] host"""
 
-    def judge(self, extension: AllowedTokens, request: NewRequestData, limits: StepLimits) -> None:
+    def check(self, extension: AllowedTokens, request: NewRequestData, limits: StepLimits) -> None:
         refuse_fault(extension.find_fault(limits.vocab_size), request)
 
     def admit(
@@ -60,7 +60,7 @@ class AllowedTokensPart(StepPart):
         slots = upload(np.array([request.slot for request in requests], np.int64), device)
         self._token_ids[slots] = upload(table, device)
 
-    def adjust_logits(self, logits: Tensor, rows: SampleRows, brought: None) -> Tensor:
+    def adjust_logits(self, logits: Tensor, rows: SampleRows, step_values: None) -> Tensor:
         # With deferred sampling, the only row that uses the part may have ended: all counts are 0.
         width = int(self._counts[rows.slots_np].max(initial=1))
         token_ids = self._token_ids[rows.slots.long(), :width].long()

@@ -57,7 +57,7 @@ class BadWordsPart(StepPart):
         self._tokens: list[Int32s] = [_NO_TOKENS] * context.num_rows
         """For each row, the tokens of its admission: the request state's own arrays."""
 
-    def judge(self, extension: BadWords, request: NewRequestData, limits: StepLimits) -> None:
+    def check(self, extension: BadWords, request: NewRequestData, limits: StepLimits) -> None:
         refuse_fault(extension.find_fault(limits.vocab_size), request)
 
     def uses(self, extension: BadWords) -> bool:
@@ -96,7 +96,7 @@ class BadWordsPart(StepPart):
         longer = torch.cat((newest[:, 1:], gained), dim=1)
         self._newest[slots] = torch.where(gained < 0, newest, longer)
 
-    def adjust_logits(self, logits: Tensor, rows: SampleRows, brought: None) -> Tensor:
+    def adjust_logits(self, logits: Tensor, rows: SampleRows, step_values: None) -> Tensor:
         width, slots = int(self._counts[rows.slots_np].max(initial=0)), rows.slots.long()
         before, last = self._before[slots, :width], self._last[slots, :width]
         agrees = (before == self._recent(rows).unsqueeze(1)) | (before == _ANY)

@@ -52,7 +52,7 @@ class GrammarMasksPart(StepPart):
         """Return False: the driver uses the grammar, and steps carry masks."""
         return False
 
-    def judge_step(
+    def check_step(
         self, extension: GrammarMasks, frames: Sequence[Frame], limits: StepLimits
     ) -> Masks:
         """Read int32 words [M, W]: bit t % 32 (lowest first) of word t // 32 allows token t.
@@ -82,19 +82,19 @@ class GrammarMasksPart(StepPart):
         words = np.frombuffer(frame, np.dtype("<i4")).reshape(num_masks, num_words)
         return Masks(_named(slots, num_newer), indices, words)
 
-    def adjust_logits(self, logits: Tensor, rows: SampleRows, brought: Masks | None) -> Tensor:
-        if brought is None:
+    def adjust_logits(self, logits: Tensor, rows: SampleRows, step_values: Masks | None) -> Tensor:
+        if step_values is None:
             return logits
         samples = _named(rows.slots_np, rows.num_newer)
-        named = np.flatnonzero(np.isin(samples, brought.samples))
+        named = np.flatnonzero(np.isin(samples, step_values.samples))
         if not named.size:
             return logits
-        order = np.argsort(brought.samples)
-        at = order[np.searchsorted(brought.samples, samples[named], sorter=order)]
-        masks, places = np.unique(brought.indices[at], return_inverse=True)
+        order = np.argsort(step_values.samples)
+        at = order[np.searchsorted(step_values.samples, samples[named], sorter=order)]
+        masks, places = np.unique(step_values.indices[at], return_inverse=True)
         mask_of_row = np.full(samples.size, -1, np.int32)
         mask_of_row[named] = places
-        words = upload_rows(brought.words, masks, logits.device)
+        words = upload_rows(step_values.words, masks, logits.device)
         return self._sampling.masked(logits, words, upload(mask_of_row, logits.device))
 
     def launch_sampling(self, logits: Tensor, rows: SampleRows) -> None:

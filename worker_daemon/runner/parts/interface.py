@@ -74,7 +74,7 @@ class StepPart:
     """One feature. These methods do nothing; a part overrides those that it needs.
 
     One object serves a runner, on the step thread alone; it owns the feature's state of the S rows.
-    The validation methods (`judge`, `judge_step`, `judge_batch`) are pure. They see no value that
+    The validation methods (`check`, `check_step`, `check_batch`) are pure. They see no value that
     differs between ranks, so that all ranks accept or refuse alike. A request's extension is kept
     with its row, and reported unchanged to a driver that adopts the request.
     """
@@ -95,8 +95,8 @@ class StepPart:
     in_sampling: ClassVar[bool] = True
     """True if the part changes logits or reports on them. A row that uses only parts with False is
     sampled greedily (argmax)."""
-    judges_batches: ClassVar[bool] = False
-    """True if the part may refuse a combination of rows (`judge_batch`)."""
+    checks_batches: ClassVar[bool] = False
+    """True if the part may refuse a combination of rows (`check_batch`)."""
     may_refuse: ClassVar[bool] = False
     """True if the part may refuse a sampled token after a step has counted it (`refuse`), as in
     speculative decoding. The host then has only upper bounds of the lengths of such rows, and steps
@@ -120,7 +120,7 @@ class StepPart:
 
     # Validation.
 
-    def judge(self, extension: Any, request: NewRequestData, limits: StepLimits) -> None:
+    def check(self, extension: Any, request: NewRequestData, limits: StepLimits) -> None:
         """Check a new request's extension, using only the message and the limits. Do not refuse for
         a reason that may differ between ranks (a missing upload): let the step fail.
 
@@ -128,14 +128,14 @@ class StepPart:
             InvalidStepError: names field, value and fix. Nothing was applied.
         """
 
-    def judge_step(self, extension: Any, frames: Sequence[Frame], limits: StepLimits) -> Any:
+    def check_step(self, extension: Any, frames: Sequence[Frame], limits: StepLimits) -> Any:
         """Check a step's extension, and return the value that `adjust_logits` receives. frames: the
-        extension's array frames. Raises as judge does."""
+        extension's array frames. Raises as check does."""
         return extension
 
-    def judge_batch(self, slots: Int64s, new: Sequence[NewRequestData]) -> None:
+    def check_batch(self, slots: Int64s, new: Sequence[NewRequestData]) -> None:
         """Check the rows of a step together. slots: the step's; new: its new requests, before
-        admit(). Raises as judge does. Called if `judges_batches`."""
+        admit(). Raises as check does. Called if `checks_batches`."""
 
     # Rows.
 
@@ -168,10 +168,10 @@ class StepPart:
 
     # The forward pass of a step in which a row uses the part. May be captured, except fill.
 
-    def fill(self, columns: Sequence[Int32s], step: ScheduledStep, brought: Any | None) -> None:
+    def fill(self, columns: Sequence[Int32s], step: ScheduledStep, step_values: Any | None) -> None:
         """Fill the step's columns, which hold zeros. Entries after the step's own are padding and
-        stay zero. brought: what judge_step returned for the step's extension; None if the step has
-        none."""
+        stay zero. step_values: what check_step returned for the step's extension; None if the step
+        has none."""
 
     def before_forward(self, hidden: Tensor, columns: Sequence[Tensor]) -> Tensor:
         """Return the input of this stage's first layer: hidden [N, H] itself, or another tensor."""
@@ -196,12 +196,12 @@ class StepPart:
 
     # Sampling, only on the last stage.
 
-    def adjust_logits(self, logits: Tensor, rows: SampleRows, brought: Any | None) -> Tensor:
+    def adjust_logits(self, logits: Tensor, rows: SampleRows, step_values: Any | None) -> Tensor:
         """Return logits [R, V]: the given ones, or new ones. Must not modify the given ones. They
         are in the model's dtype or in float32; new ones may be in float32. A sample that is not its
         row's newest is adjusted as if the row's tokens ended before its position.
-        rows: without padding. brought: what judge_step returned for the step's extension; None if
-        the step has none. Never waits for the device."""
+        rows: without padding. step_values: what check_step returned for the step's extension; None
+        if the step has none. Never waits for the device."""
         return logits
 
     def launch_sampling(self, logits: Tensor, rows: SampleRows) -> None:
@@ -228,7 +228,7 @@ class StepPart:
     # Pooling.
 
     def output_size(self, extension: Any, num_tokens: int, limits: StepLimits) -> OutputSize:
-        """Return the size of the output of a request of num_tokens, whose extension was judged.
+        """Return the size of the output of a request of num_tokens, whose extension was checked.
         Called if `pools`."""
         raise NotImplementedError
 

@@ -37,7 +37,7 @@ class LogitBiasPart(StepPart):
         self._counts = np.zeros(context.num_rows, np.int32)
         """[S] host"""
 
-    def judge(self, extension: LogitBias, request: NewRequestData, limits: StepLimits) -> None:
+    def check(self, extension: LogitBias, request: NewRequestData, limits: StepLimits) -> None:
         refuse_fault(extension.find_fault(limits.vocab_size), request)
 
     def admit(
@@ -61,7 +61,7 @@ class LogitBiasPart(StepPart):
         self._biases[slots, :width] = upload(biases, device)
         self._counts[slots_np] = counts
 
-    def adjust_logits(self, logits: Tensor, rows: SampleRows, brought: None) -> Tensor:
+    def adjust_logits(self, logits: Tensor, rows: SampleRows, step_values: None) -> Tensor:
         width, slots = int(self._counts[rows.slots_np].max(initial=0)), rows.slots.long()
         biased = logits.to(torch.float32, copy=True)
         # The biased ids of a row are distinct: the order of the additions does not matter.

@@ -32,7 +32,7 @@ class LogitsProcessorsPart(StepPart):
         self._asks = np.zeros((len(self._names), context.num_rows), np.bool_)
         """[P, S] host"""
 
-    def judge(
+    def check(
         self, extension: LogitsProcessors, request: NewRequestData, limits: StepLimits
     ) -> None:
         refuse_fault(extension.find_fault(limits.logits_processors), request)
@@ -44,7 +44,7 @@ class LogitsProcessorsPart(StepPart):
             asked = () if own is None else own.names
             self._asks[:, request.slot] = [name in asked for name in self._names]
 
-    def adjust_logits(self, logits: Tensor, rows: SampleRows, brought: None) -> Tensor:
+    def adjust_logits(self, logits: Tensor, rows: SampleRows, step_values: None) -> Tensor:
         result = logits.to(torch.float32, copy=True)
         for asks, processor in zip(self._asks[:, rows.slots_np], self._processors, strict=True):
             places = np.flatnonzero(asks)

@@ -41,7 +41,7 @@ class LogprobTokensPart(StepPart):
         self._counts = np.zeros(context.num_rows, np.int32)
         """[S] host"""
 
-    def judge(self, extension: LogprobTokens, request: NewRequestData, limits: StepLimits) -> None:
+    def check(self, extension: LogprobTokens, request: NewRequestData, limits: StepLimits) -> None:
         refuse_fault(extension.find_fault(limits.vocab_size), request)
 
     def admit(

@@ -37,7 +37,7 @@ class LoraPart(StepPart):
     columns = ("token",)
     in_forward = True
     in_sampling = False
-    judges_batches = True
+    checks_batches = True
 
     @classmethod
     def serves(cls, context: PartContext) -> bool:
@@ -54,7 +54,7 @@ class LoraPart(StepPart):
         self._used: dict[int, HostAdapter] = {}
         """The adapters by serial."""
 
-    def judge_batch(self, slots: Int64s, new: Sequence[NewRequestData]) -> None:
+    def check_batch(self, slots: Int64s, new: Sequence[NewRequestData]) -> None:
         by_slot = {slot: self._wanted[slot] for slot in slots.tolist()}
         by_slot |= {request.slot: _wanted(request) for request in new if request.slot in by_slot}
         different = set(by_slot.values()) - {_NO_ADAPTER}
@@ -83,7 +83,7 @@ class LoraPart(StepPart):
         self._used[adapter.serial] = adapter
         return adapter.serial
 
-    def fill(self, columns: Sequence[Int32s], step: ScheduledStep, brought: None) -> None:
+    def fill(self, columns: Sequence[Int32s], step: ScheduledStep, step_values: None) -> None:
         serials, which = np.unique(self._serials[step.slots], return_inverse=True)
         adapters = [self._used[serial] for serial in serials.tolist() if serial > _NONE]
         placed = iter(self._adapters.slots.place(adapters))

@@ -86,7 +86,7 @@ class PenaltiesPart(StepPart):
         assert self._tables is not None, "rows are sampled on the last stage"
         self._sampling.count_tokens(rows.slots, token_ids, self._tables)
 
-    def adjust_logits(self, logits: Tensor, rows: SampleRows, brought: None) -> Tensor:
+    def adjust_logits(self, logits: Tensor, rows: SampleRows, step_values: None) -> Tensor:
         assert self._tables is not None, "rows are sampled on the last stage"
         scores = self._sampling.penalized(logits, rows.slots, self._tables)
         if not rows.has_several:

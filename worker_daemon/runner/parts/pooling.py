@@ -116,7 +116,7 @@ class PoolingPart(StepPart):
             shape = (num_rows, self._pooler.hidden_size)
             self._sums = torch.zeros(shape, dtype=torch.float32, device=context.device)
 
-    def judge(self, extension: PoolingParams, request: NewRequestData, limits: StepLimits) -> None:
+    def check(self, extension: PoolingParams, request: NewRequestData, limits: StepLimits) -> None:
         name = f"scheduled_new_reqs[{request.req_id}]"
         kind = sampling_kind(request.extensions)
         if kind is not None:
@@ -139,7 +139,7 @@ class PoolingPart(StepPart):
     def uses_step(self, step: ScheduledStep) -> bool:
         return self._support.token_types and bool((self._seconds[step.slots] < step.ends).any())
 
-    def fill(self, columns: Sequence[Int32s], step: ScheduledStep, brought: None) -> None:
+    def fill(self, columns: Sequence[Int32s], step: ScheduledStep, step_values: None) -> None:
         if self._encoder is None:
             return
         counts = step.num_tokens.astype(np.int64)

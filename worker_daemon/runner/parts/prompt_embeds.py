@@ -58,7 +58,7 @@ class PromptEmbedsPart(StepPart):
         self._taken: tuple[Tensor, Tensor] | None = None
         """The current step's embedded tokens: their indices, int64 [E], and their rows, [E, H]."""
 
-    def judge(self, extension: PromptEmbeds, request: NewRequestData, limits: StepLimits) -> None:
+    def check(self, extension: PromptEmbeds, request: NewRequestData, limits: StepLimits) -> None:
         fault = embeds_fault(extension, limits.hidden_size, request.num_prompt_tokens)
         if fault is not None:
             field = f"scheduled_new_reqs[{request.req_id}].prompt_embeds.{fault.field}"
@@ -80,7 +80,7 @@ class PromptEmbedsPart(StepPart):
     def uses_step(self, step: ScheduledStep) -> bool:
         return any((row.of(start, count) >= 0).any() for row, start, count, _ in self._among(step))
 
-    def fill(self, columns: Sequence[Int32s], step: ScheduledStep, brought: None) -> None:
+    def fill(self, columns: Sequence[Int32s], step: ScheduledStep, step_values: None) -> None:
         """Raises StateError if an upload is missing, or is not the tensor that the request says."""
         self._taken = None
         if not self._context.is_first_stage:

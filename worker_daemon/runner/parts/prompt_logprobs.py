@@ -59,7 +59,7 @@ class PromptLogprobsPart(StepPart):
         self._piece = max(1, min(context.limits.max_num_seqs, _MAX_LOGITS // vocab_size))
         """Positions whose logits are computed at a time."""
 
-    def judge(
+    def check(
         self, extension: PromptLogprobsWanted, request: NewRequestData, limits: StepLimits
     ) -> None:
         field = f"scheduled_new_reqs[{request.req_id}].prompt_logprobs"

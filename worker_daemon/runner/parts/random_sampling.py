@@ -43,7 +43,7 @@ class RandomSamplingPart(StepPart):
         self._features = np.zeros((context.num_rows, 4), np.bool_)
         """[S, 4] flags: the row samples randomly; and if so, it has a top_k, a top_p, a min_p."""
 
-    def judge(self, extension: RandomSampling, request: NewRequestData, limits: StepLimits) -> None:
+    def check(self, extension: RandomSampling, request: NewRequestData, limits: StepLimits) -> None:
         if 0 < extension.temperature < MIN_TEMPERATURE:
             field = f"scheduled_new_reqs[{request.req_id}].temperature"
             fix = f"0 for the most likely token, or at least {MIN_TEMPERATURE}"

@@ -27,7 +27,7 @@ from worker_daemon.runner.parts.interface import (
 )
 from worker_daemon.runner.sample_rows import BY_LOGITS, SampleRows
 from worker_daemon.runner.scheduled_step import (
-    NOTHING_BROUGHT,
+    NO_STEP_VALUES,
     OutputSize,
     ScheduledStep,
     StepExtensions,
@@ -95,14 +95,14 @@ class StepParts:
         keeps the bits of a request that has ended until its slot is reused."""
         self.in_sampling = sum(m.bit for m in self._members if m.part.in_sampling)
         """Bits of the parts that act when tokens are sampled."""
-        self._judging = tuple(m.part for m in self._members if m.part.judges_batches)
+        self._checking = tuple(m.part for m in self._members if m.part.checks_batches)
         heaviest = (m.part.heaviest for m in self._members)
         self.heaviest = tuple(extension for extension in heaviest if extension is not None)
         """Extensions of a request that uses every part."""
 
     # Validation.
 
-    def judge(self, request: NewRequestData, limits: StepLimits) -> None:
+    def check(self, request: NewRequestData, limits: StepLimits) -> None:
         """Check a new request's extensions. Pure; raises InvalidStepError."""
         if request.extensions:
             _check_unique(f"scheduled_new_reqs[{request.req_id}].extensions", request.extensions)
@@ -111,28 +111,28 @@ class StepParts:
             if member is None:
                 field, kind = f"scheduled_new_reqs[{request.req_id}]", type(extension).__name__
                 raise invalid(f"{field}.extensions", kind, "load the model with that feature")
-            member.part.judge(extension, request, limits)
+            member.part.check(extension, request, limits)
 
-    def judge_batch(self, slots: Int64s, new: Sequence[NewRequestData]) -> None:
+    def check_batch(self, slots: Int64s, new: Sequence[NewRequestData]) -> None:
         """Check the rows of a step together. Pure; raises InvalidStepError."""
-        for part in self._judging:
-            part.judge_batch(slots, new)
+        for part in self._checking:
+            part.check_batch(slots, new)
 
     def may_refuse(self, extensions: Sequence[RequestExtension]) -> bool:
-        """Return True if tokens of the request may be refused. Its extensions have been judged."""
+        """Return True if tokens of the request may be refused. Its extensions have been checked."""
         members = ((self._of_request[type(each)].part, each) for each in extensions)
         return any(part.may_refuse and part.uses(each) for part, each in members)
 
     def output_size(self, request: NewRequestData, limits: StepLimits) -> OutputSize | None:
         """Return the size of a new request's output if it pools; None if it samples. Its extensions
-        were judged."""
+        were checked."""
         for extension in request.extensions:
             part = self._of_request[type(extension)].part
             if part.pools:
                 return part.output_size(extension, request.num_tokens, limits)
         return None
 
-    def judge_step(
+    def check_step(
         self, extensions: Sequence[StepExtension], frames: Sequence[Frame], limits: StepLimits
     ) -> StepExtensions:
         """Check a step's extensions with their frames. Pure; raises InvalidStepError."""
@@ -141,14 +141,14 @@ class StepParts:
             fix = f"send {expected} for the extensions, besides any frame of new requests' tokens"
             raise invalid("arrays", f"{len(frames)} frames besides the step's own", fix)
         if not extensions:
-            return NOTHING_BROUGHT
+            return NO_STEP_VALUES
         _check_unique("extensions", extensions)
         data: list[tuple[int, Any]] = []
         first = 0
         for extension in extensions:
             bit, part = self._of_step[type(extension)]
             own = frames[first : first + extension.num_frames]
-            data.append((bit, part.judge_step(extension, own, limits)))
+            data.append((bit, part.check_step(extension, own, limits)))
             first += extension.num_frames
         return StepExtensions(sum(bit for bit, _ in data), tuple(data))
 
@@ -232,7 +232,7 @@ class StepParts:
         for column in columns.extra:
             column[:] = 0
         for bit, part, own in self._with_columns(used, columns.extra):
-            part.fill(own, step, step.brought.of(bit))
+            part.fill(own, step, step.step_values.of(bit))
 
     def before_forward(self, used: int, hidden: Tensor, columns: StepColumns[Tensor]) -> Tensor:
         """Call the parts of the step's plan before the first layer."""
@@ -271,26 +271,28 @@ class StepParts:
 
     # Sampling.
 
-    def sample(self, logits: Tensor, rows: SampleRows, brought: StepExtensions) -> SamplerOutput:
+    def sample(
+        self, logits: Tensor, rows: SampleRows, step_values: StepExtensions
+    ) -> SamplerOutput:
         """Choose the token of each sample. logits [R, V]: in the model's dtype, not modified; each
         row is contiguous. Never waits for the device."""
         rows = rows.without_padding()
-        used = rows.used | brought.used
+        used = rows.used | step_values.used
         acted = []
         for bit, part in self._members:
             if used & bit:
-                logits = part.adjust_logits(logits, rows, brought.of(bit))
+                logits = part.adjust_logits(logits, rows, step_values.of(bit))
                 if bit & self._reporting:  # the others' logits need not be kept
                     acted.append((part, logits))
         token_ids = self.chooser.choose(logits, rows)
         reports = (part.report(left, token_ids, rows) for part, left in acted)
-        told = tuple(report for report in reports if report is not None)
+        made = tuple(report for report in reports if report is not None)
         refused = None
         if used & (self.refusing | self._following):
             own, gained = rows.newest(), rows.newest_of(token_ids)
             refused = self._refuse(gained, own)
             self._gain(gained, refused, own)
-        return SamplerOutput(token_ids, told, refused)
+        return SamplerOutput(token_ids, made, refused)
 
     def launch_sampling(self, logits: Tensor) -> None:
         """Launch the parts' kernels for sampling inside compiling_ahead, where launches only

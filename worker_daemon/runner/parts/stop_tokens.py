@@ -29,7 +29,7 @@ class StopTokensPart(StepPart):
         """[S] the first position at which a stop token may be sampled."""
         self._token_ids: list[tuple[int, ...]] = [()] * context.num_rows
 
-    def judge(self, extension: StopTokens, request: NewRequestData, limits: StepLimits) -> None:
+    def check(self, extension: StopTokens, request: NewRequestData, limits: StepLimits) -> None:
         field = f"scheduled_new_reqs[{request.req_id}].stop_token_ids"
         token_ids = extension.token_ids
         if len(token_ids) > MAX_STOP_TOKEN_IDS:
@@ -51,7 +51,7 @@ class StopTokensPart(StepPart):
             self._first[request.slot] = min(first, np.iinfo(np.int32).max)
             self._token_ids[request.slot] = stops.token_ids if stops is not None else ()
 
-    def adjust_logits(self, logits: Tensor, rows: SampleRows, brought: None) -> Tensor:
+    def adjust_logits(self, logits: Tensor, rows: SampleRows, step_values: None) -> Tensor:
         first = self._first[rows.slots_np]
         # If tokens may be refused, the host's positions are upper bounds. The device then decides
         # for every row whose slot has ever had stop tokens.

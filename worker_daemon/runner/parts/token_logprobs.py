@@ -34,7 +34,7 @@ class TokenLogprobsPart(StepPart):
         """[S] how many of the most likely tokens each row reports; 0 for the sampled token alone,
         and for rows that report nothing."""
 
-    def judge(self, extension: LogprobsWanted, request: NewRequestData, limits: StepLimits) -> None:
+    def check(self, extension: LogprobsWanted, request: NewRequestData, limits: StepLimits) -> None:
         if extension.count > limits.vocab_size:
             field = f"scheduled_new_reqs[{request.req_id}].logprobs"
             raise invalid(field, extension.count, f"at most {limits.vocab_size}")

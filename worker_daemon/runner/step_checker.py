@@ -1,6 +1,6 @@
-"""Judges a step: reads the message's columns and checks the whole step against the limits and the
+"""Checks a step: reads the message's columns and checks the whole step against the limits and the
 rows' counts, before any of it is applied. An invalid step raises InvalidStepError with field, value
-and fix. Every rank reaches the same verdict.
+and fix. Every rank reaches the same result.
 
 Shapes: B scheduled requests.
 """
@@ -100,7 +100,7 @@ def _change_requests(
         _check_admitted(request, limits)
         if limits.keeps_state:
             _check_state(request, parts)
-        parts.judge(request, limits)
+        parts.check(request, limits)
         if parts.may_refuse(request.extensions):
             counts.corrected[request.slot] = NOT_SAMPLED
         if request.extensions:
@@ -263,8 +263,8 @@ class BatchReader:
             num_tokens = self._read_exceptions(step.num_scheduled_tokens, batch.slots)
             total = int(num_tokens.sum(dtype=np.int64))
         field, most = "total_num_scheduled_tokens", self._limits.max_num_batched_tokens
-        if total != (told := step.total_num_scheduled_tokens):
-            raise invalid(field, told, f"the scheduled slots have {total}")
+        if total != (named := step.total_num_scheduled_tokens):
+            raise invalid(field, named, f"the scheduled slots have {total}")
         if total > most:
             raise invalid(field, total, f"max_num_batched_tokens is {most}")
         return num_tokens
@@ -404,7 +404,7 @@ def _occurrences(slots: Int64s) -> Int32s:
     return result
 
 
-class JudgedStep(NamedTuple):
+class CheckedStep(NamedTuple):
     """A valid step, and the counts after it."""
 
     scheduled: ScheduledStep
@@ -417,7 +417,7 @@ class JudgedStep(NamedTuple):
     """The tokens of its new requests."""
 
 
-class StepJudge:
+class StepChecker:
     """Checks whole steps before they are applied. Owned by RequestState."""
 
     def __init__(self, limits: StepLimits, parts: StepParts) -> None:
@@ -428,14 +428,14 @@ class StepJudge:
         self.block_sizes = _block_sizes(limits)
         """Block sizes in the form that RowCounts.capacity takes."""
 
-    def judge(
+    def check(
         self,
         step: ExecuteModel,
         arrays: Sequence[Frame],
         counts: RowCounts,
         num_known: Int32s,
         deferred: Mapping[int, Int64s],
-    ) -> JudgedStep:
+    ) -> CheckedStep:
         """Check a whole step. A refusal does not change the rows: requests start and end in a copy
         of the counts, and appended blocks are removed again. num_known: [S + 1], tokens that came
         with each row's admission; deferred: the slots that steps have still to sample, by seq.
@@ -449,14 +449,14 @@ class StepJudge:
         if changes_rows or step.resync is not None:
             counts, own = counts.copy(), arrays[:num_own]
             tokens = _change_requests(step, own, counts, num_known, self._limits, self._parts)
-        brought = self._parts.judge_step(step.extensions, arrays[num_own:], self._limits)
+        step_values = self._parts.check_step(step.extensions, arrays[num_own:], self._limits)
         updates = self.blocks.updates(step, counts)
         waiting = _NONE_DEFERRED if step.resync is not None else deferred
         if step.deferred is not None and len(waiting) == MAX_UNSAMPLED_STEPS:
             raise invalid("deferred", f"{len(waiting)} steps", f"sample step {min(waiting)} first")
         batch = self._batches.batch(step)
         slots, rows = batch.slots, batch.rows
-        self._parts.judge_batch(slots, step.scheduled_new_reqs)
+        self._parts.check_batch(slots, step.scheduled_new_reqs)
         if deferred:
             counts.check_sampled(slots)
         num_tokens = self._batches.num_tokens(step, batch)
@@ -479,7 +479,7 @@ class StepJudge:
         samples, later, pooling = ends == known, None, None
         try:
             if counts.num_pooling:
-                samples, pooling = self._judge_pooling(counts, slots, starts, ends)
+                samples, pooling = self._check_pooling(counts, slots, starts, ends)
             num_samples = samples.astype(np.int32)
             if step.num_samples:
                 self._read_samples(step.num_samples, slots, num_tokens, num_samples)
@@ -501,12 +501,12 @@ class StepJudge:
             new_requests=step.scheduled_new_reqs,
             block_updates=updates,
             deferred=later,
-            brought=brought,
+            step_values=step_values,
             corrections=self._corrections(counts, rows),
             pooling=pooling,
             has_several=bool(step.num_samples) and int(num_samples.max()) > 1,
         )
-        return JudgedStep(scheduled, batch, counts, capacity, tokens)
+        return CheckedStep(scheduled, batch, counts, capacity, tokens)
 
     def _read_samples(
         self, raw: bytes, slots: Int64s, num_tokens: Int32s, num_samples: Int32s
@@ -545,7 +545,7 @@ class StepJudge:
                 f"defers: sample step {min(waiting)} first, even if its requests have finished",
             )
 
-    def _judge_pooling(
+    def _check_pooling(
         self, counts: RowCounts, slots: Int64s, starts: Int32s, ends: Int32s
     ) -> tuple[Bools, Int64s | None]:
         """Check the outputs of a step's requests that pool. Return which of its rows sample, and
@@ -562,10 +562,10 @@ class StepJudge:
                 value = f"slot {int(slots[at])}: {int(ends[at] - starts[at])}"
                 fix = f"all {int(counts.num_tokens[slots[at]])}: this model computes whole prompts"
                 raise invalid(field, value, fix)
-        told = int(counts.output_bytes[slots[is_last]].sum(dtype=np.int64))
-        if told > MAX_POOLED_BYTES:
+        num_bytes = int(counts.output_bytes[slots[is_last]].sum(dtype=np.int64))
+        if num_bytes > MAX_POOLED_BYTES:
             fix = f"at most {MAX_POOLED_BYTES}: let fewer prompts end in a step"
-            raise invalid(field, f"{told} bytes of outputs", fix)
+            raise invalid(field, f"{num_bytes} bytes of outputs", fix)
         computed = counts.num_computed.astype(np.int64)
         computed[slots] = np.where(is_last, 0, ends)
         kept = int((computed * counts.token_bytes)[counts.num_computed < counts.num_tokens].sum())
