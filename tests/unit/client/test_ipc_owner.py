@@ -62,7 +62,9 @@ def test_what_is_not_there_yet_is_not_judged(tmp_path):
 def test_socket_or_directory_of_another_user_hears_nothing(endpoint, foreign):
     address, directory, listener = endpoint
     os.chown(directory / foreign, NOBODY, NOBODY)
-    with pytest.raises(UntrustedEndpointError, match=rf"user {NOBODY}.*fix: use a directory"):
+    with pytest.raises(
+        UntrustedEndpointError, match=rf"user {NOBODY}.*fix: use a private directory"
+    ):
         WorkerGroup([address], ParallelConfig()).attach(timeout_s=2)
     assert not heard(listener)
 
