@@ -332,6 +332,7 @@ class ModelledGroup:
             num_blocks=self._daemons.num_blocks,
             block_size=first.block_size,
             groups=self._daemons.groups,
+            keeps_state=False,
         )
         self._steps.start(config.scheduler.max_num_seqs, group_limits(config, loaded), 1e6)
         return loaded
