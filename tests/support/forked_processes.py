@@ -19,6 +19,7 @@ import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 
 from tests.support.fork_server import ROOM, Command
@@ -115,7 +116,11 @@ class ForkedPopen(subprocess.Popen):
         given = dict(zip([*names][1:], details, strict=True))
         environment = dict(os.environ if given["env"] is None else given["env"])
         is_module = not isinstance(args, str) and list(args[:2]) == [sys.executable, "-m"]
-        if not is_module or given["preexec_fn"] or not fork_server().suits(environment):
+        has_vllm = find_spec("vllm") is not None  # its environment is not what the server imports
+        if not is_module or given["preexec_fn"] or has_vllm:
+            super()._execute_child(args, *details)
+            return
+        if not fork_server().suits(environment):
             super()._execute_child(args, *details)
             return
         ends = (given[name] for name in ("p2cread", "c2pwrite", "errwrite"))
