@@ -20,6 +20,8 @@ from typing import Final
 
 MAX_REQUEST_BYTES = 1 << 20
 MAX_DESCRIPTORS = 32
+READY: Final = b"ready"
+"""Sent once it can fork."""
 ROOM: Final = " " * 16384
 """A word of the server's command line and environment: a fork's own have room there."""
 _FREE = 512
@@ -66,6 +68,9 @@ def main() -> None:
     gc.freeze()
     gc.enable()
     channel = socket.socket(fileno=int(sys.argv[1]))
+    if _num_threads() > 1:
+        return  # a fork would lack the others
+    channel.send(READY)
     while True:
         data, received, _, _ = socket.recv_fds(channel, MAX_REQUEST_BYTES, MAX_DESCRIPTORS)
         if not data:
@@ -83,8 +88,7 @@ def main() -> None:
 def _fork_orphan(channel: socket.socket) -> bool:
     """Return True in a fork whose parent has ended, so that the subreaper adopts it; elsewhere,
     send its process id."""
-    threads = len(list(Path("/proc/self/task").iterdir()))
-    assert threads == 1, f"{threads} threads: a fork would lack them"
+    assert _num_threads() == 1, "a fork would lack the other threads"
     ours, theirs = os.pipe()
     parent = os.fork()
     if parent == 0:
@@ -98,6 +102,10 @@ def _fork_orphan(channel: socket.socket) -> bool:
     os.close(ours)
     os.close(theirs)
     return False
+
+
+def _num_threads() -> int:
+    return len(list(Path("/proc/self/task").iterdir()))
 
 
 def _take_descriptors(received: Sequence[int], numbers: Sequence[int]) -> None:

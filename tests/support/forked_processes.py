@@ -13,16 +13,16 @@ import ctypes
 import functools
 import inspect
 import os
+import select
 import socket
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from importlib.util import find_spec
 from pathlib import Path
 
-from tests.support.fork_server import ROOM, Command
+from tests.support.fork_server import READY, ROOM, Command
 
 _PR_SET_CHILD_SUBREAPER = 36
 _READ_ON_LOAD = (
@@ -43,6 +43,7 @@ class ForkServer:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
+        self._is_ready = False
         self._environment = dict(os.environ)
         self._channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
@@ -66,8 +67,19 @@ class ForkServer:
         assert answer, f"the fork server has ended: {self._process.wait()}"
         return int(answer)
 
+    def is_ready(self, timeout_s: float = 0.0) -> bool:
+        """Return whether it can fork by now, or within a time. It cannot if it has ended, as it
+        does if its imports have started a thread."""
+        with self._lock:
+            if not self._is_ready and select.select([self._channel], [], [], timeout_s)[0]:
+                self._is_ready = self._channel.recv(len(READY)) == READY
+            return self._is_ready
+
     def suits(self, environment: Mapping[str, str]) -> bool:
-        """Say whether it has loaded its libraries in such an environment."""
+        """Say whether it can fork by now, and has loaded its libraries in such an environment. Not
+        waiting for it, so that no command takes longer than it would without."""
+        if not self.is_ready():
+            return False
         names = (self._environment.keys() | environment.keys()) - _SET_BY_TESTS
         read = [name for name in names if name.startswith(_READ_ON_LOAD)]
         return all(self._environment.get(name) == environment.get(name) for name in read)
@@ -109,18 +121,14 @@ def _set_subreaper(is_on: bool) -> None:
 class ForkedPopen(subprocess.Popen):
     """A Popen whose process is a fork if its command is `python -m MODULE ...` of this interpreter,
     and if its environment has the same for libraries that read it when they are loaded. Others
-    start as ever."""
+    start as ever, and so do all while the server is still importing."""
 
     def _execute_child(self, args, *details):  # type: ignore[override]
         names = inspect.signature(super()._execute_child).parameters
         given = dict(zip([*names][1:], details, strict=True))
         environment = dict(os.environ if given["env"] is None else given["env"])
         is_module = not isinstance(args, str) and list(args[:2]) == [sys.executable, "-m"]
-        has_vllm = find_spec("vllm") is not None  # its environment is not what the server imports
-        if not is_module or given["preexec_fn"] or has_vllm:
-            super()._execute_child(args, *details)
-            return
-        if not fork_server().suits(environment):
+        if not is_module or given["preexec_fn"] or not fork_server().suits(environment):
             super()._execute_child(args, *details)
             return
         ends = (given[name] for name in ("p2cread", "c2pwrite", "errwrite"))

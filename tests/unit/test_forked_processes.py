@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 from tests.support.command_line import probe, processes_of
-from tests.support.forked_processes import ForkedPopen, fork_server
+from tests.support.forked_processes import ForkedPopen, end_fork_server, fork_server
 from tests.support.left_running import own_programs
+from tests.support.waiting import PATIENCE_S
 
 SHOW = """
 import json, os, sys, tempfile, threading
@@ -31,6 +32,11 @@ json.dump({
 }, sys.stdout)
 sys.exit(7)
 """
+
+
+@pytest.fixture(autouse=True)
+def ready() -> None:
+    assert fork_server().is_ready(PATIENCE_S)
 
 
 @pytest.fixture
@@ -71,6 +77,13 @@ def test_a_fork_differs_from_an_executed_process_only_in_what_it_has_imported(
     assert forked == executed
     assert forked["parent"] == os.getpid()
     assert forked["files"] == [0, 1, 2, forked["started_with"]]
+
+
+def test_a_command_does_not_wait_for_the_server(program: Path) -> None:
+    end_fork_server()
+    assert not show(ForkedPopen, program)["torch"]
+    assert fork_server().is_ready(PATIENCE_S)
+    assert show(ForkedPopen, program)["torch"]
 
 
 def test_variables_that_libraries_read_when_they_are_loaded_need_a_new_process(
