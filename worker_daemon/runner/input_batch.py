@@ -146,7 +146,7 @@ class InputBuilder:
                 None if step.has_several else packed.delivery,
                 step.corrections is not None,
                 rows.bitmap,
-                step.has_several,
+                rows.given,
             ),
             rows.reads,
         )
@@ -196,8 +196,10 @@ class InputBuilder:
             return _StepRows(slots, steady.generations, step.ends, used, reads, steady.reply_bitmap)
         slots = step.slots[sampling.seqs]
         used = self._parts.used_by(slots) & in_sampling
-        generations = self._state.generation[slots]
-        return _StepRows(slots, generations, sampling.positions, used, reads, b"")
+        generations, given = self._state.generation[slots], ()
+        if step.has_several:
+            given = tuple(self._state.known_tokens[slot] for slot in slots.tolist())
+        return _StepRows(slots, generations, sampling.positions, used, reads, b"", given)
 
     def padding(self, plan: StepPlan) -> StepInputs:
         """Return inputs that consist only of padding, for warm-up and capture."""
@@ -372,6 +374,8 @@ class _StepRows(NamedTuple):
     """The value of StepInputs.reads."""
     bitmap: bytes
     """The value of SampleRows.known_bitmap."""
+    given: tuple[Int32s, ...] = ()
+    """The value of SampleRows.given."""
 
 
 class _Filled:

@@ -104,7 +104,7 @@ class SoleStage:
         is_greedy = not rows.used | step.step_values.used
         if is_greedy and rows.delivery is not None and not step.reports:
             return self.replies.of_delivery(identity, rows, rows.delivery)
-        if is_greedy and step.chosen is not None and not rows.has_several:
+        if is_greedy and step.chosen is not None and not rows.given:
             sampled = SamplerOutput(step.chosen.greedy[:count], step.reports)
             return self.replies.of_tokens(identity, rows, sampled, step.status)
         sampled = self._sampler.sample(step)

@@ -70,7 +70,7 @@ class StepReplies:
         if not self._is_output_rank:
             return None
         link, history = self._link, self._history
-        newest = rows.num_newer == 0 if rows.has_several else None
+        newest = rows.num_newer == 0 if rows.given else None
         return StepOutput(
             identity, rows.sampled, rows.bitmap, sampled, status, link, history, newest
         )

@@ -50,8 +50,9 @@ class SampleRows(NamedTuple):
     """True if a row's tokens may have been refused: then only the device has all positions."""
     known_bitmap: bytes = b""
     """slots_np as the bitmap of a reply, if it was packed before."""
-    has_several: bool = False
-    """True if a sequence has more than one sample. Otherwise R is Q."""
+    given: tuple[Int32s, ...] = ()
+    """[R] the tokens that came with the admission of each one's row. Empty if no sequence has more
+    than one sample: then R is Q."""
 
     @property
     def bitmap(self) -> bytes:
@@ -61,7 +62,7 @@ class SampleRows(NamedTuple):
     @property
     def sampled(self) -> Sampled:
         """The columns that the token history keeps."""
-        if self.has_several:
+        if self.given:
             newest = np.flatnonzero(self.num_newer == 0)
             columns = (self.slots_np[newest], self.generations[newest], self.positions_np[newest])
             return Sampled(*columns, self.are_bounds)
@@ -70,20 +71,20 @@ class SampleRows(NamedTuple):
     @property
     def num_newer(self) -> Int64s:
         """[R] number of later samples of the same sequence; 0 for the one that it gains."""
-        if not self.has_several:
+        if not self.given:
             return np.zeros(self.slots_np.size, np.int64)
         ends = np.searchsorted(self.slots_np, self.slots_np, side="right")
         return ends - 1 - np.arange(self.slots_np.size)
 
     def newest(self) -> "SampleRows":
         """Return the samples that sequences gain, [Q], without padding."""
-        if self.has_several:
+        if self.given:
             return self.keep(np.flatnonzero(self.num_newer == 0), self.used)
         return self.without_padding()
 
     def newest_of(self, column: Tensor) -> Tensor:
         """Return the entries [Q] of a column [>= R] for the samples that sequences gain."""
-        if self.has_several:
+        if self.given:
             return column[upload(np.flatnonzero(self.num_newer == 0), column.device)]
         return column[: self.slots_np.size]
 
@@ -95,6 +96,7 @@ class SampleRows(NamedTuple):
             on_device = upload(chosen, self.slots.device)
             columns = (columns[0][on_device], columns[1][on_device], columns[2][on_device])
         slots = self.slots_np[chosen]
+        has_several = self.given and (slots[1:] == slots[:-1]).any()
         return SampleRows(
             slots,
             self.generations[chosen],
@@ -103,7 +105,7 @@ class SampleRows(NamedTuple):
             *columns,
             None,
             self.are_bounds,
-            has_several=self.has_several and bool((slots[1:] == slots[:-1]).any()),
+            given=tuple(self.given[place] for place in chosen.tolist()) if has_several else (),
         )
 
     def without_padding(self) -> "SampleRows":

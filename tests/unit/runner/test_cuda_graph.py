@@ -229,7 +229,7 @@ def run_step(ranks, message, arrays):
     last = hidden[rows.token_indices[: rows.slots_np.size].long()]
     logits = ranks[-1].stage.gather_logits(chosen.logits[: rows.slots_np.size])
     torch.testing.assert_close(logits, ranks[-1].stage.compute_logits(last))
-    for rank in ranks if rows.has_several else ranks[:-1]:
+    for rank in ranks if rows.given else ranks[:-1]:
         rank.tables.last_sampled[rows.newest().slots.long()] = rows.newest_of(tokens)
     return [*zip(rows.slots_np.tolist(), rows.positions_np.tolist(), tokens.tolist(), strict=True)]
 

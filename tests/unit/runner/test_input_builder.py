@@ -129,13 +129,13 @@ def check_sample_rows(state, inputs, rows, ran):
     assert state.are_current(chosen.slots_np, chosen.generations).all()
     newest = [place for place, (*_, newer) in enumerate(samples) if not newer]
     assert chosen.num_newer.tolist() == [newer for *_, newer in samples]
-    assert chosen.has_several == (len(newest) < count)
+    assert bool(chosen.given) == (len(newest) < count)
     assert chosen.newest_of(chosen.positions).tolist() == [positions[place] for place in newest]
     assert chosen.sampled.slots.tolist() == sorted({*slots})
     kept = np.sort(np.random.default_rng(count).permutation(count)[: count // 2])
     few = chosen.keep(kept, 0)
     assert few.slots_np.tolist() == [slots[place] for place in kept]
-    assert few.has_several == (len({*few.slots_np.tolist()}) < kept.size)
+    assert bool(few.given) == (len({*few.slots_np.tolist()}) < kept.size)
 
 
 def staged_samples(state):

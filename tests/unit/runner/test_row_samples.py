@@ -125,8 +125,9 @@ def test_a_refused_token_is_the_newest_of_its_row():
     parts = StepParts([RefusingPart(context), chooser], chooser, context)
     slots, positions = np.array([0, 0, 1, 1, 1, 3]), np.array([5, 6, 7, 8, 9, 4], np.int32)
     columns = [torch.from_numpy(column.astype(np.int32)) for column in (slots, slots, positions)]
+    given = (np.zeros(9, np.int32),) * slots.size
     rows = SampleRows(
-        slots, np.ones_like(slots), positions, parts.refusing, *columns, None, True, b"", True
+        slots, np.ones_like(slots), positions, parts.refusing, *columns, None, True, b"", given
     )
     logits = torch.eye(6, LIMITS.vocab_size).roll(10, 1)  # tokens 10 to 15
     chosen = SamplingInputs(logits, logits.argmax(1), torch.arange(20, 26))

@@ -31,7 +31,6 @@ _NEVER: Final = -2
 """Entry that no token matches: the row has no such sequence."""
 _NO_TOKEN: Final = -3
 """Filler in the newest tokens of a row that has fewer than L tokens."""
-_NO_TOKENS: Final = np.zeros(0, np.int32)
 
 
 class BadWordsPart(StepPart):
@@ -54,8 +53,6 @@ class BadWordsPart(StepPart):
         """[S, L], right-aligned."""
         self._counts = np.zeros(context.num_rows, np.int32)
         """[S] host"""
-        self._tokens: list[Int32s] = [_NO_TOKENS] * context.num_rows
-        """For each row, the tokens of its admission: the request state's own arrays."""
 
     def check(self, extension: BadWords, request: NewRequestData, limits: StepLimits) -> None:
         refuse_fault(extension.find_fault(limits.vocab_size), request)
@@ -83,7 +80,6 @@ class BadWordsPart(StepPart):
                 before[index, place, _BEFORE + 1 - len(word) :] = word[:-1]
                 last[index, place] = word[-1]
             _fill_recent(newest[index], tokens[index])
-            self._tokens[request.slot] = tokens[index]
         device = self._last.device
         slots = upload(np.array([request.slot for request in requests], np.int64), device)
         self._before[slots] = upload(before, device)
@@ -109,12 +105,12 @@ class BadWordsPart(StepPart):
         """Return the tokens before each sample, int32 [R, L]: of those that are not their rows'
         newest, of the tokens of the admission."""
         recent = self._newest[rows.slots.long()]
-        if not rows.has_several:
+        if not rows.given:
             return recent
         earlier = np.flatnonzero(rows.num_newer)
         own = np.full((earlier.size, _BEFORE), _NO_TOKEN, np.int32)
         for entry, sample in zip(own, earlier, strict=True):
-            _fill_recent(entry, self._tokens[rows.slots_np[sample]][: rows.positions_np[sample]])
+            _fill_recent(entry, rows.given[sample][: rows.positions_np[sample]])
         recent[upload(earlier, recent.device)] = upload(own, recent.device)
         return recent
 

@@ -30,7 +30,8 @@ _INT16: Final = 2
 _IN_PROMPT: Final = -(2**15)
 """Sign bit of a count: the token is in the prompt."""
 _NONE: Final = Penalties()
-_NO_TOKENS: Final = np.zeros(0, np.int32)
+_WITHOUT: Final = -1
+"""In place of a row's number of prompt tokens: it has no penalties."""
 
 
 class PenaltiesPart(StepPart):
@@ -43,11 +44,8 @@ class PenaltiesPart(StepPart):
     def __init__(self, context: PartContext) -> None:
         self._sampling = context.sampling
         self._tables = _tables(context) if context.is_last_stage else None
-        self._tokens: list[Int32s] = [_NO_TOKENS] * context.num_rows
-        """For each row with penalties, the tokens of its admission: the request state's own
-        array."""
-        self._num_prompt = np.zeros(context.num_rows, np.int32)
-        """[S] host"""
+        self._num_prompt = np.full(context.num_rows, _WITHOUT, np.int32)
+        """[S] host: tokens of the prompt, or _WITHOUT."""
 
     def uses(self, extension: Penalties) -> bool:
         return extension != _NONE
@@ -64,17 +62,18 @@ class PenaltiesPart(StepPart):
         slots = np.array([request.slot for request in requests], np.int64)
         weights = np.array([_weights(each or _NONE) for each in extensions], np.float32)
         self._tables.weights[upload(slots, device)] = upload(weights, device)
-        begun = []
-        for request, each, own in zip(requests, extensions, tokens, strict=True):
-            self._tokens[request.slot] = _NO_TOKENS if each is None else own
-            self._num_prompt[request.slot] = request.num_prompt_tokens
-            if each is not None:
-                begun.append((request, own))
+        self._num_prompt[slots] = _WITHOUT
+        begun = [
+            (request, own)
+            for request, each, own in zip(requests, extensions, tokens, strict=True)
+            if each is not None
+        ]
         if not begun:
             return
         seen[upload(np.array([request.slot for request, _ in begun], np.int64), device)] = 0
         vocab_size = seen.shape[1]
         ends = [request.num_prompt_tokens for request, _ in begun]
+        self._num_prompt[[request.slot for request, _ in begun]] = ends
         rows = [own + np.int64(request.slot * vocab_size) for request, own in begun]
         places, values = _entries(
             np.concatenate([row[:end] for row, end in zip(rows, ends, strict=True)]),
@@ -89,7 +88,7 @@ class PenaltiesPart(StepPart):
     def adjust_logits(self, logits: Tensor, rows: SampleRows, step_values: None) -> Tensor:
         assert self._tables is not None, "rows are sampled on the last stage"
         scores = self._sampling.penalized(logits, rows.slots, self._tables)
-        if not rows.has_several:
+        if not rows.given:
             return scores
         samples, token_ids, values = self._unseen(rows)
         if not samples.size:
@@ -107,8 +106,13 @@ class PenaltiesPart(StepPart):
         sample's position, and what these entries would be without them."""
         pairs: list[tuple[int, int, int]] = []
         for sample in np.flatnonzero(rows.num_newer).tolist():
-            slot, position = rows.slots_np[sample], rows.positions_np[sample]
-            tokens, num_prompt = self._tokens[slot], min(self._num_prompt[slot], position)
+            num_prompt, position = (
+                self._num_prompt[rows.slots_np[sample]],
+                rows.positions_np[sample],
+            )
+            if num_prompt == _WITHOUT:
+                continue
+            tokens, num_prompt = rows.given[sample], min(num_prompt, position)
             for token in np.unique(tokens[position:]).tolist():
                 count = int(np.count_nonzero(tokens[num_prompt:position] == token))
                 value = min(count, MAX_TOKEN_COUNT)
