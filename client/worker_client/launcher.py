@@ -42,6 +42,17 @@ StartProcess = Callable[..., "subprocess.Popen[bytes]"]
 """Function like subprocess.Popen, with its arguments, that starts a daemon's process, our child."""
 
 
+def serve_command(*options: str, module: str = "worker_daemon") -> Command:
+    """Return the command lines of daemons with these options, for LocalDaemons. module: run with
+    this interpreter in place of the daemon's, with its options."""
+
+    def build(endpoint: str, device: str, pipe: int) -> list[str]:
+        own = ("--endpoint", endpoint, "--device", device, "--exit-with-parent-fd", str(pipe))
+        return [sys.executable, "-m", module, "serve", *own, *options]
+
+    return build
+
+
 @dataclass(frozen=True, slots=True)
 class _Daemon:
     endpoint: str
@@ -84,7 +95,8 @@ class LocalDaemons:
         self._devices = tuple(devices)
         self._daemons: list[_Daemon] = []
         self._reaper, self._reaper_pipe = _start_reaper(self.directory)
-        self._command = command or self._serve_command(model_root, lora_root)
+        adapters = () if lora_root is None else ("--lora-root", str(lora_root))
+        self._command = command or serve_command("--model-root", str(model_root), *adapters)
         self._start_process = start_process
         began = time.monotonic()
         try:
@@ -181,20 +193,6 @@ class LocalDaemons:
         if left:
             stuck = {daemon.process.pid: devices[daemon.endpoint] for daemon in left}
             raise Unkillable(stuck, kill_limit_s)
-
-    def _serve_command(self, model_root: Path, lora_root: Path | None) -> Command:
-        def build(endpoint: str, device: str, pipe: int) -> list[str]:
-            options = {
-                "--endpoint": endpoint,
-                "--device": device,
-                "--model-root": str(model_root),
-                **({} if lora_root is None else {"--lora-root": str(lora_root)}),
-                "--exit-with-parent-fd": str(pipe),
-            }
-            words = [word for option in options.items() for word in option]
-            return [sys.executable, "-m", "worker_daemon", "serve", *words]
-
-        return build
 
     def _start(self, index: int, device: str) -> _Daemon:
         endpoint = f"ipc://{self.directory}/w{index}"

@@ -2,7 +2,6 @@
 after a load, a saved set, an update and a sleep; refusals leave the daemons serving."""
 
 import shutil
-import sys
 
 import pytest
 import torch
@@ -18,6 +17,7 @@ from tests.support.exhaustive import exhaustively
 from tests.support.forked_daemons import ForkedDaemons
 from tests.support.quantized import LAYER_MATRICES, quantize, quantized_values
 from tests.support.serving import assert_greedy, connect, generate, greedy_request, worker_config
+from worker_client.launcher import serve_command
 from worker_client.trainer.sender import WeightSender
 from worker_client.wire.worker_client import TensorList
 
@@ -187,17 +187,7 @@ def save_daemons(model_root, tmp_path_factory):
     """Two daemons and their save root."""
     save_root = tmp_path_factory.mktemp("fp8") / "saves"
 
-    def command(endpoint, device, pipe):
-        options = {
-            "--endpoint": endpoint,
-            "--device": device,
-            "--model-root": str(model_root),
-            "--save-root": str(save_root),
-            "--exit-with-parent-fd": str(pipe),
-        }
-        words = [word for option in options.items() for word in option]
-        return [sys.executable, "-m", "worker_daemon", "serve", *words]
-
+    command = serve_command("--model-root", str(model_root), "--save-root", str(save_root))
     with ForkedDaemons(["cpu"] * 2, model_root, command=command) as daemons:
         yield daemons, save_root
 

@@ -1,12 +1,11 @@
 """Daemons that may save weights."""
 
-import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 from tests.support.forked_daemons import ForkedDaemons
-from worker_client.launcher import LocalDaemons
+from worker_client.launcher import LocalDaemons, serve_command
 
 
 @contextmanager
@@ -14,17 +13,10 @@ def saving_daemons(model_root: Path, *save_roots: Path | None) -> Iterator[Local
     """A daemon for each save root; None gives it none."""
     roots = iter(save_roots)
 
-    def command(endpoint: str, device: str, pipe: int) -> list[str]:
-        options = {
-            "--endpoint": endpoint,
-            "--device": device,
-            "--model-root": str(model_root),
-            "--exit-with-parent-fd": str(pipe),
-        }
+    def command(endpoint: str, device: str, pipe: int) -> Sequence[str]:
         root = next(roots)
-        options |= {"--save-root": str(root)} if root is not None else {}
-        words = [word for option in options.items() for word in option]
-        return [sys.executable, "-m", "worker_daemon", "serve", *words]
+        saves = () if root is None else ("--save-root", str(root))
+        return serve_command("--model-root", str(model_root), *saves)(endpoint, device, pipe)
 
     with ForkedDaemons(["cpu"] * len(save_roots), model_root, command=command) as daemons:
         yield daemons

@@ -113,8 +113,8 @@ class GroupWeights:
         version: int | None = None,
     ) -> None:
         """Open an update on every rank. No step can be sent until finish_update() or reload().
-        Running requests are lost, and the next step's failure names them. A scheduler must forget
-        its cached prefixes: they belong to the old weights.
+        Running requests are lost, and the next step's failure names them. Cached prefixes belong to
+        the old weights: `Driver` tells its scheduler of the new version (VersionedScheduler).
 
         format: `checkpoint`, tensors as in the checkpoint, or `kernel`, as the ranks hold them.
         partial: tensors that are not sent stay as they are.

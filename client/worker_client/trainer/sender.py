@@ -119,8 +119,7 @@ class WeightSender:
         packed_bytes: int = PACKED_BYTES,
         version: int | None = None,
     ) -> SendReport:
-        """Replace the weights of every rank, as one complete update. The scheduler must forget its
-        cached prefixes (`Scheduler.forget_prefixes`).
+        """Replace the weights of every rank, as one complete update; see GroupWeights.start_update.
 
         tensors: by checkpoint or kernel name, of any device and strides (ipc: contiguous, on the
         workers' GPU). Of names that share a tensor, as with tied embeddings, only the first is

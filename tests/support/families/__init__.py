@@ -4,13 +4,12 @@ keep other things than keys and values.
 `python -m tests.support.families ARGS` is the daemon's real command line with these families.
 """
 
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
 
 from tests.support.families import decaying, latent
-from worker_client.launcher import Command
+from worker_client.launcher import Command, serve_command
 from worker_daemon.models import registry
 from worker_daemon.models.registry import Describe
 
@@ -29,15 +28,4 @@ def all_families() -> Mapping[str, Describe]:
 
 def command(model_root: Path) -> Command:
     """Return the command lines of daemons with these families, for LocalDaemons."""
-
-    def build(endpoint: str, device: str, pipe: int) -> list[str]:
-        options = {
-            "--endpoint": endpoint,
-            "--device": device,
-            "--model-root": str(model_root),
-            "--exit-with-parent-fd": str(pipe),
-        }
-        words = [word for option in options.items() for word in option]
-        return [sys.executable, "-m", "tests.support.families", "serve", *words]
-
-    return build
+    return serve_command("--model-root", str(model_root), module="tests.support.families")
