@@ -22,7 +22,7 @@ from tests.support.exhaustive import exhaustively
 from tests.support.leased_driver import admit, decode, make_ready
 from tests.support.relay import Relay
 from tests.support.secured import KeyRing, SecuredDaemon, free_port
-from tests.support.stopping import stop_process
+from tests.support.stopping import slowed_process, stop_process
 from tests.support.troubled_driver import troubled_driver
 from tests.support.waiting import wait_until
 from tests.unit.server.driver import SERVE, DaemonProcess, Driver, wait_for
@@ -121,6 +121,19 @@ def test_driver_that_is_cut_off_goes_on_once_it_is_back(
         wait_for(lambda: observer.status().lease.state == "held")
         assert decode(group) == before + 1
         assert "is connected again" in daemon.stderr()
+
+
+def test_slow_daemon_notices_the_end_of_a_connection_too(
+    daemon: DaemonProcess, relay: Relay
+) -> None:
+    with (
+        group_on(relay.endpoint) as group,
+        observer_of(daemon) as observer,
+        slowed_process(daemon.process.pid, runs_s=0.03, stands_s=0.07),
+    ):
+        group.attach()
+        relay.cut(".results", refuse=True)
+        wait_for(lambda: observer.status().lease.state == "claimable")
 
 
 def test_lease_without_a_connection_is_another_driver_s_for_the_asking(

@@ -3,6 +3,9 @@ has taken the signal, the others run on."""
 
 import os
 import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from tests.support.waiting import wait_until
@@ -15,6 +18,26 @@ def stop_process(pid: int) -> None:
     """Send SIGSTOP, and wait until no thread of the process runs."""
     os.kill(pid, signal.SIGSTOP)
     wait_until(lambda: _states(pid) <= _NOT_RUNNING, f"process {pid} has stopped")
+
+
+@contextmanager
+def slowed_process(pid: int, *, runs_s: float, stands_s: float) -> Iterator[None]:
+    """Let the process run and stand by turns, as on a host that is slow or busy."""
+    is_over = threading.Event()
+
+    def slow() -> None:
+        while not is_over.wait(runs_s):
+            os.kill(pid, signal.SIGSTOP)
+            is_over.wait(stands_s)
+            os.kill(pid, signal.SIGCONT)
+
+    thread = threading.Thread(target=slow)
+    thread.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        thread.join()
 
 
 def _states(pid: int) -> set[str]:

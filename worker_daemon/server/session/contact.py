@@ -21,8 +21,8 @@ from typing import Final
 from worker_daemon.server.session.lease import Lease
 
 GRACE_S: Final = 0.15
-"""Time in which the holder may connect again before its lease is claimable. Time in which this
-daemon did not run does not count. A driver tries for the first time after 10 to 20 ms."""
+"""Time in which the holder may connect again before its lease is claimable. Only time in which this
+daemon ran counts. A driver tries for the first time after 10 to 20 ms."""
 SETTLE_S: Final = 0.004
 """Time in which a routing id is free after the end of its connection (2.5 ms measured)."""
 SETTLED_S: Final = 0.02
@@ -30,8 +30,9 @@ SETTLED_S: Final = 0.02
 POLL_S: Final = 0.01
 IDLE_POLL_S: Final = 0.05
 """Interval while the lease is claimable."""
-LATE_S: Final = 0.05
-"""Delay of a look from which the daemon counts as not having run."""
+STOPPED_S: Final = 0.5
+"""Time between two looks after which the grace begins anew: the holder may have been cut off and
+come back while the daemon stood. Shorter delays are a slow host's, where each look may be late."""
 MAX_PROBES: Final = 16
 """Empty messages between two renewals: a holder that does not read them must still have room for
 results, however many other connections end."""
@@ -121,21 +122,18 @@ class HolderContact:
                     break
 
     async def _await_return(self, epoch: int) -> None:
-        absent_since = time.monotonic()
-        is_late, lost = False, False
+        ran_s, lost = 0.0, False
         while True:
-            now = time.monotonic()
-            if is_late:
-                absent_since = now
-            if now - absent_since >= GRACE_S and self._lease.contact_lost(epoch):
+            if ran_s >= GRACE_S and self._lease.contact_lost(epoch):
                 logger.warning(
                     "%s has no connection: another driver may attach", self._lease.holder
                 )
                 lost = True
                 self._changed()
+            began = time.monotonic()
             interval_s = IDLE_POLL_S if lost else POLL_S
             await asyncio.sleep(interval_s)
-            is_late = time.monotonic() - now > interval_s + LATE_S
+            ran_s = 0.0 if time.monotonic() - began > STOPPED_S else ran_s + interval_s
             if self._is_connected() and (not lost or self._lease.contact_returned(epoch)):
                 break
         if lost:
