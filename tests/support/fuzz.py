@@ -161,12 +161,12 @@ def settled(daemon: SecuredDaemon) -> tuple[int, int]:
 
 
 def all_sleep(pid: int) -> bool:
-    """Return True if every thread of a process waits for something."""
+    """Return True if no thread of a process runs or wants to: each waits, or was stopped."""
     try:
         stats = [(task / "stat").read_text() for task in Path(f"/proc/{pid}/task").iterdir()]
     except (FileNotFoundError, ProcessLookupError):  # one of them has just ended
         return False
-    return all(stat.rpartition(")")[2].split()[0] == "S" for stat in stats)
+    return all(stat.rpartition(")")[2].split()[0] in "ST" for stat in stats)
 
 
 def fuzz_daemon(
