@@ -18,10 +18,10 @@ from worker_daemon.distributed.tp import communication
 @dataclass(frozen=True, slots=True)
 class _Publication:
     step: int
+    """The number of the publication; see TokenBroadcast.publish."""
     work: dist.Work
     rows: Tensor
-    news: Tensor
-    """The number of the publication; see TokenBroadcast.publish."""
+    tokens: Tensor
 
 
 class TokenBroadcast:
@@ -37,12 +37,12 @@ class TokenBroadcast:
         self._last_sampled = last_sampled
         self._refused = refused
         self._depth = depth
-        self._on_their_way: deque[_Publication] = deque()
+        self._in_flight: deque[_Publication] = deque()
 
-    def publish(self, step: int, rows: Tensor, news: Tensor | None, *, counted: bool) -> None:
-        """Start the return of news for rows int32 [R]. news: int64 [R], the tokens from which the
+    def publish(self, step: int, rows: Tensor, tokens: Tensor | None, *, counted: bool) -> None:
+        """Start the return of tokens for rows int32 [R]. tokens: int64 [R], those from which the
         rows continue; if counted, int64 [2, R], with each row's total refusals below. None on
-        stages that do not sample; counted is the same on all stages. news and rows may be
+        stages that do not sample; counted is the same on all stages. tokens and rows may be
         overwritten at once.
 
         step: a number that increases with each publication.
@@ -50,38 +50,38 @@ class TokenBroadcast:
         Raises:
             CommError: a peer is gone.
         """
-        if news is None:
+        if tokens is None:
             rows = rows.long()  # a copy: the next step overwrites the step's own columns
             message = rows.new_empty((2, rows.shape[0])) if counted else torch.empty_like(rows)
         else:
-            message = news.clone()
+            message = tokens.clone()
         with communication("returning sampled tokens"):
             work = dist.broadcast(
                 message, group=self._group, group_src=self._last_stage, async_op=True
             )
         assert work is not None, "the broadcast is asynchronous"
-        if news is not None:  # the last of several stages never reads them
+        if tokens is not None:  # the last of several stages never reads them
             rows, message = rows[:0].long(), message[..., :0]
-        self._on_their_way.append(_Publication(step, work, rows, message))
-        if len(self._on_their_way) > self._depth:
-            self._apply(self._on_their_way.popleft())
+        self._in_flight.append(_Publication(step, work, rows, message))
+        if len(self._in_flight) > self._depth:
+            self._apply(self._in_flight.popleft())
 
     def collect(self, step: int) -> None:
         """Bring last_sampled up to date with all publications up to step. On CUDA only the stream
         waits."""
-        while self._on_their_way and self._on_their_way[0].step <= step:
-            self._apply(self._on_their_way.popleft())
+        while self._in_flight and self._in_flight[0].step <= step:
+            self._apply(self._in_flight.popleft())
 
     def settle(self) -> None:
         """Wait for everything that was published."""
-        while self._on_their_way:
-            self._apply(self._on_their_way.popleft())
+        while self._in_flight:
+            self._apply(self._in_flight.popleft())
 
     def _apply(self, publication: _Publication) -> None:
         with communication("receiving sampled tokens"):
             publication.work.wait()
-        token_ids = news = publication.news
-        if news.dim() == 2:
-            token_ids, refused = news
+        token_ids = publication.tokens
+        if token_ids.dim() == 2:
+            token_ids, refused = token_ids
             self._refused[publication.rows] = refused.int()
         self._last_sampled[publication.rows] = token_ids

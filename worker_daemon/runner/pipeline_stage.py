@@ -118,8 +118,8 @@ class PipelineStage:
         if sampled.refused is None:
             self._publish(slots, rows.newest_of(sampled.token_ids), counted=False)
         else:
-            news = self._sampler.refuse(step, sampled, sampled.refused)
-            self._publish(slots, news, counted=True)
+            tokens = self._sampler.refuse(step, sampled, sampled.refused)
+            self._publish(slots, tokens, counted=True)
         return self.replies.of_tokens(identity, rows, sampled, step.status)
 
     def sample_later(
@@ -197,10 +197,10 @@ class PipelineStage:
         self._neighbours.outbound.send(hidden, due.num_tokens, status, due.seq)
         due.is_torn = due.sends = False
 
-    def _publish(self, slots: Tensor, news: Tensor | None, *, counted: bool) -> None:
+    def _publish(self, slots: Tensor, tokens: Tensor | None, *, counted: bool) -> None:
         due = self._due
         self._num_published += 1
         self._published[due.slots] = self._num_published
         due.is_torn = True
-        self._neighbours.tokens.publish(self._num_published, slots, news, counted=counted)
+        self._neighbours.tokens.publish(self._num_published, slots, tokens, counted=counted)
         due.is_torn, due.slots = False, _NO_SLOTS

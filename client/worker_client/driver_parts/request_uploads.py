@@ -64,7 +64,7 @@ class RequestUploads:
 
     @property
     def can_proceed(self) -> bool:
-        """True if proceed() sends something of a held request's tensor, or has news."""
+        """True if proceed() sends something of a held request's tensor, or returns progress."""
         return self._can_send or any(self._untold)
 
     @property
