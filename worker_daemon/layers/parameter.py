@@ -96,7 +96,7 @@ class Piece:
     packed: "PackedTensors | None" = None
     """The tensors that a checkpoint has instead of this one."""
     alias: str | None = None
-    """The name that the tensor has in a checkpoint without one of its own name."""
+    """The name that the tensor has in a checkpoint that lacks this name."""
 
     @property
     def spec(self) -> TensorSpec:

@@ -165,7 +165,7 @@ class YarnRope:
 
 @dataclass(frozen=True, slots=True)
 class FactorRope:
-    """Divides each frequency by a factor of its own."""
+    """Divides each frequency by a separate factor."""
 
     rotary_dim: int
     theta: float

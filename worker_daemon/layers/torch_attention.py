@@ -2,7 +2,7 @@
 
 It calls scaled_dot_product_attention once per sequence, so that a sequence's result does not depend
 on the others. That function neither caps scores nor knows sinks nor returns a log-sum-exp: layers
-with either, and calls for it, have a softmax of their own, in float32.
+with either, and calls for it, have a separate softmax, in float32.
 """
 
 import torch

@@ -87,7 +87,7 @@ class Entry(NamedTuple):
 def full_name(name: str) -> str:
     """Return a tensor's canonical name. Checkpoints of a bare model leave out the base model's
     prefix: canonical names of decoders have it, those of encoders do not. In multimodal checkpoints
-    the text model has a prefix of its own. Scales have the names of compressed-tensors, experts
+    the text model has a separate prefix. Scales have the names of compressed-tensors, experts
     those of expert_tensors.py. Names in LoRA adapters follow the same rules after PEFT's prefix."""
     if name.startswith(_ADAPTER):
         return _ADAPTER + full_name(name.removeprefix(_ADAPTER))

@@ -89,7 +89,7 @@ class SampleRows(NamedTuple):
         return column[: self.slots_np.size]
 
     def keep(self, chosen: Int64s, used: int) -> "SampleRows":
-        """Return these samples only, in columns of their own. chosen [R'] int64: their indices,
+        """Return these samples only, in separate columns. chosen [R'] int64: their indices,
         ascending; used: the bits of the parts that their rows use."""
         columns = (self.slots, self.token_indices, self.positions)
         if self.slots.shape[0]:  # otherwise the step failed before it had any

@@ -65,7 +65,7 @@ def profile_memory(
         if compiler is not None:
             _compile_ahead(serving, opened, model, compiler)
     # `serving` stays until the end: its rows and its buffer of logits take the memory that those of
-    # steps will. The profile has a runner of its own, whose buffer stands for the logits that
+    # steps will. The profile has a separate runner, whose buffer stands for the logits that
     # deferred rows keep.
     with profile(memory, opened.baseline) as result:
         _run_largest_step(opened, model, message, set_phase)

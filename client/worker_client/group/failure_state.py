@@ -211,7 +211,7 @@ Event: TypeAlias = (
     | DrainReported
 )
 Kind: TypeAlias = Change | type[Event]
-"""A Change is a kind of its own, another event is of its class."""
+"""A Change is itself a kind; another event's kind is its class."""
 
 Row: TypeAlias = Mapping[enum.Enum, enum.Enum]
 """New values of axes by present ones; values that are not named stay."""

@@ -43,7 +43,7 @@ def plain(given: StructT, path: str = "", *, is_json: bool = False) -> StructT:
     """
     kind, values = type(given), msgspec.structs.asdict(given)
     try:
-        if not _has_plain_types(values.values()):  # equal values may have types of their own
+        if not _has_plain_types(values.values()):  # equal values may have other types
             return msgspec.convert(_unwrapped(values), kind, str_keys=is_json)
         found = msgspec.convert(values, kind, str_keys=is_json)
     except Exception:  # a method of a value may raise anything

@@ -17,7 +17,7 @@ MATCHERS_PER_PROCESS: Final = 16
 
 class ServingProcesses:
     """Owns these processes. A grammar that takes long to compile, or one of whose masks took long,
-    is served by a process of its own kind."""
+    is served by a process for such grammars."""
 
     def __init__(self, spare: Callable[[], MaskProcess], num_processes: int) -> None:
         """spare: returns a process that does nothing."""

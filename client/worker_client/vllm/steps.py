@@ -215,7 +215,7 @@ class StepWriter:
 
     def _levels(self, step: SchedulerOutput, cached: Any) -> list[list[NewRequest]]:
         """Return the new requests in as many parts as they need, so that none begins with a block
-        that a request of its own part fills. The first part, which goes with the requests that run
+        that a request of the same part fills. The first part, which goes with the requests that run
         already, may be empty."""
         levels: list[list[NewRequest]] = [[]]
         level_of = dict.fromkeys(self._filled(step, cached), 0)

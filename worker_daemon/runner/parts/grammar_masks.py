@@ -106,7 +106,7 @@ class GrammarMasksPart(StepPart):
     def heaviest_of_step(
         slots: Int64s, limits: StepLimits
     ) -> tuple[StepExtension, tuple[Frame, ...]]:
-        """Return a mask of its own for each slot."""
+        """Return a separate mask for each slot."""
         words = np.full((slots.size, num_mask_words(limits.vocab_size)), -1, "<i4")
         indices = np.arange(slots.size, dtype="<u2").tobytes()
         extension = GrammarMasks(slots=slots.astype("<u2").tobytes(), indices=indices)

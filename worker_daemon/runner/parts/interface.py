@@ -89,7 +89,7 @@ class StepPart:
     columns: ClassVar[tuple[Per, ...]] = ()
     """int32 columns that a step brings to the device for the forward pass."""
     in_forward: ClassVar[bool] = False
-    """True if the part acts around the forward pass. Steps that use it have graphs of their own."""
+    """True if the part acts around the forward pass. Steps that use it have separate graphs."""
     has_graphs: ClassVar[bool] = True
     """False if steps that use the part around the forward pass run without graphs."""
     in_sampling: ClassVar[bool] = True
@@ -100,7 +100,7 @@ class StepPart:
     may_refuse: ClassVar[bool] = False
     """True if the part may refuse a sampled token after a step has counted it (`refuse`), as in
     speculative decoding. The host then has only upper bounds of the lengths of such rows, and steps
-    that use the part have graphs of their own."""
+    that use the part have separate graphs."""
     pools: ClassVar[bool] = False
     """True if a request with the part's extension samples nothing and ends with an output
     (`pool`)."""

@@ -96,7 +96,7 @@ class TransferEngine:
         raise NotImplementedError
 
     def contents(self, source: wt.Source) -> bytes:
-        """Return a digest of the contents of the source, if each rank has a source of its own;
+        """Return a digest of the contents of the source, if each rank has a separate source;
         empty if all receive from one trainer."""
         return b""
 
