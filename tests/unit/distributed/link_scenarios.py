@@ -237,12 +237,12 @@ def return_tokens(rank, num_rows, lag, seed):
             newest[row] = value
             totals[row] = count if counted else totals[row]
         naive.append((newest, totals))
-        news = torch.tensor([values, counts] if counted else values)
+        message = torch.tensor([values, counts] if counted else values)
         time.sleep(pauses.choice([0, 0, pauses.random() * 0.005]))
         tokens.publish(
             step,
             torch.tensor(rows, dtype=torch.int32),
-            news if state.is_last_stage else None,
+            message if state.is_last_stage else None,
             counted=counted,
         )
         seen = 0 if state.is_last_stage else max(0, step - lag)
