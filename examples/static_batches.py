@@ -165,6 +165,7 @@ class StaticBatches:
         new: list[NewRequest] = []
         for req_id, entry in self._batch.items():
             count = min(entry.num_tokens - entry.num_computed, budget)
+            count = self._limits.cut_at_border(entry.num_computed, count)
             if count == 0 or entry.num_tokens == entry.limit:
                 continue  # the step is full, or its last token is being sampled
             if not entry.has_row:

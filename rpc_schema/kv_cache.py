@@ -8,7 +8,7 @@ second layer the second, and so on. Any block can serve any group, so all groups
 blocks.
 
 Layers that keep a state per request have no pages: each has a tensor with a row for every request
-row and the spare one, before the pages in the same memory.
+row and the spare one, before the pages in the same memory. See RankStates for checkpoints.
 """
 
 from bisect import bisect_right
@@ -17,7 +17,7 @@ from typing import Annotated, ClassVar, Literal, NamedTuple, TypeAlias
 
 from msgspec import Meta
 
-from rpc_schema.base import Name, Positive, Unsigned, Value
+from rpc_schema.base import Count, Name, Positive, Unsigned, Value
 
 NUM_NULL_BLOCKS = 1
 """Block 0 is never given to a request."""
@@ -33,6 +33,14 @@ MAX_BLOCKS_WITHOUT_MEMORY = 1 << 16
 
 STATE_ALIGNMENT = 256
 """Each layer's states begin at a multiple of this many bytes."""
+
+MAX_CHECKPOINT_SHARE = 10
+"""Unless a layer says otherwise, checkpoints take at most one part in this many of the memory that
+they and the pages take."""
+
+MIN_BORDER_TOKENS = 512
+"""Unless a layer says otherwise, least number of tokens from a border to the next: a step computes
+a prompt up to a border at most, and short parts of prompts are inefficient."""
 
 DType = Annotated[str, Meta(max_length=32)]
 
@@ -80,13 +88,16 @@ class LatentPages(Value, frozen=True, kw_only=True, tag=2):
 
 class RowState(Value, frozen=True, kw_only=True, tag=3):
     """State of each request in one layer of one rank, whatever the request's length. It cannot be
-    shared or taken back: a request begins at position 0 with a state of zeros."""
+    taken back: a request begins with zeros at position 0, or with a checkpoint at a border."""
 
     layer_name: Name
     shape: Annotated[tuple[Positive, ...], Meta(min_length=1, max_length=8)]
     """Shape of a request's state."""
     dtype: DType
     bytes_per_row: Positive
+    checkpoint_blocks: Count | None = None
+    """Blocks from a border to the next; 0: no checkpoints. None leaves it to
+    choose_checkpoint_blocks."""
 
 
 KVCacheSpec: TypeAlias = KVPages | LatentPages | RowState
@@ -120,7 +131,10 @@ class KVCacheConfig(Value, frozen=True, kw_only=True):
     state_layers: tuple[Name, ...] = ()
     """Layers of this rank that keep a state per request, in the order of their memory."""
     state_bytes: Unsigned = 0
-    """Size of all states: see rank_states."""
+    """Size of all states and checkpoints: see RankStates."""
+    checkpoint_blocks: Count = 0
+    """Blocks of the first group from a border to the next; 0: there are no checkpoints. The same on
+    all ranks."""
 
 
 class BlockGroup(NamedTuple):
@@ -161,11 +175,31 @@ class UnequalPages(ValueError):
 
 
 class RankStates(NamedTuple):
-    """A rank's layers with a state per request."""
+    """A rank's layers with a state per request.
+
+    Checkpoints are further rows of their tensors: copies of states at borders, which are n =
+    checkpoint_blocks blocks of the first group apart. A request can begin at a border if the block
+    that ends there has a checkpoint: block i has number i / n if n divides i. So a checkpoint is
+    shared, kept and overwritten with its block. Number 0, of the null block, takes copies that
+    nobody reads.
+    """
 
     layer_names: tuple[str, ...] = ()
-    size_bytes: int = 0
-    """Bytes of all rows, each layer's rounded up to STATE_ALIGNMENT."""
+    row_bytes: tuple[int, ...] = ()
+    """Bytes of a state, by layer."""
+    num_rows: int = 0
+    """Request rows and the spare one."""
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of all rows, without checkpoints."""
+        return self.bytes_with(0)
+
+    def bytes_with(self, num_checkpoints: int) -> int:
+        """Return the bytes of all rows and checkpoints, each layer's rounded up to
+        STATE_ALIGNMENT."""
+        num_rows = self.num_rows + num_checkpoints
+        return sum(state_tensor_bytes(each, num_rows) for each in self.row_bytes)
 
 
 NO_STATES = RankStates()
@@ -174,13 +208,31 @@ NO_STATES = RankStates()
 def rank_states(layers: Iterable[KVCacheSpec], max_num_seqs: int) -> RankStates:
     """Return what a rank's layers keep per request: max_num_seqs rows, and a spare one."""
     states = [layer for layer in layers if isinstance(layer, RowState)]
-    size = sum(state_tensor_bytes(layer.bytes_per_row, max_num_seqs) for layer in states)
-    return RankStates(tuple(layer.layer_name for layer in states), size)
+    return RankStates(
+        tuple(layer.layer_name for layer in states),
+        tuple(layer.bytes_per_row for layer in states),
+        max_num_seqs + 1,
+    )
 
 
-def state_tensor_bytes(bytes_per_row: int, max_num_seqs: int) -> int:
+def state_tensor_bytes(bytes_per_row: int, num_rows: int) -> int:
     """Return the bytes of a layer's states, rounded up to STATE_ALIGNMENT."""
-    return -(-bytes_per_row * (max_num_seqs + 1) // STATE_ALIGNMENT) * STATE_ALIGNMENT
+    return -(-bytes_per_row * num_rows // STATE_ALIGNMENT) * STATE_ALIGNMENT
+
+
+def num_checkpoints(num_blocks: int, checkpoint_blocks: int) -> int:
+    """Return the number of checkpoints of num_blocks blocks, the null block's included."""
+    return -(-num_blocks // checkpoint_blocks) if checkpoint_blocks else 0
+
+
+def border_tokens(groups: Sequence[BlockGroup], checkpoint_blocks: int) -> int:
+    """Return the number of tokens from a border to the next; 0 if there are no checkpoints."""
+    return checkpoint_blocks * groups[0].block_size
+
+
+def has_checkpoint(block_id: int, checkpoint_blocks: int) -> bool:
+    """Return True if a block of the first group that ends at a border has a checkpoint."""
+    return block_id != NULL_BLOCK and block_id % checkpoint_blocks == 0
 
 
 def block_groups(groups: Sequence[BlockGroup], block_size: int) -> tuple[BlockGroup, ...]:
@@ -241,7 +293,8 @@ def plan_groups(
     the most bytes per token.
 
     Layers that keep states are left out. If no others remain, there is one group, whose blocks
-    take no memory and hold max_model_len tokens each.
+    take no memory. They hold block_size tokens each if a layer asks for checkpoints, otherwise
+    max_model_len.
 
     Raises:
         UnequalPages: pages of different kinds cannot be made equal.
@@ -249,7 +302,8 @@ def plan_groups(
     paged = [[layer for layer in rank if not isinstance(layer, RowState)] for rank in ranks]
     if not any(paged):
         nothing = LayerKind(None, "none", 0, "NHD", ())
-        return (LayerGroup(BlockGroup(max_model_len), nothing, ((),) * len(ranks)),)
+        size = block_size if _asked_checkpoints(ranks) else max_model_len
+        return (LayerGroup(BlockGroup(size), nothing, ((),) * len(ranks)),)
     cuts = [
         _cut(
             [_names_by_kind(layers, longest) for layers in paged],
@@ -339,19 +393,76 @@ def bytes_per_block(groups: Sequence[LayerGroup], rank: int) -> int:
     return page * max(len(group.layer_names[rank]) for group in groups)
 
 
-def fitting_blocks(available_bytes: int, block_bytes: int) -> int:
+def _asked_checkpoints(ranks: Sequence[Sequence[KVCacheSpec]]) -> int | None:
+    """Return the most blocks between borders that a layer asks for; 0 if one cannot have
+    checkpoints, None if none asks."""
+    states = [layer for rank in ranks for layer in rank if isinstance(layer, RowState)]
+    asked = [each.checkpoint_blocks for each in states if each.checkpoint_blocks is not None]
+    return 0 if 0 in asked else max(asked, default=None)
+
+
+def choose_checkpoint_blocks(
+    ranks: Sequence[Sequence[KVCacheSpec]], groups: Sequence[LayerGroup], max_model_len: int
+) -> int:
+    """Return the blocks of the first group from a border to the next: those that layers ask for.
+    If none asks, at least MIN_BORDER_TOKENS, and so many that checkpoints take at most 1 /
+    MAX_CHECKPOINT_SHARE of the memory of checkpoints and pages, on all ranks together and on each
+    that has pages; without any pages, there are no checkpoints.
+
+    A border is the end of a block in every group. 0, for no checkpoints, if no request would reach
+    a border before its end.
+    """
+    own = [
+        sum(layer.bytes_per_row for layer in rank if isinstance(layer, RowState)) for rank in ranks
+    ]
+    blocks = [bytes_per_block(groups, rank) for rank in range(len(ranks))]
+    first, longest = groups[0].blocks.block_size, max(each.blocks.block_size for each in groups)
+    every = _asked_checkpoints(ranks)
+    if every is None:
+        sizes = [(sum(own), sum(blocks)), *zip(own, blocks, strict=True)]
+        least = [-(-state * (MAX_CHECKPOINT_SHARE - 1) // size) for state, size in sizes if size]
+        every = max(blocks_for(MIN_BORDER_TOKENS, first), *least) if least else 0
+    every = -(-every * first // longest) * longest // first
+    if groups[0].blocks.window == 1:  # a request has lost the block at whose end it continues
+        return 0
+    return every if any(own) and every * first < max_model_len else 0
+
+
+def fitting_blocks(
+    available_bytes: int,
+    block_bytes: int,
+    states: RankStates = NO_STATES,
+    checkpoint_blocks: int = 0,
+) -> int:
     """Return the number of blocks that fit a rank's memory, the null block included; 0 if it lacks
-    memory. If blocks have no memory: one per request that a group can have."""
+    memory. If blocks have no memory: one per request that a group can have. available_bytes: for
+    pages, and for the checkpoints of `states`, if there are some."""
     if not block_bytes:
-        return MAX_BLOCKS_WITHOUT_MEMORY if available_bytes >= 0 else 0
-    return max(0, available_bytes // block_bytes)
+        most = MAX_BLOCKS_WITHOUT_MEMORY if available_bytes >= 0 else 0
+    else:
+        most = max(0, available_bytes // block_bytes)
+    if not (checkpoint_blocks and states.row_bytes):
+        return most
+    return bisect_right(
+        range(1, most + 1),
+        available_bytes + states.size_bytes,
+        key=lambda count: (
+            count * block_bytes + states.bytes_with(num_checkpoints(count, checkpoint_blocks))
+        ),
+    )
 
 
-def smallest_fitting_blocks(groups: Sequence[LayerGroup], available_bytes: Sequence[int]) -> int:
+def smallest_fitting_blocks(
+    groups: Sequence[LayerGroup],
+    available_bytes: Sequence[int],
+    states: Sequence[RankStates] = (),
+    checkpoint_blocks: int = 0,
+) -> int:
     """Return the block count that fits into every rank's memory: the smallest over the ranks.
-    available_bytes holds each rank's memory for the KV cache."""
+    available_bytes, states: each rank's, as fitting_blocks takes them."""
+    own = states or [NO_STATES] * len(available_bytes)
     return min(
-        fitting_blocks(available, bytes_per_block(groups, rank))
+        fitting_blocks(available, bytes_per_block(groups, rank), own[rank], checkpoint_blocks)
         for rank, available in enumerate(available_bytes)
     )
 
@@ -388,7 +499,11 @@ def longest_request(
 
 
 def build_kv_cache_config(
-    groups: Sequence[LayerGroup], rank: int, num_blocks: int, states: RankStates = NO_STATES
+    groups: Sequence[LayerGroup],
+    rank: int,
+    num_blocks: int,
+    states: RankStates = NO_STATES,
+    checkpoint_blocks: int = 0,
 ) -> KVCacheConfig:
     """Return one rank's configuration. states: of this rank's layers."""
     return KVCacheConfig(
@@ -406,5 +521,6 @@ def build_kv_cache_config(
         ),
         size_bytes=num_blocks * bytes_per_block(groups, rank),
         state_layers=states.layer_names,
-        state_bytes=states.size_bytes,
+        state_bytes=states.bytes_with(num_checkpoints(num_blocks, checkpoint_blocks)),
+        checkpoint_blocks=checkpoint_blocks,
     )

@@ -244,13 +244,15 @@ class WorkerGroup:
         fit_max_model_len: bool = False,
         reload: bool = False,
         weights_version: int | None = None,
+        state_checkpoints: bool = True,
         on_progress: Callable[[RankProgress], None] | None = None,
     ) -> LoadedGroup:
         """Make the group ready to serve `config`; returns at once if it is loaded already. Requests
         are dropped, unless they are adopted next: start with a new scheduler.
 
         weights_version: number of the weights' version if they are loaded now. None: that of the
-        saved set, or 0.
+        saved set, or 0. state_checkpoints: False for a scheduler that does not know borders
+        (LoadedGroup.checkpoint_blocks): models whose layers keep states get no checkpoints.
 
         Raises:
             ConfigMismatchError: something else is loaded, and reload is False; names the fields.
@@ -285,6 +287,7 @@ class WorkerGroup:
             self.weights.reload,
             self.get_status,
             weights_version,
+            state_checkpoints,
         )
         model = loader.load(self.get_status())
         self._channel.links.step_deadline_s = deadline_s
@@ -311,7 +314,8 @@ class WorkerGroup:
         rows = _read_rows(self._channel)
         kv_cache = self.clients[0].get_status().kv_cache
         assert kv_cache is not None, "legal in READY only"
-        return merge(rows, self.output_rank, groups_of(kv_cache))
+        groups, every = groups_of(kv_cache), kv_cache.checkpoint_blocks
+        return merge(rows, self.output_rank, groups, every)
 
     def relink(self) -> None:
         """Build new communicators on all ranks; weights and KV cache stay, requests do not.

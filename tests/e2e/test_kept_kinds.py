@@ -13,6 +13,7 @@ from msgspec.structs import replace
 from tests.support.checkpoints import Checkpoint, decisive_prompts
 from tests.support.decaying_reference import make_decaying
 from tests.support.families import command
+from tests.support.families.latent import SMALL
 from tests.support.killed_driver import DriverNursery, Plan, begin
 from tests.support.serving import (
     LONG_LEASE,
@@ -25,6 +26,7 @@ from tests.support.serving import (
     worker_config,
 )
 from worker_client.driver import Driver
+from worker_client.errors import ConfigMismatchError
 from worker_client.launcher import LocalDaemons
 from worker_client.scheduler import Scheduler
 from worker_client.worker_group import WorkerGroup
@@ -38,16 +40,6 @@ FEW_BLOCKS = 26
 """Too few for all requests at once."""
 STEPS_BEFORE = 5
 """Number of steps before a kill."""
-LATENT = {
-    "q_lora_rank": None,
-    "kv_lora_rank": 24,
-    "qk_rope_head_dim": 8,
-    "qk_nope_head_dim": 16,
-    "v_head_dim": 12,
-    "first_k_dense_replace": 4,
-    "num_key_value_heads": 4,
-    "head_dim": 8,
-}
 
 
 @dataclass(frozen=True)
@@ -94,9 +86,9 @@ def nursery():
 def references(model_root, checkpoint):
     """Models by what their layers keep: state has layers with attention too, states has none."""
     return {
-        "latent": checkpoint("DeepseekV3ForCausalLM", seed=41, **LATENT),
-        "state": make_decaying(model_root, "state", (1, 2), seed=43),
-        "states": make_decaying(model_root, "states", (0, 1, 2, 3), seed=44),
+        "latent": checkpoint("DeepseekV3ForCausalLM", seed=41, **SMALL),
+        "state": make_decaying(model_root, "state", (1, 2), seed=43, checkpoint_blocks=2),
+        "states": make_decaying(model_root, "states", (0, 1, 2, 3), seed=44, checkpoint_blocks=3),
     }
 
 
@@ -128,7 +120,7 @@ def test_tokens_are_those_of_the_reference(two_daemons, case, pp, tp):
 
 
 def test_states_sleep_and_wake_in_a_model_without_pages(two_daemons, references):
-    """Requests share no prefix, although they begin alike: each is computed from its start."""
+    """Prefixes end at checkpoints, which a sleep discards."""
     reference = references["states"]
     first = decisive_prompts(reference, 45, [30], MAX_TOKENS)[0].tolist()
     drawn = decisive_prompts(reference, 46, [33, 35], MAX_TOKENS, prefix=first)
@@ -136,13 +128,59 @@ def test_states_sleep_and_wake_in_a_model_without_pages(two_daemons, references)
     config = config_of(Case(reference, requests), 2, 1, enable_sleep_mode=True)
     with connect(two_daemons.endpoints, config, num_gpu_blocks=None) as (group, loaded):
         assert loaded.keeps_state
-        before = generate(group, loaded, requests)
+        before = [generate(group, loaded, requests[:1]), generate(group, loaded, requests[1:])]
         group.memory.sleep(1)
         group.memory.wake_up()
-        after = generate(group, loaded, requests)
-    for run in (before, after):
-        assert_greedy(run, reference, requests)
-        assert not any(output.num_cached_tokens for output in run.outputs.values())
+        after = [generate(group, loaded, requests[1:]), generate(group, loaded, requests[:1])]
+    found = []
+    for run in (*before, *after):
+        (output,) = run.outputs.values()
+        (request,) = (each for each in requests if each.id == output.req_id)
+        assert_greedy(run, reference, [request])
+        found.append(output.num_cached_tokens)
+    assert found == [0, 24, 0, 24], "a border every 12 of the 30 tokens that they share"
+
+
+@pytest.mark.parametrize(("pp", "tp"), SHAPES)
+def test_prefixes_are_shared_up_to_a_checkpoint(two_daemons, references, pp, tp):
+    """Those that an earlier driver has noted, too. What a request shares is not computed again."""
+    reference = references["state"]
+    stem = decisive_prompts(reference, 47, [21], MAX_TOKENS)[0].tolist()
+    drawn = decisive_prompts(reference, 48, [33, 26, 40], MAX_TOKENS, prefix=stem)
+    requests = [greedy_request(f"r{i}", prompt, MAX_TOKENS) for i, prompt in enumerate(drawn)]
+    config = config_of(Case(reference, requests), pp, tp)
+    with connect(two_daemons.endpoints, config) as (group, loaded):
+        first = generate(group, loaded, requests[:1])
+        others = generate(group, loaded, requests[1:])
+    assert_greedy(first, reference, requests[:1])
+    assert_greedy(others, reference, requests[1:])
+    border = BLOCK_SIZE * loaded.checkpoint_blocks
+    shared = len(stem) // border * border
+    assert shared == 16
+    assert [output.num_cached_tokens for output in others.outputs.values()] == [shared, shared]
+    computed = sum(len(request.prompt) - shared + MAX_TOKENS - 1 for request in requests[1:])
+    assert sum(record.num_tokens for record in others.driver.records) == computed
+
+
+def test_samples_of_a_prompt_begin_at_its_last_checkpoint(two_daemons, references):
+    """Unless there are none, for a scheduler that knows no borders."""
+    reference = references["state"]
+    prompt = decisive_prompts(reference, 49, [30], MAX_TOKENS)[0]
+    wanted = {"n": 3, "temperature": 1.0, "seed": 5}
+    request = greedy_request("r", prompt, MAX_TOKENS, **wanted)
+    config = config_of(Case(reference, [request]), 2, 1)
+    with connect(two_daemons.endpoints, config) as (group, loaded):
+        alone = generate(group, loaded, [request], enable_prefix_caching=False)
+        forked = generate(group, loaded, [request])
+        with pytest.raises(ConfigMismatchError, match="state_checkpoints"):
+            group.prepare(config, state_checkpoints=False)
+        plain = group.prepare(config, state_checkpoints=False, reload=True, num_gpu_blocks=64)
+        assert (plain.keeps_state, plain.checkpoint_blocks) == (True, 0)
+        again = generate(group, plain, [request])
+    assert again.tokens == alone.tokens
+    assert not any(output.num_cached_tokens for output in again.outputs.values())
+    assert forked.tokens == alone.tokens and len({*map(tuple, forked.tokens.values())}) == 3
+    assert sorted(output.num_cached_tokens for output in forked.outputs.values()) == [0, 24, 24]
 
 
 @pytest.mark.each_value
@@ -159,15 +197,19 @@ def test_requests_of_a_killed_driver_are_continued(two_daemons, nursery, case, p
         serving = begin(group, loaded, replace(plan, adopt=True))
         outputs = [*serving.done, *serving.driver.run()]
     assert len(serving.adopted) == len(case.requests)
-    kept = [request.num_computed_tokens > 0 for request in serving.adopted]
-    assert any(kept) is not loaded.keeps_state
+    kept = [request.num_computed_tokens for request in serving.adopted]
+    assert any(kept)
+    if loaded.keeps_state:  # a state is that of the last checkpoint
+        assert loaded.checkpoint_blocks
+        assert not any(count % (BLOCK_SIZE * loaded.checkpoint_blocks) for count in kept)
     case.check({output.req_id: output.token_ids for output in outputs})
 
 
 @pytest.mark.each_value
 @pytest.mark.parametrize(("pp", "tp"), SHAPES)
 def test_a_killed_rank_is_replaced(two_daemons, case, pp, tp):
-    config, results, replaced = config_of(case, pp, tp, step_deadline_ms=1000), [], []
+    short = {"step_deadline_ms": 1000, "max_num_batched_tokens": MAX_MODEL_LEN // 2}
+    config, results, replaced = config_of(case, pp, tp, **short), [], []
 
     def kill(result):
         results.append(result)

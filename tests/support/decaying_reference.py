@@ -37,9 +37,15 @@ class WholeSums(torch.nn.Module):
 
 
 def make_decaying(
-    directory: Path, name: str, sum_layers: Sequence[int] = (1, 2), seed: int = 0, **sizes: object
+    directory: Path,
+    name: str,
+    sum_layers: Sequence[int] = (1, 2),
+    seed: int = 0,
+    checkpoint_blocks: int | None = None,
+    **sizes: object,
 ) -> Checkpoint:
-    """Write a checkpoint, whose layers have sums where named."""
+    """Write a checkpoint, whose layers have sums where named. checkpoint_blocks: see
+    StateLayerSpec."""
     rope = {"rope_theta": 10_000.0, **DEFAULT}
     config = transformers.LlamaConfig(**{**SIZES, **sizes}, rope_parameters=rope, use_cache=False)
     torch.manual_seed(seed)
@@ -48,7 +54,9 @@ def make_decaying(
         model.model.layers[index].self_attn = WholeSums(config.hidden_size, WIDTH)
     with torch.no_grad():
         for parameter_name, tensor in model.named_parameters():
-            if tensor.dim() == 1:
+            if parameter_name.endswith(".decay"):  # what was long ago counts
+                tensor.normal_(3.0, 0.5)
+            elif tensor.dim() == 1:
                 tensor.normal_(1.0 if "norm" in parameter_name else 0.0, 0.5)
             elif ".self_attn." in parameter_name:
                 tensor.normal_(0.0, config.initializer_range)
@@ -60,6 +68,7 @@ def make_decaying(
         "architectures": ["DecayingSumForCausalLM"],
         "sum_layers": [*sum_layers],
         "sum_width": WIDTH,
+        "sum_checkpoint_blocks": checkpoint_blocks,
     }
     (path / "config.json").write_text(json.dumps(fields))
     return Checkpoint(path, model)

@@ -286,6 +286,7 @@ def scheduler_limits(group: WorkerGroup, loaded: LoadedGroup, **changes: object)
         "pipeline_parallel_size": group.parallel.pipeline_parallel_size,
         "eos_token_ids": loaded.metadata.eos_token_ids,
         "keeps_state": loaded.keeps_state,
+        "checkpoint_blocks": loaded.checkpoint_blocks,
         "generates": loaded.metadata.generates,
         "pooling": loaded.metadata.pooling,
         "max_loras": loaded_config.lora.max_loras,

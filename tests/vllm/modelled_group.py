@@ -333,6 +333,7 @@ class ModelledGroup:
             block_size=first.block_size,
             groups=self._daemons.groups,
             keeps_state=False,
+            checkpoint_blocks=0,
         )
         self._steps.start(config.scheduler.max_num_seqs, group_limits(config, loaded), 1e6)
         return loaded

@@ -19,6 +19,18 @@ from worker_daemon.contracts.kv_scales import KVScales
 from worker_daemon.contracts.layer_ops import HeadNorms, LayerOps
 
 
+class StateSlots(NamedTuple):
+    """Places of a step's sequences in the states [S + 1 + C, *shape] of a layer: S request rows,
+    the spare one, and C checkpoints."""
+
+    sources: Tensor
+    """int64 [B], device: the state with which the sequence continues, unless it begins at position
+    0: its row's, or the checkpoint of the border at which it begins."""
+    targets: Tensor
+    """int64 [B], device: the checkpoint that takes a copy of the state after the step. It is the
+    first one, which nobody reads, if the sequence ends at no border or has no tokens."""
+
+
 @dataclass(frozen=True, slots=True)
 class AttentionMetadata:
     """A step's sequences. Tokens are ordered by sequence, with padding at the end. Layers of
@@ -45,6 +57,8 @@ class AttentionMetadata:
     """int32 [B], host: this step's tokens of each sequence."""
     seq_lens_np: npt.NDArray[np.int32]
     """int32 [B], host: seq_lens, or an upper bound for a sequence that has sampled before."""
+    state_slots: StateSlots | None = None
+    """None if there are no checkpoints of states."""
 
 
 @dataclass(frozen=True, slots=True)

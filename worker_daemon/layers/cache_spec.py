@@ -69,6 +69,9 @@ class StateLayerSpec:
     shape: tuple[int, ...]
     """Shape of a request's state on this rank."""
     dtype: torch.dtype
+    checkpoint_blocks: int | None = None
+    """Blocks from one checkpoint of a request's state to the next (see RowState); 0: none. None:
+    so many that checkpoints take at most a tenth of the KV cache."""
 
     @property
     def row_bytes(self) -> int:

@@ -67,6 +67,11 @@ def _lines(plan: GroupPlan) -> Iterator[str]:
     if most := max(rank.state_bytes for rank in ranks):
         rows = _count(plan.max_num_seqs, "request")
         yield f"layers that keep states take up to {most:,} bytes of a rank for {rows}"
+        if plan.checkpoint_tokens:
+            yield (
+                f"a checkpoint of a request's state every {plan.checkpoint_tokens:,} tokens: up to "
+                f"{max(rank.checkpoint_bytes for rank in ranks):,} bytes of a rank for all blocks"
+            )
     elif not plan.layer_groups[0].num_layers:
         yield "the group: no KV cache, a prompt is computed in one step"
         yield from _notes()

@@ -22,10 +22,13 @@ from rpc_schema.kv_cache import (
     KVCacheSpec,
     LayerGroup,
     RowState,
+    border_tokens,
     bytes_per_block,
+    choose_checkpoint_blocks,
     fitting_blocks,
     longest_requests,
     most_blocks,
+    num_checkpoints,
     plan_groups,
     rank_states,
     request_blocks,
@@ -81,9 +84,11 @@ class RankPlan:
     step_estimate_bytes: int
     """Memory of the largest step: an estimate."""
     kv_available_bytes: int
-    """Rest of the group's requested_bytes, without state_bytes."""
+    """Rest of the group's requested_bytes, without state_bytes; it holds the checkpoints too."""
     state_bytes: int
     """States of all request rows. Exact."""
+    checkpoint_bytes: int
+    """Checkpoints of states in num_blocks blocks. Exact."""
     kv_block_bytes: int
     """Bytes of a block: one page for each layer of the KV group with the most layers on this
     rank."""
@@ -132,6 +137,8 @@ class GroupPlan:
     num_tokens: int
     num_longest_requests: int
     """Requests of max_model_len tokens at once, regardless of max_num_seqs."""
+    checkpoint_tokens: int
+    """Tokens from a checkpoint of a request's state to the next; 0: there are none."""
     layer_groups: tuple[LayersPlan, ...]
     longest_request_bytes: int
     """Bytes of KV cache of a request of max_model_len tokens, on all ranks."""
@@ -225,6 +232,10 @@ class _PlannedRanks:
         self._max_num_batched_tokens = config.scheduler.max_num_batched_tokens
         self._layers = self._cut([rank.kv_specs for rank in sizes])
         self._groups = [group.blocks for group in self._layers]
+        self._states = [rank_states(rank.kv_specs, config.scheduler.max_num_seqs) for rank in sizes]
+        self._checkpoint_blocks = choose_checkpoint_blocks(
+            [rank.kv_specs for rank in sizes], self._layers, resolved.max_model_len
+        )
 
     def plan(self, memory_bytes: int, requested: int) -> GroupPlan:
         length = self._resolved.max_model_len
@@ -246,6 +257,7 @@ class _PlannedRanks:
             num_blocks=smallest.num_blocks,
             num_tokens=smallest.num_tokens,
             num_longest_requests=smallest.num_longest_requests,
+            checkpoint_tokens=border_tokens(self._groups, self._checkpoint_blocks),
             layer_groups=tuple(map(self._plan_layers, self._layers)),
             longest_request_bytes=self._longest_request_bytes(self._layers),
             longest_request_bytes_without_windows=self._longest_request_bytes(
@@ -263,7 +275,8 @@ class _PlannedRanks:
     def _plan_rank(self, sizes: _RankSizes, requested: int) -> RankPlan:
         length, block_bytes = self._resolved.max_model_len, self._block_bytes(sizes)
         available = self._available(sizes, length, requested)
-        blocks = fitting_blocks(available, block_bytes)
+        states, every = self._states[sizes.state.rank], self._checkpoint_blocks
+        blocks = fitting_blocks(available, block_bytes, states, every)
         return RankPlan(
             rank=sizes.state.rank,
             pp_rank=sizes.state.pp_rank,
@@ -275,7 +288,8 @@ class _PlannedRanks:
             rotary_table_bytes=self._rotary_table_bytes(sizes, length),
             step_estimate_bytes=self._step_bytes(sizes, length),
             kv_available_bytes=available,
-            state_bytes=self._state_bytes(sizes),
+            state_bytes=states.size_bytes,
+            checkpoint_bytes=self._state_bytes(sizes, blocks) - states.size_bytes,
             kv_block_bytes=block_bytes,
             num_blocks=blocks,
             num_tokens=usable_tokens(blocks, self._groups, length, self._max_num_batched_tokens),
@@ -322,20 +336,24 @@ class _PlannedRanks:
         """Return one value for all ranks. Each rank uses only as much of it as its blocks need, so
         the rank with the largest blocks decides."""
         return max(
-            num_blocks * self._block_bytes(sizes) + self._state_bytes(sizes)
+            num_blocks * self._block_bytes(sizes) + self._state_bytes(sizes, num_blocks)
             for sizes in self._sizes
         )
 
     def _num_blocks(self, length: int, budget: int) -> int:
         available = [self._available(sizes, length, budget) for sizes in self._sizes]
-        return smallest_fitting_blocks(self._layers, available)
+        return smallest_fitting_blocks(
+            self._layers, available, self._states, self._checkpoint_blocks
+        )
 
     def _available(self, sizes: _RankSizes, length: int, budget: int) -> int:
         taken = sizes.weights_bytes + sizes.adapter_bytes + self._rotary_table_bytes(sizes, length)
         return budget - taken - self._state_bytes(sizes) - self._step_bytes(sizes, length)
 
-    def _state_bytes(self, sizes: _RankSizes) -> int:
-        return rank_states(sizes.kv_specs, self._config.scheduler.max_num_seqs).size_bytes
+    def _state_bytes(self, sizes: _RankSizes, num_blocks: int = 0) -> int:
+        """Return the bytes of all rows' states, and of the checkpoints of so many blocks."""
+        states = self._states[sizes.state.rank]
+        return states.bytes_with(num_checkpoints(num_blocks, self._checkpoint_blocks))
 
     def _block_bytes(self, sizes: _RankSizes) -> int:
         return bytes_per_block(self._layers, sizes.state.rank)

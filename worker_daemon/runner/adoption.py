@@ -76,15 +76,17 @@ def _tokens(state: RequestState, history: TokenHistory, slot: int) -> Int32s:
 
 def _blocks(state: RequestState, inputs: InputBuilder, slot: int) -> list[Int32s]:
     """Return the row's blocks in each group, with the null block in place of those behind a window;
-    none if there are too many to report, or if the row has a state, which may be of a step that
-    failed on another rank: such a request is computed again."""
+    none if there are too many to report, or if the row has a state without checkpoints: such a
+    request is computed again. The state itself may be of a step that failed on another rank."""
     num_blocks: list[int] = state.counts.blocks_by_group[:, slot].tolist()
-    if sum(num_blocks) > MAX_ROW_BLOCKS or state.limits.keeps_state:
+    limits = state.limits
+    is_lost = limits.keeps_state and not limits.checkpoint_blocks
+    if is_lost or sum(num_blocks) > MAX_ROW_BLOCKS:
         num_blocks = [0] * len(num_blocks)
     num_computed = int(state.counts.num_computed[slot])
     by_group = []
     for group, count, table in zip(
-        state.limits.block_groups, num_blocks, inputs.tables.group_tables, strict=True
+        limits.block_groups, num_blocks, inputs.tables.group_tables, strict=True
     ):
         block_ids: Int32s = table[slot, :count].cpu().numpy().copy()
         block_ids[: blocks_behind(num_computed, group)] = NULL_BLOCK

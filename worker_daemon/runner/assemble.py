@@ -1,7 +1,7 @@
 """Assembles a model runner from its parts, by the rank's place in the group."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -15,7 +15,7 @@ from worker_daemon.distributed.pp import HopShape, StageInbound, StageOutbound
 from worker_daemon.distributed.tokens import TokenBroadcast
 from worker_daemon.distributed.tp import TensorParallel
 from worker_daemon.kernels.tiles import DeviceLimits, length_bounds
-from worker_daemon.layers.cache_spec import KVLayerSpec
+from worker_daemon.layers.cache_spec import KVLayerSpec, StateLayerSpec
 from worker_daemon.lora.adapters import Adapters
 from worker_daemon.models.decoder import DecoderStage
 from worker_daemon.models.weight_state import WeightState
@@ -92,7 +92,9 @@ def assemble_runner(
         find_upload=parts.find_upload,
     )
     state = RequestState(limits, step_parts)
-    tables = RowTables(limits, parts.device, parts.rows)
+    has_states = any(isinstance(spec, StateLayerSpec) for spec in parts.stage.kv_layer_specs)
+    own_limits = limits if has_states else replace(limits, checkpoint_blocks=0)
+    tables = RowTables(own_limits, parts.device, parts.rows)
     is_sole = parallel.pp_size == 1
     most_samples = largest_shape(limits).num_samples
     buffers = parts.open_staging(

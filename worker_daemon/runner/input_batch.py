@@ -52,7 +52,7 @@ class StepInputs(NamedTuple):
 
     def attention(self, gathered: Gathered, tables: RowTables) -> list[AttentionMetadata]:
         """Return the step's attention metadata for the layers of each group."""
-        columns = self.packed.columns
+        columns, state_slots = self.packed.columns, tables.state_slots(self.packed.columns)
         return [
             AttentionMetadata(
                 query_start_loc=columns.query_start_loc,
@@ -66,6 +66,7 @@ class StepInputs(NamedTuple):
                 max_seq_len=self.plan.max_seq_len,
                 query_lens_np=self.query_lens_np,
                 seq_lens_np=self.seq_lens_np,
+                state_slots=state_slots,
             )
             for block_table, slot_mapping in zip(
                 tables.group_tables, gathered.slot_mappings, strict=True

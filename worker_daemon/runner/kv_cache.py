@@ -15,6 +15,9 @@ from rpc_schema.kv_cache import (
     KVPages,
     LatentPages,
     RowState,
+    border_tokens,
+    groups_of,
+    num_checkpoints,
     state_tensor_bytes,
 )
 from worker_daemon.device.failures import FailureKind, failure_kind
@@ -27,7 +30,7 @@ class LayerKV(NamedTuple):
 
     cache: Tensor
     """[num_blocks, *page shape]: PageSpec.page_shape. A layer of another group may use other
-    blocks of the same memory. Of a layer with states: [S + 1, *state shape]."""
+    blocks of the same memory. Of a layer with states: [S + 1 + checkpoints, *state shape]."""
     group: int
     """The layer's KV group; its block table lists the layer's blocks. 0 for a layer with
     states."""
@@ -45,6 +48,7 @@ def _describe(layer: CacheSpec, dtype: torch.dtype) -> KVCacheSpec:
             shape=layer.shape,
             dtype=_name(layer.dtype),
             bytes_per_row=layer.row_bytes,
+            checkpoint_blocks=layer.checkpoint_blocks,
         )
     bytes_per_token = layer.token_values * dtype.itemsize
     if isinstance(layer, LatentLayerSpec):
@@ -103,20 +107,27 @@ def allocate_kv_caches(
             value=size_bytes,
             fix="plan fewer blocks",
         ) from None
-    caches = _states(arena[: config.state_bytes], layers, max_num_seqs)
+    caches = _states(arena[: config.state_bytes], layers, _num_states(config, max_num_seqs))
     caches |= _pages(arena[config.state_bytes :].view(dtype), config, layers)
     return [caches[layer.name] for layer in layers]
 
 
-def _states(memory: Tensor, layers: Sequence[CacheSpec], max_num_seqs: int) -> dict[str, LayerKV]:
-    """Return the states [S + 1, *shape] of the layers that keep some, by name. memory: uint8."""
+def _num_states(config: KVCacheConfig, max_num_seqs: int) -> int:
+    """Return the number of rows of each tensor of states: one per request row, the spare one, and
+    the checkpoints."""
+    return max_num_seqs + 1 + num_checkpoints(config.num_blocks, config.checkpoint_blocks)
+
+
+def _states(memory: Tensor, layers: Sequence[CacheSpec], num_rows: int) -> dict[str, LayerKV]:
+    """Return the states [num_rows, *shape] of the layers that keep some, by name. memory:
+    uint8."""
     found, start = {}, 0
     for layer in layers:
         if not isinstance(layer, StateLayerSpec):
             continue
-        own = memory[start : start + layer.row_bytes * (max_num_seqs + 1)]
+        own = memory[start : start + layer.row_bytes * num_rows]
         found[layer.name] = LayerKV(own.view(layer.dtype).view(-1, *layer.shape), 0)
-        start += state_tensor_bytes(layer.row_bytes, max_num_seqs)
+        start += state_tensor_bytes(layer.row_bytes, num_rows)
     return found
 
 
@@ -161,12 +172,17 @@ def _check_plan(
     if config.state_layers != names:
         problem = "the plan names other layers with states than this rank has"
         raise config_error("kv_cache_config.state_layers", config.state_layers, problem, f"{names}")
-    expected = sum(state_tensor_bytes(layer.row_bytes, max_num_seqs) for layer in states)
+    num_rows = _num_states(config, max_num_seqs)
+    expected = sum(state_tensor_bytes(layer.row_bytes, num_rows) for layer in states)
     if config.state_bytes != expected:
-        problem = f"the states of {max_num_seqs} requests and a spare row have another size"
+        problem = (
+            f"the states of {max_num_seqs} requests, a spare row and "
+            f"{num_rows - max_num_seqs - 1} checkpoints have another size"
+        )
         raise config_error(
             "kv_cache_config.state_bytes", config.state_bytes, problem, f"{expected}"
         )
+    _check_borders(config)
     by_name = {layer.name: layer for layer in pages}
     page_bytes = 0
     for group in config.groups:
@@ -178,6 +194,20 @@ def _check_plan(
         problem = "the plan's size does not follow from its blocks"
         fix = f"{config.num_blocks} blocks of {config.block_size} tokens take {expected} bytes"
         raise config_error("kv_cache_config.size_bytes", config.size_bytes, problem, fix)
+
+
+def _check_borders(config: KVCacheConfig) -> None:
+    """Check that each border is the end of a block in every group."""
+    if config.checkpoint_blocks:
+        groups = groups_of(config)
+        interval, sizes = (
+            border_tokens(groups, config.checkpoint_blocks),
+            [g.block_size for g in groups],
+        )
+        if any(interval % size for size in sizes):
+            field, value = "kv_cache_config.checkpoint_blocks", config.checkpoint_blocks
+            problem = f"{interval} tokens are no whole number of blocks in each group"
+            raise config_error(field, value, problem, f"a multiple of {max(sizes) // sizes[0]}")
 
 
 def _check_layer(group: KVCacheGroup, layer: PageSpec, dtype: torch.dtype, page_bytes: int) -> None:

@@ -8,7 +8,8 @@ takes a shorter path. Host memory is the source of truth; input_batch.py makes t
 """
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import numpy as np
 
@@ -149,6 +150,16 @@ class RequestState:
                 f"step {self._record.failed_seq} failed before this one",
                 fix="send the next step with resync",
             )
+
+    @contextmanager
+    def computing_nothing(self) -> Iterator[None]:
+        """Accept steps that no request could have, in the block: their results are not used. Of a
+        model with states, requests may begin anywhere."""
+        before, self._checker.checks_states = self._checker.checks_states, False
+        try:
+            yield
+        finally:
+            self._checker.checks_states = before
 
     def last_good_seq(self, has_ended_well: Callable[[int, int], bool]) -> int:
         """Return the last of the recorded steps up to which all are known to have succeeded (by

@@ -9,6 +9,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from worker_daemon.contracts.attention import StateSlots
 from worker_daemon.runner.scheduled_step import BlockUpdates, StepLimits
 from worker_daemon.runner.step_layout import StepColumns
 
@@ -115,6 +116,9 @@ class RowTables:
         num_rows = limits.max_num_seqs + 1
         self._kernels = kernels
         self._block_sizes = [group.block_size for group in limits.block_groups]
+        self._num_rows = num_rows
+        self._checkpoint_blocks = limits.checkpoint_blocks
+        self._border_tokens = limits.border_tokens
         self.device = device
         self.block_table = torch.zeros(
             (limits.num_groups * num_rows, limits.max_blocks_per_seq),
@@ -187,3 +191,30 @@ class RowTables:
         # Each call gathers the same tokens again: a kernel for slots only would save almost
         # nothing.
         return Gathered(by_group[0][0], tuple(slots for _, slots in by_group))
+
+    def state_slots(self, columns: StepColumns[Tensor]) -> StateSlots | None:
+        """Return the places of the step's sequences in layers' states; None if there are no
+        checkpoints. The step's updates must have been written.
+
+        They follow from positions and block table alone. So a graph's launches are the same for
+        all steps, and a row that continues at a border reads the copy that it has just written.
+        """
+        if not self._checkpoint_blocks:
+            return None
+        starts, ends = columns.query_start_loc[:-1].long(), columns.query_start_loc[1:]
+        first = columns.positions.index_select(0, starts.clamp_max(columns.positions.shape[0] - 1))
+        rows = columns.seq_rows.long()
+        before = self._checkpoints(rows, first.long())
+        after = self._checkpoints(rows, columns.seq_lens.long())
+        return StateSlots(
+            torch.where(before > 0, before + self._num_rows, rows),
+            torch.where(starts < ends, after, 0) + self._num_rows,
+        )
+
+    def _checkpoints(self, rows: Tensor, ends: Tensor) -> Tensor:
+        """Return the number of the checkpoint at the end of each row's first tokens, int64 [B]; 0
+        if that is no border, or if its block has no checkpoint."""
+        indices = (ends // self._block_sizes[0] - 1).clamp_min(0)
+        block_ids = self.group_tables[0][rows, indices].long()
+        is_border = (ends % self._border_tokens == 0) & (block_ids % self._checkpoint_blocks == 0)
+        return torch.where(is_border & (ends > 0), block_ids // self._checkpoint_blocks, 0)

@@ -11,7 +11,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 
 from rpc_schema.errors import InvalidStepError
-from rpc_schema.kv_cache import BlockGroup, block_groups
+from rpc_schema.kv_cache import BlockGroup, block_groups, border_tokens
 from rpc_schema.pooling import NO_POOLING, PoolingSupport
 from rpc_schema.step import NewRequestData
 from worker_daemon.contracts.arrays import Bools, Int32s, Int64s
@@ -42,13 +42,22 @@ class StepLimits:
     hidden_size: int = 0
     """Width of prompt embeddings; 0: prompts may have none."""
     keeps_state: bool = False
-    """Layers keep a state per request, on this rank or another: a request begins at position 0."""
+    """Layers keep a state per request, on this rank or another: a request begins at position 0, or
+    at a border."""
+    checkpoint_blocks: int = 0
+    """Blocks of the first group from a border to the next; 0: there are no checkpoints of
+    states."""
     max_samples_per_seq: int = 1
     """Most tokens that a request samples in a step."""
 
     @property
     def block_groups(self) -> tuple[BlockGroup, ...]:
         return block_groups(self.groups, self.block_size)
+
+    @property
+    def border_tokens(self) -> int:
+        """Number of tokens from a border to the next; 0 if there are no checkpoints."""
+        return border_tokens(self.block_groups, self.checkpoint_blocks)
 
     @property
     def num_groups(self) -> int:

@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from rpc_schema.codec import Frame
 from rpc_schema.errors import InvalidStepError
-from rpc_schema.kv_cache import NULL_BLOCK
+from rpc_schema.kv_cache import NULL_BLOCK, has_checkpoint
 from rpc_schema.pooling import MAX_KEPT_BYTES, MAX_POOLED_BYTES, PoolingParams
 from rpc_schema.step import ExecuteModel, NewRequestData
 from worker_daemon.contracts.arrays import Bools, Int32s, Int64s
@@ -81,10 +81,13 @@ def _change_requests(
     num_known: Int32s,
     limits: StepLimits,
     parts: StepParts,
+    *,
+    checks_states: bool,
 ) -> Int32s:
     """Free, correct and admit rows in the counts, and return the tokens of all new requests, [sum
     of num_tokens]. After a refusal the counts must be discarded. arrays: the frame of these tokens,
-    if there is one; num_known: [S + 1], tokens that came with each row's admission."""
+    if there is one; num_known: [S + 1], tokens that came with each row's admission. checks_states:
+    see StepChecker."""
     if step.finished:
         slots = _read("finished", step.finished, _UINT16).astype(np.int64)
         counts.check_live("finished", slots)
@@ -98,8 +101,8 @@ def _change_requests(
     for request in step.scheduled_new_reqs:
         _admit(request, counts)
         _check_admitted(request, limits)
-        if limits.keeps_state:
-            _check_state(request, parts)
+        if checks_states:
+            _check_state(request, limits, parts)
         parts.check(request, limits)
         if parts.may_refuse(request.extensions):
             counts.corrected[request.slot] = NOT_SAMPLED
@@ -212,13 +215,16 @@ def _check_admitted(request: NewRequestData, limits: StepLimits) -> None:
         raise invalid(f"{name}.num_computed_tokens", num_computed, fix)
 
 
-def _check_state(request: NewRequestData, parts: StepParts) -> None:
-    """Check a new request of a model whose layers keep a state per request: it can neither be
-    shared nor taken back."""
-    name = f"scheduled_new_reqs[{request.req_id}]"
-    if request.num_computed_tokens:
-        fix = "0: layers of this model keep a state per request"
-        raise invalid(f"{name}.num_computed_tokens", request.num_computed_tokens, fix)
+def _check_state(request: NewRequestData, limits: StepLimits, parts: StepParts) -> None:
+    """Check a new request of a model whose layers keep a state per request: it can be shared at
+    borders only, and not be taken back."""
+    name, computed = f"scheduled_new_reqs[{request.req_id}]", request.num_computed_tokens
+    if computed and not (limits.border_tokens and computed % limits.border_tokens == 0):
+        fix = "0"
+        if limits.border_tokens:
+            fix += f", or a multiple of {limits.border_tokens}, where there are checkpoints"
+        fix += ": layers of this model keep a state per request"
+        raise invalid(f"{name}.num_computed_tokens", computed, fix)
     if parts.may_refuse(request.extensions):
         fix = "no feature that refuses tokens: layers of this model keep a state per request"
         raise invalid(f"{name}.extensions", [type(e).__name__ for e in request.extensions], fix)
@@ -427,6 +433,8 @@ class StepChecker:
         self.blocks = BlockReader(limits)
         self.block_sizes = _block_sizes(limits)
         """Block sizes in the form that RowCounts.capacity takes."""
+        self.checks_states = limits.keeps_state
+        """False: requests may begin anywhere, and be computed in any parts."""
 
     def check(
         self,
@@ -448,7 +456,15 @@ class StepChecker:
         changes_rows = step.finished or step.corrections or step.scheduled_new_reqs
         if changes_rows or step.resync is not None:
             counts, own = counts.copy(), arrays[:num_own]
-            tokens = _change_requests(step, own, counts, num_known, self._limits, self._parts)
+            tokens = _change_requests(
+                step,
+                own,
+                counts,
+                num_known,
+                self._limits,
+                self._parts,
+                checks_states=self.checks_states,
+            )
         step_values = self._parts.check_step(step.extensions, arrays[num_own:], self._limits)
         updates = self.blocks.updates(step, counts)
         waiting = _NONE_DEFERRED if step.resync is not None else deferred
@@ -478,6 +494,8 @@ class StepChecker:
             )
         samples, later, pooling = ends == known, None, None
         try:
+            if self.checks_states and self._limits.checkpoint_blocks:
+                self._check_borders(step.scheduled_new_reqs, updates, slots, starts, ends)
             if counts.num_pooling:
                 samples, pooling = self._check_pooling(counts, slots, starts, ends)
             num_samples = samples.astype(np.int32)
@@ -507,6 +525,37 @@ class StepChecker:
             has_several=bool(step.num_samples) and int(num_samples.max()) > 1,
         )
         return CheckedStep(scheduled, batch, counts, capacity, tokens)
+
+    def _check_borders(
+        self,
+        requests: Sequence[NewRequestData],
+        updates: BlockUpdates,
+        slots: Int64s,
+        starts: Int32s,
+        ends: Int32s,
+    ) -> None:
+        """Check that no slot's tokens lie on both sides of a border, and that new requests with
+        computed tokens begin at a checkpoint. starts, ends: [B], of the slots [B]."""
+        interval, every = self._limits.border_tokens, self._limits.checkpoint_blocks
+        crossing = np.flatnonzero(starts // interval != (ends - 1) // interval)
+        if crossing.size:
+            at = int(crossing[0])
+            value = f"slot {int(slots[at])}: {int(ends[at] - starts[at])}"
+            fix = f"at most {interval - int(starts[at]) % interval}: a checkpoint of the request's "
+            fix += f"state is kept after every {interval} tokens"
+            raise invalid("num_scheduled_tokens", value, fix)
+        for request in requests:
+            if not request.num_computed_tokens:
+                continue
+            index = request.num_computed_tokens // self._limits.block_groups[0].block_size - 1
+            is_last = (updates.rows == request.slot) & (updates.indices == index)
+            block_id = int(updates.block_ids[is_last].max(initial=NULL_BLOCK))
+            if not has_checkpoint(block_id, every):
+                fix = (
+                    f"a multiple of {every} for block {index} of request {request.req_id!r}, which "
+                )
+                fix += "begins at its end; or begin at 0: other blocks have no checkpoint"
+                raise invalid("new_block_ids", block_id, fix)
 
     def _read_samples(
         self, raw: bytes, slots: Int64s, num_tokens: Int32s, num_samples: Int32s

@@ -205,7 +205,7 @@ class Serving:
 
     def _run_all(self, steps: Iterable[SyntheticStep]) -> None:
         """Run synthetic steps, and wait for each. Raises the steps' errors."""
-        with self._uncounted():
+        with self._uncounted(), self.runner.state.computing_nothing():
             for step in steps:
                 reply = self.runner.execute_model(step.message, step.arrays)
                 if reply is not None:
@@ -270,5 +270,6 @@ def _limits(model: LoadedModel, plan: KVCacheConfig) -> StepLimits:
         logits_processors=scheduler.logits_processors,
         hidden_size=model.resolved.decoder.hidden_size,
         keeps_state=model.resolved.decoder.keeps_state,
+        checkpoint_blocks=plan.checkpoint_blocks,
         max_samples_per_seq=scheduler.max_samples_per_seq,
     )

@@ -16,7 +16,13 @@ from numpy.typing import NDArray
 from rpc_schema.adoption import AdoptRequestsReply, RequestRow
 from rpc_schema.errors import BadFrameError
 from rpc_schema.extensions import RequestExtension
-from rpc_schema.kv_cache import NULL_BLOCK, BlockGroup, blocks_behind, blocks_for
+from rpc_schema.kv_cache import (
+    NULL_BLOCK,
+    BlockGroup,
+    blocks_behind,
+    blocks_for,
+    has_checkpoint,
+)
 from worker_client.errors import AdoptionMismatch
 from worker_client.scheduler_output import NewRequest
 
@@ -117,7 +123,10 @@ def _num_blocks(row: RequestRow) -> int:
 
 
 def merge(
-    ranks: Sequence[Sequence[RankRow]], output_rank: int, groups: Sequence[BlockGroup]
+    ranks: Sequence[Sequence[RankRow]],
+    output_rank: int,
+    groups: Sequence[BlockGroup],
+    checkpoint_blocks: int = 0,
 ) -> list[AdoptedRequest]:
     """Merge the ranks' reports, in the order of the output rank's slots; requests that it lacks
     come last.
@@ -127,6 +136,9 @@ def merge(
     while it sent the start or the end of that request. Slots may differ, if the driver died while
     it adopted. A rank never reassigns the blocks of a request that it still has.
 
+    With checkpoint_blocks, requests go back to the last border whose block has a checkpoint: their
+    states may be of a later step.
+
     Raises:
         AdoptionMismatch: two ranks report different data for the same request.
     """
@@ -134,16 +146,24 @@ def merge(
     for rows in (ranks[output_rank], *ranks):
         for row in rows:
             by_request.setdefault(row.row.req_id, {})[row.rank] = row
-    return [_merge_request(rows, len(ranks), groups) for rows in by_request.values()]
+    return [
+        _merge_request(rows, len(ranks), groups, checkpoint_blocks) for rows in by_request.values()
+    ]
 
 
 def _merge_request(
-    rows: Mapping[int, RankRow], num_ranks: int, groups: Sequence[BlockGroup]
+    rows: Mapping[int, RankRow],
+    num_ranks: int,
+    groups: Sequence[BlockGroup],
+    checkpoint_blocks: int,
 ) -> AdoptedRequest:
     longest = max(rows.values(), key=lambda row: row.token_ids.size)
     for row in rows.values():
         _check_same(longest, row)
     num_computed = _common_kv(list(rows.values()), longest) if len(rows) == num_ranks else 0
+    if checkpoint_blocks:
+        own = longest.blocks_by_group[0].tolist()
+        num_computed = _last_checkpoint(own, num_computed, groups, checkpoint_blocks)
     blocks = _common_blocks([row.blocks_by_group for row in rows.values()], num_computed, groups)
     if blocks is None:
         num_computed, blocks = 0, [()] * len(groups)
@@ -184,6 +204,18 @@ def _common_kv(rows: Sequence[RankRow], longest: RankRow) -> int:
     """Return the number of tokens whose KV all ranks have. At least one token is left to compute;
     its step samples the next token."""
     return max(0, min(longest.token_ids.size - 1, *(row.row.num_computed_tokens for row in rows)))
+
+
+def _last_checkpoint(
+    block_ids: Sequence[int], num_computed: int, groups: Sequence[BlockGroup], every: int
+) -> int:
+    """Return the last border within num_computed tokens whose block has a checkpoint; 0 if there
+    is none. block_ids: of the first group."""
+    size = groups[0].block_size
+    for end in range(min(num_computed // size, len(block_ids)) // every * every, 0, -every):
+        if has_checkpoint(block_ids[end - 1], every):
+            return end * size
+    return 0
 
 
 def _check_same(one: RankRow, other: RankRow) -> None:

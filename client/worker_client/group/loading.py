@@ -17,6 +17,7 @@ from rpc_schema.kv_cache import (
     BlockGroup,
     KVCacheConfig,
     build_kv_cache_config,
+    choose_checkpoint_blocks,
     groups_of,
     rank_states,
     smallest_fitting_blocks,
@@ -71,8 +72,14 @@ class LoadedGroup:
 
     @property
     def keeps_state(self) -> bool:
-        """True if layers keep a state per request: requests begin at position 0."""
+        """True if layers keep a state per request: requests begin at position 0, or at a border."""
         return any(rank.state_layers for rank in self.kv_cache)
+
+    @property
+    def checkpoint_blocks(self) -> int:
+        """Blocks of the first group from a border to the next; 0: there are no checkpoints of
+        states."""
+        return self.kv_cache[0].checkpoint_blocks
 
 
 class Stopwatch:
@@ -119,6 +126,7 @@ def group_limits(config: WorkerConfig, model: LoadedGroup) -> GroupLimits:
         vocab_size=model.metadata.vocab_size,
         hidden_size=model.metadata.hidden_size,
         keeps_state=model.keeps_state,
+        checkpoint_blocks=model.checkpoint_blocks,
         num_blocks=model.num_blocks,
         block_size=model.block_size,
         groups=model.groups,
@@ -163,6 +171,8 @@ class Loader:
     get_status: Callable[[], list[Status]]
     weights_version: int | None = None
     """See LoadModel."""
+    state_checkpoints: bool = True
+    """False: plan no checkpoints of states."""
     clock: Stopwatch = field(default_factory=Stopwatch)
 
     def load(self, statuses: Sequence[Status]) -> LoadedGroup:
@@ -200,6 +210,8 @@ class Loader:
             blocks = status.kv_cache.num_blocks if status.kv_cache is not None else None
             if self.num_gpu_blocks not in (None, blocks):
                 differences[f"num_gpu_blocks: {self.num_gpu_blocks} != {blocks}"] = None
+            if not self.state_checkpoints and status.kv_cache and status.kv_cache.checkpoint_blocks:
+                differences["state_checkpoints: False != True"] = None
         if differences:
             raise ConfigMismatchError(list(differences))
 
@@ -253,9 +265,11 @@ class Loader:
         states = [rank_states(layers, self.config.scheduler.max_num_seqs) for layers in specs]
         for_pages = bytes_for_pages(available, states, self.config.scheduler.max_num_seqs)
         groups = choose_groups(specs, self.config, resolved_len)
-        num_blocks = choose_num_blocks(
-            smallest_fitting_blocks(groups, for_pages), self.num_gpu_blocks
-        )
+        every = 0
+        if self.state_checkpoints:
+            every = choose_checkpoint_blocks(specs, groups, resolved_len)
+        fitting = smallest_fitting_blocks(groups, for_pages, states, every)
+        num_blocks = choose_num_blocks(fitting, self.num_gpu_blocks)
         max_model_len = fit_max_model_len(
             num_blocks,
             [group.blocks for group in groups],
@@ -264,7 +278,8 @@ class Loader:
             may_lower=self.fit_max_model_len,
         )
         plans = tuple(
-            build_kv_cache_config(groups, rank, num_blocks, own) for rank, own in enumerate(states)
+            build_kv_cache_config(groups, rank, num_blocks, own, every)
+            for rank, own in enumerate(states)
         )
         if max_model_len != resolved_len:
             self.load_chain.update_max_model_len(max_model_len)

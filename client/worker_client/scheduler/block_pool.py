@@ -2,9 +2,9 @@
 
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
-from rpc_schema.kv_cache import NULL_BLOCK
+from rpc_schema.kv_cache import NULL_BLOCK, has_checkpoint
 
 FIRST_BLOCK_ID = 1
 """Block 0 is the workers' null block."""
@@ -20,6 +20,64 @@ class PoolChanges(NamedTuple):
     request were NaN or infinite."""
 
 
+class FreeBlocks(Protocol):
+    """Blocks without references, in the order in which they were freed: what a pool uses of an
+    OrderedDict."""
+
+    def __len__(self) -> int: ...
+
+    def __contains__(self, block_id: object) -> bool: ...
+
+    def __setitem__(self, block_id: int, value: None) -> None: ...
+
+    def pop(self, block_id: int, default: None) -> None: ...
+
+    def popitem(self, last: bool) -> tuple[int, None]: ...
+
+    def move_to_end(self, block_id: int) -> None: ...
+
+
+class SortedFreeBlocks:
+    """Free blocks of which some have a checkpoint of a request's state (rpc_schema/kv_cache.py).
+    Those are kept for borders, as long as there are others."""
+
+    def __init__(self, num_blocks: int, checkpoint_blocks: int) -> None:
+        self._every = checkpoint_blocks
+        self._plain: OrderedDict[int, None] = OrderedDict()
+        self._with_checkpoint: OrderedDict[int, None] = OrderedDict()
+        for block_id in range(FIRST_BLOCK_ID, num_blocks):
+            self[block_id] = None
+
+    def __len__(self) -> int:
+        return len(self._plain) + len(self._with_checkpoint)
+
+    def __contains__(self, block_id: object) -> bool:
+        return block_id in self._plain or block_id in self._with_checkpoint
+
+    def __setitem__(self, block_id: int, value: None) -> None:
+        self._list_of(block_id)[block_id] = value
+
+    def pop(self, block_id: int, default: None) -> None:
+        """Remove a block, if it is there."""
+        self._list_of(block_id).pop(block_id, default)
+
+    def popitem(self, last: bool) -> tuple[int, None]:
+        """Remove a block, one without a checkpoint if there is one."""
+        return (self._plain or self._with_checkpoint).popitem(last)
+
+    def pop_for_border(self) -> int:
+        """Remove a block, one with a checkpoint if there is one."""
+        return (self._with_checkpoint or self._plain).popitem(last=False)[0]
+
+    def move_to_end(self, block_id: int) -> None:
+        """Let a block be the last of its kind."""
+        self._list_of(block_id).move_to_end(block_id)
+
+    def _list_of(self, block_id: int) -> OrderedDict[int, None]:
+        has_one = has_checkpoint(block_id, self._every)
+        return self._with_checkpoint if has_one else self._plain
+
+
 class BlockPool:
     """Reference-counted blocks 1 to num_blocks - 1 for all KV groups, and the hashes of the
     full ones; a block's contents belong to one group.
@@ -28,9 +86,16 @@ class BlockPool:
     freed goes first.
     """
 
-    def __init__(self, num_blocks: int, num_groups: int) -> None:
+    def __init__(self, num_blocks: int, num_groups: int, checkpoint_blocks: int = 0) -> None:
+        """checkpoint_blocks: blocks of the first group from a border to the next; 0: no block has a
+        checkpoint."""
         self._num_refs = [0] * num_blocks
-        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(FIRST_BLOCK_ID, num_blocks))
+        self._checkpoint_blocks = checkpoint_blocks
+        self._sorted = (
+            SortedFreeBlocks(num_blocks, checkpoint_blocks) if checkpoint_blocks else None
+        )
+        ids = range(FIRST_BLOCK_ID, num_blocks)
+        self._free: FreeBlocks = OrderedDict.fromkeys(ids) if self._sorted is None else self._sorted
         self._block_of: list[dict[bytes, int]] = [{} for _ in range(num_groups)]
         self._hash_of: dict[int, bytes] = {}
         self._group_of = [0] * num_blocks
@@ -57,6 +122,22 @@ class BlockPool:
             num_refs[block_id] = 1
             if block_id in is_cached:
                 self._forget(block_id)
+            block_ids.append(block_id)
+        return block_ids
+
+    def allocate_from(self, index: int, count: int) -> list[int]:
+        """Allocate `count` blocks for the places from `index` on among a request's blocks of the
+        first group, of a pool with checkpoints: those that end at borders have checkpoints, as far
+        as there are any. Check num_free first."""
+        assert self._sorted is not None and count <= len(self._sorted), "see allocate"
+        block_ids = []
+        for number in range(index + 1, index + count + 1):
+            if number % self._checkpoint_blocks:
+                block_ids += self.allocate(1)
+                continue
+            block_id = self._sorted.pop_for_border()
+            self._num_refs[block_id] = 1
+            self.forget_blocks((block_id,))
             block_ids.append(block_id)
         return block_ids
 
@@ -97,6 +178,18 @@ class BlockPool:
             self._hash_of[block_id] = block_hash
             self._group_of[block_id] = group
             self._fresh.add(block_id)
+
+    def remember_border(self, block_id: int, block_hash: bytes) -> None:
+        """Record the contents of a full block of the first group that ends at a border, of a pool
+        with checkpoints. Of equal blocks, one with a checkpoint becomes the cached one."""
+        known = self._block_of[0].get(block_hash)
+        if known is not None and self.has_checkpoint(block_id) and not self.has_checkpoint(known):
+            self._forget(known)
+        self.remember(0, block_id, block_hash)
+
+    def has_checkpoint(self, block_id: int) -> bool:
+        """Return True if a block at a border has a checkpoint, in a pool with checkpoints."""
+        return has_checkpoint(block_id, self._checkpoint_blocks)
 
     def restore(self, group: int, block_id: int, block_hash: bytes) -> bool:
         """Record the contents of a block that an earlier driver has filled. Return False, with

@@ -7,7 +7,7 @@ from functools import cached_property
 from typing import Final, NamedTuple, Protocol, runtime_checkable
 
 from rpc_schema.config import MAX_SAMPLES_PER_SEQ, WorkerConfig
-from rpc_schema.kv_cache import BlockGroup, block_groups, longest_request
+from rpc_schema.kv_cache import BlockGroup, block_groups, border_tokens, longest_request
 from rpc_schema.pooling import PoolingSupport
 from worker_client.group.loading import LoadedGroup
 from worker_client.group.weights_state import WeightsVersion
@@ -152,7 +152,10 @@ class SchedulerLimits:
     hidden_size: int = 0
     """0 leaves the width of prompt embeddings unchecked."""
     keeps_state: bool = False
-    """Layers keep a state per request: requests share no prefixes, and begin at position 0."""
+    """Layers keep a state per request: requests share prefixes at borders only, and do not jump."""
+    checkpoint_blocks: int = 0
+    """Blocks of the first group from a border to the next; 0: there are no checkpoints of states,
+    and requests begin at position 0."""
     max_samples_per_seq: int = MAX_SAMPLES_PER_SEQ
     """Most samples of a request in a step (SchedulerOutput.num_samples)."""
     max_itl_ms: float | None = None
@@ -183,6 +186,20 @@ class SchedulerLimits:
         return block_groups(self.groups, self.block_size)
 
     @cached_property
+    def border_tokens(self) -> int:
+        """Number of tokens from a border to the next; 0 if there are no checkpoints."""
+        return border_tokens(self.block_groups, self.checkpoint_blocks)
+
+    def cut_at_border(self, begin: int, count: int) -> int:
+        """Return how many of `count` tokens of a request, after its first `begin`, one step may
+        compute: those up to the next border."""
+        return (
+            min(count, self.border_tokens - begin % self.border_tokens)
+            if self.border_tokens
+            else count
+        )
+
+    @cached_property
     def longest_request(self) -> int:
         """Number of tokens of the longest request that fits in the KV cache, at most
         max_model_len."""
@@ -207,6 +224,7 @@ def scheduler_limits(
         vocab_size=model.metadata.vocab_size,
         hidden_size=model.metadata.hidden_size,
         keeps_state=model.keeps_state,
+        checkpoint_blocks=model.checkpoint_blocks,
         groups=model.groups,
         generates=model.metadata.generates,
         pooling=model.metadata.pooling,

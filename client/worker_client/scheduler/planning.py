@@ -204,9 +204,8 @@ class Step:
 
     def _num_open(self, begin: int) -> int:
         """Return how many tokens a prompt may add to the step after its first `begin` tokens."""
-        if self._allowance is None:
-            return self._budget
-        return min(self._budget, self._allowance.num_tokens(begin))
+        most = self._limits.cut_at_border(begin, self._budget)
+        return most if self._allowance is None else min(most, self._allowance.num_tokens(begin))
 
     def _has_room(self, count: int, chunk: int) -> bool:
         """Return True if the step may take count more prompt tokens: for one prompt up to the

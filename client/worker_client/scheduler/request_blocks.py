@@ -49,11 +49,16 @@ class RequestBlocks:
         self._has_windows = any(group.window is not None for group in self._groups)
         self._strides = [group.block_size // self.unit for group in self._groups]
         """Hashes for each block, by group."""
-        self._longest = max(self._strides)
+        self._every = limits.checkpoint_blocks
+        self._prefix_unit = limits.border_tokens // self.unit or max(self._strides)
+        """The lengths of cached prefixes are multiples of it, in hashes."""
         self._no_prefix: Prefix = ((),) * len(self._groups)
         self._most_tokens = limits.max_num_batched_tokens
-        self._caches_prefixes = limits.enable_prefix_caching and not limits.keeps_state
-        self._pool = BlockPool(limits.num_blocks, len(self._groups))
+        can_share = not limits.keeps_state or self._every > 0
+        self._caches_prefixes = limits.enable_prefix_caching and can_share
+        self._pool = BlockPool(limits.num_blocks, len(self._groups), self._every)
+        self._extends_each = self._has_windows or self._every > 0
+        """Requests take blocks one request at a time."""
         self._to_remember: list[Request] = []
         self._weights = b""
         """Names the version of the weights; empty: none was named."""
@@ -68,6 +73,8 @@ class RequestBlocks:
         """Name of the hash scheme. With equal tags, equal hashes mean equal contents, whichever
         driver made them."""
         groups = ",".join(f"{group.block_size}/{group.window}" for group in self._groups)
+        if self._every:
+            groups += f",{self._every}"
         return _FORMAT + blake2b(groups.encode(), digest_size=_HASH_BYTES).digest()
 
     def use_weights(self, key: bytes, unfinished: Iterable[Request]) -> bool:
@@ -117,16 +124,25 @@ class RequestBlocks:
             self._leave_behind(request)
         if total > self._pool.num_free:
             return None
-        given = list(map(self._pool.allocate, missing))
+        if self._every:
+            given = self._allocate(len(held[0]), missing)
+        else:
+            given = list(map(self._pool.allocate, missing))
         for own, block_ids in zip(held, given, strict=True):
             own += block_ids
         return given
 
+    def _allocate(self, num_first: int, counts: Sequence[int]) -> list[list[int]]:
+        """Allocate blocks of each group, with checkpoints at borders. num_first: blocks of the
+        first group that the request has."""
+        first = self._pool.allocate_from(num_first, counts[0])
+        return [first, *map(self._pool.allocate, counts[1:])]
+
     def extend_all(self, requests: Sequence[Request]) -> list[dict[str, list[int]]] | None:
         """Extend every request by its next token, as extend() does for one. Return the new block
-        ids by group and request. Return None and change nothing if blocks are short or windows
-        may free some: the caller then extends requests one at a time."""
-        if self._has_windows or len(requests) * len(self._groups) > self._pool.num_free:
+        ids by group and request. Return None and change nothing if blocks are short, windows may
+        free some, or some have checkpoints: the caller then extends requests one at a time."""
+        if self._extends_each or len(requests) * len(self._groups) > self._pool.num_free:
             return None
         given: list[dict[str, list[int]]] = []
         for group, size in enumerate(self._sizes):
@@ -151,18 +167,20 @@ class RequestBlocks:
 
     def find_prefix(self, request: Request) -> Prefix:
         """Return the cached blocks of each group that a request can begin with, null blocks for
-        those that no later token sees. At least one token is left to
-        compute."""
+        those that no later token sees. At least one token is left to compute. If layers keep
+        states, the prefix ends at a checkpoint."""
         if not self._caches_prefixes or not request.blocks.may_share:
             return self._no_prefix
         self._hash(request)
         hashes = request.blocks.hashes
-        longest, fitted = self._longest, 0
-        length = (len(request.tokens) - 1) // self.unit // longest * longest
+        unit, fitted = self._prefix_unit, 0
+        length = (len(request.tokens) - 1) // self.unit // unit * unit
         while fitted != length:  # until every group can serve it
             fitted = length
             for group in range(len(self._groups)):
-                length = self._cached_length(group, hashes, length) // longest * longest
+                length = self._cached_length(group, hashes, length) // unit * unit
+            if self._every:
+                length = self._checkpointed_length(hashes, length)
         if not length:
             return self._no_prefix
         return [self._prefix(group, hashes, length) for group in range(len(self._groups))]
@@ -185,6 +203,15 @@ class RequestBlocks:
             if self._find(group, hashes, index) is None:
                 end = index
         return end * stride
+
+    def _checkpointed_length(self, hashes: Sequence[bytes], most: int) -> int:
+        """Return the length in hashes, at most `most`, of the longest prefix that ends at a
+        checkpoint. most: a border up to which the first group has the blocks."""
+        for length in range(most, 0, -self._prefix_unit):
+            block_id = self._pool.find(0, hashes[length - 1])
+            if block_id is not None and self._pool.has_checkpoint(block_id):
+                return length
+        return 0
 
     def _prefix(self, group: int, hashes: Sequence[bytes], length: int) -> list[int]:
         behind = blocks_behind(length * self.unit, self._groups[group])
@@ -225,7 +252,10 @@ class RequestBlocks:
             self.extend(request, count)
         else:
             needed = [-(-count // size) for size in self._sizes]
-            blocks.by_group = tuple(map(self._pool.allocate, needed))
+            if self._every:
+                blocks.by_group = tuple(self._allocate(0, needed))
+            else:
+                blocks.by_group = tuple(map(self._pool.allocate, needed))
             blocks.num_shared = 0
         if blocks.num_cached_tokens < 0:
             blocks.num_cached_tokens = min(num_cached, request.num_prompt_tokens)
@@ -263,8 +293,13 @@ class RequestBlocks:
         for group, own in enumerate(blocks.by_group):
             stride = self._strides[group]
             for index in range(blocks.num_remembered // stride, num_full // stride):
-                if own[index] != NULL_BLOCK:
-                    self._pool.remember(group, own[index], blocks.hashes[(index + 1) * stride - 1])
+                if own[index] == NULL_BLOCK:
+                    continue
+                block_hash = blocks.hashes[(index + 1) * stride - 1]
+                if self._every and not group and (index + 1) % self._every == 0:
+                    self._pool.remember_border(own[index], block_hash)
+                else:
+                    self._pool.remember(group, own[index], block_hash)
         blocks.num_remembered = max(num_full, blocks.num_remembered)
 
     def preempt(self, request: Request) -> None:

@@ -12,7 +12,7 @@ from msgspec import Struct
 from msgspec.structs import astuple
 from numpy.typing import NDArray
 
-from rpc_schema.kv_cache import NULL_BLOCK, blocks_behind
+from rpc_schema.kv_cache import NULL_BLOCK, blocks_behind, has_checkpoint
 from worker_client.errors import config_error
 from worker_client.scheduler_output import NewRequest, SchedulerOutput
 from worker_client.steps.block_holders import BlockHolders, BlockTaken
@@ -229,7 +229,7 @@ class BlockTables:
             if fault is None:
                 fault = self._written_fault(self._holders, checked.written, slot_of, slot_of_new)
         if fault is None and checked.prefixes:
-            fault = self._contents_fault(self._holders, new)
+            fault = self._contents_fault(self._holders, new) or self._borders_fault(new)
         return fault or checked
 
     def apply(self, checked: CheckedBlocks, slots: Sequence[int]) -> None:
@@ -404,6 +404,20 @@ class BlockTables:
             if emptied is not None:
                 fix = "begin at num_computed_tokens = 0: the KV cache has lost its contents since"
                 return wrong_block(request.req_id, emptied, fix)
+        return None
+
+    def _borders_fault(self, new: Sequence[NewRequest]) -> StepFault | None:
+        """Check that new requests of a model with checkpoints begin at one."""
+        every = self._limits.checkpoint_blocks
+        for request in new if every else ():
+            num_blocks = request.num_computed_tokens // self._groups[0].block_size
+            for block_id in request.block_ids[:num_blocks][-1:]:
+                if not has_checkpoint(int(block_id), every):
+                    fix = (
+                        f"begin at a block whose id is a multiple of {every}, or at 0: the others "
+                    )
+                    fix += "have no checkpoint of the state"
+                    return wrong_block(request.req_id, block_id, fix)
         return None
 
     def _written_fault(

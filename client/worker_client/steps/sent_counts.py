@@ -77,6 +77,21 @@ def _samples_fault(
     return None
 
 
+def _crossing_fault(
+    req_ids: Sequence[str], num_computed: Int32s, num_scheduled: Int64s, limits: GroupLimits
+) -> StepFault | None:
+    """Check that no request's tokens lie on both sides of a border."""
+    interval = limits.border_tokens
+    crosses = num_computed // interval != (num_computed + num_scheduled - 1) // interval
+    for at in np.flatnonzero(crosses)[:1].tolist():
+        left = interval - int(num_computed[at]) % interval
+        fix = (
+            f"give at most {left}: a checkpoint of its state is kept after every {interval} tokens"
+        )
+        return wrong_count(req_ids[at], int(num_scheduled[at]), fix)
+    return None
+
+
 class SentCounts:
     """The counts of a SlotTable's rows, after the steps that were sent."""
 
@@ -133,6 +148,10 @@ class SentCounts:
         for at in np.flatnonzero((num_scheduled < 1) | (num_scheduled > left))[:1].tolist():
             fix = f"give 1 to {left[at]}: it has {left[at]} tokens left to compute"
             return wrong_count(req_ids[at], int(num_scheduled[at]), fix)
+        if self._limits.border_tokens:
+            fault = _crossing_fault(req_ids, num_computed, num_scheduled, self._limits)
+            if fault is not None:
+                return fault
         order = np.argsort(slots)
         scheduled = num_scheduled[order].astype(np.int32)
         num_computed, num_tokens = num_computed[order] + scheduled, num_tokens[order]

@@ -17,7 +17,7 @@ from rpc_schema.codec import MAX_STEP_BYTES, Frame, decode_step, encode_step
 from rpc_schema.config import MAX_SAMPLES_PER_SEQ
 from rpc_schema.errors import TooLargeError, WireError
 from rpc_schema.extensions import RequestExtension, extension_of
-from rpc_schema.kv_cache import BlockGroup, block_groups
+from rpc_schema.kv_cache import BlockGroup, block_groups, border_tokens
 from rpc_schema.pooling import (
     PoolingParams,
     PoolingSupport,
@@ -86,7 +86,10 @@ class GroupLimits:
     hidden_size: int = 0
     """0 if unknown: the width of embeddings is not checked then."""
     keeps_state: bool = False
-    """Layers keep a state per request: requests begin at position 0."""
+    """Layers keep a state per request: requests begin at position 0, or at a border."""
+    checkpoint_blocks: int = 0
+    """Blocks of the first group from a border to the next; 0: there are no checkpoints of
+    states."""
     max_samples_per_seq: int = MAX_SAMPLES_PER_SEQ
 
     @cached_property
@@ -105,6 +108,11 @@ class GroupLimits:
     def block_groups(self) -> tuple[BlockGroup, ...]:
         """Block size and window of each group, at least one."""
         return block_groups(self.groups, self.block_size)
+
+    @cached_property
+    def border_tokens(self) -> int:
+        """Number of tokens from a border to the next; 0 if there are no checkpoints."""
+        return border_tokens(self.block_groups, self.checkpoint_blocks)
 
 
 WIRE_LIMITS = GroupLimits()
@@ -322,10 +330,16 @@ def _lengths_fault(request: NewRequest, limits: GroupLimits) -> StepFault | None
     elif type(computed) is not int or not 0 <= computed < num_tokens:
         field, value = "num_computed_tokens", computed
         fix = f"give 0 to {num_tokens - 1}: at least one token must be left to compute"
-    elif computed and limits.keeps_state:
-        field, value = "num_computed_tokens", computed
-        fix = "give 0: layers of this model keep a state per request, which no other one can share"
+    elif computed and limits.keeps_state and not _is_border(computed, limits):
+        field, value, fix = "num_computed_tokens", computed, "give 0"
+        if limits.border_tokens:
+            fix += f", or a multiple of {limits.border_tokens}, where there are checkpoints"
+        fix += ": layers of this model keep a state per request"
     return None if field is None else _refused(request.req_id, field, value, fix)
+
+
+def _is_border(computed: int, limits: GroupLimits) -> bool:
+    return bool(limits.border_tokens) and computed % limits.border_tokens == 0
 
 
 def _note_fault(request: NewRequest) -> StepFault | None:

@@ -299,6 +299,7 @@ class Workers:
             num_gpu_blocks=self.num_gpu_blocks,
             fit_max_model_len=self.fit_max_model_len,
             reload=reload,
+            state_checkpoints=False,  # vLLM's scheduler knows no borders
         )
 
 

@@ -37,6 +37,7 @@ class DecayingSumSpec:
     norm: NormSpec
     width: int
     """Of the whole model."""
+    checkpoint_blocks: int | None = None
     rope: None = None
     sliding_window: None = None
 
@@ -56,7 +57,8 @@ class DecayingSumSpec:
         return MixerWidths(2 * width, width, 0)
 
     def cache_spec(self, prefix: str, tp_size: int) -> StateLayerSpec:
-        return StateLayerSpec(f"{prefix}.self_attn", (self.width // tp_size,), torch.float32)
+        name, shape = f"{prefix}.self_attn", (self.width // tp_size,)
+        return StateLayerSpec(name, shape, torch.float32, self.checkpoint_blocks)
 
     def build(self, prefix: str, setup: LayerSetup) -> "DecayingSumBlock":
         return DecayingSumBlock(prefix, self, setup)
@@ -124,10 +126,11 @@ class DecayingSumBlock:
 
 
 def describe(fields: Fields) -> DecoderConfig:
-    """Return a Llama whose sum_layers have sums."""
+    """Return a Llama whose sum_layers have sums, with a checkpoint every sum_checkpoint_blocks."""
     layer = dense_layer(fields, head_sizes(fields))
     norm = NormSpec("input_layernorm", norm_eps(fields))
-    summing = replace(layer, attention=DecayingSumSpec(norm, fields.integer("sum_width")))
+    every = fields.optional_integer("sum_checkpoint_blocks", minimum=0)
+    summing = replace(layer, attention=DecayingSumSpec(norm, fields.integer("sum_width"), every))
     places = fields.optional_integers("sum_layers") or ()
     count = num_layers(fields)
     return decoder_config(fields, [summing if i in places else layer for i in range(count)])

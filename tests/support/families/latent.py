@@ -36,6 +36,18 @@ from worker_daemon.models.config_fields import (
 from worker_daemon.models.description import DecoderConfig, LayerSpec
 from worker_daemon.models.fields import Fields
 
+SMALL: Mapping[str, object] = {
+    "q_lora_rank": None,
+    "kv_lora_rank": 24,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 12,
+    "first_k_dense_replace": 4,
+    "num_key_value_heads": 4,
+    "head_dim": 8,
+}
+"""Fields of a small model, for tests.support.checkpoints."""
+
 
 @dataclass(frozen=True, slots=True)
 class LatentSpec:

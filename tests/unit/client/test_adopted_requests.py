@@ -32,6 +32,7 @@ class TwoRanks(Model):
     def __init__(self, limits, latency, kv):
         super().__init__(limits, latency)
         self.kv = kv
+        self.checkpoints = kv.setdefault("checkpoints", {})
         self.about: dict[str, NewRequest] = {}
         self.past: deque = deque([{}], maxlen=latency + 1)
 
@@ -118,8 +119,10 @@ def go_on(scheduler, adopted, requests, outputs):
             scheduler.add_request(request)
 
 
-def random_limits(rng):
+def random_limits(rng, checkpoint_blocks=0):
     return make_limits(
+        keeps_state=checkpoint_blocks > 0,
+        checkpoint_blocks=checkpoint_blocks,
         max_num_seqs=rng.choice([1, 3, 8]),
         max_num_batched_tokens=rng.choice([4, 16, 64]),
         num_blocks=rng.choice([33, 40, 100]),
@@ -128,10 +131,13 @@ def random_limits(rng):
     )
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("seed", seeds(6, of=20))
-def test_requests_go_through_many_drivers_and_end_with_their_tokens(seed):
+@pytest.mark.parametrize("checkpoint_blocks", [0, 1, 3])
+def test_requests_go_through_many_drivers_and_end_with_their_tokens(seed, checkpoint_blocks):
+    """Of models with states, they go back to a checkpoint each time."""
     rng = random.Random(seed)
-    limits = random_limits(rng)
+    limits = random_limits(rng, checkpoint_blocks)
     requests = random_requests(rng, 20)
     outputs: dict[str, list[int]] = {}
     adopted: list[AdoptedRequest] = []
@@ -148,7 +154,7 @@ def test_requests_go_through_many_drivers_and_end_with_their_tokens(seed):
             model.told_by(0, ranks[0], all_tokens=False),
             model.told_by(1, ranks[1], all_tokens=True),
         ]
-        adopted = merge(told, 1, limits.block_groups)
+        adopted = merge(told, 1, limits.block_groups, checkpoint_blocks)
         assert {request.req_id for request in adopted} == {*ranks[0], *ranks[1]}
         num_kept += sum(request.num_computed_tokens for request in adopted)
     model = TwoRanks(limits, 1, kv)
@@ -173,6 +179,28 @@ def test_kv_is_what_all_ranks_have_and_one_token_is_left_to_compute():
     row = make_row(0, [5, 6, 7, 8], [3, 4], num_computed_tokens=4)
     (alone,) = merge([[row]], 0, [BlockGroup(2)])
     assert (alone.num_computed_tokens, alone.block_ids) == (3, (3, 4))
+
+
+@pytest.mark.parametrize(
+    ("computed", "blocks", "kept"),
+    [
+        ((9, 10), [7, 4, 5, 6, 9], 8),
+        ((7, 10), [7, 4, 5, 6, 9], 4),
+        ((3, 10), [7, 4, 5, 6, 9], 0),
+        ((9, 10), [7, 4, 5, 9, 6], 4),
+        ((9, 10), [7, 0, 5, 9, 6], 0),
+    ],
+    ids=["last border", "one rank is behind", "before the first", "without a checkpoint", "none"],
+)
+def test_states_are_those_of_the_last_checkpoint_that_all_ranks_have(computed, blocks, kept):
+    """With checkpoints every second block, of two tokens."""
+    rows = [
+        [make_row(rank, range(11), blocks, num_computed_tokens=each)]
+        for rank, each in enumerate(computed)
+    ]
+    (adopted,) = merge(rows, 1, [BlockGroup(2)], 2)
+    assert adopted.num_computed_tokens == kept
+    assert adopted.block_ids == tuple(blocks[: kept // 2])
 
 
 @pytest.mark.parametrize(

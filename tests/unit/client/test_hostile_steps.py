@@ -211,6 +211,41 @@ def test_a_request_with_a_state_begins_at_its_first_token():
     assert "a" not in table
 
 
+BORDERS = GroupLimits(
+    keeps_state=True, checkpoint_blocks=2, block_size=4, num_blocks=20, max_model_len=99
+)
+
+
+@pytest.mark.parametrize(
+    ("computed", "blocks", "count", "field", "fix"),
+    [
+        (0, [5, 2, 7], 9, "num_scheduled_tokens", "at most 8"),
+        (8, [5, 2, 7, 4, 9], 9, "num_scheduled_tokens", "at most 8"),
+        (4, [5, 2], 1, "num_computed_tokens", "a multiple of 8"),
+        (8, [2, 5, 7], 1, "block", "a multiple of 2"),
+    ],
+)
+def test_a_request_with_checkpoints_keeps_to_its_borders(computed, blocks, count, field, fix):
+    table = SlotTable(2, BORDERS)
+    before = NewRequest("before", np.arange(8, dtype=np.int32), 8, 0, blocks[:2])
+    step = SchedulerOutput({"before": 8}, scheduled_new_reqs=[before])
+    table.encode(step, epoch=1, link=1, seq=1)
+    own = blocks if computed else [3, 6, 8]
+    new = NewRequest("a", np.arange(40, dtype=np.int32), 40, computed, own)
+    step = SchedulerOutput({"a": count}, finished_req_ids=["before"], scheduled_new_reqs=[new])
+    with pytest.raises(InvalidSchedulerOutput) as refused:
+        table.encode(step, epoch=1, link=1, seq=2)
+    assert refused.value.req_id == "a"
+    assert field in refused.value.field and fix in refused.value.fix
+    assert "a" not in table and "before" in table
+    # Up to a border, from a block that has a checkpoint.
+    good = NewRequest("a", np.arange(40, dtype=np.int32), 40, 8, [5, 2, 7, 9])
+    if blocks[1] == 2:
+        step = SchedulerOutput({"a": 8}, scheduled_new_reqs=[good])
+        table.encode(step, epoch=1, link=1, seq=2)
+        assert "a" in table
+
+
 @pytest.fixture
 def running(fakes, connect):
     group = connect(fakes(1))

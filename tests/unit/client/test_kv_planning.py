@@ -1,5 +1,6 @@
 """Blocks and context lengths, against counting."""
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -92,6 +93,91 @@ def test_a_layer_partition_is_a_list_of_counts():
     for text in ("", "3,", "3,x", "0,3", "-1,4", "\u00b2", "1" * 5000, "1.5"):
         with pytest.raises(ValueError, match="not a list of counts"):
             read_layer_partition(text)
+
+
+def state(name, num_bytes, every=None):
+    return kv_cache.RowState(
+        layer_name=name,
+        shape=(num_bytes,),
+        dtype="uint8",
+        bytes_per_row=num_bytes,
+        checkpoint_blocks=every,
+    )
+
+
+def test_checkpoints_take_a_tenth_of_the_memory_and_all_blocks_fit_where_one_more_does_not():
+    """By counting the bytes of each plan."""
+    rng, max_num_seqs, planned = np.random.default_rng(), 3, 0
+    for block_size, _, specs, _ in random_cases():
+        for rank, layers in enumerate(specs):
+            layers += [
+                state(f"s{rank}.{i}", int(rng.integers(1, 5000))) for i in range(rng.integers(0, 3))
+            ]
+        groups = kv_cache.plan_groups(specs, block_size, 10**6, 10)
+        every = kv_cache.choose_checkpoint_blocks(specs, groups, 10**6)
+        states = [kv_cache.rank_states(layers, max_num_seqs) for layers in specs]
+        available = [int(rng.integers(10**5, 10**7)) for _ in specs]
+        for_pages = bytes_for_pages(available, states, max_num_seqs)
+        count = kv_cache.smallest_fitting_blocks(groups, for_pages, states, every)
+        if not any(own.row_bytes for own in states):
+            assert every == 0
+            continue
+
+        def sizes(rank, num_blocks, groups=groups, states=states, every=every):
+            plan = kv_cache.build_kv_cache_config(groups, rank, num_blocks, states[rank], every)
+            return plan.size_bytes, plan.state_bytes
+
+        room = [
+            (has - sum(sizes(rank, count)), has - sum(sizes(rank, count + 1)))
+            for rank, has in enumerate(available)
+        ]
+        assert all(left >= 0 for left, _ in room) and any(left < 0 for _, left in room)
+        for rank, own in enumerate(states):
+            pages, kept = sizes(rank, 1000 * every)
+            checkpoints = kept - own.size_bytes
+            assert checkpoints <= (pages + checkpoints) / 10 + 256 * len(own.row_bytes)
+            planned += checkpoints > 0
+        least = max(
+            512 / block_size,
+            *(
+                9 * sum(own.row_bytes) / kv_cache.bytes_per_block(groups, rank)
+                for rank, own in enumerate(states)
+            ),
+        )
+        assert every - 1 < least <= every
+    assert planned
+
+
+def test_layers_say_how_often_they_have_checkpoints():
+    def every(*layers, length=1000):
+        groups = kv_cache.plan_groups([layers], 4, length, 32)
+        return groups[0].blocks.block_size, kv_cache.choose_checkpoint_blocks(
+            [layers], groups, length
+        )
+
+    pages = kv_cache.KVPages(
+        layer_name="kv", num_kv_heads=1, head_size=1, dtype="uint8", bytes_per_token=4
+    )
+    assert every(pages, state("a", 300)) == (4, 169), "16 bytes of pages in a block"
+    assert every(pages, state("a", 64)) == (4, 128), "512 tokens at least"
+    assert every(pages, state("a", 64, 5), state("b", 64)) == (4, 5)
+    assert every(pages, state("a", 64, 5), state("b", 64, 7)) == (4, 7)
+    assert every(pages, state("a", 64, 5), state("b", 64, 0)) == (4, 0)
+    assert every(pages, state("a", 64), length=512) == (4, 0), "no request reaches a border"
+    assert every(pages) == (4, 0)
+    assert every(state("a", 64)) == (1000, 0), "nothing of which a tenth could be taken"
+    assert every(state("a", 64, 8)) == (4, 8)
+    window = kv_cache.KVPages(
+        layer_name="w",
+        num_kv_heads=1,
+        head_size=1,
+        dtype="uint8",
+        bytes_per_token=1,
+        sliding_window=64,
+    )
+    assert every(pages, window, state("a", 64, 5)) == (4, 8), "blocks of 4 and of 16 tokens"
+    alone = msgspec.structs.replace(window, sliding_window=1)
+    assert every(alone, state("a", 64, 5)) == (4, 0), "no block is left at a border"
 
 
 def test_states_take_their_memory_before_pages_do():

@@ -9,6 +9,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from rpc_schema.kv_cache import BlockGroup
 from rpc_schema.lora_request import LoraRequest
 from rpc_schema.sampling import GrammarMasks, StopTokens
 from tests.support.exhaustive import seeds
@@ -193,6 +194,9 @@ class Model:
         self.rows: dict[str, dict] = {}
         self.in_flight: deque = deque()
         self.kinds: list[tuple[int, int]] = []
+        self.checkpoints: dict[int, list[int]] = {}
+        """Tokens of the state that each block has."""
+        self.num_hits = 0
 
     def check_and_run(self, output) -> StepResult:
         limits = self.limits
@@ -200,6 +204,7 @@ class Model:
             del self.rows[req_id]
         for new in output.scheduled_new_reqs:
             assert new.req_id not in self.rows
+            self.check_start(new)
             self.rows[new.req_id] = {
                 "tokens": new.token_ids.tolist(),
                 "computed": new.num_computed_tokens,
@@ -216,9 +221,11 @@ class Model:
         for req_id, count in counts.items():
             row = self.rows[req_id]
             assert 1 <= count <= len(row["tokens"]) - row["computed"]
+            self.keep_checkpoint(row, count)
             row["computed"] += count
             assert row["computed"] <= len(row["blocks"]) * limits.block_size
-            assert all(0 < block < limits.num_blocks for block in row["blocks"])
+            least = 0 if limits.groups else 1  # 0: a window has left it behind
+            assert all(least <= block < limits.num_blocks for block in row["blocks"])
             if row["computed"] == len(row["tokens"]):
                 row["tokens"].append(next_token(row["tokens"], row["seed"]))
                 assert len(row["tokens"]) <= limits.max_model_len
@@ -231,6 +238,26 @@ class Model:
         assert len(written) == len(set(written)), "a block that is not full has two owners"
         self.kinds.append((len(output.decode_req_ids), len(counts)))
         return StepResult(list(sampled), list(sampled.values()))
+
+    def check_start(self, new):
+        """A request of a model with states begins at position 0, or with the state that the block
+        has which ends there."""
+        begin, limits = new.num_computed_tokens, self.limits
+        if limits.keeps_state and begin:
+            border = new.block_ids[begin // limits.block_size - 1]
+            assert begin % limits.border_tokens == border % limits.checkpoint_blocks == 0
+            assert self.checkpoints[border] == new.token_ids[:begin].tolist()
+            self.num_hits += 1
+
+    def keep_checkpoint(self, row, count):
+        limits = self.limits
+        if not limits.border_tokens:
+            return
+        begin, end = row["computed"], row["computed"] + count
+        assert begin // limits.border_tokens == (end - 1) // limits.border_tokens
+        border = row["blocks"][end // limits.block_size - 1]
+        if end % limits.border_tokens == border % limits.checkpoint_blocks == 0:
+            self.checkpoints[border] = row["tokens"][:end]
 
     def run(self, requests) -> dict:
         outputs = {}
@@ -272,6 +299,57 @@ def test_rules_hold_under_random_load(seed):
         r.id: expected(r, limits.max_model_len) for r in requests
     }
     assert model.scheduler.num_free_blocks == limits.num_blocks - 1
+
+
+@pytest.mark.parametrize("seed", seeds(4, of=12))
+def test_states_are_those_of_checkpoints_under_random_load(seed):
+    """Also when requests are preempted, and when the blocks with checkpoints are used up."""
+    rng = random.Random(1000 + seed)
+    pp = rng.choice([1, 2])
+    limits = make_limits(
+        max_num_batched_tokens=rng.choice([16, 64]),
+        num_blocks=rng.choice([34, 50, 100]),
+        pipeline_parallel_size=pp,
+        keeps_state=True,
+        checkpoint_blocks=rng.choice([1, 2, 3]),
+        groups=rng.choice([(), (BlockGroup(4, 40),)]),
+    )
+    model = Model(limits, latency=rng.randrange(1, pp + 2))
+    requests = random_requests(rng, 40)
+    outputs = model.run(requests)
+    assert {r.id: outputs[r.id].token_ids for r in requests} == {
+        r.id: expected(r) for r in requests
+    }
+    assert model.num_hits and model.scheduler.num_free_blocks == limits.num_blocks - 1
+
+
+def test_a_hit_begins_at_the_last_checkpoint_and_computes_the_rest():
+    limits = make_limits(keeps_state=True, checkpoint_blocks=2, max_num_batched_tokens=64)
+    model = Model(limits, latency=1)
+    prompt = np.arange(24, dtype=np.int32)
+    model.run([GenerationRequest(id="a", prompt=prompt, max_tokens=1)])
+    model.scheduler.add_request(GenerationRequest(id="b", prompt=prompt, max_tokens=1))
+    step = model.scheduler.schedule()
+    (new,) = step.scheduled_new_reqs
+    assert (new.num_computed_tokens, step.num_scheduled_tokens) == (16, {"b": 8})
+    assert new.block_ids[1] % 2 == new.block_ids[3] % 2 == 0
+
+
+def test_a_border_without_a_checkpoint_is_no_start_until_an_equal_block_has_one():
+    """Of eleven blocks, short requests take all six without checkpoints, and the five with. Six of
+    them end, and the border of the next request gets one of their blocks."""
+    limits = make_limits(keeps_state=True, checkpoint_blocks=2, num_blocks=12, max_num_seqs=12)
+    model, prompt = Model(limits, latency=1), np.arange(100, 109, dtype=np.int32)
+    keeps_on = SamplingParams(ignore_eos=True)
+    short = [
+        GenerationRequest(str(i), np.array([i, i], np.int32), 1 + (i >= 6), keeps_on)
+        for i in range(11)
+    ]
+    first, second, third = (GenerationRequest(name, prompt, max_tokens=1) for name in "abc")
+    outputs = model.run([*short, first])
+    assert len(outputs) == 12 and not model.checkpoints
+    assert model.run([second])["b"].num_cached_tokens == 0
+    assert model.run([third])["c"].num_cached_tokens == 8
 
 
 def test_prefix_hits_leave_one_token_to_compute():

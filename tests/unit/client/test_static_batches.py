@@ -17,7 +17,7 @@ from rpc_schema.sampling import MAX_STOP_TOKEN_IDS
 from tests.support.fake_daemon import EOS, VOCAB_SIZE, Fault
 from tests.support.flat_requests import changed, path_of
 from tests.unit.client.conftest import worker_config
-from tests.unit.client.test_scheduler import expected, make_limits, random_requests
+from tests.unit.client.test_scheduler import Model, expected, make_limits, random_requests
 from worker_client.driver import Driver
 from worker_client.errors import RequestError
 from worker_client.group.adoption import AdoptedRequest
@@ -90,6 +90,18 @@ def test_every_request_gets_its_tokens(fakes, connect, pp, failing):
     assert (driver.num_failures > 0) == failing
     assert len(scheduler._free_blocks) == len(set(scheduler._free_blocks)) == model.num_blocks - 1
     assert max(record.num_requests for record in driver.records) > 4
+
+
+def test_prompts_are_cut_at_borders():
+    limits = make_limits(keeps_state=True, checkpoint_blocks=2, eos_token_ids=(EOS,))
+    model, requests = Model(limits, latency=1), random_requests(random.Random(7), 10)
+    model.scheduler = StaticBatches(limits)
+    outputs = model.run(requests)
+    assert {req_id: output.token_ids for req_id, output in outputs.items()} == {
+        request.id: expected(request) for request in requests
+    }
+    assert model.checkpoints and limits.cut_at_border(13, 20) == 3
+    assert make_limits().cut_at_border(13, 20) == 20
 
 
 def documented(beginning: str):

@@ -72,7 +72,8 @@ def test_a_row_begins_anew_after_half_a_step(
 
 
 @pytest.mark.parametrize(("pp", "tp"), [(1, 1), (2, 2)])
-def test_the_plan_counts_the_rows_of_states(made, pp, tp):
+def test_the_plan_counts_the_rows_of_states(tmp_path, pp, tp):
+    made = make_decaying(tmp_path, "sparse", (1, 2), seed=51, checkpoint_blocks=3)
     planned = plan(made.path, pp=pp, tp=tp, dtype="float32", block_size=16, max_num_seqs=32)
     each = -(-33 * WIDTH * 4 // tp // 256) * 256
     for rank in planned.ranks:
@@ -80,6 +81,15 @@ def test_the_plan_counts_the_rows_of_states(made, pp, tp):
         assert rank.kv_block_bytes == 16 * 2 * 2 // tp * 16 * 4 * (2 if pp == 1 else 1)
     text = plan_text(planned)
     assert f"states take up to {planned.ranks[0].state_bytes:,} bytes of a rank" in text
+    assert planned.checkpoint_tokens == 16 * 3
+    for rank in planned.ranks:
+        pages = rank.num_blocks * rank.kv_block_bytes
+        assert 0 < rank.checkpoint_bytes <= (pages + rank.checkpoint_bytes) / 10 + 512
+        taken = rank.checkpoint_bytes + pages
+        assert (
+            rank.kv_available_bytes - rank.kv_block_bytes - 1024 < taken <= rank.kv_available_bytes
+        )
+    assert "a checkpoint of a request's state every 48 tokens: up to" in text
     wider = plan(made.path, pp=pp, tp=tp, dtype="float32", block_size=16, max_num_seqs=320)
     assert wider.num_blocks < planned.num_blocks
 

@@ -354,3 +354,14 @@ def test_a_request_with_a_state_begins_at_its_first_token_and_is_adopted_without
     ((row, told, blocks),) = rank.told(rank.state)
     assert (row.num_computed_tokens, row.num_blocks, blocks) == (0, 0, [])
     assert len(told) == 7 and told[:6] == tokens
+
+
+def test_a_request_with_checkpoints_is_adopted_with_its_blocks():
+    limits = StepLimits(4, 40, 32, 50, 4, 30, keeps_state=True, checkpoint_blocks=1)
+    rank = Rank(limits, SampledTokens(4, 32))
+    plan = Plan(blocks=[(0, 1), (0, 2)], scheduled={0: 4})
+    plan.admissions = [Admission(0, [3, 1, 4, 1, 5, 9], 6, 0, SamplingParams())]
+    rank.run(1, plan, np.random.default_rng(0))
+    rank.deliver(0)
+    ((row, _, blocks),) = rank.told(rank.state)
+    assert (row.num_computed_tokens, row.num_blocks, blocks) == (4, 2, [1, 2])
